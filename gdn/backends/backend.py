@@ -1,0 +1,103 @@
+"""What a backend is: a frozen value holding one function per job. A new GPU is a folder and a `dataclasses.replace`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.notation import AInv, ChunkStates, G, State, Values
+from gdn.problem import Problem
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a forward keeps for the backward, the same for every backend: any backward follows any forward.
+
+    Chunks are numbered sequence by sequence; a packed batch has `problem.num_chunks` rows, the surplus unused.
+    A backend saves what pays; a backward recomputes what is None. Any float dtype but for G.
+    """
+
+    G: G | None = None
+    A_inv: AInv | None = None  # columns past the chunk's length are zero
+    S_in: ChunkStates | None = None  # [K, V] whatever the caller's layout
+    v_new: Values | None = None  # A_inv (beta v) - A_inv (beta e^G k) S_in
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (self.G, self.A_inv, self.S_in, self.v_new)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of one call, each in the dtype of its tensor; None where the tensor was None."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor | None
+    dbeta: Tensor | None
+    dA_log: Tensor | None
+    ddt_bias: Tensor | None
+    dinitial_state: Tensor | None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One function per job; each takes what `problem` checked and returns fresh tensors unless it says in place.
+
+    refuses(problem)         None: I take it; else the reason why not. Holds correctness limits, never speed.
+    saves(problem)           (shape, dtype) of each tensor in Saved, in order, None for one not saved
+    chunk_forward(problem, save)             -> o, final_state or None, Saved
+    chunk_backward(problem, saved, do, dS)   -> Gradients; do or dS (gradient of final_state) may be None
+    recurrent_forward(problem)               -> o, final_state or None
+    The others: the stages of `gdn.stages`, the serving functions, and what stands around the rule in a layer;
+    the signatures are those of their public functions in `ops`, after checking.
+    """
+
+    name: str
+    refuses: Callable[[Any], str | None]
+    saves: Callable[[Problem], tuple[Shape | None, ...]]
+    chunk_forward: Callable[[Problem, bool], tuple[Values, State | None, Saved]]
+    chunk_backward: Callable[[Problem, Saved, Tensor | None, Tensor | None], Gradients]
+    recurrent_forward: Callable[[Problem], tuple[Values, State | None]]
+    chunk_cumsum: Callable[..., Any]
+    chunk_cumsum_bwd: Callable[..., Any]
+    chunk_gate_cumsum: Callable[..., Any]
+    chunk_gate_cumsum_bwd: Callable[..., Any]
+    chunk_kkt: Callable[..., Any]
+    chunk_kkt_bwd: Callable[..., Any]
+    solve_tril: Callable[..., Any]
+    solve_tril_bwd: Callable[..., Any]
+    wy_transform: Callable[..., Any]
+    wy_transform_bwd: Callable[..., Any]
+    chunk_state: Callable[..., Any]
+    chunk_state_bwd: Callable[..., Any]
+    chunk_output: Callable[..., Any]
+    chunk_output_bwd: Callable[..., Any]
+    decode: Callable[..., Any]
+    prefill: Callable[..., Any]
+    commit: Callable[..., Any]
+    gate: Callable[..., Any]
+    gate_bwd: Callable[..., Any]
+    causal_conv1d: Callable[..., Any]
+    causal_conv1d_bwd: Callable[..., Any]
+    causal_conv1d_update: Callable[..., Any]
+    rms_norm_gated: Callable[..., Any]
+    rms_norm_gated_bwd: Callable[..., Any]
+
+
+def absent(name: str, reason: str) -> Backend:
+    """A backend known by name that refuses everything with the same reason."""
+
+    def missing(*_args: Any, **_kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name}: {reason}")
+
+    slots = {f.name: missing for f in fields(Backend) if f.name not in ("name", "refuses")}
+    return Backend(name=name, refuses=lambda problem: reason, **slots)  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""Who takes a problem. The first backend in ORDER that does not refuse; a named one takes it or the call fails."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+from gdn import settings
+from gdn.backends.backend import Backend
+
+ORDER = ("hopper", "triton", "eager")  # fastest first
+
+
+class Named(Protocol):
+    """Any checked problem: it knows which backend was asked for."""
+
+    @property
+    def backend(self) -> str | None: ...
+
+
+def load(name: str) -> Backend:
+    """The backend of that name; its folder is imported on first use, so a CPU user never imports Triton."""
+    if name not in ORDER:
+        raise ValueError(f"backend: expected None or one of {', '.join(ORDER)}, got {name!r}")
+    backend: Backend = import_module(f"gdn.backends.{name}").BACKEND
+    return backend
+
+
+def select(problem: Named) -> Backend:
+    """The backend that takes the problem.
+
+    Raises:
+        ValueError           no backend has the name that was asked for
+        NotImplementedError  the named backend, or every backend, refuses; lists each one's reason
+    """
+    asked = problem.backend or settings.backend()
+    reasons = []
+    for name in (asked,) if asked else ORDER:
+        backend = load(name)
+        reason = backend.refuses(problem)
+        if reason is None:
+            return backend
+        reasons.append(f"{name}: {reason}")
+    raise NotImplementedError("no backend takes this problem: " + "; ".join(reasons))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Who takes a problem, and why the others do not. `chosen` is None when nobody does."""
+
+    asked: str | None
+    chosen: str | None
+    refusals: dict[str, str]
+
+    def __str__(self) -> str:
+        asked = f"asked for: {self.asked or 'the best that takes it'}"
+        rows = [asked]
+        for name in ORDER:
+            mark = "->" if name == self.chosen else "  "
+            rows.append(f"{mark} {name:8} {self.refusals.get(name, 'takes it')}")
+        return "\n".join(rows)
+
+
+def report(problem: Named) -> Report:
+    """Ask every backend; never raises for a refusal."""
+    asked = problem.backend or settings.backend()
+    refusals = {name: reason for name in ORDER if (reason := load(name).refuses(problem)) is not None}
+    takers = [name for name in ((asked,) if asked else ORDER) if name in ORDER and name not in refusals]
+    return Report(asked, takers[0] if takers else None, refusals)

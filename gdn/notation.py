@@ -1,0 +1,31 @@
+"""The legend: every letter and every named tensor, once.
+
+    B  batch           T  tokens          N  sequences (B, or len(cu_seqlens) - 1 when packed)
+    H  query/key heads HV value heads     HV % H == 0; value head j reads key head j // (HV // H)
+    K  key dim         V  value dim       C  tokens per chunk (64)        NC number of chunks
+
+Log decays are natural logarithms per token, in [-inf, 0]. A state is logically [K, V], whatever its strides.
+dX is the gradient of X: same shape, X's dtype unless its docstring says otherwise.
+"""
+
+from torch import Tensor
+from jaxtyping import Bool, Float, Int
+
+Q = Float[Tensor, "B T H K"]  # queries
+Keys = Float[Tensor, "B T H K"]  # keys
+Values = Float[Tensor, "B T HV V"]  # values, outputs, corrected values
+PerHead = Float[Tensor, "B T HV"]  # g: log decay per token; beta: write strength; a, b: their raw logits
+HeadParam = Float[Tensor, "HV"]  # A_log, dt_bias
+G = Float[Tensor, "B T HV"]  # inclusive sum of g from the start of the token's chunk, float64
+A = Float[
+    Tensor, "B T HV C"
+]  # strictly lower beta_i e^(G_i - G_j) <k_i, k_j>; row i is token i, column j of its chunk
+AInv = Float[Tensor, "B T HV C"]  # (I + A)^-1, unit lower triangular
+W = Float[Tensor, "B T HV K"]  # A_inv (beta e^G k)
+U = Float[Tensor, "B T HV V"]  # A_inv (beta v)
+State = Float[Tensor, "N HV K V"]  # S: one state per sequence and value head
+ChunkStates = Float[Tensor, "NC HV K V"]  # S_in: the state entering each chunk
+Pool = Float[Tensor, "slots HV V K"]  # an engine's states, V-first
+Offsets = Int[Tensor, "N+1"]  # cu_seqlens: sequence n holds tokens cu_seqlens[n] : cu_seqlens[n + 1]
+Index = Int[Tensor, "N"]
+Mask = Bool[Tensor, "N"]

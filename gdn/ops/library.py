@@ -1,0 +1,170 @@
+"""The rule as torch operators: gdn::chunk_forward, gdn::chunk_backward, gdn::recurrent_forward.
+
+Each takes the fields of Problem in order. A tensor that was not asked for is returned as an empty one. The backend's
+name is an argument; which backend serves is decided inside the operator, so tracing never asks about a GPU.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn import settings
+from gdn.backends import Saved, select
+from gdn.problem import Problem, host_offsets
+
+logger = logging.getLogger("gdn")
+library = torch.library.Library("gdn", "DEF")
+
+RULE = (
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, bool output_final_state, bool use_qk_l2norm_in_kernel, "
+    "bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, "
+    "bool exact, bool batch_invariant, str? backend"
+)
+SAVED = "Tensor? G, Tensor? A_inv, Tensor? S_in, Tensor? v_new"
+NUM_FIELDS = 20  # of Problem
+NUM_DIFFERENTIABLE = 8
+
+
+def define(name: str, schema: str, implementation: Any, fake: Any) -> Any:
+    """Register gdn::name for every device, with its fake, and return the overload."""
+    library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gdn::{name}", fake, lib=library)
+    return getattr(torch.ops.gdn, name).default
+
+
+def guarded(name: str, device: torch.device, tensors: Sequence[Tensor | None], run: Any) -> Any:
+    """Run an operator's body with autocast off, and in debug mode with a log line and finiteness checks around it."""
+    if not settings.debug():
+        if not torch.is_autocast_enabled(device.type):
+            return run()
+        with torch.autocast(device.type, enabled=False):
+            return run()
+    logger.warning("gdn::%s on %s: %s", name, device, [list(x.shape) for x in tensors if x is not None])
+    for i, x in enumerate(tensors):
+        if x is not None and x.is_floating_point() and not bool(torch.isfinite(x).all()):
+            raise ValueError(f"{name}: expected finite values in tensor argument {i}, got NaN or Inf")
+    with torch.autocast(device.type, enabled=False):
+        out = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for i, x in enumerate(out):
+        if x is not None and x.is_floating_point() and not bool(torch.isfinite(x).all()):
+            raise FloatingPointError(f"{name}: output {i} holds NaN or Inf although every input was finite")
+    return out
+
+
+def present(x: Tensor | None, like: Tensor) -> Tensor:
+    """Operators return tensors only: an empty one stands for None."""
+    return like.new_empty(0) if x is None else x
+
+
+def check_offsets(problem: Problem) -> None:
+    """Refuse bad cu_seqlens before anything is computed; on a device only in debug mode (it must be read)."""
+    if problem.cu_seqlens is not None:
+        host_offsets(problem.cu_seqlens, problem.cu_seqlens_cpu, problem.T, read_device=settings.debug())
+
+
+def _chunk_forward(*args: Any) -> tuple[Tensor, ...]:
+    problem, save = Problem(*args[:NUM_FIELDS]), args[NUM_FIELDS]
+    check_offsets(problem)
+
+    def run() -> tuple[Tensor, ...]:
+        o, final, saved = select(problem).chunk_forward(problem, save)
+        return (o, present(final, o), *(present(x, o) for x in saved.tensors()))
+
+    return guarded("chunk_forward", problem.device, args[:10], run)
+
+
+def _chunk_forward_fake(*args: Any) -> tuple[Tensor, ...]:
+    problem, save = Problem(*args[:NUM_FIELDS]), args[NUM_FIELDS]
+    o, final = _outputs_fake(problem)
+    shapes = select(problem).saves(problem) if save else (None,) * 4
+    saved = (problem.q.new_empty(0) if s is None else problem.q.new_empty(s[0], dtype=s[1]) for s in shapes)
+    return (o, final, *saved)
+
+
+def _outputs_fake(problem: Problem) -> tuple[Tensor, Tensor]:
+    o = problem.v.new_empty(problem.v.shape)
+    if not problem.output_final_state:
+        return o, o.new_empty(0)
+    return o, o.new_empty(problem.state_shape, dtype=problem.state_dtype)
+
+
+def _recurrent_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    problem = Problem(*args)
+    check_offsets(problem)
+
+    def run() -> tuple[Tensor, Tensor]:
+        o, final = select(problem).recurrent_forward(problem)
+        return o, present(final, o)
+
+    return guarded("recurrent_forward", problem.device, args[:10], run)
+
+
+def _chunk_backward(*args: Any) -> tuple[Tensor, ...]:
+    problem = Problem(*args[:NUM_FIELDS])
+    saved, (do, dS) = Saved(*args[NUM_FIELDS : NUM_FIELDS + 4]), args[NUM_FIELDS + 4 :]
+
+    def run() -> tuple[Tensor, ...]:
+        gradients = select(problem).chunk_backward(problem, saved, do, dS)
+        return tuple(present(x, problem.q) for x in gradients.tensors())
+
+    return guarded("chunk_backward", problem.device, (do, dS), run)
+
+
+def _chunk_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    problem = Problem(*args[:NUM_FIELDS])
+    q = problem.q
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in problem.differentiable)
+
+
+_OUTPUTS = "Tensor o, Tensor final_state"
+chunk_forward = define(
+    "chunk_forward",
+    f"({RULE}, bool save) -> ({_OUTPUTS}, Tensor G, Tensor A_inv, Tensor S_in, Tensor v_new)",
+    _chunk_forward,
+    _chunk_forward_fake,
+)
+chunk_backward = define(
+    "chunk_backward",
+    f"({RULE}, {SAVED}, Tensor? do, Tensor? dfinal_state) -> "
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dA_log, Tensor ddt_bias, Tensor dinitial_state)",
+    _chunk_backward,
+    _chunk_backward_fake,
+)
+recurrent_forward = define(
+    "recurrent_forward",
+    f"({RULE}) -> ({_OUTPUTS})",
+    _recurrent_forward,
+    lambda *args: _outputs_fake(Problem(*args)),
+)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the problem's tensors and, where the forward was a saving chunk_forward, what it saved."""
+    args = inputs[:NUM_FIELDS]
+    saved = output[2:] if len(output) > 2 and inputs[NUM_FIELDS] else (None,) * 4
+    saved = tuple(None if x is None or x.dim() == 1 else x for x in saved)
+    ctx.options = args[10:]
+    ctx.save_for_backward(*args[:10], *saved)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, do: Tensor | None, dS: Tensor | None, *_saved: Tensor | None) -> tuple[Any, ...]:
+    """Both forms have one backward, the chunked one: the two compute the same function."""
+    tensors = ctx.saved_tensors
+    nothing = (None,) * len(ctx.needs_input_grad)
+    if do is None and dS is None:
+        return nothing
+    gradients = chunk_backward(*tensors[:10], *ctx.options, *tensors[10:], do, dS)
+    wanted = (x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=False))
+    return (*wanted, *nothing[NUM_DIFFERENTIABLE:])
+
+
+for _op in ("chunk_forward", "recurrent_forward"):
+    torch.library.register_autograd(f"gdn::{_op}", _differentiate, setup_context=_keep, lib=library)

@@ -1,0 +1,263 @@
+"""parse(): the tensors and options of one call of the gated delta rule -> one checked, frozen Problem."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
+from gdn.problem import check
+
+CHUNK = 64  # tokens per chunk, in every backend and in what a forward saves for its backward
+
+
+class ContextParallel(Protocol):
+    """How a sequence is split over ranks; no backend takes one yet."""
+
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of the rule, checked. Field order is the argument order of the torch operators in `ops`.
+
+    Tensors have the names and shapes of `notation`; with the in-kernel options `g` and `beta` hold raw logits.
+    `backend` is the name that was asked for, or None.
+    """
+
+    q: Q
+    k: Keys
+    v: Values
+    g: PerHead | None
+    beta: PerHead | None
+    A_log: HeadParam | None
+    dt_bias: HeadParam | None
+    initial_state: State | None
+    cu_seqlens: Offsets | None
+    cu_seqlens_cpu: Offsets | None
+    scale: float
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    use_gate_in_kernel: bool
+    use_beta_sigmoid_in_kernel: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    exact: bool
+    batch_invariant: bool
+    backend: str | None
+
+    @property
+    def B(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def T(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def H(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def HV(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def K(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def V(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def N(self) -> int:
+        """Number of sequences."""
+        return self.B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in all sequences; for packed ones the bound sum ceil(T_n / C) <= floor((T + N (C - 1)) / C)."""
+        if self.cu_seqlens is None:
+            return self.B * ((self.T + CHUNK - 1) // CHUNK)
+        return (self.T + self.N * (CHUNK - 1)) // CHUNK
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Dtype of the carried and final state, and of all accumulation: fp32, or fp64 for fp64 inputs."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Shape of initial and final state in the layout the caller chose."""
+        last = (self.V, self.K) if self.state_v_first else (self.K, self.V)
+        return (self.N, self.HV, *last)
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The tensors that have gradients, in field order."""
+        return (self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.initial_state)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The fields in order, as the torch operators take them."""
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+    def named(self, backend: str | None) -> "Problem":
+        """The same problem asked of a backend by name."""
+        return replace(self, backend=backend)
+
+
+def parse(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any = None,
+    beta: Any = None,
+    *,
+    scale: Any = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    cp_context: ContextParallel | None = None,
+    exact: bool = True,
+    batch_invariant: bool = False,
+    backend: Any = None,
+) -> Problem:
+    """Check a call of the gated delta rule, reading no tensor's contents.
+
+    Raises:
+        TypeError            an argument of the wrong kind (no tensor, an integer tensor, a flag that is no bool)
+        ValueError           shapes, dtypes, devices or options that contradict each other
+        NotImplementedError  cp_context, until context parallelism exists
+    """
+    check.flags(
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first,
+        exact=exact,
+        batch_invariant=batch_invariant,
+    )
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: expected a name or None, got {type(backend).__name__}")
+    if cp_context is not None:
+        raise NotImplementedError(
+            "cp_context: expected None, got a context; no backend takes context parallelism yet"
+        )
+    dims = _check_tokens(q, k, v, g, beta)
+    _check_gates(
+        g, beta, A_log, dt_bias, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, dims
+    )
+    dims["N"] = dims["B"] if cu_seqlens is None else _check_offsets(cu_seqlens, cu_seqlens_cpu, dims)
+    if cu_seqlens is None and cu_seqlens_cpu is not None:
+        raise ValueError("cu_seqlens_cpu: expected None without cu_seqlens, got a tensor")
+    if initial_state is not None:
+        check.floating("initial_state", initial_state)
+        check.shape("initial_state", initial_state, "N HV V K" if state_v_first else "N HV K V", dims)
+    check.same_device(
+        q, "q", k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state
+    )
+    if cu_seqlens is not None and cu_seqlens.device.type != "cpu":
+        check.same_device(q, "q", cu_seqlens=cu_seqlens)
+    if scale is None:
+        scale = dims["K"] ** -0.5
+    check.number("scale", scale)
+    return Problem(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, float(scale), output_final_state,
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
+        exact, batch_invariant, backend,
+    )  # fmt: skip
+
+
+def _check_tokens(q: Any, k: Any, v: Any, g: Any, beta: Any) -> dict[str, int]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check.floating(name, x)
+    dims: dict[str, int] = {}
+    check.shape("q", q, "B T H K", dims)
+    check.shape("k", k, "B T H K", dims)
+    check.shape("v", v, "B T HV V", dims)
+    check.same_dtype(q, "q", k=k, v=v)
+    if dims["K"] < 1 or dims["V"] < 1:
+        raise ValueError(f"v: expected K >= 1 and V >= 1, got K={dims['K']}, V={dims['V']}")
+    if dims["H"] < 1 or dims["HV"] < dims["H"] or dims["HV"] % dims["H"]:
+        raise ValueError(f"v: expected HV to be a multiple of H={dims['H']}, got HV={dims['HV']}")
+    for name, x in (("g", g), ("beta", beta)):
+        if x is not None:
+            check.floating(name, x)
+            check.shape(name, x, "B T HV", dims)
+    return dims
+
+
+def _check_gates(
+    g: Any, beta: Any, A_log: Any, dt_bias: Any, with_gate: bool, with_sigmoid: bool, negative: bool,
+    dims: dict[str, int],
+) -> None:  # fmt: skip
+    if with_gate and g is None:
+        raise ValueError("g: expected the raw logits [B, T, HV] with use_gate_in_kernel=True, got None")
+    if with_gate and A_log is None:
+        raise ValueError("A_log: expected a tensor [HV] with use_gate_in_kernel=True, got None")
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is None:
+            continue
+        if not with_gate:
+            raise ValueError(f"{name}: expected None without use_gate_in_kernel=True, got a tensor")
+        check.floating(name, x)
+        check.shape(name, x, "HV", dims)
+    if with_sigmoid and beta is None:
+        raise ValueError(
+            "beta: expected the logits [B, T, HV] with use_beta_sigmoid_in_kernel=True, got None"
+        )
+    if negative and not with_sigmoid:
+        raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it, got False")
+
+
+def _check_offsets(cu_seqlens: Any, cu_seqlens_cpu: Any, dims: dict[str, int]) -> int:
+    check.integral("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: expected shape [N+1], got {list(cu_seqlens.shape)}")
+    if dims["B"] != 1:
+        raise ValueError(f"q: expected B=1 with cu_seqlens, got B={dims['B']}")
+    if cu_seqlens_cpu is not None:
+        check.integral("cu_seqlens_cpu", cu_seqlens_cpu)
+        if cu_seqlens_cpu.device.type != "cpu":
+            raise ValueError(f"cu_seqlens_cpu: expected a tensor on the CPU, got {cu_seqlens_cpu.device}")
+        check.shape("cu_seqlens_cpu", cu_seqlens_cpu, "N+1", {"N+1": cu_seqlens.shape[0]})
+    return cu_seqlens.shape[0] - 1
+
+
+def host_offsets(
+    cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, T: int, *, read_device: bool
+) -> list[int] | None:
+    """The offsets as checked Python numbers, or None when they lie on a device and may not be read.
+
+    Raises ValueError unless 0 = cu_seqlens[0] <= cu_seqlens[1] <= ... <= cu_seqlens[N] <= T.
+    """
+    for name, x in (("cu_seqlens_cpu", cu_seqlens_cpu), ("cu_seqlens", cu_seqlens)):
+        if x is None or (x.device.type != "cpu" and not read_device):
+            continue
+        values = x.tolist()
+        if values[0] != 0:
+            raise ValueError(f"{name}: expected the first offset 0, got {values[0]}")
+        for n, (a, b) in enumerate(zip(values[:-1], values[1:], strict=True)):
+            if b < a:
+                raise ValueError(f"{name}: expected non-decreasing offsets, got {a} then {b} at position {n}")
+        if values[-1] > T:
+            raise ValueError(f"{name}: expected the last offset to be at most T={T}, got {values[-1]}")
+        return values
+    return None

@@ -1,0 +1,5 @@
+"""What is right: the law and the stages in plain torch. Slow, differentiable, sharing no code with any backend."""
+
+from gdn.reference.recurrence import gate, gated_delta_rule, l2norm
+
+__all__ = ["gate", "gated_delta_rule", "l2norm"]

@@ -1,0 +1,86 @@
+"""The law, token by token: the only judge of right. Plain torch, differentiable, any float dtype, no speed."""
+
+import torch
+from torch import Tensor
+
+from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """x * rsqrt(sum(x * x) + 1e-6) over the last axis."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def gate(a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None = None) -> PerHead:
+    """g = -exp(A_log) * softplus(a + dt_bias), with softplus(x) = log(1 + e^x)."""
+    x = a if dt_bias is None else a + dt_bias
+    return -torch.exp(A_log) * torch.logaddexp(x, torch.zeros_like(x))
+
+
+def gated_delta_rule(
+    q: Q,
+    k: Keys,
+    v: Values,
+    g: PerHead | None = None,
+    beta: PerHead | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: HeadParam | None = None,
+    dt_bias: HeadParam | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Offsets | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Values, State]:
+    """The gated delta rule, one token after the other.
+
+        S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
+
+    Arguments as in `gdn.chunk_gated_delta_rule`; everything is computed in `dtype`, autograd gives the gradients.
+
+    Returns:
+        o            [B, T, HV, V]   outputs; zero past cu_seqlens[-1]
+        final_state  [N, HV, K, V]   (or V first) the state after each sequence's last token
+    Cost: T steps of 8 HV K V flop; keeps every state when gradients are asked for.
+    Source: arXiv:2412.06464, equation 10.
+    """
+    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
+    q = q * (K**-0.5 if scale is None else scale)
+    g = torch.zeros(B, T, HV, dtype=dtype, device=q.device) if g is None else g.to(dtype)
+    if use_gate_in_kernel:
+        assert A_log is not None
+        g = gate(g, A_log.to(dtype), None if dt_bias is None else dt_bias.to(dtype))
+    beta = torch.ones(B, T, HV, dtype=dtype, device=q.device) if beta is None else beta.to(dtype)
+    if use_beta_sigmoid_in_kernel:
+        beta = torch.sigmoid(beta) * (2 if allow_neg_eigval else 1)
+    if cu_seqlens is None:
+        spans = [(b, 0, T) for b in range(B)]
+    else:
+        ends = cu_seqlens.tolist()
+        spans = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    o = [[torch.zeros(HV, V, dtype=dtype, device=q.device)] * T for _ in range(B)]
+    finals = []
+    for n, (b, start, end) in enumerate(spans):
+        S = torch.zeros(HV, K, V, dtype=dtype, device=q.device)
+        if initial_state is not None:
+            S = initial_state[n].to(dtype)
+            S = S.transpose(-1, -2) if state_v_first else S
+        for t in range(start, end):
+            S = torch.exp(g[b, t])[:, None, None] * S
+            d = beta[b, t][:, None] * (v[b, t] - torch.einsum("hkv,hk->hv", S, k[b, t]))
+            S = S + k[b, t][:, :, None] * d[:, None, :]
+            o[b][t] = torch.einsum("hkv,hk->hv", S, q[b, t])
+        finals.append(S.transpose(-1, -2) if state_v_first else S)
+    shape = (0, HV, V, K) if state_v_first else (0, HV, K, V)
+    final = torch.stack(finals) if finals else q.new_zeros(shape)
+    return torch.stack([x for row in o for x in row]).view(B, T, HV, V) if B * T else v.new_zeros(
+        v.shape
+    ), final
