@@ -8,21 +8,21 @@ Log decays are natural logarithms per token, in [-inf, 0]. A state is logically 
 dX is the gradient of X: same shape, X's dtype unless its docstring says otherwise.
 """
 
-from torch import Tensor
 from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 Q = Float[Tensor, "B T H K"]  # queries
 Keys = Float[Tensor, "B T H K"]  # keys
 Values = Float[Tensor, "B T HV V"]  # values, outputs, corrected values
 PerHead = Float[Tensor, "B T HV"]  # g: log decay per token; beta: write strength; a, b: their raw logits
 HeadParam = Float[Tensor, "HV"]  # A_log, dt_bias
-G = Float[Tensor, "B T HV"]  # inclusive sum of g from the start of the token's chunk, float64
-A = Float[
+GSum = Float[Tensor, "B T HV"]  # inclusive sum of g from the start of the token's chunk, float64
+AStrict = Float[
     Tensor, "B T HV C"
 ]  # strictly lower beta_i e^(G_i - G_j) <k_i, k_j>; row i is token i, column j of its chunk
 AInv = Float[Tensor, "B T HV C"]  # (I + A)^-1, unit lower triangular
-W = Float[Tensor, "B T HV K"]  # A_inv (beta e^G k)
-U = Float[Tensor, "B T HV V"]  # A_inv (beta v)
+WKeys = Float[Tensor, "B T HV K"]  # A_inv (beta e^G k)
+UValues = Float[Tensor, "B T HV V"]  # A_inv (beta v)
 State = Float[Tensor, "N HV K V"]  # S: one state per sequence and value head
 ChunkStates = Float[Tensor, "NC HV K V"]  # S_in: the state entering each chunk
 Pool = Float[Tensor, "slots HV V K"]  # an engine's states, V-first

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.notation import AInv, ChunkStates, G, State, Values
+from gdn.notation import AInv, ChunkStates, GSum, State, Values
 from gdn.problem import Problem
 
 
@@ -19,7 +19,7 @@ class Saved:
     A backend saves what pays; a backward recomputes what is None. Any float dtype but for G.
     """
 
-    G: G | None = None
+    G: GSum | None = None
     A_inv: AInv | None = None  # columns past the chunk's length are zero
     S_in: ChunkStates | None = None  # [K, V] whatever the caller's layout
     v_new: Values | None = None  # A_inv (beta v) - A_inv (beta e^G k) S_in
