@@ -1,0 +1,89 @@
+"""The rule token by token on plain torch: one step for all sequences at once.
+
+The state is read once for both products and updated in place:
+
+    kS, qS = [k; q] S;   d = beta (v - e^g kS);   o = scale (e^g qS + <q, k> d);   S <- e^g S + k d^T
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gdn.backends.eager.gates import activate
+from gdn.problem import Problem, host_offsets
+
+Pick = slice | Tensor
+
+
+def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """See `Backend`. T steps of 6 K V flop per sequence and value head."""
+    p = problem
+    g, beta = activate(p)
+    decay = g.exp().to(p.state_dtype)
+    o = torch.zeros(p.v.shape, dtype=p.v.dtype, device=p.device)
+    order, steps = _schedule(p)
+    S = _start(p, order)
+    q, k, v, e, b, out = (x.flatten(0, 1) for x in (p.q, p.k, p.v, decay, beta, o))
+    for rows, tokens in steps:
+        X = torch.stack([k[tokens], q[tokens]], dim=2).to(S.dtype)
+        if p.use_qk_l2norm_in_kernel:
+            X *= torch.rsqrt((X * X).sum(-1, keepdim=True).add_(1e-6))
+        S_t = S[rows]
+        out[tokens] = step(X, v[tokens].to(S.dtype), e[tokens], b[tokens], S_t, p.scale).to(o.dtype)
+        if isinstance(rows, Tensor):
+            S.index_copy_(0, rows, S_t)
+    if p.cu_seqlens is not None:
+        o.masked_fill_((torch.arange(p.T, device=p.device) >= p.cu_seqlens[-1])[:, None, None], 0)
+    if not p.output_final_state:
+        return o, None
+    final = S.mT if p.state_v_first else S
+    return o, final[: p.N].contiguous() if order is None else torch.empty_like(final).index_copy_(0, order, final)
+
+
+def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: float) -> Tensor:
+    """One token for each row: X [M, H, 2, K] holds k and q; v [M, HV, V]; decay, beta [M, HV]; S [M, HV, K, V].
+
+    Returns o [M, HV, V] and leaves the new state in S.
+    """
+    (M, H, _, K), (HV, V) = X.shape, v.shape[1:]
+    decay, beta = decay[..., None], beta[..., None]
+    qk = (X[:, :, 0] * X[:, :, 1]).sum(-1, keepdim=True)
+    if HV != H:
+        X, qk = X.repeat_interleave(HV // H, dim=1), qk.repeat_interleave(HV // H, dim=1)
+    XS = torch.bmm(X.flatten(0, 1), S.flatten(0, 1)).view(M, HV, 2, V)
+    d = torch.addcmul(v, decay, XS[:, :, 0], value=-1).mul_(beta)
+    o = torch.addcmul(qk * d, decay, XS[:, :, 1]).mul_(scale)
+    S.mul_(decay[..., None]).addcmul_(X[:, :, 0, :, None], d[:, :, None])
+    return o
+
+
+def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
+    """The order in which states are kept (None: as they are), and for each step the state rows and their tokens."""
+    if p.cu_seqlens is None:
+        return None, ((slice(0, p.B), slice(t, None, p.T)) for t in range(p.T))
+    offsets = host_offsets(p.cu_seqlens, p.cu_seqlens_cpu, p.T, read_device=False)
+    if offsets is None:
+        # lengths on a device: token after token, each finding its sequence; those past the end use the spare row N
+        owner = torch.searchsorted(p.cu_seqlens.long(), torch.arange(p.T, device=p.device), right=True) - 1
+        return None, ((owner[t : t + 1], slice(t, t + 1)) for t in range(p.T))
+    lengths = [b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    order = sorted(range(p.N), key=lambda n: -lengths[n])
+    start = torch.tensor([offsets[n] for n in order], dtype=torch.long, device=p.device)
+    running = [sum(length > t for length in lengths) for t in range(max(lengths, default=0))]
+    return (
+        torch.tensor(order, dtype=torch.long, device=p.device),
+        ((slice(0, m), start[:m] + t) for t, m in enumerate(running)),
+    )
+
+
+def _start(p: Problem, order: Tensor | None) -> Tensor:
+    """A fresh copy of the initial states [N, HV, K, V], K and V in the caller's memory order.
+
+    Packed without an order there is one spare row, where tokens past the last sequence step.
+    """
+    spare = p.cu_seqlens is not None and order is None
+    S = torch.zeros(p.N + spare, *p.state_shape[1:], dtype=p.state_dtype, device=p.device)
+    if p.initial_state is not None:
+        S[: p.N] = p.initial_state if order is None else p.initial_state[order]
+    return S.mT if p.state_v_first else S

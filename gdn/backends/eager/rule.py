@@ -1,0 +1,303 @@
+"""The rule on plain torch: chunks as batched matmuls, block by block, and the backward written out.
+
+With X = [q; k] of a chunk, D_ij = e^(G_i - G_j) for i >= j, S the state entering it, and A = strict(beta D k k^T):
+
+    v_new = (I + A)^-1 beta (v - e^G k S)
+    o     = scale (e^G q S + (D q k^T) v_new)
+    S    <- e^(G_C) S + k^T (e^(G_C - G) v_new)
+
+Value heads that share a key head lie side by side in the columns of one matmul, so q and k are never repeated.
+Shapes: R, M the block's grid, P = R M, H key heads, r value heads per key head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gdn.backends.backend import Gradients, Saved, Shape
+from gdn.backends.eager.blocks import Block, Step, plan
+from gdn.backends.eager.gates import activate, activate_backward
+from gdn.problem import CHUNK, Problem
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """One block of a problem, in the computing dtype."""
+
+    X: Tensor  # [P, H, 2C, K] q above k, normalised
+    rstd: Tensor | None  # [P, H, 2C, 1] what normalised them
+    v: Tensor  # [P, H, r, C, V]
+    beta: Tensor  # [P, H, r, C, 1]
+    into: Tensor  # e^G           [P, H, r, C, 1] decay from the chunk's start
+    out: Tensor  # e^(G_C - G)    [P, H, r, C, 1] decay to the chunk's end
+    through: Tensor  # e^(G_C)    [P, H, 1, r, 1] decay through the chunk
+    D: Tensor  # [P, H, r, C, C] e^(G_i - G_j) for i >= j, else 0
+    XK: Tensor  # [P, H, 2C, C] [q; k] k^T
+
+    @property
+    def C(self) -> int:
+        return self.D.shape[-1]
+
+    @property
+    def attention(self) -> Tensor:
+        """D q k^T  [P, H, r, C, C]"""
+        return self.D * self.XK[:, :, None, : self.C]
+
+    @property
+    def A(self) -> Tensor:
+        """beta D k k^T  [P, H, r, C, C], to be read below the diagonal."""
+        return self.beta * self.D * self.XK[:, :, None, self.C :]
+
+
+def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
+    """See `Backend`. About 6 K V + 4 C (K + V) flop per token and value head."""
+    p = problem
+    g, beta = activate(p)
+    make = torch.empty if p.cu_seqlens is None else torch.zeros
+    o = make(p.v.shape, dtype=p.v.dtype, device=p.device)
+    kept = [torch.zeros(s[0], dtype=s[1], device=p.device) if s and save else None for s in saves(p)]
+    saved = Saved(*kept)
+    the_plan = plan(p)
+    S = _states(p, p.initial_state, the_plan.order)
+    for block in the_plan.blocks:
+        c = _load(p, block, g, beta)
+        A_inv = _inverse(c.A)
+        XS, v_new = _forward_states(p, block, c, A_inv, S, saved.S_in)
+        o_block = torch.mul(c.into, _per_head(XS[:, :, : c.C], p), out=torch.empty_like(v_new))
+        _baddbmm(o_block, c.attention, v_new, alpha=p.scale, beta=p.scale)
+        block.put(o, _tokens(o_block, block))
+        if saved.A_inv is not None and saved.v_new is not None:
+            block.put(saved.A_inv[..., : c.C], _tokens(A_inv, block))
+            block.put(saved.v_new, _tokens(v_new, block))
+    return o, _final(p, S, the_plan.order) if p.output_final_state else None, saved
+
+
+def _forward_states(
+    p: Problem, block: Block, c: Chunks, A_inv: Tensor, S: Tensor, S_in: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Advance S through the block, step by step; returns X S [P, H, 2C, r V] and v_new [P, H, r, C, V]."""
+    beta_v, carry = c.beta * c.v, -c.beta * c.into
+    XS = torch.empty(*c.X.shape[:3], S.shape[-1], dtype=S.dtype, device=S.device)
+    v_new, grown = torch.empty_like(c.v), _columns(c)
+    for step in block.steps:
+        i = slice(step.start, step.stop)
+        S_i = S[step.rows]
+        if S_in is not None:
+            block.keep(S_in, step, _per_head(S_i, p).flatten(1, 2))
+        _bmm(c.X[i], S_i, out=XS[i])
+        kS = _per_head(XS[i, :, c.C :], p)
+        _bmm(A_inv[i], torch.addcmul(beta_v[i], carry[i], kS, out=beta_v[i]), out=v_new[i])
+        torch.mul(c.out[i], v_new[i], out=_per_head(grown[i], p))
+        _advance(S, step, S_i, c.through[i], c.X[i, :, c.C :].mT, grown[i])
+    return XS, v_new
+
+
+def saves(problem: Problem) -> tuple[Shape | None, ...]:
+    """Shapes of Saved: G is cheaper to sum again than to keep, the rest is in the computing dtype."""
+    p, dtype = problem, problem.state_dtype
+    return (
+        None,
+        ((p.B, p.T, p.HV, CHUNK), dtype),
+        ((p.num_chunks, p.HV, p.K, p.V), dtype),
+        ((p.B, p.T, p.HV, p.V), dtype),
+    )
+
+
+def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor | None) -> Gradients:
+    """See `Backend`. About twice the forward's flop; the blocks run last to first."""
+    p = problem
+    if saved.A_inv is None or saved.S_in is None or saved.v_new is None:
+        saved = chunk_forward(p, True)[2]
+    assert saved.A_inv is not None and saved.S_in is not None and saved.v_new is not None
+    g, beta = activate(p)
+    do = torch.zeros_like(p.v) if do is None else do
+    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=p.device) for x in (p.q, p.k, p.v))
+    dg, dbeta = torch.zeros_like(g), torch.zeros_like(beta)
+    the_plan = plan(p)
+    dstate = _states(p, dS, the_plan.order)
+    for block in reversed(the_plan.blocks):
+        c = _load(p, block, g, beta)
+        A_inv = _heads(p, block, saved.A_inv[..., : c.C])
+        v_new = _heads(p, block, saved.v_new)
+        S = torch.empty(*c.X.shape[:2], p.HV // p.H, p.K, p.V, dtype=dstate.dtype, device=p.device)
+        for step in block.steps:
+            S[step.start : step.stop] = block.states(saved.S_in, step).unflatten(1, (p.H, -1))
+        Y = torch.empty(*c.v.shape[:3], 2 * c.C, p.V, dtype=dstate.dtype, device=p.device)
+        torch.mul(_heads(p, block, do), p.scale, out=Y[..., : c.C, :])
+        dX, dbeta_block, dG = _backward_states(p, block, c, A_inv, v_new, S, Y, dstate)
+        _backward_within(c, v_new, Y, dX, dbeta_block, dG)
+        if c.rstd is not None:
+            dX = c.rstd * (dX - c.X * (c.X * dX).sum(-1, keepdim=True))
+        block.put(dq, _tokens(dX[:, :, None, : c.C], block))
+        block.put(dk, _tokens(dX[:, :, None, c.C :], block))
+        block.put(dv, _tokens(c.beta * Y[..., c.C :, :], block))
+        # dg_t is the sum of dG over the rest of the chunk; in float64, since its terms nearly cancel
+        block.put(dg[..., None], _tokens(dG.double().flip(-1).cumsum(-1).flip(-1)[..., None], block))
+        block.put(dbeta[..., None], _tokens(dbeta_block[..., None], block))
+    dg_in, dbeta_in, dA_log, ddt_bias = activate_backward(p, g, beta, dg, dbeta)
+    dS0 = None if p.initial_state is None else _final(p, dstate, the_plan.order).to(p.initial_state.dtype)
+    return Gradients(dq, dk, dv, dg_in, dbeta_in, dA_log, ddt_bias, dS0)
+
+
+def _backward_states(
+    p: Problem, block: Block, c: Chunks, A_inv: Tensor, v_new: Tensor, S: Tensor, Y: Tensor, dstate: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take dstate back through the block's steps, and what follows from it alone.
+
+    Y [P, H, r, 2C, V] holds scale do in its upper half; its lower half is filled with dr, where r = A v_new is the
+    right-hand side of the chunk's system. Returns dX [P, H, 2C, K], dbeta [P, H, r, C] and dG [P, H, r, C] so far.
+    """
+    C, do = c.C, Y[..., : c.C, :]
+    Z = torch.empty(*c.X.shape[:3], dstate.shape[-1], dtype=Y.dtype, device=Y.device)  # [e^G do; -e^G dr]
+    torch.mul(c.into, do, out=_per_head(Z[:, :, :C], p))
+    W = Z.clone()  # Z with its lower half times beta: dS = e^(G_C) dS + X^T W
+    grown = _columns(c)
+    torch.mul(c.out, v_new, out=_per_head(grown, p))
+    dv_new = _bmm(c.attention.mT, do)
+    kdS = torch.empty_like(v_new)
+    dk_end = torch.empty(*grown.shape[:3], p.K, dtype=Y.dtype, device=Y.device)
+    dG_end = torch.empty(v_new.shape[:3], dtype=Y.dtype, device=Y.device)
+    for step in reversed(block.steps):
+        i = slice(step.start, step.stop)
+        dS_i = dstate[step.rows]
+        torch.mul(c.out[i], _per_head(_bmm(c.X[i, :, C:], dS_i), p), out=kdS[i])
+        dr = _bmm(A_inv[i].mT, dv_new[i].add_(kdS[i]))
+        Y[i, :, :, C:] = dr
+        torch.mul(dr, -c.into[i], out=_per_head(Z[i, :, C:], p))
+        torch.mul(dr, -c.beta[i] * c.into[i], out=_per_head(W[i, :, C:], p))
+        _bmm(grown[i], dS_i.mT, out=dk_end[i])
+        dG_end[i] = (S[i] * _per_head(dS_i, p)).sum((-1, -2)) * c.through[i, :, 0, :, 0]
+        _advance(dstate, step, dS_i, c.through[i], c.X[i].mT, W[i])
+    # what went through the state that entered each chunk
+    dX = torch.zeros_like(c.X)
+    dX[:, :, C:] = dk_end
+    along = torch.empty(*v_new.shape[:3], 2 * C, dtype=Y.dtype, device=Y.device)
+    for j, Z_j in enumerate(Z.unflatten(-1, (-1, p.V)).unbind(3)):
+        part = _bmm(Z_j, S[:, :, j].mT)
+        along[:, :, j] = (part * c.X).sum(-1)
+        dX[:, :, :C] += part[:, :, :C]
+        dX[:, :, C:].addcmul_(part[:, :, C:], c.beta[:, :, j])
+    dbeta = along[..., C:] + (Y[..., C:, :] * c.v).sum(-1)
+    d_out = (v_new * kdS).sum(-1)
+    dG = along[..., :C] + c.beta[..., 0] * along[..., C:] - d_out
+    dG[..., -1] += dG_end + d_out.sum(-1)
+    return dX, dbeta, dG
+
+
+def _backward_within(c: Chunks, v_new: Tensor, Y: Tensor, dX: Tensor, dbeta: Tensor, dG: Tensor) -> None:
+    """What went through the products of q, k within the chunk: added to dX, dbeta, dG in place.
+
+    d(D q k^T) = do v_new^T and dA = -dr v_new^T below the diagonal.
+    """
+    C = c.C
+    E = _bmm(Y, v_new.mT).unflatten(3, (2, C)).mul_(c.D[:, :, :, None])  # [P, H, r, 2, C, C]
+    low = E[:, :, :, 1]
+    low.diagonal(dim1=-2, dim2=-1).zero_()
+    low.neg_()
+    dbeta += (low * c.XK[:, :, None, C:]).sum(-1)
+    low *= c.beta
+    EX = E * c.XK.unflatten(2, (2, C))[:, :, None]
+    dG += EX.sum((3, 5)) - EX.sum((3, 4))
+    dXK = E.sum(2).flatten(2, 3)
+    dX[:, :, C:] += _bmm(dXK.mT, c.X)
+    _baddbmm(dX, dXK, c.X[:, :, C:])
+
+
+def _load(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Chunks:
+    """Bring a block in: q and k normalised, decays, and the products of q, k with k."""
+    q, k = (block.take(x).flatten(0, 1).transpose(1, 2) for x in (p.q, p.k))  # [P, H, C, K]
+    C, dtype = q.shape[2], p.state_dtype
+    X = torch.empty(*q.shape[:2], 2 * C, p.K, dtype=dtype, device=p.device)
+    X[:, :, :C] = q
+    X[:, :, C:] = k
+    rstd = None
+    if p.use_qk_l2norm_in_kernel:
+        rstd = torch.rsqrt(torch.linalg.vector_norm(X, dim=-1, keepdim=True).square_().add_(1e-6))
+        X *= rstd
+    G = _heads(p, block, g[..., None], g.dtype).cumsum(3)  # [P, H, r, C, 1]
+    end = G[:, :, :, -1:]
+    D = (G - G.mT).to(dtype)
+    D += torch.full((C, C), -torch.inf, dtype=dtype, device=p.device).triu_(1)
+    return Chunks(
+        X=X,
+        rstd=rstd,
+        v=_heads(p, block, p.v),
+        beta=_heads(p, block, beta[..., None]),
+        into=G.exp().to(dtype),
+        out=(end - G).exp().to(dtype),
+        through=end.exp().to(dtype).transpose(2, 3),
+        D=D.exp_(),
+        XK=_bmm(X, X[:, :, C:].mT),
+    )
+
+
+def _heads(p: Problem, block: Block, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Tokens [B, T, HV, D] of a block as [P, H, r, C, D], contiguous, in the computing dtype."""
+    y = block.take(x).flatten(0, 1).transpose(1, 2)
+    fresh = torch.empty(y.shape, dtype=dtype or p.state_dtype, device=x.device)
+    return fresh.copy_(y).unflatten(1, (p.H, -1))
+
+
+def _tokens(x: Tensor, block: Block) -> Tensor:
+    """[P, H, r, C, D] -> [R, M, C, HV, D], a view."""
+    return x.flatten(1, 2).transpose(1, 2).unflatten(0, block.grid)
+
+
+def _per_head(x: Tensor, p: Problem) -> Tensor:
+    """Value heads side by side [P, H, L, r V] -> apart [P, H, r, L, V], a view."""
+    return x.unflatten(-1, (-1, p.V)).transpose(2, 3)
+
+
+def _columns(c: Chunks) -> Tensor:
+    """Room for one row per token with the value heads side by side [P, H, C, r V]."""
+    P, H, r, C, V = c.v.shape
+    return torch.empty(P, H, C, r * V, dtype=c.v.dtype, device=c.v.device)
+
+
+def _inverse(A: Tensor) -> Tensor:
+    """(I + A)^-1 of the part of A below the diagonal."""
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    return torch.linalg.solve_triangular(A, eye.expand_as(A), upper=False, unitriangular=True)
+
+
+def _advance(S: Tensor, step: Step, S_i: Tensor, through: Tensor, left: Tensor, right: Tensor) -> None:
+    """S_i <- through * S_i + left right in place, where S_i = S[step.rows], a view or a copy."""
+    S_i.unflatten(-1, (through.shape[3], -1)).mul_(through)
+    _baddbmm(S_i, left, right)
+    if isinstance(step.rows, Tensor):
+        S.index_copy_(0, step.rows, S_i)
+
+
+def _states(p: Problem, initial: Tensor | None, order: Tensor | None) -> Tensor:
+    """Caller's states -> a fresh [N, H, K, r V] in the plan's order; zeros for None."""
+    S = torch.zeros(p.N, p.H, p.K, p.HV // p.H, p.V, dtype=p.state_dtype, device=p.device)
+    if initial is not None:
+        x = initial.mT if p.state_v_first else initial
+        x = x if order is None else x[order]
+        S.copy_(x.unflatten(1, (p.H, -1)).transpose(2, 3))
+    return S.flatten(3)
+
+
+def _final(p: Problem, S: Tensor, order: Tensor | None) -> Tensor:
+    """[N, H, K, r V] in the plan's order -> the caller's layout, fresh and contiguous."""
+    x = _per_head(S, p).flatten(1, 2)
+    x = x.mT if p.state_v_first else x
+    out = torch.empty(p.state_shape, dtype=S.dtype, device=S.device)
+    return out.copy_(x) if order is None else out.index_copy_(0, order, x.contiguous())
+
+
+def _bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b over equal leading dims, as one batch."""
+    lead = a.shape[:-2]
+    x, y = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
+    if out is None:
+        return torch.bmm(x, y).view(*lead, a.shape[-2], b.shape[-1])
+    torch.bmm(x, y, out=out.view(-1, *out.shape[-2:]))
+    return out
+
+
+def _baddbmm(acc: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:
+    """acc <- beta acc + alpha a @ b in place, over equal leading dims."""
+    x, y = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
+    acc.view(-1, *acc.shape[-2:]).baddbmm_(x, y, alpha=alpha, beta=beta)
