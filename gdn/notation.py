@@ -26,6 +26,10 @@ UValues = Float[Tensor, "B T HV V"]  # A_inv (beta v)
 State = Float[Tensor, "N HV K V"]  # S: one state per sequence and value head
 ChunkStates = Float[Tensor, "NC HV K V"]  # S_in: the state entering each chunk
 Pool = Float[Tensor, "slots HV V K"]  # an engine's states, V-first
+Channels = Float[Tensor, "B T D"]  # D channels: q | k | v side by side, before and after the convolution
+ConvWeight = Float[Tensor, "D W"]  # W taps per channel; the last one meets the newest input
+ConvState = Float[Tensor, "N D W-1"]  # the last inputs of each sequence, newest in the last column
+ConvPool = Float[Tensor, "slots D L"]  # an engine's windows, L >= W - 1
 Offsets = Int[Tensor, "N+1"]  # cu_seqlens: sequence n holds tokens cu_seqlens[n] : cu_seqlens[n + 1]
 Index = Int[Tensor, "N"]
 Mask = Bool[Tensor, "N"]

@@ -81,6 +81,21 @@ def describe(letters: list[str], dims: Mapping[str, int]) -> str:
     return ", ".join(f"{a}={dims[a]}" if a in dims else a for a in letters)
 
 
+def offsets(packed: str, cu_seqlens: Any, cu_seqlens_cpu: Any, dims: Mapping[str, int]) -> int:
+    """Number of sequences; refuses offsets of the wrong kind or shape, and a batch beside them. `packed`: whose batch."""
+    integral("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: expected shape [N+1], got {list(cu_seqlens.shape)}")
+    if dims["B"] != 1:
+        raise ValueError(f"{packed}: expected B=1 with cu_seqlens, got B={dims['B']}")
+    if cu_seqlens_cpu is not None:
+        integral("cu_seqlens_cpu", cu_seqlens_cpu)
+        if cu_seqlens_cpu.device.type != "cpu":
+            raise ValueError(f"cu_seqlens_cpu: expected a tensor on the CPU, got {cu_seqlens_cpu.device}")
+        shape("cu_seqlens_cpu", cu_seqlens_cpu, "N+1", {"N+1": cu_seqlens.shape[0]})
+    return cu_seqlens.shape[0] - 1
+
+
 def no_gradient(function: str, **tensors: Tensor | None) -> None:
     """ValueError when autograd would record: the serving functions have no gradient."""
     if torch.is_grad_enabled():

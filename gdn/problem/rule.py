@@ -164,7 +164,7 @@ def parse(
     _check_gates(
         g, beta, A_log, dt_bias, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, dims
     )
-    dims["N"] = dims["B"] if cu_seqlens is None else _check_offsets(cu_seqlens, cu_seqlens_cpu, dims)
+    dims["N"] = dims["B"] if cu_seqlens is None else check.offsets("q", cu_seqlens, cu_seqlens_cpu, dims)
     if cu_seqlens is None and cu_seqlens_cpu is not None:
         raise ValueError("cu_seqlens_cpu: expected None without cu_seqlens, got a tensor")
     if initial_state is not None:
@@ -225,20 +225,6 @@ def _check_gates(
         )
     if negative and not with_sigmoid:
         raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it, got False")
-
-
-def _check_offsets(cu_seqlens: Any, cu_seqlens_cpu: Any, dims: dict[str, int]) -> int:
-    check.integral("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens: expected shape [N+1], got {list(cu_seqlens.shape)}")
-    if dims["B"] != 1:
-        raise ValueError(f"q: expected B=1 with cu_seqlens, got B={dims['B']}")
-    if cu_seqlens_cpu is not None:
-        check.integral("cu_seqlens_cpu", cu_seqlens_cpu)
-        if cu_seqlens_cpu.device.type != "cpu":
-            raise ValueError(f"cu_seqlens_cpu: expected a tensor on the CPU, got {cu_seqlens_cpu.device}")
-        check.shape("cu_seqlens_cpu", cu_seqlens_cpu, "N+1", {"N+1": cu_seqlens.shape[0]})
-    return cu_seqlens.shape[0] - 1
 
 
 def host_offsets(

@@ -1,0 +1,289 @@
+"""What stands around the rule in a layer, checked: the causal convolution, the gated norm, the layer's own arguments."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.notation import Channels, ConvPool, ConvState, ConvWeight, Index, Mask, Offsets
+from gdn.problem import check
+
+GATES = (None, "silu", "sigmoid")  # of the gated norm
+
+
+@dataclass(frozen=True)
+class ConvProblem:
+    """One causal convolution, checked. `state` and `initial_state` exclude each other; so do packed and B > 1."""
+
+    x: Channels
+    weight: ConvWeight
+    bias: Tensor | None
+    initial_state: ConvState | None
+    state: ConvPool | None
+    state_index: Index | None
+    has_initial_state: Mask | None
+    cu_seqlens: Offsets | None
+    cu_seqlens_cpu: Offsets | None
+    activation: str | None
+    output_final_state: bool
+    null_slot: int | None
+    backend: str | None
+
+    @property
+    def T(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def W(self) -> int:
+        """Width of the window: the newest input and the W - 1 before it."""
+        return self.weight.shape[1]
+
+    @property
+    def N(self) -> int:
+        """Number of sequences."""
+        return self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return (self.N, self.x.shape[2], self.W - 1)
+
+
+@dataclass(frozen=True)
+class ConvUpdateProblem:
+    """One step of the convolution on a pool, checked; x and out are [B, T, D]. `state` and `out` are written."""
+
+    x: Channels
+    state: ConvPool
+    weight: ConvWeight
+    bias: Tensor | None
+    state_index: Index | None
+    ring_pos: Index | None
+    num_accepted: Index | None
+    out: Channels
+    activation: str | None
+    null_slot: int | None
+    backend: str | None
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The fields in order, as the torch operator takes them."""
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class NormProblem:
+    """One gated RMS norm, checked: x and z [..., D], weight [D]."""
+
+    x: Tensor
+    z: Tensor | None
+    weight: Tensor | None
+    eps: float
+    activation: str | None
+    backend: str | None
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The fields in order, as the torch operator takes them."""
+        return tuple(getattr(self, f.name) for f in fields(self))
+
+
+def parse_conv(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    *,
+    activation: Any,
+    initial_state: Any,
+    output_final_state: Any,
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    state: Any,
+    state_index: Any,
+    has_initial_state: Any,
+    null_slot: Any,
+    backend: Any,
+) -> ConvProblem:
+    """Check a call of `causal_conv1d`, reading no tensor's contents; raises as `gdn.problem.parse` does."""
+    check.flags(output_final_state=output_final_state)
+    _check_name(backend)
+    _check_choice("activation", activation, (None, "silu"))
+    dims: dict[str, int] = {}
+    _check_channels(x, "B T D", weight, bias, dims)
+    dims["N"] = dims["B"] if cu_seqlens is None else check.offsets("x", cu_seqlens, cu_seqlens_cpu, dims)
+    if cu_seqlens is None and cu_seqlens_cpu is not None:
+        raise ValueError("cu_seqlens_cpu: expected None without cu_seqlens, got a tensor")
+    if initial_state is not None:
+        check.floating("initial_state", initial_state)
+        check.shape("initial_state", initial_state, "N D W-1", dims | {"W-1": dims["W"] - 1})
+    if state is None:
+        for name, value in (
+            ("state_index", state_index),
+            ("has_initial_state", has_initial_state),
+            ("null_slot", null_slot),
+        ):
+            if value is not None:
+                raise ValueError(f"{name}: expected None without state, got {_kind(value)}")
+    else:
+        if initial_state is not None:
+            raise ValueError("initial_state: expected None with state (the pool holds it), got a tensor")
+        if output_final_state:
+            raise ValueError("output_final_state: expected False with state (the pool takes it), got True")
+        _check_pool(state, dims, dims["W"] - 1, "W-1", null_slot)
+        _check_rows("state_index", state_index, "N", dims)
+        if has_initial_state is not None:
+            check.tensor("has_initial_state", has_initial_state)
+            if has_initial_state.dtype != torch.bool:
+                raise TypeError(f"has_initial_state: expected a bool tensor, got {has_initial_state.dtype}")
+            check.shape("has_initial_state", has_initial_state, "N", dims)
+        check.no_gradient("causal_conv1d with state", x=x, weight=weight, bias=bias, state=state)
+    check.same_device(
+        x, "x", weight=weight, bias=bias, initial_state=initial_state, state=state, state_index=state_index,
+        has_initial_state=has_initial_state,
+    )  # fmt: skip
+    if cu_seqlens is not None and cu_seqlens.device.type != "cpu":
+        check.same_device(x, "x", cu_seqlens=cu_seqlens)
+    return ConvProblem(
+        x, weight, bias, initial_state, state, state_index, has_initial_state, cu_seqlens, cu_seqlens_cpu,
+        activation, output_final_state, null_slot, backend,
+    )  # fmt: skip
+
+
+def parse_conv_update(
+    x: Any,
+    state: Any,
+    weight: Any,
+    bias: Any,
+    *,
+    activation: Any,
+    state_index: Any,
+    ring_pos: Any,
+    num_accepted: Any,
+    null_slot: Any,
+    out: Any,
+    backend: Any,
+) -> ConvUpdateProblem:
+    """Check a call of `causal_conv1d_update`, reading no tensor's contents; allocates `out` where none is given."""
+    _check_name(backend)
+    _check_choice("activation", activation, (None, "silu"))
+    check.tensor("x", x)
+    dims: dict[str, int] = {}
+    _check_channels(x, "B D" if x.dim() == 2 else "B T D", weight, bias, dims)
+    if ring_pos is not None and num_accepted is not None:
+        raise ValueError("num_accepted: expected None with ring_pos, got a tensor")
+    T = dims.get("T", 1)
+    if num_accepted is not None:
+        _check_pool(state, dims, dims["W"] - 1 + max(T - 1, 0), "W-1+T-1 with num_accepted", null_slot)
+    else:
+        _check_pool(state, dims, dims["W"] - 1, "W-1", null_slot)
+    for name, index in (
+        ("state_index", state_index),
+        ("ring_pos", ring_pos),
+        ("num_accepted", num_accepted),
+    ):
+        _check_rows(name, index, "B", dims)
+    if out is not None:
+        check.floating("out", out)
+        check.shape("out", out, "B D" if x.dim() == 2 else "B T D", dims)
+        check.same_dtype(x, "x", out=out)
+    check.same_device(
+        x, "x", state=state, weight=weight, bias=bias, state_index=state_index, ring_pos=ring_pos,
+        num_accepted=num_accepted, out=out,
+    )  # fmt: skip
+    check.no_gradient("causal_conv1d_update", x=x, state=state, weight=weight, bias=bias, out=out)
+    out = x.new_empty(x.shape) if out is None else out
+    if x.dim() == 2:
+        x, out = x.unsqueeze(1), out.unsqueeze(1)
+    return ConvUpdateProblem(
+        x, state, weight, bias, state_index, ring_pos, num_accepted, out, activation, null_slot, backend
+    )
+
+
+def parse_norm(x: Any, z: Any, weight: Any, *, eps: Any, activation: Any, backend: Any) -> NormProblem:
+    """Check a call of `rms_norm_gated`, reading no tensor's contents."""
+    _check_name(backend)
+    _check_choice("activation", activation, GATES)
+    check.floating("x", x)
+    if x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"x: expected shape [..., D] with D >= 1, got {list(x.shape)}")
+    if z is not None:
+        check.floating("z", z)
+        if z.shape != x.shape:
+            raise ValueError(f"z: expected shape {list(x.shape)} (that of x), got {list(z.shape)}")
+    if weight is not None:
+        check.floating("weight", weight)
+        check.shape("weight", weight, "D", {"D": x.shape[-1]})
+    check.same_device(x, "x", z=z, weight=weight)
+    check.number("eps", eps)
+    return NormProblem(x, z, weight, float(eps), activation, backend)
+
+
+def check_layer(gate: Any, **sizes: Any) -> None:
+    """Refuse sizes that make no GatedDeltaNet: all positive ints, num_v_heads a multiple of num_k_heads."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"{name}: expected a positive size, got {size}")
+    H, HV = sizes["num_k_heads"], sizes["num_v_heads"]
+    if HV % H:
+        raise ValueError(f"num_v_heads: expected a multiple of num_k_heads={H}, got {HV}")
+    _check_choice("output_gate", gate, GATES[1:])
+
+
+def check_hidden(hidden: Any, attention_mask: Any, cu_seqlens: Any, hidden_size: int) -> None:
+    """Refuse a layer's inputs that do not fit: hidden [B, T, hidden_size], mask [B, T' >= T] or cu_seqlens, not both."""
+    check.floating("hidden", hidden)
+    dims = {"hidden_size": hidden_size}
+    check.shape("hidden", hidden, "B T hidden_size", dims)
+    if attention_mask is None:
+        return
+    check.tensor("attention_mask", attention_mask)
+    if cu_seqlens is not None:
+        raise ValueError("attention_mask: expected None with cu_seqlens, got a tensor")
+    B, T = dims["B"], dims["T"]
+    shape = list(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != B or shape[1] < T:
+        raise ValueError(f"attention_mask: expected shape [B={B}, at least T={T}], got {shape}")
+    check.same_device(hidden, "hidden", attention_mask=attention_mask)
+
+
+def _check_channels(x: Any, axes: str, weight: Any, bias: Any, dims: dict[str, int]) -> None:
+    check.floating("x", x)
+    check.floating("weight", weight)
+    check.shape("x", x, axes, dims)
+    check.shape("weight", weight, "D W", dims)
+    if dims["D"] < 1 or dims["W"] < 1:
+        raise ValueError(f"weight: expected D >= 1 and W >= 1, got D={dims['D']}, W={dims['W']}")
+    if bias is not None:
+        check.floating("bias", bias)
+        check.shape("bias", bias, "D", dims)
+
+
+def _check_pool(state: Any, dims: dict[str, int], columns: int, formula: str, null_slot: Any) -> None:
+    check.floating("state", state)
+    check.shape("state", state, "slots D L", dims)
+    if dims["L"] < columns:
+        raise ValueError(f"state: expected L >= {formula} = {columns} columns, got L={dims['L']}")
+    if null_slot is not None and (isinstance(null_slot, bool) or null_slot != 0):
+        raise ValueError(f"null_slot: expected None or 0, got {null_slot!r}")
+
+
+def _check_rows(name: str, index: Any, axes: str, dims: dict[str, int]) -> None:
+    if index is not None:
+        check.integral(name, index)
+        check.shape(name, index, axes, dims)
+
+
+def _check_name(backend: Any) -> None:
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: expected a name or None, got {type(backend).__name__}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name}: expected a name or None, got {type(value).__name__}")
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)
