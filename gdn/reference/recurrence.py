@@ -67,6 +67,8 @@ def gated_delta_rule(
         ends = cu_seqlens.tolist()
         spans = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
     o = [[torch.zeros(HV, V, dtype=dtype, device=q.device)] * T for _ in range(B)]
+    # a list of tokens: the gradient of x[b, t] would be a tensor of x's size for every token
+    qs, ks, vs, gs, betas = ([row.unbind(0) for row in x.unbind(0)] for x in (q, k, v, g, beta))
     finals = []
     for n, (b, start, end) in enumerate(spans):
         S = torch.zeros(HV, K, V, dtype=dtype, device=q.device)
@@ -74,10 +76,10 @@ def gated_delta_rule(
             S = initial_state[n].to(dtype)
             S = S.transpose(-1, -2) if state_v_first else S
         for t in range(start, end):
-            S = torch.exp(g[b, t])[:, None, None] * S
-            d = beta[b, t][:, None] * (v[b, t] - torch.einsum("hkv,hk->hv", S, k[b, t]))
-            S = S + k[b, t][:, :, None] * d[:, None, :]
-            o[b][t] = torch.einsum("hkv,hk->hv", S, q[b, t])
+            S = torch.exp(gs[b][t])[:, None, None] * S
+            d = betas[b][t][:, None] * (vs[b][t] - torch.einsum("hkv,hk->hv", S, ks[b][t]))
+            S = S + ks[b][t][:, :, None] * d[:, None, :]
+            o[b][t] = torch.einsum("hkv,hk->hv", S, qs[b][t])
         finals.append(S.transpose(-1, -2) if state_v_first else S)
     shape = (0, HV, V, K) if state_v_first else (0, HV, K, V)
     final = torch.stack(finals) if finals else q.new_zeros(shape)

@@ -1,0 +1,185 @@
+"""How accuracy is judged: a provider against the law in fp64, output by output.
+
+    error = norm(x - ref) / max(norm(ref), floor)
+    floor = 1e-6 of the same output's norm under the gate 'none'
+
+A provider is any callable with the signature of `gdn.chunk_gated_delta_rule`.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn import reference
+from gdn.bench.cases import Case, Inputs, inputs
+
+Provider = Callable[..., tuple[Tensor, Tensor | None]]
+
+_GRADIENTS = {
+    "q": "dq", "k": "dk", "v": "dv", "g": "dg", "beta": "dbeta", "initial_state": "dh0", "A_log": "dA_log",
+    "dt_bias": "ddt_bias",
+}  # fmt: skip
+_VALUES, _VECTORS = ("o", "final_state"), ("dq", "dk", "dv", "dh0")
+_SCALARS = ("dg", "dbeta", "dA_log", "ddt_bias")
+OUTPUTS = (*_VALUES, *_VECTORS, *_SCALARS)
+# relative RMS against fp64: random keys, correlated keys
+_BF16 = {_VALUES: (5e-3, 1e-2), _VECTORS: (8e-3, 2e-2), _SCALARS: (6e-3, 2e-2)}
+_ANY = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-10, 1e-9)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One output of one case against its limit. NaN, Inf, a wrong shape or a wrong dtype fail."""
+
+    case: Case
+    dtype: str
+    output: str
+    error: float
+    max_abs: float
+    limit: float
+    ok: bool
+
+
+def gates(dtype: torch.dtype, keys: str) -> dict[str, float]:
+    """The largest error allowed for each output, with inputs of a dtype and keys of a kind."""
+    column = 0 if keys == "random" else 1
+    factor = 3.0 if keys in ("identical", "negative") else 1.0
+    if dtype in _ANY:
+        return dict.fromkeys(OUTPUTS, factor * _ANY[dtype][column])
+    factor *= {torch.bfloat16: 1.0, torch.float16: 0.5}[dtype]
+    return {output: factor * limits[column] for names, limits in _BF16.items() for output in names}
+
+
+def check(
+    provider: Provider,
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    with_backward: bool = True,
+    budget: int = 2**26,
+) -> list[Row]:
+    """Run a provider on a case, forward and backward, and judge every output it has.
+
+    budget: state elements over all tokens that the law may keep; past it fewer key heads of the same
+    problem are compared. Raises what the provider raises.
+    """
+    given = inputs(case, dtype, seed=seed, device=device)
+    with poisoned():
+        results = run(provider, given, with_backward)
+    H = case.heads[0]
+    num_heads = max(1, min(H, budget * H // max(case.cost, 1)))
+    index = sorted({round(i * (H - 1) / max(num_heads - 1, 1)) for i in range(num_heads)})
+    part = given.heads(index)
+    expected = run(law, part, with_backward)
+    floors: dict[str, float] = {}
+
+    def floor(output: str) -> float:
+        if not floors:
+            calm = inputs(replace(case, gate="none"), dtype, seed=seed, device=device).heads(index)
+            floors.update({name: 1e-6 * _norm(x) for name, x in run(law, calm, with_backward).items()})
+        return floors.get(output, 0.0)
+
+    limits = gates(dtype, case.keys)
+    rows = []
+    for output, ref in expected.items():
+        x = results[output]
+        ratio = case.heads[1] // H
+        wanted = index if output in ("dq", "dk") else [h * ratio + j for h in index for j in range(ratio)]
+        axis = {"dA_log": 0, "ddt_bias": 0, "dh0": 1, "final_state": 1}.get(output, 2)
+        is_sound = _dtype(output, given) == x.dtype and x.dim() == ref.dim() and bool(x.isfinite().all())
+        if not is_sound or x.shape[axis] != (H if output in ("dq", "dk") else case.heads[1]):
+            rows.append(Row(case, str(dtype), output, math.inf, math.inf, limits[output], False))
+            continue
+        x = x.index_select(axis, torch.tensor(wanted, device=x.device))
+        error, max_abs = compare(x, ref, limits[output], lambda output=output: floor(output))  # type: ignore[misc]
+        rows.append(Row(case, str(dtype), output, error, max_abs, limits[output], error <= limits[output]))
+    return rows
+
+
+def compare(x: Tensor, ref: Tensor, limit: float, floor: Callable[[], float]) -> tuple[float, float]:
+    """Relative RMS error and largest difference. The floor is asked for only where the verdict hangs on it."""
+    if x.shape != ref.shape or not bool(x.isfinite().all()):
+        return math.inf, math.inf
+    if x.numel() == 0:
+        return 0.0, 0.0
+    difference = x.double() - ref.double()
+    distance, size = _norm(difference), _norm(ref)
+    if distance == 0:
+        return 0.0, 0.0
+    if distance > limit * size:
+        size = max(size, floor())
+    return (distance / size if size > 0 else math.inf), float(difference.abs().max())
+
+
+def run(provider: Provider, given: Inputs, with_backward: bool = True) -> dict[str, Tensor]:
+    """Outputs of one call by name, and the gradients of every differentiable argument it was given."""
+    leaves = {
+        name: x.detach().requires_grad_(with_backward) if name in _GRADIENTS else x
+        for name, x in given.tensors.items()
+    }
+    tokens = ("q", "k", "v", "g", "beta")
+    others = {name: x for name, x in leaves.items() if name not in tokens}
+    o, final_state = provider(*(leaves.get(name) for name in tokens), **others, **given.options)
+    assert final_state is not None
+    results = {"o": o.detach(), "final_state": final_state.detach()}
+    if with_backward:
+        names = [name for name in leaves if name in _GRADIENTS]
+        found = torch.autograd.grad(
+            [o, final_state],
+            [leaves[name] for name in names],
+            [given.do.to(o.dtype), given.dfinal_state.to(final_state.dtype)],
+            allow_unused=True,
+        )
+        for name, x in zip(names, found, strict=True):
+            results[_GRADIENTS[name]] = torch.zeros_like(leaves[name]) if x is None else x
+    return results
+
+
+def law(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """The fp64 law as a provider: it has no use for the options that only a backend's freedom hangs on."""
+    for name in ("output_final_state", "exact", "batch_invariant"):
+        options.pop(name)
+    tensors = [None if x is None else x.double() for x in args]
+    options = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in options.items()
+    }
+    return reference.gated_delta_rule(*tensors, **options)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New memory left unwritten holds NaN: torch fills it in its deterministic mode."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+def _dtype(output: str, given: Inputs) -> torch.dtype:
+    """The dtype an output must have: that of q for o, fp32 or better for states, its tensor's for a gradient."""
+    q = given.tensors["q"]
+    if output == "final_state":
+        return torch.promote_types(q.dtype, torch.float32)
+    names = {gradient: name for name, gradient in _GRADIENTS.items()}
+    return q.dtype if output == "o" else given.tensors[names[output]].dtype
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x.double()))
