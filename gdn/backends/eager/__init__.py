@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 from gdn.backends.backend import absent
+from gdn.backends.eager import stages
+from gdn.backends.eager.gate import gate, gate_bwd
 from gdn.backends.eager.recurrent import recurrent_forward
 from gdn.backends.eager.rule import chunk_backward, chunk_forward, saves
 
@@ -13,4 +15,20 @@ BACKEND = replace(
     chunk_forward=chunk_forward,
     chunk_backward=chunk_backward,
     recurrent_forward=recurrent_forward,
+    chunk_cumsum=stages.chunk_cumsum,
+    chunk_cumsum_bwd=stages.chunk_cumsum_bwd,
+    chunk_gate_cumsum=stages.chunk_gate_cumsum,
+    chunk_gate_cumsum_bwd=stages.chunk_gate_cumsum_bwd,
+    chunk_kkt=stages.chunk_kkt,
+    chunk_kkt_bwd=stages.chunk_kkt_bwd,
+    solve_tril=stages.solve_tril,
+    solve_tril_bwd=stages.solve_tril_bwd,
+    wy_transform=stages.wy_transform,
+    wy_transform_bwd=stages.wy_transform_bwd,
+    chunk_state=stages.chunk_state,
+    chunk_state_bwd=stages.chunk_state_bwd,
+    chunk_output=stages.chunk_output,
+    chunk_output_bwd=stages.chunk_output_bwd,
+    gate=gate,
+    gate_bwd=gate_bwd,
 )

@@ -1,7 +1,7 @@
 """Tokens [B, T, ...] to chunks [NC, ...] and back, for the stages. Reads no lengths on the host.
 
-Chunks are numbered sequence by sequence. Heads of a tile are split [H, r]: `r` value heads share a key head, so a tile
-of keys [NC, H, 1, C, K] meets a tile of values [NC, H, r, C, V] by broadcasting.
+Chunks are numbered sequence by sequence; a dense batch is B sequences of T tokens. Heads of a tile are split
+[H, r]: r value heads share a key head, so keys [NC, H, 1, C, K] meet values [NC, H, r, C, V] by broadcasting.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,6 @@ from torch import Tensor
 
 from gdn.notation import Offsets
 from gdn.problem import CHUNK
-
-
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of G: float64, so that a large decay spoils no other token's resolution; float32 where there is none."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(frozen=True)
@@ -34,17 +29,11 @@ class Tiling:
     def of(x: Tensor, cu_seqlens: Offsets | None) -> "Tiling":
         """For tokens x [B, T, H, ...], computing in fp32, or fp64 for an fp64 x."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        offsets = None if cu_seqlens is None else cu_seqlens.to(x.device, torch.long)
-        return Tiling(x.shape[0], x.shape[1], x.shape[2], dtype, x.device, offsets)
+        return Tiling(x.shape[0], x.shape[1], x.shape[2], dtype, x.device, cu_seqlens)
 
     @property
     def N(self) -> int:
         return self.B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-
-    @property
-    def rows(self) -> int:
-        """Chunks that may advance together: one per sequence of a dense batch."""
-        return self.B if self.cu_seqlens is None else 1
 
     @property
     def num_chunks(self) -> int:
@@ -54,33 +43,32 @@ class Tiling:
         return (self.T + self.N * (CHUNK - 1)) // CHUNK
 
     @cached_property
-    def _ends(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Offsets and the first chunk of each sequence, both with an empty sequence N added; the end of its chunks."""
-        assert self.cu_seqlens is not None
-        offsets = torch.cat([self.cu_seqlens, self.cu_seqlens[-1:]])
-        ends = ((offsets.diff() + CHUNK - 1) // CHUNK).cumsum(0)
-        return offsets, torch.cat([ends.new_zeros(1), ends]), ends
+    def _offsets(self) -> Tensor:
+        """[N+2] each sequence's first token, and the end twice: empty sequence N owns the surplus chunks."""
+        if self.cu_seqlens is None:
+            offsets = torch.arange(self.B + 1, device=self.device) * self.T
+        else:
+            offsets = self.cu_seqlens.to(self.device, torch.long)
+        return torch.cat([offsets, offsets[-1:]])
+
+    @cached_property
+    def _first(self) -> Tensor:
+        """[N+2] the first chunk of each sequence."""
+        ends = ((self._offsets.diff() + CHUNK - 1) // CHUNK).cumsum(0)
+        return torch.cat([ends.new_zeros(1), ends])
 
     @cached_property
     def sequence(self) -> Tensor:
         """[NC] the sequence of each chunk; N for a surplus one."""
         chunk = torch.arange(self.num_chunks, device=self.device)
-        if self.cu_seqlens is None:
-            return chunk // max(1, self.num_chunks // max(1, self.B))
-        return torch.searchsorted(self._ends[2], chunk, right=True).clamp_(max=self.N)
+        return torch.searchsorted(self._first[1:], chunk, right=True).clamp_(max=self.N)
 
     @cached_property
     def _span(self) -> tuple[Tensor, Tensor]:
-        """[NC] the first token of each chunk in its batch row, and the number of its tokens."""
-        n = self.sequence
-        chunk = torch.arange(self.num_chunks, device=self.device)
-        if self.cu_seqlens is None:
-            start = chunk % max(1, self.num_chunks // max(1, self.B)) * CHUNK
-            return start, (self.T - start).clamp(max=CHUNK)
-        offsets, first, _ = self._ends
-        start = offsets[n] + (chunk - first[n]) * CHUNK
-        end = torch.cat([offsets[1:], offsets[-1:]])[n]
-        return start, (end - start).clamp(0, CHUNK)
+        """[NC] the first token of each chunk, and the number of its tokens."""
+        n, chunk = self.sequence, torch.arange(self.num_chunks, device=self.device)
+        start = self._offsets[n] + (chunk - self._first[n]) * CHUNK
+        return start, (self._offsets[n + 1] - start).clamp(0, CHUNK)
 
     @cached_property
     def is_token(self) -> Tensor:
@@ -88,58 +76,66 @@ class Tiling:
         return torch.arange(CHUNK, device=self.device) < self._span[1][:, None]
 
     @cached_property
-    def _token(self) -> Tensor:
-        """[NC, C] the row in x.flatten(0, 1) of each place; a place past a chunk's end repeats its last token."""
+    def is_last(self) -> Tensor:
+        """[NC, C] True at a chunk's last token."""
+        return torch.arange(CHUNK, device=self.device) == self._span[1][:, None] - 1
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        """[NC C] the token of each place; a place past a chunk's end repeats the chunk's last token."""
         start, length = self._span
         last = (length - 1).clamp(min=0)[:, None]
-        token = start[:, None] + torch.minimum(torch.arange(CHUNK, device=self.device), last)
-        if self.cu_seqlens is None:
-            token = token + self.sequence[:, None] * self.T
-        return token.clamp(0, max(0, self.B * self.T - 1))
+        tokens = start[:, None] + torch.minimum(torch.arange(CHUNK, device=self.device), last)
+        return tokens.clamp(0, max(0, self.B * self.T - 1)).flatten()
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """[B T] the place of each token in the flattened chunks, and whether a sequence holds it."""
+        token = torch.arange(self.B * self.T, device=self.device)
+        n = torch.searchsorted(self._offsets[1:-1], token, right=True)
+        place = self._first[n] * CHUNK + token - self._offsets[n]
+        return place.clamp(0, max(0, self.num_chunks * CHUNK - 1)), n < self.N
 
     def cut(self, x: Tensor) -> Tensor:
         """[B, T, H r, ...] -> [NC, H, r, C, ...] in the computing dtype; zero past a chunk's end."""
-        y = self._tiles(x.to(self.dtype))
+        y = self._gather(x).to(self.dtype)
         return y.masked_fill(~self.is_token.view(-1, 1, 1, CHUNK, *(1,) * (y.dim() - 4)), 0)
 
     def cut_sums(self, G: Tensor) -> Tensor:
-        """[B, T, H r] -> [NC, H, r, C] in G's dtype; past a chunk's end G of its last token, so [..., -1] is G_C."""
-        return self._tiles(G).masked_fill((self._span[1] == 0).view(-1, 1, 1, 1), 0)
+        """[B, T, H r] -> [NC, H, r, C] in its dtype; past a chunk's end its last one: [..., -1] is G_C."""
+        return self._gather(G).masked_fill((self._span[1] == 0).view(-1, 1, 1, 1), 0)
 
-    def _tiles(self, x: Tensor) -> Tensor:
-        rest = x.shape[3:]
-        heads = (self.H, x.shape[2] // max(1, self.H))
+    def _gather(self, x: Tensor) -> Tensor:
+        heads, rest = (self.H, x.shape[2] // max(1, self.H)), x.shape[3:]
         if self.B * self.T == 0:
             return x.new_zeros(self.num_chunks, *heads, CHUNK, *rest)
-        y = x.flatten(0, 1).index_select(0, self._token.flatten())
+        y = x.flatten(0, 1).index_select(0, self._tokens)
         return y.view(self.num_chunks, CHUNK, *heads, *rest).movedim(1, 3)
 
     def join(self, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[NC, H, r, C, ...] -> [B, T, H r, ...]; zero for tokens of no sequence."""
-        rest = y.shape[4:]
-        y = y.to(dtype or y.dtype).movedim(3, 1).reshape(-1, y.shape[1] * y.shape[2], *rest)
-        if self.B * self.T == 0 or self.num_chunks == 0:
-            return y.new_zeros(self.B, self.T, *y.shape[1:])
-        token = torch.arange(self.T, device=self.device)
-        if self.cu_seqlens is None:
-            return y.unflatten(0, (self.B, -1))[:, : self.T].contiguous()
-        offsets, first, _ = self._ends
-        n = torch.searchsorted(offsets[1:-1], token, right=True).clamp_(max=self.N)
-        place = first[n] * CHUNK + token - offsets[n]
-        y = y.index_select(0, place.clamp(0, y.shape[0] - 1))
-        return y.masked_fill(~(n < self.N).view(-1, *(1,) * (y.dim() - 1)), 0).unsqueeze(0)
+        """[NC, H, r, C, ...] -> [B, T, H r, ...] in dtype (None: its own); zero for tokens of no sequence."""
+        heads, rest = y.shape[1] * y.shape[2], y.shape[4:]
+        if self.B * self.T * self.num_chunks == 0:
+            return y.new_zeros(self.B, self.T, heads, *rest, dtype=dtype)
+        place, is_held = self._places
+        y = y.to(dtype or y.dtype).movedim(3, 1).reshape(-1, heads, *rest).index_select(0, place)
+        y.masked_fill_(~is_held.view(-1, *(1,) * (y.dim() - 1)), 0)
+        return y.view(self.B, self.T, heads, *rest)
 
     def split_state(self, S: Tensor) -> Tensor:
         """[*, HV, K, V] -> [*, H, r, K, V] in the computing dtype."""
         return S.to(self.dtype).unflatten(1, (self.H, S.shape[1] // max(1, self.H)))
 
-    def carried(self, S: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """A fresh [N + 1, H, r, K, V] that starts as S (None: zero); row N is for the surplus chunks."""
+    def carry(self, S: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """A fresh [N+1, *shape] that starts as S [N, HV, K, V] (None: zero); row N serves surplus chunks."""
         states = torch.zeros(self.N + 1, *shape, dtype=self.dtype, device=self.device)
         if S is not None:
             states[: self.N] = self.split_state(S)
         return states
 
     def steps(self) -> list[Tensor]:
-        """Chunk numbers [rows] that advance together, in order."""
-        return list(torch.arange(self.num_chunks, device=self.device).view(self.rows, -1).unbind(1)) if self.rows else []
+        """Numbers of the chunks that advance together, in order: one per sequence when dense, else one."""
+        chunk = torch.arange(self.num_chunks, device=self.device)
+        if self.num_chunks == 0:
+            return []
+        return list(chunk.view(1 if self.cu_seqlens is not None else self.B, -1).unbind(1))

@@ -1,0 +1,118 @@
+"""The gate as a function and a torch operator: gdn::gate, gdn::gate_backward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.backends import select
+from gdn.notation import HeadParam, PerHead
+from gdn.ops.library import define, guarded, library, present
+from gdn.problem.stages import parse_gate
+
+
+def gate(
+    a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None = None, *, backend: str | None = None
+) -> tuple[PerHead, PerHead]:
+    """Log decay and write strength from the layer's raw logits.
+
+        g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
+
+    Args:       shape          dtype
+        a, b    [..., HV]      any float; raw logits
+        A_log   [HV]           any float; log of the decay rate, -inf: no decay
+        dt_bias [HV] or None   any float; None: 0
+        backend str or None    None: the best that takes it; a name never falls back
+
+    Returns:
+        g       [..., HV]      fp32 (fp64 if a is fp64), natural, <= 0
+        beta    [..., HV]      as g; in [0, 1]
+
+    Gradients: a, b, A_log, dt_bias, each in its tensor's dtype, summed over tokens in fp32 or better.
+    softplus is log1p(e^x): right for very negative x, where log(1 + e^x) gives 0.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; no tensor has been touched then.
+    Cost:   2 reads and 2 writes per token and head; about 4 transcendental functions.
+    Source: arXiv:2412.06464, section 3.4 (the gates of Mamba2, arXiv:2405.21060).
+
+    Example:
+        >>> import torch, gdn
+        >>> g, beta = gdn.gate(torch.zeros(1, 5, 2), torch.zeros(1, 5, 2), torch.zeros(2))
+        >>> print(round(g[0, 0, 0].item(), 4), beta[0, 0, 0].item())
+        -0.6931 0.5
+    """
+    parse_gate(a, b, A_log, dt_bias, backend)
+    g, beta = _gate_forward(a, b, A_log, dt_bias, backend)
+    return g, beta
+
+
+def _forward(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor | None, backend: str | None) -> Any:
+    problem = parse_gate(a, b, A_log, dt_bias, backend)
+    return guarded(
+        "gate",
+        a.device,
+        (a, b),
+        lambda: tuple(x.contiguous() for x in select(problem).gate(a, b, A_log, dt_bias)),
+    )
+
+
+def _forward_fake(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor | None, backend: str | None) -> Any:
+    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+    return a.new_empty(a.shape, dtype=dtype), b.new_empty(b.shape, dtype=dtype)
+
+
+def _backward(
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    dg: Tensor,
+    dbeta: Tensor,
+    backend: str | None,
+) -> Any:
+    problem = parse_gate(a, b, A_log, dt_bias, backend)
+
+    def run() -> tuple[Tensor, ...]:
+        gradients = select(problem).gate_bwd(a, b, A_log, dt_bias, dg, dbeta)
+        return tuple(present(x, a).contiguous() for x in gradients)
+
+    return guarded("gate_backward", a.device, (a, b, dg, dbeta), run)
+
+
+def _backward_fake(
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor | None,
+    dg: Tensor,
+    dbeta: Tensor,
+    backend: str | None,
+) -> Any:
+    return tuple(a.new_empty(0) if x is None else x.new_empty(x.shape) for x in (a, b, A_log, dt_bias))
+
+
+_gate_forward = define(
+    "gate",
+    "(Tensor a, Tensor b, Tensor A_log, Tensor? dt_bias, str? backend) -> (Tensor g, Tensor beta)",
+    _forward,
+    _forward_fake,
+)
+_gate_backward = define(
+    "gate_backward",
+    "(Tensor a, Tensor b, Tensor A_log, Tensor? dt_bias, Tensor dg, Tensor dbeta, str? backend) -> "
+    "(Tensor da, Tensor db, Tensor dA_log, Tensor ddt_bias)",
+    _backward,
+    _backward_fake,
+)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.backend = inputs[4]
+
+
+def _differentiate(ctx: Any, dg: Tensor, dbeta: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _gate_backward(*ctx.saved_tensors, dg, dbeta, ctx.backend)
+    return (*(x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=False)), None)
+
+
+torch.library.register_autograd("gdn::gate", _differentiate, setup_context=_keep, lib=library)

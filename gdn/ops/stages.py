@@ -1,0 +1,311 @@
+"""The stages of the chunked rule, one by one: for tests, study and per-stage benchmarks, not for speed.
+
+With C = 64 tokens per chunk, G the sum of g within a chunk and S the state entering it, a chunk is
+
+    A = strict_lower(beta_i e^(G_i - G_j) <k_i, k_j>);   A_inv = (I + A)^-1
+    w = A_inv (beta e^G k);   u = A_inv (beta v);   v_new = u - w S
+    o = scale (e^G (q S) + lower(e^(G_i - G_j) <q_i, k_j>) v_new);   S <- e^(G_C) S + (e^(G_C - G) k)^T v_new
+
+which are `chunk_cumsum`, `chunk_kkt`, `solve_tril`, `wy_transform`, `chunk_state`, `chunk_output`. Each x has
+its adjoint `x_bwd` under it, which takes x's arguments in order, the outputs it needs and the outputs'
+gradients, and returns the gradient of each argument in order, in that argument's dtype.
+
+Arguments and results that all stages share:
+    q, k           [B, T, H, K]    any float (fp64 on eager); value head j reads key head j // (HV // H)
+    v, u, v_new    [B, T, HV, V]   any float
+    w              [B, T, HV, K]   any float
+    g, beta        [B, T, HV]      any float; natural log decay per token, <= 0; write strength
+    G              [B, T, HV]      float64 (fp32 on devices without), natural
+    A, A_inv       [B, T, HV, C]   any float; row i is token i, column j the j-th token of its chunk
+    S_in           [NC, HV, K, V]  any float; the state entering each chunk
+    cu_seqlens     [N+1] or None   int32 or int64; packed sequences, B == 1, empty ones allowed
+    backend        str or None     None: the best that takes it; a name never falls back
+Chunks start at each sequence's first token and are numbered sequence by sequence: NC = B ceil(T / C), or when
+packed floor((T + N (C - 1)) / C), where surplus rows of S_in are zero. Results are fp32 (fp64 where the first
+argument is) unless told otherwise, and zero in columns past a chunk's end and for tokens past cu_seqlens[-1].
+
+Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; ValueError when autograd would record,
+as stages have adjoints, not gradients. No tensor has been touched then.
+Source: arXiv:2412.06464, section 3.3; arXiv:2406.06484 for the ungated rule.
+Costs are per token and value head.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from gdn import settings
+from gdn.backends import select
+from gdn.notation import (
+    AInv,
+    AStrict,
+    ChunkStates,
+    GSum,
+    HeadParam,
+    Keys,
+    Offsets,
+    PerHead,
+    Q,
+    State,
+    UValues,
+    Values,
+    WKeys,
+)
+from gdn.ops.library import guarded
+from gdn.problem import host_offsets
+from gdn.problem.stages import parse_stage
+
+
+def chunk_cumsum(g: PerHead, *, cu_seqlens: Offsets | None = None, backend: str | None = None) -> GSum:
+    """G_i = sum of g_j over j <= i in i's chunk  [chunk_local_cumsum].
+
+    Returns G in float64, so that g = -1e6 on one token leaves the resolution of the others. A g below -1000
+    counts as -1000, whose exponential is 0 in every dtype; -inf is allowed.
+    Cost: 1 add; one read, one write.
+    """
+    G: Tensor = _run("chunk_cumsum", {"g": g}, cu_seqlens, backend)
+    return G
+
+
+def chunk_cumsum_bwd(
+    g: PerHead, dG: GSum, *, cu_seqlens: Offsets | None = None, backend: str | None = None
+) -> PerHead:
+    """dg_j = sum of dG_i over i >= j in j's chunk; 0 where g < -1000. Returns dg in g's dtype."""
+    dg: Tensor = _run("chunk_cumsum_bwd", {"g": g, "dG": dG}, cu_seqlens, backend)
+    return dg
+
+
+def chunk_gate_cumsum(
+    a: PerHead,
+    A_log: HeadParam,
+    dt_bias: HeadParam | None = None,
+    *,
+    cu_seqlens: Offsets | None = None,
+    backend: str | None = None,
+) -> GSum:
+    """G of g = -exp(A_log) softplus(a + dt_bias), in one pass  [gdn_gate_chunk_cumsum].
+
+    a [B, T, HV], A_log and dt_bias [HV], any float; A_log = -inf: no decay. Returns G as `chunk_cumsum` does.
+    Cost: 3 transcendental functions and 1 add; one read, one write.
+    """
+    G: Tensor = _run("chunk_gate_cumsum", {"a": a, "A_log": A_log, "dt_bias": dt_bias}, cu_seqlens, backend)
+    return G
+
+
+def chunk_gate_cumsum_bwd(
+    a: PerHead,
+    A_log: HeadParam,
+    dt_bias: HeadParam | None,
+    dG: GSum,
+    *,
+    cu_seqlens: Offsets | None = None,
+    backend: str | None = None,
+) -> tuple[PerHead, HeadParam, HeadParam | None]:
+    """da = -exp(A_log) sigmoid(a + dt_bias) dg;   dA_log = sum g dg;   ddt_bias = sum da, in fp32 or better.
+
+    dg is that of `chunk_cumsum_bwd`. Returns da, dA_log, ddt_bias (None without dt_bias).
+    """
+    tensors = {"a": a, "A_log": A_log, "dt_bias": dt_bias, "dG": dG}
+    da, dA_log, ddt_bias = _run("chunk_gate_cumsum_bwd", tensors, cu_seqlens, backend)
+    return da, dA_log, ddt_bias
+
+
+def chunk_kkt(
+    k: Keys, beta: PerHead, G: GSum, *, cu_seqlens: Offsets | None = None, backend: str | None = None
+) -> AStrict:
+    """A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j, else 0  [chunk_scaled_dot_kkt].
+
+    Only exponents of non-positive differences are formed.
+    Cost: 2 C K flop; the product is shared by the value heads of a key head.
+    """
+    A: Tensor = _run("chunk_kkt", {"k": k, "beta": beta, "G": G}, cu_seqlens, backend)
+    return A
+
+
+def chunk_kkt_bwd(
+    k: Keys,
+    beta: PerHead,
+    G: GSum,
+    dA: AStrict,
+    *,
+    cu_seqlens: Offsets | None = None,
+    backend: str | None = None,
+) -> tuple[Keys, PerHead, GSum]:
+    """dk = beta M k + (beta M)^T k;   dbeta_i = sum_j M_ij <k_i, k_j>;   dG = row sums - column sums of dA A.
+
+    M = dA D with D_ij = e^(G_i - G_j) below the diagonal, else 0; dk is summed over a key head's value heads.
+    Returns dk, dbeta, dG. Cost: 4 C K flop.
+    """
+    tensors = {"k": k, "beta": beta, "G": G, "dA": dA}
+    dk, dbeta, dG = _run("chunk_kkt_bwd", tensors, cu_seqlens, backend)
+    return dk, dbeta, dG
+
+
+def solve_tril(A: AStrict, *, cu_seqlens: Offsets | None = None, backend: str | None = None) -> AInv:
+    """A_inv = (I + A)^-1 within each chunk; only what is below A's diagonal is read  [solve_tril, tri_inv].
+
+    Returns A_inv, unit lower triangular, in fp32 or better: right for correlated keys with beta up to 2.
+    Cost: C^2 / 3 flop.
+    """
+    A_inv: Tensor = _run("solve_tril", {"A": A}, cu_seqlens, backend)
+    return A_inv
+
+
+def solve_tril_bwd(
+    A_inv: AInv, dA_inv: AInv, *, cu_seqlens: Offsets | None = None, backend: str | None = None
+) -> AStrict:
+    """dA = -strict_lower(A_inv^T lower(dA_inv) A_inv^T). Returns dA. Cost: 4 C^2 flop."""
+    dA: Tensor = _run("solve_tril_bwd", {"A_inv": A_inv, "dA_inv": dA_inv}, cu_seqlens, backend)
+    return dA
+
+
+def wy_transform(
+    k: Keys,
+    v: Values,
+    beta: PerHead,
+    G: GSum,
+    A_inv: AInv,
+    *,
+    cu_seqlens: Offsets | None = None,
+    backend: str | None = None,
+) -> tuple[WKeys, UValues]:
+    """w = A_inv (beta e^G k);   u = A_inv (beta v)  [recompute_w_u, wy_fast].
+
+    Returns w, u. Only A_inv's lower triangle is read.
+    Cost: 2 C (K + V) flop.
+    """
+    tensors = {"k": k, "v": v, "beta": beta, "G": G, "A_inv": A_inv}
+    w, u = _run("wy_transform", tensors, cu_seqlens, backend)
+    return w, u
+
+
+def wy_transform_bwd(
+    k: Keys,
+    v: Values,
+    beta: PerHead,
+    G: GSum,
+    A_inv: AInv,
+    dw: WKeys,
+    du: UValues,
+    *,
+    cu_seqlens: Offsets | None = None,
+    backend: str | None = None,
+) -> tuple[Keys, Values, PerHead, GSum, AInv]:
+    """dA_inv = lower(dw (beta e^G k)^T + du (beta v)^T), and A_inv^T dw, A_inv^T du spread over the products.
+
+    Returns dk, dv, dbeta, dG, dA_inv. Cost: 4 C (K + V) flop.
+    """
+    tensors = {"k": k, "v": v, "beta": beta, "G": G, "A_inv": A_inv, "dw": dw, "du": du}
+    dk, dv, dbeta, dG, dA_inv = _run("wy_transform_bwd", tensors, cu_seqlens, backend)
+    return dk, dv, dbeta, dG, dA_inv
+
+
+def chunk_state(
+    k: Keys,
+    w: WKeys,
+    u: UValues,
+    G: GSum,
+    initial_state: State | None = None,
+    *,
+    cu_seqlens: Offsets | None = None,
+    backend: str | None = None,
+) -> tuple[ChunkStates, Values, State]:
+    """v_new = u - w S;   S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk  [chunk_fwd_h, chunk_h].
+
+    initial_state is [N, HV, K, V], any float; None: zero.
+    Returns S_in [NC, HV, K, V], v_new [B, T, HV, V], final_state [N, HV, K, V].
+    Cost: 4 K V flop; sequential over a sequence's chunks.
+    """
+    tensors = {"k": k, "w": w, "u": u, "G": G, "initial_state": initial_state}
+    S_in, v_new, final_state = _run("chunk_state", tensors, cu_seqlens, backend)
+    return S_in, v_new, final_state
+
+
+def chunk_state_bwd(
+    k: Keys,
+    w: WKeys,
+    u: UValues,
+    G: GSum,
+    initial_state: State | None,
+    S_in: ChunkStates,
+    v_new: Values,
+    dS_in: ChunkStates,
+    dv_new: Values,
+    dfinal_state: State | None,
+    *,
+    cu_seqlens: Offsets | None = None,
+    backend: str | None = None,
+) -> tuple[Keys, WKeys, UValues, GSum, State | None]:
+    """The loop of `chunk_state` last chunk to first; dS is the gradient of the state that leaves a chunk.
+
+        du = dv_new + e^(G_C - G) k dS;   dw = -du S_in^T;   dS <- dS_in + e^(G_C) dS - w^T du
+
+    dfinal_state may be None: zero. Returns dk, dw, du, dG, dinitial_state (None without initial_state).
+    Cost: 8 K V flop.
+    """
+    tensors = {
+        "k": k, "w": w, "u": u, "G": G, "initial_state": initial_state, "S_in": S_in, "v_new": v_new,
+        "dS_in": dS_in, "dv_new": dv_new, "dfinal_state": dfinal_state,
+    }  # fmt: skip
+    dk, dw, du, dG, dinitial_state = _run("chunk_state_bwd", tensors, cu_seqlens, backend)
+    return dk, dw, du, dG, dinitial_state
+
+
+def chunk_output(
+    q: Q,
+    k: Keys,
+    v_new: Values,
+    G: GSum,
+    S_in: ChunkStates,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Offsets | None = None,
+    backend: str | None = None,
+) -> Values:
+    """o_i = scale (e^(G_i) q_i S_in + sum over j <= i of e^(G_i - G_j) <q_i, k_j> v_new_j)  [chunk_fwd_o].
+
+    scale None: K ** -0.5. Returns o [B, T, HV, V] in q's dtype. Also named chunk_o.
+    Cost: 2 K V + 2 C (K + V) flop.
+    """
+    tensors = {"q": q, "k": k, "v_new": v_new, "G": G, "S_in": S_in}
+    o: Tensor = _run("chunk_output", tensors, cu_seqlens, backend, scale=scale)
+    return o
+
+
+def chunk_output_bwd(
+    q: Q,
+    k: Keys,
+    v_new: Values,
+    G: GSum,
+    S_in: ChunkStates,
+    do: Values,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Offsets | None = None,
+    backend: str | None = None,
+) -> tuple[Q, Keys, Values, GSum, ChunkStates]:
+    """dv_new = (D q k^T)^T do;   dS_in = (e^G q)^T do;   dq = e^G do S_in^T + M k;   dk = M^T q, scale in do.
+
+    D_ij = e^(G_i - G_j) for i >= j, else 0; M = D (do v_new^T). dq and dk are summed over the
+    value heads of a key head.
+    Returns dq, dk, dv_new, dG, dS_in. Cost: 4 K V + 4 C (K + V) flop.
+    """
+    tensors = {"q": q, "k": k, "v_new": v_new, "G": G, "S_in": S_in, "do": do}
+    dq, dk, dv_new, dG, dS_in = _run("chunk_output_bwd", tensors, cu_seqlens, backend, scale=scale)
+    return dq, dk, dv_new, dG, dS_in
+
+
+def _run(
+    stage: str, tensors: dict[str, Any], cu_seqlens: Any, backend: Any, *, scale: float | None = None
+) -> Any:
+    """Check, choose a backend, call its slot: tensors in order, scale where the stage has one, cu_seqlens."""
+    problem = parse_stage(stage, tensors, cu_seqlens=cu_seqlens, scale=scale, backend=backend)
+    if cu_seqlens is not None:
+        host_offsets(cu_seqlens, None, problem.sizes["T"], read_device=settings.debug())
+    args = list(tensors.values())
+    if stage.startswith("chunk_output"):
+        args.append(problem.sizes["K"] ** -0.5 if scale is None else float(scale))
+    run = getattr(select(problem), stage)
+    # -inf is a valid log decay and a valid A_log
+    finite = [x for name, x in tensors.items() if name not in ("g", "A_log")]
+    return guarded(stage, problem.device, finite, lambda: run(*args, cu_seqlens))

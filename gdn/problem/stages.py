@@ -1,0 +1,138 @@
+"""The door of the stages and of the gate. A name has one shape in all of them: one table of axes serves."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.notation import Offsets
+from gdn.problem import check
+from gdn.problem.rule import CHUNK
+
+RESET = (
+    -1000.0
+)  # a log decay below this counts as this: e^-1000 is 0 in every dtype, and sums keep their resolution
+
+AXES = {
+    "q": "B T H K",
+    "k": "B T H K",
+    "v": "B T HV V",
+    "g": "B T HV",
+    "a": "B T HV",
+    "beta": "B T HV",
+    "A_log": "HV",
+    "dt_bias": "HV",
+    "G": "B T HV",
+    "A": "B T HV C",
+    "A_inv": "B T HV C",
+    "w": "B T HV K",
+    "u": "B T HV V",
+    "v_new": "B T HV V",
+    "o": "B T HV V",
+    "initial_state": "N HV K V",
+    "S_in": "NC HV K V",
+    "final_state": "N HV K V",
+}
+OPTIONAL = ("dt_bias", "initial_state", "dfinal_state")
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """One call of a stage or of the gate, checked: what `select` shows to a backend.
+
+    `stage` names the backend's slot, `tensors` the arguments in its order, `sizes` the letters of their
+    shapes (N and NC too for a stage). `backend` is the name that was asked for, or None.
+    """
+
+    stage: str
+    tensors: dict[str, Tensor | None]
+    sizes: dict[str, int]
+    cu_seqlens: Offsets | None
+    backend: str | None
+
+    @property
+    def device(self) -> torch.device:
+        return next(x for x in self.tensors.values() if x is not None).device
+
+
+def parse_stage(
+    stage: str, tensors: dict[str, Any], *, cu_seqlens: Any = None, scale: Any = None, backend: Any = None
+) -> StageProblem:
+    """Check a call of a stage, reading no tensor's contents. Tensors come in the stage's order.
+
+    Raises:
+        TypeError   an argument of the wrong kind
+        ValueError  shapes, dtypes or devices that contradict each other; a gradient asked of a stage
+    """
+    _check_kinds(tensors, backend)
+    sizes = {"C": CHUNK}
+    for name, x in tensors.items():
+        # states last: their first axis is known once the tokens are
+        if x is not None and not _is_state(name):
+            check.shape(name, x, AXES[_primal(name)], sizes)
+    first = next(iter(tensors))
+    for letter in ("H", "HV", "K", "V"):
+        if sizes.get(letter, 1) < 1:
+            raise ValueError(f"{first}: expected {letter} >= 1, got {letter}=0")
+    if sizes["HV"] % sizes.get("H", 1):
+        raise ValueError(f"G: expected HV to be a multiple of H={sizes['H']}, got HV={sizes['HV']}")
+    sizes["N"], sizes["NC"] = _count(first, cu_seqlens, sizes)
+    for name, x in tensors.items():
+        if x is not None and _is_state(name):
+            check.shape(name, x, AXES[_primal(name)], sizes)
+    check.same_device(tensors[first], first, **tensors)
+    if cu_seqlens is not None and cu_seqlens.device.type != "cpu":
+        check.same_device(tensors[first], first, cu_seqlens=cu_seqlens)
+    if scale is not None:
+        check.number("scale", scale)
+    for name in ("G", "dG"):
+        x = tensors.get(name)
+        if x is not None and x.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{name}: expected dtype float64, or float32 where there is no float64, got {x.dtype}"
+            )
+    check.no_gradient(f"stages.{stage}", **tensors)
+    return StageProblem(stage, tensors, sizes, cu_seqlens, backend)
+
+
+def parse_gate(a: Any, b: Any, A_log: Any, dt_bias: Any, backend: Any) -> StageProblem:
+    """Check a call of the gate; a and b may have any leading axes. Raises as `parse_stage`."""
+    tensors = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
+    _check_kinds(tensors, backend)
+    if a.dim() < 1:
+        raise ValueError(f"a: expected shape [..., HV], got {list(a.shape)}")
+    if b.shape != a.shape:
+        raise ValueError(f"b: expected shape {list(a.shape)} (that of a), got {list(b.shape)}")
+    sizes = {"HV": a.shape[-1]}
+    check.shape("A_log", A_log, "HV", sizes)
+    if dt_bias is not None:
+        check.shape("dt_bias", dt_bias, "HV", sizes)
+    check.same_device(a, "a", b=b, A_log=A_log, dt_bias=dt_bias)
+    return StageProblem("gate", tensors, sizes, None, backend)
+
+
+def _check_kinds(tensors: dict[str, Any], backend: Any) -> None:
+    for name, x in tensors.items():
+        if x is not None or name not in OPTIONAL:
+            check.floating(name, x)
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: expected a name or None, got {type(backend).__name__}")
+
+
+def _primal(name: str) -> str:
+    """The tensor whose gradient `name` is, or itself."""
+    return name if name in AXES else name[1:]
+
+
+def _is_state(name: str) -> bool:
+    return AXES[_primal(name)].startswith("N")
+
+
+def _count(first: str, cu_seqlens: Any, sizes: dict[str, int]) -> tuple[int, int]:
+    """N and NC."""
+    B, T = sizes["B"], sizes["T"]
+    if cu_seqlens is None:
+        return B, B * ((T + CHUNK - 1) // CHUNK)
+    N = check.offsets(first, cu_seqlens, None, sizes)
+    return N, (T + N * (CHUNK - 1)) // CHUNK
