@@ -1,13 +1,22 @@
 """The gated delta rule: training, prefill, decode and speculation, on CPU and GPU. The legend is `gdn.notation`."""
 
+from gdn.layers.cache import GatedDeltaNetCache
+from gdn.layers.gated_deltanet import GatedDeltaNet
 from gdn.ops import stages
+from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
+from gdn.ops.norm import rms_norm_gated
 from gdn.ops.rule import chunk_gated_delta_rule, explain, fused_recurrent_gated_delta_rule
 
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 __all__ = [
+    "GatedDeltaNet",
+    "GatedDeltaNetCache",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "rms_norm_gated",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "explain",

@@ -1,4 +1,4 @@
-"""What stands around the rule in a layer, checked: the causal convolution, the gated norm, the layer's own arguments."""
+"""What stands around the rule in a layer, checked: causal convolution, gated norm, the layer's own arguments."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,7 +14,7 @@ GATES = (None, "silu", "sigmoid")  # of the gated norm
 
 @dataclass(frozen=True)
 class ConvProblem:
-    """One causal convolution, checked. `state` and `initial_state` exclude each other; so do packed and B > 1."""
+    """One causal convolution, checked. `state` and `initial_state` exclude each other, as packed and B > 1 do."""
 
     x: Channels
     weight: ConvWeight
@@ -51,7 +51,7 @@ class ConvProblem:
 
 @dataclass(frozen=True)
 class ConvUpdateProblem:
-    """One step of the convolution on a pool, checked; x and out are [B, T, D]. `state` and `out` are written."""
+    """One step of the convolution on a pool, checked; x and out [B, T, D]. `state` and `out` are written."""
 
     x: Channels
     state: ConvPool
@@ -161,7 +161,7 @@ def parse_conv_update(
     out: Any,
     backend: Any,
 ) -> ConvUpdateProblem:
-    """Check a call of `causal_conv1d_update`, reading no tensor's contents; allocates `out` where none is given."""
+    """Check a call of `causal_conv1d_update`, reading no tensor's contents; makes `out` where none is given."""
     _check_name(backend)
     _check_choice("activation", activation, (None, "silu"))
     check.tensor("x", x)
@@ -230,7 +230,7 @@ def check_layer(gate: Any, **sizes: Any) -> None:
 
 
 def check_hidden(hidden: Any, attention_mask: Any, cu_seqlens: Any, hidden_size: int) -> None:
-    """Refuse a layer's inputs that do not fit: hidden [B, T, hidden_size], mask [B, T' >= T] or cu_seqlens, not both."""
+    """Refuse inputs that do not fit: hidden [B, T, hidden_size]; mask [B, T' >= T] or cu_seqlens, not both."""
     check.floating("hidden", hidden)
     dims = {"hidden_size": hidden_size}
     check.shape("hidden", hidden, "B T hidden_size", dims)

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 from gdn.backends.backend import absent
 from gdn.backends.eager import stages
+from gdn.backends.eager.conv import causal_conv1d, causal_conv1d_bwd, causal_conv1d_update
 from gdn.backends.eager.gate import gate, gate_bwd
+from gdn.backends.eager.norm import rms_norm_gated, rms_norm_gated_bwd
 from gdn.backends.eager.recurrent import recurrent_forward
 from gdn.backends.eager.rule import chunk_backward, chunk_forward, saves
 
@@ -15,6 +17,11 @@ BACKEND = replace(
     chunk_forward=chunk_forward,
     chunk_backward=chunk_backward,
     recurrent_forward=recurrent_forward,
+    causal_conv1d=causal_conv1d,
+    causal_conv1d_bwd=causal_conv1d_bwd,
+    causal_conv1d_update=causal_conv1d_update,
+    rms_norm_gated=rms_norm_gated,
+    rms_norm_gated_bwd=rms_norm_gated_bwd,
     chunk_cumsum=stages.chunk_cumsum,
     chunk_cumsum_bwd=stages.chunk_cumsum_bwd,
     chunk_gate_cumsum=stages.chunk_gate_cumsum,

@@ -1,0 +1,363 @@
+"""The causal depthwise convolution on plain torch: W shifted multiply-adds.
+
+    y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j})
+
+The bulk ignores where sequences begin and runs in blocks that stay in cache. The first W - 1 tokens of each
+sequence are then written over with windows gathered one by one, which see zeros or the initial state. The gradient
+of x is the same sum with the taps reversed, so it is the same two passes mirrored in time. No length is read from
+a device.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gdn.notation import Channels, ConvPool, ConvState, Index, Mask
+from gdn.problem.layer import ConvProblem, ConvUpdateProblem
+
+# elements of a block per thread: 0.5 MiB in fp32; 2**15 .. 2**19 are within 10 %
+BLOCK = 1 << 17
+STRIP = 64  # channels of a block when time is the contiguous axis: 256 bytes of each row of y
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the N sequences lie: sequence n is tokens start[n] : end[n] of batch row row[n]."""
+
+    row: Index
+    start: Index
+    end: Index
+
+    @staticmethod
+    def of(problem: ConvProblem) -> "Spans":
+        device, N = problem.x.device, problem.N
+        if problem.cu_seqlens is not None:
+            offsets = problem.cu_seqlens.to(device, torch.long)
+            return Spans(torch.zeros(N, dtype=torch.long, device=device), offsets[:-1], offsets[1:])
+        row = torch.arange(N, device=device)
+        return Spans(row, torch.zeros_like(row), torch.full_like(row, problem.T))
+
+    def edge(self, count: int, at_end: bool) -> tuple[Index, Index, Mask]:
+        """The first (or last) `count` tokens of each sequence: sequence, position, and which of them exist.
+
+        One that does not exist repeats one that does, so writing all of them needs no mask.
+        """
+        n = torch.arange(len(self.row), device=self.row.device).repeat_interleave(count)
+        i = torch.arange(count, device=self.row.device).repeat(len(self.row))
+        p = self.end[n] - 1 - i if at_end else self.start[n] + i
+        exists = (p >= self.start[n]) & (p < self.end[n])
+        if len(n):
+            n, p = repeat_valid(exists, n, p)
+        return n, p, exists
+
+
+def repeat_valid(valid: Mask, *indices: Index) -> tuple[Index, ...]:
+    """Each index with its invalid rows replaced by its first valid row; row 0 where none is valid."""
+    first = valid.to(torch.uint8).argmax(0, keepdim=True)
+    return tuple(torch.where(valid, i, i[first]) for i in indices)
+
+
+def accumulator(x: Tensor) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def block_elements(x: Tensor) -> int:
+    """Elements of a block: what stays in cache on a CPU, all at once elsewhere."""
+    return BLOCK * torch.get_num_threads() if x.device.type == "cpu" else max(1, x.numel())
+
+
+def blocks(x: Channels, T: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Cut [B, T, D] into blocks along x's contiguous axis: rows of all channels, or strips of channels over time."""
+    B, _, D = x.shape
+    size = block_elements(x)
+    d = min(D, STRIP) if x.stride(2) > x.stride(1) and size < x.numel() else D
+    t = max(1, min(T, size // d))
+    b = max(1, min(B, size // (d * t)))
+    for b0 in range(0, B, b):
+        for d0 in range(0, D, d):
+            for t0 in range(0, T, t):
+                yield slice(b0, min(b0 + b, B)), slice(t0, min(t0 + t, T)), slice(d0, d0 + d)
+
+
+def correlate(x: Tensor, taps: Tensor, bias: Tensor | None, is_silu: bool, out: Tensor) -> None:
+    """out[b, t] = act(bias + sum_j taps[j] x[b, t + j]); x [B, T + W - 1, D], taps [W, D] in the dtype of sums."""
+    W = taps.shape[0]
+    in_place = out.dtype == taps.dtype and x.stride(2) == 1
+    for b, t, d in blocks(x, out.shape[1]):
+        block = x[b, t.start : t.stop + W - 1, d].to(taps.dtype)
+        num, target = t.stop - t.start, out[b, t, d]
+        total = torch.mul(block[:, :num], taps[0, d], out=target if in_place else None)
+        for j in range(1, W):
+            total.addcmul_(block[:, j : j + num], taps[j, d])
+        if bias is not None:
+            total.add_(bias[d])
+        if is_silu:
+            torch.nn.functional.silu(total, inplace=True)
+        if not in_place:
+            target.copy_(total)
+
+
+def windows(x: Channels, spans: Spans, n: Index, p: Index, held: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[m, w, D] x at positions p [m, w] of sequences n [m]; outside its sequence zero, before it from `held`.
+
+    held [N, D, L]: the L inputs before each sequence's first, newest last.
+    """
+    start, end, T = spans.start[n][:, None], spans.end[n][:, None], x.shape[1]
+    if T == 0:
+        rows = x.new_zeros(*p.shape, x.shape[2], dtype=dtype)
+    else:
+        inside = (p >= start) & (p < end)
+        rows = x[spans.row[n][:, None], p.clamp(0, T - 1)].to(dtype)
+        rows = torch.where(inside[..., None], rows, 0)
+    if held is None or held.shape[2] == 0:
+        return rows
+    column = (p - start + held.shape[2]).clamp(0, held.shape[2] - 1)
+    return torch.where((p < start)[..., None], held[n[:, None], :, column].to(dtype), rows)
+
+
+def forward(
+    x: Channels, taps: Tensor, bias: Tensor | None, is_silu: bool, spans: Spans, held: Tensor | None,
+    y: Channels,
+) -> None:  # fmt: skip
+    """Write y for every token of every sequence; other rows of y are left with anything."""
+    W, T = taps.shape[0], x.shape[1]
+    if T >= W:
+        correlate(x, taps, bias, is_silu, y[:, W - 1 :])
+    if W == 1 or T == 0:
+        return
+    n, p, _ = spans.edge(W - 1, at_end=False)
+    steps = torch.arange(1 - W, 1, device=x.device)
+    for part in chunks(n, p, block_elements(x) // (W * x.shape[2])):
+        m, at = n[part], p[part]
+        head = torch.empty(len(m), 1, x.shape[2], dtype=taps.dtype, device=x.device)
+        correlate(windows(x, spans, m, at[:, None] + steps, held, taps.dtype), taps, bias, is_silu, head)
+        y[spans.row[m], at] = head[:, 0].to(y.dtype)
+
+
+def chunks(n: Index, p: Index, size: int) -> Iterator[slice]:
+    """Slices of at most `size` of the rows of n and p."""
+    for i in range(0, len(n), max(1, size)):
+        yield slice(i, i + max(1, size))
+
+
+def clear_tail(y: Channels, problem: ConvProblem) -> None:
+    """Zero for tokens past cu_seqlens[-1], whatever they hold."""
+    if problem.cu_seqlens is None:
+        return
+    if y.device.type == "cpu":
+        y[:, int(problem.cu_seqlens[-1]) :] = 0
+    else:
+        tail = torch.arange(problem.T, device=y.device) >= problem.cu_seqlens[-1].to(y.device)
+        y.masked_fill_(tail[:, None], 0)
+
+
+def last_inputs(x: Channels, spans: Spans, held: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
+    """The last `columns` inputs of each sequence, the held ones counted: [N, D, columns], newest last."""
+    n = torch.arange(len(spans.row), device=x.device)
+    p = spans.end[:, None] + torch.arange(-columns, 0, device=x.device)
+    return windows(x, spans, n, p, held, accumulator(x)).transpose(1, 2).to(dtype).contiguous()
+
+
+def valid_slots(
+    index: Index | None, rows: int, state: Tensor, null_slot: int | None
+) -> tuple[Index, Mask | None]:
+    """The slot of each row, clamped so that it can be read, and whether the row has one; None: all have."""
+    slots = state.shape[0]
+    if index is None:
+        index = torch.arange(rows, device=state.device)
+        if null_slot is None and rows <= slots:
+            return index, None
+    valid = (index >= (0 if null_slot is None else 1)) & (index < slots)
+    if valid.device.type == "cpu" and bool(valid.all()):
+        return index.to(torch.long), None
+    return index.to(torch.long).clamp(0, slots - 1), valid
+
+
+def store(state: ConvPool, slot: Index, valid: Mask | None, new: Tensor, old: Tensor) -> None:
+    """state[slot] = new where valid. Where no row is valid, row 0 writes back the `old` that was read."""
+    new = new.to(state.dtype)
+    if valid is not None:
+        new = torch.where(valid[:, None, None], new, old)
+        slot, row = repeat_valid(valid, slot, torch.arange(len(slot), device=slot.device))
+        new = new[row]
+    state[slot] = new
+
+
+def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
+    """y, and the last W - 1 inputs of each sequence if asked for; a pool's slots are updated in place."""
+    x, spans, dtype = problem.x, Spans.of(problem), accumulator(problem.x)
+    taps = problem.weight.t().to(dtype).contiguous()
+    bias = None if problem.bias is None else problem.bias.to(dtype)
+    y = x.new_empty(x.shape)
+    held = problem.initial_state
+    if problem.state is not None:
+        return _conv_pool(problem, spans, taps, bias, y), None
+    forward(x, taps, bias, problem.activation == "silu", spans, held, y)
+    clear_tail(y, problem)
+    final = last_inputs(x, spans, held, problem.W - 1, x.dtype) if problem.output_final_state else None
+    return y, final
+
+
+def _conv_pool(
+    problem: ConvProblem, spans: Spans, taps: Tensor, bias: Tensor | None, y: Channels
+) -> Channels:
+    state, x = problem.state, problem.x
+    assert state is not None
+    if problem.N == 0 or state.shape[0] == 0:
+        return y.zero_()
+    slot, valid = valid_slots(problem.state_index, problem.N, state, problem.null_slot)
+    old = state[slot]
+    held = old
+    for is_read in (valid, problem.has_initial_state):
+        held = held if is_read is None else torch.where(is_read[:, None, None], held, 0)
+    forward(x, taps, bias, problem.activation == "silu", spans, held, y)
+    clear_tail(y, problem)
+    if valid is not None:
+        token = torch.arange(problem.T, device=x.device)
+        n = spans.row if problem.cu_seqlens is None else torch.searchsorted(spans.end, token, right=True)
+        has_slot = valid[n.clamp(max=problem.N - 1)]
+        y.masked_fill_(~(has_slot[:, None, None] if problem.cu_seqlens is None else has_slot[:, None]), 0)
+    new = last_inputs(x, spans, held, state.shape[2], accumulator(x))
+    is_written = spans.end > spans.start
+    store(state, slot, is_written if valid is None else is_written & valid, new, old)
+    return y
+
+
+def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
+    """Write `out` and move the windows on. History and packet are laid end to end and convolved in one piece."""
+    x, state, out, W = problem.x, problem.state, problem.out, problem.weight.shape[1]
+    (B, T, _), L, dtype = x.shape, state.shape[2], accumulator(problem.x)
+    if B == 0 or T == 0 or state.shape[0] == 0:
+        out.zero_()
+        return
+    slot, valid = valid_slots(problem.state_index, B, state, problem.null_slot)
+    old = state[slot]
+    past = (old if valid is None else torch.where(valid[:, None, None], old, 0)).to(dtype)
+    if problem.ring_pos is not None or problem.num_accepted is not None:
+        past = past.gather(2, _read_columns(problem)[:, None].expand(-1, past.shape[1], -1))
+    line = torch.cat([past.transpose(1, 2), x.to(dtype)], dim=1)
+    bias = None if problem.bias is None else problem.bias.to(dtype)
+    taps = problem.weight.t().to(dtype)
+    correlate(line[:, line.shape[1] - T - W + 1 :], taps, bias, problem.activation == "silu", out)
+    if valid is not None:
+        out.masked_fill_(~valid[:, None, None], 0)
+    if problem.ring_pos is not None:
+        if L == 0:
+            return
+        kept = min(T, L)
+        step = torch.arange(T - kept, T, device=x.device)
+        column = (problem.ring_pos.long()[:, None] + step) % L
+        packet = line[:, line.shape[1] - kept :].transpose(1, 2).to(state.dtype)
+        new = old.scatter(2, column[:, None].expand_as(packet), packet)
+    elif problem.num_accepted is not None:
+        new = old.clone()
+        new[:, :, : W + T - 2] = line[:, 1:].transpose(1, 2)
+    else:
+        new = line[:, T:].transpose(1, 2)
+    store(state, slot, valid, new, old)
+
+
+def _read_columns(problem: ConvUpdateProblem) -> Tensor:
+    """[B, W-1] the columns of each row's slot that hold the inputs before the packet, oldest first."""
+    L, W = problem.state.shape[2], problem.weight.shape[1]
+    step = torch.arange(W - 1, device=problem.x.device)
+    if problem.ring_pos is not None:
+        return (problem.ring_pos.long()[:, None] - (W - 1) + step) % max(1, L)
+    assert problem.num_accepted is not None
+    return problem.num_accepted.long().clamp(1, L - W + 2)[:, None] - 1 + step
+
+
+def causal_conv1d_bwd(
+    problem: ConvProblem, dy: Channels, dfinal: ConvState | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, weight, bias and initial state, each in its tensor's dtype; sums in fp32 or better."""
+    x, W, spans, dtype = problem.x, problem.W, Spans.of(problem), accumulator(problem.x)
+    taps = problem.weight.t().to(dtype).contiguous()
+    bias = None if problem.bias is None else problem.bias.to(dtype)
+    dpre = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if problem.activation == "silu":
+        forward(x, taps, bias, False, spans, problem.initial_state, dpre)
+        for b, t, d in blocks(dpre, problem.T):
+            part = dpre[b, t, d]
+            part.copy_(torch.ops.aten.silu_backward(dy[b, t, d].to(dtype), part))
+    else:
+        dpre.copy_(dy)
+    clear_tail(dpre, problem)
+    dbias = None if problem.bias is None else dpre.sum((0, 1)).to(problem.bias.dtype)
+    dx = _dx(problem, spans, taps, dpre, dfinal)
+    held, dheld = problem.initial_state, None
+    if held is not None:
+        n = torch.arange(problem.N, device=x.device).repeat_interleave(W - 1)
+        p = spans.start[n] + torch.arange(1 - W, 0, device=x.device).repeat(problem.N)
+        dheld = _dx_at(spans, taps, dpre, dfinal, n, p).view(problem.N, W - 1, x.shape[2]).transpose(1, 2)
+        dheld = dheld.to(held.dtype).contiguous()
+    dweight = _dweight(problem, spans, dpre)
+    return dx, dweight.t().to(problem.weight.dtype).contiguous(), dbias, dheld
+
+
+def _dx(
+    problem: ConvProblem, spans: Spans, taps: Tensor, dpre: Channels, dfinal: ConvState | None
+) -> Channels:
+    """dx_t = sum_j taps[j] dpre_{t+W-1-j}: the bulk, then the last W - 1 tokens of each sequence."""
+    W, T, dx = problem.W, problem.T, problem.x.new_empty(problem.x.shape)
+    if T >= W:
+        correlate(dpre, taps.flip(0), None, False, dx[:, : T - W + 1])
+    if W > 1 and T > 0:
+        n, p, _ = spans.edge(W - 1, at_end=True)
+        for part in chunks(n, p, block_elements(dpre) // (W * dpre.shape[2])):
+            rows = _dx_at(spans, taps, dpre, dfinal, n[part], p[part])
+            dx[spans.row[n[part]], p[part]] = rows.to(dx.dtype)
+    clear_tail(dx, problem)
+    return dx
+
+
+def _dx_at(
+    spans: Spans, taps: Tensor, dpre: Channels, dfinal: ConvState | None, n: Index, p: Index
+) -> Tensor:
+    """[m, D] gradient of the inputs at positions p, which may lie before the start, in the initial state."""
+    W, dtype = taps.shape[0], taps.dtype
+    after = windows(dpre, spans, n, p[:, None] + torch.arange(W, device=p.device), None, dtype)
+    rows = torch.empty(len(n), 1, dpre.shape[2], dtype=dtype, device=dpre.device)
+    correlate(after, taps.flip(0), None, False, rows)
+    if dfinal is not None and W > 1:
+        column = p - spans.end[n] + W - 1
+        kept = dfinal[n, :, column.clamp(0, W - 2)].to(dtype)
+        rows[:, 0] += kept.masked_fill_(((column < 0) | (column > W - 2))[:, None], 0)
+    return rows[:, 0]
+
+
+def _dweight(problem: ConvProblem, spans: Spans, dpre: Channels) -> Tensor:
+    """[W, D] sum over tokens of dpre_t x_{t-W+1+j}. Spends dpre: heads of sequences are counted, then cleared."""
+    x, W, T, dtype = problem.x, problem.W, problem.T, dpre.dtype
+    total = torch.zeros(W, x.shape[2], dtype=dtype, device=x.device)
+    if T == 0:
+        return total
+    if W > 1:
+        n, p, exists = spans.edge(W - 1, at_end=False)
+        steps = torch.arange(1 - W, 1, device=x.device)
+        for part in chunks(n, p, block_elements(x) // (W * x.shape[2])):
+            m, at = n[part], p[part]
+            head = windows(x, spans, m, at[:, None] + steps, problem.initial_state, dtype)
+            grad = dpre[spans.row[m], at].masked_fill_(~exists[part][:, None], 0)
+            total += (head * grad[:, None]).sum(0)
+        dpre[spans.row[n], p] = 0
+    # 0 * NaN: what lies past the last sequence must not be read
+    if problem.cu_seqlens is not None:
+        if x.device.type == "cpu":
+            T = int(problem.cu_seqlens[-1])
+        else:
+            tail = torch.arange(T, device=x.device) >= problem.cu_seqlens[-1].to(x.device)
+            x = x.masked_fill(tail[:, None], 0)
+    if T < W:
+        return total
+    for b, t, d in blocks(x, T - W + 1):
+        block, grad = (
+            x[b, t.start : t.stop + W - 1, d].to(dtype),
+            dpre[b, t.start + W - 1 : t.stop + W - 1, d],
+        )
+        for j in range(W):
+            total[j, d] += (block[:, j : j + t.stop - t.start] * grad).sum((0, 1))
+    return total

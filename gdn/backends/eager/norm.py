@@ -1,0 +1,93 @@
+"""The gated RMS norm on plain torch, rows in blocks that stay in cache.
+
+y = weight * n * act(z);   n = x * rstd;   rstd = rsqrt(mean(x * x) + eps)
+dn = weight * act(z) * dy;   dx = rstd * (dn - n * mean(n * dn))
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gdn.problem.layer import NormProblem
+
+BLOCK = 1 << 17  # elements of a block per thread: 0.5 MiB in fp32
+
+
+def rms_norm_gated(problem: NormProblem) -> Tensor:
+    """y in x's dtype; everything inside in fp32 (fp64 for fp64)."""
+    x, z = problem.x, problem.z
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weight = None if problem.weight is None else problem.weight.to(dtype)
+    y = x.new_empty(x.shape)
+    for part, (xs, zs) in _blocks(y, x, z):
+        assert xs is not None
+        n, _ = _normalised(xs.to(dtype), problem.eps)
+        if weight is not None:
+            n = n.mul_(weight)
+        if zs is not None:
+            n = n.mul_(_activated(zs.to(dtype), problem.activation))
+        part.copy_(n)
+    return y
+
+
+def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, z and weight, each in its tensor's dtype; sums in fp32 or better."""
+    x, z = problem.x, problem.z
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weight = None if problem.weight is None else problem.weight.to(dtype)
+    dx = x.new_empty(x.shape)
+    dz = None if z is None else z.new_empty(z.shape)
+    dweight = None if weight is None else torch.zeros_like(weight)
+    for part, (xs, zs, dys, dzs) in _blocks(dx, x, z, dy, dz):
+        assert xs is not None and dys is not None
+        n, rstd = _normalised(xs.to(dtype), problem.eps)
+        dn = dys.to(dtype)
+        if zs is not None and dzs is not None:
+            gate = _activated(zs.to(dtype), problem.activation)
+            dgate = dn * n if weight is None else dn * n * weight
+            dzs.copy_(_activation_bwd(dgate, zs.to(dtype), problem.activation))
+            dn = dn * gate
+        if weight is not None and dweight is not None:
+            dweight += (dn * n).flatten(0, -2).sum(0)
+            dn = dn * weight
+        part.copy_(rstd * (dn - n * (n * dn).mean(-1, keepdim=True)))
+    return dx, dz, None if dweight is None else dweight.to(problem.weight.dtype)  # type: ignore[union-attr]
+
+
+def _blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Tensor, list[Tensor | None]]]:
+    """Walk tensors of one shape [..., D] side by side along their leading axes; None stays None."""
+    if first.numel() == 0:
+        return
+    # a head axis is left unfolded in a slice of one projection, where folding it would copy
+    keep = 1 if all(x is None or _folds(x) for x in (first, *others)) else 2
+    flat = [None if x is None else x.reshape(-1, *x.shape[-keep:]) for x in (first, *others)]
+    size = BLOCK * torch.get_num_threads() if first.device.type == "cpu" else first.numel()
+    rows = flat[0].shape[0]  # type: ignore[union-attr]
+    step = max(1, size * rows // first.numel())
+    for i in range(0, rows, step):
+        part, *rest = (None if x is None else x[i : i + step] for x in flat)
+        yield part, rest  # type: ignore[misc]
+
+
+def _folds(x: Tensor) -> bool:
+    return all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.dim() - 2))
+
+
+def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return x * rstd, rstd
+
+
+def _activated(z: Tensor, activation: str | None) -> Tensor:
+    if activation == "silu":
+        return torch.nn.functional.silu(z)
+    return torch.sigmoid(z) if activation == "sigmoid" else z
+
+
+def _activation_bwd(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(grad, z)
+    if activation == "sigmoid":
+        return torch.ops.aten.sigmoid_backward(grad, torch.sigmoid(z))
+    return grad

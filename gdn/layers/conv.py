@@ -1,0 +1,52 @@
+"""The short convolution of a layer: its parameters around `causal_conv1d`."""
+
+import torch
+from torch import nn
+
+from gdn.notation import Channels, ConvState, Offsets
+from gdn.ops.conv import causal_conv1d, causal_conv1d_update
+
+
+class ShortConvolution(nn.Module):
+    """y_t = silu(bias + sum_j weight[:, j] x_{t-W+1+j}) for D channels; weight [D, W], bias [D] or None."""
+
+    def __init__(
+        self, channels: int, width: int, *, with_bias: bool = False, backend: str | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.backend = backend
+        self.weight = nn.Parameter(torch.empty(channels, width, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if with_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1 / sqrt(W), as torch initialises a depthwise convolution."""
+        bound = self.weight.shape[1] ** -0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self,
+        x: Channels,
+        initial_state: ConvState | None = None,
+        *,
+        output_final_state: bool = False,
+        cu_seqlens: Offsets | None = None,
+        cu_seqlens_cpu: Offsets | None = None,
+    ) -> tuple[Channels, ConvState | None]:
+        """Whole sequences: y and, if asked for, the last W - 1 inputs of each."""
+        return causal_conv1d(
+            x, self.weight, self.bias, activation="silu", initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+            backend=self.backend,
+        )  # fmt: skip
+
+    def step(self, x: Channels, window: ConvState) -> tuple[Channels, ConvState]:
+        """A few more tokens of each row, without gradient: y and the next window."""
+        window = window.clone()
+        y = causal_conv1d_update(x, window, self.weight, self.bias, activation="silu", backend=self.backend)
+        return y, window
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, width={self.weight.shape[1]}, bias={self.bias is not None}"

@@ -1,0 +1,82 @@
+"""Weights of the Transformers layers Qwen3NextGatedDeltaNet and Qwen3_5GatedDeltaNet, in this layer's order.
+
+Told apart by the names in the state_dict; Transformers is not imported.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SHARED = {"A_log", "dt_bias", "conv1d.weight", "norm.weight", "out_proj.weight"}
+QWEN3_5 = {"in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight"}
+QWEN3_NEXT = {"in_proj_qkvz.weight", "in_proj_ba.weight"}
+
+
+def from_transformers(
+    source: nn.Module | Mapping[str, Tensor],
+    num_k_heads: int | None = None,
+    norm_eps: float | None = None,
+    output_gate: str | None = None,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The constructor's arguments and the state_dict of the GatedDeltaNet that equals `source`."""
+    weights = dict(source.state_dict() if isinstance(source, nn.Module) else source)
+    names = set(weights) - {"conv1d.bias"}
+    if names not in (SHARED | QWEN3_5, SHARED | QWEN3_NEXT):
+        raise ValueError(
+            "source: expected the tensors of a Qwen3-Next or Qwen3.5 GatedDeltaNet layer, got "
+            + (", ".join(sorted(names)) or "none")
+        )
+    if isinstance(source, nn.Module):
+        if source.activation not in ("silu", "swish"):
+            raise ValueError(f"source: expected the activation silu, got {source.activation!r}")
+        num_k_heads = source.num_k_heads if num_k_heads is None else num_k_heads  # type: ignore[assignment]
+        norm_eps = source.layer_norm_epsilon if norm_eps is None else norm_eps  # type: ignore[assignment]
+        if output_gate is None:
+            output_gate = getattr(source.norm, "activation", "silu")
+    if num_k_heads is None:
+        raise ValueError("num_k_heads: expected a number with a state_dict, got None")
+    sizes = _sizes(weights, num_k_heads)
+    weights["conv1d.weight"] = weights["conv1d.weight"].flatten(1)
+    if names >= QWEN3_NEXT:
+        _split_interleaved(weights, sizes)
+    options = {
+        "with_conv_bias": "conv1d.bias" in weights,
+        "norm_eps": 1e-6 if norm_eps is None else norm_eps,
+        "output_gate": output_gate or "silu",
+    }
+    return sizes | options, weights
+
+
+def _sizes(weights: Mapping[str, Tensor], H: int) -> dict[str, int]:
+    hidden_size, value_dim = weights["out_proj.weight"].shape
+    HV, V = weights["A_log"].shape[0], weights["norm.weight"].shape[0]
+    channels, width = weights["conv1d.weight"].shape[0], weights["conv1d.weight"].shape[-1]
+    K = (channels - value_dim) // (2 * H)
+    if HV * V != value_dim or 2 * H * K + value_dim != channels:
+        raise ValueError(
+            f"source: expected HV V channels of values and 2 H K of queries and keys, got HV={HV}, V={V}, H={H}, "
+            f"{value_dim} of values, {channels} in all"
+        )
+    return {
+        "hidden_size": hidden_size, "num_k_heads": H, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V,
+        "conv_size": width,
+    }  # fmt: skip
+
+
+def _split_interleaved(weights: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
+    """Qwen3-Next keeps the rows of one key head together, q | k | v | z and b | a; make one matrix of each letter."""
+    H, K, V = sizes["num_k_heads"], sizes["head_k_dim"], sizes["head_v_dim"]
+    r = sizes["num_v_heads"] // H
+    qkvz = weights.pop("in_proj_qkvz.weight").unflatten(0, (H, 2 * K + 2 * r * V))
+    q, k, v, z = (x.flatten(0, 1) for x in qkvz.split([K, K, r * V, r * V], dim=1))
+    b, a = (
+        x.flatten(0, 1) for x in weights.pop("in_proj_ba.weight").unflatten(0, (H, 2 * r)).split(r, dim=1)
+    )
+    weights |= {
+        "in_proj_qkv.weight": torch.cat([q, k, v]),
+        "in_proj_z.weight": z,
+        "in_proj_b.weight": b,
+        "in_proj_a.weight": a,
+    }

@@ -1,0 +1,260 @@
+"""The causal depthwise convolution: the public functions and the torch operators underneath them.
+
+gdn::causal_conv1d (with its backward), gdn::causal_conv1d_pool and gdn::causal_conv1d_update, which write a pool.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.backends import select
+from gdn.notation import Channels, ConvPool, ConvState, ConvWeight, Index, Mask, Offsets
+from gdn.ops.library import check_offsets, define, guarded, library, present
+from gdn.problem.layer import ConvProblem, ConvUpdateProblem, parse_conv, parse_conv_update
+
+
+def causal_conv1d(
+    x: Channels,
+    weight: ConvWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: ConvState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Offsets | None = None,
+    cu_seqlens_cpu: Offsets | None = None,
+    state: ConvPool | None = None,
+    state_index: Index | None = None,
+    has_initial_state: Mask | None = None,
+    null_slot: int | None = None,
+    backend: str | None = None,
+) -> tuple[Channels, ConvState | None]:
+    """The causal depthwise convolution of whole sequences: training and prefill.
+
+        y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j})
+
+    Before a sequence's first token lie its initial state, or zeros; never another sequence.
+
+    Args:                     shape                   dtype
+        x                     [B, T, D], any strides  bf16, fp16, fp32, fp64; channels or time may be contiguous
+        weight                [D, W]                  any float; weight[:, W-1] meets the newest input
+        bias                  [D] or None             any float
+        activation            None or "silu"
+        initial_state         [N, D, W-1] or None     any float; the inputs before the first, newest last; None: zero
+        output_final_state    bool                    return the last W - 1 inputs of each sequence
+        cu_seqlens            [N+1] int32, int64      packed: sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1] of the
+                                                      only batch row; empty sequences allowed
+        cu_seqlens_cpu        [N+1] int32, int64      the same on the CPU, if the caller has it
+        state                 [slots, D, L] or None   any float, any strides; L >= W - 1; a pool, updated in place: its
+                                                      slots hold the last L inputs, newest in the last column
+        state_index           [N] int32, int64        the slot of each sequence; None: n
+        has_initial_state     [N] bool or None        False: start from zeros, without reading the slot; None: all True
+        null_slot             None or 0               0: slot 0 is no slot either
+        backend               str or None             None: the best that takes it; a name never falls back
+
+    With `state`, a sequence whose slot is below the lowest valid one or past the pool gives zeros; nothing is read or
+    written for it. An empty sequence leaves its slot as it was. Two sequences in one slot: undefined. An engine whose
+    window is at the front of a longer one (num_accepted in `causal_conv1d_update`) passes `state[:, :, :W-1]`.
+
+    Returns:
+        y            [B, T, D]     dtype of x; zero past cu_seqlens[-1]
+        final_state  [N, D, W-1]   dtype of x, or None; an initial state counts where a sequence is shorter than W - 1
+
+    Gradients: x, weight, bias, initial_state, from both outputs, each in its tensor's dtype, summed in fp32 (fp64 for
+    fp64); none with `state`. Raises: TypeError, ValueError, NotImplementedError as `chunk_gated_delta_rule` does.
+    Cost: 2 W flop per element forward, 6 W backward; reads x once and writes y once.
+    Source: arXiv:2312.00752, section 3.4 (the short convolution of Mamba).
+
+    Example:
+        >>> import torch, gdn
+        >>> x, weight = torch.randn(2, 10, 6), torch.randn(6, 4)
+        >>> y, window = gdn.causal_conv1d(x, weight, activation="silu", output_final_state=True)
+        >>> y.shape, torch.equal(window, x[:, -3:].transpose(1, 2))
+        (torch.Size([2, 10, 6]), True)
+    """
+    p = parse_conv(
+        x, weight, bias, activation=activation, initial_state=initial_state, output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, state=state, state_index=state_index,
+        has_initial_state=has_initial_state, null_slot=null_slot, backend=backend,
+    )  # fmt: skip
+    if p.state is not None:
+        y = pool_operator(
+            p.x, p.weight, p.bias, p.state, p.state_index, p.has_initial_state, p.cu_seqlens, p.cu_seqlens_cpu,
+            p.activation, p.null_slot, p.backend,
+        )  # fmt: skip
+        return y, None
+    y, final_state = conv_operator(
+        p.x, p.weight, p.bias, p.initial_state, p.cu_seqlens, p.cu_seqlens_cpu, p.activation, p.output_final_state,
+        p.backend,
+    )  # fmt: skip
+    return y, final_state if output_final_state else None
+
+
+def causal_conv1d_update(
+    x: Channels,
+    state: ConvPool,
+    weight: ConvWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    state_index: Index | None = None,
+    ring_pos: Index | None = None,
+    num_accepted: Index | None = None,
+    null_slot: int | None = None,
+    out: Channels | None = None,
+    backend: str | None = None,
+) -> Channels:
+    """One step of the convolution for each row of a batch, T tokens at once, on windows held in a pool: decode.
+
+        y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}),  x_{-1}, x_{-2}, ... from the row's slot
+
+    Three ways to keep a slot's L columns:
+
+        (neither)     a window: column L-1 is the newest input. The packet is shifted in. L >= W - 1.
+        ring_pos      a ring: the packet's token t goes to column (ring_pos + t) % L, and the W - 1 inputs before it are
+                      at columns (ring_pos - (W-1) + i) % L, i = 0 .. W-2. L >= W - 1, and L >= W - 1 + T if a packet
+                      may be taken back. Other columns stay. The next ring_pos is this one plus the accepted tokens.
+        num_accepted  a sliding window of W - 1 + T - 1 columns at the front; L may be more, the rest stays. With
+                      a = clamp(num_accepted, 1, L - W + 2), the tokens of the packet before that were kept, the
+                      history is columns a-1 : a-1 + W-1. Then columns 0 : W-2 hold the last W - 2 inputs of that
+                      history, and W-2 : W-2 + T the packet. After a prefill, a = 1 and the window is columns 0 : W-1.
+
+    Args:                     shape                     dtype
+        x                     [B, D] or [B, T, D]       bf16, fp16, fp32, fp64; any strides
+        state                 [slots, D, L]             any float, any strides; updated in place
+        weight                [D, W]                    any float; weight[:, W-1] meets the newest input
+        bias                  [D] or None               any float
+        activation            None or "silu"
+        state_index           [B] int32, int64          the slot of each row; None: the row's number
+        ring_pos              [B] int32, int64          any sign; see above
+        num_accepted          [B] int32, int64          clamped; see above
+        null_slot             None or 0                 0: slot 0 is no slot either
+        out                   shape and dtype of x      written and returned; None: a fresh tensor
+        backend               str or None               None: the best that takes it; a name never falls back
+
+    A row whose slot is below the lowest valid one or past the pool gives zeros; nothing is read or written for it.
+    Two rows in one slot: undefined. A packet of T tokens gives what T single steps give, where the pool has x's dtype.
+
+    Returns y, the shape and dtype of x.
+    Gradients: none; a tensor that asks for one is refused. Raises as `causal_conv1d` does.
+    Cost: 2 W flop per element; reads and writes each slot once.
+    """
+    problem = parse_conv_update(
+        x, state, weight, bias, activation=activation, state_index=state_index, ring_pos=ring_pos,
+        num_accepted=num_accepted, null_slot=null_slot, out=out, backend=backend,
+    )  # fmt: skip
+    update_operator(*problem.arguments())
+    if out is not None:
+        return out
+    return problem.out.squeeze(1) if x.dim() == 2 else problem.out
+
+
+def _conv_problem(args: tuple[Any, ...]) -> ConvProblem:
+    """The problem of gdn::causal_conv1d's arguments."""
+    x, weight, bias, initial_state, cu_seqlens, cu_seqlens_cpu, activation, output_final_state, backend = args
+    return ConvProblem(
+        x, weight, bias, initial_state, None, None, None, cu_seqlens, cu_seqlens_cpu, activation,
+        output_final_state, None, backend,
+    )  # fmt: skip
+
+
+def _conv(*args: Any) -> tuple[Tensor, Tensor]:
+    problem = _conv_problem(args)
+    check_offsets(problem)
+
+    def run() -> tuple[Tensor, Tensor]:
+        y, final = select(problem).causal_conv1d(problem)
+        return y, present(final, y)
+
+    return guarded("causal_conv1d", problem.x.device, args[:4], run)
+
+
+def _conv_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    problem = _conv_problem(args)
+    y = problem.x.new_empty(problem.x.shape)
+    return y, y.new_empty(problem.state_shape) if problem.output_final_state else y.new_empty(0)
+
+
+def _conv_backward(*args: Any) -> tuple[Tensor, ...]:
+    problem, (dy, dfinal) = _conv_problem(args[:NUM_FIELDS]), args[NUM_FIELDS:]
+
+    def run() -> tuple[Tensor, ...]:
+        gradients = select(problem).causal_conv1d_bwd(problem, dy, dfinal)
+        return tuple(present(x, problem.x) for x in gradients)
+
+    return guarded("causal_conv1d_backward", problem.x.device, (dy, dfinal), run)
+
+
+def _conv_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    x = args[0]
+    return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in args[:4])
+
+
+def _pool(*args: Any) -> Tensor:
+    x, weight, bias, state, state_index, has_initial_state, cu_seqlens, cu_seqlens_cpu = args[:8]
+    activation, null_slot, backend = args[8:]
+    problem = ConvProblem(
+        x, weight, bias, None, state, state_index, has_initial_state, cu_seqlens, cu_seqlens_cpu, activation,
+        False, null_slot, backend,
+    )  # fmt: skip
+    check_offsets(problem)
+    run = select(problem).causal_conv1d
+    # a pool may hold anything in slots that nobody reads, so debug mode does not look at it
+    return guarded("causal_conv1d_pool", x.device, (x, weight, bias), lambda: run(problem)[:1])[0]
+
+
+def _update(*args: Any) -> None:
+    problem = ConvUpdateProblem(*args)
+    run = select(problem).causal_conv1d_update
+
+    def write() -> tuple[Tensor]:
+        run(problem)
+        return (problem.out,)
+
+    guarded("causal_conv1d_update", problem.x.device, (problem.x, problem.weight, problem.bias), write)
+
+
+NUM_FIELDS = 9  # arguments of gdn::causal_conv1d
+_CONV = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, "
+    "str? activation, bool output_final_state, str? backend"
+)
+conv_operator = define("causal_conv1d", f"({_CONV}) -> (Tensor y, Tensor final_state)", _conv, _conv_fake)
+conv_backward_operator = define(
+    "causal_conv1d_backward",
+    f"({_CONV}, Tensor dy, Tensor? dfinal_state) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_state)",
+    _conv_backward,
+    _conv_backward_fake,
+)
+pool_operator = define(
+    "causal_conv1d_pool",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? state_index, Tensor? has_initial_state, "
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str? activation, int? null_slot, str? backend) -> Tensor",
+    _pool,
+    lambda x, *_: x.new_empty(x.shape),
+)
+update_operator = define(
+    "causal_conv1d_update",
+    "(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? state_index, Tensor? ring_pos, "
+    "Tensor? num_accepted, Tensor(b!) out, str? activation, int? null_slot, str? backend) -> ()",
+    _update,
+    lambda *_: None,
+)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
+
+
+def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
+    _, output_final_state, _ = ctx.options
+    gradients = conv_backward_operator(
+        *ctx.saved_tensors, *ctx.options, dy, dfinal if output_final_state else None
+    )
+    wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
+    return (*wanted, *(None,) * (NUM_FIELDS - 4))
+
+
+torch.library.register_autograd("gdn::causal_conv1d", _differentiate, setup_context=_keep, lib=library)
