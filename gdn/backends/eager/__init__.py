@@ -5,8 +5,10 @@ from dataclasses import replace
 from gdn.backends.backend import absent
 from gdn.backends.eager import stages
 from gdn.backends.eager.conv import causal_conv1d, causal_conv1d_bwd, causal_conv1d_update
+from gdn.backends.eager.decode import decode
 from gdn.backends.eager.gate import gate, gate_bwd
 from gdn.backends.eager.norm import rms_norm_gated, rms_norm_gated_bwd
+from gdn.backends.eager.prefill import commit, prefill
 from gdn.backends.eager.recurrent import recurrent_forward
 from gdn.backends.eager.rule import chunk_backward, chunk_forward, saves
 
@@ -36,6 +38,9 @@ BACKEND = replace(
     chunk_state_bwd=stages.chunk_state_bwd,
     chunk_output=stages.chunk_output,
     chunk_output_bwd=stages.chunk_output_bwd,
+    decode=decode,
+    prefill=prefill,
+    commit=commit,
     gate=gate,
     gate_bwd=gate_bwd,
 )

@@ -46,7 +46,8 @@ class DenseBlock:
     def steps(self) -> list[Step]:
         m = self.b1 - self.b0
         return [
-            Step((r - self.r0) * m, (r - self.r0 + 1) * m, slice(self.b0, self.b1), r) for r in range(self.r0, self.r1)
+            Step((r - self.r0) * m, (r - self.r0 + 1) * m, slice(self.b0, self.b1), r)
+            for r in range(self.r0, self.r1)
         ]
 
     def take(self, x: Tensor) -> Tensor:
@@ -60,15 +61,20 @@ class DenseBlock:
     def put(self, out: Tensor, values: Tensor) -> None:
         """Write [R, M, C, ...] to its tokens in out [B, T, ...]."""
         end = min(self.r1 * self.C, self.T)
-        out[self.b0 : self.b1, self.r0 * self.C : end] = values.transpose(0, 1).flatten(1, 2)[:, : end - self.r0 * self.C]
+        out[self.b0 : self.b1, self.r0 * self.C : end] = values.transpose(0, 1).flatten(1, 2)[
+            :, : end - self.r0 * self.C
+        ]
 
-    def states(self, S_in: Tensor, step: Step) -> Tensor:
-        """The chunk states [M, HV, K, V] of one step, a view."""
-        return S_in.unflatten(0, (-1, max(1, -(-self.T // CHUNK))))[self.b0 : self.b1, step.rank]
+    def states(self, S_in: Tensor) -> Tensor:
+        """This block's rows of S_in as [R M, HV, K, V], a view where one sequence or one rank allows it."""
+        return self._of(S_in)[self.b0 : self.b1, self.r0 : self.r1].transpose(0, 1).flatten(0, 1)
 
     def keep(self, S_in: Tensor, step: Step, S: Tensor) -> None:
-        """Write one step's chunk states."""
-        self.states(S_in, step).copy_(S)
+        """Write one step's rows of S_in."""
+        self._of(S_in)[self.b0 : self.b1, step.rank] = S
+
+    def _of(self, S_in: Tensor) -> Tensor:
+        return S_in.unflatten(0, (-1, -(-self.T // self.C)))
 
 
 @dataclass(frozen=True)
@@ -101,12 +107,12 @@ class PackedBlock:
             y = y.masked_fill(~self.is_token.view(-1, *(1,) * (y.dim() - 1)), 0)
             out[0].index_add_(0, self.tokens.flatten(), y)
 
-    def states(self, S_in: Tensor, step: Step) -> Tensor:
-        """The chunk states [M, HV, K, V] of one step, a copy."""
-        return S_in.index_select(0, self.ids[step.start : step.stop])
+    def states(self, S_in: Tensor) -> Tensor:
+        """This block's rows of S_in as [M, HV, K, V], a copy."""
+        return S_in.index_select(0, self.ids)
 
     def keep(self, S_in: Tensor, step: Step, S: Tensor) -> None:
-        """Write one step's chunk states."""
+        """Write one step's rows of S_in."""
         S_in.index_copy_(0, self.ids[step.start : step.stop], S)
 
 
@@ -124,12 +130,12 @@ class Plan:
 def plan(problem: Problem) -> Plan:
     """Cut a problem into blocks.
 
-    On the CPU a block holds about 32 chunks and value heads, 8 MB of fp32 at K = V = 128; elsewhere 4096, for wide
-    launches. With lengths on a device that nobody may read, chunks are one chain in token order.
+    On the CPU a block holds about 16 chunks and value heads, whose 4 MB of fp32 at K = V = 128 stay in the cache;
+    elsewhere 4096, for wide launches. With lengths on a device that nobody may read, chunks are one chain in token order.
     """
     if problem.T == 0:
         return Plan([], None)
-    pairs = 32 if problem.device.type == "cpu" else 4096
+    pairs = 16 if problem.device.type == "cpu" else 4096
     width = max(1, pairs // problem.HV)
     if problem.cu_seqlens is None:
         return Plan(list(_dense(problem, width)), None)

@@ -46,6 +46,8 @@ def activate_backward(
     With g = -e^A softplus(x):  dx = -e^A sigmoid(x) dg;  dA_log = sum g dg;  ddt_bias = sum dx.
     """
     p, dtype = problem, wide(problem.device)
+    # where e^g is 0 no gradient passes; what rounding left there would be multiplied by g in dA_log
+    dg = dg.masked_fill(g < (-104 if p.state_dtype == torch.float32 else -746), 0)
     dA_log = ddt_bias = None
     if p.g is None:
         dg_in = None

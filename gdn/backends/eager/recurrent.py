@@ -38,7 +38,9 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     if not p.output_final_state:
         return o, None
     final = S.mT if p.state_v_first else S
-    return o, final[: p.N].contiguous() if order is None else torch.empty_like(final).index_copy_(0, order, final)
+    return o, final[: p.N].contiguous() if order is None else torch.empty_like(final).index_copy_(
+        0, order, final
+    )
 
 
 def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: float) -> Tensor:

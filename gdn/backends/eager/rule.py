@@ -54,21 +54,20 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
     """See `Backend`. About 6 K V + 4 C (K + V) flop per token and value head."""
     p = problem
     g, beta = activate(p)
-    make = torch.empty if p.cu_seqlens is None else torch.zeros
-    o = make(p.v.shape, dtype=p.v.dtype, device=p.device)
-    kept = [torch.zeros(s[0], dtype=s[1], device=p.device) if s and save else None for s in saves(p)]
-    saved = Saved(*kept)
+    o = _room(p, p.v.shape, p.v.dtype)
+    saved = Saved(*(_room(p, *s) if s and save else None for s in saves(p)))
     the_plan = plan(p)
     S = _states(p, p.initial_state, the_plan.order)
     for block in the_plan.blocks:
         c = _load(p, block, g, beta)
         A_inv = _inverse(c.A)
         XS, v_new = _forward_states(p, block, c, A_inv, S, saved.S_in)
-        o_block = torch.mul(c.into, _per_head(XS[:, :, : c.C], p), out=torch.empty_like(v_new))
+        o_block = torch.mul(c.into, _per_head(XS[:, :, : c.C], p), out=_fresh(v_new))
         _baddbmm(o_block, c.attention, v_new, alpha=p.scale, beta=p.scale)
         block.put(o, _tokens(o_block, block))
         if saved.A_inv is not None and saved.v_new is not None:
             block.put(saved.A_inv[..., : c.C], _tokens(A_inv, block))
+            saved.A_inv[..., c.C :].zero_()
             block.put(saved.v_new, _tokens(v_new, block))
     return o, _final(p, S, the_plan.order) if p.output_final_state else None, saved
 
@@ -77,9 +76,9 @@ def _forward_states(
     p: Problem, block: Block, c: Chunks, A_inv: Tensor, S: Tensor, S_in: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Advance S through the block, step by step; returns X S [P, H, 2C, r V] and v_new [P, H, r, C, V]."""
-    beta_v, carry = c.beta * c.v, -c.beta * c.into
+    beta_v, carry = torch.mul(c.beta, c.v, out=_fresh(c.v)), -c.beta * c.into
     XS = torch.empty(*c.X.shape[:3], S.shape[-1], dtype=S.dtype, device=S.device)
-    v_new, grown = torch.empty_like(c.v), _columns(c)
+    v_new, grown = _fresh(c.v), _columns(c)
     for step in block.steps:
         i = slice(step.start, step.stop)
         S_i = S[step.rows]
@@ -112,28 +111,26 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     assert saved.A_inv is not None and saved.S_in is not None and saved.v_new is not None
     g, beta = activate(p)
     do = torch.zeros_like(p.v) if do is None else do
-    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=p.device) for x in (p.q, p.k, p.v))
-    dg, dbeta = torch.zeros_like(g), torch.zeros_like(beta)
+    dq, dk, dv, dg, dbeta = (_room(p, x.shape, x.dtype) for x in (p.q, p.k, p.v, g, beta))
     the_plan = plan(p)
     dstate = _states(p, dS, the_plan.order)
     for block in reversed(the_plan.blocks):
         c = _load(p, block, g, beta)
         A_inv = _heads(p, block, saved.A_inv[..., : c.C])
         v_new = _heads(p, block, saved.v_new)
-        S = torch.empty(*c.X.shape[:2], p.HV // p.H, p.K, p.V, dtype=dstate.dtype, device=p.device)
-        for step in block.steps:
-            S[step.start : step.stop] = block.states(saved.S_in, step).unflatten(1, (p.H, -1))
+        S = block.states(saved.S_in).to(dstate.dtype).unflatten(1, (p.H, -1))
         Y = torch.empty(*c.v.shape[:3], 2 * c.C, p.V, dtype=dstate.dtype, device=p.device)
         torch.mul(_heads(p, block, do), p.scale, out=Y[..., : c.C, :])
-        dX, dbeta_block, dG = _backward_states(p, block, c, A_inv, v_new, S, Y, dstate)
-        _backward_within(c, v_new, Y, dX, dbeta_block, dG)
+        dX, dk_block, dbeta_block, dG = _backward_states(p, block, c, A_inv, v_new, S, Y, dstate)
+        _backward_within(c, v_new, Y, dX, dk_block, dbeta_block, dG)
+        dX[:, :, c.C :] += dk_block
         if c.rstd is not None:
-            dX = c.rstd * (dX - c.X * (c.X * dX).sum(-1, keepdim=True))
+            dX.addcmul_(c.X, (c.X * dX).sum(-1, keepdim=True), value=-1).mul_(c.rstd)
         block.put(dq, _tokens(dX[:, :, None, : c.C], block))
         block.put(dk, _tokens(dX[:, :, None, c.C :], block))
         block.put(dv, _tokens(c.beta * Y[..., c.C :, :], block))
-        # dg_t is the sum of dG over the rest of the chunk; in float64, since its terms nearly cancel
-        block.put(dg[..., None], _tokens(dG.double().flip(-1).cumsum(-1).flip(-1)[..., None], block))
+        # dg_t is the sum of dG over the rest of the chunk
+        block.put(dg[..., None], _tokens(dG.flip(-1).cumsum(-1).flip(-1)[..., None], block))
         block.put(dbeta[..., None], _tokens(dbeta_block[..., None], block))
     dg_in, dbeta_in, dA_log, ddt_bias = activate_backward(p, g, beta, dg, dbeta)
     dS0 = None if p.initial_state is None else _final(p, dstate, the_plan.order).to(p.initial_state.dtype)
@@ -142,21 +139,24 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
 
 def _backward_states(
     p: Problem, block: Block, c: Chunks, A_inv: Tensor, v_new: Tensor, S: Tensor, Y: Tensor, dstate: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Take dstate back through the block's steps, and what follows from it alone.
 
     Y [P, H, r, 2C, V] holds scale do in its upper half; its lower half is filled with dr, where r = A v_new is the
-    right-hand side of the chunk's system. Returns dX [P, H, 2C, K], dbeta [P, H, r, C] and dG [P, H, r, C] so far.
+    right-hand side of the chunk's system. Returns, so far, dX [P, H, 2C, K], more of its lower half dk [P, H, C, K],
+    dbeta [P, H, r, C] and dG [P, H, r, C] in float64, where its terms, many of them equal, can cancel.
     """
     C, do = c.C, Y[..., : c.C, :]
     Z = torch.empty(*c.X.shape[:3], dstate.shape[-1], dtype=Y.dtype, device=Y.device)  # [e^G do; -e^G dr]
+    W = torch.empty_like(Z)  # Z with its lower half times beta: dS <- e^(G_C) dS + X^T W
     torch.mul(c.into, do, out=_per_head(Z[:, :, :C], p))
-    W = Z.clone()  # Z with its lower half times beta: dS = e^(G_C) dS + X^T W
+    W[:, :, :C] = Z[:, :, :C]
+    carry = -c.beta * c.into
     grown = _columns(c)
     torch.mul(c.out, v_new, out=_per_head(grown, p))
     dv_new = _bmm(c.attention.mT, do)
-    kdS = torch.empty_like(v_new)
-    dk_end = torch.empty(*grown.shape[:3], p.K, dtype=Y.dtype, device=Y.device)
+    kdS = _fresh(v_new)
+    dk = torch.empty(*grown.shape[:3], p.K, dtype=Y.dtype, device=Y.device)
     dG_end = torch.empty(v_new.shape[:3], dtype=Y.dtype, device=Y.device)
     for step in reversed(block.steps):
         i = slice(step.start, step.stop)
@@ -165,28 +165,29 @@ def _backward_states(
         dr = _bmm(A_inv[i].mT, dv_new[i].add_(kdS[i]))
         Y[i, :, :, C:] = dr
         torch.mul(dr, -c.into[i], out=_per_head(Z[i, :, C:], p))
-        torch.mul(dr, -c.beta[i] * c.into[i], out=_per_head(W[i, :, C:], p))
-        _bmm(grown[i], dS_i.mT, out=dk_end[i])
+        torch.mul(dr, carry[i], out=_per_head(W[i, :, C:], p))
+        _bmm(grown[i], dS_i.mT, out=dk[i])
         dG_end[i] = (S[i] * _per_head(dS_i, p)).sum((-1, -2)) * c.through[i, :, 0, :, 0]
         _advance(dstate, step, dS_i, c.through[i], c.X[i].mT, W[i])
     # what went through the state that entered each chunk
-    dX = torch.zeros_like(c.X)
-    dX[:, :, C:] = dk_end
     along = torch.empty(*v_new.shape[:3], 2 * C, dtype=Y.dtype, device=Y.device)
     for j, Z_j in enumerate(Z.unflatten(-1, (-1, p.V)).unbind(3)):
         part = _bmm(Z_j, S[:, :, j].mT)
         along[:, :, j] = (part * c.X).sum(-1)
-        dX[:, :, :C] += part[:, :, :C]
-        dX[:, :, C:].addcmul_(part[:, :, C:], c.beta[:, :, j])
+        part[:, :, C:] *= c.beta[:, :, j]
+        dX = part if j == 0 else dX.add_(part)
     dbeta = along[..., C:] + (Y[..., C:, :] * c.v).sum(-1)
-    d_out = (v_new * kdS).sum(-1)
-    dG = along[..., :C] + c.beta[..., 0] * along[..., C:] - d_out
+    d_out = (v_new * kdS).sum(-1)[..., :-1].double()
+    dG = along[..., :C].double() + c.beta[..., 0] * along[..., C:]
+    dG[..., :-1] -= d_out
     dG[..., -1] += dG_end + d_out.sum(-1)
-    return dX, dbeta, dG
+    return dX, dk, dbeta, dG
 
 
-def _backward_within(c: Chunks, v_new: Tensor, Y: Tensor, dX: Tensor, dbeta: Tensor, dG: Tensor) -> None:
-    """What went through the products of q, k within the chunk: added to dX, dbeta, dG in place.
+def _backward_within(
+    c: Chunks, v_new: Tensor, Y: Tensor, dX: Tensor, dk: Tensor, dbeta: Tensor, dG: Tensor
+) -> None:
+    """What went through the products of q, k within the chunk: added to dX, dk, dbeta, dG in place.
 
     d(D q k^T) = do v_new^T and dA = -dr v_new^T below the diagonal.
     """
@@ -198,9 +199,10 @@ def _backward_within(c: Chunks, v_new: Tensor, Y: Tensor, dX: Tensor, dbeta: Ten
     dbeta += (low * c.XK[:, :, None, C:]).sum(-1)
     low *= c.beta
     EX = E * c.XK.unflatten(2, (2, C))[:, :, None]
-    dG += EX.sum((3, 5)) - EX.sum((3, 4))
-    dXK = E.sum(2).flatten(2, 3)
-    dX[:, :, C:] += _bmm(dXK.mT, c.X)
+    EX[:, :, :, 0].diagonal(dim1=-2, dim2=-1).zero_()
+    dG += EX.sum((3, 5), dtype=dG.dtype) - EX.sum((3, 4), dtype=dG.dtype)
+    dXK = (E[:, :, 0] if E.shape[2] == 1 else E.sum(2)).flatten(2, 3)
+    _baddbmm(dk, dXK.mT, c.X)
     _baddbmm(dX, dXK, c.X[:, :, C:])
 
 
@@ -217,8 +219,8 @@ def _load(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Chunks:
         X *= rstd
     G = _heads(p, block, g[..., None], g.dtype).cumsum(3)  # [P, H, r, C, 1]
     end = G[:, :, :, -1:]
-    D = (G - G.mT).to(dtype)
-    D += torch.full((C, C), -torch.inf, dtype=dtype, device=p.device).triu_(1)
+    # clamped on both sides: nothing positive is formed, and exp is ten times slower where it underflows
+    D = (G - G.mT).to(dtype).clamp_(-104 if dtype == torch.float32 else -746, 0).exp_().tril_()
     return Chunks(
         X=X,
         rstd=rstd,
@@ -227,16 +229,20 @@ def _load(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Chunks:
         into=G.exp().to(dtype),
         out=(end - G).exp().to(dtype),
         through=end.exp().to(dtype).transpose(2, 3),
-        D=D.exp_(),
+        D=D,
         XK=_bmm(X, X[:, :, C:].mT),
     )
 
 
 def _heads(p: Problem, block: Block, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Tokens [B, T, HV, D] of a block as [P, H, r, C, D], contiguous, in the computing dtype."""
-    y = block.take(x).flatten(0, 1).transpose(1, 2)
-    fresh = torch.empty(y.shape, dtype=dtype or p.state_dtype, device=x.device)
-    return fresh.copy_(y).unflatten(1, (p.H, -1))
+    """Tokens [B, T, HV, D] of a block as [P, H, r, C, D] in the computing dtype, a view where that needs no cast."""
+    return block.take(x).flatten(0, 1).transpose(1, 2).to(dtype or p.state_dtype).unflatten(1, (p.H, -1))
+
+
+def _room(p: Problem, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory for a result over tokens or chunks; zeros where a packed batch may leave places unwritten."""
+    make = torch.empty if p.cu_seqlens is None else torch.zeros
+    return make(shape, dtype=dtype, device=p.device)
 
 
 def _tokens(x: Tensor, block: Block) -> Tensor:
@@ -247,6 +253,11 @@ def _tokens(x: Tensor, block: Block) -> Tensor:
 def _per_head(x: Tensor, p: Problem) -> Tensor:
     """Value heads side by side [P, H, L, r V] -> apart [P, H, r, L, V], a view."""
     return x.unflatten(-1, (-1, p.V)).transpose(2, 3)
+
+
+def _fresh(x: Tensor) -> Tensor:
+    """Room of x's shape, contiguous whatever x's strides."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _columns(c: Chunks) -> Tensor:

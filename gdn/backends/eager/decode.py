@@ -1,0 +1,158 @@
+"""Decode on plain torch: every row by itself, token by token, on its slot of the pool where that is possible.
+
+    S <- e^g S;   kS, qS = [k; q] S;   d = beta v - beta kS;   o = scale (qS + <q, k> d);   S <- S + k d^T
+
+Three passes over the state: decay, both products, update. A row's bits depend on nothing around it: the state is
+touched by one row at a time, and what all tokens share a launch for is elementwise or a sum over K. Of the
+elementwise functions only those whose vector and scalar forms agree on the CPU are used: exp, log1p, rsqrt and
+arithmetic, but not sigmoid or softplus. The index tensors are read on the host.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gdn.backends.eager.gate import log_decay
+from gdn.backends.eager.gates import wide
+from gdn.problem import DecodeProblem
+
+Token = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where one row of a decode reads and writes: views of the caller's tensors, None where there is nothing to write.
+
+    `after` holds what is written after each token, `final` what is written after the last one.
+    """
+
+    first: int
+    count: int
+    source: Tensor
+    after: list[list[Tensor]]
+    final: Tensor | None
+    is_in_place: bool
+    parents: list[int] | None
+    history: Tensor | None  # [tokens, HV, V, K] the row's intermediate states
+
+
+def decode(problem: DecodeProblem) -> None:
+    """See `Backend`; writes problem.state, problem.intermediate and problem.out."""
+    p = problem
+    o = torch.zeros(p.out.shape, dtype=p.dtype, device=p.q.device)
+    steps = _tokens(p, o)
+    scratch: Tensor | None = None
+    for row in _rows(p):
+        if row.is_in_place:
+            S = row.source
+        else:
+            if scratch is None:
+                scratch = torch.empty(row.source.shape, dtype=p.dtype, device=p.q.device)
+            S = scratch.copy_(row.source)
+        root = S.clone() if row.parents is not None else S
+        for t in range(row.count):
+            if row.parents is not None and t > 0:
+                parent = min(row.parents[t], t - 1)
+                assert row.history is not None
+                S.copy_(root if parent < 0 else row.history[parent])
+            _step(S, steps[row.first + t], p.state_v_first)
+            if p.round_state and S.dtype != p.state.dtype:
+                S.copy_(S.to(p.state.dtype))
+            for target in row.after[t] if row.after else ():
+                target.copy_(S)
+        if row.final is not None and not row.is_in_place:
+            row.final.copy_(S)
+    torch.mul(o, p.scale, out=p.out)
+
+
+def _step(S: Tensor, token: Token, is_v_first: bool) -> None:
+    """One token of one row: S [HV, V, K] (or [HV, K, V]) advances in place, o is written."""
+    kq, k, beta_v, beta, qk, o, *decay = token
+    if decay:
+        S.mul_(decay[0])
+    kS, qS = torch.bmm(kq, S.mT if is_v_first else S).split(1, 1)
+    d = torch.addcmul(beta_v, beta, kS, value=-1)
+    torch.addcmul(qS, qk, d, out=o)
+    if is_v_first:
+        S.addcmul_(d.mT, k)
+    else:
+        S.addcmul_(k.mT, d)
+
+
+def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
+    """What `_step` needs of each token: [k; q] [HV, 2, K], k [HV, 1, K], beta v and o [HV, 1, V], the rest [HV, 1, 1]."""
+    H, HV, K, V = p.H, p.HV, p.K, p.V
+    kq = torch.stack((p.k, p.q), 3).view(-1, H, 2, K).to(p.dtype)
+    if p.use_qk_l2norm_in_kernel:
+        kq = kq * torch.rsqrt((kq * kq).sum(-1, keepdim=True).add_(1e-6))
+    # <k, k> comes along unused: a sum with a single result may be split among threads
+    qk = (kq * kq[:, :, :1]).sum(-1, keepdim=True)[:, :, 1:]
+    if HV != H:
+        kq = kq.repeat_interleave(HV // H, dim=1)
+        qk = qk.repeat_interleave(HV // H, dim=1)
+    decay, beta = _gates(p)
+    v = p.v.reshape(-1, HV, 1, V).to(p.dtype)
+    beta_v = v if beta is None else beta * v
+    if beta is None:
+        beta = torch.ones_like(qk)
+    lists = [kq, kq[:, :, :1], beta_v, beta, qk, o.view(-1, HV, 1, V)]
+    if decay is not None:
+        lists.append(decay)
+    return list(zip(*(x.unbind(0) for x in lists), strict=True))
+
+
+def _gates(p: DecodeProblem) -> tuple[Tensor | None, Tensor | None]:
+    """e^g and beta of every token [tokens, HV, 1, 1]; None for no decay, and for ones."""
+    decay, beta = p.g, p.beta
+    if p.a is not None and p.b is not None and p.A_log is not None:
+        decay = log_decay(p.a, p.A_log, p.dt_bias)
+        beta = (2.0 if p.allow_neg_eigval else 1.0) / (1 + torch.exp(-p.b.to(wide(p.b.device))))
+    if decay is not None:
+        decay = decay.to(p.dtype if p.a is None else decay.dtype).exp().to(p.dtype).reshape(-1, p.HV, 1, 1)
+    return decay, None if beta is None else beta.to(p.dtype).reshape(-1, p.HV, 1, 1)
+
+
+def _rows(p: DecodeProblem) -> Iterator[Row]:
+    """The rows that compute anything: those with tokens and a valid slot to read."""
+    spans = p.spans(read_device=True)
+    assert spans is not None
+    read, accepted, ring, write, rows, parents = (
+        None if x is None else x.tolist()
+        for x in (p.read_index, p.num_accepted, p.ring_pos, p.write_index, p.intermediate_row, p.parent)
+    )
+    V_K = p.state.stride()[-2:]
+    is_dense = V_K == (p.state.shape[-1], 1) and p.state.dtype == p.dtype
+    for n, (first, count) in enumerate(spans):
+        slot = n if read is None else read[n]
+        if isinstance(slot, list):
+            slot = slot[min(max(accepted[n] if accepted else 1, 1), len(slot)) - 1]
+        if count == 0 or not p.is_slot(slot):
+            continue
+        history = None
+        if p.intermediate is not None:
+            i = n if rows is None else rows[n]
+            history = p.intermediate[i] if 0 <= i < p.intermediate.shape[0] else None
+            if history is None and parents is not None:
+                continue
+        after: list[list[Tensor]] = [] if history is None else [[history[t]] for t in range(count)]
+        final, source = None, p.state[slot]
+        if ring is not None:
+            entry, R = ring[n] % source.shape[0], source.shape[0]
+            ring_of, source = source, source[entry]
+        if p.write == "all":
+            after = after or [[] for _ in range(count)]
+            for t in range(count):
+                if ring is not None:
+                    after[t].append(ring_of[(entry + 1 + t) % R])
+                elif p.is_slot(write[n][t]):
+                    after[t].append(p.state[write[n][t]])
+        elif p.write == "final":
+            target = slot if write is None else write[n]
+            is_same = target == slot
+            final = source if is_same else p.state[target] if p.is_slot(target) else None
+        in_place = is_dense and final is source and parents is None
+        yield Row(
+            first, count, source, after, final, in_place, None if parents is None else parents[n], history
+        )

@@ -1,0 +1,130 @@
+"""Prefill and commit on plain torch: the chunked rule between a gather from the pool and a scatter into it.
+
+With batch_invariant=True each sequence runs by itself: the matmuls of a shared launch may round differently with its
+size. The index tensors are read on the host, and every read of the pool precedes the first write.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gdn.backends.backend import Saved
+from gdn.backends.eager.rule import chunk_forward
+from gdn.problem import CHUNK, CommitProblem, PrefillProblem, Problem
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of the rule on neighbouring sequences: `bounds` are their token offsets in it, states as in the pool."""
+
+    rule: Problem
+    bounds: list[int]
+    initial: Tensor
+    final: Tensor
+    saved: Saved
+
+    def state_after(self, n: int, count: int) -> Tensor:
+        """The state after `count` tokens of the run's sequence n: kept, or a few tokens on from the last chunk kept."""
+        start, end = self.bounds[n], self.bounds[n + 1]
+        if count == 0:
+            return self.initial[n]
+        if count == end - start:
+            return self.final[n]
+        assert self.saved.S_in is not None
+        chunks = [-(-(b - a) // CHUNK) for a, b in zip(self.bounds[:n], self.bounds[1:], strict=False)]
+        S = self.saved.S_in[sum(chunks) + count // CHUNK]
+        S = S.mT if self.rule.state_v_first else S
+        if count % CHUNK == 0:
+            return S
+        rest = _cut(self.rule, start + count // CHUNK * CHUNK, start + count)
+        final = chunk_forward(replace(rest, initial_state=S[None], cu_seqlens=None), False)[1]
+        assert final is not None
+        return final[0]
+
+
+def prefill(problem: PrefillProblem) -> None:
+    """See `Backend`; writes problem.state, problem.checkpoints and problem.out."""
+    p = problem
+    bounds = p.offsets(read_device=True)
+    assert bounds is not None
+    slots = p.state_index.tolist()
+    live = [n for n in range(p.N) if p.is_slot(slots[n])]
+    groups = [(n, n + 1) for n in live] if p.batch_invariant else [(0, p.N)] if live else []
+    o = torch.zeros(p.out.shape, dtype=p.out.dtype, device=p.q.device)
+    writes: list[tuple[Tensor, Tensor]] = []
+    for first, last in groups:
+        out, run = _run(p, slots, bounds, first, last)
+        for n in range(first, last):
+            if p.is_slot(slots[n]):
+                tokens = slice(bounds[n] - bounds[first], bounds[n + 1] - bounds[first])
+                o[0, bounds[n] : bounds[n + 1]] = out[0, tokens]
+                writes += _writes(p, run, n, n - first, bounds[n + 1] - bounds[n])
+    p.out.copy_(o)
+    for target, S in writes:
+        target.copy_(S)
+
+
+def _run(p: PrefillProblem, slots: list[int], bounds: list[int], first: int, last: int) -> tuple[Tensor, Run]:
+    """Outputs and states of sequences first:last. One without a valid slot starts from zero; nobody reads it."""
+    has_state = [True] * p.N if p.has_initial_state is None else p.has_initial_state.tolist()
+    initial = torch.zeros(last - first, *p.state.shape[1:], dtype=p.dtype, device=p.q.device)
+    for n in range(first, last):
+        if has_state[n] and p.is_slot(slots[n]):
+            initial[n - first].copy_(p.state[slots[n]])
+    own = [x - bounds[first] for x in bounds[first : last + 1]]
+    cu_seqlens = None if len(own) == 2 else torch.tensor(own)
+    rule = replace(_cut(_rule(p), bounds[first], bounds[last]), initial_state=initial, cu_seqlens=cu_seqlens)
+    out, final, saved = chunk_forward(rule, p.checkpoints is not None or p.snapshot_pos is not None)
+    assert final is not None
+    return out, Run(rule, own, initial, final, saved)
+
+
+def _writes(p: PrefillProblem, run: Run, n: int, i: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(view of the caller's tensor, the state it gets) for sequence n, which is the run's i-th and has count tokens."""
+    if p.checkpoints is not None and p.checkpoint_offsets is not None:
+        row = int(p.checkpoint_offsets[n])
+        for done in range(p.checkpoint_every, count + 1, p.checkpoint_every) if row >= 0 else ():
+            if row < p.checkpoints.shape[0]:
+                yield p.checkpoints[row], run.state_after(i, done)
+            row += 1
+    if p.snapshot_pos is not None and p.snapshot_index is not None:
+        position, slot = int(p.snapshot_pos[n]), int(p.snapshot_index[n])
+        if 0 <= position <= count and p.is_slot(slot):
+            yield p.state[slot], run.state_after(i, position)
+    if p.update_state and count > 0:
+        slot = int((p.state_index if p.out_state_index is None else p.out_state_index)[n])
+        if p.is_slot(slot):
+            yield p.state[slot], run.final[i]
+
+
+def _rule(p: PrefillProblem) -> Problem:
+    """The rule for all of the prefill's tokens, without its states and sequences."""
+    is_raw = p.a is not None
+    return Problem(
+        p.q, p.k, p.v, p.a if is_raw else p.g, p.b if is_raw else p.beta, p.A_log, p.dt_bias, None, None, None,
+        p.scale, True, p.use_qk_l2norm_in_kernel, is_raw, is_raw, p.allow_neg_eigval, p.state_v_first, True,
+        p.batch_invariant, p.backend,
+    )  # fmt: skip
+
+
+def _cut(rule: Problem, start: int, end: int) -> Problem:
+    """The same rule on tokens start:end."""
+    q, k, v, g, beta = (
+        None if x is None else x[:, start:end] for x in (rule.q, rule.k, rule.v, rule.g, rule.beta)
+    )
+    return replace(rule, q=q, k=k, v=v, g=g, beta=beta)
+
+
+def commit(problem: CommitProblem) -> None:
+    """See `Backend`; writes problem.dst. One strided copy per row, all layers at once, without a temporary."""
+    p = problem
+    slots, (rows, T) = p.dst.shape[1], p.src.shape[1:3]
+    jobs = [(p.dst_index, p.step)]
+    if p.extra_dst_index is not None and p.extra_step is not None:
+        jobs.append((p.extra_dst_index, p.extra_step))
+    for dst_index, step in jobs:
+        for d, r, t in zip(dst_index.tolist(), p.src_row.tolist(), step.tolist(), strict=True):
+            if 0 <= d < slots and 0 <= r < rows and 0 <= t < T:
+                p.dst[:, d].copy_(p.src[:, r, t])
