@@ -77,13 +77,12 @@ def check(
     H = case.heads[0]
     num_heads = max(1, min(H, budget * H // max(case.cost, 1)))
     index = sorted({round(i * (H - 1) / max(num_heads - 1, 1)) for i in range(num_heads)})
-    part = given.heads(index)
-    expected = run(law, part, with_backward)
+    expected = run(law, given.heads(index).double(), with_backward)
     floors: dict[str, float] = {}
 
     def floor(output: str) -> float:
         if not floors:
-            calm = inputs(replace(case, gate="none"), dtype, seed=seed, device=device).heads(index)
+            calm = inputs(replace(case, gate="none"), dtype, seed=seed, device=device).heads(index).double()
             floors.update({name: 1e-6 * _norm(x) for name, x in run(law, calm, with_backward).items()})
         return floors.get(output, 0.0)
 
@@ -105,7 +104,7 @@ def check(
 
 
 def compare(x: Tensor, ref: Tensor, limit: float, floor: Callable[[], float]) -> tuple[float, float]:
-    """Relative RMS error and largest difference. The floor is asked for only where the verdict hangs on it."""
+    """Relative RMS error and largest difference. The floor is asked for only where it matters."""
     if x.shape != ref.shape or not bool(x.isfinite().all()):
         return math.inf, math.inf
     if x.numel() == 0:
@@ -143,16 +142,11 @@ def run(provider: Provider, given: Inputs, with_backward: bool = True) -> dict[s
     return results
 
 
-def law(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def law(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     """The fp64 law as a provider: it has no use for the options that only a backend's freedom hangs on."""
     for name in ("output_final_state", "exact", "batch_invariant"):
         options.pop(name)
-    tensors = [None if x is None else x.double() for x in args]
-    options = {
-        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in options.items()
-    }
-    return reference.gated_delta_rule(*tensors, **options)
+    return reference.gated_delta_rule(q, k, v, *gates, **options)
 
 
 @contextmanager
@@ -173,7 +167,7 @@ def poisoned() -> Iterator[None]:
 
 
 def _dtype(output: str, given: Inputs) -> torch.dtype:
-    """The dtype an output must have: that of q for o, fp32 or better for states, its tensor's for a gradient."""
+    """The dtype an output must have: q's for o, fp32 or better for states, its tensor's for a gradient."""
     q = given.tensors["q"]
     if output == "final_state":
         return torch.promote_types(q.dtype, torch.float32)

@@ -209,6 +209,11 @@ class Inputs:
     do: Tensor
     dfinal_state: Tensor
 
+    def double(self) -> "Inputs":
+        """The same numbers in fp64, so that gradients of them are not rounded."""
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in self.tensors.items()}
+        return replace(self, tensors=wide, do=self.do.double(), dfinal_state=self.dfinal_state.double())
+
     def heads(self, index: list[int]) -> "Inputs":
         """The same problem with only these key heads and the value heads that read them."""
         ratio = self.tensors["v"].shape[2] // self.tensors["q"].shape[2]
