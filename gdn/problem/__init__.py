@@ -1,5 +1,15 @@
 """The door: callers' tensors in, checked frozen problems out. Nothing below validates again."""
 
 from gdn.problem.rule import CHUNK, ContextParallel, Problem, host_offsets, parse
+from gdn.problem.serving import CommitProblem, DecodeProblem, PrefillProblem
 
-__all__ = ["CHUNK", "ContextParallel", "Problem", "host_offsets", "parse"]
+__all__ = [
+    "CHUNK",
+    "CommitProblem",
+    "ContextParallel",
+    "DecodeProblem",
+    "PrefillProblem",
+    "Problem",
+    "host_offsets",
+    "parse",
+]

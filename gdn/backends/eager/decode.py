@@ -69,7 +69,7 @@ def decode(problem: DecodeProblem) -> None:
 
 def _step(S: Tensor, token: Token, is_v_first: bool) -> None:
     """One token of one row: S [HV, V, K] (or [HV, K, V]) advances in place, o is written."""
-    kq, k, beta_v, beta, qk, o, *decay = token
+    kq, k, beta_v, o, beta, qk, *decay = token
     if decay:
         S.mul_(decay[0])
     kS, qS = torch.bmm(kq, S.mT if is_v_first else S).split(1, 1)
@@ -82,24 +82,22 @@ def _step(S: Tensor, token: Token, is_v_first: bool) -> None:
 
 
 def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
-    """What `_step` needs of each token: [k; q] [HV, 2, K], k [HV, 1, K], beta v and o [HV, 1, V], the rest [HV, 1, 1]."""
+    """What `_step` needs of each token: [k; q] [HV, 2, K], k [HV, 1, K], beta v, o [HV, 1, V], the rest [HV, 1, 1]."""
     H, HV, K, V = p.H, p.HV, p.K, p.V
     kq = torch.stack((p.k, p.q), 3).view(-1, H, 2, K).to(p.dtype)
     if p.use_qk_l2norm_in_kernel:
-        kq = kq * torch.rsqrt((kq * kq).sum(-1, keepdim=True).add_(1e-6))
-    # <k, k> comes along unused: a sum with a single result may be split among threads
-    qk = (kq * kq[:, :, :1]).sum(-1, keepdim=True)[:, :, 1:]
+        kq.mul_((kq * kq).sum(-1, keepdim=True).add_(1e-6).rsqrt_())
+    k, q = kq.unbind(2)
+    qk = (k * q).sum(-1)
     if HV != H:
-        kq = kq.repeat_interleave(HV // H, dim=1)
-        qk = qk.repeat_interleave(HV // H, dim=1)
+        kq, qk = kq.repeat_interleave(HV // H, 1), qk.repeat_interleave(HV // H, 1)
     decay, beta = _gates(p)
     v = p.v.reshape(-1, HV, 1, V).to(p.dtype)
     beta_v = v if beta is None else beta * v
-    if beta is None:
-        beta = torch.ones_like(qk)
-    lists = [kq, kq[:, :, :1], beta_v, beta, qk, o.view(-1, HV, 1, V)]
-    if decay is not None:
-        lists.append(decay)
+    beta = torch.ones_like(qk) if beta is None else beta
+    lists = [kq, kq.narrow(2, 0, 1), beta_v, o.view(-1, HV, 1, V)]
+    for x in (beta, qk) if decay is None else (beta, qk, decay):
+        lists.append(x.view(-1, HV, 1, 1))
     return list(zip(*(x.unbind(0) for x in lists), strict=True))
 
 

@@ -1,0 +1,162 @@
+"""Whole prompts on an engine's state pool, moving accepted states, and the torch operators gdn::prefill, gdn::commit."""
+
+from typing import Any
+
+from torch import Tensor
+
+from gdn import settings
+from gdn.backends import select
+from gdn.notation import HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
+from gdn.ops.library import define, guarded
+from gdn.ops.serving import GATES, nothing
+from gdn.problem import CommitProblem, PrefillProblem
+from gdn.problem.serving import parse_commit, parse_prefill
+
+
+def prefill(
+    q: Q,
+    k: Keys,
+    v: Values,
+    state: Pool,
+    *,
+    cu_seqlens: Offsets,
+    g: PerHead | None = None,
+    beta: PerHead | None = None,
+    a: PerHead | None = None,
+    b: PerHead | None = None,
+    A_log: HeadParam | None = None,
+    dt_bias: HeadParam | None = None,
+    allow_neg_eigval: bool = False,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    state_v_first: bool = True,
+    batch_invariant: bool = False,
+    state_index: Index,
+    out_state_index: Index | None = None,
+    has_initial_state: Mask | None = None,
+    update_state: bool = True,
+    checkpoints: Tensor | None = None,
+    checkpoint_every: int = 0,
+    checkpoint_offsets: Index | None = None,
+    snapshot_pos: Index | None = None,
+    snapshot_index: Index | None = None,
+    null_slot: int | None = None,
+    out: Values | None = None,
+    backend: str | None = None,
+) -> Values:
+    """Whole prompts, packed, in chunks of 64 tokens, on states that live in the engine's pool.
+
+        S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
+
+    Args:                   shape                     dtype
+        q, k                [1, total, H, K]          bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
+        v                   [1, total, HV, V]         as q; value head j reads key head j // (HV // H)
+        state               [slots, HV, V, K]         as in `decode`; read and updated in place
+        cu_seqlens          [N+1] int32, int64        sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1], may be empty
+        state_index         [N] int                   the slot of each sequence
+        g, beta, a, b, A_log, dt_bias, allow_neg_eigval, scale, use_qk_l2norm_in_kernel, state_v_first, null_slot, out,
+        backend                                       as in `decode`, gates [1, total, HV]
+        batch_invariant     bool                      True: a sequence's bits do not depend on the others
+        out_state_index     [N] int or None           slot that gets the final state; None: state_index
+        has_initial_state   [N] bool or None          False: start from zero without reading the slot; None: True
+        update_state        bool                      False: no final state is written
+        checkpoints         [rows, HV, V, K] or None  fp32 (fp64 with fp64 q); row checkpoint_offsets[n] + i gets the
+                                                      state after (i + 1) * checkpoint_every tokens of sequence n, for
+                                                      every such position in it
+        checkpoint_every    int                       a positive multiple of 64 with checkpoints, else 0
+        checkpoint_offsets  [N] int                   negative: none for this sequence; rows past the end are skipped
+        snapshot_pos        [N] int or None           the state after so many tokens goes to slot snapshot_index[n]; 0:
+                                                      the state that entered; negative or past the end: none
+        snapshot_index      [N] int                   with snapshot_pos
+
+    Returns: o [1, total, HV, V], dtype of q; zero past cu_seqlens[-1].
+
+    Padding: a sequence whose slot is invalid (see `decode`) gives zeros, and no state is read or written for it,
+    checkpoints and snapshots included; an invalid slot to write is skipped alone. An empty sequence leaves its slots as
+    they were (its snapshot at 0 is taken). No slot may be written twice, nor read by one sequence and written by another.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, ValueError if a gradient is asked for;
+            no tensor has been touched then.
+    Cost:   as `chunk_gated_delta_rule`; a snapshot within a chunk runs up to 63 tokens again.
+    Source: arXiv:2412.06464, section 3.3.
+    """
+    problem = parse_prefill(
+        q, k, v, state, cu_seqlens=cu_seqlens, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias,
+        allow_neg_eigval=allow_neg_eigval, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first, batch_invariant=batch_invariant, state_index=state_index,
+        out_state_index=out_state_index, has_initial_state=has_initial_state, update_state=update_state,
+        checkpoints=checkpoints, checkpoint_every=checkpoint_every, checkpoint_offsets=checkpoint_offsets,
+        snapshot_pos=snapshot_pos, snapshot_index=snapshot_index, null_slot=null_slot, out=out, backend=backend,
+    )  # fmt: skip
+    _prefill_op(*problem.arguments())
+    return problem.out
+
+
+def commit(
+    dst: Tensor,
+    src: Tensor,
+    dst_index: Index,
+    src_row: Index,
+    step: Index,
+    *,
+    extra_dst_index: Index | None = None,
+    extra_step: Index | None = None,
+) -> None:
+    """After verification, move the accepted states of all layers into their slots.
+
+        dst[:, dst_index[i]] = src[:, src_row[i], step[i]],   and the same with extra_dst_index and extra_step
+
+    Args:                     shape                  dtype
+        dst                   [L, slots, ...]        any float, any stride; written
+        src                   [L, rows, T, ...]      any float; the intermediate states of `decode`, per layer
+        dst_index             [n] int                slot
+        src_row               [n] int                row of src
+        step                  [n] int                token of that row, from 0; negative: none
+        extra_dst_index       [n] int or None        a second slot, say for a prefix cache
+        extra_step            [n] int or None        its token
+
+    An entry whose slot, row or step is out of range is skipped. No slot may be written twice.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; no tensor has been touched then.
+    Cost:   one read and one write per state moved.
+    """
+    problem = parse_commit(dst, src, dst_index, src_row, step, extra_dst_index, extra_step)
+    _commit_op(*problem.arguments())
+
+
+def _prefill(*args: Any) -> None:
+    problem = PrefillProblem(*args)
+    problem.offsets(read_device=settings.debug())
+
+    def run() -> tuple[Tensor]:
+        select(problem).prefill(problem)
+        return (problem.out,)
+
+    guarded("prefill", problem.q.device, (problem.q, problem.k, problem.v, *args[4:10]), run)
+
+
+def _commit(*args: Any) -> None:
+    problem = CommitProblem(*args)
+
+    def run() -> tuple[()]:
+        select(problem).commit(problem)
+        return ()
+
+    guarded("commit", problem.dst.device, (), run)
+
+
+_prefill_op = define(
+    "prefill",
+    f"(Tensor q, Tensor k, Tensor v, Tensor(a!) state, {GATES}, Tensor cu_seqlens, Tensor state_index, "
+    "Tensor? out_state_index, Tensor? has_initial_state, Tensor(b!)? checkpoints, Tensor? checkpoint_offsets, "
+    "Tensor? snapshot_pos, Tensor? snapshot_index, Tensor(c!) out, float scale, bool use_qk_l2norm_in_kernel, "
+    "bool allow_neg_eigval, bool state_v_first, bool batch_invariant, bool update_state, int checkpoint_every, "
+    "int? null_slot, str? backend) -> ()",
+    _prefill,
+    nothing,
+)
+_commit_op = define(
+    "commit",
+    "(Tensor(a!) dst, Tensor src, Tensor dst_index, Tensor src_row, Tensor step, Tensor? extra_dst_index, "
+    "Tensor? extra_step) -> ()",
+    _commit,
+    nothing,
+)

@@ -1,0 +1,274 @@
+"""A few tokens per row on an engine's state pool, and the torch operators gdn::decode, gdn::decode_functional.
+
+The operators take the fields of their problem in order and write the tensors marked in their schema; none has a
+gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn import settings
+from gdn.backends import select
+from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
+from gdn.ops.library import define, guarded
+from gdn.problem import DecodeProblem
+from gdn.problem.serving import one_state_per_row, parse_decode, parse_packed
+
+
+def decode(
+    q: Q,
+    k: Keys,
+    v: Values,
+    state: Pool,
+    *,
+    g: PerHead | None = None,
+    beta: PerHead | None = None,
+    a: PerHead | None = None,
+    b: PerHead | None = None,
+    A_log: HeadParam | None = None,
+    dt_bias: HeadParam | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    cu_seqlens: Offsets | None = None,
+    max_seqlen: int | None = None,
+    read_index: Tensor | None = None,
+    num_accepted: Index | None = None,
+    ring_pos: Index | None = None,
+    write_index: Tensor | None = None,
+    intermediate: Tensor | None = None,
+    intermediate_row: Index | None = None,
+    parent: Tensor | None = None,
+    write: str = "final",
+    null_slot: int | None = None,
+    round_state: bool = False,
+    exact_packet: bool = True,
+    out: Values | None = None,
+    backend: str | None = None,
+) -> Values:
+    """A few tokens for each row of a batch, on states that live in the engine's pool.
+
+        S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
+
+    Args:                       shape                       dtype
+        q, k                    [B, T, H, K]                bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
+        v                       [B, T, HV, V]               as q; value head j reads key head j // (HV // H)
+        state                   [slots, HV, V, K]           fp32, bf16, fp16 (fp64 with fp64 q), any slot stride; with
+                                                            ring_pos [slots, R, HV, V, K]; updated in place
+        g, beta                 [B, T, HV] or None          any float; log decay per token, natural, and write strength;
+                                                            None: no decay, ones
+        a, b, A_log, dt_bias    [B, T, HV] twice, [HV]      any float; raw logits instead of g and beta: g = -exp(A_log)
+                                twice; dt_bias may be None  softplus(a + dt_bias), beta = sigmoid(b)
+        scale                   number or None              None: K ** -0.5
+        use_qk_l2norm_in_kernel bool                        q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
+        allow_neg_eigval        bool                        beta = 2 sigmoid(b)
+        state_v_first           bool                        False: states are [..., HV, K, V]
+        cu_seqlens              [B+1] int32, int64          packed: q is [1, total, H, K], row n holds the tokens
+                                                            cu_seqlens[n]:cu_seqlens[n+1]; T varies, 0 is allowed
+        max_seqlen              int or None                 upper bound of T when packed; needed if cu_seqlens is on a GPU
+        read_index              [B] or [B, columns] int     slot that each row reads; None: the row's number. From a
+                                                            table, column clamp(num_accepted, 1, columns) - 1
+        num_accepted            [B] int or None             with a table; None: 1
+        ring_pos                [B] int or None             the row reads ring entry ring_pos % R
+        write                   str                         "final": the state after the last token goes to the slot (and
+                                                            ring entry) that was read, or to write_index [B];
+                                                            "all": the state after token t goes to write_index[:, t],
+                                                            or to ring entry (ring_pos + 1 + t) % R; "none": nowhere
+        write_index             [B] or [B, >=T] int         see write
+        intermediate            [rows, >=T, HV, V, K]       any float, any row stride; gets the state after each token
+        intermediate_row        [B] int or None             its row for each row; None: the row's number
+        parent                  [B, >=T] int or None        token t continues from the state after token parent[t] < t,
+                                                            read back from intermediate in its dtype; negative: from
+                                                            the pool. parent[:, 0] counts as negative, an entry
+                                                            past t - 1 as t - 1
+        null_slot               None or 0                   0: slot 0 is padding as well
+        round_state             bool                        round the state to the pool's dtype after every token
+        exact_packet            bool                        False: chunks on matrix units allowed; refuses round_state
+        out                     as v, or None               gets the result and is returned
+        backend                 str or None                 None: the best that takes it; a name never falls back
+
+    Returns: o [B, T, HV, V] (or [1, total, HV, V], zero past cu_seqlens[-1]), dtype of q.
+
+    Padding: a row whose read slot is below 0 (below 1 with null_slot=0) or past the pool gives zeros and reads and
+    writes no state; so does a row with `parent` whose intermediate_row is invalid. Any other invalid place to write is
+    skipped alone. Two rows must not write the same slot, nor one read what another writes.
+    T tokens at once equal T single steps bit for bit with an fp32 pool, and with round_state for narrower ones.
+    A row's bits do not depend on the rows around it.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, ValueError if a gradient is asked for;
+            no tensor has been touched then.
+    Cost:   6 K V flop per token and value head; per row one state read and, with "final", one written.
+    Source: arXiv:2412.06464, equation 10.
+
+    Example:
+        >>> import torch, gdn
+        >>> pool = torch.zeros(10, 4, 16, 16)
+        >>> q, k = torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, 16)
+        >>> o = gdn.decode(q, k, torch.randn(2, 1, 4, 16), pool, read_index=torch.tensor([7, -1]))
+        >>> o.shape, bool(o[1].any()), pool.flatten(1).any(1).nonzero().tolist()
+        (torch.Size([2, 1, 4, 16]), False, [[7]])
+    """
+    problem = parse_decode(
+        q, k, v, state, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, read_index=read_index,
+        num_accepted=num_accepted, ring_pos=ring_pos, write_index=write_index, intermediate=intermediate,
+        intermediate_row=intermediate_row, parent=parent, write=write, null_slot=null_slot, round_state=round_state,
+        exact_packet=exact_packet, out=out, backend=backend,
+    )  # fmt: skip
+    _decode_op(*problem.arguments())
+    return problem.out
+
+
+def decode_packed(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: HeadParam,
+    dt_bias: HeadParam | None,
+    state: Pool,
+    *,
+    num_k_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    cu_seqlens: Offsets | None = None,
+    max_seqlen: int | None = None,
+    read_index: Tensor | None = None,
+    num_accepted: Index | None = None,
+    ring_pos: Index | None = None,
+    write_index: Tensor | None = None,
+    intermediate: Tensor | None = None,
+    intermediate_row: Index | None = None,
+    parent: Tensor | None = None,
+    write: str = "final",
+    null_slot: int | None = None,
+    round_state: bool = False,
+    exact_packet: bool = True,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """`decode` on the rows that a layer's projection and convolution leave: q | k | v side by side, raw gates.
+
+        g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b);   then as in `decode`
+
+    Args:                        shape                       dtype
+        mixed_qkv                [tokens, 2 H K + HV V]      bf16, fp16, fp32; any row stride, used through views
+        a, b                     [tokens, HV]                any float; raw logits
+        A_log, dt_bias           [HV]                        any float; dt_bias may be None
+        state                    [slots, HV, V, K]           as in `decode`
+        num_k_heads              int                         H
+        head_k_dim, head_v_dim   int                         K, V
+        out                      [tokens, HV, V] or None     gets the result and is returned
+    Everything else as in `decode`. Without cu_seqlens each token is a row of its own (B = tokens, T = 1).
+
+    Returns: o [tokens, HV, V], dtype of mixed_qkv.
+    Raises, cost, source: as `decode`.
+    """
+    q, k, v, a, b, out = parse_packed(
+        mixed_qkv, a, b, num_k_heads, head_k_dim, head_v_dim, out, is_dense=cu_seqlens is None
+    )
+    o = decode(
+        q, k, v, state, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, read_index=read_index,
+        num_accepted=num_accepted, ring_pos=ring_pos, write_index=write_index, intermediate=intermediate,
+        intermediate_row=intermediate_row, parent=parent, write=write, null_slot=null_slot, round_state=round_state,
+        exact_packet=exact_packet, out=out, backend=backend,
+    )  # fmt: skip
+    return o.squeeze(1 if cu_seqlens is None else 0)
+
+
+def decode_functional(
+    q: Q,
+    k: Keys,
+    v: Values,
+    state: Pool,
+    *,
+    g: PerHead | None = None,
+    beta: PerHead | None = None,
+    a: PerHead | None = None,
+    b: PerHead | None = None,
+    A_log: HeadParam | None = None,
+    dt_bias: HeadParam | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    cu_seqlens: Offsets | None = None,
+    max_seqlen: int | None = None,
+    round_state: bool = False,
+    exact_packet: bool = True,
+    backend: str | None = None,
+) -> tuple[Values, Pool]:
+    """`decode` as a function without effects, for export: (o, new_state), `state` is left alone.
+
+    Arguments as in `decode`, but state is [B, HV, V, K] (or [B, HV, K, V]), one per row.
+
+    Returns:
+        o          [B, T, HV, V]    dtype of q
+        new_state  as state, contiguous; the same bits as `decode` would leave
+    Raises, cost, source: as `decode`, and one copy of the state.
+    """
+    problem = parse_decode(
+        q, k, v, state, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, read_index=None,
+        num_accepted=None, ring_pos=None, write_index=None, intermediate=None, intermediate_row=None, parent=None,
+        write="final", null_slot=None, round_state=round_state, exact_packet=exact_packet, out=None, backend=backend,
+    )  # fmt: skip
+    args = one_state_per_row(problem).arguments()
+    o, new_state = _decode_functional_op(*args[:11], *args[_AFTER_OUT:])
+    return o, new_state
+
+
+def _decode(*args: Any) -> None:
+    problem = DecodeProblem(*args)
+    if problem.cu_seqlens is not None:
+        problem.spans(read_device=settings.debug())
+
+    def run() -> tuple[Tensor]:
+        select(problem).decode(problem)
+        return (problem.out,)
+
+    guarded("decode", problem.q.device, (problem.q, problem.k, problem.v, *args[4:10]), run)
+
+
+def _decode_functional(*args: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, state, *rest = args
+    state = state.clone(memory_format=torch.contiguous_format)
+    out = v.new_empty(v.shape)
+    _decode(q, k, v, state, *rest[:7], *(None,) * 7, out, *rest[7:])
+    return out, state
+
+
+def nothing(*args: Any) -> None:
+    """The fake of an operator that only writes its arguments."""
+
+
+GATES = "Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? A_log, Tensor? dt_bias"
+_ROW_OPTIONS = (
+    "SymInt? max_seqlen, float scale, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, bool state_v_first, "
+    "str write, int? null_slot, bool round_state, bool exact_packet, str? backend"
+)
+_AFTER_OUT = 19  # the first option in DecodeProblem
+_decode_op = define(
+    "decode",
+    f"(Tensor q, Tensor k, Tensor v, Tensor(a!) state, {GATES}, Tensor? cu_seqlens, Tensor? read_index, "
+    "Tensor? num_accepted, Tensor? ring_pos, Tensor? write_index, Tensor(b!)? intermediate, "
+    f"Tensor? intermediate_row, Tensor? parent, Tensor(c!) out, {_ROW_OPTIONS}) -> ()",
+    _decode,
+    nothing,
+)
+_decode_functional_op = define(
+    "decode_functional",
+    f"(Tensor q, Tensor k, Tensor v, Tensor state, {GATES}, Tensor? cu_seqlens, {_ROW_OPTIONS}) -> "
+    "(Tensor o, Tensor new_state)",
+    _decode_functional,
+    lambda q, k, v, state, *rest: (v.new_empty(v.shape), state.new_empty(state.shape)),
+)

@@ -1,0 +1,235 @@
+"""The parts of a serving call, checked: tokens, gates, the pool, and what says where states are read and written.
+
+`dims` maps letters to sizes; each check reads the ones it knows and adds the ones it meets first.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.problem import check
+from gdn.problem.rule import CHUNK
+
+WRITES = ("final", "all", "none")
+
+
+def tokens(q: Any, k: Any, v: Any) -> dict[str, int]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check.floating(name, x)
+    dims: dict[str, int] = {}
+    check.shape("q", q, "B T H K", dims)
+    if k.shape != q.shape:
+        check.shape("k", k, "B T H K", dims)
+    check.shape("v", v, "B T HV V", dims)
+    if not q.dtype == k.dtype == v.dtype:
+        check.same_dtype(q, "q", k=k, v=v)
+    if dims["K"] < 1 or dims["V"] < 1:
+        raise ValueError(f"v: expected K >= 1 and V >= 1, got K={dims['K']}, V={dims['V']}")
+    if dims["H"] < 1 or dims["HV"] < dims["H"] or dims["HV"] % dims["H"]:
+        raise ValueError(f"v: expected HV to be a multiple of H={dims['H']}, got HV={dims['HV']}")
+    return dims
+
+
+def gates(
+    g: Any, beta: Any, a: Any, b: Any, A_log: Any, dt_bias: Any, negative: bool, dims: dict[str, int]
+) -> None:
+    is_raw = a is not None or b is not None
+    for name, x in (("g", g), ("beta", beta)):
+        if x is not None:
+            if is_raw:
+                raise ValueError(f"{name}: expected None with the raw logits a and b, got both")
+            check.floating(name, x)
+            check.shape(name, x, "B T HV", dims)
+    if not is_raw:
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                raise ValueError(f"{name}: expected None without the raw logits a and b, got a tensor")
+        if negative:
+            raise ValueError("allow_neg_eigval: expected the raw logits a and b with it, got none")
+        return
+    for name, x in (("a", a), ("b", b), ("A_log", A_log)):
+        if x is None:
+            raise ValueError(
+                f"{name}: expected a tensor, since a and b come together and with A_log; got None"
+            )
+    for name, x in (("a", a), ("b", b)):
+        check.floating(name, x)
+        check.shape(name, x, "B T HV", dims)
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None:
+            check.floating(name, x)
+            check.shape(name, x, "HV", dims)
+
+
+def packing(q: Tensor, cu_seqlens: Any, max_seqlen: Any, dims: dict[str, int]) -> None:
+    """dims gets N, the rows, and M, the tokens of the longest row where that is known."""
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"max_seqlen: expected None without cu_seqlens, got {max_seqlen}")
+        dims["N"], dims["M"] = dims["B"], dims["T"]
+        return
+    dims["N"] = check.offsets("q", cu_seqlens, None, dims)
+    if cu_seqlens.device.type != "cpu":
+        check.same_device(q, "q", cu_seqlens=cu_seqlens)
+    if max_seqlen is not None:
+        if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+            raise TypeError(f"max_seqlen: expected an int or None, got {type(max_seqlen).__name__}")
+        if max_seqlen < 0:
+            raise ValueError(f"max_seqlen: expected at least 0, got {max_seqlen}")
+        dims["M"] = max_seqlen
+    elif cu_seqlens.device.type != "cpu":
+        raise ValueError(f"max_seqlen: expected an int with cu_seqlens on {cu_seqlens.device}, got None")
+
+
+def pool(
+    name: str, q: Tensor, state: Any, is_ring: bool, v_first: bool, null_slot: Any, dims: dict[str, int]
+) -> None:
+    check.floating(name, state)
+    axes = ("slots R " if is_ring else "slots ") + ("HV V K" if v_first else "HV K V")
+    if state.dim() == 5 and not is_ring:
+        raise ValueError(f"{name}: expected [{axes}] without ring_pos, got {list(state.shape)}")
+    check.shape(name, state, axes, dims)
+    if is_ring and dims["R"] < 1:
+        raise ValueError(f"{name}: expected a ring of R >= 1 entries, got R={dims['R']}")
+    if state.dtype == torch.float64 and q.dtype != torch.float64:
+        raise ValueError(
+            f"{name}: expected float32, bfloat16 or float16 with q in {q.dtype}, got {state.dtype}"
+        )
+    own_memory(name, state)
+    if isinstance(null_slot, bool) or not (null_slot is None or isinstance(null_slot, int)):
+        raise TypeError(f"null_slot: expected None or 0, got {type(null_slot).__name__}")
+    if null_slot not in (None, 0):
+        raise ValueError(f"null_slot: expected None or 0, got {null_slot}")
+
+
+def own_memory(name: str, x: Tensor) -> None:
+    """What is written must not overlap itself, as an expanded tensor does."""
+    if 0 in x.stride() and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{name}: expected memory of its own for every element, got strides {list(x.stride())}"
+        )
+
+
+def index(name: str, x: Any, axes: str, dims: dict[str, int]) -> None:
+    check.integral(name, x)
+    check.shape(name, x, axes, dims)
+
+
+def reading(read_index: Any, num_accepted: Any, ring_pos: Any, dims: dict[str, int]) -> None:
+    if read_index is not None:
+        check.integral("read_index", read_index)
+        if read_index.dim() == 2 and ring_pos is None:
+            check.shape("read_index", read_index, "N columns", dims)
+            if read_index.shape[1] < 1:
+                raise ValueError(f"read_index: expected at least one column, got {list(read_index.shape)}")
+        else:
+            check.shape("read_index", read_index, "N", dims)
+    if num_accepted is not None:
+        if read_index is None or read_index.dim() != 2:
+            raise ValueError("num_accepted: expected a table read_index [N, columns] with it, got none")
+        index("num_accepted", num_accepted, "N", dims)
+    if ring_pos is not None:
+        index("ring_pos", ring_pos, "N", dims)
+
+
+def write(write: Any, round_state: bool, exact_packet: bool) -> None:
+    if not isinstance(write, str):
+        raise TypeError(f"write: expected a string, got {type(write).__name__}")
+    if write not in WRITES:
+        raise ValueError(f"write: expected one of {', '.join(WRITES)}, got {write!r}")
+    if round_state and not exact_packet:
+        raise ValueError("round_state: expected False with exact_packet=False, got True")
+
+
+def writing(write: str, write_index: Any, ring_pos: Any, dims: dict[str, int]) -> None:
+    if write == "all" and (write_index is None) == (ring_pos is None):
+        got = "neither" if write_index is None else "both"
+        raise ValueError(f"write_index: expected either write_index or ring_pos with write='all', got {got}")
+    if write_index is None:
+        return
+    if write == "none" or ring_pos is not None:
+        with_what = "ring_pos" if ring_pos is not None else "write='none'"
+        raise ValueError(f"write_index: expected None with {with_what}, got a tensor")
+    check.integral("write_index", write_index)
+    if write == "final":
+        check.shape("write_index", write_index, "N", dims)
+    else:
+        check.shape("write_index", write_index, "N columns", {"N": dims["N"]})
+        columns("write_index", write_index, dims.get("M"))
+
+
+def columns(name: str, x: Tensor | None, count: int | None) -> None:
+    """Per-token tensors have the tokens on axis 1, at least as many as the longest row."""
+    if x is not None and count is not None and x.shape[1] < count:
+        raise ValueError(f"{name}: expected room for {count} tokens on axis 1, got {list(x.shape)}")
+
+
+def intermediate(
+    intermediate: Any, intermediate_row: Any, parent: Any, v_first: bool, dims: dict[str, int]
+) -> None:
+    if intermediate is None:
+        for name, x in (("intermediate_row", intermediate_row), ("parent", parent)):
+            if x is not None:
+                raise ValueError(f"{name}: expected None without intermediate, got a tensor")
+        return
+    check.floating("intermediate", intermediate)
+    sizes = {name: dims[name] for name in ("HV", "K", "V")}
+    check.shape(
+        "intermediate", intermediate, "rows tokens HV V K" if v_first else "rows tokens HV K V", sizes
+    )
+    columns("intermediate", intermediate, dims.get("M"))
+    own_memory("intermediate", intermediate)
+    if intermediate_row is not None:
+        index("intermediate_row", intermediate_row, "N", dims)
+    if parent is not None:
+        index("parent", parent, "N columns", {"N": dims["N"]})
+        columns("parent", parent, dims.get("M"))
+
+
+def checkpoints(
+    q: Tensor, checkpoints: Any, every: Any, offsets: Any, v_first: bool, dims: dict[str, int]
+) -> None:
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"checkpoint_every: expected an int, got {type(every).__name__}")
+    if checkpoints is None:
+        if offsets is not None or every:
+            name = "checkpoint_every" if every else "checkpoint_offsets"
+            raise ValueError(f"{name}: expected nothing without checkpoints, got a value")
+        return
+    if every < CHUNK or every % CHUNK:
+        raise ValueError(f"checkpoint_every: expected a positive multiple of {CHUNK}, got {every}")
+    check.floating("checkpoints", checkpoints)
+    check.shape("checkpoints", checkpoints, "rows HV V K" if v_first else "rows HV K V", dims)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if checkpoints.dtype not in (torch.float32, dtype):
+        raise ValueError(f"checkpoints: expected dtype {dtype}, got {checkpoints.dtype}")
+    own_memory("checkpoints", checkpoints)
+    index("checkpoint_offsets", offsets, "N", dims)
+
+
+def out(q: Tensor, v: Tensor, out: Any) -> None:
+    if out is None:
+        return
+    check.floating("out", out)
+    if out.shape != v.shape:
+        raise ValueError(f"out: expected shape {list(v.shape)} (that of v), got {list(out.shape)}")
+    check.same_dtype(q, "q", out=out)
+    own_memory("out", out)
+
+
+def places(function: str, q: Tensor, **tensors: Tensor | None) -> None:
+    check.same_device(q, "q", **tensors)
+    check.no_gradient(function, q=q, **tensors)
+
+
+def backend(backend: Any) -> None:
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: expected a name or None, got {type(backend).__name__}")
+
+
+def scale(scale: Any, dims: dict[str, int]) -> float:
+    if scale is None:
+        return float(dims["K"] ** -0.5)
+    check.number("scale", scale)
+    return float(scale)

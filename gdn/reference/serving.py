@@ -1,0 +1,234 @@
+"""What the serving functions mean: loops over rows and tokens, one state at a time. No speed, nothing in place.
+
+Every state handed out has been stored in the dtype of its tensor; between stores it is in `dtype`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gdn.notation import HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
+from gdn.reference.recurrence import gate, l2norm
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a serving function leaves behind; `extra` is intermediate for decode, checkpoints for prefill."""
+
+    o: Values
+    state: Pool
+    extra: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """All tokens of a call, activated, heads repeated; each [tokens, HV, ...]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    def step(self, t: int, S: Tensor) -> tuple[Tensor, Tensor]:
+        """S [HV, K, V] before token t -> o [HV, V] and the state after it."""
+        S = torch.exp(self.g[t])[:, None, None] * S
+        d = self.beta[t][:, None] * (self.v[t] - torch.einsum("hkv,hk->hv", S, self.k[t]))
+        S = S + self.k[t][:, :, None] * d[:, None, :]
+        return torch.einsum("hkv,hk->hv", S, self.q[t]), S
+
+
+def decode(
+    q: Q,
+    k: Keys,
+    v: Values,
+    state: Pool,
+    *,
+    g: PerHead | None = None,
+    beta: PerHead | None = None,
+    a: PerHead | None = None,
+    b: PerHead | None = None,
+    A_log: HeadParam | None = None,
+    dt_bias: HeadParam | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    cu_seqlens: Offsets | None = None,
+    read_index: Tensor | None = None,
+    num_accepted: Index | None = None,
+    ring_pos: Index | None = None,
+    write_index: Tensor | None = None,
+    intermediate: Tensor | None = None,
+    intermediate_row: Index | None = None,
+    parent: Tensor | None = None,
+    write: str = "final",
+    null_slot: int | None = None,
+    round_state: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Served:
+    """`gdn.decode`, row by row; returns copies, the arguments stay as they are."""
+    tokens = _activate(
+        q, k, v, g, beta, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, dtype
+    )
+    pool, kept = state.clone(), None if intermediate is None else intermediate.clone()
+    o = torch.zeros(tokens.v.shape, dtype=dtype, device=q.device)
+    lowest, slots = 0 if null_slot is None else null_slot + 1, state.shape[0]
+    for n, (start, end) in enumerate(_spans(q, cu_seqlens)):
+        slot = n if read_index is None else read_index[n]
+        if read_index is not None and read_index.dim() == 2:
+            accepted = 1 if num_accepted is None else int(num_accepted[n])
+            slot = read_index[n, min(max(accepted, 1), read_index.shape[1]) - 1]
+        slot = int(slot)
+        row = n if intermediate_row is None else int(intermediate_row[n])
+        has_row = kept is not None and 0 <= row < kept.shape[0]
+        if not lowest <= slot < slots or (parent is not None and not has_row):
+            continue
+        where = (slot,) if ring_pos is None else (slot, int(ring_pos[n]) % state.shape[1])
+        root = S = _logical(state[where], state_v_first, dtype)
+        for t in range(end - start):
+            if parent is not None and t > 0:
+                before = min(int(parent[n, t]), t - 1)
+                assert kept is not None
+                S = root if before < 0 else _logical(kept[row, before], state_v_first, dtype)
+            o[start + t], S = tokens.step(start + t, S)
+            if round_state:
+                S = S.to(state.dtype).to(dtype)
+            if kept is not None and has_row:
+                kept[row, t] = _stored(S, state_v_first)
+            if write == "all" and ring_pos is not None:
+                pool[slot, (int(ring_pos[n]) + 1 + t) % state.shape[1]] = _stored(S, state_v_first)
+            elif write == "all":
+                assert write_index is not None
+                if lowest <= write_index[n, t] < slots:
+                    pool[int(write_index[n, t])] = _stored(S, state_v_first)
+        if write == "final" and end > start:
+            target = slot if write_index is None else int(write_index[n])
+            if write_index is None:
+                pool[where] = _stored(S, state_v_first)
+            elif lowest <= target < slots:
+                pool[target] = _stored(S, state_v_first)
+    return Served(o.view(v.shape), pool, kept)
+
+
+def prefill(
+    q: Q,
+    k: Keys,
+    v: Values,
+    state: Pool,
+    *,
+    cu_seqlens: Offsets,
+    g: PerHead | None = None,
+    beta: PerHead | None = None,
+    a: PerHead | None = None,
+    b: PerHead | None = None,
+    A_log: HeadParam | None = None,
+    dt_bias: HeadParam | None = None,
+    allow_neg_eigval: bool = False,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    state_v_first: bool = True,
+    state_index: Index,
+    out_state_index: Index | None = None,
+    has_initial_state: Mask | None = None,
+    update_state: bool = True,
+    checkpoints: Tensor | None = None,
+    checkpoint_every: int = 0,
+    checkpoint_offsets: Index | None = None,
+    snapshot_pos: Index | None = None,
+    snapshot_index: Index | None = None,
+    null_slot: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Served:
+    """`gdn.prefill`, sequence by sequence and token by token; returns copies, the arguments stay as they are."""
+    tokens = _activate(
+        q, k, v, g, beta, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, dtype
+    )
+    pool, kept = state.clone(), None if checkpoints is None else checkpoints.clone()
+    o = torch.zeros(tokens.v.shape, dtype=dtype, device=q.device)
+    lowest, slots = 0 if null_slot is None else null_slot + 1, state.shape[0]
+    for n, (start, end) in enumerate(_spans(q, cu_seqlens)):
+        slot = int(state_index[n])
+        if not lowest <= slot < slots:
+            continue
+        S = _logical(state[slot], state_v_first, dtype)
+        if has_initial_state is not None and not has_initial_state[n]:
+            S = torch.zeros_like(S)
+        history = [S]
+        for t in range(start, end):
+            o[t], S = tokens.step(t, S)
+            history.append(S)
+        if snapshot_pos is not None and snapshot_index is not None:
+            position, target = int(snapshot_pos[n]), int(snapshot_index[n])
+            if 0 <= position <= end - start and lowest <= target < slots:
+                pool[target] = _stored(history[position], state_v_first)
+        if kept is not None and checkpoint_offsets is not None and checkpoint_offsets[n] >= 0:
+            for i in range((end - start) // checkpoint_every):
+                if checkpoint_offsets[n] + i < kept.shape[0]:
+                    kept[int(checkpoint_offsets[n]) + i] = _stored(
+                        history[(i + 1) * checkpoint_every], state_v_first
+                    )
+        target = slot if out_state_index is None else int(out_state_index[n])
+        if update_state and end > start and lowest <= target < slots:
+            pool[target] = _stored(S, state_v_first)
+    return Served(o.view(v.shape), pool, kept)
+
+
+def commit(
+    dst: Tensor,
+    src: Tensor,
+    dst_index: Index,
+    src_row: Index,
+    step: Index,
+    *,
+    extra_dst_index: Index | None = None,
+    extra_step: Index | None = None,
+) -> Tensor:
+    """`gdn.commit`, entry by entry; returns a copy of dst."""
+    out = dst.clone()
+    for index, steps in ((dst_index, step), (extra_dst_index, extra_step)):
+        if index is None or steps is None:
+            continue
+        for i in range(index.shape[0]):
+            d, r, t = int(index[i]), int(src_row[i]), int(steps[i])
+            if 0 <= d < dst.shape[1] and 0 <= r < src.shape[1] and 0 <= t < src.shape[2]:
+                out[:, d] = src[:, r, t]
+    return out
+
+
+def _activate(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, a: Tensor | None, b: Tensor | None,
+    A_log: Tensor | None, dt_bias: Tensor | None, scale: float | None, with_norm: bool, negative: bool,
+    dtype: torch.dtype,
+) -> _Tokens:  # fmt: skip
+    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    q, k, v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
+    if with_norm:
+        q, k = l2norm(q), l2norm(k)
+    q, k = (x.repeat_interleave(HV // H, dim=1) for x in (q, k))
+    q = q * (K**-0.5 if scale is None else scale)
+    g = v.new_zeros(v.shape[:2]) if g is None else g.flatten(0, 1).to(dtype)
+    beta = v.new_ones(v.shape[:2]) if beta is None else beta.flatten(0, 1).to(dtype)
+    if a is not None and b is not None and A_log is not None:
+        bias = None if dt_bias is None else dt_bias.to(dtype)
+        g = gate(a.flatten(0, 1).to(dtype), A_log.to(dtype), bias)
+        beta = torch.sigmoid(b.flatten(0, 1).to(dtype)) * (2 if negative else 1)
+    return _Tokens(q, k, v, g, beta)
+
+
+def _spans(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
+    """First token and the one past the last of every row, tokens numbered through the batch."""
+    B, T = q.shape[:2]
+    ends = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    return list(zip(ends[:-1], ends[1:], strict=True))
+
+
+def _logical(S: Tensor, is_v_first: bool, dtype: torch.dtype) -> Tensor:
+    """A stored state as [HV, K, V] in `dtype`."""
+    return (S.transpose(-1, -2) if is_v_first else S).to(dtype)
+
+
+def _stored(S: Tensor, is_v_first: bool) -> Tensor:
+    """[HV, K, V] in the memory order of the pool."""
+    return S.transpose(-1, -2) if is_v_first else S
