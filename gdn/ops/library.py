@@ -84,7 +84,8 @@ def _chunk_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     problem, save = Problem(*args[:NUM_FIELDS]), args[NUM_FIELDS]
     o, final = _outputs_fake(problem)
     shapes = select(problem).saves(problem) if save else (None,) * 4
-    saved = (problem.q.new_empty(0) if s is None else problem.q.new_empty(s[0], dtype=s[1]) for s in shapes)
+    q = problem.q
+    saved = (q.new_empty(0) if s is None else q.new_empty(s[0], dtype=s[1]) for s in shapes)
     return (o, final, *saved)
 
 
@@ -159,6 +160,9 @@ def _differentiate(ctx: Any, do: Tensor | None, dS: Tensor | None, *_saved: Tens
     """Both forms have one backward, the chunked one: the two compute the same function."""
     tensors = ctx.saved_tensors
     nothing = (None,) * len(ctx.needs_input_grad)
+    with_final_state = ctx.options[1]
+    if not with_final_state:
+        dS = None
     if do is None and dS is None:
         return nothing
     gradients = chunk_backward(*tensors[:10], *ctx.options, *tensors[10:], do, dS)

@@ -1,11 +1,11 @@
 """Which chunk belongs to which sequence, in blocks small enough for the cache.
 
-A block is a grid [R, M] of chunks; `take` brings its tokens in as [R, M, C, ...], zero where a chunk is shorter than C,
-`put` writes them back. Its steps advance the state: each holds one chunk of every sequence in `rows`, and comes after
-the steps that hold these sequences' earlier chunks.
+A block is a grid [R, M] of chunks; `take` brings its tokens in as [R, M, C, ...], zero where a chunk is shorter
+than C, `put` writes them back. Its steps advance the state: each holds one chunk of every sequence in `rows`, and
+comes after the steps that hold these sequences' earlier chunks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,44 +123,46 @@ Block = DenseBlock | PackedBlock
 class Plan:
     """All blocks in order, and the order in which the sequences' states are kept (None: as they are)."""
 
-    blocks: list[Block]
+    blocks: Sequence[Block]
     order: Tensor | None
 
 
 def plan(problem: Problem) -> Plan:
     """Cut a problem into blocks.
 
-    On the CPU a block holds about 16 chunks and value heads, whose 4 MB of fp32 at K = V = 128 stay in the cache;
-    elsewhere 4096, for wide launches. With lengths on a device that nobody may read, chunks are one chain in token order.
+    On the CPU a block holds about 16 chunks and value heads, whose 4 MB of fp32 at K = V = 128 stay in the
+    cache; elsewhere 4096, for wide launches. A matmul's bits may depend on its batch, so a batch-invariant
+    block holds one sequence. With lengths on a device that nobody may read, chunks are one chain in token order.
     """
-    if problem.T == 0:
+    p = problem
+    if p.T == 0:
         return Plan([], None)
-    pairs = 16 if problem.device.type == "cpu" else 4096
-    width = max(1, pairs // problem.HV)
-    if problem.cu_seqlens is None:
-        return Plan(list(_dense(problem, width)), None)
-    offsets = host_offsets(problem.cu_seqlens, problem.cu_seqlens_cpu, problem.T, read_device=False)
+    size = max(1, (16 if p.device.type == "cpu" else 4096) // p.HV)
+    width = 1 if p.batch_invariant else size
+    if p.cu_seqlens is None:
+        return Plan(list(_dense(p, size, width)), None)
+    offsets = host_offsets(p.cu_seqlens, p.cu_seqlens_cpu, p.T, read_device=False)
     if offsets is None:
-        return Plan(_chain(problem, problem.cu_seqlens, width), None)
+        return Plan(list(_chain(p, p.cu_seqlens, size)), None)
     lengths = [b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-    blocks = list(_packed(problem, offsets, order, width))
-    return Plan(blocks, torch.tensor(order, dtype=torch.long, device=problem.device))
+    blocks = list(_packed(p, offsets, order, size, width))
+    return Plan(blocks, torch.tensor(order, dtype=torch.long, device=p.device))
 
 
-def _dense(problem: Problem, width: int) -> Iterator[DenseBlock]:
-    B, T = problem.B, problem.T
+def _dense(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
+    """Blocks of about `size` chunks from at most `width` sequences."""
     # a short sequence takes a short chunk
-    C = CHUNK if T > CHUNK // 2 else max(8, 1 << max(0, T - 1).bit_length())
-    ranks = -(-T // C)
-    for b0 in range(0, B, width):
-        b1 = min(B, b0 + width)
-        run = max(1, width // (b1 - b0))
+    C = CHUNK if p.T > CHUNK // 2 else max(8, 1 << max(0, p.T - 1).bit_length())
+    ranks = -(-p.T // C)
+    for b0 in range(0, p.B, width):
+        b1 = min(p.B, b0 + width)
+        run = max(1, size // (b1 - b0))
         for r0 in range(0, ranks, run):
-            yield DenseBlock(b0, b1, r0, min(ranks, r0 + run), C, T)
+            yield DenseBlock(b0, b1, r0, min(ranks, r0 + run), C, p.T)
 
 
-def _packed(problem: Problem, offsets: list[int], order: list[int], width: int) -> Iterator[PackedBlock]:
+def _packed(p: Problem, offsets: list[int], order: list[int], size: int, width: int) -> Iterator[PackedBlock]:
     """Sequences longest first in groups of `width`: the ones still running are always the group's first rows."""
     chunks = [-(-(b - a) // CHUNK) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     first = _exclusive_sum(chunks)
@@ -174,11 +176,11 @@ def _packed(problem: Problem, offsets: list[int], order: list[int], width: int) 
             for n in running:
                 start = offsets[n] + rank * CHUNK
                 rows.append((start, min(CHUNK, offsets[n + 1] - start), first[n] + rank))
-            if len(rows) >= width:
-                yield _block(problem, torch.tensor(rows), steps, known=True)
+            if len(rows) >= size:
+                yield _block(p, torch.tensor(rows), steps, known=True)
                 rows, steps = [], []
         if rows:
-            yield _block(problem, torch.tensor(rows), steps, known=True)
+            yield _block(p, torch.tensor(rows), steps, known=True)
 
 
 def _exclusive_sum(counts: list[int]) -> list[int]:
@@ -196,19 +198,17 @@ def _block(problem: Problem, rows: Tensor, steps: list[Step], *, known: bool) ->
     return PackedBlock(tokens, place < length[:, None], ids, steps, known)
 
 
-def _chain(problem: Problem, cu_seqlens: Tensor, width: int) -> list[Block]:
-    """One chunk per step, in token order, found on the device: chunk i belongs to the sequence whose chunks span i."""
+def _chain(p: Problem, cu_seqlens: Tensor, size: int) -> Iterator[PackedBlock]:
+    """One chunk per step in token order, found on the device: chunk i is of the sequence whose chunks span i."""
     offsets = cu_seqlens.long()
     chunks = (offsets.diff() + CHUNK - 1) // CHUNK
     ends = chunks.cumsum(0)
-    i = torch.arange(problem.num_chunks, device=problem.device)
-    n = torch.searchsorted(ends, i, right=True).clamp_(max=max(0, problem.N - 1))
+    i = torch.arange(p.num_chunks, device=p.device)
+    n = torch.searchsorted(ends, i, right=True).clamp_(max=max(0, p.N - 1))
     start = offsets[n] + (i - (ends - chunks)[n]) * CHUNK
     length = (offsets[n + 1] - start).clamp_(0, CHUNK)
-    rows = torch.stack([start.clamp_(max=problem.T), length, i], dim=1)
-    blocks: list[Block] = []
-    for c0 in range(0, problem.num_chunks, width):
-        c1 = min(problem.num_chunks, c0 + width)
+    rows = torch.stack([start.clamp_(max=p.T), length, i], dim=1)
+    for c0 in range(0, p.num_chunks, size):
+        c1 = min(p.num_chunks, c0 + size)
         steps = [Step(c - c0, c - c0 + 1, n[c : c + 1], c) for c in range(c0, c1)]
-        blocks.append(_block(problem, rows[c0:c1], steps, known=False))
-    return blocks
+        yield _block(p, rows[c0:c1], steps, known=False)

@@ -62,6 +62,11 @@ def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: fl
 
 def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
     """The order in which states are kept (None: as they are), and for each step the state rows and their tokens."""
+    if p.cu_seqlens is None and p.batch_invariant:
+        # a matmul's bits may depend on its batch, so each sequence steps alone
+        return None, (
+            (slice(b, b + 1), slice(t, t + 1)) for b in range(p.B) for t in range(b * p.T, (b + 1) * p.T)
+        )
     if p.cu_seqlens is None:
         return None, ((slice(0, p.B), slice(t, None, p.T)) for t in range(p.T))
     offsets = host_offsets(p.cu_seqlens, p.cu_seqlens_cpu, p.T, read_device=False)
@@ -70,6 +75,9 @@ def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
         owner = torch.searchsorted(p.cu_seqlens.long(), torch.arange(p.T, device=p.device), right=True) - 1
         return None, ((owner[t : t + 1], slice(t, t + 1)) for t in range(p.T))
     lengths = [b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    if p.batch_invariant:
+        spans = enumerate(zip(offsets[:-1], offsets[1:], strict=True))
+        return None, ((slice(n, n + 1), slice(t, t + 1)) for n, (a, b) in spans for t in range(a, b))
     order = sorted(range(p.N), key=lambda n: -lengths[n])
     start = torch.tensor([offsets[n] for n in order], dtype=torch.long, device=p.device)
     running = [sum(length > t for length in lengths) for t in range(max(lengths, default=0))]

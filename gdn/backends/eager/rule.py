@@ -171,11 +171,13 @@ def _backward_states(
         _advance(dstate, step, dS_i, c.through[i], c.X[i].mT, W[i])
     # what went through the state that entered each chunk
     along = torch.empty(*v_new.shape[:3], 2 * C, dtype=Y.dtype, device=Y.device)
+    parts: list[Tensor] = []
     for j, Z_j in enumerate(Z.unflatten(-1, (-1, p.V)).unbind(3)):
         part = _bmm(Z_j, S[:, :, j].mT)
         along[:, :, j] = (part * c.X).sum(-1)
         part[:, :, C:] *= c.beta[:, :, j]
-        dX = part if j == 0 else dX.add_(part)
+        parts.append(part)
+    dX = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
     dbeta = along[..., C:] + (Y[..., C:, :] * c.v).sum(-1)
     d_out = (v_new * kdS).sum(-1)[..., :-1].double()
     dG = along[..., :C].double() + c.beta[..., 0] * along[..., C:]

@@ -1,0 +1,161 @@
+"""The picture of the house, enforced: which room may import which."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "gdn"
+
+# room -> rooms it may import; the picture in CONTRIBUTING.md is drawn from this table
+MAY_IMPORT = {
+    "notation": set(),
+    "settings": set(),
+    "problem": {"notation"},
+    "reference": {"notation"},
+    "backends": {"problem", "notation", "settings"},
+    "ops": {"backends", "problem", "reference", "notation", "settings"},
+    "distributed": {"ops", "notation"},
+    "layers": {"ops", "distributed", "problem", "notation"},
+    "integrations": {"layers", "ops"},
+    "bench": {
+        "integrations",
+        "layers",
+        "ops",
+        "backends",
+        "problem",
+        "reference",
+        "notation",
+        "settings",
+        "gdn",
+    },
+    "cli": {
+        "bench",
+        "integrations",
+        "layers",
+        "ops",
+        "backends",
+        "problem",
+        "reference",
+        "notation",
+        "settings",
+        "gdn",
+    },
+    "__main__": {"cli"},
+    "__init__": {"layers", "ops", "integrations"},
+}
+BACKENDS = {"eager": set(), "triton": set(), "hopper": {"triton"}}
+FORBIDDEN = {"triton": {"backends/triton", "backends/hopper"}, "transformers": {"integrations", "bench"}}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names a file imports, wherever in the file."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def arrows(root: Path = ROOT) -> set[tuple[str, str, str]]:
+    """(file, room, imported room) for every import of the package within itself; "gdn" is its front door."""
+    result = set()
+    rooms = {p.name.removesuffix(".py") for p in root.iterdir()}
+    for path in root.rglob("*.py"):
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "gdn":
+                target = parts[1] if len(parts) > 1 and parts[1] in rooms else "gdn"
+                where = path.relative_to(root)
+                result.add((str(where), where.parts[0].removesuffix(".py"), target))
+    return result
+
+
+def wrong(found: set[tuple[str, str, str]]) -> list[str]:
+    """The arrows that the table does not hold."""
+    return sorted(f"{file}: {a} -> {b}" for file, a, b in found if a != b and b not in MAY_IMPORT[a])
+
+
+def test_arrows_point_one_way():
+    assert not wrong(arrows())
+
+
+def test_the_table_has_no_circle():
+    def reach(start: str, seen: frozenset[str]) -> None:
+        assert start not in seen, f"circle through {start}"
+        for target in MAY_IMPORT.get(start, ()):
+            reach(target, seen | {start})
+
+    for source in MAY_IMPORT:
+        reach(source, frozenset())
+
+
+def test_backends_know_only_whom_they_overlay():
+    for name, allowed in BACKENDS.items():
+        for path in (ROOT / "backends" / name).rglob("*.py"):
+            for target in imports(path):
+                parts = target.split(".")
+                if parts[:2] == ["gdn", "backends"] and len(parts) > 2 and parts[2] in BACKENDS:
+                    assert parts[2] == name or parts[2] in allowed, f"{path.name}: {name} -> {parts[2]}"
+
+
+def test_heavy_packages_stay_in_their_rooms():
+    for path in ROOT.rglob("*.py"):
+        where = str(path.relative_to(ROOT))
+        for package, homes in FORBIDDEN.items():
+            if any(name.split(".")[0] == package for name in imports(path)):
+                assert any(where.startswith(home) for home in homes), f"{where} imports {package}"
+
+
+def test_only_settings_reads_the_environment():
+    for path in ROOT.rglob("*.py"):
+        if path.name != "settings.py":
+            assert "os.environ" not in path.read_text() and "getenv" not in path.read_text(), path
+
+
+def test_a_wrong_arrow_is_seen(tmp_path: Path):
+    """The check itself can fail: a backend that reaches for a layer."""
+    for name in ("layers", "reference"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "reference" / "law.py").write_text("from gdn.layers.norm import x\n")
+    assert wrong(arrows(tmp_path)) == ["reference/law.py: reference -> layers"]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_source_is_ascii_and_short(path: Path):
+    text = path.read_text()
+    assert text.isascii()
+    assert text.count("\n") <= 400
+    longest = {
+        node.name: (node.end_lineno or 0) - node.body[0].lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef)
+    }
+    # a public docstring's table is no code: counted from the first statement after it
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
+            longest[node.name] = (node.end_lineno or 0) - node.body[1].lineno
+    assert all(lines <= 60 for lines in longest.values()), {n: c for n, c in longest.items() if c > 60}
+
+
+def test_import_is_light():
+    """`import gdn` brings neither Triton nor Transformers nor the command line, and under 0.5 s beyond torch."""
+    code = (
+        "import torch, sys, time; sys.modules['triton'] = None; t = time.process_time(); import gdn; "
+        "dt = time.process_time() - t; "
+        "heavy = [m for m in ('transformers', 'typer', 'rich', 'matplotlib', 'fla') if m in sys.modules]; "
+        "assert not heavy, heavy; assert dt < 0.5, dt; print(dt)"
+    )
+    best = min(float(_python(code)) for _ in range(3))
+    assert best < 0.5
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,289 @@
+"""The rule as torch sees it: operators, tracing, checkpointing, autocast; and what must hold without a reference."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import gdn
+from gdn.bench.accuracy import check, compare, law, run
+from gdn.bench.cases import Case, inputs, packed, rows
+from gdn.ops import library
+from gdn.problem import parse
+
+FORMS = [gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule]
+chunk, recurrent = FORMS
+
+
+def form(function):
+    """A function of the rule as a provider: q, k, v, g, beta by position."""
+    return lambda q, k, v, g, beta, **options: function(q, k, v, g=g, beta=beta, **options)
+
+
+def tensors(T=70, B=2, H=2, HV=4, K=16, V=24, dtype=torch.float32, requires_grad=False):
+    q, k = torch.randn(2, B, T, H, K, dtype=dtype)
+    k = torch.nn.functional.normalize(k, dim=-1)
+    v, g = torch.randn(B, T, HV, V, dtype=dtype), -torch.rand(B, T, HV) / 8
+    return [x.requires_grad_(requires_grad) for x in (q, k, v, g, torch.rand(B, T, HV))]
+
+
+OPTIONS = [
+    {},
+    {"use_qk_l2norm_in_kernel": True, "output_final_state": True},
+    {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(4), "initial_state": torch.ones(2, 4, 24, 16),
+     "state_v_first": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True, "output_final_state": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "state", "all"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck(options, requires_grad):
+    problem = parse(*tensors(requires_grad=requires_grad), **options)
+    torch.library.opcheck(library.chunk_forward, (*problem.arguments(), requires_grad))
+    torch.library.opcheck(library.recurrent_forward, problem.arguments())
+
+
+def test_opcheck_backward_and_packed():
+    x = [t[:1] for t in tensors()]
+    problem = parse(*x, cu_seqlens=torch.tensor([0, 0, 30, 65]), output_final_state=True)
+    torch.library.opcheck(library.chunk_forward, (*problem.arguments(), True))
+    o, S, *saved = library.chunk_forward(*problem.arguments(), True)
+    saved = [s if s.numel() else None for s in saved]
+    torch.library.opcheck(library.chunk_backward, (*problem.arguments(), *saved, o, S))
+    torch.library.opcheck(library.chunk_backward, (*problem.arguments(), *[None] * 4, None, S))
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_compile_fullgraph_with_dynamic_length(function):
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def model(q, k, v, g, beta):
+        o, S = function(q * 2, k, v, g=g, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        return o.sum() + S.square().sum()
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for T in (65, 70, 200):
+            x = tensors(T, requires_grad=True)
+            torch._dynamo.mark_dynamic(x[0], 1)
+            compiled = torch.autograd.grad(model(*x), x)
+            o, S = function(*(x[0] * 2, *x[1:3]), g=x[3], beta=x[4], output_final_state=True,
+                            use_qk_l2norm_in_kernel=True)  # fmt: skip
+            for a, b in zip(compiled, torch.autograd.grad(o.sum() + S.square().sum(), x), strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_compile_with_inductor():
+    x = tensors(100)
+    compiled = torch.compile(lambda *x: chunk(*x)[0] * 2, fullgraph=True)(*x)
+    torch.testing.assert_close(compiled, chunk(*x)[0] * 2)
+
+
+def test_export_with_dynamic_length():
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v, g, beta):
+            return chunk(q, k, v, g, beta, output_final_state=True)
+
+    T = torch.export.Dim("T", min=2, max=4096)
+    program = torch.export.export(Model(), tuple(tensors()), dynamic_shapes=({1: T},) * 5)
+    for length in (2, 64, 129):
+        x = tensors(length)
+        for a, b in zip(program.module()(*x), chunk(*x, output_final_state=True), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("function", FORMS)
+def test_activation_checkpointing(function, reentrant):
+    x = tensors(requires_grad=True)
+    f = form(function)
+    plain = torch.autograd.grad(f(*x)[0].sum(), x)
+    for t in x:
+        t.grad = None
+    checkpoint(lambda *x: f(*x)[0], *x, use_reentrant=reentrant).sum().backward()
+    assert all(torch.equal(t.grad, p) for t, p in zip(x, plain, strict=True))
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_autocast_casts_q_k_v_and_nothing_else(function):
+    q, k, v, g, beta = tensors()
+    expected = form(function)(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta, output_final_state=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        given = form(function)(q, k.bfloat16(), v, g, beta, output_final_state=True)
+    assert given[0].dtype == torch.bfloat16 and given[1].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    x = tensors(requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        form(function)(*x)[0].sum().backward()
+    assert all(t.grad.dtype == t.dtype for t in x)
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_gradcheck(function):
+    x = [t.double().detach().requires_grad_() for t in tensors(T=5, B=1, H=1, HV=2, K=3, V=2)]
+    more = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2,), (2,), (1, 2, 2, 3))]
+
+    def f(q, k, v, g, beta, A_log, dt_bias, S):
+        return form(function)(
+            q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=S, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, use_qk_l2norm_in_kernel=True, state_v_first=True,
+            output_final_state=True,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(f, (*x, *more))
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_only_what_was_asked_for_gets_a_gradient(function):
+    q, k, v, g, beta = tensors()
+    S = torch.randn(2, 4, 16, 24, requires_grad=True)
+    o, final = form(function)(q, k, v, g, beta, initial_state=S, output_final_state=True)
+    final.sum().backward()
+    assert S.grad.abs().sum() > 0 and q.grad is None
+    assert form(function)(q, k, v, g, beta)[1] is None
+
+
+@pytest.mark.parametrize("function", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_dtypes_of_every_output(function, dtype):
+    q, k, v, g, beta = tensors(dtype=dtype)
+    leaves = [q, k, v, g.half(), beta.bfloat16(), torch.randn(2, 4, 16, 24).half()]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    o, S = form(function)(*leaves[:5], initial_state=leaves[5], output_final_state=True)
+    assert o.dtype == dtype and S.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    gradients = torch.autograd.grad([o.sum(), S.sum()], leaves)
+    assert [x.dtype for x in gradients] == [x.dtype for x in leaves]
+
+
+@pytest.mark.parametrize("function", FORMS)
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (1, 1), (3, 1)])
+def test_smallest_problems(function, shape):
+    B, T = shape
+    x = [t.detach().requires_grad_() for t in tensors(T, B)]
+    S = torch.randn(B, 4, 16, 24, requires_grad=True)
+    o, final = form(function)(*x, initial_state=S, output_final_state=True)
+    expected = law(*x, initial_state=S, output_final_state=True, exact=True, batch_invariant=False)
+    torch.testing.assert_close(o, expected[0].float())
+    torch.testing.assert_close(final, expected[1].float() if B else S)
+    (o.sum() + final.sum()).backward()
+    assert S.grad is not None and (T > 0 or torch.equal(S.grad, torch.ones_like(S)))
+
+
+@pytest.mark.parametrize("function", FORMS)
+@pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 0, 0], [0, 3, 3, 5]])
+def test_packed_corners(function, offsets):
+    T = 7 if offsets[-1] else 0
+    x = [t.detach().requires_grad_() for t in tensors(T, 1)]
+    S = torch.randn(len(offsets) - 1, 4, 16, 24, requires_grad=True)
+    o, final = form(function)(*x, initial_state=S, cu_seqlens=torch.tensor(offsets), output_final_state=True)
+    assert final.shape == S.shape and bool((o[:, offsets[-1] :] == 0).all())
+    gradients = torch.autograd.grad([o.sum(), final.sum()], [*x, S])
+    assert all(bool((d[:, offsets[-1] :] == 0).all()) for d in gradients[:5])
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_nan_reaches_no_other_sequence_and_no_other_head(function):
+    x = tensors(200, 1)
+    offsets = torch.tensor([0, 50, 130, 200])
+    clean = form(function)(*x, cu_seqlens=offsets, output_final_state=True)
+    x[2][0, 70, 1] = torch.nan
+    x[3][0, 199, 3] = torch.nan
+    o, S = form(function)(*x, cu_seqlens=offsets, output_final_state=True)
+    assert bool(o[0, 70, 1].isnan().any()) and bool(S[2, 3].isnan().any())
+    touched = torch.zeros(o.shape[:3], dtype=torch.bool)
+    touched[0, 50:130, 1] = touched[0, 130:, 3] = True
+    assert torch.equal(o[~touched], clean[0][~touched])
+    assert torch.equal(S[0], clean[1][0]) and torch.equal(S[1, [0, 2, 3]], clean[1][1, [0, 2, 3]])
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_strided_views_are_not_disturbed(function):
+    projection = torch.randn(2, 70, 2 * 2 * 16 + 4 * 24)
+    q, k, v = projection.split([32, 32, 96], -1)
+    q, k, v = q.unflatten(-1, (2, 16)), k.unflatten(-1, (2, 16)), v.unflatten(-1, (4, 24))
+    along_T = v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    assert v.stride(1) != v[0, 0].numel() and along_T.stride(1) == 1
+    g, beta = tensors()[3:]
+    copy = projection.clone()
+    expected = form(function)(q.contiguous(), k.contiguous(), v.contiguous(), g, beta)[0]
+    assert torch.equal(form(function)(q, k, v, g, beta)[0], expected)
+    assert torch.equal(form(function)(q, k, along_T, g, beta)[0], expected)
+    assert torch.equal(projection, copy)
+
+
+CASES = [
+    Case("mild", lengths=rows(300), heads=(2, 4), sizes=(32, 48), state="wide"),
+    Case("reset", lengths=packed(0, 5, 70, 0, 129), heads=(2, 6), sizes=(32, 16), state="narrow", state_v_first=True,
+         raw_gate="on", beta="negative", use_qk_l2norm_in_kernel=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reruns_are_bit_identical(case):
+    given = inputs(case, torch.bfloat16)
+    first, second = (run(chunk, given) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_packed_equals_separate_and_cut_equals_whole():
+    x = tensors(200, 1, dtype=torch.float64)
+    S0 = torch.randn(2, 4, 16, 24, dtype=torch.float64)
+    for function in FORMS:
+        f = form(function)
+        o, S = f(*x, initial_state=S0, cu_seqlens=torch.tensor([0, 83, 200]), output_final_state=True)
+        parts = [[t[:, :83] for t in x], [t[:, 83:] for t in x]]
+        alone = [f(*p, initial_state=S0[n : n + 1], output_final_state=True) for n, p in enumerate(parts)]
+        torch.testing.assert_close(o, torch.cat([a[0] for a in alone], 1))
+        torch.testing.assert_close(S, torch.cat([a[1] for a in alone]))
+        whole = f(*x, initial_state=S0[:1], output_final_state=True)
+        first = f(*parts[0], initial_state=S0[:1], output_final_state=True)
+        second = f(*parts[1], initial_state=first[1], output_final_state=True)
+        torch.testing.assert_close(whole[0], torch.cat([first[0], second[0]], 1))
+        torch.testing.assert_close(whole[1], second[1])
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_batch_invariance(function):
+    """With the option, a sequence's bits are those of the sequence alone, whatever else is in the batch."""
+    x = tensors(150, 5, H=2, HV=4, K=32, V=32)
+    o, S = form(function)(*x, batch_invariant=True, output_final_state=True)
+    for b in range(5):
+        alone = form(function)(*(t[b : b + 1] for t in x), batch_invariant=True, output_final_state=True)
+        assert torch.equal(o[b], alone[0][0]) and torch.equal(S[b], alone[1][0])
+
+
+def test_any_backward_follows_a_forward_that_saved_nothing():
+    given = inputs(CASES[1], torch.float64)
+    saved, recomputed = run(chunk, given), run(form(recurrent), given)
+    for name in saved:
+        error, _ = compare(saved[name], recomputed[name], 1e-12, lambda: 0.0)
+        assert error <= 1e-10, name
+
+
+def test_lengths_on_a_device_nobody_may_read(monkeypatch):
+    """The plan for packed sequences whose lengths are known to the device alone gives the same answers."""
+    given = inputs(CASES[1], torch.float64)
+    expected = run(chunk, given), run(form(recurrent), given)
+    for module in ("blocks", "recurrent"):
+        monkeypatch.setattr(f"gdn.backends.eager.{module}.host_offsets", lambda *args, **options: None)
+    for function, results in zip((chunk, form(recurrent)), expected, strict=True):
+        for name, x in run(function, given).items():
+            assert compare(x, results[name], 1e-12, lambda: 0.0)[0] <= 1e-10, name
+
+
+def test_time_and_memory_are_linear():
+    """What a forward keeps for its backward grows with T, never with T squared."""
+    sizes = []
+    for T in (1024, 2048):
+        saved = library.chunk_forward(*parse(*tensors(T, 1)).arguments(), True)[2:]
+        sizes.append(sum(s.numel() for s in saved))
+    assert sizes[1] == 2 * sizes[0]
+
+
+def test_a_wrong_answer_is_refused():
+    case = CASES[0]
+
+    def dropped_state(*args, **options):
+        o, S = chunk(*args, **{**options, "initial_state": None})
+        return o, S
+
+    assert all(row.ok for row in check(chunk, case, torch.float32))
+    assert not all(row.ok for row in check(dropped_state, case, torch.float32))
