@@ -78,6 +78,17 @@ def test_no_decay():
     assert bool(torch.isfinite(da).all()) and dA_log[1] == 0 and ddt_bias[1] == 0 and dA_log[0] != 0
 
 
+def test_a_token_without_gradient_spoils_no_sum():
+    a, b, A_log, dt_bias = (x.detach() for x in logits(torch.float32, 4))
+    a[1], a[2] = torch.nan, torch.inf
+    x = [y.requires_grad_() for y in (a, A_log, dt_bias)]
+    g, _ = gdn.gate(x[0], b, *x[1:])
+    assert bool(g[1].isnan().all()) and bool((g[2] == -torch.inf).all())
+    weight = torch.tensor([1.0, 0.0, 0.0, 1.0])[:, None].expand(4, HV)
+    for y in torch.autograd.grad(g, x, weight):
+        assert bool(torch.isfinite(y).all()) and y.count_nonzero() > 0
+
+
 def test_sums_are_not_narrow():
     """A bf16 sum over 4096 tokens would stall at 256 terms."""
     a = torch.zeros(4096, 1, dtype=torch.bfloat16)

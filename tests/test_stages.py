@@ -289,6 +289,26 @@ def test_a_nan_stays_in_its_sequence_and_head(stage):
 
 
 @each_stage
+def test_tokens_of_no_sequence_are_not_read(stage):
+    """NaN past cu_seqlens[-1] changes no bit, and these tokens and the surplus states are zero."""
+    case = CASES["packed"]
+    end, known = case.offsets[-1], exact_tensors(case)
+    forward = [known[x] for x in STAGES[stage][0].split()]
+    for name, taken in ((stage, forward), (f"{stage}_bwd", adjoint_arguments(stage, case, torch.float64))):
+        clean = computed(name, taken, case)
+        poisoned = [x.clone() for x in taken]
+        for x in poisoned:
+            if x.dim() > 1 and x.shape[1] == case.T:
+                x[:, end:] = torch.nan
+        for x, y in zip(computed(name, poisoned, case), clean, strict=True):
+            assert torch.equal(x, y)
+            if y.dim() > 1 and y.shape[1] == case.T:
+                assert y[:, :end].count_nonzero() > 0 and y[:, end:].count_nonzero() == 0
+            if name == "chunk_state" and len(y) == len(known["S_in"]):
+                assert y[:7].count_nonzero() > 0 and y[7:].count_nonzero() == 0
+
+
+@each_stage
 def test_reads_nothing_on_the_device(stage):
     """A meta tensor has no contents to read: sizes and dtypes alone decide the path."""
     case = CASES["packed"]

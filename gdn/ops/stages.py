@@ -154,7 +154,7 @@ def solve_tril(A: AStrict, *, cu_seqlens: Offsets | None = None, backend: str | 
 def solve_tril_bwd(
     A_inv: AInv, dA_inv: AInv, *, cu_seqlens: Offsets | None = None, backend: str | None = None
 ) -> AStrict:
-    """dA = -strict_lower(A_inv^T lower(dA_inv) A_inv^T). Returns dA. Cost: 4 C^2 flop."""
+    """dA = -strict_lower(A_inv^T dA_inv A_inv^T). Returns dA. Cost: 4 C^2 flop."""
     dA: Tensor = _run("solve_tril_bwd", {"A_inv": A_inv, "dA_inv": dA_inv}, cu_seqlens, backend)
     return dA
 

@@ -22,8 +22,10 @@ def log_decay_bwd(
     """da, dA_log, ddt_bias, each in its tensor's dtype, summed over tokens in `wide`."""
     x = _shifted(a, dt_bias)
     dg = dg.to(x.dtype)
-    dA_log = (dg * log_decay(a, A_log, dt_bias)).reshape(-1, A_log.shape[0]).sum(0)
-    dx = -A_log.to(x.dtype).exp() * torch.sigmoid(x) * dg
+    # 0 times NaN or inf must not reach the sums: a token of no sequence holds anything, a reset has g = -inf
+    is_zero = dg == 0
+    dA_log = (dg * log_decay(a, A_log, dt_bias)).masked_fill_(is_zero, 0).reshape(-1, A_log.shape[0]).sum(0)
+    dx = (-A_log.to(x.dtype).exp() * torch.sigmoid(x) * dg).masked_fill_(is_zero, 0)
     ddt_bias = None if dt_bias is None else dx.reshape(-1, A_log.shape[0]).sum(0).to(dt_bias.dtype)
     return dx.to(a.dtype), dA_log.to(A_log.dtype), ddt_bias
 

@@ -91,7 +91,7 @@ def solve_tril(A: AStrict, cu_seqlens: Offsets | None) -> AInv:
 def solve_tril_bwd(A_inv: AInv, dA_inv: AInv, cu_seqlens: Offsets | None) -> AStrict:
     t = Tiling.of(A_inv, cu_seqlens)
     inverse = t.cut(A_inv).tril()
-    dA = -(inverse.mT @ t.cut(dA_inv).tril() @ inverse.mT)
+    dA = -(inverse.mT @ t.cut(dA_inv) @ inverse.mT)
     return t.join(dA.tril(-1), A_inv.dtype)
 
 
