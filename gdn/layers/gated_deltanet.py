@@ -40,8 +40,8 @@ class GatedDeltaNet(nn.Module):
                           whatever dtype is, since 16 bits of log decay are few. A later `.to(torch.bfloat16)`
                           narrows them like any parameter; the gate is computed in fp32 either way.
 
-    Parameters have the names of the Qwen3.5 layer: in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d, A_log
-    [HV], dt_bias [HV], norm, out_proj; conv1d.weight is [2 H K + HV V, W]. Gradients reach all of them, always.
+    Parameters have the names of the Qwen3.5 layer: in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d,
+    A_log [HV], dt_bias [HV], norm, out_proj; conv1d.weight is [2 H K + HV V, W]. Gradients reach all of them.
     Raises ValueError for sizes that are not positive, or num_v_heads that is no multiple of num_k_heads.
     Source: arXiv:2412.06464, section 3.4.
 
@@ -150,8 +150,8 @@ class GatedDeltaNet(nn.Module):
                              count. Padding, wherever it lies, reaches no output, state or convolution window.
             cu_seqlens       [N+1] int32 or int64: packed sequences, B = 1; not with attention_mask
             cu_seqlens_cpu   the same on the CPU, if the caller has it
-            cache            what the sequences carry from earlier calls, N = B or as packed; read, then filled
-                             with what the next call needs. An empty one starts the sequences.
+            cache            what the sequences carry from earlier calls, N = B or as packed; read, then
+                             filled with what the next call needs. An empty one starts the sequences.
         Returns [B, T, hidden_size]: zero at padding and past cu_seqlens[-1].
         Raises: TypeError and ValueError for inputs that do not fit, before anything is computed.
 
@@ -216,7 +216,7 @@ class GatedDeltaNet(nn.Module):
 def pack(mask: Mask) -> tuple[Tensor, Tensor, Offsets]:
     """Real tokens of a padded batch side by side, in order, padding behind them; reads no length on the host.
 
-    Returns for mask [B, T]: order [B T], the token at each packed place; place [B T], its inverse; cu_seqlens.
+    For mask [B, T]: order [B T], the token at each packed place; place [B T], its inverse; cu_seqlens [B+1].
     """
     order = torch.argsort((~mask).flatten().to(torch.uint8), stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))

@@ -39,7 +39,7 @@ def from_transformers(
         raise ValueError("num_k_heads: expected a number with a state_dict, got None")
     sizes = _sizes(weights, num_k_heads)
     weights["conv1d.weight"] = weights["conv1d.weight"].flatten(1)
-    if names >= QWEN3_NEXT:
+    if "in_proj_qkvz.weight" in names:
         _split_interleaved(weights, sizes)
     options = {
         "with_conv_bias": "conv1d.bias" in weights,
@@ -53,11 +53,11 @@ def _sizes(weights: Mapping[str, Tensor], H: int) -> dict[str, int]:
     hidden_size, value_dim = weights["out_proj.weight"].shape
     HV, V = weights["A_log"].shape[0], weights["norm.weight"].shape[0]
     channels, width = weights["conv1d.weight"].shape[0], weights["conv1d.weight"].shape[-1]
-    K = (channels - value_dim) // (2 * H)
-    if HV * V != value_dim or 2 * H * K + value_dim != channels:
+    K = (channels - value_dim) // max(1, 2 * H)
+    if value_dim != HV * V or 2 * H * K + value_dim != channels:
         raise ValueError(
-            f"source: expected HV V channels of values and 2 H K of queries and keys, got HV={HV}, V={V}, H={H}, "
-            f"{value_dim} of values, {channels} in all"
+            f"source: expected HV V channels of values and 2 H K of queries and keys, got HV={HV}, V={V}, "
+            f"H={H}, {value_dim} of values, {channels} in all"
         )
     return {
         "hidden_size": hidden_size, "num_k_heads": H, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V,
@@ -66,7 +66,7 @@ def _sizes(weights: Mapping[str, Tensor], H: int) -> dict[str, int]:
 
 
 def _split_interleaved(weights: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
-    """Qwen3-Next keeps the rows of one key head together, q | k | v | z and b | a; make one matrix of each letter."""
+    """Qwen3-Next keeps the rows of a key head together, q | k | v | z and b | a: one matrix per letter."""
     H, K, V = sizes["num_k_heads"], sizes["head_k_dim"], sizes["head_v_dim"]
     r = sizes["num_v_heads"] // H
     qkvz = weights.pop("in_proj_qkvz.weight").unflatten(0, (H, 2 * K + 2 * r * V))

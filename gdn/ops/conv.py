@@ -1,6 +1,6 @@
 """The causal depthwise convolution: the public functions and the torch operators underneath them.
 
-gdn::causal_conv1d (with its backward), gdn::causal_conv1d_pool and gdn::causal_conv1d_update, which write a pool.
+gdn::causal_conv1d with its backward; gdn::causal_conv1d_pool and gdn::causal_conv1d_update write a pool.
 """
 
 from typing import Any
@@ -36,35 +36,38 @@ def causal_conv1d(
 
     Before a sequence's first token lie its initial state, or zeros; never another sequence.
 
-    Args:                     shape                   dtype
-        x                     [B, T, D], any strides  bf16, fp16, fp32, fp64; channels or time may be contiguous
-        weight                [D, W]                  any float; weight[:, W-1] meets the newest input
-        bias                  [D] or None             any float
-        activation            None or "silu"
-        initial_state         [N, D, W-1] or None     any float; the inputs before the first, newest last; None: zero
-        output_final_state    bool                    return the last W - 1 inputs of each sequence
-        cu_seqlens            [N+1] int32, int64      packed: sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1] of the
-                                                      only batch row; empty sequences allowed
-        cu_seqlens_cpu        [N+1] int32, int64      the same on the CPU, if the caller has it
-        state                 [slots, D, L] or None   any float, any strides; L >= W - 1; a pool, updated in place: its
-                                                      slots hold the last L inputs, newest in the last column
-        state_index           [N] int32, int64        the slot of each sequence; None: n
-        has_initial_state     [N] bool or None        False: start from zeros, without reading the slot; None: all True
-        null_slot             None or 0               0: slot 0 is no slot either
-        backend               str or None             None: the best that takes it; a name never falls back
+    Args:                   shape                   dtype
+        x                   [B, T, D], any strides  bf16, fp16, fp32, fp64; channels or time contiguous
+        weight              [D, W]                  any float; weight[:, W-1] meets the newest input
+        bias                [D] or None             any float
+        activation          None or "silu"
+        initial_state       [N, D, W-1] or None     any float; the inputs before the first, newest last; None:
+                                                    0
+        output_final_state  bool                    return the last W - 1 inputs of each sequence
+        cu_seqlens          [N+1] int32, int64      packed: sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1]
+                                                    of the only batch row; empty sequences allowed
+        cu_seqlens_cpu      [N+1] int32, int64      the same on the CPU, if the caller has it
+        state               [slots, D, L] or None   any float, any strides, L >= W - 1: a pool, updated in
+                                                    place; a slot holds the last L inputs, newest in the last
+                                                    column
+        state_index         [N] int32, int64        the slot of each sequence; None: n
+        has_initial_state   [N] bool or None        False: start from zeros, the slot unread; None: all True
+        null_slot           None or 0               0: slot 0 is no slot either
+        backend             str or None             None: the best that takes it; a name never falls back
 
-    With `state`, a sequence whose slot is below the lowest valid one or past the pool gives zeros; nothing is read or
-    written for it. An empty sequence leaves its slot as it was. Two sequences in one slot: undefined. An engine whose
-    window is at the front of a longer one (num_accepted in `causal_conv1d_update`) passes `state[:, :, :W-1]`.
+    With `state`, a sequence whose slot is below the lowest valid one or past the pool gives zeros; nothing is
+    read or written for it. An empty sequence leaves its slot as it was. Two sequences in one slot: undefined.
+    An engine whose window is at the front of a longer one (num_accepted in `causal_conv1d_update`) passes
+    `state[:, :, :W-1]`.
 
     Returns:
         y            [B, T, D]     dtype of x; zero past cu_seqlens[-1]
-        final_state  [N, D, W-1]   dtype of x, or None; an initial state counts where a sequence is shorter than W - 1
+        final_state  [N, D, W-1]   dtype of x, or None; the initial state's inputs count as inputs
 
-    Gradients: x, weight, bias, initial_state, from both outputs, each in its tensor's dtype, summed in fp32 (fp64 for
-    fp64); none with `state`. Raises: TypeError, ValueError, NotImplementedError as `chunk_gated_delta_rule` does.
-    Cost: 2 W flop per element forward, 6 W backward; reads x once and writes y once.
-    Source: arXiv:2312.00752, section 3.4 (the short convolution of Mamba).
+    Gradients: x, weight, bias, initial_state, from both outputs, each in its tensor's dtype, summed in fp32
+    (fp64 for fp64); none with `state`. Raises: TypeError, ValueError, NotImplementedError as
+    `chunk_gated_delta_rule` does. Cost: 2 W flop per element forward, 6 W backward; reads x once and writes y
+    once. Source: arXiv:2312.00752, section 3.4 (the short convolution of Mamba).
 
     Example:
         >>> import torch, gdn
@@ -74,19 +77,20 @@ def causal_conv1d(
         (torch.Size([2, 10, 6]), True)
     """
     p = parse_conv(
-        x, weight, bias, activation=activation, initial_state=initial_state, output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, state=state, state_index=state_index,
-        has_initial_state=has_initial_state, null_slot=null_slot, backend=backend,
+        x, weight, bias, activation=activation, initial_state=initial_state,
+        output_final_state=output_final_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+        state=state, state_index=state_index, has_initial_state=has_initial_state, null_slot=null_slot,
+        backend=backend,
     )  # fmt: skip
     if p.state is not None:
         y = pool_operator(
-            p.x, p.weight, p.bias, p.state, p.state_index, p.has_initial_state, p.cu_seqlens, p.cu_seqlens_cpu,
-            p.activation, p.null_slot, p.backend,
+            p.x, p.weight, p.bias, p.state, p.state_index, p.has_initial_state, p.cu_seqlens,
+            p.cu_seqlens_cpu, p.activation, p.null_slot, p.backend,
         )  # fmt: skip
         return y, None
     y, final_state = conv_operator(
-        p.x, p.weight, p.bias, p.initial_state, p.cu_seqlens, p.cu_seqlens_cpu, p.activation, p.output_final_state,
-        p.backend,
+        p.x, p.weight, p.bias, p.initial_state, p.cu_seqlens, p.cu_seqlens_cpu, p.activation,
+        p.output_final_state, p.backend,
     )  # fmt: skip
     return y, final_state if output_final_state else None
 
@@ -105,36 +109,40 @@ def causal_conv1d_update(
     out: Channels | None = None,
     backend: str | None = None,
 ) -> Channels:
-    """One step of the convolution for each row of a batch, T tokens at once, on windows held in a pool: decode.
+    """One step of the convolution for each row of a batch, T tokens at once, its windows in a pool: decode.
 
         y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}),  x_{-1}, x_{-2}, ... from the row's slot
 
     Three ways to keep a slot's L columns:
 
-        (neither)     a window: column L-1 is the newest input. The packet is shifted in. L >= W - 1.
-        ring_pos      a ring: the packet's token t goes to column (ring_pos + t) % L, and the W - 1 inputs before it are
-                      at columns (ring_pos - (W-1) + i) % L, i = 0 .. W-2. L >= W - 1, and L >= W - 1 + T if a packet
-                      may be taken back. Other columns stay. The next ring_pos is this one plus the accepted tokens.
-        num_accepted  a sliding window of W - 1 + T - 1 columns at the front; L may be more, the rest stays. With
-                      a = clamp(num_accepted, 1, L - W + 2), the tokens of the packet before that were kept, the
-                      history is columns a-1 : a-1 + W-1. Then columns 0 : W-2 hold the last W - 2 inputs of that
-                      history, and W-2 : W-2 + T the packet. After a prefill, a = 1 and the window is columns 0 : W-1.
+        (neither)     a window: column L-1 is the newest input; the packet is shifted in. L >= W - 1.
+        ring_pos      a ring: the packet's token t goes to column (ring_pos + t) % L; the W - 1 inputs before
+                      it are at columns (ring_pos - (W-1) + i) % L, i = 0 .. W-2. Other columns stay. L >= W -
+                      1, and L >= W - 1 + T - 1 where tokens may be rejected. ring_pos then grows by the
+                      accepted ones.
+        num_accepted  a sliding window at the front of the slot, L >= W - 1 + T - 1. With a the number of
+                      tokens of the packet before that were accepted, clamped to 1 .. L - W + 2, the W - 1
+                      inputs before the packet are columns a-1 : a+W-2. Afterwards columns 0 : W-2 hold the
+                      last W - 2 of those, and columns W-2 : W-2+T the packet; later columns stay. After a
+                      prefill, a = 1 and the window is columns 0 : W-1. (W = 1 reads none; columns 0 : T-1 get
+                      the packet's tokens 1 : T.)
 
-    Args:                     shape                     dtype
-        x                     [B, D] or [B, T, D]       bf16, fp16, fp32, fp64; any strides
-        state                 [slots, D, L]             any float, any strides; updated in place
-        weight                [D, W]                    any float; weight[:, W-1] meets the newest input
-        bias                  [D] or None               any float
-        activation            None or "silu"
-        state_index           [B] int32, int64          the slot of each row; None: the row's number
-        ring_pos              [B] int32, int64          any sign; see above
-        num_accepted          [B] int32, int64          clamped; see above
-        null_slot             None or 0                 0: slot 0 is no slot either
-        out                   shape and dtype of x      written and returned; None: a fresh tensor
-        backend               str or None               None: the best that takes it; a name never falls back
+    Args:             shape                  dtype
+        x             [B, D] or [B, T, D]    bf16, fp16, fp32, fp64; any strides
+        state         [slots, D, L]          any float, any strides; updated in place
+        weight        [D, W]                 any float; weight[:, W-1] meets the newest input
+        bias          [D] or None            any float
+        activation    None or "silu"
+        state_index   [B] int32, int64       the slot of each row; None: the row's number
+        ring_pos      [B] int32, int64       any sign; see above
+        num_accepted  [B] int32, int64       see above
+        null_slot     None or 0              0: slot 0 is no slot either
+        out           shape and dtype of x   written and returned; may be x itself; None: a fresh tensor
+        backend       str or None            None: the best that takes it; a name never falls back
 
-    A row whose slot is below the lowest valid one or past the pool gives zeros; nothing is read or written for it.
-    Two rows in one slot: undefined. A packet of T tokens gives what T single steps give, where the pool has x's dtype.
+    A row whose slot is below the lowest valid one or past the pool gives zeros; nothing is read or written
+    for it. Two rows in one slot: undefined. A packet of T tokens gives what T single steps give, where the
+    pool has x's dtype.
 
     Returns y, the shape and dtype of x.
     Gradients: none; a tensor that asks for one is refused. Raises as `causal_conv1d` does.
@@ -217,20 +225,22 @@ def _update(*args: Any) -> None:
 
 NUM_FIELDS = 9  # arguments of gdn::causal_conv1d
 _CONV = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, "
-    "str? activation, bool output_final_state, str? backend"
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, "
+    "Tensor? cu_seqlens_cpu, str? activation, bool output_final_state, str? backend"
 )
 conv_operator = define("causal_conv1d", f"({_CONV}) -> (Tensor y, Tensor final_state)", _conv, _conv_fake)
 conv_backward_operator = define(
     "causal_conv1d_backward",
-    f"({_CONV}, Tensor dy, Tensor? dfinal_state) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_state)",
+    f"({_CONV}, Tensor dy, Tensor? dfinal_state) -> "
+    "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_state)",
     _conv_backward,
     _conv_backward_fake,
 )
 pool_operator = define(
     "causal_conv1d_pool",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? state_index, Tensor? has_initial_state, "
-    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str? activation, int? null_slot, str? backend) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? state_index, "
+    "Tensor? has_initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str? activation, int? null_slot, "
+    "str? backend) -> Tensor",
     _pool,
     lambda x, *_: x.new_empty(x.shape),
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from gdn import settings
 from gdn.backends import Saved, select
 from gdn.problem import Problem, host_offsets
+from gdn.problem.layer import ConvProblem
 
 logger = logging.getLogger("gdn")
 library = torch.library.Library("gdn", "DEF")
@@ -63,7 +64,7 @@ def present(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x
 
 
-def check_offsets(problem: Problem) -> None:
+def check_offsets(problem: Problem | ConvProblem) -> None:
     """Refuse bad cu_seqlens before anything is computed; on a device only in debug mode (it must be read)."""
     if problem.cu_seqlens is not None:
         host_offsets(problem.cu_seqlens, problem.cu_seqlens_cpu, problem.T, read_device=settings.debug())

@@ -1,4 +1,4 @@
-"""What stands around the rule in a layer, checked: causal convolution, gated norm, the layer's own arguments."""
+"""What stands around the rule in a layer, checked: convolution, gated norm, the layer's own arguments."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,7 +14,7 @@ GATES = (None, "silu", "sigmoid")  # of the gated norm
 
 @dataclass(frozen=True)
 class ConvProblem:
-    """One causal convolution, checked. `state` and `initial_state` exclude each other, as packed and B > 1 do."""
+    """One causal convolution, checked. `state` excludes `initial_state`, packed excludes B > 1."""
 
     x: Channels
     weight: ConvWeight
@@ -161,7 +161,7 @@ def parse_conv_update(
     out: Any,
     backend: Any,
 ) -> ConvUpdateProblem:
-    """Check a call of `causal_conv1d_update`, reading no tensor's contents; makes `out` where none is given."""
+    """Check a call of `causal_conv1d_update`, reading no tensor's contents; makes `out` if none is given."""
     _check_name(backend)
     _check_choice("activation", activation, (None, "silu"))
     check.tensor("x", x)
@@ -230,7 +230,7 @@ def check_layer(gate: Any, **sizes: Any) -> None:
 
 
 def check_hidden(hidden: Any, attention_mask: Any, cu_seqlens: Any, hidden_size: int) -> None:
-    """Refuse inputs that do not fit: hidden [B, T, hidden_size]; mask [B, T' >= T] or cu_seqlens, not both."""
+    """Refuse inputs that do not fit: hidden [B, T, hidden_size], mask [B, T' >= T] or cu_seqlens."""
     check.floating("hidden", hidden)
     dims = {"hidden_size": hidden_size}
     check.shape("hidden", hidden, "B T hidden_size", dims)

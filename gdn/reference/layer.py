@@ -18,7 +18,7 @@ def causal_conv1d(
     cu_seqlens: Offsets | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Channels, ConvState]:
-    """y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}), each sequence preceded by its initial state, or zeros.
+    """y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}), each sequence after its initial state, or zeros.
 
     Returns y [B, T, D], zero past cu_seqlens[-1], and the last W - 1 inputs of each sequence [N, D, W-1].
     """

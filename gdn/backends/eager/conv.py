@@ -3,9 +3,9 @@
     y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j})
 
 The bulk ignores where sequences begin and runs in blocks that stay in cache. The first W - 1 tokens of each
-sequence are then written over with windows gathered one by one, which see zeros or the initial state. The gradient
-of x is the same sum with the taps reversed, so it is the same two passes mirrored in time. No length is read from
-a device.
+sequence are then written over with windows gathered one by one, which see zeros or the initial state. The
+gradient of x is the same sum with the taps reversed, so it is the same two passes mirrored in time. No length
+is read from a device.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def block_elements(x: Tensor) -> int:
 
 
 def blocks(x: Channels, T: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Cut [B, T, D] into blocks along x's contiguous axis: rows of all channels, or strips of channels over time."""
+    """Cut [B, T, D] into blocks along x's contiguous axis: rows of channels, or strips of them over time."""
     B, _, D = x.shape
     size = block_elements(x)
     d = min(D, STRIP) if x.stride(2) > x.stride(1) and size < x.numel() else D
@@ -83,7 +83,7 @@ def blocks(x: Channels, T: int) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def correlate(x: Tensor, taps: Tensor, bias: Tensor | None, is_silu: bool, out: Tensor) -> None:
-    """out[b, t] = act(bias + sum_j taps[j] x[b, t + j]); x [B, T + W - 1, D], taps [W, D] in the dtype of sums."""
+    """out[b, t] = act(bias + sum_j taps[j] x[b, t + j]); x [B, T + W - 1, D], taps [W, D]."""
     W = taps.shape[0]
     in_place = out.dtype == taps.dtype and x.stride(2) == 1
     for b, t, d in blocks(x, out.shape[1]):
@@ -227,7 +227,7 @@ def _conv_pool(
 
 
 def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
-    """Write `out` and move the windows on. History and packet are laid end to end and convolved in one piece."""
+    """Write `out` and move the windows on. History and packet are laid end to end, convolved in one piece."""
     x, state, out, W = problem.x, problem.state, problem.out, problem.weight.shape[1]
     (B, T, _), L, dtype = x.shape, state.shape[2], accumulator(problem.x)
     if B == 0 or T == 0 or state.shape[0] == 0:
@@ -330,7 +330,7 @@ def _dx_at(
 
 
 def _dweight(problem: ConvProblem, spans: Spans, dpre: Channels) -> Tensor:
-    """[W, D] sum over tokens of dpre_t x_{t-W+1+j}. Spends dpre: heads of sequences are counted, then cleared."""
+    """[W, D] sum over tokens of dpre_t x_{t-W+1+j}. Spends dpre: heads are counted, then cleared."""
     x, W, T, dtype = problem.x, problem.W, problem.T, dpre.dtype
     total = torch.zeros(W, x.shape[2], dtype=dtype, device=x.device)
     if T == 0:

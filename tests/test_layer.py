@@ -1,0 +1,389 @@
+"""GatedDeltaNet: the layer's law, padding, packing, caches, torch's ways, Transformers' weights."""
+
+import copy
+import doctest
+import importlib
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import gdn
+import gdn.layers.gated_deltanet
+from gdn import reference
+from gdn.reference.layer import causal_conv1d, rms_norm_gated
+
+SIZES = {"hidden_size": 24, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 12}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def build(dtype=torch.float32, **options):
+    layer = gdn.GatedDeltaNet(**SIZES | options, dtype=dtype)
+    with torch.no_grad():
+        layer.norm.weight.normal_(1, 0.2)
+        layer.dt_bias += 3  # decays of a few tokens
+    return layer
+
+
+def law(layer, hidden, parameters=None, conv_state=None, state=None, cu_seqlens=None):
+    """The layer in fp64, from the references only: output and what a cache holds."""
+    p = parameters or {name: x.detach().double() for name, x in layer.named_parameters()}
+    x = hidden.double()
+    H, HV = layer.num_k_heads, layer.num_v_heads
+    qkv, window = causal_conv1d(
+        F.linear(x, p["in_proj_qkv.weight"]), p["conv1d.weight"], p.get("conv1d.bias"), activation="silu",
+        initial_state=conv_state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    q, k, v = qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+    o, state = reference.gated_delta_rule(
+        q.unflatten(-1, (H, -1)), k.unflatten(-1, (H, -1)), v.unflatten(-1, (HV, -1)),
+        F.linear(x, p["in_proj_a.weight"]), F.linear(x, p["in_proj_b.weight"]), initial_state=state,
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=p["A_log"], dt_bias=p["dt_bias"],
+        use_beta_sigmoid_in_kernel=True, allow_neg_eigval=layer.allow_neg_eigval, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    z = F.linear(x, p["in_proj_z.weight"]).unflatten(-1, (HV, -1))
+    normed = rms_norm_gated(o, z, p["norm.weight"], eps=layer.norm.eps, activation=layer.norm.activation)
+    return F.linear(normed.flatten(-2), p["out_proj.weight"]), window, state
+
+
+def differs(x, wanted):
+    """The worse of relative RMS and scaled maximal error; infinite for NaN."""
+    x, wanted = x.detach().double(), wanted.detach().double()
+    rms = (x - wanted).norm() / wanted.norm().clamp(min=1e-30)
+    largest = (x - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
+    error = torch.maximum(rms, largest)
+    return float("inf") if error.isnan() else float(error)
+
+
+OPTIONS = [
+    {},
+    {
+        "allow_neg_eigval": True,
+        "output_gate": "sigmoid",
+        "norm_eps": 1e-3,
+        "with_conv_bias": True,
+        "conv_size": 2,
+    },
+    {"num_k_heads": 1, "num_v_heads": 3, "head_v_dim": 5, "conv_size": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_law_and_gradients(options):
+    layer = build(torch.float64, **options)
+    hidden = torch.randn(2, 70, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
+    cache = gdn.GatedDeltaNetCache()
+    outputs = layer(hidden, cache=cache), cache.conv_state, cache.state
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in layer.named_parameters()}
+    wanted = law(layer, hidden, leaves)
+    seeds = [torch.randn_like(x) for x in outputs]
+    got = torch.autograd.grad(outputs, (hidden, *layer.parameters()), seeds)
+    ref = torch.autograd.grad(wanted, (hidden, *leaves.values()), seeds)
+    for a, b in zip((*outputs, *got), (*wanted, *ref), strict=True):
+        assert b.numel() == 0 or (b.any() and differs(a, b) < 1e-9)
+    assert differs(layer(hidden), wanted[0]) < 1e-9
+    wrong = (hidden.flip(1), hidden.roll(1, 1), hidden * (torch.arange(70) != 30)[:, None])
+    assert all(differs(layer(x), wanted[0]) > 1e-3 for x in wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cuts", [[70], [50, 20], [1, 69], [2, 1, 67], [64, 1, 5], [66, 1, 1, 1, 1]])
+def test_cache_equals_whole(cuts, dtype):
+    """Cut anywhere, with gradient (chunks) and without (short pieces token by token)."""
+    layer, hidden = build(dtype), torch.randn(2, 70, SIZES["hidden_size"], dtype=dtype)
+    whole = gdn.GatedDeltaNetCache()
+    with torch.no_grad():
+        wanted = layer(hidden, cache=whole)
+    for mode in (torch.no_grad, torch.enable_grad):
+        cache = gdn.GatedDeltaNetCache()
+        with mode():
+            y = torch.cat([layer(part, cache=cache) for part in hidden.split(cuts, 1)], 1)
+        limit = 1e-5 if dtype == torch.float32 else 3e-2
+        assert differs(y, wanted) < limit and differs(cache.state, whole.state) < limit
+        assert torch.equal(cache.conv_state, whole.conv_state) and cache.state.dtype == torch.float32
+    dropped = gdn.GatedDeltaNetCache()
+    with torch.no_grad():
+        y = torch.cat([layer(part, cache=gdn.GatedDeltaNetCache()) for part in hidden.split([35, 35], 1)], 1)
+        layer(hidden[:, 67:], cache=dropped)
+    assert differs(y, wanted) > 5e-2 and differs(dropped.state, whole.state) > 1e-3
+
+
+def test_gradient_flows_through_the_cache():
+    """From what a later piece, short or long, makes of the state to the inputs of an earlier one."""
+    layer = build(torch.float64)
+    hidden = torch.randn(1, 20, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
+    (wanted,) = torch.autograd.grad(layer(hidden)[:, 18:].sum(), hidden)
+    cache = gdn.GatedDeltaNetCache()
+    pieces = [layer(part, cache=cache) for part in hidden.split([17, 1, 2], 1)]
+    assert differs(torch.autograd.grad(pieces[2].sum(), hidden)[0], wanted) < 1e-9 and wanted[:, :17].any()
+
+
+def test_a_kept_cache_is_a_point_to_return_to():
+    layer, hidden = build(), torch.randn(1, 6, SIZES["hidden_size"])
+    with torch.no_grad():
+        cache = gdn.GatedDeltaNetCache()
+        layer(hidden[:, :3], cache=cache)
+        kept = copy.copy(cache)
+        first = layer(hidden[:, 3:], cache=cache)
+        assert torch.equal(layer(hidden[:, 3:], cache=kept), first)
+
+
+MASKS = {
+    "left": [[0] * 5 + [1] * 20, [1] * 25],
+    "right": [[1] * 9 + [0] * 16, [1] * 25],
+    "holes": [[1] * 4 + [0] * 3 + [1] * 18, [0, 1] * 12 + [1]],
+    "a row of nothing": [[0] * 25, [1] * 24 + [0]],
+    "nothing": [[0] * 25, [0] * 25],
+}
+
+
+@pytest.mark.parametrize("name", list(MASKS))
+def test_padding(name):
+    """Only real tokens count: outputs, states, gradients, in a first piece and in later ones, long and short."""
+    layer, hidden = build(torch.float64), torch.randn(2, 53, SIZES["hidden_size"], dtype=torch.float64)
+    pattern = torch.tensor(MASKS[name])
+    mask = torch.cat([pattern, pattern.flip(1), torch.tensor([[1, 0, 1], [0, 0, 1]])], 1)
+    filled = hidden.masked_fill(mask[..., None] == 0, float("nan")).requires_grad_()
+    cache, start, outputs = gdn.GatedDeltaNetCache(), 0, []
+    for length in (25, 25, 3):
+        seen = mask[:, : start + length].to(torch.bool if start else torch.float32)
+        outputs.append(layer(filled[:, start : start + length], attention_mask=seen, cache=cache))
+        start += length
+    y = torch.cat(outputs, 1)
+    assert not y[mask == 0].any()
+    for b in range(2):
+        real = mask[b] == 1
+        wanted, window, state = law(layer, hidden[b][real][None])
+        assert differs(y[b][real], wanted[0]) < 1e-9
+        assert differs(cache.state[b], state[0]) < 1e-9 and differs(cache.conv_state[b], window[0]) < 1e-9
+    grads = torch.autograd.grad(y.square().sum(), (filled, *layer.parameters()))
+    assert (
+        all(g.isfinite().all() for g in grads) and not grads[0][mask == 0].any() and grads[0][mask == 1].all()
+    )
+    with torch.no_grad():
+        short = gdn.GatedDeltaNetCache()
+        steps = [
+            layer(filled[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=short)
+            for t in range(mask.shape[1])
+        ]
+    assert differs(torch.cat(steps, 1), y) < 1e-9 and differs(short.state, cache.state) < 1e-9
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_packed(index_dtype):
+    layer, hidden = build(), torch.randn(1, 90, SIZES["hidden_size"])
+    cu = torch.tensor([0, 0, 1, 66, 80, 85], dtype=index_dtype)
+    cache = gdn.GatedDeltaNetCache()
+    with torch.no_grad():
+        y = layer(hidden, cu_seqlens=cu, cu_seqlens_cpu=cu, cache=cache)
+        more = torch.randn(1, 10, SIZES["hidden_size"])
+        again = layer(more, cu_seqlens=torch.arange(0, 11, 2), cache=cache)
+    offsets = cu.tolist()
+    assert not y[:, 85:].any()
+    for n in range(5):
+        own = torch.cat([hidden[:, offsets[n] : offsets[n + 1]], more[:, 2 * n : 2 * n + 2]], 1)
+        wanted, window, state = law(layer, own)
+        assert (
+            differs(torch.cat([y[:, offsets[n] : offsets[n + 1]], again[:, 2 * n : 2 * n + 2]], 1), wanted)
+            < 1e-5
+        )
+        assert differs(cache.state[n], state[0]) < 1e-5 and differs(cache.conv_state[n], window[0]) < 1e-5
+
+
+def test_empty():
+    layer, cache = build(), gdn.GatedDeltaNetCache()
+    for T in (0, 3, 0):
+        kept = cache.state
+        y = layer(torch.randn(2, T, SIZES["hidden_size"]), cache=cache)
+        assert y.shape == (2, T, SIZES["hidden_size"]) and cache.state.shape == (2, 4, 8, 12)
+    assert torch.equal(kept, cache.state) and cache.state.any()
+
+
+def test_precisions():
+    """bf16 and autocast stay near fp64; the gates' parameters are fp32 in a bf16 layer."""
+    hidden = torch.randn(2, 70, SIZES["hidden_size"])
+    layer = build(torch.bfloat16)
+    assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
+    assert layer.to("meta").A_log.dtype == torch.float32
+    layer = build(torch.bfloat16)
+    y = layer(hidden.bfloat16())
+    assert y.dtype == torch.bfloat16 and differs(y, law(layer, hidden.bfloat16())[0]) < 3e-2
+    layer = build()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(hidden)
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and differs(y, law(layer, hidden)[0]) < 3e-2
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in layer.parameters())
+    assert layer.bfloat16()(hidden.bfloat16()).isfinite().all()
+
+
+def test_compile():
+    """One graph for every length, with a mask and gradients; and steps with a cache."""
+    layer, D = build(), SIZES["hidden_size"]
+    forward = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for T in (40, 65):
+        hidden, mask = torch.randn(2, T, D), (torch.rand(2, T) > 0.3).long()
+        with torch._dynamo.config.patch(error_on_recompile=T == 65):
+            pair = [f(hidden, attention_mask=mask) for f in (layer, forward)]
+        grads = [torch.autograd.grad(y.square().sum(), layer.parameters()) for y in pair]
+        assert differs(pair[1], pair[0]) < 1e-6
+        assert all(differs(b, a) < 1e-5 for a, b in zip(*grads, strict=True))
+    with torch.no_grad():
+        caches = gdn.GatedDeltaNetCache(), gdn.GatedDeltaNetCache()
+        for step, T in enumerate((40, 1, 1)):
+            hidden = torch.randn(2, T, D)
+            with torch._dynamo.config.patch(error_on_recompile=step == 2):
+                pair = [f(hidden, cache=c) for f, c in zip((layer, forward), caches, strict=True)]
+            assert differs(pair[1], pair[0]) < 1e-6 and differs(caches[1].state, caches[0].state) < 1e-6
+
+
+def test_module():
+    """Checkpointing, deepcopy and a state_dict change nothing."""
+    layer, hidden = build(), torch.randn(2, 70, SIZES["hidden_size"], requires_grad=True)
+    y = layer(hidden)
+    wanted = torch.autograd.grad(y.square().sum(), (hidden, *layer.parameters()))
+    again = checkpoint(layer, hidden, use_reentrant=False)
+    got = torch.autograd.grad(again.square().sum(), (hidden, *layer.parameters()))
+    assert torch.equal(again, y) and all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    other = build()
+    assert not torch.equal(other(hidden), y)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(hidden), y) and torch.equal(copy.deepcopy(layer)(hidden), y)
+
+
+def test_initial_gates():
+    layer = gdn.GatedDeltaNet(8, 512, 512, 1, 1)
+    A, dt = layer.A_log.exp(), F.softplus(layer.dt_bias)
+    assert 0 < A.min() < 1 and 15 < A.max() <= 16.001 and abs(A.mean() - 8) < 1
+    assert 0.0009 < dt.min() < 0.002 and 0.08 < dt.max() < 0.101
+    with torch.no_grad():
+        layer.A_log.fill_(float("nan"))
+        layer.reset_gates()
+    assert layer.A_log.isfinite().all()
+
+
+HIDDEN = torch.zeros(2, 5, SIZES["hidden_size"])
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "options"),
+    [
+        (ValueError, "hidden_size", {"hidden_size": 0}),
+        (ValueError, "conv_size", {"conv_size": 0}),
+        (TypeError, "head_k_dim", {"head_k_dim": 8.0}),
+        (ValueError, "num_v_heads", {"num_v_heads": 1}),
+        (ValueError, "num_v_heads", {"num_v_heads": 3}),
+        (ValueError, "output_gate", {"output_gate": "tanh"}),
+    ],
+)
+def test_constructor_refusals(error, name, options):
+    with pytest.raises(error, match=rf"^{name}: expected .*, got "):
+        gdn.GatedDeltaNet(**SIZES | options)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "options"),
+    [
+        (ValueError, "hidden", {"hidden": HIDDEN[..., 1:]}),
+        (TypeError, "hidden", {"hidden": HIDDEN.long()}),
+        (ValueError, "attention_mask", {"attention_mask": torch.ones(2, 4)}),
+        (ValueError, "attention_mask", {"attention_mask": torch.ones(2, 1, 5, 5)}),
+        (
+            ValueError,
+            "attention_mask",
+            {"attention_mask": torch.ones(2, 5), "cu_seqlens": torch.tensor([0, 5])},
+        ),
+        (ValueError, "x", {"cu_seqlens": torch.tensor([0, 5])}),
+        (ValueError, "initial_state", {"cache": gdn.GatedDeltaNetCache(torch.zeros(3, 80, 3))}),
+        (ValueError, "backend", {"layer": {"backend": "abacus"}}),
+    ],
+)
+def test_call_refusals(error, name, options):
+    layer = build(**options.get("layer", {}))
+    call = {"hidden": HIDDEN} | {k: v for k, v in options.items() if k != "layer"}
+    with pytest.raises(error, match=rf"^{name}: expected .*, got "):
+        layer(call.pop("hidden"), **call)
+
+
+def transformers_layer(model, ratio, dtype=torch.float32):
+    """A Transformers layer of the family with random weights, and a fresh cache for it."""
+    pytest.importorskip("transformers")
+    from transformers import DynamicCache
+
+    camel, text = {"qwen3_next": ("Qwen3Next", ""), "qwen3_5": ("Qwen3_5", "Text")}[model]
+    configuration = importlib.import_module(f"transformers.models.{model}.configuration_{model}")
+    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    config = getattr(configuration, f"{camel}{text}Config")(
+        hidden_size=24, linear_num_key_heads=2, linear_num_value_heads=2 * ratio, linear_key_head_dim=8,
+        linear_value_head_dim=12, linear_conv_kernel_dim=4, num_hidden_layers=1,
+        layer_types=["linear_attention"], rms_norm_eps=1e-5, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=8,
+    )  # fmt: skip
+    layer = getattr(modeling, f"{camel}GatedDeltaNet")(config, 0).to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+        # decays of some tokens: where a decay is strong their fp32 running sum is off by more than the gate
+        layer.dt_bias.sub_(3)
+    return layer, DynamicCache(config=config)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3])
+@pytest.mark.parametrize("model", ["qwen3_next", "qwen3_5"])
+class TestTransformers:
+    def test_same_numbers(self, model, ratio):
+        """Whole, in pieces and step by step; outputs and states."""
+        theirs, _ = transformers_layer(model, ratio)
+        ours, hidden = gdn.GatedDeltaNet.from_transformers(theirs), torch.randn(2, 150, 24)
+        with torch.no_grad():
+            wanted, exact = theirs(hidden), law(ours, hidden)[0]
+            assert differs(ours(hidden), wanted) < 1e-5
+            assert differs(ours(hidden), exact) < max(2e-6, 1.1 * differs(wanted, exact))
+            for cuts in ([150], [100, 50], [1, 149], [64, 1, 85], [146, 1, 1, 1, 1]):
+                _, cache = transformers_layer(model, ratio)
+                own = gdn.GatedDeltaNetCache()
+                for part in hidden.split(cuts, 1):
+                    assert differs(ours(part, cache=own), theirs(part, cache_params=cache)) < 1e-5
+                kept = cache.layers[0]
+                assert differs(own.state, kept.recurrent_states[0]) < 1e-5
+                assert differs(own.conv_state, kept.conv_states[0][..., -3:]) < 1e-5
+
+    def test_left_padding_and_gradients(self, model, ratio):
+        theirs, _ = transformers_layer(model, ratio)
+        ours, hidden = gdn.GatedDeltaNet.from_transformers(theirs), torch.randn(2, 40, 24)
+        mask = torch.ones(2, 40, dtype=torch.long)
+        mask[0, :7] = 0
+        outputs = [f(hidden, attention_mask=mask)[mask == 1] for f in (ours, theirs)]
+        assert differs(*outputs) < 1e-5
+        got = torch.autograd.grad(outputs[0].square().sum(), (ours.out_proj.weight, ours.A_log, ours.dt_bias))
+        wanted = torch.autograd.grad(
+            outputs[1].square().sum(), (theirs.out_proj.weight, theirs.A_log, theirs.dt_bias)
+        )
+        assert all(differs(a, b) < 1e-4 for a, b in zip(got, wanted, strict=True))
+
+    def test_weights(self, model, ratio):
+        """From a module and from its state_dict; what is no such layer is refused; dtypes are kept."""
+        theirs, _ = transformers_layer(model, ratio, torch.bfloat16)
+        ours, hidden = gdn.GatedDeltaNet.from_transformers(theirs), torch.randn(1, 9, 24).bfloat16()
+        assert ours.in_proj_qkv.weight.dtype == torch.bfloat16 and ours.norm.eps == 1e-5
+        weights = theirs.state_dict()
+        again = gdn.GatedDeltaNet.from_transformers(weights, num_k_heads=2, norm_eps=1e-5)
+        assert torch.equal(again(hidden), ours(hidden))
+        with pytest.raises(ValueError, match=r"^num_k_heads: expected .*, got None"):
+            gdn.GatedDeltaNet.from_transformers(weights)
+        with pytest.raises(ValueError, match=r"^source: expected .*, got HV="):
+            gdn.GatedDeltaNet.from_transformers(weights, num_k_heads=3)
+        with pytest.raises(ValueError, match=r"^source: expected .*, got A_log, conv1d.weight"):
+            gdn.GatedDeltaNet.from_transformers({k: v for k, v in weights.items() if "in_proj" not in k})
+        weights["norm.weight"] = weights["norm.weight"] * 2
+        other = gdn.GatedDeltaNet.from_transformers(weights, num_k_heads=2)
+        assert differs(other(hidden), ours(hidden)) > 0.1
+
+
+def test_examples():
+    assert doctest.testmod(gdn.layers.gated_deltanet).failed == 0
