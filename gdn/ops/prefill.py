@@ -1,4 +1,4 @@
-"""Whole prompts on an engine's state pool, moving accepted states, and the torch operators gdn::prefill, gdn::commit."""
+"""Whole prompts on an engine's state pool, and moving accepted states: gdn::prefill and gdn::commit."""
 
 from typing import Any
 
@@ -48,34 +48,36 @@ def prefill(
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
-    Args:                   shape                     dtype
-        q, k                [1, total, H, K]          bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
-        v                   [1, total, HV, V]         as q; value head j reads key head j // (HV // H)
-        state               [slots, HV, V, K]         as in `decode`; read and updated in place
-        cu_seqlens          [N+1] int32, int64        sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1], may be empty
-        state_index         [N] int                   the slot of each sequence
-        g, beta, a, b, A_log, dt_bias, allow_neg_eigval, scale, use_qk_l2norm_in_kernel, state_v_first, null_slot, out,
-        backend                                       as in `decode`, gates [1, total, HV]
-        batch_invariant     bool                      True: a sequence's bits do not depend on the others
-        out_state_index     [N] int or None           slot that gets the final state; None: state_index
-        has_initial_state   [N] bool or None          False: start from zero without reading the slot; None: True
-        update_state        bool                      False: no final state is written
-        checkpoints         [rows, HV, V, K] or None  fp32 (fp64 with fp64 q); row checkpoint_offsets[n] + i gets the
-                                                      state after (i + 1) * checkpoint_every tokens of sequence n, for
-                                                      every such position in it
-        checkpoint_every    int                       a positive multiple of 64 with checkpoints, else 0
-        checkpoint_offsets  [N] int                   negative: none for this sequence; rows past the end are skipped
-        snapshot_pos        [N] int or None           the state after so many tokens goes to slot snapshot_index[n]; 0:
-                                                      the state that entered; negative or past the end: none
-        snapshot_index      [N] int                   with snapshot_pos
+    Args:                   shape                 dtype
+        q, k                [1, total, H, K]      bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
+        v                   [1, total, HV, V]     as q; value head j reads key head j // (HV // H)
+        state               [slots, HV, V, K]     as in `decode`; read and updated in place
+        cu_seqlens          [N+1] int             sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1], or none
+        g, beta, a, b, A_log, dt_bias, allow_neg_eigval, scale, use_qk_l2norm_in_kernel, state_v_first,
+        null_slot, out, backend                   as in `decode`, gates [1, total, HV]
+        batch_invariant     bool                  True: a sequence's bits do not depend on the others
+        state_index         [N] int               the slot of each sequence
+        out_state_index     [N] int or None       slot that gets the final state; None: state_index
+        has_initial_state   [N] bool or None      False: start from zero without reading the slot; None: True
+        update_state        bool                  False: no final state is written
+        checkpoints         [rows, HV, V, K]      fp32 (or fp64 with fp64 q); row checkpoint_offsets[n] + i
+                                                  gets the state after (i + 1) * checkpoint_every tokens of
+                                                  sequence n, for every such position in it
+        checkpoint_every    int                   a positive multiple of 64 with checkpoints, else 0
+        checkpoint_offsets  [N] int               negative: none of this sequence; rows past the end: skipped
+        snapshot_pos        [N] int or None       the state after so many tokens goes to slot
+                                                  snapshot_index[n]; 0: the one it started from; negative or
+                                                  past the end: none
+        snapshot_index      [N] int               with snapshot_pos
 
     Returns: o [1, total, HV, V], dtype of q; zero past cu_seqlens[-1].
 
-    Padding: a sequence whose slot is invalid (see `decode`) gives zeros, and no state is read or written for it,
-    checkpoints and snapshots included; an invalid slot to write is skipped alone. An empty sequence leaves its slots as
-    they were (its snapshot at 0 is taken). No slot may be written twice, nor read by one sequence and written by another.
-    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, ValueError if a gradient is asked for;
-            no tensor has been touched then.
+    Padding: a sequence whose slot is invalid (see `decode`) gives zeros, and no state is read or written
+    for it, checkpoints and snapshots included; an invalid slot to write is skipped alone. An empty sequence
+    leaves its slots as they were (its snapshot at 0 is taken). No slot may be written twice, nor read by
+    one sequence and written by another.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, ValueError if a gradient is asked
+            for; no tensor has been touched then.
     Cost:   as `chunk_gated_delta_rule`; a snapshot within a chunk runs up to 63 tokens again.
     Source: arXiv:2412.06464, section 3.3.
     """
@@ -85,7 +87,8 @@ def prefill(
         state_v_first=state_v_first, batch_invariant=batch_invariant, state_index=state_index,
         out_state_index=out_state_index, has_initial_state=has_initial_state, update_state=update_state,
         checkpoints=checkpoints, checkpoint_every=checkpoint_every, checkpoint_offsets=checkpoint_offsets,
-        snapshot_pos=snapshot_pos, snapshot_index=snapshot_index, null_slot=null_slot, out=out, backend=backend,
+        snapshot_pos=snapshot_pos, snapshot_index=snapshot_index, null_slot=null_slot, out=out,
+        backend=backend,
     )  # fmt: skip
     _prefill_op(*problem.arguments())
     return problem.out
@@ -146,10 +149,10 @@ def _commit(*args: Any) -> None:
 _prefill_op = define(
     "prefill",
     f"(Tensor q, Tensor k, Tensor v, Tensor(a!) state, {GATES}, Tensor cu_seqlens, Tensor state_index, "
-    "Tensor? out_state_index, Tensor? has_initial_state, Tensor(b!)? checkpoints, Tensor? checkpoint_offsets, "
-    "Tensor? snapshot_pos, Tensor? snapshot_index, Tensor(c!) out, float scale, bool use_qk_l2norm_in_kernel, "
-    "bool allow_neg_eigval, bool state_v_first, bool batch_invariant, bool update_state, int checkpoint_every, "
-    "int? null_slot, str? backend) -> ()",
+    "Tensor? out_state_index, Tensor? has_initial_state, Tensor(b!)? checkpoints, "
+    "Tensor? checkpoint_offsets, Tensor? snapshot_pos, Tensor? snapshot_index, Tensor(c!) out, float scale, "
+    "bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, bool state_v_first, bool batch_invariant, "
+    "bool update_state, int checkpoint_every, int? null_slot, str? backend) -> ()",
     _prefill,
     nothing,
 )

@@ -1,7 +1,7 @@
-"""A few tokens per row on an engine's state pool, and the torch operators gdn::decode, gdn::decode_functional.
+"""A few tokens per row on an engine's state pool: gdn::decode and gdn::decode_functional.
 
-The operators take the fields of their problem in order and write the tensors marked in their schema; none has a
-gradient.
+The operators take the fields of their problem in order and write the tensors marked in their schema; none has
+a gradient.
 """
 
 from typing import Any
@@ -53,52 +53,52 @@ def decode(
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
-    Args:                       shape                       dtype
-        q, k                    [B, T, H, K]                bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
-        v                       [B, T, HV, V]               as q; value head j reads key head j // (HV // H)
-        state                   [slots, HV, V, K]           fp32, bf16, fp16 (fp64 with fp64 q), any slot stride; with
-                                                            ring_pos [slots, R, HV, V, K]; updated in place
-        g, beta                 [B, T, HV] or None          any float; log decay per token, natural, and write strength;
-                                                            None: no decay, ones
-        a, b, A_log, dt_bias    [B, T, HV] twice, [HV]      any float; raw logits instead of g and beta: g = -exp(A_log)
-                                twice; dt_bias may be None  softplus(a + dt_bias), beta = sigmoid(b)
-        scale                   number or None              None: K ** -0.5
-        use_qk_l2norm_in_kernel bool                        q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
-        allow_neg_eigval        bool                        beta = 2 sigmoid(b)
-        state_v_first           bool                        False: states are [..., HV, K, V]
-        cu_seqlens              [B+1] int32, int64          packed: q is [1, total, H, K], row n holds the tokens
-                                                            cu_seqlens[n]:cu_seqlens[n+1]; T varies, 0 is allowed
-        max_seqlen              int or None                 upper bound of T when packed; needed if cu_seqlens is on a GPU
-        read_index              [B] or [B, columns] int     slot that each row reads; None: the row's number. From a
-                                                            table, column clamp(num_accepted, 1, columns) - 1
-        num_accepted            [B] int or None             with a table; None: 1
-        ring_pos                [B] int or None             the row reads ring entry ring_pos % R
-        write                   str                         "final": the state after the last token goes to the slot (and
-                                                            ring entry) that was read, or to write_index [B];
-                                                            "all": the state after token t goes to write_index[:, t],
-                                                            or to ring entry (ring_pos + 1 + t) % R; "none": nowhere
-        write_index             [B] or [B, >=T] int         see write
-        intermediate            [rows, >=T, HV, V, K]       any float, any row stride; gets the state after each token
-        intermediate_row        [B] int or None             its row for each row; None: the row's number
-        parent                  [B, >=T] int or None        token t continues from the state after token parent[t] < t,
-                                                            read back from intermediate in its dtype; negative: from
-                                                            the pool. parent[:, 0] counts as negative, an entry
-                                                            past t - 1 as t - 1
-        null_slot               None or 0                   0: slot 0 is padding as well
-        round_state             bool                        round the state to the pool's dtype after every token
-        exact_packet            bool                        False: chunks on matrix units allowed; refuses round_state
-        out                     as v, or None               gets the result and is returned
-        backend                 str or None                 None: the best that takes it; a name never falls back
+    Args:                 shape                 dtype
+        q, k              [B, T, H, K]          bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
+        v                 [B, T, HV, V]         as q; value head j reads key head j // (HV // H)
+        state             [slots, HV, V, K]     fp32, bf16, fp16 (fp64 with fp64 q), any slot stride; updated
+                                                in place; with ring_pos [slots, R, HV, V, K]
+        g, beta           [B, T, HV] or None    any float; log decay per token, natural, and write strength;
+                                                None: no decay, ones
+        a, b              [B, T, HV]            any float; raw logits in place of g and beta:
+        A_log, dt_bias    [HV], [HV] or None    g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
+        scale             number or None        None: K ** -0.5
+        use_qk_l2norm_in_kernel  bool           q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
+        allow_neg_eigval  bool                  beta = 2 sigmoid(b)
+        state_v_first     bool                  False: states are [..., HV, K, V]
+        cu_seqlens        [B+1] int             packed: q is [1, total, H, K] and so on, row n holds tokens
+                                                cu_seqlens[n]:cu_seqlens[n+1]; T varies, 0 is allowed
+        max_seqlen        int or None           bound of T when packed; needed if cu_seqlens is on a GPU
+        read_index        [B] or [B, columns]   int, the slot that each row reads; None: the row's number.
+                                                From a table, column clamp(num_accepted, 1, columns) - 1
+        num_accepted      [B] int or None       with a table; None: 1
+        ring_pos          [B] int or None       the row reads ring entry ring_pos % R
+        write             str                   "final": the state after the last token goes where the row
+                                                read, or to slot write_index [B]; "all": the state after token
+                                                t goes to slot write_index[:, t], or to ring entry
+                                                (ring_pos + 1 + t) % R; "none": nowhere
+        write_index       [B] or [B, >=T] int   see write
+        intermediate      [rows, >=T, HV, V, K] any float, any row stride; gets the state after each token
+        intermediate_row  [B] int or None       its row for each row; None: the row's number
+        parent            [B, >=T] int or None  token t continues from the state after token parent[t] < t,
+                                                read back from intermediate in its dtype; negative: from pool.
+                                                parent[:, 0] is ignored, an entry past t - 1 counts as t - 1
+        null_slot         None or 0             0: slot 0 is padding as well
+        round_state       bool                  round the state to the pool's dtype after every token
+        exact_packet      bool                  False: chunks on matrix units allowed; refuses round_state
+        out               as v, or None         gets the result and is returned
+        backend           str or None           None: the best that takes it; a name never falls back
 
     Returns: o [B, T, HV, V] (or [1, total, HV, V], zero past cu_seqlens[-1]), dtype of q.
 
-    Padding: a row whose read slot is below 0 (below 1 with null_slot=0) or past the pool gives zeros and reads and
-    writes no state; so does a row with `parent` whose intermediate_row is invalid. Any other invalid place to write is
-    skipped alone. Two rows must not write the same slot, nor one read what another writes.
-    T tokens at once equal T single steps bit for bit with an fp32 pool, and with round_state for narrower ones.
+    Padding: a row whose read slot is below 0 (below 1 with null_slot=0) or past the pool gives zeros, and
+    reads and writes no state; so does one with `parent` whose intermediate_row is invalid. Any other
+    invalid place to write is skipped alone. Two rows must not write the same slot, nor one read what
+    another writes.
+    T tokens at once equal T single steps bit for bit with an fp32 pool, and with round_state for others.
     A row's bits do not depend on the rows around it.
-    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, ValueError if a gradient is asked for;
-            no tensor has been touched then.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, ValueError if a gradient is asked
+            for; no tensor has been touched then.
     Cost:   6 K V flop per token and value head; per row one state read and, with "final", one written.
     Source: arXiv:2412.06464, equation 10.
 
@@ -115,8 +115,8 @@ def decode(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, read_index=read_index,
         num_accepted=num_accepted, ring_pos=ring_pos, write_index=write_index, intermediate=intermediate,
-        intermediate_row=intermediate_row, parent=parent, write=write, null_slot=null_slot, round_state=round_state,
-        exact_packet=exact_packet, out=out, backend=backend,
+        intermediate_row=intermediate_row, parent=parent, write=write, null_slot=null_slot,
+        round_state=round_state, exact_packet=exact_packet, out=out, backend=backend,
     )  # fmt: skip
     _decode_op(*problem.arguments())
     return problem.out
@@ -153,12 +153,12 @@ def decode_packed(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """`decode` on the rows that a layer's projection and convolution leave: q | k | v side by side, raw gates.
+    """`decode` on what a layer's projection and convolution leave: rows of q | k | v, and raw gates.
 
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b);   then as in `decode`
 
     Args:                        shape                       dtype
-        mixed_qkv                [tokens, 2 H K + HV V]      bf16, fp16, fp32; any row stride, used through views
+        mixed_qkv                [tokens, 2 H K + HV V]      bf16, fp16, fp32; any row stride; not copied
         a, b                     [tokens, HV]                any float; raw logits
         A_log, dt_bias           [HV]                        any float; dt_bias may be None
         state                    [slots, HV, V, K]           as in `decode`
@@ -178,8 +178,8 @@ def decode_packed(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, read_index=read_index,
         num_accepted=num_accepted, ring_pos=ring_pos, write_index=write_index, intermediate=intermediate,
-        intermediate_row=intermediate_row, parent=parent, write=write, null_slot=null_slot, round_state=round_state,
-        exact_packet=exact_packet, out=out, backend=backend,
+        intermediate_row=intermediate_row, parent=parent, write=write, null_slot=null_slot,
+        round_state=round_state, exact_packet=exact_packet, out=out, backend=backend,
     )  # fmt: skip
     return o.squeeze(1 if cu_seqlens is None else 0)
 
@@ -219,8 +219,10 @@ def decode_functional(
         q, k, v, state, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, read_index=None,
-        num_accepted=None, ring_pos=None, write_index=None, intermediate=None, intermediate_row=None, parent=None,
-        write="final", null_slot=None, round_state=round_state, exact_packet=exact_packet, out=None, backend=backend,
+        num_accepted=None, ring_pos=None, write_index=None, intermediate=None, intermediate_row=None,
+        parent=None,
+        write="final", null_slot=None, round_state=round_state, exact_packet=exact_packet, out=None,
+        backend=backend,
     )  # fmt: skip
     args = one_state_per_row(problem).arguments()
     o, new_state = _decode_functional_op(*args[:11], *args[_AFTER_OUT:])
@@ -253,8 +255,8 @@ def nothing(*args: Any) -> None:
 
 GATES = "Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? A_log, Tensor? dt_bias"
 _ROW_OPTIONS = (
-    "SymInt? max_seqlen, float scale, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, bool state_v_first, "
-    "str write, int? null_slot, bool round_state, bool exact_packet, str? backend"
+    "SymInt? max_seqlen, float scale, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, "
+    "bool state_v_first, str write, int? null_slot, bool round_state, bool exact_packet, str? backend"
 )
 _AFTER_OUT = 19  # the first option in DecodeProblem
 _decode_op = define(

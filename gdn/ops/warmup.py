@@ -1,6 +1,7 @@
 """Meeting every kernel before the first request does."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ def warmup(
     max_tokens: int = 4,
     backend: str | None = None,
 ) -> list[str]:
-    """Run every serving function and the rule once on small tensors of its own, so that nothing compiles later.
+    """Run every serving function and the rule once, on small tensors of its own, so nothing compiles later.
 
     Args:
         device                      where the model will run
@@ -45,8 +46,7 @@ def warmup(
     for dtype in dtypes:
         like = torch.zeros(0, dtype=dtype, device=device)
         x = like.new_zeros(1, 65, channels)
-        q, k, v = x[..., : H * K], x[..., H * K : 2 * H * K], x[..., 2 * H * K :]
-        q, k, v = q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V))
+        q, k, v = _split(x, (H, HV, K, V))
         a, A_log = like.new_zeros(1, 65, HV), torch.zeros(HV, device=device)
         g, beta = gate(a, a, A_log, A_log, backend=backend)
         chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, backend=backend)
@@ -64,9 +64,14 @@ def warmup(
 
 
 def _serve(
-    x: torch.Tensor, a: torch.Tensor, A_log: torch.Tensor, heads: tuple[int, int, int, int],
-    state_dtype: torch.dtype, max_tokens: int, backend: str | None,
-) -> list[str]:  # fmt: skip
+    x: torch.Tensor,
+    a: torch.Tensor,
+    A_log: torch.Tensor,
+    heads: tuple[int, int, int, int],
+    state_dtype: torch.dtype,
+    max_tokens: int,
+    backend: str | None,
+) -> list[str]:
     """The functions that work on a pool."""
     H, HV, K, V = heads
     pool = torch.zeros(2, HV, V, K, dtype=state_dtype, device=x.device)
@@ -74,15 +79,9 @@ def _serve(
     index = torch.zeros(1, dtype=torch.int32, device=x.device)
     warmed = []
     for T in sorted({1, max(1, max_tokens)}):
-        y = x[:, :1].expand(1, T, x.shape[2])
-        q, k, v = y.split([H * K, H * K, HV * V], 2)
-        q, k, v = q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V))
-        gates = {
-            "a": a[:, :1].expand(1, T, HV),
-            "b": a[:, :1].expand(1, T, HV),
-            "A_log": A_log,
-            "dt_bias": A_log,
-        }
+        q, k, v = _split(x[:, :1].expand(1, T, x.shape[2]), heads)
+        logits = a[:, :1].expand(1, T, HV)
+        gates: dict[str, Any] = {"a": logits, "b": logits, "A_log": A_log, "dt_bias": A_log}
         kept = pool.new_zeros(1, T, HV, V, K)
         table = index[:, None].expand(1, T)
         decode(q, k, v, pool, read_index=index, **gates, backend=backend)
@@ -94,12 +93,20 @@ def _serve(
         warmed += [
             f"{name} {x.dtype} {state_dtype} T={T}" for name in ("decode", "decode_functional", "commit")
         ]
-    sizes = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
+    sizes: dict[str, Any] = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
     decode_packed(x[0, :1], a[0, :1], a[0, :1], A_log, A_log, pool, **sizes, backend=backend)
-    q, k, v = x.split([H * K, H * K, HV * V], 2)
-    q, k, v = q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V))
+    q, k, v = _split(x, heads)
     prefill(
-        q, k, v, pool, cu_seqlens=torch.tensor([0, 65], device=x.device), a=a, b=a, A_log=A_log, state_index=index,
-        backend=backend,
+        q, k, v, pool, cu_seqlens=torch.tensor([0, 65], device=x.device), a=a, b=a, A_log=A_log,
+        state_index=index, backend=backend,
     )  # fmt: skip
     return [*warmed, *(f"{name} {x.dtype} {state_dtype}" for name in ("decode_packed", "prefill"))]
+
+
+def _split(
+    x: torch.Tensor, heads: tuple[int, int, int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q | k | v side by side [1, T, 2 H K + HV V] -> views of each."""
+    H, HV, K, V = heads
+    q, k, v = x.split([H * K, H * K, HV * V], 2)
+    return q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V))

@@ -1,4 +1,4 @@
-"""The parts of a serving call, checked: tokens, gates, the pool, and what says where states are read and written.
+"""The parts of a serving call, checked: tokens, gates, the pool, where states are read and written.
 
 `dims` maps letters to sizes; each check reads the ones it knows and adds the ones it meets first.
 """
@@ -77,7 +77,7 @@ def packing(q: Tensor, cu_seqlens: Any, max_seqlen: Any, dims: dict[str, int]) -
             raise TypeError(f"max_seqlen: expected an int or None, got {type(max_seqlen).__name__}")
         if max_seqlen < 0:
             raise ValueError(f"max_seqlen: expected at least 0, got {max_seqlen}")
-        dims["M"] = max_seqlen
+        dims["M"] = max_seqlen  # type: ignore[assignment]  # a SymInt while tracing
     elif cu_seqlens.device.type != "cpu":
         raise ValueError(f"max_seqlen: expected an int with cu_seqlens on {cu_seqlens.device}, got None")
 

@@ -4,7 +4,6 @@ The names of the fields are those of the public functions in `gdn.ops.serving`, 
 """
 
 from dataclasses import dataclass, fields
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -94,12 +93,12 @@ class DecodeProblem(_OnPool):
 
     def arguments(self) -> tuple[Any, ...]:
         """The fields in order, as the torch operators take them."""
-        return _decode_fields(self)
+        return tuple([getattr(self, name) for name in _DECODE_FIELDS])
 
     def spans(self, *, read_device: bool) -> list[tuple[int, int]] | None:
-        """(first token, tokens) of every row, tokens numbered through the batch; None if that may not be read.
+        """(first token, tokens) of every row, tokens numbered through the batch; None if it may not be read.
 
-        Raises ValueError for bad offsets, and for rows longer than max_seqlen or than the columns given per token.
+        Raises ValueError for bad offsets, and rows longer than max_seqlen or than what is given per token.
         """
         if self.cu_seqlens is None:
             T = self.q.shape[1]
@@ -155,7 +154,7 @@ class PrefillProblem(_OnPool):
 
     def arguments(self) -> tuple[Any, ...]:
         """The fields in order, as the torch operators take them."""
-        return _prefill_fields(self)
+        return tuple([getattr(self, name) for name in _PREFILL_FIELDS])
 
     def offsets(self, *, read_device: bool) -> list[int] | None:
         """cu_seqlens as checked numbers; None if they may not be read."""
@@ -164,7 +163,7 @@ class PrefillProblem(_OnPool):
 
 @dataclass(frozen=True)
 class CommitProblem:
-    """One commit, checked: dst [L, slots, ...], src [L, rows, T, ...], everything else [n]. `dst` is written."""
+    """One commit, checked: dst [L, slots, ...], src [L, rows, T, ...], the rest [n]. `dst` is written."""
 
     dst: Tensor
     src: Tensor
@@ -188,15 +187,16 @@ class CommitProblem:
         )
 
 
-_decode_fields = attrgetter(*(f.name for f in fields(DecodeProblem)))
-_prefill_fields = attrgetter(*(f.name for f in fields(PrefillProblem)))
+_DECODE_FIELDS = tuple(f.name for f in fields(DecodeProblem))
+_PREFILL_FIELDS = tuple(f.name for f in fields(PrefillProblem))
 
 
 def parse_decode(
-    q: Any, k: Any, v: Any, state: Any, *, g: Any, beta: Any, a: Any, b: Any, A_log: Any, dt_bias: Any, scale: Any,
-    use_qk_l2norm_in_kernel: Any, allow_neg_eigval: Any, state_v_first: Any, cu_seqlens: Any, max_seqlen: Any,
-    read_index: Any, num_accepted: Any, ring_pos: Any, write_index: Any, intermediate: Any, intermediate_row: Any,
-    parent: Any, write: Any, null_slot: Any, round_state: Any, exact_packet: Any, out: Any, backend: Any,
+    q: Any, k: Any, v: Any, state: Any, *, g: Any, beta: Any, a: Any, b: Any, A_log: Any, dt_bias: Any,
+    scale: Any, use_qk_l2norm_in_kernel: Any, allow_neg_eigval: Any, state_v_first: Any, cu_seqlens: Any,
+    max_seqlen: Any, read_index: Any, num_accepted: Any, ring_pos: Any, write_index: Any, intermediate: Any,
+    intermediate_row: Any, parent: Any, write: Any, null_slot: Any, round_state: Any, exact_packet: Any,
+    out: Any, backend: Any,
 ) -> DecodeProblem:  # fmt: skip
     """Check a call of `decode`, reading no tensor's contents; allocates `out` where none is given."""
     check.flags(
@@ -219,10 +219,10 @@ def parse_decode(
         intermediate=intermediate, intermediate_row=intermediate_row, parent=parent, out=out,
     )  # fmt: skip
     return DecodeProblem(
-        q, k, v, state, g, beta, a, b, A_log, dt_bias, cu_seqlens, read_index, num_accepted, ring_pos, write_index,
-        intermediate, intermediate_row, parent, v.new_empty(v.shape) if out is None else out, max_seqlen,
-        addressing.scale(scale, dims), use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write, null_slot, round_state,
-        exact_packet, backend,
+        q, k, v, state, g, beta, a, b, A_log, dt_bias, cu_seqlens, read_index, num_accepted, ring_pos,
+        write_index, intermediate, intermediate_row, parent, v.new_empty(v.shape) if out is None else out,
+        max_seqlen, addressing.scale(scale, dims), use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first,
+        write, null_slot, round_state, exact_packet, backend,
     )  # fmt: skip
 
 
@@ -316,10 +316,10 @@ def parse_prefill(
         cu_seqlens=None if cu_seqlens.device.type == "cpu" else cu_seqlens,
     )  # fmt: skip
     return PrefillProblem(
-        q, k, v, state, g, beta, a, b, A_log, dt_bias, cu_seqlens, state_index, out_state_index, has_initial_state,
-        checkpoints, checkpoint_offsets, snapshot_pos, snapshot_index, v.new_empty(v.shape) if out is None else out,
-        addressing.scale(scale, dims), use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, batch_invariant, update_state,
-        checkpoint_every, null_slot, backend,
+        q, k, v, state, g, beta, a, b, A_log, dt_bias, cu_seqlens, state_index, out_state_index,
+        has_initial_state, checkpoints, checkpoint_offsets, snapshot_pos, snapshot_index,
+        v.new_empty(v.shape) if out is None else out, addressing.scale(scale, dims), use_qk_l2norm_in_kernel,
+        allow_neg_eigval, state_v_first, batch_invariant, update_state, checkpoint_every, null_slot, backend,
     )  # fmt: skip
 
 

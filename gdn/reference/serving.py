@@ -1,4 +1,4 @@
-"""What the serving functions mean: loops over rows and tokens, one state at a time. No speed, nothing in place.
+"""What the serving functions mean: loops over rows and tokens, one state at a time. No speed, only copies.
 
 Every state handed out has been stored in the dtype of its tensor; between stores it is in `dtype`.
 """
@@ -141,7 +141,7 @@ def prefill(
     null_slot: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Served:
-    """`gdn.prefill`, sequence by sequence and token by token; returns copies, the arguments stay as they are."""
+    """`gdn.prefill`, sequence by sequence, token by token; returns copies, the arguments stay as they are."""
     tokens = _activate(
         q, k, v, g, beta, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, dtype
     )
@@ -198,11 +198,11 @@ def commit(
 
 
 def _activate(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, a: Tensor | None, b: Tensor | None,
-    A_log: Tensor | None, dt_bias: Tensor | None, scale: float | None, with_norm: bool, negative: bool,
-    dtype: torch.dtype,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, a: Tensor | None,
+    b: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, scale: float | None, with_norm: bool,
+    negative: bool, dtype: torch.dtype,
 ) -> _Tokens:  # fmt: skip
-    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    (H, K), HV = q.shape[2:], v.shape[2]
     q, k, v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
     if with_norm:
         q, k = l2norm(q), l2norm(k)

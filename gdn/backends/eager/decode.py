@@ -2,20 +2,20 @@
 
     S <- e^g S;   kS, qS = [k; q] S;   d = beta v - beta kS;   o = scale (qS + <q, k> d);   S <- S + k d^T
 
-Three passes over the state: decay, both products, update. A row's bits depend on nothing around it: the state is
-touched by one row at a time, and what all tokens share a launch for is elementwise or a sum over K. Of the
-elementwise functions only those whose vector and scalar forms agree on the CPU are used: exp, log1p, rsqrt and
-arithmetic, but not sigmoid or softplus. The index tensors are read on the host.
+Three passes over the state: decay, both products, update. A row's bits depend on nothing around it: the state
+is touched by one row at a time, and what all tokens share a launch for is elementwise or a sum over K. Of the
+elementwise functions only those whose vector and scalar forms agree on the CPU are used: exp, log1p, rsqrt
+and arithmetic, but not sigmoid or softplus. Index tensors are read on the host.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdn.backends.eager.gate import log_decay
-from gdn.backends.eager.gates import wide
+from gdn.backends.eager.gate import log_decay, wide
 from gdn.problem import DecodeProblem
 
 Token = tuple[Tensor, ...]
@@ -23,9 +23,9 @@ Token = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """Where one row of a decode reads and writes: views of the caller's tensors, None where there is nothing to write.
+    """Where one row of a decode reads and writes: views of the caller's tensors.
 
-    `after` holds what is written after each token, `final` what is written after the last one.
+    `after` holds what is written after each token (or nothing), `final` what is written after the last one.
     """
 
     first: int
@@ -82,7 +82,7 @@ def _step(S: Tensor, token: Token, is_v_first: bool) -> None:
 
 
 def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
-    """What `_step` needs of each token: [k; q] [HV, 2, K], k [HV, 1, K], beta v, o [HV, 1, V], the rest [HV, 1, 1]."""
+    """What `_step` needs: [k; q] [HV, 2, K], k [HV, 1, K], beta v and o [HV, 1, V], the rest [HV, 1, 1]."""
     H, HV, K, V = p.H, p.HV, p.K, p.V
     kq = torch.stack((p.k, p.q), 3).view(-1, H, 2, K).to(p.dtype)
     if p.use_qk_l2norm_in_kernel:
@@ -103,25 +103,25 @@ def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
 
 def _gates(p: DecodeProblem) -> tuple[Tensor | None, Tensor | None]:
     """e^g and beta of every token [tokens, HV, 1, 1]; None for no decay, and for ones."""
-    decay, beta = p.g, p.beta
+    g, beta = p.g, p.beta
     if p.a is not None and p.b is not None and p.A_log is not None:
-        decay = log_decay(p.a, p.A_log, p.dt_bias)
+        g = log_decay(p.a, p.A_log, p.dt_bias)
         beta = (2.0 if p.allow_neg_eigval else 1.0) / (1 + torch.exp(-p.b.to(wide(p.b.device))))
-    if decay is not None:
-        decay = decay.to(p.dtype if p.a is None else decay.dtype).exp().to(p.dtype).reshape(-1, p.HV, 1, 1)
-    return decay, None if beta is None else beta.to(p.dtype).reshape(-1, p.HV, 1, 1)
+    elif g is not None:
+        g = g.to(p.dtype)
+    shape = (-1, p.HV, 1, 1)
+    decay = None if g is None else g.exp().to(p.dtype).reshape(shape)
+    return decay, None if beta is None else beta.to(p.dtype).reshape(shape)
 
 
 def _rows(p: DecodeProblem) -> Iterator[Row]:
     """The rows that compute anything: those with tokens and a valid slot to read."""
     spans = p.spans(read_device=True)
     assert spans is not None
-    read, accepted, ring, write, rows, parents = (
-        None if x is None else x.tolist()
-        for x in (p.read_index, p.num_accepted, p.ring_pos, p.write_index, p.intermediate_row, p.parent)
-    )
-    V_K = p.state.stride()[-2:]
-    is_dense = V_K == (p.state.shape[-1], 1) and p.state.dtype == p.dtype
+    indices = (p.read_index, p.num_accepted, p.ring_pos, p.write_index, p.intermediate_row, p.parent)
+    numbers: list[Any] = [None if x is None else x.tolist() for x in indices]
+    read, accepted, ring, write, rows, parents = numbers
+    is_dense = p.state.dtype == p.dtype and p.state.stride()[-2:] == p.state.shape[-1:] + (1,)
     for n, (first, count) in enumerate(spans):
         slot = n if read is None else read[n]
         if isinstance(slot, list):
@@ -148,8 +148,7 @@ def _rows(p: DecodeProblem) -> Iterator[Row]:
                     after[t].append(p.state[write[n][t]])
         elif p.write == "final":
             target = slot if write is None else write[n]
-            is_same = target == slot
-            final = source if is_same else p.state[target] if p.is_slot(target) else None
+            final = source if target == slot else p.state[target] if p.is_slot(target) else None
         in_place = is_dense and final is source and parents is None
         yield Row(
             first, count, source, after, final, in_place, None if parents is None else parents[n], history

@@ -1,0 +1,560 @@
+"""Decode: every protocol against the law, and what a row may depend on. The contract of any backend."""
+
+import doctest
+import itertools
+
+import pytest
+import torch
+from serving import TOLERANCE, error, inputs, pool_of, same_bits, stored_wrong
+
+import gdn
+import gdn.ops.serving
+from gdn.reference import serving as law
+
+NAN = float("nan")
+B, T, SLOTS, R = 5, 3, 9, 4
+LAYOUTS = [True, False]
+
+
+def wrongs(o, state, kept, want, x, tolerance, ring=False):
+    """Everything wrong with what a decode left behind."""
+    found = [f"o is off by {error(o, want.o):.1e}"] if not error(o, want.o) <= tolerance else []
+    found.append(stored_wrong(state, want.state, x["state"], tolerance, lead=2 if ring else 1))
+    if kept is not None:
+        found.append(stored_wrong(kept, want.extra, x["intermediate"], tolerance, lead=2))
+    return [f for f in found if f]
+
+
+def run(backend, x, **options):
+    """A decode on copies, its output poisoned first."""
+    state, out = x["state"].clone(), torch.full_like(x["v"], NAN)
+    written = {"state": state} | ({"intermediate": x["intermediate"].clone()} if "intermediate" in x else {})
+    o = gdn.decode(**x | written, out=out, backend=backend, **options)
+    assert o is out
+    return o, state, written.get("intermediate")
+
+
+def agrees(backend, x, tolerance, **options):
+    """Output, pool and intermediate states against the law; returns them."""
+    want = law.decode(**x, **{k: v for k, v in options.items() if k not in ("max_seqlen", "exact_packet")})
+    got = run(backend, x, **options)
+    assert wrongs(*got, want, x, tolerance, ring="ring_pos" in x) == []
+    return got
+
+
+def protocols(index=torch.int64, v_first=True, dtype=torch.float32):
+    """name -> what to add to the inputs of a call of B rows of T tokens."""
+    at = lambda *values: torch.tensor(values, dtype=index)  # noqa: E731
+    pool, ring = pool_of(SLOTS, dtype=dtype, v_first=v_first), pool_of(SLOTS, R, dtype=dtype, v_first=v_first)
+    kept = pool_of(B + 2, T + 2, dtype=dtype, v_first=v_first)
+    rows = at(7, 2, -1, 4, SLOTS)
+    table = at(*range(1, 1 + 8 * 4)).view(B + 3, 4)[:B] % SLOTS
+    wide = pool_of(B * 4 + 1, dtype=dtype, v_first=v_first)
+    columns = torch.arange(1, 1 + B * 4).view(B, 4).to(index)
+    skips = columns.clone()
+    skips[1, 1], skips[2] = -1, 0
+    return {
+        "identity": {"state": pool},
+        "index": {"state": pool, "read_index": rows},
+        "P1": {
+            "state": ring, "read_index": rows, "ring_pos": at(0, 3, 1, 6, 2), "write": "all",
+            "round_state": True,
+        },
+        "P1 final": {"state": ring, "read_index": rows, "ring_pos": at(0, 3, 1, 6, 2)},
+        "P2": {
+            "state": wide, "read_index": skips, "num_accepted": at(1, 4, 2, -3, 99), "write_index": skips,
+            "write": "all", "null_slot": 0,
+        },
+        "P2 read": {"state": pool, "read_index": table, "num_accepted": at(1, 2, 3, 4, 5), "write": "none"},
+        "P3": {"state": pool, "read_index": rows, "write": "none", "intermediate": kept},
+        "P3 rows": {
+            "state": pool, "read_index": rows, "write": "none", "intermediate": kept.half(),
+            "intermediate_row": at(6, 99, 0, -1, 1),
+        },
+        "P4": {
+            "state": pool, "read_index": rows, "write": "none", "intermediate": kept,
+            "parent": at(9, 0, 0, -1, -1, 1, 0, 0, 0, 5, 0, -1, 0, 0, 1).view(B, T),
+        },
+        "P4 narrow": {
+            "state": pool, "read_index": rows, "intermediate": kept.bfloat16(),
+            "intermediate_row": at(6, 99, 0, 1, 2),
+            "parent": at(0, 0, 0, -1, -1, 0, 0, 0, 0, 0, 0, 7, 0, 0, 1).view(B, T),
+        },
+        "P6": {"state": pool, "read_index": at(7, 7, -1, 4, 2), "write_index": at(0, 1, 3, -1, 5)},
+    }  # fmt: skip
+
+
+NAMES = list(protocols())
+
+
+@pytest.mark.parametrize("v_first", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_protocol(backend, poison, name, v_first):
+    for dtype, pool, index in [
+        (torch.float32, torch.float32, torch.int64),
+        (torch.bfloat16, torch.float32, torch.int32),
+        (torch.bfloat16, torch.bfloat16, torch.int32),
+        (torch.float16, torch.float16, torch.int64),
+        (torch.float32, torch.bfloat16, torch.int64),
+        (torch.float64, torch.float64, torch.int32),
+    ]:
+        x = inputs(B, T, dtype=dtype) | protocols(index, v_first, pool)[name]
+        stored = min(x.get("intermediate", x["state"]).dtype, pool, dtype, key=lambda d: -TOLERANCE[d])
+        agrees(backend, x, TOLERANCE[stored], state_v_first=v_first)
+
+
+def test_the_gate_can_fail(backend):
+    x = inputs(B, T) | protocols()["P3"]
+    got, want = run(backend, x), law.decode(**x)
+    assert wrongs(*got, want, x, 1e-5) == []
+    o, state, kept = got
+    lies = {
+        "zero": (torch.zeros_like(o), state, kept),
+        "swapped heads": (o.flip(2), state, kept),
+        "unwritten": (torch.full_like(o, NAN), state, kept),
+        "dropped history": (run(backend, x | {"state": 0 * x["state"]})[0], state, kept),
+        "touched pool": (o, state + 1e-3, kept),
+        "stale intermediate": (o, state, x["intermediate"]),
+        "keys turned round": (o, state, kept.flip(-1)),
+    }
+    for name, lie in lies.items():
+        assert wrongs(*lie, want, x, 1e-5), name
+    final = inputs(B, T) | protocols()["index"]
+    o, state, _ = run(backend, final)
+    assert wrongs(o, final["state"], None, law.decode(**final), final, 1e-5), "state not written"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_in_what_is_not_read_reaches_nothing(backend, name):
+    x = inputs(B, T) | protocols()[name]
+    clean = run(backend, x)
+    want = law.decode(**x | {"state": torch.full_like(x["state"], NAN)})
+    reads = torch.zeros(x["state"].shape[0], dtype=torch.bool)
+    for slot in range(len(reads)):
+        state = x["state"].clone()
+        state[slot] = NAN
+        reads[slot] = law.decode(**x | {"state": state}).o.isnan().any()
+    dirty = dict(x)
+    dirty["state"] = x["state"].clone()
+    dirty["state"][~reads] = NAN
+    if "intermediate" in x:
+        dirty["intermediate"] = torch.full_like(x["intermediate"], NAN)
+    # what the call gives to rows without a slot may be anything as well
+    idle = [n for n in range(B) if not want.o[n].isnan().any()]
+    for key in ("q", "k", "v", "g", "beta"):
+        dirty[key] = x[key].clone()
+        dirty[key][idle] = NAN
+    o, state, _ = run(backend, dirty)
+    assert same_bits(o, clean[0])
+    assert not o[idle].any()
+    assert same_bits(state[reads], clean[1][reads])
+
+
+def bits_of_rows(backend, x, batch):
+    """Each row's output and state when `batch` names the rows and their slots in one call."""
+    per_row = {k: v[batch] for k, v in x.items() if k in ("q", "k", "v", "g", "beta", "a", "b")}
+    state = x["state"].clone()
+    o = gdn.decode(
+        **per_row, state=state, read_index=torch.tensor(batch), A_log=x.get("A_log"),
+        dt_bias=x.get("dt_bias"), backend=backend,
+    )  # fmt: skip
+    return o, state[batch]
+
+
+SHAPES = [
+    (1, 1, 1, 1),
+    (1, 1, 7, 5),
+    (1, 3, 60, 100),
+    (2, 4, 128, 128),
+    (1, 1, 128, 64),
+    (2, 6, 37, 32),
+    (1, 2, 256, 1),
+]
+
+
+@pytest.mark.parametrize(
+    "H, HV, K, V, threads", [(*s, 1) for s in SHAPES] + [(1, 1, 128, 128, 2), (1, 3, 60, 100, 2)]
+)
+def test_a_row_does_not_depend_on_the_batch(backend, H, HV, K, V, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for dtype, raw in ((torch.float32, False), (torch.bfloat16, True)):
+            x = inputs(16, 2, H, HV, K, V, dtype=dtype, raw=raw) | {"state": pool_of(16, HV=HV, K=K, V=V)}
+            o, state = bits_of_rows(backend, x, list(range(16)))
+            for batch in ([3], [0, 1, 2, 3, 4], [4, 3, 1, 0], [15, 7]):
+                got = bits_of_rows(backend, x, batch)
+                assert same_bits(got[0], o[batch]) and same_bits(got[1], state[batch])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("v_first", LAYOUTS)
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_packet_equals_single_steps(backend, pool, v_first):
+    for dtype, raw in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        x = inputs(3, 5, dtype=dtype, raw=raw)
+        state = pool_of(3, dtype=pool, v_first=v_first)
+        heads = {k: v for k, v in x.items() if k in ("A_log", "dt_bias")}
+        options = {"state_v_first": v_first, "backend": backend, "round_state": pool != torch.float32}
+        whole = state.clone()
+        o = gdn.decode(**x, state=whole, **options)
+        for t in range(5):
+            token = {k: v[:, t : t + 1] for k, v in x.items() if k not in heads}
+            assert same_bits(gdn.decode(**token, **heads, state=state, **options), o[:, t : t + 1])
+        assert same_bits(whole, state)
+        if pool != torch.float32:
+            loose = gdn.decode(**x, state=state.clone(), state_v_first=v_first, backend=backend)
+            assert not same_bits(loose, gdn.decode(**x, state=state.clone(), **options))
+
+
+def test_a_packet_equals_single_steps_on_a_ring(backend):
+    """P1 against plain decode on the entry that each step leaves, for a bf16 pool."""
+    x, ring = inputs(2, R, dtype=torch.bfloat16), pool_of(2, R, dtype=torch.bfloat16)
+    position = torch.tensor([5, 2])
+    state = torch.stack([ring[n, int(p) % R] for n, p in enumerate(position)])
+    o = gdn.decode(**x, state=ring, ring_pos=position, write="all", round_state=True, backend=backend)
+    for t in range(R):
+        single = gdn.decode(**{k: v[:, t : t + 1] for k, v in x.items()}, state=state, backend=backend)
+        assert same_bits(single, o[:, t : t + 1])
+        assert all(same_bits(ring[n, (int(p) + 1 + t) % R], state[n]) for n, p in enumerate(position))
+
+
+@pytest.mark.parametrize("v_first", LAYOUTS)
+def test_packed_rows(backend, poison, v_first):
+    """Rows of 0 to T tokens, a tail nobody owns; each row as if it were alone."""
+    lengths, total = [2, 0, 1, 3, 1], 9
+    cu = torch.tensor([0, 2, 2, 3, 6, 7], dtype=torch.int32)
+    for name, dtype in itertools.product(NAMES, (torch.float32, torch.bfloat16)):
+        x = inputs(1, total, dtype=dtype) | protocols(v_first=v_first, dtype=dtype)[name] | {"cu_seqlens": cu}
+        stored = x.get("intermediate", x["state"]).dtype
+        tolerance = max(TOLERANCE[d] for d in (stored, dtype))
+        o, state, _ = agrees(backend, x, tolerance, state_v_first=v_first, max_seqlen=T)
+        assert not o[0, 7:].any()
+        if name == "index":
+            row = {k: x[k][:, 3:6] for k in ("q", "k", "v", "g", "beta")}
+            alone = x["state"].clone()
+            single = gdn.decode(
+                **row, state=alone, read_index=x["read_index"][3:4], state_v_first=v_first, backend=backend
+            )
+            assert same_bits(single, o[:, 3:6]) and same_bits(alone[4], state[4])
+    assert sum(lengths) == cu[-1]
+
+
+def test_strides_are_free(backend, poison):
+    """Pools inside larger memory, ring entries apart, heads of a projection, columns of index tables."""
+    plain = inputs(B, T, dtype=torch.bfloat16) | protocols()["P3"]
+    want = run(backend, plain)
+    memory = torch.randn(SLOTS, 7, 4, 24, 16)
+    pool = memory[:, 2]
+    pool.copy_(plain["state"])
+    kept = torch.randn(2, B + 2, 2 * T + 5, 4, 24, 16)[1, :, ::2]
+    projected = torch.randn(B, T, 500, dtype=torch.bfloat16)
+    views = {"state": pool, "intermediate": kept[:, :T]}
+    for name, start, heads in (("q", 3, 2), ("k", 40, 2), ("v", 100, 4)):
+        views[name] = projected[..., start : start + heads * plain[name].shape[3]].unflatten(2, (heads, -1))
+        views[name].copy_(plain[name])
+    views["read_index"] = torch.stack([plain["read_index"], plain["read_index"]], 1)[:, 0]
+    before = memory.clone()
+    out = torch.full((T, B, 4, 24), NAN, dtype=torch.bfloat16).transpose(0, 1)
+    assert gdn.decode(**plain | views, out=out, backend=backend) is out
+    assert same_bits(out, want[0]) and same_bits(memory, before)
+    rows = [0, 1, 3]
+    assert same_bits(kept[rows][:, :T], want[2][rows][:, :T])
+    # the final state in place, in a pool whose heads and slots lie apart
+    apart = torch.randn(SLOTS, 9, 24 * 16 + 8)
+    pool = apart[:, 1:9:2, : 24 * 16].unflatten(2, (24, 16))
+    pool.copy_(plain["state"])
+    before = apart.clone()
+    x = inputs(B, T) | {"read_index": plain["read_index"]}
+    want = run(backend, x | {"state": plain["state"]})
+    assert same_bits(gdn.decode(**x, state=pool, backend=backend), want[0]) and same_bits(pool, want[1])
+    apart[:, 1:9:2, : 24 * 16] = before[:, 1:9:2, : 24 * 16]
+    assert same_bits(apart, before)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_raw_gates(backend, negative):
+    x = inputs(B, T, raw=True) | {"state": pool_of(B)}
+    agrees(backend, x, 1e-5, allow_neg_eigval=negative)
+    agrees(backend, x | {"dt_bias": None}, 1e-5, allow_neg_eigval=negative)
+    extreme = torch.tensor([-100.0, 100.0, 25.0, -25.0])
+    x |= {"a": extreme.expand(B, T, 4), "b": extreme.flip(0).expand(B, T, 4)}
+    o, state, _ = agrees(backend, x | {"A_log": torch.tensor([-torch.inf, 0.0, 1.0, 2.0])}, 1e-5)
+    assert state.isfinite().all()
+
+
+@pytest.mark.parametrize("absent", [("g",), ("beta",), ("g", "beta")])
+def test_gates_left_out(backend, absent):
+    x = inputs(B, T) | {"state": pool_of(B)} | dict.fromkeys(absent)
+    agrees(backend, x, 1e-5, scale=0.3, use_qk_l2norm_in_kernel="beta" in absent)
+
+
+def test_reset_in_a_packet(backend):
+    x = inputs(B, T) | {"state": pool_of(B)}
+    x["g"][:, 1] = -1e6
+    agrees(backend, x, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "H, HV, K, V", [(1, 1, 1, 1), (1, 3, 60, 100), (2, 16, 128, 128), (3, 3, 256, 32), (1, 8, 7, 5)]
+)
+def test_heads_and_sizes(backend, poison, H, HV, K, V):
+    for v_first in LAYOUTS:
+        x = inputs(2, 2, H, HV, K, V) | {"state": pool_of(3, HV=HV, K=K, V=V, v_first=v_first)}
+        agrees(backend, x, 1e-5, state_v_first=v_first)
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0)])
+def test_nothing_to_do(backend, shape):
+    x = inputs(*shape) | {"state": pool_of(3)}
+    o, state, _ = run(backend, x)
+    assert o.shape == x["v"].shape and same_bits(state, x["state"])
+    packed = inputs(1, 0) | {"state": pool_of(3), "cu_seqlens": torch.tensor([0])}
+    assert same_bits(run(backend, packed)[1], packed["state"])
+
+
+def mixed(x, pitch=0):
+    """q | k | v of a dense call of single tokens, as a projection leaves them, in rows `pitch` wider."""
+    rows = torch.cat([x[name].flatten(0, 1).flatten(1) for name in ("q", "k", "v")], 1)
+    wide = torch.full((rows.shape[0], rows.shape[1] + pitch), NAN, dtype=rows.dtype)
+    wide[:, : rows.shape[1]] = rows
+    return wide[:, : rows.shape[1]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_decode_packed(backend, packed):
+    x = (
+        inputs(1, 6, raw=True, dtype=torch.bfloat16)
+        if packed
+        else inputs(6, 1, raw=True, dtype=torch.bfloat16)
+    )
+    pool, out = pool_of(SLOTS), torch.full((6, 4, 24), NAN, dtype=torch.bfloat16)
+    options = {"read_index": torch.tensor([3, 0, 1, 4, 5, -1]), "null_slot": 0, "backend": backend}
+    if packed:
+        options |= {
+            "read_index": torch.tensor([3, 0, 1]),
+            "cu_seqlens": torch.tensor([0, 1, 3, 6]),
+            "max_seqlen": 3,
+        }
+    want_state = pool.clone()
+    want = gdn.decode(**x, state=want_state, **options)
+    a, b = (x[name].flatten(0, 1) for name in ("a", "b"))
+    sizes = {"num_k_heads": 2, "head_k_dim": 16, "head_v_dim": 24}
+    o = gdn.decode_packed(mixed(x, 13), a, b, x["A_log"], x["dt_bias"], pool, **sizes, out=out, **options)
+    assert o.data_ptr() == out.data_ptr() and o.shape == (6, 4, 24)
+    assert same_bits(o, want.flatten(0, 1)) and same_bits(pool, want_state)
+
+
+@pytest.mark.parametrize("v_first", LAYOUTS)
+def test_functional_leaves_its_state_alone(backend, v_first):
+    for pool in (torch.float32, torch.bfloat16):
+        x, state = inputs(B, T), pool_of(B, dtype=pool, v_first=v_first)
+        before = state.clone()
+        o, new = gdn.decode_functional(**x, state=state, state_v_first=v_first, backend=backend)
+        assert same_bits(state, before) and new.data_ptr() != state.data_ptr()
+        assert same_bits(gdn.decode(**x, state=state, state_v_first=v_first, backend=backend), o)
+        assert same_bits(state, new)
+
+
+class Step(torch.nn.Module):
+    """A model that carries its state from call to call."""
+
+    def forward(self, q, k, v, g, beta, state):
+        return gdn.decode_functional(q, k, v, state, g=g, beta=beta)
+
+
+def test_export_with_dynamic_batch():
+    batch = torch.export.Dim("batch", min=1, max=64)
+    example = (*inputs(3, 1).values(), pool_of(3))
+    program = torch.export.export(Step(), example, dynamic_shapes=[{0: batch} for _ in example])
+    for rows in (1, 2, 7):
+        args = (*inputs(rows, 1).values(), pool_of(rows))
+        for got, want in zip(program.module()(*args), Step()(*args), strict=True):
+            assert same_bits(got, want)
+
+
+def test_compile(backend):
+    """No graph break, mutation kept, with the shapes left dynamic."""
+    step = torch.compile(
+        lambda x, **options: gdn.decode(**x, backend=backend, **options) * 2, fullgraph=True, dynamic=True,
+        backend="aot_eager",
+    )  # fmt: skip
+    for rows in (2, 5):
+        x = inputs(rows, T) | {"state": pool_of(rows), "intermediate": pool_of(rows, T)}
+        copies = {k: v.clone() for k, v in x.items()}
+        want = gdn.decode(**copies, backend=backend) * 2
+        assert same_bits(step(x), want)
+        assert same_bits(x["state"], copies["state"]) and same_bits(x["intermediate"], copies["intermediate"])
+
+
+def test_operators():
+    """The schemas tell the truth about what is written, and the fakes about what is returned."""
+    x = inputs(B, T, raw=True) | protocols()["P3"] | {"out": torch.empty(B, T, 4, 24)}
+    problem = gdn.ops.serving.parse_decode(**dict.fromkeys(OPTIONAL) | DEFAULTS | x)
+    torch.library.opcheck(torch.ops.gdn.decode.default, problem.arguments())
+    x = inputs(B, T) | {"state": pool_of(B)}
+    args = gdn.ops.serving.parse_decode(**dict.fromkeys(OPTIONAL) | DEFAULTS | x).arguments()
+    torch.library.opcheck(torch.ops.gdn.decode.default, args)
+    torch.library.opcheck(torch.ops.gdn.decode_functional.default, (*args[:11], *args[19:]))
+
+
+OPTIONAL = (
+    "g", "beta", "a", "b", "A_log", "dt_bias", "scale", "cu_seqlens", "max_seqlen", "read_index",
+    "num_accepted", "ring_pos", "write_index", "intermediate", "intermediate_row", "parent", "null_slot",
+    "out", "backend",
+)  # fmt: skip
+DEFAULTS = {
+    "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True, "write": "final",
+    "round_state": False, "exact_packet": True,
+}  # fmt: skip
+
+at = torch.tensor
+ROWS = torch.arange(B)
+KEPT = torch.zeros(B, T, 4, 24, 16)
+RING = torch.zeros(SLOTS, R, 4, 24, 16)
+LOGITS = torch.zeros(B, T, 4)
+REFUSALS = [
+    (TypeError, "q: expected a tensor", {"q": [1]}),
+    (TypeError, "q: expected a tensor of float16", {"q": torch.zeros(B, T, 2, 16, dtype=torch.int32)}),
+    (ValueError, "k: expected shape", {"k": torch.zeros(B, T, 1, 16)}),
+    (ValueError, "v: expected dtype", {"v": torch.zeros(B, T, 4, 24).half()}),
+    (ValueError, "v: expected HV to be a multiple", {"v": torch.zeros(B, T, 3, 24)}),
+    (ValueError, "g: expected None with the raw", {"a": LOGITS}),
+    (ValueError, "beta: expected None with the raw", {"g": None, "b": LOGITS}),
+    (ValueError, "b: expected a tensor", {"g": None, "beta": None, "a": LOGITS, "A_log": torch.zeros(4)}),
+    (ValueError, "A_log: expected a tensor", {"g": None, "beta": None, "a": LOGITS, "b": LOGITS}),
+    (ValueError, "dt_bias: expected None without", {"dt_bias": torch.zeros(4)}),
+    (ValueError, "allow_neg_eigval: expected the raw", {"allow_neg_eigval": True}),
+    (TypeError, "allow_neg_eigval: expected a bool", {"allow_neg_eigval": 1}),
+    (ValueError, "g: expected shape", {"g": torch.zeros(B, T, 2)}),
+    (TypeError, "scale: expected a number", {"scale": "1"}),
+    (ValueError, "state: expected shape", {"state": torch.zeros(SLOTS, 4, 16, 24)}),
+    (ValueError, "state: expected .* without ring_pos", {"state": RING}),
+    (ValueError, "state: expected shape .*R", {"ring_pos": ROWS}),
+    (ValueError, "state: expected float32", {"state": pool_of(SLOTS).double()}),
+    (
+        ValueError,
+        "state: expected memory of its own",
+        {"state": torch.zeros(1, 4, 24, 16).expand(SLOTS, 4, 24, 16)},
+    ),
+    (
+        TypeError,
+        "state: expected a tensor of float16",
+        {"state": torch.zeros(SLOTS, 4, 24, 16, dtype=torch.int8)},
+    ),
+    (TypeError, "read_index: expected an int32", {"read_index": ROWS.float()}),
+    (ValueError, "read_index: expected shape", {"read_index": ROWS[1:]}),
+    (ValueError, "read_index: expected at least one", {"read_index": torch.zeros(B, 0, dtype=torch.int32)}),
+    (ValueError, "num_accepted: expected a table", {"num_accepted": ROWS}),
+    (ValueError, "num_accepted: expected a table", {"num_accepted": ROWS, "read_index": ROWS}),
+    (
+        ValueError,
+        "read_index: expected shape",
+        {"state": RING, "ring_pos": ROWS, "read_index": ROWS[:, None]},
+    ),
+    (ValueError, "write: expected one of", {"write": "last"}),
+    (TypeError, "write: expected a string", {"write": None}),
+    (ValueError, "write_index: expected either", {"write": "all"}),
+    (
+        ValueError,
+        "write_index: expected either",
+        {"write": "all", "state": RING, "ring_pos": ROWS, "write_index": ROWS},
+    ),
+    (ValueError, "write_index: expected None", {"write": "none", "write_index": ROWS}),
+    (ValueError, "write_index: expected shape", {"write_index": ROWS[:, None]}),
+    (ValueError, "write_index: expected room", {"write": "all", "write_index": ROWS[:, None]}),
+    (ValueError, "intermediate_row: expected None", {"intermediate_row": ROWS}),
+    (ValueError, "parent: expected None", {"parent": torch.zeros(B, T, dtype=torch.int32)}),
+    (ValueError, "parent: expected room", {"parent": ROWS[:, None], "intermediate": KEPT}),
+    (ValueError, "intermediate: expected room", {"intermediate": KEPT[:, 1:]}),
+    (ValueError, "intermediate: expected shape", {"intermediate": KEPT[..., 1:]}),
+    (ValueError, "null_slot: expected None or 0", {"null_slot": 3}),
+    (TypeError, "null_slot: expected None or 0", {"null_slot": False}),
+    (ValueError, "round_state: expected False", {"round_state": True, "exact_packet": False}),
+    (ValueError, "out: expected shape", {"out": torch.zeros(B, T, 4, 16)}),
+    (ValueError, "out: expected dtype", {"out": torch.zeros(B, T, 4, 24).half()}),
+    (ValueError, "max_seqlen: expected None", {"max_seqlen": 3}),
+    (ValueError, "q: expected B=1", {"cu_seqlens": at([0, 1])}),
+    (ValueError, "backend: expected None or one of", {"backend": "fpga"}),
+    (TypeError, "backend: expected a name", {"backend": 3}),
+    (NotImplementedError, "hopper:", {"backend": "hopper"}),
+    (TypeError, "unexpected keyword", {"initial_state": None}),
+]
+PACKED = [
+    (ValueError, "cu_seqlens: expected non-decreasing", {"cu_seqlens": at([0, 3, 1, 5])}),
+    (ValueError, "cu_seqlens: expected the last offset", {"cu_seqlens": at([0, 3, 3, 99])}),
+    (ValueError, "cu_seqlens: expected the first", {"cu_seqlens": at([1, 3, 3, 5])}),
+    (TypeError, "cu_seqlens: expected an int32", {"cu_seqlens": at([0.0, 5.0])}),
+    (ValueError, "max_seqlen: expected at least 3", {"max_seqlen": 2}),
+    (TypeError, "max_seqlen: expected an int", {"max_seqlen": 3.0}),
+    (ValueError, "intermediate: expected room for 3", {"intermediate": KEPT[:3, :2]}),
+    (ValueError, "write_index: expected room for 3", {"write": "all", "write_index": ROWS[:3, None]}),
+]
+
+
+@pytest.mark.parametrize("kind, message, change", REFUSALS)
+def test_refusals_touch_nothing(kind, message, change):
+    refuses(inputs(B, T) | {"state": pool_of(SLOTS), "out": torch.ones(B, T, 4, 24)}, kind, message, change)
+
+
+@pytest.mark.parametrize("kind, message, change", PACKED)
+def test_packed_refusals_touch_nothing(kind, message, change):
+    x = inputs(1, 5) | {
+        "state": pool_of(SLOTS),
+        "out": torch.ones(1, 5, 4, 24),
+        "cu_seqlens": at([0, 3, 3, 5]),
+    }
+    refuses(x, kind, message, change)
+
+
+def refuses(x, kind, message, change):
+    x |= change
+    before = {k: v.clone() for k, v in x.items() if isinstance(v, torch.Tensor)}
+    with pytest.raises(kind, match=message):
+        gdn.decode(**x)
+    assert all(torch.equal(before[k], x[k]) for k in before)
+
+
+def test_other_refusals():
+    x = inputs(B, 1, raw=True)
+    args = (mixed(x), x["a"][:, 0], x["b"][:, 0], x["A_log"], x["dt_bias"], pool_of(SLOTS))
+    sizes = {"num_k_heads": 2, "head_k_dim": 16, "head_v_dim": 24}
+    for kind, message, change in [
+        (ValueError, "mixed_qkv: expected 2 [*] 3", {"num_k_heads": 3}),
+        (TypeError, "head_k_dim: expected an int", {"head_k_dim": 16.0}),
+        (ValueError, "head_v_dim: expected at least 1", {"head_v_dim": 0}),
+        (ValueError, "out: expected shape", {"out": torch.zeros(B, 1, 4, 24)}),
+    ]:
+        with pytest.raises(kind, match=message):
+            gdn.decode_packed(*args, **sizes | change)
+    with pytest.raises(ValueError, match="state: expected one state for each of B=5"):
+        gdn.decode_functional(**inputs(B, T), state=pool_of(SLOTS))
+
+
+@pytest.mark.parametrize("name", ["q", "g", "state"])
+def test_no_gradient(name):
+    x = inputs(B, T) | {"state": pool_of(B)}
+    x[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"{name}: expected a tensor without gradient"):
+        gdn.decode(**x)
+    with torch.no_grad():
+        assert not gdn.decode(**x).requires_grad
+
+
+def test_warmup_names_what_it_ran():
+    sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 16}
+    warmed = gdn.warmup("cpu", **sizes, dtypes=(torch.float32,), state_dtypes=(torch.float32, torch.bfloat16))
+    for name in (
+        "decode",
+        "decode_packed",
+        "decode_functional",
+        "prefill",
+        "commit",
+        "chunk_gated_delta_rule",
+    ):
+        assert any(line.startswith(f"{name} ") for line in warmed), name
+
+
+def test_examples_run():
+    assert doctest.testmod(gdn.ops.serving).failed == 0

@@ -1,0 +1,355 @@
+"""Prefill: outputs, final states, checkpoints and snapshots against the law. The contract of any backend."""
+
+import pytest
+import torch
+from serving import TOLERANCE, error, inputs, pool_of, same_bits, stored_wrong
+
+import gdn
+from gdn.problem.serving import parse_prefill
+from gdn.reference import serving as law
+
+NAN = float("nan")
+LENGTHS = [70, 0, 1, 64, 200, 129]
+N, TAIL, SLOTS = len(LENGTHS), 3, 9
+SLOT = [4, 0, 7, 1, 3, 8]
+LAYOUTS = [True, False]
+
+
+def batch(
+    lengths=LENGTHS, slots=SLOT, tail=TAIL, pool=torch.float32, v_first=True, index=torch.int64, **options
+):
+    """A packed call with a few tokens that nobody owns at its end."""
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    x = inputs(1, int(ends[-1]) + tail, **options)
+    state = pool_of(SLOTS, dtype=pool, v_first=v_first)
+    return x | {
+        "state": state,
+        "cu_seqlens": ends.to(torch.int32),
+        "state_index": torch.tensor(slots, dtype=index),
+    }
+
+
+def every(rows=40, every=64, offsets=(0, 0, 1, 4, 5, 20), v_first=True):
+    """Checkpoints at multiples of `every`, into poisoned memory."""
+    kept = torch.full((rows, 4, *((24, 16) if v_first else (16, 24))), NAN)
+    return {"checkpoints": kept, "checkpoint_every": every, "checkpoint_offsets": torch.tensor(offsets)}
+
+
+def wrongs(o, state, kept, want, x, tolerance):
+    """Everything wrong with what a prefill left behind."""
+    found = [f"o is off by {error(o, want.o):.1e}"] if not error(o, want.o) <= tolerance else []
+    found.append(stored_wrong(state, want.state, x["state"], tolerance))
+    if kept is not None:
+        found.append(stored_wrong(kept, want.extra, x["checkpoints"], tolerance))
+    return [f for f in found if f]
+
+
+def run(backend, x, **options):
+    """A prefill on copies, its output poisoned first."""
+    written = {name: x[name].clone() for name in ("state", "checkpoints") if x.get(name) is not None}
+    out = torch.full_like(x["v"], NAN)
+    assert gdn.prefill(**x | written, out=out, backend=backend, **options) is out
+    return out, written["state"], written.get("checkpoints")
+
+
+def agrees(backend, x, tolerance, **options):
+    """Everything written against the law; returns it."""
+    want = law.prefill(**x, **{k: v for k, v in options.items() if k != "batch_invariant"})
+    got = run(backend, x, **options)
+    assert wrongs(*got, want, x, tolerance) == []
+    return got
+
+
+@pytest.mark.parametrize("v_first", LAYOUTS)
+@pytest.mark.parametrize(
+    "dtype, pool, index",
+    [
+        (torch.float32, torch.float32, torch.int64),
+        (torch.bfloat16, torch.float32, torch.int32),
+        (torch.bfloat16, torch.bfloat16, torch.int32),
+        (torch.float16, torch.float16, torch.int64),
+        (torch.float64, torch.float64, torch.int64),
+    ],
+)
+def test_prefill(backend, poison, dtype, pool, index, v_first):
+    tolerance = max(TOLERANCE[dtype], TOLERANCE[pool])
+    x = batch(dtype=dtype, pool=pool, index=index, v_first=v_first)
+    o, _, _ = agrees(backend, x, tolerance, state_v_first=v_first)
+    assert not o[:, -TAIL:].any()
+    kept = every(v_first=v_first)
+    kept["checkpoints"] = kept["checkpoints"].to(torch.promote_types(dtype, torch.float32))
+    agrees(backend, x | kept, tolerance, state_v_first=v_first, batch_invariant=True)
+
+
+def test_the_gate_can_fail(backend):
+    x = batch() | every()
+    got, want = run(backend, x), law.prefill(**x)
+    assert wrongs(*got, want, x, 1e-5) == []
+    o, state, kept = got
+    shifted = kept.roll(1, 0)
+    lies = {
+        "zero": (torch.zeros_like(o), state, kept),
+        "swapped heads": (o.flip(2), state, kept),
+        "dropped state": (
+            run(backend, x, has_initial_state=torch.zeros(N, dtype=torch.bool))[0],
+            state,
+            kept,
+        ),
+        "dropped chunk": (torch.cat([o[:, :64] * 0, o[:, 64:]], 1), state, kept),
+        "state not written": (o, x["state"], kept),
+        "next checkpoint": (o, state, shifted),
+        "no checkpoint": (o, state, x["checkpoints"]),
+    }
+    for name, lie in lies.items():
+        assert wrongs(*lie, want, x, 1e-5), name
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_slots(backend, poison, invariant):
+    """Padding, split write slots, new sequences on dirty slots, and a NaN wherever nothing is read."""
+    x = batch(slots=[-1, 5, 0, 1, SLOTS, 8])
+    x |= {
+        "has_initial_state": torch.tensor([True, True, True, False, True, True]),
+        "out_state_index": torch.tensor([3, 4, 2, 1, 6, -1]),
+    }
+    for slot in (0, 1, 2, 3, 4, 5, 6, 7):
+        x["state"][slot] = NAN
+    starts = x["cu_seqlens"].tolist()
+    for n in (0, 2, 4):
+        for name in ("q", "k", "v", "g", "beta"):
+            x[name][:, starts[n] : starts[n + 1]] = NAN
+    o, state, _ = run(backend, x, null_slot=0, batch_invariant=invariant)
+    clean = {name: v.nan_to_num() if v.is_floating_point() else v for name, v in x.items()}
+    want = law.prefill(**clean, null_slot=0)
+    assert error(o, want.o) <= 1e-5
+    touched = [1]
+    assert error(state[touched], want.state[touched]) <= 1e-5
+    rest = [s for s in range(SLOTS) if s not in touched]
+    assert same_bits(state[rest], x["state"][rest])
+    assert same_bits(run(backend, x | {"update_state": False, "out_state_index": None})[1], x["state"])
+
+
+def test_neighbours_with_nan(backend):
+    """A NaN in one sequence, its state included, reaches no other."""
+    x = batch()
+    want = run(backend, x)
+    x["state"][SLOT[3]] = NAN
+    x["q"][:, 75], x["k"][:, 72], x["v"][:, 80] = NAN, NAN, NAN
+    o, state, _ = run(backend, x)
+    starts = x["cu_seqlens"].tolist()
+    for n in (0, 1, 2, 4, 5):
+        rows = slice(starts[n], starts[n + 1])
+        assert error(o[:, rows], want[0][:, rows]) <= 1e-6 and error(state[SLOT[n]], want[1][SLOT[n]]) <= 1e-6
+
+
+@pytest.mark.parametrize("step", [64, 128])
+def test_checkpoints(backend, step):
+    offsets = (0, 0, -1, 4, 38 if step == 64 else 39, 20)
+    x = batch() | every(every=step, offsets=offsets)
+    _, _, kept = agrees(backend, x, 1e-5)
+    written = [row for row in range(40) if not kept[row].isnan().any()]
+    assert written == ([0, 4, 20, 21, 38, 39] if step == 64 else [20, 39])
+    # the final state of a sequence that ends on a checkpoint is that checkpoint
+    aligned = batch([128, 192], [2, 5]) | every(every=64, offsets=(0, 10))
+    _, state, kept = agrees(backend, aligned, 1e-5)
+    assert same_bits(kept[1], state[2]) and same_bits(kept[12], state[5])
+
+
+@pytest.mark.parametrize("v_first", LAYOUTS)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_snapshots(backend, v_first, invariant):
+    positions = (
+        [70, 0, 1, 64, 200, 129],
+        [1, 0, 0, 63, 130, 128],
+        [-1, 1, 2, 65, 64, 127],
+        [63, -1, 5, 0, 191, 65],
+    )
+    for pos in positions:
+        x = batch(slots=[1, 2, 3, 4, 5, 6], v_first=v_first)
+        wide = pool_of(14, v_first=v_first)
+        wide[1:7] = x["state"][1:7]
+        x |= {
+            "state": wide,
+            "snapshot_pos": torch.tensor(pos),
+            "snapshot_index": torch.tensor([8, 9, 10, 11, 12, 13]),
+        }
+        _, state, _ = agrees(backend, x, 1e-5, state_v_first=v_first, batch_invariant=invariant)
+        for n, at in enumerate(pos):
+            assert same_bits(state[8 + n], wide[8 + n]) == (not 0 <= at <= LENGTHS[n])
+    x |= {"snapshot_index": torch.tensor([-1, 0, 99, 11, 12, 13])}
+    assert same_bits(agrees(backend, x, 1e-5, state_v_first=v_first, null_slot=0)[1][0], wide[0])
+
+
+def test_batch_invariance(backend):
+    """The bits of a sequence are those it has alone, whatever the order and company."""
+    x = batch() | every() | {"snapshot_pos": torch.tensor([33, 0, 1, 5, 100, 65])}
+    x["state"] = pool_of(2 * SLOTS)
+    x["snapshot_index"] = torch.tensor(SLOT) + SLOTS
+    o, state, kept = run(backend, x, batch_invariant=True)
+    starts = x["cu_seqlens"].tolist()
+    for n in range(N):
+        rows = slice(starts[n], starts[n + 1])
+        alone = x | {name: x[name][:, rows].clone() for name in ("q", "k", "v", "g", "beta")}
+        for name in ("state_index", "checkpoint_offsets", "snapshot_pos", "snapshot_index"):
+            alone[name] = x[name][n : n + 1]
+        alone["cu_seqlens"] = torch.tensor([0, LENGTHS[n]])
+        single = run(backend, alone, batch_invariant=True)
+        assert same_bits(single[0], o[:, rows])
+        assert all(same_bits(single[1][s], state[s]) for s in (SLOT[n], SLOT[n] + SLOTS))
+        for i in range(LENGTHS[n] // 64):
+            row = int(x["checkpoint_offsets"][n]) + i
+            assert same_bits(single[2][row], kept[row])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_reruns_give_the_same_bits(backend, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = batch() | every()
+        first, second = run(backend, x), run(backend, x)
+        assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_gates(backend):
+    x = batch(raw=True)
+    for negative in (False, True):
+        agrees(backend, x, 1e-5, allow_neg_eigval=negative)
+    agrees(backend, x | {"dt_bias": None}, 1e-5, scale=0.5, use_qk_l2norm_in_kernel=True)
+    agrees(backend, batch() | {"g": None, "beta": None}, 1e-5)
+    reset = batch()
+    reset["g"][:, ::50] = -1e6
+    agrees(backend, reset, 1e-5)
+
+
+@pytest.mark.parametrize("H, HV, K, V", [(1, 1, 1, 1), (1, 3, 60, 100), (2, 2, 128, 32)])
+def test_heads_and_sizes(backend, H, HV, K, V):
+    x = batch([65, 3], [1, 0], H=H, HV=HV, K=K, V=V) | {"state": pool_of(3, HV=HV, K=K, V=V)}
+    agrees(backend, x, 1e-5)
+
+
+def test_prefill_then_decode_is_the_whole(backend):
+    x = inputs(1, 80)
+    states = [torch.zeros(1, 4, 24, 16) for _ in range(2)]
+    index = torch.tensor([0])
+    whole = gdn.prefill(
+        **x, state=states[0], cu_seqlens=torch.tensor([0, 80]), state_index=index, backend=backend
+    )
+    first = {k: v[:, :77] for k, v in x.items()}
+    o = gdn.prefill(
+        **first, state=states[1], cu_seqlens=torch.tensor([0, 77]), state_index=index, backend=backend
+    )
+    rest = gdn.decode(**{k: v[:, 77:] for k, v in x.items()}, state=states[1], backend=backend)
+    assert error(torch.cat([o, rest], 1), whole) <= 1e-5 and error(states[1], states[0]) <= 1e-5
+
+
+def test_strided_pool_and_views(backend, poison):
+    x = batch()
+    want = run(backend, x)
+    memory = torch.randn(SLOTS, 3, 4, 24, 16)
+    pool = memory[:, 1]
+    pool.copy_(x["state"])
+    before = memory.clone()
+    total = x["q"].shape[1]
+    wide = torch.randn(1, total, 300)
+    views = {"q": wide[..., 5:37].unflatten(2, (2, 16)), "v": wide[..., 100:196].unflatten(2, (4, 24))}
+    for name, view in views.items():
+        view.copy_(x[name])
+    out = torch.full((total, 1, 4, 24), NAN).transpose(0, 1)
+    gdn.prefill(**x | views | {"state": pool}, out=out, backend=backend)
+    assert same_bits(out, want[0]) and same_bits(pool, want[1])
+    before[:, 1] = pool
+    assert same_bits(memory, before)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_nothing_to_do(backend, lengths):
+    for tail in (0, 2):
+        x = batch(lengths, list(range(len(lengths))), tail=tail)
+        o, state, _ = run(backend, x)
+        assert not o.any() and same_bits(state, x["state"])
+
+
+def test_compile(backend):
+    step = torch.compile(
+        lambda x: gdn.prefill(**x, checkpoint_every=64, backend=backend) + 1, fullgraph=True, dynamic=True,
+        backend="aot_eager",
+    )  # fmt: skip
+    for lengths in ([70, 3], [5, 129]):
+        x = batch(lengths, [2, 4]) | every(offsets=(0, 4))
+        del x["checkpoint_every"]
+        copies = {k: v.clone() for k, v in x.items()}
+        want = gdn.prefill(**copies, checkpoint_every=64, backend=backend) + 1
+        assert same_bits(step(x), want)
+        assert same_bits(x["state"], copies["state"]) and same_bits(x["checkpoints"], copies["checkpoints"])
+
+
+OPTIONAL = (
+    "g", "beta", "a", "b", "A_log", "dt_bias", "scale", "out_state_index", "has_initial_state", "checkpoints",
+    "checkpoint_offsets", "snapshot_pos", "snapshot_index", "null_slot", "out", "backend",
+)  # fmt: skip
+DEFAULTS = {
+    "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True,
+    "batch_invariant": False, "update_state": True, "checkpoint_every": 0,
+}  # fmt: skip
+
+
+def test_operator():
+    for extra in ({}, every(offsets=(0, 4))):
+        x = batch([70, 3], [2, 4]) | extra
+        args = parse_prefill(**dict.fromkeys(OPTIONAL) | DEFAULTS | x).arguments()
+        torch.library.opcheck(torch.ops.gdn.prefill.default, args)
+
+
+KEPT = every(offsets=(0, 2))
+REFUSALS = [
+    (ValueError, "q: expected B=1", {name: v.expand(2, *v.shape[1:]) for name, v in inputs(1, 73).items()}),
+    (TypeError, "cu_seqlens: expected a tensor", {"cu_seqlens": None}),
+    (ValueError, "cu_seqlens: expected the last offset", {"cu_seqlens": torch.tensor([0, 70, 99])}),
+    (ValueError, "cu_seqlens: expected non-decreasing", {"cu_seqlens": torch.tensor([0, 70, 60])}),
+    (TypeError, "state_index: expected a tensor", {"state_index": None}),
+    (ValueError, "state_index: expected shape", {"state_index": torch.tensor([1])}),
+    (TypeError, "state_index: expected an int32", {"state_index": torch.tensor([1.0, 2.0])}),
+    (
+        ValueError,
+        "out_state_index: expected None",
+        {"out_state_index": torch.tensor([1, 2]), "update_state": False},
+    ),
+    (TypeError, "has_initial_state: expected a bool", {"has_initial_state": torch.tensor([1, 0])}),
+    (ValueError, "has_initial_state: expected shape", {"has_initial_state": torch.tensor([True])}),
+    (ValueError, "checkpoint_every: expected a positive", KEPT | {"checkpoint_every": 32}),
+    (ValueError, "checkpoint_every: expected a positive", KEPT | {"checkpoint_every": 0}),
+    (ValueError, "checkpoint_every: expected a positive", KEPT | {"checkpoint_every": -64}),
+    (ValueError, "checkpoint_every: expected nothing", {"checkpoint_every": 64}),
+    (TypeError, "checkpoint_offsets: expected a tensor", KEPT | {"checkpoint_offsets": None}),
+    (ValueError, "checkpoint_offsets: expected shape", KEPT | {"checkpoint_offsets": torch.tensor([1])}),
+    (ValueError, "checkpoints: expected dtype", KEPT | {"checkpoints": torch.zeros(4, 4, 24, 16).bfloat16()}),
+    (ValueError, "checkpoints: expected shape", KEPT | {"checkpoints": torch.zeros(4, 4, 16, 24)}),
+    (TypeError, "snapshot_index: expected a tensor", {"snapshot_pos": torch.tensor([1, 2])}),
+    (ValueError, "state: expected .* without ring_pos", {"state": torch.zeros(3, 2, 4, 24, 16)}),
+    (ValueError, "null_slot: expected None or 0", {"null_slot": 1}),
+    (ValueError, "out: expected shape", {"out": torch.zeros(1, 73, 4, 16)}),
+    (TypeError, "batch_invariant: expected a bool", {"batch_invariant": None}),
+    (ValueError, "g: expected None with the raw", {"a": torch.zeros(1, 73, 4)}),
+    (NotImplementedError, "hopper:", {"backend": "hopper"}),
+    (TypeError, "unexpected keyword", {"initial_state": None}),
+]
+
+
+@pytest.mark.parametrize("kind, message, change", REFUSALS)
+def test_refusals_touch_nothing(kind, message, change):
+    x = batch([70, 3], [2, 4], tail=0) | {"out": torch.ones(1, 73, 4, 24)} | change
+    before = {k: v.clone() for k, v in x.items() if isinstance(v, torch.Tensor)}
+    with pytest.raises(kind, match=message):
+        gdn.prefill(**x)
+    assert all(torch.equal(before[k].nan_to_num(), x[k].nan_to_num()) for k in before)
+
+
+@pytest.mark.parametrize("name", ["q", "beta", "state"])
+def test_no_gradient(name):
+    x = batch([3, 2], [0, 1])
+    x[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"{name}: expected a tensor without gradient"):
+        gdn.prefill(**x)
