@@ -287,3 +287,27 @@ def test_a_wrong_answer_is_refused():
 
     assert all(row.ok for row in check(chunk, case, torch.float32))
     assert not all(row.ok for row in check(dropped_state, case, torch.float32))
+
+
+def test_what_lies_past_the_last_sequence_reaches_nothing():
+    case = Case("model", lengths=packed(70, 0, 33, tail=29), raw_gate="on", beta="sigmoid", state="wide")
+    given = inputs(case, torch.float32)
+    for function in (chunk, form(recurrent)):
+        clean = run(function, given)
+        for name in ("q", "k", "v", "g", "beta"):
+            given.tensors[name][:, 103:] = torch.nan
+        for name, x in run(function, given).items():
+            assert torch.equal(x, clean[name]), name
+
+
+def test_no_decay_and_full_decay_have_finite_gradients():
+    q, k, v, _, beta = tensors()
+    for g, A_log in ((torch.zeros(2, 70, 4), -torch.inf), (torch.full((2, 70, 4), -torch.inf), None)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
+        options = {}
+        if A_log is not None:
+            options = {"use_gate_in_kernel": True, "A_log": torch.full((4,), A_log, requires_grad=True)}
+        for f in (chunk, form(recurrent)):
+            o, S = f(*leaves, output_final_state=True, **options)
+            found = torch.autograd.grad(o.sum() + S.sum(), [*leaves, *list(options.values())[1:]])
+            assert all(bool(x.isfinite().all()) for x in (o, S, *found))

@@ -41,22 +41,31 @@ def define(name: str, schema: str, implementation: Any, fake: Any) -> Any:
 def guarded(name: str, device: torch.device, tensors: Sequence[Tensor | None], run: Any) -> Any:
     """Run an operator's body with autocast off, and in debug mode with a log line and finiteness checks around it."""
     if not settings.debug():
-        if not torch.is_autocast_enabled(device.type):
-            return run()
-        with torch.autocast(device.type, enabled=False):
-            return run()
+        return _without_autocast(device, run)
     logger.warning("gdn::%s on %s: %s", name, device, [list(x.shape) for x in tensors if x is not None])
     for i, x in enumerate(tensors):
-        if x is not None and x.is_floating_point() and not bool(torch.isfinite(x).all()):
+        # -inf is a decay to nothing in g, and no decay in A_log
+        if x is not None and x.is_floating_point() and not bool((x < torch.inf).all()):
             raise ValueError(f"{name}: expected finite values in tensor argument {i}, got NaN or Inf")
-    with torch.autocast(device.type, enabled=False):
-        out = run()
+    out = _without_autocast(device, run)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     for i, x in enumerate(out):
         if x is not None and x.is_floating_point() and not bool(torch.isfinite(x).all()):
             raise FloatingPointError(f"{name}: output {i} holds NaN or Inf although every input was finite")
     return out
+
+
+def is_autocasting(device: torch.device) -> bool:
+    """True under autocast for the device's type; some types know no autocast."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def _without_autocast(device: torch.device, run: Any) -> Any:
+    if not is_autocasting(device):
+        return run()
+    with torch.autocast(device.type, enabled=False):
+        return run()
 
 
 def present(x: Tensor | None, like: Tensor) -> Tensor:

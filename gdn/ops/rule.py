@@ -151,7 +151,7 @@ def explain(
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, q, k, v in the autocast dtype, as torch does for attention; everything else untouched."""
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and library.is_autocasting(q.device):
         dtype = torch.get_autocast_dtype(q.device.type)
         if q.is_floating_point() and q.dtype != torch.float64:
             q, k, v = (

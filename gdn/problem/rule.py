@@ -10,6 +10,9 @@ from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
 from gdn.problem import check
 
 CHUNK = 64  # tokens per chunk, in every backend and in what a forward saves for its backward
+RESET = (
+    -1000.0
+)  # a log decay below it counts as it: e^-1000 is 0 in every dtype, and sums keep their resolution
 
 
 class ContextParallel(Protocol):

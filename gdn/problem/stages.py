@@ -10,10 +10,6 @@ from gdn.notation import Offsets
 from gdn.problem import check
 from gdn.problem.rule import CHUNK
 
-RESET = (
-    -1000.0
-)  # a log decay below this counts as this: e^-1000 is 0 in every dtype, and sums keep their resolution
-
 AXES = {
     "q": "B T H K",
     "k": "B T H K",

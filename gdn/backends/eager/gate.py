@@ -1,13 +1,30 @@
-"""The gates from raw logits: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), and their gradients.
+"""The gates: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), their gradients, and as the rule uses them.
 
-Computed in float64 where the device has it: there is one number per token and head, and softplus(-100) is
-below the normal range of fp32.
+Computed in float64 where the device has it: there is one number per token and head, softplus(-100) is below the
+normal range of fp32, and the chunk sum of g is differenced: a reset on one token leaves the others' decays exact.
 """
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from gdn.backends.eager.gates import softplus, wide
 from gdn.notation import HeadParam, PerHead
+from gdn.problem import RESET, Problem
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """Float64, or float32 on devices that have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), exact in its dtype for very negative and very large x."""
+    return F.relu(x) + torch.log1p(torch.exp(-x.abs()))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x): torch.sigmoid's bits on the CPU depend on where in the tensor x stands, these do not."""
+    return (1 + torch.exp(-x)).reciprocal()
 
 
 def log_decay(a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> PerHead:
@@ -19,22 +36,28 @@ def log_decay(a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> PerHea
 def log_decay_bwd(
     a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, dg: PerHead
 ) -> tuple[PerHead, HeadParam, HeadParam | None]:
-    """da, dA_log, ddt_bias, each in its tensor's dtype, summed over tokens in `wide`."""
+    """dx = -e^A sigmoid(x) dg;  dA_log = sum g dg;  ddt_bias = sum dx; each in its tensor's dtype."""
     x = _shifted(a, dt_bias)
     dg = dg.to(x.dtype)
     # 0 times NaN or inf must not reach the sums: a token of no sequence holds anything, a reset has g = -inf
     is_zero = dg == 0
     dA_log = (dg * log_decay(a, A_log, dt_bias)).masked_fill_(is_zero, 0).reshape(-1, A_log.shape[0]).sum(0)
-    dx = (-A_log.to(x.dtype).exp() * torch.sigmoid(x) * dg).masked_fill_(is_zero, 0)
+    dx = (-A_log.to(x.dtype).exp() * sigmoid(x) * dg).masked_fill_(is_zero, 0)
     ddt_bias = None if dt_bias is None else dx.reshape(-1, A_log.shape[0]).sum(0).to(dt_bias.dtype)
     return dx.to(a.dtype), dA_log.to(A_log.dtype), ddt_bias
+
+
+def strength_bwd(b: PerHead, dbeta: PerHead) -> PerHead:
+    """db of beta = sigmoid(b)."""
+    y, dbeta = b.to(wide(b.device)), dbeta.to(wide(b.device))
+    # sigmoid(-y), not 1 - sigmoid(y): the difference cancels for large y
+    return (dbeta * sigmoid(y) * sigmoid(-y)).masked_fill_(dbeta == 0, 0).to(b.dtype)
 
 
 def gate(a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> tuple[PerHead, PerHead]:
     """See `gdn.gate`."""
     dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
-    beta = torch.sigmoid(b.to(wide(b.device)))
-    return log_decay(a, A_log, dt_bias).to(dtype), beta.to(dtype)
+    return log_decay(a, A_log, dt_bias).to(dtype), sigmoid(b.to(wide(b.device))).to(dtype)
 
 
 def gate_bwd(
@@ -42,10 +65,46 @@ def gate_bwd(
 ) -> tuple[PerHead, PerHead, HeadParam, HeadParam | None]:
     """da, db, dA_log, ddt_bias."""
     da, dA_log, ddt_bias = log_decay_bwd(a, A_log, dt_bias, dg)
-    y = b.to(wide(b.device))
-    # sigmoid(-y), not 1 - sigmoid(y): the difference cancels for large y
-    db = dbeta.to(y.dtype) * torch.sigmoid(y) * torch.sigmoid(-y)
-    return da, db.to(b.dtype), dA_log, ddt_bias
+    return da, strength_bwd(b, dbeta), dA_log, ddt_bias
+
+
+def activate(problem: Problem) -> tuple[PerHead, PerHead]:
+    """The rule's gates: log decay g in `wide`, at least RESET, and beta in the computing dtype."""
+    p, shape = problem, (problem.B, problem.T, problem.HV)
+    if p.g is None:
+        g = torch.zeros(shape, dtype=wide(p.device), device=p.device)
+    elif p.use_gate_in_kernel:
+        assert p.A_log is not None
+        g = log_decay(p.g, p.A_log, p.dt_bias)
+    else:
+        g = p.g.to(wide(p.device))
+    if p.beta is None:
+        beta = torch.ones(shape, dtype=p.state_dtype, device=p.device)
+    elif p.use_beta_sigmoid_in_kernel:
+        beta = sigmoid(p.beta.to(wide(p.device))).mul_(2 if p.allow_neg_eigval else 1).to(p.state_dtype)
+    else:
+        beta = p.beta.to(p.state_dtype)
+    return g.clamp(min=RESET), beta
+
+
+def activate_bwd(
+    problem: Problem, dg: PerHead, dbeta: PerHead
+) -> tuple[PerHead | None, PerHead | None, HeadParam | None, HeadParam | None]:
+    """Gradients of the rule's gates -> dg, dbeta, dA_log, ddt_bias of what the caller gave; None for None."""
+    p = problem
+    dA_log = ddt_bias = None
+    if p.g is None:
+        dg_given = None
+    elif p.use_gate_in_kernel:
+        assert p.A_log is not None
+        dg_given, dA_log, ddt_bias = log_decay_bwd(p.g, p.A_log, p.dt_bias, dg)
+    else:
+        dg_given = dg.to(p.g.dtype)
+    if p.beta is None:
+        return dg_given, None, dA_log, ddt_bias
+    if p.use_beta_sigmoid_in_kernel:
+        dbeta = strength_bwd(p.beta, 2 * dbeta if p.allow_neg_eigval else dbeta)
+    return dg_given, dbeta.to(p.beta.dtype), dA_log, ddt_bias
 
 
 def _shifted(a: PerHead, dt_bias: HeadParam | None) -> PerHead:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gdn.backends.eager.gates import activate
+from gdn.backends.eager.gate import activate
 from gdn.problem import Problem, host_offsets
 
 Pick = slice | Tensor

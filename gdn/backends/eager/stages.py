@@ -9,8 +9,7 @@ formed for i >= j only.
 import torch
 from torch import Tensor
 
-from gdn.backends.eager.gate import log_decay, log_decay_bwd
-from gdn.backends.eager.gates import wide
+from gdn.backends.eager.gate import log_decay, log_decay_bwd, wide
 from gdn.backends.eager.tiling import Tiling
 from gdn.notation import (
     AInv,
@@ -27,8 +26,7 @@ from gdn.notation import (
     Values,
     WKeys,
 )
-from gdn.problem import CHUNK
-from gdn.problem.stages import RESET
+from gdn.problem import CHUNK, RESET
 
 
 def chunk_cumsum(g: PerHead, cu_seqlens: Offsets | None) -> GSum:
