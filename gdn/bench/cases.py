@@ -6,7 +6,7 @@ Random numbers are rounded to the dtype of the call before anybody sees them: th
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -117,9 +117,8 @@ _REGIME, _SHAPE = ("gate", "keys"), ("lengths", "heads", "sizes")
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
-def is_contradiction(a: tuple[str, Any], b: tuple[str, Any]) -> bool:
-    """True for two choices that no call can make together."""
-    chosen = dict((a, b))
+def is_contradiction(chosen: Mapping[str, Any]) -> bool:
+    """True if two of these choices, some or all of a case's, cannot be made together."""
     keys, beta = chosen.get("keys"), chosen.get("beta")
     if chosen.get("gate") == "absent" and chosen.get("raw_gate", "off") != "off":
         return True
@@ -135,9 +134,9 @@ def pairs(factors: dict[str, tuple[Any, ...]]) -> Iterator[Pair]:
     for (a, xs), (b, ys) in itertools.combinations(factors.items(), 2):
         if a in _SHAPE and (b in _SHAPE or b not in _REGIME):
             continue
-        for pair in itertools.product([(a, x) for x in xs], [(b, y) for y in ys]):
-            if not is_contradiction(*pair):
-                yield pair
+        for x, y in itertools.product(xs, ys):
+            if not is_contradiction({a: x, b: y}):
+                yield (a, x), (b, y)
 
 
 def met(case: Case, factors: dict[str, tuple[Any, ...]]) -> set[Pair]:
@@ -170,9 +169,9 @@ def covering(
 def product(factors: dict[str, tuple[Any, ...]] = FACTORS) -> Iterator[Case]:
     """Every case there is. Billions: for runs on demand, take a slice."""
     for values in itertools.product(*factors.values()):
-        choices = list(zip(factors, values, strict=True))
-        if not any(is_contradiction(a, b) for a, b in itertools.combinations(choices, 2)):
-            yield Case(**dict(choices))
+        chosen = dict(zip(factors, values, strict=True))
+        if not is_contradiction(chosen):
+            yield Case(**chosen)
 
 
 def sample(count: int, factors: dict[str, tuple[Any, ...]] = FACTORS, seed: int = 0) -> list[Case]:
@@ -192,10 +191,7 @@ def _complete(
     """A random case with these two choices, or None when none was found."""
     for _ in range(200):
         chosen = {name: rng.choice(values) for name, values in factors.items()} | dict(fixed)
-        if any(is_contradiction(a, b) for a, b in itertools.combinations(chosen.items(), 2)):
-            continue
-        case = Case(**chosen)
-        if case.cost <= max_cost:
+        if not is_contradiction(chosen) and (case := Case(**chosen)).cost <= max_cost:
             return case
     return None
 
@@ -244,7 +240,7 @@ def inputs(case: Case, dtype: torch.dtype, *, seed: int = 0, device: str | torch
     if case.use_qk_l2norm_in_kernel:
         k = k * draw.uniform(0.5, 2.0, B, T, H, 1)
     if case.is_strided:
-        flat = torch.cat([x.reshape(B, T, -1) for x in (q, k, v)], dim=-1).to(dtype)
+        flat = torch.cat([x.reshape(B, T, -1) for x in (q, k, v)], dim=-1).to(device, dtype)
         parts = flat.split([H * K, H * K, HV * V], dim=-1)
         q, k, v = (x.unflatten(-1, (heads, -1)) for x, heads in zip(parts, (H, H, HV), strict=True))
     else:

@@ -1,0 +1,175 @@
+"""The main job on real input: a small hybrid model learns to write Python, on gdn, through Transformers.
+
+The model is Transformers' own Qwen3.5 text class with random weights, three gated delta rule layers to one
+of attention; the text is Python's own library, a token per byte. The same weights then run without gdn.
+"""
+
+import sysconfig
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gdn
+from gdn.bench import measure
+
+STEPS, BATCH, T = 320, 2, 512  # training: rows and tokens per step
+LONG = 2048  # tokens of the compared training step: the fallback's backward is quadratic in them
+WRITTEN, COMPARED = 400, 64  # bytes written with gdn, and for the comparison of decoding
+LEARNING_RATE = 4e-3
+PROMPT = b"import os\nimport sys\n\n\ndef main(args):\n"
+Report = Callable[[str, int, int, str], None]  # name of the part, done, total, a note
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found. speeds: (what, tokens per second with gdn, and with Transformers' own functions)."""
+
+    parameters: int
+    losses: list[float]
+    picture: str
+    prompt: str
+    continuation: str
+    speeds: list[tuple[str, float, float]]
+    logit_difference: float
+
+
+def run(out: Path, *, device: torch.device, steps: int = STEPS, report: Report = lambda *_: None) -> Result:
+    """Train, draw, write, compare."""
+    torch.manual_seed(0)
+    text = sources().to(device)
+    model = build().to(device)
+    with gdn.patch_transformers():
+        losses = train(model, text, steps, report)
+        model.eval()
+        report("write", 0, 1, "")
+        written = write(model, PROMPT, WRITTEN)
+        report("write", 1, 1, f"{WRITTEN} bytes")
+    picture = draw(losses, out / "loss.png")
+    speeds, difference = compare(model, text[: LONG + 1], report)
+    return Result(
+        sum(p.numel() for p in model.parameters()), losses, str(picture), PROMPT.decode(),
+        written.decode(errors="replace"), speeds, difference,
+    )  # fmt: skip
+
+
+def sources() -> Tensor:
+    """The library's top-level modules, one after the other, a token per byte."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    if not files:
+        raise FileNotFoundError(
+            "demo: expected the Python library's sources, got an installation without them"
+        )
+    return torch.tensor(list(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def build() -> Any:
+    """A Qwen3.5 text model of 1.7 million random parameters, two value heads to a key head."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, logging
+
+    logging.set_verbosity_error()  # it warns that its own functions are slow, which is what is shown here
+    config = Qwen3_5TextConfig(
+        vocab_size=256, hidden_size=192, intermediate_size=384, num_hidden_layers=4, tie_word_embeddings=True,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=48, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return Qwen3_5ForCausalLM(config)
+
+
+def train(model: Any, text: Tensor, steps: int, report: Report) -> list[float]:
+    """AdamW on random windows of the text; the loss of every step, in nats per byte."""
+    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    losses: list[float] = []
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = LEARNING_RATE * min(1, (step + 1) / 20) * (1 - 0.95 * step / steps)
+        starts = torch.randint(len(text) - T, (BATCH,)).tolist()
+        losses.append(learn(model, torch.stack([text[i : i + T] for i in starts]).long()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        report("train", step + 1, steps, f"loss {losses[-1]:.2f}")
+    return losses
+
+
+def learn(model: Any, tokens: Tensor) -> float:
+    """One forward and backward: the loss of predicting each next byte; the parameters keep the gradients."""
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    return float(loss.detach())
+
+
+def write(model: Any, prompt: bytes, count: int) -> bytes:
+    """Continue a prompt by `count` bytes: one prefill, then one decoding step per byte."""
+    tokens = torch.tensor([list(prompt)], device=model.device)
+    with torch.no_grad():
+        whole = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=True, temperature=0.6,
+            top_k=20,
+        )  # fmt: skip
+    return bytes(whole[0, len(prompt) :].tolist())
+
+
+def compare(model: Any, text: Tensor, report: Report) -> tuple[list[tuple[str, float, float]], float]:
+    """Tokens per second of a long training step and of decoding, and the largest difference of the logits."""
+    tokens = text[None, :LONG].long()
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "gdn": gdn.patch_transformers,
+        "transformers": nullcontext,
+    }
+
+    def within(
+        context: Callable[[], AbstractContextManager[Any]], job: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        def go() -> Any:
+            with context():
+                return job()
+
+        return go
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    jobs: dict[str, tuple[Callable[[], Any], int, int]] = {
+        f"training step, {LONG} tokens": (lambda: learn(model, tokens), LONG, 3),
+        f"prefill, {LONG} tokens": (forward, LONG, 5),
+        "decoding": (lambda: write(model, PROMPT, COMPARED), COMPARED, 3),
+    }
+    speeds = []
+    for done, (name, (job, count, runs)) in enumerate(jobs.items()):
+        report("compare", done, len(jobs), name)
+        functions = {side: within(context, job) for side, context in contexts.items()}
+        found = measure.interleaved(functions, dict.fromkeys(functions, runs))
+        speeds.append((name, count / found["gdn"].p50, count / found["transformers"].p50))
+    logits = [within(context, forward)() for context in contexts.values()]
+    report("compare", len(jobs), len(jobs), "")
+    return speeds, float((logits[0] - logits[1]).abs().max())
+
+
+def draw(losses: list[float], path: Path) -> Path:
+    """The loss of every step and its running mean, as a PNG."""
+    from matplotlib.figure import Figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokens = [(i + 1) * BATCH * T / 1e3 for i in range(len(losses))]
+    width = max(1, len(losses) // 20)
+    means = [sum(losses[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(losses))]
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(tokens, losses, color="#9ecae1", linewidth=1, label="each step")
+    axes.plot(tokens, means, color="#08519c", linewidth=2, label=f"mean of {width} steps")
+    axes.set_xlabel("bytes read, thousands")
+    axes.set_ylabel("loss, nats per byte")
+    axes.set_title("A Qwen3.5-shaped model learns Python, with gdn")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+    return path

@@ -1,0 +1,128 @@
+"""Times, and where they were taken: interleaved runs, medians with their spread, rows of a results file."""
+
+import datetime
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds per run: median and the 20th and 80th percentile of `runs` runs."""
+
+    p20: float
+    p50: float
+    p80: float
+    runs: int
+
+
+def times(seconds: Iterable[float]) -> Times:
+    """Percentiles of a list of times, each one that was measured (the nearest, none interpolated)."""
+    ordered = sorted(seconds)
+    p20, p50, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.5, 0.8))
+    return Times(p20, p50, p80, len(ordered))
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], Any]],
+    runs: Mapping[str, int],
+    *,
+    with_warmup: bool = True,
+) -> dict[str, Times]:
+    """Time functions in turn, so that a slower minute slows all of them; `runs` of each, evenly spread.
+
+    with_warmup: call each once before, untimed.
+    """
+    if with_warmup:
+        for function in functions.values():
+            function()
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    rounds = max(runs[name] for name in functions)
+    for i in range(rounds):
+        for name, function in functions.items():
+            if (i + 1) * runs[name] // rounds == i * runs[name] // rounds:
+                continue
+            start = time.perf_counter()
+            function()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: times(values) for name, values in seconds.items()}
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run with a fixed number of torch threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything a result hangs on; packages that are missing are left out."""
+    found = {"python": platform.python_version()}
+    for name in ("gdn", "torch", "triton", "transformers", "flash-linear-attention"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The short commit of this checkout, with '+' when files differ from it; None outside a checkout."""
+    try:
+        head = _git("rev-parse", "--short", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it, never the machine's."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def environment() -> dict[str, Any]:
+    """Date, versions, commit and processor: what every result row carries."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "commit": commit(),
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add rows to a JSON-lines file, one object per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="ascii") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(("git", *args), cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

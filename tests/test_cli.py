@@ -1,0 +1,100 @@
+"""The command line, through typer's own runner: what is printed, what is written, and the exit code."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from gdn import cli
+from gdn.bench import measure
+
+TINY = ["verify", "--quick", "--dtype", "fp32", "--max-cases", "2", "--device", "cpu"]
+
+
+def run(*args):
+    return CliRunner().invoke(cli.app, list(args))
+
+
+def test_info_names_who_takes_what():
+    found = json.loads(run("info", "--device", "cpu", "--json", "-").stdout)
+    assert found["versions"]["torch"] and found["threads"] >= 1 and found["devices"][0] == "cpu"
+    assert {name: report["chosen"] for name, report in found["backends"].items()} == dict.fromkeys(
+        cli.DTYPES, "eager"
+    )
+    assert found["backends"]["bf16"]["refusals"]["triton"]
+    assert "eager" in run("info", "--device", "cpu").stdout
+
+
+def test_verify_prints_a_verdict():
+    done = run(*TINY)
+    assert (
+        done.exit_code == 0 and "outputs within their limits" in done.stdout and "final_state" in done.stdout
+    )
+
+
+@pytest.mark.parametrize("entry", list(cli.ENTRIES))
+def test_verify_writes_every_row(entry, tmp_path):
+    file = tmp_path / "rows.json"
+    assert run(*TINY, "--entry", entry, "--json", str(file)).exit_code == 0
+    found = json.loads(file.read_text())
+    assert found["ok"] and not found["refused"] and len({row["case"] for row in found["rows"]}) == 2
+    assert {"case", "factors", "dtype", "output", "error", "max_abs", "limit", "ok"} == set(found["rows"][0])
+
+
+def test_verify_fails_on_a_wrong_answer(monkeypatch):
+    right = cli.ENTRIES["chunk"]
+
+    def wrong(*args, **options):
+        o, S = right(*args, **options)
+        return o * 1.01, S * float("nan")
+
+    monkeypatch.setitem(cli.ENTRIES, "chunk", wrong)
+    done = run(*TINY)
+    assert done.exit_code == 1 and "fails" in done.stdout
+    found = json.loads(run(*TINY, "--json", "-").stdout)
+    assert not found["ok"] and {row["error"] for row in found["rows"] if row["output"] == "final_state"} == {
+        None
+    }
+
+
+def test_verify_says_why_a_backend_refuses():
+    done = run(*TINY, "--backend", "triton")
+    assert done.exit_code == 1 and "not taken" in done.stdout and "triton" in done.stdout
+
+
+def test_verify_takes_a_sample_of_the_full_product():
+    done = run("verify", "--full", "--max-cases", "0", "--json", "-")
+    assert done.exit_code == 1 and json.loads(done.stdout)["rows"] == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--dtype", "int8"], ["--entry", "x"], ["--quick", "--full"], ["--backend", "x"]]
+)
+def test_wrong_arguments_are_refused(wrong):
+    assert run("verify", "--max-cases", "1", *wrong).exit_code != 0
+
+
+def test_bench_cpu_appends_rows(monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    from gdn.bench import cpu
+
+    row = {"job": "forward", "provider": "gdn", "T": 8, "B": 1, "share_of_limit": 0.1}
+    timed = {**row, "p20_ms": 1.0, "p50_ms": 2.0, "p80_ms": 3.0, "runs": 3, "ratio": 2.0, "goal": 1.8}
+    monkeypatch.setattr(cpu, "jobs", lambda is_quick: [cpu.Job("forward", 8, 1, {}, {})])
+    monkeypatch.setattr(cpu, "run", lambda job: iter([row, timed]))
+    results = tmp_path / "cpu.jsonl"
+    done = run("bench", "cpu", "--quick", "--threads", "1", "--results", str(results))
+    assert done.exit_code == 0 and "2.000" in done.stdout and "wrong" in done.stdout
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["threads"] for line in lines] == [1, 1] and set(measure.environment()) < set(lines[1])
+
+
+def test_module_runs_without_a_script():
+    done = subprocess.run([sys.executable, "-m", "gdn", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in done.stdout for command in ("info", "verify", "bench", "demo"))
