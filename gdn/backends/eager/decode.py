@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.backends.eager.gate import log_decay, wide
+from gdn.backends.eager.gate import log_decay, sigmoid, wide
 from gdn.problem import DecodeProblem
 
 Token = tuple[Tensor, ...]
@@ -106,7 +106,7 @@ def _gates(p: DecodeProblem) -> tuple[Tensor | None, Tensor | None]:
     g, beta = p.g, p.beta
     if p.a is not None and p.b is not None and p.A_log is not None:
         g = log_decay(p.a, p.A_log, p.dt_bias)
-        beta = (2.0 if p.allow_neg_eigval else 1.0) / (1 + torch.exp(-p.b.to(wide(p.b.device))))
+        beta = sigmoid(p.b.to(wide(p.b.device))).mul_(2 if p.allow_neg_eigval else 1)
     elif g is not None:
         g = g.to(p.dtype)
     shape = (-1, p.HV, 1, 1)
