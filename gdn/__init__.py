@@ -6,7 +6,10 @@ from gdn.ops import stages
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
 from gdn.ops.norm import rms_norm_gated
+from gdn.ops.prefill import commit, prefill
 from gdn.ops.rule import chunk_gated_delta_rule, explain, fused_recurrent_gated_delta_rule
+from gdn.ops.serving import decode, decode_functional, decode_packed
+from gdn.ops.warmup import warmup
 
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
@@ -19,9 +22,15 @@ __all__ = [
     "rms_norm_gated",
     "chunk_gated_delta_rule",
     "chunk_gdn",
+    "commit",
+    "decode",
+    "decode_functional",
+    "decode_packed",
     "explain",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "gate",
+    "prefill",
     "stages",
+    "warmup",
 ]
