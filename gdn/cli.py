@@ -242,20 +242,20 @@ def _plain(row: Row) -> dict[str, Any]:
 
 
 def _print_verdict(found: list[Row], refused: dict[str, list[str]]) -> None:
-    """The worst error of each output by dtype, with the case that had it; then refusals and failures."""
-    table = Table(box=None)
-    for name in ("dtype", "output", "cases", "error", "limit", "share", "max abs"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("in the worst case", ratio=1)
+    """The worst error of each output by dtype; then the narrowest passes, refusals and failures."""
+    table = Table("dtype", "output", "cases", "worst error", "limit", "share", "max abs", box=None)
     for dtype, output in sorted({(row.dtype, row.output) for row in found}, key=_place):
         rows = [row for row in found if (row.dtype, row.output) == (dtype, output)]
         worst = max(rows, key=lambda row: row.error / row.limit)
         share = f"[{'green' if worst.ok else 'red'}]{worst.error / worst.limit:.3f}[/]"
         table.add_row(
             dtype.removeprefix("torch."), output, str(len(rows)), f"{worst.error:.2e}", f"{worst.limit:.0e}",
-            share, f"{worst.max_abs:.1e}", str(worst.case),
+            share, f"{worst.max_abs:.1e}",
         )  # fmt: skip
     console.print(table)
+    for dtype in sorted({row.dtype for row in found}):
+        near = max((row for row in found if row.dtype == dtype), key=lambda row: row.error / row.limit)
+        console.print(f"nearest to its limit: {dtype} {near.output}, {near.case}")
     for reason, calls in refused.items():
         console.print(f"[yellow]not taken[/] ({len(calls)} calls, such as {calls[0]}): {reason}")
     failed = [row for row in found if not row.ok]

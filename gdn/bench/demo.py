@@ -109,8 +109,8 @@ def write(model: Any, prompt: bytes, count: int) -> bytes:
     tokens = torch.tensor([list(prompt)], device=model.device)
     with torch.no_grad():
         whole = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=True, temperature=0.6,
-            top_k=20,
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=True,
+            temperature=0.6, top_k=20,
         )  # fmt: skip
     return bytes(whole[0, len(prompt) :].tolist())
 
