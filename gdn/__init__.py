@@ -1,5 +1,6 @@
 """The gated delta rule: training, prefill, decode and speculation, on CPU and GPU. The legend is `gdn.notation`."""
 
+from gdn.integrations.transformers import patch_transformers
 from gdn.layers.cache import GatedDeltaNetCache
 from gdn.layers.gated_deltanet import GatedDeltaNet
 from gdn.ops import stages
@@ -30,6 +31,7 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "gate",
+    "patch_transformers",
     "prefill",
     "stages",
     "warmup",

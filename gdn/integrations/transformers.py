@@ -1,0 +1,189 @@
+"""patch_transformers(): Transformers models that hold gated delta rule layers run on gdn, in one line.
+
+A model file calls four functions through its own globals. Those are replaced: in files already imported, and,
+since every model file defines a PreTrainedModel, in files imported later, when that class is made.
+"""
+
+import sys
+import threading
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import Any
+
+from torch import nn
+
+from gdn.integrations import transformers_calls as calls
+from gdn.integrations import transformers_packing as packing
+
+OLDEST = (5, 17)
+RULES = {
+    "torch_chunk_gated_delta_rule": calls.chunk,
+    "torch_recurrent_gated_delta_rule": calls.recurrent,
+}
+FUNCTIONS = {**RULES, "causal_conv1d_fn": calls.conv, "causal_conv1d_update": calls.conv_update}
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One attribute that was replaced."""
+
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+    def restore(self) -> None:
+        """Put the original back, unless somebody else has replaced ours in the meantime."""
+        if vars(self.owner).get(self.name) is self.replacement:
+            setattr(self.owner, self.name, self.original)
+
+
+# patching is process-wide by nature: what is in force, and what it replaced
+_lock = threading.RLock()
+_active: list["Patch"] = []
+_replaced: list[Replaced] = []
+_watch = packing.Watch()
+
+
+class Patch:
+    """A patch in force until `undo()` or the end of its `with`. The last to end restores the originals."""
+
+    def __init__(self, *, infer_packing: bool) -> None:
+        self.infer_packing = infer_packing
+
+    @property
+    def is_active(self) -> bool:
+        return any(patch is self for patch in _active)
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the model files that gdn serves now."""
+        names = {r.owner.__name__ for r in _replaced if isinstance(r.owner, ModuleType)}
+        return sorted(names) if self.is_active else []
+
+    def undo(self) -> None:
+        """End this patch; a second call does nothing. Patches may end in any order."""
+        with _lock:
+            _active[:] = [patch for patch in _active if patch is not self]
+            _watch.is_inferring = any(patch.infer_packing for patch in _active)
+            if not _active:
+                for entry in reversed(_replaced):
+                    entry.restore()
+                _replaced.clear()
+
+    def __enter__(self) -> "Patch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        if not self.is_active:
+            return "Patch(undone)"
+        return f"Patch(infer_packing={self.infer_packing}, modules={self.modules})"
+
+
+def patch_transformers(*, infer_packing: bool = False) -> Patch:
+    """Run the gated delta rule and the short convolution of Transformers models on gdn, on any device.
+
+    Serves qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, and every other model file, imported
+    before or later, that has torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule; models that
+    exist already, too. torch.export, meta tensors and problems that no backend takes stay with the originals.
+
+    Args:
+        infer_packing    bool    True: where a batch of one row has restarting position_ids and neither
+                                 cu_seq_lens_q nor seq_idx, derive both, so that documents stay apart (one
+                                 host sync per forward). False: warn once
+
+    Returns: a Patch: call `undo()`, or use it in a `with` statement. Patches may be nested and end in any
+        order; with several in force, packing is inferred if any asked for it. The last to end restores all.
+    Raises:  ImportError without Transformers 5.17 or newer; TypeError if infer_packing is no bool.
+    Cost:    imports transformers.modeling_utils. Process-wide.
+
+    Example:
+        >>> import gdn
+        >>> with gdn.patch_transformers() as patch:
+        ...     patch.is_active
+        True
+    """
+    if not isinstance(infer_packing, bool):
+        raise TypeError(f"infer_packing: expected a bool, got {type(infer_packing).__name__}")
+    import transformers
+    from transformers.modeling_utils import PreTrainedModel
+
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < OLDEST:
+        raise ImportError(f"transformers: expected version 5.17 or newer, got {transformers.__version__}")
+    patch = Patch(infer_packing=infer_packing)
+    with _lock:
+        if not _active:
+            _watch.has_warned, _watch.num_calls = False, 0
+            _replace(
+                PreTrainedModel, "__init_subclass__", _scan_on_subclass(PreTrainedModel.__init_subclass__)
+            )
+        _active.append(patch)
+        _watch.is_inferring = any(patch.infer_packing for patch in _active)
+        _scan()
+    return patch
+
+
+def _scan_on_subclass(original: Any) -> classmethod:
+    """A __init_subclass__ that also serves the file in which the new class is being defined."""
+
+    def __init_subclass__(cls: type, **kwargs: Any) -> None:
+        original.__func__(cls, **kwargs)
+        with _lock:
+            if _active:
+                _scan()
+                _serve_class(cls)
+
+    return classmethod(__init_subclass__)
+
+
+def _scan() -> None:
+    """Serve every model file among the imported modules that is not served yet."""
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and _is_model_file(name, module):
+            for function, make in FUNCTIONS.items():
+                original = vars(module).get(function)
+                if callable(original) and not _is_ours(module, function):
+                    _replace(module, function, make(original, _active))
+            for cls in list(vars(module).values()):
+                if isinstance(cls, type) and cls.__module__ == name:
+                    _serve_class(cls)
+
+
+def _is_model_file(name: str, module: ModuleType) -> bool:
+    """True for a module with both functions of the rule and layers of its own; a script only imports them."""
+    names = vars(module)
+    if not all(callable(names.get(rule)) for rule in RULES) or name.split(".")[0] == "gdn":
+        return False
+    return any(
+        isinstance(x, type) and issubclass(x, nn.Module) and x.__module__ == name
+        for x in list(names.values())
+    )
+
+
+def _serve_class(cls: type) -> None:
+    """Watch the positions that a text model of a served file is given."""
+    module = sys.modules.get(cls.__module__)
+    is_served = module is not None and _is_ours(module, next(iter(RULES)))
+    if (
+        is_served
+        and issubclass(cls, nn.Module)
+        and packing.is_text_model(cls)
+        and not _is_ours(cls, "forward")
+    ):
+        _replace(cls, "forward", packing.watched(vars(cls)["forward"], _watch))
+
+
+def _is_ours(owner: Any, name: str) -> bool:
+    """True if we have replaced this attribute, even if somebody has wrapped our replacement since."""
+    return any(r.owner is owner and r.name == name for r in _replaced)
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    _replaced.append(Replaced(owner, name, vars(owner)[name], replacement))
+    setattr(owner, name, replacement)

@@ -1,0 +1,210 @@
+"""The four functions of a Transformers model file, served by gdn; what gdn refuses goes to the original.
+
+Call sites (the layer's forward in every model file, Transformers 5.17 to 5.23):
+
+    causal_conv1d_fn(x [B, D, T], weight [D, W], bias, activation=, **kwargs)          several tokens
+    causal_conv1d_update(x [B, D, 1], conv_state [B, D, W], weight, bias, activation)  one token, in place
+    torch_chunk_gated_delta_rule(q, k, v, g=, beta=, initial_state=, ..., cu_seqlens=, **kwargs)
+    torch_recurrent_gated_delta_rule(the same)                                         one token, with a state
+
+With a cache the convolution sees the W cached columns in front of the new ones. 5.17 expands q and k to the
+value heads, 5.23 does not. kwargs is what the model was called with: cu_seq_lens_q, seq_idx, use_cache, ...
+"""
+
+import warnings
+from collections.abc import Callable, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.ops import conv as short_conv
+from gdn.ops.rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+Function = Callable[..., Any]
+ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+
+
+def chunk(original: Function, active: Sized) -> Function:
+    """A torch_chunk_gated_delta_rule that gdn serves while `active` holds a patch."""
+
+    def torch_chunk_gated_delta_rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        tensors = (query, key, value, g, beta)
+        options = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
+        return _rule(
+            chunk_gated_delta_rule, original, active, tensors, options, kwargs, chunk_size=chunk_size
+        )
+
+    return torch_chunk_gated_delta_rule
+
+
+def recurrent(original: Function, active: Sized) -> Function:
+    """A torch_recurrent_gated_delta_rule that gdn serves while `active` holds a patch."""
+
+    def torch_recurrent_gated_delta_rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        tensors = (query, key, value, g, beta)
+        options = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
+        return _rule(fused_recurrent_gated_delta_rule, original, active, tensors, options, kwargs)
+
+    return torch_recurrent_gated_delta_rule
+
+
+def conv(original: Function, active: Sized) -> Function:
+    """A causal_conv1d_fn that gdn serves while `active` holds a patch."""
+
+    def causal_conv1d_fn(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        cu_seqlens = _conv_offsets(hidden_states, weight, kwargs)
+        if cu_seqlens is None and _belongs_to_original(hidden_states, active):
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)
+        try:
+            y, _ = short_conv.causal_conv1d(
+                hidden_states.transpose(1, 2),
+                weight,
+                bias,
+                activation=_activation(activation),
+                cu_seqlens=cu_seqlens,
+            )
+        except NotImplementedError as refusal:
+            _refused("causal_conv1d_fn", refusal, is_packed=cu_seqlens is not None)
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)
+        return y.transpose(1, 2)
+
+    return causal_conv1d_fn
+
+
+def conv_update(original: Function, active: Sized) -> Function:
+    """A causal_conv1d_update that gdn serves while `active` holds a patch; conv_state is updated in place."""
+
+    def causal_conv1d_update(
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        arguments = (hidden_states, conv_state, weight, bias, activation)
+        # a decode step that autograd records: gdn's serving functions have no gradient
+        if _needs_gradient(*arguments[:4]) or _belongs_to_original(hidden_states, active):
+            return original(*arguments, **kwargs)
+        try:
+            x = hidden_states.transpose(1, 2)
+            y = short_conv.causal_conv1d_update(
+                x, conv_state, weight, bias, activation=_activation(activation)
+            )
+        except NotImplementedError as refusal:
+            _refused("causal_conv1d_update", refusal, is_packed=False)
+            return original(*arguments, **kwargs)
+        return y.transpose(1, 2)
+
+    return causal_conv1d_update
+
+
+def _rule(
+    serve: Function,
+    original: Function,
+    active: Sized,
+    tensors: tuple[Tensor, ...],
+    options: tuple[Tensor | None, bool, bool],
+    kwargs: dict[str, Any],
+    **own: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """One call of either form. `own` are arguments that only the original knows."""
+    names = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+    named: dict[str, Any] = dict(zip(names, options, strict=True))
+    q, k, v, g, beta = tensors
+    cu_seqlens = _offsets(kwargs.get("cu_seqlens"), kwargs.get("seq_idx"))
+    if cu_seqlens is None and _belongs_to_original(q, active):
+        return original(q, k, v, g=g, beta=beta, **named, **own, **kwargs)
+    try:
+        o, final_state = serve(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens, **named)
+    except NotImplementedError as refusal:
+        _refused("the gated delta rule", refusal, is_packed=cu_seqlens is not None)
+        return original(q, k, v, g=g, beta=beta, **named, **own, **kwargs)
+    if final_state is not None and cu_seqlens is not None:
+        # the cache has one row for the packed batch: it continues the last document
+        final_state = final_state[-1:]
+    return o, final_state
+
+
+def _activation(name: str | None) -> str | None:
+    if name not in ACTIVATIONS:
+        raise NotImplementedError(f"activation: expected silu, swish or None, got {name!r}")
+    return ACTIVATIONS[name]
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _belongs_to_original(x: Tensor, active: Sized) -> bool:
+    """True for torch.export, for tensors without storage, and in a function that outlived its patch."""
+    return len(active) == 0 or x.is_meta or torch.compiler.is_exporting()
+
+
+def _refused(name: str, refusal: NotImplementedError, *, is_packed: bool) -> None:
+    """Say that the original takes over; raise for packed sequences, since the original may mix documents."""
+    if is_packed:
+        raise refusal
+    warnings.warn(f"{name} is left to Transformers: {refusal}", RuntimeWarning, stacklevel=4)
+
+
+def _offsets(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
+    """cu_seqlens, or what seq_idx [1, T] says (one host sync: how many there are), or None if not packed."""
+    if cu_seqlens is not None or seq_idx is None:
+        return cu_seqlens
+    if seq_idx.dim() != 2 or seq_idx.shape[0] != 1:
+        raise ValueError(f"seq_idx: expected shape [1, T], got {list(seq_idx.shape)}")
+    return between(seq_idx[0, 1:] != seq_idx[0, :-1])
+
+
+def between(is_start: Tensor) -> Tensor:
+    """cu_seqlens [N+1] int32 from a mask [T-1] that is true where token t+1 starts a document."""
+    starts = is_start.nonzero().flatten().to(torch.int32) + 1
+    return torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), is_start.shape[0] + 1)])
+
+
+def _conv_offsets(x: Tensor, weight: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """Where documents end among the columns of x; columns in front of the tokens belong to the first one."""
+    given, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    cu_seqlens = _offsets(given, seq_idx)
+    if cu_seqlens is None or cu_seqlens.shape[0] <= 2:
+        return None
+    columns, W = x.shape[2], weight.shape[1]
+    if seq_idx is not None:
+        in_front: Any = columns - seq_idx.shape[1]
+    elif columns == W:
+        # a prompt shorter than the filter arrives padded to W columns
+        in_front = W - cu_seqlens[-1:]
+    else:
+        return cu_seqlens
+    if isinstance(in_front, int) and in_front == 0:
+        return cu_seqlens
+    return torch.cat([cu_seqlens[:1], cu_seqlens[1:] + in_front])
