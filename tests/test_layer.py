@@ -144,7 +144,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", list(MASKS))
 def test_padding(name):
-    """Only real tokens count: outputs, states, gradients, in a first piece and in later ones, long and short."""
+    """Only real tokens count: outputs, states, gradients, in a first piece and later ones, long and short."""
     layer, hidden = build(torch.float64), torch.randn(2, 53, SIZES["hidden_size"], dtype=torch.float64)
     pattern = torch.tensor(MASKS[name])
     mask = torch.cat([pattern, pattern.flip(1), torch.tensor([[1, 0, 1], [0, 0, 1]])], 1)

@@ -1,0 +1,1 @@
+"""The layer, and the modules it is made of."""
