@@ -18,7 +18,7 @@ from torch import Tensor
 from gdn.backends.backend import Gradients, Saved, Shape
 from gdn.backends.eager.blocks import Block, Step, plan
 from gdn.backends.eager.gate import activate, activate_bwd
-from gdn.problem import CHUNK, Problem
+from gdn.problem import CHUNK, RESET, Problem
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,8 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         # dg_t is the sum of dG over the rest of the chunk
         block.put(dg[..., None], _tokens(dG.flip(-1).cumsum(-1).flip(-1)[..., None], block))
         block.put(dbeta[..., None], _tokens(dbeta_block[..., None], block))
+    # through a reset nothing passes; the rounding of 0 would, times a g of -1e6, be seen in dA_log
+    dg.masked_fill_(g <= RESET, 0)
     dg_in, dbeta_in, dA_log, ddt_bias = activate_bwd(p, dg, dbeta)
     dS0 = None if p.initial_state is None else _final(p, dstate, the_plan.order).to(p.initial_state.dtype)
     return Gradients(dq, dk, dv, dg_in, dbeta_in, dA_log, ddt_bias, dS0)
