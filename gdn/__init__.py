@@ -1,4 +1,4 @@
-"""The gated delta rule: training, prefill, decode and speculation, on CPU and GPU. The legend is `gdn.notation`."""
+"""The gated delta rule: training, prefill, decode and speculation, on CPU and GPU. Legend: `gdn.notation`."""
 
 from gdn.integrations.transformers import patch_transformers
 from gdn.layers.cache import GatedDeltaNetCache

@@ -1,4 +1,4 @@
-"""accuracy.md for every backend: each pair of choices is met, forward and backward, against the law in fp64."""
+"""accuracy.md for every backend: each pair of choices met, forward and backward, against the law in fp64."""
 
 import pytest
 import torch

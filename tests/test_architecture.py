@@ -144,7 +144,7 @@ def test_source_is_ascii_and_short(path: Path):
 
 
 def test_import_is_light():
-    """`import gdn` brings neither Triton nor Transformers nor the command line, and under 0.5 s beyond torch."""
+    """`import gdn` brings no Triton, Transformers or command line, and takes under 0.5 s beyond torch."""
     code = (
         "import torch, sys, time; sys.modules['triton'] = None; t = time.process_time(); import gdn; "
         "dt = time.process_time() - t; "

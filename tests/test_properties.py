@@ -27,8 +27,9 @@ def cases(draw) -> Case:
         heads=(H, H * ratio), sizes=(draw(size), draw(size)), use_qk_l2norm_in_kernel=draw(flag),
         raw_gate=draw(st.sampled_from(("off", "on", "no_bias"))),
         beta=draw(st.sampled_from(("given", "absent", "sigmoid", "negative"))),
-        state=draw(st.sampled_from(("none", "wide", "narrow"))), state_v_first=draw(flag), is_scaled=draw(flag),
-        is_strided=draw(flag), has_narrow_gates=draw(flag), exact=draw(flag), batch_invariant=draw(flag),
+        state=draw(st.sampled_from(("none", "wide", "narrow"))), state_v_first=draw(flag),
+        is_scaled=draw(flag), is_strided=draw(flag), has_narrow_gates=draw(flag), exact=draw(flag),
+        batch_invariant=draw(flag),
     )  # fmt: skip
     return case
 

@@ -1,4 +1,4 @@
-"""The rule as torch sees it: operators, tracing, checkpointing, autocast; and what must hold without a reference."""
+"""The rule as torch sees it: operators, tracing, checkpoints, autocast; what holds without a reference."""
 
 import pytest
 import torch
@@ -29,8 +29,9 @@ def tensors(T=70, B=2, H=2, HV=4, K=16, V=24, dtype=torch.float32, requires_grad
 OPTIONS = [
     {},
     {"use_qk_l2norm_in_kernel": True, "output_final_state": True},
-    {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(4), "initial_state": torch.ones(2, 4, 24, 16),
-     "state_v_first": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True, "output_final_state": True},
+    {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(4),
+     "initial_state": torch.ones(2, 4, 24, 16), "state_v_first": True, "use_beta_sigmoid_in_kernel": True,
+     "allow_neg_eigval": True, "output_final_state": True},
 ]  # fmt: skip
 
 
@@ -124,8 +125,8 @@ def test_gradcheck(function):
     def f(q, k, v, g, beta, A_log, dt_bias, S):
         return form(function)(
             q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=S, use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, use_qk_l2norm_in_kernel=True, state_v_first=True,
-            output_final_state=True,
+            use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, use_qk_l2norm_in_kernel=True,
+            state_v_first=True, output_final_state=True,
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(f, (*x, *more))
@@ -211,8 +212,8 @@ def test_strided_views_are_not_disturbed(function):
 
 CASES = [
     Case("mild", lengths=rows(300), heads=(2, 4), sizes=(32, 48), state="wide"),
-    Case("reset", lengths=packed(0, 5, 70, 0, 129), heads=(2, 6), sizes=(32, 16), state="narrow", state_v_first=True,
-         raw_gate="on", beta="negative", use_qk_l2norm_in_kernel=True),
+    Case("reset", lengths=packed(0, 5, 70, 0, 129), heads=(2, 6), sizes=(32, 16), state="narrow",
+         state_v_first=True, raw_gate="on", beta="negative", use_qk_l2norm_in_kernel=True),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a backend is: a frozen value holding one function per job. A new GPU is a folder and a `dataclasses.replace`."""
+"""A backend: a frozen value holding one function per job. A new GPU: a folder and a `dataclasses.replace`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -15,8 +15,8 @@ from gdn.problem import Problem
 class Saved:
     """What a forward keeps for the backward, the same for every backend: any backward follows any forward.
 
-    Chunks are numbered sequence by sequence; a packed batch has `problem.num_chunks` rows, the surplus unused.
-    A backend saves what pays; a backward recomputes what is None. Any float dtype but for G.
+    Chunks are numbered sequence by sequence; a packed batch has `problem.num_chunks` rows, the
+    surplus unused. A backend saves what pays; a backward recomputes what is None. Any float dtype but for G.
     """
 
     G: GSum | None = None
@@ -50,7 +50,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Backend:
-    """One function per job; each takes what `problem` checked and returns fresh tensors unless it says in place.
+    """One function per job; each takes what `problem` checked and returns fresh tensors unless said in place.
 
     refuses(problem)         None: I take it; else the reason why not. Holds correctness limits, never speed.
     saves(problem)           (shape, dtype) of each tensor in Saved, in order, None for one not saved

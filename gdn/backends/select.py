@@ -1,4 +1,4 @@
-"""Who takes a problem. The first backend in ORDER that does not refuse; a named one takes it or the call fails."""
+"""Who takes a problem: the first backend in ORDER not to refuse; a named one takes it or the call fails."""
 
 from dataclasses import dataclass
 from importlib import import_module

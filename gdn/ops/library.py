@@ -1,7 +1,8 @@
 """The rule as torch operators: gdn::chunk_forward, gdn::chunk_backward, gdn::recurrent_forward.
 
-Each takes the fields of Problem in order. A tensor that was not asked for is returned as an empty one. The backend's
-name is an argument; which backend serves is decided inside the operator, so tracing never asks about a GPU.
+Each takes the fields of Problem in order. A tensor that was not asked for is returned as an empty one. The
+backend's name is an argument; which backend serves is decided inside the operator, so tracing never asks
+about a GPU.
 """
 
 import logging
@@ -20,9 +21,10 @@ logger = logging.getLogger("gdn")
 library = torch.library.Library("gdn", "DEF")
 
 RULE = (
-    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
-    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, bool output_final_state, bool use_qk_l2norm_in_kernel, "
-    "bool use_gate_in_kernel, bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, "
+    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, "
+    "bool output_final_state, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel, "
+    "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, "
     "bool exact, bool batch_invariant, str? backend"
 )
 SAVED = "Tensor? G, Tensor? A_inv, Tensor? S_in, Tensor? v_new"
@@ -39,7 +41,7 @@ def define(name: str, schema: str, implementation: Any, fake: Any) -> Any:
 
 
 def guarded(name: str, device: torch.device, tensors: Sequence[Tensor | None], run: Any) -> Any:
-    """Run an operator's body with autocast off, and in debug mode with a log line and finiteness checks around it."""
+    """Run an operator's body without autocast; in debug mode, with a log line and finiteness checks."""
     if not settings.debug():
         return _without_autocast(device, run)
     logger.warning("gdn::%s on %s: %s", name, device, [list(x.shape) for x in tensors if x is not None])
@@ -144,7 +146,8 @@ chunk_forward = define(
 chunk_backward = define(
     "chunk_backward",
     f"({RULE}, {SAVED}, Tensor? do, Tensor? dfinal_state) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dA_log, Tensor ddt_bias, Tensor dinitial_state)",
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dA_log, Tensor ddt_bias, "
+    "Tensor dinitial_state)",
     _chunk_backward,
     _chunk_backward_fake,
 )
@@ -159,8 +162,8 @@ recurrent_forward = define(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save the problem's tensors and, where the forward was a saving chunk_forward, what it saved."""
     args = inputs[:NUM_FIELDS]
-    saved = output[2:] if len(output) > 2 and inputs[NUM_FIELDS] else (None,) * 4
-    saved = tuple(None if x is None or x.dim() == 1 else x for x in saved)
+    outputs = output[2:] if len(output) > 2 and inputs[NUM_FIELDS] else (None,) * 4
+    saved = tuple(None if x is None or x.dim() == 1 else x for x in outputs)
     ctx.options = args[10:]
     ctx.save_for_backward(*args[:10], *saved)
     ctx.set_materialize_grads(False)

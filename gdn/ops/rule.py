@@ -39,28 +39,28 @@ def chunk_gated_delta_rule(
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
-    Args:                                shape                 dtype
-        q, k                             [B, T, H, K]          bf16, fp16, fp32 (fp64 on eager), one for q, k, v
-        v                                [B, T, HV, V]         as q; value head j reads key head j // (HV // H)
-        g                                [B, T, HV] or None    any float; log decay per token, natural, <= 0; None: 0
-        beta                             [B, T, HV] or None    any float; write strength; None: 1
-        scale                            number or None        None: K ** -0.5
-        initial_state                    [N, HV, K, V] or None any float; None: zero
-        output_final_state               bool                  return the state after each sequence
-        use_qk_l2norm_in_kernel          bool                  q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
-        use_gate_in_kernel               bool                  g holds logits: g <- -exp(A_log) softplus(g + dt_bias)
-        A_log, dt_bias                   [HV], [HV] or None    any float; only with use_gate_in_kernel
-        use_beta_sigmoid_in_kernel       bool                  beta holds logits: beta <- sigmoid(beta)
-        allow_neg_eigval                 bool                  beta <- 2 sigmoid(beta); needs the line above
-        state_v_first                    bool                  states are [N, HV, V, K] in memory
-        cu_seqlens                       [N+1] int32, int64    packed: sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1]
-                                                               of the only batch row; empty sequences allowed
-        cu_seqlens_cpu                   [N+1] int32, int64    the same on the CPU, if the caller has it
-        cp_context                       None                  reserved for context parallelism
-        exact                            bool                  False: history decayed below exp(-20) may be dropped
-                                                               when k is normalised in the kernel
-        batch_invariant                  bool                  True: a sequence's bits do not depend on the batch
-        backend                          str or None           None: the best that takes it; a name never falls back
+    Args:                           shape                 dtype
+        q, k                        [B, T, H, K]          bf16, fp16, fp32 (fp64 on eager), one for q, k, v
+        v                           [B, T, HV, V]         as q; value head j reads key head j // (HV // H)
+        g                           [B, T, HV] or None    any float; natural log of the decay, <= 0; None: 0
+        beta                        [B, T, HV] or None    any float; write strength; None: 1
+        scale                       number or None        None: K ** -0.5
+        initial_state               [N, HV, K, V] or None any float; None: zero
+        output_final_state          bool                  return the state after each sequence
+        use_qk_l2norm_in_kernel     bool                  q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
+        use_gate_in_kernel          bool                  raw logits: g <- -exp(A_log) softplus(g + dt_bias)
+        A_log, dt_bias              [HV], [HV] or None    any float; only with use_gate_in_kernel
+        use_beta_sigmoid_in_kernel  bool                  raw logits: beta <- sigmoid(beta)
+        allow_neg_eigval            bool                  beta <- 2 sigmoid(beta); needs the line above
+        state_v_first               bool                  states are [N, HV, V, K] in memory
+        cu_seqlens                  [N+1] int32, int64    packed: tokens cu_seqlens[n]:cu_seqlens[n+1] of the
+                                                          only batch row are sequence n, which may be empty
+        cu_seqlens_cpu              [N+1] int32, int64    the same on the CPU, if the caller has it
+        cp_context                  None                  reserved for context parallelism
+        exact                       bool                  False: history decayed below exp(-20) may be dropped
+                                                          when k is normalised in the kernel
+        batch_invariant             bool                  True: a sequence's bits do not depend on the batch
+        backend                     str or None           None: the best taker; a name never falls back
 
     Returns:
         o            [B, T, HV, V]   dtype of q; zero past cu_seqlens[-1]
@@ -68,15 +68,18 @@ def chunk_gated_delta_rule(
 
     Gradients: q, k, v, g, beta, initial_state, A_log, dt_bias, from both outputs, each in its tensor's dtype.
     Under autocast q, k and v are cast to the autocast dtype; nothing else changes.
-    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem.parse`; no tensor has been touched then.
-    Cost:   about (6 K V + 4 C (K + V)) flop per token and value head forward, twice that backward; memory linear in T.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem.parse`, no tensor touched.
+    Cost:   about (6 K V + 4 C (K + V)) flop per token and value head forward, twice that backward;
+            memory linear in T.
     Source: arXiv:2412.06464, section 3.3.
 
     Example:
         >>> import torch, gdn
         >>> q, k, v = (torch.randn(1, 100, 2, 16) for _ in range(3))
         >>> g, beta = -torch.rand(1, 100, 2), torch.rand(1, 100, 2)
-        >>> o, S = gdn.chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        >>> o, S = gdn.chunk_gated_delta_rule(
+        ...     q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True
+        ... )
         >>> o.shape, S.shape
         (torch.Size([1, 100, 2, 16]), torch.Size([1, 2, 16, 16]))
     """
@@ -84,9 +87,10 @@ def chunk_gated_delta_rule(
     problem = parse(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
-        dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context,
-        exact=exact, batch_invariant=batch_invariant, backend=backend,
+        dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, exact=exact, batch_invariant=batch_invariant,
+        backend=backend,
     )  # fmt: skip
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in problem.differentiable)
     o, final_state, *_ = library.chunk_forward(*problem.arguments(), save)
@@ -130,9 +134,10 @@ def fused_recurrent_gated_delta_rule(
     problem = parse(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
-        dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context,
-        exact=exact, batch_invariant=batch_invariant, backend=backend,
+        dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, exact=exact, batch_invariant=batch_invariant,
+        backend=backend,
     )  # fmt: skip
     o, final_state = library.recurrent_forward(*problem.arguments())
     return o, final_state if output_final_state else None
@@ -150,7 +155,7 @@ def explain(
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, q, k, v in the autocast dtype, as torch does for attention; everything else untouched."""
+    """Under autocast, q, k, v in the autocast dtype, as torch does for attention; all else untouched."""
     if isinstance(q, Tensor) and library.is_autocasting(q.device):
         dtype = torch.get_autocast_dtype(q.device.type)
         if q.is_floating_point() and q.dtype != torch.float64:

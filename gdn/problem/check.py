@@ -63,7 +63,7 @@ def same_dtype(reference: Tensor, reference_name: str, **tensors: Tensor) -> Non
 
 
 def shape(name: str, x: Tensor, axes: str, dims: dict[str, int]) -> None:
-    """Match x against axes such as "B T H K": a letter met first takes x's size, a known one must equal it."""
+    """Match x against axes such as "B T H K": a new letter takes x's size, a known one must equal it."""
     letters = axes.split()
     ok = x.dim() == len(letters)
     if ok:
@@ -82,7 +82,10 @@ def describe(letters: list[str], dims: Mapping[str, int]) -> str:
 
 
 def offsets(packed: str, cu_seqlens: Any, cu_seqlens_cpu: Any, dims: Mapping[str, int]) -> int:
-    """Number of sequences; refuses offsets of the wrong kind or shape, and a batch beside them. `packed`: whose batch."""
+    """Number of sequences; refuses offsets of the wrong kind or shape, and a batch beside them.
+
+    `packed` names the tensor whose batch it is.
+    """
     integral("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens: expected shape [N+1], got {list(cu_seqlens.shape)}")
@@ -102,6 +105,6 @@ def no_gradient(function: str, **tensors: Tensor | None) -> None:
         for name, x in tensors.items():
             if x is not None and x.requires_grad:
                 raise ValueError(
-                    f"{name}: expected a tensor without gradient, got requires_grad=True ({function} has no gradient; "
-                    "call it under torch.no_grad(), or train through chunk_gated_delta_rule)"
+                    f"{name}: expected a tensor without gradient, got requires_grad=True ({function} has no "
+                    "gradient; call it under torch.no_grad(), or train through chunk_gated_delta_rule)"
                 )

@@ -26,8 +26,8 @@ class ContextParallel(Protocol):
 class Problem:
     """One call of the rule, checked. Field order is the argument order of the torch operators in `ops`.
 
-    Tensors have the names and shapes of `notation`; with the in-kernel options `g` and `beta` hold raw logits.
-    `backend` is the name that was asked for, or None.
+    Tensors have the names and shapes of `notation`; with the in-kernel options `g` and `beta` hold raw
+    logits. `backend` is the name that was asked for, or None.
     """
 
     q: Q
@@ -82,7 +82,7 @@ class Problem:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in all sequences; for packed ones the bound sum ceil(T_n / C) <= floor((T + N (C - 1)) / C)."""
+        """Chunks in all sequences; packed, the bound sum ceil(T_n / C) <= floor((T + N (C - 1)) / C)."""
         if self.cu_seqlens is None:
             return self.B * ((self.T + CHUNK - 1) // CHUNK)
         return (self.T + self.N * (CHUNK - 1)) // CHUNK
@@ -143,7 +143,7 @@ def parse(
     """Check a call of the gated delta rule, reading no tensor's contents.
 
     Raises:
-        TypeError            an argument of the wrong kind (no tensor, an integer tensor, a flag that is no bool)
+        TypeError            an argument of the wrong kind (no tensor, an integer tensor, a flag not a bool)
         ValueError           shapes, dtypes, devices or options that contradict each other
         NotImplementedError  cp_context, until context parallelism exists
     """
@@ -182,9 +182,9 @@ def parse(
         scale = dims["K"] ** -0.5
     check.number("scale", scale)
     return Problem(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, float(scale), output_final_state,
-        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
-        exact, batch_invariant, backend,
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, float(scale),
+        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, exact, batch_invariant, backend,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The law, token by token: the only judge of right. Plain torch, differentiable, any float dtype, no speed."""
+"""The law, token by token: the only judge of right. Plain torch, differentiable, any float dtype, slow."""
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def gated_delta_rule(
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
-    Arguments as in `gdn.chunk_gated_delta_rule`; everything is computed in `dtype`, autograd gives the gradients.
+    Arguments as in `gdn.chunk_gated_delta_rule`; everything is computed in `dtype`; gradients by autograd.
 
     Returns:
         o            [B, T, HV, V]   outputs; zero past cu_seqlens[-1]
@@ -83,6 +83,6 @@ def gated_delta_rule(
         finals.append(S.transpose(-1, -2) if state_v_first else S)
     shape = (0, HV, V, K) if state_v_first else (0, HV, K, V)
     final = torch.stack(finals) if finals else q.new_zeros(shape)
-    return torch.stack([x for row in o for x in row]).view(B, T, HV, V) if B * T else v.new_zeros(
-        v.shape
-    ), final
+    if B * T == 0:
+        return v.new_zeros(v.shape), final
+    return torch.stack([x for row in o for x in row]).view(B, T, HV, V), final

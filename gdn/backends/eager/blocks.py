@@ -1,8 +1,8 @@
 """Which chunk belongs to which sequence, in blocks small enough for the cache.
 
-A block is a grid [R, M] of chunks; `take` brings its tokens in as [R, M, C, ...], zero where a chunk is shorter
-than C, `put` writes them back. Its steps advance the state: each holds one chunk of every sequence in `rows`, and
-comes after the steps that hold these sequences' earlier chunks.
+A block is a grid [R, M] of chunks; `take` brings its tokens in as [R, M, C, ...], zero where a chunk is
+shorter than C, `put` writes them back. Its steps advance the state: each holds one chunk of every sequence in
+`rows`, and comes after the steps that hold these sequences' earlier chunks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ Rows = slice | Tensor  # of the state array: a run of rows, or an index
 
 @dataclass(frozen=True)
 class Step:
-    """Chunks `start:stop` of the flattened grid belong to state rows `rows`; `rank` is their place in the sequence."""
+    """Chunks start:stop of the flat grid, of state rows `rows`; `rank` is their place in the sequence."""
 
     start: int
     stop: int
@@ -29,7 +29,7 @@ class Step:
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """Ranks r0:r1 of sequences b0:b1 in a batch [B, T] of equal lengths: all views, a copy only at a ragged end."""
+    """Ranks r0:r1 of sequences b0:b1 in a batch [B, T] of equal lengths: views but for a ragged end."""
 
     b0: int
     b1: int
@@ -132,7 +132,8 @@ def plan(problem: Problem) -> Plan:
 
     On the CPU a block holds about 16 chunks and value heads, whose 4 MB of fp32 at K = V = 128 stay in the
     cache; elsewhere 4096, for wide launches. A matmul's bits may depend on its batch, so a batch-invariant
-    block holds one sequence. With lengths on a device that nobody may read, chunks are one chain in token order.
+    block holds one sequence. With lengths on a device that nobody may read, chunks are one chain in token
+    order.
     """
     p = problem
     if p.T == 0:
@@ -163,7 +164,7 @@ def _dense(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
 
 
 def _packed(p: Problem, offsets: list[int], order: list[int], size: int, width: int) -> Iterator[PackedBlock]:
-    """Sequences longest first in groups of `width`: the ones still running are always the group's first rows."""
+    """Sequences longest first in groups of `width`: those still running are always the group's first rows."""
     chunks = [-(-(b - a) // CHUNK) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     first = _exclusive_sum(chunks)
     for s0 in range(0, len(order), width):
@@ -199,7 +200,7 @@ def _block(problem: Problem, rows: Tensor, steps: list[Step], *, known: bool) ->
 
 
 def _chain(p: Problem, cu_seqlens: Tensor, size: int) -> Iterator[PackedBlock]:
-    """One chunk per step in token order, found on the device: chunk i is of the sequence whose chunks span i."""
+    """One chunk per step in token order, found on the device: chunk i is of the sequence that spans it."""
     offsets = cu_seqlens.long()
     chunks = (offsets.diff() + CHUNK - 1) // CHUNK
     ends = chunks.cumsum(0)

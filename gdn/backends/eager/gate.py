@@ -1,7 +1,8 @@
-"""The gates: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), their gradients, and as the rule uses them.
+"""The gates g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), their gradients, their use in the rule.
 
-Computed in float64 where the device has it: there is one number per token and head, softplus(-100) is below the
-normal range of fp32, and the chunk sum of g is differenced: a reset on one token leaves the others' decays exact.
+Computed in float64 where the device has it: there is one number per token and head, softplus(-100) is below
+the normal range of fp32, and the chunk sum of g is differenced: a reset on one token leaves the others'
+decays exact.
 """
 
 import torch
@@ -23,7 +24,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x): torch.sigmoid's bits on the CPU depend on where in the tensor x stands, these do not."""
+    """1 / (1 + e^-x): torch.sigmoid's bits on the CPU depend on x's place in the tensor, these do not."""
     return (1 + torch.exp(-x)).reciprocal()
 
 

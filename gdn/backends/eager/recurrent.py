@@ -44,11 +44,12 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
 
 
 def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: float) -> Tensor:
-    """One token for each row: X [M, H, 2, K] holds k and q; v [M, HV, V]; decay, beta [M, HV]; S [M, HV, K, V].
+    """One token for each row.
 
+    X [M, H, 2, K] holds k and q; v [M, HV, V]; decay, beta [M, HV]; S [M, HV, K, V].
     Returns o [M, HV, V] and leaves the new state in S.
     """
-    (M, H, _, K), (HV, V) = X.shape, v.shape[1:]
+    (M, H), (HV, V) = X.shape[:2], v.shape[1:]
     decay, beta = decay[..., None], beta[..., None]
     qk = (X[:, :, 0] * X[:, :, 1]).sum(-1, keepdim=True)
     if HV != H:
@@ -61,7 +62,7 @@ def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: fl
 
 
 def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
-    """The order in which states are kept (None: as they are), and for each step the state rows and their tokens."""
+    """The order in which states are kept (None: as they are), and each step's state rows and their tokens."""
     if p.cu_seqlens is None and p.batch_invariant:
         # a matmul's bits may depend on its batch, so each sequence steps alone
         return None, (
@@ -71,7 +72,7 @@ def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
         return None, ((slice(0, p.B), slice(t, None, p.T)) for t in range(p.T))
     offsets = host_offsets(p.cu_seqlens, p.cu_seqlens_cpu, p.T, read_device=False)
     if offsets is None:
-        # lengths on a device: token after token, each finding its sequence; those past the end use the spare row N
+        # lengths on a device: token after token, each finding its sequence; past the end, spare row N
         owner = torch.searchsorted(p.cu_seqlens.long(), torch.arange(p.T, device=p.device), right=True) - 1
         return None, ((owner[t : t + 1], slice(t, t + 1)) for t in range(p.T))
     lengths = [b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
