@@ -52,6 +52,11 @@ def is_text_model(cls: type) -> bool:
 def watched(forward: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
     """A text model's forward that adds cu_seq_lens_q and seq_idx where only restarting position_ids came."""
     names = list(inspect.signature(forward).parameters)[1:]
+    # here and not at import: it brings torch's compiler in, which takes a second
+    read_documents = torch.compiler.disable(
+        find_documents,
+        reason="where documents start is read from position_ids; give cu_seq_lens_q and seq_idx instead",
+    )
 
     @functools.wraps(forward)
     def forward_with_documents(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,11 +65,11 @@ def watched(forward: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
         if position_ids is None or not _may_be_packed(given, position_ids):
             return forward(self, *args, **kwargs)
         if watch.is_inferring:
-            kwargs.update(find_documents(given, position_ids))
+            kwargs.update(read_documents(given, position_ids))
         elif (
             not torch.compiler.is_compiling()
             and watch.is_due(position_ids)
-            and find_documents(given, position_ids)
+            and read_documents(given, position_ids)
         ):
             watch.has_warned = True
             warnings.warn(WARNING, RuntimeWarning, stacklevel=2)
@@ -83,9 +88,6 @@ def _may_be_packed(given: dict[str, Any], position_ids: Tensor) -> bool:
     return position_ids.shape[-1] == tokens.shape[1]
 
 
-@torch.compiler.disable(
-    reason="where documents start is read from position_ids; give cu_seq_lens_q and seq_idx instead"
-)
 def find_documents(given: dict[str, Any], position_ids: Tensor) -> dict[str, Tensor]:
     """cu_seq_lens_q [N+1] and seq_idx [1, T], both int32, or nothing if the positions never restart.
 

@@ -1,12 +1,13 @@
 """The rule on plain torch: chunks as batched matmuls, block by block, and the backward written out.
 
-With X = [q; k] of a chunk, D_ij = e^(G_i - G_j) for i >= j, S the state entering it, and A = strict(beta D k k^T):
+With X = [q; k] of a chunk, D_ij = e^(G_i - G_j) for i >= j, S the state that enters it, and A = beta D k k^T below
+the diagonal:
 
     v_new = (I + A)^-1 beta (v - e^G k S)
     o     = scale (e^G q S + (D q k^T) v_new)
     S    <- e^(G_C) S + k^T (e^(G_C - G) v_new)
 
-Value heads that share a key head lie side by side in the columns of one matmul, so q and k are never repeated.
+Value heads that share a key head lie side by side in the columns of one matmul: q and k are never repeated.
 Shapes: R, M the block's grid, P = R M, H key heads, r value heads per key head.
 """
 
@@ -122,15 +123,16 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         Y = torch.empty(*c.v.shape[:3], 2 * c.C, p.V, dtype=dstate.dtype, device=p.device)
         torch.mul(_heads(p, block, do), p.scale, out=Y[..., : c.C, :])
         dX, dk_block, dbeta_block, dG = _backward_states(p, block, c, A_inv, v_new, S, Y, dstate)
-        _backward_within(c, v_new, Y, dX, dk_block, dbeta_block, dG)
+        dg_block = _backward_within(c, v_new, Y, dX, dk_block, dbeta_block)
+        # g_t decays all that comes after it in the chunk
+        dg_block += dG.flip(-1).cumsum(-1).flip(-1)
         dX[:, :, c.C :] += dk_block
         if c.rstd is not None:
             dX.addcmul_(c.X, (c.X * dX).sum(-1, keepdim=True), value=-1).mul_(c.rstd)
         block.put(dq, _tokens(dX[:, :, None, : c.C], block))
         block.put(dk, _tokens(dX[:, :, None, c.C :], block))
         block.put(dv, _tokens(c.beta * Y[..., c.C :, :], block))
-        # dg_t is the sum of dG over the rest of the chunk
-        block.put(dg[..., None], _tokens(dG.flip(-1).cumsum(-1).flip(-1)[..., None], block))
+        block.put(dg[..., None], _tokens(dg_block[..., None], block))
         block.put(dbeta[..., None], _tokens(dbeta_block[..., None], block))
     # through a reset nothing passes; the rounding of 0 would, times a g of -1e6, be seen in dA_log
     dg.masked_fill_(g <= RESET, 0)
@@ -144,9 +146,9 @@ def _backward_states(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Take dstate back through the block's steps, and what follows from it alone.
 
-    Y [P, H, r, 2C, V] holds scale do in its upper half; its lower half is filled with dr, where r = A v_new is the
-    right-hand side of the chunk's system. Returns, so far, dX [P, H, 2C, K], more of its lower half dk [P, H, C, K],
-    dbeta [P, H, r, C] and dG [P, H, r, C] in float64, where its terms, many of them equal, can cancel.
+    Y [P, H, r, 2C, V] holds scale do in its upper half; its lower half is filled with dr, the gradient of the
+    right-hand side (I + A) v_new. Returns, so far, dX [P, H, 2C, K], more of its lower half dk [P, H, C, K],
+    dbeta [P, H, r, C], and dG [P, H, r, C] in float64: its terms nearly cancel in dg, the sums of it.
     """
     C, do = c.C, Y[..., : c.C, :]
     Z = torch.empty(*c.X.shape[:3], dstate.shape[-1], dtype=Y.dtype, device=Y.device)  # [e^G do; -e^G dr]
@@ -188,26 +190,26 @@ def _backward_states(
     return dX, dk, dbeta, dG
 
 
-def _backward_within(
-    c: Chunks, v_new: Tensor, Y: Tensor, dX: Tensor, dk: Tensor, dbeta: Tensor, dG: Tensor
-) -> None:
-    """What went through the products of q, k within the chunk: added to dX, dk, dbeta, dG in place.
+def _backward_within(c: Chunks, v_new: Tensor, Y: Tensor, dX: Tensor, dk: Tensor, dbeta: Tensor) -> Tensor:
+    """What went through the products of q, k within the chunk: added to dX, dk, dbeta in place; returns dg.
 
-    d(D q k^T) = do v_new^T and dA = -dr v_new^T below the diagonal.
+    d(D q k^T) = do v_new^T and dA = -dr v_new^T below the diagonal. Pair (i, j) is decayed by every g_t with
+    j < t <= i, so that dg_t is a sum over i >= t, then over j < t: nothing in it cancels.
     """
     C = c.C
     E = _bmm(Y, v_new.mT).unflatten(3, (2, C)).mul_(c.D[:, :, :, None])  # [P, H, r, 2, C, C]
-    low = E[:, :, :, 1]
+    high, low = E.unbind(3)
     low.diagonal(dim1=-2, dim2=-1).zero_()
     low.neg_()
-    dbeta += (low * c.XK[:, :, None, C:]).sum(-1)
+    pairs = low * c.XK[:, :, None, C:]
+    dbeta += pairs.sum(-1)
+    pairs.mul_(c.beta).addcmul_(high, c.XK[:, :, None, :C])
     low *= c.beta
-    EX = E * c.XK.unflatten(2, (2, C))[:, :, None]
-    EX[:, :, :, 0].diagonal(dim1=-2, dim2=-1).zero_()
-    dG += EX.sum((3, 5), dtype=dG.dtype) - EX.sum((3, 4), dtype=dG.dtype)
     dXK = (E[:, :, 0] if E.shape[2] == 1 else E.sum(2)).flatten(2, 3)
     _baddbmm(dk, dXK.mT, c.X)
     _baddbmm(dX, dXK, c.X[:, :, C:])
+    after = torch.ones(C, C, dtype=E.dtype, device=E.device).triu_()
+    return _bmm(after.expand_as(pairs), pairs).tril_(-1).sum(-1, dtype=torch.float64)
 
 
 def _load(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Chunks:
@@ -239,7 +241,7 @@ def _load(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Chunks:
 
 
 def _heads(p: Problem, block: Block, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Tokens [B, T, HV, D] of a block as [P, H, r, C, D] in the computing dtype, a view where that needs no cast."""
+    """Tokens [B, T, HV, D] of a block as [P, H, r, C, D] in the computing dtype, a view unless it is cast."""
     return block.take(x).flatten(0, 1).transpose(1, 2).to(dtype or p.state_dtype).unflatten(1, (p.H, -1))
 
 

@@ -1,0 +1,52 @@
+"""What a user reads runs: the Python of the pages, and the examples in docstrings."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import gdn
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODULES = [m.name for m in pkgutil.walk_packages(gdn.__path__, "gdn.") if "__main__" not in m.name]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_python_of_a_page_runs(page):
+    """A page is one session: each block sees the names of those above it."""
+    pytest.importorskip("transformers")
+    session: dict[str, object] = {}
+    try:
+        for block in blocks(page):
+            exec(compile(block, str(page), "exec"), session)
+    finally:
+        # a page may patch Transformers and leave it so
+        gdn.patch_transformers().undo()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
+
+
+def test_links_lead_somewhere():
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_public_name_is_documented():
+    readme = (ROOT / "README.md").read_text()
+    for name in gdn.__all__:
+        assert getattr(gdn, name).__doc__, name
+        if not name.endswith(("_gdn", "Cache")):
+            assert name in readme, name
