@@ -10,6 +10,14 @@ settings.register_profile("gdn", deadline=None, derandomize=True, suppress_healt
 settings.load_profile("gdn")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Every test draws the same numbers in any order."""

@@ -5,7 +5,7 @@ import torch
 
 import gdn
 from gdn.bench.accuracy import check, gates
-from gdn.bench.cases import LENGTHS, Case, covering
+from gdn.bench.cases import LENGTHS, QUICK, Case, covering
 
 COVERING = covering(max_cost=2**24)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -53,3 +53,15 @@ def test_long_and_slow(backend, dtype):
         "slow", lengths=LENGTHS[15], heads=(1, 2), sizes=(32, 32), state="wide", use_qk_l2norm_in_kernel=True
     )
     assert not verdicts(lambda *x, **o: gdn.chunk_gated_delta_rule(*x, backend=backend, **o), case, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", covering(QUICK), ids=str)
+def test_on_a_gpu(backend, case):
+    """The same problems on a CUDA device, where the lengths of packed sequences are not read."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for function in (
+            lambda *x, **o: gdn.chunk_gated_delta_rule(*x, backend=backend, **o),
+            recurrent(backend),
+        ):
+            assert not verdicts(function, case, dtype, device="cuda")

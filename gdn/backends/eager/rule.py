@@ -1,7 +1,7 @@
 """The rule on plain torch: chunks as batched matmuls, block by block, and the backward written out.
 
-With X = [q; k] of a chunk, D_ij = e^(G_i - G_j) for i >= j, S the state that enters it, and A = beta D k k^T below
-the diagonal:
+With X = [q; k] of a chunk, D_ij = e^(G_i - G_j) for i >= j, S the state that enters it, and A = beta D k k^T
+below the diagonal:
 
     v_new = (I + A)^-1 beta (v - e^G k S)
     o     = scale (e^G q S + (D q k^T) v_new)
