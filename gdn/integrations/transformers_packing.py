@@ -99,7 +99,7 @@ def find_documents(given: dict[str, Any], position_ids: Tensor) -> dict[str, Ten
     Cost: one host sync.
     """
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
-    if cache is not None and cache.get_seq_length() > 0:
+    if cache is not None and _has_history(cache):
         return {}
     is_start = restarts(position_ids)
     cu_seqlens = between(is_start)
@@ -109,6 +109,15 @@ def find_documents(given: dict[str, Any], position_ids: Tensor) -> dict[str, Ten
         return {}
     seq_idx = torch.nn.functional.pad(is_start.cumsum(0), (1, 0)).to(torch.int32)
     return {"cu_seq_lens_q": cu_seqlens, "seq_idx": seq_idx[None]}
+
+
+def _has_history(cache: Any) -> bool:
+    """True if a cache holds tokens already; its linear attention layers know it without a host sync."""
+    for layer in getattr(cache, "layers", ()):
+        has_state = getattr(layer, "has_previous_state", None)
+        if isinstance(has_state, dict):
+            return any(has_state.values())
+    return bool(cache.get_seq_length() > 0)
 
 
 def restarts(position_ids: Tensor) -> Tensor:
