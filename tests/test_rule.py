@@ -43,6 +43,21 @@ def test_opcheck(options, requires_grad):
     torch.library.opcheck(library.recurrent_forward, problem.arguments())
 
 
+def permuted(x):
+    """The same numbers with the first axis innermost in memory."""
+    return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+def test_opcheck_of_permuted_inputs():
+    """Whatever the strides that came, what leaves is contiguous: the compiler plans for that."""
+    x = [permuted(t) for t in tensors(B=3)]
+    S = permuted(torch.randn(3, 4, 16, 24))
+    problem = parse(*x, initial_state=S, output_final_state=True, use_beta_sigmoid_in_kernel=True)
+    torch.library.opcheck(library.chunk_forward, (*problem.arguments(), True))
+    torch.library.opcheck(library.chunk_backward, (*problem.arguments(), *[None] * 4, permuted(x[2]), S))
+    torch.library.opcheck(library.recurrent_forward, problem.arguments())
+
+
 def test_opcheck_backward_and_packed():
     x = [t[:1] for t in tensors()]
     problem = parse(*x, cu_seqlens=torch.tensor([0, 0, 30, 65]), output_final_state=True)

@@ -51,7 +51,7 @@ def _forward(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor | None, backen
         "gate",
         a.device,
         (a, b),
-        lambda: tuple(x.contiguous() for x in select(problem).gate(a, b, A_log, dt_bias)),
+        lambda: tuple(present(x, a) for x in select(problem).gate(a, b, A_log, dt_bias)),
     )
 
 
@@ -73,7 +73,7 @@ def _backward(
 
     def run() -> tuple[Tensor, ...]:
         gradients = select(problem).gate_bwd(a, b, A_log, dt_bias, dg, dbeta)
-        return tuple(present(x, a).contiguous() for x in gradients)
+        return tuple(present(x, a) for x in gradients)
 
     return guarded("gate_backward", a.device, (a, b, dg, dbeta), run)
 

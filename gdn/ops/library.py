@@ -71,8 +71,8 @@ def _without_autocast(device: torch.device, run: Any) -> Any:
 
 
 def present(x: Tensor | None, like: Tensor) -> Tensor:
-    """Operators return tensors only: an empty one stands for None."""
-    return like.new_empty(0) if x is None else x
+    """What an operator returns: contiguous, as its fake says; an empty tensor stands for None."""
+    return like.new_empty(0) if x is None else x.contiguous()
 
 
 def check_offsets(problem: Problem | ConvProblem) -> None:
@@ -87,7 +87,7 @@ def _chunk_forward(*args: Any) -> tuple[Tensor, ...]:
 
     def run() -> tuple[Tensor, ...]:
         o, final, saved = select(problem).chunk_forward(problem, save)
-        return (o, present(final, o), *(present(x, o) for x in saved.tensors()))
+        return tuple(present(x, problem.q) for x in (o, final, *saved.tensors()))
 
     return guarded("chunk_forward", problem.device, args[:10], run)
 
@@ -114,7 +114,7 @@ def _recurrent_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
     def run() -> tuple[Tensor, Tensor]:
         o, final = select(problem).recurrent_forward(problem)
-        return o, present(final, o)
+        return present(o, o), present(final, o)
 
     return guarded("recurrent_forward", problem.device, args[:10], run)
 
