@@ -49,7 +49,8 @@ def rms_norm_gated(
 def _norm(*args: Any) -> Tensor:
     problem = NormProblem(*args)
     run = select(problem).rms_norm_gated
-    return guarded("rms_norm_gated", problem.x.device, args[:3], lambda: (present(run(problem), problem.x),))[0]
+    x = problem.x
+    return guarded("rms_norm_gated", x.device, args[:3], lambda: (present(run(problem), x),))[0]
 
 
 def _norm_backward(*args: Any) -> tuple[Tensor, ...]:
