@@ -202,7 +202,7 @@ def demo(
         table.add_row(name, f"{ours:,.0f}", f"{theirs:,.0f}", f"{ours / theirs:.2f}")
     console.print(table)
     early, late = (sum(part) / len(part) for part in (result.losses[:5], result.losses[-5:]))
-    console.print(f"loss in nats per byte: {early:.2f} -> {late:.2f}, drawn in {result.picture}")
+    console.print(f"loss in nats per token: {early:.2f} -> {late:.2f}, drawn in {result.picture}")
     console.print(
         f"largest difference of a logit between gdn and transformers: {result.logit_difference:.1e}"
     )

@@ -259,7 +259,7 @@ def test_demo_learns_draws_and_compares(tmp_path, monkeypatch):
     result = demo.run(tmp_path, device=torch.device("cpu"), steps=6)
     assert result.losses[-1] < result.losses[0] and len(result.losses) == 6
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert len(result.speeds) == 3 and all(x > 0 for _, *speeds in result.speeds for x in speeds)
+    assert len(result.speeds) == 4 and all(x > 0 for _, *speeds in result.speeds for x in speeds)
     assert result.logit_difference < 1e-3
 
 
