@@ -197,7 +197,8 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 def _belongs_to_original(x: Tensor, active: Sized) -> bool:
     """True for torch.export, for tensors without storage, and in a function that outlived its patch."""
-    return len(active) == 0 or x.is_meta or torch.compiler.is_exporting()
+    # the flag itself: torch 2.11 compiles a call of is_exporting() to True, exporting or not
+    return len(active) == 0 or x.is_meta or torch.compiler._is_exporting_flag
 
 
 def _refused(name: str, refusal: NotImplementedError, *, is_packed: bool) -> None:
