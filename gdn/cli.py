@@ -111,7 +111,7 @@ def verify(
     total = None if is_full and max_cases is None else len(chosen := list(chosen)) * len(names)
 
     def provider(*args: Any, **options: Any) -> Any:
-        return function(*args[:3], g=args[3], beta=args[4], **options, backend=backend)
+        return function(*args, **options, backend=backend)
 
     found: list[Row] = []
     refused: dict[str, list[str]] = {}
@@ -155,22 +155,21 @@ def cpu(
     measure.append(results or measure.RESULTS / "cpu.jsonl", rows)
     if _wrote(json_file, rows):
         return
-    table = Table(
-        "", "rows x tokens", "provider", "ms (median)", "p20 .. p80", "ratio", "goal", "error / limit"
-    )
+    columns = ("fp32", "B", "T", "provider", "ms", "p20..p80", "ratio", "goal", "error")
+    table = Table(*columns, box=None, padding=(0, 1))
     for row in rows:
-        time = (
-            [f"{row['p50_ms']:.3f}", f"{row['p20_ms']:.3f} .. {row['p80_ms']:.3f}"]
-            if "p50_ms" in row
-            else ["wrong", ""]
-        )
         ratio, goal = row.get("ratio"), row.get("goal")
         colour = "bold" if goal is None or ratio is None else ("green" if ratio >= goal else "red")
-        ratio = "" if ratio is None else f"[{colour}]{ratio:.2f}[/]"
-        goal = "" if goal is None else str(goal)
-        shape, share = f"{row['B']} x {row['T']}", f"{row['share_of_limit']:.3f}"
-        table.add_row(row["job"], shape, row["provider"], *time, ratio, goal, share)
+        ms = [_three_digits(row[name]) for name in ("p50_ms", "p20_ms", "p80_ms") if name in row]
+        time = [ms[0] if ms else "wrong", "..".join(ms[1:])]
+        table.add_row(
+            row["job"], str(row["B"]), str(row["T"]), row["provider"], *time,
+            f"[{colour}]{ratio:.2f}[/]" if ratio else "", str(goal or ""), f"{row['share_of_limit']:.0%}",
+        )  # fmt: skip
     console.print(table)
+    console.print(
+        "ratio: Transformers' time over ours; error: the largest, as a share of its limit", style="dim"
+    )
 
 
 @app.command()
@@ -266,3 +265,7 @@ def _print_verdict(found: list[Row], refused: dict[str, list[str]]) -> None:
 
 def _place(key: tuple[str, str]) -> tuple[str, int]:
     return key[0], accuracy.OUTPUTS.index(key[1])
+
+
+def _three_digits(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"

@@ -209,7 +209,7 @@ def test_gates_follow_dtype_and_keys():
 def test_interleaved_runs_each_as_often_as_asked():
     order = []
     found = measure.interleaved(
-        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, {"a": 4, "b": 2}, with_warmup=False
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, {"a": 4, "b": 2}, cold="ab"
     )
     assert order.count("a") == 4 and order.count("b") == 2 and order != sorted(order)
     assert {name: t.runs for name, t in found.items()} == {"a": 4, "b": 2}
@@ -230,7 +230,7 @@ def test_no_time_for_a_wrong_answer(monkeypatch):
 
     monkeypatch.setattr(cpu, "CASE", replace(cpu.CASE, heads=(2, 2), sizes=(16, 16)))
     providers = {cpu.FALLBACK: fallback.chunk(), "gdn": right, "wrong": zero_output}
-    for name in ("forward", "forward + backward"):
+    for name in ("forward", "forward+backward"):
         found = list(cpu.run(cpu.Job(name, 100, 1, providers, dict.fromkeys(providers, 3), 1.8)))
         assert [("p50_ms" in row) for row in found] == [True, True, False]
         assert found[1]["ratio"] > 0 and found[1]["goal"] == 1.8

@@ -3,7 +3,7 @@
     error = norm(x - ref) / max(norm(ref), floor)
     floor = 1e-6 of the same output's norm under the gate 'none'
 
-A provider is any callable with the signature of `gdn.chunk_gated_delta_rule`.
+A provider is any callable that takes q, k, v and, by keyword, what `gdn.chunk_gated_delta_rule` takes.
 """
 
 import math
@@ -124,9 +124,10 @@ def run(provider: Provider, given: Inputs, with_backward: bool = True) -> dict[s
         name: x.detach().requires_grad_(with_backward) if name in _GRADIENTS else x
         for name, x in given.tensors.items()
     }
-    tokens = ("q", "k", "v", "g", "beta")
-    others = {name: x for name, x in leaves.items() if name not in tokens}
-    o, final_state = provider(*(leaves.get(name) for name in tokens), **others, **given.options)
+    # by keyword but for the first three, as both forms of the rule take them
+    arguments = {"g": None, "beta": None, **leaves, **given.options}
+    q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
+    o, final_state = provider(q, k, v, **arguments)
     assert final_state is not None
     results = {"o": o.detach(), "final_state": final_state.detach()}
     if with_backward:
@@ -142,11 +143,11 @@ def run(provider: Provider, given: Inputs, with_backward: bool = True) -> dict[s
     return results
 
 
-def law(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+def law(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The fp64 law as a provider: it has no use for the options that only a backend's freedom hangs on."""
     for name in ("output_final_state", "exact", "batch_invariant"):
         options.pop(name)
-    return reference.gated_delta_rule(q, k, v, *gates, **options)
+    return reference.gated_delta_rule(q, k, v, **options)
 
 
 @contextmanager

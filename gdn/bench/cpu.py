@@ -31,7 +31,7 @@ class Job:
 
     @property
     def with_backward(self) -> bool:
-        return self.name == "forward + backward"
+        return self.name == "forward+backward"
 
     @property
     def case(self) -> Case:
@@ -46,7 +46,7 @@ def jobs(*, is_quick: bool = False) -> list[Job]:
     steps: dict[str, accuracy.Provider] = {
         FALLBACK: fallback.recurrent(),
         "gdn": decode_in_place,
-        "gdn fused_recurrent": gdn.fused_recurrent_gated_delta_rule,
+        "gdn recurrent": gdn.fused_recurrent_gated_delta_rule,
     }
 
     def runs(providers: dict[str, Any], count: int, of_fallback: int | None = None) -> dict[str, int]:
@@ -55,15 +55,15 @@ def jobs(*, is_quick: bool = False) -> list[Job]:
 
     found = [
         Job("forward", 2048, 1, chunks, runs(chunks, 15), 1.8),
-        Job("forward + backward", 2048, 1, chunks, runs(chunks, 9), 4.0),
+        Job("forward+backward", 2048, 1, chunks, runs(chunks, 9), 4.0),
         *(Job("decode", 1, B, steps, runs(steps, 400), 1.5) for B in (1, 8)),
     ]
     if is_quick:
         return found
     # the fallback's backward is quadratic in T: 20 s and more for one run at 8192
-    found.append(Job("forward + backward", 8192, 1, chunks, runs(chunks, 7, of_fallback=2), 15.0))
+    found.append(Job("forward+backward", 8192, 1, chunks, runs(chunks, 7, of_fallback=3), 15.0))
     found += [Job("forward", T, 1, ours, runs(ours, 7)) for T in (4096, 8192, 16384)]
-    found += [Job("forward + backward", T, 1, ours, runs(ours, 5)) for T in (4096, 16384)]
+    found += [Job("forward+backward", T, 1, ours, runs(ours, 5)) for T in (4096, 16384)]
     return found
 
 
@@ -72,8 +72,8 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
     errors = {name: worst(provider, job) for name, provider in job.providers.items()}
     given = inputs(job.case, torch.float32)
     sound = {name: timed(job.providers[name], given, job) for name, error in errors.items() if error <= 1}
-    # a first call of a long run would cost as much as a run
-    found = measure.interleaved(sound, job.runs, with_warmup=job.T < 8192) if sound else {}
+    cold = [FALLBACK] if job.T > 2048 else []
+    found = measure.interleaved(sound, job.runs, cold=cold) if sound else {}
     for name, error in errors.items():
         row: dict[str, Any] = {
             "bench": "cpu", "job": job.name, "provider": name, "T": job.T, "B": job.B, "H": CASE.heads[0],

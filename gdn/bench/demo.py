@@ -153,7 +153,9 @@ def compare(model: Any, text: Tensor, report: Report) -> tuple[list[tuple[str, f
     for done, (name, (job, count, runs)) in enumerate(jobs.items()):
         report("compare", done, len(jobs), name)
         functions = {side: within(context, job) for side, context in contexts.items()}
-        found = measure.interleaved(functions, dict.fromkeys(functions, runs), with_warmup=runs > 1)
+        found = measure.interleaved(
+            functions, dict.fromkeys(functions, runs), cold=functions if runs == 1 else ()
+        )
         speeds.append((name, count / found["gdn"].p50, count / found["transformers"].p50))
     logits = [within(context, forward)() for context in contexts.values()]
     report("compare", len(jobs), len(jobs), "")

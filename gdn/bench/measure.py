@@ -39,14 +39,14 @@ def interleaved(
     functions: Mapping[str, Callable[[], Any]],
     runs: Mapping[str, int],
     *,
-    with_warmup: bool = True,
+    cold: Iterable[str] = (),
 ) -> dict[str, Times]:
     """Time functions in turn, so that a slower minute slows all of them; `runs` of each, evenly spread.
 
-    with_warmup: call each once before, untimed.
+    Each is called once before, untimed, but those named in `cold`, whose runs are too long for that.
     """
-    if with_warmup:
-        for function in functions.values():
+    for name, function in functions.items():
+        if name not in cold:
             function()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     rounds = max(runs[name] for name in functions)
