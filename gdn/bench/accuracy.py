@@ -143,11 +143,11 @@ def run(provider: Provider, given: Inputs, with_backward: bool = True) -> dict[s
     return results
 
 
-def law(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def law(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     """The fp64 law as a provider: it has no use for the options that only a backend's freedom hangs on."""
     for name in ("output_final_state", "exact", "batch_invariant"):
         options.pop(name)
-    return reference.gated_delta_rule(q, k, v, **options)
+    return reference.gated_delta_rule(q, k, v, *gates, **options)
 
 
 @contextmanager
