@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.notation import AInv, ChunkStates, GSum, State, Values
+from gdn.notation import ChunkInverse, ChunkStates, ChunkValues, GSum, State, Values
 from gdn.problem import Problem
 
 
@@ -15,14 +15,15 @@ from gdn.problem import Problem
 class Saved:
     """What a forward keeps for the backward, the same for every backend: any backward follows any forward.
 
-    Chunks are numbered sequence by sequence; a packed batch has `problem.num_chunks` rows, the
-    surplus unused. A backend saves what pays; a backward recomputes what is None. Any float dtype but for G.
+    Chunks are numbered sequence by sequence; a packed batch has `problem.num_chunks` of them, the surplus
+    unused. A tile per chunk, whole even at a sequence's ragged end, so that no store needs a bound. A backend
+    saves what pays; a backward recomputes what is None. Any float dtype but for G.
     """
 
     G: GSum | None = None
-    A_inv: AInv | None = None  # columns past the chunk's length are zero
+    A_inv: ChunkInverse | None = None
     S_in: ChunkStates | None = None  # [K, V] whatever the caller's layout
-    v_new: Values | None = None  # A_inv (beta v) - A_inv (beta e^G k) S_in
+    v_new: ChunkValues | None = None  # A_inv (beta v) - A_inv (beta e^G k) S_in; zero past the chunk's end
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (self.G, self.A_inv, self.S_in, self.v_new)
