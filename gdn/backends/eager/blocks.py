@@ -139,8 +139,8 @@ class Plan:
 def plan(problem: Problem) -> Plan:
     """Cut a problem into blocks.
 
-    On the CPU a block holds about 32 chunks and value heads, 8 MB of fp32 at K = V = 128: 16 took 14 % longer,
-    64 the same; elsewhere 4096, for wide launches. A matmul's bits may depend on its batch, so a
+    On the CPU a block holds about 32 chunks and value heads, 8 MB of fp32 at K = V = 128: 16 took 14 % more
+    time, 64 the same; elsewhere 4096, for wide launches. A matmul's bits may depend on its batch, so a
     batch-invariant block holds one sequence. With lengths on a device that nobody may read, chunks are one
     chain in token order.
     """

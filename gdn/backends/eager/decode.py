@@ -72,9 +72,9 @@ def _step(S: Tensor, token: Token, is_v_first: bool) -> None:
     kq, k, beta_v, o, beta, qk, *decay = token
     if decay:
         S.mul_(decay[0])
-    kS, qS = torch.bmm(kq, S.mT if is_v_first else S).split(1, 1)
-    d = torch.addcmul(beta_v, beta, kS, value=-1)
-    torch.addcmul(qS, qk, d, out=o)
+    products = torch.bmm(kq, S.mT if is_v_first else S)
+    d = torch.addcmul(beta_v, beta, products.narrow(1, 0, 1), value=-1)
+    torch.addcmul(products.narrow(1, 1, 1), qk, d, out=o)
     if is_v_first:
         S.addcmul_(d.mT, k)
     else:
@@ -98,6 +98,9 @@ def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
     lists = [kq, kq.narrow(2, 0, 1), beta_v, o.view(-1, HV, 1, V)]
     for x in (beta, qk) if decay is None else (beta, qk, decay):
         lists.append(x.view(-1, HV, 1, 1))
+    if kq.shape[0] == 1:
+        # one row, one token: views cost as much as the arithmetic here
+        return [tuple(x.squeeze(0) for x in lists)]
     return list(zip(*(x.unbind(0) for x in lists), strict=True))
 
 
