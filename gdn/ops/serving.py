@@ -12,7 +12,7 @@ from torch import Tensor
 from gdn import settings
 from gdn.backends import select
 from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
-from gdn.ops.library import define, guarded
+from gdn.ops.library import define, guarded, is_plain
 from gdn.problem import DecodeProblem
 from gdn.problem.serving import one_state_per_row, parse_decode, parse_packed
 
@@ -118,7 +118,10 @@ def decode(
         intermediate_row=intermediate_row, parent=parent, write=write, null_slot=null_slot,
         round_state=round_state, exact_packet=exact_packet, out=out, backend=backend,
     )  # fmt: skip
-    _decode_op(*problem.arguments())
+    if is_plain(q):
+        _run(problem)
+    else:
+        _decode_op(*problem.arguments())
     return problem.out
 
 
@@ -230,7 +233,10 @@ def decode_functional(
 
 
 def _decode(*args: Any) -> None:
-    problem = DecodeProblem(*args)
+    _run(DecodeProblem(*args))
+
+
+def _run(problem: DecodeProblem) -> None:
     if problem.cu_seqlens is not None:
         problem.spans(read_device=settings.debug())
 
@@ -238,7 +244,8 @@ def _decode(*args: Any) -> None:
         select(problem).decode(problem)
         return (problem.out,)
 
-    guarded("decode", problem.q.device, (problem.q, problem.k, problem.v, *args[4:10]), run)
+    p = problem
+    guarded("decode", p.q.device, (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias), run)
 
 
 def _decode_functional(*args: Any) -> tuple[Tensor, Tensor]:

@@ -147,7 +147,7 @@ def plan(problem: Problem) -> Plan:
     p = problem
     if p.T == 0:
         return Plan([], None)
-    size = max(1, (16 if p.device.type == "cpu" else 4096) // p.HV)
+    size = max(1, (32 if p.device.type == "cpu" else 4096) // p.HV)
     width = 1 if p.batch_invariant else size
     if p.cu_seqlens is None:
         return Plan(list(_dense(p, size, width)), None)

@@ -87,34 +87,32 @@ def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
     kq = torch.stack((p.k, p.q), 3).view(-1, H, 2, K).to(p.dtype)
     if p.use_qk_l2norm_in_kernel:
         kq.mul_((kq * kq).sum(-1, keepdim=True).add_(1e-6).rsqrt_())
-    k, q = kq.unbind(2)
-    qk = (k * q).sum(-1)
+    qk = (kq.select(2, 0) * kq.select(2, 1)).sum(-1)
     if HV != H:
         kq, qk = kq.repeat_interleave(HV // H, 1), qk.repeat_interleave(HV // H, 1)
     decay, beta = _gates(p)
-    v = p.v.reshape(-1, HV, 1, V).to(p.dtype)
+    v = p.v.to(p.dtype)
     beta_v = v if beta is None else beta * v
     beta = torch.ones_like(qk) if beta is None else beta
-    lists = [kq, kq.narrow(2, 0, 1), beta_v, o.view(-1, HV, 1, V)]
+    # one token has no token axis to take apart: here a view costs as much as the arithmetic
+    lead = (HV,) if kq.shape[0] == 1 else (-1, HV)
+    kq = kq.view(*lead, 2, K)
+    lists = [kq, kq.narrow(-2, 0, 1), beta_v.reshape(*lead, 1, V), o.view(*lead, 1, V)]
     for x in (beta, qk) if decay is None else (beta, qk, decay):
-        lists.append(x.view(-1, HV, 1, 1))
-    if kq.shape[0] == 1:
-        # one row, one token: views cost as much as the arithmetic here
-        return [tuple(x.squeeze(0) for x in lists)]
-    return list(zip(*(x.unbind(0) for x in lists), strict=True))
+        lists.append(x.reshape(*lead, 1, 1))
+    return [tuple(lists)] if len(lead) == 1 else list(zip(*(x.unbind(0) for x in lists), strict=True))
 
 
 def _gates(p: DecodeProblem) -> tuple[Tensor | None, Tensor | None]:
-    """e^g and beta of every token [tokens, HV, 1, 1]; None for no decay, and for ones."""
+    """e^g and beta [..., HV, 1] of every token; None for no decay, and for ones."""
     g, beta = p.g, p.beta
     if p.a is not None and p.b is not None and p.A_log is not None:
         g = log_decay(p.a, p.A_log, p.dt_bias)
         beta = sigmoid(p.b.to(wide(p.b.device))).mul_(2 if p.allow_neg_eigval else 1)
     elif g is not None:
         g = g.to(p.dtype)
-    shape = (-1, p.HV, 1, 1)
-    decay = None if g is None else g.exp().to(p.dtype).reshape(shape)
-    return decay, None if beta is None else beta.to(p.dtype).reshape(shape)
+    decay = None if g is None else g.exp().to(p.dtype).unsqueeze(-1)
+    return decay, None if beta is None else beta.to(p.dtype).unsqueeze(-1)
 
 
 def _rows(p: DecodeProblem) -> Iterator[Row]:
