@@ -40,10 +40,12 @@ def interleaved(
     runs: Mapping[str, int],
     *,
     cold: Iterable[str] = (),
+    burst: int = 1,
 ) -> dict[str, Times]:
     """Time functions in turn, so that a slower minute slows all of them; `runs` of each, evenly spread.
 
-    Each is called once before, untimed, but those named in `cold`, whose runs are too long for that.
+    Each is called once before, untimed, but those named in `cold`, whose runs are too long for that. A run is
+    the mean of `burst` calls in a row: short calls in turn would measure each other's memory and caches.
     """
     for name, function in functions.items():
         if name not in cold:
@@ -55,10 +57,11 @@ def interleaved(
             if (i + 1) * runs[name] // rounds == i * runs[name] // rounds:
                 continue
             start = time.perf_counter()
-            function()
+            for _ in range(burst):
+                function()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append((time.perf_counter() - start) / burst)
     return {name: times(values) for name, values in seconds.items()}
 
 
