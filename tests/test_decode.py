@@ -558,3 +558,15 @@ def test_warmup_names_what_it_ran():
 
 def test_examples_run():
     assert doctest.testmod(gdn.ops.serving).failed == 0
+
+
+def test_nobody_who_traces_or_transforms_gets_the_body():
+    """A meta pool passes; a refused vmap has touched nothing."""
+    shapes = ((2, 1, 2, 8), (2, 1, 2, 8), (2, 1, 4, 8), (2, 4, 8, 8))
+    index = torch.empty(2, dtype=torch.int64, device="meta")
+    assert gdn.decode(*(torch.empty(s, device="meta") for s in shapes), read_index=index).is_meta
+    q, k, v, state = (torch.ones(3, *s) for s in shapes)
+    g = -torch.ones(3, 2, 1, 4)
+    with pytest.raises(RuntimeError):
+        torch.vmap(lambda q, k, v, s, g: gdn.decode(q, k, v, s, g=g))(q, k, v, state, g)
+    assert torch.equal(state, torch.ones_like(state))

@@ -81,6 +81,8 @@ CASES = [
      "cu_seqlens: expected the last offset to be at most T=5, got 6"),
     (packed(torch.tensor([0, 5])) | {"cu_seqlens_cpu": torch.tensor([0, 3, 5])}, ValueError,
      r"cu_seqlens_cpu: expected shape \[N\+1=2\], got \[3\]"),
+    (packed(torch.tensor([0, 3, 5])) | {"cu_seqlens_cpu": torch.tensor([0, 4, 5])}, ValueError,
+     r"cu_seqlens: expected the numbers of cu_seqlens_cpu \[0, 4, 5\], got \[0, 3, 5\]"),
     (call(backend="cuda"), ValueError, "backend: expected None or one of hopper, triton, eager, got 'cuda'"),
     (call(backend="triton"), NotImplementedError, "no backend takes this problem: triton: "),
     (call(backend="hopper"), NotImplementedError, "no backend takes this problem: hopper: "),
@@ -141,7 +143,7 @@ def test_debug_mode_checks_finiteness(monkeypatch):
     gdn.chunk_gated_delta_rule(**call())
     bad = call()
     bad["v"][0, 0, 0, 0] = torch.nan
-    with pytest.raises(ValueError, match="expected finite values"):
+    with pytest.raises(FloatingPointError, match=r"NaN or Inf in outputs \[0\]; tensor arguments .*: \[2\]"):
         gdn.chunk_gated_delta_rule(**bad)
 
 

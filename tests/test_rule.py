@@ -280,6 +280,9 @@ def test_lengths_on_a_device_nobody_may_read(monkeypatch):
     expected = run(chunk, given), run(form(recurrent), given)
     for module in ("blocks", "recurrent"):
         monkeypatch.setattr(f"gdn.backends.eager.{module}.host_offsets", lambda *args, **options: None)
+    for function in FORMS:
+        o, S = form(function)(*tensors(7, 1), cu_seqlens=torch.tensor([0]), output_final_state=True)
+        assert S.shape[0] == 0 and not o.any()
     for function, results in zip((chunk, form(recurrent)), expected, strict=True):
         for name, x in run(function, given).items():
             assert compare(x, results[name], 1e-12, lambda: 0.0)[0] <= 1e-10, name
@@ -327,3 +330,22 @@ def test_no_decay_and_full_decay_have_finite_gradients():
             o, S = f(*leaves, output_final_state=True, **options)
             found = torch.autograd.grad(o.sum() + S.sum(), [*leaves, *list(options.values())[1:]])
             assert all(bool(x.isfinite().all()) for x in (o, S, *found))
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_forward_mode_and_second_derivatives_are_refused(function):
+    """Neither exists; the one would silently be zero, the other must not disturb who only records."""
+    q, *others = tensors(T=5)
+    with pytest.raises(NotImplementedError, match="forward-mode tangent"):
+        torch.func.jvp(lambda q: form(function)(q, *others)[0], (q,), (torch.ones_like(q),))
+    q.requires_grad_()
+    (dq,) = torch.autograd.grad(form(function)(q, *others)[0].square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        dq.sum().backward()
+
+
+def test_what_is_saved_is_written_whole(poison):
+    """A short sequence takes a short chunk; the tiles it saves hold nothing else."""
+    for T in (1, 20, 33, 64, 65):
+        saved = library.chunk_forward(*parse(*tensors(T)).arguments(), True)[2:]
+        assert all(bool(x.isfinite().all()) for x in saved)

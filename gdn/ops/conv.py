@@ -10,7 +10,15 @@ from torch import Tensor
 
 from gdn.backends import select
 from gdn.notation import Channels, ConvPool, ConvState, ConvWeight, Index, Mask, Offsets
-from gdn.ops.library import check_offsets, define, guarded, library, present
+from gdn.ops.library import (
+    check_offsets,
+    define,
+    guarded,
+    library,
+    no_second_derivative,
+    no_tangent,
+    present,
+)
 from gdn.problem.layer import ConvProblem, ConvUpdateProblem, parse_conv, parse_conv_update
 
 
@@ -88,6 +96,7 @@ def causal_conv1d(
             p.cu_seqlens_cpu, p.activation, p.null_slot, p.backend,
         )  # fmt: skip
         return y, None
+    no_tangent("causal_conv1d", p.x, p.weight, p.bias, p.initial_state)
     y, final_state = conv_operator(
         p.x, p.weight, p.bias, p.initial_state, p.cu_seqlens, p.cu_seqlens_cpu, p.activation,
         p.output_final_state, p.backend,
@@ -268,3 +277,4 @@ def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("gdn::causal_conv1d", _differentiate, setup_context=_keep, lib=library)
+no_second_derivative("causal_conv1d_backward")

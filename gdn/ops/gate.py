@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gdn.backends import select
 from gdn.notation import HeadParam, PerHead
-from gdn.ops.library import define, guarded, library, present
+from gdn.ops.library import define, guarded, library, no_second_derivative, no_tangent, present
 from gdn.problem.stages import parse_gate
 
 
@@ -41,6 +41,7 @@ def gate(
         -0.6931 0.5
     """
     parse_gate(a, b, A_log, dt_bias, backend)
+    no_tangent("gate", a, b, A_log, dt_bias)
     g, beta = _gate_forward(a, b, A_log, dt_bias, backend)
     return g, beta
 
@@ -116,3 +117,4 @@ def _differentiate(ctx: Any, dg: Tensor, dbeta: Tensor) -> tuple[Tensor | None, 
 
 
 torch.library.register_autograd("gdn::gate", _differentiate, setup_context=_keep, lib=library)
+no_second_derivative("gate_backward")

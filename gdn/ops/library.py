@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gdn import settings
@@ -46,17 +47,20 @@ def guarded(name: str, device: torch.device, tensors: Sequence[Tensor | None], r
     if not settings.debug():
         return _without_autocast(device, run)
     logger.warning("gdn::%s on %s: %s", name, device, [list(x.shape) for x in tensors if x is not None])
-    for i, x in enumerate(tensors):
-        # -inf is a decay to nothing in g, and no decay in A_log
-        if x is not None and x.is_floating_point() and not bool((x < torch.inf).all()):
-            raise ValueError(f"{name}: expected finite values in tensor argument {i}, got NaN or Inf")
     out = _without_autocast(device, run)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    for i, x in enumerate(out):
-        if x is not None and x.is_floating_point() and not bool(torch.isfinite(x).all()):
-            raise FloatingPointError(f"{name}: output {i} holds NaN or Inf although every input was finite")
+    # inputs may hold anything in padding and -inf in g: what counts is what leaves
+    bad = [i for i, x in enumerate(out) if not _is_finite(x)]
+    if bad:
+        given = [i for i, x in enumerate(tensors) if not _is_finite(x)]
+        got = f"NaN or Inf in outputs {bad}; tensor arguments that hold them: {given}"
+        raise FloatingPointError(f"{name}: expected finite outputs, got {got}")
     return out
+
+
+def _is_finite(x: Tensor | None) -> bool:
+    return x is None or not x.is_floating_point() or bool(torch.isfinite(x).all())
 
 
 def is_autocasting(device: torch.device) -> bool:
@@ -72,8 +76,34 @@ def _without_autocast(device: torch.device, run: Any) -> Any:
 
 
 def is_plain(x: Tensor) -> bool:
-    """True when nobody is tracing: an operator without gradient may then run its body, 40 us sooner."""
-    return type(x) is Tensor and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
+    """True when nobody traces or transforms: an operator without gradient may run its body, 40 us sooner."""
+    return (
+        type(x) is Tensor
+        and not x.is_meta
+        and not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0
+        and _get_current_dispatch_mode() is None
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def no_tangent(function: str, *tensors: Tensor | None) -> None:
+    """NotImplementedError under forward-mode differentiation, which would silently see a constant."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            f"{function}: expected reverse-mode differentiation, got a forward-mode tangent"
+        )
+
+
+def no_second_derivative(name: str) -> None:
+    """Let gdn::name, a backward, run where autograd records, and refuse only when it is differentiated."""
+
+    def refuse(ctx: Any, *_gradients: Any) -> Any:
+        raise NotImplementedError(f"{name}: expected first derivatives only, got a request for the second")
+
+    torch.library.register_autograd(f"gdn::{name}", refuse, lib=library)
 
 
 def present(x: Tensor | None, like: Tensor) -> Tensor:
@@ -191,3 +221,4 @@ def _differentiate(ctx: Any, do: Tensor | None, dS: Tensor | None, *_saved: Tens
 
 for _op in ("chunk_forward", "recurrent_forward"):
     torch.library.register_autograd(f"gdn::{_op}", _differentiate, setup_context=_keep, lib=library)
+no_second_derivative("chunk_backward")

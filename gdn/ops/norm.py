@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends import select
-from gdn.ops.library import define, guarded, library, present
+from gdn.ops.library import define, guarded, library, no_second_derivative, no_tangent, present
 from gdn.problem.layer import NormProblem, parse_norm
 
 
@@ -43,6 +43,7 @@ def rms_norm_gated(
         torch.Size([2, 5, 8])
     """
     problem = parse_norm(x, z, weight, eps=eps, activation=activation, backend=backend)
+    no_tangent("rms_norm_gated", x, z, weight)
     return norm_operator(*problem.arguments())
 
 
@@ -90,3 +91,4 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("gdn::rms_norm_gated", _differentiate, setup_context=_keep, lib=library)
+no_second_derivative("rms_norm_gated_backward")

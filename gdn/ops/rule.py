@@ -92,6 +92,7 @@ def chunk_gated_delta_rule(
         cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, exact=exact, batch_invariant=batch_invariant,
         backend=backend,
     )  # fmt: skip
+    library.no_tangent("chunk_gated_delta_rule", *problem.differentiable)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in problem.differentiable)
     o, final_state, *_ = library.chunk_forward(*problem.arguments(), save)
     return o, final_state if output_final_state else None
@@ -139,6 +140,7 @@ def fused_recurrent_gated_delta_rule(
         cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, exact=exact, batch_invariant=batch_invariant,
         backend=backend,
     )  # fmt: skip
+    library.no_tangent("fused_recurrent_gated_delta_rule", *problem.differentiable)
     o, final_state = library.recurrent_forward(*problem.arguments())
     return o, final_state if output_final_state else None
 

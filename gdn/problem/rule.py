@@ -235,8 +235,9 @@ def host_offsets(
 ) -> list[int] | None:
     """The offsets as checked Python numbers, or None when they lie on a device and may not be read.
 
-    Raises ValueError unless 0 = cu_seqlens[0] <= cu_seqlens[1] <= ... <= cu_seqlens[N] <= T.
+    Raises ValueError unless 0 = cu_seqlens[0] <= cu_seqlens[1] <= ... <= cu_seqlens[N] <= T, in both alike.
     """
+    found: list[int] | None = None
     for name, x in (("cu_seqlens_cpu", cu_seqlens_cpu), ("cu_seqlens", cu_seqlens)):
         if x is None or (x.device.type != "cpu" and not read_device):
             continue
@@ -248,5 +249,7 @@ def host_offsets(
                 raise ValueError(f"{name}: expected non-decreasing offsets, got {a} then {b} at position {n}")
         if values[-1] > T:
             raise ValueError(f"{name}: expected the last offset to be at most T={T}, got {values[-1]}")
-        return values
-    return None
+        if found is not None and values != found:
+            raise ValueError(f"{name}: expected the numbers of cu_seqlens_cpu {found}, got {values}")
+        found = values
+    return found

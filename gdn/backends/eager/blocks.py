@@ -145,7 +145,7 @@ def plan(problem: Problem) -> Plan:
     chain in token order.
     """
     p = problem
-    if p.T == 0:
+    if p.T == 0 or p.N == 0:
         return Plan([], None)
     size = max(1, (32 if p.device.type == "cpu" else 4096) // p.HV)
     width = 1 if p.batch_invariant else size

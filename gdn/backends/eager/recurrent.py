@@ -71,6 +71,8 @@ def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
     if p.cu_seqlens is None:
         return None, ((slice(0, p.B), slice(t, None, p.T)) for t in range(p.T))
     offsets = host_offsets(p.cu_seqlens, p.cu_seqlens_cpu, p.T, read_device=False)
+    if p.N == 0:
+        return None, iter(())
     if offsets is None:
         # lengths on a device: token after token, each finding its sequence; past the end, spare row N
         owner = torch.searchsorted(p.cu_seqlens.long(), torch.arange(p.T, device=p.device), right=True) - 1

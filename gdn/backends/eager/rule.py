@@ -286,7 +286,7 @@ def _heads(p: Problem, block: Block, x: Tensor, dtype: torch.dtype | None = None
 
 def _room(p: Problem, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory for a result over tokens or chunks; zeros where a packed batch may leave places unwritten."""
-    make = torch.empty if p.cu_seqlens is None else torch.zeros
+    make = torch.empty if p.cu_seqlens is None and p.T > CHUNK // 2 else torch.zeros
     return make(shape, dtype=dtype, device=p.device)
 
 
