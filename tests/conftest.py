@@ -36,3 +36,11 @@ def poison():
     """New memory that is left unwritten holds NaN."""
     with poisoned():
         yield
+
+
+@pytest.fixture
+def strict_poison():
+    """As poison, and an operation without a deterministic form is an error."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

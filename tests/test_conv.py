@@ -15,14 +15,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 5e-3, to
 LADDER = [0, 0, 1, 3, 6, 6, 10, 27, 80, 80]
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Fresh memory is NaN, so an element nobody wrote fails."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(0)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("strict_poison")
 
 
 def differs(x, wanted):

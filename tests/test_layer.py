@@ -17,11 +17,6 @@ from gdn.reference.layer import causal_conv1d, rms_norm_gated
 SIZES = {"hidden_size": 24, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 12}
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def build(dtype=torch.float32, **options):
     layer = gdn.GatedDeltaNet(**SIZES | options, dtype=dtype)
     with torch.no_grad():

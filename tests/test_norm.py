@@ -13,14 +13,7 @@ from gdn.reference.layer import rms_norm_gated as law
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Fresh memory is NaN, so an element nobody wrote fails."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(0)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("strict_poison")
 
 
 def differs(x, wanted):

@@ -61,12 +61,7 @@ each_stage = pytest.mark.parametrize("stage", STAGES)
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp64", "fp32"])
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Deterministic mode fills fresh memory with NaN, so an unwritten element fails."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("strict_poison")
 
 
 def offsets_of(case: Case) -> torch.Tensor | None:

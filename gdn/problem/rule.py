@@ -1,6 +1,6 @@
 """parse(): the tensors and options of one call of the gated delta rule -> one checked, frozen Problem."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -110,10 +110,6 @@ class Problem:
     def arguments(self) -> tuple[Any, ...]:
         """The fields in order, as the torch operators take them."""
         return tuple(getattr(self, f.name) for f in fields(self))
-
-    def named(self, backend: str | None) -> "Problem":
-        """The same problem asked of a backend by name."""
-        return replace(self, backend=backend)
 
 
 def parse(

@@ -1,8 +1,6 @@
 """Plain torch on any device: the default on the CPU, and what every other backend must agree with."""
 
-from dataclasses import replace
-
-from gdn.backends.backend import absent
+from gdn.backends.backend import Backend
 from gdn.backends.eager import stages
 from gdn.backends.eager.conv import causal_conv1d, causal_conv1d_bwd, causal_conv1d_update
 from gdn.backends.eager.decode import decode
@@ -12,8 +10,8 @@ from gdn.backends.eager.prefill import commit, prefill
 from gdn.backends.eager.recurrent import recurrent_forward
 from gdn.backends.eager.rule import chunk_backward, chunk_forward, saves
 
-BACKEND = replace(
-    absent("eager", "not written yet"),
+BACKEND = Backend(
+    name="eager",
     refuses=lambda problem: None,
     saves=saves,
     chunk_forward=chunk_forward,

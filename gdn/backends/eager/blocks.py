@@ -5,6 +5,7 @@ shorter than C, `put` writes them back. Its steps advance the state: each holds 
 `rows`, and comes after the steps that hold these sequences' earlier chunks.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -175,7 +176,7 @@ def _dense(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
 def _packed(p: Problem, offsets: list[int], order: list[int], size: int, width: int) -> Iterator[PackedBlock]:
     """Sequences longest first in groups of `width`: those still running are always the group's first rows."""
     chunks = [-(-(b - a) // CHUNK) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
-    first = _exclusive_sum(chunks)
+    first = list(itertools.accumulate(chunks, initial=0))
     for s0 in range(0, len(order), width):
         group = order[s0 : s0 + width]
         rows: list[tuple[int, int, int]] = []  # start token, length, chunk id
@@ -191,14 +192,6 @@ def _packed(p: Problem, offsets: list[int], order: list[int], size: int, width: 
                 rows, steps = [], []
         if rows:
             yield _block(p, torch.tensor(rows), steps, known=True)
-
-
-def _exclusive_sum(counts: list[int]) -> list[int]:
-    sums, total = [], 0
-    for count in counts:
-        sums.append(total)
-        total += count
-    return sums
 
 
 def _block(problem: Problem, rows: Tensor, steps: list[Step], *, known: bool) -> PackedBlock:

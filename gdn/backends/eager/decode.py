@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.eager.gate import log_decay, sigmoid, wide
+from gdn.backends.eager.norm import l2norm_
 from gdn.problem import DecodeProblem
 
 Token = tuple[Tensor, ...]
@@ -86,7 +87,7 @@ def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
     H, HV, K, V = p.H, p.HV, p.K, p.V
     kq = torch.stack((p.k, p.q), 3).view(-1, H, 2, K).to(p.dtype)
     if p.use_qk_l2norm_in_kernel:
-        kq.mul_((kq * kq).sum(-1, keepdim=True).add_(1e-6).rsqrt_())
+        l2norm_(kq)
     qk = (kq.select(2, 0) * kq.select(2, 1)).sum(-1)
     if HV != H:
         kq, qk = kq.repeat_interleave(HV // H, 1), qk.repeat_interleave(HV // H, 1)

@@ -1,4 +1,4 @@
-"""The gated RMS norm on plain torch, rows in blocks that stay in cache.
+"""The gated RMS norm on plain torch, rows in blocks that stay in cache; and the norm of queries and keys.
 
 y = weight * n * act(z);   n = x * rstd;   rstd = rsqrt(mean(x * x) + eps)
 dn = weight * act(z) * dy;   dx = rstd * (dn - n * mean(n * dn))
@@ -91,3 +91,8 @@ def _activation_bwd(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
     if activation == "sigmoid":
         return torch.ops.aten.sigmoid_backward(grad, torch.sigmoid(z))
     return grad
+
+
+def l2norm_(x: Tensor) -> Tensor:
+    """x * rsqrt(sum(x * x) + 1e-6) over the last axis, in place; a row's bits depend on that row alone."""
+    return x.mul_((x * x).sum(-1, keepdim=True).add_(1e-6).rsqrt_())

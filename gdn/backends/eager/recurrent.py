@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.eager.gate import activate
+from gdn.backends.eager.norm import l2norm_
 from gdn.problem import Problem, host_offsets
 
 Pick = slice | Tensor
@@ -28,7 +29,7 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     for rows, tokens in steps:
         X = torch.stack([k[tokens], q[tokens]], dim=2).to(S.dtype)
         if p.use_qk_l2norm_in_kernel:
-            X *= torch.rsqrt((X * X).sum(-1, keepdim=True).add_(1e-6))
+            l2norm_(X)
         S_t = S[rows]
         out[tokens] = step(X, v[tokens].to(S.dtype), e[tokens], b[tokens], S_t, p.scale).to(o.dtype)
         if isinstance(rows, Tensor):
@@ -38,9 +39,9 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     if not p.output_final_state:
         return o, None
     final = S.mT if p.state_v_first else S
-    return o, final[: p.N].contiguous() if order is None else torch.empty_like(final).index_copy_(
-        0, order, final
-    )
+    if order is None:
+        return o, final[: p.N].contiguous()
+    return o, torch.empty_like(final).index_copy_(0, order, final)
 
 
 def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: float) -> Tensor:
