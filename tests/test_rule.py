@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gdn
+from gdn.backends.eager.blocks import plan
 from gdn.bench.accuracy import check, compare, law, run
 from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.ops import library
@@ -54,8 +55,11 @@ def test_opcheck_of_permuted_inputs():
     S = permuted(torch.randn(3, 4, 16, 24))
     problem = parse(*x, initial_state=S, output_final_state=True, use_beta_sigmoid_in_kernel=True)
     torch.library.opcheck(library.chunk_forward, (*problem.arguments(), True))
-    torch.library.opcheck(library.chunk_backward, (*problem.arguments(), *[None] * 4, permuted(x[2]), S))
+    backward = (*problem.arguments(), *[None] * 4, permuted(x[2]), S)
+    torch.library.opcheck(library.chunk_backward, backward)
     torch.library.opcheck(library.recurrent_forward, problem.arguments())
+    outputs = library.chunk_backward(*backward), library.chunk_forward(*problem.arguments(), True)
+    assert all(out.is_contiguous() for outs in outputs for out in outs)
 
 
 def test_opcheck_backward_and_packed():
@@ -264,6 +268,20 @@ def test_batch_invariance(function):
     for b in range(5):
         alone = form(function)(*(t[b : b + 1] for t in x), batch_invariant=True, output_final_state=True)
         assert torch.equal(o[b], alone[0][0]) and torch.equal(S[b], alone[1][0])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cu_seqlens": torch.tensor([0, 30, 60, 70])}], ids=["batch", "packed"]
+)
+def test_a_batch_invariant_block_holds_one_sequence(options):
+    """Bits need not differ on every machine where it does not: so what it rests on is looked at itself."""
+    x = [t[:1] for t in tensors()] if options else tensors()
+
+    def widest(**more):
+        blocks = plan(parse(*x, **options, **more)).blocks
+        return max(step.stop - step.start for block in blocks for step in block.steps)
+
+    assert widest(batch_invariant=True) == 1 < widest()
 
 
 def test_any_backward_follows_a_forward_that_saved_nothing():
