@@ -53,7 +53,8 @@ def test_opcheck_of_permuted_inputs():
     """Whatever the strides that came, what leaves is contiguous: the compiler plans for that."""
     x = [permuted(t) for t in tensors(B=3)]
     S = permuted(torch.randn(3, 4, 16, 24))
-    problem = parse(*x, initial_state=S, output_final_state=True, use_beta_sigmoid_in_kernel=True)
+    gate = {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "use_beta_sigmoid_in_kernel": True}
+    problem = parse(*x, initial_state=S, output_final_state=True, **gate)
     torch.library.opcheck(library.chunk_forward, (*problem.arguments(), True))
     backward = (*problem.arguments(), *[None] * 4, permuted(x[2]), S)
     torch.library.opcheck(library.chunk_backward, backward)
