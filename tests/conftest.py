@@ -1,4 +1,12 @@
-"""What every test stands on: fixed seeds, few threads, memory that is never zero by luck."""
+"""What every test stands on: fixed seeds, few threads, memory that is never zero by luck, and where it runs.
+
+pytest                                 the backend eager on the CPU; triton on a CUDA device where there is one
+TRITON_INTERPRET=1 pytest -m interpret triton on the CPU, kernels interpreted: slow, so few and small problems
+pytest -m compile                      every kernel compiled for GPUs that need not be there
+"""
+
+import importlib.util
+import os
 
 import pytest
 import torch
@@ -8,6 +16,13 @@ from gdn.bench.accuracy import poisoned
 
 settings.register_profile("gdn", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("gdn")
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    import interpreter
+
+    interpreter.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,9 +39,24 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["eager"])
+@pytest.fixture(
+    params=["triton"] if INTERPRETED else ["eager", pytest.param("triton", marks=pytest.mark.gpu)]
+)
 def backend(request: pytest.FixtureRequest) -> str:
     """The backends that the shared contract's tests run on."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def device(backend: str) -> str:
+    """Where a backend's tensors are to lie."""
+    return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
+
+
+@pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+def triton_device(request: pytest.FixtureRequest) -> str:
+    """For tests of kernels themselves: a GPU, or the CPU where kernels are interpreted."""
     name: str = request.param
     return name
 

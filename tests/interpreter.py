@@ -1,0 +1,127 @@
+"""Triton's interpreter made right for bfloat16, for 3.6 to 3.9. `install()` it before a kernel is run.
+
+The interpreter keeps a bf16 value as its bits in a uint16 and computes on those as if they were numbers. Here
+an operation meets such operands as fp32, and its result is rounded back, as the hardware does. Storing the
+bits is left as it is: loads, stores, reshapes and bit casts have no need of the number.
+"""
+
+from functools import wraps
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+Handle = interpreter.TensorHandle
+Builder = interpreter.InterpreterBuilder
+# every way in which numpy sees the numbers of an operand; all others move bits
+ARITHMETIC = ("binary_op", "unary_op", "ternary_op", "create_fma", "create_rsqrt", "create_erf", "create_dot")
+
+
+def is_bf16(handle):
+    return handle.dtype.scalar == tl.bfloat16
+
+
+def widened(handle):
+    """The same numbers as fp32; what is no bf16 handle is left alone."""
+    if not isinstance(handle, Handle) or not is_bf16(handle):
+        return handle
+    return Handle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def narrowed(handle, is_truncated=False):
+    """fp32 numbers rounded to the nearest bf16, ties to even, or towards zero."""
+    bits = np.ascontiguousarray(handle.data, dtype=np.float32).view(np.uint32)
+    # half of the last kept place, a little less where that place is even; a NaN would carry into its sign
+    half = np.uint32(0) if is_truncated else np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
+    rounded = (bits + half) >> 16
+    quiet = (bits >> 16) | np.uint32(0x40)
+    return Handle(np.where(np.isnan(handle.data), quiet, rounded).astype(np.uint16), tl.bfloat16)
+
+
+def computing(operation):
+    """An operation of the builder on fp32 copies; the result is of the dtype of its last operand."""
+
+    @wraps(operation)
+    def wrapped(self, *args):
+        operands = [x for x in args if isinstance(x, Handle)]
+        result = operation(self, *map(widened, args))
+        if result.data.dtype == np.bool_ or not is_bf16(operands[-1]):
+            return result
+        return narrowed(result)
+
+    return wrapped
+
+
+def casting(cast):
+    """int, fp16 or fp64 to bf16 and back go through fp32."""
+
+    @wraps(cast)
+    def wrapped(self, source, dtype):
+        source = widened(source)
+        if dtype.scalar != tl.bfloat16:
+            return cast(self, source, dtype)
+        return narrowed(cast(self, source, tl.float32))
+
+    return wrapped
+
+
+def rounding(convert):
+    """A cast whose rounding mode was asked for."""
+
+    @wraps(convert)
+    def wrapped(self, source, dtype, mode):
+        if source.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16:
+            return narrowed(source, is_truncated=mode == interpreter._ir.ROUNDING_MODE.RTZ)
+        return convert(self, source, dtype, mode)
+
+    return wrapped
+
+
+def reducing(apply):
+    """Reductions and scans take tensors, one or several; each result is of the dtype of its tensor."""
+
+    @wraps(apply)
+    def wrapped(self, given):
+        if not isinstance(given, tuple):
+            return wrapped(self, (given,))[0]
+        results = apply(self, tuple(_tensor(x, widened) if is_bf16(x.handle) else x for x in given))
+        pairs = zip(results, given, strict=False)
+        return tuple(_tensor(y, narrowed) if is_bf16(x.handle) else y for y, x in pairs)
+
+    return wrapped
+
+
+def _tensor(x, change):
+    """A tensor whose handle is changed."""
+    handle = change(x.handle)
+    shape = handle.dtype if not x.type.is_block() else tl.block_type(handle.dtype, list(x.type.shape))
+    return tl.core.tensor(handle, shape)
+
+
+def indexing(patch):
+    """int() of an array with one element, which numpy 2.4 wants to be without axes: range(n) of a tensor."""
+
+    @wraps(patch)
+    def wrapped(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    return wrapped
+
+
+def bf16_constant(self, value):
+    return narrowed(Handle(np.array([value], dtype=np.float32), tl.float32))
+
+
+def install():
+    """Change the interpreter in place, once."""
+    if hasattr(Builder.cast_impl, "__wrapped__"):
+        return
+    for name in ARITHMETIC:
+        setattr(Builder, name, computing(getattr(Builder, name)))
+    Builder.cast_impl = casting(Builder.cast_impl)
+    Builder.create_fp_to_fp = rounding(Builder.create_fp_to_fp)
+    Builder.get_bf16 = bf16_constant
+    scope = interpreter.ReduceScanOpInterface
+    scope.apply = reducing(scope.apply)
+    interpreter._patch_lang_tensor = indexing(interpreter._patch_lang_tensor)

@@ -1,0 +1,93 @@
+"""The repaired interpreter: bf16 to the bit as torch computes it."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+N = 64
+pytestmark = pytest.mark.interpret
+
+
+@triton.jit
+def _round(x_ptr, y_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y_ptr + i, tl.load(x_ptr + i).to(tl.bfloat16))
+
+
+@triton.jit
+def _arithmetic(x_ptr, y_ptr, o_ptr, mask_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
+    tl.store(o_ptr + i, x + y)
+    tl.store(o_ptr + N + i, x * y)
+    tl.store(o_ptr + 2 * N + i, x - y)
+    tl.store(o_ptr + 3 * N + i, tl.where(x < y, x, y))
+    tl.store(o_ptr + 4 * N + i, tl.maximum(x, y))
+    tl.store(o_ptr + 5 * N + i, -x)
+    tl.store(o_ptr + 6 * N + i, tl.abs(x))
+    tl.store(o_ptr + 7 * N + i, (x.to(tl.float32) * 1.5).to(tl.bfloat16))
+    tl.store(o_ptr + 8 * N + i, i.to(tl.bfloat16))
+    tl.store(o_ptr + 9 * N + i, tl.full((N,), 0.3, tl.bfloat16) + tl.zeros((N,), tl.bfloat16))
+    tl.store(o_ptr + 10 * N + i, tl.load(x_ptr + i, mask=i < 5, other=0.3))
+    tl.store(mask_ptr + i, (x == y) | (x >= y) & (x != 0.0))
+
+
+@triton.jit
+def _dot(a_ptr, b_ptr, o_ptr, sums_ptr, count, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tile = i[:, None] * N + i[None, :]
+    a, b = tl.load(a_ptr + tile), tl.load(b_ptr + tile)
+    acc = tl.zeros((N, N), tl.float32)
+    for _ in range(count):
+        acc = tl.dot(a, b, acc)
+    tl.store(o_ptr + tile, acc)
+    tl.store(sums_ptr + i, tl.max(a, 1))
+    tl.store(sums_ptr + N + i, tl.sum(a, 0))
+    tl.store(sums_ptr + 2 * N + i, tl.cumsum(tl.load(a_ptr + i), 0))
+
+
+def test_a_cast_rounds_to_the_nearest_even(triton_device):
+    # every upper half with the lower halves around a tie, infinities and NaN among them
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    x = (
+        ((torch.arange(2**16)[:, None] << 16) + low)
+        .to(torch.int32)
+        .view(torch.float32)
+        .flatten()
+        .to(triton_device)
+    )
+    y = torch.empty(x.numel(), dtype=torch.bfloat16, device=triton_device)
+    for start in range(0, x.numel(), 2**16):
+        _round[(1,)](x[start : start + 2**16], y[start : start + 2**16], N=2**16)
+    wanted = x.bfloat16()
+    assert torch.equal(y.isnan(), wanted.isnan())
+    same = y.view(torch.int16) == wanted.view(torch.int16)
+    assert bool((same | y.isnan()).all())
+
+
+def test_arithmetic_comparisons_constants_and_defaults(triton_device):
+    x, y = torch.randn(2, N).to(triton_device, torch.bfloat16)
+    x[:8] = y[:8]
+    o = torch.empty(11, N, dtype=torch.bfloat16, device=triton_device)
+    mask = torch.empty(N, dtype=torch.bool, device=triton_device)
+    _arithmetic[(1,)](x, y, o, mask, N=N)
+    third, i = torch.full_like(x, 0.3), torch.arange(N, device=triton_device)
+    wanted = [
+        x + y, x * y, x - y, torch.where(x < y, x, y), x.maximum(y), -x, x.abs(), x * 1.5,
+        i.bfloat16(), third, torch.where(i < 5, x, third),
+    ]  # fmt: skip
+    assert torch.equal(o, torch.stack(wanted))
+    assert torch.equal(mask, (x == y) | (x >= y) & (x != 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_products_and_reductions(triton_device, dtype):
+    # small integers: every sum is exact whatever its order
+    a, b = torch.randint(-2, 3, (2, N, N)).to(triton_device, dtype)
+    o, sums = torch.empty(N, N, device=triton_device), torch.empty(3, N, dtype=dtype, device=triton_device)
+    _dot[(1,)](a, b, o, sums, 2, N=N)
+    assert torch.equal(o, 2 * (a.float() @ b.float()))
+    assert torch.equal(sums[0], a.amax(1)) and torch.equal(sums[1], a.float().sum(0).to(dtype))
+    assert torch.equal(sums[2].float(), a[0].float().cumsum(0))
