@@ -1,8 +1,8 @@
 """What every test stands on: fixed seeds, few threads, memory that is never zero by luck, and where it runs.
 
-pytest                                 the backend eager on the CPU; triton on a CUDA device where there is one
-TRITON_INTERPRET=1 pytest -m interpret triton on the CPU, kernels interpreted: slow, so few and small problems
-pytest -m compile                      every kernel compiled for GPUs that need not be there
+pytest: `eager` on the CPU, and `triton` on a CUDA device where there is one.
+TRITON_INTERPRET=1 pytest -m interpret: `triton` on the CPU, its kernels interpreted; few and small problems.
+pytest -m compile: every kernel compiled for GPUs that need not be there.
 """
 
 import importlib.util
