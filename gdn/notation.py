@@ -27,6 +27,7 @@ State = Float[Tensor, "N HV K V"]  # S: one state per sequence and value head
 ChunkInverse = Float[Tensor, "NC HV C C"]  # (I + A)^-1 of each chunk; past its end the identity, or zero
 ChunkValues = Float[Tensor, "NC HV C V"]  # values of a chunk's tokens
 ChunkStates = Float[Tensor, "NC HV K V"]  # S_in: the state entering each chunk
+InverseNorm = Float[Tensor, "B T H"]  # rsqrt(sum(x x) + 1e-6) of queries or keys, fp32
 Pool = Float[Tensor, "slots HV V K"]  # an engine's states, V-first
 Channels = Float[Tensor, "B T D"]  # D channels: q | k | v side by side, before and after the convolution
 ConvWeight = Float[Tensor, "D W"]  # W taps per channel; the last one meets the newest input

@@ -15,3 +15,8 @@ def backend() -> str | None:
 def debug() -> bool:
     """True when GDN_DEBUG is set to anything but 0."""
     return os.environ.get("GDN_DEBUG", "0") not in ("", "0")
+
+
+def interprets() -> bool:
+    """TRITON_INTERPRET=1: Triton's kernels run on CPU tensors, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

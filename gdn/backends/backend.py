@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.notation import ChunkInverse, ChunkStates, ChunkValues, GSum, State, Values
+from gdn.notation import ChunkInverse, ChunkStates, ChunkValues, GSum, InverseNorm, State, Values
 from gdn.problem import Problem
 
 
@@ -24,9 +24,11 @@ class Saved:
     A_inv: ChunkInverse | None = None
     S_in: ChunkStates | None = None  # [K, V] whatever the caller's layout
     v_new: ChunkValues | None = None  # A_inv (beta v) - A_inv (beta e^G k) S_in; zero past the chunk's end
+    q_rstd: InverseNorm | None = None  # with l2norm in the kernel
+    k_rstd: InverseNorm | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.G, self.A_inv, self.S_in, self.v_new)
+        return tuple(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True)

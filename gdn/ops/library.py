@@ -29,8 +29,9 @@ RULE = (
     "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, "
     "bool exact, bool batch_invariant, str? backend"
 )
-SAVED = "Tensor? G, Tensor? A_inv, Tensor? S_in, Tensor? v_new"
+SAVED = "Tensor? G, Tensor? A_inv, Tensor? S_in, Tensor? v_new, Tensor? q_rstd, Tensor? k_rstd"
 NUM_FIELDS = 20  # of Problem
+NUM_SAVED = 6  # tensors of Saved
 NUM_DIFFERENTIABLE = 8
 
 
@@ -131,7 +132,7 @@ def _chunk_forward(*args: Any) -> tuple[Tensor, ...]:
 def _chunk_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     problem, save = Problem(*args[:NUM_FIELDS]), args[NUM_FIELDS]
     o, final = _outputs_fake(problem)
-    shapes = select(problem).saves(problem) if save else (None,) * 4
+    shapes = select(problem).saves(problem) if save else (None,) * NUM_SAVED
     q = problem.q
     saved = (q.new_empty(0) if s is None else q.new_empty(s[0], dtype=s[1]) for s in shapes)
     return (o, final, *saved)
@@ -157,7 +158,8 @@ def _recurrent_forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _chunk_backward(*args: Any) -> tuple[Tensor, ...]:
     problem = Problem(*args[:NUM_FIELDS])
-    saved, (do, dS) = Saved(*args[NUM_FIELDS : NUM_FIELDS + 4]), args[NUM_FIELDS + 4 :]
+    end = NUM_FIELDS + NUM_SAVED
+    saved, (do, dS) = Saved(*args[NUM_FIELDS:end]), args[end:]
 
     def run() -> tuple[Tensor, ...]:
         gradients = select(problem).chunk_backward(problem, saved, do, dS)
@@ -175,7 +177,7 @@ def _chunk_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 _OUTPUTS = "Tensor o, Tensor final_state"
 chunk_forward = define(
     "chunk_forward",
-    f"({RULE}, bool save) -> ({_OUTPUTS}, Tensor G, Tensor A_inv, Tensor S_in, Tensor v_new)",
+    f"({RULE}, bool save) -> ({_OUTPUTS}, {SAVED.replace('?', '')})",
     _chunk_forward,
     _chunk_forward_fake,
 )
@@ -198,7 +200,7 @@ recurrent_forward = define(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save the problem's tensors and, where the forward was a saving chunk_forward, what it saved."""
     args = inputs[:NUM_FIELDS]
-    outputs = output[2:] if len(output) > 2 and inputs[NUM_FIELDS] else (None,) * 4
+    outputs = output[2:] if len(output) > 2 and inputs[NUM_FIELDS] else (None,) * NUM_SAVED
     saved = tuple(None if x is None or x.dim() == 1 else x for x in outputs)
     ctx.options = args[10:]
     ctx.save_for_backward(*args[:10], *saved)

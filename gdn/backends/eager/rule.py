@@ -110,6 +110,8 @@ def saves(problem: Problem) -> tuple[Shape | None, ...]:
         ((p.num_chunks, p.HV, CHUNK, CHUNK), dtype),
         ((p.num_chunks, p.HV, p.K, p.V), dtype),
         ((p.num_chunks, p.HV, CHUNK, p.V), dtype),
+        None,
+        None,
     )
 
 

@@ -1,5 +1,76 @@
-"""The seat of the Triton backend: known by name, refusing until its kernels exist."""
+"""Portable Triton kernels: every option, forward, backward and decode, on any GPU that Triton serves.
 
-from gdn.backends.backend import absent
+This file imports no Triton: `refuses` turns a CPU problem away before anything is loaded, and a slot loads its
+kernels when it is first called.
+"""
 
-BACKEND = absent("triton", "the Triton kernels are not part of this version")
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn import settings
+from gdn.backends import eager
+
+LARGEST = 256  # of K and of V
+SLOTS = {
+    "saves": "rule",
+    "chunk_forward": "rule",
+    "chunk_backward": "rule",
+}
+
+
+@cache
+def _is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def refuses(problem: Any) -> str | None:
+    """Takes CUDA tensors (CPU tensors where Triton interprets), of at most fp32, with K and V of at most 256."""
+    x = _leading(problem)
+    device = x.device.type
+    if device != "cuda" and not (device == "cpu" and settings.interprets()):
+        return f"expected tensors on a CUDA device, got {device}"
+    if not _is_installed():
+        return "expected Triton, got no package of that name"
+    if x.dtype == torch.float64:
+        return "expected bf16, fp16 or fp32, got float64"
+    K, V = getattr(problem, "K", 1), getattr(problem, "V", 1)
+    if K > LARGEST or V > LARGEST:
+        return f"expected K and V of at most {LARGEST}, got K={K}, V={V}"
+    return None
+
+
+def _leading(problem: Any) -> Tensor:
+    """The tensor whose device and dtype a problem has."""
+    for name in ("q", "x", "dst"):
+        x: Tensor | None = getattr(problem, name, None)
+        if x is not None:
+            return x
+    first: Tensor = next(iter(problem.tensors.values()))
+    return first
+
+
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """The function of a file here, which is imported at the first call."""
+    found: list[Callable[..., Any]] = []
+
+    def call(*args: Any) -> Any:
+        if not found:
+            found.append(getattr(import_module(f"{__name__}.{module}"), name))
+        return found[0](*args)
+
+    return call
+
+
+BACKEND = replace(
+    eager.BACKEND,
+    name="triton",
+    refuses=refuses,
+    **{slot: _late(module, slot) for slot, module in SLOTS.items()},
+)

@@ -36,3 +36,27 @@ def strength(x, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr):
         if NEGATIVE:
             x = 2.0 * x
     return x
+
+
+@triton.jit
+def split(x):
+    """An fp64 number as two of fp32, whose sum it is to some 48 bits."""
+    high = x.to(tl.float32)
+    return high, (x - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def load_sums(G_ptr, row, first, length, head, T, HV, C: tl.constexpr):
+    """G of a chunk's tokens as (high, low), and of its last token; 0 past the chunk's end."""
+    tokens = tl.arange(0, C)
+    base = G_ptr + (row.to(tl.int64) * T + first) * HV + head
+    G = tl.load(base + tokens * HV, mask=tokens < length, other=0.0)
+    high, low = split(G)
+    end_high, end_low = split(tl.load(base + (length - 1) * HV))
+    return high, low, end_high, end_low
+
+
+@triton.jit
+def decay(from_high, from_low, to_high, to_low):
+    """e^(to - from) of sums split in two; from >= to, or the caller masks it."""
+    return tl.exp(tl.minimum((to_high - from_high) + (to_low - from_low), 0.0))

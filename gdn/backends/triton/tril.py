@@ -12,13 +12,125 @@ from gdn.backends.triton.lib import dot
 
 
 @triton.jit
-def inverse(A, PRECISION: tl.constexpr):
-    """(I + A)^-1 of A [64, 64] in fp32; only what is below the diagonal is read, and nothing rounded."""
+def inverse(A, PRECISION: tl.constexpr, FORM: tl.constexpr = "blocks"):
+    """(I + A)^-1 of A [64, 64] in fp32; only what is below the diagonal is read.
+
+    PRECISION is that of the products: tf32 (error 1e-3 for correlated keys, no more than rounding the result to
+    bf16 costs), fp16 (faster, as exact, for |A| within fp16's range: normalised keys), tf32x3 or ieee.
+    FORM "blocks": each warp inverts a 16 x 16 block without moving data, then two merges; 4 warps.
+    FORM "whole": five doublings of the whole tile, 20 times the multiplications, no transposed operand.
+    """
+    if FORM == "whole":
+        return _whole(A, PRECISION)
+    else:
+        X, X_t = _diagonal(_block(A, 0), PRECISION)
+        # U = L X of the block before, transposed: every operand but `before` lies where it is needed
+        U_t = _batched(_before(X_t), _block(A, 1), PRECISION)
+        D = _merge(X, _batched(X, -U_t, PRECISION))
+        upper, lower = tl.split(tl.permute(D, (1, 2, 0)))
+        Y = _product(_product(lower, _corner(A), PRECISION), upper, PRECISION)
+        return _join(D, -Y)
+
+
+@triton.jit
+def _whole(A, PRECISION: tl.constexpr):
     i = tl.arange(0, 64)[:, None]
     j = tl.arange(0, 64)[None, :]
-    X = tl.where(i == j, 1.0, 0.0) - tl.where((i >> 1 == j >> 1) & (i > j), A, 0.0)
+    A = tl.where(i > j, A, 0.0)
+    X = tl.where(i == j, 1.0, tl.where((i ^ j) == 1, -A, 0.0))
     for level in tl.static_range(1, 6):
-        is_below = (i >> level + 1 == j >> level + 1) & (i >> level > j >> level)
-        L = tl.where(is_below, A, 0.0)
+        L = tl.where((i ^ j) >> level == 1, A, 0.0)
         X -= dot(dot(X, L, None, PRECISION), X, None, PRECISION)
     return X
+
+
+@triton.jit
+def _diagonal(D, PRECISION: tl.constexpr):
+    """(I + D)^-1 and its transpose of blocks D [4, 16, 16].
+
+    With both at hand each product's operands are accumulators as they lie: the transpose of a right operand.
+    """
+    i = tl.arange(0, 16)[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    D = tl.where(i > j, -D, 0.0)
+    D_t = tl.permute(D, (0, 2, 1))
+    eye = tl.where(i == j, 1.0, 0.0)
+    X = tl.where((i ^ j) == 1, D, eye)
+    X_t = tl.where((i ^ j) == 1, D_t, eye)
+    for level in tl.static_range(1, 4):
+        is_across = (i ^ j) >> level == 1
+        XL = _batched(X, tl.where(is_across, D_t, 0.0), PRECISION)
+        XL_t = _batched(X_t, tl.where(is_across, D, 0.0), PRECISION)
+        X, X_t = _batched(XL, X_t, PRECISION, X), _batched(XL_t, X, PRECISION, X_t)
+    return X, X_t
+
+
+@triton.jit
+def _block(A, SHIFT: tl.constexpr):
+    """[4, 16, 16]: blocks (n, n - SHIFT) of A [64, 64]; zero where there is none."""
+    n = tl.arange(0, 4)
+    is_block = n[:, None, None, None] == n[None, None, :, None] + SHIFT
+    return tl.sum(tl.where(is_block, tl.reshape(A, (4, 16, 4, 16)), 0.0), 2)
+
+
+@triton.jit
+def _corner(A):
+    """[32, 32]: the lower left quarter of A [64, 64]."""
+    left, _ = tl.split(tl.permute(tl.reshape(A, (64, 2, 32)), (0, 2, 1)))
+    _, lower = tl.split(tl.permute(tl.reshape(left, (2, 32, 32)), (1, 2, 0)))
+    return lower
+
+
+@triton.jit
+def _before(X):
+    """[4, 16, 16]: blocks 0, 0, 2, 2 of X [4, 16, 16]."""
+    even, _ = tl.split(tl.permute(tl.reshape(X, (2, 2, 16, 16)), (0, 2, 3, 1)))
+    twice = tl.broadcast_to(tl.reshape(even, (2, 1, 16, 16)), (2, 2, 16, 16))
+    return tl.reshape(twice, (4, 16, 16))
+
+
+@triton.jit
+def _merge(X, Y):
+    """[2, 32, 32]: diagonal blocks X [4, 16, 16], below them the odd ones of Y [4, 16, 16]."""
+    n = tl.arange(0, 2)
+    row = n[None, :, None, None, None]
+    column = n[None, None, None, :, None]
+    X = tl.reshape(X, (2, 2, 16, 1, 16))
+    Y = tl.reshape(Y, (2, 2, 16, 1, 16))
+    return tl.reshape(tl.where(row == column, X, tl.where(row > column, Y, 0.0)), (2, 32, 32))
+
+
+@triton.jit
+def _join(D, Y):
+    """[64, 64]: diagonal blocks D [2, 32, 32], below them Y [32, 32]."""
+    n = tl.arange(0, 2)
+    row = n[:, None, None, None]
+    column = n[None, None, :, None]
+    D = tl.reshape(D, (2, 32, 1, 32))
+    Y = tl.reshape(Y, (1, 32, 1, 32))
+    return tl.reshape(tl.where(row == column, D, tl.where(row > column, Y, 0.0)), (64, 64))
+
+
+@triton.jit
+def _batched(a, b_t, PRECISION: tl.constexpr, acc=None):
+    """acc + a b for a, b^T [4, 16, 16]; each warp has a block."""
+    b = tl.permute(b_t, (0, 2, 1))
+    if PRECISION == "fp16":
+        return tl.dot(a.to(tl.float16), b.to(tl.float16), acc)
+    else:
+        # an accumulator has columns 2 l, 2 l + 1 where a tf32 operand has l, l + 4: sum in the former's order
+        a = tl.reshape(tl.permute(tl.reshape(a, (4, 16, 2, 4, 2)), (0, 1, 2, 4, 3)), (4, 16, 16))
+        b = tl.reshape(tl.permute(tl.reshape(b, (4, 2, 4, 2, 16)), (0, 1, 3, 2, 4)), (4, 16, 16))
+        return dot(a, b, acc, PRECISION)
+
+
+@triton.jit
+def _product(a, b, PRECISION: tl.constexpr):
+    """a b for a, b [32, 32]."""
+    if PRECISION == "fp16":
+        return tl.dot(a.to(tl.float16), b.to(tl.float16))
+    else:
+        # the order of the sum as in `_batched`
+        a = tl.reshape(tl.permute(tl.reshape(a, (32, 4, 4, 2)), (0, 1, 3, 2)), (32, 32))
+        b = tl.reshape(tl.permute(tl.reshape(b, (4, 4, 2, 32)), (0, 2, 1, 3)), (32, 32))
+        return dot(a, b, None, PRECISION)

@@ -1,0 +1,91 @@
+"""Where a chunk lies: its first token and length. Packed sequences are looked up in a table made on the device.
+
+Entry c of the table is (first token, length) of chunk c; a negative length marks tokens past the last
+sequence, zero an entry that nothing uses. After the entries come the sequences' first chunks. Nothing is
+read back by the host: grids have the bound of `Problem.num_chunks` and room for the tokens past the end.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gdn.backends.triton.launch import Launch, kernel
+from gdn.problem import CHUNK, Problem
+
+_BLOCK = 1024  # offsets that a program of the table's kernel reads at once
+
+
+@triton.jit
+def locate(chunk, table_ptr, T, chunks_per_row, C: tl.constexpr):
+    """Row, first token in it, and length of a chunk; dense chunks are numbered row by row."""
+    if table_ptr is None:
+        row = chunk // chunks_per_row
+        first = (chunk % chunks_per_row) * C
+        length = tl.minimum(T - first, C)
+    else:
+        row = 0
+        first = tl.load(table_ptr + 2 * chunk)
+        length = tl.load(table_ptr + 2 * chunk + 1)
+    return row, first, length
+
+
+@triton.jit
+def sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C: tl.constexpr):
+    """Row, first token in it, length and first chunk of sequence n."""
+    if table_ptr is None:
+        row = n
+        first = n * 0
+        length = T
+        chunk = n * chunks_per_row
+    else:
+        row = 0
+        first = tl.load(cu_seqlens_ptr + n).to(tl.int32)
+        length = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32) - first
+        chunk = tl.load(table_ptr + 2 * bound + n)
+    return row, first, length, chunk
+
+
+@kernel
+def _table_kernel(cu_seqlens_ptr, table_ptr, T, N, bound, C: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    # the chunks of the sequences before this one
+    before = tl.zeros([BLOCK], tl.int32)
+    for m in range(0, n, BLOCK):
+        is_before = m + lanes < n
+        starts = tl.load(cu_seqlens_ptr + m + lanes, mask=is_before, other=0)
+        ends = tl.load(cu_seqlens_ptr + m + lanes + 1, mask=is_before, other=0)
+        before += ((ends - starts + C - 1) // C).to(tl.int32)
+    base = tl.sum(before)
+    first = tl.load(cu_seqlens_ptr + n).to(tl.int32)
+    is_tail = n == N
+    end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int32)
+    end = tl.where(is_tail, T, end)
+    count = (end - first + C - 1) // C
+    # the last program also clears what is left of the table
+    for i in range(0, tl.where(is_tail, bound - base, count), BLOCK):
+        index = i + lanes
+        start = first + index * C
+        length = tl.maximum(tl.minimum(end - start, C), 0)
+        length = tl.where(is_tail, -length, length)
+        is_mine = index < tl.where(is_tail, bound - base, count)
+        tl.store(table_ptr + 2 * (base + index), start, mask=is_mine)
+        tl.store(table_ptr + 2 * (base + index) + 1, length, mask=is_mine)
+    tl.store(table_ptr + 2 * bound + n, base, mask=n < N)
+
+
+class Table:
+    """Makes the table of a packed problem: one launch. `bound` entries; grids go over all of them."""
+
+    def __init__(self, problem: Problem) -> None:
+        p = problem
+        self.bound = (p.T + (p.N + 1) * (CHUNK - 1)) // CHUNK
+        self.launch = Launch(
+            _table_kernel, p.N + 1, (p.T, p.N, self.bound), {"C": CHUNK, "BLOCK": _BLOCK}, num_warps=4
+        )
+        self.size = 2 * self.bound + p.N
+
+    def make(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        table = torch.empty(self.size, dtype=torch.int32, device=cu_seqlens.device)
+        self.launch(cu_seqlens, table)
+        return table

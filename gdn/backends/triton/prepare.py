@@ -1,0 +1,89 @@
+"""Per chunk and value head, from k and the gates alone: the sums G of g, and the inverse of the triangle.
+
+    g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
+    A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1
+
+One kernel: k comes in once, and neither g nor A leaves the chip. With l2norm the raw k goes through the
+product, and k_rstd = rsqrt(sum(k k) + 1e-6), which later kernels scale with, goes out. Outputs of tokens that
+belong to no sequence are zeroed here, as no later kernel need go there.
+
+Bytes per token and value head at K = 128 in bf16, HV = H: k 256, A_inv 128, gates and G 16: 400.
+"""
+
+import triton
+import triton.language as tl
+
+from gdn.backends.triton.chunks import locate
+from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.lib import decay, dot, softplus, split, strength
+from gdn.backends.triton.tril import inverse
+
+
+@triton.jit
+def log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET: tl.constexpr):
+    """g >= RESET from what the caller gave: itself, or a logit."""
+    g = g.to(tl.float32)
+    if A_log_ptr is not None:
+        if dt_bias_ptr is not None:
+            g += tl.load(dt_bias_ptr + head).to(tl.float32)
+        g = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * softplus(g)
+    return tl.maximum(g, RESET)
+
+
+@kernel
+def prepare_kernel(
+    k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, G_ptr, A_inv_ptr, k_rstd_ptr,
+    o_ptr,
+    k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, SIGMOID: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0) // HV
+    head = tl.program_id(0) % HV
+    row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    tokens = tl.arange(0, C)
+    place = row.to(tl.int64) * T + first
+    if length <= 0:
+        # tokens of no sequence
+        if o_ptr is not None:
+            for v in range(0, V, 16):
+                vs = v + tl.arange(0, 16)
+                o_place = ((place + tokens) * HV + head)[:, None] * V + vs[None, :]
+                is_past = (tokens < -length)[:, None] & (vs < V)[None, :]
+                tl.store(o_ptr + o_place, tl.zeros([C, 16], o_ptr.dtype.element_ty), mask=is_past)
+        return
+    is_token = tokens < length
+
+    if g_ptr is None:
+        G = tl.zeros([C], tl.float64)
+    else:
+        g_base = g_ptr + row.to(tl.int64) * g_b + first.to(tl.int64) * g_t + head * g_h
+        g = tl.load(g_base + tokens * g_t, mask=is_token, other=0.0)
+        g = tl.where(is_token, log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET), 0.0)
+        G = tl.cumsum(g.to(tl.float64), 0)
+    tl.store(G_ptr + (place + tokens) * HV + head, G, mask=is_token)
+    if beta_ptr is None:
+        beta = tl.where(is_token, 1.0, 0.0)
+    else:
+        beta_base = beta_ptr + row.to(tl.int64) * beta_b + first.to(tl.int64) * beta_t + head * beta_h
+        beta = tl.load(beta_base + tokens * beta_t, mask=is_token, other=0.0)
+        beta = tl.where(is_token, strength(beta, SIGMOID, NEGATIVE), 0.0)
+
+    columns = tl.arange(0, BK)
+    k_base = k_ptr + (row.to(tl.int64) * k_b + first.to(tl.int64) * k_t + (head // ratio) * k_h) * UNIT
+    k_mask = is_token[:, None] & (columns < K)[None, :]
+    k = tl.load(k_base + tokens[:, None] * (k_t * UNIT) + columns[None, :], mask=k_mask, other=0.0)
+    A = dot(k, tl.trans(k), PRECISION=PRECISION)
+    if k_rstd_ptr is not None:
+        wide = k.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+        A = A * rstd[:, None] * rstd[None, :]
+        num_heads = HV // ratio
+        if head % ratio == 0:
+            tl.store(k_rstd_ptr + (place + tokens) * num_heads + head // ratio, rstd, mask=is_token)
+    high, low = split(G)
+    D = decay(high[None, :], low[None, :], high[:, None], low[:, None])
+    A = tl.where(tokens[:, None] > tokens[None, :], A * D * beta[:, None], 0.0)
+    A_inv = inverse(A, PRECISION)
+    tile = A_inv_ptr + (chunk.to(tl.int64) * HV + head) * (C * C)
+    tl.store(tile + tokens[:, None] * C + tokens[None, :], A_inv.to(A_inv_ptr.dtype.element_ty))

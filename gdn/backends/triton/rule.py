@@ -1,0 +1,270 @@
+"""The chunked rule: which kernels run, in which tiles, and what they hand on.
+
+Forward: prepare, then the state pass, then all outputs at once; or, where sequences and heads fill the
+machine, prepare and a state pass that makes the outputs. Backward: the state pass backwards, then all
+gradients at once. Packed sequences cost one more small launch, which finds the chunks.
+
+Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward 400 + 1420 + 1550 = 3370, or
+400 + 1170 = 1570 (with S kept for a backward 2080); backward 1680 + 3220 = 4900.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from gdn.backends.backend import Gradients, Saved, Shape
+from gdn.backends.triton import tuned
+from gdn.backends.triton.chunks import Table
+from gdn.backends.triton.gradients import gradients_kernel
+from gdn.backends.triton.launch import Launch, Plans, machine, on, unit_of
+from gdn.backends.triton.output import output_kernel
+from gdn.backends.triton.prepare import prepare_kernel
+from gdn.backends.triton.state import state_kernel
+from gdn.backends.triton.state_bwd import state_bwd_kernel
+from gdn.problem import CHUNK, RESET, Problem
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The launches of one forward. `output` is None where the state pass makes the outputs."""
+
+    table: Table | None
+    prepare: Launch
+    state: Launch
+    output: Launch | None
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The launches of one backward."""
+
+    table: Table | None
+    state: Launch
+    gradients: Launch
+
+
+_forwards: Plans[Forward] = Plans()
+_backwards: Plans[Backward] = Plans()
+
+
+def saves(problem: Problem) -> tuple[Shape | None, ...]:
+    """Shapes of Saved: all but v_new, which the backward makes again from S_in at the price of two products."""
+    p, narrow = problem, problem.q.dtype
+    rstd = ((p.B, p.T, p.H), torch.float32) if p.use_qk_l2norm_in_kernel else None
+    return (
+        ((p.B, p.T, p.HV), torch.float64),
+        ((p.num_chunks, p.HV, CHUNK, CHUNK), narrow),
+        ((p.num_chunks, p.HV, p.K, p.V), narrow),
+        None,
+        rstd,
+        rstd,
+    )
+
+
+def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
+    """See `Backend`."""
+    p = tidy(problem)
+    with on(p.device):
+        plan = _forwards.get((_key(p), save), lambda: _plan_forward(p, save))
+        is_fused = plan.output is None
+        shapes = saves(p)
+        G, A_inv, k_rstd = (_room(p, shapes[i]) for i in (0, 1, 5))
+        S_in = _room(p, shapes[2]) if save or not is_fused else None
+        q_rstd = _room(p, shapes[4]) if save else None
+        v_new = None if is_fused else p.v.new_empty(p.num_chunks, p.HV, CHUNK, p.V)
+        o = p.v.new_empty(p.v.shape)
+        final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None
+        table = None if plan.table is None else plan.table.make(p.cu_seqlens)
+        tail = None if table is None else o
+        plan.prepare(p.k, p.g, p.beta, p.A_log, p.dt_bias, table, G, A_inv, k_rstd, tail)
+        plan.state(
+            p.q, p.k, p.v, p.beta, G, A_inv, k_rstd, q_rstd if is_fused else None, p.initial_state,
+            p.cu_seqlens, table, S_in, v_new, o if is_fused else None, final,
+        )  # fmt: skip
+        if plan.output is not None:
+            plan.output(p.q, p.k, G, k_rstd, table, S_in, v_new, q_rstd, o)
+    if not save:
+        return o, final, Saved()
+    return o, final, Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
+
+
+def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor | None) -> Gradients:
+    """See `Backend`."""
+    p = tidy(problem)
+    if saved.G is None or saved.A_inv is None or saved.S_in is None or _lacks_norms(p, saved):
+        saved = chunk_forward(p, True)[2]
+    do = torch.zeros_like(p.v) if do is None else _rows(do.to(p.v.dtype))
+    dS = None if dS is None else dS.contiguous()
+    with on(p.device):
+        key = (_key(p), do.stride(), None if dS is None else dS.dtype, saved.A_inv.dtype, saved.S_in.dtype)
+        plan = _backwards.get(key, lambda: _plan_backward(p, do))
+        dq, dk, dv = (x.new_empty(x.shape) for x in (p.q, p.k, p.v))
+        dg, dbeta, dS0 = (None if x is None else x.new_empty(x.shape) for x in (p.g, p.beta, p.initial_state))
+        dS_out = p.q.new_empty(p.num_chunks, p.HV, p.K, p.V)
+        table = None if plan.table is None else plan.table.make(p.cu_seqlens)
+        entries = p.num_chunks if plan.table is None else plan.table.bound
+        dA_log, ddt_bias = (
+            None if x is None else x.new_empty(entries, p.HV, dtype=torch.float64)
+            for x in (p.A_log, p.dt_bias)
+        )
+        norms = (saved.q_rstd, saved.k_rstd)
+        plan.state(
+            p.q, p.k, p.beta, saved.G, saved.A_inv, *norms, do, dS, p.cu_seqlens, table, dS_out, dv, dS0
+        )  # fmt: skip
+        plan.gradients(
+            p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, saved.G, saved.A_inv, *norms, saved.S_in, dS_out,
+            do, table, dq, dk, dv, dg, dbeta, dA_log, ddt_bias,
+        )  # fmt: skip
+        totals = (
+            None if x is None or like is None else x.sum(0).to(like.dtype)
+            for x, like in ((dA_log, p.A_log), (ddt_bias, p.dt_bias))
+        )
+        return Gradients(dq, dk, dv, dg, dbeta, *totals, dS0)
+
+
+def tidy(problem: Problem) -> Problem:
+    """The problem with every tensor as the kernels read it; copies only what has an unusual layout."""
+    p = problem
+    changed: dict[str, Tensor] = {}
+    for name in ("q", "k", "v"):
+        x = getattr(p, name)
+        if x.stride(-1) != 1:
+            changed[name] = _rows(x)
+    for name in ("A_log", "dt_bias", "initial_state", "cu_seqlens"):
+        x = getattr(p, name)
+        if x is not None and not x.is_contiguous():
+            changed[name] = x.contiguous()
+    if p.cu_seqlens is not None and p.cu_seqlens.device != p.device:
+        changed["cu_seqlens"] = p.cu_seqlens.to(p.device, non_blocking=True)
+    return replace(p, **changed) if changed else p
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _lacks_norms(p: Problem, saved: Saved) -> bool:
+    return p.use_qk_l2norm_in_kernel and (saved.q_rstd is None or saved.k_rstd is None)
+
+
+def _room(p: Problem, shape: Shape | None) -> Tensor | None:
+    return None if shape is None else p.q.new_empty(shape[0], dtype=shape[1])
+
+
+def _key(p: Problem) -> Hashable:
+    """Everything of a problem that its launches depend on, but for where its tensors lie."""
+    q, k, v, g, beta, cu = p.q, p.k, p.v, p.g, p.beta, p.cu_seqlens
+    return (
+        q.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
+        None if g is None else (g.stride(), g.dtype),
+        None if beta is None else (beta.stride(), beta.dtype),
+        None if cu is None else (p.N, cu.dtype),
+        None if p.A_log is None else p.A_log.dtype,
+        None if p.dt_bias is None else p.dt_bias.dtype,
+        None if p.initial_state is None else p.initial_state.dtype,
+        p.scale, p.output_final_state, p.use_qk_l2norm_in_kernel, p.use_beta_sigmoid_in_kernel,
+        p.allow_neg_eigval, p.state_v_first, p.batch_invariant,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """What the launches of a problem share."""
+
+    table: Table | None
+    entries: int
+    unit: int
+    precision: str
+    BK: int
+    activation: dict[str, bool]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"BK": self.BK, "C": CHUNK, "UNIT": self.unit}
+
+
+def _arguments(p: Problem, *others: Tensor) -> _Arguments:
+    table = None if p.cu_seqlens is None else Table(p)
+    strides = [s for x in (p.q, p.k, p.v, *others) for s in x.stride()[:3]]
+    kind = machine(p.device).kind
+    return _Arguments(
+        table=table,
+        entries=p.num_chunks if table is None else table.bound,
+        unit=unit_of(*strides),
+        precision="tf32" if p.q.dtype != torch.float32 else "ieee" if kind == "hip" else "tf32x3",
+        BK=max(16, triton.next_power_of_2(p.K)),
+        activation={"SIGMOID": p.use_beta_sigmoid_in_kernel, "NEGATIVE": p.allow_neg_eigval},
+    )
+
+
+def _strides(unit: int, *tensors: Tensor) -> tuple[int, ...]:
+    """Strides of row, token and head, in units."""
+    return tuple(s // unit for x in tensors for s in x.stride()[:3])
+
+
+def _gate_strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(s for x in tensors for s in ((0, 0, 0) if x is None else x.stride()))
+
+
+def _numbers(p: Problem, a: _Arguments) -> tuple[int, ...]:
+    """T, HV, ratio, chunks_per_row."""
+    return (p.T, p.HV, p.HV // p.H, (p.T + CHUNK - 1) // CHUNK)
+
+
+def _plan_forward(p: Problem, save: bool) -> Forward:
+    a = _arguments(p)
+    chosen = tuned.forward(p, save, machine(p.device))
+    numbers = _numbers(p, a)
+    strips = triton.cdiv(p.V, chosen.BV)
+    out_strips = triton.cdiv(p.V, chosen.output.BV)
+    dims = {"K": p.K, "V": p.V}
+    prepare = Launch(
+        prepare_kernel,
+        a.entries * p.HV,
+        (*_strides(a.unit, p.k), *_gate_strides(p.g, p.beta), *numbers),
+        {**dims, **a.sizes, **a.activation, "PRECISION": a.precision, "RESET": RESET},
+        chosen.prepare_warps,
+    )
+    state = Launch(
+        state_kernel,
+        p.N * p.HV * strips,
+        (*_strides(a.unit, p.q, p.k, p.v), *_gate_strides(p.beta), *numbers, a.entries, p.scale),
+        {
+            **dims, **a.sizes, **a.activation, "BV": chosen.BV, "V_FIRST": p.state_v_first,
+            "PRECISION": a.precision, "STAGES": chosen.stages,
+        },
+        chosen.num_warps,
+    )  # fmt: skip
+    output = Launch(
+        output_kernel,
+        a.entries * p.HV * out_strips,
+        (*_strides(a.unit, p.q, p.k), *numbers, p.scale),
+        {**dims, **a.sizes, "BV": chosen.output.BV, "PRECISION": a.precision},
+        chosen.output.num_warps,
+    )
+    return Forward(a.table, prepare, state, None if chosen.is_fused else output)
+
+
+def _plan_backward(p: Problem, do: Tensor) -> Backward:
+    a = _arguments(p, do)
+    chosen = tuned.backward(p, machine(p.device))
+    numbers = _numbers(p, a)
+    shared = {"K": p.K, "V": p.V, **a.sizes, **a.activation, "PRECISION": a.precision}
+    state = Launch(
+        state_bwd_kernel,
+        p.N * p.HV * triton.cdiv(p.V, chosen.BV),
+        (*_strides(a.unit, p.q, p.k, do), *_gate_strides(p.beta), *numbers, a.entries, p.scale),
+        {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages},
+        chosen.num_warps,
+    )
+    gradients = Launch(
+        gradients_kernel,
+        a.entries * p.H,
+        (*_strides(a.unit, p.q, p.k, p.v, do), *_gate_strides(p.g, p.beta), *numbers, p.scale),
+        {**shared, "BV": chosen.gradients.BV, "RESET": RESET},
+        chosen.gradients.num_warps,
+    )
+    return Backward(a.table, state, gradients)
