@@ -15,8 +15,8 @@ from gdn.backends.triton.lib import dot
 def inverse(A, PRECISION: tl.constexpr, FORM: tl.constexpr = "blocks"):
     """(I + A)^-1 of A [64, 64] in fp32; only what is below the diagonal is read.
 
-    PRECISION is that of the products: tf32 (error 1e-3 for correlated keys, no more than rounding the result to
-    bf16 costs), fp16 (faster, as exact, for |A| within fp16's range: normalised keys), tf32x3 or ieee.
+    PRECISION is that of the products: tf32 (error 1e-3 for correlated keys, what rounding the result to bf16
+    costs), fp16 (as exact, cheaper; only where |A| is within its range: normalised keys), tf32x3 or ieee.
     FORM "blocks": each warp inverts a 16 x 16 block without moving data, then two merges; 4 warps.
     FORM "whole": five doublings of the whole tile, 20 times the multiplications, no transposed operand.
     """
