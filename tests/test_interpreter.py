@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
+import triton
+import triton.language as tl
 
 N = 64
 pytestmark = pytest.mark.interpret

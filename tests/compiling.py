@@ -1,0 +1,293 @@
+"""Every kernel compiled for GPUs that need not be there, and what the compiler says of it.
+
+A specimen (`specimens.py`) is a public call on small CPU tensors. While `launch.recorder` is a list, the
+launches it would make are kept instead of run; each is then compiled for a target in a process of its own,
+for LLVM aborts where it cannot go on. As `launch` launches them: pointers divisible by 16, numbers never
+specialised.
+
+    python tests/compiling.py [--target cuda:90] [part of a specimen's or kernel's name]
+    python tests/compiling.py --record     writes spills.json anew for the Triton that is installed
+"""
+
+import argparse
+import dataclasses
+import faulthandler
+import hashlib
+import json
+import os
+import re
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from specimens import SPECIMENS
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gdn.backends import triton as room
+from gdn.backends.triton import launch
+
+ROOT = Path(__file__).parent
+TABLE = ROOT / "spills.json"
+CACHE = ROOT.parent / "build" / "compiled"
+SECONDS = 300  # after which a compilation counts as stuck
+DTYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+}  # fmt: skip
+
+
+class Target(NamedTuple):
+    """A GPU to compile for, and the shared memory that one program of it may have."""
+
+    gpu: GPUTarget
+    machine: launch.Machine
+    shared: int
+
+
+TARGETS = {
+    "cuda:80": Target(GPUTarget("cuda", 80, 32), launch.Machine("cuda", 80, 108), 163 * 1024),
+    "cuda:90": Target(GPUTarget("cuda", 90, 32), launch.Machine("cuda", 90, 132), 227 * 1024),
+    "cuda:100": Target(GPUTarget("cuda", 100, 32), launch.Machine("cuda", 100, 148), 227 * 1024),
+    "cuda:120": Target(GPUTarget("cuda", 120, 32), launch.Machine("cuda", 120, 188), 99 * 1024),
+    "hip:gfx942": Target(GPUTarget("hip", "gfx942", 64), launch.Machine("hip", 0, 304), 64 * 1024),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel with all that its binary depends on."""
+
+    kernel: Any
+    signature: tuple[str, ...]  # a type for each parameter that is no constant, in order
+    constants: tuple[tuple[str, Any], ...]
+    num_warps: int
+    num_stages: int
+    target: str
+
+    @property
+    def name(self) -> str:
+        """What the table of spills knows it by."""
+        constants = " ".join(f"{name}={value}" for name, value in self.constants)
+        types = ",".join(t.removeprefix("*") for t in self.signature if t.startswith("*") or t == "constexpr")
+        return (
+            f"{self.kernel.__name__} {constants} [{types.replace('constexpr', '-')}] {self.num_warps} warps"
+        )
+
+    @property
+    def key(self) -> str:
+        parts = (
+            triton.__version__,
+            self.kernel.cache_key,
+            self.name,
+            self.signature,
+            self.num_stages,
+            self.target,
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Report:
+    """Bytes spilled (on AMD: registers spilled), bytes of shared memory, what ptxas complains of."""
+
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    complaints: tuple[str, ...] = ()
+    error: str | None = None
+    seconds: float = 0.0
+
+
+@contextmanager
+def recording(machine: launch.Machine) -> Iterator[list[Any]]:
+    """Launches on an imaginary machine go to a list; the backend takes CPU tensors and forgets its plans."""
+    launches: list[Any] = []
+    before = room.BACKEND, launch.recorder, launch.machine, launch.Plans.get
+    room.BACKEND = dataclasses.replace(room.BACKEND, refuses=lambda problem: None)
+    launch.recorder, launch.machine = launches, lambda device: machine
+    launch.Plans.get = lambda self, key, make: make()
+    try:
+        yield launches
+    finally:
+        room.BACKEND, launch.recorder, launch.machine, launch.Plans.get = before
+
+
+def jobs(call: Callable[[], Any], target: str) -> list[Job]:
+    """The kernels that a call would run on a target, each once."""
+    torch.manual_seed(0)
+    with recording(TARGETS[target].machine) as launches:
+        call()
+    return list(dict.fromkeys(_job(one, tensors, target) for one, tensors in launches))
+
+
+def _job(one: launch.Launch, tensors: tuple[torch.Tensor | None, ...], target: str) -> Job:
+    types = ["constexpr" if x is None else f"*{DTYPES[x.dtype]}" for x in tensors]
+    for number in one.numbers:
+        is_int = isinstance(number, int)
+        types.append("fp32" if not is_int else "i32" if -(2**31) <= number < 2**31 else "i64")
+    count = len(one.kernel.arg_names) - len(one.constants)
+    assert count == len(types), (
+        f"{one.kernel.__name__}: expected {count} tensors and numbers, got {len(types)}"
+    )
+    order = {name: i for i, name in enumerate(one.kernel.arg_names)}
+    constants = tuple(sorted(one.constants.items(), key=lambda item: order[item[0]]))
+    return Job(one.kernel, tuple(types), constants, one.num_warps, one.num_stages, target)
+
+
+def _compile(job: Job) -> Any:
+    """The compiled kernel, on a machine that may have no GPU."""
+    names = job.kernel.arg_names
+    given = dict(zip(names, job.signature, strict=False))
+    signature = {name: given.get(name, "constexpr") for name in names}
+    constants = dict.fromkeys(n for n in names if signature[n] == "constexpr") | dict(job.constants)
+    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+    source = ASTSource(job.kernel, signature, {(names.index(n),): x for n, x in constants.items()}, attrs)
+    options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
+    return triton.compile(source, target=TARGETS[job.target].gpu, options=options)
+
+
+def _in_child(job: Job, log: Path) -> Report:
+    """Compile with everything that is printed going to a file, and read it."""
+    with log.open("w") as file, tempfile.TemporaryDirectory() as folder:
+        faulthandler.disable()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = file
+        triton.knobs.cache.dir = folder
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = _compile(job)
+    text = log.read_text()
+    if TARGETS[job.target].gpu.backend == "cuda":
+        numbers = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill (?:stores|loads)"}
+        complaints = tuple(line.strip() for line in text.splitlines() if re.search(r"C75\d\d|serializ", line))
+    else:
+        text, complaints = compiled.asm["amdgcn"], ()
+        numbers = {"registers": r"\.vgpr_count:\s+(\d+)", "spills": r"\.[vs]gpr_spill_count:\s+(\d+)"}
+    found = {name: [int(n) for n in re.findall(pattern, text)] for name, pattern in numbers.items()}
+    return Report(max(found["registers"]), sum(found["spills"]), compiled.metadata.shared, complaints)
+
+
+def _start(job: Job, folder: str) -> tuple[int, int, float]:
+    """Fork a compilation: its process, the pipe that its report comes through, when it began."""
+    receive, send = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(send)
+        return pid, receive, time.monotonic()
+    try:
+        try:
+            report = _in_child(job, Path(folder) / str(os.getpid()))
+        except BaseException as e:
+            while e.__cause__ is not None:
+                e = e.__cause__
+            report = Report(error=f"{type(e).__name__}: {str(e)[-1500:]}")
+        with os.fdopen(send, "w") as pipe:
+            json.dump(dataclasses.asdict(report), pipe)
+    finally:
+        os._exit(0)
+
+
+def _finish(pid: int, receive: int, began: float, folder: str) -> Report:
+    with os.fdopen(receive) as pipe:
+        text = pipe.read()
+    status = os.waitpid(pid, 0)[1]
+    if text:
+        values = json.loads(text)
+        values["complaints"] = tuple(values["complaints"])
+        return Report(**values | {"seconds": time.monotonic() - began})
+    log = Path(folder) / str(pid)
+    said = log.read_text()[-1500:] if log.exists() else ""
+    return Report(error=f"the compiler died with signal {os.WTERMSIG(status)}: {said}")
+
+
+def compile_all(wanted: list[Job], workers: int | None = None) -> dict[Job, Report]:
+    """A report for each job, several compiled at a time; what was compiled before is read from the cache."""
+    reports, running = {}, {}
+    waiting = []
+    for job in dict.fromkeys(wanted):
+        path = CACHE / job.key
+        if path.exists():
+            values = json.loads(path.read_text())
+            reports[job] = Report(**values | {"complaints": tuple(values["complaints"])})
+        else:
+            waiting.append(job)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < (workers or os.cpu_count() or 1):
+                job = waiting.pop(0)
+                pid, receive, began = _start(job, folder)
+                running[receive] = (job, pid, began)
+            ready = select.select(list(running), [], [], 1.0)[0]
+            for _, pid, began in running.values():
+                if time.monotonic() - began > SECONDS:
+                    os.kill(pid, signal.SIGKILL)
+            for receive in ready:
+                job, pid, began = running.pop(receive)
+                reports[job] = _finish(pid, receive, began, folder)
+                if reports[job].error is None:
+                    text = json.dumps(dataclasses.asdict(reports[job]))
+                    unfinished = CACHE / f"{job.key}.{os.getpid()}"
+                    unfinished.write_text(text)
+                    unfinished.rename(CACHE / job.key)
+    return reports
+
+
+def allowed() -> dict[str, dict[str, int]]:
+    """Spills known and accepted, by target and job, for the Triton that is installed."""
+    table: dict[str, dict[str, dict[str, int]]] = json.loads(TABLE.read_text())
+    return table.get(triton.__version__, {})
+
+
+def wrong(job: Job, report: Report) -> list[str]:
+    """What is the matter with a compiled kernel; nothing if all is well."""
+    if report.error is not None:
+        return [report.error]
+    found = list(report.complaints)
+    limit = allowed().get(job.target, {}).get(job.name, 0)
+    if report.spills > limit:
+        found.append(f"spills {report.spills}, expected at most {limit}")
+    if report.shared > TARGETS[job.target].shared:
+        found.append(f"shared memory {report.shared}, the GPU has {TARGETS[job.target].shared}")
+    return found
+
+
+def main() -> None:
+    """A line per compiled kernel, the worst first; with --record a new table of spills."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("part", nargs="?", default="", help="part of a specimen's or a kernel's name")
+    parser.add_argument("--target", action="append", choices=list(TARGETS))
+    parser.add_argument("--record", action="store_true")
+    asked = parser.parse_args()
+    wanted = []
+    for name, specimen in SPECIMENS.items():
+        for target in asked.target or specimen.targets:
+            found = jobs(specimen.call, target)
+            wanted += [job for job in found if asked.part in name or asked.part in job.kernel.__name__]
+    reports = compile_all(wanted)
+    for job, r in sorted(reports.items(), key=lambda item: (item[1].spills, item[1].registers), reverse=True):
+        rest = r.error or " ".join(r.complaints)
+        size = f"{r.spills:6} spilled {r.registers:4} regs {r.shared:7} B {r.seconds:5.1f} s"
+        print(size, job.target, job.name, rest)
+    if asked.record:
+        table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+        table[triton.__version__] = found = {}
+        for job, report in reports.items():
+            if report.spills:
+                found.setdefault(job.target, {})[job.name] = report.spills
+        TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""The calls whose kernels are compiled without a GPU: what picks another binary, function by function.
+
+A row of a table is one public call; its last column says for which GPUs: EVERYWHERE, or what is tuned for.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from serving import inputs as rows_of
+from serving import pool_of
+
+import gdn
+from gdn.bench.accuracy import run
+from gdn.bench.cases import Case, inputs, packed, rows
+
+EVERYWHERE = ("cuda:80", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942")
+TUNED = ("cuda:90",)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Specimen(NamedTuple):
+    call: Callable[[], Any]
+    targets: tuple[str, ...]
+
+
+def chunk(*x, **options):
+    return gdn.chunk_gated_delta_rule(*x, backend="triton", **options)
+
+
+def recurrent(q, k, v, g, beta, **options):
+    return gdn.fused_recurrent_gated_delta_rule(q, k, v, g=g, beta=beta, backend="triton", **options)
+
+
+ALL = {
+    "use_qk_l2norm_in_kernel": True, "raw_gate": "on", "beta": "negative", "state": "wide",
+    "state_v_first": True, "is_strided": True,
+}  # fmt: skip
+LADDER = packed(0, 5, 64, 130)
+# name -> case, dtype, targets: forward with and without what a backward wants, then the backward
+RULE = {
+    "bf16 128": (Case(sizes=(128, 128), heads=(2, 4)), BF16, EVERYWHERE),
+    "bf16 128 all packed": (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), BF16, EVERYWHERE),
+    "fp32 64": (Case(sizes=(64, 64), state="wide", use_qk_l2norm_in_kernel=True), FP32, EVERYWHERE),
+    "fp16 256": (Case(sizes=(256, 256), state="wide", use_qk_l2norm_in_kernel=True), FP16, EVERYWHERE),
+    "bf16 60": (Case(sizes=(60, 60), raw_gate="no_bias", beta="sigmoid"), BF16, EVERYWHERE),
+    "bf16 128 many": (Case(sizes=(128, 128), heads=(8, 16), lengths=rows(64)._replace(B=32)), BF16, TUNED),
+    "fp32 128 all": (Case(sizes=(128, 128), **ALL), FP32, TUNED),
+    "fp32 256": (Case(sizes=(256, 256), gate="absent", beta="absent"), FP32, TUNED),
+    "bf16 256 all": (Case(sizes=(256, 256), **ALL), BF16, TUNED),
+    "bf16 64 narrow": (Case(sizes=(64, 64), state="narrow", has_narrow_gates=True, exact=False), BF16, TUNED),
+    "fp16 64/128 invariant": (Case(sizes=(64, 128), state="narrow", batch_invariant=True), FP16, TUNED),
+    "fp32 192/60 packed": (Case(sizes=(192, 60), lengths=LADDER, beta="sigmoid"), FP32, TUNED),
+}
+RECURRENT = {
+    "bf16 128": (Case(sizes=(128, 128), heads=(2, 4)), BF16, EVERYWHERE),
+    "bf16 128 all packed": (Case(sizes=(128, 128), lengths=LADDER, **ALL), BF16, EVERYWHERE),
+    "fp32 256": (Case(sizes=(256, 256), gate="absent", beta="absent", state="wide"), FP32, TUNED),
+    "fp16 60": (Case(sizes=(60, 60), raw_gate="no_bias", beta="sigmoid"), FP16, TUNED),
+}
+
+
+def rule(provider: Callable[..., Any], case: Case, dtype: torch.dtype) -> None:
+    for with_backward in (False, True) if provider is chunk else (False,):
+        run(provider, inputs(case, dtype), with_backward)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def protocol(name: str, B: int, T: int, pool: torch.Tensor) -> dict[str, Any]:
+    """How the rows of a decode find their states."""
+    ring = torch.empty(2, 4, *pool.shape[1:], dtype=pool.dtype)
+    kept = torch.empty(B, T, *pool.shape[1:], dtype=pool.dtype)
+    states, rows, table = {"state": pool}, {"read_index": zeros(B)}, zeros(B, T)
+    intermediate = rows | states | {"write": "none", "intermediate": kept}
+    return {
+        "final": states,
+        "index": rows | states | {"null_slot": 0},
+        "P1": rows | {"state": ring, "ring_pos": zeros(B), "write": "all", "round_state": True},
+        "P2": {
+            "state": pool, "read_index": table, "num_accepted": zeros(B), "write_index": table,
+            "write": "all", "null_slot": 0,
+        },
+        "P3": intermediate,
+        "P4": intermediate | {"parent": table, "intermediate_row": zeros(B)},
+        "P6": rows | states | {"write_index": zeros(B)},
+    }[name]  # fmt: skip
+
+
+# name -> protocol, B, T, K, V, dtype, pool's dtype, raw gates, v first, targets
+DECODE = {
+    "bf16": ("index", 4, 1, 128, 128, BF16, FP32, True, True, EVERYWHERE),
+    "bf16 pool": ("final", 4, 1, 128, 128, BF16, BF16, True, True, EVERYWHERE),
+    "many rows": ("index", 256, 1, 128, 128, BF16, FP32, True, True, EVERYWHERE),
+    "many rows, bf16 pool": ("index", 256, 1, 128, 128, BF16, BF16, True, True, TUNED),
+    "K first": ("final", 4, 1, 128, 128, BF16, FP32, False, False, EVERYWHERE),
+    "P1": ("P1", 4, 4, 128, 128, BF16, BF16, True, True, EVERYWHERE),
+    "P2": ("P2", 4, 4, 128, 128, BF16, FP32, True, True, TUNED),
+    "P3": ("P3", 4, 4, 128, 128, BF16, FP32, True, True, EVERYWHERE),
+    "P4": ("P4", 4, 4, 128, 128, BF16, FP32, True, True, EVERYWHERE),
+    "P6": ("P6", 4, 1, 128, 128, BF16, FP32, False, True, TUNED),
+    "fp16 60": ("index", 4, 2, 60, 60, FP16, FP16, False, True, TUNED),
+    "fp32 256": ("final", 4, 1, 256, 256, FP32, FP32, False, True, EVERYWHERE),
+    "fp32 64, K first": ("P4", 4, 3, 64, 64, FP32, BF16, True, False, TUNED),
+}
+
+
+def decode(
+    name: str, B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, raw: bool, v_first: bool
+) -> None:
+    slots = B if name == "final" else 3
+    pool = pool_of(slots, K=K, V=V, dtype=pool_dtype, v_first=v_first)
+    x = rows_of(B, T, K=K, V=V, dtype=dtype, raw=raw)
+    gdn.decode(**x, **protocol(name, B, T, pool), state_v_first=v_first, backend="triton")
+
+
+def decode_of_packed_rows() -> None:
+    x = rows_of(1, 7, K=128, V=128, dtype=BF16, raw=True)
+    offsets = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+    gdn.decode(**x, state=pool_of(3, K=128, V=128), cu_seqlens=offsets, max_seqlen=4, backend="triton")
+
+
+def decode_of_a_projection() -> None:
+    x, a = torch.randn(4, 2 * 2 * 128 + 4 * 128, dtype=BF16), torch.randn(4, 4, dtype=BF16)
+    gdn.decode_packed(
+        x, a, a, torch.zeros(4), torch.zeros(4), pool_of(4, K=128, V=128), num_k_heads=2, head_k_dim=128,
+        head_v_dim=128, backend="triton",
+    )  # fmt: skip
+
+
+def prefill(dtype: torch.dtype, pool_dtype: torch.dtype, raw: bool, v_first: bool) -> None:
+    x = rows_of(1, 199, K=128, V=128, dtype=dtype, raw=raw)
+    kept = torch.empty(3, 4, 128, 128)
+    gdn.prefill(
+        **x, state=pool_of(4, K=128, V=128, dtype=pool_dtype, v_first=v_first), state_index=zeros(3),
+        cu_seqlens=torch.tensor([0, 65, 65, 199], dtype=torch.int32), has_initial_state=zeros(3).bool(),
+        checkpoints=kept, checkpoint_every=64, checkpoint_offsets=zeros(3), snapshot_pos=zeros(3),
+        snapshot_index=zeros(3), state_v_first=v_first, backend="triton",
+    )  # fmt: skip
+
+
+def commit() -> None:
+    kept = torch.empty(2, 3, 4, 2, 64, 64)
+    index = zeros(3)
+    gdn.commit(torch.empty(2, 5, 2, 64, 64), kept, index, index, index)
+    gdn.commit(
+        torch.empty(2, 5, 2, 64, 64, dtype=BF16),
+        kept,
+        index,
+        index,
+        index,
+        extra_dst_index=index,
+        extra_step=index,
+    )
+
+
+def gate(dtype: torch.dtype, has_bias: bool) -> None:
+    a, b, A_log = (torch.randn(s, dtype=dtype, requires_grad=True) for s in ((2, 70, 4), (2, 70, 4), (4,)))
+    g, beta = gdn.gate(
+        a, b, A_log, torch.zeros(4, requires_grad=True) if has_bias else None, backend="triton"
+    )
+    (g.sum() + beta.sum()).backward()
+
+
+def norm(dtype: torch.dtype, D: int, activation: str | None, is_gated: bool) -> None:
+    x, z = torch.randn(2, 2, 70, 4, D, dtype=dtype, requires_grad=True)
+    weight = torch.ones(D, requires_grad=True)
+    y = gdn.rms_norm_gated(x, z if is_gated else None, weight, activation=activation, backend="triton")
+    y.sum().backward()
+
+
+def conv(dtype: torch.dtype, W: int, activation: str | None, is_packed: bool, is_whole: bool) -> None:
+    """is_whole: bias, an initial state and a final one."""
+    x, weight = torch.randn(1, 150, 96, dtype=dtype), torch.randn(96, W, dtype=dtype)
+    offsets = torch.tensor([0, 70, 70, 150], dtype=torch.int32) if is_packed else None
+    leaves = [
+        x,
+        weight,
+        torch.randn(96, dtype=dtype),
+        torch.randn(3 if is_packed else 1, 96, W - 1, dtype=dtype),
+    ]
+    leaves = [t.requires_grad_() for t in leaves]
+    bias, initial = leaves[2:] if is_whole else (None, None)
+    options = {"activation": activation, "cu_seqlens": offsets, "backend": "triton"}
+    y, final = gdn.causal_conv1d(
+        x, weight, bias, initial_state=initial, output_final_state=is_whole, **options
+    )
+    (y.sum() if final is None else y.sum() + final.sum()).backward()
+    pool = torch.empty(5, 96, W + 2, dtype=dtype)
+    with torch.no_grad():
+        gdn.causal_conv1d(x, weight, state=pool, state_index=zeros(3 if is_packed else 1), **options)
+
+
+def conv_update(dtype: torch.dtype, T: int, place: str | None) -> None:
+    x, pool, weight = (
+        torch.randn(3, T, 96, dtype=dtype),
+        torch.empty(5, 96, 8, dtype=dtype),
+        torch.randn(96, 4),
+    )
+    where = {} if place is None else {place: zeros(3)}
+    gdn.causal_conv1d_update(
+        x, pool, weight.to(dtype), torch.zeros(96), activation="silu", state_index=zeros(3), **where,
+        backend="triton",
+    )  # fmt: skip
+
+
+# name -> function, arguments, targets
+OTHERS = {
+    "decode packed rows": (decode_of_packed_rows, (), EVERYWHERE),
+    "decode a projection": (decode_of_a_projection, (), TUNED),
+    "prefill bf16": (prefill, (BF16, FP32, True, True), EVERYWHERE),
+    "prefill fp32": (prefill, (FP32, BF16, False, False), TUNED),
+    "commit": (commit, (), EVERYWHERE),
+    "gate fp32": (gate, (FP32, True), EVERYWHERE),
+    "gate bf16": (gate, (BF16, False), TUNED),
+    "norm bf16": (norm, (BF16, 128, "silu", True), EVERYWHERE),
+    "norm fp32": (norm, (FP32, 60, "sigmoid", True), TUNED),
+    "norm fp16": (norm, (FP16, 256, None, False), TUNED),
+    "conv bf16": (conv, (BF16, 4, "silu", False, False), EVERYWHERE),
+    "conv fp32": (conv, (FP32, 3, None, True, True), EVERYWHERE),
+    "conv update": (conv_update, (BF16, 1, None), EVERYWHERE),
+    "conv update on a ring": (conv_update, (FP32, 4, "ring_pos"), EVERYWHERE),
+    "conv update of a window": (conv_update, (BF16, 4, "num_accepted"), TUNED),
+}
+
+
+def _table() -> dict[str, Specimen]:
+    table = {}
+    for label, provider, lines in (("chunk", chunk, RULE), ("recurrent", recurrent, RECURRENT)):
+        for name, (case, dtype, targets) in lines.items():
+            table[f"{label} {name}"] = Specimen(lambda a=(provider, case, dtype): rule(*a), targets)
+    for name, (*arguments, targets) in DECODE.items():
+        table[f"decode {name}"] = Specimen(lambda a=tuple(arguments): decode(*a), targets)
+    for name, (function, arguments, targets) in OTHERS.items():
+        table[name] = Specimen(lambda f=function, a=arguments: f(*a), targets)
+    return table
+
+
+SPECIMENS = _table()

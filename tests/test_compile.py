@@ -1,0 +1,105 @@
+"""What the compiler says of every kernel, for GPUs that need not be there: no spills, no serialised wgmma."""
+
+import ast
+import os
+from pathlib import Path
+
+import compiling
+import pytest
+import torch
+import triton.language as tl
+from compiling import TARGETS, Report, compile_all, jobs, wrong
+from specimens import SPECIMENS
+
+from gdn.backends.triton import launch
+
+KERNELS = Path(__file__).parent.parent / "gdn" / "backends"
+BOTH = [(target, name) for target in TARGETS for name, s in SPECIMENS.items() if target in s.targets]
+pytestmark = pytest.mark.compile
+
+
+@pytest.fixture(scope="session")
+def reports(request):
+    """What all selected tests need, compiled together so that no processor waits for a slow one."""
+    wanted = [
+        item.callspec.params for item in request.session.items if item.name.startswith("test_compiles[")
+    ]
+    return compile_all([job for x in wanted for job in jobs(SPECIMENS[x["name"]].call, x["target"])])
+
+
+@pytest.mark.parametrize("target, name", BOTH, ids=[f"{target}-{name}" for target, name in BOTH])
+def test_compiles(reports, target, name):
+    found = {job.name: wrong(job, reports[job]) for job in jobs(SPECIMENS[name].call, target)}
+    assert not {job: complaints for job, complaints in found.items() if complaints}
+
+
+def test_every_kernel_has_a_specimen():
+    written = set()
+    for path in KERNELS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                names = {ast.unparse(d).split("(")[0].split(".")[-1] for d in node.decorator_list}
+                written |= {node.name} if "kernel" in names else set()
+    met = {job.kernel.__name__ for s in SPECIMENS.values() for job in jobs(s.call, "cuda:90")}
+    assert written and written == met
+
+
+@launch.kernel
+def _product(a_ptr, b_ptr, bias_ptr, o_ptr, pitch, scale, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    acc = tl.zeros((M, N), tl.float32)
+    for i in range(0, pitch, K):
+        a = tl.load(a_ptr + m[:, None] * pitch + (i + k)[None, :])
+        b = tl.load(b_ptr + (i + k)[:, None] * N + n[None, :])
+        acc = tl.dot(a, b, acc)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n)[None, :]
+    tl.store(o_ptr + m[:, None] * N + n[None, :], acc * scale)
+
+
+@launch.kernel
+def _no_instruction(x_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x_ptr + i, tl.inline_asm_elementwise("nothing $0, $1;", "=r,r", [i], tl.int32, True, 1))
+
+
+def product(M, N):
+    x = torch.zeros(1, dtype=torch.bfloat16)
+    constants = {"M": M, "N": N, "K": 64}
+    launch.Launch(_product, 1, (64, 1.0), constants, num_warps=4, num_stages=2)(x, x, None, x)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Nothing is taken from an earlier run."""
+    monkeypatch.setattr(compiling, "CACHE", tmp_path)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_small_kernel_passes_everywhere(fresh, target):
+    (job,) = jobs(lambda: product(64, 64), target)
+    report = compile_all([job])[job]
+    assert wrong(job, report) == [] and report.registers > 0 and report.shared > 0
+    assert compile_all([job]) == {job: report}, "the second time it is read from the cache"
+
+
+def test_a_kernel_that_spills_is_refused(fresh):
+    (job,) = jobs(lambda: product(128, 256), "cuda:90")
+    complaints = wrong(job, compile_all([job])[job])
+    assert any("spills" in c for c in complaints) and any("C75" in c for c in complaints)
+
+
+def test_a_compiler_that_fails_or_dies_is_reported(fresh, monkeypatch):
+    def call():
+        launch.Launch(_no_instruction, 1, (), {"N": 128}, num_warps=4)(torch.zeros(1, dtype=torch.int32))
+
+    (job,) = jobs(call, "cuda:90")
+    assert "PTXASError" in wrong(job, compile_all([job])[job])[0]
+    monkeypatch.setattr(compiling, "_compile", lambda job: os.abort())
+    assert "signal 6" in wrong(job, compile_all([job])[job])[0]
+
+
+def test_too_much_shared_memory_is_refused():
+    (job,) = jobs(lambda: product(64, 64), "hip:gfx942")
+    assert wrong(job, Report(shared=64 * 1024)) == []
+    assert "shared memory 65537" in wrong(job, Report(shared=64 * 1024 + 1))[0]
