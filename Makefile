@@ -5,17 +5,22 @@ PYTHON ?= python3
 # installed first and by itself: this version has a build without CUDA where the index offers one, and the newest one
 # would bring gigabytes of CUDA packages to a machine that has no GPU
 TORCH ?= torch==2.13.0
+# what the recorded spills in tests/spills.json belong to; put where torch has brought none, on what it has wheels for
+TRITON ?= triton==3.6.0
+OTHER_TRITONS := 3.7.1 3.8.0 3.9.0
 
 VENV := .venv
 DEMO_NEEDS := torch, jaxtyping, typer, rich, matplotlib, transformers
 TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy
 can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types interpret compile matrix spills bench clean
 
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
-	@echo "make test    lint, types, the whole test suite"
+	@echo "make test    lint, types, the whole test suite; with Triton its kernels interpreted, and compiled for five GPUs"
+	@echo "make matrix  the kernels compiled and interpreted with other versions of Triton, too"
+	@echo "make spills  record anew what each kernel spills (tests/spills.json)"
 	@echo "make bench   the CPU benchmark against Transformers (benchmarks/results/cpu.jsonl)"
 	@echo "make clean   remove the environment and what the tools left"
 
@@ -27,13 +32,18 @@ DEMO_PYTHON := $(VENV)/bin/python
 demo bench: $(VENV)/.demo
 endif
 
-ifeq ($(filter test lint types,$(MAKECMDGOALS)),)
+TESTS := test lint types interpret compile matrix spills
+ifeq ($(filter $(TESTS),$(MAKECMDGOALS)),)
 else ifeq ($(call can,$(TEST_NEEDS)),yes)
 TEST_PYTHON := $(PYTHON)
 else
 TEST_PYTHON := $(VENV)/bin/python
-test lint types: $(VENV)/.test
+$(TESTS): $(VENV)/.test
 endif
+PYTEST = OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest
+HAS_TRITON = $(TEST_PYTHON) -c "import triton" 2>/dev/null
+# a version laid over the environment: its folder comes first
+over = PYTHONPATH=build/triton-$*
 
 demo:
 	$(DEMO_PYTHON) -m gdn demo
@@ -42,7 +52,26 @@ bench:
 	$(DEMO_PYTHON) -m gdn bench cpu
 
 test: lint types
-	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -n 2
+	$(PYTEST) -n 2 -m "not compile"
+	if $(HAS_TRITON); then $(MAKE) interpret compile; fi
+
+interpret:
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interpret
+
+compile:
+	$(PYTEST) -m compile
+
+matrix: compile $(OTHER_TRITONS:%=matrix-%)
+
+matrix-%: build/triton-%/.done
+	$(over) $(TEST_PYTHON) -c "import triton; assert triton.__version__ == '$*', triton.__version__"
+	$(over) TRITON_INTERPRET=1 $(PYTEST) tests/test_interpreter.py
+	$(over) $(PYTEST) -m compile -k cuda:90
+
+spills: $(OTHER_TRITONS:%=build/triton-%/.done)
+	PYTHONPATH=. $(TEST_PYTHON) tests/compiling.py --record
+	for v in $(OTHER_TRITONS); do \
+		PYTHONPATH=build/triton-$$v:. $(TEST_PYTHON) tests/compiling.py --record --target cuda:90; done
 
 lint:
 	$(TEST_PYTHON) -m ruff check .
@@ -65,4 +94,10 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/.torch
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.torch
 	$(VENV)/bin/python -m pip install --quiet -e '.[dev]'
+	if [ "$$(uname -sm)" = "Linux x86_64" ] && ! $(VENV)/bin/python -c "import triton" 2>/dev/null; then \
+		$(VENV)/bin/python -m pip install --quiet "$(TRITON)"; fi
+	touch $@
+
+build/triton-%/.done:
+	$(TEST_PYTHON) -m pip install --quiet --no-deps --target build/triton-$* triton==$*
 	touch $@
