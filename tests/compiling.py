@@ -15,6 +15,7 @@ import faulthandler
 import hashlib
 import json
 import os
+import pkgutil
 import re
 import select
 import signal
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,18 +110,25 @@ class Report:
     seconds: float = 0.0
 
 
+MODULES = [import_module(f"{room.__name__}.{found.name}") for found in pkgutil.iter_modules(room.__path__)]
+
+
 @contextmanager
 def recording(machine: launch.Machine) -> Iterator[list[Any]]:
     """Launches on an imaginary machine go to a list; the backend takes CPU tensors and forgets its plans."""
     launches: list[Any] = []
+    users = [module for module in MODULES if hasattr(module, "machine")]
     before = room.BACKEND, launch.recorder, launch.machine, launch.Plans.get
     room.BACKEND = dataclasses.replace(room.BACKEND, refuses=lambda problem: None)
-    launch.recorder, launch.machine = launches, lambda device: machine
-    launch.Plans.get = lambda self, key, make: make()
+    launch.recorder, launch.Plans.get = launches, lambda self, key, make: make()
+    for module in users:
+        module.machine = lambda device: machine
     try:
         yield launches
     finally:
-        room.BACKEND, launch.recorder, launch.machine, launch.Plans.get = before
+        room.BACKEND, launch.recorder, real, launch.Plans.get = before
+        for module in users:
+            module.machine = real
 
 
 def jobs(call: Callable[[], Any], target: str) -> list[Job]:
