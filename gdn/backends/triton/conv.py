@@ -228,17 +228,17 @@ def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
         final = p.x.new_empty(p.state_shape) if p.output_final_state else None
         held = p.initial_state if p.state is None else p.state
         kept = final if p.state is None else p.state
-        launch = _plans.get(_key(p), lambda: _plan(p, held, kept))
+        launch = _plans.get(key_of(p), lambda: _plan(p, held, kept))
         launch(
             p.x,
             p.weight,
             p.bias,
-            _filled(held),
+            filled(held),
             p.cu_seqlens,
             p.state_index,
             p.has_initial_state,
             y,
-            _filled(kept),
+            filled(kept),
         )
     return y, final
 
@@ -258,7 +258,7 @@ def tidy(problem: ConvProblem) -> ConvProblem:
     return replace(p, **changed) if changed else p
 
 
-def _filled(x: Tensor | None) -> Tensor | None:
+def filled(x: Tensor | None) -> Tensor | None:
     """None for a tensor of no elements, which has no address."""
     return None if x is None or x.numel() == 0 else x
 
@@ -268,7 +268,7 @@ def layout(x: Tensor | None) -> tuple[object, ...]:
     return () if x is None else (x.shape, x.stride(), x.dtype)
 
 
-def _key(p: ConvProblem) -> tuple[object, ...]:
+def key_of(p: ConvProblem) -> tuple[object, ...]:
     optional = (p.bias, p.initial_state, p.state, p.cu_seqlens, p.state_index, p.has_initial_state)
     return (
         p.x.shape, p.x.stride(), p.x.dtype, p.x.device, p.weight.shape, p.weight.dtype, p.activation,

@@ -1,0 +1,203 @@
+"""The adjoint of the causal convolution: one walk over tokens makes every gradient.
+
+    dpre_t = act'(pre_t) dy_t;   dx_t = sum_j weight[:, j] dpre_{t+W-1-j}
+    dweight[:, j] = sum_t dpre_t x_{t-W+1+j};   dbias = sum_t dpre_t
+
+The walk makes pre again from the last W inputs, keeps the last W of dpre, and lags dx behind them. The sums
+over a program's tokens stay in registers; a second kernel adds the programs up in their order. Blocks of
+tokens are shared among programs as in the forward, each walking W - 1 tokens into its successor's.
+
+Bytes per token and channel in bf16: 6.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn.backends import eager
+from gdn.backends.triton.conv import (
+    WIDEST,
+    filled,
+    filtered,
+    following,
+    history,
+    key_of,
+    layout,
+    load_bias,
+    load_taps,
+    sequence_at,
+    share,
+    span,
+    strides_of,
+    tidy,
+    tile,
+    where,
+)
+from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.lib import sigmoid
+from gdn.notation import Channels, ConvState
+from gdn.problem.layer import ConvProblem
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, BD: tl.constexpr):
+    zeros = ()
+    for _ in tl.static_range(COUNT):
+        zeros = zeros + (tl.zeros([BD], tl.float32),)
+    return zeros
+
+
+@triton.jit
+def _lagging(past, taps, W: tl.constexpr):
+    """dx of the token W - 1 before the newest of dpre `past`."""
+    dx = taps[W - 1] * past[0]
+    for i in tl.static_range(1, W):
+        dx = tl.fma(taps[W - 1 - i], past[i], dx)
+    return dx
+
+
+@kernel
+def _conv_bwd_kernel(
+    x_ptr, weight_ptr, bias_ptr, held_ptr, cu_seqlens_ptr, dy_ptr, dfinal_ptr, dx_ptr, dheld_ptr, sums_ptr,
+    x_b, x_t, dy_b, dy_t, D, T, N, held_n, held_d, held_l, dfinal_n, dfinal_d, dfinal_l, tokens, blocks,
+    W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    row, first, channels, is_channel = where(D * UNIT, tokens, blocks, BD)
+    taps = load_taps(weight_ptr, channels, is_channel, W)
+    bias = load_bias(bias_ptr, channels, is_channel)
+    x_t = x_t.to(tl.int64) * UNIT
+    dy_t = dy_t.to(tl.int64) * UNIT
+    dx_t = D.to(tl.int64) * UNIT
+    x_ptr += row.to(tl.int64) * x_b * UNIT + channels
+    dy_ptr += row.to(tl.int64) * dy_b * UNIT + channels
+    dx_ptr += row.to(tl.int64) * T * dx_t + channels
+    dtaps = _zeros(W, BD)
+    dbias = tl.zeros([BD], tl.float32)
+    n = sequence_at(cu_seqlens_ptr, N, row, first)
+    start, end = span(cu_seqlens_ptr, N, n, T)
+    while (n <= N) & (start < first + tokens):
+        begin, stop = share(start, end, first, tokens, W)
+        is_valid = n < N
+        is_read = is_channel & is_valid
+        held = held_ptr
+        if held_ptr is not None:
+            held = held_ptr + n.to(tl.int64) * held_n + channels * held_d
+        window = history(x_ptr, x_t, held, held_l, W - 1, start, begin, is_read, is_valid, W)
+        past = _zeros(W - 1, BD)
+        for t in range(begin, stop + W - 1, U):
+            inputs = ()
+            seeds = ()
+            for u in tl.static_range(U):
+                is_token = is_read & (t + u < end)
+                inputs = inputs + (tl.load(x_ptr + (t + u) * x_t, mask=is_token, other=0.0),)
+                seeds = seeds + (tl.load(dy_ptr + (t + u) * dy_t, mask=is_token, other=0.0),)
+            for u in tl.static_range(U):
+                window = window + (inputs[u].to(tl.float32),)
+                dpre = seeds[u].to(tl.float32)
+                if SILU:
+                    pre = filtered(window, taps, bias, W, False)
+                    s = sigmoid(pre)
+                    dpre = dpre * s * (1.0 + pre * (1.0 - s))
+                past = past + (dpre,)
+                dx = _lagging(past, taps, W)
+                # what the successor owns is summed there
+                mine = tl.where(t + u < stop, dpre, 0.0)
+                for j in tl.static_range(W):
+                    dtaps = dtaps[1:] + (tl.fma(mine, window[j], dtaps[0]),)
+                dbias += mine
+                token = t + u - (W - 1)
+                is_mine = is_channel & (token < stop)
+                if dfinal_ptr is not None:
+                    column = token - end + W - 1
+                    dfinal = dfinal_ptr + n.to(tl.int64) * dfinal_n + channels * dfinal_d + column * dfinal_l
+                    dx += tl.load(dfinal, mask=is_read & is_mine & (column >= 0), other=0.0).to(tl.float32)
+                tl.store(
+                    dx_ptr + token * dx_t, dx.to(dx_ptr.dtype.element_ty), mask=is_mine & (token >= begin)
+                )
+                if dheld_ptr is not None:
+                    # begin == start where a token before it is met
+                    dheld = dheld_ptr + (n.to(tl.int64) * dx_t + channels) * (W - 1) + (token - start + W - 1)
+                    is_before = is_read & (token < start) & (begin == start)
+                    tl.store(dheld, dx.to(dheld_ptr.dtype.element_ty), mask=is_before)
+                window = window[1:]
+                past = past[1:]
+        n = following(cu_seqlens_ptr, N, n)
+        start, end = span(cu_seqlens_ptr, N, n, T)
+    block = tl.program_id(0) // tl.cdiv(D * UNIT, BD)
+    for j in tl.static_range(W):
+        tl.store(sums_ptr + (block.to(tl.int64) * (W + 1) + j) * dx_t + channels, dtaps[j], mask=is_channel)
+    tl.store(sums_ptr + (block.to(tl.int64) * (W + 1) + W) * dx_t + channels, dbias, mask=is_channel)
+
+
+@kernel
+def _sums_kernel(
+    sums_ptr, dweight_ptr, dbias_ptr, D, num_blocks,
+    W: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The programs' sums [num_blocks, W + 1, D], added up in order."""
+    j = tl.program_id(0) % (W + 1)
+    channels = (tl.program_id(0) // (W + 1)) * BD + tl.arange(0, BD)
+    is_channel = channels < D
+    lanes = tl.arange(0, BP)[:, None]
+    total = tl.zeros([BP, BD], tl.float32)
+    for i in range(0, num_blocks, BP):
+        place = ((i + lanes).to(tl.int64) * (W + 1) + j) * D + channels[None, :]
+        total += tl.load(sums_ptr + place, mask=(i + lanes < num_blocks) & is_channel[None, :], other=0.0)
+    sums = tl.sum(total, 0)
+    tl.store(dweight_ptr + channels * W + j, sums.to(dweight_ptr.dtype.element_ty), mask=is_channel & (j < W))
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + channels, sums.to(dbias_ptr.dtype.element_ty), mask=is_channel & (j == W))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    walk: Launch
+    add: Launch
+    num_blocks: int
+
+
+_plans: Plans[_Plan] = Plans()
+
+
+def causal_conv1d_bwd(
+    problem: ConvProblem, dy: Channels, dfinal: ConvState | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, weight, bias and initial state, each in its tensor's dtype."""
+    if problem.W > WIDEST:
+        return eager.BACKEND.causal_conv1d_bwd(problem, dy, dfinal)  # type: ignore[no-any-return]
+    p = tidy(problem)
+    dy = dy if dy.stride(2) == 1 else dy.contiguous()
+    held = filled(p.initial_state)
+    with on(p.x.device):
+        key = (key_of(p), dy.stride(), dy.dtype, layout(dfinal))
+        plan = _plans.get(key, lambda: _plan(p, dy, dfinal))
+        dx, dweight = p.x.new_empty(p.x.shape), p.weight.new_empty(p.weight.shape)
+        dbias, dheld = (None if x is None else x.new_empty(x.shape) for x in (p.bias, p.initial_state))
+        sums = p.x.new_empty(plan.num_blocks, p.W + 1, p.x.shape[2], dtype=torch.float32)
+        plan.walk(p.x, p.weight, p.bias, held, p.cu_seqlens, dy, filled(dfinal), dx, filled(dheld), sums)
+        plan.add(sums, dweight, dbias)
+    return dx, dweight, dbias, dheld
+
+
+def _plan(p: ConvProblem, dy: Tensor, dfinal: Tensor | None) -> _Plan:
+    B, T, D = p.x.shape
+    unit = unit_of(*p.x.stride()[:2], *dy.stride()[:2], D)
+    # registers: with 8 channels per thread, or 4 tokens ahead beside addresses of states, some are spilled
+    ahead = 4 if p.initial_state is None and dfinal is None else 2
+    tiling = tile(p, 4, ahead, max(64, p.W), machine(p.x.device))
+    numbers = (
+        *(s // unit for x in (p.x, dy) for s in x.stride()[:2]), D // unit, T, p.N,
+        *strides_of(p.initial_state, 3), *strides_of(dfinal, 3), tiling.tokens, tiling.blocks,
+    )  # fmt: skip
+    constants = {"W": p.W, "SILU": p.activation == "silu", "U": tiling.U, "BD": tiling.BD, "UNIT": unit}
+    num_blocks = B * tiling.blocks
+    walk = Launch(_conv_bwd_kernel, num_blocks * tiling.strips, numbers, constants, tiling.num_warps)
+    width = 64
+    add = Launch(
+        _sums_kernel, triton.cdiv(D, width) * (p.W + 1), (D, num_blocks),
+        {"W": p.W, "BP": 32, "BD": width}, 4,
+    )  # fmt: skip
+    return _Plan(walk, add, num_blocks)
