@@ -160,7 +160,7 @@ def _conv_kernel(
             has_held = is_valid & (tl.load(has_ptr + n * has_n, mask=is_sequence, other=0) != 0)
         held = held_ptr
         if held_ptr is not None:
-            held = held_ptr + slot * held_n + channels * held_d
+            held = held_ptr + slot * held_n + channels * held_d.to(tl.int64)
         window = history(x_ptr, x_t, held, held_l, L, start, begin, is_channel & is_valid, has_held, W)
         for t in range(begin, stop, U):
             inputs = ()
@@ -176,7 +176,7 @@ def _conv_kernel(
             is_kept = is_valid & (begin == start)
             if IN_PLACE:
                 is_kept = is_kept & (end > start)
-            final = final_ptr + slot * final_n + channels * final_d
+            final = final_ptr + slot * final_n + channels * final_d.to(tl.int64)
             for c in range(tl.where(is_kept, L, 0)):
                 last = input_at(x_ptr, x_t, held, held_l, L, end - L + c, start, is_channel, has_held)
                 # in a slot column c is written when all threads have read a later one

@@ -84,7 +84,7 @@ def _conv_bwd_kernel(
         is_read = is_channel & is_valid
         held = held_ptr
         if held_ptr is not None:
-            held = held_ptr + n.to(tl.int64) * held_n + channels * held_d
+            held = held_ptr + n.to(tl.int64) * held_n + channels * held_d.to(tl.int64)
         window = history(x_ptr, x_t, held, held_l, W - 1, start, begin, is_read, is_valid, W)
         past = _zeros(W - 1, BD)
         for t in range(begin, stop + W - 1, U):
@@ -112,7 +112,12 @@ def _conv_bwd_kernel(
                 is_mine = is_channel & (token < stop)
                 if dfinal_ptr is not None:
                     column = token - end + W - 1
-                    dfinal = dfinal_ptr + n.to(tl.int64) * dfinal_n + channels * dfinal_d + column * dfinal_l
+                    dfinal = (
+                        dfinal_ptr
+                        + n.to(tl.int64) * dfinal_n
+                        + channels * dfinal_d.to(tl.int64)
+                        + column * dfinal_l
+                    )
                     dx += tl.load(dfinal, mask=is_read & is_mine & (column >= 0), other=0.0).to(tl.float32)
                 tl.store(
                     dx_ptr + token * dx_t, dx.to(dx_ptr.dtype.element_ty), mask=is_mine & (token >= begin)

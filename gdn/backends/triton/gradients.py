@@ -20,9 +20,8 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, load_sums, sigmoid
+from gdn.backends.triton.lib import decay, dot, exist, load_beta, load_rstd, load_sums, rows_of, sigmoid
 from gdn.backends.triton.prepare import log_decay
-from gdn.backends.triton.state import load_beta, load_rstd, rows_of
 
 
 @triton.jit
@@ -80,20 +79,19 @@ def store_gates(
 
 @triton.jit
 def store_nothing(
-    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dA_log_ptr, ddt_bias_ptr, row, first, length, key_head, chunk,
-    T, HV, ratio, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dA_log_ptr, ddt_bias_ptr, place, length, key_head, chunk, HV,
+    ratio, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Zeros for the -length tokens of no sequence, and for what an unused chunk adds to dA_log and ddt_bias."""
-    tokens = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    is_past = tokens < -length
-    place = row.to(tl.int64) * T + first + tokens
-    columns = (place * (HV // ratio) + key_head)[:, None] * K + ks[None, :]
-    mask = is_past[:, None] & (ks < K)[None, :]
-    zeros = tl.zeros([C, BK], dq_ptr.dtype.element_ty)
-    tl.store(dq_ptr + columns, zeros, mask=mask)
-    tl.store(dk_ptr + columns, zeros, mask=mask)
-    for j in range(0, ratio):
+    is_past = tl.arange(0, C) < -length
+    for first_k in range(0, K, BK):
+        ks = first_k + tl.arange(0, BK)
+        key_place = (place * (HV // ratio) + key_head)[:, None] * K + ks[None, :]
+        mask = is_past[:, None] & exist(ks, K)[None, :]
+        zeros = tl.zeros([C, BK], dq_ptr.dtype.element_ty)
+        tl.store(dq_ptr + key_place, zeros, mask=mask)
+        tl.store(dk_ptr + key_place, zeros, mask=mask)
+    for j in range(ratio):
         head = key_head * ratio + j
         if dg_ptr is not None:
             tl.store(dg_ptr + place * HV + head, tl.zeros([C], dg_ptr.dtype.element_ty), mask=is_past)
@@ -103,11 +101,18 @@ def store_nothing(
             tl.store(dA_log_ptr + chunk.to(tl.int64) * HV + head, 0.0)
         if ddt_bias_ptr is not None:
             tl.store(ddt_bias_ptr + chunk.to(tl.int64) * HV + head, 0.0)
-        for v in range(0, V, BV):
-            vs = v + tl.arange(0, BV)
-            values = (place * HV + head)[:, None] * V + vs[None, :]
-            v_mask = is_past[:, None] & (vs < V)[None, :]
-            tl.store(dv_ptr + values, tl.zeros([C, BV], dv_ptr.dtype.element_ty), mask=v_mask)
+        for strip in range(0, V, BV):
+            vs = strip + tl.arange(0, BV)
+            v_place = (place * HV + head)[:, None] * V + vs[None, :]
+            v_mask = is_past[:, None] & exist(vs, V)[None, :]
+            tl.store(dv_ptr + v_place, tl.zeros([C, BV], dv_ptr.dtype.element_ty), mask=v_mask)
+
+
+@triton.jit
+def block_of(S_ptr, tile, ks, vs, K: tl.constexpr, V: tl.constexpr):
+    """A block [ks, vs] of a chunk's state."""
+    mask = exist(ks, K)[:, None] & exist(vs, V)[None, :]
+    return tl.load(S_ptr + tile * (K * V) + ks[:, None] * V + vs[None, :], mask=mask, other=0.0)
 
 
 @kernel
@@ -123,108 +128,141 @@ def gradients_kernel(
     key_head = tl.program_id(0) % num_heads
     chunk = tl.program_id(0) // num_heads
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    operand: tl.constexpr = k_ptr.dtype.element_ty
+    tokens = tl.arange(0, C)
+    is_token = tokens < length
+    place = row.to(tl.int64) * T + first + tokens
     if length <= 0:
         store_nothing(
-            dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dA_log_ptr, ddt_bias_ptr, row, first, length, key_head,
-            chunk, T, HV, ratio, K, V, BK, BV, C,
+            dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dA_log_ptr, ddt_bias_ptr, place, length, key_head, chunk, HV,
+            ratio, K, V, BK, BV, C,
         )  # fmt: skip
         return
-    operand: tl.constexpr = k_ptr.dtype.element_ty
-    ks = tl.arange(0, BK)
-    tokens = tl.arange(0, C)
-    place = row.to(tl.int64) * T + first + tokens
 
-    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-    q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
     k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-    # [j, i]: key j above, query i to the right
-    is_pair = tokens[:, None] <= tokens[None, :]
+    # <q, dq> and <k, dk> of each token, for the norms' adjoint: known after the first block of columns
+    q_dot = tl.zeros([C], tl.float32)
+    k_dot = tl.zeros([C], tl.float32)
+    # [j, i]: key j down, query i across
     is_below = tokens[:, None] < tokens[None, :]
-    qk = dot(k, tl.trans(q), PRECISION=PRECISION) * k_rstd[:, None] * q_rstd[None, :]
-    kk = dot(k, tl.trans(k), PRECISION=PRECISION) * k_rstd[:, None] * k_rstd[None, :]
-    dqT = tl.zeros([BK, C], tl.float32)
-    dk = tl.zeros([C, BK], tl.float32)
-    E_sum = tl.zeros([C, C], tl.float32)
-    F_sum = tl.zeros([C, C], tl.float32)
-
-    for j in range(0, ratio):
-        head = key_head * ratio + j
-        tile = chunk.to(tl.int64) * HV + head
-        beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
-        high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
-        into = tl.exp(high)
-        out = decay(high, low, end_high, end_low)
-        A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
-        E = tl.zeros([C, C], tl.float32)
-        F = tl.zeros([C, C], tl.float32)
-        dbeta = tl.zeros([C], tl.float32)
-        entering = tl.zeros([C], tl.float32)
-        leaving = tl.zeros([C], tl.float32)
-        through = 0.0
-        for strip in range(0, V, BV):
-            vs = strip + tl.arange(0, BV)
-            S_place = tile * (K * V) + ks[:, None] * V + vs[None, :]
-            S_mask = (ks < K)[:, None] & (vs < V)[None, :]
-            S = tl.load(S_in_ptr + S_place, mask=S_mask, other=0.0).to(operand)
-            dS = tl.load(dS_ptr + S_place, mask=S_mask, other=0.0)
-            v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
-            do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
-            dr_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
-            dr_mask = (tokens < length)[:, None] & (vs < V)[None, :]
-            dr = tl.load(dr_place, mask=dr_mask, other=0.0)
-            wide_dr = dr.to(tl.float32)
-
-            kS = dot(k, S, PRECISION=PRECISION) * (into * k_rstd)[:, None]
-            error = v.to(tl.float32) - kS
-            dbeta += tl.sum(wide_dr * error, 1)
-            entering -= beta * tl.sum(wide_dr * kS, 1)
-            v_new = dot(A_inv, (beta[:, None] * error).to(operand), PRECISION=PRECISION)
-            v_operand = v_new.to(operand)
-            E = dot(v_operand, tl.trans(do), E, PRECISION)
-            F = dot(v_operand, tl.trans(dr), F, PRECISION)
-
-            through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
-            part = dot(S, tl.trans(do), PRECISION=PRECISION) * (scale * into)[None, :]
-            dqT += part
-            entering += tl.sum(part * tl.trans(q).to(tl.float32), 0) * q_rstd
-            part = dot(v_operand, tl.trans(dS), PRECISION=PRECISION) * out[:, None]
-            dk += part
-            leaving += tl.sum(part * k.to(tl.float32), 1) * k_rstd
-            weight = (-beta * into)[:, None]
-            dk = dot((wide_dr * weight).to(operand), tl.trans(S), dk, PRECISION)
-            # every lane has read dr by now; dv goes where it lay
+    is_pair = tokens[:, None] <= tokens[None, :]
+    for first_k in range(0, K, BK):
+        ks = first_k + tl.arange(0, BK)
+        k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+        dqT = tl.zeros([BK, C], tl.float32)
+        dk = tl.zeros([C, BK], tl.float32)
+        F_sum = tl.zeros([C, C], tl.float32)
+        for j in range(ratio):
+            head = key_head * ratio + j
+            tile = chunk.to(tl.int64) * HV + head
+            beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
+            high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
+            into = tl.exp(high)
+            out = decay(high, low, end_high, end_low)
+            A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
+            E = tl.zeros([C, C], tl.float32)
+            F = tl.zeros([C, C], tl.float32)
+            dbeta = tl.zeros([C], tl.float32)
+            from_q = tl.zeros([C], tl.float32)
+            from_k = tl.zeros([C], tl.float32)
+            leaving = tl.zeros([C], tl.float32)
+            through = 0.0
+            for strip in range(0, V, BV):
+                vs = strip + tl.arange(0, BV)
+                dr_place = (place * HV + head)[:, None] * V + vs[None, :]
+                dr_mask = is_token[:, None] & exist(vs, V)[None, :]
+                dr = tl.load(dv_ptr + dr_place, mask=dr_mask, other=0.0)
+                do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
+                kS = tl.zeros([C, BV], tl.float32)
+                for first_j in tl.static_range(0, K, BK):
+                    js = first_j + tl.arange(0, BK)
+                    k_part = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, js, K, C, UNIT)
+                    kS = dot(k_part, block_of(S_in_ptr, tile, js, vs, K, V).to(operand), kS, PRECISION)
+                v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
+                error = v.to(tl.float32) - kS * (into * k_rstd)[:, None]
+                v_new = dot(A_inv, (beta[:, None] * error).to(operand), None, PRECISION)
+                if first_k == 0:
+                    wide = dr.to(tl.float32)
+                    dbeta += tl.sum(wide * error, 1)
+                    from_k -= tl.sum(wide * kS, 1)
+                    qS = tl.zeros([C, BV], tl.float32)
+                    kdS = tl.zeros([C, BV], tl.float32)
+                    for first_j in tl.static_range(0, K, BK):
+                        js = first_j + tl.arange(0, BK)
+                        S = block_of(S_in_ptr, tile, js, vs, K, V)
+                        dS = block_of(dS_ptr, tile, js, vs, K, V)
+                        q_part = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, js, K, C, UNIT)
+                        k_part = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, js, K, C, UNIT)
+                        qS = dot(q_part, S.to(operand), qS, PRECISION)
+                        kdS = dot(k_part, dS, kdS, PRECISION)
+                        through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
+                    from_q += tl.sum(do.to(tl.float32) * qS, 1)
+                    leaving += tl.sum(v_new * kdS, 1)
+                E = dot(v_new.to(operand), tl.trans(do), E, PRECISION)
+                F = dot(v_new.to(operand), tl.trans(dr), F, PRECISION)
+                S = block_of(S_in_ptr, tile, ks, vs, K, V).to(operand)
+                dS = block_of(dS_ptr, tile, ks, vs, K, V)
+                decayed = (do.to(tl.float32) * (scale * into)[:, None]).to(operand)
+                dqT = dot(S, tl.trans(decayed), dqT, PRECISION)
+                dk = dot((v_new * out[:, None]).to(operand), tl.trans(dS), dk, PRECISION)
+                decayed = (dr.to(tl.float32) * (-beta * into)[:, None]).to(operand)
+                dk = dot(decayed, tl.trans(S), dk, PRECISION)
+                if first_k + BK >= K:
+                    # every lane has read dr by now; dv goes where it lay
+                    tl.debug_barrier()
+                    tl.store(dv_ptr + dr_place, (dr.to(tl.float32) * beta[:, None]).to(operand), mask=dr_mask)
+            # fetched again, and across: held through the strips they would cost 80 registers a thread
             tl.debug_barrier()
-            tl.store(dr_place, (wide_dr * beta[:, None]).to(operand), mask=dr_mask)
-        D = decay(high[:, None], low[:, None], high[None, :], low[None, :])
-        E = tl.where(is_pair, E * D * scale, 0.0)
-        F = tl.where(is_below, -F * D, 0.0)
-        dbeta += tl.sum(F * kk, 0)
-        F = F * beta[None, :]
-        E_sum += E
-        F_sum += F
-        # pairs that g_t decays: those with i >= t > j
-        sums = tl.cumsum(tl.where(is_below, E * qk + F * kk, 0.0), 1, reverse=True)
-        dg = tl.sum(tl.where(is_below, sums, 0.0), 0).to(tl.float64)
-        dg += after(entering, C) + before(leaving, C) + through * tl.exp(end_high)
-        store_gates(
-            dg.to(tl.float32), dbeta, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dbeta_ptr, dA_log_ptr,
-            ddt_bias_ptr, row, first, length, head, chunk, g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, C,
-            SIGMOID, NEGATIVE, RESET,
-        )  # fmt: skip
-
-    E_k = (E_sum * k_rstd[:, None]).to(operand)
-    dqT = dot(tl.trans(k), E_k, dqT, PRECISION)
-    dk = dot((E_sum * q_rstd[None, :]).to(operand), q, dk, PRECISION)
-    dk = dot((F_sum * k_rstd[None, :]).to(operand), k, dk, PRECISION)
-    dk += tl.trans(dot(tl.trans(k), (F_sum * k_rstd[:, None]).to(operand), PRECISION=PRECISION))
-    out_place = (place * num_heads + key_head) * K
-    if q_rstd_ptr is not None:
-        qT = tl.trans(q).to(tl.float32) * q_rstd[None, :]
-        dqT = (dqT - qT * tl.sum(qT * dqT, 0)[None, :]) * q_rstd[None, :]
-        kn = k.to(tl.float32) * k_rstd[:, None]
-        dk = (dk - kn * tl.sum(kn * dk, 1)[:, None]) * k_rstd[:, None]
-    q_mask = (ks < K)[:, None] & (tokens < length)[None, :]
-    tl.store(dq_ptr + out_place[None, :] + ks[:, None], dqT.to(operand), mask=q_mask)
-    k_mask = (tokens < length)[:, None] & (ks < K)[None, :]
-    tl.store(dk_ptr + out_place[:, None] + ks[None, :], dk.to(operand), mask=k_mask)
+            high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
+            D = decay(high[:, None], low[:, None], high[None, :], low[None, :])
+            E = tl.where(is_pair, E * D * scale, 0.0)
+            dqT = dot(tl.trans(k), (E * k_rstd[:, None]).to(operand), dqT, PRECISION)
+            q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+            E = E * q_rstd[None, :]
+            dk = dot(E.to(operand), q, dk, PRECISION)
+            beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
+            k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+            F = tl.where(is_below, -F * D, 0.0)
+            F_sum += F * beta[None, :]
+            dk = dot((F * (beta * k_rstd)[None, :]).to(operand), k, dk, PRECISION)
+            if first_k == 0:
+                kk = tl.zeros([C, C], tl.float32)
+                qk = tl.zeros([C, C], tl.float32)
+                for first_j in tl.static_range(0, K, BK):
+                    js = first_j + tl.arange(0, BK)
+                    k_part = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, js, K, C, UNIT)
+                    q_part = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, js, K, C, UNIT)
+                    kk = dot(k_part, tl.trans(k_part), kk, PRECISION)
+                    qk = dot(k_part, tl.trans(q_part), qk, PRECISION)
+                E = E * qk * k_rstd[:, None]
+                F = F * kk * k_rstd[:, None] * k_rstd[None, :]
+                along = tl.sum(F, 0)
+                dbeta += along
+                F = F * beta[None, :]
+                from_q *= scale * into * q_rstd
+                from_k *= beta * into * k_rstd
+                leaving *= out * k_rstd
+                q_dot += from_q + tl.sum(E, 0)
+                k_dot += from_k + leaving + tl.sum(E, 1) + tl.sum(F, 1) + along * beta
+                # pairs that g_t decays: those with i >= t > j
+                sums = tl.cumsum(tl.where(is_below, E + F, 0.0), 1, reverse=True)
+                dg = tl.sum(tl.where(is_below, sums, 0.0), 0).to(tl.float64)
+                dg += after(from_q + from_k, C) + before(leaving, C) + through * tl.exp(end_high)
+                store_gates(
+                    dg.to(tl.float32), dbeta, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dbeta_ptr,
+                    dA_log_ptr, ddt_bias_ptr, row, first, length, head, chunk, g_b, g_t, g_h, beta_b, beta_t,
+                    beta_h, T, HV, C, SIGMOID, NEGATIVE, RESET,
+                )  # fmt: skip
+        rows = (F_sum * k_rstd[:, None]).to(operand)
+        dk += tl.trans(dot(tl.trans(k), rows, None, PRECISION))
+        dq = tl.trans(dqT)
+        if q_rstd_ptr is not None:
+            # x / |x|: what lies along x drops out
+            dq = (dq - q.to(tl.float32) * (q_rstd * q_dot)[:, None]) * q_rstd[:, None]
+            dk = (dk - k.to(tl.float32) * (k_rstd * k_dot)[:, None]) * k_rstd[:, None]
+        key_place = (place * num_heads + key_head)[:, None] * K + ks[None, :]
+        mask = is_token[:, None] & exist(ks, K)[None, :]
+        tl.store(dq_ptr + key_place, dq.to(operand), mask=mask)
+        tl.store(dk_ptr + key_place, dk.to(operand), mask=mask)

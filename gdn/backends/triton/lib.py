@@ -60,3 +60,76 @@ def load_sums(G_ptr, row, first, length, head, T, HV, C: tl.constexpr):
 def decay(from_high, from_low, to_high, to_low):
     """e^(to - from) of sums split in two; from >= to, or the caller masks it."""
     return tl.exp(tl.minimum((to_high - from_high) + (to_low - from_low), 0.0))
+
+@triton.jit
+def exist(columns, D: tl.constexpr):
+    """Which columns of a block lie below D; a constant where all do, so that no mask is left of it."""
+    if (columns.shape[0] + D) % columns.shape[0] == 0:
+        return tl.full(columns.shape, True, tl.int1)
+    else:
+        return columns < D
+
+
+@triton.jit
+def load_beta(
+    beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C: tl.constexpr, SIGMOID: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """beta of a chunk's tokens, 0 past its end."""
+    tokens = tl.arange(0, C)
+    if beta_ptr is None:
+        return tl.where(tokens < length, 1.0, 0.0)
+    base = beta_ptr + row.to(tl.int64) * beta_b + first.to(tl.int64) * beta_t + head * beta_h
+    beta = tl.load(base + tokens * beta_t, mask=tokens < length, other=0.0)
+    return tl.where(tokens < length, strength(beta, SIGMOID, NEGATIVE), 0.0)
+
+
+@triton.jit
+def load_rstd(rstd_ptr, row, first, length, head, T, H, C: tl.constexpr):
+    """1 / norm of a chunk's keys or queries, 0 past its end; ones where there is no normalisation."""
+    tokens = tl.arange(0, C)
+    if rstd_ptr is None:
+        return tl.where(tokens < length, 1.0, 0.0)
+    base = rstd_ptr + (row.to(tl.int64) * T + first) * H + head
+    return tl.load(base + tokens * H, mask=tokens < length, other=0.0)
+
+
+@triton.jit
+def rows_of(
+    x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D: tl.constexpr, C: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """A chunk's rows of x [C, len(columns)]; zeros past its end and past column D."""
+    tokens = tl.arange(0, C)
+    base = x_ptr + (row.to(tl.int64) * x_b + first.to(tl.int64) * x_t + head * x_h) * UNIT
+    mask = (tokens < length)[:, None] & exist(columns, D)[None, :]
+    return tl.load(base + tokens[:, None] * (x_t * UNIT) + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def columns_of(
+    x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D: tl.constexpr, C: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """The same, transposed: [len(columns), C]."""
+    tokens = tl.arange(0, C)
+    base = x_ptr + (row.to(tl.int64) * x_b + first.to(tl.int64) * x_t + head * x_h) * UNIT
+    mask = exist(columns, D)[:, None] & (tokens < length)[None, :]
+    return tl.load(base + tokens[None, :] * (x_t * UNIT) + columns[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def state_tile(base, rows, columns, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Pointers and mask of S^T [rows of V, columns of K] in a state stored V first or K first."""
+    mask = exist(rows, V)[:, None] & exist(columns, K)[None, :]
+    if V_FIRST:
+        return base + rows[:, None] * K + columns[None, :], mask
+    return base + columns[None, :] * V + rows[:, None], mask
+
+
+@triton.jit
+def rstd_of(x):
+    """rsqrt(sum(x x) + 1e-6) of each row, in fp32."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+

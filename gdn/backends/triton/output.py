@@ -10,8 +10,8 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, load_sums
-from gdn.backends.triton.state import load_rstd, rows_of
+from gdn.backends.triton.lib import dot, exist, load_rstd, load_sums, rows_of, rstd_of
+from gdn.backends.triton.pairs import pairs
 
 
 @kernel
@@ -40,23 +40,19 @@ def output_kernel(
     q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
     k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
     tile = chunk.to(tl.int64) * HV + head
-    S_mask = (ks < K)[:, None] & (vs < V)[None, :]
-    S = tl.load(S_in_ptr + tile * (K * V) + ks[:, None] * V + vs[None, :], mask=S_mask, other=0.0)
+    S_place = tile * (K * V) + ks[:, None] * V + vs[None, :]
+    S = tl.load(S_in_ptr + S_place, mask=exist(ks, K)[:, None] & exist(vs, V)[None, :], other=0.0)
     v_new_place = v_new_ptr + tile * (C * V) + tokens[:, None] * V + vs[None, :]
-    v_new = tl.load(v_new_place, mask=(vs < V)[None, :], other=0.0)
+    v_new = tl.load(v_new_place, mask=exist(vs, V)[None, :], other=0.0)
     high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
-    q_scale = tl.where(is_token, scale, 0.0)
-    if k_rstd_ptr is not None:
-        wide = q.to(tl.float32)
-        q_rstd = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
-        q_scale = q_scale * q_rstd
-        if q_rstd_ptr is not None:
-            is_mine = is_token & (strip == 0) & (head % ratio == 0)
-            tl.store(q_rstd_ptr + place * num_heads + key_head, q_rstd, mask=is_mine)
+    q_scale = tl.full([C], scale, tl.float32)
+    if q_rstd_ptr is not None:
+        q_rstd = rstd_of(q)
+        q_scale *= q_rstd
+        is_mine = is_token & (strip == 0) & (head % ratio == 0)
+        tl.store(q_rstd_ptr + place * num_heads + key_head, q_rstd, mask=is_mine)
     k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-    P = dot(q, tl.trans(k), PRECISION=PRECISION) * k_rstd[None, :]
-    P = P * decay(high[None, :], low[None, :], high[:, None], low[:, None])
-    P = tl.where(tokens[:, None] >= tokens[None, :], P, 0.0)
-    o = dot(q, S, PRECISION=PRECISION) * tl.exp(high)[:, None]
-    o = dot(P.to(operand), v_new, o, PRECISION) * q_scale[:, None]
-    tl.store(o_place, o.to(operand), mask=is_token[:, None] & (vs < V)[None, :])
+    P = pairs(q, k, q_scale, k_rstd, high, low, C, PRECISION)
+    o = dot(q, S, None, PRECISION) * (q_scale * tl.exp(high))[:, None]
+    o = dot(P.to(operand), v_new, o, PRECISION)
+    tl.store(o_place, o.to(operand), mask=(tokens < length)[:, None] & exist(vs, V)[None, :])

@@ -4,10 +4,11 @@
     A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1
 
 One kernel: k comes in once, and neither g nor A leaves the chip. With l2norm the raw k goes through the
-product, and k_rstd = rsqrt(sum(k k) + 1e-6), which later kernels scale with, goes out. Outputs of tokens that
+product, and k_rstd = rsqrt(sum(k k) + 1e-6), which later kernels scale with, goes out. Where the state pass
+is to make the outputs, the queries' norms and P of `pairs` are made here too. Outputs of tokens that
 belong to no sequence are zeroed here, as no later kernel need go there.
 
-Bytes per token and value head at K = 128 in bf16, HV = H: k 256, A_inv 128, gates and G 16: 400.
+Bytes per token and value head at K = 128 in bf16, HV = H: k 256, A_inv 128, gates, G, factors 36: 420; with P, q 256 and P 128: 800.
 """
 
 import triton
@@ -15,7 +16,8 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, softplus, split, strength
+from gdn.backends.triton.lib import decay, dot, load_beta, rows_of, rstd_of, softplus, split
+from gdn.backends.triton.pairs import pairs, store_factors
 from gdn.backends.triton.tril import inverse
 
 
@@ -32,11 +34,11 @@ def log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET: tl.constexpr):
 
 @kernel
 def prepare_kernel(
-    k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, G_ptr, A_inv_ptr, k_rstd_ptr,
-    o_ptr,
-    k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, SIGMOID: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, G_ptr, A_inv_ptr, P_ptr, factors_ptr,
+    q_rstd_ptr, k_rstd_ptr, o_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+    SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
@@ -62,28 +64,34 @@ def prepare_kernel(
         g = tl.where(is_token, log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET), 0.0)
         G = tl.cumsum(g.to(tl.float64), 0)
     tl.store(G_ptr + (place + tokens) * HV + head, G, mask=is_token)
-    if beta_ptr is None:
-        beta = tl.where(is_token, 1.0, 0.0)
-    else:
-        beta_base = beta_ptr + row.to(tl.int64) * beta_b + first.to(tl.int64) * beta_t + head * beta_h
-        beta = tl.load(beta_base + tokens * beta_t, mask=is_token, other=0.0)
-        beta = tl.where(is_token, strength(beta, SIGMOID, NEGATIVE), 0.0)
+    beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
 
-    columns = tl.arange(0, BK)
-    k_base = k_ptr + (row.to(tl.int64) * k_b + first.to(tl.int64) * k_t + (head // ratio) * k_h) * UNIT
-    k_mask = is_token[:, None] & (columns < K)[None, :]
-    k = tl.load(k_base + tokens[:, None] * (k_t * UNIT) + columns[None, :], mask=k_mask, other=0.0)
-    A = dot(k, tl.trans(k), PRECISION=PRECISION)
+    key_head = head // ratio
+    num_heads = HV // ratio
+    ks = tl.arange(0, BK)
+    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+    rstd_place = (place + tokens) * num_heads + key_head
+    is_mine = is_token & (head % ratio == 0)
+    k_rstd = tl.where(is_token, 1.0, 0.0)
     if k_rstd_ptr is not None:
-        wide = k.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
-        A = A * rstd[:, None] * rstd[None, :]
-        num_heads = HV // ratio
-        if head % ratio == 0:
-            tl.store(k_rstd_ptr + (place + tokens) * num_heads + head // ratio, rstd, mask=is_token)
+        k_rstd = rstd_of(k)
+        tl.store(k_rstd_ptr + rstd_place, k_rstd, mask=is_mine)
     high, low = split(G)
+    end_high, end_low = split(tl.sum(tl.where(tokens == length - 1, G, 0.0), 0))
+    tile = chunk.to(tl.int64) * HV + head
+    square = tile * (C * C) + tokens[:, None] * C + tokens[None, :]
+    q_scale = tl.full([C], scale, tl.float32)
+    if P_ptr is not None:
+        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+        if q_rstd_ptr is not None:
+            q_rstd = rstd_of(q)
+            tl.store(q_rstd_ptr + rstd_place, q_rstd, mask=is_mine)
+            q_scale *= q_rstd
+        P = pairs(q, k, q_scale, k_rstd, high, low, C, PRECISION)
+        tl.store(P_ptr + square, P.to(P_ptr.dtype.element_ty))
+    store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C)
+    A = dot(k, tl.trans(k), None, PRECISION) * (beta * k_rstd)[:, None] * k_rstd[None, :]
     D = decay(high[None, :], low[None, :], high[:, None], low[:, None])
-    A = tl.where(tokens[:, None] > tokens[None, :], A * D * beta[:, None], 0.0)
-    A_inv = inverse(A, PRECISION)
-    tile = A_inv_ptr + (chunk.to(tl.int64) * HV + head) * (C * C)
-    tl.store(tile + tokens[:, None] * C + tokens[None, :], A_inv.to(A_inv_ptr.dtype.element_ty))
+    A = tl.where(tokens[:, None] > tokens[None, :], A * D, 0.0)
+    A_inv = inverse(A, PRECISION, "whole")
+    tl.store(A_inv_ptr + square, A_inv.to(A_inv_ptr.dtype.element_ty))

@@ -21,6 +21,7 @@ from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.gradients import gradients_kernel
 from gdn.backends.triton.launch import Launch, Plans, machine, on, unit_of
 from gdn.backends.triton.output import output_kernel
+from gdn.backends.triton.pairs import pairs_kernel
 from gdn.backends.triton.prepare import prepare_kernel
 from gdn.backends.triton.state import state_kernel
 from gdn.backends.triton.state_bwd import state_bwd_kernel
@@ -42,6 +43,7 @@ class Backward:
     """The launches of one backward."""
 
     table: Table | None
+    pairs: Launch
     state: Launch
     gradients: Launch
 
@@ -71,19 +73,22 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         plan = _forwards.get((_key(p), save), lambda: _plan_forward(p, save))
         is_fused = plan.output is None
         shapes = saves(p)
-        G, A_inv, k_rstd = (_room(p, shapes[i]) for i in (0, 1, 5))
+        G, A_inv, q_rstd, k_rstd = (_room(p, shapes[i]) for i in (0, 1, 4, 5))
         S_in = _room(p, shapes[2]) if save or not is_fused else None
-        q_rstd = _room(p, shapes[4]) if save else None
+        P = _room(p, shapes[1]) if is_fused else None
         v_new = None if is_fused else p.v.new_empty(p.num_chunks, p.HV, CHUNK, p.V)
         o = p.v.new_empty(p.v.shape)
         final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None
         table = None if plan.table is None else plan.table.make(p.cu_seqlens)
-        tail = None if table is None else o
-        plan.prepare(p.k, p.g, p.beta, p.A_log, p.dt_bias, table, G, A_inv, k_rstd, tail)
-        plan.state(
-            p.q, p.k, p.v, p.beta, G, A_inv, k_rstd, q_rstd if is_fused else None, p.initial_state,
-            p.cu_seqlens, table, S_in, v_new, o if is_fused else None, final,
+        factors = _factors(p)
+        tail, fused_o = (None if table is None else o), (o if is_fused else None)
+        plan.prepare(
+            p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, table, G, A_inv, P, factors, q_rstd if is_fused else None,
+            k_rstd, tail,
         )  # fmt: skip
+        plan.state(
+            p.q, p.k, p.v, A_inv, P, factors, p.initial_state, p.cu_seqlens, table, S_in, v_new, fused_o, final
+        )
         if plan.output is not None:
             plan.output(p.q, p.k, G, k_rstd, table, S_in, v_new, q_rstd, o)
     if not save:
@@ -101,7 +106,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     with on(p.device):
         key = (_key(p), do.stride(), None if dS is None else dS.dtype, saved.A_inv.dtype, saved.S_in.dtype)
         plan = _backwards.get(key, lambda: _plan_backward(p, do))
-        dq, dk, dv = (x.new_empty(x.shape) for x in (p.q, p.k, p.v))
+        dv = p.v.new_empty(p.v.shape)
         dg, dbeta, dS0 = (None if x is None else x.new_empty(x.shape) for x in (p.g, p.beta, p.initial_state))
         dS_out = p.q.new_empty(p.num_chunks, p.HV, p.K, p.V)
         table = None if plan.table is None else plan.table.make(p.cu_seqlens)
@@ -111,9 +116,13 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
             for x in (p.A_log, p.dt_bias)
         )
         norms = (saved.q_rstd, saved.k_rstd)
-        plan.state(
-            p.q, p.k, p.beta, saved.G, saved.A_inv, *norms, do, dS, p.cu_seqlens, table, dS_out, dv, dS0
-        )  # fmt: skip
+        P = p.q.new_empty(p.num_chunks, p.HV, CHUNK, CHUNK)
+        factors = _factors(p)
+        plan.pairs(p.q, p.k, p.beta, saved.G, *norms, table, P, factors)
+        plan.state(p.q, p.k, saved.A_inv, P, factors, do, dS, p.cu_seqlens, table, dS_out, dv, dS0)
+        # dq takes the place that P has left
+        del P
+        dq, dk = (x.new_empty(x.shape) for x in (p.q, p.k))
         plan.gradients(
             p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, saved.G, saved.A_inv, *norms, saved.S_in, dS_out,
             do, table, dq, dk, dv, dg, dbeta, dA_log, ddt_bias,
@@ -152,6 +161,10 @@ def _lacks_norms(p: Problem, saved: Saved) -> bool:
 
 def _room(p: Problem, shape: Shape | None) -> Tensor | None:
     return None if shape is None else p.q.new_empty(shape[0], dtype=shape[1])
+
+
+def _factors(p: Problem) -> Tensor:
+    return p.q.new_empty(p.num_chunks, p.HV, 5, CHUNK, dtype=torch.float32)
 
 
 def _key(p: Problem) -> Hashable:
@@ -220,29 +233,26 @@ def _plan_forward(p: Problem, save: bool) -> Forward:
     numbers = _numbers(p, a)
     strips = triton.cdiv(p.V, chosen.BV)
     out_strips = triton.cdiv(p.V, chosen.output.BV)
-    dims = {"K": p.K, "V": p.V}
+    dims, precision = {"K": p.K, "V": p.V}, {"PRECISION": a.precision}
     prepare = Launch(
         prepare_kernel,
         a.entries * p.HV,
-        (*_strides(a.unit, p.k), *_gate_strides(p.g, p.beta), *numbers),
-        {**dims, **a.sizes, **a.activation, "PRECISION": a.precision, "RESET": RESET},
+        (*_strides(a.unit, p.q, p.k), *_gate_strides(p.g, p.beta), *numbers, p.scale),
+        {**dims, **a.sizes, **a.activation, **precision, "RESET": RESET},
         chosen.prepare_warps,
     )
     state = Launch(
         state_kernel,
         p.N * p.HV * strips,
-        (*_strides(a.unit, p.q, p.k, p.v), *_gate_strides(p.beta), *numbers, a.entries, p.scale),
-        {
-            **dims, **a.sizes, **a.activation, "BV": chosen.BV, "V_FIRST": p.state_v_first,
-            "PRECISION": a.precision, "STAGES": chosen.stages,
-        },
+        (*_strides(a.unit, p.q, p.k, p.v), *numbers, a.entries),
+        {**dims, **a.sizes, "BV": chosen.BV, **precision, "V_FIRST": p.state_v_first, "STAGES": chosen.stages},
         chosen.num_warps,
-    )  # fmt: skip
+    )
     output = Launch(
         output_kernel,
         a.entries * p.HV * out_strips,
         (*_strides(a.unit, p.q, p.k), *numbers, p.scale),
-        {**dims, **a.sizes, "BV": chosen.output.BV, "PRECISION": a.precision},
+        {**dims, **a.sizes, "BV": chosen.output.BV, **precision},
         chosen.output.num_warps,
     )
     return Forward(a.table, prepare, state, None if chosen.is_fused else output)
@@ -252,11 +262,19 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
     a = _arguments(p, do)
     chosen = tuned.backward(p, machine(p.device))
     numbers = _numbers(p, a)
-    shared = {"K": p.K, "V": p.V, **a.sizes, **a.activation, "PRECISION": a.precision}
+    precision = {"PRECISION": a.precision}
+    shared = {"K": p.K, "V": p.V, **a.sizes, **precision}
+    pairs = Launch(
+        pairs_kernel,
+        a.entries * p.HV,
+        (*_strides(a.unit, p.q, p.k), *_gate_strides(p.beta), *numbers, p.scale),
+        {"K": p.K, **a.sizes, **a.activation, **precision},
+        4,
+    )
     state = Launch(
         state_bwd_kernel,
         p.N * p.HV * triton.cdiv(p.V, chosen.BV),
-        (*_strides(a.unit, p.q, p.k, do), *_gate_strides(p.beta), *numbers, a.entries, p.scale),
+        (*_strides(a.unit, p.q, p.k, do), *numbers, a.entries),
         {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages},
         chosen.num_warps,
     )
@@ -264,7 +282,9 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         gradients_kernel,
         a.entries * p.H,
         (*_strides(a.unit, p.q, p.k, p.v, do), *_gate_strides(p.g, p.beta), *numbers, p.scale),
-        {**shared, "BV": chosen.gradients.BV, "RESET": RESET},
+        {
+            **shared, **a.activation, "BK": min(a.BK, 64), "BV": chosen.gradients.BV, "RESET": RESET,
+        },
         chosen.gradients.num_warps,
     )
-    return Backward(a.table, state, gradients)
+    return Backward(a.table, pairs, state, gradients)

@@ -52,7 +52,7 @@ def forward(p: Problem, save: bool, machine: Machine) -> ForwardTiles:
 
 def backward(p: Problem, machine: Machine) -> BackwardTiles:
     """One strip for both passes; all gradients of a chunk need 8 warps to hold dq and dk."""
-    return BackwardTiles(_strip(p, 64), 4, _stages(p), Tile(_strip(p, 64), 8))
+    return BackwardTiles(_strip(p, 64), 4, _stages(p), Tile(_strip(p, 64), 4))
 
 
 def _strip(p: Problem, most: int) -> int:

@@ -1,0 +1,143 @@
+"""The causal convolution's step: T tokens for each row of a batch, the windows in a pool, one launch.
+
+A program has a row and a strip of channels; it reads the slot, walks the packet with the last W inputs in
+registers, and writes the slot in place. Nothing of x is read twice, so `out` may be x.
+
+Bytes per row and channel, in bf16 with T tokens and L columns: 4 (T + L).
+"""
+
+import triton
+import triton.language as tl
+
+from gdn.backends import eager
+from gdn.backends.triton.conv import WIDEST, filled, filtered, layout, load_bias, load_taps, strides_of
+from gdn.backends.triton.launch import Launch, Plans, kernel, on, unit_of
+from gdn.problem.layer import ConvUpdateProblem
+
+
+@triton.jit
+def _modulo(x, L):
+    """x mod L in 0 .. L - 1 for an x of either sign; 0 where L is 0."""
+    L = tl.maximum(L, 1)
+    remainder = x % L
+    return tl.where(remainder < 0, remainder + L, remainder)
+
+
+@kernel
+def _update_kernel(
+    x_ptr, state_ptr, weight_ptr, bias_ptr, index_ptr, place_ptr, out_ptr,
+    x_b, x_t, out_b, out_t, D, T, state_n, state_d, state_l, index_b, place_b, L, slots,
+    PLACE: tl.constexpr, LOWEST: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr,
+    BD: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    strips = tl.cdiv(D * UNIT, BD)
+    row = (tl.program_id(0) // strips).to(tl.int64)
+    channels = (tl.program_id(0) % strips) * BD + tl.arange(0, BD)
+    is_channel = channels < D * UNIT
+    slot = row
+    if index_ptr is not None:
+        slot = tl.load(index_ptr + row * index_b).to(tl.int64)
+    is_valid = (slot >= LOWEST) & (slot < slots)
+    is_read = is_channel & is_valid
+    x_t = x_t.to(tl.int64) * UNIT
+    out_t = out_t.to(tl.int64) * UNIT
+    x_ptr += row * x_b * UNIT + channels
+    out_ptr += row * out_b * UNIT + channels
+    # the column of the oldest input before the packet, and of the packet's first token
+    if PLACE == "ring_pos":
+        put = _modulo(tl.load(place_ptr + row * place_b).to(tl.int64), L).to(tl.int32)
+        take = _modulo(put - (W - 1), L)
+    elif PLACE == "num_accepted":
+        accepted = tl.load(place_ptr + row * place_b).to(tl.int64)
+        take = (tl.minimum(tl.maximum(accepted, 1), L - W + 2) - 1).to(tl.int32)
+        put = take * 0 + W - 2
+    else:
+        take = L - (W - 1)
+        put = L - T
+    taps = load_taps(weight_ptr, channels, is_channel, W)
+    bias = load_bias(bias_ptr, channels, is_channel)
+    window = ()
+    if state_ptr is not None:
+        kind = state_ptr.dtype.element_ty
+        state_ptr += slot * state_n + channels * state_d.to(tl.int64)
+        for j in tl.static_range(W - 1):
+            column = take + j
+            if PLACE == "ring_pos":
+                column = _modulo(column, L)
+            window = window + (tl.load(state_ptr + column * state_l, mask=is_read, other=0.0).to(tl.float32),)
+        if PLACE == "window":
+            # columns older than the filter's; c is written when all threads have read a later one
+            for c in range(L - (W - 1) - T):
+                older = tl.load(state_ptr + (c + T) * state_l, mask=is_read, other=0.0)
+                tl.debug_barrier()
+                tl.store(state_ptr + c * state_l, older, mask=is_read)
+        # the slot is read by all threads before any writes it
+        tl.debug_barrier()
+        for j in tl.static_range(W - 1):
+            if PLACE == "window":
+                column = take + j - T
+                tl.store(state_ptr + column * state_l, window[j].to(kind), mask=is_read & (column >= 0))
+            if PLACE == "num_accepted" and j > 0:
+                tl.store(state_ptr + (j - 1) * state_l, window[j].to(kind), mask=is_read)
+    for t in range(0, T, U):
+        inputs = ()
+        for u in tl.static_range(U):
+            inputs = inputs + (tl.load(x_ptr + (t + u) * x_t, mask=is_read & (t + u < T), other=0.0),)
+        for u in tl.static_range(U):
+            x = inputs[u].to(tl.float32)
+            window = window + (x,)
+            y = tl.where(is_valid, filtered(window, taps, bias, W, SILU), 0.0).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (t + u) * out_t, y, mask=is_channel & (t + u < T))
+            if state_ptr is not None:
+                column = put + t + u
+                is_kept = is_read & (t + u < T) & (column >= 0)
+                if PLACE == "ring_pos":
+                    column = _modulo(column, L)
+                    is_kept = is_kept & (t + u >= T - L)
+                tl.store(state_ptr + column * state_l, x.to(kind), mask=is_kept)
+            window = window[1:]
+
+
+_plans: Plans[Launch] = Plans()
+
+
+def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
+    """See `Backend`: writes `out` and moves the windows on."""
+    p = problem
+    if p.weight.shape[1] > WIDEST or p.x.stride(2) != 1 or p.out.stride(2) != 1:
+        eager.BACKEND.causal_conv1d_update(p)
+        return
+    if p.state.shape[0] == 0:
+        p.out.zero_()
+        return
+    weight = p.weight if p.weight.is_contiguous() else p.weight.contiguous()
+    bias = p.bias if p.bias is None or p.bias.is_contiguous() else p.bias.contiguous()
+    place = p.ring_pos if p.num_accepted is None else p.num_accepted
+    with on(p.x.device):
+        key = (
+            p.x.shape, p.x.stride(), p.x.dtype, p.x.device, p.state.shape, p.state.stride(), p.state.dtype,
+            weight.shape, weight.dtype, p.out.stride(), p.activation, p.null_slot, p.ring_pos is None,
+            None if bias is None else bias.dtype, layout(p.state_index), layout(place),
+        )  # fmt: skip
+        launch = _plans.get(key, lambda: _plan(p))
+        launch(p.x, filled(p.state), weight, bias, p.state_index, place, p.out)
+
+
+def _plan(p: ConvUpdateProblem) -> Launch:
+    B, T, D = p.x.shape
+    slots, _, L = p.state.shape
+    place = p.ring_pos if p.num_accepted is None else p.num_accepted
+    mode = "window" if place is None else "ring_pos" if p.num_accepted is None else "num_accepted"
+    unit = unit_of(*p.x.stride()[:2], *p.out.stride()[:2], D)
+    # little to read per program: few channels, so that a small batch reaches many multiprocessors
+    num_warps = 1 if B * D < 1 << 18 else 2
+    BD = 128 * num_warps
+    numbers = (
+        *(s // unit for x in (p.x, p.out) for s in x.stride()[:2]), D // unit, T, *p.state.stride(),
+        *strides_of(p.state_index, 1), *strides_of(place, 1), L, slots,
+    )  # fmt: skip
+    constants = {
+        "PLACE": mode, "LOWEST": 0 if p.null_slot is None else 1, "W": p.weight.shape[1],
+        "SILU": p.activation == "silu", "U": 1 if T == 1 else 4, "BD": BD, "UNIT": unit,
+    }  # fmt: skip
+    return Launch(_update_kernel, B * triton.cdiv(D, BD), numbers, constants, num_warps)

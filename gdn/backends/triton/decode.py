@@ -1,0 +1,253 @@
+"""Decode in one launch: the step of `recurrent`, between a read from the engine's pool and writes to it.
+
+A program takes some columns of the state of one row and value head through all of the row's tokens. The
+state stays in fp32 registers; what else a launch does is look up where to read and write. At B = 1, 32 heads
+of 128 x 128, tiles of 8 columns make 512 programs of one warp: 16 KB of loads in flight on each of 132
+multiprocessors, which is what their share of 4.2 TB/s needs at 0.5 us of latency.
+
+The first token's loads go out before the slot's number is there, so that one load's latency hides the other.
+"""
+
+from collections.abc import Callable, Hashable
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.recurrent import along_keys, locate, places, read, step, tile, tile_of
+from gdn.problem import DecodeProblem
+
+
+@kernel
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, state_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr,
+    read_index_ptr, num_accepted_ptr, ring_pos_ptr, write_index_ptr, intermediate_ptr, intermediate_row_ptr,
+    parent_ptr, o_ptr,
+    q_b, q_t, q_h, q_0, k_b, k_t, k_h, k_0, q_k, k_k, v_b, v_t, v_h, v_v, v_0, o_b, o_t, o_h, o_v,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h,
+    state_n, state_r, state_h, state_k, state_v, kept_n, kept_t, kept_h, kept_k, kept_v,
+    cu_n, read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
+    N, T, HV, ratio, slots, lowest, columns, entries, kept_rows, scale,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
+    AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
+    STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr, ROUND: tl.constexpr,
+    NORM: tl.constexpr, NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (V + R * P - 1) // (R * P)
+    row, head, block, first, count = locate(cu_seqlens_ptr, cu_n, N, T, HV, BLOCKS)
+    slot = row
+    if read_index_ptr is not None:
+        read_index_ptr += row * read_n
+        if num_accepted_ptr is not None:
+            accepted = tl.load(num_accepted_ptr + row * accepted_n, mask=row < N, other=1).to(tl.int64)
+            read_index_ptr += (tl.minimum(tl.maximum(accepted, 1), columns) - 1) * read_c
+        slot = tl.load(read_index_ptr, mask=row < N, other=-1).to(tl.int64)
+    entry = tl.full([], 0, tl.int64)
+    if ring_pos_ptr is not None:
+        entry = (tl.load(ring_pos_ptr + row * ring_n, mask=row < N, other=0) % entries).to(tl.int64)
+        entry = tl.where(entry < 0, entry + entries, entry)
+    kept_row = row
+    if intermediate_row_ptr is not None:
+        kept_row = tl.load(intermediate_row_ptr + row * kept_row_n, mask=row < N, other=-1).to(tl.int64)
+    is_kept = (kept_row >= 0) & (kept_row < kept_rows)
+
+    keys, values = places(block, R, P, J, W, AXIS)
+    has_key, has_value = keys < K, values < V
+    in_state = has_key & has_value[:, :, None, None]
+    key_head = head // ratio
+    q_at = q_ptr + (row * q_b + first * q_t + key_head * q_h + q_0) * UNIT + along_keys(keys, q_k, R, AXIS, DENSE)
+    k_at = k_ptr + (row * k_b + first * k_t + key_head * k_h + k_0) * UNIT + along_keys(keys, k_k, R, AXIS, DENSE)
+    v_at = v_ptr + row * v_b + first * v_t + head * v_h + values * v_v + v_0
+    o_at = o_ptr + row * o_b + first * o_t + head * o_h + values * o_v
+    if a_ptr is not None:
+        g_ptr, beta_ptr = a_ptr, b_ptr
+    if g_ptr is not None:
+        g_ptr += row * g_b + first * g_t + head * g_h
+    if beta_ptr is not None:
+        beta_ptr += row * beta_b + first * beta_t + head * beta_h
+    at = tl.full([], 0, tl.int64)
+    q, k, v, g, beta = read(
+        q_at, k_at, v_at, g_ptr, beta_ptr, at, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t, count > 0,
+        has_key, has_value,
+    )  # fmt: skip
+    rate, bias = 0.0, 0.0
+    if A_log_ptr is not None:
+        rate = tl.exp(tl.load(A_log_ptr + head * A_log_h).to(tl.float32))
+    if dt_bias_ptr is not None:
+        bias = tl.load(dt_bias_ptr + head * dt_bias_h).to(tl.float32)
+
+    # row N, the tokens past the last sequence, has no slot
+    is_idle = (slot < lowest) | (slot >= slots) | (row >= N)
+    if parent_ptr is not None:
+        is_idle |= is_kept == 0
+    if is_idle:
+        for _ in range(count):
+            tl.store(o_at, tl.zeros([R, P], o_ptr.dtype.element_ty), mask=has_value)
+            o_at += o_t
+        return
+    pool = state_ptr + head * state_h * STATE_UNIT
+    source = pool + (slot * state_n + entry * state_r) * STATE_UNIT
+    S = tl.load(tile(source, keys, values, state_k, state_v, STATE_UNIT, AXIS), mask=in_state, other=0.0)
+    S = S.to(tl.float32)
+    root = S
+    if intermediate_ptr is not None:
+        kept = intermediate_ptr + (kept_row * kept_n + head * kept_h) * KEPT_UNIT
+
+    for _ in range(count):
+        # the next token comes in while this one is computed
+        q_next, k_next, v_next, g_next, beta_next = read(
+            q_at, k_at, v_at, g_ptr, beta_ptr, at + 1, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t,
+            at + 1 < count, has_key, has_value,
+        )  # fmt: skip
+        if parent_ptr is not None:
+            # the first token's parent is ignored
+            before = tl.load(parent_ptr + row * parent_n + at * parent_t, mask=at > 0, other=-1).to(tl.int64)
+            before = tl.minimum(before, at - 1)
+            if before < 0:
+                S = root
+            else:
+                place = tile(
+                    kept + before * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
+                )
+                S = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
+        S, o = step(
+            S, q, k, v, g, beta, rate, bias, scale,
+            NORM, g_ptr is not None, a_ptr is not None, a_ptr is not None, NEGATIVE,
+        )  # fmt: skip
+        if ROUND:
+            S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
+        if intermediate_ptr is not None:
+            if is_kept:
+                place = tile(
+                    kept + at * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
+                )
+                tl.store(place, S.to(intermediate_ptr.dtype.element_ty), mask=in_state)
+                if parent_ptr is not None:
+                    # another thread of this program may read it back
+                    tl.debug_barrier()
+        if WRITE == "all":
+            target = slot
+            if ring_pos_ptr is not None:
+                entry = tl.where(entry + 1 == entries, 0, entry + 1)
+            else:
+                target = tl.load(write_index_ptr + row * write_n + at * write_t).to(tl.int64)
+            if (target >= lowest) & (target < slots):
+                place = tile(
+                    pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k, state_v,
+                    STATE_UNIT, AXIS,
+                )  # fmt: skip
+                tl.store(place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+        at += 1
+        q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
+    if WRITE == "final":
+        target = slot
+        if write_index_ptr is not None:
+            target = tl.load(write_index_ptr + row * write_n).to(tl.int64)
+        if (target >= lowest) & (target < slots) & (count > 0):
+            place = tile(
+                pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k, state_v,
+                STATE_UNIT, AXIS,
+            )  # fmt: skip
+            tl.store(place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+
+
+class Decode:
+    """The slot `decode` of `Backend`; and, for whoever calls again and again, the launch it comes down to."""
+
+    def __init__(self) -> None:
+        self._plans: Plans[Launch] = Plans()
+
+    def __call__(self, problem: DecodeProblem) -> None:
+        """Writes problem.state, problem.intermediate and problem.out."""
+        with on(problem.q.device):
+            self.prepare(problem)(*tensors_of(problem))
+
+    def prepare(self, problem: DecodeProblem) -> Callable[..., None]:
+        """What to call with the tensors of this problem, or of another that differs only in where they lie."""
+        return self._plans.get(_key(problem), lambda: _plan(problem))
+
+
+decode = Decode()
+
+
+def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:
+    """The kernel's tensors: the problem's own, in its order."""
+    cu_seqlens = p.cu_seqlens
+    if cu_seqlens is not None and cu_seqlens.device != p.q.device:
+        cu_seqlens = cu_seqlens.to(p.q.device, non_blocking=True)
+    return (
+        p.q, p.k, p.v, p.state, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias, cu_seqlens, p.read_index,
+        p.num_accepted, p.ring_pos, p.write_index, p.intermediate, p.intermediate_row, p.parent, p.out,
+    )  # fmt: skip
+
+
+def _key(p: DecodeProblem) -> Hashable:
+    """Everything of a problem that its launch depends on, but for where its tensors lie."""
+    tensors = (
+        p.q, p.k, p.v, p.state, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias, p.cu_seqlens, p.read_index,
+        p.num_accepted, p.ring_pos, p.write_index, p.intermediate, p.intermediate_row, p.parent, p.out,
+    )  # fmt: skip
+    return (
+        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors), p.q.device, p.scale,
+        p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.write, p.null_slot, p.round_state, p.state_v_first,
+    )  # fmt: skip
+
+
+def _plan(p: DecodeProblem, starts: tuple[int, int, int] = (0, 0, 0)) -> Launch:
+    """`starts`: where q, k and v begin in the tensors that the launch will be given for them."""
+    axis, state_unit, state = _pool(p.state, p)
+    kept_axis, kept_unit, kept = ("", 1, (0,) * 5) if p.intermediate is None else _pool(p.intermediate, p)
+    width = p.state.element_size()
+    part = tile_of(p.K, p.V, width, axis or "k", machine(p.q.device))
+    is_packed, is_dense = p.cu_seqlens is not None, p.q.stride(3) == p.k.stride(3) == 1
+    # loads of q and k as wide as those of the state give each lane the same keys
+    unit = min(16 // width, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2])) if is_dense else 1
+    q, k, v, o, g, beta = (
+        (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), *x.stride()[1:3])
+        for x in (p.q, p.k, p.v, p.out, p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
+    )
+    numbers = (
+        *(s // unit for s in (*q, starts[0], *k, starts[1])), p.q.stride(3), p.k.stride(3),
+        *v, p.v.stride(3), starts[2], *o, p.out.stride(3), *g, *beta, *_strides(p.A_log, 1),
+        *_strides(p.dt_bias, 1), *state, *kept, *_strides(p.cu_seqlens, 1), *_strides(p.read_index, 2),
+        *_strides(p.num_accepted, 1), *_strides(p.ring_pos, 1), *_strides(p.write_index, 2),
+        *_strides(p.intermediate_row, 1), *_strides(p.parent, 2),
+        p.N, p.q.shape[1], p.HV, p.HV // p.H, p.state.shape[0], 0 if p.null_slot is None else 1,
+        p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
+        p.state.shape[1] if p.ring_pos is not None else 1,
+        0 if p.intermediate is None else p.intermediate.shape[0], p.scale,
+    )  # fmt: skip
+    constants = {
+        "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "KEPT_AXIS": kept_axis, "DENSE": is_dense,
+        "UNIT": unit, "STATE_UNIT": state_unit, "KEPT_UNIT": kept_unit, "WRITE": p.write,
+        "ROUND": p.round_state and p.state.dtype != torch.float32, "NORM": p.use_qk_l2norm_in_kernel,
+        "NEGATIVE": p.allow_neg_eigval,
+    }  # fmt: skip
+    return Launch(
+        decode_kernel,
+        (p.N + is_packed) * p.HV * part.blocks(p.V),
+        numbers,
+        constants,
+        part.num_warps,
+    )
+
+
+def _strides(x: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first strides of an index tensor, zeros for what it lacks."""
+    found = () if x is None else x.stride()[:count]
+    return (*found, *(0,) * (count - len(found)))
+
+
+def _pool(x: Tensor, p: DecodeProblem) -> tuple[str, int, tuple[int, ...]]:
+    """The axis along which states are contiguous, "k", "v" or neither; the unit of their strides; those.
+
+    Strides: slot, ring entry or token, head, K, V.
+    """
+    k, v = x.stride()[-2:] if not p.state_v_first else x.stride()[:-3:-1]
+    axis = "k" if k == 1 or p.K == 1 else "v" if v == 1 or p.V == 1 else ""
+    lead = (x.stride(0), x.stride(1) if x.dim() == 5 else 0, x.stride(-3))
+    strides = (*lead, 0 if axis == "k" else k, 0 if axis == "v" else v)
+    unit = unit_of(*strides)
+    return axis, unit, tuple(s // unit for s in strides)

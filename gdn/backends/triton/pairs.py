@@ -1,0 +1,79 @@
+"""What the state passes need of a chunk's tokens beyond the tokens: pairs and factors.
+
+    P_ij = scale e^(G_i - G_j) <q_i, k_j> for j <= i, norms included
+    factors: e^(G_C - G) k_rstd;  scale e^G q_rstd;  beta e^G k_rstd;  beta;  e^(G_C)
+
+The state passes are chains from chunk to chunk: what does not depend on the state is made outside them, by
+prepare in the forward and by a kernel of its own in the backward. P is 128 bytes a token in bf16 and saves a
+product and 4096 exponentials; the factors are 20 bytes and save four gathers and their arithmetic.
+"""
+
+import triton
+import triton.language as tl
+
+from gdn.backends.triton.chunks import locate
+from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.lib import decay, dot, load_beta, load_rstd, load_sums, rows_of
+
+
+@triton.jit
+def pairs(q, k, q_scale, k_rstd, high, low, C: tl.constexpr, PRECISION: tl.constexpr):
+    """P [C, C] of a chunk; q_scale is scale times the queries' rstd."""
+    tokens = tl.arange(0, C)
+    P = dot(q, tl.trans(k), None, PRECISION) * q_scale[:, None] * k_rstd[None, :]
+    P = P * decay(high[None, :], low[None, :], high[:, None], low[:, None])
+    return tl.where(tokens[:, None] >= tokens[None, :], P, 0.0)
+
+
+@triton.jit
+def store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C: tl.constexpr):
+    """The factors [5, C] of a chunk; of the last row only the first number."""
+    tokens = tl.arange(0, C)
+    base = factors_ptr + tile * (5 * C)
+    into = tl.exp(high)
+    tl.store(base + tokens, decay(high, low, end_high, end_low) * k_rstd)
+    tl.store(base + C + tokens, into * q_scale)
+    tl.store(base + 2 * C + tokens, into * beta * k_rstd)
+    tl.store(base + 3 * C + tokens, beta)
+    tl.store(base + 4 * C, tl.exp(end_high))
+
+
+@triton.jit
+def factor(factors_ptr, tile, row: tl.constexpr, C: tl.constexpr):
+    """One row of a chunk's factors [C]."""
+    return tl.load(factors_ptr + tile * (5 * C) + row * C + tl.arange(0, C))
+
+
+@triton.jit
+def through(factors_ptr, tile, C: tl.constexpr):
+    """e^(G_C), what the state is multiplied with on its way through a chunk."""
+    return tl.load(factors_ptr + tile * (5 * C) + 4 * C)
+
+
+@kernel
+def pairs_kernel(
+    q_ptr, k_ptr, beta_ptr, G_ptr, q_rstd_ptr, k_rstd_ptr, table_ptr, P_ptr, factors_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, SIGMOID: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0) // HV
+    head = tl.program_id(0) % HV
+    row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    if length <= 0:
+        return
+    key_head = head // ratio
+    num_heads = HV // ratio
+    ks = tl.arange(0, BK)
+    tokens = tl.arange(0, C)
+    q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+    q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
+    beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
+    tile = chunk.to(tl.int64) * HV + head
+    store_factors(factors_ptr, tile, beta, scale * q_rstd, k_rstd, high, low, end_high, end_low, C)
+    P = pairs(q, k, scale * q_rstd, k_rstd, high, low, C, PRECISION)
+    square = tokens[:, None] * C + tokens[None, :]
+    tl.store(P_ptr + tile * (C * C) + square, P.to(P_ptr.dtype.element_ty))

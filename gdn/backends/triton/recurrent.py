@@ -1,0 +1,294 @@
+"""The rule token by token: one program carries some columns of one state, in registers, through a sequence.
+
+    kS, qS = [k; q] S;   d = beta (v - e^g kS);   o = scale (e^g qS + <q, k> d);   S <- e^g S + k d^T
+
+A program's part of a state is a tile [R, P, J, W]: R x P of its V columns, J x W = K numbers in each. What is
+contiguous in memory, K (V-first) or V (K-first), is what a warp's lanes and 16-byte loads go along first:
+
+    V-first   v = p R + r,  k = j W + w    W numbers are 128 bytes: 8 lanes of 16. The other 4 lanes, and the
+                                           warps, are R; J and P lie in a thread's own registers
+    K-first   v = r P + p,  k = j          P numbers are 16 bytes, on R lanes; the other lanes are J
+
+So q and k [R, 1, J, W], read once per r, come in the layout of the state, and nothing goes through shared
+memory. At K = 128 in fp32 both sums over K cost 8 rows 12 shuffles; with 32 lanes along K they cost 80.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn.backends.triton.launch import Launch, Machine, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.lib import softplus, strength
+from gdn.backends.triton.rule import tidy
+from gdn.problem import Problem
+
+
+@triton.jit
+def product(x, y):
+    """x y, rounded: as an fma it is never fused with a sum that follows."""
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
+def over_keys(x):
+    """Sum over K of [R, P, J, W]: halves of J, then neighbours in W, always two numbers at a time.
+
+    Two numbers have one sum, whichever comes first: the bits are the same for any tile, alignment and
+    number of warps.
+    """
+    R: tl.constexpr = x.shape[0]
+    P: tl.constexpr = x.shape[1]
+    J: tl.constexpr = x.shape[2]
+    W: tl.constexpr = x.shape[3]
+    for i in tl.static_range(0, 8):
+        if (J >> i) > 1:
+            x = tl.sum(tl.reshape(x, [R, P, 2, J >> (i + 1), W]), 2)
+    x = tl.reshape(x, [R, P, W])
+    for i in tl.static_range(0, 8):
+        if (W >> i) > 1:
+            x = tl.sum(tl.reshape(x, [R, P, W >> (i + 1), 2]), 3)
+    return tl.reshape(x, [R, P])
+
+
+@triton.jit
+def locate(cu_seqlens_ptr, cu_n, N, T, HV, BLOCKS: tl.constexpr):
+    """Which row, value head and block of V a program has; the row's first packed token, and its tokens.
+
+    Packed, row N holds the tokens past the last sequence.
+    """
+    block = tl.program_id(0) % BLOCKS
+    head = tl.program_id(0) // BLOCKS % HV
+    row = (tl.program_id(0) // BLOCKS // HV).to(tl.int64)
+    if cu_seqlens_ptr is None:
+        first = tl.full([], 0, tl.int64)
+        count = T
+    else:
+        first = tl.load(cu_seqlens_ptr + row * cu_n).to(tl.int64)
+        end = tl.load(cu_seqlens_ptr + tl.minimum(row + 1, N) * cu_n).to(tl.int64)
+        count = (tl.minimum(tl.where(row < N, end, T), T) - first).to(tl.int32)
+    return row, head, block, first, count
+
+
+@triton.jit
+def places(block, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr, AXIS: tl.constexpr):
+    """The numbers k [1, 1, J, W] and v [R, P] of a program's tile."""
+    keys = tl.arange(0, J)[None, None, :, None] * W + tl.arange(0, W)[None, None, None, :]
+    r, p = tl.arange(0, R)[:, None], tl.arange(0, P)[None, :]
+    if AXIS == "v":
+        values = r * P + p
+    else:
+        values = p * R + r
+    return keys, block * (R * P) + values
+
+
+@triton.jit
+def along_keys(keys, stride, R: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr):
+    """Offsets [R, 1, J, W] of q and k. With K-first states they must not look contiguous, or their loads
+    would lay the lanes along K, and the state would have to follow through shared memory."""
+    if DENSE and AXIS != "v":
+        return keys + tl.zeros([R, 1, 1, 1], tl.int32)
+    return keys * stride + tl.zeros([R, 1, 1, 1], tl.int32)
+
+
+@triton.jit
+def tile(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexpr):
+    """Pointers [R, P, J, W] into a state with strides k and v, in UNITs; along AXIS it is contiguous."""
+    values = values[:, :, None, None]
+    if AXIS == "k":
+        return ptr + values.to(tl.int64) * (v * UNIT) + keys
+    if AXIS == "v":
+        return ptr + keys.to(tl.int64) * (k * UNIT) + values
+    return ptr + values.to(tl.int64) * (v * UNIT) + keys.to(tl.int64) * (k * UNIT)
+
+
+@triton.jit
+def read(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t, q_t, k_t, v_t, g_t, beta_t, is_token, has_key, has_value):
+    """One token as the caller gave it: q, k [R, 1, J, W], v [R, P], g, beta. Zeros where there is none."""
+    q = tl.load(q_ptr + t * q_t, mask=has_key & is_token, other=0.0)
+    k = tl.load(k_ptr + t * k_t, mask=has_key & is_token, other=0.0)
+    v = tl.load(v_ptr + t * v_t, mask=has_value & is_token, other=0.0)
+    if g_ptr is None:
+        g = tl.full([], 0.0, tl.float32)
+    else:
+        g = tl.load(g_ptr + t * g_t, mask=is_token, other=0.0)
+    if beta_ptr is None:
+        beta = tl.full([], 1.0, tl.float32)
+    else:
+        beta = tl.load(beta_ptr + t * beta_t, mask=is_token, other=0.0)
+    return q, k, v, g, beta
+
+
+@triton.jit
+def step(
+    S, q, k, v, g, beta, rate, bias, scale,
+    NORM: tl.constexpr, DECAY: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """One token, as it was read: the state after it, and o [R, P]. rate = exp(A_log) and bias are for GATE.
+
+    Every product that meets a sum is an fma by name, so that other code around a step leaves its bits alone.
+    """
+    q, k, v, g = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), g.to(tl.float32)
+    beta = strength(beta, SIGMOID, NEGATIVE)
+    if NORM:
+        q *= tl.rsqrt(over_keys(product(q, q)) + 1e-6)[:, :, None, None]
+        k *= tl.rsqrt(over_keys(product(k, k)) + 1e-6)[:, :, None, None]
+    qk = over_keys(product(q, k))
+    kS, qS = over_keys(product(S, k)), over_keys(product(S, q))
+    decay = 1.0
+    if DECAY:
+        if GATE:
+            g = -rate * softplus(g + bias)
+        decay = tl.exp(g)
+        S *= decay
+    d = beta * tl.fma(-decay, kS, v)
+    o = scale * tl.fma(decay, qS, product(qk, d))
+    return tl.fma(k, d[:, :, None, None], S), o
+
+
+@kernel
+def recurrent_kernel(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, cu_seqlens_ptr, o_ptr, final_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
+    one, N, T, HV, ratio, scale,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
+    AXIS: tl.constexpr, UNIT: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (V + R * P - 1) // (R * P)
+    row, head, block, first, count = locate(cu_seqlens_ptr, 1, N, T, HV, BLOCKS)
+    keys, values = places(block, R, P, J, W, AXIS)
+    has_key, has_value = keys < K, values < V
+    in_state = has_key & has_value[:, :, None, None]
+    o_ptr += row * o_b + first * o_t + head * o_h + values
+    if row == N:
+        # tokens past the last sequence
+        for _ in range(count):
+            tl.store(o_ptr, tl.zeros([R, P], o_ptr.dtype.element_ty), mask=has_value)
+            o_ptr += o_t
+        return
+    key_head = head // ratio
+    along = along_keys(keys, one, R, AXIS, True)
+    q_ptr += (row * q_b + first * q_t + key_head * q_h) * UNIT + along
+    k_ptr += (row * k_b + first * k_t + key_head * k_h) * UNIT + along
+    v_ptr += row * v_b + first * v_t + head * v_h + values
+    if g_ptr is not None:
+        g_ptr += row * g_b + first * g_t + head * g_h
+    if beta_ptr is not None:
+        beta_ptr += row * beta_b + first * beta_t + head * beta_h
+    at = tl.full([], 0, tl.int64)
+    q, k, v, g, beta = read(
+        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, at, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t, count > 0,
+        has_key, has_value,
+    )  # fmt: skip
+    state = (row * HV + head) * (K * V)
+    S = tl.zeros([R, P, J, W], tl.float32)
+    if initial_ptr is not None:
+        place = tile(initial_ptr + state, keys, values, V, K, 1, AXIS)
+        S = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
+    rate, bias = 0.0, 0.0
+    if A_log_ptr is not None:
+        rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+    if dt_bias_ptr is not None:
+        bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    for _ in range(count):
+        # the next token comes in while this one is computed
+        q_next, k_next, v_next, g_next, beta_next = read(
+            q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, at + 1, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t,
+            at + 1 < count, has_key, has_value,
+        )  # fmt: skip
+        S, o = step(
+            S, q, k, v, g, beta, rate, bias, scale,
+            NORM, g_ptr is not None, A_log_ptr is not None, SIGMOID, NEGATIVE,
+        )  # fmt: skip
+        tl.store(o_ptr + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
+        at += 1
+        q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
+    if final_ptr is not None:
+        tl.store(tile(final_ptr + state, keys, values, V, K, 1, AXIS), S, mask=in_state)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of a state that a program has, and the warps that share it."""
+
+    R: int
+    P: int
+    J: int
+    W: int
+    num_warps: int
+
+    def blocks(self, V: int) -> int:
+        return triton.cdiv(V, self.R * self.P)
+
+    def constants(self) -> dict[str, int]:
+        return {"R": self.R, "P": self.P, "J": self.J, "W": self.W}
+
+
+# (contiguous axis, bytes of a number) -> numbers of the state per thread, warps
+SHARES = {("k", 4): (32, 1), ("k", 2): (32, 1), ("v", 4): (64, 1), ("v", 2): (64, 1)}
+
+
+def tile_of(K: int, V: int, width: int, axis: str, machine: Machine) -> Tile:
+    """The tile for states of `width` bytes per number. Never of the batch: it would show in no bit, but this
+    way nobody has to rely on that."""
+    share, warps = SHARES[axis, min(width, 4)]
+    lanes, vector = 64 if machine.kind == "hip" else 32, 16 // min(width, 4)
+    K, V = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    columns = max(1, share * lanes * warps // K)
+    if axis == "v":
+        P = min(vector, V)
+        return Tile(max(1, min(columns, V) // P), P, K, 1, warps)
+    W = min(K, 8 * vector)
+    R = max(1, lanes * warps * vector // W)
+    return Tile(R, max(1, min(columns, V) // R), K // W, W, warps)
+
+
+_plans: Plans[Launch] = Plans()
+
+
+def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """See `Backend`. 6 K V flop per token and value head; the state is read and written once."""
+    p = tidy(problem)
+    with on(p.device):
+        launch = _plans.get(_key(p), lambda: _plan(p))
+        o = p.v.new_empty(p.v.shape)
+        final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None
+        launch(p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.cu_seqlens, o, final)
+    return o, final
+
+
+def _key(p: Problem) -> Hashable:
+    """Everything of a problem that its launch depends on, but for where its tensors lie."""
+    tensors = (p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.cu_seqlens)
+    return (
+        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors), p.device, p.scale,
+        p.output_final_state, p.use_qk_l2norm_in_kernel, p.use_beta_sigmoid_in_kernel, p.allow_neg_eigval,
+        p.state_v_first,
+    )  # fmt: skip
+
+
+def _plan(p: Problem) -> Launch:
+    axis = "k" if p.state_v_first else "v"
+    part = tile_of(p.K, p.V, 4, axis, machine(p.device))
+    # loads of q and k as wide as those of the state give each lane the same keys
+    unit = min(4, unit_of(*p.q.stride()[:3], *p.k.stride()[:3]))
+    o = (p.T * p.HV * p.V, p.HV * p.V, p.V)
+    strides = [tuple(s // unit for s in x.stride()[:3]) for x in (p.q, p.k)]
+    strides += [(0, 0, 0) if x is None else x.stride()[:3] for x in (p.v, p.g, p.beta)]
+    rows = p.N if p.cu_seqlens is None else p.N + 1
+    if p.cu_seqlens is not None:
+        strides, o = [(0, *x[1:]) for x in strides], (0, *o[1:])
+    return Launch(
+        recurrent_kernel,
+        rows * p.HV * part.blocks(p.V),
+        (*(s for x in strides for s in x), *o, 1, p.N, p.T, p.HV, p.HV // p.H, p.scale),
+        {
+            "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "UNIT": unit,
+            "NORM": p.use_qk_l2norm_in_kernel, "SIGMOID": p.use_beta_sigmoid_in_kernel,
+            "NEGATIVE": p.allow_neg_eigval,
+        },
+        part.num_warps,
+    )  # fmt: skip
