@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """The causal depthwise convolution of whole sequences: a walk over tokens, the last W inputs in registers.
 
     y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j})
@@ -11,6 +12,7 @@ Bytes per token and channel in bf16: 4.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -246,7 +248,7 @@ def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
 def tidy(problem: ConvProblem) -> ConvProblem:
     """The problem as the kernels read it: channels contiguous; copies only what has another layout."""
     p = problem
-    changed: dict[str, Tensor] = {}
+    changed: dict[str, Any] = {}
     if p.x.stride(2) != 1:
         changed["x"] = p.x.contiguous()
     for name in ("weight", "bias", "cu_seqlens"):

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment"
 """The adjoint of the causal convolution: one walk over tokens makes every gradient.
 
     dpre_t = act'(pre_t) dy_t;   dx_t = sum_j weight[:, j] dpre_{t+W-1-j}

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment, var-annotated"
 """The causal convolution's step: T tokens for each row of a batch, the windows in a pool, one launch.
 
 A program has a row and a strip of channels; it reads the slot, walks the packet with the last W inputs in
