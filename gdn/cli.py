@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -172,6 +173,67 @@ def cpu(
     )
 
 
+@bench.command()
+def gpu(
+    passes: Annotated[
+        str,
+        typer.Option("--pass", help="Some of prefill, train, decode, host, cold, accuracy; prefill:slow..."),
+    ] = "prefill,train,decode,host,cold,accuracy",
+    only: Annotated[str, typer.Option(help="Only rows whose name holds one of these, such as 16/32.")] = "",
+    names: Annotated[
+        str | None, typer.Option("--providers", help="Some of gdn, gdn:BACKEND, fla, flash_qla, flashinfer.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Begin no problem after so many.")] = 8.5,
+    warm: Annotated[
+        bool, typer.Option(help="Compile first, in as many processes as there are cores.")
+    ] = True,
+    gate_tokens: Annotated[
+        int | None, typer.Option(help="Judge at most so many tokens per sequence.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Append the rows to this JSON-lines file.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Of this tree, where git cannot tell.")] = None,
+    device: Device = None,
+    json_file: Json = None,
+) -> None:
+    """The rule on a GPU against FLA, FlashQLA, FlashInfer: CUDA graphs in turn, each answer checked first."""
+    from gdn.bench import gpu as gpu_bench
+    from gdn.bench import providers, tables
+
+    place, deadline = _device(device), time.monotonic() + 60 * minutes
+    wanted = [_pass(name) for name in passes.split(",")]
+    chosen = tuple(names.split(",")) if names else providers.NAMES
+    parts = tuple(part for part in only.split(",") if part)
+    try:
+        session = gpu_bench.Session(chosen, place, parts, deadline, names is not None, gate_tokens)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    about = {**measure.on_gpu(place), **({"commit": commit} if commit else {})}
+    if warm and place.type == "cuda":
+        status.print(f"compiled in {gpu_bench.warm(session, wanted):.0f} s")
+    rows: list[dict[str, Any]] = []
+    for row in gpu_bench.run(session, wanted):
+        rows.append(row)
+        measure.append(out or measure.RESULTS / f"{measure.slug(place)}.jsonl", [{**row, **about}])
+        status.print(tables.line(row), markup=False, highlight=False)
+    if _wrote(json_file, measure.plain({"about": about, "absent": session.absent, "rows": rows})):
+        return
+    wide = Console(width=max(console.width, 128))
+    for name in wanted:
+        columns, cells = tables.table(name, [row for row in rows if row["pass"] == name])
+        if cells:
+            found = Table(*columns, title=name, title_justify="left", box=None, padding=(0, 1))
+            for row_cells in cells:
+                found.add_row(*row_cells)
+            wide.print(found)
+    for note in [*(f"{n}: {why}" for n, why in session.absent.items()), *tables.notes(rows)]:
+        wide.print(note, markup=False, highlight=False)
+    wide.print(
+        "fla, qla, fi: their time over this one; limit: share of the larger of bytes and products at the "
+        "rates of this run; error: the largest, as a share of its limit",
+        style="dim",
+    )
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out/demo"),
@@ -209,6 +271,20 @@ def demo(
 
 def _device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _pass(name: str) -> str:
+    """A pass, or a variant of prefill or train."""
+    from gdn.bench import gpu as gpu_bench
+    from gdn.bench.targets import VARIANTS
+
+    job, colon, variant = name.partition(":")
+    _choice("pass", job, gpu_bench.PASSES)
+    if colon and job in ("prefill", "train"):
+        _choice("pass", variant, VARIANTS)
+    elif colon:
+        raise typer.BadParameter(f"pass: expected variants of prefill and train only, got {name}")
+    return name
 
 
 def _choice(option: str, value: str, known: Iterable[str]) -> str:

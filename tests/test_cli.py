@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from gdn import cli
-from gdn.bench import measure
+from gdn.bench import cases, measure
 
 TINY = ["verify", "--quick", "--dtype", "fp32", "--max-cases", "2", "--device", "cpu"]
 
@@ -93,6 +94,50 @@ def test_bench_cpu_appends_rows(monkeypatch, tmp_path):
     assert done.exit_code == 0 and " 2 " in done.stdout and "wrong" in done.stdout
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert [line["threads"] for line in lines] == [1, 1] and set(measure.environment()) < set(lines[1])
+
+
+@pytest.fixture
+def gpu_rows(monkeypatch):
+    """One small target per job, on the CPU."""
+    from gdn.bench import gpu, graph, targets
+
+    found = {}
+    for job, of_job in targets.TARGETS.items():
+        first = of_job[0]
+        lengths = cases.Lengths(1, 3) if job == "decode" else cases.packed(70, 70)
+        small = replace(first.case, sizes=(16, 16), heads=(2, 4), lengths=lengths)
+        found[job] = (replace(first, case=small),)
+    monkeypatch.setattr(gpu, "TARGETS", found)
+    monkeypatch.setattr(graph, "ROUNDS", (2, 2))
+    return ["bench", "gpu", "--device", "cpu", "--providers", "gdn:eager,gdn:hopper"]
+
+
+def test_bench_gpu_prints_and_appends(gpu_rows, tmp_path):
+    out = tmp_path / "h200.jsonl"
+    done = run(*gpu_rows, "--pass", "prefill,decode", "--out", str(out), "--commit", "abc")
+    assert done.exit_code == 0 and "2/8 1x32768" in done.stdout and "B=1 fp32" in done.stdout, done.output
+    assert "gdn:hopper: refused" in done.stdout and "no time" not in done.stdout
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["pass"] for line in lines] == ["prefill"] * 2 + ["decode"] * 2
+    assert [("p50_ms" in line) for line in lines] == [True, False] * 2
+    about = {"date", "versions", "commit", "cpu", "threads", "gpu", "cuda"}
+    assert all(about <= set(line) and line["commit"] == "abc" for line in lines)
+
+
+def test_bench_gpu_takes_parts(gpu_rows, tmp_path):
+    out = ["--out", str(tmp_path / "x.jsonl"), "--json", "-"]
+    found = json.loads(run(*gpu_rows, "--pass", "train,prefill:gated", "--only", "2/8", *out).stdout)
+    assert [row["pass"] for row in found["rows"]] == ["prefill:gated"] * 2
+    found = json.loads(run(*gpu_rows, "--pass", "prefill", "--minutes", "0", *out).stdout)
+    assert {row["skipped"] for row in found["rows"]} == {"out of time"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--pass", "prefil"], ["--pass", "prefill:fast"], ["--pass", "decode:slow"], ["--providers", "flow"]],
+)
+def test_bench_gpu_refuses_what_it_does_not_know(gpu_rows, wrong):
+    assert run(*gpu_rows, *wrong).exit_code == 2
 
 
 def test_module_runs_without_a_script():

@@ -8,7 +8,7 @@ A provider is any callable that takes q, k, v and, by keyword, what `gdn.chunk_g
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from gdn.bench.cases import Case, Inputs, inputs
 
 Provider = Callable[..., tuple[Tensor, Tensor | None]]
 
-_GRADIENTS = {
+GRADIENTS = {
     "q": "dq", "k": "dk", "v": "dv", "g": "dg", "beta": "dbeta", "initial_state": "dh0", "A_log": "dA_log",
     "dt_bias": "ddt_bias",
 }  # fmt: skip
@@ -56,6 +56,46 @@ def gates(dtype: torch.dtype, keys: str) -> dict[str, float]:
     return {output: factor * limits[column] for names, limits in _BF16.items() for output in names}
 
 
+def law(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    """The fp64 law as a provider: it has no use for the options that only a backend's freedom hangs on."""
+    for name in ("output_final_state", "exact", "batch_invariant"):
+        options.pop(name)
+    return reference.gated_delta_rule(q, k, v, *gates, **options)
+
+
+def law_side_by_side(
+    q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`law` with sequences of one length as further heads: N times fewer steps, the same arithmetic in each.
+
+    On a GPU a step's time does not depend on how many heads take it.
+    """
+    offsets, (B, T) = options.get("cu_seqlens"), q.shape[:2]
+    lengths = [T] * B if offsets is None else offsets.diff().tolist()
+    N = len(lengths)
+    if N < 2 or len(set(lengths)) > 1 or N * lengths[0] != B * T or T == 0:
+        return law(q, k, v, *gates, **options)
+    options.pop("cu_seqlens", None)
+
+    def beside(x: Tensor) -> Tensor:
+        return x.reshape(N, -1, *x.shape[2:]).transpose(0, 1).flatten(1, 2)[None]
+
+    for name in ("g", "beta"):
+        if options.get(name) is not None:
+            options[name] = beside(options[name])
+    for name in ("A_log", "dt_bias"):
+        if options.get(name) is not None:
+            options[name] = options[name].repeat(N)
+    S = options.get("initial_state")
+    if S is not None:
+        options["initial_state"] = S.flatten(0, 1)[None]
+    o, final = law(
+        beside(q), beside(k), beside(v), *(None if x is None else beside(x) for x in gates), **options
+    )
+    o = o[0].unflatten(1, (N, -1)).transpose(0, 1).reshape(v.shape)
+    return o, final[0].unflatten(0, (N, -1))
+
+
 def check(
     provider: Provider,
     case: Case,
@@ -71,34 +111,69 @@ def check(
     budget: state elements over all tokens that the law may keep; past it fewer key heads of the same
     problem are compared. Raises what the provider raises.
     """
-    given = inputs(case, dtype, seed=seed, device=device)
+
+    def made(gate: str) -> Inputs:
+        return inputs(replace(case, gate=gate), dtype, seed=seed, device=device)
+
+    given = made(case.gate)
+    results = answers(provider, given, with_backward)
+    num_heads = max(1, min(case.heads[0], budget * case.heads[0] // max(case.cost, 1)))
+    return judge(results, expect(given, lambda: made("none"), num_heads, with_backward), case)
+
+
+def answers(provider: Provider, given: Inputs, with_backward: bool = True) -> dict[str, Tensor]:
+    """`run` in poisoned memory."""
     with poisoned():
-        results = run(provider, given, with_backward)
-    H = case.heads[0]
-    num_heads = max(1, min(H, budget * H // max(case.cost, 1)))
+        return run(provider, given, with_backward)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the law answers on some key heads of a problem: found once, held against many providers."""
+
+    given: Inputs
+    index: list[int]
+    outputs: dict[str, Tensor]
+    floor: Callable[[str], float]
+
+
+def expect(
+    given: Inputs,
+    calm: Callable[[], Inputs],
+    num_heads: int,
+    with_backward: bool,
+    law: Provider = law,
+) -> Expected:
+    """Ask the law about `num_heads` evenly spread key heads; `calm` makes the same problem without decay."""
+    H = given.tensors["q"].shape[2]
     index = sorted({round(i * (H - 1) / max(num_heads - 1, 1)) for i in range(num_heads)})
-    expected = run(law, given.heads(index).double(), with_backward)
     floors: dict[str, float] = {}
 
     def floor(output: str) -> float:
         if not floors:
-            calm = inputs(replace(case, gate="none"), dtype, seed=seed, device=device).heads(index).double()
-            floors.update({name: 1e-6 * _norm(x) for name, x in run(law, calm, with_backward).items()})
+            found = run(law, calm().heads(index).double(), with_backward)
+            floors.update({name: 1e-6 * _norm(x) for name, x in found.items()})
         return floors.get(output, 0.0)
 
-    limits = gates(dtype, case.keys)
+    return Expected(given, index, run(law, given.heads(index).double(), with_backward), floor)
+
+
+def judge(results: Mapping[str, Tensor], expected: Expected, case: Case) -> list[Row]:
+    """A provider's outputs, all heads of them, against the law's on the heads that it was asked about."""
+    q, v = (expected.given.tensors[name] for name in "qv")
+    H, HV, dtype = q.shape[2], v.shape[2], q.dtype
+    limits, ratio, index = gates(dtype, case.keys), HV // H, expected.index
     rows = []
-    for output, ref in expected.items():
+    for output, ref in expected.outputs.items():
         x = results[output]
-        ratio = case.heads[1] // H
         wanted = index if output in ("dq", "dk") else [h * ratio + j for h in index for j in range(ratio)]
         axis = {"dA_log": 0, "ddt_bias": 0, "dh0": 1, "final_state": 1}.get(output, 2)
-        is_sound = _dtype(output, given) == x.dtype and x.dim() == ref.dim() and bool(x.isfinite().all())
-        if not is_sound or x.shape[axis] != (H if output in ("dq", "dk") else case.heads[1]):
+        is_sound = _dtype(output, expected.given) == x.dtype and x.dim() == ref.dim()
+        if not is_sound or x.shape[axis] != (H if output in ("dq", "dk") else HV) or not x.isfinite().all():
             rows.append(Row(case, str(dtype), output, math.inf, math.inf, limits[output], False))
             continue
         x = x.index_select(axis, torch.tensor(wanted, device=x.device))
-        error, max_abs = compare(x, ref, limits[output], lambda output=output: floor(output))  # type: ignore[misc]
+        error, max_abs = compare(x, ref, limits[output], lambda output=output: expected.floor(output))  # type: ignore[misc]
         rows.append(Row(case, str(dtype), output, error, max_abs, limits[output], error <= limits[output]))
     return rows
 
@@ -121,7 +196,7 @@ def compare(x: Tensor, ref: Tensor, limit: float, floor: Callable[[], float]) ->
 def run(provider: Provider, given: Inputs, with_backward: bool = True) -> dict[str, Tensor]:
     """Outputs of one call by name, and the gradients of every differentiable argument it was given."""
     leaves = {
-        name: x.detach().requires_grad_(with_backward) if name in _GRADIENTS else x
+        name: x.detach().requires_grad_(with_backward) if name in GRADIENTS else x
         for name, x in given.tensors.items()
     }
     # by keyword but for the first three, as both forms of the rule take them
@@ -131,7 +206,7 @@ def run(provider: Provider, given: Inputs, with_backward: bool = True) -> dict[s
     assert final_state is not None
     results = {"o": o.detach(), "final_state": final_state.detach()}
     if with_backward:
-        names = [name for name in leaves if name in _GRADIENTS]
+        names = [name for name in leaves if name in GRADIENTS]
         found = torch.autograd.grad(
             [o, final_state],
             [leaves[name] for name in names],
@@ -139,15 +214,8 @@ def run(provider: Provider, given: Inputs, with_backward: bool = True) -> dict[s
             allow_unused=True,
         )
         for name, x in zip(names, found, strict=True):
-            results[_GRADIENTS[name]] = torch.zeros_like(leaves[name]) if x is None else x
+            results[GRADIENTS[name]] = torch.zeros_like(leaves[name]) if x is None else x
     return results
-
-
-def law(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-    """The fp64 law as a provider: it has no use for the options that only a backend's freedom hangs on."""
-    for name in ("output_final_state", "exact", "batch_invariant"):
-        options.pop(name)
-    return reference.gated_delta_rule(q, k, v, *gates, **options)
 
 
 @contextmanager
@@ -172,7 +240,7 @@ def _dtype(output: str, given: Inputs) -> torch.dtype:
     q = given.tensors["q"]
     if output == "final_state":
         return torch.promote_types(q.dtype, torch.float32)
-    names = {gradient: name for name, gradient in _GRADIENTS.items()}
+    names = {gradient: name for name, gradient in GRADIENTS.items()}
     return q.dtype if output == "o" else given.tensors[names[output]].dtype
 
 

@@ -38,6 +38,7 @@ def packed(*lengths: int, tail: int = 0) -> Lengths:
 
 
 GATES = ("strong", "mild", "slow", "none", "absent", "reset", "model")  # absent: g=None
+# "mixed", what GPUs are timed on, is no regime of its own: every fourth head is 'none', the others 'mild'
 KEYS = ("random", "correlated", "identical", "negative")
 SINGLE = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 447, 512, 640, 1000, 1920, 4096)
 LONG_LADDER = packed(1, 63, 64, 65, 127, 128, 129, 447, 512, 640, 1920)
@@ -229,11 +230,39 @@ class Inputs:
             dfinal_state=take("initial_state", self.dfinal_state),
         )
 
+    def prefix(self, tokens: int) -> "Inputs":
+        """The same problem with only the first tokens of every sequence; tokens of none are left out."""
+        q, offsets = self.tensors["q"], self.tensors.get("cu_seqlens")
+        tensors = dict(self.tensors)
+        if offsets is None:
+            index = torch.arange(min(tokens, q.shape[1]), device=q.device)
+        else:
+            ends = offsets.tolist()
+            spans = [range(a, min(a + tokens, b)) for a, b in itertools.pairwise(ends)]
+            index = torch.tensor([t for span in spans for t in span], dtype=torch.int64, device=q.device)
+            lengths = [0, *itertools.accumulate(len(span) for span in spans)]
+            tensors["cu_seqlens"] = torch.tensor(lengths, dtype=offsets.dtype, device=offsets.device)
+        for name in ("q", "k", "v", "g", "beta"):
+            if name in tensors:
+                tensors[name] = tensors[name].index_select(1, index)
+        return replace(self, tensors=tensors, do=self.do.index_select(1, index))
 
-def inputs(case: Case, dtype: torch.dtype, *, seed: int = 0, device: str | torch.device = "cpu") -> Inputs:
-    """The tensors of a case in a dtype: q, k, v in it, gates and states as the case says."""
+
+def inputs(
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    is_drawn_there: bool = False,
+) -> Inputs:
+    """The tensors of a case in a dtype: q, k, v in it, gates and states as the case says.
+
+    is_drawn_there: random numbers are drawn on the device, in fp32: other ones on each kind of device, but a
+    billion of them take no minute.
+    """
     (H, HV), (K, V), (T, B, ends) = case.heads, case.sizes, case.lengths
-    draw = _Draw(seed)
+    draw = _Draw(seed, device, torch.float32) if is_drawn_there else _Draw(seed)
     wide = torch.promote_types(dtype, torch.float32)
     gate_dtype = dtype if case.has_narrow_gates else wide
     q, k, v = draw.normal(B, T, H, K), _keys(case, draw, B, T, H, K), draw.normal(B, T, HV, V)
@@ -270,16 +299,19 @@ def inputs(case: Case, dtype: torch.dtype, *, seed: int = 0, device: str | torch
 
 
 class _Draw:
-    """Random fp64 numbers from one seed, made on the CPU so that every device gets the same."""
+    """Random numbers from one seed; fp64 and made on the CPU, so that every device gets the same."""
 
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(
+        self, seed: int, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float64
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        self.made: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+        return torch.randn(*shape, **self.made)
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        return low + (high - low) * torch.rand(*shape, generator=self.generator, dtype=torch.float64)
+        return low + (high - low) * torch.rand(*shape, **self.made)
 
 
 def _keys(case: Case, draw: _Draw, B: int, T: int, H: int, K: int) -> Tensor:
@@ -329,7 +361,10 @@ def _decay(gate: str, draw: _Draw, A_log: Tensor, dt_bias: Tensor, B: int, T: in
     x = torch.nn.functional.logsigmoid(draw.normal(B, T, HV))
     if gate == "model":
         return -torch.exp(A_log) * torch.nn.functional.softplus(draw.normal(B, T, HV) + dt_bias)
-    g = x * {"strong": 1.0, "mild": 1 / 16, "slow": 1 / 1024, "none": 0.0, "reset": 1 / 16}[gate]
+    rates = {"strong": 1.0, "mild": 1 / 16, "slow": 1 / 1024, "none": 0.0, "reset": 1 / 16, "mixed": 1 / 16}
+    g = x * rates[gate]
+    if gate == "mixed":
+        g[..., 3::4] = 0
     if gate == "reset" and T > 0:
         # some tokens of some heads, and one token of every head, as an engine marks the start of a sequence
         is_start = draw.uniform(0, 1, B, T, HV) < 0.01

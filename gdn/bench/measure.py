@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import platform
 import subprocess
 import time
@@ -79,7 +80,10 @@ def threads(count: int) -> Iterator[None]:
 def versions() -> dict[str, str]:
     """Versions of everything a result hangs on; packages that are missing are left out."""
     found = {"python": platform.python_version()}
-    for name in ("gdn", "torch", "triton", "transformers", "flash-linear-attention"):
+    for name in (
+        "gdn", "torch", "triton", "transformers", "flash-linear-attention", "flash-qla", "tilelang",
+        "flashinfer-python", "nvidia-cutlass-dsl",
+    ):  # fmt: skip
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -118,12 +122,34 @@ def environment() -> dict[str, Any]:
     }
 
 
+def on_gpu(device: torch.device) -> dict[str, Any]:
+    """`environment`, and the kind of GPU with its CUDA version."""
+    if device.type != "cuda":
+        return {**environment(), "gpu": None, "cuda": None}
+    return {**environment(), "gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+
+
+def slug(device: torch.device) -> str:
+    """A name for a results file: h200, a100-sxm4-80gb, cpu."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return name.lower().removeprefix("nvidia ").replace(" ", "-")
+
+
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add rows to a JSON-lines file, one object per line."""
+    """Add rows to a JSON-lines file, one object per line; six digits of a number, null for Inf and NaN."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="ascii") as file:
         for row in rows:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(plain(row)) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON holds it."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: plain(x) for name, x in value.items()}
+    return [plain(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
 def _git(*args: str) -> str:

@@ -1,0 +1,168 @@
+"""The first call in a new process with empty caches, and what is compiled again for another problem.
+
+    python -m gdn.bench.coldstart cold PROVIDER FOLDER        caches are in FOLDER: one line of JSON
+    python -m gdn.bench.coldstart warm PROVIDER JOB NAME...   run targets once: others find them compiled
+
+A compilation is counted by what it leaves: a folder of files in a cache.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gdn.bench import accuracy, hosttime, jobs, measure, providers
+from gdn.bench.cases import Case, Lengths, packed
+from gdn.bench.targets import MIXED, STEP, TARGETS, Target
+
+FIRST = replace(MIXED, heads=(16, 32), lengths=packed(1024))
+# the first problem, then others for which nothing may be compiled
+RULE = {
+    "first": FIRST,
+    "another head count": replace(FIRST, heads=(4, 8)),
+    "another batch": replace(FIRST, lengths=packed(1024, 1024, 1024)),
+    "another length": replace(FIRST, lengths=packed(777)),
+}
+STEPS = {
+    "first": replace(STEP, lengths=Lengths(1, 8)),
+    "another head count": replace(STEP, lengths=Lengths(1, 8), heads=(4, 8)),
+    "another batch": replace(STEP, lengths=Lengths(1, 3)),
+}
+# where compilers and libraries keep what they made
+CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUTE_DSL_CACHE_DIR")
+LIMIT = 300  # seconds that a child may take
+
+
+def cold(provider: str) -> dict[str, Any]:
+    """Seconds and compilations of the first and of other calls, measured in a child process."""
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: str(Path(folder, name.lower())) for name in CACHES}
+        done = _child(caches, "cold", provider, folder)
+    if done.returncode != 0:
+        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def warm(names: Iterable[str], targets: Iterable[Target], with_host: bool, workers: int) -> float:
+    """Compile everything the targets need, one process per provider, job and head count; seconds it took."""
+    start = time.perf_counter()
+    tasks: list[tuple[str, str, list[str]]] = [(name, "host", []) for name in names] if with_host else []
+    ordered = sorted(targets, key=lambda t: (t.job, t.case.heads))
+    for (job, _), group in groupby(ordered, key=lambda t: (t.job, t.case.heads)):
+        wanted = [t.name for t in group]
+        tasks += [(name, job, wanted) for name in names]
+    # FLA would keep choices that it made while others used the GPU
+    environment = {"FLA_CACHE_RESULTS": "0"}
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda task: _child(environment, "warm", task[0], task[1], *task[2]), tasks))
+    return time.perf_counter() - start
+
+
+def _child(environment: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """This module in a new process, with some variables set and the rest of the environment as it is."""
+    command = ["env", *(f"{name}={value}" for name, value in environment.items())]
+    command += [sys.executable, "-m", "gdn.bench.coldstart", *arguments]
+    try:
+        return subprocess.run(command, cwd=measure.ROOT, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"longer than {LIMIT} s")
+
+
+def _cold(name: str, folder: Path) -> dict[str, Any]:
+    """In the child: seconds and compilations of each call."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.zeros(1, device=device)
+    start = time.perf_counter()
+    provider = providers.load(name)
+    if isinstance(provider, str):
+        return {"absent": provider}
+    found: dict[str, Any] = {"import_s": time.perf_counter() - start, "seconds": {}, "compilations": {}}
+    before = _entries(folder)
+
+    def note(what: str, run: Any) -> Any:
+        nonlocal before
+        start = time.perf_counter()
+        result = run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found["seconds"][what] = round(time.perf_counter() - start, 4)
+        now = _entries(folder)
+        found["compilations"][what] = now - before
+        before = now
+        return result
+
+    for what, case in RULE.items():
+        _differentiate(provider, what, case, device, note)
+    for what, case in STEPS.items() if "decode" in provider.binds else ():
+        given = jobs.sets("decode", jobs.given(case, device), 1)[0]
+        note(f"{what}: decode", jobs.call(provider, "decode", given))
+    return found
+
+
+def _differentiate(
+    provider: providers.Provider, what: str, case: Case, device: torch.device, note: Any
+) -> None:
+    given = jobs.given(case, device)
+    if "train" not in provider.binds:
+        note(f"{what}: forward", jobs.call(provider, "prefill", given))
+        return
+    leaves = {name: x.requires_grad_() for name, x in given.tensors.items() if name in accuracy.GRADIENTS}
+    bound = provider.binds["train"](given.tensors, given.options)
+    outputs = note(f"{what}: forward", bound)
+    gradients = [given.do, given.dfinal_state]
+    note(f"{what}: backward", lambda: torch.autograd.grad(outputs, list(leaves.values()), gradients))
+
+
+def _entries(folder: Path) -> int:
+    """Folders that hold files: one for each thing that was compiled."""
+    return len({path.parent for path in folder.rglob("*") if path.is_file()})
+
+
+def _warm(name: str, job: str, names: list[str]) -> None:
+    """In the child: each problem once."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    provider = providers.load(name)
+    if isinstance(provider, str):
+        return
+    if job == "host":
+        problems = list(hosttime.CASES.values())
+    else:
+        problems = [(job, shortened(target.case)) for target in TARGETS[job] if target.name in names]
+    for of, case in problems:
+        try:
+            jobs.call(provider, of, jobs.sets(of, jobs.given(case, device), 1)[0])()
+        except (KeyError, NotImplementedError):
+            continue
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def shortened(case: Case) -> Case:
+    """At most 8192 tokens per sequence: peers choose other kernels up to there, and many share the memory."""
+    if case.lengths.ends is None:
+        return case
+    T = case.lengths.T // case.lengths.N
+    return replace(case, lengths=packed(*[min(T, 8192)] * case.lengths.N))
+
+
+def main() -> None:
+    """What a child process runs."""
+    kind, name, *rest = sys.argv[1:]
+    if kind == "cold":
+        print(json.dumps(_cold(name, Path(rest[0]))))
+    else:
+        _warm(name, rest[0], rest[1:])
+
+
+if __name__ == "__main__":
+    main()

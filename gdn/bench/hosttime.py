@@ -1,0 +1,115 @@
+"""Host time of an eager call: what Python and the launches cost while the GPU is never waited for.
+
+Calls come in bursts on problems so small that the GPU keeps up. For gdn the parts of a call are timed the
+same way, each by itself: what is left over is the operator's dispatch, and autograd's share with a backward.
+"""
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import gdn
+from gdn.backends import Backend, select
+from gdn.bench.cases import Case, Inputs, Lengths, packed
+from gdn.bench.measure import Times, times
+from gdn.bench.targets import MIXED, STEP, VARIANTS
+from gdn.problem import parse
+from gdn.problem.serving import parse_decode
+
+CALLS, BURSTS = 10, 25
+# everything inside the call, as a layer calls it; 16/32 heads
+FULL = replace(MIXED, **VARIANTS["gated"], heads=(16, 32), lengths=packed(256))  # type: ignore[arg-type]
+CASES: dict[str, tuple[str, Case]] = {  # name -> job, problem
+    "decode": ("decode", replace(STEP, lengths=Lengths(1, 8))),
+    "forward": ("prefill", FULL),
+    "forward+backward": ("train", FULL),
+}
+
+
+def burst(call: Callable[[], Any], device: torch.device) -> Times:
+    """Seconds of host time per call, in bursts of calls that nobody waits for."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    call()
+    call()
+    found = []
+    for _ in range(BURSTS):
+        wait()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        found.append((time.perf_counter() - start) / CALLS)
+    wait()
+    return times(found)
+
+
+def parts(name: str, given: Inputs, backend: str | None) -> dict[str, float]:
+    """Microseconds of each part of gdn's call; `launches` is how many there are."""
+    device = given.tensors["q"].device
+    check = _decode_check(given, backend) if name == "decode" else _rule_check(given, backend)
+    problem = check()
+    chosen = select(problem)
+    bodies: list[Callable[[], Any]] = [lambda: chosen.decode(problem)]
+    if name != "decode":
+        bodies = [lambda: chosen.chunk_forward(problem, name == "forward+backward")]
+    if name == "forward+backward":
+        saved = chosen.chunk_forward(problem, True)[2]
+        bodies.append(lambda: chosen.chunk_backward(problem, saved, given.do, given.dfinal_state))
+
+    def body() -> None:
+        for one in bodies:
+            one()
+
+    whole = burst(body, device).p50
+    with recorded(chosen) as launches:
+        planned = whole if launches is None else burst(body, device).p50
+    seconds = {
+        "check": burst(check, device).p50,
+        "choose": burst(lambda: select(problem), device).p50,
+        "plan and allocate": planned,
+        "launch": whole - planned,
+    }
+    found = {part: 1e6 * x for part, x in seconds.items()}
+    if launches is not None:
+        found["launches"] = len(launches) / (CALLS * BURSTS + 2)
+    return found
+
+
+def _rule_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
+    arguments: dict[str, Any] = {**given.tensors, **given.options, "backend": backend}
+    return lambda: parse(**arguments)
+
+
+def _decode_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
+    x, options = given.tensors, given.options
+    call = inspect.signature(gdn.decode).bind(
+        x["q"], x["k"], x["v"], x["pool"], a=x["g"], b=x["beta"], A_log=x["A_log"], dt_bias=x["dt_bias"],
+        scale=options["scale"], use_qk_l2norm_in_kernel=options["use_qk_l2norm_in_kernel"],
+        state_v_first=options["state_v_first"], read_index=x["read_index"], out=torch.empty_like(x["v"]),
+        backend=backend,
+    )  # fmt: skip
+    call.apply_defaults()
+    return lambda: parse_decode(**call.arguments)
+
+
+@contextmanager
+def recorded(backend: Backend) -> Iterator[list[Any] | None]:
+    """Launches are noted down instead of made; None for a backend that has none of its own."""
+    if backend.name == "eager":
+        yield None
+        return
+    from gdn.backends.triton import launch
+
+    launch.recorder = noted = []  # type: ignore[var-annotated]
+    try:
+        yield noted
+    finally:
+        launch.recorder = None

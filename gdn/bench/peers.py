@@ -1,0 +1,162 @@
+"""The peers in their own conventions. Each is given what its callers would have at hand, the kinder reading:
+
+FLA         int32 offsets, states K first; decode reads states of its own and leaves new ones in new memory
+FlashQLA    int32 offsets; gates are computed by torch operators where the problem holds raw logits
+FlashInfer  tokens without a batch axis, int64 offsets and the longest length, decay as exp(g), gates in
+            fp32, states V first; decode works in the caller's pool, on 16-bit logits and fp32 parameters
+
+Conversions come before what is timed, but for the activation of raw logits, which is part of the job.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.bench.providers import Bound, Options, Provider, Tensors
+
+
+def fla() -> Provider:
+    """flash-linear-attention, as itself: it hands its call on to FlashQLA where that is installed."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
+
+    FlashQLABackend.default_enable = False
+    if FlashQLABackend().is_enabled():
+        raise RuntimeError("expected FLA_FLASH_QLA unset or 0, got a value that makes FLA call FlashQLA")
+
+    def chunk(tensors: Tensors, options: Options) -> Bound:
+        q, k, v, g, beta = _required(tensors, "q", "k", "v", "g", "beta")
+        flags = {name: x for name, x in options.items() if name not in ("exact", "batch_invariant")}
+        rest = {name: tensors.get(name) for name in ("initial_state", "A_log", "dt_bias")}
+        offsets = _offsets(tensors, torch.int32)
+        return Bound(lambda: chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=offsets, **rest, **flags))
+
+    def decode(tensors: Tensors, options: Options) -> Bound:
+        pool = tensors["pool"]
+        if pool.dtype != torch.float32:
+            raise NotImplementedError("fla: returns its states in fp32 only")
+        states = pool[tensors["read_index"].long()]
+        arguments: dict[str, Any] = {
+            **{name: tensors[name] for name in ("q", "k", "v", "g", "beta")},
+            **{name: tensors[name].float() for name in ("A_log", "dt_bias")},
+            **{name: options[name] for name in ("scale", "use_qk_l2norm_in_kernel", "state_v_first")},
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "output_final_state": True,
+        }
+        return Bound(lambda: fused_recurrent_gated_delta_rule(initial_state=states, **arguments))
+
+    return Provider(
+        "fla", {"prefill": chunk, "train": chunk, "decode": decode}, "decode: states not in place"
+    )
+
+
+def flash_qla() -> Provider:
+    """FlashQLA: forward and backward, no decode."""
+    from flash_qla import chunk_gated_delta_rule
+
+    def chunk(tensors: Tensors, options: Options) -> Bound:
+        q, k, v = _required(tensors, "q", "k", "v")
+        _require_half(q, v)
+        names = ("scale", "output_final_state", "use_qk_l2norm_in_kernel", "state_v_first")
+        flags = {name: options[name] for name in names}
+        offsets, state = _offsets(tensors, torch.int32), tensors.get("initial_state")
+
+        def run() -> Any:
+            g, beta = _activated(tensors, options)
+            return chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, cu_seqlens=offsets, **flags)
+
+        return Bound(run)
+
+    return Provider("flash_qla", {"prefill": chunk, "train": chunk})
+
+
+def flashinfer() -> Provider:
+    """FlashInfer: prefill and decode, no gradients."""
+    from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    def chunk(tensors: Tensors, options: Options) -> Bound:
+        q, k, v = _required(tensors, "q", "k", "v")
+        _require_half(q, v)
+        offsets = _offsets(tensors, torch.int64)
+        if offsets is None:
+            offsets = q.shape[1] * torch.arange(q.shape[0] + 1, device=q.device)
+        is_raw = options["use_gate_in_kernel"] or options["use_beta_sigmoid_in_kernel"]
+        state = tensors.get("initial_state")
+        if state is not None:
+            state = (state if options["state_v_first"] else state.transpose(-1, -2)).contiguous()
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        arguments: dict[str, Any] = {
+            "scale": options["scale"],
+            "initial_state": state,
+            "output_final_state": options["output_final_state"],
+            "cu_seqlens": offsets,
+            "use_qk_l2norm_in_kernel": options["use_qk_l2norm_in_kernel"],
+            "max_seqlen": int(offsets.diff().max()),
+        }
+
+        def linear() -> tuple[Tensor, Tensor]:
+            g, beta = _activated(tensors, options)
+            return g.float().exp().flatten(0, 1), beta.float().flatten(0, 1)
+
+        ready = None if is_raw else linear()
+
+        def run() -> Any:
+            return chunk_gated_delta_rule(*flat, *(ready or linear()), **arguments)
+
+        def restore(results: Any) -> tuple[Tensor, Tensor]:
+            o, final = results
+            return o.view(v.shape), final if options["state_v_first"] else final.transpose(-1, -2)
+
+        return Bound(run, restore)
+
+    def decode(tensors: Tensors, options: Options) -> Bound:
+        pool, index = tensors["pool"], tensors["read_index"]
+        q, k, v, a, b = _required(tensors, "q", "k", "v", "g", "beta")
+        if not options["state_v_first"]:
+            raise NotImplementedError("flashinfer: decodes on pools with V first only")
+        arguments: dict[str, Any] = {
+            "q": q, "k": k, "v": v, "a": a.to(q.dtype), "b": b.to(q.dtype), "state": None,
+            "A_log": tensors["A_log"].float(), "dt_bias": tensors["dt_bias"].float(),
+            "scale": options["scale"], "use_qk_l2norm": options["use_qk_l2norm_in_kernel"],
+            "initial_state": pool, "initial_state_indices": index, "output": torch.empty_like(v),
+        }  # fmt: skip
+
+        def run() -> Tensor:
+            o: Tensor = gated_delta_rule_decode_pretranspose(**arguments)[0]
+            return o
+
+        return Bound(run, lambda o: (o, pool[index.long()].float()))
+
+    return Provider("flashinfer", {"prefill": chunk, "decode": decode})
+
+
+def _required(tensors: Tensors, *names: str) -> list[Tensor]:
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise NotImplementedError(f"needs {', '.join(missing)}")
+    return [tensors[name] for name in names]
+
+
+def _require_half(q: Tensor, v: Tensor) -> None:
+    if q.dtype not in (torch.bfloat16, torch.float16) or (q.shape[3], v.shape[3]) != (128, 128):
+        raise NotImplementedError("takes bf16 and fp16 with K = V = 128 only")
+
+
+def _offsets(tensors: Tensors, dtype: torch.dtype) -> Tensor | None:
+    """cu_seqlens in a dtype; the same object where it is in it, since peers know tensors by identity."""
+    offsets = tensors.get("cu_seqlens")
+    return None if offsets is None else offsets.to(dtype)
+
+
+def _activated(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Log decay and write strength, from raw logits by torch operators where the options say so."""
+    g, beta = _required(tensors, "g", "beta")
+    if options["use_gate_in_kernel"]:
+        a = g.float() if tensors.get("dt_bias") is None else g.float() + tensors["dt_bias"]
+        g = -tensors["A_log"].exp() * torch.nn.functional.softplus(a)
+    if options["use_beta_sigmoid_in_kernel"]:
+        beta = beta.float().sigmoid() * (2 if options["allow_neg_eigval"] else 1)
+    return g, beta

@@ -1,0 +1,138 @@
+"""Stand-ins for the peers: their signatures, copied by hand, over gdn's arithmetic, strict in what they take.
+
+What a stand-in refuses here is what the real one refuses, or silently gets wrong.
+"""
+
+from types import ModuleType
+
+import torch
+
+import gdn
+
+
+class FLA:
+    """flash-linear-attention 0.6.0."""
+
+    PATHS = {  # function -> the file that defines it
+        "chunk_gated_delta_rule": "fla/ops/gated_delta_rule/chunk.py",
+        "fused_recurrent_gated_delta_rule": "fla/ops/gated_delta_rule/fused_recurrent.py",
+    }
+
+    @staticmethod
+    def chunk_gated_delta_rule(
+        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+        state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None,
+        **kwargs,
+    ):  # fmt: skip
+        # it swallows unknown names: only these three mean anything
+        assert set(kwargs) <= {"use_gate_in_kernel", "A_log", "dt_bias"}
+        return gdn.chunk_gated_delta_rule(
+            q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens, **kwargs,
+        )  # fmt: skip
+
+    @staticmethod
+    def fused_recurrent_gated_delta_rule(
+        q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None,
+        output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None,
+        dt_bias=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False,
+        cu_seqlens=None, **kwargs,
+    ):  # fmt: skip
+        assert not kwargs and gk is None and gv is None
+        return gdn.fused_recurrent_gated_delta_rule(
+            q, k, v, g=g, beta=beta, scale=scale, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias,
+            output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
+        )  # fmt: skip
+
+
+class FlashQLABackend:
+    """How FLA comes to call FlashQLA."""
+
+    default_enable = True
+    forced = False
+
+    def is_enabled(self):
+        return self.forced or self.default_enable
+
+
+class FlashQLA:
+    """FlashQLA 0.1.3."""
+
+    PATHS = {"chunk_gated_delta_rule": "flash_qla/ops/gated_delta_rule/chunk/__init__.py"}
+
+    @staticmethod
+    def chunk_gated_delta_rule(
+        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, cu_seqlens=None, head_first=False, state_v_first=False, auto_cp=True,
+        enable_fwd_cp_cache=True, cp_context=None, force_intra_cp=False,
+    ):  # fmt: skip
+        assert cu_seqlens is None or cu_seqlens.dtype == torch.int32
+        assert q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == v.shape[3] == 128
+        return gdn.chunk_gated_delta_rule(
+            q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+
+
+class FlashInfer:
+    """FlashInfer 0.7.2."""
+
+    PATHS = {
+        "chunk_gated_delta_rule": "flashinfer/gdn_prefill.py",
+        "gated_delta_rule_decode_pretranspose": "flashinfer/gdn_decode.py",
+    }
+
+    @staticmethod
+    def chunk_gated_delta_rule(
+        q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+        use_qk_l2norm_in_kernel=False, output=None, output_state=None, state_checkpoints=None,
+        checkpoint_cu_starts=None, checkpoint_every_n_tokens=0, use_cp="auto", state_indices=None,
+        _cp_chunk_len=None, backend="auto", max_seqlen=None,
+    ):  # fmt: skip
+        assert q.dim() == k.dim() == v.dim() == 3 and all(x.is_contiguous() for x in (q, k, v, g, beta))
+        assert g.dtype == beta.dtype == torch.float32 and cu_seqlens.dtype == torch.int64
+        assert max_seqlen == int(cu_seqlens.diff().max()) and initial_state.is_contiguous()
+        o, S = gdn.chunk_gated_delta_rule(
+            *(x[None] for x in (q, k, v, g.log(), beta)), scale=scale, initial_state=initial_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, output_final_state=True, state_v_first=True,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        return (o[0], S) if output_final_state else o[0]
+
+    @staticmethod
+    def gated_delta_rule_decode_pretranspose(
+        q, k, v, state, A_log, a, dt_bias, b, scale=None, output=None, use_qk_l2norm=True, initial_state=None,
+        initial_state_indices=None, output_state_indices=None, intermediate_states_buffer=None,
+        disable_state_update=False, backend="auto",
+    ):  # fmt: skip
+        assert a.dtype == b.dtype == torch.bfloat16 and A_log.dtype == torch.float32 and state is None
+        assert initial_state_indices.dtype in (torch.int32, torch.int64)
+        o = gdn.decode(
+            q, k, v, initial_state, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale, out=output,
+            use_qk_l2norm_in_kernel=use_qk_l2norm, read_index=initial_state_indices,
+        )  # fmt: skip
+        return o, initial_state
+
+
+def modules() -> dict[str, ModuleType]:
+    """What `import` should find, by dotted name."""
+    holders = {
+        "fla": None, "fla.ops": None, "fla.ops.gated_delta_rule": FLA, "flash_qla": FlashQLA,
+        "fla.ops.gated_delta_rule.backends": None, "flashinfer": None, "flashinfer.gdn_prefill": FlashInfer,
+        "flashinfer.gdn_decode": FlashInfer,
+    }  # fmt: skip
+    found = {}
+    for name, holder in holders.items():
+        found[name] = ModuleType(name)
+        for function in holder.PATHS if holder else ():
+            setattr(found[name], function, getattr(holder, function))
+    switch = ModuleType("switch")
+    switch.FlashQLABackend = type("FlashQLABackend", (FlashQLABackend,), {})
+    found["fla.ops.gated_delta_rule.backends.flash_qla"] = switch
+    return found

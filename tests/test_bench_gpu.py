@@ -1,0 +1,492 @@
+"""What `bench gpu` rests on, without a GPU: problems, peers behind stand-ins, the gate, times, rows."""
+
+import ast
+import importlib.util
+import inspect
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import stub_peers
+import torch
+
+import gdn
+from gdn.bench import (
+    accuracy,
+    cases,
+    coldstart,
+    gpu,
+    graph,
+    hosttime,
+    jobs,
+    measure,
+    providers,
+    tables,
+    targets,
+)
+from gdn.bench.cases import Case, Lengths, inputs, packed
+from gdn.bench.providers import Bound, Provider
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+RULE = replace(targets.MIXED, heads=(1, 4), lengths=packed(70, 70))
+TINY = replace(RULE, sizes=(16, 16), heads=(2, 4))
+STEP = replace(targets.STEP, heads=(1, 4), lengths=Lengths(1, 3))
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """Peers that are there: stand-ins for all three."""
+    for name, module in stub_peers.modules().items():
+        monkeypatch.setitem(__import__("sys").modules, name, module)
+        module.__spec__ = importlib.util.spec_from_loader(name, None)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Two targets per job, of a size for a CPU."""
+    found = {}
+    for job, rows in targets.TARGETS.items():
+        lengths = Lengths(1, 3) if job == "decode" else packed(70, 70)
+        found[job] = tuple(
+            replace(t, case=replace(t.case, sizes=(16, 16), heads=(2, 4), lengths=lengths)) for t in rows[:2]
+        )
+    monkeypatch.setattr(gpu, "TARGETS", found)
+    monkeypatch.setattr(graph, "ROUNDS", (2, 2))
+    return found
+
+
+# problems
+
+
+@pytest.mark.parametrize(
+    "job, count, name, limit",
+    [
+        ("prefill", 12, "16/32 1x32768", 0.22), ("prefill", 12, "2/8 1x8192", 0.014),
+        ("prefill", 12, "16/32 8x1024", 0.055), ("prefill", 12, "16/16 16x16384", 1.0),
+        ("prefill", 12, "16/64 4x8192", 0.44), ("train", 3, "16/32 1x32768", 0.88),
+        ("decode", 12, "B=256 fp32", 0.252),
+    ],
+)  # fmt: skip
+def test_limits_are_those_of_the_table(job, count, name, limit):
+    """At 4,254 GB/s and 779 TFLOP/s."""
+    rows = {t.name: t for t in targets.TARGETS[job]}
+    cost = rows[name].cost
+    assert len(rows) == count
+    assert 1e3 * max(cost.bytes / 4254e9, cost.flop / 779e12) == pytest.approx(limit, rel=0.04)
+    assert all(min(t.then.values()) > t.goal >= t.moonshot for t in rows.values())
+
+
+def test_a_goal_moves_with_the_best_peer_of_then():
+    target = next(t for t in targets.PREFILL if t.name == "16/32 1x2048")
+    assert target.scale({}) == 1 and target.scale({"fla": 0.272, "flash_qla": 0.174}) == pytest.approx(2)
+    assert target.scale({"fla": 0.068, "gdn": 1.0}) == pytest.approx(0.5)
+    assert target.variant("slow").goal is None and target.variant("gated").case.raw_gate == "on"
+
+
+def test_every_fourth_head_of_the_timed_gates_does_not_decay():
+    g = inputs(replace(TINY, heads=(2, 8)), BF16).tensors["g"]
+    assert (g[..., 3::4] == 0).all() and (g[..., [0, 1, 2, 4, 5, 6]] < 0).any((0, 1)).all()
+
+
+def test_numbers_drawn_on_the_device_are_as_good():
+    case = replace(TINY, lengths=packed(500), use_qk_l2norm_in_kernel=False)
+    first, again = (inputs(case, BF16, is_drawn_there=True).tensors for _ in range(2))
+    here = inputs(case, BF16).tensors
+    assert all(torch.equal(first[x], again[x]) for x in here)
+    for name, x in here.items():
+        assert first[name].shape == x.shape and first[name].dtype == x.dtype
+        assert first[name].double().std() == pytest.approx(float(x.double().std()), rel=0.1)
+
+
+@pytest.mark.parametrize("lengths", [packed(5, 0, 30, tail=3), packed(20), Lengths(20, 2)], ids=str)
+def test_a_prefix_is_the_start_of_every_sequence(lengths):
+    given = inputs(replace(TINY, lengths=lengths), torch.float64)
+    short = given.prefix(10)
+    whole, part = accuracy.run(accuracy.law, given, False), accuracy.run(accuracy.law, short, False)
+    if lengths.ends is None:
+        assert torch.equal(whole["o"][:, :10], part["o"])
+    else:
+        spans = [
+            whole["o"][:, a : min(a + 10, b)] for a, b in zip(lengths.ends, lengths.ends[1:], strict=False)
+        ]
+        assert torch.equal(torch.cat(spans, 1), part["o"])
+    assert short.do.shape == part["o"].shape
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        TINY,
+        replace(TINY, lengths=Lengths(9, 3), gate="model", raw_gate="on", beta="sigmoid"),
+        replace(TINY, lengths=packed(4, 5)),
+        replace(TINY, lengths=packed(7, 7, tail=2), state="none"),
+    ],
+    ids=str,
+)
+def test_the_law_side_by_side_is_the_law(case):
+    given = inputs(case, torch.float64)
+    one, other = (accuracy.run(law, given) for law in (accuracy.law, accuracy.law_side_by_side))
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-13)
+
+
+# peers
+
+
+@pytest.mark.parametrize("name", ["gdn", "gdn:eager", "fla", "flash_qla", "flashinfer"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        RULE,
+        replace(RULE, lengths=Lengths(40, 2)),
+        replace(RULE, is_scaled=True, use_qk_l2norm_in_kernel=True, exact=False),
+        replace(RULE, state_v_first=True),
+        replace(RULE, gate="model", raw_gate="on", beta="sigmoid", use_qk_l2norm_in_kernel=True),
+        replace(RULE, gate="model", raw_gate="no_bias", beta="negative"),
+    ],
+    ids=str,
+)
+def test_a_provider_is_given_the_same_problem(peers, name, case):
+    provider = providers.load(name)
+    job = "train" if "train" in provider.binds else "prefill"
+    rows = accuracy.check(provider.function(job), case, BF16, with_backward=job == "train")
+    assert len(rows) >= (8 if job == "train" else 2) and all(row.ok for row in rows), rows
+
+
+@pytest.mark.parametrize("state", ["wide", "narrow"])
+@pytest.mark.parametrize("name", ["gdn", "fla", "flashinfer"])
+def test_a_decode_steps_the_states_of_its_slots(peers, name, state):
+    function = providers.load(name).function("decode")
+    if (name, state) == ("fla", "narrow"):
+        with pytest.raises(NotImplementedError, match="fp32"):
+            accuracy.check(function, replace(STEP, state=state), BF16, with_backward=False)
+        return
+    rows = accuracy.check(function, replace(STEP, state=state), BF16, with_backward=False)
+    assert [row.output for row in rows] == ["o", "final_state"] and all(row.ok for row in rows), rows
+
+
+def test_fla_is_itself(peers, monkeypatch):
+    switch = __import__("sys").modules["fla.ops.gated_delta_rule.backends.flash_qla"].FlashQLABackend
+    assert isinstance(providers.load("fla"), Provider) and not switch().is_enabled()
+    monkeypatch.setattr(switch, "forced", True)
+    assert "FLA_FLASH_QLA" in providers.load("fla")
+
+
+def test_peers_meet_one_offsets_tensor(peers):
+    """They keep what they computed from it by identity: with another, it is computed within the capture."""
+    found = jobs.sets("prefill", jobs.given(RULE, CPU), 3)
+    offsets = {id(one.tensors["cu_seqlens"]) for one in found}
+    assert len(offsets) == 1 and found[0].tensors["cu_seqlens"].dtype == torch.int32
+    assert len({one.tensors["q"].data_ptr() for one in found}) == 3
+
+
+def test_absent_peers_are_named_not_raised(monkeypatch):
+    for name, package in providers.PEERS.items():
+        if importlib.util.find_spec(package) is None:
+            assert providers.load(name) == "not installed"
+    monkeypatch.setitem(providers.PEERS, "fla", "gdn")
+    monkeypatch.setattr("gdn.bench.peers.fla", lambda: 1 / 0)
+    assert providers.load("fla") == "ZeroDivisionError: division by zero"
+    with pytest.raises(ValueError, match="expected some of gdn, fla"):
+        providers.load("flow")
+
+
+@pytest.mark.parametrize("peer", [stub_peers.FLA, stub_peers.FlashQLA, stub_peers.FlashInfer])
+def test_stand_ins_have_the_signatures_of_the_real_ones(peer):
+    """Read from their files: importing them needs compilers and devices."""
+    for name, path in peer.PATHS.items():
+        package, _, rest = path.partition("/")
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            pytest.skip(f"{package} is not installed")
+        tree = ast.parse(Path(spec.submodule_search_locations[0], rest).read_text())
+        real = next(x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name).args
+        names = [x.arg for x in (*real.args, *real.kwonlyargs)] + ([real.kwarg.arg] if real.kwarg else [])
+        assert names == list(inspect.signature(getattr(peer, name)).parameters)
+
+
+# the gate
+
+
+def lying(change):
+    """gdn, with something done to what it returns."""
+
+    def bind(tensors, options):
+        honest = providers.ours("eager").binds["prefill"](tensors, options)
+        return Bound(lambda: change(*honest()))
+
+    return Provider("liar", {"prefill": bind, "train": bind})
+
+
+def forgetful(tensors, options):
+    """Decodes without writing a state."""
+    tensors = {**tensors, "pool": tensors["pool"].clone()}
+    kept = {**tensors, "pool": tensors["pool"].clone()}
+    bound = providers.ours("eager").binds["decode"](tensors, options)
+    return Bound(bound.run, lambda o: (o, kept["pool"][tensors["read_index"].long()].float()))
+
+
+def stubborn(tensors, options):
+    raise NotImplementedError("only on Sundays")
+
+
+def broken(tensors, options):
+    raise RuntimeError("a kernel\nwith a long story")
+
+
+LIES = {
+    "zeros": lying(lambda o, S: (o * 0, S)),
+    "no state": lying(lambda o, S: (o, S * 0)),
+    "late tokens": lying(lambda o, S: (torch.cat([o[:, :-1], o[:, :1]], 1), S)),
+    "nan": lying(lambda o, S: (o + math.nan, S)),
+    "unwritten": lying(lambda o, S: (torch.empty_like(o) + 0 * o, S)),
+    "swapped heads": lying(lambda o, S: (o.flip(2), S)),
+}
+
+
+def timed(monkeypatch, who, target):
+    session = gpu.Session((), CPU)
+    session.providers, session.ceilings = (
+        {"gdn": providers.ours("eager"), "other": who},
+        {"copy": 1e9, "matmul": 1e9},
+    )
+    return {row["provider"]: row for row in gpu.timed(session, target)}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("job", ["prefill", "train"])
+def test_no_time_for_a_wrong_answer(small, monkeypatch, job, lie):
+    rows = timed(monkeypatch, LIES[lie], small[job][0])
+    assert rows["gdn"]["ok"] and rows["gdn"]["p20_ms"] <= rows["gdn"]["p50_ms"] <= rows["gdn"]["p80_ms"]
+    assert not rows["other"]["ok"] and "p50_ms" not in rows["other"] and rows["other"]["errors"]
+
+
+def test_no_time_for_a_state_that_is_not_written(small, monkeypatch):
+    rows = timed(monkeypatch, Provider("other", {"decode": forgetful}), small["decode"][0])
+    assert rows["gdn"]["ok"] and not rows["other"]["ok"] and "p50_ms" not in rows["other"]
+    assert rows["other"]["errors"]["final_state"] > 0.1
+
+
+def test_no_time_for_a_wrong_head_among_those_judged(small, monkeypatch):
+    """The head that does not decay is one of them."""
+    target = replace(small["prefill"][0], case=replace(small["prefill"][0].case, heads=(8, 8)))
+    wrong = lying(lambda o, S: (torch.cat([o[:, :, :-1], o[:, :, -1:] * 1.1], 2), S))
+    rows = timed(monkeypatch, wrong, target)
+    assert rows["gdn"]["judged_heads"] == gpu.JUDGED_HEADS and not rows["other"]["ok"]
+
+
+@pytest.mark.parametrize("bind, kind", [(stubborn, "refused"), (broken, "failed")])
+def test_refusals_and_failures_are_rows(small, monkeypatch, bind, kind):
+    rows = timed(monkeypatch, Provider("other", {"prefill": bind}), small["prefill"][0])
+    assert rows["gdn"]["p50_ms"] > 0 and rows["other"][kind] and "story" not in rows["other"][kind]
+    assert any(kind in note for note in tables.notes([{"pass": "prefill", **rows["other"]}]))
+
+
+def test_long_problems_are_judged_on_their_start(small, monkeypatch):
+    session = gpu.Session(("gdn:eager",), CPU, gate_tokens=20)
+    session.ceilings = {"copy": 1e9, "matmul": 1e9}
+    assert gpu.timed(session, small["prefill"][0])[0]["judged_tokens"] == 20
+    monkeypatch.setattr(gpu, "BACKWARD_TOKENS", 64)
+    assert gpu.timed(replace(session, gate_tokens=None), small["train"][0])[0]["judged_tokens"] == 32
+
+
+def test_nothing_is_begun_after_the_deadline(small):
+    session = gpu.Session(("gdn",), CPU, deadline=0.0)
+    assert [row["skipped"] for row in gpu.run(session, ["prefill"])] == ["out of time"] * 2
+
+
+# times
+
+
+def test_interleaved_takes_turns():
+    order = []
+    prepared = {
+        name: graph.prepare([lambda name=name: order.append(name)] * calls, CPU)
+        for name, calls in (("a", 2), ("b", 1))
+    }
+    order.clear()
+    found = graph.interleaved(prepared, CPU, budget=0)
+    assert "".join(order) == "aab" * (graph.ROUNDS[0] + 1)
+    assert {name: t.runs for name, t in found.items()} == dict.fromkeys("ab", graph.ROUNDS[0])
+    assert prepared["a"].timer == "wall" and prepared["a"].calls == 2
+
+
+def test_sets_of_a_decode_lie_in_one_pool():
+    first = jobs.given(STEP, CPU)
+    found = jobs.sets("decode", first, 4)
+    pools, index = {id(x.tensors["pool"]) for x in found}, torch.cat([x.tensors["read_index"] for x in found])
+    assert len(pools) == 1 and sorted(index.tolist()) == list(range(12)) and index.tolist() != sorted(index)
+    for one in found:
+        held = one.tensors["pool"][one.tensors["read_index"].long()]
+        assert torch.equal(held, first.tensors["initial_state"])
+
+
+def test_a_training_call_returns_every_gradient():
+    given = jobs.given(TINY, CPU)
+    call = jobs.call(providers.ours("eager"), "train", given)
+    expected = accuracy.run(gdn.chunk_gated_delta_rule, given)
+    for x, y in zip(
+        call(), [expected[name] for name in ("dq", "dk", "dv", "dg", "dbeta", "dh0")], strict=True
+    ):
+        assert torch.equal(x, y)
+
+
+def test_rows_compare_within_the_run():
+    target = next(t for t in targets.PREFILL if t.name == "16/32 1x2048")
+    rows = {"gdn": {"p50_ms": 0.1}, "fla": {"p50_ms": 0.3}, "flash_qla": {"p50_ms": 0.174}, "flashinfer": {}}
+    gpu._compare(target, rows)
+    assert rows["gdn"]["ratio"] == pytest.approx({"fla": 3.0, "flash_qla": 1.74})
+    assert rows["gdn"]["goal_ms"] == pytest.approx(0.12) and rows["gdn"]["reached"]
+    assert rows["fla"]["ratio"] == pytest.approx({"flash_qla": 0.58}) and "goal_ms" not in rows["fla"]
+
+
+def test_ours_may_not_be_worse_than_the_best_peer():
+    found = {"fla": {"o": 4e-3, "dg": 4e-3}, "flashinfer": {"o": 2e-3}}
+    good = gpu.against_peers({"o": 2.1e-3, "dg": 2.7e-3}, found)
+    assert good["reached"] and good["of_best_peer"]["o"] == pytest.approx(1.05)
+    assert gpu.against_peers({"o": 2.3e-3, "dg": 2e-3}, found)["worse"] == ["o"]
+    assert gpu.against_peers({"o": 1e-3, "dg": 3e-3}, found)["worse"] == ["dg of fla's"]
+    assert gpu.against_peers({"o": 1.0, "dg": 1.0}, {})["reached"]
+
+
+def test_host_time_has_parts(monkeypatch):
+    monkeypatch.setattr(hosttime, "CALLS", 2)
+    monkeypatch.setattr(hosttime, "BURSTS", 3)
+    tiny = {
+        name: (
+            job,
+            replace(
+                case, heads=(1, 2), sizes=(8, 8), lengths=packed(9) if job != "decode" else Lengths(1, 2)
+            ),
+        )
+        for name, (job, case) in hosttime.CASES.items()
+    }
+    monkeypatch.setattr(hosttime, "CASES", tiny)
+    rows = list(gpu.host(gpu.Session(("gdn", "gdn:eager"), CPU)))
+    assert len(rows) == 6 and all(row["p50_us"] > 0 for row in rows), rows
+    assert set(rows[0]["parts_us"]) == {
+        "check",
+        "choose",
+        "plan and allocate",
+        "launch",
+        "dispatch and autograd",
+    }
+    assert "of which" in tables.table("host", [{"pass": "host", **row} for row in rows])[0]
+
+
+# cold start
+
+
+def test_a_new_process_says_what_it_compiled(monkeypatch, tmp_path):
+    tiny = {"heads": (1, 2), "sizes": (8, 8)}
+    monkeypatch.setattr(
+        coldstart, "RULE", {k: replace(c, **tiny, lengths=packed(9)) for k, c in coldstart.RULE.items()}
+    )
+    monkeypatch.setattr(coldstart, "STEPS", {k: replace(c, **tiny) for k, c in coldstart.STEPS.items()})
+    chunk = gdn.chunk_gated_delta_rule
+    lengths = iter(range(100))
+
+    def compiling(*args, **options):
+        (tmp_path / f"kernel{next(lengths)}").mkdir()
+        (tmp_path / "kernel0" / "x.cubin").touch()
+        return chunk(*args, **options)
+
+    monkeypatch.setattr(gdn, "chunk_gated_delta_rule", compiling)
+    found = coldstart._cold("gdn:eager", tmp_path)
+    assert (
+        found["compilations"]["first: forward"] == 1 and found["compilations"]["another length: forward"] == 0
+    )
+    assert found["seconds"].keys() == found["compilations"].keys() and len(found["seconds"]) == 11
+    monkeypatch.setattr(coldstart, "cold", lambda name: found)
+    row = next(gpu.cold(gpu.Session(("gdn:eager",), CPU)))
+    assert row["compiled_again"] == 0 and row["reached"]
+    assert tables.table("cold", [row])[1][0][-3:] == ["1", "0", "[green]yes[/]"]
+
+
+def test_a_child_that_fails_is_a_row():
+    found = coldstart.cold("nobody")
+    assert "expected some of gdn" in found["error"]
+    assert tables.notes([{"pass": "cold", "row": "new process", "provider": "nobody", **found}])
+
+
+def test_warming_is_one_process_per_provider_and_head_count(monkeypatch):
+    tasks = []
+    monkeypatch.setattr(coldstart, "_child", lambda environment, *arguments: tasks.append(arguments))
+    session = gpu.Session(("gdn",), CPU, only=("16/32",))
+    gpu.warm(session, ["prefill", "train", "host"])
+    assert sorted(task[2] for task in tasks) == ["host", "prefill", "train"]
+    tasks.clear()
+    gpu.warm(gpu.Session(("gdn",), CPU), ["prefill", "accuracy"])
+    assert sorted(task[2] for task in tasks) == ["host", *["prefill"] * 4, "train"]
+    assert coldstart.shortened(targets.PREFILL[0].case).lengths == packed(8192)
+
+
+# rows
+
+
+def test_passes_print_and_append(small, monkeypatch, peers):
+    monkeypatch.setattr(gpu, "ACCURACY", {"mixed": RULE})
+    session = gpu.Session(("gdn", "fla", "flash_qla", "flashinfer"), CPU)
+    rows = list(gpu.run(session, ["prefill", "prefill:gated", "train", "decode", "accuracy"]))
+    by_pass = {
+        name: [row for row in rows if row["pass"] == name] for name in dict.fromkeys(r["pass"] for r in rows)
+    }
+    assert {name: len(found) for name, found in by_pass.items()} == {
+        "prefill": 8, "prefill:gated": 8, "train": 6, "decode": 6, "accuracy": 4,
+    }  # fmt: skip
+    assert [row["provider"] for row in by_pass["decode"]][:3] == ["gdn", "fla", "flashinfer"]
+    assert by_pass["prefill"][2]["refused"] and by_pass["train"][0]["errors"].keys() >= {"dg", "dh0"}
+    errors = {row["provider"]: row["errors"] for row in by_pass["accuracy"]}
+    assert errors["flashinfer"].keys() == {"o", "final_state"} and "of_best_peer" in by_pass["accuracy"][0]
+    for name, found in by_pass.items():
+        columns, cells = tables.table(name, found)
+        assert cells and all(len(row) == len(columns) for row in cells)
+        assert all(name in tables.line(row) for row in found)
+    assert json.loads(json.dumps(measure.plain(rows)))
+
+
+def test_rows_hold_six_digits_and_no_infinities():
+    assert measure.plain({"a": [math.inf, 1 / 3], "b": math.nan, "c": (1, "x", None, True)}) == {
+        "a": [None, 0.333333], "b": None, "c": [1, "x", None, True],
+    }  # fmt: skip
+
+
+# on a GPU
+
+
+@pytest.mark.gpu
+def test_a_graph_holds_the_work():
+    device = torch.device("cuda")
+    x = torch.randn(1 << 20, device=device)
+    prepared = graph.prepare([lambda: x * 2], device)
+    assert prepared.timer == "graph" and prepared.calls > 1
+    other = torch.cuda.Stream()
+
+    def elsewhere():
+        y = torch.empty_like(x)
+        with torch.cuda.stream(other):
+            y.copy_(x)
+        return y
+
+    assert graph.prepare([elsewhere], device).timer == "events"
+    assert graph.prepare([lambda: x.sum().item() or x], device).timer == "events"
+    times = graph.interleaved({"double": prepared}, device)
+    assert 1e-7 < times["double"].p50 < 1e-3
+    assert graph.peak_memory(lambda: x * 2, device) >= 4 << 20
+
+
+@pytest.mark.gpu
+def test_ours_is_timed_on_a_gpu(small):
+    session = gpu.Session(("gdn",), torch.device("cuda"))
+    rows = list(gpu.run(session, ["prefill", "train", "decode"]))
+    assert len(rows) == 6 and all(row["ok"] and row["p50_ms"] > 0 for row in rows), rows
+    assert all(row["copy_gb_per_s"] > 100 for row in rows)
+
+
+def test_regimes_of_the_accuracy_pass_are_known():
+    assert {case.gate for case in gpu.ACCURACY.values()} <= {*cases.GATES, "mixed"}
+    assert isinstance(gpu.ACCURACY["mixed"], Case)
