@@ -200,8 +200,8 @@ class Tiling:
     strips: int
 
 
-def tile(problem: ConvProblem, vector: int, U: int, least: int, gpu: Machine) -> Tiling:
-    """Rows of `vector` channels per thread; enough programs to fill the GPU, of at least `least` tokens."""
+def tile(problem: ConvProblem, vector: int, U: int, least: int, most: int, gpu: Machine) -> Tiling:
+    """Rows of `vector` channels per thread; enough programs to fill the GPU, of `least` to `most` tokens."""
     B, T, D = problem.x.shape
     widths = [(-triton.cdiv(D, 32 * vector * n) * n, n) for n in (1, 2, 4)]
     num_warps = max(widths)[1]
@@ -210,7 +210,7 @@ def tile(problem: ConvProblem, vector: int, U: int, least: int, gpu: Machine) ->
     # 32 warps per multiprocessor, twice
     wanted = 2 * 32 // num_warps * gpu.num_sms
     tokens = triton.next_power_of_2(triton.cdiv(max(1, T) * max(1, B) * strips, wanted))
-    tokens = max(least, min(256, tokens))
+    tokens = max(least, min(most, tokens))
     # trailing empty sequences begin at T
     blocks = T // tokens + 1 if problem.cu_seqlens is not None else max(1, triton.cdiv(T, tokens))
     return Tiling(BD, num_warps, U, tokens, blocks, strips)
@@ -287,7 +287,7 @@ def _plan(p: ConvProblem, held: Tensor | None, kept: Tensor | None) -> Launch:
     unit = unit_of(*p.x.stride()[:2], D)
     # 8 channels per thread beside addresses in a slot: 24 bytes spilled on sm_90
     vector = 16 // p.x.element_size() if held is None and kept is None else 4
-    tiling = tile(p, vector, 4, max(16, p.W), machine(p.x.device))
+    tiling = tile(p, vector, 4, max(16, p.W), 256, machine(p.x.device))
     L = p.W - 1 if p.state is None else p.state.shape[2]
     numbers = (
         p.x.stride(0) // unit, p.x.stride(1) // unit, D // unit, T, p.N, *strides_of(held, 3),

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends import eager
+from gdn.backends.triton import sums
 from gdn.backends.triton.conv import (
     WIDEST,
     filled,
@@ -62,7 +63,7 @@ def _lagging(past, taps, W: tl.constexpr):
 
 @kernel
 def _conv_bwd_kernel(
-    x_ptr, weight_ptr, bias_ptr, held_ptr, cu_seqlens_ptr, dy_ptr, dfinal_ptr, dx_ptr, dheld_ptr, sums_ptr,
+    x_ptr, weight_ptr, bias_ptr, held_ptr, cu_seqlens_ptr, dy_ptr, dfinal_ptr, dx_ptr, dheld_ptr, partial_ptr,
     x_b, x_t, dy_b, dy_t, D, T, N, held_n, held_d, held_l, dfinal_n, dfinal_d, dfinal_l, tokens, blocks,
     W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -134,28 +135,10 @@ def _conv_bwd_kernel(
         start, end = span(cu_seqlens_ptr, N, n, T)
     block = tl.program_id(0) // tl.cdiv(D * UNIT, BD)
     for j in tl.static_range(W):
-        tl.store(sums_ptr + (block.to(tl.int64) * (W + 1) + j) * dx_t + channels, dtaps[j], mask=is_channel)
-    tl.store(sums_ptr + (block.to(tl.int64) * (W + 1) + W) * dx_t + channels, dbias, mask=is_channel)
-
-
-@kernel
-def _sums_kernel(
-    sums_ptr, dweight_ptr, dbias_ptr, D, num_blocks,
-    W: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """The programs' sums [num_blocks, W + 1, D], added up in order."""
-    j = tl.program_id(0) % (W + 1)
-    channels = (tl.program_id(0) // (W + 1)) * BD + tl.arange(0, BD)
-    is_channel = channels < D
-    lanes = tl.arange(0, BP)[:, None]
-    total = tl.zeros([BP, BD], tl.float32)
-    for i in range(0, num_blocks, BP):
-        place = ((i + lanes).to(tl.int64) * (W + 1) + j) * D + channels[None, :]
-        total += tl.load(sums_ptr + place, mask=(i + lanes < num_blocks) & is_channel[None, :], other=0.0)
-    sums = tl.sum(total, 0)
-    tl.store(dweight_ptr + channels * W + j, sums.to(dweight_ptr.dtype.element_ty), mask=is_channel & (j < W))
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + channels, sums.to(dbias_ptr.dtype.element_ty), mask=is_channel & (j == W))
+        tl.store(
+            partial_ptr + (block.to(tl.int64) * (W + 1) + j) * dx_t + channels, dtaps[j], mask=is_channel
+        )
+    tl.store(partial_ptr + (block.to(tl.int64) * (W + 1) + W) * dx_t + channels, dbias, mask=is_channel)
 
 
 @dataclass(frozen=True)
@@ -182,9 +165,9 @@ def causal_conv1d_bwd(
         plan = _plans.get(key, lambda: _plan(p, dy, dfinal))
         dx, dweight = p.x.new_empty(p.x.shape), p.weight.new_empty(p.weight.shape)
         dbias, dheld = (None if x is None else x.new_empty(x.shape) for x in (p.bias, p.initial_state))
-        sums = p.x.new_empty(plan.num_blocks, p.W + 1, p.x.shape[2], dtype=torch.float32)
-        plan.walk(p.x, p.weight, p.bias, held, p.cu_seqlens, dy, filled(dfinal), dx, filled(dheld), sums)
-        plan.add(sums, dweight, dbias)
+        partial = p.x.new_empty(plan.num_blocks, p.W + 1, p.x.shape[2], dtype=torch.float32)
+        plan.walk(p.x, p.weight, p.bias, held, p.cu_seqlens, dy, filled(dfinal), dx, filled(dheld), partial)
+        plan.add(partial, dweight, dbias)
     return dx, dweight, dbias, dheld
 
 
@@ -193,7 +176,7 @@ def _plan(p: ConvProblem, dy: Tensor, dfinal: Tensor | None) -> _Plan:
     unit = unit_of(*p.x.stride()[:2], *dy.stride()[:2], D)
     # registers: with 8 channels per thread, or 4 tokens ahead beside addresses of states, some are spilled
     ahead = 4 if p.initial_state is None and dfinal is None else 2
-    tiling = tile(p, 4, ahead, max(64, p.W), machine(p.x.device))
+    tiling = tile(p, 4, ahead, max(64, p.W), 1 << 20, machine(p.x.device))
     numbers = (
         *(s // unit for x in (p.x, dy) for s in x.stride()[:2]), D // unit, T, p.N,
         *strides_of(p.initial_state, 3), *strides_of(dfinal, 3), tiling.tokens, tiling.blocks,
@@ -201,9 +184,5 @@ def _plan(p: ConvProblem, dy: Tensor, dfinal: Tensor | None) -> _Plan:
     constants = {"W": p.W, "SILU": p.activation == "silu", "U": tiling.U, "BD": tiling.BD, "UNIT": unit}
     num_blocks = B * tiling.blocks
     walk = Launch(_conv_bwd_kernel, num_blocks * tiling.strips, numbers, constants, tiling.num_warps)
-    width = 64
-    add = Launch(
-        _sums_kernel, triton.cdiv(D, width) * (p.W + 1), (D, num_blocks),
-        {"W": p.W, "BP": 32, "BD": width}, 4,
-    )  # fmt: skip
+    add = sums.add(num_blocks, p.W + 1, D, (1, p.W))
     return _Plan(walk, add, num_blocks)

@@ -1,0 +1,39 @@
+"""Sums over a whole batch in two stages: programs leave partial sums, and one kernel adds them up in order.
+
+No atomics: the same inputs give the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from gdn.backends.triton.launch import Launch, kernel
+
+BP, BD = 256, 16  # partial sums and columns that a program reads at once
+
+
+@kernel
+def add_kernel(
+    partial_ptr, first_ptr, last_ptr, num_partials, D, first_row, first_column,
+    ROWS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """sum(partial [num_partials, ROWS, D], 0): all rows but the last to first_ptr, the last to last_ptr."""
+    row = tl.program_id(0) % ROWS
+    columns = (tl.program_id(0) // ROWS) * BD + tl.arange(0, BD)
+    is_column = columns < D
+    lanes = tl.arange(0, BP)[:, None]
+    total = tl.zeros([BP, BD], tl.float32)
+    for i in range(0, num_partials, BP):
+        place = ((i + lanes).to(tl.int64) * ROWS + row) * D + columns[None, :]
+        total += tl.load(partial_ptr + place, mask=(i + lanes < num_partials) & is_column[None, :], other=0.0)
+    sums = tl.sum(total, 0)
+    if first_ptr is not None:
+        first = first_ptr + row * first_row + columns * first_column
+        tl.store(first, sums.to(first_ptr.dtype.element_ty), mask=is_column & (row < ROWS - 1))
+    if last_ptr is not None:
+        tl.store(last_ptr + columns, sums.to(last_ptr.dtype.element_ty), mask=is_column & (row == ROWS - 1))
+
+
+def add(num_partials: int, rows: int, D: int, strides: tuple[int, int] = (0, 0)) -> Launch:
+    """Launch(partial, first or None, last or None); strides: those of first, by row and by column."""
+    constants = {"ROWS": rows, "BP": BP, "BD": BD}
+    return Launch(add_kernel, triton.cdiv(D, BD) * rows, (num_partials, D, *strides), constants, num_warps=4)
