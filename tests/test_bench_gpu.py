@@ -1,6 +1,7 @@
 """What `bench gpu` rests on, without a GPU: problems, peers behind stand-ins, the gate, times, rows."""
 
 import ast
+import contextlib
 import importlib.util
 import inspect
 import json
@@ -297,6 +298,9 @@ def test_long_problems_are_judged_on_their_start(small, monkeypatch):
 def test_nothing_is_begun_after_the_deadline(small):
     session = gpu.Session(("gdn",), CPU, deadline=0.0)
     assert [row["skipped"] for row in gpu.run(session, ["prefill"])] == ["out of time"] * 2
+    rows = list(gpu.run(session, ["host", "cold", "accuracy"]))
+    assert len(rows) == 3 + 1 + len(gpu.ACCURACY) and all(row["skipped"] for row in rows)
+    assert len(tables.notes(rows)) == len(rows)
 
 
 # times
@@ -313,6 +317,96 @@ def test_interleaved_takes_turns():
     assert "".join(order) == "aab" * (graph.ROUNDS[0] + 1)
     assert {name: t.runs for name, t in found.items()} == dict.fromkeys("ab", graph.ROUNDS[0])
     assert prepared["a"].timer == "wall" and prepared["a"].calls == 2
+
+
+class PretendCuda:
+    """As much of torch.cuda as graphs need: a clock that calls move, graphs that run their calls again."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.log, self.captured = 0.0, [], None
+        cuda, me = torch.cuda, self
+
+        class Event:
+            def __init__(self, enable_timing=False):
+                assert enable_timing
+
+            def record(self):
+                self.at = me.now
+
+            def elapsed_time(self, other):
+                return 1e3 * (other.at - self.at)
+
+        class Stream:
+            def wait_stream(self, other):
+                assert isinstance(other, Stream)
+
+        class Graph:
+            def replay(self):
+                me.log.append("replay")
+                for call in self.calls:
+                    call()
+
+        class Capture:
+            def __init__(self, graph, stream, capture_error_mode):
+                assert isinstance(stream, Stream) and capture_error_mode == "thread_local"
+                self.graph = graph
+
+            def __enter__(self):
+                me.captured = []
+
+            def __exit__(self, *error):
+                self.graph.calls, me.captured = me.captured, None
+
+        fakes = {"Event": Event, "Stream": Stream, "CUDAGraph": Graph, "graph": Capture}
+        fakes |= {"stream": lambda stream: contextlib.nullcontext(), "current_stream": Stream}
+        fakes |= {"synchronize": lambda device=None: None, "_sleep": lambda cycles: me.log.append("sleep")}
+        fakes |= {"reset_peak_memory_stats": lambda device: None, "memory_allocated": lambda device: 100}
+        fakes |= {"max_memory_allocated": lambda device: 350}
+        for name, fake in fakes.items():
+            assert hasattr(cuda, name)
+            monkeypatch.setattr(cuda, name, fake)
+
+    def call(self, seconds, out=None, is_capturable=True):
+        """A call that takes so long and writes ones into `out`."""
+
+        def work():
+            self.now += seconds
+            if out is not None:
+                out.fill_(1)
+
+        def call():
+            if self.captured is None:
+                work()
+            elif not is_capturable:
+                raise RuntimeError("operation not permitted when stream is capturing\nand so on")
+            else:
+                self.captured.append(work)
+            return torch.zeros(3) if out is None else out
+
+        return call
+
+
+def test_short_calls_are_captured_many_times(monkeypatch):
+    cuda, device = PretendCuda(monkeypatch), torch.device("cuda")
+    calls = [cuda.call(20e-6, torch.zeros(3)) for _ in range(2)]
+    short, long = graph.prepare(calls, device), graph.prepare([cuda.call(2e-3, torch.zeros(2))], device)
+    assert (short.timer, short.calls, long.calls) == ("graph", 26, 1)
+    found = graph.interleaved({"short": short, "long": long}, device, budget=0)
+    assert found["short"].p50 == pytest.approx(20e-6) and found["long"].p80 == pytest.approx(2e-3)
+    assert graph.prepare([cuda.call(1e-9, torch.zeros(1))], device).calls == graph.MAX_CALLS
+    assert graph.peak_memory(calls[0], device) == 250
+
+
+@pytest.mark.parametrize("is_capturable", [True, False])
+def test_what_no_graph_holds_is_timed_by_events(monkeypatch, is_capturable):
+    """A call that may not be captured, and one whose work a replay does not do."""
+    cuda, device = PretendCuda(monkeypatch), torch.device("cuda")
+    found = graph.prepare([cuda.call(1e-3, None, is_capturable)], device)
+    assert found.timer == "events" and found.calls == 1 and found.lead > 0
+    assert found.why.endswith("capturing") != is_capturable and "\n" not in found.why
+    cuda.log.clear()
+    assert graph.interleaved({"a": found}, device, budget=0)["a"].p50 == pytest.approx(1e-3)
+    assert "replay" not in cuda.log and "sleep" in cuda.log
 
 
 def test_sets_of_a_decode_lie_in_one_pool():

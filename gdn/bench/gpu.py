@@ -84,19 +84,22 @@ def run(session: Session, passes: Sequence[str]) -> Iterator[Row]:
         session.ceilings = graph.ceilings(session.device)
     others: dict[str, Callable[[Session], Iterator[Row]]] = {"host": host, "cold": cold, "accuracy": errors}
     for name in passes:
-        if name in others:
-            rows = others[name](session)
-        else:
-            rows = (row for target in session.targets(name) for row in timed(session, target))
+        rows = others[name](session) if name in others else _all_timed(session, name)
         for row in rows:
             yield {"pass": name, **row}
+
+
+def _all_timed(session: Session, name: str) -> Iterator[Row]:
+    for target in session.targets(name):
+        yield from timed(session, target)
+        graph.release()
 
 
 def timed(session: Session, target: Target) -> list[Row]:
     """One target with every provider that does the job: judged, then timed in turn."""
     taking = {name: p for name, p in session.providers.items() if target.job in p.binds}
     if session.is_over:
-        return [{"row": target.name, "provider": name, "skipped": "out of time"} for name in taking]
+        return [_late(target.name, name) for name in taking]
     device, job = session.device, target.job
     given = jobs.given(target.case, device)
     rows = {name: _head(target) | {"provider": name} for name in taking}
@@ -115,8 +118,6 @@ def timed(session: Session, target: Target) -> list[Row]:
     for name, seconds in times.items():
         rows[name] |= _speed(session, target, seconds, prepared[name])
     _compare(target, rows)
-    del given, found, prepared
-    graph.release()
     return list(rows.values())
 
 
@@ -146,6 +147,9 @@ def host(session: Session) -> Iterator[Row]:
     for what, (job, case) in hosttime.CASES.items():
         if not session.wants(what):
             continue
+        if session.is_over:
+            yield _late(what)
+            continue
         given = jobs.sets(job, jobs.given(case, session.device), 1)[0]
         for name, provider in session.providers.items():
             if job not in provider.binds:
@@ -165,7 +169,9 @@ def host(session: Session) -> Iterator[Row]:
 def cold(session: Session) -> Iterator[Row]:
     """New processes with empty caches; peers only when asked for by name, since theirs take minutes."""
     for name in session.providers:
-        if session.is_named or name.startswith("gdn"):
+        if session.is_over:
+            yield _late("new process", name)
+        elif session.is_named or name.startswith("gdn"):
             row: Row = {"row": "new process", "provider": name, **coldstart.cold(name)}
             again = {
                 what: count
@@ -184,7 +190,10 @@ def cold(session: Session) -> Iterator[Row]:
 def errors(session: Session) -> Iterator[Row]:
     """Every provider's error in every output, on the same inputs, forward and backward where there is one."""
     for what, case in ACCURACY.items():
-        if session.is_over or not session.wants(what):
+        if not session.wants(what):
+            continue
+        if session.is_over:
+            yield _late(what)
             continue
         given = jobs.given(case, session.device)
 
@@ -220,6 +229,10 @@ def against_peers(ours: Mapping[str, float], found: Mapping[str, Mapping[str, fl
     worse = [x for x, ratio in ratios.items() if ratio > WORSE]
     worse += [f"{x} of fla's" for x, ratio in of_fla.items() if ratio > OF_FLA[x]]
     return {"of_best_peer": ratios, "of_fla": of_fla, "worse": worse, "reached": not worse}
+
+
+def _late(what: str, provider: str = "all") -> Row:
+    return {"row": what, "provider": provider, "skipped": "out of time"}
 
 
 def _head(target: Target) -> Row:
