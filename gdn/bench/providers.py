@@ -41,7 +41,6 @@ class Provider:
 
     name: str
     binds: Mapping[str, Callable[[Tensors, Options], Bound]]
-    note: str = ""
 
     def function(self, job: str) -> Function:
         """The job as accuracy judges it: a function of tensors, on a pool of its own."""
