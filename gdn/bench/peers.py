@@ -47,9 +47,7 @@ def fla() -> Provider:
         }
         return Bound(lambda: fused_recurrent_gated_delta_rule(initial_state=states, **arguments))
 
-    return Provider(
-        "fla", {"prefill": chunk, "train": chunk, "decode": decode}, "decode: states not in place"
-    )
+    return Provider("fla", {"prefill": chunk, "train": chunk, "decode": decode})
 
 
 def flash_qla() -> Provider:
