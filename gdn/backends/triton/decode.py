@@ -200,10 +200,10 @@ def _plan(p: DecodeProblem, starts: tuple[int, int, int] = (0, 0, 0)) -> Launch:
     axis, state_unit, state = _pool(p.state, p)
     kept_axis, kept_unit, kept = ("", 1, (0,) * 5) if p.intermediate is None else _pool(p.intermediate, p)
     width = p.state.element_size()
-    part = tile_of(p.K, p.V, width, axis or "k", machine(p.q.device))
+    part = tile_of(p.K, p.V, axis or "k", width, state_unit if axis else 1, machine(p.q.device))
     is_packed, is_dense = p.cu_seqlens is not None, p.q.stride(3) == p.k.stride(3) == 1
     # loads of q and k as wide as those of the state give each lane the same keys
-    unit = min(16 // width, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2])) if is_dense else 1
+    unit = min(16 // width, state_unit, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2])) if is_dense else 1
     q, k, v, o, g, beta = (
         (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), *x.stride()[1:3])
         for x in (p.q, p.k, p.v, p.out, p.g if p.a is None else p.a, p.beta if p.b is None else p.b)

@@ -13,11 +13,14 @@ def dot(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
 @triton.jit
 def softplus(x):
     """log(1 + e^x): linear above 20; right for very negative x, where 1 + e^x is 1."""
-    e = tl.exp(-tl.abs(x))
-    u = 1.0 + e
-    # log1p(e): the rounding of 1 + e is taken out again
-    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.maximum(x, 0.0) + log1p
+    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x in 0 .. 1: the rounding of 1 + x is taken out again."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
 @triton.jit
@@ -79,9 +82,10 @@ def load_beta(
     tokens = tl.arange(0, C)
     if beta_ptr is None:
         return tl.where(tokens < length, 1.0, 0.0)
-    base = beta_ptr + row.to(tl.int64) * beta_b + first.to(tl.int64) * beta_t + head * beta_h
-    beta = tl.load(base + tokens * beta_t, mask=tokens < length, other=0.0)
-    return tl.where(tokens < length, strength(beta, SIGMOID, NEGATIVE), 0.0)
+    else:
+        base = beta_ptr + row.to(tl.int64) * beta_b + first.to(tl.int64) * beta_t + head * beta_h
+        beta = tl.load(base + tokens * beta_t, mask=tokens < length, other=0.0)
+        return tl.where(tokens < length, strength(beta, SIGMOID, NEGATIVE), 0.0)
 
 
 @triton.jit
@@ -90,8 +94,9 @@ def load_rstd(rstd_ptr, row, first, length, head, T, H, C: tl.constexpr):
     tokens = tl.arange(0, C)
     if rstd_ptr is None:
         return tl.where(tokens < length, 1.0, 0.0)
-    base = rstd_ptr + (row.to(tl.int64) * T + first) * H + head
-    return tl.load(base + tokens * H, mask=tokens < length, other=0.0)
+    else:
+        base = rstd_ptr + (row.to(tl.int64) * T + first) * H + head
+        return tl.load(base + tokens * H, mask=tokens < length, other=0.0)
 
 
 @triton.jit
@@ -107,24 +112,12 @@ def rows_of(
 
 
 @triton.jit
-def columns_of(
-    x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D: tl.constexpr, C: tl.constexpr,
-    UNIT: tl.constexpr,
-):  # fmt: skip
-    """The same, transposed: [len(columns), C]."""
-    tokens = tl.arange(0, C)
-    base = x_ptr + (row.to(tl.int64) * x_b + first.to(tl.int64) * x_t + head * x_h) * UNIT
-    mask = exist(columns, D)[:, None] & (tokens < length)[None, :]
-    return tl.load(base + tokens[None, :] * (x_t * UNIT) + columns[:, None], mask=mask, other=0.0)
-
-
-@triton.jit
-def state_tile(base, rows, columns, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """Pointers and mask of S^T [rows of V, columns of K] in a state stored V first or K first."""
-    mask = exist(rows, V)[:, None] & exist(columns, K)[None, :]
+def state_tile(base, ks, vs, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Places and mask of a block [ks, vs] of a state stored V first or K first."""
+    mask = exist(ks, K)[:, None] & exist(vs, V)[None, :]
     if V_FIRST:
-        return base + rows[:, None] * K + columns[None, :], mask
-    return base + columns[None, :] * V + rows[:, None], mask
+        return base + vs[None, :] * K + ks[:, None], mask
+    return base + ks[:, None] * V + vs[None, :], mask
 
 
 @triton.jit

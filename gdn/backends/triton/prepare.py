@@ -16,7 +16,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, load_beta, rows_of, rstd_of, softplus, split
+from gdn.backends.triton.lib import decay, dot, exist, load_beta, rows_of, rstd_of, softplus, split
 from gdn.backends.triton.pairs import pairs, store_factors
 from gdn.backends.triton.tril import inverse
 
@@ -34,11 +34,13 @@ def log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET: tl.constexpr):
 
 @kernel
 def prepare_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, G_ptr, A_inv_ptr, P_ptr, factors_ptr,
-    q_rstd_ptr, k_rstd_ptr, o_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, G_ptr, A_inv_ptr, P_ptr,
+    factors_ptr, w_ptr, u_ptr, q_rstd_ptr, k_rstd_ptr, o_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV,
+    ratio, chunks_per_row, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
@@ -93,5 +95,16 @@ def prepare_kernel(
     A = dot(k, tl.trans(k), None, PRECISION) * (beta * k_rstd)[:, None] * k_rstd[None, :]
     D = decay(high[None, :], low[None, :], high[:, None], low[:, None])
     A = tl.where(tokens[:, None] > tokens[None, :], A * D, 0.0)
-    A_inv = inverse(A, PRECISION, "whole")
-    tl.store(A_inv_ptr + square, A_inv.to(A_inv_ptr.dtype.element_ty))
+    A_inv = inverse(A, PRECISION, FORM).to(k.dtype)
+    tl.store(A_inv_ptr + square, A_inv)
+    if w_ptr is not None:
+        decayed = (k.to(tl.float32) * (beta * tl.exp(high) * k_rstd)[:, None]).to(k.dtype)
+        w = dot(A_inv, decayed, None, PRECISION)
+        w_place = w_ptr + tile * (C * K) + tokens[:, None] * K + ks[None, :]
+        tl.store(w_place, w.to(k.dtype), mask=exist(ks, K)[None, :])
+        for strip in range(0, V, BV):
+            vs = strip + tl.arange(0, BV)
+            v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
+            u = dot(A_inv, (v.to(tl.float32) * beta[:, None]).to(k.dtype), None, PRECISION)
+            u_place = u_ptr + tile * (C * V) + tokens[:, None] * V + vs[None, :]
+            tl.store(u_place, u.to(k.dtype), mask=exist(vs, V)[None, :])

@@ -228,22 +228,24 @@ class Tile:
 
 
 # (contiguous axis, bytes of a number) -> numbers of the state per thread, warps
-SHARES = {("k", 4): (32, 1), ("k", 2): (32, 1), ("v", 4): (64, 1), ("v", 2): (64, 1)}
+SHARES = {("k", 4): (32, 1), ("k", 2): (32, 1), ("v", 4): (32, 1), ("v", 2): (32, 1)}
 
 
-def tile_of(K: int, V: int, width: int, axis: str, machine: Machine) -> Tile:
-    """The tile for states of `width` bytes per number. Never of the batch: it would show in no bit, but this
-    way nobody has to rely on that."""
-    share, warps = SHARES[axis, min(width, 4)]
-    lanes, vector = 64 if machine.kind == "hip" else 32, 16 // min(width, 4)
+def tile_of(K: int, V: int, axis: str, width: int, unit: int, machine: Machine) -> Tile:
+    """The tile for states of `width` bytes per number, which are read `unit` numbers at a time.
+
+    J and W, which decide in what order K is summed, depend on the first four alone; nothing on the batch.
+    """
+    share, warps = SHARES[axis, width]
+    lanes, vector = 64 if machine.kind == "hip" else 32, min(16 // width, unit)
     K, V = triton.next_power_of_2(K), triton.next_power_of_2(V)
-    columns = max(1, share * lanes * warps // K)
+    columns = max(1, min(share * lanes * warps // K, V))
     if axis == "v":
-        P = min(vector, V)
-        return Tile(max(1, min(columns, V) // P), P, K, 1, warps)
-    W = min(K, 8 * vector)
+        P = min(vector, columns)
+        return Tile(columns // P, P, K, 1, warps)
+    W = min(K, 128 // width)
     R = max(1, lanes * warps * vector // W)
-    return Tile(R, max(1, min(columns, V) // R), K // W, W, warps)
+    return Tile(R, max(1, columns // R), K // W, W, warps)
 
 
 _plans: Plans[Launch] = Plans()
@@ -272,7 +274,7 @@ def _key(p: Problem) -> Hashable:
 
 def _plan(p: Problem) -> Launch:
     axis = "k" if p.state_v_first else "v"
-    part = tile_of(p.K, p.V, 4, axis, machine(p.device))
+    part = tile_of(p.K, p.V, axis, 4, 4, machine(p.device))
     # loads of q and k as wide as those of the state give each lane the same keys
     unit = min(4, unit_of(*p.q.stride()[:3], *p.k.stride()[:3]))
     o = (p.T * p.HV * p.V, p.HV * p.V, p.V)

@@ -18,7 +18,8 @@ from torch import Tensor
 from gdn.backends.backend import Gradients, Saved, Shape
 from gdn.backends.triton import tuned
 from gdn.backends.triton.chunks import Table
-from gdn.backends.triton.gradients import gradients_kernel
+from gdn.backends.triton.gates_bwd import gates_bwd_kernel
+from gdn.backends.triton.gradients import keys_kernel, queries_kernel
 from gdn.backends.triton.launch import Launch, Plans, machine, on, unit_of
 from gdn.backends.triton.output import output_kernel
 from gdn.backends.triton.pairs import pairs_kernel
@@ -36,6 +37,7 @@ class Forward:
     prepare: Launch
     state: Launch
     output: Launch | None
+    has_wy: bool
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class Backward:
     table: Table | None
     pairs: Launch
     state: Launch
-    gradients: Launch
+    keys: Launch
+    queries: Launch
+    gates: Launch
 
 
 _forwards: Plans[Forward] = Plans()
@@ -80,14 +84,17 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         o = p.v.new_empty(p.v.shape)
         final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None
         table = None if plan.table is None else plan.table.make(p.cu_seqlens)
+        w = p.q.new_empty(p.num_chunks, p.HV, CHUNK, p.K) if plan.has_wy else None
+        u = p.v.new_empty(p.num_chunks, p.HV, CHUNK, p.V) if plan.has_wy else None
         factors = _factors(p)
         tail, fused_o = (None if table is None else o), (o if is_fused else None)
         plan.prepare(
-            p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, table, G, A_inv, P, factors, q_rstd if is_fused else None,
-            k_rstd, tail,
+            p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, table, G, A_inv, P, factors, w, u,
+            q_rstd if is_fused else None, k_rstd, tail,
         )  # fmt: skip
         plan.state(
-            p.q, p.k, p.v, A_inv, P, factors, p.initial_state, p.cu_seqlens, table, S_in, v_new, fused_o, final
+            p.q, p.k, p.v, w, u, A_inv, P, factors, p.initial_state, p.cu_seqlens, table, S_in, v_new, fused_o,
+            final,
         )
         if plan.output is not None:
             plan.output(p.q, p.k, G, k_rstd, table, S_in, v_new, q_rstd, o)
@@ -120,12 +127,16 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         factors = _factors(p)
         plan.pairs(p.q, p.k, p.beta, saved.G, *norms, table, P, factors)
         plan.state(p.q, p.k, saved.A_inv, P, factors, do, dS, p.cu_seqlens, table, dS_out, dv, dS0)
-        # dq takes the place that P has left
-        del P
-        dq, dk = (x.new_empty(x.shape) for x in (p.q, p.k))
-        plan.gradients(
-            p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, saved.G, saved.A_inv, *norms, saved.S_in, dS_out,
-            do, table, dq, dk, dv, dg, dbeta, dA_log, ddt_bias,
+        dk = p.k.new_empty(p.k.shape)
+        # P and the factors have been read: their places serve for E and for the shares of the gates' gradients
+        plan.keys(
+            p.q, p.k, p.v, p.beta, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, table, P, dk, dv, factors
+        )
+        del dS_out
+        dq = p.q.new_empty(p.q.shape)
+        plan.queries(p.q, p.k, saved.G, *norms, saved.S_in, do, P, table, dq)
+        plan.gates(
+            p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, dA_log, ddt_bias
         )  # fmt: skip
         totals = (
             None if x is None or like is None else x.sum(0).to(like.dtype)
@@ -161,6 +172,11 @@ def _lacks_norms(p: Problem, saved: Saved) -> bool:
 
 def _room(p: Problem, shape: Shape | None) -> Tensor | None:
     return None if shape is None else p.q.new_empty(shape[0], dtype=shape[1])
+
+
+def _wide(p: Problem) -> int:
+    """Value columns that a product of one chunk takes at once."""
+    return max(16, min(64, triton.next_power_of_2(p.V)))
 
 
 def _factors(p: Problem) -> Tensor:
@@ -237,8 +253,8 @@ def _plan_forward(p: Problem, save: bool) -> Forward:
     prepare = Launch(
         prepare_kernel,
         a.entries * p.HV,
-        (*_strides(a.unit, p.q, p.k), *_gate_strides(p.g, p.beta), *numbers, p.scale),
-        {**dims, **a.sizes, **a.activation, **precision, "RESET": RESET},
+        (*_strides(a.unit, p.q, p.k, p.v), *_gate_strides(p.g, p.beta), *numbers, p.scale),
+        {**dims, **a.sizes, **a.activation, "BV": _wide(p), **precision, "RESET": RESET, "FORM": chosen.form},
         chosen.prepare_warps,
     )
     state = Launch(
@@ -255,7 +271,7 @@ def _plan_forward(p: Problem, save: bool) -> Forward:
         {**dims, **a.sizes, "BV": chosen.output.BV, **precision},
         chosen.output.num_warps,
     )
-    return Forward(a.table, prepare, state, None if chosen.is_fused else output)
+    return Forward(a.table, prepare, state, None if chosen.is_fused else output, chosen.has_wy)
 
 
 def _plan_backward(p: Problem, do: Tensor) -> Backward:
@@ -278,13 +294,25 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages},
         chosen.num_warps,
     )
-    gradients = Launch(
-        gradients_kernel,
+    keys = Launch(
+        keys_kernel,
         a.entries * p.H,
-        (*_strides(a.unit, p.q, p.k, p.v, do), *_gate_strides(p.g, p.beta), *numbers, p.scale),
-        {
-            **shared, **a.activation, "BK": min(a.BK, 64), "BV": chosen.gradients.BV, "RESET": RESET,
-        },
-        chosen.gradients.num_warps,
+        (*_strides(a.unit, p.q, p.k, p.v, do), *_gate_strides(p.beta), *numbers, p.scale),
+        {**shared, **a.activation, "BV": chosen.keys.BV},
+        chosen.keys.num_warps,
     )
-    return Backward(a.table, pairs, state, gradients)
+    queries = Launch(
+        queries_kernel,
+        a.entries * p.H,
+        (*_strides(a.unit, p.q, p.k, do), *numbers, p.scale),
+        {**shared, "BV": chosen.queries.BV},
+        chosen.queries.num_warps,
+    )
+    gates = Launch(
+        gates_bwd_kernel,
+        a.entries * p.HV,
+        (*_gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1]),
+        {"C": CHUNK, **a.activation, "RESET": RESET},
+        1,
+    )
+    return Backward(a.table, pairs, state, keys, queries, gates)

@@ -18,14 +18,14 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import columns_of, dot, exist, rows_of, state_tile
+from gdn.backends.triton.lib import dot, exist, rows_of, state_tile
 from gdn.backends.triton.pairs import factor, through
 
 
 @kernel
 def state_kernel(
-    q_ptr, k_ptr, v_ptr, A_inv_ptr, P_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr, S_in_ptr,
-    v_new_ptr, o_ptr, final_ptr,
+    q_ptr, k_ptr, v_ptr, w_ptr, u_ptr, A_inv_ptr, P_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr,
+    S_in_ptr, v_new_ptr, o_ptr, final_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -43,9 +43,9 @@ def state_kernel(
     tokens = tl.arange(0, C)
     square = tokens[:, None] * C + tokens[None, :]
     state = (n.to(tl.int64) * HV + head) * (K * V)
-    state_place, state_mask = state_tile(state, vs, ks, K, V, V_FIRST)
+    state_place, state_mask = state_tile(state, ks, vs, K, V, V_FIRST)
     if initial_ptr is None:
-        S = tl.zeros([BV, BK], tl.float32)
+        S = tl.zeros([BK, BV], tl.float32)
     else:
         S = tl.load(initial_ptr + state_place, mask=state_mask, other=0.0).to(tl.float32)
 
@@ -54,31 +54,39 @@ def state_kernel(
         length = tl.minimum(total - done, C)
         tile = (chunk + done // C).to(tl.int64) * HV + head
         k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-        A_inv = tl.load(A_inv_ptr + tile * (C * C) + square)
-        v = tl.trans(rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT))
-        beta = factor(factors_ptr, tile, 3, C)
-        carry = factor(factors_ptr, tile, 2, C)
         S_operand = S.to(operand)
         if S_in_ptr is not None:
-            place, mask = state_tile(tile * (K * V), vs, ks, K, V, False)
+            place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
             tl.store(S_in_ptr + place, S_operand, mask=mask)
-        kS = dot(S_operand, tl.trans(k), None, PRECISION)
-        r = beta[None, :] * v.to(tl.float32) - carry[None, :] * kS
-        v_new = dot(r.to(operand), tl.trans(A_inv), None, PRECISION)
+        tile_place = tokens[:, None] * V + vs[None, :]
+        if w_ptr is None:
+            A_inv = tl.load(A_inv_ptr + tile * (C * C) + square)
+            v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
+            beta = factor(factors_ptr, tile, 3, C)
+            carry = factor(factors_ptr, tile, 2, C)
+            kS = dot(k, S_operand, None, PRECISION)
+            r = beta[:, None] * v.to(tl.float32) - carry[:, None] * kS
+            v_new = dot(A_inv, r.to(operand), None, PRECISION)
+        else:
+            w_place = tile * (C * K) + tokens[:, None] * K + ks[None, :]
+            w = tl.load(w_ptr + w_place, mask=exist(ks, K)[None, :], other=0.0)
+            u = tl.load(u_ptr + tile * (C * V) + tile_place, mask=exist(vs, V)[None, :], other=0.0)
+            v_new = u.to(tl.float32) - dot(w, S_operand, None, PRECISION)
         if v_new_ptr is not None:
-            v_new_place = v_new_ptr + tile * (C * V) + tokens[None, :] * V + vs[:, None]
-            tl.store(v_new_place, v_new.to(operand), mask=exist(vs, V)[:, None])
+            v_new_place = v_new_ptr + tile * (C * V) + tile_place
+            tl.store(v_new_place, v_new.to(operand), mask=exist(vs, V)[None, :])
         if o_ptr is not None:
             q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
             P = tl.load(P_ptr + tile * (C * C) + square)
             into = factor(factors_ptr, tile, 1, C)
-            o = dot(S_operand, tl.trans(q), None, PRECISION) * into[None, :]
-            o = dot(v_new.to(operand), tl.trans(P), o, PRECISION)
+            o = dot(q, S_operand, None, PRECISION) * into[:, None]
+            o = dot(P, v_new.to(operand), o, PRECISION)
             o_base = o_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
-            o_mask = exist(vs, V)[:, None] & (tokens < length)[None, :]
-            tl.store(o_base + tokens[None, :] * (HV * V) + vs[:, None], o.to(operand), mask=o_mask)
+            o_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
+            tl.store(o_base + tokens[:, None] * (HV * V) + vs[None, :], o.to(operand), mask=o_mask)
         out = factor(factors_ptr, tile, 0, C)
-        S = dot((v_new * out[None, :]).to(operand), k, S * through(factors_ptr, tile, C), PRECISION)
+        grown = (v_new * out[:, None]).to(operand)
+        S = dot(tl.trans(k), grown, S * through(factors_ptr, tile, C), PRECISION)
 
     if final_ptr is not None:
         tl.store(final_ptr + state_place, S, mask=state_mask)

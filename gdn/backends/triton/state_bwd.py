@@ -13,7 +13,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import columns_of, dot, exist, rows_of, state_tile
+from gdn.backends.triton.lib import dot, exist, rows_of, state_tile
 from gdn.backends.triton.pairs import factor, through
 
 
@@ -38,9 +38,9 @@ def state_bwd_kernel(
     tokens = tl.arange(0, C)
     square = tokens[:, None] * C + tokens[None, :]
     state = (n.to(tl.int64) * HV + head) * (K * V)
-    state_place, state_mask = state_tile(state, vs, ks, K, V, V_FIRST)
+    state_place, state_mask = state_tile(state, ks, vs, K, V, V_FIRST)
     if dfinal_ptr is None:
-        dS = tl.zeros([BV, BK], tl.float32)
+        dS = tl.zeros([BK, BV], tl.float32)
     else:
         dS = tl.load(dfinal_ptr + state_place, mask=state_mask, other=0.0).to(tl.float32)
 
@@ -52,24 +52,25 @@ def state_bwd_kernel(
         tile = (chunk + i).to(tl.int64) * HV + head
         k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
         q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
-        do = tl.trans(rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT))
+        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + square).to(operand)
         P = tl.load(P_ptr + tile * (C * C) + square)
+
         dS_operand = dS.to(operand)
-        place, mask = state_tile(tile * (K * V), vs, ks, K, V, False)
+        place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
         tl.store(dS_out_ptr + place, dS_operand, mask=mask)
         out = factor(factors_ptr, tile, 0, C)
-        dv_new = dot(dS_operand, tl.trans(k), None, PRECISION) * out[None, :]
-        dv_new = dot(do, P, dv_new, PRECISION)
-        dr = dot(dv_new.to(operand), A_inv, None, PRECISION)
+        dv_new = dot(k, dS_operand, None, PRECISION) * out[:, None]
+        dv_new = dot(tl.trans(P), do, dv_new, PRECISION)
+        dr = dot(tl.trans(A_inv), dv_new.to(operand), None, PRECISION)
         dr_base = dr_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
-        dr_mask = exist(vs, V)[:, None] & (tokens < length)[None, :]
-        tl.store(dr_base + tokens[None, :] * (HV * V) + vs[:, None], dr.to(operand), mask=dr_mask)
+        dr_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
+        tl.store(dr_base + tokens[:, None] * (HV * V) + vs[None, :], dr.to(operand), mask=dr_mask)
         into = factor(factors_ptr, tile, 1, C)
-        from_q = (do.to(tl.float32) * into[None, :]).to(operand)
-        dS = dot(from_q, q, dS * through(factors_ptr, tile, C), PRECISION)
+        from_q = (do.to(tl.float32) * into[:, None]).to(operand)
+        dS = dot(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION)
         carry = factor(factors_ptr, tile, 2, C)
-        dS = dot((dr * -carry[None, :]).to(operand), k, dS, PRECISION)
+        dS = dot(tl.trans(k), (dr * -carry[:, None]).to(operand), dS, PRECISION)
 
     if dinitial_ptr is not None:
         tl.store(dinitial_ptr + state_place, dS.to(dinitial_ptr.dtype.element_ty), mask=state_mask)

@@ -31,6 +31,8 @@ class ForwardTiles(Pass):
     """Forward. `is_fused`: the state pass makes the outputs."""
 
     is_fused: bool
+    has_wy: bool
+    form: str
     prepare_warps: int
     output: Tile
 
@@ -39,7 +41,8 @@ class ForwardTiles(Pass):
 class BackwardTiles(Pass):
     """Backward."""
 
-    gradients: Tile
+    keys: Tile
+    queries: Tile
 
 
 def forward(p: Problem, save: bool, machine: Machine) -> ForwardTiles:
@@ -47,12 +50,12 @@ def forward(p: Problem, save: bool, machine: Machine) -> ForwardTiles:
     BV = _strip(p, 64)
     programs = p.N * p.HV * triton.cdiv(p.V, BV)
     is_fused = not p.batch_invariant and programs >= 2 * machine.num_sms
-    return ForwardTiles(BV, 4, _stages(p), is_fused, 4, Tile(_strip(p, 64), 4))
+    return ForwardTiles(BV, 4, _stages(p), is_fused, not is_fused, "whole", 4, Tile(_strip(p, 64), 4))
 
 
 def backward(p: Problem, machine: Machine) -> BackwardTiles:
     """One strip for both passes; all gradients of a chunk need 8 warps to hold dq and dk."""
-    return BackwardTiles(_strip(p, 64), 4, _stages(p), Tile(_strip(p, 64), 4))
+    return BackwardTiles(_strip(p, 64), 4, _stages(p), Tile(_strip(p, 32), 4), Tile(_strip(p, 64), 4))
 
 
 def _strip(p: Problem, most: int) -> int:

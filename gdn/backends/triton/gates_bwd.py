@@ -1,0 +1,71 @@
+"""From the shares of a chunk's tokens in the gradient of the gates to dg, dbeta, dA_log and ddt_bias.
+
+    dg_t = crossing_t + sum_{i >= t} entering_i + sum_{j < t} leaving_j + e^(G_C) through
+    da = -exp(A_log) sigmoid(a + dt_bias) dg;   dA_log = sum g dg;   ddt_bias = sum da
+    db = sigmoid(b) sigmoid(-b) dbeta, twice that with negative eigenvalues
+
+One warp per chunk and value head, on vectors alone; sums in fp64, dA_log and ddt_bias as one number a chunk.
+Bytes per token and value head: 30 to 50.
+"""
+
+import triton.language as tl
+
+from gdn.backends.triton.chunks import locate
+from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.lib import sigmoid
+from gdn.backends.triton.prepare import log_decay
+
+
+@kernel
+def gates_bwd_kernel(
+    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, G_ptr, table_ptr, shares_ptr, dg_ptr, dbeta_ptr, dA_log_ptr,
+    ddt_bias_ptr,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, chunks_per_row,
+    C: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0) // HV
+    head = tl.program_id(0) % HV
+    row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    tokens = tl.arange(0, C)
+    tile = chunk.to(tl.int64) * HV + head
+    # tokens of no sequence get zeros, as do the sums of a chunk that holds none
+    is_token = tokens < length
+    is_given = tokens < tl.abs(length)
+    place = (row.to(tl.int64) * T + first + tokens) * HV + head
+    shares = shares_ptr + tile * (5 * C) + tokens
+    if dg_ptr is not None:
+        crossing = tl.load(shares, mask=is_token, other=0.0)
+        entering = tl.load(shares + C, mask=is_token, other=0.0).to(tl.float64)
+        leaving = tl.load(shares + 2 * C, mask=is_token, other=0.0).to(tl.float64)
+        has_any = length > 0
+        through = tl.load(shares_ptr + tile * (5 * C) + 4 * C, mask=has_any, other=0.0)
+        end = tl.load(G_ptr + (row.to(tl.int64) * T + first + length - 1) * HV + head, mask=has_any, other=0.0)
+        dg = crossing + tl.cumsum(entering, 0, reverse=True) + (tl.cumsum(leaving, 0) - leaving)
+        dg = (dg + through * tl.exp(end.to(tl.float32))).to(tl.float32)
+        g_place = g_ptr + row.to(tl.int64) * g_b + first.to(tl.int64) * g_t + head * g_h + tokens * g_t
+        given = tl.load(g_place, mask=is_token, other=0.0).to(tl.float32)
+        g = log_decay(given, A_log_ptr, dt_bias_ptr, head, RESET)
+        # nothing passes a reset; the rounding of 0, times g = -1e6, would show in dA_log
+        passes = is_token & (g > RESET)
+        dg = tl.where(passes, dg, 0.0)
+        if A_log_ptr is not None:
+            if dt_bias_ptr is not None:
+                given += tl.load(dt_bias_ptr + head).to(tl.float32)
+            slope = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * sigmoid(given)
+            dA_log = tl.sum(tl.where(passes, dg * g, 0.0).to(tl.float64), 0)
+            tl.store(dA_log_ptr + tile, dA_log)
+            dg = tl.where(passes, dg * slope, 0.0)
+            if ddt_bias_ptr is not None:
+                tl.store(ddt_bias_ptr + tile, tl.sum(dg.to(tl.float64), 0))
+        tl.store(dg_ptr + place, dg.to(dg_ptr.dtype.element_ty), mask=is_given)
+    if dbeta_ptr is not None:
+        dbeta = tl.load(shares + 3 * C, mask=is_token, other=0.0)
+        if SIGMOID:
+            beta_place = beta_ptr + row.to(tl.int64) * beta_b + first.to(tl.int64) * beta_t + head * beta_h
+            logit = tl.load(beta_place + tokens * beta_t, mask=is_token, other=0.0).to(tl.float32)
+            # sigmoid(-b), not 1 - sigmoid(b), which cancels
+            slope = sigmoid(logit) * sigmoid(-logit)
+            if NEGATIVE:
+                slope = 2.0 * slope
+            dbeta = tl.where(is_token & (dbeta != 0), dbeta * slope, 0.0)
+        tl.store(dbeta_ptr + place, dbeta.to(dbeta_ptr.dtype.element_ty), mask=is_given)
