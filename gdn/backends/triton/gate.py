@@ -47,7 +47,7 @@ def _decay_rate(a, A_log, bias):
     rate = _exp(A_log.to(tl.float64))[None, :]
     # both are e^x there, which may be below what fp32 holds where the product is not
     is_small = x < -20.0
-    product = _exp(A_log.to(tl.float64)[None, :] + x.to(tl.float64))
+    product = _exp(A_log.to(tl.float64)[None, :] + tl.where(is_small, x, 0.0).to(tl.float64))
     return tl.where(is_small, product, rate * softplus), tl.where(is_small, product, rate * sigmoid)
 
 
