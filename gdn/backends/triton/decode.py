@@ -8,7 +8,8 @@ multiprocessors, which is what their share of 4.2 TB/s needs at 0.5 us of latenc
 The first token's loads go out before the slot's number is there, so that one load's latency hides the other.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import torch
 import triton.language as tl
@@ -153,23 +154,38 @@ def decode_kernel(
             tl.store(place, S.to(state_ptr.dtype.element_ty), mask=in_state)
 
 
-class Decode:
-    """The slot `decode` of `Backend`; and, for whoever calls again and again, the launch it comes down to."""
+@dataclass(frozen=True)
+class Again:
+    """The launch that a decode came down to, for calls that differ only in where their tensors lie."""
 
-    def __init__(self) -> None:
-        self._plans: Plans[Launch] = Plans()
+    launch: Launch
+    device: torch.device
 
-    def __call__(self, problem: DecodeProblem) -> None:
-        """Writes problem.state, problem.intermediate and problem.out."""
-        with on(problem.q.device):
-            self.prepare(problem)(*tensors_of(problem))
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """With the tensors of a problem, in its order."""
+        with on(self.device):
+            self.launch(*tensors)
 
-    def prepare(self, problem: DecodeProblem) -> Callable[..., None]:
-        """What to call with the tensors of this problem, or of another that differs only in where they lie."""
-        return self._plans.get(_key(problem), lambda: _plan(problem))
+    def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "Again":
+        """The same for calls that give one tensor for q, k and v, which lie in it as the problem's do."""
+        p, first = problem, mixed_qkv.storage_offset()
+        starts = (
+            p.q.storage_offset() - first,
+            p.k.storage_offset() - first,
+            p.v.storage_offset() - first,
+        )
+        return Again(_plan(p, starts), self.device)
 
 
-decode = Decode()
+_plans: Plans[Again] = Plans()
+
+
+def decode(problem: DecodeProblem) -> Again:
+    """See `Backend`; writes problem.state, problem.intermediate and problem.out."""
+    p = problem
+    again = _plans.get(_key(p), lambda: Again(_plan(p), p.q.device))
+    again(*tensors_of(p))
+    return again
 
 
 def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:

@@ -80,6 +80,8 @@ def keys_kernel(
     q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
     q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     dk = tl.zeros([C, BK], tl.float32)
+    # fp32 rows and their halves for tf32x3, kept for every use, would take 400 KB of shared memory
+    IS_WIDE: tl.constexpr = operand == tl.float32
     for j in range(ratio):
         head = key_head * ratio + j
         tile = chunk.to(tl.int64) * HV + head
@@ -96,6 +98,9 @@ def keys_kernel(
         leaving = tl.zeros([C], tl.float32)
         through = 0.0
         for strip in range(0, V, BV):
+            if IS_WIDE:
+                k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+                q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
             vs = strip + tl.arange(0, BV)
             S_mask = exist(ks, K)[:, None] & exist(vs, V)[None, :]
             S_place = tile * (K * V) + ks[:, None] * V + vs[None, :]
@@ -124,6 +129,8 @@ def keys_kernel(
             # every lane has read dr by now; dv goes where it lay
             tl.debug_barrier()
             tl.store(dv_ptr + dr_place, wide_dr.to(operand), mask=dr_mask)
+        if IS_WIDE:
+            k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
         # [j, i]: key j down, query i across
         is_below = tokens[:, None] < tokens[None, :]
         high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
@@ -143,6 +150,8 @@ def keys_kernel(
         F_rows = tl.load(E_ptr + tile * (C * C) + tokens[None, :] * C + tokens[:, None])
         dk = dot(F_rows, k, dk, PRECISION)
         tl.debug_barrier()
+        if IS_WIDE:
+            q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
         tl.store(E_ptr + square, (E * k_rstd[:, None]).to(operand))
         E = E * load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)[None, :]
         dk = dot(E.to(operand), q, dk, PRECISION)
