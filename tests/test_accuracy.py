@@ -7,7 +7,7 @@ import gdn
 from gdn.bench.accuracy import check, gates
 from gdn.bench.cases import LENGTHS, QUICK, Case, covering
 
-COVERING = covering(max_cost=2**24)
+COVERING, SMALL = covering(max_cost=2**24), covering(QUICK)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -20,18 +20,8 @@ def verdicts(provider, case, dtype, **options):
     ]
 
 
-def test_every_length_and_every_gate_row_is_there():
-    assert {case.lengths for case in COVERING} == set(LENGTHS)
-    assert gates(torch.bfloat16, "random")["o"] == 5e-3 and gates(torch.float16, "negative")["dg"] == 3e-2
-    assert gates(torch.float32, "random")["dq"] == 1e-5 and gates(torch.float64, "correlated")["dg"] == 1e-9
-
-
-@pytest.mark.parametrize("case", COVERING, ids=str)
-def test_chunk(backend, case):
-    # each case in one dtype of four, in turn, and every case in fp32, the strictest that all backends share
-    for dtype in {torch.float32, DTYPES[COVERING.index(case) % 4]}:
-        bad = verdicts(lambda *x, **o: gdn.chunk_gated_delta_rule(*x, backend=backend, **o), case, dtype)
-        assert not bad, f"{dtype}: {bad}"
+def chunk(backend):
+    return lambda *x, **options: gdn.chunk_gated_delta_rule(*x, backend=backend, **options)
 
 
 def recurrent(backend):
@@ -41,27 +31,63 @@ def recurrent(backend):
     return provider
 
 
+def dtypes(backend, number):
+    """fp32, the strictest that all backends share, and one of four in turn; all three that `triton` takes."""
+    return set(DTYPES[:3]) if backend == "triton" else {torch.float32, DTYPES[number % 4]}
+
+
+def test_every_length_and_every_gate_row_is_there():
+    assert {case.lengths for case in COVERING} == set(LENGTHS)
+    assert gates(torch.bfloat16, "random")["o"] == 5e-3 and gates(torch.float16, "negative")["dg"] == 3e-2
+    assert gates(torch.float32, "random")["dq"] == 1e-5 and gates(torch.float64, "correlated")["dg"] == 1e-9
+
+
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_chunk(backend, device, case):
+    for dtype in dtypes(backend, COVERING.index(case)):
+        bad = verdicts(chunk(backend), case, dtype, device=device)
+        assert not bad, f"{dtype}: {bad}"
+
+
 @pytest.mark.parametrize("case", [c for c in COVERING if c.lengths.T <= 150], ids=str)
-def test_recurrent(backend, case):
-    assert not verdicts(recurrent(backend), case, torch.float32)
+def test_recurrent(backend, device, case):
+    for dtype in dtypes(backend, 0):
+        bad = verdicts(recurrent(backend), case, dtype, device=device)
+        assert not bad, f"{dtype}: {bad}"
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small(backend, device, case):
+    """Every pair of choices again, on problems small enough for an interpreter."""
+    for dtype in {torch.float32, DTYPES[SMALL.index(case) % 3]}:
+        bad = verdicts(chunk(backend), case, dtype, device=device)
+        assert not bad, f"{dtype}: {bad}"
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", SMALL[::4], ids=str)
+def test_small_recurrent(backend, device, case):
+    for dtype in DTYPES[:3]:
+        bad = verdicts(recurrent(backend), case, dtype, device=device)
+        assert not bad, f"{dtype}: {bad}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_long_and_slow(backend, dtype):
+def test_long_and_slow(backend, device, dtype):
     """The state carries for thousands of tokens."""
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("triton refuses fp64")
     case = Case(
         "slow", lengths=LENGTHS[15], heads=(1, 2), sizes=(32, 32), state="wide", use_qk_l2norm_in_kernel=True
     )
-    assert not verdicts(lambda *x, **o: gdn.chunk_gated_delta_rule(*x, backend=backend, **o), case, dtype)
+    assert not verdicts(chunk(backend), case, dtype, device=device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", covering(QUICK), ids=str)
-def test_on_a_gpu(backend, case):
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_eager_on_a_gpu(case):
     """The same problems on a CUDA device, where the lengths of packed sequences are not read."""
     for dtype in (torch.float32, torch.bfloat16):
-        for function in (
-            lambda *x, **o: gdn.chunk_gated_delta_rule(*x, backend=backend, **o),
-            recurrent(backend),
-        ):
+        for function in (chunk("eager"), recurrent("eager")):
             assert not verdicts(function, case, dtype, device="cuda")
