@@ -26,10 +26,21 @@ def pool_of(*lead, HV=4, K=16, V=24, dtype=torch.float32, v_first=True):
     return torch.randn(*lead, HV, *((V, K) if v_first else (K, V))).to(dtype)
 
 
+def moved(x, device):
+    """Copies on a device of all tensors of a call, each in memory like its own: strides, offset and gaps."""
+    return {name: _moved(v, device) if isinstance(v, torch.Tensor) else v for name, v in x.items()}
+
+
+def _moved(x, device):
+    memory = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return memory.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 def error(x, wanted):
     """Relative RMS error; infinite for NaN."""
     if wanted.numel() == 0:
         return 0.0
+    x, wanted = x.cpu(), wanted.cpu()
     e = (x.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
     return float("inf") if e.isnan() else float(e)
 
@@ -37,7 +48,8 @@ def error(x, wanted):
 def same_bits(x, y):
     """Equal to the bit, NaN and signed zero included."""
     as_ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    return x.dtype == y.dtype and torch.equal(x.contiguous().view(as_ints), y.contiguous().view(as_ints))
+    x, y = x.cpu().contiguous(), y.cpu().contiguous()
+    return x.dtype == y.dtype and torch.equal(x.view(as_ints), y.view(as_ints))
 
 
 def stored_wrong(x, wanted, before, tolerance, lead=1):

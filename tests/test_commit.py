@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from serving import inputs, pool_of, same_bits
+from serving import inputs, moved, pool_of, same_bits
 
 import gdn
 from gdn.reference import serving as law
@@ -25,6 +25,14 @@ def extras():
     }
 
 
+@pytest.fixture(autouse=True)
+def asked(request, monkeypatch):
+    """`commit` takes no backend's name: the environment gives it."""
+    if "backend" in request.fixturenames:
+        monkeypatch.setenv("GDN_BACKEND", request.getfixturevalue("backend"))
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("with_extra", [False, True])
 @pytest.mark.parametrize(
     "dst, src, index",
@@ -35,12 +43,13 @@ def extras():
         (torch.float16, torch.float16, torch.int32),
     ],
 )
-def test_commit(dst, src, index, with_extra):
-    d, s = pool_of(L, SLOTS, dtype=dst), pool_of(L, ROWS, T, dtype=src)
+def test_commit(backend, device, dst, src, index, with_extra):
+    before, s = pool_of(L, SLOTS, dtype=dst), pool_of(L, ROWS, T, dtype=src)
     x = entries(index) | (extras() if with_extra else {})
-    want = law.commit(d, s, **x)
-    before, source = d.clone(), s.clone()
-    assert gdn.commit(d, s, **x) is None
+    want = law.commit(before, s, **x)
+    d, source = before.to(device, copy=True), s.to(device, copy=True)
+    assert gdn.commit(d, source, **moved(x, device)) is None
+    d = d.cpu()
     assert same_bits(d, want) and same_bits(s, source)
     changed = {slot for slot in range(SLOTS) if not same_bits(d[:, slot], before[:, slot])}
     assert changed == ({0, 2, 3, 5, 7} if with_extra else {0, 5})
@@ -49,55 +58,76 @@ def test_commit(dst, src, index, with_extra):
     assert not same_bits(law.commit(before, s, **x | {"step": x["step"] + 1}), want)
 
 
-def test_nan_moves_only_where_it_is_asked_for():
-    d, s = pool_of(L, SLOTS), torch.full((L, ROWS, T, 4, 24, 16), float("nan"))
+@pytest.mark.interpret
+def test_nan_moves_only_where_it_is_asked_for(backend, device):
+    d, s = pool_of(L, SLOTS).to(device), torch.full((L, ROWS, T, 4, 24, 16), float("nan"), device=device)
     s[:, 3, 4], s[:, 0, 0] = 1, 2
-    gdn.commit(d, s, **entries())
+    gdn.commit(d, s, **moved(entries(), device))
     assert d.isfinite().all() and (d[:, 5] == 1).all() and (d[:, 0] == 2).all()
 
 
-def test_any_shape_and_stride():
+@pytest.mark.interpret
+@pytest.mark.parametrize("rest", [(), (7,), (2, 4, 24, 16), (1, 3, 1)])
+def test_any_shape_and_stride(backend, device, rest):
     """Ring pools, convolution windows, pools inside pages, index columns of a table."""
-    for rest in [(), (7,), (2, 4, 24, 16)]:
-        memory = torch.randn(SLOTS, L, 3, *rest)
-        d = memory.transpose(0, 1)[:, :, 1]
-        s = torch.randn(ROWS, L, 2 * T, *rest).transpose(0, 1)[:, :, ::2]
-        table = torch.stack([entries()["dst_index"]] * 2, 1)
-        x = entries() | {"dst_index": table[:, 1]}
-        want = law.commit(d, s, **x)
-        others = memory[:, :, [0, 2]].clone()
-        gdn.commit(d, s, **x)
-        assert same_bits(d, want) and same_bits(memory[:, :, [0, 2]], others)
+    table = torch.stack([entries()["dst_index"]] * 2, 1)
+    x = moved(entries() | {"dst_index": table[:, 1]}, device)
+    memory = torch.randn(SLOTS, L, 3, *rest, device=device)
+    others = memory[:, :, [0, 2]].clone()
+    d = memory.transpose(0, 1)[:, :, 1]
+    s = torch.randn(ROWS, L, 2 * T, *rest, device=device).transpose(0, 1)[:, :, ::2]
+    want = law.commit(d, s, **x)
+    gdn.commit(d, s, **x)
+    assert same_bits(d, want) and same_bits(memory[:, :, [0, 2]], others)
 
 
-def test_verify_then_commit_is_decode(backend):
+@pytest.mark.interpret
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_every_axis_apart(backend, device, count):
+    """What a slot holds has `count` axes, none of which runs on into the next."""
+    rest = (2, 3, 2, 3, 2)[:count]
+    thin = (..., *(slice(None, None, 2) for _ in rest))
+    memory = torch.randn(L, SLOTS, *(2 * n for n in rest), device=device)
+    d, s = memory[thin], torch.randn(L, ROWS, T, *(2 * n for n in rest), device=device)[thin]
+    before, x = memory.clone(), moved(entries(), device)
+    want = law.commit(d, s, **x)
+    gdn.commit(d, s, **x)
+    assert same_bits(d, want)
+    d.copy_(before[thin])
+    assert same_bits(memory, before)
+
+
+@pytest.mark.interpret
+def test_verify_then_commit_is_decode(backend, device):
     """P3: any number of accepted tokens leaves the pool as if only they had been decoded."""
-    x, state = inputs(3, 4), pool_of(SLOTS)
-    read = torch.tensor([6, 2, 0])
-    kept = torch.empty(3, 4, 4, 24, 16)
+    x, state = moved(inputs(3, 4), device), pool_of(SLOTS).to(device)
+    read = torch.tensor([6, 2, 0], device=device)
+    kept = torch.empty(3, 4, 4, 24, 16, device=device)
     gdn.decode(**x, state=state, read_index=read, write="none", intermediate=kept, backend=backend)
     accepted = [1, 4, 0]
     want = state.clone()
     for n, count in enumerate(accepted):
         row = {name: v[n : n + 1, :count] for name, v in x.items()}
         gdn.decode(**row, state=want, read_index=read[n : n + 1], backend=backend)
-    gdn.commit(state[None], kept[None], read, torch.arange(3), torch.tensor(accepted) - 1)
+    row, step = torch.arange(3, device=device), torch.tensor(accepted, device=device) - 1
+    gdn.commit(state[None], kept[None], read, row, step)
     assert same_bits(state, want)
 
 
-def test_empty():
-    d, nothing = pool_of(L, SLOTS), torch.zeros(0, dtype=torch.int32)
+@pytest.mark.interpret
+def test_empty(backend, device):
+    d, nothing = pool_of(L, SLOTS).to(device), torch.zeros(0, dtype=torch.int32, device=device)
     before = d.clone()
-    gdn.commit(d, pool_of(L, ROWS, T), nothing, nothing, nothing)
+    gdn.commit(d, pool_of(L, ROWS, T).to(device), nothing, nothing, nothing)
     assert same_bits(d, before)
 
 
-def test_compile_and_operator():
-    d, s = pool_of(L, SLOTS), pool_of(L, ROWS, T)
+def test_compile_and_operator(backend, device):
+    d, s, x = pool_of(L, SLOTS).to(device), pool_of(L, ROWS, T).to(device), moved(entries(), device)
     copy = d.clone()
-    gdn.commit(copy, s, **entries())
-    torch.library.opcheck(torch.ops.gdn.commit.default, (d.clone(), s, *entries().values(), None, None))
-    torch.compile(lambda d: gdn.commit(d, s, **entries()), fullgraph=True, backend="aot_eager")(d)
+    gdn.commit(copy, s, **x)
+    torch.library.opcheck(torch.ops.gdn.commit.default, (d.clone(), s, *x.values(), None, None))
+    torch.compile(lambda d: gdn.commit(d, s, **x), fullgraph=True, backend="aot_eager")(d)
     assert same_bits(d, copy)
 
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from serving import TOLERANCE, error, inputs, pool_of, same_bits, stored_wrong
+from serving import TOLERANCE, error, inputs, moved, pool_of, same_bits, stored_wrong
 
 import gdn
 import gdn.ops.serving
@@ -25,19 +25,19 @@ def wrongs(o, state, kept, want, x, tolerance, ring=False):
     return [f for f in found if f]
 
 
-def run(backend, x, **options):
-    """A decode on copies, its output poisoned first."""
-    state, out = x["state"].clone(), torch.full_like(x["v"], NAN)
-    written = {"state": state} | ({"intermediate": x["intermediate"].clone()} if "intermediate" in x else {})
-    o = gdn.decode(**x | written, out=out, backend=backend, **options)
-    assert o is out
-    return o, state, written.get("intermediate")
+def run(backend, device, x, **options):
+    """A decode on copies on a device, its output poisoned first; what it wrote, on the CPU."""
+    x = moved(x, device)
+    out = torch.full_like(x["v"], NAN)
+    assert gdn.decode(**x, out=out, backend=backend, **options) is out
+    kept = x.get("intermediate")
+    return out.cpu(), x["state"].cpu(), None if kept is None else kept.cpu()
 
 
-def agrees(backend, x, tolerance, **options):
+def agrees(backend, device, x, tolerance, **options):
     """Output, pool and intermediate states against the law; returns them."""
     want = law.decode(**x, **{k: v for k, v in options.items() if k not in ("max_seqlen", "exact_packet")})
-    got = run(backend, x, **options)
+    got = run(backend, device, x, **options)
     assert wrongs(*got, want, x, tolerance, ring="ring_pos" in x) == []
     return got
 
@@ -89,7 +89,7 @@ NAMES = list(protocols())
 
 @pytest.mark.parametrize("v_first", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_protocol(backend, poison, name, v_first):
+def test_protocol(backend, device, poison, name, v_first):
     for dtype, pool, index in [
         (torch.float32, torch.float32, torch.int64),
         (torch.bfloat16, torch.float32, torch.int32),
@@ -98,21 +98,23 @@ def test_protocol(backend, poison, name, v_first):
         (torch.float32, torch.bfloat16, torch.int64),
         (torch.float64, torch.float64, torch.int32),
     ]:
+        if dtype == torch.float64 and backend != "eager":
+            continue
         x = inputs(B, T, dtype=dtype) | protocols(index, v_first, pool)[name]
         stored = min(x.get("intermediate", x["state"]).dtype, pool, dtype, key=lambda d: -TOLERANCE[d])
-        agrees(backend, x, TOLERANCE[stored], state_v_first=v_first)
+        agrees(backend, device, x, TOLERANCE[stored], state_v_first=v_first)
 
 
-def test_the_gate_can_fail(backend):
+def test_the_gate_can_fail(backend, device):
     x = inputs(B, T) | protocols()["P3"]
-    got, want = run(backend, x), law.decode(**x)
+    got, want = run(backend, device, x), law.decode(**x)
     assert wrongs(*got, want, x, 1e-5) == []
     o, state, kept = got
     lies = {
         "zero": (torch.zeros_like(o), state, kept),
         "swapped heads": (o.flip(2), state, kept),
         "unwritten": (torch.full_like(o, NAN), state, kept),
-        "dropped history": (run(backend, x | {"state": 0 * x["state"]})[0], state, kept),
+        "dropped history": (run(backend, device, x | {"state": 0 * x["state"]})[0], state, kept),
         "touched pool": (o, state + 1e-3, kept),
         "stale intermediate": (o, state, x["intermediate"]),
         "keys turned round": (o, state, kept.flip(-1)),
@@ -120,14 +122,14 @@ def test_the_gate_can_fail(backend):
     for name, lie in lies.items():
         assert wrongs(*lie, want, x, 1e-5), name
     final = inputs(B, T) | protocols()["index"]
-    o, state, _ = run(backend, final)
+    o, state, _ = run(backend, device, final)
     assert wrongs(o, final["state"], None, law.decode(**final), final, 1e-5), "state not written"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nan_in_what_is_not_read_reaches_nothing(backend, name):
+def test_nan_in_what_is_not_read_reaches_nothing(backend, device, name):
     x = inputs(B, T) | protocols()[name]
-    clean = run(backend, x)
+    clean = run(backend, device, x)
     want = law.decode(**x | {"state": torch.full_like(x["state"], NAN)})
     reads = torch.zeros(x["state"].shape[0], dtype=torch.bool)
     for slot in range(len(reads)):
@@ -144,7 +146,7 @@ def test_nan_in_what_is_not_read_reaches_nothing(backend, name):
     for key in ("q", "k", "v", "g", "beta"):
         dirty[key] = x[key].clone()
         dirty[key][idle] = NAN
-    o, state, _ = run(backend, dirty)
+    o, state, _ = run(backend, device, dirty)
     assert same_bits(o, clean[0])
     assert not o[idle].any()
     assert same_bits(state[reads], clean[1][reads])
@@ -152,10 +154,11 @@ def test_nan_in_what_is_not_read_reaches_nothing(backend, name):
 
 def bits_of_rows(backend, x, batch):
     """Each row's output and state when `batch` names the rows and their slots in one call."""
+    device = x["state"].device
     per_row = {k: v[batch] for k, v in x.items() if k in ("q", "k", "v", "g", "beta", "a", "b")}
     state = x["state"].clone()
     o = gdn.decode(
-        **per_row, state=state, read_index=torch.tensor(batch), A_log=x.get("A_log"),
+        **per_row, state=state, read_index=torch.tensor(batch, device=device), A_log=x.get("A_log"),
         dt_bias=x.get("dt_bias"), backend=backend,
     )  # fmt: skip
     return o, state[batch]
@@ -175,12 +178,13 @@ SHAPES = [
 @pytest.mark.parametrize(
     "H, HV, K, V, threads", [(*s, 1) for s in SHAPES] + [(1, 1, 128, 128, 2), (1, 3, 60, 100, 2)]
 )
-def test_a_row_does_not_depend_on_the_batch(backend, H, HV, K, V, threads):
+def test_a_row_does_not_depend_on_the_batch(backend, device, H, HV, K, V, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for dtype, raw in ((torch.float32, False), (torch.bfloat16, True)):
             x = inputs(16, 2, H, HV, K, V, dtype=dtype, raw=raw) | {"state": pool_of(16, HV=HV, K=K, V=V)}
+            x = moved(x, device)
             o, state = bits_of_rows(backend, x, list(range(16)))
             for batch in ([3], [0, 1, 2, 3, 4], [4, 3, 1, 0], [15, 7]):
                 got = bits_of_rows(backend, x, batch)
@@ -191,10 +195,10 @@ def test_a_row_does_not_depend_on_the_batch(backend, H, HV, K, V, threads):
 
 @pytest.mark.parametrize("v_first", LAYOUTS)
 @pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_packet_equals_single_steps(backend, pool, v_first):
+def test_a_packet_equals_single_steps(backend, device, pool, v_first):
     for dtype, raw in itertools.product((torch.float32, torch.bfloat16), (False, True)):
-        x = inputs(3, 5, dtype=dtype, raw=raw)
-        state = pool_of(3, dtype=pool, v_first=v_first)
+        x = moved(inputs(3, 5, dtype=dtype, raw=raw), device)
+        state = pool_of(3, dtype=pool, v_first=v_first).to(device)
         heads = {k: v for k, v in x.items() if k in ("A_log", "dt_bias")}
         options = {"state_v_first": v_first, "backend": backend, "round_state": pool != torch.float32}
         whole = state.clone()
@@ -208,10 +212,13 @@ def test_a_packet_equals_single_steps(backend, pool, v_first):
             assert not same_bits(loose, gdn.decode(**x, state=state.clone(), **options))
 
 
-def test_a_packet_equals_single_steps_on_a_ring(backend):
+def test_a_packet_equals_single_steps_on_a_ring(backend, device):
     """P1 against plain decode on the entry that each step leaves, for a bf16 pool."""
-    x, ring = inputs(2, R, dtype=torch.bfloat16), pool_of(2, R, dtype=torch.bfloat16)
-    position = torch.tensor([5, 2])
+    x, ring = (
+        moved(inputs(2, R, dtype=torch.bfloat16), device),
+        pool_of(2, R, dtype=torch.bfloat16).to(device),
+    )
+    position = torch.tensor([5, 2], device=device)
     state = torch.stack([ring[n, int(p) % R] for n, p in enumerate(position)])
     o = gdn.decode(**x, state=ring, ring_pos=position, write="all", round_state=True, backend=backend)
     for t in range(R):
@@ -221,7 +228,7 @@ def test_a_packet_equals_single_steps_on_a_ring(backend):
 
 
 @pytest.mark.parametrize("v_first", LAYOUTS)
-def test_packed_rows(backend, poison, v_first):
+def test_packed_rows(backend, device, poison, v_first):
     """Rows of 0 to T tokens, a tail nobody owns; each row as if it were alone."""
     lengths, total = [2, 0, 1, 3, 1], 9
     cu = torch.tensor([0, 2, 2, 3, 6, 7], dtype=torch.int32)
@@ -229,101 +236,112 @@ def test_packed_rows(backend, poison, v_first):
         x = inputs(1, total, dtype=dtype) | protocols(v_first=v_first, dtype=dtype)[name] | {"cu_seqlens": cu}
         stored = x.get("intermediate", x["state"]).dtype
         tolerance = max(TOLERANCE[d] for d in (stored, dtype))
-        o, state, _ = agrees(backend, x, tolerance, state_v_first=v_first, max_seqlen=T)
+        o, state, _ = agrees(backend, device, x, tolerance, state_v_first=v_first, max_seqlen=T)
         assert not o[0, 7:].any()
         if name == "index":
             row = {k: x[k][:, 3:6] for k in ("q", "k", "v", "g", "beta")}
-            alone = x["state"].clone()
-            single = gdn.decode(
-                **row, state=alone, read_index=x["read_index"][3:4], state_v_first=v_first, backend=backend
-            )
+            row |= {"state": x["state"], "read_index": x["read_index"][3:4]}
+            single, alone, _ = run(backend, device, row, state_v_first=v_first)
             assert same_bits(single, o[:, 3:6]) and same_bits(alone[4], state[4])
     assert sum(lengths) == cu[-1]
 
 
-def test_strides_are_free(backend, poison):
+def test_strides_are_free(backend, device, poison):
     """Pools inside larger memory, ring entries apart, heads of a projection, columns of index tables."""
-    plain = inputs(B, T, dtype=torch.bfloat16) | protocols()["P3"]
-    want = run(backend, plain)
-    memory = torch.randn(SLOTS, 7, 4, 24, 16)
+    plain = moved(inputs(B, T, dtype=torch.bfloat16) | protocols()["P3"], device)
+    want = run(backend, device, plain)
+    memory = torch.randn(SLOTS, 7, 4, 24, 16, device=device)
     pool = memory[:, 2]
     pool.copy_(plain["state"])
-    kept = torch.randn(2, B + 2, 2 * T + 5, 4, 24, 16)[1, :, ::2]
-    projected = torch.randn(B, T, 500, dtype=torch.bfloat16)
+    kept = torch.randn(2, B + 2, 2 * T + 5, 4, 24, 16, device=device)[1, :, ::2]
+    projected = torch.randn(B, T, 500, dtype=torch.bfloat16, device=device)
     views = {"state": pool, "intermediate": kept[:, :T]}
     for name, start, heads in (("q", 3, 2), ("k", 40, 2), ("v", 100, 4)):
         views[name] = projected[..., start : start + heads * plain[name].shape[3]].unflatten(2, (heads, -1))
         views[name].copy_(plain[name])
     views["read_index"] = torch.stack([plain["read_index"], plain["read_index"]], 1)[:, 0]
     before = memory.clone()
-    out = torch.full((T, B, 4, 24), NAN, dtype=torch.bfloat16).transpose(0, 1)
+    out = torch.full((T, B, 4, 24), NAN, dtype=torch.bfloat16, device=device).transpose(0, 1)
     assert gdn.decode(**plain | views, out=out, backend=backend) is out
     assert same_bits(out, want[0]) and same_bits(memory, before)
     rows = [0, 1, 3]
     assert same_bits(kept[rows][:, :T], want[2][rows][:, :T])
     # the final state in place, in a pool whose heads and slots lie apart
-    apart = torch.randn(SLOTS, 9, 24 * 16 + 8)
+    apart = torch.randn(SLOTS, 9, 24 * 16 + 8, device=device)
     pool = apart[:, 1:9:2, : 24 * 16].unflatten(2, (24, 16))
     pool.copy_(plain["state"])
     before = apart.clone()
-    x = inputs(B, T) | {"read_index": plain["read_index"]}
-    want = run(backend, x | {"state": plain["state"]})
+    x = moved(inputs(B, T), device) | {"read_index": plain["read_index"]}
+    want = run(backend, device, x | {"state": plain["state"]})
     assert same_bits(gdn.decode(**x, state=pool, backend=backend), want[0]) and same_bits(pool, want[1])
     apart[:, 1:9:2, : 24 * 16] = before[:, 1:9:2, : 24 * 16]
     assert same_bits(apart, before)
 
 
+def test_memory_order_is_free(backend, device):
+    """K-first memory given as V-first, last dimensions that are not contiguous, single numbers apart."""
+    x = inputs(B, T) | {"state": pool_of(SLOTS), "read_index": torch.tensor([7, 2, -1, 4, SLOTS])}
+    want = run(backend, device, x)
+    crossed = x | {"state": x["state"].mT.contiguous().mT}
+    for name in ("q", "k", "v", "g", "beta"):
+        crossed[name] = torch.stack([x[name], x[name]], -1)[..., 1]
+    gaps = x | {"state": torch.stack([x["state"], x["state"]], -1)[..., 1]}
+    for other in (crossed, gaps):
+        got = run(backend, device, other)
+        assert error(got[0], want[0]) <= 1e-6 and stored_wrong(got[1], want[1], x["state"], 1e-6) is None
+
+
 @pytest.mark.parametrize("negative", [False, True])
-def test_raw_gates(backend, negative):
+def test_raw_gates(backend, device, negative):
     x = inputs(B, T, raw=True) | {"state": pool_of(B)}
-    agrees(backend, x, 1e-5, allow_neg_eigval=negative)
-    agrees(backend, x | {"dt_bias": None}, 1e-5, allow_neg_eigval=negative)
+    agrees(backend, device, x, 1e-5, allow_neg_eigval=negative)
+    agrees(backend, device, x | {"dt_bias": None}, 1e-5, allow_neg_eigval=negative)
     extreme = torch.tensor([-100.0, 100.0, 25.0, -25.0])
     x |= {"a": extreme.expand(B, T, 4), "b": extreme.flip(0).expand(B, T, 4)}
-    o, state, _ = agrees(backend, x | {"A_log": torch.tensor([-torch.inf, 0.0, 1.0, 2.0])}, 1e-5)
+    o, state, _ = agrees(backend, device, x | {"A_log": torch.tensor([-torch.inf, 0.0, 1.0, 2.0])}, 1e-5)
     assert state.isfinite().all()
 
 
 @pytest.mark.parametrize("absent", [("g",), ("beta",), ("g", "beta")])
-def test_gates_left_out(backend, absent):
+def test_gates_left_out(backend, device, absent):
     x = inputs(B, T) | {"state": pool_of(B)} | dict.fromkeys(absent)
-    agrees(backend, x, 1e-5, scale=0.3, use_qk_l2norm_in_kernel="beta" in absent)
+    agrees(backend, device, x, 1e-5, scale=0.3, use_qk_l2norm_in_kernel="beta" in absent)
 
 
-def test_reset_in_a_packet(backend):
+def test_reset_in_a_packet(backend, device):
     x = inputs(B, T) | {"state": pool_of(B)}
     x["g"][:, 1] = -1e6
-    agrees(backend, x, 1e-5)
+    agrees(backend, device, x, 1e-5)
 
 
 @pytest.mark.parametrize(
     "H, HV, K, V", [(1, 1, 1, 1), (1, 3, 60, 100), (2, 16, 128, 128), (3, 3, 256, 32), (1, 8, 7, 5)]
 )
-def test_heads_and_sizes(backend, poison, H, HV, K, V):
+def test_heads_and_sizes(backend, device, poison, H, HV, K, V):
     for v_first in LAYOUTS:
         x = inputs(2, 2, H, HV, K, V) | {"state": pool_of(3, HV=HV, K=K, V=V, v_first=v_first)}
-        agrees(backend, x, 1e-5, state_v_first=v_first)
+        agrees(backend, device, x, 1e-5, state_v_first=v_first)
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0)])
-def test_nothing_to_do(backend, shape):
+def test_nothing_to_do(backend, device, shape):
     x = inputs(*shape) | {"state": pool_of(3)}
-    o, state, _ = run(backend, x)
+    o, state, _ = run(backend, device, x)
     assert o.shape == x["v"].shape and same_bits(state, x["state"])
     packed = inputs(1, 0) | {"state": pool_of(3), "cu_seqlens": torch.tensor([0])}
-    assert same_bits(run(backend, packed)[1], packed["state"])
+    assert same_bits(run(backend, device, packed, max_seqlen=0)[1], packed["state"])
 
 
 def mixed(x, pitch=0):
     """q | k | v of a dense call of single tokens, as a projection leaves them, in rows `pitch` wider."""
     rows = torch.cat([x[name].flatten(0, 1).flatten(1) for name in ("q", "k", "v")], 1)
-    wide = torch.full((rows.shape[0], rows.shape[1] + pitch), NAN, dtype=rows.dtype)
+    wide = rows.new_full((rows.shape[0], rows.shape[1] + pitch), NAN)
     wide[:, : rows.shape[1]] = rows
     return wide[:, : rows.shape[1]]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_decode_packed(backend, packed):
+def test_decode_packed(backend, device, packed):
     x = (
         inputs(1, 6, raw=True, dtype=torch.bfloat16)
         if packed
@@ -337,6 +355,8 @@ def test_decode_packed(backend, packed):
             "cu_seqlens": torch.tensor([0, 1, 3, 6]),
             "max_seqlen": 3,
         }
+    x, options = moved(x, device), moved(options, device)
+    pool, out = pool.to(device), out.to(device)
     want_state = pool.clone()
     want = gdn.decode(**x, state=want_state, **options)
     a, b = (x[name].flatten(0, 1) for name in ("a", "b"))
@@ -347,9 +367,9 @@ def test_decode_packed(backend, packed):
 
 
 @pytest.mark.parametrize("v_first", LAYOUTS)
-def test_functional_leaves_its_state_alone(backend, v_first):
+def test_functional_leaves_its_state_alone(backend, device, v_first):
     for pool in (torch.float32, torch.bfloat16):
-        x, state = inputs(B, T), pool_of(B, dtype=pool, v_first=v_first)
+        x, state = moved(inputs(B, T), device), pool_of(B, dtype=pool, v_first=v_first).to(device)
         before = state.clone()
         o, new = gdn.decode_functional(**x, state=state, state_v_first=v_first, backend=backend)
         assert same_bits(state, before) and new.data_ptr() != state.data_ptr()
@@ -374,14 +394,14 @@ def test_export_with_dynamic_batch():
             assert same_bits(got, want)
 
 
-def test_compile(backend):
+def test_compile(backend, device):
     """No graph break, mutation kept, with the shapes left dynamic."""
     step = torch.compile(
         lambda x, **options: gdn.decode(**x, backend=backend, **options) * 2, fullgraph=True, dynamic=True,
         backend="aot_eager",
     )  # fmt: skip
     for rows in (2, 5):
-        x = inputs(rows, T) | {"state": pool_of(rows), "intermediate": pool_of(rows, T)}
+        x = moved(inputs(rows, T) | {"state": pool_of(rows), "intermediate": pool_of(rows, T)}, device)
         copies = {k: v.clone() for k, v in x.items()}
         want = gdn.decode(**copies, backend=backend) * 2
         assert same_bits(step(x), want)

@@ -6,6 +6,7 @@ both tensors have it in one piece, as states and windows do; else as up to four.
 
 from collections.abc import Hashable
 from dataclasses import replace
+from math import prod
 
 import triton
 import triton.language as tl
@@ -30,15 +31,15 @@ def commit_kernel(
     block = tl.program_id(0) % blocks
     layer = (tl.program_id(0) // blocks % L).to(tl.int64)
     i = (tl.program_id(0) // blocks // L).to(tl.int64)
-    is_extra = i >= n
-    i = tl.where(is_extra, i - n, i)
-    row = tl.load(src_row_ptr + i * row_n).to(tl.int64)
-    slot = tl.load(dst_index_ptr + i * index_n).to(tl.int64)
-    step = tl.load(step_ptr + i * step_n).to(tl.int64)
+    entry = tl.where(i >= n, i - n, i)
+    row = tl.load(src_row_ptr + entry * row_n).to(tl.int64)
+    slot = tl.load(dst_index_ptr + entry * index_n).to(tl.int64)
+    step = tl.load(step_ptr + entry * step_n).to(tl.int64)
     if extra_dst_index_ptr is not None:
+        is_extra = i >= n
         if is_extra:
-            slot = tl.load(extra_dst_index_ptr + i * extra_index_n).to(tl.int64)
-            step = tl.load(extra_step_ptr + i * extra_step_n).to(tl.int64)
+            slot = tl.load(extra_dst_index_ptr + entry * extra_index_n).to(tl.int64)
+            step = tl.load(extra_step_ptr + entry * extra_step_n).to(tl.int64)
     if (slot < 0) | (slot >= slots) | (row < 0) | (row >= rows) | (step < 0) | (step >= T):
         return
     e = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -101,7 +102,7 @@ def _key(p: CommitProblem) -> Hashable:
 
 
 def _plan(p: CommitProblem, axes: list[tuple[int, int, int]]) -> Launch:
-    size, (L, slots), (rows, T) = p.dst[0, 0].numel() if p.dst.numel() else 0, p.dst.shape[:2], p.src.shape[1:3]
+    (L, slots), (rows, T), size = p.dst.shape[:2], p.src.shape[1:3], prod(p.dst.shape[2:])
     block = min(BYTES // p.dst.element_size(), triton.next_power_of_2(max(1, size)))
     blocks, n = triton.cdiv(size, block), p.dst_index.shape[0]
     unit = unit_of(*p.dst.stride()[:2], *p.src.stride()[:3], size)

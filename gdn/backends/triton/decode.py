@@ -8,7 +8,7 @@ multiprocessors, which is what their share of 4.2 TB/s needs at 0.5 us of latenc
 The first token's loads go out before the slot's number is there, so that one load's latency hides the other.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +57,10 @@ def decode_kernel(
     has_key, has_value = keys < K, values < V
     in_state = has_key & has_value[:, :, None, None]
     key_head = head // ratio
-    q_at = q_ptr + (row * q_b + first * q_t + key_head * q_h + q_0) * UNIT + along_keys(keys, q_k, R, AXIS, DENSE)
-    k_at = k_ptr + (row * k_b + first * k_t + key_head * k_h + k_0) * UNIT + along_keys(keys, k_k, R, AXIS, DENSE)
+    q_at = q_ptr + (row * q_b + first * q_t + key_head * q_h + q_0) * UNIT
+    k_at = k_ptr + (row * k_b + first * k_t + key_head * k_h + k_0) * UNIT
+    q_at += along_keys(keys, q_k, R, AXIS, DENSE)
+    k_at += along_keys(keys, k_k, R, AXIS, DENSE)
     v_at = v_ptr + row * v_b + first * v_t + head * v_h + values * v_v + v_0
     o_at = o_ptr + row * o_b + first * o_t + head * o_h + values * o_v
     if a_ptr is not None:
@@ -120,10 +122,8 @@ def decode_kernel(
             S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
         tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
         if intermediate_ptr is not None:
+            place = tile(kept + at * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS)
             if is_kept:
-                place = tile(
-                    kept + at * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
-                )
                 tl.store(place, S.to(intermediate_ptr.dtype.element_ty), mask=in_state)
                 if parent_ptr is not None:
                     # another thread of this program may read it back
@@ -169,11 +169,7 @@ class Again:
     def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "Again":
         """The same for calls that give one tensor for q, k and v, which lie in it as the problem's do."""
         p, first = problem, mixed_qkv.storage_offset()
-        starts = (
-            p.q.storage_offset() - first,
-            p.k.storage_offset() - first,
-            p.v.storage_offset() - first,
-        )
+        starts = [int(x.storage_offset() - first) for x in (p.q, p.k, p.v)]
         return Again(_plan(p, starts), self.device)
 
 
@@ -211,7 +207,7 @@ def _key(p: DecodeProblem) -> Hashable:
     )  # fmt: skip
 
 
-def _plan(p: DecodeProblem, starts: tuple[int, int, int] = (0, 0, 0)) -> Launch:
+def _plan(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
     """`starts`: where q, k and v begin in the tensors that the launch will be given for them."""
     axis, state_unit, state = _pool(p.state, p)
     kept_axis, kept_unit, kept = ("", 1, (0,) * 5) if p.intermediate is None else _pool(p.intermediate, p)
@@ -219,7 +215,7 @@ def _plan(p: DecodeProblem, starts: tuple[int, int, int] = (0, 0, 0)) -> Launch:
     part = tile_of(p.K, p.V, axis or "k", width, state_unit if axis else 1, machine(p.q.device))
     is_packed, is_dense = p.cu_seqlens is not None, p.q.stride(3) == p.k.stride(3) == 1
     # loads of q and k as wide as those of the state give each lane the same keys
-    unit = min(16 // width, state_unit, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2])) if is_dense else 1
+    unit = min(16 // width, state_unit, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2]))
     q, k, v, o, g, beta = (
         (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), *x.stride()[1:3])
         for x in (p.q, p.k, p.v, p.out, p.g if p.a is None else p.a, p.beta if p.b is None else p.b)

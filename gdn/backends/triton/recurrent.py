@@ -125,7 +125,8 @@ def read(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t, q_t, k_t, v_t, g_t, beta_t, is
 @triton.jit
 def step(
     S, q, k, v, g, beta, rate, bias, scale,
-    NORM: tl.constexpr, DECAY: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
+    NORM: tl.constexpr, DECAY: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr,
+    NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """One token, as it was read: the state after it, and o [R, P]. rate = exp(A_log) and bias are for GATE.
 
@@ -151,7 +152,8 @@ def step(
 
 @kernel
 def recurrent_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, cu_seqlens_ptr, o_ptr, final_ptr,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, cu_seqlens_ptr, o_ptr,
+    final_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
     one, N, T, HV, ratio, scale,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
