@@ -1,8 +1,10 @@
-"""The calls whose kernels are compiled without a GPU: what picks another binary, function by function.
+"""Public calls on small tensors, one for whatever picks another binary, function by function.
 
-A row of a table is one public call; its last column says for which GPUs: EVERYWHERE, or what is tuned for.
+Compiled without a GPU, and run where there is one. A row of a table is one specimen; its last column says for
+which GPUs it is compiled: everywhere, or what is tuned for.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,8 +22,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Specimen(NamedTuple):
-    call: Callable[[], Any]
+    make: Callable[[], Callable[[], Any]]  # tensors on the default device, and a call on them
     targets: tuple[str, ...]
+
+    def on(self, device: str) -> Callable[[], Any]:
+        """The call, its tensors on a device."""
+        with torch.device(device):
+            return self.make()
 
 
 def chunk(*x, **options):
@@ -60,32 +67,36 @@ RECURRENT = {
 }
 
 
-def rule(provider: Callable[..., Any], case: Case, dtype: torch.dtype) -> None:
-    for with_backward in (False, True) if provider is chunk else (False,):
-        run(provider, inputs(case, dtype), with_backward)
+def rule(provider: Callable[..., Any], case: Case, dtype: torch.dtype) -> Callable[[], Any]:
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        given = inputs(case, dtype, device=device)
+    modes = (False, True) if provider is chunk else (False,)
+    return lambda: [run(provider, given, with_backward) for with_backward in modes]
 
 
-def zeros(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int32)
+def slots(*shape: int) -> torch.Tensor:
+    """A slot of its own for every place."""
+    return torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
 
 
 def protocol(name: str, B: int, T: int, pool: torch.Tensor) -> dict[str, Any]:
     """How the rows of a decode find their states."""
-    ring = torch.empty(2, 4, *pool.shape[1:], dtype=pool.dtype)
+    ring = torch.randn(B, 4, *pool.shape[1:]).to(pool.dtype)
     kept = torch.empty(B, T, *pool.shape[1:], dtype=pool.dtype)
-    states, rows, table = {"state": pool}, {"read_index": zeros(B)}, zeros(B, T)
+    states, rows, table = {"state": pool}, {"read_index": slots(B)}, slots(B, T)
     intermediate = rows | states | {"write": "none", "intermediate": kept}
     return {
         "final": states,
         "index": rows | states | {"null_slot": 0},
-        "P1": rows | {"state": ring, "ring_pos": zeros(B), "write": "all", "round_state": True},
+        "P1": rows | {"state": ring, "ring_pos": slots(B), "write": "all", "round_state": True},
         "P2": {
-            "state": pool, "read_index": table, "num_accepted": zeros(B), "write_index": table,
+            "state": pool, "read_index": table, "num_accepted": slots(B), "write_index": table,
             "write": "all", "null_slot": 0,
         },
         "P3": intermediate,
-        "P4": intermediate | {"parent": table, "intermediate_row": zeros(B)},
-        "P6": rows | states | {"write_index": zeros(B)},
+        "P4": intermediate | {"parent": table % 3 - 1, "intermediate_row": slots(B)},
+        "P6": rows | states | {"write_index": slots(B)},
     }[name]  # fmt: skip
 
 
@@ -109,101 +120,126 @@ DECODE = {
 
 def decode(
     name: str, B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, raw: bool, v_first: bool
-) -> None:
-    slots = B if name == "final" else 3
-    pool = pool_of(slots, K=K, V=V, dtype=pool_dtype, v_first=v_first)
+) -> Callable[[], Any]:
+    pool = pool_of(B * T, K=K, V=V, dtype=pool_dtype, v_first=v_first)
     x = rows_of(B, T, K=K, V=V, dtype=dtype, raw=raw)
-    gdn.decode(**x, **protocol(name, B, T, pool), state_v_first=v_first, backend="triton")
+    x |= protocol(name, B, T, pool)
+    return lambda: gdn.decode(**x, state_v_first=v_first, backend="triton")
 
 
-def decode_of_packed_rows() -> None:
+def decode_of_packed_rows() -> Callable[[], Any]:
     x = rows_of(1, 7, K=128, V=128, dtype=BF16, raw=True)
     offsets = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
-    gdn.decode(**x, state=pool_of(3, K=128, V=128), cu_seqlens=offsets, max_seqlen=4, backend="triton")
+    x |= {"state": pool_of(3, K=128, V=128), "cu_seqlens": offsets}
+    return lambda: gdn.decode(**x, max_seqlen=4, backend="triton")
 
 
-def decode_of_a_projection() -> None:
+def decode_of_a_projection() -> Callable[[], Any]:
     x, a = torch.randn(4, 2 * 2 * 128 + 4 * 128, dtype=BF16), torch.randn(4, 4, dtype=BF16)
-    gdn.decode_packed(
-        x, a, a, torch.zeros(4), torch.zeros(4), pool_of(4, K=128, V=128), num_k_heads=2, head_k_dim=128,
-        head_v_dim=128, backend="triton",
-    )  # fmt: skip
+    rest, pool = torch.zeros(2, 4), pool_of(4, K=128, V=128)
+    sizes = {"num_k_heads": 2, "head_k_dim": 128, "head_v_dim": 128}
+    return lambda: gdn.decode_packed(x, a, a, *rest, pool, **sizes, backend="triton")
 
 
-def prefill(dtype: torch.dtype, pool_dtype: torch.dtype, raw: bool, v_first: bool) -> None:
-    x = rows_of(1, 199, K=128, V=128, dtype=dtype, raw=raw)
-    kept = torch.empty(3, 4, 128, 128)
-    gdn.prefill(
-        **x, state=pool_of(4, K=128, V=128, dtype=pool_dtype, v_first=v_first), state_index=zeros(3),
-        cu_seqlens=torch.tensor([0, 65, 65, 199], dtype=torch.int32), has_initial_state=zeros(3).bool(),
-        checkpoints=kept, checkpoint_every=64, checkpoint_offsets=zeros(3), snapshot_pos=zeros(3),
-        snapshot_index=zeros(3), state_v_first=v_first, backend="triton",
-    )  # fmt: skip
+def prefill(dtype: torch.dtype, pool_dtype: torch.dtype, raw: bool, v_first: bool) -> Callable[[], Any]:
+    x = rows_of(1, 199, K=128, V=128, dtype=dtype, raw=raw) | {
+        "state": pool_of(6, K=128, V=128, dtype=pool_dtype, v_first=v_first), "state_index": torch.arange(3),
+        "cu_seqlens": torch.tensor([0, 65, 65, 199], dtype=torch.int32), "has_initial_state": slots(3).bool(),
+        "checkpoints": torch.empty(3, 4, 128, 128), "checkpoint_offsets": torch.arange(3),
+        "snapshot_pos": slots(3), "snapshot_index": slots(3) + 3,
+    }  # fmt: skip
+    return lambda: gdn.prefill(**x, checkpoint_every=64, state_v_first=v_first, backend="triton")
 
 
-def commit() -> None:
-    kept = torch.empty(2, 3, 4, 2, 64, 64)
-    index = zeros(3)
-    gdn.commit(torch.empty(2, 5, 2, 64, 64), kept, index, index, index)
-    gdn.commit(
-        torch.empty(2, 5, 2, 64, 64, dtype=BF16),
-        kept,
-        index,
-        index,
-        index,
-        extra_dst_index=index,
-        extra_step=index,
-    )
+def commit(dtype: torch.dtype, has_extra: bool) -> Callable[[], Any]:
+    pool, kept = torch.empty(2, 5, 2, 64, 64, dtype=dtype), torch.empty(2, 3, 4, 2, 64, 64)
+    index, extra = torch.arange(2), torch.arange(2) + 2
+    options = {"extra_dst_index": extra, "extra_step": index} if has_extra else {}
+    return lambda: gdn.commit(pool, kept, index, index, index, **options)
 
 
-def gate(dtype: torch.dtype, has_bias: bool) -> None:
+def gate(dtype: torch.dtype, has_bias: bool) -> Callable[[], Any]:
     a, b, A_log = (torch.randn(s, dtype=dtype, requires_grad=True) for s in ((2, 70, 4), (2, 70, 4), (4,)))
-    g, beta = gdn.gate(
-        a, b, A_log, torch.zeros(4, requires_grad=True) if has_bias else None, backend="triton"
-    )
-    (g.sum() + beta.sum()).backward()
+    bias = torch.zeros(4, requires_grad=True) if has_bias else None
+    leaves = [x for x in (a, b, A_log, bias) if x is not None]
+
+    def call() -> None:
+        g, beta = gdn.gate(a, b, A_log, bias, backend="triton")
+        torch.autograd.grad((g, beta), leaves, (g, beta))
+
+    return call
 
 
-def norm(dtype: torch.dtype, D: int, activation: str | None, is_gated: bool) -> None:
-    x, z = torch.randn(2, 2, 70, 4, D, dtype=dtype, requires_grad=True)
+def norm(dtype: torch.dtype, D: int, activation: str | None, is_gated: bool) -> Callable[[], Any]:
+    x, z = (torch.randn(2, 70, 4, D, dtype=dtype, requires_grad=True) for _ in range(2))
     weight = torch.ones(D, requires_grad=True)
-    y = gdn.rms_norm_gated(x, z if is_gated else None, weight, activation=activation, backend="triton")
-    y.sum().backward()
+
+    def call() -> None:
+        y = gdn.rms_norm_gated(x, z if is_gated else None, weight, activation=activation, backend="triton")
+        torch.autograd.grad(y, (x, z, weight) if is_gated else (x, weight), y)
+
+    return call
 
 
-def conv(dtype: torch.dtype, W: int, activation: str | None, is_packed: bool, is_whole: bool) -> None:
+def conv(
+    dtype: torch.dtype, W: int, activation: str | None, is_packed: bool, is_whole: bool
+) -> Callable[[], Any]:
     """is_whole: bias, an initial state and a final one."""
-    x, weight = torch.randn(1, 150, 96, dtype=dtype), torch.randn(96, W, dtype=dtype)
+    N = 3 if is_packed else 1
+    shapes = ((1, 150, 96), (96, W), (96,), (N, 96, W - 1))
+    leaves = [torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes[: 4 if is_whole else 2]]
+    x, weight, bias, initial = (*leaves, None, None)[:4]
     offsets = torch.tensor([0, 70, 70, 150], dtype=torch.int32) if is_packed else None
-    leaves = [
-        x,
-        weight,
-        torch.randn(96, dtype=dtype),
-        torch.randn(3 if is_packed else 1, 96, W - 1, dtype=dtype),
-    ]
-    leaves = [t.requires_grad_() for t in leaves]
-    bias, initial = leaves[2:] if is_whole else (None, None)
+    pool, index = torch.empty(5, 96, W + 2, dtype=dtype), torch.arange(N)
     options = {"activation": activation, "cu_seqlens": offsets, "backend": "triton"}
-    y, final = gdn.causal_conv1d(
-        x, weight, bias, initial_state=initial, output_final_state=is_whole, **options
-    )
-    (y.sum() if final is None else y.sum() + final.sum()).backward()
-    pool = torch.empty(5, 96, W + 2, dtype=dtype)
-    with torch.no_grad():
-        gdn.causal_conv1d(x, weight, state=pool, state_index=zeros(3 if is_packed else 1), **options)
+
+    def call() -> None:
+        y, final = gdn.causal_conv1d(
+            x, weight, bias, initial_state=initial, output_final_state=is_whole, **options
+        )
+        outputs = [y] if final is None else [y, final]
+        torch.autograd.grad(outputs, leaves, [o.detach() for o in outputs])
+        with torch.no_grad():
+            gdn.causal_conv1d(x, weight, state=pool, state_index=index, **options)
+
+    return call
 
 
-def conv_update(dtype: torch.dtype, T: int, place: str | None) -> None:
+def conv_update(dtype: torch.dtype, T: int, place: str | None) -> Callable[[], Any]:
     x, pool, weight = (
         torch.randn(3, T, 96, dtype=dtype),
         torch.empty(5, 96, 8, dtype=dtype),
         torch.randn(96, 4),
     )
-    where = {} if place is None else {place: zeros(3)}
-    gdn.causal_conv1d_update(
-        x, pool, weight.to(dtype), torch.zeros(96), activation="silu", state_index=zeros(3), **where,
-        backend="triton",
-    )  # fmt: skip
+    where = {} if place is None else {place: slots(3)}
+    arguments, where["state_index"] = (x, pool, weight.to(dtype), torch.zeros(96)), torch.arange(3)
+    return lambda: gdn.causal_conv1d_update(*arguments, activation="silu", **where, backend="triton")
+
+
+def stages(dtype: torch.dtype, K: int, V: int, is_packed: bool) -> Callable[[], Any]:
+    """Each stage on what the one before it made, then its adjoint."""
+    q, k, v = torch.randn(1, 150, 2, K), torch.randn(1, 150, 2, K) / K**0.5, torch.randn(1, 150, 4, V)
+    q, k, v, S = (x.to(dtype) for x in (q, k, v, torch.randn(3 if is_packed else 1, 4, K, V)))
+    g, beta, bias = -torch.rand(1, 150, 4), torch.rand(1, 150, 4), torch.zeros(4)
+    options = {"cu_seqlens": torch.tensor([0, 70, 70, 150]) if is_packed else None, "backend": "triton"}
+    of = gdn.stages
+
+    def call() -> None:
+        G = of.chunk_cumsum(g, **options)
+        of.chunk_cumsum_bwd(g, G, **options)
+        of.chunk_gate_cumsum_bwd(g, bias, bias, of.chunk_gate_cumsum(g, bias, bias, **options), **options)
+        A = of.chunk_kkt(k, beta, G, **options)
+        of.chunk_kkt_bwd(k, beta, G, A, **options)
+        A_inv = of.solve_tril(A, **options)
+        of.solve_tril_bwd(A_inv, A_inv, **options)
+        w, u = of.wy_transform(k, v, beta, G, A_inv, **options)
+        of.wy_transform_bwd(k, v, beta, G, A_inv, w, u, **options)
+        S_in, v_new, final = of.chunk_state(k, w, u, G, S, **options)
+        of.chunk_state_bwd(k, w, u, G, S, S_in, v_new, S_in, v_new, final, **options)
+        o = of.chunk_output(q, k, v_new, G, S_in, **options)
+        of.chunk_output_bwd(q, k, v_new, G, S_in, o, **options)
+
+    return call
 
 
 # name -> function, arguments, targets
@@ -212,7 +248,10 @@ OTHERS = {
     "decode a projection": (decode_of_a_projection, (), TUNED),
     "prefill bf16": (prefill, (BF16, FP32, True, True), EVERYWHERE),
     "prefill fp32": (prefill, (FP32, BF16, False, False), TUNED),
-    "commit": (commit, (), EVERYWHERE),
+    "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),
+    "stages bf16 packed": (stages, (BF16, 64, 60, True), TUNED),
+    "commit": (commit, (FP32, False), EVERYWHERE),
+    "commit to two places": (commit, (BF16, True), TUNED),
     "gate fp32": (gate, (FP32, True), EVERYWHERE),
     "gate bf16": (gate, (BF16, False), TUNED),
     "norm bf16": (norm, (BF16, 128, "silu", True), EVERYWHERE),

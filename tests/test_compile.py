@@ -24,12 +24,12 @@ def reports(request):
     wanted = [
         item.callspec.params for item in request.session.items if item.name.startswith("test_compiles[")
     ]
-    return compile_all([job for x in wanted for job in jobs(SPECIMENS[x["name"]].call, x["target"])])
+    return compile_all([job for x in wanted for job in jobs(SPECIMENS[x["name"]].on("cpu"), x["target"])])
 
 
 @pytest.mark.parametrize("target, name", BOTH, ids=[f"{target}-{name}" for target, name in BOTH])
 def test_compiles(reports, target, name):
-    found = {job.name: wrong(job, reports[job]) for job in jobs(SPECIMENS[name].call, target)}
+    found = {job.name: wrong(job, reports[job]) for job in jobs(SPECIMENS[name].on("cpu"), target)}
     assert found, "expected a kernel to be launched"
     assert not {job: complaints for job, complaints in found.items() if complaints}
 
@@ -41,7 +41,7 @@ def test_every_kernel_has_a_specimen():
             if isinstance(node, ast.FunctionDef):
                 names = {ast.unparse(d).split("(")[0].split(".")[-1] for d in node.decorator_list}
                 written |= {node.name} if "kernel" in names else set()
-    met = {job.kernel.__name__ for s in SPECIMENS.values() for job in jobs(s.call, "cuda:90")}
+    met = {job.kernel.__name__ for s in SPECIMENS.values() for job in jobs(s.on("cpu"), "cuda:90")}
     assert written and written == met
 
 
