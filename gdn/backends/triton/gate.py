@@ -40,7 +40,7 @@ def _softplus_sigmoid(x):
 
 
 @triton.jit
-def _decay_rate(a, A_log, bias):
+def decay_rate(a, A_log, bias):
     """exp(A_log) times softplus(a + bias) and times sigmoid(a + bias); A_log and bias by head."""
     x = a + bias[None, :]
     softplus, sigmoid, _ = _softplus_sigmoid(x)
@@ -52,7 +52,7 @@ def _decay_rate(a, A_log, bias):
 
 
 @triton.jit
-def _load_heads(A_log_ptr, dt_bias_ptr, heads, is_head):
+def load_heads(A_log_ptr, dt_bias_ptr, heads, is_head):
     """A_log, and dt_bias or 0."""
     A_log = tl.load(A_log_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
     if dt_bias_ptr is None:
@@ -77,10 +77,10 @@ def _gate_kernel(
     rows = (tl.program_id(0) // strips) * BR + tl.arange(0, BR)
     heads = (tl.program_id(0) % strips) * BH + tl.arange(0, BH)
     mask = (rows < num_rows)[:, None] & (heads < HV * UNIT)[None, :]
-    A_log, bias = _load_heads(A_log_ptr, dt_bias_ptr, heads, heads < HV * UNIT)
+    A_log, bias = load_heads(A_log_ptr, dt_bias_ptr, heads, heads < HV * UNIT)
     a = tl.load(a_ptr + _place(rows, a_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + _place(rows, b_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
-    decay, _ = _decay_rate(a, A_log, bias)
+    decay, _ = decay_rate(a, A_log, bias)
     _, beta, _ = _softplus_sigmoid(b)
     out = _place(rows, HV, heads, UNIT)
     tl.store(g_ptr + out, -decay, mask=mask)
@@ -97,7 +97,7 @@ def _gate_bwd_kernel(
     block = tl.program_id(0) // strips
     heads = (tl.program_id(0) % strips) * BH + tl.arange(0, BH)
     is_head = heads < HV * UNIT
-    A_log, bias = _load_heads(A_log_ptr, dt_bias_ptr, heads, is_head)
+    A_log, bias = load_heads(A_log_ptr, dt_bias_ptr, heads, is_head)
     dA_log = tl.zeros([BR, BH], tl.float32)
     ddt_bias = tl.zeros([BR, BH], tl.float32)
     first = block * rows_per_program
@@ -108,7 +108,7 @@ def _gate_bwd_kernel(
         b = tl.load(b_ptr + _place(rows, b_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
         dg = tl.load(dg_ptr + _place(rows, dg_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
         dbeta = tl.load(dbeta_ptr + _place(rows, dbeta_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
-        decay, slope_a = _decay_rate(a, A_log, bias)
+        decay, slope_a = decay_rate(a, A_log, bias)
         _, _, slope_b = _softplus_sigmoid(b)
         # 0 times NaN or inf must not reach the sums
         da = tl.where(dg == 0.0, 0.0, -slope_a * dg)

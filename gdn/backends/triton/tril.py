@@ -12,7 +12,7 @@ from gdn.backends.triton.lib import dot
 
 
 @triton.jit
-def inverse(A, PRECISION: tl.constexpr, FORM: tl.constexpr = "blocks"):
+def inverse(A, PRECISION: tl.constexpr, FORM: tl.constexpr):
     """(I + A)^-1 of A [64, 64] in fp32; only what is below the diagonal is read.
 
     PRECISION is that of the products: tf32 (error 1e-3 for correlated keys, what rounding the result to bf16
@@ -23,13 +23,23 @@ def inverse(A, PRECISION: tl.constexpr, FORM: tl.constexpr = "blocks"):
     if FORM == "whole":
         return _whole(A, PRECISION)
     else:
-        X, X_t = _diagonal(_block(A, 0), PRECISION)
-        # U = L X of the block before, transposed: every operand but `before` lies where it is needed
-        U_t = _batched(_before(X_t), _block(A, 1), PRECISION)
-        D = _merge(X, _batched(X, -U_t, PRECISION))
-        upper, lower = tl.split(tl.permute(D, (1, 2, 0)))
-        Y = _product(_product(lower, _corner(A), PRECISION), upper, PRECISION)
-        return _join(D, -Y)
+        return inverse_of_blocks(_block(A, 0), _block(A, 1), _corner(A), PRECISION)
+
+
+@triton.jit
+def inverse_of_blocks(D, E, F, PRECISION: tl.constexpr):
+    """(I + A)^-1 [64, 64] from parts of A, where a caller has them apart.
+
+    D [4, 16, 16] diagonal blocks, read below their diagonals only; E [4, 16, 16] the blocks left of these, of
+    which those of 0 and 2 may hold anything; F [32, 32] the quarter on the lower left.
+    """
+    X, X_t = _diagonal(D, PRECISION)
+    # E X of the block before, transposed: every operand but `before` lies where it is needed
+    U_t = _batched(_before(X_t), E, PRECISION)
+    X = _merge(X, _batched(X, -U_t, PRECISION))
+    upper, lower = tl.split(tl.permute(X, (1, 2, 0)))
+    Y = _product(_product(lower, F, PRECISION), upper, PRECISION)
+    return _join(X, -Y)
 
 
 @triton.jit
