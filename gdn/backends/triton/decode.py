@@ -9,14 +9,25 @@ The first token's loads go out before the slot's number is there, so that one lo
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from gdn.backends.triton import launch
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
-from gdn.backends.triton.recurrent import along_keys, locate, places, read, step, tile, tile_of
+from gdn.backends.triton.recurrent import (
+    along_keys,
+    locate,
+    offsets_on,
+    places,
+    pool_of,
+    read,
+    step,
+    tile,
+    tile_of,
+)
 from gdn.problem import DecodeProblem
 
 
@@ -28,7 +39,7 @@ def decode_kernel(
     q_b, q_t, q_h, q_0, k_b, k_t, k_h, k_0, q_k, k_k, v_b, v_t, v_h, v_v, v_0, o_b, o_t, o_h, o_v,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h,
     state_n, state_r, state_h, state_k, state_v, kept_n, kept_t, kept_h, kept_k, kept_v,
-    cu_n, read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
+    read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
     N, T, HV, ratio, slots, lowest, columns, entries, kept_rows, scale,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
     AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
@@ -36,7 +47,7 @@ def decode_kernel(
     NORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + R * P - 1) // (R * P)
-    row, head, block, first, count = locate(cu_seqlens_ptr, cu_n, N, T, HV, BLOCKS)
+    row, head, block, first, count = locate(cu_seqlens_ptr, N, T, HV, BLOCKS)
     slot = row
     if read_index_ptr is not None:
         read_index_ptr += row * read_n
@@ -110,10 +121,10 @@ def decode_kernel(
             if before < 0:
                 S = root
             else:
-                place = tile(
+                before_place = tile(
                     kept + before * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
                 )
-                S = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
+                S = tl.load(before_place, mask=in_state, other=0.0).to(tl.float32)
         S, o = step(
             S, q, k, v, g, beta, rate, bias, scale,
             NORM, g_ptr is not None, a_ptr is not None, a_ptr is not None, NEGATIVE,
@@ -122,9 +133,11 @@ def decode_kernel(
             S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
         tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
         if intermediate_ptr is not None:
-            place = tile(kept + at * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS)
+            kept_place = tile(
+                kept + at * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
+            )
             if is_kept:
-                tl.store(place, S.to(intermediate_ptr.dtype.element_ty), mask=in_state)
+                tl.store(kept_place, S.to(intermediate_ptr.dtype.element_ty), mask=in_state)
                 if parent_ptr is not None:
                     # another thread of this program may read it back
                     tl.debug_barrier()
@@ -135,11 +148,11 @@ def decode_kernel(
             else:
                 target = tl.load(write_index_ptr + row * write_n + at * write_t).to(tl.int64)
             if (target >= lowest) & (target < slots):
-                place = tile(
+                slot_place = tile(
                     pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k, state_v,
                     STATE_UNIT, AXIS,
                 )  # fmt: skip
-                tl.store(place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+                tl.store(slot_place, S.to(state_ptr.dtype.element_ty), mask=in_state)
         at += 1
         q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
     if WRITE == "final":
@@ -147,11 +160,11 @@ def decode_kernel(
         if write_index_ptr is not None:
             target = tl.load(write_index_ptr + row * write_n).to(tl.int64)
         if (target >= lowest) & (target < slots) & (count > 0):
-            place = tile(
+            final_place = tile(
                 pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k, state_v,
                 STATE_UNIT, AXIS,
             )  # fmt: skip
-            tl.store(place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+            tl.store(final_place, S.to(state_ptr.dtype.element_ty), mask=in_state)
 
 
 @dataclass(frozen=True)
@@ -176,41 +189,39 @@ class Again:
 _plans: Plans[Again] = Plans()
 
 
-def decode(problem: DecodeProblem) -> Again:
+def decode(problem: DecodeProblem) -> Again | None:
     """See `Backend`; writes problem.state, problem.intermediate and problem.out."""
-    p = problem
+    p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
     again = _plans.get(_key(p), lambda: Again(_plan(p), p.q.device))
-    again(*tensors_of(p))
+    again(*tensors_of(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)))
+    # a copy was made, or a launch recorded that is meant for another machine
+    if offsets is not p.cu_seqlens or launch.recorder is not None:
+        return None
     return again
 
 
 def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:
-    """The kernel's tensors: the problem's own, in its order."""
-    cu_seqlens = p.cu_seqlens
-    if cu_seqlens is not None and cu_seqlens.device != p.q.device:
-        cu_seqlens = cu_seqlens.to(p.q.device, non_blocking=True)
+    """The problem's own, in its order, as the kernel takes them."""
     return (
-        p.q, p.k, p.v, p.state, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias, cu_seqlens, p.read_index,
+        p.q, p.k, p.v, p.state, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias, p.cu_seqlens, p.read_index,
         p.num_accepted, p.ring_pos, p.write_index, p.intermediate, p.intermediate_row, p.parent, p.out,
     )  # fmt: skip
 
 
 def _key(p: DecodeProblem) -> Hashable:
     """Everything of a problem that its launch depends on, but for where its tensors lie."""
-    tensors = (
-        p.q, p.k, p.v, p.state, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias, p.cu_seqlens, p.read_index,
-        p.num_accepted, p.ring_pos, p.write_index, p.intermediate, p.intermediate_row, p.parent, p.out,
-    )  # fmt: skip
     return (
-        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors), p.q.device, p.scale,
+        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors_of(p)), p.q.device, p.scale,
         p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.write, p.null_slot, p.round_state, p.state_v_first,
     )  # fmt: skip
 
 
 def _plan(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
     """`starts`: where q, k and v begin in the tensors that the launch will be given for them."""
-    axis, state_unit, state = _pool(p.state, p)
-    kept_axis, kept_unit, kept = ("", 1, (0,) * 5) if p.intermediate is None else _pool(p.intermediate, p)
+    axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
+    kept_axis, kept_unit, kept = (
+        ("", 1, (0,) * 5) if p.intermediate is None else pool_of(p.intermediate, p.K, p.V, p.state_v_first)
+    )
     width = p.state.element_size()
     part = tile_of(p.K, p.V, axis or "k", width, state_unit if axis else 1, machine(p.q.device))
     is_packed, is_dense = p.cu_seqlens is not None, p.q.stride(3) == p.k.stride(3) == 1
@@ -223,7 +234,7 @@ def _plan(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
     numbers = (
         *(s // unit for s in (*q, starts[0], *k, starts[1])), p.q.stride(3), p.k.stride(3),
         *v, p.v.stride(3), starts[2], *o, p.out.stride(3), *g, *beta, *_strides(p.A_log, 1),
-        *_strides(p.dt_bias, 1), *state, *kept, *_strides(p.cu_seqlens, 1), *_strides(p.read_index, 2),
+        *_strides(p.dt_bias, 1), *state, *kept, *_strides(p.read_index, 2),
         *_strides(p.num_accepted, 1), *_strides(p.ring_pos, 1), *_strides(p.write_index, 2),
         *_strides(p.intermediate_row, 1), *_strides(p.parent, 2),
         p.N, p.q.shape[1], p.HV, p.HV // p.H, p.state.shape[0], 0 if p.null_slot is None else 1,
@@ -250,16 +261,3 @@ def _strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     """The first strides of an index tensor, zeros for what it lacks."""
     found = () if x is None else x.stride()[:count]
     return (*found, *(0,) * (count - len(found)))
-
-
-def _pool(x: Tensor, p: DecodeProblem) -> tuple[str, int, tuple[int, ...]]:
-    """The axis along which states are contiguous, "k", "v" or neither; the unit of their strides; those.
-
-    Strides: slot, ring entry or token, head, K, V.
-    """
-    k, v = x.stride()[-2:] if not p.state_v_first else x.stride()[:-3:-1]
-    axis = "k" if k == 1 or p.K == 1 else "v" if v == 1 or p.V == 1 else ""
-    lead = (x.stride(0), x.stride(1) if x.dim() == 5 else 0, x.stride(-3))
-    strides = (*lead, 0 if axis == "k" else k, 0 if axis == "v" else v)
-    unit = unit_of(*strides)
-    return axis, unit, tuple(s // unit for s in strides)

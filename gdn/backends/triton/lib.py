@@ -112,12 +112,13 @@ def rows_of(
 
 
 @triton.jit
-def state_tile(base, ks, vs, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """Places and mask of a block [ks, vs] of a state stored V first or K first."""
-    mask = exist(ks, K)[:, None] & exist(vs, V)[None, :]
-    if V_FIRST:
-        return base + vs[None, :] * K + ks[:, None], mask
-    return base + ks[:, None] * V + vs[None, :], mask
+def state_tile(base, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, TURNED: tl.constexpr):
+    """Places and mask of a block [rows, columns] of a matrix stored by rows, or TURNED by columns."""
+    mask = exist(rows, NUM_ROWS)[:, None] & exist(columns, NUM_COLUMNS)[None, :]
+    if TURNED:
+        return base + columns[None, :] * NUM_ROWS + rows[:, None], mask
+    else:
+        return base + rows[:, None] * NUM_COLUMNS + columns[None, :], mask
 
 
 @triton.jit

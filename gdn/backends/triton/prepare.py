@@ -1,14 +1,15 @@
-"""Per chunk and value head, from k and the gates alone: the sums G of g, and the inverse of the triangle.
+"""Per chunk and value head, all that does not depend on the state.
 
     g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
     A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1
+    P and factors of `pairs`;   w = A_inv (beta e^G k), u = A_inv (beta v) where the state pass wants them
 
-One kernel: k comes in once, and neither g nor A leaves the chip. With l2norm the raw k goes through the
-product, and k_rstd = rsqrt(sum(k k) + 1e-6), which later kernels scale with, goes out. Where the state pass
-is to make the outputs, the queries' norms and P of `pairs` are made here too. Outputs of tokens that
-belong to no sequence are zeroed here, as no later kernel need go there.
+One kernel: q, k and v come in once, and neither g nor A leaves the chip. With l2norm the raw q and k go
+through the products, and rstd = rsqrt(sum(x x) + 1e-6), which scales what comes out, is kept for the backward.
+Outputs of tokens that belong to no sequence are zeroed here, as no later kernel need go there.
 
-Bytes per token and value head at K = 128 in bf16, HV = H: k 256, A_inv 128, gates, G, factors 36: 420; with P, q 256 and P 128: 800.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: q and k 512, A_inv and P 256, gates, G, factors
+40: 810; with w and u v 256 and 512 more: 1580.
 """
 
 import triton
@@ -82,15 +83,14 @@ def prepare_kernel(
     end_high, end_low = split(tl.sum(tl.where(tokens == length - 1, G, 0.0), 0))
     tile = chunk.to(tl.int64) * HV + head
     square = tile * (C * C) + tokens[:, None] * C + tokens[None, :]
+    q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
     q_scale = tl.full([C], scale, tl.float32)
-    if P_ptr is not None:
-        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
-        if q_rstd_ptr is not None:
-            q_rstd = rstd_of(q)
-            tl.store(q_rstd_ptr + rstd_place, q_rstd, mask=is_mine)
-            q_scale *= q_rstd
-        P = pairs(q, k, q_scale, k_rstd, high, low, C, PRECISION)
-        tl.store(P_ptr + square, P.to(P_ptr.dtype.element_ty))
+    if q_rstd_ptr is not None:
+        q_rstd = rstd_of(q)
+        tl.store(q_rstd_ptr + rstd_place, q_rstd, mask=is_mine)
+        q_scale *= q_rstd
+    P = pairs(q, k, q_scale, k_rstd, high, low, C, PRECISION)
+    tl.store(P_ptr + square, P.to(P_ptr.dtype.element_ty))
     store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C)
     A = dot(k, tl.trans(k), None, PRECISION) * (beta * k_rstd)[:, None] * k_rstd[None, :]
     D = decay(high[None, :], low[None, :], high[:, None], low[:, None])

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from gdn.backends.triton.launch import Launch, Machine, Plans, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import softplus, strength
-from gdn.backends.triton.rule import tidy
 from gdn.problem import Problem
 
 
@@ -55,7 +54,7 @@ def over_keys(x):
 
 
 @triton.jit
-def locate(cu_seqlens_ptr, cu_n, N, T, HV, BLOCKS: tl.constexpr):
+def locate(cu_seqlens_ptr, N, T, HV, BLOCKS: tl.constexpr):
     """Which row, value head and block of V a program has; the row's first packed token, and its tokens.
 
     Packed, row N holds the tokens past the last sequence.
@@ -67,8 +66,8 @@ def locate(cu_seqlens_ptr, cu_n, N, T, HV, BLOCKS: tl.constexpr):
         first = tl.full([], 0, tl.int64)
         count = T
     else:
-        first = tl.load(cu_seqlens_ptr + row * cu_n).to(tl.int64)
-        end = tl.load(cu_seqlens_ptr + tl.minimum(row + 1, N) * cu_n).to(tl.int64)
+        first = tl.load(cu_seqlens_ptr + row).to(tl.int64)
+        end = tl.load(cu_seqlens_ptr + tl.minimum(row + 1, N)).to(tl.int64)
         count = (tl.minimum(tl.where(row < N, end, T), T) - first).to(tl.int32)
     return row, head, block, first, count
 
@@ -155,12 +154,13 @@ def recurrent_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, cu_seqlens_ptr, o_ptr,
     final_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
-    one, N, T, HV, ratio, scale,
+    q_k, k_k, v_v, A_log_h, dt_bias_h, initial_n, initial_h, initial_k, initial_v, N, T, HV, ratio, scale,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
-    AXIS: tl.constexpr, UNIT: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
+    AXIS: tl.constexpr, INITIAL_AXIS: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
+    INITIAL_UNIT: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + R * P - 1) // (R * P)
-    row, head, block, first, count = locate(cu_seqlens_ptr, 1, N, T, HV, BLOCKS)
+    row, head, block, first, count = locate(cu_seqlens_ptr, N, T, HV, BLOCKS)
     keys, values = places(block, R, P, J, W, AXIS)
     has_key, has_value = keys < K, values < V
     in_state = has_key & has_value[:, :, None, None]
@@ -172,10 +172,11 @@ def recurrent_kernel(
             o_ptr += o_t
         return
     key_head = head // ratio
-    along = along_keys(keys, one, R, AXIS, True)
-    q_ptr += (row * q_b + first * q_t + key_head * q_h) * UNIT + along
-    k_ptr += (row * k_b + first * k_t + key_head * k_h) * UNIT + along
-    v_ptr += row * v_b + first * v_t + head * v_h + values
+    q_ptr += (row * q_b + first * q_t + key_head * q_h) * UNIT
+    k_ptr += (row * k_b + first * k_t + key_head * k_h) * UNIT
+    q_ptr += along_keys(keys, q_k, R, AXIS, DENSE)
+    k_ptr += along_keys(keys, k_k, R, AXIS, DENSE)
+    v_ptr += row * v_b + first * v_t + head * v_h + values * v_v
     if g_ptr is not None:
         g_ptr += row * g_b + first * g_t + head * g_h
     if beta_ptr is not None:
@@ -185,16 +186,16 @@ def recurrent_kernel(
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, at, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t, count > 0,
         has_key, has_value,
     )  # fmt: skip
-    state = (row * HV + head) * (K * V)
     S = tl.zeros([R, P, J, W], tl.float32)
     if initial_ptr is not None:
-        place = tile(initial_ptr + state, keys, values, V, K, 1, AXIS)
-        S = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
+        initial_ptr += (row * initial_n + head * initial_h) * INITIAL_UNIT
+        start = tile(initial_ptr, keys, values, initial_k, initial_v, INITIAL_UNIT, INITIAL_AXIS)
+        S = tl.load(start, mask=in_state, other=0.0).to(tl.float32)
     rate, bias = 0.0, 0.0
     if A_log_ptr is not None:
-        rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
+        rate = tl.exp(tl.load(A_log_ptr + head * A_log_h).to(tl.float32))
     if dt_bias_ptr is not None:
-        bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+        bias = tl.load(dt_bias_ptr + head * dt_bias_h).to(tl.float32)
     for _ in range(count):
         # the next token comes in while this one is computed
         q_next, k_next, v_next, g_next, beta_next = read(
@@ -209,7 +210,8 @@ def recurrent_kernel(
         at += 1
         q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
     if final_ptr is not None:
-        tl.store(tile(final_ptr + state, keys, values, V, K, 1, AXIS), S, mask=in_state)
+        final_ptr += (row * HV + head) * (K * V)
+        tl.store(tile(final_ptr, keys, values, V, K, 1, AXIS), S, mask=in_state)
 
 
 @dataclass(frozen=True)
@@ -250,18 +252,39 @@ def tile_of(K: int, V: int, axis: str, width: int, unit: int, machine: Machine) 
     return Tile(R, max(1, columns // R), K // W, W, warps)
 
 
+def pool_of(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tuple[int, ...]]:
+    """The axis along which states are contiguous, "k", "v" or neither; the unit of their strides; those.
+
+    x is [slots, HV, V, K] or [slots, R, HV, V, K], or K first. Strides: slot, R, head, K, V.
+    """
+    v, k = x.stride()[-2:] if is_v_first else x.stride()[:-3:-1]
+    axis = "k" if k == 1 or K == 1 else "v" if v == 1 or V == 1 else ""
+    lead = (x.stride(0), x.stride(1) if x.dim() == 5 else 0, x.stride(-3))
+    strides = (*lead, 0 if axis == "k" else k, 0 if axis == "v" else v)
+    unit = unit_of(*strides)
+    return axis, unit, tuple(s // unit for s in strides)
+
+
 _plans: Plans[Launch] = Plans()
 
 
 def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """See `Backend`. 6 K V flop per token and value head; the state is read and written once."""
-    p = tidy(problem)
+    p = problem
     with on(p.device):
         launch = _plans.get(_key(p), lambda: _plan(p))
         o = p.v.new_empty(p.v.shape)
         final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None
-        launch(p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.cu_seqlens, o, final)
+        offsets = offsets_on(p.device, p.cu_seqlens)
+        launch(p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, offsets, o, final)
     return o, final
+
+
+def offsets_on(device: torch.device, cu_seqlens: Tensor | None) -> Tensor | None:
+    """cu_seqlens as the kernels read it: in one piece, on the device."""
+    if cu_seqlens is None:
+        return None
+    return cu_seqlens.contiguous().to(device, non_blocking=True)
 
 
 def _key(p: Problem) -> Hashable:
@@ -275,22 +298,27 @@ def _key(p: Problem) -> Hashable:
 
 
 def _plan(p: Problem) -> Launch:
-    axis = "k" if p.state_v_first else "v"
+    axis, is_packed = "k" if p.state_v_first else "v", p.cu_seqlens is not None
     part = tile_of(p.K, p.V, axis, 4, 4, machine(p.device))
+    start: tuple[str, int, tuple[int, ...]] = ("", 1, (0,) * 5)
+    if p.initial_state is not None:
+        start = pool_of(p.initial_state, p.K, p.V, p.state_v_first)
     # loads of q and k as wide as those of the state give each lane the same keys
     unit = min(4, unit_of(*p.q.stride()[:3], *p.k.stride()[:3]))
     o = (p.T * p.HV * p.V, p.HV * p.V, p.V)
     strides = [tuple(s // unit for s in x.stride()[:3]) for x in (p.q, p.k)]
     strides += [(0, 0, 0) if x is None else x.stride()[:3] for x in (p.v, p.g, p.beta)]
-    rows = p.N if p.cu_seqlens is None else p.N + 1
-    if p.cu_seqlens is not None:
-        strides, o = [(0, *x[1:]) for x in strides], (0, *o[1:])
+    numbers = [s for x in (*strides, o) for s in ((0, *x[1:]) if is_packed else x)]
+    numbers += [x.stride(3) for x in (p.q, p.k, p.v)]
+    numbers += [0 if x is None else x.stride(0) for x in (p.A_log, p.dt_bias)]
+    numbers += [start[2][0], *start[2][2:]]
     return Launch(
         recurrent_kernel,
-        rows * p.HV * part.blocks(p.V),
-        (*(s for x in strides for s in x), *o, 1, p.N, p.T, p.HV, p.HV // p.H, p.scale),
+        (p.N + is_packed) * p.HV * part.blocks(p.V),
+        (*numbers, p.N, p.T, p.HV, p.HV // p.H, p.scale),
         {
-            "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "UNIT": unit,
+            "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "INITIAL_AXIS": start[0],
+            "DENSE": p.q.stride(3) == p.k.stride(3) == 1, "UNIT": unit, "INITIAL_UNIT": start[1],
             "NORM": p.use_qk_l2norm_in_kernel, "SIGMOID": p.use_beta_sigmoid_in_kernel,
             "NEGATIVE": p.allow_neg_eigval,
         },

@@ -19,11 +19,12 @@ from gdn.backends.backend import Gradients, Saved, Shape
 from gdn.backends.triton import tuned
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.gates_bwd import gates_bwd_kernel
-from gdn.backends.triton.gradients import keys_kernel, queries_kernel
+from gdn.backends.triton.gradients import pairs_bwd_kernel, rows_bwd_kernel
 from gdn.backends.triton.launch import Launch, Plans, machine, on, unit_of
 from gdn.backends.triton.output import output_kernel
 from gdn.backends.triton.pairs import pairs_kernel
 from gdn.backends.triton.prepare import prepare_kernel
+from gdn.backends.triton.scan import scan_kernel
 from gdn.backends.triton.state import state_kernel
 from gdn.backends.triton.state_bwd import state_bwd_kernel
 from gdn.problem import CHUNK, RESET, Problem
@@ -37,7 +38,6 @@ class Forward:
     prepare: Launch
     state: Launch
     output: Launch | None
-    has_wy: bool
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Backward:
     table: Table | None
     pairs: Launch
     state: Launch
-    keys: Launch
-    queries: Launch
+    pairs_bwd: Launch
+    rows_bwd: Launch
     gates: Launch
 
 
@@ -75,29 +75,23 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
     p = tidy(problem)
     with on(p.device):
         plan = _forwards.get((_key(p), save), lambda: _plan_forward(p, save))
-        is_fused = plan.output is None
-        shapes = saves(p)
-        G, A_inv, q_rstd, k_rstd = (_room(p, shapes[i]) for i in (0, 1, 4, 5))
-        S_in = _room(p, shapes[2]) if save or not is_fused else None
-        P = _room(p, shapes[1]) if is_fused else None
-        v_new = None if is_fused else p.v.new_empty(p.num_chunks, p.HV, CHUNK, p.V)
+        G, A_inv, S_in, _, q_rstd, k_rstd = (_room(p, shape) for shape in saves(p))
+        P, factors = _room(p, saves(p)[1]), _factors(p)
         o = p.v.new_empty(p.v.shape)
         final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None
         table = None if plan.table is None else plan.table.make(p.cu_seqlens)
-        w = p.q.new_empty(p.num_chunks, p.HV, CHUNK, p.K) if plan.has_wy else None
-        u = p.v.new_empty(p.num_chunks, p.HV, CHUNK, p.V) if plan.has_wy else None
-        factors = _factors(p)
-        tail, fused_o = (None if table is None else o), (o if is_fused else None)
-        plan.prepare(
-            p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, table, G, A_inv, P, factors, w, u,
-            q_rstd if is_fused else None, k_rstd, tail,
-        )  # fmt: skip
-        plan.state(
-            p.q, p.k, p.v, w, u, A_inv, P, factors, p.initial_state, p.cu_seqlens, table, S_in, v_new, fused_o,
-            final,
-        )
-        if plan.output is not None:
-            plan.output(p.q, p.k, G, k_rstd, table, S_in, v_new, q_rstd, o)
+        tail = None if table is None else o
+        ends = (p.initial_state, p.cu_seqlens, table)
+        inputs = (p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, table)
+        if plan.output is None:
+            plan.prepare(*inputs, G, A_inv, P, factors, None, None, q_rstd, k_rstd, tail)
+            plan.state(p.q, p.k, p.v, A_inv, P, factors, *ends, S_in if save else None, o, final)
+        else:
+            w = p.q.new_empty(p.num_chunks, p.HV, CHUNK, p.K)
+            u, v_new = (p.v.new_empty(p.num_chunks, p.HV, CHUNK, p.V) for _ in range(2))
+            plan.prepare(*inputs, G, A_inv, P, factors, w, u, q_rstd, k_rstd, tail)
+            plan.state(p.k, w, u, factors, *ends, S_in, v_new, final)
+            plan.output(p.q, P, factors, S_in, v_new, table, o)
     if not save:
         return o, final, Saved()
     return o, final, Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
@@ -127,14 +121,18 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         factors = _factors(p)
         plan.pairs(p.q, p.k, p.beta, saved.G, *norms, table, P, factors)
         plan.state(p.q, p.k, saved.A_inv, P, factors, do, dS, p.cu_seqlens, table, dS_out, dv, dS0)
-        dk = p.k.new_empty(p.k.shape)
-        # P and the factors have been read: their places serve for E and for the shares of the gates' gradients
-        plan.keys(
-            p.q, p.k, p.v, p.beta, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, table, P, dk, dv, factors
+        del P
+        dq, dk = (x.new_empty(x.shape) for x in (p.q, p.k))
+        # E and F lie in the places of dq and dk where a key head's columns hold those of its value heads
+        width = max(p.K, p.HV // p.H * CHUNK)
+        E, F = (dq, dk) if width == p.K else (p.q.new_empty(p.B, p.T, p.H, width) for _ in range(2))
+        # the factors have been read: their place serves for the shares of the gates' gradients
+        plan.pairs_bwd(
+            p.q, p.k, p.v, p.beta, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, table, E, F, dv, factors
         )
-        del dS_out
-        dq = p.q.new_empty(p.q.shape)
-        plan.queries(p.q, p.k, saved.G, *norms, saved.S_in, do, P, table, dq)
+        plan.rows_bwd(
+            p.q, p.k, p.v, p.beta, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, dv, table, E, F, dq, dk
+        )
         plan.gates(
             p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, dA_log, ddt_bias
         )  # fmt: skip
@@ -238,7 +236,7 @@ def _gate_strides(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in ((0, 0, 0) if x is None else x.stride()))
 
 
-def _numbers(p: Problem, a: _Arguments) -> tuple[int, ...]:
+def _numbers(p: Problem) -> tuple[int, ...]:
     """T, HV, ratio, chunks_per_row."""
     return (p.T, p.HV, p.HV // p.H, (p.T + CHUNK - 1) // CHUNK)
 
@@ -246,38 +244,37 @@ def _numbers(p: Problem, a: _Arguments) -> tuple[int, ...]:
 def _plan_forward(p: Problem, save: bool) -> Forward:
     a = _arguments(p)
     chosen = tuned.forward(p, save, machine(p.device))
-    numbers = _numbers(p, a)
-    strips = triton.cdiv(p.V, chosen.BV)
-    out_strips = triton.cdiv(p.V, chosen.output.BV)
-    dims, precision = {"K": p.K, "V": p.V}, {"PRECISION": a.precision}
+    numbers = _numbers(p)
+    shared = {"K": p.K, "V": p.V, **a.sizes, "PRECISION": a.precision}
     prepare = Launch(
         prepare_kernel,
         a.entries * p.HV,
         (*_strides(a.unit, p.q, p.k, p.v), *_gate_strides(p.g, p.beta), *numbers, p.scale),
-        {**dims, **a.sizes, **a.activation, "BV": _wide(p), **precision, "RESET": RESET, "FORM": chosen.form},
+        {**shared, **a.activation, "BV": _wide(p), "RESET": RESET, "FORM": chosen.form},
         chosen.prepare_warps,
     )
-    state = Launch(
-        state_kernel,
-        p.N * p.HV * strips,
-        (*_strides(a.unit, p.q, p.k, p.v), *numbers, a.entries),
-        {**dims, **a.sizes, "BV": chosen.BV, **precision, "V_FIRST": p.state_v_first, "STAGES": chosen.stages},
-        chosen.num_warps,
-    )
+    programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
+    walk = {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages}
+    if chosen.is_fused:
+        strides = _strides(a.unit, p.q, p.k, p.v)
+        scan = Launch(scan_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
+        return Forward(a.table, prepare, scan, None)
+    strides = _strides(a.unit, p.k)
+    state = Launch(state_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
     output = Launch(
         output_kernel,
-        a.entries * p.HV * out_strips,
-        (*_strides(a.unit, p.q, p.k), *numbers, p.scale),
-        {**dims, **a.sizes, "BV": chosen.output.BV, **precision},
+        a.entries * p.HV * triton.cdiv(p.V, chosen.output.BV),
+        (*_strides(a.unit, p.q), *numbers),
+        {**shared, "BV": chosen.output.BV},
         chosen.output.num_warps,
     )
-    return Forward(a.table, prepare, state, None if chosen.is_fused else output, chosen.has_wy)
+    return Forward(a.table, prepare, state, output)
 
 
 def _plan_backward(p: Problem, do: Tensor) -> Backward:
     a = _arguments(p, do)
     chosen = tuned.backward(p, machine(p.device))
-    numbers = _numbers(p, a)
+    numbers = _numbers(p)
     precision = {"PRECISION": a.precision}
     shared = {"K": p.K, "V": p.V, **a.sizes, **precision}
     pairs = Launch(
@@ -294,19 +291,21 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages},
         chosen.num_warps,
     )
-    keys = Launch(
-        keys_kernel,
-        a.entries * p.H,
-        (*_strides(a.unit, p.q, p.k, p.v, do), *_gate_strides(p.beta), *numbers, p.scale),
-        {**shared, **a.activation, "BV": chosen.keys.BV},
-        chosen.keys.num_warps,
+    width = max(p.K, p.HV // p.H * CHUNK)
+    strides = (*_strides(a.unit, p.q, p.k, p.v, do), *_gate_strides(p.beta), *numbers, p.scale, width)
+    pairs_bwd = Launch(
+        pairs_bwd_kernel,
+        a.entries * p.HV,
+        strides,
+        {**shared, **a.activation, "BV": chosen.pairs.BV},
+        chosen.pairs.num_warps,
     )
-    queries = Launch(
-        queries_kernel,
+    rows_bwd = Launch(
+        rows_bwd_kernel,
         a.entries * p.H,
-        (*_strides(a.unit, p.q, p.k, do), *numbers, p.scale),
-        {**shared, "BV": chosen.queries.BV},
-        chosen.queries.num_warps,
+        strides,
+        {**shared, **a.activation, "BV": chosen.rows.BV},
+        chosen.rows.num_warps,
     )
     gates = Launch(
         gates_bwd_kernel,
@@ -315,4 +314,4 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         {"C": CHUNK, **a.activation, "RESET": RESET},
         1,
     )
-    return Backward(a.table, pairs, state, keys, queries, gates)
+    return Backward(a.table, pairs, state, pairs_bwd, rows_bwd, gates)

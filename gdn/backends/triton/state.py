@@ -1,17 +1,12 @@
-"""The state pass: one program takes a strip of value columns of S through all chunks of a sequence.
+"""The state pass where sequences and heads are few: the shortest chain from chunk to chunk.
 
-    r = beta (v - e^G k S);   v_new = A_inv r;   S <- e^(G_C) S + (e^(G_C - G) k)^T v_new
+    v_new = u - w S;   S <- e^(G_C) S + (e^(G_C - G) k)^T v_new
 
-S is held transposed, [V, K]: S, r and v_new are then left operands of the products that use them, straight
-from the registers in which the last product left them, and k and A_inv right operands as they lie in memory.
-Where there are sequences and heads enough to fill the machine the output is computed here too,
-
-    o = scale e^G q S + P v_new,
-
-and neither S nor v_new of a chunk has to leave the chip unless a backward wants S.
-
-Bytes per token and value head at K = V = 128 in bf16, HV = H: k, v 512, A_inv 128, factors 20; and either
-S 512, v_new 256 (1430 in all), or q, o 512, P 128 (1300; with S kept for the backward 1810).
+One program takes a strip of value columns of S through all chunks of a sequence; w and u of `prepare` leave
+two products between a state and the next. The states that enter and v_new leave, and `output` makes all
+outputs at once.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: w, u, k 768, factors 20, S_in 512, v_new 256:
+1560.
 """
 
 import triton.language as tl
@@ -24,9 +19,8 @@ from gdn.backends.triton.pairs import factor, through
 
 @kernel
 def state_kernel(
-    q_ptr, k_ptr, v_ptr, w_ptr, u_ptr, A_inv_ptr, P_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr,
-    S_in_ptr, v_new_ptr, o_ptr, final_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
+    k_ptr, w_ptr, u_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr, S_in_ptr, v_new_ptr, final_ptr,
+    k_b, k_t, k_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -35,56 +29,32 @@ def state_kernel(
     head = (tl.program_id(0) // strips) % HV
     n = tl.program_id(0) // (strips * HV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
-    key_head = head // ratio
     operand: tl.constexpr = k_ptr.dtype.element_ty
 
     vs = strip * BV + tl.arange(0, BV)
     ks = tl.arange(0, BK)
     tokens = tl.arange(0, C)
-    square = tokens[:, None] * C + tokens[None, :]
-    state = (n.to(tl.int64) * HV + head) * (K * V)
-    state_place, state_mask = state_tile(state, ks, vs, K, V, V_FIRST)
+    state_place, state_mask = state_tile((n.to(tl.int64) * HV + head) * (K * V), ks, vs, K, V, V_FIRST)
     if initial_ptr is None:
         S = tl.zeros([BK, BV], tl.float32)
     else:
         S = tl.load(initial_ptr + state_place, mask=state_mask, other=0.0).to(tl.float32)
 
     for done in tl.range(0, total, C, num_stages=STAGES):
-        first = start + done
         length = tl.minimum(total - done, C)
         tile = (chunk + done // C).to(tl.int64) * HV + head
-        k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-        S_operand = S.to(operand)
-        if S_in_ptr is not None:
-            place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
-            tl.store(S_in_ptr + place, S_operand, mask=mask)
-        tile_place = tokens[:, None] * V + vs[None, :]
-        if w_ptr is None:
-            A_inv = tl.load(A_inv_ptr + tile * (C * C) + square)
-            v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
-            beta = factor(factors_ptr, tile, 3, C)
-            carry = factor(factors_ptr, tile, 2, C)
-            kS = dot(k, S_operand, None, PRECISION)
-            r = beta[:, None] * v.to(tl.float32) - carry[:, None] * kS
-            v_new = dot(A_inv, r.to(operand), None, PRECISION)
-        else:
-            w_place = tile * (C * K) + tokens[:, None] * K + ks[None, :]
-            w = tl.load(w_ptr + w_place, mask=exist(ks, K)[None, :], other=0.0)
-            u = tl.load(u_ptr + tile * (C * V) + tile_place, mask=exist(vs, V)[None, :], other=0.0)
-            v_new = u.to(tl.float32) - dot(w, S_operand, None, PRECISION)
-        if v_new_ptr is not None:
-            v_new_place = v_new_ptr + tile * (C * V) + tile_place
-            tl.store(v_new_place, v_new.to(operand), mask=exist(vs, V)[None, :])
-        if o_ptr is not None:
-            q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
-            P = tl.load(P_ptr + tile * (C * C) + square)
-            into = factor(factors_ptr, tile, 1, C)
-            o = dot(q, S_operand, None, PRECISION) * into[:, None]
-            o = dot(P, v_new.to(operand), o, PRECISION)
-            o_base = o_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
-            o_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
-            tl.store(o_base + tokens[:, None] * (HV * V) + vs[None, :], o.to(operand), mask=o_mask)
+        k = rows_of(k_ptr, row, start + done, length, head // ratio, k_b, k_t, k_h, ks, K, C, UNIT)
+        w_place = tile * (C * K) + tokens[:, None] * K + ks[None, :]
+        w = tl.load(w_ptr + w_place, mask=exist(ks, K)[None, :], other=0.0)
+        tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
+        u = tl.load(u_ptr + tile_place, mask=exist(vs, V)[None, :], other=0.0)
         out = factor(factors_ptr, tile, 0, C)
+
+        S_operand = S.to(operand)
+        place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
+        tl.store(S_in_ptr + place, S_operand, mask=mask)
+        v_new = u.to(tl.float32) - dot(w, S_operand, None, PRECISION)
+        tl.store(v_new_ptr + tile_place, v_new.to(operand), mask=exist(vs, V)[None, :])
         grown = (v_new * out[:, None]).to(operand)
         S = dot(tl.trans(k), grown, S * through(factors_ptr, tile, C), PRECISION)
 

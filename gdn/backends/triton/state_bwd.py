@@ -4,7 +4,7 @@
     dr = A_inv^T dv_new
     dS <- e^(G_C) dS + (e^G q)^T (scale do) - (beta e^G k)^T dr
 
-dS is held transposed as in `state`, for the same reason. What leaves are dr, in the place of dv (which is
+What leaves are dr, in the place of dv (which is
 beta dr), and for each chunk the gradient of the state that leaves it.
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv and P 256, dS 512: 1810.
 """

@@ -31,7 +31,6 @@ class ForwardTiles(Pass):
     """Forward. `is_fused`: the state pass makes the outputs."""
 
     is_fused: bool
-    has_wy: bool
     form: str
     prepare_warps: int
     output: Tile
@@ -41,21 +40,35 @@ class ForwardTiles(Pass):
 class BackwardTiles(Pass):
     """Backward."""
 
-    keys: Tile
-    queries: Tile
+    pairs: Tile
+    rows: Tile
 
 
 def forward(p: Problem, save: bool, machine: Machine) -> ForwardTiles:
-    """Fused where the strips of all sequences and heads fill the machine; else the outputs come apart."""
-    BV = _strip(p, 64)
-    programs = p.N * p.HV * triton.cdiv(p.V, BV)
-    is_fused = not p.batch_invariant and programs >= 2 * machine.num_sms
-    return ForwardTiles(BV, 4, _stages(p), is_fused, not is_fused, "whole", 4, Tile(_strip(p, 64), 4))
+    """One walk where strips of 64 columns fill the machine once; else the outputs come apart.
+
+    H200, 16/32 heads of 128 x 128, 8192 tokens, us: state by 16, 32, 64 columns 216, 133, 208; at 2/8 heads
+    114, 129, 218. Strips of 16 are for machines that strips of 32 leave three quarters empty.
+    """
+    pairs, wide = p.N * p.HV, p.q.dtype == torch.float32
+    form = "blocks"
+    output = Tile(_strip(p, 64), 4)
+    if not p.batch_invariant and pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms:
+        return ForwardTiles(_strip(p, 64), 4, 2, True, form, 4, output)
+    is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
+    stages = 2 if wide or p.K > 128 else 4
+    return ForwardTiles(_strip(p, 16 if is_short and not p.batch_invariant else 32), 4, stages, False, form, 4, output)
 
 
 def backward(p: Problem, machine: Machine) -> BackwardTiles:
-    """One strip for both passes; all gradients of a chunk need 8 warps to hold dq and dk."""
-    return BackwardTiles(_strip(p, 64), 4, _stages(p), Tile(_strip(p, 32), 4), Tile(_strip(p, 64), 4))
+    """Strips of the state pass as in the forward; H200, as above, us: 32 columns 223, 64 311, at 2/8 heads 16 182."""
+    pairs, wide = p.N * p.HV, p.q.dtype == torch.float32
+    stages = 2 if wide or p.K > 128 else 3
+    most = 32
+    if not p.batch_invariant:
+        is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
+        most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
+    return BackwardTiles(_strip(p, most), 4, stages, Tile(_strip(p, 64), 4), Tile(_strip(p, 64), 4))
 
 
 def _strip(p: Problem, most: int) -> int:
@@ -63,7 +76,3 @@ def _strip(p: Problem, most: int) -> int:
     wide = 2 if p.q.dtype == torch.float32 else 1
     large = 2 if p.K > 128 else 1
     return max(16, min(most // (wide * large), triton.next_power_of_2(p.V)))
-
-
-def _stages(p: Problem) -> int:
-    return 1 if p.q.dtype == torch.float32 or p.K > 128 else 2

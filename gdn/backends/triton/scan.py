@@ -1,0 +1,79 @@
+"""The state pass where sequences and heads fill the machine: outputs and all, in one walk over the chunks.
+
+    r = beta (v - e^G k S);   v_new = A_inv r;   o = scale e^G q S + P v_new
+    S <- e^(G_C) S + (e^(G_C - G) k)^T v_new
+
+One program takes a strip of value columns of S through all chunks of a sequence. S is held transposed, [V, K]:
+S, r and v_new are then left operands of the products that use them, straight from the registers in which the
+last product left them, and k, q, A_inv and P right operands as they lie in memory. Neither S nor v_new of a
+chunk has to leave the chip, unless a backward wants S.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, v, o 1024, A_inv and P 256, factors 20:
+1300; with S kept for the backward 1810.
+"""
+
+import triton.language as tl
+
+from gdn.backends.triton.chunks import sequence
+from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.lib import dot, exist, rows_of, state_tile
+from gdn.backends.triton.pairs import factor, through
+
+
+@kernel
+def scan_kernel(
+    q_ptr, k_ptr, v_ptr, A_inv_ptr, P_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr, S_in_ptr, o_ptr,
+    final_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    strips = tl.cdiv(V, BV)
+    strip = tl.program_id(0) % strips
+    head = (tl.program_id(0) // strips) % HV
+    n = tl.program_id(0) // (strips * HV)
+    row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
+    key_head = head // ratio
+    operand: tl.constexpr = k_ptr.dtype.element_ty
+
+    vs = strip * BV + tl.arange(0, BV)
+    ks = tl.arange(0, BK)
+    tokens = tl.arange(0, C)
+    square = tokens[:, None] * C + tokens[None, :]
+    # states are stored V first or K first; transposed here, the one is the other
+    state = (n.to(tl.int64) * HV + head) * (K * V)
+    state_place, state_mask = state_tile(state, vs, ks, V, K, not V_FIRST)
+    if initial_ptr is None:
+        S = tl.zeros([BV, BK], tl.float32)
+    else:
+        S = tl.load(initial_ptr + state_place, mask=state_mask, other=0.0).to(tl.float32)
+
+    for done in tl.range(0, total, C, num_stages=STAGES):
+        first = start + done
+        length = tl.minimum(total - done, C)
+        tile = (chunk + done // C).to(tl.int64) * HV + head
+        k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+        v = tl.trans(rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT))
+        A_inv = tl.load(A_inv_ptr + tile * (C * C) + square)
+        P = tl.load(P_ptr + tile * (C * C) + square)
+
+        S_operand = S.to(operand)
+        if S_in_ptr is not None:
+            place, mask = state_tile(tile * (K * V), vs, ks, V, K, True)
+            tl.store(S_in_ptr + place, S_operand, mask=mask)
+        kS = dot(S_operand, tl.trans(k), None, PRECISION)
+        beta = factor(factors_ptr, tile, 3, C)
+        carry = factor(factors_ptr, tile, 2, C)
+        r = beta[None, :] * v.to(tl.float32) - carry[None, :] * kS
+        v_new = dot(r.to(operand), tl.trans(A_inv), None, PRECISION)
+        into = factor(factors_ptr, tile, 1, C)
+        o = dot(S_operand, tl.trans(q), None, PRECISION) * into[None, :]
+        o = dot(v_new.to(operand), tl.trans(P), o, PRECISION)
+        o_base = o_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
+        o_mask = exist(vs, V)[:, None] & (tokens < length)[None, :]
+        tl.store(o_base + tokens[None, :] * (HV * V) + vs[:, None], o.to(operand), mask=o_mask)
+        out = factor(factors_ptr, tile, 0, C)
+        S = dot((v_new * out[None, :]).to(operand), k, S * through(factors_ptr, tile, C), PRECISION)
+
+    if final_ptr is not None:
+        tl.store(final_ptr + state_place, S, mask=state_mask)
