@@ -12,6 +12,7 @@ from gdn.reference.layer import causal_conv1d as law
 
 D = 6
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+FINEST = {"eager": torch.float64, "triton": torch.float32}  # what a backend computes in
 LADDER = [0, 0, 1, 3, 6, 6, 10, 27, 80, 80]
 
 
@@ -20,33 +21,33 @@ pytestmark = pytest.mark.usefixtures("strict_poison")
 
 def differs(x, wanted):
     """Relative RMS error; infinite for NaN."""
+    x, wanted = x.cpu(), wanted.cpu()
     error = (
         (x.double() - wanted).norm() / wanted.norm().clamp(min=1e-30) if wanted.numel() else torch.zeros(())
     )
     return float("inf") if error.isnan() else float(error)
 
 
-def inputs(B, T, W, N, dtype=torch.float64, layout="channels", D=D):
+def inputs(B, T, W, N, dtype=torch.float64, layout="channels", D=D, device="cpu"):
     x = torch.randn(B, T, D, dtype=torch.float64)
     if layout == "time":
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
     tensors = (x, torch.randn(D, W), torch.randn(D), torch.randn(N, D, W - 1))
-    return [t.to(dtype).requires_grad_() for t in tensors]
+    return [t.to(device, dtype).requires_grad_() for t in tensors]
 
 
-def agrees(tensors, tolerance, activation="silu", cu_seqlens=None, real=None, **options):
-    """y, final state and every gradient against the law in fp64."""
+def agrees(tensors, tolerance, activation="silu", cu_seqlens=None, **options):
+    """y, final state and every gradient against the law in fp64, which runs on the CPU."""
     x, weight, bias, state = tensors
-    options |= {"activation": activation, "cu_seqlens": cu_seqlens}
-    out = gdn.causal_conv1d(x, weight, bias, initial_state=state, output_final_state=True, **options)
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    options.pop("cu_seqlens_cpu", None)
-    wanted = law(*exact[:3], initial_state=exact[3], **options)
+    given = {"activation": activation, "cu_seqlens": None if cu_seqlens is None else cu_seqlens.to(x.device)}
+    out = gdn.causal_conv1d(x, weight, bias, initial_state=state, output_final_state=True, **given, **options)
+    exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
+    wanted = law(*exact[:3], initial_state=exact[3], activation=activation, cu_seqlens=cu_seqlens)
     assert out[0].dtype == out[1].dtype == x.dtype and out[0].is_contiguous()
     seeds = [torch.randn_like(t) for t in out]
     got = torch.autograd.grad(out, tensors, seeds)
     # zero times the inputs: a law of no tokens has no graph
-    total = sum((w * s.double()).sum() for w, s in zip(wanted, seeds, strict=True)) + sum(
+    total = sum((w * s.cpu().double()).sum() for w, s in zip(wanted, seeds, strict=True)) + sum(
         0 * t.sum() for t in exact
     )
     ref = torch.autograd.grad(total, exact)
@@ -56,74 +57,130 @@ def agrees(tensors, tolerance, activation="silu", cu_seqlens=None, real=None, **
 
 
 @pytest.mark.parametrize("layout", ["channels", "time"])
-@pytest.mark.parametrize("W", [1, 2, 3, 4, 8])
-def test_law(W, layout):
+@pytest.mark.parametrize(
+    "W", [pytest.param(W, marks=[pytest.mark.interpret] * (W in (1, 4))) for W in (1, 2, 3, 4, 8, 11)]
+)
+def test_law(backend, device, W, layout):
+    dtype = FINEST[backend]
+    options = {"dtype": dtype, "layout": layout, "device": device}
+    good = {"tolerance": TOLERANCE[dtype], "backend": backend}
     for T in (1, 2, 3, 7, 40):
-        assert agrees(inputs(2, T, W, 2, layout=layout), 1e-12)
-    assert agrees(inputs(2, 40, W, 2, layout=layout), 1e-12, activation=None)
-    assert agrees(inputs(1, 85, W, 9, layout=layout), 1e-12, cu_seqlens=torch.tensor(LADDER))
-    assert agrees(
-        inputs(1, 3, W, 2, layout=layout), 1e-12, cu_seqlens=torch.tensor([0, 0, 0], dtype=torch.int32)
-    )
+        assert agrees(inputs(2, T, W, 2, **options), **good)
+    assert agrees(inputs(2, 40, W, 2, **options), activation=None, **good)
+    assert agrees(inputs(1, 85, W, 9, **options), cu_seqlens=torch.tensor(LADDER), **good)
+    nothing = torch.tensor([0, 0, 0], dtype=torch.int32)
+    assert agrees(inputs(1, 3, W, 2, **options), cu_seqlens=nothing, **good)
 
 
 @pytest.mark.parametrize("layout", ["channels", "time"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_dtypes_and_blocks(dtype, layout, monkeypatch):
+def test_dtypes_and_blocks(backend, device, dtype, layout, monkeypatch):
     """In blocks far smaller than the problem, and in one."""
+    if dtype == torch.float64 and backend != "eager":
+        pytest.skip("fp64 is eager's")
+    good = {"tolerance": TOLERANCE[dtype], "backend": backend}
     for block in (1 << 17, 60):
         monkeypatch.setattr("gdn.backends.eager.conv.BLOCK", block)
         monkeypatch.setattr("gdn.backends.eager.conv.STRIP", 4)
-        assert agrees(inputs(3, 50, 4, 3, dtype, layout), TOLERANCE[dtype])
+        assert agrees(inputs(3, 50, 4, 3, dtype, layout, device=device), **good)
         offsets = torch.tensor(LADDER)
-        assert agrees(
-            inputs(1, 80, 4, 9, dtype, layout), TOLERANCE[dtype], cu_seqlens=offsets, cu_seqlens_cpu=offsets
-        )
+        x = inputs(1, 80, 4, 9, dtype, layout, device=device)
+        assert agrees(x, cu_seqlens=offsets, cu_seqlens_cpu=offsets, **good)
 
 
-def test_gate_fails_wrong_answers():
-    x, weight, bias, state = (t.detach() for t in inputs(1, 20, 4, 2))
-    cu = torch.tensor([0, 9, 20])
-    wanted, final = law(x, weight, bias, initial_state=state, cu_seqlens=cu, activation="silu")
-    y, kept = gdn.causal_conv1d(
-        x, weight, bias, initial_state=state, cu_seqlens=cu, activation="silu", output_final_state=True
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_blocks_of_many_channels(dtype):
+    """Loads of 16 bytes, several programs to a sequence, several sequences to a program."""
+    good = {"tolerance": TOLERANCE[dtype], "backend": "triton"}
+    assert agrees(inputs(2, 700, 4, 2, dtype, D=1088, device="cuda"), **good)
+    lengths = torch.randint(0, 40, (64,))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths]).cumsum(0)
+    x = inputs(1, int(offsets[-1]) + 9, 4, 64, dtype, D=520, device="cuda")
+    assert agrees(x, cu_seqlens=offsets, **good)
+
+
+@pytest.mark.gpu
+def test_reruns_are_bit_identical_and_other_sizes_compile_nothing(monkeypatch):
+    triton = pytest.importorskip("triton")
+
+    def run(B, T, D, lengths=None):
+        x, weight, bias, state = inputs(B, T, 4, B if lengths is None else len(lengths), D=D, device="cuda")
+        tensors = [t.detach().bfloat16().requires_grad_() for t in (x, weight, bias, state)]
+        cu = None if lengths is None else torch.tensor([0, *lengths], device="cuda").cumsum(0)
+        out = gdn.causal_conv1d(
+            *tensors[:3], initial_state=tensors[3], activation="silu", cu_seqlens=cu, output_final_state=True,
+            backend="triton",
+        )  # fmt: skip
+        return [*out, *torch.autograd.grad(out, tensors, [torch.ones_like(t) for t in out])]
+
+    sizes = [(2, 300, 1024), (1, 300, 1024, (100, 0, 180))]
+    for size in sizes:
+        torch.manual_seed(1)
+        first = run(*size)
+        for _ in range(20):
+            torch.manual_seed(1)
+            assert all(torch.equal(a, b) for a, b in zip(first, run(*size), strict=True))
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["fn"].name)
     )
-    assert differs(y, wanted) < 1e-12 and differs(kept, final) < 1e-12
+    for size in [(1, 1, 2048), (5, 1111, 4096), (1, 17, 1536, (1, 16)), (1, 900, 3072, (5,) * 100)]:
+        run(*size)
+    assert not compiled
+
+
+@pytest.mark.interpret
+def test_gate_fails_wrong_answers(backend, device):
+    x, weight, bias, state = (t.detach() for t in inputs(1, 20, 4, 2, FINEST[backend], device=device))
+    cu = torch.tensor([0, 9, 20], device=device)
+    exact = [t.cpu().double() for t in (x, weight, bias, state)]
+    wanted, final = law(*exact[:3], initial_state=exact[3], cu_seqlens=cu.cpu(), activation="silu")
+    options = {"initial_state": state, "cu_seqlens": cu, "activation": "silu", "backend": backend}
+    good = TOLERANCE[FINEST[backend]]
+    y, kept = gdn.causal_conv1d(x, weight, bias, output_final_state=True, **options)
+    assert differs(y, wanted) < good and differs(kept, final) < good
     wrong = (
         torch.zeros_like(y),
-        gdn.causal_conv1d(x, weight.flip(1), bias, initial_state=state, cu_seqlens=cu, activation="silu")[0],
-        gdn.causal_conv1d(x, weight, bias, cu_seqlens=cu, activation="silu")[0],
-        gdn.causal_conv1d(x, weight, bias, initial_state=state.flip(0), cu_seqlens=cu, activation="silu")[0],
-        gdn.causal_conv1d(x, weight, bias, initial_state=state[:1], activation="silu")[0],
-        gdn.causal_conv1d(x, weight, bias, initial_state=state, cu_seqlens=cu)[0],
+        gdn.causal_conv1d(x, weight.flip(1), bias, **options)[0],
+        gdn.causal_conv1d(x, weight, bias, **options | {"initial_state": None})[0],
+        gdn.causal_conv1d(x, weight, bias, **options | {"initial_state": state.flip(0)})[0],
+        gdn.causal_conv1d(x, weight, bias, **options | {"initial_state": state[:1], "cu_seqlens": None})[0],
+        gdn.causal_conv1d(x, weight, bias, **options | {"activation": None})[0],
     )
     assert all(differs(other, wanted) > 1e-2 for other in wrong)
     assert differs(kept.flip(2), final) > 1e-2 and differs(y * float("nan"), wanted) == float("inf")
 
 
-def test_nothing_leaks_between_sequences_or_from_the_tail():
-    x = inputs(1, 20, 4, 2, torch.float32)[0].detach()
+@pytest.mark.interpret
+def test_nothing_leaks_between_sequences_or_from_the_tail(backend, device):
+    x = inputs(1, 20, 4, 2, torch.float32, device=device)[0].detach()
     x[:, 8:12], x[:, 16:] = float("nan"), float("inf")
     x.requires_grad_()
-    weight = torch.randn(D, 4, requires_grad=True)
-    cu = torch.tensor([0, 8, 12, 16])
-    y, final = gdn.causal_conv1d(x, weight, cu_seqlens=cu, output_final_state=True, activation="silu")
+    weight = torch.randn(D, 4, device=device, requires_grad=True)
+    cu = torch.tensor([0, 8, 12, 16], device=device)
+    y, final = gdn.causal_conv1d(
+        x, weight, cu_seqlens=cu, output_final_state=True, activation="silu", backend=backend
+    )
     assert y[:, :8].isfinite().all() and y[:, 8:12].isnan().all() and y[:, 12:16].isfinite().all()
     assert not y[:, 16:].any() and final[[0, 2]].isfinite().all()
     (dx,) = torch.autograd.grad(y[:, :16].nan_to_num(0).sum() + y[:, 16:].sum(), x)
     assert dx[:, :8].isfinite().all() and dx[:, 12:16].isfinite().all() and not dx[:, 16:].any()
-    y, _ = gdn.causal_conv1d(x[:, 12:], weight, cu_seqlens=torch.tensor([0, 4]))
+    y, _ = gdn.causal_conv1d(x[:, 12:], weight, cu_seqlens=cu[:1].new_tensor([0, 4]), backend=backend)
     assert torch.autograd.grad(y.sum(), weight)[0].isfinite().all()
 
 
-def test_empty_and_unused():
+@pytest.mark.interpret
+def test_empty_and_unused(backend, device):
+    weight = torch.randn(D, 4, device=device)
     for shape in ((2, 0, D), (0, 5, D)):
-        x = torch.randn(shape, requires_grad=True)
-        state = torch.randn(shape[0], D, 3, requires_grad=True)
-        y, final = gdn.causal_conv1d(x, torch.randn(D, 4), initial_state=state, output_final_state=True)
+        x = torch.randn(shape, device=device, requires_grad=True)
+        state = torch.randn(shape[0], D, 3, device=device, requires_grad=True)
+        y, final = gdn.causal_conv1d(x, weight, initial_state=state, output_final_state=True, backend=backend)
         assert y.shape == x.shape and torch.equal(final, state)
         assert torch.equal(torch.autograd.grad(final.sum(), state)[0], torch.ones_like(state))
-    y, final = gdn.causal_conv1d(torch.randn(1, 4, D), torch.randn(D, 4), cu_seqlens=torch.tensor([0]))
+    cu = torch.tensor([0], device=device)
+    y, final = gdn.causal_conv1d(torch.randn(1, 4, D, device=device), weight, cu_seqlens=cu, backend=backend)
     assert final is None and not y.any()
 
 
@@ -131,39 +188,42 @@ def test_empty_and_unused():
 WIDE = 64
 
 
-def test_cut_in_two_and_reruns():
-    x, weight, bias, _ = (t.detach() for t in inputs(2, 30, 4, 2, torch.float32, D=WIDE))
-    whole, final = gdn.causal_conv1d(x, weight, bias, activation="silu", output_final_state=True)
+@pytest.mark.interpret
+def test_cut_in_two_and_reruns(backend, device):
+    x, weight, bias, _ = (
+        t.detach() for t in inputs(2, 30, 4, 2, torch.float32, D=WIDE, device=device)
+    )  # fmt: skip
+    options = {"activation": "silu", "output_final_state": True, "backend": backend}
+    whole, final = gdn.causal_conv1d(x, weight, bias, **options)
     for cut in (1, 2, 29):
-        a, state = gdn.causal_conv1d(x[:, :cut], weight, bias, activation="silu", output_final_state=True)
-        b, last = gdn.causal_conv1d(
-            x[:, cut:], weight, bias, activation="silu", initial_state=state, output_final_state=True
-        )
+        a, state = gdn.causal_conv1d(x[:, :cut], weight, bias, **options)
+        b, last = gdn.causal_conv1d(x[:, cut:], weight, bias, initial_state=state, **options)
         assert torch.equal(torch.cat([a, b], 1), whole) and torch.equal(last, final)
 
 
-def pool(slots, L, dtype=torch.float64):
+def pool(slots, L, dtype=torch.float64, device="cpu"):
     """A pool with a slot pitch wider than a slot, full of NaN between the slots."""
-    pages = torch.full((slots, D * L + 5), float("nan"), dtype=dtype)
+    pages = torch.full((slots, D * L + 5), float("nan"), dtype=dtype, device=device)
     state = pages[:, : D * L].view(slots, D, L)
     return state.copy_(torch.randn(slots, D, L))
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("null_slot", [None, 0])
 @pytest.mark.parametrize("L", [3, 5])
-def test_pool(L, null_slot, index_dtype):
-    lengths = [0, 2, 7, 4, 1, 9, 5, 3]
-    slots = torch.tensor([5, 2, 6, -1, 0, 8, 1, 99], dtype=index_dtype)
-    has_state = torch.tensor([True, True, False, True, True, False, True, True])
-    cu = torch.tensor([0, *lengths]).cumsum(0)
-    x, weight, bias, _ = (t.detach() for t in inputs(1, 33, 4, 0))
-    state = pool(9, L)
+def test_pool(backend, device, L, null_slot, index_dtype):
+    lengths, dtype = [0, 2, 7, 4, 1, 9, 5, 3], FINEST[backend]
+    slots = torch.tensor([5, 2, 6, -1, 0, 8, 1, 99], dtype=index_dtype, device=device)
+    has_state = torch.tensor([True, True, False, True, True, False, True, True], device=device)
+    cu = torch.tensor([0, *lengths], device=device).cumsum(0)
+    x, weight, bias, _ = (t.detach() for t in inputs(1, 33, 4, 0, dtype, device=device))
+    state = pool(9, L, dtype, device)
     state[6] = float("nan")
     before = state.clone()
     y, none = gdn.causal_conv1d(
         x, weight, bias, activation="silu", cu_seqlens=cu, state=state, state_index=slots,
-        has_initial_state=has_state, null_slot=null_slot,
+        has_initial_state=has_state, null_slot=null_slot, backend=backend,
     )  # fmt: skip
     assert none is None and not y[:, 31:].any()
     touched = set()
@@ -172,9 +232,10 @@ def test_pool(L, null_slot, index_dtype):
         if not (0 if null_slot is None else 1) <= slot < 9:
             assert not y[:, a:b].any()
             continue
-        held = before[slot] if has_state[n] else torch.zeros(D, L, dtype=torch.float64)
-        wanted, _ = law(x[:, a:b], weight, bias, initial_state=held[None, :, L - 3 :], activation="silu")
-        assert differs(y[:, a:b], wanted) < 1e-12
+        held = before[slot] if has_state[n] else torch.zeros(D, L, dtype=dtype, device=device)
+        exact = [t.cpu().double() for t in (x[:, a:b], weight, bias, held[None, :, L - 3 :])]
+        wanted, _ = law(*exact[:3], initial_state=exact[3], activation="silu")
+        assert differs(y[:, a:b], wanted) < TOLERANCE[dtype]
         if b > a:
             touched.add(slot)
             assert torch.equal(state[slot], torch.cat([held, x[0, a:b].t()], 1)[:, -L:])
@@ -182,37 +243,40 @@ def test_pool(L, null_slot, index_dtype):
     assert torch.equal(state[rest].nan_to_num(7), before[rest].nan_to_num(7)) and touched
 
 
-def test_pool_dense_narrow_and_all_invalid():
-    x, weight, _, _ = (t.detach() for t in inputs(3, 2, 4, 0, torch.float32))
-    state = pool(4, 3, torch.bfloat16)
-    before, index = state.clone(), torch.tensor([3, 7, 0])
-    y, _ = gdn.causal_conv1d(x, weight, state=state, state_index=index)
-    wanted, _ = law(x[[0, 2]], weight, initial_state=before[[3, 0]])
+@pytest.mark.interpret
+def test_pool_dense_narrow_and_all_invalid(backend, device):
+    x, weight, _, _ = (t.detach() for t in inputs(3, 2, 4, 0, torch.float32, device=device))
+    state = pool(4, 3, torch.bfloat16, device)
+    before, index = state.clone(), torch.tensor([3, 7, 0], device=device)
+    y, _ = gdn.causal_conv1d(x, weight, state=state, state_index=index, backend=backend)
+    held = before[[3, 0]].cpu()
+    wanted, _ = law(x[[0, 2]].cpu(), weight.cpu(), initial_state=held)
     assert differs(y[[0, 2]], wanted) < 1e-6 and not y[1].any()
     assert torch.equal(
         state[[3, 0]], torch.cat([before[[3, 0]], x[[0, 2]].transpose(1, 2).bfloat16()], 2)[:, :, 2:]
     )
     assert torch.equal(state[[1, 2]], before[[1, 2]])
-    before = state.clone()
-    y, _ = gdn.causal_conv1d(x, weight, state=state, state_index=torch.full((3,), -1))
+    before, index = state.clone(), torch.full((3,), -1, device=device)
+    y, _ = gdn.causal_conv1d(x, weight, state=state, state_index=index, backend=backend)
     assert not y.any() and torch.equal(state, before)
 
 
-def packets(num_rows, num_steps, T):
+def packets(num_rows, num_steps, T, dtype):
     """A stream of packets with the number of tokens of each that are kept."""
     for step in range(num_steps):
-        yield torch.randn(num_rows, T, D, dtype=torch.float64), torch.randint(1, T + 1, (num_rows,)), step
+        yield torch.randn(num_rows, T, D, dtype=dtype), torch.randint(1, T + 1, (num_rows,)), step
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("T", [1, 2, 4])
 @pytest.mark.parametrize("W", [1, 2, 4])
 @pytest.mark.parametrize("protocol", ["window", "ring", "accepted"])
-def test_update(protocol, W, T):
+def test_update(backend, device, protocol, W, T):
     """A stream of packets, of which a part is kept where the protocol allows it, equals one convolution."""
-    slots = torch.tensor([4, -1, 2, 0, 9])
+    slots, dtype = torch.tensor([4, -1, 2, 0, 9]), FINEST[backend]
     rows = [0, 2, 3]
-    weight, bias = torch.randn(D, W, dtype=torch.float64), torch.randn(D, dtype=torch.float64)
-    state = pool(7, W - 1 + T - 1)  # the least that lets tokens be rejected
+    weight, bias = torch.randn(D, W, dtype=dtype), torch.randn(D, dtype=dtype)
+    state = pool(7, W - 1 + T - 1, dtype, device)  # the least that lets tokens be rejected
     before, L = state.clone(), state.shape[2]
     ring, kept = torch.tensor([3, -9, 100, -5, 0]), torch.ones(5, dtype=torch.int32)
     history = []
@@ -220,16 +284,20 @@ def test_update(protocol, W, T):
         columns = range(L - W + 1, L) if protocol == "window" else range(W - 1)
         if protocol == "ring":
             columns = [(int(ring[r]) - W + 1 + i) % L for i in range(W - 1)]
-        history.append(before[slots[r]][:, list(columns)].t())
-    for x, accepted, step in packets(5, 4, T):
-        options = {"ring": {"ring_pos": ring}, "accepted": {"num_accepted": kept}, "window": {}}[protocol]
-        y = gdn.causal_conv1d_update(x, state, weight, bias, activation="silu", state_index=slots, **options)
+        history.append(before[slots[r]][:, list(columns)].t().cpu())
+    for x, accepted, step in packets(5, 4, T, dtype):
+        place = {"ring": {"ring_pos": ring}, "accepted": {"num_accepted": kept}, "window": {}}[protocol]
+        options = {name: t.to(device) for name, t in ({"state_index": slots} | place).items()}
+        taps = (weight.to(device), bias.to(device))
+        y = gdn.causal_conv1d_update(
+            x.to(device), state, *taps, activation="silu", backend=backend, **options
+        )
         assert not y[[1, 4]].any()
         accepted = torch.full((5,), T) if protocol == "window" else accepted
         for i, r in enumerate(rows):
             line = torch.cat([history[i], x[r]])[None]
-            wanted, _ = law(line, weight, bias, activation="silu")
-            assert differs(y[r], wanted[0, -T:]) < 1e-12, (step, r)
+            wanted, _ = law(line.double(), weight.double(), bias.double(), activation="silu")
+            assert differs(y[r], wanted[0, -T:]) < TOLERANCE[dtype], (step, r)
             history[i] = line[0, : line.shape[1] - T + int(accepted[r])]
         ring, kept = ring + accepted, accepted.int()
     rest = [1, 3, 5, 6]
@@ -238,36 +306,44 @@ def test_update(protocol, W, T):
     assert W + T == 2 or not torch.equal(state[4], before[4])
 
 
-def test_update_keeps_what_it_documents():
-    x, state, weight = torch.randn(1, 2, D), torch.randn(1, D, 8), torch.randn(D, 4)
-    ring, front = state.clone(), state.clone()
-    gdn.causal_conv1d_update(x, ring, weight, ring_pos=torch.tensor([7]))
+@pytest.mark.interpret
+def test_update_keeps_what_it_documents(backend, device):
+    shapes = ((1, 2, D), (1, D, 8), (D, 4))
+    x, state, weight = (torch.randn(shape, device=device) for shape in shapes)
+    ring, front, long = state.clone(), state.clone(), state.clone()
+
+    def update(state, **place):
+        place = {name: torch.tensor([n], device=device) for name, n in place.items()}
+        return gdn.causal_conv1d_update(x, state, weight, backend=backend, **place)
+
+    update(ring, ring_pos=7)
     assert torch.equal(ring[:, :, [7, 0]], x.transpose(1, 2)) and torch.equal(
         ring[:, :, 1:7], state[:, :, 1:7]
     )
-    gdn.causal_conv1d_update(x, front, weight, num_accepted=torch.tensor([2]))
+    update(front, num_accepted=2)
     assert torch.equal(front[:, :, :2], state[:, :, 2:4]) and torch.equal(front[:, :, 2:4], x.transpose(1, 2))
     assert torch.equal(front[:, :, 4:], state[:, :, 4:])
+    update(long)
+    assert torch.equal(long, torch.cat([state[:, :, 2:], x.transpose(1, 2)], 2))
     for garbage in (-(2**31), 2**31 - 1):
-        clamped = torch.tensor([1 if garbage < 0 else 6])
-        outputs = [
-            gdn.causal_conv1d_update(x, state.clone(), weight, num_accepted=n)
-            for n in (torch.tensor([garbage], dtype=torch.int32), clamped)
-        ]
+        clamped = 1 if garbage < 0 else 6
+        outputs = [update(state.clone(), num_accepted=n) for n in (garbage, clamped)]
         assert torch.equal(*outputs)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_update_packet_equals_steps_and_prefill(dtype):
-    x, weight, bias, _ = (t.detach() for t in inputs(3, 5, 4, 3, dtype, D=WIDE))
-    packet, steps, prefill, again = (torch.ones(4, WIDE, 3, dtype=dtype) for _ in range(4))
-    out = torch.empty(3, 10, WIDE, dtype=dtype)[:, ::2]
-    y = gdn.causal_conv1d_update(x, packet, weight, bias, activation="silu", out=out)
-    singles = [gdn.causal_conv1d_update(t, steps, weight, bias, activation="silu") for t in x.unbind(1)]
-    whole, _ = gdn.causal_conv1d(x, weight, bias, activation="silu", state=prefill)
+def test_update_packet_equals_steps_and_prefill(backend, device, dtype):
+    x, weight, bias, _ = (t.detach() for t in inputs(3, 5, 4, 3, dtype, D=WIDE, device=device))
+    packet, steps, prefill, again = (torch.ones(4, WIDE, 3, dtype=dtype, device=device) for _ in range(4))
+    out = torch.empty(3, 10, WIDE, dtype=dtype, device=device)[:, ::2]
+    options = {"activation": "silu", "backend": backend}
+    y = gdn.causal_conv1d_update(x, packet, weight, bias, out=out, **options)
+    singles = [gdn.causal_conv1d_update(t, steps, weight, bias, **options) for t in x.unbind(1)]
+    whole, _ = gdn.causal_conv1d(x, weight, bias, state=prefill, **options)
     assert y is out and torch.equal(y, torch.stack(singles, 1)) and torch.equal(y, whole)
     assert torch.equal(packet, steps) and torch.equal(packet, prefill)
-    gdn.causal_conv1d_update(x, again, weight, bias, activation="silu", out=x)
+    gdn.causal_conv1d_update(x, again, weight, bias, out=x, **options)
     assert torch.equal(x, y)
 
 
@@ -283,35 +359,37 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(call, (x, weight, bias, state))
 
 
-def test_operators():
+def test_operators(backend, device):
     """The torch operators: schemas, fakes, autograd, mutation; and one compiled graph for every length."""
-    x, weight, bias, state = inputs(1, 12, 4, 2, torch.float32)
-    cu = torch.tensor([0, 5, 12])
-    torch.library.opcheck(gdn.ops.conv.conv_operator, (x, weight, bias, state, cu, None, "silu", True, None))
-    torch.library.opcheck(gdn.ops.conv.conv_operator, (x, weight, None, None, None, cu, None, False, "eager"))
-    x, weight, slots = x.detach(), weight.detach(), torch.tensor([1, 0])
-    pools = (torch.randn(3, D, 4), torch.randn(3, D, 4))
-    args = (x, weight, None, pools[0], slots, torch.tensor([True, False]), cu, None, "silu", None, None)
-    torch.library.opcheck(gdn.ops.conv.pool_operator, args)
-    out = torch.empty(2, 2, D)
-    args = (torch.randn(2, 2, D), pools[1], weight, None, slots, None, None, out, "silu", 0, None)
-    torch.library.opcheck(gdn.ops.conv.update_operator, args)
+    x, weight, bias, state = inputs(1, 12, 4, 2, torch.float32, device=device)
+    cu, of = torch.tensor([0, 5, 12], device=device), gdn.ops.conv
+    torch.library.opcheck(of.conv_operator, (x, weight, bias, state, cu, None, "silu", True, backend))
+    torch.library.opcheck(of.conv_operator, (x, weight, None, None, None, cu.cpu(), None, False, backend))
+    x, weight, slots = x.detach(), weight.detach(), torch.tensor([1, 0], device=device)
+    pools, has = torch.randn(2, 3, D, 4, device=device), torch.tensor([True, False], device=device)
+    args = (x, weight, None, pools[0].clone(), slots, has, cu, None, "silu", None, backend)
+    torch.library.opcheck(of.pool_operator, args)
+    packet, out = torch.randn(2, 2, D, device=device), torch.empty(2, 2, D, device=device)
+    args = (packet, pools[1].clone(), weight, None, slots, None, None, out, "silu", 0, backend)
+    torch.library.opcheck(of.update_operator, args)
 
 
-def test_compile():
-    def step(x, weight, state, window):
+def test_compile(backend, device):
+    def step(x, weight, state, window, ring):
         y, final = gdn.causal_conv1d(
-            x, weight, activation="silu", initial_state=state, output_final_state=True
+            x, weight, activation="silu", initial_state=state, output_final_state=True, backend=backend
         )
         with torch.no_grad():
-            z = gdn.causal_conv1d_update(y.detach(), window, weight.detach(), ring_pos=torch.tensor([1, 2]))
+            z = gdn.causal_conv1d_update(y.detach(), window, weight.detach(), ring_pos=ring, backend=backend)
         return y.sum() + final.sum() + z.sum()
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for T in (5, 9, 3):
-        x, weight, _, state = inputs(2, T, 4, 2, torch.float32)
-        windows = (torch.ones(2, D, 12), torch.ones(2, D, 12))
-        results = [f(x, weight, state, w) for f, w in zip((step, compiled), windows, strict=True)]
+        x, weight, _, state = inputs(2, T, 4, 2, torch.float32, device=device)
+        windows, ring = torch.ones(2, 2, D, 12, device=device), torch.tensor([1, 2], device=device)
+        results = [
+            f(x, weight, state, w, ring) for f, w in zip((step, compiled), windows.unbind(), strict=True)
+        ]
         grads = [torch.autograd.grad(r, (x, weight, state)) for r in results]
         assert torch.equal(*results) and torch.equal(*windows)
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
