@@ -11,6 +11,7 @@ import gdn.ops.norm
 from gdn.reference.layer import rms_norm_gated as law
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+FINEST = {"eager": torch.float64, "triton": torch.float32}  # what a backend computes in
 
 
 pytestmark = pytest.mark.usefixtures("strict_poison")
@@ -18,65 +19,137 @@ pytestmark = pytest.mark.usefixtures("strict_poison")
 
 def differs(x, wanted):
     """Relative RMS error; infinite for NaN."""
-    x, wanted = x.detach().double(), wanted.detach()
+    x, wanted = x.detach().cpu().double(), wanted.detach()
     error = (x - wanted).norm() / wanted.norm().clamp(min=1e-30) if wanted.numel() else torch.zeros(())
     return float("inf") if error.isnan() else float(error)
 
 
-def inputs(*shape, dtype=torch.float64, is_slice=False):
+def inputs(*shape, dtype=torch.float64, is_slice=False, device="cpu"):
     """x, z (a slice of a wider projection), weight."""
-    x, z = torch.randn(shape), torch.randn(shape)
+    x, z, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
+    x, z, weight = (t.to(device, dtype) for t in (x, z, weight))
     if is_slice:
         z = torch.cat([z.flatten(-2), z.new_zeros(*shape[:-2], 3)], -1)[..., :-3].unflatten(-1, shape[-2:])
-    return [t.to(dtype).requires_grad_() for t in (x, z, torch.randn(shape[-1]))]
+    return [t.requires_grad_() for t in (x, z, weight)]
 
 
+def exactly(t):
+    """A leaf of the same numbers in fp64 on the CPU, where the law runs."""
+    return None if t is None else t.detach().cpu().double().requires_grad_()
+
+
+SHAPES = [(1 << 17, (3, 5, 4, 24)), (300, (3, 5, 4, 24)), (1, (7, 6)), (1, (6,)), (1, (0, 4))]
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
 @pytest.mark.parametrize("given", ["xzw", "xz", "xw", "x"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_law(dtype, given, activation, monkeypatch):
-    for block, shape in ((1 << 17, (3, 5, 4, 24)), (300, (3, 5, 4, 24)), (1, (7, 6)), (1, (6,)), (1, (0, 4))):
+def test_law(backend, device, dtype, given, activation, monkeypatch):
+    if dtype == torch.float64 and backend != "eager":
+        pytest.skip("fp64 is eager's")
+    for block, shape in SHAPES:
         monkeypatch.setattr("gdn.backends.eager.norm.BLOCK", block)
-        tensors = inputs(*shape, dtype=dtype, is_slice=len(shape) == 4)
-        chosen = [t if letter in given else None for letter, t in zip("xzw", tensors, strict=True)]
-        exact = [None if t is None else t.detach().double().requires_grad_() for t in chosen]
-        y, wanted = gdn.rms_norm_gated(*chosen, activation=activation), law(*exact, activation=activation)
-        assert y.dtype == dtype and y.is_contiguous() and differs(y, wanted) <= TOLERANCE[dtype]
-        seed = torch.randn_like(y)
-        leaves = [t for t in chosen if t is not None], [t for t in exact if t is not None]
-        got = torch.autograd.grad(y, leaves[0], seed)
-        ref = torch.autograd.grad(wanted, leaves[1], seed.double())
-        for leaf, a, b in zip(leaves[0], got, ref, strict=True):
-            assert a.dtype == leaf.dtype and differs(a, b) <= 2 * TOLERANCE[dtype]
+        agrees(
+            inputs(*shape, dtype=dtype, is_slice=len(shape) == 4, device=device), given, activation, backend
+        )
 
 
-def test_gate_fails_wrong_answers():
-    x, z, weight = (t.detach() for t in inputs(4, 3, 8))
-    wanted = law(x, z, weight)
-    assert differs(gdn.rms_norm_gated(x, z, weight), wanted) < 1e-13
+def agrees(tensors, given, activation, backend):
+    """y and every gradient against the law."""
+    chosen = [t if letter in given else None for letter, t in zip("xzw", tensors, strict=True)]
+    exact, dtype = [exactly(t) for t in chosen], tensors[0].dtype
+    y = gdn.rms_norm_gated(*chosen, activation=activation, backend=backend)
+    wanted = law(*exact, activation=activation)
+    assert y.dtype == dtype and y.is_contiguous() and differs(y, wanted) <= TOLERANCE[dtype]
+    seed = torch.randn_like(y)
+    leaves = [t for t in chosen if t is not None], [t for t in exact if t is not None]
+    got = torch.autograd.grad(y, leaves[0], seed)
+    ref = torch.autograd.grad(wanted, leaves[1], seed.cpu().double())
+    for leaf, a, b in zip(leaves[0], got, ref, strict=True):
+        assert a.dtype == leaf.dtype and differs(a, b) <= 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_and_wide_ones(dtype):
+    """Several blocks of rows to a program; rows that take a program of their own, or none that fits."""
+    for shape in ((4, 1500, 8, 128), (700, 100), (33, 2048), (5, 8192), (3, 8200)):
+        is_slice = len(shape) == 4
+        agrees(inputs(*shape, dtype=dtype, is_slice=is_slice, device="cuda"), "xzw", "silu", "triton")
+
+
+@pytest.mark.gpu
+def test_reruns_are_bit_identical_and_other_sizes_compile_nothing(monkeypatch):
+    triton = pytest.importorskip("triton")
+
+    def run(*shape):
+        tensors = inputs(*shape, 128, dtype=torch.bfloat16, device="cuda")
+        y = gdn.rms_norm_gated(*tensors, backend="triton")
+        return [y, *torch.autograd.grad(y, tensors, torch.ones_like(y))]
+
+    torch.manual_seed(1)
+    first = run(2, 5000, 4)
+    for _ in range(20):
+        torch.manual_seed(1)
+        assert all(torch.equal(a, b) for a, b in zip(first, run(2, 5000, 4), strict=True))
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["fn"].name)
+    )
+    for shape in ((1, 1, 1), (3, 77, 16), (1, 9000, 5), (40000,)):
+        run(*shape)
+    assert not compiled
+
+
+@pytest.mark.interpret
+def test_a_row_does_not_depend_on_the_others(backend, device):
+    """Bits of the first rows, alone and in a larger batch; a NaN in another row stays there."""
+    x, z, weight = (t.detach() for t in inputs(70, 4, 64, dtype=torch.float32, device=device))
+    x[50] = torch.nan
+    whole = gdn.rms_norm_gated(x, z, weight, backend=backend)
+    part = gdn.rms_norm_gated(x[:3], z[:3], weight, backend=backend)
+    assert torch.equal(whole[:3], part) and whole[50].isnan().all()
+    assert whole[:50].isfinite().all() and whole[51:].isfinite().all()
+
+
+@pytest.mark.interpret
+def test_gate_fails_wrong_answers(backend, device):
+    dtype = FINEST[backend]
+    x, z, weight = (t.detach() for t in inputs(4, 3, 8, dtype=dtype, device=device))
+    wanted = law(*(exactly(t) for t in (x, z, weight)))
+    assert differs(gdn.rms_norm_gated(x, z, weight, backend=backend), wanted) < TOLERANCE[dtype]
     calls = ((x, z, weight.flip(0)), (x, z.flip(0), weight), (x, None, weight), (x, z, None))
-    assert all(differs(gdn.rms_norm_gated(*call), wanted) > 1e-2 for call in calls)
-    assert differs(gdn.rms_norm_gated(x, z, weight, activation="sigmoid"), wanted) > 1e-2
-    assert differs(gdn.rms_norm_gated(x, z, weight, eps=0.1), wanted) > 1e-2
+    assert all(differs(gdn.rms_norm_gated(*call, backend=backend), wanted) > 1e-2 for call in calls)
+    for options in ({"activation": "sigmoid"}, {"eps": 0.1}):
+        assert differs(gdn.rms_norm_gated(x, z, weight, backend=backend, **options), wanted) > 1e-2
     assert differs(torch.full_like(x, float("nan")), wanted) == float("inf")
 
 
-def test_zero_rows_and_eps():
+@pytest.mark.interpret
+def test_zero_rows_and_eps(backend, device):
     """A row of zeros stays zero with finite gradients; eps counts."""
-    x = torch.zeros(2, 8, requires_grad=True)
-    y = gdn.rms_norm_gated(x, torch.randn(2, 8), eps=1e-12)
+    x = torch.zeros(2, 8, device=device, requires_grad=True)
+    y = gdn.rms_norm_gated(x, torch.randn(2, 8, device=device), eps=1e-12, backend=backend)
     assert not y.any() and torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
-def test_operator():
-    x, z, weight = inputs(2, 3, 8, dtype=torch.float32)
+def test_gradcheck():
     assert torch.autograd.gradcheck(gdn.rms_norm_gated, inputs(2, 3, 4))
-    torch.library.opcheck(gdn.ops.norm.norm_operator, (x, z, weight, 1e-6, "silu", None))
-    torch.library.opcheck(gdn.ops.norm.norm_operator, (x, None, None, 1e-6, None, "eager"))
-    compiled = torch.compile(gdn.rms_norm_gated, fullgraph=True, dynamic=True, backend="aot_eager")
+
+
+def test_operator(backend, device):
+    x, z, weight = inputs(2, 3, 8, dtype=torch.float32, device=device)
+    torch.library.opcheck(gdn.ops.norm.norm_operator, (x, z, weight, 1e-6, "silu", backend))
+    torch.library.opcheck(gdn.ops.norm.norm_operator, (x, None, None, 1e-6, None, backend))
+
+    def norm(*tensors):
+        return gdn.rms_norm_gated(*tensors, backend=backend)
+
+    compiled = torch.compile(norm, fullgraph=True, dynamic=True, backend="aot_eager")
     for T in (3, 7, 2):
-        tensors = inputs(2, T, 8, dtype=torch.float32)
-        pair = gdn.rms_norm_gated(*tensors), compiled(*tensors)
+        tensors = inputs(2, T, 8, dtype=torch.float32, device=device)
+        pair = norm(*tensors), compiled(*tensors)
         assert torch.equal(*pair)
         grads = [torch.autograd.grad(y.sum(), tensors) for y in pair]
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
