@@ -1,0 +1,98 @@
+"""Launching: numbers compile nothing, alignment and None are seen, plans are found again."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gdn.backends.triton import launch
+from gdn.backends.triton.launch import Launch, Plans, unit_of
+
+
+@launch.kernel
+def _scale(x_ptr, bias_ptr, y_ptr, n, factor, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(x_ptr + i, mask=i < n, other=0.0) * factor
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + i, mask=i < n, other=0.0)
+    tl.store(y_ptr + i, y, mask=i < n)
+
+
+def scaled(n, factor):
+    return Launch(_scale, triton.cdiv(n, 16), (n, factor), {"BLOCK": 16}, num_warps=1)
+
+
+@pytest.mark.interpret
+def test_first_and_later_launches_aligned_or_not(triton_device):
+    x = torch.randn(101, device=triton_device)
+    plain, biased = scaled(100, 3.0), scaled(100, 3.0)
+    for a in (x[:100], x[:100], x[1:], x[:100], 2 * x[1:]):
+        y = torch.full_like(x, -1.0)
+        plain(a, None, y)
+        assert torch.equal(y[:100], a * 3.0) and y[100] == -1
+        biased(a, x[:100], y)
+        torch.testing.assert_close(y[:100], a * 3.0 + x[:100])
+
+
+@pytest.mark.interpret
+def test_an_empty_grid_launches_nothing(triton_device):
+    y = torch.zeros(4, device=triton_device)
+    scaled(0, 1.0)(y, None, y)
+
+
+@pytest.mark.gpu
+def test_no_number_is_specialised_on(monkeypatch):
+    """1, multiples of 16, negative ones and zero are numbers like all others."""
+    x = torch.randn(4096, device="cuda")
+    y, compiled = torch.empty_like(x), []
+    scaled(100, 3.0)(x, None, y)
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["fn"].name)
+    )
+    for n, factor in ((1, 1.0), (16, 0.0), (4096, -2.5), (17, 1e9)):
+        scaled(n, factor)(x, None, y)
+        assert torch.equal(y[:n], x[:n] * factor)
+    assert not compiled
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_used():
+    x, y = torch.ones(100, device="cuda"), torch.zeros(100, device="cuda")
+    go = scaled(100, 2.0)
+    go(x, None, y)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        x.fill_(5.0)
+        go(x, None, y)
+    stream.synchronize()
+    assert bool((y == 10).all())
+
+
+def test_recorded_launches_are_not_run(monkeypatch):
+    kept = []
+    monkeypatch.setattr(launch, "recorder", kept)
+    x, go = torch.ones(100), scaled(100, 2.0)
+    go(x, None, x)
+    assert kept == [(go, (x, None, x))] and bool((x == 1).all())
+
+
+def test_plans_are_made_once_and_their_number_is_bounded():
+    plans, made = Plans(limit=2), []
+    for key in ("a", "b", "a", "b", "c", "a"):
+        assert plans.get(key, lambda key=key: made.append(key) or key) == key
+    assert made == ["a", "b", "c", "a"] and len(plans.found) == 2
+
+
+@pytest.mark.parametrize(
+    "strides, unit", [((64, 4096), 16), ((24,), 8), ((6, 4), 2), ((7, 8), 1), ((0,), 16), ((), 16)]
+)
+def test_unit_of(strides, unit):
+    assert unit_of(*strides) == unit and all(s % unit == 0 for s in strides)
+
+
+def test_a_machine_is_imagined_where_there_is_none():
+    assert launch.machine(torch.device("cpu")) == launch.Machine("cuda", 90, 132)
+    with launch.on(torch.device("cpu")):
+        pass
