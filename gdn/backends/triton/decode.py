@@ -19,11 +19,14 @@ from gdn.backends.triton import launch
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
 from gdn.backends.triton.recurrent import (
     along_keys,
-    locate,
+    divide,
+    inverse,
     offsets_on,
+    owner,
     places,
     pool_of,
     read,
+    span,
     step,
     tile,
     tile_of,
@@ -40,14 +43,18 @@ def decode_kernel(
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h,
     state_n, state_r, state_h, state_k, state_v, kept_n, kept_t, kept_h, kept_k, kept_v,
     read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
-    N, T, HV, ratio, slots, lowest, columns, entries, kept_rows, scale,
+    N, T, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, columns, entries, kept_rows, scale,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
     AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
     STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr, ROUND: tl.constexpr,
-    NORM: tl.constexpr, NEGATIVE: tl.constexpr,
+    NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + R * P - 1) // (R * P)
-    row, head, block, first, count = locate(cu_seqlens_ptr, N, T, HV, BLOCKS)
+    row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
+    first, count = span(cu_seqlens_ptr, row, N, T)
+    if IS_SINGLE:
+        # known to the compiler, one token leaves neither a loop nor a next token
+        count = 1
     slot = row
     if read_index_ptr is not None:
         read_index_ptr += row * read_n
@@ -67,7 +74,7 @@ def decode_kernel(
     keys, values = places(block, R, P, J, W, AXIS)
     has_key, has_value = keys < K, values < V
     in_state = has_key & has_value[:, :, None, None]
-    key_head = head // ratio
+    key_head = divide(head, ratio_inverse, ratio_s)
     q_at = q_ptr + (row * q_b + first * q_t + key_head * q_h + q_0) * UNIT
     k_at = k_ptr + (row * k_b + first * k_t + key_head * k_h + k_0) * UNIT
     q_at += along_keys(keys, q_k, R, AXIS, DENSE)
@@ -237,7 +244,8 @@ def _plan(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
         *_strides(p.dt_bias, 1), *state, *kept, *_strides(p.read_index, 2),
         *_strides(p.num_accepted, 1), *_strides(p.ring_pos, 1), *_strides(p.write_index, 2),
         *_strides(p.intermediate_row, 1), *_strides(p.parent, 2),
-        p.N, p.q.shape[1], p.HV, p.HV // p.H, p.state.shape[0], 0 if p.null_slot is None else 1,
+        p.N, p.q.shape[1], p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.state.shape[0],
+        0 if p.null_slot is None else 1,
         p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
         p.state.shape[1] if p.ring_pos is not None else 1,
         0 if p.intermediate is None else p.intermediate.shape[0], p.scale,
@@ -246,7 +254,7 @@ def _plan(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
         "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "KEPT_AXIS": kept_axis, "DENSE": is_dense,
         "UNIT": unit, "STATE_UNIT": state_unit, "KEPT_UNIT": kept_unit, "WRITE": p.write,
         "ROUND": p.round_state and p.state.dtype != torch.float32, "NORM": p.use_qk_l2norm_in_kernel,
-        "NEGATIVE": p.allow_neg_eigval,
+        "NEGATIVE": p.allow_neg_eigval, "IS_SINGLE": not is_packed and p.q.shape[1] == 1,
     }  # fmt: skip
     return Launch(
         decode_kernel,

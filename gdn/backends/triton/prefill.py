@@ -18,16 +18,20 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
-from gdn.backends.triton.recurrent import along_keys, places, pool_of, read, step, tile, tile_of
+from gdn.backends.triton.recurrent import (
+    along_keys,
+    divide,
+    inverse,
+    owner,
+    places,
+    pool_of,
+    read,
+    step,
+    tile,
+    tile_of,
+)
 from gdn.backends.triton.rule import chunk_forward, tidy
 from gdn.problem import CHUNK, PrefillProblem, Problem
-
-
-@triton.jit
-def owner(HV, BLOCKS: tl.constexpr):
-    """Sequence, value head and block of V of a program."""
-    pid = tl.program_id(0)
-    return (pid // BLOCKS // HV).to(tl.int64), pid // BLOCKS % HV, pid % BLOCKS
 
 
 @triton.jit
@@ -45,11 +49,12 @@ def first_chunk(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
 @kernel
 def gather_kernel(
     state_ptr, index_ptr, has_initial_ptr, initial_ptr,
-    state_n, state_h, state_k, state_v, index_n, has_initial_n, HV, slots, lowest,
+    state_n, state_h, state_k, state_v, index_n, has_initial_n,
+    HV, HV_inverse, HV_s, slots, lowest,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
     AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    n, head, block = owner(HV, tl.cdiv(V, R * P))
+    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, R * P))
     keys, values = places(block, R, P, J, W, AXIS)
     mask = (keys < K) & (values < V)[:, :, None, None]
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
@@ -67,12 +72,12 @@ def gather_kernel(
 def scatter_kernel(
     final_ptr, S_in_ptr, cu_seqlens_ptr, index_ptr, out_index_ptr, offsets_ptr, state_ptr, checkpoints_ptr,
     state_n, state_h, state_k, state_v, kept_n, kept_h, kept_k, kept_v, index_n, out_index_n, offsets_n,
-    HV, slots, lowest, rows, every,
+    HV, HV_inverse, HV_s, slots, lowest, rows, every,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
     AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, UNIT: tl.constexpr,
     KEPT_UNIT: tl.constexpr, UPDATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    n, head, block = owner(HV, tl.cdiv(V, R * P))
+    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, R * P))
     keys, values = places(block, R, P, J, W, AXIS)
     mask = (keys < K) & (values < V)[:, :, None, None]
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
@@ -110,12 +115,12 @@ def snapshot_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, S_in_ptr,
     cu_seqlens_ptr, index_ptr, pos_ptr, snapshot_index_ptr, state_ptr,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, one, state_n, state_h, state_k, state_v,
-    index_n, pos_n, snapshot_index_n, HV, ratio, slots, lowest, scale,
+    index_n, pos_n, snapshot_index_n, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, scale,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
     AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr, TOKEN_UNIT: tl.constexpr,
     NORM: tl.constexpr, RAW: tl.constexpr, NEGATIVE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    n, head, block = owner(HV, tl.cdiv(V, R * P))
+    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, R * P))
     keys, values = places(block, R, P, J, W, AXIS)
     has_key, has_value = keys < K, values < V
     mask = has_key & has_value[:, :, None, None]
@@ -143,9 +148,10 @@ def snapshot_kernel(
     S = tl.where(pos == count, S_end, tl.where(pos < C, S_start, S_chunk.to(tl.float32)))
 
     first += pos - steps
+    key_head = divide(head, ratio_inverse, ratio_s)
     along = along_keys(keys, one, R, AXIS, True)
-    q_at = q_ptr + (first * q_t + head // ratio * q_h) * TOKEN_UNIT + along
-    k_at = k_ptr + (first * k_t + head // ratio * k_h) * TOKEN_UNIT + along
+    q_at = q_ptr + (first * q_t + key_head * q_h) * TOKEN_UNIT + along
+    k_at = k_ptr + (first * k_t + key_head * k_h) * TOKEN_UNIT + along
     v_at = v_ptr + first * v_t + head * v_h + values
     if g_ptr is not None:
         g_ptr += first * g_t + head * g_h
@@ -172,10 +178,10 @@ def snapshot_kernel(
 
 @kernel
 def clear_kernel(
-    out_ptr, cu_seqlens_ptr, index_ptr, o_t, o_h, o_v, index_n, HV, slots, lowest,
+    out_ptr, cu_seqlens_ptr, index_ptr, o_t, o_h, o_v, index_n, HV, HV_inverse, HV_s, slots, lowest,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    n, head, _block = owner(HV, 1)
+    n, head, _block = owner(HV, HV_inverse, HV_s, 1)
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
     first = tl.load(cu_seqlens_ptr + n).to(tl.int64)
     end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int64)
@@ -264,11 +270,11 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
     counting = {"C": CHUNK, "BLOCK": 256}
     slots = (p.state.shape[0], 0 if p.null_slot is None else 1)
     programs = p.N * p.HV * part.blocks(p.V)
-    index = p.state_index.stride(0)
+    index, heads = p.state_index.stride(0), (p.HV, *inverse(p.HV))
     gather = Launch(
         gather_kernel,
         programs,
-        (n, h, k, v, index, _stride(p.has_initial_state), p.HV, *slots),
+        (n, h, k, v, index, _stride(p.has_initial_state), *heads, *slots),
         constants,
         part.num_warps,
     )
@@ -277,7 +283,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
         programs,
         (
             n, h, k, v, kept[0], *kept[2:], index, _stride(p.out_state_index), _stride(p.checkpoint_offsets),
-            p.HV, *slots, 0 if p.checkpoints is None else p.checkpoints.shape[0], p.checkpoint_every,
+            *heads, *slots, 0 if p.checkpoints is None else p.checkpoints.shape[0], p.checkpoint_every,
         ),
         constants
         | counting
@@ -287,7 +293,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
     clear = Launch(
         clear_kernel,
         p.N * p.HV,
-        (*p.out.stride()[1:], index, p.HV, *slots),
+        (*p.out.stride()[1:], index, *heads, *slots),
         {"V": p.V, "BV": triton.next_power_of_2(p.V), "C": 16},
         4,
     )
@@ -302,8 +308,8 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
         (
             *(s // token_unit for s in (*rule.q.stride()[1:3], *rule.k.stride()[1:3])),
             *rule.v.stride()[1:3], *(s for x in (rule.g, rule.beta) for s in _token_strides(x)), 1,
-            n, h, k, v, index, _stride(p.snapshot_pos), _stride(p.snapshot_index), p.HV, p.HV // p.H, *slots,
-            p.scale,
+            n, h, k, v, index, _stride(p.snapshot_pos), _stride(p.snapshot_index), *heads,
+            *inverse(p.HV // p.H), *slots, p.scale,
         ),
         constants
         | counting

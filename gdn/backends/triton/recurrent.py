@@ -53,15 +53,29 @@ def over_keys(x):
     return tl.reshape(x, [R, P])
 
 
-@triton.jit
-def locate(cu_seqlens_ptr, N, T, HV, BLOCKS: tl.constexpr):
-    """Which row, value head and block of V a program has; the row's first packed token, and its tokens.
+def inverse(n: int) -> tuple[int, int]:
+    """What `divide` divides numbers below 2**30 by n with: ceil(2**s / n) and s."""
+    s = 30 + (n - 1).bit_length()
+    return -(-(1 << s) // n), s
 
-    Packed, row N holds the tokens past the last sequence.
-    """
-    block = tl.program_id(0) % BLOCKS
-    head = tl.program_id(0) // BLOCKS % HV
-    row = (tl.program_id(0) // BLOCKS // HV).to(tl.int64)
+
+@triton.jit
+def divide(x, inverse, s):
+    """x // n by a multiplication: a division is some 30 instructions, ahead of the first address."""
+    return (x.to(tl.int64) * inverse >> s).to(tl.int32)
+
+
+@triton.jit
+def owner(HV, HV_inverse, HV_s, BLOCKS: tl.constexpr):
+    """Row, value head and block of V of a program."""
+    pid = tl.program_id(0)
+    row = divide(pid // BLOCKS, HV_inverse, HV_s)
+    return row.to(tl.int64), pid // BLOCKS - row * HV, pid % BLOCKS
+
+
+@triton.jit
+def span(cu_seqlens_ptr, row, N, T):
+    """A row's first packed token, and how many it has; packed, row N holds those past the last sequence."""
     if cu_seqlens_ptr is None:
         first = tl.full([], 0, tl.int64)
         count = T
@@ -69,7 +83,7 @@ def locate(cu_seqlens_ptr, N, T, HV, BLOCKS: tl.constexpr):
         first = tl.load(cu_seqlens_ptr + row).to(tl.int64)
         end = tl.load(cu_seqlens_ptr + tl.minimum(row + 1, N)).to(tl.int64)
         count = (tl.minimum(tl.where(row < N, end, T), T) - first).to(tl.int32)
-    return row, head, block, first, count
+    return first, count
 
 
 @triton.jit
@@ -133,12 +147,13 @@ def step(
     """
     q, k, v, g = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), g.to(tl.float32)
     beta = strength(beta, SIGMOID, NEGATIVE)
+    kS, qS, qk = over_keys(product(S, k)), over_keys(product(S, q)), over_keys(product(q, k))
+    k_rstd, decay = 1.0, 1.0
     if NORM:
-        q *= tl.rsqrt(over_keys(product(q, q)) + 1e-6)[:, :, None, None]
-        k *= tl.rsqrt(over_keys(product(k, k)) + 1e-6)[:, :, None, None]
-    qk = over_keys(product(q, k))
-    kS, qS = over_keys(product(S, k)), over_keys(product(S, q))
-    decay = 1.0
+        # what is summed over K, and d, are scaled in place of k and q: fewer numbers
+        k_rstd = tl.rsqrt(over_keys(product(k, k)) + 1e-6)
+        q_rstd = tl.rsqrt(over_keys(product(q, q)) + 1e-6)
+        kS, qS, qk = kS * k_rstd, qS * q_rstd, qk * q_rstd * k_rstd
     if DECAY:
         if GATE:
             g = -rate * softplus(g + bias)
@@ -146,7 +161,7 @@ def step(
         S *= decay
     d = beta * tl.fma(-decay, kS, v)
     o = scale * tl.fma(decay, qS, product(qk, d))
-    return tl.fma(k, d[:, :, None, None], S), o
+    return tl.fma(k, (d * k_rstd)[:, :, None, None], S), o
 
 
 @kernel
@@ -154,13 +169,15 @@ def recurrent_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, cu_seqlens_ptr, o_ptr,
     final_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
-    q_k, k_k, v_v, A_log_h, dt_bias_h, initial_n, initial_h, initial_k, initial_v, N, T, HV, ratio, scale,
+    q_k, k_k, v_v, A_log_h, dt_bias_h, initial_n, initial_h, initial_k, initial_v, N, T,
+    HV, HV_inverse, HV_s, ratio_inverse, ratio_s, scale,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
     AXIS: tl.constexpr, INITIAL_AXIS: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
     INITIAL_UNIT: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (V + R * P - 1) // (R * P)
-    row, head, block, first, count = locate(cu_seqlens_ptr, N, T, HV, BLOCKS)
+    row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
+    first, count = span(cu_seqlens_ptr, row, N, T)
     keys, values = places(block, R, P, J, W, AXIS)
     has_key, has_value = keys < K, values < V
     in_state = has_key & has_value[:, :, None, None]
@@ -171,7 +188,7 @@ def recurrent_kernel(
             tl.store(o_ptr, tl.zeros([R, P], o_ptr.dtype.element_ty), mask=has_value)
             o_ptr += o_t
         return
-    key_head = head // ratio
+    key_head = divide(head, ratio_inverse, ratio_s)
     q_ptr += (row * q_b + first * q_t + key_head * q_h) * UNIT
     k_ptr += (row * k_b + first * k_t + key_head * k_h) * UNIT
     q_ptr += along_keys(keys, q_k, R, AXIS, DENSE)
@@ -231,25 +248,27 @@ class Tile:
         return {"R": self.R, "P": self.P, "J": self.J, "W": self.W}
 
 
-# (contiguous axis, bytes of a number) -> numbers of the state per thread, warps
-SHARES = {("k", 4): (32, 1), ("k", 2): (32, 1), ("v", 4): (32, 1), ("v", 2): (32, 1)}
+# (contiguous axis, bytes of a number) -> numbers of the state per thread. Narrow states come faster, so a
+# program must do more with the q, k and gates that it reads: 730 instructions for 8 columns, 1100 for 16
+SHARES = {("k", 4): 32, ("k", 2): 64, ("v", 4): 32, ("v", 2): 32}
+WARPS = 1  # warps share nothing; with more of them a program's q and k are merely read together
 
 
 def tile_of(K: int, V: int, axis: str, width: int, unit: int, machine: Machine) -> Tile:
     """The tile for states of `width` bytes per number, which are read `unit` numbers at a time.
 
-    J and W, which decide in what order K is summed, depend on the first four alone; nothing on the batch.
+    J and W, which decide in what order K is summed, depend on K, axis and width alone. Nothing depends on
+    the batch, since that would compile the kernel again.
     """
-    share, warps = SHARES[axis, width]
     lanes, vector = 64 if machine.kind == "hip" else 32, min(16 // width, unit)
     K, V = triton.next_power_of_2(K), triton.next_power_of_2(V)
-    columns = max(1, min(share * lanes * warps // K, V))
+    columns = max(1, min(SHARES[axis, width] * lanes * WARPS // K, V))
     if axis == "v":
         P = min(vector, columns)
-        return Tile(columns // P, P, K, 1, warps)
+        return Tile(columns // P, P, K, 1, WARPS)
     W = min(K, 128 // width)
-    R = max(1, lanes * warps * vector // W)
-    return Tile(R, max(1, columns // R), K // W, W, warps)
+    R = max(1, lanes * WARPS * vector // W)
+    return Tile(R, max(1, columns // R), K // W, W, WARPS)
 
 
 def pool_of(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tuple[int, ...]]:
@@ -315,7 +334,7 @@ def _plan(p: Problem) -> Launch:
     return Launch(
         recurrent_kernel,
         (p.N + is_packed) * p.HV * part.blocks(p.V),
-        (*numbers, p.N, p.T, p.HV, p.HV // p.H, p.scale),
+        (*numbers, p.N, p.T, p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.scale),
         {
             "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "INITIAL_AXIS": start[0],
             "DENSE": p.q.stride(3) == p.k.stride(3) == 1, "UNIT": unit, "INITIAL_UNIT": start[1],
