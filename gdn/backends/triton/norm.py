@@ -21,7 +21,9 @@ from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_
 from gdn.backends.triton.lib import exist, sigmoid
 from gdn.problem.layer import NormProblem
 
-ELEMENTS = 2048  # of a block of rows; one row at least
+ELEMENTS = (
+    2048  # of a block of rows, one row at least; half of it in the backward, which has more in registers
+)
 WIDEST = 8192  # columns of a row that fit in registers; wider rows are left to eager
 
 
@@ -191,14 +193,16 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
     return (0 if x.dim() == 2 else x.stride(-3)), x.stride(-2)
 
 
-def _arguments(p: NormProblem, *tensors: Tensor | None) -> tuple[tuple[int, ...], dict[str, Any]]:
+def _arguments(
+    p: NormProblem, elements: int, *tensors: Tensor | None
+) -> tuple[tuple[int, ...], dict[str, Any]]:
     x, D = p.x, p.x.shape[-1]
     strides = [s for t in tensors for s in _strides(t)]
     unit = unit_of(*strides)
     BD = triton.next_power_of_2(D)
     numbers = (x.numel() // D, x.shape[-2] if x.dim() > 1 else 1, *(s // unit for s in strides))
     gate = "none" if p.activation is None else p.activation
-    return numbers, {"GATE": gate, "D": D, "BR": max(1, ELEMENTS // BD), "BD": BD, "UNIT": unit}
+    return numbers, {"GATE": gate, "D": D, "BR": max(1, elements // BD), "BD": BD, "UNIT": unit}
 
 
 def _num_warps(p: NormProblem) -> int:
@@ -206,13 +210,13 @@ def _num_warps(p: NormProblem) -> int:
 
 
 def _plan(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
-    numbers, constants = _arguments(p, x, z)
+    numbers, constants = _arguments(p, ELEMENTS, x, z)
     grid = triton.cdiv(numbers[0], constants["BR"])
     return Launch(_norm_kernel, grid, (*numbers, p.eps), constants, _num_warps(p))
 
 
 def _plan_bwd(p: NormProblem, x: Tensor, z: Tensor | None, dy: Tensor) -> _Backward:
-    numbers, constants = _arguments(p, x, z, dy)
+    numbers, constants = _arguments(p, ELEMENTS // 2, x, z, dy)
     num_rows, BR = numbers[0], constants["BR"]
     # four programs per multiprocessor, each leaving one partial sum
     blocks = triton.cdiv(triton.cdiv(num_rows, BR), 4 * machine(x.device).num_sms)
