@@ -23,7 +23,8 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, exist, load_beta, load_rstd, load_sums, rows_of
+from gdn.backends.triton.lib import decay, dot, exist, load_rstd, load_sums, rows_of
+from gdn.backends.triton.pairs import FACTORS, factor
 
 
 @triton.jit
@@ -35,12 +36,12 @@ def state_block(S_ptr, tile, ks, vs, K: tl.constexpr, V: tl.constexpr):
 
 @kernel
 def pairs_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, G_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, table_ptr,
+    q_ptr, k_ptr, v_ptr, G_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, table_ptr,
     E_ptr, F_ptr, dv_ptr, shares_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, beta_b, beta_t, beta_h,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     T, HV, ratio, chunks_per_row, scale, width,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HV
     chunk = tl.program_id(0) // HV
@@ -64,9 +65,10 @@ def pairs_bwd_kernel(
     tile = chunk.to(tl.int64) * HV + head
     k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
     q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
-    beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
+    beta = factor(shares_ptr, tile, 3, C)
     k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    blocks: tl.constexpr = (K + BK - 1) // BK
     high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
     into = tl.exp(high)
     out = decay(high, low, end_high, end_low)
@@ -74,27 +76,44 @@ def pairs_bwd_kernel(
     E = tl.zeros([C, C], tl.float32)
     F = tl.zeros([C, C], tl.float32)
     dbeta = tl.zeros([C], tl.float32)
-    entering = tl.zeros([C], tl.float32)
+    from_q = tl.zeros([C], tl.float32)
+    from_k = tl.zeros([C], tl.float32)
     leaving = tl.zeros([C], tl.float32)
     through = 0.0
     for strip in range(0, V, BV):
         vs = strip + tl.arange(0, BV)
-        S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
-        dS = state_block(dS_ptr, tile, ks, vs, K, V)
+        kS = tl.zeros([C, BV], tl.float32)
+        qS = tl.zeros([C, BV], tl.float32)
+        for block in tl.static_range(blocks):
+            if blocks > 1:
+                ks = block * BK + tl.arange(0, BK)
+                k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+                q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+            S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+            qS = dot(q, S, qS, PRECISION)
+            kS = dot(k, S, kS, PRECISION)
+        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
+        from_q += scale * into * q_rstd * tl.sum(do.to(tl.float32) * qS, 1)
+        kS *= (into * k_rstd)[:, None]
         dr_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
         dr_mask = is_token[:, None] & exist(vs, V)[None, :]
         dr = tl.load(dr_place, mask=dr_mask, other=0.0)
-        v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
-        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
-        through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
-        entering += scale * into * q_rstd * tl.sum(do.to(tl.float32) * dot(q, S, None, PRECISION), 1)
-        kS = dot(k, S, None, PRECISION) * (into * k_rstd)[:, None]
         wide_dr = dr.to(tl.float32)
-        entering -= beta * tl.sum(wide_dr * kS, 1)
+        from_k -= beta * tl.sum(wide_dr * kS, 1)
+        v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
         error = v.to(tl.float32) - kS
         dbeta += tl.sum(wide_dr * error, 1)
         v_new = dot(A_inv, (beta[:, None] * error).to(operand), None, PRECISION)
-        leaving += out * k_rstd * tl.sum(v_new * dot(k, dS, None, PRECISION), 1)
+        kdS = tl.zeros([C, BV], tl.float32)
+        for block in tl.static_range(blocks):
+            if blocks > 1:
+                ks = block * BK + tl.arange(0, BK)
+                k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+                S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+            dS = state_block(dS_ptr, tile, ks, vs, K, V)
+            through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
+            kdS = dot(k, dS, kdS, PRECISION)
+        leaving += out * k_rstd * tl.sum(v_new * kdS, 1)
         E = dot(v_new.to(operand), tl.trans(do), E, PRECISION)
         F = dot(v_new.to(operand), tl.trans(dr), F, PRECISION)
         # every lane has read dr by now; dv goes where it lay
@@ -108,63 +127,86 @@ def pairs_bwd_kernel(
     pairs_place = (place * num_heads + key_head) * width + (head % ratio) * C
     pairs_mask = is_token[None, :] & (tokens[:, None] < C)
     tl.store(E_ptr + pairs_place[None, :] + tokens[:, None], E.to(operand), mask=pairs_mask)
+    qk = tl.zeros([C, C], tl.float32)
+    kk = tl.zeros([C, C], tl.float32)
+    for block in tl.static_range(blocks):
+        if blocks > 1:
+            ks = block * BK + tl.arange(0, BK)
+            k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+            q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+        qk = dot(k, tl.trans(q), qk, PRECISION)
+        kk = dot(k, tl.trans(k), kk, PRECISION)
     rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-    crossing = E * dot(k, tl.trans(q), None, PRECISION) * rstd[None, :]
+    E = E * qk * k_rstd[:, None] * rstd[None, :]
     F = tl.where(is_below, -F * D, 0.0)
     rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-    kk = dot(k, tl.trans(k), None, PRECISION) * k_rstd[:, None] * rstd[None, :]
+    kk = kk * k_rstd[:, None] * rstd[None, :]
     dbeta += tl.sum(F * kk, 0)
-    beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
+    beta = factor(shares_ptr, tile, 3, C)
     F = F * beta[None, :]
     tl.store(F_ptr + pairs_place[None, :] + tokens[:, None], F.to(operand), mask=pairs_mask)
+    F = F * kk
     # what g_t decays: the pairs with i >= t > j
-    crossing = tl.where(is_below, crossing * k_rstd[:, None] + F * kk, 0.0)
-    sums = tl.cumsum(crossing, 1, reverse=True)
-    shares = shares_ptr + tile * (5 * C) + tokens
+    sums = tl.cumsum(tl.where(is_below, E + F, 0.0), 1, reverse=True)
+    shares = shares_ptr + tile * (FACTORS * C) + tokens
     tl.store(shares, tl.sum(tl.where(is_below, sums, 0.0), 0))
-    tl.store(shares + C, entering)
+    tl.store(shares + C, from_q + from_k)
     tl.store(shares + 2 * C, leaving)
-    tl.store(shares + 3 * C, dbeta)
-    tl.store(shares_ptr + tile * (5 * C) + 4 * C, through)
+    tl.store(shares + 7 * C, dbeta)
+    if q_rstd_ptr is not None:
+        # <q, dq> and <k, dk>, which the norms' adjoint takes off
+        tl.store(shares + 4 * C, from_q + tl.sum(E, 0))
+        tl.store(shares + 5 * C, from_k + leaving + tl.sum(E + F, 1) + tl.sum(F, 0))
+    tl.store(shares_ptr + tile * (FACTORS * C) + 6 * C, through)
 
 
 @triton.jit
-def normalised(x, rstd, rstd_ptr):
-    """Rows x rstd."""
+def normal_rows(
+    x_ptr, rstd_ptr, row, first, length, head, x_b, x_t, x_h, columns, T, H, D: tl.constexpr, C: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """A chunk's rows of q or k, normalised if they are to be."""
+    x = rows_of(x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D, C, UNIT)
     if rstd_ptr is None:
         return x
     else:
-        return (x.to(tl.float32) * rstd[:, None]).to(x.dtype)
+        return (x.to(tl.float32) * load_rstd(rstd_ptr, row, first, length, head, T, H, C)[:, None]).to(x.dtype)
 
 
 @triton.jit
-def through_norm(dx, x, rstd, rstd_ptr):
-    """Gradient of raw rows x from that of x rstd: what lies along x drops out."""
+def through_norm(
+    dx, along, x_ptr, rstd_ptr, row, first, length, head, x_b, x_t, x_h, columns, T, H, D: tl.constexpr,
+    C: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Gradient of raw rows x from that of n = x rstd: dx = (dn - n <n, dn>) rstd."""
     if rstd_ptr is None:
         return dx
     else:
-        normal = x.to(tl.float32) * rstd[:, None]
-        return (dx - normal * tl.sum(normal * dx, 1)[:, None]) * rstd[:, None]
+        x = rows_of(x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D, C, UNIT)
+        rstd = load_rstd(rstd_ptr, row, first, length, head, T, H, C)
+        return (dx - x.to(tl.float32) * (along * rstd)[:, None]) * rstd[:, None]
 
 
 @kernel
 def rows_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, beta_ptr, G_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, dv_ptr,
-    table_ptr, E_ptr, F_ptr, dq_ptr, dk_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, beta_b, beta_t, beta_h,
+    q_ptr, k_ptr, v_ptr, G_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, dv_ptr,
+    table_ptr, E_ptr, F_ptr, shares_ptr, dq_ptr, dk_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     T, HV, ratio, chunks_per_row, scale, width,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_heads = HV // ratio
-    key_head = tl.program_id(0) % num_heads
-    chunk = tl.program_id(0) // num_heads
+    blocks: tl.constexpr = (K + BK - 1) // BK
+    own = tl.program_id(0) % blocks
+    key_head = (tl.program_id(0) // blocks) % num_heads
+    chunk = tl.program_id(0) // (blocks * num_heads)
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
     operand: tl.constexpr = k_ptr.dtype.element_ty
     tokens = tl.arange(0, C)
     is_token = tokens < length
     place = row.to(tl.int64) * T + first + tokens
-    ks = tl.arange(0, BK)
+    ks = own * BK + tl.arange(0, BK)
     key_place = (place * num_heads + key_head)[:, None] * K + ks[None, :]
     if length <= 0:
         is_past = (tokens < -length)[:, None] & exist(ks, K)[None, :]
@@ -173,15 +215,15 @@ def rows_bwd_kernel(
         return
 
     k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-    q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
     k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-    q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     dq = tl.zeros([C, BK], tl.float32)
     dk = tl.zeros([C, BK], tl.float32)
+    q_along = tl.zeros([C], tl.float32)
+    k_along = tl.zeros([C], tl.float32)
     for j in range(ratio):
         head = key_head * ratio + j
         tile = chunk.to(tl.int64) * HV + head
-        beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
+        beta = factor(shares_ptr, tile, 3, C)
         high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
         into = tl.exp(high)
         out = decay(high, low, end_high, end_low)
@@ -194,7 +236,12 @@ def rows_bwd_kernel(
             do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
             dv_mask = is_token[:, None] & exist(vs, V)[None, :]
             dv = tl.load(dv_ptr + (place * HV + head)[:, None] * V + vs[None, :], mask=dv_mask, other=0.0)
-            error = v.to(tl.float32) - dot(k, S, None, PRECISION) * (into * k_rstd)[:, None]
+            kS = dot(k, S, None, PRECISION)
+            for other in tl.static_range(1, blocks):
+                js = (own + other) % blocks * BK + tl.arange(0, BK)
+                k_other = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, js, K, C, UNIT)
+                kS = dot(k_other, state_block(S_in_ptr, tile, js, vs, K, V).to(operand), kS, PRECISION)
+            error = v.to(tl.float32) - kS * (into * k_rstd)[:, None]
             v_new = dot(A_inv, (beta[:, None] * error).to(operand), None, PRECISION)
             do = (do.to(tl.float32) * (scale * into)[:, None]).to(operand)
             dq = dot(do, tl.trans(S), dq, PRECISION)
@@ -203,16 +250,32 @@ def rows_bwd_kernel(
             dk = dot((v_new * out[:, None]).to(operand), tl.trans(dS), dk, PRECISION)
         pairs_place = ((place * num_heads + key_head) * width + j * C)[:, None] + tokens[None, :]
         pairs_mask = is_token[:, None] & (tokens < C)[None, :]
-        E = tl.load(E_ptr + pairs_place, mask=pairs_mask, other=0.0)
-        dq = dot(E, normalised(k, k_rstd, k_rstd_ptr), dq, PRECISION)
-        dk = dot(tl.trans(E), normalised(q, q_rstd, q_rstd_ptr), dk, PRECISION)
+        if q_rstd_ptr is not None:
+            shares = shares_ptr + tile * (FACTORS * C) + tokens
+            q_along += tl.load(shares + 4 * C)
+            k_along += tl.load(shares + 5 * C)
+        normal_k = normal_rows(
+            k_ptr, k_rstd_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, T, num_heads, K, C, UNIT
+        )
         F = tl.load(F_ptr + pairs_place, mask=pairs_mask, other=0.0)
-        dk = dot(F, normalised(k, k_rstd, k_rstd_ptr), dk, PRECISION)
-        dk = dot(tl.trans(F), normalised(k, k_rstd, k_rstd_ptr), dk, PRECISION)
-    # E and F have been read by every lane; dq and dk go where they lay
+        dk = dot(F, normal_k, dk, PRECISION)
+        dk = dot(tl.trans(F), normal_k, dk, PRECISION)
+        E = tl.load(E_ptr + pairs_place, mask=pairs_mask, other=0.0)
+        dq = dot(E, normal_k, dq, PRECISION)
+        normal_q = normal_rows(
+            q_ptr, q_rstd_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, T, num_heads, K, C, UNIT
+        )
+        dk = dot(tl.trans(E), normal_q, dk, PRECISION)
+    # E and F have been read by every lane; dq and dk go where they may have lain
     tl.debug_barrier()
     mask = is_token[:, None] & exist(ks, K)[None, :]
-    dq = through_norm(dq, q, q_rstd, q_rstd_ptr)
+    dq = through_norm(
+        dq, q_along, q_ptr, q_rstd_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, T, num_heads, K, C,
+        UNIT,
+    )  # fmt: skip
     tl.store(dq_ptr + key_place, dq.to(operand), mask=mask)
-    dk = through_norm(dk, k, k_rstd, k_rstd_ptr)
+    dk = through_norm(
+        dk, k_along, k_ptr, k_rstd_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, T, num_heads, K, C,
+        UNIT,
+    )  # fmt: skip
     tl.store(dk_ptr + key_place, dk.to(operand), mask=mask)

@@ -15,6 +15,9 @@ from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import decay, dot, load_beta, load_rstd, load_sums, rows_of
 
+# rows of a chunk's factors; in the backward the shares of the gates' gradients take all places but beta's
+FACTORS = tl.constexpr(8)
+
 
 @triton.jit
 def pairs(q, k, q_scale, k_rstd, high, low, C: tl.constexpr, PRECISION: tl.constexpr):
@@ -27,27 +30,27 @@ def pairs(q, k, q_scale, k_rstd, high, low, C: tl.constexpr, PRECISION: tl.const
 
 @triton.jit
 def store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C: tl.constexpr):
-    """The factors [5, C] of a chunk; of the last row only the first number."""
+    """The factors [FACTORS, C] of a chunk; of row 6 only the first number; the others are left free."""
     tokens = tl.arange(0, C)
-    base = factors_ptr + tile * (5 * C)
+    base = factors_ptr + tile * (FACTORS * C)
     into = tl.exp(high)
     tl.store(base + tokens, decay(high, low, end_high, end_low) * k_rstd)
     tl.store(base + C + tokens, into * q_scale)
     tl.store(base + 2 * C + tokens, into * beta * k_rstd)
     tl.store(base + 3 * C + tokens, beta)
-    tl.store(base + 4 * C, tl.exp(end_high))
+    tl.store(base + 6 * C, tl.exp(end_high))
 
 
 @triton.jit
 def factor(factors_ptr, tile, row: tl.constexpr, C: tl.constexpr):
     """One row of a chunk's factors [C]."""
-    return tl.load(factors_ptr + tile * (5 * C) + row * C + tl.arange(0, C))
+    return tl.load(factors_ptr + tile * (FACTORS * C) + row * C + tl.arange(0, C))
 
 
 @triton.jit
 def through(factors_ptr, tile, C: tl.constexpr):
     """e^(G_C), what the state is multiplied with on its way through a chunk."""
-    return tl.load(factors_ptr + tile * (5 * C) + 4 * C)
+    return tl.load(factors_ptr + tile * (FACTORS * C) + 6 * C)
 
 
 @kernel

@@ -2,14 +2,14 @@
 
     g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
     A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1
-    P and factors of `pairs`;   w = A_inv (beta e^G k), u = A_inv (beta v) where the state pass wants them
+    P and factors of `pairs`
 
-One kernel: q, k and v come in once, and neither g nor A leaves the chip. With l2norm the raw q and k go
+One kernel: q and k come in once, and neither g nor A leaves the chip. With l2norm the raw q and k go
 through the products, and rstd = rsqrt(sum(x x) + 1e-6), which scales what comes out, is kept for the backward.
 Outputs of tokens that belong to no sequence are zeroed here, as no later kernel need go there.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q and k 512, A_inv and P 256, gates, G, factors
-40: 810; with w and u v 256 and 512 more: 1580.
+40: 810.
 """
 
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, exist, load_beta, rows_of, rstd_of, softplus, split
+from gdn.backends.triton.lib import decay, dot, load_beta, rows_of, rstd_of, softplus, split
 from gdn.backends.triton.pairs import pairs, store_factors
 from gdn.backends.triton.tril import inverse
 
@@ -35,11 +35,11 @@ def log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET: tl.constexpr):
 
 @kernel
 def prepare_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, G_ptr, A_inv_ptr, P_ptr,
-    factors_ptr, w_ptr, u_ptr, q_rstd_ptr, k_rstd_ptr, o_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV,
+    q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, G_ptr, A_inv_ptr, P_ptr,
+    factors_ptr, q_rstd_ptr, k_rstd_ptr, o_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV,
     ratio, chunks_per_row, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -97,14 +97,3 @@ def prepare_kernel(
     A = tl.where(tokens[:, None] > tokens[None, :], A * D, 0.0)
     A_inv = inverse(A, PRECISION, FORM).to(k.dtype)
     tl.store(A_inv_ptr + square, A_inv)
-    if w_ptr is not None:
-        decayed = (k.to(tl.float32) * (beta * tl.exp(high) * k_rstd)[:, None]).to(k.dtype)
-        w = dot(A_inv, decayed, None, PRECISION)
-        w_place = w_ptr + tile * (C * K) + tokens[:, None] * K + ks[None, :]
-        tl.store(w_place, w.to(k.dtype), mask=exist(ks, K)[None, :])
-        for strip in range(0, V, BV):
-            vs = strip + tl.arange(0, BV)
-            v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
-            u = dot(A_inv, (v.to(tl.float32) * beta[:, None]).to(k.dtype), None, PRECISION)
-            u_place = u_ptr + tile * (C * V) + tokens[:, None] * V + vs[None, :]
-            tl.store(u_place, u.to(k.dtype), mask=exist(vs, V)[None, :])

@@ -1,11 +1,11 @@
 """The chunked rule: which kernels run, in which tiles, and what they hand on.
 
 Forward: prepare, then the state pass, then all outputs at once; or, where sequences and heads fill the
-machine, prepare and a state pass that makes the outputs. Backward: the state pass backwards, then all
-gradients at once. Packed sequences cost one more small launch, which finds the chunks.
+machine, prepare and one walk that makes the outputs. Backward: what the state pass needs, the state pass
+backwards, then the gradients of pairs, of rows and of the gates. Packed sequences cost one more small launch, which finds the chunks.
 
-Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward 400 + 1420 + 1550 = 3370, or
-400 + 1170 = 1570 (with S kept for a backward 2080); backward 1680 + 3220 = 4900.
+Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward 810 + 1430 + 1410 = 3650, or
+810 + 1300 = 2110 (with S kept for a backward 2620); backward 700 + 1810 + 2990 + 3200 + 50 = 8750.
 """
 
 from collections.abc import Hashable
@@ -22,7 +22,7 @@ from gdn.backends.triton.gates_bwd import gates_bwd_kernel
 from gdn.backends.triton.gradients import pairs_bwd_kernel, rows_bwd_kernel
 from gdn.backends.triton.launch import Launch, Plans, machine, on, unit_of
 from gdn.backends.triton.output import output_kernel
-from gdn.backends.triton.pairs import pairs_kernel
+from gdn.backends.triton.pairs import FACTORS, pairs_kernel
 from gdn.backends.triton.prepare import prepare_kernel
 from gdn.backends.triton.scan import scan_kernel
 from gdn.backends.triton.state import state_kernel
@@ -50,6 +50,7 @@ class Backward:
     pairs_bwd: Launch
     rows_bwd: Launch
     gates: Launch
+    blocks: int  # of key columns, each a program of rows_bwd
 
 
 _forwards: Plans[Forward] = Plans()
@@ -82,15 +83,13 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         table = None if plan.table is None else plan.table.make(p.cu_seqlens)
         tail = None if table is None else o
         ends = (p.initial_state, p.cu_seqlens, table)
-        inputs = (p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, table)
+        inputs = (p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, table)
+        plan.prepare(*inputs, G, A_inv, P, factors, q_rstd, k_rstd, tail)
         if plan.output is None:
-            plan.prepare(*inputs, G, A_inv, P, factors, None, None, q_rstd, k_rstd, tail)
             plan.state(p.q, p.k, p.v, A_inv, P, factors, *ends, S_in if save else None, o, final)
         else:
-            w = p.q.new_empty(p.num_chunks, p.HV, CHUNK, p.K)
-            u, v_new = (p.v.new_empty(p.num_chunks, p.HV, CHUNK, p.V) for _ in range(2))
-            plan.prepare(*inputs, G, A_inv, P, factors, w, u, q_rstd, k_rstd, tail)
-            plan.state(p.k, w, u, factors, *ends, S_in, v_new, final)
+            v_new = p.v.new_empty(p.num_chunks, p.HV, CHUNK, p.V)
+            plan.state(p.k, p.v, A_inv, factors, *ends, S_in, v_new, final)
             plan.output(p.q, P, factors, S_in, v_new, table, o)
     if not save:
         return o, final, Saved()
@@ -124,14 +123,15 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         del P
         dq, dk = (x.new_empty(x.shape) for x in (p.q, p.k))
         # E and F lie in the places of dq and dk where a key head's columns hold those of its value heads
-        width = max(p.K, p.HV // p.H * CHUNK)
+        width = _pairs_width(p, plan.blocks)
         E, F = (dq, dk) if width == p.K else (p.q.new_empty(p.B, p.T, p.H, width) for _ in range(2))
         # the factors have been read: their place serves for the shares of the gates' gradients
         plan.pairs_bwd(
-            p.q, p.k, p.v, p.beta, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, table, E, F, dv, factors
+            p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, table, E, F, dv, factors
         )
         plan.rows_bwd(
-            p.q, p.k, p.v, p.beta, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, dv, table, E, F, dq, dk
+            p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, dv, table, E, F,
+            factors, dq, dk,
         )
         plan.gates(
             p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, dA_log, ddt_bias
@@ -172,13 +172,14 @@ def _room(p: Problem, shape: Shape | None) -> Tensor | None:
     return None if shape is None else p.q.new_empty(shape[0], dtype=shape[1])
 
 
-def _wide(p: Problem) -> int:
-    """Value columns that a product of one chunk takes at once."""
-    return max(16, min(64, triton.next_power_of_2(p.V)))
+def _pairs_width(p: Problem, blocks: int) -> int:
+    """Columns that E and F take per token and key head: K if they may lie in dq and dk, which one program fills."""
+    needed = p.HV // p.H * CHUNK
+    return p.K if blocks == 1 and needed <= p.K else needed + (needed == p.K)
 
 
 def _factors(p: Problem) -> Tensor:
-    return p.q.new_empty(p.num_chunks, p.HV, 5, CHUNK, dtype=torch.float32)
+    return p.q.new_empty(p.num_chunks, p.HV, FACTORS.value, CHUNK, dtype=torch.float32)
 
 
 def _key(p: Problem) -> Hashable:
@@ -249,8 +250,8 @@ def _plan_forward(p: Problem, save: bool) -> Forward:
     prepare = Launch(
         prepare_kernel,
         a.entries * p.HV,
-        (*_strides(a.unit, p.q, p.k, p.v), *_gate_strides(p.g, p.beta), *numbers, p.scale),
-        {**shared, **a.activation, "BV": _wide(p), "RESET": RESET, "FORM": chosen.form},
+        (*_strides(a.unit, p.q, p.k), *_gate_strides(p.g, p.beta), *numbers, p.scale),
+        {**shared, **a.activation, "RESET": RESET, "FORM": chosen.form},
         chosen.prepare_warps,
     )
     programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
@@ -259,7 +260,7 @@ def _plan_forward(p: Problem, save: bool) -> Forward:
         strides = _strides(a.unit, p.q, p.k, p.v)
         scan = Launch(scan_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
         return Forward(a.table, prepare, scan, None)
-    strides = _strides(a.unit, p.k)
+    strides = _strides(a.unit, p.k, p.v)
     state = Launch(state_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
     output = Launch(
         output_kernel,
@@ -291,20 +292,22 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages},
         chosen.num_warps,
     )
-    width = max(p.K, p.HV // p.H * CHUNK)
-    strides = (*_strides(a.unit, p.q, p.k, p.v, do), *_gate_strides(p.beta), *numbers, p.scale, width)
+    BK = min(a.BK, chosen.BK)
+    blocks = triton.cdiv(p.K, BK)
+    width = _pairs_width(p, blocks)
+    strides = (*_strides(a.unit, p.q, p.k, p.v, do), *numbers, p.scale, width)
     pairs_bwd = Launch(
         pairs_bwd_kernel,
         a.entries * p.HV,
         strides,
-        {**shared, **a.activation, "BV": chosen.pairs.BV},
+        {**shared, "BK": BK, "BV": chosen.pairs.BV},
         chosen.pairs.num_warps,
     )
     rows_bwd = Launch(
         rows_bwd_kernel,
-        a.entries * p.H,
+        a.entries * p.H * blocks,
         strides,
-        {**shared, **a.activation, "BV": chosen.rows.BV},
+        {**shared, "BK": BK, "BV": chosen.rows.BV},
         chosen.rows.num_warps,
     )
     gates = Launch(
@@ -314,4 +317,4 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         {"C": CHUNK, **a.activation, "RESET": RESET},
         1,
     )
-    return Backward(a.table, pairs, state, pairs_bwd, rows_bwd, gates)
+    return Backward(a.table, pairs, state, pairs_bwd, rows_bwd, gates, blocks)

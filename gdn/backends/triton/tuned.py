@@ -40,6 +40,7 @@ class ForwardTiles(Pass):
 class BackwardTiles(Pass):
     """Backward."""
 
+    BK: int  # key columns of a program of the gradients
     pairs: Tile
     rows: Tile
 
@@ -68,7 +69,8 @@ def backward(p: Problem, machine: Machine) -> BackwardTiles:
     if not p.batch_invariant:
         is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
         most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
-    return BackwardTiles(_strip(p, most), 4, stages, Tile(_strip(p, 64), 4), Tile(_strip(p, 64), 4))
+    BK = 64 if wide or p.K > 128 else 128
+    return BackwardTiles(_strip(p, most), 4, stages, BK, Tile(_strip(p, 64), 4), Tile(_strip(p, 64), 4))
 
 
 def _strip(p: Problem, most: int) -> int:
