@@ -136,11 +136,16 @@ def _batched(a, b_t, PRECISION: tl.constexpr, acc=None):
 
 @triton.jit
 def _product(a, b, PRECISION: tl.constexpr):
-    """a b for a, b [32, 32]."""
+    """a b for a, b [32, 32]; each warp makes a quarter, where Triton would make each half twice."""
+    rows = tl.broadcast_to(tl.reshape(a, (2, 1, 16, 32)), (2, 2, 16, 32))
+    a = tl.reshape(rows, (4, 16, 32))
+    columns = tl.reshape(tl.permute(tl.reshape(b, (32, 2, 16)), (1, 0, 2)), (1, 2, 32, 16))
+    b = tl.reshape(tl.broadcast_to(columns, (2, 2, 32, 16)), (4, 32, 16))
     if PRECISION == "fp16":
-        return tl.dot(a.to(tl.float16), b.to(tl.float16))
+        quarters = tl.dot(a.to(tl.float16), b.to(tl.float16))
     else:
         # the order of the sum as in `_batched`
-        a = tl.reshape(tl.permute(tl.reshape(a, (32, 4, 4, 2)), (0, 1, 3, 2)), (32, 32))
-        b = tl.reshape(tl.permute(tl.reshape(b, (4, 4, 2, 32)), (0, 2, 1, 3)), (32, 32))
-        return dot(a, b, None, PRECISION)
+        a = tl.reshape(tl.permute(tl.reshape(a, (4, 16, 4, 4, 2)), (0, 1, 2, 4, 3)), (4, 16, 32))
+        b = tl.reshape(tl.permute(tl.reshape(b, (4, 4, 4, 2, 16)), (0, 1, 3, 2, 4)), (4, 32, 16))
+        quarters = dot(a, b, None, PRECISION)
+    return tl.reshape(tl.permute(tl.reshape(quarters, (2, 2, 16, 16)), (0, 2, 1, 3)), (32, 32))
