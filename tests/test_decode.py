@@ -87,22 +87,34 @@ def protocols(index=torch.int64, v_first=True, dtype=torch.float32):
 NAMES = list(protocols())
 
 
-@pytest.mark.parametrize("v_first", LAYOUTS)
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+# dtype of the tokens, of the pool, and of the index tensors
+KINDS = {
+    "fp32": (F32, F32, torch.int64),
+    "bf16": (BF16, F32, torch.int32),
+    "bf16 pool": (BF16, BF16, torch.int32),
+    "fp16": (F16, F16, torch.int64),
+    "fp32 on bf16": (F32, BF16, torch.int64),
+    "fp64": (F64, F64, torch.int32),
+}
+FEW = {("fp32", True), ("bf16 pool", False)}  # that are interpreted
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_protocol(backend, device, poison, name, v_first):
-    for dtype, pool, index in [
-        (torch.float32, torch.float32, torch.int64),
-        (torch.bfloat16, torch.float32, torch.int32),
-        (torch.bfloat16, torch.bfloat16, torch.int32),
-        (torch.float16, torch.float16, torch.int64),
-        (torch.float32, torch.bfloat16, torch.int64),
-        (torch.float64, torch.float64, torch.int32),
-    ]:
-        if dtype == torch.float64 and backend != "eager":
-            continue
-        x = inputs(B, T, dtype=dtype) | protocols(index, v_first, pool)[name]
-        stored = min(x.get("intermediate", x["state"]).dtype, pool, dtype, key=lambda d: -TOLERANCE[d])
-        agrees(backend, device, x, TOLERANCE[stored], state_v_first=v_first)
+@pytest.mark.parametrize(
+    "kind, v_first",
+    [
+        pytest.param(*case, marks=[pytest.mark.interpret] if case in FEW else [])
+        for case in itertools.product(KINDS, LAYOUTS)
+    ],
+)
+def test_protocol(backend, device, poison, name, kind, v_first):
+    dtype, pool, index = KINDS[kind]
+    if dtype == F64 and backend != "eager":
+        pytest.skip("float64 is for eager alone")
+    x = inputs(B, T, dtype=dtype) | protocols(index, v_first, pool)[name]
+    stored = min(x.get("intermediate", x["state"]).dtype, pool, dtype, key=lambda d: -TOLERANCE[d])
+    agrees(backend, device, x, TOLERANCE[stored], state_v_first=v_first)
 
 
 def test_the_gate_can_fail(backend, device):
@@ -246,6 +258,7 @@ def test_packed_rows(backend, device, poison, v_first):
     assert sum(lengths) == cu[-1]
 
 
+@pytest.mark.interpret
 def test_strides_are_free(backend, device, poison):
     """Pools inside larger memory, ring entries apart, heads of a projection, columns of index tables."""
     plain = moved(inputs(B, T, dtype=torch.bfloat16) | protocols()["P3"], device)
@@ -278,6 +291,7 @@ def test_strides_are_free(backend, device, poison):
     assert same_bits(apart, before)
 
 
+@pytest.mark.interpret
 def test_memory_order_is_free(backend, device):
     """K-first memory given as V-first, last dimensions that are not contiguous, single numbers apart."""
     x = inputs(B, T) | {"state": pool_of(SLOTS), "read_index": torch.tensor([7, 2, -1, 4, SLOTS])}
@@ -291,6 +305,7 @@ def test_memory_order_is_free(backend, device):
         assert error(got[0], want[0]) <= 1e-6 and stored_wrong(got[1], want[1], x["state"], 1e-6) is None
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("negative", [False, True])
 def test_raw_gates(backend, device, negative):
     x = inputs(B, T, raw=True) | {"state": pool_of(B)}
@@ -302,12 +317,14 @@ def test_raw_gates(backend, device, negative):
     assert state.isfinite().all()
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("absent", [("g",), ("beta",), ("g", "beta")])
 def test_gates_left_out(backend, device, absent):
     x = inputs(B, T) | {"state": pool_of(B)} | dict.fromkeys(absent)
     agrees(backend, device, x, 1e-5, scale=0.3, use_qk_l2norm_in_kernel="beta" in absent)
 
 
+@pytest.mark.interpret
 def test_reset_in_a_packet(backend, device):
     x = inputs(B, T) | {"state": pool_of(B)}
     x["g"][:, 1] = -1e6
@@ -323,6 +340,7 @@ def test_heads_and_sizes(backend, device, poison, H, HV, K, V):
         agrees(backend, device, x, 1e-5, state_v_first=v_first)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0)])
 def test_nothing_to_do(backend, device, shape):
     x = inputs(*shape) | {"state": pool_of(3)}
@@ -340,6 +358,7 @@ def mixed(x, pitch=0):
     return wide[:, : rows.shape[1]]
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("packed", [False, True])
 def test_decode_packed(backend, device, packed):
     x = (
@@ -375,6 +394,60 @@ def test_functional_leaves_its_state_alone(backend, device, v_first):
         assert same_bits(state, before) and new.data_ptr() != state.data_ptr()
         assert same_bits(gdn.decode(**x, state=state, state_v_first=v_first, backend=backend), o)
         assert same_bits(state, new)
+
+
+@pytest.mark.gpu
+def test_a_pool_beyond_2_to_the_31_elements():
+    """The last slots of a pool of 2.2e9 numbers, against the same states in a small one."""
+    H, HV, K, V = 16, 32, 128, 128
+    slots = 2**31 // (HV * K * V) + 65
+    pool = torch.zeros(slots, HV, V, K, dtype=torch.bfloat16, device="cuda")
+    ends = torch.tensor([0, slots - 1, slots - 64], device="cuda")
+    pool[ends] = torch.randn(3, HV, V, K, device="cuda").bfloat16()
+    small, x = pool[ends], moved(inputs(3, 2, H, HV, K, V, dtype=torch.bfloat16), "cuda")
+    o = gdn.decode(**x, state=pool, read_index=ends, backend="triton")
+    assert same_bits(o, gdn.decode(**x, state=small, backend="triton"))
+    assert same_bits(pool[ends], small) and not pool[1:-64].any()
+
+
+@pytest.mark.gpu
+def test_protocols_in_a_cuda_graph():
+    """Captured once, replayed on other slots, positions and trees."""
+    for name in NAMES:
+        first, second = (moved(inputs(B, T) | protocols()[name], "cuda") for _ in range(2))
+        indices = [k for k, v in second.items() if not v.is_floating_point()]
+        for k in indices:
+            second[k].copy_(second[k].roll(1, 0))
+        held, out = moved(first, "cuda"), torch.empty_like(first["v"])
+        gdn.decode(**held, out=out, backend="triton")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            gdn.decode(**held, out=out, backend="triton")
+        for k, v in second.items():
+            held[k].copy_(v)
+        graph.replay()
+        want, state, kept = run("triton", "cuda", second)
+        assert same_bits(out, want) and same_bits(held["state"], state), name
+        assert kept is None or same_bits(held["intermediate"], kept), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K, V", [(128, 128), (60, 100)])
+def test_alignment_changes_no_bit(K, V):
+    """Tokens and pools that begin at any number, rows of any pitch."""
+    x = moved(inputs(4, 2, K=K, V=V, dtype=torch.bfloat16), "cuda")
+    pool = pool_of(4, K=K, V=V).cuda()
+    want = pool.clone()
+    o = gdn.decode(**x, state=want, backend="triton")
+    for shift in (1, 2, 4):
+        views = dict(x)
+        for name in ("q", "k", "v"):
+            wide = torch.zeros(4, 2, x[name].shape[2] * x[name].shape[3] + 9, dtype=BF16, device="cuda")
+            flat = wide[..., shift : shift + x[name][0, 0].numel()]
+            views[name] = flat.copy_(x[name].flatten(2)).unflatten(2, x[name].shape[2:])
+        apart = torch.zeros(4, 4 * V * K + 7, device="cuda")[:, shift : shift + 4 * V * K]
+        state = apart.copy_(pool.flatten(1)).unflatten(1, (4, V, K))
+        assert same_bits(gdn.decode(**views, state=state, backend="triton"), o) and same_bits(state, want)
 
 
 class Step(torch.nn.Module):
@@ -529,6 +602,8 @@ def test_packed_refusals_touch_nothing(kind, message, change):
 
 
 def refuses(x, kind, message, change):
+    # a call that passed shields no other
+    gdn.decode(**x)
     x |= change
     before = {k: v.clone() for k, v in x.items() if isinstance(v, torch.Tensor)}
     with pytest.raises(kind, match=message):

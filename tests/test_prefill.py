@@ -147,6 +147,7 @@ def test_neighbours_with_nan(backend, device):
         assert error(o[:, rows], want[0][:, rows]) <= 1e-6 and error(state[SLOT[n]], want[1][SLOT[n]]) <= 1e-6
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("step", [64, 128])
 def test_checkpoints(backend, device, step):
     offsets = (0, 0, -1, 4, 38 if step == 64 else 39, 20)
@@ -229,12 +230,14 @@ def test_gates(backend, device):
     agrees(backend, device, reset, 1e-5)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("H, HV, K, V", [(1, 1, 1, 1), (1, 3, 60, 100), (2, 2, 128, 32)])
 def test_heads_and_sizes(backend, device, H, HV, K, V):
     x = batch([65, 3], [1, 0], H=H, HV=HV, K=K, V=V) | {"state": pool_of(3, HV=HV, K=K, V=V)}
     agrees(backend, device, x, 1e-5)
 
 
+@pytest.mark.interpret
 def test_prefill_then_decode_is_the_whole(backend, device):
     x, index = inputs(1, 80), torch.tensor([0])
     state = {"state": torch.zeros(1, 4, 24, 16), "state_index": index}
@@ -246,6 +249,7 @@ def test_prefill_then_decode_is_the_whole(backend, device):
     assert error(torch.cat([o, rest], 1), whole) <= 1e-5 and error(middle, want) <= 1e-5
 
 
+@pytest.mark.interpret
 def test_strided_pool_and_views(backend, device, poison):
     x = moved(batch(), device)
     want = run(backend, device, x)
@@ -265,6 +269,7 @@ def test_strided_pool_and_views(backend, device, poison):
     assert same_bits(memory, before)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
 def test_nothing_to_do(backend, device, lengths):
     for tail in (0, 2):

@@ -4,16 +4,19 @@ The operators take the fields of their problem in order and write the tensors ma
 a gradient.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as _functorch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from gdn import settings
 from gdn.backends import select
 from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
-from gdn.ops.library import define, guarded, is_plain
+from gdn.ops.library import define, guarded, is_plain, library
+from gdn.ops.repeats import remember, seen_before
 from gdn.problem import DecodeProblem
 from gdn.problem.serving import one_state_per_row, parse_decode, parse_packed
 
@@ -119,7 +122,7 @@ def decode(
         max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write, null_slot,
         round_state, exact_packet, backend,
     )  # fmt: skip
-    key, again = _seen_before((*tensors, out), cu_seqlens, options)
+    key, again = seen_before((*tensors, out), cu_seqlens, options)
     if again is not None:
         out = v.new_empty(v.shape) if out is None else out
         again(*tensors, out)
@@ -135,7 +138,7 @@ def decode(
     if is_plain(q):
         again = _run(problem)
         if key is not None:
-            _remember(key, _unchecked(problem) if again is None else again)
+            remember(key, _unchecked(problem) if again is None else again)
     else:
         _decode_op(*problem.arguments())
     return problem.out
@@ -197,7 +200,7 @@ def decode_packed(
         max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write, null_slot,
         round_state, exact_packet, backend, num_k_heads, head_k_dim, head_v_dim,
     )  # fmt: skip
-    key, again = _seen_before((mixed_qkv, state, a, b, *rest, out), cu_seqlens, options)
+    key, again = seen_before((mixed_qkv, state, a, b, *rest, out), cu_seqlens, options)
     if again is not None:
         out = mixed_qkv.new_empty(*a.shape, head_v_dim) if out is None else out
         again(mixed_qkv, mixed_qkv, mixed_qkv, state, None, None, a, b, *rest, out)
@@ -216,7 +219,7 @@ def decode_packed(
     if is_plain(q):
         again = _run(problem)
         if key is not None and again is not None:
-            _remember(key, again.packed(problem, mixed_qkv))
+            remember(key, again.packed(problem, mixed_qkv))
     else:
         _decode_op(*problem.arguments())
     return problem.out.squeeze(1 if cu_seqlens is None else 0)
@@ -272,7 +275,7 @@ def _decode(*args: Any) -> None:
 
 
 def _run(problem: DecodeProblem) -> Any:
-    """Returns what the backend's `decode` does: None, or a launch to be called again, see `_seen_before`."""
+    """Returns what the backend's `decode` does: None, or a launch to be called again (`gdn.ops.repeats`)."""
     p, again = problem, None
     if p.cu_seqlens is not None:
         p.spans(read_device=settings.debug())
@@ -297,51 +300,40 @@ def _unchecked(problem: DecodeProblem) -> Callable[..., None]:
     return run
 
 
-_known: dict[Hashable, Any] = {}
-_MOST_KNOWN = 4096
-
-
-def _seen_before(
-    tensors: tuple[Any, ...], cu_seqlens: Any, options: tuple[Any, ...]
-) -> tuple[Hashable, Callable[..., None] | None]:
-    """All that the checks of a call look at, and what runs such calls if one of them has passed the checks.
-
-    That is called with the tensors of a DecodeProblem in order. (None, None) where the checks look at more:
-    at gradients, at offsets on the CPU, at anything in debug mode. Values alone count, never an object's id.
-    """
-    try:
-        if not is_plain(tensors[0]) or settings.debug():
-            return None, None
-        if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
-            return None, None
-        records = torch.is_grad_enabled()
-        seen: list[Any] = [settings.backend(), *options, *map(type, options)]
-        for x in tensors:
-            if x is None:
-                seen.append(None)
-            elif records and x.requires_grad:
-                return None, None
-            else:
-                seen += (type(x), x.shape, x.stride(), x.dtype, x.device)
-        key = tuple(seen)
-        return key, _known.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        # an argument of another kind: the checks will name it
-        return None, None
-
-
-def _remember(key: Hashable, run: Callable[..., None]) -> None:
-    if len(_known) >= _MOST_KNOWN:
-        _known.clear()
-    _known[key] = run
-
-
 def _decode_functional(*args: Any) -> tuple[Tensor, Tensor]:
     q, k, v, state, *rest = args
     state = state.clone(memory_format=torch.contiguous_format)
     out = v.new_empty(v.shape)
     _decode(q, k, v, state, *rest[:7], *(None,) * 7, out, *rest[7:])
     return out, state
+
+
+def _embed(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """decode_functional where it is compiled: a backend's own kernel takes the operator's place.
+
+    An AOTInductor package then runs without this library. An exported program keeps the operator, as do
+    tensors on the CPU, tensors whose strides are not known, and problems that only `eager` takes.
+    """
+    q, k, v, state, *rest = args
+    gates, options = rest[:7], list(rest[7:])
+    known = all(isinstance(s, int) for x in args if isinstance(x, Tensor) for s in x.stride())
+    if q.device.type == "cpu" or not known or not _functorch.decompose_custom_triton_ops:
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    with mode:
+        o, new_state, kept = v.new_empty(v.shape), state, None
+        if isinstance(q.shape[1], int) and q.shape[1] == 1 and gates[-1] is None:
+            # the state after the only token is the new one: no copy goes before it
+            new_state = torch.empty_like(state, memory_format=torch.contiguous_format)
+            kept, options[_WRITE] = new_state.unsqueeze(1), "none"
+        else:
+            new_state = state = state.clone(memory_format=torch.contiguous_format)
+        where = (None, None, None, None, kept, None, None, o)
+        problem = DecodeProblem(q, k, v, state, *gates, *where, *options)  # type: ignore[call-arg]
+        backend = select(problem)
+        if backend.name != "eager":
+            backend.decode(problem)
+            return o, new_state
+    return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
 def nothing(*args: Any) -> None:
@@ -362,6 +354,7 @@ _decode_op = define(
     _decode,
     nothing,
 )
+_WRITE = 5  # in _ROW_OPTIONS
 _decode_functional_op = define(
     "decode_functional",
     f"(Tensor q, Tensor k, Tensor v, Tensor state, {GATES}, Tensor? cu_seqlens, {_ROW_OPTIONS}) -> "
@@ -369,3 +362,4 @@ _decode_functional_op = define(
     _decode_functional,
     lambda q, k, v, state, *rest: (v.new_empty(v.shape), state.new_empty(state.shape)),
 )
+torch.library.register_torch_dispatch("gdn::decode_functional", FunctionalTensorMode, _embed, lib=library)

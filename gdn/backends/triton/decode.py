@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gdn.backends.triton import launch
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
@@ -102,76 +103,77 @@ def decode_kernel(
     is_idle = (slot < lowest) | (slot >= slots) | (row >= N)
     if parent_ptr is not None:
         is_idle |= is_kept == 0
+    # not an early return: exporters look for the tensors that a kernel writes, and follow no jumps
     if is_idle:
         for _ in range(count):
-            tl.store(o_at, tl.zeros([R, P], o_ptr.dtype.element_ty), mask=has_value)
-            o_at += o_t
-        return
-    pool = state_ptr + head * state_h * STATE_UNIT
-    source = pool + (slot * state_n + entry * state_r) * STATE_UNIT
-    S = tl.load(tile(source, keys, values, state_k, state_v, STATE_UNIT, AXIS), mask=in_state, other=0.0)
-    S = S.to(tl.float32)
-    root = S
-    if intermediate_ptr is not None:
-        kept = intermediate_ptr + (kept_row * kept_n + head * kept_h) * KEPT_UNIT
-
-    for _ in range(count):
-        # the next token comes in while this one is computed
-        q_next, k_next, v_next, g_next, beta_next = read(
-            q_at, k_at, v_at, g_ptr, beta_ptr, at + 1, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t,
-            at + 1 < count, has_key, has_value,
-        )  # fmt: skip
-        if parent_ptr is not None:
-            # the first token's parent is ignored
-            before = tl.load(parent_ptr + row * parent_n + at * parent_t, mask=at > 0, other=-1).to(tl.int64)
-            before = tl.minimum(before, at - 1)
-            if before < 0:
-                S = root
-            else:
-                before_place = tile(
-                    kept + before * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
-                )
-                S = tl.load(before_place, mask=in_state, other=0.0).to(tl.float32)
-        S, o = step(
-            S, q, k, v, g, beta, rate, bias, scale,
-            NORM, g_ptr is not None, a_ptr is not None, a_ptr is not None, NEGATIVE,
-        )  # fmt: skip
-        if ROUND:
-            S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
-        tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
+            tl.store(o_at + at * o_t, tl.zeros([R, P], o_ptr.dtype.element_ty), mask=has_value)
+            at += 1
+    else:
+        pool = state_ptr + head * state_h * STATE_UNIT
+        source = pool + (slot * state_n + entry * state_r) * STATE_UNIT
+        S = tl.load(tile(source, keys, values, state_k, state_v, STATE_UNIT, AXIS), mask=in_state, other=0.0)
+        S = S.to(tl.float32)
+        root = S
         if intermediate_ptr is not None:
-            kept_place = tile(
-                kept + at * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
-            )
-            if is_kept:
-                tl.store(kept_place, S.to(intermediate_ptr.dtype.element_ty), mask=in_state)
-                if parent_ptr is not None:
-                    # another thread of this program may read it back
-                    tl.debug_barrier()
-        if WRITE == "all":
+            kept = intermediate_ptr + (kept_row * kept_n + head * kept_h) * KEPT_UNIT
+
+        for _ in range(count):
+            # the next token comes in while this one is computed
+            q_next, k_next, v_next, g_next, beta_next = read(
+                q_at, k_at, v_at, g_ptr, beta_ptr, at + 1, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t,
+                at + 1 < count, has_key, has_value,
+            )  # fmt: skip
+            if parent_ptr is not None:
+                # the first token's parent is ignored
+                before = tl.load(parent_ptr + row * parent_n + at * parent_t, mask=at > 0, other=-1)
+                before = tl.minimum(before.to(tl.int64), at - 1)
+                if before < 0:
+                    S = root
+                else:
+                    before_place = tile(
+                        kept + before * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
+                    )
+                    S = tl.load(before_place, mask=in_state, other=0.0).to(tl.float32)
+            S, o = step(
+                S, q, k, v, g, beta, rate, bias, scale,
+                NORM, g_ptr is not None, a_ptr is not None, a_ptr is not None, NEGATIVE,
+            )  # fmt: skip
+            if ROUND:
+                S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
+            tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
+            if intermediate_ptr is not None:
+                kept_place = tile(
+                    kept + at * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
+                )
+                if is_kept:
+                    tl.store(kept_place, S.to(intermediate_ptr.dtype.element_ty), mask=in_state)
+                    if parent_ptr is not None:
+                        # another thread of this program may read it back
+                        tl.debug_barrier()
+            if WRITE == "all":
+                target = slot
+                if ring_pos_ptr is not None:
+                    entry = tl.where(entry + 1 == entries, 0, entry + 1)
+                else:
+                    target = tl.load(write_index_ptr + row * write_n + at * write_t).to(tl.int64)
+                if (target >= lowest) & (target < slots):
+                    slot_place = tile(
+                        pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k,
+                        state_v, STATE_UNIT, AXIS,
+                    )  # fmt: skip
+                    tl.store(slot_place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+            at += 1
+            q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
+        if WRITE == "final":
             target = slot
-            if ring_pos_ptr is not None:
-                entry = tl.where(entry + 1 == entries, 0, entry + 1)
-            else:
-                target = tl.load(write_index_ptr + row * write_n + at * write_t).to(tl.int64)
-            if (target >= lowest) & (target < slots):
-                slot_place = tile(
+            if write_index_ptr is not None:
+                target = tl.load(write_index_ptr + row * write_n).to(tl.int64)
+            if (target >= lowest) & (target < slots) & (count > 0):
+                final_place = tile(
                     pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k, state_v,
                     STATE_UNIT, AXIS,
                 )  # fmt: skip
-                tl.store(slot_place, S.to(state_ptr.dtype.element_ty), mask=in_state)
-        at += 1
-        q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
-    if WRITE == "final":
-        target = slot
-        if write_index_ptr is not None:
-            target = tl.load(write_index_ptr + row * write_n).to(tl.int64)
-        if (target >= lowest) & (target < slots) & (count > 0):
-            final_place = tile(
-                pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k, state_v,
-                STATE_UNIT, AXIS,
-            )  # fmt: skip
-            tl.store(final_place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+                tl.store(final_place, S.to(state_ptr.dtype.element_ty), mask=in_state)
 
 
 @dataclass(frozen=True)
@@ -197,14 +199,25 @@ _plans: Plans[Again] = Plans()
 
 
 def decode(problem: DecodeProblem) -> Again | None:
-    """See `Backend`; writes problem.state, problem.intermediate and problem.out."""
+    """See `Backend`; writes problem.state, problem.intermediate and problem.out.
+
+    Where a compiler traces it, the kernel itself becomes part of the graph.
+    """
     p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
+    if isinstance(p.q, FunctionalTensor):
+        _trace(_plan(p), tensors_of(p))
+        return None
     again = _plans.get(_key(p), lambda: Again(_plan(p), p.q.device))
     again(*tensors_of(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)))
     # a copy was made, or a launch recorded that is meant for another machine
     if offsets is not p.cu_seqlens or launch.recorder is not None:
         return None
     return again
+
+
+def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
+    wrapped = torch.library.wrap_triton(one.kernel)[(one.grid,)]
+    wrapped(*tensors, *one.numbers, **one.constants, num_warps=one.num_warps, num_stages=one.num_stages)
 
 
 def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:

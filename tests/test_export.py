@@ -1,0 +1,90 @@
+"""Exported programs, and packages that run without this library."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from serving import moved, pool_of, same_bits
+
+import gdn
+
+H, HV, K, V = 2, 4, 128, 128
+RUN = """
+import sys
+import torch
+
+sys.modules["gdn"] = None
+package, given, found = sys.argv[1:]
+model = torch._inductor.aoti_load_package(package)
+torch.save([model(*x) for x in torch.load(given)], found)
+"""
+
+
+class PackedStep(torch.nn.Module):
+    """What follows a layer's convolution, as a function of the state."""
+
+    def forward(self, mixed, a, b, A_log, dt_bias, state):
+        q, k, v = (x.unsqueeze(1) for x in mixed.split([H * K, H * K, HV * V], 1))
+        q, k, v = q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V))
+        a, b = a.unsqueeze(1), b.unsqueeze(1)
+        o, new = gdn.decode_functional(q, k, v, state, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
+        return o.squeeze(1), new
+
+
+def arguments(rows, device, dtype=torch.bfloat16, state=torch.float32):
+    """mixed, a, b, A_log, dt_bias and one state per row."""
+    heads = torch.randn(HV), torch.randn(HV)
+    gates = torch.randn(rows, HV), torch.randn(rows, HV)
+    x = torch.randn(rows, 2 * H * K + HV * V).to(dtype), *gates, *heads
+    x = dict(enumerate((*x, pool_of(rows, HV=HV, K=K, V=V, dtype=state))))
+    return tuple(moved(x, device).values())
+
+
+def exported(example):
+    batch = torch.export.Dim("batch", min=1, max=64)
+    dynamic = [{0: batch}, {0: batch}, {0: batch}, None, None, {0: batch}]
+    return torch.export.export(PackedStep(), example, dynamic_shapes=dynamic)
+
+
+def wanted(x, backend=None):
+    """The same by `decode_packed`, which works in place."""
+    *rest, state = x
+    state = state.clone()
+    sizes = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
+    return gdn.decode_packed(*rest, state, **sizes, backend=backend), state
+
+
+def test_an_exported_program_keeps_the_operator():
+    """On any device: what runs it is chosen where it runs."""
+    program = exported(arguments(3, "cpu"))
+    assert any(node.target is torch.ops.gdn.decode_functional.default for node in program.graph.nodes)
+    for rows in (1, 5):
+        x = arguments(rows, "cpu")
+        assert all(same_bits(a, b) for a, b in zip(program.module()(*x), wanted(x), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+def test_a_package_runs_without_this_library(tmp_path, state):
+    """AOTInductor: the kernel is in the package, and gives the bits of `decode`."""
+    package, given, found = (str(tmp_path / name) for name in ("decode.pt2", "given.pt", "found.pt"))
+    torch._inductor.aoti_compile_and_package(
+        exported(arguments(3, "cuda", state=state)), package_path=package
+    )
+    batches = [arguments(rows, "cuda", state=state) for rows in (1, 3, 17)]
+    torch.save(batches, given)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, package, given, found], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    for x, got in zip(batches, torch.load(found), strict=True):
+        assert all(same_bits(a, b) for a, b in zip(got, wanted(x, "triton"), strict=True))
+
+
+@pytest.mark.gpu
+def test_compiled_by_inductor():
+    step = torch.compile(PackedStep(), fullgraph=True, dynamic=True)
+    for rows in (2, 5):
+        x = arguments(rows, "cuda")
+        assert all(same_bits(a, b) for a, b in zip(step(*x), wanted(x), strict=True))
