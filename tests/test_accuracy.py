@@ -66,7 +66,7 @@ def test_small(backend, device, case):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("case", SMALL[::4], ids=str)
+@pytest.mark.parametrize("case", SMALL[::6], ids=str)
 def test_small_recurrent(backend, device, case):
     for dtype in DTYPES[:3]:
         bad = verdicts(recurrent(backend), case, dtype, device=device)

@@ -181,7 +181,7 @@ def test_only_what_was_asked_for_gets_a_gradient(backend, device, function):
 @pytest.mark.parametrize("function", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_dtypes_of_every_output(backend, device, function, dtype):
-    q, k, v, g, beta = tensors(dtype=dtype, device=device)
+    q, k, v, g, beta = tensors(20, dtype=dtype, device=device)
     leaves = [q, k, v, g.half(), beta.bfloat16(), torch.randn(2, 4, 16, 24).half().to(device)]
     leaves = [x.detach().requires_grad_() for x in leaves]
     f = form(function, backend)
