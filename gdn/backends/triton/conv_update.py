@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gdn.backends import eager
 from gdn.backends.triton.conv import WIDEST, filled, filtered, layout, load_bias, load_taps, strides_of
-from gdn.backends.triton.launch import Launch, Plans, kernel, on, unit_of
+from gdn.backends.triton.launch import Launch, Plans, kernel, on
 from gdn.problem.layer import ConvUpdateProblem
 
 
@@ -27,23 +27,23 @@ def _modulo(x, L):
 @kernel
 def _update_kernel(
     x_ptr, state_ptr, weight_ptr, bias_ptr, index_ptr, place_ptr, out_ptr,
-    x_b, x_t, out_b, out_t, D, T, state_n, state_d, state_l, index_b, place_b, L, slots,
+    x_b, x_t, x_d, out_b, out_t, out_d, D, T, state_n, state_d, state_l, index_b, place_b, L, slots,
     PLACE: tl.constexpr, LOWEST: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr,
-    BD: tl.constexpr, UNIT: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
-    strips = tl.cdiv(D * UNIT, BD)
+    strips = tl.cdiv(D, BD)
     row = (tl.program_id(0) // strips).to(tl.int64)
     channels = (tl.program_id(0) % strips) * BD + tl.arange(0, BD)
-    is_channel = channels < D * UNIT
+    is_channel = channels < D
     slot = row
     if index_ptr is not None:
         slot = tl.load(index_ptr + row * index_b).to(tl.int64)
     is_valid = (slot >= LOWEST) & (slot < slots)
     is_read = is_channel & is_valid
-    x_t = x_t.to(tl.int64) * UNIT
-    out_t = out_t.to(tl.int64) * UNIT
-    x_ptr += row * x_b * UNIT + channels
-    out_ptr += row * out_b * UNIT + channels
+    x_t = x_t.to(tl.int64)
+    out_t = out_t.to(tl.int64)
+    x_ptr += row * x_b + channels * x_d.to(tl.int64)
+    out_ptr += row * out_b + channels * out_d.to(tl.int64)
     # the column of the oldest input before the packet, and of the packet's first token
     if PLACE == "ring_pos":
         put = _modulo(tl.load(place_ptr + row * place_b).to(tl.int64), L).to(tl.int32)
@@ -105,7 +105,7 @@ _plans: Plans[Launch] = Plans()
 def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
     """See `Backend`: writes `out` and moves the windows on."""
     p = problem
-    if p.weight.shape[1] > WIDEST or p.x.stride(2) != 1 or p.out.stride(2) != 1:
+    if p.weight.shape[1] > WIDEST:
         eager.BACKEND.causal_conv1d_update(p)
         return
     if p.state.shape[0] == 0:
@@ -129,16 +129,14 @@ def _plan(p: ConvUpdateProblem) -> Launch:
     slots, _, L = p.state.shape
     place = p.ring_pos if p.num_accepted is None else p.num_accepted
     mode = "window" if place is None else "ring_pos" if p.num_accepted is None else "num_accepted"
-    unit = unit_of(*p.x.stride()[:2], *p.out.stride()[:2], D)
-    # little to read per program: few channels, so that a small batch reaches many multiprocessors
-    num_warps = 1 if B * D < 1 << 18 else 2
-    BD = 128 * num_warps
+    # a channel to a thread: with several, slots and x would lie in threads differently and be exchanged
+    BD = 128
     numbers = (
-        *(s // unit for x in (p.x, p.out) for s in x.stride()[:2]), D // unit, T, *p.state.stride(),
+        *p.x.stride(), *p.out.stride(), D, T, *p.state.stride(),
         *strides_of(p.state_index, 1), *strides_of(place, 1), L, slots,
     )  # fmt: skip
     constants = {
         "PLACE": mode, "LOWEST": 0 if p.null_slot is None else 1, "W": p.weight.shape[1],
-        "SILU": p.activation == "silu", "U": 1 if T == 1 else 4, "BD": BD, "UNIT": unit,
+        "SILU": p.activation == "silu", "U": 1 if T == 1 else 4, "BD": BD,
     }  # fmt: skip
-    return Launch(_update_kernel, B * triton.cdiv(D, BD), numbers, constants, num_warps)
+    return Launch(_update_kernel, B * triton.cdiv(D, BD), numbers, constants, num_warps=4)
