@@ -45,12 +45,12 @@ def decode_kernel(
     state_n, state_r, state_h, state_k, state_v, kept_n, kept_t, kept_h, kept_k, kept_v,
     read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
     N, T, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, columns, entries, kept_rows, scale,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
-    AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
-    STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr, ROUND: tl.constexpr,
-    NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
+    R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
+    UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
+    ROUND: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = (V + R * P - 1) // (R * P)
+    BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
     row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
     first, count = span(cu_seqlens_ptr, row, N, T)
     if IS_SINGLE:
@@ -72,14 +72,14 @@ def decode_kernel(
         kept_row = tl.load(intermediate_row_ptr + row * kept_row_n, mask=row < N, other=-1).to(tl.int64)
     is_kept = (kept_row >= 0) & (kept_row < kept_rows)
 
-    keys, values = places(block, R, P, J, W, AXIS)
+    keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
     has_key, has_value = keys < K, values < V
-    in_state = has_key & has_value[:, :, None, None]
+    in_state = has_key & has_value[:, None, :, None]
     key_head = divide(head, ratio_inverse, ratio_s)
     q_at = q_ptr + (row * q_b + first * q_t + key_head * q_h + q_0) * UNIT
     k_at = k_ptr + (row * k_b + first * k_t + key_head * k_h + k_0) * UNIT
-    q_at += along_keys(keys, q_k, R, AXIS, DENSE)
-    k_at += along_keys(keys, k_k, R, AXIS, DENSE)
+    q_at += along_keys(keys, q_k, A, B, AXIS, R_FIRST, DENSE)
+    k_at += along_keys(keys, k_k, A, B, AXIS, R_FIRST, DENSE)
     v_at = v_ptr + row * v_b + first * v_t + head * v_h + values * v_v + v_0
     o_at = o_ptr + row * o_b + first * o_t + head * o_h + values * o_v
     if a_ptr is not None:
@@ -106,7 +106,7 @@ def decode_kernel(
     # not an early return: exporters look for the tensors that a kernel writes, and follow no jumps
     if is_idle:
         for _ in range(count):
-            tl.store(o_at + at * o_t, tl.zeros([R, P], o_ptr.dtype.element_ty), mask=has_value)
+            tl.store(o_at + at * o_t, tl.zeros([A, B], o_ptr.dtype.element_ty), mask=has_value)
             at += 1
     else:
         pool = state_ptr + head * state_h * STATE_UNIT

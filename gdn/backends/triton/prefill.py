@@ -51,12 +51,12 @@ def gather_kernel(
     state_ptr, index_ptr, has_initial_ptr, initial_ptr,
     state_n, state_h, state_k, state_v, index_n, has_initial_n,
     HV, HV_inverse, HV_s, slots, lowest,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
-    AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
+    R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, R * P))
-    keys, values = places(block, R, P, J, W, AXIS)
-    mask = (keys < K) & (values < V)[:, :, None, None]
+    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, A * B))
+    keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
+    mask = (keys < K) & (values < V)[:, None, :, None]
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
     is_read = (slot >= lowest) & (slot < slots)
     if has_initial_ptr is not None:
@@ -73,13 +73,13 @@ def scatter_kernel(
     final_ptr, S_in_ptr, cu_seqlens_ptr, index_ptr, out_index_ptr, offsets_ptr, state_ptr, checkpoints_ptr,
     state_n, state_h, state_k, state_v, kept_n, kept_h, kept_k, kept_v, index_n, out_index_n, offsets_n,
     HV, HV_inverse, HV_s, slots, lowest, rows, every,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
-    AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, UNIT: tl.constexpr,
-    KEPT_UNIT: tl.constexpr, UPDATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
+    R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr,
+    UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, UPDATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, R * P))
-    keys, values = places(block, R, P, J, W, AXIS)
-    mask = (keys < K) & (values < V)[:, :, None, None]
+    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, A * B))
+    keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
+    mask = (keys < K) & (values < V)[:, None, :, None]
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
     count = (tl.load(cu_seqlens_ptr + n + 1) - tl.load(cu_seqlens_ptr + n)).to(tl.int64)
     if (slot < lowest) | (slot >= slots) | (count <= 0):
@@ -116,14 +116,15 @@ def snapshot_kernel(
     cu_seqlens_ptr, index_ptr, pos_ptr, snapshot_index_ptr, state_ptr,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, one, state_n, state_h, state_k, state_v,
     index_n, pos_n, snapshot_index_n, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, scale,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
-    AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr, TOKEN_UNIT: tl.constexpr,
-    NORM: tl.constexpr, RAW: tl.constexpr, NEGATIVE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
+    R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
+    TOKEN_UNIT: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, NEGATIVE: tl.constexpr, C: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, R * P))
-    keys, values = places(block, R, P, J, W, AXIS)
+    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, A * B))
+    keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
     has_key, has_value = keys < K, values < V
-    mask = has_key & has_value[:, :, None, None]
+    mask = has_key & has_value[:, None, :, None]
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
     target = tl.load(snapshot_index_ptr + n * snapshot_index_n).to(tl.int64)
     pos = tl.load(pos_ptr + n * pos_n).to(tl.int64)
@@ -149,7 +150,7 @@ def snapshot_kernel(
 
     first += pos - steps
     key_head = divide(head, ratio_inverse, ratio_s)
-    along = along_keys(keys, one, R, AXIS, True)
+    along = along_keys(keys, one, A, B, AXIS, R_FIRST, True)
     q_at = q_ptr + (first * q_t + key_head * q_h) * TOKEN_UNIT + along
     k_at = k_ptr + (first * k_t + key_head * k_h) * TOKEN_UNIT + along
     v_at = v_ptr + first * v_t + head * v_h + values

@@ -2,15 +2,17 @@
 
     kS, qS = [k; q] S;   d = beta (v - e^g kS);   o = scale (e^g qS + <q, k> d);   S <- e^g S + k d^T
 
-A program's part of a state is a tile [R, P, J, W]: R x P of its V columns, J x W = K numbers in each. What is
+A program's part of a state is a tile of R x P of its V columns and J x W = K numbers in each. What is
 contiguous in memory, K (V-first) or V (K-first), is what a warp's lanes and 16-byte loads go along first:
 
     V-first   v = p R + r,  k = j W + w    W numbers are 128 bytes: 8 lanes of 16. The other 4 lanes, and the
                                            warps, are R; J and P lie in a thread's own registers
     K-first   v = r P + p,  k = j          P numbers are 16 bytes, on R lanes; the other lanes are J
 
-So q and k [R, 1, J, W], read once per r, come in the layout of the state, and nothing goes through shared
-memory. At K = 128 in fp32 both sums over K cost 8 rows 12 shuffles; with 32 lanes along K they cost 80.
+So q and k, read once per r, come in the layout of the state, and nothing goes through shared memory. At
+K = 128 in fp32 both sums over K cost 8 columns 12 shuffles; with 32 lanes along K they cost 80. Which axis of
+a tensor gets lanes after the contiguous one is Triton's choice: the first up to 3.6, then the last. So the
+axes are [R, J, P, W] or [P, J, R, W]; to the code, [A, J, B, W].
 """
 
 from collections.abc import Hashable
@@ -34,23 +36,23 @@ def product(x, y):
 
 @triton.jit
 def over_keys(x):
-    """Sum over K of [R, P, J, W]: halves of J, then neighbours in W, always two numbers at a time.
+    """Sum over K of [A, J, B, W]: halves of J, then neighbours in W, always two numbers at a time.
 
     Two numbers have one sum, whichever comes first: the bits are the same for any tile, alignment and
     number of warps.
     """
-    R: tl.constexpr = x.shape[0]
-    P: tl.constexpr = x.shape[1]
-    J: tl.constexpr = x.shape[2]
+    A: tl.constexpr = x.shape[0]
+    J: tl.constexpr = x.shape[1]
+    B: tl.constexpr = x.shape[2]
     W: tl.constexpr = x.shape[3]
     for i in tl.static_range(0, 8):
         if (J >> i) > 1:
-            x = tl.sum(tl.reshape(x, [R, P, 2, J >> (i + 1), W]), 2)
-    x = tl.reshape(x, [R, P, W])
+            x = tl.sum(tl.reshape(x, [A, 2, J >> (i + 1), B, W]), 1)
+    x = tl.reshape(x, [A, B, W])
     for i in tl.static_range(0, 8):
         if (W >> i) > 1:
-            x = tl.sum(tl.reshape(x, [R, P, W >> (i + 1), 2]), 3)
-    return tl.reshape(x, [R, P])
+            x = tl.sum(tl.reshape(x, [A, B, W >> (i + 1), 2]), 3)
+    return tl.reshape(x, [A, B])
 
 
 def inverse(n: int) -> tuple[int, int]:
@@ -87,30 +89,40 @@ def span(cu_seqlens_ptr, row, N, T):
 
 
 @triton.jit
-def places(block, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr, AXIS: tl.constexpr):
-    """The numbers k [1, 1, J, W] and v [R, P] of a program's tile."""
-    keys = tl.arange(0, J)[None, None, :, None] * W + tl.arange(0, W)[None, None, None, :]
-    r, p = tl.arange(0, R)[:, None], tl.arange(0, P)[None, :]
-    if AXIS == "v":
-        values = r * P + p
+def places(
+    block, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr, AXIS: tl.constexpr,
+    R_FIRST: tl.constexpr,
+):  # fmt: skip
+    """The numbers k [1, J, 1, W] and v [A, B] of a program's tile."""
+    keys = tl.arange(0, J)[None, :, None, None] * W + tl.arange(0, W)[None, None, None, :]
+    a, b = tl.arange(0, A)[:, None], tl.arange(0, B)[None, :]
+    if (AXIS == "v") == R_FIRST:
+        values = a * B + b
     else:
-        values = p * R + r
-    return keys, block * (R * P) + values
+        values = b * A + a
+    return keys, block * (A * B) + values
 
 
 @triton.jit
-def along_keys(keys, stride, R: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr):
-    """Offsets [R, 1, J, W] of q and k. With K-first states they must not look contiguous, or their loads
-    would lay the lanes along K, and the state would have to follow through shared memory."""
-    if DENSE and AXIS != "v":
-        return keys + tl.zeros([R, 1, 1, 1], tl.int32)
-    return keys * stride + tl.zeros([R, 1, 1, 1], tl.int32)
+def along_keys(
+    keys, stride, A: tl.constexpr, B: tl.constexpr, AXIS: tl.constexpr, R_FIRST: tl.constexpr,
+    DENSE: tl.constexpr,
+):  # fmt: skip
+    """Offsets of q and k, once per r. With K-first states they must not look contiguous, or their loads would
+    lay the lanes along K, and the state would have to follow through shared memory."""
+    if not DENSE or AXIS == "v":
+        keys = keys * stride
+    if R_FIRST:
+        once = tl.zeros([A, 1, 1, 1], tl.int32)
+    else:
+        once = tl.zeros([1, 1, B, 1], tl.int32)
+    return keys + once
 
 
 @triton.jit
 def tile(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexpr):
-    """Pointers [R, P, J, W] into a state with strides k and v, in UNITs; along AXIS it is contiguous."""
-    values = values[:, :, None, None]
+    """Pointers [A, J, B, W] into a state with strides k and v, in UNITs; along AXIS it is contiguous."""
+    values = values[:, None, :, None]
     if AXIS == "k":
         return ptr + values.to(tl.int64) * (v * UNIT) + keys
     if AXIS == "v":
@@ -120,7 +132,7 @@ def tile(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def read(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t, q_t, k_t, v_t, g_t, beta_t, is_token, has_key, has_value):
-    """One token as the caller gave it: q, k [R, 1, J, W], v [R, P], g, beta. Zeros where there is none."""
+    """One token as the caller gave it: q, k [., J, ., W], v [A, B], g, beta. Zeros where there is none."""
     q = tl.load(q_ptr + t * q_t, mask=has_key & is_token, other=0.0)
     k = tl.load(k_ptr + t * k_t, mask=has_key & is_token, other=0.0)
     v = tl.load(v_ptr + t * v_t, mask=has_value & is_token, other=0.0)
@@ -141,7 +153,7 @@ def step(
     NORM: tl.constexpr, DECAY: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr,
     NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One token, as it was read: the state after it, and o [R, P]. rate = exp(A_log) and bias are for GATE.
+    """One token, as it was read: the state after it, and o [A, B]. rate = exp(A_log) and bias are for GATE.
 
     Every product that meets a sum is an fma by name, so that other code around a step leaves its bits alone.
     """
@@ -161,7 +173,7 @@ def step(
         S *= decay
     d = beta * tl.fma(-decay, kS, v)
     o = scale * tl.fma(decay, qS, product(qk, d))
-    return tl.fma(k, (d * k_rstd)[:, :, None, None], S), o
+    return tl.fma(k, (d * k_rstd)[:, None, :, None], S), o
 
 
 @kernel
@@ -171,28 +183,29 @@ def recurrent_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
     q_k, k_k, v_v, A_log_h, dt_bias_h, initial_n, initial_h, initial_k, initial_v, N, T,
     HV, HV_inverse, HV_s, ratio_inverse, ratio_s, scale,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, P: tl.constexpr, J: tl.constexpr, W: tl.constexpr,
-    AXIS: tl.constexpr, INITIAL_AXIS: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
-    INITIAL_UNIT: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
+    R_FIRST: tl.constexpr, AXIS: tl.constexpr, INITIAL_AXIS: tl.constexpr, DENSE: tl.constexpr,
+    UNIT: tl.constexpr, INITIAL_UNIT: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr,
+    NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = (V + R * P - 1) // (R * P)
+    BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
     row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
     first, count = span(cu_seqlens_ptr, row, N, T)
-    keys, values = places(block, R, P, J, W, AXIS)
+    keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
     has_key, has_value = keys < K, values < V
-    in_state = has_key & has_value[:, :, None, None]
+    in_state = has_key & has_value[:, None, :, None]
     o_ptr += row * o_b + first * o_t + head * o_h + values
     if row == N:
         # tokens past the last sequence
         for _ in range(count):
-            tl.store(o_ptr, tl.zeros([R, P], o_ptr.dtype.element_ty), mask=has_value)
+            tl.store(o_ptr, tl.zeros([A, B], o_ptr.dtype.element_ty), mask=has_value)
             o_ptr += o_t
         return
     key_head = divide(head, ratio_inverse, ratio_s)
     q_ptr += (row * q_b + first * q_t + key_head * q_h) * UNIT
     k_ptr += (row * k_b + first * k_t + key_head * k_h) * UNIT
-    q_ptr += along_keys(keys, q_k, R, AXIS, DENSE)
-    k_ptr += along_keys(keys, k_k, R, AXIS, DENSE)
+    q_ptr += along_keys(keys, q_k, A, B, AXIS, R_FIRST, DENSE)
+    k_ptr += along_keys(keys, k_k, A, B, AXIS, R_FIRST, DENSE)
     v_ptr += row * v_b + first * v_t + head * v_h + values * v_v
     if g_ptr is not None:
         g_ptr += row * g_b + first * g_t + head * g_h
@@ -203,7 +216,7 @@ def recurrent_kernel(
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, at, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t, count > 0,
         has_key, has_value,
     )  # fmt: skip
-    S = tl.zeros([R, P, J, W], tl.float32)
+    S = tl.zeros([A, J, B, W], tl.float32)
     if initial_ptr is not None:
         initial_ptr += (row * initial_n + head * initial_h) * INITIAL_UNIT
         start = tile(initial_ptr, keys, values, initial_k, initial_v, INITIAL_UNIT, INITIAL_AXIS)
@@ -245,9 +258,12 @@ class Tile:
         return triton.cdiv(V, self.R * self.P)
 
     def constants(self) -> dict[str, int]:
-        return {"R": self.R, "P": self.P, "J": self.J, "W": self.W}
+        A, B = (self.R, self.P) if _R_FIRST else (self.P, self.R)
+        return {"A": A, "J": self.J, "B": B, "W": self.W, "R_FIRST": _R_FIRST}
 
 
+# lanes go along the first of a tensor's axes up to Triton 3.6, from 3.7 on along the last
+_R_FIRST = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
 # (contiguous axis, bytes of a number) -> numbers of the state per thread. Narrow states come faster, so a
 # program must do more with the q, k and gates that it reads: 730 instructions for 8 columns, 1100 for 16
 SHARES = {("k", 4): 32, ("k", 2): 64, ("v", 4): 32, ("v", 2): 32}
