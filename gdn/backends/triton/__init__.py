@@ -18,10 +18,31 @@ from gdn import settings
 from gdn.backends import eager
 
 LARGEST = 256  # of K and of V
+# the file here that each slot of Backend comes from; the others, adjoints of single stages, are eager's
 SLOTS = {
     "saves": "rule",
     "chunk_forward": "rule",
     "chunk_backward": "rule",
+    "recurrent_forward": "recurrent",
+    "decode": "decode",
+    "prefill": "prefill",
+    "commit": "commit",
+    "causal_conv1d": "conv",
+    "causal_conv1d_bwd": "conv_bwd",
+    "causal_conv1d_update": "conv_update",
+    "rms_norm_gated": "norm",
+    "rms_norm_gated_bwd": "norm",
+    "gate": "gate",
+    "gate_bwd": "gate",
+    "chunk_cumsum": "cumsum",
+    "chunk_cumsum_bwd": "cumsum",
+    "chunk_gate_cumsum": "cumsum",
+    "chunk_gate_cumsum_bwd": "cumsum",
+    "chunk_kkt": "stages",
+    "solve_tril": "stages",
+    "wy_transform": "stages",
+    "chunk_state": "stages",
+    "chunk_output": "stages",
 }
 
 

@@ -124,7 +124,8 @@ def pairs_bwd_kernel(
     high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
     D = decay(high[:, None], low[:, None], high[None, :], low[None, :])
     E = tl.where(tokens[:, None] <= tokens[None, :], E * D * scale, 0.0)
-    pairs_place = (place * num_heads + key_head) * width + (head % ratio) * C
+    # width comes in units of 16, so that the compiler knows rows to be aligned
+    pairs_place = (place * num_heads + key_head) * (width * 16) + (head % ratio) * C
     pairs_mask = is_token[None, :] & (tokens[:, None] < C)
     tl.store(E_ptr + pairs_place[None, :] + tokens[:, None], E.to(operand), mask=pairs_mask)
     qk = tl.zeros([C, C], tl.float32)
@@ -248,7 +249,7 @@ def rows_bwd_kernel(
             dv = (dv.to(tl.float32) * -into[:, None]).to(operand)
             dk = dot(dv, tl.trans(S), dk, PRECISION)
             dk = dot((v_new * out[:, None]).to(operand), tl.trans(dS), dk, PRECISION)
-        pairs_place = ((place * num_heads + key_head) * width + j * C)[:, None] + tokens[None, :]
+        pairs_place = ((place * num_heads + key_head) * (width * 16) + j * C)[:, None] + tokens[None, :]
         pairs_mask = is_token[:, None] & (tokens < C)[None, :]
         if q_rstd_ptr is not None:
             shares = shares_ptr + tile * (FACTORS * C) + tokens

@@ -123,8 +123,8 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         del P
         dq, dk = (x.new_empty(x.shape) for x in (p.q, p.k))
         # E and F lie in the places of dq and dk where a key head's columns hold those of its value heads
-        width = _pairs_width(p, plan.blocks)
-        E, F = (dq, dk) if width == p.K else (p.q.new_empty(p.B, p.T, p.H, width) for _ in range(2))
+        width, is_shared = _pairs_width(p, plan.blocks)
+        E, F = (dq, dk) if is_shared else (p.q.new_empty(p.B, p.T, p.H, width) for _ in range(2))
         # the factors have been read: their place serves for the shares of the gates' gradients
         plan.pairs_bwd(
             p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, table, E, F, dv, factors
@@ -172,10 +172,19 @@ def _room(p: Problem, shape: Shape | None) -> Tensor | None:
     return None if shape is None else p.q.new_empty(shape[0], dtype=shape[1])
 
 
-def _pairs_width(p: Problem, blocks: int) -> int:
-    """Columns that E and F take per token and key head: K if they may lie in dq and dk, which one program fills."""
+def _refines(p: Problem) -> bool:
+    """Whether states are read twice, in 16 bits and what these leave: see `lib.rounded_off`."""
+    return p.K <= 64 and p.q.dtype != torch.float32
+
+
+def _pairs_width(p: Problem, blocks: int) -> tuple[int, bool]:
+    """Columns that E and F take per token and key head, and whether they may lie in dq and dk.
+
+    They may where one program fills all columns of those, and a multiple of 16 holds rows apart.
+    """
     needed = p.HV // p.H * CHUNK
-    return p.K if blocks == 1 and needed <= p.K else needed + (needed == p.K)
+    is_shared = blocks == 1 and needed <= p.K and p.K % 16 == 0
+    return (p.K if is_shared else needed), is_shared
 
 
 def _factors(p: Problem) -> Tensor:
@@ -255,7 +264,7 @@ def _plan_forward(p: Problem, save: bool) -> Forward:
         chosen.prepare_warps,
     )
     programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
-    walk = {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages}
+    walk = {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages, "REFINE": _refines(p)}
     if chosen.is_fused:
         strides = _strides(a.unit, p.q, p.k, p.v)
         scan = Launch(scan_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
@@ -289,13 +298,13 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         state_bwd_kernel,
         p.N * p.HV * triton.cdiv(p.V, chosen.BV),
         (*_strides(a.unit, p.q, p.k, do), *numbers, a.entries),
-        {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages},
+        {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages, "REFINE": _refines(p)},
         chosen.num_warps,
     )
     BK = min(a.BK, chosen.BK)
     blocks = triton.cdiv(p.K, BK)
-    width = _pairs_width(p, blocks)
-    strides = (*_strides(a.unit, p.q, p.k, p.v, do), *numbers, p.scale, width)
+    width, _ = _pairs_width(p, blocks)
+    strides = (*_strides(a.unit, p.q, p.k, p.v, do), *numbers, p.scale, width // 16)
     pairs_bwd = Launch(
         pairs_bwd_kernel,
         a.entries * p.HV,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, rows_of, state_tile
+from gdn.backends.triton.lib import dot, exist, rounded_off, rows_of, state_tile
 from gdn.backends.triton.pairs import factor, through
 
 
@@ -25,7 +25,7 @@ def scan_kernel(
     final_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
 ):  # fmt: skip
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips
@@ -62,12 +62,19 @@ def scan_kernel(
             place, mask = state_tile(tile * (K * V), vs, ks, V, K, True)
             tl.store(S_in_ptr + place, S_operand, mask=mask)
         kS = dot(S_operand, tl.trans(k), None, PRECISION)
+        if REFINE:
+            kS = dot(rounded_off(S, S_operand), tl.trans(k), kS, PRECISION)
         beta = factor(factors_ptr, tile, 3, C)
         carry = factor(factors_ptr, tile, 2, C)
         r = beta[None, :] * v.to(tl.float32) - carry[None, :] * kS
-        v_new = dot(r.to(operand), tl.trans(A_inv), None, PRECISION)
+        r_operand = r.to(operand)
+        # the diagonal of A_inv is 1: what rounding r took from it is put back
+        v_new = dot(r_operand, tl.trans(A_inv), r - r_operand.to(tl.float32), PRECISION)
         into = factor(factors_ptr, tile, 1, C)
-        o = dot(S_operand, tl.trans(q), None, PRECISION) * into[None, :]
+        o = dot(S_operand, tl.trans(q), None, PRECISION)
+        if REFINE:
+            o = dot(rounded_off(S, S_operand), tl.trans(q), o, PRECISION)
+        o = o * into[None, :]
         o = dot(v_new.to(operand), tl.trans(P), o, PRECISION)
         o_base = o_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
         o_mask = exist(vs, V)[:, None] & (tokens < length)[None, :]

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, rows_of, state_tile
+from gdn.backends.triton.lib import dot, exist, rounded_off, rows_of, solved, state_tile
 from gdn.backends.triton.pairs import factor, through
 
 
@@ -24,7 +24,7 @@ def state_kernel(
     k_ptr, v_ptr, A_inv_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr, S_in_ptr, v_new_ptr, final_ptr,
     k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
 ):  # fmt: skip
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips
@@ -56,8 +56,10 @@ def state_kernel(
         place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
         tl.store(S_in_ptr + place, S_operand, mask=mask)
         kS = dot(k, S_operand, None, PRECISION)
+        if REFINE:
+            kS = dot(k, rounded_off(S, S_operand), kS, PRECISION)
         r = beta[:, None] * v.to(tl.float32) - carry[:, None] * kS
-        v_new = dot(A_inv, r.to(operand), None, PRECISION)
+        v_new = solved(A_inv, r, operand, PRECISION)
         tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
         tl.store(v_new_ptr + tile_place, v_new.to(operand), mask=exist(vs, V)[None, :])
         grown = (v_new * out[:, None]).to(operand)

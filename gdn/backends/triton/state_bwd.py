@@ -13,7 +13,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, rows_of, state_tile
+from gdn.backends.triton.lib import dot, exist, rounded_off, rows_of, solved, state_tile
 from gdn.backends.triton.pairs import factor, through
 
 
@@ -23,7 +23,7 @@ def state_bwd_kernel(
     dinitial_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
 ):  # fmt: skip
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips
@@ -60,9 +60,11 @@ def state_bwd_kernel(
         place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
         tl.store(dS_out_ptr + place, dS_operand, mask=mask)
         out = factor(factors_ptr, tile, 0, C)
-        dv_new = dot(k, dS_operand, None, PRECISION) * out[:, None]
-        dv_new = dot(tl.trans(P), do, dv_new, PRECISION)
-        dr = dot(tl.trans(A_inv), dv_new.to(operand), None, PRECISION)
+        dv_new = dot(k, dS_operand, None, PRECISION)
+        if REFINE:
+            dv_new = dot(k, rounded_off(dS, dS_operand), dv_new, PRECISION)
+        dv_new = dot(tl.trans(P), do, dv_new * out[:, None], PRECISION)
+        dr = solved(tl.trans(A_inv), dv_new, operand, PRECISION)
         dr_base = dr_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
         dr_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
         tl.store(dr_base + tokens[:, None] * (HV * V) + vs[None, :], dr.to(operand), mask=dr_mask)
