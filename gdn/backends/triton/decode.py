@@ -90,7 +90,7 @@ def decode_kernel(
         beta_ptr += row * beta_b + first * beta_t + head * beta_h
     at = tl.full([], 0, tl.int64)
     q, k, v, g, beta = read(
-        q_at, k_at, v_at, g_ptr, beta_ptr, at, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t, count > 0,
+        q_at, k_at, v_at, g_ptr, beta_ptr, at, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t, at < count,
         has_key, has_value,
     )  # fmt: skip
     rate, bias = 0.0, 0.0

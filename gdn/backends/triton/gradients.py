@@ -93,13 +93,13 @@ def pairs_bwd_kernel(
             qS = dot(q, S, qS, PRECISION)
             kS = dot(k, S, kS, PRECISION)
         do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
-        from_q += scale * into * q_rstd * tl.sum(do.to(tl.float32) * qS, 1)
+        from_q += tl.sum(do.to(tl.float32) * qS, 1)
         kS *= (into * k_rstd)[:, None]
         dr_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
         dr_mask = is_token[:, None] & exist(vs, V)[None, :]
         dr = tl.load(dr_place, mask=dr_mask, other=0.0)
         wide_dr = dr.to(tl.float32)
-        from_k -= beta * tl.sum(wide_dr * kS, 1)
+        from_k -= tl.sum(wide_dr * kS, 1)
         v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
         error = v.to(tl.float32) - kS
         dbeta += tl.sum(wide_dr * error, 1)
@@ -113,12 +113,15 @@ def pairs_bwd_kernel(
             dS = state_block(dS_ptr, tile, ks, vs, K, V)
             through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
             kdS = dot(k, dS, kdS, PRECISION)
-        leaving += out * k_rstd * tl.sum(v_new * kdS, 1)
+        leaving += tl.sum(v_new * kdS, 1)
         E = dot(v_new.to(operand), tl.trans(do), E, PRECISION)
         F = dot(v_new.to(operand), tl.trans(dr), F, PRECISION)
         # every lane has read dr by now; dv goes where it lay
         tl.debug_barrier()
         tl.store(dr_place, (wide_dr * beta[:, None]).to(operand), mask=dr_mask)
+    from_q *= scale * into * q_rstd
+    from_k *= beta
+    leaving *= out * k_rstd
     # [j, i]: key j down, query i across; vectors across are fetched here, as each would hold 16 registers above
     is_below = tokens[:, None] < tokens[None, :]
     high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)

@@ -166,8 +166,8 @@ def snapshot_kernel(
     at = tl.full([], 0, tl.int64)
     for _ in range(steps):
         q, k, v, g, beta = read(
-            q_at, k_at, v_at, g_ptr, beta_ptr, at, q_t * TOKEN_UNIT, k_t * TOKEN_UNIT, v_t, g_t, beta_t, True,
-            has_key, has_value,
+            q_at, k_at, v_at, g_ptr, beta_ptr, at, q_t * TOKEN_UNIT, k_t * TOKEN_UNIT, v_t, g_t, beta_t,
+            at < steps, has_key, has_value,
         )  # fmt: skip
         S, _o = step(S, q, k, v, g, beta, rate, bias, scale, NORM, g_ptr is not None, RAW, RAW, NEGATIVE)
         at += 1

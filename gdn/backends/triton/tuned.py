@@ -70,7 +70,10 @@ def backward(p: Problem, machine: Machine) -> BackwardTiles:
         is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
         most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
     BK = 64 if wide or p.K > 128 else 128
-    return BackwardTiles(_strip(p, most), 4, stages, BK, Tile(_strip(p, 64), 4), Tile(_strip(p, 64), 4))
+    # never fewer than 64 columns of 16 bits: Triton 3.6 gives wgmma a wrong address in shared memory for narrower
+    # blocks of a state (compute-sanitizer: out-of-bounds shared read at K = 192, 256 with 16 or 32 columns)
+    gradients = Tile(_strip(p, 64) if wide else 64, 4)
+    return BackwardTiles(_strip(p, most), 4, stages, BK, gradients, gradients)
 
 
 def _strip(p: Problem, most: int) -> int:
