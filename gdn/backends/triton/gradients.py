@@ -23,7 +23,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, exist, load_rstd, load_sums, rows_of
+from gdn.backends.triton.lib import decay, dot, exist, load_rstd, load_sums, rows_of, solved
 from gdn.backends.triton.pairs import FACTORS, factor
 
 
@@ -103,7 +103,7 @@ def pairs_bwd_kernel(
         v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
         error = v.to(tl.float32) - kS
         dbeta += tl.sum(wide_dr * error, 1)
-        v_new = dot(A_inv, (beta[:, None] * error).to(operand), None, PRECISION)
+        v_new = solved(A_inv, beta[:, None] * error, operand, PRECISION)
         kdS = tl.zeros([C, BV], tl.float32)
         for block in tl.static_range(blocks):
             if blocks > 1:
@@ -246,7 +246,7 @@ def rows_bwd_kernel(
                 k_other = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, js, K, C, UNIT)
                 kS = dot(k_other, state_block(S_in_ptr, tile, js, vs, K, V).to(operand), kS, PRECISION)
             error = v.to(tl.float32) - kS * (into * k_rstd)[:, None]
-            v_new = dot(A_inv, (beta[:, None] * error).to(operand), None, PRECISION)
+            v_new = solved(A_inv, beta[:, None] * error, operand, PRECISION)
             do = (do.to(tl.float32) * (scale * into)[:, None]).to(operand)
             dq = dot(do, tl.trans(S), dq, PRECISION)
             dv = (dv.to(tl.float32) * -into[:, None]).to(operand)
