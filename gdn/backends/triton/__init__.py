@@ -1,7 +1,7 @@
 """Portable Triton kernels: every option, forward, backward and decode, on any GPU that Triton serves.
 
-This file imports no Triton: `refuses` turns a CPU problem away before anything is loaded, and a slot loads its
-kernels when it is first called.
+This file imports no Triton: `refuses` turns a CPU problem away before anything is loaded, and a slot loads
+its kernels when it is first called.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def _is_installed() -> bool:
 
 
 def refuses(problem: Any) -> str | None:
-    """Takes CUDA tensors (CPU tensors where Triton interprets), of at most fp32, with K and V of at most 256."""
+    """Takes CUDA tensors (CPU ones where Triton interprets), of at most fp32, with K and V of at most 256."""
     x = _leading(problem)
     device = x.device.type
     if device != "cuda" and not (device == "cpu" and settings.interprets()):

@@ -1,4 +1,4 @@
-"""Where a chunk lies: its first token and length. Packed sequences are looked up in a table made on the device.
+"""Where a chunk lies: its first token and length. Packed ones are looked up in a table made on the device.
 
 Entry c of the table is (first token, length) of chunk c; a negative length marks tokens past the last
 sequence, zero an entry that nothing uses. After the entries come the sequences' first chunks. Nothing is

@@ -40,7 +40,9 @@ def gates_bwd_kernel(
         leaving = tl.load(shares + 2 * C, mask=is_token, other=0.0).to(tl.float64)
         has_any = length > 0
         through = tl.load(shares_ptr + tile * (FACTORS * C) + 6 * C, mask=has_any, other=0.0)
-        end = tl.load(G_ptr + (row.to(tl.int64) * T + first + length - 1) * HV + head, mask=has_any, other=0.0)
+        end = tl.load(
+            G_ptr + (row.to(tl.int64) * T + first + length - 1) * HV + head, mask=has_any, other=0.0
+        )
         dg = crossing + tl.cumsum(entering, 0, reverse=True) + (tl.cumsum(leaving, 0) - leaving)
         dg = (dg + through * tl.exp(end.to(tl.float32))).to(tl.float32)
         g_place = g_ptr + row.to(tl.int64) * g_b + first.to(tl.int64) * g_t + head * g_h + tokens * g_t

@@ -8,10 +8,10 @@ leaves), and dr in the place of dv. With v_new = A_inv beta (v - e^G k S_in) mad
     dg_t = e^(G_C) <S_in, dS> + sum_{i >= t > j} (E qk + F kk)_ij
            + sum_{i >= t} (<q_i, dq_i through S> + <k_i, dk_i through S>) + sum_{j < t} <k_j, dk_j through dS>
 
-in which nothing cancels. The first kernel, a program per chunk and value head, makes E, F, dv and all that the
-gates need; the second, a program per chunk and key head, dq and dk, summed over the value heads in registers.
-One kernel for both would need twice the registers there are. E and F wait in the places of dq and dk, which
-are the second kernel's to fill: rows i, and a block of columns j for each value head.
+in which nothing cancels. The first kernel, a program per chunk and value head, makes E, F, dv and all that
+the gates need; the second, a program per chunk and key head, dq and dk, summed over the value heads in
+registers. One kernel for both would need twice the registers there are. E and F wait in the places of dq and
+dk, which are the second kernel's to fill: rows i, and a block of columns j for each value head.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, v, do, dr, dv 1536, S_in and dS 1024,
 A_inv 128, E and F 256, factors 40: 2990; and q, k, v, do, dv 1280, S_in and dS 1024, A_inv, E and F 384, dq
@@ -122,7 +122,7 @@ def pairs_bwd_kernel(
     from_q *= scale * into * q_rstd
     from_k *= beta
     leaving *= out * k_rstd
-    # [j, i]: key j down, query i across; vectors across are fetched here, as each would hold 16 registers above
+    # [j, i]: key j down, query i across; vectors across are fetched here: each would hold 16 registers above
     is_below = tokens[:, None] < tokens[None, :]
     high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
     D = decay(high[:, None], low[:, None], high[None, :], low[None, :])
@@ -174,7 +174,9 @@ def normal_rows(
     if rstd_ptr is None:
         return x
     else:
-        return (x.to(tl.float32) * load_rstd(rstd_ptr, row, first, length, head, T, H, C)[:, None]).to(x.dtype)
+        return (x.to(tl.float32) * load_rstd(rstd_ptr, row, first, length, head, T, H, C)[:, None]).to(
+            x.dtype
+        )
 
 
 @triton.jit

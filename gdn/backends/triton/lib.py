@@ -64,6 +64,7 @@ def decay(from_high, from_low, to_high, to_low):
     """e^(to - from) of sums split in two; from >= to, or the caller masks it."""
     return tl.exp(tl.minimum((to_high - from_high) + (to_low - from_low), 0.0))
 
+
 @triton.jit
 def exist(columns, D: tl.constexpr):
     """Which columns of a block lie below D; a constant where all do, so that no mask is left of it."""
@@ -128,10 +129,9 @@ def rstd_of(x):
     return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
 
 
-
 @triton.jit
 def rounded_off(x, rounded):
-    """What rounding took from x, rounded in its turn: a second product with it makes the first exact to 2^-16.
+    """What rounding took from x, rounded in its turn: a second product makes the first exact to 2^-16.
 
     Worth its price where K is small: a state of 32 x V that holds thousands of tokens is read with errors
     that add up, 5.5e-3 at the end in bf16 where 5e-3 is allowed.

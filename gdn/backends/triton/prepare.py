@@ -5,7 +5,7 @@
     P and factors of `pairs`
 
 One kernel: q and k come in once, and neither g nor A leaves the chip. With l2norm the raw q and k go
-through the products, and rstd = rsqrt(sum(x x) + 1e-6), which scales what comes out, is kept for the backward.
+through the products; rstd = rsqrt(sum(x x) + 1e-6), which scales what comes out, is kept for the backward.
 Outputs of tokens that belong to no sequence are zeroed here, as no later kernel need go there.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q and k 512, A_inv and P 256, gates, G, factors

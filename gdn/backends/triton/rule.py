@@ -2,7 +2,8 @@
 
 Forward: prepare, then the state pass, then all outputs at once; or, where sequences and heads fill the
 machine, prepare and one walk that makes the outputs. Backward: what the state pass needs, the state pass
-backwards, then the gradients of pairs, of rows and of the gates. Packed sequences cost one more small launch, which finds the chunks.
+backwards, then the gradients of pairs, of rows and of the gates. Packed sequences cost one more small launch,
+which finds the chunks.
 
 Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward 810 + 1430 + 1410 = 3650, or
 810 + 1300 = 2110 (with S kept for a backward 2620); backward 700 + 1810 + 2990 + 3200 + 50 = 8750.
@@ -58,7 +59,7 @@ _backwards: Plans[Backward] = Plans()
 
 
 def saves(problem: Problem) -> tuple[Shape | None, ...]:
-    """Shapes of Saved: all but v_new, which the backward makes again from S_in at the price of two products."""
+    """Shapes of Saved: all but v_new, which the backward makes again from S_in for two products."""
     p, narrow = problem, problem.q.dtype
     rstd = ((p.B, p.T, p.H), torch.float32) if p.use_qk_l2norm_in_kernel else None
     return (
@@ -80,7 +81,7 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         P, factors = _room(p, saves(p)[1]), _factors(p)
         o = p.v.new_empty(p.v.shape)
         final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None
-        table = None if plan.table is None else plan.table.make(p.cu_seqlens)
+        table = _table(plan, p)
         tail = None if table is None else o
         ends = (p.initial_state, p.cu_seqlens, table)
         inputs = (p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, table)
@@ -101,6 +102,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     p = tidy(problem)
     if saved.G is None or saved.A_inv is None or saved.S_in is None or _lacks_norms(p, saved):
         saved = chunk_forward(p, True)[2]
+    assert saved.A_inv is not None and saved.S_in is not None
     do = torch.zeros_like(p.v) if do is None else _rows(do.to(p.v.dtype))
     dS = None if dS is None else dS.contiguous()
     with on(p.device):
@@ -109,7 +111,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         dv = p.v.new_empty(p.v.shape)
         dg, dbeta, dS0 = (None if x is None else x.new_empty(x.shape) for x in (p.g, p.beta, p.initial_state))
         dS_out = p.q.new_empty(p.num_chunks, p.HV, p.K, p.V)
-        table = None if plan.table is None else plan.table.make(p.cu_seqlens)
+        table = _table(plan, p)
         entries = p.num_chunks if plan.table is None else plan.table.bound
         dA_log, ddt_bias = (
             None if x is None else x.new_empty(entries, p.HV, dtype=torch.float64)
@@ -130,17 +132,29 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
             p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, table, E, F, dv, factors
         )
         plan.rows_bwd(
-            p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, dv, table, E, F,
-            factors, dq, dk,
+            p.q,
+            p.k,
+            p.v,
+            saved.G,
+            saved.A_inv,
+            *norms,
+            saved.S_in,
+            dS_out,
+            do,
+            dv,
+            table,
+            E,
+            F,
+            factors,
+            dq,
+            dk,
         )
         plan.gates(
             p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, dA_log, ddt_bias
         )  # fmt: skip
-        totals = (
-            None if x is None or like is None else x.sum(0).to(like.dtype)
-            for x, like in ((dA_log, p.A_log), (ddt_bias, p.dt_bias))
-        )
-        return Gradients(dq, dk, dv, dg, dbeta, *totals, dS0)
+        return Gradients(
+            dq, dk, dv, dg, dbeta, _total(dA_log, p.A_log), _total(ddt_bias, p.dt_bias), dS0
+        )  # fmt: skip
 
 
 def tidy(problem: Problem) -> Problem:
@@ -157,11 +171,20 @@ def tidy(problem: Problem) -> Problem:
             changed[name] = x.contiguous()
     if p.cu_seqlens is not None and p.cu_seqlens.device != p.device:
         changed["cu_seqlens"] = p.cu_seqlens.to(p.device, non_blocking=True)
-    return replace(p, **changed) if changed else p
+    return replace(p, **changed) if changed else p  # type: ignore[arg-type]
 
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _total(parts: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """The sum over chunks of what each added to a gradient [HV]."""
+    return None if parts is None or like is None else parts.sum(0).to(like.dtype)
+
+
+def _table(plan: Forward | Backward, p: Problem) -> Tensor | None:
+    return None if plan.table is None or p.cu_seqlens is None else plan.table.make(p.cu_seqlens)
 
 
 def _lacks_norms(p: Problem, saved: Saved) -> bool:
@@ -264,7 +287,13 @@ def _plan_forward(p: Problem, save: bool) -> Forward:
         chosen.prepare_warps,
     )
     programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
-    walk = {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages, "REFINE": _refines(p)}
+    walk = {
+        **shared,
+        "BV": chosen.BV,
+        "V_FIRST": p.state_v_first,
+        "STAGES": chosen.stages,
+        "REFINE": _refines(p),
+    }
     if chosen.is_fused:
         strides = _strides(a.unit, p.q, p.k, p.v)
         scan = Launch(scan_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
@@ -298,7 +327,13 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         state_bwd_kernel,
         p.N * p.HV * triton.cdiv(p.V, chosen.BV),
         (*_strides(a.unit, p.q, p.k, do), *numbers, a.entries),
-        {**shared, "BV": chosen.BV, "V_FIRST": p.state_v_first, "STAGES": chosen.stages, "REFINE": _refines(p)},
+        {
+            **shared,
+            "BV": chosen.BV,
+            "V_FIRST": p.state_v_first,
+            "STAGES": chosen.stages,
+            "REFINE": _refines(p),
+        },
         chosen.num_warps,
     )
     BK = min(a.BK, chosen.BK)

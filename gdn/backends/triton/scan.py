@@ -3,10 +3,10 @@
     r = beta (v - e^G k S);   v_new = A_inv r;   o = scale e^G q S + P v_new
     S <- e^(G_C) S + (e^(G_C - G) k)^T v_new
 
-One program takes a strip of value columns of S through all chunks of a sequence. S is held transposed, [V, K]:
-S, r and v_new are then left operands of the products that use them, straight from the registers in which the
-last product left them, and k, q, A_inv and P right operands as they lie in memory. Neither S nor v_new of a
-chunk has to leave the chip, unless a backward wants S.
+One program takes a strip of value columns of S through all chunks of a sequence. S is held transposed,
+[V, K]: S, r and v_new are then left operands of the products that use them, straight from the registers in
+which the last product left them, and k, q, A_inv and P right operands as they lie in memory. Neither S nor
+v_new of a chunk has to leave the chip, unless a backward wants S.
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, v, o 1024, A_inv and P 256, factors 20:
 1300; with S kept for the backward 1810.
 """
@@ -21,8 +21,8 @@ from gdn.backends.triton.pairs import factor, through
 
 @kernel
 def scan_kernel(
-    q_ptr, k_ptr, v_ptr, A_inv_ptr, P_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr, S_in_ptr, o_ptr,
-    final_ptr,
+    q_ptr, k_ptr, v_ptr, A_inv_ptr, P_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr, S_in_ptr,
+    o_ptr, final_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,

@@ -21,7 +21,8 @@ from gdn.backends.triton.pairs import factor, through
 
 @kernel
 def state_kernel(
-    k_ptr, v_ptr, A_inv_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr, S_in_ptr, v_new_ptr, final_ptr,
+    k_ptr, v_ptr, A_inv_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr, S_in_ptr, v_new_ptr,
+    final_ptr,
     k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,

@@ -6,7 +6,8 @@
 
 What leaves are dr, in the place of dv (which is
 beta dr), and for each chunk the gradient of the state that leaves it.
-Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv and P 256, dS 512: 1810.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv and P 256, dS 512:
+1810.
 """
 
 import triton.language as tl
@@ -19,8 +20,8 @@ from gdn.backends.triton.pairs import factor, through
 
 @kernel
 def state_bwd_kernel(
-    q_ptr, k_ptr, A_inv_ptr, P_ptr, factors_ptr, do_ptr, dfinal_ptr, cu_seqlens_ptr, table_ptr, dS_out_ptr, dr_ptr,
-    dinitial_ptr,
+    q_ptr, k_ptr, A_inv_ptr, P_ptr, factors_ptr, do_ptr, dfinal_ptr, cu_seqlens_ptr, table_ptr, dS_out_ptr,
+    dr_ptr, dinitial_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
