@@ -23,7 +23,18 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, exist, load_rstd, load_sums, rows_of, solved
+from gdn.backends.triton.lib import (
+    decay,
+    dot,
+    exist,
+    load_rstd,
+    load_sums,
+    rounded_off,
+    rows_of,
+    solved,
+    through_state,
+    through_state_turned,
+)
 from gdn.backends.triton.pairs import FACTORS, factor
 
 
@@ -89,9 +100,9 @@ def pairs_bwd_kernel(
                 ks = block * BK + tl.arange(0, BK)
                 k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
                 q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
-            S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
-            qS = dot(q, S, qS, PRECISION)
-            kS = dot(k, S, kS, PRECISION)
+            S = state_block(S_in_ptr, tile, ks, vs, K, V)
+            qS = through_state(q, S, qS, PRECISION)
+            kS = through_state(k, S, kS, PRECISION)
         do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
         from_q += tl.sum(do.to(tl.float32) * qS, 1)
         kS *= (into * k_rstd)[:, None]
@@ -109,13 +120,18 @@ def pairs_bwd_kernel(
             if blocks > 1:
                 ks = block * BK + tl.arange(0, BK)
                 k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-                S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+                S = state_block(S_in_ptr, tile, ks, vs, K, V)
             dS = state_block(dS_ptr, tile, ks, vs, K, V)
             through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
-            kdS = dot(k, dS, kdS, PRECISION)
+            kdS = through_state(k, dS, kdS, PRECISION)
         leaving += tl.sum(v_new * kdS, 1)
-        E = dot(v_new.to(operand), tl.trans(do), E, PRECISION)
-        F = dot(v_new.to(operand), tl.trans(dr), F, PRECISION)
+        v_operand = v_new.to(operand)
+        E = dot(v_operand, tl.trans(do), E, PRECISION)
+        F = dot(v_operand, tl.trans(dr), F, PRECISION)
+        if S_in_ptr.dtype.element_ty != operand:
+            v_operand = rounded_off(v_new, v_operand)
+            E = dot(v_operand, tl.trans(do), E, PRECISION)
+            F = dot(v_operand, tl.trans(dr), F, PRECISION)
         # every lane has read dr by now; dv goes where it lay
         tl.debug_barrier()
         tl.store(dr_place, (wide_dr * beta[:, None]).to(operand), mask=dr_mask)
@@ -236,24 +252,24 @@ def rows_bwd_kernel(
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
         for strip in range(0, V, BV):
             vs = strip + tl.arange(0, BV)
-            S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+            S = state_block(S_in_ptr, tile, ks, vs, K, V)
             dS = state_block(dS_ptr, tile, ks, vs, K, V)
             v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
             do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
             dv_mask = is_token[:, None] & exist(vs, V)[None, :]
             dv = tl.load(dv_ptr + (place * HV + head)[:, None] * V + vs[None, :], mask=dv_mask, other=0.0)
-            kS = dot(k, S, None, PRECISION)
+            kS = through_state(k, S, tl.zeros([C, BV], tl.float32), PRECISION)
             for other in tl.static_range(1, blocks):
                 js = (own + other) % blocks * BK + tl.arange(0, BK)
                 k_other = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, js, K, C, UNIT)
-                kS = dot(k_other, state_block(S_in_ptr, tile, js, vs, K, V).to(operand), kS, PRECISION)
+                kS = through_state(k_other, state_block(S_in_ptr, tile, js, vs, K, V), kS, PRECISION)
             error = v.to(tl.float32) - kS * (into * k_rstd)[:, None]
             v_new = solved(A_inv, beta[:, None] * error, operand, PRECISION)
             do = (do.to(tl.float32) * (scale * into)[:, None]).to(operand)
-            dq = dot(do, tl.trans(S), dq, PRECISION)
+            dq = through_state_turned(do, S, dq, PRECISION)
             dv = (dv.to(tl.float32) * -into[:, None]).to(operand)
-            dk = dot(dv, tl.trans(S), dk, PRECISION)
-            dk = dot((v_new * out[:, None]).to(operand), tl.trans(dS), dk, PRECISION)
+            dk = through_state_turned(dv, S, dk, PRECISION)
+            dk = through_state_turned((v_new * out[:, None]).to(operand), dS, dk, PRECISION)
         pairs_place = ((place * num_heads + key_head) * (width * 16) + j * C)[:, None] + tokens[None, :]
         pairs_mask = is_token[:, None] & (tokens < C)[None, :]
         if q_rstd_ptr is not None:

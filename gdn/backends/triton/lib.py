@@ -131,12 +131,32 @@ def rstd_of(x):
 
 @triton.jit
 def rounded_off(x, rounded):
-    """What rounding took from x, rounded in its turn: a second product makes the first exact to 2^-16.
+    """What rounding took from x, rounded in its turn: a second product with it makes the first exact to 2^-16."""
+    return (x - rounded.to(tl.float32)).to(rounded.dtype)
+
+
+@triton.jit
+def through_state(x, S, acc, PRECISION: tl.constexpr):
+    """x S + acc. A state of fp32 among 16-bit operands is read twice, in 16 bits and what these leave of it.
 
     Worth its price where K is small: a state of 32 x V that holds thousands of tokens is read with errors
     that add up, 5.5e-3 at the end in bf16 where 5e-3 is allowed.
     """
-    return (x - rounded.to(tl.float32)).to(rounded.dtype)
+    rounded = S.to(x.dtype)
+    acc = dot(x, rounded, acc, PRECISION)
+    if S.dtype == tl.float32 and x.dtype != tl.float32:
+        acc = dot(x, rounded_off(S, rounded), acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def through_state_turned(x, S, acc, PRECISION: tl.constexpr):
+    """x S^T + acc, for S fresh from memory."""
+    rounded = S.to(x.dtype)
+    acc = dot(x, tl.trans(rounded), acc, PRECISION)
+    if S.dtype == tl.float32 and x.dtype != tl.float32:
+        acc = dot(x, tl.trans(rounded_off(S, rounded)), acc, PRECISION)
+    return acc
 
 
 @triton.jit

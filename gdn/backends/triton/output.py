@@ -7,7 +7,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, rows_of
+from gdn.backends.triton.lib import dot, exist, rows_of, through_state
 from gdn.backends.triton.pairs import factor
 
 
@@ -37,7 +37,7 @@ def output_kernel(
     v_new_place = v_new_ptr + tile * (C * V) + tokens[:, None] * V + vs[None, :]
     v_new = tl.load(v_new_place, mask=exist(vs, V)[None, :], other=0.0)
     into = factor(factors_ptr, tile, 1, C)
-    o = dot(q, S, None, PRECISION) * into[:, None]
+    o = through_state(q, S, tl.zeros([C, BV], tl.float32), PRECISION) * into[:, None]
     o = dot(P, v_new, o, PRECISION)
     place = (row.to(tl.int64) * T + first + tokens) * HV + head
     o_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]

@@ -65,7 +65,7 @@ def saves(problem: Problem) -> tuple[Shape | None, ...]:
     return (
         ((p.B, p.T, p.HV), torch.float64),
         ((p.num_chunks, p.HV, CHUNK, CHUNK), narrow),
-        ((p.num_chunks, p.HV, p.K, p.V), narrow),
+        ((p.num_chunks, p.HV, p.K, p.V), torch.float32 if _refines(p) else narrow),
         None,
         rstd,
         rstd,
@@ -110,7 +110,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         plan = _backwards.get(key, lambda: _plan_backward(p, do))
         dv = p.v.new_empty(p.v.shape)
         dg, dbeta, dS0 = (None if x is None else x.new_empty(x.shape) for x in (p.g, p.beta, p.initial_state))
-        dS_out = p.q.new_empty(p.num_chunks, p.HV, p.K, p.V)
+        dS_out = _room(p, saves(p)[2])
         table = _table(plan, p)
         entries = p.num_chunks if plan.table is None else plan.table.bound
         dA_log, ddt_bias = (
@@ -196,7 +196,7 @@ def _room(p: Problem, shape: Shape | None) -> Tensor | None:
 
 
 def _refines(p: Problem) -> bool:
-    """Whether states are read twice, in 16 bits and what these leave: see `lib.rounded_off`."""
+    """Whether states are kept in fp32 and read twice: see `lib.through_state`."""
     return p.K <= 64 and p.q.dtype != torch.float32
 
 

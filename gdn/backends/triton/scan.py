@@ -60,7 +60,7 @@ def scan_kernel(
         S_operand = S.to(operand)
         if S_in_ptr is not None:
             place, mask = state_tile(tile * (K * V), vs, ks, V, K, True)
-            tl.store(S_in_ptr + place, S_operand, mask=mask)
+            tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(S_operand, tl.trans(k), None, PRECISION)
         if REFINE:
             kS = dot(rounded_off(S, S_operand), tl.trans(k), kS, PRECISION)

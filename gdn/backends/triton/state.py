@@ -55,7 +55,7 @@ def state_kernel(
 
         S_operand = S.to(operand)
         place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
-        tl.store(S_in_ptr + place, S_operand, mask=mask)
+        tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(k, S_operand, None, PRECISION)
         if REFINE:
             kS = dot(k, rounded_off(S, S_operand), kS, PRECISION)

@@ -59,7 +59,7 @@ def state_bwd_kernel(
 
         dS_operand = dS.to(operand)
         place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
-        tl.store(dS_out_ptr + place, dS_operand, mask=mask)
+        tl.store(dS_out_ptr + place, dS.to(dS_out_ptr.dtype.element_ty), mask=mask)
         out = factor(factors_ptr, tile, 0, C)
         dv_new = dot(k, dS_operand, None, PRECISION)
         if REFINE:

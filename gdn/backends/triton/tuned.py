@@ -49,8 +49,8 @@ def forward(p: Problem, save: bool, machine: Machine) -> ForwardTiles:
     """One walk where strips of 64 columns fill the machine once; else the outputs come apart.
 
     H200, 16/32 heads of 128 x 128, 8192 tokens, us: state by 16, 32, 64 columns 216, 163, 223; at 2/8 heads
-    132, 159, 230. scan at 8 x 1024 tokens: 130; three stages 253; 128 columns, 8 warps 142. Strips of 16 are for
-    machines that strips of 32 leave three quarters empty.
+    132, 159, 230. scan at 8 x 1024 tokens: 130; three stages 253; 128 columns, 8 warps 142. Strips of 16 are
+    for machines that strips of 32 leave three quarters empty.
     """
     pairs, wide = p.N * p.HV, p.q.dtype == torch.float32
     form = "blocks"
