@@ -137,7 +137,7 @@ def rounded_off(x, rounded):
 
 @triton.jit
 def through_state(x, S, acc, PRECISION: tl.constexpr):
-    """x S + acc. A state of fp32 among 16-bit operands is read twice, in 16 bits and what these leave of it.
+    """x S + acc. A state of fp32 among 16-bit operands is read twice: in 16 bits, and what these leave.
 
     Worth its price where K is small: a state of 32 x V that holds thousands of tokens is read with errors
     that add up, 5.5e-3 at the end in bf16 where 5e-3 is allowed.
