@@ -131,7 +131,7 @@ def rstd_of(x):
 
 @triton.jit
 def rounded_off(x, rounded):
-    """What rounding took from x, rounded in its turn: a second product with it makes the first exact to 2^-16."""
+    """What rounding took from x, rounded too: with it a second product makes the first exact to 2^-16."""
     return (x - rounded.to(tl.float32)).to(rounded.dtype)
 
 
