@@ -93,8 +93,7 @@ def chunk_gated_delta_rule(
         backend=backend,
     )  # fmt: skip
     library.no_tangent("chunk_gated_delta_rule", *problem.differentiable)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in problem.differentiable)
-    o, final_state, *_ = library.chunk_forward(*problem.arguments(), save)
+    o, final_state = library.rule(problem, is_recurrent=False)
     return o, final_state if output_final_state else None
 
 
@@ -141,7 +140,7 @@ def fused_recurrent_gated_delta_rule(
         backend=backend,
     )  # fmt: skip
     library.no_tangent("fused_recurrent_gated_delta_rule", *problem.differentiable)
-    o, final_state = library.recurrent_forward(*problem.arguments())
+    o, final_state = library.rule(problem, is_recurrent=True)
     return o, final_state if output_final_state else None
 
 

@@ -77,8 +77,10 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
     p = tidy(problem)
     with on(p.device):
         plan = _forwards.get((_key(p), save), lambda: _plan_forward(p, save))
-        G, A_inv, S_in, _, q_rstd, k_rstd = (_room(p, shape) for shape in saves(p))
-        P, factors = _room(p, saves(p)[1]), _factors(p)
+        shapes = saves(p)
+        G, A_inv, P, q_rstd, k_rstd = (_room(p, shapes[i]) for i in (0, 1, 1, 4, 5))
+        S_in = _room(p, shapes[2]) if save or plan.output is not None else None
+        factors = _factors(p)
         o = p.v.new_empty(p.v.shape)
         final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None
         table = _table(plan, p)
@@ -87,7 +89,7 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         inputs = (p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, table)
         plan.prepare(*inputs, G, A_inv, P, factors, q_rstd, k_rstd, tail)
         if plan.output is None:
-            plan.state(p.q, p.k, p.v, A_inv, P, factors, *ends, S_in if save else None, o, final)
+            plan.state(p.q, p.k, p.v, A_inv, P, factors, *ends, S_in, o, final)
         else:
             v_new = p.v.new_empty(p.num_chunks, p.HV, CHUNK, p.V)
             plan.state(p.k, p.v, A_inv, factors, *ends, S_in, v_new, final)
