@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 # what the recorded spills in tests/spills.json belong to; put where torch has brought none, on what it has wheels for
 TRITON ?= triton==3.6.0
 OTHER_TRITONS := 3.7.1 3.8.0 3.9.0
+# tests at a time; on a machine with a GPU, where every test compiles kernels, as many as it has processors
+WORKERS ?= 2
 
 VENV := .venv
 DEMO_NEEDS := torch, jaxtyping, typer, rich, matplotlib, transformers
@@ -52,11 +54,11 @@ bench:
 	$(DEMO_PYTHON) -m gdn bench cpu
 
 test: lint types
-	$(PYTEST) -n 2 -m "not compile"
+	$(PYTEST) -n $(WORKERS) -m "not compile"
 	if $(HAS_TRITON); then $(MAKE) interpret compile; fi
 
 interpret:
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 -m interpret
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpret
 
 compile:
 	$(PYTEST) -m compile
