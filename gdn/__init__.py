@@ -1,5 +1,6 @@
 """The gated delta rule: training, prefill, decode and speculation, on CPU and GPU. Legend: `gdn.notation`."""
 
+from gdn.integrations.fla_patch import patch_fla
 from gdn.integrations.transformers import patch_transformers
 from gdn.layers.cache import GatedDeltaNetCache
 from gdn.layers.gated_deltanet import GatedDeltaNet
@@ -8,6 +9,7 @@ from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
 from gdn.ops.norm import rms_norm_gated
 from gdn.ops.prefill import commit, prefill
+from gdn.ops.replay import replay_commit, replay_decode
 from gdn.ops.rule import chunk_gated_delta_rule, explain, fused_recurrent_gated_delta_rule
 from gdn.ops.serving import decode, decode_functional, decode_packed
 from gdn.ops.warmup import warmup
@@ -31,8 +33,11 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "gate",
+    "patch_fla",
     "patch_transformers",
     "prefill",
+    "replay_commit",
+    "replay_decode",
     "stages",
     "warmup",
 ]

@@ -1,0 +1,123 @@
+"""The two functions of flash-linear-attention on gdn, by its names and positions; for a patch see `fla_patch`.
+
+Signatures are those of FLA 0.6.0. What the rule does is in `gdn.chunk_gated_delta_rule`.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from gdn.ops.rule import chunk_gated_delta_rule as chunk_rule
+from gdn.ops.rule import fused_recurrent_gated_delta_rule as recurrent_rule
+
+# what chunk_gated_delta_rule takes beyond its signature
+GATE = ("use_gate_in_kernel", "A_log", "dt_bias")
+CHUNKS = (16, 32, 64)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`gdn.chunk_gated_delta_rule` with the positions of FLA's function of that name.
+
+    Args beyond those of `gdn.chunk_gated_delta_rule`, and what becomes of them:
+        chunk_indices           not needed, not read
+        chunk_size              16, 32 or 64: the same function; gdn's chunks have 64 tokens
+        transpose_state_layout  FLA's old name of state_v_first
+
+    Returns: o [B, T, HV, V] in the dtype of q; final_state [N, HV, K, V] fp32 ([N, HV, V, K] with
+        state_v_first), or None.
+    Raises: as `gdn.chunk_gated_delta_rule`; TypeError for a name that neither library knows, which FLA
+        ignores; NotImplementedError with cp_context.
+    """
+    options = rule_options(kwargs, state_v_first)
+    if cp_context is not None:
+        raise NotImplementedError("cp_context: expected None, got a context (no context parallelism yet)")
+    return chunk_rule(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state,
+        output_final_state=bool(output_final_state),
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu, **options,
+    )  # fmt: skip
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`gdn.fused_recurrent_gated_delta_rule` with the positions of FLA's function of that name.
+
+    Note the order: after g come gk and gv, decays per key row and per value column, which gdn does not have.
+    Unlike FLA's, this function has gradients.
+
+    Returns, raises: as `chunk_gated_delta_rule` here; NotImplementedError with gk, gv, or a beta per value
+        channel [B, T, HV, V].
+    """
+    if gk is not None or gv is not None:
+        raise NotImplementedError("gk, gv: expected None, got a decay per channel (gdn decays whole states)")
+    if beta is not None and beta.dim() == v.dim():
+        raise NotImplementedError(f"beta: expected shape [B, T, HV], got {list(beta.shape)}")
+    gate = dict(zip(GATE, (use_gate_in_kernel, A_log, dt_bias), strict=True))
+    return recurrent_rule(
+        q, k, v, g=g, beta=beta, scale=scale, initial_state=initial_state,
+        output_final_state=bool(output_final_state), use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        cu_seqlens=cu_seqlens, **rule_options({**kwargs, **gate}, state_v_first),
+    )  # fmt: skip
+
+
+chunk_gdn = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def rule_options(kwargs: dict[str, Any], state_v_first: bool) -> dict[str, Any]:
+    """What FLA takes in **kwargs, by gdn's names; TypeError for what it would silently ignore."""
+    known = {*GATE, "chunk_size", "transpose_state_layout", "head_first"}
+    unknown = sorted(set(kwargs) - known)
+    if unknown:
+        raise TypeError(f"{unknown[0]}: expected no such argument, got one (FLA would ignore it)")
+    if kwargs.get("head_first"):
+        raise ValueError("head_first: expected False, got True (tensors are [B, T, H, ...])")
+    if kwargs.get("chunk_size", 64) not in CHUNKS:
+        raise ValueError(f"chunk_size: expected 16, 32 or 64, got {kwargs['chunk_size']}")
+    if state_v_first and "transpose_state_layout" in kwargs:
+        raise ValueError("transpose_state_layout: expected one of it and state_v_first, got both")
+    options: dict[str, Any] = {"state_v_first": kwargs.get("transpose_state_layout", state_v_first)}
+    # without use_gate_in_kernel FLA does not look at A_log and dt_bias
+    if kwargs.get("use_gate_in_kernel"):
+        options |= {name: kwargs[name] for name in GATE if name in kwargs}
+    return options

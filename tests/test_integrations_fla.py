@@ -1,0 +1,354 @@
+"""FLA's names and positions; patch_fla() on FLA if it is installed, and on a stand-in with its dispatch."""
+
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+from serving import error
+from signatures import FLA, parameters, real
+from torch import nn
+
+from gdn.integrations import fla as ours
+from gdn.integrations import fla_patch
+from gdn.integrations.fla_patch import patch_fla
+from gdn.reference import layer as law_of_layers
+from gdn.reference.recurrence import gated_delta_rule as law
+
+N, T, H, HV, K, V, W = 3, 70, 2, 4, 8, 12, 4
+RAW = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "allow_neg_eigval": True,
+    "state_v_first": True,
+}
+needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="fla is not installed")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    assert not fla_patch._active and not fla_patch._replaced
+
+
+@pytest.mark.parametrize("module, name", FLA)
+def test_signatures(module, name):
+    """Ours are those on record, and the record is that of the installed package, if there is one."""
+    wanted = FLA[module, name]
+    if hasattr(ours, name):
+        assert parameters(getattr(ours, name)) == wanted
+    else:
+        assert parameters({m[1]: m[2] for m in fla_patch.SERVED}[name]) == wanted
+    package = real(module, name)
+    assert package is None or parameters(package) == wanted
+
+
+def problem(B=N, T=T):
+    x = (torch.randn(B, T, H, K), torch.randn(B, T, H, K), torch.randn(B, T, HV, V))
+    return *x, torch.randn(B, T, HV), torch.randn(B, T, HV)
+
+
+def gates():
+    return {"A_log": torch.randn(HV), "dt_bias": torch.randn(HV)}
+
+
+def test_chunk_by_position_is_the_law():
+    x, more, S = problem(), gates(), torch.randn(N, HV, V, K)
+    wanted = law(*x, initial_state=S, scale=0.3, **RAW, **more)
+    rest = {name: RAW[name] for name in ("use_gate_in_kernel",)} | more | {"chunk_size": 32}
+    got = ours.chunk_gated_delta_rule(*x, 0.3, S, True, True, True, True, True, **rest)
+    assert all(error(a, b) < 1e-5 for a, b in zip(got, wanted, strict=True))
+    assert ours.chunk_gdn(*x)[1] is None and ours.chunk_gdn is ours.chunk_gated_delta_rule
+
+
+def test_recurrent_by_position_is_the_law():
+    """After g come gk and gv, so beta is the seventh."""
+    q, k, v, g, beta = x = problem()
+    more, S = gates(), torch.randn(N, HV, V, K)
+    wanted = law(*x, initial_state=S, scale=0.3, **RAW, **more)
+    got = ours.fused_recurrent_gated_delta_rule(
+        q, k, v, g, None, None, beta, 0.3, S, True, True, True, *more.values(), True, True, True
+    )
+    assert all(error(a, b) < 1e-5 for a, b in zip(got, wanted, strict=True))
+    wrong = ours.fused_recurrent_gated_delta_rule(
+        q, k, v, g, None, None, beta, 0.3, S, True, True, True, *more.values(), True, False, True
+    )
+    assert error(wrong[0], wanted[0]) > 1e-2
+
+
+def test_packed_and_plain_gates():
+    q, k, v, g, beta = problem(B=1)
+    g, beta, ends = -g.abs(), beta.sigmoid(), torch.tensor([0, 1, 1, 33, T])
+    k = nn.functional.normalize(k, dim=-1)
+    wanted = law(q, k, v, g, beta, cu_seqlens=ends)
+    for o, S in (
+        ours.chunk_gated_delta_rule(q, k, v, g, beta, None, None, True, cu_seqlens=ends, chunk_indices=ends),
+        ours.fused_recurrent_gdn(q, k, v, g, beta=beta, output_final_state=True, cu_seqlens=ends),
+        # FLA does not look at A_log unless it is asked to
+        ours.fused_recurrent_gdn(
+            q, k, v, g, beta=beta, output_final_state=True, cu_seqlens=ends, A_log=torch.ones(HV)
+        ),
+    ):
+        assert error(o, wanted[0]) < 1e-5 and error(S, wanted[1]) < 1e-5
+
+
+def test_the_old_name_of_state_v_first():
+    x = problem()
+    S = torch.randn(N, HV, V, K)
+    o, _ = ours.chunk_gdn(*x, initial_state=S, transpose_state_layout=True)
+    assert torch.equal(o, ours.chunk_gdn(*x, initial_state=S, state_v_first=True)[0])
+
+
+@pytest.mark.parametrize(
+    "kind, message, options",
+    [
+        (TypeError, "use_qk_l2norm_in_kernal: expected no such argument", {"use_qk_l2norm_in_kernal": True}),
+        (ValueError, "head_first: expected False", {"head_first": True}),
+        (ValueError, "chunk_size: expected 16, 32 or 64", {"chunk_size": 128}),
+        (ValueError, "one of it and state_v_first", {"state_v_first": True, "transpose_state_layout": True}),
+        (NotImplementedError, "cp_context: expected None", {"cp_context": object()}),
+    ],
+)
+def test_refusals(kind, message, options):
+    with pytest.raises(kind, match=message):
+        ours.chunk_gated_delta_rule(*problem(), **options)
+
+
+def test_decays_per_channel_are_refused():
+    q, k, v, g, beta = problem()
+    with pytest.raises(NotImplementedError, match="gk, gv"):
+        ours.fused_recurrent_gated_delta_rule(q, k, v, g, q)
+    with pytest.raises(NotImplementedError, match="beta: expected shape"):
+        ours.fused_recurrent_gated_delta_rule(q, k, v, g, beta=v)
+
+
+# a stand-in: modules by FLA's names, each function raising where FLA would need a GPU
+
+
+class Dispatch:
+    """FLA's choice among backends, as far as a backend sees it."""
+
+    class BaseBackend:
+        priority = 5
+
+        def is_enabled(self):
+            return True
+
+    def __init__(self):
+        self.backends = {}
+
+    def register(self, operation):
+        assert operation == "gated_delta_rule"
+
+        def add(cls):
+            self.backends[cls.backend_type] = cls()
+            return cls
+
+        return add
+
+    def chunk_gated_delta_rule(self, *args, **kwargs):
+        for backend in sorted(self.backends.values(), key=lambda b: b.priority):
+            if backend.is_enabled():
+                try:
+                    accepted, _ = backend.chunk_gated_delta_rule_verifier(*args, **kwargs)
+                except Exception:
+                    accepted = False
+                if accepted:
+                    return backend.chunk_gated_delta_rule(*args, **kwargs)
+        return "fla's own"
+
+
+def stand_in():
+    dispatch = Dispatch()
+    names = {module for module, _ in FLA} | {
+        "fla", "fla.backends", "fla.ops.gated_delta_rule.backends", "fla.layers", "fla.ops.gated_delta_rule",
+    }  # fmt: skip
+    modules = {name: types.ModuleType(name) for name in names}
+    for module, name in FLA:
+        vars(modules[module])[name] = lambda *args, **kwargs: "fla's own"
+    modules["fla.ops.gated_delta_rule.chunk"].chunk_gated_delta_rule = dispatch.chunk_gated_delta_rule
+    modules["fla"].__version__ = "0.6.0"
+    backends = modules["fla.backends"]
+    backends.BaseBackend, backends.register = dispatch.BaseBackend, dispatch.register
+    backends._DISPATCH_DISABLED = False
+    recurrent = modules["fla.ops.gated_delta_rule.fused_recurrent"].fused_recurrent_gated_delta_rule
+    modules["fla.layers"].renamed = recurrent
+    return modules
+
+
+@pytest.fixture(params=["stand-in", pytest.param("fla", marks=needs_fla)])
+def fla(request, monkeypatch):
+    """module, name -> FLA's function as its own modules find it."""
+    if request.param == "stand-in":
+        for name, module in stand_in().items():
+            monkeypatch.setitem(sys.modules, name, module)
+    return lambda module, name: vars(importlib.import_module(module))[name]
+
+
+def function(fla, name):
+    return fla({n: module for module, n in FLA}[name], name)
+
+
+def test_the_rule_is_served(fla):
+    q, k, v, g, beta = x = problem(B=2, T=5)
+    options = RAW | gates() | {"initial_state": torch.randn(2, HV, V, K)}
+    wanted = law(*x, **options)
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "output_final_state": True}
+    with patch_fla() as patch:
+        assert patch.is_active
+        for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
+            got = function(fla, name)(**named, **options)
+            assert all(error(a, b) < 1e-5 for a, b in zip(got, wanted, strict=True)), name
+    assert not patch.is_active
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_convolution_is_served(fla, packed):
+    """Windows of W columns, in and out, with gradients through both."""
+    D, ends = 6, torch.tensor([0, 3, 3, 8]) if packed else None
+    x, weight, bias = torch.randn(1 if packed else N, 8, D), torch.randn(D, W), torch.randn(D)
+    window = torch.randn(N, D, W)
+    y, after = law_of_layers.causal_conv1d(
+        x, weight, bias, activation="silu", initial_state=window[..., 1:], cu_seqlens=ends
+    )
+    weight.requires_grad_(), window.requires_grad_()
+    with patch_fla():
+        conv, update = (function(fla, name) for name in ("causal_conv1d", "causal_conv1d_update"))
+        got = conv(x, weight, bias, None, window, True, "swish", cu_seqlens=ends)
+        assert error(got[0].detach(), y) < 1e-5 and got[1].shape == (N, D, W)
+        assert error(got[1][..., 1:].detach(), after) < 1e-5
+        dweight, dwindow = torch.autograd.grad(got[0].square().sum() + got[1].sum(), (weight, window))
+        assert dweight.abs().sum(0).min() > 0 and dwindow[..., 1:].abs().sum() > 0
+        assert conv(x, weight.detach(), activation="silu")[1] is None
+        with torch.no_grad():
+            token, cache = torch.randn(1, N, D) if packed else torch.randn(N, 1, D), window.detach().clone()
+            step, same = update(token, cache, None, weight, bias, "silu")
+    rows = token.reshape(N, 1, D)
+    y, after = law_of_layers.causal_conv1d(
+        rows, weight, bias, activation="silu", initial_state=window[..., 1:]
+    )
+    assert same is cache and step.shape == token.shape and error(step.reshape(N, 1, D), y.detach()) < 1e-5
+    assert error(cache[..., 1:], after.detach()) < 1e-5
+
+
+def test_the_norm_is_served(fla):
+    x, z, weight = torch.randn(2, 5, HV, V), torch.randn(2, 5, HV, V), torch.randn(V)
+    with patch_fla():
+        for name in ("swish", "sigmoid"):
+            got = function(fla, "rms_norm_gated")(x, z, weight, None, activation=name, eps=1e-5)
+            gate = {"swish": "silu"}.get(name, name)
+            assert error(got, law_of_layers.rms_norm_gated(x, z, weight, eps=1e-5, activation=gate)) < 1e-5
+
+
+def test_the_last_undo_restores_everything(fla):
+    names = [name for name in (n for _, n in FLA) if name != "chunk_gated_delta_rule"]
+    before = [function(fla, name) for name in names]
+    first, second = patch_fla(), patch_fla()
+    kept = [function(fla, name) for name in names]
+    assert all(a is not b for a, b in zip(kept, before, strict=True))
+    first.undo(), first.undo()
+    assert [function(fla, name) for name in names] == kept
+    second.undo()
+    assert [function(fla, name) for name in names] == before
+    assert not sys.modules["fla.backends"].BaseBackend.__subclasses__()[-1]().is_enabled()
+
+
+def test_what_gdn_refuses_stays_with_fla(monkeypatch):
+    modules = stand_in()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    x = problem(B=1, T=5)
+    q, k, v, g, beta = x
+    channel = torch.randn(1, 5, 6)
+    with patch_fla():
+        chunk = modules["fla.ops.gated_delta_rule.chunk"].chunk_gated_delta_rule
+        assert chunk(*x, cp_context=object()) == chunk(*x, unheard_of=1) == "fla's own"
+        assert torch.is_tensor(chunk(*x)[0])
+        recurrent = modules["fla.layers"].renamed
+        assert recurrent(q, k, v, g, q) == recurrent(q, k, v, g, unheard_of=1) == "fla's own"
+        assert torch.is_tensor(recurrent(q, k, v, g)[0])
+        conv = modules["fla.modules.causal_conv1d.ops"]
+        assert conv.causal_conv1d(channel, torch.ones(6, W), residual=channel) == "fla's own"
+        assert conv.causal_conv1d_update(channel[0], None, channel[0], torch.ones(6, W)) == "fla's own"
+        norm = modules["fla.modules.norm.fused_norm_gate"].rms_norm_gated
+        assert norm(v, v, torch.ones(V), torch.ones(V)) == norm(v, v, None, None, prenorm=True) == "fla's own"
+    assert recurrent(q, k, v, g) == "fla's own" and chunk(*x) == "fla's own"
+
+
+def test_versions_and_switches(monkeypatch):
+    modules = stand_in()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(modules["fla"], "__version__", "0.5.2")
+    with pytest.raises(ImportError, match="version 0.6 or newer, got 0.5.2"):
+        patch_fla()
+    monkeypatch.setattr(modules["fla"], "__version__", "0.6.1")
+    monkeypatch.setattr(modules["fla.backends"], "_DISPATCH_DISABLED", True)
+    with pytest.raises(RuntimeError, match="FLA_DISABLE_BACKEND_DISPATCH"):
+        patch_fla()
+
+
+# FLA's own layer and model
+
+
+def layer_by_law(layer, hidden):
+    """FLA's GatedDeltaNet in fp64, by its weights."""
+    p = {name: x.detach().double() for name, x in layer.state_dict().items()}
+    x = hidden.double()
+
+    def mixed(name):
+        y, _ = law_of_layers.causal_conv1d(
+            x @ p[f"{name}_proj.weight"].T, p[f"{name}_conv1d.weight"][:, 0], activation="silu"
+        )
+        return y.unflatten(-1, (-1, V if name == "v" else K))
+
+    raw = {name: value for name, value in RAW.items() if name != "allow_neg_eigval"}
+    a, b = (x @ p[f"{name}_proj.weight"].T for name in "ab")
+    o, _ = law(*map(mixed, "qkv"), a, b, A_log=p["A_log"], dt_bias=p["dt_bias"], **raw)
+    z = (x @ p["g_proj.weight"].T).unflatten(-1, (-1, V))
+    o = law_of_layers.rms_norm_gated(o, z, p["o_norm.weight"], eps=layer.o_norm.eps)
+    return o.flatten(-2) @ p["o_proj.weight"].T
+
+
+@needs_fla
+def test_flas_layer_is_the_law():
+    from fla.layers import GatedDeltaNet
+
+    layer = GatedDeltaNet(32, expand_v=V / K, head_dim=K, num_heads=H, num_v_heads=HV)
+    x = torch.randn(2, T, 32)
+    wanted = layer_by_law(layer, x)
+    with patch_fla():
+        assert error(layer(x)[0].detach(), wanted) < 1e-5
+        layer(x)[0].square().sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+        layer.eval()
+        with torch.no_grad():
+            # the recurrent form, packed by a mask: left padding
+            mask = (torch.arange(20) >= torch.tensor([[0], [7]])).long()
+            got, _, _ = layer(x[:, :20], attention_mask=mask)
+            assert error(got[0], layer_by_law(layer, x[:1, :20])[0]) < 1e-5
+            assert error(got[1, 7:], layer_by_law(layer, x[1:, 7:20])[0]) < 1e-5
+
+
+@needs_fla
+def test_flas_model_generates(monkeypatch):
+    """A prompt and its continuation through FLA's cache equal the whole sequence at once."""
+    from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+    from fla.modules import mlp
+
+    # the MLP is no part of this library, and FLA's needs a GPU
+    monkeypatch.setattr(mlp, "swiglu", lambda x, y: nn.functional.silu(x) * y)
+    config = GatedDeltaNetConfig(
+        hidden_size=32, head_dim=8, num_heads=2, num_v_heads=4, num_hidden_layers=2, vocab_size=50,
+        fuse_norm=False, fuse_swiglu=False, fuse_cross_entropy=False, initializer_range=0.2,
+        eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GatedDeltaNetForCausalLM(config).eval()
+    ids = torch.randint(3, 50, (2, 70))
+    with patch_fla(), torch.no_grad():
+        words = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        logits = model(words, use_cache=False).logits
+    assert torch.equal(logits[:, 69:-1].argmax(-1), words[:, 70:])
