@@ -1,4 +1,4 @@
-"""The two functions of flash-linear-attention on gdn, by its names and positions; for a patch see `fla_patch`.
+"""The two functions of flash-linear-attention on gdn, by its names and positions; the patch is `fla_patch`.
 
 Signatures are those of FLA 0.6.0. What the rule does is in `gdn.chunk_gated_delta_rule`.
 """
