@@ -9,6 +9,7 @@ from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
 from gdn.ops.norm import rms_norm_gated
 from gdn.ops.prefill import commit, prefill
+from gdn.ops.replay import replay_commit, replay_decode
 from gdn.ops.rule import chunk_gated_delta_rule, explain, fused_recurrent_gated_delta_rule
 from gdn.ops.serving import decode, decode_functional, decode_packed
 from gdn.ops.warmup import warmup
@@ -35,6 +36,8 @@ __all__ = [
     "patch_fla",
     "patch_transformers",
     "prefill",
+    "replay_commit",
+    "replay_decode",
     "stages",
     "warmup",
 ]

@@ -87,6 +87,8 @@ class Backend:
     decode: Callable[..., Any]
     prefill: Callable[..., Any]
     commit: Callable[..., Any]
+    replay_decode: Callable[..., Any]
+    replay_commit: Callable[..., Any]
     gate: Callable[..., Any]
     gate_bwd: Callable[..., Any]
     causal_conv1d: Callable[..., Any]

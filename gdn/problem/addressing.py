@@ -97,6 +97,10 @@ def pool(
             f"{name}: expected float32, bfloat16 or float16 with q in {q.dtype}, got {state.dtype}"
         )
     own_memory(name, state)
+    null(null_slot)
+
+
+def null(null_slot: Any) -> None:
     if isinstance(null_slot, bool) or not (null_slot is None or isinstance(null_slot, int)):
         raise TypeError(f"null_slot: expected None or 0, got {type(null_slot).__name__}")
     if null_slot not in (None, 0):
@@ -157,6 +161,15 @@ def writing(write: str, write_index: Any, ring_pos: Any, dims: dict[str, int]) -
     else:
         check.shape("write_index", write_index, "N columns", {"N": dims["N"]})
         columns("write_index", write_index, dims.get("M"))
+
+
+def spans(offsets: list[int], max_seqlen: int | None) -> list[tuple[int, int]]:
+    """(first token, tokens) of every packed row; ValueError for one longer than max_seqlen."""
+    found = [(start, end - start) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    longest = max((count for _, count in found), default=0)
+    if max_seqlen is not None and longest > max_seqlen:
+        raise ValueError(f"max_seqlen: expected at least {longest} (the longest row), got {max_seqlen}")
+    return found
 
 
 def columns(name: str, x: Tensor | None, count: int | None) -> None:

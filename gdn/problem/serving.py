@@ -14,8 +14,8 @@ from gdn.problem import addressing, check
 from gdn.problem.rule import host_offsets
 
 
-class _OnPool:
-    """What a decode and a prefill share: sizes, the pool's slots, arguments for the torch operator."""
+class OnPool:
+    """What decode, prefill and replay share: sizes, the pool's slots, arguments for the torch operator."""
 
     q: Q
     v: Values
@@ -55,7 +55,7 @@ class _OnPool:
 
 
 @dataclass(frozen=True)
-class DecodeProblem(_OnPool):
+class DecodeProblem(OnPool):
     """One decode, checked; dense [B, T, ...], or packed [1, total, ...] with cu_seqlens.
 
     `state`, `intermediate` and `out` are written. Either g and beta are given or a, b and A_log, or neither.
@@ -106,12 +106,8 @@ class DecodeProblem(_OnPool):
         offsets = host_offsets(self.cu_seqlens, None, self.q.shape[1], read_device=read_device)
         if offsets is None:
             return None
-        spans = [(start, end - start) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+        spans = addressing.spans(offsets, self.max_seqlen)
         longest = max((count for _, count in spans), default=0)
-        if self.max_seqlen is not None and longest > self.max_seqlen:
-            raise ValueError(
-                f"max_seqlen: expected at least {longest} (the longest row), got {self.max_seqlen}"
-            )
         for name, x in (("intermediate", self.intermediate), ("parent", self.parent)):
             addressing.columns(name, x, longest)
         if self.write == "all":
@@ -120,7 +116,7 @@ class DecodeProblem(_OnPool):
 
 
 @dataclass(frozen=True)
-class PrefillProblem(_OnPool):
+class PrefillProblem(OnPool):
     """One prefill of packed sequences, checked. `state`, `checkpoints` and `out` are written."""
 
     q: Q

@@ -175,6 +175,117 @@ def prefill(
     return Served(o.view(v.shape), pool, kept)
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """What `replay_decode` leaves behind: outputs and history."""
+
+    o: Values
+    u: Tensor
+    k: Tensor
+    G: Tensor
+
+
+def replay_decode(
+    q: Q,
+    k: Keys,
+    v: Values,
+    state: Pool,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_G: Tensor,
+    cursor: Tensor,
+    *,
+    g: PerHead | None = None,
+    beta: PerHead | None = None,
+    a: PerHead | None = None,
+    b: PerHead | None = None,
+    A_log: HeadParam | None = None,
+    dt_bias: HeadParam | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    cu_seqlens: Offsets | None = None,
+    read_index: Index | None = None,
+    null_slot: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Replayed:
+    """`gdn.replay_decode`, row by row: history, then packet, token by token; returns copies."""
+    tokens = _activate(
+        q, k, v, g, beta, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, dtype
+    )
+    kept = Replayed(
+        torch.zeros(tokens.v.shape, dtype=dtype, device=q.device), history_u.clone(), history_k.clone(),
+        history_G.clone(),
+    )  # fmt: skip
+    raw = k.flatten(0, 1).to(dtype)
+    # with the norm inside, k is kept as it came, and u is shorter by as much as k is longer
+    rstd = (
+        torch.rsqrt((raw * raw).sum(-1) + 1e-6) if use_qk_l2norm_in_kernel else torch.ones_like(raw[..., 0])
+    )
+    rstd = rstd.repeat_interleave(v.shape[2] // k.shape[2], dim=1)
+    lowest, (slots, places) = 0 if null_slot is None else null_slot + 1, history_G.shape[:2]
+    for n, (start, end) in enumerate(_spans(q, cu_seqlens)):
+        slot = n if read_index is None else int(read_index[n])
+        if not lowest <= slot < slots:
+            continue
+        base = min(max(int(cursor[slot]), 0), places)
+        S = _logical(state[slot], state_v_first, dtype)
+        S, G = replayed(S, history_u[slot, :base], history_k[slot, :base], history_G[slot, :base])
+        for t in range(start, end):
+            before = torch.exp(tokens.g[t])[:, None, None] * S
+            kept.o[t], S = tokens.step(t, S)
+            d = tokens.beta[t][:, None] * (tokens.v[t] - torch.einsum("hkv,hk->hv", before, tokens.k[t]))
+            G = G + tokens.g[t].clamp(min=-1000.0)
+            at = base + t - start
+            if at < places:
+                kept.u[slot, at], kept.k[slot, at], kept.G[slot, at] = rstd[t][:, None] * d, raw[t], G
+    return Replayed(kept.o.view(v.shape), kept.u, kept.k, kept.G)
+
+
+def replayed(S: Tensor, u: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+    """The state [HV, K, V] after a history u [P, HV, V], k [P, H, K], G [P, HV]; and G after it [HV]."""
+    past = torch.zeros_like(S[:, 0, 0])
+    for t in range(u.shape[0]):
+        wide = k[t].to(S.dtype).repeat_interleave(S.shape[0] // k.shape[1], dim=0)
+        S = torch.exp(G[t].to(S.dtype) - past)[:, None, None] * S
+        S = S + wide[:, :, None] * u[t].to(S.dtype)[:, None, :]
+        past = G[t].to(S.dtype)
+    return S, past
+
+
+def replay_commit(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_G: Tensor,
+    cursor: Tensor,
+    index: Index,
+    accepted: Index,
+    *,
+    room: int,
+    update_cursor: bool = True,
+    state_v_first: bool = True,
+    null_slot: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """`gdn.replay_commit`, slot by slot; returns copies of state and cursor."""
+    pool, moved, (slots, places) = state.clone(), cursor.clone(), history_G.shape[1:3]
+    for slot, count in zip(index.tolist(), accepted.tolist(), strict=True):
+        if not (0 if null_slot is None else null_slot + 1) <= slot < slots:
+            continue
+        end = min(min(max(int(cursor[slot]), 0), places) + min(max(count, 0), room), places)
+        if end + room > places:
+            for layer in range(state.shape[0]) if end > 0 else ():
+                history = (x[layer, slot, :end] for x in (history_u, history_k, history_G))
+                S, _ = replayed(_logical(state[layer, slot], state_v_first, dtype), *history)
+                pool[layer, slot] = _stored(S, state_v_first)
+            end = 0
+        if update_cursor:
+            moved[slot] = end
+    return pool, moved
+
+
 def commit(
     dst: Tensor,
     src: Tensor,

@@ -8,6 +8,7 @@ from gdn.backends.eager.gate import gate, gate_bwd
 from gdn.backends.eager.norm import rms_norm_gated, rms_norm_gated_bwd
 from gdn.backends.eager.prefill import commit, prefill
 from gdn.backends.eager.recurrent import recurrent_forward
+from gdn.backends.eager.replay import replay_commit, replay_decode
 from gdn.backends.eager.rule import chunk_backward, chunk_forward, saves
 
 BACKEND = Backend(
@@ -39,6 +40,8 @@ BACKEND = Backend(
     decode=decode,
     prefill=prefill,
     commit=commit,
+    replay_decode=replay_decode,
+    replay_commit=replay_commit,
     gate=gate,
     gate_bwd=gate_bwd,
 )

@@ -69,7 +69,7 @@ def refuses(problem: Any) -> str | None:
 
 def _leading(problem: Any) -> Tensor:
     """The tensor whose device and dtype a problem has."""
-    for name in ("q", "x", "dst"):
+    for name in ("q", "x", "dst", "state"):
         x: Tensor | None = getattr(problem, name, None)
         if x is not None:
             return x

@@ -1,0 +1,129 @@
+"""Replay on plain torch, row by row, in the chunk form: what tokens wrote lies beside the state.
+
+    S_t = e^(G_t) S + sum_(j < P) e^(G_t - G_j) k_j u_j^T       the history, decayed up to token t
+    r_t = beta_t (v_t - S_t^T k_t);    A_tj = beta_t e^(G_t - G_j) <k_t, k_j> for j < t;    (I + A) d = r
+    o_t = scale (S_t^T q_t + sum_(j <= t) e^(G_t - G_j) <q_t, k_j> d_j)
+
+With the norm inside, k is kept as it came and u = d / |k|: neither S nor a product knows the difference, and
+a k of the history's dtype is kept exactly. Index tensors are read on the host.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gdn.backends.eager.gate import log_decay, sigmoid, wide
+from gdn.problem import RESET, KeepProblem, ReplayProblem
+
+
+def replay_decode(problem: ReplayProblem) -> None:
+    """See `Backend`; writes the history and problem.out."""
+    p = problem
+    o = torch.zeros(p.out.shape, dtype=p.dtype, device=p.q.device).flatten(0, 1)
+    q, k, v = (x.flatten(0, 1).to(p.dtype) for x in (p.q, p.k, p.v))
+    q_rstd, k_rstd = ((x * x).sum(-1).add_(1e-6).rsqrt_() for x in (q, k))
+    if not p.use_qk_l2norm_in_kernel:
+        q_rstd, k_rstd = torch.ones_like(q_rstd), torch.ones_like(k_rstd)
+    q = q * (p.scale * q_rstd).unsqueeze(-1)
+    g, beta = _gates(p)
+    for slot, base, first, count in _rows(p):
+        tokens = slice(first, first + count)
+        G = g[tokens].cumsum(0)
+        if base > 0:
+            G += p.history_G[slot, base - 1]
+        row = (x[tokens] for x in (q, k, v, k_rstd, beta))
+        o[tokens], u = _packet(p, slot, base, G, *row)
+        fits = min(count, p.places - base)
+        places = slice(base, base + fits)
+        p.history_u[slot, places].copy_(u[:fits])
+        p.history_k[slot, places].copy_(k[tokens][:fits])
+        p.history_G[slot, places].copy_(G[:fits])
+    p.out.copy_(o.view(p.out.shape))
+
+
+def _packet(
+    p: ReplayProblem, slot: int, base: int, G: Tensor, q: Tensor, k: Tensor, v: Tensor, k_rstd: Tensor,
+    beta: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """o and u [T, HV, V] of one row; q scaled, k as it came."""
+    T, H = q.shape[:2]
+    S = p.state[slot].to(p.dtype)
+    S = S.mT if p.state_v_first else S
+    kq = _of_heads(torch.cat((k * k_rstd.unsqueeze(-1), q)), p.HV // H)  # [HV, 2 T, K]
+    seen = torch.bmm(kq, S) * torch.cat((G, G)).exp().to(p.dtype).T.unsqueeze(-1)
+    if base > 0:
+        past = p.history_G[slot, :base]
+        weights = _weights(torch.cat((G, G)), past, p.dtype) * torch.bmm(
+            kq, _of_heads(p.history_k[slot, :base].to(p.dtype), p.HV // H).mT
+        )
+        seen = seen + torch.bmm(weights, p.history_u[slot, :base].to(p.dtype).transpose(0, 1))
+    beta = beta.T.unsqueeze(-1)
+    D = _weights(G, G, p.dtype)
+    pairs = torch.bmm(kq, kq[:, :T].mT)
+    A = (beta * D * pairs[:, :T]).tril(-1)
+    r = beta * (v.transpose(0, 1) - seen[:, :T])
+    d = torch.linalg.solve_triangular(A, r, upper=False, unitriangular=True)
+    o = seen[:, T:] + torch.bmm((D * pairs[:, T:]).tril(), d)
+    u = d * k_rstd.T.repeat_interleave(p.HV // H, 0).unsqueeze(-1)
+    return o.transpose(0, 1), u.transpose(0, 1)
+
+
+def _of_heads(x: Tensor, ratio: int) -> Tensor:
+    """[T, H, K] -> [HV, T, K]."""
+    return x.transpose(0, 1).repeat_interleave(ratio, 0)
+
+
+def _weights(to: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
+    """e^(to - start) [HV, T, P] of sums [T, HV] and [P, HV]; 1 where the difference is positive."""
+    return (to.T.unsqueeze(-1) - start.T.unsqueeze(-2).to(to.dtype)).clamp(max=0).exp().to(dtype)
+
+
+def _gates(p: ReplayProblem) -> tuple[Tensor, Tensor]:
+    """g >= RESET in `wide` and beta [tokens, HV]."""
+    shape, dtype = p.v.shape[:3], wide(p.q.device)
+    g, beta = p.g, p.beta
+    if p.a is not None and p.b is not None and p.A_log is not None:
+        g = log_decay(p.a, p.A_log, p.dt_bias)
+        beta = sigmoid(p.b.to(dtype)).mul_(2 if p.allow_neg_eigval else 1)
+    g = torch.zeros(shape, dtype=dtype, device=p.q.device) if g is None else g.to(dtype)
+    beta = torch.ones(shape, dtype=p.dtype, device=p.q.device) if beta is None else beta.to(p.dtype)
+    return g.clamp(min=RESET).flatten(0, 1), beta.flatten(0, 1)
+
+
+def _rows(p: ReplayProblem) -> Iterator[tuple[int, int, int, int]]:
+    """(slot, tokens in its history, first token, tokens) of the rows that compute anything."""
+    spans, cursors = p.spans(read_device=True), p.cursor.tolist()
+    assert spans is not None
+    slots = range(len(spans)) if p.read_index is None else p.read_index.tolist()
+    for slot, (first, count) in zip(slots, spans, strict=True):
+        if count > 0 and p.is_slot(slot):
+            yield slot, min(max(cursors[slot], 0), p.places), first, count
+
+
+def replay_commit(problem: KeepProblem) -> None:
+    """See `Backend`; writes problem.state and problem.cursor."""
+    p = problem
+    lowest, cursors = 0 if p.null_slot is None else 1, p.cursor.tolist()
+    for slot, accepted in zip(p.index.tolist(), p.accepted.tolist(), strict=True):
+        if not lowest <= slot < p.state.shape[1]:
+            continue
+        end = min(min(max(cursors[slot], 0), p.places) + min(max(accepted, 0), p.room), p.places)
+        if end + p.room > p.places:
+            for layer in range(p.state.shape[0]) if end > 0 else ():
+                _fold(p, layer, slot, end)
+            end = 0
+        if p.update_cursor:
+            p.cursor[slot] = end
+
+
+def _fold(p: KeepProblem, layer: int, slot: int, end: int) -> None:
+    """One state after the first `end` tokens of its history."""
+    G = p.history_G[layer, slot, :end]
+    state = p.state[layer, slot]
+    S = (state.mT if p.state_v_first else state).to(p.dtype)
+    k = _of_heads(p.history_k[layer, slot, :end].to(p.dtype), S.shape[0] // p.history_k.shape[3])
+    u = p.history_u[layer, slot, :end].to(p.dtype).transpose(0, 1)
+    weights = _weights(G[-1:], G, p.dtype)
+    S = G[-1].exp().to(p.dtype)[:, None, None] * S + torch.bmm(k.mT * weights, u)
+    state.copy_(S.mT if p.state_v_first else S)

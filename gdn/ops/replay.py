@@ -1,0 +1,191 @@
+"""Speculation by replay: gdn::replay_decode and gdn::replay_commit. A state stays; what tokens wrote is kept.
+
+The state after a token is HV K V numbers, what the token wrote to it HV V + H K + HV: at 16/32 heads of
+128 x 128 1.2 % of that. So drafts are verified on a state that is only read, rolled back by moving a cursor,
+and what was accepted is added to the state when its history is full.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from gdn import settings
+from gdn.backends import select
+from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
+from gdn.ops.library import define, guarded, is_plain
+from gdn.ops.serving import GATES, nothing
+from gdn.problem import KeepProblem, ReplayProblem
+from gdn.problem.replay import parse_keep, parse_replay
+
+
+def replay_decode(
+    q: Q,
+    k: Keys,
+    v: Values,
+    state: Pool,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_G: Tensor,
+    cursor: Tensor,
+    *,
+    g: PerHead | None = None,
+    beta: PerHead | None = None,
+    a: PerHead | None = None,
+    b: PerHead | None = None,
+    A_log: HeadParam | None = None,
+    dt_bias: HeadParam | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    cu_seqlens: Offsets | None = None,
+    max_seqlen: int | None = None,
+    read_index: Index | None = None,
+    null_slot: int | None = None,
+    out: Values | None = None,
+    backend: str | None = None,
+) -> Values:
+    """A packet of tokens for each row on a state that is only read, and what each token would write to it.
+
+        S = e^(G_P) state + sum_(j < P) e^(G_P - G_j) k_j u_j^T,   P = cursor[slot];   then as `decode`:
+        S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
+
+    Token t of a row leaves u, k and G, the sum of g since the state was written, at place P + t of its slot's
+    history. The cursor does not move: `replay_commit` does that, by as many tokens as were accepted.
+
+    Args:           shape                      dtype
+        history_u   [slots, places, HV, V]     any float (fp64 with fp64 q); d, over the norm of k with the
+                                               l2norm inside
+        history_k   [slots, places, H, K]      any float, likewise; k as it was given
+        history_G   [slots, places, HV]        fp64; or fp32, which is coarse after a reset (g = -1e6)
+        cursor      [slots] int                places in use, 0 after anybody has written the state itself;
+                                               clamped to 0 .. places. The same for all layers
+        read_index  [B] int or None            the slot of each row; None: the row's number
+        q, k, v, state, the gates, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first,
+        cu_seqlens, max_seqlen, null_slot, out, backend    as in `decode`
+    Histories have any strides but in their last axis, which is contiguous.
+
+    Returns: o [B, T, HV, V] (or [1, total, HV, V], zero past cu_seqlens[-1]), dtype of q.
+
+    Padding: a row without a valid slot gives zeros and touches nothing. A token past the last place is
+    computed and not kept. No two rows may have the same slot. A row does not depend on the rows around it.
+    Equal to `decode` within rounding, not bit for bit: the packet is computed as a chunk.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, ValueError if a gradient is asked
+            for; no tensor has been touched then. `triton` takes packets of up to 16 tokens.
+    Cost:   per row one state read, P + T tokens of history read or written; nothing else is written.
+    Source: arXiv:2412.06464, section 3.3, on one short chunk.
+
+    Example:
+        >>> import torch, gdn
+        >>> state, cursor = torch.zeros(1, 8, 4, 16, 16), torch.zeros(8, dtype=torch.int32)
+        >>> u, k = torch.zeros(1, 8, 8, 4, 16), torch.zeros(1, 8, 8, 2, 16)
+        >>> G, slot = torch.zeros(1, 8, 8, 4, dtype=torch.float64), torch.tensor([5])
+        >>> x, draft = torch.randn(1, 3, 2, 16), torch.randn(1, 3, 4, 16)
+        >>> o = gdn.replay_decode(x, x, draft, state[0], u[0], k[0], G[0], cursor, read_index=slot)
+        >>> gdn.replay_commit(state, u, k, G, cursor, slot, torch.tensor([2]), room=3)
+        >>> cursor.tolist(), bool(state.any())
+        ([0, 0, 0, 0, 0, 2, 0, 0], False)
+    """
+    problem = parse_replay(
+        q, k, v, state, history_u, history_k, history_G, cursor, g=g, beta=beta, a=a, b=b, A_log=A_log,
+        dt_bias=dt_bias, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen, read_index=read_index, null_slot=null_slot, out=out, backend=backend,
+    )  # fmt: skip
+    if is_plain(q):
+        _replay_decode(*problem.arguments())
+    else:
+        _replay_decode_op(*problem.arguments())
+    return problem.out
+
+
+def replay_commit(
+    state: Tensor,
+    history_u: Tensor,
+    history_k: Tensor,
+    history_G: Tensor,
+    cursor: Tensor,
+    index: Index,
+    accepted: Index,
+    *,
+    room: int,
+    update_cursor: bool = True,
+    state_v_first: bool = True,
+    null_slot: int | None = None,
+    backend: str | None = None,
+) -> None:
+    """After verification: the cursors move by the accepted tokens, and histories that are full are folded in.
+
+        P = cursor[slot] + accepted
+        if P + room > places:   S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T;   P = 0
+        cursor[slot] = P
+
+    Args:               shape                            dtype
+        state           [layers, slots, HV, V, K]        fp32, bf16, fp16; any stride; written where folded
+        history_u, history_k, history_G                  those of `replay_decode`, with layers before them
+        cursor          [slots] int                      moved
+        index           [n] int                          slots that were verified
+        accepted        [n] int                          tokens of the last packet to keep; clamped to
+                                                         0 .. room and to the places there are
+        room            int, 1 to places                 places that stay free: the longest packet to come.
+                                                         With room = places every history is folded
+        update_cursor   bool                             False: the cursors stay; for all but the last of
+                                                         layers that are not in one tensor
+        state_v_first, null_slot, backend                as in `decode`
+
+    An invalid slot is skipped. No slot may be named twice. Whoever writes a slot's state himself, as
+    `prefill` does, sets its cursor to 0; whoever wants the state, say for a prefix cache, folds first.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; no tensor has been touched then.
+    Cost:   per folded slot and layer one state read and written, and its history read; two launches.
+    Source: as `replay_decode`.
+    """
+    problem = parse_keep(
+        state, history_u, history_k, history_G, cursor, index, accepted, room, update_cursor, state_v_first,
+        null_slot, backend,
+    )  # fmt: skip
+    if is_plain(state):
+        _replay_commit(*problem.arguments())
+    else:
+        _replay_commit_op(*problem.arguments())
+
+
+def _replay_decode(*args: Any) -> None:
+    problem = ReplayProblem(*args)
+    p = problem
+    if p.cu_seqlens is not None:
+        p.spans(read_device=settings.debug())
+
+    def run() -> tuple[Tensor]:
+        select(p).replay_decode(p)
+        return (p.out,)
+
+    guarded("replay_decode", p.q.device, (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias), run)
+
+
+def _replay_commit(*args: Any) -> None:
+    problem = KeepProblem(*args)
+
+    def run() -> tuple[()]:
+        select(problem).replay_commit(problem)
+        return ()
+
+    guarded("replay_commit", problem.state.device, (), run)
+
+
+_replay_decode_op = define(
+    "replay_decode",
+    "(Tensor q, Tensor k, Tensor v, Tensor state, Tensor(a!) history_u, Tensor(b!) history_k, "
+    f"Tensor(c!) history_G, Tensor cursor, {GATES}, Tensor? cu_seqlens, Tensor? read_index, Tensor(d!) out, "
+    "SymInt? max_seqlen, float scale, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, "
+    "bool state_v_first, int? null_slot, str? backend) -> ()",
+    _replay_decode,
+    nothing,
+)
+_replay_commit_op = define(
+    "replay_commit",
+    "(Tensor(a!) state, Tensor history_u, Tensor history_k, Tensor history_G, Tensor(b!) cursor, "
+    "Tensor index, Tensor accepted, int room, bool update_cursor, bool state_v_first, int? null_slot, "
+    "str? backend) -> ()",
+    _replay_commit,
+    nothing,
+)
