@@ -1,10 +1,7 @@
 """The gated delta rule: what runs here, is it right, how fast, and a demo. --json FILE (or -) for JSON."""
 
 import itertools
-import json
 import math
-import sys
-import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +9,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import TaskID
 from rich.table import Table
 
 import gdn
@@ -21,26 +17,18 @@ from gdn.backends import ORDER
 from gdn.bench import accuracy, cases, measure
 from gdn.bench.accuracy import Row
 from gdn.bench.cases import Case
+from gdn.bench.commands import bench
+from gdn.bench.console import Device, Json, choice, console, place, progress, wrote
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False
 )
-bench = typer.Typer(
-    help="Times against other implementations, each checked before it is timed.", no_args_is_help=True
-)
 app.add_typer(bench, name="bench")
-console = Console(stderr=False)
-status = Console(stderr=True)  # progress goes here, so that --json - stays clean
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 ENTRIES = {"chunk": gdn.chunk_gated_delta_rule, "recurrent": gdn.fused_recurrent_gated_delta_rule}
 # tokens times state elements: the law judges a case of this size in about ten seconds
 CI_COST = 2**25
-
-Json = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write JSON to a file, or to the screen with -.")
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the GPU if there is one.")]
 
 
 def main() -> None:
@@ -51,18 +39,18 @@ def main() -> None:
 @app.command()
 def info(device: Device = None, json_file: Json = None) -> None:
     """Versions, devices, threads, and which backend takes a call of each dtype here."""
-    place = _device(device)
+    where = place(device)
     devices = ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))]
     reports = {}
     for name, dtype in DTYPES.items():
-        given = cases.inputs(Case(lengths=cases.rows(64)), dtype, device=place)
+        given = cases.inputs(Case(lengths=cases.rows(64)), dtype, device=where)
         reports[name] = gdn.explain(**given.tensors, **given.options)
     facts = {
         **measure.environment(),
         "devices": devices,
         "backends": {n: asdict(r) for n, r in reports.items()},
     }
-    if _wrote(json_file, facts):
+    if wrote(json_file, facts):
         return
     table = Table("", "", show_header=False, box=None)
     for name, version in facts["versions"].items():
@@ -71,7 +59,7 @@ def info(device: Device = None, json_file: Json = None) -> None:
     table.add_row("processor", f"{facts['cpu']}, {facts['threads']} threads")
     table.add_row("devices", ", ".join(devices))
     console.print(table)
-    table = Table(f"on {place}", *ORDER)
+    table = Table(f"on {where}", *ORDER)
     for name, report in reports.items():
         words = ((report.refusals.get(b), b == report.chosen) for b in ORDER)
         table.add_row(
@@ -98,9 +86,9 @@ def verify(
     json_file: Json = None,
 ) -> None:
     """Judge outputs and gradients against the law in fp64. Exit code 1 if anything misses its limit."""
-    place = _device(device)
-    names = [_choice("dtype", name, DTYPES) for name in dtype or ("bf16", "fp16", "fp32")]
-    function = ENTRIES[_choice("entry", entry, ENTRIES)]
+    where = place(device)
+    names = [choice("dtype", name, DTYPES) for name in dtype or ("bf16", "fp16", "fp32")]
+    function = ENTRIES[choice("entry", entry, ENTRIES)]
     if is_quick and is_full:
         raise typer.BadParameter("expected one of --quick and --full, got both")
     chosen: Iterable[Case]
@@ -116,122 +104,21 @@ def verify(
 
     found: list[Row] = []
     refused: dict[str, list[str]] = {}
-    with _progress() as progress:
-        task = progress.add_task("verify", total=total)
+    with progress() as bar:
+        task = bar.add_task("verify", total=total)
         for case, name in itertools.product(chosen, names):
-            progress.update(task, description=f"{name} {case}"[:60])
+            bar.update(task, description=f"{name} {case}"[:60])
             try:
-                found += accuracy.check(provider, case, DTYPES[name], seed=seed, device=place)
+                found += accuracy.check(provider, case, DTYPES[name], seed=seed, device=where)
             except NotImplementedError as error:
                 refused.setdefault(str(error), []).append(f"{name} {case}")
-            progress.advance(task)
+            bar.advance(task)
     ok = bool(found) and all(row.ok for row in found)
-    if not _wrote(
+    if not wrote(
         json_file, {**measure.environment(), "ok": ok, "refused": refused, "rows": [_plain(r) for r in found]}
     ):
         _print_verdict(found, refused)
     raise typer.Exit(0 if ok else 1)
-
-
-@bench.command()
-def cpu(
-    threads: Annotated[int, typer.Option(help="Threads for every provider.")] = 2,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="2048 tokens and decoding only, few runs.")
-    ] = False,
-    results: Annotated[Path | None, typer.Option(help="Append the rows to this JSON-lines file.")] = None,
-    json_file: Json = None,
-) -> None:
-    """The rule on the CPU against Transformers' plain-torch functions, interleaved in one run."""
-    from gdn.bench import cpu as cpu_bench
-
-    rows: list[dict[str, Any]] = []
-    with measure.threads(threads), _progress() as progress:
-        found = cpu_bench.jobs(is_quick=is_quick)
-        task = progress.add_task("bench", total=len(found))
-        for job in found:
-            progress.update(task, description=f"{job.name}, {job.B} x {job.T}")
-            rows += ({**row, **measure.environment()} for row in cpu_bench.run(job))
-            progress.advance(task)
-    measure.append(results or measure.RESULTS / "cpu.jsonl", rows)
-    if _wrote(json_file, rows):
-        return
-    columns = ("fp32", "B", "T", "provider", "ms", "p20..p80", "ratio", "goal", "error")
-    table = Table(*columns, box=None, padding=(0, 1))
-    for row in rows:
-        ratio, goal = row.get("ratio"), row.get("goal")
-        colour = "bold" if goal is None or ratio is None else ("green" if ratio >= goal else "red")
-        ms = [_three_digits(row[name]) for name in ("p50_ms", "p20_ms", "p80_ms") if name in row]
-        time = [ms[0] if ms else "wrong", "..".join(ms[1:])]
-        table.add_row(
-            row["job"], str(row["B"]), str(row["T"]), row["provider"], *time,
-            f"[{colour}]{ratio:.2f}[/]" if ratio else "", str(goal or ""), f"{row['share_of_limit']:.0%}",
-        )  # fmt: skip
-    console.print(table)
-    console.print(
-        "ratio: Transformers' time over ours; error: the largest, as a share of its limit", style="dim"
-    )
-
-
-@bench.command()
-def gpu(
-    passes: Annotated[
-        str,
-        typer.Option("--pass", help="Some of prefill, train, decode, host, cold, accuracy; prefill:slow..."),
-    ] = "prefill,train,decode,host,cold,accuracy",
-    only: Annotated[str, typer.Option(help="Only rows whose name holds one of these, such as 16/32.")] = "",
-    names: Annotated[
-        str | None, typer.Option("--providers", help="Some of gdn, gdn:BACKEND, fla, flash_qla, flashinfer.")
-    ] = None,
-    minutes: Annotated[float, typer.Option(help="Begin no problem after so many.")] = 8.5,
-    warm: Annotated[
-        bool, typer.Option(help="Compile first, in as many processes as there are cores.")
-    ] = True,
-    gate_tokens: Annotated[
-        int | None, typer.Option(help="Judge at most so many tokens per sequence.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Append the rows to this JSON-lines file.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Of this tree, where git cannot tell.")] = None,
-    device: Device = None,
-    json_file: Json = None,
-) -> None:
-    """The rule on a GPU against FLA, FlashQLA, FlashInfer: CUDA graphs in turn, each answer checked first."""
-    from gdn.bench import gpu as gpu_bench
-    from gdn.bench import providers, tables
-
-    place, deadline = _device(device), time.monotonic() + 60 * minutes
-    wanted = [_pass(name) for name in passes.split(",")]
-    chosen = tuple(names.split(",")) if names else providers.NAMES
-    parts = tuple(part for part in only.split(",") if part)
-    try:
-        session = gpu_bench.Session(chosen, place, parts, deadline, names is not None, gate_tokens)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    about = {**measure.on_gpu(place), **({"commit": commit} if commit else {})}
-    if warm and place.type == "cuda":
-        status.print(f"compiled in {gpu_bench.warm(session, wanted):.0f} s")
-    rows: list[dict[str, Any]] = []
-    for row in gpu_bench.run(session, wanted):
-        rows.append(row)
-        measure.append(out or measure.RESULTS / f"{measure.slug(place)}.jsonl", [{**row, **about}])
-        status.print(tables.line(row), markup=False, highlight=False)
-    if _wrote(json_file, measure.plain({"about": about, "absent": session.absent, "rows": rows})):
-        return
-    wide = Console(width=max(console.width, 128))
-    for name in wanted:
-        columns, cells = tables.table(name, [row for row in rows if row["pass"] == name])
-        if cells:
-            found = Table(*columns, title=name, title_justify="left", box=None, padding=(0, 1))
-            for row_cells in cells:
-                found.add_row(*row_cells)
-            wide.print(found)
-    for note in [*(f"{n}: {why}" for n, why in session.absent.items()), *tables.notes(rows)]:
-        wide.print(note, markup=False, highlight=False)
-    wide.print(
-        "fla, qla, fi: their time over this one; limit: share of the larger of bytes and products at the "
-        "rates of this run; error: the largest, as a share of its limit",
-        style="dim",
-    )
 
 
 @app.command()
@@ -244,17 +131,17 @@ def demo(
     """Train a small hybrid model on Python's own sources, draw its loss, let it write, and compare speeds."""
     from gdn.bench import demo as main_job
 
-    with _progress() as progress:
+    with progress() as bar:
         tasks: dict[str, TaskID] = {}
 
         def report(name: str, done: int, total: int, note: str) -> None:
             if name not in tasks:
-                tasks[name] = progress.add_task(name, total=total)
-            progress.update(tasks[name], completed=done, description=f"{name} {note}")
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done, description=f"{name} {note}")
 
         count = main_job.STEPS if steps is None else steps
-        result = main_job.run(out, device=_device(device), steps=count, report=report)
-    if _wrote(json_file, {**measure.environment(), **asdict(result)}):
+        result = main_job.run(out, device=place(device), steps=count, report=report)
+    if wrote(json_file, {**measure.environment(), **asdict(result)}):
         return
     console.print(result.prompt, style="dim", markup=False, highlight=False, end="")
     console.print(result.continuation + "\n", style="bold", markup=False, highlight=False)
@@ -267,47 +154,6 @@ def demo(
     console.print(
         f"largest difference of a logit between gdn and transformers: {result.logit_difference:.1e}"
     )
-
-
-def _device(name: str | None) -> torch.device:
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _pass(name: str) -> str:
-    """A pass, or a variant of prefill or train."""
-    from gdn.bench import gpu as gpu_bench
-    from gdn.bench.targets import VARIANTS
-
-    job, colon, variant = name.partition(":")
-    _choice("pass", job, gpu_bench.PASSES)
-    if colon and job in ("prefill", "train"):
-        _choice("pass", variant, VARIANTS)
-    elif colon:
-        raise typer.BadParameter(f"pass: expected variants of prefill and train only, got {name}")
-    return name
-
-
-def _choice(option: str, value: str, known: Iterable[str]) -> str:
-    if value not in known:
-        raise typer.BadParameter(f"{option}: expected one of {', '.join(known)}, got {value}")
-    return value
-
-
-def _wrote(file: str | None, value: Any) -> bool:
-    """Write JSON where --json says; False without it."""
-    if file is None:
-        return False
-    text = json.dumps(value, indent=1)
-    if file == "-":
-        print(text)
-    else:
-        Path(file).write_text(text + "\n", encoding="ascii")
-    return True
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=status, transient=not sys.stderr.isatty())
 
 
 def _plain(row: Row) -> dict[str, Any]:
@@ -341,7 +187,3 @@ def _print_verdict(found: list[Row], refused: dict[str, list[str]]) -> None:
 
 def _place(key: tuple[str, str]) -> tuple[str, int]:
     return key[0], accuracy.OUTPUTS.index(key[1])
-
-
-def _three_digits(x: float) -> str:
-    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"

@@ -86,6 +86,7 @@ class FlashInfer:
     PATHS = {
         "chunk_gated_delta_rule": "flashinfer/gdn_prefill.py",
         "gated_delta_rule_decode_pretranspose": "flashinfer/gdn_decode.py",
+        "gated_delta_rule_mtp": "flashinfer/gdn_decode.py",
     }
 
     @staticmethod
@@ -113,9 +114,30 @@ class FlashInfer:
     ):  # fmt: skip
         assert a.dtype == b.dtype == torch.bfloat16 and A_log.dtype == torch.float32 and state is None
         assert initial_state_indices.dtype in (torch.int32, torch.int64)
+        packet = intermediate_states_buffer is not None or disable_state_update
+        if packet and (q.shape[1] == 1 or initial_state.dtype != torch.bfloat16):
+            raise ValueError("supported only by BF16 pretranspose decode with T > 1")
         o = gdn.decode(
             q, k, v, initial_state, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale, out=output,
             use_qk_l2norm_in_kernel=use_qk_l2norm, read_index=initial_state_indices,
+            intermediate=intermediate_states_buffer, write="none" if disable_state_update else "final",
+        )  # fmt: skip
+        return o, initial_state
+
+    @staticmethod
+    def gated_delta_rule_mtp(
+        q, k, v, initial_state, initial_state_indices, A_log, a, dt_bias, b, scale=None, output=None,
+        intermediate_states_buffer=None, ssm_state_indices=None, disable_state_update=None,
+        use_qk_l2norm=True, output_state_indices=None,
+    ):  # fmt: skip
+        assert initial_state.dtype == intermediate_states_buffer.dtype == torch.float32
+        assert intermediate_states_buffer.shape[:2] == q.shape[:2] and disable_state_update is True
+        assert intermediate_states_buffer.is_contiguous() and A_log.dtype == torch.float32
+        assert initial_state_indices.dtype in (torch.int32, torch.int64) and ssm_state_indices is None
+        o = gdn.decode(
+            q, k, v, initial_state, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale, out=output,
+            use_qk_l2norm_in_kernel=use_qk_l2norm, read_index=initial_state_indices, write="none",
+            intermediate=intermediate_states_buffer,
         )  # fmt: skip
         return o, initial_state
 

@@ -232,11 +232,11 @@ def test_no_time_for_a_wrong_answer(monkeypatch):
     providers = {cpu.FALLBACK: fallback.chunk(), "gdn": right, "wrong": zero_output}
     for name in ("forward", "forward+backward"):
         found = list(cpu.run(cpu.Job(name, 100, 1, providers, dict.fromkeys(providers, 3), 1.8)))
-        assert [("p50_ms" in row) for row in found] == [True, True, False]
-        assert found[1]["ratio"] > 0 and found[1]["goal"] == 1.8
+        assert [("ms" in row) for row in found] == [True, True, False]
+        assert found[1]["ratio"][cpu.FALLBACK] > 0 and found[1]["goal_ratio"] == 1.8
     steps = {cpu.FALLBACK: fallback.recurrent(), "gdn": cpu.decode_in_place}
     found = list(cpu.run(cpu.Job("decode", 1, 2, steps, dict.fromkeys(steps, 3))))
-    assert all(row["p20_ms"] <= row["p50_ms"] <= row["p80_ms"] for row in found)
+    assert all(row["p20"] <= row["ms"] <= row["p80"] for row in found)
 
 
 def test_fallback_is_the_original_even_when_patched():

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from gdn.bench import accuracy, hosttime, jobs, measure, providers
-from gdn.bench.cases import Case, Lengths, packed
-from gdn.bench.targets import MIXED, STEP, TARGETS, Target
+from gdn.bench.cases import Case, packed
+from gdn.bench.catalog import MIXED, step
+from gdn.bench.targets import TARGETS, Target
 
 FIRST = replace(MIXED, heads=(16, 32), lengths=packed(1024))
 # the first problem, then others for which nothing may be compiled
@@ -33,9 +34,9 @@ RULE = {
     "another length": replace(FIRST, lengths=packed(777)),
 }
 STEPS = {
-    "first": replace(STEP, lengths=Lengths(1, 8)),
-    "another head count": replace(STEP, lengths=Lengths(1, 8), heads=(4, 8)),
-    "another batch": replace(STEP, lengths=Lengths(1, 3)),
+    "first": step(8),
+    "another head count": replace(step(8), heads=(4, 8)),
+    "another batch": step(3),
 }
 # where compilers and libraries keep what they made
 CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUTE_DSL_CACHE_DIR")
@@ -48,7 +49,7 @@ def cold(provider: str) -> dict[str, Any]:
         caches = {name: str(Path(folder, name.lower())) for name in CACHES}
         done = _child(caches, "cold", provider, folder)
     if done.returncode != 0:
-        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+        return {"error_message": (done.stderr.strip().splitlines() or ["no output"])[-1]}
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 

@@ -77,16 +77,18 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
     found = measure.interleaved(sound, job.runs, cold=cold, burst=burst) if sound else {}
     for name, error in errors.items():
         row: dict[str, Any] = {
-            "bench": "cpu", "job": job.name, "provider": name, "T": job.T, "B": job.B, "H": CASE.heads[0],
-            "K": CASE.sizes[0], "V": CASE.sizes[1], "dtype": "float32", "share_of_limit": round(error, 4),
+            "pass": "cpu", "case": f"{job.name} {job.B}x{job.T}", "provider": name, "T": job.T, "N": job.B,
+            "backend": None if name == FALLBACK else "eager", "H": CASE.heads[0], "HV": CASE.heads[1],
+            "K": CASE.sizes[0], "V": CASE.sizes[1], "dtype": "float32", "ok": error <= 1,
+            "share_of_limit": round(error, 4),
         }  # fmt: skip
         if name in found:
             t = found[name]
-            row |= {"p20_ms": 1e3 * t.p20, "p50_ms": 1e3 * t.p50, "p80_ms": 1e3 * t.p80, "runs": t.runs}
+            row |= {"ms": 1e3 * t.p50, "p20": 1e3 * t.p20, "p80": 1e3 * t.p80, "runs": t.runs}
             if FALLBACK in found and name != FALLBACK:
-                row["ratio"] = found[FALLBACK].p50 / t.p50
+                row["ratio"] = {FALLBACK: found[FALLBACK].p50 / t.p50}
                 # the goal is for what a caller would take, not for every way there is
-                row["goal"] = job.goal if name == "gdn" else None
+                row["goal_ratio"] = job.goal if name == "gdn" else None
         yield row
 
 

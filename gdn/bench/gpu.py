@@ -8,29 +8,22 @@ are captured and replayed in turn.
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
-from gdn.bench import accuracy, coldstart, graph, hosttime, jobs, measure, providers
-from gdn.bench.cases import Case, Inputs, packed
+from gdn.bench import accuracy, coldstart, graph, hosttime, jobs, providers, rows
+from gdn.bench.cases import Inputs
 from gdn.bench.providers import Provider
-from gdn.bench.targets import COLD, HOST, MIXED, OF_FLA, TARGETS, VARIANTS, WORSE, Target
+from gdn.bench.rows import Row
+from gdn.bench.targets import COLD, HOST, TARGETS, Target, chosen
 
-PASSES = ("prefill", "train", "decode", "host", "cold", "accuracy")
-Row = dict[str, Any]
+PASSES = (*TARGETS, "host", "cold")
 # tokens of all sequences together that the law steps through, and those whose states it keeps for gradients:
 # 32768 steps take some 5 s, 8192 with gradients too, and 12 GB
 FORWARD_TOKENS, BACKWARD_TOKENS = 2**19, 2**13
 JUDGED_HEADS = 2  # key heads; the last of them has value heads that do not decay
-_BASE = replace(MIXED, heads=(16, 32), lengths=packed(1024))
-ACCURACY: dict[str, Case] = {
-    **{gate: replace(_BASE, gate=gate) for gate in ("mixed", "strong", "mild", "slow", "none", "model")},
-    "mild, correlated keys": replace(_BASE, gate="mild", keys="correlated"),
-    "mild, ragged": replace(_BASE, gate="mild", lengths=packed(1, 63, 64, 65, 127, 704)),
-    "all options": replace(_BASE, **VARIANTS["gated"]),  # type: ignore[arg-type]
-}
 
 
 @dataclass
@@ -43,6 +36,9 @@ class Session:
     deadline: float = float("inf")  # of time.monotonic(): no problem is begun after it
     is_named: bool = False  # the providers were asked for by name
     gate_tokens: int | None = None  # judge at most these tokens of each sequence
+    problems: tuple[str, ...] = ()  # of prefill and train, in place of those that goals are set for
+    is_eager: bool = False  # no graphs: calls as Python makes them
+    done: frozenset[tuple[str, str, str]] = frozenset()  # (pass, provider, case) that need not be run again
     providers: dict[str, Provider] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     ceilings: dict[str, float] = field(default_factory=dict)
@@ -58,8 +54,19 @@ class Session:
     def targets(self, name: str) -> list[Target]:
         """The rows of a pass such as prefill or prefill:slow."""
         job, _, variant = name.partition(":")
-        found = [t.variant(variant) if variant else t for t in TARGETS[job]]
+        of_job = TARGETS[job]
+        if self.problems and job in ("prefill", "train"):
+            of_job = tuple(chosen(job, self.problems))
+        found = [t.variant(variant) if variant else t for t in of_job]
         return [t for t in found if self.wants(t.name)]
+
+    def label(self, name: str) -> str:
+        """A pass as its rows call it."""
+        return f"{name}:eager" if self.is_eager and name.partition(":")[0] in TARGETS else name
+
+    def has(self, name: str, provider: str, case: str) -> bool:
+        """True if an earlier run has this row already."""
+        return (self.label(name), provider, case) in self.done
 
     def wants(self, name: str) -> bool:
         return not self.only or any(part in name for part in self.only)
@@ -72,27 +79,26 @@ class Session:
 def warm(session: Session, passes: Sequence[str]) -> float:
     """Have everything compiled that these passes need, many processes at a time; seconds it took."""
     targets = [t for name in passes if name in TARGETS for t in session.targets(name)]
-    with_options = "host" in passes or "accuracy" in passes
-    if "accuracy" in passes and not any(t.job == "train" for t in targets):
-        targets.append(TARGETS["train"][0])
-    return coldstart.warm(session.providers, targets, with_options, os.cpu_count() or 1)
+    return coldstart.warm(session.providers, targets, "host" in passes, os.cpu_count() or 1)
 
 
 def run(session: Session, passes: Sequence[str]) -> Iterator[Row]:
     """All rows of these passes, as they are measured."""
     if any(name.partition(":")[0] in TARGETS for name in passes):
         session.ceilings = graph.ceilings(session.device)
-    others: dict[str, Callable[[Session], Iterator[Row]]] = {"host": host, "cold": cold, "accuracy": errors}
+    others: dict[str, Callable[[Session], Iterator[Row]]] = {"host": host, "cold": cold}
     for name in passes:
-        rows = others[name](session) if name in others else _all_timed(session, name)
-        for row in rows:
-            yield {"pass": name, **row}
+        found = others[name](session) if name in others else _all_timed(session, name)
+        for row in found:
+            yield {"pass": session.label(name), **row}
 
 
 def _all_timed(session: Session, name: str) -> Iterator[Row]:
     for target in session.targets(name):
-        yield from timed(session, target)
-        graph.release()
+        taking = [p for p in session.providers if target.job in session.providers[p].binds]
+        if not all(session.has(name, provider, target.name) for provider in taking):
+            yield from timed(session, target)
+            graph.release()
 
 
 def timed(session: Session, target: Target) -> list[Row]:
@@ -102,27 +108,30 @@ def timed(session: Session, target: Target) -> list[Row]:
         return [_late(target.name, name) for name in taking]
     device, job = session.device, target.job
     given = jobs.given(target.case, device)
-    rows = {name: _head(target) | {"provider": name} for name in taking}
-    judge(session, target, given, taking, rows)
+    found = {
+        name: rows.head(target) | {"provider": name, "backend": jobs.backend(name, job, given)}
+        for name in taking
+    }
+    judge(session, target, given, taking, found)
     footprint = target.cost.bytes / (2 if job == "decode" else 1)
-    found = jobs.sets(job, given, graph.copies(footprint, device))
+    problems = jobs.sets(job, given, graph.copies(footprint, device))
     prepared: dict[str, graph.Prepared] = {}
     for name, provider in taking.items():
-        if rows[name].get("ok"):
-            with _noted(rows[name]):
-                calls = [jobs.call(provider, job, one) for one in found]
-                if job != "decode":
-                    rows[name]["peak_mb"] = round(graph.peak_memory(calls[0], device) / 1e6, 1)
-                prepared[name] = graph.prepare(calls, device)
+        if found[name].get("ok"):
+            with noted(found[name]):
+                calls = [jobs.call(provider, job, one) for one in problems]
+                if job not in providers.ON_A_POOL:
+                    found[name]["peak_mb"] = round(graph.peak_memory(calls[0], device) / 1e6, 1)
+                prepared[name] = graph.prepare(calls, device, is_eager=session.is_eager)
     times = graph.interleaved(prepared, device) if prepared else {}
     for name, seconds in times.items():
-        rows[name] |= _speed(session, target, seconds, prepared[name])
-    _compare(target, rows)
-    return list(rows.values())
+        found[name] |= rows.speed(target.cost, session.ceilings, seconds, prepared[name])
+    rows.compare(found, target)
+    return list(found.values())
 
 
 def judge(
-    session: Session, target: Target, given: Inputs, taking: Mapping[str, Provider], rows: dict[str, Row]
+    session: Session, target: Target, given: Inputs, taking: Mapping[str, Provider], found: dict[str, Row]
 ) -> None:
     """Hold every provider against the law; fills in errors and `ok`, or why there are none."""
     with_backward, lengths = target.job == "train", target.case.lengths
@@ -134,16 +143,17 @@ def judge(
     def calm() -> Inputs:
         return jobs.given(replace(target.case, gate="none"), session.device).prefix(tokens)
 
-    expected = accuracy.expect(small, calm, JUDGED_HEADS, with_backward, accuracy.law_side_by_side)
+    law = accuracy.law_of_packets if target.job == "spec" else accuracy.law_side_by_side
+    expected = accuracy.expect(small, calm, JUDGED_HEADS, with_backward, law)
     for name, provider in taking.items():
-        with _noted(rows[name]):
+        with noted(found[name]):
             results = accuracy.answers(provider.function(target.job), small, with_backward)
-            rows[name] |= _verdict(accuracy.judge(results, expected, target.case))
-            rows[name] |= {"judged_tokens": tokens, "judged_heads": len(expected.index)}
+            found[name] |= rows.verdict(accuracy.judge(results, expected, target.case))
+            found[name] |= {"judged_tokens": tokens, "judged_heads": len(expected.index)}
 
 
 def host(session: Session) -> Iterator[Row]:
-    """Host microseconds per eager call, and for gdn where they go."""
+    """Host time per eager call, and for gdn where it goes."""
     for what, (job, case) in hosttime.CASES.items():
         if not session.wants(what):
             continue
@@ -151,19 +161,25 @@ def host(session: Session) -> Iterator[Row]:
             yield _late(what)
             continue
         given = jobs.sets(job, jobs.given(case, session.device), 1)[0]
+        found: dict[str, Row] = {}
         for name, provider in session.providers.items():
             if job not in provider.binds:
                 continue
-            row: Row = {"row": what, "provider": name, "goal_us": HOST[what][0], "moonshot_us": HOST[what][1]}
-            with _noted(row):
+            row: Row = {"case": what, "provider": name, "backend": jobs.backend(name, job, given)}
+            row |= {"dtype": "bfloat16", "timer": "host"}
+            with noted(row):
                 t = hosttime.burst(jobs.call(provider, job, given), session.device)
-                row |= {"p20_us": 1e6 * t.p20, "p50_us": 1e6 * t.p50, "p80_us": 1e6 * t.p80, "runs": t.runs}
-                row["reached"] = row["p50_us"] <= row["goal_us"]
+                row |= {"ms": 1e3 * t.p50, "p20": 1e3 * t.p20, "p80": 1e3 * t.p80, "runs": t.runs}
                 if name.startswith("gdn"):
+                    goal, moonshot = HOST[what]
+                    row |= {"goal_ms": goal / 1e3, "moonshot_ms": moonshot / 1e3}
+                    row["reached"] = row["ms"] <= row["goal_ms"]
                     parts = hosttime.parts(what, given, name.partition(":")[2] or None)
                     known = sum(x for part, x in parts.items() if part != "launches")
-                    row["parts_us"] = parts | {"dispatch and autograd": row["p50_us"] - known}
-            yield row
+                    row["parts_us"] = parts | {"dispatch and autograd": 1e3 * row["ms"] - known}
+            found[name] = row
+        rows.compare(found)
+        yield from found.values()
 
 
 def cold(session: Session) -> Iterator[Row]:
@@ -171,8 +187,8 @@ def cold(session: Session) -> Iterator[Row]:
     for name in session.providers:
         if session.is_over:
             yield _late("new process", name)
-        elif session.is_named or name.startswith("gdn"):
-            row: Row = {"row": "new process", "provider": name, **coldstart.cold(name)}
+        elif (session.is_named or name.startswith("gdn")) and not session.has("cold", name, "new process"):
+            row: Row = {"case": "new process", "provider": name, **coldstart.cold(name)}
             again = {
                 what: count
                 for what, count in row.get("compilations", {}).items()
@@ -187,114 +203,19 @@ def cold(session: Session) -> Iterator[Row]:
             yield row
 
 
-def errors(session: Session) -> Iterator[Row]:
-    """Every provider's error in every output, on the same inputs, forward and backward where there is one."""
-    for what, case in ACCURACY.items():
-        if not session.wants(what):
-            continue
-        if session.is_over:
-            yield _late(what)
-            continue
-        given = jobs.given(case, session.device)
-
-        def calm(case: Case = case) -> Inputs:
-            return jobs.given(replace(case, gate="none"), session.device)
-
-        expected = accuracy.expect(given, calm, 2 * JUDGED_HEADS, True, accuracy.law_side_by_side)
-        rows: dict[str, Row] = {}
-        for name, provider in session.providers.items():
-            with_backward = "train" in provider.binds
-            row = rows[name] = {"row": what, "provider": name}
-            with _noted(row):
-                results = accuracy.answers(
-                    provider.function("train" if with_backward else "prefill"), given, with_backward
-                )
-                partial = replace(expected, outputs={x: expected.outputs[x] for x in results})
-                row |= _verdict(accuracy.judge(results, partial, case))
-        for name, row in rows.items():
-            if name.startswith("gdn") and "errors" in row:
-                row |= against_peers(
-                    row["errors"], {n: r["errors"] for n, r in rows.items() if "errors" in r}
-                )
-        yield from rows.values()
-        graph.release()
-
-
-def against_peers(ours: Mapping[str, float], found: Mapping[str, Mapping[str, float]]) -> Row:
-    """Where our error is worse than the best peer's by more than 10 %, or dg and dbeta above 0.7 of FLA's."""
-    peers = [errors for name, errors in found.items() if not name.startswith("gdn")]
-    best = {output: min((e[output] for e in peers if output in e), default=None) for output in ours}
-    ratios = {output: ours[output] / x for output, x in best.items() if x}
-    of_fla = {x: ours[x] / found["fla"][x] for x in OF_FLA if x in ours and found.get("fla", {}).get(x)}
-    worse = [x for x, ratio in ratios.items() if ratio > WORSE]
-    worse += [f"{x} of fla's" for x, ratio in of_fla.items() if ratio > OF_FLA[x]]
-    return {"of_best_peer": ratios, "of_fla": of_fla, "worse": worse, "reached": not worse}
-
-
 def _late(what: str, provider: str = "all") -> Row:
-    return {"row": what, "provider": provider, "skipped": "out of time"}
+    return {"case": what, "provider": provider, "skipped": "out of time"}
 
 
-def _head(target: Target) -> Row:
-    """What a row says about its problem."""
-    case, L = target.case, target.case.lengths
-    return {
-        "row": target.name, "H": case.heads[0], "HV": case.heads[1], "K": case.sizes[0], "V": case.sizes[1],
-        "N": L.N, "T": L.T // (L.N if L.ends else 1), "gate": case.gate, "dtype": "bfloat16",
-        "state": "fp32" if case.state == "wide" else "bf16",
-    }  # fmt: skip
-
-
-def _verdict(rows: Sequence[accuracy.Row]) -> Row:
-    return {
-        "ok": all(row.ok for row in rows),
-        "errors": {row.output: row.error for row in rows},
-        "share_of_limit": max(row.error / row.limit for row in rows),
-    }
-
-
-def _speed(session: Session, target: Target, seconds: measure.Times, prepared: graph.Prepared) -> Row:
-    cost, rates = target.cost, session.ceilings
-    limit = max(cost.bytes / rates["copy"], cost.flop / rates["matmul"])
-    return {
-        "p20_ms": 1e3 * seconds.p20, "p50_ms": 1e3 * seconds.p50, "p80_ms": 1e3 * seconds.p80,
-        "runs": seconds.runs, "calls": prepared.calls, "timer": prepared.timer, "why": prepared.why,
-        "gb_per_s": cost.bytes / seconds.p50 / 1e9, "tflop_per_s": cost.flop / seconds.p50 / 1e12,
-        "limit_ms": 1e3 * limit, "share_of_ceiling": limit / seconds.p50,
-        "copy_gb_per_s": rates["copy"] / 1e9, "matmul_tflop_per_s": rates["matmul"] / 1e12,
-    }  # fmt: skip
-
-
-def _compare(target: Target, rows: Mapping[str, Row]) -> None:
-    """Ratios to the peers of this run, and the goal in this run's milliseconds."""
-    times = {name: row["p50_ms"] for name, row in rows.items() if "p50_ms" in row}
-    scale = target.scale(times)
-    for name, own in times.items():
-        row = rows[name]
-        row["ratio"] = {
-            peer: x / own for peer, x in times.items() if peer in providers.PEERS and peer != name
-        }
-        if name.startswith("gdn") and target.goal is not None and target.moonshot is not None:
-            row |= {"goal_ms": scale * target.goal, "moonshot_ms": scale * target.moonshot}
-            row["reached"] = own <= row["goal_ms"]
-
-
-class _noted:
+@contextmanager
+def noted(row: Row) -> Iterator[None]:
     """What a provider raises becomes a note in its row: it refuses, or it fails."""
-
-    def __init__(self, row: Row) -> None:
-        self.row = row
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, Exception):
-            return False
+    try:
+        yield
+    except Exception as error:
         words = (str(error).splitlines() or [""])[0][:300]
         if isinstance(error, NotImplementedError):
-            self.row["refused"] = words
+            row["refused"] = words
         else:
-            self.row["failed"] = f"{type(error).__name__}: {words}"
-        self.row["ok"] = False
-        return True
+            row["failed"] = f"{type(error).__name__}: {words}"
+        row["ok"] = False

@@ -29,14 +29,17 @@ class Prepared:
 
     run: Call
     calls: int
-    timer: str  # graph, events, wall
+    timer: str  # graph, events, eager, wall
     kept: Sequence[Call]
     lead: float = 0.0  # seconds the host needs to queue a run; a graph needs none
     why: str = ""  # what kept the calls out of a graph
 
 
-def prepare(calls: Sequence[Call], device: torch.device) -> Prepared:
-    """Warm the calls up, then capture them; each has its own inputs, in memory of their own."""
+def prepare(calls: Sequence[Call], device: torch.device, *, is_eager: bool = False) -> Prepared:
+    """Warm the calls up, then capture them; each has its own inputs, in memory of their own.
+
+    is_eager: they are queued as Python makes them, and what the host is late with counts.
+    """
 
     def queue() -> Any:
         return [call() for call in calls][0]
@@ -44,6 +47,8 @@ def prepare(calls: Sequence[Call], device: torch.device) -> Prepared:
     queue()
     if device.type != "cuda":
         return Prepared(queue, len(calls), "wall", calls)
+    if is_eager:
+        return Prepared(queue, len(calls), "eager", calls)
     try:
         graph, repeats = _captured(queue, 1), 1
         seconds = _seconds(graph.replay, device)

@@ -15,9 +15,9 @@ import torch
 
 import gdn
 from gdn.backends import Backend, select
-from gdn.bench.cases import Case, Inputs, Lengths, packed
+from gdn.bench.cases import Case, Inputs, packed
+from gdn.bench.catalog import MIXED, VARIANTS, step
 from gdn.bench.measure import Times, times
-from gdn.bench.targets import MIXED, STEP, VARIANTS
 from gdn.problem import parse
 from gdn.problem.serving import parse_decode
 
@@ -25,7 +25,7 @@ CALLS, BURSTS = 10, 25
 # everything inside the call, as a layer calls it; 16/32 heads
 FULL = replace(MIXED, **VARIANTS["gated"], heads=(16, 32), lengths=packed(256))  # type: ignore[arg-type]
 CASES: dict[str, tuple[str, Case]] = {  # name -> job, problem
-    "decode": ("decode", replace(STEP, lengths=Lengths(1, 8))),
+    "decode": ("decode", step(8)),
     "forward": ("prefill", FULL),
     "forward+backward": ("train", FULL),
 }
@@ -54,7 +54,7 @@ def burst(call: Callable[[], Any], device: torch.device) -> Times:
 def parts(name: str, given: Inputs, backend: str | None) -> dict[str, float]:
     """Microseconds of each part of gdn's call; `launches` is how many there are."""
     device = given.tensors["q"].device
-    check = _decode_check(given, backend) if name == "decode" else _rule_check(given, backend)
+    check = decode_check(given, backend) if name == "decode" else rule_check(given, backend)
     problem = check()
     chosen = select(problem)
     bodies: list[Callable[[], Any]] = [lambda: chosen.decode(problem)]
@@ -83,12 +83,14 @@ def parts(name: str, given: Inputs, backend: str | None) -> dict[str, float]:
     return found
 
 
-def _rule_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
+def rule_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
+    """What checks a call of the rule: returns its Problem."""
     arguments: dict[str, Any] = {**given.tensors, **given.options, "backend": backend}
     return lambda: parse(**arguments)
 
 
-def _decode_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
+def decode_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
+    """What checks a decode of states in a pool: returns its DecodeProblem."""
     x, options = given.tensors, given.options
     call = inspect.signature(gdn.decode).bind(
         x["q"], x["k"], x["v"], x["pool"], a=x["g"], b=x["beta"], A_log=x["A_log"], dt_bias=x["dt_bias"],

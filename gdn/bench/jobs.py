@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from gdn.bench import accuracy, cases
+from gdn.backends import select
+from gdn.bench import accuracy, cases, hosttime
 from gdn.bench.cases import Case, Inputs
-from gdn.bench.providers import Provider
+from gdn.bench.providers import ON_A_POOL, Provider
 
 DTYPE = torch.bfloat16
 _OWN = ("q", "k", "v", "g", "beta", "initial_state")  # each set of inputs has its own; the rest is shared
@@ -24,13 +25,13 @@ def given(case: Case, device: torch.device) -> Inputs:
 def sets(job: str, first: Inputs, count: int) -> list[Inputs]:
     """`count` problems of the same numbers in different memory; the offsets stay one tensor, as peers like.
 
-    For a decode the states lie in one pool, each set's in slots of its own, in no order.
+    For a decode and for speculation the states lie in one pool, each set's in slots of its own, in no order.
     """
     found = [first]
     for _ in range(count - 1):
         own = {name: x.clone() if name in _OWN else x for name, x in first.tensors.items()}
         found.append(replace(first, tensors=own))
-    return _pooled(found) if job == "decode" else found
+    return _pooled(found) if job in ON_A_POOL else found
 
 
 def call(provider: Provider, job: str, given: Inputs) -> Callable[[], Any]:
@@ -47,6 +48,20 @@ def call(provider: Provider, job: str, given: Inputs) -> Callable[[], Any]:
         return torch.autograd.grad(list(bound()), wanted, gradients)
 
     return step
+
+
+def backend(provider: str, job: str, given: Inputs) -> str | None:
+    """Which of gdn's backends takes a job's problem; None for a peer, and where none does."""
+    name, _, forced = provider.partition(":")
+    if name != "gdn" or forced:
+        return forced or None
+    if job in ON_A_POOL and "pool" not in given.tensors:
+        given = _pooled([given])[0]
+    check = hosttime.decode_check if job in ON_A_POOL else hosttime.rule_check
+    try:
+        return select(check(given, None)()).name
+    except NotImplementedError:
+        return None
 
 
 def _pooled(found: list[Inputs]) -> list[Inputs]:

@@ -92,10 +92,13 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The short commit of this checkout, with '+' when files differ from it; None outside a checkout."""
+    """The short commit of this checkout, with '+' when the package differs from it; None outside a checkout.
+
+    Results and pages, which measuring itself writes, do not count.
+    """
     try:
         head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", "gdn") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -3,17 +3,22 @@
 FLA         int32 offsets, states K first; decode reads states of its own and leaves new ones in new memory
 FlashQLA    int32 offsets; gates are computed by torch operators where the problem holds raw logits
 FlashInfer  tokens without a batch axis, int64 offsets and the longest length, decay as exp(g), gates in
-            fp32, states V first; decode works in the caller's pool, on 16-bit logits and fp32 parameters
+            fp32, states V first; decode works in the caller's pool, on 16-bit logits and fp32 parameters;
+            several tokens through one function for fp32 pools and through another for bf16
+Transformers  plain torch: a sequence at a time, a key head for every value head, gates by torch operators,
+            states read from the cache and copied back into it
 
 Conversions come before what is timed, but for the activation of raw logits, which is part of the job.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdn.bench.providers import Bound, Options, Provider, Tensors
+from gdn.bench import fallback
+from gdn.bench.providers import Bind, Bound, Options, Provider, Tensors
 
 
 def fla() -> Provider:
@@ -71,10 +76,17 @@ def flash_qla() -> Provider:
 
 
 def flashinfer() -> Provider:
-    """FlashInfer: prefill and decode, no gradients."""
-    from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
+    """FlashInfer: prefill, decode and speculation, no gradients."""
+    from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
     from flashinfer.gdn_prefill import chunk_gated_delta_rule
 
+    decode, spec = _flashinfer_steps(gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp)
+    return Provider(
+        "flashinfer", {"prefill": _flashinfer_chunk(chunk_gated_delta_rule), "decode": decode, "spec": spec}
+    )
+
+
+def _flashinfer_chunk(chunk_gated_delta_rule: Any) -> Bind:
     def chunk(tensors: Tensors, options: Options) -> Bound:
         q, k, v = _required(tensors, "q", "k", "v")
         _require_half(q, v)
@@ -110,25 +122,116 @@ def flashinfer() -> Provider:
 
         return Bound(run, restore)
 
-    def decode(tensors: Tensors, options: Options) -> Bound:
-        pool, index = tensors["pool"], tensors["read_index"]
+    return chunk
+
+
+def _flashinfer_steps(
+    gated_delta_rule_decode_pretranspose: Any, gated_delta_rule_mtp: Any
+) -> tuple[Bind, Bind]:
+    """One token a row, and several."""
+
+    def in_the_pool(tensors: Tensors, options: Options) -> dict[str, Any]:
         q, k, v, a, b = _required(tensors, "q", "k", "v", "g", "beta")
         if not options["state_v_first"]:
             raise NotImplementedError("flashinfer: decodes on pools with V first only")
-        arguments: dict[str, Any] = {
-            "q": q, "k": k, "v": v, "a": a.to(q.dtype), "b": b.to(q.dtype), "state": None,
+        return {
+            "q": q, "k": k, "v": v, "a": a.to(q.dtype), "b": b.to(q.dtype),
             "A_log": tensors["A_log"].float(), "dt_bias": tensors["dt_bias"].float(),
             "scale": options["scale"], "use_qk_l2norm": options["use_qk_l2norm_in_kernel"],
-            "initial_state": pool, "initial_state_indices": index, "output": torch.empty_like(v),
+            "initial_state": tensors["pool"], "initial_state_indices": tensors["read_index"],
+            "output": torch.empty_like(v),
         }  # fmt: skip
 
+    def decode(tensors: Tensors, options: Options) -> Bound:
+        arguments = in_the_pool(tensors, options)
+
         def run() -> Tensor:
-            o: Tensor = gated_delta_rule_decode_pretranspose(**arguments)[0]
+            o: Tensor = gated_delta_rule_decode_pretranspose(state=None, **arguments)[0]
             return o
 
+        pool, index = tensors["pool"], tensors["read_index"]
         return Bound(run, lambda o: (o, pool[index.long()].float()))
 
-    return Provider("flashinfer", {"prefill": chunk, "decode": decode})
+    def spec(tensors: Tensors, options: Options) -> Bound:
+        arguments, pool = in_the_pool(tensors, options), tensors["pool"]
+        kept = pool.new_empty(*tensors["v"].shape[:2], *pool.shape[1:])
+        arguments |= {"intermediate_states_buffer": kept, "disable_state_update": True}
+        verify: Any = gated_delta_rule_mtp
+        if pool.dtype == torch.bfloat16:
+            verify, arguments = gated_delta_rule_decode_pretranspose, {**arguments, "state": None}
+
+        def run() -> tuple[Tensor, Tensor]:
+            return verify(**arguments)[0], kept
+
+        return Bound(run, lambda found: (found[0], found[1].flatten(0, 1).float()))
+
+    return decode, spec
+
+
+def transformers() -> Provider:
+    """Transformers' plain-torch functions: what a model runs on where no package is installed."""
+    whole, recurrent = fallback.chunk(), fallback.recurrent()
+
+    def arranged(tensors: Tensors, options: Options) -> list[Tensor]:
+        """q, k, v and gates as its layer passes them, a key head to each value head."""
+        q, k, v = _required(tensors, "q", "k", "v")
+        if options["scale"] is not None:
+            raise NotImplementedError("transformers: has no scale but its own")
+        group = v.shape[2] // q.shape[2]
+        return [*(x.repeat_interleave(group, dim=2) for x in (q, k)), v, *_activated(tensors, options)]
+
+    def chunk(tensors: Tensors, options: Options) -> Bound:
+        flags = {
+            "output_final_state": True,
+            "use_qk_l2norm_in_kernel": options["use_qk_l2norm_in_kernel"],
+        }
+        offsets, state = tensors.get("cu_seqlens"), tensors.get("initial_state")
+        ends = None if offsets is None else offsets.tolist()
+        if ends is not None and (ends[-1] != tensors["q"].shape[1] or min(map(_length, pairwise(ends))) == 0):
+            raise NotImplementedError("transformers: has no empty sequences and no tokens past the last")
+
+        def run() -> tuple[Tensor, Tensor]:
+            given = arranged(tensors, options)
+            first = state.transpose(-1, -2) if state is not None and options["state_v_first"] else state
+            if ends is None:
+                o, final = whole(*given, initial_state=first, **flags)
+            else:
+                found = [
+                    whole(
+                        *(x[:, a:b] for x in given),
+                        initial_state=None if first is None else first[[n]],
+                        **flags,
+                    )
+                    for n, (a, b) in enumerate(pairwise(ends))
+                ]
+                o, final = (
+                    torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), (1, 0), strict=True)
+                )
+            assert final is not None
+            return o, final.transpose(-1, -2) if options["state_v_first"] else final
+
+        return Bound(run)
+
+    def decode(tensors: Tensors, options: Options) -> Bound:
+        pool, index = tensors["pool"], tensors["read_index"].long()
+
+        def run() -> Tensor:
+            states = pool[index].transpose(-1, -2) if options["state_v_first"] else pool[index]
+            o, final = recurrent(
+                *arranged(tensors, options), initial_state=states.float(), output_final_state=True,
+                use_qk_l2norm_in_kernel=options["use_qk_l2norm_in_kernel"],
+            )  # fmt: skip
+            assert final is not None
+            pool[index] = (final.transpose(-1, -2) if options["state_v_first"] else final).to(pool.dtype)
+            return o
+
+        return Bound(run, lambda o: (o, pool[index].float()))
+
+    return Provider("transformers", {"prefill": chunk, "train": chunk, "decode": decode})
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
 
 
 def _required(tensors: Tensors, *names: str) -> list[Tensor]:

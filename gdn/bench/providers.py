@@ -16,6 +16,7 @@ from torch import Tensor
 import gdn
 from gdn.bench.accuracy import Provider as Function
 
+ON_A_POOL = ("decode", "spec")  # jobs that get `pool` and `read_index` in place of `initial_state`
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
@@ -31,16 +32,22 @@ class Bound:
         return self.restore(self.run())
 
 
+Bind = Callable[[Tensors, Options], Bound]
+
+
 @dataclass(frozen=True)
 class Provider:
     """One way to compute each job; a job it does not do is left out.
 
-    binds: job -> function of tensors and options; raises NotImplementedError for what it cannot take. A
-    decode gets `pool` and `read_index` in place of `initial_state`: the states to step, and where they lie.
+    binds: job -> function of tensors and options; raises NotImplementedError for what it cannot take.
+        prefill, train    the whole rule, without gradients and with
+        decode            a token per row; the states to step lie in `pool` at `read_index`
+        spec              several tokens per row; the pool is left alone, and the state after each token is
+                          kept elsewhere: restore() gives those as [B * T, HV, ...]
     """
 
     name: str
-    binds: Mapping[str, Callable[[Tensors, Options], Bound]]
+    binds: Mapping[str, Bind]
 
     def function(self, job: str) -> Function:
         """The job as accuracy judges it: a function of tensors, on a pool of its own."""
@@ -49,7 +56,7 @@ class Provider:
             given = {"q": q, "k": k, "v": v, **arguments}
             tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
             options = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
-            if job == "decode":
+            if job in ON_A_POOL:
                 tensors |= in_pool(tensors.pop("initial_state"))
             return self.binds[job](tensors, options)()
 
@@ -86,11 +93,31 @@ def ours(backend: str | None = None) -> Provider:
 
         return Bound(run, lambda o: (o, pool[index.long()].float()))
 
+    def spec(tensors: Tensors, options: Options) -> Bound:
+        pool, v = tensors["pool"], tensors["v"]
+        q, k, a, b, A_log, dt_bias = (tensors[x] for x in ("q", "k", "g", "beta", "A_log", "dt_bias"))
+        out, kept = torch.empty_like(v), pool.new_empty(*v.shape[:2], *pool.shape[1:])
+        flags = {name: options[name] for name in ("scale", "use_qk_l2norm_in_kernel", "state_v_first")}
+
+        def run() -> tuple[Tensor, Tensor]:
+            o = gdn.decode(
+                q, k, v, pool, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_index=tensors["read_index"],
+                write="none", intermediate=kept, out=out, backend=backend, **flags,
+            )  # fmt: skip
+            return o, kept
+
+        return Bound(run, lambda found: (found[0], found[1].flatten(0, 1).float()))
+
     name = f"gdn:{backend}" if backend else "gdn"
-    return Provider(name, {"prefill": chunk, "train": chunk, "decode": decode})
+    return Provider(name, {"prefill": chunk, "train": chunk, "decode": decode, "spec": spec})
 
 
-PEERS = {"fla": "fla", "flash_qla": "flash_qla", "flashinfer": "flashinfer"}  # name -> package to import
+PEERS = {  # name -> package to import
+    "fla": "fla",
+    "flash_qla": "flash_qla",
+    "flashinfer": "flashinfer",
+    "transformers": "transformers",
+}
 NAMES = ("gdn", *PEERS)
 
 

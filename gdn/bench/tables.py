@@ -1,4 +1,4 @@
-"""Rows of `bench gpu` as tables to print: for each pass its columns and cells, in rich's markup."""
+"""Rows of a run as tables to print: for each pass its columns and cells, in rich's markup."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,9 @@ from gdn.bench.accuracy import OUTPUTS
 
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
+
+
+PEERS = {"fla": "fla", "flash_qla": "qla", "flashinfer": "fi", "transformers": "hf"}  # in a column's head
 
 
 def table(name: str, rows: Sequence[Row]) -> Table:
@@ -19,10 +22,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """One line for every row that has no numbers, and for every one whose numbers are not what they seem."""
     found = []
     for row in rows:
-        where = f"{row['pass']} {row['row']}, {row['provider']}"
-        for kind in ("refused", "failed", "skipped", "absent", "error"):
+        where = f"{row['pass']} {row['case']}, {row['provider']}"
+        for kind in ("refused", "failed", "skipped", "absent", "error_message"):
             if row.get(kind):
-                found.append(f"{where}: {kind}: {row[kind]}")
+                found.append(f"{where}: {kind.removesuffix('_message')}: {row[kind]}")
         if row.get("errors") and not row["ok"]:
             found.append(f"{where}: wrong: {', '.join(f'{x} {e:.1e}' for x, e in row['errors'].items())}")
         if row.get("why"):
@@ -34,41 +37,31 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def line(row: Row) -> str:
     """A row in few words, as it is measured."""
-    for kind, unit in (("p50_ms", "ms"), ("p50_us", "us")):
-        if kind in row:
-            return f"{row['pass']} {row['row']} {row['provider']} {_digits(row[kind])} {unit}"
-    state = next((x for x in ("refused", "failed", "skipped", "absent", "error") if x in row), "measured")
-    state = "wrong" if row.get("errors") and not row["ok"] else state
-    return f"{row['pass']} {row['row']} {row['provider']} {state}"
+    where = f"{row['pass']} {row['case']} {row['provider']}"
+    if "ms" in row:
+        return f"{where} {digits(row['ms'])} ms"
+    state = next(
+        (x for x in ("refused", "failed", "skipped", "absent", "error_message") if x in row), "measured"
+    )
+    return f"{where} {'wrong' if row.get('errors') and not row['ok'] else state.removesuffix('_message')}"
 
 
 def _times(rows: Sequence[Row]) -> Table:
     columns = [
-        "",
-        "provider",
-        "ms",
-        "p20..p80",
-        "fla",
-        "qla",
-        "fi",
-        "goal",
-        "limit",
-        "GB/s",
-        "TF/s",
-        "MB",
-        "error",
-    ]
+        "", "provider", "ms", "p20", "p80", "GB", "GFLOP", "GB/s", "TF/s", "limit", "best peer",
+        *PEERS.values(), "goal", "MB", "error",
+    ]  # fmt: skip
     cells = []
     for row in rows:
-        if "p50_ms" not in row:
+        if "ms" not in row:
             continue
-        ratio = row["ratio"]
+        ratio, best = row["ratio"], row.get("to_best_peer")
         cells.append([
-            row["row"], row["provider"], _digits(row["p50_ms"]),
-            f"{_digits(row['p20_ms'])}..{_digits(row['p80_ms'])}",
-            *(f"{ratio[peer]:.2f}" if peer in ratio else "" for peer in ("fla", "flash_qla", "flashinfer")),
-            _goal(row, "goal_ms"), f"{row['share_of_ceiling']:.0%}", f"{row['gb_per_s']:.0f}",
-            f"{row['tflop_per_s']:.0f}", f"{row.get('peak_mb', 0):.0f}", f"{row['share_of_limit']:.0%}",
+            row["case"], row["provider"], *(digits(row[x]) for x in ("ms", "p20", "p80")),
+            f"{row['bytes'] / 1e9:.3g}", f"{row['flop'] / 1e9:.3g}", f"{row['gb_per_s']:.0f}",
+            f"{row['tflop_per_s']:.0f}", f"{row['of_limit']:.0%}", f"{best:.2f}" if best else "",
+            *(f"{ratio[peer]:.2f}" if peer in ratio else "" for peer in PEERS),
+            _goal(row), f"{row.get('peak_mb', 0):.0f}", f"{row['share_of_limit']:.0%}",
         ])  # fmt: skip
     return columns, cells
 
@@ -76,13 +69,11 @@ def _times(rows: Sequence[Row]) -> Table:
 def _host(rows: Sequence[Row]) -> Table:
     cells = []
     for row in rows:
-        if "p50_us" in row:
+        if "ms" in row:
             parts = ", ".join(f"{name} {x:.0f}" for name, x in row.get("parts_us", {}).items())
-            spread = f"{_digits(row['p20_us'])}..{_digits(row['p80_us'])}"
-            cells.append(
-                [row["row"], row["provider"], _digits(row["p50_us"]), spread, _goal(row, "goal_us"), parts]
-            )
-    return ["", "provider", "us", "p20..p80", "goal", "of which"], cells
+            us = [digits(1e3 * row[name]) for name in ("ms", "p20", "p80")]
+            cells.append([row["case"], row["provider"], *us, _goal(row, 1e3), parts])
+    return ["", "provider", "us", "p20", "p80", "goal", "of which"], cells
 
 
 def _cold(rows: Sequence[Row]) -> Table:
@@ -105,14 +96,14 @@ def _accuracy(rows: Sequence[Row]) -> Table:
         if "errors" in row:
             errors = row["errors"]
             shown = [f"{errors[x]:.1e}" if x in errors else "" for x in OUTPUTS]
-            cells.append([row["row"], row["provider"], *shown, _mark(row)])
+            cells.append([row["case"], row["provider"], *shown, _mark(row)])
     return ["", "provider", *OUTPUTS, "ok"], cells
 
 
-def _goal(row: Row, key: str) -> str:
-    if row.get(key) is None:
+def _goal(row: Row, unit: float = 1) -> str:
+    if row.get("goal_ms") is None:
         return ""
-    return f"[{'green' if row['reached'] else 'red'}]{_digits(row[key])}[/]" if "reached" in row else ""
+    return f"[{'green' if row['reached'] else 'red'}]{digits(unit * row['goal_ms'])}[/]"
 
 
 def _mark(row: Row) -> str:
@@ -122,5 +113,6 @@ def _mark(row: Row) -> str:
     return "[green]yes[/]" if row["reached"] else "[red]no[/]"
 
 
-def _digits(x: float) -> str:
+def digits(x: float) -> str:
+    """Three of them."""
     return f"{x:.0f}" if x >= 100 else f"{x:.3g}"

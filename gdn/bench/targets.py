@@ -4,27 +4,15 @@ Times are milliseconds on one NVIDIA H200, bf16, K = V = 128, states in and out,
 what counts is a ratio within one run, so a goal moves with the best peer of the day it was set.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from gdn.bench.cases import Case, Lengths, packed
+from gdn.bench import catalog
+from gdn.bench.cases import Case
+from gdn.bench.catalog import VARIANTS
 
 CHUNK = 64  # tokens per chunk in the count of operations
-MIXED = Case("mixed", sizes=(128, 128), state="wide")
-STEP = replace(
-    MIXED, gate="model", raw_gate="on", beta="sigmoid", use_qk_l2norm_in_kernel=True, has_narrow_gates=True,
-    state_v_first=True, heads=(16, 32),
-)  # fmt: skip
-# what else a prefill can be timed on: `prefill:NAME`; g = 0 everywhere, slow decay, options in the kernels
-VARIANTS: dict[str, dict[str, object]] = {
-    "slow": {"gate": "slow"},
-    "none": {"gate": "none"},
-    "strong": {"gate": "strong"},
-    "l2norm": {"use_qk_l2norm_in_kernel": True},
-    "inexact": {"use_qk_l2norm_in_kernel": True, "exact": False},
-    "gated": {"gate": "model", "raw_gate": "on", "beta": "sigmoid", "use_qk_l2norm_in_kernel": True},
-}
 
 
 @dataclass(frozen=True)
@@ -39,7 +27,7 @@ class Cost:
 class Target:
     """A problem to time. `then`: milliseconds of each peer when `goal` and `moonshot` were set."""
 
-    job: str  # prefill, train, decode
+    job: str  # prefill, train, decode, spec
     name: str
     case: Case
     goal: float | None
@@ -50,8 +38,10 @@ class Target:
     def cost(self) -> Cost:
         (H, HV), (K, V), L = self.case.heads, self.case.sizes, self.case.lengths
         state = L.N * HV * K * V
-        if self.job == "decode":
-            return Cost(2 * state * (4 if self.case.state == "wide" else 2), 0)
+        if self.job in ("decode", "spec"):
+            # a state read and written; for speculation read once, and left after each token
+            states = 2 if self.job == "decode" else 1 + L.T
+            return Cost(states * state * (4 if self.case.state == "wide" else 2), 0)
         # per token and value head: v, o in two bytes, g and beta in four; q and k once per key head
         tokens, group = L.B * L.T * HV, HV / H
         forward = Cost(
@@ -75,50 +65,60 @@ class Target:
 
 
 def _prompt(
-    job: str, heads: str, sequences: str, goal: float, moonshot: float, fla: float, flash_qla: float,
+    job: str, name: str, goal: float, moonshot: float, fla: float, flash_qla: float,
     flashinfer: float | None = None,
 ) -> Target:  # fmt: skip
-    """Heads as H/HV, sequences as NxT, always packed, as prompts and documents come."""
-    (H, HV), (N, T) = (map(int, text.split(sign)) for text, sign in ((heads, "/"), (sequences, "x")))
     then = {"fla": fla, "flash_qla": flash_qla} | ({} if flashinfer is None else {"flashinfer": flashinfer})
-    case = replace(MIXED, lengths=packed(*[T] * N), heads=(H, HV))
-    return Target(job, f"{heads} {sequences}", case, goal, moonshot, MappingProxyType(then))
+    return Target(job, name, catalog.case(name), goal, moonshot, MappingProxyType(then))
 
 
 def _step(B: int, fla: float, wide: float, narrow: float, goal: float, narrow_goal: float) -> list[Target]:
     """One token for B rows, in microseconds, on pools in fp32 and in bf16."""
-    case = replace(STEP, lengths=Lengths(1, B))
     rows = (
         ("fp32", "wide", goal, {"fla": fla, "flashinfer": wide}),
         ("bf16", "narrow", narrow_goal, {"flashinfer": narrow}),
     )
     return [
         Target(
-            "decode", f"B={B} {dtype}", replace(case, state=state), wanted / 1e3, wanted / 1e3,
+            "decode", f"B={B} {dtype}", catalog.step(B, state=state), wanted / 1e3, wanted / 1e3,
             MappingProxyType({name: us / 1e3 for name, us in then.items()}),
         )
         for dtype, state, wanted, then in rows
     ]  # fmt: skip
 
 
+def _packet(B: int, tokens: int, dtype: str) -> Target:
+    case = catalog.step(B, tokens=tokens, state="wide" if dtype == "fp32" else "narrow")
+    return Target("spec", f"B={B} T={tokens} {dtype}", case, None, None, MappingProxyType({}))
+
+
+def chosen(job: str, names: Sequence[str]) -> list[Target]:
+    """The targets of a job by the names of their problems; those without a goal have none."""
+    known = {target.name: target for target in TARGETS[job]}
+    return [
+        known.get(name) or Target(job, name, catalog.case(name), None, None, MappingProxyType({}))
+        for name in names
+    ]
+
+
 PREFILL = (
-    _prompt("prefill", "2/8", "1x32768", 0.17, 0.11, 0.921, 0.395, 0.238),
-    _prompt("prefill", "2/8", "1x8192", 0.075, 0.05, 0.238, 0.164, 0.114),
-    _prompt("prefill", "2/8", "8x4096", 0.17, 0.11, 0.484, 0.202, 0.301),
-    _prompt("prefill", "16/64", "1x32768", 1.05, 0.75, 3.449, 1.536, 1.411),
-    _prompt("prefill", "16/64", "4x8192", 0.68, 0.58, 3.474, 1.232, 0.728),
-    _prompt("prefill", "16/32", "1x32768", 0.55, 0.40, 1.937, 1.248, 0.753),
-    _prompt("prefill", "16/32", "1x8192", 0.16, 0.11, 0.517, 0.305, 0.234),
-    _prompt("prefill", "16/32", "4x8192", 0.35, 0.29, 1.941, 0.633, 0.371),
-    _prompt("prefill", "16/32", "8x4096", 0.35, 0.29, 1.965, 0.633, 0.378),
-    _prompt("prefill", "16/32", "8x1024", 0.105, 0.085, 0.533, 0.189, 0.114),
-    _prompt("prefill", "16/32", "1x2048", 0.06, 0.04, 0.136, 0.087, 0.104),
-    _prompt("prefill", "16/16", "16x16384", 1.40, 1.2, 6.996, 2.551, 1.513),
+    _prompt("prefill", "2/8 1x32768", 0.17, 0.11, 0.921, 0.395, 0.238),
+    _prompt("prefill", "2/8 1x8192", 0.075, 0.05, 0.238, 0.164, 0.114),
+    _prompt("prefill", "2/8 8x4096", 0.17, 0.11, 0.484, 0.202, 0.301),
+    _prompt("prefill", "16/64 1x32768", 1.05, 0.75, 3.449, 1.536, 1.411),
+    _prompt("prefill", "16/64 4x8192", 0.68, 0.58, 3.474, 1.232, 0.728),
+    _prompt("prefill", "16/32 1x32768", 0.55, 0.40, 1.937, 1.248, 0.753),
+    _prompt("prefill", "16/32 1x8192", 0.16, 0.11, 0.517, 0.305, 0.234),
+    _prompt("prefill", "16/32 4x8192", 0.35, 0.29, 1.941, 0.633, 0.371),
+    _prompt("prefill", "16/32 8x4096", 0.35, 0.29, 1.965, 0.633, 0.378),
+    _prompt("prefill", "16/32 8x1024", 0.105, 0.085, 0.533, 0.189, 0.114),
+    _prompt("prefill", "16/32 1x2048", 0.06, 0.04, 0.136, 0.087, 0.104),
+    _prompt("prefill", "16/16 16x16384", 1.40, 1.2, 6.996, 2.551, 1.513),
 )
 TRAIN = (
-    _prompt("train", "16/32", "1x8192", 0.75, 0.5, 2.06, 1.01),
-    _prompt("train", "16/32", "1x32768", 2.5, 1.8, 8.25, 3.61),
-    _prompt("train", "16/32", "8x4096", 1.9, 1.4, 8.32, 2.58),
+    _prompt("train", "16/32 1x8192", 0.75, 0.5, 2.06, 1.01),
+    _prompt("train", "16/32 1x32768", 2.5, 1.8, 8.25, 3.61),
+    _prompt("train", "16/32 8x4096", 1.9, 1.4, 8.32, 2.58),
 )
 DECODE = (
     *_step(1, 3.7, 5.2, 4.0, 3.5, 3.3),
@@ -128,7 +128,13 @@ DECODE = (
     *_step(128, 187, 133.9, 76.1, 129, 67),
     *_step(256, 368, 263.3, 146.2, 258, 131),
 )
-TARGETS = {"prefill": PREFILL, "train": TRAIN, "decode": DECODE}
+SPEC = tuple(
+    _packet(B, tokens, dtype)
+    for dtype in ("fp32", "bf16")
+    for B in (1, 8, 32, 128)
+    for tokens in catalog.PACKETS
+)
+TARGETS = {"prefill": PREFILL, "train": TRAIN, "decode": DECODE, "spec": SPEC}
 # host microseconds of one eager call: goal, moonshot
 HOST = {"decode": (25, 15), "forward": (120, 50), "forward+backward": (450, 150)}
 # seconds of the first call in a new process with empty caches

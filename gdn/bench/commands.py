@@ -1,0 +1,189 @@
+"""`gdn bench`: one command for each thing that is timed, and `compare`."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gdn.bench import catalog, measure
+from gdn.bench import compare as comparing
+from gdn.bench.console import Device, Json, choice, console, place, progress, show, status, words, wrote
+
+bench = typer.Typer(
+    help="Times against other implementations, each checked before it is timed.", no_args_is_help=True
+)
+HELP = {
+    "prefill": "Forward, packed sequences, with states in and out.",
+    "train": "Forward and backward through autograd, with both states and their gradients.",
+    "decode": "One token for B rows, on a pool of states, gates and l2norm inside.",
+    "spec": "2, 4 and 8 tokens for B rows, the state kept after each: what verifying a guess costs.",
+    "host": "Host time of an eager call that nobody waits for, and for gdn where it goes.",
+    "cold": "A new process with empty caches, and what is compiled again for another problem.",
+}
+EXPLAINED = (
+    "fla, qla, fi, hf: their time over this one; limit: share of what bytes and products allow at the rates "
+    "of this run; goal: moved by the best peer of the day it was set; error: the largest, as a share of its "
+    "limit"
+)
+
+
+def _register(job: str) -> None:
+    def command(
+        variant: Annotated[
+            str, typer.Option(help=f"Other gates or options: {', '.join(catalog.VARIANTS)}.")
+        ] = "",
+        problems: Annotated[
+            str, typer.Option("--set", help=f"Other problems: {', '.join(catalog.SETS)}.")
+        ] = "table",
+        only: Annotated[str, typer.Option(help="Only rows whose name holds one of these: 16/32,2/8.")] = "",
+        names: Annotated[
+            str | None, typer.Option("--providers", help="gdn, gdn:BACKEND, fla, flash_qla, flashinfer, ...")
+        ] = None,
+        minutes: Annotated[float, typer.Option(help="Begin no problem after so many.")] = 8.5,
+        warm: Annotated[
+            bool, typer.Option(help="Compile first, in as many processes as there are cores.")
+        ] = True,
+        is_eager: Annotated[
+            bool, typer.Option("--eager", help="Calls as Python makes them, no graph.")
+        ] = False,
+        resume: Annotated[
+            bool, typer.Option(help="Leave out what the file has of this commit on this kind of GPU.")
+        ] = False,
+        gate_tokens: Annotated[
+            int | None, typer.Option(help="Judge at most so many tokens per sequence.")
+        ] = None,
+        out: Annotated[Path | None, typer.Option(help="Append the rows to this JSON-lines file.")] = None,
+        commit: Annotated[str | None, typer.Option(help="Of this tree, where git cannot tell.")] = None,
+        device: Device = None,
+        json_file: Json = None,
+    ) -> None:
+        from gdn.bench import gpu, providers, rows
+
+        where, deadline = place(device), time.monotonic() + 60 * minutes
+        label = _label(job, variant)
+        choice("set", problems, catalog.SETS)
+        about = {**measure.on_gpu(where), **({"commit": commit} if commit else {})}
+        file = out or measure.RESULTS / f"{measure.slug(where)}.jsonl"
+        done = rows.done(rows.read(file), about) if resume and file.exists() else set()
+        try:
+            session = gpu.Session(
+                words(names) if names else providers.NAMES, where, words(only), deadline,
+                is_named=names is not None, gate_tokens=gate_tokens, is_eager=is_eager, done=frozenset(done),
+                problems=catalog.SETS[problems] if problems != "table" else (),
+            )  # fmt: skip
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        if warm and where.type == "cuda":
+            status.print(f"compiled in {gpu.warm(session, [label]):.0f} s")
+        _measure(session, label, file, about, json_file)
+
+    bench.command(job, help=HELP[job])(command)
+
+
+for _job in HELP:
+    _register(_job)
+
+
+def _label(job: str, variant: str) -> str:
+    """A pass, or a variant of prefill or train."""
+    if not variant:
+        return job
+    if job not in ("prefill", "train"):
+        raise typer.BadParameter(f"variant: expected one of prefill and train only, got {job}")
+    return f"{job}:{choice('variant', variant, catalog.VARIANTS)}"
+
+
+def _measure(session: Any, label: str, file: Path, about: dict[str, Any], json_file: str | None) -> None:
+    """Run a pass, append its rows as they come, print its table."""
+    from gdn.bench import gpu, tables
+
+    found: list[dict[str, Any]] = []
+    total = len(session.targets(label)) if label.partition(":")[0] in gpu.TARGETS else None
+    with progress() as bar:
+        task = bar.add_task(label, total=total)
+        for row in gpu.run(session, [label]):
+            found.append(row)
+            # what was not begun has no row: a later run does it
+            measure.append(file, [] if "skipped" in row else [{**row, **about}])
+            bar.update(task, completed=len({row["case"] for row in found}), description=tables.line(row)[:70])
+            status.print(tables.line(row), markup=False, highlight=False)
+    if wrote(json_file, measure.plain({"about": about, "absent": session.absent, "rows": found})):
+        return
+    columns, cells = tables.table(label, found)
+    if cells:
+        show(columns, cells, f"{label}, {about.get('gpu') or 'cpu'}, {about['date']}, {about['commit']}")
+    for note in [*(f"{name}: {why}" for name, why in session.absent.items()), *tables.notes(found)]:
+        console.print(note, markup=False, highlight=False)
+    console.print(EXPLAINED, style="dim")
+
+
+@bench.command()
+def cpu(
+    threads: Annotated[int, typer.Option(help="Threads for every provider.")] = 2,
+    is_quick: Annotated[
+        bool, typer.Option("--quick", help="2048 tokens and decoding only, few runs.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Append the rows to this JSON-lines file.")] = None,
+    json_file: Json = None,
+) -> None:
+    """The rule on the CPU against Transformers' plain-torch functions, interleaved in one run."""
+    from gdn.bench import cpu as cpu_bench
+    from gdn.bench.tables import digits
+
+    rows: list[dict[str, Any]] = []
+    with measure.threads(threads), progress() as bar:
+        found = cpu_bench.jobs(is_quick=is_quick)
+        task = bar.add_task("bench", total=len(found))
+        for job in found:
+            bar.update(task, description=f"{job.name}, {job.B} x {job.T}")
+            rows += ({**row, **measure.environment()} for row in cpu_bench.run(job))
+            bar.advance(task)
+    measure.append(out or measure.RESULTS / "cpu.jsonl", rows)
+    if wrote(json_file, rows):
+        return
+    cells = []
+    for row in rows:
+        ratio, goal = row.get("ratio", {}).get(cpu_bench.FALLBACK), row.get("goal_ratio")
+        colour = "bold" if goal is None or ratio is None else ("green" if ratio >= goal else "red")
+        ms = [digits(row[name]) for name in ("ms", "p20", "p80")] if "ms" in row else ["wrong", "", ""]
+        shown = f"[{colour}]{ratio:.2f}[/]" if ratio else ""
+        cells.append(
+            [row["case"], row["provider"], *ms, shown, str(goal or ""), f"{row['share_of_limit']:.0%}"]
+        )
+    show(("fp32", "provider", "ms", "p20", "p80", "ratio", "goal", "error"), cells)
+    console.print(
+        "ratio: Transformers' time over ours; error: the largest, as a share of its limit", style="dim"
+    )
+
+
+@bench.command()
+def compare(
+    before: Annotated[str, typer.Argument(help="FILE, FILE@COMMIT, a folder with a checkout, or a commit.")],
+    after: Annotated[str, typer.Argument(help="The same, of what came later.")],
+    threshold: Annotated[float, typer.Option(help="By how much a time may differ.")] = comparing.THRESHOLD,
+    by: Annotated[str | None, typer.Option(help="Divide by a peer's time: machines differ.")] = None,
+    job: Annotated[
+        str, typer.Option("--run", help="What to run for commits: prefill, decode, ...")
+    ] = "prefill",
+    only: Annotated[str, typer.Option(help="Only rows whose name holds one of these.")] = "",
+    names: Annotated[str, typer.Option("--providers", help="Whom to run.")] = "gdn",
+    rounds: Annotated[int, typer.Option(help="Runs of each commit, in turn.")] = comparing.ROUNDS,
+    device: Device = None,
+    json_file: Json = None,
+) -> None:
+    """Two commits, or two results files. Exit code 1 if anything of ours is slower by 5 %, or lost."""
+    arguments = [choice("run", job, HELP), "--providers", names, "--only", only]
+    arguments += ["--device", device] if device else []
+    try:
+        found = comparing.changes(
+            *comparing.sides((before, after), arguments, rounds=rounds), threshold=threshold, by=by
+        )
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    is_bad = comparing.is_regression(found) or not found
+    if not wrote(json_file, {"ok": not is_bad, "changes": [vars(change) for change in found]}):
+        show(*comparing.table(found, by))
+        if not found:
+            console.print("nothing that both sides have")
+    raise typer.Exit(1 if is_bad else 0)

@@ -1,0 +1,154 @@
+"""Cases by name, results read again, and two states of the library side by side."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gdn.bench import cases, catalog, compare, measure, rows, targets
+
+
+def row(case="16/32 1x8192", provider="gdn", ms=1.0, **others):
+    found = {"pass": "prefill", "case": case, "provider": provider, "dtype": "bfloat16", "state": "fp32"}
+    return found | ({} if ms is None else {"ms": ms}) | others
+
+
+# cases
+
+
+def test_names_are_problems():
+    for name in catalog.SETS["all"]:
+        case = catalog.case(name)
+        assert f"{case.heads[0]}/{case.heads[1]}" == name.split()[0] and case.heads[1] % case.heads[0] == 0
+        assert case.lengths.B == 1 and case.lengths.ends[-1] == case.lengths.T
+    assert catalog.case("8/24 short ladder").lengths is cases.SHORT_LADDER
+    assert catalog.case(catalog.PTO).lengths.T == 262144 and catalog.case(catalog.PTO).lengths.N == 16
+    assert {catalog.heads(name)[1] for name in catalog.PTO_GVA} == {16, 32, 48, 64}
+    assert [L.T for L in catalog.PTO_LENGTHS][-1] == 4096 and len(catalog.PTO_LENGTHS) == 15
+
+
+@pytest.mark.parametrize("wrong", ["", "16", "16/32", "16/32 4", "x/y 4x8", "16/32 tall ladder"])
+def test_what_is_no_name_is_refused(wrong):
+    with pytest.raises(ValueError, match="expected H/HV"):
+        catalog.case(wrong)
+
+
+def test_sets_hold_the_table_and_the_family():
+    assert {t.name for t in targets.PREFILL} == set(catalog.TABLE)
+    assert {name.split()[0] for name in catalog.SETS["family"]} == set(catalog.FAMILY)
+    assert {name.partition(" ")[2] for name in catalog.SETS["lengths"]} == set(catalog.SEQUENCES)
+    found = targets.chosen("train", ["16/32 1x8192", "16/48 long ladder"])
+    assert found[0] is targets.TRAIN[0] and found[1].goal is None and found[1].cost.bytes > 0
+
+
+def test_what_speculation_moves():
+    cost = {t.name: t.cost.bytes for t in targets.SPEC}
+    assert cost["B=8 T=4 fp32"] == 5 * 8 * 32 * 128 * 128 * 4 == 2 * cost["B=8 T=4 bf16"]
+
+
+# files
+
+
+def test_results_that_are_kept_can_be_read():
+    found = rows.read(*sorted(measure.RESULTS.glob("*.jsonl")))
+    wanted = {"versions", "commit", "date", "backend"}
+    assert found and all(
+        wanted <= set(x) and ("ms" not in x or x["p20"] <= x["ms"] <= x["p80"]) for x in found
+    )
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path):
+    file = tmp_path / "x.jsonl"
+    for line in ("{", "[]", '{"pass": "prefill"}'):
+        file.write_text(line + "\n")
+        with pytest.raises(ValueError, match="x.jsonl:1: expected a row"):
+            rows.read(file)
+
+
+def test_what_is_done_hangs_on_commit_and_gpu():
+    about = {"commit": "abc", "gpu": "H200"}
+    found = [row(**about), row("2/8 1x8192", commit="abd", gpu="H200"), row("x", commit="abc", gpu="H100")]
+    assert rows.done(found, about) == {("prefill", "gdn", "16/32 1x8192")}
+    assert rows.done(found, about | {"commit": "abc+"}) == rows.done(found, about | {"commit": None}) == set()
+
+
+# comparisons
+
+
+def verdicts(before, after, **options):
+    return [change.verdict for change in compare.changes(before, after, **options)]
+
+
+def test_five_percent_decide():
+    assert verdicts([row(ms=1.0)], [row(ms=1.049)]) == ["same"]
+    assert verdicts([row(ms=1.0)], [row(ms=1.051)]) == ["slower"]
+    assert verdicts([row(ms=1.051)], [row(ms=1.0)]) == ["faster"]
+    assert verdicts([row(ms=1.0)], [row(ms=1.051)], threshold=0.1) == ["same"]
+
+
+def test_a_time_that_is_gone_is_lost():
+    wrong = row(ms=None, ok=False, errors={"o": 1.0})
+    assert verdicts([row()], [wrong]) == ["lost"] and compare.is_regression(compare.changes([row()], [wrong]))
+    assert verdicts([wrong], [row()]) == ["new"]
+    assert verdicts([row()], [row("another")]) == []
+    assert verdicts([row(ms=2.0), wrong], [row()]) == ["new"]
+
+
+def test_runs_of_one_thing_are_one_median():
+    assert verdicts([row(ms=1.0), row(ms=9.0), row(ms=1.1)], [row(ms=1.12)]) == ["same"]
+
+
+def test_only_ours_can_regress():
+    found = compare.changes([row(provider="fla")], [row(provider="fla", ms=2.0)])
+    assert found[0].verdict == "slower" and not compare.is_regression(found)
+
+
+def test_a_slower_machine_is_not_a_slower_library():
+    before = [row(), row(provider="fla", ms=2.0)]
+    after = [row(ms=1.5), row(provider="fla", ms=3.0)]
+    assert verdicts(before, after) == ["slower", "slower"] and verdicts(before, after, by="fla") == ["same"]
+    assert compare.changes(before, after, by="fla")[0].before == pytest.approx(0.5)
+    assert verdicts([row()], [row()], by="fla") == []
+
+
+def test_a_file_holds_many_commits(tmp_path):
+    file = tmp_path / "x.jsonl"
+    measure.append(file, [row(commit="a"), row(commit="b", ms=2.0)])
+    before, after = compare.sides((f"{file}@a", f"{file}@b"), [])
+    assert verdicts(before, after) == ["slower"]
+    with pytest.raises(ValueError, match="expected rows in"):
+        compare.recorded(f"{file}@c")
+    with pytest.raises(ValueError, match="expected two files"):
+        compare.sides((str(file), "HEAD"), [])
+
+
+def test_commits_are_measured_by_one_yardstick_in_turn(tmp_path, monkeypatch):
+    order = []
+
+    def measured(home, name, arguments):
+        order.append(name)
+        bench, ours = (root / "gdn" / "bench" / "compare.py" for root in (home, measure.ROOT))
+        assert bench.read_text() == ours.read_text() and arguments == ["prefill"]
+        return [row(ms=float((home / "gdn" / "speed").read_text()))]
+
+    repository = tmp_path / "repository"
+    (repository / "gdn" / "bench").mkdir(parents=True)
+    git = ["git", "-C", str(repository), "-c", "user.name=x", "-c", "user.email=x@x"]
+    subprocess.run(["git", "init", "-q", str(repository)], check=True)
+    (repository / "gdn" / "speed").write_text("1.0")
+    (repository / "gdn" / "bench" / "old.py").write_text("old")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
+    (repository / "gdn" / "speed").write_text("2.0")
+    monkeypatch.setattr(compare, "_measured", measured)
+    found = compare.sides(("HEAD", str(repository)), ["prefill"], rounds=2, root=repository)
+    assert order == ["HEAD", str(repository), str(repository), "HEAD"]
+    assert verdicts(*found) == ["slower"]
+    with pytest.raises(ValueError, match="expected a results file"):
+        compare.checkout("no-such-commit", Path(tmp_path, "home"), repository)
+
+
+def test_the_table_says_what_changed():
+    columns, cells = compare.table(compare.changes([row(), row("b")], [row(ms=2.0), row("b", ms=None)]))
+    assert len(columns) == len(cells[0]) == len(cells[1])
+    assert "slower" in cells[0][-1] and cells[0][-2] == "2" and "lost" in cells[1][-1]
