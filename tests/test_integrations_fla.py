@@ -30,7 +30,8 @@ needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     yield
-    assert not fla_patch._active and not fla_patch._replaced
+    package = fla_patch.PACKAGE
+    assert not package._active and not package._replaced
 
 
 @pytest.mark.parametrize("module, name", FLA)
@@ -40,7 +41,7 @@ def test_signatures(module, name):
     if hasattr(ours, name):
         assert parameters(getattr(ours, name)) == wanted
     else:
-        assert parameters({m[1]: m[2] for m in fla_patch.SERVED}[name]) == wanted
+        assert parameters({m[1]: m[2] for m in fla_patch.PACKAGE.served}[name]) == wanted
     package = real(module, name)
     assert package is None or parameters(package) == wanted
 

@@ -11,65 +11,29 @@ other functions are replaced, in every module that holds them:
 What gdn does not have stays with FLA: context parallelism, decays per channel, residuals in the convolution.
 """
 
-import functools
-import sys
-import threading
-from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType, TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
 from gdn.integrations import fla as ours
-from gdn.integrations.transformers import Replaced
+from gdn.integrations.patching import Package, Patch
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.norm import rms_norm_gated
 from gdn.ops.rule import explain
 
 OLDEST = (0, 6)
 ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
-Function = Callable[..., Any]
-
-# patching is process-wide by nature: what is in force, and what it replaced
-_lock = threading.RLock()
-_active: list["FLAPatch"] = []
-_replaced: list[Replaced] = []
 
 
-class FLAPatch:
-    """A patch in force until `undo()` or the end of its `with`. The last to end restores the originals."""
-
-    def undo(self) -> None:
-        """End this patch; a second call does nothing. Patches may end in any order."""
-        with _lock:
-            _active[:] = [patch for patch in _active if patch is not self]
-            if not _active:
-                for entry in reversed(_replaced):
-                    entry.restore()
-                _replaced.clear()
-
-    @property
-    def is_active(self) -> bool:
-        return any(patch is self for patch in _active)
-
-    def __enter__(self) -> "FLAPatch":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
-
-
-def patch_fla() -> FLAPatch:
+def patch_fla() -> Patch:
     """Run FLA's GatedDeltaNet layers and models on gdn: the rule, the short convolution, the gated norm.
 
     The chunked rule is registered with FLA's own dispatch, ahead of its other backends; while a patch is in
     force FLA asks `gdn.explain` for each call, and keeps what gdn refuses. The other functions (see the head
     of this file) are replaced wherever an imported module holds them.
 
-    Returns: an FLAPatch: call `undo()`, or use it in a `with` statement. Patches may be nested.
+    Returns: a Patch: call `undo()`, or use it in a `with` statement. Patches may be nested.
     Raises:  ImportError without FLA 0.6 or newer; RuntimeError where FLA_DISABLE_BACKEND_DISPATCH=1 has
              turned FLA's dispatch off.
     Cost:    imports fla. Process-wide.
@@ -81,15 +45,10 @@ def patch_fla() -> FLAPatch:
     backends = import_module("fla.backends")
     if backends._DISPATCH_DISABLED:
         raise RuntimeError("fla: expected its dispatch to be on, got FLA_DISABLE_BACKEND_DISPATCH=1")
-    patch = FLAPatch()
-    with _lock:
-        if not _active:
-            import_module("fla.ops.gated_delta_rule.backends")
-            backends.register("gated_delta_rule")(_dispatched(backends.BaseBackend))
-            for module, name, serve in SERVED:
-                _replace_everywhere(vars(import_module(module))[name], serve)
-        _active.append(patch)
-    return patch
+    if not PACKAGE.is_patched:
+        import_module("fla.ops.gated_delta_rule.backends")
+        backends.register("gated_delta_rule")(_dispatched(backends.BaseBackend))
+    return PACKAGE.patch()
 
 
 def _dispatched(base: type) -> type:
@@ -101,7 +60,7 @@ def _dispatched(base: type) -> type:
         priority = -1
 
         def is_enabled(self) -> bool:
-            return bool(_active)
+            return PACKAGE.is_patched
 
         @staticmethod
         def chunk_gated_delta_rule_verifier(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
@@ -203,34 +162,15 @@ def _norm(
     return rms_norm_gated(x, g, weight, eps=eps, activation=gate)
 
 
-SERVED: tuple[tuple[str, str, Function], ...] = (
+PACKAGE = Package(
     (
-        "fla.ops.gated_delta_rule.fused_recurrent",
-        "fused_recurrent_gated_delta_rule",
-        ours.fused_recurrent_gated_delta_rule,
-    ),
-    ("fla.modules.causal_conv1d.ops", "causal_conv1d", _conv),
-    ("fla.modules.causal_conv1d.ops", "causal_conv1d_update", _conv_update),
-    ("fla.modules.norm.fused_norm_gate", "rms_norm_gated", _norm),
+        (
+            "fla.ops.gated_delta_rule.fused_recurrent",
+            "fused_recurrent_gated_delta_rule",
+            ours.fused_recurrent_gated_delta_rule,
+        ),
+        ("fla.modules.causal_conv1d.ops", "causal_conv1d", _conv),
+        ("fla.modules.causal_conv1d.ops", "causal_conv1d_update", _conv_update),
+        ("fla.modules.norm.fused_norm_gate", "rms_norm_gated", _norm),
+    )
 )
-
-
-def _replace_everywhere(original: Function, serve: Function) -> None:
-    """In every imported module that holds a function of FLA, under any name, put one that gdn serves."""
-
-    @functools.wraps(original)
-    def served(*args: Any, **kwargs: Any) -> Any:
-        # somebody may have kept this function beyond its patch
-        if not _active:
-            return original(*args, **kwargs)
-        try:
-            return serve(*args, **kwargs)
-        except (NotImplementedError, TypeError):
-            # not ours, or a name that only FLA lets pass
-            return original(*args, **kwargs)
-
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and not module.__name__.startswith("gdn."):
-            for name in [n for n, value in list(vars(module).items()) if value is original]:
-                _replaced.append(Replaced(module, name, original, served))
-                setattr(module, name, served)

@@ -1,0 +1,93 @@
+"""Standing in for another package's functions, wherever it holds them, until told to stop."""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType, TracebackType
+from typing import Any
+
+from gdn.integrations.transformers import Replaced
+
+Function = Callable[..., Any]
+
+
+class Package:
+    """Functions of one package that gdn can serve, and the patches in force on it.
+
+    served: (module, name, our function of the same signature). What ours refuses with NotImplementedError, or
+    TypeError for a name that only the package lets pass, goes to the package's own function. Process-wide.
+    """
+
+    def __init__(self, served: tuple[tuple[str, str, Function], ...]) -> None:
+        self.served = served
+        self._lock = threading.RLock()
+        self._active: list[Patch] = []
+        self._replaced: list[Replaced] = []
+
+    @property
+    def is_patched(self) -> bool:
+        return bool(self._active)
+
+    def patch(self) -> "Patch":
+        """Serve the functions from now on; imports their modules, which must be there."""
+        with self._lock:
+            if not self._active:
+                for module, name, serve in self.served:
+                    self._replace(vars(import_module(module))[name], serve)
+            self._active.append(Patch(self))
+            return self._active[-1]
+
+    def holds(self, patch: "Patch") -> bool:
+        return any(active is patch for active in self._active)
+
+    def end(self, patch: "Patch") -> None:
+        with self._lock:
+            self._active[:] = [active for active in self._active if active is not patch]
+            if not self._active:
+                for entry in reversed(self._replaced):
+                    entry.restore()
+                self._replaced.clear()
+
+    def _replace(self, original: Function, serve: Function) -> None:
+        """In every imported module that holds the original, under any name."""
+
+        @functools.wraps(original)
+        def served(*args: Any, **kwargs: Any) -> Any:
+            # somebody may have kept this function beyond its patch
+            if not self._active:
+                return original(*args, **kwargs)
+            try:
+                return serve(*args, **kwargs)
+            except (NotImplementedError, TypeError):
+                return original(*args, **kwargs)
+
+        for module in list(sys.modules.values()):
+            if isinstance(module, ModuleType) and not module.__name__.startswith("gdn."):
+                for name in [n for n, value in list(vars(module).items()) if value is original]:
+                    self._replaced.append(Replaced(module, name, original, served))
+                    setattr(module, name, served)
+
+
+class Patch:
+    """A patch in force until `undo()` or the end of its `with`. The last to end restores the originals."""
+
+    def __init__(self, package: Package) -> None:
+        self._package = package
+
+    @property
+    def is_active(self) -> bool:
+        return self._package.holds(self)
+
+    def undo(self) -> None:
+        """End this patch; a second call does nothing. Patches may end in any order."""
+        self._package.end(self)
+
+    def __enter__(self) -> "Patch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
