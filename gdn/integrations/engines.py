@@ -1,0 +1,89 @@
+"""What the calls of several engines have in common: translations, no arithmetic on values."""
+
+import torch
+from torch import Tensor
+
+from gdn.ops.serving import decode_packed
+
+
+def first(x: Tensor | None, count: int) -> Tensor | None:
+    """The first `count` entries: engines pass buffers that are longer than the batch."""
+    return x if x is None or x.shape[0] == count else x[:count]
+
+
+def null_slot(null_block_id: int | None, name: str = "null_block_id") -> int | None:
+    """An engine's number of the padding slot as gdn's null_slot; a negative number is padding by itself."""
+    if null_block_id is None or null_block_id < 0:
+        return None
+    if null_block_id > 0:
+        raise NotImplementedError(f"{name}: expected 0, a negative number or None, got {null_block_id}")
+    return 0
+
+
+def to_rows(x: Tensor, offsets: Tensor, T: int) -> Tensor:
+    """[tokens, D] -> [N, T, D]: row n begins with tokens offsets[n]:offsets[n+1]."""
+    tokens = offsets[:-1, None] + torch.arange(T, device=x.device)
+    return x[tokens.clamp(max=x.shape[0] - 1)]
+
+
+def from_rows(y: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """[N, T, D] -> [count, D], the inverse; zero past offsets[-1]. Nothing is read on the host."""
+    tokens = torch.arange(count, device=y.device)
+    row = torch.searchsorted(offsets[1:].contiguous(), tokens, right=True).clamp(max=y.shape[0] - 1)
+    place = (tokens - offsets[row]).clamp(0, y.shape[1] - 1)
+    return y[row, place].masked_fill((tokens >= offsets[-1])[:, None], 0)
+
+
+def with_tokens(index: Tensor, offsets: Tensor, padding: int) -> Tensor:
+    """The slots of rows, `padding` where a row has no token: such a row leaves its slot alone."""
+    return index.masked_fill(offsets[1:] == offsets[:-1], padding)
+
+
+def packed(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float | None,
+    state: Tensor,
+    out: Tensor,
+    indices: Tensor,
+    l2norm: bool,
+    null: int | None,
+) -> None:
+    """`gdn.decode_packed` where the number of key heads is to be had from the columns; it checks them."""
+    HV, V, K = state.shape[-3:]
+    decode_packed(
+        mixed_qkv, a, b, A_log, dt_bias, state, num_k_heads=max(1, (mixed_qkv.shape[-1] - HV * V) // (2 * K)),
+        head_k_dim=K, head_v_dim=V, scale=scale, use_qk_l2norm_in_kernel=l2norm, read_index=indices,
+        null_slot=null, out=out.squeeze(1),
+    )  # fmt: skip
+
+
+def activation_name(activation: bool | str | None) -> str | None:
+    """True, "silu" and "swish" are SiLU; False and None none."""
+    names = {True: "silu", "silu": "silu", "swish": "silu", False: None, None: None}
+    if activation not in names:
+        raise NotImplementedError(
+            f"activation: expected silu, swish, True, False or None, got {activation!r}"
+        )
+    return names[activation]
+
+
+def check_gating(beta: float, threshold: float, is_kda: bool = False) -> None:
+    """NotImplementedError for gates that gdn does not have."""
+    if is_kda:
+        raise NotImplementedError("is_kda: expected False, got True (a decay per key channel)")
+    if beta != 1.0 or threshold != 20.0:
+        raise NotImplementedError(
+            f"beta, threshold: expected softplus with 1 and 20, got {beta}, {threshold}"
+        )
+
+
+def per_token(gates: Tensor, q: Tensor) -> Tensor:
+    """Logits [tokens, HV] or [B, T, HV] as [B, T, HV]; engines pass more tokens than q has."""
+    if gates.dim() == 3:
+        return gates
+    B, T = q.shape[:2]
+    return gates[: B * T].unflatten(0, (B, T))

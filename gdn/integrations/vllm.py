@@ -1,0 +1,232 @@
+"""vLLM's gated delta rule functions on gdn, by its names, positions and conventions (vLLM 0.33.0).
+
+States [blocks, HV, V, K], any block stride; block 0 (NULL_BLOCK_ID) is padding. Speculation is protocol P2: a
+table of blocks per row, read at column num_accepted - 1, token t written to column t. Rows of padding give
+zeros; vLLM's own functions leave some of them unwritten.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.integrations.engines import check_gating, first, packed, per_token
+from gdn.integrations.patching import Package, Patch
+from gdn.integrations.vllm_conv import NULL_BLOCK_ID, causal_conv1d_fn, causal_conv1d_update
+from gdn.ops.gate import gate
+from gdn.ops.prefill import prefill
+from gdn.ops.rule import chunk_gated_delta_rule as chunk_rule
+from gdn.ops.serving import decode
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    inplace_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """A few tokens per row on vLLM's state blocks: `gdn.decode`.
+
+    Args:                    shape
+        q, k, v, g, beta     as in `gdn.decode`; beta None: ones
+        initial_state        [blocks, HV, V, K], updated in place; without ssm_state_indices [B, HV, V, K]
+        inplace_final_state  False: the state after each token goes to a fresh [B T, HV, V, K] instead;
+                             without cu_seqlens, or with one row
+        ssm_state_indices    [N], a row's block, or [N, 1 + drafts], see above; rows beyond those of
+                             cu_seqlens are not read
+        num_accepted_tokens  [N] with a table: 1 .. columns, clamped; None: 1
+
+    Returns (o [B, T, HV, V], initial_state or the states after each token).
+    Raises: as `gdn.decode`; NotImplementedError for a beta per value channel.
+    """
+    if beta is not None and beta.dim() == v.dim():
+        raise NotImplementedError(f"beta: expected shape [B, T, HV], got {list(beta.shape)}")
+    return _decode(
+        (q, k, v, scale, use_qk_l2norm_in_kernel), {"g": g, "beta": beta}, initial_state, inplace_final_state,
+        cu_seqlens, ssm_state_indices, num_accepted_tokens,
+    )  # fmt: skip
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    inplace_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    is_kda: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As `fused_recurrent_gated_delta_rule`, from raw logits a, b [tokens, HV] or [B, T, HV].
+
+    g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), in fp32. `beta` and `threshold` are those of
+    softplus; gdn has 1 and 20. NotImplementedError for others, and with is_kda.
+    """
+    check_gating(beta, threshold, is_kda)
+    gates = {"a": per_token(a, q), "b": per_token(b, q), "A_log": A_log, "dt_bias": dt_bias}
+    return _decode(
+        (q, k, v, scale, use_qk_l2norm_in_kernel), gates, initial_state, inplace_final_state, cu_seqlens,
+        ssm_state_indices, num_accepted_tokens,
+    )  # fmt: skip
+
+
+def _decode(
+    tokens: tuple[Tensor, Tensor, Tensor, float | None, bool],
+    gates: dict[str, Any],
+    state: Any,
+    is_inplace: bool,
+    cu_seqlens: Tensor | None,
+    indices: Tensor | None,
+    num_accepted: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, scale, l2norm = tokens
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    indices, num_accepted = first(indices, N), first(num_accepted, N)
+    where: dict[str, Any] = {"read_index": indices, "num_accepted": num_accepted}
+    kept = None
+    if not is_inplace:
+        if cu_seqlens is not None and N > 1:
+            raise NotImplementedError(f"inplace_final_state: expected True, got False with {N} packed rows")
+        kept = q.new_empty(
+            q.shape[0] * q.shape[1], *v.shape[2:], q.shape[3], dtype=getattr(state, "dtype", None)
+        )
+        where |= {"write": "none", "intermediate": kept.unflatten(0, q.shape[:2])}
+    elif indices is not None and indices.dim() == 2:
+        where |= {"write": "all", "write_index": indices}
+    if cu_seqlens is not None:
+        # a row has no more tokens than the table has columns
+        bound = indices.shape[1] if where.get("write") == "all" and indices is not None else q.shape[1]
+        where |= {"cu_seqlens": cu_seqlens, "max_seqlen": bound}
+    o = decode(
+        q, k, v, state, **gates, **where, scale=scale, use_qk_l2norm_in_kernel=l2norm,
+        null_slot=None if indices is None else NULL_BLOCK_ID,
+    )  # fmt: skip
+    return o, state if kept is None else kept
+
+
+def fused_recurrent_gated_delta_rule_packed_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token per row from what the convolution leaves: `gdn.decode_packed`, nothing copied.
+
+    mixed_qkv [B, 2 H K + HV V], any row pitch; a, b [B, HV]; initial_state [blocks, HV, V, K], updated in
+    place; out [B, 1, HV, V], written; ssm_state_indices [B]. Returns (out, initial_state).
+    """
+    packed(
+        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices,
+        use_qk_l2norm_in_kernel, NULL_BLOCK_ID,
+    )  # fmt: skip
+    return out, initial_state
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    chunk_offsets: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    core_attn_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Whole prompts: `gdn.chunk_gated_delta_rule` with states [N, HV, V, K].
+
+    chunk_indices and chunk_offsets are not needed and not read. core_attn_out, of the size of v, gets the
+    output, which is then a view of it. Returns (o, final_state fp32 or None). An engine that may change its
+    own call does better with `gdn.prefill`: states by block index, in place, none gathered or scattered.
+    """
+    if core_attn_out is None or cu_seqlens is None:
+        o, final_state = chunk_rule(
+            q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=True, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        return (o if core_attn_out is None else core_attn_out.view(v.shape).copy_(o)), final_state
+    N = cu_seqlens.shape[0] - 1
+    if initial_state is None:
+        states = q.new_zeros(N, *v.shape[2:], q.shape[3], dtype=torch.float32)
+    else:
+        states = initial_state.to(torch.float32, copy=True)
+    o = prefill(
+        q, k, v, states, cu_seqlens=cu_seqlens, g=g, beta=beta, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=output_final_state,
+        state_index=torch.arange(N, device=q.device), out=core_attn_out.view(v.shape),
+    )  # fmt: skip
+    return o, states if output_final_state else None
+
+
+def fused_gdn_gating(
+    A_log: Tensor,
+    a: Tensor,
+    b: Tensor,
+    dt_bias: Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+) -> tuple[Tensor, Tensor]:
+    """g and beta [1, tokens, HV], both fp32, from raw logits a, b [tokens, HV]: `gdn.gate`."""
+    check_gating(beta, threshold)
+    g, strength = gate(a, b, A_log, dt_bias)
+    return g.unsqueeze(0), strength.unsqueeze(0)
+
+
+_OPS = "vllm.third_party.flash_linear_attention.ops"
+_CONV = "vllm.model_executor.layers.mamba.ops.causal_conv1d"
+PACKAGE = Package(
+    (
+        (f"{_OPS}.fused_recurrent", "fused_recurrent_gated_delta_rule", fused_recurrent_gated_delta_rule),
+        (
+            f"{_OPS}.fused_recurrent",
+            "fused_recurrent_gated_delta_rule_packed_decode",
+            fused_recurrent_gated_delta_rule_packed_decode,
+        ),
+        (
+            f"{_OPS}.fused_sigmoid_gating",
+            "fused_sigmoid_gating_delta_rule_update",
+            fused_sigmoid_gating_delta_rule_update,
+        ),
+        (f"{_OPS}.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
+        (_CONV, "causal_conv1d_fn", causal_conv1d_fn),
+        (_CONV, "causal_conv1d_update", causal_conv1d_update),
+    )
+)
+
+
+def patch_vllm() -> Patch:
+    """Run vLLM's gated delta rule layers on gdn, in this process: import vllm's model files first.
+
+    Every imported module that holds one of the six functions gets ours; calls that gdn refuses (a decay per
+    channel) stay with vLLM. Call it in each worker, for instance from a plugin (docs/vllm.md).
+
+    Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without vLLM.
+    """
+    return PACKAGE.patch()
