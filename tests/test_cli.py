@@ -15,8 +15,6 @@ from typer.testing import CliRunner
 from gdn import cli
 from gdn.bench import cases, measure
 
-TINY = ["verify", "--quick", "--dtype", "fp32", "--max-cases", "2", "--device", "cpu"]
-
 
 def run(*args):
     return CliRunner().invoke(cli.app, list(args))
@@ -30,55 +28,6 @@ def test_info_names_who_takes_what():
     )
     assert found["backends"]["bf16"]["refusals"]["triton"]
     assert "eager" in run("info", "--device", "cpu").stdout
-
-
-def test_verify_prints_a_verdict():
-    done = run(*TINY)
-    assert (
-        done.exit_code == 0 and "outputs within their limits" in done.stdout and "final_state" in done.stdout
-    )
-
-
-@pytest.mark.parametrize("entry", list(cli.ENTRIES))
-def test_verify_writes_every_row(entry, tmp_path):
-    file = tmp_path / "rows.json"
-    assert run(*TINY, "--entry", entry, "--json", str(file)).exit_code == 0
-    found = json.loads(file.read_text())
-    assert found["ok"] and not found["refused"] and len({row["case"] for row in found["rows"]}) == 2
-    assert {"case", "factors", "dtype", "output", "error", "max_abs", "limit", "ok"} == set(found["rows"][0])
-
-
-def test_verify_fails_on_a_wrong_answer(monkeypatch):
-    right = cli.ENTRIES["chunk"]
-
-    def wrong(*args, **options):
-        o, S = right(*args, **options)
-        return o * 1.01, S * float("nan")
-
-    monkeypatch.setitem(cli.ENTRIES, "chunk", wrong)
-    done = run(*TINY)
-    assert done.exit_code == 1 and "fails" in done.stdout
-    found = json.loads(run(*TINY, "--json", "-").stdout)
-    assert not found["ok"] and {row["error"] for row in found["rows"] if row["output"] == "final_state"} == {
-        None
-    }
-
-
-def test_verify_says_why_a_backend_refuses():
-    done = run(*TINY, "--backend", "triton")
-    assert done.exit_code == 1 and "not taken" in done.stdout and "triton" in done.stdout
-
-
-def test_verify_takes_a_sample_of_the_full_product():
-    done = run("verify", "--full", "--max-cases", "0", "--json", "-")
-    assert done.exit_code == 1 and json.loads(done.stdout)["rows"] == []
-
-
-@pytest.mark.parametrize(
-    "wrong", [["--dtype", "int8"], ["--entry", "x"], ["--quick", "--full"], ["--backend", "x"]]
-)
-def test_wrong_arguments_are_refused(wrong):
-    assert run("verify", "--max-cases", "1", *wrong).exit_code != 0
 
 
 def test_bench_cpu_appends_rows(monkeypatch, tmp_path):

@@ -131,8 +131,8 @@ def check(
 
     given = made(case.gate)
     results = answers(provider, given, with_backward)
-    num_heads = max(1, min(case.heads[0], budget * case.heads[0] // max(case.cost, 1)))
-    return judge(results, expect(given, lambda: made("none"), num_heads, with_backward), case)
+    expected = expect(given, lambda: made("none"), affordable(case, budget), with_backward)
+    return judge(results, expected, case)
 
 
 def answers(provider: Provider, given: Inputs, with_backward: bool = True) -> dict[str, Tensor]:
@@ -174,22 +174,40 @@ def expect(
 
 def judge(results: Mapping[str, Tensor], expected: Expected, case: Case) -> list[Row]:
     """A provider's outputs, all heads of them, against the law's on the heads that it was asked about."""
+    dtype = expected.given.tensors["q"].dtype
+    limits, rows = gates(dtype, case.keys), []
+    for output, x, ref in side_by_side(results, expected):
+        error = max_abs = math.inf
+        if x is not None:
+            error, max_abs = compare(x, ref, limits[output], lambda output=output: expected.floor(output))  # type: ignore[misc]
+        rows.append(Row(case, str(dtype), output, error, max_abs, limits[output], error <= limits[output]))
+    return rows
+
+
+def side_by_side(
+    results: Mapping[str, Tensor], expected: Expected
+) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+    """(output, what a provider found, what the law says) on the heads that the law was asked about.
+
+    None in place of what holds NaN or Inf anywhere, or has a wrong dtype or number of heads.
+    """
     q, v = (expected.given.tensors[name] for name in "qv")
-    H, HV, dtype = q.shape[2], v.shape[2], q.dtype
-    limits, ratio, index = gates(dtype, case.keys), HV // H, expected.index
-    rows = []
+    H, HV, index = q.shape[2], v.shape[2], expected.index
+    ratio = HV // H
     for output, ref in expected.outputs.items():
         x = results[output]
         wanted = index if output in ("dq", "dk") else [h * ratio + j for h in index for j in range(ratio)]
         axis = {"dA_log": 0, "ddt_bias": 0, "dh0": 1, "final_state": 1}.get(output, 2)
         is_sound = _dtype(output, expected.given) == x.dtype and x.dim() == ref.dim()
         if not is_sound or x.shape[axis] != (H if output in ("dq", "dk") else HV) or not x.isfinite().all():
-            rows.append(Row(case, str(dtype), output, math.inf, math.inf, limits[output], False))
+            yield output, None, ref
             continue
-        x = x.index_select(axis, torch.tensor(wanted, device=x.device))
-        error, max_abs = compare(x, ref, limits[output], lambda output=output: expected.floor(output))  # type: ignore[misc]
-        rows.append(Row(case, str(dtype), output, error, max_abs, limits[output], error <= limits[output]))
-    return rows
+        yield output, x.index_select(axis, torch.tensor(wanted, device=x.device)), ref
+
+
+def affordable(case: Case, budget: int) -> int:
+    """How many key heads of a case the law may be asked about for `budget` state elements over all tokens."""
+    return max(1, min(case.heads[0], budget * case.heads[0] // max(case.cost, 1)))
 
 
 def compare(x: Tensor, ref: Tensor, limit: float, floor: Callable[[], float]) -> tuple[float, float]:

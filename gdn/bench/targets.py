@@ -139,5 +139,3 @@ TARGETS = {"prefill": PREFILL, "train": TRAIN, "decode": DECODE, "spec": SPEC}
 HOST = {"decode": (25, 15), "forward": (120, 50), "forward+backward": (450, 150)}
 # seconds of the first call in a new process with empty caches
 COLD = {"forward": 5.0, "backward": 8.0}
-# never worse than the best peer by more than 10 %; dg and dbeta at most 0.7 of FLA's
-WORSE, OF_FLA = 1.1, {"dg": 0.7, "dbeta": 0.7}

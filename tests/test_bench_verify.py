@@ -1,0 +1,278 @@
+"""`gdn verify` as a laboratory: metrics, profiles, wrong answers, peers beside ours, files and pictures."""
+
+import csv
+import importlib.util
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import stub_peers
+import torch
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+import gdn
+from gdn import cli
+from gdn.bench import accuracy, cases, catalog, laboratory, measure, portraits, providers, verify
+from gdn.bench.cases import Case, packed
+from gdn.bench.providers import Bound, Provider
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+CASE = Case("slow", lengths=packed(100, 80), heads=(2, 4), sizes=(16, 16), state="wide")
+TINY = ["verify", "--set", "quick", "--dtype", "fp32", "--max-cases", "2", "--device", "cpu"]
+
+
+def run(*args):
+    return CliRunner().invoke(cli.app, list(args))
+
+
+def liar(change, name="liar"):
+    """gdn, with something done to its arguments and answers."""
+
+    def bind(tensors, options):
+        def call():
+            o, S = gdn.chunk_gated_delta_rule(**{**tensors, **options})
+            return change(o, S)
+
+        return Bound(call)
+
+    return Provider(name, {"prefill": bind, "train": bind})
+
+
+def dropping(tensors, options):
+    beta = tensors["beta"].clone()
+    beta[:, 64:128] = 0
+    return Bound(lambda: gdn.chunk_gated_delta_rule(**{**tensors, **options, "beta": beta}))
+
+
+LIES = {
+    "zeros": liar(lambda o, S: (o * 0, S * 0)),
+    "dropped chunk": Provider("liar", {"prefill": dropping}),
+    "nan": liar(lambda o, S: (o * math.nan, S)),
+    "swapped heads": liar(lambda o, S: (o.flip(2), S)),
+}
+
+
+def examine(who, **options):
+    return laboratory.examine("x", CASE, BF16, who, device=CPU, **options)
+
+
+# metrics
+
+
+def test_metrics_are_what_their_names_say():
+    ref = torch.tensor([1.0, -2.0, 3.0, 4.0], dtype=torch.float64)
+    found = laboratory.metrics(ref + torch.tensor([0.1, -0.1, 0.1, 0.0]), ref)
+    rmse = math.sqrt(0.03 / 4)
+    assert found.rmse == pytest.approx(rmse) and found.rmse_over_mean == pytest.approx(rmse / 2.5)
+    assert found.nrmse == pytest.approx(rmse / float(ref.std(correction=0)))
+    assert found.r2 == pytest.approx(1 - 0.03 / float(((ref - 1.5) ** 2).sum()))
+    assert (
+        found.close == 0.25 and found.max_abs == pytest.approx(0.1) and found.mean_abs == pytest.approx(0.075)
+    )
+    x = ref + torch.tensor([0.1, -0.1, 0.1, 0.0])
+    assert found.pearson == pytest.approx(float(torch.corrcoef(torch.stack([x, ref]))[0, 1]))
+
+
+def test_metrics_of_what_is_no_answer():
+    ref = torch.ones(3)
+    assert laboratory.metrics(None, ref).rmse == math.inf
+    assert laboratory.metrics(ref * math.nan, ref).max_abs == math.inf
+    assert laboratory.metrics(torch.ones(4), ref).rmse == math.inf
+    assert laboratory.metrics(ref, ref).rmse == 0 and math.isnan(laboratory.metrics(ref, ref).r2)
+    assert laboratory.metrics(torch.ones(0), torch.ones(0)).r2 == 1
+    assert laboratory.metrics(torch.zeros(3), torch.zeros(3)).rmse_over_mean == 0
+    assert laboratory.metrics(ref, torch.zeros(3)).rmse_over_mean == math.inf
+
+
+def test_ptos_gates():
+    right = laboratory.Metrics(rmse_over_mean=0.1, r2=0.995, pearson=0.999)
+    assert laboratory.pto(right, 0.15) and not laboratory.pto(right, 0.09)
+    assert not laboratory.pto(replace(right, r2=0.98), 0.15) and not laboratory.pto(right, 0.15, 0.999)
+    assert not laboratory.pto(replace(right, pearson=0.9), 0.15)
+    assert laboratory.pto(replace(right, pearson=-0.999), 0.15) and not laboratory.pto(
+        laboratory.Metrics(), 9.0
+    )
+
+
+# examining
+
+
+@pytest.mark.parametrize("profile", verify.PROFILES)
+@pytest.mark.parametrize("lie", LIES)
+def test_wrong_answers_fail_every_profile(lie, profile):
+    found = examine({"gdn": providers.ours(), "liar": LIES[lie]}, profile=profile)
+    ours, theirs = ([r for r in found.readings if r.provider == who] for who in ("gdn", "liar"))
+    assert all(r.ok and r.backend == "eager" for r in ours) and not all(r.ok for r in theirs)
+    assert not found.failed and len(ours) == (2 if profile == "pto" else 8)
+
+
+def test_a_reading_is_the_protocols():
+    found = examine({"gdn": providers.ours()})
+    judged = accuracy.check(gdn.chunk_gated_delta_rule, CASE, BF16)
+    assert [(r.output, r.limit, r.ok) for r in found.readings] == [(r.output, r.limit, r.ok) for r in judged]
+    assert [r.error for r in found.readings] == pytest.approx([r.error for r in judged], rel=1e-6)
+
+
+def test_ours_is_held_against_peers_in_ptos_profile():
+    found = examine({"gdn": providers.ours(), "fla": LIES["swapped heads"]}, profile="pto")
+    between = {r.output: r.ok for r in found.readings if r.provider == "gdn ~ fla"}
+    assert between == {"o": False, "final_state": True}
+
+
+def test_who_refuses_and_who_fails_is_named():
+    def refuse(tensors, options):
+        raise NotImplementedError("only on Sundays")
+
+    def fail(tensors, options):
+        raise AssertionError("line one\nline two")
+
+    who = {"a": Provider("a", {"prefill": refuse}), "b": Provider("b", {"train": fail})}
+    found = examine({"gdn": providers.ours(), **who})
+    assert found.refused == {"a": "only on Sundays"} and found.failed == {"b": "AssertionError: line one"}
+
+
+def test_ours_may_not_be_worse_than_the_best_peer():
+    found = {"fla": {"o": 4e-3, "dg": 4e-3}, "flashinfer": {"o": 2e-3}}
+    good = laboratory.against_peers({"o": 2.1e-3, "dg": 2.7e-3}, found)
+    assert good["reached"] and good["of_best_peer"]["o"] == pytest.approx(1.05)
+    assert laboratory.against_peers({"o": 2.3e-3, "dg": 2e-3}, found)["worse"] == ["o"]
+    assert laboratory.against_peers({"o": 1e-3, "dg": 3e-3}, found)["worse"] == ["dg of fla's"]
+    assert laboratory.against_peers({"o": 1.0, "dg": 1.0}, {})["reached"]
+    rounding = {"fla": {"o": 1e-7, "dg": 1e-8}}
+    assert laboratory.against_peers({"o": 9e-7, "dg": 9e-7}, rounding)["reached"]
+
+
+def test_sets_are_named_problems():
+    assert len(laboratory.NAMED["pto"]) == 15 and len(laboratory.NAMED["pto-gva"]) == 4 * 13
+    assert {case.gate for case in laboratory.REGIMES.values()} <= {*cases.GATES, "mixed"}
+    assert {case.keys for case in laboratory.REGIMES.values()} == set(cases.KEYS)
+    assert laboratory.NAMED["pto"]["16/16 long ladder"].lengths is cases.LONG_LADDER
+    assert set(laboratory.NAMED["ladders"]) == set(catalog.SETS["ladders"])
+
+
+def test_an_error_is_where_it_is():
+    ref = torch.ones(1, 600, 2, 3)
+    x = ref.clone()
+    x[:, 300] += 1
+    places, errors = portraits.by_bin(x, ref)
+    assert len(places) == 1 and abs(places[0] - 300) < 3 and errors[0] == pytest.approx(3**-0.5, rel=1e-3)
+
+
+# the command
+
+
+def test_verify_prints_a_verdict():
+    done = run(*TINY)
+    assert done.exit_code == 0 and "outputs within their limits" in done.stdout, done.output
+    assert "final_state" in done.stdout and "RMSE/mean" in done.stdout
+
+
+@pytest.mark.parametrize("entry", list(verify.ENTRIES))
+def test_verify_writes_every_row(entry, tmp_path):
+    file = tmp_path / "rows.json"
+    assert run(*TINY, "--entry", entry, "--json", str(file)).exit_code == 0
+    found = json.loads(file.read_text())
+    assert found["ok"] and not found["refused"] and len({row["case"] for row in found["rows"]}) == 2
+    assert {"case", "provider", "dtype", "output", "error", "limit", "ok", "r2", "close"} < set(
+        found["rows"][0]
+    )
+
+
+def test_verify_leaves_a_folder(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert run(*TINY, "--out", str(tmp_path)).exit_code == 0
+    found = json.loads((tmp_path / "readings.json").read_text())
+    with (tmp_path / "readings.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(found["rows"]) and float(lines[0]["error"]) == found["rows"][0]["error"]
+    pictures = sorted(tmp_path.glob("*.png"))
+    assert len(pictures) == 4 and all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
+
+
+def test_verify_fails_on_a_wrong_answer(monkeypatch):
+    right = verify.ENTRIES["chunk"]
+
+    def wrong(*args, **options):
+        o, S = right(*args, **options)
+        return o * 1.01, S * float("nan")
+
+    monkeypatch.setitem(verify.ENTRIES, "chunk", wrong)
+    done = run(*TINY)
+    assert done.exit_code == 1 and "fails" in done.stdout
+    found = json.loads(run(*TINY, "--json", "-").stdout)
+    states = {row["error"] for row in found["rows"] if row["output"] == "final_state"}
+    assert not found["ok"] and states == {None}
+
+
+def test_verify_says_why_a_backend_refuses():
+    done = run(*TINY, "--providers", "gdn:triton")
+    assert done.exit_code == 1 and "not taken" in done.stdout and "triton" in done.stdout
+
+
+def test_a_wrong_peer_is_no_fault_of_ours(monkeypatch):
+    monkeypatch.setattr(
+        verify, "_providers", lambda *_: ({"gdn": providers.ours(), "fla": LIES["zeros"]}, {})
+    )
+    done = run(*TINY)
+    assert done.exit_code == 0 and "fails" in done.stdout, done.output
+
+
+def test_a_better_peer_is(monkeypatch):
+    worse = liar(lambda o, S: (o * 1.000005, S), "gdn")
+    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": worse, "fla": providers.ours()}, {}))
+    done = run(*TINY)
+    assert done.exit_code == 1 and "less accurate than a peer" in done.stdout, done.output
+
+
+def test_a_failure_of_ours_fails(monkeypatch):
+    broken = Provider("gdn", {"train": lambda tensors, options: 1 / 0})
+    both = {"gdn": broken, "gdn:eager": providers.ours("eager")}
+    monkeypatch.setattr(verify, "_providers", lambda *_: (both, {}))
+    done = run(*TINY)
+    assert done.exit_code == 1 and "ZeroDivisionError" in done.stdout
+
+
+def test_peers_take_their_part_and_rows_are_kept(monkeypatch, tmp_path):
+    for name, module in stub_peers.modules().items():
+        monkeypatch.setitem(__import__("sys").modules, name, module)
+        module.__spec__ = importlib.util.spec_from_loader(name, None)
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    small = replace(laboratory.REGIMES["mild"], heads=(1, 2), lengths=packed(70))
+    monkeypatch.setitem(laboratory.NAMED, "regimes", {"mild": small, "slow": replace(small, gate="slow")})
+    done = run("verify", "--set", "regimes", "--only", "mild", "--append", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
+    assert [row["provider"] for row in rows] == list(providers.NAMES)
+    assert all(row["pass"] == "accuracy" and row["case"] == "mild" and row["ok"] for row in rows)
+    assert (
+        rows[0]["backend"] == "eager"
+        and rows[0]["of_best_peer"]
+        and rows[3]["errors"].keys() == {"o", "final_state"}
+    )
+
+
+def test_ptos_set_brings_its_profile_and_dtypes(monkeypatch):
+    small = {"16/16 20,30": replace(CASE, gate="strong")}
+    monkeypatch.setitem(laboratory.NAMED, "pto", small)
+    found = json.loads(
+        run("verify", "--set", "pto", "--device", "cpu", "--providers", "gdn", "--json", "-").stdout
+    )
+    assert found["ok"] and found["profile"] == "pto"
+    assert {row["dtype"] for row in found["rows"]} == {"float16", "bfloat16"}
+
+
+def test_verify_takes_a_sample_of_the_full_product():
+    done = run("verify", "--set", "full", "--max-cases", "0", "--json", "-")
+    assert done.exit_code == 1 and json.loads(done.stdout)["rows"] == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--dtype", "int8"], ["--entry", "x"], ["--set", "x"], ["--providers", "x"], ["--profile", "x"]],
+)
+def test_wrong_arguments_are_refused(wrong):
+    assert run("verify", "--max-cases", "1", *wrong).exit_code != 0
