@@ -68,6 +68,50 @@ VLLM = {  # vllm 0.33.0, wheel of 2026-11-21; fused_gdn_gating is of earlier ver
     ),
 }
 
+_SGL = "sglang.kernels.ops"
+SGLANG = {  # sglang 0.5.23, wheel of 2026-11-21; sgl-kernel-npu at 07aa7757
+    (f"{_SGL}.attention.linear.fused_sigmoid_gating_recurrent", "fused_sigmoid_gating_delta_rule_update"): (
+        "A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, "
+        "initial_state_indices, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, "
+        "lower_bound=None, disable_state_update=False, intermediate_states_buffer=None, "
+        "intermediate_state_indices=None, cache_steps=None, retrieve_parent_token=None, cache_ring=False, "
+        "replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, replayssm_beta=None, "
+        "match_cutedsl_decode=False"
+    ),
+    (f"{_SGL}.attention.fla.fused_recurrent", "fused_recurrent_gated_delta_rule_update"): (
+        "q, k, v, g, beta=None, scale=None, initial_state_source=None, initial_state_indices=None, "
+        "cu_seqlens=None, use_qk_l2norm_in_kernel=False, disable_state_update=False, "
+        "disable_output_calculation=False, intermediate_states_buffer=None, intermediate_state_indices=None, "
+        "cache_steps=None, retrieve_parent_token=None"
+    ),
+    (f"{_SGL}.attention.fla.fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode"): (
+        "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, "
+        "use_qk_l2norm_in_kernel=False"
+    ),
+    (f"{_SGL}.attention.fla.chunk", "chunk_gated_delta_rule"): (
+        "q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None, "
+        "head_first=False, use_qk_l2norm_in_kernel=False, inplace_update=True"
+    ),
+    (f"{_SGL}.attention.linear.fused_gdn_gating", "fused_gdn_gating"): (
+        "A_log, a, b, dt_bias, beta=1.0, threshold=20.0"
+    ),
+    (f"{_SGL}.mamba.mamba_state_scatter_triton", "fused_mamba_state_scatter_with_mask"): (
+        "dst, src, dst_indices_raw, step_indices_raw, src_indices_raw=None"
+    ),
+    ("sgl_kernel_npu.fla.chunk", "chunk_gated_delta_rule_npu"): (
+        "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=True, cu_seqlens=None, "
+        "head_first=False, use_qk_l2norm_in_kernel=False"
+    ),
+}
+# positional arguments of the kernel interface's methods; the rest is by name
+SGLANG_KERNEL = {
+    "decode": "q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **kwargs",
+    "packed_decode": (
+        "mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim, "
+        "**kwargs"
+    ),
+}
+
 
 def parameters(function):
     """ "a, b=1, *, c, **kwargs" of a function; of a method without self."""

@@ -17,7 +17,8 @@ class Package:
     """Functions of one package that gdn can serve, and the patches in force on it.
 
     served: (module, name, our function of the same signature). What ours refuses with NotImplementedError, or
-    TypeError for a name that only the package lets pass, goes to the package's own function. Process-wide.
+    TypeError for a name that only the package lets pass, goes to the package's own function. A class takes
+    its place as it is. Process-wide.
     """
 
     def __init__(self, served: tuple[tuple[str, str, Function], ...]) -> None:
@@ -63,11 +64,12 @@ class Package:
             except (NotImplementedError, TypeError):
                 return original(*args, **kwargs)
 
+        replacement = serve if isinstance(serve, type) else served
         for module in list(sys.modules.values()):
             if isinstance(module, ModuleType) and not module.__name__.startswith("gdn."):
                 for name in [n for n, value in list(vars(module).items()) if value is original]:
-                    self._replaced.append(Replaced(module, name, original, served))
-                    setattr(module, name, served)
+                    self._replaced.append(Replaced(module, name, original, replacement))
+                    setattr(module, name, replacement)
 
 
 class Patch:

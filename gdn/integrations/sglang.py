@@ -1,0 +1,367 @@
+"""SGLang's gated delta rule functions on gdn, by its names, positions and conventions (SGLang 0.5.23).
+
+States [slots, HV, V, K], any slot stride; negative slots are padding and give zeros. Drafts are verified with
+protocols P3 and P4: the pool is read, the state after each token goes to an intermediate buffer, and what was
+accepted is moved into the pool for all layers at once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.integrations.engines import check_gating, first, packed, per_token
+from gdn.integrations.patching import Package, Patch
+from gdn.integrations.vllm import fused_gdn_gating
+from gdn.ops.prefill import commit, prefill
+from gdn.ops.serving import decode
+
+__all__ = ["fused_gdn_gating"]
+CHUNK = 64  # tokens between the states that prefix caching may keep
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    is_kda: bool = False,
+    lower_bound: float | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: Tensor | None = None,
+    cache_ring: bool = False,
+    replayssm_rawv: Tensor | None = None,
+    replayssm_rawk: Tensor | None = None,
+    replayssm_g: Tensor | None = None,
+    replayssm_beta: Tensor | None = None,
+    match_cutedsl_decode: bool = False,
+) -> Tensor:
+    """Decode, or verification of drafts, from raw logits: `gdn.decode`.
+
+    Args:                           shape
+        a, b                        [tokens, HV] or [B, T, HV], raw logits
+        q, k, v                     [B, T, H, K], ..., or packed with cu_seqlens; strided views are not copied
+        initial_state_source        [slots, HV, V, K]
+        initial_state_indices       [N] or longer; negative: padding
+        disable_state_update        True: the pool is only read
+        intermediate_states_buffer  [rows, >= T, HV, V, K]; gets the state after each token
+        intermediate_state_indices  [N] or longer, rows of the buffer; None: the row's number
+        cache_steps                 not needed: the buffer's own strides count
+        retrieve_parent_token       [N, T]: token t goes on from the state after token parent[t] < t
+
+    Returns o, the shape of v. NotImplementedError with is_kda, lower_bound, cache_ring, match_cutedsl_decode,
+    or another softplus than gdn's.
+    """
+    check_gating(softplus_beta, softplus_threshold, is_kda or lower_bound is not None)
+    if cache_ring or match_cutedsl_decode:
+        raise NotImplementedError("cache_ring, match_cutedsl_decode: expected False, got True")
+    gates = {"a": per_token(a, q), "b": per_token(b, q), "A_log": A_log, "dt_bias": dt_bias}
+    return _decode(
+        (q, k, v, scale, use_qk_l2norm_in_kernel), gates, initial_state_source, initial_state_indices,
+        cu_seqlens, disable_state_update, intermediate_states_buffer, intermediate_state_indices,
+        retrieve_parent_token,
+    )  # fmt: skip
+
+
+def fused_recurrent_gated_delta_rule_update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state_source: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    disable_state_update: bool = False,
+    disable_output_calculation: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: Tensor | None = None,
+) -> Tensor:
+    """As `fused_sigmoid_gating_delta_rule_update`, with gates already activated: g and beta [B, T, HV].
+
+    The output is computed even with disable_output_calculation.
+    """
+    if beta is not None and beta.dim() == v.dim():
+        raise NotImplementedError(f"beta: expected shape [B, T, HV], got {list(beta.shape)}")
+    return _decode(
+        (q, k, v, scale, use_qk_l2norm_in_kernel), {"g": g, "beta": beta}, initial_state_source,
+        initial_state_indices, cu_seqlens, disable_state_update, intermediate_states_buffer,
+        intermediate_state_indices, retrieve_parent_token,
+    )  # fmt: skip
+
+
+def _decode(
+    tokens: tuple[Tensor, Tensor, Tensor, float | None, bool],
+    gates: dict[str, Any],
+    state: Any,
+    indices: Tensor | None,
+    cu_seqlens: Tensor | None,
+    is_read_only: bool,
+    kept: Tensor | None,
+    rows: Tensor | None,
+    parent: Tensor | None,
+) -> Tensor:
+    q, k, v, scale, l2norm = tokens
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    where: dict[str, Any] = {"read_index": first(indices, N), "write": "none" if is_read_only else "final"}
+    if kept is not None:
+        where |= {"intermediate": kept, "intermediate_row": first(rows, N), "parent": first(parent, N)}
+    if cu_seqlens is not None:
+        # no row has more tokens than there is room for
+        bound = min([q.shape[1], *(x.shape[1] for x in (kept, parent) if x is not None)])
+        where |= {"cu_seqlens": cu_seqlens, "max_seqlen": bound}
+    return decode(q, k, v, state, **gates, **where, scale=scale, use_qk_l2norm_in_kernel=l2norm)
+
+
+def fused_recurrent_gated_delta_rule_packed_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token per row from what the convolution leaves: `gdn.decode_packed`; beta is not rounded.
+
+    mixed_qkv [B, 2 H K + HV V], any row pitch; a, b [B, HV]; initial_state [slots, HV, V, K], updated in
+    place; out [B, 1, HV, V], written; ssm_state_indices [B], negative: padding. Returns (out, initial_state).
+    """
+    packed(
+        mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices,
+        use_qk_l2norm_in_kernel, None,
+    )  # fmt: skip
+    return out, initial_state
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    inplace_update: bool = True,
+) -> tuple[Tensor, None, Tensor]:
+    """Whole prompts on the pool, in place: `gdn.prefill`, with the state before every chunk of 64 tokens.
+
+    initial_state [slots, HV, V, K] or None: zeros; initial_state_indices [N], None: in order; inplace_update
+    False: the pool is only read. head_first: q, k, v [B, H, T, K] and so on.
+
+    Returns (o, None, h): h [1, rows, HV, V, K] in fp32, where SGLang rounds to the dtype of q; the chunks of
+    a sequence follow one another, those of the next follow them; rows past the last chunk hold anything.
+    Cost: memory for h, (tokens / 64 + N) HV K V x 4 bytes. `GDNKernel` needs it only to track.
+    """
+    if head_first:
+        q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
+    (B, T), offsets = q.shape[:2], cu_seqlens
+    if offsets is None:
+        offsets = torch.arange(B + 1, device=q.device) * T
+    if initial_state is None:
+        N = offsets.shape[0] - 1
+        initial_state = q.new_zeros(N, *v.shape[2:], q.shape[3], dtype=torch.float32)
+    five = tuple(x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta))
+    o, h, _ = with_chunk_states(
+        five, initial_state, initial_state_indices, offsets, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=inplace_update,
+    )  # fmt: skip
+    o = o.view(v.shape)
+    return o.transpose(1, 2) if head_first else o, None, h.unsqueeze(0)
+
+
+def with_chunk_states(
+    five: tuple[Tensor, ...], pool: Tensor, indices: Tensor | None, offsets: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`gdn.prefill` of q, k, v, g, beta; the state before each chunk [rows, ...]; every first chunk [N]."""
+    q, k, v, g, beta = five
+    N = offsets.shape[0] - 1
+    indices = torch.arange(N, device=q.device) if indices is None else indices[:N]
+    chunks = (offsets.diff() + CHUNK - 1) // CHUNK
+    at = chunks.cumsum(0) - chunks
+    # as many as there can be: how many there are is not read on the host
+    rows = q.shape[1] // CHUNK + N
+    h = q.new_empty(rows + 1, *pool.shape[1:], dtype=torch.float32)
+    begin = pool.index_select(0, indices.clamp(0, pool.shape[0] - 1)).to(torch.float32)
+    o = prefill(
+        q, k, v, pool, g=g, beta=beta, cu_seqlens=offsets, state_index=indices, checkpoints=h,
+        checkpoint_every=CHUNK, checkpoint_offsets=at + 1, **options,
+    )  # fmt: skip
+    # the state after a last whole chunk came to lie where the next sequence begins; an empty one has no chunk
+    h[torch.where(chunks > 0, at, rows)] = begin
+    return o, h[:rows], at
+
+
+def chunk_gated_delta_rule_npu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: Tensor | None = None,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The function of sgl-kernel-npu of that name: states [N, HV, K, V], gathered by the caller, not written.
+
+    Returns (o, final_state fp32 or None, h [1, rows, HV, K, V] as in `chunk_gated_delta_rule`).
+    """
+    if initial_state is None:
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        HV, V = (v.shape[1] if head_first else v.shape[2]), v.shape[3]
+        states = q.new_zeros(N, HV, V, q.shape[3], dtype=torch.float32)
+    else:
+        states = initial_state.mT.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    o, _, h = chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, states, None, cu_seqlens, head_first, use_qk_l2norm_in_kernel
+    )
+    return o, states.mT if output_final_state else None, h.mT
+
+
+def fused_mamba_state_scatter_with_mask(
+    dst: Tensor,
+    src: Tensor,
+    dst_indices_raw: Tensor,
+    step_indices_raw: Tensor,
+    src_indices_raw: Tensor | None = None,
+) -> None:
+    """The states of accepted tokens into the pool, for all layers in one launch: `gdn.commit`.
+
+    dst [L, slots, ...], src [L, rows, T, ...]; per request a slot, a step (negative: none) and a row of src
+    (None: its number).
+    """
+    if src_indices_raw is None:
+        src_indices_raw = torch.arange(step_indices_raw.shape[0], device=dst.device)
+    commit(dst, src, dst_indices_raw, src_indices_raw, step_indices_raw)
+
+
+class GDNKernel:
+    """SGLang's kernel interface (`LinearAttnKernelBase`) on gdn: what its GDNKernelDispatcher calls.
+
+    Snapshots for prefix caching are kept in fp32, where they came to an fp32 pool rounded to bf16. Rings of
+    SGLang's ReplaySSM are refused with NotImplementedError.
+    """
+
+    uses_state_checkpoints = False
+    supports_fused_chain_verify = False
+    supports_strided_target_verify_qkv = True
+    supports_track_state_snapshot = True
+    supports_packed_decode = True
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor,
+        ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """One token per request; o has the shape of v."""
+        return fused_sigmoid_gating_delta_rule_update(
+            A_log, a, dt_bias, 1.0, 20.0, q, k, v, b, ssm_states, cache_indices, None, True, query_start_loc
+        )
+
+    def packed_decode(
+        self, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, scale: float,
+        ssm_states: Tensor, cache_indices: Tensor, num_v_heads: int, head_v_dim: int, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """One token per request from the convolution's output; [1, B, HV, V]."""
+        if any(value is not None for name, value in kwargs.items() if name.startswith("replayssm")):
+            raise NotImplementedError("packed_decode: expected no ReplaySSM rings, got some")
+        out = mixed_qkv.new_empty(mixed_qkv.shape[0], 1, num_v_heads, head_v_dim)
+        packed(mixed_qkv, a, b, A_log, dt_bias, scale, ssm_states, out, cache_indices, True, None)
+        return out.transpose(0, 1)
+
+    def target_verify(
+        self, A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *,
+        ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor,
+        intermediate_states_buffer: Tensor, intermediate_state_indices: Tensor | None = None,
+        cache_steps: int | None = None, retrieve_parent_token: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Drafts of each request; their states to the buffer, the pool unchanged; o has the shape of v."""
+        return fused_sigmoid_gating_delta_rule_update(
+            A_log, a, dt_bias, 1.0, 20.0, q, k, v, b, ssm_states, cache_indices, None, True, query_start_loc,
+            disable_state_update=True, intermediate_states_buffer=intermediate_states_buffer,
+            intermediate_state_indices=intermediate_state_indices, cache_steps=cache_steps,
+            retrieve_parent_token=retrieve_parent_token,
+        )  # fmt: skip
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor,
+        cache_indices: Tensor, query_start_loc: Tensor, inplace_update: bool = True,
+        track_state: Tensor | None = None, track_chunk_idx: Tensor | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, None, None]:  # fmt: skip
+        """Prompts, in place. track_state [N, HV, V, K] fp32 gets the state before chunk track_chunk_idx[n] of
+        each request (negative: none, the row then holds anything)."""
+        N = query_start_loc.shape[0] - 1
+        options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "update_state": inplace_update}
+        if track_state is None or track_chunk_idx is None:
+            o = prefill(
+                q, k, v, ssm_states, g=g, beta=beta, cu_seqlens=query_start_loc,
+                state_index=cache_indices[:N], **options,
+            )  # fmt: skip
+            return o, None, None
+        o, h, at = with_chunk_states(
+            (q, k, v, g, beta), ssm_states, cache_indices, query_start_loc, **options
+        )
+        track_state[:N] = h[(at + track_chunk_idx[:N]).clamp(0, h.shape[0] - 1)]
+        return o, None, None
+
+
+_LINEAR, _FLA = "sglang.kernels.ops.attention.linear", "sglang.kernels.ops.attention.fla"
+PACKAGE = Package(
+    (
+        ("sglang.srt.layers.attention.linear.kernels.gdn_triton", "TritonGDNKernel", GDNKernel),
+        (
+            f"{_LINEAR}.fused_sigmoid_gating_recurrent",
+            "fused_sigmoid_gating_delta_rule_update",
+            fused_sigmoid_gating_delta_rule_update,
+        ),
+        (f"{_LINEAR}.fused_gdn_gating", "fused_gdn_gating", fused_gdn_gating),
+        (
+            f"{_FLA}.fused_recurrent",
+            "fused_recurrent_gated_delta_rule_packed_decode",
+            fused_recurrent_gated_delta_rule_packed_decode,
+        ),
+        (f"{_FLA}.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
+        (
+            "sglang.kernels.ops.mamba.mamba_state_scatter_triton",
+            "fused_mamba_state_scatter_with_mask",
+            fused_mamba_state_scatter_with_mask,
+        ),
+    )
+)
+
+
+def patch_sglang() -> Patch:
+    """Run SGLang's gated delta rule layers on gdn, in this process: before the attention backend is made.
+
+    The kernel class that its dispatcher makes for `--linear-attn-backend triton` becomes GDNKernel; the
+    functions are replaced in every imported module; what gdn refuses (a decay per channel) stays with SGLang.
+
+    Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without SGLang.
+    """
+    return PACKAGE.patch()
