@@ -158,6 +158,26 @@ def commit(dtype: torch.dtype, has_extra: bool) -> Callable[[], Any]:
     return lambda: gdn.commit(pool, kept, index, index, index, **options)
 
 
+def replay(
+    B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, kept: Any, v_first: bool, is_packed: bool
+) -> Callable[[], Any]:
+    """A verification and its end, on histories of 20 places."""
+    x = rows_of(1 if is_packed else B, B * T if is_packed else T, K=K, V=V, dtype=dtype, raw=True)
+    if is_packed:
+        x |= {"cu_seqlens": torch.arange(B + 1, dtype=torch.int32), "max_seqlen": T}
+    state = pool_of(1, B, K=K, V=V, dtype=pool_dtype, v_first=v_first)
+    u, k = torch.randn(1, B, 20, 4, V).to(kept), torch.randn(1, B, 20, 2, K).to(kept)
+    G, cursor = torch.zeros(1, B, 20, 4, dtype=torch.float64), slots(B)
+    options = {"state_v_first": v_first, "backend": "triton"}
+
+    def call() -> None:
+        gdn.replay_decode(**x, state=state[0], history_u=u[0], history_k=k[0], history_G=G[0], cursor=cursor,
+                          read_index=cursor, **options)  # fmt: skip
+        gdn.replay_commit(state, u, k, G, cursor, slots(B), slots(B), room=T, **options)
+
+    return call
+
+
 def gate(dtype: torch.dtype, has_bias: bool) -> Callable[[], Any]:
     a, b, A_log = (torch.randn(s, dtype=dtype, requires_grad=True) for s in ((2, 70, 4), (2, 70, 4), (4,)))
     bias = torch.zeros(4, requires_grad=True) if has_bias else None
@@ -251,6 +271,12 @@ OTHERS = {
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),
     "stages bf16 packed": (stages, (BF16, 64, 60, True), TUNED),
     "commit": (commit, (FP32, False), EVERYWHERE),
+    "replay bf16": (replay, (3, 4, 128, 128, BF16, FP32, BF16, True, False), EVERYWHERE),
+    "replay bf16 pool": (replay, (3, 16, 128, 128, BF16, BF16, BF16, True, True), EVERYWHERE),
+    "replay many rows": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False), EVERYWHERE),
+    "replay one token": (replay, (3, 1, 128, 128, BF16, FP32, BF16, True, False), TUNED),
+    "replay fp32 256, K first": (replay, (3, 8, 256, 256, FP32, FP32, FP32, False, False), EVERYWHERE),
+    "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),
     "gate fp32": (gate, (FP32, True), EVERYWHERE),
     "gate bf16": (gate, (BF16, False), TUNED),

@@ -1,6 +1,7 @@
 """Replay: drafts verified on a state that is only read, against the law and against plain decode."""
 
 import doctest
+import itertools
 
 import hypothesis
 import pytest
@@ -85,9 +86,16 @@ KINDS = {
 }
 
 
-@pytest.mark.interpret
-@pytest.mark.parametrize("v_first", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+FEW = {("fp32", True), ("bf16", False), ("fp32 on bf16", True)}  # that are interpreted
+
+
+@pytest.mark.parametrize(
+    "kind, v_first",
+    [
+        pytest.param(*case, marks=[pytest.mark.interpret] if case in FEW else [])
+        for case in itertools.product(KINDS, LAYOUTS)
+    ],
+)
 def test_replay(backend, device, poison, kind, v_first):
     dtype, pool, kept, index = KINDS[kind]
     if dtype == F64 and backend != "eager":
@@ -267,9 +275,13 @@ def entries(layers=3, pool=F32, kept=F32, index=torch.int64, v_first=True, **siz
     }
 
 
-@pytest.mark.interpret
-@pytest.mark.parametrize("v_first", LAYOUTS)
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16 pool", "fp64"])
+@pytest.mark.parametrize(
+    "kind, v_first",
+    [
+        pytest.param(*case, marks=[pytest.mark.interpret] if case in FEW else [])
+        for case in itertools.product(("fp32", "bf16", "bf16 pool", "fp64"), LAYOUTS)
+    ],
+)
 def test_commit(backend, device, kind, v_first):
     _, pool, kept, index = KINDS[kind]
     if pool == F64 and backend != "eager":

@@ -50,9 +50,14 @@ class ReplayProblem(OnPool):
         return self.history_G.shape[1]
 
     @property
-    def longest(self) -> int | None:
-        """A bound of the tokens in a row; None where only the offsets would tell."""
-        return self.q.shape[1] if self.cu_seqlens is None else self.max_seqlen
+    def longest(self) -> int:
+        """A bound of the tokens in a row."""
+        if self.cu_seqlens is None:
+            return self.q.shape[1]
+        if self.max_seqlen is not None:
+            return self.max_seqlen
+        # only offsets on the CPU come without it
+        return max((count for _, count in self.spans(read_device=False) or ()), default=0)
 
     def arguments(self) -> tuple[Any, ...]:
         """The fields in order, as the torch operator takes them."""

@@ -18,6 +18,7 @@ from gdn import settings
 from gdn.backends import eager
 
 LARGEST = 256  # of K and of V
+LONGEST = 16  # packet that is replayed
 # the file here that each slot of Backend comes from; the others, adjoints of single stages, are eager's
 SLOTS = {
     "saves": "rule",
@@ -27,6 +28,8 @@ SLOTS = {
     "decode": "decode",
     "prefill": "prefill",
     "commit": "commit",
+    "replay_decode": "replay",
+    "replay_commit": "replay",
     "causal_conv1d": "conv",
     "causal_conv1d_bwd": "conv_bwd",
     "causal_conv1d_update": "conv_update",
@@ -61,6 +64,10 @@ def refuses(problem: Any) -> str | None:
         return "expected Triton, got no package of that name"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
+    if any(getattr(problem, name, x).dtype == torch.float64 for name in ("history_u", "history_k")):
+        return "expected histories of at most fp32, got float64"
+    if getattr(problem, "longest", 0) > LONGEST:
+        return f"expected packets of at most {LONGEST} tokens, got {problem.longest}"
     K, V = getattr(problem, "K", 1), getattr(problem, "V", 1)
     if K > LARGEST or V > LARGEST:
         return f"expected K and V of at most {LARGEST}, got K={K}, V={V}"
