@@ -15,6 +15,7 @@ from gdn.bench import cases, measure
 from gdn.bench.cases import Case
 from gdn.bench.commands import bench
 from gdn.bench.console import Device, Json, console, place, progress, wrote
+from gdn.bench.plot import plot
 from gdn.bench.verify import DTYPES, verify
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command()(verify)
+app.command()(plot)
 
 
 def main() -> None:

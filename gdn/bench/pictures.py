@@ -1,0 +1,276 @@
+"""Figures made from results files: speed against length, a roofline, ratios, errors by regime.
+
+Each function takes the results of one machine and gives a figure, or None where there is nothing to draw.
+Colours and marks are told apart in grey, too; sizes are for a column of print.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gdn.bench import accuracy
+from gdn.bench.results import NAMES, Results, owner
+from gdn.bench.rows import Row
+
+# of Okabe and Ito; a provider looks the same in every picture
+LOOKS: Mapping[str, tuple[str, str, str]] = {
+    "gdn": ("#0072b2", "o", "-"),
+    "fla": ("#d55e00", "^", "--"),
+    "flash_qla": ("#009e73", "s", "-."),
+    "flashinfer": ("#cc79a7", "D", ":"),
+    "transformers": ("#7f7f7f", "v", (0, (5, 1))),  # type: ignore[dict-item]
+}
+CLASSES = {
+    "o, final state": ("o", "final_state"),
+    "dq, dk, dv, dh0": ("dq", "dk", "dv", "dh0"),
+    "dg, dbeta, dA_log, ddt_bias": ("dg", "dbeta", "dA_log", "ddt_bias"),
+}
+
+
+def draw(one: Results, folder: Path) -> list[tuple[str, str]]:
+    """Every picture there is, as PNG and SVG: (title, file name of the PNG)."""
+    from matplotlib import rc_context
+
+    drawn = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind, (title, make) in PICTURES.items():
+        figure = make(one)
+        if figure is None:
+            continue
+        name = f"{one.name}-{kind}"
+        # text stays text, and nothing in the file hangs on the moment it was made
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gdn"}):
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        figure.savefig(folder / f"{name}.png", dpi=150)
+        drawn.append((f"{title}, {one.name}", f"{name}.png"))
+    return drawn
+
+
+def lengths(one: Results) -> Any:
+    """Tokens per second against the length of a single sequence, a panel for each head count and pass."""
+    groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in one.last("prefill", "train", "cpu"):
+        if "ms" in row and row.get("N") == 1 and row.get("T", 0) > 1:
+            what = row["case"].rpartition(" ")[0] if row["pass"] == "cpu" else f"{row['H']}/{row['HV']} heads"
+            title = f"{row['pass']}, {what}"
+            points = groups.setdefault(title, {}).setdefault(owner(row["provider"]), [])
+            points.append((row["T"], row["T"] / row["ms"] / 1e3))
+    groups = {t: g for t, g in groups.items() if any(len(points) > 1 for points in g.values())}
+    return _curves(groups, "tokens in one sequence", "million tokens per second")
+
+
+def batches(one: Results) -> Any:
+    """Microseconds of a decoding step against its rows, a panel for each kind of pool."""
+    groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in one.last("decode"):
+        if "ms" in row:
+            points = groups.setdefault(f"decode, {row['state']} states", {})
+            points.setdefault(owner(row["provider"]), []).append((row["N"], 1e3 * row["ms"]))
+    return _curves(groups, "rows", "us")
+
+
+def roofline(one: Results) -> Any:
+    """Products per second against products per byte, under the highest rates seen on that machine."""
+    found = [row for row in one.last("prefill", "train") if row.get("flop") and "copy_gb_per_s" in row]
+    if not found:
+        return None
+    figure, (axes,) = _panels(1, width=7.4, height=3.8)
+    copy, matmul = one.ceilings
+    low, high = (f([row["flop"] / row["bytes"] for row in found]) for f in (min, max))
+    low, high = min(low, 1e3 * matmul / copy) / 3, max(high, 1e3 * matmul / copy) * 3
+    ridge = 1e3 * matmul / copy
+    axes.plot(
+        [low, ridge, high], [low * copy / 1e3, matmul, matmul], color="black", linewidth=1.2, zorder=1,
+        label=f"copy {copy:.0f} GB/s,\nbf16 product {matmul:.0f} TFLOP/s",
+    )  # fmt: skip
+    for provider in LOOKS:
+        for job in ("prefill", "train"):
+            of = [r for r in found if owner(r["provider"]) == provider and r["pass"].partition(":")[0] == job]
+            if of:
+                colour, mark, _ = LOOKS[provider]
+                axes.scatter(
+                    [r["flop"] / r["bytes"] for r in of], [r["tflop_per_s"] for r in of], s=34, marker=mark,
+                    facecolors=colour if job == "prefill" else "none", edgecolors=colour, linewidths=1.2,
+                    label=f"{_label(provider)}, {job}", zorder=2,
+                )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _numbers(axes.xaxis)
+    _numbers(axes.yaxis)
+    axes.set_xlabel("flop per byte that the job must move")
+    axes.set_ylabel("TFLOP/s")
+    _grid(axes)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    return figure
+
+
+def ratios(one: Results, *, job: str) -> Any:
+    """How many of our times fit into each peer's, case by case; in the same run."""
+    found = [row for row in one.ours(job) if row.get("ratio")]
+    peers = [p for p in NAMES if any(p in row["ratio"] for row in found)]
+    if not found:
+        return None
+    step = 0.15 * len(peers) + 0.12
+    figure, (axes,) = _panels(1, width=6.4, height=max(1.8, 1.1 + step * len(found)))
+    for i, peer in enumerate(peers):
+        for j, row in enumerate(found):
+            x = row["ratio"].get(peer)
+            if x is None:
+                continue
+            y = j + (i - (len(peers) - 1) / 2) * 0.8 / len(peers)
+            is_first = not any(peer in r["ratio"] for r in found[:j])
+            axes.barh(
+                y, x, height=0.74 / len(peers), color=LOOKS[peer][0], label=_label(peer) if is_first else None
+            )
+            axes.annotate(
+                f"{x:.2f}", (x, y), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
+            )
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(found)), [_case(row) for row in found], fontsize=8)
+    axes.set_ylim(len(found) - 0.5, -0.5)
+    largest = max(x for row in found for x in row["ratio"].values())
+    if largest > 12:
+        axes.set_xscale("log")
+        _numbers(axes.xaxis)
+    axes.set_xlim(right=largest * (1.6 if largest > 12 else 1.12))
+    axes.set_xlabel("peer's time / gdn's time; right of the line gdn is faster")
+    figure.legend(loc="outside upper center", ncols=len(peers), frameon=False, fontsize=9)
+    return figure
+
+
+def errors(one: Results) -> Any:
+    """The largest error of each class of outputs by regime, and its limit."""
+    found = [row for row in one.last("accuracy") if row["dtype"] == "bfloat16" and "~" not in row["provider"]]
+    regimes = list(dict.fromkeys(row["case"] for row in found))
+    if not regimes:
+        return None
+    figure, panels = _panels(len(CLASSES), width=3.4, height=1.4 + 0.32 * len(regimes))
+    for (title, outputs), axes in zip(CLASSES.items(), panels, strict=True):
+        for provider, (colour, mark, _) in LOOKS.items():
+            points = [
+                (
+                    max(row["errors"][x] or math.inf for x in outputs if x in row["errors"]),
+                    regimes.index(row["case"]),
+                )
+                for row in found
+                if owner(row["provider"]) == provider and any(x in row["errors"] for x in outputs)
+            ]
+            shown = [point for point in points if 0 < point[0] < math.inf]
+            if shown:
+                axes.scatter(
+                    *zip(*shown, strict=True),
+                    s=30,
+                    marker=mark,
+                    color=colour,
+                    alpha=0.8,
+                    label=_label(provider),
+                )
+        for j, regime in enumerate(regimes):
+            axes.plot([limit(regime, outputs[0])] * 2, [j - 0.4, j + 0.4], color="black", linewidth=1.5)
+        axes.set_xscale("log")
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("relative RMS error; line: limit", fontsize=9)
+        axes.set_yticks(range(len(regimes)), regimes if axes is panels[0] else [""] * len(regimes))
+        axes.set_ylim(len(regimes) - 0.5, -0.5)
+        _grid(axes)
+    _legend(figure, panels)
+    return figure
+
+
+def limit(regime: str, output: str) -> float:
+    """What the protocol allows bf16 in a regime of `gdn verify --set regimes`."""
+    import torch
+
+    kinds = ("correlated", "identical", "negative")
+    keys = next((kind for kind in kinds if f"{kind} keys" in regime), "random")
+    return accuracy.gates(torch.bfloat16, keys)[output]
+
+
+PICTURES: Mapping[str, tuple[str, Callable[[Results], Any]]] = {
+    "lengths": ("Speed against sequence length", lengths),
+    "batches": ("Time of a decoding step against its rows", batches),
+    "roofline": ("Roofline", roofline),
+    **{
+        f"ratios-{job}": (f"Peers' times over gdn's: {job}", partial(ratios, job=job))
+        for job in ("prefill", "train", "decode", "spec", "stages", "layer", "cpu")
+    },
+    "errors": ("Errors by regime", errors),
+}
+
+
+def _curves(groups: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], across: str, up: str) -> Any:
+    """A panel for each group, a line for each provider, both axes by factors."""
+    if not groups:
+        return None
+    figure, panels = _panels(len(groups), width=3.4, height=3.2)
+    for (title, lines), axes in zip(groups.items(), panels, strict=True):
+        for provider, (colour, mark, style) in LOOKS.items():
+            points = sorted(lines.get(provider, ()))
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    color=colour,
+                    marker=mark,
+                    linestyle=style,
+                    markersize=5,
+                    label=_label(provider),
+                )
+        ticks = sorted({x for points in lines.values() for x, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        _numbers(axes.yaxis)
+        axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks], fontsize=8)
+        axes.xaxis.minorticks_off()
+        axes.set_xlabel(across)
+        axes.set_ylabel(up)
+        axes.set_title(title, fontsize=10)
+        _grid(axes)
+    _legend(figure, panels)
+    return figure
+
+
+def _panels(count: int, *, width: float, height: float) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    columns = min(count, 3)
+    lines = math.ceil(count / columns)
+    figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
+    return figure, [figure.add_subplot(lines, columns, i + 1) for i in range(count)]
+
+
+def _legend(figure: Any, panels: Sequence[Any]) -> None:
+    """One for all panels, under them."""
+    held = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels)
+    handles = {label: handle for pairs in held for handle, label in pairs}
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=max(len(handles), 1),
+        frameon=False,
+    )
+
+
+def _numbers(axis: Any) -> None:
+    """Ticks at 1, 2 and 5, as numbers are written."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+
+
+def _grid(axes: Any) -> None:
+    axes.grid(alpha=0.35, linewidth=0.5, which="major")
+
+
+def _case(row: Row) -> str:
+    """A row's case, with its variant where it has one."""
+    variant = row["pass"].partition(":")[2]
+    return f"{row['case']}, {variant}" if variant else str(row["case"])
+
+
+def _label(provider: str) -> str:
+    return NAMES.get(provider, provider)

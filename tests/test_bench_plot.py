@@ -1,0 +1,228 @@
+"""What is made from results files: pages that say what rows say, pictures that show it."""
+
+import re
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from gdn import cli
+from gdn.bench import laboratory, measure, pictures, results, targets
+from gdn.bench.results import Results
+
+VERSIONS = {"gdn": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "flash-linear-attention": "0.6.0"}
+ABOUT = {
+    "gpu": "NVIDIA H200",
+    "versions": VERSIONS,
+    "commit": "abc",
+    "date": "2026-11-21",
+    "cpu": "x",
+    "threads": 2,
+}
+PEERS = {"fla": 4.0, "flash_qla": 1.7, "flashinfer": 1.05, "transformers": 30.0}
+
+
+def timed(target, ms, provider="gdn", ratio=None, **others):
+    """A row as `gdn bench` writes it."""
+    case, L = target.case, target.case.lengths
+    return {
+        "pass": target.job, "case": target.name, "provider": provider, "backend": "triton",
+        "H": case.heads[0], "HV": case.heads[1], "N": L.N, "T": L.T // (L.N if L.ends else 1),
+        "dtype": "bfloat16", "state": "fp32" if case.state == "wide" else "bf16", "ok": True,
+        "ms": ms, "p20": ms, "p80": 1.1 * ms,
+        "bytes": target.cost.bytes, "flop": target.cost.flop, "gb_per_s": target.cost.bytes / ms / 1e6,
+        "tflop_per_s": target.cost.flop / ms / 1e9, "copy_gb_per_s": 4254, "matmul_tflop_per_s": 779,
+        "ratio": ratio or {}, **ABOUT, **others,
+    }  # fmt: skip
+
+
+def everything():
+    """A file that has all of it: every target, every peer, every regime."""
+    rows = []
+    for job in ("prefill", "train", "decode"):
+        for target in targets.TARGETS[job]:
+            own = target.goal
+            who = {p: x for p, x in PEERS.items() if p in target.then or p == "transformers"}
+            rows.append(timed(target, own, ratio=who))
+            rows += [timed(target, own * x, p) for p, x in who.items()]
+    for i, case in enumerate(laboratory.REGIMES):
+        for j, provider in enumerate(("gdn", *PEERS)):
+            errors = dict.fromkeys(("o", "final_state", "dq", "dg"), 0.001 * (1 + i / 5 + j / 3))
+            head = {
+                "pass": "accuracy",
+                "case": case,
+                "provider": provider,
+                "backend": None,
+                "dtype": "bfloat16",
+            }
+            rows.append({**head, "ok": True, "error": 2e-3, "errors": errors, **ABOUT})
+    return rows
+
+
+@pytest.fixture
+def folder(tmp_path):
+    measure.append(tmp_path / "h200.jsonl", everything())
+    return tmp_path
+
+
+# what rows say
+
+
+def test_the_last_row_counts_whatever_the_backend():
+    target = targets.PREFILL[0]
+    one = Results("h200", [timed(target, 2.0), timed(target, 1.0, "gdn:triton"), timed(target, 9.0, "fla")])
+    assert [row["ms"] for row in one.ours("prefill")] == [1.0] and len(one.last("prefill")) == 2
+    wrong = {**timed(target, 3.0), "ok": False}
+    del wrong["ms"]
+    assert [row["ms"] for row in Results("x", [*one.rows, wrong]).ours("prefill")] == [1.0]
+
+
+def test_a_limit_is_never_passed():
+    """A copy rate that a job went past was no ceiling."""
+    target = targets.DECODE[-2]
+    slow = timed(target, 0.25, copy_gb_per_s=2714)
+    one = Results("h200", [slow, timed(targets.PREFILL[0], 0.5)])
+    assert one.ceilings[0] == pytest.approx(max(4254, slow["gb_per_s"]))
+    assert one.of_limit(slow) <= 1 and one.of_limit({"pass": "host"}) is None
+
+
+def test_a_statement_names_what_it_stands_on():
+    two = [
+        timed(targets.PREFILL[6], 0.3, ratio={"fla": 1.5}),
+        timed(targets.PREFILL[7], 1.0, ratio={"fla": 0.8}, date="2026-11-22", commit="abd"),
+    ]
+    (sentence,) = results.statements(Results("h200", two))
+    for part in (
+        "0.80 (16/32 4x8192: 1 ms against 0.8 ms) to 1.50 (16/32 1x8192: 0.3 ms against 0.45 ms)",
+        "FLA 0.6.0", "2 problems", "gdn at abc to abd", "torch 2.11.0", "2026-11-21 to 2026-11-22",
+        "`gdn bench prefill`", "NVIDIA H200",
+    ):  # fmt: skip
+        assert part in sentence, (part, sentence)
+    (sentence,) = results.statements(Results("h200", two[:1]))
+    assert "`gdn bench prefill --only '16/32 1x8192'`" in sentence and "one problem" in sentence
+
+
+@pytest.mark.parametrize(
+    "name, case, command",
+    [
+        ("prefill", None, "gdn bench prefill"), ("prefill:gated", None, "gdn bench prefill --variant gated"),
+        ("decode:eager", "B=1", "gdn bench decode --only B=1 --eager"), ("cpu", "x", "gdn bench cpu"),
+        ("accuracy", None, "gdn verify --set regimes --append"),
+    ],
+)  # fmt: skip
+def test_commands_measure_it_again(name, case, command):
+    assert results.command(name, case) == command
+
+
+def test_a_page_holds_every_row_of_ours(folder):
+    (one,) = results.load(folder)
+    page = results.page([one], {"h200": [("Roofline", "results/h200-roofline.png")]})
+    for row in one.ours("prefill", "train", "decode"):
+        assert f"| {row['case']} | {results.time(row['ms'])} |" in page
+    assert "![Roofline](results/h200-roofline.png)" in page and "## NVIDIA H200" in page
+    widths = {
+        line.count("|") for line in re.search(r"### train.*?\n\n(\|.*?)\n\n", page, re.S)[1].splitlines()
+    }
+    assert len(widths) == 1
+    assert results.load(folder, {"h200": 3})[0].rows == one.rows[:3]
+
+
+def test_other_passes_have_tables_of_their_own():
+    head = {"backend": None, "dtype": "bfloat16", **ABOUT}
+    cold = {**head, "pass": "cold", "case": "new process", "provider": "gdn", "compiled_again": 2}
+    cold["seconds"] = {"first: forward": 3.81, "first: backward": 6.3}
+    e2e = {**head, "pass": "e2e", "case": "512+128", "provider": "gdn", "tokens_per_s": 100.0}
+    e2e |= {"first_token_ms": 12.5, "logit_error": 1e-3, "same_tokens": 1.0}
+    page = results.page([Results("h200", [cold, e2e])], {})
+    assert (
+        "| gdn | 3.8 s | 6.3 s |  | 2 |" in page
+        and "| 512+128, gdn | 100 | 12.5 ms | 1.0e-03 | 100% |" in page
+    )
+
+
+def test_only_what_stands_between_the_marks_is_made_anew():
+    start, end = results.MARKS
+    assert results.between(f"a\n{start}\nold\n{end}\nb", "new\n") == f"a\n{start}\nnew\n{end}\nb"
+    with pytest.raises(ValueError, match="expected a page with"):
+        results.between("a", "b")
+
+
+# what is committed
+
+
+def test_committed_pages_are_what_the_files_say():
+    """Files only grow: a page says of how many rows it is made. Not so? Run `gdn plot`."""
+    page = (measure.ROOT / "docs" / "results.md").read_text()
+    limits = {name: int(count) for count, name in re.findall(r"(\d+) rows of (\w+)\.jsonl", page)}
+    found = results.load(measure.RESULTS, limits)
+    drawn = re.findall(r"^!\[(.*)\]\((results/([a-z0-9]+)-.*)\)$", page, re.M)
+    held = {one.name: [(title, path) for title, path, name in drawn if name == one.name] for one in found}
+    assert limits and results.page(found, held) == page
+    readme = (measure.ROOT / "README.md").read_text()
+    assert results.between(readme, results.readme(found)) == readme
+
+
+# pictures
+
+
+def test_every_picture_is_drawn_from_a_full_file(folder):
+    (one,) = results.load(folder)
+    drawn = pictures.draw(one, folder / "pictures")
+    absent = {"ratios-spec", "ratios-stages", "ratios-layer", "ratios-cpu"}
+    assert {file for _, file in drawn} == {f"h200-{kind}.png" for kind in set(pictures.PICTURES) - absent}
+    for _, file in drawn:
+        assert (folder / "pictures" / file).read_bytes().startswith(b"\x89PNG")
+        assert b"<svg" in (folder / "pictures" / file.replace(".png", ".svg")).read_bytes()
+
+
+def test_nothing_is_drawn_from_nothing():
+    assert all(make(Results("x", [])) is None for _, make in pictures.PICTURES.values())
+
+
+def test_lines_go_through_the_numbers():
+    rows = [
+        timed(t, 1.0, p) for t in targets.PREFILL for p in ("gdn", "fla") if t.name.startswith("16/32 1x")
+    ]
+    (axes,) = pictures.lengths(Results("h200", rows)).axes
+    assert [line.get_label() for line in axes.lines] == ["gdn", "FLA"]
+    assert list(axes.lines[0].get_xdata()) == [2048, 8192, 32768]
+    assert list(axes.lines[0].get_ydata()) == pytest.approx([2.048, 8.192, 32.768])
+
+
+def test_points_lie_under_the_roof(folder):
+    (one,) = results.load(folder)
+    axes = pictures.roofline(one).axes[0]
+    copy, matmul = one.ceilings
+    points = [xy for c in axes.collections for xy in c.get_offsets()]
+    assert len(points) == sum(row["pass"] in ("prefill", "train") for row in one.rows)
+    assert all(y <= min(x * copy / 1e3, matmul) * 1.001 for x, y in points)
+
+
+def test_a_bar_for_every_ratio(folder):
+    (one,) = results.load(folder)
+    for job in ("prefill", "train", "decode"):
+        axes = pictures.ratios(one, job=job).axes[0]
+        assert len(axes.patches) == sum(len(row.get("ratio", ())) for row in one.ours(job)) > 0
+
+
+def test_regimes_have_their_limits():
+    assert pictures.limit("mild", "o") == 5e-3 and pictures.limit("mild identical keys", "dg") == 6e-2
+
+
+def test_the_command_makes_them_all(folder):
+    readme = folder / "README.md"
+    readme.write_text("\n".join(results.MARKS))
+    page = folder / "docs" / "results.md"
+    page.parent.mkdir()
+    arguments = ["plot", "--results", str(folder), "--page", str(page), "--readme", str(readme)]
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "times as fast as FLA 0.6.0" in readme.read_text() and readme.read_text() in "\n".join(
+        [results.MARKS[0], results.readme(results.load(folder)) + results.MARKS[1]]
+    )
+    for path in re.findall(r"\]\((results/[^)]*)\)", page.read_text()):
+        assert (page.parent / path).exists()
+    assert CliRunner().invoke(cli.app, ["plot", "--results", str(folder / "docs")]).exit_code == 2
