@@ -112,6 +112,49 @@ SGLANG_KERNEL = {
     ),
 }
 
+_LMD = "lmdeploy.pytorch"
+LMDEPLOY = {  # lmdeploy 0.18.0, wheel of 2026-11-21
+    (f"{_LMD}.kernels.cuda.gated_delta_rule", "fused_recurrent_gated_delta_rule"): (
+        "q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, "
+        "use_qk_l2norm_in_kernel=False, state_indices=None, cache_seqlens=None, transpose_state_layout=False"
+    ),
+    (f"{_LMD}.kernels.cuda.causal_conv1d", "causal_conv1d_fn"): (
+        "x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, "
+        "final_states_out=None, activation=None"
+    ),
+    (f"{_LMD}.kernels.cuda.causal_conv1d", "causal_conv1d_update"): (
+        "x, conv_state, weight, bias=None, activation=None, cache_seqlens=None, conv_state_indices=None"
+    ),
+}
+# (class of ours, method) -> parameters of the abstract method of lmdeploy.pytorch.backends
+LMDEPLOY_METHODS = {
+    ("GatedDeltaRule", "prepare_inputs"): (
+        "q, k, b, a, dt_bias, a_log_exp, kv_ratio, use_qk_l2norm_in_kernel=False, is_decoding=False, "
+        "init_token_mask=None"
+    ),
+    ("GatedDeltaRule", "chunk_gated_delta_rule"): (
+        "q, k, v, g=None, beta=None, initial_state=None, state_indices=None, scale=None, "
+        "use_qk_l2norm_in_kernel=False, cu_seqlens=None, output_final_state=False, spec_state_offsets=None, "
+        "transpose_state_layout=False"
+    ),
+    ("GatedDeltaRule", "fused_recurrent_gated_delta_rule"): (
+        "q, k, v, g=None, beta=None, initial_state=None, state_indices=None, scale=None, "
+        "use_qk_l2norm_in_kernel=False, output_final_state=False, cache_seqlens=None, "
+        "transpose_state_layout=False"
+    ),
+    ("GatedDeltaRule", "forward"): (
+        "query, key, value, b, a, dt_bias, a_log_exp, recurrent_state, gated_delta_meta, kv_ratio, "
+        "use_qk_l2norm_in_kernel"
+    ),
+    ("CausalConv1d", "conv1d_fn"): (
+        "x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, activation=None"
+    ),
+    ("CausalConv1d", "update_fn"): (
+        "x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, cache_seqlens=None"
+    ),
+    ("CausalConv1d", "forward"): "x, weight, bias, conv_state, gated_delta_meta, activation",
+}
+
 
 def parameters(function):
     """ "a, b=1, *, c, **kwargs" of a function; of a method without self."""

@@ -1,0 +1,350 @@
+"""lmdeploy's gated delta rule backend on gdn: its three methods, its convolution (lmdeploy 0.16 to 0.18).
+
+States [slots, HV, V, K], or [slots, HV, K, V] with transpose_state_layout=False; with speculation a ring
+[slots, R, HV, V, K], entry p % R the state after p tokens (protocol P1). Slots below 0 or past the pool are
+padding and give zeros.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.integrations.engines import activation_name
+from gdn.integrations.patching import Package, Patch
+from gdn.ops import conv as short_conv
+from gdn.ops.gate import gate
+from gdn.ops.prefill import prefill
+from gdn.ops.serving import decode
+
+NEW = -1e6  # g of the first token of a new sequence: lmdeploy's word for a slot that is not to be read
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_indices: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    transpose_state_layout: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """A few tokens per row on the pool: `gdn.decode`.
+
+    Args:                   shape
+        q, k, v, g, beta    as in `gdn.decode`; any strides with the last axis contiguous, g and beta any
+        initial_state       [slots, HV, K, V] or [slots, R, HV, K, V], last axes V, K with
+                            transpose_state_layout; updated in place if output_final_state, else only read
+        state_indices       [B], None: the row's number
+        cache_seqlens       [B]: read entry cache_seqlens % R, token t writes (cache_seqlens + 1 + t) % R, the
+                            state rounded to the pool's dtype after every token. None: entry 0 alone
+
+    Returns (o [B, T, HV, V], the pool or None). Raises as `gdn.decode`; no restriction on K.
+    """
+    state: Any = initial_state
+    where: dict[str, Any] = {"write": "final" if output_final_state else "none"}
+    if cache_seqlens is not None:
+        state = state.unsqueeze(1) if state is not None and state.dim() == 4 else state
+        where = {"ring_pos": cache_seqlens, "round_state": output_final_state}
+        where["write"] = "all" if output_final_state else "none"
+    elif state is not None and state.dim() == 5:
+        state = state[:, 0]
+    o = decode(
+        q, k, v, state, g=g, beta=beta, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        state_v_first=transpose_state_layout, read_index=state_indices, **where,
+    )  # fmt: skip
+    return o, initial_state if output_final_state else None
+
+
+class GatedDeltaRule:
+    """What lmdeploy calls a GatedDeltaRuleImpl: `prepare_inputs`, the two forms of the rule, and `forward`.
+
+    Queries and keys are neither copied to every value head nor normalised beforehand: the kernel does both.
+    """
+
+    def prepare_inputs(
+        self,
+        q: Tensor,
+        k: Tensor,
+        b: Tensor,
+        a: Tensor,
+        dt_bias: Tensor,
+        a_log_exp: Tensor,
+        kv_ratio: int,
+        use_qk_l2norm_in_kernel: bool = False,
+        is_decoding: bool = False,
+        init_token_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+        """q and k as they came, g and beta [B, T, HV] in fp32, and False: the norm is yet to be applied.
+
+        a, b [B, T, HV] or [B, T, H, kv_ratio]; a_log_exp = -exp(A_log); g is NEW where init_token_mask [T].
+        """
+        g, beta = gate(_heads(a), _heads(b), _A_log(a_log_exp), dt_bias)
+        if not is_decoding and init_token_mask is not None:
+            g = g.masked_fill(init_token_mask[None, :, None], NEW)
+        return q, k, g, beta, False
+
+    def chunk_gated_delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        state_indices: Tensor | None = None,
+        scale: float | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        output_final_state: bool = False,
+        spec_state_offsets: tuple[Tensor, Tensor] | None = None,
+        transpose_state_layout: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Prompts, packed, on the pool in place: `gdn.prefill`; the pool is written in any case.
+
+        A sequence whose first g is NEW begins with zeros, its slot unread. spec_state_offsets: entries of the
+        ring to read and to write, [N] each. Returns (o, the pool or None).
+        """
+        has_initial_state = None
+        if g is not None and cu_seqlens is not None and q.shape[1] > 0:
+            starts = cu_seqlens[:-1].clamp(max=q.shape[1] - 1)
+            has_initial_state = g[0, starts, 0] > NEW
+        o = self._prompts(
+            (q, k, v), {"g": g, "beta": beta}, initial_state, state_indices, cu_seqlens, spec_state_offsets,
+            has_initial_state=has_initial_state, scale=scale, state_v_first=transpose_state_layout,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+        return o, initial_state if output_final_state else None
+
+    def fused_recurrent_gated_delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None = None,
+        beta: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        state_indices: Tensor | None = None,
+        scale: float | None = None,
+        use_qk_l2norm_in_kernel: bool = False,
+        output_final_state: bool = False,
+        cache_seqlens: Tensor | None = None,
+        transpose_state_layout: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The function of that name, in the order of the backend's method."""
+        return fused_recurrent_gated_delta_rule(
+            q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+            state_indices, cache_seqlens, transpose_state_layout,
+        )  # fmt: skip
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, b: Tensor, a: Tensor, dt_bias: Tensor,
+        a_log_exp: Tensor, recurrent_state: Tensor, gated_delta_meta: Any, kv_ratio: int,
+        use_qk_l2norm_in_kernel: bool,
+    ) -> Tensor:  # fmt: skip
+        """A layer's rule, [1, tokens, ...] in and out, from raw logits in one call each (lmdeploy 0.18).
+
+        Of gated_delta_meta are read is_decoding, origin_state_ids, and cache_seqlens, or cu_seqlens, is_init
+        and spec_state_offsets.
+        """
+        meta, five = gated_delta_meta, (query, key, value, _heads(a), _heads(b))
+        raw: dict[str, Any] = {"A_log": _A_log(a_log_exp), "dt_bias": dt_bias}
+        if not meta.is_decoding:
+            return self._prompts(
+                five[:3], raw | dict(zip("ab", five[3:], strict=True)), recurrent_state,
+                meta.origin_state_ids, meta.cu_seqlens, meta.spec_state_offsets,
+                has_initial_state=None if meta.is_init is None else ~meta.is_init, state_v_first=True,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            )  # fmt: skip
+        rows = meta.origin_state_ids.shape[0]
+        q, k, v, a, b = (x[0].unflatten(0, (rows, -1)) for x in five)
+        where: dict[str, Any] = {}
+        if meta.cache_seqlens is not None:
+            where = {"ring_pos": meta.cache_seqlens, "write": "all", "round_state": True}
+        o = decode(
+            q, k, v, recurrent_state, a=a, b=b, **raw, read_index=meta.origin_state_ids, **where,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+        return o.flatten(0, 1).unsqueeze(0)
+
+    def _prompts(
+        self, tokens: tuple[Tensor, ...], gates: dict[str, Any], pool: Any, slots: Any, offsets: Any,
+        entries: tuple[Tensor, Tensor] | None, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        q, k, v = tokens
+        if entries is not None:
+            pool, step = _flat(pool)
+            read, write = (torch.where(slots < 0, -1, slots * step[0] + entry * step[1]) for entry in entries)
+            options["out_state_index"], slots = write, read
+        return prefill(q, k, v, pool, **gates, cu_seqlens=offsets, state_index=slots, **options)
+
+
+def _flat(ring: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """A ring [slots, R, ...] as a pool of one axis: (slot, entry) is at slot * step[0] + entry * step[1].
+
+    Slots may lie apart, as in a cache of several layers; places between them are never named.
+    """
+    (slot, entry), (slots, R) = ring.stride()[:2], ring.shape[:2]
+    unit = math.gcd(slot, entry)
+    count = ((slots - 1) * slot + (R - 1) * entry) // unit + 1
+    flat = ring.as_strided((count, *ring.shape[2:]), (unit, *ring.stride()[2:]), ring.storage_offset())
+    return flat, (slot // unit, entry // unit)
+
+
+def _heads(x: Tensor) -> Tensor:
+    """Logits [B, T, H, ratio] as [B, T, HV]."""
+    return x.flatten(-2) if x.dim() == 4 else x
+
+
+def _A_log(a_log_exp: Tensor) -> Tensor:
+    """lmdeploy keeps -exp(A_log)."""
+    return a_log_exp.neg().log()
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """The convolution of packed prompts: `gdn.causal_conv1d`.
+
+    x [1, dim, tokens]; weight [dim, W]; seq_idx [tokens] or [1, tokens], the number of each token's sequence,
+    rising; initial_states [N, dim, W-1], of the sequences 0 .. N-1, or None: zeros. Returns [1, dim, tokens].
+    NotImplementedError for final states, which lmdeploy's own function does not give either.
+    """
+    if return_final_states or final_states_out is not None:
+        raise NotImplementedError("return_final_states: expected False, got True")
+    offsets = None
+    if seq_idx is not None:
+        # without initial states nobody tells how many sequences there are: at most one for each token
+        N = seq_idx.shape[-1] if initial_states is None else initial_states.shape[0]
+        numbers = torch.arange(N + 1, device=x.device, dtype=seq_idx.dtype)
+        offsets = torch.searchsorted(seq_idx.reshape(-1).contiguous(), numbers)
+    y, _ = short_conv.causal_conv1d(
+        x.transpose(1, 2), weight, bias, activation=activation_name(activation),
+        initial_state=initial_states, cu_seqlens=offsets,
+    )  # fmt: skip
+    return y.transpose(1, 2)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """One step of the convolution: `gdn.causal_conv1d_update`.
+
+    x [B, dim] or [B, dim, T]; conv_state [slots, dim, L], updated in place, newest input in the last column;
+    with cache_seqlens [B] a ring, token t in column (cache_seqlens + t) % L. Returns the shape of x.
+    """
+    y = short_conv.causal_conv1d_update(
+        x if x.dim() == 2 else x.transpose(1, 2), conv_state, weight, bias,
+        activation=activation_name(activation), state_index=conv_state_indices, ring_pos=cache_seqlens,
+    )  # fmt: skip
+    return y if x.dim() == 2 else y.transpose(1, 2)
+
+
+class CausalConv1d:
+    """What lmdeploy calls a CausalConv1dImpl: its two functions, and `forward`."""
+
+    def conv1d_fn(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        return_final_states: bool = False,
+        activation: str | None = None,
+    ) -> Tensor:
+        return causal_conv1d_fn(
+            x, weight, bias, seq_idx, initial_states, return_final_states, None, activation
+        )
+
+    def update_fn(
+        self,
+        x: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        conv_state_indices: Tensor | None = None,
+        cache_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        return causal_conv1d_update(
+            x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
+        )
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, gated_delta_meta: Any,
+        activation: str,
+    ) -> Tensor:  # fmt: skip
+        """x [1, tokens, dim] in and out, conv_state updated (lmdeploy 0.18).
+
+        A chunk of a prompt shorter than the window keeps the inputs before it.
+        """
+        meta, name = gated_delta_meta, activation_name(activation)
+        weight = weight[:, 0] if weight.dim() == 3 else weight
+        if meta.is_decoding:
+            rows = meta.conv_state_indices.shape[0]
+            y = short_conv.causal_conv1d_update(
+                x[0].unflatten(0, (rows, -1)), conv_state, weight, bias, activation=name,
+                state_index=meta.conv_state_indices, ring_pos=meta.cache_seqlens,
+            )  # fmt: skip
+            return y.flatten(0, 1).unsqueeze(0)
+        options: dict[str, Any] = {"activation": name, "cu_seqlens": meta.cu_seqlens}
+        if meta.spec_conv_offsets is None:
+            y, _ = short_conv.causal_conv1d(
+                x, weight, bias, **options, state=conv_state, state_index=meta.conv_state_indices,
+                has_initial_state=~meta.is_init,
+            )  # fmt: skip
+            return y
+        # a ring: a tap of zero in front of the others makes the window as wide as what lmdeploy stores
+        read, write = meta.spec_conv_offsets
+        slots, channels = (
+            meta.state_ids[:, None, None],
+            torch.arange(x.shape[2], device=x.device)[None, :, None],
+        )
+        columns = torch.cat([(read[:, :1] - 1) % conv_state.shape[2], read], 1)
+        window = conv_state[slots, channels, columns[:, None]].masked_fill(meta.is_init[:, None, None], 0)
+        weight = torch.nn.functional.pad(weight, (1, 0))
+        y, final = short_conv.causal_conv1d(
+            x, weight, bias, **options, initial_state=window, output_final_state=True
+        )
+        assert final is not None
+        conv_state[slots, channels, write[:, None]] = final.to(conv_state.dtype)
+        return y
+
+
+PACKAGE = Package(
+    (
+        ("lmdeploy.pytorch.backends.cuda.gated_delta_rule", "CudaGatedDeltaRuleImpl", GatedDeltaRule),
+        ("lmdeploy.pytorch.backends.cuda.causal_conv1d", "CausalConv1dTilelangImpl", CausalConv1d),
+    )
+)
+
+
+def patch_lmdeploy() -> Patch:
+    """Run lmdeploy's gated delta rule layers on gdn, in this process: before the model is built.
+
+    The two classes that its CUDA backend makes become ours; these layers need no FLA and no TileLang then.
+    Piecewise CUDA graphs, for which lmdeploy's classes register themselves, are not offered.
+
+    Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without lmdeploy.
+    """
+    return PACKAGE.patch()

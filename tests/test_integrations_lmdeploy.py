@@ -1,0 +1,292 @@
+"""lmdeploy's backend on gdn: rings, padding, new sequences in recycled slots, its convolution."""
+
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+from serving import error, inputs, pool_of, same_bits
+from signatures import LMDEPLOY, LMDEPLOY_METHODS, parameters, real
+
+from gdn.integrations import lmdeploy
+from gdn.reference import layer as law_of_layers
+from gdn.reference import serving as law
+from gdn.reference.recurrence import gated_delta_rule
+
+NAN = float("nan")
+SLOTS, H, HV, K, V, W, D = 9, 2, 4, 16, 24, 4, 10
+RULE, CONV = lmdeploy.GatedDeltaRule(), lmdeploy.CausalConv1d()
+L2 = {"use_qk_l2norm_in_kernel": True}
+
+
+@pytest.mark.parametrize("module, name", LMDEPLOY)
+def test_signatures(module, name):
+    assert parameters(getattr(lmdeploy, name)) == LMDEPLOY[module, name]
+    package = real(module, name)
+    assert package is None or parameters(package) == LMDEPLOY[module, name]
+
+
+@pytest.mark.parametrize("owner, name", LMDEPLOY_METHODS)
+def test_method_signatures(owner, name):
+    assert parameters(getattr(getattr(lmdeploy, owner), name)) == LMDEPLOY_METHODS[owner, name]
+
+
+def five(x):
+    return [x[name] for name in ("q", "k", "v", "g", "beta")]
+
+
+# the recurrent form
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_ring", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recurrent(transposed, with_ring, dtype):
+    """Both layouts, fp32 and bf16 pools, slots past the pool and below 0, states rounded at every token."""
+    T, R = 4, 4
+    x = inputs(5, T)
+    lead = (SLOTS, R) if with_ring else (SLOTS,)
+    state = pool_of(*lead, dtype=dtype, v_first=transposed)
+    index, seen = torch.tensor([7, -1, 0, SLOTS, 3]), torch.tensor([0, 3, 9, 1, 6]).int()
+    where = {"ring_pos": seen, "write": "all", "round_state": True} if with_ring else {}
+    wanted = law.decode(**x, state=state, read_index=index, state_v_first=transposed, **where)
+    o, same = lmdeploy.fused_recurrent_gated_delta_rule(
+        *five(x), None, state, True, True, index, seen if with_ring else None, transposed
+    )
+    assert same is state and error(o, wanted.o) < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert error(state, wanted.state) < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert not o[1].any() and not o[3].any() and o[0].any()
+
+
+@pytest.mark.parametrize("with_ring", [False, True])
+def test_nothing_is_written_unless_asked(with_ring):
+    x, state = inputs(2, 3), pool_of(2, 4) if with_ring else pool_of(2)
+    before, seen = state.clone(), torch.tensor([1, 6]).int() if with_ring else None
+    given = {"initial_state": state, "cache_seqlens": seen, "transpose_state_layout": True, **L2}
+    o, none = RULE.fused_recurrent_gated_delta_rule(*five(x), **given)
+    assert none is None and same_bits(state, before)
+    again, _ = RULE.fused_recurrent_gated_delta_rule(*five(x), **given, output_final_state=True)
+    assert error(o, again) < 1e-6 and not same_bits(state, before)
+
+
+def test_a_ring_of_one_entry_and_entry_zero():
+    x, state = inputs(2, 1), pool_of(3)
+    options = {"output_final_state": True, "transpose_state_layout": True, **L2}
+    ring, plain = state.clone(), state.clone()
+    o, _ = lmdeploy.fused_recurrent_gated_delta_rule(
+        *five(x), initial_state=ring, cache_seqlens=torch.tensor([3, 8]).int(), **options
+    )
+    deep = torch.stack([plain, plain + 1], 1)
+    other, _ = lmdeploy.fused_recurrent_gated_delta_rule(*five(x), initial_state=deep, **options)
+    assert same_bits(o, other) and same_bits(deep[:, 0], ring) and same_bits(deep[:, 1], plain + 1)
+
+
+def test_verified_packets_equal_single_steps():
+    """Bit for bit in a bf16 ring, whatever was accepted: the state is rounded after every token."""
+    drafts, ring = 3, pool_of(2, 4).bfloat16()
+    single, seen = ring.clone(), torch.tensor([5]).int()
+    index, options = torch.tensor([1]), {"output_final_state": True, "transpose_state_layout": True, **L2}
+    for accepted in (1, 4, 2, 3):
+        x = inputs(1, 1 + drafts)
+        o, _ = lmdeploy.fused_recurrent_gated_delta_rule(
+            *five(x), initial_state=ring, state_indices=index, cache_seqlens=seen, **options
+        )
+        for t in range(accepted):
+            token = {name: value[:, t : t + 1] for name, value in x.items()}
+            one, _ = lmdeploy.fused_recurrent_gated_delta_rule(
+                *five(token), initial_state=single, state_indices=index, cache_seqlens=seen, **options
+            )
+            assert same_bits(one[:, 0], o[:, t])
+            seen += 1
+    entry = int(seen) % 4
+    assert same_bits(ring[1, entry], single[1, entry])
+
+
+# gates
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_prepare_inputs(grouped):
+    """Nothing is expanded or narrowed, and new sequences are marked for prompts alone."""
+    T, A_log, dt_bias = 6, torch.randn(HV), torch.randn(HV)
+    q, k, a, b = (torch.randn(1, T, *s).bfloat16() for s in ((H, K), (H, K), (HV,), (HV,)))
+    given = (x.unflatten(-1, (H, HV // H)) if grouped else x for x in (b, a))
+    mask = torch.tensor([True, False, False, True, False, False])
+    rest = (dt_bias, -A_log.exp(), HV // H, True)
+    q2, k2, g, beta, is_normalised = RULE.prepare_inputs(q, k, *given, *rest, False, mask)
+    assert q2 is q and k2 is k and is_normalised is False and g.dtype == beta.dtype == torch.float32
+    wanted = -A_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias)
+    assert error(beta, b.double().sigmoid()) < 1e-6 and error(g[:, ~mask], wanted[:, ~mask]) < 1e-6
+    assert (g[:, mask] == -1e6).all()
+    assert error(RULE.prepare_inputs(q, k, b, a, *rest, True, mask)[2], wanted) < 1e-6
+
+
+# prompts
+
+LENGTHS = [5, 70, 0, 3]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_ring", [False, True])
+def test_prompts_in_place(transposed, with_ring):
+    """In a cache of several layers, so that slots lie apart; a recycled slot holds NaN."""
+    x, offsets = inputs(1, sum(LENGTHS)), torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    index, new = torch.tensor([4, 2, 8, 6]), [True, False, False, False]
+    x["g"][0, 0] = lmdeploy.NEW
+    lead = (SLOTS, 3, 4) if with_ring else (SLOTS, 3)
+    cache = pool_of(*lead, v_first=transposed).bfloat16()
+    state = cache[:, 1]
+    entries = (torch.tensor([3, 1, 0, 2]), torch.tensor([0, 3, 2, 1])) if with_ring else None
+    read, write = (index, index) if entries is None else ((index, entries[0]), (index, entries[1]))
+    begin = state[read].double()
+    begin[0] = 0
+    state[4] = NAN
+    before = cache.clone()
+    wanted = gated_delta_rule(**x, initial_state=begin, cu_seqlens=offsets, state_v_first=transposed, **L2)
+    o, same = RULE.chunk_gated_delta_rule(
+        *five(x), initial_state=state, state_indices=index, cu_seqlens=offsets, output_final_state=True,
+        spec_state_offsets=entries, transpose_state_layout=transposed, **L2,
+    )  # fmt: skip
+    assert same is state and error(o, wanted[0]) < 1e-5
+    for n in (0, 1, 3):
+        place = (write[n],) if entries is None else (write[0][n], write[1][n])
+        assert error(state[place], wanted[1][n]) < 5e-3, n
+        before[:, 1][place] = state[place]
+    assert same_bits(cache, before) and new[0]
+
+
+def test_prompts_of_no_token():
+    x, offsets = inputs(1, 0), torch.tensor([0, 0]).int()
+    o, none = RULE.chunk_gated_delta_rule(
+        *five(x), initial_state=pool_of(2), state_indices=torch.tensor([1]), cu_seqlens=offsets,
+        transpose_state_layout=True,
+    )  # fmt: skip
+    assert o.shape == (1, 0, HV, V) and none is None
+
+
+# a whole layer's calls, as version 0.18 makes them
+
+
+def meta(**fields):
+    names = ("cu_seqlens", "is_init", "cache_seqlens", "spec_state_offsets", "spec_conv_offsets")
+    ids = fields["origin_state_ids"]
+    fields |= {"state_ids": ids.clamp(0), "conv_state_indices": ids.int()}
+    return SimpleNamespace(**dict.fromkeys(names) | fields)
+
+
+def prompt_meta(ids, counts, seen, drafts):
+    """What lmdeploy's GatedDeltaMeta holds for a prefill of `counts` tokens after `seen`."""
+    counts, seen = torch.tensor(counts), torch.tensor(seen)
+    fields = {"is_decoding": False, "origin_state_ids": ids, "is_init": seen == 0}
+    fields["cu_seqlens"] = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+    if drafts:
+        span, columns = torch.arange(-W, 0), W + drafts
+        kv = seen + counts
+        fields["spec_conv_offsets"] = ((seen[:, None] + span[1:]) % columns, (kv[:, None] + span) % columns)
+        fields["spec_state_offsets"] = (seen % (1 + drafts), kv % (1 + drafts))
+    return meta(**fields)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_layers_calls_from_prompt_to_decode(drafts):
+    """Two prompts in two pieces, one of them a single token, then steps: as if at once, in slots of NaN."""
+    channels, total = 2 * H * K + HV * V, 16
+    weight, bias = torch.randn(channels, 1, W), torch.randn(channels)
+    A_log, dt_bias = torch.randn(HV), torch.randn(HV)
+    x = torch.randn(2, total, channels)
+    a, b = torch.randn(2, total, HV), torch.randn(2, total, HV)
+    ids = torch.tensor([3, 1])
+    conv_state = torch.full((SLOTS, channels, W + drafts), NAN)
+    ring = (1 + drafts,) if drafts else ()
+    state = torch.full((SLOTS, *ring, HV, V, K), NAN)
+    out = torch.zeros(2, total, HV, V, dtype=torch.float64)
+
+    def run(spans, info):
+        tokens, la, lb = (torch.cat([t[n, s] for n, s in enumerate(spans)])[None] for t in (x, a, b))
+        mixed = CONV.forward(tokens, weight, bias, conv_state, info, "silu")
+        q, k, v = mixed.split([H * K, H * K, HV * V], 2)
+        o = RULE.forward(
+            q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V)), lb, la, dt_bias,
+            -A_log.exp(), state, info, HV // H, True,
+        )  # fmt: skip
+        parts = o[0].split([s.stop - s.start for s in spans])
+        for n, (part, span) in enumerate(zip(parts, spans, strict=True)):
+            out[n, span] = part.double()
+
+    run([slice(0, 7), slice(0, 2)], prompt_meta(ids, [7, 2], [0, 0], drafts))
+    run([slice(7, 8), slice(2, 9)], prompt_meta(ids, [1, 7], [7, 2], drafts))
+    at = [8, 9]
+    while max(at) + 1 + drafts <= total:
+        info = meta(is_decoding=True, origin_state_ids=ids)
+        if drafts:
+            info.cache_seqlens = torch.tensor(at).int()
+        run([slice(p, p + 1 + drafts) for p in at], info)
+        # with drafts two of three are accepted
+        at = [p + min(2, 1 + drafts) for p in at]
+    mixed, _ = law_of_layers.causal_conv1d(x, weight[:, 0], bias, activation="silu")
+    q, k, v = mixed.split([H * K, H * K, HV * V], 2)
+    wanted, _ = gated_delta_rule(
+        q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V)), a, b, A_log=A_log,
+        dt_bias=dt_bias, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, **L2,
+    )  # fmt: skip
+    for n in range(2):
+        assert at[n] >= 13 and error(out[n, : at[n]], wanted[n, : at[n]]) < 1e-5
+
+
+# the convolution by itself
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_conv_of_prompts(with_state):
+    x, weight, bias = torch.randn(1, 7, D), torch.randn(D, W), torch.randn(D)
+    seq_idx = torch.tensor([[0, 0, 0, 2, 2, 2, 2]]).int()
+    states = torch.randn(3, D, W - 1) if with_state else None
+    y = lmdeploy.causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx, states, activation="silu")
+    wanted, _ = law_of_layers.causal_conv1d(
+        x, weight, bias, activation="silu", initial_state=states, cu_seqlens=torch.tensor([0, 3, 3, 7])
+    )
+    assert y.shape == (1, D, 7) and error(y.transpose(1, 2), wanted) < 1e-5
+    assert same_bits(CONV.conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx[0], states, False, "swish"), y)
+    with pytest.raises(NotImplementedError, match="return_final_states"):
+        lmdeploy.causal_conv1d_fn(x.transpose(1, 2), weight, return_final_states=True)
+
+
+@pytest.mark.parametrize("T", [None, 1, 3])
+@pytest.mark.parametrize("with_ring", [False, True])
+def test_conv_step(T, with_ring):
+    columns = W + 2
+    x, weight = torch.randn(3, D) if T is None else torch.randn(3, D, T), torch.randn(D, W)
+    state, index = torch.randn(SLOTS, D, columns), torch.tensor([4, -1, 7]).int()
+    seen = torch.tensor([1, 3, 8]).int() if with_ring else None
+    before = state.clone()
+    y = CONV.update_fn(x, state, weight, None, "silu", index, seen)
+    assert y.shape == x.shape and not y[1].any()
+    for n, slot in ((0, 4), (2, 7)):
+        tokens = x[n : n + 1] if T is None else x[n].t()
+        start = int(seen[n]) if with_ring else columns
+        order = [(start - (W - 1) + i) % columns for i in range(W - 1)]
+        wanted, _ = law_of_layers.causal_conv1d(
+            tokens[None], weight, activation="silu", initial_state=before[slot][None][..., order]
+        )
+        assert error(y[n].t() if T else y[n : n + 1], wanted[0]) < 1e-5
+        # the slot keeps what it had, the packet put where it belongs
+        if with_ring:
+            where = [(start + t) % columns for t in range(T or 1)]
+            before[slot][:, where] = tokens.t()
+        else:
+            before[slot] = torch.cat([before[slot], tokens.t()], 1)[:, -columns:]
+    assert same_bits(state, before)
+
+
+def test_patch(monkeypatch):
+    modules = {m[0]: types.ModuleType(m[0]) for m in lmdeploy.PACKAGE.served}
+    for module, name, _ in lmdeploy.PACKAGE.served:
+        vars(modules[module])[name] = type(name, (), {})
+    theirs = modules["lmdeploy.pytorch.backends.cuda.gated_delta_rule"].CudaGatedDeltaRuleImpl
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    backend = modules["lmdeploy.pytorch.backends.cuda.gated_delta_rule"]
+    with lmdeploy.patch_lmdeploy() as patch:
+        assert patch.is_active and isinstance(backend.CudaGatedDeltaRuleImpl(), lmdeploy.GatedDeltaRule)
+    assert backend.CudaGatedDeltaRuleImpl is theirs
