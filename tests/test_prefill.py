@@ -161,6 +161,26 @@ def test_checkpoints(backend, device, step):
     assert same_bits(kept[1], state[2]) and same_bits(kept[12], state[5])
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("HV", [1, pytest.param(264, marks=pytest.mark.gpu, id="one walk")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_on_the_way_are_those_that_were_carried(backend, device, dtype, HV):
+    """A checkpoint, or a snapshot between chunks, has the numbers of the prefill that ends there: it is not
+    rounded to the tokens' dtype on its way."""
+    sizes = {"H": 1, "HV": HV, "K": 128, "V": 16}
+    x = batch([130], [0], tail=0, dtype=dtype, **sizes)
+    x |= {"state": pool_of(3, HV=HV, K=128, V=16), "snapshot_pos": torch.tensor([64])}
+    x |= {"checkpoints": torch.full((2, HV, 16, 128), NAN), "checkpoint_offsets": torch.tensor([0])}
+    _, state, kept = run(backend, device, x | {"snapshot_index": torch.tensor([2])}, checkpoint_every=64)
+    for i, end in enumerate((64, 128)):
+        part = {name: x[name][:, :end] for name in ("q", "k", "v", "g", "beta")}
+        part |= {"state": x["state"], "state_index": x["state_index"], "cu_seqlens": torch.tensor([0, end])}
+        _, alone, _ = run(backend, device, part)
+        assert error(kept[i], alone[0]) <= 1e-6
+        assert error(kept[i].bfloat16(), alone[0]) > 1e-4, "the gate can fail"
+    assert same_bits(state[2], kept[0])
+
+
 @pytest.mark.parametrize("v_first", LAYOUTS)
 @pytest.mark.parametrize("invariant", [False, True])
 def test_snapshots(backend, device, v_first, invariant):

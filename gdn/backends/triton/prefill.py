@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn.backends.triton import rule as chunked
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
 from gdn.backends.triton.recurrent import (
     along_keys,
@@ -30,7 +31,6 @@ from gdn.backends.triton.recurrent import (
     tile,
     tile_of,
 )
-from gdn.backends.triton.rule import chunk_forward, tidy
 from gdn.problem import CHUNK, PrefillProblem, Problem
 
 
@@ -208,29 +208,67 @@ class Prefill:
 
 
 _plans: Plans[Prefill] = Plans()
+_passes: Plans[chunked.Forward] = Plans()
 
 
 def prefill(problem: PrefillProblem) -> None:
     """See `Backend`; writes problem.state, problem.checkpoints and problem.out."""
     p = problem
-    rule = tidy(_rule(p))
+    rule = chunked.tidy(_rule(p))
     with on(p.q.device):
         plan = _plans.get(_key(p, rule), lambda: _plan(p, rule))
         initial = p.q.new_empty(rule.state_shape, dtype=torch.float32)
         plan.gather(p.state, p.state_index, p.has_initial_state, initial)
-        has_states_on_the_way = p.checkpoints is not None or p.snapshot_pos is not None
-        o, final, saved = chunk_forward(replace(rule, initial_state=initial), has_states_on_the_way)
+        o, final, S_in = _forward(p, replace(rule, initial_state=initial))
         if plan.snapshot is not None:
             plan.snapshot(
                 rule.q, rule.k, rule.v, rule.g, rule.beta, rule.A_log, rule.dt_bias, initial, final,
-                saved.S_in, rule.cu_seqlens, p.state_index, p.snapshot_pos, p.snapshot_index, p.state,
+                S_in, rule.cu_seqlens, p.state_index, p.snapshot_pos, p.snapshot_index, p.state,
             )  # fmt: skip
         plan.scatter(
-            final, saved.S_in, rule.cu_seqlens, p.state_index, p.out_state_index, p.checkpoint_offsets,
+            final, S_in, rule.cu_seqlens, p.state_index, p.out_state_index, p.checkpoint_offsets,
             p.state, p.checkpoints,
         )  # fmt: skip
         p.out.copy_(o)
         plan.clear(p.out, rule.cu_seqlens, p.state_index)
+
+
+def _forward(p: PrefillProblem, rule: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """o, the final state and, where states on the way are asked for, those between chunks, in fp32.
+
+    `chunk_forward` saves these for a backward, in 16 bits at K > 64: a state that an engine starts from again
+    would have been rounded once more than the one that was carried on.
+    """
+    if p.checkpoints is None and p.snapshot_pos is None:
+        return *chunked.chunk_forward(rule, False)[:2], None
+    # the same kernels, but other binaries: those of `chunk_forward` are kept with the dtype of their S_in
+    plan = _passes.get(chunked._key(rule), lambda: _plan_passes(rule))
+    G, A_inv, P, q_rstd, k_rstd = (chunked._room(rule, chunked.saves(rule)[i]) for i in (0, 1, 1, 4, 5))
+    S_in = p.q.new_empty(rule.num_chunks, p.HV, p.K, p.V, dtype=torch.float32)
+    factors, table = chunked._factors(rule), chunked._table(plan, rule)
+    o, final = p.v.new_empty(p.v.shape), p.q.new_empty(rule.state_shape, dtype=torch.float32)
+    inputs = (rule.q, rule.k, rule.g, rule.beta, rule.A_log, rule.dt_bias, table)
+    ends = (rule.initial_state, rule.cu_seqlens, table)
+    plan.prepare(*inputs, G, A_inv, P, factors, q_rstd, k_rstd, o)
+    if plan.output is None:
+        plan.state(rule.q, rule.k, rule.v, A_inv, P, factors, *ends, S_in, o, final)
+    else:
+        v_new = p.v.new_empty(rule.num_chunks, p.HV, CHUNK, p.V)
+        plan.state(rule.k, rule.v, A_inv, factors, *ends, S_in, v_new, final)
+        plan.output(rule.q, P, factors, S_in, v_new, table, o)
+    return o, final, S_in
+
+
+def _plan_passes(rule: Problem) -> chunked.Forward:
+    """The plan of a forward that keeps its states in fp32."""
+    plan = chunked._plan_forward(rule, True)
+    if plan.output is None or rule.q.dtype == torch.float32 or machine(rule.device).capability < 120:
+        return plan
+    # 64 columns of an fp32 state beside 16-bit operands spill 1312 B on sm_120
+    before = plan.output.constants["BV"]
+    BV = max(16, before // 2)
+    grid = plan.output.grid // triton.cdiv(rule.V, before) * triton.cdiv(rule.V, BV)
+    return replace(plan, output=replace(plan.output, grid=grid, constants=plan.output.constants | {"BV": BV}))
 
 
 def _rule(p: PrefillProblem) -> Problem:
