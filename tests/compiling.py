@@ -41,6 +41,7 @@ from gdn.backends.triton import launch
 ROOT = Path(__file__).parent
 TABLE = ROOT / "spills.json"
 CACHE = ROOT.parent / "build" / "compiled"
+TENSOR_MEMORY = 512  # columns that a multiprocessor of sm_100 has
 SECONDS = 300  # after which a compilation counts as stuck
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
@@ -49,19 +50,18 @@ DTYPES = {
 
 
 class Target(NamedTuple):
-    """A GPU to compile for, and the shared memory that one program of it may have."""
+    """A GPU to compile for, and what is known of it."""
 
     gpu: GPUTarget
     machine: launch.Machine
-    shared: int
 
 
 TARGETS = {
-    "cuda:80": Target(GPUTarget("cuda", 80, 32), launch.Machine("cuda", 80, 108), 163 * 1024),
-    "cuda:90": Target(GPUTarget("cuda", 90, 32), launch.Machine("cuda", 90, 132), 227 * 1024),
-    "cuda:100": Target(GPUTarget("cuda", 100, 32), launch.Machine("cuda", 100, 148), 227 * 1024),
-    "cuda:120": Target(GPUTarget("cuda", 120, 32), launch.Machine("cuda", 120, 188), 99 * 1024),
-    "hip:gfx942": Target(GPUTarget("hip", "gfx942", 64), launch.Machine("hip", 0, 304), 64 * 1024),
+    "cuda:80": Target(GPUTarget("cuda", 80, 32), launch.Machine("cuda", 80, 108, 163 * 1024)),
+    "cuda:90": Target(GPUTarget("cuda", 90, 32), launch.Machine("cuda", 90, 132, 227 * 1024)),
+    "cuda:100": Target(GPUTarget("cuda", 100, 32), launch.Machine("cuda", 100, 148, 227 * 1024)),
+    "cuda:120": Target(GPUTarget("cuda", 120, 32), launch.Machine("cuda", 120, 188, 99 * 1024)),
+    "hip:gfx942": Target(GPUTarget("hip", "gfx942", 64), launch.Machine("hip", 94, 304, 64 * 1024)),
 }
 
 
@@ -88,6 +88,7 @@ class Job:
     @property
     def key(self) -> str:
         parts = (
+            [field.name for field in dataclasses.fields(Report)],
             triton.__version__,
             self.kernel.cache_key,
             self.name,
@@ -100,11 +101,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """Bytes spilled (on AMD: registers spilled), bytes of shared memory, what ptxas complains of."""
+    """Bytes spilled (on AMD: registers spilled) and of shared memory, columns of tensor memory, complaints.
+
+    Where tensor memory does not suffice Triton compiles a trap, and raises only when it is launched.
+    """
 
     registers: int = 0
     spills: int = 0
     shared: int = 0
+    columns: int = 0
     complaints: tuple[str, ...] = ()
     error: str | None = None
     seconds: float = 0.0
@@ -183,7 +188,8 @@ def _in_child(job: Job, log: Path) -> Report:
         text, complaints = compiled.asm["amdgcn"], ()
         numbers = {"registers": r"\.vgpr_count:\s+(\d+)", "spills": r"\.[vs]gpr_spill_count:\s+(\d+)"}
     found = {name: [int(n) for n in re.findall(pattern, text)] for name, pattern in numbers.items()}
-    return Report(max(found["registers"]), sum(found["spills"]), compiled.metadata.shared, complaints)
+    memory = compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", 0) or 0
+    return Report(max(found["registers"]), sum(found["spills"]), *memory, complaints)
 
 
 def _start(job: Job, folder: str) -> tuple[int, int, float]:
@@ -274,8 +280,10 @@ def wrong(job: Job, report: Report) -> list[str]:
         found += [line for line in report.complaints if not any(code in line for code in accepted)]
         if report.spills > spills:
             found.append(f"spills {report.spills}, expected at most {spills}")
-    if report.shared > TARGETS[job.target].shared:
-        found.append(f"shared memory {report.shared}, the GPU has {TARGETS[job.target].shared}")
+    if report.shared > TARGETS[job.target].machine.shared:
+        found.append(f"shared memory {report.shared}, the GPU has {TARGETS[job.target].machine.shared}")
+    if report.columns > TENSOR_MEMORY:
+        found.append(f"tensor memory {report.columns}, the GPU has {TENSOR_MEMORY}")
     return found
 
 
@@ -300,8 +308,8 @@ def main() -> None:
     reports = compile_all(wanted)
     for job, r in sorted(reports.items(), key=lambda item: (item[1].spills, item[1].registers), reverse=True):
         rest = r.error.splitlines()[-1] if r.error else " ".join(r.complaints)
-        size = f"{r.spills:6} spilled {r.registers:4} regs {r.shared:7} B {r.seconds:5.1f} s"
-        print(size, job.target, job.name, rest)
+        size = f"{r.spills:6} spilled {r.registers:4} regs {r.shared:7} B {r.columns:4} columns"
+        print(size, f"{r.seconds:5.1f} s", job.target, job.name, rest)
     if asked.record:
         table = json.loads(TABLE.read_text())
         found = {job.target: {} for job in reports}

@@ -93,6 +93,6 @@ def test_unit_of(strides, unit):
 
 
 def test_a_machine_is_imagined_where_there_is_none():
-    assert launch.machine(torch.device("cpu")) == launch.Machine("cuda", 90, 132)
+    assert launch.machine(torch.device("cpu")) == launch.Machine("cuda", 90, 132, 227 * 1024)
     with launch.on(torch.device("cpu")):
         pass

@@ -29,13 +29,28 @@ from gdn.backends.triton.lib import (
     exist,
     load_rstd,
     load_sums,
-    rounded_off,
+    operand_of,
     rows_of,
     solved,
-    through_state,
-    through_state_turned,
 )
 from gdn.backends.triton.pairs import FACTORS, factor
+
+SMALL = tl.constexpr(1e-3)  # below which beta is not divided by
+
+
+@triton.constexpr_function
+def unrolled(operand, blocks):
+    """Of how many blocks of keys a loop writes out the products: in fp32 each takes too many registers."""
+    return 1 if operand == tl.float32 else blocks
+
+
+@triton.constexpr_function
+def keeps_norms(x_ptr):
+    """Whether E and F are stored without the norms of q and k: 1 / norm^2 leaves the range of fp16.
+
+    Elsewhere they bring them, so that raw rows can be multiplied: these need not be normalised and rounded.
+    """
+    return x_ptr.dtype.element_ty == tl.float16
 
 
 @triton.jit
@@ -52,14 +67,14 @@ def pairs_bwd_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     T, HV, ratio, chunks_per_row, scale, width,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, REFINE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HV
     chunk = tl.program_id(0) // HV
     key_head = head // ratio
     num_heads = HV // ratio
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
-    operand: tl.constexpr = k_ptr.dtype.element_ty
+    operand: tl.constexpr = operand_of(k_ptr, REFINE)
     tokens = tl.arange(0, C)
     place = row.to(tl.int64) * T + first + tokens
     if length <= 0:
@@ -68,25 +83,27 @@ def pairs_bwd_kernel(
             vs = strip + tl.arange(0, BV)
             is_past = (tokens < -length)[:, None] & exist(vs, V)[None, :]
             dv_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
-            tl.store(dv_place, tl.zeros([C, BV], operand), mask=is_past)
+            tl.store(dv_place, tl.zeros([C, BV], k_ptr.dtype.element_ty), mask=is_past)
         return
 
     is_token = tokens < length
     ks = tl.arange(0, BK)
     tile = chunk.to(tl.int64) * HV + head
-    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-    q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
+    q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
     beta = factor(shares_ptr, tile, 3, C)
     k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     blocks: tl.constexpr = (K + BK - 1) // BK
+    at_once: tl.constexpr = unrolled(operand, blocks)
     high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
     into = tl.exp(high)
     out = decay(high, low, end_high, end_low)
     A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
     E = tl.zeros([C, C], tl.float32)
     F = tl.zeros([C, C], tl.float32)
-    dbeta = tl.zeros([C], tl.float32)
+    apart = tl.zeros([C], tl.float32)
+    whole = tl.zeros([C], tl.float32)
     from_q = tl.zeros([C], tl.float32)
     from_k = tl.zeros([C], tl.float32)
     leaving = tl.zeros([C], tl.float32)
@@ -95,46 +112,44 @@ def pairs_bwd_kernel(
         vs = strip + tl.arange(0, BV)
         kS = tl.zeros([C, BV], tl.float32)
         qS = tl.zeros([C, BV], tl.float32)
-        for block in tl.static_range(blocks):
+        S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+        for block in tl.range(0, blocks, loop_unroll_factor=at_once):
             if blocks > 1:
                 ks = block * BK + tl.arange(0, BK)
-                k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-                q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
-            S = state_block(S_in_ptr, tile, ks, vs, K, V)
-            qS = through_state(q, S, qS, PRECISION)
-            kS = through_state(k, S, kS, PRECISION)
-        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
+                k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
+                q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
+                S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+            qS = dot(q, S, qS, PRECISION)
+            kS = dot(k, S, kS, PRECISION)
+        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT).to(operand)
         from_q += tl.sum(do.to(tl.float32) * qS, 1)
         kS *= (into * k_rstd)[:, None]
         dr_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
         dr_mask = is_token[:, None] & exist(vs, V)[None, :]
-        dr = tl.load(dr_place, mask=dr_mask, other=0.0)
+        dr = tl.load(dr_place, mask=dr_mask, other=0.0).to(operand)
         wide_dr = dr.to(tl.float32)
         from_k -= tl.sum(wide_dr * kS, 1)
         v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
         error = v.to(tl.float32) - kS
-        dbeta += tl.sum(wide_dr * error, 1)
-        v_new = solved(A_inv, beta[:, None] * error, operand, PRECISION)
+        apart += tl.sum(wide_dr * error, 1)
+        v_new = solved(A_inv, beta[:, None] * error, PRECISION)
+        whole += tl.sum(wide_dr * v_new, 1)
         kdS = tl.zeros([C, BV], tl.float32)
-        for block in tl.static_range(blocks):
+        for block in tl.range(0, blocks, loop_unroll_factor=at_once):
             if blocks > 1:
                 ks = block * BK + tl.arange(0, BK)
-                k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-                S = state_block(S_in_ptr, tile, ks, vs, K, V)
-            dS = state_block(dS_ptr, tile, ks, vs, K, V)
+                k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
+                S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+            dS = state_block(dS_ptr, tile, ks, vs, K, V).to(operand)
             through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
-            kdS = through_state(k, dS, kdS, PRECISION)
+            kdS = dot(k, dS, kdS, PRECISION)
         leaving += tl.sum(v_new * kdS, 1)
         v_operand = v_new.to(operand)
         E = dot(v_operand, tl.trans(do), E, PRECISION)
         F = dot(v_operand, tl.trans(dr), F, PRECISION)
-        if S_in_ptr.dtype.element_ty != operand:
-            v_operand = rounded_off(v_new, v_operand)
-            E = dot(v_operand, tl.trans(do), E, PRECISION)
-            F = dot(v_operand, tl.trans(dr), F, PRECISION)
         # every lane has read dr by now; dv goes where it lay
         tl.debug_barrier()
-        tl.store(dr_place, (wide_dr * beta[:, None]).to(operand), mask=dr_mask)
+        tl.store(dr_place, (wide_dr * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=dr_mask)
     from_q *= scale * into * q_rstd
     from_k *= beta
     leaving *= out * k_rstd
@@ -143,29 +158,39 @@ def pairs_bwd_kernel(
     high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
     D = decay(high[:, None], low[:, None], high[None, :], low[None, :])
     E = tl.where(tokens[:, None] <= tokens[None, :], E * D * scale, 0.0)
+    F = tl.where(is_below, -F * D, 0.0)
     # width comes in units of 16, so that the compiler knows rows to be aligned
     pairs_place = (place * num_heads + key_head) * (width * 16) + (head % ratio) * C
+    pairs_place = pairs_place[None, :] + tokens[:, None]
     pairs_mask = is_token[None, :] & (tokens[:, None] < C)
-    tl.store(E_ptr + pairs_place[None, :] + tokens[:, None], E.to(operand), mask=pairs_mask)
+    if keeps_norms(E_ptr):
+        tl.store(E_ptr + pairs_place, E.to(E_ptr.dtype.element_ty), mask=pairs_mask)
+        beta = factor(shares_ptr, tile, 3, C)
+        tl.store(F_ptr + pairs_place, (F * beta[None, :]).to(F_ptr.dtype.element_ty), mask=pairs_mask)
+    rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    E = E * k_rstd[:, None] * rstd[None, :]
+    rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    F = F * k_rstd[:, None] * rstd[None, :]
+    if not keeps_norms(E_ptr):
+        tl.store(E_ptr + pairs_place, E.to(E_ptr.dtype.element_ty), mask=pairs_mask)
+        beta = factor(shares_ptr, tile, 3, C)
+        tl.store(F_ptr + pairs_place, (F * beta[None, :]).to(F_ptr.dtype.element_ty), mask=pairs_mask)
     qk = tl.zeros([C, C], tl.float32)
     kk = tl.zeros([C, C], tl.float32)
-    for block in tl.static_range(blocks):
+    for block in tl.range(0, blocks, loop_unroll_factor=at_once):
         if blocks > 1:
             ks = block * BK + tl.arange(0, BK)
-            k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-            q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+            k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
+            q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
         qk = dot(k, tl.trans(q), qk, PRECISION)
         kk = dot(k, tl.trans(k), kk, PRECISION)
-    rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-    E = E * qk * k_rstd[:, None] * rstd[None, :]
-    F = tl.where(is_below, -F * D, 0.0)
-    rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-    kk = kk * k_rstd[:, None] * rstd[None, :]
-    dbeta += tl.sum(F * kk, 0)
-    beta = factor(shares_ptr, tile, 3, C)
-    F = F * beta[None, :]
-    tl.store(F_ptr + pairs_place[None, :] + tokens[:, None], F.to(operand), mask=pairs_mask)
+    E = E * qk
     F = F * kk
+    beta = factor(shares_ptr, tile, 3, C)
+    # <dr, v_new> / beta cancels nothing; where beta is next to nothing, its two parts
+    is_small = beta < SMALL
+    dbeta = tl.where(is_small, apart + tl.sum(F, 0), whole / tl.where(is_small, 1.0, beta))
+    F = F * beta[None, :]
     # what g_t decays: the pairs with i >= t > j
     sums = tl.cumsum(tl.where(is_below, E + F, 0.0), 1, reverse=True)
     shares = shares_ptr + tile * (FACTORS * C) + tokens
@@ -173,7 +198,7 @@ def pairs_bwd_kernel(
     tl.store(shares + C, from_q + from_k)
     tl.store(shares + 2 * C, leaving)
     tl.store(shares + 7 * C, dbeta)
-    if q_rstd_ptr is not None:
+    if q_rstd_ptr is not None and blocks > 1:
         # <q, dq> and <k, dk>, which the norms' adjoint takes off
         tl.store(shares + 4 * C, from_q + tl.sum(E, 0))
         tl.store(shares + 5 * C, from_k + leaving + tl.sum(E + F, 1) + tl.sum(F, 0))
@@ -181,32 +206,19 @@ def pairs_bwd_kernel(
 
 
 @triton.jit
-def normal_rows(
-    x_ptr, rstd_ptr, row, first, length, head, x_b, x_t, x_h, columns, T, H, D: tl.constexpr, C: tl.constexpr,
-    UNIT: tl.constexpr,
-):  # fmt: skip
-    """A chunk's rows of q or k, normalised if they are to be."""
-    x = rows_of(x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D, C, UNIT)
-    if rstd_ptr is None:
-        return x
-    else:
-        return (x.to(tl.float32) * load_rstd(rstd_ptr, row, first, length, head, T, H, C)[:, None]).to(
-            x.dtype
-        )
-
-
-@triton.jit
 def through_norm(
-    dx, along, x_ptr, rstd_ptr, row, first, length, head, x_b, x_t, x_h, columns, T, H, D: tl.constexpr,
-    C: tl.constexpr, UNIT: tl.constexpr,
+    dx, along, x_ptr, rstd, row, first, length, head, x_b, x_t, x_h, columns,
+    D: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of raw rows x from that of n = x rstd: dx = (dn - n <n, dn>) rstd."""
-    if rstd_ptr is None:
-        return dx
-    else:
-        x = rows_of(x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D, C, UNIT)
-        rstd = load_rstd(rstd_ptr, row, first, length, head, T, H, C)
-        return (dx - x.to(tl.float32) * (along * rstd)[:, None]) * rstd[:, None]
+    """Gradient of raw rows x from that of n = x rstd, which comes times rstd: dx - n <n, dx>.
+
+    Of a whole row <n, dx> is summed here, with dx's own rounding, so that what lies along x cancels; of a
+    block of one, `along` has it.
+    """
+    x = rows_of(x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D, C, UNIT).to(tl.float32)
+    if columns.shape[0] >= D:
+        along = tl.sum(x * dx, 1)
+    return dx - x * (along * rstd * rstd)[:, None]
 
 
 @kernel
@@ -216,7 +228,7 @@ def rows_bwd_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     T, HV, ratio, chunks_per_row, scale, width,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, REFINE: tl.constexpr,
 ):  # fmt: skip
     num_heads = HV // ratio
     blocks: tl.constexpr = (K + BK - 1) // BK
@@ -224,20 +236,24 @@ def rows_bwd_kernel(
     key_head = (tl.program_id(0) // blocks) % num_heads
     chunk = tl.program_id(0) // (blocks * num_heads)
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
-    operand: tl.constexpr = k_ptr.dtype.element_ty
+    operand: tl.constexpr = operand_of(k_ptr, REFINE)
     tokens = tl.arange(0, C)
+    at_once: tl.constexpr = unrolled(operand, blocks)
+    of_pairs: tl.constexpr = operand_of(k_ptr, REFINE or keeps_norms(k_ptr))
     is_token = tokens < length
     place = row.to(tl.int64) * T + first + tokens
     ks = own * BK + tl.arange(0, BK)
     key_place = (place * num_heads + key_head)[:, None] * K + ks[None, :]
     if length <= 0:
         is_past = (tokens < -length)[:, None] & exist(ks, K)[None, :]
-        tl.store(dq_ptr + key_place, tl.zeros([C, BK], operand), mask=is_past)
-        tl.store(dk_ptr + key_place, tl.zeros([C, BK], operand), mask=is_past)
+        tl.store(dq_ptr + key_place, tl.zeros([C, BK], k_ptr.dtype.element_ty), mask=is_past)
+        tl.store(dk_ptr + key_place, tl.zeros([C, BK], k_ptr.dtype.element_ty), mask=is_past)
         return
 
-    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
     k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    # of the normalised rows' gradients, times rstd
     dq = tl.zeros([C, BK], tl.float32)
     dk = tl.zeros([C, BK], tl.float32)
     q_along = tl.zeros([C], tl.float32)
@@ -248,56 +264,58 @@ def rows_bwd_kernel(
         beta = factor(shares_ptr, tile, 3, C)
         high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
         into = tl.exp(high)
-        out = decay(high, low, end_high, end_low)
+        out = decay(high, low, end_high, end_low) * k_rstd
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
         for strip in range(0, V, BV):
             vs = strip + tl.arange(0, BV)
-            S = state_block(S_in_ptr, tile, ks, vs, K, V)
-            dS = state_block(dS_ptr, tile, ks, vs, K, V)
+            S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+            dS = state_block(dS_ptr, tile, ks, vs, K, V).to(operand)
             v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
             do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
             dv_mask = is_token[:, None] & exist(vs, V)[None, :]
             dv = tl.load(dv_ptr + (place * HV + head)[:, None] * V + vs[None, :], mask=dv_mask, other=0.0)
-            kS = through_state(k, S, tl.zeros([C, BV], tl.float32), PRECISION)
-            for other in tl.static_range(1, blocks):
+            kS = dot(k, S, None, PRECISION)
+            for other in tl.range(1, blocks, loop_unroll_factor=at_once):
                 js = (own + other) % blocks * BK + tl.arange(0, BK)
                 k_other = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, js, K, C, UNIT)
-                kS = through_state(k_other, state_block(S_in_ptr, tile, js, vs, K, V), kS, PRECISION)
+                S_other = state_block(S_in_ptr, tile, js, vs, K, V).to(operand)
+                kS = dot(k_other.to(operand), S_other, kS, PRECISION)
             error = v.to(tl.float32) - kS * (into * k_rstd)[:, None]
-            v_new = solved(A_inv, beta[:, None] * error, operand, PRECISION)
-            do = (do.to(tl.float32) * (scale * into)[:, None]).to(operand)
-            dq = through_state_turned(do, S, dq, PRECISION)
-            dv = (dv.to(tl.float32) * -into[:, None]).to(operand)
-            dk = through_state_turned(dv, S, dk, PRECISION)
-            dk = through_state_turned((v_new * out[:, None]).to(operand), dS, dk, PRECISION)
+            v_new = solved(A_inv, beta[:, None] * error, PRECISION)
+            do = (do.to(tl.float32) * (scale * into * q_rstd)[:, None]).to(operand)
+            dq = dot(do, tl.trans(S), dq, PRECISION)
+            dv = (dv.to(tl.float32) * -(into * k_rstd)[:, None]).to(operand)
+            dk = dot(dv, tl.trans(S), dk, PRECISION)
+            dk = dot((v_new * out[:, None]).to(operand), tl.trans(dS), dk, PRECISION)
         pairs_place = ((place * num_heads + key_head) * (width * 16) + j * C)[:, None] + tokens[None, :]
         pairs_mask = is_token[:, None] & (tokens < C)[None, :]
-        if q_rstd_ptr is not None:
+        if q_rstd_ptr is not None and blocks > 1:
             shares = shares_ptr + tile * (FACTORS * C) + tokens
-            q_along += tl.load(shares + 4 * C)
-            k_along += tl.load(shares + 5 * C)
-        normal_k = normal_rows(
-            k_ptr, k_rstd_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, T, num_heads, K, C, UNIT
-        )
+            q_along += tl.load(shares + 4 * C) * q_rstd
+            k_along += tl.load(shares + 5 * C) * k_rstd
         F = tl.load(F_ptr + pairs_place, mask=pairs_mask, other=0.0)
-        dk = dot(F, normal_k, dk, PRECISION)
-        dk = dot(tl.trans(F), normal_k, dk, PRECISION)
+        if keeps_norms(F_ptr):
+            F = F.to(tl.float32) * k_rstd[:, None] * k_rstd[None, :]
+        F = F.to(of_pairs)
+        pairs_k = k.to(of_pairs)
+        dk = dot(F, pairs_k, dk, PRECISION)
+        dk = dot(tl.trans(F), pairs_k, dk, PRECISION)
         E = tl.load(E_ptr + pairs_place, mask=pairs_mask, other=0.0)
-        dq = dot(E, normal_k, dq, PRECISION)
-        normal_q = normal_rows(
-            q_ptr, q_rstd_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, T, num_heads, K, C, UNIT
-        )
-        dk = dot(tl.trans(E), normal_q, dk, PRECISION)
+        if keeps_norms(E_ptr):
+            E = E.to(tl.float32) * q_rstd[:, None] * k_rstd[None, :]
+        E = E.to(of_pairs)
+        dq = dot(E, pairs_k, dq, PRECISION)
+        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(of_pairs)
+        dk = dot(tl.trans(E), q, dk, PRECISION)
     # E and F have been read by every lane; dq and dk go where they may have lain
     tl.debug_barrier()
     mask = is_token[:, None] & exist(ks, K)[None, :]
-    dq = through_norm(
-        dq, q_along, q_ptr, q_rstd_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, T, num_heads, K, C,
-        UNIT,
-    )  # fmt: skip
-    tl.store(dq_ptr + key_place, dq.to(operand), mask=mask)
-    dk = through_norm(
-        dk, k_along, k_ptr, k_rstd_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, T, num_heads, K, C,
-        UNIT,
-    )  # fmt: skip
-    tl.store(dk_ptr + key_place, dk.to(operand), mask=mask)
+    if q_rstd_ptr is not None:
+        dq = through_norm(
+            dq, q_along, q_ptr, q_rstd, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT
+        )
+        dk = through_norm(
+            dk, k_along, k_ptr, k_rstd, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT
+        )
+    tl.store(dq_ptr + key_place, dq.to(dq_ptr.dtype.element_ty), mask=mask)
+    tl.store(dk_ptr + key_place, dk.to(dk_ptr.dtype.element_ty), mask=mask)

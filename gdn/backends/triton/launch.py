@@ -125,18 +125,21 @@ _here = nullcontext()
 
 @dataclass(frozen=True)
 class Machine:
-    """What configurations are chosen by: 'cuda' and compute capability, or 'hip' and 0; multiprocessors."""
+    """What configurations are chosen by."""
 
-    kind: str
-    capability: int
+    kind: str  # cuda or hip
+    capability: int  # 10 * major + minor
     num_sms: int
+    shared: int  # bytes of shared memory that a program may have
 
 
 @lru_cache
 def machine(device: torch.device) -> Machine:
     """The machine behind a device; an imaginary H200 where kernels are interpreted on the CPU."""
     if device.type != "cuda":
-        return Machine("cuda", 90, 132)
+        return Machine("cuda", 90, 132, 227 * 1024)
     properties = torch.cuda.get_device_properties(device)
     kind = "hip" if torch.version.hip else "cuda"
-    return Machine(kind, 10 * properties.major + properties.minor, properties.multi_processor_count)
+    capability = 10 * properties.major + properties.minor
+    shared = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
+    return Machine(kind, capability, properties.multi_processor_count, shared)

@@ -123,44 +123,31 @@ def state_tile(base, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.cons
 
 
 @triton.jit
-def rstd_of(x):
-    """rsqrt(sum(x x) + 1e-6) of each row, in fp32."""
+def squares(x):
+    """sum(x x) of each row, in fp32."""
     wide = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+    return tl.sum(wide * wide, 1)
 
 
 @triton.jit
-def rounded_off(x, rounded):
-    """What rounding took from x, rounded too: with it a second product makes the first exact to 2^-16."""
-    return (x - rounded.to(tl.float32)).to(rounded.dtype)
+def rstd_of(total):
+    """1 / norm of rows from the sums of their squares."""
+    return tl.rsqrt(total + 1e-6)
 
 
 @triton.jit
-def through_state(x, S, acc, PRECISION: tl.constexpr):
-    """x S + acc. A state of fp32 among 16-bit operands is read twice: in 16 bits, and what these leave.
-
-    Worth its price where K is small: a state of 32 x V that holds thousands of tokens is read with errors
-    that add up, 5.5e-3 at the end in bf16 where 5e-3 is allowed.
-    """
-    rounded = S.to(x.dtype)
-    acc = dot(x, rounded, acc, PRECISION)
-    if S.dtype == tl.float32 and x.dtype != tl.float32:
-        acc = dot(x, rounded_off(S, rounded), acc, PRECISION)
-    return acc
-
-
-@triton.jit
-def through_state_turned(x, S, acc, PRECISION: tl.constexpr):
-    """x S^T + acc, for S fresh from memory."""
-    rounded = S.to(x.dtype)
-    acc = dot(x, tl.trans(rounded), acc, PRECISION)
-    if S.dtype == tl.float32 and x.dtype != tl.float32:
-        acc = dot(x, tl.trans(rounded_off(S, rounded)), acc, PRECISION)
-    return acc
-
-
-@triton.jit
-def solved(A_inv, r, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def solved(A_inv, r, PRECISION: tl.constexpr):
     """A_inv r; the diagonal of A_inv being 1, what rounding r took from it is put back."""
-    operand = r.to(OPERAND)
+    operand = r.to(A_inv.dtype)
     return dot(A_inv, operand, r - operand.to(tl.float32), PRECISION)
+
+
+@triton.constexpr_function
+def operand_of(x_ptr, REFINE):
+    """What products through the state are made of: REFINE gives 16-bit inputs fp32, one tf32 product each.
+
+    Worth its price where K is small. A state of 32 x V that holds thousands of tokens is written and read
+    with errors that add up: 5.4e-3 at the end in bf16 where 5e-3 is allowed, and with identical keys 5.2e-2
+    of 3e-2, from r = beta (v - k S), whose terms cancel, and from A_inv.
+    """
+    return tl.float32 if REFINE else x_ptr.dtype.element_ty

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, rows_of, through_state
+from gdn.backends.triton.lib import dot, exist, operand_of, rows_of
 from gdn.backends.triton.pairs import factor
 
 
@@ -16,7 +16,7 @@ def output_kernel(
     q_ptr, P_ptr, factors_ptr, S_in_ptr, v_new_ptr, table_ptr, o_ptr,
     q_b, q_t, q_h, T, HV, ratio, chunks_per_row,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, REFINE: tl.constexpr,
 ):  # fmt: skip
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips
@@ -25,20 +25,22 @@ def output_kernel(
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
     if length <= 0:
         return
-    operand: tl.constexpr = q_ptr.dtype.element_ty
+    operand: tl.constexpr = operand_of(q_ptr, REFINE)
     vs = strip * BV + tl.arange(0, BV)
-    ks = tl.arange(0, BK)
     tokens = tl.arange(0, C)
     tile = chunk.to(tl.int64) * HV + head
-    q = rows_of(q_ptr, row, first, length, head // ratio, q_b, q_t, q_h, ks, K, C, UNIT)
-    S_place = tile * (K * V) + ks[:, None] * V + vs[None, :]
-    S = tl.load(S_in_ptr + S_place, mask=exist(ks, K)[:, None] & exist(vs, V)[None, :], other=0.0)
+    o = tl.zeros([C, BV], tl.float32)
+    for block in range(0, K, BK):
+        ks = block + tl.arange(0, BK)
+        q = rows_of(q_ptr, row, first, length, head // ratio, q_b, q_t, q_h, ks, K, C, UNIT)
+        S_place = tile * (K * V) + ks[:, None] * V + vs[None, :]
+        S = tl.load(S_in_ptr + S_place, mask=exist(ks, K)[:, None] & exist(vs, V)[None, :], other=0.0)
+        o = dot(q.to(operand), S.to(operand), o, PRECISION)
     P = tl.load(P_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :])
     v_new_place = v_new_ptr + tile * (C * V) + tokens[:, None] * V + vs[None, :]
     v_new = tl.load(v_new_place, mask=exist(vs, V)[None, :], other=0.0)
     into = factor(factors_ptr, tile, 1, C)
-    o = through_state(q, S, tl.zeros([C, BV], tl.float32), PRECISION) * into[:, None]
-    o = dot(P, v_new, o, PRECISION)
+    o = dot(P, v_new, o * into[:, None], PRECISION)
     place = (row.to(tl.int64) * T + first + tokens) * HV + head
     o_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
-    tl.store(o_ptr + place[:, None] * V + vs[None, :], o.to(operand), mask=o_mask)
+    tl.store(o_ptr + place[:, None] * V + vs[None, :], o.to(o_ptr.dtype.element_ty), mask=o_mask)

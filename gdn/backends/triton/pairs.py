@@ -20,10 +20,10 @@ FACTORS = tl.constexpr(8)
 
 
 @triton.jit
-def pairs(q, k, q_scale, k_rstd, high, low, C: tl.constexpr, PRECISION: tl.constexpr):
-    """P [C, C] of a chunk; q_scale is scale times the queries' rstd."""
+def pairs(qk, q_scale, k_rstd, high, low, C: tl.constexpr):
+    """P [C, C] of a chunk from the products of its rows; q_scale is scale times the queries' rstd."""
     tokens = tl.arange(0, C)
-    P = dot(q, tl.trans(k), None, PRECISION) * q_scale[:, None] * k_rstd[None, :]
+    P = qk * q_scale[:, None] * k_rstd[None, :]
     P = P * decay(high[None, :], low[None, :], high[:, None], low[:, None])
     return tl.where(tokens[:, None] >= tokens[None, :], P, 0.0)
 
@@ -67,16 +67,19 @@ def pairs_kernel(
         return
     key_head = head // ratio
     num_heads = HV // ratio
-    ks = tl.arange(0, BK)
     tokens = tl.arange(0, C)
-    q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
-    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+    qk = tl.zeros([C, C], tl.float32)
+    for block in range(0, K, BK):
+        ks = block + tl.arange(0, BK)
+        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+        k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+        qk = dot(q, tl.trans(k), qk, PRECISION)
     q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
     beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
     tile = chunk.to(tl.int64) * HV + head
     store_factors(factors_ptr, tile, beta, scale * q_rstd, k_rstd, high, low, end_high, end_low, C)
-    P = pairs(q, k, scale * q_rstd, k_rstd, high, low, C, PRECISION)
+    P = pairs(qk, scale * q_rstd, k_rstd, high, low, C)
     square = tokens[:, None] * C + tokens[None, :]
     tl.store(P_ptr + tile * (C * C) + square, P.to(P_ptr.dtype.element_ty))

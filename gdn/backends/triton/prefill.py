@@ -208,7 +208,6 @@ class Prefill:
 
 
 _plans: Plans[Prefill] = Plans()
-_passes: Plans[chunked.Forward] = Plans()
 
 
 def prefill(problem: PrefillProblem) -> None:
@@ -239,36 +238,9 @@ def _forward(p: PrefillProblem, rule: Problem) -> tuple[Tensor, Tensor | None, T
     `chunk_forward` saves these for a backward, in 16 bits at K > 64: a state that an engine starts from again
     would have been rounded once more than the one that was carried on.
     """
-    if p.checkpoints is None and p.snapshot_pos is None:
-        return *chunked.chunk_forward(rule, False)[:2], None
-    # the same kernels, but other binaries: those of `chunk_forward` are kept with the dtype of their S_in
-    plan = _passes.get(chunked._key(rule), lambda: _plan_passes(rule))
-    G, A_inv, P, q_rstd, k_rstd = (chunked._room(rule, chunked.saves(rule)[i]) for i in (0, 1, 1, 4, 5))
-    S_in = p.q.new_empty(rule.num_chunks, p.HV, p.K, p.V, dtype=torch.float32)
-    factors, table = chunked._factors(rule), chunked._table(plan, rule)
-    o, final = p.v.new_empty(p.v.shape), p.q.new_empty(rule.state_shape, dtype=torch.float32)
-    inputs = (rule.q, rule.k, rule.g, rule.beta, rule.A_log, rule.dt_bias, table)
-    ends = (rule.initial_state, rule.cu_seqlens, table)
-    plan.prepare(*inputs, G, A_inv, P, factors, q_rstd, k_rstd, o)
-    if plan.output is None:
-        plan.state(rule.q, rule.k, rule.v, A_inv, P, factors, *ends, S_in, o, final)
-    else:
-        v_new = p.v.new_empty(rule.num_chunks, p.HV, CHUNK, p.V)
-        plan.state(rule.k, rule.v, A_inv, factors, *ends, S_in, v_new, final)
-        plan.output(rule.q, P, factors, S_in, v_new, table, o)
-    return o, final, S_in
-
-
-def _plan_passes(rule: Problem) -> chunked.Forward:
-    """The plan of a forward that keeps its states in fp32."""
-    plan = chunked._plan_forward(rule, True)
-    if plan.output is None or rule.q.dtype == torch.float32 or machine(rule.device).capability < 120:
-        return plan
-    # 64 columns of an fp32 state beside 16-bit operands spill 1312 B on sm_120
-    before = plan.output.constants["BV"]
-    BV = max(16, before // 2)
-    grid = plan.output.grid // triton.cdiv(rule.V, before) * triton.cdiv(rule.V, BV)
-    return replace(plan, output=replace(plan.output, grid=grid, constants=plan.output.constants | {"BV": BV}))
+    keeps = p.checkpoints is not None or p.snapshot_pos is not None
+    o, final, saved = chunked.forward(rule, torch.float32 if keeps else None)
+    return o, final, saved.S_in if keeps else None
 
 
 def _rule(p: PrefillProblem) -> Problem:

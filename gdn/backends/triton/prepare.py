@@ -17,7 +17,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, load_beta, rows_of, rstd_of, softplus, split
+from gdn.backends.triton.lib import decay, dot, load_beta, rows_of, rstd_of, softplus, split, squares
 from gdn.backends.triton.pairs import pairs, store_factors
 from gdn.backends.triton.tril import inverse
 
@@ -71,29 +71,44 @@ def prepare_kernel(
 
     key_head = head // ratio
     num_heads = HV // ratio
-    ks = tl.arange(0, BK)
-    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+    k_squares = tl.zeros([C], tl.float32)
+    q_squares = tl.zeros([C], tl.float32)
+    qk = tl.zeros([C, C], tl.float32)
+    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, tl.arange(0, BK), K, C, UNIT)
+    for block in range(0, K, BK):
+        ks = block + tl.arange(0, BK)
+        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+        if BK < K:
+            k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+        if k_rstd_ptr is not None:
+            k_squares += squares(k)
+            q_squares += squares(q)
+        qk = dot(q, tl.trans(k), qk, PRECISION)
     rstd_place = (place + tokens) * num_heads + key_head
     is_mine = is_token & (head % ratio == 0)
     k_rstd = tl.where(is_token, 1.0, 0.0)
+    q_scale = tl.full([C], scale, tl.float32)
     if k_rstd_ptr is not None:
-        k_rstd = rstd_of(k)
+        k_rstd = rstd_of(k_squares)
         tl.store(k_rstd_ptr + rstd_place, k_rstd, mask=is_mine)
+        q_rstd = rstd_of(q_squares)
+        tl.store(q_rstd_ptr + rstd_place, q_rstd, mask=is_mine)
+        q_scale *= q_rstd
     high, low = split(G)
     end_high, end_low = split(tl.sum(tl.where(tokens == length - 1, G, 0.0), 0))
     tile = chunk.to(tl.int64) * HV + head
     square = tile * (C * C) + tokens[:, None] * C + tokens[None, :]
-    q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
-    q_scale = tl.full([C], scale, tl.float32)
-    if q_rstd_ptr is not None:
-        q_rstd = rstd_of(q)
-        tl.store(q_rstd_ptr + rstd_place, q_rstd, mask=is_mine)
-        q_scale *= q_rstd
-    P = pairs(q, k, q_scale, k_rstd, high, low, C, PRECISION)
+    P = pairs(qk, q_scale, k_rstd, high, low, C)
     tl.store(P_ptr + square, P.to(P_ptr.dtype.element_ty))
     store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C)
-    A = dot(k, tl.trans(k), None, PRECISION) * (beta * k_rstd)[:, None] * k_rstd[None, :]
+    kk = tl.zeros([C, C], tl.float32)
+    for block in range(0, K, BK):
+        if BK < K:
+            ks = block + tl.arange(0, BK)
+            k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+        kk = dot(k, tl.trans(k), kk, PRECISION)
+    A = kk * (beta * k_rstd)[:, None] * k_rstd[None, :]
     D = decay(high[None, :], low[None, :], high[:, None], low[:, None])
     A = tl.where(tokens[:, None] > tokens[None, :], A * D, 0.0)
-    A_inv = inverse(A, PRECISION, FORM).to(k.dtype)
-    tl.store(A_inv_ptr + square, A_inv)
+    A_inv = inverse(A, PRECISION, FORM)
+    tl.store(A_inv_ptr + square, A_inv.to(A_inv_ptr.dtype.element_ty))

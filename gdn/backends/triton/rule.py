@@ -60,12 +60,12 @@ _backwards: Plans[Backward] = Plans()
 
 def saves(problem: Problem) -> tuple[Shape | None, ...]:
     """Shapes of Saved: all but v_new, which the backward makes again from S_in for two products."""
-    p, narrow = problem, problem.q.dtype
+    p, operand = problem, _operand(problem)
     rstd = ((p.B, p.T, p.H), torch.float32) if p.use_qk_l2norm_in_kernel else None
     return (
         ((p.B, p.T, p.HV), torch.float64),
-        ((p.num_chunks, p.HV, CHUNK, CHUNK), narrow),
-        ((p.num_chunks, p.HV, p.K, p.V), torch.float32 if _refines(p) else narrow),
+        ((p.num_chunks, p.HV, CHUNK, CHUNK), operand),
+        ((p.num_chunks, p.HV, p.K, p.V), operand),
         None,
         rstd,
         rstd,
@@ -74,12 +74,20 @@ def saves(problem: Problem) -> tuple[Shape | None, ...]:
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
     """See `Backend`."""
-    p = tidy(problem)
+    o, final, saved = forward(tidy(problem), _operand(problem) if save else None)
+    return o, final, saved if save else Saved()
+
+
+def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
+    """The forward of a tidy problem; `kept`: the dtype of states that enter chunks, where they are kept."""
     with on(p.device):
-        plan = _forwards.get((_key(p), save), lambda: _plan_forward(p, save))
+        plan = _forwards.get((_key(p), kept), lambda: _plan_forward(p))
         shapes = saves(p)
-        G, A_inv, P, q_rstd, k_rstd = (_room(p, shapes[i]) for i in (0, 1, 1, 4, 5))
-        S_in = _room(p, shapes[2]) if save or plan.output is not None else None
+        G, A_inv, q_rstd, k_rstd = (_room(p, shapes[i]) for i in (0, 1, 4, 5))
+        P = _pairs(p)
+        if kept is None and plan.output is not None:
+            kept = _operand(p)
+        S_in = None if kept is None else p.q.new_empty(p.num_chunks, p.HV, p.K, p.V, dtype=kept)
         factors = _factors(p)
         o = p.v.new_empty(p.v.shape)
         final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None
@@ -94,8 +102,6 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
             v_new = p.v.new_empty(p.num_chunks, p.HV, CHUNK, p.V)
             plan.state(p.k, p.v, A_inv, factors, *ends, S_in, v_new, final)
             plan.output(p.q, P, factors, S_in, v_new, table, o)
-    if not save:
-        return o, final, Saved()
     return o, final, Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
 
 
@@ -120,8 +126,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
             for x in (p.A_log, p.dt_bias)
         )
         norms = (saved.q_rstd, saved.k_rstd)
-        P = p.q.new_empty(p.num_chunks, p.HV, CHUNK, CHUNK)
-        factors = _factors(p)
+        P, factors = _pairs(p), _factors(p)
         plan.pairs(p.q, p.k, p.beta, saved.G, *norms, table, P, factors)
         plan.state(p.q, p.k, saved.A_inv, P, factors, do, dS, p.cu_seqlens, table, dS_out, dv, dS0)
         del P
@@ -197,11 +202,6 @@ def _room(p: Problem, shape: Shape | None) -> Tensor | None:
     return None if shape is None else p.q.new_empty(shape[0], dtype=shape[1])
 
 
-def _refines(p: Problem) -> bool:
-    """Whether states are kept in fp32 and read twice: see `lib.through_state`."""
-    return p.K <= 64 and p.q.dtype != torch.float32
-
-
 def _pairs_width(p: Problem, blocks: int) -> tuple[int, bool]:
     """Columns that E and F take per token and key head, and whether they may lie in dq and dk.
 
@@ -210,6 +210,15 @@ def _pairs_width(p: Problem, blocks: int) -> tuple[int, bool]:
     needed = p.HV // p.H * CHUNK
     is_shared = blocks == 1 and needed <= p.K and p.K % 16 == 0
     return (p.K if is_shared else needed), is_shared
+
+
+def _operand(p: Problem) -> torch.dtype:
+    """What products through the state are made of."""
+    return torch.float32 if tuned.refines(p) else p.q.dtype
+
+
+def _pairs(p: Problem) -> Tensor:
+    return p.q.new_empty(p.num_chunks, p.HV, CHUNK, CHUNK)
 
 
 def _factors(p: Problem) -> Tensor:
@@ -241,6 +250,7 @@ class _Arguments:
     unit: int
     precision: str
     BK: int
+    block: int  # key columns of one product, where a kernel can take them in turn
     activation: dict[str, bool]
 
     @property
@@ -252,12 +262,14 @@ def _arguments(p: Problem, *others: Tensor) -> _Arguments:
     table = None if p.cu_seqlens is None else Table(p)
     strides = [s for x in (p.q, p.k, p.v, *others) for s in x.stride()[:3]]
     kind = machine(p.device).kind
+    BK = max(16, triton.next_power_of_2(p.K))
     return _Arguments(
         table=table,
         entries=p.num_chunks if table is None else table.bound,
         unit=unit_of(*strides),
         precision="tf32" if p.q.dtype != torch.float32 else "ieee" if kind == "hip" else "tf32x3",
-        BK=max(16, triton.next_power_of_2(p.K)),
+        BK=BK,
+        block=min(BK, 32 if p.q.dtype == torch.float32 else 128),
         activation={"SIGMOID": p.use_beta_sigmoid_in_kernel, "NEGATIVE": p.allow_neg_eigval},
     )
 
@@ -276,16 +288,16 @@ def _numbers(p: Problem) -> tuple[int, ...]:
     return (p.T, p.HV, p.HV // p.H, (p.T + CHUNK - 1) // CHUNK)
 
 
-def _plan_forward(p: Problem, save: bool) -> Forward:
+def _plan_forward(p: Problem) -> Forward:
     a = _arguments(p)
-    chosen = tuned.forward(p, save, machine(p.device))
+    chosen = tuned.forward(p, machine(p.device))
     numbers = _numbers(p)
     shared = {"K": p.K, "V": p.V, **a.sizes, "PRECISION": a.precision}
     prepare = Launch(
         prepare_kernel,
         a.entries * p.HV,
         (*_strides(a.unit, p.q, p.k), *_gate_strides(p.g, p.beta), *numbers, p.scale),
-        {**shared, **a.activation, "RESET": RESET, "FORM": chosen.form},
+        {**shared, "BK": a.block, **a.activation, "RESET": RESET, "FORM": chosen.form},
         chosen.prepare_warps,
     )
     programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
@@ -294,7 +306,7 @@ def _plan_forward(p: Problem, save: bool) -> Forward:
         "BV": chosen.BV,
         "V_FIRST": p.state_v_first,
         "STAGES": chosen.stages,
-        "REFINE": _refines(p),
+        "REFINE": tuned.refines(p),
     }
     if chosen.is_fused:
         strides = _strides(a.unit, p.q, p.k, p.v)
@@ -306,7 +318,7 @@ def _plan_forward(p: Problem, save: bool) -> Forward:
         output_kernel,
         a.entries * p.HV * triton.cdiv(p.V, chosen.output.BV),
         (*_strides(a.unit, p.q), *numbers),
-        {**shared, "BV": chosen.output.BV},
+        {**shared, "BK": a.block, "BV": chosen.output.BV, "REFINE": tuned.refines(p)},
         chosen.output.num_warps,
     )
     return Forward(a.table, prepare, state, output)
@@ -322,7 +334,7 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         pairs_kernel,
         a.entries * p.HV,
         (*_strides(a.unit, p.q, p.k), *_gate_strides(p.beta), *numbers, p.scale),
-        {"K": p.K, **a.sizes, **a.activation, **precision},
+        {"K": p.K, **a.sizes, "BK": a.block, **a.activation, **precision},
         4,
     )
     state = Launch(
@@ -334,7 +346,7 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
             "BV": chosen.BV,
             "V_FIRST": p.state_v_first,
             "STAGES": chosen.stages,
-            "REFINE": _refines(p),
+            "REFINE": tuned.refines(p),
         },
         chosen.num_warps,
     )
@@ -346,14 +358,14 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         pairs_bwd_kernel,
         a.entries * p.HV,
         strides,
-        {**shared, "BK": BK, "BV": chosen.pairs.BV},
+        {**shared, "BK": BK, "BV": chosen.pairs.BV, "REFINE": tuned.refines(p)},
         chosen.pairs.num_warps,
     )
     rows_bwd = Launch(
         rows_bwd_kernel,
         a.entries * p.H * blocks,
         strides,
-        {**shared, "BK": BK, "BV": chosen.rows.BV},
+        {**shared, "BK": BK, "BV": chosen.rows.BV, "REFINE": tuned.refines(p)},
         chosen.rows.num_warps,
     )
     gates = Launch(

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, rounded_off, rows_of, state_tile
+from gdn.backends.triton.lib import dot, exist, operand_of, rows_of, state_tile
 from gdn.backends.triton.pairs import factor, through
 
 
@@ -33,7 +33,7 @@ def scan_kernel(
     n = tl.program_id(0) // (strips * HV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
     key_head = head // ratio
-    operand: tl.constexpr = k_ptr.dtype.element_ty
+    operand: tl.constexpr = operand_of(k_ptr, REFINE)
 
     vs = strip * BV + tl.arange(0, BV)
     ks = tl.arange(0, BK)
@@ -51,19 +51,17 @@ def scan_kernel(
         first = start + done
         length = tl.minimum(total - done, C)
         tile = (chunk + done // C).to(tl.int64) * HV + head
-        k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+        k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
+        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
         v = tl.trans(rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT))
-        A_inv = tl.load(A_inv_ptr + tile * (C * C) + square)
-        P = tl.load(P_ptr + tile * (C * C) + square)
+        A_inv = tl.load(A_inv_ptr + tile * (C * C) + square).to(operand)
+        P = tl.load(P_ptr + tile * (C * C) + square).to(operand)
 
         S_operand = S.to(operand)
         if S_in_ptr is not None:
             place, mask = state_tile(tile * (K * V), vs, ks, V, K, True)
             tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(S_operand, tl.trans(k), None, PRECISION)
-        if REFINE:
-            kS = dot(rounded_off(S, S_operand), tl.trans(k), kS, PRECISION)
         beta = factor(factors_ptr, tile, 3, C)
         carry = factor(factors_ptr, tile, 2, C)
         r = beta[None, :] * v.to(tl.float32) - carry[None, :] * kS
@@ -72,13 +70,11 @@ def scan_kernel(
         v_new = dot(r_operand, tl.trans(A_inv), r - r_operand.to(tl.float32), PRECISION)
         into = factor(factors_ptr, tile, 1, C)
         o = dot(S_operand, tl.trans(q), None, PRECISION)
-        if REFINE:
-            o = dot(rounded_off(S, S_operand), tl.trans(q), o, PRECISION)
         o = o * into[None, :]
         o = dot(v_new.to(operand), tl.trans(P), o, PRECISION)
         o_base = o_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
         o_mask = exist(vs, V)[:, None] & (tokens < length)[None, :]
-        tl.store(o_base + tokens[None, :] * (HV * V) + vs[:, None], o.to(operand), mask=o_mask)
+        tl.store(o_base + tokens[None, :] * (HV * V) + vs[:, None], o.to(o_ptr.dtype.element_ty), mask=o_mask)
         out = factor(factors_ptr, tile, 0, C)
         S = dot((v_new * out[None, :]).to(operand), k, S * through(factors_ptr, tile, C), PRECISION)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, rounded_off, rows_of, solved, state_tile
+from gdn.backends.triton.lib import dot, exist, operand_of, rows_of, solved, state_tile
 from gdn.backends.triton.pairs import factor, through
 
 
@@ -32,7 +32,7 @@ def state_kernel(
     head = (tl.program_id(0) // strips) % HV
     n = tl.program_id(0) // (strips * HV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
-    operand: tl.constexpr = k_ptr.dtype.element_ty
+    operand: tl.constexpr = operand_of(k_ptr, REFINE)
 
     vs = strip * BV + tl.arange(0, BV)
     ks = tl.arange(0, BK)
@@ -47,8 +47,9 @@ def state_kernel(
         length = tl.minimum(total - done, C)
         tile = (chunk + done // C).to(tl.int64) * HV + head
         k = rows_of(k_ptr, row, start + done, length, head // ratio, k_b, k_t, k_h, ks, K, C, UNIT)
+        k = k.to(operand)
         v = rows_of(v_ptr, row, start + done, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
-        A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :])
+        A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
         beta = factor(factors_ptr, tile, 3, C)
         carry = factor(factors_ptr, tile, 2, C)
         out = factor(factors_ptr, tile, 0, C)
@@ -57,12 +58,10 @@ def state_kernel(
         place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
         tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(k, S_operand, None, PRECISION)
-        if REFINE:
-            kS = dot(k, rounded_off(S, S_operand), kS, PRECISION)
         r = beta[:, None] * v.to(tl.float32) - carry[:, None] * kS
-        v_new = solved(A_inv, r, operand, PRECISION)
+        v_new = solved(A_inv, r, PRECISION)
         tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
-        tl.store(v_new_ptr + tile_place, v_new.to(operand), mask=exist(vs, V)[None, :])
+        tl.store(v_new_ptr + tile_place, v_new.to(v_new_ptr.dtype.element_ty), mask=exist(vs, V)[None, :])
         grown = (v_new * out[:, None]).to(operand)
         S = dot(tl.trans(k), grown, S * through(factors_ptr, tile, C), PRECISION)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, rounded_off, rows_of, solved, state_tile
+from gdn.backends.triton.lib import dot, exist, operand_of, rows_of, solved, state_tile
 from gdn.backends.triton.pairs import factor, through
 
 
@@ -32,7 +32,7 @@ def state_bwd_kernel(
     n = tl.program_id(0) // (strips * HV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
     key_head = head // ratio
-    operand: tl.constexpr = k_ptr.dtype.element_ty
+    operand: tl.constexpr = operand_of(k_ptr, REFINE)
 
     vs = strip * BV + tl.arange(0, BV)
     ks = tl.arange(0, BK)
@@ -51,24 +51,23 @@ def state_bwd_kernel(
         first = start + i * C
         length = tl.minimum(total - i * C, C)
         tile = (chunk + i).to(tl.int64) * HV + head
-        k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
-        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
+        k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
+        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
+        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT).to(operand)
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + square).to(operand)
-        P = tl.load(P_ptr + tile * (C * C) + square)
+        P = tl.load(P_ptr + tile * (C * C) + square).to(operand)
 
         dS_operand = dS.to(operand)
         place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
         tl.store(dS_out_ptr + place, dS.to(dS_out_ptr.dtype.element_ty), mask=mask)
         out = factor(factors_ptr, tile, 0, C)
         dv_new = dot(k, dS_operand, None, PRECISION)
-        if REFINE:
-            dv_new = dot(k, rounded_off(dS, dS_operand), dv_new, PRECISION)
         dv_new = dot(tl.trans(P), do, dv_new * out[:, None], PRECISION)
-        dr = solved(tl.trans(A_inv), dv_new, operand, PRECISION)
-        dr_base = dr_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
+        dr = solved(tl.trans(A_inv), dv_new, PRECISION)
+        dr_place = dr_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
+        dr_place += tokens[:, None] * (HV * V) + vs[None, :]
         dr_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
-        tl.store(dr_base + tokens[:, None] * (HV * V) + vs[None, :], dr.to(operand), mask=dr_mask)
+        tl.store(dr_place, dr.to(dr_ptr.dtype.element_ty), mask=dr_mask)
         into = factor(factors_ptr, tile, 1, C)
         from_q = (do.to(tl.float32) * into[:, None]).to(operand)
         dS = dot(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION)

@@ -45,43 +45,79 @@ class BackwardTiles(Pass):
     rows: Tile
 
 
-def forward(p: Problem, save: bool, machine: Machine) -> ForwardTiles:
+def refines(p: Problem) -> bool:
+    """Whether 16-bit inputs are multiplied with states in fp32: see `lib.operand_of`."""
+    return p.K <= 64 and p.q.dtype != torch.float32
+
+
+def is_wide(p: Problem) -> bool:
+    """Whether products through the state have operands of fp32."""
+    return refines(p) or p.q.dtype == torch.float32
+
+
+def forward(p: Problem, machine: Machine) -> ForwardTiles:
     """One walk where strips of 64 columns fill the machine once; else the outputs come apart.
 
     H200, 16/32 heads of 128 x 128, 8192 tokens, us: state by 16, 32, 64 columns 216, 163, 223; at 2/8 heads
     132, 159, 230. scan at 8 x 1024 tokens: 130; three stages 253; 128 columns, 8 warps 142. Strips of 16 are
     for machines that strips of 32 leave three quarters empty.
     """
-    pairs, wide = p.N * p.HV, p.q.dtype == torch.float32
+    pairs = p.N * p.HV
     form = "blocks"
     output = Tile(_strip(p, 64), 4)
     if not p.batch_invariant and pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms:
-        return ForwardTiles(_strip(p, 64), 4, 2, True, form, 4, output)
+        return ForwardTiles(_strip(p, 64), *_walk(p, machine, 2), True, form, 4, output)
     is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
-    stages = 1 if machine.kind == "hip" else 2 if wide or p.K > 128 else 4
-    return ForwardTiles(
-        _strip(p, 16 if is_short and not p.batch_invariant else 32), 4, stages, False, form, 4, output
-    )
+    BV = _strip(p, 16 if is_short and not p.batch_invariant else 32)
+    warps, stages = _walk(p, machine, 4)
+    return ForwardTiles(BV, warps, stages, False, form, 4, output)
 
 
 def backward(p: Problem, machine: Machine) -> BackwardTiles:
     """Strips of the state pass as in the forward; H200, us: 32 columns 223, 64 311, at 2/8 heads 16 182."""
-    pairs, wide = p.N * p.HV, p.q.dtype == torch.float32
-    # 64 KB of shared memory on hip: what is loaded ahead does not fit
-    stages = 1 if machine.kind == "hip" else 2 if wide or p.K > 128 else 3
+    pairs = p.N * p.HV
     most = 32
     if not p.batch_invariant:
         is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
         most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
-    BK = 64 if wide or p.K > 128 else 128
-    # never fewer than 64 columns of 16 bits: Triton 3.6 gives wgmma a wrong address in shared memory for
-    # narrower blocks of a state (compute-sanitizer: out-of-bounds read at K = 192, 256 with 16 or 32 columns)
-    gradients = Tile(_strip(p, 64) if wide else 64, 4)
-    return BackwardTiles(_strip(p, most), 4, stages, BK, gradients, gradients)
+    warps, stages = _walk(p, machine, 3)
+    BK, gradients = _gradients(p, machine)
+    return BackwardTiles(_strip(p, most), warps, stages, BK, gradients, gradients)
+
+
+def _gradients(p: Problem, machine: Machine) -> tuple[int, Tile]:
+    """Key columns of a program, and its tile.
+
+    Blocks of 64 keys by 32 or 16 columns are for other machines than Hopper: there Triton 3.6 gives wgmma a
+    wrong address in shared memory for them, in 16 bits (compute-sanitizer: out-of-bounds read). Elsewhere
+    more columns, or four warps, want more registers than there are: on sm_80 ptxas then gives up and makes
+    do with 32, spilling 44 KB a thread. sm_100 has tensor memory for no more than these, either.
+    """
+    wide = is_wide(p)
+    if machine.kind == "hip":
+        return (32 if wide else 64 if p.K > 128 else 128), Tile(_strip(p, 64) if wide else 64, 4)
+    if machine.capability == 90:
+        return (64 if wide or p.K > 128 else 128), Tile(_strip(p, 64) if wide else 64, 4)
+    if wide:
+        return 32, Tile(16, 8)
+    return 64, Tile(32, 8)
+
+
+def _walk(p: Problem, machine: Machine, stages: int) -> tuple[int, int]:
+    """Warps of a state pass and how many chunks it loads ahead, `stages` if there is room."""
+    wide = is_wide(p)
+    if machine.kind == "hip":
+        return 4, 1
+    if wide and machine.capability != 90:
+        # 16 warps keep to mma, as 528 columns of tensor memory would be wanted
+        return (16 if p.K > 128 and machine.capability // 10 == 10 else 8), 1
+    if machine.shared < 128 * 1024:
+        return 4, 1
+    return 4, 2 if wide or p.K > 128 else stages
 
 
 def _strip(p: Problem, most: int) -> int:
     """Columns of S per program: fewer where an element is wide or K is large; S is to stay in registers."""
-    wide = 2 if p.q.dtype == torch.float32 else 1
+    wide = 2 if is_wide(p) else 1
     large = 2 if p.K > 128 else 1
     return max(16, min(most // (wide * large), triton.next_power_of_2(p.V)))
