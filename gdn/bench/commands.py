@@ -1,6 +1,7 @@
 """`gdn bench`: one command for each thing that is timed, and `compare`."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +19,11 @@ HELP = {
     "train": "Forward and backward through autograd, with both states and their gradients.",
     "decode": "One token for B rows, on a pool of states, gates and l2norm inside.",
     "spec": "2, 4 and 8 tokens for B rows, the state kept after each: what verifying a guess costs.",
+    "stages": "Stage by stage and whole on PTO's shape and GVA set, beside FLA at its best chunk size.",
     "host": "Host time of an eager call that nobody waits for, and for gdn where it goes.",
     "cold": "A new process with empty caches, and what is compiled again for another problem.",
 }
+DEFAULT = {"stages": ("gdn", "fla")}  # others have no stages to time
 EXPLAINED = (
     "fla, qla, fi, hf: their time over this one; limit: share of what bytes and products allow at the rates "
     "of this run; goal: moved by the best peer of the day it was set; error: the largest, as a share of its "
@@ -68,7 +71,7 @@ def _register(job: str) -> None:
         done = rows.done(rows.read(file), about) if resume and file.exists() else set()
         try:
             session = gpu.Session(
-                words(names) if names else providers.NAMES, where, words(only), deadline,
+                words(names) if names else DEFAULT.get(job, providers.NAMES), where, words(only), deadline,
                 is_named=names is not None, gate_tokens=gate_tokens, is_eager=is_eager, done=frozenset(done),
                 problems=catalog.SETS[problems] if problems != "table" else (),
             )  # fmt: skip
@@ -102,7 +105,7 @@ def _measure(session: Any, label: str, file: Path, about: dict[str, Any], json_f
     total = len(session.targets(label)) if label.partition(":")[0] in gpu.TARGETS else None
     with progress() as bar:
         task = bar.add_task(label, total=total)
-        for row in gpu.run(session, [label]):
+        for row in _rows(session, label):
             found.append(row)
             # what was not begun has no row: a later run does it
             measure.append(file, [] if "skipped" in row else [{**row, **about}])
@@ -116,6 +119,16 @@ def _measure(session: Any, label: str, file: Path, about: dict[str, Any], json_f
     for note in [*(f"{name}: {why}" for name, why in session.absent.items()), *tables.notes(found)]:
         console.print(note, markup=False, highlight=False)
     console.print(EXPLAINED, style="dim")
+
+
+def _rows(session: Any, label: str) -> Iterator[dict[str, Any]]:
+    from gdn.bench import gpu, stage_chains, stages
+
+    if label != "stages":
+        return gpu.run(session, [label])
+    chains, absent = stage_chains.load(session.names)
+    session.absent.update(absent)
+    return stages.run(session, chains)
 
 
 @bench.command()
