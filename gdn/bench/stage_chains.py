@@ -1,8 +1,8 @@
 """Whose stages are timed: gdn's by backend, FLA's by chunk size, each in its own conventions.
 
 FLA hands on cumulative gates in fp32 to base 2, A in fp32, and the rest in the dtype of q; its states are
-[1, chunks, HV, K, V]. gdn's stages give fp32 (G in fp64); what goes on to the next is rounded to the dtype of q,
-as FLA's is, so that both read the same bytes.
+[1, chunks, HV, K, V]. gdn's stages give fp32 (G in fp64); what goes on to the next is rounded to the dtype of
+q, as FLA's is, so that both read the same bytes.
 """
 
 import math

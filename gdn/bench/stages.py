@@ -1,8 +1,8 @@
 """The six stages of a chunked forward and the whole of it, ours and FLA's, on PTO's shape and its GVA set.
 
-A stage gets what its provider's stage before it made, in the dtypes that provider hands on; that hand-over is not
-timed. FLA is timed at every chunk size it takes: ratios are to its best, stage by stage, in the sum and in the
-whole. The whole is one call of the public function, which need not consist of these stages.
+A stage gets what its provider's stage before it made, in the dtypes that provider hands on; that hand-over is
+not timed. FLA is timed at every chunk size it takes: ratios are to its best, by stage, in the sum and in
+the whole. The whole is one call of the public function, which need not consist of these stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping
