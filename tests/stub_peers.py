@@ -119,6 +119,49 @@ class FLAStages:
             ).to(q.dtype)
 
 
+class FLALayer(torch.nn.Module):
+    """fla.layers.GatedDeltaNet: its parameters by name; q, k and v have projections and taps of their own."""
+
+    def __init__(
+        self, hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode="chunk",
+        use_gate=True, use_short_conv=True, allow_neg_eigval=False, conv_size=4, conv_bias=False,
+        layer_idx=None, norm_eps=1e-5, **kwargs,
+    ):  # fmt: skip
+        super().__init__()
+        assert not kwargs and mode == "chunk" and use_gate and use_short_conv and not allow_neg_eigval
+        Linear, V = torch.nn.Linear, int(head_dim * expand_v)
+        self.H, self.HV, self.norm_eps = num_heads, num_v_heads or num_heads, norm_eps
+        widths = {"q": self.H * head_dim, "k": self.H * head_dim, "v": self.HV * V}
+        for name, width in widths.items():
+            setattr(self, f"{name}_proj", Linear(hidden_size, width, bias=False))
+            conv = torch.nn.Conv1d(width, width, conv_size, groups=width, bias=conv_bias)
+            setattr(self, f"{name}_conv1d", conv)
+        self.a_proj, self.b_proj = (Linear(hidden_size, self.HV, bias=False) for _ in "ab")
+        self.A_log, self.dt_bias = (torch.nn.Parameter(torch.zeros(self.HV)) for _ in "ab")
+        self.g_proj = Linear(hidden_size, self.HV * V, bias=False)
+        self.o_norm = torch.nn.Module()
+        self.o_norm.weight = torch.nn.Parameter(torch.ones(V))
+        self.o_proj = Linear(self.HV * V, hidden_size, bias=False)
+
+    def forward(self, hidden_states, attention_mask=None, past_key_values=None, use_cache=False, **kwargs):
+        x = hidden_states
+        q, k, v = (
+            gdn.causal_conv1d(
+                getattr(self, f"{n}_proj")(x), getattr(self, f"{n}_conv1d").weight[:, 0], activation="silu"
+            )[0]
+            for n in "qkv"
+        )
+        heads = (self.H, self.H, self.HV)
+        q, k, v = (y.unflatten(-1, (n, -1)) for y, n in zip((q, k, v), heads, strict=True))
+        o, _ = FLA.chunk_gated_delta_rule(
+            q, k, v, self.a_proj(x), self.b_proj(x), A_log=self.A_log, dt_bias=self.dt_bias,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+        )  # fmt: skip
+        z = self.g_proj(x).unflatten(-1, (self.HV, -1))
+        o = gdn.rms_norm_gated(o, z, self.o_norm.weight, eps=self.norm_eps)
+        return self.o_proj(o.flatten(-2)), None, past_key_values
+
+
 @contextlib.contextmanager
 def of_size(chunk_size):
     """The reference's stages in chunks of another size."""
@@ -238,6 +281,8 @@ def modules() -> dict[str, ModuleType]:
         found[name] = ModuleType(name)
         for function in holder.PATHS if holder else ():
             setattr(found[name], function, getattr(holder, function))
+    found["fla.layers"] = ModuleType("fla.layers")
+    found["fla.layers"].GatedDeltaNet = FLALayer
     switch = ModuleType("switch")
     switch.FlashQLABackend = type("FlashQLABackend", (FlashQLABackend,), {})
     found["fla.ops.gated_delta_rule.backends.flash_qla"] = switch

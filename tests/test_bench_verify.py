@@ -255,6 +255,33 @@ def test_peers_take_their_part_and_rows_are_kept(monkeypatch, tmp_path):
     )
 
 
+def test_a_part_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(measure, "commit", lambda: "abc")
+    small = replace(laboratory.REGIMES["mild"], heads=(1, 2), lengths=packed(20))
+    monkeypatch.setitem(laboratory.NAMED, "regimes", {"mild": small, "slow": replace(small, gate="slow")})
+    arguments = [
+        "verify",
+        "--set",
+        "regimes",
+        "--providers",
+        "gdn",
+        "--append",
+        "--device",
+        "cpu",
+        "--resume",
+    ]
+    late = run(*arguments, "--minutes", "0")
+    assert late.exit_code == 1 and "out of time" in late.stdout and not (tmp_path / "cpu.jsonl").read_text()
+    assert run(*arguments, "--only", "slow").exit_code == 0 and run(*arguments).exit_code == 0
+    rows = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
+    assert [row["case"] for row in rows] == ["slow", "mild"]
+    again = run(*arguments)
+    assert again.exit_code == 0 and "measured before" in again.stdout, again.output
+    monkeypatch.setattr(measure, "commit", lambda: "abd")
+    assert "measured before" not in run(*arguments).stdout
+
+
 def test_ptos_set_brings_its_profile_and_dtypes(monkeypatch):
     small = {"16/16 20,30": replace(CASE, gate="strong")}
     monkeypatch.setitem(laboratory.NAMED, "pto", small)

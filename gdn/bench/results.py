@@ -259,6 +259,7 @@ def _end_to_end(held: Sequence[Row]) -> Cells:
             f"{row['logit_error']:.1e}", f"{row['same_tokens']:.0%}",
         ]
         for row in held
+        if "tokens_per_s" in row
     ]  # fmt: skip
     return ["", "tokens/s", "first token", "logit error", "same token where it is decided"], cells
 

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 
 import gdn
 from gdn.bench import accuracy, cases, laboratory, measure, providers
+from gdn.bench import rows as results
 from gdn.bench.cases import Case
 from gdn.bench.console import Device, Json, choice, console, place, progress, show, words, wrote
 from gdn.bench.laboratory import Reading
@@ -52,6 +54,10 @@ def verify(
         Path | None,
         typer.Option(help="A folder for readings.csv and .json and two pictures per case and dtype."),
     ] = None,
+    minutes: Annotated[float | None, typer.Option(help="Begin no case after so many.")] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Leave out what the results have of this commit on this kind of GPU.")
+    ] = False,
     appends: Annotated[
         bool, typer.Option("--append", help="Add a row per case to benchmarks/results/<gpu>.jsonl.")
     ] = False,
@@ -66,12 +72,21 @@ def verify(
     chosen = _cases(problems, max_cases, seed, words(only))
     everybody = ",".join(providers.NAMES) if problems in laboratory.NAMED else "gdn"
     taking, absent = _providers(names or everybody, choice("entry", entry, ENTRIES))
+    about, file = measure.on_gpu(where), measure.RESULTS / f"{measure.slug(where)}.jsonl"
+    done = results.done(results.read(file), about) if resume and file.exists() else set()
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     readings: list[Reading] = []
-    aside: dict[str, dict[str, list[str]]] = {"refused": {}, "failed": {}}
+    aside: dict[str, dict[str, list[str]]] = {"refused": {}, "failed": {}, "skipped": {}}
     with progress() as bar:
         task = bar.add_task("verify", total=len(chosen) * len(dtypes) if isinstance(chosen, list) else None)
         for number, ((name, case), short) in enumerate(itertools.product(chosen, dtypes)):
             bar.update(task, description=f"{short} {name}"[:60])
+            is_late = time.monotonic() > deadline
+            if is_late or all(("accuracy", who, name) in done for who in taking):
+                why = "out of time" if is_late else "measured before"
+                aside["skipped"].setdefault(why, []).append(f"{short} {name}")
+                bar.advance(task)
+                continue
             one = laboratory.examine(
                 name, case, DTYPES[short], taking, profile=profile, seed=seed, device=where
             )
@@ -83,10 +98,11 @@ def verify(
                 _draw(out, f"{number:03d} {name[:60]} {short}", one, case)
             bar.advance(task)
     rows = laboratory.rows(readings)
-    ok = _is_good(readings, rows, aside["failed"])
-    about = measure.on_gpu(where)
+    # a run that had nothing left to do is no failure; one that was cut short before it began is
+    is_done = not readings and list(aside["skipped"]) == ["measured before"]
+    ok = is_done or _is_good(readings, rows, aside["failed"])
     if appends:
-        measure.append(measure.RESULTS / f"{measure.slug(where)}.jsonl", [{**row, **about} for row in rows])
+        measure.append(file, [{**row, **about} for row in rows])
     found = {**about, "ok": ok, "profile": profile, "absent": absent, **aside}
     found["rows"] = [laboratory.flat(r) for r in readings]
     if out:
