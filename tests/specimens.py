@@ -127,6 +127,15 @@ def decode(
     return lambda: gdn.decode(**x, state_v_first=v_first, backend="triton")
 
 
+def decode_in_chunk_form(
+    B: int, T: int, D: int, dtype: Any, pool_dtype: Any, v_first: bool, has_slots: bool
+) -> Callable[[], Any]:
+    x = rows_of(B, T, K=D, V=D, dtype=dtype, raw=has_slots)
+    x |= {"state": pool_of(B, K=D, V=D, dtype=pool_dtype, v_first=v_first)}
+    x |= {"read_index": slots(B), "write_index": slots(B)} if has_slots else {}
+    return lambda: gdn.decode(**x, exact_packet=False, state_v_first=v_first, backend="triton")
+
+
 def decode_of_packed_rows() -> Callable[[], Any]:
     x = rows_of(1, 7, K=128, V=128, dtype=BF16, raw=True)
     offsets = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
@@ -266,6 +275,10 @@ def stages(dtype: torch.dtype, K: int, V: int, is_packed: bool) -> Callable[[], 
 OTHERS = {
     "decode packed rows": (decode_of_packed_rows, (), EVERYWHERE),
     "decode a projection": (decode_of_a_projection, (), TUNED),
+    "chunk form bf16": (decode_in_chunk_form, (4, 4, 128, BF16, FP32, True, True), EVERYWHERE),
+    "chunk form, many rows": (decode_in_chunk_form, (80, 16, 128, BF16, BF16, True, True), EVERYWHERE),
+    "chunk form fp32 256, K first": (decode_in_chunk_form, (4, 8, 256, FP32, FP32, False, False), EVERYWHERE),
+    "chunk form fp16 60": (decode_in_chunk_form, (4, 5, 60, FP16, FP16, True, True), TUNED),
     "prefill bf16": (prefill, (BF16, FP32, True, True), EVERYWHERE),
     "prefill fp32": (prefill, (FP32, BF16, False, False), TUNED),
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),

@@ -192,6 +192,71 @@ def test_a_packet_equals_single_steps(backend, device, pool, v_first):
             assert not same_bits(loose, gdn.decode(**x, state=state.clone(), **options))
 
 
+ONLY_THE_LAST = ["identity", "index", "P1 final", "P2 read", "P6"]  # protocols that leave at most one state
+
+
+@pytest.mark.parametrize("name", ONLY_THE_LAST)
+@pytest.mark.parametrize(
+    "kind, v_first",
+    [
+        pytest.param(
+            *case, marks=[pytest.mark.interpret] if case in {("bf16", True), ("fp32", False)} else []
+        )
+        for case in itertools.product(KINDS, LAYOUTS)
+    ],
+)
+def test_the_chunk_form(backend, device, poison, name, kind, v_first):
+    """exact_packet=False: the law within the same limits, idle rows, split slots and all."""
+    dtype, pool, index = KINDS[kind]
+    if dtype == F64 and backend != "eager":
+        pytest.skip("float64 is for eager alone")
+    x = inputs(B, T, dtype=dtype, raw=True) | protocols(index, v_first, pool)[name]
+    tolerance = max(TOLERANCE[dtype], TOLERANCE[pool])
+    agrees(backend, device, x, tolerance, state_v_first=v_first, exact_packet=False)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "H, HV, K, V, tokens", [(1, 3, 60, 100, 5), (2, 4, 128, 64, 16), (1, 1, 200, 33, 9), (1, 2, 1, 1, 2)]
+)
+def test_the_chunk_form_of_heads_and_sizes(backend, device, H, HV, K, V, tokens):
+    x = inputs(2, tokens, H, HV, K, V) | {"state": pool_of(2, HV=HV, K=K, V=V)}
+    x["g"][0, 1] = -1e6
+    agrees(backend, device, x, 1e-5, exact_packet=False)
+    x["k"] /= K
+    agrees(
+        backend, device, x | {"g": None}, 1e-5, exact_packet=False, use_qk_l2norm_in_kernel=False, scale=0.3
+    )
+
+
+@pytest.mark.interpret
+def test_the_chunk_form_of_packed_rows_and_projections(backend, device):
+    x = inputs(1, 9, raw=True, dtype=BF16) | {"state": pool_of(SLOTS)}
+    x |= {"cu_seqlens": torch.tensor([0, 2, 2, 3, 8]), "read_index": torch.tensor([3, 0, -1, 5])}
+    o, state, _ = agrees(backend, device, x, 5e-3, exact_packet=False, max_seqlen=5)
+    assert not o[0, 8:].any() and not o[0, 2].any()
+    y = moved(x, device)
+    a, b = (y[name].flatten(0, 1) for name in ("a", "b"))
+    rest = {name: y[name] for name in ("cu_seqlens", "read_index")}
+    sizes = {"num_k_heads": 2, "head_k_dim": 16, "head_v_dim": 24}
+    got = gdn.decode_packed(
+        mixed(y, 13), a, b, y["A_log"], y["dt_bias"], y["state"], **sizes, **rest, max_seqlen=5,
+        exact_packet=False, backend=backend,
+    )  # fmt: skip
+    assert same_bits(got, o[0]) and same_bits(y["state"], state)
+
+
+@pytest.mark.interpret
+def test_the_chunk_form_is_taken_where_it_may_be(triton_device):
+    """Not bit for bit that of single steps; and where every state is wanted, still exact."""
+    x = moved(inputs(2, 8) | {"state": pool_of(2), "intermediate": pool_of(2, 8)}, triton_device)
+    alone = {name: v for name, v in x.items() if name != "intermediate"}
+    exact, loose = (run("triton", triton_device, alone, exact_packet=e) for e in (True, False))
+    assert not same_bits(exact[0], loose[0]) and error(loose[0], exact[0]) <= 1e-5
+    kept = (run("triton", triton_device, x, exact_packet=e) for e in (True, False))
+    assert all(same_bits(a, b) for a, b in zip(*kept, strict=True))
+
+
 def test_a_packet_equals_single_steps_on_a_ring(backend, device):
     """P1 against plain decode on the entry that each step leaves, for a bf16 pool."""
     x, ring = (

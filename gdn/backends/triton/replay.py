@@ -28,8 +28,8 @@ from gdn.backends.triton.packet import (
     precisions,
     products,
     rows_at,
+    slot_of,
     solve,
-    source,
     state_at,
     token_strides,
 )
@@ -58,7 +58,7 @@ def replay_kernel(
 ):  # fmt: skip
     row, head, block = owner(HV, HV_inverse, HV_s, (V + BV - 1) // BV)
     first, count = span(cu_seqlens_ptr, row, N, T)
-    slot, _ = source(row, N, 1, 1, read_index_ptr, None, None, read_n, 0, 0, 0)
+    slot, _ = slot_of(row, N, 1, 1, read_index_ptr, None, None, read_n, 0, 0, 0)
     key_head = divide(head, ratio_inverse, ratio_s)
     tokens, vs = tl.arange(0, BT), block * BV + tl.arange(0, BV)
     has_value = exist(vs, V)
