@@ -143,6 +143,13 @@ def test_other_passes_have_tables_of_their_own():
     )
 
 
+def test_stages_say_what_is_inside():
+    row = timed(targets.PREFILL[-1], 1.0, ratio={"fla": 2.0}, best_chunk=32, inside="kernels")
+    rows = [{**row, "pass": "stages", "case": f"16/16 16x16384 {stage}"} for stage in ("kkt", "solve")]
+    page = results.page([Results("h200", rows)], {})
+    assert "2 ms (2.00, chunks of 32)" in page and "inside the time of kkt, solve: kernels." in page
+
+
 def test_only_what_stands_between_the_marks_is_made_anew():
     start, end = results.MARKS
     assert results.between(f"a\n{start}\nold\n{end}\nb", "new\n") == f"a\n{start}\nnew\n{end}\nb"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.bench import catalog, measure, models, rows
+from gdn.bench import catalog, jobs, measure, models, rows
 from gdn.bench.gpu import Session, noted
 from gdn.bench.models import Serving
 from gdn.bench.rows import Row
@@ -103,20 +103,24 @@ def swept(
         reference = forced(exact, tokens, prompt)
         yardstick = compared(forced(model, tokens, prompt), reference)["rms_error"]
     found: dict[str, Row] = {}
-    jobs: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {}
+    weights = sum(p.numel() for p in model.parameters())
+    timed: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {}
     for name, context in served.items():
         row = found[name] = {"provider": name, "dtype": "bfloat16", "T": prompt, "steps": steps, "N": 1}
+        row["backend"] = jobs.default_backend(name, SIZE.heads, session.device)
+        # every weight is read for the prompt and for each step, and meets every token
+        row |= {"bytes": 2 * weights * steps, "flop": 2 * weights * (prompt + steps)}
         with noted(row), context():
             row |= compared(forced(model, tokens, prompt), reference)
             row["ok"] = row["rms_error"] <= WORSE * yardstick and row["same_tokens"] == 1
             row |= {"error": row["rms_error"], "errors": {"logits": row["rms_error"]}}
             row["share_of_limit"] = row["rms_error"] / (WORSE * yardstick)
             if row["ok"]:
-                jobs[name] = (
+                timed[name] = (
                     _timer(model, context, tokens[:, :prompt], 1),
                     _timer(model, context, tokens[:, :prompt], steps),
                 )
-    for name, (first, whole) in _interleaved(jobs).items():
+    for name, (first, whole) in _interleaved(timed).items():
         speed = steps / whole.p50
         found[name] |= {
             "ms": 1e3 * whole.p50,
@@ -175,14 +179,14 @@ def _timer(model: Any, context: Serving, prompt: Tensor, steps: int) -> Callable
 
 
 def _interleaved(
-    jobs: Mapping[str, tuple[Callable[[], float], Callable[[], float]]],
+    timed: Mapping[str, tuple[Callable[[], float], Callable[[], float]]],
 ) -> dict[str, tuple[measure.Times, measure.Times]]:
     """Every provider's two generations in turn; each was run once before."""
-    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in jobs}
-    for first, _ in jobs.values():
+    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in timed}
+    for first, _ in timed.values():
         first()
     for _ in range(ROUNDS):
-        for name, pair in jobs.items():
+        for name, pair in timed.items():
             for job, into in zip(pair, taken[name], strict=True):
                 into.append(job())
     return {name: (measure.times(first), measure.times(whole)) for name, (first, whole) in taken.items()}

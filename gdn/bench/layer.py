@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import gdn
 from gdn import reference
-from gdn.bench import accuracy, graph, models, rows
+from gdn.bench import accuracy, graph, jobs, models, rows
 from gdn.bench.gpu import Session, noted
 from gdn.bench.rows import Row
 from gdn.bench.targets import Cost, chosen
@@ -82,6 +82,7 @@ def measured(session: Session, shape: Shape, job: str, held: Mapping[str, Held] 
     for name, layer in held.items():
         head = {"case": f"{shape} {job}", "provider": name, "dtype": "bfloat16", "T": shape.tokens, "N": 1}
         row = found[name] = {**head, "H": shape.heads[0], "HV": shape.heads[1], "K": shape.size}
+        row["backend"] = jobs.default_backend(name, shape.heads, device)
         with noted(row), layer.context():
             row |= verdict(answers(layer.call, _start(x), _start(dy)), wanted)
             if row["ok"]:

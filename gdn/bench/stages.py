@@ -90,7 +90,7 @@ def measured(session: Session, target: Target, chains: Mapping[str, Chain]) -> I
     """The rows of one case. A stage that is wrong has no time, nor has what builds on it."""
     given = jobs.given(target.case, session.device)
     courses = {name: Course(chain, dict(given.tensors)) for name, chain in chains.items()}
-    heads = {name: _head(target, chain) for name, chain in chains.items()}
+    heads = {name: _head(target, chain, given) for name, chain in chains.items()}
     verdicts = {name: stagewise(chain, given) for name, chain in chains.items()}
     for stage, (_, made) in TABLE.items():
         about = {"case": f"{target.name} {stage}", "inside": INSIDE}
@@ -174,9 +174,9 @@ def stage_cost(stage: str, target: Target) -> Cost:
     }[stage]
 
 
-def _head(target: Target, chain: Chain) -> Row:
-    backend = chain.provider.partition(":")[2] if chain.provider.startswith("gdn") else None
-    return {**rows.head(target), "provider": chain.provider, "backend": backend or None, "chunk": chain.chunk}
+def _head(target: Target, chain: Chain, given: Inputs) -> Row:
+    backend = jobs.backend(chain.provider, "prefill", given)
+    return {**rows.head(target), "provider": chain.provider, "backend": backend, "chunk": chain.chunk}
 
 
 def _call(course: Course, stage: str, given: Inputs) -> Callable[[], tuple[Tensor, ...]]:

@@ -30,7 +30,19 @@ def notes(rows: Sequence[Row]) -> list[str]:
             found.append(f"{where}: timed by {row['timer']}: {row['why']}")
         if row.get("worse"):
             found.append(f"{where}: less accurate than a peer in {', '.join(row['worse'])}")
-    return found
+    return [*found, *inside(rows)]
+
+
+def inside(rows: Sequence[Row]) -> list[str]:
+    """What the timed region of each stage holds; those that hold the same in one line."""
+    held: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("inside"):
+            names = held.setdefault(row["inside"], [])
+            stage = row["case"].rpartition(" ")[2]
+            if stage not in names:
+                names.append(stage)
+    return [f"inside the time of {', '.join(names)}: {what}" for what, names in held.items()]
 
 
 def line(row: Row) -> str:
