@@ -179,13 +179,39 @@ def lmdeploy_calls(pool):
     yield lambda: lmdeploy.causal_conv1d_update(mixed, windows, weight, None, "silu", seen, slots.int())
 
 
-CALLS = {"vllm": vllm_calls, "sglang": sglang_calls, "lmdeploy": lmdeploy_calls}
+def own_calls(pool):
+    """Packets on matrix units, by few rows and many."""
+    A_log, dt_bias = HEADS
+    for N, T in ((1, 4), (32, 4), (3, 1), (32, 1)):
+        x, a, b = tokens(N, T)
+        given = {**x, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, "state": pool}
+        given["read_index"] = torch.arange(N).int()
+        G, cursor = torch.zeros(32, 20, HV, dtype=torch.float64), torch.zeros(32, dtype=torch.int32)
+        history = {"history_u": torch.zeros(32, 20, HV, V, dtype=BF16), "history_G": G, "cursor": cursor}
+        history["history_k"] = torch.zeros(32, 20, H, K, dtype=BF16)
+        yield lambda given=given, history=history: gdn.replay_decode(**given, **history)
+        yield lambda given=given: gdn.decode(**given, exact_packet=False)
+        layers = {name: x[None] for name, x in history.items() if name != "cursor"}
+        index = given["read_index"]
+        yield lambda layers=layers, index=index, T=T, cursor=cursor: gdn.replay_commit(
+            pool[None], **layers, cursor=cursor, index=index, accepted=index, room=T
+        )
+
+
+CALLS = {"gdn": own_calls, "vllm": vllm_calls, "sglang": sglang_calls, "lmdeploy": lmdeploy_calls}
 
 
 @needs_triton
 @pytest.mark.parametrize(
     "engine, state_dtype",
-    [("vllm", BF16), ("sglang", torch.float32), ("lmdeploy", torch.float32), ("lmdeploy", BF16)],
+    [
+        ("gdn", BF16),
+        ("gdn", torch.float32),
+        ("vllm", BF16),
+        ("sglang", torch.float32),
+        ("lmdeploy", torch.float32),
+        ("lmdeploy", BF16),
+    ],
 )
 def test_nothing_is_left_to_compile(recorded, engine, state_dtype):
     """Every binary that the adapter's calls launch is among those of the warmup, on an imagined H200."""

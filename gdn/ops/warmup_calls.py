@@ -192,24 +192,27 @@ def own(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
         yield "decode_functional", f"T={T}", functional
         yield "commit", f"T={T}", partial(commit, pool[None], kept[None], row, row, row)
         if T <= PLACES:
-            yield from _replay(s, pool, given, T)
+            yield from _packets(s, dtype, T)
     yield _packed(s, pool, read_index=row)
     yield from _prefill(s, "raw", pool, begins=True)
     yield from _prefill(s, "raw", pool, checkpoints=True)
 
 
-def _replay(s: Sizes, pool: Tensor, given: dict[str, Any], T: int) -> Iterator[Call]:
-    """P5, histories in the dtype of the activations."""
-    u = torch.zeros(len(pool), PLACES, s.HV, s.V, dtype=s.dtype, device=s.device)
-    k = torch.zeros(len(pool), PLACES, s.H, s.K, dtype=s.dtype, device=s.device)
-    G = torch.zeros(len(pool), PLACES, s.HV, dtype=torch.float64, device=s.device)
-    cursor, row = s.index(len(pool)) * 0, s.index(1)
-    history: dict[str, Any] = {"history_u": u, "history_k": k, "history_G": G, "cursor": cursor}
-    step = partial(replay_decode, **given, state=pool, **history, read_index=row, backend=s.backend)
-    yield "replay_decode", f"T={T}", step
-    each = (pool[None], u[None], k[None], G[None], cursor, row, row)
-    fold = partial(replay_commit, *each, room=PLACES, backend=s.backend)
-    yield "replay_commit", f"T={T}", fold
+def _packets(s: Sizes, dtype: torch.dtype, T: int) -> Iterator[Call]:
+    """What goes over matrix units, in tiles for few rows and for many: P5, histories in the dtype of the
+    activations, and the chunk form."""
+    for N in sorted({1, s.rows if len(s.batches()) > 1 else 1}):
+        pool, rows, given = s.pool(dtype, N), s.index(N), {**s.tokens(N, T), **s.raw(N, T)}
+        u = torch.zeros(N, PLACES, s.HV, s.V, dtype=s.dtype, device=s.device)
+        k = torch.zeros(N, PLACES, s.H, s.K, dtype=s.dtype, device=s.device)
+        G = torch.zeros(N, PLACES, s.HV, dtype=torch.float64, device=s.device)
+        history: dict[str, Any] = {"history_u": u, "history_k": k, "history_G": G, "cursor": rows * 0}
+        where: dict[str, Any] = {"state": pool, "read_index": rows, "backend": s.backend}
+        yield "replay_decode", f"T={T} N={N}", partial(replay_decode, **given, **history, **where)
+        each = (pool[None], u[None], k[None], G[None], rows * 0, rows, rows)
+        fold = partial(replay_commit, *each, room=PLACES, backend=s.backend)
+        yield "replay_commit", f"T={T} N={N}", fold
+        yield "decode", f"chunk form T={T} N={N}", partial(decode, **given, **where, exact_packet=False)
 
 
 def vllm(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
