@@ -67,8 +67,9 @@ def test_stages_are_judged_by_the_reference_and_by_the_law(peers):
         assert set(found["state"]["errors"]) == wanted
 
 
-@pytest.mark.parametrize("stage", stages.TABLE)
-@pytest.mark.parametrize("who", ["gdn", "fla:32"])
+@pytest.mark.parametrize(
+    "who, stage", [*(("gdn", stage) for stage in stages.TABLE), ("fla:32", "state"), ("fla:64", "solve")]
+)
 def test_a_wrong_stage_and_what_builds_on_it_have_no_time(peers, session, who, stage):
     """Zeros in place of what a stage makes."""
     chains, _ = stage_chains.load(("gdn", "fla"))

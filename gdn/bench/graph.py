@@ -132,8 +132,8 @@ def copies(num_bytes: float, device: torch.device) -> int:
 
 def release() -> None:
     """Give back what the last problem's graphs and tensors held."""
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
