@@ -69,7 +69,7 @@ class FLAStages:
     @staticmethod
     def chunk_local_cumsum(
         g, chunk_size, reverse=False, scale=None, cu_seqlens=None, output_dtype=torch.float,
-        chunk_indices=None, **kwargs,
+        chunk_indices=None, use_graph=False, **kwargs,
     ):  # fmt: skip
         assert not kwargs and not reverse
         with of_size(chunk_size):
@@ -98,6 +98,7 @@ class FLAStages:
     def chunk_gated_delta_rule_fwd_h(
         k, w, u, g=None, gk=None, initial_state=None, output_final_state=False, chunk_size=64,
         save_new_value=True, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None,
+        chunk_offsets=None,
     ):  # fmt: skip
         assert gk is None and output_final_state and not state_v_first
         with of_size(chunk_size):
@@ -125,7 +126,7 @@ class FLALayer(torch.nn.Module):
     def __init__(
         self, hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode="chunk",
         use_gate=True, use_short_conv=True, allow_neg_eigval=False, conv_size=4, conv_bias=False,
-        layer_idx=None, norm_eps=1e-5, **kwargs,
+        layer_idx=None, norm_eps=1e-5, output_gate_activation="swish", **kwargs,
     ):  # fmt: skip
         super().__init__()
         assert not kwargs and mode == "chunk" and use_gate and use_short_conv and not allow_neg_eigval
@@ -253,8 +254,10 @@ class FlashInfer:
     def gated_delta_rule_mtp(
         q, k, v, initial_state, initial_state_indices, A_log, a, dt_bias, b, scale=None, output=None,
         intermediate_states_buffer=None, ssm_state_indices=None, disable_state_update=None,
-        use_qk_l2norm=True, output_state_indices=None,
+        use_qk_l2norm=True, output_state_indices=None, cache_replayssm=False, replayssm_rawv=None,
+        replayssm_rawk=None, replayssm_g=None, replayssm_beta=None,
     ):  # fmt: skip
+        assert not cache_replayssm
         assert initial_state.dtype == intermediate_states_buffer.dtype == torch.float32
         assert intermediate_states_buffer.shape[:2] == q.shape[:2] and disable_state_update is True
         assert intermediate_states_buffer.is_contiguous() and A_log.dtype == torch.float32

@@ -220,7 +220,9 @@ def test_absent_peers_are_named_not_raised(monkeypatch):
         providers.load("flow")
 
 
-@pytest.mark.parametrize("peer", [stub_peers.FLA, stub_peers.FlashQLA, stub_peers.FlashInfer])
+@pytest.mark.parametrize(
+    "peer", [stub_peers.FLA, stub_peers.FLAStages, stub_peers.FlashQLA, stub_peers.FlashInfer]
+)
 def test_stand_ins_have_the_signatures_of_the_real_ones(peer):
     """Read from their files: importing them needs compilers and devices."""
     for name, path in peer.PATHS.items():
