@@ -378,6 +378,22 @@ def test_a_narrow_history_stays_within_its_limit(backend, device):
     walk(backend, device, [(4, (4, i % 5)) for i in range(12)], 4, 16, rounded=BF16, tolerance=5e-3)
 
 
+@pytest.mark.interpret
+def test_a_call_that_is_known_again(backend, device):
+    """The second of two calls that differ only in where their tensors lie skips the checks, nothing else."""
+    first, second = call(), call()
+    want = law.replay_decode(**second)
+    run(backend, device, first)
+    assert wrongs(run(backend, device, second), want, second, 1e-5, 1e-6) == []
+    other = second | {"cursor": second["cursor"].int()}
+    assert (
+        wrongs(
+            run(backend, device, other, scale=0.5), law.replay_decode(**other, scale=0.5), other, 1e-5, 1e-6
+        )
+        == []
+    )
+
+
 def test_layers_apart(backend, device):
     """Called layer by layer, the last moves the cursors: the same as all layers at once."""
     x = moved(entries(), device)
@@ -505,6 +521,8 @@ def test_refusals_touch_nothing(function, kind, message, change):
         if function is gdn.replay_decode
         else entries() | {"room": 3}
     )
+    # a call that passed shields no other
+    function(**moved(x, "cpu"))
     x |= change
     before = {k: v.detach().clone() for k, v in x.items() if isinstance(v, torch.Tensor)}
     with pytest.raises(kind, match=message):

@@ -1,7 +1,7 @@
 """Engines side by side: each keeps states by another protocol, all see the same drafts and accept the same.
 
-After any walk of packets, accepted counts and prompts in between, all hold the state that plain decoding of what
-was accepted leaves: to the bit where states are kept, within rounding where they are replayed.
+After any walk of packets, accepted counts and prompts in between, all hold the state that plain decoding of
+what was accepted leaves: to the bit where states are kept, within rounding where they are replayed.
 """
 
 import hypothesis

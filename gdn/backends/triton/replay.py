@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn.backends.triton import launch as launching
+from gdn.backends.triton.decode import Again
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.packet import (
@@ -220,18 +222,18 @@ def cursor_kernel(
     tl.store(cursor_ptr + slot * cursor_n, end.to(cursor_ptr.dtype.element_ty), mask=is_slot)
 
 
-_replays: Plans[Launch] = Plans()
+_replays: Plans[Again] = Plans()
 
 
-def replay_decode(problem: ReplayProblem) -> None:
+def replay_decode(problem: ReplayProblem) -> Again | None:
     """See `Backend`; writes the history and problem.out."""
-    p = problem
-    offsets = offsets_on(p.q.device, p.cu_seqlens)
-    if offsets is not p.cu_seqlens:
-        p = replace(p, cu_seqlens=offsets)
-    with on(p.q.device):
-        launch = _replays.get(_replay_key(p), lambda: _plan_replay(p))
-        launch(*p.arguments()[:17])
+    p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
+    again = _replays.get(_replay_key(p), lambda: Again(_plan_replay(p), p.q.device))
+    again(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).arguments()[:17])
+    # a copy was made, or a launch recorded that is meant for another machine
+    if offsets is not p.cu_seqlens or launching.recorder is not None:
+        return None
+    return again
 
 
 def _replay_key(p: ReplayProblem) -> Hashable:
