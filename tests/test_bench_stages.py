@@ -7,6 +7,11 @@ import pytest
 import stub_peers
 import torch
 
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from gdn import cli
 from gdn.bench import catalog, gpu, graph, jobs, rows, stage_chains, stages, tables, targets
 from gdn.bench.cases import packed
 
@@ -100,6 +105,36 @@ def test_a_whole_that_is_wrong_or_fails_has_no_time(session):
     assert not found["gdn", "whole"]["ok"] and "ms" not in found["gdn", "whole"]
     found = measured(session, {"gdn": replace(chain, whole=lambda given: 1 / 0)})
     assert found["gdn", "whole"]["failed"].startswith("ZeroDivisionError")
+
+
+def test_stages_of_other_chunks_stand_or_fall_together(peers):
+    """The end judges them: without one, none is right."""
+    chain = stage_chains.load(("fla",))[0]["fla:32"]
+
+    def broken(*arguments):
+        raise RuntimeError("no state")
+
+    found = stages.stagewise(replace(chain, run={**chain.run, "state": broken}), jobs.given(SMALL.case, CPU))
+    assert list(found) == ["cumsum", "kkt", "solve", "wy", "state"]
+    assert not any(row["ok"] for row in found.values()) and "state failed" in found["kkt"]["failed"]
+
+
+def test_chunks_whose_states_have_no_room_are_left_out(peers, session, monkeypatch):
+    target = targets.chosen("prefill", [catalog.PTO_GVA[-1]])[0]
+    assert stages.states(target, 64) < stages.STATES < stages.states(target, 16)
+    monkeypatch.setattr(stages, "STATES", stages.states(SMALL, 32))
+    found = measured(session, stage_chains.load(("gdn", "fla"))[0])
+    assert set(found["fla:16", "whole"]) == {"case", "provider", "dtype", "refused"}
+    assert ("fla:16", "kkt") not in found and found["fla:32", "whole"]["ok"]
+
+
+def test_the_command_says_what_is_inside(monkeypatch, session, tmp_path):
+    monkeypatch.setattr(stages, "chosen", lambda job, names: [SMALL])
+    out = tmp_path / "rows.jsonl"
+    done = CliRunner().invoke(cli.app, ["bench", "stages", "--device", "cpu", "--out", str(out)])
+    assert done.exit_code == 0 and len(out.read_text().splitlines()) == 8, done.output
+    assert "inside the time of whole:" in done.stdout and "fla: not installed" in done.stdout
+    assert CliRunner().invoke(cli.app, ["bench", "stages", "--providers", "flow"]).exit_code == 2
 
 
 def test_what_a_stage_costs_is_what_gdn_stages_says():

@@ -194,7 +194,7 @@ PICTURES: Mapping[str, tuple[str, Callable[[Results], Any]]] = {
     "roofline": ("Roofline", roofline),
     **{
         f"ratios-{job}": (f"Peers' times over gdn's: {job}", partial(ratios, job=job))
-        for job in ("prefill", "train", "decode", "spec", "stages", "layer", "cpu")
+        for job in ("prefill", "train", "decode", "spec", "stages", "layer", "e2e", "host", "cpu")
     },
     "errors": ("Errors by regime", errors),
 }

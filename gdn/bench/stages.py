@@ -38,6 +38,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
 }
 INSIDE = "kernels of one captured call; Python, allocation and the hand-over between stages are outside"
 WHOLE = "kernels of one chunk_gated_delta_rule, solve included; g given, keys normalised, states in and out"
+STATES = 20e9  # bytes that the states entering all chunks may take: beside others' there is no room for more
 JUDGED_TOKENS = 512  # of each sequence, stage by stage; the whole is judged to its last token
 Values = dict[str, Tensor]
 
@@ -88,6 +89,11 @@ def run(session: Session, chains: Mapping[str, Chain]) -> Iterator[Row]:
 
 def measured(session: Session, target: Target, chains: Mapping[str, Chain]) -> Iterator[Row]:
     """The rows of one case. A stage that is wrong has no time, nor has what builds on it."""
+    for name, chain in chains.items():
+        if states(target, chain.chunk) > STATES:
+            why = f"chunks of {chain.chunk} make {states(target, chain.chunk) / 1e9:.0f} GB of states"
+            yield {"case": f"{target.name} whole", "provider": name, "dtype": "bfloat16", "refused": why}
+    chains = {name: chain for name, chain in chains.items() if states(target, chain.chunk) <= STATES}
     given = jobs.given(target.case, session.device)
     courses = {name: Course(chain, dict(given.tensors)) for name, chain in chains.items()}
     heads = {name: _head(target, chain, given) for name, chain in chains.items()}
@@ -145,6 +151,10 @@ def stagewise(chain: Chain, given: Inputs) -> dict[str, Row]:
             _keep(course, made, results)
             row |= _verdict(errors, limit)
         if not row["ok"]:
+            # nothing came out at the end that could speak for the stages before
+            others = [] if chain.chunk == CHUNK else [r for r in found.values() if r is not row]
+            for other in others:
+                other |= {"ok": False, "failed": f"not judged: {stage} failed"}
             return found
     if chain.chunk != CHUNK:
         ends = _end(course.values, small, index)
@@ -172,6 +182,12 @@ def stage_cost(stage: str, target: Target) -> Cost:
         ),
         "whole": target.cost,
     }[stage]
+
+
+def states(target: Target, chunk: int) -> int:
+    """Bytes of the states entering all chunks, in 16 bits."""
+    (_, HV), (K, V), L = target.case.heads, target.case.sizes, target.case.lengths
+    return 2 * (L.B * L.T // chunk) * HV * K * V
 
 
 def _head(target: Target, chain: Chain, given: Inputs) -> Row:
