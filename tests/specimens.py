@@ -176,13 +176,13 @@ def replay(
         x |= {"cu_seqlens": torch.arange(B + 1, dtype=torch.int32), "max_seqlen": T}
     state = pool_of(1, B, K=K, V=V, dtype=pool_dtype, v_first=v_first)
     u, k = torch.randn(1, B, 20, 4, V).to(kept), torch.randn(1, B, 20, 2, K).to(kept)
-    G, cursor = torch.zeros(1, B, 20, 4, dtype=torch.float64), slots(B)
+    G, cursor, rows = torch.zeros(1, B, 20, 4, dtype=torch.float64), slots(B), slots(B)
     options = {"state_v_first": v_first, "backend": "triton"}
 
     def call() -> None:
         gdn.replay_decode(**x, state=state[0], history_u=u[0], history_k=k[0], history_G=G[0], cursor=cursor,
-                          read_index=cursor, **options)  # fmt: skip
-        gdn.replay_commit(state, u, k, G, cursor, slots(B), slots(B), room=T, **options)
+                          read_index=rows, **options)  # fmt: skip
+        gdn.replay_commit(state, u, k, G, cursor, rows, rows, room=T, **options)
 
     return call
 

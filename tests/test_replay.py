@@ -129,7 +129,7 @@ def test_the_gate_can_fail(backend, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     "H, HV, K, V, tokens",
-    [(1, 1, 1, 1, 1), (1, 3, 60, 100, 5), (2, 4, 128, 128, 8), (1, 2, 64, 32, 2), (1, 1, 200, 33, 4)],
+    [(1, 1, 1, 1, 1), (1, 3, 60, 100, 5), (1, 2, 128, 64, 8), (1, 2, 64, 32, 2), (1, 1, 200, 33, 4)],
 )
 def test_heads_and_sizes(backend, device, H, HV, K, V, tokens):
     sizes = {"H": H, "HV": HV, "K": K, "V": V}
@@ -357,7 +357,7 @@ def walk(backend, device, steps, room, places, B=2, rounded=F32, tolerance=1e-5)
 
 @pytest.mark.interpret
 def test_replay_then_commit_is_decode_of_the_accepted(backend, device):
-    walk(backend, device, [(3, (3, 0)), (2, (1, 2)), (3, (0, 3)), (1, (1, 1)), (3, (2, 3))], 3, 7)
+    walk(backend, device, [(3, (3, 0)), (3, (1, 2)), (1, (1, 1))], 3, 6)
 
 
 def test_any_walk(backend, device):
