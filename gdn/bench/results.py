@@ -132,7 +132,7 @@ def between(text: str, made: str) -> str:
 
 def machine(one: Results) -> str:
     """The GPU, or the processor and its threads."""
-    last = one.rows[-1] if one.rows else {}
+    last: Row = next((row for row in reversed(one.rows) if "ms" in row), one.rows[-1] if one.rows else {})
     return last.get("gpu") or f"{last.get('cpu', one.name)}, {last.get('threads', '?')} threads"
 
 
