@@ -208,6 +208,16 @@ def test_verify_fails_on_a_wrong_answer(monkeypatch):
     assert not found["ok"] and states == {None}
 
 
+def test_reasons_are_printed_as_they_are(monkeypatch):
+    def refuse(tensors, options):
+        raise NotImplementedError("needs [B, T] and [/no]")
+
+    both = {"gdn": providers.ours(), "fla": Provider("fla", {"train": refuse})}
+    monkeypatch.setattr(verify, "_providers", lambda *_: (both, {}))
+    done = run(*TINY)
+    assert done.exit_code == 0 and "needs [B, T] and [/no]" in done.stdout.replace("\n", " "), done.output
+
+
 def test_verify_says_why_a_backend_refuses():
     done = run(*TINY, "--providers", "gdn:triton")
     assert done.exit_code == 1 and "not taken" in done.stdout and "triton" in done.stdout

@@ -34,7 +34,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Size:
-    """A model: 1.3 billion parameters, three gated delta rule layers to one of attention."""
+    """A model: 1.7 billion parameters, three gated delta rule layers to one of attention."""
 
     hidden: int = 2048
     layers: int = 24

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.markup import escape
 
 import gdn
 from gdn.bench import accuracy, cases, laboratory, measure, providers
@@ -201,9 +202,11 @@ def _print(
     for kind, reasons in aside.items():
         for reason, calls in reasons.items():
             word = "not taken" if kind == "refused" else kind
-            console.print(f"[yellow]{word}[/] ({len(calls)} calls, such as {calls[0]}): {reason}")
+            console.print(
+                f"[yellow]{word}[/] ({len(calls)} calls, such as {escape(calls[0])}): {escape(reason)}"
+            )
     for name, why in absent.items():
-        console.print(f"{name}: {why}")
+        console.print(f"{name}: {escape(why)}")
     for row in rows:
         if row.get("worse"):
             what = ", ".join(row["worse"])
