@@ -282,14 +282,17 @@ def test_a_part_goes_on_where_it_stopped(monkeypatch, tmp_path):
         "--resume",
     ]
     late = run(*arguments, "--minutes", "0")
-    assert late.exit_code == 1 and "out of time" in late.stdout and not (tmp_path / "cpu.jsonl").read_text()
+    assert late.exit_code == 1 and "out of time" in late.stdout and not (tmp_path / "cpu.jsonl").exists()
     assert run(*arguments, "--only", "slow").exit_code == 0 and run(*arguments).exit_code == 0
     rows = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
     assert [row["case"] for row in rows] == ["slow", "mild"]
     again = run(*arguments)
     assert again.exit_code == 0 and "measured before" in again.stdout, again.output
-    monkeypatch.setattr(measure, "commit", lambda: "abd")
+    monkeypatch.setattr(measure, "commit", lambda: None)
     assert "measured before" not in run(*arguments).stdout
+    elsewhere = ["--results", str(tmp_path / "x.jsonl"), "--commit", "abc"]
+    assert "measured before" not in run(*arguments, *elsewhere).stdout
+    assert "measured before" in run(*arguments, *elsewhere).stdout
 
 
 def test_ptos_set_brings_its_profile_and_dtypes(monkeypatch):

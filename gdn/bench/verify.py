@@ -62,6 +62,10 @@ def verify(
     appends: Annotated[
         bool, typer.Option("--append", help="Add a row per case to benchmarks/results/<gpu>.jsonl.")
     ] = False,
+    into: Annotated[
+        Path | None, typer.Option("--results", help="Add them to this JSON-lines file instead.")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="Of this tree, where git cannot tell.")] = None,
     device: Device = None,
     json_file: Json = None,
 ) -> None:
@@ -73,10 +77,12 @@ def verify(
     chosen = _cases(problems, max_cases, seed, words(only))
     everybody = ",".join(providers.NAMES) if problems in laboratory.NAMED else "gdn"
     taking, absent = _providers(names or everybody, choice("entry", entry, ENTRIES))
-    about, file = measure.on_gpu(where), measure.RESULTS / f"{measure.slug(where)}.jsonl"
+    about = {**measure.on_gpu(where), **({"commit": commit} if commit else {})}
+    file = into or measure.RESULTS / f"{measure.slug(where)}.jsonl"
     done = results.done(results.read(file), about) if resume and file.exists() else set()
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     readings: list[Reading] = []
+    rows: list[dict[str, Any]] = []
     aside: dict[str, dict[str, list[str]]] = {"refused": {}, "failed": {}, "skipped": {}}
     with progress() as bar:
         task = bar.add_task("verify", total=len(chosen) * len(dtypes) if isinstance(chosen, list) else None)
@@ -92,18 +98,19 @@ def verify(
                 name, case, DTYPES[short], taking, profile=profile, seed=seed, device=where
             )
             readings += one.readings
+            fresh = laboratory.rows(one.readings)
+            rows += fresh
+            if appends or into:
+                measure.append(file, [{**row, **about} for row in fresh])
             for kind, reasons in (("refused", one.refused), ("failed", one.failed)):
                 for who, why in reasons.items():
                     aside[kind].setdefault(f"{who}: {why}", []).append(f"{short} {name}")
             if out:
                 _draw(out, f"{number:03d} {name[:60]} {short}", one, case)
             bar.advance(task)
-    rows = laboratory.rows(readings)
     # a run that had nothing left to do is no failure; one that was cut short before it began is
     is_done = not readings and list(aside["skipped"]) == ["measured before"]
     ok = is_done or _is_good(readings, rows, aside["failed"])
-    if appends:
-        measure.append(file, [{**row, **about} for row in rows])
     found = {**about, "ok": ok, "profile": profile, "absent": absent, **aside}
     found["rows"] = [laboratory.flat(r) for r in readings]
     if out:
