@@ -24,6 +24,8 @@ from gdn.problem import RESET, DecodeProblem
 
 MOST = 16  # tokens of a packet: the rows of the smallest product
 BYTES = 128  # of a state's row in memory that a product takes at a time
+UPDATED = 32  # keys of a state that a product makes anew: from 64 rows on sm_90 uses wgmma, which Triton 3.6
+# gives wrong addresses for narrow operands in loops
 
 
 @triton.jit
@@ -186,8 +188,8 @@ def packet_kernel(
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h, state_n, state_r, state_h, state_k, state_v,
     read_n, read_c, accepted_n, ring_n, write_n,
     N, T, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, columns, entries, scale,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BU: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
+    BT: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
     STATE_UNIT: tl.constexpr, WRITE: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr,
     LEVELS: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
@@ -248,8 +250,8 @@ def packet_kernel(
                 end_high, end_low = split(tl.sum(tl.where(tokens == BT - 1, G, 0.0), 0))
                 u *= decay(high, low, end_high, end_low)[:, None]
                 # the state a second time: it is still in the cache, and would not fit into registers
-                for start in tl.range(0, K, BS, num_stages=STAGES):
-                    ks = start + tl.arange(0, BS)
+                for start in tl.range(0, K, BU, num_stages=STAGES):
+                    ks = start + tl.arange(0, BU)
                     has_key = is_token[:, None] & exist(ks, K)[None, :]
                     place, in_state = state_at(start_ptr, ks, vs, state_k, state_v, K, V, STATE_UNIT, AXIS)
                     S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end_high)
@@ -333,9 +335,10 @@ def plan(p: DecodeProblem, starts: Sequence[int]) -> Launch:
         p.state.shape[1] if p.ring_pos is not None else 1, p.scale,
     )  # fmt: skip
     constants = {
-        "K": p.K, "V": p.V, **sizes, "AXIS": axis, "DENSE": tails == (1, 1, 1, 1), "UNIT": unit,
-        "STATE_UNIT": state_unit, "WRITE": p.write, "NORM": p.use_qk_l2norm_in_kernel,
-        "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(longest_of(p) or MOST),
+        "K": p.K, "V": p.V, "BU": min(UPDATED, sizes["BS"]), **sizes, "AXIS": axis,
+        "DENSE": tails == (1, 1, 1, 1), "UNIT": unit, "STATE_UNIT": state_unit, "WRITE": p.write,
+        "NORM": p.use_qk_l2norm_in_kernel, "NEGATIVE": p.allow_neg_eigval,
+        "LEVELS": levels(longest_of(p) or MOST),
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET,
     }  # fmt: skip
     programs = (p.N + is_packed) * p.HV * triton.cdiv(p.V, sizes["BV"])

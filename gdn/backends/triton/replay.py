@@ -22,6 +22,7 @@ from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.packet import (
     MOST,
+    UPDATED,
     blocks,
     clear,
     gates_of,
@@ -171,7 +172,8 @@ def fold_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     AXIS: tl.constexpr, STATE_UNIT: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    layer_and_entry, head, block = owner(HV, HV_inverse, HV_s, (V + BV - 1) // BV)
+    COLUMNS: tl.constexpr = (V + BV - 1) // BV
+    layer_and_entry, head, block = owner(HV, HV_inverse, HV_s, COLUMNS * ((K + BK - 1) // BK))
     entry, layer = layer_and_entry // layers, layer_and_entry % layers
     slot = tl.load(index_ptr + entry * index_n).to(tl.int64)
     if (slot < lowest) | (slot >= slots):
@@ -182,7 +184,8 @@ def fold_kernel(
     if (end == 0) | (end + room <= places):
         return
     key_head = divide(head, ratio_inverse, ratio_s)
-    tokens, ks, vs = tl.arange(0, BT), tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    tokens = tl.arange(0, BT)
+    ks, vs = block // COLUMNS * BK + tl.arange(0, BK), block % COLUMNS * BV + tl.arange(0, BV)
     place, in_state = state_at(
         state_ptr + (layer * state_l + slot * state_n + head * state_h) * STATE_UNIT, ks, vs, state_k,
         state_v, K, V, STATE_UNIT, AXIS,
@@ -308,19 +311,21 @@ def _plan_keep(p: KeepProblem) -> Keep:
     layers, slots = p.state.shape[:2]
     HV, H, n = p.history_u.shape[3], p.history_k.shape[3], p.index.shape[0]
     kept = (*p.history_u.stride()[:4], *p.history_k.stride()[:4])
-    unit, BV = unit_of(*kept), min(32, max(16, triton.next_power_of_2(p.V)))
+    unit = unit_of(*kept)
+    # no more than 32 rows to a product: see `packet.UPDATED`
+    BK, BV = (min(most, max(16, triton.next_power_of_2(size))) for most, size in ((UPDATED, p.K), (64, p.V)))
     lowest = 0 if p.null_slot is None else 1
     where = (_stride(p.cursor), _stride(p.index), _stride(p.accepted))
     is_wide = torch.float32 in (p.history_u.dtype, p.history_k.dtype)
     fold = Launch(
         fold_kernel,
-        n * layers * HV * triton.cdiv(p.V, BV),
+        n * layers * HV * triton.cdiv(p.V, BV) * triton.cdiv(p.K, BK),
         (
             *state, *(s // unit for s in kept), *p.history_G.stride(), *where, layers, HV, *inverse(HV),
             *inverse(HV // H), slots, lowest, p.places, p.room,
         ),
         {
-            "K": p.K, "V": p.V, "BK": max(16, triton.next_power_of_2(p.K)), "BV": BV, "BT": MOST,
+            "K": p.K, "V": p.V, "BK": BK, "BV": BV, "BT": MOST,
             "AXIS": axis, "STATE_UNIT": state_unit, "UNIT": unit,
             "PRECISION": precisions(is_wide, machine(p.state.device))["PRECISION"],
         },
