@@ -14,7 +14,7 @@ serve = importlib.util.module_from_spec(spec)
 sys.modules["serve"] = serve
 spec.loader.exec_module(serve)
 
-NEW = 12
+NEW = 10
 _models = {}
 
 
@@ -57,12 +57,12 @@ def run(model, given, **options):
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_words_are_those_of_transformers(model, drafts):
-    """Nine requests through three rows: prefixes kept, slots recycled, drafts accepted and not."""
-    given = prompts(9)
+    """Seven requests through three rows: prefixes kept, slots recycled, drafts accepted and not."""
+    given = prompts(7)
     engine, requests, _ = run(model, given, rows=3, slots=5, drafts=drafts)
     for request in requests:
         assert request.tokens == wanted(model, request.prompt)
-    assert engine.pool.hits >= 6 and max(r.reused for r in requests) == serve.BLOCK
+    assert engine.pool.hits >= 4 and max(r.reused for r in requests) == serve.BLOCK
     # every slot is free again or holds a prefix
     assert len(engine.pool.free) + len(engine.pool.prefixes) == 5
     assert "0 running" in str(engine.pool)
@@ -81,7 +81,7 @@ def test_a_full_pool_evicts_prefixes_that_nobody_reads(model):
     """As many slots as rows: a kept prefix must go for a request, but not while another starts from it."""
     given = [prompt for n in range(3) for prompt in prompts(2, shared=serve.BLOCK + n)] * 2
     _, requests, _ = run(model, given, rows=3, slots=3, drafts=1)
-    for request in requests[:6]:
+    for request in requests[:4]:
         assert request.tokens == wanted(model, request.prompt)
     pool = serve.Pool(model, 2, 1, 32)
     pool.free, pool.prefixes[(1,)], pool.prefixes[(2,)] = [], 0, 1
