@@ -57,6 +57,18 @@ def device(backend: str) -> str:
     return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
 
 
+@pytest.fixture
+def everywhere(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
+    """For calls that name neither: the shared contract's backend, and tensors made where it computes."""
+    monkeypatch.setenv("GDN_BACKEND", backend)
+    if device == "cpu":
+        yield
+        return
+    torch.set_default_device(device)
+    yield
+    torch.set_default_device(None)
+
+
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 def triton_device(request: pytest.FixtureRequest) -> str:
     """For tests of kernels themselves: a GPU, or the CPU where kernels are interpreted."""

@@ -2,6 +2,7 @@
 
 import torch
 
+B, T, SLOTS, R = 5, 3, 9, 4  # rows, tokens, slots and ring entries of the calls of `protocols`
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 5e-3}
 
 
@@ -24,6 +25,51 @@ def inputs(B, T, H=2, HV=4, K=16, V=24, dtype=torch.float32, raw=False):
 def pool_of(*lead, HV=4, K=16, V=24, dtype=torch.float32, v_first=True):
     """States [*lead, HV, V, K], or K first."""
     return torch.randn(*lead, HV, *((V, K) if v_first else (K, V))).to(dtype)
+
+
+def protocols(index=torch.int64, v_first=True, dtype=torch.float32):
+    """name -> what to add to the inputs of a call of B rows of T tokens."""
+    at = lambda *values: torch.tensor(values, dtype=index)  # noqa: E731
+    pool, ring = pool_of(SLOTS, dtype=dtype, v_first=v_first), pool_of(SLOTS, R, dtype=dtype, v_first=v_first)
+    kept = pool_of(B + 2, T + 2, dtype=dtype, v_first=v_first)
+    rows = at(7, 2, -1, 4, SLOTS)
+    table = at(*range(1, 1 + 8 * 4)).view(B + 3, 4)[:B] % SLOTS
+    wide = pool_of(B * 4 + 1, dtype=dtype, v_first=v_first)
+    columns = torch.arange(1, 1 + B * 4).view(B, 4).to(index)
+    skips = columns.clone()
+    skips[1, 1], skips[2] = -1, 0
+    return {
+        "identity": {"state": pool},
+        "index": {"state": pool, "read_index": rows},
+        "P1": {
+            "state": ring, "read_index": rows, "ring_pos": at(0, 3, 1, 6, 2), "write": "all",
+            "round_state": True,
+        },
+        "P1 final": {"state": ring, "read_index": rows, "ring_pos": at(0, 3, 1, 6, 2)},
+        "P2": {
+            "state": wide, "read_index": skips, "num_accepted": at(1, 4, 2, -3, 99), "write_index": skips,
+            "write": "all", "null_slot": 0,
+        },
+        "P2 read": {"state": pool, "read_index": table, "num_accepted": at(1, 2, 3, 4, 5), "write": "none"},
+        "P3": {"state": pool, "read_index": rows, "write": "none", "intermediate": kept},
+        "P3 rows": {
+            "state": pool, "read_index": rows, "write": "none", "intermediate": kept.half(),
+            "intermediate_row": at(6, 99, 0, -1, 1),
+        },
+        "P4": {
+            "state": pool, "read_index": rows, "write": "none", "intermediate": kept,
+            "parent": at(9, 0, 0, -1, -1, 1, 0, 0, 0, 5, 0, -1, 0, 0, 1).view(B, T),
+        },
+        "P4 narrow": {
+            "state": pool, "read_index": rows, "intermediate": kept.bfloat16(),
+            "intermediate_row": at(6, 99, 0, 1, 2),
+            "parent": at(0, 0, 0, -1, -1, 0, 0, 0, 0, 0, 0, 7, 0, 0, 1).view(B, T),
+        },
+        "P6": {"state": pool, "read_index": at(7, 7, -1, 4, 2), "write_index": at(0, 1, 3, -1, 5)},
+    }  # fmt: skip
+
+
+NAMES = list(protocols())
 
 
 def moved(x, device):

@@ -8,7 +8,7 @@ import importlib
 import inspect
 
 # (module, function) -> parameters
-FLA = {  # fla-core 0.6.0, 2026-10-23
+FLA = {  # fla-core 0.6.0, recorded 2026-11-21
     ("fla.ops.gated_delta_rule.chunk", "chunk_gated_delta_rule"): (
         "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, "
         "use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, "
@@ -36,7 +36,7 @@ FLA = {  # fla-core 0.6.0, 2026-10-23
 }
 
 _VLLM = "vllm.third_party.flash_linear_attention.ops"
-VLLM = {  # vllm 0.33.0, wheel of 2026-11-21; fused_gdn_gating is of earlier versions
+VLLM = {  # vllm 0.33.0, recorded 2026-11-21; fused_gdn_gating is of earlier versions
     (f"{_VLLM}.fused_recurrent", "fused_recurrent_gated_delta_rule"): (
         "q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True, cu_seqlens=None, "
         "ssm_state_indices=None, num_accepted_tokens=None, use_qk_l2norm_in_kernel=False"
@@ -69,7 +69,7 @@ VLLM = {  # vllm 0.33.0, wheel of 2026-11-21; fused_gdn_gating is of earlier ver
 }
 
 _SGL = "sglang.kernels.ops"
-SGLANG = {  # sglang 0.5.23, wheel of 2026-11-21; sgl-kernel-npu at 07aa7757
+SGLANG = {  # sglang 0.5.23, recorded 2026-11-21; sgl-kernel-npu at 07aa7757
     (f"{_SGL}.attention.linear.fused_sigmoid_gating_recurrent", "fused_sigmoid_gating_delta_rule_update"): (
         "A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, "
         "initial_state_indices, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, "
@@ -113,7 +113,7 @@ SGLANG_KERNEL = {
 }
 
 _LMD = "lmdeploy.pytorch"
-LMDEPLOY = {  # lmdeploy 0.18.0, wheel of 2026-11-21
+LMDEPLOY = {  # lmdeploy 0.18.0, recorded 2026-11-21
     (f"{_LMD}.kernels.cuda.gated_delta_rule", "fused_recurrent_gated_delta_rule"): (
         "q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, "
         "use_qk_l2norm_in_kernel=False, state_indices=None, cache_seqlens=None, transpose_state_layout=False"

@@ -129,6 +129,15 @@ def decode(
     return lambda: gdn.decode(**x, state_v_first=v_first, backend="triton")
 
 
+def decode_in_chunk_form(
+    B: int, T: int, D: int, dtype: Any, pool_dtype: Any, v_first: bool, has_slots: bool
+) -> Callable[[], Any]:
+    x = rows_of(B, T, K=D, V=D, dtype=dtype, raw=has_slots)
+    x |= {"state": pool_of(B, K=D, V=D, dtype=pool_dtype, v_first=v_first)}
+    x |= {"read_index": slots(B), "write_index": slots(B)} if has_slots else {}
+    return lambda: gdn.decode(**x, exact_packet=False, state_v_first=v_first, backend="triton")
+
+
 def decode_of_packed_rows() -> Callable[[], Any]:
     x = rows_of(1, 7, K=128, V=128, dtype=BF16, raw=True)
     offsets = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
@@ -169,13 +178,13 @@ def replay(
         x |= {"cu_seqlens": torch.arange(B + 1, dtype=torch.int32), "max_seqlen": T}
     state = pool_of(1, B, K=K, V=V, dtype=pool_dtype, v_first=v_first)
     u, k = torch.randn(1, B, 20, 4, V).to(kept), torch.randn(1, B, 20, 2, K).to(kept)
-    G, cursor = torch.zeros(1, B, 20, 4, dtype=torch.float64), slots(B)
+    G, cursor, rows = torch.zeros(1, B, 20, 4, dtype=torch.float64), slots(B), slots(B)
     options = {"state_v_first": v_first, "backend": "triton"}
 
     def call() -> None:
         gdn.replay_decode(**x, state=state[0], history_u=u[0], history_k=k[0], history_G=G[0], cursor=cursor,
-                          read_index=cursor, **options)  # fmt: skip
-        gdn.replay_commit(state, u, k, G, cursor, slots(B), slots(B), room=T, **options)
+                          read_index=rows, **options)  # fmt: skip
+        gdn.replay_commit(state, u, k, G, cursor, rows, rows, room=T, **options)
 
     return call
 
@@ -268,6 +277,10 @@ def stages(dtype: torch.dtype, K: int, V: int, is_packed: bool) -> Callable[[], 
 OTHERS = {
     "decode packed rows": (decode_of_packed_rows, (), EVERYWHERE),
     "decode a projection": (decode_of_a_projection, (), TUNED),
+    "chunk form bf16": (decode_in_chunk_form, (4, 4, 128, BF16, FP32, True, True), EVERYWHERE),
+    "chunk form, many rows": (decode_in_chunk_form, (80, 16, 128, BF16, BF16, True, True), EVERYWHERE),
+    "chunk form fp32 256, K first": (decode_in_chunk_form, (4, 8, 256, FP32, FP32, False, False), EVERYWHERE),
+    "chunk form fp16 60": (decode_in_chunk_form, (4, 5, 60, FP16, FP16, True, True), TUNED),
     "prefill bf16": (prefill, (BF16, FP32, True, True), EVERYWHERE),
     "prefill fp32": (prefill, (FP32, BF16, False, False), TUNED),
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),

@@ -3,11 +3,14 @@
 What a stand-in refuses here is what the real one refuses, or silently gets wrong.
 """
 
+import contextlib
+import math
 from types import ModuleType
 
 import torch
 
 import gdn
+from gdn.reference import stages
 
 
 class FLA:
@@ -25,8 +28,9 @@ class FLA:
         state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None,
         **kwargs,
     ):  # fmt: skip
-        # it swallows unknown names: only these three mean anything
-        assert set(kwargs) <= {"use_gate_in_kernel", "A_log", "dt_bias"}
+        # it swallows unknown names: only these four mean anything
+        assert set(kwargs) <= {"use_gate_in_kernel", "A_log", "dt_bias", "chunk_size"}
+        assert kwargs.pop("chunk_size", 64) in (16, 32, 64)
         return gdn.chunk_gated_delta_rule(
             q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
@@ -48,6 +52,128 @@ class FLA:
             use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first,
         )  # fmt: skip
+
+
+class FLAStages:
+    """flash-linear-attention's stages: gates summed to base 2, states by chunk, any chunk size of three."""
+
+    PATHS = {
+        "chunk_local_cumsum": "fla/ops/utils/cumsum.py",
+        "solve_tril": "fla/ops/utils/solve_tril.py",
+        "chunk_scaled_dot_kkt_fwd": "fla/ops/common/chunk_scaled_dot_kkt.py",
+        "recompute_w_u_fwd": "fla/ops/gated_delta_rule/wy_fast.py",
+        "chunk_gated_delta_rule_fwd_h": "fla/ops/common/chunk_delta_h.py",
+        "chunk_fwd_o": "fla/ops/common/chunk_o.py",
+    }
+
+    @staticmethod
+    def chunk_local_cumsum(
+        g, chunk_size, reverse=False, scale=None, cu_seqlens=None, output_dtype=torch.float,
+        chunk_indices=None, use_graph=False, **kwargs,
+    ):  # fmt: skip
+        assert not kwargs and not reverse
+        with of_size(chunk_size):
+            return (stages.chunk_cumsum(g.double(), cu_seqlens) * scale).to(output_dtype)
+
+    @staticmethod
+    def chunk_scaled_dot_kkt_fwd(
+        k, g=None, beta=None, cu_seqlens=None, chunk_size=64, output_dtype=torch.float32, chunk_indices=None,
+    ):  # fmt: skip
+        with of_size(chunk_size):
+            return stages.chunk_kkt(k.float(), beta.float(), natural(g), cu_seqlens).to(output_dtype)
+
+    @staticmethod
+    def solve_tril(A, cu_seqlens=None, chunk_indices=None, output_dtype=torch.float):
+        assert A.shape[-1] in (16, 32, 64)
+        with of_size(A.shape[-1]):
+            return stages.solve_tril(A.float(), cu_seqlens).to(output_dtype)
+
+    @staticmethod
+    def recompute_w_u_fwd(k, v, beta, A, g=None, cu_seqlens=None, chunk_indices=None):
+        with of_size(A.shape[-1]):
+            found = stages.wy_transform(*(x.float() for x in (k, v, beta)), natural(g), A.float(), cu_seqlens)
+        return tuple(x.to(k.dtype) for x in found)
+
+    @staticmethod
+    def chunk_gated_delta_rule_fwd_h(
+        k, w, u, g=None, gk=None, initial_state=None, output_final_state=False, chunk_size=64,
+        save_new_value=True, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None,
+        chunk_offsets=None,
+    ):  # fmt: skip
+        assert gk is None and output_final_state and not state_v_first
+        with of_size(chunk_size):
+            h, v_new, final = stages.chunk_state(
+                k.float(), w.float(), u.float(), natural(g), initial_state, cu_seqlens
+            )
+            count = sum(1 for _ in stages.chunks(1, k.shape[1], cu_seqlens))
+        return h[None, :count].to(k.dtype), v_new.to(k.dtype), final
+
+    @staticmethod
+    def chunk_fwd_o(
+        q, k, v, h, g=None, g_gamma=None, scale=None, state_v_first=False, cu_seqlens=None, chunk_size=64,
+        chunk_indices=None,
+    ):  # fmt: skip
+        assert g_gamma is None and not state_v_first
+        with of_size(chunk_size):
+            return stages.chunk_output(
+                *(x.float() for x in (q, k, v)), natural(g), h[0].float(), scale, cu_seqlens
+            ).to(q.dtype)
+
+
+class FLALayer(torch.nn.Module):
+    """fla.layers.GatedDeltaNet: its parameters by name; q, k and v have projections and taps of their own."""
+
+    def __init__(
+        self, hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode="chunk",
+        use_gate=True, use_short_conv=True, allow_neg_eigval=False, conv_size=4, conv_bias=False,
+        layer_idx=None, norm_eps=1e-5, output_gate_activation="swish", **kwargs,
+    ):  # fmt: skip
+        super().__init__()
+        assert not kwargs and mode == "chunk" and use_gate and use_short_conv and not allow_neg_eigval
+        Linear, V = torch.nn.Linear, int(head_dim * expand_v)
+        self.H, self.HV, self.norm_eps = num_heads, num_v_heads or num_heads, norm_eps
+        widths = {"q": self.H * head_dim, "k": self.H * head_dim, "v": self.HV * V}
+        for name, width in widths.items():
+            setattr(self, f"{name}_proj", Linear(hidden_size, width, bias=False))
+            conv = torch.nn.Conv1d(width, width, conv_size, groups=width, bias=conv_bias)
+            setattr(self, f"{name}_conv1d", conv)
+        self.a_proj, self.b_proj = (Linear(hidden_size, self.HV, bias=False) for _ in "ab")
+        self.A_log, self.dt_bias = (torch.nn.Parameter(torch.zeros(self.HV)) for _ in "ab")
+        self.g_proj = Linear(hidden_size, self.HV * V, bias=False)
+        self.o_norm = torch.nn.Module()
+        self.o_norm.weight = torch.nn.Parameter(torch.ones(V))
+        self.o_proj = Linear(self.HV * V, hidden_size, bias=False)
+
+    def forward(self, hidden_states, attention_mask=None, past_key_values=None, use_cache=False, **kwargs):
+        x = hidden_states
+        q, k, v = (
+            gdn.causal_conv1d(
+                getattr(self, f"{n}_proj")(x), getattr(self, f"{n}_conv1d").weight[:, 0], activation="silu"
+            )[0]
+            for n in "qkv"
+        )
+        heads = (self.H, self.H, self.HV)
+        q, k, v = (y.unflatten(-1, (n, -1)) for y, n in zip((q, k, v), heads, strict=True))
+        o, _ = FLA.chunk_gated_delta_rule(
+            q, k, v, self.a_proj(x), self.b_proj(x), A_log=self.A_log, dt_bias=self.dt_bias,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+        )  # fmt: skip
+        z = self.g_proj(x).unflatten(-1, (self.HV, -1))
+        o = gdn.rms_norm_gated(o, z, self.o_norm.weight, eps=self.norm_eps)
+        return self.o_proj(o.flatten(-2)), None, past_key_values
+
+
+@contextlib.contextmanager
+def of_size(chunk_size):
+    """The reference's stages in chunks of another size."""
+    before, stages.C = stages.C, chunk_size
+    yield
+    stages.C = before
+
+
+def natural(g):
+    """Gates from base 2."""
+    return g * math.log(2)
 
 
 class FlashQLABackend:
@@ -128,8 +254,10 @@ class FlashInfer:
     def gated_delta_rule_mtp(
         q, k, v, initial_state, initial_state_indices, A_log, a, dt_bias, b, scale=None, output=None,
         intermediate_states_buffer=None, ssm_state_indices=None, disable_state_update=None,
-        use_qk_l2norm=True, output_state_indices=None,
+        use_qk_l2norm=True, output_state_indices=None, cache_replayssm=False, replayssm_rawv=None,
+        replayssm_rawk=None, replayssm_g=None, replayssm_beta=None,
     ):  # fmt: skip
+        assert not cache_replayssm
         assert initial_state.dtype == intermediate_states_buffer.dtype == torch.float32
         assert intermediate_states_buffer.shape[:2] == q.shape[:2] and disable_state_update is True
         assert intermediate_states_buffer.is_contiguous() and A_log.dtype == torch.float32
@@ -147,13 +275,17 @@ def modules() -> dict[str, ModuleType]:
     holders = {
         "fla": None, "fla.ops": None, "fla.ops.gated_delta_rule": FLA, "flash_qla": FlashQLA,
         "fla.ops.gated_delta_rule.backends": None, "flashinfer": None, "flashinfer.gdn_prefill": FlashInfer,
-        "flashinfer.gdn_decode": FlashInfer,
+        "flashinfer.gdn_decode": FlashInfer, "fla.ops.utils": FLAStages, "fla.ops.common": None,
+        "fla.ops.common.chunk_scaled_dot_kkt": FLAStages, "fla.ops.common.chunk_delta_h": FLAStages,
+        "fla.ops.common.chunk_o": FLAStages, "fla.ops.gated_delta_rule.wy_fast": FLAStages,
     }  # fmt: skip
     found = {}
     for name, holder in holders.items():
         found[name] = ModuleType(name)
         for function in holder.PATHS if holder else ():
             setattr(found[name], function, getattr(holder, function))
+    found["fla.layers"] = ModuleType("fla.layers")
+    found["fla.layers"].GatedDeltaNet = FLALayer
     switch = ModuleType("switch")
     switch.FlashQLABackend = type("FlashQLABackend", (FlashQLABackend,), {})
     found["fla.ops.gated_delta_rule.backends.flash_qla"] = switch

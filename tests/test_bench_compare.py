@@ -111,6 +111,13 @@ def test_a_slower_machine_is_not_a_slower_library():
     assert verdicts([row()], [row()], by="fla") == []
 
 
+def test_ours_is_ours_by_any_name():
+    before, after = [row(provider="gdn:triton")], [row(ms=2.0)]
+    assert verdicts(before, after) == ["slower"] and compare.changes(before, after)[0].what[2] == "gdn"
+    both = [row(provider="gdn:eager", ms=9.0), row(provider="gdn:triton")]
+    assert verdicts(both, both) == ["same", "same"] and verdicts(both, [row(provider="gdn:hopper")]) == []
+
+
 def test_a_file_holds_many_commits(tmp_path):
     file = tmp_path / "x.jsonl"
     measure.append(file, [row(commit="a"), row(commit="b", ms=2.0)])

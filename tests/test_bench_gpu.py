@@ -220,7 +220,9 @@ def test_absent_peers_are_named_not_raised(monkeypatch):
         providers.load("flow")
 
 
-@pytest.mark.parametrize("peer", [stub_peers.FLA, stub_peers.FlashQLA, stub_peers.FlashInfer])
+@pytest.mark.parametrize(
+    "peer", [stub_peers.FLA, stub_peers.FLAStages, stub_peers.FlashQLA, stub_peers.FlashInfer]
+)
 def test_stand_ins_have_the_signatures_of_the_real_ones(peer):
     """Read from their files: importing them needs compilers and devices."""
     for name, path in peer.PATHS.items():
@@ -496,6 +498,11 @@ def test_host_time_has_parts(monkeypatch):
         "launch",
         "dispatch and autograd",
     }
+    assert all(row["ok"] and row["backend"] == "eager" for row in rows)
+    liar = Provider("gdn:liar", {"prefill": LIES["zeros"].binds["prefill"]})
+    session = gpu.Session((), CPU, providers={"gdn:liar": liar})
+    (wrong,) = gpu.host(session)
+    assert not wrong["ok"] and "ms" not in wrong
     assert "of which" in tables.table("host", [{"pass": "host", **row} for row in rows])[0]
 
 
@@ -522,6 +529,11 @@ def test_a_new_process_says_what_it_compiled(monkeypatch, tmp_path):
         found["compilations"]["first: forward"] == 1 and found["compilations"]["another length: forward"] == 0
     )
     assert found["seconds"].keys() == found["compilations"].keys() and len(found["seconds"]) == 11
+    assert found["ok"]
+    assert not coldstart._is_right(LIES["zeros"], CPU)
+    monkeypatch.setattr(coldstart, "cold", lambda name: {**found, "ok": False})
+    row = next(gpu.cold(gpu.Session(("gdn:eager",), CPU)))
+    assert row["failed"] and "seconds" not in row
     monkeypatch.setattr(coldstart, "cold", lambda name: found)
     row = next(gpu.cold(gpu.Session(("gdn:eager",), CPU)))
     assert row["compiled_again"] == 0 and row["reached"]

@@ -143,6 +143,13 @@ def test_other_passes_have_tables_of_their_own():
     )
 
 
+def test_stages_say_what_is_inside():
+    row = timed(targets.PREFILL[-1], 1.0, ratio={"fla": 2.0}, best_chunk=32, inside="kernels")
+    rows = [{**row, "pass": "stages", "case": f"16/16 16x16384 {stage}"} for stage in ("kkt", "solve")]
+    page = results.page([Results("h200", rows)], {})
+    assert "2 ms (2.00, chunks of 32)" in page and "inside the time of kkt, solve: kernels." in page
+
+
 def test_only_what_stands_between_the_marks_is_made_anew():
     start, end = results.MARKS
     assert results.between(f"a\n{start}\nold\n{end}\nb", "new\n") == f"a\n{start}\nnew\n{end}\nb"
@@ -171,7 +178,8 @@ def test_committed_pages_are_what_the_files_say():
 def test_every_picture_is_drawn_from_a_full_file(folder):
     (one,) = results.load(folder)
     drawn = pictures.draw(one, folder / "pictures")
-    absent = {"ratios-spec", "ratios-stages", "ratios-layer", "ratios-cpu"}
+    drawn_jobs = {f"ratios-{job}" for job in ("prefill", "train", "decode")}
+    absent = {kind for kind in pictures.PICTURES if kind.startswith("ratios-")} - drawn_jobs
     assert {file for _, file in drawn} == {f"h200-{kind}.png" for kind in set(pictures.PICTURES) - absent}
     for _, file in drawn:
         assert (folder / "pictures" / file).read_bytes().startswith(b"\x89PNG")

@@ -208,6 +208,16 @@ def test_verify_fails_on_a_wrong_answer(monkeypatch):
     assert not found["ok"] and states == {None}
 
 
+def test_reasons_are_printed_as_they_are(monkeypatch):
+    def refuse(tensors, options):
+        raise NotImplementedError("needs [B, T] and [/no]")
+
+    both = {"gdn": providers.ours(), "fla": Provider("fla", {"train": refuse})}
+    monkeypatch.setattr(verify, "_providers", lambda *_: (both, {}))
+    done = run(*TINY)
+    assert done.exit_code == 0 and "needs [B, T] and [/no]" in done.stdout.replace("\n", " "), done.output
+
+
 def test_verify_says_why_a_backend_refuses():
     done = run(*TINY, "--providers", "gdn:triton")
     assert done.exit_code == 1 and "not taken" in done.stdout and "triton" in done.stdout
@@ -253,6 +263,36 @@ def test_peers_take_their_part_and_rows_are_kept(monkeypatch, tmp_path):
         and rows[0]["of_best_peer"]
         and rows[3]["errors"].keys() == {"o", "final_state"}
     )
+
+
+def test_a_part_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(measure, "commit", lambda: "abc")
+    small = replace(laboratory.REGIMES["mild"], heads=(1, 2), lengths=packed(20))
+    monkeypatch.setitem(laboratory.NAMED, "regimes", {"mild": small, "slow": replace(small, gate="slow")})
+    arguments = [
+        "verify",
+        "--set",
+        "regimes",
+        "--providers",
+        "gdn",
+        "--append",
+        "--device",
+        "cpu",
+        "--resume",
+    ]
+    late = run(*arguments, "--minutes", "0")
+    assert late.exit_code == 1 and "out of time" in late.stdout and not (tmp_path / "cpu.jsonl").exists()
+    assert run(*arguments, "--only", "slow").exit_code == 0 and run(*arguments).exit_code == 0
+    rows = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
+    assert [row["case"] for row in rows] == ["slow", "mild"]
+    again = run(*arguments)
+    assert again.exit_code == 0 and "measured before" in again.stdout, again.output
+    monkeypatch.setattr(measure, "commit", lambda: None)
+    assert "measured before" not in run(*arguments).stdout
+    elsewhere = ["--results", str(tmp_path / "x.jsonl"), "--commit", "abc"]
+    assert "measured before" not in run(*arguments, *elsewhere).stdout
+    assert "measured before" in run(*arguments, *elsewhere).stdout
 
 
 def test_ptos_set_brings_its_profile_and_dtypes(monkeypatch):

@@ -16,6 +16,8 @@ from gdn.integrations.fla_patch import patch_fla
 from gdn.reference import layer as law_of_layers
 from gdn.reference.recurrence import gated_delta_rule as law
 
+pytestmark = pytest.mark.usefixtures("everywhere")
+
 N, T, H, HV, K, V, W = 3, 70, 2, 4, 8, 12, 4
 RAW = {
     "use_qk_l2norm_in_kernel": True,

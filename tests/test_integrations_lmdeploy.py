@@ -14,6 +14,8 @@ from gdn.reference import layer as law_of_layers
 from gdn.reference import serving as law
 from gdn.reference.recurrence import gated_delta_rule
 
+pytestmark = pytest.mark.usefixtures("everywhere")
+
 NAN = float("nan")
 SLOTS, H, HV, K, V, W, D = 9, 2, 4, 16, 24, 4, 10
 RULE, CONV = lmdeploy.GatedDeltaRule(), lmdeploy.CausalConv1d()
@@ -39,6 +41,7 @@ def five(x):
 # the recurrent form
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("with_ring", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,6 +12,8 @@ from gdn.integrations import sglang
 from gdn.reference import serving as law
 from gdn.reference.recurrence import gated_delta_rule
 
+pytestmark = pytest.mark.usefixtures("everywhere")
+
 NAN = float("nan")
 SLOTS, H, HV, K, V = 9, 2, 4, 16, 24
 L2 = {"use_qk_l2norm_in_kernel": True}
@@ -98,6 +100,7 @@ def verify_call(tree=False, pitch=5):
     return x, offsets, index, rows, parent, buffer
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("tree", [False, True])
 def test_verify_and_commit(tree):
     """P3 and P4: the pool stays, and accepted steps, not batch rows or slots, are moved into it."""

@@ -13,6 +13,8 @@ from gdn.reference import layer as law_of_layers
 from gdn.reference import serving as law
 from gdn.reference.recurrence import gated_delta_rule
 
+pytestmark = pytest.mark.usefixtures("everywhere")
+
 NAN = float("nan")
 BLOCKS, H, HV, K, V, W, D = 12, 2, 4, 16, 24, 4, 10
 L2 = {"use_qk_l2norm_in_kernel": True}
@@ -41,24 +43,28 @@ def packed(counts, raw=False, extra=0):
 
 # speculation: tables of blocks, rows of any length, more rows of indices than the batch has
 
-TABLE = torch.tensor([[1, 2, 3, 4], [0, 0, 0, 0], [5, 6, 7, 0], [-1, 8, 9, 10], [11, 11, 11, 11]]).int()
-ACCEPTED = torch.tensor([2, 1, 3, 2, 1]).int()
+
+def drafts():
+    """A table of blocks and accepted counts for one row more than the batch has."""
+    table = [[1, 2, 3, 4], [0, 0, 0, 0], [5, 6, 7, 0], [-1, 8, 9, 10], [11, 11, 11, 11]]
+    return torch.tensor(table).int(), torch.tensor([2, 1, 3, 2, 1]).int()
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_speculation(raw, dtype):
     """P2: read at column accepted - 1, token t to column t, blocks <= 0 skipped, states carried in fp32."""
     x, offsets = packed([4, 4, 2, 3], raw=raw, extra=2)
-    state = paged(dtype=dtype)
+    state, (table, accepted) = paged(dtype=dtype), drafts()
     where = {
-        "read_index": TABLE[:4], "num_accepted": ACCEPTED[:4], "write_index": TABLE[:4], "write": "all",
+        "read_index": table[:4], "num_accepted": accepted[:4], "write_index": table[:4], "write": "all",
         "null_slot": 0, "cu_seqlens": offsets, "max_seqlen": 4,
     }  # fmt: skip
     wanted = law.decode(**x, state=state, **{k: v for k, v in where.items() if k != "max_seqlen"})
     options = {
-        "initial_state": state, "cu_seqlens": offsets, "ssm_state_indices": TABLE,
-        "num_accepted_tokens": ACCEPTED, **L2,
+        "initial_state": state, "cu_seqlens": offsets, "ssm_state_indices": table,
+        "num_accepted_tokens": accepted, **L2,
     }  # fmt: skip
     o, same = _call(x, **options)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
@@ -113,6 +119,7 @@ def test_acceptance_is_free():
 # plain decode
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("raw", [False, True])
 def test_decode_by_one_index_each(raw):
     """Peeled decodes: offsets of N rows, an index buffer that is longer, rows of padding at the end."""
@@ -301,6 +308,7 @@ def test_conv_of_packed_rows_without_speculation():
     assert same_bits(state[5], before[5]) and not y[4:].any()
 
 
+@pytest.mark.interpret
 def test_conv_of_packets_slides():
     """Verified packets of several lengths, some accepted, equal the accepted tokens in a row."""
     _, state, weight, bias = conv_inputs(0)

@@ -239,6 +239,30 @@ def test_reruns_give_the_same_bits(backend, device, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.gpu
+def test_a_captured_prefill_follows_its_indices():
+    """Replayed on other slots, other lengths of as many prompts, other states and positions on the way."""
+    first, second = (moved(batch(dtype=torch.bfloat16) | every(), "cuda") for _ in range(2))
+    for x, at in ((first, [70, 0, 1, 64, 130, -1]), (second, [1, 0, -1, 33, 64, 128])):
+        x["state"] = torch.cat([x["state"], x["state"]])
+        x |= {"snapshot_pos": torch.tensor(at, device="cuda"), "snapshot_index": x["state_index"] + SLOTS}
+        x["has_initial_state"] = torch.tensor(at, device="cuda") > 0
+    second["state_index"].copy_(torch.tensor([1, 0, 2, 5, -1, 4]))
+    second["cu_seqlens"].copy_(torch.tensor([0, 3, 70, 70, 200, 300, 460]))
+    held, out = moved(first, "cuda"), torch.empty_like(first["v"])
+    gdn.prefill(**moved(first, "cuda"), out=out, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gdn.prefill(**held, out=out, backend="triton")
+    for name, v in second.items():
+        if isinstance(v, torch.Tensor):
+            held[name].copy_(v)
+    graph.replay()
+    want = run("triton", "cuda", second)
+    got = (out, held["state"], held["checkpoints"])
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_gates(backend, device):
     x = batch(raw=True)
     for negative in (False, True):

@@ -129,7 +129,7 @@ def test_the_gate_can_fail(backend, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     "H, HV, K, V, tokens",
-    [(1, 1, 1, 1, 1), (1, 3, 60, 100, 5), (2, 4, 128, 128, 8), (1, 2, 64, 32, 2), (1, 1, 200, 33, 4)],
+    [(1, 1, 1, 1, 1), (1, 3, 60, 100, 5), (1, 2, 128, 64, 8), (1, 2, 64, 32, 2), (1, 1, 200, 33, 4)],
 )
 def test_heads_and_sizes(backend, device, H, HV, K, V, tokens):
     sizes = {"H": H, "HV": HV, "K": K, "V": V}
@@ -357,7 +357,7 @@ def walk(backend, device, steps, room, places, B=2, rounded=F32, tolerance=1e-5)
 
 @pytest.mark.interpret
 def test_replay_then_commit_is_decode_of_the_accepted(backend, device):
-    walk(backend, device, [(3, (3, 0)), (2, (1, 2)), (3, (0, 3)), (1, (1, 1)), (3, (2, 3))], 3, 7)
+    walk(backend, device, [(3, (3, 0)), (3, (1, 2)), (1, (1, 1))], 3, 6)
 
 
 def test_any_walk(backend, device):
@@ -376,6 +376,22 @@ def test_any_walk(backend, device):
 def test_a_narrow_history_stays_within_its_limit(backend, device):
     """bf16 histories over 12 packets and several folds: errors do not add up."""
     walk(backend, device, [(4, (4, i % 5)) for i in range(12)], 4, 16, rounded=BF16, tolerance=5e-3)
+
+
+@pytest.mark.interpret
+def test_a_call_that_is_known_again(backend, device):
+    """The second of two calls that differ only in where their tensors lie skips the checks, nothing else."""
+    first, second = call(), call()
+    want = law.replay_decode(**second)
+    run(backend, device, first)
+    assert wrongs(run(backend, device, second), want, second, 1e-5, 1e-6) == []
+    other = second | {"cursor": second["cursor"].int()}
+    assert (
+        wrongs(
+            run(backend, device, other, scale=0.5), law.replay_decode(**other, scale=0.5), other, 1e-5, 1e-6
+        )
+        == []
+    )
 
 
 def test_layers_apart(backend, device):
@@ -505,6 +521,8 @@ def test_refusals_touch_nothing(function, kind, message, change):
         if function is gdn.replay_decode
         else entries() | {"room": 3}
     )
+    # a call that passed shields no other
+    function(**moved(x, "cpu"))
     x |= change
     before = {k: v.detach().clone() for k, v in x.items() if isinstance(v, torch.Tensor)}
     with pytest.raises(kind, match=message):

@@ -107,7 +107,7 @@ def _cold(name: str, folder: Path) -> dict[str, Any]:
     for what, case in STEPS.items() if "decode" in provider.binds else ():
         given = jobs.sets("decode", jobs.given(case, device), 1)[0]
         note(f"{what}: decode", jobs.call(provider, "decode", given))
-    return found
+    return found | {"ok": _is_right(provider, device)}
 
 
 def _differentiate(
@@ -122,6 +122,16 @@ def _differentiate(
     outputs = note(f"{what}: forward", bound)
     gradients = [given.do, given.dfinal_state]
     note(f"{what}: backward", lambda: torch.autograd.grad(outputs, list(leaves.values()), gradients))
+
+
+def _is_right(provider: providers.Provider, device: torch.device) -> bool:
+    """Whether what was timed passes the gate: the first problem, after all others."""
+    job = "train" if "train" in provider.binds else "prefill"
+    function, with_backward = provider.function(job), job == "train"
+    judged = accuracy.check(
+        function, RULE["first"], torch.bfloat16, device=device, with_backward=with_backward, budget=2**24
+    )
+    return all(row.ok for row in judged)
 
 
 def _entries(folder: Path) -> int:

@@ -1,6 +1,7 @@
 """`gdn bench`: one command for each thing that is timed, and `compare`."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +19,20 @@ HELP = {
     "train": "Forward and backward through autograd, with both states and their gradients.",
     "decode": "One token for B rows, on a pool of states, gates and l2norm inside.",
     "spec": "2, 4 and 8 tokens for B rows, the state kept after each: what verifying a guess costs.",
+    "stages": "Stage by stage and whole on PTO's shape and GVA set, beside FLA at its best chunk size.",
+    "layer": "The whole layer, 2048 wide, 16/32 heads, 16,384 tokens: ours, FLA's, Transformers'.",
+    "e2e": "Tokens per second and time to the first token of a Transformers model: prompts, 128 steps.",
     "host": "Host time of an eager call that nobody waits for, and for gdn where it goes.",
     "cold": "A new process with empty caches, and what is compiled again for another problem.",
 }
+# others have no stages, layers or models to time
+DEFAULT = {
+    "stages": ("gdn", "fla"),
+    "layer": ("gdn", "fla", "transformers"),
+    "e2e": ("gdn", "fla", "transformers"),
+}
+# where one problem may take long, most of it compiling: what is begun ends within nine
+MINUTES = {"stages": 4, "e2e": 5, "layer": 5}
 EXPLAINED = (
     "fla, qla, fi, hf: their time over this one; limit: share of what bytes and products allow at the rates "
     "of this run; goal: moved by the best peer of the day it was set; error: the largest, as a share of its "
@@ -40,7 +52,7 @@ def _register(job: str) -> None:
         names: Annotated[
             str | None, typer.Option("--providers", help="gdn, gdn:BACKEND, fla, flash_qla, flashinfer, ...")
         ] = None,
-        minutes: Annotated[float, typer.Option(help="Begin no problem after so many.")] = 8.5,
+        minutes: Annotated[float, typer.Option(help="Begin no problem after so many.")] = MINUTES.get(job, 8),
         warm: Annotated[
             bool, typer.Option(help="Compile first, in as many processes as there are cores.")
         ] = True,
@@ -68,7 +80,7 @@ def _register(job: str) -> None:
         done = rows.done(rows.read(file), about) if resume and file.exists() else set()
         try:
             session = gpu.Session(
-                words(names) if names else providers.NAMES, where, words(only), deadline,
+                words(names) if names else DEFAULT.get(job, providers.NAMES), where, words(only), deadline,
                 is_named=names is not None, gate_tokens=gate_tokens, is_eager=is_eager, done=frozenset(done),
                 problems=catalog.SETS[problems] if problems != "table" else (),
             )  # fmt: skip
@@ -102,7 +114,7 @@ def _measure(session: Any, label: str, file: Path, about: dict[str, Any], json_f
     total = len(session.targets(label)) if label.partition(":")[0] in gpu.TARGETS else None
     with progress() as bar:
         task = bar.add_task(label, total=total)
-        for row in gpu.run(session, [label]):
+        for row in _rows(session, label):
             found.append(row)
             # what was not begun has no row: a later run does it
             measure.append(file, [] if "skipped" in row else [{**row, **about}])
@@ -116,6 +128,26 @@ def _measure(session: Any, label: str, file: Path, about: dict[str, Any], json_f
     for note in [*(f"{name}: {why}" for name, why in session.absent.items()), *tables.notes(found)]:
         console.print(note, markup=False, highlight=False)
     console.print(EXPLAINED, style="dim")
+
+
+def _rows(session: Any, label: str) -> Iterator[dict[str, Any]]:
+    from gdn.bench import end_to_end, gpu, layer, models, stage_chains, stages
+
+    if label == "layer":
+        return layer.run(session)
+    if label not in ("stages", "e2e"):
+        return gpu.run(session, [label])
+    try:
+        if label == "stages":
+            chains, absent = stage_chains.load(session.names)
+            found = stages.run(session, chains)
+        else:
+            served, absent = models.serving(session.names)
+            found = end_to_end.run(session, served)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    session.absent.update(absent)
+    return found
 
 
 @bench.command()

@@ -49,7 +49,7 @@ def changes(
 
     A thing with a time before and a row without one after (refused, failed, wrong) is lost.
     """
-    old, new = medians(before, by), medians(after, by)
+    old, new = medians(_plainly(before), by), medians(_plainly(after), by)
     found = []
     for what in dict.fromkeys([*old, *new]):
         x, y = old.get(what), new.get(what)
@@ -83,6 +83,13 @@ def medians(found: Iterable[Row], by: str | None = None) -> dict[Key, float | No
         if theirs and what[rows.SAME.index("provider")] != by:
             scaled[what] = None if x is None else x / theirs
     return scaled
+
+
+def _plainly(found: Iterable[Row]) -> list[Row]:
+    """Ours called gdn on a side that names it in one way only, be that gdn:triton or gdn."""
+    found = list(found)
+    names = {row["provider"] for row in found if row["provider"].partition(":")[0] == "gdn"}
+    return [{**row, "provider": "gdn"} if names == {row["provider"]} else row for row in found]
 
 
 def is_regression(found: Sequence[Change]) -> bool:

@@ -50,6 +50,8 @@ def prepare(calls: Sequence[Call], device: torch.device, *, is_eager: bool = Fal
     if is_eager:
         return Prepared(queue, len(calls), "eager", calls)
     try:
+        # what the first call has left cached would lie beside what the capture takes
+        release()
         graph, repeats = _captured(queue, 1), 1
         seconds = _seconds(graph.replay, device)
         if seconds < RUN:
@@ -132,8 +134,8 @@ def copies(num_bytes: float, device: torch.device) -> int:
 
 def release() -> None:
     """Give back what the last problem's graphs and tensors held."""
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -144,6 +146,8 @@ def _captured(queue: Call, repeats: int) -> torch.cuda.CUDAGraph:
     with torch.cuda.stream(side):
         queue()
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    release()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         results = queue()

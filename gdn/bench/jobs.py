@@ -8,7 +8,7 @@ import torch
 
 from gdn.backends import select
 from gdn.bench import accuracy, cases, hosttime
-from gdn.bench.cases import Case, Inputs
+from gdn.bench.cases import Case, Inputs, packed
 from gdn.bench.providers import ON_A_POOL, Provider
 
 DTYPE = torch.bfloat16
@@ -62,6 +62,12 @@ def backend(provider: str, job: str, given: Inputs) -> str | None:
         return select(check(given, None)()).name
     except NotImplementedError:
         return None
+
+
+def default_backend(provider: str, heads: tuple[int, int], device: torch.device) -> str | None:
+    """Which of gdn's backends takes a short problem of these heads, 128 x 128."""
+    case = Case("mild", sizes=(128, 128), heads=heads, lengths=packed(64))
+    return backend(provider, "prefill", given(case, device))
 
 
 def _pooled(found: list[Inputs]) -> list[Inputs]:

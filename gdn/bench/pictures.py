@@ -44,7 +44,7 @@ def draw(one: Results, folder: Path) -> list[tuple[str, str]]:
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gdn"}):
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         figure.savefig(folder / f"{name}.png", dpi=150)
-        drawn.append((f"{title}, {one.name}", f"{name}.png"))
+        drawn.append((title, f"{name}.png"))
     return drawn
 
 
@@ -141,35 +141,35 @@ def ratios(one: Results, *, job: str) -> Any:
 
 
 def errors(one: Results) -> Any:
-    """The largest error of each class of outputs by regime, and its limit."""
+    """The largest error of each class of outputs by regime, and its limit; providers under one another."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     found = [row for row in one.last("accuracy") if row["dtype"] == "bfloat16" and "~" not in row["provider"]]
     regimes = list(dict.fromkeys(row["case"] for row in found))
     if not regimes:
         return None
-    figure, panels = _panels(len(CLASSES), width=3.4, height=1.4 + 0.32 * len(regimes))
+    figure, panels = _panels(len(CLASSES), width=3.4, height=1.4 + 0.36 * len(regimes))
+    there = [p for p in LOOKS if any(owner(row["provider"]) == p for row in found)]
+    worst = {outputs: [_worst(row, outputs) for row in found] for outputs in CLASSES.values()}
+    lowest = min((x for values in worst.values() for x in values if x), default=1e-4)
     for (title, outputs), axes in zip(CLASSES.items(), panels, strict=True):
-        for provider, (colour, mark, _) in LOOKS.items():
+        for i, provider in enumerate(there):
+            colour, mark, _ = LOOKS[provider]
+            offset = (i - (len(there) - 1) / 2) * 0.7 / len(there)
             points = [
-                (
-                    max(row["errors"][x] or math.inf for x in outputs if x in row["errors"]),
-                    regimes.index(row["case"]),
-                )
-                for row in found
-                if owner(row["provider"]) == provider and any(x in row["errors"] for x in outputs)
+                (x, regimes.index(row["case"]) + offset)
+                for row, x in zip(found, worst[outputs], strict=True)
+                if x and owner(row["provider"]) == provider
             ]
-            shown = [point for point in points if 0 < point[0] < math.inf]
-            if shown:
-                axes.scatter(
-                    *zip(*shown, strict=True),
-                    s=30,
-                    marker=mark,
-                    color=colour,
-                    alpha=0.8,
-                    label=_label(provider),
-                )
+            if points:
+                xs, ys = zip(*points, strict=True)
+                axes.scatter(xs, ys, s=24, marker=mark, color=colour, label=_label(provider))
         for j, regime in enumerate(regimes):
             axes.plot([limit(regime, outputs[0])] * 2, [j - 0.4, j + 0.4], color="black", linewidth=1.5)
         axes.set_xscale("log")
+        axes.set_xlim(10.0 ** math.floor(math.log10(0.8 * lowest)), 0.1)
+        axes.xaxis.set_major_locator(LogLocator(numticks=9))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("relative RMS error; line: limit", fontsize=9)
         axes.set_yticks(range(len(regimes)), regimes if axes is panels[0] else [""] * len(regimes))
@@ -177,6 +177,12 @@ def errors(one: Results) -> Any:
         _grid(axes)
     _legend(figure, panels)
     return figure
+
+
+def _worst(row: Row, outputs: tuple[str, ...]) -> float | None:
+    """The largest error of some outputs; None where a row has none of them, or no number."""
+    held = [row["errors"][name] for name in outputs if name in row["errors"]]
+    return None if not held or None in held else max(held)
 
 
 def limit(regime: str, output: str) -> float:
@@ -193,8 +199,8 @@ PICTURES: Mapping[str, tuple[str, Callable[[Results], Any]]] = {
     "batches": ("Time of a decoding step against its rows", batches),
     "roofline": ("Roofline", roofline),
     **{
-        f"ratios-{job}": (f"Peers' times over gdn's: {job}", partial(ratios, job=job))
-        for job in ("prefill", "train", "decode", "spec", "stages", "layer", "cpu")
+        f"ratios-{job}": (f"Peers' times over gdn's in {job}", partial(ratios, job=job))
+        for job in ("prefill", "train", "decode", "spec", "stages", "layer", "e2e", "host", "cpu")
     },
     "errors": ("Errors by regime", errors),
 }

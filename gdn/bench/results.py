@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gdn.bench import rows
+from gdn.bench import rows, tables
 from gdn.bench.accuracy import OUTPUTS
 from gdn.bench.rows import Row
 
@@ -23,7 +23,7 @@ ABOUT = {
     "train": "forward and backward, bf16, K = V = 128, with states and their gradients",
     "decode": "one token for B rows, states in a pool, gates and l2norm inside, 16/32 heads",
     "spec": "T tokens for B rows, the state after each kept, 16/32 heads",
-    "stages": "forward, stage by stage; what is inside the timed region stands beside each",
+    "stages": "forward, stage by stage, on PTO's shape and its GVA set; what is inside a time stands below",
     "layer": "the whole layer, forward and backward",
     "e2e": "a random-weight model in Transformers: prompt x tokens written",
     "host": "host time of an eager call",
@@ -132,7 +132,7 @@ def between(text: str, made: str) -> str:
 
 def machine(one: Results) -> str:
     """The GPU, or the processor and its threads."""
-    last = one.rows[-1] if one.rows else {}
+    last: Row = next((row for row in reversed(one.rows) if "ms" in row), one.rows[-1] if one.rows else {})
     return last.get("gpu") or f"{last.get('cpu', one.name)}, {last.get('threads', '?')} threads"
 
 
@@ -199,7 +199,8 @@ def section(one: Results, name: str) -> list[str]:
     align = "|".join(["---", *["---:"] * (len(columns) - 1)])
     lines = [f"| {' | '.join(row)} |" for row in (columns, *cells)]
     lines.insert(1, f"|{align}|")
-    return [f"### {name}", "", f"{ABOUT[job]}; {provenance(held)}; `{command(name)}`", "", *lines, ""]
+    notes = [line for note in tables.inside(held) for line in (f"{note}.", "")]
+    return [f"### {name}", "", f"{ABOUT[job]}; {provenance(held)}; `{command(name)}`", "", *lines, "", *notes]
 
 
 def _times(held: Sequence[Row], of_limit: Callable[[Row], float | None]) -> Cells:
@@ -213,7 +214,7 @@ def _times(held: Sequence[Row], of_limit: Callable[[Row], float | None]) -> Cell
         share = of_limit(row)
         limit = [f"{share:.0%}" if share else ""] if has_limit else []
         theirs = [
-            f"{time(row['ms'] * row['ratio'][p])} ({row['ratio'][p]:.2f})"
+            f"{time(row['ms'] * row['ratio'][p])} ({row['ratio'][p]:.2f}{_chunk(row)})"
             if p in row.get("ratio", {})
             else ""
             for p in peers
@@ -259,6 +260,7 @@ def _end_to_end(held: Sequence[Row]) -> Cells:
             f"{row['logit_error']:.1e}", f"{row['same_tokens']:.0%}",
         ]
         for row in held
+        if "tokens_per_s" in row
     ]  # fmt: skip
     return ["", "tokens/s", "first token", "logit error", "same token where it is decided"], cells
 
@@ -271,6 +273,11 @@ def time(ms: float) -> str:
     """Milliseconds, or microseconds below a tenth of one, in three digits."""
     x, unit = (ms, "ms") if ms >= 0.1 else (1e3 * ms, "us")
     return f"{x:.0f} {unit}" if x >= 100 else f"{x:.3g} {unit}"
+
+
+def _chunk(row: Row) -> str:
+    """The peer's best chunk size, where stages were timed."""
+    return f", chunks of {row['best_chunk']}" if "best_chunk" in row else ""
 
 
 def _backend(row: Row) -> str:

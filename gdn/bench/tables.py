@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from gdn.bench.accuracy import OUTPUTS
-
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 
@@ -14,7 +12,7 @@ PEERS = {"fla": "fla", "flash_qla": "qla", "flashinfer": "fi", "transformers": "
 
 def table(name: str, rows: Sequence[Row]) -> Table:
     """The table of a pass; rows without numbers are left to `notes`."""
-    make = {"host": _host, "cold": _cold, "accuracy": _accuracy}.get(name, _times)
+    make = {"host": _host, "cold": _cold, "e2e": _end_to_end}.get(name, _times)
     return make(rows)
 
 
@@ -32,7 +30,19 @@ def notes(rows: Sequence[Row]) -> list[str]:
             found.append(f"{where}: timed by {row['timer']}: {row['why']}")
         if row.get("worse"):
             found.append(f"{where}: less accurate than a peer in {', '.join(row['worse'])}")
-    return found
+    return [*found, *inside(rows)]
+
+
+def inside(rows: Sequence[Row]) -> list[str]:
+    """What the timed region of each stage holds; those that hold the same in one line."""
+    held: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("inside"):
+            names = held.setdefault(row["inside"], [])
+            stage = row["case"].rpartition(" ")[2]
+            if stage not in names:
+                names.append(stage)
+    return [f"inside the time of {', '.join(names)}: {what}" for what, names in held.items()]
 
 
 def line(row: Row) -> str:
@@ -90,14 +100,28 @@ def _cold(rows: Sequence[Row]) -> Table:
     return columns, cells
 
 
-def _accuracy(rows: Sequence[Row]) -> Table:
+def _end_to_end(rows: Sequence[Row]) -> Table:
+    columns = [
+        "",
+        "provider",
+        "tokens/s",
+        "first token ms",
+        "step ms",
+        "of whole ms",
+        "best peer",
+        "logit error",
+    ]
     cells = []
     for row in rows:
-        if "errors" in row:
-            errors = row["errors"]
-            shown = [f"{errors[x]:.1e}" if x in errors else "" for x in OUTPUTS]
-            cells.append([row["case"], row["provider"], *shown, _mark(row)])
-    return ["", "provider", *OUTPUTS, "ok"], cells
+        if "tokens_per_s" in row:
+            best = row.get("to_best_peer")
+            ms = [digits(row[x]) for x in ("first_token_ms", "step_ms", "ms")]
+            same = [f"{row[x]:.0%}" for x in ("decided", "same_tokens", "same_all")]
+            cells.append([
+                row["case"], row["provider"], f"{row['tokens_per_s']:.0f}", *ms,
+                f"{best:.2f}" if best else "", f"{row['logit_error']:.1e}", *same,
+            ])  # fmt: skip
+    return [*columns, "decided", "same of these", "same of all"], cells
 
 
 def _goal(row: Row, unit: float = 1) -> str:

@@ -3,15 +3,18 @@
 import csv
 import itertools
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich.markup import escape
 
 import gdn
 from gdn.bench import accuracy, cases, laboratory, measure, providers
+from gdn.bench import rows as results
 from gdn.bench.cases import Case
 from gdn.bench.console import Device, Json, choice, console, place, progress, show, words, wrote
 from gdn.bench.laboratory import Reading
@@ -52,9 +55,17 @@ def verify(
         Path | None,
         typer.Option(help="A folder for readings.csv and .json and two pictures per case and dtype."),
     ] = None,
+    minutes: Annotated[float | None, typer.Option(help="Begin no case after so many.")] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Leave out what the results have of this commit on this kind of GPU.")
+    ] = False,
     appends: Annotated[
         bool, typer.Option("--append", help="Add a row per case to benchmarks/results/<gpu>.jsonl.")
     ] = False,
+    into: Annotated[
+        Path | None, typer.Option("--results", help="Add them to this JSON-lines file instead.")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="Of this tree, where git cannot tell.")] = None,
     device: Device = None,
     json_file: Json = None,
 ) -> None:
@@ -66,27 +77,40 @@ def verify(
     chosen = _cases(problems, max_cases, seed, words(only))
     everybody = ",".join(providers.NAMES) if problems in laboratory.NAMED else "gdn"
     taking, absent = _providers(names or everybody, choice("entry", entry, ENTRIES))
+    about = {**measure.on_gpu(where), **({"commit": commit} if commit else {})}
+    file = into or measure.RESULTS / f"{measure.slug(where)}.jsonl"
+    done = results.done(results.read(file), about) if resume and file.exists() else set()
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     readings: list[Reading] = []
-    aside: dict[str, dict[str, list[str]]] = {"refused": {}, "failed": {}}
+    rows: list[dict[str, Any]] = []
+    aside: dict[str, dict[str, list[str]]] = {"refused": {}, "failed": {}, "skipped": {}}
     with progress() as bar:
         task = bar.add_task("verify", total=len(chosen) * len(dtypes) if isinstance(chosen, list) else None)
         for number, ((name, case), short) in enumerate(itertools.product(chosen, dtypes)):
             bar.update(task, description=f"{short} {name}"[:60])
+            is_late = time.monotonic() > deadline
+            if is_late or all(("accuracy", who, name) in done for who in taking):
+                why = "out of time" if is_late else "measured before"
+                aside["skipped"].setdefault(why, []).append(f"{short} {name}")
+                bar.advance(task)
+                continue
             one = laboratory.examine(
                 name, case, DTYPES[short], taking, profile=profile, seed=seed, device=where
             )
             readings += one.readings
+            fresh = laboratory.rows(one.readings)
+            rows += fresh
+            if appends or into:
+                measure.append(file, [{**row, **about} for row in fresh])
             for kind, reasons in (("refused", one.refused), ("failed", one.failed)):
                 for who, why in reasons.items():
                     aside[kind].setdefault(f"{who}: {why}", []).append(f"{short} {name}")
             if out:
                 _draw(out, f"{number:03d} {name[:60]} {short}", one, case)
             bar.advance(task)
-    rows = laboratory.rows(readings)
-    ok = _is_good(readings, rows, aside["failed"])
-    about = measure.on_gpu(where)
-    if appends:
-        measure.append(measure.RESULTS / f"{measure.slug(where)}.jsonl", [{**row, **about} for row in rows])
+    # a run that had nothing left to do is no failure; one that was cut short before it began is
+    is_done = not readings and list(aside["skipped"]) == ["measured before"]
+    ok = is_done or _is_good(readings, rows, aside["failed"])
     found = {**about, "ok": ok, "profile": profile, "absent": absent, **aside}
     found["rows"] = [laboratory.flat(r) for r in readings]
     if out:
@@ -185,9 +209,11 @@ def _print(
     for kind, reasons in aside.items():
         for reason, calls in reasons.items():
             word = "not taken" if kind == "refused" else kind
-            console.print(f"[yellow]{word}[/] ({len(calls)} calls, such as {calls[0]}): {reason}")
+            console.print(
+                f"[yellow]{word}[/] ({len(calls)} calls, such as {escape(calls[0])}): {escape(reason)}"
+            )
     for name, why in absent.items():
-        console.print(f"{name}: {why}")
+        console.print(f"{name}: {escape(why)}")
     for row in rows:
         if row.get("worse"):
             what = ", ".join(row["worse"])

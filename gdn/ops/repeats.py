@@ -21,7 +21,7 @@ def seen_before(
 ) -> tuple[Hashable, Callable[..., None] | None]:
     """All that the checks of a call look at, and what runs such calls if one of them has passed the checks.
 
-    That is called with the tensors of a DecodeProblem in order. (None, None) where the checks look at more:
+    That is called with the tensors of the problem in order. (None, None) where the checks look at more:
     at gradients, at offsets on the CPU, at anything in debug mode.
     """
     try:

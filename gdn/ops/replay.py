@@ -5,6 +5,7 @@ The state after a token is HV K V numbers, what the token wrote to it HV V + H K
 and what was accepted is added to the state when its history is full.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from gdn import settings
 from gdn.backends import select
 from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
 from gdn.ops.library import define, guarded, is_plain
+from gdn.ops.repeats import remember, seen_before
 from gdn.ops.serving import GATES, nothing
 from gdn.problem import KeepProblem, ReplayProblem
 from gdn.problem.replay import parse_keep, parse_replay
@@ -86,6 +88,19 @@ def replay_decode(
         >>> cursor.tolist(), bool(state.any())
         ([0, 0, 0, 0, 0, 2, 0, 0], False)
     """
+    tensors = (
+        q, k, v, state, history_u, history_k, history_G, cursor, g, beta, a, b, A_log, dt_bias, cu_seqlens,
+        read_index,
+    )  # fmt: skip
+    options = (
+        "replay_decode", max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first,
+        null_slot, backend,
+    )  # fmt: skip
+    key, again = seen_before((*tensors, out), cu_seqlens, options)
+    if again is not None:
+        out = v.new_empty(v.shape) if out is None else out
+        again(*tensors, out)
+        return out
     problem = parse_replay(
         q, k, v, state, history_u, history_k, history_G, cursor, g=g, beta=beta, a=a, b=b, A_log=A_log,
         dt_bias=dt_bias, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -93,7 +108,9 @@ def replay_decode(
         max_seqlen=max_seqlen, read_index=read_index, null_slot=null_slot, out=out, backend=backend,
     )  # fmt: skip
     if is_plain(q):
-        _replay_decode(*problem.arguments())
+        again = _run(problem)
+        if key is not None:
+            remember(key, _unchecked(problem) if again is None else again)
     else:
         _replay_decode_op(*problem.arguments())
     return problem.out
@@ -150,16 +167,33 @@ def replay_commit(
 
 
 def _replay_decode(*args: Any) -> None:
-    problem = ReplayProblem(*args)
-    p = problem
+    _run(ReplayProblem(*args))
+
+
+def _run(problem: ReplayProblem) -> Any:
+    """Returns what the backend's function does: None, or a launch to be called again (`gdn.ops.repeats`)."""
+    p, again = problem, None
     if p.cu_seqlens is not None:
         p.spans(read_device=settings.debug())
 
     def run() -> tuple[Tensor]:
-        select(p).replay_decode(p)
+        nonlocal again
+        again = select(p).replay_decode(p)
         return (p.out,)
 
     guarded("replay_decode", p.q.device, (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias), run)
+    return again
+
+
+def _unchecked(problem: ReplayProblem) -> Callable[..., None]:
+    """What runs a call on other tensors of these kinds, for a backend whose function gives nothing back."""
+    options, backend, device = problem.arguments()[_AFTER_OUT:], select(problem), problem.q.device
+
+    def run(*tensors: Tensor | None) -> None:
+        other = ReplayProblem(*tensors, *options)  # type: ignore[arg-type]
+        guarded("replay_decode", device, (), lambda: backend.replay_decode(other))
+
+    return run
 
 
 def _replay_commit(*args: Any) -> None:
@@ -172,6 +206,7 @@ def _replay_commit(*args: Any) -> None:
     guarded("replay_commit", problem.state.device, (), run)
 
 
+_AFTER_OUT = 17  # the first option in ReplayProblem
 _replay_decode_op = define(
     "replay_decode",
     "(Tensor q, Tensor k, Tensor v, Tensor state, Tensor(a!) history_u, Tensor(b!) history_k, "

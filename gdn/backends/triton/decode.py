@@ -6,6 +6,7 @@ of 128 x 128, tiles of 8 columns make 512 programs of one warp: 16 KB of loads i
 multiprocessors, which is what their share of 4.2 TB/s needs at 0.5 us of latency.
 
 The first token's loads go out before the slot's number is there, so that one load's latency hides the other.
+With exact_packet=False, packets that leave at most their last state are `packet`'s.
 """
 
 from collections.abc import Hashable, Sequence
@@ -18,6 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gdn.backends.triton import launch
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.packet import longest_of, plan, slot_of, strides_of, takes
 from gdn.backends.triton.recurrent import (
     along_keys,
     divide,
@@ -56,17 +58,10 @@ def decode_kernel(
     if IS_SINGLE:
         # known to the compiler, one token leaves neither a loop nor a next token
         count = 1
-    slot = row
-    if read_index_ptr is not None:
-        read_index_ptr += row * read_n
-        if num_accepted_ptr is not None:
-            accepted = tl.load(num_accepted_ptr + row * accepted_n, mask=row < N, other=1).to(tl.int64)
-            read_index_ptr += (tl.minimum(tl.maximum(accepted, 1), columns) - 1) * read_c
-        slot = tl.load(read_index_ptr, mask=row < N, other=-1).to(tl.int64)
-    entry = tl.full([], 0, tl.int64)
-    if ring_pos_ptr is not None:
-        entry = (tl.load(ring_pos_ptr + row * ring_n, mask=row < N, other=0) % entries).to(tl.int64)
-        entry = tl.where(entry < 0, entry + entries, entry)
+    slot, entry = slot_of(
+        row, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n,
+        ring_n,
+    )  # fmt: skip
     kept_row = row
     if intermediate_row_ptr is not None:
         kept_row = tl.load(intermediate_row_ptr + row * kept_row_n, mask=row < N, other=-1).to(tl.int64)
@@ -233,11 +228,14 @@ def _key(p: DecodeProblem) -> Hashable:
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors_of(p)), p.q.device, p.scale,
         p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.write, p.null_slot, p.round_state, p.state_v_first,
+        p.exact_packet or longest_of(p),
     )  # fmt: skip
 
 
 def _plan(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
     """`starts`: where q, k and v begin in the tensors that the launch will be given for them."""
+    if takes(p):
+        return plan(p, starts)
     axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
     kept_axis, kept_unit, kept = (
         ("", 1, (0,) * 5) if p.intermediate is None else pool_of(p.intermediate, p.K, p.V, p.state_v_first)
@@ -253,10 +251,10 @@ def _plan(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
     )
     numbers = (
         *(s // unit for s in (*q, starts[0], *k, starts[1])), p.q.stride(3), p.k.stride(3),
-        *v, p.v.stride(3), starts[2], *o, p.out.stride(3), *g, *beta, *_strides(p.A_log, 1),
-        *_strides(p.dt_bias, 1), *state, *kept, *_strides(p.read_index, 2),
-        *_strides(p.num_accepted, 1), *_strides(p.ring_pos, 1), *_strides(p.write_index, 2),
-        *_strides(p.intermediate_row, 1), *_strides(p.parent, 2),
+        *v, p.v.stride(3), starts[2], *o, p.out.stride(3), *g, *beta, *strides_of(p.A_log, 1),
+        *strides_of(p.dt_bias, 1), *state, *kept, *strides_of(p.read_index, 2),
+        *strides_of(p.num_accepted, 1), *strides_of(p.ring_pos, 1), *strides_of(p.write_index, 2),
+        *strides_of(p.intermediate_row, 1), *strides_of(p.parent, 2),
         p.N, p.q.shape[1], p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.state.shape[0],
         0 if p.null_slot is None else 1,
         p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
@@ -276,9 +274,3 @@ def _plan(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
         constants,
         part.num_warps,
     )
-
-
-def _strides(x: Tensor | None, count: int) -> tuple[int, ...]:
-    """The first strides of an index tensor, zeros for what it lacks."""
-    found = () if x is None else x.stride()[:count]
-    return (*found, *(0,) * (count - len(found)))

@@ -1,4 +1,4 @@
-"""A packet of up to 16 tokens at once, on the matrix units: what decode and replay share.
+"""A packet of up to 16 tokens at once on the matrix units: decode with exact_packet=False, parts of replay.
 
     S_t = e^(G_t) S,  and in replay + sum_j e^(G_t - G_j) k_j u_j^T over the history
     r_t = beta_t (v_t - S_t^T k_t);    A_tj = beta_t e^(G_t - G_j) <k_t, k_j> for j < t;    (I + A) d = r
@@ -10,19 +10,26 @@ is d times the norm of k, so that S gains k u^T with the raw k. Operands of two 
 a 16-bit operand is exact there and a state or u loses 2^-11, where in 16 bits it would lose 2^-8.
 """
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.launch import Machine
-from gdn.backends.triton.lib import decay, dot, exist, softplus, strength
+from gdn.backends.triton.launch import Launch, Machine, kernel, machine, unit_of
+from gdn.backends.triton.lib import decay, dot, exist, softplus, split, strength
+from gdn.backends.triton.recurrent import divide, inverse, owner, pool_of, span
+from gdn.problem import RESET, DecodeProblem
 
 MOST = 16  # tokens of a packet: the rows of the smallest product
 BYTES = 128  # of a state's row in memory that a product takes at a time
+UPDATED = 32  # keys of a state that a product makes anew: from 64 rows on sm_90 uses wgmma, which Triton 3.6
+# gives wrong addresses for narrow operands in loops
 
 
 @triton.jit
-def source(
+def slot_of(
     row, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n,
     ring_n,
 ):  # fmt: skip
@@ -172,6 +179,88 @@ def clear(o_ptr, count, tokens, vs, has_value, o_t, o_v, UNIT: tl.constexpr, DEN
         tl.store(place, zeros, mask=(t + tokens < count)[:, None] & has_value[None, :])
 
 
+@kernel
+def packet_kernel(
+    q_ptr, k_ptr, v_ptr, state_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr,
+    read_index_ptr, num_accepted_ptr, ring_pos_ptr, write_index_ptr, intermediate_ptr, intermediate_row_ptr,
+    parent_ptr, o_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, q_0, k_0, v_0, q_k, k_k, v_v, o_v,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h, state_n, state_r, state_h, state_k, state_v,
+    read_n, read_c, accepted_n, ring_n, write_n,
+    N, T, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, columns, entries, scale,
+    K: tl.constexpr, V: tl.constexpr, BU: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
+    BT: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
+    STATE_UNIT: tl.constexpr, WRITE: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr,
+    LEVELS: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr,
+):  # fmt: skip
+    """One row's tokens, as `decode` takes them, when only the last state is wanted or none."""
+    row, head, block = owner(HV, HV_inverse, HV_s, (V + BV - 1) // BV)
+    first, count = span(cu_seqlens_ptr, row, N, T)
+    slot, entry = slot_of(
+        row, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n,
+        ring_n,
+    )  # fmt: skip
+    key_head = divide(head, ratio_inverse, ratio_s)
+    tokens, vs = tl.arange(0, BT), block * BV + tl.arange(0, BV)
+    has_value = exist(vs, V)
+    o_ptr += (row * o_b + first * o_t + head * o_h) * UNIT
+    q_ptr += (row * q_b + first * q_t + key_head * q_h + q_0) * UNIT
+    k_ptr += (row * k_b + first * k_t + key_head * k_h + k_0) * UNIT
+    v_ptr += (row * v_b + first * v_t + head * v_h + v_0) * UNIT
+    if a_ptr is not None:
+        g_ptr, beta_ptr = a_ptr, b_ptr
+        A_log_ptr += head * A_log_h
+    if g_ptr is not None:
+        g_ptr += row * g_b + first * g_t + head * g_h
+    if beta_ptr is not None:
+        beta_ptr += row * beta_b + first * beta_t + head * beta_h
+    if dt_bias_ptr is not None:
+        dt_bias_ptr += head * dt_bias_h
+    # not an early return: exporters look for the tensors that a kernel writes, and follow no jumps
+    if (slot < lowest) | (slot >= slots) | (row >= N):
+        clear(o_ptr, count, tokens, vs, has_value, o_t, o_v, UNIT, DENSE)
+    else:
+        is_token = tokens < count
+        has_both = is_token[:, None] & has_value[None, :]
+        G, beta = gates_of(
+            g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, tokens, is_token, g_t, beta_t, a_ptr is not None,
+            NEGATIVE, RESET,
+        )  # fmt: skip
+        high, low = split(G)
+        v = tl.load(rows_at(v_ptr, tokens, vs, v_t, v_v, UNIT, DENSE), mask=has_both, other=0.0)
+        pool = state_ptr + head * state_h * STATE_UNIT
+        start_ptr = pool + (slot * state_n + entry * state_r) * STATE_UNIT
+        qS, kS, qk, kk, q_scale, k_rstd = products(
+            q_ptr, k_ptr, start_ptr, tokens, is_token, vs, q_t, k_t, q_k, k_k, state_k, state_v, scale, K, V,
+            BS, UNIT, STATE_UNIT, AXIS, DENSE, STAGES, NORM, PRECISION, FINE,
+        )  # fmt: skip
+        grown = tl.exp(high)[:, None]
+        o, u = solve(
+            qS * grown, kS * grown, qk, kk, v, beta, q_scale, k_rstd, high, low, LEVELS, PRECISION, FINE
+        )
+        tl.store(
+            rows_at(o_ptr, tokens, vs, o_t, o_v, UNIT, DENSE), o.to(o_ptr.dtype.element_ty), mask=has_both
+        )
+        if WRITE == "final":
+            target = slot
+            if write_index_ptr is not None:
+                target = tl.load(write_index_ptr + row * write_n).to(tl.int64)
+            if (target >= lowest) & (target < slots) & (count > 0):
+                end_ptr = pool + (target * state_n + entry * state_r) * STATE_UNIT
+                end_high, end_low = split(tl.sum(tl.where(tokens == BT - 1, G, 0.0), 0))
+                u *= decay(high, low, end_high, end_low)[:, None]
+                # the state a second time: it is still in the cache, and would not fit into registers
+                for start in tl.range(0, K, BU, num_stages=STAGES):
+                    ks = start + tl.arange(0, BU)
+                    has_key = is_token[:, None] & exist(ks, K)[None, :]
+                    place, in_state = state_at(start_ptr, ks, vs, state_k, state_v, K, V, STATE_UNIT, AXIS)
+                    S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end_high)
+                    k = tl.load(rows_at(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE), mask=has_key, other=0.0)
+                    S = mixed(tl.trans(k), u, S, PRECISION)
+                    place, in_state = state_at(end_ptr, ks, vs, state_k, state_v, K, V, STATE_UNIT, AXIS)
+                    tl.store(place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+
+
 def levels(longest: int) -> int:
     """Doublings that a packet of so many tokens takes."""
     return (longest - 1).bit_length() if longest > 0 else 0
@@ -202,3 +291,55 @@ def blocks(K: int, V: int, width: int, pairs: int, machine: Machine) -> dict[str
 def token_strides(x: Tensor | None, is_packed: bool) -> tuple[int, int, int]:
     """Strides of row, token and head; packed rows lie behind one another."""
     return (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), x.stride(1), x.stride(2))
+
+
+def strides_of(x: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first strides of an index tensor, zeros for what it lacks."""
+    found = () if x is None else x.stride()[:count]
+    return (*found, *(0,) * (count - len(found)))
+
+
+def longest_of(p: DecodeProblem) -> int | None:
+    """Tokens in the longest row; None where that is no number, while tracing."""
+    found = p.q.shape[1] if p.cu_seqlens is None else p.max_seqlen
+    if p.cu_seqlens is not None and found is None:
+        found = max((count for _, count in p.spans(read_device=False) or ()), default=0)
+    return found if isinstance(found, int) else None
+
+
+def takes(p: DecodeProblem) -> bool:
+    """Whether a decode may and can be computed in this form."""
+    if p.exact_packet or p.write == "all" or p.intermediate is not None:
+        return False
+    longest = longest_of(p)
+    return longest is not None and 1 < longest <= MOST
+
+
+def plan(p: DecodeProblem, starts: Sequence[int]) -> Launch:
+    """`starts`: where q, k and v begin in the tensors that the launch will be given for them."""
+    axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
+    is_packed, gpu = p.cu_seqlens is not None, machine(p.q.device)
+    rows = [s for x in (p.q, p.k, p.v, p.out) for s in token_strides(x, is_packed)]
+    gates = [
+        token_strides(x, is_packed) for x in (p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
+    ]
+    unit, sizes = unit_of(*rows, *starts), blocks(p.K, p.V, p.state.element_size(), p.N * p.HV, gpu)
+    tails = (p.q.stride(3), p.k.stride(3), p.v.stride(3), p.out.stride(3))
+    numbers = (
+        *(s // unit for s in (*rows, *starts)), *tails, *(s for x in gates for s in x),
+        *strides_of(p.A_log, 1), *strides_of(p.dt_bias, 1), *state, *strides_of(p.read_index, 2),
+        *strides_of(p.num_accepted, 1), *strides_of(p.ring_pos, 1), *strides_of(p.write_index, 1), p.N,
+        p.q.shape[1], p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.state.shape[0],
+        0 if p.null_slot is None else 1,
+        p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
+        p.state.shape[1] if p.ring_pos is not None else 1, p.scale,
+    )  # fmt: skip
+    constants = {
+        "K": p.K, "V": p.V, "BU": min(UPDATED, sizes["BS"]), **sizes, "AXIS": axis,
+        "DENSE": tails == (1, 1, 1, 1), "UNIT": unit, "STATE_UNIT": state_unit, "WRITE": p.write,
+        "NORM": p.use_qk_l2norm_in_kernel, "NEGATIVE": p.allow_neg_eigval,
+        "LEVELS": levels(longest_of(p) or MOST),
+        **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET,
+    }  # fmt: skip
+    programs = (p.N + is_packed) * p.HV * triton.cdiv(p.V, sizes["BV"])
+    return Launch(packet_kernel, programs, numbers, constants, 4)

@@ -16,10 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn.backends.triton import launch as launching
+from gdn.backends.triton.decode import Again
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.packet import (
     MOST,
+    UPDATED,
     blocks,
     clear,
     gates_of,
@@ -28,8 +31,8 @@ from gdn.backends.triton.packet import (
     precisions,
     products,
     rows_at,
+    slot_of,
     solve,
-    source,
     state_at,
     token_strides,
 )
@@ -58,7 +61,7 @@ def replay_kernel(
 ):  # fmt: skip
     row, head, block = owner(HV, HV_inverse, HV_s, (V + BV - 1) // BV)
     first, count = span(cu_seqlens_ptr, row, N, T)
-    slot, _ = source(row, N, 1, 1, read_index_ptr, None, None, read_n, 0, 0, 0)
+    slot, _ = slot_of(row, N, 1, 1, read_index_ptr, None, None, read_n, 0, 0, 0)
     key_head = divide(head, ratio_inverse, ratio_s)
     tokens, vs = tl.arange(0, BT), block * BV + tl.arange(0, BV)
     has_value = exist(vs, V)
@@ -169,7 +172,8 @@ def fold_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     AXIS: tl.constexpr, STATE_UNIT: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    layer_and_entry, head, block = owner(HV, HV_inverse, HV_s, (V + BV - 1) // BV)
+    COLUMNS: tl.constexpr = (V + BV - 1) // BV
+    layer_and_entry, head, block = owner(HV, HV_inverse, HV_s, COLUMNS * ((K + BK - 1) // BK))
     entry, layer = layer_and_entry // layers, layer_and_entry % layers
     slot = tl.load(index_ptr + entry * index_n).to(tl.int64)
     if (slot < lowest) | (slot >= slots):
@@ -180,7 +184,8 @@ def fold_kernel(
     if (end == 0) | (end + room <= places):
         return
     key_head = divide(head, ratio_inverse, ratio_s)
-    tokens, ks, vs = tl.arange(0, BT), tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    tokens = tl.arange(0, BT)
+    ks, vs = block // COLUMNS * BK + tl.arange(0, BK), block % COLUMNS * BV + tl.arange(0, BV)
     place, in_state = state_at(
         state_ptr + (layer * state_l + slot * state_n + head * state_h) * STATE_UNIT, ks, vs, state_k,
         state_v, K, V, STATE_UNIT, AXIS,
@@ -220,18 +225,18 @@ def cursor_kernel(
     tl.store(cursor_ptr + slot * cursor_n, end.to(cursor_ptr.dtype.element_ty), mask=is_slot)
 
 
-_replays: Plans[Launch] = Plans()
+_replays: Plans[Again] = Plans()
 
 
-def replay_decode(problem: ReplayProblem) -> None:
+def replay_decode(problem: ReplayProblem) -> Again | None:
     """See `Backend`; writes the history and problem.out."""
-    p = problem
-    offsets = offsets_on(p.q.device, p.cu_seqlens)
-    if offsets is not p.cu_seqlens:
-        p = replace(p, cu_seqlens=offsets)
-    with on(p.q.device):
-        launch = _replays.get(_replay_key(p), lambda: _plan_replay(p))
-        launch(*p.arguments()[:17])
+    p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
+    again = _replays.get(_replay_key(p), lambda: Again(_plan_replay(p), p.q.device))
+    again(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).arguments()[:17])
+    # a copy was made, or a launch recorded that is meant for another machine
+    if offsets is not p.cu_seqlens or launching.recorder is not None:
+        return None
+    return again
 
 
 def _replay_key(p: ReplayProblem) -> Hashable:
@@ -306,19 +311,21 @@ def _plan_keep(p: KeepProblem) -> Keep:
     layers, slots = p.state.shape[:2]
     HV, H, n = p.history_u.shape[3], p.history_k.shape[3], p.index.shape[0]
     kept = (*p.history_u.stride()[:4], *p.history_k.stride()[:4])
-    unit, BV = unit_of(*kept), min(32, max(16, triton.next_power_of_2(p.V)))
+    unit = unit_of(*kept)
+    # no more than 32 rows to a product: see `packet.UPDATED`
+    BK, BV = (min(most, max(16, triton.next_power_of_2(size))) for most, size in ((UPDATED, p.K), (64, p.V)))
     lowest = 0 if p.null_slot is None else 1
     where = (_stride(p.cursor), _stride(p.index), _stride(p.accepted))
     is_wide = torch.float32 in (p.history_u.dtype, p.history_k.dtype)
     fold = Launch(
         fold_kernel,
-        n * layers * HV * triton.cdiv(p.V, BV),
+        n * layers * HV * triton.cdiv(p.V, BV) * triton.cdiv(p.K, BK),
         (
             *state, *(s // unit for s in kept), *p.history_G.stride(), *where, layers, HV, *inverse(HV),
             *inverse(HV // H), slots, lowest, p.places, p.room,
         ),
         {
-            "K": p.K, "V": p.V, "BK": max(16, triton.next_power_of_2(p.K)), "BV": BV, "BT": MOST,
+            "K": p.K, "V": p.V, "BK": BK, "BV": BV, "BT": MOST,
             "AXIS": axis, "STATE_UNIT": state_unit, "UNIT": unit,
             "PRECISION": precisions(is_wide, machine(p.state.device))["PRECISION"],
         },

@@ -1,0 +1,54 @@
+"""Operators of this library in torch's own, for programs that are to run where it is not."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+EPS = 1e-6
+
+
+def decode_functional(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, g: Tensor | None, beta: Tensor | None, a: Tensor | None,
+    b: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor | None,
+    max_seqlen: int | None, scale: float, use_qk_l2norm_in_kernel: bool, allow_neg_eigval: bool,
+    state_v_first: bool, write: str, null_slot: int | None, round_state: bool, exact_packet: bool,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """gdn::decode_functional for one token per row, as a compiler can take it apart.
+
+        S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
+
+    Everything in fp32 (fp64 for fp64). Raises NotImplementedError for packets and packed rows, whose lengths
+    a graph does not know.
+    """
+    if cu_seqlens is not None or q.shape[1] != 1:
+        raise NotImplementedError(f"q: expected one token per row, got {list(q.shape)}")
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    S = (state.mT if state_v_first else state).to(wide)
+    keys, queries = (_heads(x, S.shape[1], use_qk_l2norm_in_kernel, wide) for x in (k, q))
+    if a is not None and b is not None and A_log is not None:
+        x = a.to(wide) if dt_bias is None else a.to(wide) + dt_bias.to(wide)
+        g, beta = -A_log.to(wide).exp() * F.softplus(x), b.to(wide).sigmoid() * (2 if allow_neg_eigval else 1)
+    if g is not None:
+        S = S * g[:, 0].to(wide).exp()[..., None, None]
+    d = v[:, 0].to(wide) - (keys[..., None] * S).sum(-2)
+    d = d if beta is None else d * beta[:, 0].to(wide)[..., None]
+    S = S + keys[..., None] * d[..., None, :]
+    o = scale * (queries[..., None] * S).sum(-2)
+    after = (S.mT if state_v_first else S).contiguous().to(state.dtype)
+    return o.unsqueeze(1).to(v.dtype), after
+
+
+def _heads(x: Tensor, HV: int, is_normalised: bool, dtype: torch.dtype) -> Tensor:
+    """[B, 1, H, K] -> [B, HV, K]."""
+    x = x[:, 0].to(dtype)
+    if is_normalised:
+        x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+    return x.repeat_interleave(HV // x.shape[1], dim=1)
+
+
+def table() -> dict[Any, Any]:
+    """Operator -> its form above, for `ExportedProgram.run_decompositions`."""
+    return {torch.ops.gdn.decode_functional.default: decode_functional}

@@ -1,0 +1,277 @@
+"""The calls that engines make, as data for `warmup`: (function, form, call on small tensors of its own)."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.ops import conv as short_conv
+from gdn.ops.gate import gate
+from gdn.ops.norm import rms_norm_gated
+from gdn.ops.prefill import commit, prefill
+from gdn.ops.replay import replay_commit, replay_decode
+from gdn.ops.rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from gdn.ops.serving import decode, decode_functional, decode_packed
+
+Call = tuple[str, str, Callable[[], Any]]
+LENGTH = 65  # tokens of a prompt: a whole chunk and a ragged one
+PLACES = 16  # of a replay's history
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model's calls have in common."""
+
+    H: int
+    HV: int
+    K: int
+    V: int
+    W: int
+    T: int
+    rows: int
+    device: torch.device
+    dtype: torch.dtype
+    dt_bias_dtype: torch.dtype
+    backend: str | None
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.H * self.K + self.HV * self.V
+
+    def mixed(self, *lead: int) -> Tensor:
+        """Rows of q | k | v."""
+        return torch.zeros(*lead, self.channels, dtype=self.dtype, device=self.device)
+
+    def tokens(self, *lead: int) -> dict[str, Any]:
+        """q, k, v as views of such rows."""
+        widths = [self.H * self.K, self.H * self.K, self.HV * self.V]
+        q, k, v = self.mixed(*lead).split(widths, -1)
+        return {
+            "q": q.unflatten(-1, (self.H, self.K)),
+            "k": k.unflatten(-1, (self.H, self.K)),
+            "v": v.unflatten(-1, (self.HV, self.V)),
+        }
+
+    def raw(self, *lead: int) -> dict[str, Any]:
+        """Logits of the gates and their parameters."""
+        a = torch.zeros(*lead, self.HV, dtype=self.dtype, device=self.device)
+        A_log = torch.zeros(self.HV, device=self.device)
+        return {"a": a, "b": a.clone(), "A_log": A_log, "dt_bias": A_log.to(self.dt_bias_dtype, copy=True)}
+
+    def active(self, *lead: int) -> dict[str, Any]:
+        """Gates as `gate` leaves them."""
+        g = torch.zeros(*lead, self.HV, device=self.device)
+        return {"g": g, "beta": g.clone()}
+
+    def pool(self, dtype: torch.dtype, *lead: int, v_first: bool = True) -> Tensor:
+        last = (self.V, self.K) if v_first else (self.K, self.V)
+        return torch.zeros(*lead, self.HV, *last, dtype=dtype, device=self.device)
+
+    def index(self, *lead: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """A slot of its own for every place."""
+        count = torch.Size(lead).numel()
+        return torch.arange(count, dtype=dtype, device=self.device).view(*lead)
+
+    def offsets(self, N: int, T: int) -> Tensor:
+        return self.index(N + 1) * T
+
+    def batches(self) -> list[int]:
+        """Numbers of prompts: powers of two, since tiles change where the machine fills; one on a CPU."""
+        if self.device.type == "cpu" and self.backend != "triton":
+            return [1]
+        return [n for n in (1 << i for i in range(self.rows.bit_length())) if n <= self.rows]
+
+
+def layer(s: Sizes, training: bool) -> Iterator[Call]:
+    """The rule for whole sequences, and what stands around it."""
+    for N in s.batches():
+        yield "chunk_gated_delta_rule", f"N={N}", partial(_rule, s, N, training)
+    x = s.tokens(1, LENGTH)
+    given = {**x, **s.active(1, LENGTH), "output_final_state": True, "backend": s.backend}
+    yield "fused_recurrent_gated_delta_rule", "", partial(fused_recurrent_gated_delta_rule, **given)
+    for lead in ((1, LENGTH), (LENGTH,)):
+        yield "gate", f"{len(lead) + 1}-D", partial(gate, **s.raw(*lead), backend=s.backend)
+    weight = torch.ones(s.V, dtype=s.dtype, device=s.device)
+    yield "rms_norm_gated", "", partial(rms_norm_gated, x["v"], x["v"], weight, backend=s.backend)
+
+
+def _rule(s: Sizes, N: int, training: bool) -> None:
+    options: dict[str, Any] = {"output_final_state": True, "backend": s.backend}
+    options["cu_seqlens"] = s.offsets(N, LENGTH)
+    leaves = [*s.tokens(1, N * LENGTH).values(), *s.active(1, N * LENGTH).values()]
+    leaves = [x.detach().requires_grad_(training) for x in leaves]
+    with torch.set_grad_enabled(training):
+        o, final_state = chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True, **options)
+    if training and final_state is not None:
+        torch.autograd.grad((o, final_state), leaves, (torch.ones_like(o), torch.ones_like(final_state)))
+
+
+def windows(s: Sizes, engine: str) -> Iterator[Call]:
+    """The convolution on an engine's windows, whose channels lie apart or beside one another."""
+    weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
+    more: dict[str, Any] = {"activation": "silu", "backend": s.backend}
+    x, index = s.mixed(1, LENGTH), s.index(1)
+    packed: dict[str, Any] = {"cu_seqlens": s.offsets(1, LENGTH), **more}
+    null: dict[str, Any] = {"null_slot": 0} if engine == "vllm" else {}
+    begins = torch.zeros(1, dtype=torch.bool, device=s.device)
+    yield "causal_conv1d", engine, partial(short_conv.causal_conv1d, x, weight, **more)
+    wide = torch.zeros(s.channels, s.W + 1, dtype=s.dtype, device=s.device)
+    before = torch.zeros(1, s.channels, s.W, dtype=s.dtype, device=s.device)
+    for taps, window in ((weight, before[..., 1:]), (wide, before)):
+        states: dict[str, Any] = {"initial_state": window, "output_final_state": True}
+        call = partial(short_conv.causal_conv1d, x, taps, **states, **packed)
+        yield "causal_conv1d", f"{engine} initial_state", call
+    apart = torch.zeros(2, s.channels, s.W - 1 + s.T, dtype=s.dtype, device=s.device)
+    for name, pool in (("", apart), (" beside", torch.zeros_like(apart.mT).mT)):
+        # vLLM and SGLang have their windows at the front of a block
+        window = pool[:, :, : s.W - 1] if engine in ("vllm", "sglang") else pool
+        for has in (None, begins):
+            states = {"state": window, "state_index": index, "has_initial_state": has}
+            call = partial(short_conv.causal_conv1d, x, weight, **states, **packed, **null)
+            yield "causal_conv1d", f"{engine} pool{name}", call
+        ways: list[dict[str, Any]] = [{}, {"ring_pos": index}, {"num_accepted": index}]
+        for where, T in ((where, T) for where in ways for T in sorted({1, s.T})):
+            kind = next(iter(where), "window")
+            given = {**where, **null, "state_index": index, **more}
+            held = pool if where else window
+            step = partial(short_conv.causal_conv1d_update, s.mixed(1, T), held, weight, **given)
+            yield "causal_conv1d_update", f"{engine} {kind}{name} T={T}", step
+
+
+def _decode(s: Sizes, form: str, gates: str, lead: tuple[int, int], **where: Any) -> Call:
+    given = {**s.tokens(*lead), **getattr(s, gates)(*lead)}
+    return "decode", f"{form} {gates}", partial(decode, **given, backend=s.backend, **where)
+
+
+def _packed(s: Sizes, pool: Tensor, **where: Any) -> Call:
+    widths: dict[str, Any] = {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V, "backend": s.backend}
+    return "decode_packed", "", partial(decode_packed, s.mixed(1), **s.raw(1), state=pool, **widths, **where)
+
+
+def _prefill(
+    s: Sizes, gates: str, pool: Tensor, *, index: torch.dtype = torch.int32, begins: bool = False,
+    splits: bool = False, checkpoints: bool = False, **options: Any,
+) -> Iterator[Call]:  # fmt: skip
+    """Prompts in every number."""
+    for N in s.batches():
+        given = {**s.tokens(1, N * LENGTH), **getattr(s, gates)(1, N * LENGTH)}
+        where: dict[str, Any] = {"state": pool[:1].repeat(2 * N, *(1 for _ in pool.shape[1:]))}
+        where |= {"cu_seqlens": s.offsets(N, LENGTH), "state_index": s.index(N, dtype=index)}
+        if begins:
+            where["has_initial_state"] = torch.zeros(N, dtype=torch.bool, device=s.device)
+        if splits:
+            where["out_state_index"] = s.index(N, dtype=index) + N
+        if checkpoints:
+            where["checkpoints"] = torch.zeros(2 * N + 1, *pool.shape[1:], device=s.device)
+            where |= {"checkpoint_every": 64, "checkpoint_offsets": s.index(N, dtype=torch.int64)}
+        yield "prefill", f"{gates} N={N}", partial(prefill, **given, **where, backend=s.backend, **options)
+
+
+def own(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
+    """The public functions by their protocols, int32 indices, raw logits."""
+    pool, row = s.pool(dtype, s.T + 1), s.index(1)
+    for T in sorted({1, s.T}):
+        ring, kept, table = s.pool(dtype, 2, 2), s.pool(dtype, 1, T), s.index(1, T)
+        here: dict[str, Any] = {"state": pool, "read_index": row}
+        verify = here | {"write": "none", "intermediate": kept}
+        forms: dict[str, dict[str, Any]] = {
+            "index": here,
+            "P1": {**here, "state": ring, "ring_pos": row, "write": "all", "round_state": True},
+            "P2": {**here, "read_index": table, "num_accepted": row, "write_index": table, "write": "all"},
+            "P3": verify,
+            "P4": verify | {"parent": table, "intermediate_row": row},
+            "P6": here | {"write_index": row},
+        }
+        for name, where in forms.items():
+            yield _decode(s, f"{name} T={T}", "raw", (1, T), **where)
+        given = {**s.tokens(1, T), **s.raw(1, T)}
+        functional = partial(decode_functional, **given, state=pool[:1], backend=s.backend)
+        yield "decode_functional", f"T={T}", functional
+        yield "commit", f"T={T}", partial(commit, pool[None], kept[None], row, row, row)
+        if T <= PLACES:
+            yield from _packets(s, dtype, T)
+    yield _packed(s, pool, read_index=row)
+    yield from _prefill(s, "raw", pool, begins=True)
+    yield from _prefill(s, "raw", pool, checkpoints=True)
+
+
+def _packets(s: Sizes, dtype: torch.dtype, T: int) -> Iterator[Call]:
+    """What goes over matrix units, in tiles for few rows and for many: P5, histories in the dtype of the
+    activations, and the chunk form."""
+    for N in sorted({1, s.rows if len(s.batches()) > 1 else 1}):
+        pool, rows, given = s.pool(dtype, N), s.index(N), {**s.tokens(N, T), **s.raw(N, T)}
+        u = torch.zeros(N, PLACES, s.HV, s.V, dtype=s.dtype, device=s.device)
+        k = torch.zeros(N, PLACES, s.H, s.K, dtype=s.dtype, device=s.device)
+        G = torch.zeros(N, PLACES, s.HV, dtype=torch.float64, device=s.device)
+        history: dict[str, Any] = {"history_u": u, "history_k": k, "history_G": G, "cursor": rows * 0}
+        where: dict[str, Any] = {"state": pool, "read_index": rows, "backend": s.backend}
+        yield "replay_decode", f"T={T} N={N}", partial(replay_decode, **given, **history, **where)
+        each = (pool[None], u[None], k[None], G[None], rows * 0, rows, rows)
+        fold = partial(replay_commit, *each, room=PLACES, backend=s.backend)
+        yield "replay_commit", f"T={T} N={N}", fold
+        yield "decode", f"chunk form T={T} N={N}", partial(decode, **given, **where, exact_packet=False)
+
+
+def vllm(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
+    """Packed decode; rows by offsets, with an index or a table of blocks; prompts on states gathered."""
+    pool, row, table = s.pool(dtype, s.T + 1), s.index(1), s.index(1, s.T)
+    yield _packed(s, pool, read_index=row, null_slot=0)
+    for gates in ("raw", "active"):
+        one: dict[str, Any] = {"cu_seqlens": s.offsets(1, 1), "max_seqlen": 1, "read_index": row}
+        yield _decode(s, "vllm index", gates, (1, 1), state=pool, null_slot=0, **one)
+        many: dict[str, Any] = {"cu_seqlens": s.offsets(1, s.T), "max_seqlen": s.T, "write": "all"}
+        many |= {"read_index": table, "write_index": table, "num_accepted": row, "null_slot": 0}
+        yield _decode(s, f"vllm table T={s.T}", gates, (1, s.T), state=pool, **many)
+    for N in s.batches():
+        yield "chunk_gated_delta_rule", f"vllm N={N}", partial(_from_states, s, dtype, N)
+    yield from _prefill(
+        s, "active", s.pool(torch.float32, 1), index=torch.int64, use_qk_l2norm_in_kernel=False
+    )
+
+
+def _from_states(s: Sizes, dtype: torch.dtype, N: int) -> None:
+    chunk_gated_delta_rule(
+        **s.tokens(1, N * LENGTH), **s.active(1, N * LENGTH), initial_state=s.pool(dtype, N),
+        output_final_state=True, state_v_first=True, cu_seqlens=s.offsets(N, LENGTH), backend=s.backend,
+    )  # fmt: skip
+
+
+def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
+    """Decode, packed or by offsets; drafts in chains and trees; prompts, with snapshots or without."""
+    pool, row, kept = s.pool(dtype, 2), s.index(1), s.pool(dtype, 1, s.T)
+    wide = s.index(1, dtype=torch.int64)
+    yield _packed(s, pool, read_index=row)
+    for gates in ("raw", "active"):
+        one: dict[str, Any] = {"cu_seqlens": s.offsets(1, 1), "max_seqlen": 1, "read_index": row}
+        yield _decode(s, "sglang index", gates, (1, 1), state=pool, **one)
+        for rows in (None, row, wide):
+            for parent in (None, s.index(1, s.T), s.index(1, s.T, dtype=torch.int64)):
+                verify: dict[str, Any] = {"read_index": row, "write": "none", "intermediate": kept}
+                verify |= {"cu_seqlens": s.offsets(1, s.T), "max_seqlen": s.T, "parent": parent}
+                form = f"sglang verify T={s.T}"
+                yield _decode(s, form, gates, (1, s.T), state=pool, intermediate_row=rows, **verify)
+    for step in (row, wide):
+        for rows in (row, wide):
+            yield "commit", f"sglang T={s.T}", partial(commit, pool[None], kept[None], row, rows, step)
+    yield from _prefill(s, "active", pool)
+    yield from _prefill(s, "active", pool, checkpoints=True)
+
+
+def lmdeploy(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
+    """Dense rows with int64 slots, rings with int32 positions; prompts with split slots."""
+    pool, ring, wide = s.pool(dtype, 2), s.pool(dtype, 2, max(2, s.T)), s.index(1, dtype=torch.int64)
+    for gates in ("raw", "active"):
+        yield _decode(s, "lmdeploy index", gates, (1, 1), state=pool, read_index=wide)
+        where: dict[str, Any] = {"state": ring, "read_index": wide, "ring_pos": s.index(1)}
+        for T in sorted({1, s.T}):
+            yield _decode(s, f"lmdeploy ring T={T}", gates, (1, T), write="all", round_state=True, **where)
+        for splits in (False, True):
+            yield from _prefill(s, gates, pool, index=torch.int64, begins=True, splits=splits)
+
+
+ENGINES: dict[str, Callable[[Sizes, torch.dtype], Iterator[Call]]] = {
+    "gdn": own, "vllm": vllm, "sglang": sglang, "lmdeploy": lmdeploy,
+}  # fmt: skip

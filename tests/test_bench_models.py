@@ -1,0 +1,172 @@
+"""The whole layer and whole models: the same weights for everybody, wrong ones refused, who serves what."""
+
+import copy
+import importlib.util
+import json
+from dataclasses import replace
+
+import pytest
+import stub_peers
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+import gdn
+from gdn import cli
+from gdn.bench import catalog, end_to_end, fallback, gpu, graph, layer, models, providers, tables
+from gdn.bench.layer import Held, Shape
+
+CPU = torch.device("cpu")
+SHAPE = Shape(48, (2, 4), 16, 150)
+SIZE = end_to_end.Size(48, 4, 64, 96, (2, 4), 16, (4, 2, 16))
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    for name, module in stub_peers.modules().items():
+        monkeypatch.setitem(__import__("sys").modules, name, module)
+        module.__spec__ = importlib.util.spec_from_loader(name, None)
+
+
+@pytest.fixture
+def session(monkeypatch):
+    monkeypatch.setattr(graph, "ROUNDS", (2, 2))
+    monkeypatch.setattr(layer, "JUDGED_TOKENS", 100)
+    found = gpu.Session(("gdn", "gdn:eager", "transformers"), CPU)
+    found.ceilings = {"copy": 1e9, "matmul": 1e9}
+    return found
+
+
+# the layer
+
+
+def test_every_layer_holds_the_same_weights(peers, session):
+    session.providers |= {"fla": providers.load("fla")}
+    for job in layer.JOBS:
+        found = layer.measured(session, SHAPE, job)
+        assert [row["provider"] for row in found] == ["gdn", "gdn:eager", "transformers", "fla"]
+        assert all(row["ok"] and row["ms"] > 0 for row in found) and not session.absent, (
+            found,
+            session.absent,
+        )
+        assert set(found[0]["ratio"]) == {"fla", "transformers"}
+        assert {row["error"] for row in found[:2]} == {found[0]["error"]}
+    columns, cells = tables.table("layer", [{"pass": "layer", **row} for row in found])
+    assert len(cells) == 4 and all(len(row) == len(columns) for row in cells)
+
+
+def test_a_wrong_layer_has_no_time(session):
+    def held(change):
+        module = gdn.GatedDeltaNet(48, 2, 4, 16, 16, dtype=torch.bfloat16)
+        torch.manual_seed(0)
+        right = gdn.GatedDeltaNet(48, 2, 4, 16, 16, dtype=torch.bfloat16)
+        module.load_state_dict(right.state_dict())
+        return Held(lambda x: change(module(x), x), module)
+
+    wrong = {
+        "right": held(lambda y, x: y),
+        "zeros": held(lambda y, x: y * 0),
+        "late": held(lambda y, x: torch.cat([y[:, 1:], y[:, :1]], 1)),
+        "no gradient": held(lambda y, x: y.detach() + 0 * x),
+        "nan": held(lambda y, x: y / 0),
+    }
+    found = {row["provider"]: row for row in layer.measured(session, SHAPE, "forward", wrong)}
+    assert ["ms" in row for row in found.values()] == [True, False, False, False, False]
+    assert not any(row["ok"] for name, row in found.items() if name != "right")
+
+
+def test_what_a_layer_costs():
+    one, both = (layer.cost(Shape(), with_backward) for with_backward in (False, True))
+    projections = 2 * 16384 * 2048 * (2 * 16 * 128 + 3 * 32 * 128 + 64)
+    assert one.flop > projections and 3 < both.flop / one.flop < 4 and both.bytes == 3 * one.bytes
+
+
+# models
+
+
+def test_plain_is_the_files_own_and_leaves_no_trace():
+    module = __import__("importlib").import_module(fallback.FILE)
+    before = {name: getattr(module, name) for name in models.FUNCTIONS}
+    with gdn.patch_transformers(), models.plain():
+        assert all(getattr(module, name) is fallback.function(name) for name in models.FUNCTIONS)
+    assert all(getattr(module, name) is function for name, function in before.items())
+
+
+def test_who_serves(peers, monkeypatch):
+    found, absent = models.serving(("gdn", "fla", "flashinfer", "transformers"))
+    assert list(found) == ["gdn", "fla", "transformers"] and not absent
+    monkeypatch.setitem(providers.PEERS, "fla", "no_such_package")
+    assert models.serving(("fla",)) == ({}, {"fla": "not installed"})
+    with pytest.raises(ValueError, match="expected some of"):
+        models.serving(("flow",))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model = end_to_end.build(SIZE, CPU, torch.bfloat16)
+    return model, copy.deepcopy(model).float()
+
+
+def test_a_model_is_judged_then_timed(session, pair, monkeypatch):
+    monkeypatch.setattr(end_to_end, "ROUNDS", 1)
+    served, _ = models.serving(("gdn", "transformers"))
+    found = {row["provider"]: row for row in end_to_end.swept(session, served, pair, 70, 4)}
+    for row in found.values():
+        assert row["ok"] and row["same_tokens"] == 1 and row["tokens_per_s"] == pytest.approx(4e3 / row["ms"])
+        assert row["first_token_ms"] > 0 and 0 < row["logit_error"] < 0.5
+    assert set(found["gdn"]["ratio"]) == {"transformers"} and not gdn.patch_transformers().undo()
+    columns, cells = tables.table("e2e", [{"pass": "e2e", "case": "x", **row} for row in found.values()])
+    assert len(cells) == 2 and all(len(row) == len(columns) for row in cells)
+
+
+def test_a_model_that_forgets_its_state_has_no_time(session, pair, monkeypatch):
+    monkeypatch.setattr(end_to_end, "ROUNDS", 1)
+    module = __import__("importlib").import_module(fallback.FILE)
+    right = fallback.recurrent()
+
+    def forgetful(*args, **options):
+        return right(*args, **{**options, "initial_state": None})
+
+    class Forgetting:
+        def __enter__(self):
+            self.held = module.torch_recurrent_gated_delta_rule
+            module.torch_recurrent_gated_delta_rule = forgetful
+
+        def __exit__(self, *error):
+            module.torch_recurrent_gated_delta_rule = self.held
+
+    (row,) = end_to_end.swept(session, {"liar": Forgetting}, pair, 70, 4)
+    assert not row["ok"] and "ms" not in row and row["rms_error"] > 0.05
+
+
+def test_tokens_count_where_they_are_decided():
+    reference = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.4, 0.0]])
+    close = end_to_end.compared(reference + torch.tensor([[0.1, 0.0, 0.0], [0.0, 0.2, 0.0]]), reference)
+    assert close["logit_error"] == pytest.approx(0.2) and close["decided"] == 0.5
+    assert close["same_tokens"] == 1.0 and close["same_all"] == 0.5
+    assert not end_to_end.compared(reference * float("nan"), reference)["rms_error"] <= 1
+
+
+def test_both_commands_append_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "ROUNDS", (1, 1))
+    monkeypatch.setattr(end_to_end, "ROUNDS", 1)
+    monkeypatch.setattr(layer.run, "__defaults__", (replace(SHAPE, tokens=70),))
+    monkeypatch.setattr(end_to_end.run, "__defaults__", (SIZE,))
+    monkeypatch.setattr(catalog, "PROMPTS", (40,))
+    monkeypatch.setattr(catalog, "STEPS", 3)
+    out = tmp_path / "rows.jsonl"
+    options = ["--device", "cpu", "--out", str(out), "--commit", "abc"]
+    for job, count in (("layer", 4), ("e2e", 2)):
+        done = CliRunner().invoke(cli.app, ["bench", job, *options])
+        assert done.exit_code == 0 and "transformers" in done.stdout, done.output
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert len([row for row in rows if row["pass"] == job and row["ok"] and row["ms"] > 0]) == count
+        done = CliRunner().invoke(
+            cli.app, ["bench", job, *options, "--resume", "--providers", "gdn,transformers"]
+        )
+        assert done.exit_code == 0 and len(out.read_text().splitlines()) == len(rows), done.output
+    wrong = CliRunner().invoke(cli.app, ["bench", "e2e", *options, "--providers", "flow"])
+    assert wrong.exit_code == 2

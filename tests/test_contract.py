@@ -1,0 +1,331 @@
+"""What an engine relies on, protocol by protocol: sizes, padding, counts, bits; the same of any backend."""
+
+import itertools
+
+import pytest
+import torch
+from serving import NAMES, B, R, T, error, inputs, moved, pool_of, protocols, same_bits
+
+import gdn
+
+NAN = float("nan")
+BF16, F32 = torch.bfloat16, torch.float32
+INTS = [torch.int32, torch.int64]
+
+
+def run(backend, device, x, **options):
+    """A decode on copies on a device, its output poisoned first; what it wrote, on the CPU."""
+    x = moved(x, device)
+    out = torch.full_like(x["v"], NAN)
+    gdn.decode(**x, out=out, backend=backend, **options)
+    kept = x.get("intermediate")
+    return out.cpu(), x["state"].cpu(), None if kept is None else kept.cpu()
+
+
+def spread(x, pitch, offset):
+    """The same tensor with `pitch` numbers to each index of its first axis, from an odd place on."""
+    memory = torch.full((x.shape[0], pitch), NAN, dtype=x.dtype)
+    part = memory[:, offset : offset + x[0].numel()]
+    part.copy_(x.reshape(x.shape[0], -1))
+    return part.unflatten(1, x.shape[1:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(0, T), (B, 0)])
+def test_no_rows_and_no_tokens(backend, device, name, shape):
+    x = inputs(*shape) | protocols()[name]
+    if shape[0] == 0:
+        per_row = ("read_index", "num_accepted", "ring_pos", "write_index", "intermediate_row", "parent")
+        x |= {key: x[key][:0] for key in per_row if key in x}
+    o, state, kept = run(backend, device, x)
+    assert o.shape == x["v"].shape and same_bits(state, x["state"])
+    assert kept is None or same_bits(kept, x["intermediate"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("index", INTS, ids=str)
+def test_counts_and_indices_of_any_value(backend, device, name, index):
+    """The largest and smallest numbers there are: nothing is read or written out of bounds.
+
+    A row without a slot to read gives zeros, one without a slot to write leaves the pool alone.
+    """
+    ends = torch.iinfo(index)
+    x = inputs(B, T) | protocols(index)[name]
+    for key, wild in itertools.product(
+        ("read_index", "num_accepted", "ring_pos", "write_index", "intermediate_row", "parent"),
+        (ends.min, ends.max, -1, 10**6),
+    ):
+        if key in x:
+            values = x[key].clone()
+            values.view(-1)[:: 2 if key == "parent" else 1] = wild
+            o, state, kept = run(backend, device, x | {key: values})
+            assert o.isfinite().all() and state.isfinite().all(), key
+            if key in ("read_index", "write_index"):
+                assert same_bits(state, x["state"]), key
+            if key == "read_index":
+                assert not o.any()
+            if key == "intermediate_row":
+                assert same_bits(kept, x["intermediate"])
+
+
+def test_a_ring_position_may_be_any_number(backend, device):
+    """Negative ones count from the end, as the remainder does: the ring never runs out on either side."""
+    for position in (-R - 2, 10**6 + 3):
+        x = inputs(1, R) | {"state": pool_of(1, R)}
+        at = {"ring_pos": torch.tensor([position]), "write": "all"}
+        want = run(backend, device, x | at | {"ring_pos": torch.tensor([position % R])})
+        assert all(same_bits(a, b) for a, b in zip(run(backend, device, x | at)[:2], want[:2], strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_any_pitch(backend, device, name):
+    """Pools inside pages, at odd distances and odd places: the bits of dense ones."""
+    x = inputs(B, T, dtype=BF16) | protocols()[name]
+    want = run(backend, device, x)
+    wide = {key: spread(x[key], 9_001, 3) for key in ("state", "intermediate") if key in x}
+    wide |= {key: spread(x[key], 311, 5) for key in ("q", "k", "v")}
+    got = run(backend, device, x | wide)
+    assert all(a is None or same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+def single_steps(backend, device, x, states, round_state):
+    """Outputs and the state after each token of rows that are decoded a token at a time."""
+    x, pool = moved(x, device), states.to(device)
+    o, after = [], []
+    for t in range(x["q"].shape[1]):
+        token = {key: v[:, t : t + 1] for key, v in x.items()}
+        o.append(gdn.decode(**token, state=pool, round_state=round_state, backend=backend).cpu())
+        after.append(pool.cpu().clone())
+    return torch.cat(o, 1), torch.stack(after, 1)
+
+
+@pytest.mark.parametrize(
+    "name, pool",
+    [
+        pytest.param(*case, marks=[pytest.mark.interpret] if case in {("P1", BF16), ("P2", F32)} else [])
+        for case in itertools.product(("P1", "P2", "P3", "P4", "P6"), (F32, BF16))
+    ],
+)
+def test_a_packet_equals_single_steps(backend, device, name, pool):
+    """Under every protocol: the outputs, and the state after each token wherever it is left."""
+    x, state = inputs(2, T), pool_of(8, dtype=pool)
+    ring, kept, rows = pool_of(2, R, dtype=pool), pool_of(2, T, dtype=pool), torch.tensor([5, 2])
+    table = torch.tensor([[5, 1, 3], [2, 4, 6]])
+    options = {"round_state": pool != F32}
+    how = {
+        "P1": {"state": ring, "ring_pos": torch.tensor([2, 0]), "write": "all"},
+        "P2": {"state": state, "read_index": table, "write_index": table, "write": "all"},
+        "P3": {"state": state, "read_index": rows, "intermediate": kept, "write": "none"},
+        "P4": {
+            "state": state, "read_index": rows, "intermediate": kept, "write": "none",
+            "parent": torch.tensor([[-1, 0, 1]] * 2),
+        },
+        "P6": {"state": state, "read_index": rows, "write_index": torch.tensor([7, 0])},
+    }[name]  # fmt: skip
+    start = torch.stack([ring[0, 2], ring[1, 0]]) if name == "P1" else state[rows]
+    want, after = single_steps(backend, device, x, start, **options)
+    o, left, kept = run(backend, device, x | how, **options)
+    assert same_bits(o, want)
+    if name == "P1":
+        assert all(
+            same_bits(left[n, (p + 1 + t) % R], after[n, t]) for n, p in ((0, 2), (1, 0)) for t in range(T)
+        )
+    elif name == "P2":
+        assert same_bits(left[table], after)
+    elif name == "P6":
+        assert same_bits(left[[7, 0]], after[:, -1]) and same_bits(left[rows], state[rows])
+    else:
+        assert same_bits(kept, after) and same_bits(left, state)
+
+
+@pytest.mark.parametrize("name", ["index", "P1", "P2", "P3", "P6", "replay"])
+def test_more_than_65535_rows_and_heads(backend, device, name):
+    """Grids beyond what one axis of a GPU takes; the last rows alone give the same bits."""
+    rows, HV, K, V = 4100, 16, 4, 4
+    sizes = {"HV": HV, "K": K, "V": V}
+    x = moved(inputs(rows, 1, H=8, **sizes), device)
+    slots, last = torch.arange(rows, device=device), slice(rows - 2, rows)
+    how = {
+        "index": {"state": pool_of(rows, **sizes), "read_index": slots},
+        "P1": {"state": pool_of(rows, 2, **sizes), "ring_pos": slots, "write": "all"},
+        "P2": {
+            "state": pool_of(2 * rows, **sizes), "read_index": slots[:, None],
+            "write_index": slots[:, None] + rows, "write": "all",
+        },
+        "P3": {
+            "state": pool_of(rows, **sizes), "write": "none", "intermediate": torch.zeros(rows, 1, HV, V, K),
+        },
+        "P6": {"state": pool_of(2 * rows, **sizes), "write_index": slots + rows},
+        "replay": {
+            "state": pool_of(rows, **sizes), "history_u": torch.randn(rows, 3, HV, V),
+            "history_k": torch.randn(rows, 3, 8, K), "cursor": slots % 3, "read_index": slots,
+            "history_G": torch.zeros(rows, 3, HV, dtype=torch.float64),
+        },
+    }[name]  # fmt: skip
+    how = moved(how, device)
+    call = gdn.replay_decode if name == "replay" else gdn.decode
+    few = {key: v[last].clone() for key, v in x.items()} | moved(how, device)
+    for key in ("ring_pos", "read_index", "write_index"):
+        if key in few:
+            few[key] = few[key][last]
+    if name in ("P1", "P3", "P6"):
+        few["read_index"] = slots[last]
+    if name == "P3":
+        few["intermediate_row"] = slots[last]
+    o = call(**x, **how, backend=backend)
+    assert same_bits(call(**few, backend=backend), o[last]) and o[last].any()
+    for key, lead in (("state", -2), ("intermediate", -2), ("history_u", -2)):
+        if key in how:
+            assert same_bits(how[key][lead:], few[key][lead:]), key
+
+
+def test_commit_of_more_than_65535_states(backend, device, monkeypatch):
+    monkeypatch.setenv("GDN_BACKEND", backend)
+    n = 70_000
+    index = torch.arange(n, device=device)
+    source = torch.randn(1, n, 1, 2, device=device)
+    pool = torch.zeros(1, n, 2, device=device)
+    if backend == "eager":
+        index = index[-500:]
+    gdn.commit(pool, source, index, index, 0 * index)
+    assert same_bits(pool[:, index], source[:, index, 0])
+
+
+HUGE = 2**31 + 2**20  # numbers, of which only what is used is ever touched
+
+
+def far(x, *, last):
+    """The same slots, the last of which begins beyond 2^31 numbers from the first."""
+    pitch = HUGE // last
+    memory = torch.empty(last * pitch + x[0].numel(), dtype=x.dtype, device=x.device)
+    view = memory.as_strided(x.shape, (pitch, *x[0].contiguous().stride()))
+    return view.copy_(x)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", ["index", "P1", "P2", "P3", "P6", "replay", "prefill", "commit"])
+def test_pools_beyond_2_to_the_31_elements(backend, device, monkeypatch, name):
+    """Offsets in 32 bits would read and write somewhere else, without a word."""
+    monkeypatch.setenv("GDN_BACKEND", backend)
+    x, n = moved(inputs(1, 2), device), torch.tensor([3], device=device)
+    state, table = pool_of(4, dtype=BF16).to(device), torch.tensor([[3, 2]], device=device)
+    wide, kept = far(state, last=3), pool_of(4, 2, dtype=BF16).to(device)
+    cu = torch.tensor([0, 2], device=device)
+    u, k = (torch.zeros(4, 3, *size, device=device, dtype=BF16) for size in ((4, 24), (2, 16)))
+
+    def history(u, k):
+        G = torch.zeros(4, 3, 4, device=device, dtype=torch.float64)
+        return {"history_u": u, "history_k": k, "history_G": G, "cursor": torch.zeros(4, device=device).int()}
+
+    def call(far_or_not):
+        one, many, h, keys = (far_or_not(y) for y in (state, kept, u, k))
+        if name == "prefill":
+            packed = {key: v.reshape(1, 2, *v.shape[2:]) for key, v in x.items()}
+            return gdn.prefill(**packed, state=one, cu_seqlens=cu, state_index=n), one
+        if name == "commit":
+            gdn.commit(one[None], many[None], n, n, 0 * n + 1)
+            return one[3:], one
+        if name == "replay":
+            return gdn.replay_decode(**x, state=one, read_index=n, **history(h, keys)), h
+        how = {
+            "index": {"state": one, "read_index": n},
+            "P1": {"state": many, "read_index": n, "ring_pos": 0 * n, "write": "all"},
+            "P2": {"state": one, "read_index": table, "write_index": table, "write": "all"},
+            "P3": {
+                "state": one, "read_index": n, "write": "none", "intermediate": many, "intermediate_row": n,
+            },
+            "P6": {"state": one, "read_index": 0 * n, "write_index": n},
+        }[name]  # fmt: skip
+        return gdn.decode(**x, **how), how.get("intermediate", how["state"])
+
+    assert (wide[3].data_ptr() - wide[0].data_ptr()) // 2 > 2**31
+    del wide
+    (o, left), (want, small) = call(lambda y: far(y, last=3)), call(lambda y: y.clone())
+    assert same_bits(o, want) and same_bits(left, small)
+
+
+def test_prefill_then_decode_is_decode_all_the_way(backend, device):
+    """Under plain decode and under replay, whatever the prompt's length."""
+    for length in (1, 3, 63, 64, 65, 100):
+        x, state = moved(inputs(1, length + 6), device), torch.zeros(2, 4, 24, 16, device=device)
+        token = lambda a, b, x=x: {key: v[:, a:b] for key, v in x.items()}  # noqa: E731
+        o = [gdn.decode(**token(t, t + 1), state=state[1:], backend=backend) for t in range(length + 6)]
+        pool = torch.full((2, 4, 24, 16), NAN, device=device)
+        cu, at = torch.tensor([0, length], device=device), torch.tensor([1], device=device)
+        fresh = torch.tensor([False], device=device)
+        first = gdn.prefill(
+            **token(0, length), state=pool, cu_seqlens=cu, state_index=at, has_initial_state=fresh,
+            backend=backend,
+        )  # fmt: skip
+        replayed = pool.clone()
+        rest = gdn.decode(**token(length, length + 6), state=pool, read_index=at, backend=backend)
+        assert error(torch.cat([first, rest], 1), torch.cat(o, 1)) <= 1e-5
+        assert error(pool[1], state[1]) <= 1e-5 and pool[0].isnan().all()
+        kept = {
+            "history_u": torch.full((2, 6, 4, 24), NAN, device=device),
+            "history_k": torch.full((2, 6, 2, 16), NAN, device=device),
+            "history_G": torch.full((2, 6, 4), NAN, dtype=torch.float64, device=device),
+        }
+        cursor = torch.zeros(2, dtype=torch.int32, device=device)
+        for start in (length, length + 3):
+            o_replayed = gdn.replay_decode(
+                **token(start, start + 3),
+                state=replayed,
+                **kept,
+                cursor=cursor,
+                read_index=at,
+                backend=backend,
+            )
+            assert error(o_replayed, rest[:, start - length : start - length + 3]) <= 1e-5
+            gdn.replay_commit(
+                replayed[None],
+                *(h[None] for h in kept.values()),
+                cursor,
+                at,
+                0 * at + 3,
+                room=3,
+                backend=backend,
+            )
+        gdn.replay_commit(
+            replayed[None], *(h[None] for h in kept.values()), cursor, at, 0 * at, room=6, backend=backend
+        )
+        assert error(replayed[1], state[1]) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["P1", "P2", "P6"])
+def test_10000_replays_of_a_graph_with_changing_indices(name):
+    """An engine's day: one captured step, other slots, positions and counts in it each time."""
+    steps, rows = 10_000, 6
+    x = moved(inputs(rows, T, K=32, V=32, dtype=BF16), "cuda")
+    draw = lambda high, *shape: torch.randint(-1, high, (steps, rows, *shape), device="cuda")  # noqa: E731
+    order = torch.stack([torch.randperm(rows * T + 1) for _ in range(steps)]).cuda()
+    table = order[:, : rows * T].view(steps, rows, T)
+    indices, state, options = {
+        "P1": ({"read_index": table[..., 0], "ring_pos": draw(99)}, pool_of(rows * T, R, K=32, V=32), "all"),
+        "P2": (
+            {"read_index": table, "write_index": table, "num_accepted": draw(T + 2)},
+            pool_of(rows * T, K=32, V=32), "all",
+        ),
+        "P6": (
+            {"read_index": table[..., 0], "write_index": table[..., 0]}, pool_of(rows * T, K=32, V=32),
+            "final",
+        ),
+    }[name]  # fmt: skip
+    held = {key: v[0].clone() for key, v in indices.items()}
+    graphed, plain = state.cuda(), state.cuda()
+    out, want = torch.empty_like(x["v"]), torch.empty_like(x["v"])
+    step = lambda pool, at, o: gdn.decode(  # noqa: E731
+        **x, **at, state=pool, write=options, out=o, backend="triton"
+    )
+    step(graphed.clone(), held, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(graphed, held, out)
+    graphed.copy_(plain)
+    for i in range(steps):
+        for key, v in indices.items():
+            held[key].copy_(v[i])
+        graph.replay()
+        step(plain, {key: v[i] for key, v in indices.items()}, want)
+    assert same_bits(out, want) and same_bits(graphed, plain) and not same_bits(plain, state)

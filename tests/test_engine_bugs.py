@@ -1,0 +1,329 @@
+"""The seven ways in which engines have gone wrong on these states, each with what finds it.
+
+A check takes the functions that an engine would call. It passes with ours, and raises with the same functions
+bent into what was shipped once: only so do we know that it looks.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from serving import error, inputs, moved, pool_of, same_bits
+
+import gdn
+
+NAN = float("nan")
+BF16 = torch.bfloat16
+DRAFTS = 3
+
+
+def fails(check, *args, **changes):
+    """Whether a check raises with some of the functions bent."""
+    try:
+        check(*args, **changes)
+    except AssertionError:
+        return True
+    return False
+
+
+def padded(backend, device, decode=gdn.decode):
+    """A batch that was filled up for a graph: live rows as without padding, zeros and no traces elsewhere."""
+    for null_slot, pad in ((None, -1), (0, 0), (0, -1), (None, 6)):
+        x, state = moved(inputs(4, 2), device), pool_of(6).to(device)
+        read = torch.tensor([2, pad, 5, pad], device=device)
+        few = {name: v[::2].clone() for name, v in x.items()}
+        alone, want = state.clone(), None
+        want = gdn.decode(**few, state=alone, read_index=read[::2], backend=backend)
+        for name in ("q", "k", "v"):
+            x[name][1::2] = NAN
+        state[0] = NAN if pad == 0 else state[0]
+        alone[0] = state[0]
+        out = torch.full_like(x["v"], NAN)
+        o = decode(**x, state=state, read_index=read, null_slot=null_slot, out=out, backend=backend)
+        assert same_bits(o[::2], want) and not o[1::2].any(), "rows"
+        assert same_bits(state, alone), "slots"
+
+
+def test_padding(backend, device):
+    """(a) vLLM 33326, 34077; SGLang 21109; FlashInfer 2810."""
+
+    def remapped(*, read_index, **rest):
+        return gdn.decode(**rest, read_index=read_index.clamp(min=0))
+
+    def without_null(*, null_slot, **rest):
+        return gdn.decode(**rest)
+
+    def unwritten(*, out, read_index, **rest):
+        o = gdn.decode(**rest, read_index=read_index)
+        return torch.where((read_index > 0)[:, None, None, None], o, out)
+
+    def last_slot(*, read_index, state, **rest):
+        return gdn.decode(**rest, state=state, read_index=read_index % state.shape[0])
+
+    padded(backend, device)
+    for bent in (remapped, without_null, unwritten, last_slot):
+        assert fails(padded, backend, device, bent), bent.__name__
+
+
+def verified(backend, device, decode=gdn.decode, commit=gdn.commit):
+    """Drafts, some accepted, some counts garbage: as if only the accepted tokens had been decoded."""
+    x, T = moved(inputs(4, DRAFTS), device), DRAFTS
+    pool = pool_of(4 * T + 1).to(device)
+    table = torch.arange(1, 4 * T + 1, device=device).view(4, T)
+    for count in (1, 2, T, 0, -1, 99):
+        accepted = torch.tensor([count, 1, 2, T], device=device)
+        column = accepted.clamp(1, T) - 1
+        start = pool[table.gather(1, column[:, None])[:, 0]]
+        want = gdn.decode(**x, state=start.clone(), backend=backend)
+        how = {"read_index": table, "num_accepted": accepted, "write_index": table, "write": "all"}
+        assert same_bits(decode(**x, state=pool.clone(), **how, backend=backend), want), "columns"
+    # intermediate rows belong to the batch, not to the slots
+    kept, slots = torch.full((4, T, 4, 24, 16), NAN, device=device), torch.tensor([3, 9, 1, 0], device=device)
+    decode(**x, state=pool, read_index=slots, write="none", intermediate=kept, backend=backend)
+    step = torch.tensor([0, T - 1, -1, 1], device=device)
+    want = pool.clone()
+    for n, t in enumerate(step.tolist()):
+        row = {name: v[n : n + 1, : t + 1] for name, v in x.items()}
+        gdn.decode(**row, state=want, read_index=slots[n : n + 1], backend=backend)
+    commit(pool[None], kept[None], slots, torch.arange(4, device=device), step)
+    assert same_bits(pool, want), "commit"
+
+
+def test_accepted_counts_and_rows(backend, device, monkeypatch):
+    """(b) vLLM 31649, 50021; SGLang 26829."""
+    monkeypatch.setenv("GDN_BACKEND", backend)
+
+    def unclamped(*, num_accepted=None, read_index, **rest):
+        if num_accepted is not None:
+            wild = (num_accepted - 1) % read_index.shape[1]
+            read_index = read_index.gather(1, wild[:, None])[:, 0]
+        return gdn.decode(**rest, read_index=read_index)
+
+    def one_behind(*, num_accepted=None, **rest):
+        more = {} if num_accepted is None else {"num_accepted": num_accepted + 1}
+        return gdn.decode(**rest, **more)
+
+    def rows_of_slots(*, read_index, intermediate=None, **rest):
+        if intermediate is not None:
+            rest |= {"intermediate": intermediate, "intermediate_row": read_index}
+        return gdn.decode(**rest, read_index=read_index)
+
+    def counts_for_steps(dst, src, dst_index, src_row, step):
+        gdn.commit(dst, src, dst_index, src_row, step + 1)
+
+    verified(backend, device)
+    for bent in (unclamped, one_behind, rows_of_slots):
+        assert fails(verified, backend, device, bent), bent.__name__
+    assert fails(verified, backend, device, commit=counts_for_steps)
+
+
+def prompted(backend, device, prefill=gdn.prefill):
+    """New prompts on slots that somebody left, a hit in a prefix cache, prompts as short as a packet."""
+    lengths = [1, 1 + DRAFTS, 66]
+    cu = torch.tensor([0, *lengths], device=device).cumsum(0)
+    x, state = moved(inputs(1, sum(lengths)), device), pool_of(8).to(device)
+    state[[1, 2]] = NAN
+    prefix = state[3].clone()
+    o = prefill(
+        **x, state=state, cu_seqlens=cu, state_index=torch.tensor([1, 2, 3], device=device),
+        has_initial_state=torch.tensor([False, False, True], device=device),
+        out_state_index=torch.tensor([1, 2, 6], device=device), backend=backend,
+    )  # fmt: skip
+    assert same_bits(state[3], prefix), "the prefix belongs to others as well"
+    for n, (slot, start) in enumerate(zip((1, 2, 6), (None, None, prefix), strict=True)):
+        tokens = slice(int(cu[n]), int(cu[n + 1]))
+        alone = torch.zeros_like(state[:1]) if start is None else start[None].clone()
+        row = {name: v[:, tokens] for name, v in x.items()}
+        want = gdn.decode(**row, state=alone, backend=backend)
+        assert error(o[:, tokens], want) <= 1e-5, "outputs"
+        assert error(state[slot], alone[0]) <= 1e-5, "the state that the next step starts from"
+
+
+def test_states_that_are_stale_or_not_written(backend, device):
+    """(c) vLLM 53051, 53912, 55766; SGLang 31833; TPU 2431."""
+
+    def without_mask(*, has_initial_state, **rest):
+        return gdn.prefill(**rest)
+
+    def wiped_by_a_gate(*, has_initial_state, g, cu_seqlens, **rest):
+        g = g.clone()
+        g[0, cu_seqlens[:-1][~has_initial_state]] = -1e6
+        return gdn.prefill(**rest, g=g, cu_seqlens=cu_seqlens)
+
+    def short_ones_verified(*, state, cu_seqlens, out_state_index, **rest):
+        before = state.clone()
+        o = gdn.prefill(**rest, state=state, cu_seqlens=cu_seqlens, out_state_index=out_state_index)
+        short = out_state_index[cu_seqlens.diff() == 1 + DRAFTS]
+        state[short] = before[short]
+        return o
+
+    def in_place(*, out_state_index, **rest):
+        return gdn.prefill(**rest)
+
+    prompted(backend, device)
+    for bent in (without_mask, wiped_by_a_gate, short_ones_verified, in_place):
+        assert fails(prompted, backend, device, bent), bent.__name__
+
+
+def precise(backend, device, decode=gdn.decode):
+    """64 steps in bf16 on an fp32 pool against fp64: gates and states are never narrowed, nor is a packet."""
+    x = moved(inputs(2, 64, dtype=BF16, raw=True), device)
+    x |= {"a": x["a"].to(BF16), "b": x["b"].to(BF16), "A_log": x["A_log"] - 4}
+    law = {name: v.double().cpu() for name, v in x.items()}
+    state, exact = torch.zeros(2, 4, 24, 16, device=device), torch.zeros(2, 4, 24, 16, dtype=torch.float64)
+    heads = ("A_log", "dt_bias")
+    for t in range(0, 64, 4):
+        token = {name: v if name in heads else v[:, t : t + 4] for name, v in x.items()}
+        decode(**token, state=state, backend=backend)
+        token = {name: v if name in heads else v[:, t : t + 4] for name, v in law.items()}
+        gdn.decode(**token, state=exact, backend="eager")
+    assert error(state, exact) <= 1e-5
+
+
+def rounding(backend, device, decode=gdn.decode):
+    """A bf16 pool that is rounded after every token of a packet drifts no other way than single steps do."""
+    x, state = moved(inputs(2, 8, dtype=BF16), device), pool_of(2, dtype=BF16).to(device)
+    single = state.clone()
+    for t in range(8):
+        gdn.decode(**{name: v[:, t : t + 1] for name, v in x.items()}, state=single, backend=backend)
+    decode(**x, state=state, round_state=True, backend=backend)
+    assert same_bits(state, single)
+
+
+def test_precision(backend, device):
+    """(d) vLLM 53877; SGLang 38975, 33515; lmdeploy 4744."""
+
+    def narrow_beta(*, a, b, A_log, dt_bias, **rest):
+        g, beta = gdn.gate(a, b, A_log, dt_bias)
+        return gdn.decode(**rest, g=g, beta=beta.to(b.dtype))
+
+    def narrow_decay(*, a, b, A_log, dt_bias, **rest):
+        g, beta = gdn.gate(a, b, A_log, dt_bias)
+        return gdn.decode(**rest, g=g.to(a.dtype), beta=beta)
+
+    def narrow_state(*, state, **rest):
+        o = gdn.decode(**rest, state=state)
+        state.copy_(state.bfloat16())
+        return o
+
+    def not_rounded(*, round_state, **rest):
+        return gdn.decode(**rest)
+
+    precise(backend, device)
+    for bent in (narrow_beta, narrow_decay, narrow_state):
+        assert fails(precise, backend, device, bent), bent.__name__
+    rounding(backend, device)
+    assert fails(rounding, backend, device, not_rounded)
+
+
+def distant(backend, device, decode=gdn.decode):
+    """Slots whose first numbers lie 2^31 numbers and more apart."""
+    pitch = 2**31 // 3 + 2**20
+    state = torch.empty(3 * pitch + 1536, dtype=BF16, device=device).as_strided(
+        (4, 4, 24, 16), (pitch, 384, 16, 1)
+    )
+    small = pool_of(4, dtype=BF16).to(device)
+    state.copy_(small)
+    x, read = moved(inputs(2, 1), device), torch.tensor([3, 1], device=device)
+    o = decode(**x, state=state, read_index=read, backend=backend)
+    assert same_bits(o, gdn.decode(**x, state=small, read_index=read, backend=backend))
+    assert same_bits(state, small)
+
+
+def test_offsets(backend, device):
+    """(e) vLLM 41966; SGLang 31934."""
+
+    def in_32_bits(*, state, read_index, **rest):
+        # where an offset that has wrapped around points to, as far as it is still within the pool
+        wrapped = (read_index * state.stride(0) + 2**31) % 2**32 - 2**31
+        return gdn.decode(**rest, state=state, read_index=wrapped.abs() // state.stride(0))
+
+    distant(backend, device)
+    assert fails(distant, backend, device, in_32_bits)
+
+
+def tuned_at_run_time(sources):
+    """Whatever asks Triton to try configurations, on the tensors of the first caller."""
+    names = {"autotune", "heuristics", "do_bench", "Autotuner"}
+    found = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+            found |= {name} & names
+    return found
+
+
+def test_nothing_is_tuned_on_a_callers_tensors():
+    """(f) vLLM 36599, 37338: autotuning at the first request runs out of memory, and writes pools."""
+    room = Path(gdn.__file__).parent
+    sources = [path.read_text() for path in room.rglob("*.py") if "bench" not in path.parts]
+    assert tuned_at_run_time(sources) == set()
+    assert tuned_at_run_time(["import triton\n@triton.autotune(configs=[])\ndef f(): ..."]) == {"autotune"}
+
+
+def compiled(call, monkeypatch):
+    """Kernels that a call makes Triton compile."""
+    import triton
+
+    found = []
+    with monkeypatch.context() as patch:
+        hook = lambda **info: found.append(info["fn"].name)  # noqa: E731
+        patch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+        call()
+    return found
+
+
+@pytest.mark.gpu
+def test_nothing_compiles_after_the_first_step(monkeypatch):
+    """(f) Another batch, other slots, another number of drafts: the binaries of the first step."""
+    x = {B: moved(inputs(B, 1, 2, 4, 48, 48, dtype=BF16, raw=True), "cuda") for B in (2, 7)}
+    pool = pool_of(9, K=48, V=48).cuda()
+
+    def step(B, **options):
+        slots = torch.arange(B, device="cuda")
+        gdn.decode(**x[B], state=pool, read_index=slots, **options, backend="triton")
+
+    assert compiled(lambda: step(2), monkeypatch)
+    assert not compiled(lambda: step(7), monkeypatch)
+    assert compiled(lambda: step(7, use_qk_l2norm_in_kernel=False), monkeypatch), "the hook sees a new one"
+
+
+def memory(H, HV, K, V, drafts, places, kept_bytes=2):
+    """Bytes of a sequence and layer under replay, under intermediate states, and of one fp32 state."""
+    state = HV * K * V * 4
+    history = places * ((HV * V + H * K) * kept_bytes + HV * 8)
+    return history, drafts * state, state
+
+
+def frugal(backend, device, verify):
+    """Verifying leaves what it wrote in what it was given, and needs less of that than one more state."""
+    sizes = {"H": 2, "HV": 4, "K": 128, "V": 128}
+    x, state = moved(inputs(3, 4, **sizes), device), pool_of(3, HV=4, K=128, V=128).to(device)
+    before = state.clone()
+    written = verify(x, state)
+    assert same_bits(state, before)
+    assert sum(y.nbytes for y in written) < state.nbytes
+
+
+def test_memory_of_drafts(backend, device):
+    """(g) SGLang 23643, 28730: states for every draft of every request."""
+
+    def replayed(x, state):
+        u, k = (torch.zeros(3, 16, heads, 128, device=device, dtype=BF16) for heads in (4, 2))
+        G = torch.zeros(3, 16, 4, device=device, dtype=torch.float64)
+        cursor = torch.zeros(3, device=device, dtype=torch.int32)
+        gdn.replay_decode(
+            **x, state=state, history_u=u, history_k=k, history_G=G, cursor=cursor, backend=backend
+        )
+        return u, k, G
+
+    def kept(x, state):
+        states = torch.zeros(3, 4, *state.shape[1:], device=device)
+        gdn.decode(**x, state=state, write="none", intermediate=states, backend=backend)
+        return (states,)
+
+    frugal(backend, device, replayed)
+    assert fails(frugal, backend, device, kept)
+    history, states, state = memory(16, 32, 128, 128, 16, 32)
+    assert history < state / 3 and states == 16 * state

@@ -1,0 +1,120 @@
+"""examples/serve.py: the engine's words are those that Transformers generates, one prompt at a time."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+FILE = Path(__file__).parent.parent / "examples" / "serve.py"
+spec = importlib.util.spec_from_file_location("serve", FILE)
+serve = importlib.util.module_from_spec(spec)
+sys.modules["serve"] = serve
+spec.loader.exec_module(serve)
+
+NEW = 10
+_models = {}
+
+
+@pytest.fixture(params=[0.02, 0.2], ids=["repeats itself", "does not"])
+def model(request):
+    """A model that falls into loops, which drafts foresee, and one that does not."""
+    if request.param not in _models:
+        _models[request.param] = serve.build("cpu", torch.float32, request.param)
+    return _models[request.param]
+
+
+def prompts(count, shared=serve.BLOCK + 7):
+    """Of different lengths, the first tokens of all the same, each word twice."""
+    draw = torch.Generator().manual_seed(3)
+    start = torch.randint(1, 255, (shared,), generator=draw).tolist()
+    ends = [torch.randint(1, 255, (1 + 5 * n % 17,), generator=draw).tolist() for n in range(count)]
+    return [start + end + end for end in ends]
+
+
+def wanted(model, prompt):
+    """By Transformers' own functions."""
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+def run(model, given, **options):
+    streamed = {}
+    engine = serve.Engine(
+        model, max_len=160, on_text=lambda r, tokens: streamed.setdefault(id(r), []).extend(tokens), **options
+    )
+    requests = [engine.add(prompt, NEW) for prompt in given]
+    steps = 0
+    while not engine.is_idle:
+        engine.step()
+        steps += 1
+    assert [streamed[id(r)] for r in requests] == [r.tokens for r in requests]
+    return engine, requests, steps
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_words_are_those_of_transformers(model, drafts):
+    """Seven requests through three rows: prefixes kept, slots recycled, drafts accepted and not."""
+    given = prompts(7)
+    engine, requests, _ = run(model, given, rows=3, slots=5, drafts=drafts)
+    for request in requests:
+        assert request.tokens == wanted(model, request.prompt)
+    assert engine.pool.hits >= 4 and max(r.reused for r in requests) == serve.BLOCK
+    # every slot is free again or holds a prefix
+    assert len(engine.pool.free) + len(engine.pool.prefixes) == 5
+    assert "0 running" in str(engine.pool)
+
+
+def test_drafts_save_steps():
+    model = serve.build("cpu", torch.float32, 0.02)
+    given = prompts(4)
+    _, plain, steps = run(model, given, rows=4, slots=8, drafts=0)
+    _, drafted, fewer = run(model, given, rows=4, slots=8, drafts=3)
+    assert [r.tokens for r in drafted] == [r.tokens for r in plain]
+    assert sum(r.accepted for r in drafted) > 0 and fewer < steps
+
+
+def test_a_full_pool_evicts_prefixes_that_nobody_reads(model):
+    """As many slots as rows: a kept prefix must go for a request, but not while another starts from it."""
+    given = [prompt for n in range(3) for prompt in prompts(2, shared=serve.BLOCK + n)] * 2
+    _, requests, _ = run(model, given, rows=3, slots=3, drafts=1)
+    for request in requests[:4]:
+        assert request.tokens == wanted(model, request.prompt)
+    pool = serve.Pool(model, 2, 1, 32)
+    pool.free, pool.prefixes[(1,)], pool.prefixes[(2,)] = [], 0, 1
+    assert pool.take({0}) == 1 and pool.take({0}) is None and pool.take(set()) == 0
+
+
+def test_the_same_prompt_again_and_again(model):
+    """One of whole blocks: its last token is computed anew, its prefix kept once."""
+    given = [prompts(1, shared=200)[0][: 2 * serve.BLOCK]] * 4
+    engine, requests, _ = run(model, given, rows=2, slots=8, drafts=1)
+    assert all(r.tokens == wanted(model, given[0]) for r in requests)
+    assert len(engine.pool.prefixes) == 1 and len(engine.pool.free) == 7
+
+
+def test_what_does_not_fit_is_refused(model):
+    engine = serve.Engine(model, max_len=40)
+    for prompt in ([], [1] * 30):
+        with pytest.raises(ValueError, match="prompt: expected 1 to max_len"):
+            engine.add(prompt, 20)
+
+
+def test_the_command_runs(monkeypatch, capsys):
+    options = ["--device", "cpu", "--requests", "3", "--new", "5", "--rows", "2"]
+    monkeypatch.setattr(sys, "argv", ["serve.py", *options])
+    serve.main()
+    shown = capsys.readouterr().out
+    assert "0 running" in shown and shown.count("done") == 3 and "15 tokens in" in shown
+
+
+@pytest.mark.gpu
+def test_graphs_give_the_same_words():
+    """On a GPU a step is one graph; in fp32 its words are those of the CPU."""
+    given = prompts(5)
+    cpu = run(serve.build("cpu", torch.float32, 0.2), given, rows=2, slots=4, drafts=2)[1]
+    engine, requests, _ = run(serve.build("cuda", torch.float32, 0.2), given, rows=2, slots=4, drafts=2)
+    assert engine.graph is not None and [r.tokens for r in requests] == [r.tokens for r in cpu]

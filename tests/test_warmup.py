@@ -1,0 +1,258 @@
+"""Warming up: what an engine's calls launch, a warmup has launched before. Launches are recorded, not run."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from serving import pool_of
+
+import gdn
+from gdn.integrations import lmdeploy, sglang, vllm
+from gdn.ops import repeats
+from gdn.ops.warmup_calls import ENGINES
+
+H, HV, K, V, W, D = 4, 8, 128, 128, 4, 2 * 4 * 128 + 8 * 128
+SIZES = {"num_k_heads": H, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V, "max_rows": 32}
+TINY = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 16}
+BF16 = torch.bfloat16
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_call_runs(engine):
+    lines = gdn.warmup(
+        "cpu",
+        **TINY,
+        dtypes=(torch.float32, BF16),
+        state_dtypes=(torch.float32,),
+        engines=(engine,),
+        training=True,
+    )
+    names = {line.split()[0] for line in lines}
+    wanted = {"decode", "prefill", "chunk_gated_delta_rule", "causal_conv1d", "causal_conv1d_update", "gate"}
+    assert wanted <= names and not any("compiled" in line for line in lines)
+    assert all(f"{dtype}" in " ".join(lines) for dtype in (torch.float32, BF16))
+
+
+def test_the_callers_tensors_and_gradients_are_left_alone():
+    x = torch.ones(2, requires_grad=True)
+    before = torch.random.get_rng_state()
+    gdn.warmup("cpu", **TINY, training=True)
+    assert x.grad is None and torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="engines: expected some of gdn, vllm, sglang, lmdeploy, got 'vlm'"):
+        gdn.warmup("cpu", **TINY, engines=("vlm",))
+    with pytest.raises(TypeError, match="engines: expected a sequence of names"):
+        gdn.warmup("cpu", **TINY, engines="vllm")
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """A call -> the set of binaries it would launch on an H200."""
+    compiling = pytest.importorskip("compiling")
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    yield lambda call: set(compiling.jobs(call, "cuda:90"))
+    # what was remembered of calls on tensors of the CPU holds for a recording alone
+    repeats._known.clear()
+
+
+def tokens(*lead, gates="raw", dtype=BF16):
+    """q, k, v as views of a projection, and gates."""
+    mixed = torch.randn(*lead, D).to(dtype)
+    q, k, v = mixed.split([H * K, H * K, HV * V], -1)
+    x = {"q": q.unflatten(-1, (H, K)), "k": k.unflatten(-1, (H, K)), "v": v.unflatten(-1, (HV, V))}
+    if gates == "raw":
+        return x, torch.randn(*lead, HV).to(dtype), torch.randn(*lead, HV).to(dtype)
+    return x, -torch.rand(*lead, HV), torch.rand(*lead, HV)
+
+
+def ints(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def offsets(*counts):
+    return torch.tensor([0, *counts]).cumsum(0).int()
+
+
+HEADS = (torch.zeros(HV), torch.zeros(HV))
+
+
+def vllm_calls(pool):
+    """As vLLM 0.33 makes them."""
+    A_log, dt_bias = HEADS
+    x, a, b = tokens(1, 5)
+    rest = {"initial_state": pool, "use_qk_l2norm_in_kernel": True}
+    given = (A_log, a[0], b[0], dt_bias, x["q"], x["k"], x["v"])
+    table, index = torch.arange(20).view(5, 4).int(), ints(1, 2, 3, 4, 5, 6)
+    update = vllm.fused_sigmoid_gating_delta_rule_update
+    yield lambda: update(*given, **rest, cu_seqlens=offsets(1, 1, 1, 1, 1), ssm_state_indices=index)
+    yield lambda: update(
+        *given,
+        **rest,
+        cu_seqlens=offsets(4, 1),
+        ssm_state_indices=table,
+        num_accepted_tokens=ints(1, 2, 1, 1, 1),
+    )
+    mixed, out = torch.randn(5, D).bfloat16(), torch.empty(5, 1, HV, V, dtype=BF16)
+    yield lambda: vllm.fused_recurrent_gated_delta_rule_packed_decode(
+        mixed, a[0], b[0], A_log, dt_bias, K**-0.5, pool, out, index[:5], True
+    )
+    for N in (1, 7, 32):
+        y, g, beta = tokens(1, 66 * N, gates="active")
+        S = pool_of(N, HV=HV, K=K, V=V, dtype=pool.dtype)
+        yield lambda y=y, g=g, beta=beta, S=S, N=N: vllm.chunk_gated_delta_rule(
+            **y, g=g, beta=beta, initial_state=S, output_final_state=True, cu_seqlens=offsets(*[66] * N)
+        )
+    blocks, weight, row = (
+        torch.zeros(9, W - 1 + 3, D, dtype=BF16).mT,
+        torch.zeros(D, W, dtype=BF16),
+        ints(3, 5),
+    )
+    has = torch.tensor([True, False])
+    yield lambda: vllm.causal_conv1d_fn(mixed.t(), weight, None, blocks, offsets(3, 2), row, has, "silu")
+    yield lambda: vllm.causal_conv1d_update(mixed[:2], blocks, weight, None, "silu", row)
+    yield lambda: vllm.causal_conv1d_update(
+        mixed, blocks, weight, None, "silu", row, ints(1, 2), offsets(4, 1), 4
+    )
+
+
+def sglang_calls(pool):
+    """As SGLang's dispatcher makes them."""
+    kernel, (A_log, dt_bias) = sglang.GDNKernel(), HEADS
+    heads = {"A_log": A_log, "dt_bias": dt_bias}
+    index = ints(1, 2)
+    x, a, b = tokens(1, 2)
+    where = {"ssm_states": pool, "cache_indices": index}
+    yield lambda: kernel.decode(**x, a=a[0], b=b[0], **heads, **where, query_start_loc=offsets(1, 1))
+    mixed = torch.randn(2, D).bfloat16()
+    yield lambda: kernel.packed_decode(
+        mixed, a[0], b[0], **heads, scale=K**-0.5, **where, num_v_heads=HV, head_v_dim=V
+    )
+    y, la, lb = tokens(1, 8)
+    kept = pool_of(3, 4, HV=HV, K=K, V=V, dtype=pool.dtype)
+    for parent in (None, torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int32)):
+        yield lambda parent=parent: kernel.target_verify(
+            **y, a=la[0], b=lb[0], **heads, **where, query_start_loc=offsets(4, 4), cache_steps=4,
+            intermediate_states_buffer=kept, intermediate_state_indices=ints(2, 0),
+            retrieve_parent_token=parent,
+        )  # fmt: skip
+    steps = torch.tensor([1, -1])
+    yield lambda: sglang.fused_mamba_state_scatter_with_mask(pool[None], kept[None], index, steps)
+    for N in (1, 12, 32):
+        z, g, beta = tokens(1, 70 * N, gates="active")
+        many = {"ssm_states": pool, "cache_indices": torch.zeros(N, dtype=torch.int32)}
+        many |= {"query_start_loc": offsets(*[70] * N), "g": g, "beta": beta}
+        yield lambda z=z, many=many: kernel.extend(**z, **many)
+        track = {"track_state": torch.empty(N, HV, V, K), "track_chunk_idx": torch.ones(N, dtype=torch.int32)}
+        yield lambda z=z, many=many, track=track: kernel.extend(**z, **many, **track)
+
+
+def lmdeploy_calls(pool):
+    """Its methods of 0.16, and `forward` of 0.18."""
+    rule, ring = lmdeploy.GatedDeltaRule(), pool_of(6, 4, HV=HV, K=K, V=V, dtype=pool.dtype)
+    slots, seen = ints(4, 1, -1, dtype=torch.int64), ints(7, 3, 0)
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "transpose_state_layout": True}
+    for T, state, where in ((1, pool, {}), (4, ring, {"cache_seqlens": seen})):
+        x, g, beta = tokens(3, T, gates="active")
+        given = {**x, "g": g, "beta": beta, "initial_state": state, "state_indices": slots}
+        yield lambda given=given, where=where: rule.fused_recurrent_gated_delta_rule(
+            **given, **where, **options
+        )
+    x, a, b = tokens(1, 60)
+    rest = (*HEADS, HV // H, True)
+    yield lambda: rule.prepare_inputs(x["q"], x["k"], b, a, *rest, False, torch.zeros(60, dtype=torch.bool))
+    y, g, beta = tokens(1, 60, gates="active")
+    for state, entries in ((pool, None), (ring, (slots.clamp(0), slots.clamp(0)))):
+        given = {**y, "g": g, "beta": beta, "initial_state": state, "state_indices": slots.clamp(0)}
+        given |= {"cu_seqlens": offsets(20, 20, 20), "spec_state_offsets": entries}
+        yield lambda given=given: rule.chunk_gated_delta_rule(**given, **options)
+    windows, weight = torch.zeros(6, D, W + 3, dtype=BF16), torch.zeros(D, W, dtype=BF16)
+    mixed = torch.randn(3, D, 4).bfloat16()
+    yield lambda: lmdeploy.causal_conv1d_update(
+        mixed[..., 0], windows, weight, None, "silu", None, slots.int()
+    )
+    yield lambda: lmdeploy.causal_conv1d_update(mixed, windows, weight, None, "silu", seen, slots.int())
+
+
+def own_calls(pool):
+    """Packets on matrix units, by few rows and many."""
+    A_log, dt_bias = HEADS
+    for N, T in ((1, 4), (32, 4), (3, 1), (32, 1)):
+        x, a, b = tokens(N, T)
+        given = {**x, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, "state": pool}
+        given["read_index"] = torch.arange(N).int()
+        G, cursor = torch.zeros(32, 20, HV, dtype=torch.float64), torch.zeros(32, dtype=torch.int32)
+        history = {"history_u": torch.zeros(32, 20, HV, V, dtype=BF16), "history_G": G, "cursor": cursor}
+        history["history_k"] = torch.zeros(32, 20, H, K, dtype=BF16)
+        yield lambda given=given, history=history: gdn.replay_decode(**given, **history)
+        yield lambda given=given: gdn.decode(**given, exact_packet=False)
+        layers = {name: x[None] for name, x in history.items() if name != "cursor"}
+        index = given["read_index"]
+        yield lambda layers=layers, index=index, T=T, cursor=cursor: gdn.replay_commit(
+            pool[None], **layers, cursor=cursor, index=index, accepted=index, room=T
+        )
+
+
+CALLS = {"gdn": own_calls, "vllm": vllm_calls, "sglang": sglang_calls, "lmdeploy": lmdeploy_calls}
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "engine, state_dtype",
+    [
+        ("gdn", BF16),
+        ("gdn", torch.float32),
+        ("vllm", BF16),
+        ("sglang", torch.float32),
+        ("lmdeploy", torch.float32),
+        ("lmdeploy", BF16),
+    ],
+)
+def test_nothing_is_left_to_compile(recorded, engine, state_dtype):
+    """Every binary that the adapter's calls launch is among those of the warmup, on an imagined H200."""
+    warmed = recorded(
+        lambda: gdn.warmup("cpu", **SIZES, state_dtypes=(state_dtype,), engines=(engine,), backend="triton")
+    )
+    pool = pool_of(32, HV=HV, K=K, V=V, dtype=state_dtype)
+    for number, call in enumerate(CALLS[engine](pool)):
+        missing = recorded(call) - warmed
+        assert not missing, (number, sorted(job.name for job in missing))
+    # the comparison can fail: another head size is another binary
+    other = recorded(
+        lambda: gdn.warmup("cpu", **{**SIZES, "head_v_dim": 64}, engines=(engine,), backend="triton")
+    )
+    assert recorded(next(CALLS[engine](pool))) - other
+
+
+@needs_triton
+def test_compilations_are_named(monkeypatch):
+    """Whoever listened before still hears."""
+    import triton
+
+    from gdn.backends.triton.compiled import compilations
+
+    heard = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **it: heard.append(it["fn"].name)
+    )
+    before = triton.knobs.runtime.jit_post_compile_hook
+
+    class Compiled:
+        name = "decode_kernel"
+
+    with compilations() as names:
+        triton.knobs.runtime.jit_post_compile_hook(key=1, repr="", fn=Compiled, compile={})
+    assert names == heard == ["decode_kernel"] and triton.knobs.runtime.jit_post_compile_hook is before
+
+
+@pytest.mark.gpu
+def test_a_second_warmup_compiles_nothing():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("nothing compiles")
+    gdn.warmup("cuda", **SIZES, max_rows=4)
+    assert not any("compiled" in line for line in gdn.warmup("cuda", **SIZES, max_rows=4))
