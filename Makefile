@@ -16,7 +16,7 @@ DEMO_NEEDS := torch, jaxtyping, typer, rich, matplotlib, transformers
 TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy
 can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 
-.PHONY: help demo test lint types interpret compile matrix spills bench clean
+.PHONY: help demo test lint types interpret compile matrix spills bench bench-gpu clean
 
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
@@ -24,14 +24,15 @@ help:
 	@echo "make matrix  the kernels compiled and interpreted with other versions of Triton, too"
 	@echo "make spills  record anew what each kernel spills (tests/spills.json)"
 	@echo "make bench   the CPU benchmark against Transformers (benchmarks/results/cpu.jsonl)"
+	@echo "make bench-gpu PART=prefill   a part of the GPU benchmark; run again, it goes on where it stopped"
 	@echo "make clean   remove the environment and what the tools left"
 
-ifeq ($(filter demo bench,$(MAKECMDGOALS)),)
+ifeq ($(filter demo bench bench-gpu,$(MAKECMDGOALS)),)
 else ifeq ($(call can,$(DEMO_NEEDS)),yes)
 DEMO_PYTHON := $(PYTHON)
 else
 DEMO_PYTHON := $(VENV)/bin/python
-demo bench: $(VENV)/.demo
+demo bench bench-gpu: $(VENV)/.demo
 endif
 
 TESTS := test lint types interpret compile matrix spills
@@ -52,6 +53,12 @@ demo:
 
 bench:
 	$(DEMO_PYTHON) -m gdn bench cpu
+
+# parts of under 9 minutes each: prefill train decode spec stages layer host cold e2e accuracy
+PART ?= prefill
+WHAT = $(if $(filter accuracy,$(PART)),verify --set regimes --append --minutes 5,bench $(PART))
+bench-gpu:
+	$(DEMO_PYTHON) -m gdn $(WHAT) --resume $(if $(COMMIT),--commit $(COMMIT))
 
 test: lint types
 	$(PYTEST) -n $(WORKERS) -m "not compile"

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import gdn
 from gdn.backends import load
 from gdn.backends.eager.blocks import plan
-from gdn.bench.accuracy import check, compare, law, run
+from gdn.bench.accuracy import answers, check, compare, expect, judge, law, run
 from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.ops import library
 from gdn.problem import parse
@@ -375,6 +375,25 @@ def test_a_wrong_answer_is_refused(backend, device):
 
     assert all(row.ok for row in check(form(chunk, backend), case, torch.float32, device=device))
     assert not all(row.ok for row in check(dropped_state, case, torch.float32, device=device))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("K", [32, 128])
+def test_rows_of_any_norm_and_writes_of_any_strength(backend, device, dtype, K):
+    """Rows of q and k from 0 to 16 times a unit's, beta from 0 to 1, side by side in one chunk."""
+    case = Case("mild", lengths=rows(70), heads=(1, 2), sizes=(K, 32), use_qk_l2norm_in_kernel=True)
+    given = inputs(case, dtype, device=device)
+    place = torch.arange(70, device=device)
+    norms = torch.tensor([0.0, 2**-4, 1.0, 16.0], device=device)
+    for name, x in (("q", norms[place // 5 % 4]), ("k", norms[place % 4])):
+        given.tensors[name] *= x[:, None, None].to(dtype)
+    strengths = torch.tensor([0.0, 1e-5, 9e-4, 2e-3, 1.0], device=device)
+    given.tensors["beta"].copy_(strengths[place % 5][None, :, None])
+    expected = expect(given, lambda: given, 1, True)
+    results = answers(form(chunk, backend), given)
+    wrong = [(row.output, row.error) for row in judge(results, expected, case) if not row.ok]
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("function", CHUNKED)

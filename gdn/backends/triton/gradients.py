@@ -4,14 +4,15 @@ leaves), and dr in the place of dv. With v_new = A_inv beta (v - e^G k S_in) mad
     E_ij = scale D_ij <do_i, v_new_j>;   F_ij = -beta_i D_ij <dr_i, v_new_j>, i > j;   D_ij = e^(G_i - G_j)
     dq = scale e^G do S_in^T + E k
     dk = e^(G_C - G) v_new dS^T - beta e^G dr S_in^T + E^T q + (F + F^T) k
-    dv = beta dr;   dbeta = <dr, v - e^G k S_in> + row sums of F kk / beta
+    dv = beta dr;   dbeta = <dr, v_new> / beta = <dr, v - e^G k S_in> + row sums of F kk / beta
     dg_t = e^(G_C) <S_in, dS> + sum_{i >= t > j} (E qk + F kk)_ij
            + sum_{i >= t} (<q_i, dq_i through S> + <k_i, dk_i through S>) + sum_{j < t} <k_j, dk_j through dS>
 
 in which nothing cancels. The first kernel, a program per chunk and value head, makes E, F, dv and all that
 the gates need; the second, a program per chunk and key head, dq and dk, summed over the value heads in
 registers. One kernel for both would need twice the registers there are. E and F wait in the places of dq and
-dk, which are the second kernel's to fill: rows i, and a block of columns j for each value head.
+dk, which are the second kernel's to fill: rows i, and a block of columns j for each value head. With l2norm
+they bring the norms of both sides, so that raw rows of q and k are the other operands.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, v, do, dr, dv 1536, S_in and dS 1024,
 A_inv 128, E and F 256, factors 40: 2990; and q, k, v, do, dv 1280, S_in and dS 1024, A_inv, E and F 384, dq
@@ -210,10 +211,10 @@ def through_norm(
     dx, along, x_ptr, rstd, row, first, length, head, x_b, x_t, x_h, columns,
     D: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of raw rows x from that of n = x rstd, which comes times rstd: dx - n <n, dx>.
+    """Gradient of raw rows x from dx = rstd dn, dn being that of n = x rstd: dx - x rstd^2 <n, dn>.
 
-    Of a whole row <n, dx> is summed here, with dx's own rounding, so that what lies along x cancels; of a
-    block of one, `along` has it.
+    Of a whole row <n, dn> = <x, dx> is summed here, with dx's own rounding, so that what lies along x
+    cancels; of a block of one, `along` has it.
     """
     x = rows_of(x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D, C, UNIT).to(tl.float32)
     if columns.shape[0] >= D:
@@ -291,8 +292,8 @@ def rows_bwd_kernel(
         pairs_mask = is_token[:, None] & (tokens < C)[None, :]
         if q_rstd_ptr is not None and blocks > 1:
             shares = shares_ptr + tile * (FACTORS * C) + tokens
-            q_along += tl.load(shares + 4 * C) * q_rstd
-            k_along += tl.load(shares + 5 * C) * k_rstd
+            q_along += tl.load(shares + 4 * C)
+            k_along += tl.load(shares + 5 * C)
         F = tl.load(F_ptr + pairs_place, mask=pairs_mask, other=0.0)
         if keeps_norms(F_ptr):
             F = F.to(tl.float32) * k_rstd[:, None] * k_rstd[None, :]
