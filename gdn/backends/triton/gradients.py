@@ -61,6 +61,20 @@ def state_block(S_ptr, tile, ks, vs, K: tl.constexpr, V: tl.constexpr):
     return tl.load(S_ptr + tile * (K * V) + ks[:, None] * V + vs[None, :], mask=mask, other=0.0)
 
 
+@triton.jit
+def from_here_on(x, WIDE: tl.constexpr, C: tl.constexpr):
+    """sum_{i >= t} x_ji for all t: a product with ones takes a third of a cumulative sum's shuffles."""
+    if WIDE:
+        return tl.cumsum(x, 1, reverse=True)
+    else:
+        tokens = tl.arange(0, C)
+        ones = tl.where(tokens[:, None] >= tokens[None, :], 1.0, 0.0).to(tl.bfloat16)
+        # two numbers of 8 bits each for one of fp32: 2^-17 of x is lost
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(low, ones, tl.dot(high, ones))
+
+
 @kernel
 def pairs_bwd_kernel(
     q_ptr, k_ptr, v_ptr, G_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, table_ptr,
@@ -193,7 +207,7 @@ def pairs_bwd_kernel(
     dbeta = tl.where(is_small, apart + tl.sum(F, 0), whole / tl.where(is_small, 1.0, beta))
     F = F * beta[None, :]
     # what g_t decays: the pairs with i >= t > j
-    sums = tl.cumsum(tl.where(is_below, E + F, 0.0), 1, reverse=True)
+    sums = from_here_on(tl.where(is_below, E + F, 0.0), k_ptr.dtype.element_ty == tl.float32, C)
     shares = shares_ptr + tile * (FACTORS * C) + tokens
     tl.store(shares, tl.sum(tl.where(is_below, sums, 0.0), 0))
     tl.store(shares + C, from_q + from_k)
