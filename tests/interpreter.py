@@ -1,8 +1,10 @@
-"""Triton's interpreter made right for bfloat16, for 3.6 to 3.9. `install()` it before a kernel is run.
+"""Triton's interpreter made right for bfloat16 and tf32, for 3.6 to 3.9. `install()` it before kernels run.
 
 The interpreter keeps a bf16 value as its bits in a uint16 and computes on those as if they were numbers. Here
 an operation meets such operands as fp32, and its result is rounded back, as the hardware does. Storing the
 bits is left as it is: loads, stores, reshapes and bit casts have no need of the number.
+
+A product in tf32 drops the last 13 bits of fp32 operands, as tensor cores do.
 """
 
 from functools import wraps
@@ -50,6 +52,26 @@ def computing(operation):
         return narrowed(result)
 
     return wrapped
+
+
+def dropping(dot):
+    """A product whose fp32 operands lose what tf32 has no place for, where that is asked for."""
+
+    @wraps(dot)
+    def wrapped(self, a, b, acc, precision, *rest):
+        if precision == interpreter._ir.INPUT_PRECISION.TF32:
+            a, b = tf32(a), tf32(b)
+        return dot(self, a, b, acc, precision, *rest)
+
+    return wrapped
+
+
+def tf32(handle):
+    """Ten bits behind the point; numbers of 16 bits have no more."""
+    if handle.dtype.scalar != tl.float32:
+        return handle
+    bits = np.ascontiguousarray(handle.data, dtype=np.float32).view(np.uint32)
+    return Handle((bits & np.uint32(0xFFFFE000)).view(np.float32), tl.float32)
 
 
 def casting(cast):
@@ -119,6 +141,7 @@ def install():
         return
     for name in ARITHMETIC:
         setattr(Builder, name, computing(getattr(Builder, name)))
+    Builder.create_dot = dropping(Builder.create_dot)
     Builder.cast_impl = casting(Builder.cast_impl)
     Builder.create_fp_to_fp = rounding(Builder.create_fp_to_fp)
     Builder.get_bf16 = bf16_constant

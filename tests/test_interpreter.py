@@ -1,4 +1,4 @@
-"""The repaired interpreter: bf16 to the bit as torch computes it."""
+"""The repaired interpreter: bf16 to the bit as torch computes it, tf32 as tensor cores read it."""
 
 import pytest
 import torch
@@ -45,6 +45,25 @@ def _dot(a_ptr, b_ptr, o_ptr, sums_ptr, count, N: tl.constexpr):
     tl.store(sums_ptr + i, tl.max(a, 1))
     tl.store(sums_ptr + N + i, tl.sum(a, 0))
     tl.store(sums_ptr + 2 * N + i, tl.cumsum(tl.load(a_ptr + i), 0))
+
+
+@triton.jit
+def _dots(a_ptr, b_ptr, o_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tile = i[:, None] * N + i[None, :]
+    a, b = tl.load(a_ptr + tile), tl.load(b_ptr + tile)
+    tl.store(o_ptr + tile, tl.dot(a, b, input_precision="tf32"))
+    tl.store(o_ptr + N * N + tile, tl.dot(a, b, input_precision="tf32x3"))
+
+
+def test_tf32_drops_13_bits(triton_device):
+    a, b = (torch.randn(N, N, device=triton_device) for _ in range(2))
+    o = torch.empty(2, N, N, device=triton_device)
+    _dots[(1,)](a, b, o, N)
+    kept_a, kept_b = ((x.view(torch.int32) & -(2**13)).view(torch.float32) for x in (a, b))
+    dropped, exact = kept_a.double() @ kept_b.double(), a.double() @ b.double()
+    assert (o[0] - dropped).norm() < 1e-5 * exact.norm() and (exact - dropped).norm() > 1e-4 * exact.norm()
+    assert (o[1] - exact).norm() < 1e-5 * exact.norm()
 
 
 def test_a_cast_rounds_to_the_nearest_even(triton_device):
