@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gdn
+from gdn.integrations import transformers
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,13 +24,15 @@ def blocks(page: Path) -> list[str]:
 def test_the_python_of_a_page_runs(page):
     """A page is one session: each block sees the names of those above it."""
     pytest.importorskip("transformers")
+    assert not transformers._active
     session: dict[str, object] = {}
     try:
         for block in blocks(page):
             exec(compile(block, str(page), "exec"), session)
     finally:
         # a page may patch Transformers and leave it so
-        gdn.patch_transformers().undo()
+        for patch in list(transformers._active):
+            patch.undo()
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -112,19 +112,23 @@ def present(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x.contiguous()
 
 
+def _settled(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def check_offsets(problem: Problem | ConvProblem) -> None:
     """Refuse bad cu_seqlens before anything is computed; on a device only in debug mode (it must be read)."""
     if problem.cu_seqlens is not None:
         host_offsets(problem.cu_seqlens, problem.cu_seqlens_cpu, problem.T, read_device=settings.debug())
 
 
-def _chunk_forward(*args: Any) -> tuple[Tensor, ...]:
+def _chunk_forward(*args: Any) -> tuple[Tensor | None, ...]:
     problem, save = Problem(*args[:NUM_FIELDS]), args[NUM_FIELDS]
     check_offsets(problem)
 
-    def run() -> tuple[Tensor, ...]:
+    def run() -> tuple[Tensor | None, ...]:
         o, final, saved = select(problem).chunk_forward(problem, save)
-        return tuple(present(x, problem.q) for x in (o, final, *saved.tensors()))
+        return tuple(map(_settled, (o, final, *saved.tensors())))
 
     return guarded("chunk_forward", problem.device, args[:10], run)
 
@@ -145,27 +149,34 @@ def _outputs_fake(problem: Problem) -> tuple[Tensor, Tensor]:
     return o, o.new_empty(problem.state_shape, dtype=problem.state_dtype)
 
 
-def _recurrent_forward(*args: Any) -> tuple[Tensor, Tensor]:
+def _recurrent_forward(*args: Any) -> tuple[Tensor | None, ...]:
     problem = Problem(*args)
     check_offsets(problem)
 
-    def run() -> tuple[Tensor, Tensor]:
-        o, final = select(problem).recurrent_forward(problem)
-        return present(o, o), present(final, o)
+    def run() -> tuple[Tensor | None, ...]:
+        return tuple(map(_settled, select(problem).recurrent_forward(problem)))
 
     return guarded("recurrent_forward", problem.device, args[:10], run)
 
 
-def _chunk_backward(*args: Any) -> tuple[Tensor, ...]:
+def _chunk_backward(*args: Any) -> tuple[Tensor | None, ...]:
     problem = Problem(*args[:NUM_FIELDS])
     end = NUM_FIELDS + NUM_SAVED
     saved, (do, dS) = Saved(*args[NUM_FIELDS:end]), args[end:]
 
-    def run() -> tuple[Tensor, ...]:
-        gradients = select(problem).chunk_backward(problem, saved, do, dS)
-        return tuple(present(x, problem.q) for x in gradients.tensors())
+    def run() -> tuple[Tensor | None, ...]:
+        return tuple(map(_settled, select(problem).chunk_backward(problem, saved, do, dS).tensors()))
 
     return guarded("chunk_backward", problem.device, (do, dS), run)
+
+
+def _as_operator(body: Any) -> Any:
+    """What is registered of a body: empty tensors for None, as an operator returns none."""
+
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        return tuple(present(x, args[0]) for x in body(*args))
+
+    return run
 
 
 def _chunk_backward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -178,7 +189,7 @@ _OUTPUTS = "Tensor o, Tensor final_state"
 chunk_forward = define(
     "chunk_forward",
     f"({RULE}, bool save) -> ({_OUTPUTS}, {SAVED.replace('?', '')})",
-    _chunk_forward,
+    _as_operator(_chunk_forward),
     _chunk_forward_fake,
 )
 chunk_backward = define(
@@ -186,18 +197,18 @@ chunk_backward = define(
     f"({RULE}, {SAVED}, Tensor? do, Tensor? dfinal_state) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dA_log, Tensor ddt_bias, "
     "Tensor dinitial_state)",
-    _chunk_backward,
+    _as_operator(_chunk_backward),
     _chunk_backward_fake,
 )
 recurrent_forward = define(
     "recurrent_forward",
     f"({RULE}) -> ({_OUTPUTS})",
-    _recurrent_forward,
+    _as_operator(_recurrent_forward),
     lambda *args: _outputs_fake(Problem(*args)),
 )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     """Save the problem's tensors and, where the forward was a saving chunk_forward, what it saved."""
     args = inputs[:NUM_FIELDS]
     outputs = output[2:] if len(output) > 2 and inputs[NUM_FIELDS] else (None,) * NUM_SAVED
@@ -229,21 +240,18 @@ class _Rule(torch.autograd.Function):
     """A body with its gradient and no operator around it: 250 us of host time sooner where nobody traces."""
 
     @staticmethod
-    def forward(ctx: Any, body: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, body: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
         output = body(*inputs)
         _keep(ctx, inputs, output)
-        o, final_state = output[:2]
-        if not ctx.options[1]:
-            ctx.mark_non_differentiable(final_state)
-        return o, final_state
+        return output[:2]  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         return (None, *_differentiate(ctx, *gradients, skip=1))
 
 
-def rule(problem: Problem, *, is_recurrent: bool) -> tuple[Tensor, Tensor]:
-    """o and final_state (empty if not asked for), with autograd; as an operator where somebody traces."""
+def rule(problem: Problem, *, is_recurrent: bool) -> tuple[Tensor, Tensor | None]:
+    """o and final_state (None or empty where not asked for), with autograd; an operator under a trace."""
     p = problem
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in p.differentiable)
     inputs = p.arguments() if is_recurrent else (*p.arguments(), save)

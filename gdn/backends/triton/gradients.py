@@ -62,6 +62,13 @@ def state_block(S_ptr, tile, ks, vs, K: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
+def store_pairs(E_ptr, F_ptr, E, F, beta, place, mask):
+    """E and beta F, laid out for the rows of dq and dk."""
+    tl.store(E_ptr + place, E.to(E_ptr.dtype.element_ty), mask=mask)
+    tl.store(F_ptr + place, (F * beta[None, :]).to(F_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def from_here_on(x, WIDE: tl.constexpr, C: tl.constexpr):
     """sum_{i >= t} x_ji for all t: a product with ones takes a third of a cumulative sum's shuffles."""
     if WIDE:
@@ -179,17 +186,13 @@ def pairs_bwd_kernel(
     pairs_place = pairs_place[None, :] + tokens[:, None]
     pairs_mask = is_token[None, :] & (tokens[:, None] < C)
     if keeps_norms(E_ptr):
-        tl.store(E_ptr + pairs_place, E.to(E_ptr.dtype.element_ty), mask=pairs_mask)
-        beta = factor(shares_ptr, tile, 3, C)
-        tl.store(F_ptr + pairs_place, (F * beta[None, :]).to(F_ptr.dtype.element_ty), mask=pairs_mask)
+        store_pairs(E_ptr, F_ptr, E, F, factor(shares_ptr, tile, 3, C), pairs_place, pairs_mask)
     rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     E = E * k_rstd[:, None] * rstd[None, :]
     rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     F = F * k_rstd[:, None] * rstd[None, :]
     if not keeps_norms(E_ptr):
-        tl.store(E_ptr + pairs_place, E.to(E_ptr.dtype.element_ty), mask=pairs_mask)
-        beta = factor(shares_ptr, tile, 3, C)
-        tl.store(F_ptr + pairs_place, (F * beta[None, :]).to(F_ptr.dtype.element_ty), mask=pairs_mask)
+        store_pairs(E_ptr, F_ptr, E, F, factor(shares_ptr, tile, 3, C), pairs_place, pairs_mask)
     qk = tl.zeros([C, C], tl.float32)
     kk = tl.zeros([C, C], tl.float32)
     for block in tl.range(0, blocks, loop_unroll_factor=at_once):

@@ -35,6 +35,7 @@ from gdn.problem import CHUNK, RESET, Problem
 class Forward:
     """The launches of one forward. `output` is None where the state pass makes the outputs."""
 
+    rooms: tuple[Shape | None, ...]  # G, A_inv, P, factors, q_rstd, k_rstd, S_in, v_new, final
     table: Table | None
     prepare: Launch
     state: Launch
@@ -81,16 +82,9 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
 def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
     """The forward of a tidy problem; `kept`: the dtype of states that enter chunks, where they are kept."""
     with on(p.device):
-        plan = _forwards.get((_key(p), kept), lambda: _plan_forward(p))
-        shapes = saves(p)
-        G, A_inv, q_rstd, k_rstd = (_room(p, shapes[i]) for i in (0, 1, 4, 5))
-        P = _pairs(p)
-        if kept is None and plan.output is not None:
-            kept = _operand(p)
-        S_in = None if kept is None else p.q.new_empty(p.num_chunks, p.HV, p.K, p.V, dtype=kept)
-        factors = _factors(p)
+        plan = _forwards.get((_key(p), kept), lambda: _plan_forward(p, kept))
+        G, A_inv, P, factors, q_rstd, k_rstd, S_in, v_new, final = (_room(p, x) for x in plan.rooms)
         o = p.v.new_empty(p.v.shape)
-        final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None
         table = _table(plan, p)
         tail = None if table is None else o
         ends = (p.initial_state, p.cu_seqlens, table)
@@ -99,7 +93,6 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
         if plan.output is None:
             plan.state(p.q, p.k, p.v, A_inv, P, factors, *ends, S_in, o, final)
         else:
-            v_new = p.v.new_empty(p.num_chunks, p.HV, CHUNK, p.V)
             plan.state(p.k, p.v, A_inv, factors, *ends, S_in, v_new, final)
             plan.output(p.q, P, factors, S_in, v_new, table, o)
     return o, final, Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
@@ -126,7 +119,8 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
             for x in (p.A_log, p.dt_bias)
         )
         norms = (saved.q_rstd, saved.k_rstd)
-        P, factors = _pairs(p), _factors(p)
+        P = p.q.new_empty(p.num_chunks, p.HV, CHUNK, CHUNK)
+        factors = p.q.new_empty(p.num_chunks, p.HV, FACTORS.value, CHUNK, dtype=torch.float32)
         plan.pairs(p.q, p.k, p.beta, saved.G, *norms, table, P, factors)
         plan.state(p.q, p.k, saved.A_inv, P, factors, do, dS, p.cu_seqlens, table, dS_out, dv, dS0)
         del P
@@ -217,14 +211,6 @@ def _operand(p: Problem) -> torch.dtype:
     return torch.float32 if tuned.refines(p) else p.q.dtype
 
 
-def _pairs(p: Problem) -> Tensor:
-    return p.q.new_empty(p.num_chunks, p.HV, CHUNK, CHUNK)
-
-
-def _factors(p: Problem) -> Tensor:
-    return p.q.new_empty(p.num_chunks, p.HV, FACTORS.value, CHUNK, dtype=torch.float32)
-
-
 def _key(p: Problem) -> Hashable:
     """Everything of a problem that its launches depend on, but for where its tensors lie."""
     q, k, v, g, beta, cu = p.q, p.k, p.v, p.g, p.beta, p.cu_seqlens
@@ -288,7 +274,7 @@ def _numbers(p: Problem) -> tuple[int, ...]:
     return (p.T, p.HV, p.HV // p.H, (p.T + CHUNK - 1) // CHUNK)
 
 
-def _plan_forward(p: Problem) -> Forward:
+def _plan_forward(p: Problem, kept: torch.dtype | None) -> Forward:
     a = _arguments(p)
     chosen = tuned.forward(p, machine(p.device))
     numbers = _numbers(p)
@@ -311,7 +297,7 @@ def _plan_forward(p: Problem) -> Forward:
     if chosen.is_fused:
         strides = _strides(a.unit, p.q, p.k, p.v)
         scan = Launch(scan_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
-        return Forward(a.table, prepare, scan, None)
+        return Forward(_rooms(p, kept, False), a.table, prepare, scan, None)
     strides = _strides(a.unit, p.k, p.v)
     state = Launch(state_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
     output = Launch(
@@ -321,7 +307,24 @@ def _plan_forward(p: Problem) -> Forward:
         {**shared, "BK": a.block, "BV": chosen.output.BV, "REFINE": tuned.refines(p)},
         chosen.output.num_warps,
     )
-    return Forward(a.table, prepare, state, output)
+    return Forward(_rooms(p, kept or _operand(p), True), a.table, prepare, state, output)
+
+
+def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool) -> tuple[Shape | None, ...]:
+    """What a forward allocates: see `Forward`."""
+    G, A_inv, _, _, q_rstd, k_rstd = saves(p)
+    narrow, tiles = p.q.dtype, (p.num_chunks, p.HV)
+    return (
+        G,
+        A_inv,
+        ((*tiles, CHUNK, CHUNK), narrow),
+        ((*tiles, FACTORS.value, CHUNK), torch.float32),
+        q_rstd,
+        k_rstd,
+        None if kept is None else ((*tiles, p.K, p.V), kept),
+        ((*tiles, CHUNK, p.V), narrow) if is_apart else None,
+        (p.state_shape, torch.float32) if p.output_final_state else None,
+    )
 
 
 def _plan_backward(p: Problem, do: Tensor) -> Backward:
