@@ -316,7 +316,6 @@ def _plan_keep(p: KeepProblem) -> Keep:
     BK, BV = (min(most, max(16, triton.next_power_of_2(size))) for most, size in ((UPDATED, p.K), (64, p.V)))
     lowest = 0 if p.null_slot is None else 1
     where = (_stride(p.cursor), _stride(p.index), _stride(p.accepted))
-    is_wide = torch.float32 in (p.history_u.dtype, p.history_k.dtype)
     fold = Launch(
         fold_kernel,
         n * layers * HV * triton.cdiv(p.V, BV) * triton.cdiv(p.K, BK),
@@ -327,7 +326,8 @@ def _plan_keep(p: KeepProblem) -> Keep:
         {
             "K": p.K, "V": p.V, "BK": BK, "BV": BV, "BT": MOST,
             "AXIS": axis, "STATE_UNIT": state_unit, "UNIT": unit,
-            "PRECISION": precisions(is_wide, machine(p.state.device))["PRECISION"],
+            # a state in fp32 is carried in fp32, whatever its history is kept in
+            "PRECISION": precisions(True, machine(p.state.device))["PRECISION"],
         },
         4,
     )  # fmt: skip
