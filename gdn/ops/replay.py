@@ -5,17 +5,15 @@ The state after a token is HV K V numbers, what the token wrote to it HV V + H K
 and what was accepted is added to the state when its history is full.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from gdn import settings
 from gdn.backends import select
 from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
 from gdn.ops.library import define, guarded, is_plain
 from gdn.ops.repeats import remember, seen_before
-from gdn.ops.serving import GATES, nothing
+from gdn.ops.serving import GATES, nothing, run_checked, unchecked
 from gdn.problem import KeepProblem, ReplayProblem
 from gdn.problem.replay import parse_keep, parse_replay
 
@@ -108,9 +106,9 @@ def replay_decode(
         max_seqlen=max_seqlen, read_index=read_index, null_slot=null_slot, out=out, backend=backend,
     )  # fmt: skip
     if is_plain(q):
-        again = _run(problem)
+        again = run_checked("replay_decode", problem)
         if key is not None:
-            remember(key, _unchecked(problem) if again is None else again)
+            remember(key, unchecked("replay_decode", problem, _AFTER_OUT) if again is None else again)
     else:
         _replay_decode_op(*problem.arguments())
     return problem.out
@@ -167,33 +165,7 @@ def replay_commit(
 
 
 def _replay_decode(*args: Any) -> None:
-    _run(ReplayProblem(*args))
-
-
-def _run(problem: ReplayProblem) -> Any:
-    """Returns what the backend's function does: None, or a launch to be called again (`gdn.ops.repeats`)."""
-    p, again = problem, None
-    if p.cu_seqlens is not None:
-        p.spans(read_device=settings.debug())
-
-    def run() -> tuple[Tensor]:
-        nonlocal again
-        again = select(p).replay_decode(p)
-        return (p.out,)
-
-    guarded("replay_decode", p.q.device, (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias), run)
-    return again
-
-
-def _unchecked(problem: ReplayProblem) -> Callable[..., None]:
-    """What runs a call on other tensors of these kinds, for a backend whose function gives nothing back."""
-    options, backend, device = problem.arguments()[_AFTER_OUT:], select(problem), problem.q.device
-
-    def run(*tensors: Tensor | None) -> None:
-        other = ReplayProblem(*tensors, *options)  # type: ignore[arg-type]
-        guarded("replay_decode", device, (), lambda: backend.replay_decode(other))
-
-    return run
+    run_checked("replay_decode", ReplayProblem(*args))
 
 
 def _replay_commit(*args: Any) -> None:

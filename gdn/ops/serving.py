@@ -17,7 +17,7 @@ from gdn.backends import select
 from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
 from gdn.ops.library import define, guarded, is_plain, library
 from gdn.ops.repeats import remember, seen_before
-from gdn.problem import DecodeProblem
+from gdn.problem import DecodeProblem, ReplayProblem
 from gdn.problem.serving import one_state_per_row, parse_decode, parse_packed
 
 
@@ -136,9 +136,9 @@ def decode(
         round_state=round_state, exact_packet=exact_packet, out=out, backend=backend,
     )  # fmt: skip
     if is_plain(q):
-        again = _run(problem)
+        again = run_checked("decode", problem)
         if key is not None:
-            remember(key, _unchecked(problem) if again is None else again)
+            remember(key, unchecked("decode", problem, _AFTER_OUT) if again is None else again)
     else:
         _decode_op(*problem.arguments())
     return problem.out
@@ -217,7 +217,7 @@ def decode_packed(
         round_state=round_state, exact_packet=exact_packet, out=out, backend=backend,
     )  # fmt: skip
     if is_plain(q):
-        again = _run(problem)
+        again = run_checked("decode", problem)
         if key is not None and again is not None:
             remember(key, again.packed(problem, mixed_qkv))
     else:
@@ -271,31 +271,32 @@ def decode_functional(
 
 
 def _decode(*args: Any) -> None:
-    _run(DecodeProblem(*args))
+    run_checked("decode", DecodeProblem(*args))
 
 
-def _run(problem: DecodeProblem) -> Any:
-    """Returns what the backend's `decode` does: None, or a launch to be called again (`gdn.ops.repeats`)."""
+def run_checked(name: str, problem: DecodeProblem | ReplayProblem) -> Any:
+    """Returns what the backend's function does: None, or a launch to be called again (`gdn.ops.repeats`)."""
     p, again = problem, None
     if p.cu_seqlens is not None:
         p.spans(read_device=settings.debug())
 
     def run() -> tuple[Tensor]:
         nonlocal again
-        again = select(p).decode(p)
+        again = getattr(select(p), name)(p)
         return (p.out,)
 
-    guarded("decode", p.q.device, (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias), run)
+    guarded(name, p.q.device, (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias), run)
     return again
 
 
-def _unchecked(problem: DecodeProblem) -> Callable[..., None]:
-    """What runs a decode on other tensors of these kinds, for a backend whose `decode` gives nothing back."""
-    options, backend, device = problem.arguments()[_AFTER_OUT:], select(problem), problem.q.device
+def unchecked(name: str, problem: DecodeProblem | ReplayProblem, first_option: int) -> Callable[..., None]:
+    """What runs a call on other tensors of these kinds, for a backend whose function gives nothing back."""
+    kind, device, function = type(problem), problem.q.device, getattr(select(problem), name)
+    options: tuple[Any, ...] = problem.arguments()[first_option:]
 
     def run(*tensors: Tensor | None) -> None:
-        other = DecodeProblem(*tensors, *options)  # type: ignore[arg-type]
-        guarded("decode", device, (), lambda: backend.decode(other))
+        other = kind(*tensors, *options)  # type: ignore[arg-type]
+        guarded(name, device, (), lambda: function(other))
 
     return run
 

@@ -133,23 +133,9 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
             p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, table, E, F, dv, factors
         )
         plan.rows_bwd(
-            p.q,
-            p.k,
-            p.v,
-            saved.G,
-            saved.A_inv,
-            *norms,
-            saved.S_in,
-            dS_out,
-            do,
-            dv,
-            table,
-            E,
-            F,
-            factors,
-            dq,
-            dk,
-        )
+            p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, dv, table, E, F, factors,
+            dq, dk,
+        )  # fmt: skip
         plan.gates(
             p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, dA_log, ddt_bias
         )  # fmt: skip
@@ -361,15 +347,15 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         pairs_bwd_kernel,
         a.entries * p.HV,
         strides,
-        {**shared, "BK": BK, "BV": chosen.pairs.BV, "REFINE": tuned.refines(p)},
-        chosen.pairs.num_warps,
+        {**shared, "BK": BK, "BV": chosen.gradients.BV, "REFINE": tuned.refines(p)},
+        chosen.gradients.num_warps,
     )
     rows_bwd = Launch(
         rows_bwd_kernel,
         a.entries * p.H * blocks,
         strides,
-        {**shared, "BK": BK, "BV": chosen.rows.BV, "REFINE": tuned.refines(p)},
-        chosen.rows.num_warps,
+        {**shared, "BK": BK, "BV": chosen.gradients.BV, "REFINE": tuned.refines(p)},
+        chosen.gradients.num_warps,
     )
     gates = Launch(
         gates_bwd_kernel,

@@ -41,8 +41,7 @@ class BackwardTiles(Pass):
     """Backward."""
 
     BK: int  # key columns of a program of the gradients
-    pairs: Tile
-    rows: Tile
+    gradients: Tile
 
 
 def refines(p: Problem) -> bool:
@@ -81,8 +80,7 @@ def backward(p: Problem, machine: Machine) -> BackwardTiles:
         is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
         most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
     warps, stages = _walk(p, machine, 3)
-    BK, gradients = _gradients(p, machine)
-    return BackwardTiles(_strip(p, most), warps, stages, BK, gradients, gradients)
+    return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine))
 
 
 def _gradients(p: Problem, machine: Machine) -> tuple[int, Tile]:
