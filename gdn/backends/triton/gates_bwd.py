@@ -13,7 +13,7 @@ import triton.language as tl
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import sigmoid
-from gdn.backends.triton.pairs import FACTORS
+from gdn.backends.triton.pairs import CROSSING, DBETA, ENTERING, LEAVING, ROWS, THROUGH
 from gdn.backends.triton.prepare import log_decay
 
 
@@ -33,13 +33,13 @@ def gates_bwd_kernel(
     is_token = tokens < length
     is_given = tokens < tl.abs(length)
     place = (row.to(tl.int64) * T + first + tokens) * HV + head
-    shares = shares_ptr + tile * (FACTORS * C) + tokens
+    shares = shares_ptr + tile * (ROWS * C) + tokens
     if dg_ptr is not None:
-        crossing = tl.load(shares, mask=is_token, other=0.0)
-        entering = tl.load(shares + C, mask=is_token, other=0.0).to(tl.float64)
-        leaving = tl.load(shares + 2 * C, mask=is_token, other=0.0).to(tl.float64)
+        crossing = tl.load(shares + CROSSING * C, mask=is_token, other=0.0)
+        entering = tl.load(shares + ENTERING * C, mask=is_token, other=0.0).to(tl.float64)
+        leaving = tl.load(shares + LEAVING * C, mask=is_token, other=0.0).to(tl.float64)
         has_any = length > 0
-        through = tl.load(shares_ptr + tile * (FACTORS * C) + 6 * C, mask=has_any, other=0.0)
+        through = tl.load(shares_ptr + tile * (ROWS * C) + THROUGH * C, mask=has_any, other=0.0)
         end = tl.load(
             G_ptr + (row.to(tl.int64) * T + first + length - 1) * HV + head, mask=has_any, other=0.0
         )
@@ -62,7 +62,7 @@ def gates_bwd_kernel(
                 tl.store(ddt_bias_ptr + tile, tl.sum(dg.to(tl.float64), 0))
         tl.store(dg_ptr + place, dg.to(dg_ptr.dtype.element_ty), mask=is_given)
     if dbeta_ptr is not None:
-        dbeta = tl.load(shares + 7 * C, mask=is_token, other=0.0)
+        dbeta = tl.load(shares + DBETA * C, mask=is_token, other=0.0)
         if SIGMOID:
             beta_place = beta_ptr + row.to(tl.int64) * beta_b + first.to(tl.int64) * beta_t + head * beta_h
             logit = tl.load(beta_place + tokens * beta_t, mask=is_token, other=0.0).to(tl.float32)

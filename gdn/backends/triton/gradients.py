@@ -34,7 +34,21 @@ from gdn.backends.triton.lib import (
     rows_of,
     solved,
 )
-from gdn.backends.triton.pairs import FACTORS, factor
+from gdn.backends.triton.pairs import (
+    ALONG_K,
+    ALONG_Q,
+    BETA,
+    CROSSING,
+    DBETA,
+    ENTERING,
+    INTO,
+    LEAVING,
+    OUT,
+    READ,
+    ROWS,
+    THROUGH,
+    factor,
+)
 
 SMALL = tl.constexpr(1e-3)  # below which beta is not divided by
 
@@ -84,12 +98,12 @@ def from_here_on(x, WIDE: tl.constexpr, C: tl.constexpr):
 
 @kernel
 def pairs_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, G_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, table_ptr,
-    E_ptr, F_ptr, dv_ptr, shares_ptr,
+    q_ptr, k_ptr, v_ptr, G_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, do_ptr, table_ptr,
+    E_ptr, F_ptr, dv_ptr, grown_ptr, shares_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     T, HV, ratio, chunks_per_row, scale, width,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, REFINE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HV
     chunk = tl.program_id(0) // HV
@@ -113,14 +127,11 @@ def pairs_bwd_kernel(
     tile = chunk.to(tl.int64) * HV + head
     k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
     q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
-    beta = factor(shares_ptr, tile, 3, C)
-    k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-    q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    beta = factor(shares_ptr, tile, BETA, C)
+    into = factor(shares_ptr, tile, INTO, C)
+    out = factor(shares_ptr, tile, OUT, C)
     blocks: tl.constexpr = (K + BK - 1) // BK
     at_once: tl.constexpr = unrolled(operand, blocks)
-    high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
-    into = tl.exp(high)
-    out = decay(high, low, end_high, end_low)
     A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
     E = tl.zeros([C, C], tl.float32)
     F = tl.zeros([C, C], tl.float32)
@@ -128,56 +139,45 @@ def pairs_bwd_kernel(
     whole = tl.zeros([C], tl.float32)
     from_q = tl.zeros([C], tl.float32)
     from_k = tl.zeros([C], tl.float32)
-    leaving = tl.zeros([C], tl.float32)
-    through = 0.0
-    for strip in range(0, V, BV):
+    for strip in tl.range(0, V, BV, num_stages=STAGES):
         vs = strip + tl.arange(0, BV)
+        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT).to(operand)
+        dr_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
+        dr_mask = is_token[:, None] & exist(vs, V)[None, :]
+        dr = tl.load(dr_place, mask=dr_mask, other=0.0).to(operand)
+        v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
         kS = tl.zeros([C, BV], tl.float32)
         qS = tl.zeros([C, BV], tl.float32)
-        S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
         for block in tl.range(0, blocks, loop_unroll_factor=at_once):
             if blocks > 1:
                 ks = block * BK + tl.arange(0, BK)
                 k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
                 q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
-                S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+            S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             qS = dot(q, S, qS, PRECISION)
             kS = dot(k, S, kS, PRECISION)
-        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT).to(operand)
         from_q += tl.sum(do.to(tl.float32) * qS, 1)
-        kS *= (into * k_rstd)[:, None]
-        dr_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
-        dr_mask = is_token[:, None] & exist(vs, V)[None, :]
-        dr = tl.load(dr_place, mask=dr_mask, other=0.0).to(operand)
+        kS *= into[:, None]
         wide_dr = dr.to(tl.float32)
         from_k -= tl.sum(wide_dr * kS, 1)
-        v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
         error = v.to(tl.float32) - kS
         apart += tl.sum(wide_dr * error, 1)
         v_new = solved(A_inv, beta[:, None] * error, PRECISION)
         whole += tl.sum(wide_dr * v_new, 1)
-        kdS = tl.zeros([C, BV], tl.float32)
-        for block in tl.range(0, blocks, loop_unroll_factor=at_once):
-            if blocks > 1:
-                ks = block * BK + tl.arange(0, BK)
-                k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
-                S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
-            dS = state_block(dS_ptr, tile, ks, vs, K, V).to(operand)
-            through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
-            kdS = dot(k, dS, kdS, PRECISION)
-        leaving += tl.sum(v_new * kdS, 1)
+        tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
+        grown = (v_new * out[:, None]).to(grown_ptr.dtype.element_ty)
+        tl.store(grown_ptr + tile_place, grown, mask=exist(vs, V)[None, :])
         v_operand = v_new.to(operand)
         E = dot(v_operand, tl.trans(do), E, PRECISION)
         F = dot(v_operand, tl.trans(dr), F, PRECISION)
-        # every lane has read dr by now; dv goes where it lay
-        tl.debug_barrier()
+        # dr lies in shared memory by now, for the product with it: dv goes where it lay
         tl.store(dr_place, (wide_dr * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=dr_mask)
-    from_q *= scale * into * q_rstd
+    from_q *= factor(shares_ptr, tile, READ, C)
     from_k *= beta
-    leaving *= out * k_rstd
     # [j, i]: key j down, query i across; vectors across are fetched here: each would hold 16 registers above
     is_below = tokens[:, None] < tokens[None, :]
-    high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
+    high, low, _, _ = load_sums(G_ptr, row, first, length, head, T, HV, C)
+    k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     D = decay(high[:, None], low[:, None], high[None, :], low[None, :])
     E = tl.where(tokens[:, None] <= tokens[None, :], E * D * scale, 0.0)
     F = tl.where(is_below, -F * D, 0.0)
@@ -186,13 +186,13 @@ def pairs_bwd_kernel(
     pairs_place = pairs_place[None, :] + tokens[:, None]
     pairs_mask = is_token[None, :] & (tokens[:, None] < C)
     if keeps_norms(E_ptr):
-        store_pairs(E_ptr, F_ptr, E, F, factor(shares_ptr, tile, 3, C), pairs_place, pairs_mask)
+        store_pairs(E_ptr, F_ptr, E, F, factor(shares_ptr, tile, BETA, C), pairs_place, pairs_mask)
     rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     E = E * k_rstd[:, None] * rstd[None, :]
     rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     F = F * k_rstd[:, None] * rstd[None, :]
     if not keeps_norms(E_ptr):
-        store_pairs(E_ptr, F_ptr, E, F, factor(shares_ptr, tile, 3, C), pairs_place, pairs_mask)
+        store_pairs(E_ptr, F_ptr, E, F, factor(shares_ptr, tile, BETA, C), pairs_place, pairs_mask)
     qk = tl.zeros([C, C], tl.float32)
     kk = tl.zeros([C, C], tl.float32)
     for block in tl.range(0, blocks, loop_unroll_factor=at_once):
@@ -204,23 +204,21 @@ def pairs_bwd_kernel(
         kk = dot(k, tl.trans(k), kk, PRECISION)
     E = E * qk
     F = F * kk
-    beta = factor(shares_ptr, tile, 3, C)
+    beta = factor(shares_ptr, tile, BETA, C)
     # <dr, v_new> / beta cancels nothing; where beta is next to nothing, its two parts
     is_small = beta < SMALL
     dbeta = tl.where(is_small, apart + tl.sum(F, 0), whole / tl.where(is_small, 1.0, beta))
     F = F * beta[None, :]
     # what g_t decays: the pairs with i >= t > j
     sums = from_here_on(tl.where(is_below, E + F, 0.0), k_ptr.dtype.element_ty == tl.float32, C)
-    shares = shares_ptr + tile * (FACTORS * C) + tokens
-    tl.store(shares, tl.sum(tl.where(is_below, sums, 0.0), 0))
-    tl.store(shares + C, from_q + from_k)
-    tl.store(shares + 2 * C, leaving)
-    tl.store(shares + 7 * C, dbeta)
+    shares = shares_ptr + tile * (ROWS * C) + tokens
+    tl.store(shares + CROSSING * C, tl.sum(tl.where(is_below, sums, 0.0), 0))
+    tl.store(shares + ENTERING * C, from_q + from_k)
+    tl.store(shares + DBETA * C, dbeta)
     if q_rstd_ptr is not None and blocks > 1:
-        # <q, dq> and <k, dk>, which the norms' adjoint takes off
-        tl.store(shares + 4 * C, from_q + tl.sum(E, 0))
-        tl.store(shares + 5 * C, from_k + leaving + tl.sum(E + F, 1) + tl.sum(F, 0))
-    tl.store(shares_ptr + tile * (FACTORS * C) + 6 * C, through)
+        # <q, dq> and, but for what leaves, <k, dk>, which the norms' adjoint takes off
+        tl.store(shares + ALONG_Q * C, from_q + tl.sum(E, 0))
+        tl.store(shares + ALONG_K * C, from_k + tl.sum(E + F, 1) + tl.sum(F, 0))
 
 
 @triton.jit
@@ -241,12 +239,11 @@ def through_norm(
 
 @kernel
 def rows_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, G_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, dv_ptr,
-    table_ptr, E_ptr, F_ptr, shares_ptr, dq_ptr, dk_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    T, HV, ratio, chunks_per_row, scale, width,
+    q_ptr, k_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, dv_ptr, grown_ptr, table_ptr,
+    E_ptr, F_ptr, shares_ptr, dq_ptr, dk_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, width,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, REFINE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
 ):  # fmt: skip
     num_heads = HV // ratio
     blocks: tl.constexpr = (K + BK - 1) // BK
@@ -269,8 +266,6 @@ def rows_bwd_kernel(
         return
 
     k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
-    k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-    q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     # of the normalised rows' gradients, times rstd
     dq = tl.zeros([C, BK], tl.float32)
     dk = tl.zeros([C, BK], tl.float32)
@@ -279,56 +274,65 @@ def rows_bwd_kernel(
     for j in range(ratio):
         head = key_head * ratio + j
         tile = chunk.to(tl.int64) * HV + head
-        beta = factor(shares_ptr, tile, 3, C)
-        high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
-        into = tl.exp(high)
-        out = decay(high, low, end_high, end_low) * k_rstd
-        A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
-        for strip in range(0, V, BV):
+        leaving = tl.zeros([C], tl.float32)
+        through = 0.0
+        of_q = factor(shares_ptr, tile, READ, C)
+        of_k = -factor(shares_ptr, tile, INTO, C)
+        for strip in tl.range(0, V, BV, num_stages=STAGES):
             vs = strip + tl.arange(0, BV)
             S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             dS = state_block(dS_ptr, tile, ks, vs, K, V).to(operand)
-            v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
             do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
             dv_mask = is_token[:, None] & exist(vs, V)[None, :]
             dv = tl.load(dv_ptr + (place * HV + head)[:, None] * V + vs[None, :], mask=dv_mask, other=0.0)
-            kS = dot(k, S, None, PRECISION)
+            grown_place = grown_ptr + tile * (C * V) + tokens[:, None] * V + vs[None, :]
+            grown = tl.load(grown_place, mask=exist(vs, V)[None, :], other=0.0).to(operand)
+            kdS = dot(k, dS, None, PRECISION)
+            through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
             for other in tl.range(1, blocks, loop_unroll_factor=at_once):
                 js = (own + other) % blocks * BK + tl.arange(0, BK)
                 k_other = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, js, K, C, UNIT)
-                S_other = state_block(S_in_ptr, tile, js, vs, K, V).to(operand)
-                kS = dot(k_other.to(operand), S_other, kS, PRECISION)
-            error = v.to(tl.float32) - kS * (into * k_rstd)[:, None]
-            v_new = solved(A_inv, beta[:, None] * error, PRECISION)
-            do = (do.to(tl.float32) * (scale * into * q_rstd)[:, None]).to(operand)
-            dq = dot(do, tl.trans(S), dq, PRECISION)
-            dv = (dv.to(tl.float32) * -(into * k_rstd)[:, None]).to(operand)
-            dk = dot(dv, tl.trans(S), dk, PRECISION)
-            dk = dot((v_new * out[:, None]).to(operand), tl.trans(dS), dk, PRECISION)
-        pairs_place = ((place * num_heads + key_head) * (width * 16) + j * C)[:, None] + tokens[None, :]
-        pairs_mask = is_token[:, None] & (tokens < C)[None, :]
+                S_other = state_block(S_in_ptr, tile, js, vs, K, V)
+                dS_other = state_block(dS_ptr, tile, js, vs, K, V)
+                through += tl.sum(S_other.to(tl.float32) * dS_other.to(tl.float32))
+                kdS = dot(k_other.to(operand), dS_other.to(operand), kdS, PRECISION)
+            leaving += tl.sum(grown.to(tl.float32) * kdS, 1)
+            dq = dot((do.to(tl.float32) * of_q[:, None]).to(operand), tl.trans(S), dq, PRECISION)
+            dk = dot((dv.to(tl.float32) * of_k[:, None]).to(operand), tl.trans(S), dk, PRECISION)
+            dk = dot(grown, tl.trans(dS), dk, PRECISION)
+        shares = shares_ptr + tile * (ROWS * C) + tokens
+        tl.store(shares + LEAVING * C, leaving, mask=is_token & (own == 0))
+        tl.store(shares_ptr + tile * (ROWS * C) + THROUGH * C, through, mask=own == 0)
         if q_rstd_ptr is not None and blocks > 1:
-            shares = shares_ptr + tile * (FACTORS * C) + tokens
-            q_along += tl.load(shares + 4 * C)
-            k_along += tl.load(shares + 5 * C)
-        F = tl.load(F_ptr + pairs_place, mask=pairs_mask, other=0.0)
-        if keeps_norms(F_ptr):
-            F = F.to(tl.float32) * k_rstd[:, None] * k_rstd[None, :]
-        F = F.to(of_pairs)
-        pairs_k = k.to(of_pairs)
-        dk = dot(F, pairs_k, dk, PRECISION)
-        dk = dot(tl.trans(F), pairs_k, dk, PRECISION)
-        E = tl.load(E_ptr + pairs_place, mask=pairs_mask, other=0.0)
-        if keeps_norms(E_ptr):
-            E = E.to(tl.float32) * q_rstd[:, None] * k_rstd[None, :]
-        E = E.to(of_pairs)
-        dq = dot(E, pairs_k, dq, PRECISION)
-        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(of_pairs)
-        dk = dot(tl.trans(E), q, dk, PRECISION)
+            q_along += tl.load(shares + ALONG_Q * C)
+            k_along += tl.load(shares + ALONG_K * C) + leaving
+    # of all value heads together: E k + E' k = (E + E') k
+    pairs_place = ((place * num_heads + key_head) * (width * 16))[:, None] + tokens[None, :]
+    pairs_mask = is_token[:, None] & (tokens < C)[None, :]
+    F = tl.zeros([C, C], tl.float32)
+    E = tl.zeros([C, C], tl.float32)
+    for j in range(ratio):
+        F += tl.load(F_ptr + pairs_place + j * C, mask=pairs_mask, other=0.0).to(tl.float32)
+        E += tl.load(E_ptr + pairs_place + j * C, mask=pairs_mask, other=0.0).to(tl.float32)
+    if keeps_norms(F_ptr):
+        k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+        q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+        F *= k_rstd[:, None] * k_rstd[None, :]
+        E *= q_rstd[:, None] * k_rstd[None, :]
+    F = F.to(of_pairs)
+    E = E.to(of_pairs)
+    pairs_k = k.to(of_pairs)
+    q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(of_pairs)
+    dk = dot(F, pairs_k, dk, PRECISION)
+    dk = dot(tl.trans(F), pairs_k, dk, PRECISION)
+    dq = dot(E, pairs_k, dq, PRECISION)
+    dk = dot(tl.trans(E), q, dk, PRECISION)
     # E and F have been read by every lane; dq and dk go where they may have lain
     tl.debug_barrier()
     mask = is_token[:, None] & exist(ks, K)[None, :]
     if q_rstd_ptr is not None:
+        k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+        q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
         dq = through_norm(
             dq, q_along, q_ptr, q_rstd, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT
         )

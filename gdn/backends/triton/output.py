@@ -8,7 +8,7 @@ import triton.language as tl
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import dot, exist, operand_of, rows_of
-from gdn.backends.triton.pairs import factor
+from gdn.backends.triton.pairs import READ, factor
 
 
 @kernel
@@ -39,8 +39,8 @@ def output_kernel(
     P = tl.load(P_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :])
     v_new_place = v_new_ptr + tile * (C * V) + tokens[:, None] * V + vs[None, :]
     v_new = tl.load(v_new_place, mask=exist(vs, V)[None, :], other=0.0)
-    into = factor(factors_ptr, tile, 1, C)
-    o = dot(P, v_new, o * into[:, None], PRECISION)
+    read = factor(factors_ptr, tile, READ, C)
+    o = dot(P, v_new, o * read[:, None], PRECISION)
     place = (row.to(tl.int64) * T + first + tokens) * HV + head
     o_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
     tl.store(o_ptr + place[:, None] * V + vs[None, :], o.to(o_ptr.dtype.element_ty), mask=o_mask)

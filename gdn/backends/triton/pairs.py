@@ -1,7 +1,7 @@
 """What the state passes need of a chunk's tokens beyond the tokens: pairs and factors.
 
     P_ij = scale e^(G_i - G_j) <q_i, k_j> for j <= i, norms included
-    factors: e^(G_C - G) k_rstd;  scale e^G q_rstd;  beta e^G k_rstd;  beta;  e^(G_C)
+    factors: OUT e^(G_C - G) k_rstd;  READ scale e^G q_rstd;  INTO e^G k_rstd;  BETA;  END e^(G_C)
 
 The state passes are chains from chunk to chunk: what does not depend on the state is made outside them, by
 prepare in the forward and by a kernel of its own in the backward. P is 128 bytes a token in bf16 and saves a
@@ -15,8 +15,13 @@ from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import decay, dot, load_beta, load_rstd, load_sums, rows_of
 
-# rows of a chunk's factors; in the backward the shares of the gates' gradients take all places but beta's
-FACTORS = tl.constexpr(8)
+# rows of a chunk's factors
+OUT, READ, INTO, BETA, END = (tl.constexpr(i) for i in range(5))
+# shares of its gates' gradients, which the backward puts beside them; CROSSING where OUT was, THROUGH for END
+CROSSING, THROUGH, ENTERING, LEAVING, DBETA, ALONG_Q, ALONG_K = (
+    tl.constexpr(i) for i in (0, 4, 5, 6, 7, 8, 9)
+)
+ROWS = tl.constexpr(10)
 
 
 @triton.jit
@@ -30,27 +35,27 @@ def pairs(qk, q_scale, k_rstd, high, low, C: tl.constexpr):
 
 @triton.jit
 def store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C: tl.constexpr):
-    """The factors [FACTORS, C] of a chunk; of row 6 only the first number; the others are left free."""
+    """The factors of a chunk; of END's row only the first number."""
     tokens = tl.arange(0, C)
-    base = factors_ptr + tile * (FACTORS * C)
+    base = factors_ptr + tile * (ROWS * C) + tokens
     into = tl.exp(high)
-    tl.store(base + tokens, decay(high, low, end_high, end_low) * k_rstd)
-    tl.store(base + C + tokens, into * q_scale)
-    tl.store(base + 2 * C + tokens, into * beta * k_rstd)
-    tl.store(base + 3 * C + tokens, beta)
-    tl.store(base + 6 * C, tl.exp(end_high))
+    tl.store(base + OUT * C, decay(high, low, end_high, end_low) * k_rstd)
+    tl.store(base + READ * C, into * q_scale)
+    tl.store(base + INTO * C, into * k_rstd)
+    tl.store(base + BETA * C, beta)
+    tl.store(factors_ptr + tile * (ROWS * C) + END * C, tl.exp(end_high))
 
 
 @triton.jit
 def factor(factors_ptr, tile, row: tl.constexpr, C: tl.constexpr):
     """One row of a chunk's factors [C]."""
-    return tl.load(factors_ptr + tile * (FACTORS * C) + row * C + tl.arange(0, C))
+    return tl.load(factors_ptr + tile * (ROWS * C) + row * C + tl.arange(0, C))
 
 
 @triton.jit
 def through(factors_ptr, tile, C: tl.constexpr):
     """e^(G_C), what the state is multiplied with on its way through a chunk."""
-    return tl.load(factors_ptr + tile * (FACTORS * C) + 6 * C)
+    return tl.load(factors_ptr + tile * (ROWS * C) + END * C)
 
 
 @kernel

@@ -11,6 +11,7 @@ Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +24,7 @@ from gdn.backends.triton.gates_bwd import gates_bwd_kernel
 from gdn.backends.triton.gradients import pairs_bwd_kernel, rows_bwd_kernel
 from gdn.backends.triton.launch import Launch, Plans, machine, on, unit_of
 from gdn.backends.triton.output import output_kernel
-from gdn.backends.triton.pairs import FACTORS, pairs_kernel
+from gdn.backends.triton.pairs import ROWS, pairs_kernel
 from gdn.backends.triton.prepare import prepare_kernel
 from gdn.backends.triton.scan import scan_kernel
 from gdn.backends.triton.state import state_kernel
@@ -120,7 +121,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         )
         norms = (saved.q_rstd, saved.k_rstd)
         P = p.q.new_empty(p.num_chunks, p.HV, CHUNK, CHUNK)
-        factors = p.q.new_empty(p.num_chunks, p.HV, FACTORS.value, CHUNK, dtype=torch.float32)
+        factors = p.q.new_empty(p.num_chunks, p.HV, ROWS.value, CHUNK, dtype=torch.float32)
         plan.pairs(p.q, p.k, p.beta, saved.G, *norms, table, P, factors)
         plan.state(p.q, p.k, saved.A_inv, P, factors, do, dS, p.cu_seqlens, table, dS_out, dv, dS0)
         del P
@@ -128,14 +129,11 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         # E and F lie in the places of dq and dk where a key head's columns hold those of its value heads
         width, is_shared = _pairs_width(p, plan.blocks)
         E, F = (dq, dk) if is_shared else (p.q.new_empty(p.B, p.T, p.H, width) for _ in range(2))
-        # the factors have been read: their place serves for the shares of the gates' gradients
+        grown = p.q.new_empty(p.num_chunks, p.HV, CHUNK, p.V, dtype=_operand(p))
         plan.pairs_bwd(
-            p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, table, E, F, dv, factors
+            p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, do, table, E, F, dv, grown, factors
         )
-        plan.rows_bwd(
-            p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, dS_out, do, dv, table, E, F, factors,
-            dq, dk,
-        )  # fmt: skip
+        plan.rows_bwd(p.q, p.k, *norms, saved.S_in, dS_out, do, dv, grown, table, E, F, factors, dq, dk)
         plan.gates(
             p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, dA_log, ddt_bias
         )  # fmt: skip
@@ -255,6 +253,11 @@ def _gate_strides(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in ((0, 0, 0) if x is None else x.stride()))
 
 
+def _strips(p: Problem, chosen: tuned.Pass) -> dict[str, Any]:
+    """Constants of a kernel that takes the value columns in strips."""
+    return {"BV": chosen.BV, "STAGES": chosen.stages, "REFINE": tuned.refines(p)}
+
+
 def _numbers(p: Problem) -> tuple[int, ...]:
     """T, HV, ratio, chunks_per_row."""
     return (p.T, p.HV, p.HV // p.H, (p.T + CHUNK - 1) // CHUNK)
@@ -273,13 +276,7 @@ def _plan_forward(p: Problem, kept: torch.dtype | None) -> Forward:
         chosen.prepare_warps,
     )
     programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
-    walk = {
-        **shared,
-        "BV": chosen.BV,
-        "V_FIRST": p.state_v_first,
-        "STAGES": chosen.stages,
-        "REFINE": tuned.refines(p),
-    }
+    walk = {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen)}
     if chosen.is_fused:
         strides = _strides(a.unit, p.q, p.k, p.v)
         scan = Launch(scan_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
@@ -304,7 +301,7 @@ def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool) -> tuple[Shape 
         G,
         A_inv,
         ((*tiles, CHUNK, CHUNK), narrow),
-        ((*tiles, FACTORS.value, CHUNK), torch.float32),
+        ((*tiles, ROWS.value, CHUNK), torch.float32),
         q_rstd,
         k_rstd,
         None if kept is None else ((*tiles, p.K, p.V), kept),
@@ -330,32 +327,25 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         state_bwd_kernel,
         p.N * p.HV * triton.cdiv(p.V, chosen.BV),
         (*_strides(a.unit, p.q, p.k, do), *numbers, a.entries),
-        {
-            **shared,
-            "BV": chosen.BV,
-            "V_FIRST": p.state_v_first,
-            "STAGES": chosen.stages,
-            "REFINE": tuned.refines(p),
-        },
+        {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen)},
         chosen.num_warps,
     )
     BK = min(a.BK, chosen.BK)
     blocks = triton.cdiv(p.K, BK)
     width, _ = _pairs_width(p, blocks)
-    strides = (*_strides(a.unit, p.q, p.k, p.v, do), *numbers, p.scale, width // 16)
     pairs_bwd = Launch(
         pairs_bwd_kernel,
         a.entries * p.HV,
-        strides,
-        {**shared, "BK": BK, "BV": chosen.gradients.BV, "REFINE": tuned.refines(p)},
-        chosen.gradients.num_warps,
+        (*_strides(a.unit, p.q, p.k, p.v, do), *numbers, p.scale, width // 16),
+        {**shared, "BK": BK, **_strips(p, chosen.pairs)},
+        chosen.pairs.num_warps,
     )
     rows_bwd = Launch(
         rows_bwd_kernel,
         a.entries * p.H * blocks,
-        strides,
-        {**shared, "BK": BK, "BV": chosen.gradients.BV, "REFINE": tuned.refines(p)},
-        chosen.gradients.num_warps,
+        (*_strides(a.unit, p.q, p.k, do), *numbers, width // 16),
+        {**shared, "BK": BK, **_strips(p, chosen.rows)},
+        chosen.rows.num_warps,
     )
     gates = Launch(
         gates_bwd_kernel,

@@ -16,7 +16,7 @@ import triton.language as tl
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import dot, exist, operand_of, rows_of, state_tile
-from gdn.backends.triton.pairs import factor, through
+from gdn.backends.triton.pairs import BETA, INTO, OUT, READ, factor, through
 
 
 @kernel
@@ -62,20 +62,20 @@ def scan_kernel(
             place, mask = state_tile(tile * (K * V), vs, ks, V, K, True)
             tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(S_operand, tl.trans(k), None, PRECISION)
-        beta = factor(factors_ptr, tile, 3, C)
-        carry = factor(factors_ptr, tile, 2, C)
-        r = beta[None, :] * v.to(tl.float32) - carry[None, :] * kS
+        beta = factor(factors_ptr, tile, BETA, C)
+        into = factor(factors_ptr, tile, INTO, C)
+        r = beta[None, :] * (v.to(tl.float32) - into[None, :] * kS)
         r_operand = r.to(operand)
         # the diagonal of A_inv is 1: what rounding r took from it is put back
         v_new = dot(r_operand, tl.trans(A_inv), r - r_operand.to(tl.float32), PRECISION)
-        into = factor(factors_ptr, tile, 1, C)
+        read = factor(factors_ptr, tile, READ, C)
         o = dot(S_operand, tl.trans(q), None, PRECISION)
-        o = o * into[None, :]
+        o = o * read[None, :]
         o = dot(v_new.to(operand), tl.trans(P), o, PRECISION)
         o_base = o_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
         o_mask = exist(vs, V)[:, None] & (tokens < length)[None, :]
         tl.store(o_base + tokens[None, :] * (HV * V) + vs[:, None], o.to(o_ptr.dtype.element_ty), mask=o_mask)
-        out = factor(factors_ptr, tile, 0, C)
+        out = factor(factors_ptr, tile, OUT, C)
         S = dot((v_new * out[None, :]).to(operand), k, S * through(factors_ptr, tile, C), PRECISION)
 
     if final_ptr is not None:

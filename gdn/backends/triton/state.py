@@ -16,7 +16,7 @@ import triton.language as tl
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import dot, exist, operand_of, rows_of, solved, state_tile
-from gdn.backends.triton.pairs import factor, through
+from gdn.backends.triton.pairs import BETA, INTO, OUT, factor, through
 
 
 @kernel
@@ -50,15 +50,15 @@ def state_kernel(
         k = k.to(operand)
         v = rows_of(v_ptr, row, start + done, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
-        beta = factor(factors_ptr, tile, 3, C)
-        carry = factor(factors_ptr, tile, 2, C)
-        out = factor(factors_ptr, tile, 0, C)
+        beta = factor(factors_ptr, tile, BETA, C)
+        into = factor(factors_ptr, tile, INTO, C)
+        out = factor(factors_ptr, tile, OUT, C)
 
         S_operand = S.to(operand)
         place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
         tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(k, S_operand, None, PRECISION)
-        r = beta[:, None] * v.to(tl.float32) - carry[:, None] * kS
+        r = beta[:, None] * (v.to(tl.float32) - into[:, None] * kS)
         v_new = solved(A_inv, r, PRECISION)
         tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
         tl.store(v_new_ptr + tile_place, v_new.to(v_new_ptr.dtype.element_ty), mask=exist(vs, V)[None, :])

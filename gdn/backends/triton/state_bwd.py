@@ -15,7 +15,7 @@ import triton.language as tl
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import dot, exist, operand_of, rows_of, solved, state_tile
-from gdn.backends.triton.pairs import factor, through
+from gdn.backends.triton.pairs import BETA, INTO, OUT, READ, factor, through
 
 
 @kernel
@@ -60,7 +60,7 @@ def state_bwd_kernel(
         dS_operand = dS.to(operand)
         place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
         tl.store(dS_out_ptr + place, dS.to(dS_out_ptr.dtype.element_ty), mask=mask)
-        out = factor(factors_ptr, tile, 0, C)
+        out = factor(factors_ptr, tile, OUT, C)
         dv_new = dot(k, dS_operand, None, PRECISION)
         dv_new = dot(tl.trans(P), do, dv_new * out[:, None], PRECISION)
         dr = solved(tl.trans(A_inv), dv_new, PRECISION)
@@ -68,10 +68,10 @@ def state_bwd_kernel(
         dr_place += tokens[:, None] * (HV * V) + vs[None, :]
         dr_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
         tl.store(dr_place, dr.to(dr_ptr.dtype.element_ty), mask=dr_mask)
-        into = factor(factors_ptr, tile, 1, C)
-        from_q = (do.to(tl.float32) * into[:, None]).to(operand)
+        read = factor(factors_ptr, tile, READ, C)
+        from_q = (do.to(tl.float32) * read[:, None]).to(operand)
         dS = dot(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION)
-        carry = factor(factors_ptr, tile, 2, C)
+        carry = factor(factors_ptr, tile, BETA, C) * factor(factors_ptr, tile, INTO, C)
         dS = dot(tl.trans(k), (dr * -carry[:, None]).to(operand), dS, PRECISION)
 
     if dinitial_ptr is not None:

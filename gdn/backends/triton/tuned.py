@@ -41,7 +41,8 @@ class BackwardTiles(Pass):
     """Backward."""
 
     BK: int  # key columns of a program of the gradients
-    gradients: Tile
+    pairs: Pass
+    rows: Pass
 
 
 def refines(p: Problem) -> bool:
@@ -83,8 +84,8 @@ def backward(p: Problem, machine: Machine) -> BackwardTiles:
     return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine))
 
 
-def _gradients(p: Problem, machine: Machine) -> tuple[int, Tile]:
-    """Key columns of a program, and its tile.
+def _gradients(p: Problem, machine: Machine) -> tuple[int, Pass, Pass]:
+    """Key columns of a program, and its strips of value columns for pairs and for rows.
 
     Blocks of 64 keys by 32 or 16 columns are for other machines than Hopper: there Triton 3.6 gives wgmma a
     wrong address in shared memory for them, in 16 bits (compute-sanitizer: out-of-bounds read). Elsewhere
@@ -93,12 +94,15 @@ def _gradients(p: Problem, machine: Machine) -> tuple[int, Tile]:
     """
     wide = is_wide(p)
     if machine.kind == "hip":
-        return (32 if wide else 64 if p.K > 128 else 128), Tile(_strip(p, 64) if wide else 64, 4)
+        strips = Pass(_strip(p, 64) if wide else 64, 4, 1)
+        return (32 if wide else 64 if p.K > 128 else 128), strips, strips
+    if machine.capability == 90 and (wide or p.K > 128):
+        strips = Pass(_strip(p, 64) if wide else 64, 4, 1)
+        return 64, strips, strips
     if machine.capability == 90:
-        return (64 if wide or p.K > 128 else 128), Tile(_strip(p, 64) if wide else 64, 4)
-    if wide:
-        return 32, Tile(16, 8)
-    return 64, Tile(32, 8)
+        return 128, Pass(32, 4, 2), Pass(32, 4, 2)
+    strips = Pass(16, 8, 1) if wide else Pass(32, 8, 1)
+    return (32 if wide else 64), strips, strips
 
 
 def _walk(p: Problem, machine: Machine, stages: int) -> tuple[int, int]:
