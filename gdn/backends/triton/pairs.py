@@ -25,12 +25,11 @@ ROWS = tl.constexpr(10)
 
 
 @triton.jit
-def pairs(qk, q_scale, k_rstd, high, low, C: tl.constexpr):
-    """P [C, C] of a chunk from the products of its rows; q_scale is scale times the queries' rstd."""
+def decays(high, low, k_rstd, C: tl.constexpr):
+    """e^(G_i - G_j) k_rstd_j for j <= i, else 0 [C, C]."""
     tokens = tl.arange(0, C)
-    P = qk * q_scale[:, None] * k_rstd[None, :]
-    P = P * decay(high[None, :], low[None, :], high[:, None], low[:, None])
-    return tl.where(tokens[:, None] >= tokens[None, :], P, 0.0)
+    D = decay(high[None, :], low[None, :], high[:, None], low[:, None]) * k_rstd[None, :]
+    return tl.where(tokens[:, None] >= tokens[None, :], D, 0.0)
 
 
 @triton.jit
@@ -85,6 +84,6 @@ def pairs_kernel(
     beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
     tile = chunk.to(tl.int64) * HV + head
     store_factors(factors_ptr, tile, beta, scale * q_rstd, k_rstd, high, low, end_high, end_low, C)
-    P = pairs(qk, scale * q_rstd, k_rstd, high, low, C)
+    P = qk * decays(high, low, k_rstd, C) * (scale * q_rstd)[:, None]
     square = tokens[:, None] * C + tokens[None, :]
     tl.store(P_ptr + tile * (C * C) + square, P.to(P_ptr.dtype.element_ty))

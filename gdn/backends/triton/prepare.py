@@ -17,8 +17,8 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, load_beta, rows_of, rstd_of, softplus, split, squares
-from gdn.backends.triton.pairs import pairs, store_factors
+from gdn.backends.triton.lib import dot, load_beta, rows_of, rstd_of, softplus, split, squares
+from gdn.backends.triton.pairs import decays, store_factors
 from gdn.backends.triton.tril import inverse
 
 
@@ -98,7 +98,8 @@ def prepare_kernel(
     end_high, end_low = split(tl.sum(tl.where(tokens == length - 1, G, 0.0), 0))
     tile = chunk.to(tl.int64) * HV + head
     square = tile * (C * C) + tokens[:, None] * C + tokens[None, :]
-    P = pairs(qk, q_scale, k_rstd, high, low, C)
+    D = decays(high, low, k_rstd, C)
+    P = qk * D * q_scale[:, None]
     tl.store(P_ptr + square, P.to(P_ptr.dtype.element_ty))
     store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C)
     kk = tl.zeros([C, C], tl.float32)
@@ -107,8 +108,6 @@ def prepare_kernel(
             ks = block + tl.arange(0, BK)
             k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
         kk = dot(k, tl.trans(k), kk, PRECISION)
-    A = kk * (beta * k_rstd)[:, None] * k_rstd[None, :]
-    D = decay(high[None, :], low[None, :], high[:, None], low[:, None])
-    A = tl.where(tokens[:, None] > tokens[None, :], A * D, 0.0)
+    A = kk * D * (beta * k_rstd)[:, None]
     A_inv = inverse(A, PRECISION, FORM)
     tl.store(A_inv_ptr + square, A_inv.to(A_inv_ptr.dtype.element_ty))
