@@ -4,7 +4,8 @@ The interpreter keeps a bf16 value as its bits in a uint16 and computes on those
 an operation meets such operands as fp32, and its result is rounded back, as the hardware does. Storing the
 bits is left as it is: loads, stores, reshapes and bit casts have no need of the number.
 
-A product in tf32 drops the last 13 bits of fp32 operands, as tensor cores do.
+A product in tf32 drops the last 13 bits of fp32 operands, as tensor cores do. The maximum or minimum of a
+number and NaN is the number, and exp2 is 0 below 2^-126, as on NVIDIA's GPUs.
 """
 
 from functools import wraps
@@ -135,6 +136,24 @@ def bf16_constant(self, value):
     return narrowed(Handle(np.array([value], dtype=np.float32), tl.float32))
 
 
+def flushing(exp2):
+    """exp2 in fp32 without subnormal results."""
+
+    @wraps(exp2)
+    def wrapped(self, x):
+        result = exp2(self, x)
+        if result.dtype.scalar == tl.float32:
+            result.data = np.where(result.data < np.float32(2.0**-126), np.float32(0), result.data)
+        return result
+
+    return wrapped
+
+
+def choosing(operation):
+    """A maximum or minimum that prefers numbers to NaN."""
+    return lambda self, x, y: self.binary_op(x, y, operation)
+
+
 def install():
     """Change the interpreter in place, once."""
     if hasattr(Builder.cast_impl, "__wrapped__"):
@@ -142,6 +161,8 @@ def install():
     for name in ARITHMETIC:
         setattr(Builder, name, computing(getattr(Builder, name)))
     Builder.create_dot = dropping(Builder.create_dot)
+    Builder.create_exp2 = flushing(Builder.create_exp2)
+    Builder.create_maxnumf, Builder.create_minnumf = choosing(np.fmax), choosing(np.fmin)
     Builder.cast_impl = casting(Builder.cast_impl)
     Builder.create_fp_to_fp = rounding(Builder.create_fp_to_fp)
     Builder.get_bf16 = bf16_constant

@@ -451,15 +451,16 @@ def test_protocols_in_a_cuda_graph():
     """Captured once, replayed on other slots, positions and trees."""
     for name in NAMES:
         first, second = (moved(inputs(B, T) | protocols()[name], "cuda") for _ in range(2))
-        indices = [k for k, v in second.items() if not v.is_floating_point()]
-        for k in indices:
-            second[k].copy_(second[k].roll(1, 0))
+        tensors = {k: v for k, v in second.items() if isinstance(v, torch.Tensor)}
+        for v in tensors.values():
+            if not v.is_floating_point():
+                v.copy_(v.roll(1, 0))
         held, out = moved(first, "cuda"), torch.empty_like(first["v"])
         gdn.decode(**held, out=out, backend="triton")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             gdn.decode(**held, out=out, backend="triton")
-        for k, v in second.items():
+        for k, v in tensors.items():
             held[k].copy_(v)
         graph.replay()
         want, state, kept = run("triton", "cuda", second)

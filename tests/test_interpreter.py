@@ -1,4 +1,4 @@
-"""The repaired interpreter: bf16 to the bit as torch computes it, tf32 as tensor cores read it."""
+"""The repaired interpreter: bf16 to the bit as torch computes it, tf32 as tensor cores read it, GPU corners."""
 
 import pytest
 import torch
@@ -64,6 +64,29 @@ def test_tf32_drops_13_bits(triton_device):
     dropped, exact = kept_a.double() @ kept_b.double(), a.double() @ b.double()
     assert (o[0] - dropped).norm() < 1e-5 * exact.norm() and (exact - dropped).norm() > 1e-4 * exact.norm()
     assert (o[1] - exact).norm() < 1e-5 * exact.norm()
+
+
+@triton.jit
+def _corners(x_ptr, o_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(o_ptr + i, tl.maximum(x, -1.0))
+    tl.store(o_ptr + N + i, tl.minimum(x, -1.0))
+    tl.store(o_ptr + 2 * N + i, tl.exp2(x))
+    tl.store(o_ptr + 3 * N + i, tl.exp2(x + 64.0) * 2.0**-64)
+
+
+def test_extremes_prefer_numbers_and_exp2_has_no_subnormals(triton_device):
+    x = torch.tensor([torch.nan, -130.0, -126.0, 0.0], device=triton_device)
+    o = torch.empty(4, 4, device=triton_device)
+    _corners[(1,)](x, o, 4)
+    wanted = [
+        [-1, -1, -1, 0],
+        [-1, -130, -126, -1],
+        [torch.nan, 0, 2**-126, 1],
+        [torch.nan, 2**-130, 2**-126, 1],
+    ]
+    torch.testing.assert_close(o.cpu(), torch.tensor(wanted), rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_a_cast_rounds_to_the_nearest_even(triton_device):

@@ -26,9 +26,14 @@ HEADS = 128  # at most, of a block
 
 @triton.jit
 def _exp(x):
-    """e^x of a float64 x in fp32; rounding x / log 2 to fp32 first would cost |x| last places."""
+    """e^x of a float64 x in fp32; rounding x / log 2 to fp32 first would cost |x| last places.
+
+    A GPU's exp2 is 0 below 2^-126, where fp32 still has numbers: it is asked for 2^64 times those.
+    """
     high, low = split(tl.where(x < -200.0, -200.0, x) * 1.4426950408889634)
-    return tl.exp2(high) * (1.0 + low * 0.6931471805599453)
+    is_tiny = high < -100.0
+    power = tl.exp2(tl.where(is_tiny, high + 64.0, high)) * (1.0 + low * 0.6931471805599453)
+    return power * tl.where(is_tiny, 2.0**-64, 1.0)
 
 
 @triton.jit

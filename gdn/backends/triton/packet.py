@@ -95,8 +95,9 @@ def gates_of(
             if dt_bias_ptr is not None:
                 g += tl.load(dt_bias_ptr).to(tl.float32)
             g = -tl.exp(tl.load(A_log_ptr).to(tl.float32)) * softplus(g)
-    # a log decay of -inf counts as RESET does: e to it is 0, and its sum with others is a number
-    g = tl.where(is_token, tl.maximum(g, RESET), 0.0)
+    # a log decay of -inf counts as RESET does: e to it is 0, and its sum with others is a number. A NaN
+    # stays one: on a GPU the maximum of it and RESET is RESET
+    g = tl.where(is_token, tl.where(g < RESET, RESET, g), 0.0)
     if beta_ptr is None:
         beta = tl.full(tokens.shape, 1.0, tl.float32)
     else:

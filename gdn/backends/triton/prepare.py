@@ -30,7 +30,8 @@ def log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET: tl.constexpr):
         if dt_bias_ptr is not None:
             g += tl.load(dt_bias_ptr + head).to(tl.float32)
         g = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * softplus(g)
-    return tl.maximum(g, RESET)
+    # a NaN stays one: on a GPU the maximum of it and RESET is RESET
+    return tl.where(g < RESET, RESET, g)
 
 
 @kernel
