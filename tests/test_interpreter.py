@@ -1,4 +1,4 @@
-"""The repaired interpreter: bf16 to the bit as torch computes it, tf32 as tensor cores read it, GPU corners."""
+"""The repaired interpreter: bf16 to the bit as torch computes it, tf32 as tensor cores read it, extremes."""
 
 import pytest
 import torch

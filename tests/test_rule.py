@@ -441,3 +441,18 @@ def test_what_is_saved_is_written_whole(poison, backend, device):
         problem = parse(*tensors(T, device=device), backend=backend)
         saved = library.chunk_forward(*problem.arguments(), True)[2:]
         assert all(bool(x.isfinite().all()) for x in saved)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 0, 30, 65], [0, 1, 2, 3, 4, 5, 6], [0, 64, 130]])
+def test_what_is_saved_of_packed_sequences_is_written_whole(poison, backend, device, offsets):
+    """Tiles that short sequences leave over, and tokens past the last one, hold nothing else either."""
+    x = [t[:1] for t in tensors(150, device=device)]
+    options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": torch.tensor(offsets, device=device)}
+    problem = parse(*x, **options, backend=backend)
+    saved = library.chunk_forward(*problem.arguments(), True)[2:]
+    assert all(bool(t.isfinite().all()) for t in saved)
+    results = library.chunk_backward(
+        *problem.arguments(), *(t if t.numel() else None for t in saved), x[2], None
+    )
+    assert all(bool(t.isfinite().all()) for t in results)

@@ -22,7 +22,7 @@ LONGEST = 16  # packet that is replayed
 # the file here that each slot of Backend comes from; the others, adjoints of single stages, are eager's
 SLOTS = {
     "saves": "rule",
-    "chunk_forward": "rule",
+    "chunk_forward": "whole",
     "chunk_backward": "rule",
     "recurrent_forward": "recurrent",
     "decode": "decode",
