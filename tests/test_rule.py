@@ -76,7 +76,9 @@ def test_opcheck_of_permuted_inputs(backend, device):
     assert all(out.is_contiguous() for outs in outputs for out in outs)
 
 
-def test_opcheck_backward_and_packed(backend, device):
+@pytest.mark.interpret
+def test_opcheck_backward_and_packed(poison, backend, device):
+    """In poisoned memory: what was not written is no equal of itself."""
     x = [t[:1] for t in tensors(device=device)]
     offsets = torch.tensor([0, 0, 30, 65], device=device)
     problem = parse(*x, cu_seqlens=offsets, output_final_state=True, backend=backend)
