@@ -1,12 +1,16 @@
 """Launching: numbers compile nothing, alignment and None are seen, plans are found again."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from gdn.backends.triton import launch
+from gdn.backends.triton import launch, rule, tuned
 from gdn.backends.triton.launch import Launch, Plans, unit_of
+from gdn.bench.cases import Case, inputs, packed, rows
+from gdn.problem import parse
 
 
 @launch.kernel
@@ -96,3 +100,25 @@ def test_a_machine_is_imagined_where_there_is_none():
     assert launch.machine(torch.device("cpu")) == launch.Machine("cuda", 90, 132, 227 * 1024)
     with launch.on(torch.device("cpu")):
         pass
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("lengths", [rows(200), packed(70, 0, 129, 1, tail=9)], ids=["dense", "packed"])
+def test_in_how_many_parts_gradients_are_made_changes_no_bit(monkeypatch, poison, triton_device, lengths):
+    case = Case(sizes=(32, 48), heads=(1, 2), lengths=lengths, use_qk_l2norm_in_kernel=True, state="wide")
+    given = inputs(case, torch.float32, device=triton_device)
+    problem = parse(**given.tensors, **given.options)
+    saved = rule.chunk_forward(problem, True)[2]
+    chosen = tuned.backward
+
+    def gradients(parts):
+        monkeypatch.setattr(rule.tuned, "backward", lambda *a: replace(chosen(*a), parts=parts))
+        rule._backwards.found.clear()
+        return rule.chunk_backward(problem, saved, given.do, given.dfinal_state)
+
+    whole = gradients(1)
+    for parts in (2, 3, 100):
+        for name, x in vars(gradients(parts)).items():
+            assert (x is None) == (getattr(whole, name) is None)
+            assert x is None or torch.equal(x, getattr(whole, name)), (parts, name)
+    rule._backwards.found.clear()

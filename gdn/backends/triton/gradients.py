@@ -101,12 +101,13 @@ def pairs_bwd_kernel(
     q_ptr, k_ptr, v_ptr, G_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, do_ptr, table_ptr,
     E_ptr, F_ptr, dv_ptr, grown_ptr, shares_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    T, HV, ratio, chunks_per_row, scale, width,
+    T, HV, ratio, chunks_per_row, scale, width, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HV
-    chunk = tl.program_id(0) // HV
+    part = tl.program_id(0) // HV
+    chunk = begin + part
     key_head = head // ratio
     num_heads = HV // ratio
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
@@ -164,9 +165,9 @@ def pairs_bwd_kernel(
         apart += tl.sum(wide_dr * error, 1)
         v_new = solved(A_inv, beta[:, None] * error, PRECISION)
         whole += tl.sum(wide_dr * v_new, 1)
-        tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
+        grown_place = (part.to(tl.int64) * HV + head) * (C * V) + tokens[:, None] * V + vs[None, :]
         grown = (v_new * out[:, None]).to(grown_ptr.dtype.element_ty)
-        tl.store(grown_ptr + tile_place, grown, mask=exist(vs, V)[None, :])
+        tl.store(grown_ptr + grown_place, grown, mask=exist(vs, V)[None, :])
         v_operand = v_new.to(operand)
         E = dot(v_operand, tl.trans(do), E, PRECISION)
         F = dot(v_operand, tl.trans(dr), F, PRECISION)
@@ -241,7 +242,7 @@ def through_norm(
 def rows_bwd_kernel(
     q_ptr, k_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, dv_ptr, grown_ptr, table_ptr,
     E_ptr, F_ptr, shares_ptr, dq_ptr, dk_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, width,
+    q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, width, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +250,8 @@ def rows_bwd_kernel(
     blocks: tl.constexpr = (K + BK - 1) // BK
     own = tl.program_id(0) % blocks
     key_head = (tl.program_id(0) // blocks) % num_heads
-    chunk = tl.program_id(0) // (blocks * num_heads)
+    part = tl.program_id(0) // (blocks * num_heads)
+    chunk = begin + part
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
     operand: tl.constexpr = operand_of(k_ptr, REFINE)
     tokens = tl.arange(0, C)
@@ -285,7 +287,8 @@ def rows_bwd_kernel(
             do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
             dv_mask = is_token[:, None] & exist(vs, V)[None, :]
             dv = tl.load(dv_ptr + (place * HV + head)[:, None] * V + vs[None, :], mask=dv_mask, other=0.0)
-            grown_place = grown_ptr + tile * (C * V) + tokens[:, None] * V + vs[None, :]
+            grown_place = grown_ptr + (part.to(tl.int64) * HV + head) * (C * V)
+            grown_place += tokens[:, None] * V + vs[None, :]
             grown = tl.load(grown_place, mask=exist(vs, V)[None, :], other=0.0).to(operand)
             kdS = dot(k, dS, None, PRECISION)
             through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))

@@ -50,10 +50,10 @@ class Backward:
     table: Table | None
     pairs: Launch
     state: Launch
-    pairs_bwd: Launch
-    rows_bwd: Launch
+    gradients: tuple[tuple[Launch, Launch], ...]  # of pairs and rows, of some chunks after the others
     gates: Launch
     blocks: int  # of key columns, each a program of rows_bwd
+    grown: Shape
 
 
 _forwards: Plans[Forward] = Plans()
@@ -129,11 +129,12 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         # E and F lie in the places of dq and dk where a key head's columns hold those of its value heads
         width, is_shared = _pairs_width(p, plan.blocks)
         E, F = (dq, dk) if is_shared else (p.q.new_empty(p.B, p.T, p.H, width) for _ in range(2))
-        grown = p.q.new_empty(p.num_chunks, p.HV, CHUNK, p.V, dtype=_operand(p))
-        plan.pairs_bwd(
-            p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, do, table, E, F, dv, grown, factors
-        )
-        plan.rows_bwd(p.q, p.k, *norms, saved.S_in, dS_out, do, dv, grown, table, E, F, factors, dq, dk)
+        grown = _room(p, plan.grown)
+        for pairs_bwd, rows_bwd in plan.gradients:
+            pairs_bwd(
+                p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, do, table, E, F, dv, grown, factors
+            )
+            rows_bwd(p.q, p.k, *norms, saved.S_in, dS_out, do, dv, grown, table, E, F, factors, dq, dk)
         plan.gates(
             p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, dA_log, ddt_bias
         )  # fmt: skip
@@ -333,20 +334,26 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
     BK = min(a.BK, chosen.BK)
     blocks = triton.cdiv(p.K, BK)
     width, _ = _pairs_width(p, blocks)
-    pairs_bwd = Launch(
-        pairs_bwd_kernel,
-        a.entries * p.HV,
-        (*_strides(a.unit, p.q, p.k, p.v, do), *numbers, p.scale, width // 16),
-        {**shared, "BK": BK, **_strips(p, chosen.pairs)},
-        chosen.pairs.num_warps,
-    )
-    rows_bwd = Launch(
-        rows_bwd_kernel,
-        a.entries * p.H * blocks,
-        (*_strides(a.unit, p.q, p.k, do), *numbers, width // 16),
-        {**shared, "BK": BK, **_strips(p, chosen.rows)},
-        chosen.rows.num_warps,
-    )
+    count = triton.cdiv(a.entries, chosen.parts)
+    gradients = []
+    for begin in range(0, a.entries, count):
+        entries = min(count, a.entries - begin)
+        pairs_bwd = Launch(
+            pairs_bwd_kernel,
+            entries * p.HV,
+            (*_strides(a.unit, p.q, p.k, p.v, do), *numbers, p.scale, width // 16, begin),
+            {**shared, "BK": BK, **_strips(p, chosen.pairs)},
+            chosen.pairs.num_warps,
+        )
+        rows_bwd = Launch(
+            rows_bwd_kernel,
+            entries * p.H * blocks,
+            (*_strides(a.unit, p.q, p.k, do), *numbers, width // 16, begin),
+            {**shared, "BK": BK, **_strips(p, chosen.rows)},
+            chosen.rows.num_warps,
+        )
+        gradients.append((pairs_bwd, rows_bwd))
+    grown = ((count, p.HV, CHUNK, p.V), _operand(p))
     gates = Launch(
         gates_bwd_kernel,
         a.entries * p.HV,
@@ -354,4 +361,4 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
         {"C": CHUNK, **a.activation, "RESET": RESET},
         1,
     )
-    return Backward(a.table, pairs, state, pairs_bwd, rows_bwd, gates, blocks)
+    return Backward(a.table, pairs, state, tuple(gradients), gates, blocks, grown)

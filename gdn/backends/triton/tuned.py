@@ -43,6 +43,7 @@ class BackwardTiles(Pass):
     BK: int  # key columns of a program of the gradients
     pairs: Pass
     rows: Pass
+    parts: int  # of the chunks, one after the other: what pairs leave for rows then takes little room
 
 
 def refines(p: Problem) -> bool:
@@ -81,7 +82,9 @@ def backward(p: Problem, machine: Machine) -> BackwardTiles:
         is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
         most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
     warps, stages = _walk(p, machine, 3)
-    return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine))
+    # two waves of programs a part: what lies between the two kernels is read from the cache, too
+    parts = max(1, min(16, p.num_chunks * p.HV // (4 * machine.num_sms)))
+    return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine), parts)
 
 
 def _gradients(p: Problem, machine: Machine) -> tuple[int, Pass, Pass]:
