@@ -334,7 +334,7 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
     BK = min(a.BK, chosen.BK)
     blocks = triton.cdiv(p.K, BK)
     width, _ = _pairs_width(p, blocks)
-    count = triton.cdiv(a.entries, chosen.parts)
+    count = max(1, triton.cdiv(a.entries, chosen.parts))
     gradients = []
     for begin in range(0, a.entries, count):
         entries = min(count, a.entries - begin)

@@ -82,14 +82,16 @@ def backward(p: Problem, machine: Machine) -> BackwardTiles:
         is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
         most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
     warps, stages = _walk(p, machine, 3)
-    # two waves of programs a part: what lies between the two kernels is read from the cache, too
-    parts = max(1, min(16, p.num_chunks * p.HV // (4 * machine.num_sms)))
+    # at least two waves of programs a part; on an H200 eight parts cost 4 % of the step, and save a tenth of room
+    parts = max(1, min(8, p.num_chunks * p.HV // (4 * machine.num_sms)))
     return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine), parts)
 
 
 def _gradients(p: Problem, machine: Machine) -> tuple[int, Pass, Pass]:
     """Key columns of a program, and its strips of value columns for pairs and for rows.
 
+    H200, 16/32 heads of 128 x 128, 8192 tokens, us of pairs and rows: 32 columns in 1, 2, 3 or 4 stages
+    433 + 404, 341 + 295, 301 + 269, 296 + 266; 64 in 1 or 2 431 + 380, 384 + 340; 16 in 3 362 + 318.
     Blocks of 64 keys by 32 or 16 columns are for other machines than Hopper: there Triton 3.6 gives wgmma a
     wrong address in shared memory for them, in 16 bits (compute-sanitizer: out-of-bounds read). Elsewhere
     more columns, or four warps, want more registers than there are: on sm_80 ptxas then gives up and makes
@@ -103,7 +105,7 @@ def _gradients(p: Problem, machine: Machine) -> tuple[int, Pass, Pass]:
         strips = Pass(_strip(p, 64) if wide else 64, 4, 1)
         return 64, strips, strips
     if machine.capability == 90:
-        return 128, Pass(32, 4, 2), Pass(32, 4, 2)
+        return 128, Pass(32, 4, 3), Pass(32, 4, 3)
     strips = Pass(16, 8, 1) if wide else Pass(32, 8, 1)
     return (32 if wide else 64), strips, strips
 
