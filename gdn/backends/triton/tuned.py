@@ -82,7 +82,7 @@ def backward(p: Problem, machine: Machine) -> BackwardTiles:
         is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
         most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
     warps, stages = _walk(p, machine, 3)
-    # two waves of programs a part, or more; on an H200 eight parts cost 4 % of a step and save a tenth of its room
+    # two waves of programs a part; on an H200 eight parts cost 4 % of a step and save a tenth of its room
     parts = max(1, min(8, p.num_chunks * p.HV // (4 * machine.num_sms)))
     return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine), parts)
 
