@@ -174,7 +174,7 @@ def _state_kernel(
 
 @kernel
 def _output_kernel(
-    table_ptr, q_ptr, k_ptr, v_new_ptr, G_ptr, S_in_ptr, o_ptr, T, HV, chunks_per_row, ratio, scale,
+    table_ptr, q_ptr, k_ptr, v_new_ptr, G_ptr, S_in_ptr, o_ptr, T, HV, chunks_per_row, ratio, keys, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +188,9 @@ def _output_kernel(
     vs = (tl.program_id(0) % STRIPS) * BV + tl.arange(0, BV)
     o = tl.zeros([C, BV], tl.float32)
     P = tl.zeros([C, C], tl.float32)
-    for i in range(0, K, BK):
+    # keys is K, unknown to the compiler: where the loop is one step, and folded, P is a product that the last
+    # one is chained to; with 8 warps, fp32 and K = 8 an H200 gave wrong outputs then, never from a loop
+    for i in range(0, keys, BK):
         ks = i + tl.arange(0, BK)
         q = _rows(q_ptr, row, first, length, head // ratio, T, HV // ratio, ks, K, C)
         k = _rows(k_ptr, row, first, length, head // ratio, T, HV // ratio, ks, K, C)
@@ -291,10 +293,12 @@ def chunk_output(
     cu_seqlens, HV = offsets(cu_seqlens, q), v_new.shape[2]
     o = room(q, v_new.shape, q.dtype, cu_seqlens)
     K, V = q.shape[3], v_new.shape[3]
-    constants = {"K": K, "V": V, "BK": _block(q, K), "BV": _block(q, V), "PRECISION": _precision(q)}
+    # an H200 was wrong with blocks of 16, see the kernel, and right with these
+    BK, BV = max(32, _block(q, K)), max(32, _block(q, V))
+    constants = {"K": K, "V": V, "BK": BK, "BV": BV, "PRECISION": _precision(q)}
     tensors = (*(x.contiguous() for x in (q, k, v_new, G, S_in)), o)
     strips = triton.cdiv(V, constants["BV"])
-    numbers = (HV // q.shape[2], float(scale))
+    numbers = (HV // q.shape[2], K, float(scale))
     launch_stage(
         _output_kernel,
         cu_seqlens,
