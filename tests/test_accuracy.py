@@ -1,5 +1,7 @@
 """accuracy.md for every backend: each pair of choices met, forward and backward, against the law in fp64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -84,6 +86,14 @@ def test_long_and_slow(backend, device, dtype):
         "slow", lengths=LENGTHS[15], heads=(1, 2), sizes=(32, 32), state="wide", use_qk_l2norm_in_kernel=True
     )
     assert not verdicts(chunk(backend), case, dtype, device=device)
+
+
+@pytest.mark.interpret
+def test_writes_that_take_back_what_was_written(backend, device):
+    """Identical keys and beta = 1: a state is the sum of differences, so that one coherent error adds up."""
+    identical = (c for c in COVERING if c.keys == "identical" and c.gate == "slow" and c.lengths.T == 129)
+    case = replace(next(identical), heads=(2, 2), sizes=(100, 100))
+    assert not verdicts(chunk(backend), case, torch.bfloat16, device=device)
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ class Saved:
     """
 
     G: GSum | None = None
-    A_inv: ChunkInverse | None = None
+    A_inv: ChunkInverse | None = None  # or A_inv - 1 with what rounding took: as its backend reads it
     S_in: ChunkStates | None = None  # [K, V] whatever the caller's layout
     v_new: ChunkValues | None = None  # A_inv (beta v) - A_inv (beta e^G k) S_in; zero past the chunk's end
     q_rstd: InverseNorm | None = None  # with l2norm in the kernel

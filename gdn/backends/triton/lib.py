@@ -137,9 +137,8 @@ def rstd_of(total):
 
 @triton.jit
 def solved(A_inv, r, PRECISION: tl.constexpr):
-    """A_inv r; the diagonal of A_inv being 1, what rounding r took from it is put back."""
-    operand = r.to(A_inv.dtype)
-    return dot(A_inv, operand, r - operand.to(tl.float32), PRECISION)
+    """A_inv r from A_inv - 1 as `prepare` leaves it: the diagonal takes r unrounded."""
+    return dot(A_inv, r.to(A_inv.dtype), r, PRECISION)
 
 
 @triton.constexpr_function

@@ -65,9 +65,8 @@ def scan_kernel(
         beta = factor(factors_ptr, tile, BETA, C)
         into = factor(factors_ptr, tile, INTO, C)
         r = beta[None, :] * (v.to(tl.float32) - into[None, :] * kS)
-        r_operand = r.to(operand)
-        # the diagonal of A_inv is 1: what rounding r took from it is put back
-        v_new = dot(r_operand, tl.trans(A_inv), r - r_operand.to(tl.float32), PRECISION)
+        # `lib.solved`, transposed
+        v_new = dot(r.to(operand), tl.trans(A_inv), r, PRECISION)
         read = factor(factors_ptr, tile, READ, C)
         o = dot(S_operand, tl.trans(q), None, PRECISION)
         o = o * read[None, :]
