@@ -1,6 +1,6 @@
 """What every test stands on: fixed seeds, few threads, memory that is never zero by luck, and where it runs.
 
-pytest: `eager` on the CPU, and `triton` on a CUDA device where there is one.
+pytest: `eager` on the CPU, and `triton` on a CUDA device where there is one (GDN_TEST_DEVICE: which).
 TRITON_INTERPRET=1 pytest -m interpret: `triton` on the CPU, its kernels interpreted; few and small problems.
 pytest -m compile: every kernel compiled for GPUs that need not be there.
 """
@@ -21,6 +21,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore = (
     [] if HAS_TRITON else ["test_compile.py", "test_cuda.py", "test_interpreter.py", "test_launch.py"]
 )
+GPU = os.environ.get("GDN_TEST_DEVICE", "cuda")
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     import interpreter
@@ -54,7 +55,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def device(backend: str) -> str:
     """Where a backend's tensors are to lie."""
-    return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
+    return GPU if backend == "triton" and not INTERPRETED else "cpu"
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def everywhere(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
     torch.set_default_device(None)
 
 
-@pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param(GPU, marks=pytest.mark.gpu)])
 def triton_device(request: pytest.FixtureRequest) -> str:
     """For tests of kernels themselves: a GPU, or the CPU where kernels are interpreted."""
     name: str = request.param
