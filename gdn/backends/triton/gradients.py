@@ -8,18 +8,19 @@ leaves), and dr in the place of dv. With v_new = A_inv beta (v - e^G k S_in) mad
     dg_t = e^(G_C) <S_in, dS> + sum_{i >= t > j} (E qk + F kk)_ij
            + sum_{i >= t} (<q_i, dq_i through S> + <k_i, dk_i through S>) + sum_{j < t} <k_j, dk_j through dS>
 
-in which nothing cancels. The first kernel, a program per chunk and value head, follows the chain to v_new and
-makes E, F, dv and what the gates need of S_in; it leaves e^(G_C - G) v_new for the second. That one, a program
-per chunk and key head, makes dq and dk, summed over the value heads in registers, and what the gates need of
-dS; none of its products waits for another, and E and F of all value heads are summed before their products.
-Both take strips of value columns and load the next while one is multiplied. E and F wait in the places of
-dq and dk, which are the second kernel's to fill: rows i, and a block of columns j for each value head. With
-l2norm they bring the norms of both sides, so that raw rows of q and k are the other operands. What is left
-for the second kernel has room for a part of the chunks: the kernels take turns, part by part.
+in which nothing cancels. The first kernel, a program per chunk and value head, follows the chain to
+v_new, makes E, F, dv and what the gates need of S_in, and leaves e^(G_C - G) v_new for the second. That
+one, a program per chunk and key head, makes dq and dk, summed over the value heads in registers, and what
+the gates need of dS; none of its products waits for another, and E and F of all value heads are summed
+before their products. Both take strips of value columns and load the next while one is multiplied. E and
+F wait in the places of dq and dk, which are the second kernel's to fill: rows i, and a block of columns j
+for each value head. With l2norm they bring the norms of both sides, so that raw rows of q and k are the
+other operands. What is left for the second kernel has room for a part of the chunks: the kernels take
+turns, part by part.
 
-Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, v, do, dr, dv 1536, S_in 512, A_inv 128, E
-and F 256, v_new 256, factors 40: 2730; and q, k, do, dv, v_new 1280, S_in and dS 1024, E and F 256, dq and dk
-512: 3070.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, v, do, dr, dv 1536, S_in 512, A_inv
+128, E and F 256, v_new 256, factors 40: 2730; and q, k, do, dv, v_new 1280, S_in and dS 1024, E and F
+256, dq and dk 512: 3070.
 """
 
 import triton
