@@ -53,6 +53,7 @@ RULE = {
     "fp32 64": (Case(sizes=(64, 64), state="wide", use_qk_l2norm_in_kernel=True), FP32, EVERYWHERE),
     "fp16 256": (Case(sizes=(256, 256), state="wide", use_qk_l2norm_in_kernel=True), FP16, EVERYWHERE),
     "bf16 60": (Case(sizes=(60, 60), raw_gate="no_bias", beta="sigmoid"), BF16, TUNED),
+    "bf16 32": (Case(sizes=(32, 32), state="wide", use_qk_l2norm_in_kernel=True), BF16, TUNED),
     "bf16 128 many": (Case(sizes=(128, 128), heads=(8, 16), lengths=rows(64)._replace(B=32)), BF16, TUNED),
     "fp32 128 all": (Case(sizes=(128, 128), **ALL), FP32, EVERYWHERE),
     "fp32 256": (Case(sizes=(256, 256), gate="absent", beta="absent"), FP32, NVIDIA),

@@ -110,7 +110,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     with on(p.device):
         key = (_key(p), do.stride(), None if dS is None else dS.dtype, saved.A_inv.dtype, saved.S_in.dtype)
         plan = _backwards.get(key, lambda: _plan_backward(p, do))
-        dv = p.v.new_empty(p.v.shape)
+        dv = p.v.new_empty(p.v.shape, dtype=_narrow(p))
         dg, dbeta, dS0 = (None if x is None else x.new_empty(x.shape) for x in (p.g, p.beta, p.initial_state))
         dS_out = _room(p, saves(p)[2])
         table = _table(plan, p)
@@ -120,7 +120,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
             for x in (p.A_log, p.dt_bias)
         )
         norms = (saved.q_rstd, saved.k_rstd)
-        P = p.q.new_empty(p.num_chunks, p.HV, CHUNK, CHUNK)
+        P = p.q.new_empty(p.num_chunks, p.HV, CHUNK, CHUNK, dtype=_narrow(p))
         factors = p.q.new_empty(p.num_chunks, p.HV, ROWS.value, CHUNK, dtype=torch.float32)
         plan.pairs(p.q, p.k, p.beta, saved.G, *norms, table, P, factors)
         plan.state(p.q, p.k, saved.A_inv, P, factors, do, dS, p.cu_seqlens, table, dS_out, dv, dS0)
@@ -138,9 +138,8 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         plan.gates(
             p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, dA_log, ddt_bias
         )  # fmt: skip
-        return Gradients(
-            dq, dk, dv, dg, dbeta, _total(dA_log, p.A_log), _total(ddt_bias, p.dt_bias), dS0
-        )  # fmt: skip
+        totals = _total(dA_log, p.A_log), _total(ddt_bias, p.dt_bias)
+        return Gradients(dq, dk, dv.to(p.v.dtype), dg, dbeta, *totals, dS0)
 
 
 def tidy(problem: Problem) -> Problem:
@@ -196,6 +195,11 @@ def _operand(p: Problem) -> torch.dtype:
     return torch.float32 if tuned.refines(p) else p.q.dtype
 
 
+def _narrow(p: Problem) -> torch.dtype:
+    """What passes from kernel to kernel without meeting a state."""
+    return torch.float32 if tuned.is_exact(p) else p.q.dtype
+
+
 def _key(p: Problem) -> Hashable:
     """Everything of a problem that its launches depend on, but for where its tensors lie."""
     q, k, v, g, beta, cu = p.q, p.k, p.v, p.g, p.beta, p.cu_seqlens
@@ -233,12 +237,12 @@ def _arguments(p: Problem, *others: Tensor) -> _Arguments:
     table = None if p.cu_seqlens is None else Table(p)
     strides = [s for x in (p.q, p.k, p.v, *others) for s in x.stride()[:3]]
     kind = machine(p.device).kind
-    BK = max(16, triton.next_power_of_2(p.K))
+    BK, narrow = max(16, triton.next_power_of_2(p.K)), _narrow(p)
     return _Arguments(
         table=table,
         entries=p.num_chunks if table is None else table.bound,
         unit=unit_of(*strides),
-        precision="tf32" if p.q.dtype != torch.float32 else "ieee" if kind == "hip" else "tf32x3",
+        precision="tf32" if narrow.itemsize < 4 else "ieee" if kind == "hip" else "tf32x3",
         BK=BK,
         block=min(BK, 32 if p.q.dtype == torch.float32 else 128),
         activation={"SIGMOID": p.use_beta_sigmoid_in_kernel, "NEGATIVE": p.allow_neg_eigval},
@@ -297,7 +301,7 @@ def _plan_forward(p: Problem, kept: torch.dtype | None) -> Forward:
 def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool) -> tuple[Shape | None, ...]:
     """What a forward allocates: see `Forward`."""
     G, A_inv, _, _, q_rstd, k_rstd = saves(p)
-    narrow, tiles = p.q.dtype, (p.num_chunks, p.HV)
+    narrow, tiles = _narrow(p), (p.num_chunks, p.HV)
     return (
         G,
         A_inv,
