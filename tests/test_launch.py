@@ -104,21 +104,21 @@ def test_a_machine_is_imagined_where_there_is_none():
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("lengths", [rows(200), packed(70, 0, 129, 1, tail=9)], ids=["dense", "packed"])
-def test_in_how_many_parts_gradients_are_made_changes_no_bit(monkeypatch, poison, triton_device, lengths):
+def test_in_what_parts_gradients_are_made_changes_no_bit(monkeypatch, poison, triton_device, lengths):
     case = Case(sizes=(32, 48), heads=(1, 2), lengths=lengths, use_qk_l2norm_in_kernel=True, state="wide")
     given = inputs(case, torch.float32, device=triton_device)
     problem = parse(**given.tensors, **given.options)
     saved = rule.chunk_forward(problem, True)[2]
     chosen = tuned.backward
 
-    def gradients(parts):
-        monkeypatch.setattr(rule.tuned, "backward", lambda *a: replace(chosen(*a), parts=parts))
+    def gradients(part):
+        monkeypatch.setattr(rule.tuned, "backward", lambda *a: replace(chosen(*a), part=part))
         rule._backwards.found.clear()
         return rule.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
-    whole = gradients(1)
-    for parts in (2, 3, 100):
-        for name, x in vars(gradients(parts)).items():
+    whole = gradients(1000)
+    for part in (1, 2, 5):
+        for name, x in vars(gradients(part)).items():
             assert (x is None) == (getattr(whole, name) is None)
-            assert x is None or torch.equal(x, getattr(whole, name)), (parts, name)
+            assert x is None or torch.equal(x, getattr(whole, name)), (part, name)
     rule._backwards.found.clear()

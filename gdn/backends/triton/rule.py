@@ -338,10 +338,9 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
     BK = min(a.BK, chosen.BK)
     blocks = triton.cdiv(p.K, BK)
     width, _ = _pairs_width(p, blocks)
-    count = max(1, triton.cdiv(a.entries, chosen.parts))
     gradients = []
-    for begin in range(0, a.entries, count):
-        entries = min(count, a.entries - begin)
+    for begin in range(0, a.entries, chosen.part):
+        entries = min(chosen.part, a.entries - begin)
         pairs_bwd = Launch(
             pairs_bwd_kernel,
             entries * p.HV,
@@ -357,7 +356,7 @@ def _plan_backward(p: Problem, do: Tensor) -> Backward:
             chosen.rows.num_warps,
         )
         gradients.append((pairs_bwd, rows_bwd))
-    grown = ((count, p.HV, CHUNK, p.V), _operand(p))
+    grown = ((min(chosen.part, a.entries), p.HV, CHUNK, p.V), _operand(p))
     gates = Launch(
         gates_bwd_kernel,
         a.entries * p.HV,
