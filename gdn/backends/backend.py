@@ -28,7 +28,7 @@ class Saved:
     k_rstd: InverseNorm | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self))
+        return (self.G, self.A_inv, self.S_in, self.v_new, self.q_rstd, self.k_rstd)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Gradients:
     dinitial_state: Tensor | None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self))
+        gates = (self.dg, self.dbeta, self.dA_log, self.ddt_bias)
+        return (self.dq, self.dk, self.dv, *gates, self.dinitial_state)
 
 
 Shape = tuple[tuple[int, ...], torch.dtype]

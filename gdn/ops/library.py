@@ -30,7 +30,8 @@ RULE = (
     "bool exact, bool batch_invariant, str? backend"
 )
 SAVED = "Tensor? G, Tensor? A_inv, Tensor? S_in, Tensor? v_new, Tensor? q_rstd, Tensor? k_rstd"
-NUM_FIELDS = 20  # of Problem
+NUM_FIELDS = 20  # of Problem, `form` not counted
+NUM_TENSORS = 10  # the first of them
 NUM_SAVED = 6  # tensors of Saved
 NUM_DIFFERENTIABLE = 8
 
@@ -112,7 +113,8 @@ def present(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x.contiguous()
 
 
-def _settled(x: Tensor | None) -> Tensor | None:
+def settled(x: Tensor | None) -> Tensor | None:
+    """As `present` leaves it, or None."""
     return None if x is None else x.contiguous()
 
 
@@ -128,7 +130,7 @@ def _chunk_forward(*args: Any) -> tuple[Tensor | None, ...]:
 
     def run() -> tuple[Tensor | None, ...]:
         o, final, saved = select(problem).chunk_forward(problem, save)
-        return tuple(map(_settled, (o, final, *saved.tensors())))
+        return tuple(map(settled, (o, final, *saved.tensors())))
 
     return guarded("chunk_forward", problem.device, args[:10], run)
 
@@ -154,7 +156,7 @@ def _recurrent_forward(*args: Any) -> tuple[Tensor | None, ...]:
     check_offsets(problem)
 
     def run() -> tuple[Tensor | None, ...]:
-        return tuple(map(_settled, select(problem).recurrent_forward(problem)))
+        return tuple(map(settled, select(problem).recurrent_forward(problem)))
 
     return guarded("recurrent_forward", problem.device, args[:10], run)
 
@@ -165,7 +167,7 @@ def _chunk_backward(*args: Any) -> tuple[Tensor | None, ...]:
     saved, (do, dS) = Saved(*args[NUM_FIELDS:end]), args[end:]
 
     def run() -> tuple[Tensor | None, ...]:
-        return tuple(map(_settled, select(problem).chunk_backward(problem, saved, do, dS).tensors()))
+        return tuple(map(settled, select(problem).chunk_backward(problem, saved, do, dS).tensors()))
 
     return guarded("chunk_backward", problem.device, (do, dS), run)
 
@@ -218,49 +220,34 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) 
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(
-    ctx: Any, do: Tensor | None, dS: Tensor | None, *_saved: Tensor | None, skip: int = 0
-) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, do: Tensor | None, dS: Tensor | None, *_saved: Tensor | None) -> tuple[Any, ...]:
     """Both forms have one backward, the chunked one: the two compute the same function."""
     tensors = ctx.saved_tensors
-    needs = ctx.needs_input_grad[skip:]
-    nothing = (None,) * len(needs)
+    needs = ctx.needs_input_grad
     with_final_state = ctx.options[1]
     if not with_final_state:
         dS = None
     if do is None and dS is None:
-        return nothing
+        return (None,) * len(needs)
     backward = chunk_backward if torch.is_grad_enabled() or not is_plain(tensors[0]) else _chunk_backward
     gradients = backward(*tensors[:10], *ctx.options, *tensors[10:], do, dS)
-    wanted = (x if need else None for x, need in zip(gradients, needs, strict=False))
-    return (*wanted, *nothing[NUM_DIFFERENTIABLE:])
+    return wanted(gradients, needs)
 
 
-class _Rule(torch.autograd.Function):
-    """A body with its gradient and no operator around it: 250 us of host time sooner where nobody traces."""
-
-    @staticmethod
-    def forward(ctx: Any, body: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
-        output = body(*inputs)
-        _keep(ctx, inputs, output)
-        return output[:2]  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return (None, *_differentiate(ctx, *gradients, skip=1))
+def wanted(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """A gradient for each argument that needs one."""
+    asked = [x if need else None for x, need in zip(gradients, needs, strict=False)]
+    return (*asked, *(None,) * (len(needs) - NUM_DIFFERENTIABLE))
 
 
-def rule(problem: Problem, *, is_recurrent: bool) -> tuple[Tensor, Tensor | None]:
-    """o and final_state (None or empty where not asked for), with autograd; an operator under a trace."""
+def rule(problem: Problem, *, is_recurrent: bool) -> tuple[Tensor, Tensor]:
+    """The operator's o and final_state (empty where it was not asked for), with autograd."""
     p = problem
+    if is_recurrent:
+        return recurrent_forward(*p.arguments())  # type: ignore[no-any-return]
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in p.differentiable)
-    inputs = p.arguments() if is_recurrent else (*p.arguments(), save)
-    if not is_plain(p.q):
-        outputs = (recurrent_forward if is_recurrent else chunk_forward)(*inputs)
-    else:
-        body = _recurrent_forward if is_recurrent else _chunk_forward
-        outputs = _Rule.apply(body, *inputs) if save else body(*inputs)
-    return outputs[0], outputs[1]
+    o, final_state, *_ = chunk_forward(*p.arguments(), save)
+    return o, final_state
 
 
 for _op in ("chunk_forward", "recurrent_forward"):

@@ -29,23 +29,33 @@ def seen_before(
             return None, None
         if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
             return None, None
-        records = torch.is_grad_enabled()
-        seen: list[Any] = [settings.backend(), *options, *map(type, options)]
-        for x in tensors:
-            if x is None:
-                seen.append(None)
-            elif records and x.requires_grad:
-                return None, None
-            else:
-                seen += (type(x), x.shape, x.stride(), x.dtype, x.device)
-        key = tuple(seen)
-        return key, _known.get(key)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            return None, None
+        key = looked_at(tensors, options)
+        return key, found(key)
     except (AttributeError, TypeError, RuntimeError):
         # an argument of another kind: the checks will name it
         return None, None
 
 
-def remember(key: Hashable, run: Callable[..., None]) -> None:
+def looked_at(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Hashable:
+    """What checks look at, by value."""
+    seen: list[Any] = [settings.backend(), *options, *map(type, options)]
+    for x in tensors:
+        if x is None:
+            seen.append(None)
+        else:
+            seen += (type(x), x.shape, x.stride(), x.dtype, x.device)
+    return tuple(seen)
+
+
+def found(key: Hashable) -> Any:
+    """What was remembered of such a call, or None."""
+    return _known.get(key)
+
+
+def remember(key: Hashable, run: Callable[..., Any]) -> None:
+    """Let calls with this key be known."""
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
     _known[key] = run

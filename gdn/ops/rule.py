@@ -7,7 +7,8 @@ from torch import Tensor
 
 from gdn.backends import Report, report
 from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
-from gdn.ops import library
+from gdn.ops import direct, library
+from gdn.ops.repeats import remember
 from gdn.problem import ContextParallel, Problem, parse
 
 
@@ -83,18 +84,12 @@ def chunk_gated_delta_rule(
         >>> o.shape, S.shape
         (torch.Size([1, 100, 2, 16]), torch.Size([1, 2, 16, 16]))
     """
-    q, k, v = _autocast(q, k, v)
-    problem = parse(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
-        dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, exact=exact, batch_invariant=batch_invariant,
-        backend=backend,
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    options = (
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
     )  # fmt: skip
-    library.no_tangent("chunk_gated_delta_rule", *problem.differentiable)
-    o, final_state = library.rule(problem, is_recurrent=False)
-    return o, final_state if output_final_state else None
+    return _rule("chunk_gated_delta_rule", tensors, options)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -130,18 +125,12 @@ def fused_recurrent_gated_delta_rule(
     Cost: 6 K V flop per token and value head; the state is read and written once per token.
     Source: arXiv:2412.06464, equation 10.
     """
-    q, k, v = _autocast(q, k, v)
-    problem = parse(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
-        dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, exact=exact, batch_invariant=batch_invariant,
-        backend=backend,
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    options = (
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
     )  # fmt: skip
-    library.no_tangent("fused_recurrent_gated_delta_rule", *problem.differentiable)
-    o, final_state = library.rule(problem, is_recurrent=True)
-    return o, final_state if output_final_state else None
+    return _rule("fused_recurrent_gated_delta_rule", tensors, options)
 
 
 def explain(
@@ -153,6 +142,41 @@ def explain(
     """
     problem: Problem = parse(q, k, v, g, beta, **options)
     return report(problem)
+
+
+def _rule(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+    """Check and run a call, as an operator where somebody traces."""
+    is_recurrent = name.startswith("fused_recurrent")
+    key, call = direct.known(tensors, (*options, is_recurrent))
+    if call is not None:
+        return call(tensors)
+    problem = _parse(tensors, options)
+    library.no_tangent(name, *problem.differentiable)
+    if library.is_plain(problem.q):
+        call = direct.call_of(problem, is_recurrent=is_recurrent, is_known=key is not None)
+        outputs = call(problem.arguments()[: library.NUM_TENSORS])
+        if key is not None:
+            remember(key, call)
+        return outputs
+    o, final_state = library.rule(problem, is_recurrent=is_recurrent)
+    return o, final_state if problem.output_final_state else None
+
+
+def _parse(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Problem:
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
+    (
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
+    ) = options  # fmt: skip
+    q, k, v = _autocast(q, k, v)
+    return parse(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
+        dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, exact=exact, batch_invariant=batch_invariant,
+        backend=backend,
+    )  # fmt: skip
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

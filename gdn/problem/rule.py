@@ -1,6 +1,7 @@
 """parse(): the tensors and options of one call of the gated delta rule -> one checked, frozen Problem."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Hashable
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,8 @@ class Problem:
 
     Tensors have the names and shapes of `notation`; with the in-kernel options `g` and `beta` hold raw
     logits. `backend` is the name that was asked for, or None.
+
+    `form` is no argument: problems whose forms are one object differ only in where their tensors lie.
     """
 
     q: Q
@@ -50,6 +53,7 @@ class Problem:
     exact: bool
     batch_invariant: bool
     backend: str | None
+    form: Hashable = field(default=None, compare=False, repr=False)
 
     @property
     def B(self) -> int:
@@ -108,8 +112,11 @@ class Problem:
         return (self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.initial_state)
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields in order, as the torch operators take them."""
-        return tuple(getattr(self, f.name) for f in fields(self))
+        """The fields in order but for `form`, as the torch operators take them."""
+        return tuple([getattr(self, name) for name in _ARGUMENTS])
+
+
+_ARGUMENTS = tuple(f.name for f in fields(Problem) if f.name != "form")
 
 
 def parse(

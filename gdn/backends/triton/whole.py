@@ -56,7 +56,8 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
     """See `Backend`."""
     o, final, saved = rule.chunk_forward(problem, save)
     cu_seqlens = problem.cu_seqlens
-    if save and cu_seqlens is not None:
+    # where no operator returns it, and in no debug mode, nobody sees it
+    if save and cu_seqlens is not None and problem.form is None:
         with on(problem.device):
             _clear(problem, cu_seqlens.to(problem.device, non_blocking=True).contiguous(), saved)
     return o, final, saved
