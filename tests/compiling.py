@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -140,6 +140,11 @@ def jobs(call: Callable[[], Any], target: str) -> list[Job]:
     """The kernels that a call would run on a target, each once."""
     with recording(TARGETS[target].machine) as launches:
         call()
+    return jobs_of(launches, target)
+
+
+def jobs_of(launches: Iterable[Any], target: str) -> list[Job]:
+    """The kernels of launches that were kept, each once."""
     return list(dict.fromkeys(_job(one, tensors, target) for one, tensors in launches))
 
 

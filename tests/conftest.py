@@ -19,7 +19,9 @@ settings.load_profile("gdn")
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore = (
-    [] if HAS_TRITON else ["test_compile.py", "test_cuda.py", "test_interpreter.py", "test_launch.py"]
+    []
+    if HAS_TRITON
+    else ["test_compile.py", "test_cuda.py", "test_interpreter.py", "test_kinds.py", "test_launch.py"]
 )
 GPU = os.environ.get("GDN_TEST_DEVICE", "cuda")
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

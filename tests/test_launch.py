@@ -6,8 +6,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
-from gdn.backends.triton import launch, rule, tuned
+from gdn.backends.triton import launch, plans, rule, tuned
 from gdn.backends.triton.launch import Launch, Plans, unit_of
 from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
@@ -20,6 +21,11 @@ def _scale(x_ptr, bias_ptr, y_ptr, n, factor, BLOCK: tl.constexpr):
     if bias_ptr is not None:
         y += tl.load(bias_ptr + i, mask=i < n, other=0.0)
     tl.store(y_ptr + i, y, mask=i < n)
+
+
+@launch.kernel
+def _wrong(x_ptr, n):
+    tl.store(x_ptr, tl.static_assert(False))
 
 
 def scaled(n, factor):
@@ -112,8 +118,8 @@ def test_in_what_parts_gradients_are_made_changes_no_bit(monkeypatch, poison, tr
     chosen = tuned.backward
 
     def gradients(part):
-        monkeypatch.setattr(rule.tuned, "backward", lambda *a: replace(chosen(*a), part=part))
-        rule._backwards.found.clear()
+        monkeypatch.setattr(tuned, "backward", lambda *a: replace(chosen(*a), part=part))
+        plans._backwards.found.clear()
         return rule.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
     whole = gradients(1000)
@@ -121,4 +127,39 @@ def test_in_what_parts_gradients_are_made_changes_no_bit(monkeypatch, poison, tr
         for name, x in vars(gradients(part)).items():
             assert (x is None) == (getattr(whole, name) is None)
             assert x is None or torch.equal(x, getattr(whole, name)), (part, name)
-    rule._backwards.found.clear()
+    plans._backwards.found.clear()
+
+
+class _NoGPU:
+    """As much of a driver as compiling wants."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+def test_binaries_compiled_ahead_are_found_again(monkeypatch, tmp_path):
+    """Two at a time, each once; a step that cannot be compiled is left for its launch."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", _NoGPU())
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(launch, "_met", set())
+    monkeypatch.setattr(launch.torch.cuda, "device", lambda device: launch.on(torch.device("cpu")))
+    x, compiled = torch.randn(100), []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["fn"].name)
+    )
+    device, plain, wrong = torch.device("cuda", 0), (x, None, x), Launch(_wrong, 1, (1,), {}, num_warps=1)
+    steps = [(scaled(100, 3.0), plain), (scaled(100, 3.0), (x, x, x)), (scaled(7, 1.0), (x[1:], None, x))]
+    launch.ahead(device, "kind", lambda: [*steps, (wrong, (x,))])
+    assert len(compiled) == 2
+    launch.ahead(device, "kind", lambda: pytest.fail("met before"))
+    for go, tensors in steps:
+        go.compile(tensors)
+    assert len(compiled) == 2
+    with pytest.raises(triton.CompilationError):
+        wrong.compile((x,))

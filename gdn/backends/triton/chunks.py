@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.launch import Launch, kernel
+from gdn.backends.triton.launch import Launch, allocate, kernel, room
 from gdn.problem import CHUNK, Problem
 
 _BLOCK = 1024  # offsets that a program of the table's kernel reads at once
@@ -83,9 +83,10 @@ class Table:
         self.launch = Launch(
             _table_kernel, p.N + 1, (p.T, p.N, self.bound), {"C": CHUNK, "BLOCK": _BLOCK}, num_warps=4
         )
-        self.size = 2 * self.bound + p.N
+        self.room = room((2 * self.bound + p.N,), torch.int32)
 
     def make(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        table = torch.empty(self.size, dtype=torch.int32, device=cu_seqlens.device)
+        (table,) = allocate(cu_seqlens.device, [self.room])
+        assert table is not None
         self.launch(cu_seqlens, table)
         return table

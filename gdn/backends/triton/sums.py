@@ -13,17 +13,17 @@ BP, BD = 256, 16  # partial sums and columns that a program reads at once
 
 @kernel
 def add_kernel(
-    partial_ptr, first_ptr, last_ptr, num_partials, D, first_row, first_column,
+    partial_ptr, first_ptr, last_ptr, num_partials, D, partial_step, partial_row, first_row, first_column,
     ROWS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """sum(partial [num_partials, ROWS, D], 0): all rows but the last to first_ptr, the last to last_ptr."""
+    """The sum of num_partials times [ROWS, D]: all rows but the last to first_ptr, the last to last_ptr."""
     row = tl.program_id(0) % ROWS
     columns = (tl.program_id(0) // ROWS) * BD + tl.arange(0, BD)
     is_column = columns < D
     lanes = tl.arange(0, BP)[:, None]
-    total = tl.zeros([BP, BD], tl.float32)
+    total = tl.zeros([BP, BD], partial_ptr.dtype.element_ty)
     for i in range(0, num_partials, BP):
-        place = ((i + lanes).to(tl.int64) * ROWS + row) * D + columns[None, :]
+        place = (i + lanes).to(tl.int64) * partial_step + row * partial_row + columns[None, :]
         total += tl.load(partial_ptr + place, mask=(i + lanes < num_partials) & is_column[None, :], other=0.0)
     sums = tl.sum(total, 0)
     if first_ptr is not None:
@@ -33,7 +33,14 @@ def add_kernel(
         tl.store(last_ptr + columns, sums.to(last_ptr.dtype.element_ty), mask=is_column & (row == ROWS - 1))
 
 
-def add(num_partials: int, rows: int, D: int, strides: tuple[int, int] = (0, 0)) -> Launch:
-    """Launch(partial, first or None, last or None); strides: those of first, by row and by column."""
+def add(
+    num_partials: int, rows: int, D: int, strides: tuple[int, int] = (0, 0), *, is_row_first: bool = False
+) -> Launch:
+    """Launch(partial, first or None, last or None); strides: those of first, by row and by column.
+
+    `partial` is [num_partials, rows, D], or [rows, num_partials, D] with is_row_first.
+    """
+    apart = (D, num_partials * D) if is_row_first else (rows * D, D)
+    numbers = (num_partials, D, *apart, *strides)
     constants = {"ROWS": rows, "BP": BP, "BD": BD}
-    return Launch(add_kernel, triton.cdiv(D, BD) * rows, (num_partials, D, *strides), constants, num_warps=4)
+    return Launch(add_kernel, triton.cdiv(D, BD) * rows, numbers, constants, num_warps=4)

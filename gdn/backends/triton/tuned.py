@@ -1,6 +1,6 @@
 """Tile sizes and warps, keyed by problem and machine, measured once. Nothing is tuned at run time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -66,13 +66,37 @@ def is_wide(p: Problem) -> bool:
 
 
 def forward(p: Problem, machine: Machine) -> ForwardTiles:
+    """What a forward is to take."""
+    return _forward(p, machine, p.N * p.HV)
+
+
+def forwards(p: Problem, machine: Machine) -> list[ForwardTiles]:
+    """All that `forward` chooses for problems which differ from p in sequences, tokens and heads alone."""
+    return list(dict.fromkeys(_forward(p, machine, pairs) for pairs in _fills(machine)))
+
+
+def backward(p: Problem, machine: Machine) -> BackwardTiles:
+    """What a backward is to take; in what parts is no matter of its binaries."""
+    return replace(_backward(p, machine, p.N * p.HV), part=_part(p, machine))
+
+
+def backwards(p: Problem, machine: Machine) -> list[BackwardTiles]:
+    """As `forwards`."""
+    return list(dict.fromkeys(_backward(p, machine, pairs) for pairs in _fills(machine)))
+
+
+def _fills(machine: Machine) -> range:
+    """Numbers of sequences times value heads up to one that fills the machine whatever V is."""
+    return range(1, 2 * machine.num_sms + 1)
+
+
+def _forward(p: Problem, machine: Machine, pairs: int) -> ForwardTiles:
     """One walk where strips of 64 columns fill the machine once; else the outputs come apart.
 
     H200, 16/32 heads of 128 x 128, 8192 tokens, us: state by 16, 32, 64 columns 216, 163, 223; at 2/8 heads
     132, 159, 230. scan at 8 x 1024 tokens: 130; three stages 253; 128 columns, 8 warps 142. Strips of 16 are
     for machines that strips of 32 leave three quarters empty.
     """
-    pairs = p.N * p.HV
     form = "blocks"
     output = Tile(_strip(p, 64), 4)
     if not p.batch_invariant and pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms:
@@ -83,15 +107,15 @@ def forward(p: Problem, machine: Machine) -> ForwardTiles:
     return ForwardTiles(BV, warps, stages, False, form, 4, output)
 
 
-def backward(p: Problem, machine: Machine) -> BackwardTiles:
+def _backward(p: Problem, machine: Machine, pairs: int) -> BackwardTiles:
     """Strips of the state pass as in the forward; H200, us: 32 columns 223, 64 311, at 2/8 heads 16 182."""
-    pairs = p.N * p.HV
     most = 32
     if not p.batch_invariant:
         is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
         most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
     warps, stages = _walk(p, machine, 3)
-    return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine), _part(p, machine))
+    # in one part
+    return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine), 1 << 30)
 
 
 def _part(p: Problem, machine: Machine) -> int:

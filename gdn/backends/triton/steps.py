@@ -1,0 +1,78 @@
+"""The launches of the chunked rule in order, and which tensors each takes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gdn.backends.backend import Saved
+from gdn.backends.triton.launch import Launch, Room, Step
+from gdn.problem import Problem
+
+Rooms = list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The launches of one forward. `output` is None where the state pass makes the outputs."""
+
+    rooms: tuple[Room | None, ...]  # G, A_inv, P, factors, q_rstd, k_rstd, S_in, v_new, final, o, table
+    table: Launch | None
+    prepare: Launch
+    state: Launch
+    output: Launch | None
+
+    def steps(self, p: Problem, new: Rooms) -> Iterator[Step]:
+        """The launches and their tensors, in order."""
+        G, A_inv, P, factors, q_rstd, k_rstd, S_in, v_new, final, o, table = new
+        if self.table is not None:
+            yield self.table, (p.cu_seqlens, table)
+        tail = None if table is None else o
+        inputs = (p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, table)
+        yield self.prepare, (*inputs, G, A_inv, P, factors, q_rstd, k_rstd, tail)
+        ends = (p.initial_state, p.cu_seqlens, table)
+        if self.output is None:
+            yield self.state, (p.q, p.k, p.v, A_inv, P, factors, *ends, S_in, o, final)
+        else:
+            yield self.state, (p.k, p.v, A_inv, factors, *ends, S_in, v_new, final)
+            yield self.output, (p.q, P, factors, S_in, v_new, table, o)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The launches of one backward. `sums` is None where there is no A_log."""
+
+    rooms: tuple[Room | None, ...]  # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial, factors, table, P
+    late: tuple[Room | None, ...]  # dq, dk, grown, E, F: where E and F are None they lie in dq and dk
+    table: Launch | None
+    pairs: Launch
+    state: Launch
+    gradients: tuple[tuple[Launch, Launch], ...]  # of pairs and rows, of some chunks after the others
+    gates: Launch
+    sums: Launch | None
+
+    def steps(self, p: Problem, saved: Saved, do: Tensor, dS: Tensor | None, new: Rooms) -> Iterator[Step]:
+        """The launches up to the state pass, after which P, the last of `new`, is needed no more."""
+        dv, _, _, dS0, dS_out, _, _, _, factors, table, P = new
+        if self.table is not None:
+            yield self.table, (p.cu_seqlens, table)
+        yield self.pairs, (p.q, p.k, p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, P, factors)
+        tensors = (p.q, p.k, saved.A_inv, P, factors, do, dS, p.cu_seqlens, table, dS_out, dv, dS0)
+        yield self.state, tensors
+
+    def late_steps(self, p: Problem, saved: Saved, do: Tensor, new: Rooms, late: Rooms) -> Iterator[Step]:
+        """The other launches; P is not looked for in `new`."""
+        dv, dg, dbeta, _, dS_out, dA_log, ddt_bias, partial, factors, table, *_ = new
+        dq, dk, grown, E, F = late
+        # E and F lie in the places of dq and dk where a key head's columns hold those of its value heads
+        E, F = (dq, dk) if E is None else (E, F)
+        norms = (saved.q_rstd, saved.k_rstd)
+        pairs = (p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, do, table, E, F, dv, grown, factors)
+        rows = (p.q, p.k, *norms, saved.S_in, dS_out, do, dv, grown, table, E, F, factors, dq, dk)
+        for pairs_bwd, rows_bwd in self.gradients:
+            yield pairs_bwd, pairs
+            yield rows_bwd, rows
+        parts = (None, None) if partial is None else (*partial.unbind(), None)[:2]
+        yield self.gates, (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, *parts)
+        if self.sums is not None:
+            yield self.sums, (partial, *((None, dA_log) if ddt_bias is None else (dA_log, ddt_bias)))
