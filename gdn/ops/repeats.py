@@ -29,8 +29,10 @@ def seen_before(
             return None, None
         if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
             return None, None
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            return None, None
+        if torch.is_grad_enabled():
+            for x in tensors:
+                if x is not None and x.requires_grad:
+                    return None, None
         key = looked_at(tensors, options)
         return key, found(key)
     except (AttributeError, TypeError, RuntimeError):

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gdn.backends.triton import launch
-from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
-from gdn.backends.triton.packet import longest_of, plan, slot_of, strides_of, takes
+from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, on, unit_of
+from gdn.backends.triton.packet import longest_of, plan, siblings, slot_of, strides_of, takes
 from gdn.backends.triton.recurrent import (
     along_keys,
     divide,
@@ -202,12 +202,19 @@ def decode(problem: DecodeProblem) -> Again | None:
     if isinstance(p.q, FunctionalTensor):
         _trace(_plan(p), tensors_of(p))
         return None
-    again = _plans.get(_key(p), lambda: Again(_plan(p), p.q.device))
+    again = _plans.get(_key(p), lambda: _first(p))
     again(*tensors_of(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)))
     # a copy was made, or a launch recorded that is meant for another machine
     if offsets is not p.cu_seqlens or launch.recorder is not None:
         return None
     return again
+
+
+def _first(p: DecodeProblem) -> Again:
+    one, tensors = _plan(p), tensors_of(p)
+    if takes(p):
+        ahead(p.q.device, one.binary(tensors), lambda: [(other, tensors) for other in siblings(p)])
+    return Again(one, p.q.device)
 
 
 def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:

@@ -85,6 +85,11 @@ class Launch:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return self.kernel[(self.grid,)](*tensors, *self.numbers, **self.constants, **options)
 
+    def binary(self, tensors: tuple[Tensor | None, ...]) -> Hashable:
+        """What it runs for tensors of these dtypes."""
+        dtypes = tuple([None if x is None else x.dtype for x in tensors])
+        return (self.kernel, *self.constants.items(), self.num_warps, dtypes)
+
     def compile(self, tensors: tuple[Tensor | None, ...]) -> Any:
         """The binary for tensors of these dtypes, all aligned; not run."""
         aligned = [x if x is None or x.data_ptr() % ALIGNMENT == 0 else x.new_empty(1) for x in tensors]

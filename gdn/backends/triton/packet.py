@@ -289,6 +289,11 @@ def blocks(K: int, V: int, width: int, pairs: int, machine: Machine) -> dict[str
     }
 
 
+def fills(machine: Machine) -> tuple[int, int]:
+    """Rows times heads that leave a machine empty, and that fill it: one for each choice of `blocks`."""
+    return 1, 2 * machine.num_sms
+
+
 def token_strides(x: Tensor | None, is_packed: bool) -> tuple[int, int, int]:
     """Strides of row, token and head; packed rows lie behind one another."""
     return (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), x.stride(1), x.stride(2))
@@ -316,15 +321,24 @@ def takes(p: DecodeProblem) -> bool:
     return longest is not None and 1 < longest <= MOST
 
 
-def plan(p: DecodeProblem, starts: Sequence[int]) -> Launch:
-    """`starts`: where q, k and v begin in the tensors that the launch will be given for them."""
+def siblings(p: DecodeProblem) -> list[Launch]:
+    """The launches of few rows and of many: what other numbers of rows and heads take."""
+    return [plan(p, (0, 0, 0), pairs) for pairs in fills(machine(p.q.device))]
+
+
+def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> Launch:
+    """`starts`: where q, k and v begin in the tensors that the launch will be given for them.
+
+    `pairs`: rows times heads that tiles are chosen for, if not the problem's.
+    """
     axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
     is_packed, gpu = p.cu_seqlens is not None, machine(p.q.device)
     rows = [s for x in (p.q, p.k, p.v, p.out) for s in token_strides(x, is_packed)]
     gates = [
         token_strides(x, is_packed) for x in (p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
     ]
-    unit, sizes = unit_of(*rows, *starts), blocks(p.K, p.V, p.state.element_size(), p.N * p.HV, gpu)
+    sizes = blocks(p.K, p.V, p.state.element_size(), p.N * p.HV if pairs is None else pairs, gpu)
+    unit = unit_of(*rows, *starts)
     tails = (p.q.stride(3), p.k.stride(3), p.v.stride(3), p.out.stride(3))
     numbers = (
         *(s // unit for s in (*rows, *starts)), *tails, *(s for x in gates for s in x),

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from gdn.backends.triton import launch as launching
 from gdn.backends.triton.decode import Again
-from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.packet import (
     MOST,
     UPDATED,
     blocks,
     clear,
+    fills,
     gates_of,
     levels,
     mixed,
@@ -231,12 +232,19 @@ _replays: Plans[Again] = Plans()
 def replay_decode(problem: ReplayProblem) -> Again | None:
     """See `Backend`; writes the history and problem.out."""
     p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
-    again = _replays.get(_replay_key(p), lambda: Again(_plan_replay(p), p.q.device))
+    again = _replays.get(_replay_key(p), lambda: _first(p))
     again(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).arguments()[:17])
     # a copy was made, or a launch recorded that is meant for another machine
     if offsets is not p.cu_seqlens or launching.recorder is not None:
         return None
     return again
+
+
+def _first(p: ReplayProblem) -> Again:
+    one, tensors, gpu = _plan_replay(p), p.arguments()[:17], machine(p.q.device)
+    others = lambda: [(_plan_replay(p, pairs), tensors) for pairs in fills(gpu)]  # noqa: E731
+    ahead(p.q.device, one.binary(tensors), others)
+    return Again(one, p.q.device)
 
 
 def _replay_key(p: ReplayProblem) -> Hashable:
@@ -247,7 +255,8 @@ def _replay_key(p: ReplayProblem) -> Hashable:
     )  # fmt: skip
 
 
-def _plan_replay(p: ReplayProblem) -> Launch:
+def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
+    """`pairs`: rows times heads that tiles are chosen for, if not the problem's."""
     axis, state_unit, (n, _, h, k, v) = pool_of(p.state, p.K, p.V, p.state_v_first)
     is_packed = p.cu_seqlens is not None
     rows = [token_strides(x, is_packed) for x in (p.q, p.k, p.v, p.out)]
@@ -256,7 +265,7 @@ def _plan_replay(p: ReplayProblem) -> Launch:
     ]
     kept = (*p.history_u.stride()[:3], *p.history_k.stride()[:3])
     unit, past_unit, gpu = unit_of(*(s for x in rows for s in x)), unit_of(*kept), machine(p.q.device)
-    sizes = blocks(p.K, p.V, p.state.element_size(), p.N * p.HV, gpu)
+    sizes = blocks(p.K, p.V, p.state.element_size(), p.N * p.HV if pairs is None else pairs, gpu)
     # keys of a history at a time: with 128 in 16 bits, or 64 in 32, something spills
     width = 64 if max(p.q.element_size(), p.history_k.element_size()) == 2 else 32
     width = max(16, min(width, triton.next_power_of_2(p.K)))
