@@ -436,6 +436,52 @@ def test_forward_mode_and_second_derivatives_are_refused(function):
         dq.sum().backward()
 
 
+@pytest.mark.parametrize("function", CHUNKED)
+def test_a_call_that_is_known_again(monkeypatch, backend, device, function):
+    """What is not checked again changes no bit: not on strided tensors, nor where hooks lay others out."""
+    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+
+    def call(x, S):
+        leaves = [*x, S]
+        outputs = form(function, backend)(*x, **options, initial_state=S)
+        return [*outputs, *torch.autograd.grad(outputs, leaves, [y.detach().clone() for y in outputs])]
+
+    def draw():
+        x = tensors(device=device)
+        x[0] = x[0].mT.contiguous().mT
+        return [t.requires_grad_() for t in x], torch.randn(2, 4, 16, 24, device=device, requires_grad=True)
+
+    call(*draw())
+    given = draw()
+    results = [call(*given)]
+    with torch.autograd.graph.save_on_cpu():
+        results.append(call(*given))
+    with torch.no_grad():
+        outputs = form(function, backend)(*given[0], **options, initial_state=given[1])
+    monkeypatch.setenv("GDN_DEBUG", "1")
+    want = call(*given)
+    for got in (*results, outputs):
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=False))
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_what_a_known_call_still_checks(backend, device, function):
+    x = [t[:1] for t in tensors(device=device)]
+    call = form(function, backend)
+    for offsets in ([0, 30, 70], [0, 40, 70], [0, 30, 69]):
+        call(*x, cu_seqlens=torch.tensor(offsets))
+    for offsets, message in (([0, 70, 30], "non-decreasing"), ([0, 30, 71], "at most T=70")):
+        with pytest.raises(ValueError, match=message):
+            call(*x, cu_seqlens=torch.tensor(offsets))
+    call(*x, scale=1.0)
+    call(*x, scale=1)
+    with pytest.raises(TypeError, match="scale: expected a number, got bool"):
+        call(*x, scale=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert call(*x)[0].dtype == torch.bfloat16
+    assert call(*x)[0].dtype == torch.float32
+
+
 @pytest.mark.interpret
 def test_what_is_saved_is_written_whole(poison, backend, device):
     """A short sequence takes a short chunk; the tiles it saves hold nothing else."""
