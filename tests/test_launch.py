@@ -162,4 +162,5 @@ def test_binaries_compiled_ahead_are_found_again(monkeypatch, tmp_path):
         go.compile(tensors)
     assert len(compiled) == 2
     with pytest.raises(triton.CompilationError):
-        wrong.compile((x,))
+        # Triton 3.6 compiles it again, later ones have kept what went wrong
+        wrong.compile((x,)).result()
