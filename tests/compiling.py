@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from in_flight import overwritten
 from specimens import SPECIMENS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -189,6 +190,8 @@ def _in_child(job: Job, log: Path) -> Report:
     if TARGETS[job.target].gpu.backend == "cuda":
         numbers = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill (?:stores|loads)"}
         complaints = tuple(line.strip() for line in text.splitlines() if re.search(r"C75\d\d|serializ", line))
+        if races := overwritten(compiled.asm["ttgir"]):
+            return Report(error="; ".join(races))
     else:
         text, complaints = compiled.asm["amdgcn"], ()
         numbers = {"registers": r"\.vgpr_count:\s+(\d+)", "spills": r"\.[vs]gpr_spill_count:\s+(\d+)"}

@@ -7,6 +7,7 @@ from pathlib import Path
 import compiling
 import pytest
 import torch
+import triton
 import triton.language as tl
 from compiling import TARGETS, Report, compile_all, jobs, wrong
 from specimens import SPECIMENS
@@ -65,6 +66,21 @@ def _no_instruction(x_ptr, N: tl.constexpr):
     tl.store(x_ptr + i, tl.inline_asm_elementwise("nothing $0, $1;", "=r,r", [i], tl.int32, True, 1))
 
 
+@launch.kernel
+def _read_twice(x_ptr, sums_ptr, o_ptr, length, N: tl.constexpr, STAGES: tl.constexpr):
+    i = tl.arange(0, N)
+    tile = i[:, None] * N + i[None, :]
+    a = tl.load(x_ptr + tile)
+    acc = tl.zeros((N, N), tl.float32)
+    sums = tl.zeros((N,), tl.float32)
+    for at in tl.range(0, length, N, num_stages=STAGES):
+        b = tl.load(x_ptr + at * N + tile)
+        sums += tl.sum(b.to(tl.float32), 1)
+        acc = tl.dot(a, b, acc)
+    tl.store(o_ptr + tile, acc)
+    tl.store(sums_ptr + i, sums)
+
+
 def product(M, N):
     x = torch.zeros(1, dtype=torch.bfloat16)
     constants = {"M": M, "N": N, "K": 64}
@@ -106,3 +122,17 @@ def test_too_much_shared_memory_is_refused():
     (job,) = jobs(lambda: product(64, 64), "hip:gfx942")
     assert wrong(job, Report(shared=64 * 1024)) == []
     assert "shared memory 65537" in wrong(job, Report(shared=64 * 1024 + 1))[0]
+
+
+def test_a_load_that_overwrites_what_a_product_reads_is_seen(fresh):
+    """Pipelined, Triton 3.6 gives an operand that is read into registers, too, a buffer too few."""
+    x, sums = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
+
+    def read_twice(stages):
+        launch.Launch(_read_twice, 1, (128,), {"N": 64, "STAGES": stages}, num_warps=4)(x, sums, sums)
+
+    alone, pipelined = (jobs(lambda n=n: read_twice(n), "cuda:90")[0] for n in (1, 3))
+    found = compile_all([alone, pipelined])
+    assert found[alone].error is None
+    if triton.__version__.startswith("3.6."):
+        assert "meets" in str(found[pipelined].error)

@@ -54,6 +54,18 @@ def test_nothing_waits_for_the_device(name):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("sizes", [(128, 128), (64, 64), (256, 256)], ids=str)
+def test_a_head_among_many_has_the_bits_that_it_has_alone(sizes):
+    """A load that overtook a product showed where each multiprocessor has two programs, and nowhere else."""
+    case = Case("mixed", lengths=rows(1024), heads=(16, 32), sizes=sizes, state="wide", batch_invariant=True)
+    given = inputs(case, torch.bfloat16, device="cuda")
+    found, alone = run(chunk, given), run(chunk, given.heads([5]))
+    for name, x in alone.items():
+        axis = 1 if name in ("final_state", "dh0") else 2
+        part = found[name].narrow(axis, 5 * x.shape[axis], x.shape[axis])
+        assert torch.equal(part, x), name
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_200_reruns_are_bit_identical(dtype):
     given = inputs(FULL, dtype, device="cuda")

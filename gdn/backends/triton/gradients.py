@@ -151,17 +151,14 @@ def pairs_bwd_kernel(
         dr_mask = is_token[:, None] & exist(vs, V)[None, :]
         dr = tl.load(dr_place, mask=dr_mask, other=0.0).to(operand)
         v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
+        S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
         kS = tl.zeros([C, BV], tl.float32)
-        qS = tl.zeros([C, BV], tl.float32)
         for block in tl.range(0, blocks, loop_unroll_factor=at_once):
             if blocks > 1:
                 ks = block * BK + tl.arange(0, BK)
                 k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
-                q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
-            S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
-            qS = dot(q, S, qS, PRECISION)
+                S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             kS = dot(k, S, kS, PRECISION)
-        from_q += tl.sum(do.to(tl.float32) * qS, 1)
         kS *= into[:, None]
         wide_dr = dr.to(tl.float32)
         from_k -= tl.sum(wide_dr * kS, 1)
@@ -175,6 +172,15 @@ def pairs_bwd_kernel(
         v_operand = v_new.to(operand)
         E = dot(v_operand, tl.trans(do), E, PRECISION)
         F = dot(v_operand, tl.trans(dr), F, PRECISION)
+        # last, as its sum waits for all products: the next loads go where these read (tests: `in_flight`)
+        qS = tl.zeros([C, BV], tl.float32)
+        for block in tl.range(0, blocks, loop_unroll_factor=at_once):
+            if blocks > 1:
+                ks = block * BK + tl.arange(0, BK)
+                q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
+                S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+            qS = dot(q, S, qS, PRECISION)
+        from_q += tl.sum(do.to(tl.float32) * qS, 1)
         # dr lies in shared memory by now, for the product with it: dv goes where it lay
         tl.store(dr_place, (wide_dr * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=dr_mask)
     from_q *= factor(shares_ptr, tile, READ, C)
@@ -294,6 +300,10 @@ def rows_bwd_kernel(
             grown_place = grown_ptr + (part.to(tl.int64) * HV + head) * (C * V)
             grown_place += tokens[:, None] * V + vs[None, :]
             grown = tl.load(grown_place, mask=exist(vs, V)[None, :], other=0.0).to(operand)
+            dq = dot((do.to(tl.float32) * of_q[:, None]).to(operand), tl.trans(S), dq, PRECISION)
+            dk = dot((dv.to(tl.float32) * of_k[:, None]).to(operand), tl.trans(S), dk, PRECISION)
+            dk = dot(grown, tl.trans(dS), dk, PRECISION)
+            # last, as above
             kdS = dot(k, dS, None, PRECISION)
             through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
             for other in tl.range(1, blocks, loop_unroll_factor=at_once):
@@ -304,9 +314,6 @@ def rows_bwd_kernel(
                 through += tl.sum(S_other.to(tl.float32) * dS_other.to(tl.float32))
                 kdS = dot(k_other.to(operand), dS_other.to(operand), kdS, PRECISION)
             leaving += tl.sum(grown.to(tl.float32) * kdS, 1)
-            dq = dot((do.to(tl.float32) * of_q[:, None]).to(operand), tl.trans(S), dq, PRECISION)
-            dk = dot((dv.to(tl.float32) * of_k[:, None]).to(operand), tl.trans(S), dk, PRECISION)
-            dk = dot(grown, tl.trans(dS), dk, PRECISION)
         shares = shares_ptr + tile * (ROWS * C) + tokens
         tl.store(shares + LEAVING * C, leaving, mask=is_token & (own == 0))
         tl.store(shares_ptr + tile * (ROWS * C) + THROUGH * C, through, mask=own == 0)
