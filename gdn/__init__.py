@@ -12,6 +12,7 @@ from gdn.ops.prefill import commit, prefill
 from gdn.ops.replay import replay_commit, replay_decode
 from gdn.ops.rule import chunk_gated_delta_rule, explain, fused_recurrent_gated_delta_rule
 from gdn.ops.serving import decode, decode_functional, decode_packed
+from gdn.ops.step import decode_step
 from gdn.ops.warmup import warmup
 
 chunk_gdn = chunk_gated_delta_rule
@@ -29,6 +30,7 @@ __all__ = [
     "decode",
     "decode_functional",
     "decode_packed",
+    "decode_step",
     "explain",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",

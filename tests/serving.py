@@ -27,6 +27,42 @@ def pool_of(*lead, HV=4, K=16, V=24, dtype=torch.float32, v_first=True):
     return torch.randn(*lead, HV, *((V, K) if v_first else (K, V))).to(dtype)
 
 
+def step_of(
+    B, H, HV, K, V, W, dtype=torch.float32, pool=torch.float32, *, slots=9, L=None, v_first=True,
+    is_gated=True, conv_dtype=None,
+):  # fmt: skip
+    """Tensors of a layer's whole step by name, every one but biases, z and the norm; and its options.
+
+    Rows of the projection and slots lie apart. is_gated: with biases, z and a norm, on some slots.
+    """
+    D, L = 2 * H * K + HV * V, W - 1 if L is None else L
+    apart = torch.full((slots, HV * K * V + 64), float("nan"), dtype=pool)
+    last = (V, K) if v_first else (K, V)
+    state = apart[:, : HV * K * V].unflatten(1, (HV, *last)).copy_(torch.randn(slots, HV, *last))
+    windows = torch.randn(slots, D, L).to(conv_dtype or dtype)
+    x = {
+        "mixed_qkv": torch.randn(B, D + 32).to(dtype)[:, :D], "conv_state": windows,
+        "conv_weight": torch.randn(D, W).to(dtype),
+        "conv_bias": torch.randn(D).to(dtype) if is_gated else None,
+        "a": torch.randn(B, HV).to(dtype), "b": torch.randn(B, HV).to(dtype), "A_log": torch.randn(HV),
+        "dt_bias": torch.randn(HV) if is_gated else None, "state": state,
+    }  # fmt: skip
+    options = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V, "state_v_first": v_first}
+    if is_gated:
+        x |= {"z": torch.randn(B, HV * V + 8).to(dtype)[:, : HV * V].unflatten(1, (HV, V))}
+        x |= {"norm_weight": torch.randn(V), "read_index": torch.randperm(slots)[:B].int()}
+    return x, options
+
+
+# what a step is asked for where nothing else is said, as its problem is made
+STEP = {
+    "conv_activation": "silu", "z": None, "norm_weight": None, "norm_eps": 1e-6, "norm_activation": "silu",
+    "scale": None, "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True,
+    "conv_index": None, "read_index": None, "write_index": None, "null_slot": None, "out": None,
+    "backend": None,
+}  # fmt: skip
+
+
 def protocols(index=torch.int64, v_first=True, dtype=torch.float32):
     """name -> what to add to the inputs of a call of B rows of T tokens."""
     at = lambda *values: torch.tensor(values, dtype=index)  # noqa: E731

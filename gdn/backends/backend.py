@@ -86,6 +86,7 @@ class Backend:
     chunk_output: Callable[..., Any]
     chunk_output_bwd: Callable[..., Any]
     decode: Callable[..., Any]
+    decode_step: Callable[..., Any]
     prefill: Callable[..., Any]
     commit: Callable[..., Any]
     replay_decode: Callable[..., Any]

@@ -18,6 +18,7 @@ HELP = {
     "prefill": "Forward, packed sequences, with states in and out.",
     "train": "Forward and backward through autograd, with both states and their gradients.",
     "decode": "One token for B rows, on a pool of states, gates and l2norm inside.",
+    "step": "One token for B rows, from before the convolution to after the gated norm: every form.",
     "spec": "2, 4 and 8 tokens for B rows, the state kept after each: what verifying a guess costs.",
     "stages": "Stage by stage and whole on PTO's shape and GVA set, beside FLA at its best chunk size.",
     "layer": "The whole layer, 2048 wide, 16/32 heads, 16,384 tokens: ours, FLA's, Transformers'.",
@@ -29,6 +30,7 @@ HELP = {
 DEFAULT = {
     "stages": ("gdn", "fla"),
     "layer": ("gdn", "fla", "transformers"),
+    "step": ("gdn",),
     "e2e": ("gdn", "fla", "transformers"),
 }
 # where one problem may take long, most of it compiling: what is begun ends within nine
@@ -131,10 +133,10 @@ def _measure(session: Any, label: str, file: Path, about: dict[str, Any], json_f
 
 
 def _rows(session: Any, label: str) -> Iterator[dict[str, Any]]:
-    from gdn.bench import end_to_end, gpu, layer, models, stage_chains, stages
+    from gdn.bench import end_to_end, gpu, layer, models, stage_chains, stages, step
 
-    if label == "layer":
-        return layer.run(session)
+    if label in ("layer", "step"):
+        return (layer if label == "layer" else step).run(session)
     if label not in ("stages", "e2e"):
         return gpu.run(session, [label])
     try:

@@ -22,6 +22,7 @@ ABOUT = {
     "prefill": "forward, packed sequences, bf16, K = V = 128, fp32 states in and out",
     "train": "forward and backward, bf16, K = V = 128, with states and their gradients",
     "decode": "one token for B rows, states in a pool, gates and l2norm inside, 16/32 heads",
+    "step": "a layer's step for B rows, convolution, decode and gated norm, 16/32 heads",
     "spec": "T tokens for B rows, the state after each kept, 16/32 heads",
     "stages": "forward, stage by stage, on PTO's shape and its GVA set; what is inside a time stands below",
     "layer": "the whole layer, forward and backward",

@@ -12,7 +12,7 @@ PEERS = {"fla": "fla", "flash_qla": "qla", "flashinfer": "fi", "transformers": "
 
 def table(name: str, rows: Sequence[Row]) -> Table:
     """The table of a pass; rows without numbers are left to `notes`."""
-    make = {"host": _host, "cold": _cold, "e2e": _end_to_end}.get(name, _times)
+    make = {"host": _host, "cold": _cold, "e2e": _end_to_end, "step": _step}.get(name, _times)
     return make(rows)
 
 
@@ -84,6 +84,17 @@ def _host(rows: Sequence[Row]) -> Table:
             us = [digits(1e3 * row[name]) for name in ("ms", "p20", "p80")]
             cells.append([row["case"], row["provider"], *us, _goal(row, 1e3), parts])
     return ["", "provider", "us", "p20", "p80", "goal", "of which"], cells
+
+
+def _step(rows: Sequence[Row]) -> Table:
+    cells = []
+    for row in rows:
+        if "ms" in row:
+            us = [digits(1e3 * row[name]) for name in ("ms", "p20", "p80")]
+            of = f"{row['to_functions']:.2f}" if "to_functions" in row else ""
+            share = f"{row['share_of_limit']:.0%}"
+            cells.append([row["case"], *us, f"{row['gb_per_s']:.0f}", f"{row['of_limit']:.0%}", of, share])
+    return ["", "us", "p20", "p80", "GB/s", "limit", "functions", "error"], cells
 
 
 def _cold(rows: Sequence[Row]) -> Table:

@@ -15,6 +15,7 @@ from gdn.ops.prefill import commit, prefill
 from gdn.ops.replay import replay_commit, replay_decode
 from gdn.ops.rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from gdn.ops.serving import decode, decode_functional, decode_packed
+from gdn.ops.step import decode_step
 
 Call = tuple[str, str, Callable[[], Any]]
 LENGTH = 65  # tokens of a prompt: a whole chunk and a ragged one
@@ -194,8 +195,29 @@ def own(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
         if T <= PLACES:
             yield from _packets(s, dtype, T)
     yield _packed(s, pool, read_index=row)
+    yield from _steps(s, pool, row)
     yield from _prefill(s, "raw", pool, begins=True)
     yield from _prefill(s, "raw", pool, checkpoints=True)
+
+
+def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
+    """A layer's whole step, with a norm and without; its form changes with the number of rows."""
+    for N in s.batches():
+        weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
+        windows = torch.zeros(2, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
+        widths: dict[str, Any] = {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V}
+        given: dict[str, Any] = {
+            "conv_state": windows,
+            "conv_weight": weight,
+            "conv_bias": None,
+            "state": pool,
+        }
+        # rows without a slot
+        given |= {"mixed_qkv": s.mixed(N), "read_index": row.repeat(N) - 1, **s.raw(N), **widths}
+        gate = torch.zeros(N, s.HV, s.V, dtype=s.dtype, device=s.device)
+        norm: dict[str, Any] = {"z": gate, "norm_weight": torch.ones(s.V, dtype=s.dtype, device=s.device)}
+        for form, more in (("normed", norm), ("bare", {})):
+            yield "decode_step", f"{form} N={N}", partial(decode_step, **given, **more, backend=s.backend)
 
 
 def _packets(s: Sizes, dtype: torch.dtype, T: int) -> Iterator[Call]:

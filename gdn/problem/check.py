@@ -37,6 +37,14 @@ def number(name: str, x: Any) -> None:
         raise TypeError(f"{name}: expected a number, got {type(x).__name__}")
 
 
+def choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
+    """TypeError unless value is a name or None, ValueError unless it is one of the choices."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name}: expected a name or None, got {type(value).__name__}")
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
 def flags(**values: Any) -> None:
     """TypeError unless every value is a bool."""
     for name, value in values.items():

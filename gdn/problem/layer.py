@@ -105,7 +105,7 @@ def parse_conv(
     """Check a call of `causal_conv1d`, reading no tensor's contents; raises as `gdn.problem.parse` does."""
     check.flags(output_final_state=output_final_state)
     _check_name(backend)
-    _check_choice("activation", activation, (None, "silu"))
+    check.choice("activation", activation, (None, "silu"))
     dims: dict[str, int] = {}
     _check_channels(x, "B T D", weight, bias, dims)
     dims["N"] = dims["B"] if cu_seqlens is None else check.offsets("x", cu_seqlens, cu_seqlens_cpu, dims)
@@ -163,7 +163,7 @@ def parse_conv_update(
 ) -> ConvUpdateProblem:
     """Check a call of `causal_conv1d_update`, reading no tensor's contents; makes `out` if none is given."""
     _check_name(backend)
-    _check_choice("activation", activation, (None, "silu"))
+    check.choice("activation", activation, (None, "silu"))
     check.tensor("x", x)
     dims: dict[str, int] = {}
     _check_channels(x, "B D" if x.dim() == 2 else "B T D", weight, bias, dims)
@@ -200,7 +200,7 @@ def parse_conv_update(
 def parse_norm(x: Any, z: Any, weight: Any, *, eps: Any, activation: Any, backend: Any) -> NormProblem:
     """Check a call of `rms_norm_gated`, reading no tensor's contents."""
     _check_name(backend)
-    _check_choice("activation", activation, GATES)
+    check.choice("activation", activation, GATES)
     check.floating("x", x)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x: expected shape [..., D] with D >= 1, got {list(x.shape)}")
@@ -226,7 +226,7 @@ def check_layer(gate: Any, **sizes: Any) -> None:
     H, HV = sizes["num_k_heads"], sizes["num_v_heads"]
     if HV % H:
         raise ValueError(f"num_v_heads: expected a multiple of num_k_heads={H}, got {HV}")
-    _check_choice("output_gate", gate, GATES[1:])
+    check.choice("output_gate", gate, GATES[1:])
 
 
 def check_hidden(hidden: Any, attention_mask: Any, cu_seqlens: Any, hidden_size: int) -> None:
@@ -276,13 +276,6 @@ def _check_rows(name: str, index: Any, axes: str, dims: dict[str, int]) -> None:
 def _check_name(backend: Any) -> None:
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: expected a name or None, got {type(backend).__name__}")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
-    if value is not None and not isinstance(value, str):
-        raise TypeError(f"{name}: expected a name or None, got {type(value).__name__}")
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def _kind(value: Any) -> str:

@@ -10,6 +10,7 @@ from gdn.backends.eager.prefill import commit, prefill
 from gdn.backends.eager.recurrent import recurrent_forward
 from gdn.backends.eager.replay import replay_commit, replay_decode
 from gdn.backends.eager.rule import chunk_backward, chunk_forward, saves
+from gdn.backends.eager.step import decode_step
 
 BACKEND = Backend(
     name="eager",
@@ -38,6 +39,7 @@ BACKEND = Backend(
     chunk_output=stages.chunk_output,
     chunk_output_bwd=stages.chunk_output_bwd,
     decode=decode,
+    decode_step=decode_step,
     prefill=prefill,
     commit=commit,
     replay_decode=replay_decode,

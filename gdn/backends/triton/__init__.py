@@ -26,6 +26,7 @@ SLOTS = {
     "chunk_backward": "rule",
     "recurrent_forward": "recurrent",
     "decode": "decode",
+    "decode_step": "step",
     "prefill": "prefill",
     "commit": "commit",
     "replay_decode": "replay",

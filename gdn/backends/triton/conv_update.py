@@ -120,11 +120,11 @@ def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
             weight.shape, weight.dtype, p.out.stride(), p.activation, p.null_slot, p.ring_pos is None,
             None if bias is None else bias.dtype, layout(p.state_index), layout(place),
         )  # fmt: skip
-        launch = _plans.get(key, lambda: _plan(p))
+        launch = _plans.get(key, lambda: plan_of(p))
         launch(p.x, filled(p.state), weight, bias, p.state_index, place, p.out)
 
 
-def _plan(p: ConvUpdateProblem) -> Launch:
+def plan_of(p: ConvUpdateProblem) -> Launch:
     B, T, D = p.x.shape
     slots, _, L = p.state.shape
     place = p.ring_pos if p.num_accepted is None else p.num_accepted

@@ -187,7 +187,7 @@ class Again:
         """The same for calls that give one tensor for q, k and v, which lie in it as the problem's do."""
         p, first = problem, mixed_qkv.storage_offset()
         starts = [int(x.storage_offset() - first) for x in (p.q, p.k, p.v)]
-        return Again(_plan(p, starts), self.device)
+        return Again(plan_of(p, starts), self.device)
 
 
 _plans: Plans[Again] = Plans()
@@ -200,7 +200,7 @@ def decode(problem: DecodeProblem) -> Again | None:
     """
     p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
     if isinstance(p.q, FunctionalTensor):
-        _trace(_plan(p), tensors_of(p))
+        _trace(plan_of(p), tensors_of(p))
         return None
     again = _plans.get(_key(p), lambda: _first(p))
     again(*tensors_of(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)))
@@ -211,7 +211,7 @@ def decode(problem: DecodeProblem) -> Again | None:
 
 
 def _first(p: DecodeProblem) -> Again:
-    one, tensors = _plan(p), tensors_of(p)
+    one, tensors = plan_of(p), tensors_of(p)
     if takes(p):
         ahead(p.q.device, one.binary(tensors), lambda: [(other, tensors) for other in siblings(p)])
     return Again(one, p.q.device)
@@ -239,7 +239,7 @@ def _key(p: DecodeProblem) -> Hashable:
     )  # fmt: skip
 
 
-def _plan(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
+def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
     """`starts`: where q, k and v begin in the tensors that the launch will be given for them."""
     if takes(p):
         return plan(p, starts)

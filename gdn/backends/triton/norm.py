@@ -55,7 +55,7 @@ def _load_weight(weight_ptr, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _gate(z, GATE: tl.constexpr):
+def gated(z, GATE: tl.constexpr):
     """act(z) and act'(z)."""
     if GATE == "none":
         return z, z * 0.0 + 1.0
@@ -67,21 +67,33 @@ def _gate(z, GATE: tl.constexpr):
             return s, s * (1.0 - s)
 
 
+@triton.jit
+def normed(
+    x_ptr, z_ptr, weight_ptr, y_ptr, block, num_rows, inner, x_o, x_i, z_o, z_i, eps,
+    GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """The norm of one block of rows."""
+    rows = block * BR + tl.arange(0, BR)
+    x = _load(x_ptr, rows, num_rows, inner, x_o, x_i, D, BD, UNIT)
+    y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    if weight_ptr is not None:
+        y = y * _load_weight(weight_ptr, D, BD)[None, :]
+    if z_ptr is not None:
+        gate, _ = gated(_load(z_ptr, rows, num_rows, inner, z_o, z_i, D, BD, UNIT), GATE)
+        y = y * gate
+    _store(y_ptr, y, rows, num_rows, D, BD)
+
+
 @kernel
 def _norm_kernel(
     x_ptr, z_ptr, weight_ptr, y_ptr,
     num_rows, inner, x_o, x_i, z_o, z_i, eps,
     GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * BR + tl.arange(0, BR)
-    x = _load(x_ptr, rows, num_rows, inner, x_o, x_i, D, BD, UNIT)
-    y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-    if weight_ptr is not None:
-        y = y * _load_weight(weight_ptr, D, BD)[None, :]
-    if z_ptr is not None:
-        gate, _ = _gate(_load(z_ptr, rows, num_rows, inner, z_o, z_i, D, BD, UNIT), GATE)
-        y = y * gate
-    _store(y_ptr, y, rows, num_rows, D, BD)
+    normed(
+        x_ptr, z_ptr, weight_ptr, y_ptr, tl.program_id(0), num_rows, inner, x_o, x_i, z_o, z_i, eps,
+        GATE, D, BR, BD, UNIT,
+    )  # fmt: skip
 
 
 @kernel
@@ -101,7 +113,7 @@ def _norm_bwd_kernel(
         n = x * rstd
         if z_ptr is not None:
             z = _load(z_ptr, rows, num_rows, inner, z_o, z_i, D, BD, UNIT)
-            gate, slope = _gate(z, GATE)
+            gate, slope = gated(z, GATE)
             _store(dz_ptr, dn * n * weight[None, :] * slope, rows, num_rows, D, BD)
             dn = dn * gate
         dweight += dn * n
@@ -134,7 +146,7 @@ def rms_norm_gated(problem: NormProblem) -> Tensor:
     z = None if p.z is None else _rows(p.z)
     with on(x.device):
         key = (x.shape, x.stride(), x.dtype, x.device, _layout(z), _dtype(weight), p.eps, p.activation)
-        launch = _forwards.get(key, lambda: _plan(p, x, z))
+        launch = _forwards.get(key, lambda: plan_of(p, x, z))
         y = x.new_empty(x.shape)
         launch(x, z, weight, y)
     return y
@@ -209,7 +221,7 @@ def _num_warps(p: NormProblem) -> int:
     return max(4, min(16, triton.next_power_of_2(p.x.shape[-1]) // 512))
 
 
-def _plan(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
+def plan_of(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
     numbers, constants = _arguments(p, ELEMENTS, x, z)
     grid = triton.cdiv(numbers[0], constants["BR"])
     return Launch(_norm_kernel, grid, (*numbers, p.eps), constants, _num_warps(p))

@@ -270,7 +270,7 @@ SHARES = {("k", 4): 32, ("k", 2): 64, ("v", 4): 32, ("v", 2): 32}
 WARPS = 1  # warps share nothing; with more of them a program's q and k are merely read together
 
 
-def tile_of(K: int, V: int, axis: str, width: int, unit: int, machine: Machine) -> Tile:
+def tile_of(K: int, V: int, axis: str, width: int, unit: int, machine: Machine, warps: int = WARPS) -> Tile:
     """The tile for states of `width` bytes per number, which are read `unit` numbers at a time.
 
     J and W, which decide in what order K is summed, depend on K, axis and width alone. Nothing depends on
@@ -278,13 +278,13 @@ def tile_of(K: int, V: int, axis: str, width: int, unit: int, machine: Machine) 
     """
     lanes, vector = 64 if machine.kind == "hip" else 32, min(16 // width, unit)
     K, V = triton.next_power_of_2(K), triton.next_power_of_2(V)
-    columns = max(1, min(SHARES[axis, width] * lanes * WARPS // K, V))
+    columns = max(1, min(SHARES[axis, width] * lanes * warps // K, V))
     if axis == "v":
         P = min(vector, columns)
-        return Tile(columns // P, P, K, 1, WARPS)
+        return Tile(columns // P, P, K, 1, warps)
     W = min(K, 128 // width)
-    R = max(1, lanes * WARPS * vector // W)
-    return Tile(R, max(1, columns // R), K // W, W, WARPS)
+    R = max(1, lanes * warps * vector // W)
+    return Tile(R, max(1, columns // R), K // W, W, warps)
 
 
 def pool_of(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tuple[int, ...]]:

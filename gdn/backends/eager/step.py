@@ -1,0 +1,33 @@
+"""A layer's whole decode step: the three functions one after the other, which is what it means."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from gdn.backends.eager.conv import causal_conv1d_update
+from gdn.backends.eager.decode import decode
+from gdn.backends.eager.norm import rms_norm_gated
+from gdn.problem.layer import NormProblem
+from gdn.problem.step import StepProblem
+
+
+def decode_step(problem: StepProblem) -> None:
+    """See `Backend`; writes problem.conv_state, problem.state and problem.out."""
+    composed(problem, causal_conv1d_update, decode, rms_norm_gated)
+
+
+def composed(
+    problem: StepProblem,
+    conv: Callable[..., Any],
+    decode: Callable[..., Any],
+    norm: Callable[[NormProblem], Tensor],
+) -> None:
+    """The step by a backend's functions; what goes from one to the next is rounded to the inputs' dtype."""
+    p = problem
+    mixed = p.mixed_qkv.new_empty(p.mixed_qkv.shape)
+    conv(p.conv(mixed))
+    o = p.out.new_empty(p.out.shape) if p.has_norm else p.out
+    decode(p.decode(mixed, o))
+    if p.has_norm:
+        p.out.copy_(norm(p.norm(o)))

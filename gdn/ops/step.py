@@ -1,0 +1,164 @@
+"""A layer's whole decode step on an engine's pools: gdn::decode_step."""
+
+from typing import Any
+
+from torch import Tensor
+
+from gdn.backends import select
+from gdn.notation import ConvPool, ConvWeight, HeadParam, Index, Pool
+from gdn.ops.library import define, guarded, is_plain
+from gdn.ops.repeats import remember, seen_before
+from gdn.problem.step import StepProblem, parse_step
+
+
+def decode_step(
+    mixed_qkv: Tensor,
+    conv_state: ConvPool,
+    conv_weight: ConvWeight,
+    conv_bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    A_log: HeadParam,
+    dt_bias: HeadParam | None,
+    state: Pool,
+    *,
+    num_k_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    conv_activation: str | None = "silu",
+    z: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_activation: str | None = "silu",
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    conv_index: Index | None = None,
+    read_index: Index | None = None,
+    write_index: Index | None = None,
+    null_slot: int | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """All that a layer does with one token per row between its projections, on an engine's two pools.
+
+        mixed <- causal_conv1d_update(mixed_qkv, conv_state, conv_weight, conv_bias)
+        o     <- decode_packed(mixed, a, b, A_log, dt_bias, state)
+        out   <- rms_norm_gated(o, z, norm_weight)          where z or norm_weight is given
+
+    Args:                        shape                       dtype
+        mixed_qkv                [B, 2 H K + HV V]           bf16, fp16, fp32 (fp64 on eager); any row stride;
+                                                             rows of q | k | v before the convolution
+        conv_state               [slots, D, L]               any float, any strides; L >= W - 1; column L-1 is
+                                                             the newest input; updated in place
+        conv_weight              [D, W]                      any float; conv_weight[:, W-1] meets the newest
+        conv_bias                [D] or None                 any float
+        a, b                     [B, HV]                     any float; raw logits of the gates
+        A_log, dt_bias           [HV]                        any float; dt_bias may be None
+        state                    [slots, HV, V, K]           as in `decode`; updated in place
+        num_k_heads              int                         H
+        head_k_dim, head_v_dim   int                         K, V
+        conv_activation          "silu" or None
+        z                        [B, HV, V] or None          any float, any strides; None: no gate
+        norm_weight              [V] or None                 any float; None: ones, or no norm without z
+        norm_eps                 number
+        norm_activation          "silu", "sigmoid" or None   act(z) in `rms_norm_gated`
+        conv_index               [B] int or None             the slot of each row's window; None: read_index
+        read_index, write_index  [B] int or None             slots of `state`, as in `decode`
+        null_slot                None or 0                   of both pools
+        out                      [B, HV, V] or None          gets the result and is returned
+        scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend: as in `decode`
+
+    What goes from one stage to the next is rounded to mixed_qkv's dtype, as by the three functions. `eager`
+    gives their bits; `triton` those of its own three, but for the order in which a fused norm sums.
+
+    Padding: a row whose slot in `state` is invalid gives what the norm makes of zeros, which is 0 where z is
+    finite; one whose window is invalid steps with q = k = v = 0. Nothing is read or written in such a slot.
+    Two rows must not have one slot.
+    Returns: out [B, HV, V], dtype of mixed_qkv.
+    Raises: as `decode`; ValueError if a gradient is asked for. No tensor has been touched then.
+    Cost:   that of the three; on a GPU as many launches as pay (`gdn bench step`).
+    Source: arXiv:2412.06464, section 3.4.
+
+    Example:
+        >>> import torch, gdn
+        >>> windows, states = torch.zeros(10, 128, 3), torch.zeros(10, 4, 16, 16)
+        >>> a, z, ones = torch.zeros(2, 4), torch.ones(2, 4, 16), torch.ones(16)
+        >>> o = gdn.decode_step(
+        ...     torch.randn(2, 128), windows, torch.randn(128, 4), None, a, a, torch.zeros(4), None, states,
+        ...     num_k_heads=2, head_k_dim=16, head_v_dim=16, z=z, norm_weight=ones,
+        ...     read_index=torch.tensor([7, -1]))
+        >>> o.shape, bool(o[1].any()), states.flatten(1).any(1).nonzero().tolist()
+        (torch.Size([2, 4, 16]), False, [[7]])
+    """
+    tensors = (
+        mixed_qkv, conv_state, conv_weight, conv_bias, a, b, A_log, dt_bias, state, conv_index, read_index,
+        write_index, z, norm_weight,
+    )  # fmt: skip
+    options = (
+        num_k_heads, head_k_dim, head_v_dim, conv_activation, norm_eps, norm_activation, scale,
+        use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot, backend,
+    )  # fmt: skip
+    key, again = seen_before((*tensors, out), None, ("decode_step", *options))
+    if again is not None:
+        out = mixed_qkv.new_empty(*a.shape, head_v_dim) if out is None else out
+        again(*tensors, out)
+        return out
+    problem = parse_step(
+        *tensors[:9], num_k_heads=num_k_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim,
+        conv_activation=conv_activation, z=z, norm_weight=norm_weight, norm_eps=norm_eps,
+        norm_activation=norm_activation, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, conv_index=conv_index,
+        read_index=read_index, write_index=write_index, null_slot=null_slot, out=out, backend=backend,
+    )  # fmt: skip
+    if not is_plain(mixed_qkv):
+        _step_op(*problem.arguments())
+        return problem.out
+    again = _run(problem)
+    if key is not None:
+        remember(key, again or _unchecked(problem))
+    return problem.out
+
+
+def _step(*args: Any) -> None:
+    _run(StepProblem(*args))
+
+
+def _run(problem: StepProblem) -> Any:
+    """Returns what the backend's function does: None, or a launch to be called again (`gdn.ops.repeats`)."""
+    p, again = problem, None
+
+    def run() -> tuple[Tensor]:
+        nonlocal again
+        again = select(p).decode_step(p)
+        return (p.out,)
+
+    given = (p.mixed_qkv, p.conv_weight, p.conv_bias, p.a, p.b, p.A_log, p.dt_bias, p.z, p.norm_weight)
+    guarded("decode_step", p.x.device, given, run)
+    return again
+
+
+def _unchecked(problem: StepProblem) -> Any:
+    """What runs a call on other tensors of these kinds, for a backend whose function gives nothing back."""
+    options, function = problem.arguments()[_AFTER_OUT:], select(problem).decode_step
+
+    def run(*tensors: Tensor | None) -> None:
+        other = StepProblem(*tensors, *options)  # type: ignore[arg-type]
+        guarded("decode_step", other.x.device, (), lambda: function(other))
+
+    return run
+
+
+_AFTER_OUT = 15  # the first option in StepProblem
+_step_op = define(
+    "decode_step",
+    "(Tensor mixed_qkv, Tensor(a!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor a, Tensor b, "
+    "Tensor A_log, Tensor? dt_bias, Tensor(b!) state, Tensor? conv_index, Tensor? read_index, "
+    "Tensor? write_index, Tensor? z, Tensor? norm_weight, Tensor(c!) out, SymInt num_k_heads, "
+    "SymInt head_k_dim, SymInt head_v_dim, str? conv_activation, float norm_eps, str? norm_activation, "
+    "float scale, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, bool state_v_first, int? null_slot, "
+    "str? backend) -> ()",
+    _step,
+    lambda *_: None,
+)

@@ -1,0 +1,402 @@
+"""A layer's whole decode step: the three functions' own bits, the law, and every form of fewer launches."""
+
+import doctest
+import importlib
+
+import pytest
+import torch
+from serving import STEP, TOLERANCE, error, moved, same_bits, step_of, stored_wrong
+
+import gdn
+import gdn.ops.step
+from gdn.problem.step import parse_step
+from gdn.reference import serving as law
+from gdn.reference.layer import causal_conv1d, rms_norm_gated
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+NAN = float("nan")
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+WRITTEN = ("conv_state", "state")
+ROWS = 5
+SIZES = (ROWS, 2, 4, 16, 24, 4)  # B, H, HV, K, V, W
+at = torch.tensor
+
+
+def places(index=torch.int64):
+    """name -> where rows find their windows and states among 9 slots."""
+    rows = at([7, 2, -1, 4, 9], dtype=index)
+    return {
+        "identity": {},
+        "index": {"read_index": rows},
+        "null slot": {"read_index": at([7, 2, 0, -1, 4], dtype=index), "null_slot": 0},
+        "windows elsewhere": {"read_index": rows, "conv_index": at([3, -5, 6, 0, 1], dtype=index)},
+        "split": {
+            "read_index": at([7, 7, -1, 4, 2], dtype=index), "write_index": at([0, 1, 3, -1, 5], dtype=index),
+            "conv_index": at([0, 1, 3, 8, 5], dtype=index),
+        },
+        "windows alone": {"conv_index": rows},
+    }  # fmt: skip
+
+
+# dtype of the inputs, of the pool, of the windows (None: as the inputs), and columns of the windows
+KINDS = {
+    "fp32": (F32, F32, None, 3),
+    "bf16": (BF16, F32, F32, 3),
+    "bf16 pool": (BF16, BF16, None, 5),
+    "fp16": (F16, F16, None, 4),
+    "fp32 on bf16": (F32, BF16, BF16, 3),
+    "fp64": (F64, F64, None, 3),
+}
+FEW = ("fp32", "bf16 pool")  # that are interpreted
+
+
+def made(sizes=SIZES, kind="fp32", **options):
+    dtype, pool, windows, L = KINDS[kind]
+    L = max(L, sizes[5] - 1)
+    x, sizes = step_of(*sizes, dtype, pool, L=L, conv_dtype=windows, **options)
+    x.pop("read_index", None)
+    return x | sizes
+
+
+def composed(x, backend):
+    """The three public functions on a step's arguments."""
+    x = STEP | x
+    slots = x["read_index"] if x["conv_index"] is None else x["conv_index"]
+    mixed = gdn.causal_conv1d_update(
+        x["mixed_qkv"], x["conv_state"], x["conv_weight"], x["conv_bias"], state_index=slots,
+        activation=x["conv_activation"], null_slot=x["null_slot"], backend=backend,
+    )  # fmt: skip
+    names = (
+        "num_k_heads", "head_k_dim", "head_v_dim", "scale", "use_qk_l2norm_in_kernel", "allow_neg_eigval",
+        "state_v_first", "read_index", "write_index", "null_slot",
+    )  # fmt: skip
+    gates = (x[name] for name in ("a", "b", "A_log", "dt_bias", "state"))
+    o = gdn.decode_packed(mixed, *gates, **{name: x[name] for name in names}, backend=backend)
+    if x["z"] is None and x["norm_weight"] is None:
+        return o
+    options = {"eps": x["norm_eps"], "activation": x["norm_activation"], "backend": backend}
+    return gdn.rms_norm_gated(o, x["z"], x["norm_weight"], **options)
+
+
+def law_of(x):
+    """out, windows and states in fp64, stages rounded to the inputs' dtype."""
+    x, dtype = STEP | x, x["mixed_qkv"].dtype
+    windows, W = x["conv_state"].clone(), x["conv_weight"].shape[1]
+    slots = x["read_index"] if x["conv_index"] is None else x["conv_index"]
+    mixed = torch.zeros(x["mixed_qkv"].shape, dtype=F64)
+    for n, row in enumerate(x["mixed_qkv"]):
+        slot = n if slots is None else int(slots[n])
+        if not (0 if x["null_slot"] is None else 1) <= slot < len(windows):
+            continue
+        held = x["conv_state"][slot]
+        before = held[None, :, held.shape[1] - (W - 1) :]
+        y, _ = causal_conv1d(
+            row[None, None], x["conv_weight"], x["conv_bias"], activation=x["conv_activation"],
+            initial_state=before,
+        )  # fmt: skip
+        mixed[n] = y[0, 0]
+        windows[slot] = torch.cat([held, row[:, None].to(held.dtype)], 1)[:, 1:]
+    H, K, V, HV = x["num_k_heads"], x["head_k_dim"], x["head_v_dim"], x["a"].shape[1]
+    q, k, v = mixed.to(dtype)[:, None].split([H * K, H * K, HV * V], 2)
+    names = ("scale", "use_qk_l2norm_in_kernel", "allow_neg_eigval", "state_v_first")
+    where = {name: x[name] for name in (*names, "A_log", "dt_bias", "read_index", "write_index", "null_slot")}
+    served = law.decode(
+        q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V)), x["state"],
+        a=x["a"][:, None], b=x["b"][:, None], **where,
+    )  # fmt: skip
+    o = served.o[:, 0]
+    if x["z"] is not None or x["norm_weight"] is not None:
+        options = {"eps": x["norm_eps"], "activation": x["norm_activation"]}
+        o = rms_norm_gated(o.to(dtype), x["z"], x["norm_weight"], **options)
+    return o, windows, served.state
+
+
+def run(backend, device, x):
+    """A step on copies on a device; what it wrote, on the CPU."""
+    x = moved(x, device)
+    out = torch.full((*x["a"].shape, x["head_v_dim"]), NAN, dtype=x["mixed_qkv"].dtype, device=device)
+    assert gdn.decode_step(**x, out=out, backend=backend) is out
+    return out.cpu(), *(x[name].cpu() for name in WRITTEN)
+
+
+def wrongs(got, want, x, tolerance):
+    """Everything wrong with what a step left behind."""
+    found = [f"out is off by {error(got[0], want[0]):.1e}"] if not error(got[0], want[0]) <= tolerance else []
+    for name, one, other in zip(WRITTEN, got[1:], want[1:], strict=True):
+        found.append(stored_wrong(one, other, x[name], tolerance))
+    return [f for f in found if f]
+
+
+def limit(x):
+    """Of the coarsest dtype that a result is rounded to; the norm doubles what its input is off by."""
+    coarse = max((x["mixed_qkv"].dtype, x["state"].dtype), key=lambda d: TOLERANCE[d])
+    return 2 * TOLERANCE[coarse]
+
+
+@pytest.mark.parametrize("name", places())
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.interpret] if k in FEW else []) for k in KINDS]
+)
+def test_the_law_and_the_three_functions(backend, device, kind, v_first, name):
+    if kind == "fp64" and backend != "eager":
+        pytest.skip("float64 is for eager alone")
+    x = made(kind=kind, v_first=v_first) | places()[name]
+    got = run(backend, device, x)
+    assert wrongs(got, law_of(x), x, limit(x)) == []
+    own = moved(x, device)
+    want = composed(own, backend)
+    assert same_bits(got[0], want) and all(
+        same_bits(g, own[n]) for g, n in zip(got[1:], WRITTEN, strict=True)
+    )
+
+
+OPTIONS = [
+    {"conv_activation": None, "conv_bias": None},
+    {"scale": 0.3, "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": True},
+    {"dt_bias": None, "z": None},
+    {"norm_weight": None, "norm_activation": "sigmoid", "norm_eps": 1e-3},
+    {"norm_activation": None},
+    {"z": None, "norm_weight": None},
+]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("change", OPTIONS, ids=lambda c: " ".join(c))
+def test_options(backend, device, change):
+    x = made() | {"read_index": at([3, -1, 0, 8, 5])} | change
+    assert wrongs(run(backend, device, x), law_of(x), x, limit(x)) == []
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "sizes", [(3, 1, 1, 5, 3, 2), (2, 3, 9, 20, 40, 1), (0, 2, 4, 16, 24, 4), (2, 1, 2, 8, 8, 9)]
+)
+def test_heads_sizes_and_taps(backend, device, sizes):
+    x = made(sizes)
+    got = run(backend, device, x)
+    assert wrongs(got, law_of(x), x, limit(x)) == []
+
+
+@pytest.mark.interpret
+def test_any_layout(backend, device):
+    """Windows with channels side by side, turned weights and outputs, rows far apart: same bits."""
+    x = made() | {"read_index": at([3, -1, 0, 8, 5])}
+    want = run(backend, device, x)
+    turned = moved(x, device)
+    turned["conv_state"] = turned["conv_state"].mT.contiguous().mT
+    turned["conv_weight"] = turned["conv_weight"].t().contiguous().t()
+    turned["z"] = turned["z"].mT.contiguous().mT
+    turned["mixed_qkv"] = turned["mixed_qkv"].t().contiguous().t()
+    turned["read_index"] = turned["read_index"].repeat_interleave(3)[::3]
+    turned["out"] = torch.empty(24, 4, ROWS, device=device).permute(2, 1, 0)
+    gdn.decode_step(**turned, backend=backend)
+    assert same_bits(turned["out"], want[0])
+    assert all(same_bits(turned[n], w) for n, w in zip(WRITTEN, want[1:], strict=True))
+
+
+@pytest.mark.interpret
+def test_nan_that_is_not_read_reaches_nothing(backend, device):
+    """Padded rows hold NaN, as do slots that nobody names; neither gets out, nor is it written over."""
+    x = made() | {"read_index": at([3, -1, 0, 8, 5])}
+    want = run(backend, device, x)
+    dirty = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in x.items()}
+    for name in ("mixed_qkv", "a", "b"):
+        dirty[name][1] = NAN
+    for name in WRITTEN:
+        dirty[name][[1, 2, 4, 6, 7]] = NAN
+    got = run(backend, device, dirty)
+    assert same_bits(got[0], want[0]) and not got[0][1].any()
+    for n, (g, w) in enumerate(zip(got[1:], want[1:], strict=True)):
+        assert same_bits(g[[3, 0, 8, 5]], w[[3, 0, 8, 5]]) and bool(g[[1, 2, 4, 6, 7]].isnan().all()), n
+
+
+@pytest.mark.interpret
+def test_calls_that_were_seen_before(backend, device):
+    """A second call of the same kinds, on other tensors, goes the short way and does the same."""
+    for _ in range(3):
+        x = made() | {"read_index": torch.randperm(9)[:ROWS]}
+        own = moved(x, device)
+        want = composed(own, backend)
+        mine = moved(x, device)
+        assert same_bits(gdn.decode_step(**mine, backend=backend), want)
+        assert all(same_bits(mine[n], own[n]) for n in WRITTEN)
+
+
+def test_the_gate_can_fail(backend, device):
+    x = made() | {"read_index": at([3, -1, 0, 8, 5])}
+    got, want = run(backend, device, x), law_of(x)
+    out, windows, state = got
+    for name, lie in {
+        "zero": (0 * out, windows, state), "swapped heads": (out.flip(1), windows, state),
+        "stale windows": (out, x["conv_state"], state), "touched": (out, windows + 1e-3, state),
+        "stale states": (out, windows, x["state"]), "unwritten": (out * NAN, windows, state),
+        "no gate": (run(backend, device, x | {"z": None})[0], windows, state),
+    }.items():  # fmt: skip
+        assert wrongs(lie, want, x, limit(x)), name
+
+
+# forms of fewer launches
+
+
+PROBLEMS = {
+    "bf16": ((3, 2, 4, 16, 24, 4), "bf16", True),
+    "bf16 pool": ((3, 1, 3, 20, 40, 4), "bf16 pool", True),
+    "K first": ((2, 2, 2, 32, 16, 2), "fp32", False),
+    "fp16, K first": ((2, 1, 2, 60, 60, 3), "fp16", False),
+    "one tap": ((2, 1, 2, 16, 16, 1), "fp32", True),
+    "whole heads in strips": ((2, 1, 2, 128, 40, 4), "bf16", True),
+}
+
+
+@pytest.fixture
+def step():
+    return importlib.import_module("gdn.backends.triton.step")
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_every_form_is_the_three_functions(step, triton_device, problem, has_norm):
+    sizes, kind, v_first = PROBLEMS[problem]
+    x = made(sizes, kind, v_first=v_first) | {"read_index": at([5, -1, 2][: sizes[0]]), "null_slot": 0}
+    x |= {} if has_norm else {"z": None, "norm_weight": None}
+    wanted = moved(x, triton_device)
+    want, taken = composed(wanted, "triton"), set()
+    for form in step.FORMS:
+        own = moved(x, triton_device)
+        out = torch.full_like(want, NAN)
+        own |= {"out": out, "backend": "triton"}
+        try:
+            step.decode_step(parse_step(**STEP | own), form)
+        except NotImplementedError:
+            assert same_bits(own["state"], x["state"]), "a refusal touches nothing"
+            continue
+        taken.add(form.name)
+        # a fused norm sums in another order
+        assert error(out, want) < TOLERANCE[out.dtype] / 5 and not out[1].any(), form
+        assert all(same_bits(own[n], wanted[n]) for n in WRITTEN), form
+    assert taken == {"separate", "normed", "whole", *(["deferred"] if has_norm else [])}
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", places())
+def test_every_form_finds_its_places(step, triton_device, name):
+    x = made((ROWS, 1, 2, 16, 8, 4), "bf16 pool") | places(torch.int32)[name]
+    wanted = moved(x, triton_device)
+    want = composed(wanted, "triton")
+    for form in step.FORMS:
+        own = moved(x, triton_device)
+        out = torch.full_like(want, NAN)
+        step.decode_step(parse_step(**STEP | own | {"out": out, "backend": "triton"}), form)
+        assert error(out, want) < TOLERANCE[out.dtype] / 5, form
+        assert all(same_bits(own[n], wanted[n]) for n in WRITTEN), form
+
+
+@pytest.mark.interpret
+def test_the_table_says_which_form(step, triton_device, monkeypatch):
+    """By rows times value heads; the separate kernels where a form does not take the problem."""
+    table = ((8, step.Form("whole")), (12, step.Form("normed")), (float("inf"), step.Form("deferred")))
+    monkeypatch.setattr(step, "NORMED", table)
+    names = []
+    for rows in (2, 3, 4):
+        x = moved(made((rows, 2, 4, 16, 24, 4)), triton_device)
+        names.append(step.form_of(parse_step(**STEP | x)).name)
+    wide = parse_step(**STEP | moved(made((2, 1, 2, 8, 8, 9)), triton_device))
+    bare = parse_step(**STEP | moved(made() | {"z": None, "norm_weight": None}, triton_device))
+    assert [*names, step.form_of(wide).name] == ["whole", "normed", "deferred", "separate"]
+    assert step.form_of(bare) is step.SEPARATE and step.decode_step(bare).form is step.SEPARATE
+    for found in (step.NORMED, step.BARE):
+        assert found[-1][0] == float("inf") and all(form in step.FORMS for _, form in found)
+
+
+@pytest.mark.gpu
+def test_forms_in_a_cuda_graph():
+    """Captured once, replayed on other slots; many rows and heads, as windows are shared by programs."""
+    step = importlib.import_module("gdn.backends.triton.step")
+    x, sizes = step_of(64, 4, 16, 128, 128, 4, BF16, slots=130)
+    x = moved(x | sizes, "cuda")
+    for form in step.FORMS:
+        out, held = torch.empty(64, 16, 128, dtype=BF16, device="cuda"), moved(x, "cuda")
+        problem = parse_step(**STEP | held | {"out": out, "backend": "triton"})
+        step.decode_step(problem, form)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step.decode_step(problem, form)
+        held["read_index"].copy_(torch.randperm(130)[:64])
+        wanted = moved(held, "cuda")
+        for _ in range(20):
+            graph.replay()
+            want = composed(wanted, "triton")
+            assert error(out, want) < TOLERANCE[BF16] / 5, form
+            assert all(same_bits(held[n], wanted[n]) for n in WRITTEN), form
+
+
+# the operator, refusals
+
+
+def test_operator_and_compile():
+    x = made() | {"read_index": at([3, -1, 0, 8, 5])}
+    torch.library.opcheck(torch.ops.gdn.decode_step.default, parse_step(**STEP | x).arguments())
+    compiled = torch.compile(
+        lambda x: gdn.decode_step(**x) * 2, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for rows in (2, 5):
+        x = made((rows, *SIZES[1:]))
+        copy = moved(x, "cpu")
+        assert same_bits(compiled(copy), 2 * gdn.decode_step(**x))
+        assert all(same_bits(copy[n], x[n]) for n in WRITTEN)
+
+
+REFUSALS = [
+    (TypeError, "mixed_qkv: expected a tensor", {"mixed_qkv": 1}),
+    (ValueError, "mixed_qkv: expected 2 [*] 3", {"num_k_heads": 3}),
+    (TypeError, "head_v_dim: expected an int", {"head_v_dim": 24.0}),
+    (TypeError, "conv_state: expected a tensor", {"conv_state": None}),
+    (ValueError, "conv_state: expected L >= W-1 = 3", {"conv_state": torch.zeros(9, 160, 2)}),
+    (ValueError, "conv_state: expected shape", {"conv_state": torch.zeros(9, 159, 3)}),
+    (ValueError, "conv_state: expected memory", {"conv_state": torch.zeros(1, 160, 3).expand(9, 160, 3)}),
+    (ValueError, "conv_weight: expected shape", {"conv_weight": torch.zeros(159, 4)}),
+    (ValueError, "conv_weight: expected W", {"conv_weight": torch.zeros(160, 0)}),
+    (ValueError, "conv_bias: expected shape", {"conv_bias": torch.zeros(4)}),
+    (ValueError, "conv_activation: expected one of", {"conv_activation": "sigmoid"}),
+    (TypeError, "norm_activation: expected a name", {"norm_activation": 1}),
+    (TypeError, "norm_eps: expected a number", {"norm_eps": None}),
+    (ValueError, "z: expected shape", {"z": torch.zeros(ROWS, 96)}),
+    (ValueError, "norm_weight: expected shape", {"norm_weight": torch.zeros(4)}),
+    (ValueError, "state: expected shape", {"state": torch.zeros(9, 4, 16, 24)}),
+    (ValueError, "A_log: expected a tensor", {"A_log": None}),
+    (ValueError, "read_index: expected shape", {"read_index": torch.zeros(ROWS, 1, dtype=torch.int32)}),
+    (TypeError, "conv_index: expected an int32", {"conv_index": torch.zeros(ROWS)}),
+    (ValueError, "null_slot: expected None or 0", {"null_slot": 1}),
+    (TypeError, "state_v_first: expected a bool", {"state_v_first": 1}),
+    (ValueError, "out: expected shape", {"out": torch.zeros(ROWS, 96)}),
+    (ValueError, "z: expected device", {"z": torch.zeros(ROWS, 4, 24, device="meta")}),
+    (ValueError, "z: expected a tensor without", {"z": torch.zeros(ROWS, 4, 24, requires_grad=True)}),
+    (NotImplementedError, "hopper:", {"backend": "hopper"}),
+    (TypeError, "unexpected keyword", {"ring_pos": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, message, change", REFUSALS)
+def test_refusals_touch_nothing(kind, message, change):
+    x = made() | {"out": torch.ones(ROWS, 4, 24)}
+    # a call that passed shields no other
+    gdn.decode_step(**x)
+    x |= change
+    before = {k: v.clone() for k, v in x.items() if isinstance(v, torch.Tensor)}
+    with pytest.raises(kind, match=message):
+        gdn.decode_step(**x)
+    assert all(torch.equal(before[k], x[k]) for k in before if not before[k].is_meta and k != "state")
+    assert before.get("state") is None or same_bits(before["state"], x["state"])
+
+
+def test_warmup_meets_it():
+    sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 16}
+    warmed = gdn.warmup("cpu", **sizes, dtypes=(F32,), state_dtypes=(F32, BF16))
+    assert sum(line.startswith("decode_step ") for line in warmed) >= 2
+
+
+def test_examples_run():
+    assert doctest.testmod(gdn.ops.step).failed == 0
