@@ -140,6 +140,8 @@ def step_kernel(
     if MOVE:
         move(conv, conv_d, conv_l, L, channels, is_channel & is_valid, q_window, TAPS)
         move(conv, conv_d, conv_l, L, channels + H * K, is_channel & is_valid, k_window, TAPS)
+    # what is gathered has no layout of its own and takes the state's; else the state is laid as q is, through
+    # shared memory: 3,466 instructions of PTX in place of 841 for `deferred` in bf16 at 128 x 128
     q = tl.reshape(tl.gather(q, tl.arange(0, J * W), 0), [1, J, 1, W])
     k = tl.reshape(tl.gather(k, tl.arange(0, J * W), 0), [1, J, 1, W])
 
