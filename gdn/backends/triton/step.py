@@ -190,7 +190,7 @@ def _plan_step(p: StepProblem, form: Form, x: Tensor) -> Launch:
     constants = {
         "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "STATE_UNIT": unit, "STRIPS": strips,
         "IS_SINGLE": heads == 1, "AHEAD": not has_windows, "CONV": has_windows,
-        "MOVE": form.name == "whole", "TAPS": p.W,
+        "MOVE": form.name == "whole", "OLDER": p.conv_state.shape[2] >= p.W, "TAPS": p.W,
         "SILU": p.conv_activation == "silu", "L2NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "NORM": norms, "GATE": p.norm_activation or "none",
     }  # fmt: skip
@@ -206,7 +206,7 @@ def _plan_finish(p: StepProblem, o: Tensor) -> Launch:
         *strides_of(p.conv_slots, 1), p.conv_state.shape[0], 0 if p.null_slot is None else 1, channels,
     )  # fmt: skip
     grid = of_norm.grid + x.shape[0] * triton.cdiv(channels, BC)
-    constants = {**of_norm.constants, "TAPS": p.W, "BC": BC}
+    constants = {**of_norm.constants, "TAPS": p.W, "OLDER": p.conv_state.shape[2] >= p.W, "BC": BC}
     return Launch(finish_kernel, grid, numbers, constants, of_norm.num_warps)
 
 

@@ -73,19 +73,23 @@ def below(first, values, V: tl.constexpr):
 
 
 @triton.jit
-def move(slot_ptr, conv_d, conv_l, L, channels, is_moved, window, TAPS: tl.constexpr):
-    """A slot a token older. All threads have read before any writes; nobody else may still want to read."""
+def move(slot_ptr, conv_d, conv_l, L, channels, is_moved, window, TAPS: tl.constexpr, OLDER: tl.constexpr):
+    """A slot a token older. All threads have read before any writes; nobody else may still want to read.
+
+    OLDER: the slot has columns that the filter does not see; without any there is no loop for them.
+    """
     at = slot_ptr + channels.to(tl.int64) * conv_d
-    # columns older than the filter's; c is written when all threads have read a later one
-    for c in range(L - TAPS):
-        older = tl.load(at + (c + 1) * conv_l, mask=is_moved, other=0.0)
-        tl.debug_barrier()
-        tl.store(at + c * conv_l, older, mask=is_moved)
+    if OLDER:
+        # column c is written when all threads have read a later one
+        for c in range(L - TAPS):
+            older = tl.load(at + (c + 1) * conv_l, mask=is_moved, other=0.0)
+            tl.debug_barrier()
+            tl.store(at + c * conv_l, older, mask=is_moved)
     tl.debug_barrier()
     for j in tl.static_range(TAPS):
-        column = L - TAPS + j
-        kept = window[j].to(slot_ptr.dtype.element_ty)
-        tl.store(at + column * conv_l, kept, mask=is_moved & (column >= 0))
+        if OLDER or j > 0:
+            kept = window[j].to(slot_ptr.dtype.element_ty)
+            tl.store(at + (L - TAPS + j) * conv_l, kept, mask=is_moved)
 
 
 @kernel
@@ -97,8 +101,8 @@ def step_kernel(
     H, HV, heads, parts, parts_inverse, parts_s, ratio_inverse, ratio_s, scale, eps,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, STATE_UNIT: tl.constexpr, STRIPS: tl.constexpr,
-    IS_SINGLE: tl.constexpr, AHEAD: tl.constexpr, CONV: tl.constexpr, MOVE: tl.constexpr, TAPS: tl.constexpr,
-    SILU: tl.constexpr, L2NORM: tl.constexpr, NEGATIVE: tl.constexpr, NORM: tl.constexpr,
+    IS_SINGLE: tl.constexpr, AHEAD: tl.constexpr, CONV: tl.constexpr, MOVE: tl.constexpr, OLDER: tl.constexpr,
+    TAPS: tl.constexpr, SILU: tl.constexpr, L2NORM: tl.constexpr, NEGATIVE: tl.constexpr, NORM: tl.constexpr,
     GATE: tl.constexpr,
 ):  # fmt: skip
     # a program has `heads` value heads of one key head, and of each STRIPS tiles of columns
@@ -138,8 +142,8 @@ def step_kernel(
         CONV, TAPS, SILU,
     )  # fmt: skip
     if MOVE:
-        move(conv, conv_d, conv_l, L, channels, is_channel & is_valid, q_window, TAPS)
-        move(conv, conv_d, conv_l, L, channels + H * K, is_channel & is_valid, k_window, TAPS)
+        move(conv, conv_d, conv_l, L, channels, is_channel & is_valid, q_window, TAPS, OLDER)
+        move(conv, conv_d, conv_l, L, channels + H * K, is_channel & is_valid, k_window, TAPS, OLDER)
     # what is gathered has no layout of its own and takes the state's; else the state is laid as q is, through
     # shared memory: 3,466 instructions of PTX in place of 841 for `deferred` in bf16 at 128 x 128
     q = tl.reshape(tl.gather(q, tl.arange(0, J * W), 0), [1, J, 1, W])
@@ -171,14 +175,14 @@ def step_kernel(
                 x_ptr, weight_ptr, bias_ptr, conv, conv_d, conv_l, L, own, has_value, is_valid,
                 CONV, TAPS, SILU,
             )  # fmt: skip
-            if MOVE:
-                move(conv, conv_d, conv_l, L, own, has_value & is_valid, v_window, TAPS)
             S = S.to(tl.float32)
             S, o = step(S, q, k, v, a, b, rate, bias, scale, L2NORM, True, True, True, NEGATIVE)
             place, mask = strip(
                 goal, keys, values, column, state_k, state_v, is_held & is_written, K, V, STATE_UNIT, AXIS
             )
             tl.store(place, S.to(state_ptr.dtype.element_ty), mask=mask)
+            if MOVE:
+                move(conv, conv_d, conv_l, L, own, has_value & is_valid, v_window, TAPS, OLDER)
             made = made + (tl.where(has_value & is_held, o, 0.0).to(o_ptr.dtype.element_ty),)
         o_at = o_ptr + (row * HV + head) * V
         rstd = 1.0
@@ -212,7 +216,7 @@ def finish_kernel(
     num_rows, inner, o_o, o_i, z_o, z_i, eps, blocks,
     x_b, conv_n, conv_d, conv_l, L, conv_index_n, conv_slots, lowest, channels,
     GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
-    TAPS: tl.constexpr, BC: tl.constexpr,
+    TAPS: tl.constexpr, OLDER: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The norm, and beside it the windows a token older."""
     pid = tl.program_id(0)
@@ -233,4 +237,4 @@ def finish_kernel(
         for j in tl.static_range(TAPS - 1):
             window = window + (tl.load(at + j * conv_l, mask=is_moved, other=0.0),)
         window = window + (tl.load(x_ptr + row * x_b + own, mask=is_moved, other=0.0).to(tl.float32),)
-        move(slot_ptr, conv_d, conv_l, L, own, is_moved, window, TAPS)
+        move(slot_ptr, conv_d, conv_l, L, own, is_moved, window, TAPS, OLDER)
