@@ -16,6 +16,7 @@ import gdn
 from gdn.backends.triton import step
 from gdn.bench.accuracy import run
 from gdn.bench.cases import Case, inputs, packed, rows
+from gdn.problem import parse
 from gdn.problem.step import parse_step
 
 EVERYWHERE = ("cuda:80", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942")
@@ -285,8 +286,16 @@ def stages(dtype: torch.dtype, K: int, V: int, is_packed: bool) -> Callable[[], 
     return call
 
 
+def operator_on_packed_rows() -> Callable[[], Any]:
+    """The forward as a compiler calls it, with all that it saves."""
+    given = inputs(Case(lengths=LADDER, heads=(2, 4), use_qk_l2norm_in_kernel=True, state="wide"), BF16)
+    problem = parse(**given.tensors, **given.options, backend="triton")
+    return lambda: torch.ops.gdn.chunk_forward(*problem.arguments(), True)
+
+
 # name -> function, arguments, targets
 OTHERS = {
+    "operator on packed rows": (operator_on_packed_rows, (), EVERYWHERE),
     "decode packed rows": (decode_of_packed_rows, (), EVERYWHERE),
     "decode a projection": (decode_of_a_projection, (), TUNED),
     "chunk form bf16": (decode_in_chunk_form, (4, 4, 128, BF16, FP32, True, True), EVERYWHERE),

@@ -11,6 +11,16 @@ def dot(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
 
 
 @triton.jit
+def dot_in_two(a, x, acc=None, PRECISION: tl.constexpr = "tf32"):
+    """a x + acc, x in fp32: what rounding x to a 16-bit dtype of a takes is an operand of its own."""
+    operand = x.to(a.dtype)
+    acc = dot(a, operand, acc, PRECISION)
+    if a.dtype != tl.float32:
+        acc = dot(a, (x - operand.to(tl.float32)).to(a.dtype), acc, PRECISION)
+    return acc
+
+
+@triton.jit
 def softplus(x):
     """log(1 + e^x): linear above 20; right for very negative x, where 1 + e^x is 1."""
     return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
