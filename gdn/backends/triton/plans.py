@@ -265,11 +265,12 @@ def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.Backward
         {"K": p.K, **a.sizes, "BK": a.block, **a.activation, **precision},
         4,
     )
+    is_fine = tuned.is_fine(p, machine(p.device))
     state = Launch(
         state_bwd_kernel,
         p.N * p.HV * triton.cdiv(p.V, chosen.BV),
         (*_strides(a.unit, p.q, p.k, do), *numbers, a.entries),
-        {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen)},
+        {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": is_fine},
         chosen.num_warps,
     )
     BK = min(a.BK, chosen.BK)

@@ -5,8 +5,8 @@
     dS <- e^(G_C) dS + (e^G q)^T (scale do) - (beta e^G k)^T dr
 
 What leaves are dr, in the place of dv (which is beta dr), and for each chunk the gradient of the state that
-leaves it. In 16 bits dS and e^G do are operands in two parts: rounded, they alone made a third of the error
-of dbeta, and all of dinitial_state's under strong decay.
+leaves it. In 16 bits, FINE makes dS and e^G do operands in two parts: rounded, they alone made a third of the
+error of dbeta, and all of dinitial_state's under strong decay.
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv and P 256, dS 512:
 1810.
 """
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, dot_in_two, exist, operand_of, rows_of, solved, state_tile
+from gdn.backends.triton.lib import dot, dot_in_parts, exist, operand_of, rows_of, solved, state_tile
 from gdn.backends.triton.pairs import BETA, INTO, OUT, READ, factor, through
 
 
@@ -26,6 +26,7 @@ def state_bwd_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
+    FINE: tl.constexpr,
 ):  # fmt: skip
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips
@@ -61,7 +62,7 @@ def state_bwd_kernel(
         place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
         tl.store(dS_out_ptr + place, dS.to(dS_out_ptr.dtype.element_ty), mask=mask)
         out = factor(factors_ptr, tile, OUT, C)
-        dv_new = dot_in_two(k, dS, None, PRECISION)
+        dv_new = dot_in_parts(k, dS, None, PRECISION, FINE)
         dv_new = dot(tl.trans(P), do, dv_new * out[:, None], PRECISION)
         dr = solved(tl.trans(A_inv), dv_new, PRECISION)
         dr_place = dr_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
@@ -70,7 +71,7 @@ def state_bwd_kernel(
         tl.store(dr_place, dr.to(dr_ptr.dtype.element_ty), mask=dr_mask)
         read = factor(factors_ptr, tile, READ, C)
         from_q = do.to(tl.float32) * read[:, None]
-        dS = dot_in_two(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION)
+        dS = dot_in_parts(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION, FINE)
         carry = factor(factors_ptr, tile, BETA, C) * factor(factors_ptr, tile, INTO, C)
         dS = dot(tl.trans(k), (dr * -carry[:, None]).to(operand), dS, PRECISION)
 

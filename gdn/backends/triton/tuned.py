@@ -65,6 +65,14 @@ def is_wide(p: Problem) -> bool:
     return refines(p) or p.q.dtype == torch.float32
 
 
+def is_fine(p: Problem, machine: Machine) -> bool:
+    """Whether the backward's walk takes 16-bit operands in two parts: where they wait in shared memory.
+
+    On sm_80 and sm_120 they would be held in registers, of which 2 KB a thread are spilled then.
+    """
+    return machine.kind == "cuda" and machine.capability // 10 in (9, 10) and p.K <= 128
+
+
 def forward(p: Problem, machine: Machine) -> ForwardTiles:
     """What a forward is to take."""
     return _forward(p, machine, p.N * p.HV)
