@@ -54,7 +54,7 @@ demo:
 bench:
 	$(DEMO_PYTHON) -m gdn bench cpu
 
-# parts of under 9 minutes each: prefill train decode spec stages layer host cold e2e accuracy
+# parts of under 9 minutes each: prefill train decode step spec stages layer host cold e2e accuracy
 PART ?= prefill
 WHAT = $(if $(filter accuracy,$(PART)),verify --set regimes --append --minutes 5,bench $(PART))
 bench-gpu:
