@@ -19,6 +19,9 @@ from gdn.ops.library import define, guarded, is_plain, library
 from gdn.ops.repeats import remember, seen_before
 from gdn.problem import DecodeProblem, ReplayProblem
 from gdn.problem.serving import one_state_per_row, parse_decode, parse_packed
+from gdn.problem.step import StepProblem
+
+Repeatable = DecodeProblem | ReplayProblem | StepProblem
 
 
 def decode(
@@ -275,23 +278,32 @@ def _decode(*args: Any) -> None:
 
 
 def run_checked(name: str, problem: DecodeProblem | ReplayProblem) -> Any:
-    """Returns what the backend's function does: None, or a launch to be called again (`gdn.ops.repeats`)."""
-    p, again = problem, None
+    """As `run_backend`, with the offsets of packed rows looked at first."""
+    p = problem
     if p.cu_seqlens is not None:
         p.spans(read_device=settings.debug())
+    return run_backend(name, p, (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias))
+
+
+def run_backend(name: str, problem: Repeatable, given: tuple[Tensor | None, ...]) -> Any:
+    """Returns what the backend's function does: None, or a launch to be called again (`gdn.ops.repeats`).
+
+    given: the inputs that debug mode looks at.
+    """
+    again = None
 
     def run() -> tuple[Tensor]:
         nonlocal again
-        again = getattr(select(p), name)(p)
-        return (p.out,)
+        again = getattr(select(problem), name)(problem)
+        return (problem.out,)
 
-    guarded(name, p.q.device, (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias), run)
+    guarded(name, problem.out.device, given, run)
     return again
 
 
-def unchecked(name: str, problem: DecodeProblem | ReplayProblem, first_option: int) -> Callable[..., None]:
+def unchecked(name: str, problem: Repeatable, first_option: int) -> Callable[..., None]:
     """What runs a call on other tensors of these kinds, for a backend whose function gives nothing back."""
-    kind, device, function = type(problem), problem.q.device, getattr(select(problem), name)
+    kind, device, function = type(problem), problem.out.device, getattr(select(problem), name)
     options: tuple[Any, ...] = problem.arguments()[first_option:]
 
     def run(*tensors: Tensor | None) -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gdn.backends import select
 from gdn.notation import ConvPool, ConvWeight, HeadParam, Index, Pool
-from gdn.ops.library import define, guarded, is_plain
+from gdn.ops.library import define, is_plain
 from gdn.ops.repeats import remember, seen_before
+from gdn.ops.serving import run_backend, unchecked
 from gdn.problem.step import StepProblem, parse_step
 
 
@@ -117,7 +117,7 @@ def decode_step(
         return problem.out
     again = _run(problem)
     if key is not None:
-        remember(key, again or _unchecked(problem))
+        remember(key, unchecked("decode_step", problem, _AFTER_OUT) if again is None else again)
     return problem.out
 
 
@@ -126,28 +126,9 @@ def _step(*args: Any) -> None:
 
 
 def _run(problem: StepProblem) -> Any:
-    """Returns what the backend's function does: None, or a launch to be called again (`gdn.ops.repeats`)."""
-    p, again = problem, None
-
-    def run() -> tuple[Tensor]:
-        nonlocal again
-        again = select(p).decode_step(p)
-        return (p.out,)
-
+    p = problem
     given = (p.mixed_qkv, p.conv_weight, p.conv_bias, p.a, p.b, p.A_log, p.dt_bias, p.z, p.norm_weight)
-    guarded("decode_step", p.x.device, given, run)
-    return again
-
-
-def _unchecked(problem: StepProblem) -> Any:
-    """What runs a call on other tensors of these kinds, for a backend whose function gives nothing back."""
-    options, function = problem.arguments()[_AFTER_OUT:], select(problem).decode_step
-
-    def run(*tensors: Tensor | None) -> None:
-        other = StepProblem(*tensors, *options)  # type: ignore[arg-type]
-        guarded("decode_step", other.x.device, (), lambda: function(other))
-
-    return run
+    return run_backend("decode_step", p, given)
 
 
 _AFTER_OUT = 15  # the first option in StepProblem

@@ -141,7 +141,8 @@ def _gradients(p: Problem, machine: Machine) -> tuple[int, Pass, Pass]:
     """Key columns of a program, and its strips of value columns for pairs and for rows.
 
     H200, 16/32 heads of 128 x 128, 8192 tokens, us of pairs and rows: 32 columns in 1, 2, 3 or 4 stages
-    433 + 404, 341 + 295, 301 + 269, 296 + 266; 64 in 1 or 2 431 + 380, 384 + 340; 16 in 3 362 + 318.
+    433 + 404, 341 + 295, 301 + 269, 296 + 266; 64 in 1 or 2 431 + 380, 384 + 340; 16 in 3 362 + 318; all
+    before the products were put in an order in which none is in flight at a turn's end.
     Blocks of 64 keys by 32 or 16 columns are for other machines than Hopper: there Triton 3.6 gives wgmma a
     wrong address in shared memory for them, in 16 bits (compute-sanitizer: out-of-bounds read). Elsewhere
     more columns, or four warps, want more registers than there are: on sm_80 ptxas then gives up and makes
