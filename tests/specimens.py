@@ -288,7 +288,8 @@ def stages(dtype: torch.dtype, K: int, V: int, is_packed: bool) -> Callable[[], 
 
 def operator_on_packed_rows() -> Callable[[], Any]:
     """The forward as a compiler calls it, with all that it saves."""
-    given = inputs(Case(lengths=LADDER, heads=(2, 4), use_qk_l2norm_in_kernel=True, state="wide"), BF16)
+    case = Case(lengths=LADDER, heads=(2, 4), use_qk_l2norm_in_kernel=True, state="wide")
+    given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="triton")
     return lambda: torch.ops.gdn.chunk_forward(*problem.arguments(), True)
 

@@ -29,7 +29,8 @@ RTOL, ATOL = 1e-2, 1e-5
 # never worse than the best peer by more than 10 %; dg and dbeta at most 0.7 of FLA's
 WORSE, OF_FLA = 1.1, {"dg": 0.7, "dbeta": 0.7}
 ROUNDING = 1e-6  # errors below are what fp32 leaves: no one's merit
-BUDGET = 2**26  # state elements over all tokens that the law keeps with gradients; without, 8 times as many
+# state elements over all tokens that the law keeps with gradients (24 bytes each); without, 8 times as many
+BUDGET = {"cpu": 2**26, "cuda": 2**29}
 _BASE = replace(catalog.MIXED, heads=(16, 32), lengths=packed(1024))
 REGIMES: dict[str, Case] = {
     **{gate: replace(_BASE, gate=gate) for gate in ("mixed", "strong", "mild", "slow", "none", "model")},
@@ -139,9 +140,13 @@ def examine(
     profile: str = "gdn",
     seed: int = 0,
     device: torch.device,
-    budget: int = BUDGET,
+    budget: int | None = None,
 ) -> Examined:
-    """Run every provider on a case, forward and backward where it has one, and read every output."""
+    """Run every provider on a case, forward and backward where it has one, and read every output.
+
+    budget: as in `accuracy.check`; None: what the device has room for.
+    """
+    budget = BUDGET.get(device.type, BUDGET["cpu"]) if budget is None else budget
 
     def made(gate: str) -> Inputs:
         return cases.inputs(replace(case, gate=gate), dtype, seed=seed, device=device)

@@ -276,7 +276,7 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
     }  # fmt: skip
     return Launch(
         decode_kernel,
-        (p.N + is_packed) * p.HV * part.blocks(p.V),
+        (p.N + int(is_packed)) * p.HV * part.blocks(p.V),
         numbers,
         constants,
         part.num_warps,

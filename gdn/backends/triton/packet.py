@@ -356,5 +356,5 @@ def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> L
         "LEVELS": levels(longest_of(p) or MOST),
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET,
     }  # fmt: skip
-    programs = (p.N + is_packed) * p.HV * triton.cdiv(p.V, sizes["BV"])
+    programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"])
     return Launch(packet_kernel, programs, numbers, constants, 4)

@@ -349,7 +349,7 @@ def _plan(p: Problem) -> Launch:
     numbers += [start[2][0], *start[2][2:]]
     return Launch(
         recurrent_kernel,
-        (p.N + is_packed) * p.HV * part.blocks(p.V),
+        (p.N + int(is_packed)) * p.HV * part.blocks(p.V),
         (*numbers, p.N, p.T, p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.scale),
         {
             "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "INITIAL_AXIS": start[0],

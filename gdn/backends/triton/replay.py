@@ -282,7 +282,7 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(p.longest),
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET,
     }  # fmt: skip
-    programs = (p.N + is_packed) * p.HV * triton.cdiv(p.V, sizes["BV"])
+    programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"])
     return Launch(replay_kernel, programs, numbers, constants, 4)
 
 
