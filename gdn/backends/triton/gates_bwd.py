@@ -1,6 +1,6 @@
 """From the shares of a chunk's tokens in the gradient of the gates to dg, dbeta, dA_log and ddt_bias.
 
-    dg_t = crossing_t + sum_{i >= t} entering_i + sum_{j < t} leaving_j + e^(G_C) through
+    dg_t = crossing_t + sum_{i >= t} entering_i + sum_{j < t} leaving_j + e^(G_C) sum through
     da = -exp(A_log) sigmoid(a + dt_bias) dg;   dA_log = sum g dg;   ddt_bias = sum da
     db = sigmoid(b) sigmoid(-b) dbeta, twice that with negative eigenvalues
 
@@ -21,7 +21,7 @@ from gdn.backends.triton.prepare import log_decay
 def gates_bwd_kernel(
     g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, G_ptr, table_ptr, shares_ptr, dg_ptr, dbeta_ptr, dA_log_ptr,
     ddt_bias_ptr,
-    g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, chunks_per_row,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, chunks_per_row, strips,
     C: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) // HV
@@ -39,12 +39,13 @@ def gates_bwd_kernel(
         entering = tl.load(shares + ENTERING * C, mask=is_token, other=0.0).to(tl.float64)
         leaving = tl.load(shares + LEAVING * C, mask=is_token, other=0.0).to(tl.float64)
         has_any = length > 0
-        through = tl.load(shares_ptr + tile * (ROWS * C) + THROUGH * C, mask=has_any, other=0.0)
+        is_share = has_any & (tokens > 0) & (tokens <= strips)
+        through = tl.sum(tl.load(shares + THROUGH * C, mask=is_share, other=0.0).to(tl.float64), 0)
         end = tl.load(
             G_ptr + (row.to(tl.int64) * T + first + length - 1) * HV + head, mask=has_any, other=0.0
         )
         dg = crossing + tl.cumsum(entering, 0, reverse=True) + (tl.cumsum(leaving, 0) - leaving)
-        dg = (dg + through * tl.exp(end.to(tl.float32))).to(tl.float32)
+        dg = (dg + through * tl.exp(end)).to(tl.float32)
         g_place = g_ptr + row.to(tl.int64) * g_b + first.to(tl.int64) * g_t + head * g_h + tokens * g_t
         given = tl.load(g_place, mask=is_token, other=0.0).to(tl.float32)
         g = log_decay(given, A_log_ptr, dt_bias_ptr, head, RESET)

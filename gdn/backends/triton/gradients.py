@@ -107,7 +107,7 @@ def pairs_bwd_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     T, HV, ratio, chunks_per_row, scale, width, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HV
     part = tl.program_id(0) // HV
@@ -171,6 +171,9 @@ def pairs_bwd_kernel(
         tl.store(grown_ptr + grown_place, grown, mask=exist(vs, V)[None, :])
         v_operand = v_new.to(operand)
         E = dot(v_operand, tl.trans(do), E, PRECISION)
+        if FINE:
+            # rounded, v_new made most of the error of dg where little passes through the state
+            E = dot((v_new - v_operand.to(tl.float32)).to(operand), tl.trans(do), E, PRECISION)
         F = dot(v_operand, tl.trans(dr), F, PRECISION)
         # last, as its sum waits for all products: the next loads go where these read (tests: `in_flight`)
         qS = tl.zeros([C, BV], tl.float32)
@@ -254,7 +257,7 @@ def rows_bwd_kernel(
     E_ptr, F_ptr, shares_ptr, dq_ptr, dk_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, width, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     num_heads = HV // ratio
     blocks: tl.constexpr = (K + BK - 1) // BK
@@ -305,18 +308,21 @@ def rows_bwd_kernel(
             dk = dot(grown, tl.trans(dS), dk, PRECISION)
             # last, as above
             kdS = dot(k, dS, None, PRECISION)
-            through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
+            if not FINE:
+                through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
             for other in tl.range(1, blocks, loop_unroll_factor=at_once):
                 js = (own + other) % blocks * BK + tl.arange(0, BK)
                 k_other = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, js, K, C, UNIT)
-                S_other = state_block(S_in_ptr, tile, js, vs, K, V)
                 dS_other = state_block(dS_ptr, tile, js, vs, K, V)
-                through += tl.sum(S_other.to(tl.float32) * dS_other.to(tl.float32))
+                if not FINE:
+                    S_other = state_block(S_in_ptr, tile, js, vs, K, V)
+                    through += tl.sum(S_other.to(tl.float32) * dS_other.to(tl.float32))
                 kdS = dot(k_other.to(operand), dS_other.to(operand), kdS, PRECISION)
             leaving += tl.sum(grown.to(tl.float32) * kdS, 1)
         shares = shares_ptr + tile * (ROWS * C) + tokens
         tl.store(shares + LEAVING * C, leaving, mask=is_token & (own == 0))
-        tl.store(shares_ptr + tile * (ROWS * C) + THROUGH * C, through, mask=own == 0)
+        if not FINE:
+            tl.store(shares_ptr + tile * (ROWS * C) + THROUGH * C + 1, through, mask=own == 0)
         if q_rstd_ptr is not None and blocks > 1:
             q_along += tl.load(shares + ALONG_Q * C)
             k_along += tl.load(shares + ALONG_K * C) + leaving

@@ -12,10 +12,10 @@ def dot(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
 
 @triton.jit
 def dot_in_parts(a, x, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
-    """a x + acc, x in fp32; FINE: what rounding x to a 16-bit dtype of a takes is an operand of its own."""
+    """a x + acc, x in fp32; FINE: what rounding x to a's 16-bit dtype takes is an operand of its own."""
     operand = x.to(a.dtype)
     acc = dot(a, operand, acc, PRECISION)
-    if FINE and a.dtype != tl.float32:
+    if FINE:
         acc = dot(a, (x - operand.to(tl.float32)).to(a.dtype), acc, PRECISION)
     return acc
 

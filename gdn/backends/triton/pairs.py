@@ -17,7 +17,8 @@ from gdn.backends.triton.lib import decay, dot, load_beta, load_rstd, load_sums,
 
 # rows of a chunk's factors
 OUT, READ, INTO, BETA, END = (tl.constexpr(i) for i in range(5))
-# shares of its gates' gradients, which the backward puts beside them; CROSSING where OUT was, THROUGH for END
+# shares of its gates' gradients, which the backward puts beside them; CROSSING where OUT was, and in END's
+# row, after its number, THROUGH: one for each strip of columns
 CROSSING, THROUGH, ENTERING, LEAVING, DBETA, ALONG_Q, ALONG_K = (
     tl.constexpr(i) for i in (0, 4, 5, 6, 7, 8, 9)
 )
@@ -59,7 +60,7 @@ def through(factors_ptr, tile, C: tl.constexpr):
 
 @kernel
 def pairs_kernel(
-    q_ptr, k_ptr, beta_ptr, G_ptr, q_rstd_ptr, k_rstd_ptr, table_ptr, P_ptr, factors_ptr,
+    q_ptr, k_ptr, beta_ptr, G_ptr, q_rstd_ptr, k_rstd_ptr, table_ptr, P_ptr, P_rest_ptr, factors_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, SIGMOID: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -86,4 +87,7 @@ def pairs_kernel(
     store_factors(factors_ptr, tile, beta, scale * q_rstd, k_rstd, high, low, end_high, end_low, C)
     P = qk * decays(high, low, k_rstd, C) * (scale * q_rstd)[:, None]
     square = tokens[:, None] * C + tokens[None, :]
-    tl.store(P_ptr + tile * (C * C) + square, P.to(P_ptr.dtype.element_ty))
+    kept = P.to(P_ptr.dtype.element_ty)
+    tl.store(P_ptr + tile * (C * C) + square, kept)
+    if P_rest_ptr is not None:
+        tl.store(P_rest_ptr + tile * (C * C) + square, (P - kept.to(tl.float32)).to(kept.dtype))

@@ -283,21 +283,21 @@ def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.Backward
             pairs_bwd_kernel,
             entries * p.HV,
             (*_strides(a.unit, p.q, p.k, p.v, do), *numbers, p.scale, width // 16, begin),
-            {**shared, "BK": BK, **_strips(p, chosen.pairs)},
+            {**shared, "BK": BK, **_strips(p, chosen.pairs), "FINE": is_fine},
             chosen.pairs.num_warps,
         )
         rows_bwd = Launch(
             rows_bwd_kernel,
             entries * p.H * blocks,
             (*_strides(a.unit, p.q, p.k, do), *numbers, width // 16, begin),
-            {**shared, "BK": BK, **_strips(p, chosen.rows)},
+            {**shared, "BK": BK, **_strips(p, chosen.rows), "FINE": is_fine},
             chosen.rows.num_warps,
         )
         gradients.append((pairs_bwd, rows_bwd))
     gates = Launch(
         gates_bwd_kernel,
         a.entries * p.HV,
-        (*_gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1]),
+        (*_gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1], triton.cdiv(p.V, chosen.BV) if is_fine else 1),
         {"C": CHUNK, **a.activation, "RESET": RESET},
         1,
     )
@@ -312,7 +312,7 @@ def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.Backward
 def _first_rooms(p: Problem, a: _Arguments) -> tuple[Room | None, ...]:
     tiles = (p.num_chunks, p.HV)
     partial = [x for x in (p.A_log, p.dt_bias) if x is not None]
-    S_in = saves(p)[2]
+    S_in, P = saves(p)[2], room((*tiles, CHUNK, CHUNK), _narrow(p))
     assert S_in is not None
     return (
         room(p.v.shape, _narrow(p)),
@@ -322,7 +322,8 @@ def _first_rooms(p: Problem, a: _Arguments) -> tuple[Room | None, ...]:
         room((len(partial), a.entries, p.HV), torch.float64) if partial else None,
         room((*tiles, ROWS.value, CHUNK), torch.float32),
         a.room,
-        room((*tiles, CHUNK, CHUNK), _narrow(p)),
+        P,
+        P if tuned.is_fine(p, machine(p.device)) else None,
     )
 
 

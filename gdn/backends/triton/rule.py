@@ -53,8 +53,8 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         new = allocate(p.device, plan.rooms)
         for launch, tensors in plan.steps(p, saved, do, dS, new):
             launch(*tensors)
-        # P makes room
-        del new[-1], tensors
+        # P and P_rest make room
+        del new[-2:], tensors
         late = allocate(p.device, plan.late)
         for launch, tensors in plan.late_steps(p, saved, do, new, late):
             launch(*tensors)

@@ -5,10 +5,12 @@
     dS <- e^(G_C) dS + (e^G q)^T (scale do) - (beta e^G k)^T dr
 
 What leaves are dr, in the place of dv (which is beta dr), and for each chunk the gradient of the state that
-leaves it. In 16 bits, FINE makes dS and e^G do operands in two parts: rounded, they alone made a third of the
-error of dbeta, and all of dinitial_state's under strong decay.
-Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv and P 256, dS 512:
-1810.
+leaves it. In 16 bits, FINE makes dS, e^G do and P operands in two parts: rounded, P made half of the variance
+of dbeta's error where little passes through the state, dS a third of it elsewhere, and e^G do all of
+dinitial_state's under strong decay. It leaves of dg the share <S_in, dS> of a strip, too: dS in the next
+kernel's 16 bits made a quarter of the variance of dg's error where much passes through.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv and P 384, S_in and dS
+1024: 2450.
 """
 
 import triton.language as tl
@@ -16,13 +18,13 @@ import triton.language as tl
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import dot, dot_in_parts, exist, operand_of, rows_of, solved, state_tile
-from gdn.backends.triton.pairs import BETA, INTO, OUT, READ, factor, through
+from gdn.backends.triton.pairs import BETA, INTO, OUT, READ, ROWS, THROUGH, factor, through
 
 
 @kernel
 def state_bwd_kernel(
-    q_ptr, k_ptr, A_inv_ptr, P_ptr, factors_ptr, do_ptr, dfinal_ptr, cu_seqlens_ptr, table_ptr, dS_out_ptr,
-    dr_ptr, dinitial_ptr,
+    q_ptr, k_ptr, A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr, S_in_ptr, do_ptr, dfinal_ptr, cu_seqlens_ptr,
+    table_ptr, dS_out_ptr, dr_ptr, dinitial_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
@@ -61,9 +63,16 @@ def state_bwd_kernel(
 
         place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
         tl.store(dS_out_ptr + place, dS.to(dS_out_ptr.dtype.element_ty), mask=mask)
+        if FINE:
+            S = tl.load(S_in_ptr + place, mask=mask, other=0.0)
+            share = tl.sum(S.to(tl.float32) * dS)
+            tl.store(factors_ptr + tile * (ROWS * C) + THROUGH * C + 1 + strip, share)
         out = factor(factors_ptr, tile, OUT, C)
         dv_new = dot_in_parts(k, dS, None, PRECISION, FINE)
         dv_new = dot(tl.trans(P), do, dv_new * out[:, None], PRECISION)
+        if FINE:
+            rest = tl.load(P_rest_ptr + tile * (C * C) + square).to(operand)
+            dv_new = dot(tl.trans(rest), do, dv_new, PRECISION)
         dr = solved(tl.trans(A_inv), dv_new, PRECISION)
         dr_place = dr_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
         dr_place += tokens[:, None] * (HV * V) + vs[None, :]

@@ -66,11 +66,13 @@ def is_wide(p: Problem) -> bool:
 
 
 def is_fine(p: Problem, machine: Machine) -> bool:
-    """Whether the backward's walk takes 16-bit operands in two parts: where they wait in shared memory.
+    """Whether the backward takes 16-bit operands in two parts, and <S_in, dS> before dS is rounded.
 
-    On sm_80 and sm_120 they would be held in registers, of which 2 KB a thread are spilled then.
+    Only where operands wait in shared memory: on sm_80 and sm_120 they would be held in registers, of which
+    2 to 26 KB a thread are spilled then.
     """
-    return machine.kind == "cuda" and machine.capability // 10 in (9, 10) and p.K <= 128
+    has_room = machine.kind == "cuda" and machine.capability // 10 in (9, 10) and p.K <= 128
+    return has_room and not is_wide(p)
 
 
 def forward(p: Problem, machine: Machine) -> ForwardTiles:
@@ -121,7 +123,8 @@ def _backward(p: Problem, machine: Machine, pairs: int) -> BackwardTiles:
     if not p.batch_invariant:
         is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
         most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
-    warps, stages = _walk(p, machine, 3)
+    # three times what strips of 64 columns load leaves no room for their operands in two parts
+    warps, stages = _walk(p, machine, 2 if most == 64 else 3)
     # in one part
     return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine), 1 << 30)
 
