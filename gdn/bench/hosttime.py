@@ -1,8 +1,9 @@
 """Host time of an eager call: what Python and the launches cost while the GPU is never waited for.
 
 Calls come in bursts on problems so small that the GPU keeps up. For gdn the parts of a call are timed the
-same way, each by itself. The first call of a form alone pays for its checks and the choice of a backend; what
-is left over is how a form is found again, and autograd's share with a backward.
+same way, each by itself, and so is autograd: a function of as many tensors that does nothing, whose backward
+PyTorch runs in a thread of the device. The first call of a form alone pays for its checks and the choice of a
+backend; what is left over is how a form is found again.
 """
 
 import inspect
@@ -13,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import gdn
 from gdn.backends import Backend, select
@@ -65,6 +67,7 @@ def parts(name: str, given: Inputs, backend: str | None) -> dict[str, float]:
         bodies = [lambda: chosen.chunk_forward(problem, name == "forward+backward")]
     if name == "forward+backward":
         saved = chosen.chunk_forward(problem, True)[2]
+        gradients = chosen.chunk_backward(problem, saved, given.do, given.dfinal_state)
         bodies.append(lambda: chosen.chunk_backward(problem, saved, given.do, given.dfinal_state))
 
     def body() -> None:
@@ -80,10 +83,37 @@ def parts(name: str, given: Inputs, backend: str | None) -> dict[str, float]:
         "plan and allocate": planned,
         "launch": whole - planned,
     }
+    if name == "forward+backward":
+        both = zip(problem.differentiable, gradients.tensors(), strict=True)
+        asked = [(x, dx) for x, dx in both if x is not None and dx is not None]
+        seconds["autograd"] = burst(_autograd(asked, given), device).p50
     found = {part: 1e6 * x for part, x in seconds.items()}
     if launches is not None:
         found["launches"] = len(launches) / (CALLS * BURSTS + 2)
     return found
+
+
+class _Nothing(torch.autograd.Function):
+    """Outputs and gradients that were there before."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: list[Tensor], gradients: list[Tensor], *inputs: Tensor) -> Any:
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.gradients = gradients
+        return tuple([x.detach() for x in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        _ = ctx.saved_tensors
+        return (None, None, *ctx.gradients)
+
+
+def _autograd(asked: list[tuple[Tensor, Tensor]], given: Inputs) -> Callable[[], Any]:
+    """What PyTorch itself takes for a function with these inputs and gradients."""
+    inputs = [x.detach().requires_grad_() for x, _ in asked]
+    ends, gradients = [given.do, given.dfinal_state], [dx for _, dx in asked]
+    return lambda: torch.autograd.grad(_Nothing.apply(ends, gradients, *inputs), inputs, ends)
 
 
 def rule_check(given: Inputs, backend: str | None) -> Callable[[], Any]:

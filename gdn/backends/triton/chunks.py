@@ -45,18 +45,24 @@ def sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C: tl.const
     return row, first, length, chunk
 
 
-@kernel
-def _table_kernel(cu_seqlens_ptr, table_ptr, T, N, bound, C: tl.constexpr, BLOCK: tl.constexpr):
-    n = tl.program_id(0)
+@triton.jit
+def chunks_before(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
+    """How many chunks the sequences before n have; BLOCK offsets are read at once."""
     lanes = tl.arange(0, BLOCK)
-    # the chunks of the sequences before this one
-    before = tl.zeros([BLOCK], tl.int32)
+    found = tl.zeros([BLOCK], tl.int32)
     for m in range(0, n, BLOCK):
         is_before = m + lanes < n
         starts = tl.load(cu_seqlens_ptr + m + lanes, mask=is_before, other=0)
         ends = tl.load(cu_seqlens_ptr + m + lanes + 1, mask=is_before, other=0)
-        before += ((ends - starts + C - 1) // C).to(tl.int32)
-    base = tl.sum(before)
+        found += ((ends - starts + C - 1) // C).to(tl.int32)
+    return tl.sum(found)
+
+
+@kernel
+def _table_kernel(cu_seqlens_ptr, table_ptr, T, N, bound, C: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    base = chunks_before(cu_seqlens_ptr, n, C, BLOCK)
     first = tl.load(cu_seqlens_ptr + n).to(tl.int32)
     is_tail = n == N
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int32)

@@ -214,8 +214,8 @@ def _plan_forward(p: Problem, kept: torch.dtype | None, a: _Arguments, chosen: t
         prepare_kernel,
         a.entries * p.HV,
         (*_strides(a.unit, p.q, p.k), *_gate_strides(p.g, p.beta), *numbers, p.scale),
-        {**shared, "BK": a.block, **a.activation, "RESET": RESET, "FORM": chosen.form},
-        chosen.prepare_warps,
+        {**shared, "BK": a.block, **a.activation, "RESET": RESET},
+        4,
     )
     programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
     walk = {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen)}

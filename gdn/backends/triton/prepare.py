@@ -42,7 +42,6 @@ def prepare_kernel(
     ratio, chunks_per_row, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
-    FORM: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
@@ -110,7 +109,7 @@ def prepare_kernel(
             k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
         kk = dot(k, tl.trans(k), kk, PRECISION)
     A = kk * D * (beta * k_rstd)[:, None]
-    A_inv = inverse(A, PRECISION, FORM)
+    A_inv = inverse(A, PRECISION)
     # rows of identical keys add up to little, and a state holds the sums of thousands: the place of the 1 on
     # the diagonal has what rounding took from the row's sum
     A_inv = tl.where(tokens[:, None] > tokens[None, :], A_inv, 0.0)

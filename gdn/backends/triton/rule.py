@@ -6,7 +6,7 @@ backwards, then the gradients of pairs, of rows and of the gates. Packed sequenc
 which finds the chunks.
 
 Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward 810 + 1430 + 1410 = 3650, or
-810 + 1300 = 2110 (with S kept for a backward 2620); backward 700 + 1810 + 2730 + 3070 + 50 = 8360.
+810 + 1300 = 2110 (with S kept for a backward 2620); backward 830 + 2450 + 2730 + 3070 + 50 = 9130.
 """
 
 from dataclasses import replace

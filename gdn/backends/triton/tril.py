@@ -12,18 +12,15 @@ from gdn.backends.triton.lib import dot
 
 
 @triton.jit
-def inverse(A, PRECISION: tl.constexpr, FORM: tl.constexpr):
+def inverse(A, PRECISION: tl.constexpr):
     """(I + A)^-1 of A [64, 64] in fp32; only what is below the diagonal is read.
 
     PRECISION is that of the products: tf32 (error 1e-3 for correlated keys, what rounding the result to bf16
     costs), fp16 (as exact, cheaper; only where |A| is within its range: normalised keys), tf32x3 or ieee.
-    FORM "blocks": each warp inverts a 16 x 16 block without moving data, then two merges; 4 warps.
-    FORM "whole": five doublings of the whole tile, 20 times the multiplications, no transposed operand.
+    Each of 4 warps inverts a 16 x 16 block without moving data, then two merges. Five doublings of the whole
+    tile are 20 times the multiplications.
     """
-    if FORM == "whole":
-        return _whole(A, PRECISION)
-    else:
-        return inverse_of_blocks(_block(A, 0), _block(A, 1), _corner(A), PRECISION)
+    return inverse_of_blocks(_block(A, 0), _block(A, 1), _corner(A), PRECISION)
 
 
 @triton.jit
@@ -40,18 +37,6 @@ def inverse_of_blocks(D, E, F, PRECISION: tl.constexpr):
     upper, lower = tl.split(tl.permute(X, (1, 2, 0)))
     Y = _product(_product(lower, F, PRECISION), upper, PRECISION)
     return _join(X, -Y)
-
-
-@triton.jit
-def _whole(A, PRECISION: tl.constexpr):
-    i = tl.arange(0, 64)[:, None]
-    j = tl.arange(0, 64)[None, :]
-    A = tl.where(i > j, A, 0.0)
-    X = tl.where(i == j, 1.0, tl.where((i ^ j) == 1, -A, 0.0))
-    for level in tl.static_range(1, 6):
-        L = tl.where((i ^ j) >> level == 1, A, 0.0)
-        X -= dot(dot(X, L, None, PRECISION), X, None, PRECISION)
-    return X
 
 
 @triton.jit

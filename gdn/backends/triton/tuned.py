@@ -31,8 +31,6 @@ class ForwardTiles(Pass):
     """Forward. `is_fused`: the state pass makes the outputs."""
 
     is_fused: bool
-    form: str
-    prepare_warps: int
     output: Tile
 
 
@@ -107,14 +105,13 @@ def _forward(p: Problem, machine: Machine, pairs: int) -> ForwardTiles:
     132, 159, 230. scan at 8 x 1024 tokens: 130; three stages 253; 128 columns, 8 warps 142. Strips of 16 are
     for machines that strips of 32 leave three quarters empty.
     """
-    form = "blocks"
     output = Tile(_strip(p, 64), 4)
     if not p.batch_invariant and pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms:
-        return ForwardTiles(_strip(p, 64), *_walk(p, machine, 2), True, form, 4, output)
+        return ForwardTiles(_strip(p, 64), *_walk(p, machine, 2), True, output)
     is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
     BV = _strip(p, 16 if is_short and not p.batch_invariant else 32)
     warps, stages = _walk(p, machine, 4)
-    return ForwardTiles(BV, warps, stages, False, form, 4, output)
+    return ForwardTiles(BV, warps, stages, False, output)
 
 
 def _backward(p: Problem, machine: Machine, pairs: int) -> BackwardTiles:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gdn.backends.backend import Saved
 from gdn.backends.triton import rule
+from gdn.backends.triton.chunks import chunks_before
 from gdn.backends.triton.launch import Launch, Plans, kernel, on
 from gdn.problem import CHUNK, Problem
 
@@ -24,13 +25,7 @@ def _clear_kernel(
     own = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     lanes = tl.arange(0, BLOCK)
-    chunks = tl.zeros([BLOCK], tl.int32)
-    for n in range(0, N, BLOCK):
-        is_sequence = n + lanes < N
-        starts = tl.load(cu_seqlens_ptr + n + lanes, mask=is_sequence, other=0)
-        ends = tl.load(cu_seqlens_ptr + n + lanes + 1, mask=is_sequence, other=0)
-        chunks += ((ends - starts + C - 1) // C).to(tl.int32)
-    for i in range(tl.sum(chunks) + own, tiles, programs):
+    for i in range(chunks_before(cu_seqlens_ptr, N, C, BLOCK) + own, tiles, programs):
         tile = tl.full([1], i, tl.int64) * HV + head
         for x in range(0, C * C, BLOCK):
             tl.store(A_inv_ptr + tile * (C * C) + x + lanes, tl.zeros([BLOCK], A_inv_ptr.dtype.element_ty))
