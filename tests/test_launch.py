@@ -1,5 +1,7 @@
 """Launching: numbers compile nothing, alignment and None are seen, plans are found again."""
 
+import threading
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+import gdn
 from gdn.backends.triton import launch, plans, rule, tuned
 from gdn.backends.triton.launch import Launch, Plans, unit_of
 from gdn.bench.cases import Case, inputs, packed, rows
@@ -148,7 +151,8 @@ def test_binaries_compiled_ahead_are_found_again(monkeypatch, tmp_path):
     monkeypatch.setattr(triton.runtime.driver, "_active", _NoGPU())
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(launch, "_met", set())
-    monkeypatch.setattr(launch.torch.cuda, "device", lambda device: launch.on(torch.device("cpu")))
+    here = []
+    monkeypatch.setattr(launch, "on", lambda device: here.append(device) or nullcontext())
     x, compiled = torch.randn(100), []
     monkeypatch.setattr(
         triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["fn"].name)
@@ -156,7 +160,7 @@ def test_binaries_compiled_ahead_are_found_again(monkeypatch, tmp_path):
     device, plain, wrong = torch.device("cuda", 0), (x, None, x), Launch(_wrong, 1, (1,), {}, num_warps=1)
     steps = [(scaled(100, 3.0), plain), (scaled(100, 3.0), (x, x, x)), (scaled(7, 1.0), (x[1:], None, x))]
     launch.ahead(device, "kind", lambda: [*steps, (wrong, (x,))])
-    assert len(compiled) == 2
+    assert len(compiled) == 2 and here == [device]
     launch.ahead(device, "kind", lambda: pytest.fail("met before"))
     for go, tensors in steps:
         go.compile(tensors)
@@ -164,3 +168,47 @@ def test_binaries_compiled_ahead_are_found_again(monkeypatch, tmp_path):
     with pytest.raises(triton.CompilationError):
         # Triton 3.6 compiles it again, later ones have kept what went wrong
         wrong.compile((x,)).result()
+
+
+def test_what_is_compiled_ahead_is_loaded_by_one_thread(monkeypatch):
+    """Threads that load launchers can take each other's; a binary belongs to the device it is loaded on."""
+    loaded, built = [], []
+
+    class Compiled:
+        src = metadata = None
+
+        @property
+        def run(self):
+            loaded.append((threading.current_thread(), list(inside)))
+
+    inside = []
+
+    @contextmanager
+    def on(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    steps = [(scaled(100, float(i)), (torch.randn(100),)) for i in range(5)]
+    future = type("Future", (), {"result": lambda self, ignore_errors: Compiled()})
+    monkeypatch.setattr(launch, "on", on)
+    monkeypatch.setattr(launch, "_met", set())
+    monkeypatch.setattr(launch, "_build_launcher", built.append)
+    monkeypatch.setattr(launch.Launch, "compile", lambda self, tensors: future())
+    device = torch.device("cuda", 1)
+    launch.ahead(device, "kind", lambda: steps)
+    assert len(built) == 5 and loaded == [(threading.current_thread(), [device])] * 5
+
+
+@pytest.mark.gpu
+def test_one_binary_on_two_devices():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    q, v, pool = torch.randn(3, 1, 2, 60), torch.randn(3, 1, 4, 60), torch.randn(3, 4, 60, 60)
+    found = []
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        state = pool.to(device)
+        o = gdn.decode(q.to(device), q.to(device), v.to(device), state, state_v_first=True)
+        found.append((o.cpu(), state.cpu()))
+    for o, state in found[1:]:
+        assert torch.equal(o, found[0][0]) and torch.equal(state, found[0][1])

@@ -171,15 +171,28 @@ def ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iterable[Ste
         return
     _met.add((device, kind))
 
-    def load(kernel: Any) -> None:
-        with suppress(Exception), torch.cuda.device(device):
-            # asked for: the launcher is compiled, the binary loaded
-            _ = getattr(kernel.result(ignore_errors=True), "run", None)
+    # binaries are kept for the current device
+    with on(device):
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            with triton.AsyncCompileMode(pool, ignore_errors=True):
+                found = [launch.compile(tensors) for launch, tensors in steps()]
+            futures = {id(x): x for x in found if hasattr(x, "result")}.values()
+            kernels = [x for x in (future.result(ignore_errors=True) for future in futures) if x is not None]
+            list(pool.map(_build_launcher, kernels))
+        for kernel in kernels:
+            with suppress(Exception):
+                # asked for: the binary is loaded
+                _ = kernel.run
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        with triton.AsyncCompileMode(pool, ignore_errors=True):
-            found = [launch.compile(tensors) for launch, tensors in steps()]
-        list(pool.map(load, {id(x): x for x in found if hasattr(x, "result")}.values()))
+
+def _build_launcher(kernel: Any) -> None:
+    """Compile what calls a binary, which Triton keeps on disk. No thread may use what it loads here.
+
+    All launchers are Python modules of one name; loading one again writes into the module loaded last, from
+    which another thread may be about to take its function (Triton 3.6, single-phase initialisation).
+    """
+    with suppress(Exception):
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 _met: set[Hashable] = set()
