@@ -133,6 +133,33 @@ def state_tile(base, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.cons
 
 
 @triton.jit
+def store_wide(x_ptr, rest_ptr, base, place, x, mask):
+    """fp32 numbers in 24 bits where x has 16 for each: the upper bits there, 8 more in `rest`.
+
+    The upper bits are those of an fp32 number whatever 16-bit dtype x has: its range is not fp16's.
+    """
+    if rest_ptr is None:
+        tl.store(x_ptr + base + place, x, mask=mask)
+    else:
+        bits = x.to(tl.uint32, bitcast=True) + 128
+        upper = (bits >> 16).to(tl.uint16)
+        tl.store(x_ptr + base + place, upper.to(x_ptr.dtype.element_ty, bitcast=True), mask=mask)
+        tl.store(rest_ptr + base + place, ((bits >> 8) & 255).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def load_wide(x_ptr, rest_ptr, base, place, mask):
+    """What `store_wide` stored; 0 where masked."""
+    x = tl.load(x_ptr + base + place, mask=mask, other=0.0)
+    if rest_ptr is None:
+        return x
+    else:
+        rest = tl.load(rest_ptr + base + place, mask=mask, other=0)
+        upper = x.to(tl.uint16, bitcast=True).to(tl.uint32)
+        return ((upper << 16) | (rest.to(tl.uint32) << 8)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def squares(x):
     """sum(x x) of each row, in fp32."""
     wide = x.to(tl.float32)

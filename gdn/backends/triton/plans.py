@@ -256,16 +256,18 @@ def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool, a: _Arguments) 
 
 def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.BackwardTiles) -> Backward:
     numbers = _numbers(p)
-    precision = {"PRECISION": a.precision}
-    shared = {"K": p.K, "V": p.V, **a.sizes, **precision}
+    is_fine = tuned.is_fine(p, machine(p.device))
+    shared = {"K": p.K, "V": p.V, **a.sizes, "PRECISION": a.precision}
     pairs = Launch(
         pairs_kernel,
         a.entries * p.HV,
-        (*_strides(a.unit, p.q, p.k), *_gate_strides(p.beta), *numbers, p.scale),
-        {"K": p.K, **a.sizes, "BK": a.block, **a.activation, **precision},
-        4,
-    )
-    is_fine = tuned.is_fine(p, machine(p.device))
+        (*_strides(a.unit, p.q, p.k, do), *_gate_strides(p.beta), *numbers, p.scale),
+        {
+            **shared, "BK": a.block, "BV": chosen.within.BV, **a.activation, "REFINE": tuned.refines(p),
+            "FINE": is_fine,
+        },
+        chosen.within.num_warps,
+    )  # fmt: skip
     state = Launch(
         state_bwd_kernel,
         p.N * p.HV * triton.cdiv(p.V, chosen.BV),
@@ -312,18 +314,17 @@ def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.Backward
 def _first_rooms(p: Problem, a: _Arguments) -> tuple[Room | None, ...]:
     tiles = (p.num_chunks, p.HV)
     partial = [x for x in (p.A_log, p.dt_bias) if x is not None]
-    S_in, P = saves(p)[2], room((*tiles, CHUNK, CHUNK), _narrow(p))
+    S_in, narrow = saves(p)[2], _narrow(p)
     assert S_in is not None
     return (
-        room(p.v.shape, _narrow(p)),
+        room(p.v.shape, narrow),
         *(None if x is None else room(x.shape, x.dtype) for x in (p.g, p.beta, p.initial_state)),
         room(*S_in),
         *(None if x is None else room(x.shape, x.dtype) for x in (p.A_log, p.dt_bias)),
         room((len(partial), a.entries, p.HV), torch.float64) if partial else None,
         room((*tiles, ROWS.value, CHUNK), torch.float32),
         a.room,
-        P,
-        P if tuned.is_fine(p, machine(p.device)) else None,
+        room(p.v.shape, torch.uint8) if narrow.itemsize == 2 else None,
     )
 
 

@@ -42,7 +42,7 @@ class Forward:
 class Backward:
     """The launches of one backward. `sums` is None where there is no A_log."""
 
-    # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial, factors, table, P, P_rest
+    # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial, factors, table, rest: see `pairs` and `state_bwd`
     rooms: tuple[Room | None, ...]
     late: tuple[Room | None, ...]  # dq, dk, grown, E, F: where E and F are None they lie in dq and dk
     table: Launch | None
@@ -53,16 +53,17 @@ class Backward:
     sums: Launch | None
 
     def steps(self, p: Problem, saved: Saved, do: Tensor, dS: Tensor | None, new: Rooms) -> Iterator[Step]:
-        """The launches up to the state pass, after which the last of `new`, P and P_rest, are done with."""
-        dv, _, _, dS0, dS_out, _, _, _, factors, table, P, P_rest = new
+        """The launches up to the state pass, after which `rest`, the last of `new`, is needed no more."""
+        dv, _, _, dS0, dS_out, _, _, _, factors, table, rest = new
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
-        yield self.pairs, (p.q, p.k, p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, P, P_rest, factors)
-        tensors = (p.q, p.k, saved.A_inv, P, P_rest, factors, saved.S_in, do, dS, p.cu_seqlens, table)
+        norms = (saved.q_rstd, saved.k_rstd)
+        yield self.pairs, (p.q, p.k, p.beta, saved.G, *norms, table, do, dv, rest, factors)
+        tensors = (p.q, p.k, saved.A_inv, rest, factors, saved.S_in, do, dS, p.cu_seqlens, table)
         yield self.state, (*tensors, dS_out, dv, dS0)
 
     def late_steps(self, p: Problem, saved: Saved, do: Tensor, new: Rooms, late: Rooms) -> Iterator[Step]:
-        """The other launches; P and P_rest are not looked for in `new`."""
+        """The other launches; `rest` is not looked for in `new`."""
         dv, dg, dbeta, _, dS_out, dA_log, ddt_bias, partial, factors, table, *_ = new
         dq, dk, grown, E, F = late
         # E and F lie in the places of dq and dk where a key head's columns hold those of its value heads

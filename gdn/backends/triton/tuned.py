@@ -38,6 +38,7 @@ class ForwardTiles(Pass):
 class BackwardTiles(Pass):
     """Backward."""
 
+    within: Tile  # of what makes P^T do
     BK: int  # key columns of a program of the gradients
     pairs: Pass
     rows: Pass
@@ -120,10 +121,10 @@ def _backward(p: Problem, machine: Machine, pairs: int) -> BackwardTiles:
     if not p.batch_invariant:
         is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
         most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
-    # three times what strips of 64 columns load leaves no room for their operands in two parts
-    warps, stages = _walk(p, machine, 2 if most == 64 else 3)
+    warps, stages = _walk(p, machine, 3)
+    within = Tile(_strip(p, 64), 4)
     # in one part
-    return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine), 1 << 30)
+    return BackwardTiles(_strip(p, most), warps, stages, within, *_gradients(p, machine), 1 << 30)
 
 
 def _part(p: Problem, machine: Machine) -> int:
