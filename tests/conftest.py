@@ -21,7 +21,14 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore = (
     []
     if HAS_TRITON
-    else ["test_compile.py", "test_cuda.py", "test_interpreter.py", "test_kinds.py", "test_launch.py"]
+    else [
+        "test_compile.py",
+        "test_cuda.py",
+        "test_interpreter.py",
+        "test_kinds.py",
+        "test_launch.py",
+        "test_lib.py",
+    ]
 )
 GPU = os.environ.get("GDN_TEST_DEVICE", "cuda")
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,14 +13,14 @@ v_new, makes E, F, dv and what the gates need of S_in, and leaves e^(G_C - G) v_
 one, a program per chunk and key head, makes dq and dk, summed over the value heads in registers, and what
 the gates need of dS; none of its products waits for another, and E and F of all value heads are summed
 before their products. Both take strips of value columns and load the next while one is multiplied. E and
-F wait in the places of dq and dk, which are the second kernel's to fill: rows i, and a block of columns j
-for each value head. With l2norm they bring the norms of both sides, so that raw rows of q and k are the
-other operands. What is left for the second kernel has room for a part of the chunks: the kernels take
-turns, part by part.
+F^T, one below and one above the diagonal of a tile, wait in the place of dq, which is the second kernel's to
+fill: rows i, and a block of columns j for each value head. With l2norm they bring the norms of both sides, so
+that raw rows of q and k are the other operands. What is left for the second kernel has room for a part of the
+chunks: the kernels take turns, part by part.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, v, do, dr, dv 1536, S_in 512, A_inv
-128, E and F 256, v_new 256, factors 40: 2730; and q, k, do, dv, v_new 1280, S_in and dS 1024, E and F
-256, dq and dk 512: 3070.
+128, E and F 128, v_new 256, factors 40: 2600; and q, k, do, dv, v_new 1280, S_in and dS 1024, E and F
+128, dq and dk 512: 2940.
 """
 
 import triton
@@ -80,10 +80,13 @@ def state_block(S_ptr, tile, ks, vs, K: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def store_pairs(E_ptr, F_ptr, E, F, beta, place, mask):
-    """E and beta F, laid out for the rows of dq and dk."""
-    tl.store(E_ptr + place, E.to(E_ptr.dtype.element_ty), mask=mask)
-    tl.store(F_ptr + place, (F * beta[None, :]).to(F_ptr.dtype.element_ty), mask=mask)
+def store_pairs(pairs_ptr, E, F, beta, place, mask, C: tl.constexpr):
+    """E and beta F [key, query] as one tile [C, C]: where no query follows the key, F of the two turned."""
+    tokens = tl.arange(0, C)
+    kept: tl.constexpr = pairs_ptr.dtype.element_ty
+    turned = tl.trans((F * beta[None, :]).to(kept))
+    pairs = tl.where(tokens[:, None] <= tokens[None, :], E.to(kept), turned)
+    tl.store(pairs_ptr + place, pairs, mask=mask)
 
 
 @triton.jit
@@ -103,7 +106,7 @@ def from_here_on(x, WIDE: tl.constexpr, C: tl.constexpr):
 @kernel
 def pairs_bwd_kernel(
     q_ptr, k_ptr, v_ptr, G_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, do_ptr, table_ptr,
-    E_ptr, F_ptr, dv_ptr, grown_ptr, shares_ptr,
+    pairs_ptr, dv_ptr, grown_ptr, shares_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     T, HV, ratio, chunks_per_row, scale, width, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
@@ -199,14 +202,14 @@ def pairs_bwd_kernel(
     pairs_place = (place * num_heads + key_head) * (width * 16) + (head % ratio) * C
     pairs_place = pairs_place[None, :] + tokens[:, None]
     pairs_mask = is_token[None, :] & (tokens[:, None] < C)
-    if keeps_norms(E_ptr):
-        store_pairs(E_ptr, F_ptr, E, F, factor(shares_ptr, tile, BETA, C), pairs_place, pairs_mask)
+    if keeps_norms(pairs_ptr):
+        store_pairs(pairs_ptr, E, F, factor(shares_ptr, tile, BETA, C), pairs_place, pairs_mask, C)
     rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     E = E * k_rstd[:, None] * rstd[None, :]
     rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     F = F * k_rstd[:, None] * rstd[None, :]
-    if not keeps_norms(E_ptr):
-        store_pairs(E_ptr, F_ptr, E, F, factor(shares_ptr, tile, BETA, C), pairs_place, pairs_mask)
+    if not keeps_norms(pairs_ptr):
+        store_pairs(pairs_ptr, E, F, factor(shares_ptr, tile, BETA, C), pairs_place, pairs_mask, C)
     qk = tl.zeros([C, C], tl.float32)
     kk = tl.zeros([C, C], tl.float32)
     for block in tl.range(0, blocks, loop_unroll_factor=at_once):
@@ -254,7 +257,7 @@ def through_norm(
 @kernel
 def rows_bwd_kernel(
     q_ptr, k_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, dv_ptr, grown_ptr, table_ptr,
-    E_ptr, F_ptr, shares_ptr, dq_ptr, dk_ptr,
+    pairs_ptr, shares_ptr, dq_ptr, dk_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, width, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr, FINE: tl.constexpr,
@@ -329,25 +332,23 @@ def rows_bwd_kernel(
     # of all value heads together: E k + E' k = (E + E') k
     pairs_place = ((place * num_heads + key_head) * (width * 16))[:, None] + tokens[None, :]
     pairs_mask = is_token[:, None] & (tokens < C)[None, :]
-    F = tl.zeros([C, C], tl.float32)
-    E = tl.zeros([C, C], tl.float32)
+    pairs = tl.zeros([C, C], tl.float32)
     for j in range(ratio):
-        F += tl.load(F_ptr + pairs_place + j * C, mask=pairs_mask, other=0.0).to(tl.float32)
-        E += tl.load(E_ptr + pairs_place + j * C, mask=pairs_mask, other=0.0).to(tl.float32)
-    if keeps_norms(F_ptr):
+        pairs += tl.load(pairs_ptr + pairs_place + j * C, mask=pairs_mask, other=0.0).to(tl.float32)
+    is_query = tokens[:, None] >= tokens[None, :]
+    if keeps_norms(pairs_ptr):
         k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
         q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-        F *= k_rstd[:, None] * k_rstd[None, :]
-        E *= q_rstd[:, None] * k_rstd[None, :]
-    F = F.to(of_pairs)
-    E = E.to(of_pairs)
+        pairs *= tl.where(is_query, q_rstd[:, None], k_rstd[:, None]) * k_rstd[None, :]
+    F_t = tl.where(is_query, 0.0, pairs).to(of_pairs)
+    E = tl.where(is_query, pairs, 0.0).to(of_pairs)
     pairs_k = k.to(of_pairs)
     q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(of_pairs)
-    dk = dot(F, pairs_k, dk, PRECISION)
-    dk = dot(tl.trans(F), pairs_k, dk, PRECISION)
+    dk = dot(F_t, pairs_k, dk, PRECISION)
+    dk = dot(tl.trans(F_t), pairs_k, dk, PRECISION)
     dq = dot(E, pairs_k, dq, PRECISION)
     dk = dot(tl.trans(E), q, dk, PRECISION)
-    # E and F have been read by every lane; dq and dk go where they may have lain
+    # E and F have been read by every lane; dq goes where they may have lain
     tl.debug_barrier()
     mask = is_token[:, None] & exist(ks, K)[None, :]
     if q_rstd_ptr is not None:

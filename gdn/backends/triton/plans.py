@@ -96,9 +96,9 @@ def saves(problem: Problem) -> tuple[Shape | None, ...]:
 
 
 def _pairs_width(p: Problem, blocks: int) -> tuple[int, bool]:
-    """Columns that E and F take per token and key head, and whether they may lie in dq and dk.
+    """Columns that E and F take per token and key head, and whether they may lie in dq.
 
-    They may where one program fills all columns of those, and a multiple of 16 holds rows apart.
+    They may where one program fills all columns of it, and a multiple of 16 holds rows apart.
     """
     needed = p.HV // p.H * CHUNK
     is_shared = blocks == 1 and needed <= p.K and p.K % 16 == 0
@@ -335,6 +335,5 @@ def _late_rooms(p: Problem, count: int, width: int | None) -> tuple[Room | None,
         room(p.q.shape, p.q.dtype),
         room(p.k.shape, p.k.dtype),
         room((count, p.HV, CHUNK, p.V), operand(p)),
-        pairs,
         pairs,
     )

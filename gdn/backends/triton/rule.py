@@ -6,7 +6,7 @@ backwards, then the gradients of pairs, of rows and of the gates. Packed sequenc
 which finds the chunks.
 
 Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward 810 + 1430 + 1410 = 3650, or
-810 + 1300 = 2110 (with S kept for a backward 2620); backward 1210 + 2580 + 2730 + 3070 + 50 = 9640.
+810 + 1300 = 2110 (with S kept for a backward 2620); backward 1210 + 2580 + 2600 + 2940 + 50 = 9380.
 """
 
 from dataclasses import replace

@@ -44,7 +44,7 @@ class Backward:
 
     # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial, factors, table, rest: see `pairs` and `state_bwd`
     rooms: tuple[Room | None, ...]
-    late: tuple[Room | None, ...]  # dq, dk, grown, E, F: where E and F are None they lie in dq and dk
+    late: tuple[Room | None, ...]  # dq, dk, grown, pairs: where these are None they lie in dq
     table: Launch | None
     pairs: Launch
     state: Launch
@@ -65,14 +65,14 @@ class Backward:
     def late_steps(self, p: Problem, saved: Saved, do: Tensor, new: Rooms, late: Rooms) -> Iterator[Step]:
         """The other launches; `rest` is not looked for in `new`."""
         dv, dg, dbeta, _, dS_out, dA_log, ddt_bias, partial, factors, table, *_ = new
-        dq, dk, grown, E, F = late
-        # E and F lie in the places of dq and dk where a key head's columns hold those of its value heads
-        E, F = (dq, dk) if E is None else (E, F)
+        dq, dk, grown, tiles = late
+        # E and F lie in the place of dq where a key head's columns hold those of its value heads
+        tiles = dq if tiles is None else tiles
         norms = (saved.q_rstd, saved.k_rstd)
-        pairs = (p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, do, table, E, F, dv, grown, factors)
-        rows = (p.q, p.k, *norms, saved.S_in, dS_out, do, dv, grown, table, E, F, factors, dq, dk)
+        read = (p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, do, table)
+        rows = (p.q, p.k, *norms, saved.S_in, dS_out, do, dv, grown, table, tiles, factors, dq, dk)
         for pairs_bwd, rows_bwd in self.gradients:
-            yield pairs_bwd, pairs
+            yield pairs_bwd, (*read, tiles, dv, grown, factors)
             yield rows_bwd, rows
         parts = (None, None) if partial is None else (*partial.unbind(), None)[:2]
         yield self.gates, (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, *parts)

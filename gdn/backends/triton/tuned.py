@@ -116,11 +116,16 @@ def _forward(p: Problem, machine: Machine, pairs: int) -> ForwardTiles:
 
 
 def _backward(p: Problem, machine: Machine, pairs: int) -> BackwardTiles:
-    """Strips of the state pass as in the forward; H200, us: 32 columns 223, 64 311, at 2/8 heads 16 182."""
+    """Strips of the state pass as in the forward; H200, us: 32 columns 223, 64 311, at 2/8 heads 16 182.
+
+    64 columns are not for sm_80, where ptxas gives up and spills 20 KB, nor for sm_100 (1.5 KB) and sm_120.
+    """
     most = 32
     if not p.batch_invariant:
         is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
-        most = 16 if is_short else 64 if pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms else 32
+        is_full = pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms
+        has_room = machine.kind == "hip" or machine.capability == 90
+        most = 16 if is_short else 64 if is_full and has_room else 32
     warps, stages = _walk(p, machine, 3)
     within = Tile(_strip(p, 64), 4)
     # in one part
