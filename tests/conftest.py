@@ -87,6 +87,12 @@ def triton_device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """What Inductor compiles goes to a folder of the test's own: tests beside it would write the same files."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
+@pytest.fixture
 def poison():
     """New memory that is left unwritten holds NaN."""
     with poisoned():

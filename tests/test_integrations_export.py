@@ -185,7 +185,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 
 
 @needs_compiler
-def test_a_package_runs_from_cpp(tmp_path):
+def test_a_package_runs_from_cpp(tmp_path, own_cache):
     """AOTInductor: decode in a process that has neither this library nor Python."""
     (tmp_path / "runner.cpp").write_text(RUNNER)
     root = Path(torch.__file__).parent
@@ -213,7 +213,7 @@ def test_a_package_runs_from_cpp(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_both_methods_in_one_package_on_a_gpu(tmp_path, kind):
+def test_both_methods_in_one_package_on_a_gpu(tmp_path, own_cache, kind):
     """The kernel of decode is inside; both methods write the state that the caller gave.
 
     In a process of its own: should compiled code crash it, what it did last is in the message.
