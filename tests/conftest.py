@@ -88,7 +88,7 @@ def triton_device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """What Inductor compiles goes to a folder of the test's own: tests beside it would write the same files."""
+    """What Inductor compiles goes to a folder of the test's own: tests beside it may write the same files."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
 
