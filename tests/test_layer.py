@@ -100,7 +100,8 @@ def test_cache_equals_whole(cuts, dtype):
             y = torch.cat([layer(part, cache=cache) for part in hidden.split(cuts, 1)], 1)
         limit = 1e-5 if dtype == torch.float32 else 3e-2
         assert differs(y, wanted) < limit and differs(cache.state, whole.state) < limit
-        assert torch.equal(cache.conv_state, whole.conv_state) and cache.state.dtype == torch.float32
+        # projections of one token and of many: not everywhere the same bits
+        assert differs(cache.conv_state, whole.conv_state) < limit / 10 and cache.state.dtype == torch.float32
     dropped = gdn.GatedDeltaNetCache()
     with torch.no_grad():
         y = torch.cat([layer(part, cache=gdn.GatedDeltaNetCache()) for part in hidden.split([35, 35], 1)], 1)
@@ -342,8 +343,10 @@ class TestTransformers:
             for cuts in ([150], [100, 50], [1, 149], [64, 1, 85], [146, 1, 1, 1, 1]):
                 _, cache = transformers_layer(model, ratio)
                 own = gdn.GatedDeltaNetCache()
-                for part in hidden.split(cuts, 1):
-                    assert differs(ours(part, cache=own), theirs(part, cache_params=cache)) < 1e-5
+                for part, law_of_it in zip(hidden.split(cuts, 1), exact.split(cuts, 1), strict=True):
+                    x, y = ours(part, cache=own), theirs(part, cache_params=cache)
+                    # theirs is off by 2e-5 for a single token on some machines
+                    assert differs(x, law_of_it) < 5e-6 and differs(x, y) < 1e-5 + differs(y, law_of_it)
                 kept = cache.layers[0]
                 assert differs(own.state, kept.recurrent_states[0]) < 1e-5
                 assert differs(own.conv_state, kept.conv_states[0][..., -3:]) < 1e-5
