@@ -1,8 +1,8 @@
 """The rule on a GPU against its peers: one row per problem and provider, no time for a wrong answer.
 
-Every provider's outputs are held against the law first, on the very inputs that are timed: four key heads, and
-where the law would take too long the first tokens of every sequence (each row says how many). Those that pass
-are captured and replayed in turn.
+Every provider's outputs are held against the law first, on the very inputs that are timed: four key heads,
+and where the law would take too long the first tokens of every sequence (each row says how many). Those that
+pass are captured and replayed in turn.
 """
 
 import os
@@ -195,7 +195,8 @@ def cold(session: Session) -> Iterator[Row]:
         if session.is_over:
             yield _late("new process", name)
         elif (session.is_named or name.startswith("gdn")) and not session.has("cold", name, "new process"):
-            row: Row = {"case": "new process", "provider": name, "dtype": "bfloat16", **coldstart.cold(name)}
+            row: Row = {"case": "new process", "provider": name, "dtype": "bfloat16"}
+            row |= {"backend": jobs.default_backend(name, (16, 32), session.device), **coldstart.cold(name)}
             if not row.get("ok", True):
                 row = {x: value for x, value in row.items() if x not in ("seconds", "compilations")}
                 row["failed"] = "its answers are wrong"
