@@ -245,6 +245,17 @@ def test_nan_reaches_no_other_sequence_and_no_other_head(backend, device, functi
     assert torch.equal(S[0], clean[1][0]) and torch.equal(S[1, [0, 2, 3]], clean[1][1, [0, 2, 3]])
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("function", CHUNKED)
+def test_nan_in_the_gradient_of_o_is_seen(backend, device, function):
+    x = tensors(70, 1, K=64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    o, _ = form(function, backend)(*x)
+    do = torch.ones_like(o)
+    do[0, 40, 1, 5] = torch.nan
+    dv = torch.autograd.grad(o, x[2], do)[0]
+    assert dv[0, :41, 1, 5].isnan().all() and dv[0, :, [0, 2, 3]].isfinite().all()
+
+
 @pytest.mark.parametrize("function", CHUNKED)
 def test_strided_views_are_not_disturbed(backend, device, function):
     projection = torch.randn(2, 70, 2 * 2 * 16 + 4 * 24).to(device)

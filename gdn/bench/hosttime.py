@@ -85,8 +85,9 @@ def parts(name: str, given: Inputs, backend: str | None) -> dict[str, float]:
     }
     if name == "forward+backward":
         both = zip(problem.differentiable, gradients.tensors(), strict=True)
+        kept = [x for x in saved.tensors() if x is not None]
         asked = [(x, dx) for x, dx in both if x is not None and dx is not None]
-        seconds["autograd"] = burst(_autograd(asked, given), device).p50
+        seconds["autograd"] = burst(_autograd(asked, kept, given), device).p50
     found = {part: 1e6 * x for part, x in seconds.items()}
     if launches is not None:
         found["launches"] = len(launches) / (CALLS * BURSTS + 2)
@@ -97,8 +98,10 @@ class _Nothing(torch.autograd.Function):
     """Outputs and gradients that were there before."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: list[Tensor], gradients: list[Tensor], *inputs: Tensor) -> Any:
-        ctx.save_for_backward(*inputs)
+    def forward(
+        ctx: Any, outputs: list[Tensor], gradients: list[Tensor], saved: list[Tensor], *inputs: Tensor
+    ) -> Any:
+        ctx.save_for_backward(*inputs, *saved)
         ctx.set_materialize_grads(False)
         ctx.gradients = gradients
         return tuple([x.detach() for x in outputs])
@@ -106,14 +109,14 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         _ = ctx.saved_tensors
-        return (None, None, *ctx.gradients)
+        return (None, None, None, *ctx.gradients)
 
 
-def _autograd(asked: list[tuple[Tensor, Tensor]], given: Inputs) -> Callable[[], Any]:
-    """What PyTorch itself takes for a function with these inputs and gradients."""
+def _autograd(asked: list[tuple[Tensor, Tensor]], saved: list[Tensor], given: Inputs) -> Callable[[], Any]:
+    """What PyTorch itself takes for a function with these inputs and gradients, and with this saved."""
     inputs = [x.detach().requires_grad_() for x, _ in asked]
     ends, gradients = [given.do, given.dfinal_state], [dx for _, dx in asked]
-    return lambda: torch.autograd.grad(_Nothing.apply(ends, gradients, *inputs), inputs, ends)
+    return lambda: torch.autograd.grad(_Nothing.apply(ends, gradients, saved, *inputs), inputs, ends)
 
 
 def rule_check(given: Inputs, backend: str | None) -> Callable[[], Any]:

@@ -11,12 +11,12 @@ leaves), and dr in the place of dv. With v_new = A_inv beta (v - e^G k S_in) mad
 in which nothing cancels. The first kernel, a program per chunk and value head, follows the chain to
 v_new, makes E, F, dv and what the gates need of S_in, and leaves e^(G_C - G) v_new for the second. That
 one, a program per chunk and key head, makes dq and dk, summed over the value heads in registers, and what
-the gates need of dS; none of its products waits for another, and E and F of all value heads are summed
-before their products. Both take strips of value columns and load the next while one is multiplied. E and
-F^T, one below and one above the diagonal of a tile, wait in the place of dq, which is the second kernel's to
-fill: rows i, and a block of columns j for each value head. With l2norm they bring the norms of both sides, so
-that raw rows of q and k are the other operands. What is left for the second kernel has room for a part of the
-chunks: the kernels take turns, part by part.
+the gates need of dS, but for <S_in, dS> where FINE: see `state_bwd`. None of its products waits for another,
+and E and F of all value heads are summed before their products. Both take strips of value columns and load
+the next while one is multiplied. E and F^T, one below and one above the diagonal of a tile, wait in the place
+of dq, which is the second kernel's to fill: rows i, and a block of columns j for each value head. With l2norm
+they bring the norms of both sides, so that raw rows of q and k are the other operands. What is left for the
+second kernel has room for a part of the chunks: the kernels take turns, part by part.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, v, do, dr, dv 1536, S_in 512, A_inv
 128, E and F 128, v_new 256, factors 40: 2600; and q, k, do, dv, v_new 1280, S_in and dS 1024, E and F
@@ -81,7 +81,7 @@ def state_block(S_ptr, tile, ks, vs, K: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def store_pairs(pairs_ptr, E, F, beta, place, mask, C: tl.constexpr):
-    """E and beta F [key, query] as one tile [C, C]: where no query follows the key, F of the two turned."""
+    """E and beta F [key, query] as one tile: at [a, b] E of key a where a <= b, else F of key b, query a."""
     tokens = tl.arange(0, C)
     kept: tl.constexpr = pairs_ptr.dtype.element_ty
     turned = tl.trans((F * beta[None, :]).to(kept))

@@ -136,12 +136,13 @@ def state_tile(base, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.cons
 def store_wide(x_ptr, rest_ptr, base, place, x, mask):
     """fp32 numbers in 24 bits where x has 16 for each: the upper bits there, 8 more in `rest`.
 
-    The upper bits are those of an fp32 number whatever 16-bit dtype x has: its range is not fp16's.
+    The upper bits are those of an fp32 number whatever 16-bit dtype x has: its range is not fp16's. Rounding
+    must not carry out of a NaN, of which a GPU's has all bits set.
     """
     if rest_ptr is None:
         tl.store(x_ptr + base + place, x, mask=mask)
     else:
-        bits = x.to(tl.uint32, bitcast=True) + 128
+        bits = tl.where(x == x, x.to(tl.uint32, bitcast=True) + 128, 0x7FC00000)
         upper = (bits >> 16).to(tl.uint16)
         tl.store(x_ptr + base + place, upper.to(x_ptr.dtype.element_ty, bitcast=True), mask=mask)
         tl.store(rest_ptr + base + place, ((bits >> 8) & 255).to(tl.uint8), mask=mask)

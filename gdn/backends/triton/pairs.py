@@ -32,7 +32,7 @@ from gdn.backends.triton.lib import (
 # rows of a chunk's factors
 OUT, READ, INTO, BETA, END = (tl.constexpr(i) for i in range(5))
 # shares of its gates' gradients, which the backward puts beside them; CROSSING where OUT was, and in END's
-# row, after its number, THROUGH: one for each strip of columns
+# row, after its number, THROUGH: where FINE one for each strip of the walk, else one
 CROSSING, THROUGH, ENTERING, LEAVING, DBETA, ALONG_Q, ALONG_K = (
     tl.constexpr(i) for i in (0, 4, 5, 6, 7, 8, 9)
 )

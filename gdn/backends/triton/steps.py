@@ -44,7 +44,7 @@ class Backward:
 
     # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial, factors, table, rest: see `pairs` and `state_bwd`
     rooms: tuple[Room | None, ...]
-    late: tuple[Room | None, ...]  # dq, dk, grown, pairs: where these are None they lie in dq
+    late: tuple[Room | None, ...]  # dq, dk, grown, tiles of E and F: where None, these lie in dq
     table: Launch | None
     pairs: Launch
     state: Launch
