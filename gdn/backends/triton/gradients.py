@@ -35,6 +35,7 @@ from gdn.backends.triton.lib import (
     load_rstd,
     load_sums,
     operand_of,
+    rest_of,
     rows_of,
     solved,
 )
@@ -176,7 +177,7 @@ def pairs_bwd_kernel(
         E = dot(v_operand, tl.trans(do), E, PRECISION)
         if FINE:
             # rounded, v_new made most of the error of dg where little passes through the state
-            E = dot((v_new - v_operand.to(tl.float32)).to(operand), tl.trans(do), E, PRECISION)
+            E = dot(rest_of(v_new, v_operand), tl.trans(do), E, PRECISION)
         F = dot(v_operand, tl.trans(dr), F, PRECISION)
         # last, as its sum waits for all products: the next loads go where these read (tests: `in_flight`)
         qS = tl.zeros([C, BV], tl.float32)

@@ -11,12 +11,18 @@ def dot(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
 
 
 @triton.jit
+def rest_of(x, operand):
+    """What rounding x, in fp32, to a 16-bit operand took: an operand of its own."""
+    return (x - operand.to(tl.float32)).to(operand.dtype)
+
+
+@triton.jit
 def dot_in_parts(a, x, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
-    """a x + acc, x in fp32; FINE: what rounding x to a's 16-bit dtype takes is an operand of its own."""
+    """a x + acc, x in fp32; FINE: with what rounding x to a's 16-bit dtype took."""
     operand = x.to(a.dtype)
     acc = dot(a, operand, acc, PRECISION)
     if FINE:
-        acc = dot(a, (x - operand.to(tl.float32)).to(a.dtype), acc, PRECISION)
+        acc = dot(a, rest_of(x, operand), acc, PRECISION)
     return acc
 
 

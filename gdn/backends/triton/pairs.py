@@ -25,6 +25,7 @@ from gdn.backends.triton.lib import (
     load_rstd,
     load_sums,
     operand_of,
+    rest_of,
     rows_of,
     store_wide,
 )
@@ -114,7 +115,7 @@ def pairs_kernel(
         do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT).to(operand)
         within = dot(P_operand, do, None, PRECISION)
         if FINE:
-            within = dot((P - P_operand.to(tl.float32)).to(operand), do, within, PRECISION)
+            within = dot(rest_of(P, P_operand), do, within, PRECISION)
         mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
         place = tokens[:, None] * (HV * V) + vs[None, :]
         store_wide(within_ptr, rest_ptr, base, place, within, mask)
