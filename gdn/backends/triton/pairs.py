@@ -41,14 +41,6 @@ ROWS = tl.constexpr(10)
 
 
 @triton.jit
-def decays(high, low, k_rstd, C: tl.constexpr):
-    """e^(G_i - G_j) k_rstd_j for j <= i, else 0 [C, C]."""
-    tokens = tl.arange(0, C)
-    D = decay(high[None, :], low[None, :], high[:, None], low[:, None]) * k_rstd[None, :]
-    return tl.where(tokens[:, None] >= tokens[None, :], D, 0.0)
-
-
-@triton.jit
 def store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C: tl.constexpr):
     """The factors of a chunk; of END's row only the first number."""
     tokens = tl.arange(0, C)
