@@ -7,6 +7,8 @@ pytest -m compile: every kernel compiled for GPUs that need not be there.
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -80,10 +82,11 @@ def everywhere(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param(GPU, marks=pytest.mark.gpu)])
-def triton_device(request: pytest.FixtureRequest) -> str:
-    """For tests of kernels themselves: a GPU, or the CPU where kernels are interpreted."""
+def triton_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """For tests of kernels themselves: a GPU, made the current one, or the CPU where they are interpreted."""
     name: str = request.param
-    return name
+    with nullcontext() if name == "cpu" else torch.cuda.device(name):
+        yield name
 
 
 @pytest.fixture

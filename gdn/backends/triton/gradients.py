@@ -8,19 +8,20 @@ leaves), and dr in the place of dv. With v_new = A_inv beta (v - e^G k S_in) mad
     dg_t = e^(G_C) <S_in, dS> + sum_{i >= t > j} (E qk + F kk)_ij
            + sum_{i >= t} (<q_i, dq_i through S> + <k_i, dk_i through S>) + sum_{j < t} <k_j, dk_j through dS>
 
-in which nothing cancels. The first kernel, a program per chunk and value head, follows the chain to
-v_new, makes E, F, dv and what the gates need of S_in, and leaves e^(G_C - G) v_new for the second. That
+in which nothing cancels. The first kernel, a program per chunk and value head, follows the chain to v_new,
+makes E, F, dv and what the gates need of S_in, and leaves e^(G_C - G) v_new for the second, in bf16 with 8
+bits more: these were a third of the variance of dg's error where <k, dk through dS> is most of it. That
 one, a program per chunk and key head, makes dq and dk, summed over the value heads in registers, and what
-the gates need of dS, but for <S_in, dS> where FINE: see `state_bwd`. None of its products waits for another,
-and E and F of all value heads are summed before their products. Both take strips of value columns and load
-the next while one is multiplied. E and F^T, one below and one above the diagonal of a tile, wait in the place
-of dq, which is the second kernel's to fill: rows i, and a block of columns j for each value head. With l2norm
-they bring the norms of both sides, so that raw rows of q and k are the other operands. What is left for the
-second kernel has room for a part of the chunks: the kernels take turns, part by part.
+the gates need of dS, but for <S_in, dS> where FINE: see `state_bwd`. None of its products waits for
+another, and E and F of all value heads are summed before their products. Both take strips of value columns
+and load the next while one is multiplied. E and F^T, one below and one above the diagonal of a tile, wait
+in the place of dq, which is the second kernel's to fill: rows i, and a block of columns j for each value
+head. With l2norm they bring the norms of both sides, so that raw rows of q and k are the other operands.
+What is left for the second kernel has room for a part of the chunks: the kernels take turns, part by part.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, v, do, dr, dv 1536, S_in 512, A_inv
-128, E and F 128, v_new 256, factors 40: 2600; and q, k, do, dv, v_new 1280, S_in and dS 1024, E and F
-128, dq and dk 512: 2940.
+128, E and F 128, v_new 384, factors 40: 2730; and q, k, do, dv 1024, v_new 384, S_in and dS 1024, E and F
+128, dq and dk 512: 3070.
 """
 
 import triton
@@ -35,9 +36,11 @@ from gdn.backends.triton.lib import (
     load_rstd,
     load_sums,
     operand_of,
-    rest_of,
+    parts,
     rows_of,
     solved,
+    store_wide,
+    widened,
 )
 from gdn.backends.triton.pairs import (
     ALONG_K,
@@ -98,16 +101,15 @@ def from_here_on(x, WIDE: tl.constexpr, C: tl.constexpr):
     else:
         tokens = tl.arange(0, C)
         ones = tl.where(tokens[:, None] >= tokens[None, :], 1.0, 0.0).to(tl.bfloat16)
-        # two numbers of 8 bits each for one of fp32: 2^-17 of x is lost
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        # of x 2^-16 is lost
+        high, low = parts(x, tl.bfloat16)
         return tl.dot(low, ones, tl.dot(high, ones))
 
 
 @kernel
 def pairs_bwd_kernel(
     q_ptr, k_ptr, v_ptr, G_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, do_ptr, table_ptr,
-    pairs_ptr, dv_ptr, grown_ptr, shares_ptr,
+    pairs_ptr, dv_ptr, grown_ptr, rest_ptr, shares_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     T, HV, ratio, chunks_per_row, scale, width, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
@@ -168,17 +170,18 @@ def pairs_bwd_kernel(
         from_k -= tl.sum(wide_dr * kS, 1)
         error = v.to(tl.float32) - kS
         apart += tl.sum(wide_dr * error, 1)
-        v_new = solved(A_inv, beta[:, None] * error, PRECISION)
+        v_new = solved(A_inv, beta[:, None] * error, PRECISION, FINE)
         whole += tl.sum(wide_dr * v_new, 1)
         grown_place = (part.to(tl.int64) * HV + head) * (C * V) + tokens[:, None] * V + vs[None, :]
-        grown = (v_new * out[:, None]).to(grown_ptr.dtype.element_ty)
-        tl.store(grown_ptr + grown_place, grown, mask=exist(vs, V)[None, :])
-        v_operand = v_new.to(operand)
-        E = dot(v_operand, tl.trans(do), E, PRECISION)
+        store_wide(grown_ptr, rest_ptr, grown_place, v_new * out[:, None], exist(vs, V)[None, :])
         if FINE:
             # rounded, v_new made most of the error of dg where little passes through the state
-            E = dot(rest_of(v_new, v_operand), tl.trans(do), E, PRECISION)
-        F = dot(v_operand, tl.trans(dr), F, PRECISION)
+            high, low = parts(v_new, operand)
+            E = dot(high, tl.trans(do), E, PRECISION)
+            E = dot(low, tl.trans(do), E, PRECISION)
+        else:
+            E = dot(v_new.to(operand), tl.trans(do), E, PRECISION)
+        F = dot(v_new.to(operand), tl.trans(dr), F, PRECISION)
         # last, as its sum waits for all products: the next loads go where these read (tests: `in_flight`)
         qS = tl.zeros([C, BV], tl.float32)
         for block in tl.range(0, blocks, loop_unroll_factor=at_once):
@@ -257,7 +260,7 @@ def through_norm(
 
 @kernel
 def rows_bwd_kernel(
-    q_ptr, k_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, dv_ptr, grown_ptr, table_ptr,
+    q_ptr, k_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, dv_ptr, grown_ptr, rest_ptr, table_ptr,
     pairs_ptr, shares_ptr, dq_ptr, dk_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, width, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
@@ -304,9 +307,11 @@ def rows_bwd_kernel(
             do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
             dv_mask = is_token[:, None] & exist(vs, V)[None, :]
             dv = tl.load(dv_ptr + (place * HV + head)[:, None] * V + vs[None, :], mask=dv_mask, other=0.0)
-            grown_place = grown_ptr + (part.to(tl.int64) * HV + head) * (C * V)
-            grown_place += tokens[:, None] * V + vs[None, :]
-            grown = tl.load(grown_place, mask=exist(vs, V)[None, :], other=0.0).to(operand)
+            grown_place = (part.to(tl.int64) * HV + head) * (C * V) + tokens[:, None] * V + vs[None, :]
+            grown_mask = exist(vs, V)[None, :]
+            grown = tl.load(grown_ptr + grown_place, mask=grown_mask, other=0.0)
+            wide_grown = widened(grown, rest_ptr, grown_place, grown_mask)
+            grown = grown.to(operand)
             dq = dot((do.to(tl.float32) * of_q[:, None]).to(operand), tl.trans(S), dq, PRECISION)
             dk = dot((dv.to(tl.float32) * of_k[:, None]).to(operand), tl.trans(S), dk, PRECISION)
             dk = dot(grown, tl.trans(dS), dk, PRECISION)
@@ -322,7 +327,7 @@ def rows_bwd_kernel(
                     S_other = state_block(S_in_ptr, tile, js, vs, K, V)
                     through += tl.sum(S_other.to(tl.float32) * dS_other.to(tl.float32))
                 kdS = dot(k_other.to(operand), dS_other.to(operand), kdS, PRECISION)
-            leaving += tl.sum(grown.to(tl.float32) * kdS, 1)
+            leaving += tl.sum(wide_grown * kdS, 1)
         shares = shares_ptr + tile * (ROWS * C) + tokens
         tl.store(shares + LEAVING * C, leaving, mask=is_token & (own == 0))
         if not FINE:

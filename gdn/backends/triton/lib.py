@@ -11,19 +11,34 @@ def dot(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
 
 
 @triton.jit
-def rest_of(x, operand):
-    """What rounding x, in fp32, to a 16-bit operand took: an operand of its own."""
-    return (x - operand.to(tl.float32)).to(operand.dtype)
+def cut(x, dtype: tl.constexpr):
+    """x, in fp32, without the digits that a 16-bit dtype has no place for; no operand alone.
+
+    To bf16 by a mask: where a rounded number is wanted in fp32 again, ptxas converts it by F2F, eight cycles
+    a scheduler. What is cut off does not average out: it must be multiplied, too.
+    """
+    if dtype == tl.bfloat16:
+        return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def parts(x, dtype: tl.constexpr):
+    """x, in fp32, as two operands of a 16-bit dtype: x `cut` to it, and what that took."""
+    high = cut(x, dtype)
+    return high.to(dtype), (x - high).to(dtype)
 
 
 @triton.jit
 def dot_in_parts(a, x, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
-    """a x + acc, x in fp32; FINE: with what rounding x to a's 16-bit dtype took."""
-    operand = x.to(a.dtype)
-    acc = dot(a, operand, acc, PRECISION)
+    """a x + acc, x in fp32; FINE: x in two `parts` of a's 16-bit dtype."""
     if FINE:
-        acc = dot(a, rest_of(x, operand), acc, PRECISION)
-    return acc
+        high = cut(x, a.dtype)
+        acc = dot(a, high.to(a.dtype), acc, PRECISION)
+        return dot(a, (x - high).to(a.dtype), acc, PRECISION)
+    else:
+        return dot(a, x.to(a.dtype), acc, PRECISION)
 
 
 @triton.jit
@@ -139,31 +154,29 @@ def state_tile(base, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.cons
 
 
 @triton.jit
-def store_wide(x_ptr, rest_ptr, base, place, x, mask):
-    """fp32 numbers in 24 bits where x has 16 for each: the upper bits there, 8 more in `rest`.
+def store_wide(x_ptr, rest_ptr, place, x, mask):
+    """fp32 numbers in 24 bits: rounded to bf16 in x, an operand as it is, and 8 bits more in `rest`, signed.
 
-    The upper bits are those of an fp32 number whatever 16-bit dtype x has: its range is not fp16's. Rounding
-    must not carry out of a NaN, of which a GPU's has all bits set.
+    Rounding must not carry out of a NaN, of which a GPU's has all bits set. Without `rest`, in x's dtype.
     """
     if rest_ptr is None:
-        tl.store(x_ptr + base + place, x, mask=mask)
+        tl.store(x_ptr + place, x.to(x_ptr.dtype.element_ty), mask=mask)
     else:
         bits = tl.where(x == x, x.to(tl.uint32, bitcast=True) + 128, 0x7FC00000)
-        upper = (bits >> 16).to(tl.uint16)
-        tl.store(x_ptr + base + place, upper.to(x_ptr.dtype.element_ty, bitcast=True), mask=mask)
-        tl.store(rest_ptr + base + place, ((bits >> 8) & 255).to(tl.uint8), mask=mask)
+        upper = ((bits + 0x8000) >> 16).to(tl.uint16)
+        tl.store(x_ptr + place, upper.to(tl.bfloat16, bitcast=True), mask=mask)
+        tl.store(rest_ptr + place, (bits >> 8).to(tl.uint8).to(tl.int8, bitcast=True), mask=mask)
 
 
 @triton.jit
-def load_wide(x_ptr, rest_ptr, base, place, mask):
-    """What `store_wide` stored; 0 where masked."""
-    x = tl.load(x_ptr + base + place, mask=mask, other=0.0)
+def widened(x, rest_ptr, place, mask):
+    """What `store_wide` stored, of which x has been loaded, in fp32; 0 where masked."""
     if rest_ptr is None:
-        return x
+        return x.to(tl.float32)
     else:
-        rest = tl.load(rest_ptr + base + place, mask=mask, other=0)
-        upper = x.to(tl.uint16, bitcast=True).to(tl.uint32)
-        return ((upper << 16) | (rest.to(tl.uint32) << 8)).to(tl.float32, bitcast=True)
+        rest = tl.load(rest_ptr + place, mask=mask, other=0).to(tl.int32)
+        upper = x.to(tl.int16, bitcast=True).to(tl.int32)
+        return ((upper << 16) + (rest << 8)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -180,9 +193,12 @@ def rstd_of(total):
 
 
 @triton.jit
-def solved(A_inv, r, PRECISION: tl.constexpr):
-    """A_inv r from A_inv - 1 as `prepare` leaves it: the diagonal takes r unrounded."""
-    return dot(A_inv, r.to(A_inv.dtype), r, PRECISION)
+def solved(A_inv, r, PRECISION: tl.constexpr, FINE: tl.constexpr):
+    """A_inv r from A_inv - 1 as `prepare` leaves it: the diagonal takes r unrounded.
+
+    FINE: the rest of r, whose terms cancel where keys are alike, in two parts.
+    """
+    return dot_in_parts(A_inv, r, r, PRECISION, FINE)
 
 
 @triton.constexpr_function

@@ -1,15 +1,15 @@
 """What the state passes need of a chunk's tokens beyond the tokens: pairs and factors.
 
-    P_ij = scale e^(G_i - G_j) <q_i, k_j> for j <= i, norms included;   P^T do
+    P_ij = scale e^(G_i - G_j) <q_i, k_j> for j <= i, norms included
     factors: OUT e^(G_C - G) k_rstd;  READ scale e^G q_rstd;  INTO e^G k_rstd;  BETA;  END e^(G_C)
 
 The state passes are chains from chunk to chunk: what does not depend on the state is made outside them, by
 prepare in the forward and by a kernel of its own in the backward. P is 128 bytes a token in bf16 and saves a
 product and 4096 exponentials; the factors are 20 bytes and save four gathers and their arithmetic. The
-backward's walk is handed P^T do instead, whose strips no two programs read, in 24 bits: with 16 it would be
-half of the variance of dbeta's error where little passes through the state.
-Bytes of the backward's kernel per token and value head at K = V = 128 in bf16, HV = H: q, k, do 768, P^T do
-384, gates, G, factors 60: 1210.
+backward wants P in two parts: rounded, it made half of the variance of dbeta's error where little passes
+through the state.
+Bytes of the backward's kernel per token and value head at K = V = 128 in bf16, HV = H: q, k 512, P 256,
+gates, G, factors 60: 830.
 """
 
 import triton
@@ -17,18 +17,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import (
-    decay,
-    dot,
-    exist,
-    load_beta,
-    load_rstd,
-    load_sums,
-    operand_of,
-    rest_of,
-    rows_of,
-    store_wide,
-)
+from gdn.backends.triton.lib import decay, dot, load_beta, load_rstd, load_sums, parts, rows_of
 
 # rows of a chunk's factors
 OUT, READ, INTO, BETA, END = (tl.constexpr(i) for i in range(5))
@@ -38,6 +27,14 @@ CROSSING, THROUGH, ENTERING, LEAVING, DBETA, ALONG_Q, ALONG_K = (
     tl.constexpr(i) for i in (0, 4, 5, 6, 7, 8, 9)
 )
 ROWS = tl.constexpr(10)
+
+
+@triton.jit
+def decays(high, low, k_rstd, C: tl.constexpr):
+    """e^(G_i - G_j) k_rstd_j for j <= i, else 0 [C, C]."""
+    tokens = tl.arange(0, C)
+    D = decay(high[None, :], low[None, :], high[:, None], low[:, None]) * k_rstd[None, :]
+    return tl.where(tokens[:, None] >= tokens[None, :], D, 0.0)
 
 
 @triton.jit
@@ -67,15 +64,11 @@ def through(factors_ptr, tile, C: tl.constexpr):
 
 @kernel
 def pairs_kernel(
-    q_ptr, k_ptr, beta_ptr, G_ptr, q_rstd_ptr, k_rstd_ptr, table_ptr, do_ptr, within_ptr, rest_ptr,
-    factors_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row,
-    scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr,
-    FINE: tl.constexpr,
+    q_ptr, k_ptr, beta_ptr, G_ptr, q_rstd_ptr, k_rstd_ptr, table_ptr, P_ptr, P_rest_ptr, factors_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, SIGMOID: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The factors, and P^T do: what dv_new is within the chunk. P, transposed, never leaves the registers."""
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
@@ -83,31 +76,24 @@ def pairs_kernel(
         return
     key_head = head // ratio
     num_heads = HV // ratio
-    operand: tl.constexpr = operand_of(k_ptr, REFINE)
     tokens = tl.arange(0, C)
-    kq = tl.zeros([C, C], tl.float32)
+    qk = tl.zeros([C, C], tl.float32)
     for block in range(0, K, BK):
         ks = block + tl.arange(0, BK)
         q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
         k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
-        kq = dot(k, tl.trans(q), kq, PRECISION)
-    q_scale = scale * load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+        qk = dot(q, tl.trans(k), qk, PRECISION)
+    q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
     beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
     tile = chunk.to(tl.int64) * HV + head
-    store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C)
-    D = decay(high[:, None], low[:, None], high[None, :], low[None, :])
-    is_past = tokens[:, None] <= tokens[None, :]
-    P = tl.where(is_past, kq * D * k_rstd[:, None] * q_scale[None, :], 0.0)
-    P_operand = P.to(operand)
-    base = ((row.to(tl.int64) * T + first) * HV + head) * V
-    for strip in range(0, V, BV):
-        vs = strip + tl.arange(0, BV)
-        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT).to(operand)
-        within = dot(P_operand, do, None, PRECISION)
-        if FINE:
-            within = dot(rest_of(P, P_operand), do, within, PRECISION)
-        mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
-        place = tokens[:, None] * (HV * V) + vs[None, :]
-        store_wide(within_ptr, rest_ptr, base, place, within, mask)
+    store_factors(factors_ptr, tile, beta, scale * q_rstd, k_rstd, high, low, end_high, end_low, C)
+    P = qk * decays(high, low, k_rstd, C) * (scale * q_rstd)[:, None]
+    square = tokens[:, None] * C + tokens[None, :]
+    if P_rest_ptr is not None:
+        high, low = parts(P, P_ptr.dtype.element_ty)
+        tl.store(P_ptr + tile * (C * C) + square, high)
+        tl.store(P_rest_ptr + tile * (C * C) + square, low)
+    else:
+        tl.store(P_ptr + tile * (C * C) + square, P.to(P_ptr.dtype.element_ty))

@@ -218,7 +218,8 @@ def _plan_forward(p: Problem, kept: torch.dtype | None, a: _Arguments, chosen: t
         4,
     )
     programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
-    walk = {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen)}
+    is_fine = tuned.is_fine(p, machine(p.device))
+    walk = {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": is_fine}
     if chosen.is_fused:
         strides = _strides(a.unit, p.q, p.k, p.v)
         scan = Launch(scan_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
@@ -256,18 +257,15 @@ def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool, a: _Arguments) 
 
 def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.BackwardTiles) -> Backward:
     numbers = _numbers(p)
-    is_fine = tuned.is_fine(p, machine(p.device))
     shared = {"K": p.K, "V": p.V, **a.sizes, "PRECISION": a.precision}
     pairs = Launch(
         pairs_kernel,
         a.entries * p.HV,
-        (*_strides(a.unit, p.q, p.k, do), *_gate_strides(p.beta), *numbers, p.scale),
-        {
-            **shared, "BK": a.block, "BV": chosen.within.BV, **a.activation, "REFINE": tuned.refines(p),
-            "FINE": is_fine,
-        },
-        chosen.within.num_warps,
-    )  # fmt: skip
+        (*_strides(a.unit, p.q, p.k), *_gate_strides(p.beta), *numbers, p.scale),
+        {"K": p.K, **a.sizes, "BK": a.block, **a.activation, "PRECISION": a.precision},
+        4,
+    )
+    is_fine = tuned.is_fine(p, machine(p.device))
     state = Launch(
         state_bwd_kernel,
         p.N * p.HV * triton.cdiv(p.V, chosen.BV),
@@ -314,26 +312,30 @@ def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.Backward
 def _first_rooms(p: Problem, a: _Arguments) -> tuple[Room | None, ...]:
     tiles = (p.num_chunks, p.HV)
     partial = [x for x in (p.A_log, p.dt_bias) if x is not None]
-    S_in, narrow = saves(p)[2], _narrow(p)
+    S_in, P = saves(p)[2], room((*tiles, CHUNK, CHUNK), _narrow(p))
     assert S_in is not None
     return (
-        room(p.v.shape, narrow),
+        room(p.v.shape, _narrow(p)),
         *(None if x is None else room(x.shape, x.dtype) for x in (p.g, p.beta, p.initial_state)),
         room(*S_in),
         *(None if x is None else room(x.shape, x.dtype) for x in (p.A_log, p.dt_bias)),
         room((len(partial), a.entries, p.HV), torch.float64) if partial else None,
         room((*tiles, ROWS.value, CHUNK), torch.float32),
         a.room,
-        room(p.v.shape, torch.uint8) if narrow.itemsize == 2 else None,
+        P,
+        P if tuned.is_fine(p, machine(p.device)) else None,
     )
 
 
 def _late_rooms(p: Problem, count: int, width: int | None) -> tuple[Room | None, ...]:
     """`count`: chunks of a part; `width`: columns of E and F per token and key head, where they lie apart."""
     pairs = None if width is None else room((p.B, p.T, p.H, width), p.q.dtype)
+    shape = (count, p.HV, CHUNK, p.V)
+    has_rest = p.q.dtype == torch.bfloat16 and tuned.is_fine(p, machine(p.device))
     return (
         room(p.q.shape, p.q.dtype),
         room(p.k.shape, p.k.dtype),
-        room((count, p.HV, CHUNK, p.V), operand(p)),
+        room(shape, operand(p)),
+        room(shape, torch.int8) if has_rest else None,
         pairs,
     )

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, load_beta, rows_of, rstd_of, softplus, split, squares
-from gdn.backends.triton.pairs import store_factors
+from gdn.backends.triton.lib import dot, load_beta, rows_of, rstd_of, softplus, split, squares
+from gdn.backends.triton.pairs import decays, store_factors
 from gdn.backends.triton.tril import inverse
 
 
@@ -32,14 +32,6 @@ def log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET: tl.constexpr):
         g = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * softplus(g)
     # a NaN stays one: on a GPU the maximum of it and RESET is RESET
     return tl.where(g < RESET, RESET, g)
-
-
-@triton.jit
-def decays(high, low, k_rstd, C: tl.constexpr):
-    """e^(G_i - G_j) k_rstd_j for j <= i, else 0 [C, C]."""
-    tokens = tl.arange(0, C)
-    D = decay(high[None, :], low[None, :], high[:, None], low[:, None]) * k_rstd[None, :]
-    return tl.where(tokens[:, None] >= tokens[None, :], D, 0.0)
 
 
 @kernel

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, operand_of, rows_of, state_tile
+from gdn.backends.triton.lib import dot, exist, operand_of, parts, rows_of, state_tile
 from gdn.backends.triton.pairs import BETA, INTO, OUT, READ, factor, through
 
 
@@ -26,6 +26,7 @@ def scan_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
+    FINE: tl.constexpr,
 ):  # fmt: skip
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips
@@ -66,7 +67,11 @@ def scan_kernel(
         into = factor(factors_ptr, tile, INTO, C)
         r = beta[None, :] * (v.to(tl.float32) - into[None, :] * kS)
         # `lib.solved`, transposed
-        v_new = dot(r.to(operand), tl.trans(A_inv), r, PRECISION)
+        if FINE:
+            high, low = parts(r, operand)
+            v_new = dot(low, tl.trans(A_inv), dot(high, tl.trans(A_inv), r, PRECISION), PRECISION)
+        else:
+            v_new = dot(r.to(operand), tl.trans(A_inv), r, PRECISION)
         read = factor(factors_ptr, tile, READ, C)
         o = dot(S_operand, tl.trans(q), None, PRECISION)
         o = o * read[None, :]

@@ -26,6 +26,7 @@ def state_kernel(
     k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
+    FINE: tl.constexpr,
 ):  # fmt: skip
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips
@@ -59,7 +60,7 @@ def state_kernel(
         tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(k, S_operand, None, PRECISION)
         r = beta[:, None] * (v.to(tl.float32) - into[:, None] * kS)
-        v_new = solved(A_inv, r, PRECISION)
+        v_new = solved(A_inv, r, PRECISION, FINE)
         tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
         tl.store(v_new_ptr + tile_place, v_new.to(v_new_ptr.dtype.element_ty), mask=exist(vs, V)[None, :])
         grown = (v_new * out[:, None]).to(operand)

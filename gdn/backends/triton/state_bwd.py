@@ -1,38 +1,30 @@
 """The state pass backwards: a strip of value columns of dS through all chunks of a sequence, last to first.
 
-    dv_new = P^T do + e^(G_C - G) k dS      P^T do from `pairs`, in the place of dv
+    dv_new = P^T do + e^(G_C - G) k dS
     dr = A_inv^T dv_new
     dS <- e^(G_C) dS + (e^G q)^T (scale do) - (beta e^G k)^T dr
 
 What leaves are dr, in the place of dv (which is beta dr), and for each chunk the gradient of the state that
-leaves it. In 16 bits, FINE makes dS and e^G do operands in two parts: rounded, dS made a third of the
-variance of dbeta's error where much passes through the state, and e^G do all of dinitial_state's under strong
-decay. It leaves of dg the share <S_in, dS> of a strip, too: dS in the next kernel's 16 bits made a quarter of
-the variance of dg's error where much passes through.
-Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv 128, P^T do 384, S_in
-and dS 1024: 2580.
+leaves it. In 16 bits, FINE makes all operands but A_inv's in two parts: rounded, P made half of the
+variance of dbeta's error where little passes through the state, dS a third of it elsewhere, e^G do all of
+dinitial_state's under strong decay, and beta e^G dr most of it elsewhere. It leaves of dg the share <S_in,
+dS> of a strip, too: dS in the next kernel's 16 bits made a quarter of the variance of dg's error where much
+passes through.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv and P 384, S_in and dS
+1024: 2450.
 """
 
 import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import (
-    dot,
-    dot_in_parts,
-    exist,
-    load_wide,
-    operand_of,
-    rows_of,
-    solved,
-    state_tile,
-)
+from gdn.backends.triton.lib import dot, dot_in_parts, exist, operand_of, rows_of, solved, state_tile
 from gdn.backends.triton.pairs import BETA, INTO, OUT, READ, ROWS, THROUGH, factor, through
 
 
 @kernel
 def state_bwd_kernel(
-    q_ptr, k_ptr, A_inv_ptr, rest_ptr, factors_ptr, S_in_ptr, do_ptr, dfinal_ptr, cu_seqlens_ptr,
+    q_ptr, k_ptr, A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr, S_in_ptr, do_ptr, dfinal_ptr, cu_seqlens_ptr,
     table_ptr, dS_out_ptr, dr_ptr, dinitial_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
@@ -68,6 +60,7 @@ def state_bwd_kernel(
         q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
         do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT).to(operand)
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + square).to(operand)
+        P = tl.load(P_ptr + tile * (C * C) + square).to(operand)
 
         place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
         tl.store(dS_out_ptr + place, dS.to(dS_out_ptr.dtype.element_ty), mask=mask)
@@ -77,17 +70,20 @@ def state_bwd_kernel(
             tl.store(factors_ptr + tile * (ROWS * C) + THROUGH * C + 1 + strip, share)
         out = factor(factors_ptr, tile, OUT, C)
         dv_new = dot_in_parts(k, dS, None, PRECISION, FINE)
-        base = ((row.to(tl.int64) * T + first) * HV + head) * V
-        dr_place = tokens[:, None] * (HV * V) + vs[None, :]
+        dv_new = dot(tl.trans(P), do, dv_new * out[:, None], PRECISION)
+        if FINE:
+            rest = tl.load(P_rest_ptr + tile * (C * C) + square).to(operand)
+            dv_new = dot(tl.trans(rest), do, dv_new, PRECISION)
+        dr = solved(tl.trans(A_inv), dv_new, PRECISION, False)
+        dr_place = dr_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
+        dr_place += tokens[:, None] * (HV * V) + vs[None, :]
         dr_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
-        within = load_wide(dr_ptr, rest_ptr, base, dr_place, dr_mask)
-        dr = solved(tl.trans(A_inv), dv_new * out[:, None] + within, PRECISION)
-        tl.store(dr_ptr + base + dr_place, dr.to(dr_ptr.dtype.element_ty), mask=dr_mask)
+        tl.store(dr_place, dr.to(dr_ptr.dtype.element_ty), mask=dr_mask)
         read = factor(factors_ptr, tile, READ, C)
         from_q = do.to(tl.float32) * read[:, None]
         dS = dot_in_parts(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION, FINE)
         carry = factor(factors_ptr, tile, BETA, C) * factor(factors_ptr, tile, INTO, C)
-        dS = dot(tl.trans(k), (dr * -carry[:, None]).to(operand), dS, PRECISION)
+        dS = dot_in_parts(tl.trans(k), dr * -carry[:, None], dS, PRECISION, FINE)
 
     if dinitial_ptr is not None:
         tl.store(dinitial_ptr + state_place, dS.to(dinitial_ptr.dtype.element_ty), mask=state_mask)

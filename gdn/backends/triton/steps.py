@@ -42,9 +42,9 @@ class Forward:
 class Backward:
     """The launches of one backward. `sums` is None where there is no A_log."""
 
-    # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial, factors, table, rest: see `pairs` and `state_bwd`
+    # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial, factors, table, P, P_rest
     rooms: tuple[Room | None, ...]
-    late: tuple[Room | None, ...]  # dq, dk, grown, tiles of E and F: where None, these lie in dq
+    late: tuple[Room | None, ...]  # dq, dk, grown, its rest, tiles of E and F: where None, these lie in dq
     table: Launch | None
     pairs: Launch
     state: Launch
@@ -53,26 +53,25 @@ class Backward:
     sums: Launch | None
 
     def steps(self, p: Problem, saved: Saved, do: Tensor, dS: Tensor | None, new: Rooms) -> Iterator[Step]:
-        """The launches up to the state pass, after which `rest`, the last of `new`, is needed no more."""
-        dv, _, _, dS0, dS_out, _, _, _, factors, table, rest = new
+        """The launches up to the state pass, after which the last of `new`, P and P_rest, are done with."""
+        dv, _, _, dS0, dS_out, _, _, _, factors, table, P, P_rest = new
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
-        norms = (saved.q_rstd, saved.k_rstd)
-        yield self.pairs, (p.q, p.k, p.beta, saved.G, *norms, table, do, dv, rest, factors)
-        tensors = (p.q, p.k, saved.A_inv, rest, factors, saved.S_in, do, dS, p.cu_seqlens, table)
+        yield self.pairs, (p.q, p.k, p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, P, P_rest, factors)
+        tensors = (p.q, p.k, saved.A_inv, P, P_rest, factors, saved.S_in, do, dS, p.cu_seqlens, table)
         yield self.state, (*tensors, dS_out, dv, dS0)
 
     def late_steps(self, p: Problem, saved: Saved, do: Tensor, new: Rooms, late: Rooms) -> Iterator[Step]:
-        """The other launches; `rest` is not looked for in `new`."""
+        """The other launches; P and P_rest are not looked for in `new`."""
         dv, dg, dbeta, _, dS_out, dA_log, ddt_bias, partial, factors, table, *_ = new
-        dq, dk, grown, tiles = late
+        dq, dk, grown, rest, tiles = late
         # E and F lie in the place of dq where a key head's columns hold those of its value heads
         tiles = dq if tiles is None else tiles
         norms = (saved.q_rstd, saved.k_rstd)
         read = (p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, do, table)
-        rows = (p.q, p.k, *norms, saved.S_in, dS_out, do, dv, grown, table, tiles, factors, dq, dk)
+        rows = (p.q, p.k, *norms, saved.S_in, dS_out, do, dv, grown, rest, table, tiles, factors, dq, dk)
         for pairs_bwd, rows_bwd in self.gradients:
-            yield pairs_bwd, (*read, tiles, dv, grown, factors)
+            yield pairs_bwd, (*read, tiles, dv, grown, rest, factors)
             yield rows_bwd, rows
         parts = (None, None) if partial is None else (*partial.unbind(), None)[:2]
         yield self.gates, (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, *parts)
