@@ -1,5 +1,6 @@
 """Tile sizes and warps, keyed by problem and machine, measured once. Nothing is tuned at run time."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,6 +8,10 @@ import triton
 
 from gdn.backends.triton.launch import Machine
 from gdn.problem import Problem
+
+# us that a walk takes for a chunk by the columns of its strips: H200, 128 keys, bf16, in one wave
+STATE = {16: 1.1, 32: 1.4}
+STATE_BWD = {16: 2.3, 32: 2.9, 64: 5.2}
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,11 @@ def forwards(p: Problem, machine: Machine) -> list[ForwardTiles]:
     return list(dict.fromkeys(_forward(p, machine, pairs) for pairs in _fills(machine)))
 
 
+def fused(p: Problem, machine: Machine) -> ForwardTiles:
+    """A forward of one walk that makes the outputs."""
+    return ForwardTiles(_strip(p, 64), *_walk(p, machine, 2), True, Tile(_strip(p, 64), 4))
+
+
 def backward(p: Problem, machine: Machine) -> BackwardTiles:
     """What a backward is to take; in what parts is no matter of its binaries."""
     return replace(_backward(p, machine, p.N * p.HV), part=_part(p, machine))
@@ -99,36 +109,36 @@ def _fills(machine: Machine) -> range:
 
 
 def _forward(p: Problem, machine: Machine, pairs: int) -> ForwardTiles:
-    """One walk where strips of 64 columns fill the machine once; else the outputs come apart.
+    """One walk where strips of 64 columns are more than multiprocessors; else the outputs come apart.
 
-    H200, 16/32 heads of 128 x 128, 8192 tokens, us: state by 16, 32, 64 columns 216, 163, 223; at 2/8 heads
-    132, 159, 230. scan at 8 x 1024 tokens: 130; three stages 253; 128 columns, 8 warps 142. Strips of 16 are
-    for machines that strips of 32 leave three quarters empty.
+    On an H200 a chunk takes 4.9 us in scan, two programs a multiprocessor, and 2.9 and 1.5 in two waves of
+    state and in output. scan at 8 x 1024 tokens, 16/32 heads, us: 130; three stages 253; 128 columns, 8 warps
+    142.
     """
     output = Tile(_strip(p, 64), 4)
-    if not p.batch_invariant and pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms:
-        return ForwardTiles(_strip(p, 64), *_walk(p, machine, 2), True, output)
-    is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
-    BV = _strip(p, 16 if is_short and not p.batch_invariant else 32)
+    if not p.batch_invariant and pairs * triton.cdiv(p.V, 64) > machine.num_sms:
+        return fused(p, machine)
     warps, stages = _walk(p, machine, 4)
-    return ForwardTiles(BV, warps, stages, False, output)
+    return ForwardTiles(_strip(p, _columns(p, machine, pairs, STATE)), warps, stages, False, output)
 
 
 def _backward(p: Problem, machine: Machine, pairs: int) -> BackwardTiles:
-    """Strips of the state pass as in the forward; H200, us: 32 columns 223, 64 311, at 2/8 heads 16 182.
-
-    64 columns are not for sm_80, where ptxas gives up and spills 20 KB, nor for sm_100 (1.5 KB) and sm_120.
-    """
-    most = 32
-    if not p.batch_invariant:
-        is_short = pairs * triton.cdiv(p.V, 32) * 4 <= machine.num_sms
-        is_full = pairs * triton.cdiv(p.V, 64) >= 2 * machine.num_sms
-        has_room = machine.kind == "hip" or machine.capability == 90
-        most = 16 if is_short else 64 if is_full and has_room else 32
+    """64 columns are not for sm_80, where ptxas gives up and spills 20 KB, nor sm_100 (1.5 KB) and sm_120."""
+    has_room = machine.kind == "hip" or machine.capability == 90
+    turns = {most: turn for most, turn in STATE_BWD.items() if most < 64 or has_room}
+    most = _columns(p, machine, pairs, turns)
     # three times what strips of 64 columns load leaves no room for operands in two parts
     warps, stages = _walk(p, machine, 2 if most == 64 else 3)
     # in one part
     return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine), 1 << 30)
+
+
+def _columns(p: Problem, machine: Machine, pairs: int, turns: Mapping[int, float]) -> int:
+    """Columns of the strips in which a walk ends first, wave after wave, a program a multiprocessor."""
+    if p.batch_invariant:
+        return 32
+    waves = {most: triton.cdiv(pairs * triton.cdiv(p.V, most), machine.num_sms) for most in turns}
+    return min(turns, key=lambda most: waves[most] * turns[most])
 
 
 def _part(p: Problem, machine: Machine) -> int:
