@@ -35,6 +35,7 @@ from in_flight import overwritten
 from specimens import SPECIMENS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from gdn.backends import triton as room
 from gdn.backends.triton import launch
@@ -75,6 +76,7 @@ class Job:
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int
+    options: tuple[tuple[str, Any], ...]
     target: str
 
     @property
@@ -95,6 +97,7 @@ class Job:
             self.name,
             self.signature,
             self.num_stages,
+            self.options,
             self.target,
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -150,7 +153,7 @@ def jobs_of(launches: Iterable[Any], target: str) -> list[Job]:
 
 
 def _job(one: launch.Launch, tensors: tuple[torch.Tensor | None, ...], target: str) -> Job:
-    types = ["constexpr" if x is None else f"*{DTYPES[x.dtype]}" for x in tensors]
+    types = ["constexpr" if x is None else _type(x) for x in tensors]
     for number in one.numbers:
         is_int = isinstance(number, int)
         types.append("fp32" if not is_int else "i32" if -(2**31) <= number < 2**31 else "i64")
@@ -160,7 +163,15 @@ def _job(one: launch.Launch, tensors: tuple[torch.Tensor | None, ...], target: s
     )
     order = {name: i for i, name in enumerate(one.kernel.arg_names)}
     constants = tuple(sorted(one.constants.items(), key=lambda item: order[item[0]]))
-    return Job(one.kernel, tuple(types), constants, one.num_warps, one.num_stages, target)
+    options = tuple(one.options.items())
+    return Job(one.kernel, tuple(types), constants, one.num_warps, one.num_stages, options, target)
+
+
+def _type(x: Any) -> str:
+    """Of a tensor or of a tensor descriptor."""
+    if isinstance(x, torch.Tensor):
+        return f"*{DTYPES[x.dtype]}"
+    return f"tensordesc<{DTYPES[x.base.dtype]}{x.block_shape},{x.layout!r}>"
 
 
 def _compile(job: Job) -> Any:
@@ -170,8 +181,9 @@ def _compile(job: Job) -> Any:
     signature = {name: given.get(name, "constexpr") for name in names}
     constants = dict.fromkeys(n for n in names if signature[n] == "constexpr") | dict(job.constants)
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
-    source = ASTSource(job.kernel, signature, {(names.index(n),): x for n, x in constants.items()}, attrs)
-    options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
+    kind = GluonASTSource if job.kernel.is_gluon() else ASTSource
+    source = kind(job.kernel, signature, {(names.index(n),): x for n, x in constants.items()}, attrs)
+    options = {"num_warps": job.num_warps, "num_stages": job.num_stages, **dict(job.options)}
     return triton.compile(source, target=TARGETS[job.target].gpu, options=options)
 
 

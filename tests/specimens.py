@@ -294,8 +294,23 @@ def operator_on_packed_rows() -> Callable[[], Any]:
     return lambda: torch.ops.gdn.chunk_forward(*problem.arguments(), True)
 
 
+def walk(case: Case) -> Callable[[], Any]:
+    """The forward whose state pass is in Gluon."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="triton")
+
+    def call() -> None:
+        from gdn.backends.hopper import rule
+
+        rule.chunk_forward(problem, False)
+
+    return call
+
+
 # name -> function, arguments, targets
 OTHERS = {
+    "walk": (walk, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
+    "walk all packed": (walk, (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),), TUNED),
     "operator on packed rows": (operator_on_packed_rows, (), EVERYWHERE),
     "decode packed rows": (decode_of_packed_rows, (), EVERYWHERE),
     "decode a projection": (decode_of_a_projection, (), TUNED),

@@ -1,5 +1,51 @@
-"""The seat of the Hopper backend: known by name, refusing until its kernels exist."""
+"""Kernels for sm_90 in Gluon in the place of Triton's: so far of the chunked forward, 128 x 128 in bf16.
 
-from gdn.backends.backend import absent
+Taken only where asked for, backend="hopper": no GPU has run them yet. What has no kernel here runs Triton's.
+This file imports no Triton.
+"""
 
-BACKEND = absent("hopper", "the Hopper kernels are not part of this version")
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from gdn import settings
+from gdn.backends import triton
+from gdn.backends.backend import Saved
+from gdn.problem import Problem
+
+SIZE = 128  # of K and of V
+
+
+def refuses(problem: Any) -> str | None:
+    """Takes the rule in bf16 with K = V = 128 on a GPU of compute capability 9.0, where it is asked for."""
+    reason = triton.refuses(problem)
+    if reason is not None:
+        return reason
+    if not isinstance(problem, Problem):
+        return "expected the rule, got a problem that has no kernel here"
+    if (problem.backend or settings.backend()) != "hopper":
+        return "expected backend='hopper': it is not taken unless asked for before it has been measured"
+    if (problem.K, problem.V) != (SIZE, SIZE):
+        return f"expected K = V = {SIZE}, got K={problem.K}, V={problem.V}"
+    if problem.q.dtype != torch.bfloat16:
+        return f"expected bf16, got {problem.q.dtype}"
+    device = problem.q.device
+    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if found != (9, 0):
+        return f"expected a GPU of compute capability (9, 0), got {found or device.type}"
+    try:
+        import_module("gdn.backends.hopper.walk")
+    except (ImportError, AttributeError) as e:
+        return f"expected Gluon of Triton 3.6 or newer, got {e}"
+    return None
+
+
+def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Tensor | None, Saved]:
+    found: tuple[torch.Tensor, torch.Tensor | None, Saved]
+    found = import_module("gdn.backends.hopper.rule").chunk_forward(problem, save)
+    return found
+
+
+BACKEND = replace(triton.BACKEND, name="hopper", refuses=refuses, chunk_forward=_chunk_forward)

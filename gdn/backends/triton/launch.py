@@ -51,6 +51,7 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int = 1
+    options: dict[str, Any] = field(default_factory=dict)  # of the compiler, beyond these
     _compiled: Any = field(default=None, repr=False)
     _head: tuple[Any, ...] = ()
     _tail: tuple[Any, ...] = ()
@@ -63,7 +64,11 @@ class Launch:
             recorder.append((self, tensors))
             return
         if self._compiled is None:
-            self._first(tensors)
+            if any(hasattr(x, "block_shape") for x in tensors):
+                # a tensor descriptor: encoded anew for each launch, by Triton
+                self._dispatch(tensors)
+            else:
+                self._first(tensors)
             return
         pointers: list[int | None] = []
         bits = 0
@@ -83,7 +88,7 @@ class Launch:
 
     def _dispatch(self, tensors: tuple[Tensor | None, ...]) -> Any:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return self.kernel[(self.grid,)](*tensors, *self.numbers, **self.constants, **options)
+        return self.kernel[(self.grid,)](*tensors, *self.numbers, **self.constants, **options, **self.options)
 
     def binary(self, tensors: tuple[Tensor | None, ...]) -> Hashable:
         """What it runs for tensors of these dtypes."""

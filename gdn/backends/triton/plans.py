@@ -46,6 +46,15 @@ def forward_plan(p: Problem, kept: torch.dtype | None) -> Forward:
     return _forwards.get((_key(p), kept), lambda: _first_forward(p, kept))
 
 
+def fused_plan(p: Problem) -> Forward:
+    """That of one walk which makes the outputs, whatever `tuned` would choose: for what takes its place."""
+
+    def make() -> Forward:
+        return _plan_forward(p, None, _arguments(p), tuned.fused(p, machine(p.device)))
+
+    return _forwards.get((_key(p), "fused"), make)
+
+
 def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
     assert saved.A_inv is not None and saved.S_in is not None
     key = (_key(p), do.stride(), None if dS is None else dS.dtype, saved.A_inv.dtype, saved.S_in.dtype)

@@ -1,0 +1,40 @@
+"""Gluon's names as they are in Triton 3.6 to 3.9, which renamed some of them."""
+
+import inspect
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = [
+    "fence_async_shared",
+    "kernel",
+    "mbarrier",
+    "tma_load",
+    "tma_store",
+    "tma_store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+# async_load and async_store since 3.8; the names before them raise in 3.9
+tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store_wait: Any = tma.store_wait
+
+
+def kernel(function: Any) -> Any:
+    """gluon.jit that specialises on no number: see `triton.launch`."""
+    names = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if not name.endswith(("_ptr", "_d")) and parameter.annotation is not gl.constexpr
+    ]
+    return gluon.jit(function, do_not_specialize=names)

@@ -1,0 +1,299 @@
+"""The state pass and all outputs in one walk over the chunks, by four partitions of one program.
+
+    r = beta (v - e^G k S);   v_new = A_inv r;   o = scale e^G q S + P v_new
+    S <- e^(G_C) S + (e^(G_C - G) k)^T v_new
+
+A program has one sequence and value head, S transposed, [V, K], so that S, r and v_new are left operands from
+the registers in which the last product left them:
+
+    load_chunks    one warp: a chunk's tiles by tensor copies (TMA), two chunks deep
+    carry_upper    four warps: the chain of the first 64 value rows of S
+    carry_lower    four warps: that of the other 64
+    make_outputs   four warps: o, off the chain, from copies of S and v_new in shared memory
+
+A_inv, P and the factors come from `prepare`. Tokens past a sequence's end may be another's, NaN among them: r
+is masked and k cleared there, and o is stored by rows, for a tensor copy would write past the end.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.gluon import (
+    fence_async_shared,
+    kernel,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+C = gl.constexpr(64)  # tokens of a chunk
+D = gl.constexpr(128)  # keys, and values
+HALF = gl.constexpr(64)  # value rows of a chain
+STAGES = gl.constexpr(2)
+# rows of a chunk's factors, of which the first are loaded: see `triton.pairs`
+ROWS = gl.constexpr(10)
+FACTORS = gl.constexpr(4)
+OUT, READ, INTO, BETA, END = (gl.constexpr(i) for i in range(5))
+
+# value rows down, tokens or keys across
+OF_TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+OF_STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_TOKENS.value, 2))
+ACROSS = gl.constexpr(gl.SliceLayout(0, OF_TOKENS.value))
+# tokens down, as they lie in memory
+BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound):
+    """Row, first token in it, length and first chunk of sequence n: see `triton.chunks`."""
+    if table_ptr is None:
+        return n, n * 0, T, n * chunks_per_row
+    else:
+        first = gl.load(cu_seqlens_ptr + n).to(gl.int32)
+        length = gl.load(cu_seqlens_ptr + n + 1).to(gl.int32) - first
+        return n * 0, first, length, gl.load(table_ptr + 2 * bound + n)
+
+
+@gluon.jit
+def vector(f_s, stage, ROW: gl.constexpr):
+    """One row of a chunk's factors, along the columns of a product's result."""
+    return f_s.index(FACTORS * stage + ROW).reshape([C]).load(ACROSS)
+
+
+@gluon.jit
+def load_chunks(
+    q_d, k_d, v_d, A_d, P_d, f_d, q_s, k_s, v_s, A_s, P_s, f_s, full, empty,
+    cu_seqlens_ptr, table_ptr, T, HV, ratio, chunks_per_row, bound,
+):  # fmt: skip
+    """Tiles of each chunk into a stage that all others have left; first what the chains wait for."""
+    head = gl.program_id(0) % HV
+    n = gl.program_id(0) // HV
+    row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
+    for i in range(gl.cdiv(length, C)):
+        stage = i % STAGES
+        ready = full.index(stage)
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(
+            ready,
+            q_d.block_type.nbytes + k_d.block_type.nbytes + 2 * v_d.block_type.nbytes
+            + A_d.block_type.nbytes + P_d.block_type.nbytes + FACTORS * f_d.block_type.nbytes,
+        )  # fmt: skip
+        token = first + i * C
+        tile = (chunk + i) * HV + head
+        tma_load(k_d, [row, token, head // ratio, 0], ready, k_s.index(stage))
+        for factor in gl.static_range(FACTORS):
+            tma_load(f_d, [tile * ROWS + factor, 0], ready, f_s.index(FACTORS * stage + factor))
+        tma_load(v_d, [row, token, head, 0], ready, v_s.index(2 * stage))
+        tma_load(v_d, [row, token, head, HALF], ready, v_s.index(2 * stage + 1))
+        tma_load(A_d, [tile * C, 0], ready, A_s.index(stage))
+        tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
+        tma_load(P_d, [tile * C, 0], ready, P_s.index(stage))
+
+
+@gluon.jit
+def carry(
+    MINE: gl.constexpr, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
+    factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+    V_FIRST: gl.constexpr,
+):  # fmt: skip
+    """The chain of 64 value rows of S; copies of S and v_new go to `make_outputs`."""
+    n = gl.program_id(0) // HV
+    head = gl.program_id(0) % HV
+    row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
+    v = gl.arange(0, HALF, gl.SliceLayout(1, OF_STATE)) + MINE * HALF
+    k = gl.arange(0, D, gl.SliceLayout(0, OF_STATE))
+    if V_FIRST:
+        place = v[:, None] * D + k[None, :]
+    else:
+        place = k[None, :] * D + v[:, None]
+    state = (n.to(gl.int64) * HV + head) * (D * D)
+    if initial_ptr is None:
+        S = gl.zeros((HALF, D), gl.float32, OF_STATE)
+    else:
+        S = gl.load(initial_ptr + state + place).to(gl.float32)
+    zeros = gl.zeros((HALF, C), gl.float32, OF_TOKENS)
+    for i in range(gl.cdiv(length, C)):
+        stage = i % STAGES
+        left = length - i * C
+        through = gl.load(factors_ptr + ((chunk + i).to(gl.int64) * HV + head) * (ROWS * C) + END * C)
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        k_tile = k_s.index(stage).reshape([C, D])
+        # two conditions, as one of them is known when this is compiled
+        if table_ptr is not None:  # noqa: SIM102
+            if left < C:
+                # both chains do, to the same end
+                tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
+                k_tile.store(gl.where((tokens < left)[:, None], k_tile.load(BY_ROWS), 0.0))
+                fence_async_shared()
+        S_operand = S.to(gl.bfloat16)
+        kS = warpgroup_mma(
+            gl.convert_layout(S_operand, LEFT), k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        mbarrier.wait(S_free.index(MINE), (i & 1) ^ 1)
+        S_s.index(MINE).store(S_operand)
+        fence_async_shared()
+        mbarrier.arrive(S_full.index(MINE), count=1)
+        v_tile = v_s.index(2 * stage + MINE).reshape([C, HALF]).permute((1, 0)).load(OF_TOKENS)
+        kS = warpgroup_mma_wait(0, deps=(kS,))
+        r = v_tile.to(gl.float32) - vector(f_s, stage, INTO)[None, :] * kS
+        r = r * vector(f_s, stage, BETA)[None, :]
+        if left < C:
+            r = gl.where((gl.arange(0, C, ACROSS) < left)[None, :], r, 0.0)
+        A_inv = A_s.index(stage).permute((1, 0))
+        # A_inv comes less 1; r in two parts as in `triton.lib.cut`
+        high = (r.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
+        low = gl.convert_layout((r - high).to(gl.bfloat16), LEFT)
+        v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), A_inv, r, is_async=True)
+        v_new = warpgroup_mma(low, A_inv, v_new, is_async=True)
+        S = S * through
+        v_new = warpgroup_mma_wait(0, deps=(v_new,))
+        grown = (v_new * vector(f_s, stage, OUT)[None, :]).to(gl.bfloat16)
+        S = warpgroup_mma(gl.convert_layout(grown, LEFT), k_tile, S, is_async=True)
+        mbarrier.wait(w_free.index(MINE), (i & 1) ^ 1)
+        w_s.index(MINE).store(v_new.to(gl.bfloat16))
+        fence_async_shared()
+        mbarrier.arrive(w_full.index(MINE), count=1)
+        S = warpgroup_mma_wait(0, deps=(S,))
+        # what was loaded from the stage comes before the tensor copies that overwrite it
+        fence_async_shared()
+        mbarrier.arrive(empty.index(stage), count=1)
+    if final_ptr is not None:
+        gl.store(final_ptr + state + place, S)
+
+
+@gluon.jit
+def carry_upper(
+    k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
+    factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+    V_FIRST: gl.constexpr,
+):  # fmt: skip
+    carry(
+        0, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
+        factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+        V_FIRST,
+    )  # fmt: skip
+
+
+@gluon.jit
+def carry_lower(
+    k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
+    factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+    V_FIRST: gl.constexpr,
+):  # fmt: skip
+    carry(
+        1, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
+        factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+        V_FIRST,
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_outputs(
+    o_d, q_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
+    o_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+):  # fmt: skip
+    """o of both halves, from copies of S and of v_new."""
+    head = gl.program_id(0) % HV
+    n = gl.program_id(0) // HV
+    row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
+    zeros = gl.zeros((HALF, C), gl.float32, OF_TOKENS)
+    for i in range(gl.cdiv(length, C)):
+        stage = i % STAGES
+        token = first + i * C
+        left = length - i * C
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        q_tile = q_s.index(stage).reshape([C, D]).permute((1, 0))
+        P_tile = P_s.index(stage).permute((1, 0))
+        mbarrier.wait(S_full.index(0), i & 1)
+        upper = warpgroup_mma(S_s.index(0), q_tile, zeros, use_acc=False, is_async=True)
+        mbarrier.wait(S_full.index(1), i & 1)
+        lower = warpgroup_mma(S_s.index(1), q_tile, zeros, use_acc=False, is_async=True)
+        read = vector(f_s, stage, READ)
+        upper = warpgroup_mma_wait(1, deps=(upper,))
+        mbarrier.arrive(S_free.index(0), count=1)
+        upper = upper * read[None, :]
+        lower = warpgroup_mma_wait(0, deps=(lower,))
+        mbarrier.arrive(S_free.index(1), count=1)
+        lower = lower * read[None, :]
+        mbarrier.wait(w_full.index(0), i & 1)
+        upper = warpgroup_mma(w_s.index(0), P_tile, upper, is_async=True)
+        mbarrier.wait(w_full.index(1), i & 1)
+        lower = warpgroup_mma(w_s.index(1), P_tile, lower, is_async=True)
+        upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
+        mbarrier.arrive(w_free.index(0), count=1)
+        mbarrier.arrive(w_free.index(1), count=1)
+        fence_async_shared()
+        mbarrier.arrive(empty.index(stage), count=1)
+        tma_store_wait(0)
+        o_s.index(0).reshape([C, HALF]).permute((1, 0)).store(upper.to(gl.bfloat16))
+        o_s.index(1).reshape([C, HALF]).permute((1, 0)).store(lower.to(gl.bfloat16))
+        if left < C:
+            tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
+            columns = gl.arange(0, HALF, gl.SliceLayout(0, BY_ROWS))
+            base = o_ptr + ((row.to(gl.int64) * T + token) * HV + head) * D
+            place = tokens[:, None] * (HV * D) + columns[None, :]
+            mask = (tokens < left)[:, None] & (columns < HALF)[None, :]
+            gl.store(base + place, o_s.index(0).reshape([C, HALF]).load(BY_ROWS), mask=mask)
+            gl.store(base + HALF + place, o_s.index(1).reshape([C, HALF]).load(BY_ROWS), mask=mask)
+        else:
+            fence_async_shared()
+            tma_store(o_d, [row, token, head, 0], o_s.index(0))
+            tma_store(o_d, [row, token, head, HALF], o_s.index(1))
+    tma_store_wait(0)
+
+
+@kernel
+def walk_kernel(
+    q_d, k_d, v_d, A_d, P_d, f_d, o_d, factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, o_ptr,
+    T, HV, ratio, chunks_per_row, bound, V_FIRST: gl.constexpr,
+):  # fmt: skip
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, C, 1, HALF], v_d.layout)
+    A_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
+    P_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], P_d.layout)
+    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, C], f_d.layout)
+    S_s = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, D], A_d.layout)
+    w_s = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, C], A_d.layout)
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [2, 1, C, 1, HALF], o_d.layout)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    S_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    S_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    w_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    w_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=3)
+        mbarrier.init(S_full.index(i), count=1)
+        mbarrier.init(S_free.index(i), count=1)
+        mbarrier.init(w_full.index(i), count=1)
+        mbarrier.init(w_free.index(i), count=1)
+    # registers of the first partition: what the others leave of 512 a lane
+    gl.warp_specialize(
+        [
+            (carry_upper, (
+                k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free, factors_ptr,
+                initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
+            )),
+            (carry_lower, (
+                k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free, factors_ptr,
+                initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
+            )),
+            (make_outputs, (
+                o_d, q_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
+                o_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+            )),
+            (load_chunks, (
+                q_d, k_d, v_d, A_d, P_d, f_d, q_s, k_s, v_s, A_s, P_s, f_s, full, empty,
+                cu_seqlens_ptr, table_ptr, T, HV, ratio, chunks_per_row, bound,
+            )),
+        ],
+        [4, 4, 1],
+        [184, 112, 24],
+    )  # fmt: skip

@@ -1,0 +1,264 @@
+"""Gluon kernels on the CPU: what they compute, which places they touch, and their barriers' protocol.
+
+The source is the kernel's own: its functions are bound anew to the stand-ins below, torch tensors for values
+and shared memory, a thread for each partition. New shared memory holds NaN. A barrier that nobody completes
+within SECONDS, or that more arrive at than it counts, fails. Layouts, fences and what is in flight when are
+not simulated: a product is done when it is issued.
+"""
+
+import operator
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import JITFunction
+
+SECONDS = 20.0
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int32": torch.int32,
+    "int64": torch.int64, "uint32": torch.int32,
+}  # fmt: skip
+_here = threading.local()
+
+
+def _plain(x: Any) -> Any:
+    return x.x if isinstance(x, Value) else x
+
+
+class Value:
+    """A tensor in registers, or a scalar."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = torch.as_tensor(x)
+
+    dtype = property(lambda self: self.x.dtype)
+
+    def to(self, dtype: Any, bitcast: bool = False) -> "Value":
+        dtype = DTYPES[str(dtype)]
+        return Value(self.x.view(dtype) if bitcast else self.x.to(dtype))
+
+    def __and__(self, other: Any) -> "Value":
+        other = _plain(other)
+        # a mask of 32 bits, as a signed number
+        return Value(self.x & (other - 2**32 if isinstance(other, int) and other >= 2**31 else other))
+
+    def __getitem__(self, index: Any) -> "Value":
+        return Value(self.x[index])
+
+    def __bool__(self) -> bool:
+        return bool(self.x)
+
+    def __index__(self) -> int:
+        return int(self.x)
+
+
+def _operator(name: str, of: Callable[..., Any]) -> None:
+    setattr(Value, f"__{name}__", lambda a, b: Value(of(a.x, _plain(b))))
+    # of comparisons nobody asks for it
+    setattr(Value, f"__r{name}__", lambda a, b: Value(of(_plain(b), a.x)))
+
+
+for _name in ("add", "sub", "mul", "mod", "floordiv"):
+    _operator(_name, getattr(operator, _name))
+for _name in ("lt", "le", "gt", "ge", "eq"):
+    _operator(_name, getattr(operator, _name))
+
+
+class Pointer:
+    """Places in a tensor's memory."""
+
+    def __init__(self, flat: torch.Tensor, places: Any = 0) -> None:
+        self.flat, self.places = flat, places
+
+    def __add__(self, other: Any) -> "Pointer":
+        return Pointer(self.flat, self.places + _plain(other))
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def index(self, i: Any) -> Any:
+        found = self.x[int(i)]
+        return found[0] if isinstance(found, list) else Shared(found)
+
+    def reshape(self, shape: Any) -> "Shared":
+        return Shared(self.x.view([int(n) for n in shape]))
+
+    def permute(self, order: Any) -> "Shared":
+        return Shared(self.x.permute(*order))
+
+    def load(self, layout: Any) -> Value:
+        return Value(self.x.clone())
+
+    def store(self, value: Value) -> None:
+        assert value.x.dtype == self.x.dtype and value.x.shape == self.x.shape
+        self.x.copy_(value.x)
+
+
+class Barrier:
+    """A phase ends when all have arrived and all bytes have come."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.missing = self.bytes = self.phase = 0
+
+    def change(self, arrivals: int = 0, bytes: int = 0) -> None:
+        with self.changed:
+            self.missing -= arrivals
+            self.bytes += bytes
+            assert self.missing >= 0, "more have arrived than the barrier counts"
+            if self.missing == 0 and self.bytes == 0:
+                self.phase, self.missing = self.phase + 1, self.count
+                self.changed.notify_all()
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, i: Any) -> Barrier:
+        return self.all[int(i)]
+
+
+class Descriptor:
+    """A tensor that tensor copies go to and from, in blocks; what lies outside of it reads as zero."""
+
+    def __init__(self, x: torch.Tensor, block: list[int]) -> None:
+        self.x, self.block, self.layout = x, block, "layout"
+        self.block_type = types.SimpleNamespace(nbytes=torch.Size(block).numel() * x.element_size())
+
+    def both(self, corner: list[Any], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The part of the tensor that a block at a corner covers, and that of the block."""
+        x = self.x
+        for axis, (begin, size) in enumerate(zip(map(int, corner), self.block, strict=True)):
+            begin, there = min(begin, x.shape[axis]), min(size, max(x.shape[axis] - begin, 0))
+            x, tile = x.narrow(axis, begin, there), tile.narrow(axis, 0, there)
+        return x, tile
+
+
+class _Barriers:
+    MBarrierLayout = staticmethod(lambda: "barrier")
+
+    @staticmethod
+    def init(barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.missing = count
+
+    @staticmethod
+    def expect(barrier: Barrier, bytes: int) -> None:
+        barrier.change(1, bytes)
+
+    @staticmethod
+    def arrive(barrier: Barrier, count: int) -> None:
+        barrier.change(count)
+
+    @staticmethod
+    def wait(barrier: Barrier, parity: Any) -> None:
+        with barrier.changed:
+            done = barrier.changed.wait_for(lambda: barrier.phase % 2 != int(parity), SECONDS)
+            assert done, "nobody completes a barrier that is waited for"
+
+
+def _tma_load(descriptor: Descriptor, corner: list[Any], barrier: Barrier, shared: Shared) -> None:
+    shared.x.zero_()
+    there, here = descriptor.both(corner, shared.x)
+    here.copy_(there)
+    barrier.change(bytes=-descriptor.block_type.nbytes)
+
+
+def _tma_store(descriptor: Descriptor, corner: list[Any], shared: Shared) -> None:
+    there, here = descriptor.both(corner, shared.x)
+    there.copy_(here)
+
+
+def _warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+    assert isinstance(b, Shared) and a.x.dtype == b.x.dtype
+    product = a.x.float() @ b.x.float()
+    return Value(product + acc.x if use_acc else product)
+
+
+def _store(pointer: Pointer, value: Value, mask: Value | None = None) -> None:
+    places, x = torch.broadcast_tensors(torch.as_tensor(pointer.places), value.x)
+    chosen = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.x.expand(places.shape)
+    pointer.flat[places[chosen]] = x[chosen].to(pointer.flat.dtype)
+
+
+def _allocate(dtype: Any, shape: list[Any], layout: Any) -> Any:
+    shape = [int(n) for n in shape]
+    if layout == "barrier":
+        return Barriers(shape[0])
+    return Shared(torch.full(shape, float("nan"), dtype=DTYPES[str(dtype)]))
+
+
+def _warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
+    errors, program = [], _here.program
+
+    def go(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        _here.program = program
+        try:
+            function(*arguments)
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=go, args=partition) for partition in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+class _Language:
+    bfloat16, float32, int32, int64, uint32 = gl.bfloat16, gl.float32, gl.int32, gl.int64, gl.uint32
+    constexpr = gl.constexpr
+    SliceLayout = staticmethod(lambda dim, parent: "layout")
+    program_id = staticmethod(lambda axis: Value(_here.program))
+    cdiv = staticmethod(lambda a, b: -(-int(a) // int(b)))
+    static_range = staticmethod(range)
+    arange = staticmethod(lambda begin, end, layout: Value(torch.arange(begin, end)))
+    zeros = staticmethod(lambda shape, dtype, layout: Value(torch.zeros(*map(int, shape))))
+    convert_layout = staticmethod(lambda x, layout: x)
+    load = staticmethod(lambda pointer: Value(pointer.flat[pointer.places]))
+    store = staticmethod(_store)
+    allocate_shared_memory = staticmethod(_allocate)
+    warp_specialize = staticmethod(_warp_specialize)
+
+    @staticmethod
+    def where(condition: Value, x: Any, y: Any) -> Value:
+        return Value(torch.where(condition.x, x.x, torch.as_tensor(_plain(y), dtype=x.x.dtype)))
+
+
+STANDINS: dict[str, Any] = {
+    "gl": _Language, "mbarrier": _Barriers, "tma_load": _tma_load, "tma_store": _tma_store,
+    "tma_store_wait": lambda pending: None, "fence_async_shared": lambda: None,
+    "warpgroup_mma": _warpgroup_mma,
+    "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
+}  # fmt: skip
+
+
+def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any) -> None:
+    """Run a kernel's programs one after the other; tensors are passed as pointers."""
+    bound: dict[int, Any] = {}
+
+    def bind(function: JITFunction[Any]) -> Any:
+        if id(function) not in bound:
+            code, names = function.fn.__code__, {}
+            bound[id(function)] = types.FunctionType(code, names, code.co_name)
+            for name, x in function.fn.__globals__.items():
+                if name in STANDINS:
+                    names[name] = STANDINS[name]
+                elif isinstance(x, JITFunction):
+                    names[name] = bind(x)
+                else:
+                    names[name] = x.value if isinstance(x, gl.constexpr) else x
+        return bound[id(function)]
+
+    given = [Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x for x in arguments]
+    for _here.program in range(grid):
+        bind(kernel)(*given)

@@ -1,0 +1,156 @@
+"""The Hopper backend: simulated on the CPU where Triton interprets, refused elsewhere, and on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import HAS_TRITON, INTERPRETED
+
+import gdn
+from gdn.bench import accuracy
+from gdn.bench.cases import Case, inputs, packed, rows
+from gdn.problem import parse
+
+if not HAS_TRITON:
+    pytest.skip("expected Triton", allow_module_level=True)
+
+import triton.experimental.gluon.language as gl
+from gluon_simulator import Descriptor, simulate
+from triton.experimental import gluon
+
+from gdn.backends import hopper
+from gdn.backends.hopper import rule
+from gdn.backends.hopper.gluon import mbarrier
+
+BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
+CASES = {
+    "one chunk": replace(BASE, lengths=rows(64)),
+    "rows with tails": replace(BASE, lengths=rows(129)),
+    "no state": replace(BASE, lengths=rows(70), state="none", gate="strong"),
+    "packed": replace(BASE, lengths=packed(70, 0, 33, 128, tail=29), keys="correlated"),
+    "options": replace(
+        BASE, lengths=packed(65, 1, 130), use_qk_l2norm_in_kernel=True, raw_gate="on", beta="negative",
+        state="narrow", state_v_first=True, is_strided=True, is_scaled=True,
+    ),
+    "four value heads of a key head": replace(
+        BASE, heads=(1, 4), lengths=rows(129), keys="identical", gate="none"
+    ),
+}  # fmt: skip
+# of identical keys 9e-3 if r were rounded
+LIMITS = {"identical": 4e-3, "correlated": 1.5e-2}
+
+
+class Simulated:
+    """A launch on the CPU."""
+
+    def __init__(self, kernel, grid, numbers, constants, num_warps, options):
+        self.kernel, self.grid, self.rest = kernel, grid, (*numbers, *constants.values())
+
+    def __call__(self, *tensors):
+        given = [Descriptor(x.base, x.block_shape) if hasattr(x, "block_shape") else x for x in tensors]
+        simulate(self.kernel, self.grid, *given, *self.rest)
+
+
+def law(given):
+    wide = given.double()
+    tensors = dict.fromkeys(("g", "beta")) | wide.tensors
+    return accuracy.law(**tensors, **wide.options)
+
+
+def error(x, expected):
+    return ((x.double() - expected).norm() / expected.norm()).item()
+
+
+simulated = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be interpreted")
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.parametrize("name", CASES)
+def test_simulated(monkeypatch, name):
+    """prepare interpreted, then the walk: outputs and states are the law's, other tokens' are zero."""
+    monkeypatch.setattr(rule, "Launch", Simulated)
+    case = CASES[name]
+    given = inputs(case, torch.bfloat16)
+    o, final, saved = rule.chunk_forward(parse(**given.tensors, **given.options, backend="triton"), False)
+    expected = law(given)
+    limit = LIMITS.get(case.keys, 5e-3)
+    assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
+    assert all(x is None for x in saved.tensors())
+
+
+@pytest.mark.interpret
+@simulated
+def test_nan_stays_in_its_sequence(monkeypatch):
+    """A chunk that ends early reads tokens of the next sequence."""
+    monkeypatch.setattr(rule, "Launch", Simulated)
+    given = inputs(replace(BASE, lengths=packed(40, 30, 70)), torch.bfloat16)
+    for name in ("q", "k", "v"):
+        given.tensors[name][:, 40:70] = float("nan")
+    o, final, _ = rule.chunk_forward(parse(**given.tensors, **given.options, backend="triton"), False)
+    assert o[:, 40:70].isnan().all() and not o[:, :40].isnan().any() and not o[:, 70:].isnan().any()
+    assert final[1].isnan().any() and not final[0].isnan().any() and not final[2].isnan().any()
+
+
+@gluon.jit
+def _waits(barrier):
+    mbarrier.wait(barrier, 0)
+
+
+@gluon.jit
+def _arrives_twice(barrier):
+    mbarrier.arrive(barrier, count=1)
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def _stuck_kernel():
+    barriers = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(barriers.index(0), count=3)
+    gl.warp_specialize([(_waits, (barriers.index(0),)), (_arrives_twice, (barriers.index(0),))], [4], [24])
+
+
+def test_the_simulator_sees_a_broken_protocol(monkeypatch):
+    monkeypatch.setattr("gluon_simulator.SECONDS", 0.1)
+    with pytest.raises(AssertionError, match="nobody completes"):
+        simulate(_stuck_kernel, 1)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected no interpreter")
+def test_it_is_taken_where_asked_for_alone(monkeypatch):
+    """As on a GPU that it knows: what it says of problems that it does not take."""
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    given = inputs(BASE, torch.bfloat16)
+
+    def asked(backend="hopper", **changed):
+        return parse(**{**given.tensors, **changed}, **given.options, backend=backend)
+
+    assert "backend='hopper'" in hopper.refuses(asked(backend=None))
+    assert "capability (9, 0), got cpu" in hopper.refuses(asked())
+    wide = {name: x.float() for name, x in given.tensors.items()}
+    assert "expected bf16, got torch.float32" in hopper.refuses(asked(**wide))
+    small = inputs(replace(BASE, sizes=(64, 128)), torch.bfloat16)
+    small = parse(**small.tensors, **small.options, backend="hopper")
+    assert "got K=64, V=128" in hopper.refuses(small)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="expected sm_90"
+)
+@pytest.mark.parametrize("name", [*CASES, "many"])
+def test_on_a_gpu(name):
+    """As the law has it, the same bits every time, and no gradient but Triton's."""
+    case = CASES.get(name, replace(BASE, heads=(16, 32), lengths=packed(1000, 1, 640, 407)))
+    given = inputs(case, torch.bfloat16, device="cuda")
+
+    def run():
+        return gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend="hopper")
+
+    o, final = run()
+    expected = law(given)
+    limit = LIMITS.get(case.keys, 5e-3)
+    assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(run(), (o, final), strict=True))
