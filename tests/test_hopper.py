@@ -120,7 +120,6 @@ def test_the_simulator_sees_a_broken_protocol(monkeypatch):
 def test_it_is_taken_where_asked_for_alone(monkeypatch):
     """As on a GPU that it knows: what it says of problems that it does not take."""
     monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     given = inputs(BASE, torch.bfloat16)
 
     def asked(backend="hopper", **changed):
@@ -128,11 +127,25 @@ def test_it_is_taken_where_asked_for_alone(monkeypatch):
 
     assert "backend='hopper'" in hopper.refuses(asked(backend=None))
     assert "capability (9, 0), got cpu" in hopper.refuses(asked())
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    assert hopper.refuses(asked()) is None
     wide = {name: x.float() for name, x in given.tensors.items()}
     assert "expected bf16, got torch.float32" in hopper.refuses(asked(**wide))
     small = inputs(replace(BASE, sizes=(64, 128)), torch.bfloat16)
     small = parse(**small.tensors, **small.options, backend="hopper")
     assert "got K=64, V=128" in hopper.refuses(small)
+
+
+@pytest.mark.parametrize("shape, strides", [
+    ((1, 1, 2, 128), (999, 777, 128, 1)), ((1, 5, 2, 128), (7, 256, 128, 1)),
+    ((1, 70, 1, 128), (8960, 128, 3, 1)), ((2, 5, 2, 128), (2000, 300, 130, 1)),
+])  # fmt: skip
+def test_what_no_tensor_copy_reads_is_copied(shape, strides):
+    x = torch.randn(4000 + 70 * 128).as_strided(shape, strides)
+    copy = rule._aligned(x)
+    assert torch.equal(copy, x) and rule._descriptor(copy.bfloat16(), [1, 64, 1, 128], rule.TOKENS)
+    good = torch.zeros(2, 5, 2, 128)
+    assert rule._aligned(good) is good
 
 
 @pytest.mark.gpu
@@ -141,8 +154,9 @@ def test_it_is_taken_where_asked_for_alone(monkeypatch):
 )
 @pytest.mark.parametrize("name", [*CASES, "many"])
 def test_on_a_gpu(name):
-    """As the law has it, the same bits every time, and no gradient but Triton's."""
-    case = CASES.get(name, replace(BASE, heads=(16, 32), lengths=packed(1000, 1, 640, 407)))
+    """As the law has it, the same bits every time, and the gradients of Triton's."""
+    lengths = packed(1000, 1, 640, 407, *[70] * 20, 7000)
+    case = CASES.get(name, replace(BASE, heads=(16, 32), lengths=lengths))
     given = inputs(case, torch.bfloat16, device="cuda")
 
     def run():
@@ -154,3 +168,11 @@ def test_on_a_gpu(name):
     assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(run(), (o, final), strict=True))
+    v = given.tensors["v"].requires_grad_()
+    found = [
+        torch.autograd.grad(
+            gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=backend)[0], v, given.do
+        )[0]
+        for backend in ("hopper", "triton")
+    ]
+    assert torch.equal(*found)

@@ -1,6 +1,7 @@
 """Kernels for sm_90 in Gluon in the place of Triton's: so far of the chunked forward, 128 x 128 in bf16.
 
-Taken only where asked for, backend="hopper": no GPU has run them yet. What has no kernel here runs Triton's.
+Taken only where asked for, backend="hopper": no GPU has run them yet. Of the rule, what has no kernel here
+runs Triton's; other problems are refused.
 This file imports no Triton.
 """
 
@@ -31,15 +32,21 @@ def refuses(problem: Any) -> str | None:
         return f"expected K = V = {SIZE}, got K={problem.K}, V={problem.V}"
     if problem.q.dtype != torch.bfloat16:
         return f"expected bf16, got {problem.q.dtype}"
-    device = problem.q.device
-    found = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    found = _capability(problem.q.device)
     if found != (9, 0):
-        return f"expected a GPU of compute capability (9, 0), got {found or device.type}"
+        return f"expected a GPU of compute capability (9, 0), got {found or problem.q.device.type}"
     try:
         import_module("gdn.backends.hopper.walk")
     except (ImportError, AttributeError) as e:
         return f"expected Gluon of Triton 3.6 or newer, got {e}"
     return None
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """Of an NVIDIA GPU; AMD's have numbers of their own."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Tensor | None, Saved]:

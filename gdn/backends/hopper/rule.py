@@ -4,6 +4,7 @@ Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: 810 + q
 256, factors 20: 2110, as with `triton.scan`.
 """
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -58,4 +59,5 @@ def _aligned(x: Tensor) -> Tensor:
     """x, or a copy where no tensor copy could read it: 16 bytes must divide its address and strides."""
     if x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:3]):
         return x
-    return x.clone() if x.is_contiguous() else x.contiguous()
+    # whatever strides an axis of one element has, which is contiguous with any
+    return x.clone(memory_format=torch.contiguous_format)

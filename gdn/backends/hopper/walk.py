@@ -125,7 +125,7 @@ def carry(
         # two conditions, as one of them is known when this is compiled
         if table_ptr is not None:  # noqa: SIM102
             if left < C:
-                # both chains do, to the same end
+                # both chains do: what they store is the same, whatever of it the other has read
                 tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
                 k_tile.store(gl.where((tokens < left)[:, None], k_tile.load(BY_ROWS), 0.0))
                 fence_async_shared()
@@ -274,6 +274,7 @@ def walk_kernel(
         mbarrier.init(S_free.index(i), count=1)
         mbarrier.init(w_full.index(i), count=1)
         mbarrier.init(w_free.index(i), count=1)
+    fence_async_shared()
     # registers of the first partition: what the others leave of 512 a lane
     gl.warp_specialize(
         [

@@ -33,6 +33,7 @@ from gdn.backends.triton.lib import (
     decay,
     dot,
     exist,
+    left_in_parts,
     load_rstd,
     load_sums,
     operand_of,
@@ -174,13 +175,8 @@ def pairs_bwd_kernel(
         whole += tl.sum(wide_dr * v_new, 1)
         grown_place = (part.to(tl.int64) * HV + head) * (C * V) + tokens[:, None] * V + vs[None, :]
         store_wide(grown_ptr, rest_ptr, grown_place, v_new * out[:, None], exist(vs, V)[None, :])
-        if FINE:
-            # rounded, v_new made most of the error of dg where little passes through the state
-            high, low = parts(v_new, operand)
-            E = dot(high, tl.trans(do), E, PRECISION)
-            E = dot(low, tl.trans(do), E, PRECISION)
-        else:
-            E = dot(v_new.to(operand), tl.trans(do), E, PRECISION)
+        # rounded, v_new made most of the error of dg where little passes through the state
+        E = left_in_parts(v_new, tl.trans(do), E, PRECISION, FINE)
         F = dot(v_new.to(operand), tl.trans(dr), F, PRECISION)
         # last, as its sum waits for all products: the next loads go where these read (tests: `in_flight`)
         qS = tl.zeros([C, BV], tl.float32)

@@ -86,20 +86,25 @@ class Launch:
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(self.grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *self._tail)
 
+    @property
+    def _constants(self) -> dict[str, Any]:
+        """Of the kernel and of its compiler."""
+        return {
+            **self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages, **self.options,
+        }  # fmt: skip
+
     def _dispatch(self, tensors: tuple[Tensor | None, ...]) -> Any:
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return self.kernel[(self.grid,)](*tensors, *self.numbers, **self.constants, **options, **self.options)
+        return self.kernel[(self.grid,)](*tensors, *self.numbers, **self._constants)
 
     def binary(self, tensors: tuple[Tensor | None, ...]) -> Hashable:
         """What it runs for tensors of these dtypes."""
         dtypes = tuple([None if x is None else x.dtype for x in tensors])
-        return (self.kernel, *self.constants.items(), self.num_warps, dtypes)
+        return (self.kernel, *self.constants.items(), self.num_warps, *self.options.items(), dtypes)
 
     def compile(self, tensors: tuple[Tensor | None, ...]) -> Any:
         """The binary for tensors of these dtypes, all aligned; not run."""
         aligned = [x if x is None or x.data_ptr() % ALIGNMENT == 0 else x.new_empty(1) for x in tensors]
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return self.kernel.warmup(*aligned, *self.numbers, grid=(1,), **self.constants, **options)
+        return self.kernel.warmup(*aligned, *self.numbers, grid=(1,), **self._constants)
 
     def _first(self, tensors: tuple[Tensor | None, ...]) -> None:
         compiled = self._dispatch(tensors)

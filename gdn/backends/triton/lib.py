@@ -42,6 +42,16 @@ def dot_in_parts(a, x, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
 
 
 @triton.jit
+def left_in_parts(x, b, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
+    """x b + acc as `dot_in_parts`, x on the left: its parts are held in registers."""
+    if FINE:
+        high, low = parts(x, b.dtype)
+        return dot(low, b, dot(high, b, acc, PRECISION), PRECISION)
+    else:
+        return dot(x.to(b.dtype), b, acc, PRECISION)
+
+
+@triton.jit
 def softplus(x):
     """log(1 + e^x): linear above 20; right for very negative x, where 1 + e^x is 1."""
     return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))

@@ -321,7 +321,7 @@ def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.Backward
 def _first_rooms(p: Problem, a: _Arguments) -> tuple[Room | None, ...]:
     tiles = (p.num_chunks, p.HV)
     partial = [x for x in (p.A_log, p.dt_bias) if x is not None]
-    S_in, P = saves(p)[2], room((*tiles, CHUNK, CHUNK), _narrow(p))
+    S_in, P = saves(p)[2], room((*tiles, CHUNK, CHUNK), operand(p))
     assert S_in is not None
     return (
         room(p.v.shape, _narrow(p)),

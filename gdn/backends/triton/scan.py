@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, operand_of, parts, rows_of, state_tile
+from gdn.backends.triton.lib import dot, exist, left_in_parts, operand_of, rows_of, state_tile
 from gdn.backends.triton.pairs import BETA, INTO, OUT, READ, factor, through
 
 
@@ -67,11 +67,7 @@ def scan_kernel(
         into = factor(factors_ptr, tile, INTO, C)
         r = beta[None, :] * (v.to(tl.float32) - into[None, :] * kS)
         # `lib.solved`, transposed
-        if FINE:
-            high, low = parts(r, operand)
-            v_new = dot(low, tl.trans(A_inv), dot(high, tl.trans(A_inv), r, PRECISION), PRECISION)
-        else:
-            v_new = dot(r.to(operand), tl.trans(A_inv), r, PRECISION)
+        v_new = left_in_parts(r, tl.trans(A_inv), r, PRECISION, FINE)
         read = factor(factors_ptr, tile, READ, C)
         o = dot(S_operand, tl.trans(q), None, PRECISION)
         o = o * read[None, :]

@@ -137,8 +137,8 @@ def _columns(p: Problem, machine: Machine, pairs: int, turns: Mapping[int, float
     """Columns of the strips in which a walk ends first, wave after wave, a program a multiprocessor."""
     if p.batch_invariant:
         return 32
-    waves = {most: triton.cdiv(pairs * triton.cdiv(p.V, most), machine.num_sms) for most in turns}
-    return min(turns, key=lambda most: waves[most] * turns[most])
+    strips = {most: triton.cdiv(p.V, _strip(p, most)) for most in turns}
+    return min(turns, key=lambda most: triton.cdiv(pairs * strips[most], machine.num_sms) * turns[most])
 
 
 def _part(p: Problem, machine: Machine) -> int:
