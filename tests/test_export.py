@@ -1,8 +1,8 @@
 """Exported programs, and packages that run without this library."""
 
-import subprocess
 import sys
 
+import processes
 import pytest
 import torch
 from serving import moved, pool_of, same_bits
@@ -74,10 +74,7 @@ def test_a_package_runs_without_this_library(tmp_path, own_cache, state):
     )
     batches = [arguments(rows, "cuda", state=state) for rows in (1, 3, 17)]
     torch.save(batches, given)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, package, given, found], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
+    processes.run([sys.executable, "-X", "faulthandler", "-c", RUN, package, given, found], tmp_path)
     for x, got in zip(batches, torch.load(found), strict=True):
         assert all(same_bits(a, b) for a, b in zip(got, wanted(x, "triton"), strict=True))
 

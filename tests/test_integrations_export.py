@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from serving import error, inputs
@@ -144,13 +145,8 @@ def test_a_fresh_process_runs_saved_programs(tmp_path):
     for name, program in room.export(s).items():
         torch.export.save(program, tmp_path / f"{name}.pt2")
     torch.save((given, nan_state(s)), tmp_path / "given.pt")
-    _run([sys.executable, "-c", FRESH, str(tmp_path)])
+    processes.run([sys.executable, "-c", FRESH, str(tmp_path)])
     assert agree(torch.load(tmp_path / "found.pt"), by_hand(s, given, nan_state(s)))
-
-
-def _run(command):
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -206,7 +202,7 @@ def test_a_package_runs_from_cpp(tmp_path, own_cache):
     tensors = [state, *(t for _, x in given for t in x)]
     (tmp_path / "tensors.pt").write_bytes(torch._C._pickle_save(tensors))
     assert compiler.wait() == 0
-    _run([str(tmp_path / "runner"), str(tmp_path)])
+    processes.run([str(tmp_path / "runner"), str(tmp_path)])
     *found, state = torch._C._pickle_load_obj((tmp_path / "found.pt").read_bytes())
     assert agree((found, state), wanted)
 
@@ -218,4 +214,4 @@ def test_both_methods_in_one_package_on_a_gpu(tmp_path, own_cache, kind):
 
     In a process of its own: should compiled code crash it, what it did last is in the message.
     """
-    _run([sys.executable, "-X", "faulthandler", "-c", BOTH, str(tmp_path), kind])
+    processes.run([sys.executable, "-X", "faulthandler", "-c", BOTH, str(tmp_path), kind])

@@ -206,7 +206,7 @@ def rstd_of(total):
 def solved(A_inv, r, PRECISION: tl.constexpr, FINE: tl.constexpr):
     """A_inv r from A_inv - 1 as `prepare` leaves it: the diagonal takes r unrounded.
 
-    FINE: the rest of r, whose terms cancel where keys are alike, in two parts.
+    FINE: elsewhere r, whose terms cancel where keys are alike, is taken in two parts.
     """
     return dot_in_parts(A_inv, r, r, PRECISION, FINE)
 
