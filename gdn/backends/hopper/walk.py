@@ -7,8 +7,7 @@ A program has one sequence and value head, S transposed, [V, K], so that S, r an
 the registers in which the last product left them:
 
     load_chunks    one warp: a chunk's tiles by tensor copies (TMA), two chunks deep
-    carry_upper    four warps: the chain of the first 64 value rows of S
-    carry_lower    four warps: that of the other 64
+    carry          four warps, twice: the chain of 64 value rows of S
     make_outputs   four warps: o, off the chain, from copies of S and v_new in shared memory
 
 A_inv, P and the factors come from `prepare`. Tokens past a sequence's end may be another's, NaN among them: r
@@ -166,32 +165,6 @@ def carry(
 
 
 @gluon.jit
-def carry_upper(
-    k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
-    factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
-    V_FIRST: gl.constexpr,
-):  # fmt: skip
-    carry(
-        0, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
-        factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
-        V_FIRST,
-    )  # fmt: skip
-
-
-@gluon.jit
-def carry_lower(
-    k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
-    factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
-    V_FIRST: gl.constexpr,
-):  # fmt: skip
-    carry(
-        1, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
-        factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
-        V_FIRST,
-    )  # fmt: skip
-
-
-@gluon.jit
 def make_outputs(
     o_d, q_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
     o_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
@@ -278,12 +251,12 @@ def walk_kernel(
     # registers of the first partition: what the others leave of 512 a lane
     gl.warp_specialize(
         [
-            (carry_upper, (
-                k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free, factors_ptr,
+            (carry, (
+                0, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free, factors_ptr,
                 initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
             )),
-            (carry_lower, (
-                k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free, factors_ptr,
+            (carry, (
+                1, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free, factors_ptr,
                 initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
             )),
             (make_outputs, (
