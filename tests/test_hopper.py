@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from gdn.backends import hopper
 from gdn.backends.hopper import rule
 from gdn.backends.hopper.gluon import mbarrier
+from gdn.backends.triton.launch import Launch
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 CASES = {
@@ -43,12 +44,15 @@ LIMITS = {"identical": 4e-3, "correlated": 1.5e-2}
 class Simulated:
     """A launch on the CPU."""
 
-    def __init__(self, kernel, grid, numbers, constants, num_warps, options):
-        self.kernel, self.grid, self.rest = kernel, grid, (*numbers, *constants.values())
+    def __init__(self, *arguments, described=0, **options):
+        self.launch, self.described = Launch(*arguments, described=described, **options), described
 
     def __call__(self, *tensors):
-        given = [Descriptor(x.base, x.block_shape) if hasattr(x, "block_shape") else x for x in tensors]
-        simulate(self.kernel, self.grid, *given, *self.rest)
+        if not self.described:
+            return self.launch(*tensors)
+        described = [Descriptor(x.base, x.block_shape) for x in tensors[: self.described]]
+        rest = (*tensors[self.described :], *self.launch.numbers, *self.launch.constants.values())
+        simulate(self.launch.kernel, self.launch.grid, *described, *rest)
 
 
 def law(given):
@@ -142,10 +146,10 @@ def test_it_is_taken_where_asked_for_alone(monkeypatch):
 ])  # fmt: skip
 def test_what_no_tensor_copy_reads_is_copied(shape, strides):
     x = torch.randn(4000 + 70 * 128).as_strided(shape, strides)
-    copy = rule._aligned(x)
+    copy = rule._copyable(x)
     assert torch.equal(copy, x) and rule._descriptor(copy.bfloat16(), [1, 64, 1, 128], rule.TOKENS)
     good = torch.zeros(2, 5, 2, 128)
-    assert rule._aligned(good) is good
+    assert rule._copyable(good) is good
 
 
 @pytest.mark.gpu
