@@ -90,6 +90,9 @@ class Shared:
     def reshape(self, shape: Any) -> "Shared":
         return Shared(self.x.view([int(n) for n in shape]))
 
+    def slice(self, begin: Any, size: Any) -> "Shared":
+        return Shared(self.x.narrow(0, int(begin), int(size)))
+
     def permute(self, order: Any) -> "Shared":
         return Shared(self.x.permute(*order))
 

@@ -14,7 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn.backends.backend import Saved
-from gdn.backends.hopper.solve import ROWS, solve_kernel
+from gdn.backends.hopper.factors import ROWS, factors_kernel
+from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
 from gdn.backends.triton import plans, whole
 from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocate, on, room, stand_ins
@@ -22,6 +23,7 @@ from gdn.backends.triton.rule import tidy
 from gdn.problem import CHUNK, RESET, Problem
 
 SIZE, HALF = 128, 64  # of K and of V; value rows of a chain
+HEADS = 16  # of a program of `factors`
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -33,6 +35,7 @@ class Forward:
 
     rooms: tuple[Room | None, ...]  # A_inv, factors, final, o, table
     table: Launch | None
+    factors: Launch
     solve: Launch
     walk: Launch
 
@@ -43,13 +46,14 @@ class Forward:
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
         tail = None if table is None else o
-        yield self.solve, (p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, table, A_inv, factors, tail)
+        yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors)
+        yield self.solve, (p.q, p.k, table, factors, A_inv, tail)
         described: tuple[Any, ...] = (
             *(_descriptor(x, [1, CHUNK, 1, SIZE], TOKENS) for x in (p.q, p.k)),
             _descriptor(p.v, [1, CHUNK, 1, HALF], TOKENS),
             _descriptor(A_inv.view(-1, CHUNK), [CHUNK, CHUNK], TILE),
             _descriptor(factors.view(-1, CHUNK), [1, CHUNK], VECTOR),
-            _descriptor(o, [1, CHUNK, 1, HALF], TOKENS),
+            _descriptor(o, [1, CHUNK, 1, SIZE], TOKENS),
         )
         yield self.walk, (*described, p.initial_state, final, p.cu_seqlens, table, o)
 
@@ -89,17 +93,20 @@ def _first(p: Problem) -> Forward:
 
 def _plan(p: Problem, a: plans.Arguments) -> Forward:
     numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
-    strides = (*plans.strides_of(a.unit, p.q, p.k), *plans.gate_strides(p.g, p.beta))
+    factors = Launch(
+        factors_kernel,
+        a.entries * -(-p.HV // HEADS),
+        (*plans.gate_strides(p.g, p.beta), *numbers, p.scale),
+        {"C": CHUNK, "BH": HEADS, **a.activation, "RESET": RESET},
+        4,
+    )
     solve = Launch(
         solve_kernel,
         a.entries * p.HV,
-        (*strides, *numbers, p.scale),
-        {
-            "K": p.K, "V": p.V, "C": CHUNK, "UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel, **a.activation,
-            "RESET": RESET,
-        },
+        (*plans.strides_of(a.unit, p.q, p.k), *numbers),
+        {"K": p.K, "V": p.V, "C": CHUNK, "UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel},
         4,
-    )  # fmt: skip
+    )
     walk = Launch(
         walk_kernel,
         p.N * p.HV,
@@ -116,7 +123,7 @@ def _plan(p: Problem, a: plans.Arguments) -> Forward:
         room(p.v.shape, p.v.dtype),
         a.room,
     )
-    return Forward(rooms, a.launch, solve, walk)
+    return Forward(rooms, a.launch, factors, solve, walk)
 
 
 def _descriptor(x: Tensor, block: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:

@@ -17,6 +17,7 @@ is masked and k cleared there, and o is stored by rows, for a tensor copy would 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from gdn.backends.hopper.factors import BETA, END, FROM, HIGH, INTO, OUT, READ, ROWS, TO
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
     kernel,
@@ -27,12 +28,12 @@ from gdn.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from gdn.backends.hopper.solve import BETA, END, FROM, HIGH, INTO, OUT, READ, ROWS, TO
 
 C = gl.constexpr(64)  # tokens of a chunk
 D = gl.constexpr(128)  # keys, and values
 HALF = gl.constexpr(64)  # value rows of a chain
 STAGES = gl.constexpr(2)
+FACTORS = gl.constexpr(8)  # rows of a chunk's factors that are loaded
 
 # value rows down, tokens or keys across
 OF_TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -58,7 +59,7 @@ def sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound):
 @gluon.jit
 def vector(f_s, stage, ROW: gl.constexpr, layout: gl.constexpr):
     """One row of a chunk's factors [C]."""
-    return f_s.index(ROWS * stage + ROW).reshape([C]).load(layout)
+    return f_s.index(FACTORS * stage + ROW).reshape([C]).load(layout)
 
 
 @gluon.jit
@@ -77,13 +78,13 @@ def load_chunks(
         mbarrier.expect(
             ready,
             q_d.block_type.nbytes + k_d.block_type.nbytes + 2 * v_d.block_type.nbytes
-            + A_d.block_type.nbytes + ROWS * f_d.block_type.nbytes,
+            + A_d.block_type.nbytes + FACTORS * f_d.block_type.nbytes,
         )  # fmt: skip
         token = first + i * C
         tile = (chunk + i) * HV + head
         tma_load(k_d, [row, token, head // ratio, 0], ready, k_s.index(stage))
-        for factor in gl.static_range(ROWS):
-            tma_load(f_d, [tile * ROWS + factor, 0], ready, f_s.index(ROWS * stage + factor))
+        for factor in gl.static_range(FACTORS):
+            tma_load(f_d, [tile * ROWS + factor, 0], ready, f_s.index(FACTORS * stage + factor))
         tma_load(v_d, [row, token, head, 0], ready, v_s.index(2 * stage))
         tma_load(v_d, [row, token, head, HALF], ready, v_s.index(2 * stage + 1))
         tma_load(A_d, [tile * C, 0], ready, A_s.index(stage))
@@ -128,10 +129,10 @@ def carry(
         kS = warpgroup_mma(
             gl.convert_layout(S_operand, LEFT), k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
         )
-        mbarrier.wait(S_free.index(MINE), (i & 1) ^ 1)
-        S_s.index(MINE).store(S_operand)
+        mbarrier.wait(S_free.index(0), (i & 1) ^ 1)
+        S_s.index(0).slice(MINE * HALF, HALF).store(S_operand)
         fence_async_shared()
-        mbarrier.arrive(S_full.index(MINE), count=1)
+        mbarrier.arrive(S_full.index(0), count=1)
         v_tile = v_s.index(2 * stage + MINE).reshape([C, HALF]).permute((1, 0)).load(OF_TOKENS)
         kS = warpgroup_mma_wait(0, deps=(kS,))
         r = v_tile.to(gl.float32) - vector(f_s, stage, INTO, ACROSS)[None, :] * kS
@@ -148,11 +149,11 @@ def carry(
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
         grown = (v_new * vector(f_s, stage, OUT, ACROSS)[None, :]).to(gl.bfloat16)
         S = warpgroup_mma(gl.convert_layout(grown, LEFT), k_tile, S, is_async=True)
-        mbarrier.wait(w_free.index(MINE), (i & 1) ^ 1)
-        w_s.index(MINE).store(v_new.to(gl.bfloat16))
+        mbarrier.wait(w_free.index(0), (i & 1) ^ 1)
+        w_s.index(0).slice(MINE * HALF, HALF).store(v_new.to(gl.bfloat16))
         fence_async_shared()
-        mbarrier.arrive(w_full.index(MINE), count=1)
         S = warpgroup_mma_wait(0, deps=(S,))
+        mbarrier.arrive(w_full.index(0), count=1)
         # what was loaded from the stage comes before the tensor copies that overwrite it
         fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
@@ -169,7 +170,8 @@ def make_outputs(
     head = gl.program_id(0) % HV
     n = gl.program_id(0) // HV
     row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
-    zeros = gl.zeros((HALF, C), gl.float32, OF_TOKENS)
+    zeros = gl.zeros((C, C), gl.float32, OF_TOKENS)
+    nothing = gl.zeros((D, C), gl.float32, OF_TOKENS)
     for i in range(gl.cdiv(length, C)):
         stage = i % STAGES
         token = first + i * C
@@ -179,47 +181,36 @@ def make_outputs(
         P_tile = P_s.index(0).permute((1, 0))
         # P^T; a key past the sequence's end is none of a token before it
         P = warpgroup_mma(k_s.index(stage).reshape([C, D]), q_tile, zeros, use_acc=False, is_async=True)
-        to = vector(f_s, stage, HIGH, ACROSS)[None, :]
-        P = warpgroup_mma_wait(0, deps=(P,)) * gl.exp2(to - vector(f_s, stage, HIGH, DOWN)[:, None])
-        P = P * vector(f_s, stage, FROM, DOWN)[:, None] * vector(f_s, stage, TO, ACROSS)[None, :]
+        mbarrier.wait(S_full.index(0), i & 1)
+        o = warpgroup_mma(S_s.index(0), q_tile, nothing, use_acc=False, is_async=True)
+        D_ij = gl.exp2(vector(f_s, stage, HIGH, ACROSS)[None, :] - vector(f_s, stage, HIGH, DOWN)[:, None])
+        P = warpgroup_mma_wait(1, deps=(P,))
+        P = P * D_ij * vector(f_s, stage, FROM, DOWN)[:, None] * vector(f_s, stage, TO, ACROSS)[None, :]
         P = gl.where(gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :], P, 0.0)
         P_tile.store(P.to(gl.bfloat16))
         fence_async_shared()
-        mbarrier.wait(S_full.index(0), i & 1)
-        upper = warpgroup_mma(S_s.index(0), q_tile, zeros, use_acc=False, is_async=True)
-        mbarrier.wait(S_full.index(1), i & 1)
-        lower = warpgroup_mma(S_s.index(1), q_tile, zeros, use_acc=False, is_async=True)
         read = vector(f_s, stage, READ, ACROSS)
-        upper = warpgroup_mma_wait(1, deps=(upper,))
+        o = warpgroup_mma_wait(0, deps=(o,)) * read[None, :]
         mbarrier.arrive(S_free.index(0), count=1)
-        upper = upper * read[None, :]
-        lower = warpgroup_mma_wait(0, deps=(lower,))
-        mbarrier.arrive(S_free.index(1), count=1)
-        lower = lower * read[None, :]
         mbarrier.wait(w_full.index(0), i & 1)
-        upper = warpgroup_mma(w_s.index(0), P_tile, upper, is_async=True)
-        mbarrier.wait(w_full.index(1), i & 1)
-        lower = warpgroup_mma(w_s.index(1), P_tile, lower, is_async=True)
-        upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
+        o = warpgroup_mma(w_s.index(0), P_tile, o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=(o,))
         mbarrier.arrive(w_free.index(0), count=1)
-        mbarrier.arrive(w_free.index(1), count=1)
         fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
         tma_store_wait(0)
-        o_s.index(0).reshape([C, HALF]).permute((1, 0)).store(upper.to(gl.bfloat16))
-        o_s.index(1).reshape([C, HALF]).permute((1, 0)).store(lower.to(gl.bfloat16))
+        o_tile = o_s.index(0).reshape([C, D])
+        o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
         if left < C:
             tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
-            columns = gl.arange(0, HALF, gl.SliceLayout(0, BY_ROWS))
+            columns = gl.arange(0, D, gl.SliceLayout(0, BY_ROWS))
             base = o_ptr + ((row.to(gl.int64) * T + token) * HV + head) * D
             place = tokens[:, None] * (HV * D) + columns[None, :]
-            mask = (tokens < left)[:, None] & (columns < HALF)[None, :]
-            gl.store(base + place, o_s.index(0).reshape([C, HALF]).load(BY_ROWS), mask=mask)
-            gl.store(base + HALF + place, o_s.index(1).reshape([C, HALF]).load(BY_ROWS), mask=mask)
+            mask = (tokens < left)[:, None] & (columns < D)[None, :]
+            gl.store(base + place, o_tile.load(BY_ROWS), mask=mask)
         else:
             fence_async_shared()
             tma_store(o_d, [row, token, head, 0], o_s.index(0))
-            tma_store(o_d, [row, token, head, HALF], o_s.index(1))
     tma_store_wait(0)
 
 
@@ -232,25 +223,25 @@ def walk_kernel(
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, C, 1, HALF], v_d.layout)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
-    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
+    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, C], f_d.layout)
     P_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], A_d.layout)
-    S_s = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, D], A_d.layout)
-    w_s = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, C], A_d.layout)
-    o_s = gl.allocate_shared_memory(gl.bfloat16, [2, 1, C, 1, HALF], o_d.layout)
+    S_s = gl.allocate_shared_memory(gl.bfloat16, [1, D, D], A_d.layout)
+    w_s = gl.allocate_shared_memory(gl.bfloat16, [1, D, C], A_d.layout)
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, 1, D], o_d.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    S_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    S_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    w_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    w_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    for i in gl.static_range(2):
+    S_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    S_free = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    w_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    w_free = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
-        mbarrier.init(S_full.index(i), count=1)
-        mbarrier.init(S_free.index(i), count=1)
-        mbarrier.init(w_full.index(i), count=1)
-        mbarrier.init(w_free.index(i), count=1)
+    mbarrier.init(S_full.index(0), count=2)
+    mbarrier.init(S_free.index(0), count=1)
+    mbarrier.init(w_full.index(0), count=2)
+    mbarrier.init(w_free.index(0), count=1)
     fence_async_shared()
     # registers of the first partition: what the others leave of 512 a lane
     gl.warp_specialize(
@@ -273,5 +264,5 @@ def walk_kernel(
             )),
         ],
         [4, 4, 1],
-        [184, 112, 24],
+        [168, 144, 24],
     )  # fmt: skip

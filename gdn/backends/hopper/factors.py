@@ -1,0 +1,78 @@
+"""Factors of a chunk's tokens for the walk, from gates alone, for many heads at once.
+
+    g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
+    OUT e^(G_C - G);  READ scale e^G;  INTO e^G;  BETA;  END e^(G_C), 64 times;  GAIN beta e^LOW
+    HIGH G / log 2 in fp32, of which LOW is the rest;  FROM e^-LOW;  TO scale e^LOW
+
+e^(G_i - G_j) = 2^(HIGH_i - HIGH_j) e^LOW_i e^-LOW_j: one exponential a pair, and no cancellation however long
+the decay was. Where q and k are to be normalised, `solve` puts their norms in. Threads lie along heads and
+each has its tokens: a sum over tokens then costs no exchange, and a launch of its own less than summing
+in `solve`, where four warps would do it for one head.
+
+Bytes per token and value head: gates 6, factors 36.
+"""
+
+import triton
+import triton.language as tl
+
+from gdn.backends.triton.chunks import locate
+from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.lib import split, strength
+from gdn.backends.triton.prepare import log_decay
+
+# rows of a chunk's factors; the walk reads all but the last
+OUT, READ, INTO, BETA, END, HIGH, FROM, TO, GAIN = (tl.constexpr(i) for i in range(9))
+ROWS = tl.constexpr(9)
+PER_LOG2 = tl.constexpr(1.4426950408889634)
+
+
+@kernel
+def factors_kernel(
+    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
+    C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(HV, BH)
+    chunk = tl.program_id(0) // blocks
+    row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    if length <= 0:
+        return
+    tokens = tl.arange(0, C)[:, None]
+    heads = (tl.program_id(0) % blocks) * BH + tl.arange(0, BH)[None, :]
+    is_head = heads < HV
+    is_token = is_head & (tokens < length)
+    if g_ptr is None:
+        g = tl.zeros([C, BH], tl.float32)
+    else:
+        g = tl.load(
+            g_ptr + row.to(tl.int64) * g_b + (first + tokens).to(tl.int64) * g_t + heads * g_h,
+            mask=is_token, other=0.0,
+        )  # fmt: skip
+        g = log_decay(g, A_log_ptr, dt_bias_ptr, tl.minimum(heads, HV - 1), RESET)
+    if beta_ptr is None:
+        beta = tl.full([C, BH], 1.0, tl.float32)
+    else:
+        beta = tl.load(
+            beta_ptr + row.to(tl.int64) * beta_b + (first + tokens).to(tl.int64) * beta_t + heads * beta_h,
+            mask=is_token, other=0.0,
+        )  # fmt: skip
+        beta = strength(beta, SIGMOID, NEGATIVE)
+    beta = tl.where(is_token, beta, 0.0)
+    G = tl.cumsum(tl.where(is_token, g, 0.0).to(tl.float64), 0) * PER_LOG2
+    end = tl.sum(tl.where(tokens == C - 1, G, 0.0), 0)[None, :]
+    high, low = split(G)
+    # e^LOW and its inverse, LOW being at most 2^-8
+    low *= 1.0 / PER_LOG2
+    up = 1.0 + (low + 0.5 * low * low)
+    down = 1.0 - (low - 0.5 * low * low)
+    grown = tl.exp2(high) * up
+    places = factors_ptr + (chunk.to(tl.int64) * HV + heads) * (ROWS * C) + tokens
+    tl.store(places + OUT * C, tl.exp2((end - G).to(tl.float32)), mask=is_head)
+    tl.store(places + READ * C, grown * scale, mask=is_head)
+    tl.store(places + INTO * C, grown, mask=is_head)
+    tl.store(places + BETA * C, beta, mask=is_head)
+    tl.store(places + END * C, tl.exp2((end + tl.zeros_like(G)).to(tl.float32)), mask=is_head)
+    tl.store(places + HIGH * C, high, mask=is_head)
+    tl.store(places + FROM * C, down, mask=is_head)
+    tl.store(places + TO * C, up * scale, mask=is_head)
+    tl.store(places + GAIN * C, beta * up, mask=is_head)
