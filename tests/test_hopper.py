@@ -17,10 +17,12 @@ if not HAS_TRITON:
 import triton.experimental.gluon.language as gl
 from gluon_simulator import Descriptor, simulate
 from triton.experimental import gluon
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from gdn.backends import hopper
-from gdn.backends.hopper import rule
+from gdn.backends.hopper import rule, split
 from gdn.backends.hopper.gluon import mbarrier
+from gdn.backends.triton.launch import Launch
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 CASES = {
@@ -40,15 +42,36 @@ CASES = {
 LIMITS = {"identical": 4e-3, "correlated": 1.5e-2}
 
 
-class Simulated:
-    """A launch on the CPU."""
+# of two chunks a span
+SPLIT = {
+    "dense": replace(BASE, lengths=rows(129)._replace(T=450)),
+    "no decay, states K first": replace(BASE, lengths=packed(300, 0, 33, 256, 400, tail=29), gate="none"),
+    "V first, narrow": replace(
+        BASE, lengths=packed(0, 130, 385, 1), state="narrow", state_v_first=True, keys="correlated",
+        use_qk_l2norm_in_kernel=True,
+    ),
+    "no state": replace(BASE, lengths=packed(400, 64, 0), state="none", gate="slow"),
+    "strong": replace(BASE, lengths=rows(450), gate="strong", state_v_first=True),
+    "gone": replace(BASE, lengths=packed(450, 0, 200), gate="reset"),
+    "identical keys": replace(BASE, lengths=rows(450), keys="identical", gate="none", heads=(1, 1)),
+}  # fmt: skip
 
-    def __init__(self, kernel, grid, numbers, constants, num_warps, options):
-        self.kernel, self.grid, self.rest = kernel, grid, (*numbers, *constants.values())
+
+class Simulated(Launch):
+    """A launch on the CPU: what is in Gluon simulated, the rest interpreted."""
 
     def __call__(self, *tensors):
+        if not isinstance(self.kernel, GluonJITFunction):
+            return super().__call__(*tensors)
         given = [Descriptor(x.base, x.block_shape) if hasattr(x, "block_shape") else x for x in tensors]
-        simulate(self.kernel, self.grid, *given, *self.rest)
+        simulate(self.kernel, self.grid, *given, *self.numbers, *self.constants.values())
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The forward on the CPU."""
+    for module in (rule, split):
+        monkeypatch.setattr(module, "Launch", Simulated)
 
 
 def law(given):
@@ -64,15 +87,24 @@ def error(x, expected):
 simulated = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be interpreted")
 
 
+def in_spans(monkeypatch, chunks):
+    """Sequences are split into spans of so many chunks, whatever that costs."""
+    monkeypatch.setattr(split, "span_of", lambda problem: chunks)
+
+
+def forward(given):
+    return rule.chunk_forward(parse(**given.tensors, **given.options, backend="triton"), False)
+
+
 @pytest.mark.interpret
 @simulated
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("name", CASES)
-def test_simulated(monkeypatch, name):
+def test_simulated(name):
     """prepare interpreted, then the walk: outputs and states are the law's, other tokens' are zero."""
-    monkeypatch.setattr(rule, "Launch", Simulated)
     case = CASES[name]
     given = inputs(case, torch.bfloat16)
-    o, final, saved = rule.chunk_forward(parse(**given.tensors, **given.options, backend="triton"), False)
+    o, final, saved = forward(given)
     expected = law(given)
     limit = LIMITS.get(case.keys, 5e-3)
     assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
@@ -81,13 +113,59 @@ def test_simulated(monkeypatch, name):
 
 @pytest.mark.interpret
 @simulated
-def test_nan_stays_in_its_sequence(monkeypatch):
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("name", SPLIT)
+def test_split(monkeypatch, name):
+    """In spans of two chunks, as the law has it; the first span's bits are those of the whole."""
+    case = SPLIT[name]
+    given = inputs(case, torch.bfloat16)
+    whole = forward(given)[0]
+    in_spans(monkeypatch, 2)
+    o, final, _ = forward(given)
+    expected = law(given)
+    limit = LIMITS.get(case.keys, 5e-3)
+    assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
+    ends = case.lengths.ends or (0,)
+    assert all(torch.equal(o[:, n : n + 128], whole[:, n : n + 128]) for n in ends[:1])
+    assert not torch.equal(o, whole) or case.gate in ("strong", "reset")
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("gate, is_gone", [("none", False), ("slow", False), ("strong", True)])
+def test_what_is_gone_is_not_walked(monkeypatch, gate, is_gone):
+    """M of a span, of 192 tokens, whose decay is nothing in fp32: no chunk of it is walked, nor is it read."""
+    in_spans(monkeypatch, 3)
+    lengths, read = [], Launch.__call__
+
+    def watched(launch, *tensors):
+        if launch.kernel is split.combine_kernel:
+            ends, jobs, *_ = tensors
+            jobs = jobs.view(-1, 2, 2, split.JOB.value)  # spans, N and M, heads
+            lengths.append(jobs[..., 2].tolist())
+            ends.view(len(jobs), 2, 2, -1)[jobs[..., 2] == 0] = float("nan")
+        read(launch, *tensors)
+
+    monkeypatch.setattr(Launch, "__call__", watched)
+    given = inputs(replace(BASE, lengths=rows(450), gate=gate), torch.bfloat16)
+    o, final, _ = forward(given)
+    kept = 0 if is_gone else 192
+    assert lengths == [[[[192, 192], [kept, kept]], [[192, 192], [kept, kept]], [[0, 0], [0, 0]]]]
+    assert error(o, law(given)[0]) < 5e-3 and not final.isnan().any()
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("span", [None, 1])
+def test_nan_stays_in_its_sequence(monkeypatch, span):
     """A chunk that ends early reads tokens of the next sequence."""
-    monkeypatch.setattr(rule, "Launch", Simulated)
+    in_spans(monkeypatch, span)
     given = inputs(replace(BASE, lengths=packed(40, 30, 70)), torch.bfloat16)
     for name in ("q", "k", "v"):
         given.tensors[name][:, 40:70] = float("nan")
-    o, final, _ = rule.chunk_forward(parse(**given.tensors, **given.options, backend="triton"), False)
+    o, final, _ = forward(given)
     assert o[:, 40:70].isnan().all() and not o[:, :40].isnan().any() and not o[:, 70:].isnan().any()
     assert final[1].isnan().any() and not final[0].isnan().any() and not final[2].isnan().any()
 

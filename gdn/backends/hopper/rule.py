@@ -1,5 +1,7 @@
 """The chunked rule's forward: Triton's `prepare`, then one Gluon kernel in the place of the state pass.
 
+Where sequences and heads are few, that of spans of sequences at the same time: see `split`.
+
 Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: 810 + q, k, v, o 1024, A_inv and P
 256, factors 20: 2110, as with `triton.scan`.
 """
@@ -10,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn.backends.backend import Saved
+from gdn.backends.hopper import split
 from gdn.backends.hopper.walk import walk_kernel
 from gdn.backends.triton import plans, whole
 from gdn.backends.triton.launch import Launch, allocate, on
@@ -38,16 +41,23 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         per_row = -(-p.T // CHUNK)
         entries = per_row * p.B if table is None else (table.shape[0] - p.N) // 2
         numbers = (p.T, p.HV, p.HV // p.H, per_row, entries)
+        q_d, k_d = (_descriptor(_aligned(x), [1, CHUNK, 1, SIZE], TOKENS) for x in (p.q, p.k))
+        v_d = _descriptor(_aligned(p.v), [1, CHUNK, 1, HALF], TOKENS)
+        A_d, P_d = (_descriptor(x.view(-1, CHUNK), [CHUNK, CHUNK], TILE) for x in (A_inv, P))
+        f_d = _descriptor(factors.view(-1, CHUNK), [1, CHUNK], VECTOR)
+        o_d = _descriptor(o, [1, CHUNK, 1, HALF], TOKENS)
+        programs, initial, offsets = p.N * p.HV, p.initial_state, p.cu_seqlens
+        span = split.span_of(p)
+        if span is not None:
+            plan = split.plan(p, span, numbers)
+            jobs, end_jobs, ranges, ends, states = allocate(p.device, plan.rooms)
+            plan.jobs(factors, offsets, table, jobs, end_jobs, ranges)
+            plan.ends(k_d, v_d, A_d, f_d, factors, ends, end_jobs)
+            plan.combine(ends, end_jobs, ranges, initial, states)
+            programs, initial, offsets, table = plan.programs, states, None, jobs
         constants = {"V_FIRST": p.state_v_first}
-        walk = Launch(walk_kernel, p.N * p.HV, numbers, constants, 4, options={"maxnreg": 128})
-        walk(
-            *(_descriptor(_aligned(x), [1, CHUNK, 1, SIZE], TOKENS) for x in (p.q, p.k)),
-            _descriptor(_aligned(p.v), [1, CHUNK, 1, HALF], TOKENS),
-            *(_descriptor(x.view(-1, CHUNK), [CHUNK, CHUNK], TILE) for x in (A_inv, P)),
-            _descriptor(factors.view(-1, CHUNK), [1, CHUNK], VECTOR),
-            _descriptor(o, [1, CHUNK, 1, HALF], TOKENS),
-            factors, p.initial_state, final, p.cu_seqlens, table, o,
-        )  # fmt: skip
+        walk = Launch(walk_kernel, programs, numbers, constants, 4, options={"maxnreg": 128})
+        walk(q_d, k_d, v_d, A_d, P_d, f_d, o_d, factors, initial, final, offsets, table, o)
     return o, final, Saved()
 
 
