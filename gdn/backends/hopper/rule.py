@@ -49,12 +49,12 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         programs, initial, offsets = p.N * p.HV, p.initial_state, p.cu_seqlens
         span = split.span_of(p)
         if span is not None:
-            plan = split.plan(p, span, numbers)
-            jobs, end_jobs, ranges, ends, states = allocate(p.device, plan.rooms)
-            plan.jobs(factors, offsets, table, jobs, end_jobs, ranges)
-            plan.ends(k_d, v_d, A_d, f_d, factors, ends, end_jobs)
-            plan.combine(ends, end_jobs, ranges, initial, states)
-            programs, initial, offsets, table = plan.programs, states, None, jobs
+            spans = split.plan(p, span, numbers)
+            jobs, end_jobs, ranges, ends, states = allocate(p.device, spans.rooms)
+            spans.jobs(factors, offsets, table, jobs, end_jobs, ranges)
+            spans.ends(k_d, v_d, A_d, f_d, factors, ends, end_jobs)
+            spans.combine(ends, ranges, initial, states)
+            programs, initial, offsets, table = spans.programs, states, None, jobs
         constants = {"V_FIRST": p.state_v_first}
         walk = Launch(walk_kernel, programs, numbers, constants, 4, options={"maxnreg": 128})
         walk(q_d, k_d, v_d, A_d, P_d, f_d, o_d, factors, initial, final, offsets, table, o)

@@ -32,6 +32,10 @@ WALK, ENDS, COMBINE, LAUNCH = 2.5, 1.7, 3.0, 3.0
 GAIN = 0.9  # of the time without spans, at most: else there are none
 
 
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def span_of(p: Problem) -> int | None:
     """Chunks of a span, or None: no sequence is split."""
     if p.batch_invariant:
@@ -45,9 +49,9 @@ def _span(N: int, HV: int, num_chunks: int, is_packed: bool, num_sms: int) -> in
 
     Of packed sequences nobody knows the lengths: they may be alike, or one may have all chunks.
     """
-    if N * HV >= num_sms:
+    if num_sms <= N * HV:
         return None
-    ways = [(N, triton.cdiv(num_chunks, N))]
+    ways = [(N, _cdiv(num_chunks, N))]
     if is_packed and N > 1:
         ways.append((1, num_chunks))
 
@@ -56,7 +60,7 @@ def _span(N: int, HV: int, num_chunks: int, is_packed: bool, num_sms: int) -> in
 
     longest = max(chunks for _, chunks in ways)
     # in more than a wave the walk would be no faster
-    spans = {triton.cdiv(longest, pieces) for pieces in range(2, num_sms // HV + 1)}
+    spans = {_cdiv(longest, pieces) for pieces in range(2, num_sms // HV + 1)}
     best = min(sorted(spans), key=total, default=longest)
     return best if total(best) < GAIN * sum(chunks * WALK for _, chunks in ways) else None
 
@@ -66,9 +70,9 @@ def _time(pairs: int, chunks: int, span: int, num_sms: int) -> float:
 
     A span's M is counted, whatever its decay.
     """
-    spans = triton.cdiv(chunks, span)
-    ends = triton.cdiv(2 * (spans - 1) * pairs, num_sms) * span * ENDS
-    walk = triton.cdiv(spans * pairs, num_sms) * min(span, chunks) * WALK
+    spans = _cdiv(chunks, span)
+    ends = _cdiv(2 * (spans - 1) * pairs, num_sms) * span * ENDS
+    walk = _cdiv(spans * pairs, num_sms) * min(span, chunks) * WALK
     return ends + spans * COMBINE + walk + 3 * LAUNCH
 
 
@@ -88,21 +92,21 @@ _plans: Plans[Split] = Plans()
 
 def plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Split:
     """For spans of so many chunks; `numbers`: the walk's T, HV, ratio, chunks_per_row, bound."""
-    tensors = (p.cu_seqlens, p.initial_state)
-    dtypes = [None if x is None else x.dtype for x in tensors]
-    return _plans.get((p.device, p.N, span, numbers, p.state_v_first, *dtypes), lambda: _plan(p, span, numbers))
+    dtypes = [None if x is None else x.dtype for x in (p.cu_seqlens, p.initial_state)]
+    key = (p.device, p.N, span, numbers, p.state_v_first, *dtypes)
+    return _plans.get(key, lambda: _plan(p, span, numbers))
 
 
 def _plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Split:
     T, HV, ratio, per_row, bound = numbers
     if p.cu_seqlens is None:
-        spans = p.N * triton.cdiv(per_row, span)
+        spans = p.N * _cdiv(per_row, span)
     else:
         # sum of max(1, ceil(chunks / span)): at most what one sequence with all chunks would have
-        spans = p.N - 1 + max(1, triton.cdiv(p.num_chunks, span))
+        spans = p.N - 1 + max(1, _cdiv(p.num_chunks, span))
     programs = spans * HV
     places = {"C": CHUNK, "ROW": ROWS.value * CHUNK, "END": END.value * CHUNK, "JOB": JOB.value}
-    steps = {"D": SIZE, "BV": BV, "V_FIRST": p.state_v_first, "JOB": JOB.value, "STAGES": 3}
+    steps = {"D": SIZE, "BV": BV, "V_FIRST": p.state_v_first, "STAGES": 3}
     states = (HV, SIZE, SIZE)
     return Split(
         rooms=(
@@ -113,7 +117,7 @@ def _plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Split:
             room((spans, *states), torch.float32),
         ),
         programs=programs,
-        jobs=Launch(jobs_kernel, programs, (T, HV, p.N, per_row, bound, span), {**places, "BLOCK": 128}, 1),
+        jobs=Launch(jobs_kernel, programs, (T, HV, p.N, per_row, bound, span), {**places, "BLOCK": 64}, 1),
         ends=Launch(ends_kernel, 2 * programs, (T, HV, ratio), {}, 4, options={"maxnreg": 168}),
         combine=Launch(combine_kernel, p.N * HV * (SIZE // BV), (HV,), steps, 8),
     )
@@ -149,7 +153,7 @@ def jobs_kernel(
     T, HV, N, chunks_per_row, bound, L,
     C: tl.constexpr, ROW: tl.constexpr, END: tl.constexpr, JOB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The jobs of `walk`, those of `ends` (N and M of each span), and (first span, spans) of each sequence."""
+    """The jobs of `walk`, those of `ends`, (N, M) of each span, and (first span, spans) of each sequence."""
     i = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     if table_ptr is None:
@@ -188,20 +192,21 @@ def jobs_kernel(
     # in fp64, as partial products may be small in any order; NaN is kept
     is_gone = tl.reduce(decay, 0, _times).to(tl.float32) == 0.0
     for is_map in tl.static_range(2):
-        kept = has_end & (is_gone == 0) if is_map else has_end
+        # without tokens M is zero
+        is_walked = has_end & (is_gone == 0) if is_map else has_end
         job = ends_ptr + ((2 * i + is_map) * HV + head) * JOB
         tl.store(job, row)
         tl.store(job + 1, first + begin * C)
-        tl.store(job + 2, tl.where(kept, length, 0))
+        tl.store(job + 2, tl.where(is_walked, length, 0))
         tl.store(job + 3, chunk)
-        tl.store(job + 4, tl.where(kept, 2 * i + is_map, -1))
+        tl.store(job + 4, tl.where(has_end, 2 * i + is_map, -1))
 
 
 @kernel
 def combine_kernel(
-    ends_ptr, jobs_ptr, ranges_ptr, initial_ptr, states_ptr,
+    ends_ptr, ranges_ptr, initial_ptr, states_ptr,
     HV,
-    D: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, JOB: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The states that enter the spans of a sequence, a strip of their columns."""
     strip = tl.program_id(0) % (D // BV)
@@ -222,8 +227,7 @@ def combine_kernel(
         span = (first + i).to(tl.int64)
         tl.store(states_ptr + (span * HV + head) * (D * D) + place, S, mask=mask)
         zero = 2 * span * HV + head
-        is_kept = tl.load(jobs_ptr + (zero + HV) * JOB + 2) > 0
-        M = tl.load(ends_ptr + (zero + HV) * (D * D) + square, mask=is_kept, other=0.0)
+        M = tl.load(ends_ptr + (zero + HV) * (D * D) + square)
         N = tl.load(ends_ptr + zero * (D * D) + columns)
         S = dot(M, S, N, "tf32x3")
     tl.store(states_ptr + ((first + spans - 1).to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask)

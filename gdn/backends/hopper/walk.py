@@ -117,7 +117,7 @@ def carry(
 ):  # fmt: skip
     """The chain of 64 value rows of S; copies of S and v_new go to `make_outputs`, where there is one.
 
-    Where there is none, for `ends_kernel`, odd ones begin with the identity.
+    Where there is none, for `ends_kernel`, odd ones begin with the identity; without tokens they are zero.
     """
     n = gl.program_id(0) // HV
     head = gl.program_id(0) % HV
@@ -130,7 +130,7 @@ def carry(
         place = k[None, :] * D + v[:, None]
     state = (n.to(gl.int64) * HV + head) * (D * D)
     if S_s is None:
-        S = (v[:, None] == k[None, :]).to(gl.float32) * (n % 2).to(gl.float32)
+        S = (v[:, None] == k[None, :]).to(gl.float32) * ((n % 2 == 1) & (length > 0)).to(gl.float32)
     elif initial_ptr is None:
         S = gl.zeros((HALF, D), gl.float32, OF_STATE)
     else:
