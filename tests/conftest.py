@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+import processes
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -90,9 +91,12 @@ def triton_device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """What Inductor compiles goes to a folder of the test's own: tests beside it may write the same files."""
+def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """AOTInductor with a folder of its own, as tests beside it may write the same files, and `shared_cxx`."""
+    compiler = processes.shared_cxx(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, compiler))
 
 
 @pytest.fixture

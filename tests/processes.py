@@ -1,5 +1,6 @@
 """Processes of a test's own, for what compiled code may crash."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -18,3 +19,19 @@ def run(command: Sequence[str], cwd: Path = ROOT) -> None:
         frames = subprocess.run(again, capture_output=True, text=True, cwd=cwd)
         said += f"\nagain, in a debugger:\n{frames.stdout[-6000:]}"
     assert done.returncode == 0, said
+
+
+def shared_cxx(folder: Path) -> str:
+    """The first C++ compiler whose libraries use the libstdc++ of the process that loads them.
+
+    One that links it statically makes packages which crash: two copies number the facets of a locale apart,
+    and AOTInductor's loader matches the name of a device with std::regex.
+    """
+    source, library = folder / "shared.cpp", folder / "shared.so"
+    source.write_text("#include <string>\nstd::string twice(std::string x) { return x + x; }\n")
+    found = [x for x in (os.environ.get("CXX"), "g++", "c++", "clang++") if x and shutil.which(x)]
+    for compiler in found:
+        subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+        if b"libstdc++.so" in library.read_bytes():
+            return compiler
+    raise AssertionError(f"expected a C++ compiler that links libstdc++ as a shared library, got {found}")

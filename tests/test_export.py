@@ -66,7 +66,7 @@ def test_an_exported_program_keeps_the_operator():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
-def test_a_package_runs_without_this_library(tmp_path, own_cache, state):
+def test_a_package_runs_without_this_library(tmp_path, packager, state):
     """AOTInductor: the kernel is in the package, and gives the bits of `decode`."""
     package, given, found = (str(tmp_path / name) for name in ("decode.pt2", "given.pt", "found.pt"))
     torch._inductor.aoti_compile_and_package(

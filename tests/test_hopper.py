@@ -18,14 +18,13 @@ if not HAS_TRITON:
 import triton.experimental.gluon.language as gl
 from gluon_simulator import Descriptor, simulate
 from triton.experimental import gluon
-from triton.experimental.gluon._runtime import GluonJITFunction
 
 from gdn.backends import hopper
 from gdn.backends.hopper import rule, split
 from gdn.backends.hopper.gluon import mbarrier
+from gdn.backends.hopper.solve import ROWS
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import Launch, allocate
-from gdn.backends.triton.pairs import ROWS
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 CASES = {
@@ -64,10 +63,11 @@ class Simulated(Launch):
     """A launch on the CPU: what is in Gluon simulated, the rest interpreted."""
 
     def __call__(self, *tensors):
-        if not isinstance(self.kernel, GluonJITFunction):
+        if not self.described:
             return super().__call__(*tensors)
-        given = [Descriptor(x.base, x.block_shape) if hasattr(x, "block_shape") else x for x in tensors]
-        simulate(self.kernel, self.grid, *given, *self.numbers, *self.constants.values())
+        described = [Descriptor(x.base, x.block_shape) for x in tensors[: self.described]]
+        rest = (*tensors[self.described :], *self.numbers, *self.constants.values())
+        simulate(self.kernel, self.grid, *described, *rest)
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_jobs_cover_all_chunks():
     p = parse(**given.tensors, **given.options, backend="triton")
     table = Table(p)
     plan = split.plan(p, span, (p.T, 1, 1, 0, table.bound))
-    walks, ends, ranges, *_ = allocate(p.device, plan.rooms)
+    _, walks, ends, ranges, _ = allocate(p.device, plan.rooms)
     factors = torch.ones(p.num_chunks, 1, ROWS.value, 64)
     plan.jobs(factors, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
     expected, first = [], 0
@@ -275,10 +275,10 @@ def test_it_is_taken_where_asked_for_alone(monkeypatch):
 ])  # fmt: skip
 def test_what_no_tensor_copy_reads_is_copied(shape, strides):
     x = torch.randn(4000 + 70 * 128).as_strided(shape, strides)
-    copy = rule._aligned(x)
+    copy = rule._copyable(x)
     assert torch.equal(copy, x) and rule._descriptor(copy.bfloat16(), [1, 64, 1, 128], rule.TOKENS)
     good = torch.zeros(2, 5, 2, 128)
-    assert rule._aligned(good) is good
+    assert rule._copyable(good) is good
 
 
 def ran_on_a_gpu(case):

@@ -181,7 +181,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 
 
 @needs_compiler
-def test_a_package_runs_from_cpp(tmp_path, own_cache):
+def test_a_package_runs_from_cpp(tmp_path, packager):
     """AOTInductor: decode in a process that has neither this library nor Python."""
     (tmp_path / "runner.cpp").write_text(RUNNER)
     root = Path(torch.__file__).parent
@@ -209,7 +209,7 @@ def test_a_package_runs_from_cpp(tmp_path, own_cache):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_both_methods_in_one_package_on_a_gpu(tmp_path, own_cache, kind):
+def test_both_methods_in_one_package_on_a_gpu(tmp_path, packager, kind):
     """The kernel of decode is inside; both methods write the state that the caller gave.
 
     In a process of its own: should compiled code crash it, what it did last is in the message.

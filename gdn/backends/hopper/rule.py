@@ -1,10 +1,13 @@
-"""The chunked rule's forward: Triton's `prepare`, then one Gluon kernel in the place of the state pass.
+"""The chunked rule's forward: `solve` for each chunk, then `walk`, one Gluon kernel for all that meets the state.
 
-Where sequences and heads are few, that of spans of sequences at the same time: see `split`.
-
-Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: 810 + q, k, v, o 1024, A_inv and P
-256, factors 20: 2110, as with `triton.scan`.
+Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: solve 424, and 256 for q; walk q, k, v, o
+1024, A_inv 128, factors 32: 1864. Where sequences and heads are few, `split` has spans of them walked at the
+same time.
 """
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +16,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import split
+from gdn.backends.hopper.solve import ROWS, solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
 from gdn.backends.triton import plans, whole
-from gdn.backends.triton.launch import Launch, allocate, on
+from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocate, on, room, stand_ins
 from gdn.backends.triton.rule import tidy
-from gdn.problem import CHUNK, Problem
+from gdn.problem import CHUNK, RESET, Problem
 
 SIZE, HALF = 128, 64  # of K and of V; value rows of a chain
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -25,48 +29,122 @@ TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
+@dataclass(frozen=True)
+class Forward:
+    """The launches of one forward."""
+
+    rooms: tuple[Room | None, ...]  # A_inv, factors, final, o, table; then those of `spans`
+    table: Launch | None
+    solve: Launch
+    spans: split.Spans | None
+    walk: Launch
+
+    def steps(self, p: Problem, new: list[Tensor | None]) -> Iterator[Step]:
+        """The launches and their tensors, in order."""
+        A_inv, factors, final, o, table, *rest = new
+        assert A_inv is not None and factors is not None and o is not None
+        if self.table is not None:
+            yield self.table, (p.cu_seqlens, table)
+        tail = None if table is None else o
+        yield self.solve, (p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, table, A_inv, factors, tail)
+        q_d: Any = _descriptor(p.q, [1, CHUNK, 1, SIZE], TOKENS)
+        tiles: tuple[Any, ...] = (
+            _descriptor(p.k, [1, CHUNK, 1, SIZE], TOKENS),
+            _descriptor(p.v, [1, CHUNK, 1, HALF], TOKENS),
+            _descriptor(A_inv.view(-1, CHUNK), [CHUNK, CHUNK], TILE),
+            _descriptor(factors.view(-1, CHUNK), [1, CHUNK], VECTOR),
+        )
+        o_d: Any = _descriptor(o, [1, CHUNK, 1, HALF], TOKENS)
+        if self.spans is None:
+            yield self.walk, (q_d, *tiles, o_d, p.initial_state, final, p.cu_seqlens, table, o)
+        else:
+            yield from self.spans.steps(p, tiles, factors, table, rest)
+            states, jobs, *_ = rest
+            yield self.walk, (q_d, *tiles, o_d, states, final, None, jobs, o)
+
+
+_forwards: Plans[Forward] = Plans()
+
+
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
     """See `Backend`. What a backward wants kept is Triton's to make, as is a problem without tokens."""
-    p = tidy(problem)
-    if save or p.q.numel() == 0 or p.N == 0:
+    if save or problem.q.numel() == 0 or problem.N == 0:
         return whole.chunk_forward(problem, save)
+    p = _aligned(tidy(problem))
     with on(p.device):
-        plan = plans.fused_plan(p)
-        new = allocate(p.device, plan.rooms)
-        *before, _ = plan.steps(p, new)
-        for launch, tensors in before:
-            launch(*tensors)
-        _, A_inv, P, factors, _, _, _, _, final, o, table = new
-        assert A_inv is not None and P is not None and factors is not None and o is not None
-        per_row = -(-p.T // CHUNK)
-        entries = per_row * p.B if table is None else (table.shape[0] - p.N) // 2
-        numbers = (p.T, p.HV, p.HV // p.H, per_row, entries)
-        q_d, k_d = (_descriptor(_aligned(x), [1, CHUNK, 1, SIZE], TOKENS) for x in (p.q, p.k))
-        v_d = _descriptor(_aligned(p.v), [1, CHUNK, 1, HALF], TOKENS)
-        A_d, P_d = (_descriptor(x.view(-1, CHUNK), [CHUNK, CHUNK], TILE) for x in (A_inv, P))
-        f_d = _descriptor(factors.view(-1, CHUNK), [1, CHUNK], VECTOR)
-        o_d = _descriptor(o, [1, CHUNK, 1, HALF], TOKENS)
-        programs, initial, offsets = p.N * p.HV, p.initial_state, p.cu_seqlens
         span = split.span_of(p)
-        if span is not None:
-            spans = split.plan(p, span, numbers)
-            jobs, end_jobs, ranges, ends, states = allocate(p.device, spans.rooms)
-            spans.jobs(factors, offsets, table, jobs, end_jobs, ranges)
-            spans.ends(k_d, v_d, A_d, f_d, factors, ends, end_jobs)
-            spans.combine(ends, ranges, initial, states)
-            programs, initial, offsets, table = spans.programs, states, None, jobs
-        constants = {"V_FIRST": p.state_v_first}
-        walk = Launch(walk_kernel, programs, numbers, constants, 4, options={"maxnreg": 128})
-        walk(q_d, k_d, v_d, A_d, P_d, f_d, o_d, factors, initial, final, offsets, table, o)
+        plan = _forwards.get((plans.key(p), span), lambda: _first(p, span))
+        new = allocate(p.device, plan.rooms)
+        for launch, tensors in plan.steps(p, new):
+            launch(*tensors)
+    _, _, final, o, *_ = new
+    assert o is not None
     return o, final, Saved()
+
+
+def _first(p: Problem, span: int | None) -> Forward:
+    a = plans.arguments(p)
+
+    def steps() -> Iterator[Step]:
+        for plan in (_plan(p, a, None), _plan(p, a, 1)):
+            small = [None if x is None else room((1, 1, *x[0][2:]), x[2]) for x in plan.rooms[:2]]
+            new = allocate(p.device, small) + stand_ins(p.device, plan.rooms[2:])
+            # tensor copies read and write whole rows: v is as o will be
+            yield from plan.steps(p, [*new[:3], p.v, *new[4:]])
+
+    ahead(p.device, ("hopper", plans.kind_of(p, a)), steps)
+    return _plan(p, a, span)
+
+
+def _plan(p: Problem, a: plans.Arguments, span: int | None) -> Forward:
+    """`span`: chunks of a span, or None where sequences are not split."""
+    numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
+    strides = (*plans.strides_of(a.unit, p.q, p.k), *plans.gate_strides(p.g, p.beta))
+    solve = Launch(
+        solve_kernel,
+        a.entries * p.HV,
+        (*strides, *numbers, p.scale),
+        {
+            "K": p.K, "V": p.V, "C": CHUNK, "UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel, **a.activation,
+            "RESET": RESET,
+        },
+        4,
+    )  # fmt: skip
+    numbers = (*numbers, a.entries)
+    spans = None if span is None else split.plan(p, span, numbers)
+    walk = Launch(
+        walk_kernel,
+        p.N * p.HV if spans is None else spans.programs,
+        numbers,
+        {"V_FIRST": p.state_v_first},
+        4,
+        options={"maxnreg": 128},
+        described=6,
+    )
+    rooms = (
+        room((*tiles, CHUNK, CHUNK), p.q.dtype),
+        room((*tiles, ROWS.value, CHUNK), torch.float32),
+        room(p.state_shape, torch.float32) if p.output_final_state else None,
+        room(p.v.shape, p.v.dtype),
+        a.room,
+        *(() if spans is None else spans.rooms),
+    )
+    return Forward(rooms, a.launch, solve, spans, walk)
 
 
 def _descriptor(x: Tensor, block: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy where no tensor copy could read it: 16 bytes must divide its address and strides."""
+def _aligned(p: Problem) -> Problem:
+    """The problem with q, k, v as tensor copies can read them: 16 bytes must divide addresses and strides."""
+    found = {name: _copyable(getattr(p, name)) for name in ("q", "k", "v")}
+    is_same = all(x is getattr(p, name) for name, x in found.items())
+    # where a tensor lies is no part of a form
+    return p if is_same else replace(p, form=None, **found)
+
+
+def _copyable(x: Tensor) -> Tensor:
     if x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:3]):
         return x
     # whatever strides an axis of one element has, which is contiguous with any

@@ -12,18 +12,21 @@ more read for each strip of columns, states 64 K written and read; k, v, A_inv a
 token for N and 404 for M, which has no values.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from gdn.backends.hopper.solve import END, ROWS
 from gdn.backends.hopper.walk import JOB, ends_kernel
 from gdn.backends.triton.chunks import sequence
-from gdn.backends.triton.launch import Launch, Plans, Room, kernel, machine, room
+from gdn.backends.triton.launch import Launch, Room, Step, kernel, machine, room
 from gdn.backends.triton.lib import dot, state_tile
-from gdn.backends.triton.pairs import END, ROWS
 from gdn.problem import CHUNK, Problem
 
 SIZE, BV = 128, 16  # of K and of V; columns of a program of combine
@@ -77,48 +80,53 @@ def _time(pairs: int, chunks: int, span: int, num_sms: int) -> float:
 
 
 @dataclass(frozen=True)
-class Split:
-    """The launches before the walk of spans, and what they allocate."""
+class Spans:
+    """What is launched before the walk of spans, and allocated for it."""
 
-    rooms: tuple[Room, ...]  # jobs of walk and of ends, ranges, M and N, states that enter spans
+    rooms: tuple[Room, ...]  # states that enter spans, jobs of walk and of ends, ranges, M and N
     programs: int  # of the walk
     jobs: Launch
     ends: Launch
     combine: Launch
 
+    def steps(
+        self,
+        p: Problem,
+        tiles: tuple[Any, ...],
+        factors: Tensor,
+        table: Tensor | None,
+        new: list[Tensor | None],
+    ) -> Iterator[Step]:
+        """The launches and their tensors, in order; `tiles`: descriptors of k, v, A_inv and the factors."""
+        states, jobs, end_jobs, ranges, ends = new
+        yield self.jobs, (factors, p.cu_seqlens, table, jobs, end_jobs, ranges)
+        yield self.ends, (*tiles, ends, end_jobs)
+        yield self.combine, (ends, ranges, p.initial_state, states)
 
-_plans: Plans[Split] = Plans()
 
-
-def plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Split:
+def plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Spans:
     """For spans of so many chunks; `numbers`: the walk's T, HV, ratio, chunks_per_row, bound."""
-    dtypes = [None if x is None else x.dtype for x in (p.cu_seqlens, p.initial_state)]
-    key = (p.device, p.N, span, numbers, p.state_v_first, *dtypes)
-    return _plans.get(key, lambda: _plan(p, span, numbers))
-
-
-def _plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Split:
     T, HV, ratio, per_row, bound = numbers
     if p.cu_seqlens is None:
         spans = p.N * _cdiv(per_row, span)
     else:
-        # sum of max(1, ceil(chunks / span)): at most what one sequence with all chunks would have
+        # sum of max(1, ceil(chunks / span)): most where one sequence has all chunks
         spans = p.N - 1 + max(1, _cdiv(p.num_chunks, span))
     programs = spans * HV
     places = {"C": CHUNK, "ROW": ROWS.value * CHUNK, "END": END.value * CHUNK, "JOB": JOB.value}
     steps = {"D": SIZE, "BV": BV, "V_FIRST": p.state_v_first, "STAGES": 3}
     states = (HV, SIZE, SIZE)
-    return Split(
+    return Spans(
         rooms=(
+            room((spans, *states), torch.float32),
             room((programs, JOB.value), torch.int32),
             room((2 * programs, JOB.value), torch.int32),
             room((p.N, 2), torch.int32),
             room((2 * spans, *states), torch.float32),
-            room((spans, *states), torch.float32),
         ),
         programs=programs,
         jobs=Launch(jobs_kernel, programs, (T, HV, p.N, per_row, bound, span), {**places, "BLOCK": 64}, 1),
-        ends=Launch(ends_kernel, 2 * programs, (T, HV, ratio), {}, 4, options={"maxnreg": 168}),
+        ends=Launch(ends_kernel, 2 * programs, (T, HV, ratio), {}, 4, options={"maxnreg": 168}, described=4),
         combine=Launch(combine_kernel, p.N * HV * (SIZE // BV), (HV,), steps, 8),
     )
 

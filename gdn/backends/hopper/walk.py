@@ -8,9 +8,9 @@ the registers in which the last product left them:
 
     load_chunks    one warp: a chunk's tiles by tensor copies (TMA), two chunks deep
     carry          four warps, twice: the chain of 64 value rows of S
-    make_outputs   four warps: o, off the chain, from copies of S and v_new in shared memory
+    make_outputs   four warps: P and o, off the chain, o from copies of S and v_new in shared memory
 
-A_inv, P and the factors come from `prepare`. Tokens past a sequence's end may be another's, NaN among them: r
+A_inv and the factors come from `solve`. Tokens past a sequence's end may be another's, NaN among them: r
 is masked and k cleared there, and o is stored by rows, for a tensor copy would write past the end.
 """
 
@@ -27,15 +27,12 @@ from gdn.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from gdn.backends.hopper.solve import BETA, END, FROM, HIGH, INTO, OUT, READ, ROWS, TO
 
 C = gl.constexpr(64)  # tokens of a chunk
 D = gl.constexpr(128)  # keys, and values
 HALF = gl.constexpr(64)  # value rows of a chain
 STAGES = gl.constexpr(2)
-# rows of a chunk's factors, of which the first are loaded: see `triton.pairs`
-ROWS = gl.constexpr(10)
-FACTORS = gl.constexpr(4)
-OUT, READ, INTO, BETA, END = (gl.constexpr(i) for i in range(5))
 
 # numbers of a job: row, first token, length, first chunk, and where its last state goes (below 0: nowhere)
 JOB = gl.constexpr(5)
@@ -45,6 +42,7 @@ OF_TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
 OF_STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_TOKENS.value, 2))
 ACROSS = gl.constexpr(gl.SliceLayout(0, OF_TOKENS.value))
+DOWN = gl.constexpr(gl.SliceLayout(1, OF_TOKENS.value))
 # tokens down, as they lie in memory
 BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
@@ -67,14 +65,14 @@ def sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound):
 
 
 @gluon.jit
-def vector(f_s, stage, ROW: gl.constexpr):
-    """One row of a chunk's factors, along the columns of a product's result."""
-    return f_s.index(FACTORS * stage + ROW).reshape([C]).load(ACROSS)
+def vector(f_s, stage, ROW: gl.constexpr, layout: gl.constexpr):
+    """One row of a chunk's factors [C]."""
+    return f_s.index(ROWS * stage + ROW).reshape([C]).load(layout)
 
 
 @gluon.jit
 def load_chunks(
-    q_d, k_d, v_d, A_d, P_d, f_d, q_s, k_s, v_s, A_s, P_s, f_s, full, empty,
+    q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty,
     cu_seqlens_ptr, table_ptr, T, HV, ratio, chunks_per_row, bound,
 ):  # fmt: skip
     """Tiles of each chunk into a stage that all others have left; first what the chains wait for.
@@ -90,29 +88,27 @@ def load_chunks(
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(
             ready,
-            (0 if q_d is None else q_d.block_type.nbytes + P_d.block_type.nbytes)
-            + k_d.block_type.nbytes + 2 * v_d.block_type.nbytes
-            + A_d.block_type.nbytes + FACTORS * f_d.block_type.nbytes,
+            (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes
+            + 2 * v_d.block_type.nbytes + A_d.block_type.nbytes + ROWS * f_d.block_type.nbytes,
         )  # fmt: skip
         token = first + i * C
         # past T a tensor copy reads zeros, and nothing from memory
         v_token = token + (n % 2) * T if q_d is None else token
         tile = (chunk + i) * HV + head
         tma_load(k_d, [row, token, head // ratio, 0], ready, k_s.index(stage))
-        for factor in gl.static_range(FACTORS):
-            tma_load(f_d, [tile * ROWS + factor, 0], ready, f_s.index(FACTORS * stage + factor))
+        for factor in gl.static_range(ROWS):
+            tma_load(f_d, [tile * ROWS + factor, 0], ready, f_s.index(ROWS * stage + factor))
         tma_load(v_d, [row, v_token, head, 0], ready, v_s.index(2 * stage))
         tma_load(v_d, [row, v_token, head, HALF], ready, v_s.index(2 * stage + 1))
         tma_load(A_d, [tile * C, 0], ready, A_s.index(stage))
         if q_d is not None:
             tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
-            tma_load(P_d, [tile * C, 0], ready, P_s.index(stage))
 
 
 @gluon.jit
 def carry(
     MINE: gl.constexpr, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
-    factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+    initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
     V_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The chain of 64 value rows of S; copies of S and v_new go to `make_outputs`, where there is one.
@@ -139,7 +135,6 @@ def carry(
     for i in range(gl.cdiv(length, C)):
         stage = i % STAGES
         left = length - i * C
-        through = gl.load(factors_ptr + ((chunk + i).to(gl.int64) * HV + head) * (ROWS * C) + END * C)
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         k_tile = k_s.index(stage).reshape([C, D])
         # two conditions, as one of them is known when this is compiled
@@ -160,8 +155,8 @@ def carry(
             mbarrier.arrive(S_full.index(MINE), count=1)
         v_tile = v_s.index(2 * stage + MINE).reshape([C, HALF]).permute((1, 0)).load(OF_TOKENS)
         kS = warpgroup_mma_wait(0, deps=(kS,))
-        r = v_tile.to(gl.float32) - vector(f_s, stage, INTO)[None, :] * kS
-        r = r * vector(f_s, stage, BETA)[None, :]
+        r = v_tile.to(gl.float32) - vector(f_s, stage, INTO, ACROSS)[None, :] * kS
+        r = r * vector(f_s, stage, BETA, ACROSS)[None, :]
         if left < C:
             r = gl.where((gl.arange(0, C, ACROSS) < left)[None, :], r, 0.0)
         A_inv = A_s.index(stage).permute((1, 0))
@@ -170,9 +165,9 @@ def carry(
         low = gl.convert_layout((r - high).to(gl.bfloat16), LEFT)
         v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), A_inv, r, is_async=True)
         v_new = warpgroup_mma(low, A_inv, v_new, is_async=True)
-        S = S * through
+        S = S * vector(f_s, stage, END, gl.SliceLayout(1, OF_STATE))[:, None]
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
-        grown = (v_new * vector(f_s, stage, OUT)[None, :]).to(gl.bfloat16)
+        grown = (v_new * vector(f_s, stage, OUT, ACROSS)[None, :]).to(gl.bfloat16)
         S = warpgroup_mma(gl.convert_layout(grown, LEFT), k_tile, S, is_async=True)
         if w_s is not None:
             mbarrier.wait(w_free.index(MINE), (i & 1) ^ 1)
@@ -194,7 +189,7 @@ def carry(
 
 @gluon.jit
 def make_outputs(
-    o_d, q_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
+    o_d, q_s, k_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
     o_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
 ):  # fmt: skip
     """o of both halves, from copies of S and of v_new."""
@@ -208,12 +203,20 @@ def make_outputs(
         left = length - i * C
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         q_tile = q_s.index(stage).reshape([C, D]).permute((1, 0))
-        P_tile = P_s.index(stage).permute((1, 0))
+        P_tile = P_s.index(0).permute((1, 0))
+        # P^T; a key past the sequence's end is none of a token before it
+        P = warpgroup_mma(k_s.index(stage).reshape([C, D]), q_tile, zeros, use_acc=False, is_async=True)
+        to = vector(f_s, stage, HIGH, ACROSS)[None, :]
+        P = warpgroup_mma_wait(0, deps=(P,)) * gl.exp2(to - vector(f_s, stage, HIGH, DOWN)[:, None])
+        P = P * vector(f_s, stage, FROM, DOWN)[:, None] * vector(f_s, stage, TO, ACROSS)[None, :]
+        P = gl.where(gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :], P, 0.0)
+        P_tile.store(P.to(gl.bfloat16))
+        fence_async_shared()
         mbarrier.wait(S_full.index(0), i & 1)
         upper = warpgroup_mma(S_s.index(0), q_tile, zeros, use_acc=False, is_async=True)
         mbarrier.wait(S_full.index(1), i & 1)
         lower = warpgroup_mma(S_s.index(1), q_tile, zeros, use_acc=False, is_async=True)
-        read = vector(f_s, stage, READ)
+        read = vector(f_s, stage, READ, ACROSS)
         upper = warpgroup_mma_wait(1, deps=(upper,))
         mbarrier.arrive(S_free.index(0), count=1)
         upper = upper * read[None, :]
@@ -249,15 +252,15 @@ def make_outputs(
 
 @kernel
 def walk_kernel(
-    q_d, k_d, v_d, A_d, P_d, f_d, o_d, factors_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, o_ptr,
+    q_d, k_d, v_d, A_d, f_d, o_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, o_ptr,
     T, HV, ratio, chunks_per_row, bound, V_FIRST: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, C, 1, HALF], v_d.layout)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
-    P_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], P_d.layout)
-    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, C], f_d.layout)
+    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
+    P_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], A_d.layout)
     S_s = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, D], A_d.layout)
     w_s = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, C], A_d.layout)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [2, 1, C, 1, HALF], o_d.layout)
@@ -280,19 +283,19 @@ def walk_kernel(
     gl.warp_specialize(
         [
             (carry, (
-                0, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free, factors_ptr,
+                0, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
                 initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
             )),
             (carry, (
-                1, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free, factors_ptr,
+                1, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
                 initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
             )),
             (make_outputs, (
-                o_d, q_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
+                o_d, q_s, k_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
                 o_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
             )),
             (load_chunks, (
-                q_d, k_d, v_d, A_d, P_d, f_d, q_s, k_s, v_s, A_s, P_s, f_s, full, empty,
+                q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty,
                 cu_seqlens_ptr, table_ptr, T, HV, ratio, chunks_per_row, bound,
             )),
         ],
@@ -302,12 +305,12 @@ def walk_kernel(
 
 
 @kernel
-def ends_kernel(k_d, v_d, A_d, f_d, factors_ptr, final_ptr, jobs_ptr, T, HV, ratio):
+def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio):
     """The walk without outputs, and without what only they need: M and N of spans, see `split`."""
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, C, 1, HALF], v_d.layout)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
-    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, C], f_d.layout)
+    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -318,15 +321,15 @@ def ends_kernel(k_d, v_d, A_d, f_d, factors_ptr, final_ptr, jobs_ptr, T, HV, rat
     gl.warp_specialize(
         [
             (carry, (
-                0, k_s, v_s, A_s, f_s, None, None, full, empty, None, None, None, None, factors_ptr,
+                0, k_s, v_s, A_s, f_s, None, None, full, empty, None, None, None, None,
                 None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False,
             )),
             (carry, (
-                1, k_s, v_s, A_s, f_s, None, None, full, empty, None, None, None, None, factors_ptr,
+                1, k_s, v_s, A_s, f_s, None, None, full, empty, None, None, None, None,
                 None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False,
             )),
             (load_chunks, (
-                None, k_d, v_d, A_d, None, f_d, None, k_s, v_s, A_s, None, f_s, full, empty,
+                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, f_s, full, empty,
                 None, jobs_ptr, T, HV, ratio, 0, 0,
             )),
         ],

@@ -52,6 +52,7 @@ class Launch:
     num_warps: int
     num_stages: int = 1
     options: dict[str, Any] = field(default_factory=dict)  # of the compiler, beyond these
+    described: int = 0  # tensors that come first, as tensor descriptors: aligned whatever they are of
     _compiled: Any = field(default=None, repr=False)
     _head: tuple[Any, ...] = ()
     _tail: tuple[Any, ...] = ()
@@ -64,15 +65,11 @@ class Launch:
             recorder.append((self, tensors))
             return
         if self._compiled is None:
-            if any(hasattr(x, "block_shape") for x in tensors):
-                # a tensor descriptor: encoded anew for each launch, by Triton
-                self._dispatch(tensors)
-            else:
-                self._first(tensors)
+            self._first(tensors)
             return
-        pointers: list[int | None] = []
+        pointers: list[Any] = list(tensors[: self.described])
         bits = 0
-        for x in tensors:
+        for x in tensors[self.described :]:
             if x is None:
                 pointers.append(None)
             else:
@@ -103,16 +100,18 @@ class Launch:
 
     def compile(self, tensors: tuple[Tensor | None, ...]) -> Any:
         """The binary for tensors of these dtypes, all aligned; not run."""
-        aligned = [x if x is None or x.data_ptr() % ALIGNMENT == 0 else x.new_empty(1) for x in tensors]
-        return self.kernel.warmup(*aligned, *self.numbers, grid=(1,), **self._constants)
+        described, plain = tensors[: self.described], tensors[self.described :]
+        aligned = [x if x is None or x.data_ptr() % ALIGNMENT == 0 else x.new_empty(1) for x in plain]
+        return self.kernel.warmup(*described, *aligned, *self.numbers, grid=(1,), **self._constants)
 
     def _first(self, tensors: tuple[Tensor | None, ...]) -> None:
         compiled = self._dispatch(tensors)
-        aligned = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in tensors)
+        plain = tensors[self.described :]
+        aligned = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in plain)
         small = all(isinstance(x, float) or -(2**31) <= x < 2**31 for x in self.numbers)
         if INTERPRETED or not aligned or not small:
             return
-        device = next(x.device.index for x in tensors if x is not None)
+        device = next(x.device.index for x in plain if x is not None)
         self._tail = (*self.numbers, *(None for _ in self.constants))
         self._head = (device, compiled.run, compiled.function, compiled.packed_metadata)
         self._compiled = compiled

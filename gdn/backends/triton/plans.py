@@ -43,26 +43,17 @@ _backwards: Plans[Backward] = Plans()
 
 def forward_plan(p: Problem, kept: torch.dtype | None) -> Forward:
     """`kept`: the dtype of states that enter chunks, where they are kept."""
-    return _forwards.get((_key(p), kept), lambda: _first_forward(p, kept))
-
-
-def fused_plan(p: Problem) -> Forward:
-    """That of one walk which makes the outputs, whatever `tuned` would choose: for what takes its place."""
-
-    def make() -> Forward:
-        return _plan_forward(p, None, _arguments(p), tuned.fused(p, machine(p.device)))
-
-    return _forwards.get((_key(p), "fused"), make)
+    return _forwards.get((key(p), kept), lambda: _first_forward(p, kept))
 
 
 def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
     assert saved.A_inv is not None and saved.S_in is not None
-    key = (_key(p), do.stride(), None if dS is None else dS.dtype, saved.A_inv.dtype, saved.S_in.dtype)
-    return _backwards.get(key, lambda: _first_backward(p, saved, do, dS))
+    found = (key(p), do.stride(), None if dS is None else dS.dtype, saved.A_inv.dtype, saved.S_in.dtype)
+    return _backwards.get(found, lambda: _first_backward(p, saved, do, dS))
 
 
 def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
-    a, gpu = _arguments(p), machine(p.device)
+    a, gpu = arguments(p), machine(p.device)
     plan = _plan_forward(p, kept, a, tuned.forward(p, gpu))
 
     def steps() -> Iterator[Step]:
@@ -70,12 +61,12 @@ def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
             other = _plan_forward(p, kept, a, chosen)
             yield from other.steps(p, stand_ins(p.device, other.rooms))
 
-    ahead(p.device, ("forward", _class(p, a), kept), steps)
+    ahead(p.device, ("forward", kind_of(p, a), kept), steps)
     return plan
 
 
 def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
-    a, gpu = _arguments(p, do), machine(p.device)
+    a, gpu = arguments(p, do), machine(p.device)
     plan = _plan_backward(p, do, a, tuned.backward(p, gpu))
 
     def steps() -> Iterator[Step]:
@@ -86,7 +77,7 @@ def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> 
             yield from other.late_steps(p, saved, do, new, late)
 
     more = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved.tensors())))
-    ahead(p.device, ("backward", _class(p, a), *more), steps)
+    ahead(p.device, ("backward", kind_of(p, a), *more), steps)
     return plan
 
 
@@ -124,7 +115,7 @@ def _narrow(p: Problem) -> torch.dtype:
     return torch.float32 if tuned.is_exact(p) else p.q.dtype
 
 
-def _key(p: Problem) -> Hashable:
+def key(p: Problem) -> Hashable:
     """Everything of a problem that its launches depend on, but for where its tensors lie."""
     if p.form is not None:
         return p.form
@@ -142,7 +133,7 @@ def _key(p: Problem) -> Hashable:
     )  # fmt: skip
 
 
-def _class(p: Problem, a: "_Arguments") -> Hashable:
+def kind_of(p: Problem, a: "Arguments") -> Hashable:
     """All of a problem that tells its binaries, and those of its kind with other sizes, from others."""
     dtypes = (
         None if x is None else x.dtype
@@ -155,7 +146,7 @@ def _class(p: Problem, a: "_Arguments") -> Hashable:
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class Arguments:
     """What the launches of a problem share."""
 
     table: Table | None
@@ -181,12 +172,12 @@ class _Arguments:
         return {"BK": self.BK, "C": CHUNK, "UNIT": self.unit}
 
 
-def _arguments(p: Problem, *others: Tensor) -> _Arguments:
+def arguments(p: Problem, *others: Tensor) -> Arguments:
     table = None if p.cu_seqlens is None else Table(p)
     strides = [s for x in (p.q, p.k, p.v, *others) for s in x.stride()[:3]]
     kind = machine(p.device).kind
     BK, narrow = max(16, triton.next_power_of_2(p.K)), _narrow(p)
-    return _Arguments(
+    return Arguments(
         table=table,
         entries=p.num_chunks if table is None else table.bound,
         unit=unit_of(*strides),
@@ -197,12 +188,12 @@ def _arguments(p: Problem, *others: Tensor) -> _Arguments:
     )
 
 
-def _strides(unit: int, *tensors: Tensor) -> tuple[int, ...]:
+def strides_of(unit: int, *tensors: Tensor) -> tuple[int, ...]:
     """Strides of row, token and head, in units."""
     return tuple(s // unit for x in tensors for s in x.stride()[:3])
 
 
-def _gate_strides(*tensors: Tensor | None) -> tuple[int, ...]:
+def gate_strides(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(s for x in tensors for s in ((0, 0, 0) if x is None else x.stride()))
 
 
@@ -211,18 +202,18 @@ def _strips(p: Problem, chosen: tuned.Pass) -> dict[str, Any]:
     return {"BV": chosen.BV, "STAGES": chosen.stages, "REFINE": tuned.refines(p)}
 
 
-def _numbers(p: Problem) -> tuple[int, ...]:
+def numbers_of(p: Problem) -> tuple[int, ...]:
     """T, HV, ratio, chunks_per_row."""
     return (p.T, p.HV, p.HV // p.H, (p.T + CHUNK - 1) // CHUNK)
 
 
-def _plan_forward(p: Problem, kept: torch.dtype | None, a: _Arguments, chosen: tuned.ForwardTiles) -> Forward:
-    numbers = _numbers(p)
+def _plan_forward(p: Problem, kept: torch.dtype | None, a: Arguments, chosen: tuned.ForwardTiles) -> Forward:
+    numbers = numbers_of(p)
     shared = {"K": p.K, "V": p.V, **a.sizes, "PRECISION": a.precision}
     prepare = Launch(
         prepare_kernel,
         a.entries * p.HV,
-        (*_strides(a.unit, p.q, p.k), *_gate_strides(p.g, p.beta), *numbers, p.scale),
+        (*strides_of(a.unit, p.q, p.k), *gate_strides(p.g, p.beta), *numbers, p.scale),
         {**shared, "BK": a.block, **a.activation, "RESET": RESET},
         4,
     )
@@ -230,22 +221,22 @@ def _plan_forward(p: Problem, kept: torch.dtype | None, a: _Arguments, chosen: t
     is_fine = tuned.is_fine(p, machine(p.device))
     walk = {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": is_fine}
     if chosen.is_fused:
-        strides = _strides(a.unit, p.q, p.k, p.v)
+        strides = strides_of(a.unit, p.q, p.k, p.v)
         scan = Launch(scan_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
         return Forward(_rooms(p, kept, False, a), a.launch, prepare, scan, None)
-    strides = _strides(a.unit, p.k, p.v)
+    strides = strides_of(a.unit, p.k, p.v)
     state = Launch(state_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
     output = Launch(
         output_kernel,
         a.entries * p.HV * triton.cdiv(p.V, chosen.output.BV),
-        (*_strides(a.unit, p.q), *numbers),
+        (*strides_of(a.unit, p.q), *numbers),
         {**shared, "BK": a.block, "BV": chosen.output.BV, "REFINE": tuned.refines(p)},
         chosen.output.num_warps,
     )
     return Forward(_rooms(p, kept or operand(p), True, a), a.launch, prepare, state, output)
 
 
-def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool, a: _Arguments) -> tuple[Room | None, ...]:
+def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool, a: Arguments) -> tuple[Room | None, ...]:
     """What a forward allocates: see `Forward`."""
     G, A_inv, _, _, q_rstd, k_rstd = saves(p)
     narrow, tiles = _narrow(p), (p.num_chunks, p.HV)
@@ -264,13 +255,13 @@ def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool, a: _Arguments) 
     return (*(None if x is None else room(*x) for x in shapes), a.room)
 
 
-def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.BackwardTiles) -> Backward:
-    numbers = _numbers(p)
+def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardTiles) -> Backward:
+    numbers = numbers_of(p)
     shared = {"K": p.K, "V": p.V, **a.sizes, "PRECISION": a.precision}
     pairs = Launch(
         pairs_kernel,
         a.entries * p.HV,
-        (*_strides(a.unit, p.q, p.k), *_gate_strides(p.beta), *numbers, p.scale),
+        (*strides_of(a.unit, p.q, p.k), *gate_strides(p.beta), *numbers, p.scale),
         {"K": p.K, **a.sizes, "BK": a.block, **a.activation, "PRECISION": a.precision},
         4,
     )
@@ -278,7 +269,7 @@ def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.Backward
     state = Launch(
         state_bwd_kernel,
         p.N * p.HV * triton.cdiv(p.V, chosen.BV),
-        (*_strides(a.unit, p.q, p.k, do), *numbers, a.entries),
+        (*strides_of(a.unit, p.q, p.k, do), *numbers, a.entries),
         {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": is_fine},
         chosen.num_warps,
     )
@@ -291,14 +282,14 @@ def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.Backward
         pairs_bwd = Launch(
             pairs_bwd_kernel,
             entries * p.HV,
-            (*_strides(a.unit, p.q, p.k, p.v, do), *numbers, p.scale, width // 16, begin),
+            (*strides_of(a.unit, p.q, p.k, p.v, do), *numbers, p.scale, width // 16, begin),
             {**shared, "BK": BK, **_strips(p, chosen.pairs), "FINE": is_fine},
             chosen.pairs.num_warps,
         )
         rows_bwd = Launch(
             rows_bwd_kernel,
             entries * p.H * blocks,
-            (*_strides(a.unit, p.q, p.k, do), *numbers, width // 16, begin),
+            (*strides_of(a.unit, p.q, p.k, do), *numbers, width // 16, begin),
             {**shared, "BK": BK, **_strips(p, chosen.rows), "FINE": is_fine},
             chosen.rows.num_warps,
         )
@@ -306,7 +297,7 @@ def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.Backward
     gates = Launch(
         gates_bwd_kernel,
         a.entries * p.HV,
-        (*_gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1], triton.cdiv(p.V, chosen.BV) if is_fine else 1),
+        (*gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1], triton.cdiv(p.V, chosen.BV) if is_fine else 1),
         {"C": CHUNK, **a.activation, "RESET": RESET},
         1,
     )
@@ -318,7 +309,7 @@ def _plan_backward(p: Problem, do: Tensor, a: _Arguments, chosen: tuned.Backward
     return Backward(_first_rooms(p, a), late, a.launch, pairs, state, tuple(gradients), gates, add)
 
 
-def _first_rooms(p: Problem, a: _Arguments) -> tuple[Room | None, ...]:
+def _first_rooms(p: Problem, a: Arguments) -> tuple[Room | None, ...]:
     tiles = (p.num_chunks, p.HV)
     partial = [x for x in (p.A_log, p.dt_bias) if x is not None]
     S_in, P = saves(p)[2], room((*tiles, CHUNK, CHUNK), operand(p))

@@ -34,6 +34,33 @@ def log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET: tl.constexpr):
     return tl.where(g < RESET, RESET, g)
 
 
+@triton.jit
+def clear_outputs(o_ptr, place, count, head, HV, V: tl.constexpr, C: tl.constexpr):
+    """Zeros for the first `count` of a chunk's tokens, which belong to no sequence."""
+    tokens = tl.arange(0, C)
+    for v in range(0, V, 16):
+        vs = v + tl.arange(0, 16)
+        o_place = ((place + tokens) * HV + head)[:, None] * V + vs[None, :]
+        is_past = (tokens < count)[:, None] & (vs < V)[None, :]
+        tl.store(o_ptr + o_place, tl.zeros([C, 16], o_ptr.dtype.element_ty), mask=is_past)
+
+
+@triton.jit
+def chunk_sums(
+    g_ptr, A_log_ptr, dt_bias_ptr, row, first, length, head, g_b, g_t, g_h, C: tl.constexpr,
+    RESET: tl.constexpr,
+):  # fmt: skip
+    """G of a chunk's tokens, in fp64; past its end that of its last."""
+    tokens = tl.arange(0, C)
+    if g_ptr is None:
+        return tl.zeros([C], tl.float64)
+    else:
+        base = g_ptr + row.to(tl.int64) * g_b + first.to(tl.int64) * g_t + head * g_h
+        g = tl.load(base + tokens * g_t, mask=tokens < length, other=0.0)
+        g = tl.where(tokens < length, log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET), 0.0)
+        return tl.cumsum(g.to(tl.float64), 0)
+
+
 @kernel
 def prepare_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, G_ptr, A_inv_ptr, P_ptr,
@@ -49,23 +76,12 @@ def prepare_kernel(
     tokens = tl.arange(0, C)
     place = row.to(tl.int64) * T + first
     if length <= 0:
-        # tokens of no sequence
         if o_ptr is not None:
-            for v in range(0, V, 16):
-                vs = v + tl.arange(0, 16)
-                o_place = ((place + tokens) * HV + head)[:, None] * V + vs[None, :]
-                is_past = (tokens < -length)[:, None] & (vs < V)[None, :]
-                tl.store(o_ptr + o_place, tl.zeros([C, 16], o_ptr.dtype.element_ty), mask=is_past)
+            clear_outputs(o_ptr, place, -length, head, HV, V, C)
         return
     is_token = tokens < length
 
-    if g_ptr is None:
-        G = tl.zeros([C], tl.float64)
-    else:
-        g_base = g_ptr + row.to(tl.int64) * g_b + first.to(tl.int64) * g_t + head * g_h
-        g = tl.load(g_base + tokens * g_t, mask=is_token, other=0.0)
-        g = tl.where(is_token, log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET), 0.0)
-        G = tl.cumsum(g.to(tl.float64), 0)
+    G = chunk_sums(g_ptr, A_log_ptr, dt_bias_ptr, row, first, length, head, g_b, g_t, g_h, C, RESET)
     tl.store(G_ptr + (place + tokens) * HV + head, G, mask=is_token)
     beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
 
