@@ -7,9 +7,9 @@
     combine   S_(j+1) = M_j S_j + N_j from span to span: the states that enter them
     walk      of each span from the state that enters it
 
-All of it in fp32 but for the walks' own products. Bytes per span and value head: M and N 128 K written, once
-more read for each strip of columns, states 64 K written and read; k, v, A_inv and the factors of `ends` 660 a
-token for N and 404 for M, which has no values.
+M, N and the states are in fp32, and products of them in three of tf32. Bytes per span and value head: M and N
+written 128 K; read 64 K, and M again by each strip of columns; states written and read 128 K. Per token of what
+`ends` walks: k, A_inv, factors 416, and v 256 for N.
 """
 
 from collections.abc import Iterator
