@@ -8,7 +8,7 @@
     walk      of each span from the state that enters it
 
 M, N and the states are in fp32, and products of them in three of tf32. Bytes per span and value head: M and N
-written 128 K; read 64 K, and M again by each strip of columns; states written and read 128 K. Per token of what
+written 128 K; read 64 K, and M again by each strip of columns; states written and read 128 K. Per token that
 `ends` walks: k, A_inv, factors 416, and v 256 for N.
 """
 
