@@ -7,6 +7,7 @@ which GPUs it is compiled: everywhere, or what is tuned for.
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from serving import STEP, pool_of, step_of
@@ -294,15 +295,16 @@ def operator_on_packed_rows() -> Callable[[], Any]:
     return lambda: torch.ops.gdn.chunk_forward(*problem.arguments(), True)
 
 
-def walk(case: Case) -> Callable[[], Any]:
-    """The forward whose state pass is in Gluon."""
+def walk(case: Case, span: int | None = None) -> Callable[[], Any]:
+    """The forward whose state pass is in Gluon; sequences in spans of so many chunks."""
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="triton")
 
     def call() -> None:
-        from gdn.backends.hopper import rule
+        from gdn.backends.hopper import rule, split
 
-        rule.chunk_forward(problem, False)
+        with patch.object(split, "span_of", lambda problem: span):
+            rule.chunk_forward(problem, False)
 
     return call
 
@@ -311,6 +313,12 @@ def walk(case: Case) -> Callable[[], Any]:
 OTHERS = {
     "walk": (walk, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
     "walk all packed": (walk, (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),), TUNED),
+    "walk of spans": (walk, (Case(sizes=(128, 128), heads=(2, 4)), 1), TUNED),
+    "walk of spans all packed": (
+        walk,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), 1),
+        TUNED,
+    ),
     "operator on packed rows": (operator_on_packed_rows, (), EVERYWHERE),
     "decode packed rows": (decode_of_packed_rows, (), EVERYWHERE),
     "decode a projection": (decode_of_a_projection, (), TUNED),

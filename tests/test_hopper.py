@@ -1,5 +1,6 @@
 """The Hopper backend: simulated on the CPU where Triton interprets, refused elsewhere, and on a GPU."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -19,9 +20,11 @@ from gluon_simulator import Descriptor, simulate
 from triton.experimental import gluon
 
 from gdn.backends import hopper
-from gdn.backends.hopper import rule
+from gdn.backends.hopper import rule, split
 from gdn.backends.hopper.gluon import mbarrier
-from gdn.backends.triton.launch import Launch
+from gdn.backends.hopper.solve import ROWS
+from gdn.backends.triton.chunks import Table
+from gdn.backends.triton.launch import Launch, allocate
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 CASES = {
@@ -41,18 +44,37 @@ CASES = {
 LIMITS = {"identical": 4e-3, "correlated": 1.5e-2}
 
 
-class Simulated:
-    """A launch on the CPU."""
+# of two chunks a span
+SPLIT = {
+    "dense": replace(BASE, lengths=rows(129)._replace(T=450)),
+    "no decay, states K first": replace(BASE, lengths=packed(300, 0, 33, 256, 400, tail=29), gate="none"),
+    "V first, narrow": replace(
+        BASE, lengths=packed(0, 130, 385, 1), state="narrow", state_v_first=True, keys="correlated",
+        use_qk_l2norm_in_kernel=True,
+    ),
+    "no state": replace(BASE, lengths=packed(400, 64, 0), state="none", gate="slow"),
+    "strong": replace(BASE, lengths=rows(450), gate="strong", state_v_first=True),
+    "gone": replace(BASE, lengths=packed(450, 0, 200), gate="reset"),
+    "identical keys": replace(BASE, lengths=rows(450), keys="identical", gate="none", heads=(1, 1)),
+}  # fmt: skip
 
-    def __init__(self, *arguments, described=0, **options):
-        self.launch, self.described = Launch(*arguments, described=described, **options), described
+
+class Simulated(Launch):
+    """A launch on the CPU: what is in Gluon simulated, the rest interpreted."""
 
     def __call__(self, *tensors):
         if not self.described:
-            return self.launch(*tensors)
+            return super().__call__(*tensors)
         described = [Descriptor(x.base, x.block_shape) for x in tensors[: self.described]]
-        rest = (*tensors[self.described :], *self.launch.numbers, *self.launch.constants.values())
-        simulate(self.launch.kernel, self.launch.grid, *described, *rest)
+        rest = (*tensors[self.described :], *self.numbers, *self.constants.values())
+        simulate(self.kernel, self.grid, *described, *rest)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The forward on the CPU."""
+    for module in (rule, split):
+        monkeypatch.setattr(module, "Launch", Simulated)
 
 
 def law(given):
@@ -68,15 +90,24 @@ def error(x, expected):
 simulated = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be interpreted")
 
 
+def in_spans(monkeypatch, chunks):
+    """Sequences are split into spans of so many chunks, whatever that costs."""
+    monkeypatch.setattr(split, "span_of", lambda problem: chunks)
+
+
+def forward(given):
+    return rule.chunk_forward(parse(**given.tensors, **given.options, backend="triton"), False)
+
+
 @pytest.mark.interpret
 @simulated
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("name", CASES)
-def test_simulated(monkeypatch, name):
+def test_simulated(name):
     """prepare interpreted, then the walk: outputs and states are the law's, other tokens' are zero."""
-    monkeypatch.setattr(rule, "Launch", Simulated)
     case = CASES[name]
     given = inputs(case, torch.bfloat16)
-    o, final, saved = rule.chunk_forward(parse(**given.tensors, **given.options, backend="triton"), False)
+    o, final, saved = forward(given)
     expected = law(given)
     limit = LIMITS.get(case.keys, 5e-3)
     assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
@@ -85,13 +116,111 @@ def test_simulated(monkeypatch, name):
 
 @pytest.mark.interpret
 @simulated
-def test_nan_stays_in_its_sequence(monkeypatch):
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("name", SPLIT)
+def test_split(monkeypatch, name):
+    """In spans of two chunks, as the law has it; the first span's bits are those of the whole."""
+    case = SPLIT[name]
+    given = inputs(case, torch.bfloat16)
+    whole = forward(given)[0]
+    in_spans(monkeypatch, 2)
+    o, final, _ = forward(given)
+    expected = law(given)
+    limit = LIMITS.get(case.keys, 5e-3)
+    assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
+    first = 128 if case.lengths.ends is None else min(128, case.lengths.ends[1])
+    assert torch.equal(o[:, :first], whole[:, :first])
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("gate, is_gone", [("none", False), ("slow", False), ("strong", True)])
+def test_what_is_gone_is_not_walked(monkeypatch, gate, is_gone):
+    """M of a span, of 192 tokens, whose decay is nothing in fp32 is zero, and no chunk of it is walked."""
+    in_spans(monkeypatch, 3)
+    lengths, call = [], Simulated.__call__
+
+    def watched(launch, *tensors):
+        call(launch, *tensors)
+        if launch.kernel is split.ends_kernel:
+            *_, ends, jobs = tensors
+            shape = (3, 2, 2, -1)  # spans, N and M, heads
+            lengths.extend(jobs.view(shape)[..., 2].tolist())
+            assert (ends.view(shape)[:2, 1] == 0).all() == is_gone
+
+    monkeypatch.setattr(Simulated, "__call__", watched)
+    given = inputs(replace(BASE, lengths=rows(450), gate=gate), torch.bfloat16)
+    o, final, _ = forward(given)
+    kept = 0 if is_gone else 192
+    assert lengths == [[[192, 192], [kept, kept]]] * 2 + [[[0, 0], [0, 0]]]
+    expected = law(given)
+    assert error(o, expected[0]) < 5e-3 and error(final, expected[1]) < 5e-3
+
+
+@pytest.mark.interpret
+@simulated
+def test_jobs_cover_all_chunks():
+    """Each token of many sequences once, and each sequence's final state; the rest of the programs idle."""
+    span, generator = 2, torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 4, (70,), generator=generator) * 70
+    lengths[[7, 69]] = torch.tensor([1000, 0])
+    given = inputs(replace(BASE, heads=(1, 1), lengths=packed(*lengths.tolist())), torch.bfloat16)
+    p = parse(**given.tensors, **given.options, backend="triton")
+    table = Table(p)
+    plan = split.plan(p, span, (p.T, 1, 1, 0, table.bound))
+    _, walks, ends, ranges, _ = allocate(p.device, plan.rooms)
+    factors = torch.ones(p.num_chunks, 1, ROWS.value, 64)
+    plan.jobs(factors, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
+    expected, first = [], 0
+    for n, length in enumerate(lengths.tolist()):
+        pieces = max(1, -(-length // (64 * span)))
+        assert ranges[n].tolist() == [len(expected), pieces]
+        for i in range(pieces):
+            start = 64 * span * i
+            token, chunk = int(p.cu_seqlens[n]) + start, first + span * i
+            goal = n if i == pieces - 1 else -1
+            expected.append([0, token, min(length - start, 64 * span), chunk, goal])
+        first += -(-length // 64)
+    assert walks[: len(expected)].tolist() == expected
+    assert all(job[2] == 0 and job[4] == -1 for job in walks[len(expected) :].tolist())
+    for i, (row, token, length, chunk, goal) in enumerate(expected):
+        for is_map in (0, 1):
+            end = [row, token, length, chunk, 2 * i + is_map] if goal < 0 else [row, token, 0, chunk, -1]
+            assert ends[2 * i + is_map].tolist() == end
+
+
+def test_a_full_machine_is_not_split():
+    """Nor is what is short, or is to have the bits that it has alone; what is long is, in one wave."""
+    for pairs in (132, 133, 264, 4000):
+        for chunks, is_packed in itertools.product((1, 64, 2048), (False, True)):
+            for N in (1, 2, pairs):
+                assert split._span(N, -(-pairs // N), N * chunks, is_packed, 132) is None
+    for chunks, is_packed in itertools.product((1, 2, 4, 8), (False, True)):
+        assert split._span(1, 8, chunks, is_packed, 132) is None
+    for HV, chunks in itertools.product((1, 8, 16, 32), (128, 512, 2048)):
+        span = split._span(1, HV, chunks, False, 132)
+        assert span == split._span(1, HV, chunks, True, 132) and 2 <= -(-chunks // span) <= 132 // HV
+        assert split._time(HV, chunks, span, 132) < split.GAIN * chunks * split.WALK
+    # one of eight sequences may have all tokens
+    assert split._span(8, 8, 512, False, 132) is None and split._span(8, 8, 512, True, 132) is not None
+    given = inputs(replace(BASE, lengths=rows(20000)), torch.bfloat16)
+    problem = parse(**given.tensors, **given.options)
+    assert split.span_of(problem) is not None
+    assert split.span_of(replace(problem, batch_invariant=True)) is None
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("span", [None, 1])
+def test_nan_stays_in_its_sequence(monkeypatch, span):
     """A chunk that ends early reads tokens of the next sequence."""
-    monkeypatch.setattr(rule, "Launch", Simulated)
+    in_spans(monkeypatch, span)
     given = inputs(replace(BASE, lengths=packed(40, 30, 70)), torch.bfloat16)
     for name in ("q", "k", "v"):
         given.tensors[name][:, 40:70] = float("nan")
-    o, final, _ = rule.chunk_forward(parse(**given.tensors, **given.options, backend="triton"), False)
+    o, final, _ = forward(given)
     assert o[:, 40:70].isnan().all() and not o[:, :40].isnan().any() and not o[:, 70:].isnan().any()
     assert final[1].isnan().any() and not final[0].isnan().any() and not final[2].isnan().any()
 
@@ -152,15 +281,8 @@ def test_what_no_tensor_copy_reads_is_copied(shape, strides):
     assert rule._copyable(good) is good
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="expected sm_90"
-)
-@pytest.mark.parametrize("name", [*CASES, "many"])
-def test_on_a_gpu(name):
-    """As the law has it, the same bits every time, and the gradients of Triton's."""
-    lengths = packed(1000, 1, 640, 407, *[70] * 20, 7000)
-    case = CASES.get(name, replace(BASE, heads=(16, 32), lengths=lengths))
+def ran_on_a_gpu(case):
+    """As the law has it, and the same bits every time."""
     given = inputs(case, torch.bfloat16, device="cuda")
 
     def run():
@@ -172,6 +294,22 @@ def test_on_a_gpu(name):
     assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(run(), (o, final), strict=True))
+    return given
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="expected sm_90"
+)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("name", [*CASES, "many"])
+def test_on_a_gpu(monkeypatch, name):
+    """Whole sequences; the gradients are Triton's."""
+    in_spans(monkeypatch, None)
+    lengths = packed(1000, 1, 640, 407, *[70] * 20, 7000)
+    given = ran_on_a_gpu(CASES.get(name, replace(BASE, heads=(16, 32), lengths=lengths)))
     v = given.tensors["v"].requires_grad_()
     found = [
         torch.autograd.grad(
@@ -180,3 +318,22 @@ def test_on_a_gpu(name):
         for backend in ("hopper", "triton")
     ]
     assert torch.equal(*found)
+
+
+LONG = {
+    "long": replace(BASE, heads=(4, 8), lengths=rows(16384), gate="slow"),
+    "long, packed": replace(
+        BASE, heads=(4, 8), lengths=packed(9000, 0, 70, 5000, tail=30), gate="none", state_v_first=True
+    ),
+    "long, mixed": replace(BASE, heads=(4, 8), lengths=rows(16383), gate="mixed", state="none"),
+}
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("name", [*SPLIT, *LONG])
+def test_split_on_a_gpu(monkeypatch, name):
+    """In spans of two chunks, or as the costs have it."""
+    if name in SPLIT:
+        in_spans(monkeypatch, 2)
+    ran_on_a_gpu((SPLIT | LONG)[name])

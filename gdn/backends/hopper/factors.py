@@ -12,7 +12,6 @@ in `solve`, where four warps would do it for one head.
 Bytes per token and value head: gates 6, factors 36.
 """
 
-import triton
 import triton.language as tl
 
 from gdn.backends.triton.chunks import locate

@@ -1,7 +1,8 @@
 """The chunked rule's forward: `solve` for each chunk, then `walk`, one Gluon kernel for all that meets the state.
 
 Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: solve 424, and 256 for q; walk q, k, v, o
-1024, A_inv 128, factors 32: 1864.
+1024, A_inv 128, factors 32: 1864. Where sequences and heads are few, `split` has spans of them walked at the
+same time.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn.backends.backend import Saved
+from gdn.backends.hopper import split
 from gdn.backends.hopper.factors import ROWS, factors_kernel
 from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
@@ -33,29 +35,36 @@ VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 class Forward:
     """The launches of one forward."""
 
-    rooms: tuple[Room | None, ...]  # A_inv, factors, final, o, table
+    rooms: tuple[Room | None, ...]  # A_inv, factors, final, o, table; then those of `spans`
     table: Launch | None
     factors: Launch
     solve: Launch
+    spans: split.Spans | None
     walk: Launch
 
     def steps(self, p: Problem, new: list[Tensor | None]) -> Iterator[Step]:
         """The launches and their tensors, in order."""
-        A_inv, factors, final, o, table = new
+        A_inv, factors, final, o, table, *rest = new
         assert A_inv is not None and factors is not None and o is not None
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
         tail = None if table is None else o
         yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors)
         yield self.solve, (p.q, p.k, table, factors, A_inv, tail)
-        described: tuple[Any, ...] = (
-            *(_descriptor(x, [1, CHUNK, 1, SIZE], TOKENS) for x in (p.q, p.k)),
+        q_d: Any = _descriptor(p.q, [1, CHUNK, 1, SIZE], TOKENS)
+        tiles: tuple[Any, ...] = (
+            _descriptor(p.k, [1, CHUNK, 1, SIZE], TOKENS),
             _descriptor(p.v, [1, CHUNK, 1, HALF], TOKENS),
             _descriptor(A_inv.view(-1, CHUNK), [CHUNK, CHUNK], TILE),
             _descriptor(factors.view(-1, CHUNK), [1, CHUNK], VECTOR),
-            _descriptor(o, [1, CHUNK, 1, SIZE], TOKENS),
         )
-        yield self.walk, (*described, p.initial_state, final, p.cu_seqlens, table, o)
+        o_d: Any = _descriptor(o, [1, CHUNK, 1, SIZE], TOKENS)
+        if self.spans is None:
+            yield self.walk, (q_d, *tiles, o_d, p.initial_state, final, p.cu_seqlens, table, o)
+        else:
+            yield from self.spans.steps(p, tiles, factors, table, rest)
+            states, jobs, *_ = rest
+            yield self.walk, (q_d, *tiles, o_d, states, final, None, jobs, o)
 
 
 _forwards: Plans[Forward] = Plans()
@@ -67,31 +76,32 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         return whole.chunk_forward(problem, save)
     p = _aligned(tidy(problem))
     with on(p.device):
-        plan = _forwards.get(plans.key(p), lambda: _first(p))
+        span = split.span_of(p)
+        plan = _forwards.get((plans.key(p), span), lambda: _first(p, span))
         new = allocate(p.device, plan.rooms)
         for launch, tensors in plan.steps(p, new):
             launch(*tensors)
-    _, _, final, o, _ = new
+    _, _, final, o, *_ = new
     assert o is not None
     return o, final, Saved()
 
 
-def _first(p: Problem) -> Forward:
+def _first(p: Problem, span: int | None) -> Forward:
     a = plans.arguments(p)
-    plan = _plan(p, a)
-
 
     def steps() -> Iterator[Step]:
-        small = [None if x is None else room((1, 1, *x[0][2:]), x[2]) for x in plan.rooms[:2]]
-        new = allocate(p.device, small) + stand_ins(p.device, plan.rooms[2:])
-        # tensor copies read and write whole rows: v is as o will be
-        yield from plan.steps(p, [*new[:3], p.v, new[4]])
+        for plan in (_plan(p, a, None), _plan(p, a, 1)):
+            small = [None if x is None else room((1, 1, *x[0][2:]), x[2]) for x in plan.rooms[:2]]
+            new = allocate(p.device, small) + stand_ins(p.device, plan.rooms[2:])
+            # tensor copies read and write whole rows: v is as o will be
+            yield from plan.steps(p, [*new[:3], p.v, *new[4:]])
 
     ahead(p.device, ("hopper", plans.kind_of(p, a)), steps)
-    return plan
+    return _plan(p, a, span)
 
 
-def _plan(p: Problem, a: plans.Arguments) -> Forward:
+def _plan(p: Problem, a: plans.Arguments, span: int | None) -> Forward:
+    """`span`: chunks of a span, or None where sequences are not split."""
     numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
     factors = Launch(
         factors_kernel,
@@ -107,10 +117,12 @@ def _plan(p: Problem, a: plans.Arguments) -> Forward:
         {"K": p.K, "V": p.V, "C": CHUNK, "UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel},
         4,
     )
+    numbers = (*numbers, a.entries)
+    spans = None if span is None else split.plan(p, span, numbers)
     walk = Launch(
         walk_kernel,
-        p.N * p.HV,
-        (*numbers, a.entries),
+        p.N * p.HV if spans is None else spans.programs,
+        numbers,
         {"V_FIRST": p.state_v_first},
         4,
         options={"maxnreg": 128},
@@ -122,8 +134,9 @@ def _plan(p: Problem, a: plans.Arguments) -> Forward:
         room(p.state_shape, torch.float32) if p.output_final_state else None,
         room(p.v.shape, p.v.dtype),
         a.room,
+        *(() if spans is None else spans.rooms),
     )
-    return Forward(rooms, a.launch, factors, solve, walk)
+    return Forward(rooms, a.launch, factors, solve, spans, walk)
 
 
 def _descriptor(x: Tensor, block: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:

@@ -35,6 +35,9 @@ HALF = gl.constexpr(64)  # value rows of a chain
 STAGES = gl.constexpr(2)
 FACTORS = gl.constexpr(8)  # rows of a chunk's factors that are loaded
 
+# numbers of a job: row, first token, length, first chunk, and where its last state goes (below 0: nowhere)
+JOB = gl.constexpr(5)
+
 # value rows down, tokens or keys across
 OF_TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OF_STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -47,9 +50,15 @@ BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @gluon.jit
 def sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound):
-    """Row, first token in it, length and first chunk of sequence n: see `triton.chunks`."""
+    """Row, first token in it, length and first chunk of sequence n: see `triton.chunks`.
+
+    A table without cu_seqlens is one of jobs, one for each program: see `split`.
+    """
     if table_ptr is None:
         return n, n * 0, T, n * chunks_per_row
+    elif cu_seqlens_ptr is None:
+        job = table_ptr + gl.program_id(0) * JOB
+        return gl.load(job), gl.load(job + 1), gl.load(job + 2), gl.load(job + 3)
     else:
         first = gl.load(cu_seqlens_ptr + n).to(gl.int32)
         length = gl.load(cu_seqlens_ptr + n + 1).to(gl.int32) - first
@@ -67,7 +76,10 @@ def load_chunks(
     q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty,
     cu_seqlens_ptr, table_ptr, T, HV, ratio, chunks_per_row, bound,
 ):  # fmt: skip
-    """Tiles of each chunk into a stage that all others have left; first what the chains wait for."""
+    """Tiles of each chunk into a stage that all others have left; first what the chains wait for.
+
+    Without q for `ends_kernel`: no outputs, and no values for the odd ones.
+    """
     head = gl.program_id(0) % HV
     n = gl.program_id(0) // HV
     row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
@@ -77,18 +89,21 @@ def load_chunks(
         mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(
             ready,
-            q_d.block_type.nbytes + k_d.block_type.nbytes + 2 * v_d.block_type.nbytes
-            + A_d.block_type.nbytes + FACTORS * f_d.block_type.nbytes,
+            (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes
+            + 2 * v_d.block_type.nbytes + A_d.block_type.nbytes + FACTORS * f_d.block_type.nbytes,
         )  # fmt: skip
         token = first + i * C
+        # past T a tensor copy reads zeros, and nothing from memory
+        v_token = token + (n % 2) * T if q_d is None else token
         tile = (chunk + i) * HV + head
         tma_load(k_d, [row, token, head // ratio, 0], ready, k_s.index(stage))
         for factor in gl.static_range(FACTORS):
             tma_load(f_d, [tile * ROWS + factor, 0], ready, f_s.index(FACTORS * stage + factor))
-        tma_load(v_d, [row, token, head, 0], ready, v_s.index(2 * stage))
-        tma_load(v_d, [row, token, head, HALF], ready, v_s.index(2 * stage + 1))
+        tma_load(v_d, [row, v_token, head, 0], ready, v_s.index(2 * stage))
+        tma_load(v_d, [row, v_token, head, HALF], ready, v_s.index(2 * stage + 1))
         tma_load(A_d, [tile * C, 0], ready, A_s.index(stage))
-        tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
+        if q_d is not None:
+            tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
 
 
 @gluon.jit
@@ -97,7 +112,10 @@ def carry(
     initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
     V_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """The chain of 64 value rows of S; copies of S and v_new go to `make_outputs`."""
+    """The chain of 64 value rows of S; copies of S and v_new go to `make_outputs`, where there is one.
+
+    Where there is none, for `ends_kernel`, odd ones begin with the identity; without tokens they are zero.
+    """
     n = gl.program_id(0) // HV
     head = gl.program_id(0) % HV
     row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
@@ -108,7 +126,9 @@ def carry(
     else:
         place = k[None, :] * D + v[:, None]
     state = (n.to(gl.int64) * HV + head) * (D * D)
-    if initial_ptr is None:
+    if S_s is None:
+        S = (v[:, None] == k[None, :]).to(gl.float32) * ((n % 2 == 1) & (length > 0)).to(gl.float32)
+    elif initial_ptr is None:
         S = gl.zeros((HALF, D), gl.float32, OF_STATE)
     else:
         S = gl.load(initial_ptr + state + place).to(gl.float32)
@@ -129,10 +149,11 @@ def carry(
         kS = warpgroup_mma(
             gl.convert_layout(S_operand, LEFT), k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
         )
-        mbarrier.wait(S_free.index(0), (i & 1) ^ 1)
-        S_s.index(0).slice(MINE * HALF, HALF).store(S_operand)
-        fence_async_shared()
-        mbarrier.arrive(S_full.index(0), count=1)
+        if S_s is not None:
+            mbarrier.wait(S_free.index(0), (i & 1) ^ 1)
+            S_s.index(0).slice(MINE * HALF, HALF).store(S_operand)
+            fence_async_shared()
+            mbarrier.arrive(S_full.index(0), count=1)
         v_tile = v_s.index(2 * stage + MINE).reshape([C, HALF]).permute((1, 0)).load(OF_TOKENS)
         kS = warpgroup_mma_wait(0, deps=(kS,))
         r = v_tile.to(gl.float32) - vector(f_s, stage, INTO, ACROSS)[None, :] * kS
@@ -149,16 +170,23 @@ def carry(
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
         grown = (v_new * vector(f_s, stage, OUT, ACROSS)[None, :]).to(gl.bfloat16)
         S = warpgroup_mma(gl.convert_layout(grown, LEFT), k_tile, S, is_async=True)
-        mbarrier.wait(w_free.index(0), (i & 1) ^ 1)
-        w_s.index(0).slice(MINE * HALF, HALF).store(v_new.to(gl.bfloat16))
-        fence_async_shared()
+        if w_s is not None:
+            mbarrier.wait(w_free.index(0), (i & 1) ^ 1)
+            w_s.index(0).slice(MINE * HALF, HALF).store(v_new.to(gl.bfloat16))
+            fence_async_shared()
         S = warpgroup_mma_wait(0, deps=(S,))
-        mbarrier.arrive(w_full.index(0), count=1)
+        if w_s is not None:
+            mbarrier.arrive(w_full.index(0), count=1)
         # what was loaded from the stage comes before the tensor copies that overwrite it
         fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
     if final_ptr is not None:
-        gl.store(final_ptr + state + place, S)
+        if table_ptr is not None and cu_seqlens_ptr is None:
+            goal = gl.load(table_ptr + gl.program_id(0) * JOB + 4).to(gl.int64)
+            if goal >= 0:
+                gl.store(final_ptr + (goal * HV + head) * (D * D) + place, S)
+        else:
+            gl.store(final_ptr + state + place, S)
 
 
 @gluon.jit
@@ -265,4 +293,38 @@ def walk_kernel(
         ],
         [4, 4, 1],
         [168, 144, 24],
+    )  # fmt: skip
+
+
+@kernel
+def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio):
+    """The walk without outputs, and without what only they need: M and N of spans, see `split`."""
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, C, 1, HALF], v_d.layout)
+    A_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
+    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, C], f_d.layout)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (carry, (
+                0, k_s, v_s, A_s, f_s, None, None, full, empty, None, None, None, None,
+                None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False,
+            )),
+            (carry, (
+                1, k_s, v_s, A_s, f_s, None, None, full, empty, None, None, None, None,
+                None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False,
+            )),
+            (load_chunks, (
+                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, f_s, full, empty,
+                None, jobs_ptr, T, HV, ratio, 0, 0,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
     )  # fmt: skip

@@ -1,0 +1,241 @@
+"""One sequence over many multiprocessors: the walk over spans of its chunks, all at the same time.
+
+    S_end = M S_start + N for any span of chunks: M is its walk from the identity without values, N from zero
+
+    jobs      where the spans lie; whose M is nothing, as their decay is exactly 0 in fp32
+    ends      M and N of all spans but each sequence's last: the walk without outputs
+    combine   S_(j+1) = M_j S_j + N_j from span to span: the states that enter them
+    walk      of each span from the state that enters it
+
+M, N and the states are in fp32, and products of them in three of tf32. Bytes per span and value head: M and N
+written 128 K; read 64 K, and M again by each strip of columns; states written and read 128 K. Per token that
+`ends` walks: k, A_inv, factors 416, and v 256 for N.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn.backends.hopper.factors import END, ROWS
+from gdn.backends.hopper.walk import JOB, ends_kernel
+from gdn.backends.triton.chunks import sequence
+from gdn.backends.triton.launch import Launch, Room, Step, kernel, machine, room
+from gdn.backends.triton.lib import dot, state_tile
+from gdn.problem import CHUNK, Problem
+
+SIZE, BV = 128, 16  # of K and of V; columns of a program of combine
+# us: a chunk in a walk with outputs (measured), and without; a step of combine; a kernel's launch (assumed)
+WALK, ENDS, COMBINE, LAUNCH = 2.5, 1.7, 3.0, 3.0
+GAIN = 0.9  # of the time without spans, at most: else there are none
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def span_of(p: Problem) -> int | None:
+    """Chunks of a span, or None: no sequence is split."""
+    if p.batch_invariant:
+        return None
+    return _span(p.N, p.HV, p.num_chunks, p.cu_seqlens is not None, machine(p.device).num_sms)
+
+
+@lru_cache
+def _span(N: int, HV: int, num_chunks: int, is_packed: bool, num_sms: int) -> int | None:
+    """What is fastest over the ways in which the chunks may be spread over N sequences; their sum of times.
+
+    Of packed sequences nobody knows the lengths: they may be alike, or one may have all chunks.
+    """
+    if num_sms <= N * HV:
+        return None
+    ways = [(N, _cdiv(num_chunks, N))]
+    if is_packed and N > 1:
+        ways.append((1, num_chunks))
+
+    def total(span: int) -> float:
+        return sum(_time(n * HV, chunks, span, num_sms) for n, chunks in ways)
+
+    longest = max(chunks for _, chunks in ways)
+    # in more than a wave the walk would be no faster
+    spans = {_cdiv(longest, pieces) for pieces in range(2, num_sms // HV + 1)}
+    best = min(sorted(spans), key=total, default=longest)
+    return best if total(best) < GAIN * sum(chunks * WALK for _, chunks in ways) else None
+
+
+def _time(pairs: int, chunks: int, span: int, num_sms: int) -> float:
+    """us that so many sequences and heads of `chunks` each take in spans; in waves of a program each.
+
+    A span's M is counted, whatever its decay.
+    """
+    spans = _cdiv(chunks, span)
+    ends = _cdiv(2 * (spans - 1) * pairs, num_sms) * span * ENDS
+    walk = _cdiv(spans * pairs, num_sms) * min(span, chunks) * WALK
+    return ends + spans * COMBINE + walk + 3 * LAUNCH
+
+
+@dataclass(frozen=True)
+class Spans:
+    """What is launched before the walk of spans, and allocated for it."""
+
+    rooms: tuple[Room, ...]  # states that enter spans, jobs of walk and of ends, ranges, M and N
+    programs: int  # of the walk
+    jobs: Launch
+    ends: Launch
+    combine: Launch
+
+    def steps(
+        self,
+        p: Problem,
+        tiles: tuple[Any, ...],
+        factors: Tensor,
+        table: Tensor | None,
+        new: list[Tensor | None],
+    ) -> Iterator[Step]:
+        """The launches and their tensors, in order; `tiles`: descriptors of k, v, A_inv and the factors."""
+        states, jobs, end_jobs, ranges, ends = new
+        yield self.jobs, (factors, p.cu_seqlens, table, jobs, end_jobs, ranges)
+        yield self.ends, (*tiles, ends, end_jobs)
+        yield self.combine, (ends, ranges, p.initial_state, states)
+
+
+def plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Spans:
+    """For spans of so many chunks; `numbers`: the walk's T, HV, ratio, chunks_per_row, bound."""
+    T, HV, ratio, per_row, bound = numbers
+    if p.cu_seqlens is None:
+        spans = p.N * _cdiv(per_row, span)
+    else:
+        # sum of max(1, ceil(chunks / span)): most where one sequence has all chunks
+        spans = p.N - 1 + max(1, _cdiv(p.num_chunks, span))
+    programs = spans * HV
+    places = {"C": CHUNK, "ROW": ROWS.value * CHUNK, "END": END.value * CHUNK, "JOB": JOB.value}
+    steps = {"D": SIZE, "BV": BV, "V_FIRST": p.state_v_first, "STAGES": 3}
+    states = (HV, SIZE, SIZE)
+    return Spans(
+        rooms=(
+            room((spans, *states), torch.float32),
+            room((programs, JOB.value), torch.int32),
+            room((2 * programs, JOB.value), torch.int32),
+            room((p.N, 2), torch.int32),
+            room((2 * spans, *states), torch.float32),
+        ),
+        programs=programs,
+        jobs=Launch(jobs_kernel, programs, (T, HV, p.N, per_row, bound, span), {**places, "BLOCK": 64}, 1),
+        ends=Launch(ends_kernel, 2 * programs, (T, HV, ratio), {}, 4, options={"maxnreg": 168}, described=4),
+        combine=Launch(combine_kernel, p.N * HV * (SIZE // BV), (HV,), steps, 8),
+    )
+
+
+@triton.jit
+def _times(a, b):
+    return a * b
+
+
+@triton.jit
+def span_at(i, cu_seqlens_ptr, N, L, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Sequence of span i, N past the last; spans before that sequence. One without tokens has one span."""
+    n = 0
+    first = 0
+    total = 0
+    for m in range(0, N, BLOCK):
+        lanes = m + tl.arange(0, BLOCK)
+        start = tl.load(cu_seqlens_ptr + lanes, mask=lanes < N, other=0)
+        end = tl.load(cu_seqlens_ptr + lanes + 1, mask=lanes < N, other=0)
+        spans = tl.maximum(tl.cdiv(tl.cdiv((end - start).to(tl.int32), C), L), 1)
+        spans = tl.where(lanes < N, spans, 0)
+        is_before = (lanes < N) & (total + tl.cumsum(spans, 0) <= i)
+        n += tl.sum(is_before.to(tl.int32))
+        first += tl.sum(tl.where(is_before, spans, 0))
+        total += tl.sum(spans)
+    return n, first
+
+
+@kernel
+def jobs_kernel(
+    factors_ptr, cu_seqlens_ptr, table_ptr, walks_ptr, ends_ptr, ranges_ptr,
+    T, HV, N, chunks_per_row, bound, L,
+    C: tl.constexpr, ROW: tl.constexpr, END: tl.constexpr, JOB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The jobs of `walk`, those of `ends`, (N, M) of each span, and (first span, spans) of each sequence."""
+    i = tl.program_id(0) // HV
+    head = tl.program_id(0) % HV
+    if table_ptr is None:
+        spans = tl.cdiv(chunks_per_row, L)
+        n = i // spans
+        base = n * spans
+    else:
+        n, base = span_at(i, cu_seqlens_ptr, N, L, C, BLOCK)
+    exists = n < N
+    row, first, total, chunk = sequence(
+        tl.minimum(n, N - 1), table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C
+    )
+    index = i - base
+    spans = tl.maximum(tl.cdiv(tl.cdiv(total, C), L), 1)
+    is_last = index == spans - 1
+    begin = index * L
+    length = tl.where(exists, tl.minimum(total - begin * C, L * C), 0)
+    chunk += begin
+
+    job = walks_ptr + (i * HV + head) * JOB
+    tl.store(job, row)
+    tl.store(job + 1, first + begin * C)
+    tl.store(job + 2, length)
+    tl.store(job + 3, chunk)
+    tl.store(job + 4, tl.where(exists & is_last, n, -1))
+    if exists & (index == 0) & (head == 0):
+        tl.store(ranges_ptr + 2 * n, base)
+        tl.store(ranges_ptr + 2 * n + 1, spans)
+
+    has_end = exists & (is_last == 0)
+    decay = tl.full([BLOCK], 1.0, tl.float64)
+    for c in range(0, tl.where(has_end, L, 0), BLOCK):
+        lanes = c + tl.arange(0, BLOCK)
+        place = ((chunk + lanes).to(tl.int64) * HV + head) * ROW + END
+        decay *= tl.load(factors_ptr + place, mask=lanes < L, other=1.0).to(tl.float64)
+    # in fp64, as partial products may be small in any order; NaN is kept
+    is_gone = tl.reduce(decay, 0, _times).to(tl.float32) == 0.0
+    for is_map in tl.static_range(2):
+        # without tokens M is zero
+        is_walked = has_end & (is_gone == 0) if is_map else has_end
+        job = ends_ptr + ((2 * i + is_map) * HV + head) * JOB
+        tl.store(job, row)
+        tl.store(job + 1, first + begin * C)
+        tl.store(job + 2, tl.where(is_walked, length, 0))
+        tl.store(job + 3, chunk)
+        tl.store(job + 4, tl.where(has_end, 2 * i + is_map, -1))
+
+
+@kernel
+def combine_kernel(
+    ends_ptr, ranges_ptr, initial_ptr, states_ptr,
+    HV,
+    D: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The states that enter the spans of a sequence, a strip of their columns."""
+    strip = tl.program_id(0) % (D // BV)
+    head = (tl.program_id(0) // (D // BV)) % HV
+    n = tl.program_id(0) // (D // BV * HV)
+    first = tl.load(ranges_ptr + 2 * n)
+    spans = tl.load(ranges_ptr + 2 * n + 1)
+    ks = tl.arange(0, D)
+    vs = strip * BV + tl.arange(0, BV)
+    place, mask = state_tile(0, ks, vs, D, D, V_FIRST)
+    if initial_ptr is None:
+        S = tl.zeros([D, BV], tl.float32)
+    else:
+        S = tl.load(initial_ptr + (n.to(tl.int64) * HV + head) * (D * D) + place).to(tl.float32)
+    square = ks[:, None] * D + ks[None, :]
+    columns = ks[:, None] * D + vs[None, :]
+    for i in tl.range(0, spans - 1, num_stages=STAGES):
+        span = (first + i).to(tl.int64)
+        tl.store(states_ptr + (span * HV + head) * (D * D) + place, S, mask=mask)
+        zero = 2 * span * HV + head
+        M = tl.load(ends_ptr + (zero + HV) * (D * D) + square)
+        N = tl.load(ends_ptr + zero * (D * D) + columns)
+        S = dot(M, S, N, "tf32x3")
+    tl.store(states_ptr + ((first + spans - 1).to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask)
