@@ -301,9 +301,9 @@ def walk(case: Case, span: int | None = None) -> Callable[[], Any]:
     problem = parse(**given.tensors, **given.options, backend="triton")
 
     def call() -> None:
-        from gdn.backends.hopper import rule, split
+        from gdn.backends.hopper import rule
 
-        with patch.object(split, "span_of", lambda problem: span):
+        with patch.object(cost, "span_of", lambda problem: span):
             rule.chunk_forward(problem, False)
 
     return call

@@ -20,7 +20,7 @@ from gluon_simulator import Descriptor, simulate
 from triton.experimental import gluon
 
 from gdn.backends import hopper
-from gdn.backends.hopper import rule, split
+from gdn.backends.hopper import cost, rule, split
 from gdn.backends.hopper.gluon import mbarrier
 from gdn.backends.hopper.solve import ROWS
 from gdn.backends.triton.chunks import Table
@@ -92,7 +92,7 @@ simulated = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be i
 
 def in_spans(monkeypatch, chunks):
     """Sequences are split into spans of so many chunks, whatever that costs."""
-    monkeypatch.setattr(split, "span_of", lambda problem: chunks)
+    monkeypatch.setattr(cost, "span_of", lambda problem: chunks)
 
 
 def forward(given):
@@ -195,19 +195,19 @@ def test_a_full_machine_is_not_split():
     for pairs in (132, 133, 264, 4000):
         for chunks, is_packed in itertools.product((1, 64, 2048), (False, True)):
             for N in (1, 2, pairs):
-                assert split._span(N, -(-pairs // N), N * chunks, is_packed, 132) is None
+                assert cost._span(N, -(-pairs // N), N * chunks, is_packed, 132) is None
     for chunks, is_packed in itertools.product((1, 2, 4, 8), (False, True)):
-        assert split._span(1, 8, chunks, is_packed, 132) is None
+        assert cost._span(1, 8, chunks, is_packed, 132) is None
     for HV, chunks in itertools.product((1, 8, 16, 32), (128, 512, 2048)):
-        span = split._span(1, HV, chunks, False, 132)
-        assert span == split._span(1, HV, chunks, True, 132) and 2 <= -(-chunks // span) <= 132 // HV
-        assert split._time(HV, chunks, span, 132) < split.GAIN * chunks * split.WALK
-    # one of eight sequences may have all tokens
-    assert split._span(8, 8, 512, False, 132) is None and split._span(8, 8, 512, True, 132) is not None
+        span = cost._span(1, HV, chunks, False, 132)
+        assert span == cost._span(1, HV, chunks, True, 132) and 2 <= -(-chunks // span) <= 132 // HV
+        assert cost._time(HV, chunks, span, 132) < cost.GAIN * cost._time(HV, chunks, chunks, 132)
+    # one of sixteen sequences may have all tokens
+    assert cost._span(16, 8, 1024, False, 132) is None and cost._span(16, 8, 1024, True, 132) is not None
     given = inputs(replace(BASE, lengths=rows(20000)), torch.bfloat16)
     problem = parse(**given.tensors, **given.options)
-    assert split.span_of(problem) is not None
-    assert split.span_of(replace(problem, batch_invariant=True)) is None
+    assert cost.span_of(problem) is not None
+    assert cost.span_of(replace(problem, batch_invariant=True)) is None
 
 
 @pytest.mark.interpret
@@ -249,8 +249,18 @@ def test_the_simulator_sees_a_broken_protocol(monkeypatch):
         simulate(_stuck_kernel, 1)
 
 
+def test_what_it_is_faster_at():
+    """As measured on an H200: long or many sequences, not short ones."""
+    for N, HV, chunks in (
+        (1, 8, 128), (1, 8, 512), (8, 8, 64), (1, 64, 512), (8, 32, 64), (8, 32, 16), (16, 16, 256)
+    ):  # fmt: skip
+        assert all(cost._is_faster(N, HV, N * chunks, is_packed, 132) for is_packed in (False, True))
+    for N, HV, chunks in ((1, 8, 1), (1, 32, 1), (1, 32, 8), (1, 8, 32), (32, 32, 1), (64, 32, 2)):
+        assert not cost._is_faster(N, HV, N * chunks, False, 132)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="expected no interpreter")
-def test_it_is_taken_where_asked_for_alone(monkeypatch):
+def test_who_takes_what(monkeypatch):
     """As on a GPU that it knows: what it says of problems that it does not take."""
     monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
     given = inputs(BASE, torch.bfloat16)
@@ -258,10 +268,13 @@ def test_it_is_taken_where_asked_for_alone(monkeypatch):
     def asked(backend="hopper", **changed):
         return parse(**{**given.tensors, **changed}, **given.options, backend=backend)
 
-    assert "backend='hopper'" in hopper.refuses(asked(backend=None))
     assert "capability (9, 0), got cpu" in hopper.refuses(asked())
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     assert hopper.refuses(asked()) is None
+    assert "faster at than triton, got N=1, HV=2, T=" in hopper.refuses(asked(backend=None))
+    monkeypatch.setattr(cost, "is_faster", lambda problem: True)
+    assert hopper.refuses(asked(backend=None)) is None
+    assert "batch_invariant" in hopper.refuses(replace(asked(backend=None), batch_invariant=True))
     wide = {name: x.float() for name, x in given.tensors.items()}
     assert "expected bf16, got torch.float32" in hopper.refuses(asked(**wide))
     small = inputs(replace(BASE, sizes=(64, 128)), torch.bfloat16)
@@ -276,7 +289,7 @@ def test_it_is_taken_where_asked_for_alone(monkeypatch):
 def test_what_no_tensor_copy_reads_is_copied(shape, strides):
     x = torch.randn(4000 + 70 * 128).as_strided(shape, strides)
     copy = rule._copyable(x)
-    assert torch.equal(copy, x) and rule._descriptor(copy.bfloat16(), [1, 64, 1, 128], rule.TOKENS)
+    assert torch.equal(copy, x) and rule._descriptor(copy.bfloat16(), (1, 64, 1, 128), rule.TOKENS)
     good = torch.zeros(2, 5, 2, 128)
     assert rule._copyable(good) is good
 

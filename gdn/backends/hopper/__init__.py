@@ -1,7 +1,7 @@
 """Kernels for sm_90 in Gluon in the place of Triton's: so far of the chunked forward, 128 x 128 in bf16.
 
-Taken only where asked for, backend="hopper": no GPU has run them yet. Of the rule, what has no kernel here
-runs Triton's; other problems are refused.
+Taken where they are the faster ones, or asked for. Of the rule, what has no kernel here runs Triton's: the
+backward, and a forward that keeps something for it. Other problems are refused.
 This file imports no Triton.
 """
 
@@ -14,20 +14,19 @@ import torch
 from gdn import settings
 from gdn.backends import triton
 from gdn.backends.backend import Saved
+from gdn.backends.hopper import cost
 from gdn.problem import Problem
 
 SIZE = 128  # of K and of V
 
 
 def refuses(problem: Any) -> str | None:
-    """Takes the rule in bf16 with K = V = 128 on a GPU of compute capability 9.0, where it is asked for."""
+    """Takes the rule in bf16 with K = V = 128 on a GPU of compute capability 9.0."""
     reason = triton.refuses(problem)
     if reason is not None:
         return reason
     if not isinstance(problem, Problem):
         return "expected the rule, got a problem that has no kernel here"
-    if (problem.backend or settings.backend()) != "hopper":
-        return "expected backend='hopper': it is not taken unless asked for before it has been measured"
     if (problem.K, problem.V) != (SIZE, SIZE):
         return f"expected K = V = {SIZE}, got K={problem.K}, V={problem.V}"
     if problem.q.dtype != torch.bfloat16:
@@ -35,6 +34,12 @@ def refuses(problem: Any) -> str | None:
     found = _capability(problem.q.device)
     if found != (9, 0):
         return f"expected a GPU of compute capability (9, 0), got {found or problem.q.device.type}"
+    if (problem.backend or settings.backend()) != "hopper":
+        if problem.batch_invariant:
+            return "expected no batch_invariant, or backend='hopper': who is faster depends on the batch"
+        if not cost.is_faster(problem):
+            sizes = f"N={problem.N}, HV={problem.HV}, T={problem.T}"
+            return f"expected a problem that it is faster at than triton, got {sizes}"
     try:
         import_module("gdn.backends.hopper.walk")
     except (ImportError, AttributeError) as e:

@@ -1,12 +1,13 @@
-"""The chunked rule's forward: `solve` for each chunk, then `walk`, one Gluon kernel for all that meets the state.
+"""The chunked rule's forward: `factors` and `solve` for each chunk, then `walk`, all that meets the state.
 
-Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: solve 424, and 256 for q; walk q, k, v, o
-1024, A_inv 128, factors 32: 1864. Where sequences and heads are few, `split` has spans of them walked at the
-same time.
+Bytes per token and value head, K = V = 128 in bf16, HV = H: factors 42, solve 396, walk q, k, v, o 1024,
+A_inv 128, factors 32: 1622; with l2norm 1922. Where sequences and heads are few, `split` has spans of them
+walked at the same time.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn.backends.backend import Saved
-from gdn.backends.hopper import split
+from gdn.backends.hopper import cost, split
 from gdn.backends.hopper.factors import ROWS, factors_kernel
 from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
@@ -51,14 +52,14 @@ class Forward:
         tail = None if table is None else o
         yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors)
         yield self.solve, (p.q, p.k, table, factors, A_inv, tail)
-        q_d: Any = _descriptor(p.q, [1, CHUNK, 1, SIZE], TOKENS)
+        q_d: Any = _descriptor(p.q, (1, CHUNK, 1, SIZE), TOKENS)
         tiles: tuple[Any, ...] = (
-            _descriptor(p.k, [1, CHUNK, 1, SIZE], TOKENS),
-            _descriptor(p.v, [1, CHUNK, 1, HALF], TOKENS),
-            _descriptor(A_inv.view(-1, CHUNK), [CHUNK, CHUNK], TILE),
-            _descriptor(factors.view(-1, CHUNK), [1, CHUNK], VECTOR),
+            _descriptor(p.k, (1, CHUNK, 1, SIZE), TOKENS),
+            _descriptor(p.v, (1, CHUNK, 1, HALF), TOKENS),
+            _descriptor(A_inv.view(-1, CHUNK), (CHUNK, CHUNK), TILE),
+            _descriptor(factors.view(-1, CHUNK), (1, CHUNK), VECTOR),
         )
-        o_d: Any = _descriptor(o, [1, CHUNK, 1, SIZE], TOKENS)
+        o_d: Any = _descriptor(o, (1, CHUNK, 1, SIZE), TOKENS)
         if self.spans is None:
             yield self.walk, (q_d, *tiles, o_d, p.initial_state, final, p.cu_seqlens, table, o)
         else:
@@ -76,7 +77,7 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         return whole.chunk_forward(problem, save)
     p = _aligned(tidy(problem))
     with on(p.device):
-        span = split.span_of(p)
+        span = cost.span_of(p)
         plan = _forwards.get((plans.key(p), span), lambda: _first(p, span))
         new = allocate(p.device, plan.rooms)
         for launch, tensors in plan.steps(p, new):
@@ -116,6 +117,8 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None) -> Forward:
         (*plans.strides_of(a.unit, p.q, p.k), *numbers),
         {"K": p.K, "V": p.V, "C": CHUNK, "UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel},
         4,
+        # six programs a multiprocessor
+        options={"maxnreg": 80},
     )
     numbers = (*numbers, a.entries)
     spans = None if span is None else split.plan(p, span, numbers)
@@ -139,20 +142,33 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None) -> Forward:
     return Forward(rooms, a.launch, factors, solve, spans, walk)
 
 
-def _descriptor(x: Tensor, block: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+def _descriptor(x: Tensor, block: tuple[int, ...], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    """x in blocks. What does not depend on where x lies is checked once."""
+    found = object.__new__(TensorDescriptor)
+    found.__dict__.update(_described(x.shape, x.stride(), x.dtype, block, layout))
+    found.base = x
+    return found
+
+
+@lru_cache(4096)
+def _described(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...],
+    layout: gl.NVMMASharedLayout,
+) -> dict[str, Any]:  # fmt: skip
+    nowhere = torch.empty(0, dtype=dtype)
+    return vars(TensorDescriptor(nowhere, list(shape), list(strides), list(block), layout))
 
 
 def _aligned(p: Problem) -> Problem:
     """The problem with q, k, v as tensor copies can read them: 16 bytes must divide addresses and strides."""
-    found = {name: _copyable(getattr(p, name)) for name in ("q", "k", "v")}
-    is_same = all(x is getattr(p, name) for name, x in found.items())
+    q, k, v = _copyable(p.q), _copyable(p.k), _copyable(p.v)
     # where a tensor lies is no part of a form
-    return p if is_same else replace(p, form=None, **found)
+    return p if q is p.q and k is p.k and v is p.v else replace(p, form=None, q=q, k=k, v=v)
 
 
 def _copyable(x: Tensor) -> Tensor:
-    if x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:3]):
+    row, token, head, _ = x.stride()
+    if (x.data_ptr() | x.element_size() * (row | token | head)) % 16 == 0:
         return x
     # whatever strides an axis of one element has, which is contiguous with any
     return x.clone(memory_format=torch.contiguous_format)

@@ -4,12 +4,12 @@
 
 As `triton.prepare`, but without P, and with products in fp16, which is as exact as tf32 and has room for
 |A| < 65504: a recurrence with larger ones grows by as much from token to token. With l2norm raw k go through
-the product, and OUT, INTO, FROM of `factors` are multiplied with k_rstd, READ and TO with q_rstd. The diagonal
-of A_inv has what rounding took from the row's sum: see `triton.prepare`. Outputs of tokens that belong to no
-sequence are zeroed here.
+the product, and OUT, INTO, FROM of `factors` are multiplied with k_rstd, READ and TO with q_rstd. The
+diagonal of A_inv has what rounding took from the row's sum: see `triton.prepare`. Outputs of tokens that
+belong to no sequence are zeroed here.
 
-Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128, factors 12: 396; with l2norm 300
-more.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128, factors 12: 396; with l2norm
+300 more.
 """
 
 import triton
@@ -20,7 +20,7 @@ from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import rows_of, rstd_of, squares
 from gdn.backends.triton.prepare import clear_outputs
-from gdn.backends.triton.tril import inverse
+from gdn.backends.triton.tril import inverse_in_parts
 
 
 @triton.jit
@@ -70,9 +70,13 @@ def solve_kernel(
 
     # above the diagonal anything, infinity included: it is not read
     A = kk * tl.exp2(high[:, None] - high[None, :]) * columns[None, :] * rows[:, None]
-    X = inverse(A, "fp16")
-    X = tl.where(tokens[:, None] > tokens[None, :], X, 0.0)
-    kept = _round(X)
-    lost = tl.sum(X - kept, 1)
-    kept = tl.where(tokens[:, None] == tokens[None, :], lost[:, None], kept)
-    tl.store(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :], kept.to(tl.bfloat16))
+    X, Y = inverse_in_parts(A, "fp16")
+    n, i = tl.arange(0, 2), tl.arange(0, C // 2)
+    X = tl.where((i[:, None] > i[None, :])[None, :, :], X, 0.0)
+    kept, kept_Y = _round(X), _round(Y)
+    lost = tl.sum(X - kept, 2) + tl.where(n == 1, 1.0, 0.0)[:, None] * tl.sum(Y - kept_Y, 1)[None, :]
+    kept = tl.where((i[:, None] == i[None, :])[None, :, :], lost[:, :, None], kept)
+    base = A_inv_ptr + tile * (C * C) + i[:, None] * C + i[None, :]
+    tl.store(base[None, :, :] + (n * (C // 2 * (C + 1)))[:, None, None], kept.to(tl.bfloat16))
+    tl.store(base + C // 2 * C, kept_Y.to(tl.bfloat16))
+    tl.store(base + C // 2, tl.zeros([C // 2, C // 2], tl.bfloat16))

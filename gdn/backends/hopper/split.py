@@ -14,7 +14,6 @@ written 128 K; read 64 K, and M again by each strip of columns; states written a
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,58 +24,15 @@ from torch import Tensor
 from gdn.backends.hopper.factors import END, ROWS
 from gdn.backends.hopper.walk import JOB, ends_kernel
 from gdn.backends.triton.chunks import sequence
-from gdn.backends.triton.launch import Launch, Room, Step, kernel, machine, room
+from gdn.backends.triton.launch import Launch, Room, Step, kernel, room
 from gdn.backends.triton.lib import dot, state_tile
 from gdn.problem import CHUNK, Problem
 
 SIZE, BV = 128, 16  # of K and of V; columns of a program of combine
-# us: a chunk in a walk with outputs (measured), and without; a step of combine; a kernel's launch (assumed)
-WALK, ENDS, COMBINE, LAUNCH = 2.5, 1.7, 3.0, 3.0
-GAIN = 0.9  # of the time without spans, at most: else there are none
 
 
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def span_of(p: Problem) -> int | None:
-    """Chunks of a span, or None: no sequence is split."""
-    if p.batch_invariant:
-        return None
-    return _span(p.N, p.HV, p.num_chunks, p.cu_seqlens is not None, machine(p.device).num_sms)
-
-
-@lru_cache
-def _span(N: int, HV: int, num_chunks: int, is_packed: bool, num_sms: int) -> int | None:
-    """What is fastest over the ways in which the chunks may be spread over N sequences; their sum of times.
-
-    Of packed sequences nobody knows the lengths: they may be alike, or one may have all chunks.
-    """
-    if num_sms <= N * HV:
-        return None
-    ways = [(N, _cdiv(num_chunks, N))]
-    if is_packed and N > 1:
-        ways.append((1, num_chunks))
-
-    def total(span: int) -> float:
-        return sum(_time(n * HV, chunks, span, num_sms) for n, chunks in ways)
-
-    longest = max(chunks for _, chunks in ways)
-    # in more than a wave the walk would be no faster
-    spans = {_cdiv(longest, pieces) for pieces in range(2, num_sms // HV + 1)}
-    best = min(sorted(spans), key=total, default=longest)
-    return best if total(best) < GAIN * sum(chunks * WALK for _, chunks in ways) else None
-
-
-def _time(pairs: int, chunks: int, span: int, num_sms: int) -> float:
-    """us that so many sequences and heads of `chunks` each take in spans; in waves of a program each.
-
-    A span's M is counted, whatever its decay.
-    """
-    spans = _cdiv(chunks, span)
-    ends = _cdiv(2 * (spans - 1) * pairs, num_sms) * span * ENDS
-    walk = _cdiv(spans * pairs, num_sms) * min(span, chunks) * WALK
-    return ends + spans * COMBINE + walk + 3 * LAUNCH
 
 
 @dataclass(frozen=True)

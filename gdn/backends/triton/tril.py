@@ -30,13 +30,33 @@ def inverse_of_blocks(D, E, F, PRECISION: tl.constexpr):
     D [4, 16, 16] diagonal blocks, read below their diagonals only; E [4, 16, 16] the blocks left of these, of
     which those of 0 and 2 may hold anything; F [32, 32] the quarter on the lower left.
     """
+    X, Y = _halves(D, E, F, PRECISION)
+    return _join(X, Y)
+
+
+@triton.jit
+def inverse_in_parts(A, PRECISION: tl.constexpr):
+    """As `inverse`, but its diagonal blocks [2, 32, 32] and the quarter on the lower left [32, 32]."""
+    return _halves(_block(A, 0), _block(A, 1), _corner(_operand(A, PRECISION)), PRECISION)
+
+
+@triton.jit
+def _operand(x, PRECISION: tl.constexpr):
+    """x as products want it, before it is moved between warps: half as many bytes in fp16."""
+    if PRECISION == "fp16":
+        return x.to(tl.float16)
+    else:
+        return x
+
+
+@triton.jit
+def _halves(D, E, F, PRECISION: tl.constexpr):
     X, X_t = _diagonal(D, PRECISION)
     # E X of the block before, transposed: every operand but `before` lies where it is needed
-    U_t = _batched(_before(X_t), E, PRECISION)
+    U_t = _batched(_before(_operand(X_t, PRECISION)), E, PRECISION)
     X = _merge(X, _batched(X, -U_t, PRECISION))
-    upper, lower = tl.split(tl.permute(X, (1, 2, 0)))
-    Y = _product(_product(lower, F, PRECISION), upper, PRECISION)
-    return _join(X, -Y)
+    upper, lower = tl.split(tl.permute(_operand(X, PRECISION), (1, 2, 0)))
+    return X, -_product(_product(lower, F, PRECISION), upper, PRECISION)
 
 
 @triton.jit
