@@ -271,7 +271,7 @@ def test_who_takes_what(monkeypatch):
     assert "capability (9, 0), got cpu" in hopper.refuses(asked())
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     assert hopper.refuses(asked()) is None
-    assert "faster at than triton, got N=1, HV=2, T=" in hopper.refuses(asked(backend=None))
+    assert "faster at than triton, got N=2, HV=2, T=129" in hopper.refuses(asked(backend=None))
     monkeypatch.setattr(cost, "is_faster", lambda problem: True)
     assert hopper.refuses(asked(backend=None)) is None
     assert "batch_invariant" in hopper.refuses(replace(asked(backend=None), batch_invariant=True))
