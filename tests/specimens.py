@@ -301,7 +301,7 @@ def walk(case: Case, span: int | None = None) -> Callable[[], Any]:
     problem = parse(**given.tensors, **given.options, backend="triton")
 
     def call() -> None:
-        from gdn.backends.hopper import rule
+        from gdn.backends.hopper import cost, rule
 
         with patch.object(cost, "span_of", lambda problem: span):
             rule.chunk_forward(problem, False)

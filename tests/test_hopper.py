@@ -114,6 +114,34 @@ def test_simulated(name):
     assert all(x is None for x in saved.tensors())
 
 
+def prefilled(backend, device="cpu", heads=(1, 2), lengths=(70, 0, 130, 64)):
+    """Outputs and the pool after a prefill of prompts, some of them going on, one without a slot."""
+    given = inputs(replace(BASE, heads=heads, lengths=packed(*lengths)), torch.bfloat16, device=device)
+    x = {name: given.tensors[name] for name in ("q", "k", "v", "g", "beta", "cu_seqlens")}
+    pool = torch.randn(9, heads[1], 128, 128, generator=torch.Generator().manual_seed(1)).to(device)
+    slots, live = (
+        torch.tensor([5, 2, -1, 7], device=device),
+        torch.tensor([True, True, True, False], device=device),
+    )
+    o = gdn.prefill(**x, state=pool, state_index=slots, has_initial_state=live, backend=backend)
+    return o, pool
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+def test_prefill_of_a_pool(monkeypatch):
+    """The forward is the one here, between Triton's gather and scatter."""
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    x = torch.zeros(3, 1, 5, 1, 128, dtype=torch.bfloat16)
+    snapshots = {"snapshot_pos": torch.tensor([3]), "snapshot_index": torch.tensor([0])}
+    where = {"cu_seqlens": torch.tensor([0, 5]), "state_index": torch.tensor([0]), **snapshots}
+    with pytest.raises(NotImplementedError, match="without checkpoints and snapshots"):
+        gdn.prefill(*x, torch.zeros(1, 1, 128, 128), **where, backend="hopper")
+    pairs = zip(prefilled("hopper"), prefilled("eager"), strict=True)
+    assert all(error(x, expected.double()) < 5e-3 for x, expected in pairs)
+
+
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
@@ -331,6 +359,14 @@ def test_on_a_gpu(monkeypatch, name):
         for backend in ("hopper", "triton")
     ]
     assert torch.equal(*found)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_prefill_on_a_gpu():
+    for lengths in ((70, 0, 130, 64), (300, 5000, 40, 4096)):
+        found, expected = (prefilled(name, "cuda", (4, 8), lengths) for name in ("hopper", "triton"))
+        assert all(error(x, y.double()) < 5e-3 for x, y in zip(found, expected, strict=True))
 
 
 LONG = {

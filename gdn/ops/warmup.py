@@ -51,7 +51,8 @@ def warmup(
         how many, in how many seconds. A second warmup of the same names none.
     No tensor of the caller is touched. On `eager` nothing compiles and only torch's own set-up is met.
     Raises: as the functions themselves; ValueError for an engine it does not know.
-    Cost:   what compiling costs; memory for max_rows prompts of 65 tokens and as many states.
+    Cost:   what compiling costs; memory for max_rows prompts of 65 tokens and as many states, and for a
+            prompt of 4096 tokens.
     """
     check_engines(engines, ENGINES)
     lines = []

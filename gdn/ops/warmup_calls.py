@@ -19,6 +19,7 @@ from gdn.ops.step import decode_step
 
 Call = tuple[str, str, Callable[[], Any]]
 LENGTH = 65  # tokens of a prompt: a whole chunk and a ragged one
+LONG = 4096  # tokens of a prompt that other kernels may be faster at
 PLACES = 16  # of a replay's history
 
 
@@ -85,11 +86,16 @@ class Sizes:
             return [1]
         return [n for n in (1 << i for i in range(self.rows.bit_length())) if n <= self.rows]
 
+    def prompts(self) -> list[tuple[int, int]]:
+        """Numbers of prompts and the tokens of each; on a GPU a long one, too."""
+        found = [(N, LENGTH) for N in self.batches()]
+        return [*found, (1, LONG)] if self.device.type == "cuda" else found
+
 
 def layer(s: Sizes, training: bool) -> Iterator[Call]:
     """The rule for whole sequences, and what stands around it."""
-    for N in s.batches():
-        yield "chunk_gated_delta_rule", f"N={N}", partial(_rule, s, N, training)
+    for N, T in s.prompts():
+        yield "chunk_gated_delta_rule", f"N={N} T={T}", partial(_rule, s, N, T, training)
     x = s.tokens(1, LENGTH)
     given = {**x, **s.active(1, LENGTH), "output_final_state": True, "backend": s.backend}
     yield "fused_recurrent_gated_delta_rule", "", partial(fused_recurrent_gated_delta_rule, **given)
@@ -99,10 +105,10 @@ def layer(s: Sizes, training: bool) -> Iterator[Call]:
     yield "rms_norm_gated", "", partial(rms_norm_gated, x["v"], x["v"], weight, backend=s.backend)
 
 
-def _rule(s: Sizes, N: int, training: bool) -> None:
+def _rule(s: Sizes, N: int, T: int, training: bool) -> None:
     options: dict[str, Any] = {"output_final_state": True, "backend": s.backend}
-    options["cu_seqlens"] = s.offsets(N, LENGTH)
-    leaves = [*s.tokens(1, N * LENGTH).values(), *s.active(1, N * LENGTH).values()]
+    options["cu_seqlens"] = s.offsets(N, T)
+    leaves = [*s.tokens(1, N * T).values(), *s.active(1, N * T).values()]
     leaves = [x.detach().requires_grad_(training) for x in leaves]
     with torch.set_grad_enabled(training):
         o, final_state = chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True, **options)
@@ -157,18 +163,19 @@ def _prefill(
     splits: bool = False, checkpoints: bool = False, **options: Any,
 ) -> Iterator[Call]:  # fmt: skip
     """Prompts in every number."""
-    for N in s.batches():
-        given = {**s.tokens(1, N * LENGTH), **getattr(s, gates)(1, N * LENGTH)}
+    for N, T in s.prompts():
+        given = {**s.tokens(1, N * T), **getattr(s, gates)(1, N * T)}
         where: dict[str, Any] = {"state": pool[:1].repeat(2 * N, *(1 for _ in pool.shape[1:]))}
-        where |= {"cu_seqlens": s.offsets(N, LENGTH), "state_index": s.index(N, dtype=index)}
+        where |= {"cu_seqlens": s.offsets(N, T), "state_index": s.index(N, dtype=index)}
         if begins:
             where["has_initial_state"] = torch.zeros(N, dtype=torch.bool, device=s.device)
         if splits:
             where["out_state_index"] = s.index(N, dtype=index) + N
         if checkpoints:
-            where["checkpoints"] = torch.zeros(2 * N + 1, *pool.shape[1:], device=s.device)
+            where["checkpoints"] = torch.zeros(N * (T // 64) + 1, *pool.shape[1:], device=s.device)
             where |= {"checkpoint_every": 64, "checkpoint_offsets": s.index(N, dtype=torch.int64)}
-        yield "prefill", f"{gates} N={N}", partial(prefill, **given, **where, backend=s.backend, **options)
+        call = partial(prefill, **given, **where, backend=s.backend, **options)
+        yield "prefill", f"{gates} N={N} T={T}", call
 
 
 def own(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:

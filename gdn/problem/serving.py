@@ -4,6 +4,7 @@ The names of the fields are those of the public functions in `gdn.ops.serving`, 
 """
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from gdn.notation import HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
 from gdn.problem import addressing, check
-from gdn.problem.rule import host_offsets
+from gdn.problem.rule import Problem, host_offsets
 
 
 class OnPool:
@@ -155,6 +156,22 @@ class PrefillProblem(OnPool):
     def offsets(self, *, read_device: bool) -> list[int] | None:
         """cu_seqlens as checked numbers; None if they may not be read."""
         return host_offsets(self.cu_seqlens, None, self.q.shape[1], read_device=read_device)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether states on the way are wanted, between a sequence's first and last token."""
+        return self.checkpoints is not None or self.snapshot_pos is not None
+
+    @cached_property
+    def rule(self) -> Problem:
+        """The rule for all of the prefill, without its initial states."""
+        is_raw = self.a is not None
+        g, beta = (self.a, self.b) if is_raw else (self.g, self.beta)
+        return Problem(
+            self.q, self.k, self.v, g, beta, self.A_log, self.dt_bias, None, self.cu_seqlens, None,
+            self.scale, True, self.use_qk_l2norm_in_kernel, is_raw, is_raw, self.allow_neg_eigval,
+            self.state_v_first, True, self.batch_invariant, self.backend,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ def _run(p: PrefillProblem, slots: list[int], bounds: list[int], first: int, las
             initial[n - first].copy_(p.state[slots[n]])
     own = [x - bounds[first] for x in bounds[first : last + 1]]
     cu_seqlens = None if len(own) == 2 else torch.tensor(own)
-    rule = replace(_cut(_rule(p), bounds[first], bounds[last]), initial_state=initial, cu_seqlens=cu_seqlens)
-    out, final, saved = chunk_forward(rule, p.checkpoints is not None or p.snapshot_pos is not None)
+    rule = replace(_cut(p.rule, bounds[first], bounds[last]), initial_state=initial, cu_seqlens=cu_seqlens)
+    out, final, saved = chunk_forward(rule, p.keeps_states)
     assert final is not None
     return out, Run(rule, own, initial, final, saved)
 
@@ -97,16 +97,6 @@ def _writes(p: PrefillProblem, run: Run, n: int, i: int, count: int) -> Iterator
         slot = int((p.state_index if p.out_state_index is None else p.out_state_index)[n])
         if p.is_slot(slot):
             yield p.state[slot], run.final[i]
-
-
-def _rule(p: PrefillProblem) -> Problem:
-    """The rule for all of the prefill's tokens, without its states and sequences."""
-    is_raw = p.a is not None
-    return Problem(
-        p.q, p.k, p.v, p.a if is_raw else p.g, p.b if is_raw else p.beta, p.A_log, p.dt_bias, None, None,
-        None, p.scale, True, p.use_qk_l2norm_in_kernel, is_raw, is_raw, p.allow_neg_eigval, p.state_v_first,
-        True, p.batch_invariant, p.backend,
-    )  # fmt: skip
 
 
 def _cut(rule: Problem, start: int, end: int) -> Problem:

@@ -15,7 +15,7 @@ from gdn import settings
 from gdn.backends import triton
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost
-from gdn.problem import Problem
+from gdn.problem import PrefillProblem, Problem
 
 SIZE = 128  # of K and of V
 
@@ -25,8 +25,12 @@ def refuses(problem: Any) -> str | None:
     reason = triton.refuses(problem)
     if reason is not None:
         return reason
+    if isinstance(problem, PrefillProblem):
+        if problem.keeps_states:
+            return "expected a prefill without checkpoints and snapshots"
+        problem = problem.rule
     if not isinstance(problem, Problem):
-        return "expected the rule, got a problem that has no kernel here"
+        return "expected the rule or a prefill, got a problem that has no kernel here"
     if (problem.K, problem.V) != (SIZE, SIZE):
         return f"expected K = V = {SIZE}, got K={problem.K}, V={problem.V}"
     if problem.q.dtype != torch.bfloat16:
@@ -60,4 +64,10 @@ def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Te
     return found
 
 
-BACKEND = replace(triton.BACKEND, name="hopper", refuses=refuses, chunk_forward=_chunk_forward)
+def _prefill(problem: PrefillProblem) -> None:
+    import_module("gdn.backends.triton.prefill").prefill(problem, _chunk_forward)
+
+
+BACKEND = replace(
+    triton.BACKEND, name="hopper", refuses=refuses, chunk_forward=_chunk_forward, prefill=_prefill
+)

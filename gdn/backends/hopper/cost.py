@@ -17,8 +17,8 @@ WALK, ENDS = (8.0, 2.65), (6.0, 1.43)
 # of `jobs`, and of `combine`, its first span and each
 JOBS, COMBINE = 3.0, (10.0, 2.0)
 GAIN = 0.9  # of the time without spans, at most: else there are none
-# Triton's backend: a tile in prepare, the same in output, a chunk in the state pass by strips, and in scan
-TRITON_TILE, TRITON_STRIPS, TRITON_SCAN = 0.020, ((8, 1.1), (4, 1.4)), 3.85
+# Triton: its launches, a tile in prepare, as much in output, a chunk in the state pass by strips, and in scan
+TRITON_LAUNCHES, TRITON_TILE, TRITON_STRIPS, TRITON_SCAN = 15.0, 0.020, ((8, 1.1), (4, 1.4)), 3.85
 
 
 def span_of(p: Problem) -> int | None:
@@ -89,9 +89,9 @@ def _time(pairs: int, chunks: int, span: int, num_sms: int) -> float:
 def _triton(pairs: int, chunks: int, num_sms: int) -> float:
     tiles = TRITON_TILE * pairs * chunks
     if 2 * pairs > num_sms:
-        return LAUNCHES + tiles + _cdiv(pairs, num_sms) * chunks * TRITON_SCAN
+        return TRITON_LAUNCHES + tiles + _cdiv(pairs, num_sms) * chunks * TRITON_SCAN
     walk = min(_cdiv(strips * pairs, num_sms) * us for strips, us in TRITON_STRIPS)
-    return LAUNCHES + 2 * tiles + chunks * walk
+    return TRITON_LAUNCHES + 2 * tiles + chunks * walk
 
 
 def _of(cost: tuple[float, float], chunks: int) -> float:

@@ -9,7 +9,7 @@
 A program has a tile of one state, as in `recurrent`, which lies well for a pool in either memory order.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn.backends.backend import Saved
 from gdn.backends.triton import rule as chunked
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
 from gdn.backends.triton.recurrent import (
@@ -208,17 +209,30 @@ class Prefill:
 
 
 _plans: Plans[Prefill] = Plans()
+Forward = Callable[[Problem, bool], tuple[Tensor, Tensor | None, Saved]]
 
 
-def prefill(problem: PrefillProblem) -> None:
-    """See `Backend`; writes problem.state, problem.checkpoints and problem.out."""
+def prefill(problem: PrefillProblem, chunk_forward: Forward | None = None) -> None:
+    """See `Backend`; writes problem.state, problem.checkpoints and problem.out.
+
+    chunk_forward: another backend's, for where no states on the way are wanted. Saved for a backward these
+    are in 16 bits at K > 64: a state that an engine starts from again would have been rounded once more than
+    the one that was carried on.
+    """
     p = problem
-    rule = chunked.tidy(_rule(p))
+    rule = chunked.tidy(p.rule)
     with on(p.q.device):
         plan = _plans.get(_key(p, rule), lambda: _plan(p, rule))
         initial = p.q.new_empty(rule.state_shape, dtype=torch.float32)
         plan.gather(p.state, p.state_index, p.has_initial_state, initial)
-        o, final, S_in = _forward(p, replace(rule, initial_state=initial))
+        whole, S_in = replace(rule, initial_state=initial), None
+        if p.keeps_states:
+            o, final, saved = chunked.forward(whole, torch.float32)
+            S_in = saved.S_in
+        elif chunk_forward is None:
+            o, final, _ = chunked.forward(whole, None)
+        else:
+            o, final, _ = chunk_forward(whole, False)
         if plan.snapshot is not None:
             plan.snapshot(
                 rule.q, rule.k, rule.v, rule.g, rule.beta, rule.A_log, rule.dt_bias, initial, final,
@@ -230,27 +244,6 @@ def prefill(problem: PrefillProblem) -> None:
         )  # fmt: skip
         p.out.copy_(o)
         plan.clear(p.out, rule.cu_seqlens, p.state_index)
-
-
-def _forward(p: PrefillProblem, rule: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """o, the final state and, where states on the way are asked for, those between chunks, in fp32.
-
-    `chunk_forward` saves these for a backward, in 16 bits at K > 64: a state that an engine starts from again
-    would have been rounded once more than the one that was carried on.
-    """
-    keeps = p.checkpoints is not None or p.snapshot_pos is not None
-    o, final, saved = chunked.forward(rule, torch.float32 if keeps else None)
-    return o, final, saved.S_in if keeps else None
-
-
-def _rule(p: PrefillProblem) -> Problem:
-    """The rule for all of the prefill, without its initial states."""
-    is_raw = p.a is not None
-    return Problem(
-        p.q, p.k, p.v, p.a if is_raw else p.g, p.b if is_raw else p.beta, p.A_log, p.dt_bias, None,
-        p.cu_seqlens, None, p.scale, True, p.use_qk_l2norm_in_kernel, is_raw, is_raw, p.allow_neg_eigval,
-        p.state_v_first, True, p.batch_invariant, p.backend,
-    )  # fmt: skip
 
 
 def _key(p: PrefillProblem, rule: Problem) -> Hashable:
