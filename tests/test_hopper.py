@@ -1,6 +1,8 @@
 """The Hopper backend: simulated on the CPU where Triton interprets, refused elsewhere, and on a GPU."""
 
 import itertools
+import os
+import random
 from dataclasses import replace
 
 import pytest
@@ -21,8 +23,8 @@ from triton.experimental import gluon
 
 from gdn.backends import hopper
 from gdn.backends.hopper import cost, rule, split
+from gdn.backends.hopper.factors import ROWS
 from gdn.backends.hopper.gluon import mbarrier
-from gdn.backends.hopper.solve import ROWS
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import Launch, allocate
 
@@ -359,6 +361,42 @@ def test_on_a_gpu(monkeypatch, name):
         for backend in ("hopper", "triton")
     ]
     assert torch.equal(*found)
+
+
+def drawn(source):
+    """A problem of any lengths, heads and options, and chunks of a span or None."""
+    pick = source.choice
+    lengths = [pick((0, 1, 63, 64, 65, source.randint(1, 400))) for _ in range(source.randint(1, 6))]
+    H, gate = pick((1, 2, 3)), pick(("strong", "mild", "slow", "none", "absent", "reset", "model"))
+    case = Case(
+        sizes=(128, 128), heads=(H, H * pick((1, 2, 3, 8))),
+        lengths=pick((packed(1, *lengths, tail=pick((0, 40))), rows(source.randint(1, 300)))),
+        gate=gate, raw_gate="off" if gate == "absent" else pick(("off", "on", "no_bias")),
+        keys=pick(("random", "correlated", "identical")), state=pick(("none", "wide", "narrow")),
+        beta=pick(("given", "sigmoid", "negative", "absent")), use_qk_l2norm_in_kernel=pick((False, True)),
+        state_v_first=pick((False, True)),
+        is_strided=pick((False, True)), is_scaled=pick((False, True)), has_narrow_gates=pick((False, True)),
+    )  # fmt: skip
+    return case, pick((None, 1, 2, 3))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("seed", range(4))
+def test_any_problem_on_a_gpu(monkeypatch, seed):
+    """As near to the law as Triton's, also where rounding alone costs much: identical keys, beta near 1."""
+    source = random.Random(seed)
+    for number in range(int(os.environ.get("GDN_TEST_PROBLEMS", "30"))):
+        case, span = drawn(source)
+        in_spans(monkeypatch, span)
+        given = inputs(case, torch.bfloat16, device="cuda")
+        here, triton = (
+            gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=name)
+            for name in ("hopper", "triton")
+        )
+        for x, y, expected in zip(here, triton, law(given), strict=True):
+            limit = max(1.2 * (y - expected).norm(), 5e-3 * expected.norm())
+            assert (x - expected).norm() <= limit, f"{number}: {case}, spans of {span}"
 
 
 @pytest.mark.gpu
