@@ -83,10 +83,10 @@ class Job:
     def name(self) -> str:
         """What the table of spills knows it by."""
         constants = " ".join(f"{name}={value}" for name, value in self.constants)
-        types = ",".join(t.removeprefix("*") for t in self.signature if t.startswith("*") or t == "constexpr")
-        return (
-            f"{self.kernel.__name__} {constants} [{types.replace('constexpr', '-')}] {self.num_warps} warps"
-        )
+        short = {"constexpr": "-", "tensordesc": "desc"}
+        kinds = [t.split("<")[0].removeprefix("*") for t in self.signature if t.startswith(("*", *short))]
+        types = ",".join(short.get(kind, kind) for kind in kinds)
+        return f"{self.kernel.__name__} {constants} [{types}] {self.num_warps} warps"
 
     @property
     def key(self) -> str:

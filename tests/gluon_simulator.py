@@ -90,8 +90,8 @@ class Shared:
     def reshape(self, shape: Any) -> "Shared":
         return Shared(self.x.view([int(n) for n in shape]))
 
-    def slice(self, begin: Any, size: Any) -> "Shared":
-        return Shared(self.x.narrow(0, int(begin), int(size)))
+    def slice(self, begin: Any, size: Any, axis: int = 0) -> "Shared":
+        return Shared(self.x.narrow(axis, int(begin), int(size)))
 
     def permute(self, order: Any) -> "Shared":
         return Shared(self.x.permute(*order))

@@ -295,16 +295,16 @@ def operator_on_packed_rows() -> Callable[[], Any]:
     return lambda: torch.ops.gdn.chunk_forward(*problem.arguments(), True)
 
 
-def walk(case: Case, span: int | None = None) -> Callable[[], Any]:
+def walk(case: Case, span: int | None = None, save: bool = False) -> Callable[[], Any]:
     """The forward whose state pass is in Gluon; sequences in spans of so many chunks."""
     given = inputs(case, BF16, device=torch.get_default_device())
-    problem = parse(**given.tensors, **given.options, backend="triton")
+    problem = parse(**given.tensors, **given.options, backend="hopper")
 
     def call() -> None:
         from gdn.backends.hopper import cost, rule
 
         with patch.object(cost, "span_of", lambda problem: span):
-            rule.chunk_forward(problem, False)
+            rule.chunk_forward(problem, save)
 
     return call
 
@@ -313,6 +313,12 @@ def walk(case: Case, span: int | None = None) -> Callable[[], Any]:
 OTHERS = {
     "walk": (walk, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
     "walk all packed": (walk, (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),), TUNED),
+    "walk that saves": (walk, (Case(sizes=(128, 128), heads=(2, 4)), None, True), TUNED),
+    "walk that saves all packed": (
+        walk,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, True),
+        TUNED,
+    ),
     "walk of spans": (walk, (Case(sizes=(128, 128), heads=(2, 4)), 1), TUNED),
     "walk of spans all packed": (
         walk,

@@ -25,8 +25,10 @@ from gdn.backends import hopper
 from gdn.backends.hopper import cost, rule, split
 from gdn.backends.hopper.factors import ROWS
 from gdn.backends.hopper.gluon import mbarrier
+from gdn.backends.triton import whole
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import Launch, allocate
+from gdn.backends.triton.rule import chunk_backward as backward
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 CASES = {
@@ -67,7 +69,9 @@ class Simulated(Launch):
     def __call__(self, *tensors):
         if not self.described:
             return super().__call__(*tensors)
-        described = [Descriptor(x.base, x.block_shape) for x in tensors[: self.described]]
+        described = [
+            None if x is None else Descriptor(x.base, x.block_shape) for x in tensors[: self.described]
+        ]
         rest = (*tensors[self.described :], *self.numbers, *self.constants.values())
         simulate(self.kernel, self.grid, *described, *rest)
 
@@ -114,6 +118,25 @@ def test_simulated(name):
     limit = LIMITS.get(case.keys, 5e-3)
     assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
     assert all(x is None for x in saved.tensors())
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("name, span", [("packed", 1), ("options", None)])
+def test_what_a_backward_wants(monkeypatch, name, span):
+    """Kept as Triton's forward keeps it, the same outputs, and gradients near Triton's."""
+    in_spans(monkeypatch, span)
+    given = inputs(CASES[name], torch.bfloat16)
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+    o, final, saved = rule.chunk_forward(problem, True)
+    expected = whole.chunk_forward(replace(problem, backend="triton"), True)
+    assert all(torch.equal(x, y) for x, y in zip((o, final), forward(given)[:2], strict=True))
+    for x, y in zip(saved.tensors(), expected[2].tensors(), strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or (x.dtype == y.dtype and error(x, y.double()) < 5e-3)
+    pair = (backward(problem, kept, given.do, given.dfinal_state).tensors() for kept in (saved, expected[2]))
+    assert all(x is None or error(x, y.double()) < 1e-2 for x, y in zip(*pair, strict=True))
 
 
 def prefilled(backend, device="cpu", heads=(1, 2), lengths=(70, 0, 130, 64)):
@@ -320,6 +343,8 @@ def test_what_no_tensor_copy_reads_is_copied(shape, strides):
     x = torch.randn(4000 + 70 * 128).as_strided(shape, strides)
     copy = rule._copyable(x)
     assert torch.equal(copy, x) and rule._descriptor(copy.bfloat16(), (1, 64, 1, 128), rule.TOKENS)
+    spread = torch.zeros(2, 5, 1, 128).expand(2, 5, 4, 128)
+    assert rule._copyable(spread).stride() == (2560, 512, 128, 1)
     good = torch.zeros(2, 5, 2, 128)
     assert rule._copyable(good) is good
 
@@ -349,18 +374,19 @@ on_hopper = pytest.mark.skipif(
 @on_hopper
 @pytest.mark.parametrize("name", [*CASES, "many"])
 def test_on_a_gpu(monkeypatch, name):
-    """Whole sequences; the gradients are Triton's."""
+    """Whole sequences; with gradients, the same outputs, and gradients as Triton's."""
     in_spans(monkeypatch, None)
     lengths = packed(1000, 1, 640, 407, *[70] * 20, 7000)
     given = ran_on_a_gpu(CASES.get(name, replace(BASE, heads=(16, 32), lengths=lengths)))
-    v = given.tensors["v"].requires_grad_()
-    found = [
-        torch.autograd.grad(
-            gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=backend)[0], v, given.do
-        )[0]
+    without = gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend="hopper")[0]
+    leaves = [given.tensors[name].requires_grad_() for name in "qkv"]
+    outputs = [
+        gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=backend)[0]
         for backend in ("hopper", "triton")
     ]
-    assert torch.equal(*found)
+    assert torch.equal(outputs[0], without)
+    found = (torch.autograd.grad(o, leaves, given.do) for o in outputs)
+    assert all(error(x, y.double()) < 1e-2 for x, y in zip(*found, strict=True))
 
 
 def drawn(source):

@@ -41,7 +41,7 @@ def _num_sms(device: torch.device) -> int:
     return 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@lru_cache
+@lru_cache(4096)
 def _span(N: int, HV: int, num_chunks: int, is_packed: bool, num_sms: int) -> int | None:
     """What is fastest over the ways in which the chunks may be spread over sequences."""
     if num_sms <= N * HV:
@@ -58,7 +58,7 @@ def _span(N: int, HV: int, num_chunks: int, is_packed: bool, num_sms: int) -> in
     return best if total(best) < GAIN * total(longest) else None
 
 
-@lru_cache
+@lru_cache(4096)
 def _is_faster(N: int, HV: int, num_chunks: int, is_packed: bool, num_sms: int) -> bool:
     """As it is for sequences that are alike."""
     chunks = _cdiv(num_chunks, N)

@@ -9,7 +9,7 @@ the decay was. Where q and k are to be normalised, `solve` puts their norms in. 
 each has its tokens: a sum over tokens then costs no exchange, and a launch of its own less than summing
 in `solve`, where four warps would do it for one head.
 
-Bytes per token and value head: gates 6, factors 36.
+Bytes per token and value head: gates 6, factors 36; G, where a backward wants it, 8.
 """
 
 import triton.language as tl
@@ -27,7 +27,7 @@ PER_LOG2 = tl.constexpr(1.4426950408889634)
 
 @kernel
 def factors_kernel(
-    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr,
+    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr, G_ptr,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
     C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,10 @@ def factors_kernel(
         )  # fmt: skip
         beta = strength(beta, SIGMOID, NEGATIVE)
     beta = tl.where(is_token, beta, 0.0)
-    G = tl.cumsum(tl.where(is_token, g, 0.0).to(tl.float64), 0) * PER_LOG2
+    G = tl.cumsum(tl.where(is_token, g, 0.0).to(tl.float64), 0)
+    if G_ptr is not None:
+        tl.store(G_ptr + (row.to(tl.int64) * T + first + tokens) * HV + heads, G, mask=is_token)
+    G *= PER_LOG2
     end = tl.sum(tl.where(tokens == C - 1, G, 0.0), 0)[None, :]
     high, low = split(G)
     # e^LOW and its inverse, LOW being at most 2^-8

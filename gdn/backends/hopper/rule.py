@@ -1,8 +1,8 @@
 """The chunked rule's forward: `factors` and `solve` for each chunk, then `walk`, all that meets the state.
 
 Bytes per token and value head, K = V = 128 in bf16, HV = H: factors 42, solve 396, walk q, k, v, o 1024,
-A_inv 128, factors 32: 1622; with l2norm 1922. Where sequences and heads are few, `split` has spans of them
-walked at the same time.
+A_inv 128, factors 32: 1622; with l2norm 300 more, with what a backward wants 528. Where sequences and heads
+are few, `split` has spans of them walked at the same time.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gdn import settings
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost, split
 from gdn.backends.hopper.factors import ROWS, factors_kernel
@@ -36,7 +37,8 @@ VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 class Forward:
     """The launches of one forward."""
 
-    rooms: tuple[Room | None, ...]  # A_inv, factors, final, o, table; then those of `spans`
+    # A_inv, factors, final, o, table; G, S_in, q_rstd, k_rstd, which a backward wants; then those of `spans`
+    rooms: tuple[Room | None, ...]
     table: Launch | None
     factors: Launch
     solve: Launch
@@ -45,13 +47,13 @@ class Forward:
 
     def steps(self, p: Problem, new: list[Tensor | None]) -> Iterator[Step]:
         """The launches and their tensors, in order."""
-        A_inv, factors, final, o, table, *rest = new
+        A_inv, factors, final, o, table, G, S_in, q_rstd, k_rstd, *rest = new
         assert A_inv is not None and factors is not None and o is not None
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
         tail = None if table is None else o
-        yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors)
-        yield self.solve, (p.q, p.k, table, factors, A_inv, tail)
+        yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors, G)
+        yield self.solve, (p.q, p.k, table, factors, A_inv, q_rstd, k_rstd, tail)
         q_d: Any = _descriptor(p.q, (1, CHUNK, 1, SIZE), TOKENS)
         tiles: tuple[Any, ...] = (
             _descriptor(p.k, (1, CHUNK, 1, SIZE), TOKENS),
@@ -59,51 +61,65 @@ class Forward:
             _descriptor(A_inv.view(-1, CHUNK), (CHUNK, CHUNK), TILE),
             _descriptor(factors.view(-1, CHUNK), (1, CHUNK), VECTOR),
         )
-        o_d: Any = _descriptor(o, (1, CHUNK, 1, SIZE), TOKENS)
+        out: tuple[Any, ...] = (
+            _descriptor(o, (1, CHUNK, 1, SIZE), TOKENS),
+            None if S_in is None else _descriptor(S_in.view(-1, SIZE), (SIZE, SIZE), TILE),
+        )
         if self.spans is None:
-            yield self.walk, (q_d, *tiles, o_d, p.initial_state, final, p.cu_seqlens, table, o)
+            yield self.walk, (q_d, *tiles, *out, p.initial_state, final, p.cu_seqlens, table, o)
         else:
             yield from self.spans.steps(p, tiles, factors, table, rest)
             states, jobs, *_ = rest
-            yield self.walk, (q_d, *tiles, o_d, states, final, None, jobs, o)
+            yield self.walk, (q_d, *tiles, *out, states, final, None, jobs, o)
 
 
 _forwards: Plans[Forward] = Plans()
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
-    """See `Backend`. What a backward wants kept is Triton's to make, as is a problem without tokens."""
-    if save or problem.q.numel() == 0 or problem.N == 0:
+    """See `Backend`. A problem without tokens is Triton's, as is what a backward wants kept.
+
+    Unless this backend is asked for: a forward that keeps it has been simulated, not yet measured.
+    """
+    is_asked_for = (problem.backend or settings.backend()) == "hopper"
+    if problem.q.numel() == 0 or problem.N == 0 or (save and not is_asked_for):
         return whole.chunk_forward(problem, save)
     p = _aligned(tidy(problem))
     with on(p.device):
         span = cost.span_of(p)
-        plan = _forwards.get((plans.key(p), span), lambda: _first(p, span))
+        plan = _forwards.get((plans.key(p), span, save), lambda: _first(p, span, save))
         new = allocate(p.device, plan.rooms)
         for launch, tensors in plan.steps(p, new):
             launch(*tensors)
-    _, _, final, o, *_ = new
+    A_inv, _, final, o, _, G, S_in, q_rstd, k_rstd, *_ = new
     assert o is not None
-    return o, final, Saved()
+    if not save:
+        return o, final, Saved()
+    saved = Saved(G, A_inv, S_in, None, q_rstd, k_rstd)
+    whole.clear(problem, saved)
+    return o, final, saved
 
 
-def _first(p: Problem, span: int | None) -> Forward:
+def _first(p: Problem, span: int | None, save: bool) -> Forward:
     a = plans.arguments(p)
 
     def steps() -> Iterator[Step]:
-        for plan in (_plan(p, a, None), _plan(p, a, 1)):
-            small = [None if x is None else room((1, 1, *x[0][2:]), x[2]) for x in plan.rooms[:2]]
-            new = allocate(p.device, small) + stand_ins(p.device, plan.rooms[2:])
-            # tensor copies read and write whole rows: v is as o will be
+        for plan in (_plan(p, a, None, save), _plan(p, a, 1, save)):
+            new = stand_ins(p.device, plan.rooms)
+            # tensor copies read and write whole rows: v is as o will be, and of the others one tile is enough
+            for i in (0, 1, 6):
+                x = plan.rooms[i]
+                new[i] = None if x is None else allocate(p.device, [room((1, 1, *x[0][2:]), x[2])])[0]
             yield from plan.steps(p, [*new[:3], p.v, *new[4:]])
 
-    ahead(p.device, ("hopper", plans.kind_of(p, a)), steps)
-    return _plan(p, a, span)
+    ahead(p.device, ("hopper", save, plans.kind_of(p, a)), steps)
+    return _plan(p, a, span, save)
 
 
-def _plan(p: Problem, a: plans.Arguments, span: int | None) -> Forward:
+def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forward:
     """`span`: chunks of a span, or None where sequences are not split."""
     numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
+    G, _, S_in, _, q_rstd, k_rstd = plans.saves(p)
     factors = Launch(
         factors_kernel,
         a.entries * -(-p.HV // HEADS),
@@ -117,8 +133,8 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None) -> Forward:
         (*plans.strides_of(a.unit, p.q, p.k), *numbers),
         {"K": p.K, "V": p.V, "C": CHUNK, "UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel},
         4,
-        # six programs a multiprocessor
-        options={"maxnreg": 80},
+        # six programs a multiprocessor; four where norms need registers, too
+        options={"maxnreg": 112 if p.use_qk_l2norm_in_kernel else 80},
     )
     numbers = (*numbers, a.entries)
     spans = None if span is None else split.plan(p, span, numbers)
@@ -129,7 +145,7 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None) -> Forward:
         {"V_FIRST": p.state_v_first},
         4,
         options={"maxnreg": 128},
-        described=6,
+        described=7,
     )
     rooms = (
         room((*tiles, CHUNK, CHUNK), p.q.dtype),
@@ -137,6 +153,7 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None) -> Forward:
         room(p.state_shape, torch.float32) if p.output_final_state else None,
         room(p.v.shape, p.v.dtype),
         a.room,
+        *(room(*x) if save and x is not None else None for x in (G, S_in, q_rstd, k_rstd)),
         *(() if spans is None else spans.rooms),
     )
     return Forward(rooms, a.launch, factors, solve, spans, walk)
@@ -160,7 +177,10 @@ def _described(
 
 
 def _aligned(p: Problem) -> Problem:
-    """The problem with q, k, v as tensor copies can read them: 16 bytes must divide addresses and strides."""
+    """The problem with q, k, v as tensor copies can read them.
+
+    16 bytes must divide addresses and strides; whether a stride may be 0 nobody says.
+    """
     q, k, v = _copyable(p.q), _copyable(p.k), _copyable(p.v)
     # where a tensor lies is no part of a form
     return p if q is p.q and k is p.k and v is p.v else replace(p, form=None, q=q, k=k, v=v)
@@ -168,7 +188,8 @@ def _aligned(p: Problem) -> Problem:
 
 def _copyable(x: Tensor) -> Tensor:
     row, token, head, _ = x.stride()
-    if (x.data_ptr() | x.element_size() * (row | token | head)) % 16 == 0:
+    is_spread = row * token * head != 0
+    if is_spread and (x.data_ptr() | x.element_size() * (row | token | head)) % 16 == 0:
         return x
     # whatever strides an axis of one element has, which is contiguous with any
     return x.clone(memory_format=torch.contiguous_format)

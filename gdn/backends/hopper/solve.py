@@ -36,7 +36,7 @@ def _scale_row(factors, ROW: tl.constexpr, x, C: tl.constexpr):
 
 @kernel
 def solve_kernel(
-    q_ptr, k_ptr, table_ptr, factors_ptr, A_inv_ptr, o_ptr,
+    q_ptr, k_ptr, table_ptr, factors_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, o_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, T, HV, ratio, chunks_per_row,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -65,6 +65,11 @@ def solve_kernel(
         _scale_row(factors, INTO, k_rstd, C)
         q = rows_of(q_ptr, row, first, length, head // ratio, q_b, q_t, q_h, ks, K, C, UNIT)
         q_rstd = rstd_of(squares(q))
+        if q_rstd_ptr is not None:
+            place = (row.to(tl.int64) * T + first + tokens) * (HV // ratio) + head // ratio
+            is_mine = (tokens < length) & (head % ratio == 0)
+            tl.store(q_rstd_ptr + place, q_rstd, mask=is_mine)
+            tl.store(k_rstd_ptr + place, k_rstd, mask=is_mine)
         _scale_row(factors, READ, q_rstd, C)
         _scale_row(factors, TO, q_rstd, C)
 

@@ -110,7 +110,7 @@ def load_chunks(
 def carry(
     MINE: gl.constexpr, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
     initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
-    V_FIRST: gl.constexpr,
+    V_FIRST: gl.constexpr, SAVES: gl.constexpr,
 ):  # fmt: skip
     """The chain of 64 value rows of S; copies of S and v_new go to `make_outputs`, where there is one.
 
@@ -151,7 +151,10 @@ def carry(
         )
         if S_s is not None:
             mbarrier.wait(S_free.index(0), (i & 1) ^ 1)
-            S_s.index(0).slice(MINE * HALF, HALF).store(S_operand)
+            if SAVES:
+                S_s.index(0).slice(MINE * HALF, HALF, 1).permute((1, 0)).store(S_operand)
+            else:
+                S_s.index(0).slice(MINE * HALF, HALF).store(S_operand)
             fence_async_shared()
             mbarrier.arrive(S_full.index(0), count=1)
         v_tile = v_s.index(2 * stage + MINE).reshape([C, HALF]).permute((1, 0)).load(OF_TOKENS)
@@ -191,10 +194,14 @@ def carry(
 
 @gluon.jit
 def make_outputs(
-    o_d, q_s, k_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
+    S_d, o_d, q_s, k_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
     o_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
 ):  # fmt: skip
-    """o of both halves, from copies of S and of v_new."""
+    """o of both halves, from copies of S and of v_new.
+
+    Where a backward wants the states that enter chunks, S lies as it wants them, keys down, and is copied
+    out.
+    """
     head = gl.program_id(0) % HV
     n = gl.program_id(0) // HV
     row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
@@ -210,7 +217,12 @@ def make_outputs(
         # P^T; a key past the sequence's end is none of a token before it
         P = warpgroup_mma(k_s.index(stage).reshape([C, D]), q_tile, zeros, use_acc=False, is_async=True)
         mbarrier.wait(S_full.index(0), i & 1)
-        o = warpgroup_mma(S_s.index(0), q_tile, nothing, use_acc=False, is_async=True)
+        if S_d is None:
+            S_tile = S_s.index(0)
+        else:
+            tma_store(S_d, [((chunk + i) * HV + head) * D, 0], S_s.index(0))
+            S_tile = S_s.index(0).permute((1, 0))
+        o = warpgroup_mma(S_tile, q_tile, nothing, use_acc=False, is_async=True)
         D_ij = gl.exp2(vector(f_s, stage, HIGH, ACROSS)[None, :] - vector(f_s, stage, HIGH, DOWN)[:, None])
         P = warpgroup_mma_wait(1, deps=(P,))
         P = P * D_ij * vector(f_s, stage, FROM, DOWN)[:, None] * vector(f_s, stage, TO, ACROSS)[None, :]
@@ -219,6 +231,8 @@ def make_outputs(
         fence_async_shared()
         read = vector(f_s, stage, READ, ACROSS)
         o = warpgroup_mma_wait(0, deps=(o,)) * read[None, :]
+        if S_d is not None:
+            tma_store_wait(0)
         mbarrier.arrive(S_free.index(0), count=1)
         mbarrier.wait(w_full.index(0), i & 1)
         o = warpgroup_mma(w_s.index(0), P_tile, o, is_async=True)
@@ -244,7 +258,7 @@ def make_outputs(
 
 @kernel
 def walk_kernel(
-    q_d, k_d, v_d, A_d, f_d, o_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, o_ptr,
+    q_d, k_d, v_d, A_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, o_ptr,
     T, HV, ratio, chunks_per_row, bound, V_FIRST: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout)
@@ -256,6 +270,7 @@ def walk_kernel(
     S_s = gl.allocate_shared_memory(gl.bfloat16, [1, D, D], A_d.layout)
     w_s = gl.allocate_shared_memory(gl.bfloat16, [1, D, C], A_d.layout)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, 1, D], o_d.layout)
+    SAVES: gl.constexpr = S_d is not None
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -276,14 +291,16 @@ def walk_kernel(
         [
             (carry, (
                 0, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
-                initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
+                initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+                V_FIRST, SAVES,
             )),
             (carry, (
                 1, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
-                initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
+                initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+                V_FIRST, SAVES,
             )),
             (make_outputs, (
-                o_d, q_s, k_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
+                S_d, o_d, q_s, k_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
                 o_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
             )),
             (load_chunks, (
@@ -314,11 +331,11 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio):
         [
             (carry, (
                 0, k_s, v_s, A_s, f_s, None, None, full, empty, None, None, None, None,
-                None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False,
+                None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False, False,
             )),
             (carry, (
                 1, k_s, v_s, A_s, f_s, None, None, full, empty, None, None, None, None,
-                None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False,
+                None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False, False,
             )),
             (load_chunks, (
                 None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, f_s, full, empty,

@@ -50,12 +50,18 @@ _launches: Plans[Launch] = Plans()
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
     """See `Backend`."""
     o, final, saved = rule.chunk_forward(problem, save)
+    if save:
+        clear(problem, saved)
+    return o, final, saved
+
+
+def clear(problem: Problem, saved: Saved) -> None:
+    """What no kernel has written, if it is packed."""
     cu_seqlens = problem.cu_seqlens
     # where no operator returns it, and in no debug mode, nobody sees it
-    if save and cu_seqlens is not None and problem.form is None:
+    if cu_seqlens is not None and problem.form is None:
         with on(problem.device):
             _clear(problem, cu_seqlens.to(problem.device, non_blocking=True).contiguous(), saved)
-    return o, final, saved
 
 
 def _clear(p: Problem, cu_seqlens: Tensor, saved: Saved) -> None:
