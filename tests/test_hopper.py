@@ -110,7 +110,7 @@ def forward(given):
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("name", CASES)
 def test_simulated(name):
-    """prepare interpreted, then the walk: outputs and states are the law's, other tokens' are zero."""
+    """Triton's part interpreted, then the walk: outputs and states are the law's, other tokens' zero."""
     case = CASES[name]
     given = inputs(case, torch.bfloat16)
     o, final, saved = forward(given)

@@ -6,8 +6,8 @@
 
 e^(G_i - G_j) = 2^(HIGH_i - HIGH_j) e^LOW_i e^-LOW_j: one exponential a pair, and no cancellation however long
 the decay was. Where q and k are to be normalised, `solve` puts their norms in. Threads lie along heads and
-each has its tokens: a sum over tokens then costs no exchange, and a launch of its own less than summing
-in `solve`, where four warps would do it for one head.
+each has its tokens: a sum over tokens then costs few exchanges. On an H200 this and `solve` together take as
+long as one kernel did that made both.
 
 Bytes per token and value head: gates 6, factors 36; G, where a backward wants it, 8.
 """

@@ -31,10 +31,6 @@ from gdn.problem import CHUNK, Problem
 SIZE, BV = 128, 16  # of K and of V; columns of a program of combine
 
 
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 @dataclass(frozen=True)
 class Spans:
     """What is launched before the walk of spans, and allocated for it."""
@@ -64,10 +60,10 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Spans:
     """For spans of so many chunks; `numbers`: the walk's T, HV, ratio, chunks_per_row, bound."""
     T, HV, ratio, per_row, bound = numbers
     if p.cu_seqlens is None:
-        spans = p.N * _cdiv(per_row, span)
+        spans = p.N * triton.cdiv(per_row, span)
     else:
         # sum of max(1, ceil(chunks / span)): most where one sequence has all chunks
-        spans = p.N - 1 + max(1, _cdiv(p.num_chunks, span))
+        spans = p.N - 1 + max(1, triton.cdiv(p.num_chunks, span))
     programs = spans * HV
     places = {"C": CHUNK, "ROW": ROWS.value * CHUNK, "END": END.value * CHUNK, "JOB": JOB.value}
     steps = {"D": SIZE, "BV": BV, "V_FIRST": p.state_v_first, "STAGES": 3}
