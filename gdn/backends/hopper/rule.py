@@ -62,8 +62,8 @@ class Forward:
             _descriptor(factors.view(-1, CHUNK), (1, CHUNK), VECTOR),
         )
         out: tuple[Any, ...] = (
-            _descriptor(o, (1, CHUNK, 1, SIZE), TOKENS),
-            None if S_in is None else _descriptor(S_in.view(-1, SIZE), (SIZE, SIZE), TILE),
+            _descriptor(o.view(-1, p.HV * SIZE), (CHUNK, HALF), TILE),
+            None if S_in is None else _descriptor(S_in.view(-1, SIZE), (SIZE, HALF), TILE),
         )
         if self.spans is None:
             yield self.walk, (q_d, *tiles, *out, p.initial_state, final, p.cu_seqlens, table, o)

@@ -32,7 +32,7 @@ from gdn.backends.hopper.gluon import (
 C = gl.constexpr(64)  # tokens of a chunk
 D = gl.constexpr(128)  # keys, and values
 HALF = gl.constexpr(64)  # value rows of a chain
-STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(3)
 FACTORS = gl.constexpr(8)  # rows of a chunk's factors that are loaded
 
 # numbers of a job: row, first token, length, first chunk, and where its last state goes (below 0: nowhere)
@@ -108,13 +108,14 @@ def load_chunks(
 
 @gluon.jit
 def carry(
-    MINE: gl.constexpr, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
-    initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
-    V_FIRST: gl.constexpr, SAVES: gl.constexpr,
+    MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full, P_free,
+    o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+    V_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """The chain of 64 value rows of S; copies of S and v_new go to `make_outputs`, where there is one.
+    """The chain of 64 value rows of S, and their outputs.
 
-    Where there is none, for `ends_kernel`, odd ones begin with the identity; without tokens they are zero.
+    Without q for `ends_kernel`: no outputs; odd ones begin with the identity, and without tokens are zero.
+    Where a backward wants the states that enter chunks, they are copied out as it wants them, keys down.
     """
     n = gl.program_id(0) // HV
     head = gl.program_id(0) % HV
@@ -122,16 +123,16 @@ def carry(
     v = gl.arange(0, HALF, gl.SliceLayout(1, OF_STATE)) + MINE * HALF
     k = gl.arange(0, D, gl.SliceLayout(0, OF_STATE))
     if V_FIRST:
-        place = v[:, None] * D + k[None, :]
+        entry = v[:, None] * D + k[None, :]
     else:
-        place = k[None, :] * D + v[:, None]
+        entry = k[None, :] * D + v[:, None]
     state = (n.to(gl.int64) * HV + head) * (D * D)
-    if S_s is None:
+    if q_s is None:
         S = (v[:, None] == k[None, :]).to(gl.float32) * ((n % 2 == 1) & (length > 0)).to(gl.float32)
     elif initial_ptr is None:
         S = gl.zeros((HALF, D), gl.float32, OF_STATE)
     else:
-        S = gl.load(initial_ptr + state + place).to(gl.float32)
+        S = gl.load(initial_ptr + state + entry).to(gl.float32)
     zeros = gl.zeros((HALF, C), gl.float32, OF_TOKENS)
     for i in range(gl.cdiv(length, C)):
         stage = i % STAGES
@@ -145,18 +146,16 @@ def carry(
                 tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
                 k_tile.store(gl.where((tokens < left)[:, None], k_tile.load(BY_ROWS), 0.0))
                 fence_async_shared()
-        S_operand = S.to(gl.bfloat16)
-        kS = warpgroup_mma(
-            gl.convert_layout(S_operand, LEFT), k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True
-        )
-        if S_s is not None:
-            mbarrier.wait(S_free.index(0), (i & 1) ^ 1)
-            if SAVES:
-                S_s.index(0).slice(MINE * HALF, HALF, 1).permute((1, 0)).store(S_operand)
-            else:
-                S_s.index(0).slice(MINE * HALF, HALF).store(S_operand)
+        S_operand = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+        kS = warpgroup_mma(S_operand, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if q_s is not None:
+            q_tile = q_s.index(stage).reshape([C, D])
+            o = warpgroup_mma(S_operand, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if S_d is not None:
+            tma_store_wait(0)
+            o_s.index(MINE).permute((1, 0)).store(S.to(gl.bfloat16))
             fence_async_shared()
-            mbarrier.arrive(S_full.index(0), count=1)
+            tma_store(S_d, [((chunk + i) * HV + head) * D, MINE * HALF], o_s.index(MINE))
         v_tile = v_s.index(2 * stage + MINE).reshape([C, HALF]).permute((1, 0)).load(OF_TOKENS)
         kS = warpgroup_mma_wait(0, deps=(kS,))
         r = v_tile.to(gl.float32) - vector(f_s, stage, INTO, ACROSS)[None, :] * kS
@@ -169,91 +168,73 @@ def carry(
         low = gl.convert_layout((r - high).to(gl.bfloat16), LEFT)
         v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), A_inv, r, is_async=True)
         v_new = warpgroup_mma(low, A_inv, v_new, is_async=True)
+        if q_s is not None:
+            o = warpgroup_mma_wait(2, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
         S = S * vector(f_s, stage, END, gl.SliceLayout(1, OF_STATE))[:, None]
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
         grown = (v_new * vector(f_s, stage, OUT, ACROSS)[None, :]).to(gl.bfloat16)
+        if q_s is not None:
+            w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
+            mbarrier.wait(P_full.index(i % 2), (i // 2) & 1)
+            o = warpgroup_mma(w, P_s.index(i % 2).permute((1, 0)), o, is_async=True)
         S = warpgroup_mma(gl.convert_layout(grown, LEFT), k_tile, S, is_async=True)
-        if w_s is not None:
-            mbarrier.wait(w_free.index(0), (i & 1) ^ 1)
-            w_s.index(0).slice(MINE * HALF, HALF).store(v_new.to(gl.bfloat16))
-            fence_async_shared()
+        if q_s is not None:
+            # the outputs before, or S, lie there
+            tma_store_wait(0)
+            o = warpgroup_mma_wait(1, deps=(o,))
+            mbarrier.arrive(P_free.index(i % 2), count=1)
+            o_tile = o_s.index(MINE).slice(0, C)
+            o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
+            token, column = row * T + first + i * C, head * D + MINE * HALF
+            if left < C:
+                tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
+                columns = gl.arange(0, HALF, gl.SliceLayout(0, BY_ROWS))
+                place = (token + tokens[:, None]).to(gl.int64) * (HV * D) + (column + columns[None, :])
+                mask = (tokens < left)[:, None] & (columns < HALF)[None, :]
+                gl.store(o_ptr + place, o_tile.load(BY_ROWS), mask=mask)
+            else:
+                fence_async_shared()
+                tma_store(o_d, [token, column], o_tile)
         S = warpgroup_mma_wait(0, deps=(S,))
-        if w_s is not None:
-            mbarrier.arrive(w_full.index(0), count=1)
         # what was loaded from the stage comes before the tensor copies that overwrite it
         fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
+    if q_s is not None:
+        tma_store_wait(0)
     if final_ptr is not None:
         if table_ptr is not None and cu_seqlens_ptr is None:
             goal = gl.load(table_ptr + gl.program_id(0) * JOB + 4).to(gl.int64)
             if goal >= 0:
-                gl.store(final_ptr + (goal * HV + head) * (D * D) + place, S)
+                gl.store(final_ptr + (goal * HV + head) * (D * D) + entry, S)
         else:
-            gl.store(final_ptr + state + place, S)
+            gl.store(final_ptr + state + entry, S)
 
 
 @gluon.jit
-def make_outputs(
-    S_d, o_d, q_s, k_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
-    o_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+def make_pairs(
+    q_s, k_s, f_s, P_s, full, empty, P_full, P_free, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
 ):  # fmt: skip
-    """o of both halves, from copies of S and of v_new.
-
-    Where a backward wants the states that enter chunks, S lies as it wants them, keys down, and is copied
-    out.
-    """
-    head = gl.program_id(0) % HV
+    """P[i, j] = scale e^(G_i - G_j) q_i . k_j for j <= i, for both chains, one chunk ahead of them."""
     n = gl.program_id(0) // HV
     row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
     zeros = gl.zeros((C, C), gl.float32, OF_TOKENS)
-    nothing = gl.zeros((D, C), gl.float32, OF_TOKENS)
     for i in range(gl.cdiv(length, C)):
         stage = i % STAGES
-        token = first + i * C
-        left = length - i * C
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         q_tile = q_s.index(stage).reshape([C, D]).permute((1, 0))
-        P_tile = P_s.index(0).permute((1, 0))
         # P^T; a key past the sequence's end is none of a token before it
         P = warpgroup_mma(k_s.index(stage).reshape([C, D]), q_tile, zeros, use_acc=False, is_async=True)
-        mbarrier.wait(S_full.index(0), i & 1)
-        if S_d is None:
-            S_tile = S_s.index(0)
-        else:
-            tma_store(S_d, [((chunk + i) * HV + head) * D, 0], S_s.index(0))
-            S_tile = S_s.index(0).permute((1, 0))
-        o = warpgroup_mma(S_tile, q_tile, nothing, use_acc=False, is_async=True)
         D_ij = gl.exp2(vector(f_s, stage, HIGH, ACROSS)[None, :] - vector(f_s, stage, HIGH, DOWN)[:, None])
-        P = warpgroup_mma_wait(1, deps=(P,))
-        P = P * D_ij * vector(f_s, stage, FROM, DOWN)[:, None] * vector(f_s, stage, TO, ACROSS)[None, :]
+        D_ij = D_ij * vector(f_s, stage, FROM, DOWN)[:, None] * vector(f_s, stage, TO, ACROSS)[None, :]
+        P = warpgroup_mma_wait(0, deps=(P,)) * D_ij
         P = gl.where(gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :], P, 0.0)
-        P_tile.store(P.to(gl.bfloat16))
-        fence_async_shared()
-        read = vector(f_s, stage, READ, ACROSS)
-        o = warpgroup_mma_wait(0, deps=(o,)) * read[None, :]
-        if S_d is not None:
-            tma_store_wait(0)
-        mbarrier.arrive(S_free.index(0), count=1)
-        mbarrier.wait(w_full.index(0), i & 1)
-        o = warpgroup_mma(w_s.index(0), P_tile, o, is_async=True)
-        o = warpgroup_mma_wait(0, deps=(o,))
-        mbarrier.arrive(w_free.index(0), count=1)
+        # what was loaded from the stage comes before the tensor copies that overwrite it
         fence_async_shared()
         mbarrier.arrive(empty.index(stage), count=1)
-        tma_store_wait(0)
-        o_tile = o_s.index(0).reshape([C, D])
-        o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
-        if left < C:
-            tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
-            columns = gl.arange(0, D, gl.SliceLayout(0, BY_ROWS))
-            base = o_ptr + ((row.to(gl.int64) * T + token) * HV + head) * D
-            place = tokens[:, None] * (HV * D) + columns[None, :]
-            mask = (tokens < left)[:, None] & (columns < D)[None, :]
-            gl.store(base + place, o_tile.load(BY_ROWS), mask=mask)
-        else:
-            fence_async_shared()
-            tma_store(o_d, [row, token, head, 0], o_s.index(0))
-    tma_store_wait(0)
+        mbarrier.wait(P_free.index(i % 2), ((i // 2) & 1) ^ 1)
+        P_s.index(i % 2).permute((1, 0)).store(P.to(gl.bfloat16))
+        fence_async_shared()
+        mbarrier.arrive(P_full.index(i % 2), count=1)
 
 
 @kernel
@@ -266,42 +247,34 @@ def walk_kernel(
     v_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, C, 1, HALF], v_d.layout)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
     f_s = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, C], f_d.layout)
-    P_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, C], A_d.layout)
-    S_s = gl.allocate_shared_memory(gl.bfloat16, [1, D, D], A_d.layout)
-    w_s = gl.allocate_shared_memory(gl.bfloat16, [1, D, C], A_d.layout)
-    o_s = gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, 1, D], o_d.layout)
-    SAVES: gl.constexpr = S_d is not None
+    P_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], A_d.layout)
+    o_s = gl.allocate_shared_memory(gl.bfloat16, [2, C if S_d is None else D, HALF], o_d.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    S_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    S_free = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    w_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    w_free = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    P_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    P_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
-    mbarrier.init(S_full.index(0), count=2)
-    mbarrier.init(S_free.index(0), count=1)
-    mbarrier.init(w_full.index(0), count=2)
-    mbarrier.init(w_free.index(0), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(P_full.index(i), count=1)
+        mbarrier.init(P_free.index(i), count=2)
     fence_async_shared()
     # registers of the first partition: what the others leave of 512 a lane
     gl.warp_specialize(
         [
             (carry, (
-                0, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
-                initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
-                V_FIRST, SAVES,
+                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full, P_free,
+                o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
             )),
             (carry, (
-                1, k_s, v_s, A_s, f_s, S_s, w_s, full, empty, S_full, S_free, w_full, w_free,
-                initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
-                V_FIRST, SAVES,
+                1, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full, P_free,
+                o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
             )),
-            (make_outputs, (
-                S_d, o_d, q_s, k_s, P_s, f_s, S_s, w_s, o_s, full, empty, S_full, S_free, w_full, w_free,
-                o_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+            (make_pairs, (
+                q_s, k_s, f_s, P_s, full, empty, P_full, P_free,
+                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
             )),
             (load_chunks, (
                 q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty,
@@ -309,7 +282,7 @@ def walk_kernel(
             )),
         ],
         [4, 4, 1],
-        [168, 144, 24],
+        [200, 88, 24],
     )  # fmt: skip
 
 
@@ -330,12 +303,12 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio):
     gl.warp_specialize(
         [
             (carry, (
-                0, k_s, v_s, A_s, f_s, None, None, full, empty, None, None, None, None,
-                None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False, False,
+                0, None, None, None, k_s, v_s, A_s, f_s, None, None, full, empty, None, None,
+                None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False,
             )),
             (carry, (
-                1, k_s, v_s, A_s, f_s, None, None, full, empty, None, None, None, None,
-                None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False, False,
+                1, None, None, None, k_s, v_s, A_s, f_s, None, None, full, empty, None, None,
+                None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False,
             )),
             (load_chunks, (
                 None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, f_s, full, empty,
