@@ -1,8 +1,6 @@
 """Kernels for sm_90 in Gluon in the place of Triton's: so far of the chunked forward, 128 x 128 in bf16.
 
-Taken where they are the faster ones, or asked for. Of the rule, what has no kernel here runs Triton's: the
-backward, and, unless this backend is asked for, a forward that keeps something for it. Other problems are
-refused.
+Taken where they are the faster ones, or asked for. The backward is Triton's; other problems are refused.
 This file imports no Triton.
 """
 

@@ -13,7 +13,7 @@ from gdn.problem import Problem
 # a tile of 64 tokens and a value head in `factors` and `solve`; all launches of a forward that is not split
 TILE, LAUNCHES = 0.010, 10.0
 # first: what a wave of programs takes before and after its chunks; then each chunk
-WALK, ENDS = (8.0, 2.65), (6.0, 1.43)
+WALK, ENDS = (8.0, 2.3), (6.0, 1.43)
 # of `jobs`, and of `combine`, its first span and each
 JOBS, COMBINE = 3.0, (10.0, 2.0)
 GAIN = 0.9  # of the time without spans, at most: else there are none

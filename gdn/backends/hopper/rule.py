@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gdn import settings
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost, split
 from gdn.backends.hopper.factors import ROWS, factors_kernel
@@ -77,12 +76,8 @@ _forwards: Plans[Forward] = Plans()
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
-    """See `Backend`. A problem without tokens is Triton's, as is what a backward wants kept.
-
-    Unless this backend is asked for: a forward that keeps it has been simulated, not yet measured.
-    """
-    is_asked_for = (problem.backend or settings.backend()) == "hopper"
-    if problem.q.numel() == 0 or problem.N == 0 or (save and not is_asked_for):
+    """See `Backend`. A problem without tokens is Triton's."""
+    if problem.q.numel() == 0 or problem.N == 0:
         return whole.chunk_forward(problem, save)
     p = _aligned(tidy(problem))
     with on(p.device):

@@ -7,8 +7,8 @@ A program has one sequence and value head, S transposed, [V, K], so that S, r an
 the registers in which the last product left them:
 
     load_chunks    one warp: a chunk's tiles by tensor copies (TMA), two chunks deep
-    carry          four warps, twice: the chain of 64 value rows of S
-    make_outputs   four warps: P and o, off the chain, o from copies of S and v_new in shared memory
+    make_pairs     four warps: P, for both chains
+    carry          four warps, twice: the chain of 64 value rows of S, and their outputs
 
 A_inv and the factors come from `solve`. Tokens past a sequence's end may be another's, NaN among them: r
 is masked and k cleared there, and o is stored by rows, for a tensor copy would write past the end.
@@ -32,7 +32,7 @@ from gdn.backends.hopper.gluon import (
 C = gl.constexpr(64)  # tokens of a chunk
 D = gl.constexpr(128)  # keys, and values
 HALF = gl.constexpr(64)  # value rows of a chain
-STAGES = gl.constexpr(3)
+STAGES = gl.constexpr(2)
 FACTORS = gl.constexpr(8)  # rows of a chunk's factors that are loaded
 
 # numbers of a job: row, first token, length, first chunk, and where its last state goes (below 0: nowhere)
@@ -107,15 +107,87 @@ def load_chunks(
 
 
 @gluon.jit
+def advance(
+    S, i, left, IS_RAGGED: gl.constexpr, MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s,
+    full, empty, P_full, o_ptr, token, tile, HV,
+):  # fmt: skip
+    """S after chunk i, of which `left` tokens are the sequence's own; its outputs are stored."""
+    stage = i % STAGES
+    column = gl.program_id(0) % HV * D + MINE * HALF
+    zeros = gl.zeros((HALF, C), gl.float32, OF_TOKENS)
+    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+    k_tile = k_s.index(stage).reshape([C, D])
+    tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
+    if IS_RAGGED:
+        # both chains do: what they store is the same, whatever of it the other has read
+        k_tile.store(gl.where((tokens < left)[:, None], k_tile.load(BY_ROWS), 0.0))
+        fence_async_shared()
+    S_operand = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+    kS = warpgroup_mma(S_operand, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if q_s is not None:
+        q_tile = q_s.index(stage).reshape([C, D])
+        o = warpgroup_mma(S_operand, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if S_d is not None:
+        tma_store_wait(0)
+        o_s.index(MINE).permute((1, 0)).store(S.to(gl.bfloat16))
+        fence_async_shared()
+        tma_store(S_d, [tile * D, MINE * HALF], o_s.index(MINE))
+    v_tile = v_s.index(2 * stage + MINE).reshape([C, HALF]).permute((1, 0)).load(OF_TOKENS)
+    # both at once: with one in flight the rest wants more registers than there are
+    kS = warpgroup_mma_wait(0, deps=(kS,))
+    r = v_tile.to(gl.float32) - vector(f_s, stage, INTO, ACROSS)[None, :] * kS
+    r = r * vector(f_s, stage, BETA, ACROSS)[None, :]
+    if IS_RAGGED:
+        r = gl.where((gl.arange(0, C, ACROSS) < left)[None, :], r, 0.0)
+    A_inv = A_s.index(stage).permute((1, 0))
+    # A_inv comes less 1; r in two parts as in `triton.lib.cut`
+    high = (r.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
+    low = gl.convert_layout((r - high).to(gl.bfloat16), LEFT)
+    v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), A_inv, r, is_async=True)
+    v_new = warpgroup_mma(low, A_inv, v_new, is_async=True)
+    S = S * vector(f_s, stage, END, gl.SliceLayout(1, OF_STATE))[:, None]
+    if q_s is None:
+        v_new = warpgroup_mma_wait(0, deps=(v_new,))
+    else:
+        o = warpgroup_mma_wait(2, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
+        v_new = warpgroup_mma_wait(0, deps=(v_new,))
+        w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
+        mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
+        o = warpgroup_mma(w, P_s.index(stage).permute((1, 0)), o, is_async=True)
+    grown = (v_new * vector(f_s, stage, OUT, ACROSS)[None, :]).to(gl.bfloat16)
+    S = warpgroup_mma(gl.convert_layout(grown, LEFT), k_tile, S, is_async=True)
+    if q_s is not None:
+        # the outputs before, or S, lie there
+        tma_store_wait(0)
+        o = warpgroup_mma_wait(1, deps=(o,))
+        o_tile = o_s.index(MINE).slice(0, C)
+        o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
+        if IS_RAGGED:
+            columns = gl.arange(0, HALF, gl.SliceLayout(0, BY_ROWS))
+            place = (token + tokens[:, None]).to(gl.int64) * (HV * D) + (column + columns[None, :])
+            mask = (tokens < left)[:, None] & (columns < HALF)[None, :]
+            gl.store(o_ptr + place, o_tile.load(BY_ROWS), mask=mask)
+        else:
+            fence_async_shared()
+            tma_store(o_d, [token, column], o_tile)
+    S = warpgroup_mma_wait(0, deps=(S,))
+    # what was loaded from the stage comes before the tensor copies that overwrite it
+    fence_async_shared()
+    mbarrier.arrive(empty.index(stage), count=1)
+    return S
+
+
+@gluon.jit
 def carry(
-    MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full, P_free,
+    MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full,
     o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
     V_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The chain of 64 value rows of S, and their outputs.
 
-    Without q for `ends_kernel`: no outputs; odd ones begin with the identity, and without tokens are zero.
-    Where a backward wants the states that enter chunks, they are copied out as it wants them, keys down.
+    Without q for `ends_kernel`: whole chunks, no outputs; odd ones begin with the identity, and without
+    tokens are zero. Where a backward wants the states that enter chunks, they are copied out as it wants
+    them, keys down.
     """
     n = gl.program_id(0) // HV
     head = gl.program_id(0) % HV
@@ -123,96 +195,42 @@ def carry(
     v = gl.arange(0, HALF, gl.SliceLayout(1, OF_STATE)) + MINE * HALF
     k = gl.arange(0, D, gl.SliceLayout(0, OF_STATE))
     if V_FIRST:
-        entry = v[:, None] * D + k[None, :]
+        place = v[:, None] * D + k[None, :]
     else:
-        entry = k[None, :] * D + v[:, None]
+        place = k[None, :] * D + v[:, None]
     state = (n.to(gl.int64) * HV + head) * (D * D)
     if q_s is None:
         S = (v[:, None] == k[None, :]).to(gl.float32) * ((n % 2 == 1) & (length > 0)).to(gl.float32)
     elif initial_ptr is None:
         S = gl.zeros((HALF, D), gl.float32, OF_STATE)
     else:
-        S = gl.load(initial_ptr + state + entry).to(gl.float32)
-    zeros = gl.zeros((HALF, C), gl.float32, OF_TOKENS)
-    for i in range(gl.cdiv(length, C)):
-        stage = i % STAGES
-        left = length - i * C
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-        k_tile = k_s.index(stage).reshape([C, D])
-        # two conditions, as one of them is known when this is compiled
-        if table_ptr is not None:  # noqa: SIM102
-            if left < C:
-                # both chains do: what they store is the same, whatever of it the other has read
-                tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
-                k_tile.store(gl.where((tokens < left)[:, None], k_tile.load(BY_ROWS), 0.0))
-                fence_async_shared()
-        S_operand = gl.convert_layout(S.to(gl.bfloat16), LEFT)
-        kS = warpgroup_mma(S_operand, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if q_s is not None:
-            q_tile = q_s.index(stage).reshape([C, D])
-            o = warpgroup_mma(S_operand, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if S_d is not None:
-            tma_store_wait(0)
-            o_s.index(MINE).permute((1, 0)).store(S.to(gl.bfloat16))
-            fence_async_shared()
-            tma_store(S_d, [((chunk + i) * HV + head) * D, MINE * HALF], o_s.index(MINE))
-        v_tile = v_s.index(2 * stage + MINE).reshape([C, HALF]).permute((1, 0)).load(OF_TOKENS)
-        kS = warpgroup_mma_wait(0, deps=(kS,))
-        r = v_tile.to(gl.float32) - vector(f_s, stage, INTO, ACROSS)[None, :] * kS
-        r = r * vector(f_s, stage, BETA, ACROSS)[None, :]
-        if left < C:
-            r = gl.where((gl.arange(0, C, ACROSS) < left)[None, :], r, 0.0)
-        A_inv = A_s.index(stage).permute((1, 0))
-        # A_inv comes less 1; r in two parts as in `triton.lib.cut`
-        high = (r.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
-        low = gl.convert_layout((r - high).to(gl.bfloat16), LEFT)
-        v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), A_inv, r, is_async=True)
-        v_new = warpgroup_mma(low, A_inv, v_new, is_async=True)
-        if q_s is not None:
-            o = warpgroup_mma_wait(2, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
-        S = S * vector(f_s, stage, END, gl.SliceLayout(1, OF_STATE))[:, None]
-        v_new = warpgroup_mma_wait(0, deps=(v_new,))
-        grown = (v_new * vector(f_s, stage, OUT, ACROSS)[None, :]).to(gl.bfloat16)
-        if q_s is not None:
-            w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
-            mbarrier.wait(P_full.index(i % 2), (i // 2) & 1)
-            o = warpgroup_mma(w, P_s.index(i % 2).permute((1, 0)), o, is_async=True)
-        S = warpgroup_mma(gl.convert_layout(grown, LEFT), k_tile, S, is_async=True)
-        if q_s is not None:
-            # the outputs before, or S, lie there
-            tma_store_wait(0)
-            o = warpgroup_mma_wait(1, deps=(o,))
-            mbarrier.arrive(P_free.index(i % 2), count=1)
-            o_tile = o_s.index(MINE).slice(0, C)
-            o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
-            token, column = row * T + first + i * C, head * D + MINE * HALF
-            if left < C:
-                tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
-                columns = gl.arange(0, HALF, gl.SliceLayout(0, BY_ROWS))
-                place = (token + tokens[:, None]).to(gl.int64) * (HV * D) + (column + columns[None, :])
-                mask = (tokens < left)[:, None] & (columns < HALF)[None, :]
-                gl.store(o_ptr + place, o_tile.load(BY_ROWS), mask=mask)
-            else:
-                fence_async_shared()
-                tma_store(o_d, [token, column], o_tile)
-        S = warpgroup_mma_wait(0, deps=(S,))
-        # what was loaded from the stage comes before the tensor copies that overwrite it
-        fence_async_shared()
-        mbarrier.arrive(empty.index(stage), count=1)
+        S = gl.load(initial_ptr + state + place).to(gl.float32)
+    whole = length // C
+    for i in range(whole):
+        S = advance(
+            S, i, C, False, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full,
+            o_ptr, row * T + first + i * C, (chunk + i) * HV + head, HV,
+        )  # fmt: skip
     if q_s is not None:
+        if whole * C < length:
+            S = advance(
+                S, whole, length - whole * C, True, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s,
+                full, empty, P_full,
+                o_ptr, row * T + first + whole * C, (chunk + whole) * HV + head, HV,
+            )  # fmt: skip
         tma_store_wait(0)
     if final_ptr is not None:
         if table_ptr is not None and cu_seqlens_ptr is None:
             goal = gl.load(table_ptr + gl.program_id(0) * JOB + 4).to(gl.int64)
             if goal >= 0:
-                gl.store(final_ptr + (goal * HV + head) * (D * D) + entry, S)
+                gl.store(final_ptr + (goal * HV + head) * (D * D) + place, S)
         else:
-            gl.store(final_ptr + state + entry, S)
+            gl.store(final_ptr + state + place, S)
 
 
 @gluon.jit
 def make_pairs(
-    q_s, k_s, f_s, P_s, full, empty, P_full, P_free, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+    q_s, k_s, f_s, P_s, full, empty, P_full, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
 ):  # fmt: skip
     """P[i, j] = scale e^(G_i - G_j) q_i . k_j for j <= i, for both chains, one chunk ahead of them."""
     n = gl.program_id(0) // HV
@@ -228,13 +246,12 @@ def make_pairs(
         D_ij = D_ij * vector(f_s, stage, FROM, DOWN)[:, None] * vector(f_s, stage, TO, ACROSS)[None, :]
         P = warpgroup_mma_wait(0, deps=(P,)) * D_ij
         P = gl.where(gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :], P, 0.0)
-        # what was loaded from the stage comes before the tensor copies that overwrite it
+        # that the stage is loaded anew says that both chains have left the P that lay there
+        P_s.index(stage).permute((1, 0)).store(P.to(gl.bfloat16))
+        # what was loaded from the stage comes before the tensor copies that overwrite it, too
         fence_async_shared()
+        mbarrier.arrive(P_full.index(stage), count=1)
         mbarrier.arrive(empty.index(stage), count=1)
-        mbarrier.wait(P_free.index(i % 2), ((i // 2) & 1) ^ 1)
-        P_s.index(i % 2).permute((1, 0)).store(P.to(gl.bfloat16))
-        fence_async_shared()
-        mbarrier.arrive(P_full.index(i % 2), count=1)
 
 
 @kernel
@@ -247,33 +264,30 @@ def walk_kernel(
     v_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, C, 1, HALF], v_d.layout)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
     f_s = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, C], f_d.layout)
-    P_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, C], A_d.layout)
+    P_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [2, C if S_d is None else D, HALF], o_d.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    P_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    P_free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    P_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
-    for i in gl.static_range(2):
         mbarrier.init(P_full.index(i), count=1)
-        mbarrier.init(P_free.index(i), count=2)
     fence_async_shared()
     # registers of the first partition: what the others leave of 512 a lane
     gl.warp_specialize(
         [
             (carry, (
-                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full, P_free,
-                o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
+                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full, o_ptr, initial_ptr,
+                final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
             )),
             (carry, (
-                1, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full, P_free,
-                o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
+                1, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full, o_ptr, initial_ptr,
+                final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
             )),
             (make_pairs, (
-                q_s, k_s, f_s, P_s, full, empty, P_full, P_free,
+                q_s, k_s, f_s, P_s, full, empty, P_full,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
             )),
             (load_chunks, (
@@ -303,11 +317,11 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio):
     gl.warp_specialize(
         [
             (carry, (
-                0, None, None, None, k_s, v_s, A_s, f_s, None, None, full, empty, None, None,
+                0, None, None, None, k_s, v_s, A_s, f_s, None, None, full, empty, None,
                 None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False,
             )),
             (carry, (
-                1, None, None, None, k_s, v_s, A_s, f_s, None, None, full, empty, None, None,
+                1, None, None, None, k_s, v_s, A_s, f_s, None, None, full, empty, None,
                 None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False,
             )),
             (load_chunks, (
