@@ -280,10 +280,14 @@ def test_a_full_machine_is_not_split():
 def test_nan_stays_in_its_sequence(monkeypatch, span):
     """A chunk that ends early reads tokens of the next sequence."""
     in_spans(monkeypatch, span)
-    given = inputs(replace(BASE, lengths=packed(40, 30, 70)), torch.bfloat16)
+    stays_in_its_sequence("cpu", forward)
+
+
+def stays_in_its_sequence(device, forward):
+    given = inputs(replace(BASE, lengths=packed(40, 30, 70)), torch.bfloat16, device=device)
     for name in ("q", "k", "v"):
         given.tensors[name][:, 40:70] = float("nan")
-    o, final, _ = forward(given)
+    o, final, *_ = forward(given)
     assert o[:, 40:70].isnan().all() and not o[:, :40].isnan().any() and not o[:, 70:].isnan().any()
     assert final[1].isnan().any() and not final[0].isnan().any() and not final[2].isnan().any()
 
@@ -359,8 +363,24 @@ def test_what_no_tensor_copy_reads_is_copied(shape, strides):
     assert rule._copyable(good) is good
 
 
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("of_heads", [
+    lambda x: x.view(2, 4, 75, 384).transpose(1, 2)[..., :128], lambda x: x.view(2, 75, 4, 384)[..., :128],
+    lambda x: x[: 2 * 75 * 512].view(2, 75, 4, 128)[:, 5:],
+])  # fmt: skip
+def test_what_is_compiled_ahead_takes_any_strides(monkeypatch, of_heads, save):
+    """Every launch of both plans, for tensors that take no room, before the first forward of a kind."""
+    met = []
+    monkeypatch.setattr(rule, "ahead", lambda device, kind, steps: met.extend(steps()))
+    v = of_heads(torch.zeros(2 * 75 * 4 * 384, dtype=torch.bfloat16))
+    q = torch.zeros(2, v.shape[1], 2, 128, dtype=torch.bfloat16)
+    problem = parse(q=q, k=q, v=v, g=None, beta=None, backend="triton")
+    rule._first(problem, None, save)
+    assert [launch.kernel.__name__ for launch, _ in met].count("walk_kernel") == 2
+
+
 def ran_on_a_gpu(case):
-    """As the law has it, and the same bits every time."""
+    """As the law has it, the same bits every time and with gradients, and gradients as Triton's."""
     given = inputs(case, torch.bfloat16, device="cuda")
 
     def run():
@@ -372,7 +392,14 @@ def ran_on_a_gpu(case):
     assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(run(), (o, final), strict=True))
-    return given
+    leaves = [given.tensors[name].requires_grad_() for name in "qkv"]
+    outputs = [
+        gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=backend)[0]
+        for backend in ("hopper", "triton")
+    ]
+    assert torch.equal(outputs[0], o)
+    found = (torch.autograd.grad(x, leaves, given.do) for x in outputs)
+    assert all(error(x, y.double()) < 1e-2 for x, y in zip(*found, strict=True))
 
 
 on_hopper = pytest.mark.skipif(
@@ -384,19 +411,10 @@ on_hopper = pytest.mark.skipif(
 @on_hopper
 @pytest.mark.parametrize("name", [*CASES, "many"])
 def test_on_a_gpu(monkeypatch, name):
-    """Whole sequences; with gradients, the same outputs, and gradients as Triton's."""
+    """Whole sequences."""
     in_spans(monkeypatch, None)
     lengths = packed(1000, 1, 640, 407, *[70] * 20, 7000)
-    given = ran_on_a_gpu(CASES.get(name, replace(BASE, heads=(16, 32), lengths=lengths)))
-    without = gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend="hopper")[0]
-    leaves = [given.tensors[name].requires_grad_() for name in "qkv"]
-    outputs = [
-        gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=backend)[0]
-        for backend in ("hopper", "triton")
-    ]
-    assert torch.equal(outputs[0], without)
-    found = (torch.autograd.grad(o, leaves, given.do) for o in outputs)
-    assert all(error(x, y.double()) < 1e-2 for x, y in zip(*found, strict=True))
+    ran_on_a_gpu(CASES.get(name, replace(BASE, heads=(16, 32), lengths=lengths)))
 
 
 def drawn(source):
@@ -433,6 +451,16 @@ def test_any_problem_on_a_gpu(monkeypatch, seed):
         for x, y, expected in zip(here, triton, law(given), strict=True):
             limit = max(1.2 * (y - expected).norm(), 5e-3 * expected.norm())
             assert (x - expected).norm() <= limit, f"{number}: {case}, spans of {span}"
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("span", [None, 1])
+def test_nan_on_a_gpu(monkeypatch, span):
+    in_spans(monkeypatch, span)
+    stays_in_its_sequence(
+        "cuda", lambda given: gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend="hopper")
+    )
 
 
 @pytest.mark.gpu

@@ -101,11 +101,11 @@ def _first(p: Problem, span: int | None, save: bool) -> Forward:
     def steps() -> Iterator[Step]:
         for plan in (_plan(p, a, None, save), _plan(p, a, 1, save)):
             new = stand_ins(p.device, plan.rooms)
-            # tensor copies read and write whole rows: v is as o will be, and of the others one tile is enough
-            for i in (0, 1, 6):
+            # tensor copies read and write whole rows: one tile of each tensor that they are made for
+            for i in (0, 1, 3, 6):
                 x = plan.rooms[i]
                 new[i] = None if x is None else allocate(p.device, [room((1, 1, *x[0][2:]), x[2])])[0]
-            yield from plan.steps(p, [*new[:3], p.v, *new[4:]])
+            yield from plan.steps(p, new)
 
     ahead(p.device, ("hopper", save, plans.kind_of(p, a)), steps)
     return _plan(p, a, span, save)

@@ -76,7 +76,7 @@ def load_chunks(
     q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty,
     cu_seqlens_ptr, table_ptr, T, HV, ratio, chunks_per_row, bound,
 ):  # fmt: skip
-    """Tiles of each chunk into a stage that all others have left; first what the chains wait for.
+    """Tiles of each chunk into a stage that all others have left.
 
     Without q for `ends_kernel`: no outputs, and no values for the odd ones.
     """
@@ -232,7 +232,7 @@ def carry(
 def make_pairs(
     q_s, k_s, f_s, P_s, full, empty, P_full, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
 ):  # fmt: skip
-    """P[i, j] = scale e^(G_i - G_j) q_i . k_j for j <= i, for both chains, one chunk ahead of them."""
+    """P[i, j] = scale e^(G_i - G_j) q_i . k_j for j <= i, for both chains, at most a chunk ahead of them."""
     n = gl.program_id(0) // HV
     row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
     zeros = gl.zeros((C, C), gl.float32, OF_TOKENS)
