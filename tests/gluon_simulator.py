@@ -241,6 +241,7 @@ class _Language:
 STANDINS: dict[str, Any] = {
     "gl": _Language, "mbarrier": _Barriers, "tma_load": _tma_load, "tma_store": _tma_store,
     "tma_store_wait": lambda pending: None, "fence_async_shared": lambda: None,
+    "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
     "warpgroup_mma": _warpgroup_mma,
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
 }  # fmt: skip

@@ -14,6 +14,7 @@ Bytes per token and value head: gates 6, factors 36; G, where a backward wants i
 
 import triton.language as tl
 
+from gdn.backends.hopper.chained import after_the_one_before
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import split, strength
@@ -31,6 +32,7 @@ def factors_kernel(
     g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
     C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
+    after_the_one_before()
     blocks = tl.cdiv(HV, BH)
     chunk = tl.program_id(0) // blocks
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)

@@ -12,9 +12,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
     "fence_async_shared",
+    "gdc_launch_dependents",
+    "gdc_wait",
     "kernel",
     "mbarrier",
     "tma_load",

@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost, split
+from gdn.backends.hopper.chained import CHAINED
 from gdn.backends.hopper.factors import ROWS, factors_kernel
 from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
@@ -121,6 +122,7 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forwa
         (*plans.gate_strides(p.g, p.beta), *numbers, p.scale),
         {"C": CHUNK, "BH": HEADS, **a.activation, "RESET": RESET},
         4,
+        options=CHAINED,
     )
     solve = Launch(
         solve_kernel,
@@ -129,7 +131,7 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forwa
         {"K": p.K, "V": p.V, "C": CHUNK, "UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel},
         4,
         # six programs a multiprocessor; four where norms need registers, too
-        options={"maxnreg": 112 if p.use_qk_l2norm_in_kernel else 80},
+        options={"maxnreg": 112 if p.use_qk_l2norm_in_kernel else 80, **CHAINED},
     )
     numbers = (*numbers, a.entries)
     spans = None if span is None else split.plan(p, span, numbers)
@@ -139,7 +141,7 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forwa
         numbers,
         {"V_FIRST": p.state_v_first},
         4,
-        options={"maxnreg": 128},
+        options={"maxnreg": 128, **CHAINED},
         described=7,
     )
     rooms = (

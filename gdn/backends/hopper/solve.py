@@ -15,6 +15,7 @@ Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128,
 import triton
 import triton.language as tl
 
+from gdn.backends.hopper.chained import after_the_one_before
 from gdn.backends.hopper.factors import FROM, GAIN, HIGH, INTO, OUT, READ, ROWS, TO
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
@@ -40,6 +41,7 @@ def solve_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, T, HV, ratio, chunks_per_row,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
+    after_the_one_before()
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn.backends.hopper.chained import CHAINED, after_the_one_before
 from gdn.backends.hopper.factors import END, ROWS
 from gdn.backends.hopper.walk import JOB, ends_kernel
 from gdn.backends.triton.chunks import sequence
@@ -77,9 +78,18 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Spans:
             room((2 * spans, *states), torch.float32),
         ),
         programs=programs,
-        jobs=Launch(jobs_kernel, programs, (T, HV, p.N, per_row, bound, span), {**places, "BLOCK": 64}, 1),
-        ends=Launch(ends_kernel, 2 * programs, (T, HV, ratio), {}, 4, options={"maxnreg": 168}, described=4),
-        combine=Launch(combine_kernel, p.N * HV * (SIZE // BV), (HV,), steps, 8),
+        jobs=Launch(
+            jobs_kernel,
+            programs,
+            (T, HV, p.N, per_row, bound, span),
+            {**places, "BLOCK": 64},
+            1,
+            options=CHAINED,
+        ),
+        ends=Launch(
+            ends_kernel, 2 * programs, (T, HV, ratio), {}, 4, options={"maxnreg": 168, **CHAINED}, described=4
+        ),
+        combine=Launch(combine_kernel, p.N * HV * (SIZE // BV), (HV,), steps, 8, options=CHAINED),
     )
 
 
@@ -114,6 +124,7 @@ def jobs_kernel(
     C: tl.constexpr, ROW: tl.constexpr, END: tl.constexpr, JOB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The jobs of `walk`, those of `ends`, (N, M) of each span, and (first span, spans) of each sequence."""
+    after_the_one_before()
     i = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     if table_ptr is None:
@@ -169,6 +180,7 @@ def combine_kernel(
     D: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The states that enter the spans of a sequence, a strip of their columns."""
+    after_the_one_before()
     strip = tl.program_id(0) % (D // BV)
     head = (tl.program_id(0) // (D // BV)) % HV
     n = tl.program_id(0) // (D // BV * HV)

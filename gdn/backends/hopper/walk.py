@@ -20,6 +20,8 @@ from triton.experimental.gluon import language as gl
 from gdn.backends.hopper.factors import BETA, END, FROM, HIGH, INTO, OUT, READ, ROWS, TO
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
     kernel,
     mbarrier,
     tma_load,
@@ -275,6 +277,8 @@ def walk_kernel(
         mbarrier.init(empty.index(i), count=3)
         mbarrier.init(P_full.index(i), count=1)
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()
     # registers of the first partition: what the others leave of 512 a lane
     gl.warp_specialize(
         [
@@ -314,6 +318,8 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
+    gdc_launch_dependents()
+    gdc_wait()
     gl.warp_specialize(
         [
             (carry, (
