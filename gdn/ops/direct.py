@@ -50,8 +50,7 @@ class Call:
 
     def run(self, tensors: Tensors, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
         """The backend's function, and what a backward needs of it."""
-        arguments: tuple[Any, ...] = (*tensors, *self.options, self.form)
-        problem = Problem(*arguments)
+        problem = Problem(*tensors, *self.options, self.form)
         if self.reads_offsets:
             check_offsets(problem)
         if self.form is not None:
@@ -61,7 +60,7 @@ class Call:
         def run() -> Tensors:
             nonlocal kept
             o, final, kept = self._forward(problem, save)
-            return (o, final, *kept.tensors())
+            return (o, final, *kept)
 
         o, final, *_ = guarded(name, problem.device, tensors, run)
         return o, final, kept
@@ -82,7 +81,7 @@ class _Rule(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
         o, final, saved = call.run(tensors, True)
         ctx.call = call
-        ctx.save_for_backward(*tensors, *saved.tensors())
+        ctx.save_for_backward(*tensors, *saved)
         ctx.set_materialize_grads(False)
         return o, final
 
@@ -101,7 +100,7 @@ class _Rule(torch.autograd.Function):
 
             def run() -> Tensors:
                 gradients = call.backend.chunk_backward(problem, Saved(*saved), do, dS)
-                return tuple([settled(x) for x in gradients.tensors()])
+                return tuple([settled(x) for x in gradients])
 
             gradients = guarded("chunk_backward", problem.device, (do, dS), run)
         return (None, *wanted(gradients, needs))

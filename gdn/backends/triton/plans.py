@@ -76,7 +76,7 @@ def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> 
             yield from other.steps(p, saved, do, dS, new)
             yield from other.late_steps(p, saved, do, new, late)
 
-    more = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved.tensors())))
+    more = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved)))
     ahead(p.device, ("backward", kind_of(p, a), *more), steps)
     return plan
 

@@ -73,7 +73,6 @@ class Backward:
         for pairs_bwd, rows_bwd in self.gradients:
             yield pairs_bwd, (*read, tiles, dv, grown, rest, factors)
             yield rows_bwd, rows
-        parts = (None, None) if partial is None else (*partial.unbind(), None)[:2]
-        yield self.gates, (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, *parts)
+        yield self.gates, (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, partial)
         if self.sums is not None:
             yield self.sums, (partial, *((None, dA_log) if ddt_bias is None else (dA_log, ddt_bias)))
