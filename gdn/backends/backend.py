@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from gdn.notation import ChunkInverse, ChunkStates, ChunkValues, GSum, InverseNo
 from gdn.problem import Problem
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """What a forward keeps for the backward, the same for every backend: any backward follows any forward.
 
     Chunks are numbered sequence by sequence; a packed batch has `problem.num_chunks` of them, the surplus
@@ -27,12 +26,8 @@ class Saved:
     q_rstd: InverseNorm | None = None  # with l2norm in the kernel
     k_rstd: InverseNorm | None = None
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.G, self.A_inv, self.S_in, self.v_new, self.q_rstd, self.k_rstd)
 
-
-@dataclass(frozen=True)
-class Gradients:
+class Gradients(NamedTuple):
     """Gradients of one call, each in the dtype of its tensor; None where the tensor was None."""
 
     dq: Tensor
@@ -43,10 +38,6 @@ class Gradients:
     dA_log: Tensor | None
     ddt_bias: Tensor | None
     dinitial_state: Tensor | None
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        gates = (self.dg, self.dbeta, self.dA_log, self.ddt_bias)
-        return (self.dq, self.dk, self.dv, *gates, self.dinitial_state)
 
 
 Shape = tuple[tuple[int, ...], torch.dtype]
