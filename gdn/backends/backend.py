@@ -1,8 +1,8 @@
 """A backend: a frozen value holding one function per job. A new GPU: a folder and a `dataclasses.replace`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from gdn.notation import ChunkInverse, ChunkStates, ChunkValues, GSum, InverseNo
 from gdn.problem import Problem
 
 
-class Saved(NamedTuple):
+@dataclass(frozen=True)
+class Saved:
     """What a forward keeps for the backward, the same for every backend: any backward follows any forward.
 
     Chunks are numbered sequence by sequence; a packed batch has `problem.num_chunks` of them, the surplus
@@ -26,8 +27,12 @@ class Saved(NamedTuple):
     q_rstd: InverseNorm | None = None  # with l2norm in the kernel
     k_rstd: InverseNorm | None = None
 
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter((self.G, self.A_inv, self.S_in, self.v_new, self.q_rstd, self.k_rstd))
 
-class Gradients(NamedTuple):
+
+@dataclass(frozen=True)
+class Gradients:
     """Gradients of one call, each in the dtype of its tensor; None where the tensor was None."""
 
     dq: Tensor
@@ -38,6 +43,10 @@ class Gradients(NamedTuple):
     dA_log: Tensor | None
     ddt_bias: Tensor | None
     dinitial_state: Tensor | None
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        gates = (self.dg, self.dbeta, self.dA_log, self.ddt_bias)
+        return iter((self.dq, self.dk, self.dv, *gates, self.dinitial_state))
 
 
 Shape = tuple[tuple[int, ...], torch.dtype]
