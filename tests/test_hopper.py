@@ -117,7 +117,7 @@ def test_simulated(name):
     expected = law(given)
     limit = LIMITS.get(case.keys, 5e-3)
     assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
-    assert all(x is None for x in saved.tensors())
+    assert all(x is None for x in saved)
 
 
 @pytest.mark.interpret
@@ -132,7 +132,7 @@ def test_what_a_backward_wants(monkeypatch, name, span):
     o, final, saved = rule.chunk_forward(problem, True)
     expected = whole.chunk_forward(replace(problem, backend="triton"), True)
     assert all(torch.equal(x, y) for x, y in zip((o, final), forward(given)[:2], strict=True))
-    for x, y in zip(saved.tensors(), expected[2].tensors(), strict=True):
+    for x, y in zip(saved, expected[2], strict=True):
         assert (x is None) == (y is None)
         assert x is None or (x.dtype == y.dtype and error(x, y.double()) < 5e-3)
 
@@ -145,7 +145,7 @@ def test_a_backward_from_what_is_kept():
     given = inputs(CASES["options"], torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="hopper")
     kept = rule.chunk_forward(problem, True)[2], whole.chunk_forward(problem, True)[2]
-    found = (backward(problem, saved, given.do, given.dfinal_state).tensors() for saved in kept)
+    found = (backward(problem, saved, given.do, given.dfinal_state) for saved in kept)
     assert all(x is None or error(x, y.double()) < 1e-2 for x, y in zip(*found, strict=True))
 
 

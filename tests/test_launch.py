@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 
 import gdn
 from gdn.backends.triton import launch, plans, rule, tuned
-from gdn.backends.triton.launch import Launch, Plans, unit_of
+from gdn.backends.triton.launch import Chain, Launch, Plans, unit_of
 from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
 
@@ -83,6 +83,45 @@ def test_the_current_stream_is_used():
     assert bool((y == 10).all())
 
 
+@pytest.mark.interpret
+def test_a_chain_of_launches_aligned_or_not(triton_device):
+    x = torch.randn(101, device=triton_device)
+    first, none, last = scaled(100, 3.0), scaled(0, 7.0), scaled(100, 2.0)
+    chain = Chain(lambda t: [(first, (t[0], None, t[2])), (none, (t[3], t[0])), (last, (t[2], t[0], t[3]))])
+    for a in (x[:100], x[:100], x[1:], x[:100], 2 * x[1:]):
+        y, z = torch.full((2, 112), -1.0, device=triton_device)
+        chain([a, x, y, z, None])
+        assert torch.equal(y[:100], a * 3.0) and y[100] == -1 and z[100] == -1
+        torch.testing.assert_close(z[:100], a * 7.0)
+
+
+def test_a_compiled_chain_hands_on_what_its_launches_would(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: (device, 7), raising=False)
+    monkeypatch.setattr(Launch, "_dispatch", lambda self, tensors: made.append((self, tensors)))
+    made, noted = [], []
+    launches = scaled(100, 3.0), scaled(0, 1.0), scaled(48, 2.0)
+    for launch_, name in zip(launches, "abc", strict=True):
+        launch_._compiled, launch_._tail = object(), launch_.numbers
+        launch_._head = (1, lambda *given: made.append(given), name, None)
+
+    def steps(t):
+        return zip(launches, ((t[0], None, t[3]), (t[3], t[0]), (t[3], t[0], t[0])), strict=True)
+
+    chain, x = Chain(steps), torch.empty(3, 16)
+    chain([x[0], None, x[2], x[1]])
+    assert [given[0] for given in made] == [7, 3] and made[0][-3:] == (x[1].data_ptr(), 100, 3.0)
+    chain.steps = None
+    for tensors in (x[1], None, None, x[0]), (x[0], None, None, x[1]):
+        chain(tensors)
+    assert made[4:] == made[:2] and made[2:4] != made[:2]
+    chain.steps = steps
+    chain([x[0, 1:], None, None, x[1]])
+    assert made[6][0] is launches[0] and made[6][1][1] is None and made[7][0] is launches[2]
+    monkeypatch.setattr(launch, "recorder", noted)
+    chain([x[0], None, None, x[1]])
+    assert len(made) == 8 and [step[0] for step in noted] == [launches[0], launches[2]]
+
+
 def test_recorded_launches_are_not_run(monkeypatch):
     kept = []
     monkeypatch.setattr(launch, "recorder", kept)
@@ -127,7 +166,7 @@ def test_in_what_parts_gradients_are_made_changes_no_bit(monkeypatch, poison, tr
 
     whole = gradients(1000)
     for part in (1, 2, 5):
-        for name, x in vars(gradients(part)).items():
+        for name, x in gradients(part)._asdict().items():
             assert (x is None) == (getattr(whole, name) is None)
             assert x is None or torch.equal(x, getattr(whole, name)), (part, name)
     plans._backwards.found.clear()

@@ -1,6 +1,6 @@
 """A backend: a frozen value holding one function per job. A new GPU: a folder and a `dataclasses.replace`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,8 +27,8 @@ class Saved:
     q_rstd: InverseNorm | None = None  # with l2norm in the kernel
     k_rstd: InverseNorm | None = None
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return (self.G, self.A_inv, self.S_in, self.v_new, self.q_rstd, self.k_rstd)
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter((self.G, self.A_inv, self.S_in, self.v_new, self.q_rstd, self.k_rstd))
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Gradients:
     ddt_bias: Tensor | None
     dinitial_state: Tensor | None
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
+    def __iter__(self) -> Iterator[Tensor | None]:
         gates = (self.dg, self.dbeta, self.dA_log, self.ddt_bias)
-        return (self.dq, self.dk, self.dv, *gates, self.dinitial_state)
+        return iter((self.dq, self.dk, self.dv, *gates, self.dinitial_state))
 
 
 Shape = tuple[tuple[int, ...], torch.dtype]

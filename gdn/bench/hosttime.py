@@ -84,8 +84,8 @@ def parts(name: str, given: Inputs, backend: str | None) -> dict[str, float]:
         "launch": whole - planned,
     }
     if name == "forward+backward":
-        both = zip(problem.differentiable, gradients.tensors(), strict=True)
-        kept = [x for x in saved.tensors() if x is not None]
+        both = zip(problem.differentiable, gradients, strict=True)
+        kept = [x for x in saved if x is not None]
         asked = [(x, dx) for x, dx in both if x is not None and dx is not None]
         seconds["autograd"] = burst(_autograd(asked, kept, given), device).p50
     found = {part: 1e6 * x for part, x in seconds.items()}

@@ -35,7 +35,7 @@ class Call:
     """A checked call without its tensors: what all calls share that differ only in where these lie."""
 
     is_recurrent: bool
-    options: tuple[Any, ...]  # of Problem, in order
+    problem: Problem  # with None for each tensor
     form: Hashable  # None where a call may be in debug mode or under autocast
     backend: Backend
     reads_offsets: bool
@@ -50,8 +50,7 @@ class Call:
 
     def run(self, tensors: Tensors, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
         """The backend's function, and what a backward needs of it."""
-        arguments: tuple[Any, ...] = (*tensors, *self.options, self.form)
-        problem = Problem(*arguments)
+        problem = self.problem.of(tensors, self.form)
         if self.reads_offsets:
             check_offsets(problem)
         if self.form is not None:
@@ -61,7 +60,7 @@ class Call:
         def run() -> Tensors:
             nonlocal kept
             o, final, kept = self._forward(problem, save)
-            return (o, final, *kept.tensors())
+            return (o, final, *kept)
 
         o, final, *_ = guarded(name, problem.device, tensors, run)
         return o, final, kept
@@ -82,7 +81,7 @@ class _Rule(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
         o, final, saved = call.run(tensors, True)
         ctx.call = call
-        ctx.save_for_backward(*tensors, *saved.tensors())
+        ctx.save_for_backward(*tensors, *saved)
         ctx.set_materialize_grads(False)
         return o, final
 
@@ -93,15 +92,15 @@ class _Rule(torch.autograd.Function):
             return (None,) * (1 + len(needs))
         tensors, call = ctx.saved_tensors, ctx.call
         given, saved = tensors[:NUM_TENSORS], tensors[-NUM_SAVED:]
+        # no form: hooks may have laid what was saved in another way
+        problem = call.problem.of(given, None)
         if torch.is_grad_enabled() or not is_plain(given[0]):
-            gradients = chunk_backward(*given, *call.options, *saved, do, dS)
+            gradients = chunk_backward(*problem.arguments(), *saved, do, dS)
         else:
-            # no form: hooks may have laid what was saved in another way
-            problem = Problem(*given, *call.options)
 
             def run() -> Tensors:
                 gradients = call.backend.chunk_backward(problem, Saved(*saved), do, dS)
-                return tuple([settled(x) for x in gradients.tensors()])
+                return tuple([settled(x) for x in gradients])
 
             gradients = guarded("chunk_backward", problem.device, (do, dS), run)
         return (None, *wanted(gradients, needs))
@@ -130,4 +129,4 @@ def call_of(problem: Problem, *, is_recurrent: bool, is_known: bool) -> Call:
     has_offsets = p.cu_seqlens is not None and (
         p.cu_seqlens_cpu is not None or p.cu_seqlens.device.type == "cpu" or not is_known
     )
-    return Call(is_recurrent, p.arguments()[NUM_TENSORS:], form, select(p), has_offsets)
+    return Call(is_recurrent, p.of((None,) * NUM_TENSORS, None), form, select(p), has_offsets)

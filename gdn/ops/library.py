@@ -130,7 +130,7 @@ def _chunk_forward(*args: Any) -> tuple[Tensor | None, ...]:
 
     def run() -> tuple[Tensor | None, ...]:
         o, final, saved = select(problem).chunk_forward(problem, save)
-        return tuple(map(settled, (o, final, *saved.tensors())))
+        return tuple(map(settled, (o, final, *saved)))
 
     return guarded("chunk_forward", problem.device, args[:10], run)
 
@@ -167,7 +167,7 @@ def _chunk_backward(*args: Any) -> tuple[Tensor | None, ...]:
     saved, (do, dS) = Saved(*args[NUM_FIELDS:end]), args[end:]
 
     def run() -> tuple[Tensor | None, ...]:
-        return tuple(map(settled, select(problem).chunk_backward(problem, saved, do, dS).tensors()))
+        return tuple(map(settled, select(problem).chunk_backward(problem, saved, do, dS)))
 
     return guarded("chunk_backward", problem.device, (do, dS), run)
 

@@ -19,8 +19,7 @@ from gdn.backends.triton.prepare import log_decay
 
 @kernel
 def gates_bwd_kernel(
-    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, G_ptr, table_ptr, shares_ptr, dg_ptr, dbeta_ptr, dA_log_ptr,
-    ddt_bias_ptr,
+    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, G_ptr, table_ptr, shares_ptr, dg_ptr, dbeta_ptr, partial_ptr,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, chunks_per_row, strips,
     C: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
@@ -57,10 +56,10 @@ def gates_bwd_kernel(
                 given += tl.load(dt_bias_ptr + head).to(tl.float32)
             slope = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * sigmoid(given)
             dA_log = tl.sum(tl.where(passes, dg * g, 0.0).to(tl.float64), 0)
-            tl.store(dA_log_ptr + tile, dA_log)
+            tl.store(partial_ptr + tile, dA_log)
             dg = tl.where(passes, dg * slope, 0.0)
-            if ddt_bias_ptr is not None:
-                tl.store(ddt_bias_ptr + tile, tl.sum(dg.to(tl.float64), 0))
+            if dt_bias_ptr is not None:
+                tl.store(partial_ptr + tl.num_programs(0) + tile, tl.sum(dg.to(tl.float64), 0))
         tl.store(dg_ptr + place, dg.to(dg_ptr.dtype.element_ty), mask=is_given)
     if dbeta_ptr is not None:
         dbeta = tl.load(shares + DBETA * C, mask=is_token, other=0.0)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import itemgetter, or_
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -118,6 +119,45 @@ class Launch:
 
 
 Step = tuple[Launch, tuple[Tensor | None, ...]]
+
+
+class Chain:
+    """Launches one after the other on tensors of one call, each of which says but once where it lies.
+
+    `steps`: from a call's tensors, of which the same ones are None each time, to the launches and what they
+    take, two tensors at least and none described. Once all are compiled it is asked for numbers instead.
+    """
+
+    def __init__(self, steps: Callable[[Sequence[Any]], Iterable[tuple[Launch, tuple[Any, ...]]]]) -> None:
+        self.steps = steps
+        self._used: Callable[[Sequence[Any]], tuple[Tensor, ...]] = tuple
+        self._ready: list[tuple[Any, ...]] = []
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        """Run on the current stream of the tensors' device, which must be the current device."""
+        if self._ready and recorder is None:
+            pointers = [x.data_ptr() for x in self._used(tensors)]
+            if reduce(or_, pointers) % ALIGNMENT == 0:
+                places = (*pointers, None)
+                stream = torch._C._cuda_getCurrentRawStream(self._ready[0][1])
+                for grid, _, run, function, metadata, take, numbers in self._ready:
+                    run(grid, 1, 1, stream, function, metadata, None, None, None, *take(places), *numbers)
+                return
+        for launch, given in self.steps(tensors):
+            launch(*given)
+        if not self._ready:
+            self._prepare([None if x is None else i for i, x in enumerate(tensors)])
+
+    def _prepare(self, numbered: Sequence[int | None]) -> None:
+        steps = [step for step in self.steps(numbered) if step[0].grid != 0]
+        if steps and all(launch._compiled is not None for launch, _ in steps):
+            used = sorted({i for _, given in steps for i in given if i is not None})
+            places = {None: -1, **{i: place for place, i in enumerate(used)}}
+            self._used = itemgetter(*used)
+            self._ready = [
+                (launch.grid, *launch._head, itemgetter(*(places[i] for i in given)), launch._tail)
+                for launch, given in steps
+            ]
 
 
 class Plans(Generic[Plan]):

@@ -59,7 +59,7 @@ def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
     def steps() -> Iterator[Step]:
         for chosen in tuned.forwards(p, gpu):
             other = _plan_forward(p, kept, a, chosen)
-            yield from other.steps(p, stand_ins(p.device, other.rooms))
+            yield from other.steps([*tensors_of(p), *stand_ins(p.device, other.rooms)])
 
     ahead(p.device, ("forward", kind_of(p, a), kept), steps)
     return plan
@@ -73,10 +73,11 @@ def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> 
         for chosen in tuned.backwards(p, gpu):
             other = _plan_backward(p, do, a, chosen)
             new, late = stand_ins(p.device, other.rooms), stand_ins(p.device, other.late)
-            yield from other.steps(p, saved, do, dS, new)
-            yield from other.late_steps(p, saved, do, new, late)
+            given = (*tensors_of(p), *saved, do, dS)
+            yield from other.steps([*given, *new])
+            yield from other.late_steps([*given, *new[:-2], *late])
 
-    more = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved.tensors())))
+    more = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved)))
     ahead(p.device, ("backward", kind_of(p, a), *more), steps)
     return plan
 
@@ -131,6 +132,11 @@ def key(p: Problem) -> Hashable:
         p.scale, p.output_final_state, p.use_qk_l2norm_in_kernel, p.use_beta_sigmoid_in_kernel,
         p.allow_neg_eigval, p.state_v_first, p.batch_invariant,
     )  # fmt: skip
+
+
+def tensors_of(p: Problem) -> tuple[Tensor | None, ...]:
+    """A problem's tensors as `steps` takes them."""
+    return (p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.cu_seqlens)
 
 
 def kind_of(p: Problem, a: "Arguments") -> Hashable:

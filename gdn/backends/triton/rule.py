@@ -17,7 +17,7 @@ from torch import Tensor
 from gdn.backends.backend import Gradients, Saved
 from gdn.backends.triton import plans
 from gdn.backends.triton.launch import allocate, on
-from gdn.backends.triton.plans import operand, saves
+from gdn.backends.triton.plans import operand, saves, tensors_of
 from gdn.problem import Problem
 
 __all__ = ["chunk_backward", "chunk_forward", "forward", "saves", "tidy"]
@@ -34,8 +34,7 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
     with on(p.device):
         plan = plans.forward_plan(p, kept)
         new = allocate(p.device, plan.rooms)
-        for launch, tensors in plan.steps(p, new):
-            launch(*tensors)
+        plan.run([*tensors_of(p), *new])
     G, A_inv, _, _, q_rstd, k_rstd, S_in, _, final, o, _ = new
     assert o is not None
     return o, final, Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
@@ -51,13 +50,12 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     with on(p.device):
         plan = plans.backward_plan(p, saved, do, dS)
         new = allocate(p.device, plan.rooms)
-        for launch, tensors in plan.steps(p, saved, do, dS, new):
-            launch(*tensors)
+        given = (*tensors_of(p), *saved, do, dS)
+        plan.run([*given, *new])
         # P and P_rest make room
-        del new[-2:], tensors
+        del new[-2:]
         late = allocate(p.device, plan.late)
-        for launch, tensors in plan.late_steps(p, saved, do, new, late):
-            launch(*tensors)
+        plan.run_late([*given, *new, *late])
     dv, dg, dbeta, dS0, _, dA_log, ddt_bias, *_ = new
     dq, dk, *_ = late
     assert dq is not None and dk is not None and dv is not None

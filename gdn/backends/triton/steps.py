@@ -1,15 +1,18 @@
-"""The launches of the chunked rule in order, and which tensors each takes."""
+"""The launches of the chunked rule in order, and which tensors each takes.
 
-from collections.abc import Iterator
+The tensors of a call come in one sequence, first those of its problem: `plans.tensors_of`. Nothing but where
+one stands in it is looked at: see `launch.Chain`.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
 
-from torch import Tensor
+from gdn.backends.triton.launch import Chain, Launch, Room
 
-from gdn.backends.backend import Saved
-from gdn.backends.triton.launch import Launch, Room, Step
-from gdn.problem import Problem
-
-Rooms = list[Tensor | None]
+T = TypeVar("T")
+Steps = Iterator[tuple[Launch, tuple[T | None, ...]]]
 
 
 @dataclass(frozen=True)
@@ -22,20 +25,26 @@ class Forward:
     state: Launch
     output: Launch | None
 
-    def steps(self, p: Problem, new: Rooms) -> Iterator[Step]:
-        """The launches and their tensors, in order."""
+    def steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """The launches and their tensors, in order. `tensors`: the problem's, and those of `rooms`."""
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *new = tensors
         G, A_inv, P, factors, q_rstd, k_rstd, S_in, v_new, final, o, table = new
         if self.table is not None:
-            yield self.table, (p.cu_seqlens, table)
+            yield self.table, (cu_seqlens, table)
         tail = None if table is None else o
-        inputs = (p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, table)
+        inputs = (q, k, g, beta, A_log, dt_bias, table)
         yield self.prepare, (*inputs, G, A_inv, P, factors, q_rstd, k_rstd, tail)
-        ends = (p.initial_state, p.cu_seqlens, table)
+        ends = (initial_state, cu_seqlens, table)
         if self.output is None:
-            yield self.state, (p.q, p.k, p.v, A_inv, P, factors, *ends, S_in, o, final)
+            yield self.state, (q, k, v, A_inv, P, factors, *ends, S_in, o, final)
         else:
-            yield self.state, (p.k, p.v, A_inv, factors, *ends, S_in, v_new, final)
-            yield self.output, (p.q, P, factors, S_in, v_new, table, o)
+            yield self.state, (k, v, A_inv, factors, *ends, S_in, v_new, final)
+            yield self.output, (q, P, factors, S_in, v_new, table, o)
+
+    @cached_property
+    def run(self) -> Chain:
+        """All of it."""
+        return Chain(self.steps)
 
 
 @dataclass(frozen=True)
@@ -52,28 +61,40 @@ class Backward:
     gates: Launch
     sums: Launch | None
 
-    def steps(self, p: Problem, saved: Saved, do: Tensor, dS: Tensor | None, new: Rooms) -> Iterator[Step]:
-        """The launches up to the state pass, after which the last of `new`, P and P_rest, are done with."""
+    def steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """The launches up to the state pass, after which P and P_rest are done with.
+
+        `tensors`: the problem's, those of Saved, do, dS, and those of `rooms`.
+        """
+        q, k, _, _, beta, _, _, _, cu_seqlens, G, A_inv, S_in, _, q_rstd, k_rstd, do, dS, *new = tensors
         dv, _, _, dS0, dS_out, _, _, _, factors, table, P, P_rest = new
         if self.table is not None:
-            yield self.table, (p.cu_seqlens, table)
-        yield self.pairs, (p.q, p.k, p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, P, P_rest, factors)
-        tensors = (p.q, p.k, saved.A_inv, P, P_rest, factors, saved.S_in, do, dS, p.cu_seqlens, table)
-        yield self.state, (*tensors, dS_out, dv, dS0)
+            yield self.table, (cu_seqlens, table)
+        yield self.pairs, (q, k, beta, G, q_rstd, k_rstd, table, P, P_rest, factors)
+        read = (q, k, A_inv, P, P_rest, factors, S_in, do, dS, cu_seqlens, table)
+        yield self.state, (*read, dS_out, dv, dS0)
 
-    def late_steps(self, p: Problem, saved: Saved, do: Tensor, new: Rooms, late: Rooms) -> Iterator[Step]:
-        """The other launches; P and P_rest are not looked for in `new`."""
-        dv, dg, dbeta, _, dS_out, dA_log, ddt_bias, partial, factors, table, *_ = new
+    def late_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """The other launches. `tensors`: as before but for P and P_rest, and those of `late`."""
+        q, k, v, g, beta, A_log, dt_bias, _, _, G, A_inv, S_in, _, q_rstd, k_rstd, do, _, *new = tensors
+        dv, dg, dbeta, _, dS_out, dA_log, ddt_bias, partial, factors, table, *late = new
         dq, dk, grown, rest, tiles = late
         # E and F lie in the place of dq where a key head's columns hold those of its value heads
         tiles = dq if tiles is None else tiles
-        norms = (saved.q_rstd, saved.k_rstd)
-        read = (p.q, p.k, p.v, saved.G, saved.A_inv, *norms, saved.S_in, do, table)
-        rows = (p.q, p.k, *norms, saved.S_in, dS_out, do, dv, grown, rest, table, tiles, factors, dq, dk)
+        read = (q, k, v, G, A_inv, q_rstd, k_rstd, S_in, do, table)
+        rows = (q, k, q_rstd, k_rstd, S_in, dS_out, do, dv, grown, rest, table, tiles, factors, dq, dk)
         for pairs_bwd, rows_bwd in self.gradients:
             yield pairs_bwd, (*read, tiles, dv, grown, rest, factors)
             yield rows_bwd, rows
-        parts = (None, None) if partial is None else (*partial.unbind(), None)[:2]
-        yield self.gates, (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, factors, dg, dbeta, *parts)
+        yield self.gates, (g, beta, A_log, dt_bias, G, table, factors, dg, dbeta, partial)
         if self.sums is not None:
             yield self.sums, (partial, *((None, dA_log) if ddt_bias is None else (dA_log, ddt_bias)))
+
+    @cached_property
+    def run(self) -> Chain:
+        """Of `steps`."""
+        return Chain(self.steps)
+
+    @cached_property
+    def run_late(self) -> Chain:
+        return Chain(self.late_steps)
