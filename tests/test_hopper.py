@@ -83,8 +83,9 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, "Launch", Simulated)
 
 
-def law(given):
-    wide = given.double()
+def law(given, wide=None):
+    """In fp64, of `wide` where gradients are to be taken."""
+    wide = wide or given.double()
     tensors = dict.fromkeys(("g", "beta")) | wide.tensors
     return accuracy.law(**tensors, **wide.options)
 
@@ -379,8 +380,16 @@ def test_what_is_compiled_ahead_takes_any_strides(monkeypatch, of_heads, save):
     assert [launch.kernel.__name__ for launch, _ in met].count("walk_kernel") == 2
 
 
+def is_as_near(x, y, expected, limit):
+    """To what is expected, as Triton's y or within the limit: also where rounding alone costs much."""
+    return (x - expected).norm() <= max(1.2 * (y - expected).norm(), limit * expected.norm())
+
+
 def ran_on_a_gpu(case):
-    """As the law has it, the same bits every time and with gradients, and gradients as Triton's."""
+    """As the law has it, the same bits every time, and with gradients; those as near to the law as Triton's.
+
+    Of many tokens near to Triton's: the law would keep the state of each.
+    """
     given = inputs(case, torch.bfloat16, device="cuda")
 
     def run():
@@ -398,8 +407,14 @@ def ran_on_a_gpu(case):
         for backend in ("hopper", "triton")
     ]
     assert torch.equal(outputs[0], o)
-    found = (torch.autograd.grad(x, leaves, given.do) for x in outputs)
-    assert all(error(x, y.double()) < 1e-2 for x, y in zip(*found, strict=True))
+    here, triton = (torch.autograd.grad(x, leaves, given.do) for x in outputs)
+    if given.tensors["q"].shape[1] > 2000:
+        assert all(error(x, y.double()) < 1e-2 for x, y in zip(here, triton, strict=True))
+        return
+    wide = given.double()
+    exact = [wide.tensors[name].requires_grad_() for name in "qkv"]
+    expected = torch.autograd.grad(law(given, wide)[0], exact, wide.do)
+    assert all(is_as_near(*three, 8e-3) for three in zip(here, triton, expected, strict=True))
 
 
 on_hopper = pytest.mark.skipif(
@@ -448,9 +463,8 @@ def test_any_problem_on_a_gpu(monkeypatch, seed):
             gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=name)
             for name in ("hopper", "triton")
         )
-        for x, y, expected in zip(here, triton, law(given), strict=True):
-            limit = max(1.2 * (y - expected).norm(), 5e-3 * expected.norm())
-            assert (x - expected).norm() <= limit, f"{number}: {case}, spans of {span}"
+        for three in zip(here, triton, law(given), strict=True):
+            assert is_as_near(*three, 5e-3), f"{number}: {case}, spans of {span}"
 
 
 @pytest.mark.gpu
