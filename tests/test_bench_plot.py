@@ -105,6 +105,15 @@ def test_a_statement_names_what_it_stands_on():
     assert "`gdn bench prefill --only '16/32 1x8192'`" in sentence and "one problem" in sentence
 
 
+def test_peers_of_two_runs_of_a_commit_stand_side_by_side():
+    first = timed(targets.PREFILL[6], 0.3, ratio={"fla": 1.5, "flash_qla": 1.2})
+    last = timed(targets.PREFILL[6], 0.31, ratio={"flashinfer": 1.1, "flash_qla": 1.3})
+    (both,) = Results("h200", [first, last]).ours("prefill")
+    assert both["ratio"] == {"fla": 1.5, "flash_qla": 1.3, "flashinfer": 1.1} and both["ms"] == 0.31
+    (alone,) = Results("h200", [first, {**last, "commit": "abd"}]).ours("prefill")
+    assert alone["ratio"] == last["ratio"]
+
+
 @pytest.mark.parametrize(
     "name, case, command",
     [

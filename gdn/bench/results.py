@@ -1,6 +1,7 @@
 """Pages made from results files, and from nothing else: docs/results.md, and what README says was measured.
 
-Of each thing the last row of ours counts. Peers' times are those of its own run: a row holds their ratios.
+Of each thing the last row of ours counts. It holds the ratios of peers timed in its own run; a peer timed beside
+the same commit in another run, as they compile too long for one, comes with the ratio of that run.
 """
 
 import shlex
@@ -48,7 +49,11 @@ class Results:
         kept: dict[Any, Row] = {}
         for row in self.rows:
             if rows.is_measured(row) and row["pass"].partition(":")[0] in passes:
-                kept[rows.key({**row, "provider": owner(row["provider"])})] = row
+                key = rows.key({**row, "provider": owner(row["provider"])})
+                before = kept.get(key, {})
+                if row.get("ratio") and before.get("commit") == row.get("commit"):
+                    row = {**row, "ratio": {**before.get("ratio", {}), **row["ratio"]}}
+                kept[key] = row
         return list(kept.values())
 
     def ours(self, *passes: str) -> list[Row]:
@@ -102,8 +107,9 @@ def page(found: Iterable[Results], pictures: Mapping[str, Sequence[tuple[str, st
         "# Results", "",
         f"Made by `gdn plot` from {made_from} (`benchmarks/results/`), not by hand.",
         "How a number comes about: [measuring.md](measuring.md). A ratio is a peer's time over ours in the",
-        "same run: above 1, ours is faster. Limit: the share of what bytes and products allow at the highest",
-        "rates seen on that GPU.", "",
+        "same run: above 1, ours is faster. Where peers were timed beside one commit in several runs, ours",
+        "is of the last one, and a peer's time is its ratio times that. Limit: the share of what bytes and",
+        "products allow at the highest rates seen on that GPU.", "",
     ]  # fmt: skip
     for one in found:
         text += [f"## {machine(one)}", ""]

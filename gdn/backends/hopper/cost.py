@@ -13,10 +13,10 @@ from gdn.problem import Problem
 # a tile of 64 tokens and a value head in `factors` and `solve`; all launches of a forward that is not split
 TILE, LAUNCHES = 0.010, 10.0
 # first: what a wave of programs takes before and after its chunks; then each chunk
-WALK, ENDS = (8.0, 2.3), (6.0, 1.43)
+WALK, ENDS = (7.0, 2.3), (6.0, 1.43)
 # of `jobs`, and of `combine`, its first span and each
-JOBS, COMBINE = 3.0, (10.0, 2.0)
-GAIN = 0.9  # of the time without spans, at most: else there are none
+JOBS, COMBINE = 2.5, (9.0, 1.9)
+GAIN = 0.9  # of the time without spans, or of Triton's, at most: more launches take the host longer
 # Triton: its launches, a tile in prepare, as much in output, a chunk in the state pass by strips, and in scan
 TRITON_LAUNCHES, TRITON_TILE, TRITON_STRIPS, TRITON_SCAN = 15.0, 0.020, ((8, 1.1), (4, 1.4)), 3.85
 
@@ -64,7 +64,7 @@ def _is_faster(N: int, HV: int, num_chunks: int, is_packed: bool, num_sms: int) 
     chunks = _cdiv(num_chunks, N)
     span = _span(N, HV, num_chunks, is_packed, num_sms) or chunks
     here = LAUNCHES + TILE * num_chunks * HV + _time(N * HV, chunks, span, num_sms)
-    return here < _triton(N * HV, chunks, num_sms)
+    return here < GAIN * _triton(N * HV, chunks, num_sms)
 
 
 def _ways(N: int, num_chunks: int, is_packed: bool) -> list[tuple[int, int]]:
