@@ -125,8 +125,9 @@ def ratios(one: Results, *, job: str) -> Any:
                 y, x, height=0.74 / len(peers), color=LOOKS[peer][0], label=_label(peer) if is_first else None
             )
             axes.annotate(
-                f"{x:.2f}", (x, y), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8
-            )
+                f"{x:.2f}", (x, y), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )  # fmt: skip
     axes.axvline(1, color="black", linewidth=1)
     axes.set_yticks(range(len(found)), [_case(row) for row in found], fontsize=8)
     axes.set_ylim(len(found) - 0.5, -0.5)

@@ -1,6 +1,6 @@
 """Pages made from results files, and from nothing else: docs/results.md, and what README says was measured.
 
-Of each thing the last row of ours counts. It holds the ratios of peers timed in its own run; a peer timed beside
+Of each thing the last row of ours counts. It holds the ratios of peers timed in its own run; one timed beside
 the same commit in another run, as they compile too long for one, comes with the ratio of that run.
 """
 
