@@ -35,7 +35,6 @@ class Value:
         self.x = torch.as_tensor(x)
 
     dtype = property(lambda self: self.x.dtype)
-    type = types.SimpleNamespace(layout="layout")
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Value":
         dtype = DTYPES[str(dtype)]
@@ -45,9 +44,6 @@ class Value:
         other = _plain(other)
         # a mask of 32 bits, as a signed number
         return Value(self.x & (other - 2**32 if isinstance(other, int) and other >= 2**31 else other))
-
-    def __neg__(self) -> "Value":
-        return Value(-self.x)
 
     def __getitem__(self, index: Any) -> "Value":
         return Value(self.x[index])
@@ -65,7 +61,7 @@ def _operator(name: str, of: Callable[..., Any]) -> None:
     setattr(Value, f"__r{name}__", lambda a, b: Value(of(_plain(b), a.x)))
 
 
-for _name in ("add", "sub", "mul", "mod", "floordiv", "xor", "rshift"):
+for _name in ("add", "sub", "mul", "mod", "floordiv"):
     _operator(_name, getattr(operator, _name))
 for _name in ("lt", "le", "gt", "ge", "eq"):
     _operator(_name, getattr(operator, _name))
@@ -86,8 +82,6 @@ class Shared:
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
-
-    shape = property(lambda self: self.x.shape)
 
     def index(self, i: Any) -> Any:
         found = self.x[int(i)]
@@ -191,11 +185,6 @@ def _warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async
     return Value(product + acc.x if use_acc else product)
 
 
-def _mma_v2(a: Value, b: Value, acc: Value) -> Value:
-    assert a.dtype == b.dtype == torch.float16
-    return Value(a.x.float() @ b.x.float() + acc.x)
-
-
 def _store(pointer: Pointer, value: Value, mask: Value | None = None) -> None:
     places, x = torch.broadcast_tensors(torch.as_tensor(pointer.places), value.x)
     chosen = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.x.expand(places.shape)
@@ -229,8 +218,7 @@ def _warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
 
 
 class _Language:
-    bfloat16, float16, float32 = gl.bfloat16, gl.float16, gl.float32
-    int32, int64, uint32 = gl.int32, gl.int64, gl.uint32
+    bfloat16, float32, int32, int64, uint32 = gl.bfloat16, gl.float32, gl.int32, gl.int64, gl.uint32
     constexpr = gl.constexpr
     SliceLayout = staticmethod(lambda dim, parent: "layout")
     program_id = staticmethod(lambda axis: Value(_here.program))
@@ -239,15 +227,6 @@ class _Language:
     arange = staticmethod(lambda begin, end, layout: Value(torch.arange(begin, end)))
     zeros = staticmethod(lambda shape, dtype, layout: Value(torch.zeros(*map(int, shape))))
     convert_layout = staticmethod(lambda x, layout: x)
-    permute = staticmethod(lambda x, order: Value(x.x.permute(*order)))
-    reshape = staticmethod(lambda x, shape: Value(x.x.reshape([int(n) for n in shape])))
-    expand_dims = staticmethod(lambda x, axis: Value(x.x.unsqueeze(axis)))
-    zeros_like = staticmethod(lambda x: Value(torch.zeros_like(x.x)))
-    sum = staticmethod(lambda x, axis: Value(x.x.sum(axis)))
-    rsqrt = staticmethod(lambda x: Value(torch.rsqrt(x.x)))
-    minimum = staticmethod(
-        lambda a, b: Value(torch.minimum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
-    )
     exp2 = staticmethod(lambda x: Value(torch.exp2(x.x)))
     load = staticmethod(lambda pointer: Value(pointer.flat[pointer.places]))
     store = staticmethod(_store)
@@ -263,7 +242,7 @@ STANDINS: dict[str, Any] = {
     "gl": _Language, "mbarrier": _Barriers, "tma_load": _tma_load, "tma_store": _tma_store,
     "tma_store_wait": lambda pending: None, "fence_async_shared": lambda: None,
     "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
-    "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
+    "warpgroup_mma": _warpgroup_mma,
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
 }  # fmt: skip
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -21,7 +20,6 @@ __all__ = [
     "gdc_wait",
     "kernel",
     "mbarrier",
-    "mma_v2",
     "tma_load",
     "tma_store",
     "tma_store_wait",

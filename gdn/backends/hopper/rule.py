@@ -41,29 +41,26 @@ class Forward:
     rooms: tuple[Room | None, ...]
     table: Launch | None
     factors: Launch
-    solve: Launch | None  # where the walk makes A_inv itself
+    solve: Launch
     spans: split.Spans | None
     walk: Launch
 
     def steps(self, p: Problem, new: list[Tensor | None]) -> Iterator[Step]:
         """The launches and their tensors, in order."""
         A_inv, factors, final, o, table, G, S_in, q_rstd, k_rstd, *rest = new
-        assert factors is not None and o is not None
+        assert A_inv is not None and factors is not None and o is not None
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
         tail = None if table is None else o
-        gates = (p.g, p.beta, p.A_log, p.dt_bias)
-        yield self.factors, (*gates, table, factors, G, tail)
+        yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors, G)
+        yield self.solve, (p.q, p.k, table, factors, A_inv, q_rstd, k_rstd, tail)
         q_d: Any = _descriptor(p.q, (1, CHUNK, 1, SIZE), TOKENS)
         tiles: tuple[Any, ...] = (
             _descriptor(p.k, (1, CHUNK, 1, SIZE), TOKENS),
             _descriptor(p.v, (1, CHUNK, 1, HALF), TOKENS),
-            None if A_inv is None else _descriptor(A_inv.view(-1, CHUNK), (CHUNK, CHUNK), TILE),
+            _descriptor(A_inv.view(-1, CHUNK), (CHUNK, CHUNK), TILE),
             _descriptor(factors.view(-1, CHUNK), (1, CHUNK), VECTOR),
         )
-        if self.solve is not None:
-            normed = q_d if p.use_qk_l2norm_in_kernel else None
-            yield self.solve, (normed, tiles[0], tiles[2], table, factors, q_rstd, k_rstd)
         out: tuple[Any, ...] = (
             _descriptor(o.view(-1, p.HV * SIZE), (CHUNK, HALF), TILE),
             None if S_in is None else _descriptor(S_in.view(-1, SIZE), (SIZE, HALF), TILE),
@@ -118,18 +115,23 @@ def _first(p: Problem, span: int | None, save: bool) -> Forward:
 def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forward:
     """`span`: chunks of a span, or None where sequences are not split."""
     numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
-    is_fused = span is None and not save and not p.use_qk_l2norm_in_kernel
     G, _, S_in, _, q_rstd, k_rstd = plans.saves(p)
     factors = Launch(
         factors_kernel,
         a.entries * -(-p.HV // HEADS),
         (*plans.gate_strides(p.g, p.beta), *numbers, p.scale),
-        {"V": p.V, "C": CHUNK, "BH": HEADS, **a.activation, "RESET": RESET},
+        {"C": CHUNK, "BH": HEADS, **a.activation, "RESET": RESET},
         4,
         options=CHAINED,
     )
     solve = Launch(
-        solve_kernel, a.entries * p.HV, numbers, {}, 4, options={"maxnreg": 112, **CHAINED}, described=3
+        solve_kernel,
+        a.entries * p.HV,
+        (*plans.strides_of(a.unit, p.q, p.k), *numbers),
+        {"K": p.K, "V": p.V, "C": CHUNK, "UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel},
+        4,
+        # six programs a multiprocessor; four where norms need registers, too
+        options={"maxnreg": 112 if p.use_qk_l2norm_in_kernel else 80, **CHAINED},
     )
     numbers = (*numbers, a.entries)
     spans = None if span is None else split.plan(p, span, numbers)
@@ -143,7 +145,7 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forwa
         described=7,
     )
     rooms = (
-        None if is_fused else room((*tiles, CHUNK, CHUNK), p.q.dtype),
+        room((*tiles, CHUNK, CHUNK), p.q.dtype),
         room((*tiles, ROWS.value, CHUNK), torch.float32),
         room(p.state_shape, torch.float32) if p.output_final_state else None,
         room(p.v.shape, p.v.dtype),
@@ -151,7 +153,7 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forwa
         *(room(*x) if save and x is not None else None for x in (G, S_in, q_rstd, k_rstd)),
         *(() if spans is None else spans.rooms),
     )
-    return Forward(rooms, a.launch, factors, None if is_fused else solve, spans, walk)
+    return Forward(rooms, a.launch, factors, solve, spans, walk)
 
 
 def _descriptor(x: Tensor, block: tuple[int, ...], layout: gl.NVMMASharedLayout) -> TensorDescriptor:

@@ -4,114 +4,86 @@
 
 As `triton.prepare`, but without P, and with products in fp16, which is as exact as tf32 and has room for
 |A| < 65504: a recurrence with larger ones grows by as much from token to token. With l2norm raw k go through
-the product, whose diagonal has the squares of their norms, and OUT, INTO, FROM of `factors` are multiplied
-with k_rstd, READ and TO with q_rstd. For walks that do not make A_inv themselves.
+the product, and OUT, INTO, FROM of `factors` are multiplied with k_rstd, READ and TO with q_rstd. The
+diagonal of A_inv has what rounding took from the row's sum: see `triton.prepare`. Outputs of tokens that
+belong to no sequence are zeroed here.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128, factors 12: 396; with l2norm
 300 more.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+import triton
+import triton.language as tl
 
+from gdn.backends.hopper.chained import after_the_one_before
 from gdn.backends.hopper.factors import FROM, GAIN, HIGH, INTO, OUT, READ, ROWS, TO
-from gdn.backends.hopper.gluon import (
-    fence_async_shared,
-    gdc_launch_dependents,
-    gdc_wait,
-    kernel,
-    mbarrier,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from gdn.backends.hopper.inverse import OF_TOKENS, C, inverse, rounded
-
-D = gl.constexpr(128)
-ACROSS = gl.constexpr(gl.SliceLayout(0, OF_TOKENS.value))
-DOWN = gl.constexpr(gl.SliceLayout(1, OF_TOKENS.value))
+from gdn.backends.triton.chunks import locate
+from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.lib import rows_of, rstd_of, squares
+from gdn.backends.triton.prepare import clear_outputs
+from gdn.backends.triton.tril import inverse_in_parts
 
 
-@gluon.jit
-def product(x_s):
-    """x x^T of a tile in shared memory."""
-    x = x_s.reshape([C, D])
-    zeros = gl.zeros((C, C), gl.float32, OF_TOKENS)
-    found = warpgroup_mma(x, x.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=(found,))
+@triton.jit
+def _round(x):
+    """x in fp32, rounded to what bf16 has a place for; ties away from zero. By masks: see `lib.cut`."""
+    return ((x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
-@gluon.jit
-def rstd_of(xx, length):
-    """1 / norm of rows from their products; 0 past the sequence's end, where anything may lie."""
-    i = gl.arange(0, C, DOWN)
-    total = gl.sum(gl.where(i[:, None] == gl.arange(0, C, ACROSS)[None, :], xx, 0.0), 1)
-    return gl.where(i < length, gl.rsqrt(total + 1e-6), 0.0)
-
-
-@gluon.jit
-def scale_row(factors, ROW: gl.constexpr, x):
-    place = factors + ROW * C + gl.arange(0, C, DOWN)
-    gl.store(place, gl.load(place) * x)
+@triton.jit
+def _scale_row(factors, ROW: tl.constexpr, x, C: tl.constexpr):
+    tl.store(factors + ROW * C, tl.load(factors + ROW * C) * x)
 
 
 @kernel
 def solve_kernel(
-    q_d, k_d, A_d, table_ptr, factors_ptr, q_rstd_ptr, k_rstd_ptr, T, HV, ratio, chunks_per_row,
+    q_ptr, k_ptr, table_ptr, factors_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, o_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, T, HV, ratio, chunks_per_row,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, 1, D], k_d.layout)
-    tile_s = gl.allocate_shared_memory(gl.float16, [3, C, C], A_d.layout)
-    A_s = gl.allocate_shared_memory(gl.bfloat16, [C, C], A_d.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready.index(0), count=1)
-    mbarrier.init(ready.index(1), count=1)
-    fence_async_shared()
-    gdc_launch_dependents()
-    gdc_wait()
-    chunk = gl.program_id(0) // HV
-    head = gl.program_id(0) % HV
-    if table_ptr is None:
-        row = chunk // chunks_per_row
-        first = chunk % chunks_per_row * C
-        length = gl.minimum(T - first, C)
-    else:
-        row = chunk * 0
-        first = gl.load(table_ptr + 2 * chunk)
-        length = gl.load(table_ptr + 2 * chunk + 1)
-    if length > 0:
-        mbarrier.expect(ready.index(0), k_d.block_type.nbytes)
-        tma_load(k_d, [row, first, head // ratio, 0], ready.index(0), k_s)
-        i, j = gl.arange(0, C, DOWN), gl.arange(0, C, ACROSS)
-        tile = chunk * HV + head
-        factors = factors_ptr + tile.to(gl.int64) * (ROWS * C)
-        D_ij = gl.exp2(gl.load(factors + HIGH * C + i)[:, None] - gl.load(factors + HIGH * C + j)[None, :])
-        columns = gl.load(factors + FROM * C + i)
-        rows = gl.load(factors + GAIN * C + i)
-        mbarrier.wait(ready.index(0), 0)
-        kk = product(k_s)
-        if q_d is not None:
-            k_rstd = rstd_of(kk, length)
-            mbarrier.expect(ready.index(1), q_d.block_type.nbytes)
-            tma_load(q_d, [row, first, head // ratio, 0], ready.index(1), k_s)
-            columns = columns * k_rstd
-            rows = rows * k_rstd
-            gl.store(factors + FROM * C + i, columns)
-            scale_row(factors, OUT, k_rstd)
-            scale_row(factors, INTO, k_rstd)
-            mbarrier.wait(ready.index(1), 0)
-            q_rstd = rstd_of(product(k_s), length)
-            scale_row(factors, READ, q_rstd)
-            scale_row(factors, TO, q_rstd)
-            if q_rstd_ptr is not None:
-                place = (row.to(gl.int64) * T + first + i) * (HV // ratio) + head // ratio
-                is_mine = (i < length) & (head % ratio == 0)
-                gl.store(q_rstd_ptr + place, q_rstd, mask=is_mine)
-                gl.store(k_rstd_ptr + place, k_rstd, mask=is_mine)
-        A = kk * D_ij * gl.convert_layout(columns, ACROSS)[None, :] * rows[:, None]
-        A = gl.where((i < length)[:, None], A, 0.0)
-        A_s.store(rounded(inverse(A, tile_s)))
-        fence_async_shared()
-        tma_store(A_d, [tile * C, 0], A_s)
-        tma_store_wait(0)
+    after_the_one_before()
+    chunk = tl.program_id(0) // HV
+    head = tl.program_id(0) % HV
+    row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    if length <= 0:
+        if o_ptr is not None:
+            clear_outputs(o_ptr, row.to(tl.int64) * T + first, -length, head, HV, V, C)
+        return
+    tokens = tl.arange(0, C)
+    ks = tl.arange(0, K)
+    k = rows_of(k_ptr, row, first, length, head // ratio, k_b, k_t, k_h, ks, K, C, UNIT)
+    tile = chunk.to(tl.int64) * HV + head
+    factors = factors_ptr + tile * (ROWS * C) + tokens
+    high = tl.load(factors + HIGH * C)
+    columns = tl.load(factors + FROM * C)
+    rows = tl.load(factors + GAIN * C)
+    kk = tl.dot(k, tl.trans(k))
+    if NORM:
+        k_rstd = rstd_of(squares(k))
+        columns *= k_rstd
+        rows *= k_rstd
+        tl.store(factors + FROM * C, columns)
+        _scale_row(factors, OUT, k_rstd, C)
+        _scale_row(factors, INTO, k_rstd, C)
+        q = rows_of(q_ptr, row, first, length, head // ratio, q_b, q_t, q_h, ks, K, C, UNIT)
+        q_rstd = rstd_of(squares(q))
+        if q_rstd_ptr is not None:
+            place = (row.to(tl.int64) * T + first + tokens) * (HV // ratio) + head // ratio
+            is_mine = (tokens < length) & (head % ratio == 0)
+            tl.store(q_rstd_ptr + place, q_rstd, mask=is_mine)
+            tl.store(k_rstd_ptr + place, k_rstd, mask=is_mine)
+        _scale_row(factors, READ, q_rstd, C)
+        _scale_row(factors, TO, q_rstd, C)
+
+    # above the diagonal anything, infinity included: it is not read
+    A = kk * tl.exp2(high[:, None] - high[None, :]) * columns[None, :] * rows[:, None]
+    X, Y = inverse_in_parts(A, "fp16")
+    n, i = tl.arange(0, 2), tl.arange(0, C // 2)
+    X = tl.where((i[:, None] > i[None, :])[None, :, :], X, 0.0)
+    kept, kept_Y = _round(X), _round(Y)
+    lost = tl.sum(X - kept, 2) + tl.where(n == 1, 1.0, 0.0)[:, None] * tl.sum(Y - kept_Y, 1)[None, :]
+    kept = tl.where((i[:, None] == i[None, :])[None, :, :], lost[:, :, None], kept)
+    base = A_inv_ptr + tile * (C * C) + i[:, None] * C + i[None, :]
+    tl.store(base[None, :, :] + (n * (C // 2 * (C + 1)))[:, None, None], kept.to(tl.bfloat16))
+    tl.store(base + C // 2 * C, kept_Y.to(tl.bfloat16))
+    tl.store(base + C // 2, tl.zeros([C // 2, C // 2], tl.bfloat16))

@@ -17,7 +17,7 @@ is masked and k cleared there, and o is stored by rows, for a tensor copy would 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.factors import BETA, END, FROM, GAIN, HIGH, INTO, OUT, READ, ROWS, TO
+from gdn.backends.hopper.factors import BETA, END, FROM, HIGH, INTO, OUT, READ, ROWS, TO
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
     gdc_launch_dependents,
@@ -30,13 +30,12 @@ from gdn.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from gdn.backends.hopper.inverse import inverse, rounded
 
 C = gl.constexpr(64)  # tokens of a chunk
 D = gl.constexpr(128)  # keys, and values
 HALF = gl.constexpr(64)  # value rows of a chain
-TILES = gl.constexpr(2)  # places for P and A_inv
-FACTORS = gl.constexpr(9)  # rows of a chunk's factors that are loaded
+STAGES = gl.constexpr(2)
+FACTORS = gl.constexpr(8)  # rows of a chunk's factors that are loaded
 
 # numbers of a job: row, first token, length, first chunk, and where its last state goes (below 0: nowhere)
 JOB = gl.constexpr(5)
@@ -86,7 +85,6 @@ def load_chunks(
     head = gl.program_id(0) % HV
     n = gl.program_id(0) // HV
     row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
-    STAGES: gl.constexpr = k_s.shape[0]
     for i in range(gl.cdiv(length, C)):
         stage = i % STAGES
         ready = full.index(stage)
@@ -94,8 +92,7 @@ def load_chunks(
         mbarrier.expect(
             ready,
             (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes
-            + 2 * v_d.block_type.nbytes + (0 if A_d is None else A_d.block_type.nbytes)
-            + FACTORS * f_d.block_type.nbytes,
+            + 2 * v_d.block_type.nbytes + A_d.block_type.nbytes + FACTORS * f_d.block_type.nbytes,
         )  # fmt: skip
         token = first + i * C
         # past T a tensor copy reads zeros, and nothing from memory
@@ -106,8 +103,7 @@ def load_chunks(
             tma_load(f_d, [tile * ROWS + factor, 0], ready, f_s.index(FACTORS * stage + factor))
         tma_load(v_d, [row, v_token, head, 0], ready, v_s.index(2 * stage))
         tma_load(v_d, [row, v_token, head, HALF], ready, v_s.index(2 * stage + 1))
-        if A_d is not None:
-            tma_load(A_d, [tile * C, 0], ready, A_s.index(stage))
+        tma_load(A_d, [tile * C, 0], ready, A_s.index(stage))
         if q_d is not None:
             tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
 
@@ -115,10 +111,9 @@ def load_chunks(
 @gluon.jit
 def advance(
     S, i, left, IS_RAGGED: gl.constexpr, MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s,
-    full, empty, made, o_ptr, token, tile, HV,
+    full, empty, P_full, o_ptr, token, tile, HV,
 ):  # fmt: skip
     """S after chunk i, of which `left` tokens are the sequence's own; its outputs are stored."""
-    STAGES: gl.constexpr = k_s.shape[0]
     stage = i % STAGES
     column = gl.program_id(0) % HV * D + MINE * HALF
     zeros = gl.zeros((HALF, C), gl.float32, OF_TOKENS)
@@ -146,9 +141,7 @@ def advance(
     r = r * vector(f_s, stage, BETA, ACROSS)[None, :]
     if IS_RAGGED:
         r = gl.where((gl.arange(0, C, ACROSS) < left)[None, :], r, 0.0)
-    if made is not None:
-        mbarrier.wait(made.index(i % TILES), (i // TILES) & 1)
-    A_inv = A_s.index(i % TILES).permute((1, 0))
+    A_inv = A_s.index(stage).permute((1, 0))
     # A_inv comes less 1; r in two parts as in `triton.lib.cut`
     high = (r.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
     low = gl.convert_layout((r - high).to(gl.bfloat16), LEFT)
@@ -161,7 +154,8 @@ def advance(
         o = warpgroup_mma_wait(2, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
         w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
-        o = warpgroup_mma(w, P_s.index(i % TILES).permute((1, 0)), o, is_async=True)
+        mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
+        o = warpgroup_mma(w, P_s.index(stage).permute((1, 0)), o, is_async=True)
     grown = (v_new * vector(f_s, stage, OUT, ACROSS)[None, :]).to(gl.bfloat16)
     S = warpgroup_mma(gl.convert_layout(grown, LEFT), k_tile, S, is_async=True)
     if q_s is not None:
@@ -187,7 +181,7 @@ def advance(
 
 @gluon.jit
 def carry(
-    MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, made,
+    MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full,
     o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
     V_FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -216,14 +210,14 @@ def carry(
     whole = length // C
     for i in range(whole):
         S = advance(
-            S, i, C, False, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, made,
+            S, i, C, False, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full,
             o_ptr, row * T + first + i * C, (chunk + i) * HV + head, HV,
         )  # fmt: skip
     if q_s is not None:
         if whole * C < length:
             S = advance(
                 S, whole, length - whole * C, True, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s,
-                full, empty, made,
+                full, empty, P_full,
                 o_ptr, row * T + first + whole * C, (chunk + whole) * HV + head, HV,
             )  # fmt: skip
         tma_store_wait(0)
@@ -237,43 +231,28 @@ def carry(
 
 
 @gluon.jit
-def make_tiles(
-    A_d, q_s, k_s, f_s, P_s, A_s, tile_s, full, empty, made, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row,
-    bound,
+def make_pairs(
+    q_s, k_s, f_s, P_s, full, empty, P_full, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
 ):  # fmt: skip
-    """P[i, j] = scale e^(G_i - G_j) q_i . k_j for j <= i, for both chains, at most a chunk ahead of them.
-
-    And A_inv where none is loaded: A[i, j] = beta_i e^(G_i - G_j) k_i . k_j for j < i.
-    """
+    """P[i, j] = scale e^(G_i - G_j) q_i . k_j for j <= i, for both chains, at most a chunk ahead of them."""
     n = gl.program_id(0) // HV
     row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
     zeros = gl.zeros((C, C), gl.float32, OF_TOKENS)
-    i = gl.arange(0, C, DOWN)[:, None]
-    j = gl.arange(0, C, ACROSS)[None, :]
-    STAGES: gl.constexpr = k_s.shape[0]
-    for c in range(gl.cdiv(length, C)):
-        stage = c % STAGES
-        mbarrier.wait(full.index(stage), (c // STAGES) & 1)
-        k_tile = k_s.index(stage).reshape([C, D])
-        q_tile = q_s.index(stage).reshape([C, D])
-        P = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        D_ij = gl.exp2(vector(f_s, stage, HIGH, DOWN)[:, None] - vector(f_s, stage, HIGH, ACROSS)[None, :])
-        D_ij = D_ij * vector(f_s, stage, FROM, ACROSS)[None, :]
-        P = warpgroup_mma_wait(0, deps=(P,))
-        # a key past the sequence's end is none of a token before it
-        P = gl.where(j <= i, P * D_ij * vector(f_s, stage, TO, DOWN)[:, None], 0.0)
-        # both chains have left the tiles that lay there; of as many stages, that this one is full says so
-        if STAGES > TILES and c >= TILES:
-            mbarrier.wait(empty.index((c - TILES) % STAGES), ((c - TILES) // STAGES) & 1)
-        P_s.index(c % TILES).store(P.to(gl.bfloat16))
-        if A_d is None:
-            A = warpgroup_mma(k_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            A = warpgroup_mma_wait(0, deps=(A,)) * D_ij * vector(f_s, stage, GAIN, DOWN)[:, None]
-            A = gl.where(i < length - c * C, A, 0.0)
-            A_s.index(c % TILES).store(rounded(inverse(A, tile_s)))
+    for i in range(gl.cdiv(length, C)):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        q_tile = q_s.index(stage).reshape([C, D]).permute((1, 0))
+        # P^T; a key past the sequence's end is none of a token before it
+        P = warpgroup_mma(k_s.index(stage).reshape([C, D]), q_tile, zeros, use_acc=False, is_async=True)
+        D_ij = gl.exp2(vector(f_s, stage, HIGH, ACROSS)[None, :] - vector(f_s, stage, HIGH, DOWN)[:, None])
+        D_ij = D_ij * vector(f_s, stage, FROM, DOWN)[:, None] * vector(f_s, stage, TO, ACROSS)[None, :]
+        P = warpgroup_mma_wait(0, deps=(P,)) * D_ij
+        P = gl.where(gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :], P, 0.0)
+        # that the stage is loaded anew says that both chains have left the P that lay there
+        P_s.index(stage).permute((1, 0)).store(P.to(gl.bfloat16))
         # what was loaded from the stage comes before the tensor copies that overwrite it, too
         fence_async_shared()
-        mbarrier.arrive(made.index(c % TILES), count=1)
+        mbarrier.arrive(P_full.index(stage), count=1)
         mbarrier.arrive(empty.index(stage), count=1)
 
 
@@ -282,25 +261,21 @@ def walk_kernel(
     q_d, k_d, v_d, A_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, o_ptr,
     T, HV, ratio, chunks_per_row, bound, V_FIRST: gl.constexpr,
 ):  # fmt: skip
-    # A_inv takes longer to make than to load
-    STAGES: gl.constexpr = 3 if A_d is None else 2
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, C, 1, HALF], v_d.layout)
-    A_s = gl.allocate_shared_memory(gl.bfloat16, [TILES, C, C], o_d.layout)
+    A_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
     f_s = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, C], f_d.layout)
-    P_s = gl.allocate_shared_memory(gl.bfloat16, [TILES, C, C], o_d.layout)
+    P_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [2, C if S_d is None else D, HALF], o_d.layout)
-    tile_s = gl.allocate_shared_memory(gl.float16, [3 if A_d is None else 1, C, C], o_d.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    made = gl.allocate_shared_memory(gl.int64, [TILES, 1], barrier)
+    P_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
-    for i in gl.static_range(TILES):
-        mbarrier.init(made.index(i), count=1)
+        mbarrier.init(P_full.index(i), count=1)
     fence_async_shared()
     gdc_launch_dependents()
     gdc_wait()
@@ -308,15 +283,15 @@ def walk_kernel(
     gl.warp_specialize(
         [
             (carry, (
-                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, made, o_ptr, initial_ptr,
+                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full, o_ptr, initial_ptr,
                 final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
             )),
             (carry, (
-                1, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, made, o_ptr, initial_ptr,
+                1, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, full, empty, P_full, o_ptr, initial_ptr,
                 final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST,
             )),
-            (make_tiles, (
-                A_d, q_s, k_s, f_s, P_s, A_s, tile_s, full, empty, made,
+            (make_pairs, (
+                q_s, k_s, f_s, P_s, full, empty, P_full,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
             )),
             (load_chunks, (
@@ -332,7 +307,6 @@ def walk_kernel(
 @kernel
 def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio):
     """The walk without outputs, and without what only they need: M and N of spans, see `split`."""
-    STAGES: gl.constexpr = 2
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, 1, C, 1, HALF], v_d.layout)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
