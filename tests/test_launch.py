@@ -120,6 +120,14 @@ def test_a_compiled_chain_hands_on_what_its_launches_would(monkeypatch):
     monkeypatch.setattr(launch, "recorder", noted)
     chain([x[0], None, None, x[1]])
     assert len(made) == 8 and [step[0] for step in noted] == [launches[0], launches[2]]
+    monkeypatch.setattr(launch, "recorder", None)
+    # one that is not compiled: all go as they would alone
+    launches[2]._compiled = None
+    monkeypatch.setattr(Launch, "_first", lambda self, tensors: made.append((self, tensors)))
+    later = Chain(steps)
+    for _ in range(2):
+        later([x[0], None, None, x[1]])
+    assert len(made) == 12 and [made[i][0] for i in (9, 11)] == [launches[2]] * 2
 
 
 def test_recorded_launches_are_not_run(monkeypatch):
