@@ -185,8 +185,8 @@ def _aligned(p: Problem) -> Problem:
 
 def _copyable(x: Tensor) -> Tensor:
     row, token, head, _ = x.stride()
-    is_spread = row * token * head != 0
-    if is_spread and (x.data_ptr() | x.element_size() * (row | token | head)) % 16 == 0:
+    is_spread = row * token * head == 0
+    if not is_spread and (x.data_ptr() | x.element_size() * (row | token | head)) % 16 == 0:
         return x
     # whatever strides an axis of one element has, which is contiguous with any
     return x.clone(memory_format=torch.contiguous_format)

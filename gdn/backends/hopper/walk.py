@@ -167,8 +167,7 @@ def advance(
         if IS_RAGGED:
             columns = gl.arange(0, HALF, gl.SliceLayout(0, BY_ROWS))
             place = (token + tokens[:, None]).to(gl.int64) * (HV * D) + (column + columns[None, :])
-            mask = (tokens < left)[:, None] & (columns < HALF)[None, :]
-            gl.store(o_ptr + place, o_tile.load(BY_ROWS), mask=mask)
+            gl.store(o_ptr + place, o_tile.load(BY_ROWS), mask=(tokens < left)[:, None])
         else:
             fence_async_shared()
             tma_store(o_d, [token, column], o_tile)
