@@ -35,6 +35,7 @@ class Value:
         self.x = torch.as_tensor(x)
 
     dtype = property(lambda self: self.x.dtype)
+    type = types.SimpleNamespace(layout="layout")
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Value":
         dtype = DTYPES[str(dtype)]
@@ -44,6 +45,9 @@ class Value:
         other = _plain(other)
         # a mask of 32 bits, as a signed number
         return Value(self.x & (other - 2**32 if isinstance(other, int) and other >= 2**31 else other))
+
+    def __neg__(self) -> "Value":
+        return Value(-self.x)
 
     def __getitem__(self, index: Any) -> "Value":
         return Value(self.x[index])
@@ -61,7 +65,7 @@ def _operator(name: str, of: Callable[..., Any]) -> None:
     setattr(Value, f"__r{name}__", lambda a, b: Value(of(_plain(b), a.x)))
 
 
-for _name in ("add", "sub", "mul", "mod", "floordiv"):
+for _name in ("add", "sub", "mul", "mod", "floordiv", "xor", "rshift"):
     _operator(_name, getattr(operator, _name))
 for _name in ("lt", "le", "gt", "ge", "eq"):
     _operator(_name, getattr(operator, _name))
@@ -73,6 +77,12 @@ class Pointer:
     def __init__(self, flat: torch.Tensor, places: Any = 0) -> None:
         self.flat, self.places = flat, places
 
+    @staticmethod
+    def to(x: torch.Tensor) -> "Pointer":
+        """To the first element of a tensor, all of whose memory behind that can be reached."""
+        size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+        return Pointer(x.as_strided((size,), (1,)))
+
     def __add__(self, other: Any) -> "Pointer":
         return Pointer(self.flat, self.places + _plain(other))
 
@@ -82,6 +92,8 @@ class Shared:
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
+
+    shape = property(lambda self: self.x.shape)
 
     def index(self, i: Any) -> Any:
         found = self.x[int(i)]
@@ -185,10 +197,29 @@ def _warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async
     return Value(product + acc.x if use_acc else product)
 
 
+def _mma_v2(a: Value, b: Value, acc: Value) -> Value:
+    assert a.dtype == b.dtype and a.x.element_size() == 2
+    return Value(a.x.float() @ b.x.float() + acc.x)
+
+
 def _store(pointer: Pointer, value: Value, mask: Value | None = None) -> None:
     places, x = torch.broadcast_tensors(torch.as_tensor(pointer.places), value.x)
     chosen = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.x.expand(places.shape)
     pointer.flat[places[chosen]] = x[chosen].to(pointer.flat.dtype)
+
+
+def _load(pointer: Pointer, mask: Value | None = None, other: float | None = None) -> Value:
+    places = torch.as_tensor(pointer.places)
+    if mask is None:
+        return Value(pointer.flat[places])
+    places, chosen = torch.broadcast_tensors(places, mask.x)
+    found = torch.full(places.shape, float("nan") if other is None else other, dtype=pointer.flat.dtype)
+    found[chosen] = pointer.flat[places[chosen]]
+    return Value(found)
+
+
+def _copy_async(shared: Shared, pointer: Pointer, mask: Value) -> None:
+    shared.store(_load(pointer, mask, 0.0))
 
 
 def _allocate(dtype: Any, shape: list[Any], layout: Any) -> Any:
@@ -218,17 +249,34 @@ def _warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
 
 
 class _Language:
-    bfloat16, float32, int32, int64, uint32 = gl.bfloat16, gl.float32, gl.int32, gl.int64, gl.uint32
+    bfloat16, float16, float32 = gl.bfloat16, gl.float16, gl.float32
+    int32, int64, uint32 = gl.int32, gl.int64, gl.uint32
     constexpr = gl.constexpr
     SliceLayout = staticmethod(lambda dim, parent: "layout")
     program_id = staticmethod(lambda axis: Value(_here.program))
     cdiv = staticmethod(lambda a, b: -(-int(a) // int(b)))
     static_range = staticmethod(range)
     arange = staticmethod(lambda begin, end, layout: Value(torch.arange(begin, end)))
-    zeros = staticmethod(lambda shape, dtype, layout: Value(torch.zeros(*map(int, shape))))
+    zeros = staticmethod(
+        lambda shape, dtype, layout: Value(torch.zeros([int(n) for n in shape], dtype=DTYPES[str(dtype)]))
+    )
     convert_layout = staticmethod(lambda x, layout: x)
+    permute = staticmethod(lambda x, order: Value(x.x.permute(*order)))
+    reshape = staticmethod(lambda x, shape: Value(x.x.reshape([int(n) for n in shape])))
+    expand_dims = staticmethod(lambda x, axis: Value(x.x.unsqueeze(axis)))
+    zeros_like = staticmethod(lambda x: Value(torch.zeros_like(x.x)))
+    sum = staticmethod(lambda x, axis: Value(x.x.sum(axis)))
+    rsqrt = staticmethod(lambda x: Value(torch.rsqrt(x.x)))
+    minimum = staticmethod(
+        lambda a, b: Value(torch.minimum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
+    )
+    maximum = staticmethod(
+        lambda a, b: Value(torch.maximum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
+    )
+    max = staticmethod(lambda x, axis: Value(x.x.amax(axis)))
+    thread_barrier = staticmethod(lambda: None)
     exp2 = staticmethod(lambda x: Value(torch.exp2(x.x)))
-    load = staticmethod(lambda pointer: Value(pointer.flat[pointer.places]))
+    load = staticmethod(_load)
     store = staticmethod(_store)
     allocate_shared_memory = staticmethod(_allocate)
     warp_specialize = staticmethod(_warp_specialize)
@@ -242,7 +290,8 @@ STANDINS: dict[str, Any] = {
     "gl": _Language, "mbarrier": _Barriers, "tma_load": _tma_load, "tma_store": _tma_store,
     "tma_store_wait": lambda pending: None, "fence_async_shared": lambda: None,
     "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
-    "warpgroup_mma": _warpgroup_mma,
+    "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
+    "copy_async": _copy_async, "copy_commit": lambda: None, "copy_wait": lambda pending: None,
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
 }  # fmt: skip
 
@@ -264,6 +313,6 @@ def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any) -> None:
                     names[name] = x.value if isinstance(x, gl.constexpr) else x
         return bound[id(function)]
 
-    given = [Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x for x in arguments]
+    given = [Pointer.to(x) if isinstance(x, torch.Tensor) else x for x in arguments]
     for _here.program in range(grid):
         bind(kernel)(*given)

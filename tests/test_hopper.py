@@ -20,6 +20,7 @@ if not HAS_TRITON:
 import triton.experimental.gluon.language as gl
 from gluon_simulator import Descriptor, simulate
 from triton.experimental import gluon
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from gdn.backends import hopper
 from gdn.backends.hopper import cost, rule, split
@@ -67,7 +68,7 @@ class Simulated(Launch):
     """A launch on the CPU: what is in Gluon simulated, the rest interpreted."""
 
     def __call__(self, *tensors):
-        if not self.described:
+        if not isinstance(self.kernel, GluonJITFunction):
             return super().__call__(*tensors)
         described = [
             None if x is None else Descriptor(x.base, x.block_shape) for x in tensors[: self.described]

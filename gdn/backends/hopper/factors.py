@@ -18,7 +18,7 @@ from gdn.backends.hopper.chained import after_the_one_before
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import split, strength
-from gdn.backends.triton.prepare import log_decay
+from gdn.backends.triton.prepare import clear_outputs, log_decay
 
 # rows of a chunk's factors; the walk reads all but the last
 OUT, READ, INTO, BETA, END, HIGH, FROM, TO, GAIN = (tl.constexpr(i) for i in range(9))
@@ -28,15 +28,21 @@ PER_LOG2 = tl.constexpr(1.4426950408889634)
 
 @kernel
 def factors_kernel(
-    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr, G_ptr,
+    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr, G_ptr, o_ptr,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
-    C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
+    RESET: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
     blocks = tl.cdiv(HV, BH)
     chunk = tl.program_id(0) // blocks
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
     if length <= 0:
+        if o_ptr is not None:
+            for head in range(
+                (tl.program_id(0) % blocks) * BH, tl.minimum(HV, (tl.program_id(0) % blocks + 1) * BH)
+            ):
+                clear_outputs(o_ptr, row.to(tl.int64) * T + first, -length, head, HV, V, C)
         return
     tokens = tl.arange(0, C)[:, None]
     heads = (tl.program_id(0) % blocks) * BH + tl.arange(0, BH)[None, :]

@@ -5,6 +5,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -15,11 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
+    "copy_async",
+    "copy_commit",
+    "copy_wait",
     "fence_async_shared",
     "gdc_launch_dependents",
     "gdc_wait",
     "kernel",
     "mbarrier",
+    "mma_v2",
     "tma_load",
     "tma_store",
     "tma_store_wait",
@@ -27,6 +32,9 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
+copy_async: Any = async_copy.async_copy_global_to_shared
+copy_commit: Any = async_copy.commit_group
+copy_wait: Any = async_copy.wait_group
 # async_load and async_store since 3.8; the names before them raise in 3.9
 tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

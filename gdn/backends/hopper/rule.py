@@ -19,7 +19,7 @@ from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost, split
 from gdn.backends.hopper.chained import CHAINED
 from gdn.backends.hopper.factors import ROWS, factors_kernel
-from gdn.backends.hopper.solve import solve_kernel
+from gdn.backends.hopper.solve import TILES, solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
 from gdn.backends.triton import plans, whole
 from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocate, on, room, stand_ins
@@ -52,8 +52,8 @@ class Forward:
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
         tail = None if table is None else o
-        yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors, G)
-        yield self.solve, (p.q, p.k, table, factors, A_inv, q_rstd, k_rstd, tail)
+        yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors, G, tail)
+        yield self.solve, (p.q, p.k, table, factors, A_inv, q_rstd, k_rstd)
         q_d: Any = _descriptor(p.q, (1, CHUNK, 1, SIZE), TOKENS)
         tiles: tuple[Any, ...] = (
             _descriptor(p.k, (1, CHUNK, 1, SIZE), TOKENS),
@@ -120,18 +120,18 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forwa
         factors_kernel,
         a.entries * -(-p.HV // HEADS),
         (*plans.gate_strides(p.g, p.beta), *numbers, p.scale),
-        {"C": CHUNK, "BH": HEADS, **a.activation, "RESET": RESET},
+        {"V": p.V, "C": CHUNK, "BH": HEADS, **a.activation, "RESET": RESET},
         4,
         options=CHAINED,
     )
     solve = Launch(
         solve_kernel,
-        a.entries * p.HV,
-        (*plans.strides_of(a.unit, p.q, p.k), *numbers),
-        {"K": p.K, "V": p.V, "C": CHUNK, "UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel},
-        4,
-        # six programs a multiprocessor; four where norms need registers, too
-        options={"maxnreg": 112 if p.use_qk_l2norm_in_kernel else 80, **CHAINED},
+        -(-a.entries * p.HV // TILES),
+        (*plans.strides_of(a.unit, p.q, p.k), *numbers, a.entries * p.HV),
+        {"UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel},
+        TILES,
+        # three programs a multiprocessor, which is what shared memory has room for
+        options={"maxnreg": 168, **CHAINED},
     )
     numbers = (*numbers, a.entries)
     spans = None if span is None else split.plan(p, span, numbers)

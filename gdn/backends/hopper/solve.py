@@ -2,88 +2,248 @@
 
     A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1, stored less 1
 
-As `triton.prepare`, but without P, and with products in fp16, which is as exact as tf32 and has room for
-|A| < 65504: a recurrence with larger ones grows by as much from token to token. With l2norm raw k go through
-the product, and OUT, INTO, FROM of `factors` are multiplied with k_rstd, READ and TO with q_rstd. The
-diagonal of A_inv has what rounding took from the row's sum: see `triton.prepare`. Outputs of tokens that
-belong to no sequence are zeroed here.
+A warp has a tile, and all of it in registers: no shared memory, no barrier, no number that another warp made.
+Blocks of 16 x 16 are operands as products leave them, right ones as their transposes. So a diagonal block's
+inverse is made beside its transpose, and below the diagonal
+
+    T_ij = sum over m of X_mj^T L_im^T;     X_ij = -X_ii T_ij^T;     X_ij^T = -T_ij X_ii^T;     L = A there
+
+Operands are in fp16, which is as exact as tf32 and has room for |A| < 65504: a recurrence with larger ones
+grows by as much from token to token. With l2norm raw k go through the product, whose diagonal has the squares
+of their norms; OUT, INTO, FROM of `factors` are multiplied with k_rstd, READ and TO with q_rstd. The diagonal
+of A_inv has what rounding took from the row's sum: see `triton.prepare`.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128, factors 12: 396; with l2norm
 300 more.
 """
 
-import triton
-import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.chained import after_the_one_before
 from gdn.backends.hopper.factors import FROM, GAIN, HIGH, INTO, OUT, READ, ROWS, TO
-from gdn.backends.triton.chunks import locate
-from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import rows_of, rstd_of, squares
-from gdn.backends.triton.prepare import clear_outputs
-from gdn.backends.triton.tril import inverse_in_parts
+from gdn.backends.hopper.gluon import copy_async, copy_commit, copy_wait, gdc_launch_dependents, gdc_wait, kernel, mma_v2
+
+TILES = 4  # of a program, a warp each
+W = gl.constexpr(TILES)
+C = gl.constexpr(64)
+B = gl.constexpr(16)  # tokens of a block
+N = gl.constexpr(4)  # blocks down a tile
+D = gl.constexpr(128)  # keys
+
+BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, BLOCK.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, BLOCK.value, 2))
+DOWN = gl.constexpr(gl.SliceLayout(2, BLOCK.value))  # a number for each of a block's rows
+ACROSS = gl.constexpr(gl.SliceLayout(1, BLOCK.value))
+SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+LOADED = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [4, 1, 1], [2, 1, 0]))
+ZEROED = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 0]))
 
 
-@triton.jit
-def _round(x):
-    """x in fp32, rounded to what bf16 has a place for; ties away from zero. By masks: see `lib.cut`."""
-    return ((x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
+@gluon.jit
+def of_tiles(x, layout: gl.constexpr):
+    """x [W] beside the rows of blocks: [W, 1, 1]."""
+    x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    return gl.expand_dims(gl.expand_dims(x, 1), 2)
 
 
-@triton.jit
-def _scale_row(factors, ROW: tl.constexpr, x, C: tl.constexpr):
-    tl.store(factors + ROW * C, tl.load(factors + ROW * C) * x)
+@gluon.jit
+def places(layout: gl.constexpr, WIDTH: gl.constexpr):
+    """Rows [1, 16, 1] and columns [1, 1, WIDTH] of a block."""
+    i = gl.arange(0, B, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    j = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    return gl.expand_dims(gl.expand_dims(i, 0), 2), gl.expand_dims(gl.expand_dims(j, 0), 1)
+
+
+@gluon.jit
+def left(x):
+    return gl.convert_layout(x, LEFT)
+
+
+@gluon.jit
+def right(x_t):
+    return gl.convert_layout(gl.permute(x_t, (0, 2, 1)), RIGHT)
+
+
+@gluon.jit
+def zeros():
+    return gl.zeros((W, B, B), gl.float32, BLOCK)
+
+
+@gluon.jit
+def times(a, b_t, acc):
+    """acc + a b, with b^T."""
+    return mma_v2(left(a.to(gl.float16)), right(b_t.to(gl.float16)), acc)
+
+
+@gluon.jit
+def load(x_s, x_ptr, start, pitch, length):
+    """A chunk's rows of x; zeros past its end."""
+    for block in gl.static_range(N):
+        i, j = places(LOADED, D)
+        i += block * B
+        x = x_ptr + (of_tiles(start, LOADED) + i * pitch + j)
+        copy_async(x_s.slice(block * B, B, 1), x, mask=i < of_tiles(length, LOADED))
+    copy_commit()
+    copy_wait(0)
+
+
+@gluon.jit
+def products(x_s, ROW: gl.constexpr, FIRST: gl.constexpr):
+    """A row of blocks of x x^T, from FIRST to the one on the diagonal."""
+    found = ()
+    for _ in gl.static_range(FIRST, ROW + 1):
+        found = found + (zeros(),)
+    for step in gl.static_range(D // B):
+        columns = x_s.slice(step * B, B, 2)
+        x = columns.slice(ROW * B, B, 1).load(LEFT)
+        more = ()
+        for n in gl.static_range(FIRST, ROW + 1):
+            x_t = columns.slice(n * B, B, 1).permute((0, 2, 1)).load(RIGHT)
+            more = more + (mma_v2(x, x_t, found[n - FIRST]),)
+        found = more
+    return found
+
+
+@gluon.jit
+def vector(factors_ptr, tile, ROW: gl.constexpr, block: gl.constexpr, layout: gl.constexpr):
+    """Places of a block's numbers in a row of the factors."""
+    tile = gl.expand_dims(gl.convert_layout(tile.to(gl.int64), gl.SliceLayout(1, layout)), 1)
+    return factors_ptr + (tile * (ROWS * C) + (ROW * C + block * B) + gl.arange(0, B, gl.SliceLayout(0, layout))[None, :])
+
+
+@gluon.jit
+def inverse_of_block(A):
+    """(I - A)^-1 and its transpose by recursive doubling: see `triton.tril`. Only A below its diagonal is read."""
+    i, j = places(BLOCK, B)
+    A = gl.where(i > j, A, 0.0)
+    A_t = gl.convert_layout(gl.permute(A, (0, 2, 1)), BLOCK)
+    eye = gl.where(i == j, zeros() + 1.0, 0.0)
+    X = gl.where((i ^ j) == 1, A, eye)
+    X_t = gl.where((i ^ j) == 1, A_t, eye)
+    for level in gl.static_range(1, 4):
+        is_across = ((i ^ j) >> level) == 1
+        XL = times(X, gl.where(is_across, A_t, 0.0), zeros())
+        XL_t = times(X_t, gl.where(is_across, A, 0.0), zeros())
+        X, X_t = times(XL, X_t, X), times(XL_t, X, X_t)
+    return X, X_t
+
+
+@gluon.jit
+def store_row(A_ptr, tile, is_there, X, ROW: gl.constexpr):
+    """A row of blocks of A_inv less 1, the last of X on the diagonal, which gets what rounding takes from the row."""
+    i, j = places(BLOCK, B)
+    place = A_ptr + of_tiles(tile.to(gl.int64), BLOCK) * (C * C) + ((i + ROW * B) * C + j)
+    mask = of_tiles(is_there, BLOCK)
+    ones = gl.convert_layout(gl.zeros((W, B, B), gl.bfloat16, BLOCK) + 1.0, RIGHT)
+    last = gl.where(i > j, X[ROW], 0.0)
+    total, kept = last, mma_v2(left(last.to(gl.bfloat16)), ones, zeros())
+    for n in gl.static_range(ROW):
+        total += X[n]
+        block = X[n].to(gl.bfloat16)
+        kept = mma_v2(left(block), ones, kept)
+        gl.store(place + n * B, block, mask=mask)
+    lost = gl.expand_dims(gl.sum(total, 2), 2) - kept
+    gl.store(place + ROW * B, gl.where(i == j, lost, last).to(gl.bfloat16), mask=mask)
+    i, j = places(ZEROED, B)
+    place = A_ptr + of_tiles(tile.to(gl.int64), ZEROED) * (C * C) + ((i + ROW * B) * C + j)
+    mask = of_tiles(is_there, ZEROED)
+    for n in gl.static_range(ROW + 1, N):
+        gl.store(place + n * B, gl.zeros((W, B, B), gl.bfloat16, ZEROED), mask=mask)
+
+
+@gluon.jit
+def rstds_of(x_s, length):
+    """1 / norm of the rows of each block of x, whose squares lie on a product's diagonal; 0 past the chunk's end."""
+    i, j = places(BLOCK, B)
+    found = ()
+    for a in gl.static_range(N):
+        xx = products(x_s, a, a)
+        total = gl.sum(gl.where(i == j, xx[0], 0.0), 2)
+        rows = gl.arange(0, B, gl.SliceLayout(0, DOWN))[None, :] + a * B
+        is_mine = rows < gl.expand_dims(gl.convert_layout(length, gl.SliceLayout(1, DOWN)), 1)
+        found = found + (gl.where(is_mine, gl.rsqrt(total + 1e-6), 0.0),)
+    return found
+
+
+@gluon.jit
+def scale(factors_ptr, tile, ROW: gl.constexpr, x, mask):
+    for a in gl.static_range(N):
+        place = vector(factors_ptr, tile, ROW, a, DOWN)
+        gl.store(place, gl.load(place) * x[a], mask=mask)
 
 
 @kernel
 def solve_kernel(
-    q_ptr, k_ptr, table_ptr, factors_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr, o_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, T, HV, ratio, chunks_per_row,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, NORM: tl.constexpr,
+    q_ptr, k_ptr, table_ptr, factors_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, T, HV, ratio, chunks_per_row, count,
+    UNIT: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
-    after_the_one_before()
-    chunk = tl.program_id(0) // HV
-    head = tl.program_id(0) % HV
-    row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
-    if length <= 0:
-        if o_ptr is not None:
-            clear_outputs(o_ptr, row.to(tl.int64) * T + first, -length, head, HV, V, C)
-        return
-    tokens = tl.arange(0, C)
-    ks = tl.arange(0, K)
-    k = rows_of(k_ptr, row, first, length, head // ratio, k_b, k_t, k_h, ks, K, C, UNIT)
-    tile = chunk.to(tl.int64) * HV + head
-    factors = factors_ptr + tile * (ROWS * C) + tokens
-    high = tl.load(factors + HIGH * C)
-    columns = tl.load(factors + FROM * C)
-    rows = tl.load(factors + GAIN * C)
-    kk = tl.dot(k, tl.trans(k))
-    if NORM:
-        k_rstd = rstd_of(squares(k))
-        columns *= k_rstd
-        rows *= k_rstd
-        tl.store(factors + FROM * C, columns)
-        _scale_row(factors, OUT, k_rstd, C)
-        _scale_row(factors, INTO, k_rstd, C)
-        q = rows_of(q_ptr, row, first, length, head // ratio, q_b, q_t, q_h, ks, K, C, UNIT)
-        q_rstd = rstd_of(squares(q))
-        if q_rstd_ptr is not None:
-            place = (row.to(tl.int64) * T + first + tokens) * (HV // ratio) + head // ratio
-            is_mine = (tokens < length) & (head % ratio == 0)
-            tl.store(q_rstd_ptr + place, q_rstd, mask=is_mine)
-            tl.store(k_rstd_ptr + place, k_rstd, mask=is_mine)
-        _scale_row(factors, READ, q_rstd, C)
-        _scale_row(factors, TO, q_rstd, C)
-
-    # above the diagonal anything, infinity included: it is not read
-    A = kk * tl.exp2(high[:, None] - high[None, :]) * columns[None, :] * rows[:, None]
-    X, Y = inverse_in_parts(A, "fp16")
-    n, i = tl.arange(0, 2), tl.arange(0, C // 2)
-    X = tl.where((i[:, None] > i[None, :])[None, :, :], X, 0.0)
-    kept, kept_Y = _round(X), _round(Y)
-    lost = tl.sum(X - kept, 2) + tl.where(n == 1, 1.0, 0.0)[:, None] * tl.sum(Y - kept_Y, 1)[None, :]
-    kept = tl.where((i[:, None] == i[None, :])[None, :, :], lost[:, :, None], kept)
-    base = A_inv_ptr + tile * (C * C) + i[:, None] * C + i[None, :]
-    tl.store(base[None, :, :] + (n * (C // 2 * (C + 1)))[:, None, None], kept.to(tl.bfloat16))
-    tl.store(base + C // 2 * C, kept_Y.to(tl.bfloat16))
-    tl.store(base + C // 2, tl.zeros([C // 2, C // 2], tl.bfloat16))
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [W, C, D], SHARED)
+    gdc_launch_dependents()
+    gdc_wait()
+    number = gl.program_id(0) * W + gl.arange(0, W, gl.SliceLayout(1, DOWN))
+    tile = gl.minimum(number, count - 1)
+    chunk, head = tile // HV, tile % HV
+    if table_ptr is None:
+        row = chunk // chunks_per_row
+        first = chunk % chunks_per_row * C
+        length = gl.minimum(T - first, C)
+    else:
+        row = chunk * 0
+        first = gl.load(table_ptr + 2 * chunk)
+        length = gl.load(table_ptr + 2 * chunk + 1)
+    length = gl.where(number < count, gl.maximum(length, 0), 0)
+    if gl.max(length, 0) > 0:
+        is_there = gl.expand_dims(length > 0, 1)
+        columns = ()
+        for n in gl.static_range(N):
+            columns = columns + (gl.load(vector(factors_ptr, tile, FROM, n, ACROSS)),)
+        if NORM:
+            load(x_s, q_ptr, (row.to(gl.int64) * q_b + first.to(gl.int64) * q_t + head // ratio * q_h) * UNIT, q_t * UNIT, length)
+            q_rstd = rstds_of(x_s, length)
+            scale(factors_ptr, tile, READ, q_rstd, is_there)
+            scale(factors_ptr, tile, TO, q_rstd, is_there)
+        load(x_s, k_ptr, (row.to(gl.int64) * k_b + first.to(gl.int64) * k_t + head // ratio * k_h) * UNIT, k_t * UNIT, length)
+        if NORM:
+            k_rstd = rstds_of(x_s, length)
+            # FROM has been read by all
+            gl.thread_barrier()
+            scale(factors_ptr, tile, FROM, k_rstd, is_there)
+            scale(factors_ptr, tile, OUT, k_rstd, is_there)
+            scale(factors_ptr, tile, INTO, k_rstd, is_there)
+            raw = columns
+            columns = ()
+            for n in gl.static_range(N):
+                columns = columns + (raw[n] * gl.convert_layout(k_rstd[n], ACROSS),)
+            if q_rstd_ptr is not None:
+                for a in gl.static_range(N):
+                    i = gl.arange(0, B, gl.SliceLayout(0, DOWN))[None, :] + a * B
+                    token = gl.expand_dims(row.to(gl.int64) * T + first, 1) + i
+                    place = token * (HV // ratio) + gl.expand_dims(head // ratio, 1)
+                    is_mine = (i < gl.expand_dims(length, 1)) & gl.expand_dims(head % ratio == 0, 1)
+                    gl.store(q_rstd_ptr + place, q_rstd[a], mask=is_mine)
+                    gl.store(k_rstd_ptr + place, k_rstd[a], mask=is_mine)
+        X_t = ()
+        for a in gl.static_range(N):
+            kk = products(x_s, a, 0)
+            high = gl.expand_dims(gl.load(vector(factors_ptr, tile, HIGH, a, DOWN)), 2)
+            gain = -gl.load(vector(factors_ptr, tile, GAIN, a, DOWN))
+            if NORM:
+                gain = gain * k_rstd[a]
+            L = ()
+            for n in gl.static_range(a + 1):
+                D_ij = gl.exp2(high - gl.expand_dims(gl.load(vector(factors_ptr, tile, HIGH, n, ACROSS)), 1))
+                L = L + (kk[n] * D_ij * gl.expand_dims(gain, 2) * gl.expand_dims(columns[n], 1),)
+            X_aa, X_aa_t = inverse_of_block(L[a])
+            X = ()
+            more = ()
+            for n in gl.static_range(a):
+                T_an = zeros()
+                for m in gl.static_range(n, a):
+                    T_an = times(X_t[m * (m + 1) // 2 + n], L[m], T_an)
+                X = X + (times(X_aa, T_an, zeros()),)
+                if a < N - 1:
+                    more = more + (times(T_an, X_aa, zeros()),)
+            store_row(A_inv_ptr, tile, length > 0, X + (X_aa,), a)
+            X_t = X_t + more + (X_aa_t,)
