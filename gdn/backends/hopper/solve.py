@@ -37,6 +37,8 @@ DOWN = gl.constexpr(gl.SliceLayout(2, BLOCK.value))  # a number for each of a bl
 ACROSS = gl.constexpr(gl.SliceLayout(1, BLOCK.value))
 SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 LOADED = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [4, 1, 1], [2, 1, 0]))
+FACTORS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+ROW_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ZEROED = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 0]))
 
 
@@ -89,18 +91,23 @@ def load(x_s, x_ptr, start, pitch, length):
 
 
 @gluon.jit
-def products(x_s, ROW: gl.constexpr, FIRST: gl.constexpr):
-    """A row of blocks of x x^T, from FIRST to the one on the diagonal."""
+def products(x_s, BELOW: gl.constexpr):
+    """Blocks of x x^T on the diagonal and, BELOW, those below it, row by row."""
     found = ()
-    for _ in gl.static_range(FIRST, ROW + 1):
+    for _ in gl.static_range(N * (N + 1) // 2 if BELOW else N):
         found = found + (zeros(),)
     for step in gl.static_range(D // B):
         columns = x_s.slice(step * B, B, 2)
-        x = columns.slice(ROW * B, B, 1).load(LEFT)
+        x = ()
+        x_t = ()
+        for a in gl.static_range(N):
+            part = columns.slice(a * B, B, 1)
+            x = x + (part.load(LEFT),)
+            x_t = x_t + (part.permute((0, 2, 1)).load(RIGHT),)
         more = ()
-        for n in gl.static_range(FIRST, ROW + 1):
-            x_t = columns.slice(n * B, B, 1).permute((0, 2, 1)).load(RIGHT)
-            more = more + (mma_v2(x, x_t, found[n - FIRST]),)
+        for a in gl.static_range(N):
+            for b in gl.static_range(0 if BELOW else a, a + 1):
+                more = more + (mma_v2(x[a], x_t[b], found[len(more)]),)
         found = more
     return found
 
@@ -110,6 +117,20 @@ def vector(factors_ptr, tile, ROW: gl.constexpr, block: gl.constexpr, layout: gl
     """Places of a block's numbers in a row of the factors."""
     tile = gl.expand_dims(gl.convert_layout(tile.to(gl.int64), gl.SliceLayout(1, layout)), 1)
     return factors_ptr + (tile * (ROWS * C) + (ROW * C + block * B) + gl.arange(0, B, gl.SliceLayout(0, layout))[None, :])
+
+
+@gluon.jit
+def copy_factors(f_s, factors_ptr, tile):
+    """The rows from HIGH to GAIN."""
+    row = gl.arange(0, 4 * C, gl.SliceLayout(0, FACTORS))[None, :]
+    tile = gl.expand_dims(gl.convert_layout(tile.to(gl.int64), gl.SliceLayout(1, FACTORS)), 1)
+    copy_async(f_s, factors_ptr + (tile * (ROWS * C) + HIGH * C + row), mask=row >= 0)
+
+
+@gluon.jit
+def part(f_s, ROW: gl.constexpr, block: gl.constexpr, layout: gl.constexpr):
+    """A block's numbers of a row of the factors."""
+    return f_s.slice((ROW - HIGH) * C + block * B, B, 1).load(layout)
 
 
 @gluon.jit
@@ -156,10 +177,10 @@ def store_row(A_ptr, tile, is_there, X, ROW: gl.constexpr):
 def rstds_of(x_s, length):
     """1 / norm of the rows of each block of x, whose squares lie on a product's diagonal; 0 past the chunk's end."""
     i, j = places(BLOCK, B)
+    xx = products(x_s, False)
     found = ()
     for a in gl.static_range(N):
-        xx = products(x_s, a, a)
-        total = gl.sum(gl.where(i == j, xx[0], 0.0), 2)
+        total = gl.sum(gl.where(i == j, xx[a], 0.0), 2)
         rows = gl.arange(0, B, gl.SliceLayout(0, DOWN))[None, :] + a * B
         is_mine = rows < gl.expand_dims(gl.convert_layout(length, gl.SliceLayout(1, DOWN)), 1)
         found = found + (gl.where(is_mine, gl.rsqrt(total + 1e-6), 0.0),)
@@ -180,6 +201,7 @@ def solve_kernel(
     UNIT: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     x_s = gl.allocate_shared_memory(gl.bfloat16, [W, C, D], SHARED)
+    f_s = gl.allocate_shared_memory(gl.float32, [W, 4 * C], ROW_SHARED)
     gdc_launch_dependents()
     gdc_wait()
     number = gl.program_id(0) * W + gl.arange(0, W, gl.SliceLayout(1, DOWN))
@@ -196,26 +218,19 @@ def solve_kernel(
     length = gl.where(number < count, gl.maximum(length, 0), 0)
     if gl.max(length, 0) > 0:
         is_there = gl.expand_dims(length > 0, 1)
-        columns = ()
-        for n in gl.static_range(N):
-            columns = columns + (gl.load(vector(factors_ptr, tile, FROM, n, ACROSS)),)
+        copy_factors(f_s, factors_ptr, tile)
         if NORM:
             load(x_s, q_ptr, (row.to(gl.int64) * q_b + first.to(gl.int64) * q_t + head // ratio * q_h) * UNIT, q_t * UNIT, length)
             q_rstd = rstds_of(x_s, length)
             scale(factors_ptr, tile, READ, q_rstd, is_there)
             scale(factors_ptr, tile, TO, q_rstd, is_there)
         load(x_s, k_ptr, (row.to(gl.int64) * k_b + first.to(gl.int64) * k_t + head // ratio * k_h) * UNIT, k_t * UNIT, length)
+        kk = products(x_s, True)
         if NORM:
             k_rstd = rstds_of(x_s, length)
-            # FROM has been read by all
-            gl.thread_barrier()
             scale(factors_ptr, tile, FROM, k_rstd, is_there)
             scale(factors_ptr, tile, OUT, k_rstd, is_there)
             scale(factors_ptr, tile, INTO, k_rstd, is_there)
-            raw = columns
-            columns = ()
-            for n in gl.static_range(N):
-                columns = columns + (raw[n] * gl.convert_layout(k_rstd[n], ACROSS),)
             if q_rstd_ptr is not None:
                 for a in gl.static_range(N):
                     i = gl.arange(0, B, gl.SliceLayout(0, DOWN))[None, :] + a * B
@@ -224,24 +239,32 @@ def solve_kernel(
                     is_mine = (i < gl.expand_dims(length, 1)) & gl.expand_dims(head % ratio == 0, 1)
                     gl.store(q_rstd_ptr + place, q_rstd[a], mask=is_mine)
                     gl.store(k_rstd_ptr + place, k_rstd[a], mask=is_mine)
-        X_t = ()
+        diagonal = ()
+        below = ()
         for a in gl.static_range(N):
-            kk = products(x_s, a, 0)
-            high = gl.expand_dims(gl.load(vector(factors_ptr, tile, HIGH, a, DOWN)), 2)
-            gain = -gl.load(vector(factors_ptr, tile, GAIN, a, DOWN))
+            high = part(f_s, HIGH, a, DOWN)
+            gain = -part(f_s, GAIN, a, DOWN)
             if NORM:
                 gain = gain * k_rstd[a]
-            L = ()
             for n in gl.static_range(a + 1):
-                D_ij = gl.exp2(high - gl.expand_dims(gl.load(vector(factors_ptr, tile, HIGH, n, ACROSS)), 1))
-                L = L + (kk[n] * D_ij * gl.expand_dims(gain, 2) * gl.expand_dims(columns[n], 1),)
-            X_aa, X_aa_t = inverse_of_block(L[a])
+                columns = part(f_s, FROM, n, ACROSS)
+                if NORM:
+                    columns = columns * gl.convert_layout(k_rstd[n], ACROSS)
+                D_ij = gl.exp2(gl.expand_dims(high, 2) - gl.expand_dims(part(f_s, HIGH, n, ACROSS), 1))
+                A = kk[a * (a + 1) // 2 + n] * D_ij * gl.expand_dims(gain, 2) * gl.expand_dims(columns, 1)
+                if n < a:
+                    below = below + (A.to(gl.float16),)
+                else:
+                    diagonal = diagonal + (A,)
+        X_t = ()
+        for a in gl.static_range(N):
+            X_aa, X_aa_t = inverse_of_block(diagonal[a])
             X = ()
             more = ()
             for n in gl.static_range(a):
                 T_an = zeros()
                 for m in gl.static_range(n, a):
-                    T_an = times(X_t[m * (m + 1) // 2 + n], L[m], T_an)
+                    T_an = times(X_t[m * (m + 1) // 2 + n], below[a * (a - 1) // 2 + m], T_an)
                 X = X + (times(X_aa, T_an, zeros()),)
                 if a < N - 1:
                     more = more + (times(T_an, X_aa, zeros()),)
