@@ -126,8 +126,8 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forwa
     )
     solve = Launch(
         solve_kernel,
-        -(-a.entries * p.HV // TILES),
-        (*plans.strides_of(a.unit, p.q, p.k), *numbers, a.entries * p.HV),
+        -(-p.num_chunks * p.HV // TILES),
+        (*plans.strides_of(a.unit, p.q, p.k), *numbers, p.num_chunks * p.HV),
         {"UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel},
         TILES,
         # three programs a multiprocessor, which is what shared memory has room for

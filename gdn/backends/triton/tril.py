@@ -16,7 +16,7 @@ def inverse(A, PRECISION: tl.constexpr):
     """(I + A)^-1 of A [64, 64] in fp32; only what is below the diagonal is read.
 
     PRECISION is that of the products: tf32 (error 1e-3 for correlated keys, what rounding the result to bf16
-    costs), fp16 (as exact, cheaper; only where |A| is within its range: normalised keys), tf32x3 or ieee.
+    costs), tf32x3 or ieee.
     Each of 4 warps inverts a 16 x 16 block without moving data, then two merges. Five doublings of the whole
     tile are 20 times the multiplications.
     """
@@ -30,33 +30,13 @@ def inverse_of_blocks(D, E, F, PRECISION: tl.constexpr):
     D [4, 16, 16] diagonal blocks, read below their diagonals only; E [4, 16, 16] the blocks left of these, of
     which those of 0 and 2 may hold anything; F [32, 32] the quarter on the lower left.
     """
-    X, Y = _halves(D, E, F, PRECISION)
-    return _join(X, Y)
-
-
-@triton.jit
-def inverse_in_parts(A, PRECISION: tl.constexpr):
-    """As `inverse`, but its diagonal blocks [2, 32, 32] and the quarter on the lower left [32, 32]."""
-    return _halves(_block(A, 0), _block(A, 1), _corner(_operand(A, PRECISION)), PRECISION)
-
-
-@triton.jit
-def _operand(x, PRECISION: tl.constexpr):
-    """x as products want it, before it is moved between warps: half as many bytes in fp16."""
-    if PRECISION == "fp16":
-        return x.to(tl.float16)
-    else:
-        return x
-
-
-@triton.jit
-def _halves(D, E, F, PRECISION: tl.constexpr):
     X, X_t = _diagonal(D, PRECISION)
     # E X of the block before, transposed: every operand but `before` lies where it is needed
-    U_t = _batched(_before(_operand(X_t, PRECISION)), E, PRECISION)
+    U_t = _batched(_before(X_t), E, PRECISION)
     X = _merge(X, _batched(X, -U_t, PRECISION))
-    upper, lower = tl.split(tl.permute(_operand(X, PRECISION), (1, 2, 0)))
-    return X, -_product(_product(lower, F, PRECISION), upper, PRECISION)
+    upper, lower = tl.split(tl.permute(X, (1, 2, 0)))
+    Y = _product(_product(lower, F, PRECISION), upper, PRECISION)
+    return _join(X, -Y)
 
 
 @triton.jit
@@ -130,13 +110,10 @@ def _join(D, Y):
 def _batched(a, b_t, PRECISION: tl.constexpr, acc=None):
     """acc + a b for a, b^T [4, 16, 16]; each warp has a block."""
     b = tl.permute(b_t, (0, 2, 1))
-    if PRECISION == "fp16":
-        return tl.dot(a.to(tl.float16), b.to(tl.float16), acc)
-    else:
-        # an accumulator has columns 2 l, 2 l + 1 where a tf32 operand has l, l + 4: sum in the former's order
-        a = tl.reshape(tl.permute(tl.reshape(a, (4, 16, 2, 4, 2)), (0, 1, 2, 4, 3)), (4, 16, 16))
-        b = tl.reshape(tl.permute(tl.reshape(b, (4, 2, 4, 2, 16)), (0, 1, 3, 2, 4)), (4, 16, 16))
-        return dot(a, b, acc, PRECISION)
+    # an accumulator has columns 2 l, 2 l + 1 where a tf32 operand has l, l + 4: sum in the former's order
+    a = tl.reshape(tl.permute(tl.reshape(a, (4, 16, 2, 4, 2)), (0, 1, 2, 4, 3)), (4, 16, 16))
+    b = tl.reshape(tl.permute(tl.reshape(b, (4, 2, 4, 2, 16)), (0, 1, 3, 2, 4)), (4, 16, 16))
+    return dot(a, b, acc, PRECISION)
 
 
 @triton.jit
@@ -146,11 +123,8 @@ def _product(a, b, PRECISION: tl.constexpr):
     a = tl.reshape(rows, (4, 16, 32))
     columns = tl.reshape(tl.permute(tl.reshape(b, (32, 2, 16)), (1, 0, 2)), (1, 2, 32, 16))
     b = tl.reshape(tl.broadcast_to(columns, (2, 2, 32, 16)), (4, 32, 16))
-    if PRECISION == "fp16":
-        quarters = tl.dot(a.to(tl.float16), b.to(tl.float16))
-    else:
-        # the order of the sum as in `_batched`
-        a = tl.reshape(tl.permute(tl.reshape(a, (4, 16, 4, 4, 2)), (0, 1, 2, 4, 3)), (4, 16, 32))
-        b = tl.reshape(tl.permute(tl.reshape(b, (4, 4, 4, 2, 16)), (0, 1, 3, 2, 4)), (4, 32, 16))
-        quarters = dot(a, b, None, PRECISION)
+    # the order of the sum as in `_batched`
+    a = tl.reshape(tl.permute(tl.reshape(a, (4, 16, 4, 4, 2)), (0, 1, 2, 4, 3)), (4, 16, 32))
+    b = tl.reshape(tl.permute(tl.reshape(b, (4, 4, 4, 2, 16)), (0, 1, 3, 2, 4)), (4, 32, 16))
+    quarters = dot(a, b, None, PRECISION)
     return tl.reshape(tl.permute(tl.reshape(quarters, (2, 2, 16, 16)), (0, 2, 1, 3)), (32, 32))
