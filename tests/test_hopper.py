@@ -18,6 +18,7 @@ if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
 
 import triton.experimental.gluon.language as gl
+from compiling import TARGETS, recording
 from gluon_simulator import Descriptor, simulate
 from triton.experimental import gluon
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -26,10 +27,11 @@ from gdn.backends import hopper
 from gdn.backends.hopper import cost, rule, split
 from gdn.backends.hopper.factors import ROWS
 from gdn.backends.hopper.gluon import mbarrier
-from gdn.backends.triton import whole
+from gdn.backends.triton import plans, whole
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import Launch, allocate
 from gdn.backends.triton.rule import chunk_backward as backward
+from gdn.backends.triton.rule import tidy
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 CASES = {
@@ -503,3 +505,28 @@ def test_split_on_a_gpu(monkeypatch, name):
     if name in SPLIT:
         in_spans(monkeypatch, 2)
     ran_on_a_gpu((SPLIT | LONG)[name])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
+@pytest.mark.parametrize("save", (False, True))
+@pytest.mark.parametrize("asked", (None, "triton", "hopper"))
+def test_what_another_size_would_get_is_compiled_along(monkeypatch, asked, save):
+    """The first forward of a kind has the kernels of both rooms compiled, if it may be either's."""
+    found = {}
+
+    def ahead(device, kind, steps):
+        found[kind[0]] = {launch.kernel.__name__ for launch, _ in steps()}
+
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    given = inputs(CASES["packed"], torch.bfloat16)
+    problem = parse(**given.tensors, **given.options, backend=asked)
+    with recording(TARGETS["cuda:90"].machine):
+        for room in (plans, rule):
+            monkeypatch.setattr(room, "ahead", ahead)
+        plans.forward_plan(tidy(problem), plans.operand(problem) if save else None)
+        rule.chunk_forward(problem, save)
+    theirs, own = {"prepare_kernel", "state_kernel"}, {"walk_kernel", "ends_kernel", "solve_kernel"}
+    assert theirs <= found["forward"] and own <= found["hopper"]
+    assert found["forward"] & own == (own if asked is None else set())
+    assert found["hopper"] & theirs == (theirs if asked is None else set())

@@ -4,6 +4,7 @@ Taken where they are the faster ones, or asked for. The backward is Triton's; ot
 This file imports no Triton.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -20,7 +21,26 @@ SIZE = 128  # of K and of V
 
 
 def refuses(problem: Any) -> str | None:
-    """Takes the rule in bf16 with K = V = 128 on a GPU of compute capability 9.0."""
+    """Takes the rule in bf16 with K = V = 128 on a GPU of compute capability 9.0, where it is the faster."""
+    reason = _lacks(problem)
+    if reason is not None or asked(problem) == "hopper":
+        return reason
+    problem = problem.rule if isinstance(problem, PrefillProblem) else problem
+    if problem.batch_invariant:
+        return "expected no batch_invariant, or backend='hopper': who is faster depends on the batch"
+    if not cost.is_faster(problem):
+        sizes = f"N={problem.N}, HV={problem.HV}, T={problem.T}"
+        return f"expected a problem that it is faster at than triton, got {sizes}"
+    return None
+
+
+def asked(problem: Any) -> str | None:
+    """The backend that a call or the environment names."""
+    return problem.backend or settings.backend()
+
+
+def _lacks(problem: Any) -> str | None:
+    """Why no kernel here could take it, whatever its size."""
     reason = triton.refuses(problem)
     if reason is not None:
         return reason
@@ -37,12 +57,6 @@ def refuses(problem: Any) -> str | None:
     found = _capability(problem.q.device)
     if found != (9, 0):
         return f"expected a GPU of compute capability (9, 0), got {found or problem.q.device.type}"
-    if (problem.backend or settings.backend()) != "hopper":
-        if problem.batch_invariant:
-            return "expected no batch_invariant, or backend='hopper': who is faster depends on the batch"
-        if not cost.is_faster(problem):
-            sizes = f"N={problem.N}, HV={problem.HV}, T={problem.T}"
-            return f"expected a problem that it is faster at than triton, got {sizes}"
     try:
         import_module("gdn.backends.hopper.walk")
     except (ImportError, AttributeError) as e:
@@ -67,6 +81,13 @@ def _prefill(problem: PrefillProblem) -> None:
     import_module("gdn.backends.triton.prefill").prefill(problem, _chunk_forward)
 
 
+def _launches(problem: Problem, save: bool) -> Iterator[Any]:
+    """Of a forward here that a larger problem of the kind would get: see `triton.beside`."""
+    if not asked(problem) and not problem.batch_invariant and _lacks(problem) is None:
+        yield from import_module("gdn.backends.hopper.rule").launches(problem, save)
+
+
+triton.beside.append(_launches)
 BACKEND = replace(
     triton.BACKEND, name="hopper", refuses=refuses, chunk_forward=_chunk_forward, prefill=_prefill
 )

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gdn.backends.backend import Saved
-from gdn.backends.hopper import cost, split
+from gdn.backends.hopper import asked, cost, split
 from gdn.backends.hopper.chained import CHAINED
 from gdn.backends.hopper.factors import ROWS, factors_kernel
 from gdn.backends.hopper.solve import TILES, solve_kernel
@@ -100,16 +100,26 @@ def _first(p: Problem, span: int | None, save: bool) -> Forward:
     a = plans.arguments(p)
 
     def steps() -> Iterator[Step]:
-        for plan in (_plan(p, a, None, save), _plan(p, a, 1, save)):
-            new = stand_ins(p.device, plan.rooms)
-            # tensor copies read and write whole rows: one tile of each tensor that they are made for
-            for i in (0, 1, 3, 6):
-                x = plan.rooms[i]
-                new[i] = None if x is None else allocate(p.device, [room((1, 1, *x[0][2:]), x[2])])[0]
-            yield from plan.steps(p, new)
+        yield from launches(p, save)
+        if not asked(p):
+            # a smaller one of the kind may be Triton's
+            yield from plans.launches(p, plans.operand(p) if save else None)
 
     ahead(p.device, ("hopper", save, plans.kind_of(p, a)), steps)
     return _plan(p, a, span, save)
+
+
+def launches(problem: Problem, save: bool) -> Iterator[Step]:
+    """Of forwards of this kind of any size, on stand-ins for the tensors that they make."""
+    p = _aligned(problem)
+    a = plans.arguments(p)
+    for plan in (_plan(p, a, None, save), _plan(p, a, 1, save)):
+        new = stand_ins(p.device, plan.rooms)
+        # tensor copies read and write whole rows: one tile of each tensor that they are made for
+        for i in (0, 1, 3, 6):
+            x = plan.rooms[i]
+            new[i] = None if x is None else allocate(p.device, [room((1, 1, *x[0][2:]), x[2])])[0]
+        yield from plan.steps(p, new)
 
 
 def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forward:

@@ -4,7 +4,7 @@ This file imports no Triton: `refuses` turns a CPU problem away before anything 
 its kernels when it is first called.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -48,6 +48,10 @@ SLOTS = {
     "chunk_state": "stages",
     "chunk_output": "stages",
 }
+
+# (problem, save) -> what a forward of the rule launches on kernels of another folder, which another length or
+# batch may be better served by: compiled beside those here
+beside: list[Callable[[Any, bool], Iterable[Any]]] = []
 
 
 @cache

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from gdn.backends.backend import Saved, Shape
-from gdn.backends.triton import sums, tuned
+from gdn.backends.triton import beside, sums, tuned
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.gates_bwd import gates_bwd_kernel
 from gdn.backends.triton.gradients import pairs_bwd_kernel, rows_bwd_kernel
@@ -54,15 +54,22 @@ def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Ba
 
 def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
     a, gpu = arguments(p), machine(p.device)
-    plan = _plan_forward(p, kept, a, tuned.forward(p, gpu))
 
     def steps() -> Iterator[Step]:
-        for chosen in tuned.forwards(p, gpu):
-            other = _plan_forward(p, kept, a, chosen)
-            yield from other.steps([*tensors_of(p), *stand_ins(p.device, other.rooms)])
+        yield from launches(p, kept)
+        for others in beside:
+            yield from others(p, kept is not None)
 
     ahead(p.device, ("forward", kind_of(p, a), kept), steps)
-    return plan
+    return _plan_forward(p, kept, a, tuned.forward(p, gpu))
+
+
+def launches(p: Problem, kept: torch.dtype | None) -> Iterator[Step]:
+    """Of forwards of this kind of any size, on stand-ins for the tensors that they make."""
+    a = arguments(p)
+    for chosen in tuned.forwards(p, machine(p.device)):
+        plan = _plan_forward(p, kept, a, chosen)
+        yield from plan.steps([*tensors_of(p), *stand_ins(p.device, plan.rooms)])
 
 
 def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
