@@ -38,6 +38,7 @@ CASES = {
     "one chunk": replace(BASE, lengths=rows(64)),
     "rows with tails": replace(BASE, lengths=rows(129)),
     "no state": replace(BASE, lengths=rows(70), state="none", gate="strong"),
+    "not four tiles a program": replace(BASE, lengths=rows(129), heads=(1, 3), use_qk_l2norm_in_kernel=True),
     "packed": replace(BASE, lengths=packed(70, 0, 33, 128, tail=29), keys="correlated"),
     "options": replace(
         BASE, lengths=packed(65, 1, 130), use_qk_l2norm_in_kernel=True, raw_gate="on", beta="negative",
