@@ -320,6 +320,8 @@ def main() -> None:
     parser.add_argument("--target", action="append", choices=list(TARGETS))
     parser.add_argument("--record", action="store_true")
     asked = parser.parse_args()
+    if asked.record and asked.part:
+        parser.error("expected --record for all kernels: a part's table would replace the whole one")
     wanted = []
     for name, specimen in SPECIMENS.items():
         for target in asked.target or specimen.targets:
@@ -331,6 +333,10 @@ def main() -> None:
         size = f"{r.spills:6} spilled {r.registers:4} regs {r.shared:7} B {r.columns:4} columns"
         print(size, f"{r.seconds:5.1f} s", job.target, job.name, rest)
     if asked.record:
+        failed = [f"{job.name}: {r.error}" for job, r in reports.items() if r.error]
+        if failed:
+            # they would count as kernels that spill nothing
+            raise SystemExit("\n".join(failed))
         table = json.loads(TABLE.read_text())
         found = {job.target: {} for job in reports}
         for job, report in reports.items():

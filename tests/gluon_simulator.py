@@ -35,7 +35,6 @@ class Value:
         self.x = torch.as_tensor(x)
 
     dtype = property(lambda self: self.x.dtype)
-    type = types.SimpleNamespace(layout="layout")
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Value":
         dtype = DTYPES[str(dtype)]
@@ -92,8 +91,6 @@ class Shared:
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
-
-    shape = property(lambda self: self.x.shape)
 
     def index(self, i: Any) -> Any:
         found = self.x[int(i)]
@@ -262,9 +259,7 @@ class _Language:
     )
     convert_layout = staticmethod(lambda x, layout: x)
     permute = staticmethod(lambda x, order: Value(x.x.permute(*order)))
-    reshape = staticmethod(lambda x, shape: Value(x.x.reshape([int(n) for n in shape])))
     expand_dims = staticmethod(lambda x, axis: Value(x.x.unsqueeze(axis)))
-    zeros_like = staticmethod(lambda x: Value(torch.zeros_like(x.x)))
     sum = staticmethod(lambda x, axis: Value(x.x.sum(axis)))
     rsqrt = staticmethod(lambda x: Value(torch.rsqrt(x.x)))
     minimum = staticmethod(
@@ -274,7 +269,6 @@ class _Language:
         lambda a, b: Value(torch.maximum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
     )
     max = staticmethod(lambda x, axis: Value(x.x.amax(axis)))
-    thread_barrier = staticmethod(lambda: None)
     exp2 = staticmethod(lambda x: Value(torch.exp2(x.x)))
     load = staticmethod(_load)
     store = staticmethod(_store)
@@ -292,6 +286,7 @@ STANDINS: dict[str, Any] = {
     "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
     "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
     "copy_async": _copy_async, "copy_commit": lambda: None, "copy_wait": lambda pending: None,
+    "barrier": lambda: None,
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
 }  # fmt: skip
 

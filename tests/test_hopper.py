@@ -531,3 +531,22 @@ def test_what_another_size_would_get_is_compiled_along(monkeypatch, asked, save)
     assert theirs <= found["forward"] and own <= found["hopper"]
     assert found["forward"] & own == (own if asked is None else set())
     assert found["hopper"] & theirs == (theirs if asked is None else set())
+
+
+def test_what_is_compiled_along_copies_no_tensor_and_needs_no_token(monkeypatch):
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    given = inputs(CASES["packed"], torch.bfloat16)
+    spread = given.tensors | {"v": given.tensors["v"][:, :1].expand_as(given.tensors["v"])}
+    monkeypatch.setattr(rule, "_copyable", None)
+    with recording(TARGETS["cuda:90"].machine):
+        for tensors in (given.tensors, spread):
+            problem = parse(**tensors, **given.options)
+            found = {launch.kernel.__name__ for launch, _ in hopper._launches(problem, False)}
+            assert {"walk_kernel", "ends_kernel", "solve_kernel"} <= found
+    names = ("q", "k", "v", "g", "beta")
+    for options in ({}, {"cu_seqlens": torch.zeros(3, dtype=torch.int32)}):
+        tensors = {name: given.tensors[name][:, :0] for name in names}
+        nothing = parse(**tensors, **options)
+        assert list(hopper._launches(nothing, False)) == []
+        assert "faster at" in hopper.refuses(nothing)

@@ -58,7 +58,7 @@ def _lacks(problem: Any) -> str | None:
     if found != (9, 0):
         return f"expected a GPU of compute capability (9, 0), got {found or problem.q.device.type}"
     try:
-        import_module("gdn.backends.hopper.walk")
+        import_module("gdn.backends.hopper.rule")
     except (ImportError, AttributeError) as e:
         return f"expected Gluon of Triton 3.6 or newer, got {e}"
     return None
@@ -83,7 +83,7 @@ def _prefill(problem: PrefillProblem) -> None:
 
 def _launches(problem: Problem, save: bool) -> Iterator[Any]:
     """Of a forward here that a larger problem of the kind would get: see `triton.beside`."""
-    if not asked(problem) and not problem.batch_invariant and _lacks(problem) is None:
+    if problem.q.numel() > 0 and problem.N > 0 and not problem.batch_invariant and _lacks(problem) is None:
         yield from import_module("gdn.backends.hopper.rule").launches(problem, save)
 
 

@@ -60,7 +60,9 @@ def _span(N: int, HV: int, num_chunks: int, is_packed: bool, num_sms: int) -> in
 
 @lru_cache(4096)
 def _is_faster(N: int, HV: int, num_chunks: int, is_packed: bool, num_sms: int) -> bool:
-    """As it is for sequences that are alike."""
+    """As it is for sequences that are alike. A problem without tokens is Triton's."""
+    if N * num_chunks == 0:
+        return False
     chunks = _cdiv(num_chunks, N)
     span = _span(N, HV, num_chunks, is_packed, num_sms) or chunks
     here = LAUNCHES + TILE * num_chunks * HV + _time(N * HV, chunks, span, num_sms)

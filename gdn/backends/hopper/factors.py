@@ -1,4 +1,5 @@
-"""Factors of a chunk's tokens for the walk, from gates alone, for many heads at once.
+"""Factors of a chunk's tokens for the walk, from gates alone, for many heads at once; zeros for outputs of
+tokens that belong to no sequence.
 
     g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
     OUT e^(G_C - G);  READ scale e^G;  INTO e^G;  BETA;  END e^(G_C), 64 times;  GAIN beta e^LOW
@@ -6,8 +7,7 @@
 
 e^(G_i - G_j) = 2^(HIGH_i - HIGH_j) e^LOW_i e^-LOW_j: one exponential a pair, and no cancellation however long
 the decay was. Where q and k are to be normalised, `solve` puts their norms in. Threads lie along heads and
-each has its tokens: a sum over tokens then costs few exchanges. On an H200 this and `solve` together take as
-long as one kernel did that made both.
+each has its tokens: a sum over tokens then costs few exchanges.
 
 Bytes per token and value head: gates 6, factors 36; G, where a backward wants it, 8.
 """
@@ -36,16 +36,15 @@ def factors_kernel(
     after_the_one_before()
     blocks = tl.cdiv(HV, BH)
     chunk = tl.program_id(0) // blocks
+    first_head = (tl.program_id(0) % blocks) * BH
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
     if length <= 0:
         if o_ptr is not None:
-            for head in range(
-                (tl.program_id(0) % blocks) * BH, tl.minimum(HV, (tl.program_id(0) % blocks + 1) * BH)
-            ):
+            for head in range(first_head, tl.minimum(HV, first_head + BH)):
                 clear_outputs(o_ptr, row.to(tl.int64) * T + first, -length, head, HV, V, C)
         return
     tokens = tl.arange(0, C)[:, None]
-    heads = (tl.program_id(0) % blocks) * BH + tl.arange(0, BH)[None, :]
+    heads = first_head + tl.arange(0, BH)[None, :]
     is_head = heads < HV
     is_token = is_head & (tokens < length)
     if g_ptr is None:

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
+    "barrier",
     "copy_async",
     "copy_commit",
     "copy_wait",
@@ -32,7 +33,9 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
-copy_async: Any = async_copy.async_copy_global_to_shared
+barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
+# as async_load and async_store below
+copy_async: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 copy_commit: Any = async_copy.commit_group
 copy_wait: Any = async_copy.wait_group
 # async_load and async_store since 3.8; the names before them raise in 3.9

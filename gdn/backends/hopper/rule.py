@@ -111,7 +111,11 @@ def _first(p: Problem, span: int | None, save: bool) -> Forward:
 
 def launches(problem: Problem, save: bool) -> Iterator[Step]:
     """Of forwards of this kind of any size, on stand-ins for the tensors that they make."""
-    p = _aligned(problem)
+    p, tensors = problem, (problem.q, problem.k, problem.v)
+    if not all(map(_is_copyable, tensors)):
+        # the forward will copy them; here one token has all that a binary depends on
+        q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
+        p = replace(p, form=None, q=q, k=k, v=v)
     a = plans.arguments(p)
     for plan in (_plan(p, a, None, save), _plan(p, a, 1, save)):
         new = stand_ins(p.device, plan.rooms)
@@ -194,9 +198,11 @@ def _aligned(p: Problem) -> Problem:
 
 
 def _copyable(x: Tensor) -> Tensor:
+    # whatever strides an axis of one element has, which is contiguous with any
+    return x if _is_copyable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_copyable(x: Tensor) -> bool:
     row, token, head, _ = x.stride()
     is_spread = row * token * head == 0
-    if not is_spread and (x.data_ptr() | x.element_size() * (row | token | head)) % 16 == 0:
-        return x
-    # whatever strides an axis of one element has, which is contiguous with any
-    return x.clone(memory_format=torch.contiguous_format)
+    return not is_spread and (x.data_ptr() | x.element_size() * (row | token | head)) % 16 == 0

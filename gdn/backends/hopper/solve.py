@@ -2,8 +2,8 @@
 
     A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1, stored less 1
 
-A warp has a tile, by blocks of 16 x 16 tokens, and all of it in registers: it waits for no other warp. Blocks
-are operands as products leave them, right ones as their transposes. So a diagonal block's inverse is made
+A warp has a tile, by blocks of 16 x 16 tokens, and from k k^T on all of it in registers. Blocks are operands
+as products leave them, right ones as their transposes. So a diagonal block's inverse is made
 beside its transpose, and to the left of it, with L = -A there,
 
     T_ij = sum over m of X_mj^T L_im^T;     X_ij = X_ii T_ij^T;     X_ij^T = T_ij X_ii^T
@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import FROM, GAIN, HIGH, INTO, OUT, READ, ROWS, TO
 from gdn.backends.hopper.gluon import (
+    barrier,
     copy_async,
     copy_commit,
     copy_wait,
@@ -33,19 +34,19 @@ from gdn.backends.hopper.gluon import (
     mma_v2,
 )
 
-TILES = 4  # of a program
+TILES = 4  # of a program, whose four warps the layouts name
 W = gl.constexpr(TILES)
 C = gl.constexpr(64)  # tokens of a chunk
 D = gl.constexpr(128)  # keys
-B = gl.constexpr(16)  # tokens of a block
-N = gl.constexpr(4)  # blocks down a tile
+BLOCK = gl.constexpr(16)  # tokens of a block
+BLOCKS = gl.constexpr(4)  # blocks down a tile
 
 # a block a warp; of each, numbers for its rows and for its columns
-BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, BLOCK.value, 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, BLOCK.value, 2))
-DOWN = gl.constexpr(gl.SliceLayout(2, BLOCK.value))
-ACROSS = gl.constexpr(gl.SliceLayout(1, BLOCK.value))
+OF_BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_BLOCK.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, OF_BLOCK.value, 2))
+DOWN = gl.constexpr(gl.SliceLayout(2, OF_BLOCK.value))
+ACROSS = gl.constexpr(gl.SliceLayout(1, OF_BLOCK.value))
 # 16 bytes a lane: rows of q or k on their way to shared memory, and blocks of zeros
 COPIED = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [4, 1, 1], [2, 1, 0]))
 CLEARED = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 0]))
@@ -68,14 +69,14 @@ def of_rows(x, layout: gl.constexpr):
 @gluon.jit
 def places(layout: gl.constexpr, WIDTH: gl.constexpr):
     """Rows [1, 16, 1] and columns [1, 1, WIDTH]."""
-    i = gl.arange(0, B, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     j = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     return gl.expand_dims(gl.expand_dims(i, 0), 2), gl.expand_dims(gl.expand_dims(j, 0), 1)
 
 
 @gluon.jit
 def zeros():
-    return gl.zeros((W, B, B), gl.float32, BLOCK)
+    return gl.zeros((W, BLOCK, BLOCK), gl.float32, OF_BLOCK)
 
 
 @gluon.jit
@@ -95,10 +96,10 @@ def load(x_s, x_ptr, row, first, head, length, x_b, x_t, x_h, UNIT: gl.constexpr
     """A chunk's rows of x; zeros past its end."""
     start = of_tiles((row.to(gl.int64) * x_b + first.to(gl.int64) * x_t + head * x_h) * UNIT, COPIED)
     i, j = places(COPIED, D)
-    for n in gl.static_range(N):
-        token = i + n * B
+    for n in gl.static_range(BLOCKS):
+        token = i + n * BLOCK
         place = x_ptr + (start + token * (x_t * UNIT) + j)
-        copy_async(x_s.slice(n * B, B, 1), place, mask=token < of_tiles(length, COPIED))
+        copy_async(x_s.slice(n * BLOCK, BLOCK, 1), place, mask=token < of_tiles(length, COPIED))
     copy_commit()
     copy_wait(0)
 
@@ -109,12 +110,12 @@ def products(x_s, ROW: gl.constexpr, FIRST: gl.constexpr):
     found = ()
     for _ in gl.static_range(FIRST, ROW + 1):
         found = found + (zeros(),)
-    for step in gl.static_range(D // B):
-        keys = x_s.slice(step * B, B, 2)
-        x = keys.slice(ROW * B, B, 1).load(LEFT)
+    for step in gl.static_range(D // BLOCK):
+        keys = x_s.slice(step * BLOCK, BLOCK, 2)
+        x = keys.slice(ROW * BLOCK, BLOCK, 1).load(LEFT)
         more = ()
         for n in gl.static_range(FIRST, ROW + 1):
-            x_t = keys.slice(n * B, B, 1).permute((0, 2, 1)).load(RIGHT)
+            x_t = keys.slice(n * BLOCK, BLOCK, 1).permute((0, 2, 1)).load(RIGHT)
             more = more + (mma_v2(x, x_t, found[n - FIRST]),)
         found = more
     return found
@@ -123,14 +124,14 @@ def products(x_s, ROW: gl.constexpr, FIRST: gl.constexpr):
 @gluon.jit
 def places_of(factors_ptr, tile, FACTOR: gl.constexpr, n: gl.constexpr, layout: gl.constexpr):
     """Of block n's numbers in a row of the factors."""
-    start = of_rows(tile.to(gl.int64), layout) * (ROWS * C) + (FACTOR * C + n * B)
-    return factors_ptr + (start + gl.arange(0, B, gl.SliceLayout(0, layout))[None, :])
+    start = of_rows(tile.to(gl.int64), layout) * (ROWS * C) + (FACTOR * C + n * BLOCK)
+    return factors_ptr + (start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :])
 
 
 @gluon.jit
 def scale(factors_ptr, tile, FACTOR: gl.constexpr, x, is_there):
     """A row of the factors times x, which has a vector for each block."""
-    for n in gl.static_range(N):
+    for n in gl.static_range(BLOCKS):
         place = places_of(factors_ptr, tile, FACTOR, n, DOWN)
         gl.store(place, gl.load(place) * x[n], mask=of_rows(is_there, DOWN))
 
@@ -138,22 +139,22 @@ def scale(factors_ptr, tile, FACTOR: gl.constexpr, x, is_there):
 @gluon.jit
 def rstds_of(x_s, length):
     """1 / norm of the rows of x, for each block; 0 past the chunk's end."""
-    i, j = places(BLOCK, B)
-    token = gl.arange(0, B, gl.SliceLayout(0, DOWN))[None, :]
+    i, j = places(OF_BLOCK, BLOCK)
+    token = gl.arange(0, BLOCK, gl.SliceLayout(0, DOWN))[None, :]
     found = ()
-    for n in gl.static_range(N):
+    for n in gl.static_range(BLOCKS):
         xx = products(x_s, n, n)
         total = gl.sum(gl.where(i == j, xx[0], 0.0), 2)
-        found = found + (gl.where(token + n * B < of_rows(length, DOWN), gl.rsqrt(total + 1e-6), 0.0),)
+        found = found + (gl.where(token + n * BLOCK < of_rows(length, DOWN), gl.rsqrt(total + 1e-6), 0.0),)
     return found
 
 
 @gluon.jit
 def inverse_of(L):
     """(I - L)^-1 of blocks and its transpose, of L below its diagonal, by doubling: see `triton.tril`."""
-    i, j = places(BLOCK, B)
+    i, j = places(OF_BLOCK, BLOCK)
     L = gl.where(i > j, L, 0.0)
-    L_t = gl.convert_layout(gl.permute(L, (0, 2, 1)), BLOCK)
+    L_t = gl.convert_layout(gl.permute(L, (0, 2, 1)), OF_BLOCK)
     eye = gl.where(i == j, zeros() + 1.0, 0.0)
     X = gl.where((i ^ j) == 1, L, eye)
     X_t = gl.where((i ^ j) == 1, L_t, eye)
@@ -168,24 +169,24 @@ def inverse_of(L):
 @gluon.jit
 def store_row(A_inv_ptr, tile, is_there, X, ROW: gl.constexpr):
     """A row of blocks of A_inv less 1. The last of X is on the diagonal, where what rounding took goes."""
-    i, j = places(BLOCK, B)
-    place = A_inv_ptr + (of_tiles(tile.to(gl.int64), BLOCK) * (C * C) + (i + ROW * B) * C + j)
-    mask = of_tiles(is_there, BLOCK)
-    ones = gl.convert_layout(gl.zeros((W, B, B), gl.bfloat16, BLOCK) + 1.0, RIGHT)
+    i, j = places(OF_BLOCK, BLOCK)
+    place = A_inv_ptr + (of_tiles(tile.to(gl.int64), OF_BLOCK) * (C * C) + (i + ROW * BLOCK) * C + j)
+    mask = of_tiles(is_there, OF_BLOCK)
+    ones = gl.convert_layout(gl.zeros((W, BLOCK, BLOCK), gl.bfloat16, OF_BLOCK) + 1.0, RIGHT)
     last = gl.where(i > j, X[ROW], 0.0)
     total, kept = last, mma_v2(left(last.to(gl.bfloat16)), ones, zeros())
     for n in gl.static_range(ROW):
         block = X[n].to(gl.bfloat16)
         total += X[n]
         kept = mma_v2(left(block), ones, kept)
-        gl.store(place + n * B, block, mask=mask)
+        gl.store(place + n * BLOCK, block, mask=mask)
     lost = gl.expand_dims(gl.sum(total, 2), 2) - kept
-    gl.store(place + ROW * B, gl.where(i == j, lost, last).to(gl.bfloat16), mask=mask)
-    i, j = places(CLEARED, B)
-    place = A_inv_ptr + (of_tiles(tile.to(gl.int64), CLEARED) * (C * C) + (i + ROW * B) * C + j)
-    for n in gl.static_range(ROW + 1, N):
-        nothing = gl.zeros((W, B, B), gl.bfloat16, CLEARED)
-        gl.store(place + n * B, nothing, mask=of_tiles(is_there, CLEARED))
+    gl.store(place + ROW * BLOCK, gl.where(i == j, lost, last).to(gl.bfloat16), mask=mask)
+    i, j = places(CLEARED, BLOCK)
+    place = A_inv_ptr + (of_tiles(tile.to(gl.int64), CLEARED) * (C * C) + (i + ROW * BLOCK) * C + j)
+    for n in gl.static_range(ROW + 1, BLOCKS):
+        nothing = gl.zeros((W, BLOCK, BLOCK), gl.bfloat16, CLEARED)
+        gl.store(place + n * BLOCK, nothing, mask=of_tiles(is_there, CLEARED))
 
 
 @kernel
@@ -213,7 +214,7 @@ def solve_kernel(
     if gl.max(length, 0) > 0:
         is_there = length > 0
         columns = ()
-        for n in gl.static_range(N):
+        for n in gl.static_range(BLOCKS):
             columns = columns + (gl.load(places_of(factors_ptr, tile, FROM, n, ACROSS)),)
         if NORM:
             load(x_s, q_ptr, row, first, head, length, q_b, q_t, q_h, UNIT)
@@ -221,7 +222,7 @@ def solve_kernel(
             load(x_s, k_ptr, row, first, head, length, k_b, k_t, k_h, UNIT)
             k_rstd = rstds_of(x_s, length)
             # no lane of the warp has FROM still to read
-            gl.thread_barrier()
+            barrier()
             scale(factors_ptr, tile, READ, q_rstd, is_there)
             scale(factors_ptr, tile, TO, q_rstd, is_there)
             scale(factors_ptr, tile, OUT, k_rstd, is_there)
@@ -229,22 +230,22 @@ def solve_kernel(
             scale(factors_ptr, tile, FROM, k_rstd, is_there)
             raw = columns
             columns = ()
-            for n in gl.static_range(N):
+            for n in gl.static_range(BLOCKS):
                 columns = columns + (raw[n] * gl.convert_layout(k_rstd[n], ACROSS),)
             if q_rstd_ptr is not None:
-                token = gl.arange(0, B, gl.SliceLayout(0, DOWN))[None, :]
+                token = gl.arange(0, BLOCK, gl.SliceLayout(0, DOWN))[None, :]
                 start = of_rows(row.to(gl.int64) * T + first, DOWN)
                 is_first = of_rows(tile % HV % ratio == 0, DOWN)
-                for n in gl.static_range(N):
-                    place = (start + token + n * B) * (HV // ratio) + of_rows(head, DOWN)
-                    mask = is_first & (token + n * B < of_rows(length, DOWN))
+                for n in gl.static_range(BLOCKS):
+                    place = (start + token + n * BLOCK) * (HV // ratio) + of_rows(head, DOWN)
+                    mask = is_first & (token + n * BLOCK < of_rows(length, DOWN))
                     gl.store(q_rstd_ptr + place, q_rstd[n], mask=mask)
                     gl.store(k_rstd_ptr + place, k_rstd[n], mask=mask)
         else:
             load(x_s, k_ptr, row, first, head, length, k_b, k_t, k_h, UNIT)
         # blocks left of the diagonal and on it, row by row
         X_t = ()
-        for a in gl.static_range(N):
+        for a in gl.static_range(BLOCKS):
             kk = products(x_s, a, 0)
             high = gl.expand_dims(gl.load(places_of(factors_ptr, tile, HIGH, a, DOWN)), 2)
             gain = -gl.load(places_of(factors_ptr, tile, GAIN, a, DOWN))
@@ -263,7 +264,7 @@ def solve_kernel(
                 for m in gl.static_range(n, a):
                     T_an = times(X_t[m * (m + 1) // 2 + n], L[m], T_an)
                 X = X + (times(X_aa, T_an, zeros()),)
-                if a < N - 1:
+                if a < BLOCKS - 1:
                     more = more + (times(T_an, X_aa, zeros()),)
             store_row(A_inv_ptr, tile, is_there, X + (X_aa,), a)
             X_t = X_t + more + (X_aa_t,)

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from gdn import settings
 from gdn.backends.backend import Saved, Shape
 from gdn.backends.triton import beside, sums, tuned
 from gdn.backends.triton.chunks import Table
@@ -55,12 +56,15 @@ def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Ba
 def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
     a, gpu = arguments(p), machine(p.device)
 
+    # what a forward with no backend named keeps for its backward, or does not
+    is_shared = not (p.backend or settings.backend()) and kept in (None, operand(p))
+
     def steps() -> Iterator[Step]:
         yield from launches(p, kept)
-        for others in beside:
+        for others in beside if is_shared else ():
             yield from others(p, kept is not None)
 
-    ahead(p.device, ("forward", kind_of(p, a), kept), steps)
+    ahead(p.device, ("forward", kind_of(p, a), kept, is_shared), steps)
     return _plan_forward(p, kept, a, tuned.forward(p, gpu))
 
 

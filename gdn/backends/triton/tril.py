@@ -16,9 +16,8 @@ def inverse(A, PRECISION: tl.constexpr):
     """(I + A)^-1 of A [64, 64] in fp32; only what is below the diagonal is read.
 
     PRECISION is that of the products: tf32 (error 1e-3 for correlated keys, what rounding the result to bf16
-    costs), tf32x3 or ieee.
-    Each of 4 warps inverts a 16 x 16 block without moving data, then two merges. Five doublings of the whole
-    tile are 20 times the multiplications.
+    costs), tf32x3 or ieee. Each of 4 warps inverts a 16 x 16 block without moving data, then two merges. Five
+    doublings of the whole tile are 20 times the multiplications.
     """
     return inverse_of_blocks(_block(A, 0), _block(A, 1), _corner(A), PRECISION)
 
