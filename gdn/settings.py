@@ -7,9 +7,9 @@ GDN_DEBUG     1: log each operator before it runs, synchronise after it, check l
 import os
 
 
-def backend() -> str | None:
-    """Name of the backend that GDN_BACKEND asks for, or None."""
-    return os.environ.get("GDN_BACKEND") or None
+def backend(named: str | None = None) -> str | None:
+    """Name of the backend that a call names, or else GDN_BACKEND asks for; or None."""
+    return named or os.environ.get("GDN_BACKEND") or None
 
 
 def debug() -> bool:

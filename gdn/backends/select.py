@@ -32,7 +32,7 @@ def select(problem: Named) -> Backend:
         ValueError           no backend has the name that was asked for
         NotImplementedError  the named backend, or every backend, refuses; lists each one's reason
     """
-    asked = problem.backend or settings.backend()
+    asked = settings.backend(problem.backend)
     reasons = []
     for name in (asked,) if asked else ORDER:
         backend = load(name)
@@ -62,7 +62,7 @@ class Report:
 
 def report(problem: Named) -> Report:
     """Ask every backend; never raises for a refusal."""
-    asked = problem.backend or settings.backend()
+    asked = settings.backend(problem.backend)
     refusals = {name: reason for name in ORDER if (reason := load(name).refuses(problem)) is not None}
     takers = [name for name in ((asked,) if asked else ORDER) if name in ORDER and name not in refusals]
     return Report(asked, takers[0] if takers else None, refusals)

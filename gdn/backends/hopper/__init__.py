@@ -23,7 +23,7 @@ SIZE = 128  # of K and of V
 def refuses(problem: Any) -> str | None:
     """Takes the rule in bf16 with K = V = 128 on a GPU of compute capability 9.0, where it is the faster."""
     reason = _lacks(problem)
-    if reason is not None or asked(problem) == "hopper":
+    if reason is not None or settings.backend(problem.backend) == "hopper":
         return reason
     problem = problem.rule if isinstance(problem, PrefillProblem) else problem
     if problem.batch_invariant:
@@ -32,11 +32,6 @@ def refuses(problem: Any) -> str | None:
         sizes = f"N={problem.N}, HV={problem.HV}, T={problem.T}"
         return f"expected a problem that it is faster at than triton, got {sizes}"
     return None
-
-
-def asked(problem: Any) -> str | None:
-    """The backend that a call or the environment names."""
-    return problem.backend or settings.backend()
 
 
 def _lacks(problem: Any) -> str | None:

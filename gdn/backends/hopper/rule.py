@@ -15,8 +15,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gdn import settings
 from gdn.backends.backend import Saved
-from gdn.backends.hopper import asked, cost, split
+from gdn.backends.hopper import cost, split
 from gdn.backends.hopper.chained import CHAINED
 from gdn.backends.hopper.factors import ROWS, factors_kernel
 from gdn.backends.hopper.solve import TILES, solve_kernel
@@ -98,14 +99,15 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
 
 def _first(p: Problem, span: int | None, save: bool) -> Forward:
     a = plans.arguments(p)
+    # with no backend named a smaller one of the kind may be Triton's
+    is_shared = settings.backend(p.backend) is None
 
     def steps() -> Iterator[Step]:
         yield from launches(p, save)
-        if not asked(p):
-            # a smaller one of the kind may be Triton's
+        if is_shared:
             yield from plans.launches(p, plans.operand(p) if save else None)
 
-    ahead(p.device, ("hopper", save, plans.kind_of(p, a)), steps)
+    ahead(p.device, ("hopper", save, plans.kind_of(p, a), is_shared), steps)
     return _plan(p, a, span, save)
 
 

@@ -3,8 +3,8 @@
     A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1, stored less 1
 
 A warp has a tile, by blocks of 16 x 16 tokens, and from k k^T on all of it in registers. Blocks are operands
-as products leave them, right ones as their transposes. So a diagonal block's inverse is made
-beside its transpose, and to the left of it, with L = -A there,
+as products leave them, right ones as their transposes. So a diagonal block's inverse is made beside its
+transpose, and to the left of it, with L = -A there,
 
     T_ij = sum over m of X_mj^T L_im^T;     X_ij = X_ii T_ij^T;     X_ij^T = T_ij X_ii^T
 
@@ -219,7 +219,8 @@ def solve_kernel(
         if NORM:
             load(x_s, q_ptr, row, first, head, length, q_b, q_t, q_h, UNIT)
             q_rstd = rstds_of(x_s, length)
-            load(x_s, k_ptr, row, first, head, length, k_b, k_t, k_h, UNIT)
+        load(x_s, k_ptr, row, first, head, length, k_b, k_t, k_h, UNIT)
+        if NORM:
             k_rstd = rstds_of(x_s, length)
             # no lane of the warp has FROM still to read
             barrier()
@@ -241,8 +242,6 @@ def solve_kernel(
                     mask = is_first & (token + n * BLOCK < of_rows(length, DOWN))
                     gl.store(q_rstd_ptr + place, q_rstd[n], mask=mask)
                     gl.store(k_rstd_ptr + place, k_rstd[n], mask=mask)
-        else:
-            load(x_s, k_ptr, row, first, head, length, k_b, k_t, k_h, UNIT)
         # blocks left of the diagonal and on it, row by row
         X_t = ()
         for a in gl.static_range(BLOCKS):

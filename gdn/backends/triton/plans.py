@@ -54,10 +54,9 @@ def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Ba
 
 
 def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
-    a, gpu = arguments(p), machine(p.device)
-
+    a = arguments(p)
     # what a forward with no backend named keeps for its backward, or does not
-    is_shared = not (p.backend or settings.backend()) and kept in (None, operand(p))
+    is_shared = settings.backend(p.backend) is None and kept in (None, operand(p))
 
     def steps() -> Iterator[Step]:
         yield from launches(p, kept)
@@ -65,7 +64,7 @@ def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
             yield from others(p, kept is not None)
 
     ahead(p.device, ("forward", kind_of(p, a), kept, is_shared), steps)
-    return _plan_forward(p, kept, a, tuned.forward(p, gpu))
+    return _plan_forward(p, kept, a, tuned.forward(p, machine(p.device)))
 
 
 def launches(p: Problem, kept: torch.dtype | None) -> Iterator[Step]:
