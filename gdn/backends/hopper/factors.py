@@ -14,7 +14,7 @@ Bytes per token and value head: gates 6, factors 36; G, where a backward wants i
 
 import triton.language as tl
 
-from gdn.backends.hopper.chained import after_the_one_before
+from gdn.backends.triton.chained import after_the_one_before
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import split, strength

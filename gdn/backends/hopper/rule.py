@@ -18,11 +18,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from gdn import settings
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost, split
-from gdn.backends.hopper.chained import CHAINED
 from gdn.backends.hopper.factors import ROWS, factors_kernel
 from gdn.backends.hopper.solve import TILES, solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
 from gdn.backends.triton import plans, whole
+from gdn.backends.triton.chained import CHAINED
 from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocate, on, room, stand_ins
 from gdn.backends.triton.rule import tidy
 from gdn.problem import CHUNK, RESET, Problem

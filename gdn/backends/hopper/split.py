@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.hopper.chained import CHAINED, after_the_one_before
 from gdn.backends.hopper.factors import END, ROWS
 from gdn.backends.hopper.walk import JOB, ends_kernel
+from gdn.backends.triton.chained import CHAINED, after_the_one_before
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import Launch, Room, Step, kernel, room
 from gdn.backends.triton.lib import dot, state_tile

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from gdn.backends import eager
+from gdn.backends.triton.chained import CHAINED, after_the_one_before, chains
 from gdn.backends.triton.conv import WIDEST, filled, filtered, layout, load_bias, load_taps, strides_of
-from gdn.backends.triton.launch import Launch, Plans, kernel, on
+from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on
 from gdn.problem.layer import ConvUpdateProblem
 
 
@@ -29,8 +30,10 @@ def _update_kernel(
     x_ptr, state_ptr, weight_ptr, bias_ptr, index_ptr, place_ptr, out_ptr,
     x_b, x_t, x_d, out_b, out_t, out_d, D, T, state_n, state_d, state_l, index_b, place_b, L, slots,
     PLACE: tl.constexpr, LOWEST: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr,
-    BD: tl.constexpr,
+    BD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        after_the_one_before()
     strips = tl.cdiv(D, BD)
     row = (tl.program_id(0) // strips).to(tl.int64)
     channels = (tl.program_id(0) % strips) * BD + tl.arange(0, BD)
@@ -138,5 +141,7 @@ def plan_of(p: ConvUpdateProblem) -> Launch:
     constants = {
         "PLACE": mode, "LOWEST": 0 if p.null_slot is None else 1, "W": p.weight.shape[1],
         "SILU": p.activation == "silu", "U": 1 if T == 1 else 4, "BD": BD,
+        "CHAINED": chains(machine(p.x.device)),
     }  # fmt: skip
-    return Launch(_update_kernel, B * triton.cdiv(D, BD), numbers, constants, num_warps=4)
+    options = CHAINED if constants["CHAINED"] else {}
+    return Launch(_update_kernel, B * triton.cdiv(D, BD), numbers, constants, num_warps=4, options=options)

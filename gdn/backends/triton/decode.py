@@ -6,6 +6,10 @@ of 128 x 128, tiles of 8 columns make 512 programs of one warp: 16 KB of loads i
 multiprocessors, which is what their share of 4.2 TB/s needs at 0.5 us of latency.
 
 The first token's loads go out before the slot's number is there, so that one load's latency hides the other.
+Launches are chained (`chained`): the next one's programs come while the states of this one are on their way.
+Programs of 128 registers are too few for all that could be on its way, so each calls into the cache what the
+program reads that will take its place: at B = 256 in bf16 139 us and not 145 (H200; with states in fp32 and
+more programs 293 and not 275).
 With exact_packet=False, packets that leave at most their last state are `packet`'s.
 """
 
@@ -13,14 +17,25 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from gdn.backends.triton import launch
-from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, on, unit_of
-from gdn.backends.triton.packet import longest_of, plan, siblings, slot_of, strides_of, takes
+from gdn.backends.triton import launch, packet
+from gdn.backends.triton.chained import (
+    CHAINED,
+    ON_GPU,
+    chains,
+    let_the_next_begin,
+    wait_for_the_one_before,
+)
+from gdn.backends.triton.launch import Launch, Machine, Plans, ahead, kernel, machine, on, unit_of
+from gdn.backends.triton.packet import longest_of, slot_of, strides_of, takes
 from gdn.backends.triton.recurrent import (
+    RESIDENT,
+    SHARES,
+    Tile,
     along_keys,
     divide,
     inverse,
@@ -37,6 +52,17 @@ from gdn.backends.triton.recurrent import (
 from gdn.problem import DecodeProblem
 
 
+@triton.jit
+def call_in(ptr, columns, v, COLUMNS: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr):
+    """Have V-first columns of a state, `v` UNITs apart and LINES times 128 bytes each, read into the L2."""
+    lines = tl.arange(0, LINES) * (128 * 8 // ptr.dtype.element_ty.primitive_bitwidth)
+    places = ptr + ((columns + tl.arange(0, COLUMNS)).to(tl.int64) * (v * UNIT))[:, None] + lines[None, :]
+    if ON_GPU:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
 @kernel
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, state_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr,
@@ -51,7 +77,10 @@ def decode_kernel(
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
     UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
     ROUND: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
+    CHAINED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        wait_for_the_one_before()
     BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
     row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
     first, count = span(cu_seqlens_ptr, row, N, T)
@@ -107,6 +136,21 @@ def decode_kernel(
         pool = state_ptr + head * state_h * STATE_UNIT
         source = pool + (slot * state_n + entry * state_r) * STATE_UNIT
         S = tl.load(tile(source, keys, values, state_k, state_v, STATE_UNIT, AXIS), mask=in_state, other=0.0)
+        if CHAINED:
+            let_the_next_begin()
+        if AHEAD > 0:  # noqa: SIM102 - a constant, and what only then is compiled
+            if tl.program_id(0) + AHEAD < tl.num_programs(0):
+                row_then, head_then, block_then = owner(HV, HV_inverse, HV_s, BLOCKS, AHEAD)
+                slot_then, entry_then = slot_of(
+                    row_then, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n,
+                    read_c, accepted_n, ring_n,
+                )  # fmt: skip
+                if (slot_then >= lowest) & (slot_then < slots):
+                    then = slot_then * state_n + entry_then * state_r + head_then * state_h
+                    call_in(
+                        state_ptr + then * STATE_UNIT, block_then * (A * B), state_v, A * B,
+                        K * state_ptr.dtype.element_ty.primitive_bitwidth // (8 * 128), STATE_UNIT,
+                    )  # fmt: skip
         S = S.to(tl.float32)
         root = S
         if intermediate_ptr is not None:
@@ -212,14 +256,15 @@ def decode(problem: DecodeProblem) -> Again | None:
 
 def _first(p: DecodeProblem) -> Again:
     one, tensors = plan_of(p), tensors_of(p)
-    if takes(p):
-        ahead(p.q.device, one.binary(tensors), lambda: [(other, tensors) for other in siblings(p)])
+    ahead(p.q.device, one.binary(tensors), lambda: [(other, tensors) for other in siblings(p)])
     return Again(one, p.q.device)
 
 
 def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
+    """A compiler launches in its own way, and reads no assembly."""
+    plain = {name: type(x)() if name in ("CHAINED", "AHEAD") else x for name, x in one.constants.items()}
     wrapped = torch.library.wrap_triton(one.kernel)[(one.grid,)]
-    wrapped(*tensors, *one.numbers, **one.constants, num_warps=one.num_warps, num_stages=one.num_stages)
+    wrapped(*tensors, *one.numbers, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
 
 
 def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:
@@ -239,16 +284,25 @@ def _key(p: DecodeProblem) -> Hashable:
     )  # fmt: skip
 
 
-def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
-    """`starts`: where q, k and v begin in the tensors that the launch will be given for them."""
+def siblings(p: DecodeProblem) -> list[Launch]:
+    """The launches of few rows and of many: what other numbers of rows and heads take."""
+    return [plan_of(p, pairs=pairs) for pairs in packet.fills(machine(p.q.device))]
+
+
+def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | None = None) -> Launch:
+    """`starts`: where q, k and v begin in the tensors that the launch will be given for them.
+
+    `pairs`: rows times heads that tiles are chosen for, if not the problem's.
+    """
     if takes(p):
-        return plan(p, starts)
+        return packet.plan(p, starts, pairs)
     axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
     kept_axis, kept_unit, kept = (
         ("", 1, (0,) * 5) if p.intermediate is None else pool_of(p.intermediate, p.K, p.V, p.state_v_first)
     )
-    width = p.state.element_size()
-    part = tile_of(p.K, p.V, axis or "k", width, state_unit if axis else 1, machine(p.q.device))
+    width, gpu = p.state.element_size(), machine(p.q.device)
+    pairs = p.N * p.HV if pairs is None else pairs
+    part = tile_of(p.K, p.V, axis or "k", width, state_unit if axis else 1, gpu, pairs=pairs)
     is_packed, is_dense = p.cu_seqlens is not None, p.q.stride(3) == p.k.stride(3) == 1
     # loads of q and k as wide as those of the state give each lane the same keys
     unit = min(16 // width, state_unit, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2]))
@@ -273,6 +327,7 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
         "UNIT": unit, "STATE_UNIT": state_unit, "KEPT_UNIT": kept_unit, "WRITE": p.write,
         "ROUND": p.round_state and p.state.dtype != torch.float32, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "IS_SINGLE": not is_packed and p.q.shape[1] == 1,
+        "CHAINED": chains(gpu), "AHEAD": RESIDENT * gpu.num_sms if _calls(part, p, axis, gpu) else 0,
     }  # fmt: skip
     return Launch(
         decode_kernel,
@@ -280,4 +335,11 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0)) -> Launch:
         numbers,
         constants,
         part.num_warps,
+        options={**(CHAINED if chains(gpu) else {}), **({"maxnreg": 128} if constants["AHEAD"] else {})},
     )
+
+
+def _calls(part: Tile, p: DecodeProblem, axis: str, gpu: Machine) -> bool:
+    """Whether programs call in what others will read: large ones, of whole lines."""
+    is_even = p.K in (64, 128, 256) and p.V % (part.R * part.P) == 0
+    return gpu.kind == "cuda" and axis == "k" and part.share == max(SHARES.values()) and is_even

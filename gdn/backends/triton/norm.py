@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gdn.backends import eager
 from gdn.backends.triton import sums
+from gdn.backends.triton.chained import CHAINED, after_the_one_before, chains
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import exist, sigmoid
 from gdn.problem.layer import NormProblem
@@ -89,7 +90,10 @@ def _norm_kernel(
     x_ptr, z_ptr, weight_ptr, y_ptr,
     num_rows, inner, x_o, x_i, z_o, z_i, eps,
     GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        after_the_one_before()
     normed(
         x_ptr, z_ptr, weight_ptr, y_ptr, tl.program_id(0), num_rows, inner, x_o, x_i, z_o, z_i, eps,
         GATE, D, BR, BD, UNIT,
@@ -224,7 +228,9 @@ def _num_warps(p: NormProblem) -> int:
 def plan_of(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
     numbers, constants = _arguments(p, ELEMENTS, x, z)
     grid = triton.cdiv(numbers[0], constants["BR"])
-    return Launch(_norm_kernel, grid, (*numbers, p.eps), constants, _num_warps(p))
+    constants["CHAINED"] = chains(machine(x.device))
+    options = CHAINED if constants["CHAINED"] else {}
+    return Launch(_norm_kernel, grid, (*numbers, p.eps), constants, _num_warps(p), options=options)
 
 
 def _plan_bwd(p: NormProblem, x: Tensor, z: Tensor | None, dy: Tensor) -> _Backward:

@@ -321,16 +321,8 @@ def takes(p: DecodeProblem) -> bool:
     return longest is not None and 1 < longest <= MOST
 
 
-def siblings(p: DecodeProblem) -> list[Launch]:
-    """The launches of few rows and of many: what other numbers of rows and heads take."""
-    return [plan(p, (0, 0, 0), pairs) for pairs in fills(machine(p.q.device))]
-
-
 def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> Launch:
-    """`starts`: where q, k and v begin in the tensors that the launch will be given for them.
-
-    `pairs`: rows times heads that tiles are chosen for, if not the problem's.
-    """
+    """As `decode.plan_of`."""
     axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
     is_packed, gpu = p.cu_seqlens is not None, machine(p.q.device)
     rows = [s for x in (p.q, p.k, p.v, p.out) for s in token_strides(x, is_packed)]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gdn.backends.eager.step import composed
 from gdn.backends.triton import conv_update, decode, launch, norm
+from gdn.backends.triton.chained import CHAINED, chains
 from gdn.backends.triton.conv import WIDEST, filled
 from gdn.backends.triton.launch import Launch, Plans, machine, on
 from gdn.backends.triton.packet import strides_of
@@ -74,21 +75,19 @@ class Again:
                 self.launches[0](x, weight, bias, conv, windows, state, *gates, *places, z, gain, out)
                 return
             if name == "deferred":
-                o = out.new_empty(out.shape)
-                self.launches[0](x, weight, bias, conv, windows, state, *gates, *places, None, None, o)
-                self.launches[1](o, z, gain, out, x, conv, windows)
+                self.launches[0](x, weight, bias, conv, windows, state, *gates, *places, None, None, out)
+                self.launches[1](out, z, gain, out, x, conv, windows)
                 return
             mixed = x.new_empty(x.shape)
             self.launches[0](x, conv, weight, bias, windows, None, mixed)
             if name == "normed":
                 self.launches[1](mixed, None, None, None, None, state, *gates, *places, z, gain, out)
                 return
-            has_norm = len(self.launches) == 3
-            o = out.new_empty(out.shape) if has_norm else out
             rows = (None, read, None, None, write, None, None, None)
-            self.launches[1](mixed, mixed, mixed, state, None, None, *gates, *rows, o)
-            if has_norm:
-                self.launches[2](o, z, gain, out)
+            self.launches[1](mixed, mixed, mixed, state, None, None, *gates, *rows, out)
+            if len(self.launches) == 3:
+                # in place: a program reads its rows before it writes them
+                self.launches[2](out, z, gain, out)
 
 
 _plans: Plans[Again] = Plans()
@@ -150,7 +149,7 @@ def plan_of(p: StepProblem, form: Form) -> Again:
     if (reason := cannot(p, form)) is not None:
         raise NotImplementedError(f"{form}: {reason}")
     x, launches = p.mixed_qkv, []
-    mixed, o = x.new_empty(x.shape), p.out.new_empty(p.out.shape)
+    mixed, o = x.new_empty(x.shape), p.out
     if form.name in ("separate", "normed"):
         launches.append(conv_update.plan_of(p.conv(mixed)))
     if form.name == "separate":
@@ -193,9 +192,11 @@ def _plan_step(p: StepProblem, form: Form, x: Tensor) -> Launch:
         "MOVE": form.name == "whole", "OLDER": p.conv_state.shape[2] >= p.W, "TAPS": p.W,
         "SILU": p.conv_activation == "silu", "L2NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "NORM": norms, "GATE": p.norm_activation or "none",
+        "CHAINED": chains(machine(x.device)),
     }  # fmt: skip
     grid = x.shape[0] * parts * (1 if has_whole_heads else part.blocks(p.V))
-    return Launch(step_kernel, grid, numbers, constants, part.num_warps)
+    options = CHAINED if constants["CHAINED"] else {}
+    return Launch(step_kernel, grid, numbers, constants, part.num_warps, options=options)
 
 
 def _plan_finish(p: StepProblem, o: Tensor) -> Launch:
@@ -207,7 +208,7 @@ def _plan_finish(p: StepProblem, o: Tensor) -> Launch:
     )  # fmt: skip
     grid = of_norm.grid + x.shape[0] * triton.cdiv(channels, BC)
     constants = {**of_norm.constants, "TAPS": p.W, "OLDER": p.conv_state.shape[2] >= p.W, "BC": BC}
-    return Launch(finish_kernel, grid, numbers, constants, of_norm.num_warps)
+    return Launch(finish_kernel, grid, numbers, constants, of_norm.num_warps, options=of_norm.options)
 
 
 def _key(p: StepProblem) -> Hashable:

@@ -7,6 +7,7 @@ Bytes per row and value head beyond the state's: those of q, k, their windows an
 import triton
 import triton.language as tl
 
+from gdn.backends.triton.chained import after_the_one_before, let_the_next_begin, wait_for_the_one_before
 from gdn.backends.triton.conv import filtered, load_bias, load_taps
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.norm import gated, normed
@@ -103,8 +104,10 @@ def step_kernel(
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, STATE_UNIT: tl.constexpr, STRIPS: tl.constexpr,
     IS_SINGLE: tl.constexpr, AHEAD: tl.constexpr, CONV: tl.constexpr, MOVE: tl.constexpr, OLDER: tl.constexpr,
     TAPS: tl.constexpr, SILU: tl.constexpr, L2NORM: tl.constexpr, NEGATIVE: tl.constexpr, NORM: tl.constexpr,
-    GATE: tl.constexpr,
+    GATE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if CHAINED:
+        wait_for_the_one_before()
     # a program has `heads` value heads of one key head, and of each STRIPS tiles of columns
     BLOCKS: tl.constexpr = (V + A * B * STRIPS - 1) // (A * B * STRIPS)
     row, part, block = owner(parts, parts_inverse, parts_s, BLOCKS)
@@ -144,6 +147,8 @@ def step_kernel(
     if MOVE:
         move(conv, conv_d, conv_l, L, channels, is_channel & is_valid, q_window, TAPS, OLDER)
         move(conv, conv_d, conv_l, L, channels + H * K, is_channel & is_valid, k_window, TAPS, OLDER)
+    if CHAINED:
+        let_the_next_begin()
     # what is gathered has no layout of its own and takes the state's; else the state is laid as q is, through
     # shared memory: 3,466 instructions of PTX in place of 841 for `deferred` in bf16 at 128 x 128
     q = tl.reshape(tl.gather(q, tl.arange(0, J * W), 0), [1, J, 1, W])
@@ -216,9 +221,11 @@ def finish_kernel(
     num_rows, inner, o_o, o_i, z_o, z_i, eps, blocks,
     x_b, conv_n, conv_d, conv_l, L, conv_index_n, conv_slots, lowest, channels,
     GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
-    TAPS: tl.constexpr, OLDER: tl.constexpr, BC: tl.constexpr,
+    TAPS: tl.constexpr, OLDER: tl.constexpr, BC: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The norm, and beside it the windows a token older."""
+    if CHAINED:
+        after_the_one_before()
     pid = tl.program_id(0)
     if pid < blocks:
         normed(
