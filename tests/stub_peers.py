@@ -258,16 +258,76 @@ class FlashInfer:
         replayssm_rawk=None, replayssm_g=None, replayssm_beta=None,
     ):  # fmt: skip
         assert not cache_replayssm
-        assert initial_state.dtype == intermediate_states_buffer.dtype == torch.float32
-        assert intermediate_states_buffer.shape[:2] == q.shape[:2] and disable_state_update is True
-        assert intermediate_states_buffer.is_contiguous() and A_log.dtype == torch.float32
+        assert initial_state.dtype == A_log.dtype == torch.float32
+        # without it, a warning, and another meaning from 0.8 on
+        assert disable_state_update is not None
+        kept = intermediate_states_buffer
+        if kept is not None:
+            assert disable_state_update and kept.dtype == torch.float32
+            assert kept.shape[:2] == q.shape[:2] and kept.is_contiguous()
         assert initial_state_indices.dtype in (torch.int32, torch.int64) and ssm_state_indices is None
         o = gdn.decode(
             q, k, v, initial_state, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale, out=output,
-            use_qk_l2norm_in_kernel=use_qk_l2norm, read_index=initial_state_indices, write="none",
-            intermediate=intermediate_states_buffer,
+            use_qk_l2norm_in_kernel=use_qk_l2norm, read_index=initial_state_indices,
+            write="none" if disable_state_update else "final", intermediate=kept,
         )  # fmt: skip
         return o, initial_state
+
+
+class FlashInferOutputOnly:
+    """FlashInfer 0.7.2, the kernel that reads bf16 states and writes none."""
+
+    PATHS = {"gated_delta_rule_mtp": "flashinfer/gdn_kernels/gdn_decode_bf16_wy_output_only.py"}
+
+    @staticmethod
+    def gated_delta_rule_mtp(
+        A_log, a, dt_bias, softplus_beta=1.0, softplus_threshold=20.0, q=None, k=None, v=None, b=None,
+        initial_state_source=None, initial_state_indices=None, output_state_indices=None,
+        intermediate_states_buffer=None, accepted_steps=None, ssm_state_indices=None,
+        disable_state_update=False, use_qk_l2norm_in_kernel=True, scale=None, output=None,
+        disable_output=False, recovery_steps=0,
+    ):  # fmt: skip
+        tensors = (A_log, a, dt_bias, q, k, v, b, initial_state_source)
+        assert all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in tensors)
+        assert use_qk_l2norm_in_kernel and initial_state_indices.dtype == torch.int32
+        # into a given one it copies
+        assert output is None
+        return gdn.decode(
+            q, k, v, initial_state_source, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
+            read_index=initial_state_indices, write="none",
+        )  # fmt: skip
+
+
+class FlashInferReplay:
+    """FlashInfer 0.7.2, the kernel with a ring of 16 places: keys normalised, d, and their decay."""
+
+    PATHS = {"gated_delta_rule_mtp_ucache": "flashinfer/gdn_kernels/gdn_decode_bf16_wy_ucache.py"}
+
+    @staticmethod
+    def gated_delta_rule_mtp_ucache(
+        A_log, a, dt_bias, softplus_beta=1.0, softplus_threshold=20.0, q=None, k=None, v=None, b=None,
+        initial_state_source=None, initial_state_indices=None, output_state_indices=None,
+        intermediate_states_buffer=None, accepted_steps=None, ssm_state_indices=None,
+        disable_state_update=False, use_qk_l2norm_in_kernel=True, scale=None, output=None,
+        disable_output=False, recovery_steps=0, k_cache=None, u_cache=None, g_cache=None, hist_len=None,
+        use_pdl=False,
+    ):  # fmt: skip
+        pool, slots = initial_state_source, initial_state_indices
+        tensors = (q, k, v, a, b, pool, k_cache, u_cache)
+        assert all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in tensors)
+        assert k_cache.shape == (len(pool), k.shape[2], 16, k.shape[3]) and use_qk_l2norm_in_kernel
+        assert u_cache.shape == (len(pool), v.shape[2], 16, v.shape[3]) and u_cache.isfinite().all()
+        assert g_cache.shape == (len(pool), v.shape[2], 16) and g_cache.dtype == torch.float32
+        assert hist_len.dtype == slots.dtype == torch.int32 and int(hist_len.max()) + q.shape[1] <= 16
+        if q.shape[1] not in (4, 8):
+            raise NotImplementedError(f"gated_delta_rule_mtp_ucache: T={q.shape[1]} unsupported")
+        cursor = torch.zeros(len(pool), dtype=torch.int32)
+        cursor[slots.long()] = hist_len
+        return gdn.replay_decode(
+            *(torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k)), v, pool,
+            *(x.transpose(1, 2) for x in (u_cache, k_cache, g_cache)), cursor, a=a, b=b, A_log=A_log,
+            dt_bias=dt_bias, scale=scale, use_qk_l2norm_in_kernel=False, read_index=slots, out=output,
+        )  # fmt: skip
 
 
 def modules() -> dict[str, ModuleType]:
@@ -275,7 +335,10 @@ def modules() -> dict[str, ModuleType]:
     holders = {
         "fla": None, "fla.ops": None, "fla.ops.gated_delta_rule": FLA, "flash_qla": FlashQLA,
         "fla.ops.gated_delta_rule.backends": None, "flashinfer": None, "flashinfer.gdn_prefill": FlashInfer,
-        "flashinfer.gdn_decode": FlashInfer, "fla.ops.utils": FLAStages, "fla.ops.common": None,
+        "flashinfer.gdn_decode": FlashInfer, "flashinfer.gdn_kernels": None,
+        "flashinfer.gdn_kernels.gdn_decode_bf16_wy_output_only": FlashInferOutputOnly,
+        "flashinfer.gdn_kernels.gdn_decode_bf16_wy_ucache": FlashInferReplay,
+        "fla.ops.utils": FLAStages, "fla.ops.common": None,
         "fla.ops.common.chunk_scaled_dot_kkt": FLAStages, "fla.ops.common.chunk_delta_h": FLAStages,
         "fla.ops.common.chunk_o": FLAStages, "fla.ops.gated_delta_rule.wy_fast": FLAStages,
     }  # fmt: skip

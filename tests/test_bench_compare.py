@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gdn.bench import cases, catalog, compare, measure, rows, targets
+from gdn.bench import cases, catalog, compare, measure, rows, step, targets
 
 
 def row(case="16/32 1x8192", provider="gdn", ms=1.0, **others):
@@ -37,13 +37,10 @@ def test_sets_hold_the_table_and_the_family():
     assert {t.name for t in targets.PREFILL} == set(catalog.TABLE)
     assert {name.split()[0] for name in catalog.SETS["family"]} == set(catalog.FAMILY)
     assert {name.partition(" ")[2] for name in catalog.SETS["lengths"]} == set(catalog.SEQUENCES)
+    assert tuple(dict.fromkeys(t.case.lengths.B for t in targets.DECODE)) == catalog.BATCHES
+    assert step.SHAPE.rows == catalog.BATCHES
     found = targets.chosen("train", ["16/32 1x8192", "16/48 long ladder"])
     assert found[0] is targets.TRAIN[0] and found[1].goal is None and found[1].cost.bytes > 0
-
-
-def test_what_speculation_moves():
-    cost = {t.name: t.cost.bytes for t in targets.SPEC}
-    assert cost["B=8 T=4 fp32"] == 5 * 8 * 32 * 128 * 128 * 4 == 2 * cost["B=8 T=4 bf16"]
 
 
 # files
@@ -68,7 +65,7 @@ def test_a_line_that_is_no_row_is_named(tmp_path):
 def test_what_is_done_hangs_on_commit_and_gpu():
     about = {"commit": "abc", "gpu": "H200"}
     found = [row(**about), row("2/8 1x8192", commit="abd", gpu="H200"), row("x", commit="abc", gpu="H100")]
-    assert rows.done(found, about) == {("prefill", "gdn", "16/32 1x8192")}
+    assert rows.done(found, about) == {("prefill", "16/32 1x8192", "gdn", "bfloat16")}
     assert rows.done(found, about | {"commit": "abc+"}) == rows.done(found, about | {"commit": None}) == set()
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import gdn
 from gdn import cli
-from gdn.bench import catalog, end_to_end, fallback, gpu, graph, layer, models, providers, tables
+from gdn.bench import catalog, end_to_end, fallback, gpu, graph, layer, models, providers, rows, tables
 from gdn.bench.layer import Held, Shape
 
 CPU = torch.device("cpu")
@@ -48,10 +48,7 @@ def test_every_layer_holds_the_same_weights(peers, session):
     for job in layer.JOBS:
         found = layer.measured(session, SHAPE, job)
         assert [row["provider"] for row in found] == ["gdn", "gdn:eager", "transformers", "fla"]
-        assert all(row["ok"] and row["ms"] > 0 for row in found) and not session.absent, (
-            found,
-            session.absent,
-        )
+        assert all(row["ok"] and row["ms"] > 0 for row in found), found
         assert set(found[0]["ratio"]) == {"fla", "transformers"}
         assert {row["error"] for row in found[:2]} == {found[0]["error"]}
     columns, cells = tables.table("layer", [{"pass": "layer", **row} for row in found])
@@ -64,7 +61,7 @@ def test_a_wrong_layer_has_no_time(session):
         torch.manual_seed(0)
         right = gdn.GatedDeltaNet(48, 2, 4, 16, 16, dtype=torch.bfloat16)
         module.load_state_dict(right.state_dict())
-        return Held(lambda x: change(module(x), x), module)
+        return lambda law, shape: Held(lambda x: change(module(x), x), module)
 
     wrong = {
         "right": held(lambda y, x: y),
@@ -76,6 +73,19 @@ def test_a_wrong_layer_has_no_time(session):
     found = {row["provider"]: row for row in layer.measured(session, SHAPE, "forward", wrong)}
     assert ["ms" in row for row in found.values()] == [True, False, False, False, False]
     assert not any(row["ok"] for name, row in found.items() if name != "right")
+
+
+def test_layers_are_measured_once(session, monkeypatch):
+    """Those that are absent are not waited for; one that cannot be made has a row."""
+    monkeypatch.setattr(layer, "transformers", lambda law, shape: 1 / 0)
+    session.absent = {"fla": "not installed"}
+    session.names = ("gdn", "fla", "flashinfer", "transformers")
+    session.providers = {name: session.providers[name] for name in ("gdn", "transformers")}
+    about = {"commit": "abc", "gpu": None}
+    found = [{**row, **about} for row in layer.run(session, SHAPE)]
+    assert ["ZeroDivisionError" in row.get("failed", "") for row in found] == [False, True] * 2
+    session.done = frozenset(rows.done(found, about))
+    assert list(layer.run(session, SHAPE)) == []
 
 
 def test_what_a_layer_costs():
@@ -150,6 +160,51 @@ def test_tokens_count_where_they_are_decided():
     assert not end_to_end.compared(reference * float("nan"), reference)["rms_error"] <= 1
 
 
+def test_a_model_that_picks_another_token_has_no_time(session, pair, monkeypatch):
+    """Two logits exchanged at one position: no error on the average, and decided by no error of its own."""
+    monkeypatch.setattr(end_to_end, "ROUNDS", 1)
+    margins = []
+
+    class Liar:
+        """Exchanges the two best logits of the call whose margin was the largest before, none at first."""
+
+        def __enter__(self):
+            at, calls = margins.index(max(margins)) if margins else None, iter(range(99))
+
+            def exchange(head, inputs, logits):
+                best = logits[0, -1].topk(2)
+                if next(calls) == at:
+                    logits[0, -1, best.indices] = best.values.flip(0)
+                elif at is None:
+                    margins.append(float(best.values[0] - best.values[1]))
+                return logits
+
+            self.hook = pair[0].lm_head.register_forward_hook(exchange)
+
+        def __exit__(self, *error):
+            self.hook.remove()
+
+    with Liar(), models.plain(), torch.no_grad():
+        generator = torch.Generator().manual_seed(70)
+        tokens = torch.randint(1, SIZE.vocabulary, (1, 82), generator=generator)
+        end_to_end.forced(pair[0], tokens, 70)
+    (row,) = end_to_end.swept(session, {"liar": Liar}, pair, 70, 12)
+    assert not row["ok"] and "ms" not in row, row
+    assert row["same_tokens"] == 1 and row["decided_plain"] > 0 and row["same_plain"] < 1, row
+    assert row["share_of_limit"] <= 1, row
+
+
+def test_who_errs_more_than_plain_torch_and_elsewhere_picks_another_token_is_wrong():
+    plain = {"rms_error": 1e-2, "logit_error": 0.1}
+    right = {"rms_error": 1e-2, "logit_error": 0.3, "same_tokens": 1.0, "same_plain": 1.0}
+    assert end_to_end.is_right(right, plain)
+    assert not end_to_end.is_right({**right, "same_plain": 0.99}, plain)
+    assert end_to_end.is_right({**right, "same_plain": 0.99, "logit_error": 0.19}, plain)
+    assert not end_to_end.is_right({**right, "rms_error": 3e-2}, plain)
+    assert not end_to_end.is_right({**right, "same_tokens": 0.99}, plain)
+    assert not end_to_end.is_right({**right, "rms_error": float("nan")}, plain)
+
+
 def test_both_commands_append_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "ROUNDS", (1, 1))
     monkeypatch.setattr(end_to_end, "ROUNDS", 1)
@@ -162,11 +217,11 @@ def test_both_commands_append_rows(tmp_path, monkeypatch):
     for job, count in (("layer", 4), ("e2e", 2)):
         done = CliRunner().invoke(cli.app, ["bench", job, *options])
         assert done.exit_code == 0 and "transformers" in done.stdout, done.output
-        rows = [json.loads(line) for line in out.read_text().splitlines()]
-        assert len([row for row in rows if row["pass"] == job and row["ok"] and row["ms"] > 0]) == count
+        held = [json.loads(line) for line in out.read_text().splitlines()]
+        assert len([row for row in held if row["pass"] == job and row["ok"] and row["ms"] > 0]) == count
         done = CliRunner().invoke(
             cli.app, ["bench", job, *options, "--resume", "--providers", "gdn,transformers"]
         )
-        assert done.exit_code == 0 and len(out.read_text().splitlines()) == len(rows), done.output
+        assert done.exit_code == 0 and len(out.read_text().splitlines()) == len(held), done.output
     wrong = CliRunner().invoke(cli.app, ["bench", "e2e", *options, "--providers", "flow"])
     assert wrong.exit_code == 2

@@ -10,7 +10,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from gdn import cli
-from gdn.bench import laboratory, measure, pictures, results, targets
+from gdn.bench import commands, laboratory, measure, pictures, results, targets
 from gdn.bench.results import Results
 
 VERSIONS = {"gdn": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "flash-linear-attention": "0.6.0"}
@@ -112,6 +112,87 @@ def test_peers_of_two_runs_of_a_commit_stand_side_by_side():
     assert both["ratio"] == {"fla": 1.5, "flash_qla": 1.3, "flashinfer": 1.1} and both["ms"] == 0.31
     (alone,) = Results("h200", [first, {**last, "commit": "abd"}]).ours("prefill")
     assert alone["ratio"] == last["ratio"]
+    wrong = {**last, "ok": False, "errors": {"o": 1.0}, "share_of_limit": 200.0, "ratio": {}}
+    del wrong["ms"]
+    one = Results("h200", [first, wrong])
+    assert not one.ours("prefill")[0]["ratio"] and not results.statements(one)
+
+
+def test_a_row_without_a_state_is_of_the_same_thing():
+    """Rows of old files say less of themselves; the last one counts all the same."""
+    old = {"pass": "host", "case": "decode", "provider": "gdn:triton", "ms": 2.0, **ABOUT}
+    new = {**old, "provider": "gdn", "ms": 1.0, "dtype": "bfloat16", "state": "fp32"}
+    assert [row["ms"] for row in Results("h200", [old, new]).last("host")] == [1.0]
+    failed = {**new, "provider": "gdn:triton", "ok": False, "failed": "OSError: x"}
+    del failed["ms"]
+    assert not Results("h200", [failed, new]).without_time and Results("h200", [new, failed]).without_time
+
+
+def test_a_peer_of_an_older_commit_keeps_its_column():
+    old = timed(targets.PREFILL[6], 2.0, ratio={"fla": 1.5}, commit="old")
+    new = timed(targets.PREFILL[6], 1.0)
+    one = Results("h200", [old, timed(targets.PREFILL[6], 3.0, "fla", commit="old"), new])
+    assert one.ours("prefill")[0]["ratio"] == {} and not results.statements(one)
+    page = results.page([one], {})
+    assert "| FLA (ratio) |" in page and "| 3 ms (1.50 at old) |" in page
+
+
+@pytest.mark.parametrize(
+    "says, cell, note",
+    [
+        ({"refused": "fp32 only"}, "refused", "refused, fp32 only."),
+        ({"failed": "OSError: x", "errors": {"o": 1e-3}}, "failed", "failed, OSError: x."),
+        (
+            {"errors": {"dg": 6.3e-3}, "share_of_limit": 1.05},
+            "wrong",
+            "wrong, an error 1.05 times its limit.",
+        ),
+        ({"errors": {"dg": None}, "share_of_limit": None}, "wrong", "wrong, no finite answer."),
+    ],
+)
+def test_a_peer_without_a_time_has_a_reason(says, cell, note):
+    """Also where it had one beside an older commit."""
+    first, second = targets.TRAIN[:2]
+    told = {"pass": "train", "case": first.name, "provider": "fla", "ok": False, **says, **ABOUT}
+    one = Results("h200", [
+        timed(first, 2.0, ratio={"fla": 1.5}, commit="old"), timed(first, 3.0, "fla", commit="old"),
+        timed(first, 1.0), told, timed(second, 1.0, ratio={"fla": 2.0}),
+    ])  # fmt: skip
+    page = results.page([one], {})
+    assert f"| {cell} | triton | abc |" in page and f"no time of FLA in {first.name}: {note}" in page
+    assert "1.50" not in page
+
+
+def test_rates_and_memory_are_shown():
+    target = targets.TRAIN[0]
+    rows = [timed(target, 1.0, ratio={"fla": 2.0}, peak_mb=548.1), timed(target, 2.0, "fla", peak_mb=947.9)]
+    page = results.page([Results("h200", rows)], {})
+    assert "| limit | GB/s | TFLOP/s | MB | FLA (ratio) |" in page
+    assert f"| {rows[0]['gb_per_s']:.0f} | {rows[0]['tflop_per_s']:.3g} | 548 | 2 ms (2.00), 948 MB |" in page
+
+
+def accurate(provider, error, name="accuracy", **others):
+    head = {"pass": name, "case": "mild", "provider": provider, "dtype": "bfloat16", "ok": True, **ABOUT}
+    return {**head, "error": error, "errors": {"o": error, "dg": error and error / 2}, **others}
+
+
+def test_other_sets_and_profiles_stand_apart():
+    pto = {"name": "accuracy:pto", "set": "pto", "profile": "pto"}
+    one = Results("h200", [accurate("gdn", 1e-3), accurate("gdn", 9e-3, **pto), accurate("fla", 9e-3, **pto)])
+    page = results.page([one], {})
+    assert "### accuracy\n" in page and "### accuracy:pto\n" in page and "by pto-kernels' gates" in page
+    assert "`gdn verify --set pto --append`" in page and not results.statements(one)
+    (axes, *_) = pictures.errors(one).axes
+    assert [len(c.get_offsets()) for c in axes.collections] == [1]
+
+
+def test_accuracy_beside_peers_is_a_statement():
+    rows = [accurate("gdn", 1e-3), accurate("fla", 2e-3), accurate("flash_qla", None)]
+    (sentence,) = results.statements(Results("h200", rows))
+    assert (
+        "0.50 (mild: o) to 0.50 (mild: o) times those of FLA 0.6.0, of dg and dbeta 0.50 to 0.50" in sentence
+    )
+    assert "`gdn verify --set regimes --append`" in sentence
 
 
 @pytest.mark.parametrize(
@@ -120,6 +201,8 @@ def test_peers_of_two_runs_of_a_commit_stand_side_by_side():
         ("prefill", None, "gdn bench prefill"), ("prefill:gated", None, "gdn bench prefill --variant gated"),
         ("decode:eager", "B=1", "gdn bench decode --only B=1 --eager"), ("cpu", "x", "gdn bench cpu"),
         ("accuracy", None, "gdn verify --set regimes --append"),
+        ("accuracy:ladders", None, "gdn verify --set ladders --append"),
+        ("accuracy:pto:gdn", None, "gdn verify --set pto --profile gdn --append"),
     ],
 )  # fmt: skip
 def test_commands_measure_it_again(name, case, command):
@@ -148,8 +231,21 @@ def test_other_passes_have_tables_of_their_own():
     page = results.page([Results("h200", [cold, e2e])], {})
     assert (
         "| gdn | 3.8 s | 6.3 s |  | 2 |" in page
-        and "| 512+128, gdn | 100 | 12.5 ms | 1.0e-03 | 100% |" in page
+        and "| 512+128, gdn | 100 | 12.5 ms | 1.0e-03 |  |  | 100% |  |  |  |" in page
     )
+    more = {"rms_error": 0.02, "decided": 0.25, "decided_plain": 0.5, "same_plain": 1.0, "same_all": 0.75}
+    wrong = {x: value for x, value in e2e.items() if x not in ("tokens_per_s", "first_token_ms")}
+    wrong |= {
+        "provider": "fla",
+        "ok": False,
+        "errors": {"logits": 0.1},
+        "share_of_limit": 0.5,
+        "same_plain": 0.5,
+    }
+    page = results.page([Results("h200", [{**e2e, **more}, {**wrong, "decided_plain": 0.5}])], {})
+    assert "| 100 | 12.5 ms | 1.0e-03 | 2.0e-02 | 25% | 100% | 50% | 100% | 75% |" in page
+    assert "| 512+128, fla | wrong |  | 1.0e-03 |  |  | 100% | 50% | 50% |  |" in page
+    assert "no time of FLA in 512+128: wrong, another token than the reference's" in page
 
 
 def test_stages_say_what_is_inside():
@@ -179,6 +275,12 @@ def test_committed_pages_are_what_the_files_say():
     assert limits and results.page(found, held) == page
     readme = (measure.ROOT / "README.md").read_text()
     assert results.between(readme, results.readme(found)) == readme
+
+
+def test_every_part_of_the_benchmark_is_named():
+    line = re.search(r"make bench-gpu PART=.*", (measure.ROOT / "docs" / "measuring.md").read_text())[0]
+    parts = re.search(r"# parts of .*: (.*)", (measure.ROOT / "Makefile").read_text())[1].split()
+    assert set(parts) == {*commands.HELP, "accuracy"} and all(part in line for part in parts)
 
 
 # pictures

@@ -16,7 +16,17 @@ from typer.testing import CliRunner
 
 import gdn
 from gdn import cli
-from gdn.bench import accuracy, cases, catalog, laboratory, measure, portraits, providers, verify
+from gdn.bench import (
+    accuracy,
+    cases,
+    catalog,
+    laboratory,
+    measure,
+    portraits,
+    providers,
+    stagewise,
+    verify,
+)
 from gdn.bench.cases import Case, packed
 from gdn.bench.providers import Bound, Provider
 
@@ -54,6 +64,13 @@ LIES = {
     "nan": liar(lambda o, S: (o * math.nan, S)),
     "swapped heads": liar(lambda o, S: (o.flip(2), S)),
 }
+
+
+def refuse(tensors, options):
+    raise NotImplementedError("only on Sundays")
+
+
+NO = {"fla": refuse, "flash_qla": lambda tensors, options: 1 / 0}
 
 
 def examine(who, **options):
@@ -123,10 +140,57 @@ def test_ours_is_held_against_peers_in_ptos_profile():
     assert between == {"o": False, "final_state": True}
 
 
-def test_who_refuses_and_who_fails_is_named():
-    def refuse(tensors, options):
-        raise NotImplementedError("only on Sundays")
+STAGED = replace(CASE, gate="strong", state="none", sizes=(32, 16))
 
+
+def staged(dtype=BF16):
+    found = laboratory.examine("x", STAGED, dtype, {"gdn": providers.ours()}, profile="pto", device=CPU)
+    assert not found.failed
+    return {r.output: r for r in found.readings if r.provider == "gdn stages"}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_ptos_profile_holds_every_stage(dtype):
+    found = staged(dtype)
+    assert list(found) == [
+        "G", "A", "A_inv", "w", "u", "S_in", "v_new", "final_state", "o", stagewise.WHOLE,
+    ]  # fmt: skip
+    assert all(r.ok for r in found.values()), found
+    assert "gdn stages" not in {
+        r.provider for r in examine({"gdn": providers.ours()}, profile="pto").readings
+    }
+
+
+@pytest.mark.parametrize(
+    "stage, output, change",
+    [
+        ("chunk_kkt", "A", lambda x: x * 1.1), ("solve_tril", "A_inv", lambda x: x * 0.9),
+        ("wy_transform", "w", lambda x: (x[0].flip(1), x[1])),
+        ("chunk_state", "v_new", lambda x: (x[0], x[1] + 1.5 * (x[1] == x[1].max()), x[2])),
+        ("chunk_output", "o", lambda x: x * math.nan),
+    ],
+)  # fmt: skip
+def test_a_wrong_stage_fails_its_own_gate(monkeypatch, stage, output, change):
+    """And it alone, as the next is fed with what it made; but for the whole, which is held against them."""
+    right = getattr(gdn.stages, stage)
+    monkeypatch.setattr(gdn.stages, stage, lambda *x, **options: change(right(*x, **options)))
+    wrong = {name for name, r in staged().items() if not r.ok}
+    assert output in wrong and wrong <= {output, stagewise.WHOLE}
+
+
+def test_gates_of_a_stage_and_of_the_whole():
+    near = laboratory.Metrics(rmse_over_mean=0.04, r2=0.995, close=0.5, max_abs=0.9)
+    assert laboratory.pto_stage(near) and not laboratory.pto_stage(replace(near, r2=0.98))
+    assert not laboratory.pto_stage(replace(near, rmse_over_mean=0.06))
+    assert laboratory.pto_stage(replace(near, rmse_over_mean=0.06, close=1.0))
+    assert not laboratory.pto_stage(replace(near, max_abs=1.1)) and not laboratory.pto_stage(
+        laboratory.Metrics()
+    )
+    assert laboratory.pto_whole(replace(near, rmse_over_mean=0.004)) and not laboratory.pto_whole(near)
+    assert laboratory.pto_whole(replace(near, r2=0.99991))
+
+
+def test_who_refuses_and_who_fails_is_named():
     def fail(tensors, options):
         raise AssertionError("line one\nline two")
 
@@ -238,6 +302,14 @@ def test_a_better_peer_is(monkeypatch):
     assert done.exit_code == 1 and "less accurate than a peer" in done.stdout, done.output
 
 
+def test_ptos_profile_asks_its_own_gates_alone(monkeypatch):
+    """Less accurate than a peer by more than 10 %, and within pto-kernels' gates."""
+    worse = liar(lambda o, S: (o * 1.000005, S), "gdn")
+    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": worse, "fla": providers.ours()}, {}))
+    done = run(*TINY, "--profile", "pto")
+    assert done.exit_code == 0 and "less accurate than a peer" not in done.stdout, done.output
+
+
 def test_a_failure_of_ours_fails(monkeypatch):
     broken = Provider("gdn", {"train": lambda tensors, options: 1 / 0})
     both = {"gdn": broken, "gdn:eager": providers.ours("eager")}
@@ -288,11 +360,42 @@ def test_a_part_goes_on_where_it_stopped(monkeypatch, tmp_path):
     assert [row["case"] for row in rows] == ["slow", "mild"]
     again = run(*arguments)
     assert again.exit_code == 0 and "measured before" in again.stdout, again.output
+    assert "measured before" not in run(*arguments, "--dtype", "fp32").stdout
+    assert "measured before" in run(*arguments, "--dtype", "fp32").stdout
     monkeypatch.setattr(measure, "commit", lambda: None)
     assert "measured before" not in run(*arguments).stdout
     elsewhere = ["--results", str(tmp_path / "x.jsonl"), "--commit", "abc"]
     assert "measured before" not in run(*arguments, *elsewhere).stdout
     assert "measured before" in run(*arguments, *elsewhere).stdout
+
+
+def test_who_refuses_or_fails_is_not_asked_again(monkeypatch, tmp_path):
+    who = {"gdn": providers.ours(), **{name: Provider(name, {"train": NO[name]}) for name in NO}}
+    monkeypatch.setattr(verify, "_providers", lambda *_: (who, {}))
+    arguments = [*TINY, "--results", str(tmp_path / "x.jsonl"), "--commit", "abc", "--resume"]
+    assert run(*arguments).exit_code == 0
+    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert [row["provider"] for row in rows] == ["gdn", "fla", "flash_qla"] * 2
+    assert [row["ok"] for row in rows[:3]] == [True, False, False]
+    assert rows[1]["refused"] == "only on Sundays" and rows[2]["failed"].startswith("ZeroDivision")
+    assert "measured before" in run(*arguments).stdout
+
+
+def test_rows_say_their_set_and_profile(monkeypatch, tmp_path):
+    """One name in three sets is three problems; what the regimes' own rows are called stays."""
+    tiny = {"16/16 20,30": replace(CASE, gate="strong")}
+    for name in ("regimes", "ladders", "pto"):
+        monkeypatch.setitem(laboratory.NAMED, name, tiny)
+    arguments = ["--device", "cpu", "--providers", "gdn", "--results", str(tmp_path / "x.jsonl"), "--dtype"]
+    arguments += ["bf16", "--commit", "abc", "--resume"]
+    sets = (["regimes"], ["ladders"], ["pto"], ["regimes", "--profile", "pto"])
+    for _ in range(2):
+        assert [run("verify", "--set", *one, *arguments).exit_code for one in sets] == [0] * 4
+    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert [(row["pass"], row["set"], row["profile"]) for row in rows] == [
+        ("accuracy", "regimes", "gdn"), ("accuracy:ladders", "ladders", "gdn"),
+        ("accuracy:pto", "pto", "pto"), ("accuracy:regimes:pto", "regimes", "pto"),
+    ]  # fmt: skip
 
 
 def test_ptos_set_brings_its_profile_and_dtypes(monkeypatch):

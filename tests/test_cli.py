@@ -54,8 +54,7 @@ def gpu_rows(monkeypatch):
     found = {}
     for job, of_job in targets.TARGETS.items():
         first = of_job[0]
-        short = {"decode": cases.Lengths(1, 3), "spec": cases.Lengths(2, 3)}
-        lengths = short.get(job, cases.packed(70, 70))
+        lengths = cases.Lengths(1, 3) if job == "decode" else cases.packed(70, 70)
         small = replace(first.case, sizes=(16, 16), heads=(2, 4), lengths=lengths)
         found[job] = (replace(first, case=small),)
     monkeypatch.setattr(gpu, "TARGETS", found)
@@ -63,9 +62,7 @@ def gpu_rows(monkeypatch):
     return ["--device", "cpu", "--providers", "gdn:eager,gdn:hopper"]
 
 
-@pytest.mark.parametrize(
-    "job, name", [("prefill", "2/8 1x32768"), ("decode", "B=1 fp32"), ("spec", "B=1 T=2")]
-)
+@pytest.mark.parametrize("job, name", [("prefill", "2/8 1x32768"), ("decode", "B=1 fp32")])
 def test_bench_prints_and_appends(gpu_rows, tmp_path, job, name):
     out = tmp_path / "h200.jsonl"
     done = run("bench", job, *gpu_rows, "--out", str(out), "--commit", "abc")

@@ -100,14 +100,17 @@ def law_of_packets(
     q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """The law with the state after every token, [B * T, HV, ...], as speculation keeps them."""
-    found = []
-    for t in range(1, q.shape[1] + 1):
-        cut = {
-            name: x[:, :t] if name in ("g", "beta") and x is not None else x for name, x in options.items()
+    outputs, states, S = [], [], options.pop("initial_state")
+    for t in range(q.shape[1]):
+        one = {
+            name: x[:, t : t + 1] if name in ("g", "beta") and x is not None else x
+            for name, x in options.items()
         }
-        first = (None if x is None else x[:, :t] for x in gates)
-        found.append(law_side_by_side(q[:, :t], k[:, :t], v[:, :t], *first, **cut))
-    return found[-1][0], torch.stack([S for _, S in found], 1).flatten(0, 1)
+        token = (None if x is None else x[:, t : t + 1] for x in (q, k, v, *gates))
+        o, S = law_side_by_side(*token, initial_state=S, **one)  # type: ignore[arg-type]
+        outputs.append(o)
+        states.append(S)
+    return torch.cat(outputs, 1), torch.stack(states, 1).flatten(0, 1)
 
 
 def check(

@@ -46,7 +46,6 @@ PTO_LENGTHS: tuple[Lengths, ...] = (
     cases.LONG_LADDER,
 )
 BATCHES = (1, 8, 32, 64, 128, 256)  # rows that decode at once
-PACKETS = (2, 4, 8)  # tokens per row that speculation verifies at once
 PROMPTS, STEPS = (128, 512, 2048), 128  # tokens read, tokens written
 TABLE = (  # the rows that goals are set for
     "2/8 1x32768", "2/8 1x8192", "2/8 8x4096", "16/64 1x32768", "16/64 4x8192", "16/32 1x32768",

@@ -1,6 +1,6 @@
 """The first call in a new process with empty caches, and what is compiled again for another problem.
 
-    python -m gdn.bench.coldstart cold PROVIDER FOLDER        caches are in FOLDER: one line of JSON
+    python -m gdn.bench.coldstart cold PROVIDER FOLDER SINCE  caches are in FOLDER: one line of JSON
     python -m gdn.bench.coldstart warm PROVIDER JOB NAME...   run targets once: others find them compiled
 
 A compilation is counted by what it leaves: a folder of files in a cache.
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from gdn.bench import accuracy, hosttime, jobs, measure, providers
-from gdn.bench.cases import Case, packed
+from gdn.bench import accuracy, hosttime, jobs, measure, packets, providers
+from gdn.bench.cases import Case, Inputs, packed
 from gdn.bench.catalog import MIXED, step
+from gdn.bench.packets import Packet
 from gdn.bench.targets import TARGETS, Target
 
 FIRST = replace(MIXED, heads=(16, 32), lengths=packed(1024))
@@ -47,21 +48,28 @@ def cold(provider: str) -> dict[str, Any]:
     """Seconds and compilations of the first and of other calls, measured in a child process."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder, name.lower())) for name in CACHES}
-        done = _child(caches, "cold", provider, folder)
+        done = _child(caches, "cold", provider, folder, str(time.time()))
     if done.returncode != 0:
         return {"error_message": (done.stderr.strip().splitlines() or ["no output"])[-1]}
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
-def warm(names: Iterable[str], targets: Iterable[Target], with_host: bool, workers: int) -> float:
-    """Compile everything the targets need, one process per provider, job and head count; seconds it took."""
+def warm(
+    names: Iterable[str], targets: Iterable[Target], speculation: Iterable[Sequence[Packet]], with_host: bool,
+    workers: int,
+) -> float:  # fmt: skip
+    """Compile everything that these need; seconds it took.
+
+    One process for each provider and job and head count, and for each group of packets.
+    """
     start = time.perf_counter()
     tasks: list[tuple[str, str, list[str]]] = [(name, "host", []) for name in names] if with_host else []
     ordered = sorted(targets, key=lambda t: (t.job, t.case.heads))
     for (job, _), group in groupby(ordered, key=lambda t: (t.job, t.case.heads)):
         wanted = [t.name for t in group]
         tasks += [(name, job, wanted) for name in names]
+    tasks += [(name, "spec", [packet.name for packet in group]) for group in speculation for name in names]
     # FLA would keep choices that it made while others used the GPU
     environment = {"FLA_CACHE_RESULTS": "0"}
     with ThreadPoolExecutor(workers) as pool:
@@ -79,15 +87,15 @@ def _child(environment: Mapping[str, str], *arguments: str) -> subprocess.Comple
         return subprocess.CompletedProcess(command, 1, "", f"longer than {LIMIT} s")
 
 
-def _cold(name: str, folder: Path) -> dict[str, Any]:
-    """In the child: seconds and compilations of each call."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.zeros(1, device=device)
-    start = time.perf_counter()
+def _cold(name: str, folder: Path, since: float) -> dict[str, Any]:
+    """In the child: seconds and compilations of each call. since: when it was asked for, of time.time()."""
     provider = providers.load(name)
     if isinstance(provider, str):
         return {"absent": provider}
-    found: dict[str, Any] = {"import_s": time.perf_counter() - start, "seconds": {}, "compilations": {}}
+    # Python, torch, gdn with its bench, and the provider
+    found: dict[str, Any] = {"start_s": time.time() - since, "seconds": {}, "compilations": {}}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.zeros(1, device=device)
     before = _entries(folder)
 
     def note(what: str, run: Any) -> Any:
@@ -145,17 +153,23 @@ def _warm(name: str, job: str, names: list[str]) -> None:
     provider = providers.load(name)
     if isinstance(provider, str):
         return
-    if job == "host":
-        problems = list(hosttime.CASES.values())
-    else:
-        problems = [(job, shortened(target.case)) for target in TARGETS[job] if target.name in names]
-    for of, case in problems:
+    for of, problem in _problems(job, names, device):
         try:
-            jobs.call(provider, of, jobs.sets(of, jobs.given(case, device), 1)[0])()
-        except (KeyError, NotImplementedError):
+            jobs.call(provider, of, problem)()
+        except Exception:
+            # what is not done, or fails, has a row of the pass itself that says so
             continue
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def _problems(job: str, names: list[str], device: torch.device) -> Iterator[tuple[str, Inputs]]:
+    if job == "spec":
+        yield from packets.named(names, device)
+        return
+    cases = [(job, shortened(target.case)) for target in TARGETS.get(job, ()) if target.name in names]
+    for of, case in hosttime.CASES.values() if job == "host" else cases:
+        yield of, jobs.sets(of, jobs.given(case, device), 1)[0]
 
 
 def shortened(case: Case) -> Case:
@@ -170,7 +184,7 @@ def main() -> None:
     """What a child process runs."""
     kind, name, *rest = sys.argv[1:]
     if kind == "cold":
-        print(json.dumps(_cold(name, Path(rest[0]))))
+        print(json.dumps(_cold(name, Path(rest[0]), float(rest[1]))))
     else:
         _warm(name, rest[0], rest[1:])
 

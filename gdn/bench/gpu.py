@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from gdn.bench import accuracy, coldstart, graph, hosttime, jobs, providers, rows
+from gdn.bench import accuracy, coldstart, graph, hosttime, jobs, packets, providers, rows
 from gdn.bench.cases import Inputs
 from gdn.bench.providers import Provider
 from gdn.bench.rows import Row
@@ -39,7 +40,7 @@ class Session:
     gate_tokens: int | None = None  # judge at most these tokens of each sequence
     problems: tuple[str, ...] = ()  # of prefill and train, in place of those that goals are set for
     is_eager: bool = False  # no graphs: calls as Python makes them
-    done: frozenset[tuple[str, str, str]] = frozenset()  # (pass, provider, case) that need not be run again
+    done: frozenset[tuple[Any, ...]] = frozenset()  # `rows.key` of what need not be run again
     providers: dict[str, Provider] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     ceilings: dict[str, float] = field(default_factory=dict)
@@ -63,11 +64,11 @@ class Session:
 
     def label(self, name: str) -> str:
         """A pass as its rows call it."""
-        return f"{name}:eager" if self.is_eager and name.partition(":")[0] in TARGETS else name
+        return f"{name}:eager" if self.is_eager and name.partition(":")[0] in (*TARGETS, "spec") else name
 
     def has(self, name: str, provider: str, case: str) -> bool:
         """True if an earlier run has this row already."""
-        return (self.label(name), provider, case) in self.done
+        return rows.key({"pass": self.label(name), "case": case, "provider": provider}) in self.done
 
     def wants(self, name: str) -> bool:
         return not self.only or any(part in name for part in self.only)
@@ -80,7 +81,8 @@ class Session:
 def warm(session: Session, passes: Sequence[str]) -> float:
     """Have everything compiled that these passes need, many processes at a time; seconds it took."""
     targets = [t for name in passes if name in TARGETS for t in session.targets(name)]
-    return coldstart.warm(session.providers, targets, "host" in passes, os.cpu_count() or 1)
+    speculation = packets.groups(packets.SHAPE, session.wants) if "spec" in passes else []
+    return coldstart.warm(session.providers, targets, speculation, "host" in passes, os.cpu_count() or 1)
 
 
 def run(session: Session, passes: Sequence[str]) -> Iterator[Row]:
@@ -121,9 +123,10 @@ def timed(session: Session, target: Target) -> list[Row]:
         if found[name].get("ok"):
             with noted(found[name]):
                 calls = [jobs.call(provider, job, one) for one in problems]
-                if job not in providers.ON_A_POOL:
+                if job != "decode":
                     found[name]["peak_mb"] = round(graph.peak_memory(calls[0], device) / 1e6, 1)
-                prepared[name] = graph.prepare(calls, device, is_eager=session.is_eager)
+                moved = [x for name, x in problems[0].tensors.items() if name == "pool"]
+                prepared[name] = graph.prepare(calls, device, is_eager=session.is_eager, moved=moved)
     times = graph.interleaved(prepared, device) if prepared else {}
     for name, seconds in times.items():
         found[name] |= rows.speed(target.cost, session.ceilings, seconds, prepared[name])
@@ -144,8 +147,7 @@ def judge(
     def calm() -> Inputs:
         return jobs.given(replace(target.case, gate="none"), session.device).prefix(tokens)
 
-    law = accuracy.law_of_packets if target.job == "spec" else accuracy.law_side_by_side
-    expected = accuracy.expect(small, calm, JUDGED_HEADS, with_backward, law)
+    expected = accuracy.expect(small, calm, JUDGED_HEADS, with_backward, accuracy.law_side_by_side)
     for name, provider in taking.items():
         with noted(found[name]):
             results = accuracy.answers(provider.function(target.job), small, with_backward)
@@ -156,13 +158,13 @@ def judge(
 def host(session: Session) -> Iterator[Row]:
     """Host time per eager call, and for gdn where it goes."""
     for what, (job, case) in hosttime.CASES.items():
-        if not session.wants(what):
+        taking = {name: p for name, p in session.providers.items() if job in p.binds}
+        if not session.wants(what) or all(session.has("host", name, what) for name in taking):
             continue
         if session.is_over:
             yield _late(what)
             continue
         target, first = Target(job, what, case, None, None, {}), jobs.given(case, session.device)
-        taking = {name: p for name, p in session.providers.items() if job in p.binds}
         found = {
             name: rows.head(target) | {"provider": name, "backend": jobs.backend(name, job, first)}
             for name in taking

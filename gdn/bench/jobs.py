@@ -9,7 +9,7 @@ import torch
 from gdn.backends import select
 from gdn.bench import accuracy, cases, hosttime
 from gdn.bench.cases import Case, Inputs, packed
-from gdn.bench.providers import ON_A_POOL, Provider
+from gdn.bench.providers import Provider
 
 DTYPE = torch.bfloat16
 _OWN = ("q", "k", "v", "g", "beta", "initial_state")  # each set of inputs has its own; the rest is shared
@@ -25,13 +25,13 @@ def given(case: Case, device: torch.device) -> Inputs:
 def sets(job: str, first: Inputs, count: int) -> list[Inputs]:
     """`count` problems of the same numbers in different memory; the offsets stay one tensor, as peers like.
 
-    For a decode and for speculation the states lie in one pool, each set's in slots of its own, in no order.
+    For a decode the states lie in one pool, each set's in slots of its own, in no order.
     """
     found = [first]
     for _ in range(count - 1):
         own = {name: x.clone() if name in _OWN else x for name, x in first.tensors.items()}
         found.append(replace(first, tensors=own))
-    return _pooled(found) if job in ON_A_POOL else found
+    return _pooled(found) if job == "decode" else found
 
 
 def call(provider: Provider, job: str, given: Inputs) -> Callable[[], Any]:
@@ -45,7 +45,7 @@ def call(provider: Provider, job: str, given: Inputs) -> Callable[[], Any]:
     wanted, gradients = list(leaves.values()), [given.do, given.dfinal_state]
 
     def step() -> Any:
-        return torch.autograd.grad(list(bound()), wanted, gradients)
+        return torch.autograd.grad([x for x in bound() if x is not None], wanted, gradients)
 
     return step
 
@@ -55,9 +55,9 @@ def backend(provider: str, job: str, given: Inputs) -> str | None:
     name, _, forced = provider.partition(":")
     if name != "gdn" or forced:
         return forced or None
-    if job in ON_A_POOL and "pool" not in given.tensors:
+    if job == "decode" and "pool" not in given.tensors:
         given = _pooled([given])[0]
-    check = hosttime.decode_check if job in ON_A_POOL else hosttime.rule_check
+    check = hosttime.decode_check if job == "decode" else hosttime.rule_check
     try:
         return select(check(given, None)()).name
     except NotImplementedError:

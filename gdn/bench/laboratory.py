@@ -8,7 +8,9 @@ Beside the protocol's error each output is read as others publish theirs, over i
 
 A profile says what passes: `gdn` is `accuracy.gates`; `pto` is what pto-kernels asks end to end of its own
 kernels (0.15, 0.99, 0.995), of Triton's (0.09) and between the two (0.02, 0.999, 0.999); here the law is the
-reference, and the final state is held to it as well.
+reference, and the final state is held to it as well. Of each stage it asks |x - r| <= 1e-5 + 1e-2 |r|
+everywhere, or RMSE / mean|r| <= 0.05 and R2 >= 0.99, and never |x - r| > 1; of one call beside the stages it
+could be made of, RMSE / mean|r| < 0.005 or R2 > 0.9999.
 """
 
 import math
@@ -20,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.bench import accuracy, cases, catalog, jobs
+from gdn.bench import accuracy, cases, catalog, jobs, stagewise
 from gdn.bench.accuracy import Expected
 from gdn.bench.cases import Case, Inputs, packed
 from gdn.bench.providers import Provider
 
 RTOL, ATOL = 1e-2, 1e-5
+STAGE, WHOLE = 0.05, 0.005  # RMSE / mean|r| of a stage, and of one call beside its stages
 # never worse than the best peer by more than 10 %; dg and dbeta at most 0.7 of FLA's
 WORSE, OF_FLA = 1.1, {"dg": 0.7, "dbeta": 0.7}
 ROUNDING = 1e-6  # errors below are what fp32 leaves: no one's merit
@@ -184,7 +187,27 @@ def examine(
         result.readings += _read(name, case, (who, backend), answers, own, profile)
     if profile == "pto":
         result.readings += list(_between(name, case, str(dtype), result.found))
+        for who in [who for who in result.found if who.startswith("gdn") and stagewise.takes(case)]:
+            _stages(name, case, who, given, result)
     return result
+
+
+def _stages(name: str, case: Case, who: str, given: Inputs, result: Examined) -> None:
+    """Adds the readings of our stages, on the backend of a provider, or why there are none."""
+    backend, whose = who.partition(":")[2] or None, f"{who} stages"
+    dtype = str(given.tensors["q"].dtype)
+    try:
+        for output, x, ref in stagewise.beside(given, backend):
+            found, is_whole = metrics(x, ref), output == stagewise.WHOLE
+            limit, ok = (WHOLE, pto_whole(found)) if is_whole else (STAGE, pto_stage(found))
+            error = accuracy.compare(x, ref, limit, lambda: 0.0)[0]
+            result.readings.append(
+                Reading(name, case, whose, backend, dtype, output, error, limit, found, ok)
+            )
+    except NotImplementedError as error:
+        result.refused[whose] = _words(error)
+    except Exception as error:
+        result.failed[whose] = f"{type(error).__name__}: {_words(error)}"
 
 
 def _read(
@@ -222,11 +245,27 @@ def pto(found: Metrics, ratio: float, r2: float = 0.99, pearson: float = 0.995) 
     return found.rmse_over_mean <= ratio and found.r2 >= r2 and abs(found.pearson) >= pearson
 
 
+def pto_stage(found: Metrics) -> bool:
+    """pto-kernels' gate of a stage; where the law is one number there is no R2 (NaN): the ratio decides."""
+    is_near = found.rmse_over_mean <= STAGE and not found.r2 < 0.99
+    return found.max_abs <= 1 and (found.close == 1 or is_near)
+
+
+def pto_whole(found: Metrics) -> bool:
+    """pto-kernels' gate of one call beside its stages."""
+    return found.rmse_over_mean < WHOLE or found.r2 > 0.9999
+
+
+def over_peer(own: float, peer: float) -> float:
+    """Our error over a peer's, neither counted below fp32's rounding."""
+    return max(own, ROUNDING) / max(peer, ROUNDING)
+
+
 def against_peers(ours: Mapping[str, float], found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """Where our error is worse than the best peer's by more than 10 %, or dg and dbeta above 0.7 of FLA's."""
     peers = [errors for name, errors in found.items() if not name.startswith("gdn")]
     best = {output: min((e[output] for e in peers if output in e), default=None) for output in ours}
-    ratios = {x: _ratio(ours[x], least) for x, least in best.items() if least is not None}
+    ratios = {x: over_peer(ours[x], least) for x, least in best.items() if least is not None}
     fla = found.get("fla", {})
     of_fla = {x: ours[x] / fla[x] for x in OF_FLA if ours.get(x, 0) > ROUNDING and fla.get(x, 0) > ROUNDING}
     worse = [x for x, ratio in ratios.items() if ratio > WORSE]
@@ -234,29 +273,43 @@ def against_peers(ours: Mapping[str, float], found: Mapping[str, Mapping[str, fl
     return {"of_best_peer": ratios, "of_fla": of_fla, "worse": worse, "reached": not worse}
 
 
-def rows(readings: list[Reading]) -> list[dict[str, Any]]:
-    """Readings as rows of a results file: one per case, provider and dtype, `pass` accuracy."""
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for r in readings:
-        key = (r.name, r.provider, r.dtype)
+def profile_of(problems: str) -> str:
+    """The profile that a set is judged by where none is named."""
+    return "pto" if problems.startswith("pto") else "gdn"
+
+
+def label(problems: str, profile: str) -> dict[str, str]:
+    """What rows say of their set and profile, and the pass they make: accuracy is `regimes` under `gdn`."""
+    words = [problems, *([profile] if profile != profile_of(problems) else [])]
+    name = ":".join(["accuracy", *([] if words == ["regimes"] else words)])
+    return {"pass": name, "set": problems, "profile": profile}
+
+
+def rows(one: Examined, head: Mapping[str, str]) -> list[dict[str, Any]]:
+    """One case as rows of a results file, one per provider. head: `label`, and the case and dtype."""
+    found: dict[str, dict[str, Any]] = {}
+    for r in one.readings:
         row = found.setdefault(
-            key,
+            r.provider,
             {
-                "pass": "accuracy", "case": r.name, "provider": r.provider, "backend": r.backend,
-                "dtype": r.dtype.removeprefix("torch."), "ok": True, "error": 0.0, "share_of_limit": 0.0,
-                "errors": {},
+                **head, "provider": r.provider, "backend": r.backend, "ok": True, "error": 0.0,
+                "share_of_limit": 0.0, "errors": {},
             },
         )  # fmt: skip
         row["ok"] &= r.ok
         row["errors"][r.output] = r.error
         row["error"] = max(row["error"], r.error)
         row["share_of_limit"] = max(row["share_of_limit"], r.error / r.limit)
-    for (name, provider, dtype), row in found.items():
-        if provider.startswith("gdn") and "~" not in provider:
-            beside = {
-                p: x["errors"] for (n, p, d), x in found.items() if (n, d) == (name, dtype) and "~" not in p
-            }
-            row |= against_peers(row["errors"], beside)
+    beside = {who: row["errors"] for who, row in found.items() if "~" not in who}
+    for who, errors in beside.items():
+        # pto-kernels' gates say themselves how far from a peer ours may be
+        if who.startswith("gdn") and head["profile"] == "gdn":
+            found[who] |= against_peers(errors, beside)
+    for kind, reasons in (("refused", one.refused), ("failed", one.failed)):
+        found |= {
+            who: {**head, "provider": who, "backend": None, "ok": False, kind: why}
+            for who, why in reasons.items()
+        }
     return list(found.values())
 
 
@@ -268,11 +321,6 @@ def flat(reading: Reading) -> dict[str, Any]:
         "error": reading.error, "limit": reading.limit, "ok": reading.ok, **asdict(reading.metrics),
     }  # fmt: skip
     return {k: None if isinstance(x, float) and not math.isfinite(x) else x for k, x in values.items()}
-
-
-def _ratio(own: float, best: float) -> float:
-    """Our error over the best peer's, neither counted below fp32's rounding."""
-    return max(own, ROUNDING) / max(best, ROUNDING)
 
 
 def _over(x: float, size: float) -> float:

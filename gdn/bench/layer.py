@@ -7,6 +7,7 @@ the layer's law in fp64 on the first tokens: a layer rounds at each projection, 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,12 +53,16 @@ class Held:
     context: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
+Make = Callable[[gdn.GatedDeltaNet, Shape], Held]  # a layer with the weights of the first
+
+
 def run(session: Session, shape: Shape = SHAPE) -> Iterator[Row]:
     """Forward, and forward with backward, of every layer there is."""
     session.ceilings = session.ceilings or graph.ceilings(session.device)
     for job in JOBS:
         case = f"{shape} {job}"
-        if not session.wants(case) or all(session.has("layer", name, case) for name in session.names):
+        taking = [name for name in session.providers if _has_layer(name)]
+        if not session.wants(case) or all(session.has("layer", name, case) for name in taking):
             continue
         if session.is_over:
             yield {"pass": "layer", "case": case, "provider": "all", "skipped": "out of time"}
@@ -66,29 +71,31 @@ def run(session: Session, shape: Shape = SHAPE) -> Iterator[Row]:
         graph.release()
 
 
-def measured(session: Session, shape: Shape, job: str, held: Mapping[str, Held] | None = None) -> list[Row]:
-    """One job with every layer: judged, then timed in turn."""
+def measured(session: Session, shape: Shape, job: str, makers: Mapping[str, Make] | None = None) -> list[Row]:
+    """One job with every layer: made, judged, then timed in turn."""
     device, with_backward = session.device, job == "forward+backward"
     torch.manual_seed(0)
     law = gdn.GatedDeltaNet(
         shape.hidden, *shape.heads, head_k_dim=shape.size, head_v_dim=shape.size, device=device, dtype=DTYPE
     )
-    held = held or _load(session, law, shape)
+    makers = makers or {name: partial(_made, name) for name in session.providers if _has_layer(name)}
     x = torch.randn(1, shape.tokens, shape.hidden, device=device, dtype=DTYPE)
     dy = torch.randn_like(x)
     wanted = answers(lambda x: layer_law(law, x), _start(x).double(), _start(dy).double())
     found: dict[str, Row] = {}
     prepared: dict[str, graph.Prepared] = {}
-    for name, layer in held.items():
+    for name, make in makers.items():
         head = {"case": f"{shape} {job}", "provider": name, "dtype": "bfloat16", "T": shape.tokens, "N": 1}
         row = found[name] = {**head, "H": shape.heads[0], "HV": shape.heads[1], "K": shape.size}
         row["backend"] = jobs.default_backend(name, shape.heads, device)
-        with noted(row), layer.context():
-            row |= verdict(answers(layer.call, _start(x), _start(dy)), wanted)
-            if row["ok"]:
-                call = _call(layer, x, dy, with_backward)
-                row["peak_mb"] = round(graph.peak_memory(call, device) / 1e6, 1)
-                prepared[name] = graph.prepare([call], device, is_eager=session.is_eager)
+        with noted(row):
+            layer = make(law, shape)
+            with layer.context():
+                row |= verdict(answers(layer.call, _start(x), _start(dy)), wanted)
+                if row["ok"]:
+                    call = _call(layer, x, dy, with_backward)
+                    row["peak_mb"] = round(graph.peak_memory(call, device) / 1e6, 1)
+                    prepared[name] = graph.prepare([call], device, is_eager=session.is_eager)
     for name, seconds in (graph.interleaved(prepared, device) if prepared else {}).items():
         found[name] |= rows.speed(cost(shape, with_backward), session.ceilings, seconds, prepared[name])
     rows.compare(found)
@@ -177,23 +184,24 @@ def transformers(law: gdn.GatedDeltaNet, shape: Shape) -> Held:
     return Held(theirs, theirs, models.plain)
 
 
-def _load(session: Session, law: gdn.GatedDeltaNet, shape: Shape) -> dict[str, Held]:
-    held: dict[str, Held] = {}
-    for name in session.providers:
-        if name.startswith("gdn"):
-            own = gdn.GatedDeltaNet(
-                shape.hidden, *shape.heads, head_k_dim=shape.size, head_v_dim=shape.size,
-                backend=name.partition(":")[2] or None, device=session.device, dtype=DTYPE,
-            )  # fmt: skip
-            own.load_state_dict(law.state_dict())
-            held[name] = Held(own, own)
-        elif name in ("fla", "transformers"):
-            try:
-                held[name] = {"fla": fla, "transformers": transformers}[name](law, shape)
-            except Exception as error:
-                # a peer's layer is built in ways of its own, which change
-                session.absent[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return held
+def ours(law: gdn.GatedDeltaNet, shape: Shape, backend: str | None) -> Held:
+    """gdn.GatedDeltaNet with these weights, on the backend it chooses or on one by name."""
+    own = gdn.GatedDeltaNet(
+        shape.hidden, *shape.heads, head_k_dim=shape.size, head_v_dim=shape.size, backend=backend,
+        device=law.out_proj.weight.device, dtype=DTYPE,
+    )  # fmt: skip
+    own.load_state_dict(law.state_dict())
+    return Held(own, own)
+
+
+def _has_layer(provider: str) -> bool:
+    return provider.startswith("gdn") or provider in ("fla", "transformers")
+
+
+def _made(provider: str, law: gdn.GatedDeltaNet, shape: Shape) -> Held:
+    if provider.startswith("gdn"):
+        return ours(law, shape, provider.partition(":")[2] or None)
+    return {"fla": fla, "transformers": transformers}[provider](law, shape)
 
 
 def _call(layer: Held, x: Tensor, dy: Tensor, with_backward: bool) -> Callable[[], Any]:

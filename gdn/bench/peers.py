@@ -4,7 +4,8 @@ FLA         int32 offsets, states K first; decode reads states of its own and le
 FlashQLA    int32 offsets; gates are computed by torch operators where the problem holds raw logits
 FlashInfer  tokens without a batch axis, int64 offsets and the longest length, decay as exp(g), gates in
             fp32, states V first; decode works in the caller's pool, on 16-bit logits and fp32 parameters;
-            several tokens through one function for fp32 pools and through another for bf16
+            several tokens through one function for fp32 pools and through another for bf16; where a bf16
+            pool is only read, through what its kernels offer for that: no state, and a ring of its own
 Transformers  plain torch: a sequence at a time, a key head for every value head, gates by torch operators,
             states read from the cache and copied back into it
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gdn.bench import fallback
-from gdn.bench.providers import Bind, Bound, Options, Provider, Tensors
+from gdn.bench.providers import TOKENS, Bind, Bound, Options, Provider, Tensors
 
 
 def fla() -> Provider:
@@ -80,9 +81,14 @@ def flashinfer() -> Provider:
     from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
     from flashinfer.gdn_prefill import chunk_gated_delta_rule
 
-    decode, spec = _flashinfer_steps(gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp)
     return Provider(
-        "flashinfer", {"prefill": _flashinfer_chunk(chunk_gated_delta_rule), "decode": decode, "spec": spec}
+        "flashinfer",
+        {
+            "prefill": _flashinfer_chunk(chunk_gated_delta_rule),
+            "decode": _flashinfer_decode(gated_delta_rule_decode_pretranspose),
+            **_flashinfer_packets(gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp),
+            "replay": _flashinfer_replay,
+        },
     )
 
 
@@ -125,47 +131,106 @@ def _flashinfer_chunk(chunk_gated_delta_rule: Any) -> Bind:
     return chunk
 
 
-def _flashinfer_steps(
-    gated_delta_rule_decode_pretranspose: Any, gated_delta_rule_mtp: Any
-) -> tuple[Bind, Bind]:
-    """One token a row, and several."""
+def _flashinfer_pool(tensors: Tensors, options: Options) -> dict[str, Any]:
+    """Arguments of its decode and multi-token functions."""
+    q, k, v, a, b = _required(tensors, "q", "k", "v", "g", "beta")
+    if not options["state_v_first"]:
+        raise NotImplementedError("flashinfer: decodes on pools with V first only")
+    return {
+        "q": q, "k": k, "v": v, "a": a.to(q.dtype), "b": b.to(q.dtype),
+        "A_log": tensors["A_log"].float(), "dt_bias": tensors["dt_bias"].float(),
+        "scale": options["scale"], "use_qk_l2norm": options["use_qk_l2norm_in_kernel"],
+        "initial_state": tensors["pool"], "initial_state_indices": tensors["read_index"],
+        "output": torch.empty_like(v),
+    }  # fmt: skip
 
-    def in_the_pool(tensors: Tensors, options: Options) -> dict[str, Any]:
-        q, k, v, a, b = _required(tensors, "q", "k", "v", "g", "beta")
-        if not options["state_v_first"]:
-            raise NotImplementedError("flashinfer: decodes on pools with V first only")
-        return {
-            "q": q, "k": k, "v": v, "a": a.to(q.dtype), "b": b.to(q.dtype),
-            "A_log": tensors["A_log"].float(), "dt_bias": tensors["dt_bias"].float(),
-            "scale": options["scale"], "use_qk_l2norm": options["use_qk_l2norm_in_kernel"],
-            "initial_state": tensors["pool"], "initial_state_indices": tensors["read_index"],
-            "output": torch.empty_like(v),
-        }  # fmt: skip
 
+def _flashinfer_decode(gated_delta_rule_decode_pretranspose: Any) -> Bind:
     def decode(tensors: Tensors, options: Options) -> Bound:
-        arguments = in_the_pool(tensors, options)
+        arguments = _flashinfer_pool(tensors, options)
 
         def run() -> Tensor:
             o: Tensor = gated_delta_rule_decode_pretranspose(state=None, **arguments)[0]
             return o
 
         pool, index = tensors["pool"], tensors["read_index"]
-        return Bound(run, lambda o: (o, pool[index.long()].float()))
+        return Bound(run, lambda o: (o, pool[index].float()))
 
-    def spec(tensors: Tensors, options: Options) -> Bound:
-        arguments, pool = in_the_pool(tensors, options), tensors["pool"]
+    return decode
+
+
+def _flashinfer_packets(
+    gated_delta_rule_decode_pretranspose: Any, gated_delta_rule_mtp: Any
+) -> dict[str, Bind]:
+    """Several tokens a row: states kept, the last one written, none written."""
+
+    def through(pool: Tensor, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if pool.dtype == torch.bfloat16:
+            return gated_delta_rule_decode_pretranspose, {**arguments, "state": None}
+        return gated_delta_rule_mtp, arguments
+
+    def states(tensors: Tensors, options: Options) -> Bound:
+        arguments, pool = _flashinfer_pool(tensors, options), tensors["pool"]
         kept = pool.new_empty(*tensors["v"].shape[:2], *pool.shape[1:])
         arguments |= {"intermediate_states_buffer": kept, "disable_state_update": True}
-        verify: Any = gated_delta_rule_mtp
-        if pool.dtype == torch.bfloat16:
-            verify, arguments = gated_delta_rule_decode_pretranspose, {**arguments, "state": None}
+        verify, arguments = through(pool, arguments)
 
         def run() -> tuple[Tensor, Tensor]:
             return verify(**arguments)[0], kept
 
         return Bound(run, lambda found: (found[0], found[1].flatten(0, 1).float()))
 
-    return decode, spec
+    def final(tensors: Tensors, options: Options) -> Bound:
+        pool, index = tensors["pool"], tensors["read_index"]
+        arguments = _flashinfer_pool(tensors, options) | {"disable_state_update": False}
+        verify, arguments = through(pool, arguments)
+        return Bound(lambda: verify(**arguments)[0], lambda o: (o, pool[index].float()))
+
+    def chunk(tensors: Tensors, options: Options) -> Bound:
+        if tensors["pool"].dtype == torch.bfloat16:
+            from flashinfer.gdn_kernels import gdn_decode_bf16_wy_output_only as kernel
+
+            verify, arguments = kernel.gated_delta_rule_mtp, _flashinfer_kernel(tensors, options)
+            # into its own memory: given some, it copies packets of less than 16 tokens there
+            return Bound(lambda: verify(**arguments, disable_state_update=True), lambda o: (o, None))
+        arguments = _flashinfer_pool(tensors, options) | {"disable_state_update": True}
+        return Bound(lambda: gated_delta_rule_mtp(**arguments)[0], lambda o: (o, None))
+
+    return {"states": states, "final": final, "chunk": chunk, "chunk final": final}
+
+
+def _flashinfer_kernel(tensors: Tensors, options: Options) -> dict[str, Any]:
+    """Arguments of the kernels that read bf16 pools without writing them; parameters of gates in bf16."""
+    arguments = _flashinfer_pool(tensors, options)
+    return {
+        **{name: arguments[name] for name in ("q", "k", "v", "a", "b", "scale")},
+        **{name: tensors[name].bfloat16() for name in ("A_log", "dt_bias")},
+        "use_qk_l2norm_in_kernel": arguments["use_qk_l2norm"],
+        "initial_state_source": arguments["initial_state"],
+        "initial_state_indices": arguments["initial_state_indices"],
+    }
+
+
+def _flashinfer_replay(tensors: Tensors, options: Options) -> Bound:
+    """Its ring takes the tokens before the packet through itself, packet by packet."""
+    pool, k, v = _required(tensors, "pool", "k", "v")
+    if pool.dtype != torch.bfloat16:
+        raise NotImplementedError("flashinfer: replays on bf16 pools only, before Blackwell")
+    from flashinfer.gdn_kernels.gdn_decode_bf16_wy_ucache import gated_delta_rule_mtp_ucache
+
+    (T, H, K), (HV, V), slots = k.shape[1:], v.shape[2:], len(pool)
+    ring = {
+        "k_cache": pool.new_zeros(slots, H, 16, K), "u_cache": pool.new_zeros(slots, HV, 16, V),
+        "g_cache": pool.new_zeros(slots, HV, 16, dtype=torch.float32), "output": torch.empty_like(v),
+        "hist_len": torch.zeros_like(tensors["accepted"]),
+    }  # fmt: skip
+    for start in range(0, tensors["past_q"].shape[1], T):
+        past = {x: tensors[f"past_{x}"][:, start : start + T].contiguous() for x in TOKENS}
+        ring["hist_len"].fill_(start)
+        gated_delta_rule_mtp_ucache(**_flashinfer_kernel({**tensors, **past}, options), **ring)
+    ring["hist_len"].copy_(tensors["accepted"])
+    arguments = _flashinfer_kernel(tensors, options) | ring
+    return Bound(lambda: gated_delta_rule_mtp_ucache(**arguments), lambda o: (o, None))
 
 
 def transformers() -> Provider:

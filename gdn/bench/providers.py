@@ -6,6 +6,7 @@ asked: only the run is timed. Tensors and options are named as `cases.inputs` na
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor
 import gdn
 from gdn.bench.accuracy import Provider as Function
 
-ON_A_POOL = ("decode", "spec")  # jobs that get `pool` and `read_index` in place of `initial_state`
+TOKENS = ("q", "k", "v", "g", "beta")  # what a row has of each token
+MOST = 16  # tokens that replay takes at once
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
@@ -26,9 +28,9 @@ class Bound:
     """run() is one call; restore() reads what it returned as (o, final state) in the caller's layout."""
 
     run: Callable[[], Any]
-    restore: Callable[[Any], tuple[Tensor, Tensor]] = lambda results: results
+    restore: Callable[[Any], tuple[Tensor, Tensor | None]] = lambda results: results
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
+    def __call__(self) -> tuple[Tensor, Tensor | None]:
         return self.restore(self.run())
 
 
@@ -42,8 +44,8 @@ class Provider:
     binds: job -> function of tensors and options; raises NotImplementedError for what it cannot take.
         prefill, train    the whole rule, without gradients and with
         decode            a token per row; the states to step lie in `pool` at `read_index`
-        spec              several tokens per row; the pool is left alone, and the state after each token is
-                          kept elsewhere: restore() gives those as [B * T, HV, ...]
+        states, ...       several tokens per row, in a way of `packets.WAYS` and on its tensors; restore()
+                          gives None for states that are left nowhere, those of `states` as [B * T, HV, ...]
     """
 
     name: str
@@ -52,11 +54,11 @@ class Provider:
     def function(self, job: str) -> Function:
         """The job as accuracy judges it: a function of tensors, on a pool of its own."""
 
-        def call(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor | None]:
             given = {"q": q, "k": k, "v": v, **arguments}
             tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
             options = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
-            if job in ON_A_POOL:
+            if job == "decode":
                 tensors |= in_pool(tensors.pop("initial_state"))
             return self.binds[job](tensors, options)()
 
@@ -80,36 +82,98 @@ def ours(backend: str | None = None) -> Provider:
         return Bound(lambda: gdn.chunk_gated_delta_rule(**arguments))
 
     def decode(tensors: Tensors, options: Options) -> Bound:
-        pool, index = tensors["pool"], tensors["read_index"]
-        q, k, v, a, b, A_log, dt_bias = (tensors[x] for x in ("q", "k", "v", "g", "beta", "A_log", "dt_bias"))
-        out = torch.empty_like(v)
-        flags = {name: options[name] for name in ("scale", "use_qk_l2norm_in_kernel", "state_v_first")}
+        pool, index, arguments = tensors["pool"], tensors["read_index"].long(), _on_pool(tensors, options)
+        return Bound(lambda: gdn.decode(**arguments, backend=backend), lambda o: (o, pool[index].float()))
 
-        def run() -> Tensor:
-            return gdn.decode(
-                q, k, v, pool, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_index=index, out=out,
-                backend=backend, **flags,
-            )  # fmt: skip
+    name = f"gdn:{backend}" if backend else "gdn"
+    return Provider(name, {"prefill": chunk, "train": chunk, "decode": decode, **_packets(backend)})
 
-        return Bound(run, lambda o: (o, pool[index.long()].float()))
 
-    def spec(tensors: Tensors, options: Options) -> Bound:
-        pool, v = tensors["pool"], tensors["v"]
-        q, k, a, b, A_log, dt_bias = (tensors[x] for x in ("q", "k", "g", "beta", "A_log", "dt_bias"))
-        out, kept = torch.empty_like(v), pool.new_empty(*v.shape[:2], *pool.shape[1:])
-        flags = {name: options[name] for name in ("scale", "use_qk_l2norm_in_kernel", "state_v_first")}
+def _packets(backend: str | None) -> dict[str, Bind]:
+    """The ways of `packets.WAYS`."""
+
+    def states(tensors: Tensors, options: Options) -> Bound:
+        pool, arguments = tensors["pool"], _on_pool(tensors, options)
+        kept = pool.new_empty(*tensors["v"].shape[:2], *pool.shape[1:])
 
         def run() -> tuple[Tensor, Tensor]:
-            o = gdn.decode(
-                q, k, v, pool, a=a, b=b, A_log=A_log, dt_bias=dt_bias, read_index=tensors["read_index"],
-                write="none", intermediate=kept, out=out, backend=backend, **flags,
-            )  # fmt: skip
-            return o, kept
+            return gdn.decode(**arguments, write="none", intermediate=kept, backend=backend), kept
 
         return Bound(run, lambda found: (found[0], found[1].flatten(0, 1).float()))
 
-    name = f"gdn:{backend}" if backend else "gdn"
-    return Provider(name, {"prefill": chunk, "train": chunk, "decode": decode, "spec": spec})
+    def written(tensors: Tensors, options: Options, write: str, is_exact: bool) -> Bound:
+        pool, index, arguments = tensors["pool"], tensors["read_index"].long(), _on_pool(tensors, options)
+
+        def run() -> Tensor:
+            return gdn.decode(**arguments, write=write, exact_packet=is_exact, backend=backend)
+
+        return Bound(run, lambda o: (o, None if write == "none" else pool[index].float()))
+
+    def replay(tensors: Tensors, options: Options) -> Bound:
+        pool, index = tensors["pool"], tensors["read_index"].long()
+        commit, arguments = _history(tensors, options, backend)
+
+        def restore(o: Tensor) -> tuple[Tensor, Tensor | None]:
+            commit()
+            return o, pool[index].float()
+
+        return Bound(lambda: gdn.replay_decode(**arguments, backend=backend), restore)
+
+    def fold(tensors: Tensors, options: Options) -> Bound:
+        pool, index = tensors["pool"], tensors["read_index"].long()
+        commit, arguments = _history(tensors, options, backend)
+        o = gdn.replay_decode(**arguments, backend=backend)
+        return Bound(commit, lambda _: (o, pool[index].float()))
+
+    return {
+        "states": states,
+        "final": partial(written, write="final", is_exact=True),
+        "chunk": partial(written, write="none", is_exact=False),
+        "chunk final": partial(written, write="final", is_exact=False),
+        "replay": replay,
+        "fold": fold,
+    }
+
+
+def _on_pool(tensors: Tensors, options: Options) -> dict[str, Any]:
+    """Arguments of `decode`, with memory for its output."""
+    return {
+        **_tokens(tensors), **{name: tensors[name] for name in ("A_log", "dt_bias", "read_index")},
+        **{name: options[name] for name in ("scale", "use_qk_l2norm_in_kernel", "state_v_first")},
+        "state": tensors["pool"], "out": torch.empty_like(tensors["v"]),
+    }  # fmt: skip
+
+
+def _tokens(tensors: Tensors, prefix: str = "") -> dict[str, Tensor]:
+    """q, k, v, a, b; with a prefix, of the tokens before."""
+    return {own: tensors[prefix + name] for own, name in zip("qkvab", TOKENS, strict=True)}
+
+
+def _history(
+    tensors: Tensors, options: Options, backend: str | None
+) -> tuple[Callable[[], tuple[()]], dict[str, Any]]:
+    """What folds a history and the packet behind it, and the arguments of `replay_decode` on this history."""
+    x, index = tensors, tensors["read_index"].long()
+    arguments = _on_pool(tensors, options)
+    arguments |= {name: x[name] for name in ("history_u", "history_k", "history_G", "cursor")}
+    T, cursor = x["q"].shape[1], x["cursor"]
+    for start in range(0, x["past_q"].shape[1], MOST):
+        cursor[index] = start
+        past = {name: y[:, start : start + MOST] for name, y in _tokens(x, "past_").items()}
+        gdn.replay_decode(**{**arguments, **past, "out": None}, backend=backend)
+    cursor[index] = x["accepted"].to(cursor.dtype)
+    pool, u, k, G = (x[name][None] for name in ("pool", "history_u", "history_k", "history_G"))
+    whole, v_first = torch.full_like(x["read_index"], T), options["state_v_first"]
+
+    def commit() -> tuple[()]:
+        # room for all places: every history is folded, and the cursors stay for the next call
+        gdn.replay_commit(
+            pool, u, k, G, cursor, x["read_index"], whole, room=u.shape[2], update_cursor=False,
+            state_v_first=v_first, backend=backend,
+        )  # fmt: skip
+        return ()
+
+    return commit, arguments
 
 
 PEERS = {  # name -> package to import

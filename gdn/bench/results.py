@@ -1,20 +1,21 @@
 """Pages made from results files, and from nothing else: docs/results.md, and what README says was measured.
 
-Of each thing the last row of ours counts. It holds the ratios of peers timed in its own run; one timed beside
-the same commit in another run, as they compile too long for one, comes with the ratio of that run.
+Of each thing the last row of each provider counts. Ours holds the ratios of peers timed in its own run; one
+timed beside the same commit in another run, as they compile too long for one, comes with the ratio of that
+run; of one timed beside an older commit the cell says so. A peer whose last row has no time has a reason.
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gdn.bench import rows, tables
-from gdn.bench.accuracy import OUTPUTS
+from gdn.bench import cells, rows, tables
+from gdn.bench.cells import NAMES, owner, time
+from gdn.bench.laboratory import OF_FLA, over_peer
 from gdn.bench.rows import Row
 
-NAMES = {"fla": "FLA", "flash_qla": "FlashQLA", "flashinfer": "FlashInfer", "transformers": "Transformers"}
 PACKAGES = {
     "fla": "flash-linear-attention", "flash_qla": "flash-qla", "flashinfer": "flashinfer-python",
     "transformers": "transformers", "gdn": "gdn",
@@ -24,16 +25,15 @@ ABOUT = {
     "train": "forward and backward, bf16, K = V = 128, with states and their gradients",
     "decode": "one token for B rows, states in a pool, gates and l2norm inside, 16/32 heads",
     "step": "a layer's step for B rows, convolution, decode and gated norm, 16/32 heads",
-    "spec": "T tokens for B rows, the state after each kept, 16/32 heads",
+    "spec": "T tokens for B rows, verified in the ways of measuring.md; 16/32 heads",
     "stages": "forward, stage by stage, on PTO's shape and its GVA set; what is inside a time stands below",
     "layer": "the whole layer, forward and backward",
     "e2e": "a random-weight model in Transformers: prompt x tokens written",
     "host": "host time of an eager call",
     "cold": "a new process with empty caches",
-    "accuracy": "largest relative RMS error against the law in fp64, by regime",
+    "accuracy": "relative RMS error against the law in fp64",
     "cpu": "fp32, 16 heads of 128 x 128",
 }
-Cells = tuple[list[str], list[list[str]]]  # columns, and rows under them
 MARKS = ("<!-- made by gdn plot -->", "<!-- end -->")
 
 
@@ -45,16 +45,30 @@ class Results:
     rows: Sequence[Row]
 
     def last(self, *passes: str) -> list[Row]:
-        """The last measured row of each thing in these passes and their variants, in the file's order."""
+        """The last measured row of each thing in these passes and their variants, in the file's order.
+
+        then: peer -> the row it was last timed beside, where that is of an older commit.
+        """
         kept: dict[Any, Row] = {}
         for row in self.rows:
             if rows.is_measured(row) and row["pass"].partition(":")[0] in passes:
                 key = rows.key({**row, "provider": owner(row["provider"])})
-                before = kept.get(key, {})
-                if row.get("ratio") and before.get("commit") == row.get("commit"):
-                    row = {**row, "ratio": {**before.get("ratio", {}), **row["ratio"]}}
-                kept[key] = row
+                kept[key] = _after(row, kept.get(key, {}))
+        gone = {(row["pass"], row["case"], row["provider"]) for row in self.without_time}
+        for row in kept.values():
+            for name in ("ratio", "then"):
+                row[name] = {p: x for p, x in row[name].items() if (row["pass"], row["case"], p) not in gone}
         return list(kept.values())
+
+    @property
+    def without_time(self) -> list[Row]:
+        """The last rows of what was refused, failed or was wrong; our backends are one."""
+        last: dict[Any, Row] = {}
+        for row in self.rows:
+            if "skipped" not in row:
+                who = "gdn" if owner(row["provider"]) == "gdn" else row["provider"]
+                last[rows.key({**row, "provider": who})] = row
+        return [row for row in last.values() if not _is_timed(row) and tables.reason(row)[0]]
 
     def ours(self, *passes: str) -> list[Row]:
         """Of these, ours."""
@@ -85,9 +99,20 @@ class Results:
         return 1e3 * max(row["bytes"] / copy / 1e9, row["flop"] / matmul / 1e12) / float(row["ms"])
 
 
-def owner(provider: str) -> str:
-    """gdn for each of its backends, else the provider."""
-    return provider.partition(":")[0]
+def _after(row: Row, before: Row) -> Row:
+    """A row with the peers of the row before it: in `ratio` those of its commit, the others in `then`."""
+    if "ms" not in row:
+        return {**row, "ratio": {}, "then": {}}
+    ratio, held = row.get("ratio", {}), before.get("ratio", {})
+    if before.get("commit") == row.get("commit"):
+        ratio = {**held, **ratio}
+    then = {**before.get("then", {}), **dict.fromkeys(held, before)}
+    return {**row, "ratio": ratio, "then": {p: x for p, x in then.items() if p not in ratio}}
+
+
+def _is_timed(row: Row) -> bool:
+    """A wrong row of accuracy is a reading, and shown as one."""
+    return "ms" in row or "seconds" in row or ("errors" in row and row["pass"].startswith("accuracy"))
 
 
 def load(folder: Path, limits: Mapping[str, int] | None = None) -> list[Results]:
@@ -108,8 +133,9 @@ def page(found: Iterable[Results], pictures: Mapping[str, Sequence[tuple[str, st
         f"Made by `gdn plot` from {made_from} (`benchmarks/results/`), not by hand.",
         "How a number comes about: [measuring.md](measuring.md). A ratio is a peer's time over ours in the",
         "same run: above 1, ours is faster. Where peers were timed beside one commit in several runs, ours",
-        "is of the last one, and a peer's time is its ratio times that. Limit: the share of what bytes and",
-        "products allow at the highest rates seen on that GPU.", "",
+        "is of the last one, and a peer's time is its ratio times that; one last timed beside an older",
+        "commit stands with that commit. Limit: the share of what bytes and products allow at the highest",
+        "rates seen on that GPU. MB: the most that a call allocates beyond its inputs.", "",
     ]  # fmt: skip
     for one in found:
         text += [f"## {machine(one)}", ""]
@@ -152,6 +178,8 @@ def statements(one: Results) -> list[str]:
             with_peer = [row for row in ours if peer in row["ratio"]]
             ordered = sorted(with_peer, key=lambda row, peer=peer: row["ratio"][peer])  # type: ignore[misc]
             found.append(_statement(machine(one), name, peer, ordered))
+        if name.partition(":")[0] == "accuracy":
+            found += _accuracy_statements(one, name)
     return found
 
 
@@ -172,6 +200,34 @@ def _statement(where: str, name: str, peer: str, ordered: Sequence[Row]) -> str:
     )
 
 
+def _accuracy_statements(one: Results, name: str) -> list[str]:
+    """Our errors over each peer's on the same inputs, under the protocol's limits."""
+    held = [row for row in one.last("accuracy") if row["pass"] == name and row.get("profile", "gdn") == "gdn"]
+    ours = {(row["case"], row["dtype"]): row for row in held if owner(row["provider"]) == "gdn"}
+    found = []
+    for peer in NAMES:
+        theirs = {(row["case"], row["dtype"]): row for row in held if row["provider"] == peer}
+        both = [(row, theirs[what]) for what, row in ours.items() if what in theirs]
+        ratios = {
+            (row["case"], x, row["dtype"]): over_peer(row["errors"][x], other["errors"][x])
+            for row, other in both
+            for x in row["errors"]
+            if None not in (row["errors"][x], other["errors"].get(x))
+        }
+        if not ratios:
+            continue
+        ends = (f(ratios, key=ratios.__getitem__) for f in (min, max))
+        span = " to ".join(f"{ratios[end]:.2f} ({end[0]}: {end[1]})" for end in ends)
+        gates = [ratio for (_, x, _), ratio in ratios.items() if x in OF_FLA]
+        of_gates = f", of {' and '.join(OF_FLA)} {min(gates):.2f} to {max(gates):.2f}" if gates else ""
+        found.append(
+            f"`{name}`: errors of outputs and gradients {span} times those of {NAMES[peer]} "
+            f"{version(both[-1][1], peer)}{of_gates}, in {len(both)} problems; {machine(one)}, "
+            f"{provenance([row for row, _ in both])}; `{command(name)}`"
+        )
+    return found
+
+
 def provenance(found: Sequence[Row]) -> str:
     """Versions, commits and dates of some rows."""
     last = found[-1]
@@ -189,7 +245,9 @@ def command(name: str, case: str | None = None) -> str:
     """What measures a pass, or one case of it, again."""
     job, _, variant = name.partition(":")
     if job == "accuracy":
-        return "gdn verify --set regimes --append"
+        problems, _, profile = (variant or "regimes").partition(":")
+        judged = ["--profile", profile] if profile else []
+        return shlex.join(["gdn", "verify", "--set", problems, *judged, "--append"])
     options = [] if job == "cpu" or case is None else ["--only", case]
     options += {"": [], "eager": ["--eager"]}.get(variant, ["--variant", variant.removesuffix(":eager")])
     return shlex.join(["gdn", "bench", job, *options])
@@ -199,96 +257,19 @@ def section(one: Results, name: str) -> list[str]:
     """One pass: its table, and the command."""
     held = [row for row in one.last(name.partition(":")[0]) if row["pass"] == name]
     job = name.partition(":")[0]
-    make = {"cold": _cold, "accuracy": _accuracy, "e2e": _end_to_end}.get(job)
-    columns, cells = make(held) if make else _times(held, one.of_limit)
-    if not cells:
+    make = {"cold": cells.cold, "accuracy": cells.accuracy, "e2e": cells.end_to_end}.get(job)
+    without = [row for row in one.without_time if row["pass"] == name]
+    columns, lines = make(held) if make else cells.times(held, without, one.of_limit)
+    if not lines:
         return []
+    about = ABOUT[job]
+    if held[0].get("profile") == "pto":
+        about += ", judged by pto-kernels' gates; ~: ours against a peer"
     align = "|".join(["---", *["---:"] * (len(columns) - 1)])
-    lines = [f"| {' | '.join(row)} |" for row in (columns, *cells)]
-    lines.insert(1, f"|{align}|")
-    notes = [line for note in tables.inside(held) for line in (f"{note}.", "")]
-    return [f"### {name}", "", f"{ABOUT[job]}; {provenance(held)}; `{command(name)}`", "", *lines, "", *notes]
-
-
-def _times(held: Sequence[Row], of_limit: Callable[[Row], float | None]) -> Cells:
-    """Ours with its spread, then every peer's time in the same run and how often ours fits into it."""
-    ours = [row for row in held if owner(row["provider"]) == "gdn" and "ms" in row]
-    peers = [p for p in NAMES if any(p in row.get("ratio", {}) for row in ours)]
-    has_limit = any(of_limit(row) for row in ours)
-    cells = []
-    for row in ours:
-        spread = f"{time(row['p20'])} to {time(row['p80'])}"
-        share = of_limit(row)
-        limit = [f"{share:.0%}" if share else ""] if has_limit else []
-        theirs = [
-            f"{time(row['ms'] * row['ratio'][p])} ({row['ratio'][p]:.2f}{_chunk(row)})"
-            if p in row.get("ratio", {})
-            else ""
-            for p in peers
-        ]
-        cells.append(
-            [row["case"], time(row["ms"]), spread, *limit, *theirs, _backend(row), row.get("commit") or "?"]
-        )
-    columns = ["", "gdn", "p20 to p80", *(["limit"] if has_limit else [])]
-    return [*columns, *(f"{NAMES[p]} (ratio)" for p in peers), "backend", "commit"], cells
-
-
-def _cold(held: Sequence[Row]) -> Cells:
-    parts = ("first: forward", "first: backward", "first: decode")
-    cells = [
-        [
-            row["provider"],
-            *(f"{row['seconds'][part]:.1f} s" if part in row["seconds"] else "" for part in parts),
-            str(row.get("compiled_again", "")),
-        ]
-        for row in held
-        if "seconds" in row
-    ]
-    return ["", "first forward", "first backward", "first decode", "compiled again for other problems"], cells
-
-
-def _accuracy(held: Sequence[Row]) -> Cells:
-    outputs = [name for name in OUTPUTS if any(name in row["errors"] for row in held)]
-    cells = [
-        [
-            f"{row['case']}, {row['provider']}, {row['dtype']}",
-            *(_error(row["errors"].get(name, "")) for name in outputs),
-            "yes" if row["ok"] else "no",
-        ]
-        for row in held
-    ]
-    return ["", *outputs, "within limits"], cells
-
-
-def _end_to_end(held: Sequence[Row]) -> Cells:
-    cells = [
-        [
-            f"{row['case']}, {row['provider']}", f"{row['tokens_per_s']:.0f}", time(row["first_token_ms"]),
-            f"{row['logit_error']:.1e}", f"{row['same_tokens']:.0%}",
-        ]
-        for row in held
-        if "tokens_per_s" in row
-    ]  # fmt: skip
-    return ["", "tokens/s", "first token", "logit error", "same token where it is decided"], cells
-
-
-def _error(x: Any) -> str:
-    return "-" if x is None else f"{x:.1e}" if isinstance(x, float) else str(x)
-
-
-def time(ms: float) -> str:
-    """Milliseconds, or microseconds below a tenth of one, in three digits."""
-    x, unit = (ms, "ms") if ms >= 0.1 else (1e3 * ms, "us")
-    return f"{x:.0f} {unit}" if x >= 100 else f"{x:.3g} {unit}"
-
-
-def _chunk(row: Row) -> str:
-    """The peer's best chunk size, where stages were timed."""
-    return f", chunks of {row['best_chunk']}" if "best_chunk" in row else ""
-
-
-def _backend(row: Row) -> str:
-    return row.get("backend") or ""
+    table = [f"| {' | '.join(row)} |" for row in (columns, *lines)]
+    table.insert(1, f"|{align}|")
+    notes = [line for note in (*tables.inside(held), *cells.reasons(without)) for line in (f"{note}.", "")]
+    return [f"### {name}", "", f"{about}; {provenance(held)}; `{command(name)}`", "", *table, "", *notes]
 
 
 def _spread(found: Iterable[str]) -> str:

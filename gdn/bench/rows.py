@@ -16,7 +16,7 @@ from gdn.bench.graph import Prepared
 from gdn.bench.targets import Cost, Target
 
 Row = dict[str, Any]
-SAME = ("pass", "case", "provider", "dtype", "state")  # rows that agree in these are of the same thing
+SAME = ("pass", "case", "provider", "dtype")  # rows that agree in these are of the same thing
 
 
 def head(target: Target) -> Row:
@@ -66,8 +66,8 @@ def compare(rows: Mapping[str, Row], target: Target | None = None) -> None:
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a row is a measurement of."""
-    return tuple(row.get(name) for name in SAME)
+    """What a row is a measurement of; those of old files that say no dtype are in bfloat16."""
+    return tuple({"dtype": "bfloat16", **row}[name] for name in SAME)
 
 
 def read(*paths: Path) -> list[Row]:
@@ -96,10 +96,10 @@ def is_measured(row: Mapping[str, Any]) -> bool:
     return any(name in row for name in ("ms", "errors", "seconds", "tokens_per_s"))
 
 
-def done(found: Iterable[Row], about: Mapping[str, Any]) -> set[tuple[str, str, str]]:
-    """(pass, provider, case) that a file already has of this commit on this kind of GPU, for `--resume`."""
+def done(found: Iterable[Row], about: Mapping[str, Any]) -> set[tuple[Any, ...]]:
+    """The keys that a file already has of this commit on this kind of GPU, for `--resume`."""
     commit = about.get("commit")
     if not commit or commit.endswith("+"):
         return set()
     same = [row for row in found if (row.get("commit"), row.get("gpu")) == (commit, about.get("gpu"))]
-    return {(row["pass"], row["provider"], row["case"]) for row in same}
+    return {key(row) for row in same}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import gdn
 from gdn.backends import select
-from gdn.bench import accuracy, graph, rows
+from gdn.bench import accuracy, catalog, graph, rows
 from gdn.bench.gpu import Session, noted
 from gdn.bench.rows import Row
 from gdn.bench.targets import Cost
@@ -24,7 +24,6 @@ from gdn.reference import serving as law
 from gdn.reference.layer import causal_conv1d, rms_norm_gated
 
 DTYPE = torch.bfloat16
-ROWS = (1, 8, 32, 64, 128, 256)
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FUNCTIONS, ONE = "functions", "decode_step"
 FACTOR = 2.0  # of the rule's limits: what is rounded between the stages goes through a norm
@@ -39,7 +38,7 @@ class Shape:
     heads: tuple[int, int] = (16, 32)
     size: int = 128
     taps: int = 4
-    rows: tuple[int, ...] = ROWS
+    rows: tuple[int, ...] = catalog.BATCHES
 
     @property
     def channels(self) -> int:
@@ -85,7 +84,8 @@ def measured(session: Session, shape: Shape, B: int, dtype: str) -> list[Row]:
         if found[name].get("ok"):
             with noted(found[name]), torch.no_grad():
                 calls = [bind(one) for one in problems]
-                prepared[name] = graph.prepare(calls, device, is_eager=session.is_eager)
+                moved = [problems[0][x] for x in ("conv_state", "state")]
+                prepared[name] = graph.prepare(calls, device, is_eager=session.is_eager, moved=moved)
     for name, seconds in (graph.interleaved(prepared, device) if prepared else {}).items():
         found[name] |= rows.speed(cost, session.ceilings, seconds, prepared[name]) | {"ratio": {}}
     if FUNCTIONS in prepared:

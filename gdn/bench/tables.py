@@ -1,5 +1,6 @@
 """Rows of a run as tables to print: for each pass its columns and cells, in rich's markup."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ PEERS = {"fla": "fla", "flash_qla": "qla", "flashinfer": "fi", "transformers": "
 
 def table(name: str, rows: Sequence[Row]) -> Table:
     """The table of a pass; rows without numbers are left to `notes`."""
-    make = {"host": _host, "cold": _cold, "e2e": _end_to_end, "step": _step}.get(name, _times)
+    make = {"host": _host, "cold": _cold, "e2e": _end_to_end, "step": _step, "spec": _spec}.get(name, _times)
     return make(rows)
 
 
@@ -21,16 +22,26 @@ def notes(rows: Sequence[Row]) -> list[str]:
     found = []
     for row in rows:
         where = f"{row['pass']} {row['case']}, {row['provider']}"
-        for kind in ("refused", "failed", "skipped", "absent", "error_message"):
-            if row.get(kind):
-                found.append(f"{where}: {kind.removesuffix('_message')}: {row[kind]}")
-        if row.get("errors") and not row["ok"]:
-            found.append(f"{where}: wrong: {', '.join(f'{x} {e:.1e}' for x, e in row['errors'].items())}")
+        kind, words = reason(row)
+        if kind:
+            found.append(f"{where}: {kind}: {words}")
         if row.get("why"):
             found.append(f"{where}: timed by {row['timer']}: {row['why']}")
         if row.get("worse"):
             found.append(f"{where}: less accurate than a peer in {', '.join(row['worse'])}")
     return [*found, *inside(rows)]
+
+
+def reason(row: Row) -> tuple[str, str]:
+    """Why a row has no numbers, in a word and in more: refused, failed, ..., wrong; empty where it has."""
+    for kind in ("refused", "failed", "skipped", "absent", "error_message"):
+        if row.get(kind):
+            return kind.removesuffix("_message"), row[kind]
+    if row.get("errors") and not row["ok"]:
+        # a file holds what is not finite as null
+        errors = {x: math.inf if e is None else e for x, e in row["errors"].items()}
+        return "wrong", ", ".join(f"{x} {e:.1e}" for x, e in errors.items())
+    return "", ""
 
 
 def inside(rows: Sequence[Row]) -> list[str]:
@@ -50,10 +61,7 @@ def line(row: Row) -> str:
     where = f"{row['pass']} {row['case']} {row['provider']}"
     if "ms" in row:
         return f"{where} {digits(row['ms'])} ms"
-    state = next(
-        (x for x in ("refused", "failed", "skipped", "absent", "error_message") if x in row), "measured"
-    )
-    return f"{where} {'wrong' if row.get('errors') and not row['ok'] else state.removesuffix('_message')}"
+    return f"{where} {reason(row)[0] or 'measured'}"
 
 
 def _times(rows: Sequence[Row]) -> Table:
@@ -97,8 +105,24 @@ def _step(rows: Sequence[Row]) -> Table:
     return ["", "us", "p20", "p80", "GB/s", "limit", "functions", "error"], cells
 
 
+def _spec(rows: Sequence[Row]) -> Table:
+    cells = []
+    for row in rows:
+        if "ms" in row:
+            us = [digits(1e3 * row[name]) for name in ("ms", "p20", "p80")]
+            ratios = [row["ratio"].get("flashinfer"), row.get("to_single"), row.get("with_folds")]
+            found = ["" if x is None else f"{x:.2f}" for x in ratios]
+            rates = [f"{row['gb_per_s']:.0f}", f"{row['of_limit']:.0%}"]
+            goal = _reached(row, row["goal_to_single"]) if "goal_to_single" in row else ""
+            cells.append([
+                row["case"], row["provider"], *us, *rates, *found, goal, f"{row['share_of_limit']:.0%}",
+            ])  # fmt: skip
+    columns = ["", "provider", "us", "p20", "p80", "GB/s", "limit", "fi", "of T=1", "with folds", "goal"]
+    return [*columns, "error"], cells
+
+
 def _cold(rows: Sequence[Row]) -> Table:
-    columns = ["provider", "import", "forward", "backward", "decode", "compiled", "again", "ok"]
+    columns = ["provider", "start", "forward", "backward", "decode", "compiled", "again", "ok"]
     cells = []
     for row in rows:
         if "seconds" in row:
@@ -106,8 +130,8 @@ def _cold(rows: Sequence[Row]) -> Table:
             seconds = ["" if x is None else f"{x:.1f} s" for x in found]
             first = sum(n for what, n in row["compilations"].items() if what.startswith("first"))
             again = sum(row["compilations"].values()) - first
-            loading = f"{row['import_s']:.1f} s"
-            cells.append([row["provider"], loading, *seconds, str(first), str(again), _mark(row)])
+            start = f"{row['start_s']:.1f} s"
+            cells.append([row["provider"], start, *seconds, str(first), str(again), _mark(row)])
     return columns, cells
 
 
@@ -138,7 +162,11 @@ def _end_to_end(rows: Sequence[Row]) -> Table:
 def _goal(row: Row, unit: float = 1) -> str:
     if row.get("goal_ms") is None:
         return ""
-    return f"[{'green' if row['reached'] else 'red'}]{digits(unit * row['goal_ms'])}[/]"
+    return _reached(row, unit * row["goal_ms"])
+
+
+def _reached(row: Row, goal: float) -> str:
+    return f"[{'green' if row['reached'] else 'red'}]{digits(goal)}[/]"
 
 
 def _mark(row: Row) -> str:

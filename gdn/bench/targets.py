@@ -27,7 +27,7 @@ class Cost:
 class Target:
     """A problem to time. `then`: milliseconds of each peer when `goal` and `moonshot` were set."""
 
-    job: str  # prefill, train, decode, spec
+    job: str  # prefill, train, decode
     name: str
     case: Case
     goal: float | None
@@ -38,10 +38,9 @@ class Target:
     def cost(self) -> Cost:
         (H, HV), (K, V), L = self.case.heads, self.case.sizes, self.case.lengths
         state = L.N * HV * K * V
-        if self.job in ("decode", "spec"):
-            # a state read and written; for speculation read once, and left after each token
-            states = 2 if self.job == "decode" else 1 + L.T
-            return Cost(states * state * (4 if self.case.state == "wide" else 2), 0)
+        if self.job == "decode":
+            # a state read and written
+            return Cost(2 * state * (4 if self.case.state == "wide" else 2), 0)
         # per token and value head: v, o in two bytes, g and beta in four; q and k once per key head
         tokens, group = L.B * L.T * HV, HV / H
         forward = Cost(
@@ -87,9 +86,15 @@ def _step(B: int, fla: float, wide: float, narrow: float, goal: float, narrow_go
     ]  # fmt: skip
 
 
-def _packet(B: int, tokens: int, dtype: str) -> Target:
-    case = catalog.step(B, tokens=tokens, state="wide" if dtype == "fp32" else "narrow")
-    return Target("spec", f"B={B} T={tokens} {dtype}", case, None, None, MappingProxyType({}))
+def packet_goal(way: str, B: int, T: int) -> float | None:
+    """Of the time of one token with its state written, what T tokens may take, verified in a way."""
+    if way == "states" and T == 4:
+        return 2.6
+    if way != "replay" or T not in (4, 16):
+        return None
+    if B == 1:
+        return 1.3
+    return {4: 0.75, 16: 0.9}[T] if B >= 64 else None
 
 
 def chosen(job: str, names: Sequence[str]) -> list[Target]:
@@ -120,21 +125,16 @@ TRAIN = (
     _prompt("train", "16/32 1x32768", 2.5, 1.8, 8.25, 3.61),
     _prompt("train", "16/32 8x4096", 1.9, 1.4, 8.32, 2.58),
 )
-DECODE = (
-    *_step(1, 3.7, 5.2, 4.0, 3.5, 3.3),
-    *_step(8, 13.4, 12.2, 8.1, 9.5, 6.5),
-    *_step(32, 49.5, 37.0, 22.1, 33, 18),
-    *_step(64, 95.2, 69.3, 40.6, 65, 34),
-    *_step(128, 187, 133.9, 76.1, 129, 67),
-    *_step(256, 368, 263.3, 146.2, 258, 131),
+_STEPS = (
+    (3.7, 5.2, 4.0, 3.5, 3.3),
+    (13.4, 12.2, 8.1, 9.5, 6.5),
+    (49.5, 37.0, 22.1, 33, 18),
+    (95.2, 69.3, 40.6, 65, 34),
+    (187, 133.9, 76.1, 129, 67),
+    (368, 263.3, 146.2, 258, 131),
 )
-SPEC = tuple(
-    _packet(B, tokens, dtype)
-    for dtype in ("fp32", "bf16")
-    for B in (1, 8, 32, 128)
-    for tokens in catalog.PACKETS
-)
-TARGETS = {"prefill": PREFILL, "train": TRAIN, "decode": DECODE, "spec": SPEC}
+DECODE = tuple(target for B, us in zip(catalog.BATCHES, _STEPS, strict=True) for target in _step(B, *us))
+TARGETS = {"prefill": PREFILL, "train": TRAIN, "decode": DECODE}
 # host microseconds of one eager call: goal, moonshot
 HOST = {"decode": (25, 15), "forward": (120, 50), "forward+backward": (450, 150)}
 # seconds of the first call in a new process with empty caches

@@ -71,13 +71,14 @@ def verify(
 ) -> None:
     """Judge outputs and gradients against the law in fp64. Exit code 1 if any of ours misses its limit."""
     where = place(device)
-    is_pto = choice("set", problems, SETS).startswith("pto")
-    profile = choice("profile", profile or ("pto" if is_pto else "gdn"), PROFILES)
+    own = laboratory.profile_of(choice("set", problems, SETS))
+    profile = choice("profile", profile or own, PROFILES)
     dtypes = [choice("dtype", name, DTYPES) for name in dtype or _dtypes(problems)]
     chosen = _cases(problems, max_cases, seed, words(only))
     everybody = ",".join(providers.NAMES) if problems in laboratory.NAMED else "gdn"
     taking, absent = _providers(names or everybody, choice("entry", entry, ENTRIES))
     about = {**measure.on_gpu(where), **({"commit": commit} if commit else {})}
+    label = laboratory.label(problems, profile)
     file = into or measure.RESULTS / f"{measure.slug(where)}.jsonl"
     done = results.done(results.read(file), about) if resume and file.exists() else set()
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -88,8 +89,8 @@ def verify(
         task = bar.add_task("verify", total=len(chosen) * len(dtypes) if isinstance(chosen, list) else None)
         for number, ((name, case), short) in enumerate(itertools.product(chosen, dtypes)):
             bar.update(task, description=f"{short} {name}"[:60])
-            is_late = time.monotonic() > deadline
-            if is_late or all(("accuracy", who, name) in done for who in taking):
+            is_late, head = time.monotonic() > deadline, {**label, "case": name, "dtype": _word(short)}
+            if is_late or all(results.key({**head, "provider": who}) in done for who in taking):
                 why = "out of time" if is_late else "measured before"
                 aside["skipped"].setdefault(why, []).append(f"{short} {name}")
                 bar.advance(task)
@@ -98,7 +99,7 @@ def verify(
                 name, case, DTYPES[short], taking, profile=profile, seed=seed, device=where
             )
             readings += one.readings
-            fresh = laboratory.rows(one.readings)
+            fresh = laboratory.rows(one, head)
             rows += fresh
             if appends or into:
                 measure.append(file, [{**row, **about} for row in fresh])
@@ -118,6 +119,11 @@ def verify(
     if not wrote(json_file, found):
         _print(readings, rows, aside, absent)
     raise typer.Exit(0 if ok else 1)
+
+
+def _word(dtype: str) -> str:
+    """bf16 as rows call it."""
+    return str(DTYPES[dtype]).removeprefix("torch.")
 
 
 def _dtypes(problems: str) -> tuple[str, ...]:
@@ -252,5 +258,7 @@ def _share(r: Reading) -> float:
     return r.error / r.limit
 
 
-def _order(key: tuple[str, str, str]) -> tuple[bool, str, str, int]:
-    return not key[0].startswith("gdn"), key[0], key[1], accuracy.OUTPUTS.index(key[2])
+def _order(key: tuple[str, str, str]) -> tuple[bool, str, str, int, str]:
+    """Ours first, outputs as the protocol lists them, those of stages behind."""
+    place = {output: i for i, output in enumerate(accuracy.OUTPUTS)}
+    return not key[0].startswith("gdn"), key[0], key[1], place.get(key[2], len(place)), key[2]
