@@ -2,6 +2,7 @@
 
     python examples/serve.py                     random weights: what is shown is the machinery, not the text
     python examples/serve.py --device cuda --requests 12 --drafts 3
+    python examples/serve.py --spread 0.02       weights so small that the model repeats itself: drafts hold
 
 The model is Transformers' Qwen3.5 text class, a token per byte; its weights, norms and MLPs are used as they
 are, while states, windows, keys and values live in a pool of slots that belongs to the engine:
@@ -158,6 +159,16 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         return not self.waiting and not any(self.running)
+
+    def warmup(self) -> list[str]:
+        """Compile all that requests will meet; a line for each call."""
+        c, dtype = self.model.config, self.model.dtype
+        return gdn.warmup(
+            self.model.device, num_k_heads=c.linear_num_key_heads, num_v_heads=c.linear_num_value_heads,
+            head_k_dim=c.linear_key_head_dim, head_v_dim=c.linear_value_head_dim,
+            conv_size=c.linear_conv_kernel_dim, dtypes=(dtype,), state_dtypes=(torch.float32,),
+            dt_bias_dtype=dtype, max_tokens=1 + self.drafts, max_rows=self.rows, index_dtype=torch.int64,
+        )  # fmt: skip
 
     @torch.no_grad()
     def step(self) -> None:
@@ -402,7 +413,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned, rest], -1)
 
 
-def build(device: str, dtype: torch.dtype, spread: float = 0.1) -> Any:
+def build(device: str, dtype: torch.dtype, spread: float) -> Any:
     """A Qwen3.5 text model with random weights of that standard deviation, a token per byte."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, logging
 
@@ -414,22 +425,35 @@ def build(device: str, dtype: torch.dtype, spread: float = 0.1) -> Any:
         bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    return Qwen3_5ForCausalLM(config).to(device, dtype).eval()
+    model = Qwen3_5ForCausalLM(config).to(device, dtype).eval()
+    for layer in model.model.layers:
+        if layer.block_type == "linear_attention":
+            # as engines hold it, and warmup expects
+            layer.linear_attn.A_log.data = layer.linear_attn.A_log.data.float()
+    return model
+
+
+def readable(tokens: list[int]) -> str:
+    return "".join(c if c.isprintable() else "." for c in bytes(tokens).decode("latin-1"))
 
 
 class Screen:
-    """A line for each request, rewritten in place on a terminal; elsewhere printed once, at the end."""
+    """A line for each request, rewritten in place on a terminal. Elsewhere a line for each step, with what
+    every request got, and the requests at the end."""
 
     def __init__(self) -> None:
         self.is_live, self.drawn = sys.stdout.isatty(), 0
+        self.said: dict[int, int] = {}  # tokens of each request that were printed
 
     def draw(self, requests: list[Request], pool: Pool, is_last: bool = False) -> None:
         if not self.is_live and not is_last:
+            texts = [(n, readable(r.tokens[self.said.get(n, 0) :])) for n, r in enumerate(requests)]
+            self.said = {n: len(r.tokens) for n, r in enumerate(requests)}
+            print(pool, *(f" {n}: {text}" for n, text in texts if text), flush=True)
             return
         lines = [str(pool)]
         for number, r in enumerate(requests):
-            text = bytes(r.tokens).decode("latin-1")
-            shown = "".join(c if c.isprintable() else "." for c in text)[-60:]
+            shown = readable(r.tokens)[-60:]
             state = "done" if r.is_done else "runs" if r.slot >= 0 else "waits"
             about = f"{r.reused:4} reused {r.accepted:4}/{r.drafted} drafts"
             lines.append(f"{number:2} {state:5} {len(r.tokens):4} tokens {about}  {shown}")
@@ -444,9 +468,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, value in (("requests", 8), ("new", 48), ("slots", 10), ("rows", 4), ("drafts", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    # at 0.02 the model says one byte again and again and every draft holds, at 0.1 none does
+    parser.add_argument("--spread", type=float, default=0.045)
     args = parser.parse_args()
     dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
-    engine = Engine(build(args.device, dtype), slots=args.slots, rows=args.rows, drafts=args.drafts)
+    model = build(args.device, dtype, args.spread)
+    engine, start = Engine(model, slots=args.slots, rows=args.rows, drafts=args.drafts), time.perf_counter()
+    calls = engine.warmup()
+    compiled = sum("compiled" in call for call in calls)
+    print(f"warmup: {len(calls)} calls, {compiled} compiled, {time.perf_counter() - start:.1f} s", flush=True)
     prompts = [SHARED + QUESTIONS[n % len(QUESTIONS)] for n in range(args.requests)]
     requests = [engine.add(list(prompt.encode()), args.new) for prompt in prompts]
     screen, start, steps = Screen(), time.perf_counter(), 0
@@ -456,9 +486,10 @@ def main() -> None:
         screen.draw(requests, engine.pool)
     seconds = time.perf_counter() - start
     screen.draw(requests, engine.pool, is_last=True)
-    count = sum(len(r.tokens) for r in requests)
+    count, held = sum(len(r.tokens) for r in requests), sum(r.accepted for r in requests)
     print(
-        f"{count} tokens in {steps} steps, {seconds:.2f} s, {count / seconds:.0f} tokens/s on {args.device}"
+        f"{count} tokens in {steps} steps, {held} of {sum(r.drafted for r in requests)} drafts accepted, "
+        f"{seconds:.2f} s, {count / seconds:.0f} tokens/s on {args.device}"
     )
 
 

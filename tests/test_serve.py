@@ -1,6 +1,7 @@
 """examples/serve.py: the engine's words are those that Transformers generates, one prompt at a time."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -103,12 +104,60 @@ def test_what_does_not_fit_is_refused(model):
             engine.add(prompt, 20)
 
 
-def test_the_command_runs(monkeypatch, capsys):
-    options = ["--device", "cpu", "--requests", "3", "--new", "5", "--rows", "2"]
-    monkeypatch.setattr(sys, "argv", ["serve.py", *options])
+def command(monkeypatch, capsys, *options):
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--device", "cpu", *options])
     serve.main()
-    shown = capsys.readouterr().out
-    assert "0 running" in shown and shown.count("done") == 3 and "15 tokens in" in shown
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_command_runs(monkeypatch, capsys):
+    shown = command(monkeypatch, capsys, "--requests", "3", "--new", "5", "--rows", "2")
+    assert re.match(r"warmup: \d+ calls, 0 compiled", shown[0])
+    assert "0 running" in shown[-5] and sum(" done " in line for line in shown) == 3
+    assert shown[-1].startswith("15 tokens in")
+
+
+def test_piped_text_comes_step_by_step(monkeypatch, capsys):
+    """A line a step, of which those of one request make up its text."""
+    shown = command(monkeypatch, capsys, "--requests", "2", "--new", "6", "--rows", "2", "--spread", "0.02")
+    steps = int(re.search(r"in (\d+) steps", shown[-1])[1])
+    streamed = [line.split(" MB ", 1)[1] for line in shown[1 : 1 + steps]]
+    for number in (0, 1):
+        found = [re.search(rf" {number}: (\S+)", line) for line in streamed]
+        text = "".join(match[1] for match in found if match)
+        assert len(text) == 6 and shown[-3 + number].endswith(text)
+
+
+def test_the_commands_own_drafts_hold_now_and_then(monkeypatch, capsys):
+    shown = command(monkeypatch, capsys, "--requests", "4")
+    accepted, drafted = map(int, re.search(r"(\d+) of (\d+) drafts accepted", shown[-1]).groups())
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_requests_meet_what_the_warmup_compiled(monkeypatch, dtype):
+    """Launches are recorded, on an imagined H200, not run: the text is none, the launches are those."""
+    import compiling
+
+    from gdn.ops import repeats
+
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    model = serve.build("cpu", dtype, 0.02)
+    engine = serve.Engine(model, max_len=160, rows=3, slots=5, drafts=2)
+    warmed = set(compiling.jobs(engine.warmup, "cuda:90"))
+
+    def serves():
+        for prompt in prompts(7):
+            engine.add(prompt, NEW)
+        while not engine.is_idle:
+            engine.step()
+
+    met = set(compiling.jobs(serves, "cuda:90"))
+    repeats._known.clear()
+    assert met <= warmed, sorted(job.name for job in met - warmed)
+    kernels = {job.kernel.__name__ for job in met}
+    assert {"snapshot_kernel", "scatter_kernel", "decode_kernel"} <= kernels and engine.pool.hits > 0
 
 
 @pytest.mark.gpu

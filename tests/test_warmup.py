@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,10 @@ def test_refusals():
         gdn.warmup("cpu", **TINY, engines=("vlm",))
     with pytest.raises(TypeError, match="engines: expected a sequence of names"):
         gdn.warmup("cpu", **TINY, engines="vllm")
+    with pytest.raises(ValueError, match="gates: expected some of raw, active, got 'a'"):
+        gdn.warmup("cpu", **TINY, gates=("a",))
+    with pytest.raises(TypeError, match="index_dtype: expected int32 or int64, got torch.int16"):
+        gdn.warmup("cpu", **TINY, index_dtype=torch.int16)
 
 
 @pytest.fixture
@@ -143,6 +148,11 @@ def sglang_calls(pool):
         )  # fmt: skip
     steps = torch.tensor([1, -1])
     yield lambda: sglang.fused_mamba_state_scatter_with_mask(pool[None], kept[None], index, steps)
+    for caches in (sglang_caches(pool, kept, True), sglang_caches(pool, kept, False)):
+        for track in ((None, None), (steps + 2, steps)):
+            yield lambda caches=caches, track=track: sglang.scatter_mamba_states_after_mtp_verify(
+                caches, index, steps, *track, ints(2, 0)
+            )
     for N in (1, 12, 32):
         z, g, beta = tokens(1, 70 * N, gates="active")
         many = {"ssm_states": pool, "cache_indices": torch.zeros(N, dtype=torch.int32)}
@@ -150,6 +160,20 @@ def sglang_calls(pool):
         yield lambda z=z, many=many: kernel.extend(**z, **many)
         track = {"track_state": torch.empty(N, HV, V, K), "track_chunk_idx": torch.ones(N, dtype=torch.int32)}
         yield lambda z=z, many=many, track=track: kernel.extend(**z, **many, **track)
+        yield lambda z=z, many=many: kernel.extend(**z, **many, inplace_update=False)
+        rest = (g, beta, None, pool, many["cache_indices"], many["query_start_loc"], False, True)
+        yield lambda z=z, rest=rest: sglang.chunk_gated_delta_rule(*z.values(), *rest)
+
+
+def sglang_caches(pool, kept, are_apart):
+    """Its SpeculativeState: the drafts' windows apart, or in one memory a request."""
+    windows = torch.zeros(2, 3, D, W + 2, dtype=BF16).unfold(3, W - 1, 1).transpose(2, 3)
+    return SimpleNamespace(
+        temporal=torch.stack([pool] * 2),
+        intermediate_ssm=torch.stack([kept] * 2),
+        conv=[torch.zeros(2, 9, D, W - 1, dtype=BF16)],
+        intermediate_conv_window=[windows.contiguous() if are_apart else windows],
+    )
 
 
 def lmdeploy_calls(pool):
@@ -179,23 +203,108 @@ def lmdeploy_calls(pool):
     yield lambda: lmdeploy.causal_conv1d_update(mixed, windows, weight, None, "silu", seen, slots.int())
 
 
-def own_calls(pool):
+def own_calls(pool, gates=("raw",), index_dtype=torch.int32, state_v_first=True):
+    """As an engine on gdn itself makes them: the pages of docs/serving.md, examples/serve.py."""
+    for kind in gates:
+        yield from own_decodes(pool, kind, index_dtype, state_v_first)
+        yield from own_packets(pool, kind, index_dtype, state_v_first)
+        yield from own_prompts(pool, kind, index_dtype, state_v_first)
+    index, heads = ints(3, 1, 2, dtype=index_dtype), {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
+    heads["state_v_first"] = state_v_first
+    mixed, logits = torch.randn(3, D).to(BF16), torch.randn(3, HV).to(BF16)
+    given = (mixed, logits, logits, *HEADS, pool)
+    yield lambda: gdn.decode_packed(*given, **heads, read_index=index)
+    rows = {"cu_seqlens": ints(0, 2, 3, dtype=index_dtype), "max_seqlen": 2}
+    yield lambda: gdn.decode_packed(*given, **heads, read_index=index[:2], **rows)
+    windows, weight = torch.zeros(9, D, W - 1, dtype=BF16), torch.zeros(D, W, dtype=BF16)
+    z, ones = torch.randn(3, HV, V).to(BF16), torch.ones(V, dtype=BF16)
+    for norm in ({}, {"z": z, "norm_weight": ones}):
+        yield lambda norm=norm: gdn.decode_step(
+            mixed, windows, weight, None, logits, logits, *HEADS, pool, **heads, **norm, read_index=index
+        )
+    ring = torch.zeros(9, D, W - 1 + 3, dtype=BF16)
+    x = torch.randn(3, 4, D).to(BF16)
+    where = {"state_index": index, "activation": "silu"}
+    yield lambda: gdn.causal_conv1d_update(x, ring, weight, **where, ring_pos=index)
+    before, prompts = torch.zeros(2, D, W - 1, dtype=BF16), torch.randn(1, 130, D).to(BF16)
+    offsets = ints(0, 100, 130, dtype=index_dtype)
+    more = {"initial_state": before, "output_final_state": True, "cu_seqlens": offsets, "activation": "silu"}
+    yield lambda: gdn.causal_conv1d(prompts, weight, **more)
+    yield lambda: gdn.rms_norm_gated(x.view(3, 4, D)[..., :V], x[..., :V], ones)
+    kept = torch.zeros(2, 3, 4, *pool.shape[1:], dtype=pool.dtype)
+    layers = torch.stack([pool, pool])
+    for extra in ({}, {"extra_dst_index": index + 3, "extra_step": index}):
+        yield lambda extra=extra: gdn.commit(layers, kept, index, index, index, **extra)
+
+
+def own_decodes(pool, gates, index_dtype, state_v_first):
+    """A token and packets by each protocol, side by side and by offsets."""
+    index, ring = ints(3, 1, 2, dtype=index_dtype), torch.stack([pool[:4]] * 4)
+    kept = torch.zeros(3, 4, *pool.shape[1:], dtype=pool.dtype)
+    for T, lead in ((1, (3, 1)), (3, (3, 3)), (4, (3, 4)), (4, (1, 9))):
+        x, first, second = tokens(*lead, gates=gates)
+        raw = {"a": first, "b": second, "A_log": HEADS[0], "dt_bias": HEADS[1]}
+        x |= raw if gates == "raw" else {"g": first, "beta": second}
+        if lead[0] == 1:
+            x |= {"cu_seqlens": ints(0, 4, 5, 9, dtype=index_dtype), "max_seqlen": 4}
+        x |= {"state": pool, "state_v_first": state_v_first}
+        table = torch.arange(3 * T).to(index_dtype).view(3, T)
+        verify = {"read_index": index, "write": "none", "intermediate": kept}
+        protocols = [
+            {"state": pool[:3]},
+            {"read_index": index},
+            {"state": ring, "read_index": index, "ring_pos": index, "write": "all"},
+            {"read_index": table, "num_accepted": index, "write_index": table, "write": "all"},
+            verify,
+            verify | {"intermediate_row": index},
+            verify | {"parent": table},
+            verify | {"parent": table, "intermediate_row": index},
+            {"read_index": index, "write_index": index + 3},
+        ]
+        for where in protocols:
+            yield lambda x=x, where=where: gdn.decode(**{**x, **where})
+            yield lambda x=x, where=where: gdn.decode(**{**x, **where}, round_state=True)
+
+
+def own_packets(pool, gates, index_dtype, state_v_first):
     """Packets on matrix units, by few rows and many."""
-    A_log, dt_bias = HEADS
-    for N, T in ((1, 4), (32, 4), (3, 1), (32, 1)):
-        x, a, b = tokens(N, T)
-        given = {**x, "a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, "state": pool}
-        given["read_index"] = torch.arange(N).int()
-        G, cursor = torch.zeros(32, 20, HV, dtype=torch.float64), torch.zeros(32, dtype=torch.int32)
+    layout = {"state_v_first": state_v_first}
+    for N, T in ((1, 4), (32, 4), (3, 1), (32, 1), (5, 2)):
+        G, cursor = torch.zeros(32, 20, HV, dtype=torch.float64), torch.zeros(32, dtype=index_dtype)
         history = {"history_u": torch.zeros(32, 20, HV, V, dtype=BF16), "history_G": G, "cursor": cursor}
         history["history_k"] = torch.zeros(32, 20, H, K, dtype=BF16)
-        yield lambda given=given, history=history: gdn.replay_decode(**given, **history)
-        yield lambda given=given: gdn.decode(**given, exact_packet=False)
+        index = torch.arange(N).to(index_dtype)
+        packed = {"cu_seqlens": torch.arange(N + 1).to(index_dtype) * T, "max_seqlen": T}
+        for lead, rows in (((N, T), {}), ((1, N * T), packed)):
+            x, first, second = tokens(*lead, gates=gates)
+            raw = {"a": first, "b": second, "A_log": HEADS[0], "dt_bias": HEADS[1]}
+            x |= raw if gates == "raw" else {"g": first, "beta": second}
+            given = {**x, **rows, **layout, "state": pool, "read_index": index}
+            yield lambda given=given, history=history: gdn.replay_decode(**given, **history)
+            yield lambda given=given: gdn.decode(**given, exact_packet=False)
         layers = {name: x[None] for name, x in history.items() if name != "cursor"}
-        index = given["read_index"]
         yield lambda layers=layers, index=index, T=T, cursor=cursor: gdn.replay_commit(
-            pool[None], **layers, cursor=cursor, index=index, accepted=index, room=T
+            pool[None], **layers, cursor=cursor, index=index, accepted=index, room=T, **layout
         )
+
+
+def own_prompts(pool, gates, index_dtype, state_v_first):
+    """Prompts that go on and that do not, from one slot to another, with prefixes kept."""
+    for N in (1, 3, 12):
+        x, first, second = tokens(1, 66 * N, gates=gates)
+        raw = {"a": first, "b": second, "A_log": HEADS[0], "dt_bias": HEADS[1]}
+        x |= raw if gates == "raw" else {"g": first, "beta": second}
+        index = torch.arange(N).to(index_dtype)
+        x |= {"state": pool, "cu_seqlens": torch.arange(N + 1).to(index_dtype) * 66, "state_index": index}
+        begins, splits = {"has_initial_state": index < 1}, {"out_state_index": index + N}
+        kept = torch.zeros(2 * N, *pool.shape[1:])
+        kept = {"checkpoints": kept, "checkpoint_every": 64, "checkpoint_offsets": index * 2}
+        snapshot = {"snapshot_pos": index + 64, "snapshot_index": index + 12}
+        for more in (
+            {}, begins, splits, begins | splits, kept | begins, snapshot, snapshot | begins,
+            snapshot | begins | splits, snapshot | kept | begins | splits, {"update_state": False},
+        ):  # fmt: skip
+            yield lambda x=x, more=more: gdn.prefill(**x, **more, state_v_first=state_v_first)
 
 
 CALLS = {"gdn": own_calls, "vllm": vllm_calls, "sglang": sglang_calls, "lmdeploy": lmdeploy_calls}
@@ -203,30 +312,46 @@ CALLS = {"gdn": own_calls, "vllm": vllm_calls, "sglang": sglang_calls, "lmdeploy
 
 @needs_triton
 @pytest.mark.parametrize(
-    "engine, state_dtype",
+    "engine, state_dtype, options",
     [
-        ("gdn", BF16),
-        ("gdn", torch.float32),
-        ("vllm", BF16),
-        ("sglang", torch.float32),
-        ("lmdeploy", torch.float32),
-        ("lmdeploy", BF16),
+        ("gdn", BF16, {}),
+        ("gdn", torch.float32, {}),
+        ("gdn", torch.float32, {"index_dtype": torch.int64}),
+        ("gdn", torch.float32, {"gates": ("active",), "state_v_first": False}),
+        ("gdn", BF16, {"gates": ("raw", "active"), "index_dtype": torch.int64, "state_v_first": False}),
+        ("vllm", BF16, {}),
+        ("sglang", torch.float32, {}),
+        ("sglang", BF16, {}),
+        ("lmdeploy", torch.float32, {}),
+        ("lmdeploy", BF16, {}),
     ],
 )
-def test_nothing_is_left_to_compile(recorded, engine, state_dtype):
-    """Every binary that the adapter's calls launch is among those of the warmup, on an imagined H200."""
-    warmed = recorded(
-        lambda: gdn.warmup("cpu", **SIZES, state_dtypes=(state_dtype,), engines=(engine,), backend="triton")
-    )
+def test_nothing_is_left_to_compile(recorded, engine, state_dtype, options):
+    """Every binary that the engine's calls launch is among those of the warmup, on an imagined H200."""
+    asked = {"state_dtypes": (state_dtype,), "engines": (engine,), "backend": "triton", **options}
+    warmed = recorded(lambda: gdn.warmup("cpu", **SIZES, **asked))
     pool = pool_of(32, HV=HV, K=K, V=V, dtype=state_dtype)
-    for number, call in enumerate(CALLS[engine](pool)):
+    for number, call in enumerate(CALLS[engine](pool, **options)):
         missing = recorded(call) - warmed
         assert not missing, (number, sorted(job.name for job in missing))
     # the comparison can fail: another head size is another binary
-    other = recorded(
-        lambda: gdn.warmup("cpu", **{**SIZES, "head_v_dim": 64}, engines=(engine,), backend="triton")
-    )
-    assert recorded(next(CALLS[engine](pool))) - other
+    other = recorded(lambda: gdn.warmup("cpu", **{**SIZES, "head_v_dim": 64}, **asked))
+    assert recorded(next(CALLS[engine](pool, **options))) - other
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "change",
+    [{"gates": ("active",)}, {"index_dtype": torch.int64}, {"state_v_first": False}],
+    ids=["gates", "indices", "layout"],
+)
+def test_what_is_not_asked_for_is_left(recorded, change):
+    """The options are not for nothing: what a warmup without them has compiled is not enough."""
+    warmed = recorded(lambda: gdn.warmup("cpu", **SIZES, backend="triton"))
+    pool = pool_of(32, HV=HV, K=K, V=V)
+    missing = set().union(*(recorded(call) - warmed for call in own_calls(pool, **change)))
+    wanted = {"decode_kernel", "replay_kernel", "packet_kernel"}
+    assert wanted <= {job.kernel.__name__ for job in missing}
 
 
 @needs_triton

@@ -4,13 +4,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from gdn.ops.warmup_calls import ENGINES, Sizes, layer, windows
-from gdn.problem.warmup import check_engines
+from gdn.problem.warmup import check_index_dtype, check_names
 
 
 def warmup(
@@ -27,6 +28,9 @@ def warmup(
     max_tokens: int = 4,
     max_rows: int = 256,
     engines: Sequence[str] = ("gdn",),
+    gates: Sequence[str] = ("raw",),
+    index_dtype: torch.dtype = torch.int32,
+    state_v_first: bool = True,
     training: bool = False,
     backend: str | None = None,
 ) -> list[str]:
@@ -41,9 +45,12 @@ def warmup(
         dt_bias_dtype               of dt_bias; A_log is taken to be fp32
         max_tokens                  longest packet that `decode` will see
         max_rows                    most prompts in one batch: their number decides on tiles
-        engines                     whose calls: "gdn" (the public functions: the protocols P1 to P6, int32
-                                    indices), "vllm", "sglang", "lmdeploy" (gdn.integrations: their index
-                                    types, gates and layouts)
+        engines                     whose calls: "gdn" (the public functions: the protocols P1 to P6, rows
+                                    side by side and by offsets; prefill with whatever it can keep), "vllm",
+                                    "sglang", "lmdeploy" (gdn.integrations: their index types, gates, layouts)
+        gates                       of engine "gdn": "raw" (a, b, A_log, dt_bias), "active" (g, beta), or both
+        index_dtype                 of all its indices, offsets, positions and counts: int32 or int64
+        state_v_first               layout of its pools
         training                    True: the backward as well
         backend                     None: for each function the best that takes it; a name never falls back
 
@@ -54,17 +61,21 @@ def warmup(
     Cost:   what compiling costs; memory for max_rows prompts of 65 tokens and as many states, and for a
             prompt of 4096 tokens.
     """
-    check_engines(engines, ENGINES)
+    check_names("engines", engines, ENGINES)
+    check_names("gates", gates, ("raw", "active"))
+    check_index_dtype(index_dtype)
     lines = []
     for dtype in dtypes:
-        s = Sizes(
+        usual = Sizes(
             num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_size, max(1, max_tokens), max(1, max_rows),
             torch.device(device), dtype, dt_bias_dtype, backend,
         )  # fmt: skip
-        calls = [*layer(s, training), *(call for name in engines for call in windows(s, name))]
+        s = replace(usual, gates=tuple(gates), index_dtype=index_dtype, v_first=state_v_first)
+        sizes = {name: s if name == "gdn" else usual for name in engines}
+        calls = [*layer(s, training), *(call for name in engines for call in windows(sizes[name], name))]
         lines += [_met(f"{function} {dtype} {form}", call, s.device) for function, form, call in calls]
         for state_dtype in state_dtypes:
-            calls = [call for name in engines for call in ENGINES[name](s, state_dtype)]
+            calls = [call for name in engines for call in ENGINES[name](sizes[name], state_dtype)]
             about = f"{dtype} {state_dtype}"
             lines += [_met(f"{function} {about} {form}", call, s.device) for function, form, call in calls]
     return lines

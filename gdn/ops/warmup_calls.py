@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ class Sizes:
     dtype: torch.dtype
     dt_bias_dtype: torch.dtype
     backend: str | None
+    gates: tuple[str, ...] = ("raw",)
+    index_dtype: torch.dtype = torch.int32
+    v_first: bool = True
 
     @property
     def channels(self) -> int:
@@ -68,14 +72,14 @@ class Sizes:
         g = torch.zeros(*lead, self.HV, device=self.device)
         return {"g": g, "beta": g.clone()}
 
-    def pool(self, dtype: torch.dtype, *lead: int, v_first: bool = True) -> Tensor:
-        last = (self.V, self.K) if v_first else (self.K, self.V)
+    def pool(self, dtype: torch.dtype, *lead: int) -> Tensor:
+        last = (self.V, self.K) if self.v_first else (self.K, self.V)
         return torch.zeros(*lead, self.HV, *last, dtype=dtype, device=self.device)
 
-    def index(self, *lead: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    def index(self, *lead: int, dtype: torch.dtype | None = None) -> Tensor:
         """A slot of its own for every place."""
         count = torch.Size(lead).numel()
-        return torch.arange(count, dtype=dtype, device=self.device).view(*lead)
+        return torch.arange(count, dtype=dtype or self.index_dtype, device=self.device).view(*lead)
 
     def offsets(self, N: int, T: int) -> Tensor:
         return self.index(N + 1) * T
@@ -90,6 +94,10 @@ class Sizes:
         """Numbers of prompts and the tokens of each; on a GPU a long one, too."""
         found = [(N, LENGTH) for N in self.batches()]
         return [*found, (1, LONG)] if self.device.type == "cuda" else found
+
+    def packets(self) -> list[int]:
+        """Tokens of a packet that kernels differ in: what a packet halves into decides on their steps."""
+        return sorted({min(1 << i, self.T) for i in range(self.T.bit_length() + 1)})
 
 
 def layer(s: Sizes, training: bool) -> Iterator[Call]:
@@ -149,62 +157,100 @@ def windows(s: Sizes, engine: str) -> Iterator[Call]:
 
 
 def _decode(s: Sizes, form: str, gates: str, lead: tuple[int, int], **where: Any) -> Call:
-    given = {**s.tokens(*lead), **getattr(s, gates)(*lead)}
-    return "decode", f"{form} {gates}", partial(decode, **given, backend=s.backend, **where)
+    given = {**s.tokens(*lead), **getattr(s, gates)(*lead), "state_v_first": s.v_first, "backend": s.backend}
+    return "decode", f"{form} {gates}", partial(decode, **given, **where)
 
 
 def _packed(s: Sizes, pool: Tensor, **where: Any) -> Call:
     widths: dict[str, Any] = {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V, "backend": s.backend}
+    widths["state_v_first"] = s.v_first
     return "decode_packed", "", partial(decode_packed, s.mixed(1), **s.raw(1), state=pool, **widths, **where)
 
 
 def _prefill(
-    s: Sizes, gates: str, pool: Tensor, *, index: torch.dtype = torch.int32, begins: bool = False,
-    splits: bool = False, checkpoints: bool = False, **options: Any,
+    s: Sizes, gates: str, pool: Tensor, prompts: list[tuple[int, int]] | None = None, *,
+    index: torch.dtype | None = None, begins: bool = False, splits: bool = False, checkpoints: bool = False,
+    snapshots: bool = False, **options: Any,
 ) -> Iterator[Call]:  # fmt: skip
-    """Prompts in every number."""
-    for N, T in s.prompts():
-        given = {**s.tokens(1, N * T), **getattr(s, gates)(1, N * T)}
+    """Prompts, in every number if not said otherwise."""
+    asked = {"begins": begins, "splits": splits, "checkpoints": checkpoints, "snapshots": snapshots}
+    for N, T in s.prompts() if prompts is None else prompts:
+        given = {**s.tokens(1, N * T), **getattr(s, gates)(1, N * T), "state_v_first": s.v_first}
+        slots = s.index(N, dtype=index)
         where: dict[str, Any] = {"state": pool[:1].repeat(2 * N, *(1 for _ in pool.shape[1:]))}
-        where |= {"cu_seqlens": s.offsets(N, T), "state_index": s.index(N, dtype=index)}
+        where |= {"cu_seqlens": s.offsets(N, T), "state_index": slots}
         if begins:
             where["has_initial_state"] = torch.zeros(N, dtype=torch.bool, device=s.device)
         if splits:
-            where["out_state_index"] = s.index(N, dtype=index) + N
+            where["out_state_index"] = slots + N
         if checkpoints:
             where["checkpoints"] = torch.zeros(N * (T // 64) + 1, *pool.shape[1:], device=s.device)
-            where |= {"checkpoint_every": 64, "checkpoint_offsets": s.index(N, dtype=torch.int64)}
+            where |= {"checkpoint_every": 64, "checkpoint_offsets": slots}
+        if snapshots:
+            where |= {"snapshot_pos": slots, "snapshot_index": slots + N}
         call = partial(prefill, **given, **where, backend=s.backend, **options)
-        yield "prefill", f"{gates} N={N} T={T}", call
+        words = " ".join(name for name, is_asked in asked.items() if is_asked)
+        yield "prefill", f"{gates} N={N} T={T} {words}", call
 
 
 def own(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
-    """The public functions by their protocols, int32 indices, raw logits."""
+    """The public functions by their protocols, with gates and indices of the kinds that are asked for."""
     pool, row = s.pool(dtype, s.T + 1), s.index(1)
     for T in sorted({1, s.T}):
+        kept = s.pool(dtype, 1, T)
+        functional = partial(decode_functional, state=pool[:1], state_v_first=s.v_first, backend=s.backend)
+        for gates in s.gates:
+            given = {**s.tokens(1, T), **getattr(s, gates)(1, T)}
+            yield "decode_functional", f"T={T} {gates}", partial(functional, **given)
+        once = partial(commit, pool[None], kept[None], row, row, row)
+        yield "commit", f"T={T}", once
+        yield "commit", f"T={T} tracked", partial(once, extra_dst_index=row + 1, extra_step=row)
+    for gates in s.gates:
+        yield from _protocols(s, dtype, gates)
+        for T in s.packets():
+            yield from _packets(s, dtype, gates, T) if T <= PLACES else ()
+        yield from _prefills(s, gates, pool)
+    by_offsets: dict[str, Any] = {"cu_seqlens": s.offsets(1, 1), "max_seqlen": 1}
+    for rows in ({}, by_offsets):
+        yield _packed(s, pool, read_index=row, **rows)
+    yield from _steps(s, pool, row)
+
+
+def _protocols(s: Sizes, dtype: torch.dtype, gates: str) -> Iterator[Call]:
+    """A token, a packet, and rows by offsets; states narrower than fp32 rounded after each token and not."""
+    pool, row = s.pool(dtype, s.T + 1), s.index(1)
+    by_offsets: dict[str, Any] = {"cu_seqlens": s.offsets(1, s.T), "max_seqlen": s.T}
+    for T, rows in ((1, {}), (s.T, {}), (s.T, by_offsets)):
         ring, kept, table = s.pool(dtype, 2, 2), s.pool(dtype, 1, T), s.index(1, T)
         here: dict[str, Any] = {"state": pool, "read_index": row}
         verify = here | {"write": "none", "intermediate": kept}
         forms: dict[str, dict[str, Any]] = {
+            "rows": {"state": pool[:1]},
             "index": here,
-            "P1": {**here, "state": ring, "ring_pos": row, "write": "all", "round_state": True},
-            "P2": {**here, "read_index": table, "num_accepted": row, "write_index": table, "write": "all"},
+            "P1": here | {"state": ring, "ring_pos": row, "write": "all"},
+            "P2": here | {"read_index": table, "num_accepted": row, "write_index": table, "write": "all"},
             "P3": verify,
-            "P4": verify | {"parent": table, "intermediate_row": row},
+            "P3 by row": verify | {"intermediate_row": row},
+            "P4": verify | {"parent": table},
+            "P4 by row": verify | {"parent": table, "intermediate_row": row},
             "P6": here | {"write_index": row},
         }
         for name, where in forms.items():
-            yield _decode(s, f"{name} T={T}", "raw", (1, T), **where)
-        given = {**s.tokens(1, T), **s.raw(1, T)}
-        functional = partial(decode_functional, **given, state=pool[:1], backend=s.backend)
-        yield "decode_functional", f"T={T}", functional
-        yield "commit", f"T={T}", partial(commit, pool[None], kept[None], row, row, row)
-        if T <= PLACES:
-            yield from _packets(s, dtype, T)
-    yield _packed(s, pool, read_index=row)
-    yield from _steps(s, pool, row)
-    yield from _prefill(s, "raw", pool, begins=True)
-    yield from _prefill(s, "raw", pool, checkpoints=True)
+            form = f"{name} T={T}{' by offsets' if rows else ''}"
+            yield _decode(s, form, gates, (1, T), **where, **rows)
+            if dtype != torch.float32:
+                yield _decode(s, f"{form} rounded", gates, (1, T), **where, **rows, round_state=True)
+
+
+def _prefills(s: Sizes, gates: str, pool: Tensor) -> Iterator[Call]:
+    """The rule in every number of prompts, with the states on the way and without; around it, in kernels that
+    no number of prompts changes, every choice of slots and of what is kept."""
+    yield from _prefill(s, gates, pool, begins=True)
+    yield from _prefill(s, gates, pool, snapshots=True)
+    for begins, checkpoints, snapshots in product((False, True), repeat=3):
+        asked: dict[str, Any] = {"begins": begins, "checkpoints": checkpoints, "snapshots": snapshots}
+        for more in ({}, {"splits": True}, {"update_state": False}):
+            yield from _prefill(s, gates, pool, [(1, LENGTH)], **(asked | more))
 
 
 def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
@@ -213,6 +259,7 @@ def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
         weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
         windows = torch.zeros(2, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
         widths: dict[str, Any] = {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V}
+        widths["state_v_first"] = s.v_first
         given: dict[str, Any] = {
             "conv_state": windows,
             "conv_weight": weight,
@@ -227,21 +274,25 @@ def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
             yield "decode_step", f"{form} N={N}", partial(decode_step, **given, **more, backend=s.backend)
 
 
-def _packets(s: Sizes, dtype: torch.dtype, T: int) -> Iterator[Call]:
+def _packets(s: Sizes, dtype: torch.dtype, gates: str, T: int) -> Iterator[Call]:
     """What goes over matrix units, in tiles for few rows and for many: P5, histories in the dtype of the
     activations, and the chunk form."""
     for N in sorted({1, s.rows if len(s.batches()) > 1 else 1}):
-        pool, rows, given = s.pool(dtype, N), s.index(N), {**s.tokens(N, T), **s.raw(N, T)}
+        pool, rows = s.pool(dtype, N), s.index(N)
         u = torch.zeros(N, PLACES, s.HV, s.V, dtype=s.dtype, device=s.device)
         k = torch.zeros(N, PLACES, s.H, s.K, dtype=s.dtype, device=s.device)
         G = torch.zeros(N, PLACES, s.HV, dtype=torch.float64, device=s.device)
         history: dict[str, Any] = {"history_u": u, "history_k": k, "history_G": G, "cursor": rows * 0}
-        where: dict[str, Any] = {"state": pool, "read_index": rows, "backend": s.backend}
-        yield "replay_decode", f"T={T} N={N}", partial(replay_decode, **given, **history, **where)
+        more: dict[str, Any] = {"state_v_first": s.v_first, "backend": s.backend}
+        where: dict[str, Any] = {"state": pool, "read_index": rows, **more}
+        by_offsets: dict[str, Any] = {"cu_seqlens": s.offsets(N, T), "max_seqlen": T}
+        for lead, packed in (((N, T), {}), ((1, N * T), by_offsets)):
+            given = {**s.tokens(*lead), **getattr(s, gates)(*lead), **where, **packed}
+            form = f"{gates} T={T} N={N}{' by offsets' if packed else ''}"
+            yield "replay_decode", form, partial(replay_decode, **given, **history)
+            yield "decode", f"chunk form {form}", partial(decode, **given, exact_packet=False)
         each = (pool[None], u[None], k[None], G[None], rows * 0, rows, rows)
-        fold = partial(replay_commit, *each, room=PLACES, backend=s.backend)
-        yield "replay_commit", f"T={T} N={N}", fold
-        yield "decode", f"chunk form T={T} N={N}", partial(decode, **given, **where, exact_packet=False)
+        yield "replay_commit", f"T={T} N={N}", partial(replay_commit, *each, room=PLACES, **more)
 
 
 def vllm(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
@@ -269,9 +320,14 @@ def _from_states(s: Sizes, dtype: torch.dtype, N: int) -> None:
 
 
 def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
-    """Decode, packed or by offsets; drafts in chains and trees; prompts, with snapshots or without."""
+    """Decode, packed or by offsets; drafts in chains and trees; prompts, tracked in fp32 or not."""
     pool, row, kept = s.pool(dtype, 2), s.index(1), s.pool(dtype, 1, s.T)
     wide = s.index(1, dtype=torch.int64)
+    # the drafts' windows, each in memory of its own or in the one of all (chains)
+    window = torch.zeros(1, 2, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
+    apart = window[:, :1, None].repeat(1, 1, s.T, 1, 1)
+    within = torch.zeros(1, 1, s.channels, s.T + s.W - 2, dtype=s.dtype, device=s.device)
+    windows = ((window, apart), (window, within.unfold(3, s.W - 1, 1).transpose(2, 3)))
     yield _packed(s, pool, read_index=row)
     for gates in ("raw", "active"):
         one: dict[str, Any] = {"cu_seqlens": s.offsets(1, 1), "max_seqlen": 1, "read_index": row}
@@ -284,9 +340,16 @@ def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
                 yield _decode(s, form, gates, (1, s.T), state=pool, intermediate_row=rows, **verify)
     for step in (row, wide):
         for rows in (row, wide):
-            yield "commit", f"sglang T={s.T}", partial(commit, pool[None], kept[None], row, rows, step)
+            for more in ({}, {"extra_dst_index": wide, "extra_step": step}):
+                for moved in ((pool[None], kept[None]), *windows):
+                    yield "commit", f"sglang T={s.T}", partial(commit, *moved, row, rows, step, **more)
     yield from _prefill(s, "active", pool)
+    yield from _prefill(s, "active", pool, [(1, LENGTH)], update_state=False)
     yield from _prefill(s, "active", pool, checkpoints=True)
+    # what is tracked goes through a pool in fp32
+    between = s.pool(torch.float32, 2)
+    yield from _prefill(s, "active", between, snapshots=True)
+    yield "commit", "sglang tracked", partial(commit, pool[None], between[None, :, None], row, row, row)
 
 
 def lmdeploy(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:

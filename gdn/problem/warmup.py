@@ -3,11 +3,19 @@
 from collections.abc import Collection
 from typing import Any
 
+from gdn.problem.check import INTS
 
-def check_engines(engines: Any, known: Collection[str]) -> None:
-    """TypeError unless engines is a sequence of names, ValueError for one that is not known."""
-    if isinstance(engines, str) or not all(isinstance(name, str) for name in engines):
-        raise TypeError(f"engines: expected a sequence of names, got {engines!r}")
-    for name in engines:
-        if name not in known:
-            raise ValueError(f"engines: expected some of {', '.join(known)}, got {name!r}")
+
+def check_names(name: str, given: Any, known: Collection[str]) -> None:
+    """TypeError unless given is a sequence of names, ValueError for one that is not known."""
+    if isinstance(given, str) or not all(isinstance(x, str) for x in given):
+        raise TypeError(f"{name}: expected a sequence of names, got {given!r}")
+    for x in given:
+        if x not in known:
+            raise ValueError(f"{name}: expected some of {', '.join(known)}, got {x!r}")
+
+
+def check_index_dtype(dtype: Any) -> None:
+    """TypeError for what no index has."""
+    if dtype not in INTS:
+        raise TypeError(f"index_dtype: expected int32 or int64, got {dtype}")
