@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 # what the recorded spills in tests/spills.json belong to; put where torch has brought none, on what it has wheels for
 TRITON ?= triton==3.6.0
 OTHER_TRITONS := 3.7.1 3.8.0 3.9.0
+# 1.5 MB of Python; laid over the environment, for where Transformers finds it, it calls it, on a CPU in vain
+FLA ?= flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
 # tests at a time; on a machine with a GPU, where every test compiles kernels, as many as it has processors
 WORKERS ?= 2
 
@@ -16,11 +18,12 @@ DEMO_NEEDS := torch, jaxtyping, typer, rich, matplotlib, transformers
 TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy
 can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 
-.PHONY: help demo test lint types interpret compile matrix spills bench bench-gpu clean
+.PHONY: help demo test lint types interpret compile fla matrix spills bench bench-gpu clean
 
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
 	@echo "make test    lint, types, the whole test suite; with Triton its kernels interpreted, and compiled for five GPUs"
+	@echo "make fla     the tests of our side of FLA, on FLA itself"
 	@echo "make matrix  the kernels compiled and interpreted with other versions of Triton, too"
 	@echo "make spills  record anew what each kernel spills (tests/spills.json)"
 	@echo "make bench   the CPU benchmark against Transformers (benchmarks/results/cpu.jsonl)"
@@ -35,7 +38,7 @@ DEMO_PYTHON := $(VENV)/bin/python
 demo bench bench-gpu: $(VENV)/.demo
 endif
 
-TESTS := test lint types interpret compile matrix spills
+TESTS := test lint types interpret compile fla matrix spills
 ifeq ($(filter $(TESTS),$(MAKECMDGOALS)),)
 else ifeq ($(call can,$(TEST_NEEDS)),yes)
 TEST_PYTHON := $(PYTHON)
@@ -45,6 +48,7 @@ $(TESTS): $(VENV)/.test
 endif
 PYTEST = OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest
 HAS_TRITON = $(TEST_PYTHON) -c "import triton" 2>/dev/null
+HAS_FLA = $(TEST_PYTHON) -c "import fla" 2>/dev/null
 # a version laid over the environment: its folder comes first
 over = PYTHONPATH=build/triton-$*
 
@@ -62,13 +66,16 @@ bench-gpu:
 
 test: lint types
 	$(PYTEST) -n $(WORKERS) -m "not compile"
-	if $(HAS_TRITON); then $(MAKE) interpret compile; fi
+	if $(HAS_TRITON); then $(MAKE) interpret compile; $(HAS_FLA) || $(MAKE) fla; fi
 
 interpret:
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpret
 
 compile:
 	$(PYTEST) -m compile
+
+fla: build/fla/.done
+	PYTHONPATH=build/fla $(PYTEST) tests/test_integrations_fla.py
 
 matrix: compile $(OTHER_TRITONS:%=matrix-%)
 
@@ -109,4 +116,8 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.torch
 
 build/triton-%/.done:
 	$(TEST_PYTHON) -m pip install --quiet --no-deps --target build/triton-$* triton==$*
+	touch $@
+
+build/fla/.done:
+	$(TEST_PYTHON) -m pip install --quiet --no-deps --target build/fla $(FLA)
 	touch $@

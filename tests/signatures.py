@@ -2,6 +2,10 @@
 
 Recorded from the packages' sources, with version and date; where a package can be imported,
 tests/test_integrations*.py hold the record against it. Names, order, kinds and defaults count.
+
+FLA is 1.5 MB of Python, and `make test` has it (`make fla`). The others are not installed for a test: the
+wheel of vLLM 0.33.0 has 336 MB, that of lmdeploy 0.18.0 107 MB, and SGLang 0.5.23, 39 MB, wants torch 2.14.1,
+sglang-kernel and FlashInfer beside it.
 """
 
 import importlib
@@ -69,7 +73,7 @@ VLLM = {  # vllm 0.33.0, recorded 2026-11-21; fused_gdn_gating is of earlier ver
 }
 
 _SGL = "sglang.kernels.ops"
-SGLANG = {  # sglang 0.5.23, recorded 2026-11-21; sgl-kernel-npu at 07aa7757
+SGLANG = {  # sglang 0.5.23, recorded 2026-11-22; sgl-kernel-npu at 07aa7757
     (f"{_SGL}.attention.linear.fused_sigmoid_gating_recurrent", "fused_sigmoid_gating_delta_rule_update"): (
         "A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, "
         "initial_state_indices, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, "
@@ -98,17 +102,29 @@ SGLANG = {  # sglang 0.5.23, recorded 2026-11-21; sgl-kernel-npu at 07aa7757
     (f"{_SGL}.mamba.mamba_state_scatter_triton", "fused_mamba_state_scatter_with_mask"): (
         "dst, src, dst_indices_raw, step_indices_raw, src_indices_raw=None"
     ),
+    (f"{_SGL}.mamba.mamba_state_scatter_triton", "scatter_mamba_states_after_mtp_verify"): (
+        "mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
+        "mamba_steps_to_track, src_indices_raw=None"
+    ),
     ("sgl_kernel_npu.fla.chunk", "chunk_gated_delta_rule_npu"): (
         "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=True, cu_seqlens=None, "
         "head_first=False, use_qk_l2norm_in_kernel=False"
     ),
 }
-# positional arguments of the kernel interface's methods; the rest is by name
+# of the class TritonGDNKernel, the same version; kwargs is what else the backend passes. Of it extend reads
+# track_state and track_chunk_idx where a kernel has supports_track_state_snapshot
 SGLANG_KERNEL = {
     "decode": "q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **kwargs",
     "packed_decode": (
         "mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim, "
         "**kwargs"
+    ),
+    "target_verify": (
+        "A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc, "
+        "intermediate_states_buffer, intermediate_state_indices, cache_steps, retrieve_parent_token, **kwargs"
+    ),
+    "extend": (
+        "q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, inplace_update=True, **kwargs"
     ),
 }
 

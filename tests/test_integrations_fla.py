@@ -26,7 +26,7 @@ RAW = {
     "allow_neg_eigval": True,
     "state_v_first": True,
 }
-needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="fla is not installed")
+needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="no fla: make fla has it")
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,8 @@ def test_signatures(module, name):
 @pytest.mark.parametrize("name", SGLANG_KERNEL)
 def test_kernel_signatures(name):
     assert parameters(getattr(sglang.GDNKernel, name)) == SGLANG_KERNEL[name]
+    package = real("sglang.srt.layers.attention.linear.kernels.gdn_triton", "TritonGDNKernel")
+    assert package is None or parameters(getattr(package, name)) == SGLANG_KERNEL[name]
 
 
 def update(x, state, indices, **options):
@@ -135,6 +137,37 @@ def test_commit_without_rows():
     assert same_bits(pools[:, 5], buffer[:, 0, 3]) and same_bits(pools[:, 6], before[:, 6])
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_commit_with_tracking(are_apart):
+    """States and windows of all layers; a chain's windows overlap in one memory a request."""
+    D, W, T = 6, 4, 5
+    wide = torch.randn(2, 3, D, T + W - 2).bfloat16()
+    windows = wide.unfold(3, W - 1, 1).transpose(2, 3)
+    caches = types.SimpleNamespace(
+        temporal=pool_of(2, SLOTS),
+        intermediate_ssm=pool_of(2, 3, T),
+        conv=[torch.zeros(2, SLOTS, D, W - 1).bfloat16(), torch.zeros(0)],
+        intermediate_conv_window=[windows.contiguous() if are_apart else windows, torch.zeros(0)],
+    )
+    slots, steps, rows = torch.tensor([4, -1, 2]).int(), torch.tensor([3, 1, -1]), torch.tensor([2, 1, 0])
+    for given, at in ((rows, [2, 1, 0]), (None, [0, 1, 2])):
+        before = caches.temporal.clone(), caches.conv[0].clone()
+        sglang.scatter_mamba_states_after_mtp_verify(caches, slots, steps, None, steps, given)
+        for dst, src, old in (
+            (caches.temporal, caches.intermediate_ssm, before[0]), (caches.conv[0], windows, before[1]),
+        ):  # fmt: skip
+            assert same_bits(dst[:, 4], src[:, at[0], 3])
+            others = [0, 1, 2, 3, 5, 6, 7, 8]
+            assert same_bits(dst[:, others], old[:, others])
+        # the first two cross a boundary of the prefix cache, at steps of their own
+        track = torch.tensor([7, 1, -1]), torch.tensor([0, 4, -1])
+        sglang.scatter_mamba_states_after_mtp_verify(caches, slots, steps, *track, given)
+        for dst, src in ((caches.temporal, caches.intermediate_ssm), (caches.conv[0], windows)):
+            assert same_bits(dst[:, 7], src[:, at[0], 0]) and same_bits(dst[:, 1], src[:, at[1], 4])
+            assert same_bits(dst[:, 4], src[:, at[0], 3])
+
+
 def test_drafts_adapt_within_the_pitch():
     """Fewer drafts than the buffer has room for."""
     x, offsets, index, rows, _, _ = verify_call()
@@ -197,8 +230,17 @@ def test_extend_tracks_in_fp32():
         exact = state_after(x, span, 64 * int(chunk[n]), before[index[n]].double())
         # bf16 on the way would cost 2e-3
         assert error(track[n], exact) < 1e-5, n
+    # padding, and a slot past the pool: zeros, and nothing read or written
+    odd = {"cache_indices": torch.tensor([6, 1, -1, SLOTS, 8]).int(), "ssm_states": before.clone()}
+    padded, *_ = sglang.GDNKernel().extend(*five, **where | odd, track_state=track, track_chunk_idx=chunk)
+    assert same_bits(padded[:, :130], o[:, :130]) and not padded[:, 130:199].any()
+    assert same_bits(odd["ssm_states"][[6, 8]], state[[6, 8]])
+    assert same_bits(odd["ssm_states"][[0, 3]], before[[0, 3]])
     plain, again = before.clone(), sglang.GDNKernel().extend(*five, **where | {"ssm_states": before.clone()})
     assert same_bits(again[0], o) and again[1:] == (None, None)
+    sglang.GDNKernel().extend(
+        *five, **where | {"ssm_states": plain}, inplace_update=False, track_state=track, track_chunk_idx=chunk
+    )
     sglang.GDNKernel().extend(*five, **where | {"ssm_states": plain}, inplace_update=False)
     assert same_bits(plain, before)
 

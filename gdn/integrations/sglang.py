@@ -12,12 +12,12 @@ from torch import Tensor
 
 from gdn.integrations.engines import check_gating, first, packed, per_token
 from gdn.integrations.patching import Package, Patch
+from gdn.integrations.sglang_prefill import chunk_gated_delta_rule, chunk_gated_delta_rule_npu, tracked
 from gdn.integrations.vllm import fused_gdn_gating
 from gdn.ops.prefill import commit, prefill
 from gdn.ops.serving import decode
 
-__all__ = ["fused_gdn_gating"]
-CHUNK = 64  # tokens between the states that prefix caching may keep
+__all__ = ["chunk_gated_delta_rule", "chunk_gated_delta_rule_npu", "fused_gdn_gating"]
 
 
 def fused_sigmoid_gating_delta_rule_update(
@@ -154,97 +154,6 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     return out, initial_state
 
 
-def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    initial_state_indices: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    head_first: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    inplace_update: bool = True,
-) -> tuple[Tensor, None, Tensor]:
-    """Whole prompts on the pool, in place: `gdn.prefill`, with the state before every chunk of 64 tokens.
-
-    initial_state [slots, HV, V, K] or None: zeros; initial_state_indices [N], None: in order; inplace_update
-    False: the pool is only read. head_first: q, k, v [B, H, T, K] and so on.
-
-    Returns (o, None, h): h [1, rows, HV, V, K] in fp32, where SGLang rounds to the dtype of q; the chunks of
-    a sequence follow one another, those of the next follow them; rows past the last chunk hold anything.
-    Cost: memory for h, (tokens / 64 + N) HV K V x 4 bytes. `GDNKernel` needs it only to track.
-    """
-    if head_first:
-        q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
-    (B, T), offsets = q.shape[:2], cu_seqlens
-    if offsets is None:
-        offsets = torch.arange(B + 1, device=q.device) * T
-    if initial_state is None:
-        N = offsets.shape[0] - 1
-        initial_state = q.new_zeros(N, *v.shape[2:], q.shape[3], dtype=torch.float32)
-    five = tuple(x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta))
-    o, h, _ = with_chunk_states(
-        five, initial_state, initial_state_indices, offsets, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=inplace_update,
-    )  # fmt: skip
-    o = o.view(v.shape)
-    return o.transpose(1, 2) if head_first else o, None, h.unsqueeze(0)
-
-
-def with_chunk_states(
-    five: tuple[Tensor, ...], pool: Tensor, indices: Tensor | None, offsets: Tensor, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`gdn.prefill` of q, k, v, g, beta; the state before each chunk [rows, ...]; every first chunk [N]."""
-    q, k, v, g, beta = five
-    N = offsets.shape[0] - 1
-    indices = torch.arange(N, device=q.device) if indices is None else indices[:N]
-    chunks = (offsets.diff() + CHUNK - 1) // CHUNK
-    at = chunks.cumsum(0) - chunks
-    # as many as there can be: how many there are is not read on the host
-    rows = q.shape[1] // CHUNK + N
-    h = q.new_empty(rows + 1, *pool.shape[1:], dtype=torch.float32)
-    begin = pool.index_select(0, indices.clamp(0, pool.shape[0] - 1)).to(torch.float32)
-    o = prefill(
-        q, k, v, pool, g=g, beta=beta, cu_seqlens=offsets, state_index=indices, checkpoints=h,
-        checkpoint_every=CHUNK, checkpoint_offsets=at + 1, **options,
-    )  # fmt: skip
-    # the state after a last whole chunk came to lie where the next sequence begins; an empty one has no chunk
-    h[torch.where(chunks > 0, at, rows)] = begin
-    return o, h[:rows], at
-
-
-def chunk_gated_delta_rule_npu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = True,
-    cu_seqlens: Tensor | None = None,
-    head_first: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The function of sgl-kernel-npu of that name: states [N, HV, K, V], gathered by the caller, not written.
-
-    Returns (o, final_state fp32 or None, h [1, rows, HV, K, V] as in `chunk_gated_delta_rule`).
-    """
-    if initial_state is None:
-        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        HV, V = (v.shape[1] if head_first else v.shape[2]), v.shape[3]
-        states = q.new_zeros(N, HV, V, q.shape[3], dtype=torch.float32)
-    else:
-        states = initial_state.mT.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    o, _, h = chunk_gated_delta_rule(
-        q, k, v, g, beta, scale, states, None, cu_seqlens, head_first, use_qk_l2norm_in_kernel
-    )
-    return o, states.mT if output_final_state else None, h.mT
-
-
 def fused_mamba_state_scatter_with_mask(
     dst: Tensor,
     src: Tensor,
@@ -260,6 +169,39 @@ def fused_mamba_state_scatter_with_mask(
     if src_indices_raw is None:
         src_indices_raw = torch.arange(step_indices_raw.shape[0], device=dst.device)
     commit(dst, src, dst_indices_raw, src_indices_raw, step_indices_raw)
+
+
+def scatter_mamba_states_after_mtp_verify(
+    mamba_caches: Any,
+    state_indices_tensor: Tensor,
+    last_correct_step_indices: Tensor,
+    mamba_track_indices: Tensor | None,
+    mamba_steps_to_track: Tensor | None,
+    src_indices_raw: Tensor | None = None,
+) -> None:
+    """What was accepted into the pools of states and of windows, and what is tracked into slots of its own:
+    `gdn.commit`, a launch for each pool with all its layers and both slots.
+
+    Args:                       shape
+        mamba_caches            SGLang's SpeculativeState
+          .temporal             [L, slots, HV, V, K]; .intermediate_ssm [L, rows, T, HV, V, K]
+          .conv                 each [L, slots, D, W-1]; .intermediate_conv_window each [L, rows, T, D, W-1],
+                                one after another in memory or overlapping
+        state_indices_tensor    [n] slots; last_correct_step_indices [n] steps, negative: none
+        mamba_track_indices     [n] slots or None; mamba_steps_to_track [n] steps, negative: none
+        src_indices_raw         [n] rows; None: the request's number
+    """
+    c, steps, rows = mamba_caches, last_correct_step_indices, src_indices_raw
+    if rows is None:
+        rows = torch.arange(steps.shape[0], device=steps.device)
+    extra_step = None if mamba_track_indices is None else mamba_steps_to_track
+    pairs = [(c.temporal, c.intermediate_ssm), *zip(c.conv, c.intermediate_conv_window, strict=True)]
+    for dst, src in pairs:
+        if dst.numel() > 0:
+            commit(
+                dst, src, state_indices_tensor, rows, steps, extra_dst_index=mamba_track_indices,
+                extra_step=extra_step,
+            )  # fmt: skip
 
 
 class GDNKernel:
@@ -298,8 +240,8 @@ class GDNKernel:
     def target_verify(
         self, A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *,
         ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor,
-        intermediate_states_buffer: Tensor, intermediate_state_indices: Tensor | None = None,
-        cache_steps: int | None = None, retrieve_parent_token: Tensor | None = None, **kwargs: Any,
+        intermediate_states_buffer: Tensor, intermediate_state_indices: Tensor | None,
+        cache_steps: int | None, retrieve_parent_token: Tensor | None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """Drafts of each request; their states to the buffer, the pool unchanged; o has the shape of v."""
         return fused_sigmoid_gating_delta_rule_update(
@@ -311,27 +253,26 @@ class GDNKernel:
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor,
-        cache_indices: Tensor, query_start_loc: Tensor, inplace_update: bool = True,
-        track_state: Tensor | None = None, track_chunk_idx: Tensor | None = None, **kwargs: Any,
+        cache_indices: Tensor, query_start_loc: Tensor, inplace_update: bool = True, **kwargs: Any,
     ) -> tuple[Tensor, None, None]:  # fmt: skip
-        """Prompts, in place. track_state [N, HV, V, K] fp32 gets the state before chunk track_chunk_idx[n] of
-        each request (negative: none, the row then holds anything)."""
-        N = query_start_loc.shape[0] - 1
-        options: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "update_state": inplace_update}
-        if track_state is None or track_chunk_idx is None:
+        """Prompts, in place. Of kwargs, track_state [N, HV, V, K] fp32 gets in row n the state before chunk
+        track_chunk_idx[n] of that request (negative: none, the row then holds anything)."""
+        slots, track = cache_indices[: query_start_loc.shape[0] - 1], kwargs.get("track_state")
+        if track is None:
             o = prefill(
-                q, k, v, ssm_states, g=g, beta=beta, cu_seqlens=query_start_loc,
-                state_index=cache_indices[:N], **options,
+                q, k, v, ssm_states, g=g, beta=beta, cu_seqlens=query_start_loc, state_index=slots,
+                update_state=inplace_update,
             )  # fmt: skip
-            return o, None, None
-        o, h, at = with_chunk_states(
-            (q, k, v, g, beta), ssm_states, cache_indices, query_start_loc, **options
-        )
-        track_state[:N] = h[(at + track_chunk_idx[:N]).clamp(0, h.shape[0] - 1)]
+        else:
+            o = tracked(
+                (q, k, v, g, beta), ssm_states, slots, query_start_loc, track, kwargs["track_chunk_idx"],
+                inplace_update,
+            )  # fmt: skip
         return o, None, None
 
 
 _LINEAR, _FLA = "sglang.kernels.ops.attention.linear", "sglang.kernels.ops.attention.fla"
+_SCATTER = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
 PACKAGE = Package(
     (
         ("sglang.srt.layers.attention.linear.kernels.gdn_triton", "TritonGDNKernel", GDNKernel),
@@ -346,12 +287,14 @@ PACKAGE = Package(
             "fused_recurrent_gated_delta_rule_packed_decode",
             fused_recurrent_gated_delta_rule_packed_decode,
         ),
-        (f"{_FLA}.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
         (
-            "sglang.kernels.ops.mamba.mamba_state_scatter_triton",
-            "fused_mamba_state_scatter_with_mask",
-            fused_mamba_state_scatter_with_mask,
+            f"{_FLA}.fused_recurrent",
+            "fused_recurrent_gated_delta_rule_update",
+            fused_recurrent_gated_delta_rule_update,
         ),
+        (f"{_FLA}.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
+        (_SCATTER, "fused_mamba_state_scatter_with_mask", fused_mamba_state_scatter_with_mask),
+        (_SCATTER, "scatter_mamba_states_after_mtp_verify", scatter_mamba_states_after_mtp_verify),
     )
 )
 
