@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 pytest -m interpret: `triton` on the CPU, its kernels interpr
 pytest -m compile: every kernel compiled for GPUs that need not be there.
 """
 
+import fcntl
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -88,6 +89,16 @@ def triton_device(request: pytest.FixtureRequest) -> Iterator[str]:
     name: str = request.param
     with nullcontext() if name == "cpu" else torch.cuda.device(name):
         yield name
+
+
+@pytest.fixture
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For a test that takes gigabytes of a GPU: one at a time among all workers, and the memory back."""
+    with open(tmp_path_factory.getbasetemp().parent / "alone", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from serving import NAMES, B, R, T, error, inputs, moved, pool_of, protocols, same_bits
+from serving import NAMES, B, R, T, error, inputs, moved, pool_of, protocols, same_bits, step_of
 
 import gdn
 
@@ -138,12 +138,12 @@ def test_a_packet_equals_single_steps(backend, device, name, pool):
         assert same_bits(kept, after) and same_bits(left, state)
 
 
-@pytest.mark.parametrize("name", ["index", "P1", "P2", "P3", "P6", "replay"])
+@pytest.mark.parametrize("name", ["index", "P1", "P2", "P3", "P4", "P6", "replay"])
 def test_more_than_65535_rows_and_heads(backend, device, name):
     """Grids beyond what one axis of a GPU takes; the last rows alone give the same bits."""
     rows, HV, K, V = 4100, 16, 4, 4
     sizes = {"HV": HV, "K": K, "V": V}
-    x = moved(inputs(rows, 1, H=8, **sizes), device)
+    x = moved(inputs(rows, 2 if name == "P4" else 1, H=8, **sizes), device)
     slots, last = torch.arange(rows, device=device), slice(rows - 2, rows)
     how = {
         "index": {"state": pool_of(rows, **sizes), "read_index": slots},
@@ -155,6 +155,10 @@ def test_more_than_65535_rows_and_heads(backend, device, name):
         "P3": {
             "state": pool_of(rows, **sizes), "write": "none", "intermediate": torch.zeros(rows, 1, HV, V, K),
         },
+        "P4": {
+            "state": pool_of(rows, **sizes), "write": "none", "intermediate": torch.zeros(rows, 2, HV, V, K),
+            "parent": slots[:, None].cpu() % torch.tensor([2, 2]) - 1,
+        },
         "P6": {"state": pool_of(2 * rows, **sizes), "write_index": slots + rows},
         "replay": {
             "state": pool_of(rows, **sizes), "history_u": torch.randn(rows, 3, HV, V),
@@ -165,18 +169,57 @@ def test_more_than_65535_rows_and_heads(backend, device, name):
     how = moved(how, device)
     call = gdn.replay_decode if name == "replay" else gdn.decode
     few = {key: v[last].clone() for key, v in x.items()} | moved(how, device)
-    for key in ("ring_pos", "read_index", "write_index"):
+    for key in ("ring_pos", "read_index", "write_index", "parent"):
         if key in few:
             few[key] = few[key][last]
-    if name in ("P1", "P3", "P6"):
+    if name in ("P1", "P3", "P4", "P6"):
         few["read_index"] = slots[last]
-    if name == "P3":
+    if name in ("P3", "P4"):
         few["intermediate_row"] = slots[last]
     o = call(**x, **how, backend=backend)
     assert same_bits(call(**few, backend=backend), o[last]) and o[last].any()
     for key, lead in (("state", -2), ("intermediate", -2), ("history_u", -2)):
         if key in how:
             assert same_bits(how[key][lead:], few[key][lead:]), key
+
+
+@pytest.mark.parametrize("name", ["step", "prefill", "replay's commit"])
+def test_other_calls_of_more_than_65535_rows_and_heads(backend, device, monkeypatch, name):
+    """The same of a layer's whole step, of prompts, and of histories that are folded."""
+    monkeypatch.setenv("GDN_BACKEND", backend)
+    rows, H, HV, K, V = 4100, 8, 16, 16, 16
+    slots, sizes, options = torch.arange(rows), {"HV": HV, "K": K, "V": V}, {}
+    tokens, per_row, written = (), ("read_index", "state_index", "index", "accepted"), ("state",)
+    if name == "step":
+        call, written = gdn.decode_step, ("state", "conv_state")
+        x, options = step_of(rows, H, HV, K, V, 4, slots=rows)
+        x["read_index"], per_row = slots, (*per_row, "mixed_qkv", "a", "b", "z")
+    elif name == "prefill":
+        call, options, x = gdn.prefill, {"batch_invariant": True}, inputs(1, rows, H, **sizes)
+        tokens = tuple(x)
+        x |= {"state": pool_of(rows, **sizes), "state_index": slots, "cu_seqlens": torch.arange(rows + 1)}
+    else:
+        call, written, options = gdn.replay_commit, ("state", "cursor"), {"room": 3}
+        x = {
+            "state": pool_of(1, rows, **sizes), "history_u": torch.randn(1, rows, 3, HV, V),
+            "history_k": torch.randn(1, rows, 3, H, K), "cursor": slots % 2 + 1, "index": slots,
+            "history_G": torch.zeros(1, rows, 3, HV, dtype=torch.float64), "accepted": slots % 3,
+        }  # fmt: skip
+    x, few = moved(x, device), moved(x, device)
+    for key in few:
+        if key in tokens:
+            few[key] = few[key][:, -2:].clone()
+        elif key in per_row:
+            few[key] = few[key][-2:].clone()
+        elif key == "cu_seqlens":
+            few[key] = few[key][:3].clone()
+    before = x["state"].clone()
+    o, alone = call(**x, **options), call(**few, **options)
+    assert o is None or same_bits(alone, (o[:, -2:] if tokens else o[-2:])) and o[-2:].any()
+    for key in written:
+        axis = 1 if x[key].dim() == 5 else 0
+        assert same_bits(x[key].narrow(axis, rows - 2, 2), few[key].narrow(axis, rows - 2, 2)), key
+    assert not same_bits(x["state"], before)
 
 
 def test_commit_of_more_than_65535_states(backend, device, monkeypatch):
@@ -202,45 +245,77 @@ def far(x, *, last):
     return view.copy_(x)
 
 
+FAR = ["index", "P1", "P2", "P3", "P4", "P6", "replay", "replay's commit", "prefill", "commit", "step"]
+
+
 @pytest.mark.interpret
-@pytest.mark.parametrize("name", ["index", "P1", "P2", "P3", "P6", "replay", "prefill", "commit"])
-def test_pools_beyond_2_to_the_31_elements(backend, device, monkeypatch, name):
+@pytest.mark.parametrize("name", [*FAR, "convolution", "convolution on a ring", "convolution of prompts"])
+def test_pools_beyond_2_to_the_31_elements(backend, device, monkeypatch, alone, name):
     """Offsets in 32 bits would read and write somewhere else, without a word."""
     monkeypatch.setenv("GDN_BACKEND", backend)
     x, n = moved(inputs(1, 2), device), torch.tensor([3], device=device)
     state, table = pool_of(4, dtype=BF16).to(device), torch.tensor([[3, 2]], device=device)
-    wide, kept = far(state, last=3), pool_of(4, 2, dtype=BF16).to(device)
+    kept = pool_of(4, 2, dtype=BF16).to(device)
     cu = torch.tensor([0, 2], device=device)
-    u, k = (torch.zeros(4, 3, *size, device=device, dtype=BF16) for size in ((4, 24), (2, 16)))
+    u, k = (torch.randn(4, 3, *size).to(device, BF16) for size in ((4, 24), (2, 16)))
+    G = torch.full((4, 3, 4), -0.5, device=device, dtype=torch.float64)
+    cursor = torch.ones(4, device=device, dtype=torch.int32)
+    rows, windows, taps = (
+        torch.randn(*shape).to(device, BF16) for shape in ((1, 2, 20), (4, 20, 6), (20, 4))
+    )
+    whole, options = step_of(1, 2, 4, 16, 24, 4, BF16, BF16, slots=4)
+    whole = moved(whole | {"read_index": torch.tensor([3])}, device)
 
-    def history(u, k):
-        G = torch.zeros(4, 3, 4, device=device, dtype=torch.float64)
-        return {"history_u": u, "history_k": k, "history_G": G, "cursor": torch.zeros(4, device=device).int()}
-
-    def call(far_or_not):
-        one, many, h, keys = (far_or_not(y) for y in (state, kept, u, k))
+    def call(place):
+        """The output, and what was written of pools of four slots as `place` lays them out."""
+        if name.startswith("convolution"):
+            pool, where = place(windows), {"state_index": n}
+            if name == "convolution of prompts":
+                return gdn.causal_conv1d(rows, taps, state=pool, cu_seqlens=cu, **where)[0], pool
+            where |= {"ring_pos": n} if name == "convolution on a ring" else {}
+            return gdn.causal_conv1d_update(rows, pool, taps, **where), pool
+        if name == "step":
+            own = whole | {key: place(whole[key]) for key in ("state", "conv_state")}
+            o = gdn.decode_step(**own, **options)
+            return torch.cat([o.flatten(), own["conv_state"][3].flatten()]), own["state"]
+        if name.startswith("replay"):
+            past = {"history_u": place(u), "history_k": place(k), "history_G": G, "cursor": cursor.clone()}
+            if name == "replay":
+                return gdn.replay_decode(**x, state=place(state), **past, read_index=n), past["history_u"]
+            layers = {key: past[key][None] for key in ("history_u", "history_k", "history_G")}
+            pool = place(state)
+            gdn.replay_commit(
+                pool[None], **layers, cursor=past["cursor"], index=n, accepted=0 * n + 1, room=3
+            )
+            return past["cursor"], pool
         if name == "prefill":
-            packed = {key: v.reshape(1, 2, *v.shape[2:]) for key, v in x.items()}
-            return gdn.prefill(**packed, state=one, cu_seqlens=cu, state_index=n), one
+            packed, pool = {key: v.reshape(1, 2, *v.shape[2:]) for key, v in x.items()}, place(state)
+            return gdn.prefill(**packed, state=pool, cu_seqlens=cu, state_index=n), pool
         if name == "commit":
-            gdn.commit(one[None], many[None], n, n, 0 * n + 1)
-            return one[3:], one
-        if name == "replay":
-            return gdn.replay_decode(**x, state=one, read_index=n, **history(h, keys)), h
+            pool = place(state)
+            gdn.commit(pool[None], place(kept)[None], n, n, 0 * n + 1)
+            return pool[3:], pool
+        tree = {"write": "none", "intermediate_row": n}
         how = {
-            "index": {"state": one, "read_index": n},
-            "P1": {"state": many, "read_index": n, "ring_pos": 0 * n, "write": "all"},
-            "P2": {"state": one, "read_index": table, "write_index": table, "write": "all"},
-            "P3": {
-                "state": one, "read_index": n, "write": "none", "intermediate": many, "intermediate_row": n,
+            "index": lambda: {"state": place(state), "read_index": n},
+            "P1": lambda: {"state": place(kept), "read_index": n, "ring_pos": 0 * n, "write": "all"},
+            "P2": lambda: {
+                "state": place(state), "read_index": table, "write_index": table, "write": "all",
             },
-            "P6": {"state": one, "read_index": 0 * n, "write_index": n},
-        }[name]  # fmt: skip
+            "P3": lambda: {"state": place(state), "read_index": n, "intermediate": place(kept)} | tree,
+            "P4": lambda: {
+                "state": place(state), "read_index": n, "intermediate": place(kept), "parent": 0 * table,
+            } | tree,
+            "P6": lambda: {"state": place(state), "read_index": 0 * n, "write_index": n},
+        }[name]()  # fmt: skip
         return gdn.decode(**x, **how), how.get("intermediate", how["state"])
 
-    assert (wide[3].data_ptr() - wide[0].data_ptr()) // 2 > 2**31
-    del wide
-    (o, left), (want, small) = call(lambda y: far(y, last=3)), call(lambda y: y.clone())
+    def spread_out(y):
+        found = far(y, last=3)
+        assert (found[3].data_ptr() - found[0].data_ptr()) // y.element_size() > 2**31
+        return found
+
+    (o, left), (want, small) = call(spread_out), call(lambda y: y.clone())
     assert same_bits(o, want) and same_bits(left, small)
 
 
@@ -290,42 +365,3 @@ def test_prefill_then_decode_is_decode_all_the_way(backend, device):
             replayed[None], *(h[None] for h in kept.values()), cursor, at, 0 * at, room=6, backend=backend
         )
         assert error(replayed[1], state[1]) <= 1e-5
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["P1", "P2", "P6"])
-def test_10000_replays_of_a_graph_with_changing_indices(name):
-    """An engine's day: one captured step, other slots, positions and counts in it each time."""
-    steps, rows = 10_000, 6
-    x = moved(inputs(rows, T, K=32, V=32, dtype=BF16), "cuda")
-    draw = lambda high, *shape: torch.randint(-1, high, (steps, rows, *shape), device="cuda")  # noqa: E731
-    order = torch.stack([torch.randperm(rows * T + 1) for _ in range(steps)]).cuda()
-    table = order[:, : rows * T].view(steps, rows, T)
-    indices, state, options = {
-        "P1": ({"read_index": table[..., 0], "ring_pos": draw(99)}, pool_of(rows * T, R, K=32, V=32), "all"),
-        "P2": (
-            {"read_index": table, "write_index": table, "num_accepted": draw(T + 2)},
-            pool_of(rows * T, K=32, V=32), "all",
-        ),
-        "P6": (
-            {"read_index": table[..., 0], "write_index": table[..., 0]}, pool_of(rows * T, K=32, V=32),
-            "final",
-        ),
-    }[name]  # fmt: skip
-    held = {key: v[0].clone() for key, v in indices.items()}
-    graphed, plain = state.cuda(), state.cuda()
-    out, want = torch.empty_like(x["v"]), torch.empty_like(x["v"])
-    step = lambda pool, at, o: gdn.decode(  # noqa: E731
-        **x, **at, state=pool, write=options, out=o, backend="triton"
-    )
-    step(graphed.clone(), held, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(graphed, held, out)
-    graphed.copy_(plain)
-    for i in range(steps):
-        for key, v in indices.items():
-            held[key].copy_(v[i])
-        graph.replay()
-        step(plain, {key: v[i] for key, v in indices.items()}, want)
-    assert same_bits(out, want) and same_bits(graphed, plain) and not same_bits(plain, state)

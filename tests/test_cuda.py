@@ -189,7 +189,7 @@ def test_decode_of_more_than_65535_rows_and_heads():
     assert torch.equal(o[-2:], last) and torch.equal(states[0][-2:], states[1])
 
 
-def test_more_than_2_to_the_31_elements():
+def test_more_than_2_to_the_31_elements(alone):
     """Tensors past the reach of 32-bit offsets; the heads at both ends are looked at."""
     if torch.cuda.get_device_properties(0).total_memory < 120 * 2**30:
         pytest.skip("needs 120 GiB of GPU memory")

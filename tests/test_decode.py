@@ -162,9 +162,9 @@ def test_a_row_does_not_depend_on_the_batch(backend, device, H, HV, K, V, thread
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for dtype, raw in ((torch.float32, False), (torch.bfloat16, True)):
-            x = inputs(16, 2, H, HV, K, V, dtype=dtype, raw=raw) | {"state": pool_of(16, HV=HV, K=K, V=V)}
-            x = moved(x, device)
+        for dtype, pool, raw in ((F32, F32, False), (BF16, F32, True), (BF16, BF16, True), (F16, F16, True)):
+            x = inputs(16, 2, H, HV, K, V, dtype=dtype, raw=raw)
+            x = moved(x | {"state": pool_of(16, HV=HV, K=K, V=V, dtype=pool)}, device)
             o, state = bits_of_rows(backend, x, list(range(16)))
             for batch in ([3], [0, 1, 2, 3, 4], [4, 3, 1, 0], [15, 7]):
                 got = bits_of_rows(backend, x, batch)
@@ -433,7 +433,7 @@ def test_functional_leaves_its_state_alone(backend, device, v_first):
 
 
 @pytest.mark.gpu
-def test_a_pool_beyond_2_to_the_31_elements():
+def test_a_pool_beyond_2_to_the_31_elements(alone):
     """The last slots of a pool of 2.2e9 numbers, against the same states in a small one."""
     H, HV, K, V = 16, 32, 128, 128
     slots = 2**31 // (HV * K * V) + 65

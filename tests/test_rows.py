@@ -1,0 +1,53 @@
+"""A row's bits among any number of rows: by that number tiles are chosen, and no result may tell."""
+
+import pytest
+import torch
+from serving import inputs, pool_of, same_bits, step_of
+
+import gdn
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+MOST, FEWER = 300, (1, 2, 8, 64)
+PER_ROW = ("q", "k", "v", "a", "b", "z", "mixed_qkv", "read_index")
+
+
+def made(name, sizes, pool):
+    """A call of MOST rows on the default device: its tensors, its options, and what it writes by slot."""
+    (H, HV, K, V), dtype = sizes, F16 if pool == F16 else BF16
+    options = {"backend": None}
+    if name == "step":
+        x, how = step_of(MOST, H, HV, K, V, 4, dtype, pool, slots=MOST)
+        return x | {"read_index": torch.arange(MOST)}, options | how, ("state", "conv_state")
+    x = inputs(MOST, 1 if name == "one token" else 4, H, HV, K, V, dtype=dtype, raw=True)
+    x |= {"state": pool_of(MOST, HV=HV, K=K, V=V, dtype=pool), "read_index": torch.arange(MOST)}
+    if name != "replay":
+        return x, options | {"exact_packet": name != "chunk form"}, ("state",)
+    x |= {
+        "history_u": torch.randn(MOST, 8, HV, V).to(dtype), "history_k": torch.randn(MOST, 8, H, K).to(dtype),
+        "history_G": -torch.rand(MOST, 8, HV, dtype=torch.float64).cumsum(1),
+        "cursor": torch.arange(MOST) % 5,
+    }  # fmt: skip
+    return x, options, ("history_u", "history_k", "history_G")
+
+
+@pytest.mark.parametrize("pool", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("name", ["one token", "packet", "chunk form", "replay", "step"])
+def test_a_row_among_any_number_of_rows(backend, device, name, pool):
+    """On a GPU at the size of a model: 32 to 9600 states, which leave it empty and fill it many times."""
+    call = {"replay": gdn.replay_decode, "step": gdn.decode_step}.get(name, gdn.decode)
+    with torch.device(device):
+        x, options, written = made(name, (2, 4, 16, 24) if device == "cpu" else (16, 32, 128, 128), pool)
+        options["backend"] = backend
+        batches = [torch.randperm(MOST)[:count] for count in FEWER]
+
+    def run(batch):
+        """Outputs of some rows, and what they leave in their slots."""
+        few = {key: v[batch] if key in PER_ROW else v for key, v in x.items()}
+        few |= {key: x[key].clone() for key in written}
+        return [call(**few, **options), *(few[key][batch] for key in written)]
+
+    whole = run(torch.arange(MOST, device=device))
+    assert all(y.isfinite().all() and y.any() for y in whole)
+    for batch in batches:
+        for few, many in zip(run(batch), whole, strict=True):
+            assert same_bits(few, many[batch]), len(batch)
