@@ -226,7 +226,7 @@ def noted(row: Row) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        words = (str(error).splitlines() or [""])[0][:300]
+        words = (str(error).splitlines() or [""])[0][:300].encode("ascii", "replace").decode()
         if isinstance(error, NotImplementedError):
             row["refused"] = words
         else:
