@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from serving import STEP, pool_of, step_of
 from serving import inputs as rows_of
+from serving import pool_of, step_of
 
 import gdn
-from gdn.backends.triton import step
 from gdn.bench.accuracy import run
 from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
-from gdn.problem.step import parse_step
 
 EVERYWHERE = ("cuda:80", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942")
 # fp32 and K = 256 need more than the 64 KB of shared memory of a gfx942
@@ -252,13 +250,10 @@ def conv_update(dtype: torch.dtype, T: int, place: str | None) -> Callable[[], A
     return lambda: gdn.causal_conv1d_update(*arguments, activation="silu", **where, backend="triton")
 
 
-def whole_step(
-    form: step.Form, dtype: Any, pool_dtype: Any, sizes: tuple[int, int], v_first: bool, is_gated: bool
-) -> Callable[[], Any]:
-    """A layer's step in a form, whatever the table says. is_gated: with biases, slots and a norm."""
-    x, options = step_of(4, 2, 4, *sizes, 4, dtype, pool_dtype, v_first=v_first, is_gated=is_gated)
-    problem = parse_step(**STEP | x | options | {"backend": "triton"})
-    return lambda: step.decode_step(problem, form)
+def whole_step(dtype: Any, pool_dtype: Any, sizes: tuple[int, int], v_first: bool) -> Callable[[], Any]:
+    """A layer's step, with biases and slots."""
+    x, options = step_of(4, 2, 4, *sizes, 4, dtype, pool_dtype, v_first=v_first)
+    return lambda: gdn.decode_step(**x | options, backend="triton")
 
 
 def stages(dtype: torch.dtype, K: int, V: int, is_packed: bool) -> Callable[[], Any]:
@@ -351,24 +346,7 @@ OTHERS = {
     "norm fp16": (norm, (FP16, 256, None, False), TUNED),
     "conv bf16": (conv, (BF16, 4, "silu", False, False), EVERYWHERE),
     "conv fp32": (conv, (FP32, 3, None, True, True), EVERYWHERE),
-    "step deferred": (whole_step, (step.Form("deferred"), BF16, FP32, (128, 128), True, True), EVERYWHERE),
-    "step deferred, 2 warps": (
-        whole_step,
-        (step.Form("deferred", 2), BF16, BF16, (128, 128), True, True),
-        TUNED,
-    ),
-    "step normed": (whole_step, (step.Form("normed", 8), BF16, FP32, (128, 128), True, True), EVERYWHERE),
-    "step normed bf16 pool": (whole_step, (step.Form("normed"), BF16, BF16, (128, 128), True, True), TUNED),
-    "step normed fp32": (whole_step, (step.Form("normed", 8), FP32, FP32, (64, 256), True, True), TUNED),
-    "step whole": (whole_step, (step.Form("whole"), BF16, FP32, (128, 128), True, True), NVIDIA),
-    "step whole, 8 warps": (whole_step, (step.Form("whole", 8), BF16, FP32, (128, 128), True, True), TUNED),
-    "step whole bf16 pool": (
-        whole_step,
-        (step.Form("whole"), BF16, BF16, (128, 128), True, True),
-        EVERYWHERE,
-    ),
-    "step whole fp16 60": (whole_step, (step.Form("whole"), FP16, FP16, (60, 60), True, False), TUNED),
-    "step whole, K first": (whole_step, (step.Form("whole"), BF16, FP32, (64, 64), False, True), TUNED),
+    "step": (whole_step, (BF16, FP32, (128, 128), True), EVERYWHERE),
     "conv update": (conv_update, (BF16, 1, None), EVERYWHERE),
     "conv update on a ring": (conv_update, (FP32, 4, "ring_pos"), EVERYWHERE),
     "conv update of a window": (conv_update, (BF16, 4, "num_accepted"), TUNED),

@@ -124,7 +124,7 @@ def test_chunks_whose_states_have_no_room_are_left_out(peers, session, monkeypat
     assert stages.states(target, 64) < stages.STATES < stages.states(target, 16)
     monkeypatch.setattr(stages, "STATES", stages.states(SMALL, 32))
     found = measured(session, stage_chains.load(("gdn", "fla"))[0])
-    assert set(found["fla:16", "whole"]) == {"case", "provider", "dtype", "refused"}
+    assert "refused" in found["fla:16", "whole"] and "ms" not in found["fla:16", "whole"]
     assert ("fla:16", "kkt") not in found and found["fla:32", "whole"]["ok"]
 
 

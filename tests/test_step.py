@@ -1,4 +1,4 @@
-"""A layer's whole decode step: the three functions' own bits, the law, and every form of fewer launches."""
+"""A layer's whole decode step: the three functions' own bits, and the law."""
 
 import doctest
 import importlib
@@ -241,100 +241,47 @@ def test_the_gate_can_fail(backend, device):
         assert wrongs(lie, want, x, limit(x)), name
 
 
-# forms of fewer launches
+# on a GPU
 
 
-PROBLEMS = {
-    "bf16": ((3, 2, 4, 16, 24, 4), "bf16", True),
-    "bf16 pool": ((3, 1, 3, 20, 40, 4), "bf16 pool", True),
-    "K first": ((2, 2, 2, 32, 16, 2), "fp32", False),
-    "fp16, K first": ((2, 1, 2, 60, 60, 4), "fp16", False),
-    "one tap": ((2, 1, 2, 16, 16, 1), "fp32", True),
-    "whole heads in strips": ((2, 1, 2, 128, 40, 4), "bf16", True),
-}
-
-
-@pytest.fixture
-def step():
-    return importlib.import_module("gdn.backends.triton.step")
-
-
-@pytest.mark.interpret
 @pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_every_form_is_the_three_functions(step, triton_device, problem, has_norm):
-    sizes, kind, v_first = PROBLEMS[problem]
-    x = made(sizes, kind, v_first=v_first) | {"read_index": at([5, -1, 2][: sizes[0]]), "null_slot": 0}
-    x |= {} if has_norm else {"z": None, "norm_weight": None}
-    wanted = moved(x, triton_device)
-    want, taken = composed(wanted, "triton"), set()
-    for form in step.FORMS:
-        own = moved(x, triton_device)
-        out = torch.full_like(want, NAN)
-        own |= {"out": out, "backend": "triton"}
-        try:
-            step.decode_step(parse_step(**STEP | own), form)
-        except NotImplementedError:
-            assert same_bits(own["state"], x["state"]), "a refusal touches nothing"
-            continue
-        taken.add(form.name)
-        # a fused norm sums in another order
-        assert error(out, want) < TOLERANCE[out.dtype] / 5 and not out[1].any(), form
-        assert all(same_bits(own[n], wanted[n]) for n in WRITTEN), form
-    assert taken == {"separate", "normed", "whole", *(["deferred"] if has_norm else [])}
+def test_a_first_call_compiles_what_other_numbers_of_rows_take(monkeypatch, has_norm):
+    compiling = pytest.importorskip("compiling")
+    step, heads = importlib.import_module("gdn.backends.triton.step"), (16, 32, 128, 128, 4)
+    compiled = []
 
+    def binaries(rows):
+        x, options = step_of(rows, *heads, BF16, BF16, slots=1, is_gated=has_norm)
+        x |= {"read_index": torch.zeros(rows, dtype=torch.int32), "conv_bias": None, "backend": "triton"}
+        if has_norm:
+            # the stride of one row is any number
+            x["z"] = x["z"].contiguous()
+        return set(compiling.jobs(lambda: gdn.decode_step(**x | options), "cuda:90"))
 
-@pytest.mark.interpret
-@pytest.mark.parametrize("name", places())
-def test_every_form_finds_its_places(step, triton_device, name):
-    x = made((ROWS, 1, 2, 16, 8, 4), "bf16 pool") | places(torch.int32)[name]
-    wanted = moved(x, triton_device)
-    want = composed(wanted, "triton")
-    for form in {form.name: form for form in step.FORMS}.values():
-        own = moved(x, triton_device)
-        out = torch.full_like(want, NAN)
-        step.decode_step(parse_step(**STEP | own | {"out": out, "backend": "triton"}), form)
-        assert error(out, want) < TOLERANCE[out.dtype] / 5, form
-        assert all(same_bits(own[n], wanted[n]) for n in WRITTEN), form
-
-
-@pytest.mark.interpret
-def test_the_table_says_which_form(step, triton_device, monkeypatch):
-    """By rows times value heads; the separate kernels where a form does not take the problem."""
-    table = ((8, step.Form("whole")), (12, step.Form("normed")), (float("inf"), step.Form("deferred")))
-    monkeypatch.setattr(step, "NORMED", table)
-    names = []
-    for rows in (2, 3, 4):
-        x = moved(made((rows, 2, 4, 16, 24, 4)), triton_device)
-        names.append(step.form_of(parse_step(**STEP | x)).name)
-    wide = parse_step(**STEP | moved(made((2, 1, 2, 8, 8, 9)), triton_device))
-    bare = parse_step(**STEP | moved(made() | {"z": None, "norm_weight": None}, triton_device))
-    assert [*names, step.form_of(wide).name] == ["whole", "normed", "deferred", "separate"]
-    assert step.form_of(bare) is step.SEPARATE and step.decode_step(bare).form is step.SEPARATE
-    for found in (step.NORMED, step.BARE):
-        assert found[-1][0] == float("inf") and all(form in step.FORMS for _, form in found)
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "ahead", lambda device, kind, steps: compiled.extend(steps()))
+        few = binaries(1)
+    found = [few, binaries(2), binaries(64)]
+    assert set().union(*found) == set(compiling.jobs_of(compiled, "cuda:90"))
+    assert found[0] == found[1] != found[2], "the numbers of rows differ in what they take"
 
 
 @pytest.mark.gpu
-def test_forms_in_a_cuda_graph():
-    """Captured once, replayed on other slots; many rows and heads, as windows are shared by programs."""
-    step = importlib.import_module("gdn.backends.triton.step")
+def test_a_step_in_a_cuda_graph():
+    """Captured once, replayed on other slots."""
     x, sizes = step_of(64, 4, 16, 128, 128, 4, BF16, slots=130)
-    x = moved(x | sizes, "cuda")
-    for form in step.FORMS:
-        out, held = torch.empty(64, 16, 128, dtype=BF16, device="cuda"), moved(x, "cuda")
-        problem = parse_step(**STEP | held | {"out": out, "backend": "triton"})
-        step.decode_step(problem, form)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step.decode_step(problem, form)
-        held["read_index"].copy_(torch.randperm(130)[:64])
-        wanted = moved(held, "cuda")
-        for _ in range(20):
-            graph.replay()
-            want = composed(wanted, "triton")
-            assert error(out, want) < TOLERANCE[BF16] / 5, form
-            assert all(same_bits(held[n], wanted[n]) for n in WRITTEN), form
+    held = moved(x | sizes, "cuda") | {"out": torch.empty(64, 16, 128, dtype=BF16, device="cuda")}
+    gdn.decode_step(**held, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gdn.decode_step(**held, backend="triton")
+    held["read_index"].copy_(torch.randperm(130)[:64])
+    wanted = moved(held, "cuda")
+    for _ in range(20):
+        graph.replay()
+        want = composed({name: v for name, v in wanted.items() if name != "out"}, "triton")
+        assert same_bits(held["out"], want)
+        assert all(same_bits(held[n], wanted[n]) for n in WRITTEN)
 
 
 # the operator, refusals

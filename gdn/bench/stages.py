@@ -92,7 +92,8 @@ def measured(session: Session, target: Target, chains: Mapping[str, Chain]) -> I
     for name, chain in chains.items():
         if states(target, chain.chunk) > STATES:
             why = f"chunks of {chain.chunk} make {states(target, chain.chunk) / 1e9:.0f} GB of states"
-            yield {"case": f"{target.name} whole", "provider": name, "dtype": "bfloat16", "refused": why}
+            head = {**rows.head(target), "provider": name, "backend": None, "chunk": chain.chunk}
+            yield {**head, "case": f"{target.name} whole", "refused": why}
     chains = {name: chain for name, chain in chains.items() if states(target, chain.chunk) <= STATES}
     given = jobs.given(target.case, session.device)
     courses = {name: Course(chain, dict(given.tensors)) for name, chain in chains.items()}

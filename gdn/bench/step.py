@@ -1,4 +1,4 @@
-"""A layer's whole decode step, 16/32 heads of 128 x 128: three functions, one, each form of fewer launches.
+"""A layer's whole decode step, 16/32 heads of 128 x 128: three functions, and one.
 
 Every row is held against the laws of the three stages in fp64, on all its rows, before it is timed. Windows
 and states lie in pools larger than the L2, in no order.
@@ -6,8 +6,6 @@ and states lie in pools larger than the L2, in no order.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -72,7 +70,7 @@ def measured(session: Session, shape: Shape, B: int, dtype: str) -> list[Row]:
     prepared: dict[str, graph.Prepared] = {}
     H, HV = shape.heads
     backend = select(_problem(problems[0])).name
-    for name, bind in ways(problems[0]).items():
+    for name, bind in WAYS.items():
         row = found[name] = {
             "case": f"B={B} {dtype} {name}", "provider": "gdn", "backend": backend, "dtype": "bfloat16",
             "state": dtype, "H": H, "HV": HV, "K": shape.size, "V": shape.size, "N": B, "T": 1,
@@ -80,7 +78,7 @@ def measured(session: Session, shape: Shape, B: int, dtype: str) -> list[Row]:
         with noted(row), torch.no_grad():
             row |= judged(bind, problems[0], wanted)
     # what is timed moves the states on, so all are judged before
-    for name, bind in ways(problems[0]).items():
+    for name, bind in WAYS.items():
         if found[name].get("ok"):
             with noted(found[name]), torch.no_grad():
                 calls = [bind(one) for one in problems]
@@ -93,19 +91,6 @@ def measured(session: Session, shape: Shape, B: int, dtype: str) -> list[Row]:
             if "ms" in row:
                 row["to_functions"] = found[FUNCTIONS]["ms"] / row["ms"]
     return list(found.values())
-
-
-def ways(x: Tensors) -> dict[str, Callable[[Tensors], Run]]:
-    """name -> function that binds a problem's tensors to a call. Forms are the Triton backend's."""
-    found: dict[str, Callable[[Tensors], Run]] = {FUNCTIONS: functions, ONE: one}
-    problem = _problem(x)
-    if select(problem).name != "triton":
-        return found
-    step = import_module("gdn.backends.triton.step")
-    for form in step.FORMS:
-        if step.cannot(problem, form) is None:
-            found[str(form)] = partial(_in_form, step, form)
-    return found
 
 
 def functions(x: Tensors) -> Run:
@@ -125,9 +110,12 @@ def functions(x: Tensors) -> Run:
 
 
 def one(x: Tensors) -> Run:
-    """The public function, in the form that the backend's table says."""
+    """The public function."""
     out = torch.empty_like(x["z"])
     return lambda: gdn.decode_step(**x, out=out)
+
+
+WAYS = {FUNCTIONS: functions, ONE: one}
 
 
 def judged(bind: Callable[[Tensors], Run], x: Tensors, wanted: Mapping[str, Tensor]) -> Row:
@@ -196,17 +184,6 @@ def _problem(x: Tensors) -> StepProblem:
         use_qk_l2norm_in_kernel=True, allow_neg_eigval=False, state_v_first=True, conv_index=None,
         write_index=None, null_slot=None, out=torch.empty_like(x["z"]), backend=None,
     )  # fmt: skip
-
-
-def _in_form(step: Any, form: Any, x: Tensors) -> Run:
-    problem = _problem(x)
-    again, tensors = step.plan_of(problem, form), step.tensors_of(problem)
-
-    def call() -> Tensor:
-        again(*tensors)
-        return problem.out
-
-    return call
 
 
 def _cost(shape: Shape, B: int, size: int) -> Cost:

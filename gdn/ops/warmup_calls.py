@@ -21,7 +21,7 @@ from gdn.ops.step import decode_step
 Call = tuple[str, str, Callable[[], Any]]
 LENGTH = 65  # tokens of a prompt: a whole chunk and a ragged one
 LONG = 4096  # tokens of a prompt that other kernels may be faster at
-PLACES = 16  # of a replay's history
+PLACES = (16, 32)  # of a replay's history: what it takes at once, and twice that
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def own(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
     for gates in s.gates:
         yield from _protocols(s, dtype, gates)
         for T in s.packets():
-            yield from _packets(s, dtype, gates, T) if T <= PLACES else ()
+            yield from _packets(s, dtype, gates, T) if min(PLACES) >= T else ()
         yield from _prefills(s, gates, pool)
     by_offsets: dict[str, Any] = {"cu_seqlens": s.offsets(1, 1), "max_seqlen": 1}
     for rows in ({}, by_offsets):
@@ -254,7 +254,7 @@ def _prefills(s: Sizes, gates: str, pool: Tensor) -> Iterator[Call]:
 
 
 def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
-    """A layer's whole step, with a norm and without; its form changes with the number of rows."""
+    """A layer's whole step, with a norm and without; decode's tiles change with the number of rows."""
     for N in s.batches():
         weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
         windows = torch.zeros(2, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
@@ -279,20 +279,23 @@ def _packets(s: Sizes, dtype: torch.dtype, gates: str, T: int) -> Iterator[Call]
     activations, and the chunk form."""
     for N in sorted({1, s.rows if len(s.batches()) > 1 else 1}):
         pool, rows = s.pool(dtype, N), s.index(N)
-        u = torch.zeros(N, PLACES, s.HV, s.V, dtype=s.dtype, device=s.device)
-        k = torch.zeros(N, PLACES, s.H, s.K, dtype=s.dtype, device=s.device)
-        G = torch.zeros(N, PLACES, s.HV, dtype=torch.float64, device=s.device)
-        history: dict[str, Any] = {"history_u": u, "history_k": k, "history_G": G, "cursor": rows * 0}
+        u = torch.zeros(N, max(PLACES), s.HV, s.V, dtype=s.dtype, device=s.device)
+        k = torch.zeros(N, max(PLACES), s.H, s.K, dtype=s.dtype, device=s.device)
+        G = torch.zeros(N, max(PLACES), s.HV, dtype=torch.float64, device=s.device)
+        history: dict[str, Any] = {"history_u": u, "history_k": k, "history_G": G}
         more: dict[str, Any] = {"state_v_first": s.v_first, "backend": s.backend}
         where: dict[str, Any] = {"state": pool, "read_index": rows, **more}
         by_offsets: dict[str, Any] = {"cu_seqlens": s.offsets(N, T), "max_seqlen": T}
         for lead, packed in (((N, T), {}), ((1, N * T), by_offsets)):
             given = {**s.tokens(*lead), **getattr(s, gates)(*lead), **where, **packed}
             form = f"{gates} T={T} N={N}{' by offsets' if packed else ''}"
-            yield "replay_decode", form, partial(replay_decode, **given, **history)
+            for P in PLACES:
+                held = {name: x[:, :P] for name, x in history.items()}
+                called = partial(replay_decode, **given, **held, cursor=rows * 0)
+                yield "replay_decode", f"{form}, {P} places", called
             yield "decode", f"chunk form {form}", partial(decode, **given, exact_packet=False)
         each = (pool[None], u[None], k[None], G[None], rows * 0, rows, rows)
-        yield "replay_commit", f"T={T} N={N}", partial(replay_commit, *each, room=PLACES, **more)
+        yield "replay_commit", f"T={T} N={N}", partial(replay_commit, *each, room=T, **more)
 
 
 def vllm(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:

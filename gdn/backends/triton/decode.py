@@ -31,7 +31,8 @@ from gdn.backends.triton.chained import (
     wait_for_the_one_before,
 )
 from gdn.backends.triton.launch import Launch, Machine, Plans, ahead, kernel, machine, on, unit_of
-from gdn.backends.triton.packet import longest_of, slot_of, strides_of, takes
+from gdn.backends.triton.packet import longest_of, strides_of, takes
+from gdn.backends.triton.packet_lib import slot_of
 from gdn.backends.triton.recurrent import (
     RESIDENT,
     SHARES,

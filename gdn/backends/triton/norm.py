@@ -68,23 +68,6 @@ def gated(z, GATE: tl.constexpr):
             return s, s * (1.0 - s)
 
 
-@triton.jit
-def normed(
-    x_ptr, z_ptr, weight_ptr, y_ptr, block, num_rows, inner, x_o, x_i, z_o, z_i, eps,
-    GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """The norm of one block of rows."""
-    rows = block * BR + tl.arange(0, BR)
-    x = _load(x_ptr, rows, num_rows, inner, x_o, x_i, D, BD, UNIT)
-    y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-    if weight_ptr is not None:
-        y = y * _load_weight(weight_ptr, D, BD)[None, :]
-    if z_ptr is not None:
-        gate, _ = gated(_load(z_ptr, rows, num_rows, inner, z_o, z_i, D, BD, UNIT), GATE)
-        y = y * gate
-    _store(y_ptr, y, rows, num_rows, D, BD)
-
-
 @kernel
 def _norm_kernel(
     x_ptr, z_ptr, weight_ptr, y_ptr,
@@ -94,10 +77,15 @@ def _norm_kernel(
 ):  # fmt: skip
     if CHAINED:
         after_the_one_before()
-    normed(
-        x_ptr, z_ptr, weight_ptr, y_ptr, tl.program_id(0), num_rows, inner, x_o, x_i, z_o, z_i, eps,
-        GATE, D, BR, BD, UNIT,
-    )  # fmt: skip
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)
+    x = _load(x_ptr, rows, num_rows, inner, x_o, x_i, D, BD, UNIT)
+    y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    if weight_ptr is not None:
+        y = y * _load_weight(weight_ptr, D, BD)[None, :]
+    if z_ptr is not None:
+        gate, _ = gated(_load(z_ptr, rows, num_rows, inner, z_o, z_i, D, BD, UNIT), GATE)
+        y = y * gate
+    _store(y_ptr, y, rows, num_rows, D, BD)
 
 
 @kernel

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="assignment, var-annotated"
 """Replay: a packet on a state that is only read and the history of what other tokens wrote to it.
 
     replay     `packet`, with the history as further keys and values; appends the packet's u, k and G
@@ -17,28 +18,31 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.triton import launch as launching
+from gdn.backends.triton.chained import CHAINED, after_the_one_before, chains
 from gdn.backends.triton.decode import Again
 from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import decay, exist, split
-from gdn.backends.triton.packet import (
-    MOST,
-    UPDATED,
-    blocks,
+from gdn.backends.triton.packet import MOST, UPDATED, blocks, fills, levels, precisions, token_strides, warps
+from gdn.backends.triton.packet_lib import (
+    among,
+    answered,
     clear,
-    fills,
+    exist_in,
     gates_of,
-    levels,
     mixed,
-    precisions,
-    products,
+    operand,
+    operands,
+    row,
     rows_at,
+    seen_of,
     slot_of,
-    solve,
     state_at,
-    token_strides,
+    twice,
 )
 from gdn.backends.triton.recurrent import divide, inverse, offsets_on, owner, pool_of, span
 from gdn.problem import RESET, KeepProblem, ReplayProblem
+
+PLACES = 16  # of a history that a product takes
 
 
 @triton.jit
@@ -55,106 +59,110 @@ def replay_kernel(
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h, state_n, state_h, state_k, state_v,
     u_n, u_p, u_h, past_n, past_p, past_h, G_n, G_p, G_h, cursor_n, read_n,
     N, T, HV, HV_inverse, HV_s, ratio, ratio_inverse, ratio_s, slots, lowest, places, scale,
-    K: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
-    BT: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
-    STATE_UNIT: tl.constexpr, PAST_UNIT: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr,
-    LEVELS: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, PASTS: tl.constexpr, BV: tl.constexpr,
+    BS: tl.constexpr, BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr,
+    DENSE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, PAST_UNIT: tl.constexpr,
+    NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    FINE: tl.constexpr, RESET: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    row, head, block = owner(HV, HV_inverse, HV_s, (V + BV - 1) // BV)
-    first, count = span(cu_seqlens_ptr, row, N, T)
-    slot, _ = slot_of(row, N, 1, 1, read_index_ptr, None, None, read_n, 0, 0, 0)
+    if CHAINED:
+        after_the_one_before()
+    n, head, block = owner(HV, HV_inverse, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
+    first, count = span(cu_seqlens_ptr, n, N, T)
+    slot, _ = slot_of(n, N, 1, 1, read_index_ptr, None, None, read_n, 0, 0, 0)
     key_head = divide(head, ratio_inverse, ratio_s)
-    tokens, vs = tl.arange(0, BT), block * BV + tl.arange(0, BV)
-    has_value = exist(vs, V)
-    o_ptr += (row * o_b + first * o_t + head * o_h) * UNIT
-    q_ptr += (row * q_b + first * q_t + key_head * q_h) * UNIT
-    k_ptr += (row * k_b + first * k_t + key_head * k_h) * UNIT
-    v_ptr += (row * v_b + first * v_t + head * v_h) * UNIT
+    o_ptr += (n * o_b + first * o_t + head * o_h) * UNIT
+    q_ptr += (n * q_b + first * q_t + key_head * q_h) * UNIT
+    k_ptr += (n * k_b + first * k_t + key_head * k_h) * UNIT
+    v_ptr += (n * v_b + first * v_t + head * v_h) * UNIT
     if a_ptr is not None:
         g_ptr, beta_ptr = a_ptr, b_ptr
         A_log_ptr += head * A_log_h
     if g_ptr is not None:
-        g_ptr += row * g_b + first * g_t + head * g_h
+        g_ptr += n * g_b + first * g_t + head * g_h
     if beta_ptr is not None:
-        beta_ptr += row * beta_b + first * beta_t + head * beta_h
+        beta_ptr += n * beta_b + first * beta_t + head * beta_h
     if dt_bias_ptr is not None:
         dt_bias_ptr += head * dt_bias_h
     # not an early return: exporters look for the tensors that a kernel writes, and follow no jumps
-    if (slot < lowest) | (slot >= slots) | (row >= N):
-        clear(o_ptr, count, tokens, vs, has_value, o_t, o_v, UNIT, DENSE)
+    if (slot < lowest) | (slot >= slots) | (n >= N):
+        clear(o_ptr, count, block * STRIPS, o_t, o_v, V, BT, BV, STRIPS, UNIT, DENSE)
     else:
-        is_token = tokens < count
-        has_both = is_token[:, None] & has_value[None, :]
         base = tl.load(cursor_ptr + slot * cursor_n).to(tl.int32)
         base = tl.minimum(tl.maximum(base, 0), places)
-        G, beta = gates_of(
-            g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, tokens, is_token, g_t, beta_t, a_ptr is not None,
-            NEGATIVE, RESET,
-        )  # fmt: skip
         u_history_ptr += (slot * u_n + head * u_h) * PAST_UNIT
         k_history_ptr += (slot * past_n + key_head * past_h) * PAST_UNIT
         G_history_ptr += slot * G_n + head * G_h
-        G += tl.load(G_history_ptr + (base - 1).to(tl.int64) * G_p, mask=base > 0, other=0.0).to(tl.float64)
-        high, low = split(G)
-        v = tl.load(rows_at(v_ptr, tokens, vs, v_t, v_v, UNIT, DENSE), mask=has_both, other=0.0)
-        qS, kS, qk, kk, q_scale, k_rstd = products(
-            q_ptr, k_ptr, state_ptr + (slot * state_n + head * state_h) * STATE_UNIT, tokens, is_token, vs,
-            q_t, k_t, q_k, k_k, state_k, state_v, scale, K, V, BS, UNIT, STATE_UNIT, AXIS, DENSE, STAGES,
-            NORM, PRECISION, FINE,
+        _rows, tokens, is_k = row(BT)
+        X, XX = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, FINE)
+        now = tl.arange(0, BT)
+        G, beta = gates_of(
+            g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, now, now < count, g_t, beta_t, a_ptr is not None,
+            NEGATIVE, RESET,
         )  # fmt: skip
-        qS, kS = qS * tl.exp(high)[:, None], kS * tl.exp(high)[:, None]
-        for start in range(0, base, BT):
-            old = start + tokens
-            is_old = old < base
-            u_old = tl.load(
-                rows_at(u_history_ptr, old, vs, u_p, 1, PAST_UNIT, True),
-                mask=is_old[:, None] & has_value[None, :], other=0.0,
-            )  # fmt: skip
-            q_old, k_old = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-            for part in range(0, K, BH):
-                ks = part + tl.arange(0, BH)
-                has_key = exist(ks, K)[None, :]
-                q = tl.load(
-                    rows_at(q_ptr, tokens, ks, q_t, q_k, UNIT, DENSE), mask=is_token[:, None] & has_key,
-                    other=0.0,
-                )  # fmt: skip
-                k = tl.load(
-                    rows_at(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE), mask=is_token[:, None] & has_key,
-                    other=0.0,
-                )  # fmt: skip
+        G += tl.load(G_history_ptr + (base - 1).to(tl.int64) * G_p, mask=base > 0, other=0.0).to(tl.float64)
+        high, low = split(twice(G))
+        beta = twice(beta)
+        P, A_inv, rate = among(XX, high, low, beta, scale, BT, LEVELS, NORM, FINE)
+        grown = tl.exp(high)[:, None]
+        # what rows get of the history's places: <row, k_j> e^(G - G_j)
+        gets = ()
+        for past_block in tl.static_range(PASTS):
+            old = past_block * BP + tl.arange(0, BP)
+            got = tl.zeros([2 * BT, BP], tl.float32)
+            for start in tl.range(0, K, BS):
+                ks = start + tl.arange(0, BS)
                 past_k = tl.load(
                     rows_at(k_history_ptr, old, ks, past_p, 1, PAST_UNIT, True),
-                    mask=is_old[:, None] & has_key, other=0.0,
+                    mask=(old < base)[:, None] & exist(ks, K)[None, :], other=0.0,
                 )  # fmt: skip
-                q_old = mixed(q, tl.trans(past_k), q_old, PRECISION)
-                k_old = mixed(k, tl.trans(past_k), k_old, PRECISION)
+                if BS < K:
+                    X = operand(q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE)
+                got = mixed(X, tl.trans(past_k), got, PRECISION)
             old_high, old_low = past(G_history_ptr, old, base, G_p)
             D = decay(old_high[None, :], old_low[None, :], high[:, None], low[:, None])
-            qS, kS = mixed(q_old * D, u_old, qS, PRECISION), mixed(k_old * D, u_old, kS, PRECISION)
-        o, u = solve(qS, kS, qk, kk, v, beta, q_scale, k_rstd, high, low, LEVELS, PRECISION, FINE)
-        tl.store(
-            rows_at(o_ptr, tokens, vs, o_t, o_v, UNIT, DENSE), o.to(o_ptr.dtype.element_ty), mask=has_both
-        )
+            gets = gets + (got * D,)
         new = base + tokens
-        is_kept = is_token & (new < places)
-        tl.store(
-            rows_at(u_history_ptr, new, vs, u_p, 1, PAST_UNIT, True), u.to(u_history_ptr.dtype.element_ty),
-            mask=is_kept[:, None] & has_value[None, :],
-        )  # fmt: skip
-        if block == 0:
-            tl.store(
-                G_history_ptr + new.to(tl.int64) * G_p, G.to(G_history_ptr.dtype.element_ty), mask=is_kept
+        is_kept = is_k & (tokens < count) & (new < places)
+        state_ptr += (slot * state_n + head * state_h) * STATE_UNIT
+        for strip in tl.range(0, STRIPS, num_stages=STAGES):
+            vs = (block * STRIPS + strip) * BV + tl.arange(0, BV)
+            has_value = exist_in(vs, V, STRIPS)[None, :]
+            has_both = (tokens < count)[:, None] & has_value
+            v = tl.load(
+                rows_at(v_ptr, tokens, vs, v_t, v_v, UNIT, DENSE), mask=has_both & is_k[:, None], other=0.0
             )
-            # one of the value heads that share a key head
-            is_mine = (is_kept & (key_head * ratio == head))[:, None]
-            for part in range(0, K, BH):
-                ks = part + tl.arange(0, BH)
-                mask = is_mine & exist(ks, K)[None, :]
-                k = tl.load(rows_at(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE), mask=mask, other=0.0)
-                tl.store(
-                    rows_at(k_history_ptr, new, ks, past_p, 1, PAST_UNIT, True),
-                    k.to(k_history_ptr.dtype.element_ty), mask=mask,
+            seen = seen_of(
+                X, q_ptr, k_ptr, state_ptr, vs, count, q_t, k_t, q_k, k_k, state_k, state_v, K, V, BS, BT,
+                STRIPS, STAGES, UNIT, STATE_UNIT, AXIS, DENSE, PRECISION,
+            )  # fmt: skip
+            seen *= grown
+            for past_block in tl.static_range(PASTS):
+                old = past_block * BP + tl.arange(0, BP)
+                u_old = tl.load(
+                    rows_at(u_history_ptr, old, vs, u_p, 1, PAST_UNIT, True),
+                    mask=(old < base)[:, None] & has_value, other=0.0,
                 )  # fmt: skip
+                seen = mixed(gets[past_block], u_old, seen, PRECISION)
+            o, u = answered(seen, v, beta, rate, P, A_inv, LEVELS, PRECISION, FINE)
+            o_at = rows_at(o_ptr, tokens, vs, o_t, o_v, UNIT, DENSE)
+            tl.store(o_at, o.to(o_ptr.dtype.element_ty), mask=has_both & (is_k == 0)[:, None])
+            u_at = rows_at(u_history_ptr, new, vs, u_p, 1, PAST_UNIT, True)
+            tl.store(u_at, u.to(u_history_ptr.dtype.element_ty), mask=is_kept[:, None] & has_value)
+        if block == 0:
+            G_at = G_history_ptr + (base + now).to(tl.int64) * G_p
+            is_new = (now < count) & (base + now < places)
+            tl.store(G_at, G.to(G_history_ptr.dtype.element_ty), mask=is_new)
+            # one of the value heads that share a key head
+            if key_head * ratio == head:
+                for start in tl.range(0, K, BS):
+                    ks = start + tl.arange(0, BS)
+                    if BS < K:
+                        X = operand(q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE)
+                    tl.store(
+                        rows_at(k_history_ptr, new, ks, past_p, 1, PAST_UNIT, True),
+                        X.to(k_history_ptr.dtype.element_ty), mask=is_kept[:, None] & exist(ks, K)[None, :],
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -265,10 +273,9 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
     ]
     kept = (*p.history_u.stride()[:3], *p.history_k.stride()[:3])
     unit, past_unit, gpu = unit_of(*(s for x in rows for s in x)), unit_of(*kept), machine(p.q.device)
-    sizes = blocks(p.K, p.V, p.state.element_size(), p.N * p.HV if pairs is None else pairs, gpu)
-    # keys of a history at a time: with 128 in 16 bits, or 64 in 32, something spills
-    width = 64 if max(p.q.element_size(), p.history_k.element_size()) == 2 else 32
-    width = max(16, min(width, triton.next_power_of_2(p.K)))
+    # a power of two, so that few numbers of places want a binary of their own
+    pasts = 1 << (triton.cdiv(p.places, PLACES) - 1).bit_length()
+    sizes = blocks(p.K, p.V, p.q.element_size(), p.longest, p.N * p.HV if pairs is None else pairs, gpu)
     tails = (p.q.stride(3), p.k.stride(3), p.v.stride(3), p.out.stride(3))
     numbers = (
         *(s // unit for x in rows for s in x), *tails, *(s for x in gates for s in x), _stride(p.A_log),
@@ -277,13 +284,15 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
         *inverse(p.HV // p.H), p.state.shape[0], 0 if p.null_slot is None else 1, p.places, p.scale,
     )  # fmt: skip
     constants = {
-        "K": p.K, "V": p.V, "BH": width, **sizes, "AXIS": axis, "DENSE": tails == (1, 1, 1, 1), "UNIT": unit,
+        "K": p.K, "V": p.V, "BP": PLACES, "PASTS": pasts, **sizes, "AXIS": axis,
+        "DENSE": tails == (1, 1, 1, 1), "UNIT": unit,
         "STATE_UNIT": state_unit, "PAST_UNIT": past_unit, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(p.longest),
-        **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET,
+        **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "CHAINED": chains(gpu),
     }  # fmt: skip
-    programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"])
-    return Launch(replay_kernel, programs, numbers, constants, 4)
+    programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
+    options = CHAINED if chains(gpu) else {}
+    return Launch(replay_kernel, programs, numbers, constants, warps(sizes), options=options)
 
 
 @dataclass(frozen=True)
