@@ -3,7 +3,8 @@
 Calls come in bursts on problems so small that the GPU keeps up. For gdn the parts of a call are timed the
 same way, each by itself, and so is autograd: a function of as many tensors that does nothing, whose backward
 PyTorch runs in a thread of the device. The first call of a form alone pays for its checks and the choice of a
-backend; what is left over is how a form is found again.
+backend; what is left over is how a form is found again. A decode is found again before its checks: its parts
+are those of a call like one before.
 """
 
 import inspect
@@ -21,6 +22,7 @@ from gdn.backends import Backend, select
 from gdn.bench.cases import Case, Inputs, packed
 from gdn.bench.catalog import MIXED, VARIANTS, step
 from gdn.bench.measure import Times, times
+from gdn.ops.repeats import seen_before
 from gdn.problem import parse
 from gdn.problem.serving import parse_decode
 
@@ -57,14 +59,14 @@ def burst(call: Callable[[], Any], device: torch.device) -> Times:
 def parts(name: str, given: Inputs, backend: str | None) -> dict[str, float]:
     """Microseconds of each part of gdn's call; `launches` is how many there are."""
     device = given.tensors["q"].device
-    check = decode_check(given, backend) if name == "decode" else rule_check(given, backend)
+    if name == "decode":
+        return _decode_parts(given, backend)
+    check = rule_check(given, backend)
     problem = check()
     chosen = select(problem)
-    bodies: list[Callable[[], Any]] = [lambda: chosen.decode(problem)]
-    if name != "decode":
-        # as later calls find it
-        problem = replace(problem, form=object())
-        bodies = [lambda: chosen.chunk_forward(problem, name == "forward+backward")]
+    # as later calls find it
+    problem = replace(problem, form=object())
+    bodies: list[Callable[[], Any]] = [lambda: chosen.chunk_forward(problem, name == "forward+backward")]
     if name == "forward+backward":
         saved = chosen.chunk_forward(problem, True)[2]
         gradients = chosen.chunk_backward(problem, saved, given.do, given.dfinal_state)
@@ -92,6 +94,20 @@ def parts(name: str, given: Inputs, backend: str | None) -> dict[str, float]:
     if launches is not None:
         found["launches"] = len(launches) / (CALLS * BURSTS + 2)
     return found
+
+
+def _decode_parts(given: Inputs, backend: str | None) -> dict[str, float]:
+    """Of a decode like one before: it is found by all that its checks would look at, and launched."""
+    device, problem = given.tensors["q"].device, decode_check(given, backend)()
+    tensors, options = problem.arguments()[:19], problem.arguments()[19:]
+    chosen = select(problem)
+    again = chosen.decode(problem)
+    run = (lambda: chosen.decode(problem)) if again is None else (lambda: again(*tensors))
+    seconds = {
+        "find again": burst(lambda: seen_before(tensors, None, options), device).p50,
+        "launch": burst(run, device).p50,
+    }
+    return {part: 1e6 * x for part, x in seconds.items()} | {"launches": 1.0}
 
 
 class _Nothing(torch.autograd.Function):
