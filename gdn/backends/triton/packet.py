@@ -36,7 +36,7 @@ from gdn.backends.triton.recurrent import divide, inverse, owner, pool_of, span
 from gdn.problem import RESET, DecodeProblem
 
 MOST = 16  # tokens of a packet
-BYTES = 256  # of a row of q and k that a program holds in registers
+HELD = {2: 128, 4: 32}  # bytes of a number -> keys of q and k that a program holds in registers
 COLUMNS = 32  # of a state that a program has at a time
 FILLED = 8  # warps that a multiprocessor is to have, before one takes more than a strip
 UPDATED = 32  # keys of a state that a product makes anew
@@ -156,7 +156,7 @@ def blocks(K: int, V: int, width: int, longest: int, pairs: int, machine: Machin
     BV = min(COLUMNS, max(16, triton.next_power_of_2(V)))
     strips = triton.cdiv(V, BV)
     return {
-        "BV": BV, "BS": min(BYTES // width, max(16, triton.next_power_of_2(K))),
+        "BV": BV, "BS": min(HELD[width], max(16, triton.next_power_of_2(K))),
         "BT": 8 if longest <= 8 else MOST,
         "STRIPS": strips if pairs >= FILLED * machine.num_sms else 1,
         "STAGES": 2 if machine.kind == "hip" else 3,
