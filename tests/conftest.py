@@ -14,6 +14,7 @@ from contextlib import nullcontext
 import processes
 import pytest
 import torch
+import torch._inductor.config
 from hypothesis import HealthCheck, settings
 
 from gdn.bench.accuracy import poisoned
@@ -102,12 +103,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
     """AOTInductor with a folder of its own, as tests beside it may write the same files, and `shared_cxx`."""
     compiler = processes.shared_cxx(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, compiler))
+    # monkeypatch takes the attribute away at the end, as it is none of the object's own
+    with torch._inductor.config.patch({"cpp.cxx": (None, compiler)}):
+        yield
 
 
 @pytest.fixture

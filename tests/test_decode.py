@@ -250,6 +250,19 @@ def test_the_chunk_form_of_packed_rows_and_projections(backend, device):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("exact", [True, False])
+def test_nan_in_one_query_stays_there(backend, device, exact):
+    """In one token's output, in whichever form."""
+    x = inputs(2, 5) | {"state": pool_of(2)}
+    clean, dirty = run(backend, device, x, exact_packet=exact), x | {"q": x["q"].clone()}
+    dirty["q"][0, 3] = NAN
+    o, state, *_ = run(backend, device, dirty, exact_packet=exact)
+    assert bool(o[0, 3].isnan().all()) and same_bits(state, clean[1])
+    o[0, 3] = clean[0][0, 3]
+    assert same_bits(o, clean[0])
+
+
+@pytest.mark.interpret
 def test_the_chunk_form_is_taken_where_it_may_be(triton_device):
     """Not bit for bit that of single steps; and where every state is wanted, still exact."""
     x = moved(inputs(1, 4) | {"state": pool_of(1), "intermediate": pool_of(1, 4)}, triton_device)

@@ -191,6 +191,25 @@ def test_nan_in_what_is_not_read_reaches_nothing(backend, device):
 
 
 @pytest.mark.interpret
+def test_a_history_of_any_length(backend, device):
+    """Of more places than a program holds what rows get of."""
+    x = inputs(2, 4) | history(2, 100) | {"state": pool_of(2), "cursor": torch.tensor([90, 17])}
+    agrees(backend, device, x, 1e-5, 1e-6)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_nan_in_one_query_stays_there(backend, device, l2norm):
+    x = call()
+    clean, dirty = run(backend, device, x, use_qk_l2norm_in_kernel=l2norm), x | {"q": x["q"].clone()}
+    dirty["q"][0, 1] = NAN
+    o, *kept = run(backend, device, dirty, use_qk_l2norm_in_kernel=l2norm)
+    assert bool(o[0, 1].isnan().all()) and all(same_bits(a, b) for a, b in zip(kept, clean[1:], strict=True))
+    o[0, 1] = clean[0][0, 1]
+    assert same_bits(o, clean[0])
+
+
+@pytest.mark.interpret
 def test_cursors_out_of_range_are_clamped(backend, device):
     """No place past the last is written, none before the first read; what is computed is right."""
     x = call()

@@ -276,3 +276,39 @@ def test_10000_replays_of_a_graph_with_changing_indices(name, backend, device, s
     """An engine's day: one captured step, other slots, positions, counts and trees in it each time."""
     assert strays(name, 40 if device == "cpu" else 10_000, device) is None
     assert strays(name, 40, device, follows=False) is not None
+
+
+# launches that begin inside others
+
+
+@pytest.mark.gpu
+def test_streams_that_fork_and_join():
+    """A decode on each of two pools at a time, then one that takes both outputs: as one after the other."""
+    x = moved(inputs(2, 1, 16, 32, 128, 128, dtype=BF16, raw=True), "cuda")
+    pools = [pool_of(2, HV=32, K=128, V=128, dtype=BF16).cuda() for _ in range(2)]
+    side = torch.cuda.Stream()
+
+    def step(pool, v):
+        return gdn.decode(**x | {"v": v}, state=pool)
+
+    def apart(pools):
+        side.wait_stream(torch.cuda.current_stream())
+        one = step(pools[0], x["v"])
+        with torch.cuda.stream(side):
+            other = step(pools[1], x["v"])
+        torch.cuda.current_stream().wait_stream(side)
+        return step(pools[0], one + other)
+
+    def in_order(pools):
+        return step(pools[0], step(pools[0], x["v"]) + step(pools[1], x["v"]))
+
+    copies = [pool.clone() for pool in pools]
+    apart([pool.clone() for pool in pools])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = apart(pools)
+    for _ in range(200):
+        graph.replay()
+        wanted = in_order(copies)
+    assert same_bits(found, wanted)
+    assert all(same_bits(a, b) for a, b in zip(pools, copies, strict=True))

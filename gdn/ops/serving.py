@@ -92,7 +92,8 @@ def decode(
                                                 parent[:, 0] is ignored, an entry past t - 1 counts as t - 1
         null_slot         None or 0             0: slot 0 is padding as well
         round_state       bool                  round the state to the pool's dtype after every token
-        exact_packet      bool                  False: chunks on matrix units allowed; refuses round_state
+        exact_packet      bool                  False: chunks on matrix units allowed; refuses round_state.
+                                                There NaN in a token's k, v or gates reaches its whole row
         out               as v, or None         gets the result and is returned
         backend           str or None           None: the best that takes it; a name never falls back
 

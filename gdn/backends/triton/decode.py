@@ -134,7 +134,7 @@ def decode_kernel(
             tl.store(o_at + at * o_t, tl.zeros([A, B], o_ptr.dtype.element_ty), mask=has_value)
             at += 1
     else:
-        pool = state_ptr + head * state_h * STATE_UNIT
+        pool = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
         source = pool + (slot * state_n + entry * state_r) * STATE_UNIT
         S = tl.load(tile(source, keys, values, state_k, state_v, STATE_UNIT, AXIS), mask=in_state, other=0.0)
         if CHAINED:
@@ -155,7 +155,7 @@ def decode_kernel(
         S = S.to(tl.float32)
         root = S
         if intermediate_ptr is not None:
-            kept = intermediate_ptr + (kept_row * kept_n + head * kept_h) * KEPT_UNIT
+            kept = intermediate_ptr + (kept_row * kept_n + head.to(tl.int64) * kept_h) * KEPT_UNIT
 
         for _ in range(count):
             # the next token comes in while this one is computed

@@ -32,7 +32,7 @@ from gdn.backends.triton.packet_lib import (
     state_at,
     twice,
 )
-from gdn.backends.triton.recurrent import divide, inverse, owner, pool_of, span
+from gdn.backends.triton.recurrent import RESIDENT, divide, inverse, owner, pool_of, span
 from gdn.problem import RESET, DecodeProblem
 
 MOST = 16  # tokens of a packet
@@ -95,7 +95,7 @@ def packet_kernel(
         beta = twice(beta)
         P, A_inv, rate = among(XX, high, low, beta, scale, BT, LEVELS, NORM, FINE)
         grown, ending = tl.exp(high)[:, None], decay(high, low, end_high, end_low)[:, None]
-        pool = state_ptr + head * state_h * STATE_UNIT
+        pool = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
         start_ptr = pool + (slot * state_n + entry * state_r) * STATE_UNIT
         end_ptr, is_written = start_ptr, False
         if WRITE == "final":
@@ -169,8 +169,8 @@ def warps(sizes: Mapping[str, int]) -> int:
 
 
 def fills(machine: Machine) -> tuple[int, int]:
-    """Rows times heads that leave a machine empty, and that fill it: one for each choice of `blocks`."""
-    return 1, FILLED * machine.num_sms
+    """Rows times heads that leave a machine empty, and that fill it whatever the tile."""
+    return 1, 2 * RESIDENT * machine.num_sms
 
 
 def token_strides(x: Tensor | None, is_packed: bool) -> tuple[int, int, int]:

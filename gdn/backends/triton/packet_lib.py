@@ -85,7 +85,7 @@ def gates_of(
     g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, tokens, is_token, g_t, beta_t, RAW: tl.constexpr,
     NEGATIVE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
-    """Sums of g from the packet's start, fp64, and beta [16] of a row and head; beta is 0 past its end."""
+    """Sums of g from the packet's start, fp64, and beta, of a row and head; beta is 0 past its end."""
     if g_ptr is None:
         g = tl.zeros(tokens.shape, tl.float32)
     else:
@@ -201,7 +201,8 @@ def answered(
     r = tl.where(is_k[:, None], beta[:, None] * (v.to(tl.float32) - seen * rate[:, None]), 0.0)
     if LEVELS > 0:
         r = dot(A_inv, r, None, FINE)
-    u = r * rate[:, None]
+    # what scales a row of q may be NaN, and is of no k
+    u = tl.where(is_k[:, None], r * rate[:, None], 0.0)
     return dot(P, u, seen, PRECISION) * rate[:, None], u
 
 

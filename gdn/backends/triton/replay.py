@@ -43,12 +43,43 @@ from gdn.backends.triton.recurrent import divide, inverse, offsets_on, owner, po
 from gdn.problem import RESET, KeepProblem, ReplayProblem
 
 PLACES = 16  # of a history that a product takes
+MOST_PASTS = 4  # times PLACES: what rows get of so many is held in registers
 
 
 @triton.jit
 def past(G_ptr, places, count, G_t):
     """G of a history's places, split in two; 0 past its end."""
     return split(tl.load(G_ptr + places.to(tl.int64) * G_t, mask=places < count, other=0.0).to(tl.float64))
+
+
+@triton.jit
+def gets_of(
+    X, q_ptr, k_ptr, k_history_ptr, G_history_ptr, start, base, count, high, low, q_t, k_t, q_k, k_k, past_p,
+    G_p, K: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, UNIT: tl.constexpr,
+    PAST_UNIT: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What rows get of BP places of a history: <row, k_j> e^(G - G_j) [2 BT, BP]."""
+    old = start + tl.arange(0, BP)
+    got = tl.zeros([2 * BT, BP], tl.float32)
+    for key in tl.range(0, K, BS):
+        ks = key + tl.arange(0, BS)
+        past_k = tl.load(
+            rows_at(k_history_ptr, old, ks, past_p, 1, PAST_UNIT, True),
+            mask=(old < base)[:, None] & exist(ks, K)[None, :], other=0.0,
+        )  # fmt: skip
+        if BS < K:
+            X = operand(q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE)
+        got = mixed(X, tl.trans(past_k), got, PRECISION)
+    old_high, old_low = past(G_history_ptr, old, base, G_p)
+    return got * decay(old_high[None, :], old_low[None, :], high[:, None], low[:, None])
+
+
+@triton.jit
+def u_of(u_history_ptr, start, base, vs, has_value, u_p, BP: tl.constexpr, PAST_UNIT: tl.constexpr):
+    """u of BP places [BP, vs]."""
+    old = start + tl.arange(0, BP)
+    place = rows_at(u_history_ptr, old, vs, u_p, 1, PAST_UNIT, True)
+    return tl.load(place, mask=(old < base)[:, None] & has_value, other=0.0)
 
 
 @kernel
@@ -88,8 +119,8 @@ def replay_kernel(
     if (slot < lowest) | (slot >= slots) | (n >= N):
         clear(o_ptr, count, block * STRIPS, o_t, o_v, V, BT, BV, STRIPS, UNIT, DENSE)
     else:
-        base = tl.load(cursor_ptr + slot * cursor_n).to(tl.int32)
-        base = tl.minimum(tl.maximum(base, 0), places)
+        base = tl.load(cursor_ptr + slot * cursor_n).to(tl.int64)
+        base = tl.minimum(tl.maximum(base, 0), places).to(tl.int32)
         u_history_ptr += (slot * u_n + head * u_h) * PAST_UNIT
         k_history_ptr += (slot * past_n + key_head * past_h) * PAST_UNIT
         G_history_ptr += slot * G_n + head * G_h
@@ -105,26 +136,17 @@ def replay_kernel(
         beta = twice(beta)
         P, A_inv, rate = among(XX, high, low, beta, scale, BT, LEVELS, NORM, FINE)
         grown = tl.exp(high)[:, None]
-        # what rows get of the history's places: <row, k_j> e^(G - G_j)
         gets = ()
-        for past_block in tl.static_range(PASTS):
-            old = past_block * BP + tl.arange(0, BP)
-            got = tl.zeros([2 * BT, BP], tl.float32)
-            for start in tl.range(0, K, BS):
-                ks = start + tl.arange(0, BS)
-                past_k = tl.load(
-                    rows_at(k_history_ptr, old, ks, past_p, 1, PAST_UNIT, True),
-                    mask=(old < base)[:, None] & exist(ks, K)[None, :], other=0.0,
-                )  # fmt: skip
-                if BS < K:
-                    X = operand(q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE)
-                got = mixed(X, tl.trans(past_k), got, PRECISION)
-            old_high, old_low = past(G_history_ptr, old, base, G_p)
-            D = decay(old_high[None, :], old_low[None, :], high[:, None], low[:, None])
-            gets = gets + (got * D,)
+        for held in tl.static_range(PASTS):
+            gets = gets + (
+                gets_of(
+                    X, q_ptr, k_ptr, k_history_ptr, G_history_ptr, held * BP, base, count, high, low, q_t,
+                    k_t, q_k, k_k, past_p, G_p, K, BS, BT, BP, UNIT, PAST_UNIT, DENSE, PRECISION,
+                ),
+            )  # fmt: skip
         new = base + tokens
         is_kept = is_k & (tokens < count) & (new < places)
-        state_ptr += (slot * state_n + head * state_h) * STATE_UNIT
+        state_ptr += (slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
         for strip in tl.range(0, STRIPS, num_stages=STAGES):
             vs = (block * STRIPS + strip) * BV + tl.arange(0, BV)
             has_value = exist_in(vs, V, STRIPS)[None, :]
@@ -137,13 +159,17 @@ def replay_kernel(
                 STRIPS, STAGES, UNIT, STATE_UNIT, AXIS, DENSE, PRECISION,
             )  # fmt: skip
             seen *= grown
-            for past_block in tl.static_range(PASTS):
-                old = past_block * BP + tl.arange(0, BP)
-                u_old = tl.load(
-                    rows_at(u_history_ptr, old, vs, u_p, 1, PAST_UNIT, True),
-                    mask=(old < base)[:, None] & has_value, other=0.0,
-                )  # fmt: skip
-                seen = mixed(gets[past_block], u_old, seen, PRECISION)
+            for held in tl.static_range(PASTS):
+                u_old = u_of(u_history_ptr, held * BP, base, vs, has_value, u_p, BP, PAST_UNIT)
+                seen = mixed(gets[held], u_old, seen, PRECISION)
+            if PASTS == 0:
+                for start in range(0, base, BP):
+                    got = gets_of(
+                        X, q_ptr, k_ptr, k_history_ptr, G_history_ptr, start, base, count, high, low, q_t,
+                        k_t, q_k, k_k, past_p, G_p, K, BS, BT, BP, UNIT, PAST_UNIT, DENSE, PRECISION,
+                    )  # fmt: skip
+                    u_old = u_of(u_history_ptr, start, base, vs, has_value, u_p, BP, PAST_UNIT)
+                    seen = mixed(got, u_old, seen, PRECISION)
             o, u = answered(seen, v, beta, rate, P, A_inv, LEVELS, PRECISION, FINE)
             o_at = rows_at(o_ptr, tokens, vs, o_t, o_v, UNIT, DENSE)
             tl.store(o_at, o.to(o_ptr.dtype.element_ty), mask=has_both & (is_k == 0)[:, None])
@@ -273,8 +299,10 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
     ]
     kept = (*p.history_u.stride()[:3], *p.history_k.stride()[:3])
     unit, past_unit, gpu = unit_of(*(s for x in rows for s in x)), unit_of(*kept), machine(p.q.device)
-    # a power of two, so that few numbers of places want a binary of their own
+    # a power of two, so that few numbers of places want a binary of their own; what rows get of more is made
+    # again for each strip
     pasts = 1 << (triton.cdiv(p.places, PLACES) - 1).bit_length()
+    pasts = pasts if pasts <= MOST_PASTS else 0
     sizes = blocks(p.K, p.V, p.q.element_size(), p.longest, p.N * p.HV if pairs is None else pairs, gpu)
     tails = (p.q.stride(3), p.k.stride(3), p.v.stride(3), p.out.stride(3))
     numbers = (
