@@ -1,6 +1,7 @@
 """Decode: every protocol against the law, and what a row may depend on. The contract of any backend."""
 
 import doctest
+import importlib
 import itertools
 
 import pytest
@@ -230,6 +231,17 @@ def test_the_chunk_form_of_heads_and_sizes(backend, device, H, HV, K, V, tokens)
     agrees(
         backend, device, x | {"g": None}, 1e-5, exact_packet=False, use_qk_l2norm_in_kernel=False, scale=0.3
     )
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("tokens", [6, 11])
+def test_the_chunk_form_in_programs_of_many_strips(triton_device, monkeypatch, tokens):
+    """As where rows and heads fill a machine."""
+    packet = importlib.import_module("gdn.backends.triton.packet")
+    monkeypatch.setattr(packet, "FILLED", 0)
+    assert packet.blocks(32, 100, 4, tokens, 1, packet.machine(torch.device("cpu")))["STRIPS"] == 4
+    x = inputs(2, tokens, 1, 2, 32, 100) | {"state": pool_of(2, HV=2, K=32, V=100)}
+    agrees("triton", triton_device, x, 1e-5, exact_packet=False)
 
 
 @pytest.mark.interpret

@@ -1,6 +1,7 @@
 """Replay: drafts verified on a state that is only read, against the law and against plain decode."""
 
 import doctest
+import importlib
 import itertools
 
 import hypothesis
@@ -188,6 +189,17 @@ def test_nan_in_what_is_not_read_reaches_nothing(backend, device):
     for slot in live:
         end = int(x["cursor"][slot]) + T
         assert all(same_bits(a[slot, :end], b[slot, :end]) for a, b in zip(kept, clean[1:], strict=True))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("places", [20, 70])
+def test_programs_of_many_strips(triton_device, monkeypatch, places):
+    """As where rows and heads fill a machine."""
+    monkeypatch.setattr(importlib.import_module("gdn.backends.triton.packet"), "FILLED", 0)
+    sizes = {"HV": 4, "K": 32, "V": 100}
+    x = inputs(2, 5, H=2, **sizes) | history(2, places, H=2, **sizes) | {"state": pool_of(2, **sizes)}
+    x["cursor"] = torch.tensor([places - 5, 3])
+    agrees("triton", triton_device, x, 1e-5, 1e-6)
 
 
 @pytest.mark.interpret
