@@ -66,7 +66,7 @@ bench-gpu:
 
 test: lint types
 	$(PYTEST) -n $(WORKERS) -m "not compile"
-	if $(HAS_TRITON); then $(MAKE) interpret compile; $(HAS_FLA) || $(MAKE) fla; fi
+	if $(HAS_TRITON); then $(MAKE) interpret compile && { $(HAS_FLA) || $(MAKE) fla; }; fi
 
 interpret:
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpret
