@@ -1,5 +1,7 @@
 """What the serving tests share: inputs, and comparing what a call wrote with what it should have written."""
 
+from contextlib import contextmanager
+
 import torch
 
 B, T, SLOTS, R = 5, 3, 9, 4  # rows, tokens, slots and ring entries of the calls of `protocols`
@@ -20,6 +22,17 @@ def inputs(B, T, H=2, HV=4, K=16, V=24, dtype=torch.float32, raw=False):
         }
     gates = {"a": torch.randn(B, T, HV), "b": torch.randn(B, T, HV)}
     return x | gates | {"A_log": torch.randn(HV), "dt_bias": torch.randn(HV)}
+
+
+@contextmanager
+def nothing_waits():
+    """What waits for the current GPU, or reads from it, raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def pool_of(*lead, HV=4, K=16, V=24, dtype=torch.float32, v_first=True):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import triton
+from serving import nothing_waits
 from specimens import SPECIMENS
 
 import gdn
@@ -46,12 +47,8 @@ def test_nothing_waits_for_the_device(name):
     """Once compiled, no public call reads anything back: not the lengths of packed sequences either."""
     call = SPECIMENS[name].on("cuda")
     call()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("sizes", [(128, 128), (64, 64), (256, 256)], ids=str)

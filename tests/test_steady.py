@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import adapters
 import pytest
 import torch
-from serving import B, R, T, inputs, moved, pool_of, protocols, same_bits, step_of
+from serving import B, R, T, inputs, moved, nothing_waits, pool_of, protocols, same_bits, step_of
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -148,12 +148,8 @@ def test_adapters_wait_for_nothing(name, backend, device, served):
             call()
         assert waits.found == []
         return
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_waits_are_seen():

@@ -5,6 +5,8 @@ done. There it waits until that one is done and what it stored is seen: no memor
 kernel that did not wait would let the next begin while the one before it still writes.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -18,6 +20,11 @@ ON_GPU = tl.constexpr(not INTERPRETED)  # for kernels: whether there is assembly
 def chains(machine: Machine) -> bool:
     """Whether a machine can."""
     return machine.kind == "cuda" and machine.capability >= 90
+
+
+def chained(machine: Machine) -> dict[str, Any]:
+    """CHAINED, where a machine can."""
+    return CHAINED if chains(machine) else {}
 
 
 @triton.jit

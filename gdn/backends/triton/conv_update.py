@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gdn.backends import eager
-from gdn.backends.triton.chained import CHAINED, after_the_one_before, chains
+from gdn.backends.triton.chained import after_the_one_before, chained, chains
 from gdn.backends.triton.conv import WIDEST, filled, filtered, layout, load_bias, load_taps, strides_of
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on
 from gdn.problem.layer import ConvUpdateProblem
@@ -133,7 +133,7 @@ def plan_of(p: ConvUpdateProblem) -> Launch:
     place = p.ring_pos if p.num_accepted is None else p.num_accepted
     mode = "window" if place is None else "ring_pos" if p.num_accepted is None else "num_accepted"
     # a channel to a thread: with several, slots and x would lie in threads differently and be exchanged
-    BD = 128
+    BD, gpu = 128, machine(p.x.device)
     numbers = (
         *p.x.stride(), *p.out.stride(), D, T, *p.state.stride(),
         *strides_of(p.state_index, 1), *strides_of(place, 1), L, slots,
@@ -141,7 +141,7 @@ def plan_of(p: ConvUpdateProblem) -> Launch:
     constants = {
         "PLACE": mode, "LOWEST": 0 if p.null_slot is None else 1, "W": p.weight.shape[1],
         "SILU": p.activation == "silu", "U": 1 if T == 1 else 4, "BD": BD,
-        "CHAINED": chains(machine(p.x.device)),
+        "CHAINED": chains(gpu),
     }  # fmt: skip
-    options = CHAINED if constants["CHAINED"] else {}
-    return Launch(_update_kernel, B * triton.cdiv(D, BD), numbers, constants, num_warps=4, options=options)
+    grid = B * triton.cdiv(D, BD)
+    return Launch(_update_kernel, grid, numbers, constants, num_warps=4, options=chained(gpu))

@@ -24,8 +24,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gdn.backends.triton import launch, packet
 from gdn.backends.triton.chained import (
-    CHAINED,
     ON_GPU,
+    chained,
     chains,
     let_the_next_begin,
     wait_for_the_one_before,
@@ -336,7 +336,7 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
         numbers,
         constants,
         part.num_warps,
-        options={**(CHAINED if chains(gpu) else {}), **({"maxnreg": 128} if constants["AHEAD"] else {})},
+        options=chained(gpu) | ({"maxnreg": 128} if constants["AHEAD"] else {}),
     )
 
 

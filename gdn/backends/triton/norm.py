@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gdn.backends import eager
 from gdn.backends.triton import sums
-from gdn.backends.triton.chained import CHAINED, after_the_one_before, chains
+from gdn.backends.triton.chained import after_the_one_before, chained, chains
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import exist, sigmoid
 from gdn.problem.layer import NormProblem
@@ -216,9 +216,9 @@ def _num_warps(p: NormProblem) -> int:
 def plan_of(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
     numbers, constants = _arguments(p, ELEMENTS, x, z)
     grid = triton.cdiv(numbers[0], constants["BR"])
-    constants["CHAINED"] = chains(machine(x.device))
-    options = CHAINED if constants["CHAINED"] else {}
-    return Launch(_norm_kernel, grid, (*numbers, p.eps), constants, _num_warps(p), options=options)
+    gpu = machine(x.device)
+    constants["CHAINED"] = chains(gpu)
+    return Launch(_norm_kernel, grid, (*numbers, p.eps), constants, _num_warps(p), options=chained(gpu))
 
 
 def _plan_bwd(p: NormProblem, x: Tensor, z: Tensor | None, dy: Tensor) -> _Backward:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.chained import CHAINED, after_the_one_before, chains
+from gdn.backends.triton.chained import after_the_one_before, chained, chains
 from gdn.backends.triton.launch import Launch, Machine, kernel, machine, unit_of
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.packet_lib import (
@@ -229,5 +229,4 @@ def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> L
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "CHAINED": chains(gpu),
     }  # fmt: skip
     programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
-    options = CHAINED if chains(gpu) else {}
-    return Launch(packet_kernel, programs, numbers, constants, warps(sizes), options=options)
+    return Launch(packet_kernel, programs, numbers, constants, warps(sizes), options=chained(gpu))

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.triton import launch as launching
-from gdn.backends.triton.chained import CHAINED, after_the_one_before, chains
+from gdn.backends.triton.chained import after_the_one_before, chained, chains
 from gdn.backends.triton.decode import Again
 from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import decay, exist, split
@@ -319,8 +319,7 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "CHAINED": chains(gpu),
     }  # fmt: skip
     programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
-    options = CHAINED if chains(gpu) else {}
-    return Launch(replay_kernel, programs, numbers, constants, warps(sizes), options=options)
+    return Launch(replay_kernel, programs, numbers, constants, warps(sizes), options=chained(gpu))
 
 
 @dataclass(frozen=True)
