@@ -239,7 +239,7 @@ def test_the_chunk_form_in_programs_of_many_strips(triton_device, monkeypatch, t
     """As where rows and heads fill a machine."""
     packet = importlib.import_module("gdn.backends.triton.packet")
     monkeypatch.setattr(packet, "FILLED", 0)
-    assert packet.blocks(32, 100, 4, tokens, 1, packet.machine(torch.device("cpu")))["STRIPS"] == 4
+    assert packet.blocks(32, 100, 4, tokens, 1, packet.machine(torch.device("cpu")), 4, True)["STRIPS"] == 7
     x = inputs(2, tokens, 1, 2, 32, 100) | {"state": pool_of(2, HV=2, K=32, V=100)}
     agrees("triton", triton_device, x, 1e-5, exact_packet=False)
 

@@ -30,7 +30,7 @@ SLOTS = {
     "prefill": "prefill",
     "commit": "commit",
     "replay_decode": "replay",
-    "replay_commit": "replay",
+    "replay_commit": "fold",
     "causal_conv1d": "conv",
     "causal_conv1d_bwd": "conv_bwd",
     "causal_conv1d_update": "conv_update",

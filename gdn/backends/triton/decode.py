@@ -8,8 +8,7 @@ multiprocessors, which is what their share of 4.2 TB/s needs at 0.5 us of latenc
 The first token's loads go out before the slot's number is there, so that one load's latency hides the other.
 Launches are chained (`chained`): the next one's programs come while the states of this one are on their way.
 Programs of 128 registers are too few for all that could be on its way, so each calls into the cache what the
-program reads that will take its place: at B = 256 in bf16 139 us and not 145 (H200; with states in fp32 and
-more programs 293 and not 275).
+program reads that will take its place: at B = 256 139 us and not 145 in bf16, 266 and not 271 in fp32 (H200).
 With exact_packet=False, packets that leave at most their last state are `packet`'s.
 """
 
@@ -51,6 +50,9 @@ from gdn.backends.triton.recurrent import (
     tile_of,
 )
 from gdn.problem import DecodeProblem
+
+# a lane, of the largest tiles of 16-bit numbers: of one token, and of several, whose next one is on its way
+REGISTERS = {True: 128, False: 160}
 
 
 @triton.jit
@@ -323,12 +325,15 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
         p.state.shape[1] if p.ring_pos is not None else 1,
         0 if p.intermediate is None else p.intermediate.shape[0], p.scale,
     )  # fmt: skip
+    is_single, is_full = not is_packed and p.q.shape[1] == 1, _is_full(part, p, axis, gpu)
+    # where tokens write a state each, what they write takes the time, and the cache
+    calls = is_full and (is_single or p.write != "all" and p.intermediate is None)
     constants = {
         "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "KEPT_AXIS": kept_axis, "DENSE": is_dense,
         "UNIT": unit, "STATE_UNIT": state_unit, "KEPT_UNIT": kept_unit, "WRITE": p.write,
         "ROUND": p.round_state and p.state.dtype != torch.float32, "NORM": p.use_qk_l2norm_in_kernel,
-        "NEGATIVE": p.allow_neg_eigval, "IS_SINGLE": not is_packed and p.q.shape[1] == 1,
-        "CHAINED": chains(gpu), "AHEAD": RESIDENT * gpu.num_sms if _calls(part, p, axis, gpu) else 0,
+        "NEGATIVE": p.allow_neg_eigval, "IS_SINGLE": is_single, "CHAINED": chains(gpu),
+        "AHEAD": RESIDENT * gpu.num_sms if calls else 0,
     }  # fmt: skip
     return Launch(
         decode_kernel,
@@ -336,11 +341,13 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
         numbers,
         constants,
         part.num_warps,
-        options=chained(gpu) | ({"maxnreg": 128} if constants["AHEAD"] else {}),
+        options=chained(gpu) | ({"maxnreg": REGISTERS[is_single]} if is_full and width == 2 else {}),
     )
 
 
-def _calls(part: Tile, p: DecodeProblem, axis: str, gpu: Machine) -> bool:
-    """Whether programs call in what others will read: large ones, of whole lines."""
+def _is_full(part: Tile, p: DecodeProblem, axis: str, gpu: Machine) -> bool:
+    """Whether programs are of the largest tile and of whole lines, and so call in what others will read."""
     is_even = p.K in (64, 128, 256) and p.V % (part.R * part.P) == 0
-    return gpu.kind == "cuda" and axis == "k" and part.share == max(SHARES.values()) and is_even
+    return (
+        gpu.kind == "cuda" and axis == "k" and part.share == SHARES[axis, p.state.element_size()] and is_even
+    )

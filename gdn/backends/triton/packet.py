@@ -4,10 +4,13 @@
     r_t = beta_t (v_t - S_t^T k_t);    A_tj = beta_t e^(G_t - G_j) <k_t, k_j> for j < t;    (I + A) d = r
     o_t = scale (S_t^T q_t + sum_(j <= t) e^(G_t - G_j) <q_t, k_j> d_j)
 
-See `packet_lib` for how.
+The state is read once, again where the last one is written: e^(G_T) S + sum_j e^(G_T - G_j) k_j d_j^T. See
+`packet_lib` for how. Where every state is wanted, `decode` is the faster (187 and 246 us for 4 tokens of 128
+rows, 32 heads of 128 x 128, bf16, H200).
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -18,28 +21,33 @@ from gdn.backends.triton.chained import after_the_one_before, chained, chains
 from gdn.backends.triton.launch import Launch, Machine, kernel, machine, unit_of
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.packet_lib import (
+    ROWS,
     among,
     answered,
+    by_rows,
     clear,
     exist_in,
+    from_column,
     gates_of,
-    mixed,
+    grown_by,
     operands,
     row,
     rows_at,
+    scaled,
     seen_of,
     slot_of,
-    state_at,
-    twice,
+    store_outputs,
+    tile_at,
 )
 from gdn.backends.triton.recurrent import RESIDENT, divide, inverse, owner, pool_of, span
-from gdn.problem import RESET, DecodeProblem
+from gdn.problem import RESET, DecodeProblem, KeepProblem, ReplayProblem
 
 MOST = 16  # tokens of a packet
 HELD = {2: 128, 4: 32}  # bytes of a number -> keys of q and k that a program holds in registers
-COLUMNS = 32  # of a state that a program has at a time
-FILLED = 8  # warps that a multiprocessor is to have, before one takes more than a strip
-UPDATED = 32  # keys of a state that a product makes anew
+FEW, MANY = 16, 32  # columns of a state that a program has at a time
+FILLED = 6  # warps that a multiprocessor is to have, before one takes more than a strip
+UPDATED = 64  # keys of a state that a product makes anew
+REGISTERS = 128  # a lane, of programs of 8 tokens that write no state: sixteen a multiprocessor
 
 
 @kernel
@@ -53,9 +61,9 @@ def packet_kernel(
     N, T, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, columns, entries, scale,
     K: tl.constexpr, V: tl.constexpr, BU: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
     BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr,
-    UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, WRITE: tl.constexpr, NORM: tl.constexpr,
-    NEGATIVE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
-    RESET: tl.constexpr, CHAINED: tl.constexpr,
+    NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
+    WRITE: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row's tokens, as `decode` takes them, when only the last state is wanted or none."""
     if CHAINED:
@@ -84,56 +92,58 @@ def packet_kernel(
     if (slot < lowest) | (slot >= slots) | (n >= N):
         clear(o_ptr, count, block * STRIPS, o_t, o_v, V, BT, BV, STRIPS, UNIT, DENSE)
     else:
-        _rows, tokens, is_k = row(BT)
-        X, XX = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, FINE)
+        PARTS: tl.constexpr = 2 * BT // ROWS
+        X, XK, QQ = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, NEAR, PRECISION)
+        now = tl.arange(0, BT)
         G, beta = gates_of(
-            g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, tl.arange(0, BT), tl.arange(0, BT) < count, g_t, beta_t,
-            a_ptr is not None, NEGATIVE, RESET,
+            g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, now, now < count, g_t, beta_t, a_ptr is not None,
+            NEGATIVE, RESET,
         )  # fmt: skip
-        end_high, end_low = split(tl.sum(tl.where(tl.arange(0, BT) == BT - 1, G, 0.0), 0))
-        high, low = split(twice(G))
-        beta = twice(beta)
-        P, A_inv, rate = among(XX, high, low, beta, scale, BT, LEVELS, NORM, FINE)
-        grown, ending = tl.exp(high)[:, None], decay(high, low, end_high, end_low)[:, None]
-        pool = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
-        start_ptr = pool + (slot * state_n + entry * state_r) * STATE_UNIT
-        end_ptr, is_written = start_ptr, False
+        high, low = split(by_rows(G))
+        W, rates = among(XK, QQ, high, low, by_rows(beta), scale, BT, LEVELS, NORM, FINE)
+        grown, beta = tl.exp(high), by_rows(beta)
+        end_high, end_low = split(tl.sum(tl.where(now == BT - 1, G, 0.0), 0))
+        at_end = decay(high, low, end_high, end_low)
+        start_ptr = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
+        start_ptr += (slot * state_n + entry * state_r) * STATE_UNIT
+        # from a strip that is read to where it is written
+        there, is_written = tl.full([], 0, tl.int64), False
         if WRITE == "final":
             target = slot
             if write_index_ptr is not None:
                 target = tl.load(write_index_ptr + n * write_n).to(tl.int64)
             is_written = (target >= lowest) & (target < slots) & (count > 0)
-            end_ptr = pool + (target * state_n + entry * state_r) * STATE_UNIT
+            there = (target - slot) * state_n * STATE_UNIT
         for strip in tl.range(0, STRIPS, num_stages=STAGES):
-            vs = (block * STRIPS + strip) * BV + tl.arange(0, BV)
-            has_both = (tokens < count)[:, None] & exist_in(vs, V, STRIPS)[None, :]
-            v = tl.load(
-                rows_at(v_ptr, tokens, vs, v_t, v_v, UNIT, DENSE), mask=has_both & is_k[:, None], other=0.0
-            )
+            column, vs = (block * STRIPS + strip) * BV, tl.arange(0, BV)
+            left = V - column
+            tokens, is_k = row(PARTS - 1, BT)
+            has_both = (tokens < count)[:, None] & exist_in(vs, left, V, STRIPS)[None, :]
+            v_at = rows_at(from_column(v_ptr, column, v_v, DENSE), tokens, vs, v_t, v_v, UNIT, DENSE, NEAR)
+            v = tl.load(v_at, mask=has_both & is_k[:, None], other=0.0)
+            strip_ptr = from_column(start_ptr, column, state_v * STATE_UNIT, AXIS == "v")
             seen = seen_of(
-                X, q_ptr, k_ptr, start_ptr, vs, count, q_t, k_t, q_k, k_k, state_k, state_v, K, V, BS, BT,
-                STRIPS, STAGES, UNIT, STATE_UNIT, AXIS, DENSE, PRECISION,
+                X, q_ptr, k_ptr, strip_ptr, vs, left, count, q_t, k_t, q_k, k_k, state_k, state_v, K, V, BS,
+                BT, STRIPS, STAGES, LINE, UNIT, STATE_UNIT, AXIS, DENSE, NEAR, PRECISION,
             )  # fmt: skip
-            o, u = answered(seen * grown, v, beta, rate, P, A_inv, LEVELS, PRECISION, FINE)
-            o_at = rows_at(o_ptr, tokens, vs, o_t, o_v, UNIT, DENSE)
-            tl.store(o_at, o.to(o_ptr.dtype.element_ty), mask=has_both & (is_k == 0)[:, None])
-            if WRITE == "final":  # noqa: SIM102 - a constant
-                if is_written:
-                    # the state a second time: it is still in the cache, and would not fit into registers
-                    for start in tl.static_range(0, K, BU):
-                        ks = start + tl.arange(0, BU)
-                        place, in_state = state_at(
-                            start_ptr, ks, vs, state_k, state_v, K, V, STATE_UNIT, AXIS, STRIPS
-                        )
-                        S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end_high)
-                        has_key = (is_k & (tokens < count))[:, None] & exist(ks, K)[None, :]
-                        k_at = rows_at(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE)
-                        k = tl.load(k_at, mask=has_key, other=0.0)
-                        S = mixed(tl.trans(k), u * ending, S, PRECISION)
-                        place, in_state = state_at(
-                            end_ptr, ks, vs, state_k, state_v, K, V, STATE_UNIT, AXIS, STRIPS
-                        )
-                        tl.store(place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+            seen = scaled(seen, rates, grown)
+            found = answered(seen, v, beta, W, BT, FINE)
+            o_strip_ptr = from_column(o_ptr, column, o_v, DENSE)
+            store_outputs(o_strip_ptr, found, vs, left, count, o_t, o_v, V, BT, STRIPS, UNIT, DENSE, NEAR)
+            if WRITE == "final":
+                u = tl.where(is_k[:, None], found[PARTS - 1] * at_end[:, None], 0.0)
+                # block by block: the state is still in the cache, and would not fit into registers
+                for start in tl.static_range(0, K, BU):
+                    ks = start + tl.arange(0, BU)
+                    place, in_state = tile_at(
+                        strip_ptr, ks, vs, left, state_k, state_v, K, V, LINE, STATE_UNIT, AXIS, NEAR, STRIPS
+                    )
+                    S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end_high)
+                    k_at = rows_at(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
+                    has_key = (is_k & (tokens < count))[:, None] & exist(ks, K)[None, :]
+                    k = tl.load(k_at, mask=has_key, other=0.0)
+                    S = grown_by(S, k, u, AXIS, PRECISION).to(state_ptr.dtype.element_ty)
+                    tl.store(place + there, S, mask=in_state & is_written)
 
 
 def levels(longest: int) -> int:
@@ -142,35 +152,70 @@ def levels(longest: int) -> int:
 
 
 def precisions(is_wide: bool, machine: Machine) -> dict[str, str]:
-    """Of the large products, and of those of the triangular system, which are always exact."""
-    fine = "ieee" if machine.kind == "hip" else "tf32x3"
+    """Of the large products of fp32, and of those of the triangular system (`packet_lib.close`)."""
+    fine = "ieee" if machine.kind == "hip" else "tf32x3" if is_wide else "bf16"
     return {"PRECISION": fine if is_wide else "tf32", "FINE": fine}
 
 
-def blocks(K: int, V: int, width: int, longest: int, pairs: int, machine: Machine) -> dict[str, int]:
+def blocks(
+    K: int, V: int, width: int, longest: int, pairs: int, machine: Machine, state_width: int, is_written: bool
+) -> dict[str, int]:  # fmt: skip
     """Sizes of a program's tiles for `pairs` of rows and heads, and the depth of its loads.
 
-    A program takes all columns where there are rows and heads for every warp. No bit depends on it: a column
-    is summed by itself.
+    A program takes all columns where there are rows and heads for every warp, and few columns where these are
+    so few that programs of many would leave multiprocessors idle. No bit depends on it: a column is summed by
+    itself.
     """
-    BV = min(COLUMNS, max(16, triton.next_power_of_2(V)))
-    strips = triton.cdiv(V, BV)
+    takes_all, few = pairs >= FILLED * machine.num_sms, triton.cdiv(V, FEW) * pairs <= 2 * machine.num_sms
+    is_small = few or takes_all and (longest <= 8 or is_written or state_width > 2)
+    BV = min(FEW if is_small else MANY, max(16, triton.next_power_of_2(V)))
     return {
         "BV": BV, "BS": min(HELD[width], max(16, triton.next_power_of_2(K))),
-        "BT": 8 if longest <= 8 else MOST,
-        "STRIPS": strips if pairs >= FILLED * machine.num_sms else 1,
-        "STAGES": 2 if machine.kind == "hip" else 3,
+        "BT": 8 if longest <= 8 else MOST, "STRIPS": triton.cdiv(V, BV) if takes_all else 1,
+        "STAGES": 2 if is_written or state_width > 2 or machine.kind == "hip" else 3,
     }  # fmt: skip
 
 
 def warps(sizes: Mapping[str, int]) -> int:
-    """Of a program: as many as there are 16 rows."""
-    return sizes["BT"] // 8
+    """Of a program: products of 16 rows have work for two only where it has many columns, and these once."""
+    return 2 if sizes["BV"] == MANY and sizes["STRIPS"] == 1 and sizes["BT"] == 8 else 1
 
 
-def fills(machine: Machine) -> tuple[int, int]:
-    """Rows times heads that leave a machine empty, and that fill it whatever the tile."""
-    return 1, 2 * RESIDENT * machine.num_sms
+def options(sizes: Mapping[str, int], q: Tensor, is_written: bool, machine: Machine) -> dict[str, Any]:
+    """Of a launch."""
+    is_small = sizes["BT"] == 8 and q.element_size() == 2 and not is_written
+    fixed = {"maxnreg": REGISTERS} if is_small and warps(sizes) == 1 and machine.kind == "cuda" else {}
+    return chained(machine) | fixed
+
+
+def are_near(*reaches: int) -> bool:
+    """Whether offsets within tiles fit into 32 bits; each reach is a stride times how often it is taken."""
+    return all(abs(x) < 2**30 for x in reaches)
+
+
+def reach_of_rows(rows: Sequence[int], tails: Sequence[int], p: DecodeProblem | ReplayProblem) -> list[int]:
+    """How far a packet's tiles reach along tokens and along keys or columns."""
+    sizes = p.K, p.K, p.V, p.V
+    return [MOST * s for s in rows[1::3]] + [size * s for size, s in zip(sizes, tails, strict=True)]
+
+
+Kept = DecodeProblem | ReplayProblem | KeepProblem
+
+
+def reach_of_state(strides: Sequence[int], unit: int, p: Kept) -> list[int]:
+    """How far tiles of a state reach; strides as `pool_of` gives them."""
+    return [strides[3] * unit * p.K, strides[4] * unit * p.V]
+
+
+def line_of(axis: str, strides: Sequence[int], unit: int, p: Kept) -> int:
+    """The stride of a state's other axis, where the state is one piece of memory; else 0."""
+    line, size = {"k": (strides[4], p.K), "v": (strides[3], p.V)}.get(axis, (0, 1))
+    return size if line * unit == size else 0
+
+
+def fills(machine: Machine) -> tuple[int, ...]:
+    """Rows times heads that leave a machine empty, that all but fill it, and that do whatever the tile."""
+    return 1, FILLED * machine.num_sms - 1, 2 * RESIDENT * machine.num_sms
 
 
 def token_strides(x: Tensor | None, is_packed: bool) -> tuple[int, int, int]:
@@ -209,7 +254,8 @@ def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> L
         token_strides(x, is_packed) for x in (p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
     ]
     pairs, longest = p.N * p.HV if pairs is None else pairs, longest_of(p) or MOST
-    sizes = blocks(p.K, p.V, p.q.element_size(), longest, pairs, gpu)
+    is_written = p.write != "none"
+    sizes = blocks(p.K, p.V, p.q.element_size(), longest, pairs, gpu, p.state.element_size(), is_written)
     unit = unit_of(*rows, *starts)
     tails = (p.q.stride(3), p.k.stride(3), p.v.stride(3), p.out.stride(3))
     numbers = (
@@ -223,10 +269,13 @@ def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> L
     )  # fmt: skip
     constants = {
         "K": p.K, "V": p.V, "BU": min(UPDATED, sizes["BS"]), **sizes, "AXIS": axis,
-        "DENSE": tails == (1, 1, 1, 1), "UNIT": unit, "STATE_UNIT": state_unit, "WRITE": p.write,
-        "NORM": p.use_qk_l2norm_in_kernel, "NEGATIVE": p.allow_neg_eigval,
-        "LEVELS": levels(longest),
+        "DENSE": tails == (1, 1, 1, 1),
+        "NEAR": are_near(*reach_of_rows(rows, tails, p), *reach_of_state(state, state_unit, p)),
+        "LINE": line_of(axis, state, state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
+        "WRITE": p.write, "NORM": p.use_qk_l2norm_in_kernel,
+        "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(longest),
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "CHAINED": chains(gpu),
     }  # fmt: skip
     programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
-    return Launch(packet_kernel, programs, numbers, constants, warps(sizes), options=chained(gpu))
+    rest = options(sizes, p.q, is_written, gpu)
+    return Launch(packet_kernel, programs, numbers, constants, warps(sizes), options=rest)

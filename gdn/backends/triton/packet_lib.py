@@ -1,10 +1,14 @@
-# mypy: disable-error-code="assignment, var-annotated"
+# mypy: disable-error-code="assignment, misc, var-annotated"
 """What the kernels of `packet` and `replay` are made of.
 
-q and k are the rows of one operand, q's tokens first. X = [q; k] meets a state in one product; X X^T has
-q k^T, k k^T and the norms on its diagonal; what q's rows get of k's is a product of matrices of rows by rows.
-8 tokens make 16 rows, the fewest that a product takes. A program is one warp, which does all of that once and
-walks over STRIPS times BV columns of the state; where rows and heads are few, each strip has a program.
+A product takes 16 rows X: [q; k] of up to 8 tokens, one part; or q, then k, of up to 16, two parts. X S is
+what rows see of a state, X k^T has q k^T, k k^T and norms on diagonals. With W = (P + I) (I + A)^-1, where P
+is in q's rows and I in k's,
+
+    r = beta (v - e^G k S);   o = e^G q S + W r in q's rows;   u = W r in k's rows.
+
+A program is one warp, which makes W once and walks over STRIPS times BV columns of the state; where rows and
+heads are few, each strip has a program.
 
 Raw q and k go through the products and their norms scale what comes out, as in the chunked rule; u is d times
 the norm of k, so that S gains k u^T with the raw k. Operands of two dtypes meet as fp32 in tf32: a 16-bit
@@ -14,7 +18,9 @@ operand is exact there and a state or u loses 2^-11, where in 16 bits it would l
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.lib import decay, dot, exist, softplus, strength
+from gdn.backends.triton.lib import decay, dot, exist, parts, softplus, strength
+
+ROWS = tl.constexpr(16)  # of a product
 
 
 @triton.jit
@@ -38,44 +44,102 @@ def slot_of(
 
 
 @triton.jit
-def rows_at(ptr, rows, columns, row_stride, column_stride, UNIT: tl.constexpr, DENSE: tl.constexpr):
-    """Pointers [rows, columns]; strides of rows are in UNITs."""
-    ptr += (rows.to(tl.int64) * row_stride * UNIT)[:, None]
-    if DENSE:
-        return ptr + columns[None, :]
-    else:
-        return ptr + (columns.to(tl.int64) * column_stride)[None, :]
+def rows_at(
+    ptr, rows, columns, row_stride, column_stride, UNIT: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr
+):  # fmt: skip
+    """Pointers [rows, columns]; strides of rows are in UNITs. NEAR: all offsets fit into 32 bits."""
+    if not DENSE:
+        columns = _offsets(columns, column_stride, NEAR)
+    return ptr + (_offsets(rows, row_stride * UNIT, NEAR)[:, None] + columns[None, :])
 
 
 @triton.jit
-def exist_in(vs, V: tl.constexpr, STRIPS: tl.constexpr):
-    """Which columns of a strip lie below V; a constant where whole programs do."""
+def _offsets(places, stride, NEAR: tl.constexpr):
+    if NEAR:
+        return places * stride.to(tl.int32)
+    else:
+        return places.to(tl.int64) * stride
+
+
+@triton.jit
+def exist_in(vs, left, V: tl.constexpr, STRIPS: tl.constexpr):
+    """Which columns of a strip exist, of `left` from its start on; a constant where whole programs do."""
     if (STRIPS * vs.shape[0] + V) % (STRIPS * vs.shape[0]) == 0:
         return tl.full(vs.shape, True, tl.int1)
     else:
-        return vs < V
+        return vs < left
+
+
+@triton.jit
+def from_column(ptr, column, stride, DENSE: tl.constexpr):
+    """Pointer to a column, for the tiles of a strip to lie at constant distances from it."""
+    if DENSE:
+        return ptr + column
+    else:
+        return ptr + column.to(tl.int64) * stride
 
 
 @triton.jit
 def state_at(
-    ptr, ks, vs, state_k, state_v, K: tl.constexpr, V: tl.constexpr, UNIT: tl.constexpr, AXIS: tl.constexpr,
-    STRIPS: tl.constexpr = 1,
+    ptr, ks, vs, left, state_k, state_v, K: tl.constexpr, V: tl.constexpr, LINE: tl.constexpr,
+    UNIT: tl.constexpr, AXIS: tl.constexpr, NEAR: tl.constexpr, STRIPS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Pointers and mask [ks, vs] of a state with strides in UNITs; along AXIS it is contiguous."""
-    mask = exist(ks, K)[:, None] & exist_in(vs, V, STRIPS)[None, :]
-    along_k, along_v = ks.to(tl.int64), vs.to(tl.int64)
+    """Pointers and mask [ks, vs] of a state with strides in UNITs; along AXIS it is contiguous.
+
+    LINE: the stride of the other axis in elements, where it is known to the compiler, else 0.
+    """
+    mask = exist(ks, K)[:, None] & exist_in(vs, left, V, STRIPS)[None, :]
     if AXIS != "k":
-        along_k = along_k * (state_k * UNIT)
+        ks = ks * LINE if LINE > 0 else _offsets(ks, state_k * UNIT, NEAR)
     if AXIS != "v":
-        along_v = along_v * (state_v * UNIT)
-    return ptr + along_k[:, None] + along_v[None, :], mask
+        vs = vs * LINE if LINE > 0 else _offsets(vs, state_v * UNIT, NEAR)
+    return ptr + (ks[:, None] + vs[None, :]), mask
+
+
+@triton.jit
+def tile_at(
+    ptr, ks, vs, left, state_k, state_v, K: tl.constexpr, V: tl.constexpr, LINE: tl.constexpr,
+    UNIT: tl.constexpr, AXIS: tl.constexpr, NEAR: tl.constexpr, STRIPS: tl.constexpr = 1,
+):  # fmt: skip
+    """`state_at` of a tile to be written: [vs, ks] where keys are contiguous, else [ks, vs]."""
+    if AXIS == "k":
+        mask = exist_in(vs, left, V, STRIPS)[:, None] & exist(ks, K)[None, :]
+        vs = vs * LINE if LINE > 0 else _offsets(vs, state_v * UNIT, NEAR)
+        return ptr + (vs[:, None] + ks[None, :]), mask
+    else:
+        return state_at(ptr, ks, vs, left, state_k, state_v, K, V, LINE, UNIT, AXIS, NEAR, STRIPS)
+
+
+@triton.jit
+def grown_by(S, k, u, AXIS: tl.constexpr, PRECISION: tl.constexpr):
+    """S + k^T u of a tile as `tile_at` lays it, k [tokens, ks] and u [tokens, vs]."""
+    if AXIS == "k":
+        return mixed(tl.trans(u), k, S, PRECISION)
+    else:
+        return mixed(tl.trans(k), u, S, PRECISION)
+
+
+@triton.jit
+def close(x, y, acc, FINE: tl.constexpr):
+    """x y + acc of fp32, where 2^-11 would be too much: in bf16 three products of parts, to 2^-16."""
+    if FINE == "bf16":
+        x_high, x_low = parts(x, tl.bfloat16)
+        y_high, y_low = parts(y, tl.bfloat16)
+        acc = dot(x_low, y_high, acc, "tf32")
+        acc = dot(x_high, y_low, acc, "tf32")
+        return dot(x_high, y_high, acc, "tf32")
+    else:
+        return dot(x, y, acc, FINE)
 
 
 @triton.jit
 def mixed(x, y, acc, PRECISION: tl.constexpr):
-    """x y + acc; operands of two dtypes meet as fp32."""
+    """x y + acc; fp32 on the left meets bf16 in two parts, other operands of two dtypes meet as fp32."""
     if x.dtype == y.dtype:
         return dot(x, y, acc, PRECISION)
+    elif (x.dtype == tl.float32) & (y.dtype == tl.bfloat16):
+        high, low = parts(x, tl.bfloat16)
+        return dot(high, y, dot(low, y, acc, PRECISION), PRECISION)
     else:
         return dot(x.to(tl.float32), y.to(tl.float32), acc, PRECISION)
 
@@ -107,114 +171,205 @@ def gates_of(
 
 
 @triton.jit
-def twice(x):
-    """A number for each token as one for each row: q's, then k's."""
-    return tl.reshape(tl.broadcast_to(x[None, :], [2, x.shape[0]]), [2 * x.shape[0]])
+def by_rows(x):
+    """A number for each token as one for each row of a part."""
+    BT: tl.constexpr = x.shape[0]
+    if BT == ROWS:
+        return x
+    else:
+        return tl.reshape(tl.broadcast_to(x[None, :], [ROWS // BT, BT]), [ROWS])
 
 
 @triton.jit
-def row(BT: tl.constexpr):
-    """Rows of q and k, the tokens that they are of, and which are k's."""
-    rows = tl.arange(0, 2 * BT)
-    return rows, rows % BT, rows >= BT
+def row(part: tl.constexpr, BT: tl.constexpr):
+    """The tokens that a part's rows are of, and which rows are k's."""
+    rows = tl.arange(0, ROWS)
+    if BT == ROWS:
+        return rows, tl.full([ROWS], part == 1, tl.int1)
+    else:
+        return rows % BT, rows >= BT
 
 
 @triton.jit
 def operand(
-    q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K: tl.constexpr, BT: tl.constexpr, UNIT: tl.constexpr,
-    DENSE: tl.constexpr,
+    part: tl.constexpr, q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K: tl.constexpr, BT: tl.constexpr,
+    UNIT: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """[q; k] of some keys [2 BT, ks], zeros past the packet's end."""
-    _rows, tokens, is_k = row(BT)
+    """Some keys of a part [16, ks], zeros past the packet's end."""
+    tokens, is_k = row(part, BT)
     mask = (tokens < count)[:, None] & exist(ks, K)[None, :]
-    q = tl.load(
-        rows_at(q_ptr, tokens, ks, q_t, q_k, UNIT, DENSE), mask=mask & (is_k == 0)[:, None], other=0.0
-    )
-    k = tl.load(rows_at(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE), mask=mask & is_k[:, None], other=0.0)
-    return tl.where(is_k[:, None], k, q)
+    q_at = rows_at(q_ptr, tokens, ks, q_t, q_k, UNIT, DENSE, NEAR)
+    k_at = rows_at(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
+    if BT == ROWS:
+        if part == 0:
+            return tl.load(q_at, mask=mask, other=0.0)
+        else:
+            return tl.load(k_at, mask=mask, other=0.0)
+    else:
+        q = tl.load(q_at, mask=mask & (is_k == 0)[:, None], other=0.0)
+        k = tl.load(k_at, mask=mask & is_k[:, None], other=0.0)
+        return tl.where(is_k[:, None], k, q)
 
 
 @triton.jit
 def operands(
     q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    UNIT: tl.constexpr, DENSE: tl.constexpr, FINE: tl.constexpr,
+    UNIT: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """X of the first keys, and X X^T. Where BS keys are not all, X is read again, block by block."""
-    X = operand(q_ptr, k_ptr, tl.arange(0, BS), count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE)
-    XX = dot(X, tl.trans(X), None, FINE)
+    """All parts' first BS keys; X k^T by parts; and q q^T, the first of these where there is one part.
+
+    Where BS keys are not all, the others are read again whenever they are wanted.
+    """
+    PARTS: tl.constexpr = 2 * BT // ROWS
+    ks = tl.arange(0, BS)
+    first = operand(0, q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE, NEAR)
+    last = first
+    if PARTS == 2:
+        last = operand(1, q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE, NEAR)
+    kk = dot(last, tl.trans(last), None, PRECISION)
+    qk, qq = kk, kk
+    if PARTS == 2:
+        qk, qq = dot(first, tl.trans(last), None, PRECISION), dot(first, tl.trans(first), None, PRECISION)
     if BS < K:
         for start in range(BS, K, BS):
             ks = start + tl.arange(0, BS)
-            more = operand(q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE)
-            XX = dot(more, tl.trans(more), XX, FINE)
-    return X, XX
+            k = operand(PARTS - 1, q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE, NEAR)
+            kk = dot(k, tl.trans(k), kk, PRECISION)
+            if PARTS == 2:
+                q = operand(0, q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE, NEAR)
+                qk, qq = dot(q, tl.trans(k), qk, PRECISION), dot(q, tl.trans(q), qq, PRECISION)
+    if PARTS == 2:
+        return (first, last), (qk, kk), qq
+    else:
+        return (last,), (kk,), kk
 
 
 @triton.jit
 def among(
-    XX, high, low, beta, scale, BT: tl.constexpr, LEVELS: tl.constexpr, NORM: tl.constexpr, FINE: tl.constexpr
-):
-    """What tokens are to one another, by rows: P, (I + A)^-1, and what scales rows of q and of k."""
-    i, _tokens, is_k = row(BT)
-    rstd = tl.full([2 * BT], 1.0, tl.float32)
-    if NORM:
-        rstd = tl.rsqrt(tl.sum(tl.where(i[:, None] == i[None, :], XX, 0.0), 1) + 1e-6)
+    XK, QQ, high, low, beta, scale, BT: tl.constexpr, LEVELS: tl.constexpr, NORM: tl.constexpr,
+    FINE: tl.constexpr,
+):  # fmt: skip
+    """What tokens are to one another: by parts W, and what scales rows, of W already."""
+    PARTS: tl.constexpr = 2 * BT // ROWS
+    i = tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, ROWS)[None, :]
     D = decay(high[None, :], low[None, :], high[:, None], low[:, None])
-    P = tl.where((i < BT)[:, None] & is_k[None, :] & (i[None, :] <= i[:, None] + BT), XX * D, 0.0)
-    A = XX * D * (beta * rstd)[:, None] * rstd[None, :]
-    A = tl.where(is_k[None, :] & (i[None, :] < i[:, None]), A, 0.0)
-    if LEVELS > 0:
-        A = _inverse(A, LEVELS, FINE)
-    return P, A, rstd * tl.where(is_k, 1.0, scale)
+    rates = ()
+    for part in tl.static_range(PARTS):
+        _tokens, is_k = row(part, BT)
+        rate = tl.where(is_k, 1.0, scale)
+        if NORM:
+            squares = XK[PARTS - 1] if part == PARTS - 1 else QQ
+            rate *= tl.rsqrt(tl.sum(tl.where(i == j, squares, 0.0), 1) + 1e-6)
+        rates = rates + (rate,)
+    _tokens, is_k = row(PARTS - 1, BT)
+    A = XK[PARTS - 1] * D * (beta * rates[PARTS - 1])[:, None] * rates[PARTS - 1][None, :]
+    A_inv = _inverse(tl.where(is_k[None, :] & (j < i), A, 0.0), LEVELS, FINE)
+    P = XK[0] * D * rates[PARTS - 1][None, :]
+    if PARTS == 2:
+        W = close(tl.where(j <= i, P, 0.0), A_inv, None, FINE)
+        return (W * rates[0][:, None], A_inv * rates[1][:, None]), rates
+    else:
+        # in the columns of q, where r is zero, A_inv is the identity
+        P = tl.where(is_k[None, :] & (j <= i + BT) & (i < BT), P, 0.0)
+        return (close(P, A_inv, A_inv, FINE) * rates[0][:, None],), rates
 
 
 @triton.jit
 def seen_of(
-    X, q_ptr, k_ptr, state_ptr, vs, count, q_t, k_t, q_k, k_k, state_k, state_v, K: tl.constexpr,
+    X, q_ptr, k_ptr, state_ptr, vs, left, count, q_t, k_t, q_k, k_k, state_k, state_v, K: tl.constexpr,
     V: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr,
-    UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, AXIS: tl.constexpr,
+    DENSE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """X S [2 BT, vs]."""
-    seen = tl.zeros([2 * BT, vs.shape[0]], tl.float32)
+    """X S by parts, each [16, vs]."""
+    PARTS: tl.constexpr = 2 * BT // ROWS
+    last = tl.zeros([ROWS, vs.shape[0]], tl.float32)
+    first = last
     if BS < K:
         for start in tl.range(0, K, BS, num_stages=STAGES):
             ks = start + tl.arange(0, BS)
-            place, in_state = state_at(state_ptr, ks, vs, state_k, state_v, K, V, STATE_UNIT, AXIS, STRIPS)
+            place, in_state = state_at(
+                state_ptr, ks, vs, left, state_k, state_v, K, V, LINE, STATE_UNIT, AXIS, NEAR, STRIPS
+            )
             S = tl.load(place, mask=in_state, other=0.0)
-            X = operand(q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE)
-            seen = mixed(X, S, seen, PRECISION)
+            k = operand(PARTS - 1, q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE, NEAR)
+            last = mixed(k, S, last, PRECISION)
+            if PARTS == 2:
+                q = operand(0, q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE, NEAR)
+                first = mixed(q, S, first, PRECISION)
     else:
         place, in_state = state_at(
-            state_ptr, tl.arange(0, BS), vs, state_k, state_v, K, V, STATE_UNIT, AXIS, STRIPS
+            state_ptr,
+            tl.arange(0, BS),
+            vs,
+            left,
+            state_k,
+            state_v,
+            K,
+            V,
+            LINE,
+            STATE_UNIT,
+            AXIS,
+            NEAR,
+            STRIPS,
         )
-        seen = mixed(X, tl.load(place, mask=in_state, other=0.0), seen, PRECISION)
-    return seen
+        S = tl.load(place, mask=in_state, other=0.0)
+        last = mixed(X[PARTS - 1], S, last, PRECISION)
+        if PARTS == 2:
+            first = mixed(X[0], S, first, PRECISION)
+    if PARTS == 2:
+        return first, last
+    else:
+        return (last,)
 
 
 @triton.jit
-def answered(
-    seen, v, beta, rate, P, A_inv, LEVELS: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr
-):
-    """o in rows of q, and u in rows of k, from v in those and what all rows see of the state."""
-    is_k = tl.arange(0, v.shape[0]) >= v.shape[0] // 2
-    r = tl.where(is_k[:, None], beta[:, None] * (v.to(tl.float32) - seen * rate[:, None]), 0.0)
-    if LEVELS > 0:
-        r = dot(A_inv, r, None, FINE)
-    # what scales a row of q may be NaN, and is of no k
-    u = tl.where(is_k[:, None], r * rate[:, None], 0.0)
-    return dot(P, u, seen, PRECISION) * rate[:, None], u
+def scaled(seen, rates, grown):
+    """All parts, by rows."""
+    found = ()
+    for part in tl.static_range(len(seen)):
+        found = found + (seen[part] * (rates[part] * grown)[:, None],)
+    return found
+
+
+@triton.jit
+def answered(seen, v, beta, W, BT: tl.constexpr, FINE: tl.constexpr):
+    """By parts o in rows of q and u in rows of k, from v and what all rows see of the state, scaled."""
+    PARTS: tl.constexpr = 2 * BT // ROWS
+    _tokens, is_k = row(PARTS - 1, BT)
+    r = beta[:, None] * (v.to(tl.float32) - seen[PARTS - 1])
+    if PARTS == 2:
+        return close(W[0], r, seen[0], FINE), close(W[1], r, None, FINE)
+    else:
+        # what a row of q sees may be NaN, and is of no k
+        r = tl.where(is_k[:, None], r, 0.0)
+        return (close(W[0], r, tl.where(is_k[:, None], 0.0, seen[0]), FINE),)
+
+
+@triton.jit
+def store_outputs(
+    o_ptr, found, vs, left, count, o_t, o_v, V: tl.constexpr, BT: tl.constexpr, STRIPS: tl.constexpr,
+    UNIT: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    """o of the first part, in its rows of q."""
+    tokens, is_k = row(0, BT)
+    mask = ((tokens < count) & (is_k == 0))[:, None] & exist_in(vs, left, V, STRIPS)[None, :]
+    o_at = rows_at(o_ptr, tokens, vs, o_t, o_v, UNIT, DENSE, NEAR)
+    tl.store(o_at, found[0].to(o_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _inverse(A, LEVELS: tl.constexpr, FINE: tl.constexpr):
     """(I + A)^-1 by doubling, as in `tril`, of blocks of 2^LEVELS rows; beyond them A is zero."""
-    i = tl.arange(0, A.shape[0])[:, None]
-    j = tl.arange(0, A.shape[0])[None, :]
-    X = tl.where(i == j, 1.0, tl.where((i ^ j) == 1, -A, 0.0))
+    i = tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, ROWS)[None, :]
+    X = tl.where(i == j, 1.0, 0.0)
+    if LEVELS > 0:
+        X = tl.where((i ^ j) == 1, -A, X)
     for level in tl.static_range(1, LEVELS):
         L = tl.where((i ^ j) >> level == 1, A, 0.0)
-        X -= dot(dot(X, L, None, FINE), X, None, FINE)
+        X -= close(close(X, L, None, FINE), X, None, FINE)
     return X
 
 
@@ -229,5 +384,5 @@ def clear(
         vs = strip * BV + tl.arange(0, BV)
         for t in range(0, count, BT):
             tokens = t + tl.arange(0, BT)
-            place = rows_at(o_ptr, tokens, vs, o_t, o_v, UNIT, DENSE)
+            place = rows_at(o_ptr, tokens, vs, o_t, o_v, UNIT, DENSE, False)
             tl.store(place, zeros, mask=(tokens < count)[:, None] & (vs < V)[None, :])

@@ -1,0 +1,210 @@
+# mypy: disable-error-code="assignment, var-annotated"
+"""Folds: what a history holds becomes part of its state, which it does where the history is full.
+
+    fold      S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T, for all layers
+    cursor    the cursors move; after all folds, which look at them
+
+A state is read and written once: 85 us for 128 rows of 32 heads of 128 x 128 in bf16 (H200), a token 70.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.lib import decay, exist, split
+from gdn.backends.triton.packet import (
+    FILLED,
+    are_near,
+    line_of,
+    precisions,
+    reach_of_state,
+    strides_of,
+)
+from gdn.backends.triton.packet_lib import exist_in, from_column, grown_by, rows_at, tile_at
+from gdn.backends.triton.recurrent import divide, inverse, owner, pool_of
+from gdn.problem import KeepProblem
+
+PLACES = 16  # of a history that a product takes
+MOST_PASTS = 4  # times PLACES: what rows get of so many is held in registers
+FOLDED = (128, 16)  # keys and columns of a state that a fold has at a time
+
+
+@triton.jit
+def past(G_ptr, places, count, G_t):
+    """G of a history's places, split in two; 0 past its end."""
+    return split(tl.load(G_ptr + places.to(tl.int64) * G_t, mask=places < count, other=0.0).to(tl.float64))
+
+
+@triton.jit
+def u_of(
+    u_history_ptr, start, base, vs, has_value, u_p, BP: tl.constexpr, PAST_UNIT: tl.constexpr,
+    NEAR: tl.constexpr,
+):  # fmt: skip
+    """u of BP places [BP, vs]."""
+    old = start + tl.arange(0, BP)
+    place = rows_at(u_history_ptr, old, vs, u_p, 1, PAST_UNIT, True, NEAR)
+    return tl.load(place, mask=(old < base)[:, None] & has_value, other=0.0)
+
+
+@triton.jit
+def ending(cursor, accepted, room, places):
+    """Places in use once the accepted tokens are."""
+    start = tl.minimum(tl.maximum(cursor.to(tl.int64), 0), places)
+    return tl.minimum(start + tl.minimum(tl.maximum(accepted.to(tl.int64), 0), room), places)
+
+
+@triton.jit
+def kept_of(
+    k_ptr, G_ptr, start, end, high, low, ks, k_p, G_p, K: tl.constexpr, BP: tl.constexpr,
+    UNIT: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    """k of BP places [BP, ks], and what is left of each at the end."""
+    old = start + tl.arange(0, BP)
+    mask = (old < end)[:, None] & exist(ks, K)[None, :]
+    k = tl.load(rows_at(k_ptr, old, ks, k_p, 1, UNIT, True, NEAR), mask=mask, other=0.0)
+    old_high, old_low = past(G_ptr, old, end, G_p)
+    return k, decay(old_high, old_low, high, low)
+
+
+@kernel
+def fold_kernel(
+    state_ptr, u_ptr, k_ptr, G_ptr, cursor_ptr, index_ptr, accepted_ptr,
+    state_l, state_n, state_h, state_k, state_v, u_l, u_n, u_p, u_h, k_l, k_n, k_p, k_h, G_l, G_n, G_p, G_h,
+    cursor_n, index_n, accepted_n, layers, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest,
+    places, room,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BP: tl.constexpr,
+    PASTS: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, NEAR: tl.constexpr,
+    LINE: tl.constexpr, STATE_UNIT: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (V + BV * STRIPS - 1) // (BV * STRIPS)
+    layer_and_entry, head, block = owner(HV, HV_inverse, HV_s, BLOCKS * ((K + BK - 1) // BK))
+    entry, layer = layer_and_entry // layers, layer_and_entry % layers
+    slot = tl.load(index_ptr + entry * index_n).to(tl.int64)
+    if (slot < lowest) | (slot >= slots):
+        return
+    end = ending(
+        tl.load(cursor_ptr + slot * cursor_n), tl.load(accepted_ptr + entry * accepted_n), room, places
+    )
+    if (end == 0) | (end + room <= places):
+        return
+    key_head = divide(head, ratio_inverse, ratio_s)
+    ks, vs = block // BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
+    state_ptr += (layer * state_l + slot * state_n + head * state_h) * STATE_UNIT
+    u_ptr += (layer * u_l + slot * u_n + head * u_h) * UNIT
+    k_ptr += (layer * k_l + slot * k_n + key_head * k_h) * UNIT
+    G_ptr += layer * G_l + slot * G_n + head * G_h
+    high, low = split(tl.load(G_ptr + (end - 1) * G_p).to(tl.float64))
+    held = ()
+    for part in tl.static_range(PASTS):
+        held = held + (kept_of(k_ptr, G_ptr, part * BP, end, high, low, ks, k_p, G_p, K, BP, UNIT, NEAR),)
+    for strip in tl.range(0, STRIPS, num_stages=STAGES):
+        column = (block % BLOCKS * STRIPS + strip) * BV
+        left = V - column
+        has_value = exist_in(vs, left, V, STRIPS)[None, :]
+        strip_ptr = from_column(state_ptr, column, state_v * STATE_UNIT, AXIS == "v")
+        place, in_state = tile_at(
+            strip_ptr, ks, vs, left, state_k, state_v, K, V, LINE, STATE_UNIT, AXIS, NEAR, STRIPS
+        )
+        S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(high)
+        for part in tl.static_range(PASTS):
+            k, still = held[part]
+            u = u_of(u_ptr + column, part * BP, end, vs, has_value, u_p, BP, UNIT, NEAR)
+            S = grown_by(S, k, u.to(tl.float32) * still[:, None], AXIS, PRECISION)
+        if PASTS == 0:
+            for start in range(0, end, BP):
+                k, still = kept_of(k_ptr, G_ptr, start, end, high, low, ks, k_p, G_p, K, BP, UNIT, NEAR)
+                u = u_of(u_ptr + column, start, end, vs, has_value, u_p, BP, UNIT, NEAR)
+                S = grown_by(S, k, u.to(tl.float32) * still[:, None], AXIS, PRECISION)
+        tl.store(place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+
+
+@kernel
+def cursor_kernel(
+    cursor_ptr, index_ptr, accepted_ptr, cursor_n, index_n, accepted_n, n, slots, lowest, places, room,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(index_ptr + entry * index_n, mask=entry < n, other=-1).to(tl.int64)
+    is_slot = (slot >= lowest) & (slot < slots) & (entry < n)
+    accepted = tl.load(accepted_ptr + entry * accepted_n, mask=is_slot, other=0)
+    end = ending(tl.load(cursor_ptr + slot * cursor_n, mask=is_slot, other=0), accepted, room, places)
+    end = tl.where(end + room > places, 0, end)
+    tl.store(cursor_ptr + slot * cursor_n, end.to(cursor_ptr.dtype.element_ty), mask=is_slot)
+
+
+def pasts(places: int) -> int:
+    """How many times PLACES so many are, a power of two: few numbers of places want a binary.
+
+    0 for many: what rows get of them is made again for each strip.
+    """
+    found = 1 << (max(1, triton.cdiv(places, PLACES)) - 1).bit_length()
+    return found if found <= MOST_PASTS else 0
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The launches of one commit."""
+
+    fold: Launch
+    cursor: Launch
+
+
+_keeps: Plans[Keep] = Plans()
+
+
+def replay_commit(problem: KeepProblem) -> None:
+    """See `Backend`; writes problem.state and problem.cursor."""
+    p = problem
+    with on(p.state.device):
+        plan = _keeps.get(_keep_key(p), lambda: _plan_keep(p))
+        plan.fold(p.state, p.history_u, p.history_k, p.history_G, p.cursor, p.index, p.accepted)
+        if p.update_cursor:
+            plan.cursor(p.cursor, p.index, p.accepted)
+
+
+def _keep_key(p: KeepProblem) -> Hashable:
+    tensors = (p.state, p.history_u, p.history_k, p.history_G, p.cursor, p.index, p.accepted)
+    return (
+        *((x.shape, x.stride(), x.dtype) for x in tensors), p.state.device, p.room, p.state_v_first,
+        p.null_slot,
+    )  # fmt: skip
+
+
+def _plan_keep(p: KeepProblem) -> Keep:
+    axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
+    layers, slots = p.state.shape[:2]
+    HV, H, n, gpu = p.history_u.shape[3], p.history_k.shape[3], p.index.shape[0], machine(p.state.device)
+    kept = (*p.history_u.stride()[:4], *p.history_k.stride()[:4])
+    unit = unit_of(*kept)
+    BK, BV = (min(n, max(16, triton.next_power_of_2(x))) for n, x in zip(FOLDED, (p.K, p.V), strict=True))
+    blocks = triton.cdiv(p.K, BK)
+    strips = triton.cdiv(p.V, BV) if n * layers * HV * blocks >= FILLED * gpu.num_sms else 1
+    lowest = 0 if p.null_slot is None else 1
+    where = (*strides_of(p.cursor, 1), *strides_of(p.index, 1), *strides_of(p.accepted, 1))
+    fold = Launch(
+        fold_kernel,
+        n * layers * HV * blocks * triton.cdiv(p.V, BV * strips),
+        (
+            *state, *(s // unit for s in kept), *p.history_G.stride(), *where, layers, HV, *inverse(HV),
+            *inverse(HV // H), slots, lowest, p.places, p.room,
+        ),
+        {
+            "K": p.K, "V": p.V, "BK": BK, "BV": BV, "BP": PLACES, "PASTS": pasts(p.places), "STRIPS": strips,
+            "STAGES": 2 if gpu.kind == "hip" else 3,
+            "AXIS": axis,
+            "NEAR": are_near(
+                *reach_of_state(state, state_unit, p), *(p.places * s for s in (kept[2], kept[6]))
+            ),
+            "LINE": line_of(axis, state, state_unit, p), "STATE_UNIT": state_unit, "UNIT": unit,
+            # a state in fp32 is carried in fp32, whatever its history is kept in
+            "PRECISION": precisions(True, gpu)["PRECISION"],
+        },
+        1,
+    )  # fmt: skip
+    cursor = Launch(
+        cursor_kernel, triton.cdiv(n, 128), (*where, n, slots, lowest, p.places, p.room), {"BLOCK": 128}, 4
+    )
+    return Keep(fold, cursor)
