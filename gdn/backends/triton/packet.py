@@ -88,20 +88,22 @@ def packet_kernel(
         beta_ptr += n * beta_b + first * beta_t + head * beta_h
     if dt_bias_ptr is not None:
         dt_bias_ptr += head * dt_bias_h
+    # q, k and gates are on their way while the slot's number is
+    PARTS: tl.constexpr = 2 * BT // ROWS
+    X, XK, QQ = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, NEAR, PRECISION)
+    now = tl.arange(0, BT)
+    G, beta = gates_of(
+        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, now, now < count, g_t, beta_t, a_ptr is not None,
+        NEGATIVE, RESET,
+    )  # fmt: skip
     # not an early return: exporters look for the tensors that a kernel writes, and follow no jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
         clear(o_ptr, count, block * STRIPS, o_t, o_v, V, BT, BV, STRIPS, UNIT, DENSE)
     else:
-        PARTS: tl.constexpr = 2 * BT // ROWS
-        X, XK, QQ = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, NEAR, PRECISION)
-        now = tl.arange(0, BT)
-        G, beta = gates_of(
-            g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, now, now < count, g_t, beta_t, a_ptr is not None,
-            NEGATIVE, RESET,
-        )  # fmt: skip
         high, low = split(by_rows(G))
-        W, rates = among(XK, QQ, high, low, by_rows(beta), scale, BT, LEVELS, NORM, FINE)
-        grown, beta = tl.exp(high), by_rows(beta)
+        strength = by_rows(beta)
+        W, rates = among(XK, QQ, high, low, strength, scale, BT, LEVELS, NORM, FINE)
+        grown = tl.exp(high)
         end_high, end_low = split(tl.sum(tl.where(now == BT - 1, G, 0.0), 0))
         at_end = decay(high, low, end_high, end_low)
         start_ptr = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
@@ -127,7 +129,7 @@ def packet_kernel(
                 BT, STRIPS, STAGES, LINE, UNIT, STATE_UNIT, AXIS, DENSE, NEAR, PRECISION,
             )  # fmt: skip
             seen = scaled(seen, rates, grown)
-            found = answered(seen, v, beta, W, BT, FINE)
+            found = answered(seen, v, strength, W, BT, FINE)
             o_strip_ptr = from_column(o_ptr, column, o_v, DENSE)
             store_outputs(o_strip_ptr, found, vs, left, count, o_t, o_v, V, BT, STRIPS, UNIT, DENSE, NEAR)
             if WRITE == "final":

@@ -29,6 +29,7 @@ from gdn.backends.triton.packet import (
     precisions,
     reach_of_rows,
     reach_of_state,
+    strides_of,
     token_strides,
     warps,
 )
@@ -186,6 +187,14 @@ def replay_kernel(
         beta_ptr += n * beta_b + first * beta_t + head * beta_h
     if dt_bias_ptr is not None:
         dt_bias_ptr += head * dt_bias_h
+    # q, k and gates are on their way while the slot's number is
+    PARTS: tl.constexpr = 2 * BT // ROWS
+    X, XK, QQ = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, NEAR, PRECISION)
+    now = tl.arange(0, BT)
+    G, beta = gates_of(
+        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, now, now < count, g_t, beta_t, a_ptr is not None,
+        NEGATIVE, RESET,
+    )  # fmt: skip
     # not an early return: exporters look for the tensors that a kernel writes, and follow no jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
         clear(o_ptr, count, block * STRIPS, o_t, o_v, V, BT, BV, STRIPS, UNIT, DENSE)
@@ -195,17 +204,10 @@ def replay_kernel(
         u_history_ptr += (slot * u_n + head * u_h) * PAST_UNIT
         k_history_ptr += (slot * past_n + key_head * past_h) * PAST_UNIT
         G_history_ptr += slot * G_n + head * G_h
-        PARTS: tl.constexpr = 2 * BT // ROWS
-        X, XK, QQ = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, NEAR, PRECISION)
-        now = tl.arange(0, BT)
-        G, beta = gates_of(
-            g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, now, now < count, g_t, beta_t, a_ptr is not None,
-            NEGATIVE, RESET,
-        )  # fmt: skip
         G += tl.load(G_history_ptr + (base - 1).to(tl.int64) * G_p, mask=base > 0, other=0.0).to(tl.float64)
         high, low = split(by_rows(G))
-        beta = by_rows(beta)
-        W, rates = among(XK, QQ, high, low, beta, scale, BT, LEVELS, NORM, FINE)
+        strength = by_rows(beta)
+        W, rates = among(XK, QQ, high, low, strength, scale, BT, LEVELS, NORM, FINE)
         tokens, is_k = row(PARTS - 1, BT)
         new = base + tokens
         is_kept = is_k & (tokens < count) & (new < places)
@@ -213,14 +215,14 @@ def replay_kernel(
         # histories with room for the packet behind them have no more than PASTS times BP places
         if IS_LONG & (base > PASTS * BP):
             strips(
-                X, W, rates, high, low, beta, count, base, new, is_kept, q_ptr, k_ptr, v_ptr, state_ptr,
+                X, W, rates, high, low, strength, count, base, new, is_kept, q_ptr, k_ptr, v_ptr, state_ptr,
                 u_history_ptr, k_history_ptr, G_history_ptr, o_ptr, block, q_t, k_t, v_t, o_t, q_k, k_k, v_v,
                 o_v, state_k, state_v, u_p, past_p, G_p, K, V, BP, 0, BV, BS, BT, STRIPS, STAGES, AXIS,
                 DENSE, NEAR, LINE, UNIT, STATE_UNIT, PAST_UNIT, PRECISION, FINE,
             )  # fmt: skip
         else:
             strips(
-                X, W, rates, high, low, beta, count, base, new, is_kept, q_ptr, k_ptr, v_ptr, state_ptr,
+                X, W, rates, high, low, strength, count, base, new, is_kept, q_ptr, k_ptr, v_ptr, state_ptr,
                 u_history_ptr, k_history_ptr, G_history_ptr, o_ptr, block, q_t, k_t, v_t, o_t, q_k, k_k, v_v,
                 o_v, state_k, state_v, u_p, past_p, G_p, K, V, BP, PASTS, BV, BS, BT, STRIPS, STAGES, AXIS,
                 DENSE, NEAR, LINE, UNIT, STATE_UNIT, PAST_UNIT, PRECISION, FINE,
