@@ -83,9 +83,8 @@ class Job:
     def name(self) -> str:
         """What the table of spills knows it by."""
         constants = " ".join(f"{name}={value}" for name, value in self.constants)
-        short = {"constexpr": "-", "tensordesc": "desc"}
-        kinds = [t.split("<")[0].removeprefix("*") for t in self.signature if t.startswith(("*", *short))]
-        types = ",".join(short.get(kind, kind) for kind in kinds)
+        kinds = [t.split("[")[0] for t in self.signature if t.startswith(("*", "constexpr", "tensordesc"))]
+        types = ",".join(kinds).replace("*", "").replace("constexpr", "-").replace("tensordesc<", "desc:")
         return f"{self.kernel.__name__} {constants} [{types}] {self.num_warps} warps"
 
     @property

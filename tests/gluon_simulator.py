@@ -17,10 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 SECONDS = 20.0
-DTYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int32": torch.int32,
-    "int64": torch.int64, "uint32": torch.int32,
-}  # fmt: skip
 _here = threading.local()
 
 
@@ -37,7 +33,6 @@ class Value:
     dtype = property(lambda self: self.x.dtype)
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Value":
-        dtype = DTYPES[str(dtype)]
         return Value(self.x.view(dtype) if bitcast else self.x.to(dtype))
 
     def __and__(self, other: Any) -> "Value":
@@ -92,6 +87,8 @@ class Shared:
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
 
+    dtype = property(lambda self: self.x.dtype)
+
     def index(self, i: Any) -> Any:
         found = self.x[int(i)]
         return found[0] if isinstance(found, list) else Shared(found)
@@ -142,7 +139,7 @@ class Descriptor:
     """A tensor that tensor copies go to and from, in blocks; what lies outside of it reads as zero."""
 
     def __init__(self, x: torch.Tensor, block: list[int]) -> None:
-        self.x, self.block, self.layout = x, block, "layout"
+        self.x, self.block, self.layout, self.dtype = x, block, "layout", x.dtype
         self.block_type = types.SimpleNamespace(nbytes=torch.Size(block).numel() * x.element_size())
 
     def both(self, corner: list[Any], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,7 +220,7 @@ def _allocate(dtype: Any, shape: list[Any], layout: Any) -> Any:
     shape = [int(n) for n in shape]
     if layout == "barrier":
         return Barriers(shape[0])
-    return Shared(torch.full(shape, float("nan"), dtype=DTYPES[str(dtype)]))
+    return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
 
 def _warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
@@ -246,8 +243,9 @@ def _warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
 
 
 class _Language:
-    bfloat16, float16, float32 = gl.bfloat16, gl.float16, gl.float32
-    int32, int64, uint32 = gl.int32, gl.int64, gl.uint32
+    bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    # masks of 32 bits are taken as signed numbers
+    int32, int64, uint32 = torch.int32, torch.int64, torch.int32
     constexpr = gl.constexpr
     SliceLayout = staticmethod(lambda dim, parent: "layout")
     program_id = staticmethod(lambda axis: Value(_here.program))
@@ -255,7 +253,7 @@ class _Language:
     static_range = staticmethod(range)
     arange = staticmethod(lambda begin, end, layout: Value(torch.arange(begin, end)))
     zeros = staticmethod(
-        lambda shape, dtype, layout: Value(torch.zeros([int(n) for n in shape], dtype=DTYPES[str(dtype)]))
+        lambda shape, dtype, layout: Value(torch.zeros([int(n) for n in shape], dtype=dtype))
     )
     convert_layout = staticmethod(lambda x, layout: x)
     permute = staticmethod(lambda x, order: Value(x.x.permute(*order)))

@@ -290,8 +290,8 @@ def operator_on_packed_rows() -> Callable[[], Any]:
     return lambda: torch.ops.gdn.chunk_forward(*problem.arguments(), True)
 
 
-def walk(case: Case, span: int | None = None, save: bool = False) -> Callable[[], Any]:
-    """The forward whose state pass is in Gluon; sequences in spans of so many chunks."""
+def walk(case: Case, span: int | None = None, kept: torch.dtype | None = None) -> Callable[[], Any]:
+    """The forward whose state pass is in Gluon; spans of so many chunks, states kept in a dtype."""
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
 
@@ -299,7 +299,7 @@ def walk(case: Case, span: int | None = None, save: bool = False) -> Callable[[]
         from gdn.backends.hopper import cost, rule
 
         with patch.object(cost, "span_of", lambda problem: span):
-            rule.chunk_forward(problem, save)
+            rule.forward(rule.tidy(problem), kept)
 
     return call
 
@@ -308,10 +308,20 @@ def walk(case: Case, span: int | None = None, save: bool = False) -> Callable[[]
 OTHERS = {
     "walk": (walk, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
     "walk all packed": (walk, (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),), TUNED),
-    "walk that saves": (walk, (Case(sizes=(128, 128), heads=(2, 4)), None, True), TUNED),
+    "walk that saves": (walk, (Case(sizes=(128, 128), heads=(2, 4)), None, BF16), TUNED),
     "walk that saves all packed": (
         walk,
-        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, True),
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, BF16),
+        TUNED,
+    ),
+    "walk of a prefill": (
+        walk,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, FP32),
+        TUNED,
+    ),
+    "walk of a prefill in spans": (
+        walk,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **(ALL | {"state_v_first": False})), 1, FP32),
         TUNED,
     ),
     "walk of spans": (walk, (Case(sizes=(128, 128), heads=(2, 4)), 1), TUNED),
@@ -320,6 +330,13 @@ OTHERS = {
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), 1),
         TUNED,
     ),
+    "walk 64": (walk, (Case(sizes=(64, 64), heads=(2, 4)),), TUNED),
+    "walk 64 of a prefill": (
+        walk,
+        (Case(sizes=(64, 64), heads=(2, 4), lengths=LADDER, **ALL), None, FP32),
+        TUNED,
+    ),
+    "walk 64 of spans": (walk, (Case(sizes=(64, 64), heads=(2, 4), state="wide"), 1, FP32), TUNED),
     "operator on packed rows": (operator_on_packed_rows, (), EVERYWHERE),
     "decode packed rows": (decode_of_packed_rows, (), EVERYWHERE),
     "decode a projection": (decode_of_a_projection, (), TUNED),

@@ -1,5 +1,6 @@
 """The Hopper backend: simulated on the CPU where Triton interprets, refused elsewhere, and on a GPU."""
 
+import inspect
 import itertools
 import os
 import random
@@ -13,6 +14,7 @@ import gdn
 from gdn.bench import accuracy
 from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
+from gdn.problem.serving import parse_prefill
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
@@ -47,6 +49,11 @@ CASES = {
     "four value heads of a key head": replace(
         BASE, heads=(1, 4), lengths=rows(129), keys="identical", gate="none"
     ),
+    "few keys": replace(BASE, sizes=(64, 64), lengths=rows(129), gate="slow"),
+    "few keys, options": replace(
+        BASE, sizes=(64, 64), lengths=packed(70, 0, 33, 128, tail=29), use_qk_l2norm_in_kernel=True,
+        raw_gate="on", beta="negative", state="narrow", state_v_first=True, is_strided=True, is_scaled=True,
+    ),
 }  # fmt: skip
 # of identical keys 9e-3 if r were rounded
 LIMITS = {"identical": 4e-3, "correlated": 1.5e-2}
@@ -64,6 +71,7 @@ SPLIT = {
     "strong": replace(BASE, lengths=rows(450), gate="strong", state_v_first=True),
     "gone": replace(BASE, lengths=packed(450, 0, 200), gate="reset"),
     "identical keys": replace(BASE, lengths=rows(450), keys="identical", gate="none", heads=(1, 1)),
+    "few keys": replace(BASE, sizes=(64, 64), lengths=packed(300, 0, 130, tail=29), gate="slow"),
 }  # fmt: skip
 
 
@@ -128,7 +136,9 @@ def test_simulated(name):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("name, span", [("packed", 1), ("rows with tails", None)])
+@pytest.mark.parametrize(
+    "name, span", [("packed", 1), ("rows with tails", None), ("few keys", None), ("few keys, options", 1)]
+)
 def test_what_a_backward_wants(monkeypatch, name, span):
     """Kept as Triton's forward keeps it, and the same outputs."""
     in_spans(monkeypatch, span)
@@ -137,49 +147,90 @@ def test_what_a_backward_wants(monkeypatch, name, span):
     o, final, saved = rule.chunk_forward(problem, True)
     expected = whole.chunk_forward(replace(problem, backend="triton"), True)
     assert all(torch.equal(x, y) for x, y in zip((o, final), forward(given)[:2], strict=True))
-    for x, y in zip(saved, expected[2], strict=True):
-        assert (x is None) == (y is None)
-        assert x is None or (x.dtype == y.dtype and error(x, y.double()) < 5e-3)
+    for x, y, shape in zip(saved, expected[2], plans.saves(problem), strict=True):
+        assert (x is None) == (y is None) == (shape is None)
+        assert x is None or ((x.shape, x.dtype) == shape and error(x, y.double()) < 5e-3)
 
 
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
-def test_a_backward_from_what_is_kept():
+@pytest.mark.parametrize("name", ["options", "few keys, options"])
+def test_a_backward_from_what_is_kept(name):
     """Gradients near those from what Triton's forward keeps."""
-    given = inputs(CASES["options"], torch.bfloat16)
+    given = inputs(CASES[name], torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="hopper")
     kept = rule.chunk_forward(problem, True)[2], whole.chunk_forward(problem, True)[2]
     found = (backward(problem, saved, given.do, given.dfinal_state) for saved in kept)
     assert all(x is None or error(x, y.double()) < 1e-2 for x, y in zip(*found, strict=True))
 
 
-def prefilled(backend, device="cpu", heads=(1, 2), lengths=(70, 0, 130, 64)):
-    """Outputs and the pool after a prefill of prompts, some of them going on, one without a slot."""
-    given = inputs(replace(BASE, heads=heads, lengths=packed(*lengths)), torch.bfloat16, device=device)
+def prompts(heads, D, *lengths):
+    """A prefill of prompts, some of which go on, one without a slot."""
+    given = inputs(replace(BASE, heads=heads, sizes=(D, D), lengths=packed(*lengths)), torch.bfloat16)
     x = {name: given.tensors[name] for name in ("q", "k", "v", "g", "beta", "cu_seqlens")}
-    pool = torch.randn(9, heads[1], 128, 128, generator=torch.Generator().manual_seed(1)).to(device)
-    slots, live = (
-        torch.tensor([5, 2, -1, 7], device=device),
-        torch.tensor([True, True, True, False], device=device),
-    )
-    o = gdn.prefill(**x, state=pool, state_index=slots, has_initial_state=live, backend=backend)
-    return o, pool
+    pool = torch.randn(13, heads[1], D, D, generator=torch.Generator().manual_seed(1))
+    slots = torch.tensor([5, 2, -1, 7, 4][: len(lengths)])
+    return x | {"state": pool, "state_index": slots, "has_initial_state": slots != 7}
+
+
+def prefilled(backend, device, x):
+    """Outputs, the pool and checkpoints after it."""
+    x = {name: y.to(device, copy=True) if isinstance(y, torch.Tensor) else y for name, y in x.items()}
+    o = gdn.prefill(**x, backend=backend)
+    return o, x["state"], x["checkpoints"].nan_to_num(7.0) if "checkpoints" in x else o
+
+
+def on_the_way(every, HV, D, *lengths):
+    """Checkpoints, and snapshots within chunks, between them and at a sequence's end; none without every."""
+    if every is None:
+        return {}
+    counts = torch.tensor(lengths) // every
+    at = [2 * n // 3 if i % 2 == 0 else n - n % 64 for i, n in enumerate(lengths)]
+    return {
+        "checkpoints": torch.full((int(counts.sum()) + 1, HV, D, D), float("nan")),
+        "checkpoint_offsets": counts.cumsum(0) - counts, "checkpoint_every": every,
+        "snapshot_pos": torch.tensor(at), "snapshot_index": torch.arange(len(lengths)) + 8,
+    }  # fmt: skip
 
 
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
-def test_prefill_of_a_pool(monkeypatch):
-    """The forward is the one here, between Triton's gather and scatter."""
+@pytest.mark.parametrize(
+    "every, span, D", [(None, None, 128), (64, None, 128), (128, 2, 128), (64, None, 64), (128, 2, 64)]
+)
+def test_prefill_of_a_pool(monkeypatch, every, span, D):
+    """The forward is the one here, between Triton's gather, snapshot and scatter."""
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
-    x = torch.zeros(3, 1, 5, 1, 128, dtype=torch.bfloat16)
-    snapshots = {"snapshot_pos": torch.tensor([3]), "snapshot_index": torch.tensor([0])}
-    where = {"cu_seqlens": torch.tensor([0, 5]), "state_index": torch.tensor([0]), **snapshots}
-    with pytest.raises(NotImplementedError, match="without checkpoints and snapshots"):
-        gdn.prefill(*x, torch.zeros(1, 1, 128, 128), **where, backend="hopper")
-    pairs = zip(prefilled("hopper"), prefilled("eager"), strict=True)
-    assert all(error(x, expected.double()) < 5e-3 for x, expected in pairs)
+    in_spans(monkeypatch, span)
+    lengths = (200, 0, 70, 64, 195)
+    x = prompts((1, 2), D, *lengths) | on_the_way(every, 2, D, *lengths)
+    found, expected = (prefilled(name, "cpu", x) for name in ("hopper", "eager"))
+    assert all(error(x, y.double()) < 5e-3 for x, y in zip(found, expected, strict=True))
+
+
+def carried(device, D):
+    """A checkpoint, or a snapshot between chunks, has the bits of the prefill that ends there."""
+    x = prompts((1, 2), D, 192)
+    options = on_the_way(64, 2, D, 192) | {"snapshot_pos": torch.tensor([64])}
+    _, pool, kept = prefilled("hopper", device, x | options)
+    assert torch.equal(pool[8], kept[0])
+    for i, end in enumerate((64, 128, 192)):
+        part = {name: x[name][:, :end] for name in ("q", "k", "v", "g", "beta")}
+        _, alone, _ = prefilled("hopper", device, x | part | {"cu_seqlens": torch.tensor([0, end])})
+        assert torch.equal(kept[i], alone[5])
+        assert error(kept[i].bfloat16(), alone[5].double()) > 1e-3, "the gate can fail"
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("D", [64, 128])
+def test_states_on_the_way_are_those_that_were_carried(monkeypatch, D):
+    """Not rounded to the tokens' dtype."""
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    carried("cpu", D)
 
 
 @pytest.mark.interpret
@@ -346,12 +397,27 @@ def test_who_takes_what(monkeypatch):
     assert "faster at than triton, got N=2, HV=2, T=129" in hopper.refuses(asked(backend=None))
     monkeypatch.setattr(cost, "is_faster", lambda problem: True)
     assert hopper.refuses(asked(backend=None)) is None
+    for backend in (None, "hopper"):
+        x = prompts((1, 2), 128, 64, 70) | on_the_way(64, 2, 128, 64, 70)
+        flags = dict.fromkeys(("use_qk_l2norm_in_kernel", "state_v_first", "update_state"), True)
+        flags |= dict.fromkeys(("allow_neg_eigval", "batch_invariant"), False)
+        absent = dict.fromkeys(inspect.signature(parse_prefill).parameters)
+        prefill = parse_prefill(**absent | flags | x | {"backend": backend})
+        reason = hopper.refuses(prefill)
+        assert reason is None if backend else "not measured" in reason
     assert "batch_invariant" in hopper.refuses(replace(asked(backend=None), batch_invariant=True))
     wide = {name: x.float() for name, x in given.tensors.items()}
     assert "expected bf16, got torch.float32" in hopper.refuses(asked(**wide))
     small = inputs(replace(BASE, sizes=(64, 128)), torch.bfloat16)
     small = parse(**small.tensors, **small.options, backend="hopper")
     assert "got K=64, V=128" in hopper.refuses(small)
+    monkeypatch.undo()
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    few = inputs(replace(BASE, sizes=(64, 64), lengths=rows(20000), state="none"), torch.bfloat16)
+    few = parse(**few.tensors, **few.options)
+    assert "faster at" in hopper.refuses(few) and list(hopper._launches(few, None)) == []
+    assert hopper.refuses(replace(few, backend="hopper")) is None and cost.span_of(few) is not None
 
 
 @pytest.mark.parametrize("shape, strides", [
@@ -368,19 +434,19 @@ def test_what_no_tensor_copy_reads_is_copied(shape, strides):
     assert rule._copyable(good) is good
 
 
-@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("of_heads", [
     lambda x: x.view(2, 4, 75, 384).transpose(1, 2)[..., :128], lambda x: x.view(2, 75, 4, 384)[..., :128],
-    lambda x: x[: 2 * 75 * 512].view(2, 75, 4, 128)[:, 5:],
+    lambda x: x[: 2 * 75 * 512].view(2, 75, 4, 128)[:, 5:], lambda x: x.view(2, 75, 4, 384)[..., :64],
 ])  # fmt: skip
-def test_what_is_compiled_ahead_takes_any_strides(monkeypatch, of_heads, save):
+def test_what_is_compiled_ahead_takes_any_strides(monkeypatch, of_heads, kept):
     """Every launch of both plans, for tensors that take no room, before the first forward of a kind."""
     met = []
     monkeypatch.setattr(rule, "ahead", lambda device, kind, steps: met.extend(steps()))
     v = of_heads(torch.zeros(2 * 75 * 4 * 384, dtype=torch.bfloat16))
-    q = torch.zeros(2, v.shape[1], 2, 128, dtype=torch.bfloat16)
+    q = torch.zeros(2, v.shape[1], 2, v.shape[3], dtype=torch.bfloat16)
     problem = parse(q=q, k=q, v=v, g=None, beta=None, backend="triton")
-    rule._first(problem, None, save)
+    rule._first(problem, None, kept)
     assert [launch.kernel.__name__ for launch, _ in met].count("walk_kernel") == 2
 
 
@@ -442,7 +508,7 @@ def drawn(source):
     lengths = [pick((0, 1, 63, 64, 65, source.randint(1, 400))) for _ in range(source.randint(1, 6))]
     H, gate = pick((1, 2, 3)), pick(("strong", "mild", "slow", "none", "absent", "reset", "model"))
     case = Case(
-        sizes=(128, 128), heads=(H, H * pick((1, 2, 3, 8))),
+        sizes=pick(((64, 64), (128, 128))), heads=(H, H * pick((1, 2, 3, 8))),
         lengths=pick((packed(1, *lengths, tail=pick((0, 40))), rows(source.randint(1, 300)))),
         gate=gate, raw_gate="off" if gate == "absent" else pick(("off", "on", "no_bias")),
         keys=pick(("random", "correlated", "identical")), state=pick(("none", "wide", "narrow")),
@@ -483,10 +549,22 @@ def test_nan_on_a_gpu(monkeypatch, span):
 
 @pytest.mark.gpu
 @on_hopper
-def test_prefill_on_a_gpu():
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("every", [None, 64, 128])
+def test_prefill_on_a_gpu(every, D):
+    """With every as a stride of checkpoints, and snapshots."""
     for lengths in ((70, 0, 130, 64), (300, 5000, 40, 4096)):
-        found, expected = (prefilled(name, "cuda", (4, 8), lengths) for name in ("hopper", "triton"))
+        x = prompts((4, 8), D, *lengths) | on_the_way(every, 8, D, *lengths)
+        found, expected = (prefilled(name, "cuda", x) for name in ("hopper", "triton"))
         assert all(error(x, y.double()) < 5e-3 for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("D", [64, 128])
+def test_states_on_the_way_on_a_gpu(monkeypatch, D):
+    in_spans(monkeypatch, None)
+    carried("cuda", D)
 
 
 LONG = {
@@ -545,11 +623,11 @@ def test_what_is_compiled_along_copies_no_tensor_and_needs_no_token(monkeypatch)
     with recording(TARGETS["cuda:90"].machine):
         for tensors in (given.tensors, spread, odd):
             problem = parse(**tensors, **given.options)
-            found = {launch.kernel.__name__ for launch, _ in hopper._launches(problem, False)}
+            found = {launch.kernel.__name__ for launch, _ in hopper._launches(problem, None)}
             assert {"walk_kernel", "ends_kernel", "solve_kernel"} <= found
     names = ("q", "k", "v", "g", "beta")
     for options in ({}, {"cu_seqlens": torch.zeros(3, dtype=torch.int32)}):
         tensors = {name: given.tensors[name][:, :0] for name in names}
         nothing = parse(**tensors, **options)
-        assert list(hopper._launches(nothing, False)) == []
+        assert list(hopper._launches(nothing, None)) == []
         assert "faster at" in hopper.refuses(nothing)

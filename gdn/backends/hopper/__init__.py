@@ -1,4 +1,4 @@
-"""Kernels for sm_90 in Gluon in the place of Triton's: so far of the chunked forward, 128 x 128 in bf16.
+"""Kernels for sm_90 in Gluon in the place of Triton's: of the chunked forward, 128 x 128 or 64 x 64 in bf16.
 
 Taken where they are the faster ones, or asked for. The backward is Triton's; other problems are refused.
 This file imports no Triton.
@@ -17,15 +17,18 @@ from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost
 from gdn.problem import PrefillProblem, Problem
 
-SIZE = 128  # of K and of V
+SIZES = (64, 128)  # of K and of V
 
 
 def refuses(problem: Any) -> str | None:
-    """Takes the rule in bf16 with K = V = 128 on a GPU of compute capability 9.0, where it is the faster."""
+    """Takes the rule in bf16 with K = V of 64 or 128 on sm_90, where it is known to be the faster one."""
     reason = _lacks(problem)
     if reason is not None or settings.backend(problem.backend) == "hopper":
         return reason
-    problem = problem.rule if isinstance(problem, PrefillProblem) else problem
+    if isinstance(problem, PrefillProblem):
+        if problem.keeps_states:
+            return "expected no checkpoints and snapshots, or backend='hopper': not measured with them"
+        problem = problem.rule
     if problem.batch_invariant:
         return "expected no batch_invariant, or backend='hopper': who is faster depends on the batch"
     if not cost.is_faster(problem):
@@ -40,13 +43,11 @@ def _lacks(problem: Any) -> str | None:
     if reason is not None:
         return reason
     if isinstance(problem, PrefillProblem):
-        if problem.keeps_states:
-            return "expected a prefill without checkpoints and snapshots"
         problem = problem.rule
     if not isinstance(problem, Problem):
         return "expected the rule or a prefill, got a problem that has no kernel here"
-    if (problem.K, problem.V) != (SIZE, SIZE):
-        return f"expected K = V = {SIZE}, got K={problem.K}, V={problem.V}"
+    if problem.K != problem.V or problem.K not in SIZES:
+        return f"expected K = V of 64 or 128, got K={problem.K}, V={problem.V}"
     if problem.q.dtype != torch.bfloat16:
         return f"expected bf16, got {problem.q.dtype}"
     found = _capability(problem.q.device)
@@ -73,13 +74,17 @@ def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Te
 
 
 def _prefill(problem: PrefillProblem) -> None:
-    import_module("gdn.backends.triton.prefill").prefill(problem, _chunk_forward)
+    forward = import_module("gdn.backends.hopper.rule").forward
+    import_module("gdn.backends.triton.prefill").prefill(problem, forward)
 
 
-def _launches(problem: Problem, save: bool) -> Iterator[Any]:
+def _launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Any]:
     """Of a forward here that a larger problem of the kind would get: see `triton.beside`."""
-    if problem.q.numel() > 0 and problem.N > 0 and not problem.batch_invariant and _lacks(problem) is None:
-        yield from import_module("gdn.backends.hopper.rule").launches(problem, save)
+    has_tokens = problem.q.numel() > 0 and problem.N > 0
+    if not has_tokens or problem.batch_invariant or problem.K != cost.MEASURED:
+        return
+    if _lacks(problem) is None:
+        yield from import_module("gdn.backends.hopper.rule").launches(problem, kept)
 
 
 triton.beside.append(_launches)

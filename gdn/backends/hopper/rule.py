@@ -1,8 +1,8 @@
 """The chunked rule's forward: `factors` and `solve` for each chunk, then `walk`, all that meets the state.
 
 Bytes per token and value head, K = V = 128 in bf16, HV = H: factors 42, solve 396, walk q, k, v, o 1024,
-A_inv 128, factors 32: 1622; with l2norm 300 more, with what a backward wants 528. Where sequences and heads
-are few, `split` has spans of them walked at the same time.
+A_inv 128, factors 32: 1622; with l2norm 300 more, with what a backward wants 528, or 1040 where states are
+kept in fp32. Where sequences and heads are few, `split` has spans of them walked at the same time.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,17 @@ from gdn.backends.hopper.factors import ROWS, factors_kernel
 from gdn.backends.hopper.solve import TILES, solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
 from gdn.backends.triton import plans, whole
+from gdn.backends.triton import rule as chunked
 from gdn.backends.triton.chained import CHAINED
 from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocate, on, room, stand_ins
 from gdn.backends.triton.rule import tidy
 from gdn.problem import CHUNK, RESET, Problem
 
-SIZE, HALF = 128, 64  # of K and of V; value rows of a chain
+STRIP = 64  # value rows of a chain
+REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
 HEADS = 16  # of a program of `factors`
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -55,16 +58,16 @@ class Forward:
         tail = None if table is None else o
         yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors, G, tail)
         yield self.solve, (p.q, p.k, table, factors, A_inv, q_rstd, k_rstd)
-        q_d: Any = _descriptor(p.q, (1, CHUNK, 1, SIZE), TOKENS)
+        q_d: Any = _descriptor(p.q, (1, CHUNK, 1, p.K), TOKENS)
         tiles: tuple[Any, ...] = (
-            _descriptor(p.k, (1, CHUNK, 1, SIZE), TOKENS),
-            _descriptor(p.v, (1, CHUNK, 1, HALF), TOKENS),
+            _descriptor(p.k, (1, CHUNK, 1, p.K), TOKENS),
+            _descriptor(p.v, (1, CHUNK, 1, STRIP), TOKENS),
             _descriptor(A_inv.view(-1, CHUNK), (CHUNK, CHUNK), TILE),
             _descriptor(factors.view(-1, CHUNK), (1, CHUNK), VECTOR),
         )
         out: tuple[Any, ...] = (
-            _descriptor(o.view(-1, p.HV * SIZE), (CHUNK, HALF), TILE),
-            None if S_in is None else _descriptor(S_in.view(-1, SIZE), (SIZE, HALF), TILE),
+            _descriptor(o.view(-1, p.HV * p.V), (CHUNK, STRIP), TILE),
+            None if S_in is None else _descriptor(S_in.view(-1, p.V), (p.K, STRIP), _tile_of(S_in)),
         )
         if self.spans is None:
             yield self.walk, (q_d, *tiles, *out, p.initial_state, final, p.cu_seqlens, table, o)
@@ -78,40 +81,47 @@ _forwards: Plans[Forward] = Plans()
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
-    """See `Backend`. A problem without tokens is Triton's."""
-    if problem.q.numel() == 0 or problem.N == 0:
-        return whole.chunk_forward(problem, save)
-    p = _aligned(tidy(problem))
+    """See `Backend`."""
+    o, final, saved = forward(tidy(problem), plans.operand(problem) if save else None)
+    if save:
+        A_inv = saved.A_inv
+        if A_inv is not None and A_inv.dim() > 4:
+            saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
+        whole.clear(problem, saved)
+    return o, final, saved
+
+
+def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
+    """As in `triton.rule`, which takes problems without tokens; of 64 keys A_inv has parts [.., 2, C, C]."""
+    if p.q.numel() == 0 or p.N == 0:
+        return chunked.forward(p, kept)
+    p = _aligned(p)
     with on(p.device):
         span = cost.span_of(p)
-        plan = _forwards.get((plans.key(p), span, save), lambda: _first(p, span, save))
+        plan = _forwards.get((plans.key(p), span, kept), lambda: _first(p, span, kept))
         new = allocate(p.device, plan.rooms)
         for launch, tensors in plan.steps(p, new):
             launch(*tensors)
     A_inv, _, final, o, _, G, S_in, q_rstd, k_rstd, *_ = new
     assert o is not None
-    if not save:
-        return o, final, Saved()
-    saved = Saved(G, A_inv, S_in, None, q_rstd, k_rstd)
-    whole.clear(problem, saved)
-    return o, final, saved
+    return o, final, Saved() if kept is None else Saved(G, A_inv, S_in, None, q_rstd, k_rstd)
 
 
-def _first(p: Problem, span: int | None, save: bool) -> Forward:
+def _first(p: Problem, span: int | None, kept: torch.dtype | None) -> Forward:
     a = plans.arguments(p)
     # with no backend named a smaller one of the kind may be Triton's
     is_shared = settings.backend(p.backend) is None
 
     def steps() -> Iterator[Step]:
-        yield from launches(p, save)
+        yield from launches(p, kept)
         if is_shared:
-            yield from plans.launches(p, plans.operand(p) if save else None)
+            yield from plans.launches(p, kept)
 
-    ahead(p.device, ("hopper", save, plans.kind_of(p, a), is_shared), steps)
-    return _plan(p, a, span, save)
+    ahead(p.device, ("hopper", kept, plans.kind_of(p, a), is_shared), steps)
+    return _plan(p, a, span, kept)
 
 
-def launches(problem: Problem, save: bool) -> Iterator[Step]:
+def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
     """Of forwards of this kind of any size, on stand-ins for the tensors that they make."""
     p, tensors = problem, (problem.q, problem.k, problem.v)
     if not all(map(_is_copyable, tensors)):
@@ -119,7 +129,7 @@ def launches(problem: Problem, save: bool) -> Iterator[Step]:
         q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
         p = replace(p, form=None, q=q, k=k, v=v)
     a = plans.arguments(p)
-    for plan in (_plan(p, a, None, save), _plan(p, a, 1, save)):
+    for plan in (_plan(p, a, None, kept), _plan(p, a, 1, kept)):
         new = stand_ins(p.device, plan.rooms)
         # tensor copies read and write whole rows: one tile of each tensor that they are made for
         for i in (0, 1, 3, 6):
@@ -128,10 +138,12 @@ def launches(problem: Problem, save: bool) -> Iterator[Step]:
         yield from plan.steps(p, new)
 
 
-def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forward:
-    """`span`: chunks of a span, or None where sequences are not split."""
+def _plan(p: Problem, a: plans.Arguments, span: int | None, kept: torch.dtype | None) -> Forward:
+    """`span`: chunks of a span, or None where sequences are not split; `kept` as in `forward`."""
     numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
-    G, _, S_in, _, q_rstd, k_rstd = plans.saves(p)
+    G, _, _, _, q_rstd, k_rstd = plans.saves(p)
+    parts = (2,) if p.K == CHUNK else ()
+    S_in = None if kept is None else ((*tiles, p.K, p.V), kept)
     factors = Launch(
         factors_kernel,
         a.entries * -(-p.HV // HEADS),
@@ -144,7 +156,7 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forwa
         solve_kernel,
         -(-p.num_chunks * p.HV // TILES),
         (*plans.strides_of(a.unit, p.q, p.k), *numbers, p.num_chunks * p.HV),
-        {"UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel},
+        {"UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel, "D": p.K},
         TILES,
         # three programs a multiprocessor, which is what shared memory has room for
         options={"maxnreg": 168, **CHAINED},
@@ -155,21 +167,25 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None, save: bool) -> Forwa
         walk_kernel,
         p.N * p.HV if spans is None else spans.programs,
         numbers,
-        {"V_FIRST": p.state_v_first},
+        {"V_FIRST": p.state_v_first, "D": p.K},
         4,
-        options={"maxnreg": 128, **CHAINED},
+        options={"maxnreg": REGISTERS[p.K], **CHAINED},
         described=7,
     )
     rooms = (
-        room((*tiles, CHUNK, CHUNK), p.q.dtype),
+        room((*tiles, *parts, CHUNK, CHUNK), p.q.dtype),
         room((*tiles, ROWS.value, CHUNK), torch.float32),
         room(p.state_shape, torch.float32) if p.output_final_state else None,
         room(p.v.shape, p.v.dtype),
         a.room,
-        *(room(*x) if save and x is not None else None for x in (G, S_in, q_rstd, k_rstd)),
+        *(None if kept is None or x is None else room(*x) for x in (G, S_in, q_rstd, k_rstd)),
         *(() if spans is None else spans.rooms),
     )
     return Forward(rooms, a.launch, factors, solve, spans, walk)
+
+
+def _tile_of(x: Tensor) -> gl.NVMMASharedLayout:
+    return TILE if x.element_size() == 2 else WIDE
 
 
 def _descriptor(x: Tensor, block: tuple[int, ...], layout: gl.NVMMASharedLayout) -> TensorDescriptor:

@@ -37,7 +37,6 @@ from gdn.backends.hopper.gluon import (
 TILES = 4  # of a program, whose four warps the layouts name
 W = gl.constexpr(TILES)
 C = gl.constexpr(64)  # tokens of a chunk
-D = gl.constexpr(128)  # keys
 BLOCK = gl.constexpr(16)  # tokens of a block
 BLOCKS = gl.constexpr(4)  # blocks down a tile
 
@@ -92,7 +91,7 @@ def times(a, b_t, acc):
 
 
 @gluon.jit
-def load(x_s, x_ptr, row, first, head, length, x_b, x_t, x_h, UNIT: gl.constexpr):
+def load(x_s, x_ptr, row, first, head, length, x_b, x_t, x_h, UNIT: gl.constexpr, D: gl.constexpr):
     """A chunk's rows of x; zeros past its end."""
     start = of_tiles((row.to(gl.int64) * x_b + first.to(gl.int64) * x_t + head * x_h) * UNIT, COPIED)
     i, j = places(COPIED, D)
@@ -105,7 +104,7 @@ def load(x_s, x_ptr, row, first, head, length, x_b, x_t, x_h, UNIT: gl.constexpr
 
 
 @gluon.jit
-def products(x_s, ROW: gl.constexpr, FIRST: gl.constexpr):
+def products(x_s, ROW: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr):
     """A row of blocks of x x^T, from FIRST to the one on the diagonal."""
     found = ()
     for _ in gl.static_range(FIRST, ROW + 1):
@@ -137,13 +136,13 @@ def scale(factors_ptr, tile, FACTOR: gl.constexpr, x, is_there):
 
 
 @gluon.jit
-def rstds_of(x_s, length):
+def rstds_of(x_s, length, D: gl.constexpr):
     """1 / norm of the rows of x, for each block; 0 past the chunk's end."""
     i, j = places(OF_BLOCK, BLOCK)
     token = gl.arange(0, BLOCK, gl.SliceLayout(0, DOWN))[None, :]
     found = ()
     for n in gl.static_range(BLOCKS):
-        xx = products(x_s, n, n)
+        xx = products(x_s, n, n, D)
         total = gl.sum(gl.where(i == j, xx[0], 0.0), 2)
         found = found + (gl.where(token + n * BLOCK < of_rows(length, DOWN), gl.rsqrt(total + 1e-6), 0.0),)
     return found
@@ -167,10 +166,13 @@ def inverse_of(L):
 
 
 @gluon.jit
-def store_row(A_inv_ptr, tile, is_there, X, ROW: gl.constexpr):
-    """A row of blocks of A_inv less 1. The last of X is on the diagonal, where what rounding took goes."""
+def store_row(A_inv_ptr, tile, is_there, X, ROW: gl.constexpr, PARTS: gl.constexpr):
+    """A row of blocks of A_inv less 1. The last of X is on the diagonal, where what rounding took goes.
+
+    In two parts each tile is followed by what rounding took of it.
+    """
     i, j = places(OF_BLOCK, BLOCK)
-    place = A_inv_ptr + (of_tiles(tile.to(gl.int64), OF_BLOCK) * (C * C) + (i + ROW * BLOCK) * C + j)
+    place = A_inv_ptr + (of_tiles(tile.to(gl.int64), OF_BLOCK) * (PARTS * C * C) + (i + ROW * BLOCK) * C + j)
     mask = of_tiles(is_there, OF_BLOCK)
     ones = gl.convert_layout(gl.zeros((W, BLOCK, BLOCK), gl.bfloat16, OF_BLOCK) + 1.0, RIGHT)
     last = gl.where(i > j, X[ROW], 0.0)
@@ -180,20 +182,28 @@ def store_row(A_inv_ptr, tile, is_there, X, ROW: gl.constexpr):
         total += X[n]
         kept = mma_v2(left(block), ones, kept)
         gl.store(place + n * BLOCK, block, mask=mask)
-    lost = gl.expand_dims(gl.sum(total, 2), 2) - kept
-    gl.store(place + ROW * BLOCK, gl.where(i == j, lost, last).to(gl.bfloat16), mask=mask)
+    if PARTS == 1:
+        lost = gl.expand_dims(gl.sum(total, 2), 2) - kept
+        last = gl.where(i == j, lost, last)
+    gl.store(place + ROW * BLOCK, last.to(gl.bfloat16), mask=mask)
+    if PARTS == 2:
+        for n in gl.static_range(ROW + 1):
+            x = X[n] if n < ROW else last
+            rest = (x - x.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
+            gl.store(place + (C * C + n * BLOCK), rest, mask=mask)
     i, j = places(CLEARED, BLOCK)
-    place = A_inv_ptr + (of_tiles(tile.to(gl.int64), CLEARED) * (C * C) + (i + ROW * BLOCK) * C + j)
-    for n in gl.static_range(ROW + 1, BLOCKS):
-        nothing = gl.zeros((W, BLOCK, BLOCK), gl.bfloat16, CLEARED)
-        gl.store(place + n * BLOCK, nothing, mask=of_tiles(is_there, CLEARED))
+    place = A_inv_ptr + (of_tiles(tile.to(gl.int64), CLEARED) * (PARTS * C * C) + (i + ROW * BLOCK) * C + j)
+    for part in gl.static_range(PARTS):
+        for n in gl.static_range(ROW + 1, BLOCKS):
+            nothing = gl.zeros((W, BLOCK, BLOCK), gl.bfloat16, CLEARED)
+            gl.store(place + (part * C * C + n * BLOCK), nothing, mask=of_tiles(is_there, CLEARED))
 
 
 @kernel
 def solve_kernel(
     q_ptr, k_ptr, table_ptr, factors_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, T, HV, ratio, chunks_per_row, count,
-    UNIT: gl.constexpr, NORM: gl.constexpr,
+    UNIT: gl.constexpr, NORM: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     x_s = gl.allocate_shared_memory(gl.bfloat16, [W, C, D], SHARED)
     gdc_launch_dependents()
@@ -217,11 +227,11 @@ def solve_kernel(
         for n in gl.static_range(BLOCKS):
             columns = columns + (gl.load(places_of(factors_ptr, tile, FROM, n, ACROSS)),)
         if NORM:
-            load(x_s, q_ptr, row, first, head, length, q_b, q_t, q_h, UNIT)
-            q_rstd = rstds_of(x_s, length)
-        load(x_s, k_ptr, row, first, head, length, k_b, k_t, k_h, UNIT)
+            load(x_s, q_ptr, row, first, head, length, q_b, q_t, q_h, UNIT, D)
+            q_rstd = rstds_of(x_s, length, D)
+        load(x_s, k_ptr, row, first, head, length, k_b, k_t, k_h, UNIT, D)
         if NORM:
-            k_rstd = rstds_of(x_s, length)
+            k_rstd = rstds_of(x_s, length, D)
             # no lane of the warp has FROM still to read
             barrier()
             scale(factors_ptr, tile, READ, q_rstd, is_there)
@@ -245,7 +255,7 @@ def solve_kernel(
         # blocks left of the diagonal and on it, row by row
         X_t = ()
         for a in gl.static_range(BLOCKS):
-            kk = products(x_s, a, 0)
+            kk = products(x_s, a, 0, D)
             high = gl.expand_dims(gl.load(places_of(factors_ptr, tile, HIGH, a, DOWN)), 2)
             gain = -gl.load(places_of(factors_ptr, tile, GAIN, a, DOWN))
             if NORM:
@@ -265,5 +275,5 @@ def solve_kernel(
                 X = X + (times(X_aa, T_an, zeros()),)
                 if a < BLOCKS - 1:
                     more = more + (times(T_an, X_aa, zeros()),)
-            store_row(A_inv_ptr, tile, is_there, X + (X_aa,), a)
+            store_row(A_inv_ptr, tile, is_there, X + (X_aa,), a, 2 * C // D)
             X_t = X_t + more + (X_aa_t,)

@@ -7,9 +7,9 @@
     combine   S_(j+1) = M_j S_j + N_j from span to span: the states that enter them
     walk      of each span from the state that enters it
 
-M, N and the states are in fp32, and products of them in three of tf32. Bytes per span and value head: M and N
-written 128 K; read 64 K, and M again by each strip of columns; states written and read 128 K. Per token that
-`ends` walks: k, A_inv, factors 416, and v 256 for N.
+M, N and the states are in fp32, and products of them in three of tf32. Bytes per span and value head of 128:
+M and N written 128 K; read 64 K, and M again by each strip of columns; states written and read 128 K. Per
+token that `ends` walks: k, A_inv, factors 416, and v 256 for N.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,8 @@ from gdn.backends.triton.launch import Launch, Room, Step, kernel, room
 from gdn.backends.triton.lib import dot, state_tile
 from gdn.problem import CHUNK, Problem
 
-SIZE, BV = 128, 16  # of K and of V; columns of a program of combine
+# columns of a program of combine, and its warps, by K = V: over 64 keys narrower blocks were miscompiled
+COMBINE = {128: (16, 8), 64: (64, 4)}
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Spans:
         spans = p.N - 1 + max(1, triton.cdiv(p.num_chunks, span))
     programs = spans * HV
     places = {"C": CHUNK, "ROW": ROWS.value * CHUNK, "END": END.value * CHUNK, "JOB": JOB.value}
-    steps = {"D": SIZE, "BV": BV, "V_FIRST": p.state_v_first, "STAGES": 3}
-    states = (HV, SIZE, SIZE)
+    BV, num_warps = COMBINE[p.K]
+    steps = {"D": p.K, "BV": BV, "V_FIRST": p.state_v_first, "STAGES": 3}
+    states = (HV, p.K, p.V)
     return Spans(
         rooms=(
             room((spans, *states), torch.float32),
@@ -87,9 +89,15 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Spans:
             options=CHAINED,
         ),
         ends=Launch(
-            ends_kernel, 2 * programs, (T, HV, ratio), {}, 4, options={"maxnreg": 168, **CHAINED}, described=4
+            ends_kernel,
+            2 * programs,
+            (T, HV, ratio),
+            {"D": p.K},
+            4,
+            options={"maxnreg": 168 if p.K == 128 else 128, **CHAINED},
+            described=4,
         ),
-        combine=Launch(combine_kernel, p.N * HV * (SIZE // BV), (HV,), steps, 8, options=CHAINED),
+        combine=Launch(combine_kernel, p.N * HV * (p.V // BV), (HV,), steps, num_warps, options=CHAINED),
     )
 
 

@@ -49,9 +49,9 @@ SLOTS = {
     "chunk_output": "stages",
 }
 
-# (problem, save) -> what a forward of the rule launches on kernels of another folder, which another length or
-# batch may be better served by: compiled beside those here
-beside: list[Callable[[Any, bool], Iterable[Any]]] = []
+# (problem, dtype of kept states) -> what a forward of the rule launches on kernels of another folder, which
+# another length or batch may be better served by: compiled beside those here
+beside: list[Callable[[Any, torch.dtype | None], Iterable[Any]]] = []
 
 
 @cache

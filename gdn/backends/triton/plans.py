@@ -61,7 +61,7 @@ def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
     def steps() -> Iterator[Step]:
         yield from launches(p, kept)
         for others in beside if is_shared else ():
-            yield from others(p, kept is not None)
+            yield from others(p, kept)
 
     ahead(p.device, ("forward", kind_of(p, a), kept, is_shared), steps)
     return _plan_forward(p, kept, a, tuned.forward(p, machine(p.device)))

@@ -1,7 +1,7 @@
 """Prefill: the chunked rule between a gather from the engine's pool and a scatter into it, all on the device.
 
     gather     pool slots -> initial states, fp32; zeros for a new sequence or an invalid slot
-    the rule   `chunk_forward`, keeping the state that enters each chunk if somebody wants states on the way
+    the rule   its forward, keeping the state that enters each chunk if somebody wants states on the way
     snapshot   the state in the middle of a sequence: up to 63 steps on from the chunk it lies in
     scatter    final states -> pool slots, states on the way -> checkpoints
     clear      zero output for sequences without a slot
@@ -209,15 +209,14 @@ class Prefill:
 
 
 _plans: Plans[Prefill] = Plans()
-Forward = Callable[[Problem, bool], tuple[Tensor, Tensor | None, Saved]]
+Forward = Callable[[Problem, torch.dtype | None], tuple[Tensor, Tensor | None, Saved]]
 
 
-def prefill(problem: PrefillProblem, chunk_forward: Forward | None = None) -> None:
+def prefill(problem: PrefillProblem, forward: Forward = chunked.forward) -> None:
     """See `Backend`; writes problem.state, problem.checkpoints and problem.out.
 
-    chunk_forward: another backend's, for where no states on the way are wanted. Saved for a backward these
-    are in 16 bits at K > 64: a state that an engine starts from again would have been rounded once more than
-    the one that was carried on.
+    forward: as `rule.forward`, of a tidy problem and the dtype in which states that enter chunks are kept. It
+    is fp32: a state that an engine starts from again is not to be rounded more than one that is carried on.
     """
     p = problem
     rule = chunked.tidy(p.rule)
@@ -225,14 +224,9 @@ def prefill(problem: PrefillProblem, chunk_forward: Forward | None = None) -> No
         plan = _plans.get(_key(p, rule), lambda: _plan(p, rule))
         initial = p.q.new_empty(rule.state_shape, dtype=torch.float32)
         plan.gather(p.state, p.state_index, p.has_initial_state, initial)
-        whole, S_in = replace(rule, initial_state=initial), None
-        if p.keeps_states:
-            o, final, saved = chunked.forward(whole, torch.float32)
-            S_in = saved.S_in
-        elif chunk_forward is None:
-            o, final, _ = chunked.forward(whole, None)
-        else:
-            o, final, _ = chunk_forward(whole, False)
+        kept = torch.float32 if p.keeps_states else None
+        o, final, saved = forward(replace(rule, initial_state=initial), kept)
+        S_in = None if kept is None else saved.S_in
         if plan.snapshot is not None:
             plan.snapshot(
                 rule.q, rule.k, rule.v, rule.g, rule.beta, rule.A_log, rule.dt_bias, initial, final,
