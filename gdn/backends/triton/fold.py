@@ -29,7 +29,10 @@ from gdn.problem import KeepProblem
 
 PLACES = 16  # of a history that a product takes
 MOST_PASTS = 4  # times PLACES: what rows get of so many is held in registers
-FOLDED = (128, 16)  # keys and columns of a state that a fold has at a time
+FOLDED = {
+    True: (128, 16),
+    False: (64, 16),
+}  # V-first -> keys and columns of a state that a fold has at a time
 
 
 @triton.jit
@@ -179,7 +182,8 @@ def _plan_keep(p: KeepProblem) -> Keep:
     HV, H, n, gpu = p.history_u.shape[3], p.history_k.shape[3], p.index.shape[0], machine(p.state.device)
     kept = (*p.history_u.stride()[:4], *p.history_k.stride()[:4])
     unit = unit_of(*kept)
-    BK, BV = (min(n, max(16, triton.next_power_of_2(x))) for n, x in zip(FOLDED, (p.K, p.V), strict=True))
+    most = FOLDED[axis == "k"]
+    BK, BV = (min(n, max(16, triton.next_power_of_2(x))) for n, x in zip(most, (p.K, p.V), strict=True))
     blocks = triton.cdiv(p.K, BK)
     strips = triton.cdiv(p.V, BV) if n * layers * HV * blocks >= FILLED * gpu.num_sms else 1
     lowest = 0 if p.null_slot is None else 1

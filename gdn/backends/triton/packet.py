@@ -183,11 +183,12 @@ def warps(sizes: Mapping[str, int]) -> int:
     return 2 if sizes["BV"] == MANY and sizes["STRIPS"] == 1 and sizes["BT"] == 8 else 1
 
 
-def options(sizes: Mapping[str, int], q: Tensor, is_written: bool, machine: Machine) -> dict[str, Any]:
-    """Of a launch."""
-    is_small = sizes["BT"] == 8 and q.element_size() == 2 and not is_written
-    fixed = {"maxnreg": REGISTERS} if is_small and warps(sizes) == 1 and machine.kind == "cuda" else {}
-    return chained(machine) | fixed
+def options(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, is_written: bool) -> dict[str, Any]:
+    """Of a launch. Registers are limited where the number of programs counts, and all they hold fits."""
+    gpu = machine(p.q.device)
+    is_small = sizes["BT"] == 8 and p.q.element_size() == p.state.element_size() == 2 and not is_written
+    is_limited = is_small and sizes["STRIPS"] > 1 and gpu.kind == "cuda"
+    return chained(gpu) | ({"maxnreg": REGISTERS} if is_limited else {})
 
 
 def are_near(*reaches: int) -> bool:
@@ -279,5 +280,5 @@ def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> L
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "CHAINED": chains(gpu),
     }  # fmt: skip
     programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
-    rest = options(sizes, p.q, is_written, gpu)
+    rest = options(sizes, p, is_written)
     return Launch(packet_kernel, programs, numbers, constants, warps(sizes), options=rest)

@@ -311,6 +311,4 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
         "IS_LONG": 0 < held * PLACES < p.places,
     }  # fmt: skip
     programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
-    return Launch(
-        replay_kernel, programs, numbers, constants, warps(sizes), options=options(sizes, p.q, False, gpu)
-    )
+    return Launch(replay_kernel, programs, numbers, constants, warps(sizes), options=options(sizes, p, False))
