@@ -403,8 +403,7 @@ def test_who_takes_what(monkeypatch):
         flags |= dict.fromkeys(("allow_neg_eigval", "batch_invariant"), False)
         absent = dict.fromkeys(inspect.signature(parse_prefill).parameters)
         prefill = parse_prefill(**absent | flags | x | {"backend": backend})
-        reason = hopper.refuses(prefill)
-        assert reason is None if backend else "not measured" in reason
+        assert hopper.refuses(prefill) is None
     assert "batch_invariant" in hopper.refuses(replace(asked(backend=None), batch_invariant=True))
     wide = {name: x.float() for name, x in given.tensors.items()}
     assert "expected bf16, got torch.float32" in hopper.refuses(asked(**wide))
@@ -416,8 +415,10 @@ def test_who_takes_what(monkeypatch):
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     few = inputs(replace(BASE, sizes=(64, 64), lengths=rows(20000), state="none"), torch.bfloat16)
     few = parse(**few.tensors, **few.options)
-    assert "faster at" in hopper.refuses(few) and list(hopper._launches(few, None)) == []
-    assert hopper.refuses(replace(few, backend="hopper")) is None and cost.span_of(few) is not None
+    assert hopper.refuses(few) is None and cost.span_of(few) is not None
+    assert list(hopper._launches(few, None)) and not list(
+        hopper._launches(replace(few, batch_invariant=True), None)
+    )
 
 
 @pytest.mark.parametrize("shape, strides", [

@@ -25,10 +25,7 @@ def refuses(problem: Any) -> str | None:
     reason = _lacks(problem)
     if reason is not None or settings.backend(problem.backend) == "hopper":
         return reason
-    if isinstance(problem, PrefillProblem):
-        if problem.keeps_states:
-            return "expected no checkpoints and snapshots, or backend='hopper': not measured with them"
-        problem = problem.rule
+    problem = problem.rule if isinstance(problem, PrefillProblem) else problem
     if problem.batch_invariant:
         return "expected no batch_invariant, or backend='hopper': who is faster depends on the batch"
     if not cost.is_faster(problem):
@@ -81,9 +78,7 @@ def _prefill(problem: PrefillProblem) -> None:
 def _launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Any]:
     """Of a forward here that a larger problem of the kind would get: see `triton.beside`."""
     has_tokens = problem.q.numel() > 0 and problem.N > 0
-    if not has_tokens or problem.batch_invariant or problem.K != cost.MEASURED:
-        return
-    if _lacks(problem) is None:
+    if has_tokens and not problem.batch_invariant and _lacks(problem) is None:
         yield from import_module("gdn.backends.hopper.rule").launches(problem, kept)
 
 

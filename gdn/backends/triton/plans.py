@@ -55,8 +55,7 @@ def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Ba
 
 def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
     a = arguments(p)
-    # what a forward with no backend named keeps for its backward, or does not
-    is_shared = settings.backend(p.backend) is None and kept in (None, operand(p))
+    is_shared = settings.backend(p.backend) is None
 
     def steps() -> Iterator[Step]:
         yield from launches(p, kept)
