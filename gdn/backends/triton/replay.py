@@ -296,7 +296,7 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
         p.HV // p.H, *inverse(p.HV // p.H), p.state.shape[0], 0 if p.null_slot is None else 1, p.places,
         p.scale,
     )  # fmt: skip
-    # on narrow states a path of its own is worth its registers: for what a history holds that has room for more
+    # on narrow states what a history holds that has room for the packet is worth a path of its own
     held = pasts(p.places - (p.longest if p.state.element_size() == 2 else 0))
     constants = {
         "K": p.K, "V": p.V, "BP": PLACES, "PASTS": held, **sizes, "AXIS": axis,
