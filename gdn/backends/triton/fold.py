@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.packet import (
     FILLED,
     are_near,
+    fills,
     line_of,
     precisions,
     reach_of_state,
@@ -162,43 +164,64 @@ def replay_commit(problem: KeepProblem) -> None:
     """See `Backend`; writes problem.state and problem.cursor."""
     p = problem
     with on(p.state.device):
-        plan = _keeps.get(_keep_key(p), lambda: _plan_keep(p))
-        plan.fold(p.state, p.history_u, p.history_k, p.history_G, p.cursor, p.index, p.accepted)
+        plan = _keeps.get(_keep_key(p), lambda: _first(p))
+        plan.fold(*_folded(p))
         if p.update_cursor:
             plan.cursor(p.cursor, p.index, p.accepted)
 
 
+def _folded(p: KeepProblem) -> tuple[Tensor, ...]:
+    return p.state, p.history_u, p.history_k, p.history_G, p.cursor, p.index, p.accepted
+
+
 def _keep_key(p: KeepProblem) -> Hashable:
-    tensors = (p.state, p.history_u, p.history_k, p.history_G, p.cursor, p.index, p.accepted)
     return (
-        *((x.shape, x.stride(), x.dtype) for x in tensors), p.state.device, p.room, p.state_v_first,
+        *((x.shape, x.stride(), x.dtype) for x in _folded(p)), p.state.device, p.room, p.state_v_first,
         p.null_slot,
     )  # fmt: skip
 
 
-def _plan_keep(p: KeepProblem) -> Keep:
+def _first(p: KeepProblem) -> Keep:
+    one, tensors, gpu = _plan_fold(p), _folded(p), machine(p.state.device)
+    others = lambda: [(_plan_fold(p, pairs), tensors) for pairs in fills(gpu)]  # noqa: E731
+    ahead(p.state.device, one.binary(tensors), others)
+    n, where = p.index.shape[0], _where(p)
+    numbers = (*where, n, p.state.shape[1], _lowest(p), p.places, p.room)
+    return Keep(one, Launch(cursor_kernel, triton.cdiv(n, 128), numbers, {"BLOCK": 128}, 4))
+
+
+def _where(p: KeepProblem) -> tuple[int, ...]:
+    return (*strides_of(p.cursor, 1), *strides_of(p.index, 1), *strides_of(p.accepted, 1))
+
+
+def _lowest(p: KeepProblem) -> int:
+    """The first slot that is not padding."""
+    return 0 if p.null_slot is None else 1
+
+
+def _plan_fold(p: KeepProblem, pairs: int | None = None) -> Launch:
+    """`pairs`: entries times layers and heads that tiles are chosen for, if not the problem's."""
     axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
     layers, slots = p.state.shape[:2]
-    HV, H, n, gpu = p.history_u.shape[3], p.history_k.shape[3], p.index.shape[0], machine(p.state.device)
+    HV, H, gpu = p.history_u.shape[3], p.history_k.shape[3], machine(p.state.device)
     kept = (*p.history_u.stride()[:4], *p.history_k.stride()[:4])
-    unit = unit_of(*kept)
-    most = FOLDED[axis == "k"]
-    BK, BV = (min(n, max(16, triton.next_power_of_2(x))) for n, x in zip(most, (p.K, p.V), strict=True))
-    blocks = triton.cdiv(p.K, BK)
-    strips = triton.cdiv(p.V, BV) if n * layers * HV * blocks >= FILLED * gpu.num_sms else 1
-    lowest = 0 if p.null_slot is None else 1
-    where = (*strides_of(p.cursor, 1), *strides_of(p.index, 1), *strides_of(p.accepted, 1))
-    fold = Launch(
+    unit, entries = unit_of(*kept), p.index.shape[0] * layers * HV
+    BK, BV = (
+        min(most, max(16, triton.next_power_of_2(size)))
+        for most, size in zip(FOLDED[axis == "k"], (p.K, p.V), strict=True)
+    )
+    takes_all = (entries if pairs is None else pairs) >= FILLED * gpu.num_sms
+    strips = triton.cdiv(p.V, BV) if takes_all else 1
+    return Launch(
         fold_kernel,
-        n * layers * HV * blocks * triton.cdiv(p.V, BV * strips),
+        entries * triton.cdiv(p.K, BK) * triton.cdiv(p.V, BV * strips),
         (
-            *state, *(s // unit for s in kept), *p.history_G.stride(), *where, layers, HV, *inverse(HV),
-            *inverse(HV // H), slots, lowest, p.places, p.room,
+            *state, *(s // unit for s in kept), *p.history_G.stride(), *_where(p), layers, HV, *inverse(HV),
+            *inverse(HV // H), slots, _lowest(p), p.places, p.room,
         ),
         {
             "K": p.K, "V": p.V, "BK": BK, "BV": BV, "BP": PLACES, "PASTS": pasts(p.places), "STRIPS": strips,
-            "STAGES": 2 if gpu.kind == "hip" else 3,
-            "AXIS": axis,
+            "STAGES": 2 if gpu.kind == "hip" else 3, "AXIS": axis,
             "NEAR": are_near(
                 *reach_of_state(state, state_unit, p), *(p.places * s for s in (kept[2], kept[6]))
             ),
@@ -208,7 +231,3 @@ def _plan_keep(p: KeepProblem) -> Keep:
         },
         1,
     )  # fmt: skip
-    cursor = Launch(
-        cursor_kernel, triton.cdiv(n, 128), (*where, n, slots, lowest, p.places, p.room), {"BLOCK": 128}, 4
-    )
-    return Keep(fold, cursor)

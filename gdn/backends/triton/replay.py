@@ -20,6 +20,7 @@ from gdn.backends.triton.fold import PLACES, past, pasts, u_of
 from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, unit_of
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.packet import (
+    MOST,
     are_near,
     blocks,
     fills,
@@ -67,7 +68,7 @@ def gets_of(
     old = start + tl.arange(0, BP)
     last = tl.zeros([ROWS, BP], tl.float32)
     first = last
-    for key in tl.static_range(0, K, BS):
+    for key in tl.range(0, K, BS):
         ks = key + tl.arange(0, BS)
         past_k = tl.load(
             rows_at(k_history_ptr, old, ks, past_p, 1, PAST_UNIT, True, NEAR),
@@ -212,7 +213,7 @@ def replay_kernel(
         new = base + tokens
         is_kept = is_k & (tokens < count) & (new < places)
         state_ptr += (slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
-        # histories with room for the packet behind them have no more than PASTS times BP places
+        # a history with room for the packet behind it mostly has no more than PASTS times BP places
         if IS_LONG & (base > PASTS * BP):
             strips(
                 X, W, rates, high, low, strength, count, base, new, is_kept, q_ptr, k_ptr, v_ptr, state_ptr,
@@ -296,8 +297,10 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
         p.HV // p.H, *inverse(p.HV // p.H), p.state.shape[0], 0 if p.null_slot is None else 1, p.places,
         p.scale,
     )  # fmt: skip
-    # on narrow states what a history holds that has room for the packet is worth a path of its own
-    held = pasts(p.places - (p.longest if p.state.element_size() == 2 else 0))
+    # more than 8 tokens leave a history of narrow states a path of its own, worth its registers: that of 16
+    # places less, which it mostly holds
+    shorter = MOST if sizes["BT"] == MOST and p.state.element_size() == 2 else 0
+    held = pasts(p.places - shorter)
     constants = {
         "K": p.K, "V": p.V, "BP": PLACES, "PASTS": held, **sizes, "AXIS": axis,
         "DENSE": tails == (1, 1, 1, 1),
