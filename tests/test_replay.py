@@ -210,9 +210,9 @@ def test_a_history_of_any_length(backend, device):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("l2norm", [True, False])
-def test_nan_in_one_query_stays_there(backend, device, l2norm):
-    x = call()
+@pytest.mark.parametrize("l2norm, tokens", [(True, T), (False, T), (True, 11)])
+def test_nan_in_one_query_stays_there(backend, device, l2norm, tokens):
+    x = call(tokens=tokens) | history(SLOTS, 20)
     clean, dirty = run(backend, device, x, use_qk_l2norm_in_kernel=l2norm), x | {"q": x["q"].clone()}
     dirty["q"][0, 1] = NAN
     o, *kept = run(backend, device, dirty, use_qk_l2norm_in_kernel=l2norm)
@@ -342,6 +342,13 @@ def test_commit_of_heads_and_sizes(backend, device, H, HV, K, V):
     assert error(state, want) <= 1e-5 and not cursor[x["index"].clamp(0, SLOTS - 1)].any()
     x["cursor"][:], x["accepted"][:] = 0, 0
     assert same_bits(keep(backend, device, x, room=PLACES)[0], x["state"])
+
+
+@pytest.mark.interpret
+def test_commit_in_programs_of_many_strips(triton_device, monkeypatch):
+    """As where rows and heads fill a machine."""
+    monkeypatch.setattr(importlib.import_module("gdn.backends.triton.packet"), "FILLED", 0)
+    test_commit_of_heads_and_sizes("triton", triton_device, 1, 3, 60, 100)
 
 
 @pytest.mark.interpret

@@ -269,10 +269,10 @@ def own_decodes(pool, gates, index_dtype, state_v_first):
 def own_packets(pool, gates, index_dtype, state_v_first):
     """Packets on matrix units, by few rows and many."""
     layout = {"state_v_first": state_v_first}
-    for N, T in ((1, 4), (32, 4), (3, 1), (32, 1), (5, 2)):
-        G, cursor = torch.zeros(32, 20, HV, dtype=torch.float64), torch.zeros(32, dtype=index_dtype)
-        history = {"history_u": torch.zeros(32, 20, HV, V, dtype=BF16), "history_G": G, "cursor": cursor}
-        history["history_k"] = torch.zeros(32, 20, H, K, dtype=BF16)
+    for N, T, P in ((1, 4, 20), (32, 4, 20), (3, 1, 16), (32, 1, 20), (5, 2, 16)):
+        G, cursor = torch.zeros(32, P, HV, dtype=torch.float64), torch.zeros(32, dtype=index_dtype)
+        history = {"history_u": torch.zeros(32, P, HV, V, dtype=BF16), "history_G": G, "cursor": cursor}
+        history["history_k"] = torch.zeros(32, P, H, K, dtype=BF16)
         index = torch.arange(N).to(index_dtype)
         packed = {"cu_seqlens": torch.arange(N + 1).to(index_dtype) * T, "max_seqlen": T}
         for lead, rows in (((N, T), {}), ((1, N * T), packed)):

@@ -104,7 +104,7 @@ def decode(
     invalid place to write is skipped alone. Two rows must not write the same slot, nor one read what
     another writes.
     T tokens at once equal T single steps bit for bit with an fp32 pool, and with round_state for others.
-    A row's bits do not depend on the rows around it.
+    A row's bits do not depend on the rows around it, unless exact_packet=False.
     Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, ValueError if a gradient is asked
             for; no tensor has been touched then.
     Cost:   6 K V flop per token and value head; per row one state read and, with "final", one written.

@@ -294,8 +294,9 @@ def _packets(s: Sizes, dtype: torch.dtype, gates: str, T: int) -> Iterator[Call]
                 called = partial(replay_decode, **given, **held, cursor=rows * 0)
                 yield "replay_decode", f"{form}, {P} places", called
             yield "decode", f"chunk form {form}", partial(decode, **given, exact_packet=False)
-        each = (pool[None], u[None], k[None], G[None], rows * 0, rows, rows)
-        yield "replay_commit", f"T={T} N={N}", partial(replay_commit, *each, room=T, **more)
+        for P in PLACES:
+            each = (pool[None], u[None, :, :P], k[None, :, :P], G[None, :, :P], rows * 0, rows, rows)
+            yield "replay_commit", f"T={T} N={N}, {P} places", partial(replay_commit, *each, room=T, **more)
 
 
 def vllm(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:

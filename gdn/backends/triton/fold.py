@@ -10,14 +10,15 @@ A state is read and written once: 85 us for 128 rows of 32 heads of 128 x 128 in
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn.backends.triton import packet
 from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.packet import (
-    FILLED,
     are_near,
     fills,
     line_of,
@@ -97,7 +98,7 @@ def fold_kernel(
         return
     key_head = divide(head, ratio_inverse, ratio_s)
     ks, vs = block // BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
-    state_ptr += (layer * state_l + slot * state_n + head * state_h) * STATE_UNIT
+    state_ptr += (layer * state_l + slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
     u_ptr += (layer * u_l + slot * u_n + head * u_h) * UNIT
     k_ptr += (layer * k_l + slot * k_n + key_head * k_h) * UNIT
     G_ptr += layer * G_l + slot * G_n + head * G_h
@@ -210,7 +211,8 @@ def _plan_fold(p: KeepProblem, pairs: int | None = None) -> Launch:
         min(most, max(16, triton.next_power_of_2(size)))
         for most, size in zip(FOLDED[axis == "k"], (p.K, p.V), strict=True)
     )
-    takes_all = (entries if pairs is None else pairs) >= FILLED * gpu.num_sms
+    dtypes = p.history_u.dtype, p.history_k.dtype
+    takes_all = (entries if pairs is None else pairs) >= packet.FILLED * gpu.num_sms
     strips = triton.cdiv(p.V, BV) if takes_all else 1
     return Launch(
         fold_kernel,
@@ -226,8 +228,8 @@ def _plan_fold(p: KeepProblem, pairs: int | None = None) -> Launch:
                 *reach_of_state(state, state_unit, p), *(p.places * s for s in (kept[2], kept[6]))
             ),
             "LINE": line_of(axis, state, state_unit, p), "STATE_UNIT": state_unit, "UNIT": unit,
-            # a state in fp32 is carried in fp32, whatever its history is kept in
-            "PRECISION": precisions(True, gpu)["PRECISION"],
+            # what is kept in bf16 is multiplied in two parts of it, where that is no conversion of u
+            "PRECISION": precisions(axis != "k" or set(dtypes) != {torch.bfloat16}, gpu)["PRECISION"],
         },
         1,
     )  # fmt: skip

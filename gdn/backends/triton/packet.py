@@ -165,8 +165,8 @@ def blocks(
     """Sizes of a program's tiles for `pairs` of rows and heads, and the depth of its loads.
 
     A program takes all columns where there are rows and heads for every warp, and few columns where these are
-    so few that programs of many would leave multiprocessors idle. No bit depends on it: a column is summed by
-    itself.
+    so few that programs of many would leave multiprocessors idle. On NVIDIA no bit depends on it: a
+    column is summed by itself.
     """
     takes_all, few = pairs >= FILLED * machine.num_sms, triton.cdiv(V, FEW) * pairs <= 2 * machine.num_sms
     is_small = few or takes_all and (longest <= 8 or is_written or state_width > 2)

@@ -49,16 +49,16 @@ def rows_at(
 ):  # fmt: skip
     """Pointers [rows, columns]; strides of rows are in UNITs. NEAR: all offsets fit into 32 bits."""
     if not DENSE:
-        columns = _offsets(columns, column_stride, NEAR)
-    return ptr + (_offsets(rows, row_stride * UNIT, NEAR)[:, None] + columns[None, :])
+        columns = _offsets(columns, column_stride, 1, NEAR)
+    return ptr + (_offsets(rows, row_stride, UNIT, NEAR)[:, None] + columns[None, :])
 
 
 @triton.jit
-def _offsets(places, stride, NEAR: tl.constexpr):
+def _offsets(places, stride, UNIT: tl.constexpr, NEAR: tl.constexpr):
     if NEAR:
-        return places * stride.to(tl.int32)
+        return places * (stride * UNIT).to(tl.int32)
     else:
-        return places.to(tl.int64) * stride
+        return places.to(tl.int64) * stride * UNIT
 
 
 @triton.jit
@@ -90,9 +90,9 @@ def state_at(
     """
     mask = exist(ks, K)[:, None] & exist_in(vs, left, V, STRIPS)[None, :]
     if AXIS != "k":
-        ks = ks * LINE if LINE > 0 else _offsets(ks, state_k * UNIT, NEAR)
+        ks = ks * LINE if LINE > 0 else _offsets(ks, state_k, UNIT, NEAR)
     if AXIS != "v":
-        vs = vs * LINE if LINE > 0 else _offsets(vs, state_v * UNIT, NEAR)
+        vs = vs * LINE if LINE > 0 else _offsets(vs, state_v, UNIT, NEAR)
     return ptr + (ks[:, None] + vs[None, :]), mask
 
 
@@ -104,7 +104,7 @@ def tile_at(
     """`state_at` of a tile to be written: [vs, ks] where keys are contiguous, else [ks, vs]."""
     if AXIS == "k":
         mask = exist_in(vs, left, V, STRIPS)[:, None] & exist(ks, K)[None, :]
-        vs = vs * LINE if LINE > 0 else _offsets(vs, state_v * UNIT, NEAR)
+        vs = vs * LINE if LINE > 0 else _offsets(vs, state_v, UNIT, NEAR)
         return ptr + (vs[:, None] + ks[None, :]), mask
     else:
         return state_at(ptr, ks, vs, left, state_k, state_v, K, V, LINE, UNIT, AXIS, NEAR, STRIPS)
@@ -134,10 +134,10 @@ def close(x, y, acc, FINE: tl.constexpr):
 
 @triton.jit
 def mixed(x, y, acc, PRECISION: tl.constexpr):
-    """x y + acc; fp32 on the left meets bf16 in two parts, other operands of two dtypes meet as fp32."""
+    """x y + acc; where tf32 would do, fp32 on the left meets bf16 in two parts. Other dtypes meet as fp32."""
     if x.dtype == y.dtype:
         return dot(x, y, acc, PRECISION)
-    elif (x.dtype == tl.float32) & (y.dtype == tl.bfloat16):
+    elif (PRECISION == "tf32") & (x.dtype == tl.float32) & (y.dtype == tl.bfloat16):
         high, low = parts(x, tl.bfloat16)
         return dot(high, y, dot(low, y, acc, PRECISION), PRECISION)
     else:
