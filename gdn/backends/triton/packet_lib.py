@@ -11,8 +11,8 @@ A program is one warp, which makes W once and walks over STRIPS times BV columns
 heads are few, each strip has a program.
 
 Raw q and k go through the products and their norms scale what comes out, as in the chunked rule; u is d times
-the norm of k, so that S gains k u^T with the raw k. Operands of two dtypes meet as fp32 in tf32: a 16-bit
-operand is exact there and a state or u loses 2^-11, where in 16 bits it would lose 2^-8.
+the norm of k, so that S gains k u^T with the raw k. Where operands of two dtypes meet, the 16-bit one is
+exact: a state in fp32 loses 2^-11, in tf32, and u 2^-16, in two parts of bf16; one part would lose 2^-8.
 """
 
 import triton
