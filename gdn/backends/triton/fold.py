@@ -32,10 +32,8 @@ from gdn.problem import KeepProblem
 
 PLACES = 16  # of a history that a product takes
 MOST_PASTS = 4  # times PLACES: what rows get of so many is held in registers
-FOLDED = {
-    True: (128, 16),
-    False: (64, 16),
-}  # V-first -> keys and columns of a state that a fold has at a time
+# V-first -> keys and columns of a state that a fold has at a time
+FOLDED = {True: (128, 16), False: (64, 16)}
 
 
 @triton.jit

@@ -146,10 +146,22 @@ def mixed(x, y, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def gates_of(
-    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, tokens, is_token, g_t, beta_t, RAW: tl.constexpr,
-    NEGATIVE: tl.constexpr, RESET: tl.constexpr,
+    g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, n, first, head, count, g_b, g_t, g_h, beta_b,
+    beta_t, beta_h, A_log_h, dt_bias_h, BT: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
     """Sums of g from the packet's start, fp64, and beta, of a row and head; beta is 0 past its end."""
+    tokens = tl.arange(0, BT)
+    is_token = tokens < count
+    RAW: tl.constexpr = a_ptr is not None
+    if RAW:
+        g_ptr, beta_ptr = a_ptr, b_ptr
+        A_log_ptr += head * A_log_h
+    if g_ptr is not None:
+        g_ptr += n * g_b + first * g_t + head * g_h
+    if beta_ptr is not None:
+        beta_ptr += n * beta_b + first * beta_t + head * beta_h
+    if dt_bias_ptr is not None:
+        dt_bias_ptr += head * dt_bias_h
     if g_ptr is None:
         g = tl.zeros(tokens.shape, tl.float32)
     else:
@@ -299,20 +311,9 @@ def seen_of(
                 q = operand(0, q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE, NEAR)
                 first = mixed(q, S, first, PRECISION)
     else:
+        ks = tl.arange(0, BS)
         place, in_state = state_at(
-            state_ptr,
-            tl.arange(0, BS),
-            vs,
-            left,
-            state_k,
-            state_v,
-            K,
-            V,
-            LINE,
-            STATE_UNIT,
-            AXIS,
-            NEAR,
-            STRIPS,
+            state_ptr, ks, vs, left, state_k, state_v, K, V, LINE, STATE_UNIT, AXIS, NEAR, STRIPS
         )
         S = tl.load(place, mask=in_state, other=0.0)
         last = mixed(X[PARTS - 1], S, last, PRECISION)

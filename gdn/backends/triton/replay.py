@@ -179,22 +179,13 @@ def replay_kernel(
     q_ptr += (n * q_b + first * q_t + key_head * q_h) * UNIT
     k_ptr += (n * k_b + first * k_t + key_head * k_h) * UNIT
     v_ptr += (n * v_b + first * v_t + head * v_h) * UNIT
-    if a_ptr is not None:
-        g_ptr, beta_ptr = a_ptr, b_ptr
-        A_log_ptr += head * A_log_h
-    if g_ptr is not None:
-        g_ptr += n * g_b + first * g_t + head * g_h
-    if beta_ptr is not None:
-        beta_ptr += n * beta_b + first * beta_t + head * beta_h
-    if dt_bias_ptr is not None:
-        dt_bias_ptr += head * dt_bias_h
     # q, k and gates are on their way while the slot's number is
     PARTS: tl.constexpr = 2 * BT // ROWS
     X, XK, QQ = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, NEAR, PRECISION)
     now = tl.arange(0, BT)
     G, beta = gates_of(
-        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, now, now < count, g_t, beta_t, a_ptr is not None,
-        NEGATIVE, RESET,
+        g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, n, first, head, count, g_b, g_t, g_h, beta_b,
+        beta_t, beta_h, A_log_h, dt_bias_h, BT, NEGATIVE, RESET,
     )  # fmt: skip
     # not an early return: exporters look for the tensors that a kernel writes, and follow no jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
