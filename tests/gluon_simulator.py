@@ -54,12 +54,12 @@ class Value:
 
 
 def _operator(name: str, of: Callable[..., Any]) -> None:
-    setattr(Value, f"__{name}__", lambda a, b: Value(of(a.x, _plain(b))))
+    setattr(Value, f"__{name.rstrip('_')}__", lambda a, b: Value(of(a.x, _plain(b))))
     # of comparisons nobody asks for it
     setattr(Value, f"__r{name}__", lambda a, b: Value(of(_plain(b), a.x)))
 
 
-for _name in ("add", "sub", "mul", "mod", "floordiv", "xor", "rshift"):
+for _name in ("add", "sub", "mul", "mod", "floordiv", "xor", "or_", "rshift"):
     _operator(_name, getattr(operator, _name))
 for _name in ("lt", "le", "gt", "ge", "eq"):
     _operator(_name, getattr(operator, _name))
@@ -224,10 +224,10 @@ def _allocate(dtype: Any, shape: list[Any], layout: Any) -> Any:
 
 
 def _warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
-    errors, program = [], _here.program
+    errors, here = [], dict(vars(_here))
 
     def go(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        _here.program = program
+        vars(_here).update(here)
         try:
             function(*arguments)
         except BaseException as e:
@@ -249,6 +249,7 @@ class _Language:
     constexpr = gl.constexpr
     SliceLayout = staticmethod(lambda dim, parent: "layout")
     program_id = staticmethod(lambda axis: Value(_here.program))
+    num_programs = staticmethod(lambda axis: Value(_here.programs))
     cdiv = staticmethod(lambda a, b: -(-int(a) // int(b)))
     static_range = staticmethod(range)
     arange = staticmethod(lambda begin, end, layout: Value(torch.arange(begin, end)))
@@ -268,6 +269,7 @@ class _Language:
     )
     max = staticmethod(lambda x, axis: Value(x.x.amax(axis)))
     exp2 = staticmethod(lambda x: Value(torch.exp2(x.x)))
+    log2 = staticmethod(lambda x: Value(torch.log2(x.x)))
     load = staticmethod(_load)
     store = staticmethod(_store)
     allocate_shared_memory = staticmethod(_allocate)
@@ -283,6 +285,7 @@ STANDINS: dict[str, Any] = {
     "tma_store_wait": lambda pending: None, "fence_async_shared": lambda: None,
     "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
     "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
+    "recast": lambda shared, dtype, shape, layout: Shared(shared.x.view(dtype).view([int(n) for n in shape])),
     "copy_async": _copy_async, "copy_commit": lambda: None, "copy_wait": lambda pending: None,
     "barrier": lambda: None,
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
@@ -307,5 +310,6 @@ def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any) -> None:
         return bound[id(function)]
 
     given = [Pointer.to(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+    _here.programs = grid
     for _here.program in range(grid):
         bind(kernel)(*given)

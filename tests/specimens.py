@@ -325,6 +325,7 @@ OTHERS = {
         TUNED,
     ),
     "walk of spans": (walk, (Case(sizes=(128, 128), heads=(2, 4)), 1), TUNED),
+    "walk of spans of many heads": (walk, (Case(sizes=(128, 128), heads=(2, 32)), 1), TUNED),
     "walk of spans all packed": (
         walk,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), 1),

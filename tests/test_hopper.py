@@ -287,7 +287,7 @@ def test_jobs_cover_all_chunks():
     given = inputs(replace(BASE, heads=(1, 1), lengths=packed(*lengths.tolist())), torch.bfloat16)
     p = parse(**given.tensors, **given.options, backend="triton")
     table = Table(p)
-    plan = split.plan(p, span, (p.T, 1, 1, 0, table.bound))
+    plan = split.plan(p, span, (p.T, 1, 1, 0, table.bound), 16)
     _, walks, ends, ranges, _ = allocate(p.device, plan.rooms)
     factors = torch.ones(p.num_chunks, 1, ROWS.value, 64)
     plan.jobs(factors, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
@@ -309,24 +309,47 @@ def test_jobs_cover_all_chunks():
             assert ends[2 * i + is_map].tolist() == end
 
 
+def ways(N, chunks, is_packed):
+    """Of N sequences, so many chunks each; packed, any of them may have all."""
+    found = (cost.alike(N, chunks),)
+    return (*found, (N, N * chunks, N * chunks)) if is_packed and N > 1 else found
+
+
 def test_a_full_machine_is_not_split():
     """Nor is what is short, or is to have the bits that it has alone; what is long is, in one wave."""
     for pairs in (132, 133, 264, 4000):
         for chunks, is_packed in itertools.product((1, 64, 2048), (False, True)):
             for N in (1, 2, pairs):
-                assert cost._span(N, -(-pairs // N), N * chunks, is_packed, 132) is None
-    for chunks, is_packed in itertools.product((1, 2, 4, 8), (False, True)):
-        assert cost._span(1, 8, chunks, is_packed, 132) is None
+                assert cost._span(-(-pairs // N), ways(N, chunks, is_packed), 132) is None
+    for chunks in (1, 2, 4, 8):
+        assert cost._span(8, ways(1, chunks, False), 132) is None
     for HV, chunks in itertools.product((1, 8, 16, 32), (128, 512, 2048)):
-        span = cost._span(1, HV, chunks, False, 132)
-        assert span == cost._span(1, HV, chunks, True, 132) and 2 <= -(-chunks // span) <= 132 // HV
-        assert cost._time(HV, chunks, span, 132) < cost.GAIN * cost._time(HV, chunks, chunks, 132)
+        way = cost.alike(1, chunks)
+        span = cost._span(HV, (way,), 132)
+        assert 2 <= -(-chunks // span) <= 132 // HV
+        assert cost._time(HV, way, span, 132) < cost.GAIN * cost._time(HV, way, chunks, 132)
     # one of sixteen sequences may have all tokens
-    assert cost._span(16, 8, 1024, False, 132) is None and cost._span(16, 8, 1024, True, 132) is not None
+    assert cost._span(8, ways(16, 64, False), 132) is None
+    assert cost._span(8, ways(16, 64, True), 132) is not None
     given = inputs(replace(BASE, lengths=rows(20000)), torch.bfloat16)
     problem = parse(**given.tensors, **given.options)
     assert cost.span_of(problem) is not None
     assert cost.span_of(replace(problem, batch_invariant=True)) is None
+
+
+def test_lengths_on_the_host_decide_on_spans():
+    """Four long sequences of 32 heads are a wave; nobody knows it of packed ones, unless they are told."""
+    given = inputs(replace(BASE, heads=(1, 32), lengths=packed(*[2048] * 4)), torch.bfloat16)
+    x, offsets = given.tensors, given.tensors["cu_seqlens"]
+    tensors = {name: x[name].to("meta") for name in ("q", "k", "v", "g", "beta")}
+
+    def span(lengths):
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return cost.span_of(parse(**tensors, cu_seqlens=offsets.to("meta"), cu_seqlens_cpu=ends))
+
+    assert span([2048] * 4) is None
+    assert span([8192, 0, 0, 0]) is not None and span([8000, 64, 64, 64]) is not None
+    assert cost.span_of(parse(**tensors, cu_seqlens=offsets.to("meta"))) is not None
 
 
 @pytest.mark.interpret
@@ -377,9 +400,9 @@ def test_what_it_is_faster_at():
     for N, HV, chunks in (
         (1, 8, 128), (1, 8, 512), (8, 8, 64), (1, 64, 512), (8, 32, 64), (8, 32, 16), (16, 16, 256)
     ):  # fmt: skip
-        assert all(cost._is_faster(N, HV, N * chunks, is_packed, 132) for is_packed in (False, True))
+        assert all(cost._is_faster(HV, ways(N, chunks, is_packed), 132) for is_packed in (False, True))
     for N, HV, chunks in ((1, 8, 1), (1, 32, 1), (1, 32, 8), (1, 8, 32), (32, 32, 1), (64, 32, 2)):
-        assert not cost._is_faster(N, HV, N * chunks, False, 132)
+        assert not cost._is_faster(HV, ways(N, chunks, False), 132)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected no interpreter")
@@ -408,6 +431,7 @@ def test_who_takes_what(monkeypatch):
     wide = {name: x.float() for name, x in given.tensors.items()}
     assert "expected bf16, got torch.float32" in hopper.refuses(asked(**wide))
     small = inputs(replace(BASE, sizes=(64, 128)), torch.bfloat16)
+    assert "scale of at least 0, got -1.0" in hopper.refuses(replace(asked(), scale=-1.0))
     small = parse(**small.tensors, **small.options, backend="hopper")
     assert "got K=64, V=128" in hopper.refuses(small)
     monkeypatch.undo()
@@ -441,14 +465,17 @@ def test_what_no_tensor_copy_reads_is_copied(shape, strides):
     lambda x: x[: 2 * 75 * 512].view(2, 75, 4, 128)[:, 5:], lambda x: x.view(2, 75, 4, 384)[..., :64],
 ])  # fmt: skip
 def test_what_is_compiled_ahead_takes_any_strides(monkeypatch, of_heads, kept):
-    """Every launch of both plans, for tensors that take no room, before the first forward of a kind."""
+    """Every launch of all plans, for tensors that take no room, before the first forward of a kind."""
     met = []
     monkeypatch.setattr(rule, "ahead", lambda device, kind, steps: met.extend(steps()))
     v = of_heads(torch.zeros(2 * 75 * 4 * 384, dtype=torch.bfloat16))
     q = torch.zeros(2, v.shape[1], 2, v.shape[3], dtype=torch.bfloat16)
     problem = parse(q=q, k=q, v=v, g=None, beta=None, backend="triton")
     rule._first(problem, None, kept)
-    assert [launch.kernel.__name__ for launch, _ in met].count("walk_kernel") == 2
+    found = [launch for launch, _ in met]
+    widths = {launch.constants["BV"] for launch in found if launch.kernel is split.combine_kernel}
+    assert widths == set(split.COMBINE[problem.K][0])
+    assert [launch.kernel.__name__ for launch in found].count("walk_kernel") == 1 + len(widths)
 
 
 def is_as_near(x, y, expected, limit):
@@ -522,9 +549,9 @@ def drawn(source):
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("GDN_TEST_SEEDS", "4"))))
 def test_any_problem_on_a_gpu(monkeypatch, seed):
-    """As near to the law as Triton's, also where rounding alone costs much: identical keys, beta near 1."""
+    """Within the limits of the keys, or as near to the law as Triton's where rounding alone costs more."""
     source = random.Random(seed)
     for number in range(int(os.environ.get("GDN_TEST_PROBLEMS", "8"))):
         case, span = drawn(source)
@@ -534,8 +561,9 @@ def test_any_problem_on_a_gpu(monkeypatch, seed):
             gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=name)
             for name in ("hopper", "triton")
         )
+        limit = accuracy.gates(torch.bfloat16, case.keys)["o"]
         for three in zip(here, triton, law(given), strict=True):
-            assert is_as_near(*three, 5e-3), f"{number}: {case}, spans of {span}"
+            assert is_as_near(*three, limit), f"{number}: {case}, spans of {span}"
 
 
 @pytest.mark.gpu

@@ -79,6 +79,9 @@ def ours(backend: str | None = None) -> Provider:
 
     def chunk(tensors: Tensors, options: Options) -> Bound:
         arguments: dict[str, Any] = {**tensors, **options, "backend": backend}
+        if "cu_seqlens" in tensors:
+            # as an engine has them
+            arguments["cu_seqlens_cpu"] = tensors["cu_seqlens"].cpu()
         return Bound(lambda: gdn.chunk_gated_delta_rule(**arguments))
 
     def decode(tensors: Tensors, options: Options) -> Bound:

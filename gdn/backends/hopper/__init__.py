@@ -47,6 +47,8 @@ def _lacks(problem: Any) -> str | None:
         return f"expected K = V of 64 or 128, got K={problem.K}, V={problem.V}"
     if problem.q.dtype != torch.bfloat16:
         return f"expected bf16, got {problem.q.dtype}"
+    if problem.scale < 0:
+        return f"expected a scale of at least 0, got {problem.scale}"
     found = _capability(problem.q.device)
     if found != (9, 0):
         return f"expected a GPU of compute capability (9, 0), got {found or problem.q.device.type}"

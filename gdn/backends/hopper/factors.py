@@ -2,14 +2,15 @@
 tokens that belong to no sequence.
 
     g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
-    OUT e^(G_C - G);  READ scale e^G;  INTO e^G;  BETA;  END e^(G_C), 64 times;  GAIN beta e^LOW
-    HIGH G / log 2 in fp32, of which LOW is the rest;  FROM e^-LOW;  TO scale e^LOW
+    OUT e^(G_C - G);  READ scale e^G;  INTO e^G;  BETA;  END e^(G_C), 64 times
+    DECAY G / log 2;  FROM the same;  TO the same, and log2 of scale
 
-e^(G_i - G_j) = 2^(HIGH_i - HIGH_j) e^LOW_i e^-LOW_j: one exponential a pair, and no cancellation however long
-the decay was. Where q and k are to be normalised, `solve` puts their norms in. Threads lie along heads and
-each has its tokens: a sum over tokens then costs few exchanges.
+so that e^(G_i - G_j) is 2^(DECAY_i - DECAY_j), scaled 2^(TO_i - FROM_j), an exponential a pair. A token's g
+counts as LEAST at least: e^LEAST is nothing in fp32, and G stays so near 0 that a difference of it in fp32 is
+off by at most 2^-10. Where q and k are to be normalised, `solve` puts their norms in, log2 of them in TO and
+FROM. Threads lie along heads and each has its tokens: a sum over tokens then costs few exchanges.
 
-Bytes per token and value head: gates 6, factors 36; G, where a backward wants it, 8.
+Bytes per token and value head: gates 6, factors 32; G, where a backward wants it, 8.
 """
 
 import triton.language as tl
@@ -17,12 +18,13 @@ import triton.language as tl
 from gdn.backends.triton.chained import after_the_one_before
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import split, strength
+from gdn.backends.triton.lib import strength
 from gdn.backends.triton.prepare import clear_outputs, log_decay
 
-# rows of a chunk's factors; the walk reads all but the last
-OUT, READ, INTO, BETA, END, HIGH, FROM, TO, GAIN = (tl.constexpr(i) for i in range(9))
-ROWS = tl.constexpr(9)
+# rows of a chunk's factors
+OUT, READ, INTO, BETA, END, DECAY, FROM, TO = (tl.constexpr(i) for i in range(8))
+ROWS = tl.constexpr(8)
+LEAST = -128.0
 PER_LOG2 = tl.constexpr(1.4426950408889634)
 
 
@@ -69,19 +71,14 @@ def factors_kernel(
         tl.store(G_ptr + (row.to(tl.int64) * T + first + tokens) * HV + heads, G, mask=is_token)
     G *= PER_LOG2
     end = tl.sum(tl.where(tokens == C - 1, G, 0.0), 0)[None, :]
-    high, low = split(G)
-    # e^LOW and its inverse, LOW being at most 2^-8
-    low *= 1.0 / PER_LOG2
-    up = 1.0 + (low + 0.5 * low * low)
-    down = 1.0 - (low - 0.5 * low * low)
-    grown = tl.exp2(high) * up
+    decay = G.to(tl.float32)
+    grown = tl.exp2(decay)
     places = factors_ptr + (chunk.to(tl.int64) * HV + heads) * (ROWS * C) + tokens
     tl.store(places + OUT * C, tl.exp2((end - G).to(tl.float32)), mask=is_head)
     tl.store(places + READ * C, grown * scale, mask=is_head)
     tl.store(places + INTO * C, grown, mask=is_head)
     tl.store(places + BETA * C, beta, mask=is_head)
     tl.store(places + END * C, tl.exp2((end + tl.zeros_like(G)).to(tl.float32)), mask=is_head)
-    tl.store(places + HIGH * C, high, mask=is_head)
-    tl.store(places + FROM * C, down, mask=is_head)
-    tl.store(places + TO * C, up * scale, mask=is_head)
-    tl.store(places + GAIN * C, beta * up, mask=is_head)
+    tl.store(places + DECAY * C, decay, mask=is_head)
+    tl.store(places + FROM * C, decay, mask=is_head)
+    tl.store(places + TO * C, decay + tl.log2(scale), mask=is_head)

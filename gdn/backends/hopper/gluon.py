@@ -26,6 +26,7 @@ __all__ = [
     "kernel",
     "mbarrier",
     "mma_v2",
+    "recast",
     "tma_load",
     "tma_store",
     "tma_store_wait",
@@ -34,6 +35,10 @@ __all__ = [
 ]
 
 barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
+# shared memory as another dtype, shape and layout; the name before it raises in 3.9
+recast: Any = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)
 # as async_load and async_store below
 copy_async: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 copy_commit: Any = async_copy.commit_group

@@ -18,15 +18,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from gdn import settings
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost, split
-from gdn.backends.hopper.factors import ROWS, factors_kernel
-from gdn.backends.hopper.solve import TILES, solve_kernel
+from gdn.backends.hopper.cost import num_sms
+from gdn.backends.hopper.factors import LEAST, ROWS, factors_kernel
+from gdn.backends.hopper.inverse import TILES
+from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
 from gdn.backends.triton import plans, whole
 from gdn.backends.triton import rule as chunked
 from gdn.backends.triton.chained import CHAINED
 from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocate, on, room, stand_ins
 from gdn.backends.triton.rule import tidy
-from gdn.problem import CHUNK, RESET, Problem
+from gdn.problem import CHUNK, Problem
 
 STRIP = 64  # value rows of a chain
 REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
@@ -57,7 +59,6 @@ class Forward:
             yield self.table, (p.cu_seqlens, table)
         tail = None if table is None else o
         yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors, G, tail)
-        yield self.solve, (p.q, p.k, table, factors, A_inv, q_rstd, k_rstd)
         q_d: Any = _descriptor(p.q, (1, CHUNK, 1, p.K), TOKENS)
         tiles: tuple[Any, ...] = (
             _descriptor(p.k, (1, CHUNK, 1, p.K), TOKENS),
@@ -65,6 +66,13 @@ class Forward:
             _descriptor(A_inv.view(-1, CHUNK), (CHUNK, CHUNK), TILE),
             _descriptor(factors.view(-1, CHUNK), (1, CHUNK), VECTOR),
         )
+        halves: tuple[Any, ...] = (
+            _descriptor(A_inv.view(-1, CHUNK), (TILES * CHUNK, CHUNK), TILE),
+            _descriptor(p.q, (1, CHUNK, 1, STRIP), TOKENS) if p.use_qk_l2norm_in_kernel else None,
+            _descriptor(p.k, (1, CHUNK, 1, STRIP), TOKENS),
+            _descriptor(factors.view(-1, CHUNK), (TILES * ROWS.value, CHUNK), VECTOR),
+        )
+        yield self.solve, (*halves, table, factors, q_rstd, k_rstd)
         out: tuple[Any, ...] = (
             _descriptor(o.view(-1, p.HV * p.V), (CHUNK, STRIP), TILE),
             None if S_in is None else _descriptor(S_in.view(-1, p.V), (p.K, STRIP), _tile_of(S_in)),
@@ -87,6 +95,9 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         A_inv = saved.A_inv
         if A_inv is not None and A_inv.dim() > 4:
             saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
+        elif A_inv is not None:
+            # less 1, as a backward wants it
+            A_inv.diagonal(dim1=-2, dim2=-1).zero_()
         whole.clear(problem, saved)
     return o, final, saved
 
@@ -129,7 +140,8 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
         p = replace(p, form=None, q=q, k=k, v=v)
     a = plans.arguments(p)
-    for plan in (_plan(p, a, None, kept), _plan(p, a, 1, kept)):
+    widths, _ = split.COMBINE[p.K]
+    for plan in (_plan(p, a, None, kept), *(_plan(p, a, 1, kept, width) for width in widths)):
         new = stand_ins(p.device, plan.rooms)
         # tensor copies read and write whole rows: one tile of each tensor that they are made for
         for i in (0, 1, 3, 6):
@@ -138,8 +150,13 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         yield from plan.steps(p, new)
 
 
-def _plan(p: Problem, a: plans.Arguments, span: int | None, kept: torch.dtype | None) -> Forward:
-    """`span`: chunks of a span, or None where sequences are not split; `kept` as in `forward`."""
+def _plan(
+    p: Problem, a: plans.Arguments, span: int | None, kept: torch.dtype | None, width: int | None = None
+) -> Forward:
+    """`span`: chunks of a span, or None where sequences are not split; `kept` as in `forward`.
+
+    `width`: columns of a program of `split.combine`, by its own choice where None.
+    """
     numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
     G, _, _, _, q_rstd, k_rstd = plans.saves(p)
     parts = (2,) if p.K == CHUNK else ()
@@ -148,21 +165,22 @@ def _plan(p: Problem, a: plans.Arguments, span: int | None, kept: torch.dtype | 
         factors_kernel,
         a.entries * -(-p.HV // HEADS),
         (*plans.gate_strides(p.g, p.beta), *numbers, p.scale),
-        {"V": p.V, "C": CHUNK, "BH": HEADS, **a.activation, "RESET": RESET},
+        {"V": p.V, "C": CHUNK, "BH": HEADS, **a.activation, "RESET": LEAST},
         4,
         options=CHAINED,
     )
     solve = Launch(
         solve_kernel,
-        -(-p.num_chunks * p.HV // TILES),
-        (*plans.strides_of(a.unit, p.q, p.k), *numbers, p.num_chunks * p.HV),
-        {"UNIT": a.unit, "NORM": p.use_qk_l2norm_in_kernel, "D": p.K},
+        min(-(-p.num_chunks * p.HV // TILES), 3 * num_sms(p.device)),
+        (*numbers, p.num_chunks * p.HV),
+        {"NORM": p.use_qk_l2norm_in_kernel, "D": p.K},
         TILES,
         # three programs a multiprocessor, which is what shared memory has room for
         options={"maxnreg": 168, **CHAINED},
+        described=4,
     )
     numbers = (*numbers, a.entries)
-    spans = None if span is None else split.plan(p, span, numbers)
+    spans = None if span is None else split.plan(p, span, numbers, width or split.width_of(p))
     walk = Launch(
         walk_kernel,
         p.N * p.HV if spans is None else spans.programs,

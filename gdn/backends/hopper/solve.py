@@ -1,19 +1,17 @@
 """Per chunk and value head, the inverse of what couples its tokens, and the norms put into its factors.
 
-    A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1, stored less 1
+    A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1
 
-A warp has a tile, by blocks of 16 x 16 tokens, and from k k^T on all of it in registers. Blocks are operands
-as products leave them, right ones as their transposes. So a diagonal block's inverse is made beside its
-transpose, and to the left of it, with L = -A there,
+A warp has a tile: see `inverse`. Programs stay and go from four tiles to the next. k comes by tensor copies
+in halves of 64 keys: the first while the tiles before are inverted, the second, while the first is multiplied
+with itself, to where A_inv will lie, which leaves by a tensor copy. With l2norm raw q and k go through the
+product, whose diagonal has the squares of their norms; OUT, INTO and FROM of `factors` get k_rstd, READ and
+TO q_rstd.
 
-    T_ij = sum over m of X_mj^T L_im^T;     X_ij = X_ii T_ij^T;     X_ij^T = T_ij X_ii^T
+What rounding takes from a row's sum is added left of the diagonal, as `triton.prepare` adds it there: of
+identical keys the rows add up to almost nothing. At 64 keys A_inv is stored less 1, in two parts.
 
-Operands are in fp16, which is as exact as tf32 and has room for |A| < 65504: a recurrence with larger ones
-grows by as much from token to token. With l2norm raw k go through the product, whose diagonal has the squares
-of their norms; OUT, INTO, FROM of `factors` are multiplied with k_rstd, READ and TO with q_rstd. The diagonal
-of A_inv has what rounding took from the row's sum: see `triton.prepare`.
-
-Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128, factors 12: 396; with l2norm
+Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128, factors 32: 416; with l2norm
 300 more.
 """
 
@@ -22,258 +20,328 @@ Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128,
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.factors import FROM, GAIN, HIGH, INTO, OUT, READ, ROWS, TO
+from gdn.backends.hopper.factors import BETA, DECAY, FROM, INTO, OUT, READ, ROWS, TO
 from gdn.backends.hopper.gluon import (
     barrier,
-    copy_async,
-    copy_commit,
-    copy_wait,
+    fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
     kernel,
+    mbarrier,
     mma_v2,
+    recast,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from gdn.backends.hopper.inverse import (
+    BLOCK,
+    BLOCKS,
+    LEFT,
+    OF_BLOCK,
+    RIGHT,
+    C,
+    W,
+    left,
+    on_diagonal,
+    places,
+    row_of,
+    to_the_left,
+    zeros,
 )
 
-TILES = 4  # of a program, whose four warps the layouts name
-W = gl.constexpr(TILES)
-C = gl.constexpr(64)  # tokens of a chunk
-BLOCK = gl.constexpr(16)  # tokens of a block
-BLOCKS = gl.constexpr(4)  # blocks down a tile
-
-# a block a warp; of each, numbers for its rows and for its columns
-OF_BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_BLOCK.value, 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, OF_BLOCK.value, 2))
-DOWN = gl.constexpr(gl.SliceLayout(2, OF_BLOCK.value))
-ACROSS = gl.constexpr(gl.SliceLayout(1, OF_BLOCK.value))
-# 16 bytes a lane: rows of q or k on their way to shared memory, and blocks of zeros
-COPIED = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 8, 4], [4, 1, 1], [2, 1, 0]))
-CLEARED = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 0]))
+# tiles of 128 bytes a row as tensor copies swizzle them, and rows of factors
 SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+# 16 bytes a lane
+BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0]))
 
 
 @gluon.jit
-def of_tiles(x, layout: gl.constexpr):
-    """x [W], a number for each tile, beside its blocks: [W, 1, 1]."""
-    x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    return gl.expand_dims(gl.expand_dims(x, 1), 2)
-
-
-@gluon.jit
-def of_rows(x, layout: gl.constexpr):
-    """As `of_tiles`, beside the rows or the columns of blocks: [W, 1]."""
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout)), 1)
-
-
-@gluon.jit
-def places(layout: gl.constexpr, WIDTH: gl.constexpr):
-    """Rows [1, 16, 1] and columns [1, 1, WIDTH]."""
-    i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    j = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    return gl.expand_dims(gl.expand_dims(i, 0), 2), gl.expand_dims(gl.expand_dims(j, 0), 1)
-
-
-@gluon.jit
-def zeros():
-    return gl.zeros((W, BLOCK, BLOCK), gl.float32, OF_BLOCK)
-
-
-@gluon.jit
-def left(x):
-    return gl.convert_layout(x, LEFT)
-
-
-@gluon.jit
-def times(a, b_t, acc):
-    """acc + a b, with b^T."""
-    b = gl.permute(b_t.to(gl.float16), (0, 2, 1))
-    return mma_v2(left(a.to(gl.float16)), gl.convert_layout(b, RIGHT), acc)
-
-
-@gluon.jit
-def load(x_s, x_ptr, row, first, head, length, x_b, x_t, x_h, UNIT: gl.constexpr, D: gl.constexpr):
-    """A chunk's rows of x; zeros past its end."""
-    start = of_tiles((row.to(gl.int64) * x_b + first.to(gl.int64) * x_t + head * x_h) * UNIT, COPIED)
-    i, j = places(COPIED, D)
-    for n in gl.static_range(BLOCKS):
-        token = i + n * BLOCK
-        place = x_ptr + (start + token * (x_t * UNIT) + j)
-        copy_async(x_s.slice(n * BLOCK, BLOCK, 1), place, mask=token < of_tiles(length, COPIED))
-    copy_commit()
-    copy_wait(0)
-
-
-@gluon.jit
-def products(x_s, ROW: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr):
-    """A row of blocks of x x^T, from FIRST to the one on the diagonal."""
+def corners(group, table_ptr, T, HV, ratio, chunks_per_row, count):
+    """Of W tiles: rows, first tokens, key heads, and how many tokens they have; 0 past the last one."""
+    index = group * W
+    chunk = gl.minimum(index, count - 1) // HV
+    value_head = gl.minimum(index, count - 1) % HV
+    key_head = value_head // ratio
+    value_head = value_head % ratio
+    row = chunk // chunks_per_row if table_ptr is None else chunk * 0
+    chunk = chunk % chunks_per_row if table_ptr is None else chunk
     found = ()
-    for _ in gl.static_range(FIRST, ROW + 1):
-        found = found + (zeros(),)
-    for step in gl.static_range(D // BLOCK):
+    for n in gl.static_range(W):
+        if table_ptr is None:
+            first = chunk * C
+            length = gl.minimum(T - first, C)
+        else:
+            first = gl.load(table_ptr + 2 * chunk)
+            length = gl.maximum(gl.load(table_ptr + 2 * chunk + 1), 0)
+        found = found + ((row, first, key_head, length * (index + n < count).to(gl.int32)),)
+        # the next value head, unless there is none
+        more = (index + n + 1 < count).to(gl.int32)
+        value_head += more
+        is_over = (value_head == ratio).to(gl.int32)
+        value_head -= is_over * ratio
+        key_head += is_over
+        is_over = (key_head * ratio == HV).to(gl.int32)
+        key_head -= is_over * key_head
+        chunk += is_over
+        if table_ptr is None:
+            is_over = (chunk == chunks_per_row).to(gl.int32)
+            chunk -= is_over * chunk
+            row += is_over
+    return found
+
+
+@gluon.jit
+def load(x_d, x_s, ready, found, HALF: gl.constexpr):
+    """A half of the chunks' rows of q or k, whatever follows a sequence's end."""
+    for n in gl.static_range(W):
+        row, first, head, length = found[n]
+        tma_load(x_d, [row, first, head, HALF * C], ready, x_s.index(n))
+
+
+@gluon.jit
+def warps(LAYOUT: gl.constexpr):
+    """A tile's number, beside its blocks: [W, 1, 1]."""
+    w = gl.arange(0, W, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    return gl.expand_dims(gl.expand_dims(w, 1), 2)
+
+
+@gluon.jit
+def lengths(found, LAYOUT: gl.constexpr):
+    """How many tokens the tiles have, beside their blocks: [W, 1, 1]."""
+    w = warps(LAYOUT)
+    length = w * 0
+    for n in gl.static_range(W):
+        length += (w == n).to(gl.int32) * found[n][3]
+    return length
+
+
+@gluon.jit
+def products(x_s, found, total, ONLY_DIAGONAL: gl.constexpr):
+    """Blocks of x x^T on and, if asked, below the diagonal, row by row, added to `total`."""
+    is_short = found[0][3] < C
+    for n in gl.static_range(1, W):
+        is_short = is_short | (found[n][3] < C)
+    if is_short:
+        # another sequence's tokens may be NaN
+        i, j = places(BY_ROWS, C, C)
+        x_s.store(gl.where(i < lengths(found, BY_ROWS), x_s.load(BY_ROWS), 0.0))
+    for step in gl.static_range(C // BLOCK):
         keys = x_s.slice(step * BLOCK, BLOCK, 2)
-        x = keys.slice(ROW * BLOCK, BLOCK, 1).load(LEFT)
+        x_t = ()
+        for n in gl.static_range(BLOCKS):
+            x_t = x_t + (keys.slice(n * BLOCK, BLOCK, 1).permute((0, 2, 1)).load(RIGHT),)
         more = ()
-        for n in gl.static_range(FIRST, ROW + 1):
-            x_t = keys.slice(n * BLOCK, BLOCK, 1).permute((0, 2, 1)).load(RIGHT)
-            more = more + (mma_v2(x, x_t, found[n - FIRST]),)
-        found = more
-    return found
+        for a in gl.static_range(BLOCKS):
+            x = keys.slice(a * BLOCK, BLOCK, 1).load(LEFT)
+            for n in gl.static_range(a if ONLY_DIAGONAL else 0, a + 1):
+                more = more + (mma_v2(x, x_t[n], total[len(more)]),)
+        total = more
+    return total
 
 
 @gluon.jit
-def places_of(factors_ptr, tile, FACTOR: gl.constexpr, n: gl.constexpr, layout: gl.constexpr):
-    """Of block n's numbers in a row of the factors."""
-    start = of_rows(tile.to(gl.int64), layout) * (ROWS * C) + (FACTOR * C + n * BLOCK)
-    return factors_ptr + (start + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))[None, :])
-
-
-@gluon.jit
-def scale(factors_ptr, tile, FACTOR: gl.constexpr, x, is_there):
-    """A row of the factors times x, which has a vector for each block."""
-    for n in gl.static_range(BLOCKS):
-        place = places_of(factors_ptr, tile, FACTOR, n, DOWN)
-        gl.store(place, gl.load(place) * x[n], mask=of_rows(is_there, DOWN))
-
-
-@gluon.jit
-def rstds_of(x_s, length, D: gl.constexpr):
-    """1 / norm of the rows of x, for each block; 0 past the chunk's end."""
-    i, j = places(OF_BLOCK, BLOCK)
-    token = gl.arange(0, BLOCK, gl.SliceLayout(0, DOWN))[None, :]
+def nothing(COUNT: gl.constexpr):
     found = ()
-    for n in gl.static_range(BLOCKS):
-        xx = products(x_s, n, n, D)
-        total = gl.sum(gl.where(i == j, xx[0], 0.0), 2)
-        found = found + (gl.where(token + n * BLOCK < of_rows(length, DOWN), gl.rsqrt(total + 1e-6), 0.0),)
+    for _ in gl.static_range(COUNT):
+        found = found + (zeros(),)
     return found
 
 
 @gluon.jit
-def inverse_of(L):
-    """(I - L)^-1 of blocks and its transpose, of L below its diagonal, by doubling: see `triton.tril`."""
-    i, j = places(OF_BLOCK, BLOCK)
-    L = gl.where(i > j, L, 0.0)
-    L_t = gl.convert_layout(gl.permute(L, (0, 2, 1)), OF_BLOCK)
-    eye = gl.where(i == j, zeros() + 1.0, 0.0)
-    X = gl.where((i ^ j) == 1, L, eye)
-    X_t = gl.where((i ^ j) == 1, L_t, eye)
-    for level in gl.static_range(1, 4):
-        is_across = ((i ^ j) >> level) == 1
-        XL = times(X, gl.where(is_across, L_t, 0.0), zeros())
-        XL_t = times(X_t, gl.where(is_across, L, 0.0), zeros())
-        X, X_t = times(XL, X_t, X), times(XL_t, X, X_t)
-    return X, X_t
+def down(f_s, FACTOR: gl.constexpr, n: gl.constexpr):
+    """Of block n's rows in a row of the factors: [W, 16, 1]."""
+    return f_s.slice(FACTOR, 1, 1).permute((0, 2, 1)).slice(n * BLOCK, BLOCK, 1).load(OF_BLOCK)
 
 
 @gluon.jit
-def store_row(A_inv_ptr, tile, is_there, X, ROW: gl.constexpr, PARTS: gl.constexpr):
-    """A row of blocks of A_inv less 1. The last of X is on the diagonal, where what rounding took goes.
+def across(f_s, FACTOR: gl.constexpr, n: gl.constexpr):
+    """Of block n's columns: [W, 1, 16]."""
+    return f_s.slice(FACTOR, 1, 1).slice(n * BLOCK, BLOCK, 2).load(OF_BLOCK)
 
-    In two parts each tile is followed by what rounding took of it.
-    """
-    i, j = places(OF_BLOCK, BLOCK)
-    place = A_inv_ptr + (of_tiles(tile.to(gl.int64), OF_BLOCK) * (PARTS * C * C) + (i + ROW * BLOCK) * C + j)
-    mask = of_tiles(is_there, OF_BLOCK)
-    ones = gl.convert_layout(gl.zeros((W, BLOCK, BLOCK), gl.bfloat16, OF_BLOCK) + 1.0, RIGHT)
-    last = gl.where(i > j, X[ROW], 0.0)
-    total, kept = last, mma_v2(left(last.to(gl.bfloat16)), ones, zeros())
-    for n in gl.static_range(ROW):
-        block = X[n].to(gl.bfloat16)
-        total += X[n]
-        kept = mma_v2(left(block), ones, kept)
-        gl.store(place + n * BLOCK, block, mask=mask)
-    if PARTS == 1:
-        lost = gl.expand_dims(gl.sum(total, 2), 2) - kept
-        last = gl.where(i == j, lost, last)
-    gl.store(place + ROW * BLOCK, last.to(gl.bfloat16), mask=mask)
-    if PARTS == 2:
-        for n in gl.static_range(ROW + 1):
-            x = X[n] if n < ROW else last
-            rest = (x - x.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
-            gl.store(place + (C * C + n * BLOCK), rest, mask=mask)
-    i, j = places(CLEARED, BLOCK)
-    place = A_inv_ptr + (of_tiles(tile.to(gl.int64), CLEARED) * (PARTS * C * C) + (i + ROW * BLOCK) * C + j)
-    for part in gl.static_range(PARTS):
-        for n in gl.static_range(ROW + 1, BLOCKS):
-            nothing = gl.zeros((W, BLOCK, BLOCK), gl.bfloat16, CLEARED)
-            gl.store(place + (part * C * C + n * BLOCK), nothing, mask=of_tiles(is_there, CLEARED))
+
+@gluon.jit
+def change(f_s, factors_ptr, group, count, FACTOR: gl.constexpr, x, IS_SHIFT: gl.constexpr):
+    """A row of the factors times x, or with x added to it; x has [W, 16, 1] for each block."""
+    i, j = places(OF_BLOCK, BLOCK, 1)
+    tile = group * W + warps(OF_BLOCK)
+    for n in gl.static_range(BLOCKS):
+        before = down(f_s, FACTOR, n)
+        place = tile.to(gl.int64) * (ROWS * C) + (FACTOR * C + n * BLOCK) + i
+        gl.store(factors_ptr + place, before + x[n] if IS_SHIFT else before * x[n], mask=tile < count)
+
+
+@gluon.jit
+def rstd_of(xx, n: gl.constexpr, length):
+    """1 / norm of rows of x, from the block of x x^T that has them on its diagonal; 0 past the end."""
+    i, j = places(OF_BLOCK, BLOCK, BLOCK)
+    total = gl.expand_dims(gl.sum(gl.where(i == j, xx, 0.0), 2), 2)
+    return gl.where(i + n * BLOCK < length, gl.rsqrt(total + 1e-6), 0.0)
+
+
+@gluon.jit
+def keep(rstd_ptr, rstd, found, group, T, HV, ratio):
+    """Norms [B, T, H] of the first value head of each key head."""
+    i, j = places(OF_BLOCK, BLOCK, 1)
+    w = warps(OF_BLOCK)
+    start = (w * 0).to(gl.int64)
+    for m in gl.static_range(W):
+        row, first, head, length = found[m]
+        place = (row.to(gl.int64) * T + first) * (HV // ratio) + head
+        start += (w == m).to(gl.int64) * place
+    is_first = (group * W + w) % HV % ratio == 0
+    for n in gl.static_range(BLOCKS):
+        mask = is_first & (i + n * BLOCK < lengths(found, OF_BLOCK))
+        gl.store(rstd_ptr + start + (i + n * BLOCK) * (HV // ratio), rstd[n], mask=mask)
+
+
+@gluon.jit
+def lost(X, ROW: gl.constexpr):
+    """What rounding to bf16 takes from the sums of a row of blocks, to the 11 bits of fp16."""
+    ones = gl.convert_layout(gl.zeros((W, BLOCK, BLOCK), gl.float16, OF_BLOCK) + 1.0, RIGHT)
+    minus = gl.convert_layout(gl.zeros((W, BLOCK, BLOCK), gl.bfloat16, OF_BLOCK) - 1.0, RIGHT)
+    found = zeros()
+    for n in gl.static_range(ROW + 1):
+        found = mma_v2(left(X[n].to(gl.float16)), ones, found)
+        found = mma_v2(left(X[n].to(gl.bfloat16)), minus, found)
+    return found
 
 
 @kernel
 def solve_kernel(
-    q_ptr, k_ptr, table_ptr, factors_ptr, A_inv_ptr, q_rstd_ptr, k_rstd_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, T, HV, ratio, chunks_per_row, count,
-    UNIT: gl.constexpr, NORM: gl.constexpr, D: gl.constexpr,
+    A_d, q_d, k_d, f_d, table_ptr, factors_ptr, q_rstd_ptr, k_rstd_ptr,
+    T, HV, ratio, chunks_per_row, count, NORM: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    x_s = gl.allocate_shared_memory(gl.bfloat16, [W, C, D], SHARED)
+    # A_inv is in two parts at 64 keys
+    PARTS: gl.constexpr = 2 * C // D
+    HALVES: gl.constexpr = D // C
+    one_s = gl.allocate_shared_memory(gl.bfloat16, [W, 1, C, 1, C], k_d.layout)
+    A_s = gl.allocate_shared_memory(gl.bfloat16, [PARTS, W * C, C], A_d.layout)
+    factors_s = gl.allocate_shared_memory(gl.float32, [1, W * ROWS, C], f_d.layout)
+    two_s = recast(A_s, gl.bfloat16, [PARTS * W, 1, C, 1, C], k_d.layout)
+    x_one = recast(one_s, gl.bfloat16, [W, C, C], SHARED)
+    tiles = recast(A_s, gl.bfloat16, [W, PARTS * C, C], SHARED)
+    L_s = recast(A_s, gl.float16, [W, PARTS * C, C], SHARED)
+    blocks = ()
+    for a in gl.static_range(BLOCKS):
+        for n in gl.static_range(a + 1):
+            blocks = blocks + (L_s.slice(a * BLOCK, BLOCK, 1).slice(n * BLOCK, BLOCK, 2),)
+    f_s = recast(factors_s, gl.float32, [W, ROWS, C], PLAIN)
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready.index(0), count=1)
+    mbarrier.init(ready.index(1), count=1)
+    fence_async_shared()
     gdc_launch_dependents()
     gdc_wait()
-    number = gl.program_id(0) * W + gl.arange(0, W, gl.SliceLayout(1, DOWN))
-    tile = gl.minimum(number, count - 1)
-    chunk = tile // HV
-    head = tile % HV // ratio
-    if table_ptr is None:
-        row = chunk // chunks_per_row
-        first = chunk % chunks_per_row * C
-        length = gl.minimum(T - first, C)
-    else:
-        row = chunk * 0
-        first = gl.load(table_ptr + 2 * chunk)
-        length = gl.load(table_ptr + 2 * chunk + 1)
-    length = gl.where(number < count, gl.maximum(length, 0), 0)
-    if gl.max(length, 0) > 0:
-        is_there = length > 0
+    SIZE: gl.constexpr = W * C * C * 2
+    groups = gl.cdiv(count, W)
+    found = corners(gl.program_id(0), table_ptr, T, HV, ratio, chunks_per_row, count)
+    mbarrier.expect(ready.index(0), SIZE)
+    load(q_d if NORM else k_d, one_s, ready.index(0), found, 0)
+    phase = 0
+    for group in range(gl.program_id(0), groups, gl.num_programs(0)):
+        following = corners(group + gl.num_programs(0), table_ptr, T, HV, ratio, chunks_per_row, count)
+        # the second half, to where the A_inv before was, and the factors
+        tma_store_wait(0)
+        mbarrier.expect(ready.index(1), (SIZE if HALVES == 2 else 0) + f_d.block_type.nbytes)
+        if HALVES == 2:
+            load(q_d if NORM else k_d, two_s, ready.index(1), found, 1)
+        tma_load(f_d, [group * (W * ROWS), 0], ready.index(1), factors_s.index(0))
+        length = lengths(found, OF_BLOCK)
+        q_rstd = ()
+        k_rstd = ()
+        if NORM:
+            mbarrier.wait(ready.index(0), 0)
+            qq = products(x_one, found, nothing(BLOCKS), True)
+            fence_async_shared()
+            barrier()
+            mbarrier.expect(ready.index(0), SIZE)
+            load(k_d, one_s, ready.index(0), found, 0)
+            mbarrier.wait(ready.index(1), 0 if HALVES == 2 else phase)
+            if HALVES == 2:
+                qq = products(tiles, found, qq, True)
+                fence_async_shared()
+                barrier()
+                mbarrier.expect(ready.index(1), SIZE)
+                load(k_d, two_s, ready.index(1), found, 1)
+            shifts = ()
+            for n in gl.static_range(BLOCKS):
+                q_rstd = q_rstd + (rstd_of(qq[n], n, length),)
+                shifts = shifts + (gl.log2(q_rstd[n]),)
+            change(f_s, factors_ptr, group, count, READ, q_rstd, False)
+            change(f_s, factors_ptr, group, count, TO, shifts, True)
+            mbarrier.wait(ready.index(0), 1)
+        else:
+            mbarrier.wait(ready.index(0), phase)
+        kk = products(x_one, found, nothing(BLOCKS * (BLOCKS + 1) // 2), False)
+        fence_async_shared()
+        barrier()
+        if group + gl.num_programs(0) < groups:
+            mbarrier.expect(ready.index(0), SIZE)
+            load(q_d if NORM else k_d, one_s, ready.index(0), following, 0)
+        if HALVES == 2:
+            mbarrier.wait(ready.index(1), 1 if NORM else phase)
+            kk = products(tiles, found, kk, False)
+        elif not NORM:
+            mbarrier.wait(ready.index(1), phase)
         columns = ()
         for n in gl.static_range(BLOCKS):
-            columns = columns + (gl.load(places_of(factors_ptr, tile, FROM, n, ACROSS)),)
+            columns = columns + (across(f_s, FROM, n),)
         if NORM:
-            load(x_s, q_ptr, row, first, head, length, q_b, q_t, q_h, UNIT, D)
-            q_rstd = rstds_of(x_s, length, D)
-        load(x_s, k_ptr, row, first, head, length, k_b, k_t, k_h, UNIT, D)
-        if NORM:
-            k_rstd = rstds_of(x_s, length, D)
-            # no lane of the warp has FROM still to read
-            barrier()
-            scale(factors_ptr, tile, READ, q_rstd, is_there)
-            scale(factors_ptr, tile, TO, q_rstd, is_there)
-            scale(factors_ptr, tile, OUT, k_rstd, is_there)
-            scale(factors_ptr, tile, INTO, k_rstd, is_there)
-            scale(factors_ptr, tile, FROM, k_rstd, is_there)
             raw = columns
             columns = ()
+            shifts = ()
             for n in gl.static_range(BLOCKS):
-                columns = columns + (raw[n] * gl.convert_layout(k_rstd[n], ACROSS),)
+                k_rstd = k_rstd + (rstd_of(kk[n * (n + 3) // 2], n, length),)
+                shifts = shifts + (-gl.log2(k_rstd[n]),)
+                turned = gl.convert_layout(gl.permute(shifts[n], (0, 2, 1)), OF_BLOCK)
+                columns = columns + (raw[n] + turned,)
+            change(f_s, factors_ptr, group, count, OUT, k_rstd, False)
+            change(f_s, factors_ptr, group, count, INTO, k_rstd, False)
+            change(f_s, factors_ptr, group, count, FROM, shifts, True)
             if q_rstd_ptr is not None:
-                token = gl.arange(0, BLOCK, gl.SliceLayout(0, DOWN))[None, :]
-                start = of_rows(row.to(gl.int64) * T + first, DOWN)
-                is_first = of_rows(tile % HV % ratio == 0, DOWN)
-                for n in gl.static_range(BLOCKS):
-                    place = (start + token + n * BLOCK) * (HV // ratio) + of_rows(head, DOWN)
-                    mask = is_first & (token + n * BLOCK < of_rows(length, DOWN))
-                    gl.store(q_rstd_ptr + place, q_rstd[n], mask=mask)
-                    gl.store(k_rstd_ptr + place, k_rstd[n], mask=mask)
-        # blocks left of the diagonal and on it, row by row
-        X_t = ()
+                keep(q_rstd_ptr, q_rstd, found, group, T, HV, ratio)
+                keep(k_rstd_ptr, k_rstd, found, group, T, HV, ratio)
+        i, j = places(OF_BLOCK, BLOCK, BLOCK)
+        L_aa = ()
         for a in gl.static_range(BLOCKS):
-            kk = products(x_s, a, 0, D)
-            high = gl.expand_dims(gl.load(places_of(factors_ptr, tile, HIGH, a, DOWN)), 2)
-            gain = -gl.load(places_of(factors_ptr, tile, GAIN, a, DOWN))
+            decay = down(f_s, DECAY, a)
+            gain = -down(f_s, BETA, a)
             if NORM:
                 gain = gain * k_rstd[a]
-            L = ()
             for n in gl.static_range(a + 1):
-                high_j = gl.load(places_of(factors_ptr, tile, HIGH, n, ACROSS))
-                D_ij = gl.exp2(high - gl.expand_dims(high_j, 1))
-                L = L + (kk[n] * D_ij * gl.expand_dims(gain, 2) * gl.expand_dims(columns[n], 1),)
-            X_aa, X_aa_t = inverse_of(L[a])
-            X = ()
-            more = ()
-            for n in gl.static_range(a):
-                T_an = zeros()
-                for m in gl.static_range(n, a):
-                    T_an = times(X_t[m * (m + 1) // 2 + n], L[m], T_an)
-                X = X + (times(X_aa, T_an, zeros()),)
-                if a < BLOCKS - 1:
-                    more = more + (times(T_an, X_aa, zeros()),)
-            store_row(A_inv_ptr, tile, is_there, X + (X_aa,), a, 2 * C // D)
-            X_t = X_t + more + (X_aa_t,)
+                L = kk[a * (a + 1) // 2 + n] * (gl.exp2(decay - columns[n]) * gain)
+                if n == a:
+                    L = gl.where(i > j, L, 0.0)
+                    L_aa = L_aa + (L,)
+                blocks[a * (a + 1) // 2 + n].store(L.to(gl.float16))
+        X_aa = on_diagonal(L_aa, blocks)
+        Y = to_the_left(X_aa, blocks)
+        rows = ()
+        for a in gl.static_range(BLOCKS):
+            X = row_of(Y, blocks, a) + (gl.where(i > j, X_aa[a], 0.0),)
+            if PARTS == 1:
+                taken = lost(X, a)
+                last = gl.where(i == j + 1, X[a] + taken, gl.where(i == j, zeros() + 1.0, X[a]))
+                if a == 0:
+                    X = (last,)
+                else:
+                    before = gl.where((i == 0) & (j == BLOCK - 1), X[a - 1] + taken, X[a - 1])
+                    X = X[: a - 1] + (before, last)
+            rows = rows + (X,)
+        # nobody reads X in fp16 any more
+        for a in gl.static_range(BLOCKS):
+            for n in gl.static_range(BLOCKS):
+                block = rows[a][n] if n <= a else zeros()
+                for part in gl.static_range(PARTS):
+                    place = tiles.slice(part * C + a * BLOCK, BLOCK, 1).slice(n * BLOCK, BLOCK, 2)
+                    place.store(block.to(gl.bfloat16))
+                    block = block - block.to(gl.bfloat16).to(gl.float32)
+        fence_async_shared()
+        # what lies past the last tile is not stored
+        for part in gl.static_range(PARTS):
+            tma_store(A_d, [(PARTS * group + part) * (W * C), 0], A_s.index(part))
+        found = following
+        phase ^= 1
+    tma_store_wait(0)

@@ -7,9 +7,9 @@
     combine   S_(j+1) = M_j S_j + N_j from span to span: the states that enter them
     walk      of each span from the state that enters it
 
-M, N and the states are in fp32, and products of them in three of tf32. Bytes per span and value head of 128:
-M and N written 128 K; read 64 K, and M again by each strip of columns; states written and read 128 K. Per
-token that `ends` walks: k, A_inv, factors 416, and v 256 for N.
+M, N and the states are in fp32, a product of them is three of parts in bf16 (1e-5 off), over 64 keys in tf32.
+Bytes per span and value head of 128: M and N written 128 K; read 64 K, and M again by each strip of columns;
+states written and read 128 K. Per token that `ends` walks: k, A_inv, factors 416, and v 256 for N.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn.backends.hopper import cost
 from gdn.backends.hopper.factors import END, ROWS
 from gdn.backends.hopper.walk import JOB, ends_kernel
 from gdn.backends.triton.chained import CHAINED, after_the_one_before
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import Launch, Room, Step, kernel, room
-from gdn.backends.triton.lib import dot, state_tile
+from gdn.backends.triton.lib import dot, parts, state_tile
 from gdn.problem import CHUNK, Problem
 
-# columns of a program of combine, and its warps, by K = V: over 64 keys narrower blocks were miscompiled
-COMBINE = {128: (16, 8), 64: (64, 4)}
+# columns of a program of combine, for few programs and for many, and its warps, by K = V: over 64 keys
+# narrower blocks were miscompiled
+COMBINE = {128: ((16, 32), 8), 64: ((64,), 4)}
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,13 @@ class Spans:
         yield self.combine, (ends, ranges, p.initial_state, states)
 
 
-def plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Spans:
+def width_of(p: Problem) -> int:
+    """Columns of a program of combine: few, unless programs would then wait for one another."""
+    widths, _ = COMBINE[p.K]
+    return widths[0] if p.N * p.HV * (p.V // widths[0]) <= cost.num_sms(p.device) else widths[-1]
+
+
+def plan(p: Problem, span: int, numbers: tuple[int, ...], width: int) -> Spans:
     """For spans of so many chunks; `numbers`: the walk's T, HV, ratio, chunks_per_row, bound."""
     T, HV, ratio, per_row, bound = numbers
     if p.cu_seqlens is None:
@@ -68,8 +76,7 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Spans:
         spans = p.N - 1 + max(1, triton.cdiv(p.num_chunks, span))
     programs = spans * HV
     places = {"C": CHUNK, "ROW": ROWS.value * CHUNK, "END": END.value * CHUNK, "JOB": JOB.value}
-    BV, num_warps = COMBINE[p.K]
-    steps = {"D": p.K, "BV": BV, "V_FIRST": p.state_v_first, "STAGES": 3}
+    steps = {"D": p.K, "BV": width, "V_FIRST": p.state_v_first, "STAGES": 3}
     states = (HV, p.K, p.V)
     return Spans(
         rooms=(
@@ -97,7 +104,9 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...]) -> Spans:
             options={"maxnreg": 168 if p.K == 128 else 128, **CHAINED},
             described=4,
         ),
-        combine=Launch(combine_kernel, p.N * HV * (p.V // BV), (HV,), steps, num_warps, options=CHAINED),
+        combine=Launch(
+            combine_kernel, p.N * HV * (p.V // width), (HV,), steps, COMBINE[p.K][1], options=CHAINED
+        ),
     )
 
 
@@ -209,5 +218,10 @@ def combine_kernel(
         zero = 2 * span * HV + head
         M = tl.load(ends_ptr + (zero + HV) * (D * D) + square)
         N = tl.load(ends_ptr + zero * (D * D) + columns)
-        S = dot(M, S, N, "tf32x3")
+        if D == 64:
+            S = dot(M, S, N, "tf32x3")
+        else:
+            M_high, M_low = parts(M, tl.bfloat16)
+            S_high, S_low = parts(S, tl.bfloat16)
+            S = tl.dot(M_high, S_high, tl.dot(M_high, S_low, tl.dot(M_low, S_high, N)))
     tl.store(states_ptr + ((first + spans - 1).to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask)

@@ -17,7 +17,7 @@ is masked and k cleared there, and o is stored by rows, for a tensor copy would 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.factors import BETA, END, FROM, HIGH, INTO, OUT, READ, ROWS, TO
+from gdn.backends.hopper.factors import BETA, END, FROM, INTO, OUT, READ, ROWS, TO
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
     gdc_launch_dependents,
@@ -34,7 +34,6 @@ from gdn.backends.hopper.gluon import (
 C = gl.constexpr(64)  # tokens of a chunk
 STRIP = gl.constexpr(64)  # value rows of a chain; D // STRIP chains
 STAGES = gl.constexpr(2)
-FACTORS = gl.constexpr(8)  # rows of a chunk's factors that are loaded
 
 # numbers of a job: row, first token, length, first chunk, and where its last state goes (below 0: nowhere)
 JOB = gl.constexpr(5)
@@ -69,7 +68,7 @@ def sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound):
 @gluon.jit
 def vector(f_s, stage, ROW: gl.constexpr, layout: gl.constexpr):
     """One row of a chunk's factors [C]."""
-    return f_s.index(FACTORS * stage + ROW).reshape([C]).load(layout)
+    return f_s.index(ROWS * stage + ROW).reshape([C]).load(layout)
 
 
 @gluon.jit
@@ -92,15 +91,15 @@ def load_chunks(
         mbarrier.expect(ready, (
             (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes
             + D // STRIP * v_d.block_type.nbytes + PARTS * A_d.block_type.nbytes
-            + FACTORS * f_d.block_type.nbytes
+            + ROWS * f_d.block_type.nbytes
         ))  # fmt: skip
         token = first + i * C
         # past T a tensor copy reads zeros, and nothing from memory
         v_token = token + (n % 2) * T if q_d is None else token
         tile = (chunk + i) * HV + head
         tma_load(k_d, [row, token, head // ratio, 0], ready, k_s.index(stage))
-        for factor in gl.static_range(FACTORS):
-            tma_load(f_d, [tile * ROWS + factor, 0], ready, f_s.index(FACTORS * stage + factor))
+        for factor in gl.static_range(ROWS):
+            tma_load(f_d, [tile * ROWS + factor, 0], ready, f_s.index(ROWS * stage + factor))
         for strip in gl.static_range(D // STRIP):
             tma_load(v_d, [row, v_token, head, strip * STRIP], ready, v_s.index(D // STRIP * stage + strip))
         for part in gl.static_range(PARTS):
@@ -165,14 +164,15 @@ def advance(
     if IS_RAGGED:
         r = gl.where((gl.arange(0, C, ACROSS) < left)[None, :], r, 0.0)
     A_inv = A_s.index(2 * stage if FEW else stage).permute((1, 0))
-    # A_inv comes less 1; `in_parts`, but called ptxas makes other code of it than was measured
-    high = (r.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
-    low = gl.convert_layout((r - high).to(gl.bfloat16), LEFT)
-    v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), A_inv, r, is_async=True)
-    v_new = warpgroup_mma(low, A_inv, v_new, is_async=True)
     if FEW:
+        # A_inv comes less 1: r itself is not rounded
+        v_new = in_parts(r, A_inv, r)
         rest = A_s.index(2 * stage + 1).permute((1, 0))
-        v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), rest, v_new, is_async=True)
+        v_new = warpgroup_mma(gl.convert_layout(r.to(gl.bfloat16), LEFT), rest, v_new, is_async=True)
+    else:
+        # of r rounded throughout: as if v had been, and no error that adds up from token to token
+        r_operand = gl.convert_layout(r.to(gl.bfloat16), LEFT)
+        v_new = warpgroup_mma(r_operand, A_inv, zeros, use_acc=False, is_async=True)
     if S_d is not None and S_d.dtype == gl.float32:
         # not while S is multiplied: ptxas would wait for that
         keep(S, S_d, S_s, tile, MINE, D)
@@ -181,7 +181,7 @@ def advance(
     if q_s is None:
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
     else:
-        o = warpgroup_mma_wait(3 if FEW else 2, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
+        o = warpgroup_mma_wait(3 if FEW else 1, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
         w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
         mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
@@ -277,12 +277,14 @@ def make_pairs(
         stage = i % STAGES
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         q_tile = q_s.index(stage).reshape([C, D]).permute((1, 0))
-        # P^T; a key past the sequence's end is none of a token before it
+        # P^T
         P = warpgroup_mma(k_s.index(stage).reshape([C, D]), q_tile, zeros, use_acc=False, is_async=True)
-        D_ij = gl.exp2(vector(f_s, stage, HIGH, ACROSS)[None, :] - vector(f_s, stage, HIGH, DOWN)[:, None])
-        D_ij = D_ij * vector(f_s, stage, FROM, DOWN)[:, None] * vector(f_s, stage, TO, ACROSS)[None, :]
+        D_ij = gl.exp2(vector(f_s, stage, TO, ACROSS)[None, :] - vector(f_s, stage, FROM, DOWN)[:, None])
+        D_ij = gl.where(gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :], D_ij, 0.0)
         P = warpgroup_mma_wait(0, deps=(P,)) * D_ij
-        P = gl.where(gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :], P, 0.0)
+        if length - i * C < C:
+            # a key past the sequence's end is none of a token before it, whatever it is
+            P = gl.where((gl.arange(0, C, DOWN) < length - i * C)[:, None], P, 0.0)
         # that the stage is loaded anew says that both chains have left the P that lay there
         P_s.index(stage).permute((1, 0)).store(P.to(gl.bfloat16))
         # what was loaded from the stage comes before the tensor copies that overwrite it, too
@@ -300,7 +302,7 @@ def walk_kernel(
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [D // STRIP * STAGES, 1, C, 1, STRIP], v_d.layout)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STRIP // D * STAGES, C, C], A_d.layout)
-    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, C], f_d.layout)
+    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
     P_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
     # outputs lie where states in 16 bits do
     place: gl.constexpr = D if S_d is not None and S_d.dtype == gl.bfloat16 else C
@@ -362,7 +364,7 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, D: gl.con
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [D // STRIP * STAGES, 1, C, 1, STRIP], v_d.layout)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STRIP // D * STAGES, C, C], A_d.layout)
-    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * FACTORS, 1, C], f_d.layout)
+    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
