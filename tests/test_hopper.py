@@ -551,7 +551,7 @@ def drawn(source):
 @on_hopper
 @pytest.mark.parametrize("seed", range(int(os.environ.get("GDN_TEST_SEEDS", "4"))))
 def test_any_problem_on_a_gpu(monkeypatch, seed):
-    """Within the limits of the keys, or as near to the law as Triton's where rounding alone costs more."""
+    """As near to the law as Triton's, also where rounding alone costs much: identical keys, beta near 1."""
     source = random.Random(seed)
     for number in range(int(os.environ.get("GDN_TEST_PROBLEMS", "8"))):
         case, span = drawn(source)
@@ -561,9 +561,8 @@ def test_any_problem_on_a_gpu(monkeypatch, seed):
             gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=name)
             for name in ("hopper", "triton")
         )
-        limit = accuracy.gates(torch.bfloat16, case.keys)["o"]
         for three in zip(here, triton, law(given), strict=True):
-            assert is_as_near(*three, limit), f"{number}: {case}, spans of {span}"
+            assert is_as_near(*three, 5e-3), f"{number}: {case}, spans of {span}"
 
 
 @pytest.mark.gpu

@@ -95,9 +95,6 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         A_inv = saved.A_inv
         if A_inv is not None and A_inv.dim() > 4:
             saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
-        elif A_inv is not None:
-            # less 1, as a backward wants it
-            A_inv.diagonal(dim1=-2, dim2=-1).zero_()
         whole.clear(problem, saved)
     return o, final, saved
 

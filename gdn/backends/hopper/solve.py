@@ -1,15 +1,12 @@
 """Per chunk and value head, the inverse of what couples its tokens, and the norms put into its factors.
 
-    A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1
+    A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1, stored less 1
 
 A warp has a tile: see `inverse`. Programs stay and go from four tiles to the next. k comes by tensor copies
 in halves of 64 keys: the first while the tiles before are inverted, the second, while the first is multiplied
 with itself, to where A_inv will lie, which leaves by a tensor copy. With l2norm raw q and k go through the
 product, whose diagonal has the squares of their norms; OUT, INTO and FROM of `factors` get k_rstd, READ and
-TO q_rstd.
-
-What rounding takes from a row's sum is added left of the diagonal, as `triton.prepare` adds it there: of
-identical keys the rows add up to almost nothing. At 64 keys A_inv is stored less 1, in two parts.
+TO q_rstd. The diagonal of A_inv has what rounding took from the row's sum: see `triton.prepare`.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128, factors 32: 416; with l2norm
 300 more.
@@ -322,13 +319,7 @@ def solve_kernel(
         for a in gl.static_range(BLOCKS):
             X = row_of(Y, blocks, a) + (gl.where(i > j, X_aa[a], 0.0),)
             if PARTS == 1:
-                taken = lost(X, a)
-                last = gl.where(i == j + 1, X[a] + taken, gl.where(i == j, zeros() + 1.0, X[a]))
-                if a == 0:
-                    X = (last,)
-                else:
-                    before = gl.where((i == 0) & (j == BLOCK - 1), X[a - 1] + taken, X[a - 1])
-                    X = X[: a - 1] + (before, last)
+                X = X[:a] + (gl.where(i == j, lost(X, a), X[a]),)
             rows = rows + (X,)
         # nobody reads X in fp16 any more
         for a in gl.static_range(BLOCKS):

@@ -164,15 +164,14 @@ def advance(
     if IS_RAGGED:
         r = gl.where((gl.arange(0, C, ACROSS) < left)[None, :], r, 0.0)
     A_inv = A_s.index(2 * stage if FEW else stage).permute((1, 0))
+    # A_inv comes less 1; `in_parts`, but called ptxas makes other code of it than was measured
+    high = (r.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
+    low = gl.convert_layout((r - high).to(gl.bfloat16), LEFT)
+    v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), A_inv, r, is_async=True)
+    v_new = warpgroup_mma(low, A_inv, v_new, is_async=True)
     if FEW:
-        # A_inv comes less 1: r itself is not rounded
-        v_new = in_parts(r, A_inv, r)
         rest = A_s.index(2 * stage + 1).permute((1, 0))
-        v_new = warpgroup_mma(gl.convert_layout(r.to(gl.bfloat16), LEFT), rest, v_new, is_async=True)
-    else:
-        # of r rounded throughout: as if v had been, and no error that adds up from token to token
-        r_operand = gl.convert_layout(r.to(gl.bfloat16), LEFT)
-        v_new = warpgroup_mma(r_operand, A_inv, zeros, use_acc=False, is_async=True)
+        v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), rest, v_new, is_async=True)
     if S_d is not None and S_d.dtype == gl.float32:
         # not while S is multiplied: ptxas would wait for that
         keep(S, S_d, S_s, tile, MINE, D)
@@ -181,7 +180,7 @@ def advance(
     if q_s is None:
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
     else:
-        o = warpgroup_mma_wait(3 if FEW else 1, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
+        o = warpgroup_mma_wait(3 if FEW else 2, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
         w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
         mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
