@@ -268,7 +268,7 @@ def make_pairs(
     q_s, k_s, f_s, P_s, full, empty, P_full, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
     D: gl.constexpr,
 ):  # fmt: skip
-    """P[i, j] = scale e^(G_i - G_j) q_i . k_j for j <= i, for both chains, at most a chunk ahead of them."""
+    """P[i, j] = scale e^(G_i - G_j) q_i . k_j for j <= i, transposed, at most a chunk ahead of the chains."""
     n = gl.program_id(0) // HV
     row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
     zeros = gl.zeros((C, C), gl.float32, OF_TOKENS)
@@ -276,13 +276,11 @@ def make_pairs(
         stage = i % STAGES
         mbarrier.wait(full.index(stage), (i // STAGES) & 1)
         q_tile = q_s.index(stage).reshape([C, D]).permute((1, 0))
-        # P^T
         P = warpgroup_mma(k_s.index(stage).reshape([C, D]), q_tile, zeros, use_acc=False, is_async=True)
         D_ij = gl.exp2(vector(f_s, stage, TO, ACROSS)[None, :] - vector(f_s, stage, FROM, DOWN)[:, None])
         D_ij = gl.where(gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :], D_ij, 0.0)
         P = warpgroup_mma_wait(0, deps=(P,)) * D_ij
-        if length - i * C < C:
-            # a key past the sequence's end is none of a token before it, whatever it is
+        if length - i * C < C:  # keys past the sequence's end may be NaN
             P = gl.where((gl.arange(0, C, DOWN) < length - i * C)[:, None], P, 0.0)
         # that the stage is loaded anew says that both chains have left the P that lay there
         P_s.index(stage).permute((1, 0)).store(P.to(gl.bfloat16))
