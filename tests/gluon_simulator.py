@@ -212,10 +212,6 @@ def _load(pointer: Pointer, mask: Value | None = None, other: float | None = Non
     return Value(found)
 
 
-def _copy_async(shared: Shared, pointer: Pointer, mask: Value) -> None:
-    shared.store(_load(pointer, mask, 0.0))
-
-
 def _allocate(dtype: Any, shape: list[Any], layout: Any) -> Any:
     shape = [int(n) for n in shape]
     if layout == "barrier":
@@ -286,7 +282,6 @@ STANDINS: dict[str, Any] = {
     "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
     "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
     "recast": lambda shared, dtype, shape, layout: Shared(shared.x.view(dtype).view([int(n) for n in shape])),
-    "copy_async": _copy_async, "copy_commit": lambda: None, "copy_wait": lambda pending: None,
     "barrier": lambda: None,
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
 }  # fmt: skip

@@ -56,7 +56,7 @@ def chunk_gated_delta_rule(
         state_v_first               bool                  states are [N, HV, V, K] in memory
         cu_seqlens                  [N+1] int32, int64    packed: tokens cu_seqlens[n]:cu_seqlens[n+1] of the
                                                           only batch row are sequence n, which may be empty
-        cu_seqlens_cpu              [N+1] int32, int64    the same on the CPU, if the caller has it, to plan by
+        cu_seqlens_cpu              [N+1] int32, int64    the same on the CPU, if at hand, to plan by
         cp_context                  None                  reserved for context parallelism
         exact                       bool                  False: history decayed below exp(-20) may be dropped
                                                           when k is normalised in the kernel

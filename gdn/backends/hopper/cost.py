@@ -21,8 +21,6 @@ JOBS, COMBINE = 2.5, (6.0, 1.6)
 GAIN = 0.9  # of the time without spans, or of Triton's, at most: more launches take the host longer
 # Triton: its launches, a tile in prepare, as much in output, a chunk in the state pass by strips, and in scan
 TRITON_LAUNCHES, TRITON_TILE, TRITON_STRIPS, TRITON_SCAN = 15.0, 0.020, ((8, 1.1), (4, 1.4)), 3.85
-
-
 # sequences, chunks of all of them, and of the longest
 Way = tuple[int, int, int]
 
@@ -96,7 +94,7 @@ def _alike(N: int, chunks: int, longest: int) -> int:
 
 def _time(HV: int, way: Way, span: int, num_sms: int) -> float:
     """us that the walks take in spans. A span's M is counted, whatever its decay."""
-    N, chunks, longest = way
+    _, chunks, longest = way
     n = _alike(*way)
     spans, rest = _cdiv(longest, span), (chunks - n * longest) * HV / num_sms
     walk = _walks(WALK, n * spans * HV, min(span, longest), rest, num_sms)

@@ -5,7 +5,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -17,9 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = [
     "barrier",
-    "copy_async",
-    "copy_commit",
-    "copy_wait",
     "fence_async_shared",
     "gdc_launch_dependents",
     "gdc_wait",
@@ -39,10 +36,6 @@ barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 recast: Any = (
     getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 )
-# as async_load and async_store below
-copy_async: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-copy_commit: Any = async_copy.commit_group
-copy_wait: Any = async_copy.wait_group
 # async_load and async_store since 3.8; the names before them raise in 3.9
 tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

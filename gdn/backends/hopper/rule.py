@@ -18,7 +18,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from gdn import settings
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost, split
-from gdn.backends.hopper.cost import num_sms
 from gdn.backends.hopper.factors import LEAST, ROWS, factors_kernel
 from gdn.backends.hopper.inverse import TILES
 from gdn.backends.hopper.solve import solve_kernel
@@ -168,7 +167,7 @@ def _plan(
     )
     solve = Launch(
         solve_kernel,
-        min(-(-p.num_chunks * p.HV // TILES), 3 * num_sms(p.device)),
+        min(-(-p.num_chunks * p.HV // TILES), 3 * cost.num_sms(p.device)),
         (*numbers, p.num_chunks * p.HV),
         {"NORM": p.use_qk_l2norm_in_kernel, "D": p.K},
         TILES,
