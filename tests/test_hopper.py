@@ -31,7 +31,7 @@ from gdn.backends.hopper.factors import ROWS
 from gdn.backends.hopper.gluon import mbarrier
 from gdn.backends.triton import plans, whole
 from gdn.backends.triton.chunks import Table
-from gdn.backends.triton.launch import Launch, allocate
+from gdn.backends.triton.launch import Launch, Plans, allocate
 from gdn.backends.triton.rule import chunk_backward as backward
 from gdn.backends.triton.rule import tidy
 
@@ -131,6 +131,20 @@ def test_simulated(name):
     limit = LIMITS.get(case.keys, 5e-3)
     assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
     assert all(x is None for x in saved)
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("name", ["packed", "options", "few keys, options"])
+def test_programs_of_solve_go_on(monkeypatch, name):
+    """From tiles to tiles: one multiprocessor gives the bits that room for all at once does."""
+    case = replace(CASES[name], heads=(3, 6), lengths=packed(200, 0, 33, 130, tail=29))
+    given = inputs(case, torch.bfloat16)
+    expected = forward(given)[:2]
+    monkeypatch.setattr(cost, "num_sms", lambda device: 1)
+    monkeypatch.setattr(rule, "_forwards", Plans())
+    assert all(torch.equal(x, y) for x, y in zip(forward(given)[:2], expected, strict=True))
 
 
 @pytest.mark.interpret
