@@ -202,14 +202,8 @@ def _store(pointer: Pointer, value: Value, mask: Value | None = None) -> None:
     pointer.flat[places[chosen]] = x[chosen].to(pointer.flat.dtype)
 
 
-def _load(pointer: Pointer, mask: Value | None = None, other: float | None = None) -> Value:
-    places = torch.as_tensor(pointer.places)
-    if mask is None:
-        return Value(pointer.flat[places])
-    places, chosen = torch.broadcast_tensors(places, mask.x)
-    found = torch.full(places.shape, float("nan") if other is None else other, dtype=pointer.flat.dtype)
-    found[chosen] = pointer.flat[places[chosen]]
-    return Value(found)
+def _load(pointer: Pointer) -> Value:
+    return Value(pointer.flat[torch.as_tensor(pointer.places)])
 
 
 def _allocate(dtype: Any, shape: list[Any], layout: Any) -> Any:
@@ -263,7 +257,6 @@ class _Language:
     maximum = staticmethod(
         lambda a, b: Value(torch.maximum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
     )
-    max = staticmethod(lambda x, axis: Value(x.x.amax(axis)))
     exp2 = staticmethod(lambda x: Value(torch.exp2(x.x)))
     log2 = staticmethod(lambda x: Value(torch.log2(x.x)))
     load = staticmethod(_load)

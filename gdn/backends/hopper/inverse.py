@@ -22,12 +22,10 @@ C = gl.constexpr(64)  # tokens of a chunk
 BLOCK = gl.constexpr(16)  # tokens of a block
 BLOCKS = gl.constexpr(4)  # blocks down a tile
 
-# a block a warp; of each, numbers for its rows and for its columns
+# a block a warp
 OF_BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_BLOCK.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, OF_BLOCK.value, 2))
-DOWN = gl.constexpr(gl.SliceLayout(2, OF_BLOCK.value))
-ACROSS = gl.constexpr(gl.SliceLayout(1, OF_BLOCK.value))
 
 
 @gluon.jit
