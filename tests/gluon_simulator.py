@@ -59,7 +59,7 @@ def _operator(name: str, of: Callable[..., Any]) -> None:
     setattr(Value, f"__r{name}__", lambda a, b: Value(of(_plain(b), a.x)))
 
 
-for _name in ("add", "sub", "mul", "mod", "floordiv", "xor", "or_", "rshift"):
+for _name in ("add", "sub", "mul", "truediv", "mod", "floordiv", "xor", "or_", "rshift"):
     _operator(_name, getattr(operator, _name))
 for _name in ("lt", "le", "gt", "ge", "eq"):
     _operator(_name, getattr(operator, _name))
@@ -257,6 +257,9 @@ class _Language:
     maximum = staticmethod(
         lambda a, b: Value(torch.maximum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
     )
+    abs = staticmethod(lambda x: Value(x.x.abs()))
+    max = staticmethod(lambda x, axis: Value(x.x.amax(axis)))
+    BlockedLayout = staticmethod(lambda *shape: "layout")
     exp2 = staticmethod(lambda x: Value(torch.exp2(x.x)))
     log2 = staticmethod(lambda x: Value(torch.log2(x.x)))
     load = staticmethod(_load)

@@ -290,15 +290,20 @@ def operator_on_packed_rows() -> Callable[[], Any]:
     return lambda: torch.ops.gdn.chunk_forward(*problem.arguments(), True)
 
 
-def walk(case: Case, span: int | None = None, kept: torch.dtype | None = None) -> Callable[[], Any]:
+def walk(
+    case: Case, span: int | None = None, kept: torch.dtype | None = None, glides: bool = False
+) -> Callable[[], Any]:
     """The forward whose state pass is in Gluon; spans of so many chunks, states kept in a dtype."""
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
 
     def call() -> None:
         from gdn.backends.hopper import cost, rule
+        from gdn.backends.triton.launch import Plans
 
-        with patch.object(cost, "span_of", lambda problem: span):
+        # plans do not know that they differ
+        plans = patch.object(rule, "_forwards", Plans())
+        with patch.object(cost, "span_of", lambda problem: span), patch.object(rule, "GLIDES", glides), plans:
             rule.forward(rule.tidy(problem), kept)
 
     return call
@@ -329,6 +334,17 @@ OTHERS = {
     "walk of spans all packed": (
         walk,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), 1),
+        TUNED,
+    ),
+    "walk of tame chunks": (walk, (Case(sizes=(128, 128), heads=(2, 4)), None, None, True), TUNED),
+    "walk of tame chunks all packed": (
+        walk,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), 1, None, True),
+        TUNED,
+    ),
+    "walk of tame chunks of a prefill": (
+        walk,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, FP32, True),
         TUNED,
     ),
     "walk 64": (walk, (Case(sizes=(64, 64), heads=(2, 4)),), TUNED),

@@ -27,7 +27,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from gdn.backends import hopper
 from gdn.backends.hopper import cost, rule, split
-from gdn.backends.hopper.factors import ROWS
+from gdn.backends.hopper.factors import ROWS, TAME
 from gdn.backends.hopper.gluon import mbarrier
 from gdn.backends.triton import plans, whole
 from gdn.backends.triton.chunks import Table
@@ -106,6 +106,12 @@ def error(x, expected):
     return ((x.double() - expected).norm() / expected.norm()).item()
 
 
+def glides(monkeypatch, them=True):
+    """Tame chunks are glided over, or none."""
+    monkeypatch.setattr(rule, "GLIDES", them)
+    monkeypatch.setattr(rule, "_forwards", Plans())
+
+
 simulated = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be interpreted")
 
 
@@ -133,12 +139,77 @@ def test_simulated(name):
     assert all(x is None for x in saved)
 
 
+@pytest.fixture
+def told(monkeypatch):
+    """What `solve` says of the chunks and heads of each forward."""
+    found, call = [], Simulated.__call__
+
+    def watched(launch, *tensors):
+        call(launch, *tensors)
+        if launch.kernel is rule.solve_kernel:
+            factors = tensors[launch.described + 1]
+            found.append(factors[..., TAME.value, 0].clone())
+
+    monkeypatch.setattr(Simulated, "__call__", watched)
+    glides(monkeypatch)
+    return found
+
+
+# chunks of each sequence that are tame: whole, of random keys, and no reset in them
+TAMED = {
+    "rows with tails": (CASES["rows with tails"], None, [1, 1, 0, 1, 1, 0]),
+    "packed": (CASES["packed"], 1, [1, 0, 0, 1, 1]),
+    "options": (CASES["options"], None, [1, 0, 0, 1, 1, 0]),
+    "identical keys": (CASES["four value heads of a key head"], None, [0] * 6),
+    "V first, narrow": (SPLIT["V first, narrow"], 2, [1, 1, 0, *[1] * 6, 0, 0]),
+    "strong": (SPLIT["strong"], 2, None),
+    "gone": (SPLIT["gone"], 2, None),
+}
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("name", TAMED)
+def test_tame_chunks(monkeypatch, told, name):
+    """As the law has it, like other chunks, but not the same bits."""
+    case, span, expected_told = TAMED[name]
+    in_spans(monkeypatch, span)
+    given = inputs(case, torch.bfloat16)
+    o, final, _ = forward(given)
+    expected = law(given)
+    limit = LIMITS.get(case.keys, 5e-3)
+    assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
+    found = told[0].flatten(0, -2)
+    if expected_told is not None:
+        assert found[: len(expected_told)].tolist() == [[x] * case.heads[1] for x in expected_told]
+    glides(monkeypatch, False)
+    assert torch.equal(o, forward(given)[0]) == (not (found == 1.0).any())
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+def test_tame_chunks_and_others_by_turns(told):
+    """Keys alike for a chunk, a decay that leaves nothing: each sends its chunk the other way."""
+    given = inputs(replace(BASE, lengths=rows(390)._replace(B=1), gate="none"), torch.bfloat16)
+    x = given.tensors
+    x["k"][:, 64:128] = x["k"][:, :1]
+    x["k"][:, 256:320] = x["k"][:, 1:2]
+    x["g"][:, 128:192] = -2.0
+    o, final, _ = forward(given)
+    assert told[0].flatten(0, -2).tolist() == [[n] * 2 for n in (1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0)]
+    expected = law(given)
+    assert error(o, expected[0]) < 5e-3 and error(final, expected[1]) < 5e-3
+
+
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("name", ["packed", "options", "few keys, options"])
 def test_programs_of_solve_go_on(monkeypatch, name):
     """From tiles to tiles: one multiprocessor gives the bits that room for all at once does."""
+    glides(monkeypatch)
     case = replace(CASES[name], heads=(3, 6), lengths=packed(200, 0, 33, 130, tail=29))
     given = inputs(case, torch.bfloat16)
     expected = forward(given)[:2]
@@ -154,11 +225,13 @@ def test_programs_of_solve_go_on(monkeypatch, name):
     "name, span", [("packed", 1), ("rows with tails", None), ("few keys", None), ("few keys, options", 1)]
 )
 def test_what_a_backward_wants(monkeypatch, name, span):
-    """Kept as Triton's forward keeps it, and the same outputs."""
+    """Kept as Triton's forward keeps it, and the outputs of a forward that keeps nothing and never glides."""
     in_spans(monkeypatch, span)
     given = inputs(CASES[name], torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="hopper")
+    glides(monkeypatch)
     o, final, saved = rule.chunk_forward(problem, True)
+    glides(monkeypatch, False)
     expected = whole.chunk_forward(replace(problem, backend="triton"), True)
     assert all(torch.equal(x, y) for x, y in zip((o, final), forward(given)[:2], strict=True))
     for x, y, shape in zip(saved, expected[2], plans.saves(problem), strict=True):
@@ -240,9 +313,10 @@ def carried(device, D):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("D", [64, 128])
-def test_states_on_the_way_are_those_that_were_carried(monkeypatch, D):
+@pytest.mark.parametrize("D, them", [(64, False), (128, False), (128, True)])
+def test_states_on_the_way_are_those_that_were_carried(monkeypatch, D, them):
     """Not rounded to the tokens' dtype."""
+    glides(monkeypatch, them)
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     carried("cpu", D)
 
@@ -301,7 +375,7 @@ def test_jobs_cover_all_chunks():
     given = inputs(replace(BASE, heads=(1, 1), lengths=packed(*lengths.tolist())), torch.bfloat16)
     p = parse(**given.tensors, **given.options, backend="triton")
     table = Table(p)
-    plan = split.plan(p, span, (p.T, 1, 1, 0, table.bound), 16)
+    plan = split.plan(p, span, (p.T, 1, 1, 0, table.bound), 16, False)
     _, walks, ends, ranges, _ = allocate(p.device, plan.rooms)
     factors = torch.ones(p.num_chunks, 1, ROWS.value, 64)
     plan.jobs(factors, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
@@ -369,10 +443,11 @@ def test_lengths_on_the_host_decide_on_spans():
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("span", [None, 1])
-def test_nan_stays_in_its_sequence(monkeypatch, span):
+@pytest.mark.parametrize("span, them", [(None, False), (1, False), (1, True)])
+def test_nan_stays_in_its_sequence(monkeypatch, span, them):
     """A chunk that ends early reads tokens of the next sequence."""
     in_spans(monkeypatch, span)
+    glides(monkeypatch, them)
     stays_in_its_sequence("cpu", forward)
 
 
@@ -563,9 +638,11 @@ def drawn(source):
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("them", [False, True])
 @pytest.mark.parametrize("seed", range(int(os.environ.get("GDN_TEST_SEEDS", "4"))))
-def test_any_problem_on_a_gpu(monkeypatch, seed):
+def test_any_problem_on_a_gpu(monkeypatch, seed, them):
     """As near to the law as Triton's, also where rounding alone costs much: identical keys, beta near 1."""
+    glides(monkeypatch, them)
     source = random.Random(seed)
     for number in range(int(os.environ.get("GDN_TEST_PROBLEMS", "8"))):
         case, span = drawn(source)
@@ -603,8 +680,9 @@ def test_prefill_on_a_gpu(every, D):
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("D", [64, 128])
-def test_states_on_the_way_on_a_gpu(monkeypatch, D):
+@pytest.mark.parametrize("D, them", [(64, False), (128, False), (128, True)])
+def test_states_on_the_way_on_a_gpu(monkeypatch, D, them):
+    glides(monkeypatch, them)
     in_spans(monkeypatch, None)
     carried("cuda", D)
 
@@ -626,6 +704,23 @@ def test_split_on_a_gpu(monkeypatch, name):
     if name in SPLIT:
         in_spans(monkeypatch, 2)
     ran_on_a_gpu((SPLIT | LONG)[name])
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("name", [*TAMED, *LONG, "one chunk", "no decay, states K first"])
+def test_tame_chunks_on_a_gpu(monkeypatch, name):
+    """As the law has it, the same bits every time."""
+    glides(monkeypatch)
+    case, span = TAMED[name][:2] if name in TAMED else ((CASES | SPLIT | LONG)[name], None)
+    if name not in LONG:
+        in_spans(monkeypatch, span)
+    given = inputs(case, torch.bfloat16, device="cuda")
+    expected, limit = law(given), LIMITS.get(case.keys, 5e-3)
+    first = [x.clone() for x in forward(given)[:2]]
+    assert all(error(x, y) < limit for x, y in zip(first, expected, strict=True))
+    for _ in range(100):
+        assert all(torch.equal(x, y) for x, y in zip(forward(given)[:2], first, strict=True))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")

@@ -2,7 +2,7 @@
 tokens that belong to no sequence.
 
     g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
-    OUT e^(G_C - G);  READ scale e^G;  INTO e^G;  BETA;  END e^(G_C), 64 times
+    OUT e^(G_C - G);  READ scale e^G;  INTO -e^G;  BETA;  END e^(G_C), 64 times
     DECAY G / log 2;  FROM the same;  TO the same, and log2 of scale
 
 so that e^(G_i - G_j) is 2^(DECAY_i - DECAY_j), scaled 2^(TO_i - FROM_j), an exponential a pair. A token's g
@@ -24,6 +24,7 @@ from gdn.backends.triton.prepare import clear_outputs, log_decay
 # rows of a chunk's factors
 OUT, READ, INTO, BETA, END, DECAY, FROM, TO = (tl.constexpr(i) for i in range(8))
 ROWS = tl.constexpr(8)
+TAME = DECAY  # by `solve`, in place 0: 1 for a tame chunk, else 0
 LEAST = -128.0
 PER_LOG2 = tl.constexpr(1.4426950408889634)
 
@@ -76,7 +77,7 @@ def factors_kernel(
     places = factors_ptr + (chunk.to(tl.int64) * HV + heads) * (ROWS * C) + tokens
     tl.store(places + OUT * C, tl.exp2((end - G).to(tl.float32)), mask=is_head)
     tl.store(places + READ * C, grown * scale, mask=is_head)
-    tl.store(places + INTO * C, grown, mask=is_head)
+    tl.store(places + INTO * C, -grown, mask=is_head)
     tl.store(places + BETA * C, beta, mask=is_head)
     tl.store(places + END * C, tl.exp2((end + tl.zeros_like(G)).to(tl.float32)), mask=is_head)
     tl.store(places + DECAY * C, decay, mask=is_head)

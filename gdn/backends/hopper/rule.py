@@ -29,6 +29,8 @@ from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocat
 from gdn.backends.triton.rule import tidy
 from gdn.problem import CHUNK, Problem
 
+# whether tame chunks are glided over, see `chunk`: no GPU has run that yet
+GLIDES = False
 STRIP = 64  # value rows of a chain
 REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
 HEADS = 16  # of a program of `factors`
@@ -156,6 +158,8 @@ def _plan(
     numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
     G, _, _, _, q_rstd, k_rstd = plans.saves(p)
     parts = (2,) if p.K == CHUNK else ()
+    # a backward wants A_inv; what tame chunks have instead is for the walk alone
+    glides = GLIDES and p.K == 2 * STRIP and kept is not p.q.dtype
     S_in = None if kept is None else ((*tiles, p.K, p.V), kept)
     factors = Launch(
         factors_kernel,
@@ -169,19 +173,19 @@ def _plan(
         solve_kernel,
         min(-(-p.num_chunks * p.HV // TILES), 3 * cost.num_sms(p.device)),
         (*numbers, p.num_chunks * p.HV),
-        {"NORM": p.use_qk_l2norm_in_kernel, "D": p.K},
+        {"NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K},
         TILES,
         # three programs a multiprocessor, which is what shared memory has room for
         options={"maxnreg": 168, **CHAINED},
         described=4,
     )
     numbers = (*numbers, a.entries)
-    spans = None if span is None else split.plan(p, span, numbers, width or split.width_of(p))
+    spans = None if span is None else split.plan(p, span, numbers, width or split.width_of(p), glides)
     walk = Launch(
         walk_kernel,
         p.N * p.HV if spans is None else spans.programs,
         numbers,
-        {"V_FIRST": p.state_v_first, "D": p.K},
+        {"V_FIRST": p.state_v_first, "GLIDES": glides, "D": p.K},
         4,
         options={"maxnreg": REGISTERS[p.K], **CHAINED},
         described=7,

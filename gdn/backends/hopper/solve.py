@@ -6,7 +6,8 @@ A warp has a tile: see `inverse`. Programs stay and go from four tiles to the ne
 in halves of 64 keys: the first while the tiles before are inverted, the second, while the first is multiplied
 with itself, to where A_inv will lie, which leaves by a tensor copy. With l2norm raw q and k go through the
 product, whose diagonal has the squares of their norms; OUT, INTO and FROM of `factors` get k_rstd, READ and
-TO q_rstd. The diagonal of A_inv has what rounding took from the row's sum: see `triton.prepare`.
+TO q_rstd. The diagonal of A_inv has what rounding took from the row's sum: see `triton.prepare`. Where chunks
+may be glided over, tame ones have e^(G_C - G) A_inv beta in its place, see `chunk`, and TAME says so.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128, factors 32: 416; with l2norm
 300 more.
@@ -17,7 +18,7 @@ Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128,
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.factors import BETA, DECAY, FROM, INTO, OUT, READ, ROWS, TO
+from gdn.backends.hopper.factors import BETA, DECAY, END, FROM, INTO, OUT, READ, ROWS, TAME, TO
 from gdn.backends.hopper.gluon import (
     barrier,
     fence_async_shared,
@@ -42,10 +43,15 @@ from gdn.backends.hopper.inverse import (
     left,
     on_diagonal,
     places,
+    put,
     row_of,
     to_the_left,
     zeros,
 )
+
+# a chunk is tame up to this sum of |A| off the blocks on the diagonal, and from this decay on
+ALIKE = gl.constexpr(384.0)
+FORGOTTEN = gl.constexpr(2.0**-92)
 
 # tiles of 128 bytes a row as tensor copies swizzle them, and rows of factors
 SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
@@ -170,6 +176,22 @@ def change(f_s, factors_ptr, group, count, FACTOR: gl.constexpr, x, IS_SHIFT: gl
 
 
 @gluon.jit
+def tell(f_s, factors_ptr, group, count, total, length):
+    """Whether tiles are tame, [W, 1, 1], to the walk, too.
+
+    `total` adds up to that of |A| without the blocks on the diagonal.
+    """
+    total = gl.expand_dims(gl.expand_dims(gl.sum(gl.sum(total, 2), 1), 1), 2)
+    end = f_s.slice(END, 1, 1).slice(0, 1, 2).load(OF_BLOCK)
+    # NaN is not
+    is_tame = (total <= ALIKE) & (end >= FORGOTTEN) & (length == C)
+    tile = group * W + warps(OF_BLOCK)
+    place = factors_ptr + (tile.to(gl.int64) * (ROWS * C) + TAME * C)
+    gl.store(place, is_tame.to(gl.float32), mask=tile < count)
+    return is_tame
+
+
+@gluon.jit
 def rstd_of(xx, n: gl.constexpr, length):
     """1 / norm of rows of x, from the block of x x^T that has them on its diagonal; 0 past the end."""
     i, j = places(OF_BLOCK, BLOCK, BLOCK)
@@ -194,12 +216,12 @@ def keep(rstd_ptr, rstd, found, group, T, HV, ratio):
 
 
 @gluon.jit
-def lost(X, ROW: gl.constexpr):
+def lost(X):
     """What rounding to bf16 takes from the sums of a row of blocks, to the 11 bits of fp16."""
     ones = gl.convert_layout(gl.zeros((W, BLOCK, BLOCK), gl.float16, OF_BLOCK) + 1.0, RIGHT)
     minus = gl.convert_layout(gl.zeros((W, BLOCK, BLOCK), gl.bfloat16, OF_BLOCK) - 1.0, RIGHT)
     found = zeros()
-    for n in gl.static_range(ROW + 1):
+    for n in gl.static_range(len(X)):
         found = mma_v2(left(X[n].to(gl.float16)), ones, found)
         found = mma_v2(left(X[n].to(gl.bfloat16)), minus, found)
     return found
@@ -208,7 +230,7 @@ def lost(X, ROW: gl.constexpr):
 @kernel
 def solve_kernel(
     A_d, q_d, k_d, f_d, table_ptr, factors_ptr, q_rstd_ptr, k_rstd_ptr,
-    T, HV, ratio, chunks_per_row, count, NORM: gl.constexpr, D: gl.constexpr,
+    T, HV, ratio, chunks_per_row, count, NORM: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     # A_inv is in two parts at 64 keys
     PARTS: gl.constexpr = 2 * C // D
@@ -302,6 +324,7 @@ def solve_kernel(
                 keep(k_rstd_ptr, k_rstd, found, group, T, HV, ratio)
         i, j = places(OF_BLOCK, BLOCK, BLOCK)
         L_aa = ()
+        total = zeros()
         for a in gl.static_range(BLOCKS):
             decay = down(f_s, DECAY, a)
             gain = -down(f_s, BETA, a)
@@ -312,14 +335,37 @@ def solve_kernel(
                 if n == a:
                     L = gl.where(i > j, L, 0.0)
                     L_aa = L_aa + (L,)
+                elif GLIDES:
+                    total += gl.abs(L)
                 blocks[a * (a + 1) // 2 + n].store(L.to(gl.float16))
-        X_aa = on_diagonal(L_aa, blocks)
-        Y = to_the_left(X_aa, blocks)
+        if GLIDES:
+            is_tame = tell(f_s, factors_ptr, group, count, total, length)
+        found_aa = on_diagonal(L_aa, blocks)
+        Y = to_the_left(found_aa, blocks)
+        X_aa = ()
+        for a in gl.static_range(BLOCKS):
+            X = found_aa[a]
+            if GLIDES:
+                X = X * gl.where(is_tame, across(f_s, BETA, a), 1.0)
+            X_aa = X_aa + (X,)
+            put(X, blocks, a)
         rows = ()
         for a in gl.static_range(BLOCKS):
             X = row_of(Y, blocks, a) + (gl.where(i > j, X_aa[a], 0.0),)
+            if GLIDES:
+                out = down(f_s, OUT, a)
+                if NORM:
+                    out = out * k_rstd[a]
+                out = gl.where(is_tame, out, 1.0)
+                B = ()
+                for n in gl.static_range(a + 1):
+                    B = B + (X[n] * out,)
+                X = B
             if PARTS == 1:
-                X = X[:a] + (gl.where(i == j, lost(X, a), X[a]),)
+                diagonal = lost(X)
+                if GLIDES:
+                    diagonal = gl.where(is_tame, down(f_s, BETA, a) * out, diagonal)
+                X = X[:a] + (gl.where(i == j, diagonal, X[a]),)
             rows = rows + (X,)
         # nobody reads X in fp16 any more
         for a in gl.static_range(BLOCKS):

@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.hopper import cost
+from gdn.backends.hopper.chunk import JOB
 from gdn.backends.hopper.factors import END, ROWS
-from gdn.backends.hopper.walk import JOB, ends_kernel
+from gdn.backends.hopper.walk import ends_kernel
 from gdn.backends.triton.chained import CHAINED, after_the_one_before
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import Launch, Room, Step, kernel, room
@@ -66,7 +67,7 @@ def width_of(p: Problem) -> int:
     return widths[0] if p.N * p.HV * (p.V // widths[0]) <= cost.num_sms(p.device) else widths[-1]
 
 
-def plan(p: Problem, span: int, numbers: tuple[int, ...], width: int) -> Spans:
+def plan(p: Problem, span: int, numbers: tuple[int, ...], width: int, glides: bool) -> Spans:
     """For spans of so many chunks; `numbers`: the walk's T, HV, ratio, chunks_per_row, bound."""
     T, HV, ratio, per_row, bound = numbers
     if p.cu_seqlens is None:
@@ -99,7 +100,7 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...], width: int) -> Spans:
             ends_kernel,
             2 * programs,
             (T, HV, ratio),
-            {"D": p.K},
+            {"GLIDES": glides, "D": p.K},
             4,
             options={"maxnreg": 168 if p.K == 128 else 128, **CHAINED},
             described=4,

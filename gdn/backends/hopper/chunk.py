@@ -1,0 +1,224 @@
+"""A chunk in the walk: S after it, and its outputs, of 64 value rows of S^T.
+
+    r = beta (v - e^G k S);   v_new = A_inv r;   o = scale e^G q S + P v_new
+    S <- e^(G_C) S + (e^(G_C - G) k)^T v_new
+
+`advance` takes any chunk, r in two parts. `glide` takes tame ones, with B in the place of A_inv: little more
+than roundings is then between the products of the chain,
+
+    w = e^(G_C - G) v_new = B v - B (e^G k S);   B = e^(G_C - G) A_inv beta
+    o = scale e^G (q S + P w);   P = e^(-G_C) q k^T;   S <- e^(G_C) S + k^T w
+
+A chunk is tame where that loses nothing to speak of, which `solve` finds out: whole, with keys that are not
+alike, and a decay that leaves e^(-G_C) room.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.factors import BETA, END, INTO, OUT, READ, ROWS, TAME
+from gdn.backends.hopper.gluon import (
+    fence_async_shared,
+    mbarrier,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+C = gl.constexpr(64)  # tokens of a chunk
+STRIP = gl.constexpr(64)  # value rows of a chain; D // STRIP chains
+STAGES = gl.constexpr(2)
+
+# numbers of a job: row, first token, length, first chunk, and where its last state goes (below 0: nowhere)
+JOB = gl.constexpr(5)
+
+# value rows down, tokens or keys across
+OF_TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+OF_STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_TOKENS.value, 2))
+ACROSS = gl.constexpr(gl.SliceLayout(0, OF_TOKENS.value))
+DOWN = gl.constexpr(gl.SliceLayout(1, OF_TOKENS.value))
+# tokens down, as they lie in memory
+BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound):
+    """Row, first token in it, length and first chunk of sequence n: see `triton.chunks`.
+
+    A table without cu_seqlens is one of jobs, one for each program: see `split`.
+    """
+    if table_ptr is None:
+        return n, n * 0, T, n * chunks_per_row
+    elif cu_seqlens_ptr is None:
+        job = table_ptr + gl.program_id(0) * JOB
+        return gl.load(job), gl.load(job + 1), gl.load(job + 2), gl.load(job + 3)
+    else:
+        first = gl.load(cu_seqlens_ptr + n).to(gl.int32)
+        length = gl.load(cu_seqlens_ptr + n + 1).to(gl.int32) - first
+        return n * 0, first, length, gl.load(table_ptr + 2 * bound + n)
+
+
+@gluon.jit
+def vector(f_s, stage, ROW: gl.constexpr, layout: gl.constexpr):
+    """One row of a chunk's factors [C]."""
+    return f_s.index(ROWS * stage + ROW).reshape([C]).load(layout)
+
+
+@gluon.jit
+def in_parts(x, b, acc):
+    """acc + x b, two products in flight, x in two parts as in `triton.lib.cut`."""
+    high = (x.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
+    low = gl.convert_layout((x - high).to(gl.bfloat16), LEFT)
+    acc = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), b, acc, is_async=True)
+    return warpgroup_mma(low, b, acc, is_async=True)
+
+
+@gluon.jit
+def keep(S, S_d, S_s, tile, MINE: gl.constexpr, D: gl.constexpr):
+    """S as it enters a chunk, keys down."""
+    tma_store_wait(0)
+    S_s.index(MINE).permute((1, 0)).store(S.to(S_s.dtype))
+    fence_async_shared()
+    tma_store(S_d, [tile * D, MINE * STRIP], S_s.index(MINE))
+
+
+@gluon.jit
+def advance(
+    S, i, left, IS_RAGGED: gl.constexpr, MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s,
+    empty, P_full, o_ptr, token, tile, HV, D: gl.constexpr,
+):  # fmt: skip
+    """S after chunk i, of which `left` tokens are the sequence's own; its outputs are stored."""
+    stage = i % STAGES
+    # of few keys S, what it grows by and A_inv are multiplied in two parts: see `triton.lib.operand_of`
+    FEW: gl.constexpr = D == STRIP
+    column = gl.program_id(0) % HV * D + MINE * STRIP
+    zeros = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
+    k_tile = k_s.index(stage).reshape([C, D])
+    tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
+    if IS_RAGGED:
+        # both chains do: what they store is the same, whatever of it the other has read
+        k_tile.store(gl.where((tokens < left)[:, None], k_tile.load(BY_ROWS), 0.0))
+        fence_async_shared()
+    if FEW:
+        kS = in_parts(S, k_tile.permute((1, 0)), zeros)
+        if q_s is not None:
+            o = in_parts(S, q_s.index(stage).reshape([C, D]).permute((1, 0)), zeros)
+    else:
+        S_operand = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+        kS = warpgroup_mma(S_operand, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if q_s is not None:
+            q_tile = q_s.index(stage).reshape([C, D])
+            o = warpgroup_mma(S_operand, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if S_d is not None and S_d.dtype == gl.bfloat16:
+        keep(S, S_d, S_s, tile, MINE, D)
+    v_tile = v_s.index(D // STRIP * stage + MINE).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
+    # both at once: with one in flight the rest wants more registers than there are
+    kS = warpgroup_mma_wait(0, deps=(kS,))
+    r = v_tile.to(gl.float32) + vector(f_s, stage, INTO, ACROSS)[None, :] * kS
+    r = r * vector(f_s, stage, BETA, ACROSS)[None, :]
+    if IS_RAGGED:
+        r = gl.where((gl.arange(0, C, ACROSS) < left)[None, :], r, 0.0)
+    A_inv = A_s.index(2 * stage if FEW else stage).permute((1, 0))
+    # A_inv comes less 1; `in_parts`, but called ptxas makes other code of it than was measured
+    high = (r.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
+    low = gl.convert_layout((r - high).to(gl.bfloat16), LEFT)
+    v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), A_inv, r, is_async=True)
+    v_new = warpgroup_mma(low, A_inv, v_new, is_async=True)
+    if FEW:
+        rest = A_s.index(2 * stage + 1).permute((1, 0))
+        v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), rest, v_new, is_async=True)
+    if S_d is not None and S_d.dtype == gl.float32:
+        # not while S is multiplied: ptxas would wait for that
+        keep(S, S_d, S_s, tile, MINE, D)
+    of_state: gl.constexpr = OF_TOKENS if D == C else OF_STATE
+    S = S * vector(f_s, stage, END, gl.SliceLayout(1, of_state))[:, None]
+    if q_s is None:
+        v_new = warpgroup_mma_wait(0, deps=(v_new,))
+    else:
+        o = warpgroup_mma_wait(3 if FEW else 2, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
+        v_new = warpgroup_mma_wait(0, deps=(v_new,))
+        w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
+        mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
+        o = warpgroup_mma(w, P_s.index(stage).permute((1, 0)), o, is_async=True)
+    grown = v_new * vector(f_s, stage, OUT, ACROSS)[None, :]
+    if FEW:
+        S = in_parts(grown, k_tile, S)
+    else:
+        S = warpgroup_mma(gl.convert_layout(grown.to(gl.bfloat16), LEFT), k_tile, S, is_async=True)
+    if q_s is not None:
+        if S_d is None or S_d.dtype == gl.bfloat16:
+            # the outputs before, or S, lie there; else `keep` has waited for them
+            tma_store_wait(0)
+        o = warpgroup_mma_wait(2 if FEW else 1, deps=(o,))
+        o_tile = o_s.index(MINE).slice(0, C)
+        o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
+        if IS_RAGGED:
+            columns = gl.arange(0, STRIP, gl.SliceLayout(0, BY_ROWS))
+            place = (token + tokens[:, None]).to(gl.int64) * (HV * D) + (column + columns[None, :])
+            gl.store(o_ptr + place, o_tile.load(BY_ROWS), mask=(tokens < left)[:, None])
+        else:
+            fence_async_shared()
+            tma_store(o_d, [token, column], o_tile)
+    S = warpgroup_mma_wait(0, deps=(S,))
+    # what was loaded from the stage comes before the tensor copies that overwrite it
+    fence_async_shared()
+    mbarrier.arrive(empty.index(stage), count=1)
+    return S
+
+
+@gluon.jit
+def is_tame(f_s, stage):
+    """Whether `solve` found the chunk tame."""
+    # a number for all lanes: a maximum over one
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(f_s.index(ROWS * stage + TAME).reshape([C]).slice(0, 1).load(one), 0) > 0.0
+
+
+@gluon.jit
+def glide(
+    S, i, MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
+    token, tile, HV, D: gl.constexpr,
+):  # fmt: skip
+    """`advance` over a tame chunk, whose A_inv is B."""
+    stage = i % STAGES
+    column = gl.program_id(0) % HV * D + MINE * STRIP
+    zeros = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
+    k_tile = k_s.index(stage).reshape([C, D])
+    S_operand = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+    kS = warpgroup_mma(S_operand, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if q_s is None:
+        kS = warpgroup_mma_wait(0, deps=(kS,))
+    else:
+        q_tile = q_s.index(stage).reshape([C, D])
+        o = warpgroup_mma(S_operand, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        # both at once: with one in flight the rest wants more registers than there are
+        kS, o = warpgroup_mma_wait(0, deps=(kS, o))
+    B = A_s.index(stage).permute((1, 0))
+    v_tile = v_s.index(D // STRIP * stage + MINE).reshape([C, STRIP]).permute((1, 0))
+    w = warpgroup_mma(v_tile, B, zeros, use_acc=False, is_async=True)
+    kS = kS * vector(f_s, stage, INTO, ACROSS)[None, :]
+    w = warpgroup_mma(gl.convert_layout(kS.to(gl.bfloat16), LEFT), B, w, is_async=True)
+    if S_d is not None:
+        keep(S, S_d, S_s, tile, MINE, D)
+    S = S * vector(f_s, stage, END, gl.SliceLayout(1, OF_STATE))[:, None]
+    w = warpgroup_mma_wait(0, deps=(w,))
+    w_operand = gl.convert_layout(w.to(gl.bfloat16), LEFT)
+    if q_s is not None:
+        mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
+        o = warpgroup_mma(w_operand, P_s.index(stage).permute((1, 0)), o, is_async=True)
+    S = warpgroup_mma(w_operand, k_tile, S, is_async=True)
+    if q_s is not None:
+        if S_d is None:
+            tma_store_wait(0)  # the outputs before lie there; else `keep` has waited for them
+        o = warpgroup_mma_wait(1, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
+        o_tile = o_s.index(MINE).slice(0, C)
+        o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
+        fence_async_shared()
+        tma_store(o_d, [token, column], o_tile)
+    S = warpgroup_mma_wait(0, deps=(S,))
+    # what was loaded from the stage comes before the tensor copies that overwrite it
+    fence_async_shared()
+    mbarrier.arrive(empty.index(stage), count=1)
+    return S
