@@ -257,7 +257,6 @@ class _Language:
     maximum = staticmethod(
         lambda a, b: Value(torch.maximum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
     )
-    abs = staticmethod(lambda x: Value(x.x.abs()))
     max = staticmethod(lambda x, axis: Value(x.x.amax(axis)))
     BlockedLayout = staticmethod(lambda *shape: "layout")
     exp2 = staticmethod(lambda x: Value(torch.exp2(x.x)))
@@ -266,6 +265,10 @@ class _Language:
     store = staticmethod(_store)
     allocate_shared_memory = staticmethod(_allocate)
     warp_specialize = staticmethod(_warp_specialize)
+
+    @staticmethod
+    def static_assert(condition: bool) -> None:
+        assert condition
 
     @staticmethod
     def where(condition: Value, x: Any, y: Any) -> Value:

@@ -9,7 +9,7 @@ than roundings is then between the products of the chain,
     w = e^(G_C - G) v_new = B v - B (e^G k S);   B = e^(G_C - G) A_inv beta
     o = scale e^G (q S + P w);   P = e^(-G_C) q k^T;   S <- e^(G_C) S + k^T w
 
-A chunk is tame where that loses nothing to speak of, which `solve` finds out: whole, with keys that are not
+A chunk is tame where that loses little, which `solve` finds out: whole, A small, as it is where keys are not
 alike, and a decay that leaves e^(-G_C) room.
 """
 
@@ -182,6 +182,7 @@ def glide(
     token, tile, HV, D: gl.constexpr,
 ):  # fmt: skip
     """`advance` over a tame chunk, whose A_inv is B."""
+    gl.static_assert(D == 2 * STRIP)
     stage = i % STAGES
     column = gl.program_id(0) % HV * D + MINE * STRIP
     zeros = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)

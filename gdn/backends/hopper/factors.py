@@ -3,7 +3,7 @@ tokens that belong to no sequence.
 
     g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
     OUT e^(G_C - G);  READ scale e^G;  INTO -e^G;  BETA;  END e^(G_C), 64 times
-    DECAY G / log 2;  FROM the same;  TO the same, and log2 of scale
+    DECAY G / log 2, until `solve` puts TAME there;  FROM the same;  TO the same, and log2 of scale
 
 so that e^(G_i - G_j) is 2^(DECAY_i - DECAY_j), scaled 2^(TO_i - FROM_j), an exponential a pair. A token's g
 counts as LEAST at least: e^LEAST is nothing in fp32, and G stays so near 0 that a difference of it in fp32 is

@@ -48,7 +48,7 @@ def left(x):
 
 @gluon.jit
 def on_diagonal(L, blocks):
-    """X of the blocks on the diagonal, which takes the place of L only on the way; see `triton.tril`."""
+    """X of the blocks on the diagonal, also in fp16 in their places, where L is; see `triton.tril`."""
     i, j = places(OF_BLOCK, BLOCK, BLOCK)
     eye = gl.where(i == j, zeros() + 1.0, 0.0)
     found = ()
@@ -67,14 +67,9 @@ def on_diagonal(L, blocks):
             XL = left(gl.where(is_across, XL, 0.0).to(gl.float16))
             more = more + (mma_v2(XL, blocks[a * (a + 3) // 2].load(RIGHT), found[a]),)
         found = more
+    for a in gl.static_range(BLOCKS - 1):
+        blocks[a * (a + 3) // 2].store(found[a].to(gl.float16))
     return found
-
-
-@gluon.jit
-def put(X, blocks, a: gl.constexpr):
-    """X of a block on the diagonal in its place, in fp16. Blocks below get its columns' factors with it."""
-    if a < BLOCKS - 1:
-        blocks[a * (a + 3) // 2].store(X.to(gl.float16))
 
 
 @gluon.jit

@@ -28,7 +28,7 @@ def make_pairs(
         q_tile = q_s.index(stage).reshape([C, D]).permute((1, 0))
         k_tile = k_s.index(stage).reshape([C, D])
         kq = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
-        if GLIDES and left >= C and is_tame(f_s, stage):
+        if GLIDES and is_tame(f_s, stage):
             P = warpgroup_mma_wait(0, deps=(kq,)) * (1.0 / vector(f_s, stage, END, DOWN))[:, None]
             P = gl.where(is_kept, P, 0.0)
         else:

@@ -158,7 +158,7 @@ def _plan(
     numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
     G, _, _, _, q_rstd, k_rstd = plans.saves(p)
     parts = (2,) if p.K == CHUNK else ()
-    # a backward wants A_inv; what tame chunks have instead is for the walk alone
+    # a backward, which keeps states in q's dtype at 128 keys, wants A_inv; tame chunks have B in its place
     glides = GLIDES and p.K == 2 * STRIP and kept is not p.q.dtype
     S_in = None if kept is None else ((*tiles, p.K, p.V), kept)
     factors = Launch(

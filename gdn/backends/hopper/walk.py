@@ -77,12 +77,12 @@ def load_chunks(
 
 
 @gluon.jit
-def is_next(TAME: gl.constexpr, i, whole, f_s, full):
-    """Whether there is a chunk i, and it is tame or not."""
+def is_next(WANTED: gl.constexpr, i, whole, f_s, full):
+    """Whether there is a chunk i, and it is tame or is not, as wanted."""
     found = i < whole
     if found:
         mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-        found = is_tame(f_s, i % STAGES) == TAME
+        found = is_tame(f_s, i % STAGES) == WANTED
     return found
 
 
