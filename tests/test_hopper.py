@@ -593,7 +593,8 @@ def ran_on_a_gpu(case):
         gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=backend)[0]
         for backend in ("hopper", "triton")
     ]
-    assert torch.equal(outputs[0], o)
+    # tame chunks are advanced over where a backward is to follow
+    assert error(outputs[0], expected[0]) < limit
     here, triton = (torch.autograd.grad(x, leaves, given.do) for x in outputs)
     if given.tensors["q"].shape[1] > 2000:
         assert all(error(x, y.double()) < 1e-2 for x, y in zip(here, triton, strict=True))

@@ -29,8 +29,7 @@ from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocat
 from gdn.backends.triton.rule import tidy
 from gdn.problem import CHUNK, Problem
 
-# whether tame chunks are glided over, see `chunk`: no GPU has run that yet
-GLIDES = False
+GLIDES = True  # tame chunks are glided over: see `chunk`
 STRIP = 64  # value rows of a chain
 REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
 HEADS = 16  # of a program of `factors`
