@@ -85,6 +85,16 @@ def keep(S, S_d, S_s, tile, MINE: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def leave(S, stage, empty):
+    """S when its product is done; the stage is free of this chain."""
+    S = warpgroup_mma_wait(0, deps=(S,))
+    # what was loaded from the stage comes before the tensor copies that overwrite it
+    fence_async_shared()
+    mbarrier.arrive(empty.index(stage), count=1)
+    return S
+
+
+@gluon.jit
 def advance(
     S, i, left, IS_RAGGED: gl.constexpr, MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s,
     empty, P_full, o_ptr, token, tile, HV, D: gl.constexpr,
@@ -161,11 +171,7 @@ def advance(
         else:
             fence_async_shared()
             tma_store(o_d, [token, column], o_tile)
-    S = warpgroup_mma_wait(0, deps=(S,))
-    # what was loaded from the stage comes before the tensor copies that overwrite it
-    fence_async_shared()
-    mbarrier.arrive(empty.index(stage), count=1)
-    return S
+    return leave(S, stage, empty)
 
 
 @gluon.jit
@@ -218,8 +224,4 @@ def glide(
         o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
         fence_async_shared()
         tma_store(o_d, [token, column], o_tile)
-    S = warpgroup_mma_wait(0, deps=(S,))
-    # what was loaded from the stage comes before the tensor copies that overwrite it
-    fence_async_shared()
-    mbarrier.arrive(empty.index(stage), count=1)
-    return S
+    return leave(S, stage, empty)
