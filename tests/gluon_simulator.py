@@ -292,7 +292,7 @@ def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any) -> None:
 
     def bind(function: JITFunction[Any]) -> Any:
         if id(function) not in bound:
-            code, names = function.fn.__code__, {}
+            code, names = function.fn.__code__, {"range": lambda *ends: map(Value, range(*map(int, ends)))}
             bound[id(function)] = types.FunctionType(code, names, code.co_name)
             for name, x in function.fn.__globals__.items():
                 if name in STANDINS:

@@ -67,6 +67,15 @@ def vector(f_s, stage, ROW: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def number(f_s, stage, PLACE: gl.constexpr):
+    """One of a chunk's factors, the same for all lanes."""
+    # a maximum over one
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    row = f_s.index(ROWS * stage + PLACE // C).reshape([C])
+    return gl.max(row.slice(PLACE % C, 1).load(one), 0)
+
+
+@gluon.jit
 def in_parts(x, b, acc):
     """acc + x b, two products in flight, x in two parts as in `triton.lib.cut`."""
     high = (x.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
@@ -142,8 +151,7 @@ def advance(
     if S_d is not None and S_d.dtype == gl.float32:
         # not while S is multiplied: ptxas would wait for that
         keep(S, S_d, S_s, tile, MINE, D)
-    of_state: gl.constexpr = OF_TOKENS if D == C else OF_STATE
-    S = S * vector(f_s, stage, END, gl.SliceLayout(1, of_state))[:, None]
+    S = S * number(f_s, stage, END * C)
     if q_s is None:
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
     else:
@@ -177,9 +185,7 @@ def advance(
 @gluon.jit
 def is_tame(f_s, stage):
     """Whether `solve` found the chunk tame."""
-    # a number for all lanes: a maximum over one
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(f_s.index(ROWS * stage + TAME).reshape([C]).slice(0, 1).load(one), 0) > 0.0
+    return number(f_s, stage, TAME) > 0.0
 
 
 @gluon.jit
@@ -209,7 +215,7 @@ def glide(
     w = warpgroup_mma(gl.convert_layout(kS.to(gl.bfloat16), LEFT), B, w, is_async=True)
     if S_d is not None:
         keep(S, S_d, S_s, tile, MINE, D)
-    S = S * vector(f_s, stage, END, gl.SliceLayout(1, OF_STATE))[:, None]
+    S = S * number(f_s, stage, END * C)
     w = warpgroup_mma_wait(0, deps=(w,))
     w_operand = gl.convert_layout(w.to(gl.bfloat16), LEFT)
     if q_s is not None:

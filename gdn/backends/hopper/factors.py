@@ -2,15 +2,16 @@
 tokens that belong to no sequence.
 
     g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
-    OUT e^(G_C - G);  READ scale e^G;  INTO -e^G;  BETA;  END e^(G_C), 64 times
-    DECAY G / log 2, until `solve` puts TAME there;  FROM the same;  TO the same, and log2 of scale
+    READ scale e^G;  INTO -e^G;  OUT e^(G_C - G);  BETA;  FROM G / log 2;  TO the same, and log2 of scale
+    END e^(G_C), a number; beside it TAME, by `solve`: 1 for a tame chunk, else 0
 
-so that e^(G_i - G_j) is 2^(DECAY_i - DECAY_j), scaled 2^(TO_i - FROM_j), an exponential a pair. A token's g
-counts as LEAST at least: e^LEAST is nothing in fp32, and G stays so near 0 that a difference of it in fp32 is
-off by at most 2^-10. Where q and k are to be normalised, `solve` puts their norms in, log2 of them in TO and
-FROM. Threads lie along heads and each has its tokens: a sum over tokens then costs few exchanges.
+so that e^(G_i - G_j) is 2^(FROM_i - FROM_j), scaled 2^(TO_i - FROM_j), an exponential a pair. Rows come in two
+boxes: `solve` wants the second alone, a tame chunk the first. A token's g counts as LEAST at least: e^LEAST is
+nothing in fp32, and G stays so near 0 that a difference of it in fp32 is off by at most 2^-10. Where q and k are
+to be normalised, `solve` puts their norms in, log2 of them in TO and FROM. Threads lie along heads and each has
+its tokens: a sum over tokens then costs few exchanges.
 
-Bytes per token and value head: gates 6, factors 32; G, where a backward wants it, 8.
+Bytes per token and value head: gates 6, factors 24; G, where a backward wants it, 8.
 """
 
 import triton.language as tl
@@ -21,10 +22,10 @@ from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import strength
 from gdn.backends.triton.prepare import clear_outputs, log_decay
 
-# rows of a chunk's factors
-OUT, READ, INTO, BETA, END, DECAY, FROM, TO = (tl.constexpr(i) for i in range(8))
-ROWS = tl.constexpr(8)
-TAME = DECAY  # by `solve`, in place 0: 1 for a tame chunk, else 0
+# rows of a chunk's factors, the fourth unused; of each of the two boxes
+READ, INTO, END, OUT, BETA, FROM, TO = (tl.constexpr(i) for i in (0, 1, 2, 4, 5, 6, 7))
+ROWS, BOX = tl.constexpr(8), tl.constexpr(4)
+TAME = tl.constexpr(2 * 64 + 1)  # where it is, from the first factor on: beside END
 LEAST = -128.0
 PER_LOG2 = tl.constexpr(1.4426950408889634)
 
@@ -79,7 +80,7 @@ def factors_kernel(
     tl.store(places + READ * C, grown * scale, mask=is_head)
     tl.store(places + INTO * C, -grown, mask=is_head)
     tl.store(places + BETA * C, beta, mask=is_head)
-    tl.store(places + END * C, tl.exp2((end + tl.zeros_like(G)).to(tl.float32)), mask=is_head)
-    tl.store(places + DECAY * C, decay, mask=is_head)
     tl.store(places + FROM * C, decay, mask=is_head)
     tl.store(places + TO * C, decay + tl.log2(scale), mask=is_head)
+    # the last token's decay is that of all
+    tl.store(places + (END * C - (C - 1)), grown, mask=is_head & (tokens == C - 1))

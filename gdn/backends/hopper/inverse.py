@@ -16,29 +16,26 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.gluon import mma_v2
 
-TILES = 4  # of a program, whose four warps the layouts name
-W = gl.constexpr(TILES)
 C = gl.constexpr(64)  # tokens of a chunk
 BLOCK = gl.constexpr(16)  # tokens of a block
 BLOCKS = gl.constexpr(4)  # blocks down a tile
 
-# a block a warp
-OF_BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+OF_BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_BLOCK.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, OF_BLOCK.value, 2))
 
 
 @gluon.jit
-def places(layout: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
-    """Rows [1, HEIGHT, 1] and columns [1, 1, WIDTH]."""
-    i = gl.arange(0, HEIGHT, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    j = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    return gl.expand_dims(gl.expand_dims(i, 0), 2), gl.expand_dims(gl.expand_dims(j, 0), 1)
+def places():
+    """Rows [16, 1] and columns [1, 16] of a block."""
+    i = gl.arange(0, BLOCK, gl.SliceLayout(1, OF_BLOCK))
+    j = gl.arange(0, BLOCK, gl.SliceLayout(0, OF_BLOCK))
+    return i[:, None], j[None, :]
 
 
 @gluon.jit
 def zeros():
-    return gl.zeros((W, BLOCK, BLOCK), gl.float32, OF_BLOCK)
+    return gl.zeros((BLOCK, BLOCK), gl.float32, OF_BLOCK)
 
 
 @gluon.jit
@@ -49,7 +46,7 @@ def left(x):
 @gluon.jit
 def on_diagonal(L, blocks):
     """X of the blocks on the diagonal, also in fp16 in their places, where L is; see `triton.tril`."""
-    i, j = places(OF_BLOCK, BLOCK, BLOCK)
+    i, j = places()
     eye = gl.where(i == j, zeros() + 1.0, 0.0)
     found = ()
     right = ()

@@ -6,7 +6,7 @@ P_ij = scale e^(G_i - G_j) q_i . k_j for j <= i;   of a tame chunk e^(-G_C) q_i 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.chunk import ACROSS, DOWN, OF_TOKENS, STAGES, C, is_tame, sequence, vector
+from gdn.backends.hopper.chunk import ACROSS, DOWN, OF_TOKENS, STAGES, C, is_tame, number, sequence, vector
 from gdn.backends.hopper.factors import END, FROM, TO
 from gdn.backends.hopper.gluon import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
@@ -29,7 +29,7 @@ def make_pairs(
         k_tile = k_s.index(stage).reshape([C, D])
         kq = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
         if GLIDES and is_tame(f_s, stage):
-            P = warpgroup_mma_wait(0, deps=(kq,)) * (1.0 / vector(f_s, stage, END, DOWN))[:, None]
+            P = warpgroup_mma_wait(0, deps=(kq,)) * (1.0 / number(f_s, stage, END * C))
             P = gl.where(is_kept, P, 0.0)
         else:
             D_ij = gl.exp2(vector(f_s, stage, TO, ACROSS)[None, :] - vector(f_s, stage, FROM, DOWN)[:, None])

@@ -18,8 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from gdn import settings
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost, split
-from gdn.backends.hopper.factors import LEAST, ROWS, factors_kernel
-from gdn.backends.hopper.inverse import TILES
+from gdn.backends.hopper.factors import BOX, LEAST, ROWS, factors_kernel
 from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
 from gdn.backends.triton import plans, whole
@@ -32,6 +31,7 @@ from gdn.problem import CHUNK, Problem
 GLIDES = True  # tame chunks are glided over: see `chunk`
 STRIP = 64  # value rows of a chain
 REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
+WARPS = 12  # of `solve` on a multiprocessor: of 168 registers, with 18 KB of shared memory each
 HEADS = 16  # of a program of `factors`
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -64,13 +64,13 @@ class Forward:
             _descriptor(p.k, (1, CHUNK, 1, p.K), TOKENS),
             _descriptor(p.v, (1, CHUNK, 1, STRIP), TOKENS),
             _descriptor(A_inv.view(-1, CHUNK), (CHUNK, CHUNK), TILE),
-            _descriptor(factors.view(-1, CHUNK), (1, CHUNK), VECTOR),
+            _descriptor(factors.view(-1, CHUNK), (BOX.value, CHUNK), VECTOR),
         )
         halves: tuple[Any, ...] = (
-            _descriptor(A_inv.view(-1, CHUNK), (TILES * CHUNK, CHUNK), TILE),
+            tiles[2],
             _descriptor(p.q, (1, CHUNK, 1, STRIP), TOKENS) if p.use_qk_l2norm_in_kernel else None,
             _descriptor(p.k, (1, CHUNK, 1, STRIP), TOKENS),
-            _descriptor(factors.view(-1, CHUNK), (TILES * ROWS.value, CHUNK), VECTOR),
+            tiles[3],
         )
         yield self.solve, (*halves, table, factors, q_rstd, k_rstd)
         out: tuple[Any, ...] = (
@@ -170,11 +170,10 @@ def _plan(
     )
     solve = Launch(
         solve_kernel,
-        min(-(-p.num_chunks * p.HV // TILES), 3 * cost.num_sms(p.device)),
+        min(p.num_chunks * p.HV, WARPS * cost.num_sms(p.device)),
         (*numbers, p.num_chunks * p.HV),
         {"NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K},
-        TILES,
-        # three programs a multiprocessor, which is what shared memory has room for
+        1,
         options={"maxnreg": 168, **CHAINED},
         described=4,
     )

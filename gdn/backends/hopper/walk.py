@@ -26,13 +26,14 @@ from gdn.backends.hopper.chunk import (
     is_tame,
     sequence,
 )
-from gdn.backends.hopper.factors import ROWS
+from gdn.backends.hopper.factors import BOX, ROWS
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
     kernel,
     mbarrier,
+    recast,
     tma_load,
     tma_store_wait,
 )
@@ -59,15 +60,15 @@ def load_chunks(
         mbarrier.expect(ready, (
             (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes
             + D // STRIP * v_d.block_type.nbytes + PARTS * A_d.block_type.nbytes
-            + ROWS * f_d.block_type.nbytes
+            + ROWS // BOX * f_d.block_type.nbytes
         ))  # fmt: skip
         token = first + i * C
         # past T a tensor copy reads zeros, and nothing from memory
         v_token = token + (n % 2) * T if q_d is None else token
         tile = (chunk + i) * HV + head
         tma_load(k_d, [row, token, head // ratio, 0], ready, k_s.index(stage))
-        for factor in gl.static_range(ROWS):
-            tma_load(f_d, [tile * ROWS + factor, 0], ready, f_s.index(ROWS * stage + factor))
+        for box in gl.static_range(ROWS // BOX):
+            tma_load(f_d, [tile * ROWS + box * BOX, 0], ready, f_s.index(ROWS // BOX * stage + box))
         for strip in gl.static_range(D // STRIP):
             tma_load(v_d, [row, v_token, head, strip * STRIP], ready, v_s.index(D // STRIP * stage + strip))
         for part in gl.static_range(PARTS):
@@ -166,7 +167,8 @@ def walk_kernel(
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [D // STRIP * STAGES, 1, C, 1, STRIP], v_d.layout)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STRIP // D * STAGES, C, C], A_d.layout)
-    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
+    boxes = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS // BOX, BOX, C], f_d.layout)
+    f_s = recast(boxes, gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
     P_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
     # outputs lie where states in 16 bits do
     place: gl.constexpr = D if S_d is not None and S_d.dtype == gl.bfloat16 else C
@@ -197,7 +199,7 @@ def walk_kernel(
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, GLIDES, D,
             )),
             (load_chunks, (
-                q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty,
+                q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, boxes, full, empty,
                 cu_seqlens_ptr, table_ptr, T, HV, ratio, chunks_per_row, bound, D,
             )),
         ], [4, 1], [88, 24])  # fmt: skip
@@ -216,7 +218,7 @@ def walk_kernel(
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, GLIDES, D,
             )),
             (load_chunks, (
-                q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty,
+                q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, boxes, full, empty,
                 cu_seqlens_ptr, table_ptr, T, HV, ratio, chunks_per_row, bound, D,
             )),
         ], [4, 4, 1], [200, 88, 24])  # fmt: skip
@@ -228,7 +230,8 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, GLIDES: g
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [D // STRIP * STAGES, 1, C, 1, STRIP], v_d.layout)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STRIP // D * STAGES, C, C], A_d.layout)
-    f_s = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
+    boxes = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS // BOX, BOX, C], f_d.layout)
+    f_s = recast(boxes, gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -245,7 +248,7 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, GLIDES: g
                 None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False, GLIDES, D,
             )),
             (load_chunks, (
-                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, f_s, full, empty,
+                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, boxes, full, empty,
                 None, jobs_ptr, T, HV, ratio, 0, 0, D,
             )),
         ], [1], [24])  # fmt: skip
@@ -260,7 +263,7 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, GLIDES: g
                 None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False, GLIDES, D,
             )),
             (load_chunks, (
-                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, f_s, full, empty,
+                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, boxes, full, empty,
                 None, jobs_ptr, T, HV, ratio, 0, 0, D,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
