@@ -1,7 +1,7 @@
 """Gluon kernels on the CPU: what they compute, which places they touch, and their barriers' protocol.
 
 The source is the kernel's own: its functions are bound anew to the stand-ins below, torch tensors for values
-and shared memory, a thread for each partition. New shared memory holds NaN. A barrier that nobody completes
+and shared memory, a thread for each partition. New shared memory holds NaN, or -1. A barrier that nobody completes
 within SECONDS, or that more arrive at than it counts, fails. Layouts, fences and what is in flight when are
 not simulated: a product is done when it is issued.
 """
@@ -203,14 +203,20 @@ def _store(pointer: Pointer, value: Value, mask: Value | None = None) -> None:
 
 
 def _load(pointer: Pointer) -> Value:
-    return Value(pointer.flat[torch.as_tensor(pointer.places)])
+    return Value(pointer.flat[torch.as_tensor(pointer.places)].clone())
+
+
+def _atomic_add(pointer: Pointer, value: int, sem: str) -> Value:
+    before = _load(pointer)
+    pointer.flat[torch.as_tensor(pointer.places)] += value
+    return before
 
 
 def _allocate(dtype: Any, shape: list[Any], layout: Any) -> Any:
     shape = [int(n) for n in shape]
     if layout == "barrier":
         return Barriers(shape[0])
-    return Shared(torch.full(shape, float("nan"), dtype=dtype))
+    return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
 
 
 def _warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
@@ -258,10 +264,14 @@ class _Language:
         lambda a, b: Value(torch.maximum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
     )
     max = staticmethod(lambda x, axis: Value(x.x.amax(axis)))
-    BlockedLayout = staticmethod(lambda *shape: "layout")
+    BlockedLayout = SwizzledSharedLayout = staticmethod(lambda *shape: "layout")
     exp2 = staticmethod(lambda x: Value(torch.exp2(x.x)))
     log2 = staticmethod(lambda x: Value(torch.log2(x.x)))
     load = staticmethod(_load)
+    atomic_add = staticmethod(_atomic_add)
+    full = staticmethod(
+        lambda shape, x, dtype, layout: Value(torch.full(shape, int(x), dtype=dtype))
+    )
     store = staticmethod(_store)
     allocate_shared_memory = staticmethod(_allocate)
     warp_specialize = staticmethod(_warp_specialize)

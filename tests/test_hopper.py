@@ -207,8 +207,8 @@ def test_tame_chunks_and_others_by_turns(told):
 @simulated
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("name", ["packed", "options", "few keys, options"])
-def test_programs_of_solve_go_on(monkeypatch, name):
-    """From tiles to tiles: one multiprocessor gives the bits that room for all at once does."""
+def test_programs_go_on(monkeypatch, name):
+    """From tile to tile and job to job: one multiprocessor gives the bits that room for all at once does."""
     glides(monkeypatch)
     case = replace(CASES[name], heads=(3, 6), lengths=packed(200, 0, 33, 130, tail=29))
     given = inputs(case, torch.bfloat16)

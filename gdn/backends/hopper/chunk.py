@@ -39,25 +39,41 @@ OF_STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
 LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_TOKENS.value, 2))
 ACROSS = gl.constexpr(gl.SliceLayout(0, OF_TOKENS.value))
 DOWN = gl.constexpr(gl.SliceLayout(1, OF_TOKENS.value))
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # tokens down, as they lie in memory
 BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound):
-    """Row, first token in it, length and first chunk of sequence n: see `triton.chunks`.
+def sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound):
+    """Row, first token in it, length and first chunk of a job's sequence: see `triton.chunks`.
 
-    A table without cu_seqlens is one of jobs, one for each program: see `split`.
+    A table without cu_seqlens is one of jobs: see `split`.
     """
+    n = job // HV
     if table_ptr is None:
         return n, n * 0, T, n * chunks_per_row
     elif cu_seqlens_ptr is None:
-        job = table_ptr + gl.program_id(0) * JOB
-        return gl.load(job), gl.load(job + 1), gl.load(job + 2), gl.load(job + 3)
+        numbers = table_ptr + job * JOB
+        return gl.load(numbers), gl.load(numbers + 1), gl.load(numbers + 2), gl.load(numbers + 3)
     else:
         first = gl.load(cu_seqlens_ptr + n).to(gl.int32)
         length = gl.load(cu_seqlens_ptr + n + 1).to(gl.int32) - first
         return n * 0, first, length, gl.load(table_ptr + 2 * bound + n)
+
+
+@gluon.jit
+def job_at(turn, job_s, job_full, job_empty):
+    """The program's job at this turn, of which load_chunks told; without that one after all others'."""
+    if job_s is None:
+        return gl.program_id(0) + turn * gl.num_programs(0)
+    else:
+        mbarrier.wait(job_full.index(turn % STAGES), (turn // STAGES) & 1)
+        # a maximum over one is the same for all lanes
+        job = gl.max(job_s.index(turn % STAGES).load(ONE), 0)
+        fence_async_shared()
+        mbarrier.arrive(job_empty.index(turn % STAGES), count=1)
+        return job
 
 
 @gluon.jit
@@ -69,10 +85,8 @@ def vector(f_s, stage, ROW: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def number(f_s, stage, PLACE: gl.constexpr):
     """One of a chunk's factors, the same for all lanes."""
-    # a maximum over one
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = f_s.index(ROWS * stage + PLACE // C).reshape([C])
-    return gl.max(row.slice(PLACE % C, 1).load(one), 0)
+    return gl.max(row.slice(PLACE % C, 1).load(ONE), 0)
 
 
 @gluon.jit
@@ -106,13 +120,13 @@ def leave(S, stage, empty):
 @gluon.jit
 def advance(
     S, i, left, IS_RAGGED: gl.constexpr, MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s,
-    empty, P_full, o_ptr, token, tile, HV, D: gl.constexpr,
+    empty, P_full, o_ptr, token, tile, head, HV, D: gl.constexpr,
 ):  # fmt: skip
-    """S after chunk i, of which `left` tokens are the sequence's own; its outputs are stored."""
+    """S after chunk i of all that come, of which `left` tokens are the sequence's own; o is stored."""
     stage = i % STAGES
     # of few keys S, what it grows by and A_inv are multiplied in two parts: see `triton.lib.operand_of`
     FEW: gl.constexpr = D == STRIP
-    column = gl.program_id(0) % HV * D + MINE * STRIP
+    column = head * D + MINE * STRIP
     zeros = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
     k_tile = k_s.index(stage).reshape([C, D])
     tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
@@ -191,12 +205,12 @@ def is_tame(f_s, stage):
 @gluon.jit
 def glide(
     S, i, MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
-    token, tile, HV, D: gl.constexpr,
+    token, tile, head, D: gl.constexpr,
 ):  # fmt: skip
     """`advance` over a tame chunk, whose A_inv is B."""
     gl.static_assert(D == 2 * STRIP)
     stage = i % STAGES
-    column = gl.program_id(0) % HV * D + MINE * STRIP
+    column = head * D + MINE * STRIP
     zeros = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
     k_tile = k_s.index(stage).reshape([C, D])
     S_operand = gl.convert_layout(S.to(gl.bfloat16), LEFT)

@@ -1,5 +1,5 @@
 """Factors of a chunk's tokens for the walk, from gates alone, for many heads at once; zeros for outputs of
-tokens that belong to no sequence.
+tokens that belong to no sequence, and for the count of jobs that the walk's programs have taken.
 
     g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
     READ scale e^G;  INTO -e^G;  OUT e^(G_C - G);  BETA;  FROM G / log 2;  TO the same, and log2 of scale
@@ -32,12 +32,14 @@ PER_LOG2 = tl.constexpr(1.4426950408889634)
 
 @kernel
 def factors_kernel(
-    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr, G_ptr, o_ptr,
+    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr, G_ptr, o_ptr, next_ptr,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
     V: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
     RESET: tl.constexpr,
 ):  # fmt: skip
     after_the_one_before()
+    if tl.program_id(0) == 0:
+        tl.store(next_ptr, 0)
     blocks = tl.cdiv(HV, BH)
     chunk = tl.program_id(0) // blocks
     first_head = (tl.program_id(0) % blocks) * BH

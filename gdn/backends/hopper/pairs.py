@@ -6,40 +6,49 @@ P_ij = scale e^(G_i - G_j) q_i . k_j for j <= i;   of a tame chunk e^(-G_C) q_i 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.chunk import ACROSS, DOWN, OF_TOKENS, STAGES, C, is_tame, number, sequence, vector
+from gdn.backends.hopper.chunk import ACROSS, DOWN, OF_TOKENS, STAGES, C, is_tame, job_at, number, sequence, vector
 from gdn.backends.hopper.factors import END, FROM, TO
 from gdn.backends.hopper.gluon import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 
 @gluon.jit
 def make_pairs(
-    q_s, k_s, f_s, P_s, full, empty, P_full,
-    cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, GLIDES: gl.constexpr, D: gl.constexpr,
+    q_s, k_s, f_s, P_s, full, empty, P_full, job_s, job_full, job_empty,
+    cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """For both chains, all chunks of a sequence."""
-    n = gl.program_id(0) // HV
-    row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
+    """For both chains, all chunks of all jobs."""
     zeros = gl.zeros((C, C), gl.float32, OF_TOKENS)
     is_kept = gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :]
-    for i in range(gl.cdiv(length, C)):
-        stage = i % STAGES
-        left = length - i * C
-        mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-        q_tile = q_s.index(stage).reshape([C, D]).permute((1, 0))
-        k_tile = k_s.index(stage).reshape([C, D])
-        kq = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
-        if GLIDES and is_tame(f_s, stage):
-            P = warpgroup_mma_wait(0, deps=(kq,)) * (1.0 / number(f_s, stage, END * C))
-            P = gl.where(is_kept, P, 0.0)
-        else:
-            D_ij = gl.exp2(vector(f_s, stage, TO, ACROSS)[None, :] - vector(f_s, stage, FROM, DOWN)[:, None])
-            D_ij = gl.where(is_kept, D_ij, 0.0)
-            P = warpgroup_mma_wait(0, deps=(kq,)) * D_ij
-            if left < C:  # keys past the sequence's end may be NaN
-                P = gl.where((gl.arange(0, C, DOWN) < left)[:, None], P, 0.0)
-        # that the stage is loaded anew says that both chains have left the P that lay there
-        P_s.index(stage).permute((1, 0)).store(P.to(gl.bfloat16))
-        # what was loaded from the stage comes before the tensor copies that overwrite it, too
-        fence_async_shared()
-        mbarrier.arrive(P_full.index(stage), count=1)
-        mbarrier.arrive(empty.index(stage), count=1)
+    at = 0
+    turn = 0
+    job = job_at(turn, job_s, job_full, job_empty)
+    while job < jobs:
+        row, first, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
+        left = length
+        for i in range(at, at + gl.cdiv(length, C)):
+            stage = i % STAGES
+            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+            q_tile = q_s.index(stage).reshape([C, D]).permute((1, 0))
+            k_tile = k_s.index(stage).reshape([C, D])
+            kq = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
+            if GLIDES and is_tame(f_s, stage):
+                P = warpgroup_mma_wait(0, deps=(kq,)) * (1.0 / number(f_s, stage, END * C))
+                P = gl.where(is_kept, P, 0.0)
+            else:
+                D_ij = gl.exp2(
+                    vector(f_s, stage, TO, ACROSS)[None, :] - vector(f_s, stage, FROM, DOWN)[:, None]
+                )
+                D_ij = gl.where(is_kept, D_ij, 0.0)
+                P = warpgroup_mma_wait(0, deps=(kq,)) * D_ij
+                if left < C:  # keys past the sequence's end may be NaN
+                    P = gl.where((gl.arange(0, C, DOWN) < left)[:, None], P, 0.0)
+            # that the stage is loaded anew says that both chains have left the P that lay there
+            P_s.index(stage).permute((1, 0)).store(P.to(gl.bfloat16))
+            # what was loaded from the stage comes before the tensor copies that overwrite it, too
+            fence_async_shared()
+            mbarrier.arrive(P_full.index(stage), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
+            left -= C
+        at += gl.cdiv(length, C)
+        turn += 1
+        job = job_at(turn, job_s, job_full, job_empty)

@@ -43,7 +43,7 @@ VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 class Forward:
     """The launches of one forward."""
 
-    # A_inv, factors, final, o, table; G, S_in, q_rstd, k_rstd, which a backward wants; then those of `spans`
+    # A_inv, factors, final, o, table, next; G, S_in, q_rstd, k_rstd, which a backward wants; those of `spans`
     rooms: tuple[Room | None, ...]
     table: Launch | None
     factors: Launch
@@ -53,12 +53,12 @@ class Forward:
 
     def steps(self, p: Problem, new: list[Tensor | None]) -> Iterator[Step]:
         """The launches and their tensors, in order."""
-        A_inv, factors, final, o, table, G, S_in, q_rstd, k_rstd, *rest = new
+        A_inv, factors, final, o, table, jobs_taken, G, S_in, q_rstd, k_rstd, *rest = new
         assert A_inv is not None and factors is not None and o is not None
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
         tail = None if table is None else o
-        yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors, G, tail)
+        yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors, G, tail, jobs_taken)
         q_d: Any = _descriptor(p.q, (1, CHUNK, 1, p.K), TOKENS)
         tiles: tuple[Any, ...] = (
             _descriptor(p.k, (1, CHUNK, 1, p.K), TOKENS),
@@ -78,11 +78,11 @@ class Forward:
             None if S_in is None else _descriptor(S_in.view(-1, p.V), (p.K, STRIP), _tile_of(S_in)),
         )
         if self.spans is None:
-            yield self.walk, (q_d, *tiles, *out, p.initial_state, final, p.cu_seqlens, table, o)
+            yield self.walk, (q_d, *tiles, *out, p.initial_state, final, p.cu_seqlens, table, o, jobs_taken)
         else:
             yield from self.spans.steps(p, tiles, factors, table, rest)
             states, jobs, *_ = rest
-            yield self.walk, (q_d, *tiles, *out, states, final, None, jobs, o)
+            yield self.walk, (q_d, *tiles, *out, states, final, None, jobs, o, jobs_taken)
 
 
 _forwards: Plans[Forward] = Plans()
@@ -110,7 +110,7 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
         new = allocate(p.device, plan.rooms)
         for launch, tensors in plan.steps(p, new):
             launch(*tensors)
-    A_inv, _, final, o, _, G, S_in, q_rstd, k_rstd, *_ = new
+    A_inv, _, final, o, _, _, G, S_in, q_rstd, k_rstd, *_ = new
     assert o is not None
     return o, final, Saved() if kept is None else Saved(G, A_inv, S_in, None, q_rstd, k_rstd)
 
@@ -141,7 +141,7 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
     for plan in (_plan(p, a, None, kept), *(_plan(p, a, 1, kept, width) for width in widths)):
         new = stand_ins(p.device, plan.rooms)
         # tensor copies read and write whole rows: one tile of each tensor that they are made for
-        for i in (0, 1, 3, 6):
+        for i in (0, 1, 3, 7):
             x = plan.rooms[i]
             new[i] = None if x is None else allocate(p.device, [room((1, 1, *x[0][2:]), x[2])])[0]
         yield from plan.steps(p, new)
@@ -179,10 +179,11 @@ def _plan(
     )
     numbers = (*numbers, a.entries)
     spans = None if span is None else split.plan(p, span, numbers, width or split.width_of(p), glides)
+    jobs = p.N * p.HV if spans is None else spans.programs
     walk = Launch(
         walk_kernel,
-        p.N * p.HV if spans is None else spans.programs,
-        numbers,
+        min(jobs, cost.num_sms(p.device)),
+        (*numbers, jobs),
         {"V_FIRST": p.state_v_first, "GLIDES": glides, "D": p.K},
         4,
         options={"maxnreg": REGISTERS[p.K], **CHAINED},
@@ -194,6 +195,7 @@ def _plan(
         room(p.state_shape, torch.float32) if p.output_final_state else None,
         room(p.v.shape, p.v.dtype),
         a.room,
+        room((1,), torch.int32),
         *(None if kept is None or x is None else room(*x) for x in (G, S_in, q_rstd, k_rstd)),
         *(() if spans is None else spans.rooms),
     )

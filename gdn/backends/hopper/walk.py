@@ -24,6 +24,7 @@ from gdn.backends.hopper.chunk import (
     advance,
     glide,
     is_tame,
+    job_at,
     sequence,
 )
 from gdn.backends.hopper.factors import BOX, ROWS
@@ -42,45 +43,72 @@ from gdn.backends.hopper.pairs import make_pairs
 
 @gluon.jit
 def load_chunks(
-    q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty,
-    cu_seqlens_ptr, table_ptr, T, HV, ratio, chunks_per_row, bound, D: gl.constexpr,
+    q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty, job_s, job_full, job_empty,
+    cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of each chunk into a stage that all others have left.
+    """Tiles of each chunk into a stage that all others have left; which jobs are the program's.
 
-    Without q for `ends_kernel`: no outputs, and no values for the odd ones.
+    Without q for `ends_kernel`: no outputs, no values for the odd ones, and one job.
     """
     PARTS: gl.constexpr = 2 * STRIP // D
-    head = gl.program_id(0) % HV
-    n = gl.program_id(0) // HV
-    row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
-    for i in range(gl.cdiv(length, C)):
-        stage = i % STAGES
-        ready = full.index(stage)
-        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready, (
-            (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes
-            + D // STRIP * v_d.block_type.nbytes + PARTS * A_d.block_type.nbytes
-            + ROWS // BOX * f_d.block_type.nbytes
-        ))  # fmt: skip
-        token = first + i * C
-        # past T a tensor copy reads zeros, and nothing from memory
-        v_token = token + (n % 2) * T if q_d is None else token
-        tile = (chunk + i) * HV + head
-        tma_load(k_d, [row, token, head // ratio, 0], ready, k_s.index(stage))
-        for box in gl.static_range(ROWS // BOX):
-            tma_load(f_d, [tile * ROWS + box * BOX, 0], ready, f_s.index(ROWS // BOX * stage + box))
-        for strip in gl.static_range(D // STRIP):
-            tma_load(v_d, [row, v_token, head, strip * STRIP], ready, v_s.index(D // STRIP * stage + strip))
-        for part in gl.static_range(PARTS):
-            tma_load(A_d, [(PARTS * tile + part) * C, 0], ready, A_s.index(PARTS * stage + part))
-        if q_d is not None:
-            tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
+    at = 0
+    turn = 0
+    job = gl.program_id(0)
+    while job < jobs:
+        if job_s is not None:
+            tell(job, turn, job_s, job_full, job_empty)
+        head = job % HV
+        row, first, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
+        token = first
+        tile = chunk * HV + head
+        for i in range(at, at + gl.cdiv(length, C)):
+            stage = i % STAGES
+            ready = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready, (
+                (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes
+                + D // STRIP * v_d.block_type.nbytes + PARTS * A_d.block_type.nbytes
+                + ROWS // BOX * f_d.block_type.nbytes
+            ))  # fmt: skip
+            # past T a tensor copy reads zeros, and nothing from memory
+            v_token = token + (job // HV % 2) * T if q_d is None else token
+            tma_load(k_d, [row, token, head // ratio, 0], ready, k_s.index(stage))
+            for box in gl.static_range(ROWS // BOX):
+                tma_load(f_d, [tile * ROWS + box * BOX, 0], ready, f_s.index(ROWS // BOX * stage + box))
+            for strip in gl.static_range(D // STRIP):
+                tma_load(
+                    v_d, [row, v_token, head, strip * STRIP], ready, v_s.index(D // STRIP * stage + strip)
+                )
+            for part in gl.static_range(PARTS):
+                tma_load(A_d, [(PARTS * tile + part) * C, 0], ready, A_s.index(PARTS * stage + part))
+            if q_d is not None:
+                tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
+            token += C
+            tile += HV
+        at += gl.cdiv(length, C)
+        turn += 1
+        if job_s is None:
+            job = jobs
+        else:
+            job = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
+    if job_s is not None:
+        tell(job, turn, job_s, job_full, job_empty)
 
 
 @gluon.jit
-def is_next(WANTED: gl.constexpr, i, whole, f_s, full):
-    """Whether there is a chunk i, and it is tame or is not, as wanted."""
-    found = i < whole
+def tell(job, turn, job_s, job_full, job_empty):
+    """The others of the program's job at this turn, or that there is none left: see `job_at`."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(job_empty.index(turn % STAGES), ((turn // STAGES) & 1) ^ 1)
+    job_s.index(turn % STAGES).store(gl.full((1,), job, gl.int32, lane))
+    fence_async_shared()
+    mbarrier.arrive(job_full.index(turn % STAGES), count=1)
+
+
+@gluon.jit
+def is_next(WANTED: gl.constexpr, i, end, f_s, full):
+    """Whether there is a whole chunk i, and it is tame or is not, as wanted."""
+    found = i < end
     if found:
         mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
         found = is_tame(f_s, i % STAGES) == WANTED
@@ -90,18 +118,16 @@ def is_next(WANTED: gl.constexpr, i, whole, f_s, full):
 @gluon.jit
 def carry(
     MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
-    o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+    job_s, job_full, job_empty,
+    o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
     V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """The chain of 64 value rows of S, and their outputs.
+    """The chains of 64 value rows of S, and their outputs.
 
     Without q for `ends_kernel`: whole chunks, no outputs; odd ones begin with the identity, and without
     tokens are zero. Where states that enter chunks are kept, they are copied out keys down: as a backward
     wants them, or in fp32.
     """
-    n = gl.program_id(0) // HV
-    head = gl.program_id(0) % HV
-    row, first, length, chunk = sequence(n, cu_seqlens_ptr, table_ptr, T, chunks_per_row, bound)
     of_state: gl.constexpr = OF_TOKENS if D == C else OF_STATE
     v = gl.arange(0, STRIP, gl.SliceLayout(1, of_state)) + MINE * STRIP
     k = gl.arange(0, D, gl.SliceLayout(0, of_state))
@@ -109,59 +135,72 @@ def carry(
         place = v[:, None] * D + k[None, :]
     else:
         place = k[None, :] * D + v[:, None]
-    state = (n.to(gl.int64) * HV + head) * (D * D)
-    if q_s is None:
-        S = (v[:, None] == k[None, :]).to(gl.float32) * ((n % 2 == 1) & (length > 0)).to(gl.float32)
-    elif initial_ptr is None:
-        S = gl.zeros((STRIP, D), gl.float32, of_state)
-    else:
-        S = gl.load(initial_ptr + state + place).to(gl.float32)
-    whole = length // C
-    if GLIDES:
-        i = 0
-        while i < whole:
-            # run by run: with both kinds in one loop ptxas has no registers and makes all products wait
-            while is_next(True, i, whole, f_s, full):
-                S = glide(
-                    S, i, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
-                    row * T + first + i * C, (chunk + i) * HV + head, HV, D,
-                )  # fmt: skip
-                i += 1
-            while is_next(False, i, whole, f_s, full):
+    i = 0
+    turn = 0
+    job = job_at(turn, job_s, job_full, job_empty)
+    while job < jobs:
+        n = job // HV
+        head = job % HV
+        row, first, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
+        state = job.to(gl.int64) * (D * D)
+        if q_s is None:
+            S = (v[:, None] == k[None, :]).to(gl.float32) * ((n % 2 == 1) & (length > 0)).to(gl.float32)
+        elif initial_ptr is None:
+            S = gl.zeros((STRIP, D), gl.float32, of_state)
+        else:
+            S = gl.load(initial_ptr + state + place).to(gl.float32)
+        end = i + length // C
+        # of chunk 0, were it the job's
+        token = row * T + first - i * C
+        tile = (chunk - i) * HV + head
+        if GLIDES:
+            while i < end:
+                # run by run: with both kinds in one loop ptxas has no registers and makes all products wait
+                while is_next(True, i, end, f_s, full):
+                    S = glide(
+                        S, i, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
+                        token + i * C, tile + i * HV, head, D,
+                    )  # fmt: skip
+                    i += 1
+                while is_next(False, i, end, f_s, full):
+                    S = advance(
+                        S, i, C, False, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
+                        o_ptr, token + i * C, tile + i * HV, head, HV, D,
+                    )  # fmt: skip
+                    i += 1
+        else:
+            while i < end:
+                mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
                 S = advance(
                     S, i, C, False, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
-                    o_ptr, row * T + first + i * C, (chunk + i) * HV + head, HV, D,
+                    o_ptr, token + i * C, tile + i * HV, head, HV, D,
                 )  # fmt: skip
                 i += 1
-    else:
-        for i in range(whole):
-            mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-            S = advance(
-                S, i, C, False, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
-                o_ptr, row * T + first + i * C, (chunk + i) * HV + head, HV, D,
-            )  # fmt: skip
+        if q_s is not None:
+            if length % C > 0:
+                mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+                S = advance(
+                    S, i, length % C, True, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s,
+                    empty, P_full, o_ptr, token + i * C, tile + i * HV, head, HV, D,
+                )  # fmt: skip
+                i += 1
+        if final_ptr is not None:
+            if table_ptr is not None and cu_seqlens_ptr is None:
+                goal = gl.load(table_ptr + job * JOB + 4).to(gl.int64)
+                if goal >= 0:
+                    gl.store(final_ptr + (goal * HV + head) * (D * D) + place, S)
+            else:
+                gl.store(final_ptr + state + place, S)
+        turn += 1
+        job = job_at(turn, job_s, job_full, job_empty)
     if q_s is not None:
-        if whole * C < length:
-            mbarrier.wait(full.index(whole % STAGES), (whole // STAGES) & 1)
-            S = advance(
-                S, whole, length - whole * C, True, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s,
-                empty, P_full,
-                o_ptr, row * T + first + whole * C, (chunk + whole) * HV + head, HV, D,
-            )  # fmt: skip
         tma_store_wait(0)
-    if final_ptr is not None:
-        if table_ptr is not None and cu_seqlens_ptr is None:
-            goal = gl.load(table_ptr + gl.program_id(0) * JOB + 4).to(gl.int64)
-            if goal >= 0:
-                gl.store(final_ptr + (goal * HV + head) * (D * D) + place, S)
-        else:
-            gl.store(final_ptr + state + place, S)
 
 
 @kernel
 def walk_kernel(
-    q_d, k_d, v_d, A_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, o_ptr,
-    T, HV, ratio, chunks_per_row, bound, V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
+    q_d, k_d, v_d, A_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, o_ptr, next_ptr,
+    T, HV, ratio, chunks_per_row, bound, jobs, V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
@@ -180,7 +219,12 @@ def walk_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     P_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    job_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    job_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    job_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for i in gl.static_range(STAGES):
+        mbarrier.init(job_full.index(i), count=1)
+        mbarrier.init(job_empty.index(i), count=1 + D // STRIP)
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1 + D // STRIP)
         mbarrier.init(P_full.index(i), count=1)
@@ -191,35 +235,38 @@ def walk_kernel(
     if D == STRIP:
         gl.warp_specialize([
             (carry, (
-                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, o_ptr, initial_ptr,
-                final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST, GLIDES, D,
+                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
+                job_s, job_full, job_empty, o_ptr, initial_ptr, final_ptr,
+                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, D,
             )),
             (make_pairs, (
-                q_s, k_s, f_s, P_s, full, empty, P_full,
-                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, GLIDES, D,
+                q_s, k_s, f_s, P_s, full, empty, P_full, job_s, job_full, job_empty,
+                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES, D,
             )),
             (load_chunks, (
-                q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, boxes, full, empty,
-                cu_seqlens_ptr, table_ptr, T, HV, ratio, chunks_per_row, bound, D,
+                q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, boxes, full, empty, job_s, job_full, job_empty,
+                cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
             )),
         ], [4, 1], [88, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (carry, (
-                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, o_ptr, initial_ptr,
-                final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST, GLIDES, D,
+                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
+                job_s, job_full, job_empty, o_ptr, initial_ptr, final_ptr,
+                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, D,
             )),
             (carry, (
-                1, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, o_ptr, initial_ptr,
-                final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, V_FIRST, GLIDES, D,
+                1, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
+                job_s, job_full, job_empty, o_ptr, initial_ptr, final_ptr,
+                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, D,
             )),
             (make_pairs, (
-                q_s, k_s, f_s, P_s, full, empty, P_full,
-                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, GLIDES, D,
+                q_s, k_s, f_s, P_s, full, empty, P_full, job_s, job_full, job_empty,
+                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES, D,
             )),
             (load_chunks, (
-                q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, boxes, full, empty,
-                cu_seqlens_ptr, table_ptr, T, HV, ratio, chunks_per_row, bound, D,
+                q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, boxes, full, empty, job_s, job_full, job_empty,
+                cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
             )),
         ], [4, 4, 1], [200, 88, 24])  # fmt: skip
 
@@ -235,6 +282,7 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, GLIDES: g
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    jobs = gl.num_programs(0)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=D // STRIP)
@@ -245,25 +293,28 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, GLIDES: g
         gl.warp_specialize([
             (carry, (
                 0, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None,
-                None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False, GLIDES, D,
+                None, None, None, None, None, final_ptr,
+                None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
             )),
             (load_chunks, (
-                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, boxes, full, empty,
-                None, jobs_ptr, T, HV, ratio, 0, 0, D,
+                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, boxes, full, empty, None, None, None,
+                None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
             )),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (carry, (
                 0, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None,
-                None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False, GLIDES, D,
+                None, None, None, None, None, final_ptr,
+                None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
             )),
             (carry, (
                 1, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None,
-                None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, False, GLIDES, D,
+                None, None, None, None, None, final_ptr,
+                None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
             )),
             (load_chunks, (
-                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, boxes, full, empty,
-                None, jobs_ptr, T, HV, ratio, 0, 0, D,
+                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, boxes, full, empty, None, None, None,
+                None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
