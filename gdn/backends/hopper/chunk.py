@@ -39,6 +39,8 @@ OF_STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
 LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_TOKENS.value, 2))
 ACROSS = gl.constexpr(gl.SliceLayout(0, OF_TOKENS.value))
 DOWN = gl.constexpr(gl.SliceLayout(1, OF_TOKENS.value))
+# a tile of bf16 as tensor copies swizzle it
+TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # tokens down, as they lie in memory
 BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))

@@ -34,6 +34,7 @@ REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
 WARPS = 12  # of `solve` on a multiprocessor: of 168 registers, with 18 KB of shared memory each
 HEADS = 16  # of a program of `factors`
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -63,14 +64,14 @@ class Forward:
         tiles: tuple[Any, ...] = (
             _descriptor(p.k, (1, CHUNK, 1, p.K), TOKENS),
             _descriptor(p.v, (1, CHUNK, 1, STRIP), TOKENS),
-            _descriptor(A_inv.view(-1, CHUNK), (CHUNK, CHUNK), TILE),
+            *(_descriptor(half, (1, CHUNK // 2, CHUNK), HALF) for half in halves_of(A_inv)),
             _descriptor(factors.view(-1, CHUNK), (BOX.value, CHUNK), VECTOR),
         )
         halves: tuple[Any, ...] = (
-            tiles[2],
+            *tiles[2:4],
             _descriptor(p.q, (1, CHUNK, 1, STRIP), TOKENS) if p.use_qk_l2norm_in_kernel else None,
             _descriptor(p.k, (1, CHUNK, 1, STRIP), TOKENS),
-            tiles[3],
+            tiles[4],
         )
         yield self.solve, (*halves, table, factors, q_rstd, k_rstd)
         out: tuple[Any, ...] = (
@@ -112,7 +113,11 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
             launch(*tensors)
     A_inv, _, final, o, _, _, G, S_in, q_rstd, k_rstd, *_ = new
     assert o is not None
-    return o, final, Saved() if kept is None else Saved(G, A_inv, S_in, None, q_rstd, k_rstd)
+    if kept is None:
+        return o, final, Saved()
+    if A_inv is not None and A_inv.shape[-1] < CHUNK:
+        A_inv = None
+    return o, final, Saved(G, A_inv, S_in, None, q_rstd, k_rstd)
 
 
 def _first(p: Problem, span: int | None, kept: torch.dtype | None) -> Forward:
@@ -156,9 +161,12 @@ def _plan(
     """
     numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
     G, _, _, _, q_rstd, k_rstd = plans.saves(p)
+    # a backward, which keeps states in q's dtype at 128 keys, wants A_inv; else there are no zeros in it, and
+    # tame chunks have B in its place
+    is_spare = p.K == 2 * STRIP and kept is not p.q.dtype
+    tile = (3 * CHUNK // 2, CHUNK // 2) if is_spare else (CHUNK, CHUNK)
     parts = (2,) if p.K == CHUNK else ()
-    # a backward, which keeps states in q's dtype at 128 keys, wants A_inv; tame chunks have B in its place
-    glides = GLIDES and p.K == 2 * STRIP and kept is not p.q.dtype
+    glides = GLIDES and is_spare
     S_in = None if kept is None else ((*tiles, p.K, p.V), kept)
     factors = Launch(
         factors_kernel,
@@ -175,7 +183,7 @@ def _plan(
         {"NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K},
         1,
         options={"maxnreg": 168, **CHAINED},
-        described=4,
+        described=5,
     )
     numbers = (*numbers, a.entries)
     spans = None if span is None else split.plan(p, span, numbers, width or split.width_of(p), glides)
@@ -187,10 +195,10 @@ def _plan(
         {"V_FIRST": p.state_v_first, "GLIDES": glides, "D": p.K},
         4,
         options={"maxnreg": REGISTERS[p.K], **CHAINED},
-        described=7,
+        described=8,
     )
     rooms = (
-        room((*tiles, *parts, CHUNK, CHUNK), p.q.dtype),
+        room((*tiles, *parts, *tile), p.q.dtype),
         room((*tiles, ROWS.value, CHUNK), torch.float32),
         room(p.state_shape, torch.float32) if p.output_final_state else None,
         room(p.v.shape, p.v.dtype),
@@ -200,6 +208,20 @@ def _plan(
         *(() if spans is None else spans.rooms),
     )
     return Forward(rooms, a.launch, factors, solve, spans, walk)
+
+
+def halves_of(A_inv: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper and lower rows of tiles, [.., C, C], or [.., 3 C / 2, C / 2] without the zeros of the upper right.
+
+    A tensor copy of 64 columns reads these as zeros, and does not write them.
+    """
+    width = A_inv.shape[-1]
+    size, upper = A_inv.shape[-2] * width, CHUNK // 2 * width
+    shape = (A_inv.numel() // size, CHUNK // 2)
+    return (
+        A_inv.as_strided((*shape, width), (size, width, 1)),
+        A_inv.as_strided((*shape, CHUNK), (size, CHUNK, 1), A_inv.storage_offset() + upper),
+    )
 
 
 def _tile_of(x: Tensor) -> gl.NVMMASharedLayout:

@@ -196,7 +196,7 @@ def place_of(tile, a: gl.constexpr, n: gl.constexpr):
 
 @kernel
 def solve_kernel(
-    A_d, q_d, k_d, f_d, table_ptr, factors_ptr, q_rstd_ptr, k_rstd_ptr,
+    upper_d, lower_d, q_d, k_d, f_d, table_ptr, factors_ptr, q_rstd_ptr, k_rstd_ptr,
     T, HV, ratio, chunks_per_row, count, NORM: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(D == 2 * C or not GLIDES)
@@ -204,7 +204,7 @@ def solve_kernel(
     PARTS: gl.constexpr = 2 * C // D
     HALVES: gl.constexpr = D // C
     one_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, 1, C], k_d.layout)
-    A_s = gl.allocate_shared_memory(gl.bfloat16, [PARTS, C, C], A_d.layout)
+    A_s = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 1, C // 2, C], upper_d.layout)
     factors_s = gl.allocate_shared_memory(gl.float32, [ROWS - BOX, C], f_d.layout)
     two_s = recast(A_s, gl.bfloat16, [PARTS, 1, C, 1, C], k_d.layout).index(0)
     x_one = recast(one_s, gl.bfloat16, [C, C], SHARED)
@@ -344,6 +344,7 @@ def solve_kernel(
                     place_of(tiles, part * BLOCKS + a, n).store(zeros().to(gl.bfloat16))
         fence_async_shared()
         for part in gl.static_range(PARTS):
-            tma_store(A_d, [(PARTS * tile + part) * C, 0], A_s.index(part))
+            tma_store(upper_d, [PARTS * tile + part, 0, 0], A_s.index(2 * part))
+            tma_store(lower_d, [PARTS * tile + part, 0, 0], A_s.index(2 * part + 1))
         phase ^= 1
     tma_store_wait(0)

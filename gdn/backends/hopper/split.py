@@ -103,7 +103,7 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...], width: int, glides: bo
             {"GLIDES": glides, "D": p.K},
             4,
             options={"maxnreg": 168 if p.K == 128 else 128, **CHAINED},
-            described=4,
+            described=5,
         ),
         combine=Launch(
             combine_kernel, p.N * HV * (p.V // width), (HV,), steps, COMBINE[p.K][1], options=CHAINED

@@ -20,6 +20,7 @@ from gdn.backends.hopper.chunk import (
     OF_TOKENS,
     STAGES,
     STRIP,
+    TILE,
     C,
     advance,
     glide,
@@ -43,8 +44,8 @@ from gdn.backends.hopper.pairs import make_pairs
 
 @gluon.jit
 def load_chunks(
-    q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty, job_s, job_full, job_empty,
-    cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D: gl.constexpr,
+    q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty,
+    job_s, job_full, job_empty, cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D: gl.constexpr,
 ):  # fmt: skip
     """Tiles of each chunk into a stage that all others have left; which jobs are the program's.
 
@@ -67,7 +68,7 @@ def load_chunks(
             mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
             mbarrier.expect(ready, (
                 (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes
-                + D // STRIP * v_d.block_type.nbytes + PARTS * A_d.block_type.nbytes
+                + D // STRIP * v_d.block_type.nbytes + 2 * PARTS * upper_d.block_type.nbytes
                 + ROWS // BOX * f_d.block_type.nbytes
             ))  # fmt: skip
             # past T a tensor copy reads zeros, and nothing from memory
@@ -80,7 +81,9 @@ def load_chunks(
                     v_d, [row, v_token, head, strip * STRIP], ready, v_s.index(D // STRIP * stage + strip)
                 )
             for part in gl.static_range(PARTS):
-                tma_load(A_d, [(PARTS * tile + part) * C, 0], ready, A_s.index(PARTS * stage + part))
+                place = 2 * (PARTS * stage + part)
+                tma_load(upper_d, [PARTS * tile + part, 0, 0], ready, A_s.index(place))
+                tma_load(lower_d, [PARTS * tile + part, 0, 0], ready, A_s.index(place + 1))
             if q_d is not None:
                 tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
             token += C
@@ -199,16 +202,17 @@ def carry(
 
 @kernel
 def walk_kernel(
-    q_d, k_d, v_d, A_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, o_ptr, next_ptr,
+    q_d, k_d, v_d, upper_d, lower_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, o_ptr, next_ptr,
     T, HV, ratio, chunks_per_row, bound, jobs, V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [D // STRIP * STAGES, 1, C, 1, STRIP], v_d.layout)
-    A_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STRIP // D * STAGES, C, C], A_d.layout)
+    halves = gl.allocate_shared_memory(gl.bfloat16, [4 * STRIP // D * STAGES, 1, C // 2, C], upper_d.layout)
+    A_s = recast(halves, gl.bfloat16, [2 * STRIP // D * STAGES, C, C], TILE)
     boxes = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS // BOX, BOX, C], f_d.layout)
     f_s = recast(boxes, gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
-    P_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], A_d.layout)
+    P_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], TILE)
     # outputs lie where states in 16 bits do
     place: gl.constexpr = D if S_d is not None and S_d.dtype == gl.bfloat16 else C
     o_s = gl.allocate_shared_memory(gl.bfloat16, [D // STRIP, place, STRIP], o_d.layout)
@@ -244,8 +248,8 @@ def walk_kernel(
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES, D,
             )),
             (load_chunks, (
-                q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, boxes, full, empty, job_s, job_full, job_empty,
-                cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
+                q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, halves, boxes, full, empty,
+                job_s, job_full, job_empty, cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
             )),
         ], [4, 1], [88, 24])  # fmt: skip
     else:
@@ -265,18 +269,21 @@ def walk_kernel(
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES, D,
             )),
             (load_chunks, (
-                q_d, k_d, v_d, A_d, f_d, q_s, k_s, v_s, A_s, boxes, full, empty, job_s, job_full, job_empty,
-                cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
+                q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, halves, boxes, full, empty,
+                job_s, job_full, job_empty, cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
             )),
         ], [4, 4, 1], [200, 88, 24])  # fmt: skip
 
 
 @kernel
-def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, GLIDES: gl.constexpr, D: gl.constexpr):
+def ends_kernel(
+    k_d, v_d, upper_d, lower_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, GLIDES: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
     """The walk without outputs, and without what only they need: M and N of spans, see `split`."""
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [D // STRIP * STAGES, 1, C, 1, STRIP], v_d.layout)
-    A_s = gl.allocate_shared_memory(gl.bfloat16, [2 * STRIP // D * STAGES, C, C], A_d.layout)
+    halves = gl.allocate_shared_memory(gl.bfloat16, [4 * STRIP // D * STAGES, 1, C // 2, C], upper_d.layout)
+    A_s = recast(halves, gl.bfloat16, [2 * STRIP // D * STAGES, C, C], TILE)
     boxes = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS // BOX, BOX, C], f_d.layout)
     f_s = recast(boxes, gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -297,8 +304,8 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, GLIDES: g
                 None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
             )),
             (load_chunks, (
-                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, boxes, full, empty, None, None, None,
-                None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
+                None, k_d, v_d, upper_d, lower_d, f_d, None, k_s, v_s, halves, boxes, full, empty,
+                None, None, None, None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
             )),
         ], [1], [24])  # fmt: skip
     else:
@@ -314,7 +321,7 @@ def ends_kernel(k_d, v_d, A_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, GLIDES: g
                 None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
             )),
             (load_chunks, (
-                None, k_d, v_d, A_d, f_d, None, k_s, v_s, A_s, boxes, full, empty, None, None, None,
-                None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
+                None, k_d, v_d, upper_d, lower_d, f_d, None, k_s, v_s, halves, boxes, full, empty,
+                None, None, None, None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
