@@ -135,9 +135,11 @@ def carry(
     v = gl.arange(0, STRIP, gl.SliceLayout(1, of_state)) + MINE * STRIP
     k = gl.arange(0, D, gl.SliceLayout(0, of_state))
     if V_FIRST:
-        place = v[:, None] * D + k[None, :]
+        down = v * D
+        across = k
     else:
-        place = k[None, :] * D + v[:, None]
+        down = v
+        across = k * D
     i = 0
     turn = 0
     job = job_at(turn, job_s, job_full, job_empty)
@@ -151,7 +153,7 @@ def carry(
         elif initial_ptr is None:
             S = gl.zeros((STRIP, D), gl.float32, of_state)
         else:
-            S = gl.load(initial_ptr + state + place).to(gl.float32)
+            S = gl.load(initial_ptr + state + down[:, None] + across[None, :]).to(gl.float32)
         end = i + length // C
         # of chunk 0, were it the job's
         token = row * T + first - i * C
@@ -191,9 +193,9 @@ def carry(
             if table_ptr is not None and cu_seqlens_ptr is None:
                 goal = gl.load(table_ptr + job * JOB + 4).to(gl.int64)
                 if goal >= 0:
-                    gl.store(final_ptr + (goal * HV + head) * (D * D) + place, S)
+                    gl.store(final_ptr + (goal * HV + head) * (D * D) + down[:, None] + across[None, :], S)
             else:
-                gl.store(final_ptr + state + place, S)
+                gl.store(final_ptr + state + down[:, None] + across[None, :], S)
         turn += 1
         job = job_at(turn, job_s, job_full, job_empty)
     if q_s is not None:
