@@ -217,6 +217,7 @@ def glide(
     k_tile = k_s.index(stage).reshape([C, D])
     S_operand = gl.convert_layout(S.to(gl.bfloat16), LEFT)
     kS = warpgroup_mma(S_operand, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    v_tile = v_s.index(D // STRIP * stage + MINE).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
     if q_s is None:
         kS = warpgroup_mma_wait(0, deps=(kS,))
     else:
@@ -224,11 +225,9 @@ def glide(
         o = warpgroup_mma(S_operand, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
         # both at once: with one in flight the rest wants more registers than there are
         kS, o = warpgroup_mma_wait(0, deps=(kS, o))
-    B = A_s.index(stage).permute((1, 0))
-    v_tile = v_s.index(D // STRIP * stage + MINE).reshape([C, STRIP]).permute((1, 0))
-    w = warpgroup_mma(v_tile, B, zeros, use_acc=False, is_async=True)
-    kS = kS * vector(f_s, stage, INTO, ACROSS)[None, :]
-    w = warpgroup_mma(gl.convert_layout(kS.to(gl.bfloat16), LEFT), B, w, is_async=True)
+    r = v_tile.to(gl.float32) + vector(f_s, stage, INTO, ACROSS)[None, :] * kS
+    r = gl.convert_layout(r.to(gl.bfloat16), LEFT)
+    w = warpgroup_mma(r, A_s.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if S_d is not None:
         keep(S, S_d, S_s, tile, MINE, D)
     S = S * number(f_s, stage, END * C)

@@ -16,7 +16,7 @@ Bytes per token and value head: gates 6, factors 24; G, where a backward wants i
 
 import triton.language as tl
 
-from gdn.backends.triton.chained import after_the_one_before
+from gdn.backends.triton.chained import let_the_next_begin, wait_for_the_one_before
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import strength
@@ -37,7 +37,8 @@ def factors_kernel(
     V: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
     RESET: tl.constexpr,
 ):  # fmt: skip
-    after_the_one_before()
+    wait_for_the_one_before()
+    let_the_next_begin()
     if tl.program_id(0) == 0:
         tl.store(next_ptr, 0)
     blocks = tl.cdiv(HV, BH)

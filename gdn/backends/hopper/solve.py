@@ -220,8 +220,6 @@ def solve_kernel(
     mbarrier.init(ready.index(0), count=1)
     mbarrier.init(ready.index(1), count=1)
     fence_async_shared()
-    gdc_launch_dependents()
-    gdc_wait()
     SIZE: gl.constexpr = C * C * 2
     H = HV // ratio
     at = digits(gl.program_id(0), table_ptr, HV, ratio, chunks_per_row)
@@ -229,6 +227,8 @@ def solve_kernel(
     first, length = tokens_of(at, table_ptr, T)
     mbarrier.expect(ready.index(0), SIZE)
     tma_load(q_d if NORM else k_d, [at[0], first, at[2], 0], ready.index(0), one_s)
+    gdc_wait()
+    gdc_launch_dependents()
     phase = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
         row, chunk, key, value = at

@@ -74,18 +74,20 @@ def load_chunks(
             # past T a tensor copy reads zeros, and nothing from memory
             v_token = token + (job // HV % 2) * T if q_d is None else token
             tma_load(k_d, [row, token, head // ratio, 0], ready, k_s.index(stage))
-            for box in gl.static_range(ROWS // BOX):
-                tma_load(f_d, [tile * ROWS + box * BOX, 0], ready, f_s.index(ROWS // BOX * stage + box))
             for strip in gl.static_range(D // STRIP):
                 tma_load(
                     v_d, [row, v_token, head, strip * STRIP], ready, v_s.index(D // STRIP * stage + strip)
                 )
+            if q_d is not None:
+                tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
+                if i == 0:
+                    gdc_wait()
+            for box in gl.static_range(ROWS // BOX):
+                tma_load(f_d, [tile * ROWS + box * BOX, 0], ready, f_s.index(ROWS // BOX * stage + box))
             for part in gl.static_range(PARTS):
                 place = 2 * (PARTS * stage + part)
                 tma_load(upper_d, [PARTS * tile + part, 0, 0], ready, A_s.index(place))
                 tma_load(lower_d, [PARTS * tile + part, 0, 0], ready, A_s.index(place + 1))
-            if q_d is not None:
-                tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
             token += C
             tile += HV
         at += gl.cdiv(length, C)
@@ -96,6 +98,7 @@ def load_chunks(
             job = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
     if job_s is not None:
         tell(job, turn, job_s, job_full, job_empty)
+        gdc_wait()
 
 
 @gluon.jit
@@ -153,6 +156,8 @@ def carry(
         elif initial_ptr is None:
             S = gl.zeros((STRIP, D), gl.float32, of_state)
         else:
+            if table_ptr is not None and cu_seqlens_ptr is None:
+                gdc_wait()
             S = gl.load(initial_ptr + state + down[:, None] + across[None, :]).to(gl.float32)
         end = i + length // C
         # of chunk 0, were it the job's
@@ -236,7 +241,6 @@ def walk_kernel(
         mbarrier.init(P_full.index(i), count=1)
     fence_async_shared()
     gdc_launch_dependents()
-    gdc_wait()
     # registers of the first partition: what the others leave of 512 a lane, of 360 where there is one chain
     if D == STRIP:
         gl.warp_specialize([
@@ -296,8 +300,8 @@ def ends_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=D // STRIP)
     fence_async_shared()
-    gdc_launch_dependents()
     gdc_wait()
+    gdc_launch_dependents()
     if D == STRIP:
         gl.warp_specialize([
             (carry, (

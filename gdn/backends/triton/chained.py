@@ -3,6 +3,9 @@
 A kernel launched so may begin once all programs of the one before have come to `let_the_next_begin`, or are
 done. There it waits until that one is done and what it stored is seen: no memory may be touched before. A
 kernel that did not wait would let the next begin while the one before it still writes.
+
+Where the one before waits before it lets the next begin, all before that one are done: their results and the
+caller's tensors may be read without waiting, as `hopper` does.
 """
 
 from typing import Any
