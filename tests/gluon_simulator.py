@@ -1,9 +1,9 @@
 """Gluon kernels on the CPU: what they compute, which places they touch, and their barriers' protocol.
 
 The source is the kernel's own: its functions are bound anew to the stand-ins below, torch tensors for values
-and shared memory, a thread for each partition. New shared memory holds NaN, or -1. A barrier that nobody completes
-within SECONDS, or that more arrive at than it counts, fails. Layouts, fences and what is in flight when are
-not simulated: a product is done when it is issued.
+and shared memory, a thread for each partition. New shared memory holds NaN, or -1. A barrier that nobody
+completes within SECONDS, or that more arrive at than it counts, fails. Layouts, fences and what is in flight
+when are not simulated: a product is done when it is issued.
 """
 
 import operator
@@ -269,9 +269,7 @@ class _Language:
     log2 = staticmethod(lambda x: Value(torch.log2(x.x)))
     load = staticmethod(_load)
     atomic_add = staticmethod(_atomic_add)
-    full = staticmethod(
-        lambda shape, x, dtype, layout: Value(torch.full(shape, int(x), dtype=dtype))
-    )
+    full = staticmethod(lambda shape, x, dtype, layout: Value(torch.full(shape, int(x), dtype=dtype)))
     store = staticmethod(_store)
     allocate_shared_memory = staticmethod(_allocate)
     warp_specialize = staticmethod(_warp_specialize)

@@ -6,7 +6,7 @@
 `advance` takes any chunk, r in two parts. `glide` takes tame ones, with B in the place of A_inv: little more
 than roundings is then between the products of the chain,
 
-    w = e^(G_C - G) v_new = B v - B (e^G k S);   B = e^(G_C - G) A_inv beta
+    w = e^(G_C - G) v_new = B (v - e^G k S);   B = e^(G_C - G) A_inv beta
     o = scale e^G (q S + P w);   P = e^(-G_C) q k^T;   S <- e^(G_C) S + k^T w
 
 A chunk is tame where that loses little, which `solve` finds out: whole, A small, as it is where keys are not
@@ -65,11 +65,12 @@ def sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound):
 
 
 @gluon.jit
-def job_at(turn, job_s, job_full, job_empty):
-    """The program's job at this turn, of which load_chunks told; without that one after all others'."""
-    if job_s is None:
+def job_at(turn, ring):
+    """The program's job at this turn, of which load_chunks tells; its only one where that does not."""
+    if ring is None:
         return gl.program_id(0) + turn * gl.num_programs(0)
     else:
+        job_s, job_full, job_empty = ring
         mbarrier.wait(job_full.index(turn % STAGES), (turn // STAGES) & 1)
         # a maximum over one is the same for all lanes
         job = gl.max(job_s.index(turn % STAGES).load(ONE), 0)

@@ -5,11 +5,11 @@ tokens that belong to no sequence, and for the count of jobs that the walk's pro
     READ scale e^G;  INTO -e^G;  OUT e^(G_C - G);  BETA;  FROM G / log 2;  TO the same, and log2 of scale
     END e^(G_C), a number; beside it TAME, by `solve`: 1 for a tame chunk, else 0
 
-so that e^(G_i - G_j) is 2^(FROM_i - FROM_j), scaled 2^(TO_i - FROM_j), an exponential a pair. Rows come in two
-boxes: `solve` wants the second alone, a tame chunk the first. A token's g counts as LEAST at least: e^LEAST is
-nothing in fp32, and G stays so near 0 that a difference of it in fp32 is off by at most 2^-10. Where q and k are
-to be normalised, `solve` puts their norms in, log2 of them in TO and FROM. Threads lie along heads and each has
-its tokens: a sum over tokens then costs few exchanges.
+so that e^(G_i - G_j) is 2^(FROM_i - FROM_j), scaled 2^(TO_i - FROM_j), an exponential a pair. Rows come in
+two boxes; `solve` wants the second alone. A token's g counts as LEAST at least: e^LEAST is nothing in
+fp32, and G stays so near 0 that a difference of it in fp32 is off by at most 2^-10. Where q and k are to be
+normalised, `solve` puts their norms in, log2 of them in TO and FROM. Threads lie along heads and each has its
+tokens: a sum over tokens then costs few exchanges.
 
 Bytes per token and value head: gates 6, factors 24; G, where a backward wants it, 8.
 """

@@ -6,14 +6,25 @@ P_ij = scale e^(G_i - G_j) q_i . k_j for j <= i;   of a tame chunk e^(-G_C) q_i 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.chunk import ACROSS, DOWN, OF_TOKENS, STAGES, C, is_tame, job_at, number, sequence, vector
+from gdn.backends.hopper.chunk import (
+    ACROSS,
+    DOWN,
+    OF_TOKENS,
+    STAGES,
+    C,
+    is_tame,
+    job_at,
+    number,
+    sequence,
+    vector,
+)
 from gdn.backends.hopper.factors import END, FROM, TO
 from gdn.backends.hopper.gluon import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 
 @gluon.jit
 def make_pairs(
-    q_s, k_s, f_s, P_s, full, empty, P_full, job_s, job_full, job_empty,
+    q_s, k_s, f_s, P_s, full, empty, P_full, ring,
     cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """For both chains, all chunks of all jobs."""
@@ -21,7 +32,7 @@ def make_pairs(
     is_kept = gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :]
     at = 0
     turn = 0
-    job = job_at(turn, job_s, job_full, job_empty)
+    job = job_at(turn, ring)
     while job < jobs:
         row, first, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
         left = length
@@ -51,4 +62,4 @@ def make_pairs(
             left -= C
         at += gl.cdiv(length, C)
         turn += 1
-        job = job_at(turn, job_s, job_full, job_empty)
+        job = job_at(turn, ring)

@@ -211,7 +211,7 @@ def _plan(
 
 
 def halves_of(A_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper and lower rows of tiles, [.., C, C], or [.., 3 C / 2, C / 2] without the zeros of the upper right.
+    """Upper and lower rows of tiles [.., C, C], or [.., 3 C / 2, C / 2] without the zeros of the upper right.
 
     A tensor copy of 64 columns reads these as zeros, and does not write them.
     """

@@ -1,9 +1,9 @@
 """The state pass and all outputs in one walk over the chunks, see `chunk`, by four partitions of one program.
 
-A program has one sequence and value head, S transposed, [V, K], so that S, r and v_new are left operands from
-the registers in which the last product left them:
+A program stays, and takes one sequence and value head after the other: its jobs. S lies transposed, [V, K],
+so that S, r and v_new are left operands from the registers in which the last product left them:
 
-    load_chunks    one warp: a chunk's tiles by tensor copies (TMA), two chunks deep
+    load_chunks    one warp: a chunk's tiles by tensor copies (TMA), two chunks deep; tells the others of jobs
     make_pairs     four warps: P, for both chains, see `pairs`
     carry          four warps, twice: the chain of 64 value rows of S, and their outputs; once at V = 64
 
@@ -44,8 +44,8 @@ from gdn.backends.hopper.pairs import make_pairs
 
 @gluon.jit
 def load_chunks(
-    q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty,
-    job_s, job_full, job_empty, cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D: gl.constexpr,
+    q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty, ring,
+    cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D: gl.constexpr,
 ):  # fmt: skip
     """Tiles of each chunk into a stage that all others have left; which jobs are the program's.
 
@@ -56,8 +56,8 @@ def load_chunks(
     turn = 0
     job = gl.program_id(0)
     while job < jobs:
-        if job_s is not None:
-            tell(job, turn, job_s, job_full, job_empty)
+        if ring is not None:
+            tell(job, turn, ring)
         head = job % HV
         row, first, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
         token = first
@@ -92,18 +92,20 @@ def load_chunks(
             tile += HV
         at += gl.cdiv(length, C)
         turn += 1
-        if job_s is None:
+        if ring is None:
             job = jobs
         else:
             job = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
-    if job_s is not None:
-        tell(job, turn, job_s, job_full, job_empty)
+    if ring is not None:
+        tell(job, turn, ring)
+        # also where there was no chunk: who comes next takes it that all before are done
         gdc_wait()
 
 
 @gluon.jit
-def tell(job, turn, job_s, job_full, job_empty):
+def tell(job, turn, ring):
     """The others of the program's job at this turn, or that there is none left: see `job_at`."""
+    job_s, job_full, job_empty = ring
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(job_empty.index(turn % STAGES), ((turn // STAGES) & 1) ^ 1)
     job_s.index(turn % STAGES).store(gl.full((1,), job, gl.int32, lane))
@@ -123,8 +125,7 @@ def is_next(WANTED: gl.constexpr, i, end, f_s, full):
 
 @gluon.jit
 def carry(
-    MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
-    job_s, job_full, job_empty,
+    MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
     o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
     V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -145,7 +146,7 @@ def carry(
         across = k * D
     i = 0
     turn = 0
-    job = job_at(turn, job_s, job_full, job_empty)
+    job = job_at(turn, ring)
     while job < jobs:
         n = job // HV
         head = job % HV
@@ -186,14 +187,13 @@ def carry(
                     o_ptr, token + i * C, tile + i * HV, head, HV, D,
                 )  # fmt: skip
                 i += 1
-        if q_s is not None:
-            if length % C > 0:
-                mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-                S = advance(
-                    S, i, length % C, True, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s,
-                    empty, P_full, o_ptr, token + i * C, tile + i * HV, head, HV, D,
-                )  # fmt: skip
-                i += 1
+        if q_s is not None and length % C > 0:
+            mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+            S = advance(
+                S, i, length % C, True, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s,
+                empty, P_full, o_ptr, token + i * C, tile + i * HV, head, HV, D,
+            )  # fmt: skip
+            i += 1
         if final_ptr is not None:
             if table_ptr is not None and cu_seqlens_ptr is None:
                 goal = gl.load(table_ptr + job * JOB + 4).to(gl.int64)
@@ -202,15 +202,16 @@ def carry(
             else:
                 gl.store(final_ptr + state + down[:, None] + across[None, :], S)
         turn += 1
-        job = job_at(turn, job_s, job_full, job_empty)
+        job = job_at(turn, ring)
     if q_s is not None:
         tma_store_wait(0)
 
 
 @kernel
 def walk_kernel(
-    q_d, k_d, v_d, upper_d, lower_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, o_ptr, next_ptr,
-    T, HV, ratio, chunks_per_row, bound, jobs, V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
+    q_d, k_d, v_d, upper_d, lower_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr,
+    o_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
+    V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
@@ -233,6 +234,7 @@ def walk_kernel(
     job_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     job_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     job_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    ring = (job_s, job_full, job_empty)
     for i in gl.static_range(STAGES):
         mbarrier.init(job_full.index(i), count=1)
         mbarrier.init(job_empty.index(i), count=1 + D // STRIP)
@@ -245,38 +247,38 @@ def walk_kernel(
     if D == STRIP:
         gl.warp_specialize([
             (carry, (
-                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
-                job_s, job_full, job_empty, o_ptr, initial_ptr, final_ptr,
+                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
+                o_ptr, initial_ptr, final_ptr,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, D,
             )),
             (make_pairs, (
-                q_s, k_s, f_s, P_s, full, empty, P_full, job_s, job_full, job_empty,
+                q_s, k_s, f_s, P_s, full, empty, P_full, ring,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES, D,
             )),
             (load_chunks, (
-                q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, halves, boxes, full, empty,
-                job_s, job_full, job_empty, cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
+                q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, halves, boxes, full, empty, ring,
+                cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
             )),
         ], [4, 1], [88, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (carry, (
-                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
-                job_s, job_full, job_empty, o_ptr, initial_ptr, final_ptr,
+                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
+                o_ptr, initial_ptr, final_ptr,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, D,
             )),
             (carry, (
-                1, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
-                job_s, job_full, job_empty, o_ptr, initial_ptr, final_ptr,
+                1, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
+                o_ptr, initial_ptr, final_ptr,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, D,
             )),
             (make_pairs, (
-                q_s, k_s, f_s, P_s, full, empty, P_full, job_s, job_full, job_empty,
+                q_s, k_s, f_s, P_s, full, empty, P_full, ring,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES, D,
             )),
             (load_chunks, (
-                q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, halves, boxes, full, empty,
-                job_s, job_full, job_empty, cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
+                q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, halves, boxes, full, empty, ring,
+                cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
             )),
         ], [4, 4, 1], [200, 88, 24])  # fmt: skip
 
@@ -305,29 +307,26 @@ def ends_kernel(
     if D == STRIP:
         gl.warp_specialize([
             (carry, (
-                0, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None,
-                None, None, None, None, None, final_ptr,
-                None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
+                0, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
+                None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
             )),
             (load_chunks, (
-                None, k_d, v_d, upper_d, lower_d, f_d, None, k_s, v_s, halves, boxes, full, empty,
-                None, None, None, None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
+                None, k_d, v_d, upper_d, lower_d, f_d, None, k_s, v_s, halves, boxes, full, empty, None,
+                None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
             )),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (carry, (
-                0, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None,
-                None, None, None, None, None, final_ptr,
-                None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
+                0, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
+                None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
             )),
             (carry, (
-                1, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None,
-                None, None, None, None, None, final_ptr,
-                None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
+                1, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
+                None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
             )),
             (load_chunks, (
-                None, k_d, v_d, upper_d, lower_d, f_d, None, k_s, v_s, halves, boxes, full, empty,
-                None, None, None, None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
+                None, k_d, v_d, upper_d, lower_d, f_d, None, k_s, v_s, halves, boxes, full, empty, None,
+                None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
