@@ -164,6 +164,8 @@ TAMED = {
     "V first, narrow": (replace(SPLIT["V first, narrow"], keys="random"), 2, [1, 1, 0, *[1] * 6, 0, 0]),
     "strong": (SPLIT["strong"], 2, None),
     "gone": (SPLIT["gone"], 2, None),
+    # where r in one part costs most, though keys are not alike
+    "beta to 2": (replace(BASE, lengths=rows(128), gate="none", beta="negative"), None, [0] * 4),
 }
 
 
@@ -210,7 +212,8 @@ def test_tame_chunks_and_others_by_turns(told):
 def test_programs_go_on(monkeypatch, name):
     """From tile to tile and job to job: one multiprocessor gives the bits that room for all at once does."""
     glides(monkeypatch)
-    case = replace(CASES[name], heads=(3, 6), lengths=packed(200, 0, 33, 130, tail=29))
+    # twelve programs of `solve`: two value heads on from tile to tile
+    case = replace(CASES[name], heads=(2, 10), lengths=packed(200, 0, 33, 130, tail=29))
     given = inputs(case, torch.bfloat16)
     expected = forward(given)[:2]
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
