@@ -10,8 +10,8 @@ diagonal has the squares of their norms; OUT, INTO and FROM of `factors` get k_r
 diagonal of A_inv less 1 has what rounding took from the row's sum: see `triton.prepare`. TAME says which
 chunks are tame.
 
-Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 128, factors 16: 400; with l2norm
-276 more.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 96, factors 16: 368; with l2norm 276
+more, for a backward 32.
 """
 
 # tuples of blocks grow as the kernel is traced, and a tile's number is no int
@@ -233,7 +233,7 @@ def solve_kernel(
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
         row, chunk, key, value = at
         token = first
-        left_of = length
+        tokens = length
         # the second half, to where the A_inv before was, and the factors
         tma_store_wait(0)
         mbarrier.expect(ready.index(1), (SIZE if HALVES == 2 else 0) + f_d.block_type.nbytes)
@@ -245,27 +245,27 @@ def solve_kernel(
         k_rstd = ()
         if NORM:
             mbarrier.wait(ready.index(0), 0)
-            qq = products(x_one, left_of, nothing(BLOCKS), True)
+            qq = products(x_one, tokens, nothing(BLOCKS), True)
             fence_async_shared()
             barrier()
             mbarrier.expect(ready.index(0), SIZE)
             tma_load(k_d, [row, token, key, 0], ready.index(0), one_s)
             mbarrier.wait(ready.index(1), 0 if HALVES == 2 else phase)
             if HALVES == 2:
-                qq = products(x_two, left_of, qq, True)
+                qq = products(x_two, tokens, qq, True)
                 fence_async_shared()
                 barrier()
                 mbarrier.expect(ready.index(1), SIZE)
                 tma_load(k_d, [row, token, key, C], ready.index(1), two_s)
             for n in gl.static_range(BLOCKS):
-                q_rstd = q_rstd + (rstd_of(qq[n], n, left_of),)
+                q_rstd = q_rstd + (rstd_of(qq[n], n, tokens),)
                 to = down(f_s, TO, n) + gl.log2(q_rstd[n])
                 put(factors + TO * C, n, to)
                 put(factors + READ * C, n, gl.exp2(to))
             mbarrier.wait(ready.index(0), 1)
         else:
             mbarrier.wait(ready.index(0), phase)
-        kk = products(x_one, left_of, nothing(BLOCKS * (BLOCKS + 1) // 2), False)
+        kk = products(x_one, tokens, nothing(BLOCKS * (BLOCKS + 1) // 2), False)
         fence_async_shared()
         barrier()
         if tile + gl.num_programs(0) < count:
@@ -275,14 +275,14 @@ def solve_kernel(
             tma_load(q_d if NORM else k_d, [at[0], first, at[2], 0], ready.index(0), one_s)
         if HALVES == 2:
             mbarrier.wait(ready.index(1), 1 if NORM else phase)
-            kk = products(x_two, left_of, kk, False)
+            kk = products(x_two, tokens, kk, False)
         elif not NORM:
             mbarrier.wait(ready.index(1), phase)
         columns = ()
         for n in gl.static_range(BLOCKS):
             column = across(f_s, FROM, n)
             if NORM:
-                k_rstd = k_rstd + (rstd_of(kk[n * (n + 3) // 2], n, left_of),)
+                k_rstd = k_rstd + (rstd_of(kk[n * (n + 3) // 2], n, tokens),)
                 decay = down(f_s, FROM, n)
                 shift = -gl.log2(k_rstd[n])
                 put(factors + OUT * C, n, down(f_s, OUT, n) * k_rstd[n])
@@ -292,8 +292,8 @@ def solve_kernel(
             columns = columns + (column,)
         if NORM and q_rstd_ptr is not None and value == 0:
             place = (row.to(gl.int64) * T + token) * H + key
-            keep(q_rstd_ptr + place, q_rstd, left_of, H)
-            keep(k_rstd_ptr + place, k_rstd, left_of, H)
+            keep(q_rstd_ptr + place, q_rstd, tokens, H)
+            keep(k_rstd_ptr + place, k_rstd, tokens, H)
         i, j = places()
         L_aa = ()
         total = zeros()
@@ -320,7 +320,7 @@ def solve_kernel(
         # nobody reads X in fp16 any more
         is_tame = False
         if GLIDES:
-            is_tame = tell(f_s, factors, total, left_of)
+            is_tame = tell(f_s, factors, total, tokens)
         if is_tame:
             for a in gl.static_range(BLOCKS):
                 out = down(f_s, OUT, a)

@@ -9,7 +9,7 @@
 
 M, N and the states are in fp32, a product of them is three of parts in bf16 (1e-5 off), over 64 keys in tf32.
 Bytes per span and value head of 128: M and N written 128 K; read 64 K, and M again by each strip of columns;
-states written and read 128 K. Per token that `ends` walks: k, A_inv, factors 416, and v 256 for N.
+states written and read 128 K. Per token that `ends` walks: k, A_inv, factors 384, and v 256 for N.
 """
 
 from collections.abc import Iterator
