@@ -5,13 +5,13 @@
 
 A program is a warp and stays, a tile after the other: see `inverse`. k comes by tensor copies in halves of 64
 keys: the first while the tile before is inverted, the second, while the first is multiplied with itself, to
-where A_inv will lie, which leaves by a tensor copy. With l2norm raw q and k go through the product, whose
+where A_inv will lie, which leaves by tensor copies. With l2norm raw q and k go through the product, whose
 diagonal has the squares of their norms; OUT, INTO and FROM of `factors` get k_rstd, READ and TO q_rstd. The
 diagonal of A_inv less 1 has what rounding took from the row's sum: see `triton.prepare`. TAME says which
 chunks are tame.
 
-Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 96, factors 16: 368; with l2norm 276
-more, for a backward 32.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 96, factors 16: 368; with l2norm
+276 more, for a backward 32.
 """
 
 # tuples of blocks grow as the kernel is traced, and a tile's number is no int
