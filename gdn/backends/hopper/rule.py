@@ -32,7 +32,8 @@ from gdn.problem import CHUNK, Problem
 GLIDES = True  # tame chunks are glided over: see `chunk`
 STRIP = 64  # value rows of a chain
 REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
-WARPS = 12  # of `solve` on a multiprocessor: of 168 registers, with 18 KB of shared memory each
+# of `solve`, for which a multiprocessor has room, of 168 registers and 18 or 26 KB each, by K = V
+WARPS = {128: 12, 64: 8}
 HEADS = 16  # of a program of `factors`
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -179,7 +180,7 @@ def _plan(
     )
     solve = Launch(
         solve_kernel,
-        min(p.num_chunks * p.HV, WARPS * cost.num_sms(p.device)),
+        min(p.num_chunks * p.HV, WARPS[p.K] * cost.num_sms(p.device)),
         (*numbers, p.num_chunks * p.HV),
         {"NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K},
         1,
@@ -188,7 +189,7 @@ def _plan(
     )
     numbers = (*numbers, a.entries)
     spans = None if span is None else split.plan(p, span, numbers, width or split.width_of(p), glides)
-    jobs = p.N * p.HV if spans is None else spans.programs
+    jobs = p.N * p.HV if spans is None else spans.jobs_of_walk
     walk = Launch(
         walk_kernel,
         min(jobs, cost.num_sms(p.device)),

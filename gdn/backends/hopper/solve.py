@@ -231,7 +231,7 @@ def solve_kernel(
     gdc_launch_dependents()
     phase = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        row, chunk, key, value = at
+        row, key, value = at[0], at[2], at[3]
         token = first
         tokens = length
         # the second half, to where the A_inv before was, and the factors

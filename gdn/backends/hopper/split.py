@@ -41,7 +41,7 @@ class Spans:
     """What is launched before the walk of spans, and allocated for it."""
 
     rooms: tuple[Room, ...]  # states that enter spans, jobs of walk and of ends, ranges, M and N
-    programs: int  # of the walk
+    jobs_of_walk: int
     jobs: Launch
     ends: Launch
     combine: Launch
@@ -87,7 +87,7 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...], width: int, glides: bo
             room((p.N, 2), torch.int32),
             room((2 * spans, *states), torch.float32),
         ),
-        programs=programs,
+        jobs_of_walk=programs,
         jobs=Launch(
             jobs_kernel,
             programs,

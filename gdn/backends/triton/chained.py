@@ -4,8 +4,9 @@ A kernel launched so may begin once all programs of the one before have come to 
 done. There it waits until that one is done and what it stored is seen: no memory may be touched before. A
 kernel that did not wait would let the next begin while the one before it still writes.
 
-Where the one before waits before it lets the next begin, all before that one are done: their results and the
-caller's tensors may be read without waiting, as `hopper` does.
+Where the one before waits before it lets the next begin, all before that one are done: without waiting, their
+results and the caller's tensors may be read, and memory be written that the one before does not touch. So the
+launches of `hopper` do, but the walk lets the next begin at once: who follows it waits before anything.
 """
 
 from typing import Any
