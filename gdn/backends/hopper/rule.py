@@ -19,6 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from gdn import settings
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost, split
+from gdn.backends.hopper.chunk import TILE
 from gdn.backends.hopper.factors import BOX, LEAST, ROWS, factors_kernel
 from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
@@ -35,7 +36,6 @@ REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
 # of `solve`, for which a multiprocessor has room, of 168 registers and 18 or 26 KB each, by K = V
 WARPS = {128: 12, 64: 8}
 HEADS = 16  # of a program of `factors`
-TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -77,7 +77,7 @@ class Forward:
         )
         yield self.solve, (*halves, table, factors, q_rstd, k_rstd)
         out: tuple[Any, ...] = (
-            _descriptor(o.view(-1, p.HV * p.V), (CHUNK, STRIP), TILE),
+            _descriptor(o.view(-1, p.HV * p.V), (CHUNK, STRIP), TILE.value),
             None if S_in is None else _descriptor(S_in.view(-1, p.V), (p.K, STRIP), _tile_of(S_in)),
         )
         if self.spans is None:
@@ -227,7 +227,7 @@ def halves_of(A_inv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tile_of(x: Tensor) -> gl.NVMMASharedLayout:
-    return TILE if x.element_size() == 2 else WIDE
+    return TILE.value if x.element_size() == 2 else WIDE
 
 
 def _descriptor(x: Tensor, block: tuple[int, ...], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
