@@ -212,7 +212,7 @@ def test_tame_chunks_and_others_by_turns(told):
 def test_programs_go_on(monkeypatch, name):
     """From tile to tile and job to job: one multiprocessor gives the bits that room for all at once does."""
     glides(monkeypatch)
-    # twelve programs of `solve`: two value heads on from tile to tile
+    # a program of `solve` goes on by two or eight value heads: key heads and chunks are carried to
     case = replace(CASES[name], heads=(2, 10), lengths=packed(200, 0, 33, 130, tail=29))
     given = inputs(case, torch.bfloat16)
     expected = forward(given)[:2]

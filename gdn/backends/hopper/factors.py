@@ -16,7 +16,7 @@ Bytes per token and value head: gates 6, factors 24; G, where a backward wants i
 
 import triton.language as tl
 
-from gdn.backends.triton.chained import let_the_next_begin, wait_for_the_one_before
+from gdn.backends.triton.chained import after_all_before
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import strength
@@ -25,7 +25,7 @@ from gdn.backends.triton.prepare import clear_outputs, log_decay
 # rows of a chunk's factors, the fourth unused; of each of the two boxes
 READ, INTO, END, OUT, BETA, FROM, TO = (tl.constexpr(i) for i in (0, 1, 2, 4, 5, 6, 7))
 ROWS, BOX = tl.constexpr(8), tl.constexpr(4)
-TAME = tl.constexpr(2 * 64 + 1)  # where it is, from the first factor on: beside END
+TAME = tl.constexpr(END.value * 64 + 1)  # where it is, from the first factor on: beside END
 LEAST = -128.0
 PER_LOG2 = tl.constexpr(1.4426950408889634)
 
@@ -37,8 +37,7 @@ def factors_kernel(
     V: tl.constexpr, C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
     RESET: tl.constexpr,
 ):  # fmt: skip
-    wait_for_the_one_before()
-    let_the_next_begin()
+    after_all_before()
     if tl.program_id(0) == 0:
         tl.store(next_ptr, 0)
     blocks = tl.cdiv(HV, BH)

@@ -25,7 +25,7 @@ from gdn.backends.hopper import cost
 from gdn.backends.hopper.chunk import JOB
 from gdn.backends.hopper.factors import END, ROWS
 from gdn.backends.hopper.walk import ends_kernel
-from gdn.backends.triton.chained import CHAINED, let_the_next_begin, wait_for_the_one_before
+from gdn.backends.triton.chained import CHAINED, after_all_before
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import Launch, Room, Step, kernel, room
 from gdn.backends.triton.lib import dot, parts, state_tile
@@ -188,8 +188,7 @@ def jobs_kernel(
         tl.store(job + 2, tl.where(is_walked, length, 0))
         tl.store(job + 3, chunk)
         tl.store(job + 4, tl.where(has_end, 2 * i + is_map, -1))
-    wait_for_the_one_before()
-    let_the_next_begin()
+    after_all_before()
 
 
 @kernel
@@ -211,8 +210,7 @@ def combine_kernel(
         S = tl.zeros([D, BV], tl.float32)
     else:
         S = tl.load(initial_ptr + (n.to(tl.int64) * HV + head) * (D * D) + place).to(tl.float32)
-    wait_for_the_one_before()
-    let_the_next_begin()
+    after_all_before()
     square = ks[:, None] * D + ks[None, :]
     columns = ks[:, None] * D + vs[None, :]
     for i in tl.range(0, spans - 1, num_stages=STAGES):

@@ -207,6 +207,18 @@ def carry(
         tma_store_wait(0)
 
 
+@gluon.jit
+def tiles_of(k_d, v_d, upper_d, f_d, D: gl.constexpr):
+    """Room for what every walk loads; A_inv and factors twice, as tensor copies and as chains have them."""
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [D // STRIP * STAGES, 1, C, 1, STRIP], v_d.layout)
+    halves = gl.allocate_shared_memory(gl.bfloat16, [4 * STRIP // D * STAGES, 1, C // 2, C], upper_d.layout)
+    A_s = recast(halves, gl.bfloat16, [2 * STRIP // D * STAGES, C, C], TILE)
+    boxes = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS // BOX, BOX, C], f_d.layout)
+    f_s = recast(boxes, gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
+    return k_s, v_s, halves, A_s, boxes, f_s
+
+
 @kernel
 def walk_kernel(
     q_d, k_d, v_d, upper_d, lower_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr,
@@ -214,12 +226,7 @@ def walk_kernel(
     V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [D // STRIP * STAGES, 1, C, 1, STRIP], v_d.layout)
-    halves = gl.allocate_shared_memory(gl.bfloat16, [4 * STRIP // D * STAGES, 1, C // 2, C], upper_d.layout)
-    A_s = recast(halves, gl.bfloat16, [2 * STRIP // D * STAGES, C, C], TILE)
-    boxes = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS // BOX, BOX, C], f_d.layout)
-    f_s = recast(boxes, gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
+    k_s, v_s, halves, A_s, boxes, f_s = tiles_of(k_d, v_d, upper_d, f_d, D)
     P_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], TILE)
     # outputs lie where states in 16 bits do
     place: gl.constexpr = D if S_d is not None and S_d.dtype == gl.bfloat16 else C
@@ -288,12 +295,7 @@ def ends_kernel(
     k_d, v_d, upper_d, lower_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """The walk without outputs, and without what only they need: M and N of spans, see `split`."""
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [D // STRIP * STAGES, 1, C, 1, STRIP], v_d.layout)
-    halves = gl.allocate_shared_memory(gl.bfloat16, [4 * STRIP // D * STAGES, 1, C // 2, C], upper_d.layout)
-    A_s = recast(halves, gl.bfloat16, [2 * STRIP // D * STAGES, C, C], TILE)
-    boxes = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS // BOX, BOX, C], f_d.layout)
-    f_s = recast(boxes, gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
+    k_s, v_s, halves, A_s, boxes, f_s = tiles_of(k_d, v_d, upper_d, f_d, D)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)

@@ -48,3 +48,10 @@ def after_the_one_before():
     """Both, for kernels whose programs leave room for the next one's."""
     let_the_next_begin()
     wait_for_the_one_before()
+
+
+@triton.jit
+def after_all_before():
+    """Both the other way round: to the next one all but this launch are done."""
+    wait_for_the_one_before()
+    let_the_next_begin()
