@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 SECONDS = 20.0
@@ -196,14 +197,18 @@ def _mma_v2(a: Value, b: Value, acc: Value) -> Value:
     return Value(a.x.float() @ b.x.float() + acc.x)
 
 
-def _store(pointer: Pointer, value: Value, mask: Value | None = None) -> None:
-    places, x = torch.broadcast_tensors(torch.as_tensor(pointer.places), value.x)
+def _store(pointer: Pointer, value: Any, mask: Value | None = None) -> None:
+    places, x = torch.broadcast_tensors(torch.as_tensor(pointer.places), torch.as_tensor(_plain(value)))
     chosen = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.x.expand(places.shape)
     pointer.flat[places[chosen]] = x[chosen].to(pointer.flat.dtype)
 
 
-def _load(pointer: Pointer) -> Value:
-    return Value(pointer.flat[torch.as_tensor(pointer.places)].clone())
+def _load(pointer: Pointer, mask: Value | None = None, other: float = 0.0) -> Value:
+    places = torch.as_tensor(pointer.places)
+    if mask is None:
+        return Value(pointer.flat[places].clone())
+    x = pointer.flat[torch.where(mask.x, places, 0)]
+    return Value(torch.where(mask.x, x, torch.as_tensor(other, dtype=x.dtype)))
 
 
 def _atomic_add(pointer: Pointer, value: int, sem: str) -> Value:
@@ -239,7 +244,7 @@ def _warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
 
 
 class _Language:
-    bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    bfloat16, float16, float32, float64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
     # masks of 32 bits are taken as signed numbers
     int32, int64, uint32 = torch.int32, torch.int64, torch.int32
     constexpr = gl.constexpr
@@ -265,8 +270,13 @@ class _Language:
     )
     max = staticmethod(lambda x, axis: Value(x.x.amax(axis)))
     BlockedLayout = SwizzledSharedLayout = staticmethod(lambda *shape: "layout")
+    exp = staticmethod(lambda x: Value(torch.exp(x.x)))
     exp2 = staticmethod(lambda x: Value(torch.exp2(x.x)))
+    log = staticmethod(lambda x: Value(torch.log(x.x)))
     log2 = staticmethod(lambda x: Value(torch.log2(x.x)))
+    abs = staticmethod(lambda x: Value(x.x.abs()))
+    # of sums alone
+    associative_scan = staticmethod(lambda x, axis, added: Value(x.x.cumsum(axis)))
     load = staticmethod(_load)
     atomic_add = staticmethod(_atomic_add)
     full = staticmethod(lambda shape, x, dtype, layout: Value(torch.full(shape, int(x), dtype=dtype)))
@@ -280,11 +290,11 @@ class _Language:
 
     @staticmethod
     def where(condition: Value, x: Any, y: Any) -> Value:
-        return Value(torch.where(condition.x, x.x, torch.as_tensor(_plain(y), dtype=x.x.dtype)))
+        return Value(torch.where(condition.x, _plain(x), _plain(y)))
 
 
 STANDINS: dict[str, Any] = {
-    "gl": _Language, "mbarrier": _Barriers, "tma_load": _tma_load, "tma_store": _tma_store,
+    "gl": _Language, "tl": _Language, "mbarrier": _Barriers, "tma_load": _tma_load, "tma_store": _tma_store,
     "tma_store_wait": lambda pending: None, "fence_async_shared": lambda: None,
     "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
     "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
@@ -305,7 +315,7 @@ def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any) -> None:
             for name, x in function.fn.__globals__.items():
                 if name in STANDINS:
                     names[name] = STANDINS[name]
-                elif isinstance(x, JITFunction):
+                elif isinstance(x, (JITFunction, InterpretedFunction)):
                     names[name] = bind(x)
                 else:
                     names[name] = x.value if isinstance(x, gl.constexpr) else x

@@ -27,7 +27,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from gdn.backends import hopper
 from gdn.backends.hopper import cost, rule, split
-from gdn.backends.hopper.factors import ROWS, TAME
+from gdn.backends.hopper.factors import TAME
 from gdn.backends.hopper.gluon import mbarrier
 from gdn.backends.triton import plans, whole
 from gdn.backends.triton.chunks import Table
@@ -147,7 +147,7 @@ def told(monkeypatch):
     def watched(launch, *tensors):
         call(launch, *tensors)
         if launch.kernel is rule.solve_kernel:
-            factors = tensors[launch.described + 1]
+            factors = tensors[launch.described + 5]
             found.append(factors.flatten(-2)[..., TAME.value].clone())
 
     monkeypatch.setattr(Simulated, "__call__", watched)
@@ -380,8 +380,7 @@ def test_jobs_cover_all_chunks():
     table = Table(p)
     plan = split.plan(p, span, (p.T, 1, 1, 0, table.bound), 16, False)
     _, walks, ends, ranges, _ = allocate(p.device, plan.rooms)
-    factors = torch.ones(p.num_chunks, 1, ROWS.value, 64)
-    plan.jobs(factors, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
+    plan.jobs(None, None, None, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
     expected, first = [], 0
     for n, length in enumerate(lengths.tolist()):
         pieces = max(1, -(-length // (64 * span)))

@@ -20,7 +20,7 @@ from gdn import settings
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost, split
 from gdn.backends.hopper.chunk import TILE
-from gdn.backends.hopper.factors import BOX, LEAST, ROWS, factors_kernel
+from gdn.backends.hopper.factors import BOX, LEAST, ROWS
 from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
 from gdn.backends.triton import plans, whole
@@ -35,7 +35,6 @@ STRIP = 64  # value rows of a chain
 REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
 # of `solve`, for which a multiprocessor has room, of 168 registers and 18 or 26 KB each, by K = V
 WARPS = {128: 12, 64: 8}
-HEADS = 16  # of a program of `factors`
 HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -49,7 +48,6 @@ class Forward:
     # A_inv, factors, final, o, table, next; G, S_in, q_rstd, k_rstd, which a backward wants; those of `spans`
     rooms: tuple[Room | None, ...]
     table: Launch | None
-    factors: Launch
     solve: Launch
     spans: split.Spans | None
     walk: Launch
@@ -61,7 +59,6 @@ class Forward:
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
         tail = None if table is None else o
-        yield self.factors, (p.g, p.beta, p.A_log, p.dt_bias, table, factors, G, tail, jobs_taken)
         q_d: Any = _descriptor(p.q, (1, CHUNK, 1, p.K), TOKENS)
         tiles: tuple[Any, ...] = (
             _descriptor(p.k, (1, CHUNK, 1, p.K), TOKENS),
@@ -73,9 +70,9 @@ class Forward:
             *tiles[2:4],
             _descriptor(p.q, (1, CHUNK, 1, STRIP), TOKENS) if p.use_qk_l2norm_in_kernel else None,
             _descriptor(p.k, (1, CHUNK, 1, STRIP), TOKENS),
-            tiles[4],
         )
-        yield self.solve, (*halves, table, factors, q_rstd, k_rstd)
+        gates = (p.g, p.beta, p.A_log, p.dt_bias)
+        yield self.solve, (*halves, *gates, table, factors, G, q_rstd, k_rstd, tail, jobs_taken)
         out: tuple[Any, ...] = (
             _descriptor(o.view(-1, p.HV * p.V), (CHUNK, STRIP), TILE.value),
             None if S_in is None else _descriptor(S_in.view(-1, p.V), (p.K, STRIP), _tile_of(S_in)),
@@ -83,7 +80,7 @@ class Forward:
         if self.spans is None:
             yield self.walk, (q_d, *tiles, *out, p.initial_state, final, p.cu_seqlens, table, o, jobs_taken)
         else:
-            yield from self.spans.steps(p, tiles, factors, table, rest)
+            yield from self.spans.steps(p, tiles, table, rest)
             states, jobs, *_ = rest
             yield self.walk, (q_d, *tiles, *out, states, final, None, jobs, o, jobs_taken)
 
@@ -170,22 +167,14 @@ def _plan(
     parts = (2,) if p.K == CHUNK else ()
     glides = GLIDES and is_spare
     S_in = None if kept is None else ((*tiles, p.K, p.V), kept)
-    factors = Launch(
-        factors_kernel,
-        a.entries * -(-p.HV // HEADS),
-        (*plans.gate_strides(p.g, p.beta), *numbers, p.scale),
-        {"V": p.V, "C": CHUNK, "BH": HEADS, **a.activation, "RESET": LEAST},
-        4,
-        options=CHAINED,
-    )
     solve = Launch(
         solve_kernel,
-        min(p.num_chunks * p.HV, WARPS[p.K] * cost.num_sms(p.device)),
-        (*numbers, p.num_chunks * p.HV),
-        {"NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K},
+        min(a.entries * p.HV, WARPS[p.K] * cost.num_sms(p.device)),
+        (*plans.gate_strides(p.g, p.beta), *numbers, p.scale, a.entries * p.HV),
+        {**a.activation, "RESET": LEAST, "NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K},
         1,
         options={"maxnreg": 168, **CHAINED},
-        described=5,
+        described=4,
     )
     numbers = (*numbers, a.entries)
     spans = None if span is None else split.plan(p, span, numbers, width or split.width_of(p), glides)
@@ -201,7 +190,7 @@ def _plan(
     )
     rooms = (
         room((*tiles, *parts, *tile), p.q.dtype),
-        room((*tiles, ROWS.value, CHUNK), torch.float32),
+        room((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
         room(p.state_shape, torch.float32) if p.output_final_state else None,
         room(p.v.shape, p.v.dtype),
         a.room,
@@ -209,7 +198,7 @@ def _plan(
         *(None if kept is None or x is None else room(*x) for x in (G, S_in, q_rstd, k_rstd)),
         *(() if spans is None else spans.rooms),
     )
-    return Forward(rooms, a.launch, factors, solve, spans, walk)
+    return Forward(rooms, a.launch, solve, spans, walk)
 
 
 def halves_of(A_inv: Tensor) -> tuple[Tensor, Tensor]:

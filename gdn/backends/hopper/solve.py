@@ -1,4 +1,5 @@
-"""Per chunk and value head, the inverse of what couples its tokens, and the norms put into its factors.
+"""Per chunk and value head, the inverse of what couples its tokens, and its factors; outputs of tokens that
+belong to no sequence are zeroed, and the count of jobs that the walk's programs have taken.
 
     A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1, stored less 1
     of a tame chunk, where chunks may be glided over: e^(G_C - G_i) A_inv_ij beta_j; see `chunk`
@@ -6,12 +7,11 @@
 A program is a warp and stays, a tile after the other: see `inverse`. k comes by tensor copies in halves of 64
 keys: the first while the tile before is inverted, the second, while the first is multiplied with itself, to
 where A_inv will lie, which leaves by tensor copies. With l2norm raw q and k go through the product, whose
-diagonal has the squares of their norms; OUT, INTO and FROM of `factors` get k_rstd, READ and TO q_rstd. The
-diagonal of A_inv less 1 has what rounding took from the row's sum: see `triton.prepare`. TAME says which
-chunks are tame.
+diagonal has the squares of their norms. The diagonal of A_inv less 1 has what rounding took from the row's
+sum: see `triton.prepare`.
 
-Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 96, factors 16: 368; with l2norm
-276 more, for a backward 32.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, gates 6, A_inv 96, factors 8 of a tame
+chunk, else 24: 366; with l2norm 260 more, for a backward 48.
 """
 
 # tuples of blocks grow as the kernel is traced, and a tile's number is no int
@@ -19,7 +19,21 @@ Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, A_inv 96, 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.factors import BETA, BOX, FROM, INTO, OUT, READ, ROWS, TAME, TO
+from gdn.backends.hopper.factors import (
+    BETA,
+    BOX,
+    FROM,
+    OUT,
+    ROWS,
+    TAME,
+    TO,
+    TOKENS,
+    decays_of,
+    gate_of,
+    put_factors,
+    put_second_box,
+    row_in,
+)
 from gdn.backends.hopper.gluon import (
     barrier,
     fence_async_shared,
@@ -47,6 +61,7 @@ from gdn.backends.hopper.inverse import (
     to_the_left,
     zeros,
 )
+from gdn.backends.triton.lib import strength
 
 # a chunk is tame up to this sum of (beta_i A_ij)^2, 16 for random keys and beta = 1, and from this decay on,
 # which leaves 35 bits of fp32's exponent for e^(-G_C) <q, k> v
@@ -91,11 +106,11 @@ def after(at, step, table_ptr, HV, ratio, chunks_per_row):
 
 @gluon.jit
 def tokens_of(at, table_ptr, T):
-    """The first token of a tile's chunk in its row, and how many it has."""
+    """The first token of a tile's chunk in its row, and how many it has: below 0, of no sequence."""
     if table_ptr is None:
         return at[1] * C, gl.minimum(T - at[1] * C, C)
     else:
-        return gl.load(table_ptr + 2 * at[1]), gl.maximum(gl.load(table_ptr + 2 * at[1] + 1), 0)
+        return gl.load(table_ptr + 2 * at[1]), gl.load(table_ptr + 2 * at[1] + 1)
 
 
 @gluon.jit
@@ -132,28 +147,19 @@ def nothing(COUNT: gl.constexpr):
 @gluon.jit
 def down(f_s, FACTOR: gl.constexpr, n: gl.constexpr):
     """Of block n's rows in a row of the factors: [16, 1]."""
-    return f_s.slice(FACTOR - BOX, 1, 0).permute((1, 0)).slice(n * BLOCK, BLOCK, 0).load(OF_BLOCK)
+    return f_s.index(FACTOR - BOX).permute((1, 0)).slice(n * BLOCK, BLOCK, 0).load(OF_BLOCK)
 
 
 @gluon.jit
 def across(f_s, FACTOR: gl.constexpr, n: gl.constexpr):
     """Of block n's columns: [1, 16]."""
-    return f_s.slice(FACTOR - BOX, 1, 0).slice(n * BLOCK, BLOCK, 1).load(OF_BLOCK)
+    return f_s.index(FACTOR - BOX).slice(n * BLOCK, BLOCK, 1).load(OF_BLOCK)
 
 
 @gluon.jit
-def put(row_ptr, n: gl.constexpr, x):
-    """x [16, 1] to block n's places of a row of the factors."""
-    i, j = places()
-    gl.store(row_ptr + n * BLOCK + i, x)
-
-
-@gluon.jit
-def tell(f_s, factors_ptr, total, length):
+def tell(factors_ptr, total, end, length):
     """Whether a tile is tame, to the walk, too; `total` adds up to the sum of (beta_i A_ij)^2."""
     total = gl.sum(gl.sum(total, 1), 0)
-    one: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0])
-    end = gl.max(gl.max(f_s.slice(FROM - BOX, 1, 0).slice(C - 1, 1, 1).load(one), 1), 0)
     # NaN is not
     is_tame = (total <= ALIKE) & (end >= FORGOTTEN) & (length == C)
     gl.store(factors_ptr + TAME, is_tame.to(gl.float32))
@@ -161,19 +167,22 @@ def tell(f_s, factors_ptr, total, length):
 
 
 @gluon.jit
-def rstd_of(xx, n: gl.constexpr, length):
-    """1 / norm of rows of x, from the block of x x^T that has them on its diagonal; 0 past the end."""
+def rstd_of(xx, n: gl.constexpr, f_s, FACTOR: gl.constexpr):
+    """1 / norm of rows of x [16, 1], from the block of x x^T that has them on its diagonal; to `f_s`, too."""
     i, j = places()
-    total = gl.expand_dims(gl.sum(gl.where(i == j, xx, 0.0), 1), 1)
-    return gl.where(i + n * BLOCK < length, gl.rsqrt(total + 1e-6), 0.0)
+    rstd = gl.rsqrt(gl.expand_dims(gl.sum(gl.where(i == j, xx, 0.0), 1), 1) + 1e-6)
+    f_s.index(FACTOR - BOX).permute((1, 0)).slice(n * BLOCK, BLOCK, 0).store(rstd)
+    return rstd
 
 
 @gluon.jit
-def keep(rstd_ptr, rstd, length, H):
-    """Norms of a chunk's tokens, from where they lie in [B, T, H] on."""
-    i, j = places()
-    for n in gl.static_range(BLOCKS):
-        gl.store(rstd_ptr + (i + n * BLOCK) * H, rstd[n], mask=i + n * BLOCK < length)
+def clear_outputs(o_ptr, place, count, HV, D: gl.constexpr):
+    """Zeros for the first `count` of a chunk's tokens."""
+    i = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, BY_ROWS))[None, :]
+    for column in gl.static_range(0, D, C):
+        none = gl.zeros((C, C), gl.float32, BY_ROWS)
+        gl.store(o_ptr + (place + i * HV) * D + (column + j), none, mask=i < count)
 
 
 @gluon.jit
@@ -196,8 +205,11 @@ def place_of(tile, a: gl.constexpr, n: gl.constexpr):
 
 @kernel
 def solve_kernel(
-    upper_d, lower_d, q_d, k_d, f_d, table_ptr, factors_ptr, q_rstd_ptr, k_rstd_ptr,
-    T, HV, ratio, chunks_per_row, count, NORM: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
+    upper_d, lower_d, q_d, k_d, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr, G_ptr,
+    q_rstd_ptr, k_rstd_ptr, o_ptr, next_ptr,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale, count,
+    SIGMOID: gl.constexpr, NEGATIVE: gl.constexpr, RESET: gl.constexpr,
+    NORM: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(D == 2 * C or not GLIDES)
     # A_inv is in two parts at 64 keys
@@ -205,7 +217,7 @@ def solve_kernel(
     HALVES: gl.constexpr = D // C
     one_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, 1, C], k_d.layout)
     A_s = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 1, C // 2, C], upper_d.layout)
-    factors_s = gl.allocate_shared_memory(gl.float32, [ROWS - BOX, C], f_d.layout)
+    f_s = gl.allocate_shared_memory(gl.float32, [ROWS - BOX, 1, C], PLAIN)
     two_s = recast(A_s, gl.bfloat16, [PARTS, 1, C, 1, C], k_d.layout).index(0)
     x_one = recast(one_s, gl.bfloat16, [C, C], SHARED)
     tiles = recast(A_s, gl.bfloat16, [PARTS * C, C], SHARED)
@@ -215,34 +227,38 @@ def solve_kernel(
     for a in gl.static_range(BLOCKS):
         for n in gl.static_range(a + 1):
             blocks = blocks + (place_of(L_s, a, n),)
-    f_s = recast(factors_s, gl.float32, [ROWS - BOX, C], PLAIN)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(ready.index(0), count=1)
     mbarrier.init(ready.index(1), count=1)
     fence_async_shared()
     SIZE: gl.constexpr = C * C * 2
-    H = HV // ratio
     at = digits(gl.program_id(0), table_ptr, HV, ratio, chunks_per_row)
     step = digits(gl.num_programs(0), table_ptr, HV, ratio, chunks_per_row)
+    gdc_wait()
+    gdc_launch_dependents()
+    if gl.program_id(0) == 0:
+        gl.store(next_ptr, 0)
     first, length = tokens_of(at, table_ptr, T)
     mbarrier.expect(ready.index(0), SIZE)
     tma_load(q_d if NORM else k_d, [at[0], first, at[2], 0], ready.index(0), one_s)
-    gdc_wait()
-    gdc_launch_dependents()
     phase = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
         row, key, value = at[0], at[2], at[3]
         token = first
         tokens = length
-        # the second half, to where the A_inv before was, and the factors
-        tma_store_wait(0)
-        mbarrier.expect(ready.index(1), (SIZE if HALVES == 2 else 0) + f_d.block_type.nbytes)
-        if HALVES == 2:
-            tma_load(q_d if NORM else k_d, [row, token, key, C], ready.index(1), two_s)
-        tma_load(f_d, [tile * ROWS + BOX, 0], ready.index(1), factors_s)
+        head = key * ratio + value
+        place = row.to(gl.int64) * T + token
         factors = factors_ptr + tile.to(gl.int64) * (ROWS * C)
-        q_rstd = ()
-        k_rstd = ()
+        # the second half, to where the A_inv before was
+        tma_store_wait(0)
+        if HALVES == 2:
+            mbarrier.expect(ready.index(1), SIZE)
+            tma_load(q_d if NORM else k_d, [row, token, key, C], ready.index(1), two_s)
+        g = gate_of(g_ptr, row, token, tokens, head, g_b, g_t, g_h)
+        beta = gate_of(beta_ptr, row, token, tokens, head, beta_b, beta_t, beta_h)
+        if o_ptr is not None:
+            if tokens < 0:
+                clear_outputs(o_ptr, place * HV + head, -tokens, HV, D)
         if NORM:
             mbarrier.wait(ready.index(0), 0)
             qq = products(x_one, tokens, nothing(BLOCKS), True)
@@ -250,18 +266,15 @@ def solve_kernel(
             barrier()
             mbarrier.expect(ready.index(0), SIZE)
             tma_load(k_d, [row, token, key, 0], ready.index(0), one_s)
-            mbarrier.wait(ready.index(1), 0 if HALVES == 2 else phase)
             if HALVES == 2:
+                mbarrier.wait(ready.index(1), 0)
                 qq = products(x_two, tokens, qq, True)
                 fence_async_shared()
                 barrier()
                 mbarrier.expect(ready.index(1), SIZE)
                 tma_load(k_d, [row, token, key, C], ready.index(1), two_s)
             for n in gl.static_range(BLOCKS):
-                q_rstd = q_rstd + (rstd_of(qq[n], n, tokens),)
-                to = down(f_s, TO, n) + gl.log2(q_rstd[n])
-                put(factors + TO * C, n, to)
-                put(factors + READ * C, n, gl.exp2(to))
+                rstd_of(qq[n], n, f_s, TO)
             mbarrier.wait(ready.index(0), 1)
         else:
             mbarrier.wait(ready.index(0), phase)
@@ -276,33 +289,41 @@ def solve_kernel(
         if HALVES == 2:
             mbarrier.wait(ready.index(1), 1 if NORM else phase)
             kk = products(x_two, tokens, kk, False)
-        elif not NORM:
-            mbarrier.wait(ready.index(1), phase)
+        is_token = gl.arange(0, C, TOKENS) < tokens
+        G = decays_of(g, A_log_ptr, dt_bias_ptr, tokens, head, RESET)
+        if G_ptr is not None:
+            gl.store(G_ptr + (place + gl.arange(0, C, TOKENS)) * HV + head, G, mask=is_token)
+        if beta_ptr is None:
+            beta = beta + 1.0
+        else:
+            beta = strength(beta, SIGMOID, NEGATIVE)
+        beta = gl.where(is_token, beta, 0.0)
+        if NORM:
+            k_rstd = ()
+            for n in gl.static_range(BLOCKS):
+                k_rstd = k_rstd + (rstd_of(kk[n * (n + 3) // 2], n, f_s, FROM),)
+            of_q = row_in(f_s, TO).load(TOKENS)
+            of_k = row_in(f_s, FROM).load(TOKENS)
+            if q_rstd_ptr is not None and value == 0:
+                norms = (place + gl.arange(0, C, TOKENS)) * (HV // ratio) + key
+                gl.store(q_rstd_ptr + norms, of_q, mask=is_token)
+                gl.store(k_rstd_ptr + norms, of_k, mask=is_token)
+            end = put_factors(factors, f_s, G, beta, scale * of_q, of_k)
+        else:
+            end = put_factors(factors, f_s, G, beta, gl.zeros((C,), gl.float32, TOKENS) + scale, None)
         columns = ()
         for n in gl.static_range(BLOCKS):
-            column = across(f_s, FROM, n)
-            if NORM:
-                k_rstd = k_rstd + (rstd_of(kk[n * (n + 3) // 2], n, tokens),)
-                decay = down(f_s, FROM, n)
-                shift = -gl.log2(k_rstd[n])
-                put(factors + OUT * C, n, down(f_s, OUT, n) * k_rstd[n])
-                put(factors + INTO * C, n, -gl.exp2(decay) * k_rstd[n])
-                put(factors + FROM * C, n, decay + shift)
-                column += gl.convert_layout(gl.permute(shift, (1, 0)), OF_BLOCK)
-            columns = columns + (column,)
-        if NORM and q_rstd_ptr is not None and value == 0:
-            place = (row.to(gl.int64) * T + token) * H + key
-            keep(q_rstd_ptr + place, q_rstd, tokens, H)
-            keep(k_rstd_ptr + place, k_rstd, tokens, H)
+            columns = columns + (across(f_s, FROM, n),)
         i, j = places()
         L_aa = ()
         total = zeros()
         for a in gl.static_range(BLOCKS):
             decay = down(f_s, FROM, a)
-            beta = down(f_s, BETA, a)
-            gain = -beta
+            strong = down(f_s, BETA, a)
+            gain = -strong
             if NORM:
-                gain = gain * k_rstd[a]
+                # once for the row's norm, once for that in `decay`
+                gain = gain * (k_rstd[a] * k_rstd[a])
             squares = zeros()
             for n in gl.static_range(a + 1):
                 L = kk[a * (a + 1) // 2 + n] * (gl.exp2(decay - columns[n]) * gain)
@@ -311,7 +332,7 @@ def solve_kernel(
                     L_aa = L_aa + (L,)
                 squares += L * L
                 blocks[a * (a + 1) // 2 + n].store(L.to(gl.float16))
-            total += squares * (beta * beta)
+            total += squares * (strong * strong)
         X_aa = on_diagonal(L_aa, blocks)
         Y = to_the_left(X_aa, blocks)
         X = ()
@@ -320,15 +341,14 @@ def solve_kernel(
         # nobody reads X in fp16 any more
         is_tame = False
         if GLIDES:
-            is_tame = tell(f_s, factors, total, tokens)
+            is_tame = tell(factors, total, end, tokens)
         if is_tame:
             for a in gl.static_range(BLOCKS):
                 out = down(f_s, OUT, a)
-                if NORM:
-                    out = out * k_rstd[a]
                 for n in gl.static_range(a + 1):
                     place_of(tiles, a, n).store((X[a][n] * (out * across(f_s, BETA, n))).to(gl.bfloat16))
         else:
+            put_second_box(factors, f_s)
             for a in gl.static_range(BLOCKS):
                 less = X[a][:a] + (gl.where(i > j, X[a][a], 0.0),)
                 if PARTS == 1:

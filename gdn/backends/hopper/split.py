@@ -2,7 +2,7 @@
 
     S_end = M S_start + N for any span of chunks: M is its walk from the identity without values, N from zero
 
-    jobs      where the spans lie; whose M is nothing, as their decay is exactly 0 in fp32
+    jobs      where the spans lie; whose M is nothing, as their decay, from gates anew, is exactly 0 in fp32
     ends      M and N of all spans but each sequence's last: the walk without outputs
     combine   S_(j+1) = M_j S_j + N_j from span to span: the states that enter them
     walk      of each span from the state that enters it
@@ -23,17 +23,20 @@ from torch import Tensor
 
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.chunk import JOB
-from gdn.backends.hopper.factors import END, ROWS
+from gdn.backends.hopper.factors import LEAST
 from gdn.backends.hopper.walk import ends_kernel
+from gdn.backends.triton import plans
 from gdn.backends.triton.chained import CHAINED, after_all_before
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import Launch, Room, Step, kernel, room
 from gdn.backends.triton.lib import dot, parts, state_tile
+from gdn.backends.triton.prepare import log_decay
 from gdn.problem import CHUNK, Problem
 
 # columns of a program of combine, for few programs and for many, and its warps, by K = V: over 64 keys
 # narrower blocks were miscompiled
 COMBINE = {128: ((16, 32), 8), 64: ((64,), 4)}
+NOTHING = tl.constexpr(-104.0)  # e^NOTHING is 0 in fp32
 
 
 @dataclass(frozen=True)
@@ -47,16 +50,11 @@ class Spans:
     combine: Launch
 
     def steps(
-        self,
-        p: Problem,
-        tiles: tuple[Any, ...],
-        factors: Tensor,
-        table: Tensor | None,
-        new: list[Tensor | None],
+        self, p: Problem, tiles: tuple[Any, ...], table: Tensor | None, new: list[Tensor | None]
     ) -> Iterator[Step]:
         """The launches and their tensors, in order; `tiles`: descriptors of k, v, A_inv and the factors."""
         states, jobs, end_jobs, ranges, ends = new
-        yield self.jobs, (factors, p.cu_seqlens, table, jobs, end_jobs, ranges)
+        yield self.jobs, (p.g, p.A_log, p.dt_bias, p.cu_seqlens, table, jobs, end_jobs, ranges)
         yield self.ends, (*tiles, ends, end_jobs)
         yield self.combine, (ends, ranges, p.initial_state, states)
 
@@ -76,7 +74,6 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...], width: int, glides: bo
         # sum of max(1, ceil(chunks / span)): most where one sequence has all chunks
         spans = p.N - 1 + max(1, triton.cdiv(p.num_chunks, span))
     programs = spans * HV
-    places = {"C": CHUNK, "ROW": ROWS.value * CHUNK, "END": END.value * CHUNK, "JOB": JOB.value}
     steps = {"D": p.K, "BV": width, "V_FIRST": p.state_v_first, "STAGES": 3}
     states = (HV, p.K, p.V)
     return Spans(
@@ -91,8 +88,8 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...], width: int, glides: bo
         jobs=Launch(
             jobs_kernel,
             programs,
-            (T, HV, p.N, per_row, bound, span),
-            {**places, "BLOCK": 64},
+            (*plans.gate_strides(p.g), T, HV, p.N, per_row, bound, span),
+            {"C": CHUNK, "JOB": JOB.value, "BLOCK": 64, "TOKENS": 512, "RESET": LEAST},
             1,
             options=CHAINED,
         ),
@@ -109,11 +106,6 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...], width: int, glides: bo
             combine_kernel, p.N * HV * (p.V // width), (HV,), steps, COMBINE[p.K][1], options=CHAINED
         ),
     )
-
-
-@triton.jit
-def _times(a, b):
-    return a * b
 
 
 @triton.jit
@@ -137,9 +129,9 @@ def span_at(i, cu_seqlens_ptr, N, L, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @kernel
 def jobs_kernel(
-    factors_ptr, cu_seqlens_ptr, table_ptr, walks_ptr, ends_ptr, ranges_ptr,
-    T, HV, N, chunks_per_row, bound, L,
-    C: tl.constexpr, ROW: tl.constexpr, END: tl.constexpr, JOB: tl.constexpr, BLOCK: tl.constexpr,
+    g_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr, table_ptr, walks_ptr, ends_ptr, ranges_ptr,
+    g_b, g_t, g_h, T, HV, N, chunks_per_row, bound, L,
+    C: tl.constexpr, JOB: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
     """The jobs of `walk`, those of `ends`, (N, M) of each span, and (first span, spans) of each sequence."""
     i = tl.program_id(0) // HV
@@ -172,13 +164,16 @@ def jobs_kernel(
         tl.store(ranges_ptr + 2 * n + 1, spans)
 
     has_end = exists & (is_last == 0)
-    decay = tl.full([BLOCK], 1.0, tl.float64)
-    for c in range(0, tl.where(has_end, L, 0), BLOCK):
-        lanes = c + tl.arange(0, BLOCK)
-        place = ((chunk + lanes).to(tl.int64) * HV + head) * ROW + END
-        decay *= tl.load(factors_ptr + place, mask=lanes < L, other=1.0).to(tl.float64)
-    # in fp64, as partial products may be small in any order; NaN is kept
-    is_gone = tl.reduce(decay, 0, _times).to(tl.float32) == 0.0
+    G = tl.zeros([TOKENS], tl.float64)
+    if g_ptr is not None:
+        g_ptr += row.to(tl.int64) * g_b + (first + begin).to(tl.int64) * g_t + head * g_h
+        for t in range(0, tl.where(has_end, length, 0), TOKENS):
+            tokens = t + tl.arange(0, TOKENS)
+            g = tl.load(g_ptr + tokens * g_t, mask=tokens < length, other=0.0)
+            g = log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET)
+            G += tl.where(tokens < length, g, 0.0)
+    # NaN is not
+    is_gone = tl.sum(G, 0) < NOTHING
     for is_map in tl.static_range(2):
         # without tokens M is zero
         is_walked = has_end & (is_gone == 0) if is_map else has_end
