@@ -78,11 +78,11 @@ class Forward:
             None if S_in is None else _descriptor(S_in.view(-1, p.V), (p.K, STRIP), _tile_of(S_in)),
         )
         if self.spans is None:
-            yield self.walk, (q_d, *tiles, *out, p.initial_state, final, p.cu_seqlens, table, o, jobs_taken)
+            yield self.walk, (q_d, *tiles, *out, p.initial_state, final, p.cu_seqlens, table, o, factors, jobs_taken)
         else:
-            yield from self.spans.steps(p, tiles, table, rest)
+            yield from self.spans.steps(p, tiles, factors, table, rest)
             states, jobs, *_ = rest
-            yield self.walk, (q_d, *tiles, *out, states, final, None, jobs, o, jobs_taken)
+            yield self.walk, (q_d, *tiles, *out, states, final, None, jobs, o, factors, jobs_taken)
 
 
 _forwards: Plans[Forward] = Plans()

@@ -50,12 +50,13 @@ class Spans:
     combine: Launch
 
     def steps(
-        self, p: Problem, tiles: tuple[Any, ...], table: Tensor | None, new: list[Tensor | None]
+        self, p: Problem, tiles: tuple[Any, ...], factors: Tensor, table: Tensor | None,
+        new: list[Tensor | None],
     ) -> Iterator[Step]:
         """The launches and their tensors, in order; `tiles`: descriptors of k, v, A_inv and the factors."""
         states, jobs, end_jobs, ranges, ends = new
         yield self.jobs, (p.g, p.A_log, p.dt_bias, p.cu_seqlens, table, jobs, end_jobs, ranges)
-        yield self.ends, (*tiles, ends, end_jobs)
+        yield self.ends, (*tiles, factors, ends, end_jobs)
         yield self.combine, (ends, ranges, p.initial_state, states)
 
 

@@ -28,7 +28,7 @@ from gdn.backends.hopper.chunk import (
     job_at,
     sequence,
 )
-from gdn.backends.hopper.factors import BOX, ROWS
+from gdn.backends.hopper.factors import BOX, ROWS, TAME
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
     gdc_launch_dependents,
@@ -45,13 +45,21 @@ from gdn.backends.hopper.pairs import make_pairs
 @gluon.jit
 def load_chunks(
     q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty, ring,
-    cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D: gl.constexpr,
+    cu_seqlens_ptr, table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
+    GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Tiles of each chunk into a stage that all others have left; which jobs are the program's.
+
+    The second box of factors is left out where a chunk is known to be tame: not for the first, as that
+    would be asked before the launch before is done.
 
     Without q for `ends_kernel`: no outputs, no values for the odd ones, and one job.
     """
     PARTS: gl.constexpr = 2 * STRIP // D
+    BYTES: gl.constexpr = (
+        (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes
+        + D // STRIP * v_d.block_type.nbytes + 2 * PARTS * upper_d.block_type.nbytes
+    )  # fmt: skip
     at = 0
     turn = 0
     job = gl.program_id(0)
@@ -65,12 +73,14 @@ def load_chunks(
         for i in range(at, at + gl.cdiv(length, C)):
             stage = i % STAGES
             ready = full.index(stage)
+            is_whole = True
+            if GLIDES and i > 0:
+                is_whole = gl.load(factors_ptr + tile.to(gl.int64) * (ROWS * C) + TAME) == 0.0
             mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready, (
-                (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes
-                + D // STRIP * v_d.block_type.nbytes + 2 * PARTS * upper_d.block_type.nbytes
-                + ROWS // BOX * f_d.block_type.nbytes
-            ))  # fmt: skip
+            if is_whole:
+                mbarrier.expect(ready, BYTES + 2 * f_d.block_type.nbytes)
+            else:
+                mbarrier.expect(ready, BYTES + f_d.block_type.nbytes)
             # past T a tensor copy reads zeros, and nothing from memory
             v_token = token + (job // HV % 2) * T if q_d is None else token
             tma_load(k_d, [row, token, head // ratio, 0], ready, k_s.index(stage))
@@ -82,8 +92,9 @@ def load_chunks(
                 tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
                 if i == 0:
                     gdc_wait()
-            for box in gl.static_range(ROWS // BOX):
-                tma_load(f_d, [tile * ROWS + box * BOX, 0], ready, f_s.index(ROWS // BOX * stage + box))
+            tma_load(f_d, [tile * ROWS, 0], ready, f_s.index(2 * stage))
+            if is_whole:
+                tma_load(f_d, [tile * ROWS + BOX, 0], ready, f_s.index(2 * stage + 1))
             for part in gl.static_range(PARTS):
                 place = 2 * (PARTS * stage + part)
                 tma_load(upper_d, [PARTS * tile + part, 0, 0], ready, A_s.index(place))
@@ -222,7 +233,7 @@ def tiles_of(k_d, v_d, upper_d, f_d, D: gl.constexpr):
 @kernel
 def walk_kernel(
     q_d, k_d, v_d, upper_d, lower_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr,
-    o_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
+    o_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
     V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout)
@@ -264,7 +275,8 @@ def walk_kernel(
             )),
             (load_chunks, (
                 q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, halves, boxes, full, empty, ring,
-                cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
+                cu_seqlens_ptr, table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
+                GLIDES, D,
             )),
         ], [4, 1], [88, 24])  # fmt: skip
     else:
@@ -285,14 +297,16 @@ def walk_kernel(
             )),
             (load_chunks, (
                 q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, halves, boxes, full, empty, ring,
-                cu_seqlens_ptr, table_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, D,
+                cu_seqlens_ptr, table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
+                GLIDES, D,
             )),
         ], [4, 4, 1], [200, 88, 24])  # fmt: skip
 
 
 @kernel
 def ends_kernel(
-    k_d, v_d, upper_d, lower_d, f_d, final_ptr, jobs_ptr, T, HV, ratio, GLIDES: gl.constexpr, D: gl.constexpr,
+    k_d, v_d, upper_d, lower_d, f_d, factors_ptr, final_ptr, jobs_ptr, T, HV, ratio,
+    GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """The walk without outputs, and without what only they need: M and N of spans, see `split`."""
     k_s, v_s, halves, A_s, boxes, f_s = tiles_of(k_d, v_d, upper_d, f_d, D)
@@ -314,7 +328,7 @@ def ends_kernel(
             )),
             (load_chunks, (
                 None, k_d, v_d, upper_d, lower_d, f_d, None, k_s, v_s, halves, boxes, full, empty, None,
-                None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
+                None, jobs_ptr, factors_ptr, None, T, HV, ratio, 0, 0, jobs, GLIDES, D,
             )),
         ], [1], [24])  # fmt: skip
     else:
@@ -329,6 +343,6 @@ def ends_kernel(
             )),
             (load_chunks, (
                 None, k_d, v_d, upper_d, lower_d, f_d, None, k_s, v_s, halves, boxes, full, empty, None,
-                None, jobs_ptr, None, T, HV, ratio, 0, 0, jobs, D,
+                None, jobs_ptr, factors_ptr, None, T, HV, ratio, 0, 0, jobs, GLIDES, D,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
