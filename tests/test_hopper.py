@@ -213,7 +213,9 @@ def test_programs_go_on(monkeypatch, name):
     """From tile to tile and job to job: one multiprocessor gives the bits that room for all at once does."""
     glides(monkeypatch)
     # a program of `solve` goes on by two or eight value heads: key heads and chunks are carried to
-    case = replace(CASES[name], heads=(2, 10), lengths=packed(200, 0, 33, 130, tail=29))
+    case = replace(
+        CASES[name], heads=(2, 10), lengths=packed(200, 0, 33, 130, tail=29), batch_invariant=True
+    )
     given = inputs(case, torch.bfloat16)
     expected = forward(given)[:2]
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
@@ -230,7 +232,7 @@ def test_programs_go_on(monkeypatch, name):
 def test_what_a_backward_wants(monkeypatch, name, span):
     """Kept as Triton's forward keeps it, and the outputs of a forward that keeps nothing and never glides."""
     in_spans(monkeypatch, span)
-    given = inputs(CASES[name], torch.bfloat16)
+    given = inputs(replace(CASES[name], batch_invariant=True), torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="hopper")
     glides(monkeypatch)
     o, final, saved = rule.chunk_forward(problem, True)
@@ -566,7 +568,7 @@ def test_what_is_compiled_ahead_takes_any_strides(monkeypatch, of_heads, kept):
     found = [launch for launch, _ in met]
     widths = {launch.constants["BV"] for launch in found if launch.kernel is split.combine_kernel}
     assert widths == set(split.COMBINE[problem.K][0])
-    assert [launch.kernel.__name__ for launch in found].count("walk_kernel") == 1 + len(widths)
+    assert [launch.kernel.__name__ for launch in found].count("walk_kernel") == 2 + len(widths)
 
 
 def is_as_near(x, y, expected, limit):

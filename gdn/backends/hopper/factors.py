@@ -46,10 +46,17 @@ def added(a, b):
 
 @gluon.jit
 def decays_of(g, A_log_ptr, dt_bias_ptr, length, head, RESET: gl.constexpr):
-    """G of a chunk's tokens, in fp64; past its end that of its last."""
+    """G / log 2 of a chunk's tokens; past its end that of its last."""
     is_token = gl.arange(0, C, TOKENS) < length
     g = gl.where(is_token, log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET), 0.0)
-    return gl.associative_scan(g.to(gl.float64), 0, added)
+    return (gl.associative_scan(g.to(gl.float64), 0, added) * PER_LOG2).to(gl.float32)
+
+
+@gluon.jit
+def strengths_of(beta, length, IS_GIVEN: gl.constexpr, SIGMOID: gl.constexpr, NEGATIVE: gl.constexpr):
+    """beta of a chunk's tokens, 0 past its end."""
+    beta = strength(beta, SIGMOID, NEGATIVE) if IS_GIVEN else beta + 1.0
+    return gl.where(gl.arange(0, C, TOKENS) < length, beta, 0.0)
 
 
 @gluon.jit
@@ -59,15 +66,12 @@ def row_in(f_s, FACTOR: gl.constexpr):
 
 
 @gluon.jit
-def put_factors(factors_ptr, f_s, G, beta, q_scale, k_rstd):
+def put_factors(factors_ptr, f_s, decay, beta, q_scale, k_rstd):
     """The first box to memory but for TAME, the second to `f_s`; q_scale: scale q_rstd. Returns G_C / log 2."""
     token = gl.arange(0, C, TOKENS)
-    G = G * PER_LOG2
-    end = gl.sum(gl.where(token == C - 1, G, 0.0), 0)
-    decay = G.to(gl.float32)
+    end = gl.sum(gl.where(token == C - 1, decay, 0.0), 0)
     grown = gl.exp2(decay)
-    out = gl.exp2((end - G).to(gl.float32))
-    end = end.to(gl.float32)
+    out = gl.exp2(end - decay)
     gl.store(factors_ptr + READ * C + token, grown * q_scale)
     gl.store(factors_ptr + END * C, gl.exp2(end))
     row_in(f_s, BETA).store(beta)

@@ -21,6 +21,7 @@ from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost, split
 from gdn.backends.hopper.chunk import TILE
 from gdn.backends.hopper.factors import BOX, LEAST, ROWS
+from gdn.backends.hopper.gates import gates_kernel
 from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
 from gdn.backends.triton import plans, whole
@@ -35,6 +36,7 @@ STRIP = 64  # value rows of a chain
 REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
 # of `solve`, for which a multiprocessor has room, of 168 registers and 18 or 26 KB each, by K = V
 WARPS = {128: 12, 64: 8}
+HEADS = 16  # of a program of `gates`
 HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -48,6 +50,7 @@ class Forward:
     # A_inv, factors, final, o, table, next; G, S_in, q_rstd, k_rstd, which a backward wants; those of `spans`
     rooms: tuple[Room | None, ...]
     table: Launch | None
+    gates: Launch | None
     solve: Launch
     spans: split.Spans | None
     walk: Launch
@@ -71,8 +74,10 @@ class Forward:
             _descriptor(p.q, (1, CHUNK, 1, STRIP), TOKENS) if p.use_qk_l2norm_in_kernel else None,
             _descriptor(p.k, (1, CHUNK, 1, STRIP), TOKENS),
         )
-        gates = (p.g, p.beta, p.A_log, p.dt_bias)
-        yield self.solve, (*halves, *gates, table, factors, G, q_rstd, k_rstd, tail, jobs_taken)
+        gates = (p.g, p.beta, p.A_log, p.dt_bias, table, factors)
+        if self.gates is not None:
+            yield self.gates, (*gates, G)
+        yield self.solve, (*halves, *gates, q_rstd, k_rstd, tail, jobs_taken)
         out: tuple[Any, ...] = (
             _descriptor(o.view(-1, p.HV * p.V), (CHUNK, STRIP), TILE.value),
             None if S_in is None else _descriptor(S_in.view(-1, p.V), (p.K, STRIP), _tile_of(S_in)),
@@ -142,7 +147,10 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         p = replace(p, form=None, q=q, k=k, v=v)
     a = plans.arguments(p)
     widths, _ = split.COMBINE[p.K]
-    for plan in (_plan(p, a, None, kept), *(_plan(p, a, 1, kept, width) for width in widths)):
+    for plan in (
+        *(_plan(p, a, None, kept, one_each=few) for few in (False, True)),
+        *(_plan(p, a, 1, kept, width) for width in widths),
+    ):
         new = stand_ins(p.device, plan.rooms)
         # tensor copies read and write whole rows: one tile of each tensor that they are made for
         for i in (0, 1, 3, 7):
@@ -152,11 +160,13 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
 
 
 def _plan(
-    p: Problem, a: plans.Arguments, span: int | None, kept: torch.dtype | None, width: int | None = None
-) -> Forward:
+    p: Problem, a: plans.Arguments, span: int | None, kept: torch.dtype | None, width: int | None = None,
+    one_each: bool | None = None,
+) -> Forward:  # fmt: skip
     """`span`: chunks of a span, or None where sequences are not split; `kept` as in `forward`.
 
-    `width`: columns of a program of `split.combine`, by its own choice where None.
+    `width`: columns of a program of `split.combine`, `one_each`: whether no program of `solve` has more than
+    one tile; as it comes where None.
     """
     numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
     G, _, _, _, q_rstd, k_rstd = plans.saves(p)
@@ -167,11 +177,23 @@ def _plan(
     parts = (2,) if p.K == CHUNK else ()
     glides = GLIDES and is_spare
     S_in = None if kept is None else ((*tiles, p.K, p.V), kept)
+    count, programs = a.entries * p.HV, WARPS[p.K] * cost.num_sms(p.device)
+    one_each = count <= programs if one_each is None else one_each
+    is_prepared = kept is not None or not one_each or p.batch_invariant
+    activation = {**a.activation, "RESET": LEAST}
+    gates = Launch(
+        gates_kernel,
+        a.entries * -(-p.HV // HEADS),
+        (*plans.gate_strides(p.g, p.beta), *numbers[:2], numbers[3]),
+        {"C": CHUNK, "BH": HEADS, **activation},
+        4,
+        options=CHAINED,
+    )
     solve = Launch(
         solve_kernel,
-        min(a.entries * p.HV, WARPS[p.K] * cost.num_sms(p.device)),
-        (*plans.gate_strides(p.g, p.beta), *numbers, p.scale, a.entries * p.HV),
-        {**a.activation, "RESET": LEAST, "NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K},
+        min(count, programs),
+        (*plans.gate_strides(p.g, p.beta), *numbers, p.scale, count),
+        {"PREPARED": is_prepared, **activation, "NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K},
         1,
         options={"maxnreg": 168, **CHAINED},
         described=4,
@@ -198,7 +220,7 @@ def _plan(
         *(None if kept is None or x is None else room(*x) for x in (G, S_in, q_rstd, k_rstd)),
         *(() if spans is None else spans.rooms),
     )
-    return Forward(rooms, a.launch, solve, spans, walk)
+    return Forward(rooms, a.launch, gates if is_prepared else None, solve, spans, walk)
 
 
 def halves_of(A_inv: Tensor) -> tuple[Tensor, Tensor]:

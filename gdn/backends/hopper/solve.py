@@ -33,6 +33,7 @@ from gdn.backends.hopper.factors import (
     put_factors,
     put_second_box,
     row_in,
+    strengths_of,
 )
 from gdn.backends.hopper.gluon import (
     barrier,
@@ -61,7 +62,6 @@ from gdn.backends.hopper.inverse import (
     to_the_left,
     zeros,
 )
-from gdn.backends.triton.lib import strength
 
 # a chunk is tame up to this sum of (beta_i A_ij)^2, 16 for random keys and beta = 1, and from this decay on,
 # which leaves 35 bits of fp32's exponent for e^(-G_C) <q, k> v
@@ -205,10 +205,10 @@ def place_of(tile, a: gl.constexpr, n: gl.constexpr):
 
 @kernel
 def solve_kernel(
-    upper_d, lower_d, q_d, k_d, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr, G_ptr,
+    upper_d, lower_d, q_d, k_d, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr,
     q_rstd_ptr, k_rstd_ptr, o_ptr, next_ptr,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale, count,
-    SIGMOID: gl.constexpr, NEGATIVE: gl.constexpr, RESET: gl.constexpr,
+    PREPARED: gl.constexpr, SIGMOID: gl.constexpr, NEGATIVE: gl.constexpr, RESET: gl.constexpr,
     NORM: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     gl.static_assert(D == 2 * C or not GLIDES)
@@ -254,8 +254,13 @@ def solve_kernel(
         if HALVES == 2:
             mbarrier.expect(ready.index(1), SIZE)
             tma_load(q_d if NORM else k_d, [row, token, key, C], ready.index(1), two_s)
-        g = gate_of(g_ptr, row, token, tokens, head, g_b, g_t, g_h)
-        beta = gate_of(beta_ptr, row, token, tokens, head, beta_b, beta_t, beta_h)
+        lane = gl.arange(0, C, TOKENS)
+        if PREPARED:
+            decay = gl.load(factors + FROM * C + lane)
+            beta = gl.load(factors + BETA * C + lane)
+        else:
+            decay = gate_of(g_ptr, row, token, tokens, head, g_b, g_t, g_h)
+            beta = gate_of(beta_ptr, row, token, tokens, head, beta_b, beta_t, beta_h)
         if o_ptr is not None:
             if tokens < 0:
                 clear_outputs(o_ptr, place * HV + head, -tokens, HV, D)
@@ -289,15 +294,9 @@ def solve_kernel(
         if HALVES == 2:
             mbarrier.wait(ready.index(1), 1 if NORM else phase)
             kk = products(x_two, tokens, kk, False)
-        is_token = gl.arange(0, C, TOKENS) < tokens
-        G = decays_of(g, A_log_ptr, dt_bias_ptr, tokens, head, RESET)
-        if G_ptr is not None:
-            gl.store(G_ptr + (place + gl.arange(0, C, TOKENS)) * HV + head, G, mask=is_token)
-        if beta_ptr is None:
-            beta = beta + 1.0
-        else:
-            beta = strength(beta, SIGMOID, NEGATIVE)
-        beta = gl.where(is_token, beta, 0.0)
+        if not PREPARED:
+            decay = decays_of(decay, A_log_ptr, dt_bias_ptr, tokens, head, RESET)
+            beta = strengths_of(beta, tokens, beta_ptr is not None, SIGMOID, NEGATIVE)
         if NORM:
             k_rstd = ()
             for n in gl.static_range(BLOCKS):
@@ -305,12 +304,12 @@ def solve_kernel(
             of_q = row_in(f_s, TO).load(TOKENS)
             of_k = row_in(f_s, FROM).load(TOKENS)
             if q_rstd_ptr is not None and value == 0:
-                norms = (place + gl.arange(0, C, TOKENS)) * (HV // ratio) + key
-                gl.store(q_rstd_ptr + norms, of_q, mask=is_token)
-                gl.store(k_rstd_ptr + norms, of_k, mask=is_token)
-            end = put_factors(factors, f_s, G, beta, scale * of_q, of_k)
+                norms = (place + lane) * (HV // ratio) + key
+                gl.store(q_rstd_ptr + norms, of_q, mask=lane < tokens)
+                gl.store(k_rstd_ptr + norms, of_k, mask=lane < tokens)
+            end = put_factors(factors, f_s, decay, beta, scale * of_q, of_k)
         else:
-            end = put_factors(factors, f_s, G, beta, gl.zeros((C,), gl.float32, TOKENS) + scale, None)
+            end = put_factors(factors, f_s, decay, beta, gl.zeros((C,), gl.float32, TOKENS) + scale, None)
         columns = ()
         for n in gl.static_range(BLOCKS):
             columns = columns + (across(f_s, FROM, n),)
@@ -318,15 +317,15 @@ def solve_kernel(
         L_aa = ()
         total = zeros()
         for a in gl.static_range(BLOCKS):
-            decay = down(f_s, FROM, a)
+            onto = down(f_s, FROM, a)
             strong = down(f_s, BETA, a)
             gain = -strong
             if NORM:
-                # once for the row's norm, once for that in `decay`
+                # once for the row's norm, once for that in `onto`
                 gain = gain * (k_rstd[a] * k_rstd[a])
             squares = zeros()
             for n in gl.static_range(a + 1):
-                L = kk[a * (a + 1) // 2 + n] * (gl.exp2(decay - columns[n]) * gain)
+                L = kk[a * (a + 1) // 2 + n] * (gl.exp2(onto - columns[n]) * gain)
                 if n == a:
                     L = gl.where(i > j, L, 0.0)
                     L_aa = L_aa + (L,)

@@ -1,0 +1,58 @@
+"""Decays and beta of a chunk's tokens for `solve`, of many heads at once; see `factors`.
+
+    FROM G / log 2;  BETA
+
+Threads lie along heads and each has its tokens. A warp of `solve` that has one head reads a line of memory for
+each token, and sums over lanes: that is only worth the launch that it saves where each warp has one tile.
+
+Bytes per token and value head: gates 6, FROM and BETA 8; G, where a backward wants it, 8.
+"""
+
+import triton.language as tl
+
+from gdn.backends.hopper.factors import BETA, FROM, PER_LOG2, ROWS
+from gdn.backends.triton.chained import after_all_before
+from gdn.backends.triton.chunks import locate
+from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.lib import strength
+from gdn.backends.triton.prepare import log_decay
+
+
+@kernel
+def gates_kernel(
+    g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr, G_ptr,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, chunks_per_row,
+    C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
+):  # fmt: skip
+    after_all_before()
+    blocks = tl.cdiv(HV, BH)
+    chunk = tl.program_id(0) // blocks
+    row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    if length <= 0:
+        return
+    tokens = tl.arange(0, C)[:, None]
+    heads = (tl.program_id(0) % blocks) * BH + tl.arange(0, BH)[None, :]
+    is_head = heads < HV
+    is_token = is_head & (tokens < length)
+    if g_ptr is None:
+        g = tl.zeros([C, BH], tl.float32)
+    else:
+        g = tl.load(
+            g_ptr + row.to(tl.int64) * g_b + (first + tokens).to(tl.int64) * g_t + heads * g_h,
+            mask=is_token, other=0.0,
+        )  # fmt: skip
+        g = log_decay(g, A_log_ptr, dt_bias_ptr, tl.minimum(heads, HV - 1), RESET)
+    if beta_ptr is None:
+        beta = tl.full([C, BH], 1.0, tl.float32)
+    else:
+        beta = tl.load(
+            beta_ptr + row.to(tl.int64) * beta_b + (first + tokens).to(tl.int64) * beta_t + heads * beta_h,
+            mask=is_token, other=0.0,
+        )  # fmt: skip
+        beta = strength(beta, SIGMOID, NEGATIVE)
+    G = tl.cumsum(tl.where(is_token, g, 0.0).to(tl.float64), 0)
+    if G_ptr is not None:
+        tl.store(G_ptr + (row.to(tl.int64) * T + first + tokens) * HV + heads, G, mask=is_token)
+    places = factors_ptr + (chunk.to(tl.int64) * HV + heads) * (ROWS * C) + tokens
+    tl.store(places + FROM * C, (G * PER_LOG2).to(tl.float32), mask=is_head)
+    tl.store(places + BETA * C, tl.where(is_token, beta, 0.0), mask=is_head)
