@@ -66,8 +66,11 @@ def row_in(f_s, FACTOR: gl.constexpr):
 
 
 @gluon.jit
-def put_factors(factors_ptr, f_s, decay, beta, q_scale, k_rstd):
-    """The first box to memory but for TAME, the second to `f_s`; q_scale: scale q_rstd. Returns G_C / log 2."""
+def put_factors(factors_ptr, f_s, gain_s, decay, beta, q_scale, k_rstd):
+    """The first box to memory but for TAME, the second to `f_s`; q_scale: scale q_rstd. Returns G_C / log 2.
+
+    To `gain_s` what 2^(FROM_i - FROM_j) <k_i, k_j> is to be multiplied with for -A_ij.
+    """
     token = gl.arange(0, C, TOKENS)
     end = gl.sum(gl.where(token == C - 1, decay, 0.0), 0)
     grown = gl.exp2(decay)
@@ -80,9 +83,12 @@ def put_factors(factors_ptr, f_s, decay, beta, q_scale, k_rstd):
         grown = grown * k_rstd
         out = out * k_rstd
         decay = decay - gl.log2(k_rstd)
+        # once for the row's norm, once for that in FROM
+        beta = beta * (k_rstd * k_rstd)
     gl.store(factors_ptr + INTO * C + token, -grown)
     row_in(f_s, OUT).store(out)
     row_in(f_s, FROM).store(decay)
+    row_in(gain_s, BOX).store(-beta)
     return end
 
 

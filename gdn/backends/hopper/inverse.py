@@ -1,12 +1,13 @@
 """X = (I - L)^-1 of tiles of 64 x 64 with L below the diagonal, a warp a tile, by blocks of 16 x 16.
 
-Blocks on the diagonal by doubling, all at once; to the left of them, with Y_am = X_aa L_am,
+An accumulator is, lane by lane, the left operand of what it holds and the right operand of its transpose: A B^T
+of two accumulators (`by`) takes nothing from memory. So blocks are had with their transposes where these are
+wanted. Blocks on the diagonal by doubling, all at once; below it, row by row,
 
-    X_an = sum over m from n to a - 1 of Y_am X_mn
+    T_an^T = sum over m from n to a - 1 of X_mn^T L_am^T;   X_an = X_aa T_an;   X_an^T = T_an^T X_aa^T
 
-so that left operands come from the registers in which a product left them, right ones from shared memory,
-where X takes the place of L. Operands are in fp16, which is as exact as tf32 and has room for |L| < 65504: a
-recurrence with larger ones grows by as much from token to token.
+Operands are in fp16, which is as exact as tf32 and has room for |L| < 65504: a recurrence with larger ones
+grows by as much from token to token.
 """
 
 # tuples of blocks grow as the kernel is traced
@@ -44,53 +45,53 @@ def left(x):
 
 
 @gluon.jit
-def on_diagonal(L, blocks):
-    """X of the blocks on the diagonal, also in fp16 in their places, where L is; see `triton.tril`."""
+def by(a, b, acc):
+    """acc + a b^T."""
+    right = gl.convert_layout(gl.permute(b.to(gl.float16), (1, 0)), RIGHT)
+    return mma_v2(left(a.to(gl.float16)), right, acc)
+
+
+@gluon.jit
+def on_diagonal(L, L_t):
+    """X and X^T of the blocks on the diagonal from L and L^T; see `triton.tril`."""
     i, j = places()
     eye = gl.where(i == j, zeros() + 1.0, 0.0)
-    found = ()
-    right = ()
-    for a in gl.static_range(BLOCKS):
-        found = found + (gl.where((i ^ j) == 1, L[a], eye),)
-        right = right + (blocks[a * (a + 3) // 2].load(RIGHT),)
+    X = ()
+    X_t = ()
+    for a in gl.static_range(len(L)):
+        X = X + (gl.where((i ^ j) == 1, L[a], eye),)
+        X_t = X_t + (gl.where((i ^ j) == 1, L_t[a], eye),)
     for level in gl.static_range(1, 4):
         # X has blocks of 2^level along its diagonal: of X L only those beside them are wanted
         is_across = ((i ^ j) >> level) == 1
-        for a in gl.static_range(BLOCKS):
-            blocks[a * (a + 3) // 2].store(found[a].to(gl.float16))
         more = ()
-        for a in gl.static_range(BLOCKS):
-            XL = mma_v2(left(found[a].to(gl.float16)), right[a], zeros())
-            XL = left(gl.where(is_across, XL, 0.0).to(gl.float16))
-            more = more + (mma_v2(XL, blocks[a * (a + 3) // 2].load(RIGHT), found[a]),)
-        found = more
-    for a in gl.static_range(BLOCKS - 1):
-        blocks[a * (a + 3) // 2].store(found[a].to(gl.float16))
-    return found
+        more_t = ()
+        for a in gl.static_range(len(L)):
+            XL = gl.where(is_across, by(X[a], L_t[a], zeros()), 0.0)
+            XL_t = gl.where(is_across, by(L_t[a], X[a], zeros()), 0.0)
+            more = more + (by(XL, X_t[a], X[a]),)
+            more_t = more_t + (by(X_t[a], XL, X_t[a]),)
+        X = more
+        X_t = more_t
+    return X, X_t
 
 
 @gluon.jit
-def to_the_left(X, blocks):
-    """Y of all blocks below the diagonal, row by row, as left operands."""
-    found = ()
+def inverse(L, L_aa, L_aa_t):
+    """Blocks of X on and below the diagonal, row by row; of L those below it."""
+    X_0, X_0t = on_diagonal(L_aa[:2], L_aa_t[:2])
+    X_1, X_1t = on_diagonal(L_aa[2:], L_aa_t[2:])
+    X_aa = X_0 + X_1
+    X_aa_t = X_0t + X_1t
+    X = (X_aa[0],)
+    X_t = (X_aa_t[0],)
     for a in gl.static_range(1, BLOCKS):
-        X_aa = left(X[a].to(gl.float16))
-        for m in gl.static_range(a):
-            Y = mma_v2(X_aa, blocks[a * (a + 1) // 2 + m].load(RIGHT), zeros())
-            found = found + (left(Y.to(gl.float16)),)
-    return found
-
-
-@gluon.jit
-def row_of(Y, blocks, a: gl.constexpr):
-    """Blocks of X in row a before the diagonal, also in fp16 in their places."""
-    found = ()
-    for n in gl.static_range(a):
-        X_an = zeros()
-        for m in gl.static_range(n, a):
-            X_an = mma_v2(Y[a * (a - 1) // 2 + m], blocks[m * (m + 1) // 2 + n].load(RIGHT), X_an)
-        found = found + (X_an,)
-    if a < BLOCKS - 1:
         for n in gl.static_range(a):
-            blocks[a * (a + 1) // 2 + n].store(found[n].to(gl.float16))
-    return found
+            T_t = zeros()
+            for m in gl.static_range(n, a):
+                T_t = by(X_t[m * (m + 1) // 2 + n], L[a * (a - 1) // 2 + m], T_t)
+            X = X + (by(X_aa[a], T_t, zeros()),)
+            X_t = X_t + (by(T_t, X_aa[a], zeros()),)
+        X = X + (X_aa[a],)
+        X_t = X_t + (X_aa_t[a],)
+    return X

@@ -55,11 +55,9 @@ from gdn.backends.hopper.inverse import (
     OF_BLOCK,
     RIGHT,
     C,
+    inverse,
     left,
-    on_diagonal,
     places,
-    row_of,
-    to_the_left,
     zeros,
 )
 
@@ -167,12 +165,11 @@ def tell(factors_ptr, total, end, length):
 
 
 @gluon.jit
-def rstd_of(xx, n: gl.constexpr, f_s, FACTOR: gl.constexpr):
-    """1 / norm of rows of x [16, 1], from the block of x x^T that has them on its diagonal; to `f_s`, too."""
+def put_rstd(xx, n: gl.constexpr, f_s, FACTOR: gl.constexpr):
+    """1 / norm of rows of x to `f_s`, from the block of x x^T that has their squares on its diagonal."""
     i, j = places()
     rstd = gl.rsqrt(gl.expand_dims(gl.sum(gl.where(i == j, xx, 0.0), 1), 1) + 1e-6)
     f_s.index(FACTOR - BOX).permute((1, 0)).slice(n * BLOCK, BLOCK, 0).store(rstd)
-    return rstd
 
 
 @gluon.jit
@@ -222,11 +219,7 @@ def solve_kernel(
     x_one = recast(one_s, gl.bfloat16, [C, C], SHARED)
     tiles = recast(A_s, gl.bfloat16, [PARTS * C, C], SHARED)
     x_two = tiles.slice(0, C, 0)
-    L_s = recast(A_s, gl.float16, [PARTS * C, C], SHARED)
-    blocks = ()
-    for a in gl.static_range(BLOCKS):
-        for n in gl.static_range(a + 1):
-            blocks = blocks + (place_of(L_s, a, n),)
+    gain_s = gl.allocate_shared_memory(gl.float32, [1, 1, C], PLAIN)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(ready.index(0), count=1)
     mbarrier.init(ready.index(1), count=1)
@@ -279,7 +272,7 @@ def solve_kernel(
                 mbarrier.expect(ready.index(1), SIZE)
                 tma_load(k_d, [row, token, key, C], ready.index(1), two_s)
             for n in gl.static_range(BLOCKS):
-                rstd_of(qq[n], n, f_s, TO)
+                put_rstd(qq[n], n, f_s, TO)
             mbarrier.wait(ready.index(0), 1)
         else:
             mbarrier.wait(ready.index(0), phase)
@@ -298,58 +291,62 @@ def solve_kernel(
             decay = decays_of(decay, A_log_ptr, dt_bias_ptr, tokens, head, RESET)
             beta = strengths_of(beta, tokens, beta_ptr is not None, SIGMOID, NEGATIVE)
         if NORM:
-            k_rstd = ()
             for n in gl.static_range(BLOCKS):
-                k_rstd = k_rstd + (rstd_of(kk[n * (n + 3) // 2], n, f_s, FROM),)
+                put_rstd(kk[n * (n + 3) // 2], n, f_s, FROM)
             of_q = row_in(f_s, TO).load(TOKENS)
             of_k = row_in(f_s, FROM).load(TOKENS)
             if q_rstd_ptr is not None and value == 0:
                 norms = (place + lane) * (HV // ratio) + key
                 gl.store(q_rstd_ptr + norms, of_q, mask=lane < tokens)
                 gl.store(k_rstd_ptr + norms, of_k, mask=lane < tokens)
-            end = put_factors(factors, f_s, decay, beta, scale * of_q, of_k)
+            end = put_factors(factors, f_s, gain_s, decay, beta, scale * of_q, of_k)
         else:
-            end = put_factors(factors, f_s, decay, beta, gl.zeros((C,), gl.float32, TOKENS) + scale, None)
+            end = put_factors(factors, f_s, gain_s, decay, beta, gl.zeros((C,), gl.float32, TOKENS) + scale, None)
         columns = ()
         for n in gl.static_range(BLOCKS):
             columns = columns + (across(f_s, FROM, n),)
         i, j = places()
+        L = ()
         L_aa = ()
+        L_aa_t = ()
         total = zeros()
         for a in gl.static_range(BLOCKS):
             onto = down(f_s, FROM, a)
+            gain = down(gain_s, BOX, a)
             strong = down(f_s, BETA, a)
-            gain = -strong
-            if NORM:
-                # once for the row's norm, once for that in `onto`
-                gain = gain * (k_rstd[a] * k_rstd[a])
             squares = zeros()
-            for n in gl.static_range(a + 1):
-                L = kk[a * (a + 1) // 2 + n] * (gl.exp2(onto - columns[n]) * gain)
-                if n == a:
-                    L = gl.where(i > j, L, 0.0)
-                    L_aa = L_aa + (L,)
-                squares += L * L
-                blocks[a * (a + 1) // 2 + n].store(L.to(gl.float16))
+            for n in gl.static_range(a):
+                x = kk[a * (a + 1) // 2 + n] * (gl.exp2(onto - columns[n]) * gain)
+                squares += x * x
+                L = L + (x.to(gl.float16),)
+            # k k^T is its transpose: above the diagonal L^T, by the same powers
+            is_below = i > j
+            power = gl.exp2(gl.where(is_below, onto - columns[a], columns[a] - onto))
+            x = kk[a * (a + 3) // 2] * (power * gl.where(is_below, gain, across(gain_s, BOX, a)))
+            L_aa = L_aa + (gl.where(is_below, x, 0.0),)
+            L_aa_t = L_aa_t + (gl.where(i < j, x, 0.0),)
+            squares += L_aa[a] * L_aa[a]
             total += squares * (strong * strong)
-        X_aa = on_diagonal(L_aa, blocks)
-        Y = to_the_left(X_aa, blocks)
-        X = ()
-        for a in gl.static_range(BLOCKS):
-            X = X + (row_of(Y, blocks, a) + (X_aa[a],),)
-        # nobody reads X in fp16 any more
         is_tame = False
         if GLIDES:
             is_tame = tell(factors, total, end, tokens)
+        X = inverse(L, L_aa, L_aa_t)
         if is_tame:
+            betas = ()
+            for n in gl.static_range(BLOCKS):
+                betas = betas + (across(f_s, BETA, n),)
             for a in gl.static_range(BLOCKS):
                 out = down(f_s, OUT, a)
                 for n in gl.static_range(a + 1):
-                    place_of(tiles, a, n).store((X[a][n] * (out * across(f_s, BETA, n))).to(gl.bfloat16))
+                    x = X[a * (a + 1) // 2 + n]
+                    place_of(tiles, a, n).store((x * (out * betas[n])).to(gl.bfloat16))
         else:
             put_second_box(factors, f_s)
             for a in gl.static_range(BLOCKS):
-                less = X[a][:a] + (gl.where(i > j, X[a][a], 0.0),)
+                less = ()
+                for n in gl.static_range(a):
+                    less = less + (X[a * (a + 1) // 2 + n],)
+                less = less + (gl.where(i > j, X[a * (a + 3) // 2], 0.0),)
                 if PARTS == 1:
                     less = less[:a] + (gl.where(i == j, lost(less), less[a]),)
                 for n in gl.static_range(a + 1):
@@ -358,7 +355,8 @@ def solve_kernel(
                         place_of(tiles, part * BLOCKS + a, n).store(block.to(gl.bfloat16))
                         block = block - block.to(gl.bfloat16).to(gl.float32)
         for a in gl.static_range(BLOCKS):
-            for n in gl.static_range(a + 1, BLOCKS):
+            # what tensor copies take: the upper right quarter only where it has a place
+            for n in gl.static_range(a + 1, a // 2 * 2 + 2 if GLIDES else BLOCKS):
                 for part in gl.static_range(PARTS):
                     place_of(tiles, part * BLOCKS + a, n).store(zeros().to(gl.bfloat16))
         fence_async_shared()
