@@ -31,7 +31,7 @@ from gdn.backends.hopper.factors import TAME
 from gdn.backends.hopper.gluon import mbarrier
 from gdn.backends.triton import plans, whole
 from gdn.backends.triton.chunks import Table
-from gdn.backends.triton.launch import Launch, Plans, allocate
+from gdn.backends.triton.launch import Launch, Plans, allocate, machine
 from gdn.backends.triton.rule import chunk_backward as backward
 from gdn.backends.triton.rule import tidy
 
@@ -213,9 +213,7 @@ def test_programs_go_on(monkeypatch, name):
     """From tile to tile and job to job: one multiprocessor gives the bits that room for all at once does."""
     glides(monkeypatch)
     # a program of `solve` goes on by two or eight value heads: key heads and chunks are carried to
-    case = replace(
-        CASES[name], heads=(2, 10), lengths=packed(200, 0, 33, 130, tail=29), batch_invariant=True
-    )
+    case = replace(CASES[name], heads=(2, 10), lengths=packed(200, 0, 33, 130, tail=29), batch_invariant=True)
     given = inputs(case, torch.bfloat16)
     expected = forward(given)[:2]
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
@@ -379,7 +377,7 @@ def test_jobs_cover_all_chunks():
     lengths[[7, 69]] = torch.tensor([1000, 0])
     given = inputs(replace(BASE, heads=(1, 1), lengths=packed(*lengths.tolist())), torch.bfloat16)
     p = parse(**given.tensors, **given.options, backend="triton")
-    table = Table(p)
+    table = Table(p, machine(p.device))
     plan = split.plan(p, span, (p.T, 1, 1, 0, table.bound), 16, False)
     _, walks, ends, ranges, _ = allocate(p.device, plan.rooms)
     plan.jobs(None, None, None, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)

@@ -2,8 +2,8 @@
 
     FROM G / log 2;  BETA
 
-Threads lie along heads and each has its tokens. A warp of `solve` that has one head reads a line of memory for
-each token, and sums over lanes: that is only worth the launch that it saves where each warp has one tile.
+Threads lie along heads and each has its tokens. A warp of `solve` that has one head reads a line of memory a
+token, and sums over lanes: that is worth the launch that it saves where no warp has more than one tile.
 
 Bytes per token and value head: gates 6, FROM and BETA 8; G, where a backward wants it, 8.
 """

@@ -1,8 +1,8 @@
 """X = (I - L)^-1 of tiles of 64 x 64 with L below the diagonal, a warp a tile, by blocks of 16 x 16.
 
-An accumulator is, lane by lane, the left operand of what it holds and the right operand of its transpose: A B^T
-of two accumulators (`by`) takes nothing from memory. So blocks are had with their transposes where these are
-wanted. Blocks on the diagonal by doubling, all at once; below it, row by row,
+An accumulator is, lane by lane, the left operand of what it holds and the right operand of its transpose: of
+two of them A B^T (`by`) takes nothing from memory. So blocks are had with their transposes where these are
+wanted: on the diagonal by doubling, two blocks at once, for which there are registers; below it, row by row,
 
     T_an^T = sum over m from n to a - 1 of X_mn^T L_am^T;   X_an = X_aa T_an;   X_an^T = T_an^T X_aa^T
 
@@ -68,7 +68,6 @@ def on_diagonal(L, L_t):
         more_t = ()
         for a in gl.static_range(len(L)):
             XL = gl.where(is_across, by(X[a], L_t[a], zeros()), 0.0)
-            XL_t = gl.where(is_across, by(L_t[a], X[a], zeros()), 0.0)
             more = more + (by(XL, X_t[a], X[a]),)
             more_t = more_t + (by(X_t[a], XL, X_t[a]),)
         X = more
@@ -79,10 +78,10 @@ def on_diagonal(L, L_t):
 @gluon.jit
 def inverse(L, L_aa, L_aa_t):
     """Blocks of X on and below the diagonal, row by row; of L those below it."""
-    X_0, X_0t = on_diagonal(L_aa[:2], L_aa_t[:2])
-    X_1, X_1t = on_diagonal(L_aa[2:], L_aa_t[2:])
-    X_aa = X_0 + X_1
-    X_aa_t = X_0t + X_1t
+    upper, upper_t = on_diagonal(L_aa[:2], L_aa_t[:2])
+    lower, lower_t = on_diagonal(L_aa[2:], L_aa_t[2:])
+    X_aa = upper + lower
+    X_aa_t = upper_t + lower_t
     X = (X_aa[0],)
     X_t = (X_aa_t[0],)
     for a in gl.static_range(1, BLOCKS):

@@ -83,7 +83,8 @@ class Forward:
             None if S_in is None else _descriptor(S_in.view(-1, p.V), (p.K, STRIP), _tile_of(S_in)),
         )
         if self.spans is None:
-            yield self.walk, (q_d, *tiles, *out, p.initial_state, final, p.cu_seqlens, table, o, factors, jobs_taken)
+            ends = (p.initial_state, final, p.cu_seqlens, table)
+            yield self.walk, (q_d, *tiles, *out, *ends, o, factors, jobs_taken)
         else:
             yield from self.spans.steps(p, tiles, factors, table, rest)
             states, jobs, *_ = rest
@@ -193,7 +194,13 @@ def _plan(
         solve_kernel,
         min(count, programs),
         (*plans.gate_strides(p.g, p.beta), *numbers, p.scale, count),
-        {"PREPARED": is_prepared, **activation, "NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K},
+        {
+            "PREPARED": is_prepared,
+            **activation,
+            "NORM": p.use_qk_l2norm_in_kernel,
+            "GLIDES": glides,
+            "D": p.K,
+        },
         1,
         options={"maxnreg": 168, **CHAINED},
         described=4,

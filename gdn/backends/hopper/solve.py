@@ -254,9 +254,8 @@ def solve_kernel(
         else:
             decay = gate_of(g_ptr, row, token, tokens, head, g_b, g_t, g_h)
             beta = gate_of(beta_ptr, row, token, tokens, head, beta_b, beta_t, beta_h)
-        if o_ptr is not None:
-            if tokens < 0:
-                clear_outputs(o_ptr, place * HV + head, -tokens, HV, D)
+        if o_ptr is not None and tokens < 0:
+            clear_outputs(o_ptr, place * HV + head, -tokens, HV, D)
         if NORM:
             mbarrier.wait(ready.index(0), 0)
             qq = products(x_one, tokens, nothing(BLOCKS), True)
@@ -290,18 +289,19 @@ def solve_kernel(
         if not PREPARED:
             decay = decays_of(decay, A_log_ptr, dt_bias_ptr, tokens, head, RESET)
             beta = strengths_of(beta, tokens, beta_ptr is not None, SIGMOID, NEGATIVE)
+        q_scale = gl.zeros((C,), gl.float32, TOKENS) + scale
+        k_rstd = None
         if NORM:
             for n in gl.static_range(BLOCKS):
                 put_rstd(kk[n * (n + 3) // 2], n, f_s, FROM)
-            of_q = row_in(f_s, TO).load(TOKENS)
-            of_k = row_in(f_s, FROM).load(TOKENS)
+            q_rstd = row_in(f_s, TO).load(TOKENS)
+            k_rstd = row_in(f_s, FROM).load(TOKENS)
+            q_scale = q_scale * q_rstd
             if q_rstd_ptr is not None and value == 0:
                 norms = (place + lane) * (HV // ratio) + key
-                gl.store(q_rstd_ptr + norms, of_q, mask=lane < tokens)
-                gl.store(k_rstd_ptr + norms, of_k, mask=lane < tokens)
-            end = put_factors(factors, f_s, gain_s, decay, beta, scale * of_q, of_k)
-        else:
-            end = put_factors(factors, f_s, gain_s, decay, beta, gl.zeros((C,), gl.float32, TOKENS) + scale, None)
+                gl.store(q_rstd_ptr + norms, q_rstd, mask=lane < tokens)
+                gl.store(k_rstd_ptr + norms, k_rstd, mask=lane < tokens)
+        end = put_factors(factors, f_s, gain_s, decay, beta, q_scale, k_rstd)
         columns = ()
         for n in gl.static_range(BLOCKS):
             columns = columns + (across(f_s, FROM, n),)

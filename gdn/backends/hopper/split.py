@@ -50,7 +50,11 @@ class Spans:
     combine: Launch
 
     def steps(
-        self, p: Problem, tiles: tuple[Any, ...], factors: Tensor, table: Tensor | None,
+        self,
+        p: Problem,
+        tiles: tuple[Any, ...],
+        factors: Tensor,
+        table: Tensor | None,
         new: list[Tensor | None],
     ) -> Iterator[Step]:
         """The launches and their tensors, in order; `tiles`: descriptors of k, v, A_inv and the factors."""

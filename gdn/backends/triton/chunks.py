@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.launch import Launch, allocate, kernel, room
+from gdn.backends.triton.chained import after_all_before, chained, chains
+from gdn.backends.triton.launch import Launch, Machine, allocate, kernel, room
 from gdn.problem import CHUNK, Problem
 
 _BLOCK = 1024  # offsets that a program of the table's kernel reads at once
@@ -59,7 +60,11 @@ def chunks_before(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @kernel
-def _table_kernel(cu_seqlens_ptr, table_ptr, T, N, bound, C: tl.constexpr, BLOCK: tl.constexpr):
+def _table_kernel(
+    cu_seqlens_ptr, table_ptr, T, N, bound, C: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
+    if CHAINED:
+        after_all_before()
     n = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     base = chunks_before(cu_seqlens_ptr, n, C, BLOCK)
@@ -83,11 +88,16 @@ def _table_kernel(cu_seqlens_ptr, table_ptr, T, N, bound, C: tl.constexpr, BLOCK
 class Table:
     """Makes the table of a packed problem: one launch. `bound` entries; grids go over all of them."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, gpu: Machine) -> None:
         p = problem
         self.bound = (p.T + (p.N + 1) * (CHUNK - 1)) // CHUNK
         self.launch = Launch(
-            _table_kernel, p.N + 1, (p.T, p.N, self.bound), {"C": CHUNK, "BLOCK": _BLOCK}, num_warps=4
+            _table_kernel,
+            p.N + 1,
+            (p.T, p.N, self.bound),
+            {"C": CHUNK, "BLOCK": _BLOCK, "CHAINED": chains(gpu)},
+            num_warps=4,
+            options=chained(gpu),
         )
         self.room = room((2 * self.bound + p.N,), torch.int32)
 

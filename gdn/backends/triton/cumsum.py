@@ -20,7 +20,7 @@ from torch import Tensor
 from gdn.backends.triton import sums
 from gdn.backends.triton.chunks import Table, locate
 from gdn.backends.triton.gate import decay_rate, load_heads
-from gdn.backends.triton.launch import Launch, Plans, kernel, on
+from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on
 from gdn.notation import GSum, HeadParam, Offsets, PerHead
 from gdn.problem import CHUNK, RESET
 
@@ -126,7 +126,7 @@ def launch_stage(
     key = (kernel.__name__, B, T, HV, N, dtypes, tuple(constants.items()), numbers, num_warps, x.device)
 
     def make() -> _Stage:
-        table = None if N is None else Table(_Packed(T, N))  # type: ignore[arg-type]
+        table = None if N is None else Table(_Packed(T, N), machine(x.device))  # type: ignore[arg-type]
         entries = entries_of(x, cu_seqlens)
         all_numbers = (T, HV, triton.cdiv(T, CHUNK), *numbers)
         launch = Launch(kernel, grid(entries), all_numbers, {"C": CHUNK, **constants}, num_warps)

@@ -188,7 +188,7 @@ class Arguments:
 
 
 def arguments(p: Problem, *others: Tensor) -> Arguments:
-    table = None if p.cu_seqlens is None else Table(p)
+    table = None if p.cu_seqlens is None else Table(p, machine(p.device))
     strides = [s for x in (p.q, p.k, p.v, *others) for s in x.stride()[:3]]
     kind = machine(p.device).kind
     BK, narrow = max(16, triton.next_power_of_2(p.K)), _narrow(p)
