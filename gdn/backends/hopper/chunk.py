@@ -7,7 +7,7 @@
 than roundings is then between the products of the chain,
 
     w = e^(G_C - G) v_new = B (v - e^G k S);   B = e^(G_C - G) A_inv beta
-    o = scale e^G (q S + P w);   P = e^(-G_C) q k^T;   S <- e^(G_C) S + k^T w
+    o = scale e^G q S + P w;   P = scale e^(G - G_C) q k^T;   S <- e^(G_C) S + k^T w
 
 A chunk is tame where that loses little, which `solve` finds out: whole, A small, as it is where keys are not
 alike, and a decay that leaves e^(-G_C) room.
@@ -102,6 +102,39 @@ def in_parts(x, b, acc):
 
 
 @gluon.jit
+def keys_of(qk_s, stage, HAS_Q: gl.constexpr, D: gl.constexpr):
+    """q of a chunk's tokens with k below it, where there is q, and k alone."""
+    if HAS_Q:
+        qk_tile = qk_s.index(stage).reshape([2 * C, D])
+        return qk_tile, qk_tile.slice(C, C)
+    else:
+        k_tile = qk_s.index(stage).reshape([C, D])
+        return k_tile, k_tile
+
+
+@gluon.jit
+def times_keys(S, qk_tile, HAS_Q: gl.constexpr, FEW: gl.constexpr):
+    """S [q; k]^T in flight, one product, so that S is read half as often; without q S k^T."""
+    if HAS_Q:
+        zeros = gl.zeros((STRIP, 2 * C), gl.float32, OF_STATE)
+    else:
+        zeros = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
+    qk = qk_tile.permute((1, 0))
+    if FEW:
+        return in_parts(S, qk, zeros)
+    else:
+        S = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+        return warpgroup_mma(S, qk, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def apart(x, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """The left and the right half of x, of so many columns each, in the registers where they are."""
+    left, right = gl.split(gl.permute(gl.reshape(x, (STRIP, 2, WIDTH)), (0, 2, 1)))
+    return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
+
+
+@gluon.jit
 def keep(S, S_d, S_s, tile, MINE: gl.constexpr, D: gl.constexpr):
     """S as it enters a chunk, keys down."""
     tma_store_wait(0)
@@ -122,7 +155,7 @@ def leave(S, stage, empty):
 
 @gluon.jit
 def advance(
-    S, i, left, IS_RAGGED: gl.constexpr, MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s,
+    S, i, left, IS_RAGGED: gl.constexpr, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s,
     empty, P_full, o_ptr, token, tile, head, HV, D: gl.constexpr,
 ):  # fmt: skip
     """S after chunk i of all that come, of which `left` tokens are the sequence's own; o is stored."""
@@ -130,28 +163,21 @@ def advance(
     # of few keys S, what it grows by and A_inv are multiplied in two parts: see `triton.lib.operand_of`
     FEW: gl.constexpr = D == STRIP
     column = head * D + MINE * STRIP
-    zeros = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
-    k_tile = k_s.index(stage).reshape([C, D])
+    qk_tile, k_tile = keys_of(qk_s, stage, o_d is not None, D)
     tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
     if IS_RAGGED:
         # both chains do: what they store is the same, whatever of it the other has read
         k_tile.store(gl.where((tokens < left)[:, None], k_tile.load(BY_ROWS), 0.0))
         fence_async_shared()
-    if FEW:
-        kS = in_parts(S, k_tile.permute((1, 0)), zeros)
-        if q_s is not None:
-            o = in_parts(S, q_s.index(stage).reshape([C, D]).permute((1, 0)), zeros)
-    else:
-        S_operand = gl.convert_layout(S.to(gl.bfloat16), LEFT)
-        kS = warpgroup_mma(S_operand, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if q_s is not None:
-            q_tile = q_s.index(stage).reshape([C, D])
-            o = warpgroup_mma(S_operand, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    qkS = times_keys(S, qk_tile, o_d is not None, FEW)
     if S_d is not None and S_d.dtype == gl.bfloat16:
         keep(S, S_d, S_s, tile, MINE, D)
     v_tile = v_s.index(D // STRIP * stage + MINE).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
-    # both at once: with one in flight the rest wants more registers than there are
-    kS = warpgroup_mma_wait(0, deps=(kS,))
+    if o_d is None:
+        kS = warpgroup_mma_wait(0, deps=(qkS,))
+    else:
+        # o is scaled before anything is added: ptxas gives no register of a product to a narrower one (C7511)
+        o, kS = apart(warpgroup_mma_wait(0, deps=(qkS,)), C, OF_TOKENS)
     r = v_tile.to(gl.float32) + vector(f_s, stage, INTO, ACROSS)[None, :] * kS
     r = r * vector(f_s, stage, BETA, ACROSS)[None, :]
     if IS_RAGGED:
@@ -169,10 +195,10 @@ def advance(
         # not while S is multiplied: ptxas would wait for that
         keep(S, S_d, S_s, tile, MINE, D)
     S = S * number(f_s, stage, END * C)
-    if q_s is None:
+    if o_d is None:
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
     else:
-        o = warpgroup_mma_wait(3 if FEW else 2, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
+        o = o * vector(f_s, stage, READ, ACROSS)[None, :]
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
         w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
         mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
@@ -182,7 +208,7 @@ def advance(
         S = in_parts(grown, k_tile, S)
     else:
         S = warpgroup_mma(gl.convert_layout(grown.to(gl.bfloat16), LEFT), k_tile, S, is_async=True)
-    if q_s is not None:
+    if o_d is not None:
         if S_d is None or S_d.dtype == gl.bfloat16:
             # the outputs before, or S, lie there; else `keep` has waited for them
             tma_store_wait(0)
@@ -207,7 +233,7 @@ def is_tame(f_s, stage):
 
 @gluon.jit
 def glide(
-    S, i, MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
+    S, i, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
     token, tile, head, D: gl.constexpr,
 ):  # fmt: skip
     """`advance` over a tame chunk, whose A_inv is B."""
@@ -215,33 +241,32 @@ def glide(
     stage = i % STAGES
     column = head * D + MINE * STRIP
     zeros = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
-    k_tile = k_s.index(stage).reshape([C, D])
-    S_operand = gl.convert_layout(S.to(gl.bfloat16), LEFT)
-    kS = warpgroup_mma(S_operand, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    qk_tile, k_tile = keys_of(qk_s, stage, o_d is not None, D)
+    qkS = times_keys(S, qk_tile, o_d is not None, False)
     v_tile = v_s.index(D // STRIP * stage + MINE).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
-    if q_s is None:
-        kS = warpgroup_mma_wait(0, deps=(kS,))
+    if o_d is None:
+        kS = warpgroup_mma_wait(0, deps=(qkS,))
     else:
-        q_tile = q_s.index(stage).reshape([C, D])
-        o = warpgroup_mma(S_operand, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        # both at once: with one in flight the rest wants more registers than there are
-        kS, o = warpgroup_mma_wait(0, deps=(kS, o))
+        # o is scaled before anything is added: ptxas gives no register of a product to a narrower one (C7511)
+        o, kS = apart(warpgroup_mma_wait(0, deps=(qkS,)), C, OF_TOKENS)
     r = v_tile.to(gl.float32) + vector(f_s, stage, INTO, ACROSS)[None, :] * kS
     r = gl.convert_layout(r.to(gl.bfloat16), LEFT)
     w = warpgroup_mma(r, A_s.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     if S_d is not None:
         keep(S, S_d, S_s, tile, MINE, D)
     S = S * number(f_s, stage, END * C)
+    if o_d is not None:
+        o = o * vector(f_s, stage, READ, ACROSS)[None, :]
     w = warpgroup_mma_wait(0, deps=(w,))
     w_operand = gl.convert_layout(w.to(gl.bfloat16), LEFT)
-    if q_s is not None:
+    if o_d is not None:
         mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
         o = warpgroup_mma(w_operand, P_s.index(stage).permute((1, 0)), o, is_async=True)
     S = warpgroup_mma(w_operand, k_tile, S, is_async=True)
-    if q_s is not None:
+    if o_d is not None:
         if S_d is None:
             tma_store_wait(0)  # the outputs before lie there; else `keep` has waited for them
-        o = warpgroup_mma_wait(1, deps=(o,)) * vector(f_s, stage, READ, ACROSS)[None, :]
+        o = warpgroup_mma_wait(1, deps=(o,))
         o_tile = o_s.index(MINE).slice(0, C)
         o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
         fence_async_shared()

@@ -1,6 +1,6 @@
 """P for the chains of the walk, transposed, at most a chunk ahead of them.
 
-P_ij = scale e^(G_i - G_j) q_i . k_j for j <= i;   of a tame chunk e^(-G_C) q_i . k_j, see `chunk`
+P_ij = scale e^(G_i - G_j) q_i . k_j for j <= i;   of a tame chunk scale e^(G_i - G_C) q_i . k_j
 """
 
 from triton.experimental import gluon
@@ -14,17 +14,18 @@ from gdn.backends.hopper.chunk import (
     C,
     is_tame,
     job_at,
+    keys_of,
     number,
     sequence,
     vector,
 )
-from gdn.backends.hopper.factors import END, FROM, TO
+from gdn.backends.hopper.factors import END, FROM, READ, TO
 from gdn.backends.hopper.gluon import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 
 @gluon.jit
 def make_pairs(
-    q_s, k_s, f_s, P_s, full, empty, P_full, ring,
+    qk_s, f_s, P_s, full, empty, P_full, ring,
     cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """For both chains, all chunks of all jobs."""
@@ -39,11 +40,12 @@ def make_pairs(
         for i in range(at, at + gl.cdiv(length, C)):
             stage = i % STAGES
             mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            q_tile = q_s.index(stage).reshape([C, D]).permute((1, 0))
-            k_tile = k_s.index(stage).reshape([C, D])
+            qk_tile, k_tile = keys_of(qk_s, stage, True, D)
+            q_tile = qk_tile.slice(0, C).permute((1, 0))
             kq = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
             if GLIDES and is_tame(f_s, stage):
-                P = warpgroup_mma_wait(0, deps=(kq,)) * (1.0 / number(f_s, stage, END * C))
+                scale = vector(f_s, stage, READ, ACROSS) * (1.0 / number(f_s, stage, END * C))
+                P = warpgroup_mma_wait(0, deps=(kq,)) * scale[None, :]
                 P = gl.where(is_kept, P, 0.0)
             else:
                 D_ij = gl.exp2(

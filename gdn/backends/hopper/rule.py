@@ -62,17 +62,17 @@ class Forward:
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
         tail = None if table is None else o
-        q_d: Any = _descriptor(p.q, (1, CHUNK, 1, p.K), TOKENS)
+        q_d, k_d, v_d = (_descriptor(x, (1, CHUNK, 1, STRIP), TOKENS) for x in (p.q, p.k, p.v))
         tiles: tuple[Any, ...] = (
-            _descriptor(p.k, (1, CHUNK, 1, p.K), TOKENS),
-            _descriptor(p.v, (1, CHUNK, 1, STRIP), TOKENS),
+            k_d,
+            v_d,
             *(_descriptor(half, (1, CHUNK // 2, CHUNK), HALF) for half in halves_of(A_inv)),
             _descriptor(factors.view(-1, CHUNK), (BOX.value, CHUNK), VECTOR),
         )
         halves: tuple[Any, ...] = (
             *tiles[2:4],
-            _descriptor(p.q, (1, CHUNK, 1, STRIP), TOKENS) if p.use_qk_l2norm_in_kernel else None,
-            _descriptor(p.k, (1, CHUNK, 1, STRIP), TOKENS),
+            q_d if p.use_qk_l2norm_in_kernel else None,
+            k_d,
         )
         gates = (p.g, p.beta, p.A_log, p.dt_bias, table, factors)
         if self.gates is not None:

@@ -44,7 +44,7 @@ from gdn.backends.hopper.pairs import make_pairs
 
 @gluon.jit
 def load_chunks(
-    q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, A_s, f_s, full, empty, ring,
+    q_d, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, A_s, f_s, full, empty, ring,
     cu_seqlens_ptr, table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
     GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -57,8 +57,9 @@ def load_chunks(
     """
     PARTS: gl.constexpr = 2 * STRIP // D
     BYTES: gl.constexpr = (
-        (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes
-        + D // STRIP * v_d.block_type.nbytes + 2 * PARTS * upper_d.block_type.nbytes
+        D // STRIP * (
+            (0 if q_d is None else q_d.block_type.nbytes) + k_d.block_type.nbytes + v_d.block_type.nbytes
+        ) + 2 * PARTS * upper_d.block_type.nbytes
     )  # fmt: skip
     at = 0
     turn = 0
@@ -83,13 +84,14 @@ def load_chunks(
                 mbarrier.expect(ready, BYTES + f_d.block_type.nbytes)
             # past T a tensor copy reads zeros, and nothing from memory
             v_token = token + (job // HV % 2) * T if q_d is None else token
-            tma_load(k_d, [row, token, head // ratio, 0], ready, k_s.index(stage))
+            corner = (row, token, head // ratio)
+            load_keys(k_d, corner, ready, 0 if q_d is None else C, qk_s.index(stage), D)
             for strip in gl.static_range(D // STRIP):
                 tma_load(
                     v_d, [row, v_token, head, strip * STRIP], ready, v_s.index(D // STRIP * stage + strip)
                 )
             if q_d is not None:
-                tma_load(q_d, [row, token, head // ratio, 0], ready, q_s.index(stage))
+                load_keys(q_d, corner, ready, 0, qk_s.index(stage), D)
                 if i == 0:
                     gdc_wait()
             tma_load(f_d, [tile * ROWS, 0], ready, f_s.index(2 * stage))
@@ -111,6 +113,15 @@ def load_chunks(
         tell(job, turn, ring)
         # also where there was no chunk: who comes next takes it that all before are done
         gdc_wait()
+
+
+@gluon.jit
+def load_keys(x_d, corner, ready, ROW: gl.constexpr, tile, D: gl.constexpr):
+    """q or k of a chunk's tokens, 64 keys a tensor copy, to a row of the stage's tile and those below."""
+    row, token, head = corner
+    for strip in gl.static_range(D // STRIP):
+        place = tile.slice(ROW, C, 1).slice(strip * STRIP, STRIP, 3)
+        tma_load(x_d, [row, token, head, strip * STRIP], ready, place)
 
 
 @gluon.jit
@@ -136,7 +147,7 @@ def is_next(WANTED: gl.constexpr, i, end, f_s, full):
 
 @gluon.jit
 def carry(
-    MINE: gl.constexpr, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
+    MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
     o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
     V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -163,7 +174,7 @@ def carry(
         head = job % HV
         row, first, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
         state = job.to(gl.int64) * (D * D)
-        if q_s is None:
+        if o_d is None:
             S = (v[:, None] == k[None, :]).to(gl.float32) * ((n % 2 == 1) & (length > 0)).to(gl.float32)
         elif initial_ptr is None:
             S = gl.zeros((STRIP, D), gl.float32, of_state)
@@ -180,13 +191,13 @@ def carry(
                 # run by run: with both kinds in one loop ptxas has no registers and makes all products wait
                 while is_next(True, i, end, f_s, full):
                     S = glide(
-                        S, i, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
+                        S, i, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
                         token + i * C, tile + i * HV, head, D,
                     )  # fmt: skip
                     i += 1
                 while is_next(False, i, end, f_s, full):
                     S = advance(
-                        S, i, C, False, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
+                        S, i, C, False, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
                         o_ptr, token + i * C, tile + i * HV, head, HV, D,
                     )  # fmt: skip
                     i += 1
@@ -194,14 +205,14 @@ def carry(
             while i < end:
                 mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
                 S = advance(
-                    S, i, C, False, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
+                    S, i, C, False, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
                     o_ptr, token + i * C, tile + i * HV, head, HV, D,
                 )  # fmt: skip
                 i += 1
-        if q_s is not None and length % C > 0:
+        if o_d is not None and length % C > 0:
             mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
             S = advance(
-                S, i, length % C, True, MINE, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s,
+                S, i, length % C, True, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s,
                 empty, P_full, o_ptr, token + i * C, tile + i * HV, head, HV, D,
             )  # fmt: skip
             i += 1
@@ -214,20 +225,20 @@ def carry(
                 gl.store(final_ptr + state + down[:, None] + across[None, :], S)
         turn += 1
         job = job_at(turn, ring)
-    if q_s is not None:
+    if o_d is not None:
         tma_store_wait(0)
 
 
 @gluon.jit
-def tiles_of(k_d, v_d, upper_d, f_d, D: gl.constexpr):
+def tiles_of(k_d, v_d, upper_d, f_d, HAS_Q: gl.constexpr, D: gl.constexpr):
     """Room for what every walk loads; A_inv and factors twice, as tensor copies and as chains have them."""
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], k_d.layout)
+    qk_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, 2 * C if HAS_Q else C, 1, D], k_d.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [D // STRIP * STAGES, 1, C, 1, STRIP], v_d.layout)
     halves = gl.allocate_shared_memory(gl.bfloat16, [4 * STRIP // D * STAGES, 1, C // 2, C], upper_d.layout)
     A_s = recast(halves, gl.bfloat16, [2 * STRIP // D * STAGES, C, C], TILE)
     boxes = gl.allocate_shared_memory(gl.float32, [STAGES * ROWS // BOX, BOX, C], f_d.layout)
     f_s = recast(boxes, gl.float32, [STAGES * ROWS, 1, C], f_d.layout)
-    return k_s, v_s, halves, A_s, boxes, f_s
+    return qk_s, v_s, halves, A_s, boxes, f_s
 
 
 @kernel
@@ -236,8 +247,7 @@ def walk_kernel(
     o_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
     V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout)
-    k_s, v_s, halves, A_s, boxes, f_s = tiles_of(k_d, v_d, upper_d, f_d, D)
+    qk_s, v_s, halves, A_s, boxes, f_s = tiles_of(k_d, v_d, upper_d, f_d, True, D)
     P_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], TILE)
     # outputs lie where states in 16 bits do
     place: gl.constexpr = D if S_d is not None and S_d.dtype == gl.bfloat16 else C
@@ -265,16 +275,16 @@ def walk_kernel(
     if D == STRIP:
         gl.warp_specialize([
             (carry, (
-                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
+                0, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
                 o_ptr, initial_ptr, final_ptr,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, D,
             )),
             (make_pairs, (
-                q_s, k_s, f_s, P_s, full, empty, P_full, ring,
+                qk_s, f_s, P_s, full, empty, P_full, ring,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES, D,
             )),
             (load_chunks, (
-                q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, halves, boxes, full, empty, ring,
+                q_d, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, halves, boxes, full, empty, ring,
                 cu_seqlens_ptr, table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
                 GLIDES, D,
             )),
@@ -282,21 +292,21 @@ def walk_kernel(
     else:
         gl.warp_specialize([
             (carry, (
-                0, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
+                0, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
                 o_ptr, initial_ptr, final_ptr,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, D,
             )),
             (carry, (
-                1, o_d, S_d, q_s, k_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
+                1, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
                 o_ptr, initial_ptr, final_ptr,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, D,
             )),
             (make_pairs, (
-                q_s, k_s, f_s, P_s, full, empty, P_full, ring,
+                qk_s, f_s, P_s, full, empty, P_full, ring,
                 cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES, D,
             )),
             (load_chunks, (
-                q_d, k_d, v_d, upper_d, lower_d, f_d, q_s, k_s, v_s, halves, boxes, full, empty, ring,
+                q_d, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, halves, boxes, full, empty, ring,
                 cu_seqlens_ptr, table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
                 GLIDES, D,
             )),
@@ -309,7 +319,7 @@ def ends_kernel(
     GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """The walk without outputs, and without what only they need: M and N of spans, see `split`."""
-    k_s, v_s, halves, A_s, boxes, f_s = tiles_of(k_d, v_d, upper_d, f_d, D)
+    qk_s, v_s, halves, A_s, boxes, f_s = tiles_of(k_d, v_d, upper_d, f_d, False, D)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -323,26 +333,26 @@ def ends_kernel(
     if D == STRIP:
         gl.warp_specialize([
             (carry, (
-                0, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
+                0, None, None, qk_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
                 None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
             )),
             (load_chunks, (
-                None, k_d, v_d, upper_d, lower_d, f_d, None, k_s, v_s, halves, boxes, full, empty, None,
+                None, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, halves, boxes, full, empty, None,
                 None, jobs_ptr, factors_ptr, None, T, HV, ratio, 0, 0, jobs, GLIDES, D,
             )),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (carry, (
-                0, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
+                0, None, None, qk_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
                 None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
             )),
             (carry, (
-                1, None, None, None, k_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
+                1, None, None, qk_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
                 None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
             )),
             (load_chunks, (
-                None, k_d, v_d, upper_d, lower_d, f_d, None, k_s, v_s, halves, boxes, full, empty, None,
+                None, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, halves, boxes, full, empty, None,
                 None, jobs_ptr, factors_ptr, None, T, HV, ratio, 0, 0, jobs, GLIDES, D,
             )),
         ], [4, 1], [240, 24])  # fmt: skip
