@@ -261,6 +261,7 @@ class _Language:
     permute = staticmethod(lambda x, order: Value(x.x.permute(*order)))
     reshape = staticmethod(lambda x, shape: Value(x.x.reshape([int(n) for n in shape])))
     split = staticmethod(lambda x: tuple(map(Value, x.x.unbind(-1))))
+    join = staticmethod(lambda x, y: Value(torch.stack((x.x, y.x), -1)))
     expand_dims = staticmethod(lambda x, axis: Value(x.x.unsqueeze(axis)))
     sum = staticmethod(lambda x, axis: Value(x.x.sum(axis)))
     rsqrt = staticmethod(lambda x: Value(torch.rsqrt(x.x)))

@@ -36,6 +36,7 @@ JOB = gl.constexpr(5)
 # value rows down, tokens or keys across
 OF_TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OF_STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+OF_HALF = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_TOKENS.value, 2))
 ACROSS = gl.constexpr(gl.SliceLayout(0, OF_TOKENS.value))
 DOWN = gl.constexpr(gl.SliceLayout(1, OF_TOKENS.value))
@@ -132,6 +133,24 @@ def apart(x, WIDTH: gl.constexpr, layout: gl.constexpr):
     """The left and the right half of x, of so many columns each, in the registers where they are."""
     left, right = gl.split(gl.permute(gl.reshape(x, (STRIP, 2, WIDTH)), (0, 2, 1)))
     return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
+
+
+@gluon.jit
+def together(early, late):
+    """Of the first 32 tokens and of the others: of all, in the registers where they are."""
+    x = gl.reshape(gl.permute(gl.join(early, late), (0, 2, 1)), (STRIP, C))
+    return gl.convert_layout(x, OF_TOKENS)
+
+
+@gluon.jit
+def times_lower(x, lower, early, late, ADDS: gl.constexpr):
+    """x lower^T of the first 32 tokens, which have nothing of the others, and of these, in flight."""
+    first, _ = apart(x, C // 2, OF_HALF)
+    corner = lower.slice(0, C // 2).slice(0, C // 2, 1).permute((1, 0))
+    early = warpgroup_mma(gl.convert_layout(first, LEFT), corner, early, use_acc=ADDS, is_async=True)
+    below = lower.slice(C // 2, C // 2).permute((1, 0))
+    late = warpgroup_mma(gl.convert_layout(x, LEFT), below, late, use_acc=ADDS, is_async=True)
+    return early, late
 
 
 @gluon.jit
@@ -240,7 +259,7 @@ def glide(
     gl.static_assert(D == 2 * STRIP)
     stage = i % STAGES
     column = head * D + MINE * STRIP
-    zeros = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
+    zeros = gl.zeros((STRIP, C // 2), gl.float32, OF_HALF)
     qk_tile, k_tile = keys_of(qk_s, stage, o_d is not None, D)
     qkS = times_keys(S, qk_tile, o_d is not None, False)
     v_tile = v_s.index(D // STRIP * stage + MINE).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
@@ -250,25 +269,25 @@ def glide(
         # o is scaled before anything is added: ptxas gives no register of a product to a narrower one (C7511)
         o, kS = apart(warpgroup_mma_wait(0, deps=(qkS,)), C, OF_TOKENS)
     r = v_tile.to(gl.float32) + vector(f_s, stage, INTO, ACROSS)[None, :] * kS
-    r = gl.convert_layout(r.to(gl.bfloat16), LEFT)
-    w = warpgroup_mma(r, A_s.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    early, late = times_lower(r.to(gl.bfloat16), A_s.index(stage), zeros, zeros, False)
     if S_d is not None:
         keep(S, S_d, S_s, tile, MINE, D)
     S = S * number(f_s, stage, END * C)
     if o_d is not None:
-        o = o * vector(f_s, stage, READ, ACROSS)[None, :]
-    w = warpgroup_mma_wait(0, deps=(w,))
-    w_operand = gl.convert_layout(w.to(gl.bfloat16), LEFT)
+        o_early, o_late = apart(o * vector(f_s, stage, READ, ACROSS)[None, :], C // 2, OF_HALF)
+    early, late = warpgroup_mma_wait(0, deps=(early, late))
+    w = together(early.to(gl.bfloat16), late.to(gl.bfloat16))
     if o_d is not None:
         mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
-        o = warpgroup_mma(w_operand, P_s.index(stage).permute((1, 0)), o, is_async=True)
-    S = warpgroup_mma(w_operand, k_tile, S, is_async=True)
+        o_early, o_late = times_lower(w, P_s.index(stage), o_early, o_late, True)
+    S = warpgroup_mma(gl.convert_layout(w, LEFT), k_tile, S, is_async=True)
     if o_d is not None:
         if S_d is None:
             tma_store_wait(0)  # the outputs before lie there; else `keep` has waited for them
-        o = warpgroup_mma_wait(1, deps=(o,))
+        o_early, o_late = warpgroup_mma_wait(1, deps=(o_early, o_late))
+        o = together(o_early.to(gl.bfloat16), o_late.to(gl.bfloat16))
         o_tile = o_s.index(MINE).slice(0, C)
-        o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
+        o_tile.permute((1, 0)).store(o)
         fence_async_shared()
         tma_store(o_d, [token, column], o_tile)
     return leave(S, stage, empty)
