@@ -342,6 +342,16 @@ OTHERS = {
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), 1, None, True),
         TUNED,
     ),
+    "walk of tame chunks, gates apart": (
+        walk,
+        (Case(sizes=(128, 128), heads=(2, 4), batch_invariant=True), None, None, True),
+        TUNED,
+    ),
+    "walk of tame chunks all packed, gates apart": (
+        walk,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, batch_invariant=True, **ALL), None, None, True),
+        TUNED,
+    ),
     "walk of tame chunks of a prefill": (
         walk,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, FP32, True),

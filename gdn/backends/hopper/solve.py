@@ -227,13 +227,16 @@ def solve_kernel(
     SIZE: gl.constexpr = C * C * 2
     at = digits(gl.program_id(0), table_ptr, HV, ratio, chunks_per_row)
     step = digits(gl.num_programs(0), table_ptr, HV, ratio, chunks_per_row)
-    gdc_wait()
-    gdc_launch_dependents()
-    if gl.program_id(0) == 0:
-        gl.store(next_ptr, 0)
+    if not PREPARED:
+        gdc_wait()
     first, length = tokens_of(at, table_ptr, T)
     mbarrier.expect(ready.index(0), SIZE)
     tma_load(q_d if NORM else k_d, [at[0], first, at[2], 0], ready.index(0), one_s)
+    if PREPARED:
+        gdc_wait()
+    gdc_launch_dependents()
+    if gl.program_id(0) == 0:
+        gl.store(next_ptr, 0)
     phase = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
         row, key, value = at[0], at[2], at[3]
