@@ -20,6 +20,7 @@ if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
 
 import triton.experimental.gluon.language as gl
+import one_launch
 from compiling import TARGETS, recording
 from gluon_simulator import Descriptor, simulate
 from triton.experimental import gluon
@@ -641,8 +642,28 @@ def drawn(source):
     return case, pick((None, 1, 2, 3))
 
 
+def law_at_once(given, number):
+    """The law of a problem; of the first in a launch for each token, as well."""
+    wide = given.double()
+    options = {name: x for name, x in wide.options.items() if name not in accuracy.FREEDOM}
+    found = one_launch.law(**wide.tensors, **options)
+    if number == 0:
+        assert all(error(x, y) < 1e-12 for x, y in zip(found, law(given), strict=True) if y.norm() > 0)
+    return found
+
+
 SEEDS = range(int(os.environ.get("GDN_TEST_SEEDS", "4")))
 PROBLEMS = range(int(os.environ.get("GDN_TEST_PROBLEMS", "8")))
+
+
+@pytest.mark.interpret
+@simulated
+def test_the_law_in_one_launch():
+    """Is the law."""
+    source = random.Random(0)
+    for _ in range(4):
+        case, _ = drawn(source)
+        law_at_once(inputs(case, torch.bfloat16), 0)
 
 
 @pytest.mark.gpu
@@ -659,7 +680,7 @@ def test_any_problem_on_a_gpu(monkeypatch, seed):
             gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=name)
             for name in ("hopper", "triton")
         )
-        for three in zip(here, triton, law(given), strict=True):
+        for three in zip(here, triton, law_at_once(given, number), strict=True):
             assert is_as_near(*three, 5e-3), f"{number}: {case}, spans of {span}"
 
 
@@ -681,7 +702,7 @@ def test_any_tame_problem_on_a_gpu(monkeypatch, seed):
         glided += not torch.equal(here[0], forward(given)[0])
         p = parse(**given.tensors, **given.options, backend="triton")
         triton = whole.chunk_forward(p, False)[:2]
-        for three in zip(here, triton, law(given), strict=True):
+        for three in zip(here, triton, law_at_once(given, number), strict=True):
             limit = 1e-2 if case.keys == "correlated" else 5e-3
             assert is_as_near(*three, limit), f"{number}: {case}, spans of {span}"
     assert glided > 0

@@ -56,9 +56,12 @@ def gates(dtype: torch.dtype, keys: str) -> dict[str, float]:
     return {output: factor * limits[column] for names, limits in _BF16.items() for output in names}
 
 
+FREEDOM = ("output_final_state", "exact", "batch_invariant")
+
+
 def law(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     """The fp64 law as a provider: it has no use for the options that only a backend's freedom hangs on."""
-    for name in ("output_final_state", "exact", "batch_invariant"):
+    for name in FREEDOM:
         options.pop(name)
     return reference.gated_delta_rule(q, k, v, *gates, **options)
 

@@ -17,6 +17,39 @@ def gate(a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None = None) -> PerH
     return -torch.exp(A_log) * torch.logaddexp(x, torch.zeros_like(x))
 
 
+def effective(
+    q: Q,
+    k: Keys,
+    v: Values,
+    g: PerHead | None = None,
+    beta: PerHead | None = None,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: HeadParam | None = None,
+    dt_bias: HeadParam | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Q, Keys, Values, PerHead, PerHead]:
+    """What the recurrence is of: q and k for each value head, normalised, q scaled; v, log decays and beta."""
+    (B, T, H, K), HV = q.shape, v.shape[2]
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
+    q = q * (K**-0.5 if scale is None else scale)
+    g = torch.zeros(B, T, HV, dtype=dtype, device=q.device) if g is None else g.to(dtype)
+    if use_gate_in_kernel:
+        assert A_log is not None
+        g = gate(g, A_log.to(dtype), None if dt_bias is None else dt_bias.to(dtype))
+    beta = torch.ones(B, T, HV, dtype=dtype, device=q.device) if beta is None else beta.to(dtype)
+    if use_beta_sigmoid_in_kernel:
+        beta = torch.sigmoid(beta) * (2 if allow_neg_eigval else 1)
+    return q, k, v, g, beta
+
+
 def gated_delta_rule(
     q: Q,
     k: Keys,
@@ -48,19 +81,12 @@ def gated_delta_rule(
     Cost: T steps of 8 HV K V flop; keeps every state when gradients are asked for.
     Source: arXiv:2412.06464, equation 10.
     """
-    (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
-    q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
-    q = q * (K**-0.5 if scale is None else scale)
-    g = torch.zeros(B, T, HV, dtype=dtype, device=q.device) if g is None else g.to(dtype)
-    if use_gate_in_kernel:
-        assert A_log is not None
-        g = gate(g, A_log.to(dtype), None if dt_bias is None else dt_bias.to(dtype))
-    beta = torch.ones(B, T, HV, dtype=dtype, device=q.device) if beta is None else beta.to(dtype)
-    if use_beta_sigmoid_in_kernel:
-        beta = torch.sigmoid(beta) * (2 if allow_neg_eigval else 1)
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    q, k, v, g, beta = effective(
+        q, k, v, g, beta, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, dtype=dtype,
+    )  # fmt: skip
     if cu_seqlens is None:
         spans = [(b, 0, T) for b in range(B)]
     else:
