@@ -19,8 +19,8 @@ from gdn.problem.serving import parse_prefill
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
 
-import triton.experimental.gluon.language as gl
 import one_launch
+import triton.experimental.gluon.language as gl
 from compiling import TARGETS, recording
 from gluon_simulator import Descriptor, simulate
 from triton.experimental import gluon

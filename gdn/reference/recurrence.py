@@ -33,7 +33,7 @@ def effective(
     allow_neg_eigval: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Q, Keys, Values, PerHead, PerHead]:
-    """What the recurrence is of: q and k for each value head, normalised, q scaled; v, log decays and beta."""
+    """What the recurrence is of: q, scaled, and k for each value head, normalised; v, log decays, beta."""
     (B, T, H, K), HV = q.shape, v.shape[2]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if use_qk_l2norm_in_kernel:
