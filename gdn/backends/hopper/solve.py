@@ -200,6 +200,67 @@ def place_of(tile, a: gl.constexpr, n: gl.constexpr):
     return tile.slice(a * BLOCK, BLOCK, 0).slice(n * BLOCK, BLOCK, 1)
 
 
+@gluon.jit
+def coupled(kk, f_s, gain_s):
+    """Blocks of L = -A below the diagonal, in fp16, and on it, their transposes, sums of (beta_i A_ij)^2."""
+    i, j = places()
+    columns = ()
+    for n in gl.static_range(BLOCKS):
+        columns = columns + (across(f_s, FROM, n),)
+    L = ()
+    L_aa = ()
+    L_aa_t = ()
+    total = zeros()
+    for a in gl.static_range(BLOCKS):
+        row = down(f_s, FROM, a)
+        gain = down(gain_s, BOX, a)
+        beta = down(f_s, BETA, a)
+        squares = zeros()
+        for n in gl.static_range(a):
+            x = kk[a * (a + 1) // 2 + n] * (gl.exp2(row - columns[n]) * gain)
+            squares += x * x
+            L = L + (x.to(gl.float16),)
+        # k k^T is its transpose: above the diagonal L^T, by the same powers
+        is_below = i > j
+        power = gl.exp2(gl.where(is_below, row - columns[a], columns[a] - row))
+        x = kk[a * (a + 3) // 2] * (power * gl.where(is_below, gain, across(gain_s, BOX, a)))
+        L_aa = L_aa + (gl.where(is_below, x, 0.0),)
+        L_aa_t = L_aa_t + (gl.where(i < j, x, 0.0),)
+        squares += L_aa[a] * L_aa[a]
+        total += squares * (beta * beta)
+    return L, L_aa, L_aa_t, total
+
+
+@gluon.jit
+def put_B(tile, X, f_s):
+    betas = ()
+    for n in gl.static_range(BLOCKS):
+        betas = betas + (across(f_s, BETA, n),)
+    for a in gl.static_range(BLOCKS):
+        out = down(f_s, OUT, a)
+        for n in gl.static_range(a + 1):
+            x = X[a * (a + 1) // 2 + n] * (out * betas[n])
+            place_of(tile, a, n).store(x.to(gl.bfloat16))
+
+
+@gluon.jit
+def put_A_inv(tiles, X, PARTS: gl.constexpr):
+    """Less 1; in one part with what rounding took from a row's sum on the diagonal."""
+    i, j = places()
+    for a in gl.static_range(BLOCKS):
+        row = ()
+        for n in gl.static_range(a):
+            row = row + (X[a * (a + 1) // 2 + n],)
+        row = row + (gl.where(i > j, X[a * (a + 3) // 2], 0.0),)
+        if PARTS == 1:
+            row = row[:a] + (gl.where(i == j, lost(row), row[a]),)
+        for n in gl.static_range(a + 1):
+            block = row[n]
+            for part in gl.static_range(PARTS):
+                place_of(tiles, part * BLOCKS + a, n).store(block.to(gl.bfloat16))
+                block = block - block.to(gl.bfloat16).to(gl.float32)
+
+
 @kernel
 def solve_kernel(
     upper_d, lower_d, q_d, k_d, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr,
@@ -305,58 +366,16 @@ def solve_kernel(
                 gl.store(q_rstd_ptr + norms, q_rstd, mask=lane < tokens)
                 gl.store(k_rstd_ptr + norms, k_rstd, mask=lane < tokens)
         end = put_factors(factors, f_s, gain_s, decay, beta, q_scale, k_rstd)
-        columns = ()
-        for n in gl.static_range(BLOCKS):
-            columns = columns + (across(f_s, FROM, n),)
-        i, j = places()
-        L = ()
-        L_aa = ()
-        L_aa_t = ()
-        total = zeros()
-        for a in gl.static_range(BLOCKS):
-            onto = down(f_s, FROM, a)
-            gain = down(gain_s, BOX, a)
-            strong = down(f_s, BETA, a)
-            squares = zeros()
-            for n in gl.static_range(a):
-                x = kk[a * (a + 1) // 2 + n] * (gl.exp2(onto - columns[n]) * gain)
-                squares += x * x
-                L = L + (x.to(gl.float16),)
-            # k k^T is its transpose: above the diagonal L^T, by the same powers
-            is_below = i > j
-            power = gl.exp2(gl.where(is_below, onto - columns[a], columns[a] - onto))
-            x = kk[a * (a + 3) // 2] * (power * gl.where(is_below, gain, across(gain_s, BOX, a)))
-            L_aa = L_aa + (gl.where(is_below, x, 0.0),)
-            L_aa_t = L_aa_t + (gl.where(i < j, x, 0.0),)
-            squares += L_aa[a] * L_aa[a]
-            total += squares * (strong * strong)
+        L, L_aa, L_aa_t, total = coupled(kk, f_s, gain_s)
         is_tame = False
         if GLIDES:
             is_tame = tell(factors, total, end, tokens)
         X = inverse(L, L_aa, L_aa_t)
         if is_tame:
-            betas = ()
-            for n in gl.static_range(BLOCKS):
-                betas = betas + (across(f_s, BETA, n),)
-            for a in gl.static_range(BLOCKS):
-                out = down(f_s, OUT, a)
-                for n in gl.static_range(a + 1):
-                    x = X[a * (a + 1) // 2 + n]
-                    place_of(tiles, a, n).store((x * (out * betas[n])).to(gl.bfloat16))
+            put_B(tiles, X, f_s)
         else:
             put_second_box(factors, f_s)
-            for a in gl.static_range(BLOCKS):
-                less = ()
-                for n in gl.static_range(a):
-                    less = less + (X[a * (a + 1) // 2 + n],)
-                less = less + (gl.where(i > j, X[a * (a + 3) // 2], 0.0),)
-                if PARTS == 1:
-                    less = less[:a] + (gl.where(i == j, lost(less), less[a]),)
-                for n in gl.static_range(a + 1):
-                    block = less[n]
-                    for part in gl.static_range(PARTS):
-                        place_of(tiles, part * BLOCKS + a, n).store(block.to(gl.bfloat16))
-                        block = block - block.to(gl.bfloat16).to(gl.float32)
+            put_A_inv(tiles, X, PARTS)
         for a in gl.static_range(BLOCKS):
             # what tensor copies take: the upper right quarter only where it has a place
             for n in gl.static_range(a + 1, a // 2 * 2 + 2 if GLIDES else BLOCKS):
