@@ -213,16 +213,14 @@ def advance(
     if S_d is not None and S_d.dtype == gl.float32:
         # not while S is multiplied: ptxas would wait for that
         keep(S, S_d, S_s, tile, MINE, D)
-    # see `glide`
-    v_new, S = warpgroup_mma_wait(3 if FEW else 2, deps=(v_new, S))
     S = S * number(f_s, stage, END * C)
     if o_d is None:
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
     else:
         o = o * vector(f_s, stage, READ, ACROSS)[None, :]
-        mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
         w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
+        mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
         o = warpgroup_mma(w, P_s.index(stage).permute((1, 0)), o, is_async=True)
     grown = v_new * vector(f_s, stage, OUT, ACROSS)[None, :]
     if FEW:
@@ -274,15 +272,13 @@ def glide(
     early, late = times_lower(r.to(gl.bfloat16), A_s.index(stage), zeros, zeros, False)
     if S_d is not None:
         keep(S, S_d, S_s, tile, MINE, D)
-    # else ptxas issues half of the product behind what is scaled meanwhile
-    early, late, S = warpgroup_mma_wait(2, deps=(early, late, S))
     S = S * number(f_s, stage, END * C)
     if o_d is not None:
         o_early, o_late = apart(o * vector(f_s, stage, READ, ACROSS)[None, :], C // 2, OF_HALF)
-        mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
     early, late = warpgroup_mma_wait(0, deps=(early, late))
     w = together(early.to(gl.bfloat16), late.to(gl.bfloat16))
     if o_d is not None:
+        mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
         o_early, o_late = times_lower(w, P_s.index(stage), o_early, o_late, True)
     S = warpgroup_mma(gl.convert_layout(w, LEFT), k_tile, S, is_async=True)
     if o_d is not None:

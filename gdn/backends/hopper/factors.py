@@ -1,8 +1,7 @@
 """Factors of a chunk's tokens for the walk, from gates and norms: a warp, two tokens a lane.
 
     g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
-    READ scale e^G q_rstd;  PAIR scale e^(G - G_C) q_rstd;  INTO -e^G k_rstd
-    OUT e^(G_C - G) k_rstd;  BETA
+    READ scale e^G q_rstd;  INTO -e^G k_rstd;  OUT e^(G_C - G) k_rstd;  BETA
     FROM (G - log k_rstd) / log 2;  TO (G + log(scale q_rstd)) / log 2
     END e^(G_C), a number; beside it TAME: 1 for a tame chunk, else 0
 
@@ -19,8 +18,8 @@ from gdn.backends.hopper.inverse import C
 from gdn.backends.triton.lib import strength
 from gdn.backends.triton.prepare import log_decay
 
-# rows of a chunk's factors, and of each of the two boxes
-READ, INTO, END, PAIR, OUT, BETA, FROM, TO = (gl.constexpr(i) for i in range(8))
+# rows of a chunk's factors, the fourth unused; of each of the two boxes
+READ, INTO, END, OUT, BETA, FROM, TO = (gl.constexpr(i) for i in (0, 1, 2, 4, 5, 6, 7))
 ROWS, BOX = gl.constexpr(8), gl.constexpr(4)
 TAME = gl.constexpr(END.value * C.value + 1)  # where it is, from the first factor on: beside END
 LEAST = -128.0
@@ -78,8 +77,6 @@ def put_factors(factors_ptr, f_s, gain_s, decay, beta, q_scale, k_rstd):
     out = gl.exp2(end - decay)
     gl.store(factors_ptr + READ * C + token, grown * q_scale)
     gl.store(factors_ptr + END * C, gl.exp2(end))
-    # of a chunk that is not tame it may be inf, and is not read
-    gl.store(factors_ptr + PAIR * C + token, gl.exp2(decay - end) * q_scale)
     row_in(f_s, BETA).store(beta)
     row_in(f_s, TO).store(decay + gl.log2(q_scale))
     if k_rstd is not None:

@@ -15,10 +15,11 @@ from gdn.backends.hopper.chunk import (
     is_tame,
     job_at,
     keys_of,
+    number,
     sequence,
     vector,
 )
-from gdn.backends.hopper.factors import FROM, PAIR, TO
+from gdn.backends.hopper.factors import END, FROM, READ, TO
 from gdn.backends.hopper.gluon import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 
@@ -43,7 +44,8 @@ def make_pairs(
             q_tile = qk_tile.slice(0, C).permute((1, 0))
             kq = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
             if GLIDES and is_tame(f_s, stage):
-                P = warpgroup_mma_wait(0, deps=(kq,)) * vector(f_s, stage, PAIR, ACROSS)[None, :]
+                scale = vector(f_s, stage, READ, ACROSS) * (1.0 / number(f_s, stage, END * C))
+                P = warpgroup_mma_wait(0, deps=(kq,)) * scale[None, :]
                 P = gl.where(is_kept, P, 0.0)
             else:
                 D_ij = gl.exp2(

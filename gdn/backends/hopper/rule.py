@@ -36,7 +36,7 @@ STRIP = 64  # value rows of a chain
 REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
 # of `solve`, for which a multiprocessor has room, of 168 registers and 18 or 26 KB each, by K = V
 WARPS = {128: 12, 64: 8}
-HEADS = 16  # of a program of `gates`
+HEADS = 8  # of a program of `gates`
 HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
