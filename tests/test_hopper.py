@@ -346,8 +346,9 @@ def test_split(monkeypatch, name):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("gate, is_gone", [("none", False), ("slow", False), ("strong", True)])
-def test_what_is_gone_is_not_walked(monkeypatch, gate, is_gone):
+def test_what_is_gone_is_not_walked(monkeypatch, gate, is_gone, is_prepared):
     """M of a span, of 192 tokens, whose decay is nothing in fp32 is zero, and no chunk of it is walked."""
     in_spans(monkeypatch, 3)
     lengths, call = [], Simulated.__call__
@@ -361,7 +362,8 @@ def test_what_is_gone_is_not_walked(monkeypatch, gate, is_gone):
             assert (ends.view(shape)[:2, 1] == 0).all() == is_gone
 
     monkeypatch.setattr(Simulated, "__call__", watched)
-    given = inputs(replace(BASE, lengths=rows(450), gate=gate), torch.bfloat16)
+    case = replace(BASE, lengths=rows(450), gate=gate, batch_invariant=is_prepared)
+    given = inputs(case, torch.bfloat16)
     o, final, _ = forward(given)
     kept = 0 if is_gone else 192
     assert lengths == [[[192, 192], [kept, kept]]] * 2 + [[[0, 0], [0, 0]]]
@@ -379,9 +381,9 @@ def test_jobs_cover_all_chunks():
     given = inputs(replace(BASE, heads=(1, 1), lengths=packed(*lengths.tolist())), torch.bfloat16)
     p = parse(**given.tensors, **given.options, backend="triton")
     table = Table(p, machine(p.device))
-    plan = split.plan(p, span, (p.T, 1, 1, 0, table.bound), 16, False)
+    plan = split.plan(p, span, (p.T, 1, 1, 0, table.bound), 16, False, False)
     _, walks, ends, ranges, _ = allocate(p.device, plan.rooms)
-    plan.jobs(None, None, None, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
+    plan.jobs(None, None, None, None, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
     expected, first = [], 0
     for n, length in enumerate(lengths.tolist()):
         pieces = max(1, -(-length // (64 * span)))
@@ -567,7 +569,7 @@ def test_what_is_compiled_ahead_takes_any_strides(monkeypatch, of_heads, kept):
     found = [launch for launch, _ in met]
     widths = {launch.constants["BV"] for launch in found if launch.kernel is split.combine_kernel}
     assert widths == set(split.COMBINE[problem.K][0])
-    assert [launch.kernel.__name__ for launch in found].count("walk_kernel") == 2 + len(widths)
+    assert [launch.kernel.__name__ for launch in found].count("walk_kernel") == 2 + 2 * len(widths)
 
 
 def is_as_near(x, y, expected, limit):

@@ -1,6 +1,6 @@
 """Decays and beta of a chunk's tokens for `solve`, of many heads at once; see `factors`.
 
-    FROM G / log 2;  BETA
+    FROM G / log 2;  BETA;  END e^(G_C)
 
 Threads lie along heads and each has its tokens. A warp of `solve` that has one head reads a line of memory a
 token, and sums over lanes: that is worth the launch that it saves where no warp has more than one tile.
@@ -10,7 +10,7 @@ Bytes per token and value head: gates 6, FROM and BETA 8; G, where a backward wa
 
 import triton.language as tl
 
-from gdn.backends.hopper.factors import BETA, FROM, PER_LOG2, ROWS
+from gdn.backends.hopper.factors import BETA, END, FROM, PER_LOG2, ROWS
 from gdn.backends.triton.chained import after_all_before
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
@@ -54,5 +54,8 @@ def gates_kernel(
     if G_ptr is not None:
         tl.store(G_ptr + (row.to(tl.int64) * T + first + tokens) * HV + heads, G, mask=is_token)
     places = factors_ptr + (chunk.to(tl.int64) * HV + heads) * (ROWS * C) + tokens
-    tl.store(places + FROM * C, (G * PER_LOG2).to(tl.float32), mask=is_head)
+    decay = (G * PER_LOG2).to(tl.float32)
+    tl.store(places + FROM * C, decay, mask=is_head)
+    # the last token's decay is that of all
+    tl.store(places + (END * C - (C - 1)), tl.exp2(decay), mask=is_head & (tokens == C - 1))
     tl.store(places + BETA * C, tl.where(is_token, beta, 0.0), mask=is_head)

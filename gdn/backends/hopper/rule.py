@@ -6,6 +6,7 @@ or 1040 where states are kept in fp32. Where sequences and heads are few, `split
 the same time.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -148,10 +149,8 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         p = replace(p, form=None, q=q, k=k, v=v)
     a = plans.arguments(p)
     widths, _ = split.COMBINE[p.K]
-    for plan in (
-        *(_plan(p, a, None, kept, one_each=few) for few in (False, True)),
-        *(_plan(p, a, 1, kept, width) for width in widths),
-    ):
+    ways = itertools.product(((None, None), *((1, width) for width in widths)), (False, True))
+    for plan in (_plan(p, a, span, kept, width, one_each) for (span, width), one_each in ways):
         new = stand_ins(p.device, plan.rooms)
         # tensor copies read and write whole rows: one tile of each tensor that they are made for
         for i in (0, 1, 3, 7):
@@ -206,7 +205,11 @@ def _plan(
         described=4,
     )
     numbers = (*numbers, a.entries)
-    spans = None if span is None else split.plan(p, span, numbers, width or split.width_of(p), glides)
+    spans = (
+        None
+        if span is None
+        else split.plan(p, span, numbers, width or split.width_of(p), glides, is_prepared)
+    )
     jobs = p.N * p.HV if spans is None else spans.jobs_of_walk
     walk = Launch(
         walk_kernel,

@@ -2,7 +2,8 @@
 
     S_end = M S_start + N for any span of chunks: M is its walk from the identity without values, N from zero
 
-    jobs      where the spans lie; whose M is nothing, as their decay, from gates anew, is exactly 0 in fp32
+    jobs      where the spans lie; whose M is nothing, as their decay is exactly 0 in fp32: that of chunks,
+              if `gates` has it, else of tokens, so that nobody waits for `solve`
     ends      M and N of all spans but each sequence's last: the walk without outputs
     combine   S_(j+1) = M_j S_j + N_j from span to span: the states that enter them
     walk      of each span from the state that enters it
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.chunk import JOB
-from gdn.backends.hopper.factors import LEAST
+from gdn.backends.hopper.factors import END, LEAST, ROWS
 from gdn.backends.hopper.walk import ends_kernel
 from gdn.backends.triton import plans
 from gdn.backends.triton.chained import CHAINED, after_all_before
@@ -45,6 +46,7 @@ class Spans:
 
     rooms: tuple[Room, ...]  # states that enter spans, jobs of walk and of ends, ranges, M and N
     jobs_of_walk: int
+    is_prepared: bool  # whether decays of chunks are known before `solve` is done
     jobs: Launch
     ends: Launch
     combine: Launch
@@ -59,7 +61,8 @@ class Spans:
     ) -> Iterator[Step]:
         """The launches and their tensors, in order; `tiles`: descriptors of k, v, A_inv and the factors."""
         states, jobs, end_jobs, ranges, ends = new
-        yield self.jobs, (p.g, p.A_log, p.dt_bias, p.cu_seqlens, table, jobs, end_jobs, ranges)
+        known = factors if self.is_prepared else None
+        yield self.jobs, (known, p.g, p.A_log, p.dt_bias, p.cu_seqlens, table, jobs, end_jobs, ranges)
         yield self.ends, (*tiles, factors, ends, end_jobs)
         yield self.combine, (ends, ranges, p.initial_state, states)
 
@@ -70,7 +73,9 @@ def width_of(p: Problem) -> int:
     return widths[0] if p.N * p.HV * (p.V // widths[0]) <= cost.num_sms(p.device) else widths[-1]
 
 
-def plan(p: Problem, span: int, numbers: tuple[int, ...], width: int, glides: bool) -> Spans:
+def plan(
+    p: Problem, span: int, numbers: tuple[int, ...], width: int, glides: bool, is_prepared: bool
+) -> Spans:
     """For spans of so many chunks; `numbers`: the walk's T, HV, ratio, chunks_per_row, bound."""
     T, HV, ratio, per_row, bound = numbers
     if p.cu_seqlens is None:
@@ -90,11 +95,20 @@ def plan(p: Problem, span: int, numbers: tuple[int, ...], width: int, glides: bo
             room((2 * spans, *states), torch.float32),
         ),
         jobs_of_walk=programs,
+        is_prepared=is_prepared,
         jobs=Launch(
             jobs_kernel,
             programs,
             (*plans.gate_strides(p.g), T, HV, p.N, per_row, bound, span),
-            {"C": CHUNK, "JOB": JOB.value, "BLOCK": 64, "TOKENS": 512, "RESET": LEAST},
+            {
+                "C": CHUNK,
+                "ROW": ROWS.value * CHUNK,
+                "END": END.value * CHUNK,
+                "JOB": JOB.value,
+                "BLOCK": 64,
+                "LANES": 512,
+                "RESET": LEAST,
+            },  # fmt: skip
             1,
             options=CHAINED,
         ),
@@ -134,9 +148,10 @@ def span_at(i, cu_seqlens_ptr, N, L, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @kernel
 def jobs_kernel(
-    g_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr, table_ptr, walks_ptr, ends_ptr, ranges_ptr,
+    factors_ptr, g_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr, table_ptr, walks_ptr, ends_ptr, ranges_ptr,
     g_b, g_t, g_h, T, HV, N, chunks_per_row, bound, L,
-    C: tl.constexpr, JOB: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, RESET: tl.constexpr,
+    C: tl.constexpr, ROW: tl.constexpr, END: tl.constexpr, JOB: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
     """The jobs of `walk`, those of `ends`, (N, M) of each span, and (first span, spans) of each sequence."""
     i = tl.program_id(0) // HV
@@ -169,11 +184,16 @@ def jobs_kernel(
         tl.store(ranges_ptr + 2 * n + 1, spans)
 
     has_end = exists & (is_last == 0)
-    G = tl.zeros([TOKENS], tl.float64)
-    if g_ptr is not None:
+    G = tl.zeros([LANES], tl.float64)
+    if factors_ptr is not None:
+        for c in range(0, tl.where(has_end, L, 0), LANES):
+            chunks = c + tl.arange(0, LANES)
+            place = ((chunk + chunks).to(tl.int64) * HV + head) * ROW + END
+            G += tl.log(tl.load(factors_ptr + place, mask=chunks < L, other=1.0))
+    elif g_ptr is not None:
         g_ptr += row.to(tl.int64) * g_b + (first + begin).to(tl.int64) * g_t + head * g_h
-        for t in range(0, tl.where(has_end, length, 0), TOKENS):
-            tokens = t + tl.arange(0, TOKENS)
+        for t in range(0, tl.where(has_end, length, 0), LANES):
+            tokens = t + tl.arange(0, LANES)
             g = tl.load(g_ptr + tokens * g_t, mask=tokens < length, other=0.0)
             g = log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET)
             G += tl.where(tokens < length, g, 0.0)
