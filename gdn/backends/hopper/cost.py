@@ -12,7 +12,7 @@ import torch
 
 from gdn.problem import CHUNK, Problem
 
-# a tile of 64 tokens and a value head in `factors` and `solve`; all launches of a forward that is not split
+# a tile of 64 tokens and a value head in `gates` and `solve`; all launches of a forward that is not split
 TILE, LAUNCHES = 0.0065, 10.0
 # first: what a wave of programs takes before and after its chunks; then each chunk
 WALK, ENDS = (7.0, 2.2), (6.0, 1.43)

@@ -1,9 +1,9 @@
-"""The chunked rule's forward: `factors` and `solve` for each chunk, then `walk`, all that meets the state.
+"""The chunked rule's forward: `gates` and `solve` for each chunk, then `walk`, all that meets the state.
 
-Bytes per token and value head, K = V = 128 in bf16, HV = H: factors 30, solve 368, walk q, k, v, o 1024,
-A_inv 96, factors 32: 1550; with l2norm 276 more; with what a backward wants 560 (A_inv has its zeros then),
-or 1040 where states are kept in fp32. Where sequences and heads are few, `split` has spans of them walked at
-the same time.
+Bytes per token and value head, K = V = 128 in bf16, HV = H: gates 14, solve 368, walk q, k, v, o 1024, A_inv
+96, factors 16: 1518, and 32 of chunks that are not tame; with l2norm 256 more; with what a backward wants 560
+(A_inv has its zeros then), or 1040 where states are kept in fp32. Where sequences and heads are few, `split`
+has spans of them walked at the same time.
 """
 
 import itertools

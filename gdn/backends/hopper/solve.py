@@ -10,8 +10,8 @@ where A_inv will lie, which leaves by tensor copies. With l2norm raw q and k go 
 diagonal has the squares of their norms. The diagonal of A_inv less 1 has what rounding took from the row's
 sum: see `triton.prepare`.
 
-Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, gates 6, A_inv 96, factors 8 of a tame
-chunk, else 24: 366; with l2norm 260 more, for a backward 48.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, gates 6 or what `gates` has of them 8,
+A_inv 96, factors 8 of a tame chunk, else 24: 368 or 384; with l2norm 256 more, for a backward 40.
 """
 
 # tuples of blocks grow as the kernel is traced, and a tile's number is no int
