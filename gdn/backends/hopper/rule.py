@@ -177,39 +177,11 @@ def _plan(
     parts = (2,) if p.K == CHUNK else ()
     glides = GLIDES and is_spare
     S_in = None if kept is None else ((*tiles, p.K, p.V), kept)
-    count, programs = a.entries * p.HV, WARPS[p.K] * cost.num_sms(p.device)
-    one_each = count <= programs if one_each is None else one_each
-    is_prepared = kept is not None or not one_each or p.batch_invariant
-    activation = {**a.activation, "RESET": LEAST}
-    gates = Launch(
-        gates_kernel,
-        a.entries * -(-p.HV // HEADS),
-        (*plans.gate_strides(p.g, p.beta), *numbers[:2], numbers[3]),
-        {"C": CHUNK, "BH": HEADS, **activation},
-        4,
-        options=CHAINED,
-    )
-    solve = Launch(
-        solve_kernel,
-        min(count, programs),
-        (*plans.gate_strides(p.g, p.beta), *numbers, p.scale, count),
-        {
-            "PREPARED": is_prepared,
-            **activation,
-            "NORM": p.use_qk_l2norm_in_kernel,
-            "GLIDES": glides,
-            "D": p.K,
-        },
-        1,
-        options={"maxnreg": 168, **CHAINED},
-        described=4,
-    )
+    gates, solve = _of_tiles(p, a, kept, glides, one_each)
     numbers = (*numbers, a.entries)
-    spans = (
-        None
-        if span is None
-        else split.plan(p, span, numbers, width or split.width_of(p), glides, is_prepared)
-    )
+    spans = None
+    if span is not None:
+        spans = split.plan(p, span, numbers, width or split.width_of(p), glides, gates is not None)
     jobs = p.N * p.HV if spans is None else spans.jobs_of_walk
     walk = Launch(
         walk_kernel,
@@ -230,7 +202,37 @@ def _plan(
         *(None if kept is None or x is None else room(*x) for x in (G, S_in, q_rstd, k_rstd)),
         *(() if spans is None else spans.rooms),
     )
-    return Forward(rooms, a.launch, gates if is_prepared else None, solve, spans, walk)
+    return Forward(rooms, a.launch, gates, solve, spans, walk)
+
+
+def _of_tiles(
+    p: Problem, a: plans.Arguments, kept: torch.dtype | None, glides: bool, one_each: bool | None
+) -> tuple[Launch | None, Launch]:
+    """`gates` and `solve`; arguments as of `_plan`."""
+    T, HV, ratio, per_row = plans.numbers_of(p)
+    count, programs = a.entries * HV, WARPS[p.K] * cost.num_sms(p.device)
+    one_each = count <= programs if one_each is None else one_each
+    is_prepared = kept is not None or not one_each or p.batch_invariant
+    strides, activation = plans.gate_strides(p.g, p.beta), {**a.activation, "RESET": LEAST}
+    gates = Launch(
+        gates_kernel,
+        a.entries * -(-HV // HEADS),
+        (*strides, T, HV, per_row),
+        {"C": CHUNK, "BH": HEADS, **activation},
+        4,
+        options=CHAINED,
+    )
+    kind = {"NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K}
+    solve = Launch(
+        solve_kernel,
+        min(count, programs),
+        (*strides, T, HV, ratio, per_row, p.scale, count),
+        {"PREPARED": is_prepared, **activation, **kind},
+        1,
+        options={"maxnreg": 168, **CHAINED},
+        described=4,
+    )
+    return gates if is_prepared else None, solve
 
 
 def halves_of(A_inv: Tensor) -> tuple[Tensor, Tensor]:
