@@ -650,8 +650,8 @@ def drawn(source, kind):
     gate = pick(("strong", "mild", "slow", "none", "reset", "model"))
     case = replace(
         kind, heads=(H, H * pick((1, 2, 3, 8))), lengths=lengths,
-        gate="absent" if kind.gate == "absent" else gate, keys=pick(("random", "correlated", "identical")), is_strided=pick((False, True)),
-        is_scaled=pick((False, True)),
+        gate="absent" if kind.gate == "absent" else gate, keys=pick(("random", "correlated", "identical")),
+        is_strided=pick((False, True)), is_scaled=pick((False, True)),
     )  # fmt: skip
     return case, pick((None, 1, 2, 3))
 
