@@ -19,6 +19,7 @@ from gdn.problem.serving import parse_prefill
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
 
+import gluon_simulator
 import one_launch
 import triton.experimental.gluon.language as gl
 from compiling import TARGETS, recording
@@ -225,6 +226,28 @@ def test_programs_go_on(monkeypatch, name):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
+def test_no_job_is_taken_before_the_count_is_cleared(monkeypatch):
+    """The walk may begin before `solve` is done: also where its first sequence is empty it waits."""
+    case = replace(BASE, heads=(1, 1), lengths=packed(0, 130, 0, 70))
+    given = inputs(case, torch.bfloat16)
+    expected = forward(given)[:2]
+    monkeypatch.setattr(cost, "num_sms", lambda device: 1)
+    monkeypatch.setattr(rule, "_forwards", Plans())
+    call = Simulated.__call__
+
+    def early(launch, *tensors):
+        if launch.kernel is rule.walk_kernel:
+            count = tensors[-1].fill_(1000)
+            monkeypatch.setitem(gluon_simulator.STANDINS, "gdc_wait", lambda: count.remainder_(1000))
+        call(launch, *tensors)
+
+    monkeypatch.setattr(Simulated, "__call__", early)
+    assert all(torch.equal(x, y) for x, y in zip(forward(given)[:2], expected, strict=True))
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize(
     "name, span", [("packed", 1), ("rows with tails", None), ("few keys", None), ("few keys, options", 1)]
 )
@@ -347,8 +370,10 @@ def test_split(monkeypatch, name):
 @simulated
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("is_prepared", [False, True])
-@pytest.mark.parametrize("gate, is_gone", [("none", False), ("slow", False), ("strong", True)])
-def test_what_is_gone_is_not_walked(monkeypatch, gate, is_gone, is_prepared):
+@pytest.mark.parametrize(
+    "gate, gone", [("none", ()), ("slow", ()), ("strong", (0, 1)), ("first", (0,)), ("second", (1,))]
+)
+def test_what_is_gone_is_not_walked(monkeypatch, gate, gone, is_prepared):
     """M of a span, of 192 tokens, whose decay is nothing in fp32 is zero, and no chunk of it is walked."""
     in_spans(monkeypatch, 3)
     lengths, call = [], Simulated.__call__
@@ -359,14 +384,17 @@ def test_what_is_gone_is_not_walked(monkeypatch, gate, is_gone, is_prepared):
             *_, ends, jobs = tensors
             shape = (3, 2, 2, -1)  # spans, N and M, heads
             lengths.extend(jobs.view(shape)[..., 2].tolist())
-            assert (ends.view(shape)[:2, 1] == 0).all() == is_gone
+            assert [(M == 0).all() for M in ends.view(shape)[:2, 1]] == [n in gone for n in (0, 1)]
 
     monkeypatch.setattr(Simulated, "__call__", watched)
-    case = replace(BASE, lengths=rows(450), gate=gate, batch_invariant=is_prepared)
-    given = inputs(case, torch.bfloat16)
+    alone = {"first": slice(0, 192), "second": slice(192, 384)}
+    case = replace(BASE, lengths=rows(450), gate="slow" if gate in alone else gate)
+    given = inputs(replace(case, batch_invariant=is_prepared), torch.bfloat16)
+    if gate in alone:
+        given.tensors["g"][:, alone[gate]] = -2.0
     o, final, _ = forward(given)
-    kept = 0 if is_gone else 192
-    assert lengths == [[[192, 192], [kept, kept]]] * 2 + [[[0, 0], [0, 0]]]
+    first, second = (0 if n in gone else 192 for n in (0, 1))
+    assert lengths == [[[192, 192], [n, n]] for n in (first, second)] + [[[0, 0], [0, 0]]]
     expected = law(given)
     assert error(o, expected[0]) < 5e-3 and error(final, expected[1]) < 5e-3
 

@@ -10,7 +10,7 @@ than roundings is then between the products of the chain,
     o = scale e^G q S + P w;   P = scale e^(G - G_C) q k^T;   S <- e^(G_C) S + k^T w
 
 A chunk is tame where that loses little, which `solve` finds out: whole, A small, as it is where keys are not
-alike, and a decay that leaves e^(-G_C) room.
+alike, and a decay that leaves e^(G_i - G_C) room.
 """
 
 from triton.experimental import gluon

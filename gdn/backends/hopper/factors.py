@@ -22,6 +22,7 @@ from gdn.backends.triton.prepare import log_decay
 READ, INTO, END, OUT, BETA, FROM, TO = (gl.constexpr(i) for i in (0, 1, 2, 4, 5, 6, 7))
 ROWS, BOX = gl.constexpr(8), gl.constexpr(4)
 TAME = gl.constexpr(END.value * C.value + 1)  # where it is, from the first factor on: beside END
+GAIN = BOX  # the only row of a tile of its own
 LEAST = -128.0
 PER_LOG2 = gl.constexpr(1.4426950408889634)
 
@@ -88,7 +89,7 @@ def put_factors(factors_ptr, f_s, gain_s, decay, beta, q_scale, k_rstd):
     gl.store(factors_ptr + INTO * C + token, -grown)
     row_in(f_s, OUT).store(out)
     row_in(f_s, FROM).store(decay)
-    row_in(gain_s, BOX).store(-beta)
+    row_in(gain_s, GAIN).store(-beta)
     return end
 
 

@@ -53,7 +53,7 @@ def by(a, b, acc):
 
 @gluon.jit
 def on_diagonal(L, L_t):
-    """X and X^T of the blocks on the diagonal from L and L^T; see `triton.tril`."""
+    """X and X^T of some blocks on the diagonal from L and L^T."""
     i, j = places()
     eye = gl.where(i == j, zeros() + 1.0, 0.0)
     X = ()

@@ -23,6 +23,7 @@ from gdn.backends.hopper.factors import (
     BETA,
     BOX,
     FROM,
+    GAIN,
     OUT,
     ROWS,
     TAME,
@@ -62,7 +63,7 @@ from gdn.backends.hopper.inverse import (
 )
 
 # a chunk is tame up to this sum of (beta_i A_ij)^2, 16 for random keys and beta = 1, and from this decay on,
-# which leaves 35 bits of fp32's exponent for e^(-G_C) <q, k> v
+# which leaves 35 bits of fp32's exponent for e^(G_i - G_C) <q, k> v
 ALIKE = gl.constexpr(20.0)
 FORGOTTEN = gl.constexpr(-92.0)  # log2
 
@@ -213,7 +214,7 @@ def coupled(kk, f_s, gain_s):
     total = zeros()
     for a in gl.static_range(BLOCKS):
         row = down(f_s, FROM, a)
-        gain = down(gain_s, BOX, a)
+        gain = down(gain_s, GAIN, a)
         beta = down(f_s, BETA, a)
         squares = zeros()
         for n in gl.static_range(a):
@@ -223,7 +224,7 @@ def coupled(kk, f_s, gain_s):
         # k k^T is its transpose: above the diagonal L^T, by the same powers
         is_below = i > j
         power = gl.exp2(gl.where(is_below, row - columns[a], columns[a] - row))
-        x = kk[a * (a + 3) // 2] * (power * gl.where(is_below, gain, across(gain_s, BOX, a)))
+        x = kk[a * (a + 3) // 2] * (power * gl.where(is_below, gain, across(gain_s, GAIN, a)))
         L_aa = L_aa + (gl.where(is_below, x, 0.0),)
         L_aa_t = L_aa_t + (gl.where(i < j, x, 0.0),)
         squares += L_aa[a] * L_aa[a]

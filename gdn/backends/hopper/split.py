@@ -191,10 +191,10 @@ def jobs_kernel(
             place = ((chunk + chunks).to(tl.int64) * HV + head) * ROW + END
             G += tl.log(tl.load(factors_ptr + place, mask=chunks < L, other=1.0))
     elif g_ptr is not None:
-        g_ptr += row.to(tl.int64) * g_b + (first + begin).to(tl.int64) * g_t + head * g_h
+        g_ptr += row.to(tl.int64) * g_b + (first + begin * C).to(tl.int64) * g_t + head * g_h
         for t in range(0, tl.where(has_end, length, 0), LANES):
             tokens = t + tl.arange(0, LANES)
-            g = tl.load(g_ptr + tokens * g_t, mask=tokens < length, other=0.0)
+            g = tl.load(g_ptr + tokens.to(tl.int64) * g_t, mask=tokens < length, other=0.0)
             g = log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET)
             G += tl.where(tokens < length, g, 0.0)
     # NaN is not

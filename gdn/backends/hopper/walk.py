@@ -50,8 +50,8 @@ def load_chunks(
 ):  # fmt: skip
     """Tiles of each chunk into a stage that all others have left; which jobs are the program's.
 
-    The second box of factors is left out where a chunk is known to be tame: not for the first, as that
-    would be asked before the launch before is done.
+    The second box of factors is left out where a chunk is known to be tame: not for the first of the walk,
+    as that would be asked before the launch before is done.
 
     Without q for `ends_kernel`: no outputs, no values for the odd ones, and one job.
     """
@@ -74,11 +74,11 @@ def load_chunks(
         for i in range(at, at + gl.cdiv(length, C)):
             stage = i % STAGES
             ready = full.index(stage)
-            is_whole = True
-            if GLIDES and i > 0:
-                is_whole = gl.load(factors_ptr + tile.to(gl.int64) * (ROWS * C) + TAME) == 0.0
+            has_both = True
+            if GLIDES and (q_d is None or i > 0):
+                has_both = gl.load(factors_ptr + tile.to(gl.int64) * (ROWS * C) + TAME) == 0.0
             mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-            if is_whole:
+            if has_both:
                 mbarrier.expect(ready, BYTES + 2 * f_d.block_type.nbytes)
             else:
                 mbarrier.expect(ready, BYTES + f_d.block_type.nbytes)
@@ -95,7 +95,7 @@ def load_chunks(
                 if i == 0:
                     gdc_wait()
             tma_load(f_d, [tile * ROWS, 0], ready, f_s.index(2 * stage))
-            if is_whole:
+            if has_both:
                 tma_load(f_d, [tile * ROWS + BOX, 0], ready, f_s.index(2 * stage + 1))
             for part in gl.static_range(PARTS):
                 place = 2 * (PARTS * stage + part)
@@ -108,11 +108,12 @@ def load_chunks(
         if ring is None:
             job = jobs
         else:
+            # also where there was no chunk: `solve` clears the count, and who comes next takes it that all
+            # before are done
+            gdc_wait()
             job = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
     if ring is not None:
         tell(job, turn, ring)
-        # also where there was no chunk: who comes next takes it that all before are done
-        gdc_wait()
 
 
 @gluon.jit
