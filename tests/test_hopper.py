@@ -690,7 +690,7 @@ def law_at_once(given, number):
     options = {name: x for name, x in wide.options.items() if name not in accuracy.FREEDOM}
     found = one_launch.law(**wide.tensors, **options)
     if number == 0:
-        assert all(error(x, y) < 1e-9 for x, y in zip(found, law(given), strict=True) if y.norm() > 0)
+        assert all(error(x, y) < 1e-12 for x, y in zip(found, law(given), strict=True) if y.norm() > 0)
     return found
 
 
@@ -734,6 +734,8 @@ def test_any_tame_problem_on_a_gpu(monkeypatch, seed):
     """As near to the law as is asked, or as Triton's; not the bits of a forward that never glides."""
     source, glided = random.Random(seed), 0
     kind = replace(kind_drawn(source), sizes=(128, 128), lengths=packed(1))
+    if kind.gate == "absent" and kind.beta == "negative":
+        kind = replace(kind, beta="sigmoid")  # to 2 and without decay no chunk is tame
     for number in PROBLEMS:
         case, span = drawn(source, kind)
         lengths = packed(*(source.randint(100, 700) for _ in range(3)))
@@ -749,8 +751,7 @@ def test_any_tame_problem_on_a_gpu(monkeypatch, seed):
         for three in zip(here, triton, law_at_once(given, number), strict=True):
             limit = 1e-2 if case.keys == "correlated" else 5e-3
             assert is_as_near(*three, limit), f"{number}: {case}, spans of {span}"
-    # without decay beta decides
-    assert glided > 0 or kind.gate == "absent"
+    assert glided > 0
 
 
 @pytest.mark.gpu

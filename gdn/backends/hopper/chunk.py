@@ -136,6 +136,20 @@ def apart(x, WIDTH: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def keys_read(qkS, HAS_Q: gl.constexpr):
+    """q S and k S from `times_keys` when it is done; without q k S for both.
+
+    Of the first nothing may be the accumulator before it is scaled: ptxas gives no register of a product to a
+    narrower one (C7511).
+    """
+    qkS = warpgroup_mma_wait(0, deps=(qkS,))
+    if HAS_Q:
+        return apart(qkS, C, OF_TOKENS)
+    else:
+        return qkS, qkS
+
+
+@gluon.jit
 def together(early, late):
     """Of the first 32 tokens and of the others: of all, in the registers where they are."""
     x = gl.reshape(gl.permute(gl.join(early, late), (0, 2, 1)), (STRIP, C))
@@ -192,11 +206,7 @@ def advance(
     if S_d is not None and S_d.dtype == gl.bfloat16:
         keep(S, S_d, S_s, tile, MINE, D)
     v_tile = v_s.index(D // STRIP * stage + MINE).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
-    if o_d is None:
-        kS = warpgroup_mma_wait(0, deps=(qkS,))
-    else:
-        # o is scaled before anything is added: ptxas gives no register of a product to a narrower one (C7511)
-        o, kS = apart(warpgroup_mma_wait(0, deps=(qkS,)), C, OF_TOKENS)
+    o, kS = keys_read(qkS, o_d is not None)
     r = v_tile.to(gl.float32) + vector(f_s, stage, INTO, ACROSS)[None, :] * kS
     r = r * vector(f_s, stage, BETA, ACROSS)[None, :]
     if IS_RAGGED:
@@ -263,11 +273,7 @@ def glide(
     qk_tile, k_tile = keys_of(qk_s, stage, o_d is not None, D)
     qkS = times_keys(S, qk_tile, o_d is not None, False)
     v_tile = v_s.index(D // STRIP * stage + MINE).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
-    if o_d is None:
-        kS = warpgroup_mma_wait(0, deps=(qkS,))
-    else:
-        # o is scaled before anything is added: ptxas gives no register of a product to a narrower one (C7511)
-        o, kS = apart(warpgroup_mma_wait(0, deps=(qkS,)), C, OF_TOKENS)
+    o, kS = keys_read(qkS, o_d is not None)
     r = v_tile.to(gl.float32) + vector(f_s, stage, INTO, ACROSS)[None, :] * kS
     early, late = times_lower(r.to(gl.bfloat16), A_s.index(stage), zeros, zeros, False)
     if S_d is not None:

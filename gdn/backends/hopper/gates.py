@@ -8,6 +8,7 @@ token, and sums over lanes: that is worth the launch that it saves where no warp
 Bytes per token and value head: gates 6, FROM and BETA 8; G, where a backward wants it, 8.
 """
 
+import triton
 import triton.language as tl
 
 from gdn.backends.hopper.factors import BETA, END, FROM, PER_LOG2, ROWS
@@ -16,6 +17,12 @@ from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import strength
 from gdn.backends.triton.prepare import log_decay
+
+
+@triton.jit
+def _load(x_ptr, row, tokens, heads, of_row, of_token, of_head, mask):
+    place = row.to(tl.int64) * of_row + tokens.to(tl.int64) * of_token + heads * of_head
+    return tl.load(x_ptr + place, mask=mask, other=0.0)
 
 
 @kernel
@@ -37,18 +44,12 @@ def gates_kernel(
     if g_ptr is None:
         g = tl.zeros([C, BH], tl.float32)
     else:
-        g = tl.load(
-            g_ptr + row.to(tl.int64) * g_b + (first + tokens).to(tl.int64) * g_t + heads * g_h,
-            mask=is_token, other=0.0,
-        )  # fmt: skip
+        g = _load(g_ptr, row, first + tokens, heads, g_b, g_t, g_h, is_token)
         g = log_decay(g, A_log_ptr, dt_bias_ptr, tl.minimum(heads, HV - 1), RESET)
     if beta_ptr is None:
         beta = tl.full([C, BH], 1.0, tl.float32)
     else:
-        beta = tl.load(
-            beta_ptr + row.to(tl.int64) * beta_b + (first + tokens).to(tl.int64) * beta_t + heads * beta_h,
-            mask=is_token, other=0.0,
-        )  # fmt: skip
+        beta = _load(beta_ptr, row, first + tokens, heads, beta_b, beta_t, beta_h, is_token)
         beta = strength(beta, SIGMOID, NEGATIVE)
     G = tl.cumsum(tl.where(is_token, g, 0.0).to(tl.float64), 0)
     if G_ptr is not None:
