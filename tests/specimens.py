@@ -303,7 +303,8 @@ def walk(
 
         # plans do not know that they differ
         plans = patch.object(rule, "_forwards", Plans())
-        with patch.object(cost, "span_of", lambda problem: span), patch.object(rule, "GLIDES", glides), plans:
+        cuts = None if span is None else cost.equal(span)
+        with patch.object(cost, "cuts_of", lambda problem: cuts), patch.object(rule, "GLIDES", glides), plans:
             rule.forward(rule.tidy(problem), kept)
 
     return call

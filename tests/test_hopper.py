@@ -29,6 +29,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from gdn.backends import hopper
 from gdn.backends.hopper import cost, rule, split
+from gdn.backends.hopper.cost import Cut, Cuts
 from gdn.backends.hopper.factors import TAME
 from gdn.backends.hopper.gluon import mbarrier
 from gdn.backends.triton import plans, whole
@@ -118,8 +119,9 @@ simulated = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be i
 
 
 def in_spans(monkeypatch, chunks):
-    """Sequences are split into spans of so many chunks, whatever that costs."""
-    monkeypatch.setattr(cost, "span_of", lambda problem: chunks)
+    """Sequences are cut into spans of so many chunks, or in another way, whatever that costs."""
+    cuts = cost.equal(chunks) if isinstance(chunks, int) else chunks and Cuts(chunks, chunks)
+    monkeypatch.setattr(cost, "cuts_of", lambda problem: cuts)
 
 
 def forward(given):
@@ -351,18 +353,21 @@ def test_states_on_the_way_are_those_that_were_carried(monkeypatch, D, them):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("cut", [Cut(2, 9, 2), Cut(3, 1, 1)])
 @pytest.mark.parametrize("name", SPLIT)
-def test_split(monkeypatch, name):
-    """In spans of two chunks, as the law has it; the first span's bits are those of the whole."""
+def test_split(monkeypatch, name, cut):
+    """As the law has it. The first two spans have the bits of the whole: they begin with its states."""
     case = SPLIT[name]
     given = inputs(case, torch.bfloat16)
     whole = forward(given)[0]
-    in_spans(monkeypatch, 2)
+    in_spans(monkeypatch, cut)
     o, final, _ = forward(given)
     expected = law(given)
     limit = LIMITS.get(case.keys, 5e-3)
     assert error(o, expected[0]) < limit and error(final, expected[1]) < limit
-    first = 128 if case.lengths.ends is None else min(128, case.lengths.ends[1])
+    first = 64 * (cut.long + (cut.long if cut.longs > 1 else cut.short))
+    if case.lengths.ends is not None:
+        first = min(first, case.lengths.ends[1])
     assert torch.equal(o[:, :first], whole[:, :first])
 
 
@@ -371,10 +376,13 @@ def test_split(monkeypatch, name):
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize(
-    "gate, gone", [("none", ()), ("slow", ()), ("strong", (0, 1)), ("first", (0,)), ("second", (1,))]
+    "gate, gone", [("none", ()), ("slow", ()), ("strong", (1, 2)), ("second", (1,)), ("third", (2,))]
 )
 def test_what_is_gone_is_not_walked(monkeypatch, gate, gone, is_prepared):
-    """M of a span, of 192 tokens, whose decay is nothing in fp32 is zero, and no chunk of it is walked."""
+    """M of a span, of 192 tokens, whose decay is nothing in fp32 is zero, and no chunk of it is walked.
+
+    The first span has none.
+    """
     in_spans(monkeypatch, 3)
     lengths, call = [], Simulated.__call__
 
@@ -382,52 +390,99 @@ def test_what_is_gone_is_not_walked(monkeypatch, gate, gone, is_prepared):
         call(launch, *tensors)
         if launch.kernel is split.ends_kernel:
             *_, ends, jobs = tensors
-            shape = (3, 2, 2, -1)  # spans, N and M, heads
-            lengths.extend(jobs.view(shape)[..., 2].tolist())
-            assert [(M == 0).all() for M in ends.view(shape)[:2, 1]] == [n in gone for n in (0, 1)]
+            lengths.extend(jobs.view(8, 2, -1)[..., 2].tolist())  # of both heads
+            maps = ends.view(4, 2, 2, -1)[1:3, 1]
+            assert [(M == 0).all() for M in maps] == [n in gone for n in (1, 2)]
 
     monkeypatch.setattr(Simulated, "__call__", watched)
-    alone = {"first": slice(0, 192), "second": slice(192, 384)}
-    case = replace(BASE, lengths=rows(450), gate="slow" if gate in alone else gate)
+    alone = {"second": slice(192, 384), "third": slice(384, 576)}
+    case = replace(BASE, lengths=rows(640), gate="slow" if gate in alone else gate)
     given = inputs(replace(case, batch_invariant=is_prepared), torch.bfloat16)
     if gate in alone:
         given.tensors["g"][:, alone[gate]] = -2.0
     o, final, _ = forward(given)
-    first, second = (0 if n in gone else 192 for n in (0, 1))
-    assert lengths == [[[192, 192], [n, n]] for n in (first, second)] + [[[0, 0], [0, 0]]]
+    second, third = (0 if n in gone else 192 for n in (1, 2))
+    assert lengths == [[n, n] for n in (192, 192, second, 192, third, 0, 0, 0)]
     expected = law(given)
     assert error(o, expected[0]) < 5e-3 and error(final, expected[1]) < 5e-3
 
 
 @pytest.mark.interpret
 @simulated
-def test_jobs_cover_all_chunks():
+@pytest.mark.parametrize("cut", [Cut(2, 9, 2), Cut(3, 2, 1), Cut(2, 1, 3)])
+def test_jobs_cover_all_chunks(cut):
     """Each token of many sequences once, and each sequence's final state; the rest of the programs idle."""
-    span, generator = 2, torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 4, (70,), generator=generator) * 70
     lengths[[7, 69]] = torch.tensor([1000, 0])
     given = inputs(replace(BASE, heads=(1, 1), lengths=packed(*lengths.tolist())), torch.bfloat16)
     p = parse(**given.tensors, **given.options, backend="triton")
     table = Table(p, machine(p.device))
-    plan = split.plan(p, span, (p.T, 1, 1, 0, table.bound), 16, False, False)
+    plan = split.plan(p, Cuts(cut, cut), (p.T, 1, 1, 0, table.bound), 16, False, False)
     _, walks, ends, ranges, _ = allocate(p.device, plan.rooms)
     plan.jobs(None, None, None, None, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
-    expected, first = [], 0
+    walks, ends, ranges = walks.tolist(), ends.tolist(), ranges.tolist()
+    spans, chunk = 0, 0
     for n, length in enumerate(lengths.tolist()):
-        pieces = max(1, -(-length // (64 * span)))
-        assert ranges[n].tolist() == [len(expected), pieces]
-        for i in range(pieces):
-            start = 64 * span * i
-            token, chunk = int(p.cu_seqlens[n]) + start, first + span * i
-            goal = n if i == pieces - 1 else -1
-            expected.append([0, token, min(length - start, 64 * span), chunk, goal])
-        first += -(-length // 64)
-    assert walks[: len(expected)].tolist() == expected
-    assert all(job[2] == 0 and job[4] == -1 for job in walks[len(expected) :].tolist())
-    for i, (row, token, length, chunk, goal) in enumerate(expected):
-        for is_map in (0, 1):
-            end = [row, token, length, chunk, 2 * i + is_map] if goal < 0 else [row, token, 0, chunk, -1]
-            assert ends[2 * i + is_map].tolist() == end
+        before, _ = cut.spans(-(-length // 64))
+        sizes = [span for count, span in before for _ in range(count)]
+        count = 1 + len(sizes)
+        assert ranges[n] == [spans, count]
+        begin, found = 0, {}
+        for i in range(count):
+            end = length if i == count - 1 else begin + 64 * sizes[i]
+            found[i] = [0, int(p.cu_seqlens[n]) + begin, end - begin, chunk + begin // 64]
+            begin = end
+        chunk += -(-length // 64)
+        # the last first
+        assert walks[spans : spans + count] == [
+            [*found[i], n if i == count - 1 else -1, spans + i] for i in (count - 1, *range(count - 1))
+        ]
+        # N of the first, N and M of each but the last; no other has a goal
+        expected = [
+            [*found[i], 2 * (spans + i) + is_map, n if i == 0 else -1]
+            for i, is_map in itertools.product(range(count - 1), (0, 1))
+            if i > 0 or not is_map
+        ]
+        here = ends[2 * spans : 2 * (spans + count)]
+        assert here[: len(expected)] == expected
+        assert all(job[2] == 0 and job[4:] == [-1, -1] for job in here[len(expected) :])
+        spans += count
+    assert len(walks) >= spans
+    assert all(job[2] == 0 and job[4] == -1 for job in walks[spans:])
+    assert all(job[2] == 0 and job[4:] == [-1, -1] for job in ends[2 * spans :])
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(
+    "gate, is_prepared, takes_few",
+    [("strong", True, True), ("slow", True, False), ("mixed", True, False), ("strong", False, False)],
+)
+def test_decays_decide_which_cut_is_taken(monkeypatch, gate, is_prepared, takes_few):
+    """That for few M where decays of chunks are known and at most a quarter of the heads have one."""
+    cuts = Cuts(Cut(3, 9, 3), Cut(4, 1, 1))
+    monkeypatch.setattr(cost, "cuts_of", lambda problem: cuts)
+    found, call = [], Simulated.__call__
+
+    def watched(launch, *tensors):
+        call(launch, *tensors)
+        if launch.kernel is split.jobs_kernel:
+            *_, walks, _, ranges = tensors
+            found.extend([ranges[0, 1].item(), walks.view(-1, 2, walks.shape[1])[1, 0, 2].item()])
+
+    monkeypatch.setattr(Simulated, "__call__", watched)
+    case = replace(BASE, lengths=packed(450), gate=gate, batch_invariant=is_prepared)
+    if gate == "mixed":
+        case = replace(case, heads=(1, 2), gate="strong")
+    given = inputs(case, torch.bfloat16)
+    if gate == "mixed":
+        given.tensors["g"][..., 1] = 0.0
+    o, final, _ = forward(given)
+    assert found == ([3, 256] if takes_few else [3, 192])
+    expected = law(given)
+    assert error(o, expected[0]) < 5e-3 and error(final, expected[1]) < 5e-3
 
 
 def ways(N, chunks, is_packed):
@@ -437,25 +492,27 @@ def ways(N, chunks, is_packed):
 
 
 def test_a_full_machine_is_not_split():
-    """Nor is what is short, or is to have the bits that it has alone; what is long is, in one wave."""
+    """Nor is what is short, or is to have the bits that it has alone; what is long is."""
     for pairs in (132, 133, 264, 4000):
         for chunks, is_packed in itertools.product((1, 64, 2048), (False, True)):
             for N in (1, 2, pairs):
-                assert cost._span(-(-pairs // N), ways(N, chunks, is_packed), 132) is None
+                assert cost._cuts(-(-pairs // N), ways(N, chunks, is_packed), 132) is None
     for chunks in (1, 2, 4, 8):
-        assert cost._span(8, ways(1, chunks, False), 132) is None
+        assert cost._cuts(8, ways(1, chunks, False), 132) is None
     for HV, chunks in itertools.product((1, 8, 16, 32), (128, 512, 2048)):
         way = cost.alike(1, chunks)
-        span = cost._span(HV, (way,), 132)
-        assert 2 <= -(-chunks // span) <= 132 // HV
-        assert cost._time(HV, way, span, 132) < cost.GAIN * cost._time(HV, way, chunks, 132)
+        cuts = cost._cuts(HV, (way,), 132)
+        for cut in cuts:
+            before, _ = cut.spans(chunks)
+            assert 1 <= sum(count for count, _ in before) <= 132 // HV
+        assert cost._time(HV, way, cuts.many, 132) < cost.GAIN * cost._time(HV, way, None, 132)
     # one of sixteen sequences may have all tokens
-    assert cost._span(8, ways(16, 64, False), 132) is None
-    assert cost._span(8, ways(16, 64, True), 132) is not None
+    assert cost._cuts(8, ways(16, 64, False), 132) is None
+    assert cost._cuts(8, ways(16, 64, True), 132) is not None
     given = inputs(replace(BASE, lengths=rows(20000)), torch.bfloat16)
     problem = parse(**given.tensors, **given.options)
-    assert cost.span_of(problem) is not None
-    assert cost.span_of(replace(problem, batch_invariant=True)) is None
+    assert cost.cuts_of(problem) is not None
+    assert cost.cuts_of(replace(problem, batch_invariant=True)) is None
 
 
 def test_lengths_on_the_host_decide_on_spans():
@@ -466,11 +523,11 @@ def test_lengths_on_the_host_decide_on_spans():
 
     def span(lengths):
         ends = torch.tensor([0, *lengths]).cumsum(0)
-        return cost.span_of(parse(**tensors, cu_seqlens=offsets.to("meta"), cu_seqlens_cpu=ends))
+        return cost.cuts_of(parse(**tensors, cu_seqlens=offsets.to("meta"), cu_seqlens_cpu=ends))
 
     assert span([2048] * 4) is None
     assert span([8192, 0, 0, 0]) is not None and span([8000, 64, 64, 64]) is not None
-    assert cost.span_of(parse(**tensors, cu_seqlens=offsets.to("meta"))) is not None
+    assert cost.cuts_of(parse(**tensors, cu_seqlens=offsets.to("meta"))) is not None
 
 
 @pytest.mark.interpret
@@ -520,10 +577,11 @@ def test_the_simulator_sees_a_broken_protocol(monkeypatch):
 def test_what_it_is_faster_at():
     """As measured on an H200: long or many sequences, not short ones."""
     for N, HV, chunks in (
-        (1, 8, 128), (1, 8, 512), (8, 8, 64), (1, 64, 512), (8, 32, 64), (8, 32, 16), (16, 16, 256)
+        (1, 32, 8), (1, 64, 8), (1, 8, 32), (1, 8, 128), (1, 8, 512), (8, 8, 64), (1, 64, 512), (8, 32, 64),
+        (8, 32, 16), (16, 16, 256),
     ):  # fmt: skip
         assert all(cost._is_faster(HV, ways(N, chunks, is_packed), 132) for is_packed in (False, True))
-    for N, HV, chunks in ((1, 8, 1), (1, 32, 1), (1, 32, 8), (1, 8, 32), (32, 32, 1), (64, 32, 2)):
+    for N, HV, chunks in ((1, 8, 1), (1, 32, 1), (1, 8, 16), (32, 32, 1), (64, 32, 2)):
         assert not cost._is_faster(HV, ways(N, chunks, False), 132)
 
 
@@ -561,7 +619,7 @@ def test_who_takes_what(monkeypatch):
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     few = inputs(replace(BASE, sizes=(64, 64), lengths=rows(20000), state="none"), torch.bfloat16)
     few = parse(**few.tensors, **few.options)
-    assert hopper.refuses(few) is None and cost.span_of(few) is not None
+    assert hopper.refuses(few) is None and cost.cuts_of(few) is not None
     assert list(hopper._launches(few, None)) and not list(
         hopper._launches(replace(few, batch_invariant=True), None)
     )
@@ -669,7 +727,7 @@ def kind_drawn(source):
 
 
 def drawn(source, kind):
-    """A problem of a kind, of any lengths and heads, and chunks of a span or None."""
+    """A problem of a kind, of any lengths and heads, and how they are cut."""
     pick, H = source.choice, source.randint(1, 3)
     lengths = rows(source.randint(1, 300))
     if kind.lengths.ends is not None:
@@ -681,7 +739,7 @@ def drawn(source, kind):
         gate="absent" if kind.gate == "absent" else gate, keys=pick(("random", "correlated", "identical")),
         is_strided=pick((False, True)), is_scaled=pick((False, True)),
     )  # fmt: skip
-    return case, pick((None, 1, 2, 3))
+    return case, pick((None, 1, 2, 3, Cut(2, 1, 1), Cut(3, 2, 1)))
 
 
 def law_at_once(given, number):

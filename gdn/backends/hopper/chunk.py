@@ -30,8 +30,9 @@ C = gl.constexpr(64)  # tokens of a chunk
 STRIP = gl.constexpr(64)  # value rows of a chain; D // STRIP chains
 STAGES = gl.constexpr(2)
 
-# numbers of a job: row, first token, length, first chunk, and where its last state goes (below 0: nowhere)
-JOB = gl.constexpr(5)
+# numbers of a job: row, first token, length, first chunk, where its last state goes and where its first comes
+# from (below 0: nowhere)
+JOB = gl.constexpr(6)
 
 # value rows down, tokens or keys across
 OF_TOKENS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))

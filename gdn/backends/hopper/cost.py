@@ -2,32 +2,86 @@
 
 The numbers are of K = V = 128; with 64 both take about as long, Triton 1.5 to 2.8 times what is taken here.
 Of packed sequences nobody on the host knows the lengths but by `cu_seqlens_cpu`: they may be alike, or one
-may have all chunks. A span is chosen by the sum of the times of both.
+may have all chunks. A cut is chosen by the sum of the times of both.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from gdn.problem import CHUNK, Problem
 
+
+class Walk(NamedTuple):
+    """us of a launch beside its jobs, of a job beside its chunks, of a chunk alone and on a full machine."""
+
+    once: float
+    job: float
+    alone: float
+    full: float
+
+
 # a tile of 64 tokens and a value head in `gates` and `solve`; all launches of a forward that is not split
 TILE, LAUNCHES = 0.0065, 10.0
-# first: what a wave of programs takes before and after its chunks; then each chunk
-WALK, ENDS = (7.0, 2.2), (6.0, 1.43)
-# of `jobs`, and of `combine`, its first span and each
-JOBS, COMBINE = 2.5, (6.0, 1.6)
+WALK, ENDS = Walk(5.0, 2.0, 1.55, 1.9), Walk(2.0, 4.0, 0.98, 1.12)
+# of `jobs` and `combine`, and of each span in it
+COMBINE = 3.0, 1.15
+# few spans have an M: those of less than FADING chunks, over which a g of -1/16 leaves something, and of
+# longer ones those of ALIVE of the heads
+FADING, ALIVE = 34, 0.25
 GAIN = 0.9  # of the time without spans, or of Triton's, at most: more launches take the host longer
 # Triton: its launches, a tile in prepare, as much in output, a chunk in the state pass by strips, and in scan
 TRITON_LAUNCHES, TRITON_TILE, TRITON_STRIPS, TRITON_SCAN = 15.0, 0.020, ((8, 1.1), (4, 1.4)), 3.85
 # sequences, chunks of all of them, and of the longest
 Way = tuple[int, int, int]
+Jobs = Sequence[tuple[int, int]]  # how many, of how many chunks each
 
 
-def span_of(p: Problem) -> int | None:
-    """Chunks of a span, or None: no sequence is split."""
-    return None if p.batch_invariant else _span(*_sizes(p))
+class Cut(NamedTuple):
+    """How sequences are cut into spans: `longs` of `long` chunks, a short one, the rest; as far as they go.
+
+    M and N of a span are two jobs of `ends`, of the first span one: so the long ones fill multiprocessors two
+    by two, and who is left takes both jobs of the short one.
+    """
+
+    long: int
+    longs: int
+    short: int
+
+    def spans(self, chunks: int) -> tuple[Jobs, int]:
+        """Those of a sequence, without the last, and how long that is."""
+        longs = min(self.longs, max(0, chunks - 1) // self.long)
+        found, left = [(longs, self.long)], chunks - longs * self.long
+        if longs == self.longs and left > self.short:
+            found, left = [*found, (1, self.short)], left - self.short
+        return (found if longs else ()), left
+
+    def most(self, N: int, chunks: int) -> int:
+        """Spans of N sequences, whose lengths only the device knows, at most."""
+        found = chunks // self.long + chunks // (self.longs * self.long + self.short)
+        return N + min(N * (self.longs + 1), found)
+
+
+class Cuts(NamedTuple):
+    """Of which the device takes one: how sequences are cut where most spans have an M, and where few have."""
+
+    many: Cut
+    few: Cut
+
+
+def equal(chunks: int) -> Cuts:
+    """Spans of so many chunks, however long the sequences."""
+    cut = Cut(chunks, 1 << 16, chunks)
+    return Cuts(cut, cut)
+
+
+def cuts_of(p: Problem) -> Cuts | None:
+    """How sequences are cut, or None: not at all."""
+    return None if p.batch_invariant else _cuts(*_sizes(p))
 
 
 def is_faster(p: Problem) -> bool:
@@ -62,28 +116,42 @@ def num_sms(device: torch.device) -> int:
 
 
 @lru_cache(4096)
-def _span(HV: int, ways: tuple[Way, ...], num_sms: int) -> int | None:
+def _cuts(HV: int, ways: tuple[Way, ...], num_sms: int) -> Cuts | None:
     """What is fastest over the ways."""
     longest = max(longest for *_, longest in ways)
-    if num_sms <= max(_alike(*way) for way in ways) * HV:
+    heads = [_alike(*way) * HV for way in ways]
+    if longest == 0 or num_sms <= max(heads):
         return None
-    # in more than a wave the walk would be no faster
-    spans = {_cdiv(longest, pieces) for pieces in range(2, num_sms // HV + 1)}
 
-    def total(span: int) -> float:
-        return sum(_time(HV, way, span, num_sms) for way in ways)
+    def total(cut: Cut | None, alive: float) -> float:
+        return sum(_time(HV, way, cut, num_sms, alive) for way in ways)
 
-    best = min(sorted(spans), key=total, default=longest)
-    return best if total(best) < GAIN * total(longest) else None
+    possible = list(_possible(longest, num_sms // max(heads), num_sms // min(heads)))
+    many, few = (min(possible, key=lambda cut: total(cut, alive)) for alive in (1.0, ALIVE))
+    return Cuts(many, few) if total(many, 1.0) < GAIN * total(None, 1.0) else None
+
+
+def _possible(longest: int, least: int, most: int) -> Iterator[Cut]:
+    """Those with about as many long spans as there are multiprocessors for each head: from least to most."""
+    longs = max(1, least // 2)
+    while longs <= most:
+        long = _cdiv(longest, longs + 1)
+        yield Cut(long, longs, long)
+        # half a long one, and the rest as long as one, or as one and the half
+        for rest in (2, 3):
+            long = _cdiv(2 * longest, 2 * longs + 1 + rest)
+            yield Cut(long, longs, _cdiv(long, 2))
+        longs += 1 + longs // 8
 
 
 @lru_cache(4096)
 def _is_faster(HV: int, ways: tuple[Way, ...], num_sms: int) -> bool:
     """As it is in the first of the ways. A problem without tokens is Triton's."""
-    N, chunks, longest = ways[0]
+    N, chunks, _ = ways[0]
     if chunks == 0:
         return False
-    here = LAUNCHES + TILE * chunks * HV + _time(HV, ways[0], _span(HV, ways, num_sms) or longest, num_sms)
+    cuts = _cuts(HV, ways, num_sms)
+    here = LAUNCHES + TILE * chunks * HV + _time(HV, ways[0], cuts and cuts.many, num_sms)
     return here < GAIN * _triton(N * HV, _cdiv(chunks, N), num_sms)
 
 
@@ -92,21 +160,45 @@ def _alike(N: int, chunks: int, longest: int) -> int:
     return chunks // max(1, longest)
 
 
-def _time(HV: int, way: Way, span: int, num_sms: int) -> float:
-    """us that the walks take in spans. A span's M is counted, whatever its decay."""
+def _time(HV: int, way: Way, cut: Cut | None, num_sms: int, alive: float = 1.0) -> float:
+    """us that the walks take; `alive`: the share of heads whose M is something over many tokens."""
     _, chunks, longest = way
     n = _alike(*way)
-    spans, rest = _cdiv(longest, span), (chunks - n * longest) * HV / num_sms
-    walk = _walks(WALK, n * spans * HV, min(span, longest), rest, num_sms)
-    if spans <= 1:
+    rest = (chunks - n * longest) * HV / num_sms
+    before: Jobs = ()
+    last = longest
+    if cut is not None:
+        before, last = cut.spans(longest)
+    n *= HV
+    walk = _walks(WALK, [(n, last), *((n * count, span) for count, span in before)], rest, num_sms)
+    if not before:
         return walk
-    ends = _walks(ENDS, 2 * n * (spans - 1) * HV, span, rest, num_sms)
-    return ends + JOBS + _of(COMBINE, spans - 1) + walk
+    ends = []
+    for i, (count, span) in enumerate(before):
+        maps = (count - (i == 0)) * (alive if span >= FADING else 1.0)
+        ends.append((int(n * (count + maps)), span))
+    combine, each = COMBINE
+    return _walks(ENDS, ends, rest, num_sms) + combine + each * sum(count for count, _ in before) + walk
 
 
-def _walks(cost: tuple[float, float], programs: int, chunks: int, rest: float, num_sms: int) -> float:
-    """Of programs that are alike, in waves, and of `rest` chunks of each multiprocessor beside them."""
-    return _cdiv(programs, num_sms) * _of(cost, chunks) + cost[1] * rest
+def _walks(cost: Walk, jobs: Jobs, rest: float, num_sms: int) -> float:
+    """Of jobs as programs take them one by one, and of `rest` chunks of each multiprocessor beside them."""
+    longest = max(chunks for _, chunks in jobs)
+    busy = sum(count * chunks for count, chunks in jobs) / max(1, longest)
+    each = max(cost.alone, cost.full * min(busy / num_sms, 1.0))
+    free = [(0.0, num_sms)]  # when, how many
+    for count, chunks in jobs:
+        time = cost.job + each * chunks
+        if len(jobs) == 1:
+            return cost.once + _cdiv(count, num_sms) * time + each * rest
+        while count > 0:
+            start, idle = heappop(free)
+            taken = min(count, idle)
+            if taken < idle:
+                heappush(free, (start, idle - taken))
+            heappush(free, (start + time, taken))
+            count -= taken
+    return cost.once + max(end for end, _ in free) + each * rest
 
 
 def _triton(pairs: int, chunks: int, num_sms: int) -> float:
@@ -115,11 +207,6 @@ def _triton(pairs: int, chunks: int, num_sms: int) -> float:
         return TRITON_LAUNCHES + tiles + _cdiv(pairs, num_sms) * chunks * TRITON_SCAN
     walk = min(_cdiv(strips * pairs, num_sms) * us for strips, us in TRITON_STRIPS)
     return TRITON_LAUNCHES + 2 * tiles + chunks * walk
-
-
-def _of(cost: tuple[float, float], chunks: int) -> float:
-    first, each = cost
-    return first + each * chunks
 
 
 def _cdiv(a: int, b: int) -> int:

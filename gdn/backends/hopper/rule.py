@@ -112,8 +112,8 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
         return chunked.forward(p, kept)
     p = _aligned(p)
     with on(p.device):
-        span = cost.span_of(p)
-        plan = _forwards.get((plans.key(p), span, kept), lambda: _first(p, span, kept))
+        cuts = cost.cuts_of(p)
+        plan = _forwards.get((plans.key(p), cuts, kept), lambda: _first(p, cuts, kept))
         new = allocate(p.device, plan.rooms)
         for launch, tensors in plan.steps(p, new):
             launch(*tensors)
@@ -126,7 +126,7 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
     return o, final, Saved(G, A_inv, S_in, None, q_rstd, k_rstd)
 
 
-def _first(p: Problem, span: int | None, kept: torch.dtype | None) -> Forward:
+def _first(p: Problem, cuts: cost.Cuts | None, kept: torch.dtype | None) -> Forward:
     a = plans.arguments(p)
     # with no backend named a smaller one of the kind may be Triton's
     is_shared = settings.backend(p.backend) is None
@@ -137,7 +137,7 @@ def _first(p: Problem, span: int | None, kept: torch.dtype | None) -> Forward:
             yield from plans.launches(p, kept)
 
     ahead(p.device, ("hopper", kept, plans.kind_of(p, a), is_shared), steps)
-    return _plan(p, a, span, kept)
+    return _plan(p, a, cuts, kept)
 
 
 def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
@@ -149,8 +149,8 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         p = replace(p, form=None, q=q, k=k, v=v)
     a = plans.arguments(p)
     widths, _ = split.COMBINE[p.K]
-    ways = itertools.product(((None, None), *((1, width) for width in widths)), (False, True))
-    for plan in (_plan(p, a, span, kept, width, one_each) for (span, width), one_each in ways):
+    ways = itertools.product(((None, None), *((cost.equal(1), width) for width in widths)), (False, True))
+    for plan in (_plan(p, a, cuts, kept, width, one_each) for (cuts, width), one_each in ways):
         new = stand_ins(p.device, plan.rooms)
         # tensor copies read and write whole rows: one tile of each tensor that they are made for
         for i in (0, 1, 3, 7):
@@ -160,10 +160,10 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
 
 
 def _plan(
-    p: Problem, a: plans.Arguments, span: int | None, kept: torch.dtype | None, width: int | None = None,
-    one_each: bool | None = None,
+    p: Problem, a: plans.Arguments, cuts: cost.Cuts | None, kept: torch.dtype | None,
+    width: int | None = None, one_each: bool | None = None,
 ) -> Forward:  # fmt: skip
-    """`span`: chunks of a span, or None where sequences are not split; `kept` as in `forward`.
+    """`cuts`: how sequences are cut into spans, None where they are not; `kept` as in `forward`.
 
     `width`: columns of a program of `split.combine`, `one_each`: whether no program of `solve` has more than
     one tile; as it comes where None.
@@ -180,8 +180,8 @@ def _plan(
     gates, solve = _of_tiles(p, a, kept, glides, one_each)
     numbers = (*numbers, a.entries)
     spans = None
-    if span is not None:
-        spans = split.plan(p, span, numbers, width or split.width_of(p), glides, gates is not None)
+    if cuts is not None:
+        spans = split.plan(p, cuts, numbers, width or split.width_of(p), glides, gates is not None)
     jobs = p.N * p.HV if spans is None else spans.jobs_of_walk
     walk = Launch(
         walk_kernel,

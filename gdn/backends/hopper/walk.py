@@ -53,7 +53,7 @@ def load_chunks(
     The second box of factors is left out where a chunk is known to be tame: not for the first of the walk,
     as that would be asked before the launch before is done.
 
-    Without q for `ends_kernel`: no outputs, no values for the odd ones, and one job.
+    Without q for `ends_kernel`: no outputs, no values where the goal is odd, and one job.
     """
     PARTS: gl.constexpr = 2 * STRIP // D
     BYTES: gl.constexpr = (
@@ -64,7 +64,10 @@ def load_chunks(
     at = 0
     turn = 0
     job = gl.program_id(0)
+    is_map = False
     while job < jobs:
+        if q_d is None:
+            is_map = is_of_map(job, table_ptr)
         if ring is not None:
             tell(job, turn, ring)
         head = job % HV
@@ -83,7 +86,7 @@ def load_chunks(
             else:
                 mbarrier.expect(ready, BYTES + f_d.block_type.nbytes)
             # past T a tensor copy reads zeros, and nothing from memory
-            v_token = token + (job // HV % 2) * T if q_d is None else token
+            v_token = token + T if is_map else token
             corner = (row, token, head // ratio)
             load_keys(k_d, corner, ready, 0 if q_d is None else C, qk_s.index(stage), D)
             for strip in gl.static_range(D // STRIP):
@@ -114,6 +117,17 @@ def load_chunks(
             job = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
     if ring is not None:
         tell(job, turn, ring)
+
+
+@gluon.jit
+def is_of_map(job, table_ptr):
+    """Whether a job of `ends_kernel` is a span's M: its goal is odd."""
+    return (gl.load(table_ptr + job * JOB + 4) & 1) == 1
+
+
+@gluon.jit
+def state_of(states_ptr, state, down, across, D: gl.constexpr):
+    return gl.load(states_ptr + state * (D * D) + down[:, None] + across[None, :]).to(gl.float32)
 
 
 @gluon.jit
@@ -154,10 +168,12 @@ def carry(
 ):  # fmt: skip
     """The chains of 64 value rows of S, and their outputs.
 
-    Without q for `ends_kernel`: whole chunks, no outputs; odd ones begin with the identity, and without
-    tokens are zero. Where states that enter chunks are kept, they are copied out keys down: as a backward
+    Without q for `ends_kernel`: whole chunks, no outputs; with an odd goal from the identity, and without
+    tokens zero. Where states that enter chunks are kept, they are copied out keys down: as a backward
     wants them, or in fp32.
     """
+    # a table without cu_seqlens is one of jobs
+    IN_SPANS: gl.constexpr = table_ptr is not None and cu_seqlens_ptr is None
     of_state: gl.constexpr = OF_TOKENS if D == C else OF_STATE
     v = gl.arange(0, STRIP, gl.SliceLayout(1, of_state)) + MINE * STRIP
     k = gl.arange(0, D, gl.SliceLayout(0, of_state))
@@ -171,18 +187,24 @@ def carry(
     turn = 0
     job = job_at(turn, ring)
     while job < jobs:
-        n = job // HV
         head = job % HV
         row, first, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
-        state = job.to(gl.int64) * (D * D)
+        state = job.to(gl.int64)
         if o_d is None:
-            S = (v[:, None] == k[None, :]).to(gl.float32) * ((n % 2 == 1) & (length > 0)).to(gl.float32)
+            is_map = is_of_map(job, table_ptr) & (length > 0)
+            S = (v[:, None] == k[None, :]).to(gl.float32) * is_map.to(gl.float32)
+            if initial_ptr is not None:
+                start = gl.load(table_ptr + job * JOB + 5)
+                if start >= 0:
+                    state = start.to(gl.int64) * HV + head
+                    S = state_of(initial_ptr, state, down, across, D)
         elif initial_ptr is None:
             S = gl.zeros((STRIP, D), gl.float32, of_state)
         else:
-            if table_ptr is not None and cu_seqlens_ptr is None:
+            if IN_SPANS:
                 gdc_wait()
-            S = gl.load(initial_ptr + state + down[:, None] + across[None, :]).to(gl.float32)
+                state = gl.load(table_ptr + job * JOB + 5).to(gl.int64) * HV + head
+            S = state_of(initial_ptr, state, down, across, D)
         end = i + length // C
         # of chunk 0, were it the job's
         token = row * T + first - i * C
@@ -218,11 +240,16 @@ def carry(
             )  # fmt: skip
             i += 1
         if final_ptr is not None:
-            if table_ptr is not None and cu_seqlens_ptr is None:
+            if IN_SPANS:
                 goal = gl.load(table_ptr + job * JOB + 4).to(gl.int64)
                 if goal >= 0:
-                    gl.store(final_ptr + (goal * HV + head) * (D * D) + down[:, None] + across[None, :], S)
+                    state = (goal * HV + head) * (D * D)
+                    if o_d is None:  # M and N lie keys down
+                        gl.store(final_ptr + state + v[:, None] + k[None, :] * D, S)
+                    else:
+                        gl.store(final_ptr + state + down[:, None] + across[None, :], S)
             else:
+                state = job.to(gl.int64) * (D * D)
                 gl.store(final_ptr + state + down[:, None] + across[None, :], S)
         turn += 1
         job = job_at(turn, ring)
@@ -316,8 +343,8 @@ def walk_kernel(
 
 @kernel
 def ends_kernel(
-    k_d, v_d, upper_d, lower_d, f_d, factors_ptr, final_ptr, jobs_ptr, T, HV, ratio,
-    GLIDES: gl.constexpr, D: gl.constexpr,
+    k_d, v_d, upper_d, lower_d, f_d, factors_ptr, initial_ptr, final_ptr, jobs_ptr, T, HV, ratio,
+    V_FIRST: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """The walk without outputs, and without what only they need: M and N of spans, see `split`."""
     qk_s, v_s, halves, A_s, boxes, f_s = tiles_of(k_d, v_d, upper_d, f_d, False, D)
@@ -335,7 +362,7 @@ def ends_kernel(
         gl.warp_specialize([
             (carry, (
                 0, None, None, qk_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
-                None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
+                None, initial_ptr, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, V_FIRST, GLIDES, D,
             )),
             (load_chunks, (
                 None, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, halves, boxes, full, empty, None,
@@ -346,11 +373,11 @@ def ends_kernel(
         gl.warp_specialize([
             (carry, (
                 0, None, None, qk_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
-                None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
+                None, initial_ptr, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, V_FIRST, GLIDES, D,
             )),
             (carry, (
                 1, None, None, qk_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
-                None, None, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, False, GLIDES, D,
+                None, initial_ptr, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, V_FIRST, GLIDES, D,
             )),
             (load_chunks, (
                 None, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, halves, boxes, full, empty, None,
