@@ -194,7 +194,7 @@ def advance(
 ):  # fmt: skip
     """S after chunk i of all that come, of which `left` tokens are the sequence's own; o is stored."""
     stage = i % STAGES
-    # of few keys S, what it grows by and A_inv are multiplied in two parts: see `triton.lib.operand_of`
+    # of few keys S, A_inv, v_new and what S grows by are multiplied in two parts: see `triton.lib.operand_of`
     FEW: gl.constexpr = D == STRIP
     column = head * D + MINE * STRIP
     qk_tile, k_tile = keys_of(qk_s, stage, o_d is not None, D)
@@ -230,9 +230,14 @@ def advance(
     else:
         o = o * vector(f_s, stage, READ, ACROSS)[None, :]
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
-        w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
-        mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
-        o = warpgroup_mma(w, P_s.index(stage).permute((1, 0)), o, is_async=True)
+        P = P_s.index(stage).permute((1, 0))
+        if FEW:
+            mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
+            o = in_parts(v_new, P, o)
+        else:
+            w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
+            mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
+            o = warpgroup_mma(w, P, o, is_async=True)
     grown = v_new * vector(f_s, stage, OUT, ACROSS)[None, :]
     if FEW:
         S = in_parts(grown, k_tile, S)

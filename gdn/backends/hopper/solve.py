@@ -62,9 +62,9 @@ from gdn.backends.hopper.inverse import (
     zeros,
 )
 
-# a chunk is tame up to this sum of (beta_i A_ij)^2, 16 for random keys and beta = 1, and from this decay on,
-# which leaves 35 bits of fp32's exponent for e^(G_i - G_C) <q, k> v
-ALIKE = gl.constexpr(20.0)
+# a chunk is tame up to this sum of (beta_i A_ij)^2, 3 for random keys and any beta, 16 for beta = 1 without
+# decay, and from this decay on, which leaves 35 bits of fp32's exponent for e^(G_i - G_C) <q, k> v
+ALIKE = gl.constexpr(12.0)
 FORGOTTEN = gl.constexpr(-92.0)  # log2
 
 # tiles of 128 bytes a row as tensor copies swizzle them, and rows of factors
