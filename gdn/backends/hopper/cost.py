@@ -30,7 +30,7 @@ TILE, LAUNCHES = 0.0065, 10.0
 WALK, ENDS = Walk(5.0, 2.0, 1.55, 1.9), Walk(2.0, 4.0, 0.98, 1.12)
 # of `jobs` and `combine`, and of each span in it
 COMBINE = 3.0, 1.15
-# few spans have an M: those of less than FADING chunks, over which a g of -1/16 leaves something, and of
+# few spans have an M: those of less than FADING chunks, over which a g of -1/21 leaves something, and of
 # longer ones those of ALIVE of the heads
 FADING, ALIVE = 34, 0.25
 GAIN = 0.9  # of the time without spans, or of Triton's, at most: more launches take the host longer
@@ -120,19 +120,22 @@ def _cuts(HV: int, ways: tuple[Way, ...], num_sms: int) -> Cuts | None:
     """What is fastest over the ways."""
     longest = max(longest for *_, longest in ways)
     heads = [_alike(*way) * HV for way in ways]
-    if longest == 0 or num_sms <= max(heads):
+    if min(heads) == 0 or num_sms <= max(heads):
         return None
 
     def total(cut: Cut | None, alive: float) -> float:
         return sum(_time(HV, way, cut, num_sms, alive) for way in ways)
 
-    possible = list(_possible(longest, num_sms // max(heads), num_sms // min(heads)))
-    many, few = (min(possible, key=lambda cut: total(cut, alive)) for alive in (1.0, ALIVE))
-    return Cuts(many, few) if total(many, 1.0) < GAIN * total(None, 1.0) else None
+    possible = _possible(longest, num_sms // max(heads), num_sms // min(heads))
+    times = {cut: total(cut, 1.0) for cut in possible}
+    # no M of shorter spans fades
+    faded = {cut: total(cut, ALIVE) if cut.long >= FADING else time for cut, time in times.items()}
+    many, few = min(times, key=times.__getitem__), min(faded, key=faded.__getitem__)
+    return Cuts(many, few) if times[many] < GAIN * total(None, 1.0) else None
 
 
 def _possible(longest: int, least: int, most: int) -> Iterator[Cut]:
-    """Those with about as many long spans as there are multiprocessors for each head: from least to most."""
+    """Those with about as many long spans as each head has multiprocessors, which are least to most."""
     longs = max(1, least // 2)
     while longs <= most:
         long = _cdiv(longest, longs + 1)

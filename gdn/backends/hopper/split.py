@@ -144,7 +144,10 @@ def first_of(span, long, longs, short):
 
 @triton.jit
 def has_few(factors_ptr, chunks, HV, span, ROW: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether spans of so many chunks have an M in few heads, as far as 16 of all chunks tell."""
+    """Whether spans of so many chunks have an M in few heads, as far as 16 of all chunks tell.
+
+    All programs must find the same: END has the same bits before and after `solve` stores it again.
+    """
     sample = (tl.arange(0, 16)[:, None] * chunks // 16).to(tl.int64)
     alive = 0
     for m in range(0, HV, BLOCK):
@@ -181,7 +184,7 @@ def jobs_kernel(
     C: tl.constexpr, ROW: tl.constexpr, END: tl.constexpr, JOB: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
-    """The jobs of `walk`, those of `ends`, (N, M) of each span, and (first span, spans) of each sequence.
+    """The jobs of `walk`, those of `ends`, N and M span by span, and (first span, spans) of each sequence.
 
     The other cut is taken where few heads have an M in its spans, if decays of chunks are known.
     A sequence's last span, which may be the longest, is walked first, short ones last.

@@ -121,7 +121,7 @@ def load_chunks(
 
 @gluon.jit
 def is_of_map(job, table_ptr):
-    """Whether a job of `ends_kernel` is a span's M: its goal is odd."""
+    """Whether a job of `ends_kernel` is a span's M: its goal is odd, as is -1 of jobs that have none."""
     return (gl.load(table_ptr + job * JOB + 4) & 1) == 1
 
 
@@ -169,8 +169,8 @@ def carry(
     """The chains of 64 value rows of S, and their outputs.
 
     Without q for `ends_kernel`: whole chunks, no outputs; with an odd goal from the identity, and without
-    tokens zero. Where states that enter chunks are kept, they are copied out keys down: as a backward
-    wants them, or in fp32.
+    tokens zero; with an even one from zero, or from the caller's state where the job names one. Where states
+    that enter chunks are kept, they are copied out keys down: as a backward wants them, or in fp32.
     """
     # a table without cu_seqlens is one of jobs
     IN_SPANS: gl.constexpr = table_ptr is not None and cu_seqlens_ptr is None
