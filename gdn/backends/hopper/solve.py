@@ -63,7 +63,8 @@ from gdn.backends.hopper.inverse import (
 )
 
 # a chunk is tame up to this sum of (beta_i A_ij)^2 and from this decay on, which leaves 35 bits of
-# fp32's exponent for e^(G_i - G_C) <q, k> v. Random keys without decay have 3 with beta drawn from 0 to 1, 16 with beta = 1
+# fp32's exponent for e^(G_i - G_C) <q, k> v. Random keys without decay have 3 with
+# beta drawn from 0 to 1, 16 with beta = 1
 ALIKE = gl.constexpr(12.0)
 FORGOTTEN = gl.constexpr(-92.0)  # log2
 
