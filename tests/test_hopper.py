@@ -165,7 +165,7 @@ TAMED = {
     "packed": (replace(CASES["packed"], keys="random"), 1, [1, 0, 0, 1, 1]),
     "options": (CASES["options"], None, [1, 0, 0, 1, 1, 0]),
     "identical keys": (CASES["four value heads of a key head"], None, [0] * 6),
-    "V first, narrow": (replace(SPLIT["V first, narrow"], keys="random"), 2, [1, 1, 0, *[1] * 6, 0, 0]),
+    "V first, narrow": (replace(SPLIT["V first, narrow"], keys="random"), 2, [*[1] * 6, 0, 1, 1, 0, 0]),
     "strong": (SPLIT["strong"], 2, None),
     "gone": (SPLIT["gone"], 2, None),
     # where r in one part costs most, though keys are not alike
