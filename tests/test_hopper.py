@@ -143,6 +143,16 @@ def test_simulated(name):
     assert all(x is None for x in saved)
 
 
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
+def test_identical_keys_of_64():
+    """Outputs are off by 1.4e-2 where v_new is rounded once."""
+    case = replace(BASE, sizes=(64, 64), lengths=rows(64), keys="identical", gate="none", state="none")
+    given = inputs(case, torch.bfloat16)
+    assert all(error(x, y) < LIMITS["identical"] for x, y in zip(forward(given)[:2], law(given), strict=True))
+
+
 @pytest.fixture
 def told(monkeypatch):
     """What `solve` says of the chunks and heads of each forward."""
@@ -170,6 +180,7 @@ TAMED = {
     "gone": (SPLIT["gone"], 2, None),
     # where r in one part costs most, though keys are not alike
     "beta to 2": (replace(BASE, lengths=rows(128), gate="none", beta="negative"), None, [0] * 4),
+    "beta of 1": (replace(BASE, lengths=rows(128), gate="none", beta="absent"), None, [0] * 4),
 }
 
 
@@ -459,11 +470,17 @@ def test_jobs_cover_all_chunks(cut):
 @simulated
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize(
-    "gate, is_prepared, takes_few",
-    [("strong", True, True), ("slow", True, False), ("mixed", True, False), ("strong", False, False)],
-)
-def test_decays_decide_which_cut_is_taken(monkeypatch, gate, is_prepared, takes_few):
-    """That for few M where decays of chunks are known and at most a quarter of the heads have one."""
+    "gate, has_open, is_prepared, takes_few",
+    [
+        ("strong", False, True, True), ("slow", False, True, False), ("strong", True, True, False),
+        ("strong", False, False, False),
+    ],
+)  # fmt: skip
+def test_decays_decide_which_cut_is_taken(monkeypatch, gate, has_open, is_prepared, takes_few):
+    """That for few M where decays of chunks are known and at most a quarter of the heads have one.
+
+    With a head of the two that never decays, half have.
+    """
     cuts = Cuts(Cut(3, 9, 3), Cut(4, 1, 1))
     monkeypatch.setattr(cost, "cuts_of", lambda problem: cuts)
     found, call = [], Simulated.__call__
@@ -475,11 +492,8 @@ def test_decays_decide_which_cut_is_taken(monkeypatch, gate, is_prepared, takes_
             found.extend([ranges[0, 1].item(), walks.view(-1, 2, walks.shape[1])[1, 0, 2].item()])
 
     monkeypatch.setattr(Simulated, "__call__", watched)
-    case = replace(BASE, lengths=packed(450), gate=gate, batch_invariant=is_prepared)
-    if gate == "mixed":
-        case = replace(case, heads=(1, 2), gate="strong")
-    given = inputs(case, torch.bfloat16)
-    if gate == "mixed":
+    given = inputs(replace(BASE, lengths=packed(450), gate=gate, batch_invariant=is_prepared), torch.bfloat16)
+    if has_open:
         given.tensors["g"][..., 1] = 0.0
     o, final, _ = forward(given)
     assert found == ([3, 256] if takes_few else [3, 192])

@@ -189,11 +189,12 @@ def _walks(cost: Walk, jobs: Jobs, rest: float, num_sms: int) -> float:
     longest = max(chunks for _, chunks in jobs)
     busy = sum(count * chunks for count, chunks in jobs) / max(1, longest)
     each = max(cost.alone, cost.full * min(busy / num_sms, 1.0))
+    if len(jobs) == 1:
+        ((count, chunks),) = jobs
+        return cost.once + _cdiv(count, num_sms) * (cost.job + each * chunks) + each * rest
     free = [(0.0, num_sms)]  # when, how many
     for count, chunks in jobs:
         time = cost.job + each * chunks
-        if len(jobs) == 1:
-            return cost.once + _cdiv(count, num_sms) * time + each * rest
         while count > 0:
             start, idle = heappop(free)
             taken = min(count, idle)
