@@ -62,11 +62,9 @@ from gdn.backends.hopper.inverse import (
     zeros,
 )
 
-# a chunk is tame up to this sum of (beta_i A_ij)^2 and from this decay on, which leaves 35 bits of
-# fp32's exponent for e^(G_i - G_C) <q, k> v. Random keys without decay have 3 with
-# beta drawn from 0 to 1, 16 with beta = 1
+# a chunk is tame up to this sum of (beta_i A_ij)^2 and if it is near, which leaves 35 bits of fp32's exponent
+# for e^(G_i - G_C) <q, k> v. Random keys without decay have 3 with beta drawn from 0 to 1, 16 with beta = 1
 ALIKE = gl.constexpr(12.0)
-FORGOTTEN = gl.constexpr(-92.0)  # log2
 
 # tiles of 128 bytes a row as tensor copies swizzle them, and rows of factors
 SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
@@ -157,11 +155,11 @@ def across(f_s, FACTOR: gl.constexpr, n: gl.constexpr):
 
 
 @gluon.jit
-def tell(factors_ptr, total, end, length):
+def tell(factors_ptr, total, is_near, length):
     """Whether a tile is tame, to the walk, too; `total` adds up to the sum of (beta_i A_ij)^2."""
     total = gl.sum(gl.sum(total, 1), 0)
     # NaN is not
-    is_tame = (total <= ALIKE) & (end >= FORGOTTEN) & (length == C)
+    is_tame = (total <= ALIKE) & is_near & (length == C)
     gl.store(factors_ptr + TAME, is_tame.to(gl.float32))
     return is_tame
 
@@ -203,30 +201,45 @@ def place_of(tile, a: gl.constexpr, n: gl.constexpr):
 
 
 @gluon.jit
-def coupled(kk, f_s, gain_s):
+def strength_of(f_s, gain_s, a: gl.constexpr, n: gl.constexpr, IS_NEAR: gl.constexpr):
+    """What block n of row a of k k^T is to be multiplied with for -A; on the diagonal above it -A^T."""
+    i, j = places()
+    if IS_NEAR:
+        # no exponential: e^(G_i - G_C) e^(G_C - G_j)
+        below = down(gain_s, GAIN, a) * across(f_s, OUT, n)
+        if a == n:
+            above = across(gain_s, GAIN, a) * down(f_s, OUT, a)
+            return gl.where(i > j, below, above)
+        return below
+    else:
+        row = down(f_s, FROM, a)
+        column = across(f_s, FROM, n)
+        gain = down(gain_s, GAIN, a)
+        if a == n:
+            # by the same powers
+            power = gl.exp2(gl.where(i > j, row - column, column - row))
+            return power * gl.where(i > j, gain, across(gain_s, GAIN, a))
+        return gl.exp2(row - column) * gain
+
+
+@gluon.jit
+def coupled(kk, f_s, gain_s, IS_NEAR: gl.constexpr):
     """Blocks of L = -A below the diagonal, in fp16, and on it, their transposes, sums of (beta_i A_ij)^2."""
     i, j = places()
-    columns = ()
-    for n in gl.static_range(BLOCKS):
-        columns = columns + (across(f_s, FROM, n),)
     L = ()
     L_aa = ()
     L_aa_t = ()
     total = zeros()
     for a in gl.static_range(BLOCKS):
-        row = down(f_s, FROM, a)
-        gain = down(gain_s, GAIN, a)
         beta = down(f_s, BETA, a)
         squares = zeros()
         for n in gl.static_range(a):
-            x = kk[a * (a + 1) // 2 + n] * (gl.exp2(row - columns[n]) * gain)
+            x = kk[a * (a + 1) // 2 + n] * strength_of(f_s, gain_s, a, n, IS_NEAR)
             squares += x * x
             L = L + (x.to(gl.float16),)
-        # k k^T is its transpose: above the diagonal L^T, by the same powers
-        is_below = i > j
-        power = gl.exp2(gl.where(is_below, row - columns[a], columns[a] - row))
-        x = kk[a * (a + 3) // 2] * (power * gl.where(is_below, gain, across(gain_s, GAIN, a)))
-        L_aa = L_aa + (gl.where(is_below, x, 0.0),)
+        # k k^T is its transpose: above the diagonal L^T
+        x = kk[a * (a + 3) // 2] * strength_of(f_s, gain_s, a, a, IS_NEAR)
+        L_aa = L_aa + (gl.where(i > j, x, 0.0),)
         L_aa_t = L_aa_t + (gl.where(i < j, x, 0.0),)
         squares += L_aa[a] * L_aa[a]
         total += squares * (beta * beta)
@@ -367,11 +380,14 @@ def solve_kernel(
                 norms = (place + lane) * (HV // ratio) + key
                 gl.store(q_rstd_ptr + norms, q_rstd, mask=lane < tokens)
                 gl.store(k_rstd_ptr + norms, k_rstd, mask=lane < tokens)
-        end = put_factors(factors, f_s, gain_s, decay, beta, q_scale, k_rstd)
-        L, L_aa, L_aa_t, total = coupled(kk, f_s, gain_s)
+        is_near = put_factors(factors, f_s, gain_s, decay, beta, q_scale, k_rstd)
+        if is_near:
+            L, L_aa, L_aa_t, total = coupled(kk, f_s, gain_s, True)
+        else:
+            L, L_aa, L_aa_t, total = coupled(kk, f_s, gain_s, False)
         is_tame = False
         if GLIDES:
-            is_tame = tell(factors, total, end, tokens)
+            is_tame = tell(factors, total, is_near, tokens)
         X = inverse(L, L_aa, L_aa_t)
         if is_tame:
             put_B(tiles, X, f_s)
