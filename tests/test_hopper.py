@@ -223,6 +223,24 @@ def test_tame_chunks_and_others_by_turns(told):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("D", [64, 128])
+def test_decays_of_any_size(told, D):
+    """Chunks that are near, up to 2^-92, and others: each takes its decays another way."""
+    case = replace(BASE, sizes=(D, D), lengths=rows(384)._replace(B=1))
+    given = inputs(case, torch.bfloat16)
+    per_token = torch.tensor([0.0, -0.5, -0.99, -1.0, -3.0, -100.0])
+    given.tensors["g"].copy_(per_token.repeat_interleave(64)[None, :, None])
+    o, final, _ = forward(given)
+    if D == 128:
+        assert told[0].flatten(0, -2).tolist() == [[n] * 2 for n in (1.0, 1.0, 1.0, 0.0, 0.0, 0.0)]
+    expected = law(given)
+    chunks = zip(o.split(64, 1), expected[0].split(64, 1), strict=True)
+    assert all(error(x, y) < 5e-3 for x, y in chunks) and error(final, expected[1]) < 5e-3
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("name", ["packed", "options", "few keys, options"])
 def test_programs_go_on(monkeypatch, name):
     """From tile to tile and job to job: one multiprocessor gives the bits that room for all at once does."""

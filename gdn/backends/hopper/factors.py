@@ -24,9 +24,7 @@ ROWS, BOX = gl.constexpr(8), gl.constexpr(4)
 TAME = gl.constexpr(END.value * C.value + 1)  # where it is, from the first factor on: beside END
 GAIN = BOX  # the only row of a tile of its own
 LEAST = -128.0
-# log2 of the decay of a chunk that is near: e^(G_C - G_i) and its reciprocal have room in fp32
-FORGOTTEN = gl.constexpr(-92.0)
-LITTLE = gl.constexpr(2.0**-120)
+FORGOTTEN = gl.constexpr(-92.0)  # log2 of e^(G_C), from which on a chunk is near
 PER_LOG2 = gl.constexpr(1.4426950408889634)
 
 TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
@@ -73,8 +71,9 @@ def row_in(f_s, FACTOR: gl.constexpr):
 def put_factors(factors_ptr, f_s, gain_s, decay, beta, q_scale, k_rstd):
     """The first box to memory but for TAME, the second to `f_s`; q_scale: scale q_rstd.
 
-    To `gain_s` what <k_i, k_j> is to be multiplied with for -A_ij, beside 2^(FROM_i - FROM_j), or beside OUT_j
-    where the chunk is near: no OUT is nothing. Returns whether it is.
+    To `gain_s` what <k_i, k_j> is to be multiplied with for -A_ij, beside 2^(FROM_i - FROM_j); without norms
+    beside OUT_j where the chunk is near. Returns whether e^(G_C) is so large, and so e^(G_i - G_C) is none
+    that fp32 has no room for.
     """
     token = gl.arange(0, C, TOKENS)
     end = gl.sum(gl.where(token == C - 1, decay, 0.0), 0)
@@ -85,21 +84,18 @@ def put_factors(factors_ptr, f_s, gain_s, decay, beta, q_scale, k_rstd):
     gl.store(factors_ptr + END * C, gl.exp2(end))
     row_in(f_s, BETA).store(beta)
     row_in(f_s, TO).store(decay + gl.log2(q_scale))
-    gain = beta
-    back = gl.exp2(decay - end)
-    if k_rstd is not None:
+    if k_rstd is None:
+        gain = gl.where(is_near, beta * gl.exp2(decay - end), beta)
+    else:
         grown = grown * k_rstd
         out = out * k_rstd
-        back = back * k_rstd
         decay = decay - gl.log2(k_rstd)
         # once for the row's norm, once for that in FROM
         gain = beta * (k_rstd * k_rstd)
-        # NaN is not
-        is_near = is_near & (gl.min(out, 0) >= LITTLE)
     gl.store(factors_ptr + INTO * C + token, -grown)
     row_in(f_s, OUT).store(out)
     row_in(f_s, FROM).store(decay)
-    row_in(gain_s, GAIN).store(gl.where(is_near, -beta * back, -gain))
+    row_in(gain_s, GAIN).store(-gain)
     return is_near
 
 

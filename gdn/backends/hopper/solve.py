@@ -19,11 +19,11 @@ A_inv 96, factors 8 of a tame chunk, else 24: 368 or 384; with l2norm 256 more, 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from gdn.backends.hopper.coupling import across, coupled, down
 from gdn.backends.hopper.factors import (
     BETA,
     BOX,
     FROM,
-    GAIN,
     OUT,
     ROWS,
     TAME,
@@ -143,18 +143,6 @@ def nothing(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def down(f_s, FACTOR: gl.constexpr, n: gl.constexpr):
-    """Of block n's rows in a row of the factors: [16, 1]."""
-    return f_s.index(FACTOR - BOX).permute((1, 0)).slice(n * BLOCK, BLOCK, 0).load(OF_BLOCK)
-
-
-@gluon.jit
-def across(f_s, FACTOR: gl.constexpr, n: gl.constexpr):
-    """Of block n's columns: [1, 16]."""
-    return f_s.index(FACTOR - BOX).slice(n * BLOCK, BLOCK, 1).load(OF_BLOCK)
-
-
-@gluon.jit
 def tell(factors_ptr, total, is_near, length):
     """Whether a tile is tame, to the walk, too; `total` adds up to the sum of (beta_i A_ij)^2."""
     total = gl.sum(gl.sum(total, 1), 0)
@@ -198,52 +186,6 @@ def lost(X):
 def place_of(tile, a: gl.constexpr, n: gl.constexpr):
     """Block n of row a."""
     return tile.slice(a * BLOCK, BLOCK, 0).slice(n * BLOCK, BLOCK, 1)
-
-
-@gluon.jit
-def strength_of(f_s, gain_s, a: gl.constexpr, n: gl.constexpr, IS_NEAR: gl.constexpr):
-    """What block n of row a of k k^T is to be multiplied with for -A; on the diagonal above it -A^T."""
-    i, j = places()
-    if IS_NEAR:
-        # no exponential: e^(G_i - G_C) e^(G_C - G_j)
-        below = down(gain_s, GAIN, a) * across(f_s, OUT, n)
-        if a == n:
-            above = across(gain_s, GAIN, a) * down(f_s, OUT, a)
-            return gl.where(i > j, below, above)
-        return below
-    else:
-        row = down(f_s, FROM, a)
-        column = across(f_s, FROM, n)
-        gain = down(gain_s, GAIN, a)
-        if a == n:
-            # by the same powers
-            power = gl.exp2(gl.where(i > j, row - column, column - row))
-            return power * gl.where(i > j, gain, across(gain_s, GAIN, a))
-        return gl.exp2(row - column) * gain
-
-
-@gluon.jit
-def coupled(kk, f_s, gain_s, IS_NEAR: gl.constexpr):
-    """Blocks of L = -A below the diagonal, in fp16, and on it, their transposes, sums of (beta_i A_ij)^2."""
-    i, j = places()
-    L = ()
-    L_aa = ()
-    L_aa_t = ()
-    total = zeros()
-    for a in gl.static_range(BLOCKS):
-        beta = down(f_s, BETA, a)
-        squares = zeros()
-        for n in gl.static_range(a):
-            x = kk[a * (a + 1) // 2 + n] * strength_of(f_s, gain_s, a, n, IS_NEAR)
-            squares += x * x
-            L = L + (x.to(gl.float16),)
-        # k k^T is its transpose: above the diagonal L^T
-        x = kk[a * (a + 3) // 2] * strength_of(f_s, gain_s, a, a, IS_NEAR)
-        L_aa = L_aa + (gl.where(i > j, x, 0.0),)
-        L_aa_t = L_aa_t + (gl.where(i < j, x, 0.0),)
-        squares += L_aa[a] * L_aa[a]
-        total += squares * (beta * beta)
-    return L, L_aa, L_aa_t, total
 
 
 @gluon.jit
@@ -381,7 +323,10 @@ def solve_kernel(
                 gl.store(q_rstd_ptr + norms, q_rstd, mask=lane < tokens)
                 gl.store(k_rstd_ptr + norms, k_rstd, mask=lane < tokens)
         is_near = put_factors(factors, f_s, gain_s, decay, beta, q_scale, k_rstd)
-        if is_near:
+        if NORM:
+            # two ways, or one of more numbers, are 1.5 % slower with norms
+            L, L_aa, L_aa_t, total = coupled(kk, f_s, gain_s, False)
+        elif is_near:
             L, L_aa, L_aa_t, total = coupled(kk, f_s, gain_s, True)
         else:
             L, L_aa, L_aa_t, total = coupled(kk, f_s, gain_s, False)
