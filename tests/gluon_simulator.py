@@ -272,7 +272,6 @@ class _Language:
         lambda a, b: Value(torch.maximum(torch.as_tensor(_plain(a)), torch.as_tensor(_plain(b))))
     )
     max = staticmethod(lambda x, axis: Value(x.x.amax(axis)))
-    min = staticmethod(lambda x, axis: Value(x.x.amin(axis)))
     BlockedLayout = SwizzledSharedLayout = staticmethod(lambda *shape: "layout")
     exp = staticmethod(lambda x: Value(torch.exp(x.x)))
     exp2 = staticmethod(lambda x: Value(torch.exp2(x.x)))
