@@ -1,6 +1,8 @@
 """Launching: numbers compile nothing, alignment and None are seen, plans are found again."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -9,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.runtime._async_compile import active_mode
 
 import gdn
 from gdn.backends.triton import BACKEND, launch, plans, rule, tuned
@@ -226,8 +229,11 @@ def test_binaries_compiled_ahead_are_found_again(monkeypatch, tmp_path):
 
 
 def test_what_is_compiled_ahead_is_loaded_by_one_thread(monkeypatch):
-    """Threads that load launchers can take each other's; a binary belongs to the device it is loaded on."""
-    loaded, built = [], []
+    """Threads that load launchers can take each other's; a binary belongs to the device it is loaded on.
+
+    Those that take longest come first.
+    """
+    loaded, built, order = [], [], []
 
     class Compiled:
         src = metadata = None
@@ -244,15 +250,44 @@ def test_what_is_compiled_ahead_is_loaded_by_one_thread(monkeypatch):
         yield
         inside.pop()
 
-    steps = [(scaled(100, float(i)), (torch.randn(100),)) for i in range(5)]
-    future = type("Future", (), {"result": lambda self, ignore_errors: Compiled()})
+    steps = [(replace(scaled(100, 1.0), seconds=i % 3), (torch.randn(100),)) for i in range(5)]
+
+    def compiled(self, tensors):
+        order.append(self.seconds)
+        return active_mode.get().submit(id(self), Compiled, lambda kernel: None)
+
     monkeypatch.setattr(launch, "on", on)
     monkeypatch.setattr(launch, "_met", set())
     monkeypatch.setattr(launch, "_build_launcher", built.append)
-    monkeypatch.setattr(launch.Launch, "compile", lambda self, tensors: future())
+    monkeypatch.setattr(launch.Launch, "compile", compiled)
     device = torch.device("cuda", 1)
     launch.ahead(device, "kind", lambda: steps)
     assert len(built) == 5 and loaded == [(threading.current_thread(), [device])] * 5
+    assert order == [2, 1, 1, 0, 0]
+
+
+def test_no_two_kernels_are_traced_at_once(monkeypatch):
+    inside, met = [], []
+
+    class Source:
+        def make_ir(self, text):
+            inside.append(text)
+            time.sleep(0.01)
+            met.append(len(inside))
+            inside.remove(text)
+            return text
+
+    class Other(Source):
+        def make_ir(self, text):
+            return super().make_ir(text)
+
+    monkeypatch.setattr(launch, "ASTSource", Source)
+    for _ in range(2):
+        launch._trace_in_turn()
+    with ThreadPoolExecutor(8) as pool:
+        sources = [(Source, Other)[i % 2]() for i in range(16)]
+        assert list(pool.map(lambda source, i: source.make_ir(i), sources, range(16))) == list(range(16))
+    assert met == [1] * 16
 
 
 @pytest.mark.gpu

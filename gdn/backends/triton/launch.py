@@ -11,13 +11,15 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
+from functools import lru_cache, reduce, wraps
 from operator import itemgetter, or_
+from threading import RLock
 from typing import Any, Generic, TypeVar
 
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import ASTSource
 
 # where set, launches are put here instead of run: how kernels are compiled for machines that are not there
 recorder: list[tuple["Launch", tuple[Tensor | None, ...]]] | None = None
@@ -54,6 +56,7 @@ class Launch:
     num_stages: int = 1
     options: dict[str, Any] = field(default_factory=dict)  # of the compiler, beyond these
     described: int = 0  # tensors that come first, as tensor descriptors: aligned whatever they are of
+    seconds: float = 0.0  # about what compiling takes beside tracing, where that is long
     _compiled: Any = field(default=None, repr=False)
     _head: tuple[Any, ...] = ()
     _tail: tuple[Any, ...] = ()
@@ -214,7 +217,8 @@ def stand_ins(device: torch.device, rooms: Iterable[Room | None]) -> list[Tensor
 def ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iterable[Step]]) -> None:
     """Compile what these launches need, all at the same time, the first time that `kind` comes by.
 
-    Of their tensors the dtypes count. What cannot be compiled fails where it is launched.
+    Of their tensors the dtypes count. What cannot be compiled fails where it is launched. As kernels are
+    traced one by one, those that take longest after it begin.
     """
     if INTERPRETED or recorder is not None or device.type != "cuda" or (device, kind) in _met:
         return
@@ -222,16 +226,48 @@ def ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iterable[Ste
 
     # binaries are kept for the current device
     with on(device):
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            with triton.AsyncCompileMode(pool, ignore_errors=True):
-                found = [launch.compile(tensors) for launch, tensors in steps()]
-            futures = {id(x): x for x in found if hasattr(x, "result")}.values()
-            kernels = [x for x in (future.result(ignore_errors=True) for future in futures) if x is not None]
-            list(pool.map(_build_launcher, kernels))
+        longest_first = sorted(steps(), key=lambda step: -step[0].seconds)
+        _trace_in_turn()
+        with _Compiler(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            found = [launch.compile(tensors) for launch, tensors in longest_first]
+        futures = {id(x): x for x in found if hasattr(x, "result")}.values()
+        kernels = [x for x in (future.result(ignore_errors=True) for future in futures) if x is not None]
         for kernel in kernels:
             with suppress(Exception):
                 # asked for: the binary is loaded
                 _ = kernel.run
+
+
+class _Compiler(ThreadPoolExecutor):
+    """Compiles kernels, and what calls each."""
+
+    def submit(self, compile_it: Any) -> Any:  # type: ignore[override]
+        def run() -> Any:
+            kernel = compile_it()
+            _build_launcher(kernel)
+            return kernel
+
+        return super().submit(run)
+
+
+def _trace_in_turn() -> None:
+    """From now on no two threads trace a kernel at the same time.
+
+    That is Python: side by side all would end last, and with them those that take longest after it.
+    """
+    for source in (ASTSource, *ASTSource.__subclasses__()):
+        trace = vars(source).get("make_ir")
+        if trace is not None and not hasattr(trace, "__wrapped__"):
+            source.make_ir = _alone(trace)
+
+
+def _alone(trace: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(trace)
+    def alone(*args: Any, **options: Any) -> Any:
+        with _TRACING:
+            return trace(*args, **options)
+
+    return alone
 
 
 def _build_launcher(kernel: Any) -> None:
@@ -245,6 +281,7 @@ def _build_launcher(kernel: Any) -> None:
 
 
 _met: set[Hashable] = set()
+_TRACING = RLock()
 _EMPTY = {
     type_: getattr(torch._C._dynamo.guards, f"_empty_strided_{type_}", None) for type_ in ("cpu", "cuda")
 }

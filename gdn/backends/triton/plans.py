@@ -231,13 +231,16 @@ def _plan_forward(p: Problem, kept: torch.dtype | None, a: Arguments, chosen: tu
         (*strides_of(a.unit, p.q, p.k), *gate_strides(p.g, p.beta), *numbers, p.scale),
         {**shared, "BK": a.block, **a.activation, "RESET": RESET},
         4,
+        seconds=2.0,
     )
     programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
     is_fine = tuned.is_fine(p, machine(p.device))
     walk = {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": is_fine}
     if chosen.is_fused:
         strides = strides_of(a.unit, p.q, p.k, p.v)
-        scan = Launch(scan_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
+        scan = Launch(
+            scan_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps, seconds=1.3
+        )
         return Forward(_rooms(p, kept, False, a), a.launch, prepare, scan, None)
     strides = strides_of(a.unit, p.k, p.v)
     state = Launch(state_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
