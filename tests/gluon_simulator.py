@@ -131,6 +131,7 @@ class Barrier:
 class Barriers:
     def __init__(self, count: int) -> None:
         self.all = [Barrier() for _ in range(count)]
+        self.shape = (count, 1)
 
     def index(self, i: Any) -> Barrier:
         return self.all[int(i)]
@@ -302,7 +303,7 @@ STANDINS: dict[str, Any] = {
     "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
     "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
     "recast": lambda shared, dtype, shape, layout: Shared(shared.x.view(dtype).view([int(n) for n in shape])),
-    "barrier": lambda: None,
+    "barrier": lambda: None, "here": lambda x: x,
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
 }  # fmt: skip
 

@@ -293,7 +293,10 @@ def operator_on_packed_rows() -> Callable[[], Any]:
 def walk(
     case: Case, span: int | None = None, kept: torch.dtype | None = None, glides: bool = False
 ) -> Callable[[], Any]:
-    """The forward whose state pass is in Gluon; spans of so many chunks, states kept in a dtype."""
+    """The forward whose state pass is in Gluon, by programs of one chain and of two.
+
+    Spans of so many chunks, states kept in a dtype.
+    """
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
 
@@ -305,7 +308,9 @@ def walk(
         plans = patch.object(rule, "_forwards", Plans())
         cuts = None if span is None else cost.equal(span)
         with patch.object(cost, "cuts_of", lambda problem: cuts), patch.object(rule, "GLIDES", glides), plans:
-            rule.forward(rule.tidy(problem), kept)
+            for chains in (1, 2):
+                with patch.object(cost, "chains_of", lambda problem, cuts, chains=chains: chains):
+                    rule.forward(rule.tidy(problem), kept)
 
     return call
 

@@ -96,6 +96,7 @@ def launched(monkeypatch):
     """The forward on the CPU."""
     for module in (rule, split):
         monkeypatch.setattr(module, "Launch", Simulated)
+    of_chains(monkeypatch, 2)
 
 
 def law(given, wide=None):
@@ -124,6 +125,11 @@ def in_spans(monkeypatch, chunks):
     monkeypatch.setattr(cost, "cuts_of", lambda problem: cuts)
 
 
+def of_chains(monkeypatch, chains):
+    """The walk's programs have so many chains, whatever that costs; over 64 keys one."""
+    monkeypatch.setattr(cost, "chains_of", lambda problem, cuts: chains)
+
+
 def forward(given):
     return rule.chunk_forward(parse(**given.tensors, **given.options, backend="triton"), False)
 
@@ -131,9 +137,10 @@ def forward(given):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("name", CASES)
-def test_simulated(name):
+@pytest.mark.parametrize("name, chains", [*((name, 2) for name in CASES), ("packed", 1), ("options", 1)])
+def test_simulated(monkeypatch, name, chains):
     """Triton's part interpreted, then the walk: outputs and states are the law's, other tokens' zero."""
+    of_chains(monkeypatch, chains)
     case = CASES[name]
     given = inputs(case, torch.bfloat16)
     o, final, saved = forward(given)
@@ -187,9 +194,10 @@ TAMED = {
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("name", TAMED)
-def test_tame_chunks(monkeypatch, told, name):
+@pytest.mark.parametrize("name, chains", [(name, 1 + i % 2) for i, name in enumerate(TAMED)])
+def test_tame_chunks(monkeypatch, told, name, chains):
     """As the law has it, like other chunks, but not the same bits."""
+    of_chains(monkeypatch, chains)
     case, span, expected_told = TAMED[name]
     in_spans(monkeypatch, span)
     given = inputs(case, torch.bfloat16)
@@ -207,8 +215,10 @@ def test_tame_chunks(monkeypatch, told, name):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
-def test_tame_chunks_and_others_by_turns(told):
+@pytest.mark.parametrize("chains", [1, 2])
+def test_tame_chunks_and_others_by_turns(monkeypatch, told, chains):
     """Keys alike for a chunk, a decay that leaves nothing: each sends its chunk the other way."""
+    of_chains(monkeypatch, chains)
     given = inputs(replace(BASE, lengths=rows(390)._replace(B=1), gate="none"), torch.bfloat16)
     x = given.tensors
     x["k"][:, 64:128] = x["k"][:, :1]
@@ -241,9 +251,10 @@ def test_decays_of_any_size(told, D):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("name", ["packed", "options", "few keys, options"])
-def test_programs_go_on(monkeypatch, name):
+@pytest.mark.parametrize("name, chains", [("packed", 2), ("options", 1), ("few keys, options", 2)])
+def test_programs_go_on(monkeypatch, name, chains):
     """From tile to tile and job to job: one multiprocessor gives the bits that room for all at once does."""
+    of_chains(monkeypatch, chains)
     glides(monkeypatch)
     # a program of `solve` goes on by two or eight value heads: key heads and chunks are carried to
     case = replace(CASES[name], heads=(2, 10), lengths=packed(200, 0, 33, 130, tail=29), batch_invariant=True)
@@ -280,10 +291,12 @@ def test_no_job_is_taken_before_the_count_is_cleared(monkeypatch):
 @simulated
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize(
-    "name, span", [("packed", 1), ("rows with tails", None), ("few keys", None), ("few keys, options", 1)]
+    "name, span, chains",
+    [("packed", 1, 1), ("rows with tails", None, 2), ("few keys", None, 2), ("few keys, options", 1, 2)],
 )
-def test_what_a_backward_wants(monkeypatch, name, span):
+def test_what_a_backward_wants(monkeypatch, name, span, chains):
     """Kept as Triton's forward keeps it, and the outputs of a forward that keeps nothing and never glides."""
+    of_chains(monkeypatch, chains)
     in_spans(monkeypatch, span)
     given = inputs(replace(CASES[name], batch_invariant=True), torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="hopper")
@@ -343,10 +356,12 @@ def on_the_way(every, HV, D, *lengths):
 @simulated
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize(
-    "every, span, D", [(None, None, 128), (64, None, 128), (128, 2, 128), (64, None, 64), (128, 2, 64)]
+    "every, span, D, chains",
+    [(None, None, 128, 2), (64, None, 128, 1), (128, 2, 128, 2), (64, None, 64, 2), (128, 2, 64, 2)],
 )
-def test_prefill_of_a_pool(monkeypatch, every, span, D):
+def test_prefill_of_a_pool(monkeypatch, every, span, D, chains):
     """The forward is the one here, between Triton's gather, snapshot and scatter."""
+    of_chains(monkeypatch, chains)
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     in_spans(monkeypatch, span)
     lengths = (200, 0, 70, 64, 195)
@@ -371,9 +386,10 @@ def carried(device, D):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("D, them", [(64, False), (128, False), (128, True)])
-def test_states_on_the_way_are_those_that_were_carried(monkeypatch, D, them):
+@pytest.mark.parametrize("D, them, chains", [(64, False, 2), (128, False, 2), (128, True, 1)])
+def test_states_on_the_way_are_those_that_were_carried(monkeypatch, D, them, chains):
     """Not rounded to the tokens' dtype."""
+    of_chains(monkeypatch, chains)
     glides(monkeypatch, them)
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     carried("cpu", D)
@@ -382,10 +398,11 @@ def test_states_on_the_way_are_those_that_were_carried(monkeypatch, D, them):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("cut", [Cut(2, 9, 2), Cut(3, 1, 1)])
+@pytest.mark.parametrize("cut, chains", [(Cut(2, 9, 2), 1), (Cut(3, 1, 1), 2)])
 @pytest.mark.parametrize("name", SPLIT)
-def test_split(monkeypatch, name, cut):
+def test_split(monkeypatch, name, cut, chains):
     """As the law has it. The first two spans have the bits of the whole: they begin with its states."""
+    of_chains(monkeypatch, chains)
     case = SPLIT[name]
     given = inputs(case, torch.bfloat16)
     whole = forward(given)[0]
@@ -549,6 +566,24 @@ def test_a_full_machine_is_not_split():
     assert cost.cuts_of(replace(problem, batch_invariant=True)) is None
 
 
+def test_programs_of_one_chain():
+    """Where twice as many programs run at the same time; spans then are half as many, and as long again."""
+    for HV, chains in ((8, 1), (66, 1), (67, 2), (132, 2)):
+        assert cost._chains(cost._jobs(HV, cost.alike(1, 64), None), 132) == chains
+    given = inputs(replace(BASE, heads=(1, 8), lengths=rows(8192)._replace(B=1)), torch.bfloat16)
+    problem = parse(**given.tensors, **given.options)
+    cuts = cost.cuts_of(problem)
+    before, last = cuts.many.spans(128)
+    spans = 1 + sum(count for count, _ in before)
+    assert cost.chains_of(problem, cuts) == 1 and 2 * 8 * spans <= 132 and last <= 20
+    assert cost.chains_of(problem, cost.equal(8)) == 2 and cost.chains_of(problem, None) == 1
+    # both cuts are walked by the same kernel
+    for HV, chunks in itertools.product((1, 4, 8, 16, 32, 64), (32, 64, 128, 256, 512, 2048)):
+        way = cost.alike(1, chunks)
+        cuts = cost._cuts(HV, (way,), 132) or (None,)
+        assert len({cost._chains(cost._jobs(HV, way, cut), 132) for cut in cuts}) == 1
+
+
 def test_lengths_on_the_host_decide_on_spans():
     """Four long sequences of 32 heads are a wave; nobody knows it of packed ones, unless they are told."""
     given = inputs(replace(BASE, heads=(1, 32), lengths=packed(*[2048] * 4)), torch.bfloat16)
@@ -685,11 +720,12 @@ def test_what_is_compiled_ahead_takes_any_strides(monkeypatch, of_heads, kept):
     v = of_heads(torch.zeros(2 * 75 * 4 * 384, dtype=torch.bfloat16))
     q = torch.zeros(2, v.shape[1], 2, v.shape[3], dtype=torch.bfloat16)
     problem = parse(q=q, k=q, v=v, g=None, beta=None, backend="triton")
-    rule._first(problem, None, kept)
+    rule._first(problem, None, 2, kept)
     found = [launch for launch, _ in met]
     widths = {launch.constants["BV"] for launch in found if launch.kernel is split.combine_kernel}
     assert widths == set(split.COMBINE[problem.K][0])
-    assert [launch.kernel.__name__ for launch in found].count("walk_kernel") == 2 + 2 * len(widths)
+    chains = [launch.constants["CHAINS"] for launch in found if launch.kernel is rule.walk_kernel]
+    assert sorted(chains) == ([1, 1, 2, 2] if problem.K == 128 else [1] * 4)
 
 
 def is_as_near(x, y, expected, limit):
@@ -739,9 +775,11 @@ on_hopper = pytest.mark.skipif(
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize("name", [*CASES, "many"])
-def test_on_a_gpu(monkeypatch, name):
+def test_on_a_gpu(monkeypatch, name, chains):
     """Whole sequences."""
+    of_chains(monkeypatch, chains)
     in_spans(monkeypatch, None)
     lengths = packed(1000, 1, 640, 407, *[70] * 20, 7000)
     ran_on_a_gpu(CASES.get(name, replace(BASE, heads=(16, 32), lengths=lengths)))
@@ -810,6 +848,7 @@ def test_any_problem_on_a_gpu(monkeypatch, seed):
     for number in PROBLEMS:
         case, span = drawn(source, kind)
         in_spans(monkeypatch, span)
+        of_chains(monkeypatch, 1 + number % 2)
         given = inputs(case, torch.bfloat16, device="cuda")
         here, triton = (
             gdn.chunk_gated_delta_rule(**given.tensors, **given.options, backend=name)
@@ -833,6 +872,7 @@ def test_any_tame_problem_on_a_gpu(monkeypatch, seed):
         lengths = packed(*(source.randint(100, 700) for _ in range(3)))
         case = replace(case, lengths=lengths, keys=("random", "correlated")[number % 2])
         in_spans(monkeypatch, span)
+        of_chains(monkeypatch, 1 + number // 2 % 2)
         given = inputs(case, torch.bfloat16, device="cuda")
         glides(monkeypatch)
         here = forward(given)[:2]
@@ -893,14 +933,40 @@ def test_split_on_a_gpu(monkeypatch, name):
     """In spans of two chunks, or as the costs have it."""
     if name in SPLIT:
         in_spans(monkeypatch, 2)
+        of_chains(monkeypatch, 2)
     ran_on_a_gpu((SPLIT | LONG)[name])
 
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("them", [False, True])
+@pytest.mark.parametrize("name", ["options", "V first, narrow", "long, packed", "long, mixed"])
+def test_one_chain_has_the_bits_of_two(monkeypatch, name, them):
+    """Whole and in spans, with what a backward wants and in prefills with checkpoints."""
+    glides(monkeypatch, them)
+    given = inputs((CASES | SPLIT | LONG)[name], torch.bfloat16, device="cuda")
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+    ends = given.tensors.get("cu_seqlens", torch.arange(problem.N + 1) * problem.T)
+    chunks = (ends.diff() + 63) // 64
+    for span, kept in itertools.product((None, 3), (None, torch.bfloat16, torch.float32)):
+        in_spans(monkeypatch, span)
+        found = []
+        for chains in (1, 2):
+            of_chains(monkeypatch, chains)
+            o, final, saved = rule.forward(tidy(problem), kept)
+            # tiles of no chunk are never written
+            states = final if saved.S_in is None else saved.S_in[: int(chunks.sum())]
+            found.append((o, final, states))
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("name", [*TAMED, *LONG, "one chunk", "no decay, states K first"])
-def test_tame_chunks_on_a_gpu(monkeypatch, name):
+@pytest.mark.parametrize("chains", [1, 2])
+def test_tame_chunks_on_a_gpu(monkeypatch, name, chains):
     """As the law has it, the same bits every time."""
+    of_chains(monkeypatch, chains)
     glides(monkeypatch)
     case, span = TAMED[name][:2] if name in TAMED else ((CASES | SPLIT | LONG)[name], None)
     if name not in LONG:

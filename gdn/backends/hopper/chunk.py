@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from gdn.backends.hopper.factors import BETA, END, INTO, OUT, READ, ROWS, TAME
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
+    here,
     mbarrier,
     tma_store,
     tma_store_wait,
@@ -28,7 +29,7 @@ from gdn.backends.hopper.gluon import (
 
 C = gl.constexpr(64)  # tokens of a chunk
 STRIP = gl.constexpr(64)  # value rows of a chain; D // STRIP chains
-STAGES = gl.constexpr(2)
+JOBS = gl.constexpr(2)  # told and not yet begun
 
 # numbers of a job: row, first token, length, first chunk, where its last state goes and where its first comes
 # from (below 0: nowhere)
@@ -67,17 +68,41 @@ def sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound):
 
 
 @gluon.jit
+def parted(taken, MINE: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr):
+    """The job of a number that a program has taken, and which strip of values is the chain's.
+
+    Where a program has fewer chains than a state has strips, the job's programs have numbers in a row.
+    """
+    PIECES: gl.constexpr = D // STRIP // CHAINS
+    return taken // PIECES, taken % PIECES + MINE
+
+
+@gluon.jit
+def is_of_map(job, table_ptr):
+    """Whether a job of `ends_kernel` is a span's M: its goal is odd, as is -1 of jobs that have none."""
+    return (gl.load(table_ptr + job * JOB + 4) & 1) == 1
+
+
+@gluon.jit
+def turn_of(i, barriers):
+    """Which of the places that take turns is chunk i's, and the parity of its turn."""
+    COUNT: gl.constexpr = barriers.shape[0]
+    return i % COUNT, (i // COUNT) & 1
+
+
+@gluon.jit
 def job_at(turn, ring):
     """The program's job at this turn, of which load_chunks tells; its only one where that does not."""
     if ring is None:
         return gl.program_id(0) + turn * gl.num_programs(0)
     else:
         job_s, job_full, job_empty = ring
-        mbarrier.wait(job_full.index(turn % STAGES), (turn // STAGES) & 1)
+        place, parity = turn_of(turn, job_full)
+        mbarrier.wait(job_full.index(place), parity)
         # a maximum over one is the same for all lanes
-        job = gl.max(job_s.index(turn % STAGES).load(ONE), 0)
+        job = gl.max(job_s.index(place).load(ONE), 0)
         fence_async_shared()
-        mbarrier.arrive(job_empty.index(turn % STAGES), count=1)
+        mbarrier.arrive(job_empty.index(place), count=1)
         return job
 
 
@@ -169,12 +194,12 @@ def times_lower(x, lower, early, late, ADDS: gl.constexpr):
 
 
 @gluon.jit
-def keep(S, S_d, S_s, tile, MINE: gl.constexpr, D: gl.constexpr):
+def keep(S, S_d, S_s, tile, first_v, MINE: gl.constexpr, D: gl.constexpr):
     """S as it enters a chunk, keys down."""
     tma_store_wait(0)
     S_s.index(MINE).permute((1, 0)).store(S.to(S_s.dtype))
     fence_async_shared()
-    tma_store(S_d, [tile * D, MINE * STRIP], S_s.index(MINE))
+    tma_store(S_d, [tile * D, first_v], S_s.index(MINE))
 
 
 @gluon.jit
@@ -189,28 +214,28 @@ def leave(S, stage, empty):
 
 @gluon.jit
 def advance(
-    S, i, left, IS_RAGGED: gl.constexpr, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s,
-    empty, P_full, o_ptr, token, tile, head, HV, D: gl.constexpr,
+    S, i, left, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s,
+    empty, P_full, o_ptr, token, tile, head, first_v, HV, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """S after chunk i of all that come, of which `left` tokens are the sequence's own; o is stored."""
-    stage = i % STAGES
+    stage, parity = turn_of(i, empty)
     # of few keys S, A_inv, v_new and what S grows by are multiplied in two parts: see `triton.lib.operand_of`
     FEW: gl.constexpr = D == STRIP
-    column = head * D + MINE * STRIP
+    column = head * D + first_v
     qk_tile, k_tile = keys_of(qk_s, stage, o_d is not None, D)
     tokens = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
-    if IS_RAGGED:
-        # both chains do: what they store is the same, whatever of it the other has read
+    if o_d is not None and left < C:
+        # each chain does: what they store is the same, whatever of it another has read
         k_tile.store(gl.where((tokens < left)[:, None], k_tile.load(BY_ROWS), 0.0))
         fence_async_shared()
     qkS = times_keys(S, qk_tile, o_d is not None, FEW)
     if S_d is not None and S_d.dtype == gl.bfloat16:
-        keep(S, S_d, S_s, tile, MINE, D)
-    v_tile = v_s.index(D // STRIP * stage + MINE).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
+        keep(S, S_d, S_s, tile, first_v, MINE, D)
+    v_tile = v_s.index(CHAINS * stage + MINE).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
     o, kS = keys_read(qkS, o_d is not None)
     r = v_tile.to(gl.float32) + vector(f_s, stage, INTO, ACROSS)[None, :] * kS
     r = r * vector(f_s, stage, BETA, ACROSS)[None, :]
-    if IS_RAGGED:
+    if o_d is not None and left < C:
         r = gl.where((gl.arange(0, C, ACROSS) < left)[None, :], r, 0.0)
     A_inv = A_s.index(2 * stage if FEW else stage).permute((1, 0))
     # A_inv comes less 1; `in_parts`, but called ptxas makes other code of it than was measured
@@ -223,7 +248,7 @@ def advance(
         v_new = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), rest, v_new, is_async=True)
     if S_d is not None and S_d.dtype == gl.float32:
         # not while S is multiplied: ptxas would wait for that
-        keep(S, S_d, S_s, tile, MINE, D)
+        keep(S, S_d, S_s, tile, first_v, MINE, D)
     S = S * number(f_s, stage, END * C)
     if o_d is None:
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
@@ -232,11 +257,11 @@ def advance(
         v_new = warpgroup_mma_wait(0, deps=(v_new,))
         P = P_s.index(stage).permute((1, 0))
         if FEW:
-            mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
+            mbarrier.wait(P_full.index(stage), parity)
             o = in_parts(v_new, P, o)
         else:
             w = gl.convert_layout(v_new.to(gl.bfloat16), LEFT)
-            mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
+            mbarrier.wait(P_full.index(stage), parity)
             o = warpgroup_mma(w, P, o, is_async=True)
     grown = v_new * vector(f_s, stage, OUT, ACROSS)[None, :]
     if FEW:
@@ -250,8 +275,9 @@ def advance(
         o = warpgroup_mma_wait(2 if FEW else 1, deps=(o,))
         o_tile = o_s.index(MINE).slice(0, C)
         o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
-        if IS_RAGGED:
-            columns = gl.arange(0, STRIP, gl.SliceLayout(0, BY_ROWS))
+        if left < C:
+            tokens = here(tokens)
+            columns = here(gl.arange(0, STRIP, gl.SliceLayout(0, BY_ROWS)))
             place = (token + tokens[:, None]).to(gl.int64) * (HV * D) + (column + columns[None, :])
             gl.store(o_ptr + place, o_tile.load(BY_ROWS), mask=(tokens < left)[:, None])
         else:
@@ -271,26 +297,25 @@ def glide(
     S, i, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
     token, tile, head, D: gl.constexpr,
 ):  # fmt: skip
-    """`advance` over a tame chunk, whose A_inv is B."""
+    """`advance` over a tame chunk, whose A_inv is B, by one of two chains."""
     gl.static_assert(D == 2 * STRIP)
-    stage = i % STAGES
-    column = head * D + MINE * STRIP
+    stage, parity = turn_of(i, empty)
     zeros = gl.zeros((STRIP, C // 2), gl.float32, OF_HALF)
     qk_tile, k_tile = keys_of(qk_s, stage, o_d is not None, D)
     qkS = times_keys(S, qk_tile, o_d is not None, False)
-    v_tile = v_s.index(D // STRIP * stage + MINE).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
+    v_tile = v_s.index(2 * stage + MINE).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
     o, kS = keys_read(qkS, o_d is not None)
     r = v_tile.to(gl.float32) + vector(f_s, stage, INTO, ACROSS)[None, :] * kS
     early, late = times_lower(r.to(gl.bfloat16), A_s.index(stage), zeros, zeros, False)
     if S_d is not None:
-        keep(S, S_d, S_s, tile, MINE, D)
+        keep(S, S_d, S_s, tile, MINE * STRIP, MINE, D)
     S = S * number(f_s, stage, END * C)
     if o_d is not None:
         o_early, o_late = apart(o * vector(f_s, stage, READ, ACROSS)[None, :], C // 2, OF_HALF)
     early, late = warpgroup_mma_wait(0, deps=(early, late))
     w = together(early.to(gl.bfloat16), late.to(gl.bfloat16))
     if o_d is not None:
-        mbarrier.wait(P_full.index(stage), (i // STAGES) & 1)
+        mbarrier.wait(P_full.index(stage), parity)
         o_early, o_late = times_lower(w, P_s.index(stage), o_early, o_late, True)
     S = warpgroup_mma(gl.convert_layout(w, LEFT), k_tile, S, is_async=True)
     if o_d is not None:
@@ -301,5 +326,52 @@ def glide(
         o_tile = o_s.index(MINE).slice(0, C)
         o_tile.permute((1, 0)).store(o)
         fence_async_shared()
-        tma_store(o_d, [token, column], o_tile)
+        tma_store(o_d, [token, head * D + MINE * STRIP], o_tile)
     return leave(S, stage, empty)
+
+
+@gluon.jit
+def glide_alone(
+    S, i, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
+    token, tile, head, first_v, D: gl.constexpr,
+):  # fmt: skip
+    """`glide` by the only chain of a program, which has registers for all that it reads and waits for nobody.
+
+    All is read while S is rounded; k S is a product of its own, so that r is made beside q S; outputs and the
+    stage have a fence together.
+    """
+    gl.static_assert(D == 2 * STRIP)
+    stage, parity = turn_of(i, empty)
+    none = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
+    zeros = gl.zeros((STRIP, C // 2), gl.float32, OF_HALF)
+    qk_tile, k_tile = keys_of(qk_s, stage, True, D)
+    v_tile = v_s.index(stage).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
+    into = vector(f_s, stage, INTO, ACROSS)
+    decay = number(f_s, stage, END * C)
+    x = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+    kS = warpgroup_mma(x, k_tile.permute((1, 0)), none, use_acc=False, is_async=True)
+    o = warpgroup_mma(x, qk_tile.slice(0, C).permute((1, 0)), none, use_acc=False, is_async=True)
+    if S_d is None:
+        tma_store_wait(0)  # the outputs before lie where these will; else `keep` waits for them
+        S = S * decay
+    read = vector(f_s, stage, READ, ACROSS)
+    kS = warpgroup_mma_wait(1, deps=(kS,))
+    r = v_tile.to(gl.float32) + into[None, :] * kS
+    early, late = times_lower(r.to(gl.bfloat16), A_s.index(stage), zeros, zeros, False)
+    if S_d is not None:
+        # not while S is multiplied: ptxas would wait for that
+        keep(S, S_d, S_s, tile, first_v, 0, D)
+        S = S * decay
+    o = warpgroup_mma_wait(2, deps=(o,))
+    o_early, o_late = apart(o * read[None, :], C // 2, OF_HALF)
+    early, late = warpgroup_mma_wait(0, deps=(early, late))
+    w = together(early.to(gl.bfloat16), late.to(gl.bfloat16))
+    mbarrier.wait(P_full.index(stage), parity)
+    o_early, o_late = times_lower(w, P_s.index(stage), o_early, o_late, True)
+    S = warpgroup_mma(gl.convert_layout(w, LEFT), k_tile, S, is_async=True)
+    o_early, o_late = warpgroup_mma_wait(1, deps=(o_early, o_late))
+    o_tile = o_s.index(0).slice(0, C)
+    o_tile.permute((1, 0)).store(together(o_early.to(gl.bfloat16), o_late.to(gl.bfloat16)))
+    S = leave(S, stage, empty)
+    tma_store(o_d, [token, head * D + first_v], o_tile)
+    return S

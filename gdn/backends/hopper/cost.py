@@ -27,7 +27,9 @@ class Walk(NamedTuple):
 
 # a tile of 64 tokens and a value head in `gates` and `solve`; all launches of a forward that is not split
 TILE, LAUNCHES = 0.0065, 10.0
-WALK, ENDS = Walk(5.0, 2.0, 1.55, 1.9), Walk(2.0, 4.0, 0.98, 1.12)
+# the walk by the chains of its programs
+WALKS = {1: Walk(5.0, 2.0, 1.05, 1.1), 2: Walk(5.0, 2.0, 1.45, 1.78)}
+ENDS = Walk(2.0, 4.0, 0.9, 1.05)
 # of `jobs` and `combine`, and of each span in it
 COMBINE = 3.0, 1.15
 # few spans have an M: those of less than FADING chunks, over which a g of -1/21 leaves something, and of
@@ -84,6 +86,12 @@ def cuts_of(p: Problem) -> Cuts | None:
     return None if p.batch_invariant else _cuts(*_sizes(p))
 
 
+def chains_of(p: Problem, cuts: Cuts | None) -> int:
+    """Chains of a program of the walk, at K = V = 128: one, if so many programs run at the same time."""
+    HV, ways, sms = _sizes(p)
+    return max(_chains(_jobs(HV, way, cut), sms) for way in ways for cut in cuts or (None,))
+
+
 def is_faster(p: Problem) -> bool:
     """Whether the kernels here are to be preferred to Triton's."""
     return _is_faster(*_sizes(p))
@@ -126,17 +134,22 @@ def _cuts(HV: int, ways: tuple[Way, ...], num_sms: int) -> Cuts | None:
     def total(cut: Cut | None, alive: float) -> float:
         return sum(_time(HV, way, cut, num_sms, alive) for way in ways)
 
-    possible = _possible(longest, num_sms // max(heads), num_sms // min(heads))
+    possible = list(_possible(longest, num_sms // max(heads), num_sms // min(heads)))
     times = {cut: total(cut, 1.0) for cut in possible}
     # no M of shorter spans fades
     faded = {cut: total(cut, ALIVE) if cut.long >= FADING else time for cut, time in times.items()}
-    many, few = min(times, key=times.__getitem__), min(faded, key=faded.__getitem__)
-    return Cuts(many, few) if times[many] < GAIN * total(None, 1.0) else None
+    # the same walk takes both cuts
+    walks: dict[int, list[Cut]] = {}
+    for cut in possible:
+        walks.setdefault(max(_chains(_jobs(HV, way, cut), num_sms) for way in ways), []).append(cut)
+    pairs = [Cuts(min(x, key=times.__getitem__), min(x, key=faded.__getitem__)) for x in walks.values()]
+    best = min(pairs, key=lambda cuts: times[cuts.many] + faded[cuts.few])
+    return best if times[best.many] < GAIN * total(None, 1.0) else None
 
 
 def _possible(longest: int, least: int, most: int) -> Iterator[Cut]:
     """Those with about as many long spans as each head has multiprocessors, which are least to most."""
-    longs = max(1, least // 2)
+    longs = max(1, least // 2 - 1)
     while longs <= most:
         long = _cdiv(longest, longs + 1)
         yield Cut(long, longs, long)
@@ -144,7 +157,7 @@ def _possible(longest: int, least: int, most: int) -> Iterator[Cut]:
         for rest in (2, 3):
             long = _cdiv(2 * longest, 2 * longs + 1 + rest)
             yield Cut(long, longs, _cdiv(long, 2))
-        longs += 1 + longs // 8
+        longs += 1 + longs // 16
 
 
 @lru_cache(4096)
@@ -156,6 +169,17 @@ def _is_faster(HV: int, ways: tuple[Way, ...], num_sms: int) -> bool:
     cuts = _cuts(HV, ways, num_sms)
     here = LAUNCHES + TILE * chunks * HV + _time(HV, ways[0], cuts and cuts.many, num_sms)
     return here < GAIN * _triton(N * HV, _cdiv(chunks, N), num_sms)
+
+
+def _chains(jobs: int, num_sms: int) -> int:
+    return 1 if 2 * jobs <= num_sms else 2
+
+
+def _jobs(HV: int, way: Way, cut: Cut | None) -> int:
+    """Of the walk: spans of sequences as long as the longest, and the others."""
+    N, _, longest = way
+    before, _ = cut.spans(longest) if cut else ((), 0)
+    return HV * (N + _alike(*way) * sum(count for count, _ in before))
 
 
 def _alike(N: int, chunks: int, longest: int) -> int:
@@ -173,7 +197,9 @@ def _time(HV: int, way: Way, cut: Cut | None, num_sms: int, alive: float = 1.0) 
     if cut is not None:
         before, last = cut.spans(longest)
     n *= HV
-    walk = _walks(WALK, [(n, last), *((n * count, span) for count, span in before)], rest, num_sms)
+    chains = _chains(_jobs(HV, way, cut), num_sms)
+    jobs = [(2 // chains * n * count, span) for count, span in ((1, last), *before)]
+    walk = _walks(WALKS[chains], jobs, rest, num_sms)
     if not before:
         return walk
     ends = []

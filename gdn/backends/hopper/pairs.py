@@ -1,4 +1,4 @@
-"""P for the chains of the walk, transposed, at most a chunk ahead of them.
+"""P for the chains of the walk, transposed, as far ahead of them as there are stages.
 
 P_ij = scale e^(G_i - G_j) q_i . k_j for j <= i;   of a tame chunk scale e^(G_i - G_C) q_i . k_j
 """
@@ -10,13 +10,14 @@ from gdn.backends.hopper.chunk import (
     ACROSS,
     DOWN,
     OF_TOKENS,
-    STAGES,
     C,
     is_tame,
     job_at,
     keys_of,
     number,
+    parted,
     sequence,
+    turn_of,
     vector,
 )
 from gdn.backends.hopper.factors import END, FROM, READ, TO
@@ -26,42 +27,47 @@ from gdn.backends.hopper.gluon import fence_async_shared, mbarrier, warpgroup_mm
 @gluon.jit
 def make_pairs(
     qk_s, f_s, P_s, full, empty, P_full, ring,
-    cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES: gl.constexpr, D: gl.constexpr,
+    cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
+    GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """For both chains, all chunks of all jobs."""
-    zeros = gl.zeros((C, C), gl.float32, OF_TOKENS)
-    is_kept = gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :]
+    """For all chains, all chunks of all jobs."""
     at = 0
     turn = 0
-    job = job_at(turn, ring)
-    while job < jobs:
-        row, first, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
-        left = length
-        for i in range(at, at + gl.cdiv(length, C)):
-            stage = i % STAGES
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-            qk_tile, k_tile = keys_of(qk_s, stage, True, D)
-            q_tile = qk_tile.slice(0, C).permute((1, 0))
-            kq = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
-            if GLIDES and is_tame(f_s, stage):
-                scale = vector(f_s, stage, READ, ACROSS) * (1.0 / number(f_s, stage, END * C))
-                P = warpgroup_mma_wait(0, deps=(kq,)) * scale[None, :]
-                P = gl.where(is_kept, P, 0.0)
-            else:
-                D_ij = gl.exp2(
-                    vector(f_s, stage, TO, ACROSS)[None, :] - vector(f_s, stage, FROM, DOWN)[:, None]
-                )
-                D_ij = gl.where(is_kept, D_ij, 0.0)
-                P = warpgroup_mma_wait(0, deps=(kq,)) * D_ij
-                if left < C:  # keys past the sequence's end may be NaN
-                    P = gl.where((gl.arange(0, C, DOWN) < left)[:, None], P, 0.0)
-            # that the stage is loaded anew says that both chains have left the P that lay there
-            P_s.index(stage).permute((1, 0)).store(P.to(gl.bfloat16))
-            # what was loaded from the stage comes before the tensor copies that overwrite it, too
-            fence_async_shared()
-            mbarrier.arrive(P_full.index(stage), count=1)
-            mbarrier.arrive(empty.index(stage), count=1)
-            left -= C
-        at += gl.cdiv(length, C)
+    taken = job_at(turn, ring)
+    while taken < jobs:
+        job, _ = parted(taken, 0, CHAINS, D)
+        _, _, length, _ = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
+        past = at + gl.cdiv(length, C)
+        for i in range(at, past):
+            make_pair(i, length - (i - at) * C, qk_s, f_s, P_s, full, empty, P_full, GLIDES, D)
+        at = past
         turn += 1
-        job = job_at(turn, ring)
+        taken = job_at(turn, ring)
+
+
+@gluon.jit
+def make_pair(i, left, qk_s, f_s, P_s, full, empty, P_full, GLIDES: gl.constexpr, D: gl.constexpr):
+    """Of chunk i of all that come, of which `left` tokens and no more are the sequence's own."""
+    zeros = gl.zeros((C, C), gl.float32, OF_TOKENS)
+    is_kept = gl.arange(0, C, DOWN)[:, None] <= gl.arange(0, C, ACROSS)[None, :]
+    stage, parity = turn_of(i, full)
+    mbarrier.wait(full.index(stage), parity)
+    qk_tile, k_tile = keys_of(qk_s, stage, True, D)
+    q_tile = qk_tile.slice(0, C).permute((1, 0))
+    kq = warpgroup_mma(k_tile, q_tile, zeros, use_acc=False, is_async=True)
+    if GLIDES and is_tame(f_s, stage):
+        scale = vector(f_s, stage, READ, ACROSS) * (1.0 / number(f_s, stage, END * C))
+        P = warpgroup_mma_wait(0, deps=(kq,)) * scale[None, :]
+        P = gl.where(is_kept, P, 0.0)
+    else:
+        D_ij = gl.exp2(vector(f_s, stage, TO, ACROSS)[None, :] - vector(f_s, stage, FROM, DOWN)[:, None])
+        D_ij = gl.where(is_kept, D_ij, 0.0)
+        P = warpgroup_mma_wait(0, deps=(kq,)) * D_ij
+        if left < C:  # keys past the sequence's end may be NaN
+            P = gl.where((gl.arange(0, C, DOWN) < left)[:, None], P, 0.0)
+    # that the stage is loaded anew says that the chains have left the P that lay there
+    P_s.index(stage).permute((1, 0)).store(P.to(gl.bfloat16))
+    # what was loaded from the stage comes before the tensor copies that overwrite it, too
+    fence_async_shared()
+    mbarrier.arrive(P_full.index(stage), count=1)
+    mbarrier.arrive(empty.index(stage), count=1)

@@ -34,7 +34,7 @@ from gdn.problem import CHUNK, Problem
 
 GLIDES = True  # tame chunks are glided over: see `chunk`
 STRIP = 64  # value rows of a chain
-REGISTERS = {128: 128, 64: 120}  # that the walk is launched with, by K = V
+REGISTERS = {2: 128, 1: 120}  # that the walk is launched with, by its chains
 # of `solve`, for which a multiprocessor has room, of 168 registers and 18 or 26 KB each, by K = V
 WARPS = {128: 12, 64: 8}
 HEADS = 8  # of a program of `gates`
@@ -113,7 +113,8 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
     p = _aligned(p)
     with on(p.device):
         cuts = cost.cuts_of(p)
-        plan = _forwards.get((plans.key(p), cuts, kept), lambda: _first(p, cuts, kept))
+        chains = cost.chains_of(p, cuts)
+        plan = _forwards.get((plans.key(p), cuts, chains, kept), lambda: _first(p, cuts, chains, kept))
         new = allocate(p.device, plan.rooms)
         for launch, tensors in plan.steps(p, new):
             launch(*tensors)
@@ -126,7 +127,7 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
     return o, final, Saved(G, A_inv, S_in, None, q_rstd, k_rstd)
 
 
-def _first(p: Problem, cuts: cost.Cuts | None, kept: torch.dtype | None) -> Forward:
+def _first(p: Problem, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | None) -> Forward:
     a = plans.arguments(p)
     # with no backend named a smaller one of the kind may be Triton's
     is_shared = settings.backend(p.backend) is None
@@ -137,7 +138,7 @@ def _first(p: Problem, cuts: cost.Cuts | None, kept: torch.dtype | None) -> Forw
             yield from plans.launches(p, kept)
 
     ahead(p.device, ("hopper", kept, plans.kind_of(p, a), is_shared), steps)
-    return _plan(p, a, cuts, kept)
+    return _plan(p, a, cuts, chains, kept)
 
 
 def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
@@ -149,8 +150,9 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         p = replace(p, form=None, q=q, k=k, v=v)
     a = plans.arguments(p)
     widths, _ = split.COMBINE[p.K]
-    ways = itertools.product(((None, None), *((cost.equal(1), width) for width in widths)), (False, True))
-    for plan in (_plan(p, a, cuts, kept, width, one_each) for (cuts, width), one_each in ways):
+    for cuts, one_each in itertools.product((None, cost.equal(1)), (True, False)):
+        chains, width = (1, widths[0]) if one_each else (2, widths[-1])
+        plan = _plan(p, a, cuts, chains, kept, width, one_each)
         new = stand_ins(p.device, plan.rooms)
         # tensor copies read and write whole rows: one tile of each tensor that they are made for
         for i in (0, 1, 3, 7):
@@ -160,11 +162,12 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
 
 
 def _plan(
-    p: Problem, a: plans.Arguments, cuts: cost.Cuts | None, kept: torch.dtype | None,
+    p: Problem, a: plans.Arguments, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | None,
     width: int | None = None, one_each: bool | None = None,
 ) -> Forward:  # fmt: skip
     """`cuts`: how sequences are cut into spans, None where they are not; `kept` as in `forward`.
 
+    `chains`: of a program of the walk, at most as many as there are strips of values.
     `width`: columns of a program of `split.combine`, `one_each`: whether no program of `solve` has more than
     one tile; as it comes where None.
     """
@@ -183,14 +186,17 @@ def _plan(
     if cuts is not None:
         spans = split.plan(p, cuts, numbers, width or split.width_of(p), glides, gates is not None)
     jobs = p.N * p.HV if spans is None else spans.jobs_of_walk
+    chains = min(chains, p.V // STRIP)
+    jobs *= p.V // STRIP // chains
     walk = Launch(
         walk_kernel,
         min(jobs, cost.num_sms(p.device)),
         (*numbers, jobs),
-        {"V_FIRST": p.state_v_first, "GLIDES": glides, "D": p.K},
+        {"V_FIRST": p.state_v_first, "GLIDES": glides, "CHAINS": chains, "D": p.K},
         4,
-        options={"maxnreg": REGISTERS[p.K], **CHAINED},
+        options={"maxnreg": REGISTERS[chains], **CHAINED},
         described=8,
+        seconds=2.0 * chains,
     )
     rooms = (
         room((*tiles, *parts, *tile), p.q.dtype),
@@ -231,6 +237,7 @@ def _of_tiles(
         1,
         options={"maxnreg": 168, **CHAINED},
         described=4,
+        seconds=2.2,
     )
     return gates if is_prepared else None, solve
 

@@ -80,7 +80,7 @@ def plan(
 ) -> Spans:
     """For sequences cut in one of two ways; `numbers`: the walk's T, HV, ratio, chunks_per_row, bound."""
     T, HV, ratio, per_row, bound = numbers
-    if p.cu_seqlens is None:
+    if p.cu_seqlens is None or p.N == 1:
         spans = p.N * max(1 + sum(count for count, _ in cut.spans(per_row)[0]) for cut in cuts)
     else:
         spans = max(cut.most(p.N, p.num_chunks) for cut in cuts)
@@ -121,6 +121,7 @@ def plan(
             4,
             options={"maxnreg": 168 if p.K == 128 else 128, **CHAINED},
             described=5,
+            seconds=2.0,
         ),
         combine=Launch(
             combine_kernel, p.N * HV * (p.V // width), (HV,), steps, COMBINE[p.K][1], options=CHAINED

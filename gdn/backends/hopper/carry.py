@@ -1,0 +1,207 @@
+"""A partition of the walk: a chain of 64 value rows of S through all chunks of all jobs, and its outputs.
+
+Triton traces a loop's body twice, and four times that of a loop in a loop; a function it traces once.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.chunk import (
+    JOB,
+    OF_STATE,
+    OF_TOKENS,
+    STRIP,
+    C,
+    advance,
+    glide,
+    glide_alone,
+    is_of_map,
+    is_tame,
+    job_at,
+    parted,
+    sequence,
+    turn_of,
+)
+from gdn.backends.hopper.gluon import gdc_wait, mbarrier, tma_store_wait
+
+
+@gluon.jit
+def carry(
+    MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
+    o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
+    V_FIRST: gl.constexpr, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Without q for `ends_kernel`: whole chunks, no outputs; with an odd goal from the identity, and without
+    tokens zero; with an even one from zero, or from the caller's state where the job names one. Where states
+    that enter chunks are kept, they are copied out keys down: as a backward wants them, or in fp32.
+    """
+    i = 0
+    turn = 0
+    taken = job_at(turn, ring)
+    while taken < jobs:
+        i = over_job(
+            taken, i, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
+            o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+            V_FIRST, GLIDES, CHAINS, D,
+        )  # fmt: skip
+        turn += 1
+        taken = job_at(turn, ring)
+    if o_d is not None:
+        tma_store_wait(0)
+
+
+@gluon.jit
+def over_job(
+    taken, i, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
+    o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+    V_FIRST: gl.constexpr, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """A job whose first chunk is the program's chunk i; the number after its last."""
+    # a table without cu_seqlens is one of jobs
+    IN_SPANS: gl.constexpr = table_ptr is not None and cu_seqlens_ptr is None
+    job, strip = parted(taken, MINE, CHAINS, D)
+    head = job % HV
+    first_v = strip * STRIP
+    row, first, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
+    S = first_state(job, length, head, first_v, o_d, initial_ptr, table_ptr, HV, IN_SPANS, V_FIRST, D)
+    end = i + gl.cdiv(length, C)
+    # of chunk 0, were it the job's
+    token = row * T + first - i * C
+    tile = (chunk - i) * HV + head
+    S, i = over_chunks(
+        S, i, end, i * C + length, token, tile, head, first_v, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s,
+        S_s, full, empty, P_full, o_ptr, HV, GLIDES, CHAINS, D,
+    )  # fmt: skip
+    if final_ptr is not None:
+        last_state(S, job, head, first_v, o_d, final_ptr, table_ptr, HV, IN_SPANS, V_FIRST, D)
+    return i
+
+
+@gluon.jit
+def over_chunks(
+    S, i, end, past, token, tile, head, first_v, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s,
+    S_s, full, empty, P_full, o_ptr, HV, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """S and the chunk's number after all chunks of a job, the tokens of which are those before `past`.
+
+    Run by run: with tame chunks and others in one loop ptxas has no registers and makes all products wait.
+    """
+    if GLIDES:
+        while i < end:
+            S, i = over_tame(
+                S, i, end, token, tile, head, first_v, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s,
+                full, empty, P_full, HV, CHAINS, D,
+            )  # fmt: skip
+            S, i = over_others(
+                S, i, end, past, token, tile, head, first_v, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s,
+                S_s, full, empty, P_full, o_ptr, HV, GLIDES, CHAINS, D,
+            )  # fmt: skip
+    else:
+        S, i = over_others(
+            S, i, end, past, token, tile, head, first_v, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s,
+            S_s, full, empty, P_full, o_ptr, HV, GLIDES, CHAINS, D,
+        )  # fmt: skip
+    return S, i
+
+
+@gluon.jit
+def over_tame(
+    S, i, end, token, tile, head, first_v, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s,
+    full, empty, P_full, HV, CHAINS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """`over_chunks` as far as they are tame."""
+    while is_next(True, True, i, end, f_s, full):
+        if CHAINS == 1:
+            S = glide_alone(
+                S, i, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
+                token + i * C, tile + i * HV, head, first_v, D,
+            )  # fmt: skip
+        else:
+            S = glide(
+                S, i, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
+                token + i * C, tile + i * HV, head, D,
+            )  # fmt: skip
+        i += 1
+    return S, i
+
+
+@gluon.jit
+def over_others(
+    S, i, end, past, token, tile, head, first_v, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s,
+    S_s, full, empty, P_full, o_ptr, HV, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """`over_chunks` as far as they are not."""
+    while is_next(False, GLIDES, i, end, f_s, full):
+        S = advance(
+            S, i, past - i * C, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
+            o_ptr, token + i * C, tile + i * HV, head, first_v, HV, CHAINS, D,
+        )  # fmt: skip
+        i += 1
+    return S, i
+
+
+@gluon.jit
+def is_next(WANTED: gl.constexpr, GLIDES: gl.constexpr, i, end, f_s, full):
+    """Whether there is a chunk i, and where chunks are glided over it is tame or is not, as wanted."""
+    found = i < end
+    if found:
+        stage, parity = turn_of(i, full)
+        mbarrier.wait(full.index(stage), parity)
+        if GLIDES:
+            found = is_tame(f_s, stage) == WANTED
+    return found
+
+
+@gluon.jit
+def of_state_at(states_ptr, state, first_v, IS_V_FIRST: gl.constexpr, D: gl.constexpr):
+    """Where 64 value rows of a state lie."""
+    layout: gl.constexpr = OF_TOKENS if D == C else OF_STATE
+    v = gl.arange(0, STRIP, gl.SliceLayout(1, layout))
+    k = gl.arange(0, D, gl.SliceLayout(0, layout))
+    VALUE: gl.constexpr = D if IS_V_FIRST else 1
+    KEY: gl.constexpr = 1 if IS_V_FIRST else D
+    states_ptr += state * (D * D) + first_v * VALUE
+    return states_ptr + v[:, None] * VALUE + k[None, :] * KEY
+
+
+@gluon.jit
+def first_state(
+    job, length, head, first_v, o_d, initial_ptr, table_ptr, HV,
+    IN_SPANS: gl.constexpr, V_FIRST: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """S before a job's first chunk."""
+    layout: gl.constexpr = OF_TOKENS if D == C else OF_STATE
+    if o_d is None:
+        v = first_v + gl.arange(0, STRIP, gl.SliceLayout(1, layout))
+        k = gl.arange(0, D, gl.SliceLayout(0, layout))
+        is_map = is_of_map(job, table_ptr) & (length > 0)
+        S = (v[:, None] == k[None, :]).to(gl.float32) * is_map.to(gl.float32)
+        if initial_ptr is not None:
+            start = gl.load(table_ptr + job * JOB + 5)
+            if start >= 0:
+                state = start.to(gl.int64) * HV + head
+                S = gl.load(of_state_at(initial_ptr, state, first_v, V_FIRST, D)).to(gl.float32)
+    elif initial_ptr is None:
+        S = gl.zeros((STRIP, D), gl.float32, layout)
+    else:
+        state = job.to(gl.int64)
+        if IN_SPANS:
+            gdc_wait()
+            state = gl.load(table_ptr + job * JOB + 5).to(gl.int64) * HV + head
+        S = gl.load(of_state_at(initial_ptr, state, first_v, V_FIRST, D)).to(gl.float32)
+    return S
+
+
+@gluon.jit
+def last_state(
+    S, job, head, first_v, o_d, final_ptr, table_ptr, HV,
+    IN_SPANS: gl.constexpr, V_FIRST: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """S after a job's last chunk to where it goes: M and N lie keys down."""
+    if IN_SPANS:
+        goal = gl.load(table_ptr + job * JOB + 4).to(gl.int64)
+        if goal >= 0:
+            state = goal * HV + head
+            gl.store(of_state_at(final_ptr, state, first_v, V_FIRST and o_d is not None, D), S)
+    else:
+        gl.store(of_state_at(final_ptr, job.to(gl.int64), first_v, V_FIRST, D), S)
