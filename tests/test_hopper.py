@@ -455,6 +455,26 @@ def test_what_is_gone_is_not_walked(monkeypatch, gate, gone, is_prepared):
 
 @pytest.mark.interpret
 @simulated
+def test_the_longest_sequences_come_first(monkeypatch):
+    """By chunks, equals in order; where each of them lies, and where its chunks do."""
+    monkeypatch.setattr("gdn.backends.triton.chunks._BLOCK", 64)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 400, (70,), generator=generator)
+    lengths[[3, 69]] = torch.tensor([0, 1000])
+    given = inputs(replace(BASE, heads=(1, 1), lengths=packed(*lengths.tolist())), torch.bfloat16)
+    p = parse(**given.tensors, **given.options, backend="triton")
+    table = Table(p, machine(p.device))
+    counts = -(-lengths // 64)
+    firsts = counts.cumsum(0) - counts
+    order = torch.sort(counts, descending=True, stable=True).indices
+    longest = torch.stack((order, p.cu_seqlens[order], lengths[order], firsts[order]), 1)
+    found = table.make(p.cu_seqlens)[2 * table.bound :].view(70, 5)
+    assert found.tolist() == torch.cat((firsts[:, None], longest), 1).tolist()
+    assert found[0, 1] == 69 and found[-1, 3] == 0
+
+
+@pytest.mark.interpret
+@simulated
 @pytest.mark.parametrize("cut", [Cut(2, 9, 2), Cut(3, 2, 1), Cut(2, 1, 3)])
 def test_jobs_cover_all_chunks(cut):
     """Each token of many sequences once, and each sequence's final state; the rest of the programs idle."""

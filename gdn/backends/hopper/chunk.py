@@ -26,6 +26,7 @@ from gdn.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from gdn.backends.triton.chunks import SEQUENCE
 
 C = gl.constexpr(64)  # tokens of a chunk
 STRIP = gl.constexpr(64)  # value rows of a chain; D // STRIP chains
@@ -50,21 +51,29 @@ BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound):
-    """Row, first token in it, length and first chunk of a job's sequence: see `triton.chunks`.
+def sequence(job, table_ptr, T, HV, chunks_per_row, bound, IN_SPANS: gl.constexpr):
+    """Row, first token in it, length and first chunk of a job's sequence, or of its span: see `split`.
 
-    A table without cu_seqlens is one of jobs: see `split`.
+    Jobs go from sequence to sequence, of packed ones from the longest: see `triton.chunks`.
     """
     n = job // HV
     if table_ptr is None:
         return n, n * 0, T, n * chunks_per_row
-    elif cu_seqlens_ptr is None:
+    elif IN_SPANS:
         numbers = table_ptr + job * JOB
         return gl.load(numbers), gl.load(numbers + 1), gl.load(numbers + 2), gl.load(numbers + 3)
     else:
-        first = gl.load(cu_seqlens_ptr + n).to(gl.int32)
-        length = gl.load(cu_seqlens_ptr + n + 1).to(gl.int32) - first
-        return n * 0, first, length, gl.load(table_ptr + 2 * bound + n)
+        numbers = table_ptr + 2 * bound + SEQUENCE * n
+        return n * 0, gl.load(numbers + 2), gl.load(numbers + 3), gl.load(numbers + 4)
+
+
+@gluon.jit
+def place_of(job, table_ptr, HV, bound, IN_SPANS: gl.constexpr):
+    """Which of the states a job starts from and ends with; of a span, whose table tells, the job itself."""
+    if table_ptr is None or IN_SPANS:
+        return job
+    else:
+        return gl.load(table_ptr + 2 * bound + SEQUENCE * (job // HV) + 1) * HV + job % HV
 
 
 @gluon.jit

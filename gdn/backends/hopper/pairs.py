@@ -27,8 +27,8 @@ from gdn.backends.hopper.gluon import fence_async_shared, mbarrier, warpgroup_mm
 @gluon.jit
 def make_pairs(
     qk_s, f_s, P_s, full, empty, P_full, ring,
-    cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
-    GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
+    table_ptr, T, HV, chunks_per_row, bound, jobs,
+    IN_SPANS: gl.constexpr, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """For all chains, all chunks of all jobs."""
     at = 0
@@ -36,7 +36,7 @@ def make_pairs(
     taken = job_at(turn, ring)
     while taken < jobs:
         job, _ = parted(taken, 0, CHAINS, D)
-        _, _, length, _ = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
+        _, _, length, _ = sequence(job, table_ptr, T, HV, chunks_per_row, bound, IN_SPANS)
         past = at + gl.cdiv(length, C)
         for i in range(at, past):
             make_pair(i, length - (i - at) * C, qk_s, f_s, P_s, full, empty, P_full, GLIDES, D)

@@ -1,8 +1,9 @@
 """Where a chunk lies: its first token and length. Packed ones are looked up in a table made on the device.
 
 Entry c of the table is (first token, length) of chunk c; a negative length marks tokens past the last
-sequence, zero an entry that nothing uses. After the entries come the sequences' first chunks. Nothing is
-read back by the host: grids have the bound of `Problem.num_chunks` and room for the tokens past the end.
+sequence, zero an entry that nothing uses. After the entries come SEQUENCE numbers for each n: the first chunk
+of sequence n; number, first token, length and first chunk of the n-th longest. Nothing is read back by the
+host: grids have the bound of `Problem.num_chunks` and room for the tokens past the end.
 """
 
 import torch
@@ -13,6 +14,7 @@ from gdn.backends.triton.chained import after_all_before, chained, chains
 from gdn.backends.triton.launch import Launch, Machine, allocate, kernel, room
 from gdn.problem import CHUNK, Problem
 
+SEQUENCE = tl.constexpr(5)
 _BLOCK = 1024  # offsets that a program of the table's kernel reads at once
 
 
@@ -42,7 +44,7 @@ def sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C: tl.const
         row = 0
         first = tl.load(cu_seqlens_ptr + n).to(tl.int32)
         length = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32) - first
-        chunk = tl.load(table_ptr + 2 * bound + n)
+        chunk = tl.load(table_ptr + 2 * bound + SEQUENCE * n)
     return row, first, length, chunk
 
 
@@ -56,6 +58,21 @@ def chunks_before(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
         starts = tl.load(cu_seqlens_ptr + m + lanes, mask=is_before, other=0)
         ends = tl.load(cu_seqlens_ptr + m + lanes + 1, mask=is_before, other=0)
         found += ((ends - starts + C - 1) // C).to(tl.int32)
+    return tl.sum(found)
+
+
+@triton.jit
+def longer(cu_seqlens_ptr, n, chunks, N, C: tl.constexpr, BLOCK: tl.constexpr):
+    """How many sequences come before n, which has so many chunks: the longest first, equals in order."""
+    lanes = tl.arange(0, BLOCK)
+    found = tl.zeros([BLOCK], tl.int32)
+    for m in range(0, N, BLOCK):
+        is_one = m + lanes < N
+        starts = tl.load(cu_seqlens_ptr + m + lanes, mask=is_one, other=0)
+        ends = tl.load(cu_seqlens_ptr + m + lanes + 1, mask=is_one, other=0)
+        others = ((ends - starts + C - 1) // C).to(tl.int32)
+        is_before = (others > chunks) | ((others == chunks) & (m + lanes < n))
+        found += (is_one & is_before).to(tl.int32)
     return tl.sum(found)
 
 
@@ -82,7 +99,13 @@ def _table_kernel(
         is_mine = index < tl.where(is_tail, bound - base, count)
         tl.store(table_ptr + 2 * (base + index), start, mask=is_mine)
         tl.store(table_ptr + 2 * (base + index) + 1, length, mask=is_mine)
-    tl.store(table_ptr + 2 * bound + n, base, mask=n < N)
+    numbers = table_ptr + 2 * bound
+    tl.store(numbers + SEQUENCE * n, base, mask=n < N)
+    numbers += SEQUENCE * longer(cu_seqlens_ptr, n, count, N, C, BLOCK)
+    tl.store(numbers + 1, n, mask=n < N)
+    tl.store(numbers + 2, first, mask=n < N)
+    tl.store(numbers + 3, end - first, mask=n < N)
+    tl.store(numbers + 4, base, mask=n < N)
 
 
 class Table:
@@ -99,7 +122,7 @@ class Table:
             num_warps=4,
             options=chained(gpu),
         )
-        self.room = room((2 * self.bound + p.N,), torch.int32)
+        self.room = room((2 * self.bound + SEQUENCE.value * p.N,), torch.int32)
 
     def make(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
         (table,) = allocate(cu_seqlens.device, [self.room])
