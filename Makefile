@@ -82,6 +82,7 @@ matrix: compile $(OTHER_TRITONS:%=matrix-%)
 matrix-%: build/triton-%/.done
 	$(over) $(TEST_PYTHON) -c "import triton; assert triton.__version__ == '$*', triton.__version__"
 	$(over) TRITON_INTERPRET=1 $(PYTEST) tests/test_interpreter.py
+	$(over) $(PYTEST) tests/test_launch.py
 	$(over) $(PYTEST) -m compile -k cuda:90
 
 spills: $(OTHER_TRITONS:%=build/triton-%/.done)

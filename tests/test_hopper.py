@@ -269,8 +269,8 @@ def test_programs_go_on(monkeypatch, name, chains):
 @simulated
 @pytest.mark.usefixtures("launched")
 def test_no_job_is_taken_before_the_count_is_cleared(monkeypatch):
-    """The walk may begin before `solve` is done: also where its first sequence is empty it waits."""
-    case = replace(BASE, heads=(1, 1), lengths=packed(0, 130, 0, 70))
+    """The walk may begin before `solve` is done: also where no sequence has a token it waits."""
+    case = replace(BASE, heads=(1, 1), lengths=packed(0, 0, 0, tail=70))
     given = inputs(case, torch.bfloat16)
     expected = forward(given)[:2]
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
@@ -475,6 +475,36 @@ def test_the_longest_sequences_come_first(monkeypatch):
 
 @pytest.mark.interpret
 @simulated
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("chains", [1, 2])
+def test_walks_take_the_longest_first(monkeypatch, chains):
+    """All heads of a sequence, then the next: by chunks, equals in order."""
+    of_chains(monkeypatch, chains)
+    monkeypatch.setattr(cost, "num_sms", lambda device: 1)
+    monkeypatch.setattr(rule, "_forwards", Plans())
+    load, call, found = gluon_simulator.STANDINS["tma_load"], Simulated.__call__, []
+
+    def recorded(descriptor, corner, *rest):
+        if len(corner) == 4:
+            found.append((int(corner[1]), int(corner[2])))
+        load(descriptor, corner, *rest)
+
+    def walked(launch, *tensors):
+        with monkeypatch.context() as patched:
+            if launch.kernel is rule.walk_kernel:
+                patched.setitem(gluon_simulator.STANDINS, "tma_load", recorded)
+            call(launch, *tensors)
+
+    monkeypatch.setattr(Simulated, "__call__", walked)
+    case = replace(BASE, heads=(2, 2), lengths=packed(60, 0, 64, 129, 10, 300))
+    forward(inputs(case, torch.bfloat16))
+    firsts = {0: 0, 60: 2, 124: 3, 253: 4, 263: 5}
+    jobs = dict.fromkeys((firsts[token], head) for token, head in found if token in firsts)
+    assert list(jobs) == [(n, head) for n in (5, 3, 0, 2, 4) for head in range(2)]
+
+
+@pytest.mark.interpret
+@simulated
 @pytest.mark.parametrize("cut", [Cut(2, 9, 2), Cut(3, 2, 1), Cut(2, 1, 3)])
 def test_jobs_cover_all_chunks(cut):
     """Each token of many sequences once, and each sequence's final state; the rest of the programs idle."""
@@ -587,7 +617,7 @@ def test_a_full_machine_is_not_split():
 
 
 def test_programs_of_one_chain():
-    """Where twice as many programs run at the same time; spans then are half as many, and as long again."""
+    """Where twice as many programs run at the same time, those of spans too."""
     for HV, chains in ((8, 1), (66, 1), (67, 2), (132, 2)):
         assert cost._chains(cost._jobs(HV, cost.alike(1, 64), None), 132) == chains
     given = inputs(replace(BASE, heads=(1, 8), lengths=rows(8192)._replace(B=1)), torch.bfloat16)

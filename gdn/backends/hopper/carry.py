@@ -19,7 +19,6 @@ from gdn.backends.hopper.chunk import (
     is_tame,
     job_at,
     parted,
-    place_of,
     sequence,
     turn_of,
 )
@@ -29,7 +28,7 @@ from gdn.backends.hopper.gluon import gdc_wait, mbarrier, tma_store_wait
 @gluon.jit
 def carry(
     MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
-    o_ptr, initial_ptr, final_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, IN_SPANS: gl.constexpr,
+    o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
     V_FIRST: gl.constexpr, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Without q for `ends_kernel`: whole chunks, no outputs; with an odd goal from the identity, and without
@@ -42,8 +41,8 @@ def carry(
     while taken < jobs:
         i = over_job(
             taken, i, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
-            o_ptr, initial_ptr, final_ptr, table_ptr, T, HV, chunks_per_row, bound,
-            IN_SPANS, V_FIRST, GLIDES, CHAINS, D,
+            o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
+            V_FIRST, GLIDES, CHAINS, D,
         )  # fmt: skip
         turn += 1
         taken = job_at(turn, ring)
@@ -54,16 +53,17 @@ def carry(
 @gluon.jit
 def over_job(
     taken, i, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full,
-    o_ptr, initial_ptr, final_ptr, table_ptr, T, HV, chunks_per_row, bound, IN_SPANS: gl.constexpr,
+    o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
     V_FIRST: gl.constexpr, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """A job whose first chunk is the program's chunk i; the number after its last."""
+    # a table without cu_seqlens is one of jobs
+    IN_SPANS: gl.constexpr = table_ptr is not None and cu_seqlens_ptr is None
     job, strip = parted(taken, MINE, CHAINS, D)
     head = job % HV
     first_v = strip * STRIP
-    row, first, length, chunk = sequence(job, table_ptr, T, HV, chunks_per_row, bound, IN_SPANS)
-    place = place_of(job, table_ptr, HV, bound, IN_SPANS)
-    S = first_state(place, length, head, first_v, o_d, initial_ptr, table_ptr, HV, IN_SPANS, V_FIRST, D)
+    row, first, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
+    S = first_state(job, length, head, first_v, o_d, initial_ptr, table_ptr, HV, IN_SPANS, V_FIRST, D)
     end = i + gl.cdiv(length, C)
     # of chunk 0, were it the job's
     token = row * T + first - i * C
@@ -73,7 +73,7 @@ def over_job(
         S_s, full, empty, P_full, o_ptr, HV, GLIDES, CHAINS, D,
     )  # fmt: skip
     if final_ptr is not None:
-        last_state(S, place, head, first_v, o_d, final_ptr, table_ptr, HV, IN_SPANS, V_FIRST, D)
+        last_state(S, job, head, first_v, o_d, final_ptr, table_ptr, HV, IN_SPANS, V_FIRST, D)
     return i
 
 
@@ -166,42 +166,42 @@ def of_state_at(states_ptr, state, first_v, IS_V_FIRST: gl.constexpr, D: gl.cons
 
 @gluon.jit
 def first_state(
-    place, length, head, first_v, o_d, initial_ptr, table_ptr, HV,
+    job, length, head, first_v, o_d, initial_ptr, table_ptr, HV,
     IN_SPANS: gl.constexpr, V_FIRST: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """S before a job's first chunk; `place`: see `place_of`."""
+    """S before a job's first chunk."""
     layout: gl.constexpr = OF_TOKENS if D == C else OF_STATE
     if o_d is None:
         v = first_v + gl.arange(0, STRIP, gl.SliceLayout(1, layout))
         k = gl.arange(0, D, gl.SliceLayout(0, layout))
-        is_map = is_of_map(place, table_ptr) & (length > 0)
+        is_map = is_of_map(job, table_ptr) & (length > 0)
         S = (v[:, None] == k[None, :]).to(gl.float32) * is_map.to(gl.float32)
         if initial_ptr is not None:
-            start = gl.load(table_ptr + place * JOB + 5)
+            start = gl.load(table_ptr + job * JOB + 5)
             if start >= 0:
                 state = start.to(gl.int64) * HV + head
                 S = gl.load(of_state_at(initial_ptr, state, first_v, V_FIRST, D)).to(gl.float32)
     elif initial_ptr is None:
         S = gl.zeros((STRIP, D), gl.float32, layout)
     else:
-        state = place.to(gl.int64)
+        state = job.to(gl.int64)
         if IN_SPANS:
             gdc_wait()
-            state = gl.load(table_ptr + place * JOB + 5).to(gl.int64) * HV + head
+            state = gl.load(table_ptr + job * JOB + 5).to(gl.int64) * HV + head
         S = gl.load(of_state_at(initial_ptr, state, first_v, V_FIRST, D)).to(gl.float32)
     return S
 
 
 @gluon.jit
 def last_state(
-    S, place, head, first_v, o_d, final_ptr, table_ptr, HV,
+    S, job, head, first_v, o_d, final_ptr, table_ptr, HV,
     IN_SPANS: gl.constexpr, V_FIRST: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """S after a job's last chunk to where it goes: M and N lie keys down."""
     if IN_SPANS:
-        goal = gl.load(table_ptr + place * JOB + 4).to(gl.int64)
+        goal = gl.load(table_ptr + job * JOB + 4).to(gl.int64)
         if goal >= 0:
             state = goal * HV + head
             gl.store(of_state_at(final_ptr, state, first_v, V_FIRST and o_d is not None, D), S)
     else:
-        gl.store(of_state_at(final_ptr, place.to(gl.int64), first_v, V_FIRST, D), S)
+        gl.store(of_state_at(final_ptr, job.to(gl.int64), first_v, V_FIRST, D), S)

@@ -29,7 +29,7 @@ from gdn.backends.hopper.gluon import (
 from gdn.backends.triton.chunks import SEQUENCE
 
 C = gl.constexpr(64)  # tokens of a chunk
-STRIP = gl.constexpr(64)  # value rows of a chain; D // STRIP chains
+STRIP = gl.constexpr(64)  # value rows of a chain
 JOBS = gl.constexpr(2)  # told and not yet begun
 
 # numbers of a job: row, first token, length, first chunk, where its last state goes and where its first comes
@@ -51,29 +51,21 @@ BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def sequence(job, table_ptr, T, HV, chunks_per_row, bound, IN_SPANS: gl.constexpr):
-    """Row, first token in it, length and first chunk of a job's sequence, or of its span: see `split`.
+def sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound):
+    """Row, first token in it, length and first chunk of a job's sequence: see `triton.chunks`.
 
-    Jobs go from sequence to sequence, of packed ones from the longest: see `triton.chunks`.
+    A table without cu_seqlens is one of jobs: see `split`.
     """
     n = job // HV
     if table_ptr is None:
         return n, n * 0, T, n * chunks_per_row
-    elif IN_SPANS:
+    elif cu_seqlens_ptr is None:
         numbers = table_ptr + job * JOB
         return gl.load(numbers), gl.load(numbers + 1), gl.load(numbers + 2), gl.load(numbers + 3)
     else:
-        numbers = table_ptr + 2 * bound + SEQUENCE * n
-        return n * 0, gl.load(numbers + 2), gl.load(numbers + 3), gl.load(numbers + 4)
-
-
-@gluon.jit
-def place_of(job, table_ptr, HV, bound, IN_SPANS: gl.constexpr):
-    """Which of the states a job starts from and ends with; of a span, whose table tells, the job itself."""
-    if table_ptr is None or IN_SPANS:
-        return job
-    else:
-        return gl.load(table_ptr + 2 * bound + SEQUENCE * (job // HV) + 1) * HV + job % HV
+        first = gl.load(cu_seqlens_ptr + n).to(gl.int32)
+        length = gl.load(cu_seqlens_ptr + n + 1).to(gl.int32) - first
+        return n * 0, first, length, gl.load(table_ptr + 2 * bound + SEQUENCE * n)
 
 
 @gluon.jit
@@ -307,7 +299,8 @@ def glide(
     token, tile, head, D: gl.constexpr,
 ):  # fmt: skip
     """`advance` over a tame chunk, whose A_inv is B, by one of two chains."""
-    gl.static_assert(D == 2 * STRIP)
+    # states in 16 bits lie where outputs do
+    gl.static_assert(D == 2 * STRIP and (S_d is None or S_d.dtype == gl.float32))
     stage, parity = turn_of(i, empty)
     zeros = gl.zeros((STRIP, C // 2), gl.float32, OF_HALF)
     qk_tile, k_tile = keys_of(qk_s, stage, o_d is not None, D)
@@ -349,7 +342,8 @@ def glide_alone(
     All is read while S is rounded; k S is a product of its own, so that r is made beside q S; outputs and the
     stage have a fence together.
     """
-    gl.static_assert(D == 2 * STRIP)
+    # states in 16 bits lie where outputs do
+    gl.static_assert(D == 2 * STRIP and (S_d is None or S_d.dtype == gl.float32))
     stage, parity = turn_of(i, empty)
     none = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
     zeros = gl.zeros((STRIP, C // 2), gl.float32, OF_HALF)

@@ -1,4 +1,4 @@
-"""P for the chains of the walk, transposed, as far ahead of them as there are stages.
+"""P for the chains of the walk, transposed, ahead of them by all stages but theirs.
 
 P_ij = scale e^(G_i - G_j) q_i . k_j for j <= i;   of a tame chunk scale e^(G_i - G_C) q_i . k_j
 """
@@ -27,8 +27,8 @@ from gdn.backends.hopper.gluon import fence_async_shared, mbarrier, warpgroup_mm
 @gluon.jit
 def make_pairs(
     qk_s, f_s, P_s, full, empty, P_full, ring,
-    table_ptr, T, HV, chunks_per_row, bound, jobs,
-    IN_SPANS: gl.constexpr, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
+    cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
+    GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """For all chains, all chunks of all jobs."""
     at = 0
@@ -36,7 +36,7 @@ def make_pairs(
     taken = job_at(turn, ring)
     while taken < jobs:
         job, _ = parted(taken, 0, CHAINS, D)
-        _, _, length, _ = sequence(job, table_ptr, T, HV, chunks_per_row, bound, IN_SPANS)
+        _, _, length, _ = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
         past = at + gl.cdiv(length, C)
         for i in range(at, past):
             make_pair(i, length - (i - at) * C, qk_s, f_s, P_s, full, empty, P_full, GLIDES, D)

@@ -84,11 +84,12 @@ class Forward:
             None if S_in is None else _descriptor(S_in.view(-1, p.V), (p.K, STRIP), _tile_of(S_in)),
         )
         if self.spans is None:
-            yield self.walk, (q_d, *tiles, *out, p.initial_state, final, table, o, factors, jobs_taken)
+            ends = (p.initial_state, final, p.cu_seqlens, table)
+            yield self.walk, (q_d, *tiles, *out, *ends, o, factors, jobs_taken)
         else:
             yield from self.spans.steps(p, tiles, factors, table, rest)
             states, jobs, *_ = rest
-            yield self.walk, (q_d, *tiles, *out, states, final, jobs, o, factors, jobs_taken)
+            yield self.walk, (q_d, *tiles, *out, states, final, None, jobs, o, factors, jobs_taken)
 
 
 _forwards: Plans[Forward] = Plans()
@@ -191,13 +192,7 @@ def _plan(
         walk_kernel,
         min(jobs, cost.num_sms(p.device)),
         (*numbers, jobs),
-        {
-            "IN_SPANS": spans is not None,
-            "V_FIRST": p.state_v_first,
-            "GLIDES": glides,
-            "CHAINS": chains,
-            "D": p.K,
-        },
+        {"V_FIRST": p.state_v_first, "GLIDES": glides, "CHAINS": chains, "D": p.K},
         4,
         options={"maxnreg": REGISTERS[chains], **CHAINED},
         described=8,

@@ -38,13 +38,14 @@ from gdn.backends.hopper.gluon import (
     tma_load,
 )
 from gdn.backends.hopper.pairs import make_pairs
+from gdn.backends.triton.chunks import SEQUENCE
 
 
 @gluon.jit
 def load_chunks(
     q_d, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, A_s, f_s, full, empty, ring,
-    table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
-    IN_SPANS: gl.constexpr, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
+    cu_seqlens_ptr, table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
+    GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Tiles of each chunk into a stage that all others have left; which jobs are the program's.
 
@@ -54,11 +55,9 @@ def load_chunks(
     turn = 0
     taken = gl.program_id(0)
     while taken < jobs:
-        if ring is not None:
-            tell(taken, turn, ring)
         at = load_job(
-            taken, at, q_d, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, A_s, f_s, full, empty,
-            table_ptr, factors_ptr, T, HV, ratio, chunks_per_row, bound, IN_SPANS, GLIDES, CHAINS, D,
+            taken, turn, at, q_d, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, A_s, f_s, full, empty, ring,
+            cu_seqlens_ptr, table_ptr, factors_ptr, T, HV, ratio, chunks_per_row, bound, GLIDES, CHAINS, D,
         )  # fmt: skip
         turn += 1
         if ring is None:
@@ -74,17 +73,28 @@ def load_chunks(
 
 @gluon.jit
 def load_job(
-    taken, at, q_d, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, A_s, f_s, full, empty,
-    table_ptr, factors_ptr, T, HV, ratio, chunks_per_row, bound,
-    IN_SPANS: gl.constexpr, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
+    taken, turn, at, q_d, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, A_s, f_s, full, empty, ring,
+    cu_seqlens_ptr, table_ptr, factors_ptr, T, HV, ratio, chunks_per_row, bound,
+    GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """The chunks of one job, the first of which is the program's chunk `at`; the number after its last."""
+    """The chunks of one job, the first of which is the program's chunk `at`; the number after its last.
+
+    Packed sequences come from the longest on, and the others hear of the job's own number.
+    """
     job, strip = parted(taken, 0, CHAINS, D)
     is_map = False
     if q_d is None:
         is_map = is_of_map(job, table_ptr)
     head = job % HV
-    row, token, length, chunk = sequence(job, table_ptr, T, HV, chunks_per_row, bound, IN_SPANS)
+    if cu_seqlens_ptr is None:
+        if ring is not None:
+            tell(taken, turn, ring)
+        row, token, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
+    else:
+        place = job // HV
+        numbers = table_ptr + 2 * bound + SEQUENCE * place
+        row, token, length, chunk = 0, gl.load(numbers + 2), gl.load(numbers + 3), gl.load(numbers + 4)
+        tell(taken + (gl.load(numbers + 1) - place) * (HV * (D // STRIP // CHAINS)), turn, ring)
     tile = chunk * HV + head
     past = at + gl.cdiv(length, C)
     for i in range(at, past):
@@ -181,8 +191,8 @@ def tiles_of(
 
 @kernel
 def walk_kernel(
-    q_d, k_d, v_d, upper_d, lower_d, f_d, o_d, S_d, initial_ptr, final_ptr, table_ptr, o_ptr,
-    factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs, IN_SPANS: gl.constexpr,
+    q_d, k_d, v_d, upper_d, lower_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr,
+    o_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
     V_FIRST: gl.constexpr, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     # three, but where the states of two chains leave no room
@@ -217,39 +227,39 @@ def walk_kernel(
         gl.warp_specialize([
             (carry, (
                 0, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
-                o_ptr, initial_ptr, final_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
-                IN_SPANS, V_FIRST, GLIDES, CHAINS, D,
+                o_ptr, initial_ptr, final_ptr,
+                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, CHAINS, D,
             )),
             (make_pairs, (
                 qk_s, f_s, P_s, full, empty, P_full, ring,
-                table_ptr, T, HV, chunks_per_row, bound, jobs, IN_SPANS, GLIDES, CHAINS, D,
+                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES, CHAINS, D,
             )),
             (load_chunks, (
                 q_d, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, halves, boxes, full, empty, ring,
-                table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
-                IN_SPANS, GLIDES, CHAINS, D,
+                cu_seqlens_ptr, table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
+                GLIDES, CHAINS, D,
             )),
         ], [4, 1], [88, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (carry, (
                 0, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
-                o_ptr, initial_ptr, final_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
-                IN_SPANS, V_FIRST, GLIDES, CHAINS, D,
+                o_ptr, initial_ptr, final_ptr,
+                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, CHAINS, D,
             )),
             (carry, (
                 1, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, full, empty, P_full, ring,
-                o_ptr, initial_ptr, final_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
-                IN_SPANS, V_FIRST, GLIDES, CHAINS, D,
+                o_ptr, initial_ptr, final_ptr,
+                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, V_FIRST, GLIDES, CHAINS, D,
             )),
             (make_pairs, (
                 qk_s, f_s, P_s, full, empty, P_full, ring,
-                table_ptr, T, HV, chunks_per_row, bound, jobs, IN_SPANS, GLIDES, CHAINS, D,
+                cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs, GLIDES, CHAINS, D,
             )),
             (load_chunks, (
                 q_d, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, halves, boxes, full, empty, ring,
-                table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
-                IN_SPANS, GLIDES, CHAINS, D,
+                cu_seqlens_ptr, table_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, jobs,
+                GLIDES, CHAINS, D,
             )),
         ], [4, 4, 1], [200, 88, 24])  # fmt: skip
 
@@ -277,28 +287,25 @@ def ends_kernel(
         gl.warp_specialize([
             (carry, (
                 0, None, None, qk_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
-                None, initial_ptr, final_ptr, jobs_ptr, T, HV, 0, 0, jobs,
-                True, V_FIRST, GLIDES, CHAINS, D,
+                None, initial_ptr, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, V_FIRST, GLIDES, CHAINS, D,
             )),
             (load_chunks, (
                 None, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, halves, boxes, full, empty, None,
-                jobs_ptr, factors_ptr, None, T, HV, ratio, 0, 0, jobs, True, GLIDES, CHAINS, D,
+                None, jobs_ptr, factors_ptr, None, T, HV, ratio, 0, 0, jobs, GLIDES, CHAINS, D,
             )),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (carry, (
                 0, None, None, qk_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
-                None, initial_ptr, final_ptr, jobs_ptr, T, HV, 0, 0, jobs,
-                True, V_FIRST, GLIDES, CHAINS, D,
+                None, initial_ptr, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, V_FIRST, GLIDES, CHAINS, D,
             )),
             (carry, (
                 1, None, None, qk_s, v_s, A_s, f_s, None, None, None, full, empty, None, None,
-                None, initial_ptr, final_ptr, jobs_ptr, T, HV, 0, 0, jobs,
-                True, V_FIRST, GLIDES, CHAINS, D,
+                None, initial_ptr, final_ptr, None, jobs_ptr, T, HV, 0, 0, jobs, V_FIRST, GLIDES, CHAINS, D,
             )),
             (load_chunks, (
                 None, k_d, v_d, upper_d, lower_d, f_d, qk_s, v_s, halves, boxes, full, empty, None,
-                jobs_ptr, factors_ptr, None, T, HV, ratio, 0, 0, jobs, True, GLIDES, CHAINS, D,
+                None, jobs_ptr, factors_ptr, None, T, HV, ratio, 0, 0, jobs, GLIDES, CHAINS, D,
             )),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -2,8 +2,8 @@
 
 Entry c of the table is (first token, length) of chunk c; a negative length marks tokens past the last
 sequence, zero an entry that nothing uses. After the entries come SEQUENCE numbers for each n: the first chunk
-of sequence n; number, first token, length and first chunk of the n-th longest. Nothing is read back by the
-host: grids have the bound of `Problem.num_chunks` and room for the tokens past the end.
+of sequence n; number, first token, length and first chunk of the n-th longest, by chunks. Nothing is read
+back by the host: grids have the bound of `Problem.num_chunks` and room for the tokens past the end.
 """
 
 import torch

@@ -222,10 +222,10 @@ def ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iterable[Ste
     """
     if INTERPRETED or recorder is not None or device.type != "cuda" or (device, kind) in _met:
         return
-    _met.add((device, kind))
-
-    # binaries are kept for the current device
-    with on(device):
+    # one thread at a time: see `_build_launcher`. Binaries are kept for the current device
+    with _AHEAD, on(device):
+        if (device, kind) in _met:
+            return
         longest_first = sorted(steps(), key=lambda step: -step[0].seconds)
         _trace_in_turn()
         with _Compiler(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
@@ -236,6 +236,7 @@ def ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iterable[Ste
             with suppress(Exception):
                 # asked for: the binary is loaded
                 _ = kernel.run
+        _met.add((device, kind))
 
 
 class _Compiler(ThreadPoolExecutor):
@@ -281,7 +282,7 @@ def _build_launcher(kernel: Any) -> None:
 
 
 _met: set[Hashable] = set()
-_TRACING = RLock()
+_AHEAD, _TRACING = RLock(), RLock()
 _EMPTY = {
     type_: getattr(torch._C._dynamo.guards, f"_empty_strided_{type_}", None) for type_ in ("cpu", "cuda")
 }
