@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from gdn.bench import cases, catalog, compare, measure, rows, step, targets
 
@@ -24,6 +25,8 @@ def test_names_are_problems():
     assert catalog.case("8/24 short ladder").lengths is cases.SHORT_LADDER
     assert catalog.case(catalog.PTO).lengths.T == 262144 and catalog.case(catalog.PTO).lengths.N == 16
     assert {catalog.heads(name)[1] for name in catalog.PTO_GVA} == {16, 32, 48, 64}
+    prompts = torch.tensor(catalog.case("16/32 1000 prompts").lengths.ends).diff()
+    assert len(prompts) == 1000 and set(prompts.tolist()) == set(range(1, 301))
     assert [L.T for L in catalog.PTO_LENGTHS][-1] == 4096 and len(catalog.PTO_LENGTHS) == 15
 
 

@@ -1,6 +1,6 @@
 """Problems by name, as data: what tests, accuracy and speed mean by `16/32 4x8192` or `16/48 long ladder`.
 
-A name is heads as H/HV, and sequences as NxT or the name of a ladder. Sizes are 128 x 128 and sequences
+A name is heads as H/HV, and sequences as NxT or by a name of theirs. Sizes are 128 x 128 and sequences
 always packed, as prompts and documents come; the gates are `mixed`, with states in and out.
 """
 
@@ -29,6 +29,11 @@ VARIANTS: dict[str, dict[str, object]] = {
 FAMILY = ("2/8", "4/16", "8/32", "16/64", "16/32", "8/24", "16/48", "16/16")
 SEQUENCES = ("1x2048", "1x8192", "1x32768", "4x8192", "8x1024", "8x4096", "16x16384")
 LADDERS = {"long ladder": cases.LONG_LADDER, "short ladder": cases.SHORT_LADDER}
+# as engines batch prompts: 1,000 of 1 to 300 tokens, and a long one behind short ones
+BATCHED = {
+    "1000 prompts": packed(*(1 + 119 * n % 300 for n in range(1000))),
+    "long last": packed(*[512] * 31, 8192),
+}
 # PTO's benchmark: 16 sequences of 16,384 tokens, 262,144 in all, 16 key heads
 PTO = "16/16 16x16384"
 PTO_GVA = tuple(f"16/{HV} 16x16384" for HV in (16, 32, 48, 64))
@@ -51,11 +56,13 @@ TABLE = (  # the rows that goals are set for
     "2/8 1x32768", "2/8 1x8192", "2/8 8x4096", "16/64 1x32768", "16/64 4x8192", "16/32 1x32768",
     "16/32 1x8192", "16/32 4x8192", "16/32 8x4096", "16/32 8x1024", "16/32 1x2048", PTO,
 )  # fmt: skip
+NAMED = LADDERS | BATCHED
 SETS: dict[str, tuple[str, ...]] = {
     "table": TABLE,
     "family": tuple(f"{heads} {sequences}" for heads in FAMILY for sequences in ("1x8192", "4x8192")),
     "lengths": tuple(f"16/32 {sequences}" for sequences in SEQUENCES),
     "ladders": tuple(f"{heads} {ladder}" for heads in FAMILY for ladder in LADDERS),
+    "batched": tuple(f"16/32 {sequences}" for sequences in ("64x128", *BATCHED)),
     "pto": PTO_GVA,
 }
 SETS["all"] = tuple(dict.fromkeys(name for names in SETS.values() for name in names))
@@ -68,10 +75,10 @@ def heads(name: str) -> tuple[int, int]:
 
 
 def lengths(name: str) -> Lengths:
-    """The packed sequences of a name's other words: NxT, or a ladder."""
+    """The packed sequences of a name's other words: NxT, or what has a name."""
     words = name.partition(" ")[2]
-    if words in LADDERS:
-        return LADDERS[words]
+    if words in NAMED:
+        return NAMED[words]
     N, T = words.split("x")
     return packed(*[int(T)] * int(N))
 
@@ -85,9 +92,7 @@ def case(name: str) -> Case:
     try:
         return replace(MIXED, heads=heads(name), lengths=lengths(name))
     except ValueError:
-        raise ValueError(
-            f"case: expected H/HV and NxT or one of {', '.join(LADDERS)}, got {name!r}"
-        ) from None
+        raise ValueError(f"case: expected H/HV and NxT or one of {', '.join(NAMED)}, got {name!r}") from None
 
 
 def step(B: int, *, tokens: int = 1, state: str = "wide") -> Case:
