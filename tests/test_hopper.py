@@ -619,7 +619,7 @@ def test_a_full_machine_is_not_split():
 def test_programs_of_one_chain():
     """Where twice as many programs run at the same time, those of spans too."""
     for HV, chains in ((8, 1), (66, 1), (67, 2), (132, 2)):
-        assert cost._chains(cost._jobs(HV, cost.alike(1, 64), None), 132) == chains
+        assert cost._chains(HV, (cost.alike(1, 64),), None, 132) == chains
     given = inputs(replace(BASE, heads=(1, 8), lengths=rows(8192)._replace(B=1)), torch.bfloat16)
     problem = parse(**given.tensors, **given.options)
     cuts = cost.cuts_of(problem)
@@ -631,7 +631,7 @@ def test_programs_of_one_chain():
     for HV, chunks in itertools.product((1, 4, 8, 16, 32, 64), (32, 64, 128, 256, 512, 2048)):
         way = cost.alike(1, chunks)
         cuts = cost._cuts(HV, (way,), 132) or (None,)
-        assert len({cost._chains(cost._jobs(HV, way, cut), 132) for cut in cuts}) == 1
+        assert len({cost._chains(HV, (way,), cut, 132) for cut in cuts}) == 1
 
 
 def test_lengths_on_the_host_decide_on_spans():

@@ -88,8 +88,8 @@ def cuts_of(p: Problem) -> Cuts | None:
 
 def chains_of(p: Problem, cuts: Cuts | None) -> int:
     """Chains of a program of the walk, at K = V = 128: one, if so many programs run at the same time."""
-    HV, ways, sms = _sizes(p)
-    return max(_chains(_jobs(HV, way, cut), sms) for way in ways for cut in cuts or (None,))
+    HV, ways, num_sms = _sizes(p)
+    return max(_chains(HV, ways, cut, num_sms) for cut in cuts or (None,))
 
 
 def is_faster(p: Problem) -> bool:
@@ -141,7 +141,7 @@ def _cuts(HV: int, ways: tuple[Way, ...], num_sms: int) -> Cuts | None:
     # the same walk takes both cuts
     walks: dict[int, list[Cut]] = {}
     for cut in possible:
-        walks.setdefault(max(_chains(_jobs(HV, way, cut), num_sms) for way in ways), []).append(cut)
+        walks.setdefault(_chains(HV, ways, cut, num_sms), []).append(cut)
     pairs = [Cuts(min(x, key=times.__getitem__), min(x, key=faded.__getitem__)) for x in walks.values()]
     best = min(pairs, key=lambda cuts: times[cuts.many] + faded[cuts.few])
     return best if times[best.many] < GAIN * total(None, 1.0) else None
@@ -171,8 +171,9 @@ def _is_faster(HV: int, ways: tuple[Way, ...], num_sms: int) -> bool:
     return here < GAIN * _triton(N * HV, _cdiv(chunks, N), num_sms)
 
 
-def _chains(jobs: int, num_sms: int) -> int:
-    return 1 if 2 * jobs <= num_sms else 2
+def _chains(HV: int, ways: tuple[Way, ...], cut: Cut | None, num_sms: int) -> int:
+    """Of a walk that takes all of the ways: one, if twice as many programs as jobs run at the same time."""
+    return 1 if all(2 * _jobs(HV, way, cut) <= num_sms for way in ways) else 2
 
 
 def _jobs(HV: int, way: Way, cut: Cut | None) -> int:
@@ -197,7 +198,7 @@ def _time(HV: int, way: Way, cut: Cut | None, num_sms: int, alive: float = 1.0) 
     if cut is not None:
         before, last = cut.spans(longest)
     n *= HV
-    chains = _chains(_jobs(HV, way, cut), num_sms)
+    chains = _chains(HV, (way,), cut, num_sms)
     jobs = [(2 // chains * n * count, span) for count, span in ((1, last), *before)]
     walk = _walks(WALKS[chains], jobs, rest, num_sms)
     if not before:

@@ -29,7 +29,7 @@ from gdn.backends.hopper.factors import END, LEAST, ROWS
 from gdn.backends.hopper.walk import ends_kernel
 from gdn.backends.triton import plans
 from gdn.backends.triton.chained import CHAINED, after_all_before
-from gdn.backends.triton.chunks import sequence
+from gdn.backends.triton.chunks import chunks_of, sequence
 from gdn.backends.triton.launch import Launch, Room, Step, kernel, room
 from gdn.backends.triton.lib import dot, parts, state_tile
 from gdn.backends.triton.prepare import log_decay
@@ -167,9 +167,7 @@ def span_at(i, cu_seqlens_ptr, N, long, longs, short, C: tl.constexpr, BLOCK: tl
     total = 0
     for m in range(0, N, BLOCK):
         lanes = m + tl.arange(0, BLOCK)
-        start = tl.load(cu_seqlens_ptr + lanes, mask=lanes < N, other=0)
-        end = tl.load(cu_seqlens_ptr + lanes + 1, mask=lanes < N, other=0)
-        spans = spans_of(tl.cdiv((end - start).to(tl.int32), C), long, longs, short)
+        spans = spans_of(chunks_of(cu_seqlens_ptr, lanes, lanes < N, C), long, longs, short)
         spans = tl.where(lanes < N, spans, 0)
         is_before = (lanes < N) & (total + tl.cumsum(spans, 0) <= i)
         n += tl.sum(is_before.to(tl.int32))

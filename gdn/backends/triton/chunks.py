@@ -49,15 +49,20 @@ def sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C: tl.const
 
 
 @triton.jit
+def chunks_of(cu_seqlens_ptr, n, is_one, C: tl.constexpr):
+    """How many chunks each of the sequences n has; none where it is not one."""
+    start = tl.load(cu_seqlens_ptr + n, mask=is_one, other=0)
+    end = tl.load(cu_seqlens_ptr + n + 1, mask=is_one, other=0)
+    return tl.cdiv((end - start).to(tl.int32), C)
+
+
+@triton.jit
 def chunks_before(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
     """How many chunks the sequences before n have; BLOCK offsets are read at once."""
     lanes = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], tl.int32)
     for m in range(0, n, BLOCK):
-        is_before = m + lanes < n
-        starts = tl.load(cu_seqlens_ptr + m + lanes, mask=is_before, other=0)
-        ends = tl.load(cu_seqlens_ptr + m + lanes + 1, mask=is_before, other=0)
-        found += ((ends - starts + C - 1) // C).to(tl.int32)
+        found += chunks_of(cu_seqlens_ptr, m + lanes, m + lanes < n, C)
     return tl.sum(found)
 
 
@@ -68,9 +73,7 @@ def longer(cu_seqlens_ptr, n, chunks, N, C: tl.constexpr, BLOCK: tl.constexpr):
     found = tl.zeros([BLOCK], tl.int32)
     for m in range(0, N, BLOCK):
         is_one = m + lanes < N
-        starts = tl.load(cu_seqlens_ptr + m + lanes, mask=is_one, other=0)
-        ends = tl.load(cu_seqlens_ptr + m + lanes + 1, mask=is_one, other=0)
-        others = ((ends - starts + C - 1) // C).to(tl.int32)
+        others = chunks_of(cu_seqlens_ptr, m + lanes, is_one, C)
         is_before = (others > chunks) | ((others == chunks) & (m + lanes < n))
         found += (is_one & is_before).to(tl.int32)
     return tl.sum(found)
