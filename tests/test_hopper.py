@@ -455,22 +455,23 @@ def test_what_is_gone_is_not_walked(monkeypatch, gate, gone, is_prepared):
 
 @pytest.mark.interpret
 @simulated
-def test_the_longest_sequences_come_first(monkeypatch):
-    """By chunks, equals in order; where each of them lies, and where its chunks do."""
+@pytest.mark.parametrize("num_sms, unit", [(132, 1), (1, 8)])
+def test_the_longest_sequences_come_first(monkeypatch, num_sms, unit):
+    """By chunks or units of them, equals in order; where each of them lies, and where its chunks do."""
     monkeypatch.setattr("gdn.backends.triton.chunks._BLOCK", 64)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 400, (70,), generator=generator)
     lengths[[3, 69]] = torch.tensor([0, 1000])
     given = inputs(replace(BASE, heads=(1, 1), lengths=packed(*lengths.tolist())), torch.bfloat16)
     p = parse(**given.tensors, **given.options, backend="triton")
-    table = Table(p, machine(p.device))
+    table = Table(p, replace(machine(p.device), num_sms=num_sms))
     counts = -(-lengths // 64)
     firsts = counts.cumsum(0) - counts
-    order = torch.sort(counts, descending=True, stable=True).indices
+    order = torch.sort(counts // unit, descending=True, stable=True).indices
     longest = torch.stack((order, p.cu_seqlens[order], lengths[order], firsts[order]), 1)
     found = table.make(p.cu_seqlens)[2 * table.bound :].view(70, 5)
     assert found.tolist() == torch.cat((firsts[:, None], longest), 1).tolist()
-    assert found[0, 1] == 69 and found[-1, 3] == 0
+    assert found[0, 1] == 69 and (unit > 1 or found[-1, 3] == 0)
 
 
 @pytest.mark.interpret

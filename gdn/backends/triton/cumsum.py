@@ -84,6 +84,7 @@ class _Packed:
 
     T: int
     N: int
+    HV: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def launch_stage(
     key = (kernel.__name__, B, T, HV, N, dtypes, tuple(constants.items()), numbers, num_warps, x.device)
 
     def make() -> _Stage:
-        table = None if N is None else Table(_Packed(T, N), machine(x.device))  # type: ignore[arg-type]
+        table = None if N is None else Table(_Packed(T, N, HV), machine(x.device))  # type: ignore[arg-type]
         entries = entries_of(x, cu_seqlens)
         all_numbers = (T, HV, triton.cdiv(T, CHUNK), *numbers)
         launch = Launch(kernel, grid(entries), all_numbers, {"C": CHUNK, **constants}, num_warps)
