@@ -112,9 +112,14 @@ def _ways(p: Problem) -> tuple[Way, ...]:
         return (alike(p.N, _cdiv(p.num_chunks, max(1, p.N))),)
     if p.cu_seqlens_cpu is None:
         return alike(p.N, _cdiv(p.num_chunks, p.N)), (p.N, p.num_chunks, p.num_chunks)
-    ends = p.cu_seqlens_cpu.tolist()
-    chunks = [_cdiv(end - start, CHUNK) for start, end in pairwise(ends)]
-    return ((p.N, sum(chunks), max(chunks)),)
+    return (_packed(tuple(p.cu_seqlens_cpu.tolist())),)
+
+
+@lru_cache(64)
+def _packed(offsets: tuple[int, ...]) -> Way:
+    """Of sequences that lie so; all layers of a step ask for the same, cuts and chains of each."""
+    chunks = [_cdiv(end - start, CHUNK) for start, end in pairwise(offsets)]
+    return len(chunks), sum(chunks), max(chunks)
 
 
 @lru_cache
