@@ -1,7 +1,8 @@
-"""gdn.patch_transformers(): tiny random models of every family, with and without; Transformers 5.17, 5.23."""
+"""gdn.patch_transformers(): tiny random models of every family, with and without it; 5.17 to 5.24."""
 
 import copy
 import importlib
+import inspect
 import subprocess
 import sys
 import warnings
@@ -14,7 +15,12 @@ transformers = pytest.importorskip("transformers")
 
 import gdn  # noqa: E402
 from gdn.integrations import transformers_calls as calls  # noqa: E402
-from gdn.integrations.transformers_packing import restarts  # noqa: E402
+from gdn.integrations.transformers_packing import (  # noqa: E402
+    CACHES,
+    cache_of,
+    find_documents,
+    restarts,
+)
 
 FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
 VOCAB = 97
@@ -27,6 +33,10 @@ TEXT_MODELS = {
     "qwen4_exp": "Qwen4ExpTextModel",
     "olmo_hybrid": "OlmoHybridModel",
 }
+
+# of a model's arguments and outputs, in the version that is installed
+PARAMETERS = inspect.signature(transformers.Qwen3_5ForCausalLM.forward).parameters
+(CACHE,) = [name for name in CACHES if name in PARAMETERS]
 
 transformers.logging.set_verbosity_error()
 
@@ -210,10 +220,9 @@ def test_a_prompt_in_pieces_equals_the_whole(family):
         logits = model(ids, use_cache=False).logits
         with gdn.patch_transformers():
             for pieces in ([66, 4], [1, 69], [2, 1, 67], [64, 1, 1, 4]):
-                cache, rows = None, []
+                out, rows = {}, []
                 for piece in ids.split(pieces, dim=1):
-                    out = model(piece, past_key_values=cache, use_cache=True)
-                    cache = out.past_key_values
+                    out = model(piece, use_cache=True, **cache_of(out))
                     rows.append(out.logits)
                 assert error(torch.cat(rows, 1), logits) <= 2e-5, pieces
 
@@ -223,8 +232,8 @@ def test_decoding_outside_of_no_grad(counts):
     model, ids = make_model("qwen3_5"), tokens(1, 9)
 
     def step():
-        cache = model(ids[:, :-1], use_cache=True).past_key_values
-        return model(ids[:, -1:], past_key_values=cache).logits
+        cache = cache_of(model(ids[:, :-1], use_cache=True))
+        return model(ids[:, -1:], **cache).logits
 
     logits = step()
     with gdn.patch_transformers():
@@ -237,7 +246,7 @@ def test_only_the_buffers_of_a_cache_are_written():
     """A decode step updates the state where it lies; a state from anywhere else is left alone."""
     model, ids, file = make_model("qwen3_5"), tokens(2, 9), model_file("qwen3_5")
     with gdn.patch_transformers(), torch.no_grad():
-        cache = model(ids[:, :-1], use_cache=True).past_key_values
+        (cache,) = cache_of(model(ids[:, :-1], use_cache=True)).values()
         buffer = cache.layers[0].recurrent_states[0]
         S, seen = buffer.clone(), []
         with pytest.MonkeyPatch.context() as patch:
@@ -245,7 +254,7 @@ def test_only_the_buffers_of_a_cache_are_written():
             patch.setattr(
                 cache, "update_recurrent_state", lambda S, *args: seen.append(S) or update(S, *args)
             )
-            model(ids[:, -1:], past_key_values=cache)
+            model(ids[:, -1:], **{CACHE: cache})
         assert seen[0] is buffer and cache.layers[0].recurrent_states[0] is buffer
         assert error(buffer, S) > 1e-3
         before, x = S.clone(), torch.randn(2, 1, 4, 8)
@@ -265,7 +274,7 @@ def test_half_precision_models_keep_an_fp32_state(dtype):
         with gdn.patch_transformers():
             out = model(ids, use_cache=True)
     assert out.logits.dtype == dtype
-    assert out.past_key_values.layers[0].recurrent_states[0].dtype == torch.float32
+    assert out[CACHE].layers[0].recurrent_states[0].dtype == torch.float32
     assert error(out.logits, exact) <= 1.1 * original
 
 
@@ -306,9 +315,9 @@ def test_limit_left_pads_inside_a_continued_segment():
     mask = torch.ones(2, 70, dtype=torch.long)
     mask[1, 50:60] = 0
     with gdn.patch_transformers(), torch.no_grad():
-        cache = model(ids[:, :50], attention_mask=mask[:, :50]).past_key_values
+        cache = model(ids[:, :50], attention_mask=mask[:, :50])[CACHE]
         position_ids = (mask.cumsum(1) - 1)[:, 50:]
-        out = model(ids[:, 50:], attention_mask=mask, position_ids=position_ids, past_key_values=cache).logits
+        out = model(ids[:, 50:], attention_mask=mask, position_ids=position_ids, **{CACHE: cache}).logits
         alone = model(ids[1:, mask[1].bool()]).logits
     assert error(out[1, 10:], alone[0, 50:]) <= 2e-5
 
@@ -319,9 +328,9 @@ def test_limit_right_padded_prefill_then_decode():
     mask = torch.ones(2, 71, dtype=torch.long)
     mask[1, 41:70] = 0
     with gdn.patch_transformers(), torch.no_grad():
-        cache = model(ids[:, :70], attention_mask=mask[:, :70]).past_key_values
+        cache = model(ids[:, :70], attention_mask=mask[:, :70])[CACHE]
         position_ids = (mask.cumsum(1) - 1)[:, 70:]
-        out = model(ids[:, 70:], attention_mask=mask, position_ids=position_ids, past_key_values=cache).logits
+        out = model(ids[:, 70:], attention_mask=mask, position_ids=position_ids, **{CACHE: cache}).logits
         alone = model(ids[1:, mask[1].bool()]).logits
     assert error(out[1, -1], alone[0, -1]) <= 2e-5
 
@@ -467,6 +476,17 @@ def test_where_documents_start():
     assert not restarts(torch.tensor([[7, 8, 12]])).any()
 
 
+@pytest.mark.parametrize("name", CACHES)
+def test_a_continued_text_has_no_documents(name):
+    """By whatever name its cache comes; an empty cache says nothing."""
+    model, restarting = make_model("qwen3_5"), torch.arange(20).fmod(12)[None]
+    with torch.no_grad():
+        (used,) = cache_of(model(tokens(1, 4), use_cache=True)).values()
+    assert find_documents({name: used}, restarting) == {}
+    empty = transformers.DynamicCache(config=model.config)
+    assert find_documents({name: empty}, restarting)["cu_seq_lens_q"].tolist() == [0, 12, 20]
+
+
 @pytest.mark.parametrize("why", ["continued", "padded", "two rows", "told", "one document"])
 def test_packing_is_not_inferred(why):
     """Where it is not a packed row: the same logits with and without, bit for bit, and no warning."""
@@ -478,7 +498,7 @@ def test_packing_is_not_inferred(why):
     def run():
         options = {"position_ids": restarting}
         if why == "continued":
-            options["past_key_values"] = model(ids[:, :4], use_cache=True).past_key_values
+            options |= cache_of(model(ids[:, :4], use_cache=True))
         if why == "padded":
             options["attention_mask"] = mask
         if why == "told":
@@ -569,10 +589,10 @@ def test_a_compiled_decode_step():
     with gdn.patch_transformers(), torch.no_grad():
         step = torch.compile(model, fullgraph=True, backend=backend)
         cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-        rows = [model(ids[:, :6], past_key_values=cache).logits]
+        rows = [model(ids[:, :6], **{CACHE: cache}).logits]
         for i in range(6, 12):
             position_ids = torch.full((2, 1), i)
-            rows.append(step(ids[:, i : i + 1], past_key_values=cache, position_ids=position_ids).logits)
+            rows.append(step(ids[:, i : i + 1], position_ids=position_ids, **{CACHE: cache}).logits)
         assert error(torch.cat(rows, 1), model(ids, use_cache=False).logits) <= 2e-5
     torch._dynamo.reset()
     assert len(graphs) == 1

@@ -30,6 +30,7 @@ from gdn.bench import catalog, jobs, measure, models, rows
 from gdn.bench.gpu import Session, noted
 from gdn.bench.models import Serving
 from gdn.bench.rows import Row
+from gdn.integrations.transformers_packing import cache_of
 
 WORSE = 2.0  # times plain torch's own error
 ROUNDS = 5
@@ -141,11 +142,10 @@ def forced(model: Any, tokens: Tensor, prompt: int) -> Tensor:
     """Logits [positions, vocabulary] in fp32 of the cached path on given tokens, from the prompt's end on."""
     with torch.no_grad():
         out = model(input_ids=tokens[:, :prompt], use_cache=True)
-        logits, cache = [out.logits[:, -1]], out.past_key_values
+        logits = [out.logits[:, -1]]
         for i in range(prompt, tokens.shape[1]):
-            out = model(input_ids=tokens[:, i : i + 1], past_key_values=cache, use_cache=True)
+            out = model(input_ids=tokens[:, i : i + 1], use_cache=True, **cache_of(out))
             logits.append(out.logits[:, -1])
-            cache = out.past_key_values
     return torch.cat(logits).float()
 
 

@@ -1,6 +1,6 @@
 """The four functions of a Transformers model file, served by gdn; what gdn refuses goes to the original.
 
-Call sites (the layer's forward in every model file, Transformers 5.17 to 5.23):
+Call sites (the layer's forward in every model file, Transformers 5.17 to 5.24):
 
     causal_conv1d_fn(x [B, D, T], weight [D, W], bias, activation=, **kwargs)          several tokens
     causal_conv1d_update(x [B, D, 1], conv_state [B, D, W], weight, bias, activation)  one token, in place

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ WARNING = (
     "(DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)), or call "
     "gdn.patch_transformers(infer_packing=True)"
 )
+
+CACHES = ("cache", "past_key_values")  # what models call theirs since Transformers 5.24, and until then
 
 
 class Watch:
@@ -98,17 +100,24 @@ def find_documents(given: dict[str, Any], position_ids: Tensor) -> dict[str, Ten
                                                  both cases a restart is no new document
     Cost: one host sync.
     """
-    cache, mask = given.get("past_key_values"), given.get("attention_mask")
-    if cache is not None and _has_history(cache):
+    if any(map(_has_history, cache_of(given).values())):
         return {}
     is_start = restarts(position_ids)
     cu_seqlens = between(is_start)
     if cu_seqlens.shape[0] == 2:
         return {}
+    mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 0).any()):
         return {}
     seq_idx = torch.nn.functional.pad(is_start.cumsum(0), (1, 0)).to(torch.int32)
     return {"cu_seq_lens_q": cu_seqlens, "seq_idx": seq_idx[None]}
+
+
+def cache_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The cache among a model's arguments or outputs, by the name under which its next call takes it."""
+    # outputs of 5.24 answer to both names
+    names = [name for name in CACHES if given.get(name) is not None][:1]
+    return {name: given[name] for name in names}
 
 
 def _has_history(cache: Any) -> bool:
