@@ -18,6 +18,9 @@ DEMO_NEEDS := torch, jaxtyping, typer, rich, matplotlib, transformers
 TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy
 can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 
+# the package, also for a python that has everything but it
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+
 .PHONY: help demo test lint types interpret compile fla matrix spills bench bench-gpu clean
 
 help:
@@ -50,7 +53,7 @@ PYTEST = OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest
 HAS_TRITON = $(TEST_PYTHON) -c "import triton" 2>/dev/null
 HAS_FLA = $(TEST_PYTHON) -c "import fla" 2>/dev/null
 # a version laid over the environment: its folder comes first
-over = PYTHONPATH=build/triton-$*
+over = PYTHONPATH=build/triton-$*:$(PYTHONPATH)
 
 demo:
 	$(DEMO_PYTHON) -m gdn demo
@@ -75,7 +78,7 @@ compile:
 	$(PYTEST) -m compile
 
 fla: build/fla/.done
-	PYTHONPATH=build/fla $(PYTEST) tests/test_integrations_fla.py
+	PYTHONPATH=build/fla:$(PYTHONPATH) $(PYTEST) tests/test_integrations_fla.py
 
 matrix: compile $(OTHER_TRITONS:%=matrix-%)
 
@@ -86,19 +89,19 @@ matrix-%: build/triton-%/.done
 	$(over) $(PYTEST) -m compile -k cuda:90
 
 spills: $(OTHER_TRITONS:%=build/triton-%/.done)
-	PYTHONPATH=. $(TEST_PYTHON) tests/compiling.py --record
+	PYTHONPATH=.:$(PYTHONPATH) $(TEST_PYTHON) tests/compiling.py --record
 	for v in $(OTHER_TRITONS); do \
-		PYTHONPATH=build/triton-$$v:. $(TEST_PYTHON) tests/compiling.py --record --target cuda:90; done
+		PYTHONPATH=build/triton-$$v:.:$(PYTHONPATH) $(TEST_PYTHON) tests/compiling.py --record --target cuda:90; done
 
 lint:
 	$(TEST_PYTHON) -m ruff check .
 	$(TEST_PYTHON) -m ruff format --check .
 
 types:
-	$(TEST_PYTHON) -m mypy gdn
+	$(TEST_PYTHON) -m mypy src/gdn
 
 clean:
-	rm -rf $(VENV) out build .pytest_cache .ruff_cache .mypy_cache .hypothesis gdn.egg-info
+	rm -rf $(VENV) out build .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

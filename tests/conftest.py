@@ -22,6 +22,10 @@ from gdn.bench.accuracy import poisoned
 settings.register_profile("gdn", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("gdn")
 
+# for processes that tests start where the package is not installed
+SOURCE = str(processes.ROOT / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SOURCE, os.environ.get("PYTHONPATH"))))
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore = (
     []

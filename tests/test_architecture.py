@@ -11,7 +11,7 @@ from types import CodeType
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "gdn"
+ROOT = Path(__file__).parent.parent / "src" / "gdn"
 
 # room -> rooms it may import; the picture in CONTRIBUTING.md is drawn from this table
 MAY_IMPORT = {

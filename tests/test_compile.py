@@ -14,7 +14,7 @@ from specimens import SPECIMENS
 
 from gdn.backends.triton import launch
 
-KERNELS = Path(__file__).parent.parent / "gdn" / "backends"
+KERNELS = Path(__file__).parent.parent / "src" / "gdn" / "backends"
 BOTH = [(target, name) for target in TARGETS for name, s in SPECIMENS.items() if target in s.targets]
 pytestmark = pytest.mark.compile
 
