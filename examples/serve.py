@@ -30,6 +30,8 @@ from torch.nn import functional as F
 
 import gdn
 
+# q and k are normalised in the kernel, states are [..., HV, V, K]
+CONVENTIONS = {"use_qk_l2norm_in_kernel": True, "state_v_first": True}
 BLOCK = 64  # tokens; prefixes are kept at multiples of it
 SHARED = "You are a careful assistant who answers in one sentence. Think before you speak, then say it. "
 QUESTIONS = (
@@ -168,6 +170,7 @@ class Engine:
             head_k_dim=c.linear_key_head_dim, head_v_dim=c.linear_value_head_dim,
             conv_size=c.linear_conv_kernel_dim, dtypes=(dtype,), state_dtypes=(torch.float32,),
             dt_bias_dtype=dtype, max_tokens=1 + self.drafts, max_rows=self.rows, index_dtype=torch.int64,
+            **CONVENTIONS,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -282,7 +285,7 @@ class Engine:
         kept = [p.keep >= 0 for p in plans]
         snapshots = [p.keep_at - p.first if keeps else -1 for p, keeps in zip(plans, kept, strict=True)]
         return gdn.prefill(
-            **split(mixed), state=states, cu_seqlens=offsets, has_initial_state=~fresh,
+            **split(mixed), **CONVENTIONS, state=states, cu_seqlens=offsets, has_initial_state=~fresh,
             state_index=pool.place((max(p.source, 0) for p in plans), (p.first for p in plans)),
             out_state_index=pool.place((p.request.slot for p in plans), (p.last for p in plans)),
             snapshot_pos=torch.tensor(snapshots, device=device),
@@ -383,6 +386,7 @@ class Engine:
         )
         return gdn.decode(
             **split(mixed),
+            **CONVENTIONS,
             state=self.pool.states[index],
             read_index=self.slots,
             ring_pos=self.seen,

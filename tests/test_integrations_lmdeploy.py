@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine import law
 from serving import error, inputs, pool_of, same_bits
 from signatures import LMDEPLOY, LMDEPLOY_METHODS, parameters, real
 
 from gdn.integrations import lmdeploy
 from gdn.reference import layer as law_of_layers
-from gdn.reference import serving as law
 from gdn.reference.recurrence import gated_delta_rule
 
 pytestmark = pytest.mark.usefixtures("everywhere")

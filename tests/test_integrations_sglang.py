@@ -5,11 +5,11 @@ import types
 
 import pytest
 import torch
+from engine import law
 from serving import error, inputs, pool_of, same_bits
 from signatures import SGLANG, SGLANG_KERNEL, parameters, real
 
 from gdn.integrations import sglang
-from gdn.reference import serving as law
 from gdn.reference.recurrence import gated_delta_rule
 
 pytestmark = pytest.mark.usefixtures("everywhere")

@@ -5,12 +5,12 @@ import types
 
 import pytest
 import torch
+from engine import law
 from serving import error, inputs, pool_of, same_bits
 from signatures import VLLM, parameters, real
 
 from gdn.integrations import vllm
 from gdn.reference import layer as law_of_layers
-from gdn.reference import serving as law
 from gdn.reference.recurrence import gated_delta_rule
 
 pytestmark = pytest.mark.usefixtures("everywhere")

@@ -6,6 +6,7 @@ Launches are recorded, not run, on machines that need not be there.
 from dataclasses import replace
 from functools import partial
 
+import engine
 import pytest
 import torch
 from compiling import TARGETS, jobs_of, recording
@@ -94,7 +95,7 @@ def tokens(N, T, H, HV, is_packed=False):
 
 def a_decode(N, T, H, HV, is_packed=False, **options):
     x = tokens(N, T, H, HV, is_packed)
-    return lambda: gdn.decode(**x, read_index=slots(N), **options)
+    return lambda: engine.decode(**x, read_index=slots(N), **options)
 
 
 def a_replay(N, T, H, HV):
@@ -104,8 +105,8 @@ def a_replay(N, T, H, HV):
     histories = {"history_u": u[0], "history_k": k[0], "history_G": G[0], "cursor": slots(N)}
 
     def call():
-        gdn.replay_decode(**x, **histories, read_index=slots(N))
-        gdn.replay_commit(state, u, k, G, slots(N), slots(N), slots(N), room=T, backend="triton")
+        engine.replay_decode(**x, **histories, read_index=slots(N))
+        engine.replay_commit(state, u, k, G, slots(N), slots(N), slots(N), room=T, backend="triton")
 
     return call
 
@@ -113,7 +114,7 @@ def a_replay(N, T, H, HV):
 def a_prefill(N, T, H, HV):
     x = tokens(N, T, H, HV, True)
     del x["max_seqlen"]
-    return lambda: gdn.prefill(**x, state_index=slots(N))
+    return lambda: engine.prefill(**x, state_index=slots(N))
 
 
 def a_recurrence(N, T, H, HV):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
+import engine
 import pytest
 import torch
 import triton
@@ -14,7 +15,6 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime._async_compile import active_mode
 
-import gdn
 from gdn.backends.triton import BACKEND, launch, plans, rule, tuned
 from gdn.backends.triton.launch import Chain, Launch, Plans, unit_of
 from gdn.bench import hosttime
@@ -331,7 +331,7 @@ def test_a_second_device_before_the_current_one(monkeypatch):
     for device in ("cuda:1", "cuda:0", "cuda:1"):
         state = pool.to(device)
         x = (t.to(device) for t in (q, k, v))
-        o = gdn.decode(*x, state, state_v_first=True, exact_packet=False, backend="triton")
+        o = engine.decode(*x, state, state_v_first=True, exact_packet=False, backend="triton")
         found.append((o.cpu(), state.cpu()))
     for o, state in found[1:]:
         assert torch.equal(o, found[0][0]) and torch.equal(state, found[0][1])

@@ -1,10 +1,9 @@
 """A row's bits among any number of rows: by that number tiles are chosen, and no result may tell."""
 
+import engine
 import pytest
 import torch
 from serving import inputs, pool_of, same_bits, step_of
-
-import gdn
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 MOST, FEWER = 300, (1, 2, 8, 64)
@@ -34,7 +33,7 @@ def made(name, sizes, pool):
 @pytest.mark.parametrize("name", ["one token", "packet", "chunk form", "replay", "step"])
 def test_a_row_among_any_number_of_rows(backend, device, name, pool):
     """On a GPU at the size of a model: 32 to 9600 states, which leave it empty and fill it many times."""
-    call = {"replay": gdn.replay_decode, "step": gdn.decode_step}.get(name, gdn.decode)
+    call = {"replay": engine.replay_decode, "step": engine.decode_step}.get(name, engine.decode)
     with torch.device(device):
         x, options, written = made(name, (2, 4, 16, 24) if device == "cpu" else (16, 32, 128, 128), pool)
         options["backend"] = backend

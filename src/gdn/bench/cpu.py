@@ -106,7 +106,7 @@ def timed(provider: accuracy.Provider, given: Inputs, job: Job) -> Callable[[], 
     options = {**given.options, "initial_state": given.tensors.get("initial_state")}
     if provider is decode_in_place:
         pool = options["initial_state"].clone()
-        return lambda: gdn.decode(q, k, v, pool, g=g, beta=beta, state_v_first=False)
+        return lambda: gdn.decode(q, k, v, pool, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
 
     def forward() -> None:
         with torch.no_grad():
@@ -120,4 +120,4 @@ def decode_in_place(
 ) -> tuple[Tensor, Tensor]:
     """gdn.decode as a provider: on a pool of its own, so that the caller's state is left alone."""
     pool = initial_state.clone()
-    return gdn.decode(q, k, v, pool, g=g, beta=beta, state_v_first=False), pool
+    return gdn.decode(q, k, v, pool, g=g, beta=beta, use_qk_l2norm_in_kernel=True), pool

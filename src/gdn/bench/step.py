@@ -24,6 +24,8 @@ from gdn.reference.layer import causal_conv1d, rms_norm_gated
 DTYPE = torch.bfloat16
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FUNCTIONS, ONE = "functions", "decode_step"
+# of every engine: q and k normalised in the kernel, states with V first
+CONVENTIONS = {"use_qk_l2norm_in_kernel": True, "state_v_first": True}
 FACTOR = 2.0  # of the rule's limits: what is rounded between the stages goes through a norm
 Tensors = Mapping[str, Any]
 Run = Callable[[], Tensor]
@@ -103,7 +105,7 @@ def functions(x: Tensors) -> Run:
     def call() -> Tensor:
         slots = x["read_index"]
         gdn.causal_conv1d_update(x["mixed_qkv"], *taps, activation="silu", state_index=slots, out=mixed)
-        gdn.decode_packed(mixed, *gates, **sizes, out=o)
+        gdn.decode_packed(mixed, *gates, **sizes, **CONVENTIONS, out=o)
         return gdn.rms_norm_gated(o, x["z"], x["norm_weight"])
 
     return call
@@ -112,7 +114,7 @@ def functions(x: Tensors) -> Run:
 def one(x: Tensors) -> Run:
     """The public function."""
     out = torch.empty_like(x["z"])
-    return lambda: gdn.decode_step(**x, out=out)
+    return lambda: gdn.decode_step(**x, **CONVENTIONS, out=out)
 
 
 WAYS = {FUNCTIONS: functions, ONE: one}
@@ -144,7 +146,12 @@ def law_of(x: Tensors) -> dict[str, Tensor]:
     q, k, v = mixed.to(new.dtype).split([H * K, H * K, HV * V], 2)
     gates = {"a": x["a"][:, None], "b": x["b"][:, None], "A_log": x["A_log"], "dt_bias": x["dt_bias"]}
     served = law.decode(
-        q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V)), x["state"][slots], **gates
+        q.unflatten(2, (H, K)),
+        k.unflatten(2, (H, K)),
+        v.unflatten(2, (HV, V)),
+        x["state"][slots],
+        **gates,
+        **CONVENTIONS,
     )
     o = rms_norm_gated(served.o[:, 0].to(new.dtype), x["z"], x["norm_weight"])
     return {"o": o, "final_state": served.state.double(), "windows": windows}
@@ -180,9 +187,9 @@ def sets(shape: Shape, B: int, dtype: torch.dtype, device: torch.device, count: 
 
 def _problem(x: Tensors) -> StepProblem:
     return parse_step(
-        **x, conv_activation="silu", norm_eps=1e-6, norm_activation="silu", scale=None,
-        use_qk_l2norm_in_kernel=True, allow_neg_eigval=False, state_v_first=True, conv_index=None,
-        write_index=None, null_slot=None, out=torch.empty_like(x["z"]), backend=None,
+        **x, **CONVENTIONS, conv_activation="silu", norm_eps=1e-6, norm_activation="silu", scale=None,
+        allow_neg_eigval=False, conv_index=None, write_index=None, null_slot=None,
+        out=torch.empty_like(x["z"]), backend=None,
     )  # fmt: skip
 
 

@@ -56,8 +56,8 @@ def packed(
     HV, V, K = state.shape[-3:]
     decode_packed(
         mixed_qkv, a, b, A_log, dt_bias, state, num_k_heads=max(1, (mixed_qkv.shape[-1] - HV * V) // (2 * K)),
-        head_k_dim=K, head_v_dim=V, scale=scale, use_qk_l2norm_in_kernel=l2norm, read_index=indices,
-        null_slot=null, out=out.squeeze(1),
+        head_k_dim=K, head_v_dim=V, scale=scale, use_qk_l2norm_in_kernel=l2norm, state_v_first=True,
+        read_index=indices, null_slot=null, out=out.squeeze(1),
     )  # fmt: skip
 
 

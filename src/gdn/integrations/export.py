@@ -67,8 +67,10 @@ class Session(nn.Module):
     def decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """One token per row: mixed_qkv [B, 2 H K + HV V], raw logits a, b [B, HV] -> o [B, HV, V]."""
         q, k, v = self._split(mixed_qkv.unsqueeze(1))
-        gates: dict[str, Any] = {"a": a.unsqueeze(1), "b": b.unsqueeze(1), "A_log": self.A_log}
-        o, after = decode_functional(q, k, v, self.state, **gates, dt_bias=self.dt_bias)
+        o, after = decode_functional(
+            q, k, v, self.state, a=a.unsqueeze(1), b=b.unsqueeze(1), A_log=self.A_log, dt_bias=self.dt_bias,
+            use_qk_l2norm_in_kernel=True, state_v_first=True,
+        )  # fmt: skip
         self.state.copy_(after)
         return o.squeeze(1)
 

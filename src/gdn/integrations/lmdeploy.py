@@ -169,7 +169,7 @@ class GatedDeltaRule:
             where = {"ring_pos": meta.cache_seqlens, "write": "all", "round_state": True}
         o = decode(
             q, k, v, recurrent_state, a=a, b=b, **raw, read_index=meta.origin_state_ids, **where,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=True,
         )  # fmt: skip
         return o.flatten(0, 1).unsqueeze(0)
 

@@ -127,7 +127,9 @@ def _decode(
         # no row has more tokens than there is room for
         bound = min([q.shape[1], *(x.shape[1] for x in (kept, parent) if x is not None)])
         where |= {"cu_seqlens": cu_seqlens, "max_seqlen": bound}
-    return decode(q, k, v, state, **gates, **where, scale=scale, use_qk_l2norm_in_kernel=l2norm)
+    return decode(
+        q, k, v, state, **gates, **where, scale=scale, use_qk_l2norm_in_kernel=l2norm, state_v_first=True
+    )
 
 
 def fused_recurrent_gated_delta_rule_packed_decode(
@@ -261,12 +263,12 @@ class GDNKernel:
         if track is None:
             o = prefill(
                 q, k, v, ssm_states, g=g, beta=beta, cu_seqlens=query_start_loc, state_index=slots,
-                update_state=inplace_update,
+                use_qk_l2norm_in_kernel=True, state_v_first=True, update_state=inplace_update,
             )  # fmt: skip
         else:
             o = tracked(
                 (q, k, v, g, beta), ssm_states, slots, query_start_loc, track, kwargs["track_chunk_idx"],
-                inplace_update,
+                inplace_update, use_qk_l2norm_in_kernel=True,
             )  # fmt: skip
         return o, None, None
 

@@ -64,8 +64,8 @@ def with_chunk_states(
     h = q.new_empty(rows + 1, *pool.shape[1:], dtype=torch.float32)
     begin = pool.index_select(0, indices.clamp(0, pool.shape[0] - 1)).to(torch.float32)
     o = prefill(
-        q, k, v, pool, g=g, beta=beta, cu_seqlens=offsets, state_index=indices, checkpoints=h,
-        checkpoint_every=CHUNK, checkpoint_offsets=at + 1, **options,
+        q, k, v, pool, g=g, beta=beta, cu_seqlens=offsets, state_index=indices, state_v_first=True,
+        checkpoints=h, checkpoint_every=CHUNK, checkpoint_offsets=at + 1, **options,
     )  # fmt: skip
     # the state after a last whole chunk came to lie where the next sequence begins; an empty one has no chunk
     h[torch.where(chunks > 0, at, rows)] = begin
@@ -117,7 +117,7 @@ def tracked(
     is_row = (indices >= 0) & (indices < slots)
     o = prefill(
         q, k, v, states, g=g, beta=beta, cu_seqlens=offsets, state_index=rows.where(is_row, -1),
-        snapshot_pos=track_chunk_idx[:N] * CHUNK, snapshot_index=rows + N, **options,
+        state_v_first=True, snapshot_pos=track_chunk_idx[:N] * CHUNK, snapshot_index=rows + N, **options,
     )  # fmt: skip
     track_state[:N] = states[N:]
     if inplace_update:

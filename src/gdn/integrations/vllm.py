@@ -115,7 +115,7 @@ def _decode(
         bound = indices.shape[1] if where.get("write") == "all" and indices is not None else q.shape[1]
         where |= {"cu_seqlens": cu_seqlens, "max_seqlen": bound}
     o = decode(
-        q, k, v, state, **gates, **where, scale=scale, use_qk_l2norm_in_kernel=l2norm,
+        q, k, v, state, **gates, **where, scale=scale, use_qk_l2norm_in_kernel=l2norm, state_v_first=True,
         null_slot=None if indices is None else NULL_BLOCK_ID,
     )  # fmt: skip
     return o, state if kept is None else kept
@@ -179,7 +179,7 @@ def chunk_gated_delta_rule(
         states = initial_state.to(torch.float32, copy=True)
     o = prefill(
         q, k, v, states, cu_seqlens=cu_seqlens, g=g, beta=beta, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=True, update_state=output_final_state,
         state_index=torch.arange(N, device=q.device), out=core_attn_out.view(v.shape),
     )  # fmt: skip
     return o, states if output_final_state else None

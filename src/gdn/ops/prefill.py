@@ -28,8 +28,8 @@ def prefill(
     dt_bias: HeadParam | None = None,
     allow_neg_eigval: bool = False,
     scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
-    state_v_first: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
     batch_invariant: bool = False,
     state_index: Index,
     out_state_index: Index | None = None,
@@ -51,7 +51,7 @@ def prefill(
     Args:                   shape                 dtype
         q, k                [1, total, H, K]      bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
         v                   [1, total, HV, V]     as q; value head j reads key head j // (HV // H)
-        state               [slots, HV, V, K]     as in `decode`; read and updated in place
+        state               [slots, HV, K, V]     as in `decode`; read and updated in place
         cu_seqlens          [N+1] int             sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1], or none
         g, beta, a, b, A_log, dt_bias, allow_neg_eigval, scale, use_qk_l2norm_in_kernel, state_v_first,
         null_slot, out, backend                   as in `decode`, gates [1, total, HV]
@@ -60,7 +60,7 @@ def prefill(
         out_state_index     [N] int or None       slot that gets the final state; None: state_index
         has_initial_state   [N] bool or None      False: start from zero without reading the slot; None: True
         update_state        bool                  False: no final state is written
-        checkpoints         [rows, HV, V, K]      fp32 (or fp64 with fp64 q); row checkpoint_offsets[n] + i
+        checkpoints         [rows, HV, K, V]      fp32 (or fp64 with fp64 q); row checkpoint_offsets[n] + i
                                                   gets the state after (i + 1) * checkpoint_every tokens of
                                                   sequence n, for every such position in it
         checkpoint_every    int                   a positive multiple of 64 with checkpoints, else 0

@@ -35,9 +35,9 @@ def replay_decode(
     A_log: HeadParam | None = None,
     dt_bias: HeadParam | None = None,
     scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    state_v_first: bool = True,
+    state_v_first: bool = False,
     cu_seqlens: Offsets | None = None,
     max_seqlen: int | None = None,
     read_index: Index | None = None,
@@ -125,7 +125,7 @@ def replay_commit(
     *,
     room: int,
     update_cursor: bool = True,
-    state_v_first: bool = True,
+    state_v_first: bool = False,
     null_slot: int | None = None,
     backend: str | None = None,
 ) -> None:
@@ -136,7 +136,7 @@ def replay_commit(
         cursor[slot] = P
 
     Args:               shape                            dtype
-        state           [layers, slots, HV, V, K]        fp32, bf16, fp16; any stride; written where folded
+        state           [layers, slots, HV, K, V]        fp32, bf16, fp16; any stride; written where folded
         history_u, history_k, history_G                  those of `replay_decode`, with layers before them
         cursor          [slots] int                      moved
         index           [n] int                          slots that were verified

@@ -37,9 +37,9 @@ def decode(
     A_log: HeadParam | None = None,
     dt_bias: HeadParam | None = None,
     scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    state_v_first: bool = True,
+    state_v_first: bool = False,
     cu_seqlens: Offsets | None = None,
     max_seqlen: int | None = None,
     read_index: Tensor | None = None,
@@ -63,8 +63,8 @@ def decode(
     Args:                 shape                 dtype
         q, k              [B, T, H, K]          bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
         v                 [B, T, HV, V]         as q; value head j reads key head j // (HV // H)
-        state             [slots, HV, V, K]     fp32, bf16, fp16 (fp64 with fp64 q), any slot stride; updated
-                                                in place; with ring_pos [slots, R, HV, V, K]
+        state             [slots, HV, K, V]     fp32, bf16, fp16 (fp64 with fp64 q), any slot stride; updated
+                                                in place; with ring_pos [slots, R, HV, K, V]
         g, beta           [B, T, HV] or None    any float; log decay per token, natural, and write strength;
                                                 None: no decay, ones
         a, b              [B, T, HV]            any float; raw logits in place of g and beta:
@@ -72,7 +72,7 @@ def decode(
         scale             number or None        None: K ** -0.5
         use_qk_l2norm_in_kernel  bool           q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
         allow_neg_eigval  bool                  beta = 2 sigmoid(b)
-        state_v_first     bool                  False: states are [..., HV, K, V]
+        state_v_first     bool                  True: states are [..., HV, V, K], as serving engines keep them
         cu_seqlens        [B+1] int             packed: q is [1, total, H, K] and so on, row n holds tokens
                                                 cu_seqlens[n]:cu_seqlens[n+1]; T varies, 0 is allowed
         max_seqlen        int or None           bound of T when packed; needed if cu_seqlens is on a GPU
@@ -85,7 +85,7 @@ def decode(
                                                 t goes to slot write_index[:, t], or to ring entry
                                                 (ring_pos + 1 + t) % R; "none": nowhere
         write_index       [B] or [B, >=T] int   see write
-        intermediate      [rows, >=T, HV, V, K] any float, any row stride; gets the state after each token
+        intermediate      [rows, >=T, HV, K, V] any float, any row stride; gets the state after each token
         intermediate_row  [B] int or None       its row for each row; None: the row's number
         parent            [B, >=T] int or None  token t continues from the state after token parent[t] < t,
                                                 read back from intermediate in its dtype; negative: from pool.
@@ -160,9 +160,9 @@ def decode_packed(
     head_k_dim: int,
     head_v_dim: int,
     scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    state_v_first: bool = True,
+    state_v_first: bool = False,
     cu_seqlens: Offsets | None = None,
     max_seqlen: int | None = None,
     read_index: Tensor | None = None,
@@ -187,7 +187,7 @@ def decode_packed(
         mixed_qkv                [tokens, 2 H K + HV V]      bf16, fp16, fp32; any row stride; not copied
         a, b                     [tokens, HV]                any float; raw logits
         A_log, dt_bias           [HV]                        any float; dt_bias may be None
-        state                    [slots, HV, V, K]           as in `decode`
+        state                    [slots, HV, K, V]           as in `decode`
         num_k_heads              int                         H
         head_k_dim, head_v_dim   int                         K, V
         out                      [tokens, HV, V] or None     gets the result and is returned
@@ -242,9 +242,9 @@ def decode_functional(
     A_log: HeadParam | None = None,
     dt_bias: HeadParam | None = None,
     scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    state_v_first: bool = True,
+    state_v_first: bool = False,
     cu_seqlens: Offsets | None = None,
     max_seqlen: int | None = None,
     round_state: bool = False,
@@ -253,7 +253,7 @@ def decode_functional(
 ) -> tuple[Values, Pool]:
     """`decode` as a function without effects, for export: (o, new_state), `state` is left alone.
 
-    Arguments as in `decode`, but state is [B, HV, V, K] (or [B, HV, K, V]), one per row.
+    Arguments as in `decode`, but state is [B, HV, K, V] (or [B, HV, V, K]), one per row.
 
     Returns:
         o          [B, T, HV, V]    dtype of q

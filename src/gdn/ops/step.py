@@ -31,9 +31,9 @@ def decode_step(
     norm_eps: float = 1e-6,
     norm_activation: str | None = "silu",
     scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
-    state_v_first: bool = True,
+    state_v_first: bool = False,
     conv_index: Index | None = None,
     read_index: Index | None = None,
     write_index: Index | None = None,
@@ -56,7 +56,7 @@ def decode_step(
         conv_bias                [D] or None                 any float
         a, b                     [B, HV]                     any float; raw logits of the gates
         A_log, dt_bias           [HV]                        any float; dt_bias may be None
-        state                    [slots, HV, V, K]           as in `decode`; updated in place
+        state                    [slots, HV, K, V]           as in `decode`; updated in place
         num_k_heads              int                         H
         head_k_dim, head_v_dim   int                         K, V
         conv_activation          "silu" or None

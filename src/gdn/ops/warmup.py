@@ -30,7 +30,8 @@ def warmup(
     engines: Sequence[str] = ("gdn",),
     gates: Sequence[str] = ("raw",),
     index_dtype: torch.dtype = torch.int32,
-    state_v_first: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
     training: bool = False,
     backend: str | None = None,
 ) -> list[str]:
@@ -50,7 +51,8 @@ def warmup(
                                     "sglang", "lmdeploy" (gdn.integrations: their index types, gates, layouts)
         gates                       of engine "gdn": "raw" (a, b, A_log, dt_bias), "active" (g, beta), or both
         index_dtype                 of all its indices, offsets, positions and counts: int32 or int64
-        state_v_first               layout of its pools
+        use_qk_l2norm_in_kernel,    of engine "gdn": the values that its calls will pass
+        state_v_first
         training                    True: the backward as well
         backend                     None: for each function the best that takes it; a name never falls back
 
@@ -70,7 +72,8 @@ def warmup(
             num_k_heads, num_v_heads, head_k_dim, head_v_dim, conv_size, max(1, max_tokens), max(1, max_rows),
             torch.device(device), dtype, dt_bias_dtype, backend,
         )  # fmt: skip
-        s = replace(usual, gates=tuple(gates), index_dtype=index_dtype, v_first=state_v_first)
+        s = replace(usual, gates=tuple(gates), index_dtype=index_dtype)
+        s = replace(s, v_first=state_v_first, l2norm=use_qk_l2norm_in_kernel)
         sizes = {name: s if name == "gdn" else usual for name in engines}
         calls = [*layer(s, training), *(call for name in engines for call in windows(sizes[name], name))]
         lines += [_met(f"{function} {dtype} {form}", call, s.device) for function, form, call in calls]

@@ -42,6 +42,14 @@ class Sizes:
     gates: tuple[str, ...] = ("raw",)
     index_dtype: torch.dtype = torch.int32
     v_first: bool = True
+    l2norm: bool = True
+
+    @property
+    def conventions(self) -> dict[str, Any]:
+        """Options that every call on a pool has in common."""
+        return {
+            "use_qk_l2norm_in_kernel": self.l2norm, "state_v_first": self.v_first, "backend": self.backend,
+        }  # fmt: skip
 
     @property
     def channels(self) -> int:
@@ -157,13 +165,12 @@ def windows(s: Sizes, engine: str) -> Iterator[Call]:
 
 
 def _decode(s: Sizes, form: str, gates: str, lead: tuple[int, int], **where: Any) -> Call:
-    given = {**s.tokens(*lead), **getattr(s, gates)(*lead), "state_v_first": s.v_first, "backend": s.backend}
+    given = {**s.tokens(*lead), **getattr(s, gates)(*lead), **s.conventions}
     return "decode", f"{form} {gates}", partial(decode, **given, **where)
 
 
 def _packed(s: Sizes, pool: Tensor, **where: Any) -> Call:
-    widths: dict[str, Any] = {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V, "backend": s.backend}
-    widths["state_v_first"] = s.v_first
+    widths: dict[str, Any] = {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V, **s.conventions}
     return "decode_packed", "", partial(decode_packed, s.mixed(1), **s.raw(1), state=pool, **widths, **where)
 
 
@@ -175,7 +182,7 @@ def _prefill(
     """Prompts, in every number if not said otherwise."""
     asked = {"begins": begins, "splits": splits, "checkpoints": checkpoints, "snapshots": snapshots}
     for N, T in s.prompts() if prompts is None else prompts:
-        given = {**s.tokens(1, N * T), **getattr(s, gates)(1, N * T), "state_v_first": s.v_first}
+        given = {**s.tokens(1, N * T), **getattr(s, gates)(1, N * T), **s.conventions}
         slots = s.index(N, dtype=index)
         where: dict[str, Any] = {"state": pool[:1].repeat(2 * N, *(1 for _ in pool.shape[1:]))}
         where |= {"cu_seqlens": s.offsets(N, T), "state_index": slots}
@@ -188,7 +195,7 @@ def _prefill(
             where |= {"checkpoint_every": 64, "checkpoint_offsets": slots}
         if snapshots:
             where |= {"snapshot_pos": slots, "snapshot_index": slots + N}
-        call = partial(prefill, **given, **where, backend=s.backend, **options)
+        call = partial(prefill, **{**given, **where, **options})
         words = " ".join(name for name, is_asked in asked.items() if is_asked)
         yield "prefill", f"{gates} N={N} T={T} {words}", call
 
@@ -198,7 +205,7 @@ def own(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
     pool, row = s.pool(dtype, s.T + 1), s.index(1)
     for T in sorted({1, s.T}):
         kept = s.pool(dtype, 1, T)
-        functional = partial(decode_functional, state=pool[:1], state_v_first=s.v_first, backend=s.backend)
+        functional = partial(decode_functional, state=pool[:1], **s.conventions)
         for gates in s.gates:
             given = {**s.tokens(1, T), **getattr(s, gates)(1, T)}
             yield "decode_functional", f"T={T} {gates}", partial(functional, **given)
@@ -259,7 +266,7 @@ def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
         weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
         windows = torch.zeros(2, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
         widths: dict[str, Any] = {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V}
-        widths["state_v_first"] = s.v_first
+        widths |= s.conventions
         given: dict[str, Any] = {
             "conv_state": windows,
             "conv_weight": weight,
@@ -271,7 +278,7 @@ def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
         gate = torch.zeros(N, s.HV, s.V, dtype=s.dtype, device=s.device)
         norm: dict[str, Any] = {"z": gate, "norm_weight": torch.ones(s.V, dtype=s.dtype, device=s.device)}
         for form, more in (("normed", norm), ("bare", {})):
-            yield "decode_step", f"{form} N={N}", partial(decode_step, **given, **more, backend=s.backend)
+            yield "decode_step", f"{form} N={N}", partial(decode_step, **given, **more)
 
 
 def _packets(s: Sizes, dtype: torch.dtype, gates: str, T: int) -> Iterator[Call]:
@@ -284,7 +291,7 @@ def _packets(s: Sizes, dtype: torch.dtype, gates: str, T: int) -> Iterator[Call]
         G = torch.zeros(N, max(PLACES), s.HV, dtype=torch.float64, device=s.device)
         history: dict[str, Any] = {"history_u": u, "history_k": k, "history_G": G}
         more: dict[str, Any] = {"state_v_first": s.v_first, "backend": s.backend}
-        where: dict[str, Any] = {"state": pool, "read_index": rows, **more}
+        where: dict[str, Any] = {"state": pool, "read_index": rows, **s.conventions}
         by_offsets: dict[str, Any] = {"cu_seqlens": s.offsets(N, T), "max_seqlen": T}
         for lead, packed in (((N, T), {}), ((1, N * T), by_offsets)):
             given = {**s.tokens(*lead), **getattr(s, gates)(*lead), **where, **packed}

@@ -1,0 +1,30 @@
+"""The serving functions, and their reference, with the options that every serving engine passes.
+
+q and k are normalised in the kernel and states are [..., HV, V, K]; a call may still pass other values.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import gdn
+from gdn.reference import serving
+
+LAYOUT = {"state_v_first": True}
+CONVENTIONS = {"use_qk_l2norm_in_kernel": True, **LAYOUT}
+
+decode = partial(gdn.decode, **CONVENTIONS)
+decode_packed = partial(gdn.decode_packed, **CONVENTIONS)
+decode_functional = partial(gdn.decode_functional, **CONVENTIONS)
+decode_step = partial(gdn.decode_step, **CONVENTIONS)
+prefill = partial(gdn.prefill, **CONVENTIONS)
+replay_decode = partial(gdn.replay_decode, **CONVENTIONS)
+replay_commit = partial(gdn.replay_commit, **LAYOUT)
+warmup = partial(gdn.warmup, **CONVENTIONS)
+
+law = SimpleNamespace(
+    commit=serving.commit,
+    decode=partial(serving.decode, **CONVENTIONS),
+    prefill=partial(serving.prefill, **CONVENTIONS),
+    replay_commit=partial(serving.replay_commit, **LAYOUT),
+    replay_decode=partial(serving.replay_decode, **CONVENTIONS),
+)
