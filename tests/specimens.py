@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import engine
+import api
 import torch
 from serving import inputs as rows_of
 from serving import pool_of, step_of
@@ -130,7 +130,7 @@ def decode(
     pool = pool_of(B * T, K=K, V=V, dtype=pool_dtype, v_first=v_first)
     x = rows_of(B, T, K=K, V=V, dtype=dtype, raw=raw)
     x |= protocol(name, B, T, pool)
-    return lambda: engine.decode(**x, state_v_first=v_first, backend="triton")
+    return lambda: api.decode(**x, state_v_first=v_first, backend="triton")
 
 
 def decode_in_chunk_form(
@@ -139,21 +139,21 @@ def decode_in_chunk_form(
     x = rows_of(B, T, K=D, V=D, dtype=dtype, raw=has_slots)
     x |= {"state": pool_of(B, K=D, V=D, dtype=pool_dtype, v_first=v_first)}
     x |= {"read_index": slots(B), "write_index": slots(B)} if has_slots else {}
-    return lambda: engine.decode(**x, exact_packet=False, state_v_first=v_first, backend="triton")
+    return lambda: api.decode(**x, exact_packet=False, state_v_first=v_first, backend="triton")
 
 
 def decode_of_packed_rows() -> Callable[[], Any]:
     x = rows_of(1, 7, K=128, V=128, dtype=BF16, raw=True)
     offsets = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
     x |= {"state": pool_of(3, K=128, V=128), "cu_seqlens": offsets}
-    return lambda: engine.decode(**x, max_seqlen=4, backend="triton")
+    return lambda: api.decode(**x, max_seqlen=4, backend="triton")
 
 
 def decode_of_a_projection() -> Callable[[], Any]:
     x, a = torch.randn(4, 2 * 2 * 128 + 4 * 128, dtype=BF16), torch.randn(4, 4, dtype=BF16)
     rest, pool = torch.zeros(2, 4), pool_of(4, K=128, V=128)
     sizes = {"num_k_heads": 2, "head_k_dim": 128, "head_v_dim": 128}
-    return lambda: engine.decode_packed(x, a, a, *rest, pool, **sizes, backend="triton")
+    return lambda: api.decode_packed(x, a, a, *rest, pool, **sizes, backend="triton")
 
 
 def prefill(dtype: torch.dtype, pool_dtype: torch.dtype, raw: bool, v_first: bool) -> Callable[[], Any]:
@@ -163,7 +163,7 @@ def prefill(dtype: torch.dtype, pool_dtype: torch.dtype, raw: bool, v_first: boo
         "checkpoints": torch.empty(3, 4, 128, 128), "checkpoint_offsets": torch.arange(3),
         "snapshot_pos": slots(3), "snapshot_index": slots(3) + 3,
     }  # fmt: skip
-    return lambda: engine.prefill(**x, checkpoint_every=64, state_v_first=v_first, backend="triton")
+    return lambda: api.prefill(**x, checkpoint_every=64, state_v_first=v_first, backend="triton")
 
 
 def commit(dtype: torch.dtype, has_extra: bool) -> Callable[[], Any]:
@@ -186,9 +186,9 @@ def replay(
     options = {"state_v_first": v_first, "backend": "triton"}
 
     def call() -> None:
-        engine.replay_decode(**x, state=state[0], history_u=u[0], history_k=k[0], history_G=G[0],
+        api.replay_decode(**x, state=state[0], history_u=u[0], history_k=k[0], history_G=G[0],
                              cursor=cursor, read_index=rows, **options)  # fmt: skip
-        engine.replay_commit(state, u, k, G, cursor, rows, rows, room=T, **options)
+        api.replay_commit(state, u, k, G, cursor, rows, rows, room=T, **options)
 
     return call
 
@@ -254,7 +254,7 @@ def conv_update(dtype: torch.dtype, T: int, place: str | None) -> Callable[[], A
 def whole_step(dtype: Any, pool_dtype: Any, sizes: tuple[int, int], v_first: bool) -> Callable[[], Any]:
     """A layer's step, with biases and slots."""
     x, options = step_of(4, 2, 4, *sizes, 4, dtype, pool_dtype, v_first=v_first)
-    return lambda: engine.decode_step(**x | options, backend="triton")
+    return lambda: api.decode_step(**x | options, backend="triton")
 
 
 def stages(dtype: torch.dtype, K: int, V: int, is_packed: bool) -> Callable[[], Any]:

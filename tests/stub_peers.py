@@ -7,7 +7,7 @@ import contextlib
 import math
 from types import ModuleType
 
-import engine
+import api
 import torch
 
 import gdn
@@ -244,7 +244,7 @@ class FlashInfer:
         packet = intermediate_states_buffer is not None or disable_state_update
         if packet and (q.shape[1] == 1 or initial_state.dtype != torch.bfloat16):
             raise ValueError("supported only by BF16 pretranspose decode with T > 1")
-        o = engine.decode(
+        o = api.decode(
             q, k, v, initial_state, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale, out=output,
             use_qk_l2norm_in_kernel=use_qk_l2norm, read_index=initial_state_indices,
             intermediate=intermediate_states_buffer, write="none" if disable_state_update else "final",
@@ -267,7 +267,7 @@ class FlashInfer:
             assert disable_state_update and kept.dtype == torch.float32
             assert kept.shape[:2] == q.shape[:2] and kept.is_contiguous()
         assert initial_state_indices.dtype in (torch.int32, torch.int64) and ssm_state_indices is None
-        o = engine.decode(
+        o = api.decode(
             q, k, v, initial_state, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale, out=output,
             use_qk_l2norm_in_kernel=use_qk_l2norm, read_index=initial_state_indices,
             write="none" if disable_state_update else "final", intermediate=kept,
@@ -293,7 +293,7 @@ class FlashInferOutputOnly:
         assert use_qk_l2norm_in_kernel and initial_state_indices.dtype == torch.int32
         # into a given one it copies
         assert output is None
-        return engine.decode(
+        return api.decode(
             q, k, v, initial_state_source, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
             read_index=initial_state_indices, write="none",
         )  # fmt: skip
@@ -324,7 +324,7 @@ class FlashInferReplay:
             raise NotImplementedError(f"gated_delta_rule_mtp_ucache: T={q.shape[1]} unsupported")
         cursor = torch.zeros(len(pool), dtype=torch.int32)
         cursor[slots.long()] = hist_len
-        return engine.replay_decode(
+        return api.replay_decode(
             *(torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k)), v, pool,
             *(x.transpose(1, 2) for x in (u_cache, k_cache, g_cache)), cursor, a=a, b=b, A_log=A_log,
             dt_bias=dt_bias, scale=scale, use_qk_l2norm_in_kernel=False, read_index=slots, out=output,

@@ -1,9 +1,9 @@
 """Commit: the accepted states of all layers into their slots. The contract of any backend."""
 
-import engine
+import api
 import pytest
 import torch
-from engine import law
+from api import law
 from serving import inputs, moved, pool_of, same_bits
 
 import gdn
@@ -104,12 +104,12 @@ def test_verify_then_commit_is_decode(backend, device):
     x, state = moved(inputs(3, 4), device), pool_of(SLOTS).to(device)
     read = torch.tensor([6, 2, 0], device=device)
     kept = torch.empty(3, 4, 4, 24, 16, device=device)
-    engine.decode(**x, state=state, read_index=read, write="none", intermediate=kept, backend=backend)
+    api.decode(**x, state=state, read_index=read, write="none", intermediate=kept, backend=backend)
     accepted = [1, 4, 0]
     want = state.clone()
     for n, count in enumerate(accepted):
         row = {name: v[n : n + 1, :count] for name, v in x.items()}
-        engine.decode(**row, state=want, read_index=read[n : n + 1], backend=backend)
+        api.decode(**row, state=want, read_index=read[n : n + 1], backend=backend)
     row, step = torch.arange(3, device=device), torch.tensor(accepted, device=device) - 1
     gdn.commit(state[None], kept[None], read, row, step)
     assert same_bits(state, want)

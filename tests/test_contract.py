@@ -2,7 +2,7 @@
 
 import itertools
 
-import engine
+import api
 import pytest
 import torch
 from serving import NAMES, B, R, T, error, inputs, moved, pool_of, protocols, same_bits, step_of
@@ -18,7 +18,7 @@ def run(backend, device, x, **options):
     """A decode on copies on a device, its output poisoned first; what it wrote, on the CPU."""
     x = moved(x, device)
     out = torch.full_like(x["v"], NAN)
-    engine.decode(**x, out=out, backend=backend, **options)
+    api.decode(**x, out=out, backend=backend, **options)
     kept = x.get("intermediate")
     return out.cpu(), x["state"].cpu(), None if kept is None else kept.cpu()
 
@@ -95,7 +95,7 @@ def single_steps(backend, device, x, states, round_state):
     o, after = [], []
     for t in range(x["q"].shape[1]):
         token = {key: v[:, t : t + 1] for key, v in x.items()}
-        o.append(engine.decode(**token, state=pool, round_state=round_state, backend=backend).cpu())
+        o.append(api.decode(**token, state=pool, round_state=round_state, backend=backend).cpu())
         after.append(pool.cpu().clone())
     return torch.cat(o, 1), torch.stack(after, 1)
 
@@ -168,7 +168,7 @@ def test_more_than_65535_rows_and_heads(backend, device, name):
         },
     }[name]  # fmt: skip
     how = moved(how, device)
-    call = engine.replay_decode if name == "replay" else engine.decode
+    call = api.replay_decode if name == "replay" else api.decode
     few = {key: v[last].clone() for key, v in x.items()} | moved(how, device)
     for key in ("ring_pos", "read_index", "write_index", "parent"):
         if key in few:
@@ -192,15 +192,15 @@ def test_other_calls_of_more_than_65535_rows_and_heads(backend, device, monkeypa
     slots, sizes, options = torch.arange(rows), {"HV": HV, "K": K, "V": V}, {}
     tokens, per_row, written = (), ("read_index", "state_index", "index", "accepted"), ("state",)
     if name == "step":
-        call, written = engine.decode_step, ("state", "conv_state")
+        call, written = api.decode_step, ("state", "conv_state")
         x, options = step_of(rows, H, HV, K, V, 4, slots=rows)
         x["read_index"], per_row = slots, (*per_row, "mixed_qkv", "a", "b", "z")
     elif name == "prefill":
-        call, options, x = engine.prefill, {"batch_invariant": True}, inputs(1, rows, H, **sizes)
+        call, options, x = api.prefill, {"batch_invariant": True}, inputs(1, rows, H, **sizes)
         tokens = tuple(x)
         x |= {"state": pool_of(rows, **sizes), "state_index": slots, "cu_seqlens": torch.arange(rows + 1)}
     else:
-        call, written, options = engine.replay_commit, ("state", "cursor"), {"room": 3}
+        call, written, options = api.replay_commit, ("state", "cursor"), {"room": 3}
         x = {
             "state": pool_of(1, rows, **sizes), "history_u": torch.randn(1, rows, 3, HV, V),
             "history_k": torch.randn(1, rows, 3, H, K), "cursor": slots % 2 + 1, "index": slots,
@@ -277,21 +277,21 @@ def test_pools_beyond_2_to_the_31_elements(backend, device, monkeypatch, alone, 
             return gdn.causal_conv1d_update(rows, pool, taps, **where), pool
         if name == "step":
             own = whole | {key: place(whole[key]) for key in ("state", "conv_state")}
-            o = engine.decode_step(**own, **options)
+            o = api.decode_step(**own, **options)
             return torch.cat([o.flatten(), own["conv_state"][3].flatten()]), own["state"]
         if name.startswith("replay"):
             past = {"history_u": place(u), "history_k": place(k), "history_G": G, "cursor": cursor.clone()}
             if name == "replay":
-                return engine.replay_decode(**x, state=place(state), **past, read_index=n), past["history_u"]
+                return api.replay_decode(**x, state=place(state), **past, read_index=n), past["history_u"]
             layers = {key: past[key][None] for key in ("history_u", "history_k", "history_G")}
             pool = place(state)
-            engine.replay_commit(
+            api.replay_commit(
                 pool[None], **layers, cursor=past["cursor"], index=n, accepted=0 * n + 1, room=3
             )
             return past["cursor"], pool
         if name == "prefill":
             packed, pool = {key: v.reshape(1, 2, *v.shape[2:]) for key, v in x.items()}, place(state)
-            return engine.prefill(**packed, state=pool, cu_seqlens=cu, state_index=n), pool
+            return api.prefill(**packed, state=pool, cu_seqlens=cu, state_index=n), pool
         if name == "commit":
             pool = place(state)
             gdn.commit(pool[None], place(kept)[None], n, n, 0 * n + 1)
@@ -309,7 +309,7 @@ def test_pools_beyond_2_to_the_31_elements(backend, device, monkeypatch, alone, 
             } | tree,
             "P6": lambda: {"state": place(state), "read_index": 0 * n, "write_index": n},
         }[name]()  # fmt: skip
-        return engine.decode(**x, **how), how.get("intermediate", how["state"])
+        return api.decode(**x, **how), how.get("intermediate", how["state"])
 
     def spread_out(y):
         found = far(y, last=3)
@@ -325,16 +325,16 @@ def test_prefill_then_decode_is_decode_all_the_way(backend, device):
     for length in (1, 3, 63, 64, 65, 100):
         x, state = moved(inputs(1, length + 6), device), torch.zeros(2, 4, 24, 16, device=device)
         token = lambda a, b, x=x: {key: v[:, a:b] for key, v in x.items()}  # noqa: E731
-        o = [engine.decode(**token(t, t + 1), state=state[1:], backend=backend) for t in range(length + 6)]
+        o = [api.decode(**token(t, t + 1), state=state[1:], backend=backend) for t in range(length + 6)]
         pool = torch.full((2, 4, 24, 16), NAN, device=device)
         cu, at = torch.tensor([0, length], device=device), torch.tensor([1], device=device)
         fresh = torch.tensor([False], device=device)
-        first = engine.prefill(
+        first = api.prefill(
             **token(0, length), state=pool, cu_seqlens=cu, state_index=at, has_initial_state=fresh,
             backend=backend,
         )  # fmt: skip
         replayed = pool.clone()
-        rest = engine.decode(**token(length, length + 6), state=pool, read_index=at, backend=backend)
+        rest = api.decode(**token(length, length + 6), state=pool, read_index=at, backend=backend)
         assert error(torch.cat([first, rest], 1), torch.cat(o, 1)) <= 1e-5
         assert error(pool[1], state[1]) <= 1e-5 and pool[0].isnan().all()
         kept = {
@@ -344,7 +344,7 @@ def test_prefill_then_decode_is_decode_all_the_way(backend, device):
         }
         cursor = torch.zeros(2, dtype=torch.int32, device=device)
         for start in (length, length + 3):
-            o_replayed = engine.replay_decode(
+            o_replayed = api.replay_decode(
                 **token(start, start + 3),
                 state=replayed,
                 **kept,
@@ -353,7 +353,7 @@ def test_prefill_then_decode_is_decode_all_the_way(backend, device):
                 backend=backend,
             )
             assert error(o_replayed, rest[:, start - length : start - length + 3]) <= 1e-5
-            engine.replay_commit(
+            api.replay_commit(
                 replayed[None],
                 *(h[None] for h in kept.values()),
                 cursor,
@@ -362,7 +362,7 @@ def test_prefill_then_decode_is_decode_all_the_way(backend, device):
                 room=3,
                 backend=backend,
             )
-        engine.replay_commit(
+        api.replay_commit(
             replayed[None], *(h[None] for h in kept.values()), cursor, at, 0 * at, room=6, backend=backend
         )
         assert error(replayed[1], state[1]) <= 1e-5

@@ -1,6 +1,6 @@
 """What only a GPU can show: streams, graphs, devices, sizes beyond a CPU's patience, what is compiled."""
 
-import engine
+import api
 import pytest
 import torch
 import triton
@@ -105,16 +105,16 @@ def test_a_captured_decode_follows_its_indices():
         accepted, table = torch.tensor([1, 2, 1]), torch.tensor([[0, 1], [2, 3], [4, 5]])
     steps = {"read_index": table, "num_accepted": accepted, "write_index": table, "write": "all"}
     state, out = pool.clone(), torch.empty_like(x["v"])
-    engine.decode(**x, state=state, **steps, out=out, backend="triton")
+    api.decode(**x, state=state, **steps, out=out, backend="triton")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        engine.decode(**x, state=state, **steps, out=out, backend="triton")
+        api.decode(**x, state=state, **steps, out=out, backend="triton")
     table.copy_(torch.tensor([[8, 7], [-1, -1], [6, 5]]))
     accepted.copy_(index)
     state.copy_(pool)
     graph.replay()
     expected = pool.clone()
-    assert torch.equal(out, engine.decode(**x, state=expected, **steps, backend="triton"))
+    assert torch.equal(out, api.decode(**x, state=expected, **steps, backend="triton"))
     assert torch.equal(state, expected) and not out[1].any()
 
 
@@ -182,8 +182,8 @@ def test_decode_of_more_than_65535_rows_and_heads():
     q, k, v, g, beta = tensors(B, 1, 16, 16, 32, 32, torch.float32)
     pool = torch.randn(B, 16, 32, 32, device="cuda")
     states = pool.clone(), pool[-2:].clone()
-    o = engine.decode(q, k, v, states[0], g=g, beta=beta, backend="triton")
-    last = engine.decode(q[-2:], k[-2:], v[-2:], states[1], g=g[-2:], beta=beta[-2:], backend="triton")
+    o = api.decode(q, k, v, states[0], g=g, beta=beta, backend="triton")
+    last = api.decode(q[-2:], k[-2:], v[-2:], states[1], g=g[-2:], beta=beta[-2:], backend="triton")
     assert torch.equal(o[-2:], last) and torch.equal(states[0][-2:], states[1])
 
 
@@ -240,7 +240,7 @@ def test_other_batches_of_a_decode_compile_nothing(monkeypatch):
         q, k, v, g, beta = tensors(B, 1, H, HV)
         index = torch.arange(B, device="cuda")
         pool = torch.zeros(slots, HV, 64, 64, device="cuda")
-        engine.decode(q, k, v, pool, g=g, beta=beta, read_index=index, backend="triton")
+        api.decode(q, k, v, pool, g=g, beta=beta, read_index=index, backend="triton")
 
     call(2, 2, 4, 5)
     monkeypatch.setattr(

@@ -4,10 +4,10 @@ import doctest
 import importlib
 import itertools
 
-import engine
+import api
 import pytest
 import torch
-from engine import law
+from api import law
 from serving import (
     NAMES,
     SLOTS,
@@ -44,7 +44,7 @@ def run(backend, device, x, **options):
     """A decode on copies on a device, its output poisoned first; what it wrote, on the CPU."""
     x = moved(x, device)
     out = torch.full_like(x["v"], NAN)
-    assert engine.decode(**x, out=out, backend=backend, **options) is out
+    assert api.decode(**x, out=out, backend=backend, **options) is out
     kept = x.get("intermediate")
     return out.cpu(), x["state"].cpu(), None if kept is None else kept.cpu()
 
@@ -139,7 +139,7 @@ def bits_of_rows(backend, x, batch):
     device = x["state"].device
     per_row = {k: v[batch] for k, v in x.items() if k in ("q", "k", "v", "g", "beta", "a", "b")}
     state = x["state"].clone()
-    o = engine.decode(
+    o = api.decode(
         **per_row, state=state, read_index=torch.tensor(batch, device=device), A_log=x.get("A_log"),
         dt_bias=x.get("dt_bias"), backend=backend,
     )  # fmt: skip
@@ -184,14 +184,14 @@ def test_a_packet_equals_single_steps(backend, device, pool, v_first):
         heads = {k: v for k, v in x.items() if k in ("A_log", "dt_bias")}
         options = {"state_v_first": v_first, "backend": backend, "round_state": pool != torch.float32}
         whole = state.clone()
-        o = engine.decode(**x, state=whole, **options)
+        o = api.decode(**x, state=whole, **options)
         for t in range(5):
             token = {k: v[:, t : t + 1] for k, v in x.items() if k not in heads}
-            assert same_bits(engine.decode(**token, **heads, state=state, **options), o[:, t : t + 1])
+            assert same_bits(api.decode(**token, **heads, state=state, **options), o[:, t : t + 1])
         assert same_bits(whole, state)
         if pool != torch.float32:
-            loose = engine.decode(**x, state=state.clone(), state_v_first=v_first, backend=backend)
-            assert not same_bits(loose, engine.decode(**x, state=state.clone(), **options))
+            loose = api.decode(**x, state=state.clone(), state_v_first=v_first, backend=backend)
+            assert not same_bits(loose, api.decode(**x, state=state.clone(), **options))
 
 
 ONLY_THE_LAST = ["identity", "index", "P1 final", "P2 read", "P6"]  # protocols that leave at most one state
@@ -255,7 +255,7 @@ def test_the_chunk_form_of_packed_rows_and_projections(backend, device):
     a, b = (y[name].flatten(0, 1) for name in ("a", "b"))
     rest = {name: y[name] for name in ("cu_seqlens", "read_index")}
     sizes = {"num_k_heads": 2, "head_k_dim": 16, "head_v_dim": 24}
-    got = engine.decode_packed(
+    got = api.decode_packed(
         mixed(y, 13), a, b, y["A_log"], y["dt_bias"], y["state"], **sizes, **rest, max_seqlen=5,
         exact_packet=False, backend=backend,
     )  # fmt: skip
@@ -294,9 +294,9 @@ def test_a_packet_equals_single_steps_on_a_ring(backend, device):
     )
     position = torch.tensor([5, 2], device=device)
     state = torch.stack([ring[n, int(p) % R] for n, p in enumerate(position)])
-    o = engine.decode(**x, state=ring, ring_pos=position, write="all", round_state=True, backend=backend)
+    o = api.decode(**x, state=ring, ring_pos=position, write="all", round_state=True, backend=backend)
     for t in range(R):
-        single = engine.decode(**{k: v[:, t : t + 1] for k, v in x.items()}, state=state, backend=backend)
+        single = api.decode(**{k: v[:, t : t + 1] for k, v in x.items()}, state=state, backend=backend)
         assert same_bits(single, o[:, t : t + 1])
         assert all(same_bits(ring[n, (int(p) + 1 + t) % R], state[n]) for n, p in enumerate(position))
 
@@ -337,7 +337,7 @@ def test_strides_are_free(backend, device, poison):
     views["read_index"] = torch.stack([plain["read_index"], plain["read_index"]], 1)[:, 0]
     before = memory.clone()
     out = torch.full((T, B, 4, 24), NAN, dtype=torch.bfloat16, device=device).transpose(0, 1)
-    assert engine.decode(**plain | views, out=out, backend=backend) is out
+    assert api.decode(**plain | views, out=out, backend=backend) is out
     assert same_bits(out, want[0]) and same_bits(memory, before)
     rows = [0, 1, 3]
     assert same_bits(kept[rows][:, :T], want[2][rows][:, :T])
@@ -348,7 +348,7 @@ def test_strides_are_free(backend, device, poison):
     before = apart.clone()
     x = moved(inputs(B, T), device) | {"read_index": plain["read_index"]}
     want = run(backend, device, x | {"state": plain["state"]})
-    assert same_bits(engine.decode(**x, state=pool, backend=backend), want[0]) and same_bits(pool, want[1])
+    assert same_bits(api.decode(**x, state=pool, backend=backend), want[0]) and same_bits(pool, want[1])
     apart[:, 1:9:2, : 24 * 16] = before[:, 1:9:2, : 24 * 16]
     assert same_bits(apart, before)
 
@@ -439,10 +439,10 @@ def test_decode_packed(backend, device, packed):
     x, options = moved(x, device), moved(options, device)
     pool, out = pool.to(device), out.to(device)
     want_state = pool.clone()
-    want = engine.decode(**x, state=want_state, **options)
+    want = api.decode(**x, state=want_state, **options)
     a, b = (x[name].flatten(0, 1) for name in ("a", "b"))
     sizes = {"num_k_heads": 2, "head_k_dim": 16, "head_v_dim": 24}
-    o = engine.decode_packed(mixed(x, 13), a, b, x["A_log"], x["dt_bias"], pool, **sizes, out=out, **options)
+    o = api.decode_packed(mixed(x, 13), a, b, x["A_log"], x["dt_bias"], pool, **sizes, out=out, **options)
     assert o.data_ptr() == out.data_ptr() and o.shape == (6, 4, 24)
     assert same_bits(o, want.flatten(0, 1)) and same_bits(pool, want_state)
 
@@ -452,9 +452,9 @@ def test_functional_leaves_its_state_alone(backend, device, v_first):
     for pool in (torch.float32, torch.bfloat16):
         x, state = moved(inputs(B, T), device), pool_of(B, dtype=pool, v_first=v_first).to(device)
         before = state.clone()
-        o, new = engine.decode_functional(**x, state=state, state_v_first=v_first, backend=backend)
+        o, new = api.decode_functional(**x, state=state, state_v_first=v_first, backend=backend)
         assert same_bits(state, before) and new.data_ptr() != state.data_ptr()
-        assert same_bits(engine.decode(**x, state=state, state_v_first=v_first, backend=backend), o)
+        assert same_bits(api.decode(**x, state=state, state_v_first=v_first, backend=backend), o)
         assert same_bits(state, new)
 
 
@@ -467,8 +467,8 @@ def test_a_pool_beyond_2_to_the_31_elements(alone):
     ends = torch.tensor([0, slots - 1, slots - 64], device="cuda")
     pool[ends] = torch.randn(3, HV, V, K, device="cuda").bfloat16()
     small, x = pool[ends], moved(inputs(3, 2, H, HV, K, V, dtype=torch.bfloat16), "cuda")
-    o = engine.decode(**x, state=pool, read_index=ends, backend="triton")
-    assert same_bits(o, engine.decode(**x, state=small, backend="triton"))
+    o = api.decode(**x, state=pool, read_index=ends, backend="triton")
+    assert same_bits(o, api.decode(**x, state=small, backend="triton"))
     assert same_bits(pool[ends], small) and not pool[1:-64].any()
 
 
@@ -482,10 +482,10 @@ def test_protocols_in_a_cuda_graph():
             if not v.is_floating_point():
                 v.copy_(v.roll(1, 0))
         held, out = moved(first, "cuda"), torch.empty_like(first["v"])
-        engine.decode(**held, out=out, backend="triton")
+        api.decode(**held, out=out, backend="triton")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            engine.decode(**held, out=out, backend="triton")
+            api.decode(**held, out=out, backend="triton")
         for k, v in tensors.items():
             held[k].copy_(v)
         graph.replay()
@@ -501,7 +501,7 @@ def test_alignment_changes_no_bit(K, V):
     x = moved(inputs(4, 2, K=K, V=V, dtype=torch.bfloat16), "cuda")
     pool = pool_of(4, K=K, V=V).cuda()
     want = pool.clone()
-    o = engine.decode(**x, state=want, backend="triton")
+    o = api.decode(**x, state=want, backend="triton")
     for shift in (1, 2, 4):
         views = dict(x)
         for name in ("q", "k", "v"):
@@ -510,14 +510,14 @@ def test_alignment_changes_no_bit(K, V):
             views[name] = flat.copy_(x[name].flatten(2)).unflatten(2, x[name].shape[2:])
         apart = torch.zeros(4, 4 * V * K + 7, device="cuda")[:, shift : shift + 4 * V * K]
         state = apart.copy_(pool.flatten(1)).unflatten(1, (4, V, K))
-        assert same_bits(engine.decode(**views, state=state, backend="triton"), o) and same_bits(state, want)
+        assert same_bits(api.decode(**views, state=state, backend="triton"), o) and same_bits(state, want)
 
 
 class Step(torch.nn.Module):
     """A model that carries its state from call to call."""
 
     def forward(self, q, k, v, g, beta, state):
-        return engine.decode_functional(q, k, v, state, g=g, beta=beta)
+        return api.decode_functional(q, k, v, state, g=g, beta=beta)
 
 
 def test_export_with_dynamic_batch():
@@ -533,13 +533,13 @@ def test_export_with_dynamic_batch():
 def test_compile(backend, device):
     """No graph break, mutation kept, with the shapes left dynamic."""
     step = torch.compile(
-        lambda x, **options: engine.decode(**x, backend=backend, **options) * 2, fullgraph=True, dynamic=True,
+        lambda x, **options: api.decode(**x, backend=backend, **options) * 2, fullgraph=True, dynamic=True,
         backend="aot_eager",
     )  # fmt: skip
     for rows in (2, 5):
         x = moved(inputs(rows, T) | {"state": pool_of(rows), "intermediate": pool_of(rows, T)}, device)
         copies = {k: v.clone() for k, v in x.items()}
-        want = engine.decode(**copies, backend=backend) * 2
+        want = api.decode(**copies, backend=backend) * 2
         assert same_bits(step(x), want)
         assert same_bits(x["state"], copies["state"]) and same_bits(x["intermediate"], copies["intermediate"])
 
@@ -666,11 +666,11 @@ def test_packed_refusals_touch_nothing(kind, message, change):
 
 def refuses(x, kind, message, change):
     # a call that passed shields no other
-    engine.decode(**x)
+    api.decode(**x)
     x |= change
     before = {k: v.clone() for k, v in x.items() if isinstance(v, torch.Tensor)}
     with pytest.raises(kind, match=message):
-        engine.decode(**x)
+        api.decode(**x)
     assert all(torch.equal(before[k], x[k]) for k in before)
 
 
@@ -685,9 +685,9 @@ def test_other_refusals():
         (ValueError, "out: expected shape", {"out": torch.zeros(B, 1, 4, 24)}),
     ]:
         with pytest.raises(kind, match=message):
-            engine.decode_packed(*args, **sizes | change)
+            api.decode_packed(*args, **sizes | change)
     with pytest.raises(ValueError, match="state: expected one state for each of B=5"):
-        engine.decode_functional(**inputs(B, T), state=pool_of(SLOTS))
+        api.decode_functional(**inputs(B, T), state=pool_of(SLOTS))
 
 
 @pytest.mark.parametrize("name", ["q", "g", "state"])
@@ -695,16 +695,14 @@ def test_no_gradient(name):
     x = inputs(B, T) | {"state": pool_of(B)}
     x[name].requires_grad_()
     with pytest.raises(ValueError, match=f"{name}: expected a tensor without gradient"):
-        engine.decode(**x)
+        api.decode(**x)
     with torch.no_grad():
-        assert not engine.decode(**x).requires_grad
+        assert not api.decode(**x).requires_grad
 
 
 def test_warmup_names_what_it_ran():
     sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 16}
-    warmed = engine.warmup(
-        "cpu", **sizes, dtypes=(torch.float32,), state_dtypes=(torch.float32, torch.bfloat16)
-    )
+    warmed = api.warmup("cpu", **sizes, dtypes=(torch.float32,), state_dtypes=(torch.float32, torch.bfloat16))
     for name in (
         "decode",
         "decode_packed",
@@ -724,9 +722,9 @@ def test_nobody_who_traces_or_transforms_gets_the_body():
     """A meta pool passes; a refused vmap has touched nothing."""
     shapes = ((2, 1, 2, 8), (2, 1, 2, 8), (2, 1, 4, 8), (2, 4, 8, 8))
     index = torch.empty(2, dtype=torch.int64, device="meta")
-    assert engine.decode(*(torch.empty(s, device="meta") for s in shapes), read_index=index).is_meta
+    assert api.decode(*(torch.empty(s, device="meta") for s in shapes), read_index=index).is_meta
     q, k, v, state = (torch.ones(3, *s) for s in shapes)
     g = -torch.ones(3, 2, 1, 4)
     with pytest.raises(RuntimeError):
-        torch.vmap(lambda q, k, v, s, g: engine.decode(q, k, v, s, g=g))(q, k, v, state, g)
+        torch.vmap(lambda q, k, v, s, g: api.decode(q, k, v, s, g=g))(q, k, v, state, g)
     assert torch.equal(state, torch.ones_like(state))

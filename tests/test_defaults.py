@@ -1,10 +1,11 @@
-"""One argument, one meaning: the same default everywhere, so that a state passes from one function to another."""
+"""The same argument has the same default in every function, and a state fits each of them."""
 
 import inspect
 
-import gdn
 import pytest
 import torch
+
+import gdn
 from gdn.reference import serving
 
 PUBLIC = [getattr(gdn, name) for name in gdn.__all__ if inspect.isfunction(getattr(gdn, name))]

@@ -7,7 +7,7 @@ bent into what was shipped once: only so do we know that it looks.
 import ast
 from pathlib import Path
 
-import engine
+import api
 import pytest
 import torch
 from serving import error, inputs, moved, pool_of, same_bits
@@ -28,14 +28,14 @@ def fails(check, *args, **changes):
     return False
 
 
-def padded(backend, device, decode=engine.decode):
+def padded(backend, device, decode=api.decode):
     """A batch that was filled up for a graph: live rows as without padding, zeros and no traces elsewhere."""
     for null_slot, pad in ((None, -1), (0, 0), (0, -1), (None, 6)):
         x, state = moved(inputs(4, 2), device), pool_of(6).to(device)
         read = torch.tensor([2, pad, 5, pad], device=device)
         few = {name: v[::2].clone() for name, v in x.items()}
         alone, want = state.clone(), None
-        want = engine.decode(**few, state=alone, read_index=read[::2], backend=backend)
+        want = api.decode(**few, state=alone, read_index=read[::2], backend=backend)
         for name in ("q", "k", "v"):
             x[name][1::2] = NAN
         state[0] = NAN if pad == 0 else state[0]
@@ -50,24 +50,24 @@ def test_padding(backend, device):
     """(a) vLLM 33326, 34077; SGLang 21109; FlashInfer 2810."""
 
     def remapped(*, read_index, **rest):
-        return engine.decode(**rest, read_index=read_index.clamp(min=0))
+        return api.decode(**rest, read_index=read_index.clamp(min=0))
 
     def without_null(*, null_slot, **rest):
-        return engine.decode(**rest)
+        return api.decode(**rest)
 
     def unwritten(*, out, read_index, **rest):
-        o = engine.decode(**rest, read_index=read_index)
+        o = api.decode(**rest, read_index=read_index)
         return torch.where((read_index > 0)[:, None, None, None], o, out)
 
     def last_slot(*, read_index, state, **rest):
-        return engine.decode(**rest, state=state, read_index=read_index % state.shape[0])
+        return api.decode(**rest, state=state, read_index=read_index % state.shape[0])
 
     padded(backend, device)
     for bent in (remapped, without_null, unwritten, last_slot):
         assert fails(padded, backend, device, bent), bent.__name__
 
 
-def verified(backend, device, decode=engine.decode, commit=gdn.commit):
+def verified(backend, device, decode=api.decode, commit=gdn.commit):
     """Drafts, some accepted, some counts garbage: as if only the accepted tokens had been decoded."""
     x, T = moved(inputs(4, DRAFTS), device), DRAFTS
     pool = pool_of(4 * T + 1).to(device)
@@ -76,7 +76,7 @@ def verified(backend, device, decode=engine.decode, commit=gdn.commit):
         accepted = torch.tensor([count, 1, 2, T], device=device)
         column = accepted.clamp(1, T) - 1
         start = pool[table.gather(1, column[:, None])[:, 0]]
-        want = engine.decode(**x, state=start.clone(), backend=backend)
+        want = api.decode(**x, state=start.clone(), backend=backend)
         how = {"read_index": table, "num_accepted": accepted, "write_index": table, "write": "all"}
         assert same_bits(decode(**x, state=pool.clone(), **how, backend=backend), want), "columns"
     # intermediate rows belong to the batch, not to the slots
@@ -86,7 +86,7 @@ def verified(backend, device, decode=engine.decode, commit=gdn.commit):
     want = pool.clone()
     for n, t in enumerate(step.tolist()):
         row = {name: v[n : n + 1, : t + 1] for name, v in x.items()}
-        engine.decode(**row, state=want, read_index=slots[n : n + 1], backend=backend)
+        api.decode(**row, state=want, read_index=slots[n : n + 1], backend=backend)
     commit(pool[None], kept[None], slots, torch.arange(4, device=device), step)
     assert same_bits(pool, want), "commit"
 
@@ -99,16 +99,16 @@ def test_accepted_counts_and_rows(backend, device, monkeypatch):
         if num_accepted is not None:
             wild = (num_accepted - 1) % read_index.shape[1]
             read_index = read_index.gather(1, wild[:, None])[:, 0]
-        return engine.decode(**rest, read_index=read_index)
+        return api.decode(**rest, read_index=read_index)
 
     def one_behind(*, num_accepted=None, **rest):
         more = {} if num_accepted is None else {"num_accepted": num_accepted + 1}
-        return engine.decode(**rest, **more)
+        return api.decode(**rest, **more)
 
     def rows_of_slots(*, read_index, intermediate=None, **rest):
         if intermediate is not None:
             rest |= {"intermediate": intermediate, "intermediate_row": read_index}
-        return engine.decode(**rest, read_index=read_index)
+        return api.decode(**rest, read_index=read_index)
 
     def counts_for_steps(dst, src, dst_index, src_row, step):
         gdn.commit(dst, src, dst_index, src_row, step + 1)
@@ -119,7 +119,7 @@ def test_accepted_counts_and_rows(backend, device, monkeypatch):
     assert fails(verified, backend, device, commit=counts_for_steps)
 
 
-def prompted(backend, device, prefill=engine.prefill):
+def prompted(backend, device, prefill=api.prefill):
     """New prompts on slots that somebody left, a hit in a prefix cache, prompts as short as a packet."""
     lengths = [1, 1 + DRAFTS, 66]
     cu = torch.tensor([0, *lengths], device=device).cumsum(0)
@@ -136,7 +136,7 @@ def prompted(backend, device, prefill=engine.prefill):
         tokens = slice(int(cu[n]), int(cu[n + 1]))
         alone = torch.zeros_like(state[:1]) if start is None else start[None].clone()
         row = {name: v[:, tokens] for name, v in x.items()}
-        want = engine.decode(**row, state=alone, backend=backend)
+        want = api.decode(**row, state=alone, backend=backend)
         assert error(o[:, tokens], want) <= 1e-5, "outputs"
         assert error(state[slot], alone[0]) <= 1e-5, "the state that the next step starts from"
 
@@ -145,29 +145,29 @@ def test_states_that_are_stale_or_not_written(backend, device):
     """(c) vLLM 53051, 53912, 55766; SGLang 31833; TPU 2431."""
 
     def without_mask(*, has_initial_state, **rest):
-        return engine.prefill(**rest)
+        return api.prefill(**rest)
 
     def wiped_by_a_gate(*, has_initial_state, g, cu_seqlens, **rest):
         g = g.clone()
         g[0, cu_seqlens[:-1][~has_initial_state]] = -1e6
-        return engine.prefill(**rest, g=g, cu_seqlens=cu_seqlens)
+        return api.prefill(**rest, g=g, cu_seqlens=cu_seqlens)
 
     def short_ones_verified(*, state, cu_seqlens, out_state_index, **rest):
         before = state.clone()
-        o = engine.prefill(**rest, state=state, cu_seqlens=cu_seqlens, out_state_index=out_state_index)
+        o = api.prefill(**rest, state=state, cu_seqlens=cu_seqlens, out_state_index=out_state_index)
         short = out_state_index[cu_seqlens.diff() == 1 + DRAFTS]
         state[short] = before[short]
         return o
 
     def in_place(*, out_state_index, **rest):
-        return engine.prefill(**rest)
+        return api.prefill(**rest)
 
     prompted(backend, device)
     for bent in (without_mask, wiped_by_a_gate, short_ones_verified, in_place):
         assert fails(prompted, backend, device, bent), bent.__name__
 
 
-def precise(backend, device, decode=engine.decode):
+def precise(backend, device, decode=api.decode):
     """64 steps in bf16 on an fp32 pool against fp64: gates and states are never narrowed, nor is a packet."""
     x = moved(inputs(2, 64, dtype=BF16, raw=True), device)
     x |= {"a": x["a"].to(BF16), "b": x["b"].to(BF16), "A_log": x["A_log"] - 4}
@@ -178,16 +178,16 @@ def precise(backend, device, decode=engine.decode):
         token = {name: v if name in heads else v[:, t : t + 4] for name, v in x.items()}
         decode(**token, state=state, backend=backend)
         token = {name: v if name in heads else v[:, t : t + 4] for name, v in law.items()}
-        engine.decode(**token, state=exact, backend="eager")
+        api.decode(**token, state=exact, backend="eager")
     assert error(state, exact) <= 1e-5
 
 
-def rounding(backend, device, decode=engine.decode):
+def rounding(backend, device, decode=api.decode):
     """A bf16 pool that is rounded after every token of a packet drifts no other way than single steps do."""
     x, state = moved(inputs(2, 8, dtype=BF16), device), pool_of(2, dtype=BF16).to(device)
     single = state.clone()
     for t in range(8):
-        engine.decode(**{name: v[:, t : t + 1] for name, v in x.items()}, state=single, backend=backend)
+        api.decode(**{name: v[:, t : t + 1] for name, v in x.items()}, state=single, backend=backend)
     decode(**x, state=state, round_state=True, backend=backend)
     assert same_bits(state, single)
 
@@ -197,19 +197,19 @@ def test_precision(backend, device):
 
     def narrow_beta(*, a, b, A_log, dt_bias, **rest):
         g, beta = gdn.gate(a, b, A_log, dt_bias)
-        return engine.decode(**rest, g=g, beta=beta.to(b.dtype))
+        return api.decode(**rest, g=g, beta=beta.to(b.dtype))
 
     def narrow_decay(*, a, b, A_log, dt_bias, **rest):
         g, beta = gdn.gate(a, b, A_log, dt_bias)
-        return engine.decode(**rest, g=g.to(a.dtype), beta=beta)
+        return api.decode(**rest, g=g.to(a.dtype), beta=beta)
 
     def narrow_state(*, state, **rest):
-        o = engine.decode(**rest, state=state)
+        o = api.decode(**rest, state=state)
         state.copy_(state.bfloat16())
         return o
 
     def not_rounded(*, round_state, **rest):
-        return engine.decode(**rest)
+        return api.decode(**rest)
 
     precise(backend, device)
     for bent in (narrow_beta, narrow_decay, narrow_state):
@@ -218,7 +218,7 @@ def test_precision(backend, device):
     assert fails(rounding, backend, device, not_rounded)
 
 
-def distant(backend, device, decode=engine.decode):
+def distant(backend, device, decode=api.decode):
     """Slots whose first numbers lie 2^31 numbers and more apart."""
     pitch = 2**31 // 3 + 2**20
     state = torch.empty(3 * pitch + 1536, dtype=BF16, device=device).as_strided(
@@ -228,7 +228,7 @@ def distant(backend, device, decode=engine.decode):
     state.copy_(small)
     x, read = moved(inputs(2, 1), device), torch.tensor([3, 1], device=device)
     o = decode(**x, state=state, read_index=read, backend=backend)
-    assert same_bits(o, engine.decode(**x, state=small, read_index=read, backend=backend))
+    assert same_bits(o, api.decode(**x, state=small, read_index=read, backend=backend))
     assert same_bits(state, small)
 
 
@@ -238,7 +238,7 @@ def test_offsets(backend, device, alone):
     def in_32_bits(*, state, read_index, **rest):
         # where an offset that has wrapped around points to, as far as it is still within the pool
         wrapped = (read_index * state.stride(0) + 2**31) % 2**32 - 2**31
-        return engine.decode(**rest, state=state, read_index=wrapped.abs() // state.stride(0))
+        return api.decode(**rest, state=state, read_index=wrapped.abs() // state.stride(0))
 
     distant(backend, device)
     assert fails(distant, backend, device, in_32_bits)
@@ -263,7 +263,7 @@ def test_nothing_is_tuned_on_a_callers_tensors():
     assert tuned_at_run_time(["import triton\n@triton.autotune(configs=[])\ndef f(): ..."]) == {"autotune"}
 
 
-def untuned(backend, device, decode=engine.decode):
+def untuned(backend, device, decode=api.decode):
     """The first call of a size computes once, on the pool it was given, and takes no room of that size."""
     x, state = moved(inputs(3, 2, K=44, V=52), device), pool_of(64, K=44, V=52).to(device)
     read, want = torch.tensor([5, -1, 60], device=device), state.to("cpu", copy=True)
@@ -273,7 +273,7 @@ def untuned(backend, device, decode=engine.decode):
     o = decode(**x, state=state, read_index=read, backend=backend)
     if device != "cpu":
         assert torch.cuda.max_memory_allocated(device) - before < state.nbytes, "memory"
-    law = engine.decode(**moved(x, "cpu"), state=want, read_index=read.cpu(), backend="eager")
+    law = api.decode(**moved(x, "cpu"), state=want, read_index=read.cpu(), backend="eager")
     assert error(o, law) <= 1e-5 and error(state, want) <= 1e-5
 
 
@@ -281,12 +281,12 @@ def test_the_first_call_leaves_the_callers_pool_right(backend, device):
     """(f) vLLM 36599, 37338: what is tried out is tried on states in place, or on copies of the pool."""
 
     def tried_in_place(**given):
-        return [engine.decode(**given) for _ in range(3)][-1]
+        return [api.decode(**given) for _ in range(3)][-1]
 
     def tried_on_copies(*, state, **rest):
         for pool in [state.clone() for _ in range(3)]:
-            engine.decode(**rest, state=pool)
-        return engine.decode(**rest, state=state)
+            api.decode(**rest, state=pool)
+        return api.decode(**rest, state=state)
 
     untuned(backend, device)
     assert fails(untuned, backend, device, tried_in_place)
@@ -314,7 +314,7 @@ def test_nothing_compiles_after_the_first_step(monkeypatch):
 
     def step(B, **options):
         slots = torch.arange(B, device="cuda")
-        engine.decode(**x[B], state=pool, read_index=slots, **options, backend="triton")
+        api.decode(**x[B], state=pool, read_index=slots, **options, backend="triton")
 
     assert compiled(lambda: step(2), monkeypatch)
     assert not compiled(lambda: step(7), monkeypatch)
@@ -325,7 +325,7 @@ def frugal(backend, device, verify):
     """16 drafts at a model's size are verified, and all of them kept, in a third of one more state."""
     x, before = moved(inputs(1, 16, 16, 32, 128, 128), device), pool_of(1, HV=32, K=128, V=128).to(device)
     want, state = before.clone(), before.clone()
-    wanted = engine.decode(**x, state=want, backend=backend)
+    wanted = api.decode(**x, state=want, backend=backend)
     o, written, accept = verify(x, state)
     assert same_bits(state, before) and error(o, wanted) <= 5e-3, "verification"
     accept()
@@ -342,13 +342,13 @@ def test_memory_of_drafts(backend, device, monkeypatch):
         u, k = (torch.zeros(1, 32, heads, 128, device=device, dtype=BF16) for heads in (32, 16))
         G = torch.zeros(1, 32, 32, device=device, dtype=torch.float64)
         cursor = torch.zeros(1, device=device, dtype=torch.int32)
-        o = engine.replay_decode(**x, state=state, history_u=u, history_k=k, history_G=G, cursor=cursor)
+        o = api.replay_decode(**x, state=state, history_u=u, history_k=k, history_G=G, cursor=cursor)
         layers = (y[None] for y in (state, u, k, G))
-        return o, (u, k, G), lambda: engine.replay_commit(*layers, cursor, first, last + 1, room=32)
+        return o, (u, k, G), lambda: api.replay_commit(*layers, cursor, first, last + 1, room=32)
 
     def kept(x, state):
         states = torch.zeros(1, 16, *state.shape[1:], device=device)
-        o = engine.decode(**x, state=state, write="none", intermediate=states)
+        o = api.decode(**x, state=state, write="none", intermediate=states)
         return o, (states,), lambda: gdn.commit(state[None], states[None], first, first, last)
 
     frugal(backend, device, replayed)

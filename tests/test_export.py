@@ -2,7 +2,7 @@
 
 import sys
 
-import engine
+import api
 import processes
 import pytest
 import torch
@@ -27,7 +27,7 @@ class PackedStep(torch.nn.Module):
         q, k, v = (x.unsqueeze(1) for x in mixed.split([H * K, H * K, HV * V], 1))
         q, k, v = q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V))
         a, b = a.unsqueeze(1), b.unsqueeze(1)
-        o, new = engine.decode_functional(q, k, v, state, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
+        o, new = api.decode_functional(q, k, v, state, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
         return o.squeeze(1), new
 
 
@@ -51,7 +51,7 @@ def wanted(x, backend=None):
     *rest, state = x
     state = state.clone()
     sizes = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
-    return engine.decode_packed(*rest, state, **sizes, backend=backend), state
+    return api.decode_packed(*rest, state, **sizes, backend=backend), state
 
 
 def test_an_exported_program_keeps_the_operator():

@@ -6,7 +6,7 @@ import os
 import random
 from dataclasses import replace
 
-import engine
+import api
 import pytest
 import torch
 from conftest import HAS_TRITON, INTERPRETED
@@ -336,7 +336,7 @@ def prompts(heads, D, *lengths):
 def prefilled(backend, device, x):
     """Outputs, the pool and checkpoints after it."""
     x = {name: y.to(device, copy=True) if isinstance(y, torch.Tensor) else y for name, y in x.items()}
-    o = engine.prefill(**x, backend=backend)
+    o = api.prefill(**x, backend=backend)
     return o, x["state"], x["checkpoints"].nan_to_num(7.0) if "checkpoints" in x else o
 
 

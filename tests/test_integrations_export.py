@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import engine
+import api
 import processes
 import pytest
 import torch
@@ -166,7 +166,7 @@ def test_portable_decode_is_the_operator(v_first, gates):
     x = {name: value for name, value in x.items() if gates != "none" or name in "qkv"}
     state = torch.randn(3, 4, *((24, 16) if v_first else (16, 24)))
     options = {"state_v_first": v_first, "allow_neg_eigval": gates == "raw"}
-    wanted = engine.decode_functional(**x, state=state, **options)
+    wanted = api.decode_functional(**x, state=state, **options)
     names = ("g", "beta", "a", "b", "A_log", "dt_bias")
     rest = (None, None, 16**-0.5, True, gates == "raw", v_first, "final", None, False, True, None)
     got = portable.decode_functional(x["q"], x["k"], x["v"], state, *(x.get(n) for n in names), *rest)

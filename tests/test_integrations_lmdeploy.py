@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine import law
+from api import law
 from serving import error, inputs, pool_of, same_bits
 from signatures import LMDEPLOY, LMDEPLOY_METHODS, parameters, real
 

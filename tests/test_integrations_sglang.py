@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from engine import law
+from api import law
 from serving import error, inputs, pool_of, same_bits
 from signatures import SGLANG, SGLANG_KERNEL, parameters, real
 

@@ -6,7 +6,7 @@ Launches are recorded, not run, on machines that need not be there.
 from dataclasses import replace
 from functools import partial
 
-import engine
+import api
 import pytest
 import torch
 from compiling import TARGETS, jobs_of, recording
@@ -95,7 +95,7 @@ def tokens(N, T, H, HV, is_packed=False):
 
 def a_decode(N, T, H, HV, is_packed=False, **options):
     x = tokens(N, T, H, HV, is_packed)
-    return lambda: engine.decode(**x, read_index=slots(N), **options)
+    return lambda: api.decode(**x, read_index=slots(N), **options)
 
 
 def a_replay(N, T, H, HV):
@@ -105,8 +105,8 @@ def a_replay(N, T, H, HV):
     histories = {"history_u": u[0], "history_k": k[0], "history_G": G[0], "cursor": slots(N)}
 
     def call():
-        engine.replay_decode(**x, **histories, read_index=slots(N))
-        engine.replay_commit(state, u, k, G, slots(N), slots(N), slots(N), room=T, backend="triton")
+        api.replay_decode(**x, **histories, read_index=slots(N))
+        api.replay_commit(state, u, k, G, slots(N), slots(N), slots(N), room=T, backend="triton")
 
     return call
 
@@ -114,7 +114,7 @@ def a_replay(N, T, H, HV):
 def a_prefill(N, T, H, HV):
     x = tokens(N, T, H, HV, True)
     del x["max_seqlen"]
-    return lambda: engine.prefill(**x, state_index=slots(N))
+    return lambda: api.prefill(**x, state_index=slots(N))
 
 
 def a_recurrence(N, T, H, HV):

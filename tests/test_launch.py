@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
-import engine
+import api
 import pytest
 import torch
 import triton
@@ -331,7 +331,7 @@ def test_a_second_device_before_the_current_one(monkeypatch):
     for device in ("cuda:1", "cuda:0", "cuda:1"):
         state = pool.to(device)
         x = (t.to(device) for t in (q, k, v))
-        o = engine.decode(*x, state, state_v_first=True, exact_packet=False, backend="triton")
+        o = api.decode(*x, state, state_v_first=True, exact_packet=False, backend="triton")
         found.append((o.cpu(), state.cpu()))
     for o, state in found[1:]:
         assert torch.equal(o, found[0][0]) and torch.equal(state, found[0][1])

@@ -278,6 +278,7 @@ HIDDEN = torch.zeros(2, 5, SIZES["hidden_size"])
         (ValueError, "num_v_heads", {"num_v_heads": 1}),
         (ValueError, "num_v_heads", {"num_v_heads": 3}),
         (ValueError, "output_gate", {"output_gate": "tanh"}),
+        (ValueError, "backend", {"backend": "cudnn"}),
     ],
 )
 def test_constructor_refusals(error, name, options):
@@ -297,14 +298,15 @@ def test_constructor_refusals(error, name, options):
             "attention_mask",
             {"attention_mask": torch.ones(2, 5), "cu_seqlens": torch.tensor([0, 5])},
         ),
-        (ValueError, "x", {"cu_seqlens": torch.tensor([0, 5])}),
-        (ValueError, "initial_state", {"cache": gdn.GatedDeltaNetCache(torch.zeros(3, 80, 3))}),
-        (ValueError, "backend", {"layer": {"backend": "abacus"}}),
+        (ValueError, "hidden", {"cu_seqlens": torch.tensor([0, 5])}),
+        (ValueError, "cache", {"cache": gdn.GatedDeltaNetCache(torch.zeros(3, 80, 3))}),
+        (ValueError, "cache", {"cache": gdn.GatedDeltaNetCache(None, torch.zeros(2, 4, 12, 8))}),
+        (TypeError, "cache", {"cache": {}}),
+        (ValueError, "hidden", {"hidden": HIDDEN.bfloat16()}),
     ],
 )
 def test_call_refusals(error, name, options):
-    layer = build(**options.get("layer", {}))
-    call = {"hidden": HIDDEN} | {k: v for k, v in options.items() if k != "layer"}
+    layer, call = build(), {"hidden": HIDDEN} | options
     with pytest.raises(error, match=rf"^{name}: expected .*, got "):
         layer(call.pop("hidden"), **call)
 

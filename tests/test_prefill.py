@@ -1,9 +1,9 @@
 """Prefill: outputs, final states, checkpoints and snapshots against the law. The contract of any backend."""
 
-import engine
+import api
 import pytest
 import torch
-from engine import law
+from api import law
 from serving import TOLERANCE, error, inputs, moved, pool_of, same_bits, stored_wrong
 
 from gdn.problem.serving import parse_prefill
@@ -48,7 +48,7 @@ def run(backend, device, x, **options):
     """A prefill on copies on a device, its output poisoned first; what it wrote, on the CPU."""
     x, options = moved(x, device), moved(options, device)
     out = torch.full_like(x["v"], NAN)
-    assert engine.prefill(**x, out=out, backend=backend, **options) is out
+    assert api.prefill(**x, out=out, backend=backend, **options) is out
     kept = x.get("checkpoints")
     return out.cpu(), x["state"].cpu(), None if kept is None else kept.cpu()
 
@@ -250,10 +250,10 @@ def test_a_captured_prefill_follows_its_indices():
     second["state_index"].copy_(torch.tensor([1, 0, 2, 5, -1, 4]))
     second["cu_seqlens"].copy_(torch.tensor([0, 3, 70, 70, 200, 300, 460]))
     held, out = moved(first, "cuda"), torch.empty_like(first["v"])
-    engine.prefill(**moved(first, "cuda"), out=out, backend="triton")
+    api.prefill(**moved(first, "cuda"), out=out, backend="triton")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        engine.prefill(**held, out=out, backend="triton")
+        api.prefill(**held, out=out, backend="triton")
     for name, v in second.items():
         if isinstance(v, torch.Tensor):
             held[name].copy_(v)
@@ -289,7 +289,7 @@ def test_prefill_then_decode_is_the_whole(backend, device):
     first = {k: v[:, :77] for k, v in x.items()}
     o, middle, _ = run(backend, device, first | state, cu_seqlens=torch.tensor([0, 77]))
     middle, rest = middle.to(device), moved({k: v[:, 77:] for k, v in x.items()}, device)
-    rest = engine.decode(**rest, state=middle, backend=backend).cpu()
+    rest = api.decode(**rest, state=middle, backend=backend).cpu()
     assert error(torch.cat([o, rest], 1), whole) <= 1e-5 and error(middle, want) <= 1e-5
 
 
@@ -307,7 +307,7 @@ def test_strided_pool_and_views(backend, device, poison):
     for name, view in views.items():
         view.copy_(x[name])
     out = torch.full((total, 1, 4, 24), NAN, device=device).transpose(0, 1)
-    engine.prefill(**x | views | {"state": pool}, out=out, backend=backend)
+    api.prefill(**x | views | {"state": pool}, out=out, backend=backend)
     assert same_bits(out, want[0]) and same_bits(pool, want[1])
     before[:, 1] = pool
     assert same_bits(memory, before)
@@ -324,14 +324,14 @@ def test_nothing_to_do(backend, device, lengths):
 
 def test_compile(backend, device):
     step = torch.compile(
-        lambda x: engine.prefill(**x, checkpoint_every=64, backend=backend) + 1, fullgraph=True, dynamic=True,
+        lambda x: api.prefill(**x, checkpoint_every=64, backend=backend) + 1, fullgraph=True, dynamic=True,
         backend="aot_eager",
     )  # fmt: skip
     for lengths in ([70, 3], [5, 129]):
         x = moved(batch(lengths, [2, 4]) | every(offsets=(0, 4)), device)
         del x["checkpoint_every"]
         copies = {k: v.clone() for k, v in x.items()}
-        want = engine.prefill(**copies, checkpoint_every=64, backend=backend) + 1
+        want = api.prefill(**copies, checkpoint_every=64, backend=backend) + 1
         assert same_bits(step(x), want)
         assert same_bits(x["state"], copies["state"]) and same_bits(x["checkpoints"], copies["checkpoints"])
 
@@ -393,7 +393,7 @@ def test_refusals_touch_nothing(kind, message, change):
     x = batch([70, 3], [2, 4], tail=0) | {"out": torch.ones(1, 73, 4, 24)} | change
     before = {k: v.clone() for k, v in x.items() if isinstance(v, torch.Tensor)}
     with pytest.raises(kind, match=message):
-        engine.prefill(**x)
+        api.prefill(**x)
     assert all(torch.equal(before[k].nan_to_num(), x[k].nan_to_num()) for k in before)
 
 
@@ -402,4 +402,4 @@ def test_no_gradient(name):
     x = batch([3, 2], [0, 1])
     x[name].requires_grad_()
     with pytest.raises(ValueError, match=f"{name}: expected a tensor without gradient"):
-        engine.prefill(**x)
+        api.prefill(**x)

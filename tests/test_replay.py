@@ -4,11 +4,11 @@ import doctest
 import importlib
 import itertools
 
-import engine
+import api
 import hypothesis
 import pytest
 import torch
-from engine import law
+from api import law
 from hypothesis import strategies as st
 from serving import TOLERANCE, error, inputs, moved, pool_of, same_bits
 
@@ -52,7 +52,7 @@ def run(backend, device, x, **options):
     x = moved(x, device)
     before = x["state"].clone(), x["cursor"].clone()
     out = torch.full_like(x["v"], NAN)
-    assert engine.replay_decode(**x, out=out, backend=backend, **options) is out
+    assert api.replay_decode(**x, out=out, backend=backend, **options) is out
     assert same_bits(x["state"], before[0]) and torch.equal(x["cursor"], before[1]), "only read"
     return out.cpu(), *(x[name].cpu() for name in WRITTEN)
 
@@ -272,7 +272,7 @@ def test_strides_are_free(backend, device):
         views[name] = rows[..., start : start + heads * x[name].shape[3]].unflatten(2, (heads, -1))
         views[name].copy_(x[name])
     out = torch.full((T, B, 4, 24), NAN, dtype=BF16, device=device).transpose(0, 1)
-    engine.replay_decode(**x | views, out=out, backend=backend)
+    api.replay_decode(**x | views, out=out, backend=backend)
     assert error(out, want[0]) <= 1e-6
     assert all(error(views[name], y) <= 1e-6 for name, y in zip(WRITTEN, want[1:], strict=True))
 
@@ -290,7 +290,7 @@ def keep(backend, device, x, **options):
     """A commit on copies; state and cursor after it. Histories are only read."""
     x = moved(x, device)
     before = [x[name].clone() for name in WRITTEN]
-    engine.replay_commit(**x, backend=backend, **options)
+    api.replay_commit(**x, backend=backend, **options)
     assert all(same_bits(x[name], y) for name, y in zip(WRITTEN, before, strict=True))
     return x["state"].cpu(), x["cursor"].cpu()
 
@@ -380,19 +380,17 @@ def walk(backend, device, steps, room, places, B=2, rounded=F32, tolerance=1e-5)
     slots = torch.arange(B, device=device)
     for tokens, accepted in steps:
         packet = moved(inputs(B, tokens, HV=HV, K=K, V=V), device)
-        o = engine.replay_decode(**packet, state=pool[0], **single, backend=backend)
+        o = api.replay_decode(**packet, state=pool[0], **single, backend=backend)
         for n in range(B):
             row = {name: v[n : n + 1] for name, v in packet.items()}
-            whole = engine.decode(
-                **row, state=plain, read_index=slots[n : n + 1], write="none", backend=backend
-            )
+            whole = api.decode(**row, state=plain, read_index=slots[n : n + 1], write="none", backend=backend)
             assert error(o[n : n + 1], whole) <= tolerance
             row = {name: v[:, : accepted[n]] for name, v in row.items()}
-            engine.decode(**row, state=plain, read_index=slots[n : n + 1], backend=backend)
+            api.decode(**row, state=plain, read_index=slots[n : n + 1], backend=backend)
         counts = torch.tensor(accepted[:B], device=device)
-        engine.replay_commit(pool, **x, index=slots, accepted=counts, room=room, backend=backend)
+        api.replay_commit(pool, **x, index=slots, accepted=counts, room=room, backend=backend)
         assert bool(((x["cursor"] >= 0) & (x["cursor"] <= places - room)).all())
-    engine.replay_commit(pool, **x, index=slots, accepted=0 * slots, room=places, backend=backend)
+    api.replay_commit(pool, **x, index=slots, accepted=0 * slots, room=places, backend=backend)
     assert error(pool[0], plain) <= tolerance and not x["cursor"].any()
 
 
@@ -441,7 +439,7 @@ def test_layers_apart(backend, device):
     want = keep(backend, device, x, room=3)
     for layer in range(3):
         parts = {name: x[name][layer : layer + 1] for name in (*WRITTEN, "state")}
-        engine.replay_commit(**x | parts, room=3, update_cursor=layer == 2, backend=backend)
+        api.replay_commit(**x | parts, room=3, update_cursor=layer == 2, backend=backend)
     assert same_bits(x["state"], want[0]) and torch.equal(x["cursor"].cpu(), want[1])
 
 
@@ -453,8 +451,8 @@ def test_a_step_in_a_cuda_graph():
 
     def step(x, accepted):
         layers = {name: x[name][None] for name in (*WRITTEN, "state")}
-        o = engine.replay_decode(**x, backend="triton")
-        engine.replay_commit(
+        o = api.replay_decode(**x, backend="triton")
+        api.replay_commit(
             **layers, cursor=x["cursor"], index=x["read_index"], accepted=accepted, room=T, backend="triton"
         )
         return o
@@ -477,16 +475,16 @@ def test_a_step_in_a_cuda_graph():
 def test_compile_and_operators(backend, device):
     x = moved(call(raw=True), device)
     copies = {name: v.clone() for name, v in x.items()}
-    want = engine.replay_decode(**copies, backend=backend) * 2
+    want = api.replay_decode(**copies, backend=backend) * 2
     step = torch.compile(
-        lambda x: engine.replay_decode(**x, backend=backend) * 2, fullgraph=True, backend="aot_eager"
+        lambda x: api.replay_decode(**x, backend=backend) * 2, fullgraph=True, backend="aot_eager"
     )
     assert same_bits(step(x), want)
     assert all(same_bits(x[name], copies[name]) for name in WRITTEN)
     kept = moved(entries(), device)
     want = keep(backend, device, kept, room=3)
     torch.compile(
-        lambda x: engine.replay_commit(**x, room=3, backend=backend), fullgraph=True, backend="aot_eager"
+        lambda x: api.replay_commit(**x, room=3, backend=backend), fullgraph=True, backend="aot_eager"
     )(kept)
     assert same_bits(kept["state"], want[0]) and torch.equal(kept["cursor"].cpu(), want[1])
 
@@ -554,12 +552,12 @@ COMMIT = [
 
 @pytest.mark.parametrize(
     "function, kind, message, change",
-    [(engine.replay_decode, *case) for case in DECODE] + [(engine.replay_commit, *case) for case in COMMIT],
+    [(api.replay_decode, *case) for case in DECODE] + [(api.replay_commit, *case) for case in COMMIT],
 )
 def test_refusals_touch_nothing(function, kind, message, change):
     x = (
         call() | {"out": torch.ones(B, T, 4, 24)}
-        if function is engine.replay_decode
+        if function is api.replay_decode
         else entries() | {"room": 3}
     )
     # a call that passed shields no other

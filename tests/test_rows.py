@@ -1,6 +1,6 @@
 """A row's bits among any number of rows: by that number tiles are chosen, and no result may tell."""
 
-import engine
+import api
 import pytest
 import torch
 from serving import inputs, pool_of, same_bits, step_of
@@ -33,7 +33,7 @@ def made(name, sizes, pool):
 @pytest.mark.parametrize("name", ["one token", "packet", "chunk form", "replay", "step"])
 def test_a_row_among_any_number_of_rows(backend, device, name, pool):
     """On a GPU at the size of a model: 32 to 9600 states, which leave it empty and fill it many times."""
-    call = {"replay": engine.replay_decode, "step": engine.decode_step}.get(name, engine.decode)
+    call = {"replay": api.replay_decode, "step": api.decode_step}.get(name, api.decode)
     with torch.device(device):
         x, options, written = made(name, (2, 4, 16, 24) if device == "cpu" else (16, 32, 128, 128), pool)
         options["backend"] = backend

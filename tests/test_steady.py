@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import adapters
-import engine
+import api
 import pytest
 import torch
 from serving import B, R, T, inputs, moved, nothing_waits, pool_of, protocols, same_bits, step_of
@@ -71,22 +71,22 @@ def claims():
     found: dict[str, tuple[Any, dict[str, Any], torch.Tensor | None]] = {}
     for name, how in protocols(torch.int32).items():
         x = inputs(B, T)
-        found[name] = engine.decode, x | how, x["v"]
+        found[name] = api.decode, x | how, x["v"]
     rows, pool = torch.arange(B, dtype=torch.int32), pool_of(B)
     x = inputs(B, 1, dtype=BF16, raw=True)
-    found["one token"] = engine.decode, x | {"state": pool, "read_index": rows}, x["v"]
+    found["one token"] = api.decode, x | {"state": pool, "read_index": rows}, x["v"]
     x = inputs(1, 7, dtype=BF16)
     spans = {"cu_seqlens": torch.tensor([0, 3, 3, 7], dtype=torch.int32), "max_seqlen": 4}
-    found["packed rows"] = engine.decode, x | spans | {"state": pool_of(3)}, x["v"]
+    found["packed rows"] = api.decode, x | spans | {"state": pool_of(3)}, x["v"]
     x = inputs(B, T, dtype=BF16)
-    found["chunk form"] = engine.decode, x | {"state": pool, "exact_packet": False}, x["v"]
-    found["replay"] = engine.replay_decode, x | histories(B) | {"state": pool, "read_index": rows}, x["v"]
+    found["chunk form"] = api.decode, x | {"state": pool, "exact_packet": False}, x["v"]
+    found["replay"] = api.replay_decode, x | histories(B) | {"state": pool, "read_index": rows}, x["v"]
     step, like = a_step()
     given = {name: step[name] for name in ("mixed_qkv", "a", "b", "A_log", "dt_bias", "state", "read_index")}
     sizes = {"num_k_heads": 2, "head_k_dim": 16, "head_v_dim": 24}
-    found["projection"] = engine.decode_packed, given | sizes, like
+    found["projection"] = api.decode_packed, given | sizes, like
     kept = {"state": pool_of(2, B)} | histories(2, B) | {"index": rows, "accepted": rows, "room": 3}
-    found["replay's commit"] = engine.replay_commit, kept, None
+    found["replay's commit"] = api.replay_commit, kept, None
     steps = {"step": rows % T, "extra_dst_index": rows + B, "extra_step": rows % 2}
     moves = {"dst": pool_of(2, 2 * B), "src": pool_of(2, B, T), "dst_index": rows, "src_row": rows} | steps
     found["commit"] = gdn.commit, moves, None
@@ -114,8 +114,8 @@ def test_a_whole_step_asks_for_what_its_launches_hand_on(asked, triton_device, m
     x, like = a_step()
     x |= {"out": torch.empty_like(like)}
     x = moved(x, triton_device)
-    engine.decode_step(**x)
-    assert asked(lambda: engine.decode_step(**x)) <= 1
+    api.decode_step(**x)
+    assert asked(lambda: api.decode_step(**x)) <= 1
 
 
 # waiting
@@ -187,7 +187,7 @@ def day(name, steps, device):
     x = moved(inputs(ROWS, 1 if name == "one token" else T, **sizes, dtype=BF16), device)
 
     def decode(w, at, **options):
-        engine.decode(**x, **w, **at, **options)
+        api.decode(**x, **w, **at, **options)
 
     def verify(w, at):
         """P3 and P4: the pool is read, then gets what was accepted."""
@@ -197,9 +197,9 @@ def day(name, steps, device):
         gdn.commit(*layer, at["read_index"], at["intermediate_row"], at["step"])
 
     def replay(w, at):
-        engine.replay_decode(**x, **w, read_index=at["index"])
+        api.replay_decode(**x, **w, read_index=at["index"])
         layer = {key: w[key][None] for key in ("state", "history_u", "history_k", "history_G")}
-        engine.replay_commit(**layer, cursor=w["cursor"], **at, room=T)
+        api.replay_commit(**layer, cursor=w["cursor"], **at, room=T)
 
     kept = {"intermediate": states(ROWS, T)}
     tree = {"intermediate_row": torch.rand(steps, ROWS).argsort(1), "step": draw(-1, T + 1)}
@@ -212,7 +212,7 @@ def day(name, steps, device):
         whole = moved(whole, device)
         del whole["read_index"]
         indices = {"read_index": slots, "conv_index": torch.rand(steps, count).argsort(1)[:, :ROWS]}
-        found = lambda w, at: engine.decode_step(**whole, **options, **w, **at)  # noqa: E731
+        found = lambda w, at: api.decode_step(**whole, **options, **w, **at)  # noqa: E731
     elif name == "rows of any length":
         ends = torch.cat([torch.zeros(steps, 1, dtype=torch.int64), draw(0, T + 1).cumsum(1)], 1)
         x = {key: v.reshape(1, count, *v.shape[2:]) for key, v in x.items()}
@@ -286,7 +286,7 @@ def test_streams_that_fork_and_join():
     side = torch.cuda.Stream()
 
     def step(pool, v):
-        return engine.decode(**x | {"v": v}, state=pool)
+        return api.decode(**x | {"v": v}, state=pool)
 
     def apart(pools):
         side.wait_stream(torch.cuda.current_stream())

@@ -4,10 +4,10 @@ import doctest
 import importlib
 import itertools
 
-import engine
+import api
 import pytest
 import torch
-from engine import law
+from api import law
 from serving import STEP, TOLERANCE, error, moved, same_bits, step_of, stored_wrong
 
 import gdn
@@ -74,7 +74,7 @@ def composed(x, backend):
         "state_v_first", "read_index", "write_index", "null_slot",
     )  # fmt: skip
     gates = (x[name] for name in ("a", "b", "A_log", "dt_bias", "state"))
-    o = engine.decode_packed(mixed, *gates, **{name: x[name] for name in names}, backend=backend)
+    o = api.decode_packed(mixed, *gates, **{name: x[name] for name in names}, backend=backend)
     if x["z"] is None and x["norm_weight"] is None:
         return o
     options = {"eps": x["norm_eps"], "activation": x["norm_activation"], "backend": backend}
@@ -118,7 +118,7 @@ def run(backend, device, x):
     """A step on copies on a device; what it wrote, on the CPU."""
     x = moved(x, device)
     out = torch.full((*x["a"].shape, x["head_v_dim"]), NAN, dtype=x["mixed_qkv"].dtype, device=device)
-    assert engine.decode_step(**x, out=out, backend=backend) is out
+    assert api.decode_step(**x, out=out, backend=backend) is out
     return out.cpu(), *(x[name].cpu() for name in WRITTEN)
 
 
@@ -196,7 +196,7 @@ def test_any_layout(backend, device):
     turned["mixed_qkv"] = turned["mixed_qkv"].t().contiguous().t()
     turned["read_index"] = turned["read_index"].repeat_interleave(3)[::3]
     turned["out"] = torch.empty(24, 4, ROWS, device=device).permute(2, 1, 0)
-    engine.decode_step(**turned, backend=backend)
+    api.decode_step(**turned, backend=backend)
     assert same_bits(turned["out"], want[0])
     assert all(same_bits(turned[n], w) for n, w in zip(WRITTEN, want[1:], strict=True))
 
@@ -225,7 +225,7 @@ def test_calls_that_were_seen_before(backend, device):
         own = moved(x, device)
         want = composed(own, backend)
         mine = moved(x, device)
-        assert same_bits(engine.decode_step(**mine, backend=backend), want)
+        assert same_bits(api.decode_step(**mine, backend=backend), want)
         assert all(same_bits(mine[n], own[n]) for n in WRITTEN)
 
 
@@ -257,7 +257,7 @@ def test_a_first_call_compiles_what_other_numbers_of_rows_take(monkeypatch, has_
         if has_norm:
             # the stride of one row is any number
             x["z"] = x["z"].contiguous()
-        return set(compiling.jobs(lambda: engine.decode_step(**x | options), "cuda:90"))
+        return set(compiling.jobs(lambda: api.decode_step(**x | options), "cuda:90"))
 
     with monkeypatch.context() as patch:
         patch.setattr(step, "ahead", lambda device, kind, steps: compiled.extend(steps()))
@@ -272,10 +272,10 @@ def test_a_step_in_a_cuda_graph():
     """Captured once, replayed on other slots."""
     x, sizes = step_of(64, 4, 16, 128, 128, 4, BF16, slots=130)
     held = moved(x | sizes, "cuda") | {"out": torch.empty(64, 16, 128, dtype=BF16, device="cuda")}
-    engine.decode_step(**held, backend="triton")
+    api.decode_step(**held, backend="triton")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        engine.decode_step(**held, backend="triton")
+        api.decode_step(**held, backend="triton")
     held["read_index"].copy_(torch.randperm(130)[:64])
     wanted = moved(held, "cuda")
     for _ in range(20):
@@ -292,12 +292,12 @@ def test_operator_and_compile():
     x = made() | {"read_index": at([3, -1, 0, 8, 5])}
     torch.library.opcheck(torch.ops.gdn.decode_step.default, parse_step(**STEP | x).arguments())
     compiled = torch.compile(
-        lambda x: engine.decode_step(**x) * 2, fullgraph=True, dynamic=True, backend="aot_eager"
+        lambda x: api.decode_step(**x) * 2, fullgraph=True, dynamic=True, backend="aot_eager"
     )
     for rows in (2, 5):
         x = made((rows, *SIZES[1:]))
         copy = moved(x, "cpu")
-        assert same_bits(compiled(copy), 2 * engine.decode_step(**x))
+        assert same_bits(compiled(copy), 2 * api.decode_step(**x))
         assert all(same_bits(copy[n], x[n]) for n in WRITTEN)
 
 
@@ -335,18 +335,18 @@ REFUSALS = [
 def test_refusals_touch_nothing(kind, message, change):
     x = made() | {"out": torch.ones(ROWS, 4, 24)}
     # a call that passed shields no other
-    engine.decode_step(**x)
+    api.decode_step(**x)
     x |= change
     before = {k: v.clone() for k, v in x.items() if isinstance(v, torch.Tensor)}
     with pytest.raises(kind, match=message):
-        engine.decode_step(**x)
+        api.decode_step(**x)
     assert all(torch.equal(before[k], x[k]) for k in before if not before[k].is_meta and k != "state")
     assert before.get("state") is None or same_bits(before["state"], x["state"])
 
 
 def test_warmup_meets_it():
     sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 16}
-    warmed = engine.warmup("cpu", **sizes, dtypes=(F32,), state_dtypes=(F32, BF16))
+    warmed = api.warmup("cpu", **sizes, dtypes=(F32,), state_dtypes=(F32, BF16))
     assert sum(line.startswith("decode_step ") for line in warmed) >= 2
 
 

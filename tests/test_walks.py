@@ -4,7 +4,7 @@ After any walk of packets, accepted counts and prompts in between, all hold the 
 what was accepted leaves: to the bit where states are kept, within rounding where they are replayed.
 """
 
-import engine
+import api
 import hypothesis
 import torch
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ class Engine:
         state = self.states()
         cu = self.ints([0, x["q"].shape[1]])
         fresh = torch.zeros(1, dtype=torch.bool, device=self.device)
-        engine.prefill(
+        api.prefill(
             **x, state=state, cu_seqlens=cu, state_index=self.rows[row : row + 1], has_initial_state=fresh,
             backend=self.backend,
         )  # fmt: skip
@@ -47,12 +47,12 @@ class Plain(Engine):
 
     def verify(self, x):
         self.drafts = x
-        return engine.decode(**x, state=self.pool, write="none", backend=self.backend)
+        return api.decode(**x, state=self.pool, write="none", backend=self.backend)
 
     def accept(self, counts):
         for n, count in enumerate(counts):
             row = {name: v[n : n + 1, :count] for name, v in self.drafts.items()}
-            engine.decode(**row, state=self.pool, read_index=self.rows[n : n + 1], backend=self.backend)
+            api.decode(**row, state=self.pool, read_index=self.rows[n : n + 1], backend=self.backend)
 
 
 class Ring(Engine):
@@ -67,7 +67,7 @@ class Ring(Engine):
         return self.ring[self.rows, self.lengths % MOST].clone()
 
     def verify(self, x):
-        return engine.decode(
+        return api.decode(
             **x, state=self.ring, ring_pos=self.lengths, write="all", round_state=True, backend=self.backend
         )
 
@@ -89,7 +89,7 @@ class Table(Engine):
         return self.pool[self.table[self.rows, self.accepted - 1]].clone()
 
     def verify(self, x):
-        return engine.decode(
+        return api.decode(
             **x, state=self.pool, read_index=self.table, num_accepted=self.accepted, write_index=self.table,
             write="all", null_slot=0, backend=self.backend,
         )  # fmt: skip
@@ -103,7 +103,7 @@ class Kept(Plain):
 
     def verify(self, x):
         self.kept = torch.full((ROWS, MOST, *self.pool.shape[1:]), float("nan"), device=self.device)
-        return engine.decode(**x, state=self.pool, write="none", intermediate=self.kept, backend=self.backend)
+        return api.decode(**x, state=self.pool, write="none", intermediate=self.kept, backend=self.backend)
 
     def accept(self, counts):
         gdn.commit(self.pool[None], self.kept[None], self.rows, self.rows, self.ints(counts) - 1)
@@ -118,7 +118,7 @@ class Tree(Kept):
         twice["v"][:, 1::2] += 1
         before = torch.arange(2 * T, device=self.device) // 2 * 2 - 2
         self.kept = torch.full((ROWS, 2 * MOST, *self.pool.shape[1:]), float("nan"), device=self.device)
-        return engine.decode(
+        return api.decode(
             **twice, state=self.pool, write="none", intermediate=self.kept,
             parent=before.clamp(min=-1).expand(ROWS, -1), backend=self.backend,
         )[:, ::2]  # fmt: skip
@@ -142,13 +142,13 @@ class Replay(Engine):
         return self.pool.clone()
 
     def verify(self, x):
-        return engine.replay_decode(
+        return api.replay_decode(
             **x, state=self.pool, **self.history, cursor=self.cursor, backend=self.backend
         )
 
     def accept(self, counts, room=MOST):
         layers = {name: v[None] for name, v in self.history.items()}
-        engine.replay_commit(
+        api.replay_commit(
             self.pool[None], **layers, cursor=self.cursor, index=self.rows, accepted=self.ints(counts),
             room=room, backend=self.backend,
         )  # fmt: skip

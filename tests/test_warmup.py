@@ -4,7 +4,7 @@ import importlib.util
 import os
 from types import SimpleNamespace
 
-import engine
+import api
 import pytest
 import torch
 from serving import pool_of
@@ -25,7 +25,7 @@ needs_triton = pytest.mark.skipif(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_call_runs(engine):
-    lines = engine.warmup(
+    lines = api.warmup(
         "cpu",
         **TINY,
         dtypes=(torch.float32, BF16),
@@ -42,19 +42,19 @@ def test_every_call_runs(engine):
 def test_the_callers_tensors_and_gradients_are_left_alone():
     x = torch.ones(2, requires_grad=True)
     before = torch.random.get_rng_state()
-    engine.warmup("cpu", **TINY, training=True)
+    api.warmup("cpu", **TINY, training=True)
     assert x.grad is None and torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_refusals():
     with pytest.raises(ValueError, match="engines: expected some of gdn, vllm, sglang, lmdeploy, got 'vlm'"):
-        engine.warmup("cpu", **TINY, engines=("vlm",))
+        api.warmup("cpu", **TINY, engines=("vlm",))
     with pytest.raises(TypeError, match="engines: expected a sequence of names"):
-        engine.warmup("cpu", **TINY, engines="vllm")
+        api.warmup("cpu", **TINY, engines="vllm")
     with pytest.raises(ValueError, match="gates: expected some of raw, active, got 'a'"):
-        engine.warmup("cpu", **TINY, gates=("a",))
+        api.warmup("cpu", **TINY, gates=("a",))
     with pytest.raises(TypeError, match="index_dtype: expected int32 or int64, got torch.int16"):
-        engine.warmup("cpu", **TINY, index_dtype=torch.int16)
+        api.warmup("cpu", **TINY, index_dtype=torch.int16)
 
 
 @pytest.fixture
@@ -214,13 +214,13 @@ def own_calls(pool, gates=("raw",), index_dtype=torch.int32, state_v_first=True)
     heads["state_v_first"] = state_v_first
     mixed, logits = torch.randn(3, D).to(BF16), torch.randn(3, HV).to(BF16)
     given = (mixed, logits, logits, *HEADS, pool)
-    yield lambda: engine.decode_packed(*given, **heads, read_index=index)
+    yield lambda: api.decode_packed(*given, **heads, read_index=index)
     rows = {"cu_seqlens": ints(0, 2, 3, dtype=index_dtype), "max_seqlen": 2}
-    yield lambda: engine.decode_packed(*given, **heads, read_index=index[:2], **rows)
+    yield lambda: api.decode_packed(*given, **heads, read_index=index[:2], **rows)
     windows, weight = torch.zeros(9, D, W - 1, dtype=BF16), torch.zeros(D, W, dtype=BF16)
     z, ones = torch.randn(3, HV, V).to(BF16), torch.ones(V, dtype=BF16)
     for norm in ({}, {"z": z, "norm_weight": ones}):
-        yield lambda norm=norm: engine.decode_step(
+        yield lambda norm=norm: api.decode_step(
             mixed, windows, weight, None, logits, logits, *HEADS, pool, **heads, **norm, read_index=index
         )
     ring = torch.zeros(9, D, W - 1 + 3, dtype=BF16)
@@ -263,8 +263,8 @@ def own_decodes(pool, gates, index_dtype, state_v_first):
             {"read_index": index, "write_index": index + 3},
         ]
         for where in protocols:
-            yield lambda x=x, where=where: engine.decode(**{**x, **where})
-            yield lambda x=x, where=where: engine.decode(**{**x, **where}, round_state=True)
+            yield lambda x=x, where=where: api.decode(**{**x, **where})
+            yield lambda x=x, where=where: api.decode(**{**x, **where}, round_state=True)
 
 
 def own_packets(pool, gates, index_dtype, state_v_first):
@@ -281,10 +281,10 @@ def own_packets(pool, gates, index_dtype, state_v_first):
             raw = {"a": first, "b": second, "A_log": HEADS[0], "dt_bias": HEADS[1]}
             x |= raw if gates == "raw" else {"g": first, "beta": second}
             given = {**x, **rows, **layout, "state": pool, "read_index": index}
-            yield lambda given=given, history=history: engine.replay_decode(**given, **history)
-            yield lambda given=given: engine.decode(**given, exact_packet=False)
+            yield lambda given=given, history=history: api.replay_decode(**given, **history)
+            yield lambda given=given: api.decode(**given, exact_packet=False)
         layers = {name: x[None] for name, x in history.items() if name != "cursor"}
-        yield lambda layers=layers, index=index, T=T, cursor=cursor: engine.replay_commit(
+        yield lambda layers=layers, index=index, T=T, cursor=cursor: api.replay_commit(
             pool[None], **layers, cursor=cursor, index=index, accepted=index, room=T, **layout
         )
 
@@ -305,7 +305,7 @@ def own_prompts(pool, gates, index_dtype, state_v_first):
             {}, begins, splits, begins | splits, kept | begins, snapshot, snapshot | begins,
             snapshot | begins | splits, snapshot | kept | begins | splits, {"update_state": False},
         ):  # fmt: skip
-            yield lambda x=x, more=more: engine.prefill(**x, **more, state_v_first=state_v_first)
+            yield lambda x=x, more=more: api.prefill(**x, **more, state_v_first=state_v_first)
 
 
 CALLS = {"gdn": own_calls, "vllm": vllm_calls, "sglang": sglang_calls, "lmdeploy": lmdeploy_calls}
@@ -330,13 +330,13 @@ CALLS = {"gdn": own_calls, "vllm": vllm_calls, "sglang": sglang_calls, "lmdeploy
 def test_nothing_is_left_to_compile(recorded, engine, state_dtype, options):
     """Every binary that the engine's calls launch is among those of the warmup, on an imagined H200."""
     asked = {"state_dtypes": (state_dtype,), "engines": (engine,), "backend": "triton", **options}
-    warmed = recorded(lambda: engine.warmup("cpu", **SIZES, **asked))
+    warmed = recorded(lambda: api.warmup("cpu", **SIZES, **asked))
     pool = pool_of(32, HV=HV, K=K, V=V, dtype=state_dtype)
     for number, call in enumerate(CALLS[engine](pool, **options)):
         missing = recorded(call) - warmed
         assert not missing, (number, sorted(job.name for job in missing))
     # the comparison can fail: another head size is another binary
-    other = recorded(lambda: engine.warmup("cpu", **{**SIZES, "head_v_dim": 64}, **asked))
+    other = recorded(lambda: api.warmup("cpu", **{**SIZES, "head_v_dim": 64}, **asked))
     assert recorded(next(CALLS[engine](pool, **options))) - other
 
 
@@ -348,7 +348,7 @@ def test_nothing_is_left_to_compile(recorded, engine, state_dtype, options):
 )
 def test_what_is_not_asked_for_is_left(recorded, change):
     """The options are not for nothing: what a warmup without them has compiled is not enough."""
-    warmed = recorded(lambda: engine.warmup("cpu", **SIZES, backend="triton"))
+    warmed = recorded(lambda: api.warmup("cpu", **SIZES, backend="triton"))
     pool = pool_of(32, HV=HV, K=K, V=V)
     missing = set().union(*(recorded(call) - warmed for call in own_calls(pool, **change)))
     wanted = {"decode_kernel", "replay_kernel", "packet_kernel"}
@@ -381,5 +381,5 @@ def test_a_second_warmup_compiles_nothing():
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("nothing compiles")
     sizes = {**SIZES, "max_rows": 4}
-    engine.warmup("cuda", **sizes)
-    assert not any("compiled" in line for line in engine.warmup("cuda", **sizes))
+    api.warmup("cuda", **sizes)
+    assert not any("compiled" in line for line in api.warmup("cuda", **sizes))

@@ -6,8 +6,7 @@ from typing import Protocol
 
 from gdn import settings
 from gdn.backends.backend import Backend
-
-ORDER = ("hopper", "triton", "eager")  # fastest first
+from gdn.problem.check import BACKENDS as ORDER
 
 
 class Named(Protocol):
@@ -20,7 +19,8 @@ class Named(Protocol):
 def load(name: str) -> Backend:
     """The backend of that name; its folder is imported on first use, so a CPU user never imports Triton."""
     if name not in ORDER:
-        raise ValueError(f"backend: expected None or one of {', '.join(ORDER)}, got {name!r}")
+        # a call's own name was checked with its other arguments
+        raise ValueError(f"GDN_BACKEND (environment): expected one of {', '.join(ORDER)}, got {name!r}")
     backend: Backend = import_module(f"gdn.backends.{name}").BACKEND
     return backend
 
@@ -64,5 +64,7 @@ def report(problem: Named) -> Report:
     """Ask every backend; never raises for a refusal."""
     asked = settings.backend(problem.backend)
     refusals = {name: reason for name in ORDER if (reason := load(name).refuses(problem)) is not None}
-    takers = [name for name in ((asked,) if asked else ORDER) if name in ORDER and name not in refusals]
+    if asked is not None:
+        load(asked)
+    takers = [name for name in ((asked,) if asked else ORDER) if name not in refusals]
     return Report(asked, takers[0] if takers else None, refusals)

@@ -25,7 +25,7 @@ DTYPE = torch.bfloat16
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FUNCTIONS, ONE = "functions", "decode_step"
 # of every engine: q and k normalised in the kernel, states with V first
-CONVENTIONS = {"use_qk_l2norm_in_kernel": True, "state_v_first": True}
+CONVENTIONS: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "state_v_first": True}
 FACTOR = 2.0  # of the rule's limits: what is rounded between the stages goes through a norm
 Tensors = Mapping[str, Any]
 Run = Callable[[], Tensor]
@@ -98,14 +98,15 @@ def measured(session: Session, shape: Shape, B: int, dtype: str) -> list[Row]:
 def functions(x: Tensors) -> Run:
     """The three public functions one after the other."""
     mixed, o = torch.empty_like(x["mixed_qkv"]), torch.empty_like(x["z"])
-    sizes = {name: x[name] for name in ("num_k_heads", "head_k_dim", "head_v_dim", "read_index")}
+    names = ("num_k_heads", "head_k_dim", "head_v_dim", "read_index")
+    options: dict[str, Any] = {**{name: x[name] for name in names}, **CONVENTIONS}
     gates = [x[name] for name in ("a", "b", "A_log", "dt_bias", "state")]
     taps = [x[name] for name in ("conv_state", "conv_weight", "conv_bias")]
 
     def call() -> Tensor:
         slots = x["read_index"]
         gdn.causal_conv1d_update(x["mixed_qkv"], *taps, activation="silu", state_index=slots, out=mixed)
-        gdn.decode_packed(mixed, *gates, **sizes, **CONVENTIONS, out=o)
+        gdn.decode_packed(mixed, *gates, **options, out=o)
         return gdn.rms_norm_gated(o, x["z"], x["norm_weight"])
 
     return call

@@ -12,7 +12,7 @@ from gdn.layers.norm import GatedRMSNorm
 from gdn.layers.weights import from_transformers
 from gdn.notation import Mask, Offsets
 from gdn.ops.rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from gdn.problem.layer import check_hidden, check_layer
+from gdn.problem.layer import check_cache, check_hidden, check_layer
 
 SHORT = 16  # tokens up to which a call without gradient goes token by token: a quarter of a chunk
 
@@ -76,7 +76,7 @@ class GatedDeltaNet(nn.Module):
     ) -> None:
         super().__init__()
         check_layer(
-            output_gate, hidden_size=hidden_size, num_k_heads=num_k_heads, num_v_heads=num_v_heads,
+            output_gate, backend, hidden_size=hidden_size, num_k_heads=num_k_heads, num_v_heads=num_v_heads,
             head_k_dim=head_k_dim, head_v_dim=head_v_dim, conv_size=conv_size,
         )  # fmt: skip
         self.hidden_size, self.num_k_heads, self.num_v_heads = hidden_size, num_k_heads, num_v_heads
@@ -157,8 +157,12 @@ class GatedDeltaNet(nn.Module):
 
         Up to 16 tokens with a cache and without gradient are stepped one by one, else in chunks of 64.
         """
-        check_hidden(hidden, attention_mask, cu_seqlens, self.hidden_size)
+        check_hidden(hidden, attention_mask, cu_seqlens, self.hidden_size, self._weight_dtype())
         B, T, _ = hidden.shape
+        check_cache(
+            cache, GatedDeltaNetCache, B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            self.conv1d.weight, (self.num_v_heads, self.head_k_dim, self.head_v_dim),
+        )  # fmt: skip
         is_short = cache is not None and T <= SHORT and not torch.is_grad_enabled()
         if attention_mask is None:
             return self._mix(hidden, cu_seqlens, cu_seqlens_cpu, cache, is_short)
@@ -206,6 +210,14 @@ class GatedDeltaNet(nn.Module):
             cache.conv_state, cache.state = window, state
         z = self.in_proj_z(hidden).unflatten(-1, (self.num_v_heads, self.head_v_dim))
         return self.out_proj(self.norm(o, z).flatten(-2))
+
+    def _weight_dtype(self) -> torch.dtype | None:
+        """Return the dtype that inputs must have; None where a replaced projection or autocast decides."""
+        projection = self.in_proj_qkv
+        is_replaced = type(projection) is not nn.Linear
+        if is_replaced or torch.is_autocast_enabled(projection.weight.device.type):
+            return None
+        return projection.weight.dtype
 
     def extra_repr(self) -> str:
         heads = f"num_k_heads={self.num_k_heads}, num_v_heads={self.num_v_heads}"

@@ -11,14 +11,15 @@ from torch import Tensor
 from gdn.backends import select
 from gdn.notation import Channels, ConvPool, ConvState, ConvWeight, Index, Mask, Offsets
 from gdn.ops.library import (
+    Signature,
     check_offsets,
     define,
     guarded,
     library,
     no_second_derivative,
-    no_tangent,
     present,
 )
+from gdn.problem import check
 from gdn.problem.layer import ConvProblem, ConvUpdateProblem, parse_conv, parse_conv_update
 
 
@@ -96,7 +97,7 @@ def causal_conv1d(
             p.cu_seqlens_cpu, p.activation, p.null_slot, p.backend,
         )  # fmt: skip
         return y, None
-    no_tangent("causal_conv1d", p.x, p.weight, p.bias, p.initial_state)
+    check.no_tangent("causal_conv1d", x=p.x, weight=p.weight, bias=p.bias, initial_state=p.initial_state)
     y, final_state = conv_operator(
         p.x, p.weight, p.bias, p.initial_state, p.cu_seqlens, p.cu_seqlens_cpu, p.activation,
         p.output_final_state, p.backend,
@@ -184,7 +185,7 @@ def _conv(*args: Any) -> tuple[Tensor, Tensor]:
         y, final = select(problem).causal_conv1d(problem)
         return present(y, y), present(final, y)
 
-    return guarded("causal_conv1d", problem.x.device, args[:4], run)
+    return guarded(_FORWARD, problem.x.device, args[:4], run)
 
 
 def _conv_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -200,7 +201,7 @@ def _conv_backward(*args: Any) -> tuple[Tensor, ...]:
         gradients = select(problem).causal_conv1d_bwd(problem, dy, dfinal)
         return tuple(present(x, problem.x) for x in gradients)
 
-    return guarded("causal_conv1d_backward", problem.x.device, (dy, dfinal), run)
+    return guarded(_BACKWARD, problem.x.device, (dy, dfinal), run)
 
 
 def _conv_backward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -218,7 +219,7 @@ def _pool(*args: Any) -> Tensor:
     check_offsets(problem)
     run = select(problem).causal_conv1d
     # a pool may hold anything in slots that nobody reads, so debug mode does not look at it
-    return guarded("causal_conv1d_pool", x.device, (x, weight, bias), lambda: run(problem)[:1])[0]
+    return guarded(_POOL, x.device, (x, weight, bias), lambda: run(problem)[:1], problem)[0]
 
 
 def _update(*args: Any) -> None:
@@ -229,9 +230,16 @@ def _update(*args: Any) -> None:
         run(problem)
         return (problem.out,)
 
-    guarded("causal_conv1d_update", problem.x.device, (problem.x, problem.weight, problem.bias), write)
+    p = problem
+    guarded(_UPDATE, p.x.device, (p.x, p.weight, p.bias), write, p)
 
 
+_FORWARD = Signature("causal_conv1d", ("x", "weight", "bias", "initial_state"), ("y", "final_state"))
+_BACKWARD = Signature(
+    "causal_conv1d_backward", ("dy", "dfinal_state"), ("dx", "dweight", "dbias", "dinitial_state")
+)
+_POOL = Signature("causal_conv1d", ("x", "weight", "bias"), ("y",))
+_UPDATE = Signature("causal_conv1d_update", ("x", "weight", "bias"), ("y",))
 NUM_FIELDS = 9  # arguments of gdn::causal_conv1d
 _CONV = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, "

@@ -15,8 +15,12 @@ from torch import Tensor
 from gdn import settings
 from gdn.backends import Backend, Saved, select
 from gdn.ops.library import (
+    CHUNK_BACKWARD,
+    CHUNK_FORWARD,
     NUM_SAVED,
     NUM_TENSORS,
+    RECURRENT_FORWARD,
+    are_plain,
     check_offsets,
     chunk_backward,
     guarded,
@@ -55,14 +59,14 @@ class Call:
             check_offsets(problem)
         if self.form is not None:
             return self._forward(problem, save)
-        name, kept = "recurrent_forward" if self.is_recurrent else "chunk_forward", Saved()
+        signature, kept = RECURRENT_FORWARD if self.is_recurrent else CHUNK_FORWARD, Saved()
 
         def run() -> Tensors:
             nonlocal kept
             o, final, kept = self._forward(problem, save)
             return (o, final, *kept)
 
-        o, final, *_ = guarded(name, problem.device, tensors, run)
+        o, final, *_ = guarded(signature, problem.device, tensors, run, problem)
         return o, final, kept
 
     def _forward(self, problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
@@ -94,7 +98,7 @@ class _Rule(torch.autograd.Function):
         given, saved = tensors[:NUM_TENSORS], tensors[-NUM_SAVED:]
         # no form: hooks may have laid what was saved in another way
         problem = call.problem.of(given, None)
-        if torch.is_grad_enabled() or not is_plain(given[0]):
+        if torch.is_grad_enabled() or not are_plain(*given, do, dS):
             gradients = chunk_backward(*problem.arguments(), *saved, do, dS)
         else:
 
@@ -102,7 +106,7 @@ class _Rule(torch.autograd.Function):
                 gradients = call.backend.chunk_backward(problem, Saved(*saved), do, dS)
                 return tuple([settled(x) for x in gradients])
 
-            gradients = guarded("chunk_backward", problem.device, (do, dS), run)
+            gradients = guarded(CHUNK_BACKWARD, problem.device, (do, dS), run)
         return (None, *wanted(gradients, needs))
 
 

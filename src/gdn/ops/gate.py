@@ -7,7 +7,8 @@ from torch import Tensor
 
 from gdn.backends import select
 from gdn.notation import HeadParam, PerHead
-from gdn.ops.library import define, guarded, library, no_second_derivative, no_tangent, present
+from gdn.ops.library import Signature, define, guarded, library, no_second_derivative, present
+from gdn.problem import check
 from gdn.problem.stages import parse_gate
 
 
@@ -41,7 +42,7 @@ def gate(
         -0.6931 0.5
     """
     parse_gate(a, b, A_log, dt_bias, backend)
-    no_tangent("gate", a, b, A_log, dt_bias)
+    check.no_tangent("gate", a=a, b=b, A_log=A_log, dt_bias=dt_bias)
     g, beta = _gate_forward(a, b, A_log, dt_bias, backend)
     return g, beta
 
@@ -49,7 +50,7 @@ def gate(
 def _forward(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor | None, backend: str | None) -> Any:
     problem = parse_gate(a, b, A_log, dt_bias, backend)
     return guarded(
-        "gate",
+        _SIGNATURE,
         a.device,
         (a, b),
         lambda: tuple(present(x, a) for x in select(problem).gate(a, b, A_log, dt_bias)),
@@ -76,7 +77,7 @@ def _backward(
         gradients = select(problem).gate_bwd(a, b, A_log, dt_bias, dg, dbeta)
         return tuple(present(x, a) for x in gradients)
 
-    return guarded("gate_backward", a.device, (a, b, dg, dbeta), run)
+    return guarded(_BACKWARD_SIGNATURE, a.device, (a, b, dg, dbeta), run)
 
 
 def _backward_fake(
@@ -91,6 +92,10 @@ def _backward_fake(
     return tuple(a.new_empty(0) if x is None else x.new_empty(x.shape) for x in (a, b, A_log, dt_bias))
 
 
+_SIGNATURE = Signature("gate", ("a", "b"), ("g", "beta"))
+_BACKWARD_SIGNATURE = Signature(
+    "gate_backward", ("a", "b", "dg", "dbeta"), ("da", "db", "dA_log", "ddt_bias")
+)
 _gate_forward = define(
     "gate",
     "(Tensor a, Tensor b, Tensor A_log, Tensor? dt_bias, str? backend) -> (Tensor g, Tensor beta)",

@@ -7,6 +7,7 @@ about a GPU.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from gdn import settings
 from gdn.backends import Saved, select
 from gdn.problem import Problem, host_offsets
+from gdn.problem.check import intercepts_operators
+from gdn.problem.inspection import inspect_problem
 from gdn.problem.layer import ConvProblem
 
 logger = logging.getLogger("gdn")
@@ -44,21 +47,63 @@ def define(name: str, schema: str, implementation: Any, fake: Any) -> Any:
     return getattr(torch.ops.gdn, name).default
 
 
-def guarded(name: str, device: torch.device, tensors: Sequence[Tensor | None], run: Any) -> Any:
-    """Run an operator's body without autocast; in debug mode, with a log line and finiteness checks."""
+@dataclass(frozen=True)
+class Signature:
+    """The names of an operator, of its inputs and of its outputs, for debug mode's messages."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ("out",)
+
+
+def guarded(
+    signature: Signature,
+    device: torch.device,
+    tensors: Sequence[Tensor | None],
+    run: Any,
+    problem: Any = None,
+) -> Any:
+    """Run an operator's body without autocast; in debug mode, inspect `problem`, log, and check finiteness.
+
+    `tensors` are the signature's inputs, in order; `run` returns its outputs, in order.
+    """
     if not settings.debug():
         return _without_autocast(device, run)
-    logger.warning("gdn::%s on %s: %s", name, device, [list(x.shape) for x in tensors if x is not None])
+    shapes = {name: list(x.shape) for name, x in zip(signature.inputs, tensors, strict=True) if x is not None}
+    logger.warning("gdn::%s on %s: %s", signature.name, device, shapes)
+    for finding in inspect_problem(problem):
+        logger.warning("gdn::%s: %s", signature.name, finding)
     out = _without_autocast(device, run)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    # inputs may hold anything in padding and -inf in g: what counts is what leaves
-    bad = [i for i, x in enumerate(out) if not _is_finite(x)]
+    # inputs may hold anything in padding, and -inf in g: only outputs decide
+    outputs = (out,) if isinstance(out, Tensor) else out
+    bad = [name for name, x in zip(signature.outputs, outputs, strict=False) if not _is_finite(x)]
     if bad:
-        given = [i for i, x in enumerate(tensors) if not _is_finite(x)]
-        got = f"NaN or Inf in outputs {bad}; tensor arguments that hold them: {given}"
-        raise FloatingPointError(f"{name}: expected finite outputs, got {got}")
+        given = [name for name, x in zip(signature.inputs, tensors, strict=True) if not _is_finite(x)]
+        cause = (
+            f"inputs that hold them: {', '.join(given)}"
+            if given
+            else (
+                "no input holds any; keys that are not normalised and g > 0 let the state grow without bound"
+            )
+        )
+        raise FloatingPointError(
+            f"{signature.name}: expected finite outputs, got NaN or Inf in {', '.join(bad)}; {cause}"
+        )
     return out
+
+
+_TENSORS = (
+    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu",
+)  # fmt: skip
+CHUNK_FORWARD = Signature("chunk_forward", _TENSORS, ("o", "final_state"))
+RECURRENT_FORWARD = Signature("recurrent_forward", _TENSORS, ("o", "final_state"))
+CHUNK_BACKWARD = Signature(
+    "chunk_backward",
+    ("do", "dfinal_state"),
+    ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state"),
+)
 
 
 def _is_finite(x: Tensor | None) -> bool:
@@ -77,6 +122,12 @@ def _without_autocast(device: torch.device, run: Any) -> Any:
         return run()
 
 
+def are_plain(*tensors: Tensor | None) -> bool:
+    """True when `is_plain` holds and no tensor intercepts operators."""
+    first = next(x for x in tensors if x is not None)
+    return is_plain(first) and not any(x is not None and intercepts_operators(x) for x in tensors)
+
+
 def is_plain(x: Tensor) -> bool:
     """True when nobody traces or transforms: an operator without gradient may run its body, 40 us sooner."""
     return (
@@ -87,16 +138,6 @@ def is_plain(x: Tensor) -> bool:
         and _get_current_dispatch_mode() is None
         and torch._C._functorch.peek_interpreter_stack() is None
     )
-
-
-def no_tangent(function: str, *tensors: Tensor | None) -> None:
-    """NotImplementedError under forward-mode differentiation, which would silently see a constant."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            f"{function}: expected reverse-mode differentiation, got a forward-mode tangent"
-        )
 
 
 def no_second_derivative(name: str) -> None:
@@ -132,7 +173,7 @@ def _chunk_forward(*args: Any) -> tuple[Tensor | None, ...]:
         o, final, saved = select(problem).chunk_forward(problem, save)
         return tuple(map(settled, (o, final, *saved)))
 
-    return guarded("chunk_forward", problem.device, args[:10], run)
+    return guarded(CHUNK_FORWARD, problem.device, args[:NUM_TENSORS], run, problem)
 
 
 def _chunk_forward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -158,7 +199,7 @@ def _recurrent_forward(*args: Any) -> tuple[Tensor | None, ...]:
     def run() -> tuple[Tensor | None, ...]:
         return tuple(map(settled, select(problem).recurrent_forward(problem)))
 
-    return guarded("recurrent_forward", problem.device, args[:10], run)
+    return guarded(RECURRENT_FORWARD, problem.device, args[:NUM_TENSORS], run, problem)
 
 
 def _chunk_backward(*args: Any) -> tuple[Tensor | None, ...]:
@@ -169,7 +210,7 @@ def _chunk_backward(*args: Any) -> tuple[Tensor | None, ...]:
     def run() -> tuple[Tensor | None, ...]:
         return tuple(map(settled, select(problem).chunk_backward(problem, saved, do, dS)))
 
-    return guarded("chunk_backward", problem.device, (do, dS), run)
+    return guarded(CHUNK_BACKWARD, problem.device, (do, dS), run)
 
 
 def _as_operator(body: Any) -> Any:
@@ -229,7 +270,8 @@ def _differentiate(ctx: Any, do: Tensor | None, dS: Tensor | None, *_saved: Tens
         dS = None
     if do is None and dS is None:
         return (None,) * len(needs)
-    backward = chunk_backward if torch.is_grad_enabled() or not is_plain(tensors[0]) else _chunk_backward
+    is_direct = not torch.is_grad_enabled() and are_plain(*tensors, do, dS)
+    backward = _chunk_backward if is_direct else chunk_backward
     gradients = backward(*tensors[:10], *ctx.options, *tensors[10:], do, dS)
     return wanted(gradients, needs)
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from gdn.backends import select
-from gdn.ops.library import define, guarded, library, no_second_derivative, no_tangent, present
+from gdn.ops.library import Signature, define, guarded, library, no_second_derivative, present
+from gdn.problem import check
 from gdn.problem.layer import NormProblem, parse_norm
 
 
@@ -43,7 +44,7 @@ def rms_norm_gated(
         torch.Size([2, 5, 8])
     """
     problem = parse_norm(x, z, weight, eps=eps, activation=activation, backend=backend)
-    no_tangent("rms_norm_gated", x, z, weight)
+    check.no_tangent("rms_norm_gated", x=x, z=z, weight=weight)
     return norm_operator(*problem.arguments())
 
 
@@ -51,7 +52,7 @@ def _norm(*args: Any) -> Tensor:
     problem = NormProblem(*args)
     run = select(problem).rms_norm_gated
     x = problem.x
-    return guarded("rms_norm_gated", x.device, args[:3], lambda: (present(run(problem), x),))[0]
+    return guarded(_NORM_SIGNATURE, x.device, args[:3], lambda: (present(run(problem), x),))[0]
 
 
 def _norm_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -61,7 +62,7 @@ def _norm_backward(*args: Any) -> tuple[Tensor, ...]:
         gradients = select(problem).rms_norm_gated_bwd(problem, dy)
         return tuple(present(x, problem.x) for x in gradients)
 
-    return guarded("rms_norm_gated_backward", problem.x.device, (dy,), run)
+    return guarded(_BACKWARD_SIGNATURE, problem.x.device, (dy,), run)
 
 
 def _norm_backward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -69,6 +70,8 @@ def _norm_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in args[:3])
 
 
+_NORM_SIGNATURE = Signature("rms_norm_gated", ("x", "z", "weight"), ("y",))
+_BACKWARD_SIGNATURE = Signature("rms_norm_gated_backward", ("dy",), ("dx", "dz", "dweight"))
 _NORM = "Tensor x, Tensor? z, Tensor? weight, float eps, str? activation, str? backend"
 norm_operator = define("rms_norm_gated", f"({_NORM}) -> Tensor", _norm, lambda x, *_: x.new_empty(x.shape))
 norm_backward_operator = define(

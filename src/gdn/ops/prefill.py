@@ -7,8 +7,8 @@ from torch import Tensor
 from gdn import settings
 from gdn.backends import select
 from gdn.notation import HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
-from gdn.ops.library import define, guarded
-from gdn.ops.serving import GATES, nothing
+from gdn.ops.library import Signature, define, guarded
+from gdn.ops.serving import GATES, TOKENS, nothing
 from gdn.problem import CommitProblem, PrefillProblem
 from gdn.problem.serving import parse_commit, parse_prefill
 
@@ -133,7 +133,9 @@ def _prefill(*args: Any) -> None:
         select(problem).prefill(problem)
         return (problem.out,)
 
-    guarded("prefill", problem.q.device, (problem.q, problem.k, problem.v, *args[4:10]), run)
+    p = problem
+    given = (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias)
+    guarded(_PREFILL, p.q.device, given, run, p)
 
 
 def _commit(*args: Any) -> None:
@@ -143,9 +145,11 @@ def _commit(*args: Any) -> None:
         select(problem).commit(problem)
         return ()
 
-    guarded("commit", problem.dst.device, (), run)
+    guarded(_COMMIT, problem.dst.device, (), run, problem)
 
 
+_PREFILL = Signature("prefill", TOKENS, ("o",))
+_COMMIT = Signature("commit", ())
 _prefill_op = define(
     "prefill",
     f"(Tensor q, Tensor k, Tensor v, Tensor(a!) state, {GATES}, Tensor cu_seqlens, Tensor state_index, "

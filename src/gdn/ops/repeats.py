@@ -22,7 +22,7 @@ def seen_before(
     """All that the checks of a call look at, and what runs such calls if one of them has passed the checks.
 
     That is called with the tensors of the problem in order. (None, None) where the checks look at more:
-    at gradients, at offsets on the CPU, at anything in debug mode.
+    at gradients, inference tensors outside inference mode, offsets on the CPU, anything in debug mode.
     """
     try:
         if not is_plain(tensors[0]) or settings.debug():
@@ -32,6 +32,10 @@ def seen_before(
         if torch.is_grad_enabled():
             for x in tensors:
                 if x is not None and x.requires_grad:
+                    return None, None
+        if not torch.is_inference_mode_enabled():
+            for x in tensors:
+                if x is not None and x.is_inference():
                     return None, None
         key = looked_at(tensors, options)
         return key, found(key)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gdn.backends import select
 from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
-from gdn.ops.library import define, guarded, is_plain
+from gdn.ops.library import Signature, define, guarded, is_plain
 from gdn.ops.repeats import remember, seen_before
 from gdn.ops.serving import GATES, nothing, run_checked, unchecked
 from gdn.problem import KeepProblem, ReplayProblem
@@ -175,9 +175,10 @@ def _replay_commit(*args: Any) -> None:
         select(problem).replay_commit(problem)
         return ()
 
-    guarded("replay_commit", problem.state.device, (), run)
+    guarded(_COMMIT, problem.state.device, (), run, problem)
 
 
+_COMMIT = Signature("replay_commit", ())
 _AFTER_OUT = 17  # the first option in ReplayProblem
 _replay_decode_op = define(
     "replay_decode",

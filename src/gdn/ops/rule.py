@@ -1,6 +1,10 @@
-"""The public functions of the gated delta rule: chunked, recurrent, and who would take a call."""
+"""The public functions of the gated delta rule: chunked, recurrent, and which backend runs a call."""
 
-from typing import Any
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,9 +13,32 @@ from gdn.backends import Report, report
 from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
 from gdn.ops import direct, library
 from gdn.ops.repeats import remember
-from gdn.problem import ContextParallel, Problem, parse
+from gdn.problem import ContextParallel, Problem, check, parse
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def with_fla_hint(function: Callable[P, R]) -> Callable[P, R]:
+    """Add to a TypeError about the arguments themselves where the conventions of FLA's callers are kept."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            # raised by the call itself, not within the function
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                raise TypeError(
+                    f"{error} (options are keyword-only and tensors are [B, T, H, K]; functions with FLA's "
+                    "positions, head_first and old names are in gdn.integrations.fla)"
+                ) from None
+            raise
+
+    return call
+
+
+@with_fla_hint
 def chunk_gated_delta_rule(
     q: Q,
     k: Keys,
@@ -92,6 +119,7 @@ def chunk_gated_delta_rule(
     return _rule("chunk_gated_delta_rule", tensors, options)
 
 
+@with_fla_hint
 def fused_recurrent_gated_delta_rule(
     q: Q,
     k: Keys,
@@ -136,10 +164,19 @@ def fused_recurrent_gated_delta_rule(
 def explain(
     q: Q, k: Keys, v: Values, g: PerHead | None = None, beta: PerHead | None = None, **options: Any
 ) -> Report:
-    """Who would take `chunk_gated_delta_rule(q, k, v, g, beta, **options)`, and why the others refuse.
+    """Explain which backend `chunk_gated_delta_rule(q, k, v, g, beta, **options)` gets, and why.
 
-    Returns a Report: print it, or read `chosen` and `refusals`. Raises as `parse` does for an invalid call.
+    Returns a Report: print it, or read `chosen` and `refusals`, the reason of each backend that does not
+    support the call. Raises as `chunk_gated_delta_rule` does for an invalid call.
     """
+    known = inspect.signature(chunk_gated_delta_rule).parameters
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise TypeError(
+                f"explain: expected options of chunk_gated_delta_rule, got the unexpected {name}{hint}"
+            )
     problem: Problem = parse(q, k, v, g, beta, **options)
     return report(problem)
 
@@ -151,7 +188,11 @@ def _rule(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tupl
     if call is not None:
         return call(tensors)
     problem = _parse(tensors, options)
-    library.no_tangent(name, *problem.differentiable)
+    p = problem
+    check.no_tangent(
+        name, q=p.q, k=p.k, v=p.v, g=p.g, beta=p.beta, A_log=p.A_log, dt_bias=p.dt_bias,
+        initial_state=p.initial_state,
+    )  # fmt: skip
     if library.is_plain(problem.q):
         call = direct.call_of(problem, is_recurrent=is_recurrent, is_known=key is not None)
         outputs = call(problem.arguments()[: library.NUM_TENSORS])

@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from gdn import settings
 from gdn.backends import select
 from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
-from gdn.ops.library import define, guarded, is_plain, library
+from gdn.ops.library import Signature, define, guarded, is_plain, library
 from gdn.ops.repeats import remember, seen_before
 from gdn.problem import DecodeProblem, ReplayProblem
 from gdn.problem.serving import one_state_per_row, parse_decode, parse_packed
@@ -283,10 +283,11 @@ def run_checked(name: str, problem: DecodeProblem | ReplayProblem) -> Any:
     p = problem
     if p.cu_seqlens is not None:
         p.spans(read_device=settings.debug())
-    return run_backend(name, p, (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias))
+    given = (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias)
+    return run_backend(Signature(name, TOKENS, ("o",)), p, given)
 
 
-def run_backend(name: str, problem: Repeatable, given: tuple[Tensor | None, ...]) -> Any:
+def run_backend(signature: Signature, problem: Repeatable, given: tuple[Tensor | None, ...]) -> Any:
     """Returns what the backend's function does: None, or a launch to be called again (`gdn.ops.repeats`).
 
     given: the inputs that debug mode looks at.
@@ -295,10 +296,10 @@ def run_backend(name: str, problem: Repeatable, given: tuple[Tensor | None, ...]
 
     def run() -> tuple[Tensor]:
         nonlocal again
-        again = getattr(select(problem), name)(problem)
+        again = getattr(select(problem), signature.name)(problem)
         return (problem.out,)
 
-    guarded(name, problem.out.device, given, run)
+    guarded(signature, problem.out.device, given, run, problem)
     return again
 
 
@@ -306,10 +307,11 @@ def unchecked(name: str, problem: Repeatable, first_option: int) -> Callable[...
     """What runs a call on other tensors of these kinds, for a backend whose function gives nothing back."""
     kind, device, function = type(problem), problem.out.device, getattr(select(problem), name)
     options: tuple[Any, ...] = problem.arguments()[first_option:]
+    signature = Signature(name, ())
 
     def run(*tensors: Tensor | None) -> None:
         other = kind(*tensors, *options)  # type: ignore[arg-type]
-        guarded(name, device, (), lambda: function(other))
+        guarded(signature, device, (), lambda: function(other))
 
     return run
 
@@ -354,6 +356,7 @@ def nothing(*args: Any) -> None:
     """The fake of an operator that only writes its arguments."""
 
 
+TOKENS = ("q", "k", "v", "g", "beta", "a", "b", "A_log", "dt_bias")
 GATES = "Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? A_log, Tensor? dt_bias"
 _ROW_OPTIONS = (
     "SymInt? max_seqlen, float scale, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, "

@@ -51,7 +51,7 @@ from gdn.notation import (
     Values,
     WKeys,
 )
-from gdn.ops.library import guarded
+from gdn.ops.library import Signature, guarded
 from gdn.problem import host_offsets
 from gdn.problem.stages import parse_stage
 
@@ -295,6 +295,24 @@ def chunk_output_bwd(
     return dq, dk, dv_new, dG, dS_in
 
 
+_OUTPUTS = {
+    "chunk_cumsum": ("G",),
+    "chunk_cumsum_bwd": ("dg",),
+    "chunk_gate_cumsum": ("G",),
+    "chunk_gate_cumsum_bwd": ("da", "dA_log", "ddt_bias"),
+    "chunk_kkt": ("A",),
+    "chunk_kkt_bwd": ("dk", "dbeta", "dG"),
+    "solve_tril": ("A_inv",),
+    "solve_tril_bwd": ("dA",),
+    "wy_transform": ("w", "u"),
+    "wy_transform_bwd": ("dk", "dv", "dbeta", "dG", "dA_inv"),
+    "chunk_state": ("S_in", "v_new", "final_state"),
+    "chunk_state_bwd": ("dk", "dw", "du", "dG", "dinitial_state"),
+    "chunk_output": ("o",),
+    "chunk_output_bwd": ("dq", "dk", "dv_new", "dG", "dS_in"),
+}
+
+
 def _run(
     stage: str, tensors: dict[str, Any], cu_seqlens: Any, backend: Any, *, scale: float | None = None
 ) -> Any:
@@ -307,5 +325,6 @@ def _run(
         args.append(problem.sizes["K"] ** -0.5 if scale is None else float(scale))
     run = getattr(select(problem), stage)
     # -inf is a valid log decay and a valid A_log
-    finite = [x for name, x in tensors.items() if name not in ("g", "A_log")]
-    return guarded(stage, problem.device, finite, lambda: run(*args, cu_seqlens))
+    finite = {name: x for name, x in tensors.items() if name not in ("g", "A_log")}
+    signature = Signature(stage, tuple(finite), _OUTPUTS[stage])
+    return guarded(signature, problem.device, tuple(finite.values()), lambda: run(*args, cu_seqlens))

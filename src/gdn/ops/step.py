@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from gdn.notation import ConvPool, ConvWeight, HeadParam, Index, Pool
-from gdn.ops.library import define, is_plain
+from gdn.ops.library import Signature, define, is_plain
 from gdn.ops.repeats import remember, seen_before
 from gdn.ops.serving import run_backend, unchecked
 from gdn.problem.step import StepProblem, parse_step
@@ -128,9 +128,12 @@ def _step(*args: Any) -> None:
 def _run(problem: StepProblem) -> Any:
     p = problem
     given = (p.mixed_qkv, p.conv_weight, p.conv_bias, p.a, p.b, p.A_log, p.dt_bias, p.z, p.norm_weight)
-    return run_backend("decode_step", p, given)
+    return run_backend(_SIGNATURE, p, given)
 
 
+_SIGNATURE = Signature(
+    "decode_step", ("mixed_qkv", "conv_weight", "conv_bias", "a", "b", "A_log", "dt_bias", "z", "norm_weight")
+)
 _AFTER_OUT = 15  # the first option in StepProblem
 _step_op = define(
     "decode_step",

@@ -21,6 +21,7 @@ def tokens(q: Any, k: Any, v: Any) -> dict[str, int]:
     check.shape("q", q, "B T H K", dims)
     if k.shape != q.shape:
         check.shape("k", k, "B T H K", dims)
+    check.time_first(v, dims)
     check.shape("v", v, "B T HV V", dims)
     if not q.dtype == k.dtype == v.dtype:
         check.same_dtype(q, "q", k=k, v=v)
@@ -71,7 +72,7 @@ def packing(q: Tensor, cu_seqlens: Any, max_seqlen: Any, dims: dict[str, int]) -
         return
     dims["N"] = check.offsets("q", cu_seqlens, None, dims)
     if cu_seqlens.device.type != "cpu":
-        check.same_device(q, "q", cu_seqlens=cu_seqlens)
+        check.companions(q, "q", cu_seqlens=cu_seqlens)
     if max_seqlen is not None:
         if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
             raise TypeError(f"max_seqlen: expected an int or None, got {type(max_seqlen).__name__}")
@@ -96,7 +97,7 @@ def pool(
         raise ValueError(
             f"{name}: expected float32, bfloat16 or float16 with q in {q.dtype}, got {state.dtype}"
         )
-    own_memory(name, state)
+    check.writable(name, state)
     null(null_slot)
 
 
@@ -107,21 +108,15 @@ def null(null_slot: Any) -> None:
         raise ValueError(f"null_slot: expected None or 0, got {null_slot}")
 
 
-def own_memory(name: str, x: Tensor) -> None:
-    """What is written must not overlap itself, as an expanded tensor does."""
-    if 0 in x.stride() and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
-        raise ValueError(
-            f"{name}: expected memory of its own for every element, got strides {list(x.stride())}"
-        )
-
-
 def index(name: str, x: Any, axes: str, dims: dict[str, int]) -> None:
     check.integral(name, x)
     check.shape(name, x, axes, dims)
 
 
 def reading(read_index: Any, num_accepted: Any, ring_pos: Any, dims: dict[str, int]) -> None:
-    if read_index is not None:
+    if read_index is None:
+        check.enough_slots("state", dims["slots"], dims["N"], "read_index")
+    else:
         check.integral("read_index", read_index)
         if read_index.dim() == 2 and ring_pos is None:
             check.shape("read_index", read_index, "N columns", dims)
@@ -192,7 +187,7 @@ def intermediate(
         "intermediate", intermediate, "rows tokens HV V K" if v_first else "rows tokens HV K V", sizes
     )
     columns("intermediate", intermediate, dims.get("M"))
-    own_memory("intermediate", intermediate)
+    check.writable("intermediate", intermediate)
     if intermediate_row is not None:
         index("intermediate_row", intermediate_row, "N", dims)
     if parent is not None:
@@ -217,7 +212,7 @@ def checkpoints(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if checkpoints.dtype not in (torch.float32, dtype):
         raise ValueError(f"checkpoints: expected dtype {dtype}, got {checkpoints.dtype}")
-    own_memory("checkpoints", checkpoints)
+    check.writable("checkpoints", checkpoints)
     index("checkpoint_offsets", offsets, "N", dims)
 
 
@@ -228,17 +223,12 @@ def out(q: Tensor, v: Tensor, out: Any) -> None:
     if out.shape != v.shape:
         raise ValueError(f"out: expected shape {list(v.shape)} (that of v), got {list(out.shape)}")
     check.same_dtype(q, "q", out=out)
-    own_memory("out", out)
+    check.writable("out", out)
 
 
 def places(function: str, q: Tensor, **tensors: Tensor | None) -> None:
-    check.same_device(q, "q", **tensors)
+    check.companions(q, "q", **tensors)
     check.no_gradient(function, q=q, **tensors)
-
-
-def backend(backend: Any) -> None:
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend: expected a name or None, got {type(backend).__name__}")
 
 
 def scale(scale: Any, dims: dict[str, int]) -> float:

@@ -6,15 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+BACKENDS = ("hopper", "triton", "eager")  # fastest first
+LARGEST = torch.finfo(torch.float32).max
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
 
 
 def tensor(name: str, x: Any) -> None:
-    """TypeError unless x is a tensor."""
+    """TypeError unless x is a tensor with strides."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a strided tensor, got layout {x.layout}")
 
 
 def floating(name: str, x: Any) -> None:
@@ -32,9 +37,19 @@ def integral(name: str, x: Any) -> None:
 
 
 def number(name: str, x: Any) -> None:
-    """TypeError unless x is a real number."""
+    """TypeError unless x is a real number, ValueError unless it is finite in fp32."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {type(x).__name__}")
+    if not -LARGEST <= float(x) <= LARGEST:
+        raise ValueError(f"{name}: expected a finite number of at most {LARGEST:.3g}, got {x}")
+
+
+def backend(name: Any) -> None:
+    """TypeError unless name is a string or None, ValueError unless a backend has that name."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"backend: expected a name or None, got {type(name).__name__}")
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"backend: expected None or one of {', '.join(BACKENDS)}, got {name!r}")
 
 
 def choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
@@ -45,20 +60,48 @@ def choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def flags(**values: Any) -> None:
-    """TypeError unless every value is a bool."""
+def flags(**values: Any) -> list[bool]:
+    """Return the values as Python bools, in order; TypeError unless each is a bool or a NumPy bool."""
     for name, value in values.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and not _is_numpy_bool(value):
             raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+    return [bool(value) for value in values.values()]
 
 
-def same_device(reference: Tensor, reference_name: str, **tensors: Tensor | None) -> None:
-    """ValueError unless all tensors lie on the device of `reference`."""
+def _is_numpy_bool(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+
+
+def companions(reference: Tensor, reference_name: str, **tensors: Tensor | None) -> None:
+    """Refuse tensors that cannot be computed with beside `reference`.
+
+    ValueError unless all lie on its device. TypeError for a subclass that intercepts operators
+    (`__torch_dispatch__`) beside a plain `reference`: a backend would run on the mixture, past the subclass.
+    """
+    is_plain = not intercepts_operators(reference)
     for name, x in tensors.items():
-        if x is not None and x.device != reference.device:
+        if x is None:
+            continue
+        if x.device != reference.device:
             raise ValueError(
                 f"{name}: expected device {reference.device} (that of {reference_name}), got {x.device}"
             )
+        if is_plain and intercepts_operators(x):
+            raise TypeError(
+                f"{name}: expected a plain tensor like {reference_name}, got {type(x).__name__}, "
+                "which intercepts operators"
+            )
+
+
+def intercepts_operators(x: Tensor) -> bool:
+    """True for a tensor whose class has a `__torch_dispatch__`; False while a compiler traces.
+
+    A compiler's own fake tensors stand for what the caller has, and mix with constants.
+    """
+    kind = type(x)
+    if kind is Tensor or torch.compiler.is_compiling():
+        return False
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def same_dtype(reference: Tensor, reference_name: str, **tensors: Tensor) -> None:
@@ -84,6 +127,16 @@ def shape(name: str, x: Tensor, axes: str, dims: dict[str, int]) -> None:
         raise ValueError(f"{name}: expected shape [{describe(letters, dims)}], got {list(x.shape)}")
 
 
+def time_first(v: Tensor, dims: Mapping[str, int]) -> None:
+    """ValueError where q, k and v have their heads before their tokens, as v's shape then shows."""
+    T, H = dims["T"], dims["H"]
+    if v.dim() == 4 and v.shape[1] != T and v.shape[2] == H and T > 0 and v.shape[1] % T == 0:
+        raise ValueError(
+            f"q: expected tensors [B, T, H, K], tokens before heads; got H={H} heads in q and "
+            f"T={v.shape[2]} tokens in v, as if heads came first"
+        )
+
+
 def describe(letters: list[str], dims: Mapping[str, int]) -> str:
     """'B=2, T=5, HV' : sizes where known."""
     return ", ".join(f"{a}={dims[a]}" if a in dims else a for a in letters)
@@ -107,8 +160,61 @@ def offsets(packed: str, cu_seqlens: Any, cu_seqlens_cpu: Any, dims: Mapping[str
     return cu_seqlens.shape[0] - 1
 
 
+def enough_slots(name: str, slots: int, rows: int, index: str) -> None:
+    """ValueError where rows use slots by their own number, as `index` is None, and there are fewer slots."""
+    if slots < rows:
+        raise ValueError(
+            f"{name}: expected at least {rows} slots for {rows} rows, got {slots} ({index} would name a slot "
+            "for each row)"
+        )
+
+
+def no_tangent(function: str, **tensors: Tensor | None) -> None:
+    """NotImplementedError under forward-mode differentiation, which would silently see a constant."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for name, x in tensors.items():
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{function}: expected reverse-mode differentiation, got a forward-mode tangent of {name}"
+            )
+
+
+def writable(name: str, x: Tensor) -> None:
+    """ValueError unless x can be written in place: each element has memory of its own, outside inference mode
+    x is no inference tensor."""
+    if overlaps_itself(x):
+        raise ValueError(
+            f"{name}: expected memory of its own for every element, got shape {list(x.shape)} with strides "
+            f"{list(x.stride())}"
+        )
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return
+    if x.is_inference():
+        raise ValueError(
+            f"{name}: expected a tensor that may be written outside inference mode, got an inference tensor"
+        )
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """True unless each axis, in order of stride, steps past all that the axes of smaller strides reach.
+
+    Exact for memory in blocks, as every pool has it; True as well for strides that interleave.
+    """
+    if x.is_contiguous() or x.numel() == 0:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
 def no_gradient(function: str, **tensors: Tensor | None) -> None:
     """ValueError when autograd would record: the serving functions have no gradient."""
+    no_tangent(function, **tensors)
     if torch.is_grad_enabled():
         for name, x in tensors.items():
             if x is not None and x.requires_grad:

@@ -103,8 +103,8 @@ def parse_conv(
     backend: Any,
 ) -> ConvProblem:
     """Check a call of `causal_conv1d`, reading no tensor's contents; raises as `gdn.problem.parse` does."""
-    check.flags(output_final_state=output_final_state)
-    _check_name(backend)
+    (output_final_state,) = check.flags(output_final_state=output_final_state)
+    check.backend(backend)
     check.choice("activation", activation, (None, "silu"))
     dims: dict[str, int] = {}
     _check_channels(x, "B T D", weight, bias, dims)
@@ -129,18 +129,20 @@ def parse_conv(
             raise ValueError("output_final_state: expected False with state (the pool takes it), got True")
         _check_pool(state, dims, dims["W"] - 1, "W-1", null_slot)
         _check_rows("state_index", state_index, "N", dims)
+        if state_index is None:
+            check.enough_slots("state", dims["slots"], dims["N"], "state_index")
         if has_initial_state is not None:
             check.tensor("has_initial_state", has_initial_state)
             if has_initial_state.dtype != torch.bool:
                 raise TypeError(f"has_initial_state: expected a bool tensor, got {has_initial_state.dtype}")
             check.shape("has_initial_state", has_initial_state, "N", dims)
         check.no_gradient("causal_conv1d with state", x=x, weight=weight, bias=bias, state=state)
-    check.same_device(
+    check.companions(
         x, "x", weight=weight, bias=bias, initial_state=initial_state, state=state, state_index=state_index,
         has_initial_state=has_initial_state,
     )  # fmt: skip
     if cu_seqlens is not None and cu_seqlens.device.type != "cpu":
-        check.same_device(x, "x", cu_seqlens=cu_seqlens)
+        check.companions(x, "x", cu_seqlens=cu_seqlens)
     return ConvProblem(
         x, weight, bias, initial_state, state, state_index, has_initial_state, cu_seqlens, cu_seqlens_cpu,
         activation, output_final_state, null_slot, backend,
@@ -162,7 +164,7 @@ def parse_conv_update(
     backend: Any,
 ) -> ConvUpdateProblem:
     """Check a call of `causal_conv1d_update`, reading no tensor's contents; makes `out` if none is given."""
-    _check_name(backend)
+    check.backend(backend)
     check.choice("activation", activation, (None, "silu"))
     check.tensor("x", x)
     dims: dict[str, int] = {}
@@ -180,11 +182,14 @@ def parse_conv_update(
         ("num_accepted", num_accepted),
     ):
         _check_rows(name, index, "B", dims)
+    if state_index is None:
+        check.enough_slots("state", dims["slots"], dims["B"], "state_index")
     if out is not None:
         check.floating("out", out)
+        check.writable("out", out)
         check.shape("out", out, "B D" if x.dim() == 2 else "B T D", dims)
         check.same_dtype(x, "x", out=out)
-    check.same_device(
+    check.companions(
         x, "x", state=state, weight=weight, bias=bias, state_index=state_index, ring_pos=ring_pos,
         num_accepted=num_accepted, out=out,
     )  # fmt: skip
@@ -199,7 +204,7 @@ def parse_conv_update(
 
 def parse_norm(x: Any, z: Any, weight: Any, *, eps: Any, activation: Any, backend: Any) -> NormProblem:
     """Check a call of `rms_norm_gated`, reading no tensor's contents."""
-    _check_name(backend)
+    check.backend(backend)
     check.choice("activation", activation, GATES)
     check.floating("x", x)
     if x.dim() < 1 or x.shape[-1] < 1:
@@ -211,13 +216,14 @@ def parse_norm(x: Any, z: Any, weight: Any, *, eps: Any, activation: Any, backen
     if weight is not None:
         check.floating("weight", weight)
         check.shape("weight", weight, "D", {"D": x.shape[-1]})
-    check.same_device(x, "x", z=z, weight=weight)
+    check.companions(x, "x", z=z, weight=weight)
     check.number("eps", eps)
     return NormProblem(x, z, weight, float(eps), activation, backend)
 
 
-def check_layer(gate: Any, **sizes: Any) -> None:
+def check_layer(gate: Any, backend: Any, **sizes: Any) -> None:
     """Refuse sizes that make no GatedDeltaNet: all positive ints, num_v_heads a multiple of num_k_heads."""
+    check.backend(backend)
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
@@ -229,21 +235,48 @@ def check_layer(gate: Any, **sizes: Any) -> None:
     check.choice("output_gate", gate, GATES[1:])
 
 
-def check_hidden(hidden: Any, attention_mask: Any, cu_seqlens: Any, hidden_size: int) -> None:
-    """Refuse inputs that do not fit: hidden [B, T, hidden_size], mask [B, T' >= T] or cu_seqlens."""
+def check_hidden(
+    hidden: Any, attention_mask: Any, cu_seqlens: Any, hidden_size: int, dtype: torch.dtype | None
+) -> None:
+    """Refuse inputs that do not fit: hidden [B, T, hidden_size] in dtype, mask [B, T' >= T] or cu_seqlens."""
     check.floating("hidden", hidden)
     dims = {"hidden_size": hidden_size}
     check.shape("hidden", hidden, "B T hidden_size", dims)
+    if dtype is not None and hidden.dtype != dtype:
+        raise ValueError(f"hidden: expected dtype {dtype} (that of the layer's weights), got {hidden.dtype}")
+    if cu_seqlens is not None:
+        if attention_mask is not None:
+            raise ValueError("attention_mask: expected None with cu_seqlens, got a tensor")
+        check.offsets("hidden", cu_seqlens, None, dims)
     if attention_mask is None:
         return
     check.tensor("attention_mask", attention_mask)
-    if cu_seqlens is not None:
-        raise ValueError("attention_mask: expected None with cu_seqlens, got a tensor")
     B, T = dims["B"], dims["T"]
     shape = list(attention_mask.shape)
     if len(shape) != 2 or shape[0] != B or shape[1] < T:
         raise ValueError(f"attention_mask: expected shape [B={B}, at least T={T}], got {shape}")
-    check.same_device(hidden, "hidden", attention_mask=attention_mask)
+    check.companions(hidden, "hidden", attention_mask=attention_mask)
+
+
+def check_cache(cache: Any, kind: type, N: int, weight: Tensor, heads: tuple[int, int, int]) -> None:
+    """Refuse a cache of another class, of other than N sequences, or of another layer's sizes.
+
+    weight: [D, W] of the convolution; heads: HV, K, V.
+    """
+    if cache is None:
+        return
+    if not isinstance(cache, kind):
+        raise TypeError(f"cache: expected a {kind.__name__} or None, got {type(cache).__name__}")
+    wanted = {"conv_state": (N, weight.shape[0], weight.shape[1] - 1), "state": (N, *heads)}
+    for name, shape in wanted.items():
+        x = getattr(cache, name)
+        if x is None:
+            continue
+        check.floating(f"cache: {name}", x)
+        if tuple(x.shape) != shape:
+            raise ValueError(
+                f"cache: expected {name} of shape {list(shape)} for N={N} sequences, got {list(x.shape)}"
+            )
 
 
 def _check_channels(x: Any, axes: str, weight: Any, bias: Any, dims: dict[str, int]) -> None:
@@ -263,6 +296,7 @@ def _check_pool(state: Any, dims: dict[str, int], columns: int, formula: str, nu
     check.shape("state", state, "slots D L", dims)
     if dims["L"] < columns:
         raise ValueError(f"state: expected L >= {formula} = {columns} columns, got L={dims['L']}")
+    check.writable("state", state)
     if null_slot is not None and (isinstance(null_slot, bool) or null_slot != 0):
         raise ValueError(f"null_slot: expected None or 0, got {null_slot!r}")
 
@@ -271,11 +305,6 @@ def _check_rows(name: str, index: Any, axes: str, dims: dict[str, int]) -> None:
     if index is not None:
         check.integral(name, index)
         check.shape(name, index, axes, dims)
-
-
-def _check_name(backend: Any) -> None:
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend: expected a name or None, got {type(backend).__name__}")
 
 
 def _kind(value: Any) -> str:

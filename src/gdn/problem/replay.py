@@ -122,11 +122,11 @@ def parse_replay(
     null_slot: Any, out: Any, backend: Any,
 ) -> ReplayProblem:  # fmt: skip
     """Check a call of `replay_decode`, reading no tensor's contents; allocates `out` where none is given."""
-    check.flags(
+    use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first = check.flags(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
     )  # fmt: skip
-    addressing.backend(backend)
+    check.backend(backend)
     dims = addressing.tokens(q, k, v)
     addressing.gates(g, beta, a, b, A_log, dt_bias, allow_neg_eigval, dims)
     addressing.packing(q, cu_seqlens, max_seqlen, dims)
@@ -139,7 +139,9 @@ def parse_replay(
         raise ValueError(
             f"history_G: expected room for {dims['M']} tokens on axis 1, got {list(history_G.shape)}"
         )
-    if read_index is not None:
+    if read_index is None:
+        check.enough_slots("state", dims["slots"], dims["N"], "read_index")
+    else:
         addressing.index("read_index", read_index, "N", dims)
     addressing.out(q, v, out)
     addressing.places(
@@ -159,12 +161,12 @@ def parse_keep(
     room: Any, update_cursor: Any, state_v_first: Any, null_slot: Any, backend: Any,
 ) -> KeepProblem:  # fmt: skip
     """Check a call of `replay_commit`, reading no tensor's contents."""
-    check.flags(update_cursor=update_cursor, state_v_first=state_v_first)
-    addressing.backend(backend)
+    update_cursor, state_v_first = check.flags(update_cursor=update_cursor, state_v_first=state_v_first)
+    check.backend(backend)
     dims: dict[str, int] = {}
     check.floating("state", state)
     check.shape("state", state, "layers slots HV V K" if state_v_first else "layers slots HV K V", dims)
-    addressing.own_memory("state", state)
+    check.writable("state", state)
     addressing.null(null_slot)
     _history(history_u, history_k, history_G, cursor, "layers ", dims)
     if dims["H"] < 1 or dims["HV"] < dims["H"] or dims["HV"] % dims["H"]:
@@ -176,7 +178,7 @@ def parse_keep(
     if not 1 <= room <= dims["places"]:
         raise ValueError(f"room: expected 1 to {dims['places']} (the places of a history), got {room}")
     histories = {"history_u": history_u, "history_k": history_k, "history_G": history_G, "cursor": cursor}
-    check.same_device(state, "state", index=index, accepted=accepted, **histories)
+    check.companions(state, "state", index=index, accepted=accepted, **histories)
     check.no_gradient("replay_commit", state=state, **histories)
     return KeepProblem(
         state, history_u, history_k, history_G, cursor, index, accepted, room, update_cursor, state_v_first,
@@ -197,7 +199,7 @@ def _history(u: Any, k: Any, G: Any, cursor: Any, lead: str, dims: dict[str, int
     for name, x in (("history_u", u), ("history_k", k), ("history_G", G)):
         if x is not G and x.numel() and x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: expected a contiguous last axis, got strides {list(x.stride())}")
-        addressing.own_memory(name, x)
+        check.writable(name, x)
     check.integral("cursor", cursor)
     check.shape("cursor", cursor, "slots", dims)
-    addressing.own_memory("cursor", cursor)
+    check.writable("cursor", cursor)

@@ -162,18 +162,16 @@ def parse(
         ValueError           shapes, dtypes, devices or options that contradict each other
         NotImplementedError  cp_context, until context parallelism exists
     """
-    check.flags(
-        output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-        exact=exact,
+    (
+        output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, exact, batch_invariant,
+    ) = check.flags(
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, exact=exact,
         batch_invariant=batch_invariant,
-    )
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend: expected a name or None, got {type(backend).__name__}")
+    )  # fmt: skip
+    check.backend(backend)
     if cp_context is not None:
         raise NotImplementedError(
             "cp_context: expected None, got a context; no backend takes context parallelism yet"
@@ -188,11 +186,11 @@ def parse(
     if initial_state is not None:
         check.floating("initial_state", initial_state)
         check.shape("initial_state", initial_state, "N HV V K" if state_v_first else "N HV K V", dims)
-    check.same_device(
+    check.companions(
         q, "q", k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state
     )
     if cu_seqlens is not None and cu_seqlens.device.type != "cpu":
-        check.same_device(q, "q", cu_seqlens=cu_seqlens)
+        check.companions(q, "q", cu_seqlens=cu_seqlens)
     if scale is None:
         scale = dims["K"] ** -0.5
     check.number("scale", scale)
@@ -209,6 +207,7 @@ def _check_tokens(q: Any, k: Any, v: Any, g: Any, beta: Any) -> dict[str, int]:
     dims: dict[str, int] = {}
     check.shape("q", q, "B T H K", dims)
     check.shape("k", k, "B T H K", dims)
+    check.time_first(v, dims)
     check.shape("v", v, "B T HV V", dims)
     check.same_dtype(q, "q", k=k, v=v)
     if dims["K"] < 1 or dims["V"] < 1:

@@ -212,11 +212,11 @@ def parse_decode(
     out: Any, backend: Any,
 ) -> DecodeProblem:  # fmt: skip
     """Check a call of `decode`, reading no tensor's contents; allocates `out` where none is given."""
-    check.flags(
+    use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, round_state, exact_packet = check.flags(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, round_state=round_state, exact_packet=exact_packet,
     )  # fmt: skip
-    addressing.backend(backend)
+    check.backend(backend)
     addressing.write(write, round_state, exact_packet)
     dims = addressing.tokens(q, k, v)
     addressing.gates(g, beta, a, b, A_log, dt_bias, allow_neg_eigval, dims)
@@ -297,11 +297,11 @@ def parse_prefill(
     null_slot: Any, out: Any, backend: Any,
 ) -> PrefillProblem:  # fmt: skip
     """Check a call of `prefill`, reading no tensor's contents; allocates `out` where none is given."""
-    check.flags(
+    use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, batch_invariant, update_state = check.flags(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, batch_invariant=batch_invariant, update_state=update_state,
     )  # fmt: skip
-    addressing.backend(backend)
+    check.backend(backend)
     dims = addressing.tokens(q, k, v)
     addressing.gates(g, beta, a, b, A_log, dt_bias, allow_neg_eigval, dims)
     dims["N"] = check.offsets("q", cu_seqlens, None, dims)
@@ -347,7 +347,7 @@ def parse_commit(
     if src.dim() != dst.dim() + 1 or src.shape[0] != dst.shape[0] or src.shape[3:] != dst.shape[2:]:
         rest = "".join(f", {size}" for size in dst.shape[2:])
         raise ValueError(f"src: expected shape [L={dst.shape[0]}, rows, T{rest}], got {list(src.shape)}")
-    addressing.own_memory("dst", dst)
+    check.writable("dst", dst)
     dims: dict[str, int] = {}
     addressing.index("dst_index", dst_index, "n", dims)
     addressing.index("src_row", src_row, "n", dims)
@@ -359,6 +359,6 @@ def parse_commit(
         "dst_index": dst_index, "src_row": src_row, "step": step, "extra_dst_index": extra_dst_index,
         "extra_step": extra_step,
     }  # fmt: skip
-    check.same_device(dst, "dst", src=src, **indices)
+    check.companions(dst, "dst", src=src, **indices)
     check.no_gradient("commit", dst=dst, src=src)
     return CommitProblem(dst, src, dst_index, src_row, step, extra_dst_index, extra_step)

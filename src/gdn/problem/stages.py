@@ -77,9 +77,9 @@ def parse_stage(
     for name, x in tensors.items():
         if x is not None and _is_state(name):
             check.shape(name, x, AXES[_primal(name)], sizes)
-    check.same_device(tensors[first], first, **tensors)
+    check.companions(tensors[first], first, **tensors)
     if cu_seqlens is not None and cu_seqlens.device.type != "cpu":
-        check.same_device(tensors[first], first, cu_seqlens=cu_seqlens)
+        check.companions(tensors[first], first, cu_seqlens=cu_seqlens)
     if scale is not None:
         check.number("scale", scale)
     for name in ("G", "dG"):
@@ -104,7 +104,7 @@ def parse_gate(a: Any, b: Any, A_log: Any, dt_bias: Any, backend: Any) -> StageP
     check.shape("A_log", A_log, "HV", sizes)
     if dt_bias is not None:
         check.shape("dt_bias", dt_bias, "HV", sizes)
-    check.same_device(a, "a", b=b, A_log=A_log, dt_bias=dt_bias)
+    check.companions(a, "a", b=b, A_log=A_log, dt_bias=dt_bias)
     return StageProblem("gate", tensors, sizes, None, backend)
 
 
@@ -112,8 +112,7 @@ def _check_kinds(tensors: dict[str, Any], backend: Any) -> None:
     for name, x in tensors.items():
         if x is not None or name not in OPTIONAL:
             check.floating(name, x)
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend: expected a name or None, got {type(backend).__name__}")
+    check.backend(backend)
 
 
 def _primal(name: str) -> str:

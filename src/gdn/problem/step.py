@@ -120,11 +120,11 @@ def parse_step(
     null_slot: Any, out: Any, backend: Any,
 ) -> StepProblem:  # fmt: skip
     """Check a call of `decode_step`, reading no tensor's contents; allocates `out` where none is given."""
-    check.flags(
+    use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first = check.flags(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
     )  # fmt: skip
-    addressing.backend(backend)
+    check.backend(backend)
     check.choice("conv_activation", conv_activation, GATES[:2])
     check.choice("norm_activation", norm_activation, GATES)
     check.number("norm_eps", norm_eps)
@@ -141,6 +141,10 @@ def parse_step(
         if index is not None:
             addressing.index(name, index, "N", dims)
     _convolution(conv_state, conv_weight, conv_bias, mixed_qkv.shape[1])
+    if read_index is None:
+        check.enough_slots("state", dims["slots"], dims["N"], "read_index")
+        if conv_index is None:
+            check.enough_slots("conv_state", conv_state.shape[0], dims["N"], "conv_index")
     _norm(z, norm_weight, v.shape)
     addressing.out(q, v, o)
     addressing.places(
@@ -170,7 +174,7 @@ def _convolution(state: Any, weight: Any, bias: Any, channels: int) -> None:
     check.shape("conv_state", state, "slots D L", dims)
     if dims["L"] < dims["W"] - 1:
         raise ValueError(f"conv_state: expected L >= W-1 = {dims['W'] - 1} columns, got L={dims['L']}")
-    addressing.own_memory("conv_state", state)
+    check.writable("conv_state", state)
 
 
 def _norm(z: Any, weight: Any, shape: Any) -> None:

@@ -1,0 +1,239 @@
+"""Inspect the contents of a call's tensors, for debug mode (GDN_DEBUG=1): this reads device memory.
+
+`inspect_problem` raises ValueError where the result would be undefined: two rows that write one slot, a row
+that reads what another one writes, a positive log decay. It returns a sentence for each property that is
+allowed and is usually a mistake: a slot past the pool, keys that are not normalised, heads before tokens.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.problem.layer import ConvProblem, ConvUpdateProblem
+from gdn.problem.replay import KeepProblem, ReplayProblem
+from gdn.problem.rule import Problem
+from gdn.problem.serving import CommitProblem, DecodeProblem, PrefillProblem
+from gdn.problem.step import StepProblem
+
+Spans = Sequence[
+    tuple[int, int]
+]  # (first token, number of tokens) of each row, tokens counted over the batch
+Places = Iterable[tuple[int, Any]]  # (row, what it reads or writes)
+SLACK = 1.02  # keys that were normalised in bf16 have norms up to 1.01
+
+
+def inspect_problem(problem: Any) -> list[str]:
+    """Return the findings of a checked call; raise ValueError where its result would be undefined."""
+    inspect = _INSPECT.get(type(problem))
+    return [] if inspect is None else inspect(problem)
+
+
+def _rule(p: Problem) -> list[str]:
+    T = p.T if p.cu_seqlens is None else int(p.cu_seqlens[-1])
+    spans = [(row * p.T, T) for row in range(p.B)]
+    g = None if p.use_gate_in_kernel else p.g
+    beta = p.beta
+    if beta is not None and p.use_beta_sigmoid_in_kernel:
+        beta = beta.float().sigmoid() * (2 if p.allow_neg_eigval else 1)
+    found = _tokens(p.k, g, beta, spans, p.use_qk_l2norm_in_kernel)
+    if p.H > p.T > 1 and p.HV == p.H and p.cu_seqlens is None:
+        found.append(f"q: T={p.T} tokens and H={p.H} heads; expected [B, T, H, K], tokens before heads")
+    return found
+
+
+def _decode(p: DecodeProblem) -> list[str]:
+    spans = p.spans(read_device=True) or ()
+    rows = range(p.N)
+    slots = _selected(p, rows)
+    found = _past_the_pool("read_index", slots, p.state.shape[0])
+    valid = [n for n in rows if p.is_slot(slots[n]) and spans[n][1] > 0]
+    R = 1 if p.ring_pos is None else p.state.shape[1]
+    start = [0] * p.N if p.ring_pos is None else p.ring_pos.tolist()
+    reads = [(n, (slots[n], start[n] % R)) for n in valid]
+    name = "read_index" if p.write_index is None else "write_index"
+    writes: list[tuple[int, Any]] = []
+    if p.write == "final" and p.write_index is None:
+        writes = reads
+    elif p.write == "all" and p.write_index is None:
+        writes = [(n, (slots[n], (start[n] + 1 + t) % R)) for n in valid for t in range(spans[n][1])]
+    elif p.write_index is not None:
+        targets = p.write_index.reshape(p.N, -1).tolist()
+        found += _past_the_pool(name, [x for row in targets for x in row], p.state.shape[0])
+        count = {n: spans[n][1] if p.write == "all" else 1 for n in valid}
+        writes = [(n, (x, 0)) for n in valid for x in targets[n][: count[n]] if p.is_slot(x)]
+    _require_own_slots(name, writes, reads)
+    if p.intermediate is not None and p.intermediate_row is not None:
+        kept = p.intermediate_row.tolist()
+        found += _past_the_pool("intermediate_row", kept, p.intermediate.shape[0], "rows")
+        room = range(p.intermediate.shape[0])
+        _require_own_slots("intermediate_row", [(n, kept[n]) for n in valid if kept[n] in room])
+    live = [spans[n] for n in valid]
+    return found + _pool_tokens(p, live)
+
+
+def _prefill(p: PrefillProblem) -> list[str]:
+    offsets = p.offsets(read_device=True) or [0]
+    spans = [(a, b - a) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    slots, size = p.state_index.tolist(), p.state.shape[0]
+    found = _past_the_pool("state_index", slots, size)
+    targets, name = slots, "state_index"
+    if p.out_state_index is not None:
+        targets, name = p.out_state_index.tolist(), "out_state_index"
+        found += _past_the_pool(name, targets, size)
+    valid = [n for n in range(p.N) if p.is_slot(slots[n])]
+    continues = [True] * p.N if p.has_initial_state is None else p.has_initial_state.tolist()
+    reads = [(n, slots[n]) for n in valid if continues[n] and spans[n][1] > 0]
+    stores = p.update_state
+    writes = [(n, targets[n]) for n in valid if stores and spans[n][1] > 0 and p.is_slot(targets[n])]
+    _require_own_slots(name, writes, reads)
+    if p.snapshot_pos is not None and p.snapshot_index is not None:
+        positions, kept = p.snapshot_pos.tolist(), p.snapshot_index.tolist()
+        taken = [n for n in valid if 0 <= positions[n] <= spans[n][1]]
+        found += _past_the_pool("snapshot_index", [kept[n] for n in taken], size)
+        snapshots = [(n, kept[n]) for n in taken if p.is_slot(kept[n])]
+        _require_own_slots("snapshot_index", [*snapshots, *((n, x) for n, x in writes)], reads)
+    return found + _pool_tokens(p, [spans[n] for n in valid])
+
+
+def _replay(p: ReplayProblem) -> list[str]:
+    spans = p.spans(read_device=True) or ()
+    slots = _selected(p, range(p.N))
+    valid = [n for n in range(p.N) if p.is_slot(slots[n]) and spans[n][1] > 0]
+    _require_own_slots("read_index", [(n, slots[n]) for n in valid])
+    found = _past_the_pool("read_index", slots, p.state.shape[0])
+    return found + _pool_tokens(p, [spans[n] for n in valid])
+
+
+def _keep(p: KeepProblem) -> list[str]:
+    return _slot_vector("index", p.index, p.state.shape[1], p.null_slot)
+
+
+def _commit(p: CommitProblem) -> list[str]:
+    found, writes = [], []
+    for name, index, step in (
+        ("dst_index", p.dst_index, p.step),
+        ("extra_dst_index", p.extra_dst_index, p.extra_step),
+    ):
+        if index is None or step is None:
+            continue
+        found += _past_the_pool(name, index.tolist(), p.dst.shape[1])
+        for n, (slot, t) in enumerate(zip(index.tolist(), step.tolist(), strict=True)):
+            if 0 <= slot < p.dst.shape[1] and 0 <= t < p.src.shape[2]:
+                writes.append((n, slot))
+        _require_own_slots(name, writes)
+    return found
+
+
+def _step(p: StepProblem) -> list[str]:
+    found: list[str] = []
+    for name, index, pool in (
+        ("read_index", p.read_index, p.state),
+        ("write_index", p.write_index, p.state),
+        ("conv_index", p.conv_index, p.conv_state),
+    ):
+        if index is None:
+            continue
+        if name == "read_index" and p.write_index is not None:
+            found += _past_the_pool(name, index.tolist(), pool.shape[0])
+        else:
+            found += _slot_vector(name, index, pool.shape[0], p.null_slot)
+    return found
+
+
+def _conv(p: ConvProblem | ConvUpdateProblem) -> list[str]:
+    if p.state is None or p.state_index is None:
+        return []
+    return _slot_vector("state_index", p.state_index, p.state.shape[0], p.null_slot)
+
+
+def _slot_vector(name: str, index: Tensor, slots: int, null_slot: int | None) -> list[str]:
+    lowest, given = 0 if null_slot is None else 1, index.tolist()
+    _require_own_slots(name, [(n, slot) for n, slot in enumerate(given) if lowest <= slot < slots])
+    return _past_the_pool(name, given, slots)
+
+
+def _selected(p: DecodeProblem | ReplayProblem, rows: range) -> list[int]:
+    """Return the slot that each row reads, before it is compared with the pool."""
+    if p.read_index is None:
+        return list(rows)
+    given: list[Any] = p.read_index.tolist()
+    if p.read_index.dim() == 1:
+        return given
+    columns = p.read_index.shape[1]
+    accepted = getattr(p, "num_accepted", None)
+    counts = [1] * len(given) if accepted is None else accepted.tolist()
+    return [row[min(max(n, 1), columns) - 1] for row, n in zip(given, counts, strict=True)]
+
+
+def _past_the_pool(name: str, values: Sequence[int], size: int, unit: str = "slots") -> list[str]:
+    past = sorted({x for x in values if x >= size})
+    return [f"{name}: {past} past the {size} {unit} there are; counted as padding"] if past else []
+
+
+def _require_own_slots(name: str, writes: Places, reads: Places = ()) -> None:
+    """ValueError where two rows write one place, or one reads what another writes."""
+    owner: dict[Any, int] = {}
+    for row, place in writes:
+        if owner.setdefault(place, row) != row:
+            slot = place[0] if isinstance(place, tuple) else place
+            raise ValueError(
+                f"{name}: expected a slot of its own for each row that writes, got slot {slot} for rows "
+                f"{owner[place]} and {row}"
+            )
+    for row, place in reads:
+        if owner.get(place, row) != row:
+            slot = place[0] if isinstance(place, tuple) else place
+            raise ValueError(
+                f"{name}: expected no row to write what another reads, got slot {slot} read by row {row} and "
+                f"written by row {owner[place]}"
+            )
+
+
+def _pool_tokens(p: DecodeProblem | PrefillProblem | ReplayProblem, spans: Spans) -> list[str]:
+    beta = p.beta
+    if p.b is not None:
+        beta = p.b.float().sigmoid() * (2 if p.allow_neg_eigval else 1)
+    return _tokens(p.k, p.g, beta, spans, p.use_qk_l2norm_in_kernel)
+
+
+def _tokens(k: Tensor, g: Tensor | None, beta: Tensor | None, spans: Spans, is_normalised: bool) -> list[str]:
+    """Look at the tokens of rows that are computed; padding may hold anything."""
+    chosen = [torch.arange(start, start + count, device=k.device) for start, count in spans if count > 0]
+    if not chosen:
+        return []
+    live = torch.cat(chosen)
+    if g is not None:
+        largest = float(g.flatten(0, 1)[live].amax())
+        if largest > 0:
+            raise ValueError(
+                f"g: expected log decays <= 0, got {largest:.3g} (natural log; e^g is the decay)"
+            )
+    if is_normalised:
+        return []
+    squares = k.flatten(0, 1)[live].float().square().sum(-1)
+    if beta is None:
+        growth = squares
+    else:
+        strength = beta.flatten(0, 1)[live].float()
+        growth = squares.repeat_interleave(strength.shape[1] // squares.shape[1], 1) * strength
+    if growth.numel() == 0 or not float(growth.amax()) > 2 * SLACK:
+        return []
+    return [
+        f"k: norms up to {float(squares.amax()) ** 0.5:.3g}, above sqrt(2 / beta) at some tokens, where the "
+        "state grows; normalise k, or pass use_qk_l2norm_in_kernel=True"
+    ]
+
+
+_INSPECT: dict[type, Callable[[Any], list[str]]] = {
+    Problem: _rule,
+    DecodeProblem: _decode,
+    PrefillProblem: _prefill,
+    ReplayProblem: _replay,
+    KeepProblem: _keep,
+    CommitProblem: _commit,
+    StepProblem: _step,
+    ConvProblem: _conv,
+    ConvUpdateProblem: _conv,
+}
