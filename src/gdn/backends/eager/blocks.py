@@ -188,10 +188,10 @@ def _packed(p: Problem, offsets: list[int], order: list[int], size: int, width: 
                 start = offsets[n] + rank * CHUNK
                 rows.append((start, min(CHUNK, offsets[n + 1] - start), first[n] + rank))
             if len(rows) >= size:
-                yield _block(p, torch.tensor(rows), steps, known=True)
+                yield _block(p, torch.tensor(rows, device="cpu"), steps, known=True)
                 rows, steps = [], []
         if rows:
-            yield _block(p, torch.tensor(rows), steps, known=True)
+            yield _block(p, torch.tensor(rows, device="cpu"), steps, known=True)
 
 
 def _block(problem: Problem, rows: Tensor, steps: list[Step], *, known: bool) -> PackedBlock:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.backends.eager.alignment import align_rows
 from gdn.backends.eager.gate import log_decay, sigmoid, wide
 from gdn.backends.eager.norm import l2norm_
 from gdn.problem import DecodeProblem
@@ -97,7 +98,8 @@ def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
     beta = torch.ones_like(qk) if beta is None else beta
     # one token has no token axis to take apart: here a view costs as much as the arithmetic
     lead = (HV,) if kq.shape[0] == 1 else (-1, HV)
-    kq = kq.view(*lead, 2, K)
+    # each token's gemm operand begins where that of a single token does
+    kq = align_rows(kq).view(*lead, 2, K)
     lists = [kq, kq.narrow(-2, 0, 1), beta_v.reshape(*lead, 1, V), o.view(*lead, 1, V)]
     for x in (beta, qk) if decay is None else (beta, qk, decay):
         lists.append(x.reshape(*lead, 1, 1))

@@ -74,7 +74,7 @@ def _run(p: PrefillProblem, slots: list[int], bounds: list[int], first: int, las
         if has_state[n] and p.is_slot(slots[n]):
             initial[n - first].copy_(p.state[slots[n]])
     own = [x - bounds[first] for x in bounds[first : last + 1]]
-    cu_seqlens = None if len(own) == 2 else torch.tensor(own)
+    cu_seqlens = None if len(own) == 2 else torch.tensor(own, device="cpu")
     rule = replace(_cut(p.rule, bounds[first], bounds[last]), initial_state=initial, cu_seqlens=cu_seqlens)
     out, final, saved = chunk_forward(rule, p.keeps_states)
     assert final is not None

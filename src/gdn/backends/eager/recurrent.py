@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gdn.backends.eager.alignment import zero_aligned_rows
 from gdn.backends.eager.gate import activate
 from gdn.backends.eager.norm import l2norm_
 from gdn.problem import Problem, host_offsets
@@ -94,10 +95,13 @@ def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
 def _start(p: Problem, order: Tensor | None) -> Tensor:
     """A fresh copy of the initial states [N, HV, K, V], K and V in the caller's memory order.
 
-    Packed without an order there is one spare row, where tokens past the last sequence step.
+    Packed without an order there is one spare row, where tokens past the last sequence step. With
+    batch_invariant=True a gemm reads the states of one sequence: these begin at an aligned address, as those
+    of a sequence alone do.
     """
     spare = p.cu_seqlens is not None and order is None
-    S = torch.zeros(p.N + spare, *p.state_shape[1:], dtype=p.state_dtype, device=p.device)
+    zeros = zero_aligned_rows if p.batch_invariant else torch.zeros
+    S = zeros((p.N + spare, *p.state_shape[1:]), dtype=p.state_dtype, device=p.device)
     if p.initial_state is not None:
         S[: p.N] = p.initial_state if order is None else p.initial_state[order]
     return S.mT if p.state_v_first else S

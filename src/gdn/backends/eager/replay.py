@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gdn.backends.eager.alignment import align_start
 from gdn.backends.eager.gate import log_decay, sigmoid, wide
 from gdn.problem import RESET, KeepProblem, ReplayProblem
 
@@ -48,7 +49,7 @@ def _packet(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o and u [T, HV, V] of one row; q scaled, k as it came."""
     T, H = q.shape[:2]
-    S = p.state[slot].to(p.dtype)
+    S = align_start(p.state[slot].to(p.dtype))
     S = S.mT if p.state_v_first else S
     kq = _of_heads(torch.cat((k * k_rstd.unsqueeze(-1), q)), p.HV // H)  # [HV, 2 T, K]
     seen = torch.bmm(kq, S) * torch.cat((G, G)).exp().to(p.dtype).T.unsqueeze(-1)
@@ -57,7 +58,8 @@ def _packet(
         weights = _weights(torch.cat((G, G)), past, p.dtype) * torch.bmm(
             kq, _of_heads(p.history_k[slot, :base].to(p.dtype), p.HV // H).mT
         )
-        seen = seen + torch.bmm(weights, p.history_u[slot, :base].to(p.dtype).transpose(0, 1))
+        past_u = align_start(p.history_u[slot, :base].to(p.dtype))
+        seen = seen + torch.bmm(weights, past_u.transpose(0, 1))
     beta = beta.T.unsqueeze(-1)
     D = _weights(G, G, p.dtype)
     pairs = torch.bmm(kq, kq[:, :T].mT)
@@ -123,7 +125,7 @@ def _fold(p: KeepProblem, layer: int, slot: int, end: int) -> None:
     state = p.state[layer, slot]
     S = (state.mT if p.state_v_first else state).to(p.dtype)
     k = _of_heads(p.history_k[layer, slot, :end].to(p.dtype), S.shape[0] // p.history_k.shape[3])
-    u = p.history_u[layer, slot, :end].to(p.dtype).transpose(0, 1)
+    u = align_start(p.history_u[layer, slot, :end].to(p.dtype)).transpose(0, 1)
     weights = _weights(G[-1:], G, p.dtype)
     S = G[-1].exp().to(p.dtype)[:, None, None] * S + torch.bmm(k.mT * weights, u)
     state.copy_(S.mT if p.state_v_first else S)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.backend import Gradients, Saved, Shape
+from gdn.backends.eager.alignment import align_start, zero_aligned_rows
 from gdn.backends.eager.blocks import Block, Step, plan
 from gdn.backends.eager.gate import activate, activate_bwd
 from gdn.problem import CHUNK, RESET, Problem
@@ -129,7 +130,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     for block in reversed(the_plan.blocks):
         c = _load(p, block, g, beta)
         A_inv, v_new, S = (
-            block.kept(x).to(dstate.dtype).unflatten(1, (p.H, -1))
+            _kept(p, block, x, dstate.dtype)
             for x in (saved.A_inv[..., : c.C, : c.C], saved.v_new[..., : c.C, :], saved.S_in)
         )
         Y = torch.empty(*c.v.shape[:3], 2 * c.C, p.V, dtype=dstate.dtype, device=p.device)
@@ -273,6 +274,12 @@ def _load(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Chunks:
     )
 
 
+def _kept(p: Problem, block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a block's chunks of x [NC, HV, ...] as [P, H, r, ...] in the computing dtype."""
+    x = block.kept(x).to(dtype)
+    return (align_start(x) if p.batch_invariant else x).unflatten(1, (p.H, -1))
+
+
 def _by_head(x: Tensor) -> Tensor:
     """[R, M, C, H, D] -> [P, H, C, D], a view where the grid allows it."""
     return x.flatten(0, 1).transpose(1, 2)
@@ -336,8 +343,13 @@ def _put_back(S: Tensor, step: Step, S_i: Tensor) -> None:
 
 
 def _states(p: Problem, initial: Tensor | None, order: Tensor | None) -> Tensor:
-    """Caller's states -> a fresh [N, H, K, r V] in the plan's order; zeros for None."""
-    S = torch.zeros(p.N, p.H, p.K, p.HV // p.H, p.V, dtype=p.state_dtype, device=p.device)
+    """Return the caller's states as a new [N, H, K, r V] in the plan's order; zeros for None.
+
+    With batch_invariant=True a gemm reads the states of one sequence: these begin at an aligned address, as
+    those of a sequence alone do.
+    """
+    zeros = zero_aligned_rows if p.batch_invariant else torch.zeros
+    S = zeros((p.N, p.H, p.K, p.HV // p.H, p.V), dtype=p.state_dtype, device=p.device)
     if initial is not None:
         x = initial.mT if p.state_v_first else initial
         x = x if order is None else x[order]

@@ -1,0 +1,105 @@
+"""The same inputs give the same bits, forward and backward, run after run, on every backend."""
+
+import pytest
+import torch
+from conftest import GPU
+
+import gdn
+from gdn.bench.accuracy import run
+from gdn.bench.cases import Case, inputs, packed, rows
+
+REPEATS = 100
+RAGGED = (3000, 0, 64, 1, 2047, 0, 65, 3, 1000, 0, 1983)  # with a tail of 29: 8,192 tokens
+SMALL = (70, 0, 64, 1, 0, 33)
+GATES = {
+    "gates given": {},
+    "gates in the kernel": {"raw_gate": "on", "beta": "sigmoid", "use_qk_l2norm_in_kernel": True},
+}
+each_gate = pytest.mark.parametrize("gate", GATES)
+each_layout = pytest.mark.parametrize("layout", ["dense", "packed"])
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="expected sm_90"
+)
+
+
+def as_integers(x):
+    """Return x's bits, so that NaN equals itself and -0 does not equal 0."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def first_difference(call, repeats):
+    """Return (repeat, names) of the first repeat whose tensors differ from the first call's, or None.
+
+    Bits are compared where the tensors lie. The tensors of the repeat before are alive while a call runs, so
+    that its memory is not always the same.
+    """
+    expected = {name: as_integers(x) for name, x in call().items()}
+    for repeat in range(1, repeats + 1):
+        found = call()
+        assert found.keys() == expected.keys()
+        names = [name for name, x in found.items() if not torch.equal(as_integers(x), expected[name])]
+        if names:
+            return repeat, names
+    return None
+
+
+def repeats_alike(backend, device, case, dtype, repeats=REPEATS):
+    """Run forward and backward again and again: o, the final state and every gradient keep their bits."""
+    given = inputs(case, dtype, device=device, is_drawn_there=True)
+
+    def provider(q, k, v, g, beta, **options):
+        return gdn.chunk_gated_delta_rule(q, k, v, g, beta, backend=backend, **options)
+
+    wanted = {"o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dh0"}
+    if case.raw_gate == "on":
+        wanted |= {"dA_log", "ddt_bias"}
+    first = run(provider, given)
+    assert first.keys() == wanted
+    assert all(x.isfinite().all() and x.any() for x in first.values())
+    assert first_difference(lambda: run(provider, given), repeats) is None
+
+
+def small(layout, gate):
+    lengths = packed(*SMALL, tail=5) if layout == "packed" else rows(129)
+    return Case(heads=(2, 4), sizes=(16, 24), lengths=lengths, state="wide", **GATES[gate])
+
+
+def large(layout, gate):
+    """Return the problem of a model's layer: 16 and 32 heads of 128, 8,192 tokens."""
+    lengths = packed(*RAGGED, tail=29) if layout == "packed" else rows(8192)
+    assert (lengths.B, lengths.T) == (1, 8192)
+    return Case(heads=(16, 32), sizes=(128, 128), lengths=lengths, state="wide", **GATES[gate])
+
+
+@each_gate
+@each_layout
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_100_repeats_of_forward_and_backward_are_bit_identical_on_eager(layout, gate, dtype):
+    repeats_alike("eager", "cpu", small(layout, gate), dtype)
+
+
+@pytest.mark.gpu
+@each_gate
+@each_layout
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=on_hopper)])
+def test_100_repeats_of_forward_and_backward_are_bit_identical_on_a_gpu(backend, layout, gate):
+    """On `hopper` the forward; the backward of both is Triton's."""
+    repeats_alike(backend, GPU, large(layout, gate), torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", ["one bit", "NaN", "sign of zero"])
+def test_a_single_changed_number_is_found(change):
+    """In one of 100 repeats; and NaN that stays NaN is no change."""
+    values = {"one bit": (1.0, 1.0000001192092896), "NaN": (1.0, float("nan")), "sign of zero": (0.0, -0.0)}
+    before, after = values[change]
+    calls = iter(range(1000))
+
+    def call(at=37):
+        x = torch.full((5,), before)
+        x[0] = float("nan")
+        x[3] = after if next(calls) == at else before
+        return {"o": torch.ones(2), "dg": x}
+
+    assert first_difference(call, REPEATS) == (37, ["dg"])
+    calls = iter(range(1000))
+    assert first_difference(lambda: call(at=-1), REPEATS) is None
