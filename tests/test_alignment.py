@@ -6,6 +6,7 @@ test twice: on the BLAS that torch has, and on one that rounds by every operand'
 
 import itertools
 
+import api
 import hypothesis
 import pytest
 import torch
@@ -91,7 +92,7 @@ def part_of(x, rows, tokens):
 def decode(x, pool, options):
     """Return o and the states after a decode on a copy of the pool, which lies in new memory."""
     states = pool.clone()
-    return gdn.decode(**x, state=states, backend="eager", **options), states
+    return api.decode(**x, state=states, backend="eager", **options), states
 
 
 @pytest.mark.usefixtures("packet_gemm")
@@ -143,8 +144,8 @@ def test_a_row_of_decode_packed_and_decode_step_has_the_bits_that_it_has_alone(h
     x, options = step_of(B, H, HV, K, V, 4, slots=B, is_gated=False)
     options |= {"use_qk_l2norm_in_kernel": True, "backend": "eager"}
     per_row = ("mixed_qkv", "a", "b", "state", "conv_state")
-    for call, more in ((gdn.decode_step, {"conv_activation": None}), (gdn.decode_packed, {})):
-        names = [name for name in x if call is gdn.decode_step or "conv" not in name]
+    for call, more in ((api.decode_step, {"conv_activation": None}), (api.decode_packed, {})):
+        names = [name for name in x if call is api.decode_step or "conv" not in name]
         given = {name: x[name] if x[name] is None else x[name].clone() for name in names}
         rows = [
             {name: t[n : n + 1].clone() if name in per_row else t for name, t in given.items()}
@@ -169,14 +170,14 @@ def test_a_row_of_replay_has_the_same_bits_in_every_slot(heads, K, V, v_first):
     options = {"state_v_first": v_first, "backend": "eager"}
     index, accepted = torch.arange(slots), torch.full((slots,), T)
     for _ in range(2):
-        o = gdn.replay_decode(
+        o = api.replay_decode(
             **x, state=state, history_u=u, history_k=k, history_G=G, cursor=cursor, **options, **OPTIONS
         )
         for written in (o, u, k, G):
             assert all(same_bits(written[n], written[0]) for n in range(1, slots))
         history = (state[None], u[None], k[None], G[None])
-        gdn.replay_commit(*history, cursor, index, accepted, room=3, **options)
-    gdn.replay_commit(*history, cursor, index, accepted * 0, room=places, **options)
+        api.replay_commit(*history, cursor, index, accepted, room=3, **options)
+    api.replay_commit(*history, cursor, index, accepted * 0, room=places, **options)
     assert all(same_bits(state[n], state[0]) for n in range(1, slots))
 
 
@@ -239,7 +240,7 @@ def test_batch_invariance_of_prefill_at_odd_sizes(K, V, heads):
         offsets = list(itertools.accumulate(lengths, initial=0))
         counts = [length // 64 for length in lengths]
         kept = torch.zeros(sum(counts), *pool.shape[1:])
-        o = gdn.prefill(
+        o = api.prefill(
             **x, state=states, cu_seqlens=torch.tensor(offsets), state_index=torch.arange(len(lengths)),
             checkpoints=kept, checkpoint_offsets=torch.tensor([0, *itertools.accumulate(counts)][:-1]),
             **options, **OPTIONS,

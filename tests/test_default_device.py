@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import api
 import pytest
 import torch
 from adapters import CALLS as ADAPTERS
@@ -62,7 +63,7 @@ def on_pool(function, **more):
     """Return a call of a function that writes a pool, on a copy of it; raw logits and two tokens a row."""
     x, pool = inputs(3, 2, H, HV, K, V, raw=True), pool_of(5, HV=HV, K=K, V=V)
     slots = torch.tensor([4, -1, 0])
-    if function is gdn.decode_functional:
+    if function is api.decode_functional:
         rows = pool[:3].clone()
         return lambda: function(**x, state=rows, state_v_first=True, **L2)
 
@@ -76,7 +77,7 @@ def on_pool(function, **more):
 def step(function):
     """Return a call of decode_step or decode_packed."""
     x, options = step_of(3, H, HV, K, V, 4)
-    if function is gdn.decode_packed:
+    if function is api.decode_packed:
         x = {name: x[name] for name in ("mixed_qkv", "a", "b", "A_log", "dt_bias", "state", "read_index")}
 
     def call():
@@ -98,7 +99,7 @@ def prefill(is_invariant):
 
     def call():
         states, rows = pool.clone(), kept.clone()
-        o = gdn.prefill(
+        o = api.prefill(
             **x, state=states, cu_seqlens=offsets, checkpoints=rows, checkpoint_every=64, state_v_first=True,
             batch_invariant=is_invariant, **where, **L2,
         )  # fmt: skip
@@ -127,9 +128,9 @@ def replay():
 
     def call():
         states, histories, places = state.clone(), [t.clone() for t in (u, k, G)], cursor.clone()
-        o = gdn.replay_decode(**x, state=states, **named(histories), cursor=places, state_v_first=True, **L2)
+        o = api.replay_decode(**x, state=states, **named(histories), cursor=places, state_v_first=True, **L2)
         stacked = [t[None] for t in (states, *histories)]
-        gdn.replay_commit(*stacked, places, index, accepted, room=2, state_v_first=True)
+        api.replay_commit(*stacked, places, index, accepted, room=2, state_v_first=True)
         return o, states, *histories, places
 
     def named(histories):
@@ -233,10 +234,10 @@ CALLS = {
         gdn.fused_recurrent_gated_delta_rule, True, False
     ),
     "explain": explain,
-    "decode": lambda: on_pool(gdn.decode),
-    "decode_functional": lambda: on_pool(gdn.decode_functional),
-    "decode_packed": lambda: step(gdn.decode_packed),
-    "decode_step": lambda: step(gdn.decode_step),
+    "decode": lambda: on_pool(api.decode),
+    "decode_functional": lambda: on_pool(api.decode_functional),
+    "decode_packed": lambda: step(api.decode_packed),
+    "decode_step": lambda: step(api.decode_step),
     "prefill": lambda: prefill(False),
     "prefill alone": lambda: prefill(True),
     "commit": commit,
@@ -286,7 +287,7 @@ def test_warmup_under_another_default_device():
     sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 8}
     engines = ("gdn", "vllm", "sglang", "lmdeploy")
     with torch.device("meta"):
-        lines = gdn.warmup("cpu", **sizes, max_tokens=2, max_rows=2, engines=engines, training=True)
+        lines = api.warmup("cpu", **sizes, max_tokens=2, max_rows=2, engines=engines, training=True)
     assert lines
 
 
