@@ -44,6 +44,15 @@ _calls = {"gdn": Counter(), "fla": Counter()}  # by function, since the last tes
 def pytest_addoption(parser):
     parser.addoption("--outcomes", help="JSON lines: what was collected, then each outcome as it comes.")
     parser.addoption("--with-gdn", action="store_true", help="Run with gdn.patch_fla().")
+    parser.addoption("--max-configs", type=int, default=0, help="Of each autotuned kernel; 0: all.")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config):
+    """Limit the autotuner before FLA's conftest imports FLA's kernels."""
+    count = early_config.known_args_namespace.max_configs
+    if count > 0:
+        limit_configs(count)
 
 
 def pytest_configure(config):
@@ -61,6 +70,19 @@ def pytest_runtest_teardown(item):
     item.user_properties.append(("calls", {who: dict(counts) for who, counts in _calls.items()}))
     for counts in _calls.values():
         counts.clear()
+
+
+def limit_configs(count):
+    """Let Triton's autotuner try `count` configurations of each kernel, evenly spaced over its own."""
+    from triton.runtime.autotuner import Autotuner
+
+    make = Autotuner.__init__
+
+    def make_with_few(self, fn, arg_names, configs, *args, **kwargs):
+        kept = [configs[i * len(configs) // count] for i in range(count)] if len(configs) > count else configs
+        make(self, fn, arg_names, kept, *args, **kwargs)
+
+    Autotuner.__init__ = make_with_few
 
 
 def patch_and_count():
@@ -156,16 +178,15 @@ def run_pass(options, name, seconds):
     command = [
         sys.executable, "-m", "pytest", *files, "-q", "-p", "fla_suite", "-p", "no:cacheprovider",
         "-c", str(out / "pytest.ini"), f"--rootdir={options.checkout}", f"--outcomes={out / name}.jsonl",
+        f"--max-configs={options.max_configs}",
     ]  # fmt: skip
     if options.workers > 1:
-        command += ["-n", str(options.workers)]
+        command += ["-n", str(options.workers), "--dist", "worksteal"]
     if options.select:
         command += ["-k", options.select]
     if name == "with":
         command.append("--with-gdn")
-    paths = [str(ROOT / "tests"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTEST_ADDOPTS": ""}
-    env.setdefault("TRITON_CACHE_DIR", str(out / "triton"))
+    env = child_environment(out)
     # not from the checkout: its package would be imported there, not the one that is installed
     process = subprocess.Popen(command, cwd=out, env=env, start_new_session=True)
     try:
@@ -176,6 +197,15 @@ def run_pass(options, name, seconds):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def child_environment(out):
+    """Return the environment of a pass, which runs in another folder: its paths are absolute."""
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = [str(ROOT / "tests"), str(ROOT / "src"), *map(os.path.abspath, given)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTEST_ADDOPTS": ""}
+    env.setdefault("TRITON_CACHE_DIR", str(out / "triton"))
+    return env
 
 
 def read_pass(path):
@@ -243,8 +273,9 @@ def environment(options):
         source = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
     fla = subprocess.run(
         [sys.executable, "-c", "import fla; print(fla.__version__)"], cwd=options.out, capture_output=True,
-        text=True,
+        text=True, env=child_environment(options.out),
     )  # fmt: skip
+    where |= {"max_configs": options.max_configs}
     where |= {"fla": fla.stdout.strip().rpartition("\n")[2] or None, "tests_commit": source}
     return where | ({"commit": options.commit} if options.commit else {})
 
@@ -259,6 +290,7 @@ def parse(arguments):
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--minutes", type=float, default=20.0, help="for both passes together")
     parser.add_argument("--select", help="pytest's -k")
+    parser.add_argument("--max-configs", type=int, default=0, help="of each autotuned kernel of FLA; 0: all")
     parser.add_argument("--commit", help="gdn's commit, where there is no git")
     parser.add_argument("--tests-commit", help="FLA's commit, where the tests are no checkout")
     parser.add_argument("--compare-only", action="store_true", help="of the outcomes that --out holds")

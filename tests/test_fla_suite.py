@@ -118,7 +118,9 @@ def test_both_passes(checkout, capfd):
     assert (ops["commit"], ops["tests_commit"], ops["fla"]) == ("abc", "def", "0.6.0")
     said = capfd.readouterr().out
     assert "6 calls served by gdn, 1 left to FLA" in said
-    assert "broken by the patch: tests/ops/test_gdn.py::test_broken_by_the_patch: assert " in said
+    assert (
+        "broken by the patch: tests/ops/test_gdn.py::test_broken_by_the_patch: AssertionError: assert" in said
+    )
 
 
 @pytest.mark.slow
@@ -166,6 +168,17 @@ def test_a_half_written_line_and_a_crashed_worker(tmp_path):
     assert not summary["is_complete"] and not summary["broken"]
     crash = pytest.TestReport("f::b", ("f", 1, "b"), {}, "failed", "worker crashed", "???")
     assert fla_suite.outcome_of([crash])["outcome"] == "failed"
+
+
+def test_few_configurations_of_a_kernel(monkeypatch):
+    """Evenly spaced, so that one of them fits wherever one of all would; a kernel of few keeps them all."""
+    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    seen = []
+    monkeypatch.setattr(autotuner, "__init__", lambda self, fn, names, configs, **more: seen.append(configs))
+    fla_suite.limit_configs(3)
+    for count in (2, 3, 8):
+        autotuner(None, [], list(range(count)), key=[])
+    assert seen == [[0, 1], [0, 1, 2], [0, 2, 5]]
 
 
 def test_wrong_arguments(tmp_path, capsys, checkout, monkeypatch):
