@@ -115,7 +115,7 @@ def counted(name, serve):
 
 
 class Recorder:
-    """Writes a line for each test as soon as it is done, in the one process that all reports reach."""
+    """Write a line for each test as soon as it is done, in the one process that all reports reach."""
 
     def __init__(self, path):
         self._file = path.open("w", encoding="utf-8")

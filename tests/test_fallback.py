@@ -1,4 +1,4 @@
-"""The one rule of all patches: a call that gdn rejects goes to the package's own function, no other does."""
+"""Test the rule of all patches: a call that gdn rejects goes to the package's own function, no other does."""
 
 import importlib
 import logging

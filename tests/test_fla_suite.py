@@ -1,4 +1,4 @@
-"""The runner of FLA's own tests: on small test files of the same names, with and without the patch."""
+"""Test the runner of FLA's own tests on small test files of the same names, without and with the patch."""
 
 import json
 import signal

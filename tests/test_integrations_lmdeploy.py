@@ -190,6 +190,7 @@ def test_int32_slots_reach_the_end_of_a_large_ring():
     assert lmdeploy._flat_index(slots, entry, shape, step).tolist() == [2**32 - 1, -1]
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("ids", [[3, -1, 1], [SLOTS, -1, 2**30], [0, 5, -1]])
 def test_windows_of_padding_are_left_alone(ids):
     """The convolution of prompts on a ring of windows: a slot out of range gives zeros and writes nothing."""
