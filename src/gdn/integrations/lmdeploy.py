@@ -349,7 +349,8 @@ class CausalConv1d:
             state_index=torch.where(is_valid, rows, -1), has_initial_state=~meta.is_init,
         )  # fmt: skip
         at = (slots[rows_written, None, None], channels[:, None], write[rows_written, None])
-        conv_state[at] = torch.where(is_valid.any(), window[rows_written], conv_state[at])
+        final = window[rows_written].to(x.dtype).to(conv_state.dtype)
+        conv_state[at] = torch.where(is_valid.any(), final, conv_state[at])
         return y
 
 
