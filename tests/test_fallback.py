@@ -162,6 +162,14 @@ def test_lmdeploys_method_gets_a_key_head_for_each_value_head(modules):
         assert torch.equal(args[1], x["k"].repeat_interleave(ratio, 2)) and kwargs == {"initial_state": None}
 
 
+def test_lmdeploys_method_names_what_is_missing(modules):
+    """A call without keys falls back as it is: no error of the conversion hides that of lmdeploy."""
+    backend = modules["lmdeploy.pytorch.backends.cuda.gated_delta_rule"]
+    with lmdeploy.patch_lmdeploy():
+        rule = backend.CudaGatedDeltaRuleImpl()
+        assert rule.chunk_gated_delta_rule(5, v=None) == ("chunk_gated_delta_rule", (5,), {"v": None})
+
+
 def test_snapshots_that_sglangs_method_would_not_write_are_an_error(modules):
     x, state = inputs(1, 5), pool_of(2)
     five = [x[name] for name in ("q", "k", "v", "g", "beta")]

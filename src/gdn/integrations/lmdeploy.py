@@ -73,9 +73,10 @@ class GatedDeltaRule:
         original: type, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for lmdeploy's method, which has q and k copied to every value head."""
-        if not name.endswith("gated_delta_rule"):
-            return args, kwargs
         named = dict(zip("qkv", args, strict=False)) | kwargs
+        are_tensors = all(isinstance(named.get(x), Tensor) and named[x].dim() == 4 for x in "qkv")
+        if not name.endswith("gated_delta_rule") or not are_tensors:
+            return args, kwargs
         q, k, v = (named.pop(x) for x in "qkv")
         q, k = (x.repeat_interleave(max(1, v.shape[2] // max(1, x.shape[2])), dim=2) for x in (q, k))
         return (q, k, v, *args[3:]), named
