@@ -10,6 +10,9 @@ TRITON ?= triton==3.6.0
 OTHER_TRITONS := 3.7.1 3.8.0 3.9.0
 # 1.5 MB of Python; laid over the environment, for where Transformers finds it, it calls it, on a CPU in vain
 FLA ?= flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
+# a checkout of FLA, for its tests, which no released archive holds
+FLA_TESTS ?=
+FLA_OPTIONS ?= --minutes 20
 # tests at a time; on a machine with a GPU, where every test compiles kernels, as many as it has processors
 WORKERS ?= 2
 
@@ -26,7 +29,7 @@ export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
 	@echo "make test    lint, types, the whole test suite; with Triton its kernels interpreted, and compiled for five GPUs"
-	@echo "make fla     the tests of our side of FLA, on FLA itself"
+	@echo "make fla     the tests of our side of FLA, on FLA itself; with a GPU and FLA_TESTS=checkout FLA's own tests"
 	@echo "make matrix  the kernels compiled and interpreted with other versions of Triton, too"
 	@echo "make spills  record anew what each kernel spills (tests/spills.json)"
 	@echo "make bench   the CPU benchmark against Transformers (benchmarks/results/cpu.jsonl)"
@@ -52,6 +55,9 @@ endif
 PYTEST = OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest
 HAS_TRITON = $(TEST_PYTHON) -c "import triton" 2>/dev/null
 HAS_FLA = $(TEST_PYTHON) -c "import fla" 2>/dev/null
+HAS_GPU = $(TEST_PYTHON) -c "import torch; assert torch.cuda.is_available()" 2>/dev/null
+FLA_SUITE = $(if $(FLA_TESTS),PYTHONPATH=$(CURDIR)/build/fla:$(PYTHONPATH) $(TEST_PYTHON) tests/fla_suite.py \
+	$(FLA_TESTS) $(FLA_OPTIONS),echo "FLA's own tests were not run: make fla FLA_TESTS=path of a checkout of FLA")
 # a version laid over the environment: its folder comes first
 over = PYTHONPATH=build/triton-$*:$(PYTHONPATH)
 
@@ -79,6 +85,7 @@ compile:
 
 fla: build/fla/.done
 	PYTHONPATH=build/fla:$(PYTHONPATH) $(PYTEST) tests/test_integrations_fla.py
+	if $(HAS_GPU); then $(FLA_SUITE); fi
 
 matrix: compile $(OTHER_TRITONS:%=matrix-%)
 

@@ -10,8 +10,8 @@ from serving import error
 from signatures import FLA, parameters, real
 from torch import nn
 
+from gdn.integrations import fallback, fla_patch
 from gdn.integrations import fla as ours
-from gdn.integrations import fla_patch
 from gdn.integrations.fla_patch import patch_fla
 from gdn.reference import layer as law_of_layers
 from gdn.reference.recurrence import gated_delta_rule as law
@@ -100,8 +100,12 @@ def test_packed_and_plain_gates():
 def test_the_old_name_of_state_v_first():
     x = problem()
     S = torch.randn(N, HV, V, K)
-    o, _ = ours.chunk_gdn(*x, initial_state=S, transpose_state_layout=True)
-    assert torch.equal(o, ours.chunk_gdn(*x, initial_state=S, state_v_first=True)[0])
+    for rule, (q, k, v, g, beta) in ((ours.chunk_gdn, x), (ours.fused_recurrent_gdn, x)):
+        given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": S}
+        with pytest.warns(DeprecationWarning, match="renamed to `state_v_first`") as caught:
+            o, _ = rule(**given, transpose_state_layout=True)
+        assert [w.filename for w in caught] == [__file__]
+        assert torch.equal(o, rule(**given, state_v_first=True)[0])
 
 
 @pytest.mark.parametrize(
@@ -154,8 +158,9 @@ class Dispatch:
     def chunk_gated_delta_rule(self, *args, **kwargs):
         for backend in sorted(self.backends.values(), key=lambda b: b.priority):
             if backend.is_enabled():
+                verifier = getattr(backend, "chunk_gated_delta_rule_verifier", None)
                 try:
-                    accepted, _ = backend.chunk_gated_delta_rule_verifier(*args, **kwargs)
+                    accepted, _ = (True, None) if verifier is None else verifier(*args, **kwargs)
                 except Exception:
                     accepted = False
                 if accepted:
@@ -258,6 +263,16 @@ def test_the_last_undo_restores_everything(fla):
     assert not sys.modules["fla.backends"].BaseBackend.__subclasses__()[-1]().is_enabled()
 
 
+def test_the_deprecation_warning_of_fla_is_kept(fla):
+    """FLA's own tests wait for it; one call gives one, at the line of the caller."""
+    q, k, v, g, beta = problem(B=2, T=5)
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
+        with patch_fla(), pytest.warns(DeprecationWarning, match="`transpose_state_layout` is dep") as caught:
+            function(fla, name)(**named, transpose_state_layout=True)
+        assert len(caught) == 1 and caught[0].filename != fallback.__file__
+
+
 def test_what_gdn_refuses_stays_with_fla(monkeypatch):
     modules = stand_in()
     for name, module in modules.items():
@@ -272,9 +287,18 @@ def test_what_gdn_refuses_stays_with_fla(monkeypatch):
         recurrent = modules["fla.layers"].renamed
         assert recurrent(q, k, v, g, q) == recurrent(q, k, v, g, unheard_of=1) == "fla's own"
         assert torch.is_tensor(recurrent(q, k, v, g)[0])
+        # FLA's own tests: q and k in fp32, v and beta in fp16
+        assert recurrent(q, k, v.half(), g, beta=beta.half()) == chunk(q, k, v.half(), g, beta) == "fla's own"
+        assert recurrent(q, k[..., 1:], v) == recurrent(q, k, v, head_first=True) == "fla's own"
+        # offsets that gdn reads only once it has the call
+        assert chunk(*x, cu_seqlens=torch.tensor([0, 4, 3], device="cpu")) == "fla's own"
+        assert torch.is_tensor(chunk(*x)[0])
         conv = modules["fla.modules.causal_conv1d.ops"]
         assert conv.causal_conv1d(channel, torch.ones(6, W), residual=channel) == "fla's own"
         assert conv.causal_conv1d_update(channel[0], None, channel[0], torch.ones(6, W)) == "fla's own"
+        for more in ({"activation": "relu"}, {"seq_idx": torch.zeros(1, 5)}):
+            assert conv.causal_conv1d(channel, torch.ones(6, W), **more) == "fla's own"
+        assert conv.causal_conv1d(channel, torch.ones(5, W)) == "fla's own"
         norm = modules["fla.modules.norm.fused_norm_gate"].rms_norm_gated
         assert norm(v, v, torch.ones(V), torch.ones(V)) == norm(v, v, None, None, prenorm=True) == "fla's own"
     assert recurrent(q, k, v, g) == "fla's own" and chunk(*x) == "fla's own"

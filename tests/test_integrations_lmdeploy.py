@@ -159,6 +159,59 @@ def test_prompts_in_place(transposed, with_ring):
     assert same_bits(cache, before) and new[0]
 
 
+@pytest.mark.parametrize(
+    "slot, entry",
+    [(1, -1), (1, 3), (-1, 0), (4, 0), (2**30, 0), (-(2**31), 1), (1, 2**31 - 1), (2**62, 1), (0, -(2**62))],
+)
+@pytest.mark.parametrize("is_entry_major", [False, True])
+def test_slots_and_entries_out_of_range_are_padding(slot, entry, is_entry_major):
+    """Nothing is written and o is 0: no neighbour's entry, and no other slot by a product that wraps."""
+    x, offsets, S = inputs(1, 5), torch.tensor([0, 5]), 4
+    dtype = torch.int32 if max(abs(slot), abs(entry)) < 2**31 else torch.int64
+    # with 4 entries 2**30 times the stride is 2**32, which is 0 in int32
+    R = 4 if slot == 2**30 else 3
+    ring = pool_of(R, S).transpose(0, 1) if is_entry_major else pool_of(S, R)
+    before, given = ring.clone(), torch.tensor([entry], dtype=dtype)
+    for read, write in ((given, given), (given.clamp(0, R - 1), given), (given, given.clamp(0, R - 1))):
+        o, _ = RULE.chunk_gated_delta_rule(
+            *five(x), initial_state=ring, state_indices=torch.tensor([slot], dtype=dtype), cu_seqlens=offsets,
+            spec_state_offsets=(read, write), transpose_state_layout=True, **L2,
+        )  # fmt: skip
+        is_read = 0 <= slot < S and 0 <= int(read) < R
+        assert bool(o.any()) == is_read
+        if not (is_read and 0 <= int(write) < R):
+            assert same_bits(ring, before)
+
+
+def test_int32_slots_reach_the_end_of_a_large_ring():
+    """The product of slot and stride is taken in int64: 2**31 states, of which no byte is allocated."""
+    shape, step = torch.Size([2**29, 8, HV, V, K]), (8, 1)
+    slots, entry = torch.tensor([2**29 - 1, 2**29]).int(), torch.tensor([7, 0]).int()
+    assert lmdeploy._flat_index(slots, entry, shape, step).tolist() == [2**32 - 1, -1]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("ids", [[3, -1, 1], [SLOTS, -1, 2**30], [0, 5, -1]])
+def test_windows_of_padding_are_left_alone(ids):
+    """The convolution of prompts on a ring of windows: a slot out of range gives zeros and writes nothing."""
+    drafts, counts, seen = 2, [5, 2, 6], [0, 4, 7]
+    weight, x = torch.randn(D, 1, W), torch.randn(1, sum(counts), D)
+    state = torch.randn(SLOTS, D, W + drafts)
+    before, info = state.clone(), prompt_meta(torch.tensor(ids), counts, seen, drafts)
+    y = CONV.forward(x, weight, None, state, info, "silu")
+    parts = y[0].split(counts)
+    for n, (slot, part) in enumerate(zip(ids, parts, strict=True)):
+        if not 0 <= slot < SLOTS:
+            assert not part.any()
+            continue
+        alone = before[slot : slot + 1].clone()
+        meta_alone = prompt_meta(torch.tensor([0]), counts[n : n + 1], seen[n : n + 1], drafts)
+        wanted = CONV.forward(x.split(counts, 1)[n], weight, None, alone, meta_alone, "silu")
+        assert error(part, wanted[0]) < 1e-6 and same_bits(state[slot], alone[0])
+        before[slot] = state[slot]
+    assert same_bits(state, before)
+
+
 def test_prompts_of_no_token():
     x, offsets = inputs(1, 0), torch.tensor([0, 0]).int()
     o, none = RULE.chunk_gated_delta_rule(

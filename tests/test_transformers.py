@@ -651,6 +651,28 @@ def test_a_problem_that_nobody_takes_goes_to_the_originals(monkeypatch):
             model(ids, use_cache=False, cu_seq_lens_q=torch.tensor([0, 4, 9]))
 
 
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_whatever_gdn_rejects_goes_to_the_originals(monkeypatch, error):
+    """Any error of a check does, packed sequences excepted; an error of a backend at work is raised."""
+    model, ids = make_model("qwen3_5"), tokens(1, 9)
+    logits = model(ids, use_cache=False).logits
+
+    def reject(*args, **kwargs):
+        raise error("q: expected this, got that")
+
+    with monkeypatch.context() as patched:
+        for owner, name in SERVED:
+            patched.setattr(owner, name, reject)
+        with gdn.patch_transformers():
+            with pytest.warns(RuntimeWarning, match="left to Transformers: q: expected this"):
+                assert torch.equal(model(ids, use_cache=False).logits, logits)
+            with pytest.raises(error, match="q: expected this"):
+                model(ids, use_cache=False, cu_seq_lens_q=torch.tensor([0, 4, 9]))
+    monkeypatch.setattr(importlib.import_module("gdn.backends.eager.conv"), "forward", reject)
+    with gdn.patch_transformers(), pytest.raises(error, match="q: expected this"):
+        model(ids, use_cache=False)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gdn.integrations.fallback import warn_caller
 from gdn.ops.rule import chunk_gated_delta_rule as chunk_rule
 from gdn.ops.rule import fused_recurrent_gated_delta_rule as recurrent_rule
 
@@ -39,7 +40,7 @@ def chunk_gated_delta_rule(
     Args beyond those of `gdn.chunk_gated_delta_rule`, and what becomes of them:
         chunk_indices           not needed, not read
         chunk_size              16, 32 or 64: the same function; gdn's chunks have 64 tokens
-        transpose_state_layout  FLA's old name of state_v_first
+        transpose_state_layout  FLA's old name of state_v_first; DeprecationWarning, as in FLA
 
     Returns: o [B, T, HV, V] in the dtype of q; final_state [N, HV, K, V] fp32 ([N, HV, V, K] with
         state_v_first), or None.
@@ -49,13 +50,15 @@ def chunk_gated_delta_rule(
     options = rule_options(kwargs, state_v_first)
     if cp_context is not None:
         raise NotImplementedError("cp_context: expected None, got a context (no context parallelism yet)")
-    return chunk_rule(
+    outputs = chunk_rule(
         q, k, v, g, beta, scale=scale, initial_state=initial_state,
         output_final_state=bool(output_final_state),
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu, **options,
     )  # fmt: skip
+    warn_of_old_names(kwargs)
+    return outputs
 
 
 def fused_recurrent_gated_delta_rule(
@@ -92,16 +95,26 @@ def fused_recurrent_gated_delta_rule(
     if beta is not None and beta.dim() == v.dim():
         raise NotImplementedError(f"beta: expected shape [B, T, HV], got {list(beta.shape)}")
     gate = dict(zip(GATE, (use_gate_in_kernel, A_log, dt_bias), strict=True))
-    return recurrent_rule(
+    outputs = recurrent_rule(
         q, k, v, g=g, beta=beta, scale=scale, initial_state=initial_state,
         output_final_state=bool(output_final_state), use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         cu_seqlens=cu_seqlens, **rule_options({**kwargs, **gate}, state_v_first),
     )  # fmt: skip
+    warn_of_old_names(kwargs)
+    return outputs
 
 
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def warn_of_old_names(kwargs: dict[str, Any]) -> None:
+    """Give FLA's DeprecationWarning; called after the rule, since FLA warns where gdn rejects a call."""
+    if "transpose_state_layout" in kwargs:
+        warn_caller(
+            "`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning
+        )
 
 
 def rule_options(kwargs: dict[str, Any], state_v_first: bool) -> dict[str, Any]:

@@ -8,30 +8,35 @@ other functions are replaced, in every module that holds them:
     causal_conv1d_update(x, cache [N, D, W], residual, weight, bias, activation)   one token, cache in place
     rms_norm_gated(x, g, weight, bias, activation, residual, prenorm, ...)
 
-What gdn does not have stays with FLA: context parallelism, decays per channel, residuals in the convolution.
+A call that gdn rejects goes to FLA's own function (`gdn.integrations.fallback`): context parallelism, decays
+per channel, residuals in the convolution, and whatever else FLA accepts.
 """
 
+import functools
+import threading
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
 
 from gdn.integrations import fla as ours
+from gdn.integrations.engines import activation_name
+from gdn.integrations.fallback import call_with_fallback
 from gdn.integrations.patching import Package, Patch
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.norm import rms_norm_gated
-from gdn.ops.rule import explain
 
 OLDEST = (0, 6)
-ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+CHUNK = "fla.ops.gated_delta_rule.chunk"
+_dispatch = threading.local()  # is_fallback: this thread runs FLA's dispatch for a call that gdn rejected
 
 
 def patch_fla() -> Patch:
     """Run FLA's GatedDeltaNet layers and models on gdn: the rule, the short convolution, the gated norm.
 
-    The chunked rule is registered with FLA's own dispatch, ahead of its other backends; while a patch is in
-    force FLA asks `gdn.explain` for each call, and keeps what gdn refuses. The other functions (see the head
-    of this file) are replaced wherever an imported module holds them.
+    The chunked rule is registered with FLA's own dispatch, ahead of its other backends. The other functions
+    (see the head of this file) are replaced wherever an imported module holds them. A call that gdn rejects,
+    for whatever reason, goes to FLA's own function.
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Patches may be nested.
     Raises:  ImportError without FLA 0.6 or newer; RuntimeError where FLA_DISABLE_BACKEND_DISPATCH=1 has
@@ -60,47 +65,26 @@ def _dispatched(base: type) -> type:
         priority = -1
 
         def is_enabled(self) -> bool:
-            return PACKAGE.is_patched
+            return PACKAGE.is_patched and not getattr(_dispatch, "is_fallback", False)
 
         @staticmethod
-        def chunk_gated_delta_rule_verifier(*args: Any, **kwargs: Any) -> tuple[bool, str | None]:
-            return _takes(*args, **kwargs)
-
-        chunk_gated_delta_rule = staticmethod(ours.chunk_gated_delta_rule)
+        def chunk_gated_delta_rule(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            return call_with_fallback(
+                "chunk_gated_delta_rule",
+                functools.partial(ours.chunk_gated_delta_rule, *args, **kwargs),
+                functools.partial(_chunk_without_gdn, *args, **kwargs),
+            )
 
     return GdnBackend
 
 
-def _takes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: Any = None,
-    **kwargs: Any,
-) -> tuple[bool, str | None]:
-    """Whether gdn takes a call of chunk_gated_delta_rule, and why not; FLA takes an exception for a no."""
-    if cp_context is not None:
-        return False, "gdn has no context parallelism yet"
-    found = explain(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state,
-        output_final_state=bool(output_final_state),
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu, **ours.rule_options(kwargs, state_v_first),
-    )  # fmt: skip
-    return found.chosen is not None, None if found.chosen else str(found)
+def _chunk_without_gdn(*args: Any, **kwargs: Any) -> Any:
+    """Call FLA's function again, with gdn left out of its dispatch."""
+    _dispatch.is_fallback = True
+    try:
+        return import_module(CHUNK).chunk_gated_delta_rule(*args, **kwargs)
+    finally:
+        _dispatch.is_fallback = False
 
 
 def _conv(
@@ -118,13 +102,15 @@ def _conv(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """FLA's states hold W inputs, gdn's W - 1: a tap of zero in front of the others makes them the same."""
+    """Run FLA's convolution: its states hold W inputs, gdn's W - 1, so one tap of zero goes in front."""
     if weight is None or residual is not None or cp_context is not None or x.dim() != 3:
         raise NotImplementedError("causal_conv1d: a residual or context parallelism is FLA's own")
+    if kwargs.get("seq_idx") is not None and cu_seqlens is None:
+        raise NotImplementedError("seq_idx: expected cu_seqlens with it, got None")
     if initial_state is not None or output_final_state:
         weight = nn.functional.pad(weight, (1, 0))
     return causal_conv1d(
-        x, weight, bias, activation=ACTIVATIONS[activation], initial_state=initial_state,
+        x, weight, bias, activation=activation_name(activation), initial_state=initial_state,
         output_final_state=bool(output_final_state), cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
     )  # fmt: skip
 
@@ -141,7 +127,7 @@ def _conv_update(
         raise NotImplementedError("causal_conv1d_update: a residual is FLA's own")
     # [N, D], [N, 1, D], or the packed [1, N, D]: a token per sequence either way
     rows = x.reshape(-1, weight.shape[0])
-    y = causal_conv1d_update(rows, cache, weight, bias, activation=ACTIVATIONS[activation])
+    y = causal_conv1d_update(rows, cache, weight, bias, activation=activation_name(activation))
     return y.view(x.shape), cache
 
 
@@ -158,7 +144,7 @@ def _norm(
 ) -> Tensor:
     if bias is not None or residual is not None or prenorm:
         raise NotImplementedError("rms_norm_gated: bias, residual and prenorm are FLA's own")
-    gate = ACTIVATIONS.get(activation, activation)
+    gate = "silu" if activation == "swish" else activation
     return rms_norm_gated(x, g, weight, eps=eps, activation=gate)
 
 

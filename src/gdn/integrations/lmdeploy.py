@@ -1,8 +1,8 @@
 """lmdeploy's gated delta rule backend on gdn: its three methods, its convolution (lmdeploy 0.16 to 0.18).
 
 States [slots, HV, V, K], or [slots, HV, K, V] with transpose_state_layout=False; with speculation a ring
-[slots, R, HV, V, K], entry p % R the state after p tokens (protocol P1). Slots below 0 or past the pool are
-padding and give zeros.
+[slots, R, HV, V, K], entry p % R the state after p tokens (protocol P1). Slots below 0 or past the pool, and
+entries of a ring out of 0 .. R - 1, are padding and give zeros.
 """
 
 import math
@@ -67,6 +67,19 @@ class GatedDeltaRule:
 
     Queries and keys are neither copied to every value head nor normalised beforehand: the kernel does both.
     """
+
+    @staticmethod
+    def arguments_of_original(
+        original: type, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for lmdeploy's method, which has q and k copied to every value head."""
+        named = dict(zip("qkv", args, strict=False)) | kwargs
+        are_tensors = all(isinstance(named.get(x), Tensor) and named[x].dim() == 4 for x in "qkv")
+        if not name.endswith("gated_delta_rule") or not are_tensors:
+            return args, kwargs
+        q, k, v = (named.pop(x) for x in "qkv")
+        q, k = (x.repeat_interleave(max(1, v.shape[2] // max(1, x.shape[2])), dim=2) for x in (q, k))
+        return (q, k, v, *args[3:]), named
 
     def prepare_inputs(
         self,
@@ -179,8 +192,9 @@ class GatedDeltaRule:
     ) -> Tensor:  # fmt: skip
         q, k, v = tokens
         if entries is not None:
-            pool, step = _flat(pool)
-            read, write = (torch.where(slots < 0, -1, slots * step[0] + entry * step[1]) for entry in entries)
+            ring = pool
+            pool, step = _flat(ring)
+            read, write = (_flat_index(slots, entry, ring.shape, step) for entry in entries)
             options["out_state_index"], slots = write, read
         return prefill(q, k, v, pool, **gates, cu_seqlens=offsets, state_index=slots, **options)
 
@@ -195,6 +209,13 @@ def _flat(ring: Tensor) -> tuple[Tensor, tuple[int, int]]:
     count = ((slots - 1) * slot + (R - 1) * entry) // unit + 1
     flat = ring.as_strided((count, *ring.shape[2:]), (unit, *ring.stride()[2:]), ring.storage_offset())
     return flat, (slot // unit, entry // unit)
+
+
+def _flat_index(slots: Tensor, entry: Tensor, shape: torch.Size, step: tuple[int, int]) -> Tensor:
+    """Return the index of (slot, entry) in the pool of `_flat`, int64; -1 unless both lie in the ring."""
+    slots, entry = slots.long(), entry.long()
+    is_valid = (slots >= 0) & (slots < shape[0]) & (entry >= 0) & (entry < shape[1])
+    return torch.where(is_valid, slots * step[0] + entry * step[1], -1)
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -316,18 +337,21 @@ class CausalConv1d:
             return y
         # a ring: a tap of zero in front of the others makes the window as wide as what lmdeploy stores
         read, write = meta.spec_conv_offsets
-        slots, channels = (
-            meta.state_ids[:, None, None],
-            torch.arange(x.shape[2], device=x.device)[None, :, None],
-        )
+        slots = meta.conv_state_indices.long()
+        rows, channels = torch.arange(len(slots), device=x.device), torch.arange(x.shape[2], device=x.device)
+        is_valid = (slots >= 0) & (slots < conv_state.shape[0])
         columns = torch.cat([(read[:, :1] - 1) % conv_state.shape[2], read], 1)
-        window = conv_state[slots, channels, columns[:, None]].masked_fill(meta.is_init[:, None, None], 0)
-        weight = torch.nn.functional.pad(weight, (1, 0))
-        y, final = short_conv.causal_conv1d(
-            x, weight, bias, **options, initial_state=window, output_final_state=True
-        )
-        assert final is not None
-        conv_state[slots, channels, write[:, None]] = final.to(conv_state.dtype)
+        # a row of padding repeats the write of the first other row; a mask would need the host to count rows
+        rows_written = torch.where(is_valid, rows, is_valid.int().argmax() if len(slots) else 0)
+        slots = slots.clamp(0, conv_state.shape[0] - 1)
+        window = conv_state[slots[:, None, None], channels[:, None], columns[:, None]]
+        y, _ = short_conv.causal_conv1d(
+            x, torch.nn.functional.pad(weight, (1, 0)), bias, **options, state=window,
+            state_index=torch.where(is_valid, rows, -1), has_initial_state=~meta.is_init,
+        )  # fmt: skip
+        at = (slots[rows_written, None, None], channels[:, None], write[rows_written, None])
+        final = window[rows_written].to(x.dtype).to(conv_state.dtype)
+        conv_state[at] = torch.where(is_valid.any(), final, conv_state[at])
         return y
 
 

@@ -1,6 +1,5 @@
-"""Standing in for another package's functions, wherever it holds them, until told to stop."""
+"""Replace another package's functions in every module that holds them, until the patch is undone."""
 
-import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import Any
 
+from gdn.integrations.fallback import class_with_fallback, function_with_fallback
 from gdn.integrations.transformers import Replaced
 
 Function = Callable[..., Any]
@@ -16,9 +16,9 @@ Function = Callable[..., Any]
 class Package:
     """Functions of one package that gdn can serve, and the patches in force on it.
 
-    served: (module, name, our function of the same signature). What ours refuses with NotImplementedError, or
-    TypeError for a name that only the package lets pass, goes to the package's own function. A class takes
-    its place as it is. Process-wide.
+    served: (module, name, our function or class of the same signature). A call that ours rejects goes to the
+    package's own function, or to the method of that name of its class (`gdn.integrations.fallback`).
+    Process-wide.
     """
 
     def __init__(self, served: tuple[tuple[str, str, Function], ...]) -> None:
@@ -52,19 +52,11 @@ class Package:
                 self._replaced.clear()
 
     def _replace(self, original: Function, serve: Function) -> None:
-        """In every imported module that holds the original, under any name."""
-
-        @functools.wraps(original)
-        def served(*args: Any, **kwargs: Any) -> Any:
-            # somebody may have kept this function beyond its patch
-            if not self._active:
-                return original(*args, **kwargs)
-            try:
-                return serve(*args, **kwargs)
-            except (NotImplementedError, TypeError):
-                return original(*args, **kwargs)
-
-        replacement = serve if isinstance(serve, type) else served
+        """Replace the original in every imported module that holds it, under any name."""
+        if isinstance(serve, type):
+            replacement: Function = class_with_fallback(serve, original)  # type: ignore[arg-type]
+        else:
+            replacement = function_with_fallback(serve, original, lambda: self.is_patched)
         for module in list(sys.modules.values()):
             if isinstance(module, ModuleType) and not module.__name__.startswith("gdn."):
                 for name in [n for n, value in list(vars(module).items()) if value is original]:

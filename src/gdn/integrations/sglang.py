@@ -200,6 +200,7 @@ def scatter_mamba_states_after_mtp_verify(
     pairs = [(c.temporal, c.intermediate_ssm), *zip(c.conv, c.intermediate_conv_window, strict=True)]
     for dst, src in pairs:
         if dst.numel() > 0:
+            # where a later pair is rejected, SGLang's own function writes the same states once more
             commit(
                 dst, src, state_indices_tensor, rows, steps, extra_dst_index=mamba_track_indices,
                 extra_step=extra_step,
@@ -218,6 +219,18 @@ class GDNKernel:
     supports_strided_target_verify_qkv = True
     supports_track_state_snapshot = True
     supports_packed_decode = True
+
+    @staticmethod
+    def arguments_of_original(
+        original: type, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments for SGLang's method; None where it does not write the snapshots asked for."""
+        if name == "extend" and kwargs.get("track_state") is not None:
+            return (args, kwargs) if getattr(original, "supports_track_state_snapshot", False) else None
+        if name == "target_verify" and not getattr(original, "supports_strided_target_verify_qkv", False):
+            args = tuple([x.contiguous() if isinstance(x, Tensor) else x for x in args])
+            kwargs = kwargs | {x: kwargs[x].contiguous() for x in "qkv" if isinstance(kwargs.get(x), Tensor)}
+        return args, kwargs
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor,

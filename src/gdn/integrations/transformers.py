@@ -90,7 +90,8 @@ def patch_transformers(*, infer_packing: bool = False) -> Patch:
 
     Serves qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, and every other model file, imported
     before or later, that has torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule; models that
-    exist already, too. torch.export, meta tensors and problems that no backend takes stay with the originals.
+    exist already, too. torch.export, meta tensors and calls that gdn rejects stay with the originals, with a
+    RuntimeWarning; packed sequences that gdn rejects are an error, as the originals would mix the documents.
 
     Args:
         infer_packing    bool    True: where a batch of one row has restarting position_ids and neither

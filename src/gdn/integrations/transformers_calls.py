@@ -1,4 +1,4 @@
-"""The four functions of a Transformers model file, served by gdn; what gdn refuses goes to the original.
+"""The four functions of a Transformers model file, served by gdn; rejected calls go to the original.
 
 Call sites (the layer's forward in every model file, Transformers 5.17 to 5.24):
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.integrations.fallback import call_with_fallback
 from gdn.ops import conv as short_conv
 from gdn.ops.rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from gdn.ops.serving import decode
@@ -88,7 +89,8 @@ def conv(original: Function, active: Sized) -> Function:
         cu_seqlens = _conv_offsets(hidden_states, weight, kwargs)
         if cu_seqlens is None and _belongs_to_original(hidden_states, active):
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
-        try:
+
+        def serve() -> Tensor:
             y, _ = short_conv.causal_conv1d(
                 hidden_states.transpose(1, 2),
                 weight,
@@ -96,10 +98,13 @@ def conv(original: Function, active: Sized) -> Function:
                 activation=_activation(activation),
                 cu_seqlens=cu_seqlens,
             )
-        except NotImplementedError as refusal:
-            _refused("causal_conv1d_fn", refusal, is_packed=cu_seqlens is not None)
-            return original(hidden_states, weight, bias, activation=activation, **kwargs)
-        return y.transpose(1, 2)
+            return y.transpose(1, 2)
+
+        def run_original() -> Tensor:
+            return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
+
+        report = _warn if cu_seqlens is None else _raise
+        return call_with_fallback("causal_conv1d_fn", serve, run_original, report)
 
     return causal_conv1d_fn
 
@@ -119,15 +124,18 @@ def conv_update(original: Function, active: Sized) -> Function:
         # a decode step that autograd records: gdn's serving functions have no gradient
         if _needs_gradient(*arguments[:4]) or _belongs_to_original(hidden_states, active):
             return original(*arguments, **kwargs)
-        try:
+
+        def serve() -> Tensor:
             x = hidden_states.transpose(1, 2)
             y = short_conv.causal_conv1d_update(
                 x, conv_state, weight, bias, activation=_activation(activation)
             )
-        except NotImplementedError as refusal:
-            _refused("causal_conv1d_update", refusal, is_packed=False)
-            return original(*arguments, **kwargs)
-        return y.transpose(1, 2)
+            return y.transpose(1, 2)
+
+        def run_original() -> Tensor:
+            return original(*arguments, **kwargs)  # type: ignore[no-any-return]
+
+        return call_with_fallback("causal_conv1d_update", serve, run_original, _warn)
 
     return causal_conv1d_update
 
@@ -148,15 +156,19 @@ def _rule(
     cu_seqlens = _offsets(kwargs.get("cu_seqlens"), kwargs.get("seq_idx"))
     if cu_seqlens is None and _belongs_to_original(q, active):
         return original(q, k, v, g=g, beta=beta, **named, **own, **kwargs)
-    try:
+
+    def serve_rule() -> tuple[Tensor, Tensor | None]:
         o, final_state = serve(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens, **named)
-    except NotImplementedError as refusal:
-        _refused("the gated delta rule", refusal, is_packed=cu_seqlens is not None)
-        return original(q, k, v, g=g, beta=beta, **named, **own, **kwargs)
-    if final_state is not None and cu_seqlens is not None:
-        # the cache has one row for the packed batch: it continues the last document
-        final_state = final_state[-1:]
-    return o, final_state
+        if final_state is not None and cu_seqlens is not None:
+            # the cache has one row for the packed batch: it continues the last document
+            final_state = final_state[-1:]
+        return o, final_state
+
+    def run_original() -> tuple[Tensor, Tensor | None]:
+        return original(q, k, v, g=g, beta=beta, **named, **own, **kwargs)  # type: ignore[no-any-return]
+
+    report = _warn if cu_seqlens is None else _raise
+    return call_with_fallback("the gated delta rule", serve_rule, run_original, report)
 
 
 def _is_cache_buffer(state: Tensor | None) -> bool:
@@ -201,11 +213,14 @@ def _belongs_to_original(x: Tensor, active: Sized) -> bool:
     return len(active) == 0 or x.is_meta or torch.compiler._is_exporting_flag
 
 
-def _refused(name: str, refusal: NotImplementedError, *, is_packed: bool) -> None:
-    """Say that the original takes over; raise for packed sequences, since the original may mix documents."""
-    if is_packed:
-        raise refusal
-    warnings.warn(f"{name} is left to Transformers: {refusal}", RuntimeWarning, stacklevel=4)
+def _warn(name: str, error: Exception) -> None:
+    """Warn that the original runs; Python shows such a warning once for each line of a model file."""
+    warnings.warn(f"{name} is left to Transformers: {error}", RuntimeWarning, stacklevel=4)
+
+
+def _raise(name: str, error: Exception) -> None:
+    """Raise for packed sequences: the original would mix documents and say nothing."""
+    raise error
 
 
 def _offsets(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
