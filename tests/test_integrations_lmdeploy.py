@@ -183,6 +183,29 @@ def test_slots_and_entries_out_of_range_are_padding(slot, entry, is_entry_major)
             assert same_bits(ring, before)
 
 
+@pytest.mark.parametrize("gap", [8, 1])
+def test_prompts_on_a_ring_whose_slots_lie_apart_by_no_multiple_of_a_state(gap):
+    """The bits of a dense ring, padding left alone; a page of a slot may hold other things as well."""
+    x, offsets = inputs(1, sum(LENGTHS)), torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    index, entries = torch.tensor([4, -1, 3, 0]), (torch.tensor([3, 1, 0, 2]), torch.tensor([0, 3, 2, 1]))
+    dense = pool_of(SLOTS, 4)
+    size = dense[0].numel()
+    page = torch.randn(SLOTS, size + gap)
+    before = page.clone()
+    apart = page[:, :size].unflatten(1, dense.shape[1:])
+    apart.copy_(dense)
+    before[:, :size] = dense.flatten(1)
+
+    def prompts(ring):
+        return RULE.chunk_gated_delta_rule(
+            *five(x), initial_state=ring, state_indices=index, cu_seqlens=offsets, output_final_state=True,
+            spec_state_offsets=entries, transpose_state_layout=True, **L2,
+        )[0]  # fmt: skip
+
+    assert same_bits(prompts(apart), prompts(dense)) and same_bits(apart, dense)
+    assert same_bits(page[:, size:], before[:, size:]) and not same_bits(page, before)
+
+
 def test_int32_slots_reach_the_end_of_a_large_ring():
     """The product of slot and stride is taken in int64: 2**31 states, of which no byte is allocated."""
     shape, step = torch.Size([2**29, 8, HV, V, K]), (8, 1)

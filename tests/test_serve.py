@@ -145,7 +145,7 @@ def test_requests_meet_what_the_warmup_compiled(monkeypatch, dtype):
     monkeypatch.setenv("GDN_BACKEND", "triton")
     model = serve.build("cpu", dtype, 0.02)
     engine = serve.Engine(model, max_len=160, rows=3, slots=5, drafts=2)
-    warmed = set(compiling.jobs(api.warmup, "cuda:90"))
+    warmed = set(compiling.jobs(engine.warmup, "cuda:90"))
 
     def serves():
         for prompt in prompts(7):

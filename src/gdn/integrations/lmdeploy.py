@@ -191,12 +191,22 @@ class GatedDeltaRule:
         entries: tuple[Tensor, Tensor] | None, **options: Any,
     ) -> Tensor:  # fmt: skip
         q, k, v = tokens
-        if entries is not None:
-            ring = pool
-            pool, step = _flat(ring)
-            read, write = (_flat_index(slots, entry, ring.shape, step) for entry in entries)
-            options["out_state_index"], slots = write, read
-        return prefill(q, k, v, pool, **gates, cu_seqlens=offsets, state_index=slots, **options)
+        given = {**gates, "cu_seqlens": offsets, **options}
+        if entries is None:
+            return prefill(q, k, v, pool, state_index=slots, **given)
+        flat, step = _flat(pool)
+        read, write = (_flat_index(slots, entry, pool.shape, step) for entry in entries)
+        inner = zip(flat.shape[1:], flat.stride()[1:], strict=True)
+        if flat.stride(0) > sum((size - 1) * stride for size, stride in inner):
+            return prefill(q, k, v, flat, state_index=read, out_state_index=write, **given)
+        # slots lie apart by no multiple of a state, so the states of the flat pool overlap one another
+        states = flat.index_select(0, read.clamp(min=0))
+        rows = torch.arange(read.shape[0], device=read.device)
+        o = prefill(q, k, v, states, state_index=rows.where(read >= 0, -1), **given)
+        # reads the number of written states on the host, which waits for the device
+        is_written = (read >= 0) & (write >= 0) & (offsets.diff().to(read.device) > 0)
+        flat.index_copy_(0, write[is_written], states[is_written])
+        return o
 
 
 def _flat(ring: Tensor) -> tuple[Tensor, tuple[int, int]]:
