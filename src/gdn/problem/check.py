@@ -203,12 +203,15 @@ def overlaps_itself(x: Tensor) -> bool:
     """
     if x.is_contiguous() or x.numel() == 0:
         return False
-    reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
+    # by pairs, since a compiler cannot sort sizes that it does not know
+    axes = [(stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    for i, (stride, _) in enumerate(axes):
+        reach = 0
+        for j, (other, size) in enumerate(axes):
+            if other < stride or (other == stride and j < i):
+                reach += (size - 1) * other
+        if stride <= reach:
+            return True
     return False
 
 
