@@ -12,7 +12,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in CLI_PACKAGES:
             raise
-        sys.exit(f"gdn: the command line needs {error.name}, which is not installed: pip install 'gdn[cli]'")
+        missing = f"the command line needs {error.name}, which is not installed"
+        print(f"gdn: {missing}: pip install 'gdn[cli]'", file=sys.stderr)
+        sys.exit(2)
     run_command()
 
 
