@@ -126,7 +126,8 @@ def test_a_neighbour_of_the_clone_is_checked_with_types(environment, clone):
     pytest.importorskip("mypy")
     script = clone.parent / "script.py"
     script.write_text(
-        "import gdn\n\nlayer = gdn.GatedDeltaNet(64, 2, 2, 16, 16)\ngdn.no_such_function()\nx: int = layer.num_k_heads\n"
+        "import gdn\n\nlayer = gdn.GatedDeltaNet(64, 2, 2, 16, 16)\nx: int = layer.num_k_heads\n"
+        "gdn.no_such_function()\n"
     )
     cache = clone.parent / "cache"
     # torch's own types take most of the time, and are not what is tested

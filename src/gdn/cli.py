@@ -50,7 +50,8 @@ def main() -> None:
 def usage_line(error: Any) -> str:
     """Return a usage error in one line, after the command that it belongs to."""
     command = error.ctx.command_path if getattr(error, "ctx", None) else "gdn"
-    return f"{command}: {' '.join(error.format_message().split())} (see {command} --help)"
+    text = " ".join(error.format_message().split()).removeprefix("Invalid value: ")
+    return f"{command}: {text} (see {command} --help)"
 
 
 def print_version(is_asked: bool) -> None:
@@ -113,7 +114,7 @@ def demo(
     json_file: Json = None,
 ) -> None:
     """Train a small hybrid model on Python's own sources, draw its loss, let it write, and compare speeds."""
-    need_packages("demo", "plot,transformers", "matplotlib", "transformers")
+    need_packages("plot,transformers", "matplotlib", "transformers")
     from gdn.bench import demo as main_job
     from gdn.bench.thread_choice import ThreadControl
 

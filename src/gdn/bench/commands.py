@@ -91,7 +91,7 @@ def _register(job: str) -> None:
     ) -> None:
         from gdn.bench import gpu, providers, row_names, rows
 
-        where, deadline = gpu_place(device, f"bench {job}"), time.monotonic() + 60 * minutes
+        where, deadline = gpu_place(device), time.monotonic() + 60 * minutes
         label = _label(job, variant)
         choice("set", problems, catalog.SETS)
         about = {**measure.on_gpu(where), **({"commit": commit} if commit else {})}
@@ -189,7 +189,7 @@ def cpu(
     json_file: Json = None,
 ) -> None:
     """The rule on the CPU against Transformers' plain-torch functions, interleaved in one run."""
-    need_packages("bench cpu", "transformers", "transformers")
+    need_packages("transformers", "transformers")
     from gdn.bench import cpu as cpu_bench
     from gdn.bench.tables import digits
 
@@ -241,7 +241,7 @@ def compare(
     arguments = [choice("run", job, HELP), "--providers", names, "--only", only]
     arguments += ["--device", device] if device else []
     if not any(comparing.is_file(name) for name in (before, after)):
-        gpu_place(device, f"bench compare --run {job}")
+        gpu_place(device)
     try:
         with progress() as report:
             both = comparing.sides((before, after), arguments, rounds=rounds, report=report)

@@ -1,5 +1,6 @@
 """Shared parts of the commands: consoles, common options, usage errors of one line, JSON, progress."""
 
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -24,7 +25,7 @@ Json = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; the GPU if there is one.")]
 
 
-SHOWN_NAMES = 8  # names that a usage error lists
+SHOWN_WIDTH = 240  # characters of the names that a usage error lists
 
 
 def place(name: str | None) -> torch.device:
@@ -42,12 +43,12 @@ def place(name: str | None) -> torch.device:
     return device
 
 
-def gpu_place(name: str | None, command: str) -> torch.device:
+def gpu_place(name: str | None) -> torch.device:
     """Return the device for a GPU benchmark; a usage error on a CPU that nobody asked for."""
     device = place(name)
     if name is None and device.type == "cpu":
         raise typer.BadParameter(
-            f"{command} needs a GPU, and PyTorch finds none; --device cpu runs it on the CPU nevertheless"
+            "needs a GPU, and PyTorch finds none; --device cpu runs it on the CPU nevertheless"
         )
     return device
 
@@ -62,28 +63,29 @@ def available_devices() -> list[str]:
     return found
 
 
-def need_packages(command: str, extra: str, *packages: str) -> None:
+def need_packages(extra: str, *packages: str) -> None:
     """Raise a usage error that names the extra to install where a package is missing."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise typer.BadParameter(
-            f"{command} needs {', '.join(missing)}, not installed here: pip install 'gdn[{extra}]'"
+            f"needs {' and '.join(missing)}, not installed here: pip install 'gdn[{extra}]'"
         )
 
 
 def require_match(only: Sequence[str], names: Sequence[str]) -> None:
     """Raise a usage error if --only is given and no name holds any of its words."""
     if only and not any(word in name for word in only for name in names):
-        raise typer.BadParameter(
-            f"only: expected a part of {_one_of(names)}, got {','.join(only)}: no name holds it"
-        )
+        raise typer.BadParameter(f"only: expected a part of {_one_of(names)}, got {','.join(only)!r}")
 
 
 def _one_of(names: Sequence[str]) -> str:
+    """Return the names, or how many there are and the first ones."""
     if len(names) == 1:
         return names[0]
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return f"one of {', '.join(names[:SHOWN_NAMES])}{more}"
+    shown = list(itertools.accumulate(names, "{}, {}".format))
+    count = max(1, sum(len(text) <= SHOWN_WIDTH for text in shown))
+    of = "one of" if count == len(names) else f"one of {len(names)} names, such as"
+    return f"{of} {shown[count - 1]}"
 
 
 def choice(option: str, value: str, known: Iterable[str]) -> str:

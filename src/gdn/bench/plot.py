@@ -21,7 +21,7 @@ def plot(
     ] = README,
 ) -> None:
     """Speed against length, roofline, ratios, errors by regime: PNG, SVG, a page, from results files only."""
-    need_packages("plot", "plot", "matplotlib")
+    need_packages("plot", "matplotlib")
     from gdn.bench import pictures
     from gdn.bench import results as files
 

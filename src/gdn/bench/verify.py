@@ -86,7 +86,7 @@ def verify(
     """Judge outputs and gradients against the law in fp64. Exit code 1 if any of ours misses its limit."""
     where = place(device)
     if out:
-        need_packages("verify --out", "plot", "matplotlib")
+        need_packages("plot", "matplotlib")
     own = laboratory.profile_of(choice("set", problems, SETS))
     profile = choice("profile", profile or own, PROFILES)
     dtypes = [choice("dtype", name, DTYPES) for name in dtype or _dtypes(problems)]
