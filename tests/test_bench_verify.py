@@ -257,6 +257,15 @@ def test_verify_leaves_a_folder(tmp_path):
     assert len(pictures) == 4 and all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
 
 
+def test_pictures_have_the_whole_name_of_a_case(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    titles = []
+    for name in ("scatter", "over_time"):
+        monkeypatch.setattr(portraits, name, lambda path, title, *_: titles.append(title))
+    found = json.loads(run(*TINY, "--out", str(tmp_path), "--json", "-").stdout)
+    assert set(titles) == {f"{row['case']} fp32" for row in found["rows"]} and len(titles) == 4
+
+
 def test_a_title_is_whole_and_fits(monkeypatch, tmp_path):
     """The longest name there is, over one output and over all."""
     figure = pytest.importorskip("matplotlib.figure")
