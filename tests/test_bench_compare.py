@@ -131,7 +131,7 @@ def test_a_file_holds_many_commits(tmp_path):
 
 @pytest.fixture
 def repository(tmp_path):
-    """A repository whose first commit holds the package in gdn, the second in src/gdn."""
+    """Make a repository whose first commit holds the package in gdn, the second in src/gdn."""
     home = tmp_path / "repository"
     git = ["git", "-C", str(home), "-c", "user.name=x", "-c", "user.email=x@x"]
     subprocess.run(["git", "init", "-q", str(home)], check=True)
@@ -185,7 +185,7 @@ def test_a_folder_may_have_either_layout(repository, tmp_path):
 
 
 def test_a_name_is_no_option_of_git(repository, tmp_path):
-    """git archive would write a file for --output, and take any branch's name for one."""
+    """Refuse names that git would read as options: `git archive --output=FILE` writes a file."""
     aim = tmp_path / "written"
     for name in (f"--output={aim}", "-h", "--all", "no-such-commit", "", "HEAD:gdn", "HEAD HEAD"):
         with pytest.raises(ValueError, match="expected a results file, a checkout or a commit"):
@@ -194,7 +194,7 @@ def test_a_name_is_no_option_of_git(repository, tmp_path):
 
 
 def test_a_side_runs_its_own_package(tmp_path, monkeypatch):
-    """Also where PYTHONPATH names another one; its children inherit the path."""
+    """Import the side's package though PYTHONPATH names another one, in its child processes as well."""
     package = tmp_path / "src" / "gdn"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")

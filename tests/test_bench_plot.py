@@ -300,7 +300,7 @@ def test_every_picture_is_drawn_from_a_full_file(folder):
 
 @pytest.mark.slow
 def test_pictures_of_an_untouched_clone_stay_as_they_are(tmp_path):
-    """`gdn plot` writes only what differs; what is committed was drawn on another machine."""
+    """Draw again what another machine drew: no file is written."""
     import matplotlib
 
     committed = measure.ROOT / "docs" / "results"

@@ -267,7 +267,7 @@ def test_pictures_have_the_whole_name_of_a_case(monkeypatch, tmp_path):
 
 
 def test_a_title_is_whole_and_fits(monkeypatch, tmp_path):
-    """The longest name there is, over one output and over all."""
+    """Draw the longest name over one panel and over all panels."""
     figure = pytest.importorskip("matplotlib.figure")
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))

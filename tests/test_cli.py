@@ -109,8 +109,8 @@ def test_bench_refuses_what_it_does_not_know(gpu_rows, wrong):
     assert run("bench", *wrong).exit_code == 2
 
 
-def told(monkeypatch, capsys, *args):
-    """The exit code and the lines on stderr of the script itself."""
+def run_script(monkeypatch, capsys, *args):
+    """Run the script itself; return its exit code and the lines on stderr."""
     monkeypatch.setattr(sys, "argv", ["gdn", *args])
     with pytest.raises(SystemExit) as left:
         cli.main()
@@ -143,7 +143,7 @@ def told(monkeypatch, capsys, *args):
     ],
 )  # fmt: skip
 def test_a_usage_error_is_one_line(monkeypatch, capsys, arguments, words):
-    code, lines = told(monkeypatch, capsys, *arguments.split())
+    code, lines = run_script(monkeypatch, capsys, *arguments.split())
     assert code == 2 and len(lines) == 1 and len(lines[0]) < 500
     assert re.search(words, lines[0]), lines[0]
     assert lines[0].startswith("gdn")
@@ -152,7 +152,7 @@ def test_a_usage_error_is_one_line(monkeypatch, capsys, arguments, words):
 @pytest.mark.parametrize("job", [*commands.HELP, "compare HEAD~1 HEAD"])
 def test_a_gpu_benchmark_refuses_a_cpu(monkeypatch, capsys, job):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, lines = told(monkeypatch, capsys, "bench", *job.split())
+    code, lines = run_script(monkeypatch, capsys, "bench", *job.split())
     assert code == 2 and len(lines) == 1 and "needs a GPU" in lines[0]
 
 
@@ -166,7 +166,7 @@ def test_a_gpu_benchmark_refuses_a_cpu(monkeypatch, capsys, job):
 )  # fmt: skip
 def test_a_missing_package_names_its_extra(monkeypatch, capsys, command, packages, extra):
     monkeypatch.setattr(console, "find_spec", lambda name: None if name in packages else object())
-    code, lines = told(monkeypatch, capsys, *command.split())
+    code, lines = run_script(monkeypatch, capsys, *command.split())
     assert code == 2 and len(lines) == 1
     assert f"needs {packages[0]}, not installed here: pip install 'gdn[{extra}]'" in lines[0]
 
@@ -182,7 +182,7 @@ def test_the_version_is_printed():
 
 
 def test_without_a_clone_everything_goes_into_the_current_folder(tmp_path):
-    """A package that was installed writes nothing beside itself."""
+    """Name no file beside an installed package as a default output."""
     site = tmp_path / "site"
     shutil.copytree(Path(gdn.__file__).parent, site / "gdn", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "work").mkdir()

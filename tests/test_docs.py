@@ -60,7 +60,7 @@ def test_links_lead_somewhere():
 
 
 def test_the_matrix_of_versions_is_whole():
-    """docs/install.md has a row for each GPU and Triton that is compiled for, and each Python that may install."""
+    """docs/install.md has a row for each GPU and Triton of the compile tests, and for each Python."""
     page = (ROOT / "docs" / "install.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("|")]
     targets = re.findall(r'GPUTarget\("\w+", "?(\w+)"?', (ROOT / "tests" / "compiling.py").read_text())

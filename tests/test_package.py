@@ -1,4 +1,4 @@
-"""The package as users get it: wheel, sdist, an editable install beside a clone, and what is missing."""
+"""Check the package as users get it: wheel, sdist, editable install beside a clone, missing packages."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ def run(command, cwd, **environment):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)
 
 
-def printed(command, cwd, **environment):
+def output_of(command, cwd, **environment):
     done = run(command, cwd, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -38,7 +38,7 @@ def printed(command, cwd, **environment):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A copy of the repository in a folder named gdn, as git clone makes it."""
+    """Return a copy of the repository in a folder named gdn, as git clone makes it."""
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.split(".")[0]) < 77:
         pytest.skip(f"a build needs setuptools 77 or newer, got {setuptools.__version__}")
@@ -49,15 +49,15 @@ def clone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(clone, tmp_path_factory):
-    """(wheel, sdist), built as pip builds them but without a network."""
+    """Build a wheel and an sdist by the functions that pip calls, without a network; return their paths."""
     out = tmp_path_factory.mktemp("dist")
     commands = ([sys.executable, "-c", BUILD.format(kind), str(out)] for kind in ("wheel", "sdist"))
-    return [out / printed(command, clone).splitlines()[-1] for command in commands]
+    return [out / output_of(command, clone).splitlines()[-1] for command in commands]
 
 
 @pytest.fixture(scope="module")
 def environment(clone):
-    """The python of a new environment beside the clone: an editable install, torch but no typer."""
+    """Install the clone editably in a new environment that has torch but no typer; return its python."""
     pytest.importorskip("pip")
     home = clone.parent / "environment"
     venv.create(home, with_pip=False, symlinks=True)
@@ -67,7 +67,7 @@ def environment(clone):
     there = [x for x in sys.path if Path(x).name in ("site-packages", "dist-packages")]
     (site / "zz_tests.pth").write_text("\n".join(there) + "\n")
     install = ["-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index", "-e", str(clone)]
-    printed([str(python), *install], clone.parent)
+    output_of([str(python), *install], clone.parent)
     (site / "aa_plain.pth").write_text("import sys; sys.modules['typer'] = None\n")
     return python
 
@@ -108,17 +108,17 @@ def test_the_tests_of_an_sdist_run(built, tmp_path):
         "no:cacheprovider",
     ]
     where = "import gdn, pathlib; print(pathlib.Path(gdn.__file__).resolve())"
-    assert Path(printed([sys.executable, "-c", where], home, PYTHONPATH=str(home / "src")).strip()) == (
+    assert Path(output_of([sys.executable, "-c", where], home, PYTHONPATH=str(home / "src")).strip()) == (
         home.resolve() / "src" / "gdn" / "__init__.py"
     )
-    said = printed([sys.executable, "-m", "pytest", *tests], home)
+    said = output_of([sys.executable, "-m", "pytest", *tests], home)
     assert re.search(r"^[1-9]\d* passed", said, re.M), said
 
 
 def test_a_neighbour_of_the_clone_imports_the_package(environment, clone):
-    """A folder named gdn beside a script is not taken for the package."""
+    """Import the package where a folder named gdn, the clone, lies beside the script."""
     code = "import gdn; gdn.decode; print(gdn.__file__, gdn.__version__)"
-    file, version = printed([str(environment), "-c", code], clone.parent).split()
+    file, version = output_of([str(environment), "-c", code], clone.parent).split()
     assert Path(file) == clone / "src" / "gdn" / "__init__.py" and version == gdn.__version__
 
 
@@ -158,13 +158,13 @@ def test_a_plain_install_names_the_extra(environment, clone, command):
 
 
 def test_the_version_needs_no_installation(tmp_path):
-    """PYTHONPATH alone is enough."""
+    """Read the version from src by PYTHONPATH alone."""
     code = "import gdn; print(gdn.__version__)"
-    said = printed([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(ROOT / "src"))
+    said = output_of([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(ROOT / "src"))
     assert said.strip() == gdn.__version__
     if importlib.util.find_spec("typer") and importlib.util.find_spec("rich"):
         command = [sys.executable, "-m", "gdn", "--version"]
-        assert printed(command, tmp_path, PYTHONPATH=str(ROOT / "src")) == f"gdn {gdn.__version__}\n"
+        assert output_of(command, tmp_path, PYTHONPATH=str(ROOT / "src")) == f"gdn {gdn.__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Progress without a terminal, and the threads of a run that other work disturbs."""
+"""Check progress without a terminal, and the threads of a run that shares its cores."""
 
 import io
 import os
@@ -50,7 +50,7 @@ def test_many_steps_are_few_lines():
 
 @pytest.mark.slow
 def test_a_command_reports_on_a_pipe():
-    """verify in a process of its own: lines on stderr, JSON alone on stdout."""
+    """Run verify in a process of its own: lines on stderr, JSON alone on stdout."""
     command = [sys.executable, "-m", "gdn", "verify", "--set", "quick", "--max-cases", "2", "--device", "cpu"]
     done = subprocess.run([*command, "--dtype", "fp32", "--json", "-"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -60,7 +60,7 @@ def test_a_command_reports_on_a_pipe():
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine of two threads on two cores; `seconds` of a test by threads, `free` cores."""
+    """Pretend a machine of two cores: the time of the test by threads, and the free cores, are given."""
     found = {"free": 2, 1: 1.0, 2: 0.6}
     monkeypatch.setattr(thread_choice, "count_cores", lambda: 2)
     monkeypatch.setattr(thread_choice, "count_free_cores", lambda: found["free"])

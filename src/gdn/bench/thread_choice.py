@@ -23,7 +23,7 @@ COLLAPSE, STEPS = 3.0, 2  # so many steps in a row, each so many times the faste
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """A number of threads and what it was chosen from. seconds: threads -> time of the slowest round."""
+    """Hold a number of threads and its reasons. seconds: number of threads -> time of the slowest round."""
 
     threads: int
     default: int
