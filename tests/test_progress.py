@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,8 +12,10 @@ import torch
 
 pytest.importorskip("rich")
 
+from rich.console import Console
+
 from gdn.bench import thread_choice
-from gdn.bench.progress import LineReport, progress_line
+from gdn.bench.progress import LineReport, progress_line, show_progress
 from gdn.bench.thread_choice import ThreadChoice, ThreadControl, choose_threads
 
 
@@ -38,6 +41,19 @@ def test_a_step_that_takes_long_is_reported_while_it_runs():
     assert lines[-2].startswith("train 4/4, loss 2.00, ")
     during = lines[1:-2]
     assert 2 <= len(during) <= 8 and all("train 1/4, loss 5.00" in x and "left" in x for x in during)
+
+
+def test_a_terminal_has_bars_with_what_is_left(monkeypatch):
+    """Cut a long note on 80 columns, never the count or the times."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    status = Console(file=stream, force_terminal=True, width=80, color_system=None)
+    with show_progress(status) as report:
+        report("verify", 0, 141, "")
+        report("verify", 3, 141, "fp32 " + "strong/negative 6 packed in 139 heads " * 3)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    last = [line for line in plain.split("\r") if "3/141" in line]
+    assert last and re.search(r"verify fp32 strong.* 3/141 +0:00:0\d +(\d:\d\d:\d\d|-:--:--)", last[-1])
 
 
 def test_many_steps_are_few_lines():

@@ -23,6 +23,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 Report = Callable[[str, int, int | None, str], None]  # part, steps done, steps in all if known, a note
 INTERVAL = 10.0  # seconds between two lines
@@ -36,12 +37,16 @@ def show_progress(status: Console) -> Iterator[Report]:
         with LineReport() as lines:
             yield lines
         return
+    # a long note is cut, never the count or the times
+    note = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-        TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False, table_column=note), BarColumn(16),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
     )  # fmt: skip
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=status) as bars:
+    with Progress(*columns, console=status, expand=True) as bars:
 
         def report(part: str, done: int, total: int | None, note: str) -> None:
             if part not in tasks:
