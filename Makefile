@@ -110,19 +110,20 @@ types:
 clean:
 	rm -rf $(VENV) out build .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 
+# pip is not quiet: where no terminal is, minutes without a line look like a standstill
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(VENV)/bin/python -m pip install --progress-bar off "$(TORCH)"
 	touch $@
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/.torch
-	$(VENV)/bin/python -m pip install --quiet -e '.[cli,plot,transformers]'
+	$(VENV)/bin/python -m pip install --progress-bar off -e '.[cli,plot,transformers]'
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.torch
-	$(VENV)/bin/python -m pip install --quiet -e '.[dev]'
+	$(VENV)/bin/python -m pip install --progress-bar off -e '.[dev]'
 	if [ "$$(uname -sm)" = "Linux x86_64" ] && ! $(VENV)/bin/python -c "import triton" 2>/dev/null; then \
-		$(VENV)/bin/python -m pip install --quiet "$(TRITON)"; fi
+		$(VENV)/bin/python -m pip install --progress-bar off "$(TRITON)"; fi
 	touch $@
 
 build/triton-%/.done:

@@ -129,30 +129,85 @@ def test_a_file_holds_many_commits(tmp_path):
         compare.sides((str(file), "HEAD"), [])
 
 
-def test_commits_are_measured_by_one_yardstick_in_turn(tmp_path, monkeypatch):
+@pytest.fixture
+def repository(tmp_path):
+    """Make a repository whose first commit holds the package in gdn, the second in src/gdn."""
+    home = tmp_path / "repository"
+    git = ["git", "-C", str(home), "-c", "user.name=x", "-c", "user.email=x@x"]
+    subprocess.run(["git", "init", "-q", str(home)], check=True)
+    for speed, folder in (("1.0", home / "gdn"), ("2.0", home / "src" / "gdn")):
+        (folder / "bench").mkdir(parents=True)
+        (folder / "__init__.py").write_text("")
+        (folder / "speed").write_text(speed)
+        (folder / "bench" / "old.py").write_text("old")
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
+        if speed == "1.0":
+            subprocess.run([*git, "rm", "-q", "-r", "gdn"], check=True)
+    return home
+
+
+def test_commits_are_measured_by_one_yardstick_in_turn(repository, monkeypatch):
     order = []
 
     def measured(home, name, arguments):
         order.append(name)
-        bench, ours = (root / "gdn" / "bench" / "compare.py" for root in (home, measure.ROOT))
+        package = home / "src" / "gdn"
+        bench, ours = package / "bench" / "compare.py", Path(compare.__file__)
         assert bench.read_text() == ours.read_text() and arguments == ["prefill"]
-        return [row(ms=float((home / "gdn" / "speed").read_text()))]
+        assert not (package / "bench" / "old.py").exists() and not (home / "gdn").exists()
+        return [row(ms=float((package / "speed").read_text()))]
 
-    repository = tmp_path / "repository"
-    (repository / "gdn" / "bench").mkdir(parents=True)
-    git = ["git", "-C", str(repository), "-c", "user.name=x", "-c", "user.email=x@x"]
-    subprocess.run(["git", "init", "-q", str(repository)], check=True)
-    (repository / "gdn" / "speed").write_text("1.0")
-    (repository / "gdn" / "bench" / "old.py").write_text("old")
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
-    (repository / "gdn" / "speed").write_text("2.0")
+    (repository / "src" / "gdn" / "speed").write_text("3.0")
     monkeypatch.setattr(compare, "_measured", measured)
-    found = compare.sides(("HEAD", str(repository)), ["prefill"], rounds=2, root=repository)
-    assert order == ["HEAD", str(repository), str(repository), "HEAD"]
-    assert verdicts(*found) == ["slower"]
-    with pytest.raises(ValueError, match="expected a results file"):
-        compare.checkout("no-such-commit", Path(tmp_path, "home"), repository)
+    reports = []
+    found = compare.sides(
+        ("HEAD~1", str(repository)),
+        ["prefill"],
+        rounds=2,
+        root=repository,
+        report=lambda *x: reports.append(x),
+    )
+    assert order == ["HEAD~1", str(repository), str(repository), "HEAD~1"]
+    assert [x[1:3] for x in reports] == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    assert verdicts(*found) == ["slower"] and compare.changes(*found)[0].ratio == pytest.approx(3.0)
+    found = compare.sides(("HEAD", "HEAD~1"), ["prefill"], rounds=1, root=repository)
+    assert compare.changes(*found)[0].ratio == pytest.approx(0.5)
+
+
+def test_a_folder_may_have_either_layout(repository, tmp_path):
+    for place in ("gdn", "src/gdn"):
+        folder = tmp_path / place.replace("/", "-")
+        (folder / place).mkdir(parents=True)
+        (folder / place / "__init__.py").write_text(place)
+        compare.checkout(str(folder), tmp_path / f"home-{folder.name}", repository)
+        assert (tmp_path / f"home-{folder.name}" / "src/gdn/__init__.py").read_text() == place
+
+
+def test_a_name_is_no_option_of_git(repository, tmp_path):
+    """Refuse names that git would read as options: `git archive --output=FILE` writes a file."""
+    aim = tmp_path / "written"
+    for name in (f"--output={aim}", "-h", "--all", "no-such-commit", "", "HEAD:gdn", "HEAD HEAD"):
+        with pytest.raises(ValueError, match="expected a results file, a checkout or a commit"):
+            compare.checkout(name, tmp_path / "home", repository)
+    assert not aim.exists()
+
+
+def test_a_side_runs_its_own_package(tmp_path, monkeypatch):
+    """Import the side's package though PYTHONPATH names another one, in its child processes as well."""
+    package = tmp_path / "src" / "gdn"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(
+        "import subprocess, sys\n"
+        "child = [sys.executable, '-c', 'import gdn; print(gdn.__file__)']\n"
+        "file = subprocess.run(child, cwd='/', capture_output=True, text=True).stdout.strip()\n"
+        "rows = dict(argument.split('=', 1) for argument in sys.argv if argument.startswith('--'))\n"
+        'text = f\'{{"pass": "{rows["--commit"]}", "case": "{file}", "provider": "gdn"}}\'\n'
+        "open(rows['--out'], 'w').write(text)\n"
+    )
+    (found,) = compare._measured(tmp_path, "-x y", ["prefill"])
+    assert found["pass"] == "-x y" and found["case"] == str(package / "__init__.py")
 
 
 def test_the_table_says_what_changed():

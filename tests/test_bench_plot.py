@@ -1,6 +1,7 @@
 """What is made from results files: pages that say what rows say, pictures that show it."""
 
 import re
+import shutil
 
 import pytest
 
@@ -10,7 +11,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from gdn import cli
-from gdn.bench import commands, laboratory, measure, pictures, results, targets
+from gdn.bench import commands, laboratory, measure, picture_files, pictures, results, targets
 from gdn.bench.results import Results
 
 VERSIONS = {"gdn": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "flash-linear-attention": "0.6.0"}
@@ -295,6 +296,60 @@ def test_every_picture_is_drawn_from_a_full_file(folder):
     for _, file in drawn:
         assert (folder / "pictures" / file).read_bytes().startswith(b"\x89PNG")
         assert b"<svg" in (folder / "pictures" / file.replace(".png", ".svg")).read_bytes()
+
+
+@pytest.mark.slow
+def test_pictures_of_an_untouched_clone_stay_as_they_are(tmp_path):
+    """Draw again what another machine drew: no file is written."""
+    import matplotlib
+
+    committed = measure.ROOT / "docs" / "results"
+    (drawn_by,) = {re.search(r"Matplotlib v([\d.]+)", x.read_text())[1] for x in committed.glob("*.svg")}
+    if drawn_by != matplotlib.__version__:
+        pytest.skip(f"drawn by matplotlib {drawn_by}, whose layout differs from {matplotlib.__version__}'s")
+    page, readme = tmp_path / "results.md", tmp_path / "README.md"
+    shutil.copytree(committed, tmp_path / "results")
+    shutil.copy(measure.ROOT / "README.md", readme)
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "results").iterdir()}
+    arguments = ["--results", str(measure.RESULTS), "--page", str(page), "--readme", str(readme)]
+    assert CliRunner().invoke(cli.app, ["plot", *arguments]).exit_code == 0
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "results").iterdir()}
+    assert [path.name for path in before | after if before.get(path) != after.get(path)] == []
+
+
+def test_a_picture_is_written_where_it_differs(tmp_path):
+    from matplotlib.figure import Figure
+
+    def draw(y):
+        figure = Figure(figsize=(2, 2))
+        axes = figure.add_subplot()
+        axes.plot([0, 1], [0, y])
+        axes.set_ylim(0, 3)
+        picture_files.save_svg(figure, tmp_path / "x.svg")
+        picture_files.save_png(figure, tmp_path / "x.png", 100)
+        return [(tmp_path / name).stat().st_mtime_ns for name in ("x.svg", "x.png")]
+
+    first = draw(1.0)
+    # in the sixth decimal of a coordinate
+    assert draw(1.0 + 1e-7) == first
+    assert all(x != y for x, y in zip(draw(1.5), first, strict=True))
+
+
+@pytest.mark.parametrize(
+    "a, b, same",
+    [
+        ("M 52.629146 16.598677", "M 52.629145 16.598678", True),
+        ("M 52.63", "M 52.629999", True),
+        ("M 52.629146", "M 52.639146", False),
+        # labels have few decimals
+        ("<text>0.0001</text>", "<text>0.0002</text>", False),
+        ("M 1 2", "M 1 2 3", False),
+        ("M 1 2", "L 1 2", False),
+        ("Matplotlib v3.11.2, ", "Matplotlib v3.12.0, ", True),
+    ],
+)
+def test_noise_of_coordinates_is_no_difference(a, b, same):
+    assert picture_files.equal_svg(a, b) == same
 
 
 def test_nothing_is_drawn_from_nothing():

@@ -257,6 +257,34 @@ def test_verify_leaves_a_folder(tmp_path):
     assert len(pictures) == 4 and all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
 
 
+def test_pictures_have_the_whole_name_of_a_case(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    titles = []
+    for name in ("scatter", "over_time"):
+        monkeypatch.setattr(portraits, name, lambda path, title, *_: titles.append(title))
+    found = json.loads(run(*TINY, "--out", str(tmp_path), "--json", "-").stdout)
+    assert set(titles) == {f"{row['case']} fp32" for row in found["rows"]} and len(titles) == 4
+
+
+def test_a_title_is_whole_and_fits(monkeypatch, tmp_path):
+    """Draw the longest name over one panel and over all panels."""
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    case = max(cases.covering(cases.QUICK), key=lambda case: len(str(case)))
+    one = laboratory.examine("x", CASE, torch.float32, {"gdn": providers.load("gdn")}, device=CPU)
+    only = replace(one, found={"gdn": {"o": one.found["gdn"]["o"]}})
+    for examined in (one, only):
+        verify._draw(tmp_path, f"000 {case} fp32", examined, CASE)
+    assert len(drawn) == 4
+    for picture in drawn:
+        picture.draw_without_rendering()
+        title = picture._suptitle
+        assert title.get_text().replace("\n", " ") == f"{case} fp32"
+        box = title.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= picture.bbox.x1 and box.y1 <= picture.bbox.y1
+
+
 def test_verify_fails_on_a_wrong_answer(monkeypatch):
     right = verify.ENTRIES["chunk"]
 

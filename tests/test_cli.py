@@ -1,19 +1,26 @@
 """The command line, through typer's own runner: what is printed, what is written, and the exit code."""
 
+import itertools
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
+import gdn
 from gdn import cli
-from gdn.bench import cases, measure
+from gdn.bench import cases, commands, console, measure, verify
 
 
 def run(*args):
@@ -42,6 +49,7 @@ def test_bench_cpu_appends_rows(monkeypatch, tmp_path):
     results = tmp_path / "cpu.jsonl"
     done = run("bench", "cpu", "--quick", "--threads", "1", "--out", str(results))
     assert done.exit_code == 0 and " 2 " in done.stdout and "wrong" in done.stdout
+    assert f"appended 2 rows to {results}" in done.stderr
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert [line["threads"] for line in lines] == [1, 1] and set(measure.environment()) < set(lines[1])
 
@@ -68,6 +76,7 @@ def test_bench_prints_and_appends(gpu_rows, tmp_path, job, name):
     done = run("bench", job, *gpu_rows, "--out", str(out), "--commit", "abc")
     assert done.exit_code == 0 and name in done.stdout, done.output
     assert "gdn:hopper: refused" in done.stdout.replace("\n", " ")
+    assert f"appended 2 rows to {out}" in done.stderr and f"{job} 1/1, {name}" in done.stderr
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["pass"], "ms" in line) for line in lines] == [(job, True), (job, False)]
     about = {"date", "versions", "commit", "cpu", "threads", "gpu", "cuda"}
@@ -98,6 +107,93 @@ def test_bench_takes_parts_and_goes_on_where_it_stopped(gpu_rows, tmp_path):
 )  # fmt: skip
 def test_bench_refuses_what_it_does_not_know(gpu_rows, wrong):
     assert run("bench", *wrong).exit_code == 2
+
+
+def run_script(monkeypatch, capsys, *args):
+    """Run the script itself; return its exit code and the lines on stderr."""
+    monkeypatch.setattr(sys, "argv", ["gdn", *args])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    captured = capsys.readouterr()
+    assert not captured.out
+    return left.value.code, captured.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("demo --steps 0", "--steps.* 1"), ("demo --steps -1", "--steps.* 1"),
+        ("verify --max-cases -3", "--max-cases.* 0"), ("bench cpu --threads 0", "--threads.* 1"),
+        ("info --device gpu", "device: expected .*cpu.*, got gpu"),
+        ("demo --device gpu", "device: expected .*cpu.*, got gpu"),
+        ("bench prefill --device cuda:99", "device: expected .*cpu.*, got cuda:99"),
+        ("verify --device meta", "device: expected .*cpu.*, got meta"),
+        ("verify --only zzz", "only: expected a part of one of [0-9]+ names, such as strong/.*, got 'zzz'"),
+        ("verify --set regimes --only zzz,yyy", "expected a part of one of mixed, strong.*, got 'zzz,yyy'"),
+        ("verify --set full --only zzz", "only: expected a part of one of [0-9]+ names.*, got 'zzz'"),
+        ("bench prefill --device cpu --only zzz", "one of 2/8 1x32768, .*, got 'zzz'"),
+        ("bench spec --device cpu --only zzz", "[0-9]+ names, such as B=1 T=1 fp32 decode, .*, got 'zzz'"),
+        ("bench step --device cpu --only zzz", "one of B=1 fp32, .*, got 'zzz'"),
+        ("bench stages --device cpu --only zzz", "one of 16/16 16x16384, .*, got 'zzz'"),
+        ("bench layer --device cpu --only zzz", "one of 16/32 2048 wide 1x16384 forward, .*, got 'zzz'"),
+        ("bench e2e --device cpu --only zzz", r"one of 128\+128, .*, got 'zzz'"),
+        ("bench host --device cpu --only zzz", "one of decode, forward.*, got 'zzz'"),
+        ("bench cold --device cpu --only zzz", "a part of new process, got 'zzz'"),
+        ("demoo", "Did you mean 'demo'"),
+    ],
+)  # fmt: skip
+def test_a_usage_error_is_one_line(monkeypatch, capsys, arguments, words):
+    code, lines = run_script(monkeypatch, capsys, *arguments.split())
+    assert code == 2 and len(lines) == 1 and len(lines[0]) < 500
+    assert re.search(words, lines[0]), lines[0]
+    assert lines[0].startswith("gdn")
+
+
+@pytest.mark.parametrize("job", [*commands.HELP, "compare HEAD~1 HEAD"])
+def test_a_gpu_benchmark_refuses_a_cpu(monkeypatch, capsys, job):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, lines = run_script(monkeypatch, capsys, "bench", *job.split())
+    assert code == 2 and len(lines) == 1 and "needs a GPU" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "command, packages, extra",
+    [
+        ("demo", ["matplotlib"], "plot,transformers"), ("demo", ["transformers"], "plot,transformers"),
+        ("plot", ["matplotlib"], "plot"), ("bench cpu", ["transformers"], "transformers"),
+        ("verify --set quick --out x", ["matplotlib"], "plot"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_names_its_extra(monkeypatch, capsys, command, packages, extra):
+    monkeypatch.setattr(console, "find_spec", lambda name: None if name in packages else object())
+    code, lines = run_script(monkeypatch, capsys, *command.split())
+    assert code == 2 and len(lines) == 1
+    assert f"needs {packages[0]}, not installed here: pip install 'gdn[{extra}]'" in lines[0]
+
+
+def test_only_chooses_from_the_whole_product():
+    found = verify._cases("full", None, 0, ["heads 1/4"])
+    assert all("heads 1/4" in name for name, _ in itertools.islice(found, 3))
+
+
+def test_the_version_is_printed():
+    assert run("--version").stdout == f"gdn {gdn.__version__}\n"
+    assert json.loads(run("info", "--json", "-").stdout)["versions"]["gdn"] == gdn.__version__
+
+
+def test_without_a_clone_everything_goes_into_the_current_folder(tmp_path):
+    """Name no file beside an installed package as a default output."""
+    site = tmp_path / "site"
+    shutil.copytree(Path(gdn.__file__).parent, site / "gdn", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "work").mkdir()
+    code = (
+        "from pathlib import Path; from gdn.bench import measure, plot; here = Path.cwd(); "
+        "assert measure.CLONE is None and measure.commit() is None and plot.README is None; "
+        "assert (measure.RESULTS, plot.DOCS) == (here, here / 'results.md')"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "work", env=environment, check=True)
+    assert Path(__file__).parent.parent / "benchmarks" / "results" == measure.RESULTS
 
 
 def test_module_runs_without_a_script():

@@ -35,6 +35,18 @@ def test_the_python_of_a_page_runs(page):
             patch.undo()
 
 
+def test_each_block_about_transformers_runs_alone():
+    """A reader pastes the block of a heading without those above it."""
+    pytest.importorskip("transformers")
+    for block in blocks(ROOT / "docs" / "transformers.md"):
+        assert "..." not in re.sub("#.*", "", block)
+        try:
+            exec(compile(block, "transformers.md", "exec"), {})
+        finally:
+            for patch in list(transformers._active):
+                patch.undo()
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
     result = doctest.testmod(importlib.import_module(name))
@@ -45,6 +57,19 @@ def test_links_lead_somewhere():
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_matrix_of_versions_is_whole():
+    """docs/install.md has a row for each GPU and Triton of the compile tests, and for each Python."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    targets = re.findall(r'GPUTarget\("\w+", "?(\w+)"?', (ROOT / "tests" / "compiling.py").read_text())
+    tritons = re.search(r"OTHER_TRITONS := (.*)", (ROOT / "Makefile").read_text())[1].split()
+    pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert len(targets) == 5 and tritons and len(pythons) == 4
+    names = [name if name.startswith("gfx") else f"sm_{name}" for name in targets]
+    for name in (*names, *tritons, *(f"{version}." for version in pythons)):
+        assert any(name in row for row in rows), name
 
 
 def test_every_public_name_is_documented():

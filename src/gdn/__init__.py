@@ -15,6 +15,9 @@ from gdn.ops.serving import decode, decode_functional, decode_packed
 from gdn.ops.step import decode_step
 from gdn.ops.warmup import warmup
 
+# the one place that states the version: pyproject.toml reads it from here
+__version__ = "0.2.0.dev0"
+
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 

@@ -1,5 +1,22 @@
-"""python -m gdn: the command line without an installed script."""
+"""Run the command line: `gdn`, or python -m gdn without an installed script."""
 
-from gdn.cli import main
+import sys
 
-main()
+CLI_PACKAGES = ("typer", "rich")
+
+
+def main() -> None:
+    """Run `gdn`; where a package of the command line is missing, say in one line how to install it."""
+    try:
+        from gdn.cli import main as run_command
+    except ModuleNotFoundError as error:
+        if error.name not in CLI_PACKAGES:
+            raise
+        missing = f"the command line needs {error.name}, which is not installed"
+        print(f"gdn: {missing}: pip install 'gdn[cli]'", file=sys.stderr)
+        sys.exit(2)
+    run_command()
+
+
+if __name__ == "__main__":
+    main()

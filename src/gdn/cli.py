@@ -1,12 +1,15 @@
-"""The gated delta rule: what runs here, is it right, how fast, and a demo. --json FILE (or -) for JSON."""
+"""The gated delta rule: what runs here, is it right, how fast, and a demo.
 
+info, verify, demo and each bench take --json FILE, or --json - for the screen.
+"""
+
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import TaskID
 from rich.table import Table
 
 import gdn
@@ -14,7 +17,7 @@ from gdn.backends import ORDER
 from gdn.bench import cases, measure
 from gdn.bench.cases import Case
 from gdn.bench.commands import bench
-from gdn.bench.console import Device, Json, console, place, progress, wrote
+from gdn.bench.console import Device, Json, console, need_packages, place, progress, status, wrote
 from gdn.bench.plot import plot
 from gdn.bench.verify import DTYPES, verify
 
@@ -27,8 +30,44 @@ app.command()(plot)
 
 
 def main() -> None:
-    """Entry point of the `gdn` script."""
-    app(prog_name="gdn")
+    """Run the `gdn` script: a usage error is one line on stderr, exit code 2."""
+    try:
+        code = app(prog_name="gdn", standalone_mode=False)
+    except typer.Abort:
+        sys.exit("gdn: aborted")
+    except Exception as error:
+        # click's errors; newer versions of typer hold click inside, so its classes have no common place
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+        else:
+            print(usage_line(error), file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def usage_line(error: Any) -> str:
+    """Return a usage error in one line, after the command that it belongs to."""
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "gdn"
+    text = " ".join(error.format_message().split()).removeprefix("Invalid value: ")
+    return f"{command}: {text} (see {command} --help)"
+
+
+def print_version(is_asked: bool) -> None:
+    """Print the version and leave."""
+    if is_asked:
+        print(f"gdn {gdn.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Take the options of `gdn` itself."""
 
 
 @app.command()
@@ -67,23 +106,24 @@ def info(device: Device = None, json_file: Json = None) -> None:
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("out/demo"),
-    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; by default the faster of 1 and PyTorch's own.")
+    ] = None,
     device: Device = None,
     json_file: Json = None,
 ) -> None:
     """Train a small hybrid model on Python's own sources, draw its loss, let it write, and compare speeds."""
+    need_packages("plot,transformers", "matplotlib", "transformers")
     from gdn.bench import demo as main_job
+    from gdn.bench.thread_choice import ThreadControl
 
-    with progress() as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def report(name: str, done: int, total: int, note: str) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(name, total=total)
-            bar.update(tasks[name], completed=done, description=f"{name} {note}")
-
-        count = main_job.STEPS if steps is None else steps
-        result = main_job.run(out, device=place(device), steps=count, report=report)
+    where, count = place(device), main_job.STEPS if steps is None else steps
+    control = None
+    if where.type == "cpu" and threads is None:
+        control = ThreadControl(lambda text: status.print(text, markup=False, highlight=False))
+    with progress() as report, measure.threads(threads or torch.get_num_threads()):
+        result = main_job.run(out, device=where, steps=count, report=report, control=control)
     if wrote(json_file, {**measure.environment(), **asdict(result)}):
         return
     console.print(result.prompt, style="dim", markup=False, highlight=False, end="")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gdn.bench import accuracy, hosttime, jobs, measure, packets, providers
+from gdn.bench import accuracy, hosttime, jobs, packets, providers
 from gdn.bench.cases import Case, Inputs, packed
 from gdn.bench.catalog import MIXED, step
 from gdn.bench.packets import Packet
@@ -82,7 +82,8 @@ def _child(environment: Mapping[str, str], *arguments: str) -> subprocess.Comple
     command = ["env", *(f"{name}={value}" for name, value in environment.items())]
     command += [sys.executable, "-m", "gdn.bench.coldstart", *arguments]
     try:
-        return subprocess.run(command, cwd=measure.ROOT, capture_output=True, text=True, timeout=LIMIT)
+        # the folder and PYTHONPATH stay, so that the child finds this package where this process found it
+        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"longer than {LIMIT} s")
 

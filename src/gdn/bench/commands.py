@@ -9,7 +9,21 @@ import typer
 
 from gdn.bench import catalog, measure
 from gdn.bench import compare as comparing
-from gdn.bench.console import Device, Json, choice, console, place, progress, show, status, words, wrote
+from gdn.bench.console import (
+    Device,
+    Json,
+    choice,
+    console,
+    gpu_place,
+    name_file,
+    need_packages,
+    progress,
+    require_match,
+    show,
+    status,
+    words,
+    wrote,
+)
 
 bench = typer.Typer(
     help="Times against other implementations, each checked before it is timed.", no_args_is_help=True
@@ -55,7 +69,9 @@ def _register(job: str) -> None:
         names: Annotated[
             str | None, typer.Option("--providers", help="gdn, gdn:BACKEND, fla, flash_qla, flashinfer, ...")
         ] = None,
-        minutes: Annotated[float, typer.Option(help="Begin no problem after so many.")] = MINUTES.get(job, 8),
+        minutes: Annotated[float, typer.Option(min=0, help="Begin no problem after so many.")] = MINUTES.get(
+            job, 8
+        ),
         warm: Annotated[
             bool, typer.Option(help="Compile first, in as many processes as there are cores.")
         ] = True,
@@ -66,16 +82,16 @@ def _register(job: str) -> None:
             bool, typer.Option(help="Leave out what the file has of this commit on this kind of GPU.")
         ] = False,
         gate_tokens: Annotated[
-            int | None, typer.Option(help="Judge at most so many tokens per sequence.")
+            int | None, typer.Option(min=1, help="Judge at most so many tokens per sequence.")
         ] = None,
         out: Annotated[Path | None, typer.Option(help="Append the rows to this JSON-lines file.")] = None,
         commit: Annotated[str | None, typer.Option(help="Of this tree, where git cannot tell.")] = None,
         device: Device = None,
         json_file: Json = None,
     ) -> None:
-        from gdn.bench import gpu, providers, rows
+        from gdn.bench import gpu, providers, row_names, rows
 
-        where, deadline = place(device), time.monotonic() + 60 * minutes
+        where, deadline = gpu_place(device), time.monotonic() + 60 * minutes
         label = _label(job, variant)
         choice("set", problems, catalog.SETS)
         about = {**measure.on_gpu(where), **({"commit": commit} if commit else {})}
@@ -89,8 +105,12 @@ def _register(job: str) -> None:
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
+        require_match(session.only, row_names.list_rows(session, label))
         if warm and where.type == "cuda":
-            status.print(f"compiled in {gpu.warm(session, [label]):.0f} s")
+            with progress() as report:
+                report("compile", 0, None, "")
+                seconds = gpu.warm(session, [label])
+            status.print(f"compiled in {seconds:.0f} s")
         _measure(session, label, file, about, json_file)
 
     bench.command(job, help=HELP[job])(command)
@@ -111,18 +131,22 @@ def _label(job: str, variant: str) -> str:
 
 def _measure(session: Any, label: str, file: Path, about: dict[str, Any], json_file: str | None) -> None:
     """Run a pass, append its rows as they come, print its table."""
-    from gdn.bench import gpu, tables
+    from gdn.bench import gpu, row_names, tables
 
     found: list[dict[str, Any]] = []
-    total = len(session.targets(label)) if label.partition(":")[0] in gpu.TARGETS else None
-    with progress() as bar:
-        task = bar.add_task(label, total=total)
+    # other passes make several rows of a name
+    is_counted = label.partition(":")[0] in (*gpu.TARGETS, "spec", "layer", "host")
+    names = [name for name in row_names.list_rows(session, label) if session.wants(name)]
+    with progress() as report:
+        report(label, 0, len(names) if is_counted else None, "")
         for row in _rows(session, label):
             found.append(row)
             # what was not begun has no row: a later run does it
             measure.append(file, [] if "skipped" in row else [{**row, **about}])
-            bar.update(task, completed=len({row["case"] for row in found}), description=tables.line(row)[:70])
+            done = len({row["case"] for row in found})
+            report(label, done, len(names) if is_counted else None, row["case"])
             status.print(tables.line(row), markup=False, highlight=False)
+    name_file(file, sum("skipped" not in row for row in found))
     if wrote(json_file, measure.plain({"about": about, "absent": session.absent, "rows": found})):
         return
     columns, cells = tables.table(label, found)
@@ -157,7 +181,7 @@ def _rows(session: Any, label: str) -> Iterator[dict[str, Any]]:
 
 @bench.command()
 def cpu(
-    threads: Annotated[int, typer.Option(help="Threads for every provider.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads for every provider.")] = 2,
     is_quick: Annotated[
         bool, typer.Option("--quick", help="2048 tokens and decoding only, few runs.")
     ] = False,
@@ -165,18 +189,20 @@ def cpu(
     json_file: Json = None,
 ) -> None:
     """The rule on the CPU against Transformers' plain-torch functions, interleaved in one run."""
+    need_packages("transformers", "transformers")
     from gdn.bench import cpu as cpu_bench
     from gdn.bench.tables import digits
 
     rows: list[dict[str, Any]] = []
-    with measure.threads(threads), progress() as bar:
+    file = out or measure.RESULTS / "cpu.jsonl"
+    with measure.threads(threads), progress() as report:
         found = cpu_bench.jobs(is_quick=is_quick)
-        task = bar.add_task("bench", total=len(found))
-        for job in found:
-            bar.update(task, description=f"{job.name}, {job.B} x {job.T}")
+        for done, job in enumerate(found):
+            report("bench cpu", done, len(found), f"{job.name} {job.B}x{job.T}")
             rows += ({**row, **measure.environment()} for row in cpu_bench.run(job))
-            bar.advance(task)
-    measure.append(out or measure.RESULTS / "cpu.jsonl", rows)
+        report("bench cpu", len(found), len(found), "")
+    measure.append(file, rows)
+    name_file(file, len(rows))
     if wrote(json_file, rows):
         return
     cells = []
@@ -198,24 +224,28 @@ def cpu(
 def compare(
     before: Annotated[str, typer.Argument(help="FILE, FILE@COMMIT, a folder with a checkout, or a commit.")],
     after: Annotated[str, typer.Argument(help="The same, of what came later.")],
-    threshold: Annotated[float, typer.Option(help="By how much a time may differ.")] = comparing.THRESHOLD,
+    threshold: Annotated[
+        float, typer.Option(min=0, help="By how much a time may differ.")
+    ] = comparing.THRESHOLD,
     by: Annotated[str | None, typer.Option(help="Divide by a peer's time: machines differ.")] = None,
     job: Annotated[
         str, typer.Option("--run", help="What to run for commits: prefill, decode, ...")
     ] = "prefill",
     only: Annotated[str, typer.Option(help="Only rows whose name holds one of these.")] = "",
     names: Annotated[str, typer.Option("--providers", help="Whom to run.")] = "gdn",
-    rounds: Annotated[int, typer.Option(help="Runs of each commit, in turn.")] = comparing.ROUNDS,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each commit, in turn.")] = comparing.ROUNDS,
     device: Device = None,
     json_file: Json = None,
 ) -> None:
     """Two commits, or two results files. Exit code 1 if anything of ours is slower by 5 %, or lost."""
     arguments = [choice("run", job, HELP), "--providers", names, "--only", only]
     arguments += ["--device", device] if device else []
+    if not any(comparing.is_file(name) for name in (before, after)):
+        gpu_place(device)
     try:
-        found = comparing.changes(
-            *comparing.sides((before, after), arguments, rounds=rounds), threshold=threshold, by=by
-        )
+        with progress() as report:
+            both = comparing.sides((before, after), arguments, rounds=rounds, report=report)
+        found = comparing.changes(*both, threshold=threshold, by=by)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     is_bad = comparing.is_regression(found) or not found

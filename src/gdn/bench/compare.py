@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from gdn.bench import measure, rows
+from gdn.bench.progress import Report
 from gdn.bench.rows import Row
 
 THRESHOLD = 0.05  # the same kernel differs by that much between two runs of a busy machine
 ROUNDS = 3
+LAYOUTS = ("src/gdn", "gdn")  # where a checkout holds the package, the newer place first
 LIMIT = 540  # seconds that one run of one side may take
 Key = tuple[Any, ...]
 
@@ -99,8 +101,9 @@ def is_regression(found: Sequence[Change]) -> bool:
 
 
 def sides(
-    names: tuple[str, str], arguments: Sequence[str], *, rounds: int = ROUNDS, root: Path = measure.ROOT
-) -> tuple[list[Row], list[Row]]:
+    names: tuple[str, str], arguments: Sequence[str], *, rounds: int = ROUNDS, root: Path = measure.ROOT,
+    report: Report = lambda *_: None,
+) -> tuple[list[Row], list[Row]]:  # fmt: skip
     """The rows of both sides: read from files, or measured in turn by `gdn bench` with these arguments."""
     if all(is_file(name) for name in names):
         return recorded(names[0]), recorded(names[1])
@@ -112,8 +115,10 @@ def sides(
             checkout(name, home, root)
         results: tuple[list[Row], list[Row]] = ([], [])
         for i in range(rounds):
-            for side in (0, 1) if i % 2 == 0 else (1, 0):
+            for done, side in enumerate((0, 1) if i % 2 == 0 else (1, 0)):
+                report("compare", 2 * i + done, 2 * rounds, names[side])
                 results[side].extend(_measured(homes[side], names[side], arguments))
+        report("compare", 2 * rounds, 2 * rounds, "")
     return results
 
 
@@ -132,32 +137,58 @@ def recorded(name: str) -> list[Row]:
 
 
 def checkout(name: str, home: Path, root: Path) -> None:
-    """The package as it is in a folder or at a commit, with this checkout's yardstick in it."""
-    if Path(name, "gdn").is_dir():
-        shutil.copytree(Path(name, "gdn"), home / "gdn", ignore=shutil.ignore_patterns("__pycache__"))
+    """Put the package of a folder or a commit into home/src/gdn, with this checkout's gdn.bench in it.
+
+    Commits before 0.2 hold the package in gdn, later ones in src/gdn.
+    """
+    package = home / "src" / "gdn"
+    place = next((x for x in LAYOUTS if Path(name, x, "__init__.py").is_file()), None)
+    if name and place is not None:
+        shutil.copytree(Path(name, place), package, ignore=shutil.ignore_patterns("__pycache__"))
     else:
-        made = subprocess.run(("git", "archive", name, "gdn"), cwd=root, capture_output=True)
-        if made.returncode != 0:
-            raise ValueError(f"expected a results file, a checkout or a commit, got {name!r}")
-        with tarfile.open(fileobj=BytesIO(made.stdout)) as archive:
+        _extract_commit(name, package, root)
+    shutil.rmtree(package / "bench", ignore_errors=True)
+    ours = Path(__file__).parent
+    shutil.copytree(ours, package / "bench", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("cli.py", "__main__.py"):
+        shutil.copy(ours.parent / file, package / file)
+
+
+def _extract_commit(name: str, package: Path, root: Path) -> None:
+    """Write the package as it is at a commit. git gets a hash of it, never a name that may be an option."""
+    named = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
+    commit = _git(root, *named).decode().strip() if name else ""
+    place = next((x for x in LAYOUTS if commit and _git(root, "ls-tree", commit, f"{x}/__init__.py")), None)
+    if place is None:
+        raise ValueError(f"expected a results file, a checkout or a commit, got {name!r}")
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=BytesIO(_git(root, "archive", commit, place))) as archive:
             # Python before 3.10.12 and 3.11.4 has no filters
             archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
-            archive.extractall(home)
-    shutil.rmtree(home / "gdn" / "bench", ignore_errors=True)
-    ours = Path(__file__).parent
-    shutil.copytree(ours, home / "gdn" / "bench", ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("cli.py", "__main__.py"):
-        shutil.copy(ours.parent / file, home / "gdn" / file)
+            archive.extractall(folder)
+        shutil.copytree(Path(folder, place), package)
+
+
+def _git(root: Path, *arguments: str) -> bytes:
+    """Return what git prints; nothing where it fails."""
+    done = subprocess.run(("git", *arguments), cwd=root, capture_output=True)
+    return done.stdout if done.returncode == 0 else b""
 
 
 def _measured(home: Path, name: str, arguments: Sequence[str]) -> list[Row]:
     out = home / "rows.jsonl"
     out.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "gdn", "bench", *arguments, "--out", str(out), "--commit", name]
-    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=LIMIT)
+    # the child's own children, which compile, find the package by the same variable
+    path = 'PYTHONPATH="$0${PYTHONPATH:+:$PYTHONPATH}" exec "$@"'
+    command = ["sh", "-c", path, str(home / "src"), sys.executable, "-m", "gdn", "bench", *arguments]
+    command += [f"--out={out}", f"--commit={name}"]
+    try:
+        done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{name}: expected rows within {LIMIT} s, got none") from None
     if done.returncode != 0 or not out.exists():
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise RuntimeError(f"{name}: expected rows, got {last}")
+        raise ValueError(f"{name}: expected rows, got {last}")
     return rows.read(out)
 
 

@@ -5,6 +5,7 @@ of attention; the text is Python's own library, a token per byte. The same weigh
 """
 
 import sysconfig
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from torch import Tensor
 
 import gdn
 from gdn.bench import measure
+from gdn.bench.progress import Report
+from gdn.bench.thread_choice import ThreadControl
 
 STEPS, BATCH, T = 220, 6, 256  # training: rows and tokens per step
 LONG = 2048  # tokens of the compared training step, and four times that: the fallback's backward is quadratic
 WRITTEN, COMPARED = 400, 64  # tokens written with gdn, and for the comparison of decoding
 LEARNING_RATE = 4e-3
 PROMPT = b"import os\nimport sys\n\n\ndef main(args):\n"
-Report = Callable[[str, int, int, str], None]  # name of the part, done, total, a note
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,27 @@ class Result:
     logit_difference: float
 
 
-def run(out: Path, *, device: torch.device, steps: int = STEPS, report: Report = lambda *_: None) -> Result:
-    """Train, draw, write, compare."""
+def run(
+    out: Path, *, device: torch.device, steps: int = STEPS, report: Report = lambda *_: None,
+    control: ThreadControl | None = None,
+) -> Result:  # fmt: skip
+    """Train, draw, write, compare. control: sets the CPU threads before each part."""
+    choose = control.choose if control else lambda: None
+    report("prepare", 0, 1, "the text and the model")
     torch.manual_seed(0)
     text = sources().to(device)
     model = build().to(device)
+    report("prepare", 1, 1, "")
     with gdn.patch_transformers():
-        losses = train(model, text, steps, report)
+        choose()
+        losses = train(model, text, steps, report, control.observe if control else lambda seconds: None)
         model.eval()
+        choose()
         report("write", 0, 1, "")
         written = write(model, PROMPT, WRITTEN)
         report("write", 1, 1, f"{WRITTEN} tokens")
     picture = draw(losses, out / "loss.png")
+    choose()
     speeds, difference = compare(model, text, report)
     return Result(
         sum(p.numel() for p in model.parameters()), losses, str(picture), PROMPT.decode(),
@@ -86,17 +97,25 @@ def build() -> Any:
     return Qwen3_5ForCausalLM(config)
 
 
-def train(model: Any, text: Tensor, steps: int, report: Report) -> list[float]:
-    """AdamW on random windows of the text; the loss of every step, in nats per token."""
+def train(
+    model: Any, text: Tensor, steps: int, report: Report, observe: Callable[[float], None] = lambda _: None
+) -> list[float]:
+    """AdamW on random windows of the text; the loss of every step, in nats per token.
+
+    observe: takes the seconds of each step.
+    """
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     losses: list[float] = []
+    report("train", 0, steps, "")
     for step in range(steps):
+        start = time.perf_counter()
         for group in optimiser.param_groups:
             group["lr"] = LEARNING_RATE * min(1, (step + 1) / 20) * (1 - 0.95 * step / steps)
         starts = torch.randint(len(text) - T, (BATCH,)).tolist()
         losses.append(learn(model, torch.stack([text[i : i + T] for i in starts]).long()))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
+        observe(time.perf_counter() - start)
         report("train", step + 1, steps, f"loss {losses[-1]:.2f}")
     return losses
 

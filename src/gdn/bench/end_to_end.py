@@ -75,9 +75,14 @@ def build(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
     return model.to(dtype).eval()
 
 
+def case_names(size: Size = SIZE) -> dict[int, str]:
+    """Return the row's name for each prompt length."""
+    return {prompt: f"{prompt}+{catalog.STEPS}, {size}" for prompt in catalog.PROMPTS}
+
+
 def run(session: Session, served: Mapping[str, Serving], size: Size = SIZE) -> Iterator[Row]:
     """The sweep: every prompt with the same number of steps."""
-    cases = {prompt: f"{prompt}+{catalog.STEPS}, {size}" for prompt in catalog.PROMPTS}
+    cases = case_names(size)
     wanted = [
         prompt
         for prompt, case in cases.items()

@@ -21,6 +21,7 @@ from gdn.bench.rows import Row
 from gdn.bench.targets import COLD, HOST, TARGETS, Target, chosen
 
 PASSES = (*TARGETS, "host", "cold")
+NEW_PROCESS = "new process"
 # tokens of all sequences together that the law steps through, and those whose states it keeps for gradients:
 # 32768 steps take some 5 s, 8192 with gradients too, and 24 GB where two value heads share a key head
 FORWARD_TOKENS, BACKWARD_TOKENS = 2**19, 2**13
@@ -54,13 +55,16 @@ class Session:
                 self.providers[name] = found
 
     def targets(self, name: str) -> list[Target]:
-        """The rows of a pass such as prefill or prefill:slow."""
+        """The wanted rows of a pass such as prefill or prefill:slow."""
+        return [t for t in self.all_targets(name) if self.wants(t.name)]
+
+    def all_targets(self, name: str) -> list[Target]:
+        """Return the rows of a pass, also those that --only leaves out."""
         job, _, variant = name.partition(":")
         of_job = TARGETS[job]
         if self.problems and job in ("prefill", "train"):
             of_job = tuple(chosen(job, self.problems))
-        found = [t.variant(variant) if variant else t for t in of_job]
-        return [t for t in found if self.wants(t.name)]
+        return [t.variant(variant) if variant else t for t in of_job]
 
     def label(self, name: str) -> str:
         """A pass as its rows call it."""
@@ -195,9 +199,9 @@ def cold(session: Session) -> Iterator[Row]:
     """New processes with empty caches; peers only when asked for by name, since theirs take minutes."""
     for name in session.providers:
         if session.is_over:
-            yield _late("new process", name)
-        elif (session.is_named or name.startswith("gdn")) and not session.has("cold", name, "new process"):
-            row: Row = {"case": "new process", "provider": name, "dtype": "bfloat16"}
+            yield _late(NEW_PROCESS, name)
+        elif (session.is_named or name.startswith("gdn")) and not session.has("cold", name, NEW_PROCESS):
+            row: Row = {"case": NEW_PROCESS, "provider": name, "dtype": "bfloat16"}
             row |= {"backend": jobs.default_backend(name, (16, 32), session.device), **coldstart.cold(name)}
             if not row.get("ok", True):
                 row = {x: value for x, value in row.items() if x not in ("seconds", "compilations")}

@@ -15,8 +15,20 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[3]
-RESULTS = ROOT / "benchmarks" / "results"
+import gdn
+
+
+def find_clone(module: Path = Path(__file__)) -> Path | None:
+    """Return the root of the clone that this package runs from; None where it is installed."""
+    root, package = module.resolve().parents[3], module.resolve().parents[1]
+    is_clone = (root / "pyproject.toml").is_file() and package == root / "src" / "gdn"
+    return root if is_clone else None
+
+
+CLONE = find_clone()
+# without a clone nothing is written but into the current folder
+ROOT = CLONE or Path.cwd()
+RESULTS = ROOT / "benchmarks" / "results" if CLONE else ROOT
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,11 @@ def threads(count: int) -> Iterator[None]:
 def versions() -> dict[str, str]:
     """Versions of everything a result hangs on; packages that are missing are left out."""
     found = {"python": platform.python_version()}
+    # commits before 0.2, which `gdn bench compare` measures with this file, have none
+    if own := getattr(gdn, "__version__", None):
+        found["gdn"] = own
     for name in (
-        "gdn", "torch", "triton", "transformers", "flash-linear-attention", "flash-qla", "tilelang",
+        "torch", "triton", "transformers", "flash-linear-attention", "flash-qla", "tilelang",
         "flashinfer-python", "nvidia-cutlass-dsl",
     ):  # fmt: skip
         try:
@@ -96,9 +111,14 @@ def commit() -> str | None:
 
     Results and pages, which measuring itself writes, do not count.
     """
+    if CLONE is None:
+        return None
     try:
+        # in a folder of another repository, as an unpacked sdist may be, the commit would be that one's
+        if _git("rev-parse", "--show-prefix"):
+            return None
         head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", "gdn") else "")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", "src/gdn") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from gdn.bench import accuracy
 from gdn.bench.cells import NAMES, owner
+from gdn.bench.picture_files import save_png, save_svg
 from gdn.bench.results import Results
 from gdn.bench.rows import Row
 
@@ -32,8 +33,6 @@ CLASSES = {
 
 def draw(one: Results, folder: Path) -> list[tuple[str, str]]:
     """Every picture there is, as PNG and SVG: (title, file name of the PNG)."""
-    from matplotlib import rc_context
-
     drawn = []
     folder.mkdir(parents=True, exist_ok=True)
     for kind, (title, make) in PICTURES.items():
@@ -41,10 +40,8 @@ def draw(one: Results, folder: Path) -> list[tuple[str, str]]:
         if figure is None:
             continue
         name = f"{one.name}-{kind}"
-        # text stays text, and nothing in the file hangs on the moment it was made
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gdn"}):
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-        figure.savefig(folder / f"{name}.png", dpi=150)
+        save_svg(figure, folder / f"{name}.svg")
+        save_png(figure, folder / f"{name}.png", dpi=150)
         drawn.append((title, f"{name}.png"))
     return drawn
 

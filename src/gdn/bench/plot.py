@@ -6,24 +6,29 @@ from typing import Annotated
 import typer
 
 from gdn.bench import measure
-from gdn.bench.console import console
+from gdn.bench.console import console, need_packages
 
-DOCS = measure.ROOT / "docs" / "results.md"
-README = measure.ROOT / "README.md"
+# in a clone its own pages; elsewhere a page in the current folder, and nobody's README
+DOCS = measure.ROOT / "docs" / "results.md" if measure.CLONE else measure.ROOT / "results.md"
+README = measure.ROOT / "README.md" if measure.CLONE else None
 
 
 def plot(
     results: Annotated[Path, typer.Option(help="The folder with the JSON-lines files.")] = measure.RESULTS,
     page: Annotated[Path, typer.Option(help="The page; pictures go into a folder of its name.")] = DOCS,
     readme: Annotated[
-        Path, typer.Option(help="A page whose statement between two marks is remade.")
+        Path | None, typer.Option(help="A page whose statement between two marks is remade.")
     ] = README,
 ) -> None:
     """Speed against length, roofline, ratios, errors by regime: PNG, SVG, a page, from results files only."""
+    need_packages("plot", "matplotlib")
     from gdn.bench import pictures
     from gdn.bench import results as files
 
-    found = files.load(results)
+    try:
+        found = files.load(results)
+    except ValueError as error:
+        raise typer.BadParameter(f"results: {error}") from error
     if not found:
         raise typer.BadParameter(f"results: expected a folder with JSON-lines files, got {results}")
     folder = page.with_suffix("")
@@ -31,8 +36,9 @@ def plot(
         one.name: [(title, f"{folder.name}/{file}") for title, file in pictures.draw(one, folder)]
         for one in found
     }
+    page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(files.page(found, drawn), encoding="ascii")
-    if readme.exists():
+    if readme is not None and readme.exists():
         readme.write_text(files.between(readme.read_text(), files.readme(found)))
     for name, titles in drawn.items():
         console.print(f"{name}: {len(titles)} pictures in {folder}", markup=False, highlight=False)

@@ -1,6 +1,7 @@
 """Two pictures of one case of `gdn verify`: answers against the law one to one, and errors over time."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def _finish(figure: Any, panels: Sequence[Any], title: str, path: Path) -> None:
     handles = {
         label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.suptitle(title, fontsize=11)
+    # a case's name is longer than two panels are wide; 11 points take about 0.085 inch a character
+    figure.suptitle(textwrap.fill(title, int(figure.get_figwidth() / 0.085)), fontsize=11)
     figure.legend(
         handles.values(),
         handles.keys(),

@@ -16,7 +16,20 @@ import gdn
 from gdn.bench import accuracy, cases, laboratory, measure, providers
 from gdn.bench import rows as results
 from gdn.bench.cases import Case
-from gdn.bench.console import Device, Json, choice, console, place, progress, show, words, wrote
+from gdn.bench.console import (
+    Device,
+    Json,
+    choice,
+    console,
+    name_file,
+    need_packages,
+    place,
+    progress,
+    require_match,
+    show,
+    words,
+    wrote,
+)
 from gdn.bench.laboratory import Reading
 from gdn.bench.providers import Bound, Provider
 
@@ -26,6 +39,7 @@ PROFILES = ("gdn", "pto")
 SETS = ("covering", "quick", "full", *laboratory.NAMED)
 # tokens times state elements: the law judges a case of this size in about ten seconds
 CI_COST = 2**25
+STEM_WIDTH = 72  # characters of a case's name in the names of its pictures
 
 
 def verify(
@@ -49,13 +63,13 @@ def verify(
     ] = None,
     entry: Annotated[str, typer.Option(help=f"Of gdn: one of {', '.join(ENTRIES)}.")] = "chunk",
     only: Annotated[str, typer.Option(help="Only cases whose name holds one of these.")] = "",
-    max_cases: Annotated[int | None, typer.Option(help="Judge at most this many cases.")] = None,
+    max_cases: Annotated[int | None, typer.Option(min=0, help="Judge at most this many cases.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="A folder for readings.csv and .json and two pictures per case and dtype."),
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="Begin no case after so many.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no case after so many.")] = None,
     resume: Annotated[
         bool, typer.Option(help="Leave out what the results have of this commit on this kind of GPU.")
     ] = False,
@@ -71,6 +85,8 @@ def verify(
 ) -> None:
     """Judge outputs and gradients against the law in fp64. Exit code 1 if any of ours misses its limit."""
     where = place(device)
+    if out:
+        need_packages("plot", "matplotlib")
     own = laboratory.profile_of(choice("set", problems, SETS))
     profile = choice("profile", profile or own, PROFILES)
     dtypes = [choice("dtype", name, DTYPES) for name in dtype or _dtypes(problems)]
@@ -85,15 +101,15 @@ def verify(
     readings: list[Reading] = []
     rows: list[dict[str, Any]] = []
     aside: dict[str, dict[str, list[str]]] = {"refused": {}, "failed": {}, "skipped": {}}
-    with progress() as bar:
-        task = bar.add_task("verify", total=len(chosen) * len(dtypes) if isinstance(chosen, list) else None)
+    total = len(chosen) * len(dtypes) if isinstance(chosen, list) else None
+    appended = 0
+    with progress() as report:
         for number, ((name, case), short) in enumerate(itertools.product(chosen, dtypes)):
-            bar.update(task, description=f"{short} {name}"[:60])
+            report("verify", number, total, f"{short} {name}")
             is_late, head = time.monotonic() > deadline, {**label, "case": name, "dtype": _word(short)}
             if is_late or all(results.key({**head, "provider": who}) in done for who in taking):
                 why = "out of time" if is_late else "measured before"
                 aside["skipped"].setdefault(why, []).append(f"{short} {name}")
-                bar.advance(task)
                 continue
             one = laboratory.examine(
                 name, case, DTYPES[short], taking, profile=profile, seed=seed, device=where
@@ -103,12 +119,16 @@ def verify(
             rows += fresh
             if appends or into:
                 measure.append(file, [{**row, **about} for row in fresh])
+                appended += len(fresh)
             for kind, reasons in (("refused", one.refused), ("failed", one.failed)):
                 for who, why in reasons.items():
                     aside[kind].setdefault(f"{who}: {why}", []).append(f"{short} {name}")
             if out:
-                _draw(out, f"{number:03d} {name[:60]} {short}", one, case)
-            bar.advance(task)
+                _draw(out, f"{number:03d} {name} {short}", one, case)
+        if total:
+            report("verify", total, total, "")
+    if appends or into:
+        name_file(file, appended)
     # a run that had nothing left to do is no failure; one that was cut short before it began is
     is_done = not readings and list(aside["skipped"]) == ["measured before"]
     ok = is_done or _is_good(readings, rows, aside["failed"])
@@ -135,17 +155,28 @@ def _dtypes(problems: str) -> tuple[str, ...]:
 def _cases(
     problems: str, max_cases: int | None, seed: int, only: Sequence[str]
 ) -> Iterable[tuple[str, Case]]:
-    """(name, case) of a set; the whole product is not made at once."""
-    if problems in laboratory.NAMED:
-        named = laboratory.NAMED[problems].items()
-        return [x for x in named if not only or any(part in x[0] for part in only)][:max_cases]
+    """Return (name, case) of a set; the whole product is not made at once."""
+
+    def is_wanted(name: str) -> bool:
+        return not only or any(part in name for part in only)
+
     if problems == "full" and max_cases is None:
-        return ((str(case), case) for case in cases.product())
-    if problems == "full":
-        found = cases.sample(max_cases or 0, seed=seed)
+        # 129 million names; each of their parts occurs in a set that meets every pair of options
+        parts = [str(case) for case in cases.covering()] if only else []
+        if not any(all(any(p in name for name in parts) for p in word.split()) for word in only):
+            require_match(only, parts)
+        everything = ((str(case), case) for case in cases.product())
+        return (pair for pair in everything if is_wanted(pair[0]))
+    if problems in laboratory.NAMED:
+        found = list(laboratory.NAMED[problems].items())
+    elif problems == "full":
+        found = [(str(case), case) for case in cases.sample(max_cases or 0, seed=seed)]
     else:
-        found = cases.covering(cases.QUICK) if problems == "quick" else cases.covering(max_cost=CI_COST)
-    return [(str(c), c) for c in found if not only or any(part in str(c) for part in only)][:max_cases]
+        covering = cases.covering(cases.QUICK) if problems == "quick" else cases.covering(max_cost=CI_COST)
+        found = [(str(case), case) for case in covering]
+    if found:
+        require_match(only, [name for name, _ in found])
+    return [pair for pair in found if is_wanted(pair[0])][:max_cases]
 
 
 def _providers(names: str, entry: str) -> tuple[dict[str, Provider], dict[str, str]]:
@@ -195,7 +226,8 @@ def _draw(out: Path, name: str, one: laboratory.Examined, case: Case) -> None:
     from gdn.bench import portraits
 
     if one.found:
-        stem, title = "".join(c if c.isalnum() else "-" for c in name), name.partition(" ")[2]
+        stem = "".join(c if c.isalnum() else "-" for c in name[:STEM_WIDTH])
+        title = name.partition(" ")[2]
         portraits.scatter(out / f"{stem}-scatter.png", title, one)
         portraits.over_time(out / f"{stem}-time.png", title, one, case.lengths)
 

@@ -43,7 +43,13 @@ def patch_fla() -> Patch:
              turned FLA's dispatch off.
     Cost:    imports fla. Process-wide.
     """
-    package = import_module("fla")
+    try:
+        package = import_module("fla")
+    except ModuleNotFoundError as error:
+        if error.name != "fla":
+            raise
+        message = "patch_fla needs FLA, which is not installed: pip install flash-linear-attention"
+        raise ModuleNotFoundError(message, name="fla") from None
     version = tuple(int(part) for part in package.__version__.split(".")[:2])
     if version < OLDEST:
         raise ImportError(f"fla: expected version 0.6 or newer, got {package.__version__}")

@@ -111,8 +111,14 @@ def patch_transformers(*, infer_packing: bool = False) -> Patch:
     """
     if not isinstance(infer_packing, bool):
         raise TypeError(f"infer_packing: expected a bool, got {type(infer_packing).__name__}")
-    import transformers
-    from transformers.modeling_utils import PreTrainedModel
+    try:
+        import transformers
+        from transformers.modeling_utils import PreTrainedModel
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        message = "patch_transformers needs Transformers, not installed here: pip install 'gdn[transformers]'"
+        raise ModuleNotFoundError(message, name="transformers") from None
 
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < OLDEST:
