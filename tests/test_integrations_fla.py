@@ -13,6 +13,7 @@ from torch import nn
 from gdn.integrations import fallback, fla_patch
 from gdn.integrations import fla as ours
 from gdn.integrations.fla_patch import patch_fla
+from gdn.ops.rule import has_kernel
 from gdn.reference import layer as law_of_layers
 from gdn.reference.recurrence import gated_delta_rule as law
 
@@ -302,6 +303,26 @@ def test_what_gdn_refuses_stays_with_fla(monkeypatch):
         norm = modules["fla.modules.norm.fused_norm_gate"].rms_norm_gated
         assert norm(v, v, torch.ones(V), torch.ones(V)) == norm(v, v, None, None, prenorm=True) == "fla's own"
     assert recurrent(q, k, v, g) == "fla's own" and chunk(*x) == "fla's own"
+
+
+def test_sizes_without_a_kernel_stay_with_fla(monkeypatch):
+    """On a GPU `eager` would serve them, with far more memory than FLA's kernels take."""
+    modules = stand_in()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    x = problem(B=1, T=5)
+    chunk = modules["fla.ops.gated_delta_rule.chunk"].chunk_gated_delta_rule
+    with patch_fla():
+        assert torch.is_tensor(chunk(*x)[0])
+        monkeypatch.setattr(fla_patch, "has_kernel", lambda q, v: False)
+        assert chunk(*x) == modules["fla.layers"].renamed(*x[:4]) == "fla's own"
+
+
+@pytest.mark.gpu
+def test_the_sizes_with_a_kernel():
+    q, wide = torch.empty(1, 1, 1, 128, device="cuda"), torch.empty(1, 1, 1, 512, device="cuda")
+    assert has_kernel(q, q) and not has_kernel(q, wide) and not has_kernel(q.double(), q.double())
+    assert has_kernel(q.cpu(), wide.cpu())
 
 
 def test_versions_and_switches(monkeypatch):

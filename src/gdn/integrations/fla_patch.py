@@ -25,6 +25,7 @@ from gdn.integrations.fallback import call_with_fallback
 from gdn.integrations.patching import Package, Patch
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.norm import rms_norm_gated
+from gdn.ops.rule import has_kernel
 
 OLDEST = (0, 6)
 CHUNK = "fla.ops.gated_delta_rule.chunk"
@@ -77,11 +78,33 @@ def _dispatched(base: type) -> type:
         def chunk_gated_delta_rule(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
             return call_with_fallback(
                 "chunk_gated_delta_rule",
-                functools.partial(ours.chunk_gated_delta_rule, *args, **kwargs),
+                functools.partial(_chunk, *args, **kwargs),
                 functools.partial(_chunk_without_gdn, *args, **kwargs),
             )
 
     return GdnBackend
+
+
+@functools.wraps(ours.chunk_gated_delta_rule)
+def _chunk(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    _require_kernel(q, v)
+    return ours.chunk_gated_delta_rule(q, k, v, *args, **kwargs)
+
+
+@functools.wraps(ours.fused_recurrent_gated_delta_rule)
+def _fused_recurrent(
+    q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    _require_kernel(q, v)
+    return ours.fused_recurrent_gated_delta_rule(q, k, v, *args, **kwargs)
+
+
+def _require_kernel(q: Tensor, v: Tensor) -> None:
+    """NotImplementedError on a GPU for sizes that only `eager` supports: FLA has kernels for them."""
+    if not has_kernel(q, v):
+        raise NotImplementedError(
+            f"v: expected K and V that a kernel of gdn supports, got K={q.shape[-1]}, V={v.shape[-1]}"
+        )
 
 
 def _chunk_without_gdn(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +182,7 @@ PACKAGE = Package(
         (
             "fla.ops.gated_delta_rule.fused_recurrent",
             "fused_recurrent_gated_delta_rule",
-            ours.fused_recurrent_gated_delta_rule,
+            _fused_recurrent,
         ),
         ("fla.modules.causal_conv1d.ops", "causal_conv1d", _conv),
         ("fla.modules.causal_conv1d.ops", "causal_conv1d_update", _conv_update),

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from gdn import settings
 from gdn.backends import Report, report
 from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
 from gdn.ops import direct, library
@@ -179,6 +180,22 @@ def explain(
             )
     problem: Problem = parse(q, k, v, g, beta, **options)
     return report(problem)
+
+
+def has_kernel(q: Tensor, v: Tensor) -> bool:
+    """Return True unless `eager` is the only backend for calls of these sizes and dtype on a GPU.
+
+    For patches: on a GPU the kernels of the patched package serve better than `eager` does.
+    """
+    if q.device.type == "cpu" or torch.compiler.is_compiling():
+        return True
+    return _has_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], settings.backend())
+
+
+@functools.cache
+def _has_kernel(device: torch.device, dtype: torch.dtype, K: int, V: int, asked: str | None) -> bool:
+    q, v = (torch.empty(1, 1, 1, size, dtype=dtype, device=device) for size in (K, V))
+    return asked == "eager" or explain(q, q, v).chosen not in (None, "eager")
 
 
 def _rule(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
