@@ -21,8 +21,8 @@ endif
 VENV := .venv
 DEMO_NEEDS := torch, jaxtyping, typer, rich, matplotlib, transformers
 TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy
-# whatever a GPU machine without network need not have is left out
-GPU_TEST_NEEDS := torch, triton, jaxtyping, hypothesis, numpy, pytest, xdist
+# a GPU machine without network needs no linter, no type checker and no package of the demo
+GPU_TEST_NEEDS := torch, triton, jaxtyping, expecttest, hypothesis, numpy, pytest, xdist
 can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 
 # the package, also for a python that has everything but it
@@ -33,7 +33,7 @@ export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
 	@echo "make test    lint, types, the whole test suite; with Triton its kernels interpreted, and compiled for five GPUs"
-	@echo "make test-gpu PART=1/3   a part of the tests that need a GPU (benchmarks/results/gpu_tests.jsonl)"
+	@echo "make test-gpu PART=1/3   a part of the tests that need a GPU (benchmarks/results/tests/gpu.jsonl)"
 	@echo "make fla     the tests of our side of FLA, on FLA itself"
 	@echo "make matrix  the kernels compiled and interpreted with other versions of Triton, too"
 	@echo "make spills  record anew what each kernel spills (tests/spills.json)"
@@ -90,7 +90,7 @@ test: lint types
 # after TIMEOUT seconds, a test's process after TEST_TIMEOUT; the outcome is appended to RESULTS
 TIMEOUT ?= 470
 TEST_TIMEOUT ?= 300
-RESULTS ?= benchmarks/results/gpu_tests.jsonl
+RESULTS ?= benchmarks/results/tests/gpu.jsonl
 test-gpu:
 	GDN_TEST_SEEDS=30 GDN_TEST_PROBLEMS=50 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONPATH=tests:$(PYTHONPATH) \
 		$(PYTEST) -p gpu_suite -m gpu -n $(WORKERS) --tb=short -rN --part $(if $(filter file,$(origin PART)),1/1,$(PART)) \

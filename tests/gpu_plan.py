@@ -61,11 +61,11 @@ def split_parts(names: Sequence[str], parts: int, durations: Durations) -> list[
     Every test is in exactly one part. The functions that run in one worker stay together.
     """
     place = {name: i for i, name in enumerate(durations.files)}
+    serial = {name: i - len(durations.serial) for i, name in enumerate(durations.serial)}
     position = {name: i for i, name in enumerate(names)}
 
     def order(name: str) -> tuple[int, int, int]:
-        is_serial = function_of(name) in durations.serial
-        return (not is_serial, place.get(file_of(name), len(place)), position[name])
+        return serial.get(function_of(name), 0), place.get(file_of(name), len(place)), position[name]
 
     result: list[list[str]] = [[] for _ in range(parts)]
     total, before = sum(durations.of_test(name) for name in names), 0.0
@@ -86,6 +86,8 @@ def plan_units(names: Sequence[str], durations: Durations) -> dict[str, list[str
     functions = defaultdict(list)
     for name in names:
         functions[function_of(name) if function_of(name) not in durations.serial else ""].append(name)
+    first = {name: i for i, name in enumerate(durations.serial)}
+    functions[""].sort(key=lambda name: first[function_of(name)])
     units: list[tuple[float, int, list[str]]] = []
     for function, tests in functions.items():
         number, unit, seconds = 0, [], 0.0
@@ -96,7 +98,8 @@ def plan_units(names: Sequence[str], durations: Durations) -> dict[str, list[str
                 number, unit, seconds = number + 1, [], 0.0
             unit.append(name)
             seconds += own
-        units.append((seconds, number, unit))
+        if unit:
+            units.append((seconds, number, unit))
     ranked = sorted(units, key=lambda unit: (-_length_class(unit[0]), unit[1], -unit[0]))
     return {f"unit {i}": unit for i, (_, _, unit) in enumerate(ranked)}
 

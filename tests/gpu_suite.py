@@ -165,6 +165,7 @@ class Controller:
         self.seconds: dict[str, float] = defaultdict(float)
         self.outcome: dict[str, str] = {}
         self.failures: dict[str, str] = {}
+        self.skips: Counter[str] = Counter()
         self.end = "complete"
         self.division = ""
         self.row: dict[str, Any] | None = None
@@ -204,6 +205,9 @@ class Controller:
         self.outcome[name] = max(before, report.outcome, key=lambda outcome: worse[outcome])
         if report.when in ("teardown", "???"):
             self.ended.add(name)
+        if report.outcome == "skipped":
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            self.skips[reason.removeprefix("Skipped: ")] += 1
         if report.outcome == "failed":
             text = report.longreprtext
             if report.when == "???":
@@ -251,14 +255,15 @@ class Controller:
         is_complete = self.end == "complete" and bool(self.names) and not totals["unfinished"]
         return {
             "part": self.config.getoption("part"), "division": self.division,
-            "ok": is_complete and not totals["failed"], "end": self.end, **totals,
+            "ok": is_complete and totals["passed"] > 0 == totals["failed"], "end": self.end, **totals,
             "seconds": round(time.monotonic() - BEGAN, 1), "workers": self.config.getoption("numprocesses"),
             "files": {
                 file: {key: counts[key] for key in OUTCOMES if counts[key]}
                 | {"seconds": round(self._file_seconds(file), 1)}
                 for file, counts in sorted(files.items())
             },
-            "failures": self.failures, "running": running, "not_started": _fold_names(waiting),
+            "skips": dict(self.skips), "failures": self.failures,
+            "running": running, "not_started": _fold_names(waiting),
             "functions": {name: [count, round(x, 2)] for name, (count, x) in functions.items()},
             **self._environment(),
         }  # fmt: skip
@@ -302,8 +307,12 @@ def summary_lines(row: dict[str, Any]) -> list[str]:
     lines += [f"not started: {count} x {name}" for name, count in waiting[:LISTED]]
     if len(waiting) > LISTED:
         lines.append(f"not started: {sum(count for _, count in waiting[LISTED:])} tests of other functions")
+    lines += [f"skipped: {count} x {reason[:90]}" for reason, count in list(row["skips"].items())[:LISTED]]
     slowest = sorted(row["functions"].items(), key=lambda item: -item[1][1])[:10]
-    lines.append("slowest functions: " + ", ".join(f"{name} {x:.0f} s / {n}" for name, (n, x) in slowest))
+    lines.append(
+        "slowest functions: "
+        + ", ".join(f"{name.split('::')[-1]} {x:.0f} s / {n}" for name, (n, x) in slowest)
+    )
     columns = "".join(f"{key:>11}" for key in (*OUTCOMES, "seconds"))
     lines.append(f"{'':40}{columns}")
     for file, counts in [*row["files"].items(), ("part " + row["part"], row)]:
@@ -326,4 +335,4 @@ def update_table(results: Path, table: Path = gpu_plan.TABLE) -> None:
 
 
 if __name__ == "__main__":
-    update_table(Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/gpu_tests.jsonl"))
+    update_table(Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/tests/gpu.jsonl"))

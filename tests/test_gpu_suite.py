@@ -97,6 +97,7 @@ def test_outcomes_are_recorded(tmp_path):
     assert not row["ok"] and row["end"] == "complete" and row["commit"] == "abc" and row["part"] == "1/1"
     assert row["files"]["test_it.py"]["failed"] == 2 and row["versions"]["torch"] and row["division"]
     assert "assert (2 + 2) == 5" in row["failures"]["test_it.py::test_fails"]
+    assert row["skips"] == {"no": 1}
     assert "too late" in row["failures"]["test_it.py::test_teardown"]
     assert row["functions"]["test_it.py::test_passes"][0] == 5
     # the end of the output suffices
@@ -144,6 +145,11 @@ def test_a_test_that_ends_its_worker_fails_and_the_others_run(tmp_path):
 def test_tests_that_cannot_be_imported_are_no_success(tmp_path):
     row, _ = suite(tmp_path, "import absent_module")
     assert not row["ok"] and row["passed"] == 0 and row["end"].startswith("exit code")
+
+
+def test_a_part_of_skipped_tests_is_no_success(tmp_path):
+    row, said = suite(tmp_path, "def test_skips(): pytest.skip('no CUDA device')")
+    assert row["skipped"] == 1 and not row["ok"] and "skipped: 1 x no CUDA device" in said
 
 
 def test_the_table_takes_the_recorded_seconds(tmp_path):
