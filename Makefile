@@ -14,21 +14,29 @@ FLA ?= flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
 FLA_TESTS ?=
 FLA_OPTIONS ?= --minutes 20
 # tests at a time; on a machine with a GPU, where every test compiles kernels, as many as it has processors
+ifeq ($(filter test-gpu,$(MAKECMDGOALS)),)
 WORKERS ?= 2
+else
+# more than processors: some workers wait for a kernel that another one compiles, or for the GPU
+WORKERS ?= $(shell expr $$(nproc) \* 5 / 4 + 1)
+endif
 
 VENV := .venv
 DEMO_NEEDS := torch, jaxtyping, typer, rich, matplotlib, transformers
 TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy
+# a GPU machine without network needs no linter, no type checker and no package of the demo
+GPU_TEST_NEEDS := torch, triton, jaxtyping, expecttest, hypothesis, numpy, pytest, xdist
 can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 
 # the package, also for a python that has everything but it
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test lint types interpret compile fla matrix spills bench bench-gpu clean
+.PHONY: help demo test test-gpu lint types interpret compile fla matrix spills bench bench-gpu clean
 
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
 	@echo "make test    lint, types, the whole test suite; with Triton its kernels interpreted, and compiled for five GPUs"
+	@echo "make test-gpu PART=1/3   a part of the tests that need a GPU (benchmarks/results/tests/gpu.jsonl)"
 	@echo "make fla     the tests of our side of FLA, on FLA itself; with a GPU and FLA_TESTS=checkout FLA's own tests"
 	@echo "make matrix  the kernels compiled and interpreted with other versions of Triton, too"
 	@echo "make spills  record anew what each kernel spills (tests/spills.json)"
@@ -51,6 +59,13 @@ TEST_PYTHON := $(PYTHON)
 else
 TEST_PYTHON := $(VENV)/bin/python
 $(TESTS): $(VENV)/.test
+endif
+ifeq ($(filter test-gpu,$(MAKECMDGOALS)),)
+else ifeq ($(call can,$(GPU_TEST_NEEDS)),yes)
+TEST_PYTHON := $(PYTHON)
+else
+TEST_PYTHON := $(VENV)/bin/python
+test-gpu: $(VENV)/.test
 endif
 PYTEST = OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest
 HAS_TRITON = $(TEST_PYTHON) -c "import triton" 2>/dev/null
@@ -76,6 +91,16 @@ bench-gpu:
 test: lint types
 	$(PYTEST) -n $(WORKERS) -m "not compile"
 	if $(HAS_TRITON); then $(MAKE) interpret compile && { $(HAS_FLA) || $(MAKE) fla; }; fi
+
+# the tests marked gpu, or a part of them: PART=1/3, 2/3, 3/3 on machines that are lent by the minute. A part ends
+# after TIMEOUT seconds, a test's process after TEST_TIMEOUT; the outcome is appended to RESULTS
+TIMEOUT ?= 470
+TEST_TIMEOUT ?= 300
+RESULTS ?= benchmarks/results/tests/gpu.jsonl
+test-gpu:
+	GDN_TEST_SEEDS=30 GDN_TEST_PROBLEMS=50 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONPATH=tests:$(PYTHONPATH) \
+		$(PYTEST) -p gpu_suite -m gpu -n $(WORKERS) --tb=short -rN --part $(if $(filter file,$(origin PART)),1/1,$(PART)) \
+		--part-seconds $(TIMEOUT) --test-seconds $(TEST_TIMEOUT) --results $(RESULTS) $(if $(COMMIT),--commit $(COMMIT)) tests
 
 interpret:
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpret
