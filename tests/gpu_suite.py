@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu suite")
     group.addoption("--part", default="1/1", help="i/n: the tests of part i of n")
     group.addoption("--part-seconds", type=float, default=470, help="end the part after this time")
-    group.addoption("--test-seconds", type=float, default=300, help="end a worker whose test takes longer")
+    group.addoption("--test-seconds", type=float, default=400, help="end a worker whose test takes longer")
     group.addoption("--results", help="append the outcome to this file of JSON lines")
     group.addoption("--commit", default="", help="the commit to record, where there is no git")
     group.addoption("--table", default=str(gpu_plan.TABLE), help="the recorded seconds of each function")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -244,3 +245,20 @@ def test_triton_compiles_under_the_lock(tmp_path, monkeypatch):
     assert compiler.compile(Source(), target="cuda", options={"num_warps": 4}) == "kernel" and locks() == 1
     assert compiler.compile(Source(), target="cuda", options={"num_warps": 8}) == "kernel" and locks() == 2
     assert driver.compile_module_from_src(src="int x;", name="launcher") == "module" and locks() == 3
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_runs_the_part_that_is_asked_for():
+    def command(*given: str) -> str:
+        make = ["make", "-n", "test-gpu", f"PYTHON={sys.executable}", *given]
+        # not the flags of a make that runs this test
+        clean = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        done = subprocess.run(make, cwd=processes.ROOT, env=clean, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    said = command("PART=2/3", "WORKERS=20", "TIMEOUT=100", "RESULTS=x/y.jsonl", "COMMIT=abc")
+    wanted = "-m gpu", "-n 20", "--part 2/3", "--part-seconds 100", "--results x/y.jsonl", "--commit abc"
+    assert all(option in said for option in wanted)
+    # 3,000 drawn problems of test_hopper: two tests a seed
+    assert "GDN_TEST_SEEDS=30 GDN_TEST_PROBLEMS=50" in said
+    assert "--part 1/1" in command() and "--commit" not in command()
