@@ -143,6 +143,24 @@ def test_a_test_that_ends_its_worker_fails_and_the_others_run(tmp_path):
     assert "in test_hang" in row["failures"]["test_it.py::test_hang"]
 
 
+def test_an_error_of_the_gpu_fails_one_test_alone(tmp_path):
+    """Every later call to CUDA of that process would raise it again."""
+    body = """
+        import sys, types
+        def raise_it(): raise RuntimeError("CUDA error: an illegal memory access")
+        def test_before(): pass
+        def test_illegal():
+            cuda = types.SimpleNamespace(is_initialized=lambda: True, memory_reserved=lambda: 0)
+            cuda.synchronize = raise_it
+            sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+            raise_it()
+        def test_later(): assert not isinstance(sys.modules.get("torch"), types.SimpleNamespace)
+        """
+    row, _ = suite(tmp_path, body, workers=1)
+    assert (row["passed"], row["failed"], row["unfinished"]) == (2, 1, 0) and row["end"] == "complete"
+    assert "the process is replaced: CUDA error" in row["failures"]["test_it.py::test_illegal"]
+
+
 def test_tests_that_cannot_be_imported_are_no_success(tmp_path):
     row, _ = suite(tmp_path, "import absent_module")
     assert not row["ok"] and row["passed"] == 0 and row["end"].startswith("exit code")
