@@ -95,7 +95,7 @@ test: lint types
 # the tests marked gpu, or a part of them: PART=1/3, 2/3, 3/3 on machines that are lent by the minute. A part ends
 # after TIMEOUT seconds, a test's process after TEST_TIMEOUT; the outcome is appended to RESULTS
 TIMEOUT ?= 470
-TEST_TIMEOUT ?= 300
+TEST_TIMEOUT ?= 400
 RESULTS ?= benchmarks/results/tests/gpu.jsonl
 test-gpu:
 	GDN_TEST_SEEDS=30 GDN_TEST_PROBLEMS=50 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONPATH=tests:$(PYTHONPATH) \

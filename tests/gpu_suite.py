@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu suite")
     group.addoption("--part", default="1/1", help="i/n: the tests of part i of n")
     group.addoption("--part-seconds", type=float, default=470, help="end the part after this time")
-    group.addoption("--test-seconds", type=float, default=300, help="end a worker whose test takes longer")
+    group.addoption("--test-seconds", type=float, default=400, help="end a worker whose test takes longer")
     group.addoption("--results", help="append the outcome to this file of JSON lines")
     group.addoption("--commit", default="", help="the commit to record, where there is no git")
     group.addoption("--table", default=str(gpu_plan.TABLE), help="the recorded seconds of each function")
@@ -96,18 +96,34 @@ class Worker(Selection):
 
             shared_compiles.install()
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.is_failed |= report.failed
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
         """Print the stacks and end the process if the test hangs; free the GPU memory that it leaves."""
+        self.is_failed = False
         faulthandler.dump_traceback_later(self.limit, exit=True, file=self.stacks)
         try:
             return (yield)
         finally:
             faulthandler.cancel_dump_traceback_later()
-            torch = sys.modules.get("torch")
-            is_initialized = torch is not None and torch.cuda.is_initialized()
-            if is_initialized and torch.cuda.memory_reserved() > KEPT_MEMORY:
+            self._check_gpu()
+
+    def _check_gpu(self) -> None:
+        """End the process after an error of the GPU's, which every later test of the process would meet."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return
+        try:
+            if self.is_failed:
+                torch.cuda.synchronize()
+            if torch.cuda.memory_reserved() > KEPT_MEMORY:
                 torch.cuda.empty_cache()
+        except RuntimeError as e:
+            self.stacks.write(f"the process is replaced: {e}")
+            self.stacks.close()
+            os._exit(1)
 
     def pytest_sessionfinish(self) -> None:
         self.output["division"] = self.division

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -142,6 +143,24 @@ def test_a_test_that_ends_its_worker_fails_and_the_others_run(tmp_path):
     assert "in test_hang" in row["failures"]["test_it.py::test_hang"]
 
 
+def test_an_error_of_the_gpu_fails_one_test_alone(tmp_path):
+    """Every later call to CUDA of that process would raise it again."""
+    body = """
+        import sys, types
+        def raise_it(): raise RuntimeError("CUDA error: an illegal memory access")
+        def test_before(): pass
+        def test_illegal():
+            cuda = types.SimpleNamespace(is_initialized=lambda: True, memory_reserved=lambda: 0)
+            cuda.synchronize = raise_it
+            sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+            raise_it()
+        def test_later(): assert not isinstance(sys.modules.get("torch"), types.SimpleNamespace)
+        """
+    row, _ = suite(tmp_path, body, workers=1)
+    assert (row["passed"], row["failed"], row["unfinished"]) == (2, 1, 0) and row["end"] == "complete"
+    assert "the process is replaced: CUDA error" in row["failures"]["test_it.py::test_illegal"]
+
+
 def test_tests_that_cannot_be_imported_are_no_success(tmp_path):
     row, _ = suite(tmp_path, "import absent_module")
     assert not row["ok"] and row["passed"] == 0 and row["end"].startswith("exit code")
@@ -244,3 +263,20 @@ def test_triton_compiles_under_the_lock(tmp_path, monkeypatch):
     assert compiler.compile(Source(), target="cuda", options={"num_warps": 4}) == "kernel" and locks() == 1
     assert compiler.compile(Source(), target="cuda", options={"num_warps": 8}) == "kernel" and locks() == 2
     assert driver.compile_module_from_src(src="int x;", name="launcher") == "module" and locks() == 3
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_runs_the_part_that_is_asked_for():
+    def command(*given: str) -> str:
+        make = ["make", "-n", "test-gpu", f"PYTHON={sys.executable}", *given]
+        # not the flags of a make that runs this test
+        clean = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        done = subprocess.run(make, cwd=processes.ROOT, env=clean, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    said = command("PART=2/3", "WORKERS=20", "TIMEOUT=100", "RESULTS=x/y.jsonl", "COMMIT=abc")
+    wanted = "-m gpu", "-n 20", "--part 2/3", "--part-seconds 100", "--results x/y.jsonl", "--commit abc"
+    assert all(option in said for option in wanted)
+    # 3,000 drawn problems of test_hopper: two tests a seed
+    assert "GDN_TEST_SEEDS=30 GDN_TEST_PROBLEMS=50" in said
+    assert "--part 1/1" in command() and "--commit" not in command()
