@@ -13,6 +13,7 @@ from gdn.integrations import transformers
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LAB = ROOT / "docs" / "lab"
 MODULES = [m.name for m in pkgutil.walk_packages(gdn.__path__, "gdn.") if "__main__" not in m.name]
 
 
@@ -53,10 +54,63 @@ def test_docstring_examples(name):
     assert result.failed == 0
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a forge makes of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the links of a page to files or headings that do not exist."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http:", "https:", "mailto:")):
+            continue
+        target, _, anchor = link.partition("#")
+        path = page.parent / target if target else page
+        if not path.exists() or (anchor and path.suffix == ".md" and anchor not in anchors(path)):
+            broken.append(f"{page.relative_to(ROOT)}: {link}")
+    return broken
+
+
 def test_links_lead_somewhere():
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+    others = [ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md", ROOT / "CHANGELOG.md"]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *(x for x in others if x.exists())]
+    assert len(pages) > 50
+    assert [link for page in pages for link in broken_links(page)] == []
+
+
+def test_a_broken_link_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("test_docs.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One: a `Head`\n[a](page.md#one-a-head) [b](#one-a-head) [c](#two) [d](no.md) [e](https://x.y/)"
+    )
+    assert broken_links(page) == ["page.md: #two", "page.md: no.md"]
+
+
+def lab_entries() -> list[Path]:
+    """Return the entries of the lab."""
+    return [path for path in sorted(LAB.glob("*.md")) if path.name != "README.md"]
+
+
+@pytest.mark.parametrize("entry", lab_entries(), ids=lambda path: path.stem)
+def test_a_lab_entry_has_its_heads(entry: Path):
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d(-[a-z0-9]+)+\.md", entry.name)
+    heads = re.findall(r"^## (.*)$", entry.read_text(), re.M)
+    assert heads == ["Tried", "Why", "Result", "Verdict"]
+
+
+def test_the_lab_lists_each_entry_once():
+    listed = re.findall(r"^- \[[^]]*\]\(([^)]+)\): \S", (LAB / "README.md").read_text(), re.M)
+    assert sorted(listed) == [path.name for path in lab_entries()]
+
+
+def test_notes_and_design_pages_stay_short():
+    assert len((ROOT / "NOTES.md").read_text().splitlines()) <= 80
+    for page in (ROOT / "docs" / "design").glob("*.md"):
+        assert len(page.read_text().splitlines()) <= 220, page.name
 
 
 def test_the_matrix_of_versions_is_whole():
