@@ -1,4 +1,4 @@
-"""The same argument has the same default in every function, and a state fits each of them."""
+"""Require one default for each argument over all functions, so that a state fits each of them."""
 
 import inspect
 

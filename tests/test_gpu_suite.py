@@ -241,7 +241,7 @@ def test_triton_compiles_a_kernel_once(tmp_path):
 
 
 def test_triton_compiles_under_the_lock(tmp_path, monkeypatch):
-    """The same source and options take the same lock, and another option another one."""
+    """Lock by source and options: another option takes another lock."""
     triton = pytest.importorskip("triton")
     from triton import compiler
     from triton.backends.nvidia import driver

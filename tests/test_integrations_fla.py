@@ -319,7 +319,8 @@ def test_sizes_without_a_kernel_stay_with_fla(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_sizes_with_a_kernel():
+def test_the_sizes_with_a_kernel(monkeypatch):
+    monkeypatch.delenv("GDN_BACKEND", raising=False)
     q, wide = torch.empty(1, 1, 1, 128, device="cuda"), torch.empty(1, 1, 1, 512, device="cuda")
     assert has_kernel(q, q) and not has_kernel(q, wide) and not has_kernel(q.double(), q.double())
     assert has_kernel(q.cpu(), wide.cpu())
