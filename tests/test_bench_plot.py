@@ -11,7 +11,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from gdn import cli
-from gdn.bench import commands, laboratory, measure, picture_files, pictures, results, targets
+from gdn.bench import commands, laboratory, measure, picture_files, pictures, results, summary, targets
 from gdn.bench.results import Results
 
 VERSIONS = {"gdn": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "flash-linear-attention": "0.6.0"}
@@ -104,6 +104,36 @@ def test_a_statement_names_what_it_stands_on():
         assert part in sentence, (part, sentence)
     (sentence,) = results.statements(Results("h200", two[:1]))
     assert "`gdn bench prefill --only '16/32 1x8192'`" in sentence and "one problem" in sentence
+
+
+def test_the_table_of_the_readme_names_losses_in_bold():
+    """Compare with the fastest peer of each problem; name the slowest problems first."""
+    cases = targets.PREFILL[6:10]
+    factors = ((1.5, 2.0), (1.2, 0.8), (3.0, 0.999), (0.95, 4.0))
+    rows = [
+        timed(case, 1.0, ratio={"fla": fla, "flashinfer": other})
+        for case, (fla, other) in zip(cases, factors, strict=True)
+    ]
+    lines = summary.readme([Results("h200", rows), Results("empty", [])]).splitlines()
+    slow, slower, slowest = (cases[i].name for i in (1, 3, 2))
+    assert lines[2:] == [
+        f"| prefill: forward, packed | 4 | FLA 0.6.0, FlashInfer ? | **0.80** to 1.50 | **3 of 4: {slow}, "
+        f"{slower}, {slowest}** |",
+        "",
+        "prefill: NVIDIA H200, bfloat16, torch 2.11.0, triton 3.6.0, 2026-11-21.",
+    ]
+    (faster,) = [line for line in summary.readme([Results("h200", rows[:1])]).splitlines() if "FLA" in line]
+    assert faster.endswith("| 1 | FLA 0.6.0 | 1.50 | none |")
+    assert summary.readme([Results("h200", [timed(cases[0], 1.0)])]) == ""
+
+
+def test_the_picture_of_prefill_names_gpu_dtype_and_date():
+    rows = [timed(t, 1.0, p) for t in targets.PREFILL for p in ("gdn", "fla")]
+    figure = pictures.prefill(Results("h200", rows))
+    assert figure.get_suptitle() == "Prefill of one sequence: NVIDIA H200, bfloat16, 2026-11-21"
+    left, right = figure.axes
+    assert list(left.lines[0].get_ydata()) == pytest.approx([2.048, 8.192, 32.768])
+    assert list(right.lines[1].get_xdata()) == [8192, 32768] and left.get_ylim()[0] == 0
 
 
 def test_peers_of_two_runs_of_a_commit_stand_side_by_side():
@@ -275,7 +305,7 @@ def test_committed_pages_are_what_the_files_say():
     held = {one.name: [(title, path) for title, path, name in drawn if name == one.name] for one in found}
     assert limits and results.page(found, held) == page
     readme = (measure.ROOT / "README.md").read_text()
-    assert results.between(readme, results.readme(found)) == readme
+    assert results.between(readme, summary.readme(found)) == readme
 
 
 def test_every_part_of_the_benchmark_is_named():
@@ -394,8 +424,8 @@ def test_the_command_makes_them_all(folder):
     arguments = ["plot", "--results", str(folder), "--page", str(page), "--readme", str(readme)]
     done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == 0, done.output
-    assert "times as fast as FLA 0.6.0" in readme.read_text() and readme.read_text() in "\n".join(
-        [results.MARKS[0], results.readme(results.load(folder)) + results.MARKS[1]]
+    assert "| prefill: forward, packed |" in readme.read_text() and readme.read_text() in "\n".join(
+        [results.MARKS[0], summary.readme(results.load(folder)) + results.MARKS[1]]
     )
     for path in re.findall(r"\]\((results/[^)]*)\)", page.read_text()):
         assert (page.parent / path).exists()

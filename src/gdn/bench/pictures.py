@@ -13,7 +13,7 @@ from typing import Any
 from gdn.bench import accuracy
 from gdn.bench.cells import NAMES, owner
 from gdn.bench.picture_files import save_png, save_svg
-from gdn.bench.results import Results
+from gdn.bench.results import Results, machine
 from gdn.bench.rows import Row
 
 # of Okabe and Ito; a provider looks the same in every picture
@@ -57,6 +57,47 @@ def lengths(one: Results) -> Any:
             points.append((row["T"], row["T"] / row["ms"] / 1e3))
     groups = {t: g for t, g in groups.items() if any(len(points) > 1 for points in g.values())}
     return _curves(groups, "tokens in one sequence", "million tokens per second")
+
+
+def prefill(one: Results) -> Any:
+    """Tokens per second of a prefill against the length of one sequence, from zero: the README's picture."""
+    held = [
+        row
+        for row in one.last("prefill")
+        if row["pass"] == "prefill" and "ms" in row and row.get("N") == 1 and row.get("T", 0) > 1
+    ]
+    heads = [name for name in ((16, 32), (2, 8)) if any((row["H"], row["HV"]) == name for row in held)]
+    if not heads:
+        return None
+    figure, panels = _panels(len(heads), width=4.2, height=3.4)
+    for (H, HV), axes in zip(heads, panels, strict=True):
+        of_heads = [row for row in held if (row["H"], row["HV"]) == (H, HV)]
+        for provider, (colour, mark, style) in LOOKS.items():
+            points = sorted(
+                (row["T"], row["T"] / row["ms"] / 1e3)
+                for row in of_heads
+                if owner(row["provider"]) == provider
+            )
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), color=colour, marker=mark, linestyle=style,
+                    markersize=6, linewidth=2 if provider == "gdn" else 1.4, label=_label(provider),
+                )  # fmt: skip
+        ticks = sorted({row["T"] for row in of_heads})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
+        axes.xaxis.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("tokens in one sequence")
+        axes.set_title(f"{H} key heads, {HV} value heads of 128 x 128", fontsize=10)
+        _grid(axes)
+    panels[0].set_ylabel("million tokens per second")
+    dates = sorted({str(row["date"]) for row in held})
+    day = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    dtypes = ", ".join(sorted({str(row["dtype"]) for row in held}))
+    figure.suptitle(f"Prefill of one sequence: {machine(one)}, {dtypes}, {day}", fontsize=11)
+    _legend(figure, panels)
+    return figure
 
 
 def batches(one: Results) -> Any:
@@ -195,6 +236,7 @@ def limit(regime: str, output: str) -> float:
 
 
 PICTURES: Mapping[str, tuple[str, Callable[[Results], Any]]] = {
+    "prefill": ("Prefill of one sequence: tokens per second against its length", prefill),
     "lengths": ("Speed against sequence length", lengths),
     "batches": ("Time of a decoding step against its rows", batches),
     "roofline": ("Roofline", roofline),
