@@ -12,24 +12,82 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "docs" / "site"))
 import pages  # noqa: E402
 
+DOCSTRING = """Add x * y.
+
+    z = x + y
+
+Args:   shape   dtype
+    x   [B]     fp32
+                more
+
+Returns: z, where
+    it is.
+Cost:   <1 flop.
+On `a * b` nothing
+more.
+
+Example:
+    >>> 1
+    1"""
+PAGE = """Add x \\* y.
+
+```text
+z = x + y
+```
+
+**Arguments**
+
+|  | shape | dtype |
+|---|---|---|
+| `x` | \\[B\\] | fp32 more |
+
+**Returns:** z, where it is.
+
+**Cost:** &lt;1 flop.
+
+On `a * b` nothing more.
+
+**Example**
+
+```pycon
+>>> 1
+1
+```"""
+
 
 def test_a_docstring_becomes_markdown():
-    text = (
-        "Add x * y.\n\n    z = x + y\n\nArgs:   shape   dtype\n    x   [B]     fp32\n            more\n\n"
-        "Returns: z, where\n    it is.\nCost:   <1 flop.\nOn `a * b` nothing\nmore.\n\n"
-        "Example:\n    >>> 1\n    1"
-    )
-    assert pages.docstring_to_markdown(text) == (
-        "Add x \\* y.\n\n```text\nz = x + y\n```\n\n**Arguments**\n\n```text\n    shape   dtype\n"
-        "x   [B]     fp32\n        more\n```\n\n**Returns:** z, where it is.\n\n**Cost:** &lt;1 flop.\n\n"
-        "On `a * b` nothing more.\n\n**Example**\n\n```pycon\n>>> 1\n1\n```"
-    )
+    assert pages.docstring_to_markdown(DOCSTRING) == PAGE
 
 
-def test_columns_stay_under_their_heads():
-    text = "Args:          shape\n    q, k       [B]\n    v          [C]"
-    lines = pages.docstring_to_markdown(text).splitlines()[3:6]
-    assert lines == ["           shape", "q, k       [B]", "v          [C]"]
+COLUMNS = """Args:     shape    dtype
+    q, k  [B, T]   any
+    a_long_name  int  or None
+    x     [N] or N fp32,
+                   fp64
+    y,
+    z     [N]      any"""
+TABLE = """|  | shape | dtype |
+|---|---|---|
+| `q, k` | \\[B, T\\] | any |
+| `a_long_name` | int | or None |
+| `x` | \\[N\\] or N | fp32, fp64 |
+| `y, z` | \\[N\\] | any |"""
+
+
+def test_columns_become_a_table():
+    """Join the lines of a row; let a name be longer than its column."""
+    made = pages.docstring_to_markdown(COLUMNS.replace("a_long_name  int  or", "a_long_name int or"))
+    assert made.startswith("**Arguments**\n\n```text\n")
+    # the second cell begins at its column
+    fits = COLUMNS.replace("    a_long_name  int  or None", "    a_long  int    or None")
+    assert pages.docstring_to_markdown(fits) == "**Arguments**\n\n" + TABLE.replace("a_long_name", "a_long")
+    bare = "Returns:\n    o   [B]  x | y\n    S   [N]"
+    assert pages.docstring_to_markdown(bare).splitlines()[2:] == [
+        "|  |  |  |",
+        "|---|---|---|",
+        "| `o` | \\[B\\] | x \\| y |",
+        "| `S` | \\[N\\] |  |",
+    ]
 
 
 def test_a_script_becomes_a_page():

@@ -42,6 +42,8 @@ def _block(lines: list[str]) -> list[str]:
     joined = [made[0]]
     for part in made[1:]:
         is_text = not any(x.startswith(("**", "```")) or "\n" in x for x in (joined[-1], part))
+        # a sentence that began on the line of a section's head
+        is_text |= part[:1].islower() and "\n" not in joined[-1]
         joined[-1:] = [f"{joined[-1]} {part}"] if is_text else [joined[-1], part]
     return joined
 
@@ -58,9 +60,49 @@ def _part(lines: list[str]) -> str:
         return f"**{name}**\n\n{_fence('pycon', lines[1:])}"
     if len(lines) > 1 and (head[1] in TABLES or not rest or "  " in rest):
         # columns: the names of the columns stand on the head's line
-        columns = [" " * (len(head[1]) + 1) + head[2]] if rest else []
-        return f"**{name}**\n\n{_fence('text', [*columns, *lines[1:]])}"
+        columns = " " * (len(head[1]) + 1) + head[2] if rest else ""
+        return f"**{name}**\n\n{_table(columns, lines[1:])}"
     return f"**{name}:** {_escape(' '.join([rest, *(line.strip() for line in lines[1:])]))}"
+
+
+def _table(head: str, lines: list[str]) -> str:
+    """Return rows of aligned columns as a table, or as a code block where a row crosses a column."""
+    indent = min(len(line) - len(line.lstrip()) for line in lines)
+    first = [line for line in lines if not line[indent:].startswith(" ")]
+    starts = [match.start() for match in re.finditer(r"(?<!\S)\S+", head)]
+    if not starts:
+        # no heads: columns are where those of the first row are
+        starts = [match.end() for match in re.finditer(r"(?<=\S) {2,}(?=\S)", first[0])]
+    rows: list[list[str]] = []
+    for line in lines:
+        cells = _cells(line, indent, starts)
+        if cells is None:
+            return _fence("text", [*([head] if head else []), *lines])
+        if line[indent] == " " or (rows and rows[-1][0].endswith(",")):
+            # the line goes on with the row above
+            rows[-1] = [f"{one} {more}".strip() for one, more in zip(rows[-1], cells, strict=True)]
+        else:
+            rows.append(cells)
+    names = ["", *head.split()]
+    table = [f"| {' | '.join(names if head else [''] * len(rows[0]))} |", "|" + "---|" * len(rows[0])]
+    for name, *rest in rows:
+        cells = [f"`{name}`", *(_escape(cell).replace("|", "\\|") for cell in rest)]
+        table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
+def _cells(line: str, indent: int, starts: list[int]) -> list[str] | None:
+    """Return the cells of a line whose columns begin at `starts`; None where one crosses the next one."""
+    edges = [indent, *starts]
+    if starts and starts[0] < len(line) and line[starts[0] - 1] != " ":
+        # a name longer than its column ends at two spaces
+        name = re.match(r"\s*\S+(?: \S+)* {2,}", line)
+        if name is None or (len(starts) > 1 and name.end() >= starts[1]):
+            return None
+        edges[1] = name.end()
+    if any(start < len(line) and line[start - 1] != " " for start in edges[1:]):
+        return None
+    return [line[a:b].strip() for a, b in zip(edges, [*edges[1:], None], strict=True)]
 
 
 def _fence(language: str, lines: list[str]) -> str:
