@@ -64,14 +64,14 @@ COLUMNS = """Args:     shape    dtype
     a_long_name  int  or None
     x     [N] or N fp32,
                    fp64
-    y,
+    y, with, many, names,
     z     [N]      any"""
 TABLE = """|  | shape | dtype |
 |---|---|---|
 | `q, k` | \\[B, T\\] | any |
 | `a_long_name` | int | or None |
 | `x` | \\[N\\] or N | fp32, fp64 |
-| `y, z` | \\[N\\] | any |"""
+| `y, with, many, names, z` | \\[N\\] | any |"""
 
 
 def test_columns_become_a_table():

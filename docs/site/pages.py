@@ -94,6 +94,9 @@ def _table(head: str, lines: list[str]) -> str:
 def _cells(line: str, indent: int, starts: list[int]) -> list[str] | None:
     """Return the cells of a line whose columns begin at `starts`; None where one crosses the next one."""
     edges = [indent, *starts]
+    if line.endswith(",") and "  " not in line.strip():
+        # names alone, which go on in the next line
+        return [line.strip(), *("" for _ in starts)]
     if starts and starts[0] < len(line) and line[starts[0] - 1] != " ":
         # a name longer than its column ends at two spaces
         name = re.match(r"\s*\S+(?: \S+)* {2,}", line)
