@@ -120,7 +120,7 @@ def test_the_table_of_the_readme_names_losses_in_bold():
         f"| prefill: forward, packed | 4 | FLA 0.6.0, FlashInfer ? | **0.80** to 1.50 | **3 of 4: {slow}, "
         f"{slower}, {slowest}** |",
         "",
-        "prefill: NVIDIA H200, bfloat16, torch 2.11.0, triton 3.6.0, 2026-11-21.",
+        "GPU: NVIDIA H200, bfloat16, torch 2.11.0, triton 3.6.0, 2026-11-21.",
     ]
     (faster,) = [line for line in summary.readme([Results("h200", rows[:1])]).splitlines() if "FLA" in line]
     assert faster.endswith("| 1 | FLA 0.6.0 | 1.50 | none |")

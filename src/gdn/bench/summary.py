@@ -32,7 +32,8 @@ def readme(found: Iterable[Results]) -> str:
         table += [f"| {' | '.join(_cells(name, held))} |" for name, held in measured]
         if measured:
             held = [row for _, rows in measured for row in rows]
-            notes.append(f"{_jobs(measured)}: {machine(one)}, {_conditions(held)}.")
+            kind = "GPU" if any("gpu" in row for row in held) else "CPU"
+            notes.append(f"{kind}: {machine(one)}, {_conditions(held)}.")
     head = [f"| {' | '.join(COLUMNS)} |", "|---|---:|---|---|---|"]
     return "\n".join([*head, *table, "", *notes]) + "\n" if table else ""
 
@@ -83,8 +84,3 @@ def _conditions(held: Sequence[Row]) -> str:
         versions = sorted({str(row["versions"][name]) for row in held if name in row["versions"]})
         found += [f"{name} {' and '.join(versions)}"] if versions else []
     return ", ".join([*found, " to ".join(dict.fromkeys((dates[0], dates[-1])))])
-
-
-def _jobs(measured: Sequence[tuple[str, Sequence[Row]]]) -> str:
-    """Return the jobs of one machine as a note begins with them."""
-    return JOBS[measured[0][0]].partition(":")[0] if len(measured) == 1 else "All other rows"
