@@ -15,6 +15,7 @@ FOLDER = ROOT / "docs" / "tutorials"
 TUTORIALS = {
     "recurrence": ([], r"loop, chunks and gdn agree"),
     "packed": (["--steps", "60"], r"loss 2\.\d\d -> 2\.[0-7]\d nats; padding: 1\.\d\d times"),
+    "speculation": ([], r"30 of 48 tokens accepted; ring, commit and replay agree"),
     "backends": ([], r"-> eager"),
 }
 
