@@ -322,10 +322,10 @@ def test_every_picture_is_drawn_from_a_full_file(folder):
     drawn = pictures.draw(one, folder / "pictures")
     drawn_jobs = {f"ratios-{job}" for job in ("prefill", "train", "decode")}
     absent = {kind for kind in pictures.PICTURES if kind.startswith("ratios-")} - drawn_jobs
-    assert {file for _, file in drawn} == {f"h200-{kind}.png" for kind in set(pictures.PICTURES) - absent}
+    assert {file for _, file in drawn} == {f"h200-{kind}.svg" for kind in set(pictures.PICTURES) - absent}
     for _, file in drawn:
-        assert (folder / "pictures" / file).read_bytes().startswith(b"\x89PNG")
-        assert b"<svg" in (folder / "pictures" / file.replace(".png", ".svg")).read_bytes()
+        text = (folder / "pictures" / file).read_text()
+        assert "<svg" in text and "NVIDIA H200" in text and "bfloat16, 2026-11-21" in text
 
 
 @pytest.mark.slow
@@ -390,7 +390,9 @@ def test_lines_go_through_the_numbers():
     rows = [
         timed(t, 1.0, p) for t in targets.PREFILL for p in ("gdn", "fla") if t.name.startswith("16/32 1x")
     ]
-    (axes,) = pictures.lengths(Results("h200", rows)).axes
+    figure = pictures.lengths(Results("h200", rows))
+    (axes,) = figure.axes
+    assert figure.get_suptitle() == "Speed against sequence length: NVIDIA H200, bfloat16, 2026-11-21"
     assert [line.get_label() for line in axes.lines] == ["gdn", "FLA"]
     assert list(axes.lines[0].get_xdata()) == [2048, 8192, 32768]
     assert list(axes.lines[0].get_ydata()) == pytest.approx([2.048, 8.192, 32.768])
@@ -405,11 +407,29 @@ def test_points_lie_under_the_roof(folder):
     assert all(y <= min(x * copy / 1e3, matmul) * 1.001 for x, y in points)
 
 
-def test_a_bar_for_every_ratio(folder):
+def test_every_ratio_is_a_number_in_the_table(folder):
+    """Write each ratio in its cell, bold where gdn is slower."""
     (one,) = results.load(folder)
     for job in ("prefill", "train", "decode"):
         axes = pictures.ratios(one, job=job).axes[0]
-        assert len(axes.patches) == sum(len(row.get("ratio", ())) for row in one.ours(job)) > 0
+        wanted = sorted(f"{x:.2f}" for row in one.ours(job) for x in row.get("ratio", {}).values())
+        assert sorted(text.get_text() for text in axes.texts) == wanted != []
+    slow = timed(targets.TRAIN[0], 1.0, ratio={"fla": 0.8, "flash_qla": 1.6})
+    axes = pictures.ratios(Results("h200", [slow]), job="train").axes[0]
+    one_number = timed(targets.TRAIN[0], 1.0, ratio={"fla": 0.8})
+    assert pictures.ratios(Results("h200", [one_number]), job="train") is None
+    assert {text.get_text(): text.get_weight() for text in axes.texts} == {"0.80": "bold", "1.60": "normal"}
+
+
+def test_ways_of_speculation_are_columns():
+    head = {**ABOUT, "pass": "spec", "provider": "gdn", "ms": 1.0, "dtype": "bfloat16"}
+    rows = [
+        {**head, "case": case, "ratio": {"flashinfer": x}}
+        for case, x in (("B=1 T=4 fp32 chunk final", 0.8), ("B=1 T=16 fp32 states", 2.0))
+    ]
+    axes = pictures.ratios(Results("h200", rows), job="spec").axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["B=1 T=4", "B=1 T=16"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["fp32\nchunk final", "fp32\nstates"]
 
 
 def test_regimes_have_their_limits():

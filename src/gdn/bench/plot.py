@@ -20,7 +20,7 @@ def plot(
         Path | None, typer.Option(help="A page whose table between two marks is remade.")
     ] = README,
 ) -> None:
-    """Speed against length, roofline, ratios, errors by regime: PNG, SVG, a page, from results files only."""
+    """Speed against length, roofline, ratios, errors by regime: SVG, a page, from results files only."""
     need_packages("plot", "matplotlib")
     from gdn.bench import pictures, summary
     from gdn.bench import results as files
