@@ -10,6 +10,8 @@ TRITON ?= triton==3.6.0
 OTHER_TRITONS := 3.7.1 3.8.0 3.9.0
 # 1.5 MB of Python; laid over the environment, for where Transformers finds it, it calls it, on a CPU in vain
 FLA ?= flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
+# what builds the documentation, in an environment of its own, which needs no torch: docstrings are read, not imported
+DOCS ?= mkdocs==1.6.1 mkdocs-material==9.8.2 "mkdocstrings[python]==1.0.8" ruff
 # a checkout of FLA, for its tests, which no released archive holds
 FLA_TESTS ?=
 FLA_OPTIONS ?= --minutes 20
@@ -26,17 +28,19 @@ DEMO_NEEDS := torch, jaxtyping, typer, rich, matplotlib, transformers
 TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy
 # a GPU machine without network needs no linter, no type checker and no package of the demo
 GPU_TEST_NEEDS := torch, triton, jaxtyping, expecttest, hypothesis, numpy, pytest, xdist
+DOCS_NEEDS := mkdocs, material, mkdocstrings_handlers.python, ruff
 can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 
 # the package, also for a python that has everything but it
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test test-gpu lint types interpret compile fla matrix spills bench bench-gpu clean
+.PHONY: help demo test test-gpu lint types docs interpret compile fla matrix spills bench bench-gpu clean
 
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
 	@echo "make test    lint, types, the whole test suite; with Triton its kernels interpreted, and compiled for five GPUs"
 	@echo "make test-gpu PART=1/3   a part of the tests that need a GPU (benchmarks/results/tests/gpu.jsonl)"
+	@echo "make docs    the documentation in build/site/index.html; a broken link or another warning is an error"
 	@echo "make fla     the tests of our side of FLA, on FLA itself; with a GPU and FLA_TESTS=checkout FLA's own tests"
 	@echo "make matrix  the kernels compiled and interpreted with other versions of Triton, too"
 	@echo "make spills  record anew what each kernel spills (tests/spills.json)"
@@ -50,6 +54,14 @@ DEMO_PYTHON := $(PYTHON)
 else
 DEMO_PYTHON := $(VENV)/bin/python
 demo bench bench-gpu: $(VENV)/.demo
+endif
+
+ifeq ($(filter docs,$(MAKECMDGOALS)),)
+else ifeq ($(call can,$(DOCS_NEEDS)),yes)
+DOCS_PYTHON := $(PYTHON)
+else
+DOCS_PYTHON := build/docs/bin/python
+docs: build/docs/.done
 endif
 
 TESTS := test lint types interpret compile fla matrix spills
@@ -125,6 +137,10 @@ spills: $(OTHER_TRITONS:%=build/triton-%/.done)
 	for v in $(OTHER_TRITONS); do \
 		PYTHONPATH=build/triton-$$v:.:$(PYTHONPATH) $(TEST_PYTHON) tests/compiling.py --record --target cuda:90; done
 
+# no --quiet: with it, warnings are not counted and --strict lets them pass
+docs:
+	NO_MKDOCS_2_WARNING=1 $(DOCS_PYTHON) -m mkdocs build --strict
+
 lint:
 	$(TEST_PYTHON) -m ruff check .
 	$(TEST_PYTHON) -m ruff format --check .
@@ -149,6 +165,11 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.torch
 	$(VENV)/bin/python -m pip install --progress-bar off -e '.[dev]'
 	if [ "$$(uname -sm)" = "Linux x86_64" ] && ! $(VENV)/bin/python -c "import triton" 2>/dev/null; then \
 		$(VENV)/bin/python -m pip install --progress-bar off "$(TRITON)"; fi
+	touch $@
+
+build/docs/.done: Makefile
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/python -m pip install --progress-bar off $(DOCS)
 	touch $@
 
 build/triton-%/.done:

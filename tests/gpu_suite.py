@@ -191,6 +191,8 @@ class Controller:
         self.timer = threading.Timer(max(limit, 0.1), self._interrupt, ["out of time"])
         self.timer.daemon = True
         self.timer.start()
+        # a shell ignores SIGINT for what it runs in the background, and Python inherits that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, lambda *_: self._interrupt("terminated"))
 
     def _interrupt(self, end: str) -> None:

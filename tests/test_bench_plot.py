@@ -11,7 +11,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from gdn import cli
-from gdn.bench import commands, laboratory, measure, picture_files, pictures, results, targets
+from gdn.bench import commands, laboratory, measure, picture_files, pictures, results, summary, targets
 from gdn.bench.results import Results
 
 VERSIONS = {"gdn": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "flash-linear-attention": "0.6.0"}
@@ -104,6 +104,36 @@ def test_a_statement_names_what_it_stands_on():
         assert part in sentence, (part, sentence)
     (sentence,) = results.statements(Results("h200", two[:1]))
     assert "`gdn bench prefill --only '16/32 1x8192'`" in sentence and "one problem" in sentence
+
+
+def test_the_table_of_the_readme_names_losses_in_bold():
+    """Compare with the fastest peer of each problem; name the slowest problems first."""
+    cases = targets.PREFILL[6:10]
+    factors = ((1.5, 2.0), (1.2, 0.8), (3.0, 0.999), (0.95, 4.0))
+    rows = [
+        timed(case, 1.0, ratio={"fla": fla, "flashinfer": other})
+        for case, (fla, other) in zip(cases, factors, strict=True)
+    ]
+    lines = summary.readme([Results("h200", rows), Results("empty", [])]).splitlines()
+    slow, slower, slowest = (cases[i].name for i in (1, 3, 2))
+    assert lines[2:] == [
+        f"| prefill: forward, packed | 4 | FLA 0.6.0, FlashInfer ? | **0.80** to 1.50 | **3 of 4: {slow}, "
+        f"{slower}, {slowest}** |",
+        "",
+        "GPU: NVIDIA H200, bfloat16, torch 2.11.0, triton 3.6.0, 2026-11-21.",
+    ]
+    (faster,) = [line for line in summary.readme([Results("h200", rows[:1])]).splitlines() if "FLA" in line]
+    assert faster.endswith("| 1 | FLA 0.6.0 | 1.50 | none |")
+    assert summary.readme([Results("h200", [timed(cases[0], 1.0)])]) == ""
+
+
+def test_the_picture_of_prefill_names_gpu_dtype_and_date():
+    rows = [timed(t, 1.0, p) for t in targets.PREFILL for p in ("gdn", "fla")]
+    figure = pictures.prefill(Results("h200", rows))
+    assert figure.get_suptitle() == "Prefill of one sequence: NVIDIA H200, bfloat16, 2026-11-21"
+    left, right = figure.axes
+    assert list(left.lines[0].get_ydata()) == pytest.approx([2.048, 8.192, 32.768])
+    assert list(right.lines[1].get_xdata()) == [8192, 32768] and left.get_ylim()[0] == 0
 
 
 def test_peers_of_two_runs_of_a_commit_stand_side_by_side():
@@ -275,7 +305,7 @@ def test_committed_pages_are_what_the_files_say():
     held = {one.name: [(title, path) for title, path, name in drawn if name == one.name] for one in found}
     assert limits and results.page(found, held) == page
     readme = (measure.ROOT / "README.md").read_text()
-    assert results.between(readme, results.readme(found)) == readme
+    assert results.between(readme, summary.readme(found)) == readme
 
 
 def test_every_part_of_the_benchmark_is_named():
@@ -292,10 +322,10 @@ def test_every_picture_is_drawn_from_a_full_file(folder):
     drawn = pictures.draw(one, folder / "pictures")
     drawn_jobs = {f"ratios-{job}" for job in ("prefill", "train", "decode")}
     absent = {kind for kind in pictures.PICTURES if kind.startswith("ratios-")} - drawn_jobs
-    assert {file for _, file in drawn} == {f"h200-{kind}.png" for kind in set(pictures.PICTURES) - absent}
+    assert {file for _, file in drawn} == {f"h200-{kind}.svg" for kind in set(pictures.PICTURES) - absent}
     for _, file in drawn:
-        assert (folder / "pictures" / file).read_bytes().startswith(b"\x89PNG")
-        assert b"<svg" in (folder / "pictures" / file.replace(".png", ".svg")).read_bytes()
+        text = (folder / "pictures" / file).read_text()
+        assert "<svg" in text and "NVIDIA H200" in text and "bfloat16, 2026-11-21" in text
 
 
 @pytest.mark.slow
@@ -360,7 +390,9 @@ def test_lines_go_through_the_numbers():
     rows = [
         timed(t, 1.0, p) for t in targets.PREFILL for p in ("gdn", "fla") if t.name.startswith("16/32 1x")
     ]
-    (axes,) = pictures.lengths(Results("h200", rows)).axes
+    figure = pictures.lengths(Results("h200", rows))
+    (axes,) = figure.axes
+    assert figure.get_suptitle() == "Speed against sequence length: NVIDIA H200, bfloat16, 2026-11-21"
     assert [line.get_label() for line in axes.lines] == ["gdn", "FLA"]
     assert list(axes.lines[0].get_xdata()) == [2048, 8192, 32768]
     assert list(axes.lines[0].get_ydata()) == pytest.approx([2.048, 8.192, 32.768])
@@ -375,11 +407,29 @@ def test_points_lie_under_the_roof(folder):
     assert all(y <= min(x * copy / 1e3, matmul) * 1.001 for x, y in points)
 
 
-def test_a_bar_for_every_ratio(folder):
+def test_every_ratio_is_a_number_in_the_table(folder):
+    """Write each ratio in its cell, bold where gdn is slower."""
     (one,) = results.load(folder)
     for job in ("prefill", "train", "decode"):
         axes = pictures.ratios(one, job=job).axes[0]
-        assert len(axes.patches) == sum(len(row.get("ratio", ())) for row in one.ours(job)) > 0
+        wanted = sorted(f"{x:.2f}" for row in one.ours(job) for x in row.get("ratio", {}).values())
+        assert sorted(text.get_text() for text in axes.texts) == wanted != []
+    slow = timed(targets.TRAIN[0], 1.0, ratio={"fla": 0.8, "flash_qla": 1.6})
+    axes = pictures.ratios(Results("h200", [slow]), job="train").axes[0]
+    one_number = timed(targets.TRAIN[0], 1.0, ratio={"fla": 0.8})
+    assert pictures.ratios(Results("h200", [one_number]), job="train") is None
+    assert {text.get_text(): text.get_weight() for text in axes.texts} == {"0.80": "bold", "1.60": "normal"}
+
+
+def test_ways_of_speculation_are_columns():
+    head = {**ABOUT, "pass": "spec", "provider": "gdn", "ms": 1.0, "dtype": "bfloat16"}
+    rows = [
+        {**head, "case": case, "ratio": {"flashinfer": x}}
+        for case, x in (("B=1 T=4 fp32 chunk final", 0.8), ("B=1 T=16 fp32 states", 2.0))
+    ]
+    axes = pictures.ratios(Results("h200", rows), job="spec").axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["B=1 T=4", "B=1 T=16"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["fp32\nchunk final", "fp32\nstates"]
 
 
 def test_regimes_have_their_limits():
@@ -394,8 +444,8 @@ def test_the_command_makes_them_all(folder):
     arguments = ["plot", "--results", str(folder), "--page", str(page), "--readme", str(readme)]
     done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == 0, done.output
-    assert "times as fast as FLA 0.6.0" in readme.read_text() and readme.read_text() in "\n".join(
-        [results.MARKS[0], results.readme(results.load(folder)) + results.MARKS[1]]
+    assert "| prefill: forward, packed |" in readme.read_text() and readme.read_text() in "\n".join(
+        [results.MARKS[0], summary.readme(results.load(folder)) + results.MARKS[1]]
     )
     for path in re.findall(r"\]\((results/[^)]*)\)", page.read_text()):
         assert (page.parent / path).exists()

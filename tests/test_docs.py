@@ -12,7 +12,7 @@ import gdn
 from gdn.integrations import transformers
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LAB = ROOT / "docs" / "lab"
 MODULES = [m.name for m in pkgutil.walk_packages(gdn.__path__, "gdn.") if "__main__" not in m.name]
 
@@ -75,7 +75,7 @@ def broken_links(page: Path) -> list[str]:
 
 
 def test_links_lead_somewhere():
-    others = [ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md", ROOT / "CHANGELOG.md"]
+    others = [ROOT / f"{name}.md" for name in ("CONTRIBUTING", "NOTES", "CHANGELOG", "SECURITY")]
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *(x for x in others if x.exists())]
     assert len(pages) > 50
     assert [link for page in pages for link in broken_links(page)] == []

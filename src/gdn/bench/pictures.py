@@ -12,8 +12,8 @@ from typing import Any
 
 from gdn.bench import accuracy
 from gdn.bench.cells import NAMES, owner
-from gdn.bench.picture_files import save_png, save_svg
-from gdn.bench.results import Results
+from gdn.bench.picture_files import save_svg
+from gdn.bench.results import Results, machine
 from gdn.bench.rows import Row
 
 # of Okabe and Ito; a provider looks the same in every picture
@@ -32,41 +32,80 @@ CLASSES = {
 
 
 def draw(one: Results, folder: Path) -> list[tuple[str, str]]:
-    """Every picture there is, as PNG and SVG: (title, file name of the PNG)."""
+    """Draw every picture that the rows allow, as SVG: (title, file name)."""
     drawn = []
     folder.mkdir(parents=True, exist_ok=True)
     for kind, (title, make) in PICTURES.items():
         figure = make(one)
         if figure is None:
             continue
-        name = f"{one.name}-{kind}"
-        save_svg(figure, folder / f"{name}.svg")
-        save_png(figure, folder / f"{name}.png", dpi=150)
-        drawn.append((title, f"{name}.png"))
+        name = f"{one.name}-{kind}.svg"
+        save_svg(figure, folder / name)
+        drawn.append((title, name))
     return drawn
 
 
 def lengths(one: Results) -> Any:
     """Tokens per second against the length of a single sequence, a panel for each head count and pass."""
     groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in one.last("prefill", "train", "cpu"):
-        if "ms" in row and row.get("N") == 1 and row.get("T", 0) > 1:
+    held = [row for row in one.last("prefill", "train", "cpu") if "ms" in row and row.get("N") == 1]
+    for row in held:
+        if row.get("T", 0) > 1:
             what = row["case"].rpartition(" ")[0] if row["pass"] == "cpu" else f"{row['H']}/{row['HV']} heads"
             title = f"{row['pass']}, {what}"
             points = groups.setdefault(title, {}).setdefault(owner(row["provider"]), [])
-            points.append((row["T"], row["T"] / row["ms"] / 1e3))
+            points.append((row["T"], row["T"] / row["ms"] / (1e3 if "gpu" in row else 1)))
     groups = {t: g for t, g in groups.items() if any(len(points) > 1 for points in g.values())}
-    return _curves(groups, "tokens in one sequence", "million tokens per second")
+    up = f"{'million' if any('gpu' in row for row in held) else 'thousand'} tokens per second"
+    return _curves(groups, "tokens in one sequence", up, "Speed against sequence length", one, held)
+
+
+def prefill(one: Results) -> Any:
+    """Tokens per second of a prefill against the length of one sequence, from zero: the README's picture."""
+    held = [
+        row
+        for row in one.last("prefill")
+        if row["pass"] == "prefill" and "ms" in row and row.get("N") == 1 and row.get("T", 0) > 1
+    ]
+    heads = [name for name in ((16, 32), (2, 8)) if any((row["H"], row["HV"]) == name for row in held)]
+    if not heads:
+        return None
+    figure, panels = _panels(len(heads), width=4.2, height=3.4)
+    for (H, HV), axes in zip(heads, panels, strict=True):
+        of_heads = [row for row in held if (row["H"], row["HV"]) == (H, HV)]
+        for provider, (colour, mark, style) in LOOKS.items():
+            points = sorted(
+                (row["T"], row["T"] / row["ms"] / 1e3)
+                for row in of_heads
+                if owner(row["provider"]) == provider
+            )
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), color=colour, marker=mark, linestyle=style,
+                    markersize=6, linewidth=2 if provider == "gdn" else 1.4, label=_label(provider),
+                )  # fmt: skip
+        ticks = sorted({row["T"] for row in of_heads})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
+        axes.xaxis.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("tokens in one sequence")
+        axes.set_title(f"{H} key heads, {HV} value heads of 128 x 128", fontsize=10)
+        _grid(axes)
+    panels[0].set_ylabel("million tokens per second")
+    _name(figure, "Prefill of one sequence", one, held)
+    _legend(figure, panels)
+    return figure
 
 
 def batches(one: Results) -> Any:
     """Microseconds of a decoding step against its rows, a panel for each kind of pool."""
     groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in one.last("decode"):
-        if "ms" in row:
-            points = groups.setdefault(f"decode, {row['state']} states", {})
-            points.setdefault(owner(row["provider"]), []).append((row["N"], 1e3 * row["ms"]))
-    return _curves(groups, "rows", "us")
+    held = [row for row in one.last("decode") if "ms" in row]
+    for row in held:
+        points = groups.setdefault(f"decode, {row['state']} states", {})
+        points.setdefault(owner(row["provider"]), []).append((row["N"], 1e3 * row["ms"]))
+    return _curves(groups, "rows", "us a call", "Time of a decode call", one, held)
 
 
 def roofline(one: Results) -> Any:
@@ -100,43 +139,54 @@ def roofline(one: Results) -> Any:
     axes.set_xlabel("flop per byte that the job must move")
     axes.set_ylabel("TFLOP/s")
     _grid(axes)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    _name(figure, "Roofline", one, found)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
     return figure
 
 
 def ratios(one: Results, *, job: str) -> Any:
-    """How many of our times fit into each peer's, case by case; in the same run."""
+    """Draw each peer's time over ours in the same run: blue where gdn is faster, red where slower."""
+    from matplotlib.colors import TwoSlopeNorm
+
     found = [row for row in one.ours(job) if row.get("ratio")]
-    peers = [p for p in NAMES if any(p in row["ratio"] for row in found)]
-    if not found:
+    cells: dict[tuple[str, str], float] = {}
+    for row in found:
+        for peer, ratio in row["ratio"].items():
+            line, column = _place(row, peer)
+            cells[line, column] = float(ratio)
+    if len(cells) < 2:
+        # one number needs no picture
         return None
-    step = 0.15 * len(peers) + 0.12
-    figure, (axes,) = _panels(1, width=6.4, height=max(1.8, 1.1 + step * len(found)))
-    for i, peer in enumerate(peers):
-        for j, row in enumerate(found):
-            x = row["ratio"].get(peer)
-            if x is None:
-                continue
-            y = j + (i - (len(peers) - 1) / 2) * 0.8 / len(peers)
-            is_first = not any(peer in r["ratio"] for r in found[:j])
-            axes.barh(
-                y, x, height=0.74 / len(peers), color=LOOKS[peer][0], label=_label(peer) if is_first else None
-            )
-            axes.annotate(
-                f"{x:.2f}", (x, y), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-            )  # fmt: skip
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(found)), [_case(row) for row in found], fontsize=8)
-    axes.set_ylim(len(found) - 0.5, -0.5)
-    largest = max(x for row in found for x in row["ratio"].values())
-    if largest > 12:
-        axes.set_xscale("log")
-        _numbers(axes.xaxis)
-    axes.set_xlim(right=largest * (1.6 if largest > 12 else 1.12))
-    axes.set_xlabel("peer's time / gdn's time; right of the line gdn is faster")
-    figure.legend(loc="outside upper center", ncols=len(peers), frameon=False, fontsize=9)
+    lines, columns = (list(dict.fromkeys(place[i] for place in cells)) for i in (0, 1))
+    columns.sort(key=lambda column: column.partition("\n")[0])
+    grid = [[math.log2(cells.get((line, column), math.nan)) for column in columns] for line in lines]
+    size = (2.4 + (0.75 if len(columns) > 9 else 0.95) * len(columns), 1.5 + 0.26 * len(lines))
+    figure, (axes,) = _panels(1, width=max(size[0], 6.4), height=size[1])
+    axes.imshow(grid, cmap="RdBu", norm=TwoSlopeNorm(0, -2, 2), aspect="auto")
+    for (line, column), ratio in cells.items():
+        colour = "white" if abs(math.log2(ratio)) > 1.2 else "black"
+        axes.text(
+            columns.index(column), lines.index(line), f"{ratio:.2f}", ha="center", va="center", fontsize=8,
+            color=colour, weight="bold" if ratio < 1 else "normal",
+        )  # fmt: skip
+    axes.set_yticks(range(len(lines)), lines, fontsize=8)
+    axes.set_xticks(range(len(columns)), columns, fontsize=8)
+    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    axes.set_xlabel("peer's time / gdn's time; bold: gdn is slower", fontsize=9)
+    _name(figure, f"Peers' times over gdn's, {job}", one, found)
     return figure
+
+
+def _place(row: Row, peer: str) -> tuple[str, str]:
+    """Return line and column of a ratio: ways of speculation and variants have columns of their own."""
+    case, variant = str(row["case"]), row["pass"].partition(":")[2]
+    if row["pass"].startswith("spec"):
+        rows, tokens, dtype, way = case.split(" ", 3)
+        return f"{rows} {tokens}", f"{dtype}\n{way}"
+    if row["pass"].startswith("stages"):
+        line, _, stage = case.rpartition(" ")
+        return line, f"{_label(peer)}\n{stage}"
+    return case, f"{_label(peer)}\n{variant}".strip()
 
 
 def errors(one: Results) -> Any:
@@ -175,6 +225,7 @@ def errors(one: Results) -> Any:
         axes.set_yticks(range(len(regimes)), regimes if axes is panels[0] else [""] * len(regimes))
         axes.set_ylim(len(regimes) - 0.5, -0.5)
         _grid(axes)
+    _name(figure, "Errors by distribution of gates and keys", one, found)
     _legend(figure, panels)
     return figure
 
@@ -195,6 +246,7 @@ def limit(regime: str, output: str) -> float:
 
 
 PICTURES: Mapping[str, tuple[str, Callable[[Results], Any]]] = {
+    "prefill": ("Prefill of one sequence: tokens per second against its length", prefill),
     "lengths": ("Speed against sequence length", lengths),
     "batches": ("Time of a decoding step against its rows", batches),
     "roofline": ("Roofline", roofline),
@@ -206,7 +258,18 @@ PICTURES: Mapping[str, tuple[str, Callable[[Results], Any]]] = {
 }
 
 
-def _curves(groups: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], across: str, up: str) -> Any:
+def _name(figure: Any, title: str, one: Results, held: Sequence[Row]) -> None:
+    """Set a title with machine, dtypes and dates."""
+    dates = sorted({str(row["date"]) for row in held})
+    day = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    dtypes = ", ".join(sorted({str(row["dtype"]) for row in held if row.get("dtype")}))
+    figure.suptitle(f"{title}: {machine(one)}, {dtypes}, {day}", fontsize=11)
+
+
+def _curves(
+    groups: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], across: str, up: str, about: str,
+    one: Results, held: Sequence[Row],
+) -> Any:  # fmt: skip
     """A panel for each group, a line for each provider, both axes by factors."""
     if not groups:
         return None
@@ -233,6 +296,7 @@ def _curves(groups: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], a
         axes.set_ylabel(up)
         axes.set_title(title, fontsize=10)
         _grid(axes)
+    _name(figure, about, one, held)
     _legend(figure, panels)
     return figure
 
@@ -270,12 +334,6 @@ def _numbers(axis: Any) -> None:
 
 def _grid(axes: Any) -> None:
     axes.grid(alpha=0.35, linewidth=0.5, which="major")
-
-
-def _case(row: Row) -> str:
-    """A row's case, with its variant where it has one."""
-    variant = row["pass"].partition(":")[2]
-    return f"{row['case']}, {variant}" if variant else str(row["case"])
 
 
 def _label(provider: str) -> str:

@@ -1,4 +1,4 @@
-"""`gdn plot`: pictures, docs/results.md and README's statement, from results files alone."""
+"""`gdn plot`: pictures, docs/results.md and README's table, from results files alone."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,12 +17,12 @@ def plot(
     results: Annotated[Path, typer.Option(help="The folder with the JSON-lines files.")] = measure.RESULTS,
     page: Annotated[Path, typer.Option(help="The page; pictures go into a folder of its name.")] = DOCS,
     readme: Annotated[
-        Path | None, typer.Option(help="A page whose statement between two marks is remade.")
+        Path | None, typer.Option(help="A page whose table between two marks is remade.")
     ] = README,
 ) -> None:
-    """Speed against length, roofline, ratios, errors by regime: PNG, SVG, a page, from results files only."""
+    """Speed against length, roofline, ratios, errors by regime: SVG, a page, from results files only."""
     need_packages("plot", "matplotlib")
-    from gdn.bench import pictures
+    from gdn.bench import pictures, summary
     from gdn.bench import results as files
 
     try:
@@ -39,7 +39,7 @@ def plot(
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(files.page(found, drawn), encoding="ascii")
     if readme is not None and readme.exists():
-        readme.write_text(files.between(readme.read_text(), files.readme(found)))
+        readme.write_text(files.between(readme.read_text(), summary.readme(found)))
     for name, titles in drawn.items():
         console.print(f"{name}: {len(titles)} pictures in {folder}", markup=False, highlight=False)
     console.print(f"{page}", markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""Pages made from results files, and from nothing else: docs/results.md, and what README says was measured.
+"""Pages made from results files, and from nothing else: docs/results.md; `summary` makes README's table.
 
 Of each thing the last row of each provider counts. Ours holds the ratios of peers timed in its own run; one
 timed beside the same commit in another run, as they compile too long for one, comes with the ratio of that
@@ -144,15 +144,6 @@ def page(found: Iterable[Results], pictures: Mapping[str, Sequence[tuple[str, st
         for name in one.passes:
             text += section(one, name)
     return "\n".join(text).rstrip() + "\n"
-
-
-def readme(found: Iterable[Results]) -> str:
-    """What README says: the statements of each machine."""
-    text = []
-    for one in found:
-        sentences = statements(one)
-        text += [f"- {sentence}" for sentence in sentences]
-    return "\n".join(text) + "\n"
 
 
 def between(text: str, made: str) -> str:

@@ -1,0 +1,58 @@
+"""Check the files that a forge and tools read: citation, templates, workflow, hooks."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import gdn
+
+yaml = pytest.importorskip("yaml")
+ROOT = Path(__file__).parent.parent
+FORGE = ROOT / ".github"
+
+
+def load(path):
+    return yaml.safe_load(path.read_text())
+
+
+def test_the_citation_has_the_version_of_the_package():
+    citation = load(ROOT / "CITATION.cff")
+    assert citation["version"] == gdn.__version__ and citation["license"] == "MIT"
+    assert citation["authors"] == [{"name": "The gdn authors"}] and "http" not in str(citation)
+
+
+@pytest.mark.parametrize("name", ["bug", "performance", "question"])
+def test_an_issue_template_is_a_form(name):
+    form = load(FORGE / "ISSUE_TEMPLATE" / f"{name}.yml")
+    assert form["name"] and form["description"] and form["body"]
+    ids = [part["id"] for part in form["body"]]
+    assert len(set(ids)) == len(ids) and all(part["attributes"]["label"] for part in form["body"])
+
+
+def test_the_workflow_calls_the_scripts_of_this_repository():
+    """Run .ci/run on one version of Python and .ci/quick on all others that pyproject.toml names."""
+    jobs = load(FORGE / "workflows" / "ci.yml")["jobs"]
+    commands = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    for script in ("run", "quick"):
+        path = ROOT / ".ci" / script
+        assert any(f".ci/{script}" in command for command in commands)
+        assert path.stat().st_mode & 0o100 and path.read_text().startswith("#!")
+    (version,) = (
+        step["with"]["python-version"]
+        for step in jobs["run"]["steps"]
+        if "setup-python" in step.get("uses", "")
+    )
+    named = set(re.findall(r"Language :: Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text()))
+    assert {version, *jobs["quick"]["strategy"]["matrix"]["python"]} == named
+    torch = re.search(r"TORCH \?= (torch==\S+)", (ROOT / "Makefile").read_text())[1]
+    assert any(torch in command for command in commands)
+
+
+def test_the_hooks_check_what_make_checks():
+    """Name paths that exist in the commands of the hooks."""
+    (local,) = load(ROOT / ".pre-commit-config.yaml")["repos"]
+    entries = {hook["id"]: hook["entry"].split() for hook in local["hooks"]}
+    makefile = (ROOT / "Makefile").read_text()
+    assert set(entries) == {"lint", "format", "types"}
+    assert f"-m {' '.join(entries['types'])}\n" in makefile and (ROOT / entries["types"][1]).is_dir()
