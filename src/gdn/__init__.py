@@ -1,4 +1,7 @@
-"""The gated delta rule: training, prefill, decode and speculation, on CPU and GPU. Legend: `gdn.notation`."""
+"""Provide the gated delta rule for training, prefill, decode and speculation, on CPU and GPU.
+
+Every letter and tensor is defined in `gdn.notation`.
+"""
 
 from gdn.integrations.fla_patch import patch_fla
 from gdn.integrations.transformers import patch_transformers
@@ -15,7 +18,7 @@ from gdn.ops.serving import decode, decode_functional, decode_packed
 from gdn.ops.step import decode_step
 from gdn.ops.warmup import warmup
 
-# the one place that states the version: pyproject.toml reads it from here
+# the version is defined here only: pyproject.toml reads it from this line
 __version__ = "0.2.0.dev0"
 
 chunk_gdn = chunk_gated_delta_rule

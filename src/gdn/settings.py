@@ -1,6 +1,6 @@
-"""The only place that reads the environment.
+"""Read the environment variables of this package; no other module reads the environment.
 
-GDN_BACKEND   the backend taken when a call names none (as if `backend=` had been given: it never falls back)
+GDN_BACKEND   the backend of a call that names none (as if `backend=` had been passed: there is no fallback)
 GDN_DEBUG     1: log each operator before it runs, synchronise after it, check lengths and finiteness
 """
 
@@ -8,15 +8,15 @@ import os
 
 
 def backend(named: str | None = None) -> str | None:
-    """Name of the backend that a call names, or else GDN_BACKEND asks for; or None."""
+    """Return the backend that the call names, else the one in GDN_BACKEND, else None."""
     return named or os.environ.get("GDN_BACKEND") or None
 
 
 def debug() -> bool:
-    """True when GDN_DEBUG is set to anything but 0."""
+    """Return True when GDN_DEBUG is set to anything but 0."""
     return os.environ.get("GDN_DEBUG", "0") not in ("", "0")
 
 
 def interprets() -> bool:
-    """TRITON_INTERPRET=1: Triton's kernels run on CPU tensors, for tests."""
+    """Return True under TRITON_INTERPRET=1, where Triton kernels run on CPU tensors, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,1 +1,1 @@
-"""The layer, and the modules it is made of."""
+"""Provide the GatedDeltaNet layer and the modules that it consists of."""

@@ -1,4 +1,4 @@
-"""What a layer carries from one call to the next."""
+"""Define the cache that a GatedDeltaNet layer reads and updates at each call."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from gdn.notation import ConvState, State
 
 @dataclass
 class GatedDeltaNetCache:
-    """The memory of one GatedDeltaNet over N sequences; empty until the first call that is given it.
+    """Hold the recurrent memory of one GatedDeltaNet over N sequences; both fields start as None.
 
-        conv_state   [N, D, W-1]     the convolution's last inputs, newest last, in the activations' dtype
-        state        [N, HV, K, V]   the rule's state, fp32 (fp64 for fp64 activations)
+        conv_state   [N, D, W-1]     last inputs of the convolution, newest last; dtype of the activations
+        state        [N, HV, K, V]   state of the gated delta rule, fp32 (fp64 for fp64 activations)
 
-    A call reads both fields and puts new tensors in their place; no tensor is written in place, so a copy of
-    the dataclass is a point to return to, and gradients flow through both fields from call to call.
+    A call reads both fields and assigns new tensors to them; it writes no tensor in place. A copy of the
+    dataclass is therefore a snapshot, and gradients flow through both fields from call to call.
     """
 
     conv_state: ConvState | None = None

@@ -1,4 +1,4 @@
-"""The short convolution of a layer: its parameters around `causal_conv1d`."""
+"""Wrap `causal_conv1d` in a module that holds the parameters of the short convolution."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 
 
 class ShortConvolution(nn.Module):
-    """y_t = silu(bias + sum_j weight[:, j] x_{t-W+1+j}) for D channels; weight [D, W], bias [D] or None."""
+    """Compute y_t = silu(bias + sum_j weight[:, j] x_{t-W+1+j}); weight is [D, W], bias [D] or None."""
 
     def __init__(
         self, channels: int, width: int, *, with_bias: bool = False, backend: str | None = None,
@@ -21,7 +21,7 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1 / sqrt(W), as torch initialises a depthwise convolution."""
+        """Draw the parameters uniformly in +-1 / sqrt(W), the initialisation of a depthwise nn.Conv1d."""
         bound = self.weight.shape[1] ** -0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
@@ -35,7 +35,7 @@ class ShortConvolution(nn.Module):
         cu_seqlens: Offsets | None = None,
         cu_seqlens_cpu: Offsets | None = None,
     ) -> tuple[Channels, ConvState | None]:
-        """Whole sequences: y and, if asked for, the last W - 1 inputs of each."""
+        """Convolve whole sequences; return y and, with output_final_state, the last W - 1 inputs of each."""
         return causal_conv1d(
             x, self.weight, self.bias, activation="silu", initial_state=initial_state,
             output_final_state=output_final_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
@@ -43,7 +43,7 @@ class ShortConvolution(nn.Module):
         )  # fmt: skip
 
     def step(self, x: Channels, window: ConvState) -> tuple[Channels, ConvState]:
-        """A few more tokens of each row, without gradient: y and the next window."""
+        """Convolve a few more tokens of each row, without gradient; return y and the next window."""
         window = window.clone()
         y = causal_conv1d_update(x, window, self.weight, self.bias, activation="silu", backend=self.backend)
         return y, window

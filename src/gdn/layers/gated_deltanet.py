@@ -1,4 +1,4 @@
-"""GatedDeltaNet: a token mixer whose memory is the gated delta rule."""
+"""Define GatedDeltaNet, a token mixer built on the gated delta rule."""
 
 import math
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from gdn.notation import Mask, Offsets
 from gdn.ops.rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from gdn.problem.layer import check_cache, check_hidden, check_layer
 
-SHORT = 16  # tokens up to which a call without gradient goes token by token: a quarter of a chunk
+SHORT = 16  # up to so many tokens, a cached call without gradient runs token by token: a quarter of a chunk
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, short convolution with SiLU, gates, the gated delta rule, gated norm, output projection.
+    """Mix tokens: projections, short convolution with SiLU, gated delta rule, gated norm, output projection.
 
         q, k, v = conv(in_proj_qkv(x));   z, b, a = in_proj_z(x), in_proj_b(x), in_proj_a(x)
         o = gated_delta_rule(l2norm(q), l2norm(k), v, g=-exp(A_log) softplus(a + dt_bias), beta=sigmoid(b))
@@ -31,18 +31,19 @@ class GatedDeltaNet(nn.Module):
         head_k_dim        K
         head_v_dim        V
         conv_size         W, taps of the short convolution
-        with_conv_bias    a bias per channel of the convolution
-        allow_neg_eigval  beta = 2 sigmoid(b)
+        with_conv_bias    True: the convolution has a bias per channel
+        allow_neg_eigval  True: beta = 2 sigmoid(b)
         norm_eps          eps of the gated norm
-        output_gate       "silu" or "sigmoid": act
-        backend           for every operator inside; None: the best that takes it
-        device, dtype     of the parameters, but A_log and dt_bias: those are created in fp32 (fp64 for fp64)
-                          whatever dtype is, since 16 bits of log decay are few. A later `.to(torch.bfloat16)`
-                          narrows them like any parameter; the gate is computed in fp32 either way.
+        output_gate       "silu" or "sigmoid": the function act
+        backend           backend of every operator; None: chosen automatically for each
+        device, dtype     device and dtype of the parameters. A_log and dt_bias are created in fp32 (fp64 for
+                          fp64) for every dtype, because 16 bits are too few for a log decay. A later
+                          `.to(torch.bfloat16)` narrows them like any parameter; the gate is computed in fp32
+                          in both cases.
 
-    Parameters have the names of the Qwen3.5 layer: in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d,
-    A_log [HV], dt_bias [HV], norm, out_proj; conv1d.weight is [2 H K + HV V, W]. Gradients reach all of them.
-    Raises ValueError for sizes that are not positive, or num_v_heads that is no multiple of num_k_heads.
+    The parameters have the names of the Qwen3.5 layer: in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d,
+    A_log [HV], dt_bias [HV], norm, out_proj; conv1d.weight is [2 H K + HV V, W]. All of them get gradients.
+    Raises: ValueError for a size that is not positive, or if num_v_heads is not a multiple of num_k_heads.
     Source: arXiv:2412.06464, section 3.4.
 
     Example:
@@ -102,7 +103,7 @@ class GatedDeltaNet(nn.Module):
         self.reset_gates()
 
     def reset_gates(self) -> None:
-        """A_log = log U(0, 16), kept off log 0; softplus(dt_bias) log-uniform in [0.001, 0.1]."""
+        """Draw A_log = log U(0, 16), clamped above log 0; softplus(dt_bias) log-uniform in [0.001, 0.1]."""
         with torch.no_grad():
             self.A_log.uniform_(0, 16).clamp_(min=1e-4).log_()
             dt = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp()
@@ -118,14 +119,14 @@ class GatedDeltaNet(nn.Module):
         output_gate: str | None = None,
         backend: str | None = None,
     ) -> "GatedDeltaNet":
-        """The layer with the weights, dtype and device of a Transformers Qwen3-Next or Qwen3.5 GatedDeltaNet.
+        """Build the layer with the weights, dtype and device of a Transformers Qwen3-Next or Qwen3.5 layer.
 
         Args:
             source        the module, or its state_dict
-            num_k_heads   needed with a state_dict, which does not tell it; a module does
-            norm_eps      None: the module's; 1e-6 for a state_dict
-            output_gate   None: the module's; "silu" for a state_dict
-        Raises ValueError when the tensors are not those of such a layer. Transformers is not imported.
+            num_k_heads   required with a state_dict, whose shapes do not determine it; a module provides it
+            norm_eps      None: the value of the module; 1e-6 for a state_dict
+            output_gate   None: the value of the module; "silu" for a state_dict
+        Raises: ValueError if the tensors are not those of such a layer. Transformers is not imported.
         """
         sizes, weights = from_transformers(source, num_k_heads, norm_eps, output_gate)
         like = weights["out_proj.weight"]
@@ -146,16 +147,17 @@ class GatedDeltaNet(nn.Module):
 
         Args:
             hidden           [B, T, hidden_size]
-            attention_mask   [B, T'] with T' >= T, any dtype, 0 where a token is padding; the last T columns
-                             count. Padding, wherever it lies, reaches no output, state or convolution window.
+            attention_mask   [B, T'] with T' >= T, any dtype, 0 where a token is padding; only the last T
+                             columns are used. Padding at any position affects no output, state or window.
             cu_seqlens       [N+1] int32 or int64: packed sequences, B = 1; not with attention_mask
-            cu_seqlens_cpu   the same on the CPU, if the caller has it
-            cache            what the sequences carry from earlier calls, N = B or as packed; read, then
-                             filled with what the next call needs. An empty one starts the sequences.
+            cu_seqlens_cpu   a copy of cu_seqlens on the CPU, if the caller has one
+            cache            the recurrent memory of N sequences (N = B if not packed). The call reads it and
+                             stores the new memory in it. With an empty cache the sequences start here.
         Returns [B, T, hidden_size]: zero at padding and past cu_seqlens[-1].
         Raises: TypeError and ValueError for inputs that do not fit, before anything is computed.
 
-        Up to 16 tokens with a cache and without gradient are stepped one by one, else in chunks of 64.
+        A call of up to 16 tokens with a cache and without gradient runs token by token. Any other call runs
+        in chunks of 64.
         """
         check_hidden(hidden, attention_mask, cu_seqlens, self.hidden_size, self._weight_dtype())
         B, T, _ = hidden.shape
@@ -168,7 +170,7 @@ class GatedDeltaNet(nn.Module):
             return self._mix(hidden, cu_seqlens, cu_seqlens_cpu, cache, is_short)
         mask = attention_mask[:, attention_mask.shape[1] - T :] != 0
         order, place, cu_seqlens = pack(mask)
-        # padding may hold anything, NaN too, and its gradient must vanish
+        # padding may hold any value, also NaN; masked_fill makes its gradient zero as well
         packed = hidden.masked_fill(~mask[..., None], 0).flatten(0, 1)[order]
         out = self._mix(packed[None], cu_seqlens, None, cache, is_short)
         return out[0][place].view(B, T, self.hidden_size)
@@ -212,7 +214,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self.norm(o, z).flatten(-2))
 
     def _weight_dtype(self) -> torch.dtype | None:
-        """Return the dtype that inputs must have; None where a replaced projection or autocast decides."""
+        """Return the dtype that inputs must have, or None under autocast and for a replaced projection."""
         projection = self.in_proj_qkv
         is_replaced = type(projection) is not nn.Linear
         if is_replaced or torch.is_autocast_enabled(projection.weight.device.type):
@@ -226,9 +228,10 @@ class GatedDeltaNet(nn.Module):
 
 
 def pack(mask: Mask) -> tuple[Tensor, Tensor, Offsets]:
-    """Real tokens of a padded batch side by side, in order, padding behind them; reads no length on the host.
+    """Sort the real tokens of a padded batch to the front, in order; no length is read on the host.
 
-    For mask [B, T]: order [B T], the token at each packed place; place [B T], its inverse; cu_seqlens [B+1].
+    For mask [B, T] return order [B T], the token at each packed position; place [B T], its inverse;
+    cu_seqlens [B+1].
     """
     order = torch.argsort((~mask).flatten().to(torch.uint8), stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))

@@ -1,4 +1,4 @@
-"""The gated norm of a layer: its weight around `rms_norm_gated`."""
+"""Wrap `rms_norm_gated` in a module that holds its weight."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from gdn.ops.norm import rms_norm_gated
 
 
 class GatedRMSNorm(nn.Module):
-    """weight * x * rsqrt(mean(x * x) + eps) * act(z) over the last axis of `size`."""
+    """Compute weight * x * rsqrt(mean(x * x) + eps) * act(z) over the last axis, whose length is `size`."""
 
     def __init__(
         self, size: int, *, eps: float = 1e-6, activation: str | None = "silu", backend: str | None = None,

@@ -1,6 +1,6 @@
-"""Weights of the Transformers layers Qwen3NextGatedDeltaNet and Qwen3_5GatedDeltaNet, in this layer's order.
+"""Convert the weights of the Transformers layers Qwen3NextGatedDeltaNet and Qwen3_5GatedDeltaNet.
 
-Told apart by the names in the state_dict; Transformers is not imported.
+The names in the state_dict distinguish the two layers; Transformers is not imported.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def from_transformers(
     norm_eps: float | None = None,
     output_gate: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The constructor's arguments and the state_dict of the GatedDeltaNet that equals `source`."""
+    """Return the constructor arguments and the state_dict of the GatedDeltaNet that equals `source`."""
     weights = dict(source.state_dict() if isinstance(source, nn.Module) else source)
     names = set(weights) - {"conv1d.bias"}
     if names not in (SHARED | QWEN3_5, SHARED | QWEN3_NEXT):
@@ -66,7 +66,10 @@ def _sizes(weights: Mapping[str, Tensor], H: int) -> dict[str, int]:
 
 
 def _split_interleaved(weights: dict[str, Tensor], sizes: Mapping[str, int]) -> None:
-    """Qwen3-Next keeps the rows of a key head together, q | k | v | z and b | a: one matrix per letter."""
+    """Split in_proj_qkvz and in_proj_ba of Qwen3-Next into one matrix per letter.
+
+    Qwen3-Next stores the rows of each key head together, as q | k | v | z and as b | a.
+    """
     H, K, V = sizes["num_k_heads"], sizes["head_k_dim"], sizes["head_v_dim"]
     r = sizes["num_v_heads"] // H
     qkvz = weights.pop("in_proj_qkvz.weight").unflatten(0, (H, 2 * K + 2 * r * V))

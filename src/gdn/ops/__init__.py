@@ -1,1 +1,1 @@
-"""The public functions, and the torch operators underneath them."""
+"""Provide the public functions and the torch operators that they call."""

@@ -1,6 +1,6 @@
-"""The causal depthwise convolution: the public functions and the torch operators underneath them.
+"""Provide the causal depthwise convolution: the public functions and their torch operators.
 
-gdn::causal_conv1d with its backward; gdn::causal_conv1d_pool and gdn::causal_conv1d_update write a pool.
+gdn::causal_conv1d has a backward. gdn::causal_conv1d_pool and gdn::causal_conv1d_update write a pool.
 """
 
 from typing import Any
@@ -39,44 +39,47 @@ def causal_conv1d(
     null_slot: int | None = None,
     backend: str | None = None,
 ) -> tuple[Channels, ConvState | None]:
-    """The causal depthwise convolution of whole sequences: training and prefill.
+    """Compute the causal depthwise convolution of whole sequences, for training and prefill.
 
         y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j})
 
-    Before a sequence's first token lie its initial state, or zeros; never another sequence.
+    The inputs before the first token of a sequence are its initial state, or zeros, but never those of
+    another sequence.
 
     Args:                   shape                   dtype
         x                   [B, T, D], any strides  bf16, fp16, fp32, fp64; channels or time contiguous
-        weight              [D, W]                  any float; weight[:, W-1] meets the newest input
+        weight              [D, W]                  any float; weight[:, W-1] multiplies the newest input
         bias                [D] or None             any float
         activation          None or "silu"
-        initial_state       [N, D, W-1] or None     any float; the inputs before the first, newest last; None:
-                                                    0
-        output_final_state  bool                    return the last W - 1 inputs of each sequence
+        initial_state       [N, D, W-1] or None     any float; the inputs before the first token, newest last;
+                                                    None: zeros
+        output_final_state  bool                    True: return the last W - 1 inputs of each sequence
         cu_seqlens          [N+1] int32, int64      packed: sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1]
                                                     of the only batch row; empty sequences allowed
-        cu_seqlens_cpu      [N+1] int32, int64      the same on the CPU, if the caller has it
+        cu_seqlens_cpu      [N+1] int32, int64      a copy on the CPU, if the caller has one
         state               [slots, D, L] or None   any float, any strides, L >= W - 1: a pool, updated in
                                                     place; a slot holds the last L inputs, newest in the last
                                                     column
         state_index         [N] int32, int64        the slot of each sequence; None: n
-        has_initial_state   [N] bool or None        False: start from zeros, the slot unread; None: all True
-        null_slot           None or 0               0: slot 0 is no slot either
-        backend             str or None             None: the best that takes it; a name never falls back
+        has_initial_state   [N] bool or None        False: start from zeros and do not read the slot; None:
+                                                    all True
+        null_slot           None or 0               0: slot 0 is padding as well
+        backend             str or None             None: chosen automatically; a named one never falls back
 
-    With `state`, a sequence whose slot is below the lowest valid one or past the pool gives zeros; nothing is
-    read or written for it. An empty sequence leaves its slot as it was. Two sequences in one slot: undefined.
-    An engine whose window is at the front of a longer one (num_accepted in `causal_conv1d_update`) passes
-    `state[:, :, :W-1]`.
+    With `state`, a sequence whose slot is below the lowest valid one or past the pool outputs zeros, and no
+    slot is read or written for it. An empty sequence leaves its slot unchanged. The result is undefined if
+    two sequences have one slot. An engine that keeps the window at the front of longer slots (num_accepted in
+    `causal_conv1d_update`) passes `state[:, :, :W-1]`.
 
     Returns:
         y            [B, T, D]     dtype of x; zero past cu_seqlens[-1]
-        final_state  [N, D, W-1]   dtype of x, or None; the initial state's inputs count as inputs
+        final_state  [N, D, W-1]   dtype of x, or None; includes inputs from the initial state
 
-    Gradients: x, weight, bias, initial_state, from both outputs, each in its tensor's dtype, summed in fp32
-    (fp64 for fp64); none with `state`. Raises: TypeError, ValueError, NotImplementedError as
-    `chunk_gated_delta_rule` does. Cost: 2 W flop per element forward, 6 W backward; reads x once and writes y
-    once. Source: arXiv:2312.00752, section 3.4 (the short convolution of Mamba).
+    Gradients: x, weight, bias and initial_state get gradients from both outputs, each in the dtype of its
+            tensor, summed in fp32 (fp64 for fp64); there are none with `state`.
+    Raises: TypeError, ValueError, NotImplementedError as `chunk_gated_delta_rule` does.
+    Cost:   2 W flop per element forward, 6 W backward; the forward reads x once and writes y once.
+    Source: arXiv:2312.00752, section 3.4 (the short convolution of Mamba).
 
     Example:
         >>> import torch, gdn
@@ -119,43 +122,43 @@ def causal_conv1d_update(
     out: Channels | None = None,
     backend: str | None = None,
 ) -> Channels:
-    """One step of the convolution for each row of a batch, T tokens at once, its windows in a pool: decode.
+    """Convolve T new tokens for each row of a batch, with the windows in a pool, for decode.
 
-        y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}),  x_{-1}, x_{-2}, ... from the row's slot
+        y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}),  x_{-1}, x_{-2}, ... from the slot of the row
 
-    Three ways to keep a slot's L columns:
+    The L columns of a slot have one of three layouts:
 
-        (neither)     a window: column L-1 is the newest input; the packet is shifted in. L >= W - 1.
-        ring_pos      a ring: the packet's token t goes to column (ring_pos + t) % L; the W - 1 inputs before
-                      it are at columns (ring_pos - (W-1) + i) % L, i = 0 .. W-2. Other columns stay. L >= W -
-                      1, and L >= W - 1 + T - 1 where tokens may be rejected. ring_pos then grows by the
-                      accepted ones.
-        num_accepted  a sliding window at the front of the slot, L >= W - 1 + T - 1. With a the number of
-                      tokens of the packet before that were accepted, clamped to 1 .. L - W + 2, the W - 1
-                      inputs before the packet are columns a-1 : a+W-2. Afterwards columns 0 : W-2 hold the
-                      last W - 2 of those, and columns W-2 : W-2+T the packet; later columns stay. After a
-                      prefill, a = 1 and the window is columns 0 : W-1. (W = 1 reads none; columns 0 : T-1 get
-                      the packet's tokens 1 : T.)
+        (neither)     a window: column L-1 is the newest input; the call shifts the packet in. L >= W - 1.
+        ring_pos      a ring: token t of the packet goes to column (ring_pos + t) % L. The W - 1 inputs before
+                      the packet are at columns (ring_pos - (W-1) + i) % L, i = 0 .. W-2. Other columns keep
+                      their values. L >= W - 1, and L >= W - 1 + T - 1 if tokens may be rejected. The caller
+                      then advances ring_pos by the number of accepted tokens.
+        num_accepted  a sliding window at the front of the slot, L >= W - 1 + T - 1. Let a be the number of
+                      accepted tokens of the previous packet, clamped to 1 .. L - W + 2. The W - 1 inputs
+                      before the packet are columns a-1 : a+W-2. After the call, columns 0 : W-2 hold the last
+                      W - 2 of those inputs and columns W-2 : W-2+T the packet; later columns keep their
+                      values. After a prefill, a = 1 and the window is columns 0 : W-1. (With W = 1 no column
+                      is read, and columns 0 : T-1 get tokens 1 : T of the packet.)
 
     Args:             shape                  dtype
         x             [B, D] or [B, T, D]    bf16, fp16, fp32, fp64; any strides
         state         [slots, D, L]          any float, any strides; updated in place
-        weight        [D, W]                 any float; weight[:, W-1] meets the newest input
+        weight        [D, W]                 any float; weight[:, W-1] multiplies the newest input
         bias          [D] or None            any float
         activation    None or "silu"
         state_index   [B] int32, int64       the slot of each row; None: the row's number
         ring_pos      [B] int32, int64       any sign; see above
         num_accepted  [B] int32, int64       see above
-        null_slot     None or 0              0: slot 0 is no slot either
-        out           shape and dtype of x   written and returned; may be x itself; None: a fresh tensor
-        backend       str or None            None: the best that takes it; a name never falls back
+        null_slot     None or 0              0: slot 0 is padding as well
+        out           shape and dtype of x   written and returned; may be x itself; None: a new tensor
+        backend       str or None            None: chosen automatically; a named one never falls back
 
-    A row whose slot is below the lowest valid one or past the pool gives zeros; nothing is read or written
-    for it. Two rows in one slot: undefined. A packet of T tokens gives what T single steps give, where the
-    pool has x's dtype.
+    A row whose slot is below the lowest valid one or past the pool outputs zeros, and no slot is read or
+    written for it. The result is undefined if two rows have one slot. If the pool has the dtype of x, one
+    packet of T tokens equals T single steps.
 
-    Returns y, the shape and dtype of x.
-    Gradients: none; a tensor that asks for one is refused. Raises as `causal_conv1d` does.
+    Returns y, with the shape and dtype of x.
+    Gradients: none. Raises: as `causal_conv1d`; ValueError if a gradient is required.
     Cost: 2 W flop per element; reads and writes each slot once.
     """
     problem = parse_conv_update(
@@ -169,7 +172,7 @@ def causal_conv1d_update(
 
 
 def _conv_problem(args: tuple[Any, ...]) -> ConvProblem:
-    """The problem of gdn::causal_conv1d's arguments."""
+    """Return the ConvProblem of the arguments of gdn::causal_conv1d."""
     x, weight, bias, initial_state, cu_seqlens, cu_seqlens_cpu, activation, output_final_state, backend = args
     return ConvProblem(
         x, weight, bias, initial_state, None, None, None, cu_seqlens, cu_seqlens_cpu, activation,
@@ -218,7 +221,7 @@ def _pool(*args: Any) -> Tensor:
     )  # fmt: skip
     check_offsets(problem)
     run = select(problem).causal_conv1d
-    # a pool may hold anything in slots that nobody reads, so debug mode does not look at it
+    # unused slots of a pool may hold any value, so debug mode does not test the pool for NaN
     return guarded(_POOL, x.device, (x, weight, bias), lambda: run(problem)[:1], problem)[0]
 
 
@@ -240,7 +243,7 @@ _BACKWARD = Signature(
 )
 _POOL = Signature("causal_conv1d", ("x", "weight", "bias"), ("y",))
 _UPDATE = Signature("causal_conv1d_update", ("x", "weight", "bias"), ("y",))
-NUM_FIELDS = 9  # arguments of gdn::causal_conv1d
+NUM_FIELDS = 9  # the number of arguments of gdn::causal_conv1d
 _CONV = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, "
     "Tensor? cu_seqlens_cpu, str? activation, bool output_final_state, str? backend"

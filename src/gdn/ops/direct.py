@@ -1,8 +1,8 @@
-"""Calls of the rule with no operator around them, where nobody traces or transforms.
+"""Call a backend directly, without a torch operator, when no tracer or transform is active.
 
-The dispatcher and the operators' autograd cost some 250 us of host time for a forward and a backward, the
-checks 20: here one autograd function calls the backend, and a call that differs from an earlier one only in
-where its tensors lie is not checked again.
+The dispatcher and the autograd of the operators cost some 250 us of host time for a forward and a backward;
+the checks cost 20 us. Here one autograd function calls the backend. A call that differs from an earlier one
+only in the addresses of its tensors is not checked again.
 """
 
 from collections.abc import Hashable
@@ -36,16 +36,16 @@ Tensors = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """A checked call without its tensors: what all calls share that differ only in where these lie."""
+    """Hold a checked call without its tensors, for all calls that differ only in the addresses of tensors."""
 
     is_recurrent: bool
-    problem: Problem  # with None for each tensor
-    form: Hashable  # None where a call may be in debug mode or under autocast
+    problem: Problem  # each tensor replaced by None
+    form: Hashable  # None: debug mode and autocast are possible, so run `guarded`
     backend: Backend
     reads_offsets: bool
 
     def __call__(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-        """o and final_state, with autograd. `tensors`: those of Problem, in order."""
+        """Return o and final_state, with autograd. `tensors`: the tensors of Problem, in order."""
         if torch.is_grad_enabled():
             for x in tensors:
                 if x is not None and x.requires_grad:
@@ -53,7 +53,7 @@ class Call:
         return self.run(tensors, False)[:2]
 
     def run(self, tensors: Tensors, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
-        """The backend's function, and what a backward needs of it."""
+        """Run the function of the backend; return o, final_state and the tensors saved for a backward."""
         problem = self.problem.of(tensors, self.form)
         if self.reads_offsets:
             check_offsets(problem)
@@ -79,7 +79,7 @@ class Call:
 
 
 class _Rule(torch.autograd.Function):
-    """The gradient of a call; both forms have one backward, for the two compute the same function."""
+    """Differentiate a call. Both forms use the chunked backward, since they compute the same function."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -96,7 +96,7 @@ class _Rule(torch.autograd.Function):
             return (None,) * (1 + len(needs))
         tensors, call = ctx.saved_tensors, ctx.call
         given, saved = tensors[:NUM_TENSORS], tensors[-NUM_SAVED:]
-        # no form: hooks may have laid what was saved in another way
+        # no form: saved-tensor hooks may have changed the strides
         problem = call.problem.of(given, None)
         if torch.is_grad_enabled() or not are_plain(*given, do, dS):
             gradients = chunk_backward(*problem.arguments(), *saved, do, dS)
@@ -111,9 +111,10 @@ class _Rule(torch.autograd.Function):
 
 
 def known(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Hashable, Call | None]:
-    """All that the checks of a call look at, and such a call if it has passed them.
+    """Return the key of a call and the Call stored for this key, or None.
 
-    (None, None) where they look at more: under a trace, in debug mode and under autocast.
+    The key holds all values that the checks read. Under a trace, in debug mode and under autocast the checks
+    read more; this returns (None, None) there.
     """
     q = tensors[0]
     if not is_plain(q) or settings.debug() or torch.is_autocast_enabled(q.device.type):
@@ -122,12 +123,12 @@ def known(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Hashable,
         key = looked_at(tensors, options)
         return key, found(key)
     except (AttributeError, TypeError, RuntimeError):
-        # an argument of another kind: the checks will name it
+        # an argument of the wrong kind: the checks raise the error that names it
         return None, None
 
 
 def call_of(problem: Problem, *, is_recurrent: bool, is_known: bool) -> Call:
-    """The call that a checked problem is one of; `is_known`: to be remembered."""
+    """Build the Call of a checked problem; `is_known`: the caller will store it for later calls."""
     p = problem
     form = object() if is_known else None
     has_offsets = p.cu_seqlens is not None and (

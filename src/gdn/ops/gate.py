@@ -1,4 +1,4 @@
-"""The gate as a function and a torch operator: gdn::gate, gdn::gate_backward."""
+"""Provide the gate: the public function and its torch operators gdn::gate and gdn::gate_backward."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from gdn.problem.stages import parse_gate
 def gate(
     a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None = None, *, backend: str | None = None
 ) -> tuple[PerHead, PerHead]:
-    """Log decay and write strength from the layer's raw logits.
+    """Compute the log decay g and the write strength beta from raw logits.
 
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
 
@@ -23,15 +23,15 @@ def gate(
         a, b    [..., HV]      any float; raw logits
         A_log   [HV]           any float; log of the decay rate, -inf: no decay
         dt_bias [HV] or None   any float; None: 0
-        backend str or None    None: the best that takes it; a name never falls back
+        backend str or None    None: chosen automatically; a named one never falls back
 
     Returns:
         g       [..., HV]      fp32 (fp64 if a is fp64), natural, <= 0
-        beta    [..., HV]      as g; in [0, 1]
+        beta    [..., HV]      dtype of g; in [0, 1]
 
-    Gradients: a, b, A_log, dt_bias, each in its tensor's dtype, summed over tokens in fp32 or better.
-    softplus is log1p(e^x): right for very negative x, where log(1 + e^x) gives 0.
-    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; no tensor has been touched then.
+    Gradients: a, b, A_log and dt_bias get gradients in their own dtypes, summed in fp32 or better.
+    softplus is computed as log1p(e^x), which is accurate for very negative x; log(1 + e^x) would be 0 there.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, before anything is computed.
     Cost:   2 reads and 2 writes per token and head; about 4 transcendental functions.
     Source: arXiv:2412.06464, section 3.4 (the gates of Mamba2, arXiv:2405.21060).
 

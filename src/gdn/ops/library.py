@@ -1,8 +1,8 @@
-"""The rule as torch operators: gdn::chunk_forward, gdn::chunk_backward, gdn::recurrent_forward.
+"""Define the rule as torch operators: gdn::chunk_forward, gdn::chunk_backward, gdn::recurrent_forward.
 
-Each takes the fields of Problem in order. A tensor that was not asked for is returned as an empty one. The
-backend's name is an argument; which backend serves is decided inside the operator, so tracing never asks
-about a GPU.
+Each operator has the fields of Problem as arguments, in order. It returns an empty tensor for an output that
+is not required. The name of the backend is an argument; the operator selects the backend when it runs. The
+fake of chunk_forward also selects one, since the shapes of the saved tensors depend on the backend.
 """
 
 import logging
@@ -33,14 +33,14 @@ RULE = (
     "bool exact, bool batch_invariant, str? backend"
 )
 SAVED = "Tensor? G, Tensor? A_inv, Tensor? S_in, Tensor? v_new, Tensor? q_rstd, Tensor? k_rstd"
-NUM_FIELDS = 20  # of Problem, `form` not counted
-NUM_TENSORS = 10  # the first of them
+NUM_FIELDS = 20  # fields of Problem without `form`
+NUM_TENSORS = 10  # tensors among these fields; they come first
 NUM_SAVED = 6  # tensors of Saved
 NUM_DIFFERENTIABLE = 8
 
 
 def define(name: str, schema: str, implementation: Any, fake: Any) -> Any:
-    """Register gdn::name for every device, with its fake, and return the overload."""
+    """Register the operator gdn::name for every device, with its fake; return the overload."""
     library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gdn::{name}", fake, lib=library)
@@ -49,7 +49,7 @@ def define(name: str, schema: str, implementation: Any, fake: Any) -> Any:
 
 @dataclass(frozen=True)
 class Signature:
-    """The names of an operator, of its inputs and of its outputs, for debug mode's messages."""
+    """Hold the names of an operator, its inputs and its outputs, for the messages of debug mode."""
 
     name: str
     inputs: tuple[str, ...]
@@ -63,9 +63,9 @@ def guarded(
     run: Any,
     problem: Any = None,
 ) -> Any:
-    """Run an operator's body without autocast; in debug mode, inspect `problem`, log, and check finiteness.
+    """Run the body of an operator without autocast; in debug mode inspect `problem`, log, test finiteness.
 
-    `tensors` are the signature's inputs, in order; `run` returns its outputs, in order.
+    `tensors` are the inputs of the signature, in order; `run` returns its outputs, in order.
     """
     if not settings.debug():
         return _without_autocast(device, run)
@@ -76,7 +76,7 @@ def guarded(
     out = _without_autocast(device, run)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    # inputs may hold anything in padding, and -inf in g: only outputs decide
+    # test outputs only: inputs may hold any value in padding, and -inf in g
     outputs = (out,) if isinstance(out, Tensor) else out
     bad = [name for name, x in zip(signature.outputs, outputs, strict=False) if not _is_finite(x)]
     if bad:
@@ -111,7 +111,7 @@ def _is_finite(x: Tensor | None) -> bool:
 
 
 def is_autocasting(device: torch.device) -> bool:
-    """True under autocast for the device's type; the meta device knows none and may not be asked."""
+    """Return True under autocast for the type of `device`; torch raises for the meta device, so skip it."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
@@ -123,13 +123,16 @@ def _without_autocast(device: torch.device, run: Any) -> Any:
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
-    """True when `is_plain` holds and no tensor intercepts operators."""
+    """Return True if `is_plain` holds for the first tensor and no tensor intercepts operators."""
     first = next(x for x in tensors if x is not None)
     return is_plain(first) and not any(x is not None and intercepts_operators(x) for x in tensors)
 
 
 def is_plain(x: Tensor) -> bool:
-    """True when nobody traces or transforms: an operator without gradient may run its body, 40 us sooner."""
+    """Return True if no tracer, transform or dispatch mode is active for x.
+
+    An operator without gradient may then call its body directly, which saves 40 us.
+    """
     return (
         type(x) is Tensor
         and not x.is_meta
@@ -141,7 +144,10 @@ def is_plain(x: Tensor) -> bool:
 
 
 def no_second_derivative(name: str) -> None:
-    """Let gdn::name, a backward, run where autograd records, and refuse only when it is differentiated."""
+    """Register an autograd formula of gdn::name, a backward, that raises NotImplementedError.
+
+    The backward itself then runs where autograd records; only differentiating it raises.
+    """
 
     def refuse(ctx: Any, *_gradients: Any) -> Any:
         raise NotImplementedError(f"{name}: expected first derivatives only, got a request for the second")
@@ -150,17 +156,17 @@ def no_second_derivative(name: str) -> None:
 
 
 def present(x: Tensor | None, like: Tensor) -> Tensor:
-    """What an operator returns: contiguous, as its fake says; an empty tensor stands for None."""
+    """Return x contiguous, as the fake declares it; return an empty tensor for None."""
     return like.new_empty(0) if x is None else x.contiguous()
 
 
 def settled(x: Tensor | None) -> Tensor | None:
-    """As `present` leaves it, or None."""
+    """Return x contiguous, or None."""
     return None if x is None else x.contiguous()
 
 
 def check_offsets(problem: Problem | ConvProblem) -> None:
-    """Refuse bad cu_seqlens before anything is computed; on a device only in debug mode (it must be read)."""
+    """Raise for bad cu_seqlens before anything is computed; offsets on a device only in debug mode."""
     if problem.cu_seqlens is not None:
         host_offsets(problem.cu_seqlens, problem.cu_seqlens_cpu, problem.T, read_device=settings.debug())
 
@@ -214,7 +220,7 @@ def _chunk_backward(*args: Any) -> tuple[Tensor | None, ...]:
 
 
 def _as_operator(body: Any) -> Any:
-    """What is registered of a body: empty tensors for None, as an operator returns none."""
+    """Wrap a body for registration: replace None by an empty tensor, since an operator returns no None."""
 
     def run(*args: Any) -> tuple[Tensor, ...]:
         return tuple(present(x, args[0]) for x in body(*args))
@@ -252,7 +258,7 @@ recurrent_forward = define(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-    """Save the problem's tensors and, where the forward was a saving chunk_forward, what it saved."""
+    """Save the tensors of the problem and, after a chunk_forward with save=True, its saved tensors."""
     args = inputs[:NUM_FIELDS]
     outputs = output[2:] if len(output) > 2 and inputs[NUM_FIELDS] else (None,) * NUM_SAVED
     saved = tuple(None if x is None or x.dim() == 1 else x for x in outputs)
@@ -262,7 +268,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) 
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dS: Tensor | None, *_saved: Tensor | None) -> tuple[Any, ...]:
-    """Both forms have one backward, the chunked one: the two compute the same function."""
+    """Run the chunked backward, which serves both forms: the two compute the same function."""
     tensors = ctx.saved_tensors
     needs = ctx.needs_input_grad
     with_final_state = ctx.options[1]
@@ -277,13 +283,13 @@ def _differentiate(ctx: Any, do: Tensor | None, dS: Tensor | None, *_saved: Tens
 
 
 def wanted(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """A gradient for each argument that needs one."""
+    """Return the gradient of each argument that needs one, else None."""
     asked = [x if need else None for x, need in zip(gradients, needs, strict=False)]
     return (*asked, *(None,) * (len(needs) - NUM_DIFFERENTIABLE))
 
 
 def rule(problem: Problem, *, is_recurrent: bool) -> tuple[Tensor, Tensor]:
-    """The operator's o and final_state (empty where it was not asked for), with autograd."""
+    """Run the operator with autograd; return o and final_state (empty if it is not required)."""
     p = problem
     if is_recurrent:
         return recurrent_forward(*p.arguments())  # type: ignore[no-any-return]

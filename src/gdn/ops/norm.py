@@ -1,4 +1,4 @@
-"""The gated RMS norm: the public function and its torch operator gdn::rms_norm_gated."""
+"""Provide the gated RMS norm: the public function and its torch operator gdn::rms_norm_gated."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def rms_norm_gated(
     activation: str | None = "silu",
     backend: str | None = None,
 ) -> Tensor:
-    """Root-mean-square norm over the last axis, then a gate.
+    """Normalise x by its root mean square over the last axis, then multiply by a gate.
 
         y = weight * x * rsqrt(mean(x * x) + eps) * act(z)
 
@@ -29,11 +29,11 @@ def rms_norm_gated(
         z            [..., D] or None    any float; None: no gate
         weight       [D] or None         any float; None: ones
         eps          number
-        activation   "silu", "sigmoid", None (z itself)
-        backend      str or None         None: the best that takes it; a name never falls back
+        activation   "silu", "sigmoid", or None: act(z) = z
+        backend      str or None         None: chosen automatically; a named one never falls back
 
-    Returns y, the shape and dtype of x; computed in fp32 (fp64 for fp64) and rounded once.
-    Gradients: x, z, weight, each in its tensor's dtype, summed in fp32.
+    Returns y, with the shape and dtype of x; computed in fp32 (fp64 for fp64) and rounded once.
+    Gradients: x, z and weight get gradients in their own dtypes, summed in fp32.
     Raises: TypeError, ValueError, NotImplementedError as `chunk_gated_delta_rule` does.
     Cost: about 10 flop per element; reads x and z once and writes y once.
     Source: arXiv:1910.07467, equation 4; gated as in arXiv:2412.06464, section 3.4.

@@ -1,4 +1,4 @@
-"""Operators of this library in torch's own, for programs that are to run where it is not."""
+"""Express operators of this package in torch operators, for programs that run without the package."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ def decode_functional(
     state_v_first: bool, write: str, null_slot: int | None, round_state: bool, exact_packet: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """gdn::decode_functional for one token per row, as a compiler can take it apart.
+    """Compute gdn::decode_functional for one token per row, in torch operators that a compiler can decompose.
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
-    Everything in fp32 (fp64 for fp64). Raises NotImplementedError for packets and packed rows, whose lengths
-    a graph does not know.
+    Everything is computed in fp32 (fp64 for fp64). Raises NotImplementedError for packets and packed rows,
+    because the number of tokens is not known in the graph.
     """
     if cu_seqlens is not None or q.shape[1] != 1:
         raise NotImplementedError(f"q: expected one token per row, got {list(q.shape)}")
@@ -42,7 +42,7 @@ def decode_functional(
 
 
 def _heads(x: Tensor, HV: int, is_normalised: bool, dtype: torch.dtype) -> Tensor:
-    """[B, 1, H, K] -> [B, HV, K]."""
+    """Repeat x [B, 1, H, K] to [B, HV, K], after the l2norm if is_normalised."""
     x = x[:, 0].to(dtype)
     if is_normalised:
         x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
@@ -50,5 +50,5 @@ def _heads(x: Tensor, HV: int, is_normalised: bool, dtype: torch.dtype) -> Tenso
 
 
 def table() -> dict[Any, Any]:
-    """Operator -> its form above, for `ExportedProgram.run_decompositions`."""
+    """Return {operator: function above}, for `ExportedProgram.run_decompositions`."""
     return {torch.ops.gdn.decode_functional.default: decode_functional}

@@ -1,4 +1,4 @@
-"""Whole prompts on an engine's state pool, and moving accepted states: gdn::prefill and gdn::commit."""
+"""Provide gdn::prefill and gdn::commit: prompts on a state pool, and copies of accepted states."""
 
 from typing import Any
 
@@ -44,41 +44,44 @@ def prefill(
     out: Values | None = None,
     backend: str | None = None,
 ) -> Values:
-    """Whole prompts, packed, in chunks of 64 tokens, on states that live in the engine's pool.
+    """Run packed prompts in chunks of 64 tokens, with the states in the pool of an engine.
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
     Args:                   shape                 dtype
         q, k                [1, total, H, K]      bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
-        v                   [1, total, HV, V]     as q; value head j reads key head j // (HV // H)
+        v                   [1, total, HV, V]     dtype of q; value head j reads key head j // (HV // H)
         state               [slots, HV, K, V]     as in `decode`; read and updated in place
-        cu_seqlens          [N+1] int             sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1], or none
+        cu_seqlens          [N+1] int             sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1]; it may
+                                                  be empty
         g, beta, a, b, A_log, dt_bias, allow_neg_eigval, scale, use_qk_l2norm_in_kernel, state_v_first,
         null_slot, out, backend                   as in `decode`, gates [1, total, HV]
-        batch_invariant     bool                  True: a sequence's bits do not depend on the others
+        batch_invariant     bool                  True: the bits of a sequence do not depend on the others
         state_index         [N] int               the slot of each sequence
-        out_state_index     [N] int or None       slot that gets the final state; None: state_index
-        has_initial_state   [N] bool or None      False: start from zero without reading the slot; None: True
-        update_state        bool                  False: no final state is written
+        out_state_index     [N] int or None       the slot that gets the final state; None: state_index
+        has_initial_state   [N] bool or None      False: start from zero without reading the slot; None: all
+                                                  True
+        update_state        bool                  False: write no final state
         checkpoints         [rows, HV, K, V]      fp32 (or fp64 with fp64 q); row checkpoint_offsets[n] + i
                                                   gets the state after (i + 1) * checkpoint_every tokens of
-                                                  sequence n, for every such position in it
+                                                  sequence n, for every such position in the sequence
         checkpoint_every    int                   a positive multiple of 64 with checkpoints, else 0
-        checkpoint_offsets  [N] int               negative: none of this sequence; rows past the end: skipped
-        snapshot_pos        [N] int or None       the state after so many tokens goes to slot
-                                                  snapshot_index[n]; 0: the one it started from; negative or
-                                                  past the end: none
-        snapshot_index      [N] int               with snapshot_pos
+        checkpoint_offsets  [N] int               negative: store none of this sequence; rows past the end
+                                                  are skipped
+        snapshot_pos        [N] int or None       store the state after this number of tokens in slot
+                                                  snapshot_index[n]; 0: the initial state; negative or past
+                                                  the end of the sequence: store none
+        snapshot_index      [N] int               required with snapshot_pos
 
     Returns: o [1, total, HV, V], dtype of q; zero past cu_seqlens[-1].
 
-    Padding: a sequence whose slot is invalid (see `decode`) gives zeros, and no state is read or written
-    for it, checkpoints and snapshots included; an invalid slot to write is skipped alone. An empty sequence
-    leaves its slots as they were (its snapshot at 0 is taken). No slot may be written twice, nor read by
-    one sequence and written by another.
-    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, ValueError if a gradient is asked
-            for; no tensor has been touched then.
-    Cost:   as `chunk_gated_delta_rule`; a snapshot within a chunk runs up to 63 tokens again.
+    Padding: a sequence whose slot is invalid (see `decode`) outputs zeros, and no state, checkpoint or
+            snapshot is read or written for it. If only a slot to write is invalid, only that write is
+            skipped. An empty sequence leaves its slots unchanged (a snapshot at 0 is stored). No slot may be
+            written twice, and no slot that one sequence reads may be written by another.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; ValueError if a gradient is
+            required; no tensor has been modified then.
+    Cost:   that of `chunk_gated_delta_rule`; a snapshot within a chunk computes up to 63 tokens again.
     Source: arXiv:2412.06464, section 3.3.
     """
     problem = parse_prefill(
@@ -104,22 +107,22 @@ def commit(
     extra_dst_index: Index | None = None,
     extra_step: Index | None = None,
 ) -> None:
-    """After verification, move the accepted states of all layers into their slots.
+    """Copy the accepted states of all layers to their slots, after verification.
 
-        dst[:, dst_index[i]] = src[:, src_row[i], step[i]],   and the same with extra_dst_index and extra_step
+        dst[:, dst_index[i]] = src[:, src_row[i], step[i]],   also for extra_dst_index and extra_step
 
     Args:                     shape                  dtype
         dst                   [L, slots, ...]        any float, any stride; written
         src                   [L, rows, T, ...]      any float; the intermediate states of `decode`, per layer
         dst_index             [n] int                slot
         src_row               [n] int                row of src
-        step                  [n] int                token of that row, from 0; negative: none
-        extra_dst_index       [n] int or None        a second slot, say for a prefix cache
-        extra_step            [n] int or None        its token
+        step                  [n] int                token of this row, from 0; negative: copy none
+        extra_dst_index       [n] int or None        a second slot, for example for a prefix cache
+        extra_step            [n] int or None        the token for the second slot
 
     An entry whose slot, row or step is out of range is skipped. No slot may be written twice.
-    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; no tensor has been touched then.
-    Cost:   one read and one write per state moved.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; no tensor has been modified then.
+    Cost:   one read and one write per copied state.
     """
     problem = parse_commit(dst, src, dst_index, src_row, step, extra_dst_index, extra_step)
     _commit_op(*problem.arguments())

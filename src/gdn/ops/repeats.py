@@ -1,7 +1,7 @@
-"""Calls that differ from an earlier one only in where their tensors lie: they need no second check.
+"""Cache calls by key, so that a call that differs only in the addresses of its tensors skips the checks.
 
-The checks of a decode cost 20 us, a look at what they look at 6. So what has passed them is known again by
-values: types, shapes, strides, dtypes, devices and options, never an object's id.
+The checks of a decode cost 20 us; building the key of the values that they read costs 6 us. A key holds
+types, shapes, strides, dtypes, devices and options by value, never the id of an object.
 """
 
 from collections.abc import Callable, Hashable
@@ -19,10 +19,11 @@ _MOST_KNOWN = 4096
 def seen_before(
     tensors: tuple[Any, ...], cu_seqlens: Any, options: tuple[Any, ...]
 ) -> tuple[Hashable, Callable[..., None] | None]:
-    """All that the checks of a call look at, and what runs such calls if one of them has passed the checks.
+    """Return the key of a call and the function stored for this key, or None.
 
-    That is called with the tensors of the problem in order. (None, None) where the checks look at more:
-    at gradients, inference tensors outside inference mode, offsets on the CPU, anything in debug mode.
+    The key holds all values that the checks read. The function is called with the tensors of the problem, in
+    order. Where the checks read more, this returns (None, None): tensors that require a gradient, inference
+    tensors outside inference mode, offsets on the CPU, and debug mode.
     """
     try:
         if not is_plain(tensors[0]) or settings.debug():
@@ -40,12 +41,12 @@ def seen_before(
         key = looked_at(tensors, options)
         return key, found(key)
     except (AttributeError, TypeError, RuntimeError):
-        # an argument of another kind: the checks will name it
+        # an argument of the wrong kind: the checks raise the error that names it
         return None, None
 
 
 def looked_at(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Hashable:
-    """What checks look at, by value."""
+    """Return the key: all values that the checks of a call read."""
     seen: list[Any] = [settings.backend(), *options, *map(type, options)]
     for x in tensors:
         if x is None:
@@ -56,12 +57,12 @@ def looked_at(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Hashable:
 
 
 def found(key: Hashable) -> Any:
-    """What was remembered of such a call, or None."""
+    """Return the function stored for a key, or None."""
     return _known.get(key)
 
 
 def remember(key: Hashable, run: Callable[..., Any]) -> None:
-    """Let calls with this key be known."""
+    """Store the function that runs the calls with this key."""
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
     _known[key] = run

@@ -1,8 +1,8 @@
-"""Speculation by replay: gdn::replay_decode and gdn::replay_commit. A state stays; what tokens wrote is kept.
+"""Provide gdn::replay_decode and gdn::replay_commit: verify draft tokens on a state that is only read.
 
-The state after a token is HV K V numbers, what the token wrote to it HV V + H K + HV: at 16/32 heads of
-128 x 128 1.2 % of that. So drafts are verified on a state that is only read, rolled back by moving a cursor,
-and what was accepted is added to the state when its history is full.
+The state after a token has HV K V elements; the update that a token writes to it has HV V + H K + HV, which
+is 1.2 % of that at 16/32 heads of 128 x 128. Drafts are therefore verified without writing the state. Moving
+a cursor rolls back the rejected tokens, and a full history of accepted tokens is added to the state.
 """
 
 from typing import Any
@@ -45,34 +45,35 @@ def replay_decode(
     out: Values | None = None,
     backend: str | None = None,
 ) -> Values:
-    """A packet of tokens for each row on a state that is only read, and what each token would write to it.
+    """Run a packet of tokens for each row on a state that is only read; store the update of each token.
 
         S = e^(G_P) state + sum_(j < P) e^(G_P - G_j) k_j u_j^T,   P = cursor[slot];   then as `decode`:
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
-    Token t of a row leaves u, k and G, the sum of g since the state was written, at place P + t of its slot's
-    history. The cursor does not move: `replay_commit` does that, by as many tokens as were accepted.
+    Token t of a row stores u, k and G, the sum of g since the state was written, at place P + t in the
+    history of its slot. The cursor is not changed: `replay_commit` advances it by the accepted tokens.
 
     Args:           shape                      dtype
-        history_u   [slots, places, HV, V]     any float (fp64 with fp64 q); d, over the norm of k with the
-                                               l2norm inside
-        history_k   [slots, places, H, K]      any float, likewise; k as it was given
+        history_u   [slots, places, HV, V]     any float (fp64 only with fp64 q); holds d, with
+                                               use_qk_l2norm_in_kernel divided by the norm of k
+        history_k   [slots, places, H, K]      any float (fp64 only with fp64 q); holds k as passed
         history_G   [slots, places, HV]        fp64; or fp32, which is coarse after a reset (g = -1e6)
-        cursor      [slots] int                places in use, 0 after anybody has written the state itself;
-                                               clamped to 0 .. places. The same for all layers
+        cursor      [slots] int                number of places in use, clamped to 0 .. places; 0 after the
+                                               state itself was written. All layers share one cursor
         read_index  [B] int or None            the slot of each row; None: the row's number
         q, k, v, state, the gates, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first,
         cu_seqlens, max_seqlen, null_slot, out, backend    as in `decode`
-    Histories have any strides but in their last axis, which is contiguous.
+    The last axis of history_u and history_k is contiguous; the other strides are free.
 
     Returns: o [B, T, HV, V] (or [1, total, HV, V], zero past cu_seqlens[-1]), dtype of q.
 
-    Padding: a row without a valid slot gives zeros and touches nothing. A token past the last place is
-    computed and not kept. No two rows may have the same slot. A row does not depend on the rows around it.
-    Equal to `decode` within rounding, not bit for bit: the packet is computed as a chunk.
-    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, ValueError if a gradient is asked
-            for; no tensor has been touched then. `triton` takes packets of up to 16 tokens.
-    Cost:   per row one state read, P + T tokens of history read or written; nothing else is written.
+    Padding: a row without a valid slot outputs zeros, and no memory is read or written for it. A token past
+            the last place is computed and not stored. No two rows may have the same slot.
+    Bits:   a row does not depend on the rows around it. The results equal those of `decode` within rounding,
+            not bit for bit, because the packet is computed as a chunk.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; ValueError if a gradient is
+            required; no tensor has been modified then. `triton` supports packets of up to 16 tokens.
+    Cost:   per row one state and P tokens of history are read, and T tokens of history written.
     Source: arXiv:2412.06464, section 3.3, on one short chunk.
 
     Example:
@@ -129,7 +130,7 @@ def replay_commit(
     null_slot: int | None = None,
     backend: str | None = None,
 ) -> None:
-    """After verification: the cursors move by the accepted tokens, and histories that are full are folded in.
+    """Advance the cursors by the accepted tokens, after verification; fold full histories into their states.
 
         P = cursor[slot] + accepted
         if P + room > places:   S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T;   P = 0
@@ -137,21 +138,23 @@ def replay_commit(
 
     Args:               shape                            dtype
         state           [layers, slots, HV, K, V]        fp32, bf16, fp16; any stride; written where folded
-        history_u, history_k, history_G                  those of `replay_decode`, with layers before them
-        cursor          [slots] int                      moved
+        history_u, history_k, history_G                  as in `replay_decode`, with a leading axis of layers
+        cursor          [slots] int                      updated in place
         index           [n] int                          slots that were verified
         accepted        [n] int                          tokens of the last packet to keep; clamped to
-                                                         0 .. room and to the places there are
-        room            int, 1 to places                 places that stay free: the longest packet to come.
-                                                         With room = places every history is folded
-        update_cursor   bool                             False: the cursors stay; for all but the last of
-                                                         layers that are not in one tensor
+                                                         0 .. room and to the places of the history
+        room            int, 1 to places                 places to leave free: the length of the longest
+                                                         later packet. With room = places every history is
+                                                         folded
+        update_cursor   bool                             False: leave the cursors unchanged; for layers in
+                                                         separate tensors, True only for the last one
         state_v_first, null_slot, backend                as in `decode`
 
-    An invalid slot is skipped. No slot may be named twice. Whoever writes a slot's state himself, as
-    `prefill` does, sets its cursor to 0; whoever wants the state, say for a prefix cache, folds first.
-    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; no tensor has been touched then.
-    Cost:   per folded slot and layer one state read and written, and its history read; two launches.
+    An invalid slot is skipped. No slot may occur twice. A caller that writes the state of a slot itself, for
+    example by `prefill`, must set its cursor to 0. A caller that reads the state, for example for a prefix
+    cache, must fold first.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; no tensor has been modified then.
+    Cost:   per folded slot and layer one state is read and written and its history read; two launches.
     Source: as `replay_decode`.
     """
     problem = parse_keep(
@@ -179,7 +182,7 @@ def _replay_commit(*args: Any) -> None:
 
 
 _COMMIT = Signature("replay_commit", ())
-_AFTER_OUT = 17  # the first option in ReplayProblem
+_AFTER_OUT = 17  # position of the first option in ReplayProblem
 _replay_decode_op = define(
     "replay_decode",
     "(Tensor q, Tensor k, Tensor v, Tensor state, Tensor(a!) history_u, Tensor(b!) history_k, "

@@ -1,4 +1,4 @@
-"""The public functions of the gated delta rule: chunked, recurrent, and which backend runs a call."""
+"""Provide the public functions of the gated delta rule: chunked, recurrent, and `explain`."""
 
 import difflib
 import functools
@@ -21,14 +21,14 @@ R = TypeVar("R")
 
 
 def with_fla_hint(function: Callable[P, R]) -> Callable[P, R]:
-    """Add to a TypeError about the arguments themselves where the conventions of FLA's callers are kept."""
+    """Wrap a function: name the module with FLA's conventions in a TypeError about the arguments."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            # raised by the call itself, not within the function
+            # no inner frame: Python raised it for the arguments, not the function's body
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
                 raise TypeError(
                     f"{error} (options are keyword-only and tensors are [B, T, H, K]; functions with FLA's "
@@ -64,40 +64,45 @@ def chunk_gated_delta_rule(
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> tuple[Values, State | None]:
-    """The gated delta rule in chunks of 64 tokens: training and prefill.
+    """Compute the gated delta rule in chunks of 64 tokens, for training and prefill.
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
     Args:                           shape                 dtype
         q, k                        [B, T, H, K]          bf16, fp16, fp32 (fp64 on eager), one for q, k, v
-        v                           [B, T, HV, V]         as q; value head j reads key head j // (HV // H)
+        v                           [B, T, HV, V]         dtype of q; value head j reads key head
+                                                          j // (HV // H)
         g                           [B, T, HV] or None    any float; natural log of the decay, <= 0; None: 0
         beta                        [B, T, HV] or None    any float; write strength; None: 1
         scale                       number or None        None: K ** -0.5
         initial_state               [N, HV, K, V] or None any float; None: zero
-        output_final_state          bool                  return the state after each sequence
+        output_final_state          bool                  True: return the state after each sequence
         use_qk_l2norm_in_kernel     bool                  q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
         use_gate_in_kernel          bool                  raw logits: g <- -exp(A_log) softplus(g + dt_bias)
         A_log, dt_bias              [HV], [HV] or None    any float; only with use_gate_in_kernel
         use_beta_sigmoid_in_kernel  bool                  raw logits: beta <- sigmoid(beta)
-        allow_neg_eigval            bool                  beta <- 2 sigmoid(beta); needs the line above
+        allow_neg_eigval            bool                  beta <- 2 sigmoid(beta); requires the line above
         state_v_first               bool                  states are [N, HV, V, K] in memory
         cu_seqlens                  [N+1] int32, int64    packed: tokens cu_seqlens[n]:cu_seqlens[n+1] of the
                                                           only batch row are sequence n, which may be empty
-        cu_seqlens_cpu              [N+1] int32, int64    the same on the CPU, if at hand, to plan by
+        cu_seqlens_cpu              [N+1] int32, int64    a copy on the CPU, if the caller has one, so that
+                                                          the launch can be planned without a device read
         cp_context                  None                  reserved for context parallelism
         exact                       bool                  False: history decayed below exp(-20) may be dropped
                                                           when k is normalised in the kernel
-        batch_invariant             bool                  True: a sequence's bits do not depend on the batch
-        backend                     str or None           None: the best taker; a name never falls back
+        batch_invariant             bool                  True: the bits of a sequence do not depend on the
+                                                          other sequences of the batch
+        backend                     str or None           None: chosen automatically; a named one never falls
+                                                          back
 
     Returns:
         o            [B, T, HV, V]   dtype of q; zero past cu_seqlens[-1]
         final_state  [N, HV, K, V]   fp32 (fp64 for fp64 inputs), or None; V first with state_v_first
 
-    Gradients: q, k, v, g, beta, initial_state, A_log, dt_bias, from both outputs, each in its tensor's dtype.
-    Under autocast q, k and v are cast to the autocast dtype; nothing else changes.
-    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem.parse`, no tensor touched.
+    Gradients: q, k, v, g, beta, initial_state, A_log and dt_bias get gradients from both outputs, each in the
+            dtype of its tensor.
+    Autocast: q, k and v are cast to the autocast dtype; nothing else changes.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem.parse`, before anything is computed.
     Cost:   about (6 K V + 4 C (K + V)) flop per token and value head forward, twice that backward;
             memory linear in T.
     Source: arXiv:2412.06464, section 3.3.
@@ -145,13 +150,13 @@ def fused_recurrent_gated_delta_rule(
     batch_invariant: bool = False,
     backend: str | None = None,
 ) -> tuple[Values, State | None]:
-    """The gated delta rule token by token: short sequences and single steps.
+    """Compute the gated delta rule token by token, for short sequences and single steps.
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
-    Arguments, results, gradients and errors as in `chunk_gated_delta_rule`; the backward is the chunked one.
-    For an engine's state pool, updated in place, see `decode`.
-    Cost: 6 K V flop per token and value head; the state is read and written once per token.
+    Arguments, results, gradients and errors are those of `chunk_gated_delta_rule`; the backward is the
+    chunked one. `decode` does the same on the state pool of an engine, in place.
+    Cost:   6 K V flop per token and value head; the state is read and written once per token.
     Source: arXiv:2412.06464, equation 10.
     """
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
@@ -185,7 +190,8 @@ def explain(
 def has_kernel(q: Tensor, v: Tensor) -> bool:
     """Return True unless `eager` is the only backend for calls of these sizes and dtype on a GPU.
 
-    For patches: on a GPU the kernels of the patched package serve better than `eager` does.
+    The patches of other packages call this, since on a GPU the kernels of a patched package are faster than
+    `eager`.
     """
     if q.device.type == "cpu" or torch.compiler.is_compiling():
         return True
@@ -199,7 +205,7 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, K: int, V: int, asked:
 
 
 def _rule(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
-    """Check and run a call, as an operator where somebody traces."""
+    """Check and run a call; run it as a torch operator where a tracer or transform is active."""
     is_recurrent = name.startswith("fused_recurrent")
     key, call = direct.known(tensors, (*options, is_recurrent))
     if call is not None:
@@ -238,7 +244,7 @@ def _parse(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Problem:
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, q, k, v in the autocast dtype, as torch does for attention; all else untouched."""
+    """Return q, k, v in the autocast dtype under autocast, as torch does for attention; else unchanged."""
     if isinstance(q, Tensor) and library.is_autocasting(q.device):
         dtype = torch.get_autocast_dtype(q.device.type)
         if q.is_floating_point() and q.dtype != torch.float64:

@@ -1,7 +1,7 @@
-"""A few tokens per row on an engine's state pool: gdn::decode and gdn::decode_functional.
+"""Provide gdn::decode and gdn::decode_functional: a few tokens per row on the state pool of an engine.
 
-The operators take the fields of their problem in order and write the tensors marked in their schema; none has
-a gradient.
+The operators have the fields of their problem as arguments, in order. They write the tensors marked in their
+schema, and have no gradient.
 """
 
 from collections.abc import Callable
@@ -56,58 +56,62 @@ def decode(
     out: Values | None = None,
     backend: str | None = None,
 ) -> Values:
-    """A few tokens for each row of a batch, on states that live in the engine's pool.
+    """Run a few tokens for each row of a batch, with the states in the pool of an engine.
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
-    Args:                 shape                 dtype
+    Tokens:               shape                 dtype
         q, k              [B, T, H, K]          bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
-        v                 [B, T, HV, V]         as q; value head j reads key head j // (HV // H)
-        state             [slots, HV, K, V]     fp32, bf16, fp16 (fp64 with fp64 q), any slot stride; updated
-                                                in place; with ring_pos [slots, R, HV, K, V]
-        g, beta           [B, T, HV] or None    any float; log decay per token, natural, and write strength;
+        v                 [B, T, HV, V]         dtype of q; value head j reads key head j // (HV // H)
+        cu_seqlens        [B+1] int             packed: q is [1, total, H, K] and so on, and row n has tokens
+                                                cu_seqlens[n]:cu_seqlens[n+1]; T varies by row and may be 0
+        max_seqlen        int or None           bound of T if packed; required if cu_seqlens is on a GPU
+        out               as v, or None         gets the result and is returned; None: a new tensor
+    Gates:
+        g, beta           [B, T, HV] or None    any float; natural log decay per token, and write strength;
                                                 None: no decay, ones
         a, b              [B, T, HV]            any float; raw logits in place of g and beta:
         A_log, dt_bias    [HV], [HV] or None    g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
-        scale             number or None        None: K ** -0.5
-        use_qk_l2norm_in_kernel  bool           q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
-        allow_neg_eigval  bool                  beta = 2 sigmoid(b)
-        state_v_first     bool                  True: states are [..., HV, V, K], as serving engines keep them
-        cu_seqlens        [B+1] int             packed: q is [1, total, H, K] and so on, row n holds tokens
-                                                cu_seqlens[n]:cu_seqlens[n+1]; T varies, 0 is allowed
-        max_seqlen        int or None           bound of T when packed; needed if cu_seqlens is on a GPU
-        read_index        [B] or [B, columns]   int, the slot that each row reads; None: the row's number.
-                                                From a table, column clamp(num_accepted, 1, columns) - 1
-        num_accepted      [B] int or None       with a table; None: 1
+        allow_neg_eigval  bool                  True: beta = 2 sigmoid(b)
+    Where to read:
+        state             [slots, HV, K, V]     fp32, bf16, fp16 (fp64 only with fp64 q), any slot stride;
+                                                updated in place; with ring_pos [slots, R, HV, K, V]
+        state_v_first     bool                  True: states are [..., HV, V, K], as in serving engines
+        read_index        [B] or [B, columns]   int; the slot that each row reads; None: the row's number.
+                                                A table is read at column clamp(num_accepted, 1, columns) - 1
+        num_accepted      [B] int or None       only with a table; None: 1
         ring_pos          [B] int or None       the row reads ring entry ring_pos % R
-        write             str                   "final": the state after the last token goes where the row
-                                                read, or to slot write_index [B]; "all": the state after token
-                                                t goes to slot write_index[:, t], or to ring entry
-                                                (ring_pos + 1 + t) % R; "none": nowhere
+        parent            [B, >=T] int or None  token t continues from the state after token parent[t] < t,
+                                                read from intermediate in its dtype; negative: from the pool.
+                                                parent[:, 0] is ignored; a value above t - 1 counts as t - 1
+        null_slot         None or 0             0: slot 0 is padding as well
+    Where to write:
+        write             str                   "final": the state after the last token goes to the place that
+                                                the row read, or to slot write_index [B]; "all": the state
+                                                after token t goes to slot write_index[:, t], or to ring entry
+                                                (ring_pos + 1 + t) % R; "none": the pool is not written
         write_index       [B] or [B, >=T] int   see write
         intermediate      [rows, >=T, HV, K, V] any float, any row stride; gets the state after each token
-        intermediate_row  [B] int or None       its row for each row; None: the row's number
-        parent            [B, >=T] int or None  token t continues from the state after token parent[t] < t,
-                                                read back from intermediate in its dtype; negative: from pool.
-                                                parent[:, 0] is ignored, an entry past t - 1 counts as t - 1
-        null_slot         None or 0             0: slot 0 is padding as well
-        round_state       bool                  round the state to the pool's dtype after every token
-        exact_packet      bool                  False: chunks on matrix units allowed; refuses round_state.
-                                                There NaN in a token's k, v or gates reaches its whole row
-        out               as v, or None         gets the result and is returned
-        backend           str or None           None: the best that takes it; a name never falls back
+        intermediate_row  [B] int or None       the row of intermediate for each row; None: the row's number
+    Numerics:
+        scale             number or None        None: K ** -0.5
+        use_qk_l2norm_in_kernel  bool           q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
+        round_state       bool                  True: round the state to the pool's dtype after each token
+        exact_packet      bool                  False: allow the chunk form on tensor cores; not with
+                                                round_state. NaN in k, v or a gate then affects the whole row
+        backend           str or None           None: chosen automatically; a named one never falls back
 
     Returns: o [B, T, HV, V] (or [1, total, HV, V], zero past cu_seqlens[-1]), dtype of q.
 
-    Padding: a row whose read slot is below 0 (below 1 with null_slot=0) or past the pool gives zeros, and
-    reads and writes no state; so does one with `parent` whose intermediate_row is invalid. Any other
-    invalid place to write is skipped alone. Two rows must not write the same slot, nor one read what
-    another writes.
-    T tokens at once equal T single steps bit for bit with an fp32 pool, and with round_state for others.
-    A row's bits do not depend on the rows around it, unless exact_packet=False.
-    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`, ValueError if a gradient is asked
-            for; no tensor has been touched then.
-    Cost:   6 K V flop per token and value head; per row one state read and, with "final", one written.
+    Padding: a row whose read slot is below 0 (below 1 with null_slot=0) or past the pool outputs zeros, and
+            no state is read or written for it. With `parent` this also holds for an invalid
+            intermediate_row. Any other invalid place to write is skipped alone. Two rows must not write one
+            slot, and no row may read a slot that another row writes.
+    Bits:   T tokens at once equal T single steps bit for bit with an fp32 pool, and with round_state for
+            other pools. The bits of a row do not depend on the other rows, unless exact_packet=False.
+    Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; ValueError if a gradient is
+            required; no tensor has been modified then.
+    Cost:   6 K V flop per token and value head; per row one state is read and, with "final", one written.
     Source: arXiv:2412.06464, equation 10.
 
     Example:
@@ -179,7 +183,7 @@ def decode_packed(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """`decode` on what a layer's projection and convolution leave: rows of q | k | v, and raw gates.
+    """Run `decode` on rows of q | k | v, the output of a layer's convolution, and on raw gate logits.
 
         g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b);   then as in `decode`
 
@@ -191,7 +195,7 @@ def decode_packed(
         num_k_heads              int                         H
         head_k_dim, head_v_dim   int                         K, V
         out                      [tokens, HV, V] or None     gets the result and is returned
-    Everything else as in `decode`. Without cu_seqlens each token is a row of its own (B = tokens, T = 1).
+    The other arguments are those of `decode`. Without cu_seqlens each token is a row (B = tokens, T = 1).
 
     Returns: o [tokens, HV, V], dtype of mixed_qkv.
     Raises, cost, source: as `decode`.
@@ -251,14 +255,14 @@ def decode_functional(
     exact_packet: bool = True,
     backend: str | None = None,
 ) -> tuple[Values, Pool]:
-    """`decode` as a function without effects, for export: (o, new_state), `state` is left alone.
+    """Run `decode` without side effects, for export: return (o, new_state) and leave `state` unchanged.
 
-    Arguments as in `decode`, but state is [B, HV, K, V] (or [B, HV, V, K]), one per row.
+    The arguments are those of `decode`, but state is [B, HV, K, V] (or [B, HV, V, K]), one state per row.
 
     Returns:
         o          [B, T, HV, V]    dtype of q
-        new_state  as state, contiguous; the same bits as `decode` would leave
-    Raises, cost, source: as `decode`, and one copy of the state.
+        new_state  shape and dtype of state, contiguous; bit for bit the state that `decode` writes
+    Raises, cost, source: as `decode`; the cost includes one copy of the state.
     """
     problem = parse_decode(
         q, k, v, state, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
@@ -279,7 +283,7 @@ def _decode(*args: Any) -> None:
 
 
 def run_checked(name: str, problem: DecodeProblem | ReplayProblem) -> Any:
-    """As `run_backend`, with the offsets of packed rows looked at first."""
+    """Check the offsets of packed rows, then call `run_backend`."""
     p = problem
     if p.cu_seqlens is not None:
         p.spans(read_device=settings.debug())
@@ -288,9 +292,9 @@ def run_checked(name: str, problem: DecodeProblem | ReplayProblem) -> Any:
 
 
 def run_backend(signature: Signature, problem: Repeatable, given: tuple[Tensor | None, ...]) -> Any:
-    """Returns what the backend's function does: None, or a launch to be called again (`gdn.ops.repeats`).
+    """Run the function of the backend; return its result, None or a launch to repeat (`gdn.ops.repeats`).
 
-    given: the inputs that debug mode looks at.
+    given: the inputs that debug mode tests for NaN.
     """
     again = None
 
@@ -304,7 +308,7 @@ def run_backend(signature: Signature, problem: Repeatable, given: tuple[Tensor |
 
 
 def unchecked(name: str, problem: Repeatable, first_option: int) -> Callable[..., None]:
-    """What runs a call on other tensors of these kinds, for a backend whose function gives nothing back."""
+    """Return a function that repeats the call without checks, for a backend that returned no launch."""
     kind, device, function = type(problem), problem.out.device, getattr(select(problem), name)
     options: tuple[Any, ...] = problem.arguments()[first_option:]
     signature = Signature(name, ())
@@ -325,10 +329,10 @@ def _decode_functional(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _embed(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """decode_functional where it is compiled: a backend's own kernel takes the operator's place.
+    """Replace decode_functional by the kernel of a backend while a compiler traces it.
 
-    An AOTInductor package then runs without this library. An exported program keeps the operator, as do
-    tensors on the CPU, tensors whose strides are not known, and problems that only `eager` takes.
+    An AOTInductor package then runs without this library. The operator remains in an exported program, for
+    tensors on the CPU, for tensors with unknown strides, and for problems that only `eager` supports.
     """
     q, k, v, state, *rest = args
     gates, options = rest[:7], list(rest[7:])
@@ -338,7 +342,7 @@ def _embed(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -
     with mode:
         o, new_state, kept = v.new_empty(v.shape), state, None
         if isinstance(q.shape[1], int) and q.shape[1] == 1 and gates[-1] is None:
-            # the state after the only token is the new one: no copy goes before it
+            # the state after the only token is new_state, so the kernel writes it there without a copy first
             new_state = torch.empty_like(state, memory_format=torch.contiguous_format)
             kept, options[_WRITE] = new_state.unsqueeze(1), "none"
         else:
@@ -353,7 +357,7 @@ def _embed(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -
 
 
 def nothing(*args: Any) -> None:
-    """The fake of an operator that only writes its arguments."""
+    """Do nothing: the fake of an operator that only writes its arguments."""
 
 
 TOKENS = ("q", "k", "v", "g", "beta", "a", "b", "A_log", "dt_bias")
@@ -362,7 +366,7 @@ _ROW_OPTIONS = (
     "SymInt? max_seqlen, float scale, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, "
     "bool state_v_first, str write, int? null_slot, bool round_state, bool exact_packet, str? backend"
 )
-_AFTER_OUT = 19  # the first option in DecodeProblem
+_AFTER_OUT = 19  # position of the first option in DecodeProblem
 _decode_op = define(
     "decode",
     f"(Tensor q, Tensor k, Tensor v, Tensor(a!) state, {GATES}, Tensor? cu_seqlens, Tensor? read_index, "
@@ -371,7 +375,7 @@ _decode_op = define(
     _decode,
     nothing,
 )
-_WRITE = 5  # in _ROW_OPTIONS
+_WRITE = 5  # position of `write` in _ROW_OPTIONS
 _decode_functional_op = define(
     "decode_functional",
     f"(Tensor q, Tensor k, Tensor v, Tensor state, {GATES}, Tensor? cu_seqlens, {_ROW_OPTIONS}) -> "

@@ -1,14 +1,15 @@
-"""The stages of the chunked rule, one by one: for tests, study and per-stage benchmarks, not for speed.
+"""Run the stages of the chunked rule one by one, for tests, study and benchmarks; the whole rule is faster.
 
-With C = 64 tokens per chunk, G the sum of g within a chunk and S the state entering it, a chunk is
+With C = 64 tokens per chunk, G the sum of g within a chunk and S the state before it, a chunk is
 
     A = strict_lower(beta_i e^(G_i - G_j) <k_i, k_j>);   A_inv = (I + A)^-1
     w = A_inv (beta e^G k);   u = A_inv (beta v);   v_new = u - w S
     o = scale (e^G (q S) + lower(e^(G_i - G_j) <q_i, k_j>) v_new);   S <- e^(G_C) S + (e^(G_C - G) k)^T v_new
 
-which are `chunk_cumsum`, `chunk_kkt`, `solve_tril`, `wy_transform`, `chunk_state`, `chunk_output`. Each x has
-its adjoint `x_bwd` under it, which takes x's arguments in order, the outputs it needs and the outputs'
-gradients, and returns the gradient of each argument in order, in that argument's dtype.
+The stages are `chunk_cumsum`, `chunk_kkt`, `solve_tril`, `wy_transform`, `chunk_state`, `chunk_output`. The
+adjoint `x_bwd` of a stage `x` follows it. Its arguments are the arguments of x in order, the outputs that it
+needs, and the gradients of the outputs. It returns the gradient of each argument of x, in order, in the dtype
+of the argument.
 
 Arguments and results that all stages share:
     q, k           [B, T, H, K]    any float (fp64 on eager); value head j reads key head j // (HV // H)
@@ -17,17 +18,18 @@ Arguments and results that all stages share:
     g, beta        [B, T, HV]      any float; natural log decay per token, <= 0; write strength
     G              [B, T, HV]      float64 (fp32 on devices without), natural
     A, A_inv       [B, T, HV, C]   any float; row i is token i, column j the j-th token of its chunk
-    S_in           [NC, HV, K, V]  any float; the state entering each chunk
+    S_in           [NC, HV, K, V]  any float; the state before each chunk
     cu_seqlens     [N+1] or None   int32 or int64; packed sequences, B == 1, empty ones allowed
-    backend        str or None     None: the best that takes it; a name never falls back
-Chunks start at each sequence's first token and are numbered sequence by sequence: NC = B ceil(T / C), or when
-packed floor((T + N (C - 1)) / C), where surplus rows of S_in are zero. Results are fp32 (fp64 where the first
-argument is) unless told otherwise, and zero in columns past a chunk's end and for tokens past cu_seqlens[-1].
+    backend        str or None     None: chosen automatically; a named one never falls back
+The first chunk of a sequence starts at its first token, and chunks are numbered sequence by sequence. NC is
+B ceil(T / C), or floor((T + N (C - 1)) / C) if packed; surplus rows of S_in are zero. Results are fp32 (fp64
+if the first argument is) unless a docstring states another dtype. They are zero in columns past the end of a
+chunk and for tokens past cu_seqlens[-1].
 
 Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; ValueError when autograd would record,
-as stages have adjoints, not gradients. No tensor has been touched then.
+        since stages have adjoints, not gradients. Nothing has been computed then.
+Cost:   stated per token and value head.
 Source: arXiv:2412.06464, section 3.3; arXiv:2406.06484 for the ungated rule.
-Costs are per token and value head.
 """
 
 from typing import Any
@@ -57,10 +59,10 @@ from gdn.problem.stages import parse_stage
 
 
 def chunk_cumsum(g: PerHead, *, cu_seqlens: Offsets | None = None, backend: str | None = None) -> GSum:
-    """G_i = sum of g_j over j <= i in i's chunk  [chunk_local_cumsum].
+    """Compute G_i = sum of g_j over j <= i in the chunk of i  [chunk_local_cumsum].
 
-    Returns G in float64, so that g = -1e6 on one token leaves the resolution of the others. A g below -1000
-    counts as -1000, whose exponential is 0 in every dtype; -inf is allowed.
+    Returns G in float64, so that g = -1e6 on one token does not cost the other tokens their resolution. A g
+    below -1000 counts as -1000, because e^-1000 is 0 in every dtype; -inf is allowed.
     Cost: 1 add; one read, one write.
     """
     G: Tensor = _run("chunk_cumsum", {"g": g}, cu_seqlens, backend)
@@ -70,7 +72,7 @@ def chunk_cumsum(g: PerHead, *, cu_seqlens: Offsets | None = None, backend: str 
 def chunk_cumsum_bwd(
     g: PerHead, dG: GSum, *, cu_seqlens: Offsets | None = None, backend: str | None = None
 ) -> PerHead:
-    """dg_j = sum of dG_i over i >= j in j's chunk; 0 where g < -1000. Returns dg in g's dtype."""
+    """Compute dg_j = sum of dG_i over i >= j in the chunk of j; 0 where g < -1000. Returns dg, dtype of g."""
     dg: Tensor = _run("chunk_cumsum_bwd", {"g": g, "dG": dG}, cu_seqlens, backend)
     return dg
 
@@ -83,9 +85,9 @@ def chunk_gate_cumsum(
     cu_seqlens: Offsets | None = None,
     backend: str | None = None,
 ) -> GSum:
-    """G of g = -exp(A_log) softplus(a + dt_bias), in one pass  [gdn_gate_chunk_cumsum].
+    """Compute G of g = -exp(A_log) softplus(a + dt_bias), in one pass  [gdn_gate_chunk_cumsum].
 
-    a [B, T, HV], A_log and dt_bias [HV], any float; A_log = -inf: no decay. Returns G as `chunk_cumsum` does.
+    a [B, T, HV], A_log and dt_bias [HV], any float; A_log = -inf: no decay. Returns G like `chunk_cumsum`.
     Cost: 3 transcendental functions and 1 add; one read, one write.
     """
     G: Tensor = _run("chunk_gate_cumsum", {"a": a, "A_log": A_log, "dt_bias": dt_bias}, cu_seqlens, backend)
@@ -101,9 +103,11 @@ def chunk_gate_cumsum_bwd(
     cu_seqlens: Offsets | None = None,
     backend: str | None = None,
 ) -> tuple[PerHead, HeadParam, HeadParam | None]:
-    """da = -exp(A_log) sigmoid(a + dt_bias) dg;   dA_log = sum g dg;   ddt_bias = sum da, in fp32 or better.
+    """Compute the gradients of `chunk_gate_cumsum`, with sums in fp32 or better.
 
-    dg is that of `chunk_cumsum_bwd`. Returns da, dA_log, ddt_bias (None without dt_bias).
+        da = -exp(A_log) sigmoid(a + dt_bias) dg;   dA_log = sum g dg;   ddt_bias = sum da
+
+    dg is the result of `chunk_cumsum_bwd`. Returns da, dA_log, ddt_bias (None without dt_bias).
     """
     tensors = {"a": a, "A_log": A_log, "dt_bias": dt_bias, "dG": dG}
     da, dA_log, ddt_bias = _run("chunk_gate_cumsum_bwd", tensors, cu_seqlens, backend)
@@ -113,10 +117,10 @@ def chunk_gate_cumsum_bwd(
 def chunk_kkt(
     k: Keys, beta: PerHead, G: GSum, *, cu_seqlens: Offsets | None = None, backend: str | None = None
 ) -> AStrict:
-    """A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j, else 0  [chunk_scaled_dot_kkt].
+    """Compute A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j, else 0  [chunk_scaled_dot_kkt].
 
-    Only exponents of non-positive differences are formed.
-    Cost: 2 C K flop; the product is shared by the value heads of a key head.
+    The exponential is computed only of differences that are not positive, so it cannot overflow.
+    Cost: 2 C K flop; the value heads of a key head share the product.
     """
     A: Tensor = _run("chunk_kkt", {"k": k, "beta": beta, "G": G}, cu_seqlens, backend)
     return A
@@ -131,9 +135,12 @@ def chunk_kkt_bwd(
     cu_seqlens: Offsets | None = None,
     backend: str | None = None,
 ) -> tuple[Keys, PerHead, GSum]:
-    """dk = beta M k + (beta M)^T k;   dbeta_i = sum_j M_ij <k_i, k_j>;   dG = row sums - column sums of dA A.
+    """Compute the gradients of `chunk_kkt`.
 
-    M = dA D with D_ij = e^(G_i - G_j) below the diagonal, else 0; dk is summed over a key head's value heads.
+        dk = beta M k + (beta M)^T k;   dbeta_i = sum_j M_ij <k_i, k_j>;   dG = row sums - column sums of dA A
+
+    M = dA D with D_ij = e^(G_i - G_j) below the diagonal, else 0. dk is summed over the value heads of a key
+    head.
     Returns dk, dbeta, dG. Cost: 4 C K flop.
     """
     tensors = {"k": k, "beta": beta, "G": G, "dA": dA}
@@ -142,9 +149,9 @@ def chunk_kkt_bwd(
 
 
 def solve_tril(A: AStrict, *, cu_seqlens: Offsets | None = None, backend: str | None = None) -> AInv:
-    """A_inv = (I + A)^-1 within each chunk; only what is below A's diagonal is read  [solve_tril, tri_inv].
+    """Compute A_inv = (I + A)^-1 of each chunk from the part of A below its diagonal  [solve_tril, tri_inv].
 
-    Returns A_inv, unit lower triangular, in fp32 or better: right for correlated keys with beta up to 2.
+    Returns A_inv, unit lower triangular, in fp32 or better; accurate for correlated keys with beta up to 2.
     Cost: C^2 / 3 flop.
     """
     A_inv: Tensor = _run("solve_tril", {"A": A}, cu_seqlens, backend)
@@ -154,7 +161,7 @@ def solve_tril(A: AStrict, *, cu_seqlens: Offsets | None = None, backend: str | 
 def solve_tril_bwd(
     A_inv: AInv, dA_inv: AInv, *, cu_seqlens: Offsets | None = None, backend: str | None = None
 ) -> AStrict:
-    """dA = -strict_lower(A_inv^T dA_inv A_inv^T). Returns dA. Cost: 4 C^2 flop."""
+    """Compute dA = -strict_lower(A_inv^T dA_inv A_inv^T). Returns dA. Cost: 4 C^2 flop."""
     dA: Tensor = _run("solve_tril_bwd", {"A_inv": A_inv, "dA_inv": dA_inv}, cu_seqlens, backend)
     return dA
 
@@ -169,9 +176,9 @@ def wy_transform(
     cu_seqlens: Offsets | None = None,
     backend: str | None = None,
 ) -> tuple[WKeys, UValues]:
-    """w = A_inv (beta e^G k);   u = A_inv (beta v)  [recompute_w_u, wy_fast].
+    """Compute w = A_inv (beta e^G k) and u = A_inv (beta v)  [recompute_w_u, wy_fast].
 
-    Returns w, u. Only A_inv's lower triangle is read.
+    Returns w, u. Only the lower triangle of A_inv is read.
     Cost: 2 C (K + V) flop.
     """
     tensors = {"k": k, "v": v, "beta": beta, "G": G, "A_inv": A_inv}
@@ -191,8 +198,11 @@ def wy_transform_bwd(
     cu_seqlens: Offsets | None = None,
     backend: str | None = None,
 ) -> tuple[Keys, Values, PerHead, GSum, AInv]:
-    """dA_inv = lower(dw (beta e^G k)^T + du (beta v)^T), and A_inv^T dw, A_inv^T du spread over the products.
+    """Compute the gradients of `wy_transform`.
 
+        dA_inv = lower(dw (beta e^G k)^T + du (beta v)^T)
+
+    The other gradients follow from A_inv^T dw and A_inv^T du by the product rule.
     Returns dk, dv, dbeta, dG, dA_inv. Cost: 4 C (K + V) flop.
     """
     tensors = {"k": k, "v": v, "beta": beta, "G": G, "A_inv": A_inv, "dw": dw, "du": du}
@@ -210,11 +220,13 @@ def chunk_state(
     cu_seqlens: Offsets | None = None,
     backend: str | None = None,
 ) -> tuple[ChunkStates, Values, State]:
-    """v_new = u - w S;   S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk  [chunk_fwd_h, chunk_h].
+    """Advance S through the chunks of each sequence, one after the other  [chunk_fwd_h, chunk_h].
+
+        v_new = u - w S;   S <- e^(G_C) S + (e^(G_C - G) k)^T v_new
 
     initial_state is [N, HV, K, V], any float; None: zero.
     Returns S_in [NC, HV, K, V], v_new [B, T, HV, V], final_state [N, HV, K, V].
-    Cost: 4 K V flop; sequential over a sequence's chunks.
+    Cost: 4 K V flop; sequential over the chunks of a sequence.
     """
     tensors = {"k": k, "w": w, "u": u, "G": G, "initial_state": initial_state}
     S_in, v_new, final_state = _run("chunk_state", tensors, cu_seqlens, backend)
@@ -236,11 +248,12 @@ def chunk_state_bwd(
     cu_seqlens: Offsets | None = None,
     backend: str | None = None,
 ) -> tuple[Keys, WKeys, UValues, GSum, State | None]:
-    """The loop of `chunk_state` last chunk to first; dS is the gradient of the state that leaves a chunk.
+    """Run the adjoint of `chunk_state` from the last chunk to the first.
 
         du = dv_new + e^(G_C - G) k dS;   dw = -du S_in^T;   dS <- dS_in + e^(G_C) dS - w^T du
 
-    dfinal_state may be None: zero. Returns dk, dw, du, dG, dinitial_state (None without initial_state).
+    dS is the gradient of the state after a chunk. dfinal_state may be None: zero.
+    Returns dk, dw, du, dG, dinitial_state (None without initial_state).
     Cost: 8 K V flop.
     """
     tensors = {
@@ -262,9 +275,11 @@ def chunk_output(
     cu_seqlens: Offsets | None = None,
     backend: str | None = None,
 ) -> Values:
-    """o_i = scale (e^(G_i) q_i S_in + sum over j <= i of e^(G_i - G_j) <q_i, k_j> v_new_j)  [chunk_fwd_o].
+    """Compute the outputs of all chunks  [chunk_fwd_o, chunk_o].
 
-    scale None: K ** -0.5. Returns o [B, T, HV, V] in q's dtype. Also named chunk_o.
+        o_i = scale (e^(G_i) q_i S_in + sum over j <= i of e^(G_i - G_j) <q_i, k_j> v_new_j)
+
+    scale None: K ** -0.5. Returns o [B, T, HV, V], dtype of q.
     Cost: 2 K V + 2 C (K + V) flop.
     """
     tensors = {"q": q, "k": k, "v_new": v_new, "G": G, "S_in": S_in}
@@ -284,10 +299,12 @@ def chunk_output_bwd(
     cu_seqlens: Offsets | None = None,
     backend: str | None = None,
 ) -> tuple[Q, Keys, Values, GSum, ChunkStates]:
-    """dv_new = (D q k^T)^T do;   dS_in = (e^G q)^T do;   dq = e^G do S_in^T + M k;   dk = M^T q, scale in do.
+    """Compute the gradients of `chunk_output`; do below stands for scale do.
 
-    D_ij = e^(G_i - G_j) for i >= j, else 0; M = D (do v_new^T). dq and dk are summed over the
-    value heads of a key head.
+        dv_new = (D q k^T)^T do;   dS_in = (e^G q)^T do;   dq = e^G do S_in^T + M k;   dk = M^T q
+
+    D_ij = e^(G_i - G_j) for i >= j, else 0; M = D (do v_new^T). dq and dk are summed over the value heads of
+    a key head.
     Returns dq, dk, dv_new, dG, dS_in. Cost: 4 K V + 4 C (K + V) flop.
     """
     tensors = {"q": q, "k": k, "v_new": v_new, "G": G, "S_in": S_in, "do": do}
@@ -316,7 +333,10 @@ _OUTPUTS = {
 def _run(
     stage: str, tensors: dict[str, Any], cu_seqlens: Any, backend: Any, *, scale: float | None = None
 ) -> Any:
-    """Check, choose a backend, call its slot: tensors in order, scale where the stage has one, cu_seqlens."""
+    """Check a call, select a backend and run its function of the name `stage`.
+
+    The function gets the tensors in order, scale if the stage has one, and cu_seqlens.
+    """
     problem = parse_stage(stage, tensors, cu_seqlens=cu_seqlens, scale=scale, backend=backend)
     if cu_seqlens is not None:
         host_offsets(cu_seqlens, None, problem.sizes["T"], read_device=settings.debug())

@@ -1,4 +1,4 @@
-"""A layer's whole decode step on an engine's pools: gdn::decode_step."""
+"""Provide gdn::decode_step: the whole decode step of a layer on the pools of an engine."""
 
 from typing import Any
 
@@ -41,18 +41,19 @@ def decode_step(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """All that a layer does with one token per row between its projections, on an engine's two pools.
+    """Run one token per row through a layer between its projections, on the two pools of an engine.
 
         mixed <- causal_conv1d_update(mixed_qkv, conv_state, conv_weight, conv_bias)
         o     <- decode_packed(mixed, a, b, A_log, dt_bias, state)
-        out   <- rms_norm_gated(o, z, norm_weight)          where z or norm_weight is given
+        out   <- rms_norm_gated(o, z, norm_weight)          if z or norm_weight is given
 
     Args:                        shape                       dtype
         mixed_qkv                [B, 2 H K + HV V]           bf16, fp16, fp32 (fp64 on eager); any row stride;
                                                              rows of q | k | v before the convolution
         conv_state               [slots, D, L]               any float, any strides; L >= W - 1; column L-1 is
                                                              the newest input; updated in place
-        conv_weight              [D, W]                      any float; conv_weight[:, W-1] meets the newest
+        conv_weight              [D, W]                      any float; conv_weight[:, W-1] multiplies the
+                                                             newest input
         conv_bias                [D] or None                 any float
         a, b                     [B, HV]                     any float; raw logits of the gates
         A_log, dt_bias           [HV]                        any float; dt_bias may be None
@@ -66,19 +67,20 @@ def decode_step(
         norm_activation          "silu", "sigmoid" or None   act(z) in `rms_norm_gated`
         conv_index               [B] int or None             the slot of each row's window; None: read_index
         read_index, write_index  [B] int or None             slots of `state`, as in `decode`
-        null_slot                None or 0                   of both pools
+        null_slot                None or 0                   0: slot 0 of both pools is padding as well
         out                      [B, HV, V] or None          gets the result and is returned
         scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend: as in `decode`
 
-    What goes from one stage to the next is rounded to mixed_qkv's dtype, as by the three functions. `eager`
-    gives their bits; `triton` those of its own three, but for the order in which a fused norm sums.
-
-    Padding: a row whose slot in `state` is invalid gives what the norm makes of zeros, which is 0 where z is
-    finite; one whose window is invalid steps with q = k = v = 0. Nothing is read or written in such a slot.
-    Two rows must not have one slot.
     Returns: out [B, HV, V], dtype of mixed_qkv.
-    Raises: as `decode`; ValueError if a gradient is asked for. No tensor has been touched then.
-    Cost:   that of the three; on a GPU as many launches as pay (`gdn bench step`).
+
+    Padding: a row whose slot in `state` is invalid outputs the norm of zeros, which is 0 where z is finite. A
+            row whose window is invalid runs with q = k = v = 0. No invalid slot is read or written. Two rows
+            must not have one slot.
+    Bits:   the result of each stage is rounded to the dtype of mixed_qkv, as in the three functions. The bits
+            are those of the three functions on the same backend, except that a fused norm in `triton` may sum
+            in another order.
+    Raises: as `decode`; ValueError if a gradient is required. No tensor has been modified then.
+    Cost:   that of the three functions; on a GPU in fewer launches where that is faster (`gdn bench step`).
     Source: arXiv:2412.06464, section 3.4.
 
     Example:
@@ -134,7 +136,7 @@ def _run(problem: StepProblem) -> Any:
 _SIGNATURE = Signature(
     "decode_step", ("mixed_qkv", "conv_weight", "conv_bias", "a", "b", "A_log", "dt_bias", "z", "norm_weight")
 )
-_AFTER_OUT = 15  # the first option in StepProblem
+_AFTER_OUT = 15  # position of the first option in StepProblem
 _step_op = define(
     "decode_step",
     "(Tensor mixed_qkv, Tensor(a!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor a, Tensor b, "

@@ -1,4 +1,4 @@
-"""Meeting every kernel before the first request does."""
+"""Compile every kernel that the calls of a model need, before the first request."""
 
 import time
 from collections import Counter
@@ -35,33 +35,34 @@ def warmup(
     training: bool = False,
     backend: str | None = None,
 ) -> list[str]:
-    """Run every function in every form that an engine asks for, on small tensors: nothing compiles later.
+    """Run every function in every form that an engine calls, on small tensors; later calls compile nothing.
 
     Args:
-        device                      where the model will run
+        device                      device on which the model will run
         num_k_heads, num_v_heads    H, HV
         head_k_dim, head_v_dim      K, V
-        conv_size                   width of the causal convolution
-        dtypes, state_dtypes        of activations and raw logits, and of the pools
-        dt_bias_dtype               of dt_bias; A_log is taken to be fp32
-        max_tokens                  longest packet that `decode` will see
-        max_rows                    most prompts in one batch: their number decides on tiles
-        engines                     whose calls: "gdn" (the public functions: the protocols P1 to P6, rows
-                                    side by side and by offsets; prefill with whatever it can keep), "vllm",
-                                    "sglang", "lmdeploy" (gdn.integrations: their index types, gates, layouts)
-        gates                       of engine "gdn": "raw" (a, b, A_log, dt_bias), "active" (g, beta), or both
-        index_dtype                 of all its indices, offsets, positions and counts: int32 or int64
-        use_qk_l2norm_in_kernel,    of engine "gdn": the values that its calls will pass
+        conv_size                   W, taps of the causal convolution
+        dtypes, state_dtypes        dtypes of activations and raw logits, and of the pools
+        dt_bias_dtype               dtype of dt_bias; A_log is assumed to be fp32
+        max_tokens                  length of the longest packet of `decode`
+        max_rows                    most prompts in one batch: tile sizes depend on their number
+        engines                     the engines whose calls are run: "gdn" (the public functions: protocols P1
+                                    to P6, dense and packed rows; prefill with every state that it can store),
+                                    "vllm", "sglang", "lmdeploy" (gdn.integrations: their index types, gates
+                                    and layouts)
+        gates                       for engine "gdn": "raw" (a, b, A_log, dt_bias), "active" (g, beta) or both
+        index_dtype                 for engine "gdn": int32 or int64, dtype of indices, offsets and counts
+        use_qk_l2norm_in_kernel,    for engine "gdn": the values in its later calls
         state_v_first
-        training                    True: the backward as well
-        backend                     None: for each function the best that takes it; a name never falls back
+        training                    True: run the backward as well
+        backend                     None: chosen automatically; a named one never falls back
 
-    Returns: a line for every call: function, dtypes, form, and, where kernels were compiled for it, which and
-        how many, in how many seconds. A second warmup of the same names none.
-    No tensor of the caller is touched. On `eager` nothing compiles and only torch's own set-up is met.
-    Raises: as the functions themselves; ValueError for an engine it does not know.
-    Cost:   what compiling costs; memory for max_rows prompts of 65 tokens and as many states, and for a
-            prompt of 4096 tokens.
+    Returns: one line for each call: function, dtypes, form, and, if kernels were compiled for it, their
+        names, their number and the seconds. A second warmup with the same arguments names none.
+    No tensor of the caller is read or written. On `eager` no kernel is compiled; only torch initialises.
+    Raises: as the functions themselves; ValueError for an unknown engine.
+    Cost:   the compile time; memory for max_rows prompts of 65 tokens and as many states, and for one prompt
+            of 4096 tokens.
     """
     check_names("engines", engines, ENGINES)
     check_names("gates", gates, ("raw", "active"))
@@ -97,7 +98,7 @@ def _met(label: str, call: Callable[[], Any], device: torch.device) -> str:
 
 
 def _listening(device: torch.device) -> AbstractContextManager[list[str]]:
-    """Who hears of compilations; nobody on a CPU, whose users never import Triton."""
+    """Return a context that lists compilations; an empty one on a CPU, where Triton is never imported."""
     if device.type == "cpu":
         return nullcontext([])
     try:

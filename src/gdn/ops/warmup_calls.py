@@ -1,4 +1,4 @@
-"""The calls that engines make, as data for `warmup`: (function, form, call on small tensors of its own)."""
+"""List the calls of each engine for `warmup`: (function, form, call on small tensors of its own)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from gdn.ops.serving import decode, decode_functional, decode_packed
 from gdn.ops.step import decode_step
 
 Call = tuple[str, str, Callable[[], Any]]
-LENGTH = 65  # tokens of a prompt: a whole chunk and a ragged one
-LONG = 4096  # tokens of a prompt that other kernels may be faster at
-PLACES = (16, 32)  # of a replay's history: what it takes at once, and twice that
+LENGTH = 65  # tokens of a prompt: one whole chunk and one ragged chunk
+LONG = 4096  # tokens of a prompt so long that dispatch may choose other kernels
+PLACES = (16, 32)  # of a replay history: one block of the kernel, and two
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model's calls have in common."""
+    """Hold the sizes, dtypes and options that all calls of a model share."""
 
     H: int
     HV: int
@@ -46,7 +46,7 @@ class Sizes:
 
     @property
     def conventions(self) -> dict[str, Any]:
-        """Options that every call on a pool has in common."""
+        """Return the options that every call on a pool shares."""
         return {
             "use_qk_l2norm_in_kernel": self.l2norm, "state_v_first": self.v_first, "backend": self.backend,
         }  # fmt: skip
@@ -56,11 +56,11 @@ class Sizes:
         return 2 * self.H * self.K + self.HV * self.V
 
     def mixed(self, *lead: int) -> Tensor:
-        """Rows of q | k | v."""
+        """Return zeros of shape [*lead, D], rows of q | k | v."""
         return torch.zeros(*lead, self.channels, dtype=self.dtype, device=self.device)
 
     def tokens(self, *lead: int) -> dict[str, Any]:
-        """q, k, v as views of such rows."""
+        """Return q, k, v as views of the rows of `mixed`."""
         widths = [self.H * self.K, self.H * self.K, self.HV * self.V]
         q, k, v = self.mixed(*lead).split(widths, -1)
         return {
@@ -70,13 +70,13 @@ class Sizes:
         }
 
     def raw(self, *lead: int) -> dict[str, Any]:
-        """Logits of the gates and their parameters."""
+        """Return the raw logits of the gates and their parameters."""
         a = torch.zeros(*lead, self.HV, dtype=self.dtype, device=self.device)
         A_log = torch.zeros(self.HV, device=self.device)
         return {"a": a, "b": a.clone(), "A_log": A_log, "dt_bias": A_log.to(self.dt_bias_dtype, copy=True)}
 
     def active(self, *lead: int) -> dict[str, Any]:
-        """Gates as `gate` leaves them."""
+        """Return g and beta in the dtype of the results of `gate`."""
         g = torch.zeros(*lead, self.HV, device=self.device)
         return {"g": g, "beta": g.clone()}
 
@@ -85,7 +85,7 @@ class Sizes:
         return torch.zeros(*lead, self.HV, *last, dtype=dtype, device=self.device)
 
     def index(self, *lead: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A slot of its own for every place."""
+        """Return distinct slots 0, 1, 2, ... in the shape `lead`."""
         count = torch.Size(lead).numel()
         return torch.arange(count, dtype=dtype or self.index_dtype, device=self.device).view(*lead)
 
@@ -93,23 +93,23 @@ class Sizes:
         return self.index(N + 1) * T
 
     def batches(self) -> list[int]:
-        """Numbers of prompts: powers of two, since tiles change where the machine fills; one on a CPU."""
+        """Return numbers of prompts: powers of two, since tiles change once the GPU is full; 1 on a CPU."""
         if self.device.type == "cpu" and self.backend != "triton":
             return [1]
         return [n for n in (1 << i for i in range(self.rows.bit_length())) if n <= self.rows]
 
     def prompts(self) -> list[tuple[int, int]]:
-        """Numbers of prompts and the tokens of each; on a GPU a long one, too."""
+        """Return (number of prompts, tokens of each); on a GPU the last is one long prompt."""
         found = [(N, LENGTH) for N in self.batches()]
         return [*found, (1, LONG)] if self.device.type == "cuda" else found
 
     def packets(self) -> list[int]:
-        """Tokens of a packet that kernels differ in: what a packet halves into decides on their steps."""
+        """Return the packet lengths that need their own kernels: powers of two up to the longest packet."""
         return sorted({min(1 << i, self.T) for i in range(self.T.bit_length() + 1)})
 
 
 def layer(s: Sizes, training: bool) -> Iterator[Call]:
-    """The rule for whole sequences, and what stands around it."""
+    """Yield calls of the rule on whole sequences, and of the gate and the norm around it."""
     for N, T in s.prompts():
         yield "chunk_gated_delta_rule", f"N={N} T={T}", partial(_rule, s, N, T, training)
     x = s.tokens(1, LENGTH)
@@ -133,7 +133,7 @@ def _rule(s: Sizes, N: int, T: int, training: bool) -> None:
 
 
 def windows(s: Sizes, engine: str) -> Iterator[Call]:
-    """The convolution on an engine's windows, whose channels lie apart or beside one another."""
+    """Yield calls of the convolution on the windows of an engine, in both memory layouts of the channels."""
     weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
     more: dict[str, Any] = {"activation": "silu", "backend": s.backend}
     x, index = s.mixed(1, LENGTH), s.index(1)
@@ -149,7 +149,7 @@ def windows(s: Sizes, engine: str) -> Iterator[Call]:
         yield "causal_conv1d", f"{engine} initial_state", call
     apart = torch.zeros(2, s.channels, s.W - 1 + s.T, dtype=s.dtype, device=s.device)
     for name, pool in (("", apart), (" beside", torch.zeros_like(apart.mT).mT)):
-        # vLLM and SGLang have their windows at the front of a block
+        # vLLM and SGLang store the window at the front of a longer block
         window = pool[:, :, : s.W - 1] if engine in ("vllm", "sglang") else pool
         for has in (None, begins):
             states = {"state": window, "state_index": index, "has_initial_state": has}
@@ -179,7 +179,7 @@ def _prefill(
     index: torch.dtype | None = None, begins: bool = False, splits: bool = False, checkpoints: bool = False,
     snapshots: bool = False, **options: Any,
 ) -> Iterator[Call]:  # fmt: skip
-    """Prompts, in every number if not said otherwise."""
+    """Yield calls of `prefill`; by default one for every number of prompts."""
     asked = {"begins": begins, "splits": splits, "checkpoints": checkpoints, "snapshots": snapshots}
     for N, T in s.prompts() if prompts is None else prompts:
         given = {**s.tokens(1, N * T), **getattr(s, gates)(1, N * T), **s.conventions}
@@ -201,7 +201,7 @@ def _prefill(
 
 
 def own(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
-    """The public functions by their protocols, with gates and indices of the kinds that are asked for."""
+    """Yield calls of the public functions in each protocol, with the gates and indices of `s`."""
     pool, row = s.pool(dtype, s.T + 1), s.index(1)
     for T in sorted({1, s.T}):
         kept = s.pool(dtype, 1, T)
@@ -224,7 +224,10 @@ def own(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
 
 
 def _protocols(s: Sizes, dtype: torch.dtype, gates: str) -> Iterator[Call]:
-    """A token, a packet, and rows by offsets; states narrower than fp32 rounded after each token and not."""
+    """Yield decode calls with one token, a packet, and packed rows.
+
+    For states narrower than fp32 each call also runs with round_state.
+    """
     pool, row = s.pool(dtype, s.T + 1), s.index(1)
     by_offsets: dict[str, Any] = {"cu_seqlens": s.offsets(1, s.T), "max_seqlen": s.T}
     for T, rows in ((1, {}), (s.T, {}), (s.T, by_offsets)):
@@ -250,8 +253,11 @@ def _protocols(s: Sizes, dtype: torch.dtype, gates: str) -> Iterator[Call]:
 
 
 def _prefills(s: Sizes, gates: str, pool: Tensor) -> Iterator[Call]:
-    """The rule in every number of prompts, with the states on the way and without; around it, in kernels that
-    no number of prompts changes, every choice of slots and of what is kept."""
+    """Yield prefill calls.
+
+    The kernels of the rule depend on the number of prompts: run every number, with snapshots and without. The
+    kernels around it do not: run every choice of slots and stored states for one prompt only.
+    """
     yield from _prefill(s, gates, pool, begins=True)
     yield from _prefill(s, gates, pool, snapshots=True)
     for begins, checkpoints, snapshots in product((False, True), repeat=3):
@@ -261,7 +267,7 @@ def _prefills(s: Sizes, gates: str, pool: Tensor) -> Iterator[Call]:
 
 
 def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
-    """A layer's whole step, with a norm and without; decode's tiles change with the number of rows."""
+    """Yield calls of decode_step, with a norm and without; tile sizes depend on the number of rows."""
     for N in s.batches():
         weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
         windows = torch.zeros(2, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
@@ -273,7 +279,7 @@ def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
             "conv_bias": None,
             "state": pool,
         }
-        # rows without a slot
+        # slot -1 makes every row padding
         given |= {"mixed_qkv": s.mixed(N), "read_index": row.repeat(N) - 1, **s.raw(N), **widths}
         gate = torch.zeros(N, s.HV, s.V, dtype=s.dtype, device=s.device)
         norm: dict[str, Any] = {"z": gate, "norm_weight": torch.ones(s.V, dtype=s.dtype, device=s.device)}
@@ -282,8 +288,10 @@ def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
 
 
 def _packets(s: Sizes, dtype: torch.dtype, gates: str, T: int) -> Iterator[Call]:
-    """What goes over matrix units, in tiles for few rows and for many: P5, histories in the dtype of the
-    activations, and the chunk form."""
+    """Yield calls that use tensor cores, with tiles for few rows and for many.
+
+    They are replay (P5), with histories in the dtype of the activations, and the chunk form of decode.
+    """
     for N in sorted({1, s.rows if len(s.batches()) > 1 else 1}):
         pool, rows = s.pool(dtype, N), s.index(N)
         u = torch.zeros(N, max(PLACES), s.HV, s.V, dtype=s.dtype, device=s.device)
@@ -307,7 +315,7 @@ def _packets(s: Sizes, dtype: torch.dtype, gates: str, T: int) -> Iterator[Call]
 
 
 def vllm(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
-    """Packed decode; rows by offsets, with an index or a table of blocks; prompts on states gathered."""
+    """Yield the calls of vLLM: packed decode, rows by index or block table, prompts with gathered states."""
     pool, row, table = s.pool(dtype, s.T + 1), s.index(1), s.index(1, s.T)
     yield _packed(s, pool, read_index=row, null_slot=0)
     for gates in ("raw", "active"):
@@ -331,10 +339,10 @@ def _from_states(s: Sizes, dtype: torch.dtype, N: int) -> None:
 
 
 def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
-    """Decode, packed or by offsets; drafts in chains and trees; prompts, tracked in fp32 or not."""
+    """Yield the calls of SGLang: decode, drafts in chains and trees, prompts tracked in fp32 or not."""
     pool, row, kept = s.pool(dtype, 2), s.index(1), s.pool(dtype, 1, s.T)
     wide = s.index(1, dtype=torch.int64)
-    # the drafts' windows, each in memory of its own or in the one of all (chains)
+    # windows of the drafts: each in its own memory, or views of one shared tensor (chains)
     window = torch.zeros(1, 2, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
     apart = window[:, :1, None].repeat(1, 1, s.T, 1, 1)
     within = torch.zeros(1, 1, s.channels, s.T + s.W - 2, dtype=s.dtype, device=s.device)
@@ -357,14 +365,14 @@ def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
     yield from _prefill(s, "active", pool)
     yield from _prefill(s, "active", pool, [(1, LENGTH)], update_state=False)
     yield from _prefill(s, "active", pool, checkpoints=True)
-    # what is tracked goes through a pool in fp32
+    # tracked states pass through a pool in fp32
     between = s.pool(torch.float32, 2)
     yield from _prefill(s, "active", between, snapshots=True)
     yield "commit", "sglang tracked", partial(commit, pool[None], between[None, :, None], row, row, row)
 
 
 def lmdeploy(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
-    """Dense rows with int64 slots, rings with int32 positions; prompts with split slots."""
+    """Yield the calls of LMDeploy: dense rows with int64 slots, rings with int32 positions, split slots."""
     pool, ring, wide = s.pool(dtype, 2), s.pool(dtype, 2, max(2, s.T)), s.index(1, dtype=torch.int64)
     for gates in ("raw", "active"):
         yield _decode(s, "lmdeploy index", gates, (1, 1), state=pool, read_index=wide)

@@ -1,4 +1,7 @@
-"""The door: callers' tensors in, checked frozen problems out. Nothing below validates again."""
+"""Check the tensors and options of a call and return a frozen problem.
+
+All validation is in this folder; no module below it validates again.
+"""
 
 from gdn.problem.replay import KeepProblem, ReplayProblem
 from gdn.problem.rule import CHUNK, RESET, ContextParallel, Problem, host_offsets, parse

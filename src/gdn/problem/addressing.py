@@ -1,6 +1,6 @@
-"""The parts of a serving call, checked: tokens, gates, the pool, where states are read and written.
+"""Check the parts of a serving call: tokens, gates, the pool, and the slots that are read and written.
 
-`dims` maps letters to sizes; each check reads the ones it knows and adds the ones it meets first.
+`dims` maps letters to sizes. Each check compares with the sizes in `dims` and adds those that are missing.
 """
 
 from typing import Any
@@ -64,7 +64,7 @@ def gates(
 
 
 def packing(q: Tensor, cu_seqlens: Any, max_seqlen: Any, dims: dict[str, int]) -> None:
-    """dims gets N, the rows, and M, the tokens of the longest row where that is known."""
+    """Check cu_seqlens and max_seqlen; set dims N, the rows, and M, the most tokens of a row, where known."""
     if cu_seqlens is None:
         if max_seqlen is not None:
             raise ValueError(f"max_seqlen: expected None without cu_seqlens, got {max_seqlen}")
@@ -159,7 +159,7 @@ def writing(write: str, write_index: Any, ring_pos: Any, dims: dict[str, int]) -
 
 
 def spans(offsets: list[int], max_seqlen: int | None) -> list[tuple[int, int]]:
-    """(first token, tokens) of every packed row; ValueError for one longer than max_seqlen."""
+    """Return (first token, number of tokens) of every packed row; ValueError for one over max_seqlen."""
     found = [(start, end - start) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
     longest = max((count for _, count in found), default=0)
     if max_seqlen is not None and longest > max_seqlen:
@@ -168,7 +168,7 @@ def spans(offsets: list[int], max_seqlen: int | None) -> list[tuple[int, int]]:
 
 
 def columns(name: str, x: Tensor | None, count: int | None) -> None:
-    """Per-token tensors have the tokens on axis 1, at least as many as the longest row."""
+    """Raise ValueError if axis 1 of x has fewer than `count` entries, one for each token of a row."""
     if x is not None and count is not None and x.shape[1] < count:
         raise ValueError(f"{name}: expected room for {count} tokens on axis 1, got {list(x.shape)}")
 

@@ -1,4 +1,7 @@
-"""The vocabulary of validation: every refusal reads `name: expected ..., got ...` and touches no tensor."""
+"""Define the checks of single arguments; a failed check modifies no tensor.
+
+Every message reads `name: expected ..., got ...`.
+"""
 
 import numbers
 from collections.abc import Mapping
@@ -15,7 +18,7 @@ INTS = (torch.int32, torch.int64)
 
 
 def tensor(name: str, x: Any) -> None:
-    """TypeError unless x is a tensor with strides."""
+    """Raise TypeError unless x is a strided tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if x.layout is not torch.strided:
@@ -23,21 +26,21 @@ def tensor(name: str, x: Any) -> None:
 
 
 def floating(name: str, x: Any) -> None:
-    """TypeError unless x is a tensor of a floating dtype the library computes with."""
+    """Raise TypeError unless x is a tensor of one of the FLOATS."""
     tensor(name, x)
     if x.dtype not in FLOATS:
         raise TypeError(f"{name}: expected a tensor of float16, bfloat16, float32 or float64, got {x.dtype}")
 
 
 def integral(name: str, x: Any) -> None:
-    """TypeError unless x is an int32 or int64 tensor."""
+    """Raise TypeError unless x is an int32 or int64 tensor."""
     tensor(name, x)
     if x.dtype not in INTS:
         raise TypeError(f"{name}: expected an int32 or int64 tensor, got {x.dtype}")
 
 
 def number(name: str, x: Any) -> None:
-    """TypeError unless x is a real number, ValueError unless it is finite in fp32."""
+    """Raise TypeError unless x is a real number, ValueError unless it is finite in fp32."""
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {type(x).__name__}")
     if not -LARGEST <= float(x) <= LARGEST:
@@ -45,7 +48,7 @@ def number(name: str, x: Any) -> None:
 
 
 def backend(name: Any) -> None:
-    """TypeError unless name is a string or None, ValueError unless a backend has that name."""
+    """Raise TypeError unless name is a string or None, ValueError unless a backend has that name."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"backend: expected a name or None, got {type(name).__name__}")
     if name is not None and name not in BACKENDS:
@@ -53,7 +56,7 @@ def backend(name: Any) -> None:
 
 
 def choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
-    """TypeError unless value is a name or None, ValueError unless it is one of the choices."""
+    """Raise TypeError unless value is a string or None, ValueError unless it is one of the choices."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name}: expected a name or None, got {type(value).__name__}")
     if value not in choices:
@@ -61,7 +64,7 @@ def choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
 
 
 def flags(**values: Any) -> list[bool]:
-    """Return the values as Python bools, in order; TypeError unless each is a bool or a NumPy bool."""
+    """Return the values as Python bools, in order; raise TypeError unless each is a bool or a NumPy bool."""
     for name, value in values.items():
         if not isinstance(value, bool) and not _is_numpy_bool(value):
             raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
@@ -73,10 +76,10 @@ def _is_numpy_bool(value: Any) -> bool:
 
 
 def companions(reference: Tensor, reference_name: str, **tensors: Tensor | None) -> None:
-    """Refuse tensors that cannot be computed with beside `reference`.
+    """Check that each tensor can be an operand beside `reference`.
 
-    ValueError unless all lie on its device. TypeError for a subclass that intercepts operators
-    (`__torch_dispatch__`) beside a plain `reference`: a backend would run on the mixture, past the subclass.
+    Raises ValueError unless all are on its device. Raises TypeError for a tensor subclass that intercepts
+    operators (`__torch_dispatch__`) beside a plain `reference`: a backend would run without the subclass.
     """
     is_plain = not intercepts_operators(reference)
     for name, x in tensors.items():
@@ -94,9 +97,9 @@ def companions(reference: Tensor, reference_name: str, **tensors: Tensor | None)
 
 
 def intercepts_operators(x: Tensor) -> bool:
-    """True for a tensor whose class has a `__torch_dispatch__`; False while a compiler traces.
+    """Return True if the class of x has a `__torch_dispatch__`; return False while a compiler traces.
 
-    A compiler's own fake tensors stand for what the caller has, and mix with constants.
+    The fake tensors of a compiler replace the tensors of the caller, and may appear beside real constants.
     """
     kind = type(x)
     if kind is Tensor or torch.compiler.is_compiling():
@@ -105,7 +108,7 @@ def intercepts_operators(x: Tensor) -> bool:
 
 
 def same_dtype(reference: Tensor, reference_name: str, **tensors: Tensor) -> None:
-    """ValueError unless all tensors have the dtype of `reference`."""
+    """Raise ValueError unless all tensors have the dtype of `reference`."""
     for name, x in tensors.items():
         if x.dtype != reference.dtype:
             raise ValueError(
@@ -114,7 +117,7 @@ def same_dtype(reference: Tensor, reference_name: str, **tensors: Tensor) -> Non
 
 
 def shape(name: str, x: Tensor, axes: str, dims: dict[str, int]) -> None:
-    """Match x against axes such as "B T H K": a new letter takes x's size, a known one must equal it."""
+    """Match x with axes such as "B T H K": a new letter gets the size from x, a known one must equal it."""
     letters = axes.split()
     ok = x.dim() == len(letters)
     if ok:
@@ -128,7 +131,7 @@ def shape(name: str, x: Tensor, axes: str, dims: dict[str, int]) -> None:
 
 
 def time_first(v: Tensor, dims: Mapping[str, int]) -> None:
-    """ValueError where q, k and v have their heads before their tokens, as v's shape then shows."""
+    """Raise ValueError if the shape of v shows that heads precede tokens in q, k and v."""
     T, H = dims["T"], dims["H"]
     if v.dim() == 4 and v.shape[1] != T and v.shape[2] == H and T > 0 and v.shape[1] % T == 0:
         raise ValueError(
@@ -138,14 +141,14 @@ def time_first(v: Tensor, dims: Mapping[str, int]) -> None:
 
 
 def describe(letters: list[str], dims: Mapping[str, int]) -> str:
-    """'B=2, T=5, HV' : sizes where known."""
+    """Return the axes with their sizes where known, such as 'B=2, T=5, HV'."""
     return ", ".join(f"{a}={dims[a]}" if a in dims else a for a in letters)
 
 
 def offsets(packed: str, cu_seqlens: Any, cu_seqlens_cpu: Any, dims: Mapping[str, int]) -> int:
-    """Number of sequences; refuses offsets of the wrong kind or shape, and a batch beside them.
+    """Check the kind and shape of cu_seqlens and that B is 1; return the number of sequences.
 
-    `packed` names the tensor whose batch it is.
+    `packed` is the name of the tensor that has the batch axis.
     """
     integral("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
@@ -161,7 +164,7 @@ def offsets(packed: str, cu_seqlens: Any, cu_seqlens_cpu: Any, dims: Mapping[str
 
 
 def enough_slots(name: str, slots: int, rows: int, index: str) -> None:
-    """ValueError where rows use slots by their own number, as `index` is None, and there are fewer slots."""
+    """Raise ValueError if there are fewer slots than rows; without an index, row n uses slot n."""
     if slots < rows:
         raise ValueError(
             f"{name}: expected at least {rows} slots for {rows} rows, got {slots} ({index} would name a slot "
@@ -170,7 +173,7 @@ def enough_slots(name: str, slots: int, rows: int, index: str) -> None:
 
 
 def no_tangent(function: str, **tensors: Tensor | None) -> None:
-    """NotImplementedError under forward-mode differentiation, which would silently see a constant."""
+    """Raise NotImplementedError under forward-mode differentiation, which would see a constant silently."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     for name, x in tensors.items():
@@ -181,8 +184,10 @@ def no_tangent(function: str, **tensors: Tensor | None) -> None:
 
 
 def writable(name: str, x: Tensor) -> None:
-    """ValueError unless x can be written in place: each element has memory of its own, outside inference mode
-    x is no inference tensor."""
+    """Raise ValueError unless x can be written in place.
+
+    Each element must have memory of its own. Outside inference mode, x must not be an inference tensor.
+    """
     if overlaps_itself(x):
         raise ValueError(
             f"{name}: expected memory of its own for every element, got shape {list(x.shape)} with strides "
@@ -197,13 +202,14 @@ def writable(name: str, x: Tensor) -> None:
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """True unless each axis, in order of stride, steps past all that the axes of smaller strides reach.
+    """Return True unless every element of x is known to have memory of its own.
 
-    Exact for memory in blocks, as every pool has it; True as well for strides that interleave.
+    In order of stride, each axis must step past all elements of the axes before it. The test is exact for
+    memory in blocks, the layout of every pool, and also returns True for interleaved strides.
     """
     if x.is_contiguous() or x.numel() == 0:
         return False
-    # by pairs, since a compiler cannot sort sizes that it does not know
+    # compare pairs of axes: a compiler cannot sort symbolic sizes
     axes = [(stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
     for i, (stride, _) in enumerate(axes):
         reach = 0
@@ -216,7 +222,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def no_gradient(function: str, **tensors: Tensor | None) -> None:
-    """ValueError when autograd would record: the serving functions have no gradient."""
+    """Raise ValueError if autograd would record the call: the serving functions have no gradient."""
     no_tangent(function, **tensors)
     if torch.is_grad_enabled():
         for name, x in tensors.items():

@@ -1,8 +1,8 @@
-"""Inspect the contents of a call's tensors, for debug mode (GDN_DEBUG=1): this reads device memory.
+"""Inspect the contents of the tensors of a call, for debug mode (GDN_DEBUG=1); this reads device memory.
 
-`inspect_problem` raises ValueError where the result would be undefined: two rows that write one slot, a row
-that reads what another one writes, a positive log decay. It returns a sentence for each property that is
-allowed and is usually a mistake: a slot past the pool, keys that are not normalised, heads before tokens.
+`inspect_problem` raises ValueError where the result would be undefined: two rows write one slot, a row reads
+a slot that another row writes, a log decay is positive. It returns a message for each property that is
+allowed but usually a mistake: a slot past the pool, keys that are not normalised, heads before tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +20,12 @@ from gdn.problem.step import StepProblem
 Spans = Sequence[
     tuple[int, int]
 ]  # (first token, number of tokens) of each row, tokens counted over the batch
-Places = Iterable[tuple[int, Any]]  # (row, what it reads or writes)
-SLACK = 1.02  # keys that were normalised in bf16 have norms up to 1.01
+Places = Iterable[tuple[int, Any]]  # (row, the place that it reads or writes)
+SLACK = 1.02  # rounding to bf16 gives normalised keys norms of up to 1.01
 
 
 def inspect_problem(problem: Any) -> list[str]:
-    """Return the findings of a checked call; raise ValueError where its result would be undefined."""
+    """Return the messages about a checked call; raise ValueError where its result would be undefined."""
     inspect = _INSPECT.get(type(problem))
     return [] if inspect is None else inspect(problem)
 
@@ -155,7 +155,7 @@ def _slot_vector(name: str, index: Tensor, slots: int, null_slot: int | None) ->
 
 
 def _selected(p: DecodeProblem | ReplayProblem, rows: range) -> list[int]:
-    """Return the slot that each row reads, before it is compared with the pool."""
+    """Return the slot that each row reads, valid or not."""
     if p.read_index is None:
         return list(rows)
     given: list[Any] = p.read_index.tolist()
@@ -173,7 +173,7 @@ def _past_the_pool(name: str, values: Sequence[int], size: int, unit: str = "slo
 
 
 def _require_own_slots(name: str, writes: Places, reads: Places = ()) -> None:
-    """ValueError where two rows write one place, or one reads what another writes."""
+    """Raise ValueError if two rows write one place, or one row reads a place that another row writes."""
     owner: dict[Any, int] = {}
     for row, place in writes:
         if owner.setdefault(place, row) != row:
@@ -199,7 +199,7 @@ def _pool_tokens(p: DecodeProblem | PrefillProblem | ReplayProblem, spans: Spans
 
 
 def _tokens(k: Tensor, g: Tensor | None, beta: Tensor | None, spans: Spans, is_normalised: bool) -> list[str]:
-    """Look at the tokens of rows that are computed; padding may hold anything."""
+    """Inspect the tokens of the rows that are computed; padding may hold any value."""
     chosen = [torch.arange(start, start + count, device=k.device) for start, count in spans if count > 0]
     if not chosen:
         return []

@@ -1,4 +1,4 @@
-"""What stands around the rule in a layer, checked: convolution, gated norm, the layer's own arguments."""
+"""Check the calls around the rule in a layer: causal convolution, gated norm, arguments of the layer."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,12 +9,12 @@ from torch import Tensor
 from gdn.notation import Channels, ConvPool, ConvState, ConvWeight, Index, Mask, Offsets
 from gdn.problem import check
 
-GATES = (None, "silu", "sigmoid")  # of the gated norm
+GATES = (None, "silu", "sigmoid")  # activations of the gated norm
 
 
 @dataclass(frozen=True)
 class ConvProblem:
-    """One causal convolution, checked. `state` excludes `initial_state`, packed excludes B > 1."""
+    """Hold one checked causal convolution. `state` excludes `initial_state`; packed tokens have B = 1."""
 
     x: Channels
     weight: ConvWeight
@@ -36,12 +36,12 @@ class ConvProblem:
 
     @property
     def W(self) -> int:
-        """Width of the window: the newest input and the W - 1 before it."""
+        """Return W, the taps of the convolution: the newest input and the W - 1 before it."""
         return self.weight.shape[1]
 
     @property
     def N(self) -> int:
-        """Number of sequences."""
+        """Return N, the number of sequences."""
         return self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
@@ -51,7 +51,7 @@ class ConvProblem:
 
 @dataclass(frozen=True)
 class ConvUpdateProblem:
-    """One step of the convolution on a pool, checked; x and out [B, T, D]. `state` and `out` are written."""
+    """Hold one checked step of the convolution on a pool; x, out [B, T, D]. Writes `state` and `out`."""
 
     x: Channels
     state: ConvPool
@@ -66,13 +66,13 @@ class ConvUpdateProblem:
     backend: str | None
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields in order, as the torch operator takes them."""
+        """Return the fields in order, the arguments of the torch operator."""
         return tuple(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True)
 class NormProblem:
-    """One gated RMS norm, checked: x and z [..., D], weight [D]."""
+    """Hold one checked gated RMS norm: x and z [..., D], weight [D]."""
 
     x: Tensor
     z: Tensor | None
@@ -82,7 +82,7 @@ class NormProblem:
     backend: str | None
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields in order, as the torch operator takes them."""
+        """Return the fields in order, the arguments of the torch operator."""
         return tuple(getattr(self, f.name) for f in fields(self))
 
 
@@ -102,7 +102,7 @@ def parse_conv(
     null_slot: Any,
     backend: Any,
 ) -> ConvProblem:
-    """Check a call of `causal_conv1d`, reading no tensor's contents; raises as `gdn.problem.parse` does."""
+    """Check a call of `causal_conv1d` without reading tensor contents; raise like `gdn.problem.parse`."""
     (output_final_state,) = check.flags(output_final_state=output_final_state)
     check.backend(backend)
     check.choice("activation", activation, (None, "silu"))
@@ -163,7 +163,7 @@ def parse_conv_update(
     out: Any,
     backend: Any,
 ) -> ConvUpdateProblem:
-    """Check a call of `causal_conv1d_update`, reading no tensor's contents; makes `out` if none is given."""
+    """Check a call of `causal_conv1d_update`, reading no tensor contents; allocate `out` if it is None."""
     check.backend(backend)
     check.choice("activation", activation, (None, "silu"))
     check.tensor("x", x)
@@ -203,7 +203,7 @@ def parse_conv_update(
 
 
 def parse_norm(x: Any, z: Any, weight: Any, *, eps: Any, activation: Any, backend: Any) -> NormProblem:
-    """Check a call of `rms_norm_gated`, reading no tensor's contents."""
+    """Check a call of `rms_norm_gated` without reading tensor contents."""
     check.backend(backend)
     check.choice("activation", activation, GATES)
     check.floating("x", x)
@@ -222,7 +222,7 @@ def parse_norm(x: Any, z: Any, weight: Any, *, eps: Any, activation: Any, backen
 
 
 def check_layer(gate: Any, backend: Any, **sizes: Any) -> None:
-    """Refuse sizes that make no GatedDeltaNet: all positive ints, num_v_heads a multiple of num_k_heads."""
+    """Raise unless all sizes are positive ints and num_v_heads is a multiple of num_k_heads."""
     check.backend(backend)
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):
@@ -238,7 +238,10 @@ def check_layer(gate: Any, backend: Any, **sizes: Any) -> None:
 def check_hidden(
     hidden: Any, attention_mask: Any, cu_seqlens: Any, hidden_size: int, dtype: torch.dtype | None
 ) -> None:
-    """Refuse inputs that do not fit: hidden [B, T, hidden_size] in dtype, mask [B, T' >= T] or cu_seqlens."""
+    """Raise unless the inputs fit the layer and each other.
+
+    hidden must be [B, T, hidden_size] in dtype. A mask [B, T' >= T] and cu_seqlens exclude each other.
+    """
     check.floating("hidden", hidden)
     dims = {"hidden_size": hidden_size}
     check.shape("hidden", hidden, "B T hidden_size", dims)
@@ -259,7 +262,7 @@ def check_hidden(
 
 
 def check_cache(cache: Any, kind: type, N: int, weight: Tensor, heads: tuple[int, int, int]) -> None:
-    """Refuse a cache of another class, of other than N sequences, or of another layer's sizes.
+    """Raise unless cache is None or has class `kind`, N sequences and the sizes of this layer.
 
     weight: [D, W] of the convolution; heads: HV, K, V.
     """

@@ -1,6 +1,6 @@
-"""What replay is asked for, checked: a packet verified on a state and its history, and the accepted kept.
+"""Check the calls of speculation by replay: verify a packet on a state and its history; commit tokens.
 
-The names of the fields are those of the public functions in `gdn.ops.replay`, where they are explained.
+The fields have the names of the arguments of `gdn.ops.replay`, where they are documented.
 """
 
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ from gdn.problem.serving import OnPool
 
 @dataclass(frozen=True)
 class ReplayProblem(OnPool):
-    """One packet for each row, checked. The history and `out` are written, `state` and `cursor` are not."""
+    """Hold one checked packet per row. The history and `out` are written, `state` and `cursor` are not."""
 
     q: Q
     k: Keys
@@ -46,25 +46,28 @@ class ReplayProblem(OnPool):
 
     @property
     def places(self) -> int:
-        """Tokens that a slot's history has room for."""
+        """Return the number of tokens that the history of a slot can hold."""
         return self.history_G.shape[1]
 
     @property
     def longest(self) -> int:
-        """A bound of the tokens in a row."""
+        """Return a bound of the number of tokens in a row."""
         if self.cu_seqlens is None:
             return self.q.shape[1]
         if self.max_seqlen is not None:
             return self.max_seqlen
-        # only offsets on the CPU come without it
+        # max_seqlen is required for offsets on a device, so these are on the CPU
         return max((count for _, count in self.spans(read_device=False) or ()), default=0)
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields in order, as the torch operator takes them."""
+        """Return the fields in order, the arguments of the torch operator."""
         return tuple([getattr(self, name) for name in _REPLAY_FIELDS])
 
     def spans(self, *, read_device: bool) -> list[tuple[int, int]] | None:
-        """(first token, tokens) of every row, numbered through the batch; None if it may not be read."""
+        """Return (first token, number of tokens) of every row, tokens numbered through the batch.
+
+        Returns None if the offsets are on a device and read_device is False.
+        """
         if self.cu_seqlens is None:
             T = self.q.shape[1]
             return [(row * T, T) for row in range(self.q.shape[0])]
@@ -74,7 +77,7 @@ class ReplayProblem(OnPool):
 
 @dataclass(frozen=True)
 class KeepProblem:
-    """One end of a verification, checked, for all layers. `state` and `cursor` are written."""
+    """Hold one checked commit after verification, for all layers. `state` and `cursor` are written."""
 
     state: Tensor
     history_u: Tensor
@@ -103,11 +106,11 @@ class KeepProblem:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of all computation: fp32, or fp64 for pools of fp64."""
+        """Return the dtype of all computation: fp32, or fp64 for pools in fp64."""
         return torch.float64 if self.state.dtype == torch.float64 else torch.float32
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields in order, as the torch operator takes them."""
+        """Return the fields in order, the arguments of the torch operator."""
         return tuple([getattr(self, name) for name in _KEEP_FIELDS])
 
 
@@ -121,7 +124,7 @@ def parse_replay(
     allow_neg_eigval: Any, state_v_first: Any, cu_seqlens: Any, max_seqlen: Any, read_index: Any,
     null_slot: Any, out: Any, backend: Any,
 ) -> ReplayProblem:  # fmt: skip
-    """Check a call of `replay_decode`, reading no tensor's contents; allocates `out` where none is given."""
+    """Check a call of `replay_decode` without reading tensor contents; allocate `out` if it is None."""
     use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first = check.flags(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
@@ -160,7 +163,7 @@ def parse_keep(
     state: Any, history_u: Any, history_k: Any, history_G: Any, cursor: Any, index: Any, accepted: Any,
     room: Any, update_cursor: Any, state_v_first: Any, null_slot: Any, backend: Any,
 ) -> KeepProblem:  # fmt: skip
-    """Check a call of `replay_commit`, reading no tensor's contents."""
+    """Check a call of `replay_commit` without reading tensor contents."""
     update_cursor, state_v_first = check.flags(update_cursor=update_cursor, state_v_first=state_v_first)
     check.backend(backend)
     dims: dict[str, int] = {}
@@ -187,7 +190,7 @@ def parse_keep(
 
 
 def _history(u: Any, k: Any, G: Any, cursor: Any, lead: str, dims: dict[str, int]) -> None:
-    """The history of each slot, and how much of it is in use."""
+    """Check the history of each slot and the cursor, the number of its places in use."""
     for name, x in (("history_u", u), ("history_k", k)):
         check.floating(name, x)
     check.floating("history_G", G)

@@ -1,4 +1,4 @@
-"""parse(): the tensors and options of one call of the gated delta rule -> one checked, frozen Problem."""
+"""Check the tensors and options of one call of the gated delta rule; return one frozen Problem."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,14 +10,14 @@ from torch import Tensor
 from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
 from gdn.problem import check
 
-CHUNK = 64  # tokens per chunk, in every backend and in what a forward saves for its backward
+CHUNK = 64  # tokens per chunk, in every backend and in the saved tensors of a forward
 RESET = (
     -1000.0
-)  # a log decay below it counts as it: e^-1000 is 0 in every dtype, and sums keep their resolution
+)  # a lower log decay counts as this one: e^-1000 is 0 in every dtype, and sums keep their resolution
 
 
 class ContextParallel(Protocol):
-    """How a sequence is split over ranks; no backend takes one yet."""
+    """Describe how a sequence is split over ranks; no backend supports it yet."""
 
     rank: int
     world_size: int
@@ -25,12 +25,12 @@ class ContextParallel(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of the rule, checked. Field order is the argument order of the torch operators in `ops`.
+    """Hold one checked call of the rule; the fields are the arguments of the torch operators, in order.
 
-    Tensors have the names and shapes of `notation`; with the in-kernel options `g` and `beta` hold raw
-    logits. `backend` is the name that was asked for, or None.
+    The tensors have the names and shapes of `notation`. With the in-kernel options `g` and `beta` hold raw
+    logits. `backend` is the name that the caller passed, or None.
 
-    `form` is no argument: problems whose forms are one object differ only in where their tensors lie.
+    `form` is not an argument. Problems that share one `form` object differ only in the addresses of tensors.
     """
 
     q: Q
@@ -81,12 +81,15 @@ class Problem:
 
     @property
     def N(self) -> int:
-        """Number of sequences."""
+        """Return N, the number of sequences."""
         return self.B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in all sequences; packed, the bound sum ceil(T_n / C) <= floor((T + N (C - 1)) / C)."""
+        """Return the number of chunks in all sequences.
+
+        For packed sequences it is the bound sum ceil(T_n / C) <= floor((T + N (C - 1)) / C).
+        """
         if self.cu_seqlens is None:
             return self.B * ((self.T + CHUNK - 1) // CHUNK)
         return (self.T + self.N * (CHUNK - 1)) // CHUNK
@@ -97,22 +100,25 @@ class Problem:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Dtype of the carried and final state, and of all accumulation: fp32, or fp64 for fp64 inputs."""
+        """Return the dtype of initial and final state and of all sums: fp32, or fp64 for fp64 inputs."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """Shape of initial and final state in the layout the caller chose."""
+        """Return the shape of the initial and final state, in the layout that the caller chose."""
         last = (self.V, self.K) if self.state_v_first else (self.K, self.V)
         return (self.N, self.HV, *last)
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The tensors that have gradients, in field order."""
+        """Return the tensors that have gradients, in field order."""
         return (self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias, self.initial_state)
 
     def of(self, tensors: Sequence[Tensor | None], form: Hashable) -> "Problem":
-        """This problem with other tensors, in order. __init__, of a frozen class, takes 2.4 us longer."""
+        """Return this problem with other tensors, in field order.
+
+        This bypasses __init__, which takes 2.4 us longer in a frozen dataclass.
+        """
         values = vars(self).copy()
         (
             values["q"], values["k"], values["v"], values["g"], values["beta"], values["A_log"],
@@ -124,7 +130,7 @@ class Problem:
         return problem
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields in order but for `form`, as the torch operators take them."""
+        """Return the fields in order without `form`, the arguments of the torch operators."""
         return tuple([getattr(self, name) for name in _ARGUMENTS])
 
 
@@ -155,12 +161,12 @@ def parse(
     batch_invariant: bool = False,
     backend: Any = None,
 ) -> Problem:
-    """Check a call of the gated delta rule, reading no tensor's contents.
+    """Check a call of the gated delta rule without reading tensor contents.
 
     Raises:
-        TypeError            an argument of the wrong kind (no tensor, an integer tensor, a flag not a bool)
-        ValueError           shapes, dtypes, devices or options that contradict each other
-        NotImplementedError  cp_context, until context parallelism exists
+        TypeError            for an argument of the wrong kind (no tensor, an integer tensor, no bool)
+        ValueError           for shapes, dtypes, devices or options that contradict each other
+        NotImplementedError  for a cp_context, until context parallelism exists
     """
     (
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
@@ -247,9 +253,10 @@ def _check_gates(
 def host_offsets(
     cu_seqlens: Tensor, cu_seqlens_cpu: Tensor | None, T: int, *, read_device: bool
 ) -> list[int] | None:
-    """The offsets as checked Python numbers, or None when they lie on a device and may not be read.
+    """Return the offsets as checked Python ints, or None if they are on a device and read_device is False.
 
-    Raises ValueError unless 0 = cu_seqlens[0] <= cu_seqlens[1] <= ... <= cu_seqlens[N] <= T, in both alike.
+    Raises ValueError unless 0 = cu_seqlens[0] <= cu_seqlens[1] <= ... <= cu_seqlens[N] <= T, and unless both
+    tensors that are read hold the same offsets.
     """
     found: list[int] | None = None
     for name, x in (("cu_seqlens_cpu", cu_seqlens_cpu), ("cu_seqlens", cu_seqlens)):

@@ -1,6 +1,6 @@
-"""What an engine asks for, checked: one decode step, one prefill, one commit on its state pools.
+"""Check the calls of a serving engine: one decode step, one prefill or one commit on its state pools.
 
-The names of the fields are those of the public functions in `gdn.ops.serving`, where they are explained.
+The fields have the names of the arguments of `gdn.ops.serving`, where they are documented.
 """
 
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ from gdn.problem.rule import Problem, host_offsets
 
 
 class OnPool:
-    """What decode, prefill and replay share: sizes, the pool's slots, arguments for the torch operator."""
+    """Provide the sizes, the dtype and the slot test that decode, prefill and replay share."""
 
     q: Q
     v: Values
@@ -42,24 +42,24 @@ class OnPool:
 
     @property
     def N(self) -> int:
-        """Rows of a decode, sequences of a prefill."""
+        """Return N, the rows of a decode or the sequences of a prefill."""
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of all computation: fp32, or fp64 for fp64 inputs."""
+        """Return the dtype of all computation: fp32, or fp64 for fp64 inputs."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def is_slot(self, slot: int) -> bool:
-        """Whether a number names a slot of the pool that may be read and written."""
+        """Return True if `slot` is in the pool and is not the null slot."""
         return (0 if self.null_slot is None else 1) <= slot < self.state.shape[0]
 
 
 @dataclass(frozen=True)
 class DecodeProblem(OnPool):
-    """One decode, checked; dense [B, T, ...], or packed [1, total, ...] with cu_seqlens.
+    """Hold one checked decode; dense [B, T, ...], or packed [1, total, ...] with cu_seqlens.
 
-    `state`, `intermediate` and `out` are written. Either g and beta are given or a, b and A_log, or neither.
+    `state`, `intermediate` and `out` are written. The gates are g and beta, or a, b and A_log, or all None.
     """
 
     q: Q
@@ -93,13 +93,14 @@ class DecodeProblem(OnPool):
     backend: str | None
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields in order, as the torch operators take them."""
+        """Return the fields in order, the arguments of the torch operators."""
         return tuple([getattr(self, name) for name in _DECODE_FIELDS])
 
     def spans(self, *, read_device: bool) -> list[tuple[int, int]] | None:
-        """(first token, tokens) of every row, tokens numbered through the batch; None if it may not be read.
+        """Return (first token, number of tokens) of every row, tokens numbered through the batch.
 
-        Raises ValueError for bad offsets, and rows longer than max_seqlen or than what is given per token.
+        Returns None if the offsets are on a device and read_device is False. Raises ValueError for bad
+        offsets, and for a row longer than max_seqlen or than axis 1 of a per-token tensor.
         """
         if self.cu_seqlens is None:
             T = self.q.shape[1]
@@ -118,7 +119,7 @@ class DecodeProblem(OnPool):
 
 @dataclass(frozen=True)
 class PrefillProblem(OnPool):
-    """One prefill of packed sequences, checked. `state`, `checkpoints` and `out` are written."""
+    """Hold one checked prefill of packed sequences. `state`, `checkpoints` and `out` are written."""
 
     q: Q
     k: Keys
@@ -150,21 +151,21 @@ class PrefillProblem(OnPool):
     backend: str | None
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields in order, as the torch operators take them."""
+        """Return the fields in order, the arguments of the torch operators."""
         return tuple([getattr(self, name) for name in _PREFILL_FIELDS])
 
     def offsets(self, *, read_device: bool) -> list[int] | None:
-        """cu_seqlens as checked numbers; None if they may not be read."""
+        """Return cu_seqlens as checked ints; None if it is on a device and read_device is False."""
         return host_offsets(self.cu_seqlens, None, self.q.shape[1], read_device=read_device)
 
     @property
     def keeps_states(self) -> bool:
-        """Whether states on the way are wanted, between a sequence's first and last token."""
+        """Return True if the call stores states between the first and last token: checkpoints, snapshots."""
         return self.checkpoints is not None or self.snapshot_pos is not None
 
     @cached_property
     def rule(self) -> Problem:
-        """The rule for all of the prefill, without its initial states."""
+        """Return the Problem of the rule for the whole prefill, without initial states."""
         is_raw = self.a is not None
         g, beta = (self.a, self.b) if is_raw else (self.g, self.beta)
         return Problem(
@@ -176,7 +177,7 @@ class PrefillProblem(OnPool):
 
 @dataclass(frozen=True)
 class CommitProblem:
-    """One commit, checked: dst [L, slots, ...], src [L, rows, T, ...], the rest [n]. `dst` is written."""
+    """Hold one checked commit: dst [L, slots, ...], src [L, rows, T, ...], the rest [n]. `dst` is written."""
 
     dst: Tensor
     src: Tensor
@@ -188,7 +189,7 @@ class CommitProblem:
     backend: str | None = None
 
     def arguments(self) -> tuple[Any, ...]:
-        """The tensors in order, as the torch operator takes them."""
+        """Return the tensors in order, the arguments of the torch operator."""
         return (
             self.dst,
             self.src,
@@ -211,7 +212,7 @@ def parse_decode(
     intermediate_row: Any, parent: Any, write: Any, null_slot: Any, round_state: Any, exact_packet: Any,
     out: Any, backend: Any,
 ) -> DecodeProblem:  # fmt: skip
-    """Check a call of `decode`, reading no tensor's contents; allocates `out` where none is given."""
+    """Check a call of `decode` without reading tensor contents; allocate `out` if it is None."""
     use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, round_state, exact_packet = check.flags(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, round_state=round_state, exact_packet=exact_packet,
@@ -240,7 +241,7 @@ def parse_decode(
 
 
 def one_state_per_row(problem: DecodeProblem) -> DecodeProblem:
-    """The same problem; ValueError unless the pool is a plain batch of states."""
+    """Return the problem unchanged; raise ValueError unless the pool has one state for each row."""
     if problem.state.shape[0] != problem.N:
         raise ValueError(
             f"state: expected one state for each of B={problem.N} rows, got {list(problem.state.shape)}"
@@ -259,9 +260,9 @@ def parse_packed(
     *,
     is_dense: bool,
 ) -> tuple[Any, ...]:
-    """Views q, k, v, a, b and out (or None) of what `decode_packed` takes, as `decode` takes them.
+    """Check the tensors of `decode_packed`; return views q, k, v, a, b and out (or None) shaped for `decode`.
 
-    Every token is a row of its own if is_dense, else all lie in one packed batch row.
+    With is_dense each token is a row of its own, otherwise all tokens are in one packed batch row.
     """
     for name, size in (("num_k_heads", num_k_heads), ("head_k_dim", head_k_dim), ("head_v_dim", head_v_dim)):
         if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
@@ -296,7 +297,7 @@ def parse_prefill(
     checkpoints: Any, checkpoint_every: Any, checkpoint_offsets: Any, snapshot_pos: Any, snapshot_index: Any,
     null_slot: Any, out: Any, backend: Any,
 ) -> PrefillProblem:  # fmt: skip
-    """Check a call of `prefill`, reading no tensor's contents; allocates `out` where none is given."""
+    """Check a call of `prefill` without reading tensor contents; allocate `out` if it is None."""
     use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, batch_invariant, update_state = check.flags(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, batch_invariant=batch_invariant, update_state=update_state,
@@ -339,7 +340,7 @@ def parse_prefill(
 def parse_commit(
     dst: Any, src: Any, dst_index: Any, src_row: Any, step: Any, extra_dst_index: Any, extra_step: Any
 ) -> CommitProblem:
-    """Check a call of `commit`, reading no tensor's contents."""
+    """Check a call of `commit` without reading tensor contents."""
     check.floating("dst", dst)
     check.floating("src", src)
     if dst.dim() < 2:

@@ -1,4 +1,7 @@
-"""The door of the stages and of the gate. A name has one shape in all of them: one table of axes serves."""
+"""Check the calls of the stages and of the gate.
+
+A name has the same shape in all of them, so one table of axes is enough.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +38,10 @@ OPTIONAL = ("dt_bias", "initial_state", "dfinal_state")
 
 @dataclass(frozen=True)
 class StageProblem:
-    """One call of a stage or of the gate, checked: what `select` shows to a backend.
+    """Hold one checked call of a stage or of the gate; `select` passes it to each backend.
 
-    `stage` names the backend's slot, `tensors` the arguments in its order, `sizes` the letters of their
-    shapes (N and NC too for a stage). `backend` is the name that was asked for, or None.
+    `stage` is the name of the function in the backend and `tensors` its arguments in order. `sizes` has the
+    sizes of the letters in their shapes, and N and NC for a stage. `backend` is as in the call.
     """
 
     stage: str
@@ -55,16 +58,16 @@ class StageProblem:
 def parse_stage(
     stage: str, tensors: dict[str, Any], *, cu_seqlens: Any = None, scale: Any = None, backend: Any = None
 ) -> StageProblem:
-    """Check a call of a stage, reading no tensor's contents. Tensors come in the stage's order.
+    """Check a call of a stage without reading tensor contents. `tensors` are in the order of its arguments.
 
     Raises:
-        TypeError   an argument of the wrong kind
-        ValueError  shapes, dtypes or devices that contradict each other; a gradient asked of a stage
+        TypeError   for an argument of the wrong kind
+        ValueError  for shapes, dtypes or devices that contradict each other, and if a gradient is required
     """
     _check_kinds(tensors, backend)
     sizes = {"C": CHUNK}
     for name, x in tensors.items():
-        # states last: their first axis is known once the tokens are
+        # states come last: the tokens determine the size of their first axis
         if x is not None and not _is_state(name):
             check.shape(name, x, AXES[_primal(name)], sizes)
     first = next(iter(tensors))
@@ -93,7 +96,7 @@ def parse_stage(
 
 
 def parse_gate(a: Any, b: Any, A_log: Any, dt_bias: Any, backend: Any) -> StageProblem:
-    """Check a call of the gate; a and b may have any leading axes. Raises as `parse_stage`."""
+    """Check a call of the gate; a and b may have any leading axes. Raises like `parse_stage`."""
     tensors = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
     _check_kinds(tensors, backend)
     if a.dim() < 1:
@@ -116,7 +119,7 @@ def _check_kinds(tensors: dict[str, Any], backend: Any) -> None:
 
 
 def _primal(name: str) -> str:
-    """The tensor whose gradient `name` is, or itself."""
+    """Return the name of the tensor whose gradient `name` is, or `name` itself."""
     return name if name in AXES else name[1:]
 
 
@@ -125,7 +128,7 @@ def _is_state(name: str) -> bool:
 
 
 def _count(first: str, cu_seqlens: Any, sizes: dict[str, int]) -> tuple[int, int]:
-    """N and NC."""
+    """Return N and NC, the numbers of sequences and of chunks."""
     B, T = sizes["B"], sizes["T"]
     if cu_seqlens is None:
         return B, B * ((T + CHUNK - 1) // CHUNK)

@@ -1,6 +1,6 @@
-"""A layer's whole decode step, checked: convolution, gated delta rule and gated norm, one token per row.
+"""Check the decode step of a whole layer: convolution, gated delta rule and gated norm, one token per row.
 
-The names of the fields are those of `gdn.decode_step`, where they are explained.
+The fields have the names of the arguments of `gdn.decode_step`, where they are documented.
 """
 
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ from gdn.problem.serving import DecodeProblem, parse_packed
 
 @dataclass(frozen=True)
 class StepProblem:
-    """One step, checked. `conv_state`, `state` and `out` are written."""
+    """Hold one checked decode step of a layer. `conv_state`, `state` and `out` are written."""
 
     mixed_qkv: Tensor
     conv_state: ConvPool
@@ -48,7 +48,7 @@ class StepProblem:
 
     @property
     def x(self) -> Tensor:
-        """What has the device and dtype of the problem."""
+        """Return mixed_qkv, the tensor with the device and dtype of the problem."""
         return self.mixed_qkv
 
     @property
@@ -76,18 +76,18 @@ class StepProblem:
         return self.z is not None or self.norm_weight is not None
 
     def arguments(self) -> tuple[Any, ...]:
-        """The fields in order, as the torch operator takes them."""
+        """Return the fields in order, the arguments of the torch operator."""
         return tuple([getattr(self, name) for name in _FIELDS])
 
     def conv(self, out: Tensor) -> ConvUpdateProblem:
-        """The first stage: mixed_qkv through the convolution, to `out` [B, D]."""
+        """Return the first stage: the convolution of mixed_qkv, written to `out` [B, D]."""
         return ConvUpdateProblem(
             self.mixed_qkv.unsqueeze(1), self.conv_state, self.conv_weight, self.conv_bias, self.conv_slots,
             None, None, out.unsqueeze(1), self.conv_activation, self.null_slot, self.backend,
         )  # fmt: skip
 
     def decode(self, mixed: Tensor, out: Tensor) -> DecodeProblem:
-        """The second: what the convolution left, to `out` [B, HV, V]."""
+        """Return the second stage: the decode of `mixed`, the convolved tokens, to `out` [B, HV, V]."""
         keys = self.H * self.K
         q, k, v = mixed.unsqueeze(1).split([keys, keys, self.HV * self.V], 2)
         return DecodeProblem(
@@ -100,12 +100,12 @@ class StepProblem:
         )  # fmt: skip
 
     def norm(self, o: Tensor) -> NormProblem:
-        """The third, where there is one: o [B, HV, V] of the second."""
+        """Return the third stage, if there is one: the gated norm of o [B, HV, V]."""
         return NormProblem(o, self.z, self.norm_weight, self.norm_eps, self.norm_activation, self.backend)
 
     @property
     def conv_slots(self) -> Index | None:
-        """The slot of each row's window."""
+        """Return the slot of the convolution window of each row; None: the row's number."""
         return self.read_index if self.conv_index is None else self.conv_index
 
 
@@ -119,7 +119,7 @@ def parse_step(
     allow_neg_eigval: Any, state_v_first: Any, conv_index: Any, read_index: Any, write_index: Any,
     null_slot: Any, out: Any, backend: Any,
 ) -> StepProblem:  # fmt: skip
-    """Check a call of `decode_step`, reading no tensor's contents; allocates `out` where none is given."""
+    """Check a call of `decode_step` without reading tensor contents; allocate `out` if it is None."""
     use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first = check.flags(
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first,
@@ -178,7 +178,7 @@ def _convolution(state: Any, weight: Any, bias: Any, channels: int) -> None:
 
 
 def _norm(z: Any, weight: Any, shape: Any) -> None:
-    """shape: of v, [B, 1, HV, V]."""
+    """Check z and norm_weight against the shape of v, [B, 1, HV, V]."""
     dims = {"B": shape[0], "HV": shape[2], "V": shape[3]}
     if z is not None:
         check.floating("z", z)

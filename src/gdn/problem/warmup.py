@@ -1,4 +1,4 @@
-"""What `warmup` is asked for, checked."""
+"""Check the arguments of `warmup`."""
 
 from collections.abc import Collection
 from typing import Any
@@ -7,7 +7,7 @@ from gdn.problem.check import INTS
 
 
 def check_names(name: str, given: Any, known: Collection[str]) -> None:
-    """TypeError unless given is a sequence of names, ValueError for one that is not known."""
+    """Raise TypeError unless given is a sequence of names, ValueError for a name that is not in known."""
     if isinstance(given, str) or not all(isinstance(x, str) for x in given):
         raise TypeError(f"{name}: expected a sequence of names, got {given!r}")
     for x in given:
@@ -16,6 +16,6 @@ def check_names(name: str, given: Any, known: Collection[str]) -> None:
 
 
 def check_index_dtype(dtype: Any) -> None:
-    """TypeError for what no index has."""
+    """Raise TypeError unless dtype is int32 or int64."""
     if dtype not in INTS:
         raise TypeError(f"index_dtype: expected int32 or int64, got {dtype}")

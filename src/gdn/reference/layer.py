@@ -1,4 +1,4 @@
-"""What stands around the rule, plainly: causal convolution token by token, and the gated norm."""
+"""Compute the operators around the rule in plain torch: the causal convolution and the gated norm."""
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ def causal_conv1d(
     cu_seqlens: Offsets | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Channels, ConvState]:
-    """y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}), each sequence after its initial state, or zeros.
+    """Compute y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}), token by token.
 
+    The inputs before the first token of a sequence are its initial state, or zeros.
     Returns y [B, T, D], zero past cu_seqlens[-1], and the last W - 1 inputs of each sequence [N, D, W-1].
     """
     (B, T, D), W = x.shape, weight.shape[1]
@@ -52,7 +53,7 @@ def rms_norm_gated(
     activation: str | None = "silu",
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """weight * x * rsqrt(mean(x * x) + eps) * act(z) over the last axis."""
+    """Compute weight * x * rsqrt(mean(x * x) + eps) * act(z) over the last axis."""
     x = x.to(dtype)
     y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     y = y if weight is None else y * weight.to(dtype)

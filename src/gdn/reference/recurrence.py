@@ -1,4 +1,7 @@
-"""The law, token by token: the only judge of right. Plain torch, differentiable, any float dtype, slow."""
+"""Compute the reference recurrence token by token; every result of this package is compared with it.
+
+It is plain torch, differentiable, slow, and runs in any float dtype.
+"""
 
 import torch
 from torch import Tensor
@@ -7,12 +10,12 @@ from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """x * rsqrt(sum(x * x) + 1e-6) over the last axis."""
+    """Compute x * rsqrt(sum(x * x) + 1e-6) over the last axis."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def gate(a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None = None) -> PerHead:
-    """g = -exp(A_log) * softplus(a + dt_bias), with softplus(x) = log(1 + e^x)."""
+    """Compute g = -exp(A_log) * softplus(a + dt_bias), with softplus(x) = log(1 + e^x)."""
     x = a if dt_bias is None else a + dt_bias
     return -torch.exp(A_log) * torch.logaddexp(x, torch.zeros_like(x))
 
@@ -33,7 +36,11 @@ def effective(
     allow_neg_eigval: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Q, Keys, Values, PerHead, PerHead]:
-    """What the recurrence is of: q, scaled, and k for each value head, normalised; v, log decays, beta."""
+    """Return the operands of the recurrence, in `dtype`: q, k, v, g, beta.
+
+    q is scaled. q and k are repeated for each value head, and normalised with use_qk_l2norm_in_kernel. g is
+    the log decay and beta the write strength, both after their activations.
+    """
     (B, T, H, K), HV = q.shape, v.shape[2]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if use_qk_l2norm_in_kernel:
@@ -69,16 +76,17 @@ def gated_delta_rule(
     cu_seqlens: Offsets | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Values, State]:
-    """The gated delta rule, one token after the other.
+    """Compute the gated delta rule token by token.
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
-    Arguments as in `gdn.chunk_gated_delta_rule`; everything is computed in `dtype`; gradients by autograd.
+    The arguments are those of `gdn.chunk_gated_delta_rule`. Everything is computed in `dtype`. Gradients come
+    from autograd.
 
     Returns:
         o            [B, T, HV, V]   outputs; zero past cu_seqlens[-1]
-        final_state  [N, HV, K, V]   (or V first) the state after each sequence's last token
-    Cost: T steps of 8 HV K V flop; keeps every state when gradients are asked for.
+        final_state  [N, HV, K, V]   (or V first) the state after the last token of each sequence
+    Cost: T steps of 8 HV K V flop; autograd keeps every state when gradients are required.
     Source: arXiv:2412.06464, equation 10.
     """
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
@@ -93,7 +101,7 @@ def gated_delta_rule(
         ends = cu_seqlens.tolist()
         spans = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
     o = [[torch.zeros(HV, V, dtype=dtype, device=q.device)] * T for _ in range(B)]
-    # a list of tokens: the gradient of x[b, t] would be a tensor of x's size for every token
+    # unbind: indexing x[b, t] would give every token a gradient tensor of the size of x
     qs, ks, vs, gs, betas = ([row.unbind(0) for row in x.unbind(0)] for x in (q, k, v, g, beta))
     finals = []
     for n, (b, start, end) in enumerate(spans):

@@ -1,6 +1,7 @@
-"""What the serving functions mean: loops over rows and tokens, one state at a time. No speed, only copies.
+"""Define the correct results of the serving functions: loops over rows and tokens, one state at a time.
 
-Every state handed out has been stored in the dtype of its tensor; between stores it is in `dtype`.
+These functions copy their arguments and are slow. A state is rounded to the dtype of its tensor when it is
+stored; between stores it is in `dtype`.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from gdn.reference.recurrence import gate, l2norm
 
 @dataclass(frozen=True)
 class Served:
-    """What a serving function leaves behind; `extra` is intermediate for decode, checkpoints for prefill."""
+    """Hold the results of a serving function.
+
+    `extra` is the tensor `intermediate` of decode, or `checkpoints` of prefill.
+    """
 
     o: Values
     state: Pool
@@ -23,7 +27,7 @@ class Served:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """All tokens of a call, activated, heads repeated; each [tokens, HV, ...]."""
+    """Hold all tokens of a call, each [tokens, HV, ...]: gates activated, heads of q and k repeated."""
 
     q: Tensor
     k: Tensor
@@ -32,7 +36,7 @@ class _Tokens:
     beta: Tensor
 
     def step(self, t: int, S: Tensor) -> tuple[Tensor, Tensor]:
-        """S [HV, K, V] before token t -> o [HV, V] and the state after it."""
+        """Return o [HV, V] of token t and the state after it, from the state S [HV, K, V] before it."""
         S = torch.exp(self.g[t])[:, None, None] * S
         d = self.beta[t][:, None] * (self.v[t] - torch.einsum("hkv,hk->hv", S, self.k[t]))
         S = S + self.k[t][:, :, None] * d[:, None, :]
@@ -68,7 +72,7 @@ def decode(
     round_state: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> Served:
-    """`gdn.decode`, row by row; returns copies, the arguments stay as they are."""
+    """Compute `gdn.decode` row by row; return copies and leave the arguments unchanged."""
     tokens = _activate(
         q, k, v, g, beta, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, dtype
     )
@@ -141,7 +145,7 @@ def prefill(
     null_slot: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Served:
-    """`gdn.prefill`, sequence by sequence, token by token; returns copies, the arguments stay as they are."""
+    """Compute `gdn.prefill` token by token; return copies and leave the arguments unchanged."""
     tokens = _activate(
         q, k, v, g, beta, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, dtype
     )
@@ -177,7 +181,7 @@ def prefill(
 
 @dataclass(frozen=True)
 class Replayed:
-    """What `replay_decode` leaves behind: outputs and history."""
+    """Hold the results of `replay_decode`: the outputs and the three history tensors."""
 
     o: Values
     u: Tensor
@@ -210,7 +214,7 @@ def replay_decode(
     null_slot: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Replayed:
-    """`gdn.replay_decode`, row by row: history, then packet, token by token; returns copies."""
+    """Compute `gdn.replay_decode` row by row: history, then packet, token by token; return copies."""
     tokens = _activate(
         q, k, v, g, beta, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, dtype
     )
@@ -219,7 +223,7 @@ def replay_decode(
         history_G.clone(),
     )  # fmt: skip
     raw = k.flatten(0, 1).to(dtype)
-    # with the norm inside, k is kept as it came, and u is shorter by as much as k is longer
+    # with the l2norm inside, the history holds k before the norm, so u is divided by the norm of k
     rstd = (
         torch.rsqrt((raw * raw).sum(-1) + 1e-6) if use_qk_l2norm_in_kernel else torch.ones_like(raw[..., 0])
     )
@@ -244,7 +248,7 @@ def replay_decode(
 
 
 def replayed(S: Tensor, u: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """The state [HV, K, V] after a history u [P, HV, V], k [P, H, K], G [P, HV]; and G after it [HV]."""
+    """Return S [HV, K, V] after a history u [P, HV, V], k [P, H, K], G [P, HV], and the last G [HV]."""
     past = torch.zeros_like(S[:, 0, 0])
     for t in range(u.shape[0]):
         wide = k[t].to(S.dtype).repeat_interleave(S.shape[0] // k.shape[1], dim=0)
@@ -269,7 +273,7 @@ def replay_commit(
     null_slot: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """`gdn.replay_commit`, slot by slot; returns copies of state and cursor."""
+    """Compute `gdn.replay_commit` slot by slot; return copies of state and cursor."""
     pool, moved, (slots, places) = state.clone(), cursor.clone(), history_G.shape[1:3]
     for slot, count in zip(index.tolist(), accepted.tolist(), strict=True):
         if not (0 if null_slot is None else null_slot + 1) <= slot < slots:
@@ -296,7 +300,7 @@ def commit(
     extra_dst_index: Index | None = None,
     extra_step: Index | None = None,
 ) -> Tensor:
-    """`gdn.commit`, entry by entry; returns a copy of dst."""
+    """Compute `gdn.commit` entry by entry; return a copy of dst."""
     out = dst.clone()
     for index, steps in ((dst_index, step), (extra_dst_index, extra_step)):
         if index is None or steps is None:
@@ -329,17 +333,17 @@ def _activate(
 
 
 def _spans(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
-    """First token and the one past the last of every row, tokens numbered through the batch."""
+    """Return (first token, one past the last) of every row; tokens are numbered through the batch."""
     B, T = q.shape[:2]
     ends = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     return list(zip(ends[:-1], ends[1:], strict=True))
 
 
 def _logical(S: Tensor, is_v_first: bool, dtype: torch.dtype) -> Tensor:
-    """A stored state as [HV, K, V] in `dtype`."""
+    """Return a stored state as [HV, K, V] in `dtype`."""
     return (S.transpose(-1, -2) if is_v_first else S).to(dtype)
 
 
 def _stored(S: Tensor, is_v_first: bool) -> Tensor:
-    """[HV, K, V] in the memory order of the pool."""
+    """Return the state S [HV, K, V] in the memory layout of the pool."""
     return S.transpose(-1, -2) if is_v_first else S

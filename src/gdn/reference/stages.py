@@ -1,7 +1,7 @@
-"""The stages of the chunked rule, chunk by chunk, in the dtype given: what a backend's stages must equal.
+"""Compute the stages of the chunked rule chunk by chunk; the stages of every backend must equal these.
 
-Autograd through them is the oracle of the adjoints; `rule_by_stages` equals the law. Shapes as in
-`gdn.stages`.
+Autograd through these functions is the reference for the adjoint stages, and `rule_by_stages` equals the
+reference recurrence. The shapes are those of `gdn.stages`; everything is computed in the dtype of the inputs.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ C = 64
 
 
 def chunks(B: int, T: int, cu_seqlens: Offsets | None) -> Iterator[tuple[int, int, int, slice]]:
-    """(chunk, sequence, batch row, tokens) in order."""
+    """Yield (chunk, sequence, batch row, slice of tokens) in order."""
     if cu_seqlens is None:
         spans = [(b, 0, T) for b in range(B)]
     else:
@@ -44,7 +44,10 @@ def chunks(B: int, T: int, cu_seqlens: Offsets | None) -> Iterator[tuple[int, in
 
 
 def chunk_cumsum(g: PerHead, cu_seqlens: Offsets | None = None) -> GSum:
-    """G_i = sum of g_j over j <= i in i's chunk; a g below -1000, whose exponential is 0, counts as -1000."""
+    """Compute G_i = sum of g_j over j <= i in the chunk of i.
+
+    A g below -1000 counts as -1000, because e^-1000 is already 0.
+    """
     G = torch.zeros_like(g)
     for _, _, b, t in chunks(g.shape[0], g.shape[1], cu_seqlens):
         G[b, t] = g[b, t].clamp(min=-1000.0).cumsum(0)
@@ -54,12 +57,12 @@ def chunk_cumsum(g: PerHead, cu_seqlens: Offsets | None = None) -> GSum:
 def chunk_gate_cumsum(
     a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None = None, cu_seqlens: Offsets | None = None
 ) -> GSum:
-    """G of g = -exp(A_log) softplus(a + dt_bias)."""
+    """Compute G of g = -exp(A_log) softplus(a + dt_bias)."""
     return chunk_cumsum(gate(a, A_log, dt_bias), cu_seqlens)
 
 
 def chunk_kkt(k: Keys, beta: PerHead, G: GSum, cu_seqlens: Offsets | None = None) -> AStrict:
-    """A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j, else 0."""
+    """Compute A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j, else 0."""
     A = beta.new_zeros(*beta.shape, C)
     for _, _, b, t in chunks(k.shape[0], k.shape[1], cu_seqlens):
         keys = _per_value_head(k[b, t], beta.shape[2])
@@ -69,7 +72,7 @@ def chunk_kkt(k: Keys, beta: PerHead, G: GSum, cu_seqlens: Offsets | None = None
 
 
 def solve_tril(A: AStrict, cu_seqlens: Offsets | None = None) -> AInv:
-    """A_inv = (I + A)^-1, row after row: x_i = e_i - sum of A_ij x_j over j < i."""
+    """Compute A_inv = (I + A)^-1, row after row: x_i = e_i - sum of A_ij x_j over j < i."""
     A_inv = torch.zeros_like(A)
     for _, _, b, t in chunks(A.shape[0], A.shape[1], cu_seqlens):
         length = t.stop - t.start
@@ -84,7 +87,7 @@ def solve_tril(A: AStrict, cu_seqlens: Offsets | None = None) -> AInv:
 def wy_transform(
     k: Keys, v: Values, beta: PerHead, G: GSum, A_inv: AInv, cu_seqlens: Offsets | None = None
 ) -> tuple[WKeys, UValues]:
-    """w = A_inv (beta e^G k);   u = A_inv (beta v)."""
+    """Compute w = A_inv (beta e^G k) and u = A_inv (beta v)."""
     w, u = v.new_zeros(*v.shape[:3], k.shape[3]), torch.zeros_like(v)
     for _, _, b, t in chunks(k.shape[0], k.shape[1], cu_seqlens):
         inverse = _lower(A_inv[b, t, :, : t.stop - t.start], 0)
@@ -102,7 +105,10 @@ def chunk_state(
     initial_state: State | None = None,
     cu_seqlens: Offsets | None = None,
 ) -> tuple[ChunkStates, Values, State]:
-    """v_new = u - w S;   S <- e^(G_C) S + (e^(G_C - G) k)^T v_new. Returns S_in, v_new, final_state."""
+    """Compute v_new = u - w S and S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk.
+
+    Returns S_in, v_new, final_state.
+    """
     (B, T, HV, V), K = u.shape, k.shape[3]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     num_chunks = B * -(-T // C) if cu_seqlens is None else (T + N * (C - 1)) // C
@@ -127,7 +133,7 @@ def chunk_output(
     scale: float | None = None,
     cu_seqlens: Offsets | None = None,
 ) -> Values:
-    """o_i = scale (e^(G_i) q_i S_in + sum over j <= i of e^(G_i - G_j) <q_i, k_j> v_new_j)."""
+    """Compute o_i = scale (e^(G_i) q_i S_in + sum over j <= i of e^(G_i - G_j) <q_i, k_j> v_new_j)."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     o = torch.zeros_like(v_new)
     for chunk, _, b, t in chunks(q.shape[0], q.shape[1], cu_seqlens):
@@ -149,7 +155,7 @@ def rule_by_stages(
     initial_state: State | None = None,
     cu_seqlens: Offsets | None = None,
 ) -> tuple[Values, State]:
-    """The gated delta rule, stage after stage: o, final_state as `gated_delta_rule` gives them."""
+    """Compute the gated delta rule stage after stage; return o and final_state like `gated_delta_rule`."""
     G = chunk_cumsum(g, cu_seqlens)
     A_inv = solve_tril(chunk_kkt(k, beta, G, cu_seqlens), cu_seqlens)
     w, u = wy_transform(k, v, beta, G, A_inv, cu_seqlens)
@@ -158,15 +164,15 @@ def rule_by_stages(
 
 
 def _per_value_head(x: Tensor, HV: int) -> Tensor:
-    """[L, H, K] -> [L, HV, K]: value head j reads key head j // (HV // H)."""
+    """Repeat x [L, H, K] to [L, HV, K]: value head j reads key head j // (HV // H)."""
     return x.repeat_interleave(HV // x.shape[1], dim=1)
 
 
 def _decay(G: Tensor) -> Tensor:
-    """[L, HV] -> [L, HV, L]: e^(G_i - G_j) for i >= j, else 1, which never leaves the lower triangle."""
+    """Return e^(G_i - G_j) as [L, HV, L] for i >= j, from G [L, HV]; callers mask the rest, which is 1."""
     return _lower(G[:, :, None] - G.T[None], 0).exp()
 
 
 def _lower(x: Tensor, diagonal: int) -> Tensor:
-    """x [i, HV, j] where j <= i + diagonal, else 0."""
+    """Return x [i, HV, j] where j <= i + diagonal, else 0."""
     return x.transpose(0, 1).tril(diagonal).transpose(0, 1)
