@@ -98,7 +98,7 @@ def job_at(turn, ring):
         job_s, job_full, job_empty = ring
         place, parity = turn_of(turn, job_full)
         mbarrier.wait(job_full.index(place), parity)
-        # a maximum over one element: all lanes get the number as a scalar
+        # a maximum over one element: every lane gets it as a scalar register
         job = gl.max(job_s.index(place).load(ONE), 0)
         fence_async_shared()
         # the producer may overwrite the slot
@@ -316,10 +316,12 @@ def glide(
     early, late = times_lower(r.to(gl.bfloat16), A_s.index(stage), zeros, zeros, False)
     if S_d is not None:
         keep(S, S_d, S_s, tile, MINE * STRIP, MINE, D)
+    # while the tensor cores compute w
     S = S * number(f_s, stage, END * C)
     if o_d is not None:
         o_early, o_late = apart(o * vector(f_s, stage, READ, ACROSS)[None, :], C // 2, OF_HALF)
     early, late = warpgroup_mma_wait(0, deps=(early, late))
+    # rounded once: the same registers are the A operand for o and for S
     w = together(early.to(gl.bfloat16), late.to(gl.bfloat16))
     if o_d is not None:
         mbarrier.wait(P_full.index(stage), parity)
@@ -357,6 +359,7 @@ def glide_alone(
     v_tile = v_s.index(stage).reshape([C, STRIP]).permute((1, 0)).load(OF_TOKENS)
     into = vector(f_s, stage, INTO, ACROSS)
     decay = number(f_s, stage, END * C)
+    # two MMAs in flight, k S first: r needs only k S, q S is needed later
     x = gl.convert_layout(S.to(gl.bfloat16), LEFT)
     kS = warpgroup_mma(x, k_tile.permute((1, 0)), none, use_acc=False, is_async=True)
     o = warpgroup_mma(x, qk_tile.slice(0, C).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -364,6 +367,7 @@ def glide_alone(
         tma_store_wait(0)  # until TMA has read the previous outputs there; else `keep` waits for them
         S = S * decay
     read = vector(f_s, stage, READ, ACROSS)
+    # the MMA of q S may still run on the tensor cores
     kS = warpgroup_mma_wait(1, deps=(kS,))
     r = v_tile.to(gl.float32) + into[None, :] * kS
     early, late = times_lower(r.to(gl.bfloat16), A_s.index(stage), zeros, zeros, False)
@@ -381,6 +385,7 @@ def glide_alone(
     o_early, o_late = warpgroup_mma_wait(1, deps=(o_early, o_late))
     o_tile = o_s.index(0).slice(0, C)
     o_tile.permute((1, 0)).store(together(o_early.to(gl.bfloat16), o_late.to(gl.bfloat16)))
+    # its fence also orders the writes of o to shared memory before the TMA store
     S = leave(S, stage, empty)
     tma_store(o_d, [token, head * D + first_v], o_tile)
     return S

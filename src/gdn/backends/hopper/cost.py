@@ -65,7 +65,7 @@ class Cut(NamedTuple):
         return (found if longs else ()), left
 
     def most(self, N: int, chunks: int) -> int:
-        """Return the most segments that N packed sequences can have, as only the device has their lengths."""
+        """Return an upper bound on the segments of N packed sequences, whose lengths only the device has."""
         found = chunks // self.long + chunks // (self.longs * self.long + self.short)
         return N + min(N * (self.longs + 1), found)
 

@@ -15,7 +15,7 @@ HBM bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, gates 
 them), A_inv 96, factors 8 of a well-conditioned chunk, else 24: 368 or 384; l2norm adds 256, a backward 40.
 """
 
-# tuples of blocks grow as the kernel is traced, and a tile's number is no int
+# tuples of blocks grow as the kernel is traced, and `tile` is a tensor, not an int
 # mypy: disable-error-code="assignment,attr-defined,var-annotated"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
