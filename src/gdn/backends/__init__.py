@@ -1,4 +1,4 @@
-"""Backends are values; `select` picks one. Nothing here imports Triton unless a GPU problem asks for it."""
+"""Define backends as frozen values, and select one per call. Triton is imported only for CUDA tensors."""
 
 from gdn.backends.backend import Backend, Gradients, Saved
 from gdn.backends.select import ORDER, Report, load, report, select

@@ -1,4 +1,7 @@
-"""A backend: a frozen value holding one function per job. A new GPU: a folder and a `dataclasses.replace`."""
+"""Define a backend: a frozen value with one function per operation.
+
+A backend for another GPU is a folder with some kernels and a `dataclasses.replace` of an existing backend.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -13,16 +16,17 @@ from gdn.problem import Problem
 
 @dataclass(frozen=True)
 class Saved:
-    """What a forward keeps for the backward, the same for every backend: any backward follows any forward.
+    """Hold the saved tensors of a forward, in one form for all backends: any backward can follow any forward.
 
-    Chunks are numbered sequence by sequence; a packed batch has `problem.num_chunks` of them, the surplus
-    unused. A tile per chunk, whole even at a sequence's ragged end, so that no store needs a bound. A backend
-    saves what pays; a backward recomputes what is None. Any float dtype but for G.
+    Chunks are numbered sequence by sequence; a packed batch has `problem.num_chunks` of them, and the surplus
+    ones are unused. Each chunk has a whole tile, even at a sequence's ragged end, so that no store needs a
+    bound. A backend saves a tensor if that is cheaper than recomputing it; the backward recomputes each None.
+    G is float64, the others have any float dtype.
     """
 
     G: GSum | None = None
-    A_inv: ChunkInverse | None = None  # or A_inv - 1 with what rounding took: as its backend reads it
-    S_in: ChunkStates | None = None  # [K, V] whatever the caller's layout
+    A_inv: ChunkInverse | None = None  # or A_inv - 1, rounding errors on the diagonal: see its backend
+    S_in: ChunkStates | None = None  # [K, V] in either layout of the caller
     v_new: ChunkValues | None = None  # A_inv (beta v) - A_inv (beta e^G k) S_in; zero past the chunk's end
     q_rstd: InverseNorm | None = None  # with l2norm in the kernel
     k_rstd: InverseNorm | None = None
@@ -33,7 +37,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Gradients of one call, each in the dtype of its tensor; None where the tensor was None."""
+    """Hold the gradients of one call, each in the dtype of its tensor; None where the tensor was None."""
 
     dq: Tensor
     dk: Tensor
@@ -54,15 +58,15 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Backend:
-    """One function per job; each takes what `problem` checked and returns fresh tensors unless said in place.
+    """Hold one function per operation. Each gets a checked problem and returns new tensors, unless in place.
 
-    refuses(problem)         None: I take it; else the reason why not. Holds correctness limits, never speed.
-    saves(problem)           (shape, dtype) of each tensor in Saved, in order, None for one not saved
+    refuses(problem)         -> None if the backend supports the problem, else the reason
+    saves(problem)           -> (shape, dtype) of each tensor of Saved, in order; None for one not saved
     chunk_forward(problem, save)             -> o, final_state or None, Saved
     chunk_backward(problem, saved, do, dS)   -> Gradients; do or dS (gradient of final_state) may be None
     recurrent_forward(problem)               -> o, final_state or None
-    The others: the stages of `gdn.stages`, the serving functions, and what stands around the rule in a layer;
-    the signatures are those of their public functions in `ops`, after checking.
+    The other functions are the stages of `gdn.stages`, the serving functions, and the convolution, gate and
+    norm of a layer. Their signatures are those of the public functions in `ops`, after checking.
     """
 
     name: str
@@ -101,7 +105,7 @@ class Backend:
 
 
 def absent(name: str, reason: str) -> Backend:
-    """A backend known by name that refuses everything with the same reason."""
+    """Return a backend that has a name only, and refuses every problem for the same reason."""
 
     def missing(*_args: Any, **_kwargs: Any) -> Any:
         raise NotImplementedError(f"{name}: {reason}")

@@ -1,4 +1,8 @@
-"""Who takes a problem: the first backend in ORDER not to refuse; a named one takes it or the call fails."""
+"""Select the backend of a call.
+
+The dispatch order is ORDER, and the first backend that supports the problem is selected. If the caller names
+a backend, only that one is tried, and the call fails if it does not support the problem.
+"""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,14 +14,14 @@ from gdn.problem.check import BACKENDS as ORDER
 
 
 class Named(Protocol):
-    """Any checked problem: it knows which backend was asked for."""
+    """Describe any checked problem: it has the name of the requested backend, or None."""
 
     @property
     def backend(self) -> str | None: ...
 
 
 def load(name: str) -> Backend:
-    """The backend of that name; its folder is imported on first use, so a CPU user never imports Triton."""
+    """Return a backend by name. Its folder is imported on first use, so a CPU user never imports Triton."""
     if name not in ORDER:
         # a call's own name was checked with its other arguments
         raise ValueError(f"GDN_BACKEND (environment): expected one of {', '.join(ORDER)}, got {name!r}")
@@ -26,11 +30,11 @@ def load(name: str) -> Backend:
 
 
 def select(problem: Named) -> Backend:
-    """The backend that takes the problem.
+    """Return the first backend that supports the problem, or the one that the caller named.
 
     Raises:
-        ValueError           no backend has the name that was asked for
-        NotImplementedError  the named backend, or every backend, refuses; lists each one's reason
+        ValueError           no backend has the requested name
+        NotImplementedError  the named backend, or no backend, supports the problem; lists each one's reason
     """
     asked = settings.backend(problem.backend)
     reasons = []
@@ -45,7 +49,7 @@ def select(problem: Named) -> Backend:
 
 @dataclass(frozen=True)
 class Report:
-    """Who takes a problem, and why the others do not. `chosen` is None when nobody does."""
+    """Hold the selected backend (None: there is none), and the reasons for which others were not selected."""
 
     asked: str | None
     chosen: str | None
@@ -61,7 +65,7 @@ class Report:
 
 
 def report(problem: Named) -> Report:
-    """Ask every backend; never raises for a refusal."""
+    """Return which backends support a problem, without raising if none does."""
     asked = settings.backend(problem.backend)
     refusals = {name: reason for name in ORDER if (reason := load(name).refuses(problem)) is not None}
     if asked is not None:

@@ -1,4 +1,4 @@
-"""Plain torch on any device: the default on the CPU, and what every other backend must agree with."""
+"""Compute everything with plain PyTorch: the default on the CPU, and what other backends must agree with."""
 
 from gdn.backends.backend import Backend
 from gdn.backends.eager import stages

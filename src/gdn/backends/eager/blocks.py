@@ -1,8 +1,8 @@
-"""Which chunk belongs to which sequence, in blocks small enough for the cache.
+"""Cut a problem into blocks of chunks that are small enough for the cache.
 
-A block is a grid [R, M] of chunks; `take` brings its tokens in as [R, M, C, ...], zero where a chunk is
-shorter than C, `put` writes them back. Its steps advance the state: each holds one chunk of every sequence in
-`rows`, and comes after the steps that hold these sequences' earlier chunks.
+A block is a grid [R, M] of chunks. `take` gathers its tokens as [R, M, C, ...], zero where a chunk is shorter
+than C; `put` writes them back. The steps of a block advance the state: a step has one chunk of every sequence
+in `rows`, and follows the steps that have earlier chunks of these sequences.
 """
 
 import itertools
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from gdn.problem import CHUNK, Problem, host_offsets
 
-Rows = slice | Tensor  # of the state array: a run of rows, or an index
+Rows = slice | Tensor  # rows of the state array: a slice, or an index tensor
 
 
 @dataclass(frozen=True)
 class Step:
-    """Chunks start:stop of the flat grid, of state rows `rows`; `rank` is their place in the sequence."""
+    """Hold chunks start:stop of the flat grid and their state rows; each is chunk `rank` of its sequence."""
 
     start: int
     stop: int
@@ -30,7 +30,7 @@ class Step:
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """Ranks r0:r1 of sequences b0:b1 in a batch [B, T] of equal lengths: views but for a ragged end."""
+    """Hold chunks r0:r1 of sequences b0:b1 in a batch [B, T] of equal lengths: views but for a ragged end."""
 
     b0: int
     b1: int
@@ -52,7 +52,7 @@ class DenseBlock:
         ]
 
     def take(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> [R, M, C, ...]"""
+        """Return the block's tokens of x [B, T, ...] as [R, M, C, ...]."""
         end = self.r1 * self.C
         y = x[self.b0 : self.b1, self.r0 * self.C : min(end, self.T)]
         if end > self.T:
@@ -67,16 +67,16 @@ class DenseBlock:
         ]
 
     def kept(self, x: Tensor) -> Tensor:
-        """This block's chunks of x [NC, ...] as [R M, ...], a view for one sequence or one rank."""
+        """Return the block's chunks of x [NC, ...] as [R M, ...], a view for one sequence or one rank."""
         return self._of(x)[self.b0 : self.b1, self.r0 : self.r1].transpose(0, 1).flatten(0, 1)
 
     def keep(self, x: Tensor, values: Tensor) -> None:
-        """Write this block's chunks [R M, ...] of x [NC, ...]."""
+        """Write the block's chunks [R M, ...] into x [NC, ...]."""
         place = self._of(x)[self.b0 : self.b1, self.r0 : self.r1]
         place.copy_(values.unflatten(0, self.grid).transpose(0, 1))
 
     def keep_step(self, x: Tensor, step: Step, values: Tensor) -> None:
-        """Write one step's chunks [M, ...] of x [NC, ...]."""
+        """Write the chunks [M, ...] of a step into x [NC, ...]."""
         self._of(x)[self.b0 : self.b1, step.rank] = values
 
     def _of(self, x: Tensor) -> Tensor:
@@ -85,9 +85,9 @@ class DenseBlock:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Any chunks of a packed batch [1, T], by index; `ids` are their numbers in S_in."""
+    """Hold chunks of a packed batch [1, T] by index; `ids` are their numbers in S_in."""
 
-    tokens: Tensor  # [M, C] token of each place, clamped into the batch
+    tokens: Tensor  # [M, C] index of each token, clamped into the batch
     is_token: Tensor  # [M, C] False past a chunk's end
     ids: Tensor  # [M]
     steps: list[Step]
@@ -98,7 +98,7 @@ class PackedBlock:
         return (1, self.tokens.shape[0])
 
     def take(self, x: Tensor) -> Tensor:
-        """[1, T, ...] -> [1, M, C, ...]"""
+        """Return the block's tokens of x [1, T, ...] as [1, M, C, ...]."""
         y = x[0].index_select(0, self.tokens.flatten()).unflatten(0, self.tokens.shape)
         return y.masked_fill_(~self.is_token.view(*self.tokens.shape, *(1,) * (x.dim() - 2)), 0).unsqueeze(0)
 
@@ -109,20 +109,20 @@ class PackedBlock:
             place = self.is_token.flatten().nonzero().squeeze(1)
             out[0].index_copy_(0, self.tokens.flatten()[place], y[place])
         else:
-            # every token is met once, so adding to zero is a store; places past a chunk's end add zero
+            # each token occurs once, so adding to zero is a store; past a chunk's end zero is added
             y = y.masked_fill(~self.is_token.view(-1, *(1,) * (y.dim() - 1)), 0)
             out[0].index_add_(0, self.tokens.flatten(), y)
 
     def kept(self, x: Tensor) -> Tensor:
-        """This block's chunks of x [NC, ...] as [M, ...], a copy."""
+        """Return the block's chunks of x [NC, ...] as [M, ...], a copy."""
         return x.index_select(0, self.ids)
 
     def keep(self, x: Tensor, values: Tensor) -> None:
-        """Write this block's chunks [M, ...] of x [NC, ...]."""
+        """Write the block's chunks [M, ...] into x [NC, ...]."""
         x.index_copy_(0, self.ids, values)
 
     def keep_step(self, x: Tensor, step: Step, values: Tensor) -> None:
-        """Write one step's chunks of x [NC, ...]."""
+        """Write the chunks of a step into x [NC, ...]."""
         x.index_copy_(0, self.ids[step.start : step.stop], values)
 
 
@@ -131,7 +131,7 @@ Block = DenseBlock | PackedBlock
 
 @dataclass(frozen=True)
 class Plan:
-    """All blocks in order, and the order in which the sequences' states are kept (None: as they are)."""
+    """Hold all blocks in order, and the order of the sequences in the state array (None: the caller's)."""
 
     blocks: Sequence[Block]
     order: Tensor | None
@@ -140,10 +140,10 @@ class Plan:
 def plan(problem: Problem) -> Plan:
     """Cut a problem into blocks.
 
-    On the CPU a block holds about 32 chunks and value heads, 8 MB of fp32 at K = V = 128: 16 took 14 % more
-    time, 64 the same; elsewhere 4096, for wide launches. A matmul's bits may depend on its batch, so a
-    batch-invariant block holds one sequence. With lengths on a device that nobody may read, chunks are one
-    chain in token order.
+    On the CPU a block holds about 32 chunks x value heads, 8 MB of fp32 at K = V = 128: half as many are
+    slower, twice as many no faster. Elsewhere it holds 4096, for wide launches. A matmul's bits may depend on
+    its batch, so a batch-invariant block holds one sequence. Where lengths are on a device and must not be
+    read, each step has one chunk, in token order.
     """
     p = problem
     if p.T == 0 or p.N == 0:
@@ -162,8 +162,8 @@ def plan(problem: Problem) -> Plan:
 
 
 def _dense(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
-    """Blocks of about `size` chunks from at most `width` sequences."""
-    # a short sequence takes a short chunk
+    """Yield blocks of about `size` chunks from at most `width` sequences."""
+    # a short sequence gets a short chunk
     C = CHUNK if p.T > CHUNK // 2 else max(8, 1 << max(0, p.T - 1).bit_length())
     ranks = -(-p.T // C)
     for b0 in range(0, p.B, width):
@@ -174,7 +174,10 @@ def _dense(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
 
 
 def _packed(p: Problem, offsets: list[int], order: list[int], size: int, width: int) -> Iterator[PackedBlock]:
-    """Sequences longest first in groups of `width`: those still running are always the group's first rows."""
+    """Yield blocks of packed sequences, longest first, in groups of `width`.
+
+    In that order the sequences that still have chunks are the first rows of their group.
+    """
     chunks = [-(-(b - a) // CHUNK) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     first = list(itertools.accumulate(chunks, initial=0))
     for s0 in range(0, len(order), width):
@@ -202,7 +205,7 @@ def _block(problem: Problem, rows: Tensor, steps: list[Step], *, known: bool) ->
 
 
 def _chain(p: Problem, cu_seqlens: Tensor, size: int) -> Iterator[PackedBlock]:
-    """One chunk per step in token order, found on the device: chunk i is of the sequence that spans it."""
+    """Yield blocks with one chunk a step, in token order; the device looks up the sequence of each chunk."""
     offsets = cu_seqlens.long()
     chunks = (offsets.diff() + CHUNK - 1) // CHUNK
     ends = chunks.cumsum(0)

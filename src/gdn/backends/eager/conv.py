@@ -1,11 +1,11 @@
-"""The causal depthwise convolution on plain torch: W shifted multiply-adds.
+"""Compute the causal depthwise convolution with plain PyTorch: W shifted multiply-adds.
 
     y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j})
 
-The bulk ignores where sequences begin and runs in blocks that stay in cache. The first W - 1 tokens of each
-sequence are then written over with windows gathered one by one, which see zeros or the initial state. The
-gradient of x is the same sum with the taps reversed, so it is the same two passes mirrored in time. No length
-is read from a device.
+The first pass ignores where sequences begin and runs in blocks that stay in cache. The second overwrites the
+first W - 1 tokens of each sequence, from windows gathered one by one that have zeros or the initial state
+before the sequence. The gradient of x is the same sum with the taps reversed, so it has the same two passes
+mirrored in time. No length is read from a device.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ STRIP = 64  # channels of a block when time is the contiguous axis: 256 bytes of
 
 @dataclass(frozen=True)
 class Spans:
-    """Where the N sequences lie: sequence n is tokens start[n] : end[n] of batch row row[n]."""
+    """Hold the places of the N sequences: sequence n is tokens start[n] : end[n] of batch row row[n]."""
 
     row: Index
     start: Index
@@ -40,9 +40,9 @@ class Spans:
         return Spans(row, torch.zeros_like(row), torch.full_like(row, problem.T))
 
     def edge(self, count: int, at_end: bool) -> tuple[Index, Index, Mask]:
-        """The first (or last) `count` tokens of each sequence: sequence, position, and which of them exist.
+        """Return sequence, position and existence of the first (or last) `count` tokens of each sequence.
 
-        One that does not exist repeats one that does, so writing all of them needs no mask.
+        A token that does not exist repeats one that does, so writing all of them needs no mask.
         """
         n = torch.arange(len(self.row), device=self.row.device).repeat_interleave(count)
         i = torch.arange(count, device=self.row.device).repeat(len(self.row))
@@ -54,18 +54,18 @@ class Spans:
 
 
 def repeat_valid(valid: Mask, *indices: Index) -> tuple[Index, ...]:
-    """Each index with its invalid rows replaced by its first valid row; row 0 where none is valid."""
+    """Replace the invalid rows of each index by its first valid row, or by row 0 if none is valid."""
     first = valid.to(torch.uint8).argmax(0, keepdim=True)
     return tuple(torch.where(valid, i, i[first]) for i in indices)
 
 
 def accumulator(x: Tensor) -> torch.dtype:
-    """What sums are kept in."""
+    """Return the dtype of sums: fp64 for an fp64 x, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def block_elements(x: Tensor) -> int:
-    """Elements of a block: what stays in cache on a CPU, all at once elsewhere."""
+    """Return the elements of a block: as many as stay in cache on a CPU, all on other devices."""
     return BLOCK * torch.get_num_threads() if x.device.type == "cpu" else max(1, x.numel())
 
 
@@ -83,7 +83,7 @@ def blocks(x: Channels, T: int) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def correlate(x: Tensor, taps: Tensor, bias: Tensor | None, is_silu: bool, out: Tensor) -> None:
-    """out[b, t] = act(bias + sum_j taps[j] x[b, t + j]); x [B, T + W - 1, D], taps [W, D]."""
+    """Write out[b, t] = act(bias + sum_j taps[j] x[b, t + j]); x [B, T + W - 1, D], taps [W, D]."""
     W = taps.shape[0]
     in_place = out.dtype == taps.dtype and x.stride(2) == 1
     for b, t, d in blocks(x, out.shape[1]):
@@ -102,9 +102,9 @@ def correlate(x: Tensor, taps: Tensor, bias: Tensor | None, is_silu: bool, out: 
 
 
 def windows(x: Channels, spans: Spans, n: Index, p: Index, held: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[m, w, D] x at positions p [m, w] of sequences n [m]; outside its sequence zero, before it from `held`.
+    """Return x [m, w, D] at positions p [m, w] of sequences n [m]: zero after a sequence, `held` before it.
 
-    held [N, D, L]: the L inputs before each sequence's first, newest last.
+    held [N, D, L] are the L inputs before each sequence's first, newest last; None: zeros.
     """
     start, end, T = spans.start[n][:, None], spans.end[n][:, None], x.shape[1]
     if T == 0:
@@ -123,7 +123,7 @@ def forward(
     x: Channels, taps: Tensor, bias: Tensor | None, is_silu: bool, spans: Spans, held: Tensor | None,
     y: Channels,
 ) -> None:  # fmt: skip
-    """Write y for every token of every sequence; other rows of y are left with anything."""
+    """Write y for every token of every sequence; other rows of y are undefined."""
     W, T = taps.shape[0], x.shape[1]
     if T >= W:
         correlate(x, taps, bias, is_silu, y[:, W - 1 :])
@@ -139,13 +139,13 @@ def forward(
 
 
 def chunks(n: Index, p: Index, size: int) -> Iterator[slice]:
-    """Slices of at most `size` of the rows of n and p."""
+    """Yield slices of at most `size` of the rows of n and p."""
     for i in range(0, len(n), max(1, size)):
         yield slice(i, i + max(1, size))
 
 
 def clear_tail(y: Channels, problem: ConvProblem) -> None:
-    """Zero for tokens past cu_seqlens[-1], whatever they hold."""
+    """Zero the tokens of y past cu_seqlens[-1]."""
     if problem.cu_seqlens is None:
         return
     if y.device.type == "cpu":
@@ -156,7 +156,7 @@ def clear_tail(y: Channels, problem: ConvProblem) -> None:
 
 
 def last_inputs(x: Channels, spans: Spans, held: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
-    """The last `columns` inputs of each sequence, the held ones counted: [N, D, columns], newest last."""
+    """Return the last `columns` inputs of each sequence, held ones included: [N, D, columns], newest last."""
     n = torch.arange(len(spans.row), device=x.device)
     p = spans.end[:, None] + torch.arange(-columns, 0, device=x.device)
     return windows(x, spans, n, p, held, accumulator(x)).transpose(1, 2).to(dtype).contiguous()
@@ -165,7 +165,7 @@ def last_inputs(x: Channels, spans: Spans, held: Tensor | None, columns: int, dt
 def valid_slots(
     index: Index | None, rows: int, state: Tensor, null_slot: int | None
 ) -> tuple[Index | slice, Mask | None]:
-    """The slot of each row, clamped so that it can be read, and whether the row has one; None: all have."""
+    """Return each row's slot, clamped so that it can be read, and a mask of rows that have one; None: all."""
     slots = state.shape[0]
     if index is None:
         if null_slot is None and rows <= slots:
@@ -178,7 +178,7 @@ def valid_slots(
 
 
 def store(state: ConvPool, slot: Index | slice, valid: Mask | None, new: Tensor, old: Tensor) -> None:
-    """state[slot] = new where valid. Where no row is valid, row 0 writes back the `old` that was read."""
+    """Write state[slot] = new where valid. If no row is valid, row 0 writes back the `old` that was read."""
     new = new.to(state.dtype)
     if valid is not None:
         slot = torch.arange(len(new), device=new.device) if isinstance(slot, slice) else slot
@@ -189,7 +189,7 @@ def store(state: ConvPool, slot: Index | slice, valid: Mask | None, new: Tensor,
 
 
 def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
-    """y, and the last W - 1 inputs of each sequence if asked for; a pool's slots are updated in place."""
+    """Return y, and on request the last W - 1 inputs of each sequence; update a pool's slots in place."""
     x, spans, dtype = problem.x, Spans.of(problem), accumulator(problem.x)
     taps = problem.weight.t().to(dtype).contiguous()
     bias = None if problem.bias is None else problem.bias.to(dtype)
@@ -229,7 +229,7 @@ def _conv_pool(
 
 
 def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
-    """Write `out` and move the windows on. History and packet are laid end to end, convolved in one piece."""
+    """Write `out` and advance the windows; history and packet are concatenated and convolved together."""
     x, state, out, W = problem.x, problem.state, problem.out, problem.weight.shape[1]
     (B, T, _), L, dtype = x.shape, state.shape[2], accumulator(problem.x)
     if B == 0 or T == 0 or state.shape[0] == 0:
@@ -263,7 +263,7 @@ def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
 
 
 def _read_columns(problem: ConvUpdateProblem) -> Tensor:
-    """[B, W-1] the columns of each row's slot that hold the inputs before the packet, oldest first."""
+    """Return the columns [B, W-1] of each row's slot that hold the inputs before the packet, oldest first."""
     L, W = problem.state.shape[2], problem.weight.shape[1]
     step = torch.arange(W - 1, device=problem.x.device)
     if problem.ring_pos is not None:
@@ -275,7 +275,7 @@ def _read_columns(problem: ConvUpdateProblem) -> Tensor:
 def causal_conv1d_bwd(
     problem: ConvProblem, dy: Channels, dfinal: ConvState | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, weight, bias and initial state, each in its tensor's dtype; sums in fp32 or better."""
+    """Return dx, dweight, dbias, dinitial_state, each in its tensor's dtype; sums are in fp32 or fp64."""
     x, W, spans, dtype = problem.x, problem.W, Spans.of(problem), accumulator(problem.x)
     taps = problem.weight.t().to(dtype).contiguous()
     bias = None if problem.bias is None else problem.bias.to(dtype)
@@ -303,7 +303,7 @@ def causal_conv1d_bwd(
 def _dx(
     problem: ConvProblem, spans: Spans, taps: Tensor, dpre: Channels, dfinal: ConvState | None
 ) -> Channels:
-    """dx_t = sum_j taps[j] dpre_{t+W-1-j}: the bulk, then the last W - 1 tokens of each sequence."""
+    """Return dx_t = sum_j taps[j] dpre_{t+W-1-j}: all tokens, then the last W - 1 of each sequence again."""
     W, T, dx = problem.W, problem.T, problem.x.new_empty(problem.x.shape)
     if T >= W:
         correlate(dpre, taps.flip(0), None, False, dx[:, : T - W + 1])
@@ -319,7 +319,7 @@ def _dx(
 def _dx_at(
     spans: Spans, taps: Tensor, dpre: Channels, dfinal: ConvState | None, n: Index, p: Index
 ) -> Tensor:
-    """[m, D] gradient of the inputs at positions p, which may lie before the start, in the initial state."""
+    """Return the gradient [m, D] of the inputs at positions p; before the start is the initial state."""
     W, dtype = taps.shape[0], taps.dtype
     after = windows(dpre, spans, n, p[:, None] + torch.arange(W, device=p.device), None, dtype)
     rows = torch.empty(len(n), 1, dpre.shape[2], dtype=dtype, device=dpre.device)
@@ -332,7 +332,10 @@ def _dx_at(
 
 
 def _dweight(problem: ConvProblem, spans: Spans, dpre: Channels) -> Tensor:
-    """[W, D] sum over tokens of dpre_t x_{t-W+1+j}. Spends dpre: heads are counted, then cleared."""
+    """Return [W, D], the sum over tokens of dpre_t x_{t-W+1+j}.
+
+    The first W - 1 tokens of each sequence are added first, and then zeroed in dpre.
+    """
     x, W, T, dtype = problem.x, problem.W, problem.T, dpre.dtype
     total = torch.zeros(W, x.shape[2], dtype=dtype, device=x.device)
     if T == 0:
@@ -346,7 +349,7 @@ def _dweight(problem: ConvProblem, spans: Spans, dpre: Channels) -> Tensor:
             grad = dpre[spans.row[m], at].masked_fill_(~exists[part][:, None], 0)
             total += (head * grad[:, None]).sum(0)
         dpre[spans.row[n], p] = 0
-    # 0 * NaN: what lies past the last sequence must not be read
+    # 0 * NaN is NaN: tokens past the last sequence must not be read
     if problem.cu_seqlens is not None:
         if x.device.type == "cpu":
             T = int(problem.cu_seqlens[-1])

@@ -1,10 +1,10 @@
-"""Decode on plain torch: every row by itself, token by token, on its slot of the pool where that is possible.
+"""Decode with plain PyTorch: row by row and token by token, in place in the pool where that is possible.
 
     S <- e^g S;   kS, qS = [k; q] S;   d = beta v - beta kS;   o = scale (qS + <q, k> d);   S <- S + k d^T
 
-Three passes over the state: decay, both products, update. A row's bits depend on nothing around it: the state
-is touched by one row at a time, and what all tokens share a launch for is elementwise or a sum over K. Of the
-elementwise functions only those whose vector and scalar forms agree on the CPU are used: exp, log1p, rsqrt
+There are three passes over the state: decay, both products, update. A row's bits do not depend on other rows:
+each row has its own operations on the state, and operations on all tokens together are elementwise or sums
+over K. The elementwise functions are those whose vector and scalar forms agree on the CPU: exp, log1p, rsqrt
 and arithmetic, but not sigmoid or softplus. Index tensors are read on the host.
 """
 
@@ -25,9 +25,9 @@ Token = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """Where one row of a decode reads and writes: views of the caller's tensors.
+    """Hold what one row of a decode reads and writes, as views of the caller's tensors.
 
-    `after` holds what is written after each token (or nothing), `final` what is written after the last one.
+    `after` are the tensors written after each token (or empty), `final` is written after the last token.
     """
 
     first: int
@@ -41,7 +41,7 @@ class Row:
 
 
 def decode(problem: DecodeProblem) -> None:
-    """See `Backend`; writes problem.state, problem.intermediate and problem.out."""
+    """Implement `Backend.decode`: write problem.state, problem.intermediate and problem.out."""
     p = problem
     o = torch.zeros(p.out.shape, dtype=p.dtype, device=p.q.device)
     steps = _tokens(p, o)
@@ -70,7 +70,7 @@ def decode(problem: DecodeProblem) -> None:
 
 
 def _step(S: Tensor, token: Token, is_v_first: bool) -> None:
-    """One token of one row: S [HV, V, K] (or [HV, K, V]) advances in place, o is written."""
+    """Advance S [HV, V, K] (or [HV, K, V]) of one row by one token in place, and write o."""
     kq, k, beta_v, o, beta, qk, *decay = token
     if decay:
         S.mul_(decay[0])
@@ -84,7 +84,7 @@ def _step(S: Tensor, token: Token, is_v_first: bool) -> None:
 
 
 def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
-    """What `_step` needs: [k; q] [HV, 2, K], k [HV, 1, K], beta v and o [HV, 1, V], the rest [HV, 1, 1]."""
+    """Return `_step`'s operands: [k; q] [HV, 2, K], k [HV, 1, K], beta v, o [HV, 1, V], others [HV, 1, 1]."""
     H, HV, K, V = p.H, p.HV, p.K, p.V
     kq = torch.stack((p.k, p.q), 3).view(-1, H, 2, K).to(p.dtype)
     if p.use_qk_l2norm_in_kernel:
@@ -96,7 +96,7 @@ def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
     v = p.v.to(p.dtype)
     beta_v = v if beta is None else beta * v
     beta = torch.ones_like(qk) if beta is None else beta
-    # one token has no token axis to take apart: here a view costs as much as the arithmetic
+    # a single token has no token axis, so none is unbound: a view costs as much as the arithmetic here
     lead = (HV,) if kq.shape[0] == 1 else (-1, HV)
     # each token's gemm operand begins where that of a single token does
     kq = align_rows(kq).view(*lead, 2, K)
@@ -107,7 +107,7 @@ def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
 
 
 def _gates(p: DecodeProblem) -> tuple[Tensor | None, Tensor | None]:
-    """e^g and beta [..., HV, 1] of every token; None for no decay, and for ones."""
+    """Return e^g and beta [..., HV, 1] of every token; None for no decay, and for ones."""
     g, beta = p.g, p.beta
     if p.a is not None and p.b is not None and p.A_log is not None:
         g = log_decay(p.a, p.A_log, p.dt_bias)
@@ -119,7 +119,7 @@ def _gates(p: DecodeProblem) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _rows(p: DecodeProblem) -> Iterator[Row]:
-    """The rows that compute anything: those with tokens and a valid slot to read."""
+    """Yield the rows with tokens and a valid slot to read; the others compute nothing."""
     spans = p.spans(read_device=True)
     assert spans is not None
     indices = (p.read_index, p.num_accepted, p.ring_pos, p.write_index, p.intermediate_row, p.parent)

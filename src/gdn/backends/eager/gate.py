@@ -1,8 +1,8 @@
-"""The gates g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), their gradients, their use in the rule.
+"""Compute the gates g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b), and their gradients.
 
-Computed in float64 where the device has it: there is one number per token and head, softplus(-100) is below
-the normal range of fp32, and the chunk sum of g is differenced: a reset on one token leaves the others'
-decays exact.
+They are computed in float64 where the device has it. There is only one scalar per token and head,
+softplus(-100) is below the normal range of fp32, and differences of the chunk sums of g are taken: a reset on
+one token must leave the decays of the others exact.
 """
 
 import torch
@@ -14,22 +14,22 @@ from gdn.problem import RESET, Problem
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """Float64, or float32 on devices that have no float64."""
+    """Return float64, or float32 on devices that have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x), exact in its dtype for very negative and very large x."""
+    """Return log(1 + e^x), exact in its dtype for very negative and very large x."""
     return F.relu(x) + torch.log1p(torch.exp(-x.abs()))
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x): torch.sigmoid's bits on the CPU depend on x's place in the tensor, these do not."""
+    """Return 1 / (1 + e^-x); unlike torch.sigmoid on a CPU, its bits do not depend on the index in x."""
     return (1 + torch.exp(-x)).reciprocal()
 
 
 def log_decay(a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> PerHead:
-    """g = -exp(A_log) softplus(a + dt_bias) [..., HV] in `wide`."""
+    """Return g = -exp(A_log) softplus(a + dt_bias) [..., HV] in `wide`."""
     x = _shifted(a, dt_bias)
     return -A_log.to(x.dtype).exp() * softplus(x)
 
@@ -37,10 +37,10 @@ def log_decay(a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> PerHea
 def log_decay_bwd(
     a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, dg: PerHead
 ) -> tuple[PerHead, HeadParam, HeadParam | None]:
-    """dx = -e^A sigmoid(x) dg;  dA_log = sum g dg;  ddt_bias = sum dx; each in its tensor's dtype."""
+    """Return dx = -e^A sigmoid(x) dg, dA_log = sum g dg, ddt_bias = sum dx, each in its tensor's dtype."""
     x = _shifted(a, dt_bias)
     dg = dg.to(x.dtype)
-    # 0 times NaN or inf must not reach the sums: a token of no sequence holds anything, a reset has g = -inf
+    # 0 times NaN or inf must not reach the sums: a token of no sequence is undefined, a reset has g = -inf
     is_zero = dg == 0
     dA_log = (dg * log_decay(a, A_log, dt_bias)).masked_fill_(is_zero, 0).reshape(-1, A_log.shape[0]).sum(0)
     dx = (-A_log.to(x.dtype).exp() * sigmoid(x) * dg).masked_fill_(is_zero, 0)
@@ -49,14 +49,14 @@ def log_decay_bwd(
 
 
 def strength_bwd(b: PerHead, dbeta: PerHead) -> PerHead:
-    """db of beta = sigmoid(b)."""
+    """Return db of beta = sigmoid(b)."""
     y, dbeta = b.to(wide(b.device)), dbeta.to(wide(b.device))
     # sigmoid(-y), not 1 - sigmoid(y): the difference cancels for large y
     return (dbeta * sigmoid(y) * sigmoid(-y)).masked_fill_(dbeta == 0, 0).to(b.dtype)
 
 
 def gate(a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> tuple[PerHead, PerHead]:
-    """See `gdn.gate`."""
+    """Return g and beta of `gdn.gate`."""
     dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
     return log_decay(a, A_log, dt_bias).to(dtype), sigmoid(b.to(wide(b.device))).to(dtype)
 
@@ -64,13 +64,13 @@ def gate(a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) ->
 def gate_bwd(
     a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, dg: PerHead, dbeta: PerHead
 ) -> tuple[PerHead, PerHead, HeadParam, HeadParam | None]:
-    """da, db, dA_log, ddt_bias."""
+    """Return da, db, dA_log, ddt_bias."""
     da, dA_log, ddt_bias = log_decay_bwd(a, A_log, dt_bias, dg)
     return da, strength_bwd(b, dbeta), dA_log, ddt_bias
 
 
 def activate(problem: Problem) -> tuple[PerHead, PerHead]:
-    """The rule's gates: log decay g in `wide`, at least RESET, and beta in the computing dtype."""
+    """Return the gates of the rule: g in `wide`, at least RESET, and beta in the computing dtype."""
     p, shape = problem, (problem.B, problem.T, problem.HV)
     if p.g is None:
         g = torch.zeros(shape, dtype=wide(p.device), device=p.device)
@@ -91,7 +91,7 @@ def activate(problem: Problem) -> tuple[PerHead, PerHead]:
 def activate_bwd(
     problem: Problem, dg: PerHead, dbeta: PerHead
 ) -> tuple[PerHead | None, PerHead | None, HeadParam | None, HeadParam | None]:
-    """Gradients of the rule's gates -> dg, dbeta, dA_log, ddt_bias of what the caller gave; None for None."""
+    """Return dg, dbeta, dA_log, ddt_bias of the caller's tensors from the gradients of the rule's gates."""
     p = problem
     dA_log = ddt_bias = None
     if p.g is None:

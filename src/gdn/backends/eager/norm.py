@@ -1,4 +1,4 @@
-"""The gated RMS norm on plain torch, rows in blocks that stay in cache; and the norm of queries and keys.
+"""Compute the gated RMS norm, in blocks of rows that stay in cache, and the l2 norm of queries and keys.
 
 y = weight * n * act(z);   n = x * rstd;   rstd = rsqrt(mean(x * x) + eps)
 dn = weight * act(z) * dy;   dx = rstd * (dn - n * mean(n * dn))
@@ -15,7 +15,7 @@ BLOCK = 1 << 17  # elements of a block per thread: 0.5 MiB in fp32
 
 
 def rms_norm_gated(problem: NormProblem) -> Tensor:
-    """y in x's dtype; everything inside in fp32 (fp64 for fp64)."""
+    """Return y in x's dtype; the computation is in fp32 (fp64 for fp64)."""
     x, z = problem.x, problem.z
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     weight = None if problem.weight is None else problem.weight.to(dtype)
@@ -32,7 +32,7 @@ def rms_norm_gated(problem: NormProblem) -> Tensor:
 
 
 def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, z and weight, each in its tensor's dtype; sums in fp32 or better."""
+    """Return the gradients of x, z and weight, each in its tensor's dtype; sums are in fp32 or fp64."""
     x, z = problem.x, problem.z
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     weight = None if problem.weight is None else problem.weight.to(dtype)
@@ -56,10 +56,10 @@ def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor
 
 
 def _blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Tensor, list[Tensor | None]]]:
-    """Walk tensors of one shape [..., D] side by side along their leading axes; None stays None."""
+    """Yield the same blocks of rows of tensors of one shape [..., D]; None for a tensor that is None."""
     if first.numel() == 0:
         return
-    # a head axis is left unfolded in a slice of one projection, where folding it would copy
+    # the head axis is kept where folding it would copy, as in a slice of one projection
     keep = 1 if all(x is None or _folds(x) for x in (first, *others)) else 2
     flat = [None if x is None else x.reshape(-1, *x.shape[-keep:]) for x in (first, *others)]
     size = BLOCK * torch.get_num_threads() if first.device.type == "cpu" else first.numel()
@@ -94,5 +94,5 @@ def _activation_bwd(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
 
 
 def l2norm_(x: Tensor) -> Tensor:
-    """x * rsqrt(sum(x * x) + 1e-6) over the last axis, in place; a row's bits depend on that row alone."""
+    """Scale x by rsqrt(sum(x * x) + 1e-6) over its last axis in place; a row's bits depend on it alone."""
     return x.mul_((x * x).sum(-1, keepdim=True).add_(1e-6).rsqrt_())

@@ -1,7 +1,7 @@
-"""Prefill and commit on plain torch: the chunked rule between a gather from the pool and a scatter into it.
+"""Prefill and commit with plain PyTorch: gather from the pool, the chunked rule, scatter into the pool.
 
-With batch_invariant=True each sequence runs by itself: the matmuls of a shared launch may round differently
-with its size. Index tensors are read on the host, and every read of the pool precedes the first write.
+With batch_invariant=True each sequence runs by itself, since the rounding of a matmul may depend on its batch
+size. Index tensors are read on the host, and every read of the pool precedes the first write.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from gdn.problem import CHUNK, CommitProblem, PrefillProblem, Problem
 
 @dataclass(frozen=True)
 class Run:
-    """One call of the rule on neighbouring sequences; `bounds`: offsets in it; states as in the pool."""
+    """Hold one call of the rule on neighbouring sequences: their offsets, and states in the pool's layout."""
 
     rule: Problem
     bounds: list[int]
@@ -26,7 +26,7 @@ class Run:
     saved: Saved
 
     def state_after(self, n: int, count: int) -> Tensor:
-        """The state after `count` tokens of the run's sequence n: kept, or a few tokens on from one kept."""
+        """Return the state after `count` tokens of sequence n, from the saved state of the chunk before."""
         start, end = self.bounds[n], self.bounds[n + 1]
         if count == 0:
             return self.initial[n]
@@ -45,7 +45,7 @@ class Run:
 
 
 def prefill(problem: PrefillProblem) -> None:
-    """See `Backend`; writes problem.state, problem.checkpoints and problem.out."""
+    """Implement `Backend.prefill`: write problem.state, problem.checkpoints and problem.out."""
     p = problem
     bounds = p.offsets(read_device=True)
     assert bounds is not None
@@ -67,7 +67,7 @@ def prefill(problem: PrefillProblem) -> None:
 
 
 def _run(p: PrefillProblem, slots: list[int], bounds: list[int], first: int, last: int) -> tuple[Tensor, Run]:
-    """Outputs and states of sequences first:last; one without a valid slot starts from zero, for nobody."""
+    """Run sequences first:last; one without a valid slot starts from zero, and its results are not used."""
     has_state = [True] * p.N if p.has_initial_state is None else p.has_initial_state.tolist()
     initial = torch.zeros(last - first, *p.state.shape[1:], dtype=p.dtype, device=p.q.device)
     for n in range(first, last):
@@ -82,7 +82,7 @@ def _run(p: PrefillProblem, slots: list[int], bounds: list[int], first: int, las
 
 
 def _writes(p: PrefillProblem, run: Run, n: int, i: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(view of the caller's tensor, the state it gets) for sequence n, the run's i-th, of `count` tokens."""
+    """Yield (view of the caller's tensor, new state) for sequence n, the run's i-th, of `count` tokens."""
     if p.checkpoints is not None and p.checkpoint_offsets is not None:
         row = int(p.checkpoint_offsets[n])
         for done in range(p.checkpoint_every, count + 1, p.checkpoint_every) if row >= 0 else ():
@@ -100,14 +100,14 @@ def _writes(p: PrefillProblem, run: Run, n: int, i: int, count: int) -> Iterator
 
 
 def _cut(rule: Problem, start: int, end: int) -> Problem:
-    """The same rule on tokens start:end."""
+    """Return the problem with only tokens start:end."""
     q, k, v = (x[:, start:end] for x in (rule.q, rule.k, rule.v))
     g, beta = (None if x is None else x[:, start:end] for x in (rule.g, rule.beta))
     return replace(rule, q=q, k=k, v=v, g=g, beta=beta)
 
 
 def commit(problem: CommitProblem) -> None:
-    """See `Backend`; writes problem.dst: one strided copy per row, all layers at once, no temporary."""
+    """Implement `Backend.commit`: write problem.dst, one strided copy of all layers per row, no temporary."""
     p = problem
     slots, (rows, T) = p.dst.shape[1], p.src.shape[1:3]
     jobs = [(p.dst_index, p.step)]

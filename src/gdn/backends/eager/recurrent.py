@@ -1,6 +1,6 @@
-"""The rule token by token on plain torch: one step for all sequences at once.
+"""Run the token recurrence with plain PyTorch: one step advances all sequences by one token.
 
-The state is read once for both products and updated in place:
+A step reads the state once for both products and updates it in place:
 
     kS, qS = [k; q] S;   d = beta (v - e^g kS);   o = scale (e^g qS + <q, k> d);   S <- e^g S + k d^T
 """
@@ -19,7 +19,7 @@ Pick = slice | Tensor
 
 
 def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """See `Backend`. T steps of 6 K V flop per sequence and value head."""
+    """Implement `Backend.recurrent_forward`: T steps of 6 K V flop per sequence and value head."""
     p = problem
     g, beta = activate(p)
     decay = g.exp().to(p.state_dtype)
@@ -46,7 +46,7 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
 
 
 def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: float) -> Tensor:
-    """One token for each row.
+    """Advance each row by one token.
 
     X [M, H, 2, K] holds k and q; v [M, HV, V]; decay, beta [M, HV]; S [M, HV, K, V].
     Returns o [M, HV, V] and leaves the new state in S.
@@ -64,9 +64,9 @@ def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: fl
 
 
 def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
-    """The order in which states are kept (None: as they are), and each step's state rows and their tokens."""
+    """Return the order of the states (None: the caller's), and the state rows and tokens of each step."""
     if p.cu_seqlens is None and p.batch_invariant:
-        # a matmul's bits may depend on its batch, so each sequence steps alone
+        # the bits of a matmul may depend on its batch, so each sequence advances alone
         return None, (
             (slice(b, b + 1), slice(t, t + 1)) for b in range(p.B) for t in range(b * p.T, (b + 1) * p.T)
         )
@@ -76,7 +76,7 @@ def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
     if p.N == 0:
         return None, iter(())
     if offsets is None:
-        # lengths on a device: token after token, each finding its sequence; past the end, spare row N
+        # lengths on a device: one token a step, whose sequence the device looks up; past the end, spare row N
         owner = torch.searchsorted(p.cu_seqlens.long(), torch.arange(p.T, device=p.device), right=True) - 1
         return None, ((owner[t : t + 1], slice(t, t + 1)) for t in range(p.T))
     lengths = [b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
@@ -93,9 +93,9 @@ def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
 
 
 def _start(p: Problem, order: Tensor | None) -> Tensor:
-    """A fresh copy of the initial states [N, HV, K, V], K and V in the caller's memory order.
+    """Return a copy of the initial states [N, HV, K, V], K and V in the caller's memory order.
 
-    Packed without an order there is one spare row, where tokens past the last sequence step. With
+    A packed batch without an order has one spare row for tokens past the last sequence. With
     batch_invariant=True a gemm reads the states of one sequence: these begin at an aligned address, as those
     of a sequence alone do.
     """

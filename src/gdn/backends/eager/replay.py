@@ -1,11 +1,11 @@
-"""Replay on plain torch, row by row, in the chunk form: what tokens wrote lies beside the state.
+"""Replay with plain PyTorch, row by row, in the chunk form: a history beside the state holds the writes.
 
     S_t = e^(G_t) S + sum_(j < P) e^(G_t - G_j) k_j u_j^T       the history, decayed up to token t
     r_t = beta_t (v_t - S_t^T k_t);    A_tj = beta_t e^(G_t - G_j) <k_t, k_j> for j < t;    (I + A) d = r
     o_t = scale (S_t^T q_t + sum_(j <= t) e^(G_t - G_j) <q_t, k_j> d_j)
 
-With the norm inside, k is kept as it came and u = d / |k|: neither S nor a product knows the difference, and
-a k of the history's dtype is kept exactly. Index tensors are read on the host.
+With the norm in the kernel the history holds the caller's k and u = d / |k|: k u^T is the same, and a k of
+the history's dtype is stored exactly. Index tensors are read on the host.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from gdn.problem import RESET, KeepProblem, ReplayProblem
 
 
 def replay_decode(problem: ReplayProblem) -> None:
-    """See `Backend`; writes the history and problem.out."""
+    """Implement `Backend.replay_decode`: write the history and problem.out."""
     p = problem
     o = torch.zeros(p.out.shape, dtype=p.dtype, device=p.q.device).flatten(0, 1)
     q, k, v = (x.flatten(0, 1).to(p.dtype) for x in (p.q, p.k, p.v))
@@ -47,7 +47,7 @@ def _packet(
     p: ReplayProblem, slot: int, base: int, G: Tensor, q: Tensor, k: Tensor, v: Tensor, k_rstd: Tensor,
     beta: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and u [T, HV, V] of one row; q scaled, k as it came."""
+    """Return o and u [T, HV, V] of one row; q is scaled, k is the caller's."""
     T, H = q.shape[:2]
     S = align_start(p.state[slot].to(p.dtype))
     S = S.mT if p.state_v_first else S
@@ -72,17 +72,17 @@ def _packet(
 
 
 def _of_heads(x: Tensor, ratio: int) -> Tensor:
-    """[T, H, K] -> [HV, T, K]."""
+    """Repeat x [T, H, K] for the value heads: [HV, T, K]."""
     return x.transpose(0, 1).repeat_interleave(ratio, 0)
 
 
 def _weights(to: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
-    """e^(to - start) [HV, T, P] of sums [T, HV] and [P, HV]; 1 where the difference is positive."""
+    """Return e^(to - start) [HV, T, P] of sums [T, HV] and [P, HV]; 1 where the difference is positive."""
     return (to.T.unsqueeze(-1) - start.T.unsqueeze(-2).to(to.dtype)).clamp(max=0).exp().to(dtype)
 
 
 def _gates(p: ReplayProblem) -> tuple[Tensor, Tensor]:
-    """g >= RESET in `wide` and beta [tokens, HV]."""
+    """Return g >= RESET in `wide`, and beta, both [tokens, HV]."""
     shape, dtype = p.v.shape[:3], wide(p.q.device)
     g, beta = p.g, p.beta
     if p.a is not None and p.b is not None and p.A_log is not None:
@@ -94,7 +94,7 @@ def _gates(p: ReplayProblem) -> tuple[Tensor, Tensor]:
 
 
 def _rows(p: ReplayProblem) -> Iterator[tuple[int, int, int, int]]:
-    """(slot, tokens in its history, first token, tokens) of the rows that compute anything."""
+    """Yield (slot, tokens in its history, first token, tokens) of the rows that compute anything."""
     spans, cursors = p.spans(read_device=True), p.cursor.tolist()
     assert spans is not None
     slots = range(len(spans)) if p.read_index is None else p.read_index.tolist()
@@ -104,7 +104,7 @@ def _rows(p: ReplayProblem) -> Iterator[tuple[int, int, int, int]]:
 
 
 def replay_commit(problem: KeepProblem) -> None:
-    """See `Backend`; writes problem.state and problem.cursor."""
+    """Implement `Backend.replay_commit`: write problem.state and problem.cursor."""
     p = problem
     lowest, cursors = 0 if p.null_slot is None else 1, p.cursor.tolist()
     for slot, accepted in zip(p.index.tolist(), p.accepted.tolist(), strict=True):
@@ -120,7 +120,7 @@ def replay_commit(problem: KeepProblem) -> None:
 
 
 def _fold(p: KeepProblem, layer: int, slot: int, end: int) -> None:
-    """One state after the first `end` tokens of its history."""
+    """Fold the first `end` tokens of its history into one state."""
     G = p.history_G[layer, slot, :end]
     state = p.state[layer, slot]
     S = (state.mT if p.state_v_first else state).to(p.dtype)

@@ -1,4 +1,4 @@
-"""The rule on plain torch: chunks as batched matmuls, block by block, and the backward written out.
+"""Compute the chunked rule with plain PyTorch: batched matmuls, block by block, and a written backward.
 
 With X = [q; k] of a chunk, D_ij = e^(G_i - G_j) for i >= j, S the state that enters it, and A = beta D k k^T
 below the diagonal:
@@ -7,8 +7,8 @@ below the diagonal:
     o     = scale (e^G q S + (D q k^T) v_new)
     S    <- e^(G_C) S + k^T (e^(G_C - G) v_new)
 
-Value heads that share a key head lie side by side in the columns of one matmul: q and k are never repeated.
-Shapes: R, M the block's grid, P = R M, H key heads, r value heads per key head.
+Value heads that share a key head are columns of one matmul, so q and k are never repeated. Shapes: R, M the
+block's grid, P = R M, H key heads, r value heads per key head.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ from gdn.problem import CHUNK, RESET, Problem
 
 @dataclass(frozen=True)
 class Chunks:
-    """One block of a problem, in the computing dtype."""
+    """Hold one block of a problem, in the computing dtype."""
 
     X: Tensor  # [P, H, 2C, K] q above k, normalised
-    rstd: Tensor | None  # [P, H, 2C, 1] what normalised them
+    rstd: Tensor | None  # [P, H, 2C, 1] 1 / norm of their rows
     v: Tensor  # [P, H, r, C, V]
     beta: Tensor  # [P, H, r, C, 1]
     into: Tensor  # e^G           [P, H, r, C, 1] decay from the chunk's start
@@ -51,17 +51,17 @@ class Chunks:
 
     @property
     def qk(self) -> Tensor:
-        """q k^T  [P, H, 1, C, C]"""
+        """Return q k^T [P, H, 1, C, C]."""
         return self.XK[:, :, None, : self.C]
 
     @property
     def kk(self) -> Tensor:
-        """k k^T  [P, H, 1, C, C]"""
+        """Return k k^T [P, H, 1, C, C]."""
         return self.XK[:, :, None, self.C :]
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
-    """See `Backend`. About 6 K V + 4 C (K + V) flop per token and value head."""
+    """Implement `Backend.chunk_forward`: about 6 K V + 4 C (K + V) flop per token and value head."""
     p = problem
     g, beta = activate(p)
     o = _room(p, p.v.shape, p.v.dtype)
@@ -104,7 +104,7 @@ def _forward_states(
 
 
 def saves(problem: Problem) -> tuple[Shape | None, ...]:
-    """Shapes of Saved: G is cheaper to sum again than to keep, the rest is in the computing dtype."""
+    """Return the specs of Saved, in the computing dtype; summing G again is cheaper than saving it."""
     p, dtype = problem, problem.state_dtype
     return (
         None,
@@ -117,7 +117,7 @@ def saves(problem: Problem) -> tuple[Shape | None, ...]:
 
 
 def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor | None) -> Gradients:
-    """See `Backend`. About twice the forward's flop; the blocks run last to first."""
+    """Implement `Backend.chunk_backward`: about twice the forward's flop; blocks run from last to first."""
     p = problem
     if saved.A_inv is None or saved.S_in is None or saved.v_new is None:
         saved = chunk_forward(p, True)[2]
@@ -146,7 +146,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         block.put(dv, _tokens(Y[..., c.C :, :].mul_(c.beta), block))
         block.put(dg[..., None], _tokens(dg_block[..., None], block))
         block.put(dbeta[..., None], _tokens(t.dbeta[..., None], block))
-    # through a reset nothing passes; the rounding of 0 would, times a g of -1e6, be seen in dA_log
+    # a reset passes no gradient: the rounding error of a zero dg, times a g of -1e6, would reach dA_log
     dg.masked_fill_(g <= RESET, 0)
     dg_in, dbeta_in, dA_log, ddt_bias = activate_bwd(p, dg, dbeta)
     dS0 = None if p.initial_state is None else _final(p, dstate, the_plan.order).to(p.initial_state.dtype)
@@ -155,7 +155,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
 
 @dataclass(frozen=True)
 class Through:
-    """What a block's gradients are once those that passed through the states are in."""
+    """Hold the gradients of a block that came through the states."""
 
     dX: Tensor  # [P, H, 2C, K]
     dk: Tensor  # [P, H, C, K] to be added to dX's lower half
@@ -166,10 +166,10 @@ class Through:
 def _backward_states(
     p: Problem, block: Block, c: Chunks, A_inv: Tensor, v_new: Tensor, S: Tensor, Y: Tensor, dstate: Tensor
 ) -> Through:
-    """Take dstate back through the block's steps, and what follows from it alone.
+    """Pass dstate back through the block's steps, and return the gradients that depend on it.
 
-    Y [P, H, r, 2C, V] holds scale do above; below it is filled with dr, the gradient of the right-hand side
-    (I + A) v_new. Both go through the matmuls as one operand, at nearly twice the speed of two.
+    The upper half of Y [P, H, r, 2C, V] holds scale do; the lower is filled with dr, the gradient of the
+    right-hand side (I + A) v_new. One operand for both makes the matmuls nearly twice as fast as two.
     """
     C, do = c.C, Y[..., : c.C, :]
     Z = torch.empty(*c.X.shape[:3], dstate.shape[-1], dtype=Y.dtype, device=Y.device)  # [e^G do; -e^G dr]
@@ -207,9 +207,10 @@ def _backward_states(
 
 
 def _through_entry(c: Chunks, Z: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    """What went through the states that entered: dX = [1; beta] Z S^T over value heads; <X, Z S^T> of each.
+    """Return dX = [1; beta] Z S^T summed over value heads, and <X, Z S^T> of each value head.
 
-    Z is [P, H, 2C, r, V], S [P, H, r, K, V]; returns [P, H, 2C, K] and [P, H, r, 2C].
+    These gradients come through the state S that enters a chunk. Z is [P, H, 2C, r, V], S [P, H, r, K, V];
+    the results are [P, H, 2C, K] and [P, H, r, 2C].
     """
     parts, along = [], []
     for j, Z_j in enumerate(Z.unbind(3)):
@@ -221,10 +222,10 @@ def _through_entry(c: Chunks, Z: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward_within(c: Chunks, v_new: Tensor, Y: Tensor, t: Through) -> Tensor:
-    """What went through the products of q, k within the chunk: added to t.dX, t.dk, t.dbeta; returns dg.
+    """Add the gradients through q k^T and k k^T of the chunk to t.dX, t.dk and t.dbeta; return dg.
 
-    d(D q k^T) = do v_new^T and dA = -dr v_new^T below the diagonal. Pair (i, j) is decayed by every g_t with
-    j < t <= i, so that dg_t is a sum over i >= t, then over j < t: nothing in it cancels.
+    d(D q k^T) = do v_new^T and dA = -dr v_new^T below the diagonal. Every g_t with j < t <= i decays pair
+    (i, j), so dg_t is a sum over i >= t and then over j < t, without cancellation.
     """
     E = _bmm(Y, v_new.mT).unflatten(3, (2, c.C)).mul_(c.D[:, :, :, None])  # [P, H, r, 2, C, C]
     Eq, Ek = E.unbind(3)
@@ -238,18 +239,18 @@ def _backward_within(c: Chunks, v_new: Tensor, Y: Tensor, t: Through) -> Tensor:
     _baddbmm(t.dk, dXK.mT, c.X)
     after = torch.ones(c.C, c.C, dtype=E.dtype, device=E.device).triu_()
     dg = _bmm(after.expand_as(pairs), pairs).tril_(-1).sum(-1).double()
-    # and g_t decays all that enters or leaves the chunk after it
+    # g_t is a term of G of token t and of every later token of the chunk: add the sum of their dG
     return dg.add_(t.dG.flip(-1).cumsum(-1).flip(-1))
 
 
 def _load(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Chunks:
-    """Bring a block in: q and k normalised, decays, and the products of q, k with k."""
+    """Load a block: normalised q and k, v, beta, the decays, and the products of q, k with k."""
     q, k = block.take(p.q), block.take(p.k)  # [R, M, C, H, K]
     C, dtype = q.shape[2], p.state_dtype
     X = torch.empty(q.shape[0] * q.shape[1], p.H, 2 * C, p.K, dtype=dtype, device=p.device)
     rstd = None
     if p.use_qk_l2norm_in_kernel:
-        # the norms read tokens in their own order: memory comes in long runs, and is near for the next pass
+        # the norms read tokens in memory order: long contiguous reads, and the next pass finds them in cache
         norms = [torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype) for x in (q, k)]
         rstd = torch.cat([_by_head(x) for x in norms], dim=2).square_().add_(1e-6).rsqrt_()
         torch.mul(_by_head(q), rstd[:, :, :C], out=X[:, :, :C])
@@ -259,7 +260,7 @@ def _load(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Chunks:
         X[:, :, C:] = _by_head(k.to(dtype, copy=True))
     G = _heads(p, block, g[..., None], g.dtype).cumsum(3)  # [P, H, r, C, 1]
     end = G[:, :, :, -1:]
-    # clamped on both sides: nothing positive is formed, and exp is ten times slower where it underflows
+    # clamped on both sides: no exponent is positive, and exp is ten times slower where it underflows
     D = (G - G.mT).to(dtype).clamp_(-104 if dtype == torch.float32 else -746, 0).exp_().tril_()
     return Chunks(
         X=X,
@@ -281,63 +282,63 @@ def _kept(p: Problem, block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """[R, M, C, H, D] -> [P, H, C, D], a view where the grid allows it."""
+    """Return x [R, M, C, H, D] as [P, H, C, D], a view where the grid allows it."""
     return x.flatten(0, 1).transpose(1, 2)
 
 
 def _heads(p: Problem, block: Block, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Tokens [B, T, HV, D] of a block as [P, H, r, C, D] in the computing dtype.
+    """Return a block's tokens of x [B, T, HV, D] as [P, H, r, C, D] in the computing dtype.
 
-    A copy in the tokens' own order: reading them head by head, 0.5 KB at a time, takes three times as long.
+    It is a copy in memory order: reading tokens head by head, 0.5 KB at a time, takes three times as long.
     """
     return _by_head(block.take(x).to(dtype or p.state_dtype, copy=True)).unflatten(1, (p.H, -1))
 
 
 def _room(p: Problem, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory for a result over tokens or chunks; zeros where a packed batch may leave places unwritten."""
+    """Allocate a result over tokens or chunks; zeros where not all of it may be written (packed, T <= 32)."""
     make = torch.empty if p.cu_seqlens is None and p.T > CHUNK // 2 else torch.zeros
     return make(shape, dtype=dtype, device=p.device)
 
 
 def _tokens(x: Tensor, block: Block) -> Tensor:
-    """[P, H, r, C, D] -> [R, M, C, HV, D], a view."""
+    """Return x [P, H, r, C, D] as [R, M, C, HV, D], a view."""
     return x.flatten(1, 2).transpose(1, 2).unflatten(0, block.grid)
 
 
 def _apart(x: Tensor, p: Problem) -> Tensor:
-    """Value heads side by side [P, H, L, r V] -> [P, H, L, r, V], a view."""
+    """Return x [P, H, L, r V] as [P, H, L, r, V], a view: the value heads as an axis."""
     return x.unflatten(-1, (-1, p.V))
 
 
 def _per_head(x: Tensor, p: Problem) -> Tensor:
-    """Value heads side by side [P, H, L, r V] -> [P, H, r, L, V], a view."""
+    """Return x [P, H, L, r V] as [P, H, r, L, V], a view: the value heads as an axis before the rows."""
     return x.unflatten(-1, (-1, p.V)).transpose(2, 3)
 
 
 def _fresh(x: Tensor) -> Tensor:
-    """Room of x's shape, contiguous whatever x's strides."""
+    """Allocate a contiguous tensor of x's shape."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _columns(c: Chunks) -> Tensor:
-    """Room for one row per token with the value heads side by side [P, H, C, r V]."""
+    """Allocate one row per token with the value heads as columns [P, H, C, r V]."""
     P, H, r, C, V = c.v.shape
     return torch.empty(P, H, C, r * V, dtype=c.v.dtype, device=c.v.device)
 
 
 def _inverse(A: Tensor) -> Tensor:
-    """(I + A)^-1 of the part of A below the diagonal."""
+    """Return (I + A)^-1, reading A below the diagonal only."""
     eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     return torch.linalg.solve_triangular(A, eye.expand_as(A), upper=False, unitriangular=True)
 
 
 def _decay(S_i: Tensor, through: Tensor) -> None:
-    """S_i [M, H, K, r V] times e^(G_C) of each value head, in place."""
+    """Multiply S_i [M, H, K, r V] by e^(G_C) of each value head, in place."""
     S_i.unflatten(-1, (through.shape[3], -1)).mul_(through)
 
 
 def _put_back(S: Tensor, step: Step, S_i: Tensor) -> None:
-    """S[step.rows] = S_i, which is a view of it already unless rows are an index."""
+    """Write S[step.rows] = S_i if rows are an index; for a slice S_i is a view of S already."""
     if isinstance(step.rows, Tensor):
         S.index_copy_(0, step.rows, S_i)
 
@@ -358,7 +359,7 @@ def _states(p: Problem, initial: Tensor | None, order: Tensor | None) -> Tensor:
 
 
 def _final(p: Problem, S: Tensor, order: Tensor | None) -> Tensor:
-    """[N, H, K, r V] in the plan's order -> the caller's layout, fresh and contiguous."""
+    """Return S [N, H, K, r V] in the plan's order as a new contiguous tensor in the caller's layout."""
     x = _per_head(S, p).flatten(1, 2)
     x = x.mT if p.state_v_first else x
     out = torch.empty(p.state_shape, dtype=S.dtype, device=S.device)
@@ -366,7 +367,7 @@ def _final(p: Problem, S: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b over equal leading dims, as one batch."""
+    """Return a @ b over equal leading dims, as one batch."""
     lead = a.shape[:-2]
     x, y = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
     if out is None:
@@ -376,6 +377,6 @@ def _bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _baddbmm(acc: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:
-    """acc <- beta acc + alpha a @ b in place, over equal leading dims."""
+    """Compute acc <- beta acc + alpha a @ b in place, over equal leading dims."""
     x, y = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
     acc.view(-1, *acc.shape[-2:]).baddbmm_(x, y, alpha=alpha, beta=beta)

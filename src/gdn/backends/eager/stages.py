@@ -1,9 +1,8 @@
-"""The stages of the chunked rule in plain torch, each with its adjoint under it. They are described in
-`gdn.stages`.
+"""Compute the stages of the chunked rule with plain PyTorch, each followed by its adjoint; see `gdn.stages`.
 
-A name with `_c` is cut into chunks: keys [NC, H, 1, C, K], values [NC, H, r, C, V], numbers per token
-[NC, H, r, C], where r value heads share a key head. G is differenced in its own dtype, and e^(G_i - G_j)
-formed for i >= j only.
+A name with `_c` is cut into chunks: keys [NC, H, 1, C, K], values [NC, H, r, C, V], scalars per token
+[NC, H, r, C], where r value heads share a key head. Differences of G are taken in its own dtype, and
+e^(G_i - G_j) is computed for i >= j only.
 """
 
 import torch
@@ -66,7 +65,7 @@ def chunk_kkt_bwd(
 ) -> tuple[Keys, PerHead, GSum]:
     t = Tiling.of(k, cu_seqlens)
     k_c, beta_c = t.cut(k), t.cut(beta)[..., None]
-    # dA times what each factor of A = beta D <k, k> leaves of it
+    # dA times A = beta D <k, k> without one of its factors
     without_kk = t.cut(dA) * _decay(t.cut_sums(G), t.dtype, diagonal=-1)
     without_beta = without_kk * (k_c @ k_c.mT)
     dkk = (beta_c * without_kk).sum(2, keepdim=True)
@@ -162,7 +161,7 @@ def chunk_state_bwd(
     w_c, S, dS_in_c = t.cut(w), t.split_state(S_in), t.split_state(dS_in)
     out, through = _decay_out(t.cut_sums(G), t.dtype)
     k_out = out[..., None] * t.cut(k)
-    # gradients of the state that leaves each chunk, and of v_new by both ways it is used
+    # gradients of the state that leaves each chunk, and of v_new through both of its uses
     dS_out, dv_c = torch.empty_like(S), t.cut(dv_new)
     dstates = t.carry(dfinal_state, S.shape[1:])
     for i in reversed(t.steps()):
@@ -224,13 +223,13 @@ def chunk_output_bwd(
 
 
 def _decay(G_c: Tensor, dtype: torch.dtype, *, diagonal: int) -> Tensor:
-    """D [..., C, C]: e^(G_i - G_j) for j <= i + diagonal, else 0."""
+    """Return D [..., C, C]: e^(G_i - G_j) for j <= i + diagonal, else 0."""
     is_before = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=G_c.device).tril(diagonal)
     difference = (G_c[..., :, None] - G_c[..., None, :]).to(dtype)
     return difference.masked_fill_(~is_before, -torch.inf).exp_()
 
 
 def _decay_out(G_c: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """e^(G_C - G) [..., C] to the chunk's end, e^(G_C) [..., 1, 1] through the chunk."""
+    """Return e^(G_C - G) [..., C], to the chunk's end, and e^(G_C) [..., 1, 1], through the chunk."""
     end = G_c[..., -1:]
     return (end - G_c).to(dtype).exp(), end.to(dtype).exp()[..., None]

@@ -1,4 +1,4 @@
-"""A layer's whole decode step: the three functions one after the other, which is what it means."""
+"""Run a layer's whole decode step, which is defined as convolution, decode and norm in sequence."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from gdn.problem.step import StepProblem
 
 
 def decode_step(problem: StepProblem) -> None:
-    """See `Backend`; writes problem.conv_state, problem.state and problem.out."""
+    """Implement `Backend.decode_step`: write problem.conv_state, problem.state and problem.out."""
     composed(problem, causal_conv1d_update, decode, rms_norm_gated)
 
 
@@ -23,7 +23,7 @@ def composed(
     decode: Callable[..., Any],
     norm: Callable[[NormProblem], Tensor],
 ) -> None:
-    """The step by a backend's functions; what goes from one to the next is rounded to the inputs' dtype."""
+    """Run the step by a backend's three functions; results between them are rounded to the inputs' dtype."""
     p = problem
     mixed = p.mixed_qkv.new_empty(p.mixed_qkv.shape)
     conv(p.conv(mixed))

@@ -1,7 +1,8 @@
-"""Tokens [B, T, ...] to chunks [NC, ...] and back, for the stages. Reads no lengths on the host.
+"""Cut tokens [B, T, ...] into chunks [NC, ...] and join them, for the stages; no length is read on the host.
 
-Chunks are numbered sequence by sequence; a dense batch is B sequences of T tokens. Heads of a tile are split
-[H, r]: r value heads share a key head, so keys [NC, H, 1, C, K] meet values [NC, H, r, C, V] by broadcasting.
+Chunks are numbered sequence by sequence; a dense batch is B sequences of T tokens. The head axis of a tile is
+split into [H, r]: r value heads share a key head, so keys [NC, H, 1, C, K] broadcast to values
+[NC, H, r, C, V].
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from gdn.problem import CHUNK
 
 @dataclass(frozen=True)
 class Tiling:
-    """How B x T tokens with H (key) heads fall into chunks. `dtype` is what tiles are computed in."""
+    """Hold how B x T tokens with H (key) heads are cut into chunks; tiles are computed in `dtype`."""
 
     B: int
     T: int
@@ -27,7 +28,7 @@ class Tiling:
 
     @staticmethod
     def of(x: Tensor, cu_seqlens: Offsets | None) -> "Tiling":
-        """For tokens x [B, T, H, ...], computing in fp32, or fp64 for an fp64 x."""
+        """Return the tiling of tokens x [B, T, H, ...], computing in fp32, or in fp64 for an fp64 x."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         return Tiling(x.shape[0], x.shape[1], x.shape[2], dtype, x.device, cu_seqlens)
 
@@ -37,14 +38,14 @@ class Tiling:
 
     @property
     def num_chunks(self) -> int:
-        """As `Problem.num_chunks`: the surplus chunks of a packed batch hold no token."""
+        """Return `Problem.num_chunks`; the surplus chunks of a packed batch are empty."""
         if self.cu_seqlens is None:
             return self.B * ((self.T + CHUNK - 1) // CHUNK)
         return (self.T + self.N * (CHUNK - 1)) // CHUNK
 
     @cached_property
     def _offsets(self) -> Tensor:
-        """[N+2] each sequence's first token, and the end twice: empty sequence N owns the surplus chunks."""
+        """Return [N+2], each sequence's first token, and the end twice: sequence N has the surplus chunks."""
         if self.cu_seqlens is None:
             offsets = torch.arange(self.B + 1, device=self.device) * self.T
         else:
@@ -53,36 +54,36 @@ class Tiling:
 
     @cached_property
     def _first(self) -> Tensor:
-        """[N+2] the first chunk of each sequence."""
+        """Return [N+2], the first chunk of each sequence."""
         ends = ((self._offsets.diff() + CHUNK - 1) // CHUNK).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends])
 
     @cached_property
     def sequence(self) -> Tensor:
-        """[NC] the sequence of each chunk; N for a surplus one."""
+        """Return [NC], the sequence of each chunk; N for a surplus one."""
         chunk = torch.arange(self.num_chunks, device=self.device)
         return torch.searchsorted(self._first[1:], chunk, right=True).clamp_(max=self.N)
 
     @cached_property
     def _span(self) -> tuple[Tensor, Tensor]:
-        """[NC] the first token of each chunk, and the number of its tokens."""
+        """Return the first token of each chunk and the number of its tokens, both [NC]."""
         n, chunk = self.sequence, torch.arange(self.num_chunks, device=self.device)
         start = self._offsets[n] + (chunk - self._first[n]) * CHUNK
         return start, (self._offsets[n + 1] - start).clamp(0, CHUNK)
 
     @cached_property
     def is_token(self) -> Tensor:
-        """[NC, C] False past a chunk's end."""
+        """Return [NC, C], False past a chunk's end."""
         return torch.arange(CHUNK, device=self.device) < self._span[1][:, None]
 
     @cached_property
     def is_last(self) -> Tensor:
-        """[NC, C] True at a chunk's last token."""
+        """Return [NC, C], True at a chunk's last token."""
         return torch.arange(CHUNK, device=self.device) == self._span[1][:, None] - 1
 
     @cached_property
     def _tokens(self) -> Tensor:
-        """[NC C] the token of each place; a place past a chunk's end repeats the chunk's last token."""
+        """Return [NC C], the token of each index; past a chunk's end the chunk's last token is repeated."""
         start, length = self._span
         last = (length - 1).clamp(min=0)[:, None]
         tokens = start[:, None] + torch.minimum(torch.arange(CHUNK, device=self.device), last)
@@ -90,19 +91,19 @@ class Tiling:
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
-        """[B T] the place of each token in the flattened chunks, and whether a sequence holds it."""
+        """Return [B T], each token's index in the flattened chunks, and a mask of tokens in a sequence."""
         token = torch.arange(self.B * self.T, device=self.device)
         n = torch.searchsorted(self._offsets[1:-1], token, right=True)
         place = self._first[n] * CHUNK + token - self._offsets[n]
         return place.clamp(0, max(0, self.num_chunks * CHUNK - 1)), n < self.N
 
     def cut(self, x: Tensor) -> Tensor:
-        """[B, T, H r, ...] -> [NC, H, r, C, ...] in the computing dtype; zero past a chunk's end."""
+        """Cut x [B, T, H r, ...] into [NC, H, r, C, ...] in the computing dtype; zero past a chunk's end."""
         y = self._gather(x).to(self.dtype)
         return y.masked_fill(~self.is_token.view(-1, 1, 1, CHUNK, *(1,) * (y.dim() - 4)), 0)
 
     def cut_sums(self, G: Tensor) -> Tensor:
-        """[B, T, H r] -> [NC, H, r, C] in its dtype; past a chunk's end its last one: [..., -1] is G_C."""
+        """Cut G [B, T, H r] into [NC, H, r, C]; past the end the last value repeats: [..., -1] is G_C."""
         return self._gather(G).masked_fill((self._span[1] == 0).view(-1, 1, 1, 1), 0)
 
     def _gather(self, x: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class Tiling:
         return y.view(self.num_chunks, CHUNK, *heads, *rest).movedim(1, 3)
 
     def join(self, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[NC, H, r, C, ...] -> [B, T, H r, ...] in dtype (None: its own); zero for tokens of no sequence."""
+        """Join y [NC, H, r, C, ...] to [B, T, H r, ...] in dtype (None: y's), zero outside sequences."""
         heads, rest = y.shape[1] * y.shape[2], y.shape[4:]
         if self.B * self.T * self.num_chunks == 0:
             return y.new_zeros(self.B, self.T, heads, *rest, dtype=dtype)
@@ -123,18 +124,18 @@ class Tiling:
         return y.view(self.B, self.T, heads, *rest)
 
     def split_state(self, S: Tensor) -> Tensor:
-        """[*, HV, K, V] -> [*, H, r, K, V] in the computing dtype."""
+        """Return S [*, HV, K, V] as [*, H, r, K, V] in the computing dtype."""
         return S.to(self.dtype).unflatten(1, (self.H, S.shape[1] // max(1, self.H)))
 
     def carry(self, S: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """A fresh [N+1, *shape] that starts as S [N, HV, K, V] (None: zero); row N serves surplus chunks."""
+        """Return S [N, HV, K, V] (None: zeros) as a copy [N+1, *shape]; row N is for surplus chunks."""
         states = torch.zeros(self.N + 1, *shape, dtype=self.dtype, device=self.device)
         if S is not None:
             states[: self.N] = self.split_state(S)
         return states
 
     def steps(self) -> list[Tensor]:
-        """Numbers of the chunks that advance together, in order: one per sequence when dense, else one."""
+        """Return the chunks of each step in order: one per sequence if dense, a single one if packed."""
         chunk = torch.arange(self.num_chunks, device=self.device)
         if self.num_chunks == 0:
             return []

@@ -1,7 +1,8 @@
-"""Kernels for sm_90 in Gluon in the place of Triton's: of the chunked forward, 128 x 128 or 64 x 64 in bf16.
+"""Replace the Triton kernels of the chunked forward on sm_90 by Gluon kernels: bf16, K = V = 128 or 64.
 
-Taken where they are the faster ones, or asked for. The backward is Triton's; other problems are refused.
-This file imports no Triton.
+`select` chooses this backend where the cost model predicts that it is faster, or where the caller names it.
+The backward is `triton`'s, and every other problem is refused. docs/design/hopper.md describes the kernels.
+This file imports no Triton, so that a CPU user does not need it.
 """
 
 from collections.abc import Iterator
@@ -17,15 +18,16 @@ from gdn.backends.backend import Saved
 from gdn.backends.hopper import cost
 from gdn.problem import PrefillProblem, Problem
 
-SIZES = (64, 128)  # of K and of V
+SIZES = (64, 128)  # values of K = V that the kernels are written for
 
 
 def refuses(problem: Any) -> str | None:
-    """Takes the rule in bf16 with K = V of 64 or 128 on sm_90, where it is known to be the faster one."""
+    """Return why the problem is not supported or not predicted to be faster here; None if it is chosen."""
     reason = _lacks(problem)
     if reason is not None or settings.backend(problem.backend) == "hopper":
         return reason
     problem = problem.rule if isinstance(problem, PrefillProblem) else problem
+    # the two backends round differently, and the choice depends on the batch
     if problem.batch_invariant:
         return "expected no batch_invariant, or backend='hopper': who is faster depends on the batch"
     if not cost.is_faster(problem):
@@ -35,7 +37,7 @@ def refuses(problem: Any) -> str | None:
 
 
 def _lacks(problem: Any) -> str | None:
-    """Why no kernel here could take it, whatever its size."""
+    """Return why the kernels do not support a problem, whatever its size; None if they do."""
     reason = triton.refuses(problem)
     if reason is not None:
         return reason
@@ -53,6 +55,7 @@ def _lacks(problem: Any) -> str | None:
     if found != (9, 0):
         return f"expected a GPU of compute capability (9, 0), got {found or problem.q.device.type}"
     try:
+        # Gluon's mbarriers, TMA and WGMMA came with Triton 3.6: older ones fail while importing
         import_module("gdn.backends.hopper.rule")
     except (ImportError, AttributeError) as e:
         return f"expected Gluon of Triton 3.6 or newer, got {e}"
@@ -60,7 +63,7 @@ def _lacks(problem: Any) -> str | None:
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Of an NVIDIA GPU; AMD's have numbers of their own."""
+    """Return the compute capability of an NVIDIA GPU; None for others: AMD numbers its GPUs differently."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)
@@ -73,17 +76,19 @@ def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Te
 
 
 def _prefill(problem: PrefillProblem) -> None:
+    # the gather from the pool and the scatter into it are `triton`'s; only the forward between them differs
     forward = import_module("gdn.backends.hopper.rule").forward
     import_module("gdn.backends.triton.prefill").prefill(problem, forward)
 
 
 def _launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Any]:
-    """Of a forward here that a larger problem of the kind would get: see `triton.beside`."""
+    """Yield the launches of this backend that a larger problem of the kind would use: see `triton.beside`."""
     has_tokens = problem.q.numel() > 0 and problem.N > 0
     if has_tokens and not problem.batch_invariant and _lacks(problem) is None:
         yield from import_module("gdn.backends.hopper.rule").launches(problem, kept)
 
 
+# `triton` compiles these launches ahead with the first call of a kind: a longer prompt finds them compiled
 triton.beside.append(_launches)
 BACKEND = replace(
     triton.BACKEND, name="hopper", refuses=refuses, chunk_forward=_chunk_forward, prefill=_prefill

@@ -1,6 +1,7 @@
-"""A partition of the walk: a chain of 64 value rows of S through all chunks of all jobs, and its outputs.
+"""Run a consumer warpgroup of the state scan: 64 value rows of S^T, every chunk of every work item.
 
-Triton traces a loop's body twice, and four times that of a loop in a loop; a function it traces once.
+S^T stays in registers from the first chunk of a work item to the last. The loops call functions, since
+Triton traces the body of a loop twice and that of a nested loop four times, but a function once.
 """
 
 from triton.experimental import gluon
@@ -31,9 +32,12 @@ def carry(
     o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound, jobs,
     V_FIRST: gl.constexpr, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Without q for `ends_kernel`: whole chunks, no outputs; with an odd goal from the identity, and without
-    tokens zero; with an even one from zero, or from the caller's state where the job names one. Where states
-    that enter chunks are kept, they are copied out keys down: as a backward wants them, or in fp32.
+    """Run consumer warpgroup MINE: advance its 64 value rows of S^T through all work items, and store o.
+
+    For `ends_kernel` o_d is None: chunks are whole and no outputs are stored. S then starts from the identity
+    for M (from zero if the segment is empty), from zero for N, or from the caller's state where the work item
+    names one. With S_d the states that enter the chunks are stored by TMA, keys down: in bf16 for a backward,
+    in fp32 for checkpoints.
     """
     i = 0
     turn = 0
@@ -47,6 +51,7 @@ def carry(
         turn += 1
         taken = job_at(turn, ring)
     if o_d is not None:
+        # shared memory must outlive the last TMA store that reads it
         tma_store_wait(0)
 
 
@@ -56,8 +61,8 @@ def over_job(
     o_ptr, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound,
     V_FIRST: gl.constexpr, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """A job whose first chunk is the program's chunk i; the number after its last."""
-    # a table without cu_seqlens is one of jobs
+    """Scan one work item whose first chunk is chunk i of the CTA; return the chunk count after its last."""
+    # a table without cu_seqlens holds the work items of segments: see `split`
     IN_SPANS: gl.constexpr = table_ptr is not None and cu_seqlens_ptr is None
     job, strip = parted(taken, MINE, CHAINS, D)
     head = job % HV
@@ -65,7 +70,7 @@ def over_job(
     row, first, length, chunk = sequence(job, cu_seqlens_ptr, table_ptr, T, HV, chunks_per_row, bound)
     S = first_state(job, length, head, first_v, o_d, initial_ptr, table_ptr, HV, IN_SPANS, V_FIRST, D)
     end = i + gl.cdiv(length, C)
-    # of chunk 0, were it the job's
+    # chunk numbers count over all work items of the CTA: first token and tile that chunk 0 would have
     token = row * T + first - i * C
     tile = (chunk - i) * HV + head
     S, i = over_chunks(
@@ -82,10 +87,12 @@ def over_chunks(
     S, i, end, past, token, tile, head, first_v, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s,
     S_s, full, empty, P_full, o_ptr, HV, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """S and the chunk's number after all chunks of a job, the tokens of which are those before `past`.
+    """Advance S through all chunks of a work item; return S and the chunk count after its last.
 
-    Run by run: with tame chunks and others in one loop ptxas has no registers and makes all products wait.
+    `past` is the end of the item's tokens, counted from the CTA's chunk 0.
     """
+    # Each run of well-conditioned chunks and of others has its own loop: with both kinds in one loop ptxas
+    # runs out of registers and serialises all MMAs.
     if GLIDES:
         while i < end:
             S, i = over_tame(
@@ -109,8 +116,9 @@ def over_tame(
     S, i, end, token, tile, head, first_v, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s,
     full, empty, P_full, HV, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """`over_chunks` as far as they are tame."""
+    """Advance S through chunks on the fast path until one is not well-conditioned, or the work item ends."""
     while is_next(True, True, i, end, f_s, full):
+        # a lone consumer has more registers (248, not 200), and a version of the fast path that uses them
         if CHAINS == 1:
             S = glide_alone(
                 S, i, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
@@ -130,7 +138,7 @@ def over_others(
     S, i, end, past, token, tile, head, first_v, MINE: gl.constexpr, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s,
     S_s, full, empty, P_full, o_ptr, HV, GLIDES: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """`over_chunks` as far as they are not."""
+    """Advance S through chunks on the general path until one is well-conditioned, or the work item ends."""
     while is_next(False, GLIDES, i, end, f_s, full):
         S = advance(
             S, i, past - i * C, MINE, o_d, S_d, qk_s, v_s, A_s, f_s, P_s, o_s, S_s, empty, P_full,
@@ -142,10 +150,11 @@ def over_others(
 
 @gluon.jit
 def is_next(WANTED: gl.constexpr, GLIDES: gl.constexpr, i, end, f_s, full):
-    """Whether there is a chunk i, and where chunks are glided over it is tame or is not, as wanted."""
+    """Return True if chunk i belongs to the work item and, with the fast path on, its `TAME` is as WANTED."""
     found = i < end
     if found:
         stage, parity = turn_of(i, full)
+        # from here on the stage's tiles and factors, `TAME` among them, are in shared memory
         mbarrier.wait(full.index(stage), parity)
         if GLIDES:
             found = is_tame(f_s, stage) == WANTED
@@ -154,7 +163,8 @@ def is_next(WANTED: gl.constexpr, GLIDES: gl.constexpr, i, end, f_s, full):
 
 @gluon.jit
 def of_state_at(states_ptr, state, first_v, IS_V_FIRST: gl.constexpr, D: gl.constexpr):
-    """Where 64 value rows of a state lie."""
+    """Return the addresses in HBM of 64 value rows of a state, as a tensor [64, D] with values down."""
+    # the layout of the WGMMA accumulator: S moves between HBM and registers without shared memory
     layout: gl.constexpr = OF_TOKENS if D == C else OF_STATE
     v = gl.arange(0, STRIP, gl.SliceLayout(1, layout))
     k = gl.arange(0, D, gl.SliceLayout(0, layout))
@@ -169,7 +179,7 @@ def first_state(
     job, length, head, first_v, o_d, initial_ptr, table_ptr, HV,
     IN_SPANS: gl.constexpr, V_FIRST: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """S before a job's first chunk."""
+    """Return S^T before the first chunk of a work item: zero, the identity, or loaded from HBM."""
     layout: gl.constexpr = OF_TOKENS if D == C else OF_STATE
     if o_d is None:
         v = first_v + gl.arange(0, STRIP, gl.SliceLayout(1, layout))
@@ -177,6 +187,7 @@ def first_state(
         is_map = is_of_map(job, table_ptr) & (length > 0)
         S = (v[:, None] == k[None, :]).to(gl.float32) * is_map.to(gl.float32)
         if initial_ptr is not None:
+            # the state that the item names; below 0: none
             start = gl.load(table_ptr + job * JOB + 5)
             if start >= 0:
                 state = start.to(gl.int64) * HV + head
@@ -186,6 +197,7 @@ def first_state(
     else:
         state = job.to(gl.int64)
         if IN_SPANS:
+            # `combine_kernel`, the launch before, writes the state that enters a segment to HBM
             gdc_wait()
             state = gl.load(table_ptr + job * JOB + 5).to(gl.int64) * HV + head
         S = gl.load(of_state_at(initial_ptr, state, first_v, V_FIRST, D)).to(gl.float32)
@@ -197,8 +209,9 @@ def last_state(
     S, job, head, first_v, o_d, final_ptr, table_ptr, HV,
     IN_SPANS: gl.constexpr, V_FIRST: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """S after a job's last chunk to where it goes: M and N lie keys down."""
+    """Store S^T after the last chunk of a work item to HBM; M and N are stored keys down."""
     if IN_SPANS:
+        # below 0: not stored. Of the scan's segments only a sequence's last one has a final state
         goal = gl.load(table_ptr + job * JOB + 4).to(gl.int64)
         if goal >= 0:
             state = goal * HV + head

@@ -1,8 +1,8 @@
-"""What a forward takes, in us on an H200: into which spans it is split, and whether Triton's is the faster.
+"""Predict the time of a forward in us on an H200: choose its segments, and `hopper` or `triton`.
 
-The numbers are of K = V = 128; with 64 both take about as long, Triton 1.5 to 2.8 times what is taken here.
-Of packed sequences nobody on the host knows the lengths but by `cu_seqlens_cpu`: they may be alike, or one
-may have all chunks. A cut is chosen by the sum of the times of both.
+The constants are for K = V = 128. With 64 both backends take about as long as with 128, and `triton` 1.5 to
+2.8 times as long as `hopper`. The host knows the lengths of packed sequences only from `cu_seqlens_cpu`.
+Without it all may be equal, or one may have all chunks: a cut is chosen by the sum of the times of both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from gdn.problem import CHUNK, Problem
 
 
 class Walk(NamedTuple):
-    """us of a launch beside its jobs, of a job beside its chunks, of a chunk alone and on a full machine."""
+    """Hold the us of a scan: per launch, per work item, per chunk on an idle GPU and with all SMs busy."""
 
     once: float
     job: float
@@ -25,29 +25,31 @@ class Walk(NamedTuple):
     full: float
 
 
-# a tile of 64 tokens and a value head in `gates` and `solve`; all launches of a forward that is not split
+# us of a chunk and value head in `gates` and `solve` on all SMs; us of all launches without segments
 TILE, LAUNCHES = 0.0065, 10.0
-# the walk by the chains of its programs
+# the state scan by the consumer warpgroups of a CTA: two compete for the SM's tensor cores
 WALKS = {1: Walk(5.0, 2.0, 1.05, 1.1), 2: Walk(5.0, 2.0, 1.45, 1.78)}
+# the scan of M and N, which loads and stores fewer HBM bytes a chunk
 ENDS = Walk(2.0, 4.0, 0.9, 1.05)
-# of `jobs` and `combine`, and of each span in it
+# us of `jobs` and `combine` together, and of each segment, as `combine` passes S from one to the next
 COMBINE = 3.0, 1.15
-# few spans have an M: those of less than FADING chunks, over which a g of -1/21 leaves something, and of
-# longer ones those of ALIVE of the heads
+# with the cut for few M: segments shorter than FADING chunks all have an M, as a g of -1/21 a token leaves
+# some decay over them; of longer segments a share ALIVE of the heads has one
 FADING, ALIVE = 34, 0.25
-GAIN = 0.9  # of the time without spans, or of Triton's, at most: more launches take the host longer
-# Triton: its launches, a tile in prepare, as much in output, a chunk in the state pass by strips, and in scan
+GAIN = 0.9  # at most, of the time without segments, or of `triton`: more launches take the host longer
+# `triton`, us: launches; a chunk and head in prepare, and as much in output; a chunk in the state pass by the
+# number of value strips, and in the fused scan
 TRITON_LAUNCHES, TRITON_TILE, TRITON_STRIPS, TRITON_SCAN = 15.0, 0.020, ((8, 1.1), (4, 1.4)), 3.85
-# sequences, chunks of all of them, and of the longest
+# a distribution of chunks over sequences: sequences, chunks of all of them, chunks of the longest
 Way = tuple[int, int, int]
-Jobs = Sequence[tuple[int, int]]  # how many, of how many chunks each
+Jobs = Sequence[tuple[int, int]]  # work items: (how many, of how many chunks each)
 
 
 class Cut(NamedTuple):
-    """How sequences are cut into spans: `longs` of `long` chunks, a short one, the rest; as far as they go.
+    """Cut a sequence into segments: up to `longs` of `long` chunks, one of `short`, and the rest.
 
-    M and N of a span are two jobs of `ends`, of the first span one: so the long ones fill multiprocessors two
-    by two, and who is left takes both jobs of the short one.
+    M and N of a segment are two work items of `ends`, but the first segment has only N. So the items of the
+    long segments fill an odd number of SMs; the one left of an even number takes both of the short segment.
     """
 
     long: int
@@ -55,7 +57,7 @@ class Cut(NamedTuple):
     short: int
 
     def spans(self, chunks: int) -> tuple[Jobs, int]:
-        """Those of a sequence, without the last, and how long that is."""
+        """Return the segments of a sequence of `chunks` chunks but the last, and the chunks of the last."""
         longs = min(self.longs, max(0, chunks - 1) // self.long)
         found, left = [(longs, self.long)], chunks - longs * self.long
         if longs == self.longs and left > self.short:
@@ -63,51 +65,53 @@ class Cut(NamedTuple):
         return (found if longs else ()), left
 
     def most(self, N: int, chunks: int) -> int:
-        """Spans of N sequences, whose lengths only the device knows, at most."""
+        """Return an upper bound on the segments of N packed sequences, whose lengths only the device has."""
         found = chunks // self.long + chunks // (self.longs * self.long + self.short)
         return N + min(N * (self.longs + 1), found)
 
 
 class Cuts(NamedTuple):
-    """Of which the device takes one: how sequences are cut where most spans have an M, and where few have."""
+    """Hold the two cuts that the device chooses from: for segments that mostly have an M, and rarely."""
 
     many: Cut
     few: Cut
 
 
 def equal(chunks: int) -> Cuts:
-    """Spans of so many chunks, however long the sequences."""
+    """Return cuts into segments of `chunks` chunks each, however long the sequences are."""
     cut = Cut(chunks, 1 << 16, chunks)
     return Cuts(cut, cut)
 
 
 def cuts_of(p: Problem) -> Cuts | None:
-    """How sequences are cut, or None: not at all."""
+    """Return how sequences are cut into segments, or None if they are not."""
+    # a cut depends on the other sequences of the batch, and it changes the rounding of S
     return None if p.batch_invariant else _cuts(*_sizes(p))
 
 
 def chains_of(p: Problem, cuts: Cuts | None) -> int:
-    """Chains of a program of the walk, at K = V = 128: one, if so many programs run at the same time."""
+    """Return the consumers of a CTA of the scan at K = V = 128: one if two CTAs a work item fit the SMs."""
     HV, ways, num_sms = _sizes(p)
     return max(_chains(HV, ways, cut, num_sms) for cut in cuts or (None,))
 
 
 def is_faster(p: Problem) -> bool:
-    """Whether the kernels here are to be preferred to Triton's."""
+    """Return True if `hopper` is predicted to be at least 10 % faster than `triton`."""
     return _is_faster(*_sizes(p))
 
 
 def _sizes(p: Problem) -> tuple[int, tuple[Way, ...], int]:
-    """Value heads, the ways in which chunks may be spread over sequences, multiprocessors."""
+    """Return value heads, the distributions of chunks over sequences that are possible, and SMs."""
     return p.HV, _ways(p), num_sms(p.device)
 
 
 def alike(N: int, chunks: int) -> Way:
-    """N sequences of so many chunks."""
+    """Return the distribution of N sequences of `chunks` chunks each."""
     return N, N * chunks, chunks
 
 
 def _ways(p: Problem) -> tuple[Way, ...]:
+    # the host may not read lengths from the GPU: without them, the two extremes
     if p.cu_seqlens is None or p.N <= 1:
         return (alike(p.N, _cdiv(p.num_chunks, max(1, p.N))),)
     if p.cu_seqlens_cpu is None:
@@ -117,22 +121,23 @@ def _ways(p: Problem) -> tuple[Way, ...]:
 
 @lru_cache(64)
 def _packed(offsets: tuple[int, ...]) -> Way:
-    """Of sequences that lie so; all layers of a step ask for the same, cuts and chains of each."""
+    """Return the distribution of packed sequences; cached, as all layers of a step have the same offsets."""
     chunks = [_cdiv(end - start, CHUNK) for start, end in pairwise(offsets)]
     return len(chunks), sum(chunks), max(chunks)
 
 
 @lru_cache
 def num_sms(device: torch.device) -> int:
-    """An H200's where there is no GPU."""
+    """Return the number of SMs of a GPU, or that of an H200 for other devices."""
     return 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(4096)
 def _cuts(HV: int, ways: tuple[Way, ...], num_sms: int) -> Cuts | None:
-    """What is fastest over the ways."""
+    """Return the fastest cuts over all distributions, or None if they gain less than 10 %."""
     longest = max(longest for *_, longest in ways)
     heads = [_alike(*way) * HV for way in ways]
+    # every SM has a work item already without segments
     if min(heads) == 0 or num_sms <= max(heads):
         return None
 
@@ -141,9 +146,9 @@ def _cuts(HV: int, ways: tuple[Way, ...], num_sms: int) -> Cuts | None:
 
     possible = list(_possible(longest, num_sms // max(heads), num_sms // min(heads)))
     times = {cut: total(cut, 1.0) for cut in possible}
-    # no M of shorter spans fades
+    # segments below FADING chunks keep every M
     faded = {cut: total(cut, ALIVE) if cut.long >= FADING else time for cut, time in times.items()}
-    # the same walk takes both cuts
+    # both cuts run in one launch of the scan, so they must agree in its consumer warpgroups
     walks: dict[int, list[Cut]] = {}
     for cut in possible:
         walks.setdefault(_chains(HV, ways, cut, num_sms), []).append(cut)
@@ -153,12 +158,12 @@ def _cuts(HV: int, ways: tuple[Way, ...], num_sms: int) -> Cuts | None:
 
 
 def _possible(longest: int, least: int, most: int) -> Iterator[Cut]:
-    """Those with about as many long spans as each head has multiprocessors, which are least to most."""
+    """Yield cuts with about as many long segments as there are SMs for each head, from `least` to `most`."""
     longs = max(1, least // 2 - 1)
     while longs <= most:
         long = _cdiv(longest, longs + 1)
         yield Cut(long, longs, long)
-        # half a long one, and the rest as long as one, or as one and the half
+        # the short segment is half a long one, the rest as long as one long segment, or one and a half
         for rest in (2, 3):
             long = _cdiv(2 * longest, 2 * longs + 1 + rest)
             yield Cut(long, longs, _cdiv(long, 2))
@@ -167,7 +172,7 @@ def _possible(longest: int, least: int, most: int) -> Iterator[Cut]:
 
 @lru_cache(4096)
 def _is_faster(HV: int, ways: tuple[Way, ...], num_sms: int) -> bool:
-    """As it is in the first of the ways. A problem without tokens is Triton's."""
+    """Compare both backends for the first distribution; a problem without tokens is `triton`'s."""
     N, chunks, _ = ways[0]
     if chunks == 0:
         return False
@@ -177,26 +182,27 @@ def _is_faster(HV: int, ways: tuple[Way, ...], num_sms: int) -> bool:
 
 
 def _chains(HV: int, ways: tuple[Way, ...], cut: Cut | None, num_sms: int) -> int:
-    """Of a walk that takes all of the ways: one, if twice as many programs as jobs run at the same time."""
+    """Return the consumers of a CTA: one if for every distribution two CTAs a work item fit the SMs."""
     return 1 if all(2 * _jobs(HV, way, cut) <= num_sms for way in ways) else 2
 
 
 def _jobs(HV: int, way: Way, cut: Cut | None) -> int:
-    """Of the walk: spans of sequences as long as the longest, and the others."""
+    """Return the work items of the scan: N sequences, and the further segments of the longest ones."""
     N, _, longest = way
     before, _ = cut.spans(longest) if cut else ((), 0)
     return HV * (N + _alike(*way) * sum(count for count, _ in before))
 
 
 def _alike(N: int, chunks: int, longest: int) -> int:
-    """How many sequences as long as the longest have as many chunks as there are."""
+    """Return how many sequences as long as the longest would have all the chunks."""
     return chunks // max(1, longest)
 
 
 def _time(HV: int, way: Way, cut: Cut | None, num_sms: int, alive: float = 1.0) -> float:
-    """us that the walks take; `alive`: the share of heads whose M is something over many tokens."""
+    """Return the us of the scan and segment kernels; `alive`: share of heads with an M in long segments."""
     _, chunks, longest = way
     n = _alike(*way)
+    # chunks of shorter sequences, spread evenly over the SMs
     rest = (chunks - n * longest) * HV / num_sms
     before: Jobs = ()
     last = longest
@@ -217,14 +223,15 @@ def _time(HV: int, way: Way, cut: Cut | None, num_sms: int, alive: float = 1.0) 
 
 
 def _walks(cost: Walk, jobs: Jobs, rest: float, num_sms: int) -> float:
-    """Of jobs as programs take them one by one, and of `rest` chunks of each multiprocessor beside them."""
+    """Return the us of greedily scheduling `jobs` on num_sms CTAs, with `rest` further chunks on each."""
     longest = max(chunks for _, chunks in jobs)
     busy = sum(count * chunks for count, chunks in jobs) / max(1, longest)
+    # between one busy SM and a GPU whose HBM bandwidth all SMs share
     each = max(cost.alone, cost.full * min(busy / num_sms, 1.0))
     if len(jobs) == 1:
         ((count, chunks),) = jobs
         return cost.once + _cdiv(count, num_sms) * (cost.job + each * chunks) + each * rest
-    free = [(0.0, num_sms)]  # when, how many
+    free = [(0.0, num_sms)]  # heap of (time, SMs that become free then)
     for count, chunks in jobs:
         time = cost.job + each * chunks
         while count > 0:
@@ -238,6 +245,7 @@ def _walks(cost: Walk, jobs: Jobs, rest: float, num_sms: int) -> float:
 
 
 def _triton(pairs: int, chunks: int, num_sms: int) -> float:
+    # us of `triton` for `pairs` sequences x heads: the fused scan if it fills the SMs, else value strips
     tiles = TRITON_TILE * pairs * chunks
     if 2 * pairs > num_sms:
         return TRITON_LAUNCHES + tiles + _cdiv(pairs, num_sms) * chunks * TRITON_SCAN

@@ -1,9 +1,9 @@
-"""What couples a tile's tokens, A, in blocks of 16 by 16 from those of k k^T and rows of factors.
+"""Compute A of a chunk in blocks of 16 x 16, from the blocks of k k^T in registers and rows of factors.
 
     A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j
 
-Where the chunk is near, e^(G_i - G_j) = e^(G_i - G_C) e^(G_C - G_j), two factors of tokens; else, or where
-norms are to be taken, an exponential a pair.
+If the chunk's decay fits fp32, e^(G_i - G_j) = e^(G_i - G_C) e^(G_C - G_j) is a product of two factors of
+tokens. Otherwise, and with l2norm, it takes one exponential a pair.
 """
 
 # tuples of blocks grow as the kernel is traced
@@ -17,19 +17,19 @@ from gdn.backends.hopper.inverse import BLOCK, BLOCKS, OF_BLOCK, places, zeros
 
 @gluon.jit
 def down(f_s, FACTOR: gl.constexpr, n: gl.constexpr):
-    """Of block n's rows in a row of the factors: [16, 1]."""
+    """Load a factor of block n's 16 tokens from shared memory as a column [16, 1]."""
     return f_s.index(FACTOR - BOX).permute((1, 0)).slice(n * BLOCK, BLOCK, 0).load(OF_BLOCK)
 
 
 @gluon.jit
 def across(f_s, FACTOR: gl.constexpr, n: gl.constexpr):
-    """Of block n's columns: [1, 16]."""
+    """Load a factor of block n's 16 tokens from shared memory as a row [1, 16]."""
     return f_s.index(FACTOR - BOX).slice(n * BLOCK, BLOCK, 1).load(OF_BLOCK)
 
 
 @gluon.jit
 def strength_of(f_s, gain_s, a: gl.constexpr, n: gl.constexpr, IS_NEAR: gl.constexpr):
-    """What block n of row a of k k^T is to be multiplied with for -A; on the diagonal above it -A^T."""
+    """Return the factors that turn block (a, n) of k k^T into -A; above the diagonal of a == n, into -A^T."""
     i, j = places()
     if IS_NEAR:
         # no exponential: e^(G_i - G_C) e^(G_C - G_j)
@@ -43,7 +43,7 @@ def strength_of(f_s, gain_s, a: gl.constexpr, n: gl.constexpr, IS_NEAR: gl.const
         column = across(f_s, FROM, n)
         gain = down(gain_s, GAIN, a)
         if a == n:
-            # by the same powers
+            # above the diagonal A^T: the exponent with i and j exchanged, so one exp2 serves both triangles
             power = gl.exp2(gl.where(i > j, row - column, column - row))
             return power * gl.where(i > j, gain, across(gain_s, GAIN, a))
         return gl.exp2(row - column) * gain
@@ -51,11 +51,12 @@ def strength_of(f_s, gain_s, a: gl.constexpr, n: gl.constexpr, IS_NEAR: gl.const
 
 @gluon.jit
 def coupled(kk, f_s, gain_s, IS_NEAR: gl.constexpr):
-    """Blocks of L = -A below the diagonal, in fp16, and on it, their transposes, sums of (beta_i A_ij)^2."""
+    """Return blocks of L = -A below the diagonal (fp16), on it, on it transposed; sums of (beta_i A_ij)^2."""
     i, j = places()
     L = ()
     L_aa = ()
     L_aa_t = ()
+    # element by element in registers; `solve` reduces it over the warp once
     total = zeros()
     for a in gl.static_range(BLOCKS):
         beta = down(f_s, BETA, a)
@@ -64,7 +65,7 @@ def coupled(kk, f_s, gain_s, IS_NEAR: gl.constexpr):
             x = kk[a * (a + 1) // 2 + n] * strength_of(f_s, gain_s, a, n, IS_NEAR)
             squares += x * x
             L = L + (x.to(gl.float16),)
-        # k k^T is its transpose: above the diagonal L^T
+        # k k^T is symmetric: the registers above the diagonal give L^T without a transpose in shared memory
         x = kk[a * (a + 3) // 2] * strength_of(f_s, gain_s, a, a, IS_NEAR)
         L_aa = L_aa + (gl.where(i > j, x, 0.0),)
         L_aa_t = L_aa_t + (gl.where(i < j, x, 0.0),)

@@ -1,11 +1,12 @@
-"""Decays and beta of a chunk's tokens for `solve`, of many heads at once; see `factors`.
+"""Compute the decays and beta of each chunk for `solve`, many heads at once; see `factors`.
 
     FROM G / log 2;  BETA;  END e^(G_C)
 
-Threads lie along heads and each has its tokens. A warp of `solve` that has one head reads a line of memory a
-token, and sums over lanes: that is worth the launch that it saves where no warp has more than one tile.
+Neighbouring threads have neighbouring heads, which are neighbours in HBM, and each sums over its own tokens.
+In `solve` a warp has one head: it would read one cache line a token, and sum over lanes. Where no CTA of
+`solve` has more than one tile that costs less than this launch, which is then skipped.
 
-Bytes per token and value head: gates 6, FROM and BETA 8; G, where a backward wants it, 8.
+HBM bytes per token and value head: gates 6, FROM and BETA 8; for a backward G 8.
 """
 
 import triton
@@ -21,6 +22,7 @@ from gdn.backends.triton.prepare import log_decay
 
 @triton.jit
 def _load(x_ptr, row, tokens, heads, of_row, of_token, of_head, mask):
+    # a tile [tokens, heads] from HBM, 0 where masked; int64, as an offset may exceed 2^31 elements
     place = row.to(tl.int64) * of_row + tokens.to(tl.int64) * of_token + heads * of_head
     return tl.load(x_ptr + place, mask=mask, other=0.0)
 
@@ -31,10 +33,14 @@ def gates_kernel(
     g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, chunks_per_row,
     C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
+    # One program (CTA): G, e^(G_C) and beta of one chunk and BH heads, by plain loads and stores to HBM.
+    # Grid: chunks x ceil(HV / BH).  Warps: 4.  No TMA, no mbarrier.
+    # PDL: wait for the launch before, then release `solve`, which loads its first k while this kernel runs.
     after_all_before()
     blocks = tl.cdiv(HV, BH)
     chunk = tl.program_id(0) // blocks
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    # no sequence has this chunk, so the scan does not read its factors
     if length <= 0:
         return
     tokens = tl.arange(0, C)[:, None]
@@ -51,12 +57,13 @@ def gates_kernel(
     else:
         beta = _load(beta_ptr, row, first + tokens, heads, beta_b, beta_t, beta_h, is_token)
         beta = strength(beta, SIGMOID, NEGATIVE)
+    # in fp64: a reset on one token must leave the other tokens' differences of G exact
     G = tl.cumsum(tl.where(is_token, g, 0.0).to(tl.float64), 0)
     if G_ptr is not None:
         tl.store(G_ptr + (row.to(tl.int64) * T + first + tokens) * HV + heads, G, mask=is_token)
     places = factors_ptr + (chunk.to(tl.int64) * HV + heads) * (ROWS * C) + tokens
     decay = (G * PER_LOG2).to(tl.float32)
     tl.store(places + FROM * C, decay, mask=is_head)
-    # the last token's decay is that of all
+    # the last token's decay is that of the whole chunk
     tl.store(places + (END * C - (C - 1)), tl.exp2(decay), mask=is_head & (tokens == C - 1))
     tl.store(places + BETA * C, tl.where(is_token, beta, 0.0), mask=is_head)

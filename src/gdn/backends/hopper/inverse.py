@@ -1,13 +1,14 @@
-"""X = (I - L)^-1 of tiles of 64 x 64 with L below the diagonal, a warp a tile, by blocks of 16 x 16.
+"""Invert I - L for tiles of 64 x 64 with L strictly lower triangular: one warp a tile, blocks of 16 x 16.
 
-An accumulator is, lane by lane, the left operand of what it holds and the right operand of its transpose: of
-two of them A B^T (`by`) takes nothing from memory. So blocks are had with their transposes where these are
-wanted: on the diagonal by doubling, two blocks at once, for which there are registers; below it, row by row,
+An `mma` accumulator is, register by register, the left operand of its matrix and the right operand of its
+transpose. So A B^T of two accumulators (`by`) needs no shared memory, and each block is computed together
+with its transpose where that is needed. Blocks on the diagonal are inverted by doubling, two at once, as many
+as the registers hold. Blocks below it follow by substitution, row by row:
 
     T_an^T = sum over m from n to a - 1 of X_mn^T L_am^T;   X_an = X_aa T_an;   X_an^T = T_an^T X_aa^T
 
-Operands are in fp16, which is as exact as tf32 and has room for |L| < 65504: a recurrence with larger ones
-grows by as much from token to token.
+Operands are fp16 with fp32 accumulation: fp16 has as many digits as tf32, and holds |L| < 65504. A recurrence
+with a larger |L| grows by that factor from token to token.
 """
 
 # tuples of blocks grow as the kernel is traced
@@ -21,6 +22,7 @@ C = gl.constexpr(64)  # tokens of a chunk
 BLOCK = gl.constexpr(16)  # tokens of a block
 BLOCKS = gl.constexpr(4)  # blocks down a tile
 
+# accumulator, left and right operand of the warp-level mma (m16n8k16 of 16 bits), in registers of one warp
 OF_BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_BLOCK.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, OF_BLOCK.value, 2))
@@ -28,7 +30,7 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, OF_BLOCK.value, 2))
 
 @gluon.jit
 def places():
-    """Rows [16, 1] and columns [1, 16] of a block."""
+    """Return the row [16, 1] and column [1, 16] indices of a block."""
     i = gl.arange(0, BLOCK, gl.SliceLayout(1, OF_BLOCK))
     j = gl.arange(0, BLOCK, gl.SliceLayout(0, OF_BLOCK))
     return i[:, None], j[None, :]
@@ -41,19 +43,20 @@ def zeros():
 
 @gluon.jit
 def left(x):
+    # no data moves: the registers of an accumulator are those of a left operand
     return gl.convert_layout(x, LEFT)
 
 
 @gluon.jit
 def by(a, b, acc):
-    """acc + a b^T."""
+    """Return acc + a b^T of three accumulators; the operands are rounded to fp16 in registers."""
     right = gl.convert_layout(gl.permute(b.to(gl.float16), (1, 0)), RIGHT)
     return mma_v2(left(a.to(gl.float16)), right, acc)
 
 
 @gluon.jit
 def on_diagonal(L, L_t):
-    """X and X^T of some blocks on the diagonal from L and L^T."""
+    """Return X and X^T of blocks on the diagonal from L and L^T, by doubling from 2 x 2 to 16 x 16."""
     i, j = places()
     eye = gl.where(i == j, zeros() + 1.0, 0.0)
     X = ()
@@ -62,7 +65,7 @@ def on_diagonal(L, L_t):
         X = X + (gl.where((i ^ j) == 1, L[a], eye),)
         X_t = X_t + (gl.where((i ^ j) == 1, L_t[a], eye),)
     for level in gl.static_range(1, 4):
-        # X has blocks of 2^level along its diagonal: of X L only those beside them are wanted
+        # X inverts the diagonal blocks of size 2^level; of X L the blocks of that size beside them are needed
         is_across = ((i ^ j) >> level) == 1
         more = ()
         more_t = ()
@@ -77,7 +80,8 @@ def on_diagonal(L, L_t):
 
 @gluon.jit
 def inverse(L, L_aa, L_aa_t):
-    """Blocks of X on and below the diagonal, row by row; of L those below it."""
+    """Return the blocks of X on and below the diagonal, row by row; L has the blocks below it."""
+    # two blocks at a time: their mma are independent, and the registers hold two with their transposes
     upper, upper_t = on_diagonal(L_aa[:2], L_aa_t[:2])
     lower, lower_t = on_diagonal(L_aa[2:], L_aa_t[2:])
     X_aa = upper + lower

@@ -1,9 +1,10 @@
-"""The chunked rule's forward: `gates` and `solve` for each chunk, then `walk`, all that meets the state.
+"""Launch the chunked forward: `gates` and `solve` for each chunk, then the state scan (`walk`).
 
-Bytes per token and value head, K = V = 128 in bf16, HV = H: gates 14, solve 368, walk q, k, v, o 1024, A_inv
-96, factors 16: 1518, and 32 of chunks that are not tame; with l2norm 256 more; with what a backward wants 560
-(A_inv has its zeros then), or 1040 where states are kept in fp32. Where sequences and heads are few, `split`
-has spans of them walked at the same time.
+Where sequences and heads are few, `split` cuts sequences into segments that are scanned at the same time.
+
+HBM bytes per token and value head at K = V = 128 in bf16, HV = H: gates 14, solve 368; scan: q, k, v, o 1024,
+A_inv 96, factors 16. Sum 1518; 32 more of chunks that are not well-conditioned, and 256 with l2norm. The
+tensors saved for a backward add 560 (A_inv has its zeros then), or 1040 where states are kept in fp32.
 """
 
 import itertools
@@ -32,12 +33,13 @@ from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocat
 from gdn.backends.triton.rule import tidy
 from gdn.problem import CHUNK, Problem
 
-GLIDES = True  # tame chunks are glided over: see `chunk`
-STRIP = 64  # value rows of a chain
-REGISTERS = {2: 128, 1: 120}  # that the walk is launched with, by its chains
-# of `solve`, for which a multiprocessor has room, of 168 registers and 18 or 26 KB each, by K = V
+GLIDES = True  # well-conditioned chunks take the fast path: see `chunk`
+STRIP = 64  # value rows of S^T of a consumer warpgroup
+REGISTERS = {2: 128, 1: 120}  # maxnreg of the scan by consumers a CTA; warp_specialize distributes them
+# CTAs (of one warp) of `solve` that fit an SM, with 168 registers a thread and 18 or 26 KB each, by K = V
 WARPS = {128: 12, 64: 8}
-HEADS = 8  # of a program of `gates`
+HEADS = 8  # of a CTA of `gates`
+# shared memory of the TMA blocks: halves of A_inv, fp32 states, tokens of q, k, v, boxes of factors
 HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
@@ -46,9 +48,9 @@ VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 @dataclass(frozen=True)
 class Forward:
-    """The launches of one forward."""
+    """Hold the launches of one forward and the specs of the tensors they write."""
 
-    # A_inv, factors, final, o, table, next; G, S_in, q_rstd, k_rstd, which a backward wants; those of `spans`
+    # A_inv, factors, final, o, table, next; G, S_in, q_rstd, k_rstd for a backward; those of `spans`
     rooms: tuple[Room | None, ...]
     table: Launch | None
     gates: Launch | None
@@ -57,11 +59,12 @@ class Forward:
     walk: Launch
 
     def steps(self, p: Problem, new: list[Tensor | None]) -> Iterator[Step]:
-        """The launches and their tensors, in order."""
+        """Yield the launches and their tensors, in order."""
         A_inv, factors, final, o, table, jobs_taken, G, S_in, q_rstd, k_rstd, *rest = new
         assert A_inv is not None and factors is not None and o is not None
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
+        # only a packed batch has tokens of no sequence, whose outputs `solve` zeroes
         tail = None if table is None else o
         q_d, k_d, v_d = (_descriptor(x, (1, CHUNK, 1, STRIP), TOKENS) for x in (p.q, p.k, p.v))
         tiles: tuple[Any, ...] = (
@@ -79,6 +82,7 @@ class Forward:
         if self.gates is not None:
             yield self.gates, (*gates, G)
         yield self.solve, (*halves, *gates, q_rstd, k_rstd, tail, jobs_taken)
+        # o and S_in are stored by TMA, [C, 64] and [K, 64] elements at a time
         out: tuple[Any, ...] = (
             _descriptor(o.view(-1, p.HV * p.V), (CHUNK, STRIP), TILE.value),
             None if S_in is None else _descriptor(S_in.view(-1, p.V), (p.K, STRIP), _tile_of(S_in)),
@@ -96,10 +100,11 @@ _forwards: Plans[Forward] = Plans()
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
-    """See `Backend`."""
+    """Implement `Backend.chunk_forward`."""
     o, final, saved = forward(tidy(problem), plans.operand(problem) if save else None)
     if save:
         A_inv = saved.A_inv
+        # K = 64: `triton`'s backward reads A_inv in fp32, not as split bf16
         if A_inv is not None and A_inv.dim() > 4:
             saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
         whole.clear(problem, saved)
@@ -107,7 +112,11 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
 
 
 def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
-    """As in `triton.rule`, which takes problems without tokens; of 64 keys A_inv has parts [.., 2, C, C]."""
+    """Compute o, the final state and the saved tensors like `triton.rule.forward`, which runs empty problems.
+
+    `kept` is the dtype of the saved states; None: nothing is saved. At K = 64 the saved A_inv is split bf16,
+    [.., 2, C, C].
+    """
     if p.q.numel() == 0 or p.N == 0:
         return chunked.forward(p, kept)
     p = _aligned(p)
@@ -122,14 +131,16 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
     assert o is not None
     if kept is None:
         return o, final, Saved()
+    # without its zeros, or with B in its place, it is of no use to a backward
     if A_inv is not None and A_inv.shape[-1] < CHUNK:
         A_inv = None
     return o, final, Saved(G, A_inv, S_in, None, q_rstd, k_rstd)
 
 
 def _first(p: Problem, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | None) -> Forward:
+    # compile ahead, then plan the first forward of a kind
     a = plans.arguments(p)
-    # with no backend named a smaller one of the kind may be Triton's
+    # with no backend named, `triton` may get a smaller problem of the kind: compile its launches ahead, too
     is_shared = settings.backend(p.backend) is None
 
     def steps() -> Iterator[Step]:
@@ -142,10 +153,10 @@ def _first(p: Problem, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | 
 
 
 def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
-    """Of forwards of this kind of any size, on stand-ins for the tensors that they make."""
+    """Yield the launches of forwards of this kind at any size, with stand-ins for the tensors they write."""
     p, tensors = problem, (problem.q, problem.k, problem.v)
     if not all(map(_is_copyable, tensors)):
-        # the forward will copy them; here one token has all that a binary depends on
+        # the forward will copy them; to compile, one token has all that a binary depends on
         q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
         p = replace(p, form=None, q=q, k=k, v=v)
     a = plans.arguments(p)
@@ -154,7 +165,7 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         chains, width = (1, widths[0]) if one_each else (2, widths[-1])
         plan = _plan(p, a, cuts, chains, kept, width, one_each)
         new = stand_ins(p.device, plan.rooms)
-        # tensor copies read and write whole rows: one tile of each tensor that they are made for
+        # TMA descriptors need real strides: one tile of each tensor that has a descriptor
         for i in (0, 1, 3, 7):
             x = plan.rooms[i]
             new[i] = None if x is None else allocate(p.device, [room((1, 1, *x[0][2:]), x[2])])[0]
@@ -165,16 +176,16 @@ def _plan(
     p: Problem, a: plans.Arguments, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | None,
     width: int | None = None, one_each: bool | None = None,
 ) -> Forward:  # fmt: skip
-    """`cuts`: how sequences are cut into spans, None where they are not; `kept` as in `forward`.
+    """Plan the launches of a forward; `kept` as in `forward`.
 
-    `chains`: of a program of the walk, at most as many as there are strips of values.
-    `width`: columns of a program of `split.combine`, `one_each`: whether no program of `solve` has more than
-    one tile; as it comes where None.
+    `cuts`: of sequences into segments, None: they are not cut. `chains`: consumer warpgroups of a CTA of the
+    scan, at most one for each 64 values. `width`: value columns of a CTA of `split.combine_kernel`.
+    `one_each`: no CTA of `solve` has more than one tile. The last two follow from the problem where None.
     """
     numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
     G, _, _, _, q_rstd, k_rstd = plans.saves(p)
-    # a backward, which keeps states in q's dtype at 128 keys, wants A_inv; else there are no zeros in it, and
-    # tame chunks have B in its place
+    # A forward for a backward (states in q's dtype at K = 128) stores A_inv whole. Any other at K = 128 omits
+    # the zero upper right quarter, 32 HBM bytes a token and head, and has B for well-conditioned chunks.
     is_spare = p.K == 2 * STRIP and kept is not p.q.dtype
     tile = (3 * CHUNK // 2, CHUNK // 2) if is_spare else (CHUNK, CHUNK)
     parts = (2,) if p.K == CHUNK else ()
@@ -187,9 +198,11 @@ def _plan(
         spans = split.plan(p, cuts, numbers, width or split.width_of(p), glides, gates is not None)
     jobs = p.N * p.HV if spans is None else spans.jobs_of_walk
     chains = min(chains, p.V // STRIP)
+    # with one consumer a CTA and V = 128, two CTAs share a work item
     jobs *= p.V // STRIP // chains
     walk = Launch(
         walk_kernel,
+        # persistent: 1 CTA an SM, as a CTA takes nearly all of an SM's shared memory
         min(jobs, cost.num_sms(p.device)),
         (*numbers, jobs),
         {"V_FIRST": p.state_v_first, "GLIDES": glides, "CHAINS": chains, "D": p.K},
@@ -214,10 +227,11 @@ def _plan(
 def _of_tiles(
     p: Problem, a: plans.Arguments, kept: torch.dtype | None, glides: bool, one_each: bool | None
 ) -> tuple[Launch | None, Launch]:
-    """`gates` and `solve`; arguments as of `_plan`."""
+    """Plan `gates`, or None where `solve` reads the gates itself, and `solve`; arguments as in `_plan`."""
     T, HV, ratio, per_row = plans.numbers_of(p)
     count, programs = a.entries * HV, WARPS[p.K] * cost.num_sms(p.device)
     one_each = count <= programs if one_each is None else one_each
+    # a backward needs G; with batch_invariant the kernel that sums G may not depend on the batch
     is_prepared = kept is not None or not one_each or p.batch_invariant
     strides, activation = plans.gate_strides(p.g, p.beta), {**a.activation, "RESET": LEAST}
     gates = Launch(
@@ -243,9 +257,10 @@ def _of_tiles(
 
 
 def halves_of(A_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper and lower rows of tiles [.., C, C], or [.., 3 C / 2, C / 2] without the zeros of the upper right.
+    """Return views of the upper and lower C / 2 rows of tiles [.., C, C], or [.., 3 C / 2, C / 2].
 
-    A tensor copy of 64 columns reads these as zeros, and does not write them.
+    The latter lack the zero upper right quarter. A TMA load of 64 columns reads it as zeros, and a TMA store
+    does not write it, since it is out of the view's bounds.
     """
     width = A_inv.shape[-1]
     size, upper = A_inv.shape[-2] * width, CHUNK // 2 * width
@@ -261,7 +276,8 @@ def _tile_of(x: Tensor) -> gl.NVMMASharedLayout:
 
 
 def _descriptor(x: Tensor, block: tuple[int, ...], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    """x in blocks. What does not depend on where x lies is checked once."""
+    """Make the TMA descriptor of x in blocks; all checks but that of the address are cached."""
+    # host time: a new descriptor checks shape, strides and layout each time, so copy a checked one
     found = object.__new__(TensorDescriptor)
     found.__dict__.update(_described(x.shape, x.stride(), x.dtype, block, layout))
     found.base = x
@@ -278,17 +294,18 @@ def _described(
 
 
 def _aligned(p: Problem) -> Problem:
-    """The problem with q, k, v as tensor copies can read them.
+    """Return the problem with q, k, v copied where TMA cannot read them.
 
-    16 bytes must divide addresses and strides; whether a stride may be 0 nobody says.
+    TMA needs addresses and strides that are multiples of 16 bytes. NVIDIA does not document strides of 0, so
+    those are copied, too.
     """
     q, k, v = _copyable(p.q), _copyable(p.k), _copyable(p.v)
-    # where a tensor lies is no part of a form
+    # `form` covers neither addresses nor the strides of copies: without it the launches are looked up anew
     return p if q is p.q and k is p.k and v is p.v else replace(p, form=None, q=q, k=k, v=v)
 
 
 def _copyable(x: Tensor) -> Tensor:
-    # whatever strides an axis of one element has, which is contiguous with any
+    # clone, not contiguous(): an axis of one element is contiguous with any stride, and would not be copied
     return x if _is_copyable(x) else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,20 +1,21 @@
-"""Per chunk and value head, the inverse of what couples its tokens, and its factors; outputs of tokens that
-belong to no sequence are zeroed, and the count of jobs that the walk's programs have taken.
+"""Compute A_inv and the factors of each chunk and value head.
 
-    A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1, stored less 1
-    of a tame chunk, where chunks may be glided over: e^(G_C - G_i) A_inv_ij beta_j; see `chunk`
+    A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1, stored as A_inv - 1
+    well-conditioned chunk, fast path on: B_ij = e^(G_C - G_i) A_inv_ij beta_j in its place; see `chunk`
 
-A program is a warp and stays, a tile after the other: see `inverse`. k comes by tensor copies in halves of 64
-keys: the first while the tile before is inverted, the second, while the first is multiplied with itself, to
-where A_inv will lie, which leaves by tensor copies. With l2norm raw q and k go through the product, whose
-diagonal has the squares of their norms. The diagonal of A_inv less 1 has what rounding took from the row's
-sum: see `triton.prepare`.
+The kernel also zeroes the outputs of tokens that belong to no sequence, and the scan's work-item counter.
 
-Bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, gates 6 or what `gates` has of them 8,
-A_inv 96, factors 8 of a tame chunk, else 24: 368 or 384; with l2norm 256 more, for a backward 40.
+It is persistent, and a CTA is one warp that takes tile after tile; see `inverse`. k arrives by TMA in halves
+of 64 keys: the first half while the tile before is inverted, the second while the first is multiplied with
+itself. The second half lies in the shared memory of A_inv, which leaves by TMA at the end. With l2norm the
+raw q and k are multiplied, and the diagonals of q q^T and k k^T hold the squares of their norms. The diagonal
+of A_inv - 1 holds what rounding took from the row's sum: see `triton.prepare`.
+
+HBM bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, gates 6 (or 8 as `gates` stores
+them), A_inv 96, factors 8 of a well-conditioned chunk, else 24: 368 or 384; l2norm adds 256, a backward 40.
 """
 
-# tuples of blocks grow as the kernel is traced, and a tile's number is no int
+# tuples of blocks grow as the kernel is traced, and `tile` is a tensor, not an int
 # mypy: disable-error-code="assignment,attr-defined,var-annotated"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -62,20 +63,21 @@ from gdn.backends.hopper.inverse import (
     zeros,
 )
 
-# a chunk is tame up to this sum of (beta_i A_ij)^2 and if it is near, which leaves 35 bits of fp32's exponent
-# for e^(G_i - G_C) <q, k> v. Random keys without decay have 3 with beta drawn from 0 to 1, 16 with beta = 1
+# A chunk is well-conditioned up to this sum of (beta_i A_ij)^2, if its decay fits fp32: that leaves 2^35 of
+# fp32's range for e^(G_i - G_C) <q, k> v. Random keys without decay have 3 with beta drawn from 0 to 1, and
+# 16 with beta = 1.
 ALIKE = gl.constexpr(12.0)
 
-# tiles of 128 bytes a row as tensor copies swizzle them, and rows of factors
+# shared memory: tiles of 128 bytes a row, swizzled as TMA writes them (what `mma` loads from), and plain rows
 SHARED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-# 16 bytes a lane
+# registers: 16 bytes a lane
 BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))
 
 
 @gluon.jit
 def digits(n, table_ptr, HV, ratio, chunks_per_row):
-    """Row, chunk, key head, and value head among those of the key head, of tile n or after n tiles."""
+    """Return row, chunk, key head, and value head within the key head, of tile n or of a step of n tiles."""
     chunk = n // HV
     head = n % HV
     if table_ptr is None:
@@ -86,7 +88,7 @@ def digits(n, table_ptr, HV, ratio, chunks_per_row):
 
 @gluon.jit
 def after(at, step, table_ptr, HV, ratio, chunks_per_row):
-    """The sum of two of `digits`: nothing is divided."""
+    """Add two results of `digits` with carries, without an integer division."""
     value = at[3] + step[3]
     is_over = (value >= ratio).to(gl.int32)
     key = at[2] + step[2] + is_over
@@ -104,7 +106,7 @@ def after(at, step, table_ptr, HV, ratio, chunks_per_row):
 
 @gluon.jit
 def tokens_of(at, table_ptr, T):
-    """The first token of a tile's chunk in its row, and how many it has: below 0, of no sequence."""
+    """Return the first token of a chunk in its row, and its length; below 0: tokens of no sequence."""
     if table_ptr is None:
         return at[1] * C, gl.minimum(T - at[1] * C, C)
     else:
@@ -113,9 +115,9 @@ def tokens_of(at, table_ptr, T):
 
 @gluon.jit
 def products(x_s, length, total, ONLY_DIAGONAL: gl.constexpr):
-    """Blocks of x x^T on and, if asked, below the diagonal, row by row, added to `total`."""
+    """Add blocks of x x^T to accumulators `total`: on the diagonal, unless ONLY_DIAGONAL also below it."""
     if length < C:
-        # another sequence's tokens may be NaN
+        # tokens past the end are another sequence's and may be NaN: zero them in shared memory
         i = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))[:, None]
         x_s.store(gl.where(i < length, x_s.load(BY_ROWS), 0.0))
     for step in gl.static_range(C // BLOCK):
@@ -123,7 +125,8 @@ def products(x_s, length, total, ONLY_DIAGONAL: gl.constexpr):
         x = ()
         x_t = ()
         for n in gl.static_range(BLOCKS):
-            # x has the same numbers in other pairs of registers, which is dearer to mend than to load
+            # the left operand holds the same values in other pairs of registers: loading the right operand
+            # from shared memory is cheaper than exchanging registers
             x = x + (keys.slice(n * BLOCK, BLOCK, 0).load(LEFT),)
             x_t = x_t + (keys.slice(n * BLOCK, BLOCK, 0).permute((1, 0)).load(RIGHT),)
         more = ()
@@ -144,9 +147,9 @@ def nothing(COUNT: gl.constexpr):
 
 @gluon.jit
 def tell(factors_ptr, total, is_near, length):
-    """Whether a tile is tame, to the walk, too; `total` adds up to the sum of (beta_i A_ij)^2."""
+    """Test if a chunk is well-conditioned, store that to HBM; `total` sums to that of (beta_i A_ij)^2."""
     total = gl.sum(gl.sum(total, 1), 0)
-    # NaN is not
+    # false for NaN
     is_tame = (total <= ALIKE) & is_near & (length == C)
     gl.store(factors_ptr + TAME, is_tame.to(gl.float32))
     return is_tame
@@ -154,7 +157,7 @@ def tell(factors_ptr, total, is_near, length):
 
 @gluon.jit
 def put_rstd(xx, n: gl.constexpr, f_s, FACTOR: gl.constexpr):
-    """1 / norm of rows of x to `f_s`, from the block of x x^T that has their squares on its diagonal."""
+    """Store 1 / norm of 16 rows of x to `f_s`; the block xx of x x^T has their squares on its diagonal."""
     i, j = places()
     rstd = gl.rsqrt(gl.expand_dims(gl.sum(gl.where(i == j, xx, 0.0), 1), 1) + 1e-6)
     f_s.index(FACTOR - BOX).permute((1, 0)).slice(n * BLOCK, BLOCK, 0).store(rstd)
@@ -162,7 +165,7 @@ def put_rstd(xx, n: gl.constexpr, f_s, FACTOR: gl.constexpr):
 
 @gluon.jit
 def clear_outputs(o_ptr, place, count, HV, D: gl.constexpr):
-    """Zeros for the first `count` of a chunk's tokens."""
+    """Store zeros to HBM for the outputs of a chunk's first `count` tokens."""
     i = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, BY_ROWS))[None, :]
     for column in gl.static_range(0, D, C):
@@ -172,9 +175,10 @@ def clear_outputs(o_ptr, place, count, HV, D: gl.constexpr):
 
 @gluon.jit
 def lost(X):
-    """What rounding to bf16 takes from the sums of a row of blocks, to the 11 bits of fp16."""
+    """Return what rounding to bf16 takes from the row sums of a row of blocks, to the 11 bits of fp16."""
     ones = gl.convert_layout(gl.zeros((BLOCK, BLOCK), gl.float16, OF_BLOCK) + 1.0, RIGHT)
     minus = gl.convert_layout(gl.zeros((BLOCK, BLOCK), gl.bfloat16, OF_BLOCK) - 1.0, RIGHT)
+    # MMAs with ones and with minus ones sum the rows on the tensor cores, in the layout of the blocks
     found = zeros()
     for n in gl.static_range(len(X)):
         found = mma_v2(left(X[n].to(gl.float16)), ones, found)
@@ -184,12 +188,13 @@ def lost(X):
 
 @gluon.jit
 def place_of(tile, a: gl.constexpr, n: gl.constexpr):
-    """Block n of row a."""
+    """Return the view of block (a, n) of a tile in shared memory."""
     return tile.slice(a * BLOCK, BLOCK, 0).slice(n * BLOCK, BLOCK, 1)
 
 
 @gluon.jit
 def put_B(tile, X, f_s):
+    # B = e^(G_C - G_i) A_inv_ij beta_j, from registers to shared memory
     betas = ()
     for n in gl.static_range(BLOCKS):
         betas = betas + (across(f_s, BETA, n),)
@@ -202,7 +207,7 @@ def put_B(tile, X, f_s):
 
 @gluon.jit
 def put_A_inv(tiles, X, PARTS: gl.constexpr):
-    """Less 1; in one part with what rounding took from a row's sum on the diagonal."""
+    """Store A_inv - 1 to shared memory: bf16 with the rounding of row sums on the diagonal, or split bf16."""
     i, j = places()
     for a in gl.static_range(BLOCKS):
         row = ()
@@ -215,6 +220,7 @@ def put_A_inv(tiles, X, PARTS: gl.constexpr):
             block = row[n]
             for part in gl.static_range(PARTS):
                 place_of(tiles, part * BLOCKS + a, n).store(block.to(gl.bfloat16))
+                # the second part is what bf16 took from the first
                 block = block - block.to(gl.bfloat16).to(gl.float32)
 
 
@@ -226,8 +232,15 @@ def solve_kernel(
     PREPARED: gl.constexpr, SIGMOID: gl.constexpr, NEGATIVE: gl.constexpr, RESET: gl.constexpr,
     NORM: gl.constexpr, GLIDES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
+    # One CTA: tiles (chunk, value head) b, b + grid, ...: A_inv (or B) and the factors of each.
+    # Grid: min(tiles, 12 CTAs an SM), 8 at K = 64, persistent.  Warps: 1, which produces and consumes.
+    # Shared memory: 8 KiB for the first 64 keys; 8 KiB for the second, later A_inv (16 KiB at K = 64, where
+    # A_inv is split bf16); the second box of factors; the row factor of A.
+    # mbarriers: ready[0], ready[1], 1 arrival each and TMA bytes, for the halves of k (l2norm: q, then k).
+    # A tile: k k^T by `mma` from shared memory to registers; A from it and the factors; A_inv in registers;
+    # A_inv to shared memory, and to HBM by TMA stores.
     gl.static_assert(D == 2 * C or not GLIDES)
-    # A_inv is in two parts at 64 keys
+    # A_inv is split bf16 at 64 keys
     PARTS: gl.constexpr = 2 * C // D
     HALVES: gl.constexpr = D // C
     one_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, 1, C], k_d.layout)
@@ -245,6 +258,8 @@ def solve_kernel(
     SIZE: gl.constexpr = C * C * 2
     at = digits(gl.program_id(0), table_ptr, HV, ratio, chunks_per_row)
     step = digits(gl.num_programs(0), table_ptr, HV, ratio, chunks_per_row)
+    # Without `gates` the launch before may be `table`, whose entries are read next. With it, `table` has
+    # completed, and k is the caller's: the first TMA load starts while `gates` still runs.
     if not PREPARED:
         gdc_wait()
     first, length = tokens_of(at, table_ptr, T)
@@ -253,6 +268,7 @@ def solve_kernel(
     if PREPARED:
         gdc_wait()
     gdc_launch_dependents()
+    # the scan's work-item counter in HBM; no CTA of the scan reads it before this kernel has completed
     if gl.program_id(0) == 0:
         gl.store(next_ptr, 0)
     phase = 0
@@ -263,7 +279,7 @@ def solve_kernel(
         head = key * ratio + value
         place = row.to(gl.int64) * T + token
         factors = factors_ptr + tile.to(gl.int64) * (ROWS * C)
-        # the second half, to where the A_inv before was
+        # the second half goes where the previous A_inv was, once its TMA store has read the shared memory
         tma_store_wait(0)
         if HALVES == 2:
             mbarrier.expect(ready.index(1), SIZE)
@@ -278,6 +294,7 @@ def solve_kernel(
         if o_ptr is not None and tokens < 0:
             clear_outputs(o_ptr, place * HV + head, -tokens, HV, D)
         if NORM:
+            # each barrier completes twice a tile, for q and for k: phases 0 and 1, whatever the tile
             mbarrier.wait(ready.index(0), 0)
             qq = products(x_one, tokens, nothing(BLOCKS), True)
             fence_async_shared()
@@ -297,6 +314,7 @@ def solve_kernel(
         else:
             mbarrier.wait(ready.index(0), phase)
         kk = products(x_one, tokens, nothing(BLOCKS * (BLOCKS + 1) // 2), False)
+        # order the warp's reads of the first half before the TMA load of the next tile that overwrites it
         fence_async_shared()
         barrier()
         if tile + gl.num_programs(0) < count:
@@ -324,7 +342,7 @@ def solve_kernel(
                 gl.store(k_rstd_ptr + norms, k_rstd, mask=lane < tokens)
         is_near = put_factors(factors, f_s, gain_s, decay, beta, q_scale, k_rstd)
         if NORM:
-            # two ways, or one of more numbers, are 1.5 % slower with norms
+            # always one exponential a pair: a branch, or one more row of factors, is 1.5 % slower with norms
             L, L_aa, L_aa_t, total = coupled(kk, f_s, gain_s, False)
         elif is_near:
             L, L_aa, L_aa_t, total = coupled(kk, f_s, gain_s, True)
@@ -340,10 +358,11 @@ def solve_kernel(
             put_second_box(factors, f_s)
             put_A_inv(tiles, X, PARTS)
         for a in gl.static_range(BLOCKS):
-            # what tensor copies take: the upper right quarter only where it has a place
+            # zeros for what the TMA stores read; the upper right quarter only if HBM has a place for it
             for n in gl.static_range(a + 1, a // 2 * 2 + 2 if GLIDES else BLOCKS):
                 for part in gl.static_range(PARTS):
                     place_of(tiles, part * BLOCKS + a, n).store(zeros().to(gl.bfloat16))
+        # make the writes of A_inv to shared memory visible to TMA
         fence_async_shared()
         for part in gl.static_range(PARTS):
             tma_store(upper_d, [PARTS * tile + part, 0, 0], A_s.index(2 * part))

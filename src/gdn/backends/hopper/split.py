@@ -1,17 +1,20 @@
-"""One sequence over many multiprocessors: the walk over spans of its chunks, all at the same time.
+"""Cut a long sequence into segments of chunks, and scan all segments at once on many SMs.
 
-    S_end = M S_start + N for any span of chunks: M is its walk from the identity without values, N from zero
+    S_end = M S_start + N over a segment: M is scanned from the identity with v = 0, N from zero
 
-    jobs      where the spans lie, see `cost.Cuts`; whose M is nothing, as their decay is exactly 0 in fp32:
-              that of chunks, if `gates` has it, else of tokens, so that nobody waits for `solve`
-    ends      M and N of all spans but each sequence's last: the walk without outputs. The first has no M, and
-              for N the walk from the caller's state
-    combine   S_(j+1) = M_j S_j + N_j from span to span: the states that enter them
-    walk      of each span from the state that enters it
+    `jobs`    place the segments (`plan_segments`), see `cost.Cuts`. It drops each M whose decay is exactly 0
+              in fp32. It sums the decays of chunks if `gates` has stored them, else g of tokens, so that it
+              need not wait for `solve`
+    `ends`    compute M and N of all segments but each sequence's last (`segment_transfer`): the scan without
+              outputs. The first segment has no M, and its N is scanned from the caller's state
+    `combine` compute S_(j+1) = M_j S_j + N_j from segment to segment (`propagate_states`): the states that
+              enter them
+    `walk`    scan each segment from the state that enters it
 
-M, N and the states are in fp32, a product of them is three of parts in bf16 (1e-5 off), over 64 keys in tf32.
-Bytes per span and value head of 128: M and N written 128 K; read 64 K, and M again by each strip of columns;
-states written and read 128 K. Per token that `ends` walks: k, A_inv, factors 384, and v 256 for N.
+M, N and the states are fp32. At K = 128 a product of them is three MMAs of split bf16 (error 1e-5), at K = 64
+it is tf32x3. HBM bytes per segment and value head at K = V = 128: M and N written 128 Ki; N read 64 Ki, M
+read 64 Ki by each CTA of `combine`; states written and read 128 Ki. Per token that `ends` scans: k, A_inv and
+factors 384, and v 256 for N.
 """
 
 from collections.abc import Iterator
@@ -35,8 +38,8 @@ from gdn.backends.triton.lib import dot, parts, state_tile
 from gdn.backends.triton.prepare import log_decay
 from gdn.problem import CHUNK, Problem
 
-# columns of a program of combine, for few programs and for many, and its warps, by K = V: over 64 keys
-# narrower blocks were miscompiled
+# value columns of a CTA of combine, for few CTAs and for many, and its warps, by K = V. At K = 64 narrower
+# blocks were miscompiled.
 COMBINE = {128: ((16, 32), 8), 64: ((64,), 4)}
 NOTHING = tl.constexpr(-104.0)  # e^NOTHING is 0 in fp32
 ALIVE = tl.constexpr(cost.ALIVE)
@@ -44,11 +47,11 @@ ALIVE = tl.constexpr(cost.ALIVE)
 
 @dataclass(frozen=True)
 class Spans:
-    """What is launched before the walk of spans, and allocated for it."""
+    """Hold the launches that precede the scan of segments, and the specs of the tensors they write."""
 
-    rooms: tuple[Room, ...]  # states that enter spans, jobs of walk and of ends, ranges, M and N
+    rooms: tuple[Room, ...]  # states that enter segments, work items of the scan and of ends, ranges, M and N
     jobs_of_walk: int
-    is_prepared: bool  # whether decays of chunks are known before `solve` is done
+    is_prepared: bool  # `gates` stores the decays of chunks, before `solve`
     jobs: Launch
     ends: Launch
     combine: Launch
@@ -61,7 +64,7 @@ class Spans:
         table: Tensor | None,
         new: list[Tensor | None],
     ) -> Iterator[Step]:
-        """The launches and their tensors, in order; `tiles`: descriptors of k, v, A_inv and the factors."""
+        """Yield the launches and their tensors in order; `tiles`: TMA descriptors of k, v, A_inv, factors."""
         states, jobs, end_jobs, ranges, ends = new
         known = factors if self.is_prepared else None
         yield self.jobs, (known, p.g, p.A_log, p.dt_bias, p.cu_seqlens, table, jobs, end_jobs, ranges)
@@ -70,7 +73,7 @@ class Spans:
 
 
 def width_of(p: Problem) -> int:
-    """Columns of a program of combine: few, unless programs would then wait for one another."""
+    """Return the value columns of a CTA of combine: few, if all CTAs then fit the SMs at once, else many."""
     widths, _ = COMBINE[p.K]
     return widths[0] if p.N * p.HV * (p.V // widths[0]) <= cost.num_sms(p.device) else widths[-1]
 
@@ -78,8 +81,12 @@ def width_of(p: Problem) -> int:
 def plan(
     p: Problem, cuts: cost.Cuts, numbers: tuple[int, ...], width: int, glides: bool, is_prepared: bool
 ) -> Spans:
-    """For sequences cut in one of two ways; `numbers`: the walk's T, HV, ratio, chunks_per_row, bound."""
+    """Plan the segment launches of a problem; the device takes one of two cuts.
+
+    `numbers` are the scan's T, HV, ratio, chunks_per_row, bound; `glides`: the fast path is on.
+    """
     T, HV, ratio, per_row, bound = numbers
+    # the most segments that either cut can have: packed lengths are only on the device
     if p.cu_seqlens is None or p.N == 1:
         spans = p.N * max(1 + sum(count for count, _ in cut.spans(per_row)[0]) for cut in cuts)
     else:
@@ -131,7 +138,7 @@ def plan(
 
 @triton.jit
 def spans_of(chunks, long, longs, short):
-    """How many spans a sequence of so many chunks has: `cost.Cut`. One without tokens has one."""
+    """Return the number of segments of a sequence of `chunks` chunks: `cost.Cut`. An empty one has one."""
     left = chunks - longs * long
     most = longs + 1 + (left > short).to(tl.int32)
     return tl.where(left > 0, most, tl.maximum(tl.cdiv(chunks, long), 1))
@@ -139,21 +146,23 @@ def spans_of(chunks, long, longs, short):
 
 @triton.jit
 def first_of(span, long, longs, short):
-    """The first chunk of a sequence's span."""
+    """Return the first chunk of a segment within its sequence."""
     return tl.minimum(span, longs) * long + tl.maximum(span - longs, 0) * short
 
 
 @triton.jit
 def has_few(factors_ptr, chunks, HV, span, ROW: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether spans of so many chunks have an M in few heads, as far as 16 of all chunks tell.
+    """Return True if only a few heads have an M over segments of `span` chunks, estimated from 16 chunks.
 
-    All programs must find the same: END has the same bits before and after `solve` stores it again.
+    Every CTA must come to the same result: END in HBM has the same bits before and after `solve` stores it
+    again.
     """
     sample = (tl.arange(0, 16)[:, None] * chunks // 16).to(tl.int64)
     alive = 0
     for m in range(0, HV, BLOCK):
         heads = m + tl.arange(0, BLOCK)[None, :]
         place = (sample * HV + heads) * ROW + END
+        # an estimate: the mean of 16 chunks times `span`
         G = tl.sum(tl.log(tl.load(factors_ptr + place, mask=heads < HV, other=0.0)), 0)
         alive += tl.sum((G * span >= 16 * NOTHING).to(tl.int32))
     return alive <= ALIVE * HV
@@ -161,7 +170,7 @@ def has_few(factors_ptr, chunks, HV, span, ROW: tl.constexpr, END: tl.constexpr,
 
 @triton.jit
 def span_at(i, cu_seqlens_ptr, N, long, longs, short, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Sequence of span i, N past the last; spans before that sequence."""
+    """Return the sequence of segment i (N past the last), and the number of segments before that sequence."""
     n = 0
     first = 0
     total = 0
@@ -183,10 +192,14 @@ def jobs_kernel(
     C: tl.constexpr, ROW: tl.constexpr, END: tl.constexpr, JOB: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
-    """The jobs of `walk`, those of `ends`, N and M span by span, and (first span, spans) of each sequence.
+    """Write the work items of the scan and of `ends`, and (first segment, segments) of each sequence.
 
-    The other cut is taken where few heads have an M in its spans, if decays of chunks are known.
-    A sequence's last span, which may be the longest, is walked first, short ones last.
+    One CTA: one segment and value head: its item of the scan, and its two items of `ends`, N and M.
+    Grid: the most segments that there can be x HV.  Warps: 1.  No TMA, no mbarrier: the CTA reads decays (or
+    gates) from HBM and writes int32 fields to HBM.
+    Cut: `few` if only a few heads have an M in its segments and decays of chunks are stored, else `many`.
+    Order: a sequence's last segment, which may be the longest, is scanned first, short ones last.
+    PDL: it waits at its end, as it needs nothing of `solve`, the launch before.
     """
     i = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
@@ -214,6 +227,7 @@ def jobs_kernel(
     length = tl.where(exists, past - begin * C, 0)
     chunk += begin
 
+    # the last segment takes its sequence's first place: the persistent scan takes items in this order
     place = tl.where(exists & is_last, base, tl.where(exists, i + 1, i))
     job = walks_ptr + (place * HV + head) * JOB
     tl.store(job, row)
@@ -226,8 +240,10 @@ def jobs_kernel(
         tl.store(ranges_ptr + 2 * n, base)
         tl.store(ranges_ptr + 2 * n + 1, spans)
 
+    # nothing follows a last segment, so it needs neither M nor N; the first starts from a known state: only N
     has_end = exists & (is_last == 0)
     has_map = has_end & (index > 0)
+    # fp64 sums in registers, LANES at a time: the test below decides if M is exactly 0
     G = tl.zeros([LANES], tl.float64)
     if factors_ptr is not None:
         count = tl.cdiv(length, C)
@@ -242,13 +258,13 @@ def jobs_kernel(
             g = tl.load(g_ptr + tokens.to(tl.int64) * g_t, mask=tokens < length, other=0.0)
             g = log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET)
             G += tl.where(tokens < length, g, 0.0)
-    # NaN is not
+    # false for NaN, which M must propagate
     is_gone = tl.sum(G, 0) < NOTHING
     for is_map in tl.static_range(2):
-        # without tokens M is zero
+        # an item without tokens leaves M zero, and costs `ends` no chunk
         is_walked = has_map & (is_gone == 0) if is_map else has_end
         has_goal = has_map if is_map else has_end
-        # the place of the first span's M, which there is not, is the last
+        # N, then M of each segment; the first segment has no M, so its empty item goes last
         place = 2 * index + is_map - (index > 0).to(tl.int32)
         if is_map:
             place = tl.where(index == 0, 2 * spans - 1, place)
@@ -260,6 +276,7 @@ def jobs_kernel(
         tl.store(job + 3, chunk)
         tl.store(job + 4, tl.where(has_goal, 2 * i + is_map, -1))
         tl.store(job + 5, -1 if is_map else tl.where(has_end & (index == 0), n, -1))
+    # only now: the next launch may then rely on `solve` and all before it
     after_all_before()
 
 
@@ -269,7 +286,12 @@ def combine_kernel(
     HV,
     D: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The states that enter the spans of a sequence, a strip of their columns."""
+    """Compute the states that enter the segments of a sequence, BV value columns of them.
+
+    One CTA: one sequence, value head and BV columns, segment after segment; S stays in registers.
+    Grid: sequences x HV x D / BV.  Warps: 8 at K = 128, 4 at K = 64.
+    Shared memory: Triton's, for STAGES pipeline stages of the loop that loads M and N, and for MMA operands.
+    """
     strip = tl.program_id(0) % (D // BV)
     head = (tl.program_id(0) // (D // BV)) % HV
     n = tl.program_id(0) // (D // BV * HV)
@@ -282,8 +304,10 @@ def combine_kernel(
         S = tl.zeros([D, BV], tl.float32)
     else:
         S = tl.load(initial_ptr + (n.to(tl.int64) * HV + head) * (D * D) + place).to(tl.float32)
+    # `ends` writes M and N to HBM; above, the caller's state and the ranges, two launches old, need no wait
     after_all_before()
     tl.store(states_ptr + (first.to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask)
+    # one segment: the scan only needs the initial state
     if spans == 1:
         return
     square = ks[:, None] * D + ks[None, :]
@@ -298,6 +322,7 @@ def combine_kernel(
         if D == 64:
             S = dot(M, S, N, "tf32x3")
         else:
+            # split bf16 on the tensor cores: hi hi + hi lo + lo hi; without lo lo the error is 1e-5
             M_high, M_low = parts(M, tl.bfloat16)
             S_high, S_low = parts(S, tl.bfloat16)
             S = tl.dot(M_high, S_high, tl.dot(M_high, S_low, tl.dot(M_low, S_high, N)))
