@@ -88,6 +88,7 @@ def _leading(problem: Any) -> Tensor:
         x: Tensor | None = getattr(problem, name, None)
         if x is not None:
             return x
+    # problems of single stages keep their tensors in a dict
     first: Tensor = next(iter(problem.tensors.values()))
     return first
 

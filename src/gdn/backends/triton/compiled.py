@@ -15,6 +15,7 @@ def compilations() -> Iterator[list[str]]:
 
     # keep calling the hook that somebody else has installed
     def hook(*, fn: Any, **rest: Any) -> Any:
+        # called once per binary, whether ptxas ran or the disk cache had it
         names.append(fn.name)
         return None if before is None else before(fn=fn, **rest)
 

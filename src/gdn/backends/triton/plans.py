@@ -96,6 +96,7 @@ def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> 
 def saves(problem: Problem) -> tuple[Shape | None, ...]:
     """Return the shapes of Saved: all but v_new, which the backward recomputes from S_in with two MMAs."""
     p, dtype = problem, operand(problem)
+    # norms are per key head
     rstd = ((p.B, p.T, p.H), torch.float32) if p.use_qk_l2norm_in_kernel else None
     return (
         ((p.B, p.T, p.HV), torch.float64),
@@ -113,6 +114,7 @@ def _pairs_width(p: Problem, blocks: int) -> tuple[int, bool]:
     It can if one program computes whole rows of dq, and K is a multiple of 16, the unit of row strides.
     """
     needed = p.HV // p.H * CHUNK
+    # E and F of a row fit into a row of dq: no memory of their own in HBM
     is_shared = blocks == 1 and needed <= p.K and p.K % 16 == 0
     return (p.K if is_shared else needed), is_shared
 
@@ -191,6 +193,7 @@ class Arguments:
 
 
 def arguments(p: Problem, *others: Tensor) -> Arguments:
+    # packed sequences: the table of chunks is made on the device
     table = None if p.cu_seqlens is None else Table(p, machine(p.device))
     strides = [s for x in (p.q, p.k, p.v, *others) for s in x.stride()[:3]]
     kind = machine(p.device).kind
@@ -237,6 +240,7 @@ def _plan_forward(p: Problem, kept: torch.dtype | None, a: Arguments, chosen: tu
         4,
         seconds=2.0,
     )
+    # one program per sequence, head and strip: S stays in its registers for all chunks
     programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
     is_fine = tuned.is_fine(p, machine(p.device))
     walk = {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": is_fine}
@@ -262,6 +266,7 @@ def _plan_forward(p: Problem, kept: torch.dtype | None, a: Arguments, chosen: tu
 def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool, a: Arguments) -> tuple[Room | None, ...]:
     """Return the buffer specs of a forward, in the order of `Forward.rooms`."""
     G, A_inv, _, _, q_rstd, k_rstd = saves(p)
+    # tensors that only later kernels read are in the input's dtype, to save HBM traffic
     narrow, tiles = _narrow(p), (p.num_chunks, p.HV)
     shapes = (
         G,
@@ -297,6 +302,7 @@ def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardT
         {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": is_fine},
         chosen.num_warps,
     )
+    # blocks of K per program bound the registers of dq and dk
     BK = min(a.BK, chosen.BK)
     blocks = triton.cdiv(p.K, BK)
     width, is_shared = _pairs_width(p, blocks)
@@ -330,6 +336,7 @@ def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardT
     add = None
     if p.A_log is not None:
         num_sums = 1 if p.dt_bias is None else 2
+        # partial sums of all chunks, added in a fixed order
         add = sums.add(a.entries, num_sums, p.HV, (0, 1), is_row_first=True)
     late = _late_rooms(p, min(chosen.part, a.entries), None if is_shared else width)
     return Backward(_first_rooms(p, a), late, a.launch, pairs, state, tuple(gradients), gates, add)
@@ -338,6 +345,7 @@ def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardT
 # shapes of Backward.rooms; P and its low half come last, because `chunk_backward` frees them first
 def _first_rooms(p: Problem, a: Arguments) -> tuple[Room | None, ...]:
     tiles = (p.num_chunks, p.HV)
+    # fp64 sums per chunk: their total may cancel
     partial = [x for x in (p.A_log, p.dt_bias) if x is not None]
     S_in, P = saves(p)[2], room((*tiles, CHUNK, CHUNK), operand(p))
     assert S_in is not None
@@ -360,6 +368,7 @@ def _late_rooms(p: Problem, count: int, width: int | None) -> tuple[Room | None,
     `width` is None where E and F are stored in dq's memory.
     """
     pairs = None if width is None else room((p.B, p.T, p.H, width), p.q.dtype)
+    # one group of chunks: scaled v_new, and its low 8 bits for bf16
     shape = (count, p.HV, CHUNK, p.V)
     has_rest = p.q.dtype == torch.bfloat16 and tuned.is_fine(p, machine(p.device))
     return (

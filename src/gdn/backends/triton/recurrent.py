@@ -50,7 +50,7 @@ def fours(x):
 @triton.jit
 def inner(x, y):
     """Return <x, y> over K of [A, J, B, W]: four neighbours in order, then pairs as in `over_keys`."""
-    if x.shape[3] < 4:
+    if x.shape[3] < 4:  # fewer than four neighbours in a thread
         return over_keys(product(x, y))
     else:
         x, y = tl.broadcast(x, y)
@@ -71,11 +71,11 @@ def over_keys(x):
     W: tl.constexpr = x.shape[3]
     for i in tl.static_range(0, 8):
         if (J >> i) > 1:
-            x = tl.sum(tl.reshape(x, [A, 2, J >> (i + 1), B, W]), 1)
+            x = tl.sum(tl.reshape(x, [A, 2, J >> (i + 1), B, W]), 1)  # J: in a thread's registers
     x = tl.reshape(x, [A, B, W])
     for i in tl.static_range(0, 8):
         if (W >> i) > 1:
-            x = tl.sum(tl.reshape(x, [A, B, W >> (i + 1), 2]), 3)
+            x = tl.sum(tl.reshape(x, [A, B, W >> (i + 1), 2]), 3)  # W: registers, then shuffles between lanes
     return tl.reshape(x, [A, B])
 
 
@@ -103,7 +103,7 @@ def owner(HV, HV_inverse, HV_s, BLOCKS: tl.constexpr, AHEAD: tl.constexpr = 0):
 def span(cu_seqlens_ptr, row, N, T):
     """Return a row's first packed token and count; row N of packed rows has those past the last sequence."""
     if cu_seqlens_ptr is None:
-        first = tl.full([], 0, tl.int64)
+        first = tl.full([], 0, tl.int64)  # dense rows
         count = T
     else:
         first = tl.load(cu_seqlens_ptr + row).to(tl.int64)
@@ -137,7 +137,7 @@ def along_keys(
     if not DENSE or AXIS == "v":
         keys = keys * stride
     if R_FIRST:
-        once = tl.zeros([A, 1, 1, 1], tl.int32)
+        once = tl.zeros([A, 1, 1, 1], tl.int32)  # broadcast along r, so each lane loads its own keys
     else:
         once = tl.zeros([1, 1, B, 1], tl.int32)
     return keys + once
@@ -183,7 +183,7 @@ def step(
     """
     q, k, v, g = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), g.to(tl.float32)
     beta = strength(beta, SIGMOID, NEGATIVE)
-    kS, qS, qk = inner(S, k), inner(S, q), inner(q, k)
+    kS, qS, qk = inner(S, k), inner(S, q), inner(q, k)  # S is read from registers twice, HBM not at all
     k_rstd, decay = 1.0, 1.0
     if NORM:
         # scale the sums over K and d instead of k and q: fewer registers and instructions
@@ -194,7 +194,7 @@ def step(
         if GATE:
             g = -rate * softplus(g + bias)
         decay = tl.exp(g)
-        S *= decay
+        S *= decay  # in place, after both products have used S
     d = beta * tl.fma(-decay, kS, v)
     o = scale * tl.fma(decay, qS, product(qk, d))
     return tl.fma(k, (d * k_rstd)[:, None, :, None], S), o
@@ -213,7 +213,7 @@ def recurrent_kernel(
     NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     # Program (row, head, block of V): A * B columns of S in registers, through all tokens of the row. Grid:
-    # (N, + 1 if packed) * HV * BLOCKS; 1 warp. Reads q, k, v, g, beta per token, S once; writes o, S at the end.
+    # (N, + 1 if packed) * HV * BLOCKS; 1 warp. Reads S once and tokens; writes o per token and S at the end.
     BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
     row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
     first, count = span(cu_seqlens_ptr, row, N, T)
@@ -236,12 +236,12 @@ def recurrent_kernel(
         g_ptr += row * g_b + first * g_t + head * g_h
     if beta_ptr is not None:
         beta_ptr += row * beta_b + first * beta_t + head * beta_h
-    at = tl.full([], 0, tl.int64)
+    at = tl.full([], 0, tl.int64)  # token index; 64 bits because strides may be large
     q, k, v, g, beta = read(
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, at, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t, at < count,
         has_key, has_value,
     )  # fmt: skip
-    S = tl.zeros([A, J, B, W], tl.float32)
+    S = tl.zeros([A, J, B, W], tl.float32)  # fp32 registers for the whole sequence
     if initial_ptr is not None:
         initial_ptr += (row * initial_n + head * initial_h) * INITIAL_UNIT
         start = tile(initial_ptr, keys, values, initial_k, initial_v, INITIAL_UNIT, INITIAL_AXIS)
@@ -265,7 +265,7 @@ def recurrent_kernel(
         at += 1
         q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
     if final_ptr is not None:
-        final_ptr += (row * HV + head) * (K * V)
+        final_ptr += (row * HV + head) * (K * V)  # the only store of S to HBM
         tl.store(tile(final_ptr, keys, values, V, K, 1, AXIS), S, mask=in_state)
 
 
@@ -311,7 +311,7 @@ def tile_of(
     heads; tiles have half the columns while all programs are resident at once: at B = 1, 32 heads of
     128 x 128 in bf16 2.7 us and not 2.9, at B = 8 7.6 and not 7.1 (H200).
     """
-    lanes, vector = 64 if machine.kind == "hip" else 32, min(16 // width, unit)
+    lanes, vector = 64 if machine.kind == "hip" else 32, min(16 // width, unit)  # 16-byte loads
     K, V = triton.next_power_of_2(K), triton.next_power_of_2(V)
     columns = max(1, min(SHARES[axis, width] * lanes * warps // K, V))
     if pairs is not None and SHARES[axis, width] == max(SHARES.values()):

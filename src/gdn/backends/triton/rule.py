@@ -44,8 +44,10 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
 def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor | None) -> Gradients:
     """See `Backend`."""
     p = tidy(problem)
+    # what the forward did not keep in HBM is computed again
     if saved.G is None or saved.A_inv is None or saved.S_in is None or _lacks_norms(p, saved):
         saved = chunk_forward(p, True)[2]
+    # a missing do counts as zero: the kernels have no path without it
     do = torch.zeros_like(p.v) if do is None else _rows(do.to(p.v.dtype))
     dS = None if dS is None else dS.contiguous()
     with on(p.device):

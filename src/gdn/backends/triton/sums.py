@@ -45,6 +45,7 @@ def add(
 
     `partial` is [num_partials, rows, D], or [rows, num_partials, D] with is_row_first.
     """
+    # strides of the partial sums: by program and by row
     apart = (D, num_partials * D) if is_row_first else (rows * D, D)
     numbers = (num_partials, D, *apart, *strides)
     constants = {"ROWS": rows, "BP": BP, "BD": BD}
