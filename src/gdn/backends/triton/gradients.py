@@ -140,7 +140,7 @@ def pairs_bwd_kernel(
         return
 
     is_token = tokens < length
-    # k and q stay in shared memory over all strips if one block holds all of K
+    # if one block holds all of K, k and q are loaded once from HBM for all strips
     ks = tl.arange(0, BK)
     tile = chunk.to(tl.int64) * HV + head
     k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)

@@ -72,7 +72,7 @@ class Launch:
         if self._compiled is None:
             self._first(tensors)
             return
-        # the address of every tensor, and the OR of all addresses, which tells alignment in one test
+        # the address of every tensor, and the OR of all addresses, so that one test checks alignment
         pointers: list[Any] = list(tensors[: self.described])
         bits = 0
         for x in tensors[self.described :]:

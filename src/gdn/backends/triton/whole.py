@@ -26,7 +26,7 @@ def _clear_kernel(
     # G, A_inv, S_in, q_rstd, k_rstd = 0 in chunks of no sequence and at tokens past the last sequence.
     # Program (own, head) zeros every `programs`-th unused chunk of one value head, and every `programs`-th
     # block of BLOCK tokens past the end. Grid: min(N, _PROGRAMS) * HV; 4 warps.
-    # Reads cu_seqlens; writes C * C + K * V elements per unused chunk, and up to 16 bytes per unused token.
+    # Reads cu_seqlens; writes, per head, C * C + K * V elements an unused chunk and 8 to 16 bytes a token.
     own = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     lanes = tl.arange(0, BLOCK)
