@@ -281,8 +281,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
         "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "OWN_AXIS": "k" if p.state_v_first else "v",
         "UNIT": unit,
     }  # fmt: skip
-    # BLOCK: offsets of cu_seqlens loaded at once
-    counting = {"C": CHUNK, "BLOCK": 256}
+    counting = {"C": CHUNK, "BLOCK": 256}  # BLOCK: offsets of cu_seqlens loaded at once
     slots = (p.state.shape[0], 0 if p.null_slot is None else 1)
     programs = p.N * p.HV * part.blocks(p.V)
     index, heads = p.state_index.stride(0), (p.HV, *inverse(p.HV))
@@ -312,10 +311,9 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
         {"V": p.V, "BV": triton.next_power_of_2(p.V), "C": 16},
         4,
     )
-    # loads of q and k as wide as those of the state: see `recurrent`
     if p.snapshot_pos is None:
         return Prefill(gather, None, scatter, clear)
-    token_unit = min(
+    token_unit = min(  # loads of q and k as wide as those of the state: see `recurrent`
         16 // p.state.element_size(), unit, unit_of(*rule.q.stride()[1:3], *rule.k.stride()[1:3])
     )
     snapshot = Launch(
