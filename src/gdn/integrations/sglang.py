@@ -319,7 +319,8 @@ def patch_sglang() -> Patch:
     """Run SGLang's gated delta rule layers on gdn, in this process: before the attention backend is made.
 
     The kernel class that its dispatcher creates for `--linear-attn-backend triton` becomes GDNKernel; the
-    functions are replaced in every imported module. Calls that gdn rejects (a decay per channel) go to it.
+    functions are replaced in every imported module. Calls that gdn rejects go to SGLang's own functions, for
+    example a decay per channel.
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without SGLang.
     """

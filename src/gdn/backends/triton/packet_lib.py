@@ -278,7 +278,6 @@ def among(
         rates = rates + (rate,)
     _tokens, is_k = row(PARTS - 1, BT)
     # A, its inverse and P are 16 x 16 in the registers of one warp
-    # A, its inverse and P are 16 x 16 in the registers of one warp
     A = XK[PARTS - 1] * D * (beta * rates[PARTS - 1])[:, None] * rates[PARTS - 1][None, :]
     A_inv = _inverse(tl.where(is_k[None, :] & (j < i), A, 0.0), LEVELS, FINE)
     P = XK[0] * D * rates[PARTS - 1][None, :]

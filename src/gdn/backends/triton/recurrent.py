@@ -103,7 +103,7 @@ def owner(HV, HV_inverse, HV_s, BLOCKS: tl.constexpr, AHEAD: tl.constexpr = 0):
 def span(cu_seqlens_ptr, row, N, T):
     """Return a row's first packed token and count; row N of packed rows has those past the last sequence."""
     if cu_seqlens_ptr is None:
-        first = tl.full([], 0, tl.int64)  # dense rows
+        first = tl.full([], 0, tl.int64)  # dense rows start at token 0
         count = T
     else:
         first = tl.load(cu_seqlens_ptr + row).to(tl.int64)
@@ -183,7 +183,7 @@ def step(
     """
     q, k, v, g = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), g.to(tl.float32)
     beta = strength(beta, SIGMOID, NEGATIVE)
-    kS, qS, qk = inner(S, k), inner(S, q), inner(q, k)  # S is read from registers twice, HBM not at all
+    kS, qS, qk = inner(S, k), inner(S, q), inner(q, k)  # S comes from registers, not from HBM
     k_rstd, decay = 1.0, 1.0
     if NORM:
         # scale the sums over K and d instead of k and q: fewer registers and instructions
