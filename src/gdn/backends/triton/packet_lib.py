@@ -334,6 +334,7 @@ def seen_of(
 def scaled(seen, rates, grown):
     """Scale all parts by rows."""
     found = ()
+    # elementwise on accumulators, in registers
     for part in tl.static_range(len(seen)):
         found = found + (seen[part] * (rates[part] * grown)[:, None],)
     return found
@@ -375,7 +376,7 @@ def _inverse(A, LEVELS: tl.constexpr, FINE: tl.constexpr):
         X = tl.where((i ^ j) == 1, -A, X)
     for level in tl.static_range(1, LEVELS):
         L = tl.where((i ^ j) >> level == 1, A, 0.0)
-        X -= close(close(X, L, None, FINE), X, None, FINE)
+        X -= close(close(X, L, None, FINE), X, None, FINE)  # 16 x 16 MMAs by one warp
     return X
 
 
