@@ -1,1 +1,1 @@
-"""Other people's software on gdn. Nothing here is imported by it until its function is called."""
+"""Run other packages on gdn. A module here imports the other package only when its function is called."""

@@ -1,4 +1,4 @@
-"""What the calls of several engines have in common: translations, no arithmetic on values."""
+"""Translate arguments that several engines have in common, without arithmetic on values."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from gdn.ops.serving import decode_packed
 
 
 def first(x: Tensor | None, count: int) -> Tensor | None:
-    """The first `count` entries: engines pass buffers that are longer than the batch."""
+    """Return the first `count` entries: engines pass buffers that are longer than the batch."""
     return x if x is None or x.shape[0] == count else x[:count]
 
 
 def null_slot(null_block_id: int | None, name: str = "null_block_id") -> int | None:
-    """An engine's number of the padding slot as gdn's null_slot; a negative number is padding by itself."""
+    """Return gdn's null_slot for an engine's padding slot; negative numbers are padding in gdn anyway."""
     if null_block_id is None or null_block_id < 0:
         return None
     if null_block_id > 0:
@@ -21,13 +21,13 @@ def null_slot(null_block_id: int | None, name: str = "null_block_id") -> int | N
 
 
 def to_rows(x: Tensor, offsets: Tensor, T: int) -> Tensor:
-    """[tokens, D] -> [N, T, D]: row n begins with tokens offsets[n]:offsets[n+1]."""
+    """Return [tokens, D] as [N, T, D]: row n begins with tokens offsets[n]:offsets[n+1]."""
     tokens = offsets[:-1, None] + torch.arange(T, device=x.device)
     return x[tokens.clamp(max=x.shape[0] - 1)]
 
 
 def from_rows(y: Tensor, offsets: Tensor, count: int) -> Tensor:
-    """[N, T, D] -> [count, D], the inverse; zero past offsets[-1]. Nothing is read on the host."""
+    """Return [N, T, D] as [count, D], the inverse; zero past offsets[-1]. The host reads nothing."""
     tokens = torch.arange(count, device=y.device)
     row = torch.searchsorted(offsets[1:].contiguous(), tokens, right=True).clamp(max=y.shape[0] - 1)
     place = (tokens - offsets[row]).clamp(0, y.shape[1] - 1)
@@ -35,7 +35,7 @@ def from_rows(y: Tensor, offsets: Tensor, count: int) -> Tensor:
 
 
 def with_tokens(index: Tensor, offsets: Tensor, padding: int) -> Tensor:
-    """The slots of rows, `padding` where a row has no token: such a row leaves its slot alone."""
+    """Return the slots of rows, `padding` where a row has no token, so that its slot is not written."""
     return index.masked_fill(offsets[1:] == offsets[:-1], padding)
 
 
@@ -52,7 +52,7 @@ def packed(
     l2norm: bool,
     null: int | None,
 ) -> None:
-    """`gdn.decode_packed` where the number of key heads is to be had from the columns; it checks them."""
+    """Run `gdn.decode_packed`, with the number of key heads computed from the columns; gdn checks them."""
     HV, V, K = state.shape[-3:]
     decode_packed(
         mixed_qkv, a, b, A_log, dt_bias, state, num_k_heads=max(1, (mixed_qkv.shape[-1] - HV * V) // (2 * K)),
@@ -62,7 +62,7 @@ def packed(
 
 
 def activation_name(activation: bool | str | None) -> str | None:
-    """True, "silu" and "swish" are SiLU; False and None none."""
+    """Return "silu" for True, "silu" and "swish", None for False and None."""
     names = {True: "silu", "silu": "silu", "swish": "silu", False: None, None: None}
     if activation not in names:
         raise NotImplementedError(
@@ -72,7 +72,7 @@ def activation_name(activation: bool | str | None) -> str | None:
 
 
 def check_gating(beta: float, threshold: float, is_kda: bool = False) -> None:
-    """NotImplementedError for gates that gdn does not have."""
+    """Raise NotImplementedError for gates that gdn does not have."""
     if is_kda:
         raise NotImplementedError("is_kda: expected False, got True (a decay per key channel)")
     if beta != 1.0 or threshold != 20.0:
@@ -82,7 +82,7 @@ def check_gating(beta: float, threshold: float, is_kda: bool = False) -> None:
 
 
 def per_token(gates: Tensor, q: Tensor) -> Tensor:
-    """Logits [tokens, HV] or [B, T, HV] as [B, T, HV]; engines pass more tokens than q has."""
+    """Return logits [tokens, HV] or [B, T, HV] as [B, T, HV]; engines pass more tokens than q has."""
     if gates.dim() == 3:
         return gates
     B, T = q.shape[:2]

@@ -1,4 +1,4 @@
-"""A layer's rule as programs: decode and prefill on one state, exported, compiled, run elsewhere."""
+"""Export a layer's rule as programs that run elsewhere: decode and prefill on one state."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ STATE = "session.state"  # the buffer's name in every program
 
 
 class Session(nn.Module):
-    """What follows a layer's projection and convolution, with the state inside, for B rows.
+    """Hold the state of B rows and compute everything that follows a layer's projection and convolution.
 
     Args:
         rows, num_k_heads, num_v_heads, head_k_dim, head_v_dim    B, H, HV, K, V
@@ -65,7 +65,7 @@ class Session(nn.Module):
         return sum(count * size for count, size in self.heads)
 
     def decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """One token per row: mixed_qkv [B, 2 H K + HV V], raw logits a, b [B, HV] -> o [B, HV, V]."""
+        """Decode one token per row: mixed_qkv [B, 2 H K + HV V], raw logits a, b [B, HV] -> o [B, HV, V]."""
         q, k, v = self._split(mixed_qkv.unsqueeze(1))
         o, after = decode_functional(
             q, k, v, self.state, a=a.unsqueeze(1), b=b.unsqueeze(1), A_log=self.A_log, dt_bias=self.dt_bias,
@@ -75,9 +75,9 @@ class Session(nn.Module):
         return o.squeeze(1)
 
     def prefill(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, is_new: Tensor) -> Tensor:
-        """T tokens per row: mixed_qkv [B, T, ...], a, b [B, T, HV], is_new [B] bool -> o [B, T, HV, V].
+        """Prefill T tokens a row: mixed_qkv [B, T, ...]; a, b [B, T, HV]; is_new [B] bool -> o [B, T, HV, V].
 
-        A row that is new starts from zeros, whatever its state holds.
+        A row with is_new starts from a zero state; its old state is ignored.
         """
         q, k, v = self._split(mixed_qkv)
         o, after = chunk_gated_delta_rule(
@@ -94,7 +94,7 @@ class Session(nn.Module):
         return tuple(x.unflatten(-1, size) for x, size in zip(parts, self.heads, strict=True))
 
     def example(self, method: str, T: int = 70) -> tuple[Tensor, ...]:
-        """Inputs of a method, zeros."""
+        """Return zeros as inputs of a method."""
         lead = (self.rows,) if method == "decode" else (self.rows, T)
         new = lambda *shape, dtype=self.dtype: torch.zeros(shape, dtype=dtype, device=self.state.device)  # noqa: E731
         given = new(*lead, self.channels), *(new(*lead, self.A_log.shape[0]) for _ in range(2))
@@ -112,10 +112,10 @@ class _Method(nn.Module):
 
 
 def export(session: Session, *, max_tokens: int = 4096, portable: bool = False) -> dict[str, ExportedProgram]:
-    """Both methods by `torch.export`, the state a mutable buffer; prefill takes 2 to max_tokens tokens.
+    """Export both methods by `torch.export`, the state a mutable buffer; prefill has 2 to max_tokens tokens.
 
-    portable: decode in torch's own operators, so that it runs, and compiles ahead of time, where gdn is not.
-    Otherwise programs keep gdn's operators; compiled for a GPU, decode has its kernel inside either way.
+    portable: express decode in torch's own operators, so that it runs and compiles ahead of time without gdn.
+    Otherwise programs keep gdn's operators. Compiled for a GPU, decode contains its kernel either way.
     """
     tokens = Dim("tokens", min=2, max=max_tokens)
     shapes: dict[str, Any] = {"decode": None, "prefill": (({1: tokens},) * 3 + (None,),)}
@@ -131,13 +131,13 @@ def export(session: Session, *, max_tokens: int = 4096, portable: bool = False) 
 
 
 def needs_library(program: ExportedProgram) -> list[str]:
-    """gdn's operators in a program: with any of them, what runs it has to import gdn."""
+    """Return gdn's operators in a program: if there are any, the process that runs it must import gdn."""
     targets = (str(node.target) for node in program.graph.nodes if node.op == "call_function")
     return sorted({name for name in targets if name.startswith("gdn.")})
 
 
 def package(programs: Mapping[str, ExportedProgram], path: Path | str) -> str:
-    """Compile the methods by AOTInductor into one package, whose path it returns; needs a C++ compiler."""
+    """Compile the methods by AOTInductor into one package and return its path; it needs a C++ compiler."""
     from torch._inductor.package import package_aoti
 
     options = {"aot_inductor.package": True}
@@ -150,7 +150,7 @@ def package(programs: Mapping[str, ExportedProgram], path: Path | str) -> str:
 
 
 class Loaded:
-    """The methods of programs or of a package, on one state [B, HV, V, K]; the caller may read and set it."""
+    """Run the methods of programs or a package on one state [B, HV, V, K]; the caller may read and set it."""
 
     def __init__(self, methods: Mapping[str, Any], state: Tensor) -> None:
         self.state, self._methods = state, dict(methods)
@@ -164,13 +164,13 @@ class Loaded:
         return self._run("prefill", mixed_qkv, a, b, is_new)
 
     def _run(self, name: str, *inputs: Tensor) -> Tensor:
-        # a compiled package takes its inputs for as contiguous as the examples were, and does not look
+        # a compiled package assumes inputs as contiguous as the examples, and does not check
         o: Tensor = self._methods[name](*(x.contiguous() for x in inputs))
         return o
 
 
 def load(source: Mapping[str, ExportedProgram] | Path | str, state: Tensor) -> Loaded:
-    """Programs, or the path of a package, with `state` for the buffer of all methods: written in place.
+    """Load programs, or the package at a path, with `state` as the buffer of all methods: updated in place.
 
     state: contiguous, of the session's shape, dtype and device. A_log and dt_bias are those of the export.
     """

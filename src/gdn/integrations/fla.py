@@ -1,6 +1,6 @@
-"""The two functions of flash-linear-attention on gdn, by its names and positions; the patch is `fla_patch`.
+"""Provide two functions of flash-linear-attention on gdn, with FLA's names and positions.
 
-Signatures are those of FLA 0.6.0. What the rule does is in `gdn.chunk_gated_delta_rule`.
+Signatures are those of FLA 0.6.0; `fla_patch` has the patch. `gdn.chunk_gated_delta_rule` documents the rule.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from gdn.integrations.fallback import warn_caller
 from gdn.ops.rule import chunk_gated_delta_rule as chunk_rule
 from gdn.ops.rule import fused_recurrent_gated_delta_rule as recurrent_rule
 
-# what chunk_gated_delta_rule takes beyond its signature
+# keyword arguments of chunk_gated_delta_rule that its signature does not name
 GATE = ("use_gate_in_kernel", "A_log", "dt_bias")
 CHUNKS = (16, 32, 64)
 
@@ -35,9 +35,9 @@ def chunk_gated_delta_rule(
     cp_context: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`gdn.chunk_gated_delta_rule` with the positions of FLA's function of that name.
+    """Run `gdn.chunk_gated_delta_rule` with the positions of FLA's function of that name.
 
-    Args beyond those of `gdn.chunk_gated_delta_rule`, and what becomes of them:
+    Args beyond those of `gdn.chunk_gated_delta_rule`, and their effect:
         chunk_indices           not needed, not read
         chunk_size              16, 32 or 64: the same function; gdn's chunks have 64 tokens
         transpose_state_layout  FLA's old name of state_v_first; DeprecationWarning, as in FLA
@@ -82,10 +82,10 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`gdn.fused_recurrent_gated_delta_rule` with the positions of FLA's function of that name.
+    """Run `gdn.fused_recurrent_gated_delta_rule` with the positions of FLA's function of that name.
 
     Note the order: after g come gk and gv, decays per key row and per value column, which gdn does not have.
-    Unlike FLA's, this function has gradients.
+    Unlike FLA's function, this one has gradients.
 
     Returns, raises: as `chunk_gated_delta_rule` here; NotImplementedError with gk, gv, or a beta per value
         channel [B, T, HV, V].
@@ -110,7 +110,7 @@ fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 
 def warn_of_old_names(kwargs: dict[str, Any]) -> None:
-    """Give FLA's DeprecationWarning; called after the rule, since FLA warns where gdn rejects a call."""
+    """Give FLA's DeprecationWarning; called after the rule, because FLA warns if gdn rejects the call."""
     if "transpose_state_layout" in kwargs:
         warn_caller(
             "`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning
@@ -118,7 +118,7 @@ def warn_of_old_names(kwargs: dict[str, Any]) -> None:
 
 
 def rule_options(kwargs: dict[str, Any], state_v_first: bool) -> dict[str, Any]:
-    """What FLA takes in **kwargs, by gdn's names; TypeError for what it would silently ignore."""
+    """Return FLA's **kwargs under gdn's names; raise TypeError for names that FLA would silently ignore."""
     known = {*GATE, "chunk_size", "transpose_state_layout", "head_first"}
     unknown = sorted(set(kwargs) - known)
     if unknown:
@@ -130,7 +130,7 @@ def rule_options(kwargs: dict[str, Any], state_v_first: bool) -> dict[str, Any]:
     if state_v_first and "transpose_state_layout" in kwargs:
         raise ValueError("transpose_state_layout: expected one of it and state_v_first, got both")
     options: dict[str, Any] = {"state_v_first": kwargs.get("transpose_state_layout", state_v_first)}
-    # without use_gate_in_kernel FLA does not look at A_log and dt_bias
+    # without use_gate_in_kernel FLA ignores A_log and dt_bias
     if kwargs.get("use_gate_in_kernel"):
         options |= {name: kwargs[name] for name in GATE if name in kwargs}
     return options

@@ -1,7 +1,7 @@
-"""patch_fla(): FLA's layers and models run on gdn, on any device, without a change to them.
+"""patch_fla(): run FLA's layers and models on gdn, on any device, without a change to them.
 
-FLA 0.6.0 chooses among backends for `chunk_gated_delta_rule`: gdn becomes one of them, asked first. Its
-other functions are replaced, in every module that holds them:
+FLA 0.6.0 chooses among backends for `chunk_gated_delta_rule`: gdn becomes the first in the dispatch order.
+FLA's other functions are replaced in every module that holds them:
 
     fused_recurrent_gated_delta_rule(q, k, v, g, gk, gv, beta, ...)                up to 64 tokens
     causal_conv1d(x [B, T, D], weight [D, W], bias, residual, initial_state [N, D, W], ...)
@@ -64,11 +64,11 @@ def patch_fla() -> Patch:
 
 
 def _dispatched(base: type) -> type:
-    """gdn as a backend of FLA's dispatch; enabled while a patch is in force."""
+    """Return gdn as a backend of FLA's dispatch; it is enabled while a patch is in force."""
 
     class GdnBackend(base):  # type: ignore[misc]
         backend_type = "gdn"
-        # lower is asked first; FLA's own begin at 0
+        # lowest first in the dispatch order; FLA's own begin at 0
         priority = -1
 
         def is_enabled(self) -> bool:
@@ -100,7 +100,7 @@ def _fused_recurrent(
 
 
 def _require_kernel(q: Tensor, v: Tensor) -> None:
-    """NotImplementedError on a GPU for sizes that only `eager` supports: FLA has kernels for them."""
+    """Raise NotImplementedError on a GPU for sizes that only `eager` supports: FLA has kernels for them."""
     if not has_kernel(q, v):
         raise NotImplementedError(
             f"v: expected K and V that a kernel of gdn supports, got K={q.shape[-1]}, V={v.shape[-1]}"

@@ -1,8 +1,8 @@
-"""lmdeploy's gated delta rule backend on gdn: its three methods, its convolution (lmdeploy 0.16 to 0.18).
+"""Provide lmdeploy's gated delta rule backend on gdn: three methods and the convolution (0.16 to 0.18).
 
-States [slots, HV, V, K], or [slots, HV, K, V] with transpose_state_layout=False; with speculation a ring
-[slots, R, HV, V, K], entry p % R the state after p tokens (protocol P1). Slots below 0 or past the pool, and
-entries of a ring out of 0 .. R - 1, are padding and give zeros.
+States are [slots, HV, V, K], or [slots, HV, K, V] with transpose_state_layout=False. With speculation they
+are a ring [slots, R, HV, V, K], where entry p % R is the state after p tokens (protocol P1). Slots below 0 or
+past the pool, and ring entries outside 0 .. R - 1, are padding and give zeros.
 """
 
 import math
@@ -18,7 +18,7 @@ from gdn.ops.gate import gate
 from gdn.ops.prefill import prefill
 from gdn.ops.serving import decode
 
-NEW = -1e6  # g of the first token of a new sequence: lmdeploy's word for a slot that is not to be read
+NEW = -1e6  # g of the first token of a new sequence: lmdeploy's mark for a slot that must not be read
 
 
 def fused_recurrent_gated_delta_rule(
@@ -35,7 +35,7 @@ def fused_recurrent_gated_delta_rule(
     cache_seqlens: Tensor | None = None,
     transpose_state_layout: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """A few tokens per row on the pool: `gdn.decode`.
+    """Run a few tokens per row on the pool: `gdn.decode`.
 
     Args:                   shape
         q, k, v, g, beta    as in `gdn.decode`; any strides with the last axis contiguous, g and beta any
@@ -63,7 +63,7 @@ def fused_recurrent_gated_delta_rule(
 
 
 class GatedDeltaRule:
-    """What lmdeploy calls a GatedDeltaRuleImpl: `prepare_inputs`, the two forms of the rule, and `forward`.
+    """Implement lmdeploy's GatedDeltaRuleImpl: `prepare_inputs`, two forms of the rule, and `forward`.
 
     Queries and keys are neither copied to every value head nor normalised beforehand: the kernel does both.
     """
@@ -94,7 +94,7 @@ class GatedDeltaRule:
         is_decoding: bool = False,
         init_token_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-        """q and k as they came, g and beta [B, T, HV] in fp32, and False: the norm is yet to be applied.
+        """Return q and k unchanged, g and beta [B, T, HV] in fp32, and False: the norm is not applied yet.
 
         a, b [B, T, HV] or [B, T, H, kv_ratio]; a_log_exp = -exp(A_log); g is NEW where init_token_mask [T].
         """
@@ -119,10 +119,10 @@ class GatedDeltaRule:
         spec_state_offsets: tuple[Tensor, Tensor] | None = None,
         transpose_state_layout: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Prompts, packed, on the pool in place: `gdn.prefill`; the pool is written in any case.
+        """Run packed prompts on the pool in place: `gdn.prefill`; the pool is written in any case.
 
-        A sequence whose first g is NEW begins with zeros, its slot unread. spec_state_offsets: entries of the
-        ring to read and to write, [N] each. Returns (o, the pool or None).
+        A sequence whose first g is NEW starts from zeros, and its slot is not read. spec_state_offsets:
+        entries of the ring to read and to write, [N] each. Returns (o, the pool or None).
         """
         has_initial_state = None
         if g is not None and cu_seqlens is not None and q.shape[1] > 0:
@@ -150,7 +150,7 @@ class GatedDeltaRule:
         cache_seqlens: Tensor | None = None,
         transpose_state_layout: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The function of that name, in the order of the backend's method."""
+        """Run the function of that name, with the arguments in the order of the backend's method."""
         return fused_recurrent_gated_delta_rule(
             q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
             state_indices, cache_seqlens, transpose_state_layout,
@@ -161,10 +161,10 @@ class GatedDeltaRule:
         a_log_exp: Tensor, recurrent_state: Tensor, gated_delta_meta: Any, kv_ratio: int,
         use_qk_l2norm_in_kernel: bool,
     ) -> Tensor:  # fmt: skip
-        """A layer's rule, [1, tokens, ...] in and out, from raw logits in one call each (lmdeploy 0.18).
+        """Run a layer's rule from raw logits, [1, tokens, ...] in and out, in one call (lmdeploy 0.18).
 
-        Of gated_delta_meta are read is_decoding, origin_state_ids, and cache_seqlens, or cu_seqlens, is_init
-        and spec_state_offsets.
+        It reads these fields of gated_delta_meta: is_decoding, origin_state_ids, and cache_seqlens, or
+        cu_seqlens, is_init and spec_state_offsets.
         """
         meta, five = gated_delta_meta, (query, key, value, _heads(a), _heads(b))
         raw: dict[str, Any] = {"A_log": _A_log(a_log_exp), "dt_bias": dt_bias}
@@ -199,20 +199,20 @@ class GatedDeltaRule:
         inner = zip(flat.shape[1:], flat.stride()[1:], strict=True)
         if flat.stride(0) > sum((size - 1) * stride for size, stride in inner):
             return prefill(q, k, v, flat, state_index=read, out_state_index=write, **given)
-        # slots lie apart by no multiple of a state, so the states of the flat pool overlap one another
+        # the distance of slots is no multiple of a state's size, so states of the flat pool overlap
         states = flat.index_select(0, read.clamp(min=0))
         rows = torch.arange(read.shape[0], device=read.device)
         o = prefill(q, k, v, states, state_index=rows.where(read >= 0, -1), **given)
-        # reads the number of written states on the host, which waits for the device
+        # this reads the number of written states on the host, which waits for the device
         is_written = (read >= 0) & (write >= 0) & (offsets.diff().to(read.device) > 0)
         flat.index_copy_(0, write[is_written], states[is_written])
         return o
 
 
 def _flat(ring: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """A ring [slots, R, ...] as a pool of one axis: (slot, entry) is at slot * step[0] + entry * step[1].
+    """Return a ring [slots, R, ...] as a pool of one axis: entry e of slot s is at s * step[0] + e * step[1].
 
-    Slots may lie apart, as in a cache of several layers; places between them are never named.
+    There may be gaps between slots, as in a cache of several layers; no index points into a gap.
     """
     (slot, entry), (slots, R) = ring.stride()[:2], ring.shape[:2]
     unit = math.gcd(slot, entry)
@@ -229,12 +229,12 @@ def _flat_index(slots: Tensor, entry: Tensor, shape: torch.Size, step: tuple[int
 
 
 def _heads(x: Tensor) -> Tensor:
-    """Logits [B, T, H, ratio] as [B, T, HV]."""
+    """Return logits [B, T, H, ratio] as [B, T, HV]."""
     return x.flatten(-2) if x.dim() == 4 else x
 
 
 def _A_log(a_log_exp: Tensor) -> Tensor:
-    """lmdeploy keeps -exp(A_log)."""
+    """Return A_log from -exp(A_log), which lmdeploy stores."""
     return a_log_exp.neg().log()
 
 
@@ -248,17 +248,17 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """The convolution of packed prompts: `gdn.causal_conv1d`.
+    """Run the convolution of packed prompts: `gdn.causal_conv1d`.
 
-    x [1, dim, tokens]; weight [dim, W]; seq_idx [tokens] or [1, tokens], the number of each token's sequence,
-    rising; initial_states [N, dim, W-1], of the sequences 0 .. N-1, or None: zeros. Returns [1, dim, tokens].
-    NotImplementedError for final states, which lmdeploy's own function does not give either.
+    x [1, dim, tokens]; weight [dim, W]; seq_idx [tokens] or [1, tokens], the ascending sequence number of
+    each token; initial_states [N, dim, W-1] of sequences 0 .. N-1, or None: zeros. Returns [1, dim, tokens].
+    NotImplementedError for final states, which lmdeploy's own function does not return either.
     """
     if return_final_states or final_states_out is not None:
         raise NotImplementedError("return_final_states: expected False, got True")
     offsets = None
     if seq_idx is not None:
-        # without initial states nobody tells how many sequences there are: at most one for each token
+        # without initial states the number of sequences is unknown: at most one for each token
         N = seq_idx.shape[-1] if initial_states is None else initial_states.shape[0]
         numbers = torch.arange(N + 1, device=x.device, dtype=seq_idx.dtype)
         offsets = torch.searchsorted(seq_idx.reshape(-1).contiguous(), numbers)
@@ -278,7 +278,7 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """One step of the convolution: `gdn.causal_conv1d_update`.
+    """Run one step of the convolution: `gdn.causal_conv1d_update`.
 
     x [B, dim] or [B, dim, T]; conv_state [slots, dim, L], updated in place, newest input in the last column;
     with cache_seqlens [B] a ring, token t in column (cache_seqlens + t) % L. Returns the shape of x.
@@ -291,7 +291,7 @@ def causal_conv1d_update(
 
 
 class CausalConv1d:
-    """What lmdeploy calls a CausalConv1dImpl: its two functions, and `forward`."""
+    """Implement lmdeploy's CausalConv1dImpl: its two functions, and `forward`."""
 
     def conv1d_fn(
         self,
@@ -325,9 +325,9 @@ class CausalConv1d:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, gated_delta_meta: Any,
         activation: str,
     ) -> Tensor:  # fmt: skip
-        """x [1, tokens, dim] in and out, conv_state updated (lmdeploy 0.18).
+        """Run the convolution on x [1, tokens, dim] and update conv_state (lmdeploy 0.18).
 
-        A chunk of a prompt shorter than the window keeps the inputs before it.
+        If a part of a prompt is shorter than the window, the window keeps earlier inputs.
         """
         meta, name = gated_delta_meta, activation_name(activation)
         weight = weight[:, 0] if weight.dim() == 3 else weight
@@ -345,13 +345,13 @@ class CausalConv1d:
                 has_initial_state=~meta.is_init,
             )  # fmt: skip
             return y
-        # a ring: a tap of zero in front of the others makes the window as wide as what lmdeploy stores
+        # a ring: one tap of zero in front of the others makes the window as wide as lmdeploy's
         read, write = meta.spec_conv_offsets
         slots = meta.conv_state_indices.long()
         rows, channels = torch.arange(len(slots), device=x.device), torch.arange(x.shape[2], device=x.device)
         is_valid = (slots >= 0) & (slots < conv_state.shape[0])
         columns = torch.cat([(read[:, :1] - 1) % conv_state.shape[2], read], 1)
-        # a row of padding repeats the write of the first other row; a mask would need the host to count rows
+        # adding padding repeats the write of the first other row; a mask would need the host to count rows
         rows_written = torch.where(is_valid, rows, is_valid.int().argmax() if len(slots) else 0)
         slots = slots.clamp(0, conv_state.shape[0] - 1)
         window = conv_state[slots[:, None, None], channels[:, None], columns[:, None]]
@@ -376,8 +376,8 @@ PACKAGE = Package(
 def patch_lmdeploy() -> Patch:
     """Run lmdeploy's gated delta rule layers on gdn, in this process: before the model is built.
 
-    The two classes that its CUDA backend makes become ours; these layers need no FLA and no TileLang then.
-    Piecewise CUDA graphs, for which lmdeploy's classes register themselves, are not offered.
+    The two classes that its CUDA backend creates are replaced; these layers then need no FLA and no TileLang.
+    Piecewise CUDA graphs, for which lmdeploy's classes register themselves, are not supported.
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without lmdeploy.
     """

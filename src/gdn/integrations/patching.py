@@ -14,7 +14,7 @@ Function = Callable[..., Any]
 
 
 class Package:
-    """Functions of one package that gdn can serve, and the patches in force on it.
+    """Hold the functions of one package that gdn can run, and the patches in force on it.
 
     served: (module, name, our function or class of the same signature). A call that ours rejects goes to the
     package's own function, or to the method of that name of its class (`gdn.integrations.fallback`).
@@ -32,7 +32,7 @@ class Package:
         return bool(self._active)
 
     def patch(self) -> "Patch":
-        """Serve the functions from now on; imports their modules, which must be there."""
+        """Replace the functions from now on; import their modules, which must be installed."""
         with self._lock:
             if not self._active:
                 for module, name, serve in self.served:
@@ -65,7 +65,7 @@ class Package:
 
 
 class Patch:
-    """A patch in force until `undo()` or the end of its `with`. The last to end restores the originals."""
+    """Keep a patch in force until `undo()` or the end of `with`. The last to end restores the originals."""
 
     def __init__(self, package: Package) -> None:
         self._package = package

@@ -1,8 +1,8 @@
-"""SGLang's gated delta rule functions on gdn, by its names, positions and conventions (SGLang 0.5.23).
+"""Provide SGLang's gated delta rule functions on gdn, by its names and conventions (SGLang 0.5.23).
 
-States [slots, HV, V, K], any slot stride; negative slots are padding and give zeros. Drafts are verified with
-protocols P3 and P4: the pool is read, the state after each token goes to an intermediate buffer, and what was
-accepted is moved into the pool for all layers at once.
+States are [slots, HV, V, K] with any slot stride; negative slots are padding and give zeros. Drafts are
+verified with protocols P3 and P4: the pool is read, the state after each token goes to an intermediate
+buffer, and accepted states are moved into the pool for all layers at once.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def fused_sigmoid_gating_delta_rule_update(
     replayssm_beta: Tensor | None = None,
     match_cutedsl_decode: bool = False,
 ) -> Tensor:
-    """Decode, or verification of drafts, from raw logits: `gdn.decode`.
+    """Decode, or verify drafts, from raw logits: `gdn.decode`.
 
     Args:                           shape
         a, b                        [tokens, HV] or [B, T, HV], raw logits
@@ -60,7 +60,7 @@ def fused_sigmoid_gating_delta_rule_update(
         intermediate_states_buffer  [rows, >= T, HV, V, K]; gets the state after each token
         intermediate_state_indices  [N] or longer, rows of the buffer; None: the row's number
         cache_steps                 not needed: the buffer's own strides count
-        retrieve_parent_token       [N, T]: token t goes on from the state after token parent[t] < t
+        retrieve_parent_token       [N, T]: token t starts from the state after token parent[t] < t
 
     Returns o, the shape of v. NotImplementedError with is_kda, lower_bound, cache_ring, match_cutedsl_decode,
     or another softplus than gdn's.
@@ -94,7 +94,7 @@ def fused_recurrent_gated_delta_rule_update(
     cache_steps: int | None = None,
     retrieve_parent_token: Tensor | None = None,
 ) -> Tensor:
-    """As `fused_sigmoid_gating_delta_rule_update`, with gates already activated: g and beta [B, T, HV].
+    """Run `fused_sigmoid_gating_delta_rule_update` with activated gates: g and beta [B, T, HV].
 
     The output is computed even with disable_output_calculation.
     """
@@ -124,7 +124,7 @@ def _decode(
     if kept is not None:
         where |= {"intermediate": kept, "intermediate_row": first(rows, N), "parent": first(parent, N)}
     if cu_seqlens is not None:
-        # no row has more tokens than there is room for
+        # no row has more tokens than its buffer has steps
         bound = min([q.shape[1], *(x.shape[1] for x in (kept, parent) if x is not None)])
         where |= {"cu_seqlens": cu_seqlens, "max_seqlen": bound}
     return decode(
@@ -144,7 +144,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     ssm_state_indices: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One token per row from what the convolution leaves: `gdn.decode_packed`; beta is not rounded.
+    """Decode one token per row from the convolution's output: `gdn.decode_packed`; beta is not rounded.
 
     mixed_qkv [B, 2 H K + HV V], any row pitch; a, b [B, HV]; initial_state [slots, HV, V, K], updated in
     place; out [B, 1, HV, V], written; ssm_state_indices [B], negative: padding. Returns (out, initial_state).
@@ -163,7 +163,7 @@ def fused_mamba_state_scatter_with_mask(
     step_indices_raw: Tensor,
     src_indices_raw: Tensor | None = None,
 ) -> None:
-    """The states of accepted tokens into the pool, for all layers in one launch: `gdn.commit`.
+    """Move the states of accepted tokens into the pool, for all layers in one launch: `gdn.commit`.
 
     dst [L, slots, ...], src [L, rows, T, ...]; per request a slot, a step (negative: none) and a row of src
     (None: its number).
@@ -181,8 +181,9 @@ def scatter_mamba_states_after_mtp_verify(
     mamba_steps_to_track: Tensor | None,
     src_indices_raw: Tensor | None = None,
 ) -> None:
-    """What was accepted into the pools of states and of windows, and what is tracked into slots of its own:
-    `gdn.commit`, a launch for each pool with all its layers and both slots.
+    """Move accepted states and windows into their pools, and tracked ones into slots of their own.
+
+    It runs `gdn.commit`: one launch for each pool, with all its layers and both slots.
 
     Args:                       shape
         mamba_caches            SGLang's SpeculativeState
@@ -200,7 +201,7 @@ def scatter_mamba_states_after_mtp_verify(
     pairs = [(c.temporal, c.intermediate_ssm), *zip(c.conv, c.intermediate_conv_window, strict=True)]
     for dst, src in pairs:
         if dst.numel() > 0:
-            # where a later pair is rejected, SGLang's own function writes the same states once more
+            # if a later pair is rejected, SGLang's own function writes the same states once more
             commit(
                 dst, src, state_indices_tensor, rows, steps, extra_dst_index=mamba_track_indices,
                 extra_step=extra_step,
@@ -208,10 +209,10 @@ def scatter_mamba_states_after_mtp_verify(
 
 
 class GDNKernel:
-    """SGLang's kernel interface (`LinearAttnKernelBase`) on gdn: what its GDNKernelDispatcher calls.
+    """Implement SGLang's kernel interface (`LinearAttnKernelBase`) on gdn, for its GDNKernelDispatcher.
 
-    Snapshots for prefix caching are kept in fp32, where they came to an fp32 pool rounded to bf16. Rings of
-    SGLang's ReplaySSM are refused with NotImplementedError.
+    Snapshots for prefix caching stay fp32; SGLang rounds them to bf16 on the way to an fp32 pool. Rings of
+    SGLang's ReplaySSM raise NotImplementedError.
     """
 
     uses_state_checkpoints = False
@@ -236,7 +237,7 @@ class GDNKernel:
         self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor,
         ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """One token per request; o has the shape of v."""
+        """Decode one token per request; o has the shape of v."""
         return fused_sigmoid_gating_delta_rule_update(
             A_log, a, dt_bias, 1.0, 20.0, q, k, v, b, ssm_states, cache_indices, None, True, query_start_loc
         )
@@ -245,7 +246,7 @@ class GDNKernel:
         self, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, scale: float,
         ssm_states: Tensor, cache_indices: Tensor, num_v_heads: int, head_v_dim: int, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """One token per request from the convolution's output; [1, B, HV, V]."""
+        """Decode one token per request from the convolution's output; return [1, B, HV, V]."""
         if any(value is not None for name, value in kwargs.items() if name.startswith("replayssm")):
             raise NotImplementedError("packed_decode: expected no ReplaySSM rings, got some")
         out = mixed_qkv.new_empty(mixed_qkv.shape[0], 1, num_v_heads, head_v_dim)
@@ -258,7 +259,7 @@ class GDNKernel:
         intermediate_states_buffer: Tensor, intermediate_state_indices: Tensor | None,
         cache_steps: int | None, retrieve_parent_token: Tensor | None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """Drafts of each request; their states to the buffer, the pool unchanged; o has the shape of v."""
+        """Run drafts of each request; store their states in the buffer, not the pool; o has v's shape."""
         return fused_sigmoid_gating_delta_rule_update(
             A_log, a, dt_bias, 1.0, 20.0, q, k, v, b, ssm_states, cache_indices, None, True, query_start_loc,
             disable_state_update=True, intermediate_states_buffer=intermediate_states_buffer,
@@ -270,8 +271,8 @@ class GDNKernel:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor,
         cache_indices: Tensor, query_start_loc: Tensor, inplace_update: bool = True, **kwargs: Any,
     ) -> tuple[Tensor, None, None]:  # fmt: skip
-        """Prompts, in place. Of kwargs, track_state [N, HV, V, K] fp32 gets in row n the state before chunk
-        track_chunk_idx[n] of that request (negative: none, the row then holds anything)."""
+        """Run prompts in place. track_state [N, HV, V, K] fp32 in kwargs gets in row n the state before chunk
+        track_chunk_idx[n] of that request (negative: none; the row is then undefined)."""
         slots, track = cache_indices[: query_start_loc.shape[0] - 1], kwargs.get("track_state")
         if track is None:
             o = prefill(
@@ -317,8 +318,9 @@ PACKAGE = Package(
 def patch_sglang() -> Patch:
     """Run SGLang's gated delta rule layers on gdn, in this process: before the attention backend is made.
 
-    The kernel class that its dispatcher makes for `--linear-attn-backend triton` becomes GDNKernel; the
-    functions are replaced in every imported module; what gdn refuses (a decay per channel) stays with SGLang.
+    The kernel class that its dispatcher creates for `--linear-attn-backend triton` becomes GDNKernel; the
+    functions are replaced in every imported module. Calls that gdn rejects go to SGLang's own functions, for
+    example a decay per channel.
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without SGLang.
     """

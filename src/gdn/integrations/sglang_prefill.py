@@ -1,4 +1,4 @@
-"""SGLang's functions for whole prompts on gdn: in place by slot, with the states for its prefix cache."""
+"""Provide SGLang's functions for whole prompts: in place by slot, with states for its prefix cache."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gdn.ops.prefill import commit, prefill
 
-CHUNK = 64  # tokens between the states that prefix caching may keep
+CHUNK = 64  # tokens between the states that prefix caching may store
 
 
 def chunk_gated_delta_rule(
@@ -24,14 +24,14 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     inplace_update: bool = True,
 ) -> tuple[Tensor, None, Tensor]:
-    """Whole prompts on the pool, in place: `gdn.prefill`, with the state before every chunk of 64 tokens.
+    """Run whole prompts on the pool, in place: `gdn.prefill`, with the state before every chunk of 64 tokens.
 
     initial_state [slots, HV, V, K] or None: zeros; initial_state_indices [N], None: in order; inplace_update
     False: the pool is only read. head_first: q, k, v [B, H, T, K] and so on.
 
     Returns (o, None, h): h [1, rows, HV, V, K] in fp32, where SGLang rounds to the dtype of q; the chunks of
-    a sequence follow one another, those of the next follow them; rows past the last chunk hold anything.
-    Cost: memory for h, (tokens / 64 + N) HV K V x 4 bytes, which `tracked` does without.
+    a sequence are consecutive, followed by those of the next; rows past the last chunk are undefined.
+    Cost: memory for h, (tokens / 64 + N) HV K V x 4 bytes, which `tracked` does not need.
     """
     if head_first:
         q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
@@ -53,13 +53,13 @@ def chunk_gated_delta_rule(
 def with_chunk_states(
     five: tuple[Tensor, ...], pool: Tensor, indices: Tensor | None, offsets: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """`gdn.prefill` of q, k, v, g, beta; the state before each chunk [rows, ...]."""
+    """Run `gdn.prefill` on q, k, v, g, beta; return o and the state before each chunk [rows, ...]."""
     q, k, v, g, beta = five
     N = offsets.shape[0] - 1
     indices = torch.arange(N, device=q.device) if indices is None else indices[:N]
     chunks = (offsets.diff() + CHUNK - 1) // CHUNK
     at = chunks.cumsum(0, dtype=chunks.dtype) - chunks
-    # as many as there can be: how many there are is not read on the host
+    # an upper bound: the host does not read the number of chunks
     rows = q.shape[1] // CHUNK + N
     h = q.new_empty(rows + 1, *pool.shape[1:], dtype=torch.float32)
     begin = pool.index_select(0, indices.clamp(0, pool.shape[0] - 1)).to(torch.float32)
@@ -67,7 +67,7 @@ def with_chunk_states(
         q, k, v, pool, g=g, beta=beta, cu_seqlens=offsets, state_index=indices, state_v_first=True,
         checkpoints=h, checkpoint_every=CHUNK, checkpoint_offsets=at + 1, **options,
     )  # fmt: skip
-    # the state after a last whole chunk came to lie where the next sequence begins; an empty one has no chunk
+    # the state after a full last chunk is stored where the next sequence begins; an empty one has no chunk
     h[torch.where(chunks > 0, at, rows)] = begin
     return o, h[:rows]
 
@@ -85,7 +85,7 @@ def chunk_gated_delta_rule_npu(
     head_first: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The function of sgl-kernel-npu of that name: states [N, HV, K, V], gathered by the caller, not written.
+    """Run sgl-kernel-npu's function of that name: states [N, HV, K, V] that the caller gathers, only read.
 
     Returns (o, final_state fp32 or None, h [1, rows, HV, K, V] as in `chunk_gated_delta_rule`).
     """
@@ -105,10 +105,10 @@ def tracked(
     five: tuple[Tensor, ...], pool: Tensor, indices: Tensor, offsets: Tensor, track_state: Tensor,
     track_chunk_idx: Tensor, inplace_update: bool, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """`gdn.prefill` of q, k, v, g, beta that leaves one more state of each sequence in track_state [N, ...].
+    """Run `gdn.prefill` on q, k, v, g, beta; store one more state of each sequence in track_state [N, ...].
 
-    The states go through a pool of 2 N slots in fp32, for a snapshot is kept in the pool that it is of. What
-    is tracked was never rounded, and no other chunk's state is kept.
+    The states go through an fp32 pool of 2 N slots, because a snapshot is stored in the pool of its state.
+    The tracked states are never rounded, and no other chunk's state is stored.
     """
     (q, k, v, g, beta), N, slots = five, indices.shape[0], pool.shape[0]
     rows = torch.arange(N, dtype=indices.dtype, device=pool.device)

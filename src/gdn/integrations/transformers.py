@@ -1,7 +1,8 @@
-"""patch_transformers(): Transformers models that hold gated delta rule layers run on gdn, in one line.
+"""patch_transformers(): run Transformers models with gated delta rule layers on gdn, by one call.
 
-A model file calls four functions through its own globals. Those are replaced: in files already imported, and,
-since every model file defines a PreTrainedModel, in files imported later, when that class is made.
+A model file calls four functions through its own globals. These are replaced in files that are already
+imported, and in files imported later: every model file defines a PreTrainedModel, and the patch runs when
+that class is created.
 """
 
 import sys
@@ -25,7 +26,7 @@ FUNCTIONS = {**RULES, "causal_conv1d_fn": calls.conv, "causal_conv1d_update": ca
 
 @dataclass(frozen=True)
 class Replaced:
-    """One attribute that was replaced."""
+    """Hold one attribute that was replaced."""
 
     owner: Any
     name: str
@@ -33,12 +34,12 @@ class Replaced:
     replacement: Any
 
     def restore(self) -> None:
-        """Put the original back, unless somebody else has replaced ours in the meantime."""
+        """Restore the original, unless somebody else has replaced ours in the meantime."""
         if vars(self.owner).get(self.name) is self.replacement:
             setattr(self.owner, self.name, self.original)
 
 
-# patching is process-wide by nature: what is in force, and what it replaced
+# patching is process-wide by nature: the patches in force, and the originals
 _lock = threading.RLock()
 _active: list["Patch"] = []
 _replaced: list[Replaced] = []
@@ -46,7 +47,7 @@ _watch = packing.Watch()
 
 
 class Patch:
-    """A patch in force until `undo()` or the end of its `with`. The last to end restores the originals."""
+    """Keep a patch in force until `undo()` or the end of `with`. The last to end restores the originals."""
 
     def __init__(self, *, infer_packing: bool) -> None:
         self.infer_packing = infer_packing
@@ -57,7 +58,7 @@ class Patch:
 
     @property
     def modules(self) -> list[str]:
-        """Names of the model files that gdn serves now."""
+        """Return the names of the model files that run on gdn now."""
         names = {r.owner.__name__ for r in _replaced if isinstance(r.owner, ModuleType)}
         return sorted(names) if self.is_active else []
 
@@ -88,10 +89,11 @@ class Patch:
 def patch_transformers(*, infer_packing: bool = False) -> Patch:
     """Run the gated delta rule and the short convolution of Transformers models on gdn, on any device.
 
-    Serves qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, and every other model file, imported
-    before or later, that has torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule; models that
-    exist already, too. torch.export, meta tensors and calls that gdn rejects stay with the originals, with a
-    RuntimeWarning; packed sequences that gdn rejects are an error, as the originals would mix the documents.
+    It replaces the functions in qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, and in every other
+    model file, imported before or later, that has torch_chunk_gated_delta_rule and
+    torch_recurrent_gated_delta_rule; existing models run on gdn, too. torch.export, meta tensors and calls
+    that gdn rejects use the originals, with a RuntimeWarning; packed sequences that gdn rejects are an error,
+    because the originals would mix the documents.
 
     Args:
         infer_packing    bool    True: where a batch of one row has restarting position_ids and neither
@@ -137,7 +139,7 @@ def patch_transformers(*, infer_packing: bool = False) -> Patch:
 
 
 def _scan_on_subclass(original: Any) -> classmethod:
-    """A __init_subclass__ that also serves the file in which the new class is being defined."""
+    """Return a __init_subclass__ that also patches the file in which the new class is being defined."""
 
     def __init_subclass__(cls: type, **kwargs: Any) -> None:
         original.__func__(cls, **kwargs)
@@ -150,7 +152,7 @@ def _scan_on_subclass(original: Any) -> classmethod:
 
 
 def _scan() -> None:
-    """Serve every model file among the imported modules that is not served yet."""
+    """Patch every model file among the imported modules that is not patched yet."""
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and _is_model_file(name, module):
             for function, make in FUNCTIONS.items():
@@ -163,7 +165,7 @@ def _scan() -> None:
 
 
 def _is_model_file(name: str, module: ModuleType) -> bool:
-    """True for a module with both functions of the rule and layers of its own; a script only imports them."""
+    """Return True for a module with both functions of the rule and own layers; scripts only import them."""
     names = vars(module)
     if not all(callable(names.get(rule)) for rule in RULES) or name.split(".")[0] == "gdn":
         return False
@@ -174,7 +176,7 @@ def _is_model_file(name: str, module: ModuleType) -> bool:
 
 
 def _serve_class(cls: type) -> None:
-    """Watch the positions that a text model of a served file is given."""
+    """Wrap the forward of a text model of a patched file, to watch its positions."""
     module = sys.modules.get(cls.__module__)
     is_served = module is not None and _is_ours(module, next(iter(RULES)))
     if (
@@ -187,7 +189,7 @@ def _serve_class(cls: type) -> None:
 
 
 def _is_ours(owner: Any, name: str) -> bool:
-    """True if we have replaced this attribute, even if somebody has wrapped our replacement since."""
+    """Return True if we have replaced this attribute, even if somebody has wrapped our replacement since."""
     return any(r.owner is owner and r.name == name for r in _replaced)
 
 

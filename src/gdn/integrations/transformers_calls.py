@@ -1,4 +1,4 @@
-"""The four functions of a Transformers model file, served by gdn; rejected calls go to the original.
+"""Run the four functions of a Transformers model file on gdn; rejected calls go to the original.
 
 Call sites (the layer's forward in every model file, Transformers 5.17 to 5.24):
 
@@ -8,7 +8,7 @@ Call sites (the layer's forward in every model file, Transformers 5.17 to 5.24):
     torch_recurrent_gated_delta_rule(the same)                                         one token, with a state
 
 With a cache the convolution sees the W cached columns in front of the new ones. 5.17 expands q and k to the
-value heads, 5.23 does not. kwargs is what the model was called with: cu_seq_lens_q, seq_idx, use_cache, ...
+value heads, 5.23 does not. kwargs are the model's: cu_seq_lens_q, seq_idx, use_cache, ...
 """
 
 import warnings
@@ -28,7 +28,7 @@ ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 
 
 def chunk(original: Function, active: Sized) -> Function:
-    """A torch_chunk_gated_delta_rule that gdn serves while `active` holds a patch."""
+    """Return a torch_chunk_gated_delta_rule that runs gdn while `active` holds a patch."""
 
     def torch_chunk_gated_delta_rule(
         query: Tensor,
@@ -52,7 +52,7 @@ def chunk(original: Function, active: Sized) -> Function:
 
 
 def recurrent(original: Function, active: Sized) -> Function:
-    """A torch_recurrent_gated_delta_rule that gdn serves while `active` holds a patch."""
+    """Return a torch_recurrent_gated_delta_rule that runs gdn while `active` holds a patch."""
 
     def torch_recurrent_gated_delta_rule(
         query: Tensor,
@@ -77,7 +77,7 @@ def recurrent(original: Function, active: Sized) -> Function:
 
 
 def conv(original: Function, active: Sized) -> Function:
-    """A causal_conv1d_fn that gdn serves while `active` holds a patch."""
+    """Return a causal_conv1d_fn that runs gdn while `active` holds a patch."""
 
     def causal_conv1d_fn(
         hidden_states: Tensor,
@@ -110,7 +110,7 @@ def conv(original: Function, active: Sized) -> Function:
 
 
 def conv_update(original: Function, active: Sized) -> Function:
-    """A causal_conv1d_update that gdn serves while `active` holds a patch; conv_state is updated in place."""
+    """Return a causal_conv1d_update, in place on conv_state, that runs gdn while `active` holds a patch."""
 
     def causal_conv1d_update(
         hidden_states: Tensor,
@@ -149,7 +149,7 @@ def _rule(
     kwargs: dict[str, Any],
     **own: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """One call of either form. `own` are arguments that only the original knows."""
+    """Run one call of either form. `own`: arguments that only the original takes."""
     names = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
     named: dict[str, Any] = dict(zip(names, options, strict=True))
     q, k, v, g, beta = tensors
@@ -172,11 +172,11 @@ def _rule(
 
 
 def _is_cache_buffer(state: Tensor | None) -> bool:
-    """True for a state that belongs to a Transformers cache, known by its mark of a static address.
+    """Return True for a state that belongs to a Transformers cache, known by its mark of a static address.
 
-    The layer copies what we return into that buffer, so the update may as well happen there: one token on a
-    CPU is 1.7 times as fast as with a fresh state and a copy. Nobody else's tensor is written. Beam search
-    makes fresh, unmarked buffers, and a compiled graph has no marks: both take the functional way.
+    The layer copies the returned state into that buffer, so the update may happen there: one token on a CPU
+    is 1.7 times as fast as with a new state and a copy. No other tensor is written. Beam search creates new,
+    unmarked buffers, and a compiled graph has no marks: both use the functional form.
     """
     return (
         state is not None
@@ -189,7 +189,7 @@ def _decode_in_place(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: None, initial_state: Tensor,
     output_final_state: bool, use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The rule on one state per row; the state returned is the one given, updated."""
+    """Run the rule on one state per row; update the given state and return it."""
     o = decode(
         q, k, v, initial_state, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         state_v_first=False,
@@ -208,7 +208,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def _belongs_to_original(x: Tensor, active: Sized) -> bool:
-    """True for torch.export, for tensors without storage, and in a function that outlived its patch."""
+    """Return True under torch.export, for tensors without storage, and after the end of every patch."""
     # the flag itself: torch 2.11 compiles a call of is_exporting() to True, exporting or not
     return len(active) == 0 or x.is_meta or torch.compiler._is_exporting_flag
 
@@ -219,12 +219,12 @@ def _warn(name: str, error: Exception) -> None:
 
 
 def _raise(name: str, error: Exception) -> None:
-    """Raise for packed sequences: the original would mix documents and say nothing."""
+    """Raise for packed sequences: the original would silently mix documents."""
     raise error
 
 
 def _offsets(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
-    """cu_seqlens, or what seq_idx [1, T] says (one host sync: how many there are), or None if not packed."""
+    """Return cu_seqlens, or the offsets in seq_idx [1, T] (one host sync for their number), or None."""
     if cu_seqlens is not None or seq_idx is None:
         return cu_seqlens
     if seq_idx.dim() != 2 or seq_idx.shape[0] != 1:
@@ -233,13 +233,13 @@ def _offsets(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None
 
 
 def between(is_start: Tensor) -> Tensor:
-    """cu_seqlens [N+1] int32 from a mask [T-1] that is true where token t+1 starts a document."""
+    """Return cu_seqlens [N+1] int32 from a mask [T-1] that is true where token t+1 starts a document."""
     starts = is_start.nonzero().flatten().to(torch.int32) + 1
     return torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), is_start.shape[0] + 1)])
 
 
 def _conv_offsets(x: Tensor, weight: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-    """Where documents end among the columns of x; columns in front of the tokens belong to the first one."""
+    """Return the document offsets in the columns of x; columns before the tokens belong to the first one."""
     given, seq_idx = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
     cu_seqlens = _offsets(given, seq_idx)
     if cu_seqlens is None or cu_seqlens.shape[0] <= 2:

@@ -1,4 +1,4 @@
-"""Documents packed into one row, told apart by restarting position_ids alone: find them, or at least warn."""
+"""Find documents packed into one row by their restarting position_ids, or at least warn."""
 
 import functools
 import inspect
@@ -18,11 +18,11 @@ WARNING = (
     "gdn.patch_transformers(infer_packing=True)"
 )
 
-CACHES = ("cache", "past_key_values")  # what models call theirs since Transformers 5.24, and until then
+CACHES = ("cache", "past_key_values")  # argument names of the cache since Transformers 5.24, and before
 
 
 class Watch:
-    """Whether to look for restarting positions, and whether the one warning was given."""
+    """Hold the choice to infer packing, and the state of the one warning."""
 
     def __init__(self) -> None:
         self.is_inferring = False
@@ -30,7 +30,7 @@ class Watch:
         self.num_calls = 0
 
     def is_due(self, position_ids: Tensor) -> bool:
-        """Look at every call on the CPU; on a device, where that is a host sync, at calls 1, 2, 4, 8, ..."""
+        """Return True to check a call: every one on the CPU; on a GPU (a host sync) calls 1, 2, 4, 8, ..."""
         if self.has_warned:
             return False
         if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -40,7 +40,7 @@ class Watch:
 
 
 def is_text_model(cls: type) -> bool:
-    """True if the class's own forward runs decoder layers and passes on positions and keyword arguments."""
+    """Return True if the class's own forward runs decoder layers and passes on positions and keywords."""
     forward = vars(cls).get("forward")
     if not inspect.isfunction(forward):
         return False
@@ -52,9 +52,9 @@ def is_text_model(cls: type) -> bool:
 
 
 def watched(forward: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
-    """A text model's forward that adds cu_seq_lens_q and seq_idx where only restarting position_ids came."""
+    """Return a text model's forward that adds cu_seq_lens_q and seq_idx if only positions mark documents."""
     names = list(inspect.signature(forward).parameters)[1:]
-    # here and not at import: it brings torch's compiler in, which takes a second
+    # not at import: it imports torch's compiler, which takes a second
     read_documents = torch.compiler.disable(
         find_documents,
         reason="where documents start is read from position_ids; give cu_seq_lens_q and seq_idx instead",
@@ -81,7 +81,7 @@ def watched(forward: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
 
 
 def _may_be_packed(given: dict[str, Any], position_ids: Tensor) -> bool:
-    """One row of several tokens, no history, and nobody has said where its documents are. Reads no tensor."""
+    """Return True for one row of several tokens without history and document offsets; read no tensor."""
     if given.get("cu_seq_lens_q") is not None or given.get("seq_idx") is not None:
         return False
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
@@ -91,7 +91,7 @@ def _may_be_packed(given: dict[str, Any], position_ids: Tensor) -> bool:
 
 
 def find_documents(given: dict[str, Any], position_ids: Tensor) -> dict[str, Tensor]:
-    """cu_seq_lens_q [N+1] and seq_idx [1, T], both int32, or nothing if the positions never restart.
+    """Return cu_seq_lens_q [N+1] and seq_idx [1, T], both int32, or nothing if the positions never restart.
 
     Args:               shape                    meaning
         position_ids    [1, T] or [rows, 1, T]   rows 1 or 4: row 0 counts tokens; 3: temporal, height, width
@@ -114,14 +114,14 @@ def find_documents(given: dict[str, Any], position_ids: Tensor) -> dict[str, Ten
 
 
 def cache_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The cache among a model's arguments or outputs, by the name under which its next call takes it."""
-    # outputs of 5.24 answer to both names
+    """Return the cache among a model's arguments or outputs, under the name that its next call expects."""
+    # outputs of 5.24 have both names
     names = [name for name in CACHES if given.get(name) is not None][:1]
     return {name: given[name] for name in names}
 
 
 def _has_history(cache: Any) -> bool:
-    """True if a cache holds tokens already; its linear attention layers know it without a host sync."""
+    """Return True if a cache holds tokens; its linear attention layers know this without a host sync."""
     for layer in getattr(cache, "layers", ()):
         has_state = getattr(layer, "has_previous_state", None)
         if isinstance(has_state, dict):
@@ -130,7 +130,7 @@ def _has_history(cache: Any) -> bool:
 
 
 def restarts(position_ids: Tensor) -> Tensor:
-    """Mask [T-1]: true where token t+1 does not come after token t.
+    """Return a mask [T-1] that is true where token t+1 does not come after token t.
 
     With three rows (temporal, height, width) an image repeats its temporal position: there a document starts
     where the temporal position falls, or where all three are zero.

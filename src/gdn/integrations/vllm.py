@@ -1,8 +1,8 @@
-"""vLLM's gated delta rule functions on gdn, by its names, positions and conventions (vLLM 0.33.0).
+"""Provide vLLM's gated delta rule functions on gdn, by its names, positions and conventions (vLLM 0.33.0).
 
-States [blocks, HV, V, K], any block stride; block 0 (NULL_BLOCK_ID) is padding. Speculation is protocol P2: a
-table of blocks per row, read at column num_accepted - 1, token t written to column t. Rows of padding give
-zeros; vLLM's own functions leave some of them unwritten.
+States are [blocks, HV, V, K] with any block stride; block 0 (NULL_BLOCK_ID) is padding. Speculation is
+protocol P2: a table of blocks per row, read at column num_accepted - 1; token t is written to column t. Rows
+of padding give zeros; vLLM's own functions do not write some of them.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def fused_recurrent_gated_delta_rule(
     num_accepted_tokens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A few tokens per row on vLLM's state blocks: `gdn.decode`.
+    """Run a few tokens per row on vLLM's state blocks: `gdn.decode`.
 
     Args:                    shape
         q, k, v, g, beta     as in `gdn.decode`; beta None: ones
@@ -74,7 +74,7 @@ def fused_sigmoid_gating_delta_rule_update(
     use_qk_l2norm_in_kernel: bool = False,
     is_kda: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `fused_recurrent_gated_delta_rule`, from raw logits a, b [tokens, HV] or [B, T, HV].
+    """Run `fused_recurrent_gated_delta_rule` from raw logits a, b [tokens, HV] or [B, T, HV].
 
     g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b), in fp32. `beta` and `threshold` are those of
     softplus; gdn has 1 and 20. NotImplementedError for others, and with is_kda.
@@ -133,7 +133,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     ssm_state_indices: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One token per row from what the convolution leaves: `gdn.decode_packed`, nothing copied.
+    """Decode one token per row from the convolution's output: `gdn.decode_packed`, nothing copied.
 
     mixed_qkv [B, 2 H K + HV V], any row pitch; a, b [B, HV]; initial_state [blocks, HV, V, K], updated in
     place; out [B, 1, HV, V], written; ssm_state_indices [B]. Returns (out, initial_state).
@@ -160,7 +160,7 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     core_attn_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Whole prompts: `gdn.chunk_gated_delta_rule` with states [N, HV, V, K].
+    """Run whole prompts: `gdn.chunk_gated_delta_rule` with states [N, HV, V, K].
 
     chunk_indices and chunk_offsets are not needed and not read. core_attn_out, of the size of v, gets the
     output, which is then a view of it. Returns (o, final_state fp32 or None). An engine that may change its
@@ -193,7 +193,7 @@ def fused_gdn_gating(
     beta: float = 1.0,
     threshold: float = 20.0,
 ) -> tuple[Tensor, Tensor]:
-    """g and beta [1, tokens, HV], both fp32, from raw logits a, b [tokens, HV]: `gdn.gate`."""
+    """Return g and beta [1, tokens, HV], both fp32, from raw logits a, b [tokens, HV]: `gdn.gate`."""
     check_gating(beta, threshold)
     g, strength = gate(a, b, A_log, dt_bias)
     return g.unsqueeze(0), strength.unsqueeze(0)
@@ -224,8 +224,8 @@ PACKAGE = Package(
 def patch_vllm() -> Patch:
     """Run vLLM's gated delta rule layers on gdn, in this process: import vllm's model files first.
 
-    Every imported module that holds one of the six functions gets ours; calls that gdn refuses (a decay per
-    channel) stay with vLLM. Call it in each worker, for instance from a plugin (docs/vllm.md).
+    Every imported module that holds one of the six functions gets ours; calls that gdn rejects (a decay per
+    channel) go to vLLM's own. Call it in each worker, for instance from a plugin (docs/vllm.md).
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without vLLM.
     """

@@ -1,4 +1,4 @@
-"""vLLM's causal convolution on gdn, by its names and positions (vLLM 0.33.0); see `gdn.integrations.vllm`."""
+"""Provide vLLM's causal convolution on gdn (vLLM 0.33.0); see `gdn.integrations.vllm`."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def causal_conv1d_fn(
     metadata: Any = None,
     validate_data: bool = False,
 ) -> Tensor:
-    """The convolution of whole prompts: `gdn.causal_conv1d` on a pool.
+    """Run the convolution of whole prompts: `gdn.causal_conv1d` on a pool.
 
     x [dim, tokens], any strides; conv_states [blocks, dim, >= W - 1], updated in place: a window lies in the
     first W - 1 columns. cache_indices [N]; has_initial_state [N] bool, None: none has. metadata is not read,
@@ -57,7 +57,7 @@ def causal_conv1d_update(
     validate_data: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One step of the convolution: `gdn.causal_conv1d_update`; the input is overwritten without `out`.
+    """Run one step of the convolution: `gdn.causal_conv1d_update`; the input is overwritten without `out`.
 
     x: [B, dim], [B, dim, T], or with query_start_loc [tokens, dim], rows of up to max_query_len tokens.
     conv_state [blocks, dim, L], updated in place, a window in its first W - 1 columns; with
@@ -83,10 +83,10 @@ def _packed(
     x: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, index: Tensor | None,
     num_accepted: Tensor | None, T: int, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Rows of any length, each shifting its window; with num_accepted rows of up to T, each sliding it.
+    """Run rows of any length, each shifting its window; with num_accepted, rows of up to T, each sliding it.
 
-    A row shorter than T also leaves what follows it in the columns of tokens that it does not have: accepted
-    counts never reach those, and the next packet is written over them.
+    A row shorter than T also writes to the columns of tokens that it does not have: accepted counts never
+    reach those, and the next packet overwrites them.
     """
     if num_accepted is None or x.shape[0] == 0:
         y, _ = short_conv.causal_conv1d(

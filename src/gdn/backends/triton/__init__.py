@@ -1,7 +1,7 @@
-"""Portable Triton kernels: every option, forward, backward and decode, on any GPU that Triton serves.
+"""Provide portable Triton kernels: every option, forward, backward, decode, on any GPU that Triton supports.
 
-This file imports no Triton: `refuses` turns a CPU problem away before anything is loaded, and a slot loads
-its kernels when it is first called.
+This file imports no Triton: `refuses` rejects a CPU problem before anything is loaded, and each slot imports
+its kernels at its first call.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,9 +17,9 @@ from torch import Tensor
 from gdn import settings
 from gdn.backends import eager
 
-LARGEST = 256  # of K and of V
-LONGEST = 16  # packet that is replayed
-# the file here that each slot of Backend comes from; the others, adjoints of single stages, are eager's
+LARGEST = 256  # largest K and V
+LONGEST = 16  # most tokens of a packet that is replayed
+# The module here that implements each slot of Backend. The adjoints of single stages are those of `eager`.
 SLOTS = {
     "saves": "rule",
     "chunk_forward": "whole",
@@ -49,8 +49,8 @@ SLOTS = {
     "chunk_output": "stages",
 }
 
-# (problem, dtype of kept states) -> what a forward of the rule launches on kernels of another folder, which
-# another length or batch may be better served by: compiled beside those here
+# Each function maps (problem, dtype of S_in) to launches of another backend, to which another length or batch
+# may be dispatched. They are compiled ahead together with the launches here.
 beside: list[Callable[[Any, torch.dtype | None], Iterable[Any]]] = []
 
 
@@ -60,7 +60,10 @@ def _is_installed() -> bool:
 
 
 def refuses(problem: Any) -> str | None:
-    """Takes CUDA tensors (CPU ones where Triton interprets), of at most fp32, with K and V of at most 256."""
+    """Return why the backend does not support a problem, or None.
+
+    It supports CUDA tensors (CPU tensors where Triton interprets) of at most fp32, with K, V of at most 256.
+    """
     x = _leading(problem)
     device = x.device.type
     if device != "cuda" and not (device == "cpu" and settings.interprets()):
@@ -80,17 +83,18 @@ def refuses(problem: Any) -> str | None:
 
 
 def _leading(problem: Any) -> Tensor:
-    """The tensor whose device and dtype a problem has."""
+    """Return the tensor that stands for the problem's device and dtype."""
     for name in ("q", "x", "dst", "state"):
         x: Tensor | None = getattr(problem, name, None)
         if x is not None:
             return x
+    # problems of single stages keep their tensors in a dict
     first: Tensor = next(iter(problem.tensors.values()))
     return first
 
 
 def _late(module: str, name: str) -> Callable[..., Any]:
-    """The function of a file here, which is imported at the first call."""
+    """Return a function that imports `name` from a module here at its first call."""
     found: list[Callable[..., Any]] = []
 
     def call(*args: Any) -> Any:

@@ -1,12 +1,14 @@
-"""One launch after another without the gap between them: programmatic dependent launch.
+"""Programmatic dependent launch (PDL): start kernel N+1 while kernel N drains.
 
-A kernel launched so may begin once all programs of the one before have come to `let_the_next_begin`, or are
-done. There it waits until that one is done and what it stored is seen: no memory may be touched before. A
-kernel that did not wait would let the next begin while the one before it still writes.
+Kernel N+1 may be scheduled once every program of kernel N has executed `gdc_launch_dependents` or exited. It
+must execute `gdc_wait` before it touches any memory: `gdc_wait` returns when kernel N has finished and its
+stores to HBM are visible. Every kernel must wait, even one that needs nothing from kernel N; otherwise N+2
+could start while N is still writing.
 
-Where the one before waits before it lets the next begin, all before that one are done: without waiting, their
-results and the caller's tensors may be read, and memory be written that the one before does not touch. So the
-launches of `hopper` do, but the walk lets the next begin at once: who follows it waits before anything.
+If kernel N waits before it lets N+1 start, everything before N has finished when N+1 starts. N+1 may then,
+without waiting, read the results of those kernels and the caller's tensors, and write memory that N does not
+touch. The launches of `hopper` rely on this. Its `walk_kernel` lets the next kernel start at once, so the
+kernel that follows it must wait first.
 """
 
 from typing import Any
@@ -17,41 +19,49 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gdn.backends.triton.launch import INTERPRETED, Machine
 
-CHAINED = {"launch_pdl": True}  # of a Launch
-ON_GPU = tl.constexpr(not INTERPRETED)  # for kernels: whether there is assembly
+CHAINED = {"launch_pdl": True}  # options of a Launch that uses PDL
+ON_GPU = tl.constexpr(not INTERPRETED)  # the interpreter runs no PTX: kernels skip inline assembly there
 
 
 def chains(machine: Machine) -> bool:
-    """Whether a machine can."""
+    """Return whether a machine supports PDL: NVIDIA, sm_90 or newer."""
     return machine.kind == "cuda" and machine.capability >= 90
 
 
 def chained(machine: Machine) -> dict[str, Any]:
-    """CHAINED, where a machine can."""
+    """Return the PDL option of a Launch, or no options on machines without PDL."""
     return CHAINED if chains(machine) else {}
 
 
 @triton.jit
 def let_the_next_begin():
+    # gdc_launch_dependents: once all programs have executed it, the SMs may take programs of the next kernel
     if ON_GPU:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_the_one_before():
+    # gdc_wait: block until the previous kernel has finished and its stores to HBM are visible
     if ON_GPU:
         gdc_wait()
 
 
 @triton.jit
 def after_the_one_before():
-    """Both, for kernels whose programs leave room for the next one's."""
+    """Let the next kernel start, then wait for the previous one.
+
+    Use it where the programs of both kernels fit an SM's registers and shared memory together.
+    """
     let_the_next_begin()
     wait_for_the_one_before()
 
 
 @triton.jit
 def after_all_before():
-    """Both the other way round: to the next one all but this launch are done."""
+    """Wait for the previous kernel, then let the next one start.
+
+    The next kernel may then assume that every kernel before this one has finished.
+    """
     wait_for_the_one_before()
     let_the_next_begin()

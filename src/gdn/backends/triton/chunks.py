@@ -1,10 +1,10 @@
-"""Where a chunk lies: its first token and length. Packed ones are looked up in a table made on the device.
+"""Find a chunk's first token and length; for packed sequences, in a table that one launch makes on the GPU.
 
-Entry c of the table is (first token, length) of chunk c; a negative length marks tokens past the last
-sequence, zero an entry that nothing uses. After the entries come SEQUENCE numbers for each n: the first chunk
-of sequence n; number, first token, length and first chunk of the n-th longest, by chunks >> `Table.shift`.
-Nothing is read back by the host: grids have the bound of `Problem.num_chunks` and room for the tokens past
-the end.
+Entry c of the table is (first token, length) of chunk c. A negative length marks tokens past the last
+sequence, and zero an unused entry. After the entries come SEQUENCE integers for each n: the first chunk of
+sequence n; then the index, first token, length and first chunk of the n-th longest sequence, compared by
+chunks >> `Table.shift`. The host reads nothing back: grids have the size of the upper bound, which is
+`Problem.num_chunks` plus entries for the tokens past the end.
 """
 
 import torch
@@ -16,13 +16,13 @@ from gdn.backends.triton.launch import Launch, Machine, allocate, kernel, room
 from gdn.problem import CHUNK, Problem
 
 SEQUENCE = tl.constexpr(5)
-_BLOCK = 128  # offsets that the table's kernel, a warp a program, reads at once
-_SHARES = 32  # of what each multiprocessor walks: sequences that differ by less count as equally long
+_BLOCK = 128  # offsets of cu_seqlens that a program of the table's kernel (one warp) loads at once
+_SHARES = 32  # sequences whose lengths differ by less than 1/32 of an SM's chunks count as equally long
 
 
 @triton.jit
 def locate(chunk, table_ptr, T, chunks_per_row, C: tl.constexpr):
-    """Row, first token in it, and length of a chunk; dense chunks are numbered row by row."""
+    """Return row, first token in it, and length of a chunk; dense chunks are numbered row by row."""
     if table_ptr is None:
         row = chunk // chunks_per_row
         first = (chunk % chunks_per_row) * C
@@ -36,7 +36,7 @@ def locate(chunk, table_ptr, T, chunks_per_row, C: tl.constexpr):
 
 @triton.jit
 def sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C: tl.constexpr):
-    """Row, first token in it, length and first chunk of sequence n."""
+    """Return row, first token in it, length and first chunk of sequence n."""
     if table_ptr is None:
         row = n
         first = n * 0
@@ -52,7 +52,7 @@ def sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C: tl.const
 
 @triton.jit
 def chunks_of(cu_seqlens_ptr, n, is_one, C: tl.constexpr):
-    """How many chunks each of the sequences n has; none where it is not one."""
+    """Return the number of chunks of each sequence in n; 0 where is_one is false."""
     start = tl.load(cu_seqlens_ptr + n, mask=is_one, other=0)
     end = tl.load(cu_seqlens_ptr + n + 1, mask=is_one, other=0)
     return tl.cdiv((end - start).to(tl.int32), C)
@@ -60,7 +60,7 @@ def chunks_of(cu_seqlens_ptr, n, is_one, C: tl.constexpr):
 
 @triton.jit
 def chunks_before(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
-    """How many chunks the sequences before n have; BLOCK offsets are read at once."""
+    """Return the number of chunks of all sequences before n; BLOCK offsets are loaded at once."""
     lanes = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], tl.int32)
     for m in range(0, n, BLOCK):
@@ -70,18 +70,19 @@ def chunks_before(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def places_of(cu_seqlens_ptr, n, chunks, N, shift, C: tl.constexpr, BLOCK: tl.constexpr):
-    """How many chunks come before sequence n, which has so many; how many sequences do from the longest on.
+    """Return how many chunks precede sequence n, and how many sequences come before it in order of length.
 
-    Equals, by chunks >> shift, keep their order.
+    `chunks` is the number of chunks of sequence n. Sequences with equal chunks >> shift keep their order.
     """
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
     longer = tl.zeros([BLOCK], tl.int32)
+    # every program reads all offsets, after the first one from L2; a sort would need more launches
     for m in range(0, N, BLOCK):
         others = chunks_of(cu_seqlens_ptr, m + lanes, m + lanes < N, C)
         is_before = m + lanes < n
         before += tl.where(is_before, others, 0)
-        # what is past the last has no chunks, and comes after n
+        # lanes past the last sequence have no chunks, and never count as longer
         others = others >> shift
         longer += ((others > chunks >> shift) | ((others == chunks >> shift) & is_before)).to(tl.int32)
     return tl.sum(before), tl.sum(longer)
@@ -92,6 +93,10 @@ def _table_kernel(
     cu_seqlens_ptr, table_ptr, T, N, bound, shift,
     C: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    # table: (first, length) of every chunk, and SEQUENCE integers per sequence.
+    # Program n writes the entries of sequence n; program N those of the tokens past the last sequence, and
+    # zeros in the rest of the table. Grid: N + 1; 1 warp.
+    # Reads cu_seqlens; writes 8 bytes per chunk and 20 per sequence.
     if CHAINED:
         after_all_before()
     n = tl.program_id(0)
@@ -102,7 +107,7 @@ def _table_kernel(
     end = tl.where(is_tail, T, end)
     count = tl.cdiv(end - first, C)
     base, place = places_of(cu_seqlens_ptr, n, count, N, shift, C, BLOCK)
-    # the last program also clears what is left of the table
+    # program N also writes the unused entries, so that every entry of the bound is defined
     for i in range(0, tl.where(is_tail, bound - base, count), BLOCK):
         index = i + lanes
         start = first + index * C
@@ -112,6 +117,7 @@ def _table_kernel(
         tl.store(table_ptr + 2 * (base + index), start, mask=is_mine)
         tl.store(table_ptr + 2 * (base + index) + 1, length, mask=is_mine)
     numbers = table_ptr + 2 * bound
+    # sorted by length: if a persistent kernel took the longest one last, other SMs would idle at the end
     tl.store(numbers + SEQUENCE * n, base, mask=n < N)
     numbers += SEQUENCE * place
     tl.store(numbers + 1, n, mask=n < N)
@@ -121,12 +127,12 @@ def _table_kernel(
 
 
 class Table:
-    """Makes the table of a packed problem: one launch. `bound` entries; grids go over all of them."""
+    """Launch the kernel that makes the table of a packed problem. `bound`: its entries, the size of grids."""
 
     def __init__(self, problem: Problem, gpu: Machine) -> None:
         p = problem
         self.bound = (p.T + (p.N + 1) * (CHUNK - 1)) // CHUNK
-        # neighbours stay neighbours where that costs nothing: by length 1,000 prompts took 2 % more
+        # an exact order by length separates neighbouring sequences: 1,000 prompts took 2 % more
         self.shift = max((self.bound * p.HV // (_SHARES * gpu.num_sms)).bit_length() - 1, 0)
         self.launch = Launch(
             _table_kernel,
@@ -139,6 +145,7 @@ class Table:
         self.room = room((2 * self.bound + SEQUENCE.value * p.N,), torch.int32)
 
     def make(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        # the current stream orders the table before the kernels that read it
         (table,) = allocate(cu_seqlens.device, [self.room])
         assert table is not None
         self.launch(cu_seqlens, table)

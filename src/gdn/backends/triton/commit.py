@@ -1,7 +1,8 @@
-"""Commit: the accepted states of all layers into their slots, one launch, one read and one write.
+"""Commit: copy the accepted states of all layers into their slots, in one launch.
 
-A program copies a block of one layer of one entry. What follows slots and steps is taken as one axis where
-both tensors have it in one piece, as states and windows do; else as up to four.
+A program copies a block of one entry of one layer, with one read and one write. The axes after slot and step
+are merged into one where both tensors are contiguous along them, as states and windows are; else there are up
+to four.
 """
 
 from collections.abc import Hashable
@@ -15,7 +16,7 @@ from torch import Tensor
 from gdn.backends.triton.launch import Launch, Plans, kernel, on, unit_of
 from gdn.problem import CommitProblem
 
-BYTES = 8192  # that a program writes: 4 times 16 for each of its 128 threads
+BYTES = 8192  # bytes that a program writes: 4 stores of 16 bytes for each of its 128 threads
 MOST_AXES = 4
 
 
@@ -27,7 +28,11 @@ def commit_kernel(
     size1, size2, size3, dst0, dst1, dst2, dst3, src0, src1, src2, src3,
     BLOCK: tl.constexpr, AXES: tl.constexpr, DENSE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Element e of an entry has the coordinates (i0, i1, i2, i3), the last AXES of them counted."""
+    """Copy dst[layer, slot] = src[layer, row, step] for one block of one entry.
+
+    Program (entry, layer, block), blocks fastest; grid: entries * L * blocks; 4 warps. Element e of an entry
+    has coordinates (i0, i1, i2, i3), of which the last AXES are used.
+    """
     block = tl.program_id(0) % blocks
     layer = (tl.program_id(0) // blocks % L).to(tl.int64)
     i = (tl.program_id(0) // blocks // L).to(tl.int64)
@@ -41,6 +46,7 @@ def commit_kernel(
             slot = tl.load(extra_dst_index_ptr + entry * extra_index_n).to(tl.int64)
             step = tl.load(extra_step_ptr + entry * extra_step_n).to(tl.int64)
     if (slot < 0) | (slot >= slots) | (row < 0) | (row >= rows) | (step < 0) | (step >= T):
+        # contiguous in both: no divisions, and 16-byte loads and stores
         return
     e = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = e < size * UNIT
@@ -55,7 +61,9 @@ def commit_kernel(
         if AXES > 1:
             at_dst, at_src, e = at_dst + e % size1 * dst1, at_src + e % size1 * src1, e // size1
         at_dst, at_src = at_dst + e * dst0, at_src + e * src0
+    # one read from HBM, and below one write: the bytes of the states are the cost
     x = tl.load(src_ptr + (layer * src_l + row * src_n + step * src_t) * UNIT + at_src, mask=mask)
+    # mixed dtypes go through fp32 in registers; fp64 is converted directly
     if src_ptr.dtype.element_ty != dst_ptr.dtype.element_ty and dst_ptr.dtype.element_ty != tl.float64:
         x = x.to(tl.float32)
     tl.store(
@@ -71,6 +79,7 @@ def commit(problem: CommitProblem) -> None:
     p = problem
     axes = _axes(p.dst, p.src)
     if len(axes) > MOST_AXES:
+        # more axes than the kernel divides by: one launch for each index of the first
         for i in range(p.dst.shape[2]):
             commit(replace(p, dst=p.dst.select(2, i), src=p.src.select(3, i)))
         return
@@ -80,12 +89,13 @@ def commit(problem: CommitProblem) -> None:
 
 
 def _axes(dst: Tensor, src: Tensor) -> list[tuple[int, int, int]]:
-    """(size, stride in dst, stride in src) of what a slot holds; neighbours that run on in both are one."""
+    """Return (size, stride in dst, stride in src) of a slot's axes; merge neighbours contiguous in both."""
     found: list[tuple[int, int, int]] = []
     for size, d, s in zip(dst.shape[2:], dst.stride()[2:], src.stride()[3:], strict=True):
         if size == 1:
             continue
         if found and found[-1][1:] == (size * d, size * s):
+            # one axis less is one division less per element
             found[-1] = (found[-1][0] * size, d, s)
         else:
             found.append((size, d, s))
@@ -93,7 +103,7 @@ def _axes(dst: Tensor, src: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _key(p: CommitProblem) -> Hashable:
-    """Everything of a problem that its launch depends on, but for where its tensors lie."""
+    """Return everything that the launch depends on, except the addresses of tensors."""
     tensors = (p.dst, p.src, p.dst_index, p.src_row, p.step, p.extra_dst_index, p.extra_step)
     return (
         p.dst.device,
@@ -103,6 +113,7 @@ def _key(p: CommitProblem) -> Hashable:
 
 def _plan(p: CommitProblem, axes: list[tuple[int, int, int]]) -> Launch:
     (L, slots), (rows, T), size = p.dst.shape[:2], p.src.shape[1:3], prod(p.dst.shape[2:])
+    # a small state is one block, without idle lanes
     block = min(BYTES // p.dst.element_size(), triton.next_power_of_2(max(1, size)))
     blocks, n = triton.cdiv(size, block), p.dst_index.shape[0]
     unit = unit_of(*p.dst.stride()[:2], *p.src.stride()[:3], size)

@@ -1,4 +1,4 @@
-"""What Triton compiles, or fetches from its cache on disk, while somebody listens."""
+"""Record which kernels Triton compiles or loads from its cache on disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +9,13 @@ import triton
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """The names of kernels that this process gets binaries of meanwhile, one for each binary."""
+    """Yield a list that gets the name of a kernel for every binary that this process compiles or loads."""
     names: list[str] = []
     before = triton.knobs.runtime.jit_post_compile_hook
 
+    # keep calling the hook that somebody else has installed
     def hook(*, fn: Any, **rest: Any) -> Any:
+        # called once per binary, whether ptxas ran or the disk cache had it
         names.append(fn.name)
         return None if before is None else before(fn=fn, **rest)
 

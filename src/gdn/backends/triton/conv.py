@@ -1,12 +1,12 @@
 # mypy: disable-error-code="assignment"
-"""The causal depthwise convolution of whole sequences: a walk over tokens, the last W inputs in registers.
+"""Run the causal depthwise convolution of whole sequences, with the last W inputs in registers.
 
     y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j})
 
-A program owns a block of tokens and of channels and reads each input once, so that the cost is that of
-reading x and writing y. Where packed sequences begin is looked up on the device. The first W - 1 tokens of a
-sequence belong to the program that owns its first, and so does the sequence's final window: that program
-alone touches a slot of a pool, which it can therefore update in place.
+A program owns a block of tokens and channels, and reads each input once, so the cost is that of reading x and
+writing y. The starts of packed sequences are looked up on the device. The first W - 1 tokens of a sequence,
+and its final window, belong to the program that owns its first token. Only that program touches the slot in
+the pool, so it can update the slot in place.
 
 Bytes per token and channel in bf16: 4.
 """
@@ -23,13 +23,13 @@ from gdn.backends.triton.launch import Launch, Machine, Plans, kernel, machine, 
 from gdn.notation import Channels, ConvState
 from gdn.problem.layer import ConvProblem
 
-WIDEST = 8  # taps that fit in registers; wider windows are left to eager
+WIDEST = 8  # taps that fit in registers; `eager` runs wider windows
 
 
 @triton.jit
 def load_taps(weight_ptr, channels, is_channel, W: tl.constexpr):
-    """W vectors of taps, oldest input's first."""
-    taps = ()
+    """Load W vectors of taps, that of the oldest input first."""
+    taps = ()  # a tuple of vectors: each tap has its own register
     for j in tl.static_range(W):
         tap = tl.load(weight_ptr + channels * W + j, mask=is_channel, other=0.0)
         taps = taps + (tap.to(tl.float32),)
@@ -47,9 +47,10 @@ def load_bias(bias_ptr, channels, is_channel):
 
 @triton.jit
 def filtered(window, taps, bias, W: tl.constexpr, SILU: tl.constexpr):
-    """act(bias + sum_j taps[j] window[j]), in the same order for whole sequences and for steps."""
+    """Return act(bias + sum_j taps[j] window[j]), in the same order for whole sequences and for steps."""
     y = bias
     for j in tl.static_range(W):
+        # an explicit fma, so that Triton's choice of instructions cannot change the bits
         y = tl.fma(taps[j], window[j], y)
     if SILU:
         y = y / (1.0 + tl.exp(-y))
@@ -58,7 +59,7 @@ def filtered(window, taps, bias, W: tl.constexpr, SILU: tl.constexpr):
 
 @triton.jit
 def where(D, tokens, blocks, BD: tl.constexpr):
-    """Row, first token and channels of this program; channels vary fastest."""
+    """Return row, first token and channels of this program; channels vary fastest."""
     strips = tl.cdiv(D, BD)
     block = tl.program_id(0) // strips
     channels = (tl.program_id(0) % strips) * BD + tl.arange(0, BD)
@@ -67,11 +68,12 @@ def where(D, tokens, blocks, BD: tl.constexpr):
 
 @triton.jit
 def sequence_at(cu_seqlens_ptr, N, row, token):
-    """The sequence that a block at `token` begins in: the one before the first that begins there or later."""
+    """Return the sequence of a block's first token: the last one that begins before `token`, or 0."""
     n = row
     if cu_seqlens_ptr is not None:
         low = row * 0
         high = N + 1
+        # binary search: log2(N) dependent loads, mostly from L2
         while low < high:
             middle = (low + high) // 2
             is_before = tl.load(cu_seqlens_ptr + middle) < token
@@ -83,7 +85,7 @@ def sequence_at(cu_seqlens_ptr, N, row, token):
 
 @triton.jit
 def following(cu_seqlens_ptr, N, n):
-    """The sequence after n in its row; past N where there is none."""
+    """Return the sequence after n in its row; more than N if there is none."""
     if cu_seqlens_ptr is None:
         return N + 1
     else:
@@ -92,7 +94,7 @@ def following(cu_seqlens_ptr, N, n):
 
 @triton.jit
 def span(cu_seqlens_ptr, N, n, T):
-    """First token and end of sequence n; number N is what lies past the last one."""
+    """Return first token and end of sequence n; number N has the tokens past the last sequence."""
     if cu_seqlens_ptr is None:
         start = n * 0
         end = T
@@ -105,14 +107,15 @@ def span(cu_seqlens_ptr, N, n, T):
 
 @triton.jit
 def share(start, end, first, tokens, W: tl.constexpr):
-    """What the block of `tokens` tokens at `first` owns of sequence start : end."""
+    """Return the tokens of sequence start : end that the block of `tokens` tokens at `first` owns."""
     begin = tl.where(start < first, tl.maximum(first, start + W - 1), start)
+    # the first W - 1 tokens need the held window, which one program reads
     return begin, tl.minimum(end, tl.maximum(first + tokens, start + W - 1))
 
 
 @triton.jit
 def history(x_ptr, x_t, held_ptr, held_l, L, start, begin, is_read, has_held, W: tl.constexpr):
-    """The W - 1 inputs before token `begin` of a sequence, oldest first; those before `start` are held ones.
+    """Return the W - 1 inputs before token `begin`, oldest first; those before `start` are held in a window.
 
     Pointers are to a row's and to a slot's channels; a slot has L columns, the newest last.
     """
@@ -141,6 +144,9 @@ def _conv_kernel(
     LOWEST: tl.constexpr, IN_PLACE: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr,
     BD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    # y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}).
+    # Program (row, block of tokens, strip of channels), strips fastest; grid: B * blocks * strips; 1, 2 or 4
+    # warps. Reads x once; writes y, and for each sequence that starts in the block its final window.
     row, first, channels, is_channel = where(D * UNIT, tokens, blocks, BD)
     taps = load_taps(weight_ptr, channels, is_channel, W)
     bias = load_bias(bias_ptr, channels, is_channel)
@@ -164,6 +170,7 @@ def _conv_kernel(
         if held_ptr is not None:
             held = held_ptr + slot * held_n + channels * held_d.to(tl.int64)
         window = history(x_ptr, x_t, held, held_l, L, start, begin, is_channel & is_valid, has_held, W)
+        # U tokens are loaded from HBM before the first is used: U loads in flight per thread
         for t in range(begin, stop, U):
             inputs = ()
             for u in tl.static_range(U):
@@ -171,6 +178,7 @@ def _conv_kernel(
                 inputs = inputs + (tl.load(x_ptr + (t + u) * x_t, mask=is_read, other=0.0),)
             for u in tl.static_range(U):
                 window = window + (inputs[u].to(tl.float32),)
+                # padding slots get zero outputs
                 y = tl.where(is_valid, filtered(window, taps, bias, W, SILU), 0.0).to(y_ptr.dtype.element_ty)
                 tl.store(y_ptr + (t + u) * y_t, y, mask=is_channel & (t + u < stop))
                 window = window[1:]
@@ -181,7 +189,7 @@ def _conv_kernel(
             final = final_ptr + slot * final_n + channels * final_d.to(tl.int64)
             for c in range(tl.where(is_kept, L, 0)):
                 last = input_at(x_ptr, x_t, held, held_l, L, end - L + c, start, is_channel, has_held)
-                # in a slot column c is written when all threads have read a later one
+                # in place: column c is stored after all threads have loaded a later one
                 tl.debug_barrier()
                 tl.store(final + c * final_l, last.to(final_ptr.dtype.element_ty), mask=is_channel)
         n = following(cu_seqlens_ptr, N, n)
@@ -190,7 +198,7 @@ def _conv_kernel(
 
 @dataclass(frozen=True)
 class Tiling:
-    """BD channels by `tokens` tokens to a program, U of them loaded ahead."""
+    """Describe a tiling: BD channels by `tokens` tokens a program, U of them loaded ahead."""
 
     BD: int
     num_warps: int
@@ -201,17 +209,18 @@ class Tiling:
 
 
 def tile(problem: ConvProblem, vector: int, U: int, least: int, most: int, gpu: Machine) -> Tiling:
-    """Rows of `vector` channels per thread; enough programs to fill the GPU, of `least` to `most` tokens."""
+    """Choose a tiling: `vector` channels a thread, `least` to `most` tokens a program; fill the GPU."""
     B, T, D = problem.x.shape
+    # the widest block of channels whose last strip wastes no lanes
     widths = [(-triton.cdiv(D, 32 * vector * n) * n, n) for n in (1, 2, 4)]
     num_warps = max(widths)[1]
     BD = 32 * vector * num_warps
     strips = triton.cdiv(D, BD)
-    # 32 warps per multiprocessor, twice
+    # 32 warps per SM, twice
     wanted = 2 * 32 // num_warps * gpu.num_sms
     tokens = triton.next_power_of_2(triton.cdiv(max(1, T) * max(1, B) * strips, wanted))
     tokens = max(least, min(most, tokens))
-    # trailing empty sequences begin at T
+    # trailing empty sequences begin at T, and need a program
     blocks = T // tokens + 1 if problem.cu_seqlens is not None else max(1, triton.cdiv(T, tokens))
     return Tiling(BD, num_warps, U, tokens, blocks, strips)
 
@@ -220,12 +229,13 @@ _plans: Plans[Launch] = Plans()
 
 
 def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
-    """See `Backend`; a pool's slots are updated in place."""
+    """See `Backend`; slots of a pool are updated in place."""
     p = problem
     if p.W > WIDEST:
         return eager.BACKEND.causal_conv1d(p)  # type: ignore[no-any-return]
     p = tidy(p)
     with on(p.x.device):
+        # every token is written by some program, padding included
         y = p.x.new_empty(p.x.shape)
         final = p.x.new_empty(p.state_shape) if p.output_final_state else None
         held = p.initial_state if p.state is None else p.state
@@ -246,7 +256,7 @@ def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
 
 
 def tidy(problem: ConvProblem) -> ConvProblem:
-    """The problem as the kernels read it: channels contiguous; copies only what has another layout."""
+    """Return the problem as the kernels read it, with contiguous channels; copy only other layouts."""
     p = problem
     changed: dict[str, Any] = {}
     if p.x.stride(2) != 1:
@@ -261,12 +271,12 @@ def tidy(problem: ConvProblem) -> ConvProblem:
 
 
 def filled(x: Tensor | None) -> Tensor | None:
-    """None for a tensor of no elements, which has no address."""
+    """Return None for a tensor without elements, which has no address."""
     return None if x is None or x.numel() == 0 else x
 
 
 def layout(x: Tensor | None) -> tuple[object, ...]:
-    """What a launch depends on of an optional tensor."""
+    """Return what a launch depends on of an optional tensor."""
     return () if x is None else (x.shape, x.stride(), x.dtype)
 
 
@@ -284,8 +294,9 @@ def strides_of(x: Tensor | None, count: int) -> tuple[int, ...]:
 
 def _plan(p: ConvProblem, held: Tensor | None, kept: Tensor | None) -> Launch:
     B, T, D = p.x.shape
+    # a constant unit lets Triton load 16 bytes of channels at once
     unit = unit_of(*p.x.stride()[:2], D)
-    # 8 channels per thread beside addresses in a slot: 24 bytes spilled on sm_90
+    # 8 channels per thread next to the addresses of a slot spill 24 bytes of registers on sm_90
     vector = 16 // p.x.element_size() if held is None and kept is None else 4
     tiling = tile(p, vector, 4, max(16, p.W), 256, machine(p.x.device))
     L = p.W - 1 if p.state is None else p.state.shape[2]

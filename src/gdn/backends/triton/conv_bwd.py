@@ -1,12 +1,12 @@
 # mypy: disable-error-code="assignment"
-"""The adjoint of the causal convolution: one walk over tokens makes every gradient.
+"""Compute every gradient of the causal convolution in one pass over tokens.
 
     dpre_t = act'(pre_t) dy_t;   dx_t = sum_j weight[:, j] dpre_{t+W-1-j}
     dweight[:, j] = sum_t dpre_t x_{t-W+1+j};   dbias = sum_t dpre_t
 
-The walk makes pre again from the last W inputs, keeps the last W of dpre, and lags dx behind them. The sums
-over a program's tokens stay in registers; a second kernel adds the programs up in their order. Blocks of
-tokens are shared among programs as in the forward, each walking W - 1 tokens into its successor's.
+The pass recomputes pre from the last W inputs, keeps the last W of dpre in registers, and computes dx W - 1
+tokens behind. The sums over a program's tokens stay in registers; a second kernel adds those of all programs
+in order. Programs own blocks of tokens as in the forward, and each reads W - 1 tokens of the next block.
 
 Bytes per token and channel in bf16: 6.
 """
@@ -54,7 +54,7 @@ def _zeros(COUNT: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _lagging(past, taps, W: tl.constexpr):
-    """dx of the token W - 1 before the newest of dpre `past`."""
+    """Return dx of the token W - 1 before the newest of dpre `past`."""
     dx = taps[W - 1] * past[0]
     for i in tl.static_range(1, W):
         dx = tl.fma(taps[W - 1 - i], past[i], dx)
@@ -67,6 +67,9 @@ def _conv_bwd_kernel(
     x_b, x_t, dy_b, dy_t, D, T, N, held_n, held_d, held_l, dfinal_n, dfinal_d, dfinal_l, tokens, blocks,
     W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    # dx, and partial sums of dweight and dbias; formulas at the top of the file.
+    # Program (row, block of tokens, strip of channels), strips fastest; grid: B * blocks * strips; 1, 2 or 4
+    # warps. Reads x and dy once; writes dx, gradients of held windows, and W + 1 fp32 sums per channel.
     row, first, channels, is_channel = where(D * UNIT, tokens, blocks, BD)
     taps = load_taps(weight_ptr, channels, is_channel, W)
     bias = load_bias(bias_ptr, channels, is_channel)
@@ -92,6 +95,7 @@ def _conv_bwd_kernel(
         for t in range(begin, stop + W - 1, U):
             inputs = ()
             seeds = ()
+            # all loads of U tokens are issued before the first is used, to hide the latency of HBM
             for u in tl.static_range(U):
                 is_token = is_read & (t + u < end)
                 inputs = inputs + (tl.load(x_ptr + (t + u) * x_t, mask=is_token, other=0.0),)
@@ -100,12 +104,13 @@ def _conv_bwd_kernel(
                 window = window + (inputs[u].to(tl.float32),)
                 dpre = seeds[u].to(tl.float32)
                 if SILU:
+                    # pre from the window in registers: loading it from HBM would cost 2 bytes per input
                     pre = filtered(window, taps, bias, W, False)
                     s = sigmoid(pre)
                     dpre = dpre * s * (1.0 + pre * (1.0 - s))
                 past = past + (dpre,)
                 dx = _lagging(past, taps, W)
-                # what the successor owns is summed there
+                # tokens of the next block are summed by its program
                 mine = tl.where(t + u < stop, dpre, 0.0)
                 for j in tl.static_range(W):
                     dtaps = dtaps[1:] + (tl.fma(mine, window[j], dtaps[0]),)
@@ -125,7 +130,7 @@ def _conv_bwd_kernel(
                     dx_ptr + token * dx_t, dx.to(dx_ptr.dtype.element_ty), mask=is_mine & (token >= begin)
                 )
                 if dheld_ptr is not None:
-                    # begin == start where a token before it is met
+                    # tokens before the sequence exist only in the program that owns its start
                     dheld = dheld_ptr + (n.to(tl.int64) * dx_t + channels) * (W - 1) + (token - start + W - 1)
                     is_before = is_read & (token < start) & (begin == start)
                     tl.store(dheld, dx.to(dheld_ptr.dtype.element_ty), mask=is_before)
@@ -134,6 +139,7 @@ def _conv_bwd_kernel(
         n = following(cu_seqlens_ptr, N, n)
         start, end = span(cu_seqlens_ptr, N, n, T)
     block = tl.program_id(0) // tl.cdiv(D * UNIT, BD)
+    # partial sums to HBM, without atomics: `sums` adds them in a fixed order
     for j in tl.static_range(W):
         tl.store(
             partial_ptr + (block.to(tl.int64) * (W + 1) + j) * dx_t + channels, dtaps[j], mask=is_channel
@@ -154,7 +160,7 @@ _plans: Plans[_Plan] = Plans()
 def causal_conv1d_bwd(
     problem: ConvProblem, dy: Channels, dfinal: ConvState | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, weight, bias and initial state, each in its tensor's dtype."""
+    """Return the gradients of x, weight, bias and initial state, each in its tensor's dtype."""
     if problem.W > WIDEST:
         return eager.BACKEND.causal_conv1d_bwd(problem, dy, dfinal)  # type: ignore[no-any-return]
     p = tidy(problem)
@@ -174,7 +180,7 @@ def causal_conv1d_bwd(
 def _plan(p: ConvProblem, dy: Tensor, dfinal: Tensor | None) -> _Plan:
     B, T, D = p.x.shape
     unit = unit_of(*p.x.stride()[:2], *dy.stride()[:2], D)
-    # registers: with 8 channels per thread, or 4 tokens ahead beside addresses of states, some are spilled
+    # registers: 8 channels per thread spill, and so do 4 tokens ahead next to the addresses of states
     ahead = 4 if p.initial_state is None and dfinal is None else 2
     tiling = tile(p, 4, ahead, max(64, p.W), 1 << 20, machine(p.x.device))
     numbers = (
@@ -182,6 +188,7 @@ def _plan(p: ConvProblem, dy: Tensor, dfinal: Tensor | None) -> _Plan:
         *strides_of(p.initial_state, 3), *strides_of(dfinal, 3), tiling.tokens, tiling.blocks,
     )  # fmt: skip
     constants = {"W": p.W, "SILU": p.activation == "silu", "U": tiling.U, "BD": tiling.BD, "UNIT": unit}
+    # one partial sum per block of tokens: long blocks keep them few
     num_blocks = B * tiling.blocks
     walk = Launch(_conv_bwd_kernel, num_blocks * tiling.strips, numbers, constants, tiling.num_warps)
     add = sums.add(num_blocks, p.W + 1, D, (1, p.W))

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="assignment, var-annotated"
-"""The causal convolution's step: T tokens for each row of a batch, the windows in a pool, one launch.
+"""Run the causal convolution's decode step: T tokens per row, with the windows in a pool, in one launch.
 
-A program has a row and a strip of channels; it reads the slot, walks the packet with the last W inputs in
-registers, and writes the slot in place. Nothing of x is read twice, so `out` may be x.
+A program has a row and a strip of channels. It reads the slot, computes the packet with the last W inputs in
+registers, and writes the slot in place. It reads x once, so `out` may be x.
 
 Bytes per row and channel, in bf16 with T tokens and L columns: 4 (T + L).
 """
@@ -19,7 +19,7 @@ from gdn.problem.layer import ConvUpdateProblem
 
 @triton.jit
 def _modulo(x, L):
-    """x mod L in 0 .. L - 1 for an x of either sign; 0 where L is 0."""
+    """Return x mod L in 0 .. L - 1 for x of either sign; 0 if L is 0."""
     L = tl.maximum(L, 1)
     remainder = x % L
     return tl.where(remainder < 0, remainder + L, remainder)
@@ -32,6 +32,9 @@ def _update_kernel(
     PLACE: tl.constexpr, LOWEST: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr,
     BD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    # y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}) for the tokens of a packet, and the next window.
+    # Program (row, strip of BD channels), strips fastest; grid: B * cdiv(D, BD); 4 warps, a channel a thread.
+    # Reads x, the taps and the slot's window; writes out, and the slot in place.
     if CHAINED:
         after_the_one_before()
     strips = tl.cdiv(D, BD)
@@ -47,7 +50,7 @@ def _update_kernel(
     out_t = out_t.to(tl.int64)
     x_ptr += row * x_b + channels * x_d.to(tl.int64)
     out_ptr += row * out_b + channels * out_d.to(tl.int64)
-    # the column of the oldest input before the packet, and of the packet's first token
+    # columns of the slot: of the oldest input before the packet, and of the packet's first token
     if PLACE == "ring_pos":
         put = _modulo(tl.load(place_ptr + row * place_b).to(tl.int64), L).to(tl.int32)
         take = _modulo(put - (W - 1), L)
@@ -70,12 +73,12 @@ def _update_kernel(
                 column = _modulo(column, L)
             window = window + (tl.load(state_ptr + column * state_l, mask=is_read, other=0.0).to(tl.float32),)
         if PLACE == "window":
-            # columns older than the filter's; c is written when all threads have read a later one
+            # columns older than the filter's: column c is stored after all threads have loaded a later one
             for c in range(L - (W - 1) - T):
                 older = tl.load(state_ptr + (c + T) * state_l, mask=is_read, other=0.0)
                 tl.debug_barrier()
                 tl.store(state_ptr + c * state_l, older, mask=is_read)
-        # the slot is read by all threads before any writes it
+        # all threads load the slot before any of them stores to it
         tl.debug_barrier()
         for j in tl.static_range(W - 1):
             if PLACE == "window":
@@ -84,11 +87,13 @@ def _update_kernel(
             if PLACE == "num_accepted" and j > 0:
                 tl.store(state_ptr + (j - 1) * state_l, window[j].to(kind), mask=is_read)
     for t in range(0, T, U):
+        # U tokens are loaded from HBM before the first is used
         inputs = ()
         for u in tl.static_range(U):
             inputs = inputs + (tl.load(x_ptr + (t + u) * x_t, mask=is_read & (t + u < T), other=0.0),)
         for u in tl.static_range(U):
             x = inputs[u].to(tl.float32)
+            # the window is W scalars in a thread's registers: shifting it is renaming
             window = window + (x,)
             y = tl.where(is_valid, filtered(window, taps, bias, W, SILU), 0.0).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + (t + u) * out_t, y, mask=is_channel & (t + u < T))
@@ -106,7 +111,7 @@ _plans: Plans[Launch] = Plans()
 
 
 def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
-    """See `Backend`: writes `out` and moves the windows on."""
+    """See `Backend`: writes `out` and advances the windows."""
     p = problem
     if p.weight.shape[1] > WIDEST:
         eager.BACKEND.causal_conv1d_update(p)
@@ -132,7 +137,7 @@ def plan_of(p: ConvUpdateProblem) -> Launch:
     slots, _, L = p.state.shape
     place = p.ring_pos if p.num_accepted is None else p.num_accepted
     mode = "window" if place is None else "ring_pos" if p.num_accepted is None else "num_accepted"
-    # a channel to a thread: with several, slots and x would lie in threads differently and be exchanged
+    # one channel a thread: with several, x and slots would have different layouts, and be converted
     BD, gpu = 128, machine(p.x.device)
     numbers = (
         *p.x.stride(), *p.out.stride(), D, T, *p.state.stride(),

@@ -1,4 +1,4 @@
-"""The stages that sum log decays within chunks, and their adjoints; and how any stage is launched.
+"""Sum log decays within chunks, and compute the adjoint; launch any stage of the chunked rule.
 
     G_i = sum of g_j over j <= i in i's chunk, in fp64;   g = -exp(A_log) softplus(a + dt_bias), or given
     dg_j = sum of dG_i over i >= j;   da = -exp(A_log) sigmoid(a + dt_bias) dg
@@ -24,12 +24,12 @@ from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on
 from gdn.notation import GSum, HeadParam, Offsets, PerHead
 from gdn.problem import CHUNK, RESET
 
-HEADS = 16  # of a program
+HEADS = 16  # heads of a program: 32 bytes of 16-bit gates per token, one sector of HBM
 
 
 @triton.jit
 def _tile(table_ptr, T, HV, chunks_per_row, C: tl.constexpr, BH: tl.constexpr):
-    """Heads of this program; places and mask [C, BH] of its chunk's tokens and heads."""
+    """Return this program's heads, and offsets and mask [C, BH] of its chunk's tokens and heads."""
     strips = tl.cdiv(HV, BH)
     row, first, length = locate(tl.program_id(0) // strips, table_ptr, T, chunks_per_row, C)
     heads = (tl.program_id(0) % strips) * BH + tl.arange(0, BH)
@@ -43,6 +43,8 @@ def _cumsum_kernel(
     table_ptr, g_ptr, A_log_ptr, dt_bias_ptr, G_ptr, T, HV, chunks_per_row,
     C: tl.constexpr, BH: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
+    # G for one chunk and BH heads. Program (chunk, strip of heads); grid: entries * cdiv(HV, BH); 4 warps.
+    # Reads g or a logit [C, BH]; writes fp64 sums [C, BH].
     heads, places, mask = _tile(table_ptr, T, HV, chunks_per_row, C, BH)
     g = tl.load(g_ptr + places, mask=mask, other=0.0).to(tl.float32)
     if A_log_ptr is not None:
@@ -50,6 +52,7 @@ def _cumsum_kernel(
         g, _ = decay_rate(g, A_log, bias)
         g = tl.where(mask, -g, 0.0)
     g = tl.where(g < RESET, RESET, g).to(tl.float64)
+    # fp64: a difference of sums is the exponent of a decay, and fp32 sums would lose it
     tl.store(G_ptr + places, tl.cumsum(g, 0), mask=mask)
 
 
@@ -58,8 +61,12 @@ def _cumsum_bwd_kernel(
     table_ptr, g_ptr, A_log_ptr, dt_bias_ptr, dG_ptr, dg_ptr, partial_ptr, T, HV, chunks_per_row,
     C: tl.constexpr, BH: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
+    # dg or da for one chunk and BH heads, with partial sums of dA_log and ddt_bias over the chunk.
+    # Program (chunk, strip of heads); grid: entries * cdiv(HV, BH); 4 warps.
+    # Reads dG in fp64 and g or a; writes dg or da, and two fp32 values per head.
     heads, places, mask = _tile(table_ptr, T, HV, chunks_per_row, C, BH)
     g = tl.load(g_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    # the adjoint of a prefix sum is a suffix sum, along tokens in registers and shared memory
     dg = tl.cumsum(tl.load(dG_ptr + places, mask=mask, other=0.0).to(tl.float64), 0, reverse=True)
     dg = dg.to(tl.float32)
     if A_log_ptr is None:
@@ -67,11 +74,12 @@ def _cumsum_bwd_kernel(
     else:
         A_log, bias = load_heads(A_log_ptr, dt_bias_ptr, heads, heads < HV)
         decay, slope = decay_rate(g, A_log, bias)
-        # 0 times NaN or inf must not reach the sums
+        # 0 times NaN or inf must not reach the partial sums
         is_zero = (dg == 0.0) | (-decay < RESET) | ~mask
         dA_log = tl.where(is_zero, 0.0, -decay * dg)
         dg = tl.where(is_zero, 0.0, -slope * dg)
         chunk = tl.program_id(0) // tl.cdiv(HV, BH)
+        # partial sums to HBM, without atomics: `sums` adds them in a fixed order
         partial = partial_ptr + chunk.to(tl.int64) * (2 * HV) + heads
         tl.store(partial, tl.sum(dA_log, 0), mask=heads < HV)
         tl.store(partial + HV, tl.sum(dg, 0), mask=heads < HV)
@@ -80,7 +88,7 @@ def _cumsum_bwd_kernel(
 
 @dataclass(frozen=True)
 class _Packed:
-    """What a table is made from."""
+    """Describe the packed problem that a table is made for."""
 
     T: int
     N: int
@@ -98,7 +106,7 @@ _stages: Plans[_Stage] = Plans()
 
 
 def entries_of(x: Tensor, cu_seqlens: Offsets | None) -> int:
-    """Chunks that a grid has to go over."""
+    """Return the chunks that a grid covers."""
     B, T = x.shape[:2]
     if cu_seqlens is None:
         return B * triton.cdiv(T, CHUNK)
@@ -115,15 +123,16 @@ def launch_stage(
     numbers: tuple[float, ...] = (),
     num_warps: int = 4,
 ) -> None:
-    """kernel(table, *tensors, T, HV, chunks_per_row, *numbers, C=64, **constants); tensors[0] is [B, T, ...].
+    """Launch kernel(table, *tensors, T, HV, chunks_per_row, *numbers, C=64, **constants).
 
-    grid: number of programs from that of chunks. All tensors are contiguous.
+    tensors[0] is [B, T, ...]; all tensors are contiguous. grid: maps the number of chunks to programs.
     """
     x = tensors[0]
     assert x is not None
     B, T = x.shape[:2]
     N = None if cu_seqlens is None else len(cu_seqlens) - 1
     dtypes = tuple(None if t is None else t.dtype for t in tensors)
+    # a launch is kept per shape and dtype: the tensors are contiguous, so strides follow
     key = (kernel.__name__, B, T, HV, N, dtypes, tuple(constants.items()), numbers, num_warps, x.device)
 
     def make() -> _Stage:
@@ -142,12 +151,12 @@ def launch_stage(
 
 
 def offsets(cu_seqlens: Offsets | None, x: Tensor) -> Offsets | None:
-    """cu_seqlens where the kernels read them."""
+    """Return cu_seqlens as the kernels read it: contiguous, on x's device."""
     return None if cu_seqlens is None else cu_seqlens.to(x.device, non_blocking=True).contiguous()
 
 
 def room(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, cu_seqlens: Offsets | None) -> Tensor:
-    """An output: zero for tokens of no sequence, which no program writes."""
+    """Allocate an output; it is zero for packed problems, where no program writes tokens of no sequence."""
     return x.new_empty(shape, dtype=dtype) if cu_seqlens is None else x.new_zeros(shape, dtype=dtype)
 
 
@@ -198,7 +207,7 @@ def chunk_gate_cumsum_bwd(
 def _cumsum_bwd(
     g: PerHead, A_log: HeadParam | None, dt_bias: HeadParam | None, dG: GSum, cu_seqlens: Offsets | None
 ) -> tuple[PerHead, Tensor]:
-    """dg and the chunks' sums [entries, 2, HV]."""
+    """Return dg and the partial sums per chunk [entries, 2, HV]."""
     g, dG, cu_seqlens, HV = g.contiguous(), dG.contiguous(), offsets(cu_seqlens, g), g.shape[2]
     dg = room(g, g.shape, g.dtype, cu_seqlens)
     partial = g.new_empty(entries_of(g, cu_seqlens), 2, HV, dtype=torch.float32)

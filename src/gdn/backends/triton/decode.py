@@ -1,15 +1,15 @@
-"""Decode in one launch: the step of `recurrent`, between a read from the engine's pool and writes to it.
+"""Decode in one launch: the step of `recurrent` between a read from the engine's pool and a write to it.
 
 A program takes some columns of the state of one row and value head through all of the row's tokens. The
-state stays in fp32 registers; what else a launch does is look up where to read and write. At B = 1, 32 heads
-of 128 x 128, tiles of 8 columns make 512 programs of one warp: 16 KB of loads in flight on each of 132
-multiprocessors, which is what their share of 4.2 TB/s needs at 0.5 us of latency.
+state stays in fp32 registers; the launch also looks up the slots to read and write. At B = 1, 32 heads of
+128 x 128, tiles of 8 columns make 512 programs of one warp: 16 KB of loads in flight on each of 132 SMs,
+which is what their share of 4.2 TB/s needs at 0.5 us of latency.
 
-The first token's loads go out before the slot's number is there, so that one load's latency hides the other.
-Launches are chained (`chained`): the next one's programs come while the states of this one are on their way.
-Programs of 128 registers are too few for all that could be on its way, so each calls into the cache what the
-program reads that will take its place: at B = 256 139 us and not 145 in bf16, 266 and not 271 in fp32 (H200).
-With exact_packet=False, packets that leave at most their last state are `packet`'s.
+The loads of the first token are issued before the slot index arrives, so their latencies overlap. Launches
+use programmatic dependent launch (`chained`): the next kernel's programs start while this one's states are in
+flight. At 128 registers a thread, too few programs are resident to saturate HBM, so each program prefetches
+into L2 the state tile of the program that will take its place: at B = 256 139 us instead of 145 in bf16, 266
+instead of 271 in fp32 (H200). With exact_packet=False, `packet` runs packets that write at most one state.
 """
 
 from collections.abc import Hashable, Sequence
@@ -51,13 +51,13 @@ from gdn.backends.triton.recurrent import (
 )
 from gdn.problem import DecodeProblem
 
-# a lane, of the largest tiles of 16-bit numbers: of one token, and of several, whose next one is on its way
+# maxnreg of the largest tiles of 16-bit states: for one token; for several, whose next one is in registers
 REGISTERS = {True: 128, False: 160}
 
 
 @triton.jit
 def call_in(ptr, columns, v, COLUMNS: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr):
-    """Have V-first columns of a state, `v` UNITs apart and LINES times 128 bytes each, read into the L2."""
+    """Prefetch V-first columns of a state into L2; they are `v` UNITs apart and LINES * 128 bytes long."""
     lines = tl.arange(0, LINES) * (128 * 8 // ptr.dtype.element_ty.primitive_bitwidth)
     places = ptr + ((columns + tl.arange(0, COLUMNS)).to(tl.int64) * (v * UNIT))[:, None] + lines[None, :]
     if ON_GPU:
@@ -82,13 +82,17 @@ def decode_kernel(
     ROUND: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
     CHAINED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    # S <- e^g S + k d^T,  d = beta (v - e^g k S),  o = scale q S, for each token of a row.
+    # Program (row, head, block): A * B value columns of S in fp32 registers. Grid: (N, + 1 if packed) * HV *
+    # BLOCKS; 1 warp. Reads the tile of S once from the pool, and q, k, v and gates per token.
+    # Writes o per token; S to the pool once (WRITE "final") or per token ("all"), and to `intermediate`.
     if CHAINED:
         wait_for_the_one_before()
     BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
     row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
     first, count = span(cu_seqlens_ptr, row, N, T)
     if IS_SINGLE:
-        # known to the compiler, one token leaves neither a loop nor a next token
+        # a constant count removes the loop and the registers of a next token
         count = 1
     slot, entry = slot_of(
         row, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n,
@@ -106,6 +110,7 @@ def decode_kernel(
     q_at = q_ptr + (row * q_b + first * q_t + key_head * q_h + q_0) * UNIT
     k_at = k_ptr + (row * k_b + first * k_t + key_head * k_h + k_0) * UNIT
     q_at += along_keys(keys, q_k, A, B, AXIS, R_FIRST, DENSE)
+    # these loads are issued before S: the latency of q, k, v and gates overlaps that of the slot index
     k_at += along_keys(keys, k_k, A, B, AXIS, R_FIRST, DENSE)
     v_at = v_ptr + row * v_b + first * v_t + head * v_h + values * v_v + v_0
     o_at = o_ptr + row * o_b + first * o_t + head * o_h + values * o_v
@@ -126,11 +131,11 @@ def decode_kernel(
     if dt_bias_ptr is not None:
         bias = tl.load(dt_bias_ptr + head * dt_bias_h).to(tl.float32)
 
-    # row N, the tokens past the last sequence, has no slot
+    # row N, the tokens past the last sequence, has no slot: output zero
     is_idle = (slot < lowest) | (slot >= slots) | (row >= N)
     if parent_ptr is not None:
         is_idle |= is_kept == 0
-    # not an early return: exporters look for the tensors that a kernel writes, and follow no jumps
+    # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if is_idle:
         for _ in range(count):
             tl.store(o_at + at * o_t, tl.zeros([A, B], o_ptr.dtype.element_ty), mask=has_value)
@@ -141,6 +146,7 @@ def decode_kernel(
         S = tl.load(tile(source, keys, values, state_k, state_v, STATE_UNIT, AXIS), mask=in_state, other=0.0)
         if CHAINED:
             let_the_next_begin()
+        # L2: the program AHEAD ids later runs when this one's registers are free; prefetch its state tile
         if AHEAD > 0:  # noqa: SIM102 - a constant, and what only then is compiled
             if tl.program_id(0) + AHEAD < tl.num_programs(0):
                 row_then, head_then, block_then = owner(HV, HV_inverse, HV_s, BLOCKS, AHEAD)
@@ -160,13 +166,13 @@ def decode_kernel(
             kept = intermediate_ptr + (kept_row * kept_n + head.to(tl.int64) * kept_h) * KEPT_UNIT
 
         for _ in range(count):
-            # the next token comes in while this one is computed
+            # load the next token from HBM while this one is computed in registers
             q_next, k_next, v_next, g_next, beta_next = read(
                 q_at, k_at, v_at, g_ptr, beta_ptr, at + 1, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t,
                 at + 1 < count, has_key, has_value,
             )  # fmt: skip
             if parent_ptr is not None:
-                # the first token's parent is ignored
+                # the parent of the first token is ignored
                 before = tl.load(parent_ptr + row * parent_n + at * parent_t, mask=at > 0, other=-1)
                 before = tl.minimum(before.to(tl.int64), at - 1)
                 if before < 0:
@@ -190,7 +196,7 @@ def decode_kernel(
                 if is_kept:
                     tl.store(kept_place, S.to(intermediate_ptr.dtype.element_ty), mask=in_state)
                     if parent_ptr is not None:
-                        # another thread of this program may read it back
+                        # another thread of this program may read this state from HBM for a later token
                         tl.debug_barrier()
             if WRITE == "all":
                 target = slot
@@ -220,18 +226,18 @@ def decode_kernel(
 
 @dataclass(frozen=True)
 class Again:
-    """The launch that a decode came down to, for calls that differ only in where their tensors lie."""
+    """Repeat the launch of a decode for calls that differ only in the addresses of tensors."""
 
     launch: Launch
     device: torch.device
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """With the tensors of a problem, in its order."""
+        """Launch with the tensors of a problem, in its order."""
         with on(self.device):
             self.launch(*tensors)
 
     def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "Again":
-        """The same for calls that give one tensor for q, k and v, which lie in it as the problem's do."""
+        """Return the launch for calls that give one tensor for q, k and v, at the problem's places in it."""
         p, first = problem, mixed_qkv.storage_offset()
         starts = [int(x.storage_offset() - first) for x in (p.q, p.k, p.v)]
         return Again(plan_of(p, starts), self.device)
@@ -241,17 +247,18 @@ _plans: Plans[Again] = Plans()
 
 
 def decode(problem: DecodeProblem) -> Again | None:
-    """See `Backend`; writes problem.state, problem.intermediate and problem.out.
+    """Decode into problem.state, problem.intermediate and problem.out (see `Backend`).
 
-    Where a compiler traces it, the kernel itself becomes part of the graph.
+    Return the launch for later calls. Under a compiler's trace the kernel itself becomes part of the graph.
     """
     p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
     if isinstance(p.q, FunctionalTensor):
         _trace(plan_of(p), tensors_of(p))
         return None
     again = _plans.get(_key(p), lambda: _first(p))
+    # the host passes addresses only: nothing is read from the GPU
     again(*tensors_of(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)))
-    # a copy was made, or a launch recorded that is meant for another machine
+    # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
     if offsets is not p.cu_seqlens or launch.recorder is not None:
         return None
     return again
@@ -264,14 +271,15 @@ def _first(p: DecodeProblem) -> Again:
 
 
 def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
-    """A compiler launches in its own way, and reads no assembly."""
+    """Trace the launch into a graph, without the options of PDL and prefetch, which need inline assembly."""
+    # False and 0: neither PDL nor prefetches into L2
     plain = {name: type(x)() if name in ("CHAINED", "AHEAD") else x for name, x in one.constants.items()}
     wrapped = torch.library.wrap_triton(one.kernel)[(one.grid,)]
     wrapped(*tensors, *one.numbers, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
 
 
 def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:
-    """The problem's own, in its order, as the kernel takes them."""
+    """Return the problem's tensors in the order of the kernel's parameters."""
     return (
         p.q, p.k, p.v, p.state, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias, p.cu_seqlens, p.read_index,
         p.num_accepted, p.ring_pos, p.write_index, p.intermediate, p.intermediate_row, p.parent, p.out,
@@ -279,7 +287,7 @@ def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:
 
 
 def _key(p: DecodeProblem) -> Hashable:
-    """Everything of a problem that its launch depends on, but for where its tensors lie."""
+    """Return everything that the launch depends on, except the addresses of tensors."""
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors_of(p)), p.q.device, p.scale,
         p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.write, p.null_slot, p.round_state, p.state_v_first,
@@ -288,14 +296,14 @@ def _key(p: DecodeProblem) -> Hashable:
 
 
 def siblings(p: DecodeProblem) -> list[Launch]:
-    """The launches of few rows and of many: what other numbers of rows and heads take."""
+    """Return the launches for few and for many rows: other numbers of rows and heads use these binaries."""
     return [plan_of(p, pairs=pairs) for pairs in packet.fills(machine(p.q.device))]
 
 
 def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | None = None) -> Launch:
-    """`starts`: where q, k and v begin in the tensors that the launch will be given for them.
+    """Return the launch of a decode. `starts`: offsets of q, k and v in the tensors that will be given.
 
-    `pairs`: rows times heads that tiles are chosen for, if not the problem's.
+    `pairs`: rows times heads for which tiles are chosen, if not the problem's.
     """
     if takes(p):
         return packet.plan(p, starts, pairs)
@@ -303,11 +311,12 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
     kept_axis, kept_unit, kept = (
         ("", 1, (0,) * 5) if p.intermediate is None else pool_of(p.intermediate, p.K, p.V, p.state_v_first)
     )
+    # fp32 and 16-bit states have different tiles: the registers of a tile are what counts
     width, gpu = p.state.element_size(), machine(p.q.device)
     pairs = p.N * p.HV if pairs is None else pairs
     part = tile_of(p.K, p.V, axis or "k", width, state_unit if axis else 1, gpu, pairs=pairs)
     is_packed, is_dense = p.cu_seqlens is not None, p.q.stride(3) == p.k.stride(3) == 1
-    # loads of q and k as wide as those of the state give each lane the same keys
+    # loads of q and k as wide as those of the state give each lane the same keys: no shuffles
     unit = min(16 // width, state_unit, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2]))
     q, k, v, o, g, beta = (
         (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), *x.stride()[1:3])
@@ -326,7 +335,7 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
         0 if p.intermediate is None else p.intermediate.shape[0], p.scale,
     )  # fmt: skip
     is_single, is_full = not is_packed and p.q.shape[1] == 1, _is_full(part, p, axis, gpu)
-    # where tokens write a state each, what they write takes the time, and the cache
+    # where every token writes a state, these stores take the time, and the space in L2
     calls = is_full and (is_single or p.write != "all" and p.intermediate is None)
     constants = {
         "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "KEPT_AXIS": kept_axis, "DENSE": is_dense,
@@ -346,7 +355,7 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
 
 
 def _is_full(part: Tile, p: DecodeProblem, axis: str, gpu: Machine) -> bool:
-    """Whether programs are of the largest tile and of whole lines, and so call in what others will read."""
+    """Return True if tiles are the largest and of whole 128-byte lines: programs then prefetch into L2."""
     is_even = p.K in (64, 128, 256) and p.V % (part.R * part.P) == 0
     return (
         gpu.kind == "cuda" and axis == "k" and part.share == SHARES[axis, p.state.element_size()] and is_even

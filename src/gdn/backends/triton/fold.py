@@ -1,10 +1,11 @@
 # mypy: disable-error-code="assignment, var-annotated"
-"""Folds: what a history holds becomes part of its state, which it does where the history is full.
+"""Fold a history into its state when the history is full.
 
     fold      S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T, for all layers
-    cursor    the cursors move; after all folds, which look at them
+    cursor    advance the cursors, after all folds, which read them
 
-A state is read and written once: 85 us for 128 rows of 32 heads of 128 x 128 in bf16 (H200), a token 70.
+A state is read and written once: 85 us for 128 rows of 32 heads of 128 x 128 in bf16 (H200); one token takes
+70.
 """
 
 from collections.abc import Hashable
@@ -30,15 +31,15 @@ from gdn.backends.triton.packet_lib import exist_in, from_column, grown_by, rows
 from gdn.backends.triton.recurrent import divide, inverse, owner, pool_of
 from gdn.problem import KeepProblem
 
-PLACES = 16  # of a history that a product takes
-MOST_PASTS = 4  # times PLACES: what rows get of so many is held in registers
-# V-first -> keys and columns of a state that a fold has at a time
+PLACES = 16  # places of a history that one MMA takes
+MOST_PASTS = 4  # most blocks of PLACES whose k (or scores) are held in registers over all strips of columns
+# V-first -> keys and columns of a state that a fold has in registers at a time
 FOLDED = {True: (128, 16), False: (64, 16)}
 
 
 @triton.jit
 def past(G_ptr, places, count, G_t):
-    """G of a history's places, split in two; 0 past its end."""
+    """Load G of a history's places, split into hi + lo; 0 past its end."""
     return split(tl.load(G_ptr + places.to(tl.int64) * G_t, mask=places < count, other=0.0).to(tl.float64))
 
 
@@ -47,7 +48,7 @@ def u_of(
     u_history_ptr, start, base, vs, has_value, u_p, BP: tl.constexpr, PAST_UNIT: tl.constexpr,
     NEAR: tl.constexpr,
 ):  # fmt: skip
-    """u of BP places [BP, vs]."""
+    """Load u of BP places [BP, vs]."""
     old = start + tl.arange(0, BP)
     place = rows_at(u_history_ptr, old, vs, u_p, 1, PAST_UNIT, True, NEAR)
     return tl.load(place, mask=(old < base)[:, None] & has_value, other=0.0)
@@ -55,7 +56,7 @@ def u_of(
 
 @triton.jit
 def ending(cursor, accepted, room, places):
-    """Places in use once the accepted tokens are."""
+    """Return how many places are in use after the accepted tokens are added."""
     start = tl.minimum(tl.maximum(cursor.to(tl.int64), 0), places)
     return tl.minimum(start + tl.minimum(tl.maximum(accepted.to(tl.int64), 0), room), places)
 
@@ -65,7 +66,7 @@ def kept_of(
     k_ptr, G_ptr, start, end, high, low, ks, k_p, G_p, K: tl.constexpr, BP: tl.constexpr,
     UNIT: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """k of BP places [BP, ks], and what is left of each at the end."""
+    """Load k of BP places [BP, ks], and return the decay of each up to the end."""
     old = start + tl.arange(0, BP)
     mask = (old < end)[:, None] & exist(ks, K)[None, :]
     k = tl.load(rows_at(k_ptr, old, ks, k_p, 1, UNIT, True, NEAR), mask=mask, other=0.0)
@@ -83,6 +84,9 @@ def fold_kernel(
     PASTS: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, NEAR: tl.constexpr,
     LINE: tl.constexpr, STATE_UNIT: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T for one block of keys and columns of one state.
+    # Program (entry, layer, head, block); 1 warp; grid: entries * layers * HV * blocks of K and V.
+    # Reads S and P rows of k and u; writes S. It does nothing if the history has space for another packet.
     BLOCKS: tl.constexpr = (V + BV * STRIPS - 1) // (BV * STRIPS)
     layer_and_entry, head, block = owner(HV, HV_inverse, HV_s, BLOCKS * ((K + BK - 1) // BK))
     entry, layer = layer_and_entry // layers, layer_and_entry % layers
@@ -101,9 +105,11 @@ def fold_kernel(
     k_ptr += (layer * k_l + slot * k_n + key_head * k_h) * UNIT
     G_ptr += layer * G_l + slot * G_n + head * G_h
     high, low = split(tl.load(G_ptr + (end - 1) * G_p).to(tl.float64))
+    # k and decays stay in registers over all strips: they are the same for every column of S
     held = ()
     for part in tl.static_range(PASTS):
         held = held + (kept_of(k_ptr, G_ptr, part * BP, end, high, low, ks, k_p, G_p, K, BP, UNIT, NEAR),)
+    # the pipeliner keeps STAGES - 1 strips of S in flight from HBM
     for strip in tl.range(0, STRIPS, num_stages=STAGES):
         column = (block % BLOCKS * STRIPS + strip) * BV
         left = V - column
@@ -113,15 +119,18 @@ def fold_kernel(
             strip_ptr, ks, vs, left, state_k, state_v, K, V, LINE, STATE_UNIT, AXIS, NEAR, STRIPS
         )
         S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(high)
+        # MMAs on tensor cores accumulate onto S in registers
         for part in tl.static_range(PASTS):
             k, still = held[part]
             u = u_of(u_ptr + column, part * BP, end, vs, has_value, u_p, BP, UNIT, NEAR)
             S = grown_by(S, k, u.to(tl.float32) * still[:, None], AXIS, PRECISION)
+        # a long history: its k are loaded again for each strip, from L2
         if PASTS == 0:
             for start in range(0, end, BP):
                 k, still = kept_of(k_ptr, G_ptr, start, end, high, low, ks, k_p, G_p, K, BP, UNIT, NEAR)
                 u = u_of(u_ptr + column, start, end, vs, has_value, u_p, BP, UNIT, NEAR)
                 S = grown_by(S, k, u.to(tl.float32) * still[:, None], AXIS, PRECISION)
+        # one store of S to HBM
         tl.store(place, S.to(state_ptr.dtype.element_ty), mask=in_state)
 
 
@@ -130,6 +139,7 @@ def cursor_kernel(
     cursor_ptr, index_ptr, accepted_ptr, cursor_n, index_n, accepted_n, n, slots, lowest, places, room,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # cursor <- places in use, or 0 if they are folded. Program: BLOCK entries; grid: cdiv(n, BLOCK); 4 warps.
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(index_ptr + entry * index_n, mask=entry < n, other=-1).to(tl.int64)
     is_slot = (slot >= lowest) & (slot < slots) & (entry < n)
@@ -140,9 +150,9 @@ def cursor_kernel(
 
 
 def pasts(places: int) -> int:
-    """How many times PLACES so many are, a power of two: few numbers of places want a binary.
+    """Return the blocks of PLACES for so many places, a power of two, so that few binaries are needed.
 
-    0 for many: what rows get of them is made again for each strip.
+    Return 0 for many places: their k are then loaded again, and scores computed again, for each strip.
     """
     found = 1 << (max(1, triton.cdiv(places, PLACES)) - 1).bit_length()
     return found if found <= MOST_PASTS else 0
@@ -150,7 +160,7 @@ def pasts(places: int) -> int:
 
 @dataclass(frozen=True)
 class Keep:
-    """The launches of one commit."""
+    """Hold the launches of one commit."""
 
     fold: Launch
     cursor: Launch
@@ -194,12 +204,12 @@ def _where(p: KeepProblem) -> tuple[int, ...]:
 
 
 def _lowest(p: KeepProblem) -> int:
-    """The first slot that is not padding."""
+    """Return the first slot that is not padding."""
     return 0 if p.null_slot is None else 1
 
 
 def _plan_fold(p: KeepProblem, pairs: int | None = None) -> Launch:
-    """`pairs`: entries times layers and heads that tiles are chosen for, if not the problem's."""
+    """Plan a fold. `pairs`: entries times layers and heads for the choice of tiles, if not the problem's."""
     axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
     layers, slots = p.state.shape[:2]
     HV, H, gpu = p.history_u.shape[3], p.history_k.shape[3], machine(p.state.device)
@@ -226,7 +236,7 @@ def _plan_fold(p: KeepProblem, pairs: int | None = None) -> Launch:
                 *reach_of_state(state, state_unit, p), *(p.places * s for s in (kept[2], kept[6]))
             ),
             "LINE": line_of(axis, state, state_unit, p), "STATE_UNIT": state_unit, "UNIT": unit,
-            # what is kept in bf16 is multiplied in two parts of it, where that is no conversion of u
+            # bf16 history: split bf16 MMAs (hi + lo), unless that would convert u
             "PRECISION": precisions(axis != "k" or set(dtypes) != {torch.bfloat16}, gpu)["PRECISION"],
         },
         1,

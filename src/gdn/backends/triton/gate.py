@@ -1,4 +1,4 @@
-"""The gates as a function of their own: elementwise, in fp32 to a few last places.
+"""Compute the gates as functions of their own: elementwise, in fp32 to a few last places.
 
     g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
     da = -exp(A_log) sigmoid(a + dt_bias) dg;   dA_log = sum g dg;   ddt_bias = sum da
@@ -20,15 +20,15 @@ from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_
 from gdn.backends.triton.lib import log1p, split
 from gdn.notation import HeadParam, PerHead
 
-ELEMENTS = 1024  # tokens times heads of a block
-HEADS = 128  # at most, of a block
+ELEMENTS = 1024  # tokens times heads of a block: 8 a thread
+HEADS = 128  # most heads of a block
 
 
 @triton.jit
 def _exp(x):
-    """e^x of a float64 x in fp32; rounding x / log 2 to fp32 first would cost |x| last places.
+    """Return e^x of a float64 x in fp32; rounding x / log 2 to fp32 first would cost |x| last places.
 
-    A GPU's exp2 is 0 below 2^-126, where fp32 still has numbers: it is asked for 2^64 times those.
+    A GPU's exp2 is 0 below 2^-126, where fp32 has subnormal numbers; there 2^64 times the result is computed.
     """
     high, low = split(tl.where(x < -200.0, -200.0, x) * 1.4426950408889634)
     is_tiny = high < -100.0
@@ -38,7 +38,7 @@ def _exp(x):
 
 @triton.jit
 def _softplus_sigmoid(x):
-    """log(1 + e^x), 1 / (1 + e^-x) and its derivative, all without cancellation."""
+    """Return log(1 + e^x), 1 / (1 + e^-x) and its derivative, all without cancellation."""
     e = _exp(-tl.abs(x.to(tl.float64)))
     sigmoid = tl.where(x >= 0, 1.0, e) / (1.0 + e)
     return tl.maximum(x, 0.0) + log1p(e), sigmoid, e / ((1.0 + e) * (1.0 + e))
@@ -46,11 +46,11 @@ def _softplus_sigmoid(x):
 
 @triton.jit
 def decay_rate(a, A_log, bias):
-    """exp(A_log) times softplus(a + bias) and times sigmoid(a + bias); A_log and bias by head."""
+    """Return exp(A_log) times softplus(a + bias) and times sigmoid(a + bias); A_log and bias by head."""
     x = a + bias[None, :]
     softplus, sigmoid, _ = _softplus_sigmoid(x)
     rate = _exp(A_log.to(tl.float64))[None, :]
-    # both are e^x there, which may be below what fp32 holds where the product is not
+    # both functions are e^x there, which may underflow in fp32 although the product with exp(A_log) does not
     is_small = x < -20.0
     product = _exp(A_log.to(tl.float64)[None, :] + tl.where(is_small, x, 0.0).to(tl.float64))
     return tl.where(is_small, product, rate * softplus), tl.where(is_small, product, rate * sigmoid)
@@ -58,7 +58,7 @@ def decay_rate(a, A_log, bias):
 
 @triton.jit
 def load_heads(A_log_ptr, dt_bias_ptr, heads, is_head):
-    """A_log, and dt_bias or 0."""
+    """Load A_log, and dt_bias or 0."""
     A_log = tl.load(A_log_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
     if dt_bias_ptr is None:
         bias = tl.zeros(heads.shape, tl.float32)
@@ -78,6 +78,8 @@ def _gate_kernel(
     num_rows, HV, a_r, b_r,
     BR: tl.constexpr, BH: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    # g = -exp(A_log) softplus(a + dt_bias);  beta = sigmoid(b). Program (block of BR rows, strip of BH
+    # heads); grid: cdiv(rows, BR) * strips; 4 warps. Reads a, b from HBM; writes g, beta in fp32.
     strips = tl.cdiv(HV * UNIT, BH)
     rows = (tl.program_id(0) // strips) * BR + tl.arange(0, BR)
     heads = (tl.program_id(0) % strips) * BH + tl.arange(0, BH)
@@ -98,11 +100,14 @@ def _gate_bwd_kernel(
     num_rows, HV, a_r, b_r, dg_r, dbeta_r, rows_per_program,
     BR: tl.constexpr, BH: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    # da, db, and partial sums of dA_log and ddt_bias. Program (group of rows, strip of BH heads); 4 warps;
+    # grid: about two programs per SM. Reads a, b, dg, dbeta; writes da, db, and 8 bytes per head.
     strips = tl.cdiv(HV * UNIT, BH)
     block = tl.program_id(0) // strips
     heads = (tl.program_id(0) % strips) * BH + tl.arange(0, BH)
     is_head = heads < HV * UNIT
     A_log, bias = load_heads(A_log_ptr, dt_bias_ptr, heads, is_head)
+    # sums stay in registers over all rows of the program
     dA_log = tl.zeros([BR, BH], tl.float32)
     ddt_bias = tl.zeros([BR, BH], tl.float32)
     first = block * rows_per_program
@@ -123,6 +128,7 @@ def _gate_bwd_kernel(
         out = _place(rows, HV, heads, UNIT)
         tl.store(da_ptr + out, da.to(da_ptr.dtype.element_ty), mask=mask)
         tl.store(db_ptr + out, db.to(db_ptr.dtype.element_ty), mask=mask)
+    # partial sums to HBM, without atomics: `sums` adds them in a fixed order
     partial_ptr += block.to(tl.int64) * (2 * HV * UNIT) + heads
     tl.store(partial_ptr, tl.sum(dA_log, 0), mask=is_head)
     tl.store(partial_ptr + HV * UNIT, tl.sum(ddt_bias, 0), mask=is_head)
@@ -152,7 +158,7 @@ def gate(a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) ->
 def gate_bwd(
     a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, dg: PerHead, dbeta: PerHead
 ) -> tuple[PerHead, PerHead, HeadParam, HeadParam | None]:
-    """da, db, dA_log, ddt_bias, each in its tensor's dtype."""
+    """Return da, db, dA_log, ddt_bias, each in its tensor's dtype."""
     a, b, A_log, dt_bias, dg, dbeta = (
         _rows(a), _rows(b), A_log.contiguous(), _packed(dt_bias), _rows(dg), _rows(dbeta)
     )  # fmt: skip
@@ -167,7 +173,7 @@ def gate_bwd(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as the kernels read it: contiguous heads, and all other axes foldable into one."""
+    """Return x as the kernels read it: heads contiguous, and all other axes foldable into one."""
     sizes, strides = x.shape, x.stride()
     folds = all(strides[i] == sizes[i + 1] * strides[i + 1] for i in range(x.dim() - 2))
     return x if folds and strides[-1] == 1 else x.contiguous()
@@ -184,7 +190,7 @@ def _key(*tensors: Tensor | None) -> tuple[object, ...]:
 
 
 def _arguments(*tensors: Tensor) -> tuple[tuple[int, ...], dict[str, Any], int]:
-    """Rows, heads and row strides; block sizes; strips of heads."""
+    """Return rows, heads and row strides; block sizes; the number of strips of heads."""
     HV = tensors[0].shape[-1]
     strides = [x.stride(-2) if x.dim() > 1 else 0 for x in tensors]
     unit = unit_of(HV, *strides)
@@ -201,7 +207,7 @@ def _plan(a: Tensor, b: Tensor) -> Launch:
 def _plan_bwd(a: Tensor, b: Tensor, dg: Tensor, dbeta: Tensor) -> _Backward:
     numbers, constants, strips = _arguments(a, b, dg, dbeta)
     num_rows, BR, HV = numbers[0], constants["BR"], a.shape[-1]
-    # two programs per multiprocessor, each leaving one partial sum
+    # two programs per SM, each of which stores one partial sum
     blocks = triton.cdiv(triton.cdiv(num_rows, BR) * strips, 2 * machine(a.device).num_sms)
     rows = max(1, blocks) * BR
     num_partials = triton.cdiv(num_rows, rows)

@@ -1,10 +1,10 @@
-"""From the shares of a chunk's tokens in the gradient of the gates to dg, dbeta, dA_log and ddt_bias.
+"""Compute dg, dbeta, dA_log and ddt_bias from the per-token terms that the gradient kernels left.
 
     dg_t = crossing_t + sum_{i >= t} entering_i + sum_{j < t} leaving_j + e^(G_C) sum through
     da = -exp(A_log) sigmoid(a + dt_bias) dg;   dA_log = sum g dg;   ddt_bias = sum da
     db = sigmoid(b) sigmoid(-b) dbeta, twice that with negative eigenvalues
 
-One warp per chunk and value head, on vectors alone; sums in fp64, dA_log and ddt_bias as one number a chunk.
+It has no MMAs. Sums are fp64; dA_log and ddt_bias leave as one partial sum per chunk, which `sums` adds.
 Bytes per token and value head: 30 to 50.
 """
 
@@ -23,12 +23,15 @@ def gates_bwd_kernel(
     g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, chunks_per_row, strips,
     C: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
+    # dg, dbeta, and the chunk's part of dA_log and ddt_bias; formulas at the top of the file.
+    # Program (chunk, head). Grid: entries * HV; 1 warp, two tokens a lane, so cumsum needs no shared memory.
+    # Reads g, beta, G and five rows of terms; writes dg, dbeta and up to two fp64 scalars.
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
     tokens = tl.arange(0, C)
     tile = chunk.to(tl.int64) * HV + head
-    # tokens of no sequence get zeros, as do the sums of a chunk that holds none
+    # tokens of no sequence get zero gradients, and a chunk that holds no token of a sequence gets zero sums
     is_token = tokens < length
     is_given = tokens < tl.abs(length)
     place = (row.to(tl.int64) * T + first + tokens) * HV + head
@@ -38,17 +41,19 @@ def gates_bwd_kernel(
         entering = tl.load(shares + ENTERING * C, mask=is_token, other=0.0).to(tl.float64)
         leaving = tl.load(shares + LEAVING * C, mask=is_token, other=0.0).to(tl.float64)
         has_any = length > 0
+        # THROUGH starts at place 1 of END's row, whose place 0 is e^(G_C)
         is_share = has_any & (tokens > 0) & (tokens <= strips)
         through = tl.sum(tl.load(shares + THROUGH * C, mask=is_share, other=0.0).to(tl.float64), 0)
         end = tl.load(
             G_ptr + (row.to(tl.int64) * T + first + length - 1) * HV + head, mask=has_any, other=0.0
         )
+        # prefix and suffix sums in registers, in fp64: terms of opposite sign cancel
         dg = crossing + tl.cumsum(entering, 0, reverse=True) + (tl.cumsum(leaving, 0) - leaving)
         dg = (dg + through * tl.exp(end)).to(tl.float32)
         g_place = g_ptr + row.to(tl.int64) * g_b + first.to(tl.int64) * g_t + head * g_h + tokens * g_t
         given = tl.load(g_place, mask=is_token, other=0.0).to(tl.float32)
         g = log_decay(given, A_log_ptr, dt_bias_ptr, head, RESET)
-        # nothing passes a reset; the rounding of 0, times g = -1e6, would show in dA_log
+        # a reset passes no gradient; without the mask, a rounding error times g = -1e6 would show in dA_log
         passes = is_token & (g > RESET)
         dg = tl.where(passes, dg, 0.0)
         if A_log_ptr is not None:
@@ -66,7 +71,7 @@ def gates_bwd_kernel(
         if SIGMOID:
             beta_place = beta_ptr + row.to(tl.int64) * beta_b + first.to(tl.int64) * beta_t + head * beta_h
             logit = tl.load(beta_place + tokens * beta_t, mask=is_token, other=0.0).to(tl.float32)
-            # sigmoid(-b), not 1 - sigmoid(b), which cancels
+            # sigmoid(-b) instead of 1 - sigmoid(b), which cancels for large b
             slope = sigmoid(logit) * sigmoid(-logit)
             if NEGATIVE:
                 slope = 2.0 * slope

@@ -1,5 +1,7 @@
-"""The gradients of all chunks at once, from what the two state passes left: S_in, dS (of the state that
-leaves), and dr in the place of dv. With v_new = A_inv beta (v - e^G k S_in) made again, and for tokens j <= i
+"""Compute the gradients of all chunks in parallel, from S_in, dS (of the state that leaves) and dr.
+
+The two state passes left these; dr is in the memory of dv. v_new = A_inv beta (v - e^G k S_in) is recomputed.
+For tokens j <= i of a chunk
 
     E_ij = scale D_ij <do_i, v_new_j>;   F_ij = -beta_i D_ij <dr_i, v_new_j>, i > j;   D_ij = e^(G_i - G_j)
     dq = scale e^G do S_in^T + E k
@@ -8,16 +10,15 @@ leaves), and dr in the place of dv. With v_new = A_inv beta (v - e^G k S_in) mad
     dg_t = e^(G_C) <S_in, dS> + sum_{i >= t > j} (E qk + F kk)_ij
            + sum_{i >= t} (<q_i, dq_i through S> + <k_i, dk_i through S>) + sum_{j < t} <k_j, dk_j through dS>
 
-in which nothing cancels. The first kernel, a program per chunk and value head, follows the chain to v_new,
-makes E, F, dv and what the gates need of S_in, and leaves e^(G_C - G) v_new for the second, in bf16 with 8
-bits more: these were a third of the variance of dg's error where <k, dk through dS> is most of it. That
-one, a program per chunk and key head, makes dq and dk, summed over the value heads in registers, and what
-the gates need of dS, but for <S_in, dS> where FINE: see `state_bwd`. None of its products waits for
-another, and E and F of all value heads are summed before their products. Both take strips of value columns
-and load the next while one is multiplied. E and F^T, one below and one above the diagonal of a tile, wait
-in the place of dq, which is the second kernel's to fill: rows i, and a block of columns j for each value
-head. With l2norm they bring the norms of both sides, so that raw rows of q and k are the other operands.
-What is left for the second kernel has room for a part of the chunks: the kernels take turns, part by part.
+and nothing cancels. `pairs_bwd_kernel` computes v_new, E, F, dv and the terms of the gates that need S_in. It
+stores e^(G_C - G) v_new in bf16 and 8 more bits: rounding to bf16 caused a third of the variance of dg's
+error where <k, dk through dS> is most of it. `rows_bwd_kernel` computes dq and dk, summed over value heads in
+registers, and the terms that need dS (<S_in, dS> too, unless FINE: see `state_bwd`). None of its MMAs waits
+for another, and E and F of all value heads are summed before their MMAs. Both kernels loop over strips of
+value columns and load the next strip while one is multiplied. E and F^T, one below and one above the diagonal
+of a tile, are stored in dq's memory until the second kernel overwrites it: rows i, and a block of columns j
+per value head. With l2norm they include both norms, so that the other operands are raw q and k. The kernels
+alternate over groups of chunks, so that v_new takes memory for one group only.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, v, do, dr, dv 1536, S_in 512, A_inv
 128, E and F 128, v_new 384, factors 40: 2730; and q, k, do, dv 1024, v_new 384, S_in and dS 1024, E and F
@@ -59,34 +60,34 @@ from gdn.backends.triton.pairs import (
     factor,
 )
 
-SMALL = tl.constexpr(1e-3)  # below which beta is not divided by
+SMALL = tl.constexpr(1e-3)  # dbeta is not divided by a beta below this
 
 
 @triton.constexpr_function
 def unrolled(operand, blocks):
-    """Of how many blocks of keys a loop writes out the products: in fp32 each takes too many registers."""
+    """Return how many blocks of keys a loop unrolls: one in fp32, whose MMAs take too many registers."""
     return 1 if operand == tl.float32 else blocks
 
 
 @triton.constexpr_function
 def keeps_norms(x_ptr):
-    """Whether E and F are stored without the norms of q and k: 1 / norm^2 leaves the range of fp16.
+    """Return True if E and F are stored without the norms of q and k: 1 / norm^2 may overflow fp16.
 
-    Elsewhere they bring them, so that raw rows can be multiplied: these need not be normalised and rounded.
+    Otherwise they include the norms, so that MMAs use raw q and k without normalising and rounding them.
     """
     return x_ptr.dtype.element_ty == tl.float16
 
 
 @triton.jit
 def state_block(S_ptr, tile, ks, vs, K: tl.constexpr, V: tl.constexpr):
-    """A block [ks, vs] of the state at a chunk."""
+    """Load a block [ks, vs] of the state at a chunk."""
     mask = exist(ks, K)[:, None] & exist(vs, V)[None, :]
     return tl.load(S_ptr + tile * (K * V) + ks[:, None] * V + vs[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def store_pairs(pairs_ptr, E, F, beta, place, mask, C: tl.constexpr):
-    """E and beta F [key, query] as one tile: at [a, b] E of key a where a <= b, else F of key b, query a."""
+    """Store E, beta F [key, query] as one tile: at [a, b] E of key a if a <= b, else F of key b, query a."""
     tokens = tl.arange(0, C)
     kept: tl.constexpr = pairs_ptr.dtype.element_ty
     turned = tl.trans((F * beta[None, :]).to(kept))
@@ -96,13 +97,13 @@ def store_pairs(pairs_ptr, E, F, beta, place, mask, C: tl.constexpr):
 
 @triton.jit
 def from_here_on(x, WIDE: tl.constexpr, C: tl.constexpr):
-    """sum_{i >= t} x_ji for all t: a product with ones takes a third of a cumulative sum's shuffles."""
+    """Return sum_{i >= t} x_ji for all t: an MMA with ones takes a third of a cumulative sum's shuffles."""
     if WIDE:
         return tl.cumsum(x, 1, reverse=True)
     else:
         tokens = tl.arange(0, C)
         ones = tl.where(tokens[:, None] >= tokens[None, :], 1.0, 0.0).to(tl.bfloat16)
-        # of x 2^-16 is lost
+        # hi + lo keeps x to 2^-16
         high, low = parts(x, tl.bfloat16)
         return tl.dot(low, ones, tl.dot(high, ones))
 
@@ -116,6 +117,10 @@ def pairs_bwd_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
+    # E, F, dv, scaled v_new, and terms of dbeta and dg for one chunk and value head.
+    # Program (chunk of the group, head); grid: entries of the group * HV; warps and strips from `tuned`.
+    # Reads q, k, v, do, dr, S_in, A_inv, G, norms and factors; writes dv over dr, E and F, v_new, three or
+    # five rows of terms. E and F [C, C] are accumulators in registers over all strips of value columns.
     head = tl.program_id(0) % HV
     part = tl.program_id(0) // HV
     chunk = begin + part
@@ -126,7 +131,7 @@ def pairs_bwd_kernel(
     tokens = tl.arange(0, C)
     place = row.to(tl.int64) * T + first + tokens
     if length <= 0:
-        # tokens of no sequence
+        # tokens of no sequence have zero gradients
         for strip in range(0, V, BV):
             vs = strip + tl.arange(0, BV)
             is_past = (tokens < -length)[:, None] & exist(vs, V)[None, :]
@@ -135,6 +140,7 @@ def pairs_bwd_kernel(
         return
 
     is_token = tokens < length
+    # if one block holds all of K, k and q are loaded once from HBM for all strips
     ks = tl.arange(0, BK)
     tile = chunk.to(tl.int64) * HV + head
     k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
@@ -175,10 +181,11 @@ def pairs_bwd_kernel(
         whole += tl.sum(wide_dr * v_new, 1)
         grown_place = (part.to(tl.int64) * HV + head) * (C * V) + tokens[:, None] * V + vs[None, :]
         store_wide(grown_ptr, rest_ptr, grown_place, v_new * out[:, None], exist(vs, V)[None, :])
-        # rounded, v_new made most of the error of dg where little passes through the state
+        # hi + lo in registers: rounding v_new caused most of dg's error where little passes through the state
         E = left_in_parts(v_new, tl.trans(do), E, PRECISION, FINE)
         F = dot(v_new.to(operand), tl.trans(dr), F, PRECISION)
-        # last, as its sum waits for all products: the next loads go where these read (tests: `in_flight`)
+        # last in the loop, because its sum waits for all MMAs: the next loads overwrite their shared memory
+        # (tests: `in_flight`)
         qS = tl.zeros([C, BV], tl.float32)
         for block in tl.range(0, blocks, loop_unroll_factor=at_once):
             if blocks > 1:
@@ -187,18 +194,18 @@ def pairs_bwd_kernel(
                 S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             qS = dot(q, S, qS, PRECISION)
         from_q += tl.sum(do.to(tl.float32) * qS, 1)
-        # dr lies in shared memory by now, for the product with it: dv goes where it lay
+        # dr has been copied to shared memory for its MMA, so dv may overwrite it in HBM
         tl.store(dr_place, (wide_dr * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=dr_mask)
     from_q *= factor(shares_ptr, tile, READ, C)
     from_k *= beta
-    # [j, i]: key j down, query i across; vectors across are fetched here: each would hold 16 registers above
+    # [j, i]: key j down, query i across. Vectors along i are loaded only here: each takes 16 registers
     is_below = tokens[:, None] < tokens[None, :]
     high, low, _, _ = load_sums(G_ptr, row, first, length, head, T, HV, C)
     k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     D = decay(high[:, None], low[:, None], high[None, :], low[None, :])
     E = tl.where(tokens[:, None] <= tokens[None, :], E * D * scale, 0.0)
     F = tl.where(is_below, -F * D, 0.0)
-    # width comes in units of 16, so that the compiler knows rows to be aligned
+    # width is in units of 16, so that the compiler knows that rows are aligned
     pairs_place = (place * num_heads + key_head) * (width * 16) + (head % ratio) * C
     pairs_place = pairs_place[None, :] + tokens[:, None]
     pairs_mask = is_token[None, :] & (tokens[:, None] < C)
@@ -222,18 +229,18 @@ def pairs_bwd_kernel(
     E = E * qk
     F = F * kk
     beta = factor(shares_ptr, tile, BETA, C)
-    # <dr, v_new> / beta cancels nothing; where beta is next to nothing, its two parts
+    # <dr, v_new> / beta has no cancellation; for a tiny beta use the sum of the two terms instead
     is_small = beta < SMALL
     dbeta = tl.where(is_small, apart + tl.sum(F, 0), whole / tl.where(is_small, 1.0, beta))
     F = F * beta[None, :]
-    # what g_t decays: the pairs with i >= t > j
+    # the decay of token t multiplies the pairs with i >= t > j
     sums = from_here_on(tl.where(is_below, E + F, 0.0), k_ptr.dtype.element_ty == tl.float32, C)
     shares = shares_ptr + tile * (ROWS * C) + tokens
     tl.store(shares + CROSSING * C, tl.sum(tl.where(is_below, sums, 0.0), 0))
     tl.store(shares + ENTERING * C, from_q + from_k)
     tl.store(shares + DBETA * C, dbeta)
     if q_rstd_ptr is not None and blocks > 1:
-        # <q, dq> and, but for what leaves, <k, dk>, which the norms' adjoint takes off
+        # <q, dq> and <k, dk> without the part of dS: the adjoint of the norm subtracts them
         tl.store(shares + ALONG_Q * C, from_q + tl.sum(E, 0))
         tl.store(shares + ALONG_K * C, from_k + tl.sum(E + F, 1) + tl.sum(F, 0))
 
@@ -243,10 +250,10 @@ def through_norm(
     dx, along, x_ptr, rstd, row, first, length, head, x_b, x_t, x_h, columns,
     D: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of raw rows x from dx = rstd dn, dn being that of n = x rstd: dx - x rstd^2 <n, dn>.
+    """Return the gradient of raw rows x from dx = rstd dn, with dn that of n = x rstd: dx - x rstd^2 <n, dn>.
 
-    Of a whole row <n, dn> = <x, dx> is summed here, with dx's own rounding, so that what lies along x
-    cancels; of a block of one, `along` has it.
+    For whole rows <n, dn> = <x, dx> is summed here, with dx's own rounding, so that the part along x cancels.
+    For a block of a row, `along` holds it.
     """
     x = rows_of(x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D, C, UNIT).to(tl.float32)
     if columns.shape[0] >= D:
@@ -262,6 +269,10 @@ def rows_bwd_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
+    # dq and dk of one chunk and key head, and terms of dg that need dS.
+    # Program (chunk of the group, key head, block of K); grid: entries of the group * H * blocks; warps and
+    # strips from `tuned`. Reads per value head S_in, dS, do, dv, scaled v_new, E and F; once q and k. Writes
+    # dq and dk, which are accumulators in registers over value heads and strips.
     num_heads = HV // ratio
     blocks: tl.constexpr = (K + BK - 1) // BK
     own = tl.program_id(0) % blocks
@@ -284,7 +295,7 @@ def rows_bwd_kernel(
         return
 
     k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
-    # of the normalised rows' gradients, times rstd
+    # gradients of the normalised rows, times rstd
     dq = tl.zeros([C, BK], tl.float32)
     dk = tl.zeros([C, BK], tl.float32)
     q_along = tl.zeros([C], tl.float32)
@@ -311,7 +322,7 @@ def rows_bwd_kernel(
             dq = dot((do.to(tl.float32) * of_q[:, None]).to(operand), tl.trans(S), dq, PRECISION)
             dk = dot((dv.to(tl.float32) * of_k[:, None]).to(operand), tl.trans(S), dk, PRECISION)
             dk = dot(grown, tl.trans(dS), dk, PRECISION)
-            # last, as above
+            # last in the loop, as in pairs_bwd_kernel
             kdS = dot(k, dS, None, PRECISION)
             if not FINE:
                 through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
@@ -331,7 +342,7 @@ def rows_bwd_kernel(
         if q_rstd_ptr is not None and blocks > 1:
             q_along += tl.load(shares + ALONG_Q * C)
             k_along += tl.load(shares + ALONG_K * C) + leaving
-    # of all value heads together: E k + E' k = (E + E') k
+    # summed over value heads before the MMAs: E k + E' k = (E + E') k
     pairs_place = ((place * num_heads + key_head) * (width * 16))[:, None] + tokens[None, :]
     pairs_mask = is_token[:, None] & (tokens < C)[None, :]
     pairs = tl.zeros([C, C], tl.float32)
@@ -350,7 +361,7 @@ def rows_bwd_kernel(
     dk = dot(tl.trans(F_t), pairs_k, dk, PRECISION)
     dq = dot(E, pairs_k, dq, PRECISION)
     dk = dot(tl.trans(E), q, dk, PRECISION)
-    # E and F have been read by every lane; dq goes where they may have lain
+    # all threads have read E and F: dq may now overwrite them in HBM
     tl.debug_barrier()
     mask = is_token[:, None] & exist(ks, K)[None, :]
     if q_rstd_ptr is not None:

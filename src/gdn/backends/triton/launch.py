@@ -1,8 +1,9 @@
-"""Launching: a kernel with everything but its tensors fixed, and a cheap way to find it again.
+"""Launch kernels: fix everything but the tensors, and reuse the compiled handle on later calls.
 
-A kernel's parameters come in this order: tensors (`x_ptr`), numbers, constants (`tl.constexpr`, capitals).
-Numbers are never specialised on: another length, batch or head count runs the same binary. A stride that
-loads are vectorised along is therefore passed in UNITs of elements, UNIT being a constant (`unit_of`).
+A kernel's parameters come in this order: tensors (`x_ptr`), scalars, constants (`tl.constexpr`, capitals).
+Triton never specialises on scalars: another length, batch or head count runs the same binary. Because a
+stride of unknown divisibility prevents vectorised loads, such strides are passed in UNITs of elements, and
+UNIT is a constant (`unit_of`).
 """
 
 import inspect
@@ -21,16 +22,16 @@ import triton
 from torch import Tensor
 from triton.compiler import ASTSource
 
-# where set, launches are put here instead of run: how kernels are compiled for machines that are not there
+# if set, launches are recorded here instead of run: kernels can be compiled for GPUs that are not present
 recorder: list[tuple["Launch", tuple[Tensor | None, ...]]] | None = None
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run on CPU tensors
-ALIGNMENT = 16  # bytes that every pointer must be a multiple of for the compiled handle to be used again
+ALIGNMENT = 16  # bytes: if every pointer is a multiple, the compiled handle of the first launch can be reused
 Plan = TypeVar("Plan")
 Room = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
 def kernel(function: Any) -> Any:
-    """triton.jit that specialises on no number: all but pointers and constants are runtime values."""
+    """Apply triton.jit without specialisation on scalars: these stay runtime values."""
     names = [
         name
         for name, parameter in inspect.signature(function).parameters.items()
@@ -41,11 +42,11 @@ def kernel(function: Any) -> Any:
 
 @dataclass
 class Launch:
-    """kernel[grid](*tensors, *numbers, **constants), some 6 us of host time from the second call on.
+    """Run kernel[grid](*tensors, *numbers, **constants) with some 6 us of host time from the second call on.
 
-    A plan holds launches for one set of shapes, strides, dtypes and one device, so that all that can differ
-    from call to call is where the tensors lie. The compiled handle is kept after the first launch whose
-    tensors are all aligned; others go through Triton's own dispatch.
+    A plan holds launches for one set of shapes, strides, dtypes and one device, so only the addresses of
+    tensors can differ from call to call. The compiled handle is kept after the first launch whose tensors are
+    all aligned; unaligned tensors go through Triton's own dispatch.
     """
 
     kernel: Any
@@ -54,9 +55,9 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int = 1
-    options: dict[str, Any] = field(default_factory=dict)  # of the compiler, beyond these
-    described: int = 0  # tensors that come first, as tensor descriptors: aligned whatever they are of
-    seconds: float = 0.0  # about what compiling takes beside tracing, where that is long
+    options: dict[str, Any] = field(default_factory=dict)  # further compiler options, such as maxnreg
+    described: int = 0  # leading arguments that are tensor descriptors (for TMA), aligned for any dtype
+    seconds: float = 0.0  # about how long compilation takes after tracing, where that is long
     _compiled: Any = field(default=None, repr=False)
     _head: tuple[Any, ...] = ()
     _tail: tuple[Any, ...] = ()
@@ -71,6 +72,7 @@ class Launch:
         if self._compiled is None:
             self._first(tensors)
             return
+        # the address of every tensor, and the OR of all addresses, so that one test checks alignment
         pointers: list[Any] = list(tensors[: self.described])
         bits = 0
         for x in tensors[self.described :]:
@@ -80,6 +82,7 @@ class Launch:
                 pointer = x.data_ptr()
                 bits |= pointer
                 pointers.append(pointer)
+        # Triton compiled for aligned pointers; others need a binary with narrower loads
         if bits % ALIGNMENT:
             self._dispatch(tensors)
             return
@@ -89,7 +92,7 @@ class Launch:
 
     @property
     def _constants(self) -> dict[str, Any]:
-        """Of the kernel and of its compiler."""
+        """Return the constants of the kernel with the options of the compiler."""
         return {
             **self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages, **self.options,
         }  # fmt: skip
@@ -98,12 +101,12 @@ class Launch:
         return self.kernel[(self.grid,)](*tensors, *self.numbers, **self._constants)
 
     def binary(self, tensors: tuple[Tensor | None, ...]) -> Hashable:
-        """What it runs for tensors of these dtypes."""
+        """Return what identifies the binary that tensors of these dtypes need."""
         dtypes = tuple([None if x is None else x.dtype for x in tensors])
         return (self.kernel, *self.constants.items(), self.num_warps, *self.options.items(), dtypes)
 
     def compile(self, tensors: tuple[Tensor | None, ...]) -> Any:
-        """The binary for tensors of these dtypes, all aligned; not run."""
+        """Compile the binary for tensors of these dtypes, all aligned, without running it."""
         described, plain = tensors[: self.described], tensors[self.described :]
         aligned = [x if x is None or x.data_ptr() % ALIGNMENT == 0 else x.new_empty(1) for x in plain]
         return self.kernel.warmup(*described, *aligned, *self.numbers, grid=(1,), **self._constants)
@@ -112,6 +115,7 @@ class Launch:
         compiled = self._dispatch(tensors)
         plain = tensors[self.described :]
         aligned = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in plain)
+        # integers beyond 32 bits would need another signature; leave them to Triton
         small = all(isinstance(x, float) or -(2**31) <= x < 2**31 for x in self.numbers)
         if INTERPRETED or not aligned or not small:
             return
@@ -125,10 +129,11 @@ Step = tuple[Launch, tuple[Tensor | None, ...]]
 
 
 class Chain:
-    """Launches one after the other on tensors of one call, each of which says but once where it lies.
+    """Run launches one after another on the tensors of one call, taking each tensor's address once.
 
-    `steps`: from a call's tensors, of which the same ones are None each time, to the launches and what they
-    take, two tensors at least and none described. Once all are compiled it is asked for numbers instead.
+    `steps`: maps a call's tensors to the launches and the tensors of each. The same tensors must be None in
+    every call, each launch must take at least two tensors, and none may be a tensor descriptor. Once all
+    launches are compiled, `steps` is called once more, with positions in place of tensors.
     """
 
     def __init__(self, steps: Callable[[Sequence[Any]], Iterable[tuple[Launch, tuple[Any, ...]]]]) -> None:
@@ -152,6 +157,7 @@ class Chain:
             self._prepare([None if x is None else i for i, x in enumerate(tensors)])
 
     def _prepare(self, numbered: Sequence[int | None]) -> None:
+        # positions instead of tensors: the result is which tensor each launch takes
         steps = [step for step in self.steps(numbered) if step[0].grid != 0]
         if steps and all(launch._compiled is not None for launch, _ in steps):
             used = sorted({i for _, given in steps for i in given if i is not None})
@@ -164,7 +170,7 @@ class Chain:
 
 
 class Plans(Generic[Plan]):
-    """Plans by the values they were made from, at most `limit`; then it starts anew."""
+    """Cache plans by the values they depend on; it is emptied when it holds `limit` plans."""
 
     def __init__(self, limit: int = 2048) -> None:
         self.limit = limit
@@ -180,7 +186,7 @@ class Plans(Generic[Plan]):
 
 
 def unit_of(*strides: int) -> int:
-    """The largest of 16, 8, 4, 2, 1 that divides every stride: what strides are counted in."""
+    """Return the largest of 16, 8, 4, 2, 1 that divides every stride: strides are counted in it."""
     bits = 16
     for stride in strides:
         bits |= stride
@@ -188,7 +194,7 @@ def unit_of(*strides: int) -> int:
 
 
 def room(shape: Sequence[int], dtype: torch.dtype) -> Room:
-    """A contiguous tensor to be."""
+    """Return the buffer spec (shape, strides, dtype) of a contiguous tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
@@ -196,10 +202,10 @@ def room(shape: Sequence[int], dtype: torch.dtype) -> Room:
 
 
 def allocate(device: torch.device, rooms: Iterable[Room | None]) -> list[Tensor | None]:
-    """New tensors on the current device, which must be `device`.
+    """Allocate tensors on the current device, which must be `device`.
 
-    As compiled code makes them, in a third of the time of `torch.empty`; which alone knows of the
-    deterministic mode, where new memory is filled.
+    It uses the allocator of compiled code, in a third of the time of `torch.empty`. Only `torch.empty`
+    supports the deterministic mode, which fills new memory.
     """
     empty = _EMPTY.get(device.type)
     if empty is None or torch.are_deterministic_algorithms_enabled():
@@ -210,19 +216,19 @@ def allocate(device: torch.device, rooms: Iterable[Room | None]) -> list[Tensor 
 
 
 def stand_ins(device: torch.device, rooms: Iterable[Room | None]) -> list[Tensor | None]:
-    """Tensors that take no room, for `ahead`."""
+    """Allocate tensors of stride 0, which take almost no memory, for `ahead`."""
     return allocate(device, [None if x is None else (x[0], (0,) * len(x[0]), x[2]) for x in rooms])
 
 
 def ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iterable[Step]]) -> None:
-    """Compile what these launches need, all at the same time, the first time that `kind` comes by.
+    """Compile the binaries of these launches in parallel, the first time that `kind` occurs.
 
-    Of their tensors the dtypes count. What cannot be compiled fails where it is launched. As kernels are
-    traced one by one, those that take longest after it begin.
+    Only the dtypes of the tensors matter. A kernel that does not compile fails where it is launched. Kernels
+    are traced one at a time, so those that compile longest after tracing are traced first.
     """
     if INTERPRETED or recorder is not None or device.type != "cuda" or (device, kind) in _met:
         return
-    # one thread at a time: see `_build_launcher`. Binaries are kept for the current device
+    # one thread at a time (see `_build_launcher`); Triton compiles for the current device
     with _AHEAD, on(device):
         if (device, kind) in _met:
             return
@@ -234,13 +240,13 @@ def ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iterable[Ste
         kernels = [x for x in (future.result(ignore_errors=True) for future in futures) if x is not None]
         for kernel in kernels:
             with suppress(Exception):
-                # asked for: the binary is loaded
+                # reading the property loads the binary onto the GPU
                 _ = kernel.run
         _met.add((device, kind))
 
 
 class _Compiler(ThreadPoolExecutor):
-    """Compiles kernels, and what calls each."""
+    """Compile a kernel in a thread, together with its launcher."""
 
     def submit(self, compile_it: Any) -> Any:  # type: ignore[override]
         def run() -> Any:
@@ -252,9 +258,9 @@ class _Compiler(ThreadPoolExecutor):
 
 
 def _trace_in_turn() -> None:
-    """From now on no two threads trace a kernel at the same time.
+    """Make threads trace kernels one at a time, from now on in the whole process.
 
-    That is Python: side by side all would end last, and with them those that take longest after it.
+    Tracing is Python: if threads traced concurrently, all would finish late and compilation would start late.
     """
     for source in (ASTSource, *ASTSource.__subclasses__()):
         trace = vars(source).get("make_ir")
@@ -272,10 +278,11 @@ def _alone(trace: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build_launcher(kernel: Any) -> None:
-    """Compile what calls a binary, which Triton keeps on disk. No thread may use what it loads here.
+    """Compile a binary's launcher, which Triton caches on disk. No thread may use what it loads here.
 
-    All launchers are Python modules of one name; loading one again writes into the module loaded last, from
-    which another thread may be about to take its function (Triton 3.6, single-phase initialisation).
+    All launchers are Python modules of one name. Loading one again writes into the module that was loaded
+    last, from which another thread may be about to take its function (Triton 3.6, single-phase
+    initialisation).
     """
     with suppress(Exception):
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
@@ -289,7 +296,8 @@ _EMPTY = {
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the tensors' device the current one; costs nothing where it already is."""
+    """Return a context in which the tensors' device is current; it costs nothing if it already is."""
+    # entering torch.cuda.device costs microseconds of host time
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _here
     return torch.cuda.device(device)
@@ -300,17 +308,17 @@ _here = nullcontext()
 
 @dataclass(frozen=True)
 class Machine:
-    """What configurations are chosen by."""
+    """Describe a GPU by what tile sizes and options depend on."""
 
     kind: str  # cuda or hip
     capability: int  # 10 * major + minor
     num_sms: int
-    shared: int  # bytes of shared memory that a program may have
+    shared: int  # bytes of shared memory that a program may use
 
 
 @lru_cache
 def machine(device: torch.device) -> Machine:
-    """The machine behind a device; an imaginary H200 where kernels are interpreted on the CPU."""
+    """Return the GPU of a device; the values of an H200 where kernels are interpreted on the CPU."""
     if device.type != "cuda":
         return Machine("cuda", 90, 132, 227 * 1024)
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""What kernels share: products, gates, norms."""
+"""Provide what kernels share: MMAs, split bf16, gates, norms, tiles."""
 
 import triton
 import triton.language as tl
@@ -6,16 +6,17 @@ import triton.language as tl
 
 @triton.jit
 def dot(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
-    """a b + acc in fp32; PRECISION holds for fp32 operands: tf32, tf32x3 or ieee."""
+    """Return a b + acc in fp32 by MMA. PRECISION applies to fp32 operands: tf32, tf32x3 or ieee."""
+    # tensor cores accumulate in fp32, in registers
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def cut(x, dtype: tl.constexpr):
-    """x, in fp32, without the digits that a 16-bit dtype has no place for; no operand alone.
+    """Truncate fp32 x to the precision of a 16-bit dtype, and keep it in fp32.
 
-    To bf16 by a mask: where a rounded number is wanted in fp32 again, ptxas converts it by F2F, eight cycles
-    a scheduler. What is cut off does not average out: it must be multiplied, too.
+    To bf16 it is a mask of bits: ptxas would convert a rounded value back to fp32 with F2F, eight cycles per
+    scheduler. Truncation is biased, so only use it together with the remainder (`parts`).
     """
     if dtype == tl.bfloat16:
         return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -25,16 +26,17 @@ def cut(x, dtype: tl.constexpr):
 
 @triton.jit
 def parts(x, dtype: tl.constexpr):
-    """x, in fp32, as two operands of a 16-bit dtype: x `cut` to it, and what that took."""
+    """Split fp32 x into two operands of a 16-bit dtype, hi + lo: x truncated, and the remainder."""
     high = cut(x, dtype)
     return high.to(dtype), (x - high).to(dtype)
 
 
 @triton.jit
 def dot_in_parts(a, x, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
-    """a x + acc, x in fp32; FINE: x in two `parts` of a's 16-bit dtype."""
+    """Return a x + acc with x in fp32. FINE: x is split into hi + lo of a's 16-bit dtype, two MMAs."""
     if FINE:
         high = cut(x, a.dtype)
+        # two MMAs keep x to 2^-16; one tf32 MMA would keep 2^-11, and would need a in fp32
         acc = dot(a, high.to(a.dtype), acc, PRECISION)
         return dot(a, (x - high).to(a.dtype), acc, PRECISION)
     else:
@@ -43,7 +45,7 @@ def dot_in_parts(a, x, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
 
 @triton.jit
 def left_in_parts(x, b, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
-    """x b + acc as `dot_in_parts`, x on the left: its parts are held in registers."""
+    """Return x b + acc as `dot_in_parts`, with x on the left: hi and lo stay in registers."""
     if FINE:
         high, low = parts(x, b.dtype)
         return dot(low, b, dot(high, b, acc, PRECISION), PRECISION)
@@ -53,27 +55,29 @@ def left_in_parts(x, b, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x): linear above 20; right for very negative x, where 1 + e^x is 1."""
+    """Return log(1 + e^x); right for very negative x, where 1 + e^x rounds to 1."""
     return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
 
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x in 0 .. 1: the rounding of 1 + x is taken out again."""
+    """Return log(1 + x) for x in 0 .. 1, corrected for the rounding of 1 + x."""
+    # u - 1 is what 1 + x kept of x; the quotient of x and it corrects the logarithm
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e^-x), without overflow."""
+    """Return 1 / (1 + e^-x), without overflow."""
+    # e is at most 1, so nothing overflows
     e = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
 @triton.jit
 def strength(x, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr):
-    """beta from what the caller gave: itself, sigmoid of it, or twice that."""
+    """Return beta from the caller's value: itself, its sigmoid, or twice that."""
     x = x.to(tl.float32)
     if SIGMOID:
         x = sigmoid(x)
@@ -84,16 +88,18 @@ def strength(x, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def split(x):
-    """An fp64 number as two of fp32, whose sum it is to some 48 bits."""
+    """Split an fp64 value into two fp32 values, hi + lo, which keep some 48 bits."""
+    # fp64 exponentials are slow on a GPU: later differences and exponentials are fp32
     high = x.to(tl.float32)
     return high, (x - high.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def load_sums(G_ptr, row, first, length, head, T, HV, C: tl.constexpr):
-    """G of a chunk's tokens as (high, low), and of its last token; 0 past the chunk's end."""
+    """Load G of a chunk's tokens as (hi, lo), and that of its last token; 0 past the chunk's end."""
     tokens = tl.arange(0, C)
     base = G_ptr + (row.to(tl.int64) * T + first) * HV + head
+    # 8 bytes per token, strided by HV: the heads of a token share sectors in L2
     G = tl.load(base + tokens * HV, mask=tokens < length, other=0.0)
     high, low = split(G)
     end_high, end_low = split(tl.load(base + (length - 1) * HV))
@@ -102,13 +108,14 @@ def load_sums(G_ptr, row, first, length, head, T, HV, C: tl.constexpr):
 
 @triton.jit
 def decay(from_high, from_low, to_high, to_low):
-    """e^(to - from) of sums split in two; from >= to, or the caller masks it."""
+    """Return e^(to - from) of sums split into hi + lo; the caller masks entries with from < to."""
+    # subtracting hi from hi is exact for close sums; lo then restores the bits below fp32
     return tl.exp(tl.minimum((to_high - from_high) + (to_low - from_low), 0.0))
 
 
 @triton.jit
 def exist(columns, D: tl.constexpr):
-    """Which columns of a block lie below D; a constant where all do, so that no mask is left of it."""
+    """Return a mask of columns below D; a constant True if all are, so that loads need no predicate."""
     if (columns.shape[0] + D) % columns.shape[0] == 0:
         return tl.full(columns.shape, True, tl.int1)
     else:
@@ -120,7 +127,7 @@ def load_beta(
     beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C: tl.constexpr, SIGMOID: tl.constexpr,
     NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """beta of a chunk's tokens, 0 past its end."""
+    """Load beta of a chunk's tokens; 0 past its end."""
     tokens = tl.arange(0, C)
     if beta_ptr is None:
         return tl.where(tokens < length, 1.0, 0.0)
@@ -132,7 +139,7 @@ def load_beta(
 
 @triton.jit
 def load_rstd(rstd_ptr, row, first, length, head, T, H, C: tl.constexpr):
-    """1 / norm of a chunk's keys or queries, 0 past its end; ones where there is no normalisation."""
+    """Load the inverse norms of a chunk's keys or queries; 0 past its end, ones without normalisation."""
     tokens = tl.arange(0, C)
     if rstd_ptr is None:
         return tl.where(tokens < length, 1.0, 0.0)
@@ -146,16 +153,17 @@ def rows_of(
     x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D: tl.constexpr, C: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's rows of x [C, len(columns)]; zeros past its end and past column D."""
+    """Load a chunk's rows of x [C, len(columns)]; zeros past its end and past column D."""
     tokens = tl.arange(0, C)
     base = x_ptr + (row.to(tl.int64) * x_b + first.to(tl.int64) * x_t + head * x_h) * UNIT
     mask = (tokens < length)[:, None] & exist(columns, D)[None, :]
+    # x_t * UNIT: a constant factor of the stride lets Triton emit 16-byte loads
     return tl.load(base + tokens[:, None] * (x_t * UNIT) + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def state_tile(base, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, TURNED: tl.constexpr):
-    """Places and mask of a block [rows, columns] of a matrix stored by rows, or TURNED by columns."""
+    """Return pointers, mask of a block [rows, columns] of a matrix stored by rows, or by columns (TURNED)."""
     mask = exist(rows, NUM_ROWS)[:, None] & exist(columns, NUM_COLUMNS)[None, :]
     if TURNED:
         return base + columns[None, :] * NUM_ROWS + rows[:, None], mask
@@ -165,14 +173,15 @@ def state_tile(base, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.cons
 
 @triton.jit
 def store_wide(x_ptr, rest_ptr, place, x, mask):
-    """fp32 numbers in 24 bits: rounded to bf16 in x, an operand as it is, and 8 bits more in `rest`, signed.
+    """Store fp32 values in 24 bits: bf16 in x, ready as an MMA operand, and 8 more bits in `rest`, signed.
 
-    Rounding must not carry out of a NaN, of which a GPU's has all bits set. Without `rest`, in x's dtype.
+    Rounding must not carry out of a NaN, which has all bits set on a GPU. Without `rest`, store x's dtype.
     """
     if rest_ptr is None:
         tl.store(x_ptr + place, x.to(x_ptr.dtype.element_ty), mask=mask)
     else:
         bits = tl.where(x == x, x.to(tl.uint32, bitcast=True) + 128, 0x7FC00000)
+        # rounded at bit 16, so that `rest` is a signed difference
         upper = ((bits + 0x8000) >> 16).to(tl.uint16)
         tl.store(x_ptr + place, upper.to(tl.bfloat16, bitcast=True), mask=mask)
         tl.store(rest_ptr + place, (bits >> 8).to(tl.uint8).to(tl.int8, bitcast=True), mask=mask)
@@ -180,7 +189,7 @@ def store_wide(x_ptr, rest_ptr, place, x, mask):
 
 @triton.jit
 def widened(x, rest_ptr, place, mask):
-    """What `store_wide` stored, of which x has been loaded, in fp32; 0 where masked."""
+    """Return in fp32 what `store_wide` stored, given the loaded x; 0 where masked."""
     if rest_ptr is None:
         return x.to(tl.float32)
     else:
@@ -191,32 +200,35 @@ def widened(x, rest_ptr, place, mask):
 
 @triton.jit
 def squares(x):
-    """sum(x x) of each row, in fp32."""
+    """Return sum(x x) of each row, in fp32."""
+    # products of bf16 are exact in fp32
     wide = x.to(tl.float32)
     return tl.sum(wide * wide, 1)
 
 
 @triton.jit
 def rstd_of(total):
-    """1 / norm of rows from the sums of their squares."""
+    """Return the inverse norms of rows from the sums of their squares."""
+    # one instruction (MUFU) per row, instead of a square root and a division
     return tl.rsqrt(total + 1e-6)
 
 
 @triton.jit
 def solved(A_inv, r, PRECISION: tl.constexpr, FINE: tl.constexpr):
-    """A_inv r from A_inv - 1 as `prepare` leaves it: the diagonal takes r unrounded.
+    """Return A_inv r from A_inv - 1 as `prepare` stores it; the unit diagonal takes r unrounded.
 
-    FINE: elsewhere r, whose terms cancel where keys are alike, is taken in two parts.
+    FINE: r is split into hi + lo for the other entries, because its terms cancel where keys are alike.
     """
+    # r is also the accumulator of the MMA: the unit diagonal costs no registers
     return dot_in_parts(A_inv, r, r, PRECISION, FINE)
 
 
 @triton.constexpr_function
 def operand_of(x_ptr, REFINE):
-    """What products through the state are made of: REFINE gives 16-bit inputs fp32, one tf32 product each.
+    """Return the dtype of MMA operands that read the state; REFINE: fp32 for 16-bit inputs, in tf32 MMAs.
 
-    Worth its price where K is small. A state of 32 x V that holds thousands of tokens is written and read
-    with errors that add up: 5.4e-3 at the end in bf16 where 5e-3 is allowed, and with identical keys 5.2e-2
-    of 3e-2, from r = beta (v - k S), whose terms cancel, and from A_inv.
+    It is worth its time where K is small. A state of 32 x V that holds thousands of tokens is written and
+    read with errors that add up: 5.4e-3 at the end in bf16 where 5e-3 is allowed. With identical keys the
+    error is 5.2e-2 where 3e-2 is allowed, from r = beta (v - k S), whose terms cancel, and from A_inv.
     """
     return tl.float32 if REFINE else x_ptr.dtype.element_ty

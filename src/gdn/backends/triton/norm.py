@@ -1,10 +1,10 @@
-"""The gated RMS norm: rows in registers, one read of each input, one write of each output.
+"""Run the gated RMS norm with rows in registers: one read of each input, one write of each output.
 
     y = weight * n * act(z);   n = x * rstd;   rstd = rsqrt(mean(x * x) + eps)
     dn = weight * act(z) * dy;   dx = rstd * (dn - n * mean(n * dn));   dweight = sum(n * act(z) * dy)
 
-Rows are addressed in two levels, so that heads of a wider projection need no copy. Bytes per element in bf16
-with a gate: forward 6, backward 10.
+Rows have two strides (outer and inner), so heads of a wider projection need no copy. Bytes per element in
+bf16 with a gate: forward 6, backward 10.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ from gdn.backends.triton.lib import exist, sigmoid
 from gdn.problem.layer import NormProblem
 
 ELEMENTS = (
-    2048  # of a block of rows, one row at least; half of it in the backward, which has more in registers
+    2048  # elements of a block of rows, at least one row; half in the backward, which needs more registers
 )
-WIDEST = 8192  # columns of a row that fit in registers; wider rows are left to eager
+WIDEST = 8192  # columns of a row that fit in registers; `eager` runs wider rows
 
 
 @triton.jit
 def _load(x_ptr, rows, num_rows, inner, x_o, x_i, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr):
-    """Rows of x in fp32; zeros past the last row and column."""
+    """Load rows of x in fp32; zeros past the last row and column."""
     columns = tl.arange(0, BD)
     place = ((rows // inner).to(tl.int64) * x_o + (rows % inner).to(tl.int64) * x_i) * UNIT
     mask = (rows < num_rows)[:, None] & exist(columns, D)[None, :]
@@ -57,7 +57,7 @@ def _load_weight(weight_ptr, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def gated(z, GATE: tl.constexpr):
-    """act(z) and act'(z)."""
+    """Return act(z) and act'(z)."""
     if GATE == "none":
         return z, z * 0.0 + 1.0
     else:
@@ -75,10 +75,13 @@ def _norm_kernel(
     GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
+    # y = weight * n * act(z). Program: BR rows; grid: cdiv(rows, BR); 4 to 16 warps.
+    # Reads x, z and weight; writes y. y may be x: a program loads its rows before it stores them.
     if CHAINED:
         after_the_one_before()
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     x = _load(x_ptr, rows, num_rows, inner, x_o, x_i, D, BD, UNIT)
+    # rows are in registers: the mean needs no second read of x
     y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     if weight_ptr is not None:
         y = y * _load_weight(weight_ptr, D, BD)[None, :]
@@ -94,6 +97,8 @@ def _norm_bwd_kernel(
     num_rows, inner, x_o, x_i, z_o, z_i, dy_o, dy_i, rows_per_program, eps,
     GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    # dx, dz, and partial sums of dweight. Program: a group of rows, BR at a time; grid: about four programs
+    # per SM; 4 to 16 warps. Reads x, z, dy, weight; writes dx, dz and D fp32 partial sums.
     weight = _load_weight(weight_ptr, D, BD)
     dweight = tl.zeros([BR, BD], tl.float32)
     first = tl.program_id(0) * rows_per_program
@@ -101,6 +106,7 @@ def _norm_bwd_kernel(
         rows = i + tl.arange(0, BR)
         x = _load(x_ptr, rows, num_rows, inner, x_o, x_i, D, BD, UNIT)
         dn = _load(dy_ptr, rows, num_rows, inner, dy_o, dy_i, D, BD, UNIT)
+        # rstd is recomputed from the registers: saving it would cost HBM traffic in the forward
         rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         n = x * rstd
         if z_ptr is not None:
@@ -109,9 +115,11 @@ def _norm_bwd_kernel(
             _store(dz_ptr, dn * n * weight[None, :] * slope, rows, num_rows, D, BD)
             dn = dn * gate
         dweight += dn * n
+        # dweight has been added before: it needs dn without the weight
         dn = dn * weight[None, :]
         dx = rstd * (dn - n * (tl.sum(n * dn, 1) / D)[:, None])
         _store(dx_ptr, dx, rows, num_rows, D, BD)
+    # one partial sum per program to HBM, without atomics: `sums` adds them in a fixed order
     if partial_ptr is not None:
         columns = tl.arange(0, BD)
         place = partial_ptr + tl.program_id(0).to(tl.int64) * D + columns
@@ -145,7 +153,7 @@ def rms_norm_gated(problem: NormProblem) -> Tensor:
 
 
 def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, z and weight, each in its tensor's dtype."""
+    """Return the gradients of x, z and weight, each in its tensor's dtype."""
     p = problem
     if p.x.shape[-1] > WIDEST:
         return eager.BACKEND.rms_norm_gated_bwd(p, dy)  # type: ignore[no-any-return]
@@ -169,7 +177,7 @@ def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as the kernels read it: contiguous columns, and all axes before the last two foldable into one."""
+    """Return x as the kernels read it: columns contiguous, all axes before the last two foldable into one."""
     return x if x.stride(-1) == 1 and _folds(x) else x.contiguous()
 
 
@@ -191,7 +199,7 @@ def _dtype(x: Tensor | None) -> object:
 
 
 def _strides(x: Tensor | None) -> tuple[int, int]:
-    """Strides of the outer rows and of those within them."""
+    """Return the strides of outer rows and of the rows within them."""
     if x is None or x.dim() == 1:
         return 0, 0
     return (0 if x.dim() == 2 else x.stride(-3)), x.stride(-2)
@@ -202,6 +210,7 @@ def _arguments(
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     x, D = p.x, p.x.shape[-1]
     strides = [s for t in tensors for s in _strides(t)]
+    # a constant unit lets Triton load 16 bytes of a row at once
     unit = unit_of(*strides)
     BD = triton.next_power_of_2(D)
     numbers = (x.numel() // D, x.shape[-2] if x.dim() > 1 else 1, *(s // unit for s in strides))
@@ -215,6 +224,7 @@ def _num_warps(p: NormProblem) -> int:
 
 def plan_of(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
     numbers, constants = _arguments(p, ELEMENTS, x, z)
+    # blocks of rows are independent: registers decide how many an SM holds
     grid = triton.cdiv(numbers[0], constants["BR"])
     gpu = machine(x.device)
     constants["CHAINED"] = chains(gpu)
@@ -224,7 +234,7 @@ def plan_of(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
 def _plan_bwd(p: NormProblem, x: Tensor, z: Tensor | None, dy: Tensor) -> _Backward:
     numbers, constants = _arguments(p, ELEMENTS // 2, x, z, dy)
     num_rows, BR = numbers[0], constants["BR"]
-    # four programs per multiprocessor, each leaving one partial sum
+    # four programs per SM, each of which stores one partial sum
     blocks = triton.cdiv(triton.cdiv(num_rows, BR), 4 * machine(x.device).num_sms)
     rows = max(1, blocks) * BR
     num_partials = triton.cdiv(num_rows, rows)

@@ -1,4 +1,6 @@
-"""The outputs of all chunks at once, from the states that enter them: o = scale e^G q S_in + P v_new.
+"""Compute the outputs of all chunks in parallel, from the states that enter them.
+
+    o = scale e^G q S_in + P v_new
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, v_new, o 768, S_in 512, P 128: 1410.
 """
@@ -18,18 +20,24 @@ def output_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, REFINE: tl.constexpr,
 ):  # fmt: skip
+    # o = scale e^G q S_in + P v_new for one chunk.
+    # Program (chunk, head, strip): the C x BV outputs of BV value columns. Grid: entries * HV * cdiv(V, BV),
+    # strips fastest, so that the programs of a chunk find q and P in L2; warps and BV from `tuned`.
+    # Reads q, P, factors and a strip of S_in and v_new; writes a strip of o.
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips
     head = (tl.program_id(0) // strips) % HV
     chunk = tl.program_id(0) // (strips * HV)
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
     if length <= 0:
+        # an entry of no tokens; prepare has zeroed the outputs past the last sequence
         return
     operand: tl.constexpr = operand_of(q_ptr, REFINE)
     vs = strip * BV + tl.arange(0, BV)
     tokens = tl.arange(0, C)
     tile = chunk.to(tl.int64) * HV + head
     o = tl.zeros([C, BV], tl.float32)
+    # K is taken in blocks, so that q and S_in fit in registers and shared memory
     for block in range(0, K, BK):
         ks = block + tl.arange(0, BK)
         q = rows_of(q_ptr, row, first, length, head // ratio, q_b, q_t, q_h, ks, K, C, UNIT)
@@ -40,6 +48,7 @@ def output_kernel(
     v_new_place = v_new_ptr + tile * (C * V) + tokens[:, None] * V + vs[None, :]
     v_new = tl.load(v_new_place, mask=exist(vs, V)[None, :], other=0.0)
     read = factor(factors_ptr, tile, READ, C)
+    # scale e^G multiplies rows of the accumulator once, instead of every q
     o = dot(P, v_new, o * read[:, None], PRECISION)
     place = (row.to(tl.int64) * T + first + tokens) * HV + head
     o_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]

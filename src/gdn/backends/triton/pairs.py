@@ -1,13 +1,13 @@
-"""What the state passes need of a chunk's tokens beyond the tokens: pairs and factors.
+"""Compute the masked scores P and the per-token factors that the state passes read.
 
     P_ij = scale e^(G_i - G_j) <q_i, k_j> for j <= i, norms included
     factors: OUT e^(G_C - G) k_rstd;  READ scale e^G q_rstd;  INTO e^G k_rstd;  BETA;  END e^(G_C)
 
-The state passes are chains from chunk to chunk: what does not depend on the state is made outside them, by
-prepare in the forward and by a kernel of its own in the backward. P is 128 bytes a token in bf16 and saves a
-product and 4096 exponentials; the factors are 20 bytes and save four gathers and their arithmetic. The
-backward wants P in two parts: rounded, it made half of the variance of dbeta's error where little passes
-through the state.
+The state passes are sequential over chunks, so everything that does not depend on the state is computed
+outside them: by `prepare` in the forward, and by the kernel of this file in the backward. P is 128 bytes a
+token in bf16, and saves an MMA and 4096 exponentials per chunk. The factors are 20 bytes a token, and save
+four gathers and their arithmetic. The backward needs P as split bf16 (hi + lo): rounding P caused half of the
+variance of dbeta's error where little passes through the state.
 Bytes of the backward's kernel per token and value head at K = V = 128 in bf16, HV = H: q, k 512, P 256,
 gates, G, factors 60: 830.
 """
@@ -19,10 +19,10 @@ from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import decay, dot, load_beta, load_rstd, load_sums, parts, rows_of
 
-# rows of a chunk's factors
+# rows of a chunk's factors [ROWS, C], fp32 in HBM
 OUT, READ, INTO, BETA, END = (tl.constexpr(i) for i in range(5))
-# shares of its gates' gradients, which the backward puts beside them; CROSSING where OUT was, and in END's
-# row, after its number, THROUGH: where FINE one for each strip of the walk, else one
+# Terms of the gates' gradients, which the backward stores in the same array. CROSSING replaces OUT. THROUGH
+# is in END's row, after its one scalar: one value per strip of `state_bwd_kernel` if FINE, else one value.
 CROSSING, THROUGH, ENTERING, LEAVING, DBETA, ALONG_Q, ALONG_K = (
     tl.constexpr(i) for i in (0, 4, 5, 6, 7, 8, 9)
 )
@@ -31,7 +31,7 @@ ROWS = tl.constexpr(10)
 
 @triton.jit
 def decays(high, low, k_rstd, C: tl.constexpr):
-    """e^(G_i - G_j) k_rstd_j for j <= i, else 0 [C, C]."""
+    """Return e^(G_i - G_j) k_rstd_j for j <= i, else 0 [C, C]."""
     tokens = tl.arange(0, C)
     D = decay(high[None, :], low[None, :], high[:, None], low[:, None]) * k_rstd[None, :]
     return tl.where(tokens[:, None] >= tokens[None, :], D, 0.0)
@@ -39,9 +39,10 @@ def decays(high, low, k_rstd, C: tl.constexpr):
 
 @triton.jit
 def store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C: tl.constexpr):
-    """The factors of a chunk; of END's row only the first number."""
+    """Store the factors of a chunk; END is one scalar per chunk."""
     tokens = tl.arange(0, C)
     base = factors_ptr + tile * (ROWS * C) + tokens
+    # computed once per chunk here: each strip of the state pass would otherwise repeat the exponentials
     into = tl.exp(high)
     tl.store(base + OUT * C, decay(high, low, end_high, end_low) * k_rstd)
     tl.store(base + READ * C, into * q_scale)
@@ -52,13 +53,13 @@ def store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high,
 
 @triton.jit
 def factor(factors_ptr, tile, row: tl.constexpr, C: tl.constexpr):
-    """One row of a chunk's factors [C]."""
+    """Return one row of a chunk's factors [C]."""
     return tl.load(factors_ptr + tile * (ROWS * C) + row * C + tl.arange(0, C))
 
 
 @triton.jit
 def through(factors_ptr, tile, C: tl.constexpr):
-    """e^(G_C), what the state is multiplied with on its way through a chunk."""
+    """Return e^(G_C), the decay of the state over the whole chunk."""
     return tl.load(factors_ptr + tile * (ROWS * C) + END * C)
 
 
@@ -69,6 +70,10 @@ def pairs_kernel(
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, SIGMOID: tl.constexpr,
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # P_ij = scale e^(G_i - G_j) <q_i, k_j> for j <= i, and the factors, for one chunk and value head.
+    # Program (chunk, head). Grid: entries * HV, heads fastest, so that the value heads of a key head find q
+    # and k in L2; 4 warps.
+    # Reads q, k, G, beta and norms of 64 tokens; writes P (and its low half) [C, C] and five rows of factors.
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
@@ -78,6 +83,7 @@ def pairs_kernel(
     num_heads = HV // ratio
     tokens = tl.arange(0, C)
     qk = tl.zeros([C, C], tl.float32)
+    # raw q and k go into the MMA on tensor cores; the norms scale its result in registers
     for block in range(0, K, BK):
         ks = block + tl.arange(0, BK)
         q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
@@ -92,6 +98,7 @@ def pairs_kernel(
     P = qk * decays(high, low, k_rstd, C) * (scale * q_rstd)[:, None]
     square = tokens[:, None] * C + tokens[None, :]
     if P_rest_ptr is not None:
+        # hi + lo in two bf16 tensors: the state pass multiplies each on tensor cores
         high, low = parts(P, P_ptr.dtype.element_ty)
         tl.store(P_ptr + tile * (C * C) + square, high)
         tl.store(P_rest_ptr + tile * (C * C) + square, low)

@@ -1,7 +1,7 @@
-"""What a call of the chunked rule launches and allocates, for problems that differ only in where tensors lie.
+"""Plan the launches and tensors of the chunked rule, once per problem up to the addresses of its tensors.
 
-A plan is made once for a problem's shapes, strides, dtypes and options. With the first of its kind go the
-binaries that other numbers of heads, sequences and tokens would choose (`tuned`), compiled beside its own.
+A plan is made once for a problem's shapes, strides, dtypes and options. The first plan of its kind also
+compiles, in parallel, the binaries that other numbers of heads, sequences and tokens would use (`tuned`).
 """
 
 from collections.abc import Hashable, Iterator
@@ -43,11 +43,12 @@ _backwards: Plans[Backward] = Plans()
 
 
 def forward_plan(p: Problem, kept: torch.dtype | None) -> Forward:
-    """`kept`: the dtype of states that enter chunks, where they are kept."""
+    """Return the plan of a forward. `kept`: the dtype of S_in, or None where S_in is not kept."""
     return _forwards.get((key(p), kept), lambda: _first_forward(p, kept))
 
 
 def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
+    # keyed by layout and dtype only: the addresses of tensors are arguments of the launch
     assert saved.A_inv is not None and saved.S_in is not None
     found = (key(p), do.stride(), None if dS is None else dS.dtype, saved.A_inv.dtype, saved.S_in.dtype)
     return _backwards.get(found, lambda: _first_backward(p, saved, do, dS))
@@ -55,6 +56,7 @@ def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Ba
 
 def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
     a = arguments(p)
+    # if the caller fixed no backend, another length or batch may be dispatched to another backend
     is_shared = settings.backend(p.backend) is None
 
     def steps() -> Iterator[Step]:
@@ -67,7 +69,7 @@ def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
 
 
 def launches(p: Problem, kept: torch.dtype | None) -> Iterator[Step]:
-    """Of forwards of this kind of any size, on stand-ins for the tensors that they make."""
+    """Yield the launches of forwards of this kind, of any size, on stand-ins for allocated tensors."""
     a = arguments(p)
     for chosen in tuned.forwards(p, machine(p.device)):
         plan = _plan_forward(p, kept, a, chosen)
@@ -92,8 +94,9 @@ def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> 
 
 
 def saves(problem: Problem) -> tuple[Shape | None, ...]:
-    """Shapes of Saved: all but v_new, which the backward makes again from S_in for two products."""
+    """Return the shapes of Saved: all but v_new, which the backward recomputes from S_in with two MMAs."""
     p, dtype = problem, operand(problem)
+    # norms are per key head
     rstd = ((p.B, p.T, p.H), torch.float32) if p.use_qk_l2norm_in_kernel else None
     return (
         ((p.B, p.T, p.HV), torch.float64),
@@ -106,28 +109,30 @@ def saves(problem: Problem) -> tuple[Shape | None, ...]:
 
 
 def _pairs_width(p: Problem, blocks: int) -> tuple[int, bool]:
-    """Columns that E and F take per token and key head, and whether they may lie in dq.
+    """Return how many columns E and F take per token and key head, and whether dq's memory can hold them.
 
-    They may where one program fills all columns of it, and a multiple of 16 holds rows apart.
+    It can if one program computes whole rows of dq, and K is a multiple of 16, the unit of row strides.
     """
     needed = p.HV // p.H * CHUNK
+    # E and F of a row fit into a row of dq: no memory of their own in HBM
     is_shared = blocks == 1 and needed <= p.K and p.K % 16 == 0
     return (p.K if is_shared else needed), is_shared
 
 
 def operand(p: Problem) -> torch.dtype:
-    """What products through the state are made of."""
+    """Return the dtype of MMA operands that read the state."""
     return torch.float32 if tuned.refines(p) else p.q.dtype
 
 
 def _narrow(p: Problem) -> torch.dtype:
-    """What passes from kernel to kernel without meeting a state."""
+    """Return the dtype of tensors that pass between kernels without being multiplied by a state."""
     return torch.float32 if tuned.is_exact(p) else p.q.dtype
 
 
 def key(p: Problem) -> Hashable:
-    """Everything of a problem that its launches depend on, but for where its tensors lie."""
+    """Return everything that the launches depend on, except the addresses of tensors."""
     if p.form is not None:
+        # otherwise built from shapes, strides, dtypes and options: a Python tuple, no read of the GPU
         return p.form
     q, k, v, g, beta, cu = p.q, p.k, p.v, p.g, p.beta, p.cu_seqlens
     return (
@@ -144,12 +149,12 @@ def key(p: Problem) -> Hashable:
 
 
 def tensors_of(p: Problem) -> tuple[Tensor | None, ...]:
-    """A problem's tensors as `steps` takes them."""
+    """Return a problem's tensors in the order that `steps` expects."""
     return (p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.cu_seqlens)
 
 
 def kind_of(p: Problem, a: "Arguments") -> Hashable:
-    """All of a problem that tells its binaries, and those of its kind with other sizes, from others."""
+    """Return what identifies the binaries of a problem, including those for other sizes."""
     dtypes = (
         None if x is None else x.dtype
         for x in (p.q, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.cu_seqlens)
@@ -162,24 +167,24 @@ def kind_of(p: Problem, a: "Arguments") -> Hashable:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the launches of a problem share."""
+    """Hold what the launches of a problem share."""
 
     table: Table | None
     entries: int
     unit: int
     precision: str
     BK: int
-    block: int  # key columns of one product, where a kernel can take them in turn
+    block: int  # key columns of one MMA, in kernels that loop over K: bounds registers and shared memory
     activation: dict[str, bool]
 
     @property
     def launch(self) -> Launch | None:
-        """What makes the table."""
+        """Return the launch that makes the table, or None for dense problems."""
         return None if self.table is None else self.table.launch
 
     @property
     def room(self) -> Room | None:
-        """The table's."""
+        """Return the buffer spec of the table, or None for dense problems."""
         return None if self.table is None else self.table.room
 
     @property
@@ -188,6 +193,7 @@ class Arguments:
 
 
 def arguments(p: Problem, *others: Tensor) -> Arguments:
+    # packed sequences: the table of chunks is made on the device
     table = None if p.cu_seqlens is None else Table(p, machine(p.device))
     strides = [s for x in (p.q, p.k, p.v, *others) for s in x.stride()[:3]]
     kind = machine(p.device).kind
@@ -204,7 +210,7 @@ def arguments(p: Problem, *others: Tensor) -> Arguments:
 
 
 def strides_of(unit: int, *tensors: Tensor) -> tuple[int, ...]:
-    """Strides of row, token and head, in units."""
+    """Return the strides of row, token and head, in units; a constant unit lets Triton vectorise loads."""
     return tuple(s // unit for x in tensors for s in x.stride()[:3])
 
 
@@ -213,18 +219,19 @@ def gate_strides(*tensors: Tensor | None) -> tuple[int, ...]:
 
 
 def _strips(p: Problem, chosen: tuned.Pass) -> dict[str, Any]:
-    """Constants of a kernel that takes the value columns in strips."""
+    """Return the constants of a kernel that takes the value columns in strips."""
     return {"BV": chosen.BV, "STAGES": chosen.stages, "REFINE": tuned.refines(p)}
 
 
 def numbers_of(p: Problem) -> tuple[int, ...]:
-    """T, HV, ratio, chunks_per_row."""
+    """Return T, HV, ratio, chunks_per_row, which every kernel takes."""
     return (p.T, p.HV, p.HV // p.H, (p.T + CHUNK - 1) // CHUNK)
 
 
 def _plan_forward(p: Problem, kept: torch.dtype | None, a: Arguments, chosen: tuned.ForwardTiles) -> Forward:
     numbers = numbers_of(p)
     shared = {"K": p.K, "V": p.V, **a.sizes, "PRECISION": a.precision}
+    # 4 warps: one per 16 x 16 diagonal block of A, which `tril` inverts in registers
     prepare = Launch(
         prepare_kernel,
         a.entries * p.HV,
@@ -233,6 +240,7 @@ def _plan_forward(p: Problem, kept: torch.dtype | None, a: Arguments, chosen: tu
         4,
         seconds=2.0,
     )
+    # one program per sequence, head and strip: S stays in its registers for all chunks
     programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
     is_fine = tuned.is_fine(p, machine(p.device))
     walk = {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": is_fine}
@@ -243,6 +251,7 @@ def _plan_forward(p: Problem, kept: torch.dtype | None, a: Arguments, chosen: tu
         )
         return Forward(_rooms(p, kept, False, a), a.launch, prepare, scan, None)
     strides = strides_of(a.unit, p.k, p.v)
+    # few sequences and heads: the scan is the critical path, and outputs get a kernel that fills all SMs
     state = Launch(state_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
     output = Launch(
         output_kernel,
@@ -255,8 +264,9 @@ def _plan_forward(p: Problem, kept: torch.dtype | None, a: Arguments, chosen: tu
 
 
 def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool, a: Arguments) -> tuple[Room | None, ...]:
-    """What a forward allocates: see `Forward`."""
+    """Return the buffer specs of a forward, in the order of `Forward.rooms`."""
     G, A_inv, _, _, q_rstd, k_rstd = saves(p)
+    # tensors that only later kernels read are in the input's dtype, to save HBM traffic
     narrow, tiles = _narrow(p), (p.num_chunks, p.HV)
     shapes = (
         G,
@@ -276,6 +286,7 @@ def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool, a: Arguments) -
 def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardTiles) -> Backward:
     numbers = numbers_of(p)
     shared = {"K": p.K, "V": p.V, **a.sizes, "PRECISION": a.precision}
+    # P and factors again, instead of keeping them in HBM from forward to backward
     pairs = Launch(
         pairs_kernel,
         a.entries * p.HV,
@@ -291,10 +302,12 @@ def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardT
         {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": is_fine},
         chosen.num_warps,
     )
+    # blocks of K per program bound the registers of dq and dk
     BK = min(a.BK, chosen.BK)
     blocks = triton.cdiv(p.K, BK)
     width, is_shared = _pairs_width(p, blocks)
     gradients = []
+    # group by group, so that scaled v_new takes memory for one group of chunks only
     for begin in range(0, a.entries, chosen.part):
         entries = min(chosen.part, a.entries - begin)
         pairs_bwd = Launch(
@@ -312,6 +325,7 @@ def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardT
             chosen.rows.num_warps,
         )
         gradients.append((pairs_bwd, rows_bwd))
+    # 1 warp: vectors of 64 tokens, no MMA
     gates = Launch(
         gates_bwd_kernel,
         a.entries * p.HV,
@@ -322,13 +336,16 @@ def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardT
     add = None
     if p.A_log is not None:
         num_sums = 1 if p.dt_bias is None else 2
+        # partial sums of all chunks, added in a fixed order
         add = sums.add(a.entries, num_sums, p.HV, (0, 1), is_row_first=True)
     late = _late_rooms(p, min(chosen.part, a.entries), None if is_shared else width)
     return Backward(_first_rooms(p, a), late, a.launch, pairs, state, tuple(gradients), gates, add)
 
 
+# shapes of Backward.rooms; P and its low half come last, because `chunk_backward` frees them first
 def _first_rooms(p: Problem, a: Arguments) -> tuple[Room | None, ...]:
     tiles = (p.num_chunks, p.HV)
+    # fp64 sums per chunk: their total may cancel
     partial = [x for x in (p.A_log, p.dt_bias) if x is not None]
     S_in, P = saves(p)[2], room((*tiles, CHUNK, CHUNK), operand(p))
     assert S_in is not None
@@ -346,8 +363,12 @@ def _first_rooms(p: Problem, a: Arguments) -> tuple[Room | None, ...]:
 
 
 def _late_rooms(p: Problem, count: int, width: int | None) -> tuple[Room | None, ...]:
-    """`count`: chunks of a part; `width`: columns of E and F per token and key head, where they lie apart."""
+    """Return the specs of `Backward.late`. `count`: chunks of a group; `width`: columns of E and F per token.
+
+    `width` is None where E and F are stored in dq's memory.
+    """
     pairs = None if width is None else room((p.B, p.T, p.H, width), p.q.dtype)
+    # one group of chunks: scaled v_new, and its low 8 bits for bf16
     shape = (count, p.HV, CHUNK, p.V)
     has_rest = p.q.dtype == torch.bfloat16 and tuned.is_fine(p, machine(p.device))
     return (

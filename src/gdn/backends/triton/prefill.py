@@ -1,12 +1,12 @@
-"""Prefill: the chunked rule between a gather from the engine's pool and a scatter into it, all on the device.
+"""Prefill: gather states from the engine's pool, run the chunked rule, scatter states back, all on the GPU.
 
     gather     pool slots -> initial states, fp32; zeros for a new sequence or an invalid slot
-    the rule   its forward, keeping the state that enters each chunk if somebody wants states on the way
-    snapshot   the state in the middle of a sequence: up to 63 steps on from the chunk it lies in
-    scatter    final states -> pool slots, states on the way -> checkpoints
+    the rule   its forward; it keeps S_in of each chunk if checkpoints or snapshots need it
+    snapshot   the state inside a sequence: up to 63 steps from the state of its chunk
+    scatter    final states -> pool slots, states inside prompts -> checkpoints
     clear      zero output for sequences without a slot
 
-A program has a tile of one state, as in `recurrent`, which lies well for a pool in either memory order.
+A program has a tile of one state, as in `recurrent`, whose loads are coalesced for a pool in either order.
 """
 
 from collections.abc import Callable, Hashable
@@ -37,9 +37,10 @@ from gdn.problem import CHUNK, PrefillProblem, Problem
 
 @triton.jit
 def first_chunk(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
-    """How many chunks the sequences before n have."""
+    """Return the number of chunks of all sequences before n."""
     lanes = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], tl.int64)
+    # the offsets come from L2 after the first program has read them
     for m in range(0, n, BLOCK):
         starts = tl.load(cu_seqlens_ptr + m + lanes, mask=m + lanes < n, other=0).to(tl.int64)
         ends = tl.load(cu_seqlens_ptr + m + lanes + 1, mask=m + lanes < n, other=0).to(tl.int64)
@@ -55,6 +56,8 @@ def gather_kernel(
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    # initial[n] = pool[slot], or zeros. Program (n, head, block of V): one tile; grid: N * HV * blocks.
+    # Reads a tile in the pool's dtype and order; writes it in fp32, contiguous, for the chunked rule.
     n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, A * B))
     keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
     mask = (keys < K) & (values < V)[:, None, :, None]
@@ -78,6 +81,8 @@ def scatter_kernel(
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr,
     UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, UPDATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # pool[slot] = final[n], and checkpoints every `every` tokens from S_in. Program (n, head, block of V):
+    # one tile; grid: N * HV * blocks. A checkpoint at the end of a sequence is the final state.
     n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, A * B))
     keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
     mask = (keys < K) & (values < V)[:, None, :, None]
@@ -85,8 +90,10 @@ def scatter_kernel(
     count = (tl.load(cu_seqlens_ptr + n + 1) - tl.load(cu_seqlens_ptr + n)).to(tl.int64)
     if (slot < lowest) | (slot >= slots) | (count <= 0):
         return
+    # loaded once into registers, for the pool and for a checkpoint at the end
     S = tl.load(tile(final_ptr + (n * HV + head) * (K * V), keys, values, V, K, 1, OWN_AXIS), mask=mask)
     if UPDATE:
+        # the state may go to another slot than the one it came from
         if out_index_ptr is not None:
             slot = tl.load(out_index_ptr + n * out_index_n).to(tl.int64)
         place = tile(
@@ -95,6 +102,7 @@ def scatter_kernel(
         is_written = (slot >= lowest) & (slot < slots)
         tl.store(place, S.to(state_ptr.dtype.element_ty), mask=mask & is_written)
     if checkpoints_ptr is not None:
+        # chunks before sequence n are counted on the device: the host does not know the lengths
         chunk = first_chunk(cu_seqlens_ptr, n, C, BLOCK)
         row = tl.load(offsets_ptr + n * offsets_n).to(tl.int64)
         done = tl.full([], 0, tl.int64) + every
@@ -122,6 +130,8 @@ def snapshot_kernel(
     TOKEN_UNIT: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, NEGATIVE: tl.constexpr, C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # pool[target] = state after pos tokens. Program (n, head, block of V): one tile; grid: N * HV * blocks.
+    # Reads one of initial, final and S_in, then up to C - 1 tokens; writes the tile of the snapshot.
     n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, A * B))
     keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
     has_key, has_value = keys < K, values < V
@@ -134,9 +144,11 @@ def snapshot_kernel(
     is_idle = (slot < lowest) | (slot >= slots) | (target < lowest) | (target >= slots)
     if is_idle | (pos < 0) | (pos > count):
         return
+    # the state at the end needs no steps: it is the final state
     steps = tl.where(pos == count, 0, pos % C)
     state = (n * HV + head) * (K * V)
     chunk = first_chunk(cu_seqlens_ptr, n, C, BLOCK) + pos // C
+    # three masked loads and a select: one of them reads HBM, the others are predicated off
     S_start = tl.load(
         tile(initial_ptr + state, keys, values, V, K, 1, OWN_AXIS), mask=mask & (pos < C), other=0.0
     )
@@ -164,6 +176,7 @@ def snapshot_kernel(
         rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
     if dt_bias_ptr is not None:
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    # the token recurrence with S in registers, from the start of the chunk that contains pos
     at = tl.full([], 0, tl.int64)
     for _ in range(steps):
         q, k, v, g, beta = read(
@@ -183,6 +196,7 @@ def clear_kernel(
     out_ptr, cu_seqlens_ptr, index_ptr, o_t, o_h, o_v, index_n, HV, HV_inverse, HV_s, slots, lowest,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
+    # out = 0 where a sequence has no slot. Program (n, head); grid: N * HV; 4 warps.
     n, head, _block = owner(HV, HV_inverse, HV_s, 1)
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
     first = tl.load(cu_seqlens_ptr + n).to(tl.int64)
@@ -190,6 +204,7 @@ def clear_kernel(
     if (slot >= lowest) & (slot < slots):
         return
     values = tl.arange(0, BV)
+    # C tokens at a time: a tile [C, V] of zeros in registers
     for _ in range(tl.cdiv(end - first, C)):
         tokens = first + tl.arange(0, C)
         place = out_ptr + (tokens * o_t)[:, None] + head * o_h + (values * o_v)[None, :]
@@ -200,7 +215,7 @@ def clear_kernel(
 
 @dataclass(frozen=True)
 class Prefill:
-    """The launches of one prefill around that of the rule; `snapshot` is None where none is asked for."""
+    """Hold the launches of one prefill around that of the rule; `snapshot` is None if none is requested."""
 
     gather: Launch
     snapshot: Launch | None
@@ -215,8 +230,8 @@ Forward = Callable[[Problem, torch.dtype | None], tuple[Tensor, Tensor | None, S
 def prefill(problem: PrefillProblem, forward: Forward = chunked.forward) -> None:
     """See `Backend`; writes problem.state, problem.checkpoints and problem.out.
 
-    forward: as `rule.forward`, of a tidy problem and the dtype in which states that enter chunks are kept. It
-    is fp32: a state that an engine starts from again is not to be rounded more than one that is carried on.
+    forward: a function like `rule.forward`, of a tidy problem and the dtype of S_in. That dtype is fp32: a
+    state from which an engine starts again must not be rounded more than a state that is carried on.
     """
     p = problem
     rule = chunked.tidy(p.rule)
@@ -236,12 +251,13 @@ def prefill(problem: PrefillProblem, forward: Forward = chunked.forward) -> None
             final, S_in, rule.cu_seqlens, p.state_index, p.out_state_index, p.checkpoint_offsets,
             p.state, p.checkpoints,
         )  # fmt: skip
+        # the caller's tensor may have any strides
         p.out.copy_(o)
         plan.clear(p.out, rule.cu_seqlens, p.state_index)
 
 
 def _key(p: PrefillProblem, rule: Problem) -> Hashable:
-    """Everything of a problem that its launches depend on, but for where its tensors lie."""
+    """Return everything that the launches depend on, except the addresses of tensors."""
     tensors = (
         rule.q, rule.k, rule.v, rule.g, rule.beta, rule.A_log, rule.dt_bias, rule.cu_seqlens, p.state,
         p.state_index, p.out_state_index, p.has_initial_state, p.checkpoints, p.checkpoint_offsets,
@@ -265,7 +281,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
         "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "OWN_AXIS": "k" if p.state_v_first else "v",
         "UNIT": unit,
     }  # fmt: skip
-    counting = {"C": CHUNK, "BLOCK": 256}
+    counting = {"C": CHUNK, "BLOCK": 256}  # BLOCK: offsets of cu_seqlens loaded at once
     slots = (p.state.shape[0], 0 if p.null_slot is None else 1)
     programs = p.N * p.HV * part.blocks(p.V)
     index, heads = p.state_index.stride(0), (p.HV, *inverse(p.HV))
@@ -297,7 +313,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
     )
     if p.snapshot_pos is None:
         return Prefill(gather, None, scatter, clear)
-    token_unit = min(
+    token_unit = min(  # loads of q and k as wide as those of the state: see `recurrent`
         16 // p.state.element_size(), unit, unit_of(*rule.q.stride()[1:3], *rule.k.stride()[1:3])
     )
     snapshot = Launch(

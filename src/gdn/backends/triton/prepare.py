@@ -1,12 +1,12 @@
-"""Per chunk and value head, all that does not depend on the state.
+"""Compute per chunk and value head everything that does not depend on the state.
 
     g = -exp(A_log) softplus(a + dt_bias)  or as given;   G = chunk sums of g, in fp64
     A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1
-    P and factors of `pairs`
+    P and the factors of `pairs`
 
-One kernel: q and k come in once, and neither g nor A leaves the chip. With l2norm the raw q and k go
-through the products; rstd = rsqrt(sum(x x) + 1e-6), which scales what comes out, is kept for the backward.
-Outputs of tokens that belong to no sequence are zeroed here, as no later kernel need go there.
+It is one kernel, so that q and k are loaded once from HBM and neither g nor A leaves the SM. With l2norm the
+MMAs use raw q and k; rstd = rsqrt(sum(x x) + 1e-6) scales their results and is kept for the backward. Outputs
+of tokens that belong to no sequence are zeroed here, so that no later kernel needs those tokens.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q and k 512, A_inv and P 256, gates, G, factors
 40: 810.
@@ -24,19 +24,19 @@ from gdn.backends.triton.tril import inverse
 
 @triton.jit
 def log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET: tl.constexpr):
-    """g >= RESET from what the caller gave: itself, or a logit."""
+    """Return max(g, RESET), with g as the caller gave it or -exp(A_log) softplus(g + dt_bias)."""
     g = g.to(tl.float32)
     if A_log_ptr is not None:
         if dt_bias_ptr is not None:
             g += tl.load(dt_bias_ptr + head).to(tl.float32)
         g = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * softplus(g)
-    # a NaN stays one: on a GPU the maximum of it and RESET is RESET
+    # keep NaN: tl.maximum(NaN, RESET) is RESET on a GPU
     return tl.where(g < RESET, RESET, g)
 
 
 @triton.jit
 def clear_outputs(o_ptr, place, count, head, HV, V: tl.constexpr, C: tl.constexpr):
-    """Zeros for the first `count` of a chunk's tokens, which belong to no sequence."""
+    """Store zeros for the first `count` tokens of a chunk; they belong to no sequence."""
     tokens = tl.arange(0, C)
     for v in range(0, V, 16):
         vs = v + tl.arange(0, 16)
@@ -50,7 +50,7 @@ def chunk_sums(
     g_ptr, A_log_ptr, dt_bias_ptr, row, first, length, head, g_b, g_t, g_h, C: tl.constexpr,
     RESET: tl.constexpr,
 ):  # fmt: skip
-    """G of a chunk's tokens, in fp64; past its end that of its last."""
+    """Return G of a chunk's tokens in fp64; past the chunk's end that of the last token."""
     tokens = tl.arange(0, C)
     if g_ptr is None:
         return tl.zeros([C], tl.float64)
@@ -70,12 +70,17 @@ def prepare_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
+    # A_inv, P, G, factors and norms of one chunk and value head; formulas at the top of the file.
+    # Program (chunk, head). Grid: entries * HV, heads fastest, so that the value heads of a key head find q
+    # and k in L2; 4 warps, one per 16 x 16 diagonal block of A (see `tril`).
+    # Reads q, k, g and beta of 64 tokens; writes A_inv and P [C, C], ROWS factors per token, G, and norms.
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
     tokens = tl.arange(0, C)
     place = row.to(tl.int64) * T + first
     if length <= 0:
+        # a negative length marks tokens past the last sequence
         if o_ptr is not None:
             clear_outputs(o_ptr, place, -length, head, HV, V, C)
         return
@@ -90,6 +95,7 @@ def prepare_kernel(
     k_squares = tl.zeros([C], tl.float32)
     q_squares = tl.zeros([C], tl.float32)
     qk = tl.zeros([C, C], tl.float32)
+    # if one block holds all of K, k is loaded once and kept in registers or shared memory for both loops
     k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, tl.arange(0, BK), K, C, UNIT)
     for block in range(0, K, BK):
         ks = block + tl.arange(0, BK)
@@ -101,6 +107,7 @@ def prepare_kernel(
             q_squares += squares(q)
         qk = dot(q, tl.trans(k), qk, PRECISION)
     rstd_place = (place + tokens) * num_heads + key_head
+    # norms exist per key head: its first value head stores them
     is_mine = is_token & (head % ratio == 0)
     k_rstd = tl.where(is_token, 1.0, 0.0)
     q_scale = tl.full([C], scale, tl.float32)
@@ -126,8 +133,8 @@ def prepare_kernel(
         kk = dot(k, tl.trans(k), kk, PRECISION)
     A = kk * D * (beta * k_rstd)[:, None]
     A_inv = inverse(A, PRECISION)
-    # rows of identical keys add up to little, and a state holds the sums of thousands: the place of the 1 on
-    # the diagonal has what rounding took from the row's sum
+    # A row of A_inv can sum to almost nothing where keys are identical, while the state sums thousands of
+    # such rows. The diagonal is known to be 1, so its place holds what rounding took from the row's sum.
     A_inv = tl.where(tokens[:, None] > tokens[None, :], A_inv, 0.0)
     kept = A_inv.to(A_inv_ptr.dtype.element_ty)
     lost = tl.sum(A_inv - kept.to(tl.float32), 1)

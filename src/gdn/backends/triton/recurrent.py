@@ -1,18 +1,18 @@
-"""The rule token by token: one program carries some columns of one state, in registers, through a sequence.
+"""Run the token recurrence: one program keeps some columns of one state in registers through a sequence.
 
     kS, qS = [k; q] S;   d = beta (v - e^g kS);   o = scale (e^g qS + <q, k> d);   S <- e^g S + k d^T
 
-A program's part of a state is a tile of R x P of its V columns and J x W = K numbers in each. What is
-contiguous in memory, K (V-first) or V (K-first), is what a warp's lanes and 16-byte loads go along first:
+A program's tile of a state is R x P of its V columns, with J x W = K elements each. The lanes and 16-byte
+loads of a warp go first along the axis that is contiguous in memory, K (V-first) or V (K-first):
 
-    V-first   v = p R + r,  k = j W + w    W numbers are 128 bytes: 8 lanes of 16. The other 4 lanes, and the
-                                           warps, are R; J and P lie in a thread's own registers
-    K-first   v = r P + p,  k = j          P numbers are 16 bytes, on R lanes; the other lanes are J
+    V-first   v = p R + r,  k = j W + w    W elements are 128 bytes: 8 lanes of 16. The other 4 lanes, and the
+                                           warps, are R; J and P are in a thread's own registers
+    K-first   v = r P + p,  k = j          P elements are 16 bytes, on R lanes; the other lanes are J
 
-So q and k, read once per r, come in the layout of the state, and nothing goes through shared memory. At
-K = 128 in fp32 both sums over K cost 8 columns 12 shuffles; with 32 lanes along K they cost 80. Which axis of
-a tensor gets lanes after the contiguous one is Triton's choice: the first up to 3.6, then the last. So the
-axes are [R, J, P, W] or [P, J, R, W]; to the code, [A, J, B, W].
+So q and k, loaded once per r, have the state's layout, and nothing goes through shared memory. At K = 128 in
+fp32 both sums over K cost 8 columns 12 shuffles; with 32 lanes along K they cost 80. Triton chooses which
+axis gets lanes after the contiguous one: the first up to 3.6, then the last. So the axes are [R, J, P, W] or
+[P, J, R, W]; in the code, [A, J, B, W].
 """
 
 from collections.abc import Hashable
@@ -30,13 +30,13 @@ from gdn.problem import Problem
 
 @triton.jit
 def product(x, y):
-    """x y, rounded: as an fma it is never fused with a sum that follows."""
+    """Return x y, rounded: written as an fma, it is never fused with a following sum."""
     return tl.fma(x, y, 0.0)
 
 
 @triton.jit
 def fours(x):
-    """[A, J, B, W] in four parts [A, J, B, W / 4], by places in W mod 4: neighbours that a thread has."""
+    """Split [A, J, B, W] into four [A, J, B, W / 4] by position in W mod 4; neighbours share a thread."""
     A: tl.constexpr = x.shape[0]
     J: tl.constexpr = x.shape[1]
     B: tl.constexpr = x.shape[2]
@@ -49,8 +49,8 @@ def fours(x):
 
 @triton.jit
 def inner(x, y):
-    """<x, y> over K of [A, J, B, W]: over four neighbours in their order, then as `over_keys`."""
-    if x.shape[3] < 4:
+    """Return <x, y> over K of [A, J, B, W]: four neighbours in order, then pairs as in `over_keys`."""
+    if x.shape[3] < 4:  # fewer than four neighbours in a thread
         return over_keys(product(x, y))
     else:
         x, y = tl.broadcast(x, y)
@@ -61,10 +61,9 @@ def inner(x, y):
 
 @triton.jit
 def over_keys(x):
-    """Sum over K of [A, J, B, W]: halves of J, then neighbours in W, always two numbers at a time.
+    """Sum [A, J, B, W] over K: halves of J, then neighbours in W, always two elements at a time.
 
-    Two numbers have one sum, whichever comes first: the bits are the same for any tile, alignment and
-    number of warps.
+    Two elements have the same sum in either order: no tile, alignment or number of warps changes the bits.
     """
     A: tl.constexpr = x.shape[0]
     J: tl.constexpr = x.shape[1]
@@ -72,29 +71,29 @@ def over_keys(x):
     W: tl.constexpr = x.shape[3]
     for i in tl.static_range(0, 8):
         if (J >> i) > 1:
-            x = tl.sum(tl.reshape(x, [A, 2, J >> (i + 1), B, W]), 1)
+            x = tl.sum(tl.reshape(x, [A, 2, J >> (i + 1), B, W]), 1)  # J: in a thread's registers
     x = tl.reshape(x, [A, B, W])
     for i in tl.static_range(0, 8):
         if (W >> i) > 1:
-            x = tl.sum(tl.reshape(x, [A, B, W >> (i + 1), 2]), 3)
+            x = tl.sum(tl.reshape(x, [A, B, W >> (i + 1), 2]), 3)  # W: registers, then shuffles between lanes
     return tl.reshape(x, [A, B])
 
 
 def inverse(n: int) -> tuple[int, int]:
-    """What `divide` divides numbers below 2**30 by n with: ceil(2**s / n) and s."""
+    """Return the constants with which `divide` divides by n below 2**30: ceil(2**s / n) and s."""
     s = 30 + (n - 1).bit_length()
     return -(-(1 << s) // n), s
 
 
 @triton.jit
 def divide(x, inverse, s):
-    """x // n by a multiplication: a division is some 30 instructions, ahead of the first address."""
+    """Return x // n by multiplication: a division is some 30 instructions before the first address."""
     return (x.to(tl.int64) * inverse >> s).to(tl.int32)
 
 
 @triton.jit
 def owner(HV, HV_inverse, HV_s, BLOCKS: tl.constexpr, AHEAD: tl.constexpr = 0):
-    """Row, value head and block of V of a program, or of that AHEAD of it."""
+    """Return row, value head and block of V of this program, or of the one AHEAD program ids later."""
     pid = tl.program_id(0) + AHEAD
     row = divide(pid // BLOCKS, HV_inverse, HV_s)
     return row.to(tl.int64), pid // BLOCKS - row * HV, pid % BLOCKS
@@ -102,9 +101,9 @@ def owner(HV, HV_inverse, HV_s, BLOCKS: tl.constexpr, AHEAD: tl.constexpr = 0):
 
 @triton.jit
 def span(cu_seqlens_ptr, row, N, T):
-    """A row's first packed token, and how many it has; packed, row N holds those past the last sequence."""
+    """Return a row's first packed token and count; row N of packed rows has those past the last sequence."""
     if cu_seqlens_ptr is None:
-        first = tl.full([], 0, tl.int64)
+        first = tl.full([], 0, tl.int64)  # dense rows start at token 0
         count = T
     else:
         first = tl.load(cu_seqlens_ptr + row).to(tl.int64)
@@ -118,7 +117,7 @@ def places(
     block, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr, AXIS: tl.constexpr,
     R_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The numbers k [1, J, 1, W] and v [A, B] of a program's tile."""
+    """Return the key indices [1, J, 1, W] and value indices [A, B] of a program's tile."""
     keys = tl.arange(0, J)[None, :, None, None] * W + tl.arange(0, W)[None, None, None, :]
     a, b = tl.arange(0, A)[:, None], tl.arange(0, B)[None, :]
     if (AXIS == "v") == R_FIRST:
@@ -133,12 +132,12 @@ def along_keys(
     keys, stride, A: tl.constexpr, B: tl.constexpr, AXIS: tl.constexpr, R_FIRST: tl.constexpr,
     DENSE: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of q and k, once per r. With K-first states they must not look contiguous, or their loads would
-    lay the lanes along K, and the state would have to follow through shared memory."""
+    """Return offsets of q and k, once per r. For K-first states they must not look contiguous: Triton would
+    put lanes along K for these loads, and would convert the state through shared memory."""
     if not DENSE or AXIS == "v":
         keys = keys * stride
     if R_FIRST:
-        once = tl.zeros([A, 1, 1, 1], tl.int32)
+        once = tl.zeros([A, 1, 1, 1], tl.int32)  # broadcast along r, so each lane loads its own keys
     else:
         once = tl.zeros([1, 1, B, 1], tl.int32)
     return keys + once
@@ -146,7 +145,7 @@ def along_keys(
 
 @triton.jit
 def tile(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexpr):
-    """Pointers [A, J, B, W] into a state with strides k and v, in UNITs; along AXIS it is contiguous."""
+    """Return pointers [A, J, B, W] to a state with strides k and v, in UNITs; it is contiguous along AXIS."""
     values = values[:, None, :, None]
     if AXIS == "k":
         return ptr + values.to(tl.int64) * (v * UNIT) + keys
@@ -157,7 +156,7 @@ def tile(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def read(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, t, q_t, k_t, v_t, g_t, beta_t, is_token, has_key, has_value):
-    """One token as the caller gave it: q, k [., J, ., W], v [A, B], g, beta. Zeros where there is none."""
+    """Load one token as the caller gave it: q, k [., J, ., W], v [A, B], g, beta; zeros if there is none."""
     q = tl.load(q_ptr + t * q_t, mask=has_key & is_token, other=0.0)
     k = tl.load(k_ptr + t * k_t, mask=has_key & is_token, other=0.0)
     v = tl.load(v_ptr + t * v_t, mask=has_value & is_token, other=0.0)
@@ -178,16 +177,16 @@ def step(
     NORM: tl.constexpr, DECAY: tl.constexpr, GATE: tl.constexpr, SIGMOID: tl.constexpr,
     NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One token, as it was read: the state after it, and o [A, B]. rate = exp(A_log) and bias are for GATE.
+    """Advance S by one token as loaded; return S and o [A, B]. rate = exp(A_log) and bias are for GATE.
 
-    Every product that meets a sum is an fma by name, so that other code around a step leaves its bits alone.
+    Every multiply-add is an explicit fma, so the code around a step cannot change its bits.
     """
     q, k, v, g = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), g.to(tl.float32)
     beta = strength(beta, SIGMOID, NEGATIVE)
-    kS, qS, qk = inner(S, k), inner(S, q), inner(q, k)
+    kS, qS, qk = inner(S, k), inner(S, q), inner(q, k)  # S comes from registers, not from HBM
     k_rstd, decay = 1.0, 1.0
     if NORM:
-        # what is summed over K, and d, are scaled in place of k and q: fewer numbers
+        # scale the sums over K and d instead of k and q: fewer registers and instructions
         k_rstd = tl.rsqrt(inner(k, k) + 1e-6)
         q_rstd = tl.rsqrt(inner(q, q) + 1e-6)
         kS, qS, qk = kS * k_rstd, qS * q_rstd, qk * q_rstd * k_rstd
@@ -195,7 +194,7 @@ def step(
         if GATE:
             g = -rate * softplus(g + bias)
         decay = tl.exp(g)
-        S *= decay
+        S *= decay  # in place, after both products have used S
     d = beta * tl.fma(-decay, kS, v)
     o = scale * tl.fma(decay, qS, product(qk, d))
     return tl.fma(k, (d * k_rstd)[:, None, :, None], S), o
@@ -213,6 +212,8 @@ def recurrent_kernel(
     UNIT: tl.constexpr, INITIAL_UNIT: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr,
     NEGATIVE: tl.constexpr,
 ):  # fmt: skip
+    # Program (row, head, block of V): A * B columns of S in registers, through all tokens of the row. Grid:
+    # (N, + 1 if packed) * HV * BLOCKS; 1 warp. Reads S once and tokens; writes o per token and S at the end.
     BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
     row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
     first, count = span(cu_seqlens_ptr, row, N, T)
@@ -221,8 +222,7 @@ def recurrent_kernel(
     in_state = has_key & has_value[:, None, :, None]
     o_ptr += row * o_b + first * o_t + head * o_h + values
     if row == N:
-        # tokens past the last sequence
-        for _ in range(count):
+        for _ in range(count):  # tokens past the last sequence have output zero
             tl.store(o_ptr, tl.zeros([A, B], o_ptr.dtype.element_ty), mask=has_value)
             o_ptr += o_t
         return
@@ -236,12 +236,12 @@ def recurrent_kernel(
         g_ptr += row * g_b + first * g_t + head * g_h
     if beta_ptr is not None:
         beta_ptr += row * beta_b + first * beta_t + head * beta_h
-    at = tl.full([], 0, tl.int64)
+    at = tl.full([], 0, tl.int64)  # token index; 64 bits because strides may be large
     q, k, v, g, beta = read(
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, at, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t, at < count,
         has_key, has_value,
     )  # fmt: skip
-    S = tl.zeros([A, J, B, W], tl.float32)
+    S = tl.zeros([A, J, B, W], tl.float32)  # fp32 registers for the whole sequence
     if initial_ptr is not None:
         initial_ptr += (row * initial_n + head * initial_h) * INITIAL_UNIT
         start = tile(initial_ptr, keys, values, initial_k, initial_v, INITIAL_UNIT, INITIAL_AXIS)
@@ -252,7 +252,7 @@ def recurrent_kernel(
     if dt_bias_ptr is not None:
         bias = tl.load(dt_bias_ptr + head * dt_bias_h).to(tl.float32)
     for _ in range(count):
-        # the next token comes in while this one is computed
+        # load the next token from HBM while this one is computed in registers
         q_next, k_next, v_next, g_next, beta_next = read(
             q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, at + 1, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t,
             at + 1 < count, has_key, has_value,
@@ -265,13 +265,13 @@ def recurrent_kernel(
         at += 1
         q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
     if final_ptr is not None:
-        final_ptr += (row * HV + head) * (K * V)
+        final_ptr += (row * HV + head) * (K * V)  # the only store of S to HBM
         tl.store(tile(final_ptr, keys, values, V, K, 1, AXIS), S, mask=in_state)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The part of a state that a program has, and the warps that share it."""
+    """Describe the tile of a state that a program keeps in registers, and the warps that share it."""
 
     R: int
     P: int
@@ -281,7 +281,7 @@ class Tile:
 
     @property
     def share(self) -> int:
-        """Numbers of the state in a lane."""
+        """Return the state elements per lane."""
         return self.R * self.P * self.J * self.W // (32 * self.num_warps)
 
     def blocks(self, V: int) -> int:
@@ -292,26 +292,26 @@ class Tile:
         return {"A": A, "J": self.J, "B": B, "W": self.W, "R_FIRST": _R_FIRST}
 
 
-# lanes go along the first of a tensor's axes up to Triton 3.6, from 3.7 on along the last
+# Triton puts lanes along the first axis of a tensor up to 3.6, and along the last from 3.7 on
 _R_FIRST = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
-# (contiguous axis, bytes of a number) -> numbers of the state per thread. Narrow states come faster, so a
-# program must do more with the q, k and gates that it reads: 640 instructions for 8 columns, 920 for 16
+# (contiguous axis, bytes of an element) -> state elements in a thread's registers. 16-bit states load faster,
+# so a program amortises q, k and gates over more columns: 640 instructions for 8 columns, 920 for 16
 SHARES = {("k", 4): 32, ("k", 2): 64, ("v", 4): 32, ("v", 2): 32}
-WARPS = 1  # warps share nothing; with more of them a program's q and k are merely read together
-RESIDENT = 16  # programs with the largest share that a multiprocessor has at a time: 128 registers a lane
+WARPS = 1  # warps share no data; with more of them a program's q and k are merely loaded together
+RESIDENT = 16  # programs of the largest tile that an SM holds at a time: 128 registers a thread
 
 
 def tile_of(
     K: int, V: int, axis: str, width: int, unit: int, machine: Machine, warps: int = WARPS,
     pairs: int | None = None,
 ) -> Tile:  # fmt: skip
-    """The tile for states of `width` bytes per number, which are read `unit` numbers at a time.
+    """Choose the tile for states of `width` bytes per element, which are loaded `unit` elements at a time.
 
-    J and W, which decide in what order K is summed, depend on K, axis and width alone. `pairs`: rows times
-    heads, where programs of half the columns are taken while all of them run at a time: at B = 1, 32 heads
-    of 128 x 128 in bf16 2.7 us and not 2.9, at B = 8 7.6 and not 7.1 (H200).
+    J and W, which decide the order of sums over K, depend on K, axis and width alone. `pairs`: rows times
+    heads; tiles have half the columns while all programs are resident at once: at B = 1, 32 heads of
+    128 x 128 in bf16 2.7 us and not 2.9, at B = 8 7.6 and not 7.1 (H200).
     """
-    lanes, vector = 64 if machine.kind == "hip" else 32, min(16 // width, unit)
+    lanes, vector = 64 if machine.kind == "hip" else 32, min(16 // width, unit)  # 16-byte loads
     K, V = triton.next_power_of_2(K), triton.next_power_of_2(V)
     columns = max(1, min(SHARES[axis, width] * lanes * warps // K, V))
     if pairs is not None and SHARES[axis, width] == max(SHARES.values()):
@@ -326,7 +326,7 @@ def tile_of(
 
 
 def pool_of(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tuple[int, ...]]:
-    """The axis along which states are contiguous, "k", "v" or neither; the unit of their strides; those.
+    """Return the axis along which states are contiguous ("k", "v" or ""), the unit of strides, the strides.
 
     x is [slots, HV, V, K] or [slots, R, HV, V, K], or K first. Strides: slot, R, head, K, V.
     """
@@ -342,7 +342,7 @@ _plans: Plans[Launch] = Plans()
 
 
 def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """See `Backend`. 6 K V flop per token and value head; the state is read and written once."""
+    """See `Backend`. 6 K V flop per token and value head; HBM reads and writes the state once."""
     p = problem
     with on(p.device):
         launch = _plans.get(_key(p), lambda: _plan(p))
@@ -354,14 +354,14 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
 
 
 def offsets_on(device: torch.device, cu_seqlens: Tensor | None) -> Tensor | None:
-    """cu_seqlens as the kernels read it: in one piece, on the device."""
+    """Return cu_seqlens as the kernels read it: contiguous, on the device."""
     if cu_seqlens is None:
         return None
     return cu_seqlens.contiguous().to(device, non_blocking=True)
 
 
 def _key(p: Problem) -> Hashable:
-    """Everything of a problem that its launch depends on, but for where its tensors lie."""
+    """Return everything that the launch depends on, except the addresses of tensors."""
     tensors = (p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.cu_seqlens)
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors), p.device, p.scale,
@@ -376,7 +376,7 @@ def _plan(p: Problem) -> Launch:
     start: tuple[str, int, tuple[int, ...]] = ("", 1, (0,) * 5)
     if p.initial_state is not None:
         start = pool_of(p.initial_state, p.K, p.V, p.state_v_first)
-    # loads of q and k as wide as those of the state give each lane the same keys
+    # loads of q and k as wide as those of the state give each lane the same keys: no shuffles
     unit = min(4, unit_of(*p.q.stride()[:3], *p.k.stride()[:3]))
     o = (p.T * p.HV * p.V, p.HV * p.V, p.V)
     strides = [tuple(s // unit for s in x.stride()[:3]) for x in (p.q, p.k)]

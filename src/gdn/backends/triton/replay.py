@@ -1,7 +1,8 @@
 # mypy: disable-error-code="assignment, var-annotated"
-"""Replay: a packet on a state that is only read and the history of what other tokens wrote to it.
+"""Replay: run a packet on a state that is only read, and on the history of accepted tokens since then.
 
-`packet`, with the history as further keys and values; appends the packet's u, k and G. `fold` empties it.
+It is `packet` with the history as further keys and values, and it appends the packet's u, k and G to the
+history. `fold` empties the history.
 Bytes of a verification per row at 16/32 heads of 128 x 128, fp32 state, bf16 history of P tokens: 2.1 MB of
 state read, 12.5 KB for each token of history read or written; `decode` with 4 states kept moves 10.5 MB.
 """
@@ -63,7 +64,7 @@ def gets_of(
     past_p, G_p, K: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, UNIT: tl.constexpr,
     PAST_UNIT: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What rows get of BP places of a history, by parts: <row, k_j> e^(G - G_j), scaled [16, BP]."""
+    """Return scores of rows and BP places of a history, by parts: <row, k_j> e^(G - G_j), scaled [16, BP]."""
     PARTS: tl.constexpr = 2 * BT // ROWS
     old = start + tl.arange(0, BP)
     last = tl.zeros([ROWS, BP], tl.float32)
@@ -84,6 +85,7 @@ def gets_of(
             else:
                 first = mixed(x, tl.trans(past_k), first, PRECISION)
     old_high, old_low = past(G_history_ptr, old, base, G_p)
+    # decays up to each row of the packet, from hi + lo sums
     D = decay(old_high[None, :], old_low[None, :], high[:, None], low[:, None])
     if PARTS == 2:
         return first * D * rates[0][:, None], last * D * rates[1][:, None]
@@ -93,7 +95,7 @@ def gets_of(
 
 @triton.jit
 def with_past(seen, gets, u, PRECISION: tl.constexpr):
-    """Adds what rows get of places of a history, by parts."""
+    """Add the history's part, scores times u, to the products of rows and state, by parts."""
     found = ()
     for part in tl.static_range(len(seen)):
         found = found + (mixed(gets[part], u, seen[part], PRECISION),)
@@ -110,8 +112,9 @@ def strips(
     DENSE: tl.constexpr, NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     PAST_UNIT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """All columns of a program: o and u, with PASTS times BP places of a history, or, if 0, with all."""
+    """Compute o and u for all columns of a program, with PASTS blocks of a history, or all if PASTS is 0."""
     PARTS: tl.constexpr = 2 * BT // ROWS
+    # scores with the history stay in registers over all strips of columns
     gets = ()
     for held in tl.static_range(PASTS):
         gets = gets + (
@@ -122,6 +125,7 @@ def strips(
         )  # fmt: skip
     grown = tl.exp(high)
     tokens, is_k = row(PARTS - 1, BT)
+    # the pipeliner keeps STAGES - 1 strips of S in flight from HBM
     for strip in tl.range(0, STRIPS, num_stages=STAGES):
         column, vs = (block * STRIPS + strip) * BV, tl.arange(0, BV)
         left = V - column
@@ -138,6 +142,7 @@ def strips(
         for held in tl.static_range(PASTS):
             u_old = u_of(past_u_ptr, held * BP, base, vs, has_value, u_p, BP, PAST_UNIT, NEAR)
             seen = with_past(seen, gets[held], u_old, PRECISION)
+        # a long history: its scores are recomputed for each strip, because they do not fit into registers
         if PASTS == 0:
             for start in range(0, base, BP):
                 got = gets_of(
@@ -151,6 +156,7 @@ def strips(
         store_outputs(o_strip_ptr, found, vs, left, count, o_t, o_v, V, BT, STRIPS, UNIT, DENSE, NEAR)
         u_at = rows_at(past_u_ptr, new, vs, u_p, 1, PAST_UNIT, True, NEAR)
         u = found[PARTS - 1].to(u_history_ptr.dtype.element_ty)
+        # u of places beyond the history is dropped
         tl.store(u_at, u, mask=is_kept[:, None] & has_value)
 
 
@@ -169,6 +175,9 @@ def replay_kernel(
     PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr, CHAINED: tl.constexpr,
     IS_LONG: tl.constexpr,
 ):  # fmt: skip
+    # S_t = e^(G_t) S + sum_j e^(G_t - G_j) k_j u_j^T, then o and u of the packet as in `packet`.
+    # Program (row, head, block): STRIPS strips of BV value columns; grid: (N, + 1 if packed) * HV * blocks; 1
+    # or 2 warps. Reads S, the history and the packet; writes o, and appends u, k and G of the packet.
     if CHAINED:
         after_the_one_before()
     n, head, block = owner(HV, HV_inverse, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
@@ -179,7 +188,7 @@ def replay_kernel(
     q_ptr += (n * q_b + first * q_t + key_head * q_h) * UNIT
     k_ptr += (n * k_b + first * k_t + key_head * k_h) * UNIT
     v_ptr += (n * v_b + first * v_t + head * v_h) * UNIT
-    # q, k and gates are on their way while the slot's number is
+    # q, k and gates are loaded before the slot index arrives, so their latencies overlap
     PARTS: tl.constexpr = 2 * BT // ROWS
     X, XK, QQ = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, NEAR, PRECISION)
     now = tl.arange(0, BT)
@@ -187,10 +196,11 @@ def replay_kernel(
         g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, n, first, head, count, g_b, g_t, g_h, beta_b,
         beta_t, beta_h, A_log_h, dt_bias_h, BT, NEGATIVE, RESET,
     )  # fmt: skip
-    # not an early return: exporters look for the tensors that a kernel writes, and follow no jumps
+    # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
         clear(o_ptr, count, block * STRIPS, o_t, o_v, V, BT, BV, STRIPS, UNIT, DENSE)
     else:
+        # the history of the slot starts at place 0; the packet is appended at `base`
         base = tl.load(cursor_ptr + slot * cursor_n).to(tl.int64)
         base = tl.minimum(tl.maximum(base, 0), places).to(tl.int32)
         u_history_ptr += (slot * u_n + head * u_h) * PAST_UNIT
@@ -204,7 +214,7 @@ def replay_kernel(
         new = base + tokens
         is_kept = is_k & (tokens < count) & (new < places)
         state_ptr += (slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
-        # a history with room for the packet behind it mostly has no more than PASTS times BP places
+        # with space left for a packet, a history mostly has at most PASTS * BP places
         if IS_LONG & (base > PASTS * BP):
             strips(
                 X, W, rates, high, low, strength, count, base, new, is_kept, q_ptr, k_ptr, v_ptr, state_ptr,
@@ -223,7 +233,7 @@ def replay_kernel(
             G_at = G_history_ptr + (base + now).to(tl.int64) * G_p
             is_new = (now < count) & (base + now < places)
             tl.store(G_at, G.to(G_history_ptr.dtype.element_ty), mask=is_new)
-            # one of the value heads that share a key head
+            # only one of the value heads that share a key head stores k
             if key_head * ratio == head:
                 for start in tl.static_range(0, K, BS):
                     ks = start + tl.arange(0, BS)
@@ -247,7 +257,7 @@ def replay_decode(problem: ReplayProblem) -> Again | None:
     p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
     again = _replays.get(_replay_key(p), lambda: _first(p))
     again(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).arguments()[:17])
-    # a copy was made, or a launch recorded that is meant for another machine
+    # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
     if offsets is not p.cu_seqlens or launching.recorder is not None:
         return None
     return again
@@ -261,7 +271,7 @@ def _first(p: ReplayProblem) -> Again:
 
 
 def _replay_key(p: ReplayProblem) -> Hashable:
-    """Everything of a problem that its launch depends on, but for where its tensors lie."""
+    """Return everything that the launch depends on, except the addresses of tensors."""
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in p.arguments()[:17]), p.q.device,
         p.longest, p.scale, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.null_slot,
@@ -269,7 +279,7 @@ def _replay_key(p: ReplayProblem) -> Hashable:
 
 
 def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
-    """`pairs`: rows times heads that tiles are chosen for, if not the problem's."""
+    """Plan a replay. `pairs`: rows times heads for which tiles are chosen, if not the problem's."""
     axis, state_unit, (n, _, h, k, v) = pool_of(p.state, p.K, p.V, p.state_v_first)
     is_packed = p.cu_seqlens is not None
     rows = [s for x in (p.q, p.k, p.v, p.out) for s in token_strides(x, is_packed)]
@@ -288,8 +298,8 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
         p.HV // p.H, *inverse(p.HV // p.H), p.state.shape[0], 0 if p.null_slot is None else 1, p.places,
         p.scale,
     )  # fmt: skip
-    # more than 8 tokens leave a history of narrow states a path of its own, worth its registers: that of 16
-    # places less, which it mostly holds
+    # With more than 8 tokens and 16-bit states, the main path is for 16 places less, which most histories do
+    # not exceed; longer ones take the path of IS_LONG, which is worth its registers
     shorter = MOST if sizes["BT"] == MOST and p.state.element_size() == 2 else 0
     held = pasts(p.places - shorter)
     constants = {

@@ -1,9 +1,9 @@
-"""The chunked rule: which kernels run, in which tiles, and what they hand on.
+"""Run the chunked rule: allocate the tensors and launch the kernels of the forward and backward.
 
-Forward: prepare, then the state pass, then all outputs at once; or, where sequences and heads fill the
-machine, prepare and one walk that makes the outputs. Backward: what the state pass needs, the state pass
-backwards, then the gradients of pairs, of rows and of the gates. Packed sequences cost one more small launch,
-which finds the chunks.
+Forward: `prepare`, the state pass, then all outputs in parallel; or, where sequences and heads fill the GPU,
+`prepare` and one state scan that also computes the outputs. Backward: P and factors (`pairs`), the state pass
+backwards (`state_bwd`), then the gradients per value head, per key head and of the gates. Packed sequences
+need one more small launch, which makes the table of chunks.
 
 Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward 810 + 1430 + 1410 = 3650, or
 810 + 1300 = 2110 (with S kept for a backward 2620); backward 830 + 2450 + 2730 + 3070 + 50 = 9130.
@@ -30,11 +30,12 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
 
 
 def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
-    """The forward of a tidy problem; `kept`: the dtype of states that enter chunks, where they are kept."""
+    """Run the forward of a tidy problem. `kept`: the dtype of S_in, or None where S_in is not kept."""
     with on(p.device):
         plan = plans.forward_plan(p, kept)
         new = allocate(p.device, plan.rooms)
         plan.run([*tensors_of(p), *new])
+    # the order is that of `Forward.rooms`
     G, A_inv, _, _, q_rstd, k_rstd, S_in, _, final, o, _ = new
     assert o is not None
     return o, final, Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
@@ -43,8 +44,10 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
 def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor | None) -> Gradients:
     """See `Backend`."""
     p = tidy(problem)
+    # what the forward did not keep in HBM is computed again
     if saved.G is None or saved.A_inv is None or saved.S_in is None or _lacks_norms(p, saved):
         saved = chunk_forward(p, True)[2]
+    # a missing do counts as zero: the kernels have no path without it
     do = torch.zeros_like(p.v) if do is None else _rows(do.to(p.v.dtype))
     dS = None if dS is None else dS.contiguous()
     with on(p.device):
@@ -52,7 +55,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         new = allocate(p.device, plan.rooms)
         given = (*tensors_of(p), *saved, do, dS)
         plan.run([*given, *new])
-        # P and P_rest make room
+        # free P and P_rest before the late tensors are allocated: this lowers peak memory
         del new[-2:]
         late = allocate(p.device, plan.late)
         plan.run_late([*given, *new, *late])
@@ -63,7 +66,10 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
 
 
 def tidy(problem: Problem) -> Problem:
-    """The problem with every tensor as the kernels read it; copies only what has an unusual layout."""
+    """Return the problem with tensors in the layout that the kernels read; copy only unusual layouts.
+
+    Loads of q, k and v are vectorised along the last axis, which must therefore have stride 1.
+    """
     p = problem
     changed: dict[str, Tensor] = {}
     for name in ("q", "k", "v"):
@@ -74,6 +80,7 @@ def tidy(problem: Problem) -> Problem:
         x = getattr(p, name)
         if x is not None and not x.is_contiguous():
             changed[name] = x.contiguous()
+    # an asynchronous copy: the host does not wait for the GPU
     if p.cu_seqlens is not None and p.cu_seqlens.device != p.device:
         changed["cu_seqlens"] = p.cu_seqlens.to(p.device, non_blocking=True)
     return replace(p, **changed) if changed else p  # type: ignore[arg-type]

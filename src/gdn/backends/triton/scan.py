@@ -1,12 +1,12 @@
-"""The state pass where sequences and heads fill the machine: outputs and all, in one walk over the chunks.
+"""Scan the state through all chunks and compute the outputs in the same kernel.
 
     r = beta (v - e^G k S);   v_new = A_inv r;   o = scale e^G q S + P v_new
     S <- e^(G_C) S + (e^(G_C - G) k)^T v_new
 
-One program takes a strip of value columns of S through all chunks of a sequence. S is held transposed,
-[V, K]: S, r and v_new are then left operands of the products that use them, straight from the registers in
-which the last product left them, and k, q, A_inv and P right operands as they lie in memory. Neither S nor
-v_new of a chunk has to leave the chip, unless a backward wants S.
+It is chosen where there are enough sequences and heads to fill the GPU. S is held transposed, [V, K]: S, r
+and v_new are then left operands of their MMAs, read from the registers in which the previous MMA left them,
+and k, q, A_inv and P are right operands in their memory layout. S and v_new never go to HBM, except S_in for
+a backward.
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, v, o 1024, A_inv and P 256, factors 20:
 1300; with S kept for the backward 1810.
 """
@@ -28,6 +28,11 @@ def scan_kernel(
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
     FINE: tl.constexpr,
 ):  # fmt: skip
+    # S <- e^(G_C) S + (e^(G_C - G) k)^T v_new and o, chunk after chunk of one sequence.
+    # Program (n, head, strip): BV value columns of S^T, kept in registers in fp32 over all chunks.
+    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `tuned`.
+    # Reads per chunk q, k, a strip of v, A_inv, P and factors; writes a strip of o, and of S_in if kept.
+    # Triton's pipeliner copies the next STAGES - 1 chunks to shared memory while this one is computed.
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips
     head = (tl.program_id(0) // strips) % HV
@@ -40,7 +45,7 @@ def scan_kernel(
     ks = tl.arange(0, BK)
     tokens = tl.arange(0, C)
     square = tokens[:, None] * C + tokens[None, :]
-    # states are stored V first or K first; transposed here, the one is the other
+    # HBM holds states V first or K first; S is transposed here, hence `not V_FIRST`
     state = (n.to(tl.int64) * HV + head) * (K * V)
     state_place, state_mask = state_tile(state, vs, ks, V, K, not V_FIRST)
     if initial_ptr is None:
@@ -58,24 +63,29 @@ def scan_kernel(
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + square).to(operand)
         P = tl.load(P_ptr + tile * (C * C) + square).to(operand)
 
+        # one conversion serves both MMAs that read S: kS and the output
         S_operand = S.to(operand)
         if S_in_ptr is not None:
+            # S_in is always stored [K, V], hence transposed
             place, mask = state_tile(tile * (K * V), vs, ks, V, K, True)
             tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(S_operand, tl.trans(k), None, PRECISION)
         beta = factor(factors_ptr, tile, BETA, C)
         into = factor(factors_ptr, tile, INTO, C)
+        # r of tokens past the chunk's end is zero: beta is
         r = beta[None, :] * (v.to(tl.float32) - into[None, :] * kS)
-        # `lib.solved`, transposed
+        # `lib.solved`, transposed: r is the left operand in registers, and the diagonal takes r unrounded
         v_new = left_in_parts(r, tl.trans(A_inv), r, PRECISION, FINE)
         read = factor(factors_ptr, tile, READ, C)
         o = dot(S_operand, tl.trans(q), None, PRECISION)
         o = o * read[None, :]
+        # v_new stays in registers between its two MMAs
         o = dot(v_new.to(operand), tl.trans(P), o, PRECISION)
         o_base = o_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
         o_mask = exist(vs, V)[:, None] & (tokens < length)[None, :]
         tl.store(o_base + tokens[None, :] * (HV * V) + vs[:, None], o.to(o_ptr.dtype.element_ty), mask=o_mask)
         out = factor(factors_ptr, tile, OUT, C)
+        # the decay of S is the accumulator of the MMA: no extra pass over the registers of S
         S = dot((v_new * out[None, :]).to(operand), k, S * through(factors_ptr, tile, C), PRECISION)
 
     if final_ptr is not None:

@@ -1,8 +1,8 @@
-"""The stages of the chunked rule one by one, as kernels: for tests and study. No pipeline runs them.
+"""Run the stages of the chunked rule one by one as kernels, for tests and study. No pipeline uses them.
 
-They are described in `gdn.stages`; a program has a chunk, or a sequence, and a value head. Tensors are read
-where they lie contiguously. Products of 16-bit inputs are tf32, of fp32 inputs as exact as fp32. The adjoints
-are those of `eager`, but for the sums of `cumsum`.
+`gdn.stages` describes them. A program has a chunk, or a sequence, and a value head. Tensors are contiguous.
+MMAs of 16-bit inputs use tf32; those of fp32 inputs are as exact as fp32. The adjoints are those of `eager`,
+except the sums of `cumsum`.
 """
 
 import torch
@@ -34,7 +34,7 @@ from gdn.problem import CHUNK
 
 @triton.jit
 def _rows(x_ptr, row, first, length, head, T, heads, columns, D: tl.constexpr, C: tl.constexpr):
-    """A chunk's rows of a contiguous x [B, T, heads, D]; zeros past its end and past column D."""
+    """Load a chunk's rows of a contiguous x [B, T, heads, D]; zeros past its end and past column D."""
     x_t = heads * D
     return rows_of(x_ptr, row, first, length, head, T.to(tl.int64) * x_t, x_t, D, columns, D, C, 1)
 
@@ -52,6 +52,8 @@ def _kkt_kernel(
     table_ptr, k_ptr, beta_ptr, G_ptr, A_ptr, T, HV, chunks_per_row, ratio,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for j < i. Program (chunk, head); grid: chunks * HV; 4 or 8
+    # warps. Reads k, beta, G of 64 tokens; writes A [C, C] in fp32.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
     if length <= 0:
@@ -72,11 +74,12 @@ def _kkt_kernel(
 def _tril_kernel(
     table_ptr, A_ptr, A_inv_ptr, T, HV, chunks_per_row, C: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
+    # A_inv = (I + A)^-1. Program (chunk, head); grid: chunks * HV; 4 warps. Reads and writes C * C values.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
     if length <= 0:
         return
-    # blocks as `tril` takes them; what is past the chunk's end lies right of its diagonal
+    # blocks as `tril` takes them, in registers; entries past the chunk's end are masked
     A_ptr += ((row * T.to(tl.int64) + first) * HV + head) * C
     pitch = HV * C
     D = _square(A_ptr, tl.arange(0, 4)[:, None, None] * 16, 0, length, pitch, 16)
@@ -88,7 +91,7 @@ def _tril_kernel(
 
 @triton.jit
 def _square(A_ptr, start, SHIFT: tl.constexpr, length, pitch, B: tl.constexpr):
-    """Blocks [n, B, B] at rows start [n, 1, 1] and SHIFT columns before; 0 where not below the diagonal."""
+    """Load blocks [n, B, B] at rows start [n, 1, 1], SHIFT columns to the left; 0 on, above the diagonal."""
     rows = start + tl.arange(0, B)[None, :, None]
     columns = start - SHIFT + tl.arange(0, B)[None, None, :]
     mask = (rows < length) & (columns >= 0) & (columns < rows)
@@ -101,6 +104,8 @@ def _wy_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # w = A_inv (beta e^G k);  u = A_inv (beta v). Program (chunk, head); grid: chunks * HV; 4 or 8 warps.
+    # Reads k, v, beta, G, A_inv of 64 tokens; writes w [C, K] and u [C, V] in fp32.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
     if length <= 0:
@@ -130,13 +135,16 @@ def _state_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # v_new = u - w S;  S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk of one sequence.
+    # Program (n, head, strip of V); grid: N * HV * STRIPS; 4 or 8 warps.
+    # Reads k, w, G and strips of u; writes S_in, v_new, and the final state, in fp32.
     STRIPS: tl.constexpr = (V + BV - 1) // BV
     head = (tl.program_id(0) // STRIPS) % HV
     n = tl.program_id(0) // (STRIPS * HV)
     row, begin, num_tokens, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
     vs = (tl.program_id(0) % STRIPS) * BV + tl.arange(0, BV)
     tokens = tl.arange(0, C)
-    # the state lies in memory, where each chunk finds it: in registers fp32 products spill
+    # the state is in HBM, in S_in of each chunk: in registers, fp32 MMAs would spill
     final = final_ptr + (n.to(tl.int64) * HV + head) * (K * V)
     here = tl.where(num_tokens > 0, S_in_ptr + (chunk.to(tl.int64) * HV + head) * (K * V), final)
     for k0 in range(0, K, BK):
@@ -148,6 +156,7 @@ def _state_kernel(
             S = tl.load(initial, mask=mask, other=0.0).to(tl.float32)
         tl.store(tile, S, mask=mask)
     for i in range(0, num_tokens, C):
+        # all threads must see in HBM the state that the last iteration stored
         tl.debug_barrier()
         first = begin + i
         length = tl.minimum(num_tokens - i, C)
@@ -160,6 +169,7 @@ def _state_kernel(
         _store_rows(v_new_ptr, v_new, row, first, length, head, T, HV, vs, V, C)
         high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
         out = tl.where(tokens < length, decay(high, low, end_high, end_low), 0.0)
+        # decays scale rows of v_new: one multiplication per value in registers
         v_out = out[:, None] * v_new
         there = tl.where(i + C < num_tokens, here + HV.to(tl.int64) * (K * V), final)
         for k0 in range(0, K, BK):
@@ -178,6 +188,8 @@ def _output_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # o = scale (e^G q S_in + P v_new), P masked and without scale. Program (chunk, head, strip of V);
+    # grid: chunks * HV * STRIPS; 4 or 8 warps. Reads q, k, G, S_in, v_new; writes o.
     STRIPS: tl.constexpr = (V + BV - 1) // BV
     head = (tl.program_id(0) // STRIPS) % HV
     chunk = tl.program_id(0) // (STRIPS * HV)
@@ -188,8 +200,8 @@ def _output_kernel(
     vs = (tl.program_id(0) % STRIPS) * BV + tl.arange(0, BV)
     o = tl.zeros([C, BV], tl.float32)
     P = tl.zeros([C, C], tl.float32)
-    # keys is K, unknown to the compiler: where the loop is one step, and folded, P is a product that the last
-    # one is chained to; with 8 warps, fp32 and K = 8 an H200 gave wrong outputs then, never from a loop
+    # keys equals K but is unknown to the compiler. If the loop had one known iteration, the compiler would
+    # chain P's MMA to the last one: with 8 warps, fp32 and K = 8 an H200 then gave wrong outputs
     for i in range(0, keys, BK):
         ks = i + tl.arange(0, BK)
         q = _rows(q_ptr, row, first, length, head // ratio, T, HV // ratio, ks, K, C)
@@ -214,7 +226,7 @@ def _precision(x: Tensor) -> str:
 
 
 def _block(x: Tensor, size: int) -> int:
-    """Columns that a program reads at once: fewer of fp32, whose products take thrice the registers."""
+    """Return the columns that a program loads at once: fewer in fp32: its MMAs take thrice the registers."""
     return min(32 if x.dtype == torch.float32 else 64, _power(size))
 
 
@@ -293,7 +305,7 @@ def chunk_output(
     cu_seqlens, HV = offsets(cu_seqlens, q), v_new.shape[2]
     o = room(q, v_new.shape, q.dtype, cu_seqlens)
     K, V = q.shape[3], v_new.shape[3]
-    # an H200 was wrong with blocks of 16, see the kernel, and right with these
+    # an H200 gave wrong outputs with blocks of 16 (see the kernel), and right ones with these
     BK, BV = max(32, _block(q, K)), max(32, _block(q, V))
     constants = {"K": K, "V": V, "BK": BK, "BV": BV, "PRECISION": _precision(q)}
     tensors = (*(x.contiguous() for x in (q, k, v_new, G, S_in)), o)

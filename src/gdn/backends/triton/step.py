@@ -1,12 +1,12 @@
-"""A layer's whole decode step: the convolution, `decode` and the norm, each begun inside the one before.
+"""Run a layer's whole decode step: the convolution, `decode` and the norm, chained by PDL.
 
 Microseconds on an H200, 16/32 heads of 128 x 128, states in fp32 and in bf16: at B = 1 6.7 and 6.3 (8.7 and
-8.6 when launches were not chained), at B = 8 15.1 and 10.2, at B = 64 78 and 44.
+8.6 without PDL), at B = 8 15.1 and 10.2, at B = 64 78 and 44.
 
-Fewer launches lost and were removed. The norm in programs that have whole value heads: 6.6 and 6.0 at B = 1,
-where it sums in another order than among more rows, and slower beyond. Programs that convolve what they need,
-windows moved in the norm's launch: 0.81 to 1.01 of the speed. Programs of a key head and all its value heads,
-one launch: 0.37 to 0.99.
+Fewer launches were slower and were removed. With the norm in programs that have whole value heads: 6.6 and
+6.0 at B = 1, but it sums in another order than for more rows, and is slower for these. With programs that
+compute the convolution they need, and windows moved in the norm's launch: 0.81 to 1.01 of the speed. With
+programs of a key head and all its value heads in one launch: 0.37 to 0.99.
 """
 
 from collections.abc import Hashable
@@ -24,25 +24,25 @@ from gdn.problem.step import StepProblem
 
 @dataclass(frozen=True)
 class Again:
-    """The launches that a step came down to, for calls that differ only in where their tensors lie."""
+    """Repeat the launches of a step for calls that differ only in the addresses of tensors."""
 
     launches: tuple[Launch, ...]
     device: torch.device
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """With the tensors of a problem, in its order."""
+        """Launch with the tensors of a problem, in its order."""
         with on(self.device):
             for one, given in self.steps(*tensors):
                 one(*given)
 
     def steps(self, *tensors: Tensor | None) -> list[Step]:
-        """The launches, and what each takes."""
+        """Return the launches and the tensors of each."""
         x, conv, weight, bias, a, b, A_log, dt_bias, state, conv_index, read, write, z, gain, out = tensors
         assert x is not None and conv is not None and out is not None
         mixed, gates = x.new_empty(x.shape), (a, b, A_log, dt_bias)
         convolution = (x, filled(conv), weight, bias, read if conv_index is None else conv_index, None, mixed)
         rows = (None, read, None, None, write, None, None, None)
-        # the norm in place: a program reads its rows before it writes them
+        # the norm runs in place: a program loads its rows into registers before it stores them
         given = [
             convolution, (mixed, mixed, mixed, state, None, None, *gates, *rows, out), (out, z, gain, out)
         ]  # fmt: skip
@@ -65,7 +65,7 @@ def decode_step(problem: StepProblem) -> Again | None:
 
 
 def tensors_of(p: StepProblem) -> tuple[Tensor | None, ...]:
-    """The problem's own, in its order."""
+    """Return the problem's tensors in its order."""
     return (
         p.mixed_qkv, p.conv_state, p.conv_weight, p.conv_bias, p.a, p.b, p.A_log, p.dt_bias, p.state,
         p.conv_index, p.read_index, p.write_index, p.z, p.norm_weight, p.out,
@@ -73,9 +73,11 @@ def tensors_of(p: StepProblem) -> tuple[Tensor | None, ...]:
 
 
 def needs_copies(p: StepProblem) -> bool:
-    """Whether launches cannot be repeated as they are on other tensors of these layouts."""
+    """Return True if the launches cannot be repeated on other tensors of these layouts."""
+    # the convolution then runs in `eager`, or its output is zero
     if p.W > WIDEST or p.conv_state.shape[0] == 0:
         return True
+    # a repeated launch takes addresses only, so nothing may be copied on the way
     packed = (p.conv_weight, p.conv_bias, p.norm_weight, p.out)
     return any(x is not None and not x.is_contiguous() for x in packed) or (
         p.z is not None and p.z.stride(2) != 1
@@ -83,7 +85,8 @@ def needs_copies(p: StepProblem) -> bool:
 
 
 def plan_of(p: StepProblem, pairs: int | None = None) -> Again:
-    """`pairs`: rows times heads that `decode` chooses its tiles for, if not the problem's."""
+    """Return the launches. `pairs`: rows times heads for the tiles of `decode`, if not the problem's."""
+    # only the layout of the convolution's output counts here: it is allocated anew for each step
     mixed, o, keys = p.mixed_qkv.new_empty(p.mixed_qkv.shape), p.out, p.H * p.K
     launches = [
         conv_update.plan_of(p.conv(mixed)), decode.plan_of(p.decode(mixed, o), (0, keys, 2 * keys), pairs)
@@ -96,14 +99,14 @@ def plan_of(p: StepProblem, pairs: int | None = None) -> Again:
 def _first(p: StepProblem) -> Again:
     again, tensors = plan_of(p), tensors_of(p)
     kind = tuple(one.binary(given) for one, given in again.steps(*tensors))
-    # what other numbers of rows take
+    # binaries for other numbers of rows
     others = [plan_of(p, pairs) for pairs in packet.fills(machine(p.x.device))]
     ahead(p.x.device, kind, lambda: [one for other in others for one in other.steps(*tensors)])
     return again
 
 
 def _key(p: StepProblem) -> Hashable:
-    """Everything of a problem that its launches depend on, but for where its tensors lie."""
+    """Return everything that the launches depend on, except the addresses of tensors."""
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors_of(p)), p.x.device,
         p.num_k_heads, p.head_k_dim, p.conv_activation, p.norm_eps, p.norm_activation, p.scale,

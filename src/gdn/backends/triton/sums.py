@@ -1,6 +1,7 @@
-"""Sums over a whole batch in two stages: programs leave partial sums, and one kernel adds them up in order.
+"""Add partial sums over a whole batch, in a fixed order.
 
-No atomics: the same inputs give the same bits.
+Kernels store one partial sum per program, and this kernel adds them. There are no atomics, so the same inputs
+give the same bits.
 """
 
 import triton
@@ -8,7 +9,7 @@ import triton.language as tl
 
 from gdn.backends.triton.launch import Launch, kernel
 
-BP, BD = 256, 16  # partial sums and columns that a program reads at once
+BP, BD = 256, 16  # partial sums and columns that a program loads at once: a tile of 4096 in registers
 
 
 @kernel
@@ -16,12 +17,16 @@ def add_kernel(
     partial_ptr, first_ptr, last_ptr, num_partials, D, partial_step, partial_row, first_row, first_column,
     ROWS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The sum of num_partials times [ROWS, D]: all rows but the last to first_ptr, the last to last_ptr."""
+    """Add num_partials times [ROWS, D]; store all rows but the last to first_ptr, the last to last_ptr.
+
+    Program (column block, row): BD columns of one row. Grid: cdiv(D, BD) * ROWS; 4 warps.
+    """
     row = tl.program_id(0) % ROWS
     columns = (tl.program_id(0) // ROWS) * BD + tl.arange(0, BD)
     is_column = columns < D
     lanes = tl.arange(0, BP)[:, None]
     total = tl.zeros([BP, BD], partial_ptr.dtype.element_ty)
+    # the tile stays in registers over the loop; one reduction follows it
     for i in range(0, num_partials, BP):
         place = (i + lanes).to(tl.int64) * partial_step + row * partial_row + columns[None, :]
         total += tl.load(partial_ptr + place, mask=(i + lanes < num_partials) & is_column[None, :], other=0.0)
@@ -36,10 +41,11 @@ def add_kernel(
 def add(
     num_partials: int, rows: int, D: int, strides: tuple[int, int] = (0, 0), *, is_row_first: bool = False
 ) -> Launch:
-    """Launch(partial, first or None, last or None); strides: those of first, by row and by column.
+    """Return Launch(partial, first or None, last or None). strides: those of first, by row and by column.
 
     `partial` is [num_partials, rows, D], or [rows, num_partials, D] with is_row_first.
     """
+    # strides of the partial sums: by program and by row
     apart = (D, num_partials * D) if is_row_first else (rows * D, D)
     numbers = (num_partials, D, *apart, *strides)
     constants = {"ROWS": rows, "BP": BP, "BD": BD}

@@ -1,4 +1,4 @@
-"""Tile sizes and warps, keyed by problem and machine, measured once. Nothing is tuned at run time."""
+"""Choose tile sizes and warps by problem and GPU, from past measurements. Nothing is tuned at run time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,14 +9,14 @@ import triton
 from gdn.backends.triton.launch import Machine
 from gdn.problem import Problem
 
-# us that a walk takes for a chunk by the columns of its strips: H200, 128 keys, bf16, in one wave
+# us that a state scan takes per chunk, by the columns of its strips: H200, 128 keys, bf16, in one wave
 STATE = {16: 1.1, 32: 1.4}
 STATE_BWD = {16: 2.3, 32: 2.9, 64: 5.2}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Value columns and warps of a program."""
+    """Hold the value columns and warps of a program."""
 
     BV: int
     num_warps: int
@@ -24,7 +24,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Pass:
-    """A state pass: its strip, warps and depth of load pipelining, and the kernels around it."""
+    """Hold a state pass's strip width, warps and depth of the load pipeline (shared memory)."""
 
     BV: int
     num_warps: int
@@ -33,7 +33,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class ForwardTiles(Pass):
-    """Forward. `is_fused`: the state pass makes the outputs."""
+    """Hold the tiles of a forward. `is_fused`: the state pass computes the outputs."""
 
     is_fused: bool
     output: Tile
@@ -41,81 +41,83 @@ class ForwardTiles(Pass):
 
 @dataclass(frozen=True)
 class BackwardTiles(Pass):
-    """Backward."""
+    """Hold the tiles of a backward."""
 
-    BK: int  # key columns of a program of the gradients
+    BK: int  # key columns of a program of the gradient kernels
     pairs: Pass
     rows: Pass
-    part: int  # chunks that go through both before others do: what pairs leave for rows takes less room
+    part: int  # chunks of a group that runs through both gradient kernels before the next: bounds peak memory
 
 
 def refines(p: Problem) -> bool:
-    """Whether 16-bit inputs are multiplied with states in fp32: see `lib.operand_of`."""
+    """Return True if 16-bit inputs are multiplied with states in fp32: see `lib.operand_of`."""
     return p.K <= 64 and p.q.dtype != torch.float32
 
 
 def is_exact(p: Problem) -> bool:
-    """Whether 16-bit inputs with few keys are multiplied as fp32 is, and what is made of them kept in fp32.
+    """Return True if 16-bit inputs with few keys use fp32 MMAs, and their results stay in fp32.
 
     The gradients of A_log and dt_bias are sums of dg over all tokens, which may cancel to a twentieth: 6.6e-3
-    of 6e-3 with 32 keys, from dr and P in bf16 and tf32's truncation alike. No model has so few.
+    where 6e-3 is allowed with 32 keys, both from dr and P in bf16 and from tf32's truncation. No model has so
+    few keys.
     """
     return p.K <= 32 and refines(p)
 
 
 def is_wide(p: Problem) -> bool:
-    """Whether products through the state have operands of fp32."""
+    """Return True if MMAs that read the state have fp32 operands."""
     return refines(p) or p.q.dtype == torch.float32
 
 
 def is_fine(p: Problem, machine: Machine) -> bool:
-    """Whether 16-bit operands that errors come from are taken in two parts, and <S_in, dS> of fp32.
+    """Return True if 16-bit operands that cause errors are split into hi + lo, and <S_in, dS> uses fp32 dS.
 
-    Only where operands wait in shared memory: on sm_80 and sm_120 they would be held in registers, of which
-    2 to 26 KB a thread are spilled then.
+    It needs operands in shared memory: sm_80 and sm_120 would hold them in registers and spill 2 to 26 KB a
+    thread.
     """
     has_room = machine.kind == "cuda" and machine.capability // 10 in (9, 10) and p.K <= 128
     return has_room and not is_wide(p)
 
 
 def forward(p: Problem, machine: Machine) -> ForwardTiles:
-    """What a forward is to take."""
+    """Return the tiles of a forward."""
     return _forward(p, machine, p.N * p.HV)
 
 
 def forwards(p: Problem, machine: Machine) -> list[ForwardTiles]:
-    """All that `forward` chooses for problems which differ from p in sequences, tokens and heads alone."""
+    """Return all tiles that `forward` chooses for problems that differ from p only in size."""
     return list(dict.fromkeys(_forward(p, machine, pairs) for pairs in _fills(machine)))
 
 
 def fused(p: Problem, machine: Machine) -> ForwardTiles:
-    """A forward of one walk that makes the outputs."""
+    """Return the tiles of a forward whose state scan computes the outputs."""
     return ForwardTiles(_strip(p, 64), *_walk(p, machine, 2), True, Tile(_strip(p, 64), 4))
 
 
 def backward(p: Problem, machine: Machine) -> BackwardTiles:
-    """What a backward is to take; in what parts is no matter of its binaries."""
+    """Return the tiles of a backward; its `part` does not affect which binaries are compiled."""
     return replace(_backward(p, machine, p.N * p.HV), part=_part(p, machine))
 
 
 def backwards(p: Problem, machine: Machine) -> list[BackwardTiles]:
-    """As `forwards`."""
+    """Return all tiles that `backward` chooses for problems that differ from p only in size."""
     return list(dict.fromkeys(_backward(p, machine, pairs) for pairs in _fills(machine)))
 
 
 def _fills(machine: Machine) -> range:
-    """Numbers of sequences times value heads up to one that fills the machine whatever V is."""
+    """Return sequences times value heads from 1 to a number that fills the GPU for any V."""
     return range(1, 2 * machine.num_sms + 1)
 
 
 def _forward(p: Problem, machine: Machine, pairs: int) -> ForwardTiles:
-    """One walk where strips of 64 columns are more than multiprocessors; else the outputs come apart.
+    """Fuse scan and outputs if there are more strips of 64 columns than SMs; else run them as two kernels.
 
-    On an H200 a chunk takes 4.9 us in scan, two programs a multiprocessor, and 2.9 and 1.5 in two waves of
-    state and in output. scan at 8 x 1024 tokens, 16/32 heads, us: 130; three stages 253; 128 columns, 8 warps
-    142.
+    On an H200 a chunk takes 4.9 us in scan, two programs an SM, and 2.9 and 1.5 us in two waves of state and
+    of output. scan at 8 x 1024 tokens, 16/32 heads: 130 us; with three stages 253; with 128 columns and 8
+    warps 142.
     """
     output = Tile(_strip(p, 64), 4)
+    # batch invariance: the choice must not depend on the number of sequences
     if not p.batch_invariant and pairs * triton.cdiv(p.V, 64) > machine.num_sms:
         return fused(p, machine)
     warps, stages = _walk(p, machine, 4)
@@ -123,29 +125,31 @@ def _forward(p: Problem, machine: Machine, pairs: int) -> ForwardTiles:
 
 
 def _backward(p: Problem, machine: Machine, pairs: int) -> BackwardTiles:
-    """64 columns are not for sm_80, where ptxas gives up and spills 20 KB, nor sm_100 (1.5 KB) and sm_120."""
+    """Choose the backward's tiles. 64 columns spill on sm_80 (20 KB a thread), sm_100 (1.5 KB) and sm_120."""
     has_room = machine.kind == "hip" or machine.capability == 90
     turns = {most: turn for most, turn in STATE_BWD.items() if most < 64 or has_room}
     most = _columns(p, machine, pairs, turns)
-    # three times what strips of 64 columns load leaves no room for operands in two parts
+    # shared memory: three stages of 64 columns leave no space for split bf16 operands
     warps, stages = _walk(p, machine, 2 if most == 64 else 3)
-    # in one part
+    # one group of all chunks; `backward` sets the real size
     return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine), 1 << 30)
 
 
 def _columns(p: Problem, machine: Machine, pairs: int, turns: Mapping[int, float]) -> int:
-    """Columns of the strips in which a walk ends first, wave after wave, a program a multiprocessor."""
+    """Return the strip width with the shortest state pass, counted in waves of one program per SM."""
     if p.batch_invariant:
         return 32
+    # a strip is a program, and S of a strip is in its registers
     strips = {most: triton.cdiv(p.V, _strip(p, most)) for most in turns}
+    # wider strips take longer per chunk but need fewer waves over the SMs
     return min(turns, key=lambda most: triton.cdiv(pairs * strips[most], machine.num_sms) * turns[most])
 
 
 def _part(p: Problem, machine: Machine) -> int:
-    """Chunks of a part: a quarter of all, such that two programs a multiprocessor come out even.
+    """Return the chunks of a group: a quarter of all, rounded to full waves of two programs per SM.
 
-    On an H200 at 16/32 heads and 8192 tokens four parts of two waves save a tenth of a step's room; eight,
-    of one wave, 2 % more and cost 30 us of 1,420; seven, of 1.2 waves, 18 %.
+    On an H200 at 16/32 heads and 8192 tokens, four groups of two waves save a tenth of a training step's peak
+    memory. Eight groups of one wave save 2 % more and cost 30 us of 1,420; seven, of 1.2 waves, cost 18 %.
     """
     at_once = 2 * machine.num_sms
     waves = triton.cdiv(p.num_chunks * p.H, 4 * at_once)
@@ -153,15 +157,15 @@ def _part(p: Problem, machine: Machine) -> int:
 
 
 def _gradients(p: Problem, machine: Machine) -> tuple[int, Pass, Pass]:
-    """Key columns of a program, and its strips of value columns for pairs and for rows.
+    """Return the key columns of a program of the gradient kernels, and the strips of both.
 
-    H200, 16/32 heads of 128 x 128, 8192 tokens, us of pairs and rows: 32 columns in 1, 2, 3 or 4 stages
+    H200, 16/32 heads of 128 x 128, 8192 tokens, us of pairs_bwd + rows_bwd: 32 columns in 1, 2, 3 or 4 stages
     433 + 404, 341 + 295, 301 + 269, 296 + 266; 64 in 1 or 2 431 + 380, 384 + 340; 16 in 3 362 + 318; all
-    before the products were put in an order in which none is in flight at a turn's end.
-    Blocks of 64 keys by 32 or 16 columns are for other machines than Hopper: there Triton 3.6 gives wgmma a
-    wrong address in shared memory for them, in 16 bits (compute-sanitizer: out-of-bounds read). Elsewhere
-    more columns, or four warps, want more registers than there are: on sm_80 ptxas then gives up and makes
-    do with 32, spilling 44 KB a thread. sm_100 has tensor memory for no more than these, either.
+    measured before MMAs were ordered so that none is in flight at the end of an iteration.
+    Hopper does not get blocks of 64 keys by 32 or 16 columns: Triton 3.6 gives wgmma a wrong shared-memory
+    address for them in 16 bits (compute-sanitizer: out-of-bounds read). Other GPUs lack registers for more
+    columns or four warps: on sm_80 ptxas falls back to 32 registers and spills 44 KB a thread. sm_100 lacks
+    tensor memory for more.
     """
     wide = is_wide(p)
     if machine.kind == "hip":
@@ -171,26 +175,28 @@ def _gradients(p: Problem, machine: Machine) -> tuple[int, Pass, Pass]:
         strips = Pass(_strip(p, 64) if wide else 64, 4, 1)
         return 64, strips, strips
     if machine.capability == 90:
+        # Hopper in 16 bits: a program has whole rows of K, and its loads to shared memory are 3 stages deep
         return 128, Pass(32, 4, 3), Pass(32, 4, 3)
     strips = Pass(16, 8, 1) if wide else Pass(32, 8, 1)
     return (32 if wide else 64), strips, strips
 
 
 def _walk(p: Problem, machine: Machine, stages: int) -> tuple[int, int]:
-    """Warps of a state pass and how many chunks it loads ahead, `stages` if there is room."""
+    """Return the warps of a state pass and its pipeline depth: `stages` if shared memory allows."""
     wide = is_wide(p)
     if machine.kind == "hip":
         return 4, 1
     if wide and machine.capability != 90:
-        # 16 warps keep to mma, as 528 columns of tensor memory would be wanted
+        # 16 warps use mma instead of tcgen05, which would need 528 columns of tensor memory
         return (16 if p.K > 128 and machine.capability // 10 == 10 else 8), 1
+    # no shared memory for a second chunk
     if machine.shared < 128 * 1024:
         return 4, 1
     return 4, 2 if wide or p.K > 128 else stages
 
 
 def _strip(p: Problem, most: int) -> int:
-    """Columns of S per program: fewer where an element is wide or K is large; S is to stay in registers."""
+    """Return the columns of S per program: fewer if elements are wide or K large, to keep S in registers."""
     wide = 2 if is_wide(p) else 1
     large = 2 if p.K > 128 else 1
     return max(16, min(most // (wide * large), triton.next_power_of_2(p.V)))
