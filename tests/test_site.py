@@ -74,6 +74,13 @@ TABLE = """|  | shape | dtype |
 | `y, with, many, names, z` | \\[N\\] | any |"""
 
 
+def test_a_group_of_arguments_with_a_head_of_words_becomes_a_table():
+    made = pages.docstring_to_markdown("Where to read:\n    state  [slots]  fp32\n    index  [B]      int")
+    assert made.startswith("**Where to read**\n\n| ") and "| `index` | \\[B\\] | int |" in made
+    # a sentence with a colon is none
+    assert pages.docstring_to_markdown("Two rows must differ: one writes.").startswith("Two rows")
+
+
 def test_columns_become_a_table():
     """Join the lines of a row; let a name be longer than its column."""
     made = pages.docstring_to_markdown(COLUMNS.replace("a_long_name  int  or", "a_long_name int or"))

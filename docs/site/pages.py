@@ -19,7 +19,8 @@ SCRIPTS = {"examples/serve.py": "tutorials/serve.md"}
 HEADS = {"Args": "Arguments", "Example": "Example", "Returns": "Returns", "Parameters": "Parameters"}
 TABLES = ("Args", "Parameters")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
-SECTION = re.compile(r"^([A-Z][a-z]+):(.*)$")
+# a word, or up to three alone on their line: `Where to read:`
+SECTION = re.compile(r"^([A-Z][a-z]+(?:(?: [a-z]+){1,2}(?=:$))?):(.*)$")
 
 
 def docstring_to_markdown(text: str) -> str:
