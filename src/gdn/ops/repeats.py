@@ -17,13 +17,13 @@ _MOST_KNOWN = 4096
 
 
 def seen_before(
-    tensors: tuple[Any, ...], cu_seqlens: Any, options: tuple[Any, ...]
+    tensors: tuple[Any, ...], cu_seqlens: Any, options: tuple[Any, ...], written: tuple[Any, ...] = ()
 ) -> tuple[Hashable, Callable[..., None] | None]:
     """Return the key of a call and the function stored for this key, or None.
 
     The key holds all values that the checks read. The function is called with the tensors of the problem, in
     order. Where the checks read more, this returns (None, None): tensors that require a gradient, inference
-    tensors outside inference mode, offsets on the CPU, and debug mode.
+    tensors among `written` outside inference mode, offsets on the CPU, and debug mode.
     """
     try:
         if not is_plain(tensors[0]) or settings.debug():
@@ -35,7 +35,7 @@ def seen_before(
                 if x is not None and x.requires_grad:
                     return None, None
         if not torch.is_inference_mode_enabled():
-            for x in tensors:
+            for x in written:
                 if x is not None and x.is_inference():
                     return None, None
         key = looked_at(tensors, options)

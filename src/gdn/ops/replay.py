@@ -95,7 +95,7 @@ def replay_decode(
         "replay_decode", max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first,
         null_slot, backend,
     )  # fmt: skip
-    key, again = seen_before((*tensors, out), cu_seqlens, options)
+    key, again = seen_before((*tensors, out), cu_seqlens, options, (history_u, history_k, history_G, out))
     if again is not None:
         out = v.new_empty(v.shape) if out is None else out
         again(*tensors, out)

@@ -130,7 +130,7 @@ def decode(
         max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write, null_slot,
         round_state, exact_packet, backend,
     )  # fmt: skip
-    key, again = seen_before((*tensors, out), cu_seqlens, options)
+    key, again = seen_before((*tensors, out), cu_seqlens, options, (state, intermediate, out))
     if again is not None:
         out = v.new_empty(v.shape) if out is None else out
         again(*tensors, out)
@@ -208,7 +208,9 @@ def decode_packed(
         max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write, null_slot,
         round_state, exact_packet, backend, num_k_heads, head_k_dim, head_v_dim,
     )  # fmt: skip
-    key, again = seen_before((mixed_qkv, state, a, b, *rest, out), cu_seqlens, options)
+    key, again = seen_before(
+        (mixed_qkv, state, a, b, *rest, out), cu_seqlens, options, (state, intermediate, out)
+    )
     if again is not None:
         out = mixed_qkv.new_empty(*a.shape, head_v_dim) if out is None else out
         again(mixed_qkv, mixed_qkv, mixed_qkv, state, None, None, a, b, *rest, out)

@@ -102,7 +102,7 @@ def decode_step(
         num_k_heads, head_k_dim, head_v_dim, conv_activation, norm_eps, norm_activation, scale,
         use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot, backend,
     )  # fmt: skip
-    key, again = seen_before((*tensors, out), None, ("decode_step", *options))
+    key, again = seen_before((*tensors, out), None, ("decode_step", *options), (conv_state, state, out))
     if again is not None:
         out = mixed_qkv.new_empty(*a.shape, head_v_dim) if out is None else out
         again(*tensors, out)
