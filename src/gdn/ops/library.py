@@ -81,13 +81,9 @@ def guarded(
     bad = [name for name, x in zip(signature.outputs, outputs, strict=False) if not _is_finite(x)]
     if bad:
         given = [name for name, x in zip(signature.inputs, tensors, strict=True) if not _is_finite(x)]
-        cause = (
-            f"inputs that hold them: {', '.join(given)}"
-            if given
-            else (
-                "no input holds any; keys that are not normalised and g > 0 let the state grow without bound"
-            )
-        )
+        cause = "no input holds any; keys that are not normalised and g > 0 let the state grow without bound"
+        if given:
+            cause = f"inputs that hold them: {', '.join(given)}"
         raise FloatingPointError(
             f"{signature.name}: expected finite outputs, got NaN or Inf in {', '.join(bad)}; {cause}"
         )

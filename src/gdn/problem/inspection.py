@@ -36,7 +36,7 @@ def _rule(p: Problem) -> list[str]:
     g = None if p.use_gate_in_kernel else p.g
     beta = p.beta
     if beta is not None and p.use_beta_sigmoid_in_kernel:
-        beta = beta.float().sigmoid() * (2 if p.allow_neg_eigval else 1)
+        beta = _write_strength(beta, p.allow_neg_eigval)
     found = _tokens(p.k, g, beta, spans, p.use_qk_l2norm_in_kernel)
     if p.H > p.T > 1 and p.HV == p.H and p.cu_seqlens is None:
         found.append(f"q: T={p.T} tokens and H={p.H} heads; expected [B, T, H, K], tokens before heads")
@@ -85,15 +85,15 @@ def _prefill(p: PrefillProblem) -> list[str]:
     valid = [n for n in range(p.N) if p.is_slot(slots[n])]
     continues = [True] * p.N if p.has_initial_state is None else p.has_initial_state.tolist()
     reads = [(n, slots[n]) for n in valid if continues[n] and spans[n][1] > 0]
-    stores = p.update_state
-    writes = [(n, targets[n]) for n in valid if stores and spans[n][1] > 0 and p.is_slot(targets[n])]
+    stored = [n for n in valid if spans[n][1] > 0 and p.is_slot(targets[n])] if p.update_state else []
+    writes = [(n, targets[n]) for n in stored]
     _require_own_slots(name, writes, reads)
     if p.snapshot_pos is not None and p.snapshot_index is not None:
         positions, kept = p.snapshot_pos.tolist(), p.snapshot_index.tolist()
         taken = [n for n in valid if 0 <= positions[n] <= spans[n][1]]
         found += _past_the_pool("snapshot_index", [kept[n] for n in taken], size)
         snapshots = [(n, kept[n]) for n in taken if p.is_slot(kept[n])]
-        _require_own_slots("snapshot_index", [*snapshots, *((n, x) for n, x in writes)], reads)
+        _require_own_slots("snapshot_index", [*snapshots, *writes], reads)
     return found + _pool_tokens(p, [spans[n] for n in valid])
 
 
@@ -192,10 +192,13 @@ def _require_own_slots(name: str, writes: Places, reads: Places = ()) -> None:
 
 
 def _pool_tokens(p: DecodeProblem | PrefillProblem | ReplayProblem, spans: Spans) -> list[str]:
-    beta = p.beta
-    if p.b is not None:
-        beta = p.b.float().sigmoid() * (2 if p.allow_neg_eigval else 1)
+    beta = p.beta if p.b is None else _write_strength(p.b, p.allow_neg_eigval)
     return _tokens(p.k, p.g, beta, spans, p.use_qk_l2norm_in_kernel)
+
+
+def _write_strength(logits: Tensor, allow_neg_eigval: bool) -> Tensor:
+    """Return beta of raw logits, in fp32."""
+    return logits.float().sigmoid() * (2 if allow_neg_eigval else 1)
 
 
 def _tokens(k: Tensor, g: Tensor | None, beta: Tensor | None, spans: Spans, is_normalised: bool) -> list[str]:
