@@ -222,9 +222,9 @@ def _accuracy_statements(one: Results, name: str) -> list[str]:
 def provenance(found: Sequence[Row]) -> str:
     """Versions, commits and dates of some rows."""
     last = found[-1]
-    held = [f"gdn at {_spread(row.get('commit') or '?' for row in found)}"]
+    held = [f"gdn at {spread(row.get('commit') or '?' for row in found)}"]
     held += [f"{name} {last['versions'][name]}" for name in ("torch", "triton") if name in last["versions"]]
-    return ", ".join([*held, _spread(row["date"] for row in found)])
+    return ", ".join([*held, spread(row["date"] for row in found)])
 
 
 def version(row: Row, provider: str) -> str:
@@ -263,7 +263,7 @@ def section(one: Results, name: str) -> list[str]:
     return [f"### {name}", "", f"{about}; {provenance(held)}; `{command(name)}`", "", *table, "", *notes]
 
 
-def _spread(found: Iterable[str]) -> str:
-    """One value, or the first and the last of several."""
+def spread(found: Iterable[str]) -> str:
+    """Return one value, or the first and the last of several."""
     ordered = sorted(set(found))
     return ordered[0] if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"

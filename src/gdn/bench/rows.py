@@ -86,11 +86,6 @@ def read(*paths: Path) -> list[Row]:
     return found
 
 
-def latest(found: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
-    """The last row of each thing on each kind of GPU: what was measured later replaces what was before."""
-    return {(row.get("gpu"), *key(row)): row for row in found if is_measured(row)}
-
-
 def is_measured(row: Mapping[str, Any]) -> bool:
     """Whether a row holds numbers: a time, a verdict, seconds of a cold start."""
     return any(name in row for name in ("ms", "errors", "seconds", "tokens_per_s"))

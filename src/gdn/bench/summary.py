@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from gdn.bench.cells import NAMES
-from gdn.bench.results import Results, machine, version
+from gdn.bench.results import Results, machine, spread, version
 from gdn.bench.rows import Row
 
 JOBS = {
@@ -78,9 +78,8 @@ def _slower(held: Sequence[Row]) -> str:
 
 def _conditions(held: Sequence[Row]) -> str:
     """Return dtypes, versions and dates; the commits are in docs/results.md."""
-    dates = sorted({str(row["date"]) for row in held})
     found = sorted({str(row["dtype"]) for row in held if row.get("dtype")})
     for name in ("torch", "triton"):
         versions = sorted({str(row["versions"][name]) for row in held if name in row["versions"]})
         found += [f"{name} {' and '.join(versions)}"] if versions else []
-    return ", ".join([*found, " to ".join(dict.fromkeys((dates[0], dates[-1])))])
+    return ", ".join([*found, spread(str(row["date"]) for row in held)])
