@@ -133,9 +133,9 @@ matrix-%: build/triton-%/.done
 	$(over) $(PYTEST) -m compile -k cuda:90
 
 spills: $(OTHER_TRITONS:%=build/triton-%/.done)
-	PYTHONPATH=.:$(PYTHONPATH) $(TEST_PYTHON) tests/compiling.py --record
+	PYTHONPATH=.:tests:$(PYTHONPATH) $(TEST_PYTHON) -m kit.compiling --record
 	for v in $(OTHER_TRITONS); do \
-		PYTHONPATH=build/triton-$$v:.:$(PYTHONPATH) $(TEST_PYTHON) tests/compiling.py --record --target cuda:90; done
+		PYTHONPATH=build/triton-$$v:.:tests:$(PYTHONPATH) $(TEST_PYTHON) -m kit.compiling --record --target cuda:90; done
 
 # no --quiet: with it, warnings are not counted and --strict lets them pass
 docs:

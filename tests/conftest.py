@@ -11,11 +11,11 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
-import processes
 import pytest
 import torch
 import torch._inductor.config
 from hypothesis import HealthCheck, settings
+from kit import processes
 
 from gdn.bench.accuracy import poisoned
 
@@ -42,7 +42,7 @@ collect_ignore = (
 GPU = os.environ.get("GDN_TEST_DEVICE", "cuda")
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    import interpreter
+    from kit import interpreter
 
     interpreter.install()
 

@@ -26,8 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import gpu_plan
 import pytest
+from kit import gpu_plan
 from xdist.scheduler import LoadScopeScheduling
 
 BEGAN = time.monotonic()
@@ -92,7 +92,7 @@ class Worker(Selection):
         self.stacks = path.open("w")
         self.output = config.workeroutput
         if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1":
-            import shared_compiles
+            from kit import shared_compiles
 
             shared_compiles.install()
 

@@ -6,13 +6,13 @@ test twice: on the BLAS that torch has, and on one that rounds by every operand'
 
 import itertools
 
-import api
 import hypothesis
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import inputs, pool_of, same_bits, step_of
+from kit import api
+from kit.serving import inputs, pool_of, same_bits, step_of
 
 import gdn
 from gdn.backends.eager import alignment

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import stub_peers
 import torch
+from kit import stub_peers
 
 import gdn
 from gdn.bench import (

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
-import stub_peers
 import torch
+from kit import stub_peers
 
 pytest.importorskip("transformers")
 pytest.importorskip("typer")

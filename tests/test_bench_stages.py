@@ -4,8 +4,8 @@ import importlib.util
 from dataclasses import replace
 
 import pytest
-import stub_peers
 import torch
+from kit import stub_peers
 
 pytest.importorskip("typer")
 

@@ -7,8 +7,8 @@ import math
 from dataclasses import replace
 
 import pytest
-import stub_peers
 import torch
+from kit import stub_peers
 
 pytest.importorskip("typer")
 

@@ -1,10 +1,10 @@
 """Commit: the accepted states of all layers into their slots. The contract of any backend."""
 
-import api
 import pytest
 import torch
-from api import law
-from serving import inputs, moved, pool_of, same_bits
+from kit import api
+from kit.api import law
+from kit.serving import inputs, moved, pool_of, same_bits
 
 import gdn
 

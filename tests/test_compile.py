@@ -4,13 +4,13 @@ import ast
 import os
 from pathlib import Path
 
-import compiling
 import pytest
 import torch
 import triton
 import triton.language as tl
-from compiling import TARGETS, Report, compile_all, jobs, wrong
-from specimens import SPECIMENS
+from kit import compiling
+from kit.compiling import TARGETS, Report, compile_all, jobs, wrong
+from kit.specimens import SPECIMENS
 
 from gdn.backends.triton import launch
 

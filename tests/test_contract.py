@@ -2,10 +2,10 @@
 
 import itertools
 
-import api
 import pytest
 import torch
-from serving import NAMES, B, R, T, error, inputs, moved, pool_of, protocols, same_bits, step_of
+from kit import api
+from kit.serving import NAMES, B, R, T, error, inputs, moved, pool_of, protocols, same_bits, step_of
 
 import gdn
 

@@ -1,11 +1,11 @@
 """What only a GPU can show: streams, graphs, devices, sizes beyond a CPU's patience, what is compiled."""
 
-import api
 import pytest
 import torch
 import triton
-from serving import nothing_waits
-from specimens import SPECIMENS
+from kit import api
+from kit.serving import nothing_waits
+from kit.specimens import SPECIMENS
 
 import gdn
 from gdn.bench.accuracy import check, compare, law_side_by_side, run

@@ -2,10 +2,10 @@
 
 import re
 
-import api
 import pytest
 import torch
-from serving import inputs, pool_of, step_of
+from kit import api
+from kit.serving import inputs, pool_of, step_of
 
 import gdn
 

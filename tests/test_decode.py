@@ -4,11 +4,11 @@ import doctest
 import importlib
 import itertools
 
-import api
 import pytest
 import torch
-from api import law
-from serving import (
+from kit import api
+from kit.api import law
+from kit.serving import (
     NAMES,
     SLOTS,
     TOLERANCE,

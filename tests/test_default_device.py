@@ -3,11 +3,11 @@
 import ast
 from pathlib import Path
 
-import api
 import pytest
 import torch
-from adapters import CALLS as ADAPTERS
-from serving import inputs, pool_of, same_bits, step_of
+from kit import api
+from kit.adapters import CALLS as ADAPTERS
+from kit.serving import inputs, pool_of, same_bits, step_of
 
 import gdn
 

@@ -7,10 +7,10 @@ bent into what was shipped once: only so do we know that it looks.
 import ast
 from pathlib import Path
 
-import api
 import pytest
 import torch
-from serving import error, inputs, moved, pool_of, same_bits
+from kit import api
+from kit.serving import error, inputs, moved, pool_of, same_bits
 
 import gdn
 

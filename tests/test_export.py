@@ -2,11 +2,10 @@
 
 import sys
 
-import api
-import processes
 import pytest
 import torch
-from serving import moved, pool_of, same_bits
+from kit import api, processes
+from kit.serving import moved, pool_of, same_bits
 
 H, HV, K, V = 2, 4, 128, 128
 RUN = """

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from serving import inputs, pool_of, same_bits
+from kit.serving import inputs, pool_of, same_bits
 
 from gdn.integrations import fallback, fla_patch, lmdeploy, sglang, vllm
 

@@ -9,11 +9,9 @@ import textwrap
 import time
 from pathlib import Path
 
-import gpu_plan
 import gpu_suite
-import processes
 import pytest
-import shared_compiles
+from kit import gpu_plan, processes, shared_compiles
 
 NAMES = [f"tests/test_{file}.py::test_{f}[{i}]" for file in "abc" for f in "xy" for i in range(20)]
 SECONDS = {"tests/test_a.py::test_x": 9.0, "tests/test_b.py::test_x": 1.0, "tests/test_c.py::test_y": 3.0}
@@ -182,7 +180,7 @@ def test_the_table_takes_the_recorded_seconds(tmp_path):
 COMPILE = """
 import sys, time
 from pathlib import Path
-import shared_compiles
+from kit import shared_compiles
 folder = Path(sys.argv[1])
 with shared_compiles.file_lock(folder / "locks", "variant", int(sys.argv[2])):
     if not (folder / f"entry-{sys.argv[2]}").exists():
@@ -202,7 +200,7 @@ def test_processes_compile_a_variant_once(tmp_path):
 
 
 def test_the_lock_of_a_dead_process_is_free(tmp_path):
-    code = "import os\nfrom pathlib import Path\nfrom shared_compiles import file_lock\n"
+    code = "import os\nfrom pathlib import Path\nfrom kit.shared_compiles import file_lock\n"
     code += "with file_lock(Path(), 1): os._exit(3)"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path).returncode == 3
@@ -212,7 +210,8 @@ def test_the_lock_of_a_dead_process_is_free(tmp_path):
 
 FOR_HOPPER = """
 import json, sys
-import compiling, gdn, shared_compiles, torch, triton
+import gdn, torch, triton
+from kit import compiling, shared_compiles
 from triton import compiler
 shared_compiles.install()
 x = torch.randn(1, 2, 1, 16)

@@ -6,10 +6,10 @@ import os
 import random
 from dataclasses import replace
 
-import api
 import pytest
 import torch
 from conftest import HAS_TRITON, INTERPRETED
+from kit import api
 
 import gdn
 from gdn.bench import accuracy
@@ -20,11 +20,10 @@ from gdn.problem.serving import parse_prefill
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
 
-import gluon_simulator
-import one_launch
 import triton.experimental.gluon.language as gl
-from compiling import TARGETS, recording
-from gluon_simulator import Descriptor, simulate
+from kit import gluon_simulator, one_launch
+from kit.compiling import TARGETS, recording
+from kit.gluon_simulator import Descriptor, simulate
 from triton.experimental import gluon
 from triton.experimental.gluon._runtime import GluonJITFunction
 

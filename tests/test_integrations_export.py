@@ -5,11 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import api
-import processes
 import pytest
 import torch
-from serving import error, inputs
+from kit import api, processes
+from kit.serving import error, inputs
 
 from gdn.integrations import export as room
 from gdn.ops import portable

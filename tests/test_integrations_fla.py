@@ -6,8 +6,8 @@ import types
 
 import pytest
 import torch
-from serving import error
-from signatures import FLA, parameters, real
+from kit.serving import error
+from kit.signatures import FLA, parameters, real
 from torch import nn
 
 from gdn.integrations import fallback, fla_patch

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from api import law
-from serving import error, inputs, pool_of, same_bits
-from signatures import LMDEPLOY, LMDEPLOY_METHODS, parameters, real
+from kit.api import law
+from kit.serving import error, inputs, pool_of, same_bits
+from kit.signatures import LMDEPLOY, LMDEPLOY_METHODS, parameters, real
 
 from gdn.integrations import lmdeploy
 from gdn.reference import layer as law_of_layers

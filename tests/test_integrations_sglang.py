@@ -5,9 +5,9 @@ import types
 
 import pytest
 import torch
-from api import law
-from serving import error, inputs, pool_of, same_bits
-from signatures import SGLANG, SGLANG_KERNEL, parameters, real
+from kit.api import law
+from kit.serving import error, inputs, pool_of, same_bits
+from kit.signatures import SGLANG, SGLANG_KERNEL, parameters, real
 
 from gdn.integrations import sglang
 from gdn.reference.recurrence import gated_delta_rule

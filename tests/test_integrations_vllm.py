@@ -5,9 +5,9 @@ import types
 
 import pytest
 import torch
-from api import law
-from serving import error, inputs, pool_of, same_bits
-from signatures import VLLM, parameters, real
+from kit.api import law
+from kit.serving import error, inputs, pool_of, same_bits
+from kit.signatures import VLLM, parameters, real
 
 from gdn.integrations import vllm
 from gdn.reference import layer as law_of_layers

@@ -6,12 +6,12 @@ Launches are recorded, not run, on machines that need not be there.
 from dataclasses import replace
 from functools import partial
 
-import api
 import pytest
 import torch
-from compiling import TARGETS, jobs_of, recording
-from serving import inputs as rows_of
-from serving import pool_of
+from kit import api
+from kit.compiling import TARGETS, jobs_of, recording
+from kit.serving import inputs as rows_of
+from kit.serving import pool_of
 
 import gdn
 from gdn.backends import triton as room

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
-import api
 import pytest
 import torch
 import triton
 import triton.language as tl
+from kit import api
 from triton.backends.compiler import GPUTarget
 from triton.runtime._async_compile import active_mode
 

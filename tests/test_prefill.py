@@ -1,10 +1,10 @@
 """Prefill: outputs, final states, checkpoints and snapshots against the law. The contract of any backend."""
 
-import api
 import pytest
 import torch
-from api import law
-from serving import TOLERANCE, error, inputs, moved, pool_of, same_bits, stored_wrong
+from kit import api
+from kit.api import law
+from kit.serving import TOLERANCE, error, inputs, moved, pool_of, same_bits, stored_wrong
 
 from gdn.problem.serving import parse_prefill
 

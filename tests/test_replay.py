@@ -4,13 +4,13 @@ import doctest
 import importlib
 import itertools
 
-import api
 import hypothesis
 import pytest
 import torch
-from api import law
 from hypothesis import strategies as st
-from serving import TOLERANCE, error, inputs, moved, pool_of, same_bits
+from kit import api
+from kit.api import law
+from kit.serving import TOLERANCE, error, inputs, moved, pool_of, same_bits
 
 import gdn
 import gdn.ops.replay

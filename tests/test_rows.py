@@ -1,9 +1,9 @@
 """A row's bits among any number of rows: by that number tiles are chosen, and no result may tell."""
 
-import api
 import pytest
 import torch
-from serving import inputs, pool_of, same_bits, step_of
+from kit import api
+from kit.serving import inputs, pool_of, same_bits, step_of
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 MOST, FEWER = 300, (1, 2, 8, 64)

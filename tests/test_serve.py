@@ -138,7 +138,7 @@ def test_the_commands_own_drafts_hold_now_and_then(monkeypatch, capsys):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_requests_meet_what_the_warmup_compiled(monkeypatch, dtype):
     """Launches are recorded, on an imagined H200, not run: the text is none, the launches are those."""
-    import compiling
+    from kit import compiling
 
     from gdn.ops import repeats
 

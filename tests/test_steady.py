@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import adapters
-import api
 import pytest
 import torch
-from serving import B, R, T, inputs, moved, nothing_waits, pool_of, protocols, same_bits, step_of
+from kit import adapters, api
+from kit.serving import B, R, T, inputs, moved, nothing_waits, pool_of, protocols, same_bits, step_of
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -4,11 +4,11 @@ import doctest
 import importlib
 import itertools
 
-import api
 import pytest
 import torch
-from api import law
-from serving import STEP, TOLERANCE, error, moved, same_bits, step_of, stored_wrong
+from kit import api
+from kit.api import law
+from kit.serving import STEP, TOLERANCE, error, moved, same_bits, step_of, stored_wrong
 
 import gdn
 import gdn.ops.step
@@ -247,7 +247,7 @@ def test_the_gate_can_fail(backend, device):
 
 @pytest.mark.parametrize("has_norm", [True, False])
 def test_a_first_call_compiles_what_other_numbers_of_rows_take(monkeypatch, has_norm):
-    compiling = pytest.importorskip("compiling")
+    compiling = pytest.importorskip("kit.compiling")
     step, heads = importlib.import_module("gdn.backends.triton.step"), (16, 32, 128, 128, 4)
     compiled = []
 

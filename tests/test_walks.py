@@ -4,11 +4,11 @@ After any walk of packets, accepted counts and prompts in between, all hold the 
 what was accepted leaves: to the bit where states are kept, within rounding where they are replayed.
 """
 
-import api
 import hypothesis
 import torch
 from hypothesis import strategies as st
-from serving import error, inputs, pool_of, same_bits
+from kit import api
+from kit.serving import error, inputs, pool_of, same_bits
 
 import gdn
 

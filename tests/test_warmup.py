@@ -4,10 +4,10 @@ import importlib.util
 import os
 from types import SimpleNamespace
 
-import api
 import pytest
 import torch
-from serving import pool_of
+from kit import api
+from kit.serving import pool_of
 
 import gdn
 from gdn.integrations import lmdeploy, sglang, vllm
@@ -60,7 +60,7 @@ def test_refusals():
 @pytest.fixture
 def recorded(monkeypatch):
     """A call -> the set of binaries it would launch on an H200."""
-    compiling = pytest.importorskip("compiling")
+    compiling = pytest.importorskip("kit.compiling")
     monkeypatch.setenv("GDN_BACKEND", "triton")
     yield lambda call: set(compiling.jobs(call, "cuda:90"))
     # what was remembered of calls on tensors of the CPU holds for a recording alone

@@ -7,11 +7,11 @@ import contextlib
 import math
 from types import ModuleType
 
-import api
 import torch
 
 import gdn
 from gdn.reference import stages
+from kit import api
 
 
 class FLA:

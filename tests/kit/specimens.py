@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import api
 import torch
-from serving import inputs as rows_of
-from serving import pool_of, step_of
 
 import gdn
 from gdn.bench.accuracy import run
 from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
+from kit import api
+from kit.serving import inputs as rows_of
+from kit.serving import pool_of, step_of
 
 EVERYWHERE = ("cuda:80", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942")
 # fp32 and K = 256 need more than the 64 KB of shared memory of a gfx942

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from serving import inputs, pool_of
 
 from gdn.integrations import lmdeploy, sglang, vllm
+from kit.serving import inputs, pool_of
 
 H, HV, K, V, W = 2, 4, 64, 64, 4
 N, T, R, SLOTS = 4, 3, 4, 9  # requests, tokens of a packet, ring entries, slots

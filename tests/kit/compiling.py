@@ -5,8 +5,8 @@ launches it would make are kept instead of run; each is then compiled for a targ
 for LLVM aborts where it cannot go on. As `launch` launches them: pointers divisible by 16, numbers never
 specialised.
 
-    PYTHONPATH=. python tests/compiling.py [--target cuda:90] [part of a specimen's or kernel's name]
-    PYTHONPATH=. python tests/compiling.py --record     writes spills.json anew for the Triton at hand
+    PYTHONPATH=.:tests python -m kit.compiling [--target cuda:90] [part of a specimen's or kernel's name]
+    PYTHONPATH=.:tests python -m kit.compiling --record     writes spills.json anew for the Triton at hand
 """
 
 import argparse
@@ -31,16 +31,16 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from in_flight import overwritten
-from specimens import SPECIMENS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from gdn.backends import triton as room
 from gdn.backends.triton import launch
+from kit.in_flight import overwritten
+from kit.specimens import SPECIMENS
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "spills.json"
 CACHE = ROOT.parent / "build" / "compiled"
 TENSOR_MEMORY = 512  # columns that a multiprocessor of sm_100 has

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-TABLE = Path(__file__).parent / "gpu_seconds.json"
+TABLE = Path(__file__).parent.parent / "gpu_seconds.json"
 UNIT_SECONDS = 12.0  # tests of one function that go to a worker together: they share compiled kernels
 
 

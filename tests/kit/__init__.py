@@ -1,0 +1,1 @@
+"""Support modules of the tests: no test lives here."""
