@@ -117,7 +117,9 @@ def test_the_matrix_of_versions_is_whole():
     """docs/install.md has a row for each GPU and Triton of the compile tests, and for each Python."""
     page = (ROOT / "docs" / "install.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("|")]
-    targets = re.findall(r'GPUTarget\("\w+", "?(\w+)"?', (ROOT / "tests" / "kit" / "compiling.py").read_text())
+    targets = re.findall(
+        r'GPUTarget\("\w+", "?(\w+)"?', (ROOT / "tests" / "kit" / "compiling.py").read_text()
+    )
     tritons = re.search(r"OTHER_TRITONS := (.*)", (ROOT / "Makefile").read_text())[1].split()
     pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     assert len(targets) == 5 and tritons and len(pythons) == 4
