@@ -11,7 +11,7 @@ from types import CodeType
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "src" / "gdn"
+PACKAGE = Path(__file__).parent.parent / "src" / "gdn"
 
 # room -> rooms it may import; the picture in CONTRIBUTING.md is drawn from this table
 MAY_IMPORT = {
@@ -66,7 +66,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def arrows(root: Path = ROOT) -> set[tuple[str, str, str]]:
+def arrows(root: Path = PACKAGE) -> set[tuple[str, str, str]]:
     """(file, room, imported room) for every import of the package within itself; "gdn" is its front door."""
     result = set()
     rooms = {p.name.removesuffix(".py") for p in root.iterdir()}
@@ -101,7 +101,7 @@ def test_the_table_has_no_circle():
 
 def test_backends_know_only_whom_they_overlay():
     for name, allowed in BACKENDS.items():
-        for path in (ROOT / "backends" / name).rglob("*.py"):
+        for path in (PACKAGE / "backends" / name).rglob("*.py"):
             for target in imports(path):
                 parts = target.split(".")
                 if parts[:2] == ["gdn", "backends"] and len(parts) > 2 and parts[2] in BACKENDS:
@@ -109,15 +109,15 @@ def test_backends_know_only_whom_they_overlay():
 
 
 def test_heavy_packages_stay_in_their_rooms():
-    for path in ROOT.rglob("*.py"):
-        where = str(path.relative_to(ROOT))
+    for path in PACKAGE.rglob("*.py"):
+        where = str(path.relative_to(PACKAGE))
         for package, homes in FORBIDDEN.items():
             if any(name.split(".")[0] == package for name in imports(path)):
                 assert any(where.startswith(home) for home in homes), f"{where} imports {package}"
 
 
 def test_only_settings_reads_the_environment():
-    for path in ROOT.rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         if path.name != "settings.py":
             assert "os.environ" not in path.read_text() and "getenv" not in path.read_text(), path
 
@@ -130,7 +130,7 @@ def test_a_wrong_arrow_is_seen(tmp_path: Path):
     assert wrong(arrows(tmp_path)) == ["reference/law.py: reference -> layers"]
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_source_is_ascii_and_short(path: Path):
     text = path.read_text()
     assert text.isascii()
@@ -157,12 +157,12 @@ def unknown(code: CodeType, known: set[str]) -> set[str]:
     return found.union(*(unknown(x, known) for x in code.co_consts if isinstance(x, CodeType)))
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_name_is_known(path: Path):
     """Linters cannot tell: shapes in annotations are strings of names that nobody defines."""
     if path.name == "__main__.py":
         pytest.skip("runs when imported")
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     try:
         module = import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     except ImportError as e:
@@ -199,6 +199,6 @@ def test_a_cpu_call_imports_no_kernel():
 
 
 def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout

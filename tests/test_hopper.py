@@ -689,7 +689,7 @@ def _stuck_kernel():
 
 
 def test_the_simulator_sees_a_broken_protocol(monkeypatch):
-    monkeypatch.setattr("gluon_simulator.SECONDS", 0.1)
+    monkeypatch.setattr("kit.gluon_simulator.SECONDS", 0.1)
     with pytest.raises(AssertionError, match="nobody completes"):
         simulate(_stuck_kernel, 1)
 

@@ -40,9 +40,9 @@ from gdn.backends.triton import launch
 from kit.in_flight import overwritten
 from kit.specimens import SPECIMENS
 
-ROOT = Path(__file__).parent.parent
-TABLE = ROOT / "spills.json"
-CACHE = ROOT.parent / "build" / "compiled"
+TESTS = Path(__file__).parent.parent
+TABLE = TESTS / "spills.json"
+CACHE = TESTS.parent / "build" / "compiled"
 TENSOR_MEMORY = 512  # columns that a multiprocessor of sm_100 has
 SECONDS = 300  # after which a compilation counts as stuck
 DTYPES = {
