@@ -157,7 +157,9 @@ def unknown(code: CodeType, known: set[str]) -> set[str]:
     return found.union(*(unknown(x, known) for x in code.co_consts if isinstance(x, CodeType)))
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_every_name_is_known(path: Path):
     """Linters cannot tell: shapes in annotations are strings of names that nobody defines."""
     if path.name == "__main__.py":
