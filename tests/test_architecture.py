@@ -12,6 +12,8 @@ from types import CodeType
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "gdn"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks" / "gdn_bench"
+SOURCES = [path for folder in (PACKAGE, BENCHMARKS) for path in sorted(folder.rglob("*.py"))]
 
 # room -> rooms it may import; the picture in CONTRIBUTING.md is drawn from this table
 MAY_IMPORT = {
@@ -21,37 +23,22 @@ MAY_IMPORT = {
     "reference": {"notation"},
     "backends": {"problem", "notation", "settings"},
     "ops": {"backends", "problem", "reference", "notation", "settings"},
-    "distributed": {"ops", "notation"},
-    "layers": {"ops", "distributed", "problem", "notation"},
+    "layers": {"ops", "problem", "notation"},
     "integrations": {"layers", "ops"},
-    "bench": {
-        "integrations",
-        "layers",
-        "ops",
-        "backends",
-        "problem",
-        "reference",
-        "notation",
-        "settings",
-        "gdn",
-    },
-    "cli": {
-        "bench",
-        "integrations",
-        "layers",
-        "ops",
-        "backends",
-        "problem",
-        "reference",
-        "notation",
-        "settings",
-        "gdn",
-    },
+    "testing": {"reference"},
+    "cli": {"testing", "backends", "gdn"},
     "__main__": {"cli"},
     "__init__": {"layers", "ops", "integrations"},
 }
 BACKENDS = {"eager": set(), "triton": {"eager"}, "hopper": {"triton"}}
-FORBIDDEN = {"triton": {"backends/triton", "backends/hopper"}, "transformers": {"integrations", "bench"}}
+FORBIDDEN = {
+    "triton": {"backends/triton", "backends/hopper"},
+    "transformers": {"integrations"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+    "matplotlib": set(),
+    "gdn_bench": {"cli"},
+}
 
 
 def imports(path: Path) -> set[str]:
@@ -117,7 +104,7 @@ def test_heavy_packages_stay_in_their_rooms():
 
 
 def test_only_settings_reads_the_environment():
-    for path in PACKAGE.rglob("*.py"):
+    for path in SOURCES:
         if path.name != "settings.py":
             assert "os.environ" not in path.read_text() and "getenv" not in path.read_text(), path
 
@@ -130,7 +117,12 @@ def test_a_wrong_arrow_is_seen(tmp_path: Path):
     assert wrong(arrows(tmp_path)) == ["reference/law.py: reference -> layers"]
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def name_source(path: Path) -> str:
+    """Return a file's path within src or benchmarks, without gdn/."""
+    return str(path.relative_to(PACKAGE if PACKAGE in path.parents else BENCHMARKS.parent))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_source)
 def test_source_is_ascii_and_short(path: Path):
     text = path.read_text()
     assert text.isascii()
@@ -157,14 +149,13 @@ def unknown(code: CodeType, known: set[str]) -> set[str]:
     return found.union(*(unknown(x, known) for x in code.co_consts if isinstance(x, CodeType)))
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
-)
+@pytest.mark.parametrize("path", SOURCES, ids=name_source)
 def test_every_name_is_known(path: Path):
     """Linters cannot tell: shapes in annotations are strings of names that nobody defines."""
     if path.name == "__main__.py":
         pytest.skip("runs when imported")
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    root = PACKAGE.parent if PACKAGE in path.parents else BENCHMARKS.parent
+    parts = path.relative_to(root).with_suffix("").parts
     try:
         module = import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     except ImportError as e:

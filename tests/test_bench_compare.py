@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gdn.bench import cases, catalog, compare, measure, rows, step, targets
+import gdn
+from gdn.testing import cases
+from gdn_bench.passes import step
+from gdn_bench.problems import catalog, targets
+from gdn_bench.results import compare, rows
+from gdn_bench.timing import measure, processes
 
 
 def row(case="16/32 1x8192", provider="gdn", ms=1.0, **others):
@@ -136,10 +141,11 @@ def repository(tmp_path):
     git = ["git", "-C", str(home), "-c", "user.name=x", "-c", "user.email=x@x"]
     subprocess.run(["git", "init", "-q", str(home)], check=True)
     for speed, folder in (("1.0", home / "gdn"), ("2.0", home / "src" / "gdn")):
-        (folder / "bench").mkdir(parents=True)
+        (folder / "testing").mkdir(parents=True)
         (folder / "__init__.py").write_text("")
         (folder / "speed").write_text(speed)
-        (folder / "bench" / "old.py").write_text("old")
+        (folder / "testing" / "old.py").write_text("old")
+        (folder / "cli.py").write_text("old")
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
         if speed == "1.0":
@@ -153,9 +159,10 @@ def test_commits_are_measured_by_one_yardstick_in_turn(repository, monkeypatch):
     def measured(home, name, arguments):
         order.append(name)
         package = home / "src" / "gdn"
-        bench, ours = package / "bench" / "compare.py", Path(compare.__file__)
-        assert bench.read_text() == ours.read_text() and arguments == ["prefill"]
-        assert not (package / "bench" / "old.py").exists() and not (home / "gdn").exists()
+        for part in ("testing/accuracy.py", "cli/console.py"):
+            assert (package / part).read_text() == (Path(gdn.__file__).parent / part).read_text()
+        assert arguments == ["prefill"] and not (home / "gdn").exists()
+        assert not (package / "testing" / "old.py").exists() and not (package / "cli.py").exists()
         return [row(ms=float((package / "speed").read_text()))]
 
     (repository / "src" / "gdn" / "speed").write_text("3.0")
@@ -198,7 +205,9 @@ def test_a_side_runs_its_own_package(tmp_path, monkeypatch):
     package = tmp_path / "src" / "gdn"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    (package / "__main__.py").write_text(
+    bench = tmp_path / "benchmarks" / "gdn_bench"
+    bench.mkdir(parents=True)
+    (bench / "__main__.py").write_text(
         "import subprocess, sys\n"
         "child = [sys.executable, '-c', 'import gdn; print(gdn.__file__)']\n"
         "file = subprocess.run(child, cwd='/', capture_output=True, text=True).stdout.strip()\n"
@@ -206,6 +215,7 @@ def test_a_side_runs_its_own_package(tmp_path, monkeypatch):
         'text = f\'{{"pass": "{rows["--commit"]}", "case": "{file}", "provider": "gdn"}}\'\n'
         "open(rows['--out'], 'w').write(text)\n"
     )
+    monkeypatch.setattr(processes, "BENCHMARKS", bench.parent)
     (found,) = compare._measured(tmp_path, "-x y", ["prefill"])
     assert found["pass"] == "-x y" and found["case"] == str(package / "__init__.py")
 

@@ -16,22 +16,16 @@ import torch
 from kit import stub_peers
 
 import gdn
-from gdn.bench import (
-    accuracy,
-    catalog,
-    coldstart,
-    gpu,
-    graph,
-    hosttime,
-    jobs,
-    measure,
-    providers,
-    tables,
-    targets,
-)
-from gdn.bench import rows as rows_of
-from gdn.bench.cases import Lengths, inputs, packed
-from gdn.bench.providers import Bound, Provider
+from gdn.testing import Lengths, accuracy, inputs, packed
+from gdn_bench.passes import gpu
+from gdn_bench.problems import catalog, jobs, targets
+from gdn_bench.providers.gdn_calls import gdn_provider
+from gdn_bench.providers.load import load_provider
+from gdn_bench.providers.names import PEERS, PROVIDERS
+from gdn_bench.providers.provider import Bound, Provider
+from gdn_bench.results import rows as rows_of
+from gdn_bench.results import tables
+from gdn_bench.timing import coldstart, graph, hosttime, measure
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -109,7 +103,10 @@ def test_numbers_drawn_on_the_device_are_as_good():
 def test_a_prefix_is_the_start_of_every_sequence(lengths):
     given = inputs(replace(TINY, lengths=lengths), torch.float64)
     short = given.prefix(10)
-    whole, part = accuracy.run(accuracy.law, given, False), accuracy.run(accuracy.law, short, False)
+    whole, part = (
+        accuracy.run(accuracy.reference_rule, given, False),
+        accuracy.run(accuracy.reference_rule, short, False),
+    )
     if lengths.ends is None:
         assert torch.equal(whole["o"][:, :10], part["o"])
     else:
@@ -132,7 +129,7 @@ def test_a_prefix_is_the_start_of_every_sequence(lengths):
 )
 def test_the_law_side_by_side_is_the_law(case):
     given = inputs(case, torch.float64)
-    one, other = (accuracy.run(law, given) for law in (accuracy.law, accuracy.law_side_by_side))
+    one, other = (accuracy.run(law, given) for law in (accuracy.reference_rule, accuracy.reference_by_heads))
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-13)
@@ -141,7 +138,7 @@ def test_the_law_side_by_side_is_the_law(case):
 # peers
 
 
-@pytest.mark.parametrize("name", ["gdn", "gdn:eager", *providers.PEERS])
+@pytest.mark.parametrize("name", ["gdn", "gdn:eager", *PEERS])
 @pytest.mark.parametrize(
     "case",
     [
@@ -155,7 +152,7 @@ def test_the_law_side_by_side_is_the_law(case):
     ids=str,
 )
 def test_a_provider_is_given_the_same_problem(peers, name, case):
-    provider = providers.load(name)
+    provider = load_provider(name)
     job = "train" if "train" in provider.binds else "prefill"
     if name == "transformers" and case.is_scaled:
         with pytest.raises(NotImplementedError, match="scale"):
@@ -168,7 +165,7 @@ def test_a_provider_is_given_the_same_problem(peers, name, case):
 @pytest.mark.parametrize("state", ["wide", "narrow"])
 @pytest.mark.parametrize("name", ["gdn", "fla", "flashinfer", "transformers"])
 def test_a_decode_steps_the_states_of_its_slots(peers, name, state):
-    function = providers.load(name).function("decode")
+    function = load_provider(name).function("decode")
     if (name, state) == ("fla", "narrow"):
         with pytest.raises(NotImplementedError, match="fp32"):
             accuracy.check(function, replace(STEP, state=state), BF16, with_backward=False)
@@ -179,9 +176,9 @@ def test_a_decode_steps_the_states_of_its_slots(peers, name, state):
 
 def test_fla_is_itself(peers, monkeypatch):
     switch = __import__("sys").modules["fla.ops.gated_delta_rule.backends.flash_qla"].FlashQLABackend
-    assert isinstance(providers.load("fla"), Provider) and not switch().is_enabled()
+    assert isinstance(load_provider("fla"), Provider) and not switch().is_enabled()
     monkeypatch.setattr(switch, "forced", True)
-    assert "FLA_FLASH_QLA" in providers.load("fla")
+    assert "FLA_FLASH_QLA" in load_provider("fla")
 
 
 def test_peers_meet_one_offsets_tensor(peers):
@@ -193,14 +190,14 @@ def test_peers_meet_one_offsets_tensor(peers):
 
 
 def test_absent_peers_are_named_not_raised(monkeypatch):
-    for name, package in providers.PEERS.items():
-        if importlib.util.find_spec(package) is None:
-            assert providers.load(name) == "not installed"
-    monkeypatch.setitem(providers.PEERS, "fla", "gdn")
-    monkeypatch.setattr("gdn.bench.peers.fla", lambda: 1 / 0)
-    assert providers.load("fla") == "ZeroDivisionError: division by zero"
+    for name, peer in PEERS.items():
+        if importlib.util.find_spec(peer.module) is None:
+            assert load_provider(name) == "not installed"
+    monkeypatch.setitem(PEERS, "fla", replace(PEERS["fla"], module="gdn"))
+    monkeypatch.setattr("gdn_bench.providers.peers.fla", lambda: 1 / 0)
+    assert load_provider("fla") == "ZeroDivisionError: division by zero"
     with pytest.raises(ValueError, match="expected some of gdn, fla"):
-        providers.load("flow")
+        load_provider("flow")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +229,7 @@ def dropping(name, chunk):
     def bind(tensors, options):
         beta = tensors["beta"].clone()
         beta[:, chunk] = 0
-        return providers.ours("eager").binds["prefill"]({**tensors, "beta": beta}, options)
+        return gdn_provider("eager").binds["prefill"]({**tensors, "beta": beta}, options)
 
     return Provider(name, {"prefill": bind, "train": bind})
 
@@ -241,7 +238,7 @@ def lying(change):
     """gdn, with something done to what it returns."""
 
     def bind(tensors, options):
-        honest = providers.ours("eager").binds["prefill"](tensors, options)
+        honest = gdn_provider("eager").binds["prefill"](tensors, options)
         return Bound(lambda: change(*honest()))
 
     return Provider("liar", {"prefill": bind, "train": bind})
@@ -251,7 +248,7 @@ def forgetful(tensors, options):
     """Decodes without writing a state."""
     tensors = {**tensors, "pool": tensors["pool"].clone()}
     kept = {**tensors, "pool": tensors["pool"].clone()}
-    bound = providers.ours("eager").binds["decode"](tensors, options)
+    bound = gdn_provider("eager").binds["decode"](tensors, options)
     return Bound(bound.run, lambda o: (o, kept["pool"][tensors["read_index"].long()].float()))
 
 
@@ -277,7 +274,7 @@ LIES = {
 def timed(monkeypatch, who, target):
     session = gpu.Session((), CPU)
     session.providers, session.ceilings = (
-        {"gdn": providers.ours("eager"), "other": who},
+        {"gdn": gdn_provider("eager"), "other": who},
         {"copy": 1e9, "matmul": 1e9},
     )
     return {row["provider"]: row for row in gpu.timed(session, target)}
@@ -470,7 +467,7 @@ def test_sets_of_a_decode_lie_in_one_pool():
 
 def test_a_training_call_returns_every_gradient():
     given = jobs.given(TINY, CPU)
-    call = jobs.call(providers.ours("eager"), "train", given)
+    call = jobs.call(gdn_provider("eager"), "train", given)
     expected = accuracy.run(gdn.chunk_gated_delta_rule, given)
     for x, y in zip(
         call(), [expected[name] for name in ("dq", "dk", "dv", "dg", "dbeta", "dh0")], strict=True
@@ -583,7 +580,7 @@ def test_warming_is_one_process_per_provider_and_head_count(monkeypatch):
 
 
 def test_passes_print_and_append(small, monkeypatch, peers):
-    session = gpu.Session(providers.NAMES, CPU)
+    session = gpu.Session(PROVIDERS, CPU)
     rows = list(gpu.run(session, ["prefill", "prefill:gated", "train", "decode"]))
     by_pass = {
         name: [row for row in rows if row["pass"] == name] for name in dict.fromkeys(r["pass"] for r in rows)
@@ -642,7 +639,7 @@ def test_a_provider_timed_twice_agrees_with_itself():
     """Within 3 % in the median, in one run."""
     device, target = torch.device("cuda"), targets.chosen("prefill", ["2/8 1x8192"])[0]
     sets = jobs.sets("prefill", jobs.given(target.case, device), graph.copies(target.cost.bytes, device))
-    calls = [jobs.call(providers.ours(), "prefill", one) for one in sets]
+    calls = [jobs.call(gdn_provider(), "prefill", one) for one in sets]
     times = graph.interleaved({name: graph.prepare(calls, device) for name in "ab"}, device)
     assert times["a"].p50 == pytest.approx(times["b"].p50, rel=0.03)
 

@@ -15,9 +15,15 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import gdn
-from gdn import cli
-from gdn.bench import catalog, end_to_end, fallback, gpu, graph, layer, models, providers, rows, tables
-from gdn.bench.layer import Held, Shape
+from gdn.cli.app import build_app
+from gdn_bench.passes import end_to_end, gpu, layer
+from gdn_bench.passes.layer import Held, Shape
+from gdn_bench.problems import catalog
+from gdn_bench.providers import fallback, models
+from gdn_bench.providers.load import load_provider
+from gdn_bench.providers.names import PEERS
+from gdn_bench.results import rows, tables
+from gdn_bench.timing import graph
 
 CPU = torch.device("cpu")
 SHAPE = Shape(48, (2, 4), 16, 150)
@@ -44,7 +50,7 @@ def session(monkeypatch):
 
 
 def test_every_layer_holds_the_same_weights(peers, session):
-    session.providers |= {"fla": providers.load("fla")}
+    session.providers |= {"fla": load_provider("fla")}
     for job in layer.JOBS:
         found = layer.measured(session, SHAPE, job)
         assert [row["provider"] for row in found] == ["gdn", "gdn:eager", "transformers", "fla"]
@@ -108,7 +114,7 @@ def test_plain_is_the_files_own_and_leaves_no_trace():
 def test_who_serves(peers, monkeypatch):
     found, absent = models.serving(("gdn", "fla", "flashinfer", "transformers"))
     assert list(found) == ["gdn", "fla", "transformers"] and not absent
-    monkeypatch.setitem(providers.PEERS, "fla", "no_such_package")
+    monkeypatch.setitem(PEERS, "fla", replace(PEERS["fla"], module="no_such_package"))
     assert models.serving(("fla",)) == ({}, {"fla": "not installed"})
     with pytest.raises(ValueError, match="expected some of"):
         models.serving(("flow",))
@@ -215,13 +221,13 @@ def test_both_commands_append_rows(tmp_path, monkeypatch):
     out = tmp_path / "rows.jsonl"
     options = ["--device", "cpu", "--out", str(out), "--commit", "abc"]
     for job, count in (("layer", 4), ("e2e", 2)):
-        done = CliRunner().invoke(cli.app, ["bench", job, *options])
+        done = CliRunner().invoke(build_app(), ["bench", job, *options])
         assert done.exit_code == 0 and "transformers" in done.stdout, done.output
         held = [json.loads(line) for line in out.read_text().splitlines()]
         assert len([row for row in held if row["pass"] == job and row["ok"] and row["ms"] > 0]) == count
         done = CliRunner().invoke(
-            cli.app, ["bench", job, *options, "--resume", "--providers", "gdn,transformers"]
+            build_app(), ["bench", job, *options, "--resume", "--providers", "gdn,transformers"]
         )
         assert done.exit_code == 0 and len(out.read_text().splitlines()) == len(held), done.output
-    wrong = CliRunner().invoke(cli.app, ["bench", "e2e", *options, "--providers", "flow"])
+    wrong = CliRunner().invoke(build_app(), ["bench", "e2e", *options, "--providers", "flow"])
     assert wrong.exit_code == 2

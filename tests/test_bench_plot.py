@@ -10,9 +10,13 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from gdn import cli
-from gdn.bench import commands, laboratory, measure, picture_files, pictures, results, summary, targets
-from gdn.bench.results import Results
+from gdn.cli.app import build_app
+from gdn_bench.commands import bench as commands
+from gdn_bench.judging import laboratory
+from gdn_bench.problems import targets
+from gdn_bench.results import picture_files, pictures, results, summary
+from gdn_bench.results.results import Results
+from gdn_bench.timing import measure
 
 VERSIONS = {"gdn": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "flash-linear-attention": "0.6.0"}
 ABOUT = {
@@ -297,7 +301,7 @@ def test_only_what_stands_between_the_marks_is_made_anew():
 
 
 def test_committed_pages_are_what_the_files_say():
-    """Files only grow: a page says of how many rows it is made. Not so? Run `gdn plot`."""
+    """Files only grow: a page says of how many rows it is made. Not so? Run `gdn bench plot`."""
     page = (measure.ROOT / "docs" / "results.md").read_text()
     limits = {name: int(count) for count, name in re.findall(r"(\d+) rows of (\w+)\.jsonl", page)}
     found = results.load(measure.RESULTS, limits)
@@ -342,7 +346,7 @@ def test_pictures_of_an_untouched_clone_stay_as_they_are(tmp_path):
     shutil.copy(measure.ROOT / "README.md", readme)
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "results").iterdir()}
     arguments = ["--results", str(measure.RESULTS), "--page", str(page), "--readme", str(readme)]
-    assert CliRunner().invoke(cli.app, ["plot", *arguments]).exit_code == 0
+    assert CliRunner().invoke(build_app(), ["bench", "plot", *arguments]).exit_code == 0
     after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "results").iterdir()}
     assert [path.name for path in before | after if before.get(path) != after.get(path)] == []
 
@@ -441,12 +445,14 @@ def test_the_command_makes_them_all(folder):
     readme.write_text("\n".join(results.MARKS))
     page = folder / "docs" / "results.md"
     page.parent.mkdir()
-    arguments = ["plot", "--results", str(folder), "--page", str(page), "--readme", str(readme)]
-    done = CliRunner().invoke(cli.app, arguments)
+    arguments = ["bench", "plot", "--results", str(folder), "--page", str(page), "--readme", str(readme)]
+    done = CliRunner().invoke(build_app(), arguments)
     assert done.exit_code == 0, done.output
     assert "| prefill: forward, packed |" in readme.read_text() and readme.read_text() in "\n".join(
         [results.MARKS[0], summary.readme(results.load(folder)) + results.MARKS[1]]
     )
     for path in re.findall(r"\]\((results/[^)]*)\)", page.read_text()):
         assert (page.parent / path).exists()
-    assert CliRunner().invoke(cli.app, ["plot", "--results", str(folder / "docs")]).exit_code == 2
+    assert (
+        CliRunner().invoke(build_app(), ["bench", "plot", "--results", str(folder / "docs")]).exit_code == 2
+    )

@@ -13,11 +13,16 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from gdn import cli
-from gdn.bench import accuracy, graph, jobs, packets, providers, spec, tables, targets
-from gdn.bench.gpu import Session
-from gdn.bench.packets import SINGLE, WAYS, Packet
-from gdn.bench.providers import Bound, Provider
+from gdn.cli.app import build_app
+from gdn.testing import accuracy
+from gdn_bench.passes import spec
+from gdn_bench.passes.gpu import Session
+from gdn_bench.problems import jobs, packets, targets
+from gdn_bench.problems.packets import SINGLE, WAYS, Packet
+from gdn_bench.providers.gdn_calls import gdn_provider
+from gdn_bench.providers.provider import Bound, Provider
+from gdn_bench.results import tables
+from gdn_bench.timing import graph
 
 CPU = torch.device("cpu")
 SMALL = packets.Shape(heads=(1, 2), size=16, rows=(3,), tokens=(4, 16))
@@ -89,10 +94,10 @@ def test_histories_are_those_of_an_engine(T):
 
 def test_the_law_keeps_the_state_after_every_token():
     given = jobs.given(SMALL.case(3, "fp32"), CPU)
-    whole = accuracy.run(accuracy.law_of_packets, given, False)
+    whole = accuracy.run(packets.reference_of_packets, given, False)
     states = whole["final_state"].unflatten(0, (3, -1))
     for tokens in (1, 5, 32):
-        part = accuracy.run(accuracy.law_side_by_side, given.prefix(tokens), False)
+        part = accuracy.run(accuracy.reference_by_heads, given.prefix(tokens), False)
         torch.testing.assert_close(part["o"], whole["o"][:, :tokens], rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(part["final_state"], states[:, tokens - 1], rtol=1e-12, atol=1e-13)
 
@@ -137,7 +142,7 @@ def test_flashinfer_is_given_the_same_problem(peers, dtype):
 
 def changed(way, change):
     """gdn, with something done to what a way is given or to what it returns."""
-    honest = providers.ours("eager").binds
+    honest = gdn_provider("eager").binds
 
     def bind(tensors, options):
         return change(honest[way], dict(tensors), options)
@@ -200,7 +205,7 @@ def test_the_command_appends_rows(tmp_path):
     options = ["bench", "spec", "--device", "cpu", "--out", str(out), "--commit", "abc", "--providers", "gdn"]
 
     def held(*more):
-        done = CliRunner().invoke(cli.app, [*options, *more])
+        done = CliRunner().invoke(build_app(), [*options, *more])
         assert done.exit_code == 0, done.output
         return [json.loads(line)["case"] for line in out.read_text().splitlines()] if out.exists() else []
 
@@ -217,4 +222,4 @@ def test_packets_are_compiled_by_name():
     found = list(packets.named(names, CPU))
     assert [way for way, _ in found] == [SINGLE, "replay"]
     for way, problem in found:
-        jobs.call(providers.ours(), way, problem)()
+        jobs.call(gdn_provider(), way, problem)()

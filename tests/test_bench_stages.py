@@ -11,9 +11,12 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from gdn import cli
-from gdn.bench import catalog, gpu, graph, jobs, rows, stage_chains, stages, tables, targets
-from gdn.bench.cases import packed
+from gdn.cli.app import build_app
+from gdn.testing.cases import packed
+from gdn_bench.passes import gpu, stage_chains, stages
+from gdn_bench.problems import catalog, jobs, targets
+from gdn_bench.results import rows, tables
+from gdn_bench.timing import graph
 
 CPU = torch.device("cpu")
 SMALL = replace(
@@ -131,10 +134,10 @@ def test_chunks_whose_states_have_no_room_are_left_out(peers, session, monkeypat
 def test_the_command_says_what_is_inside(monkeypatch, session, tmp_path):
     monkeypatch.setattr(stages, "chosen", lambda job, names: [SMALL])
     out = tmp_path / "rows.jsonl"
-    done = CliRunner().invoke(cli.app, ["bench", "stages", "--device", "cpu", "--out", str(out)])
+    done = CliRunner().invoke(build_app(), ["bench", "stages", "--device", "cpu", "--out", str(out)])
     assert done.exit_code == 0 and len(out.read_text().splitlines()) == 8, done.output
     assert "inside the time of whole:" in done.stdout and "fla: not installed" in done.stdout
-    assert CliRunner().invoke(cli.app, ["bench", "stages", "--providers", "flow"]).exit_code == 2
+    assert CliRunner().invoke(build_app(), ["bench", "stages", "--providers", "flow"]).exit_code == 2
 
 
 def test_what_a_stage_costs_is_what_gdn_stages_says():

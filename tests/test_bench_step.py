@@ -9,9 +9,11 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from gdn import cli
-from gdn.bench import graph, step, tables
-from gdn.bench.gpu import Session
+from gdn.cli.app import build_app
+from gdn_bench.passes import step
+from gdn_bench.passes.gpu import Session
+from gdn_bench.results import tables
+from gdn_bench.timing import graph
 
 SMALL = step.Shape(heads=(1, 2), size=16, taps=3, rows=(1, 3))
 
@@ -56,11 +58,11 @@ def test_the_command_appends_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(step.run, "__defaults__", (SMALL,))
     out = tmp_path / "rows.jsonl"
     options = ["bench", "step", "--device", "cpu", "--out", str(out), "--commit", "abc", "--only", "fp32"]
-    done = CliRunner().invoke(cli.app, options)
+    done = CliRunner().invoke(build_app(), options)
     assert done.exit_code == 0, done.output
     held = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["case"] for row in held] == [
         f"B={B} fp32 {name}" for B in SMALL.rows for name in (step.FUNCTIONS, step.ONE)
     ]
-    assert CliRunner().invoke(cli.app, [*options, "--resume"]).exit_code == 0
+    assert CliRunner().invoke(build_app(), [*options, "--resume"]).exit_code == 0
     assert len(out.read_text().splitlines()) == len(held)

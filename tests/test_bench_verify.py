@@ -15,20 +15,17 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import gdn
-from gdn import cli
-from gdn.bench import (
-    accuracy,
-    cases,
-    catalog,
-    laboratory,
-    measure,
-    portraits,
-    providers,
-    stagewise,
-    verify,
-)
-from gdn.bench.cases import Case, packed
-from gdn.bench.providers import Bound, Provider
+from gdn.cli.app import build_app
+from gdn.testing import accuracy, cases
+from gdn.testing.cases import Case, packed
+from gdn_bench.commands import verify
+from gdn_bench.judging import laboratory, portraits, stagewise
+from gdn_bench.problems import catalog
+from gdn_bench.providers.gdn_calls import gdn_provider
+from gdn_bench.providers.load import load_provider
+from gdn_bench.providers.names import PROVIDERS
+from gdn_bench.providers.provider import Bound, Provider
+from gdn_bench.timing import measure
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 CASE = Case("slow", lengths=packed(100, 80), heads=(2, 4), sizes=(16, 16), state="wide")
@@ -36,7 +33,7 @@ TINY = ["verify", "--set", "quick", "--dtype", "fp32", "--max-cases", "2", "--de
 
 
 def run(*args):
-    return CliRunner().invoke(cli.app, list(args))
+    return CliRunner().invoke(build_app(), list(args))
 
 
 def liar(change, name="liar"):
@@ -121,21 +118,21 @@ def test_ptos_gates():
 @pytest.mark.parametrize("profile", verify.PROFILES)
 @pytest.mark.parametrize("lie", LIES)
 def test_wrong_answers_fail_every_profile(lie, profile):
-    found = examine({"gdn": providers.ours(), "liar": LIES[lie]}, profile=profile)
+    found = examine({"gdn": gdn_provider(), "liar": LIES[lie]}, profile=profile)
     ours, theirs = ([r for r in found.readings if r.provider == who] for who in ("gdn", "liar"))
     assert all(r.ok and r.backend == "eager" for r in ours) and not all(r.ok for r in theirs)
     assert not found.failed and len(ours) == (2 if profile == "pto" else 8)
 
 
 def test_a_reading_is_the_protocols():
-    found = examine({"gdn": providers.ours()})
+    found = examine({"gdn": gdn_provider()})
     judged = accuracy.check(gdn.chunk_gated_delta_rule, CASE, BF16)
     assert [(r.output, r.limit, r.ok) for r in found.readings] == [(r.output, r.limit, r.ok) for r in judged]
     assert [r.error for r in found.readings] == pytest.approx([r.error for r in judged], rel=1e-6)
 
 
 def test_ours_is_held_against_peers_in_ptos_profile():
-    found = examine({"gdn": providers.ours(), "fla": LIES["swapped heads"]}, profile="pto")
+    found = examine({"gdn": gdn_provider(), "fla": LIES["swapped heads"]}, profile="pto")
     between = {r.output: r.ok for r in found.readings if r.provider == "gdn ~ fla"}
     assert between == {"o": False, "final_state": True}
 
@@ -144,7 +141,7 @@ STAGED = replace(CASE, gate="strong", state="none", sizes=(32, 16))
 
 
 def staged(dtype=BF16):
-    found = laboratory.examine("x", STAGED, dtype, {"gdn": providers.ours()}, profile="pto", device=CPU)
+    found = laboratory.examine("x", STAGED, dtype, {"gdn": gdn_provider()}, profile="pto", device=CPU)
     assert not found.failed
     return {r.output: r for r in found.readings if r.provider == "gdn stages"}
 
@@ -156,9 +153,7 @@ def test_ptos_profile_holds_every_stage(dtype):
         "G", "A", "A_inv", "w", "u", "S_in", "v_new", "final_state", "o", stagewise.WHOLE,
     ]  # fmt: skip
     assert all(r.ok for r in found.values()), found
-    assert "gdn stages" not in {
-        r.provider for r in examine({"gdn": providers.ours()}, profile="pto").readings
-    }
+    assert "gdn stages" not in {r.provider for r in examine({"gdn": gdn_provider()}, profile="pto").readings}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +190,7 @@ def test_who_refuses_and_who_fails_is_named():
         raise AssertionError("line one\nline two")
 
     who = {"a": Provider("a", {"prefill": refuse}), "b": Provider("b", {"train": fail})}
-    found = examine({"gdn": providers.ours(), **who})
+    found = examine({"gdn": gdn_provider(), **who})
     assert found.refused == {"a": "only on Sundays"} and found.failed == {"b": "AssertionError: line one"}
 
 
@@ -272,7 +267,7 @@ def test_a_title_is_whole_and_fits(monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
     case = max(cases.covering(cases.QUICK), key=lambda case: len(str(case)))
-    one = laboratory.examine("x", CASE, torch.float32, {"gdn": providers.load("gdn")}, device=CPU)
+    one = laboratory.examine("x", CASE, torch.float32, {"gdn": load_provider("gdn")}, device=CPU)
     only = replace(one, found={"gdn": {"o": one.found["gdn"]["o"]}})
     for examined in (one, only):
         verify._draw(tmp_path, f"000 {case} fp32", examined, CASE)
@@ -304,7 +299,7 @@ def test_reasons_are_printed_as_they_are(monkeypatch):
     def refuse(tensors, options):
         raise NotImplementedError("needs [B, T] and [/no]")
 
-    both = {"gdn": providers.ours(), "fla": Provider("fla", {"train": refuse})}
+    both = {"gdn": gdn_provider(), "fla": Provider("fla", {"train": refuse})}
     monkeypatch.setattr(verify, "_providers", lambda *_: (both, {}))
     done = run(*TINY)
     assert done.exit_code == 0 and "needs [B, T] and [/no]" in done.stdout.replace("\n", " "), done.output
@@ -316,16 +311,14 @@ def test_verify_says_why_a_backend_refuses():
 
 
 def test_a_wrong_peer_is_no_fault_of_ours(monkeypatch):
-    monkeypatch.setattr(
-        verify, "_providers", lambda *_: ({"gdn": providers.ours(), "fla": LIES["zeros"]}, {})
-    )
+    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": gdn_provider(), "fla": LIES["zeros"]}, {}))
     done = run(*TINY)
     assert done.exit_code == 0 and "fails" in done.stdout, done.output
 
 
 def test_a_better_peer_is(monkeypatch):
     worse = liar(lambda o, S: (o * 1.000005, S), "gdn")
-    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": worse, "fla": providers.ours()}, {}))
+    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": worse, "fla": gdn_provider()}, {}))
     done = run(*TINY)
     assert done.exit_code == 1 and "less accurate than a peer" in done.stdout, done.output
 
@@ -333,14 +326,14 @@ def test_a_better_peer_is(monkeypatch):
 def test_ptos_profile_asks_its_own_gates_alone(monkeypatch):
     """Less accurate than a peer by more than 10 %, and within pto-kernels' gates."""
     worse = liar(lambda o, S: (o * 1.000005, S), "gdn")
-    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": worse, "fla": providers.ours()}, {}))
+    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": worse, "fla": gdn_provider()}, {}))
     done = run(*TINY, "--profile", "pto")
     assert done.exit_code == 0 and "less accurate than a peer" not in done.stdout, done.output
 
 
 def test_a_failure_of_ours_fails(monkeypatch):
     broken = Provider("gdn", {"train": lambda tensors, options: 1 / 0})
-    both = {"gdn": broken, "gdn:eager": providers.ours("eager")}
+    both = {"gdn": broken, "gdn:eager": gdn_provider("eager")}
     monkeypatch.setattr(verify, "_providers", lambda *_: (both, {}))
     done = run(*TINY)
     assert done.exit_code == 1 and "ZeroDivisionError" in done.stdout
@@ -356,7 +349,7 @@ def test_peers_take_their_part_and_rows_are_kept(monkeypatch, tmp_path):
     done = run("verify", "--set", "regimes", "--only", "mild", "--append", "--device", "cpu")
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
-    assert [row["provider"] for row in rows] == list(providers.NAMES)
+    assert [row["provider"] for row in rows] == list(PROVIDERS)
     assert all(row["pass"] == "accuracy" and row["case"] == "mild" and row["ok"] for row in rows)
     assert (
         rows[0]["backend"] == "eager"
@@ -398,7 +391,7 @@ def test_a_part_goes_on_where_it_stopped(monkeypatch, tmp_path):
 
 
 def test_who_refuses_or_fails_is_not_asked_again(monkeypatch, tmp_path):
-    who = {"gdn": providers.ours(), **{name: Provider(name, {"train": NO[name]}) for name in NO}}
+    who = {"gdn": gdn_provider(), **{name: Provider(name, {"train": NO[name]}) for name in NO}}
     monkeypatch.setattr(verify, "_providers", lambda *_: (who, {}))
     arguments = [*TINY, "--results", str(tmp_path / "x.jsonl"), "--commit", "abc", "--resume"]
     assert run(*arguments).exit_code == 0

@@ -16,9 +16,9 @@ from kit.serving import pool_of
 import gdn
 from gdn.backends import triton as room
 from gdn.backends.triton import decode, plans, replay
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.ops import repeats
 from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
 
 ALL = {"use_qk_l2norm_in_kernel": True, "raw_gate": "on", "beta": "sigmoid", "state": "wide"}
 # sequences, tokens of each, key heads, value heads: from an almost empty machine to a full one

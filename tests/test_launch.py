@@ -17,9 +17,9 @@ from triton.runtime._async_compile import active_mode
 
 from gdn.backends.triton import BACKEND, launch, plans, rule, tuned
 from gdn.backends.triton.launch import Chain, Launch, Plans, unit_of
-from gdn.bench import hosttime
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
+from gdn_bench.timing import hosttime
 
 
 @launch.kernel
