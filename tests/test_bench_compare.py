@@ -8,8 +8,9 @@ import torch
 
 import gdn
 from gdn.testing import cases
+from gdn_bench.judging import pto
 from gdn_bench.passes import step
-from gdn_bench.problems import catalog, targets
+from gdn_bench.problems import catalog, workloads
 from gdn_bench.results import compare, rows
 from gdn_bench.timing import measure, processes
 
@@ -32,7 +33,7 @@ def test_names_are_problems():
     assert {catalog.heads(name)[1] for name in catalog.PTO_GVA} == {16, 32, 48, 64}
     prompts = torch.tensor(catalog.case("16/32 1000 prompts").lengths.ends).diff()
     assert len(prompts) == 1000 and set(prompts.tolist()) == set(range(1, 301))
-    assert [L.T for L in catalog.PTO_LENGTHS][-1] == 4096 and len(catalog.PTO_LENGTHS) == 15
+    assert [L.T for L in pto.LENGTHS][-1] == 4096 and len(pto.LENGTHS) == 15
 
 
 @pytest.mark.parametrize("wrong", ["", "16", "16/32", "16/32 4", "x/y 4x8", "16/32 tall ladder"])
@@ -42,13 +43,13 @@ def test_what_is_no_name_is_refused(wrong):
 
 
 def test_sets_hold_the_table_and_the_family():
-    assert {t.name for t in targets.PREFILL} == set(catalog.TABLE)
+    assert {t.name for t in workloads.PREFILL} == set(catalog.TABLE)
     assert {name.split()[0] for name in catalog.SETS["family"]} == set(catalog.FAMILY)
     assert {name.partition(" ")[2] for name in catalog.SETS["lengths"]} == set(catalog.SEQUENCES)
-    assert tuple(dict.fromkeys(t.case.lengths.B for t in targets.DECODE)) == catalog.BATCHES
+    assert tuple(dict.fromkeys(t.case.lengths.B for t in workloads.DECODE)) == catalog.BATCHES
     assert step.SHAPE.rows == catalog.BATCHES
-    found = targets.chosen("train", ["16/32 1x8192", "16/48 long ladder"])
-    assert found[0] is targets.TRAIN[0] and found[1].goal is None and found[1].cost.bytes > 0
+    found = workloads.choose_workloads("train", ["16/32 1x8192", "16/48 long ladder"])
+    assert found[0] == workloads.TRAIN[0] and found[1].cost.bytes > 0
 
 
 # files
@@ -221,6 +222,7 @@ def test_a_side_runs_its_own_package(tmp_path, monkeypatch):
 
 
 def test_the_table_says_what_changed():
-    columns, cells = compare.table(compare.changes([row(), row("b")], [row(ms=2.0), row("b", ms=None)]))
-    assert len(columns) == len(cells[0]) == len(cells[1])
-    assert "slower" in cells[0][-1] and cells[0][-2] == "2" and "lost" in cells[1][-1]
+    table = compare.build_table(compare.changes([row(), row("b")], [row(ms=2.0), row("b", ms=None)]))
+    slower, lost = table.lines
+    assert len(table.columns) == len(slower) == len(lost)
+    assert "slower" in slower[-1] and slower[-2] == "2" and "lost" in lost[-1]

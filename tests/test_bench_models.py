@@ -57,8 +57,8 @@ def test_every_layer_holds_the_same_weights(peers, session):
         assert all(row["ok"] and row["ms"] > 0 for row in found), found
         assert set(found[0]["ratio"]) == {"fla", "transformers"}
         assert {row["error"] for row in found[:2]} == {found[0]["error"]}
-    columns, cells = tables.table("layer", [{"pass": "layer", **row} for row in found])
-    assert len(cells) == 4 and all(len(row) == len(columns) for row in cells)
+    table = tables.build_table("layer", [{"pass": "layer", **row} for row in found])
+    assert len(table.lines) == 4 and all(len(line) == len(table.columns) for line in table.lines)
 
 
 def test_a_wrong_layer_has_no_time(session):
@@ -134,8 +134,8 @@ def test_a_model_is_judged_then_timed(session, pair, monkeypatch):
         assert row["ok"] and row["same_tokens"] == 1 and row["tokens_per_s"] == pytest.approx(4e3 / row["ms"])
         assert row["first_token_ms"] > 0 and 0 < row["logit_error"] < 0.5
     assert set(found["gdn"]["ratio"]) == {"transformers"} and not gdn.patch_transformers().undo()
-    columns, cells = tables.table("e2e", [{"pass": "e2e", "case": "x", **row} for row in found.values()])
-    assert len(cells) == 2 and all(len(row) == len(columns) for row in cells)
+    table = tables.build_table("e2e", [{"pass": "e2e", "case": "x", **row} for row in found.values()])
+    assert len(table.lines) == 2 and all(len(line) == len(table.columns) for line in table.lines)
 
 
 def test_a_model_that_forgets_its_state_has_no_time(session, pair, monkeypatch):

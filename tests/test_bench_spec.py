@@ -17,7 +17,7 @@ from gdn.cli.app import build_app
 from gdn.testing import accuracy
 from gdn_bench.passes import spec
 from gdn_bench.passes.gpu import Session
-from gdn_bench.problems import jobs, packets, targets
+from gdn_bench.problems import jobs, packets
 from gdn_bench.problems.packets import SINGLE, WAYS, Packet
 from gdn_bench.providers.gdn_calls import gdn_provider
 from gdn_bench.providers.provider import Bound, Provider
@@ -59,17 +59,6 @@ def test_what_is_measured():
     (some,) = packets.groups(packets.Shape(), lambda name: name == "B=64 T=4 bf16 replay")
     assert [one.name for one in some] == ["B=64 T=1 bf16 decode", "B=64 T=4 bf16 replay"]
     assert packets.groups(packets.Shape(), lambda name: False) == []
-
-
-def test_goals_are_those_of_the_issue():
-    wanted = {
-        ("replay", 64, 4): 0.75, ("replay", 128, 4): 0.75, ("replay", 64, 16): 0.9, ("replay", 128, 16): 0.9,
-        ("replay", 1, 4): 1.3, ("replay", 1, 16): 1.3,
-        **{("states", B, 4): 2.6 for B in (1, 8, 64, 128)},
-    }  # fmt: skip
-    found = {(one.way, one.B, one.T): one.goal for of in packets.groups(packets.Shape(), bool) for one in of}
-    assert {what: goal for what, goal in found.items() if goal is not None} == wanted
-    assert targets.packet_goal("replay", 8, 4) is None and targets.packet_goal("replay", 64, 2) is None
 
 
 def test_what_speculation_moves():
@@ -122,10 +111,8 @@ def test_every_way_has_a_time_over_one_token(backend, device, peers, monkeypatch
     B = shape.rows[0]
     replay, fold = (ours[f"B={B} T=4 {dtype} {way}"] for way in ("replay", "fold"))
     assert replay["with_folds"] == pytest.approx((replay["ms"] + fold["ms"] / 4) / single)
-    kept = ours[f"B={B} T=4 {dtype} states"]
-    assert kept["goal_to_single"] == 2.6 and kept["reached"] == (kept["to_single"] <= 2.6)
-    columns, cells = tables.table("spec", found)
-    assert cells and all(len(row) == len(columns) for row in cells)
+    table = tables.build_table("spec", found)
+    assert table.lines and all(len(line) == len(table.columns) for line in table.lines)
 
 
 @pytest.mark.parametrize("dtype", packets.STATES)
@@ -135,7 +122,7 @@ def test_flashinfer_is_given_the_same_problem(peers, dtype):
     refused = {case for case, row in theirs.items() if "refused" in row}
     assert refused == {f"B=3 T={T} {dtype} replay" for T in ((4, 16) if dtype == "fp32" else (16,))}
     timed = {case for case in theirs if case not in refused}
-    assert all(theirs[case]["ok"] and "goal_to_single" not in theirs[case] for case in timed)
+    assert all(theirs[case]["ok"] for case in timed)
     assert {row["case"] for row in found if row["provider"] == "gdn" and row["ratio"]} == timed
     assert not any("fold" in case for case in theirs) and len(theirs) == 1 + 2 * (len(WAYS) - 1)
 

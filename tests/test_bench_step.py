@@ -36,8 +36,9 @@ def test_every_way_has_a_time(backend, device, session, monkeypatch):
     names = [row["case"].removeprefix("B=3 bf16 ") for row in found]
     assert names == [step.FUNCTIONS, step.ONE]
     assert found[1]["to_functions"] == pytest.approx(found[0]["ms"] / found[1]["ms"])
-    columns, cells = tables.table("step", found)
-    assert len(cells) == len(found) and all(len(row) == len(columns) for row in cells)
+    table = tables.build_table("step", found, more=tables.SCREEN)
+    assert len(table.lines) == len(found) and "of functions" in table.columns
+    assert all(len(line) == len(table.columns) for line in table.lines)
 
 
 @pytest.mark.parametrize("stale", ["conv_state", "state", "z"])

@@ -1,4 +1,4 @@
-"""`gdn bench plot`: pictures, docs/results.md and README's table, from results files alone."""
+"""`gdn bench plot`: make pictures, docs/results.md and the README's table from results files alone."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ from gdn.cli.console import console, need_packages
 from gdn.cli.environment import CLONE
 from gdn_bench.timing import measure
 
-# in a clone its own pages; elsewhere a page in the current folder, and nobody's README
+# in a clone its own pages; elsewhere a page in the current folder, and no README
 DOCS = measure.ROOT / "docs" / "results.md" if CLONE else measure.ROOT / "results.md"
 README = measure.ROOT / "README.md" if CLONE else None
 
@@ -21,10 +21,10 @@ def plot(
         Path | None, typer.Option(help="A page whose table between two marks is remade.")
     ] = README,
 ) -> None:
-    """Speed against length, roofline, ratios, errors by regime: SVG, a page, from results files only."""
+    """Draw speed, roofline, ratios and errors, and write the pages, from results files alone."""
     need_packages("bench", "matplotlib")
+    from gdn_bench.results import pages as files
     from gdn_bench.results import pictures, summary
-    from gdn_bench.results import results as files
 
     try:
         found = files.load(results)

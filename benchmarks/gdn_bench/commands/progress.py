@@ -1,4 +1,4 @@
-"""Progress of a long command: bars on a terminal, elsewhere a line about every ten seconds.
+"""Show the progress of a long command: bars on a terminal, elsewhere a line about every ten seconds.
 
     train 120/220, loss 2.31, 45 s, about 38 s left
 

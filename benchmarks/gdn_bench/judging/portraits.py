@@ -1,4 +1,4 @@
-"""Two pictures of one case of `gdn verify`: answers against the law one to one, and errors over time."""
+"""Draw two pictures of one case of `gdn verify`: outputs against the reference, and errors over time."""
 
 import math
 import textwrap
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from gdn.testing.accuracy import OUTPUTS
 from gdn.testing.cases import Lengths
-from gdn_bench.judging.laboratory import Examined
+from gdn_bench.judging.readings import Examined
 
 POINTS = 20_000  # of each output in a scatter
 BINS = 256  # of a sequence in an error over time
 TIMED = ("o", "dq", "dk", "dv", "dg", "dbeta")  # outputs with a token each
-# of Okabe and Ito: told apart by the colour-blind, and in grey by their order
+# colours of Okabe and Ito, which colour-blind readers can distinguish
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-LINES = ("-", "--", ":", "-.")  # one on top of another leaves both seen
+LINES = ("-", "--", ":", "-.")  # of two lines in one place both are visible
 MARKS = ("o", "^", "s", "D", "v", "P", "X")
 
 
 def scatter(path: Path, title: str, one: Examined) -> None:
-    """A panel for each output: the law across, the answer up, a colour for each provider, the line x = y."""
+    """Draw a panel for each output: reference on x, provider on y, a colour for each, the line x = y."""
     outputs = [name for name in OUTPUTS if any(name in found for found in one.found.values())]
     figure, panels = _panels(outputs, 3.0)
     generator = torch.Generator().manual_seed(0)
@@ -40,13 +40,13 @@ def scatter(path: Path, title: str, one: Examined) -> None:
                     color=COLOURS[i % len(COLOURS)], marker=MARKS[i % len(MARKS)], rasterized=True,
                 )  # fmt: skip
         axes.set_title(output)
-        axes.set_xlabel("law, fp64")
-        axes.set_ylabel("answer")
+        axes.set_xlabel("reference, fp64")
+        axes.set_ylabel("output")
     _finish(figure, panels, title, path)
 
 
 def over_time(path: Path, title: str, one: Examined, lengths: Lengths) -> None:
-    """For each output with tokens each bin's RMS error over the output's RMS; lines part sequences."""
+    """Draw each bin's RMS error over the output's RMS along the tokens; vertical lines end sequences."""
     outputs = [name for name in TIMED if any(name in found for found in one.found.values())]
     figure, panels = _panels(outputs, 4.2)
     for output, axes in zip(outputs, panels, strict=True):
@@ -73,7 +73,7 @@ def over_time(path: Path, title: str, one: Examined, lengths: Lengths) -> None:
 
 
 def by_bin(x: Tensor, ref: Tensor) -> tuple[list[float], list[float]]:
-    """(middle of a bin, RMS error in it over the RMS of the whole output), tokens along the second axis."""
+    """Return the middles of bins of tokens (axis 1), and their RMS errors over the RMS of the output."""
     size = float(ref.square().mean().sqrt())
     T, places, errors = ref.shape[1], [], []
     width = math.ceil(T / BINS)

@@ -1,6 +1,6 @@
-"""The rule on the CPU against Transformers' plain-torch functions: fp32, 16 heads of 128 x 128, in one run.
+"""Time the rule on the CPU beside Transformers' plain PyTorch functions: fp32, 16 heads of 128 x 128.
 
-No provider is timed before its outputs and gradients have passed `accuracy` on the inputs that are timed.
+A provider is timed only if its outputs and gradients are within their limits on the inputs that are timed.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,27 +23,28 @@ CASE = Case(heads=(16, 16), sizes=(128, 128), use_qk_l2norm_in_kernel=True)
 
 @dataclass(frozen=True)
 class Job:
-    """What is timed, for how many tokens T in how many rows B, how often, and the ratio to reach."""
+    """Describe a timed job: B rows of T tokens, the providers and the runs of each."""
 
     name: str
     T: int
     B: int
     providers: dict[str, accuracy.Provider]
     runs: dict[str, int]
-    goal: float | None = None
 
     @property
     def with_backward(self) -> bool:
+        """Return True for a job with gradients."""
         return self.name == "forward+backward"
 
     @property
     def case(self) -> Case:
+        """Return the problem."""
         is_step = self.name == "decode"
         return replace(CASE, lengths=Lengths(self.T, self.B), state="wide" if is_step else "none")
 
 
 def jobs(*, is_quick: bool = False) -> list[Job]:
-    """The comparisons, then our own times at growing lengths."""
+    """Return the jobs of both providers, then those of gdn alone at growing lengths."""
     ours: dict[str, accuracy.Provider] = {"gdn": gdn.chunk_gated_delta_rule}
     chunks = {FALLBACK: fallback.chunk(), **ours}
     steps: dict[str, accuracy.Provider] = {
@@ -57,21 +58,21 @@ def jobs(*, is_quick: bool = False) -> list[Job]:
         return dict.fromkeys(providers, count) | ({FALLBACK: of_fallback} if of_fallback else {})
 
     found = [
-        Job("forward", 2048, 1, chunks, runs(chunks, 15), 1.8),
-        Job("forward+backward", 2048, 1, chunks, runs(chunks, 9), 4.0),
-        *(Job("decode", 1, B, steps, runs(steps, 60), 1.5) for B in (1, 8)),
+        Job("forward", 2048, 1, chunks, runs(chunks, 15)),
+        Job("forward+backward", 2048, 1, chunks, runs(chunks, 9)),
+        *(Job("decode", 1, B, steps, runs(steps, 60)) for B in (1, 8)),
     ]
     if is_quick:
         return found
     # the fallback's backward is quadratic in T: 20 s and more for one run at 8192
-    found.append(Job("forward+backward", 8192, 1, chunks, runs(chunks, 7, of_fallback=3), 15.0))
+    found.append(Job("forward+backward", 8192, 1, chunks, runs(chunks, 7, of_fallback=3)))
     found += [Job("forward", T, 1, ours, runs(ours, 7)) for T in (4096, 8192, 16384)]
     found += [Job("forward+backward", T, 1, ours, runs(ours, 5)) for T in (4096, 16384)]
     return found
 
 
 def run(job: Job) -> Iterator[dict[str, Any]]:
-    """One row per provider: its worst error as a share of the limit, and, if that is at most 1, its times."""
+    """Yield a row per provider: its worst error over its limit, and its times if that is at most 1."""
     errors = {name: worst(provider, job) for name, provider in job.providers.items()}
     given = inputs(job.case, torch.float32)
     sound = {name: timed(job.providers[name], given, job) for name, error in errors.items() if error <= 1}
@@ -90,19 +91,17 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
             row |= {"ms": 1e3 * t.p50, "p20": 1e3 * t.p20, "p80": 1e3 * t.p80, "runs": t.runs}
             if FALLBACK in found and name != FALLBACK:
                 row["ratio"] = {FALLBACK: found[FALLBACK].p50 / t.p50}
-                # the goal is for what a caller would take, not for every way there is
-                row["goal_ratio"] = job.goal if name == "gdn" else None
         yield row
 
 
 def worst(provider: accuracy.Provider, job: Job) -> float:
-    """Largest error over its limit, over all outputs of the job. The law keeps the states of one head."""
+    """Return the largest error over its limit, of all outputs of the job. The reference computes one head."""
     rows = accuracy.check(provider, job.case, torch.float32, with_backward=job.with_backward, budget=0)
     return max(row.error / row.limit for row in rows)
 
 
 def timed(provider: accuracy.Provider, given: Inputs, job: Job) -> Callable[[], Any]:
-    """One run: forward alone without autograd, or forward and backward through both outputs' gradients."""
+    """Return the function to time: forward without autograd, or forward and backward through both outputs."""
     if job.with_backward:
         return lambda: accuracy.run(provider, given)
     q, k, v, g, beta = (given.tensors[name] for name in ("q", "k", "v", "g", "beta"))
@@ -121,6 +120,6 @@ def timed(provider: accuracy.Provider, given: Inputs, job: Job) -> Callable[[], 
 def decode_in_place(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, initial_state: Tensor, **_options: Any
 ) -> tuple[Tensor, Tensor]:
-    """gdn.decode as a provider: on a pool of its own, so that the caller's state is left alone."""
+    """Run gdn.decode as a provider, on a copy of the state."""
     pool = initial_state.clone()
     return gdn.decode(q, k, v, pool, g=g, beta=beta, use_qk_l2norm_in_kernel=True), pool

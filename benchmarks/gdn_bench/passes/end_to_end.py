@@ -1,20 +1,20 @@
-"""A random-weight Qwen3.5-shaped model in Transformers, served by gdn, by FLA, by plain torch.
+"""Time a random-weight Qwen3.5-shaped model in Transformers on gdn, on FLA, on plain PyTorch.
 
-One model, one process: only who serves the gated delta rule and its convolution changes. Before a time is
-taken the same tokens are forced through the cached path (a prefill of the prompt, a step for each token) and
-the logits are held against the model in fp32 on plain torch:
+One model in one process: only the functions of the gated delta rule and its convolution change. First, given
+tokens go through the cached path (a prefill of the prompt, a step for each token), and the logits are
+compared with those of the model in fp32 on plain PyTorch:
 
     logit_error    largest difference of a logit
     rms_error      RMS difference over the reference's RMS
     decided        share of positions where the reference's margin exceeds twice logit_error
-    same_tokens    share of these with the reference's greedy token: a difference there is no rounding
-    decided_plain  share of positions where it exceeds twice the logit_error of plain torch in bf16
+    same_tokens    share of these with the reference's greedy token: rounding cannot change it there
+    decided_plain  share of positions where the margin exceeds twice the logit_error of plain PyTorch in bf16
     same_plain     share of these with the reference's greedy token
     same_all       share of all positions with it
 
-The yardstick is plain torch in bf16, which rounds where the model does. A provider is wrong, and has no time,
-where its rms_error is more than twice the yardstick's, or its logit_error is and same_plain is not all, or
-same_tokens is not all.
+Plain PyTorch in bf16 is the scale, as it rounds where the model does. A provider is wrong, and has no time,
+if its rms_error is more than twice that of plain PyTorch, if its logit_error is and same_plain is below 1,
+or if same_tokens is below 1.
 """
 
 import copy
@@ -35,13 +35,13 @@ from gdn_bench.results import rows
 from gdn_bench.results.rows import Row
 from gdn_bench.timing import measure
 
-WORSE = 2.0  # times plain torch's own error
+WORSE = 2.0  # times the error of plain PyTorch in bf16
 ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model: 1.7 billion parameters, three gated delta rule layers to one of attention."""
+    """Describe a model: 1.7 billion parameters, three gated delta rule layers to one of attention."""
 
     hidden: int = 2048
     layers: int = 24
@@ -59,15 +59,15 @@ SIZE = Size()
 
 
 def build(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model with random weights, in eval mode."""
+    """Return the model with random weights, in eval mode."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, logging
 
-    logging.set_verbosity_error()  # it warns that plain torch is slow, which is what is shown
+    logging.set_verbosity_error()  # it warns that plain PyTorch is slow, which this benchmark measures
     heads, key_heads, head = size.attention
     config = Qwen3_5TextConfig(
         vocab_size=size.vocabulary, hidden_size=size.hidden, intermediate_size=size.intermediate,
         num_hidden_layers=size.layers, num_attention_heads=heads, num_key_value_heads=key_heads,
-        head_dim=head, initializer_range=size.hidden**-0.5,  # so that every layer has its say
+        head_dim=head, initializer_range=size.hidden**-0.5,  # so that every layer changes the logits
         linear_num_key_heads=size.heads[0], linear_num_value_heads=size.heads[1],
         linear_key_head_dim=size.head, linear_value_head_dim=size.head, bos_token_id=None, eos_token_id=None,
         pad_token_id=0,
@@ -84,7 +84,7 @@ def case_names(size: Size = SIZE) -> dict[int, str]:
 
 
 def run(session: Session, served: Mapping[str, Serving], size: Size = SIZE) -> Iterator[Row]:
-    """The sweep: every prompt with the same number of steps."""
+    """Yield the rows of every prompt length with the same number of steps."""
     cases = case_names(size)
     wanted = [
         prompt
@@ -106,14 +106,14 @@ def run(session: Session, served: Mapping[str, Serving], size: Size = SIZE) -> I
 def swept(
     session: Session, served: Mapping[str, Serving], pair: tuple[Any, Any], prompt: int, steps: int
 ) -> list[Row]:
-    """One prompt length: judged, then timed in turn. pair: the model, and the same in fp32."""
+    """Return the rows of one prompt length: logits compared, then timed. pair: the model, its fp32 copy."""
     model, exact = pair
     generator = torch.Generator().manual_seed(prompt)
     tokens = torch.randint(1, model.config.vocab_size, (1, prompt + steps), generator=generator)
     tokens = tokens.to(session.device)
     with models.plain():
         reference = forced(exact, tokens, prompt)
-        yardstick = compared(forced(model, tokens, prompt), reference)
+        plain_row = compared(forced(model, tokens, prompt), reference)
     found: dict[str, Row] = {}
     weights = sum(p.numel() for p in model.parameters())
     timed: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {}
@@ -123,10 +123,10 @@ def swept(
         # every weight is read for the prompt and for each step, and meets every token
         row |= {"bytes": 2 * weights * steps, "flop": 2 * weights * (prompt + steps)}
         with noted(row), context():
-            row |= compared(forced(model, tokens, prompt), reference, yardstick["logit_error"])
-            row["ok"] = is_right(row, yardstick)
+            row |= compared(forced(model, tokens, prompt), reference, plain_row["logit_error"])
+            row["ok"] = is_right(row, plain_row)
             row |= {"error": row["rms_error"], "errors": {"logits": row["rms_error"]}}
-            row["share_of_limit"] = row["rms_error"] / (WORSE * yardstick["rms_error"])
+            row["share_of_limit"] = row["rms_error"] / (WORSE * plain_row["rms_error"])
             if row["ok"]:
                 timed[name] = (
                     _timer(model, context, tokens[:, :prompt], 1),
@@ -142,12 +142,12 @@ def swept(
         }
         found[name] |= {"tokens_per_s": speed, "first_token_ms": 1e3 * first.p50, "runs": whole.runs}
         found[name]["step_ms"] = 1e3 * (whole.p50 - first.p50) / max(steps - 1, 1)
-    rows.compare(found)
+    rows.add_ratios(found)
     return list(found.values())
 
 
 def forced(model: Any, tokens: Tensor, prompt: int) -> Tensor:
-    """Logits [positions, vocabulary] in fp32 of the cached path on given tokens, from the prompt's end on."""
+    """Return fp32 logits [positions, vocabulary] of the cached path, from the last token of the prompt on."""
     with torch.no_grad():
         out = model(input_ids=tokens[:, :prompt], use_cache=True)
         logits = [out.logits[:, -1]]
@@ -158,9 +158,9 @@ def forced(model: Any, tokens: Tensor, prompt: int) -> Tensor:
 
 
 def compared(logits: Tensor, reference: Tensor, plain: float | None = None) -> Row:
-    """Errors of logits, and whether the greedy token is the reference's where that is decided.
+    """Return errors of logits, and the shares of positions with the reference's greedy token.
 
-    plain: logit_error of the yardstick; None: these logits are the yardstick's.
+    plain: logit_error of plain PyTorch in bf16; None: these logits are its own.
     """
     difference = logits.double() - reference.double()
     error = float(difference.abs().max())
@@ -182,14 +182,14 @@ def compared(logits: Tensor, reference: Tensor, plain: float | None = None) -> R
     }
 
 
-def is_right(row: Row, yardstick: Row) -> bool:
-    """Whether errors are of the yardstick's size, and so are those behind another token."""
-    is_close, is_near = (row[x] <= WORSE * yardstick[x] for x in ("rms_error", "logit_error"))
+def is_right(row: Row, plain_row: Row) -> bool:
+    """Return True if a row's errors are at most WORSE times plain PyTorch's and its decided tokens equal."""
+    is_close, is_near = (row[x] <= WORSE * plain_row[x] for x in ("rms_error", "logit_error"))
     return bool(is_close and row["same_tokens"] == 1 and (is_near or row["same_plain"] == 1))
 
 
 def _timer(model: Any, context: Serving, prompt: Tensor, steps: int) -> Callable[[], float]:
-    """Seconds of a greedy generation, from the call to the last token on the host."""
+    """Return a function that times a greedy generation, from the call to the last token on the host."""
 
     def seconds() -> float:
         with context(), torch.no_grad():
@@ -207,7 +207,7 @@ def _timer(model: Any, context: Serving, prompt: Tensor, steps: int) -> Callable
 def _interleaved(
     timed: Mapping[str, tuple[Callable[[], float], Callable[[], float]]],
 ) -> dict[str, tuple[measure.Times, measure.Times]]:
-    """Every provider's two generations in turn; each was run once before."""
+    """Time every provider's two generations in turn, after one run of the first."""
     taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in timed}
     for first, _ in timed.values():
         first()

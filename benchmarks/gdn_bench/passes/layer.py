@@ -1,7 +1,8 @@
-"""The whole layer, 2048 wide, 16/32 heads of 128, one sequence of 16,384 tokens: ours, FLA's, Transformers'.
+"""Time the whole layer of gdn, FLA and Transformers: 2048 wide, 16/32 heads of 128, 16,384 tokens.
 
-All hold the same weights in bf16. Before a time is taken, y and the gradient of the input are held against
-the layer's law in fp64 on the first tokens: a layer rounds at each projection, so twice the rule's limits.
+All have equal weights in bf16. First, y and the gradient of the input are compared with the reference of the
+layer in fp64 on the first tokens. A layer rounds at each projection, so its limits are twice those of the
+rule.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from gdn.reference.layer import causal_conv1d, rms_norm_gated
 from gdn.testing import accuracy
 from gdn_bench.passes.gpu import Session, noted
 from gdn_bench.problems import jobs
-from gdn_bench.problems.targets import Cost, chosen
+from gdn_bench.problems.workloads import Cost, choose_workloads
 from gdn_bench.providers import models
 from gdn_bench.results import rows
 from gdn_bench.results.rows import Row
@@ -33,7 +34,7 @@ GRADIENT = "dx"
 
 @dataclass(frozen=True)
 class Shape:
-    """What is timed."""
+    """Describe the timed layer."""
 
     hidden: int = 2048
     heads: tuple[int, int] = (16, 32)
@@ -50,7 +51,7 @@ JOBS = ("forward", "forward+backward")
 
 @dataclass(frozen=True)
 class Held:
-    """A layer as a function, its module, and what must be in force while it is called."""
+    """Hold a layer as a function, its module, and a context in which it is called."""
 
     call: Callable[[Tensor], Tensor]
     module: nn.Module
@@ -61,12 +62,12 @@ Make = Callable[[gdn.GatedDeltaNet, Shape], Held]  # a layer with the weights of
 
 
 def run(session: Session, shape: Shape = SHAPE) -> Iterator[Row]:
-    """Forward, and forward with backward, of every layer there is."""
+    """Yield the rows of forward, and of forward with backward, of every layer."""
     session.ceilings = session.ceilings or graph.ceilings(session.device)
     for job in JOBS:
         case = f"{shape} {job}"
-        taking = [name for name in session.providers if _has_layer(name)]
-        if not session.wants(case) or all(session.has("layer", name, case) for name in taking):
+        able = [name for name in session.providers if _has_layer(name)]
+        if not session.wants(case) or all(session.has("layer", name, case) for name in able):
             continue
         if session.is_over:
             yield {"pass": "layer", "case": case, "provider": "all", "skipped": "out of time"}
@@ -76,16 +77,16 @@ def run(session: Session, shape: Shape = SHAPE) -> Iterator[Row]:
 
 
 def measured(session: Session, shape: Shape, job: str, makers: Mapping[str, Make] | None = None) -> list[Row]:
-    """One job with every layer: made, judged, then timed in turn."""
+    """Return the rows of one job: make every layer, compare it with the reference, time the right ones."""
     device, with_backward = session.device, job == "forward+backward"
     torch.manual_seed(0)
-    law = gdn.GatedDeltaNet(
+    first = gdn.GatedDeltaNet(
         shape.hidden, *shape.heads, head_k_dim=shape.size, head_v_dim=shape.size, device=device, dtype=DTYPE
     )
     makers = makers or {name: partial(_made, name) for name in session.providers if _has_layer(name)}
     x = torch.randn(1, shape.tokens, shape.hidden, device=device, dtype=DTYPE)
     dy = torch.randn_like(x)
-    wanted = answers(lambda x: layer_law(law, x), _start(x).double(), _start(dy).double())
+    wanted = answers(lambda x: layer_reference(first, x), _start(x).double(), _start(dy).double())
     found: dict[str, Row] = {}
     prepared: dict[str, graph.Prepared] = {}
     for name, make in makers.items():
@@ -93,7 +94,7 @@ def measured(session: Session, shape: Shape, job: str, makers: Mapping[str, Make
         row = found[name] = {**head, "H": shape.heads[0], "HV": shape.heads[1], "K": shape.size}
         row["backend"] = jobs.default_backend(name, shape.heads, device)
         with noted(row):
-            layer = make(law, shape)
+            layer = make(first, shape)
             with layer.context():
                 row |= verdict(answers(layer.call, _start(x), _start(dy)), wanted)
                 if row["ok"]:
@@ -102,12 +103,12 @@ def measured(session: Session, shape: Shape, job: str, makers: Mapping[str, Make
                     prepared[name] = graph.prepare([call], device, is_eager=session.is_eager)
     for name, seconds in (graph.interleaved(prepared, device) if prepared else {}).items():
         found[name] |= rows.speed(cost(shape, with_backward), session.ceilings, seconds, prepared[name])
-    rows.compare(found)
+    rows.add_ratios(found)
     return list(found.values())
 
 
-def layer_law(layer: gdn.GatedDeltaNet, x: Tensor) -> Tensor:
-    """The layer from the references alone, in fp64."""
+def layer_reference(layer: gdn.GatedDeltaNet, x: Tensor) -> Tensor:
+    """Compute the layer in fp64 from the functions of gdn.reference."""
     p = {name: value.detach().double() for name, value in layer.named_parameters()}
     H, HV = layer.num_k_heads, layer.num_v_heads
     qkv, _ = causal_conv1d(F.linear(x, p["in_proj_qkv.weight"]), p["conv1d.weight"], None, activation="silu")
@@ -124,14 +125,14 @@ def layer_law(layer: gdn.GatedDeltaNet, x: Tensor) -> Tensor:
 
 
 def answers(call: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """y, and the gradient of x."""
+    """Return y and the gradient of x."""
     x = x.detach().requires_grad_()
     y = call(x)
     return {"y": y.detach(), GRADIENT: torch.autograd.grad(y, x, dy)[0]}
 
 
 def verdict(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Row:
-    """Errors against the law; y is held to twice the rule's limit of o, dx to twice that of dq."""
+    """Return the errors beside the reference; y may have twice the limit of o, dx twice that of dq."""
     gates = accuracy.error_limits(DTYPE, "random")
     limits = {"y": FACTOR * gates["o"], GRADIENT: FACTOR * gates["dq"]}
     errors = {x: accuracy.measure_error(found[x], wanted[x], limits[x], lambda: 0.0)[0] for x in limits}
@@ -140,23 +141,23 @@ def verdict(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Row:
 
 
 def cost(shape: Shape, with_backward: bool) -> Cost:
-    """Products of the projections and of the rule; x, the weights, y and their gradients once."""
+    """Return the flop of projections and rule, and the bytes of x, the weights, y and their gradients."""
     (H, HV), K, T = shape.heads, shape.size, shape.tokens
     weights = shape.hidden * (2 * H * K + 3 * HV * K + 2 * HV)
-    rule = chosen("train" if with_backward else "prefill", [f"{H}/{HV} 1x{T}"])[0].cost
+    rule = choose_workloads("train" if with_backward else "prefill", [f"{H}/{HV} 1x{T}"])[0].cost
     times = 3 if with_backward else 1
     return Cost(times * 2 * (2 * T * shape.hidden + weights), times * 2 * T * weights + rule.flop)
 
 
-def fla(law: gdn.GatedDeltaNet, shape: Shape) -> Held:
-    """FLA's layer with our weights: one projection and one convolution of its own for each of q, k, v."""
+def fla(first: gdn.GatedDeltaNet, shape: Shape) -> Held:
+    """Return FLA's layer with these weights; q, k and v have a projection and a convolution each."""
     from fla.layers import GatedDeltaNet
 
     theirs = GatedDeltaNet(
         hidden_size=shape.hidden, expand_v=1, head_dim=shape.size, num_heads=shape.heads[0],
-        num_v_heads=shape.heads[1], mode="chunk", conv_size=4, norm_eps=law.norm.eps,
-    ).to(law.out_proj.weight)  # fmt: skip
-    mine, parts = law.state_dict(), [law.key_dim, law.key_dim, law.value_dim]
+        num_v_heads=shape.heads[1], mode="chunk", conv_size=4, norm_eps=first.norm.eps,
+    ).to(first.out_proj.weight)  # fmt: skip
+    mine, parts = first.state_dict(), [first.key_dim, first.key_dim, first.value_dim]
     weights = {"A_log": mine["A_log"], "dt_bias": mine["dt_bias"]}
     for name, projection, taps in zip(
         "qkv", mine["in_proj_qkv.weight"].split(parts), mine["conv1d.weight"].split(parts), strict=True
@@ -170,31 +171,31 @@ def fla(law: gdn.GatedDeltaNet, shape: Shape) -> Held:
     return Held(lambda x: theirs(x)[0], theirs)
 
 
-def transformers(law: gdn.GatedDeltaNet, shape: Shape) -> Held:
-    """Transformers' Qwen3.5 layer on its own plain torch."""
+def transformers(first: gdn.GatedDeltaNet, shape: Shape) -> Held:
+    """Return Transformers' Qwen3.5 layer on its own plain PyTorch."""
     from transformers import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
     config: Any = Qwen3_5TextConfig(
         hidden_size=shape.hidden, linear_num_key_heads=shape.heads[0], linear_num_value_heads=shape.heads[1],
         linear_key_head_dim=shape.size, linear_value_head_dim=shape.size, num_hidden_layers=1,
-        layer_types=["linear_attention"], rms_norm_eps=law.norm.eps,
+        layer_types=["linear_attention"], rms_norm_eps=first.norm.eps,
     )  # fmt: skip
-    theirs = Qwen3_5GatedDeltaNet(config, 0).to(law.out_proj.weight)
-    weights = law.state_dict()
+    theirs = Qwen3_5GatedDeltaNet(config, 0).to(first.out_proj.weight)
+    weights = first.state_dict()
     taps = weights["conv1d.weight"]
     theirs.load_state_dict({**weights, "conv1d.weight": taps.view(len(taps), 1, -1)})
     theirs.A_log.data, theirs.dt_bias.data = weights["A_log"], weights["dt_bias"]
     return Held(theirs, theirs, models.plain)
 
 
-def ours(law: gdn.GatedDeltaNet, shape: Shape, backend: str | None) -> Held:
-    """gdn.GatedDeltaNet with these weights, on the backend it chooses or on one by name."""
+def gdn_layer(first: gdn.GatedDeltaNet, shape: Shape, backend: str | None) -> Held:
+    """Return gdn.GatedDeltaNet with these weights, on the backend that it chooses or on one by name."""
     own = gdn.GatedDeltaNet(
         shape.hidden, *shape.heads, head_k_dim=shape.size, head_v_dim=shape.size, backend=backend,
-        device=law.out_proj.weight.device, dtype=DTYPE,
+        device=first.out_proj.weight.device, dtype=DTYPE,
     )  # fmt: skip
-    own.load_state_dict(law.state_dict())
+    own.load_state_dict(first.state_dict())
     return Held(own, own)
 
 
@@ -202,10 +203,10 @@ def _has_layer(provider: str) -> bool:
     return provider.startswith("gdn") or provider in ("fla", "transformers")
 
 
-def _made(provider: str, law: gdn.GatedDeltaNet, shape: Shape) -> Held:
+def _made(provider: str, first: gdn.GatedDeltaNet, shape: Shape) -> Held:
     if provider.startswith("gdn"):
-        return ours(law, shape, provider.partition(":")[2] or None)
-    return {"fla": fla, "transformers": transformers}[provider](law, shape)
+        return gdn_layer(first, shape, provider.partition(":")[2] or None)
+    return {"fla": fla, "transformers": transformers}[provider](first, shape)
 
 
 def _call(layer: Held, x: Tensor, dy: Tensor, with_backward: bool) -> Callable[[], Any]:

@@ -1,8 +1,8 @@
-"""Whose stages are timed: gdn's by backend, FLA's by chunk size, each in its own conventions.
+"""Stages of gdn by backend, and of FLA, each in its own conventions.
 
-FLA hands on cumulative gates in fp32 to base 2, A in fp32, and the rest in the dtype of q; its states are
-[1, chunks, HV, K, V]. gdn's stages give fp32 (G in fp64); what goes on to the next is rounded to the dtype of
-q, as FLA's is, so that both read the same bytes.
+FLA passes on cumulative gates in fp32 to base 2, A in fp32, and the rest in the dtype of q; its states are
+[1, chunks, HV, K, V]. The stages of gdn return fp32 (G in fp64); their outputs are rounded to the dtype of q
+for the next stage, as FLA's are, so that both read equal bytes.
 """
 
 import math
@@ -15,18 +15,17 @@ from torch import Tensor
 import gdn
 from gdn.testing.tensors import Inputs
 from gdn_bench.passes.stages import Chain
-from gdn_bench.problems.targets import CHUNK
+from gdn_bench.problems.workloads import CHUNK
 from gdn_bench.providers.gdn_calls import gdn_provider
 from gdn_bench.providers.load import load_provider
 from gdn_bench.providers.names import PEERS
 from gdn_bench.providers.provider import Provider
 
-FLA_CHUNKS = (64, 32, 16)
-RCP_LN2 = 1.4426950216  # fp32's 1 / ln 2, as FLA passes it
+RCP_LN2 = 1.4426950216  # 1 / ln 2 in fp32, as FLA passes it
 
 
 def load(names: tuple[str, ...]) -> tuple[dict[str, Chain], dict[str, str]]:
-    """Chains by provider, and why others are absent; who has no stages of its own is left out."""
+    """Return chains by provider, and why others are absent. Providers without stages are left out."""
     found: dict[str, Chain] = {}
     absent: dict[str, str] = {}
     for name in names:
@@ -37,14 +36,14 @@ def load(names: tuple[str, ...]) -> tuple[dict[str, Chain], dict[str, str]]:
             if isinstance(held, str):
                 absent[name] = held
             else:
-                found |= {f"fla:{chunk}": fla(chunk) for chunk in FLA_CHUNKS}
+                found[name] = fla()
         elif name not in PEERS:
             raise ValueError(f"providers: expected gdn, gdn:BACKEND or fla, got {name!r}")
     return found, absent
 
 
 def ours(name: str) -> Chain:
-    """gdn.stages on the backend it chooses, or on one by name."""
+    """Return the chain of gdn.stages, on the backend that it chooses or on one by name."""
     backend = name.partition(":")[2] or None
     stages = gdn.stages
 
@@ -67,11 +66,11 @@ def ours(name: str) -> Chain:
         "state": tuples(stages.chunk_state),
         "output": tuples(stages.chunk_output),
     }
-    return Chain(name, CHUNK, run, _whole(gdn_provider(backend)), hand_on)
+    return Chain(name, run, _whole(gdn_provider(backend)), hand_on)
 
 
-def fla(chunk: int) -> Chain:
-    """FLA's functions one by one; at 64 its own forward runs the second and third as one."""
+def fla() -> Chain:
+    """Return the chain of FLA's functions, in chunks of 64."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
     from fla.ops.common.chunk_o import chunk_fwd_o
     from fla.ops.common.chunk_scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
@@ -79,10 +78,10 @@ def fla(chunk: int) -> Chain:
     from fla.ops.utils import chunk_local_cumsum, solve_tril
 
     def cumsum(g: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
-        return (chunk_local_cumsum(g, chunk_size=chunk, scale=RCP_LN2, cu_seqlens=offsets),)
+        return (chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, cu_seqlens=offsets),)
 
     def kkt(k: Tensor, beta: Tensor, G: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
-        return (chunk_scaled_dot_kkt_fwd(k=k, g=G, beta=beta, cu_seqlens=offsets, chunk_size=chunk),)
+        return (chunk_scaled_dot_kkt_fwd(k=k, g=G, beta=beta, cu_seqlens=offsets, chunk_size=CHUNK),)
 
     def solve(A: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
         return (solve_tril(A=A, cu_seqlens=offsets, output_dtype=torch.bfloat16),)
@@ -95,14 +94,14 @@ def fla(chunk: int) -> Chain:
     def state(*given: Tensor) -> tuple[Tensor, ...]:
         k, w, u, G, S, offsets = given
         h, v_new, final = chunk_gated_delta_rule_fwd_h(
-            k=k, w=w, u=u, g=G, initial_state=S, output_final_state=True, chunk_size=chunk, cu_seqlens=offsets
+            k=k, w=w, u=u, g=G, initial_state=S, output_final_state=True, chunk_size=CHUNK, cu_seqlens=offsets
         )
         return h, v_new, final
 
     def output(*given: Tensor) -> tuple[Tensor, ...]:
         q, k, v_new, G, S_in, offsets = given
         o = chunk_fwd_o(
-            q=q, k=k, v=v_new, h=S_in, g=G, scale=q.shape[-1] ** -0.5, cu_seqlens=offsets, chunk_size=chunk
+            q=q, k=k, v=v_new, h=S_in, g=G, scale=q.shape[-1] ** -0.5, cu_seqlens=offsets, chunk_size=CHUNK
         )
         return (o,)
 
@@ -121,14 +120,8 @@ def fla(chunk: int) -> Chain:
     }
     whole = load_provider("fla")
     assert isinstance(whole, Provider)
-    options = {} if chunk == CHUNK else {"chunk_size": chunk}
-    return Chain(f"fla:{chunk}", chunk, run, _whole(whole, options), plain=plain)
+    return Chain("fla", run, _whole(whole), plain=plain)
 
 
-def _whole(
-    provider: Provider, options: dict[str, Any] | None = None
-) -> Callable[[Inputs], Callable[[], Any]]:
-    def bind(given: Inputs) -> Callable[[], Any]:
-        return provider.binds["prefill"](given.tensors, {**given.options, **(options or {})})
-
-    return bind
+def _whole(provider: Provider) -> Callable[[Inputs], Callable[[], Any]]:
+    return lambda given: provider.binds["prefill"](given.tensors, given.options)

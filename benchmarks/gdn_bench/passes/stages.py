@@ -1,8 +1,8 @@
-"""The six stages of a chunked forward and the whole of it, ours and FLA's, on PTO's shape and its GVA set.
+"""Time the six stages of a chunked forward, their sum and the whole, gdn's and FLA's, on PTO's shapes.
 
-A stage gets what its provider's stage before it made, in the dtypes that provider hands on; that hand-over is
-not timed. FLA is timed at every chunk size it takes: ratios are to its best, by stage, in the sum and in
-the whole. The whole is one call of the public function, which need not consist of these stages.
+The inputs of a stage are the outputs of its provider's stage before, in the dtypes that this provider passes
+on; their conversion is not timed. The whole is one call of the public function, which need not consist of
+these stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +18,12 @@ from gdn.testing.memory import poison_memory
 from gdn.testing.tensors import Inputs
 from gdn_bench.passes.gpu import JUDGED_HEADS, Session, noted
 from gdn_bench.problems import catalog, jobs
-from gdn_bench.problems.targets import CHUNK, Cost, Target, chosen
+from gdn_bench.problems.workloads import CHUNK, Cost, Workload, choose_workloads
 from gdn_bench.results import rows
 from gdn_bench.results.rows import Row
 from gdn_bench.timing import graph, measure
 
-# stage -> what it takes and what it makes, by the names of `gdn.stages`
+# stage -> names of its inputs and outputs, as `gdn.stages` has them
 TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cumsum": (("g",), ("G",)),
     "kkt": (("k", "beta", "G"), ("A",)),
@@ -42,23 +42,21 @@ REFERENCE: dict[str, Callable[..., Any]] = {
 }
 INSIDE = "kernels of one captured call; Python, allocation and the hand-over between stages are outside"
 WHOLE = "kernels of one chunk_gated_delta_rule, solve included; g given, keys normalised, states in and out"
-STATES = 20e9  # bytes that the states entering all chunks may take: beside others' there is no room for more
-JUDGED_TOKENS = 512  # of each sequence, stage by stage; the whole is judged to its last token
+JUDGED_TOKENS = 512  # of each sequence, stage by stage; the whole is compared to its last token
 Values = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """One provider's stages at one chunk size.
+    """Hold one provider's stages.
 
-    run: stage -> function of TABLE's arguments that returns TABLE's results as a tuple
-    hand_on: (name, tensor) -> the tensor as the next stage takes it
-    plain: (name, tensor) -> the tensor as `gdn.stages` would give it, for the judge
+    run: stage -> function of TABLE's inputs that returns TABLE's outputs as a tuple
+    hand_on: (name, tensor) -> the tensor as the next stage reads it
+    plain: (name, tensor) -> the tensor as `gdn.stages` returns it, for the comparison
     whole: the public function on the same problem: (o, final state)
     """
 
     provider: str
-    chunk: int
     run: Mapping[str, Callable[..., tuple[Tensor, ...]]]
     whole: Callable[[Inputs], Callable[[], Any]]
     hand_on: Callable[[str, Tensor], Tensor] = lambda name, x: x
@@ -67,7 +65,7 @@ class Chain:
 
 @dataclass
 class Course:
-    """Where a chain stands: what has been made so far, and how long it took."""
+    """Hold the tensors that a chain has computed so far, and the seconds of its stages."""
 
     chain: Chain
     values: Values
@@ -77,34 +75,28 @@ class Course:
 
 
 def run(session: Session, chains: Mapping[str, Chain]) -> Iterator[Row]:
-    """All rows of all cases: six stages, their sum and the whole for each chain."""
+    """Yield the rows of all problems: six stages, their sum and the whole for each chain."""
     session.ceilings = session.ceilings or graph.ceilings(session.device)
-    for target in chosen("prefill", session.problems or catalog.PTO_GVA):
-        if not session.wants(target.name) or all(
-            session.has("stages", name, f"{target.name} whole") for name in chains
+    for workload in choose_workloads("prefill", session.problems or catalog.PTO_GVA):
+        if not session.wants(workload.name) or all(
+            session.has("stages", name, f"{workload.name} whole") for name in chains
         ):
             continue
         if session.is_over:
-            yield {"pass": "stages", "case": target.name, "provider": "all", "skipped": "out of time"}
+            yield {"pass": "stages", "case": workload.name, "provider": "all", "skipped": "out of time"}
             continue
-        yield from ({"pass": "stages", **row} for row in measured(session, target, chains))
+        yield from ({"pass": "stages", **row} for row in measured(session, workload, chains))
         graph.release()
 
 
-def measured(session: Session, target: Target, chains: Mapping[str, Chain]) -> Iterator[Row]:
-    """The rows of one case. A stage that is wrong has no time, nor has what builds on it."""
-    for name, chain in chains.items():
-        if states(target, chain.chunk) > STATES:
-            why = f"chunks of {chain.chunk} make {states(target, chain.chunk) / 1e9:.0f} GB of states"
-            head = {**rows.head(target), "provider": name, "backend": None, "chunk": chain.chunk}
-            yield {**head, "case": f"{target.name} whole", "refused": why}
-    chains = {name: chain for name, chain in chains.items() if states(target, chain.chunk) <= STATES}
-    given = jobs.given(target.case, session.device)
+def measured(session: Session, workload: Workload, chains: Mapping[str, Chain]) -> Iterator[Row]:
+    """Yield the rows of one problem. A wrong stage has no time, nor has a stage that reads its outputs."""
+    given = jobs.given(workload.case, session.device)
     courses = {name: Course(chain, dict(given.tensors)) for name, chain in chains.items()}
-    heads = {name: _head(target, chain, given) for name, chain in chains.items()}
-    verdicts = {name: stagewise(chain, given) for name, chain in chains.items()}
+    heads = {name: _head(workload, chain, given) for name, chain in chains.items()}
+    verdicts = {name: compare_stages(chain, given) for name, chain in chains.items()}
     for stage, (_, made) in TABLE.items():
-        about = {"case": f"{target.name} {stage}", "inside": INSIDE}
+        about = {"case": f"{workload.name} {stage}", "inside": INSIDE}
         found = {name: {**heads[name], **about} for name in chains}
         prepared: dict[str, graph.Prepared] = {}
         for name, course in courses.items():
@@ -116,22 +108,22 @@ def measured(session: Session, target: Target, chains: Mapping[str, Chain]) -> I
                 with noted(row):
                     prepared[name] = graph.prepare([_call(course, stage, given)], session.device)
             course.is_right &= name in prepared
-        _time(session, stage_cost(stage, target), prepared, courses, found, stage)
+        _time(session, stage_cost(stage, workload), prepared, courses, found, stage)
         yield from found.values()
         for course in courses.values():
             if course.is_right:
                 _advance(course, stage, made, given)
         prepared.clear()
         graph.release()
-    yield from _sums(session, target, courses, heads)
+    yield from _sums(session, workload, courses, heads)
     courses.clear()
-    yield from _whole(session, target, given, chains, heads)
+    yield from _whole(session, workload, given, chains, heads)
 
 
-def stagewise(chain: Chain, given: Inputs) -> dict[str, Row]:
-    """Each stage against the reference in fp64 on what this chain gave it; the start of every sequence.
+def compare_stages(chain: Chain, given: Inputs) -> dict[str, Row]:
+    """Compare each stage with the fp64 reference on the inputs that this chain gave it; return verdicts.
 
-    Chunks of another size than the reference's are judged by what comes out at the end, against the law.
+    Only the first JUDGED_TOKENS of every sequence are computed.
     """
     small = given.prefix(JUDGED_TOKENS)
     limit = accuracy.error_limits(small.tensors["q"].dtype, "random")["o"]
@@ -143,34 +135,25 @@ def stagewise(chain: Chain, given: Inputs) -> dict[str, Row]:
         found[stage] = row
         with noted(row), poison_memory():
             results = _call(course, stage, small)()
+            inputs = [_judged(chain, name, course.values[name], index, small) for name in taken]
+            wanted = REFERENCE[stage](*inputs, cu_seqlens=small.tensors.get("cu_seqlens"))
+            wanted = wanted if isinstance(wanted, tuple) else (wanted,)
             errors = {}
-            if chain.chunk == CHUNK:
-                inputs = [_judged(chain, name, course.values[name], index, small) for name in taken]
-                wanted = REFERENCE[stage](*inputs, cu_seqlens=small.tensors.get("cu_seqlens"))
-                wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-                for name, x, ref in zip(made, results, wanted, strict=True):
-                    x = _judged(chain, name, x, index, small)
-                    # some count as many chunks as there are, some as there might be
-                    x, ref = (x[: len(ref)], ref[: len(x)]) if name == "S_in" else (x, ref)
-                    errors[name] = accuracy.measure_error(x, ref, limit, lambda: 0.0)[0]
+            for name, x, ref in zip(made, results, wanted, strict=True):
+                x = _judged(chain, name, x, index, small)
+                # some count as many chunks as there are, some as there might be
+                x, ref = (x[: len(ref)], ref[: len(x)]) if name == "S_in" else (x, ref)
+                errors[name] = accuracy.measure_error(x, ref, limit, lambda: 0.0)[0]
             _keep(course, made, results)
             row |= _verdict(errors, limit)
         if not row["ok"]:
-            # nothing came out at the end that could speak for the stages before
-            others = [] if chain.chunk == CHUNK else [r for r in found.values() if r is not row]
-            for other in others:
-                other |= {"ok": False, "failed": f"not judged: {stage} failed"}
             return found
-    if chain.chunk != CHUNK:
-        ends = _end(course.values, small, index)
-        for row in found.values():
-            row |= _verdict(ends, limit)
     return found
 
 
-def stage_cost(stage: str, target: Target) -> Cost:
-    """The least bytes of a stage in 16 bits with fp32 gates and sums, and its flop as `gdn.stages` states."""
-    (H, HV), (K, V), L = target.case.heads, target.case.sizes, target.case.lengths
+def stage_cost(stage: str, workload: Workload) -> Cost:
+    """Return the least bytes of a stage in 16 bits with fp32 gates, and its flop as in `gdn.stages`."""
+    (H, HV), (K, V), L = workload.case.heads, workload.case.sizes, workload.case.lengths
     tokens, shared, C = L.B * L.T * HV, H / HV, CHUNK
     state = L.N * HV * K * V * 4
     return {
@@ -185,19 +168,13 @@ def stage_cost(stage: str, target: Target) -> Cost:
             tokens * (4 * K * shared + 4 + 4 * V + 2 * K * V / C),
             tokens * (2 * K * V + 2 * C * (K + V)),
         ),
-        "whole": target.cost,
+        "whole": workload.cost,
     }[stage]
 
 
-def states(target: Target, chunk: int) -> int:
-    """Bytes of the states entering all chunks, in 16 bits."""
-    (_, HV), (K, V), L = target.case.heads, target.case.sizes, target.case.lengths
-    return 2 * (L.B * L.T // chunk) * HV * K * V
-
-
-def _head(target: Target, chain: Chain, given: Inputs) -> Row:
+def _head(workload: Workload, chain: Chain, given: Inputs) -> Row:
     backend = jobs.backend(chain.provider, "prefill", given)
-    return {**rows.head(target), "provider": chain.provider, "backend": backend, "chunk": chain.chunk}
+    return {**rows.head(workload), "provider": chain.provider, "backend": backend}
 
 
 def _call(course: Course, stage: str, given: Inputs) -> Callable[[], tuple[Tensor, ...]]:
@@ -207,7 +184,7 @@ def _call(course: Course, stage: str, given: Inputs) -> Callable[[], tuple[Tenso
 
 
 def _advance(course: Course, stage: str, made: tuple[str, ...], given: Inputs) -> None:
-    """Make what the next stages need, and let go of what none of them does."""
+    """Run a stage once more and keep only the tensors that later stages read."""
     _keep(course, made, _call(course, stage, given)())
     later = list(TABLE)[list(TABLE).index(stage) + 1 :]
     needed = {name for s in later for name in TABLE[s][0]}
@@ -231,32 +208,20 @@ def _time(
         if name in courses:
             courses[name].seconds[stage] = seconds.p50
         found[name].update(rows.speed(cost, session.ceilings, seconds, prepared[name]))
-    beside_fla(found)
-
-
-def beside_fla(found: Mapping[str, Row]) -> None:
-    """Adds to every row with a time how often it fits into FLA's at its best chunk size."""
-    theirs = {name: row["ms"] for name, row in found.items() if name.startswith("fla") and "ms" in row}
-    best = min(theirs, key=theirs.__getitem__, default=None)
-    for name, row in found.items():
-        if "ms" in row:
-            row["ratio"] = {}
-            if best and not name.startswith("fla"):
-                row |= {"ratio": {"fla": theirs[best] / row["ms"]}, "best_chunk": found[best]["chunk"]}
-                row["to_best_peer"] = row["ratio"]["fla"]
+    rows.add_ratios(found)
 
 
 def _sums(
-    session: Session, target: Target, courses: Mapping[str, Course], heads: Mapping[str, Row]
+    session: Session, workload: Workload, courses: Mapping[str, Course], heads: Mapping[str, Row]
 ) -> Iterator[Row]:
-    """The six stages' medians added up, where all six have one."""
-    costs = [stage_cost(stage, target) for stage in TABLE]
+    """Yield the sum of the six stages' medians where all six have one."""
+    costs = [stage_cost(stage, workload) for stage in TABLE]
     cost = Cost(sum(c.bytes for c in costs), sum(c.flop for c in costs))
     found = {}
     for name, course in courses.items():
         if len(course.seconds) == len(TABLE):
             words = {
-                "case": f"{target.name} sum",
+                "case": f"{workload.name} sum",
                 "inside": "the medians of the six stages, added",
                 "ok": True,
             }
@@ -265,20 +230,20 @@ def _sums(
             times = measure.Times(total, total, total, len(TABLE))
             found[name] = {**heads[name], **words, **rows.speed(cost, session.ceilings, times, added)}
             found[name] |= {"share_of_limit": course.share_of_limit}
-    beside_fla(found)
+    rows.add_ratios(found)
     yield from found.values()
 
 
 def _whole(
-    session: Session, target: Target, given: Inputs, chains: Mapping[str, Chain], heads: Mapping[str, Row]
+    session: Session, workload: Workload, given: Inputs, chains: Mapping[str, Chain], heads: Mapping[str, Row]
 ) -> Iterator[Row]:
-    """The public functions: judged by the law to the last token, then timed in turn."""
+    """Yield the rows of the public functions: compared to the last token, then timed in turn."""
 
-    def calm() -> Inputs:
-        return jobs.given(replace(target.case, gate="none"), session.device)
+    def without_decay() -> Inputs:
+        return jobs.given(replace(workload.case, gate="none"), session.device)
 
-    expected = accuracy.expect_outputs(given, calm, JUDGED_HEADS, False, accuracy.reference_by_heads)
-    found = {name: {**heads[name], "case": f"{target.name} whole", "inside": WHOLE} for name in chains}
+    expected = accuracy.expect_outputs(given, without_decay, JUDGED_HEADS, False, accuracy.reference_by_heads)
+    found = {name: {**heads[name], "case": f"{workload.name} whole", "inside": WHOLE} for name in chains}
     prepared = {}
     for name, chain in chains.items():
         with noted(found[name]):
@@ -286,28 +251,21 @@ def _whole(
             with poison_memory():
                 o, final = call()
             answers = {"o": o, "final_state": final}
-            found[name] |= rows.verdict(accuracy.compare_outputs(answers, expected, target.case))
+            found[name] |= rows.verdict(accuracy.compare_outputs(answers, expected, workload.case))
             del o, final, answers
             if found[name]["ok"]:
                 found[name]["peak_mb"] = round(graph.peak_memory(call, session.device) / 1e6, 1)
                 prepared[name] = graph.prepare([call], session.device)
-    _time(session, target.cost, prepared, {}, found, "whole")
+    _time(session, workload.cost, prepared, {}, found, "whole")
     yield from found.values()
 
 
 def _judged(chain: Chain, name: str, x: Tensor, index: list[int], given: Inputs) -> Tensor:
-    """A value as the reference takes it: plain, in fp64, on the judged key heads and those that read them."""
+    """Return a tensor as the reference reads it: in fp64, on the judged key heads and their value heads."""
     H, HV = given.tensors["q"].shape[2], given.tensors["v"].shape[2]
     wanted = index if name in ("q", "k") else [h * (HV // H) + j for h in index for j in range(HV // H)]
     axis = 1 if name in ("S_in", "initial_state", "final_state") else 2
     return chain.plain(name, x).double().index_select(axis, torch.tensor(wanted, device=x.device))
-
-
-def _end(values: Values, given: Inputs, index: list[int]) -> dict[str, float]:
-    law = accuracy.run(accuracy.reference_by_heads, given.heads(index).double(), False)["o"]
-    ratio = given.tensors["v"].shape[2] // given.tensors["q"].shape[2]
-    wanted = torch.tensor([h * ratio + j for h in index for j in range(ratio)], device=law.device)
-    return {"o": accuracy.measure_error(values["o"].index_select(2, wanted), law, 1.0, lambda: 0.0)[0]}
 
 
 def _verdict(errors: Mapping[str, float], limit: float) -> Row:

@@ -1,7 +1,7 @@
-"""A layer's whole decode step, 16/32 heads of 128 x 128: three functions, and one.
+"""Time the whole decode step of a layer, 16/32 heads of 128 x 128: as three functions, and as one.
 
-Every row is held against the laws of the three stages in fp64, on all its rows, before it is timed. Windows
-and states lie in pools larger than the L2, in no order.
+Each is compared with the references of the three stages in fp64, on all rows, before it is timed. Convolution
+windows and states lie in pools larger than the L2, in random order.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +14,13 @@ from torch import Tensor
 import gdn
 from gdn.backends import select
 from gdn.problem.step import StepProblem, parse_step
-from gdn.reference import serving as law
+from gdn.reference import serving
 from gdn.reference.layer import causal_conv1d, rms_norm_gated
 from gdn.testing import accuracy
 from gdn.testing.memory import poison_memory
 from gdn_bench.passes.gpu import Session, noted
 from gdn_bench.problems import catalog
-from gdn_bench.problems.targets import Cost
+from gdn_bench.problems.workloads import Cost
 from gdn_bench.results import rows
 from gdn_bench.results.rows import Row
 from gdn_bench.timing import graph
@@ -28,16 +28,16 @@ from gdn_bench.timing import graph
 DTYPE = torch.bfloat16
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FUNCTIONS, ONE = "functions", "decode_step"
-# of every engine: q and k normalised in the kernel, states with V first
+# as in every engine: q and k normalised in the kernel, states with V first
 CONVENTIONS: dict[str, Any] = {"use_qk_l2norm_in_kernel": True, "state_v_first": True}
-FACTOR = 2.0  # of the rule's limits: what is rounded between the stages goes through a norm
+FACTOR = 2.0  # times the limits of the rule: rounding between the stages goes through a norm
 Tensors = Mapping[str, Any]
 Run = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is timed."""
+    """Describe the timed layer and the numbers of rows."""
 
     heads: tuple[int, int] = (16, 32)
     size: int = 128
@@ -46,6 +46,7 @@ class Shape:
 
     @property
     def channels(self) -> int:
+        """Return the channels of the convolution: those of q, k and v."""
         return (2 * self.heads[0] + self.heads[1]) * self.size
 
 
@@ -53,7 +54,7 @@ SHAPE = Shape()
 
 
 def run(session: Session, shape: Shape = SHAPE) -> Iterator[Row]:
-    """Every way to make the step, at every number of rows, on states in fp32 and in bf16."""
+    """Yield the rows of both ways, for every number of rows, on states in fp32 and in bf16."""
     session.ceilings = session.ceilings or graph.ceilings(session.device)
     for B, dtype in ((B, dtype) for B in shape.rows for dtype in STATES):
         case = f"B={B} {dtype}"
@@ -67,11 +68,11 @@ def run(session: Session, shape: Shape = SHAPE) -> Iterator[Row]:
 
 
 def measured(session: Session, shape: Shape, B: int, dtype: str) -> list[Row]:
-    """One number of rows in every way there is: judged, then timed in turn."""
+    """Return the rows of one number of rows: compare each way with the reference, then time them in turn."""
     device, size = session.device, STATES[dtype].itemsize
     cost = _cost(shape, B, size)
     problems = sets(shape, B, STATES[dtype], device, graph.copies(cost.bytes / 2, device))
-    wanted = law_of(problems[0])
+    wanted = reference_step(problems[0])
     found: dict[str, Row] = {}
     prepared: dict[str, graph.Prepared] = {}
     H, HV = shape.heads
@@ -83,7 +84,7 @@ def measured(session: Session, shape: Shape, B: int, dtype: str) -> list[Row]:
         }  # fmt: skip
         with noted(row), torch.no_grad():
             row |= judged(bind, problems[0], wanted)
-    # what is timed moves the states on, so all are judged before
+    # timing changes the states, so all comparisons come first
     for name, bind in WAYS.items():
         if found[name].get("ok"):
             with noted(found[name]), torch.no_grad():
@@ -100,7 +101,7 @@ def measured(session: Session, shape: Shape, B: int, dtype: str) -> list[Row]:
 
 
 def functions(x: Tensors) -> Run:
-    """The three public functions one after the other."""
+    """Return a call of the three public functions."""
     mixed, o = torch.empty_like(x["mixed_qkv"]), torch.empty_like(x["z"])
     names = ("num_k_heads", "head_k_dim", "head_v_dim", "read_index")
     options: dict[str, Any] = {**{name: x[name] for name in names}, **CONVENTIONS}
@@ -117,7 +118,7 @@ def functions(x: Tensors) -> Run:
 
 
 def one(x: Tensors) -> Run:
-    """The public function."""
+    """Return a call of `gdn.decode_step`."""
     out = torch.empty_like(x["z"])
     return lambda: gdn.decode_step(**x, **CONVENTIONS, out=out)
 
@@ -126,7 +127,7 @@ WAYS = {FUNCTIONS: functions, ONE: one}
 
 
 def judged(bind: Callable[[Tensors], Run], x: Tensors, wanted: Mapping[str, Tensor]) -> Row:
-    """A call on copies against the laws: the output, the states, and every window to the bit."""
+    """Compare a call on copies with the reference: output, states, and windows bit by bit."""
     own = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in x.items()}
     slots = own["read_index"].long()
     with poison_memory():
@@ -141,8 +142,8 @@ def judged(bind: Callable[[Tensors], Run], x: Tensors, wanted: Mapping[str, Tens
     return {"ok": share <= 1, "error": max(errors.values()), "errors": errors, "share_of_limit": share}
 
 
-def law_of(x: Tensors) -> dict[str, Tensor]:
-    """Output, states and windows of the rows in fp64, what one stage hands the next rounded as inputs are."""
+def reference_step(x: Tensors) -> dict[str, Tensor]:
+    """Return output, states and windows in fp64; each stage reads its inputs rounded to their dtype."""
     slots, W = x["read_index"].long(), x["conv_weight"].shape[1]
     H, K, V, HV = x["num_k_heads"], x["head_k_dim"], x["head_v_dim"], x["a"].shape[1]
     held, new = x["conv_state"][slots], x["mixed_qkv"]
@@ -152,7 +153,7 @@ def law_of(x: Tensors) -> dict[str, Tensor]:
     assert windows.shape[2] == W - 1
     q, k, v = mixed.to(new.dtype).split([H * K, H * K, HV * V], 2)
     gates = {"a": x["a"][:, None], "b": x["b"][:, None], "A_log": x["A_log"], "dt_bias": x["dt_bias"]}
-    served = law.decode(
+    served = serving.decode(
         q.unflatten(2, (H, K)),
         k.unflatten(2, (H, K)),
         v.unflatten(2, (HV, V)),
@@ -165,7 +166,7 @@ def law_of(x: Tensors) -> dict[str, Tensor]:
 
 
 def sets(shape: Shape, B: int, dtype: torch.dtype, device: torch.device, count: int) -> list[dict[str, Any]]:
-    """`count` problems with inputs of their own, on slots of their own in two pools that all share."""
+    """Return `count` problems with inputs and slots of their own in two pools that all share."""
     (H, HV), K = shape.heads, shape.size
     made: dict[str, Any] = {"device": device, "dtype": DTYPE}
     generator = torch.Generator(device).manual_seed(0)
@@ -201,7 +202,7 @@ def _problem(x: Tensors) -> StepProblem:
 
 
 def _cost(shape: Shape, B: int, size: int) -> Cost:
-    """Each state and window read and written; inputs, gates and z read, the output written; weights once."""
+    """Return the bytes of states and windows, read and written, of inputs, gates, z, output and weights."""
     HV, K, W = shape.heads[1], shape.size, shape.taps
     window = shape.channels * 2 * (2 * (W - 1) + 1)
     return Cost(B * (2 * size * HV * K * K + window + 4 * HV + 4 * HV * K) + 2 * shape.channels * W, 0)

@@ -1,4 +1,4 @@
-"""From a problem and a provider to calls that can be timed: inputs on the device, copies of them, calls."""
+"""Calls that can be timed: the inputs of a problem on the device, copies of them, calls of a provider."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,20 +14,21 @@ from gdn_bench.providers.provider import Provider
 from gdn_bench.timing import hosttime
 
 DTYPE = torch.bfloat16
-_OWN = ("q", "k", "v", "g", "beta", "initial_state")  # each set of inputs has its own; the rest is shared
+_OWN = ("q", "k", "v", "g", "beta", "initial_state")  # tensors that each set of inputs has copies of
 
 
 def given(case: Case, device: torch.device) -> Inputs:
-    """The case's tensors, drawn on the device, offsets in int32."""
+    """Return the tensors of a case, drawn on the device, offsets in int32."""
     found = inputs(case, DTYPE, device=device, is_drawn_there=True)
     tensors = {name: x.int() if name == "cu_seqlens" else x for name, x in found.tensors.items()}
     return replace(found, tensors=tensors)
 
 
 def sets(job: str, first: Inputs, count: int) -> list[Inputs]:
-    """`count` problems of the same numbers in different memory; the offsets stay one tensor, as peers like.
+    """Return `count` problems with equal numbers in different memory; they share one tensor of offsets.
 
-    For a decode the states lie in one pool, each set's in slots of its own, in no order.
+    Peers cache what they compute from offsets by the tensor's identity. The states of a decode lie in one
+    pool, each set's in slots of its own, in random order.
     """
     found = [first]
     for _ in range(count - 1):
@@ -37,7 +38,7 @@ def sets(job: str, first: Inputs, count: int) -> list[Inputs]:
 
 
 def call(provider: Provider, job: str, given: Inputs) -> Callable[[], Any]:
-    """What is timed: a forward without gradients, or with a backward through both outputs, or a step."""
+    """Return the function to time: a forward, a forward and backward through both outputs, or a decode."""
     if job != "train":
         return provider.binds[job](given.tensors, given.options).run
     leaves = {
@@ -53,7 +54,7 @@ def call(provider: Provider, job: str, given: Inputs) -> Callable[[], Any]:
 
 
 def backend(provider: str, job: str, given: Inputs) -> str | None:
-    """Which of gdn's backends takes a job's problem; None for a peer, and where none does."""
+    """Return the backend of gdn that runs a job's problem; None for a peer, or if no backend supports it."""
     name, _, forced = provider.partition(":")
     if name != "gdn" or forced:
         return forced or None
@@ -67,7 +68,7 @@ def backend(provider: str, job: str, given: Inputs) -> str | None:
 
 
 def default_backend(provider: str, heads: tuple[int, int], device: torch.device) -> str | None:
-    """Which of gdn's backends takes a short problem of these heads, 128 x 128."""
+    """Return the backend of gdn that runs a short problem of these heads, 128 x 128."""
     case = Case("mild", sizes=(128, 128), heads=heads, lengths=packed(64))
     return backend(provider, "prefill", given(case, device))
 

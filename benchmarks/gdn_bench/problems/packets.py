@@ -1,13 +1,13 @@
-"""Speculation as problems: the ways to verify a packet of drafts, and what the law says of each.
+"""Speculation as problems: the ways to verify a packet of drafts, and the reference's outputs of each.
 
-    states        token by token, the state after each kept beside the pool, for `commit` (P3)
-    final         token by token, the state after the last token written
-    chunk         one chunk on the matrix units, nothing written
-    chunk final   the same, the state after the last token written
-    replay        a state that is only read, and a history of what tokens wrote, grown by the packet (P5)
-    fold          a full history added to its state: where all are accepted, once in places / T packets
+    states        token by token; the state after each is kept beside the pool for `commit`
+    final         token by token; the state after the last token is written
+    chunk         one chunk by MMAs, no state written
+    chunk final   one chunk by MMAs; the state after the last token is written
+    replay        a state that is only read, and a history of writes, to which the packet is added
+    fold          a full history added to its state: once in places / T packets if all are accepted
 
-A group is B rows on states of one dtype: all its ways get the same tokens, on states of one pool.
+A group is B rows on states of one dtype: all its ways get equal tokens, on states of one pool.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +20,18 @@ from torch import Tensor
 from gdn.testing.accuracy import Expected, reference_by_heads
 from gdn.testing.cases import Case
 from gdn.testing.tensors import Inputs
-from gdn_bench.problems import catalog, jobs, targets
-from gdn_bench.problems.targets import Cost
+from gdn_bench.problems import catalog, jobs
+from gdn_bench.problems.workloads import Cost
 from gdn_bench.providers.provider import TOKENS
 
 WAYS = ("states", "final", "chunk", "chunk final", "replay", "fold")
-SINGLE = "decode"  # one token, its state written: what a packet's time is held against
+SINGLE = "decode"  # one token, its state written: the time that those of packets are divided by
 STATES = {"fp32": "wide", "bf16": "narrow"}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is timed."""
+    """Describe the timed problems: heads, size of keys and values, rows, tokens of a packet."""
 
     heads: tuple[int, int] = (16, 32)
     size: int = 128
@@ -39,7 +39,7 @@ class Shape:
     tokens: tuple[int, ...] = (4, 16)
 
     def case(self, B: int, dtype: str) -> Case:
-        """Rows with tokens for the longest history."""
+        """Return the case of B rows with tokens for the longest history."""
         made = catalog.step(B, tokens=max(map(places, self.tokens)), state=STATES[dtype])
         return replace(made, heads=self.heads, sizes=(self.size, self.size))
 
@@ -49,7 +49,7 @@ SHAPE = Shape()
 
 @dataclass(frozen=True)
 class Packet:
-    """A row to measure: T tokens for each of B rows, verified in one way."""
+    """Describe a row to measure: T tokens for each of B rows, verified in one way."""
 
     B: int
     T: int
@@ -58,26 +58,23 @@ class Packet:
 
     @property
     def name(self) -> str:
+        """Return the name of the row."""
         return f"B={self.B} T={self.T} {self.dtype} {self.way}"
 
     @property
-    def goal(self) -> float | None:
-        """Of the time of one token, at most."""
-        return targets.packet_goal(self.way, self.B, self.T)
-
-    @property
     def with_history(self) -> bool:
+        """Return True if the way reads a history."""
         return self.way in ("replay", "fold")
 
     @property
     def accepted(self) -> Tensor:
-        """[B] tokens in each row's history, whole packets with room for one more; for a fold the most."""
+        """Return [B] tokens in each row's history: whole packets that leave space for one more."""
         held = places(self.T) // self.T
         rows = torch.arange(1, self.B + 1) if self.way == "replay" else torch.full((self.B,), held - 1)
         return self.T * (rows % held)
 
     def cost(self, shape: Shape) -> Cost:
-        """States, tokens and history, each read or written once."""
+        """Return the bytes of states, tokens and history, each read or written once."""
         (H, HV), K = shape.heads, shape.size
         states = {"states": 1 + self.T, "chunk": 1, "replay": 1}.get(self.way, 2)
         state = HV * K * K * (4 if self.dtype == "fp32" else 2)
@@ -88,12 +85,12 @@ class Packet:
 
 
 def places(T: int) -> int:
-    """Tokens that a slot's history has room for: two packets, at least the 16 of one block."""
+    """Return the tokens that fit a slot's history: two packets, at least the 16 of one block."""
     return max(16, 2 * T)
 
 
 def groups(shape: Shape, wants: Callable[[str], bool]) -> list[list[Packet]]:
-    """The wanted packets of each group, one token first; groups without any are left out."""
+    """Return the wanted packets of each group, one token first; groups without any are left out."""
     found = []
     for B, dtype in ((B, dtype) for B in shape.rows for dtype in STATES):
         packets = [Packet(B, T, dtype, way) for T in shape.tokens for way in WAYS]
@@ -105,10 +102,10 @@ def groups(shape: Shape, wants: Callable[[str], bool]) -> list[list[Packet]]:
 
 
 def problems(packet: Packet, found: Sequence[Inputs]) -> list[Inputs]:
-    """Rows on a pool as a packet's problems. Those with a history share one, which holds nothing yet.
+    """Return the problems of a packet on rows of a pool. Problems with a history share one, which is empty.
 
-    q, k, v, g, beta: the packet's tokens. With a history past_q and so on, the tokens before them, of which
-    the first accepted[row] are in the history; the pool has the states before all of these.
+    q, k, v, g, beta are the packet's tokens. With a history, past_q and so on are the tokens before them, of
+    which the first accepted[row] are in the history; the pool has the states before all of these.
     """
     if not packet.with_history:
         return [
@@ -135,7 +132,7 @@ def problems(packet: Packet, found: Sequence[Inputs]) -> list[Inputs]:
 
 
 def wanted(packet: Packet, expected: Expected) -> Expected:
-    """What the law says of a packet. expected: of all tokens, with the state after each."""
+    """Return the reference of a packet. expected: that of all tokens, with the state after each."""
     o, states = expected.outputs["o"], expected.outputs["final_state"].unflatten(0, (packet.B, -1))
     row, place = _places(packet, o.device)
     if packet.way != "states":
@@ -149,7 +146,7 @@ def wanted(packet: Packet, expected: Expected) -> Expected:
 
 
 def named(names: Sequence[str], device: torch.device) -> Iterator[tuple[str, Inputs]]:
-    """(way, problem) of packets by name."""
+    """Yield (way, problem) of packets by name."""
     for group in groups(SHAPE, lambda name: name in names):
         first = jobs.given(SHAPE.case(group[0].B, group[0].dtype), device)
         on_pool = jobs.sets(SINGLE, first, 1)
@@ -175,12 +172,12 @@ def reference_of_packets(
 
 
 def _places(packet: Packet, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[B, 1] rows, and [B, T] where their packet's tokens are among all: after those accepted."""
+    """Return rows [B, 1], and the indices [B, T] of the packet's tokens: after the accepted ones."""
     start = packet.accepted if packet.with_history else torch.zeros(packet.B, dtype=torch.int64)
     place = start[:, None] + torch.arange(packet.T)
     return torch.arange(packet.B, device=device)[:, None], place.to(device)
 
 
 def _tokens(x: dict[str, Tensor], which: slice) -> dict[str, Tensor]:
-    """Some tokens of each row, in memory of their own."""
+    """Return some tokens of each row, copied."""
     return {name: x[name][:, which].contiguous() for name in TOKENS}

@@ -1,4 +1,4 @@
-"""Transformers' own plain-torch functions as its file defines them, neither patched nor handed on."""
+"""Transformers' plain PyTorch functions as its file defines them, neither patched nor decorated."""
 
 import ast
 import inspect
@@ -12,7 +12,7 @@ FILE = "transformers.models.qwen3_5.modeling_qwen3_5"
 
 @cache
 def function(name: str) -> Provider:
-    """A function of the model file, compiled without the decorator that may pick another package's."""
+    """Compile a function of the model file without its decorator, which may pick another package's."""
     module = import_module(FILE)
     tree = ast.parse(inspect.getsource(module))
     found = next((x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name), None)
@@ -26,10 +26,10 @@ def function(name: str) -> Provider:
 
 
 def chunk() -> Provider:
-    """torch_chunk_gated_delta_rule: training and prefill."""
+    """Return torch_chunk_gated_delta_rule: training and prefill."""
     return function("torch_chunk_gated_delta_rule")
 
 
 def recurrent() -> Provider:
-    """torch_recurrent_gated_delta_rule: decoding."""
+    """Return torch_recurrent_gated_delta_rule: decoding."""
     return function("torch_recurrent_gated_delta_rule")

@@ -14,12 +14,12 @@ MAX_PACKET = 16  # tokens of a row that one replay_decode takes
 
 
 def gdn_provider(backend: str | None = None) -> Provider:
-    """gdn, on the backend that it chooses or on one by name (`gdn:NAME`)."""
+    """Return gdn, on the backend that it chooses or on one by name (`gdn:NAME`)."""
 
     def chunk(tensors: Tensors, options: Options) -> Bound:
         arguments: dict[str, Any] = {**tensors, **options, "backend": backend}
         if "cu_seqlens" in tensors:
-            # as an engine has them
+            # an engine has the offsets on the CPU, too
             arguments["cu_seqlens_cpu"] = tensors["cu_seqlens"].cpu()
         return Bound(lambda: gdn.chunk_gated_delta_rule(**arguments))
 
@@ -32,7 +32,7 @@ def gdn_provider(backend: str | None = None) -> Provider:
 
 
 def _packets(backend: str | None) -> dict[str, Bind]:
-    """The ways of `packets.WAYS`."""
+    """Return the jobs of `packets.WAYS`."""
 
     def states(tensors: Tensors, options: Options) -> Bound:
         pool, arguments = tensors["pool"], _on_pool(tensors, options)
@@ -78,7 +78,7 @@ def _packets(backend: str | None) -> dict[str, Bind]:
 
 
 def _on_pool(tensors: Tensors, options: Options) -> dict[str, Any]:
-    """Arguments of `decode`, with memory for its output."""
+    """Return the arguments of `decode`, with memory for its output."""
     return {
         **_tokens(tensors), **{name: tensors[name] for name in ("A_log", "dt_bias", "read_index")},
         **{name: options[name] for name in ("scale", "use_qk_l2norm_in_kernel", "state_v_first")},
@@ -87,7 +87,7 @@ def _on_pool(tensors: Tensors, options: Options) -> dict[str, Any]:
 
 
 def _tokens(tensors: Tensors, prefix: str = "") -> dict[str, Tensor]:
-    """q, k, v, a, b; with a prefix, of the tokens before."""
+    """Return q, k, v, a, b; with a prefix, those of the tokens before."""
     return {own: tensors[prefix + name] for own, name in zip("qkvab", TOKENS, strict=True)}
 
 
@@ -108,7 +108,7 @@ def _history(
     whole, v_first = torch.full_like(x["read_index"], T), options["state_v_first"]
 
     def commit() -> tuple[()]:
-        # room for all places: every history is folded, and the cursors stay for the next call
+        # room of all places: every history is folded; the cursors stay, so that each call does equal work
         gdn.replay_commit(
             pool, u, k, G, cursor, x["read_index"], whole, room=u.shape[2], update_cursor=False,
             state_v_first=v_first, backend=backend,

@@ -1,4 +1,4 @@
-"""Who serves a Transformers model file: gdn, FLA, or the file's own plain torch, one at a time."""
+"""Run a Transformers model file on gdn, on FLA, or on its own plain PyTorch functions."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +19,7 @@ Serving = Callable[[], AbstractContextManager[object]]
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """The model file's four functions as it defines them, whatever package took their place at its import."""
+    """Give the model file the four functions that it defines, within a `with` block."""
     module = import_module(fallback.FILE)
     held = {name: getattr(module, name) for name in FUNCTIONS}
     try:
@@ -33,13 +33,13 @@ def plain() -> Iterator[None]:
 
 @contextmanager
 def as_imported() -> Iterator[None]:
-    """The model file as it is, which calls FLA where that is installed."""
+    """Leave the model file as it is imported: it calls FLA where that is installed."""
     import_module(fallback.FILE)
     yield
 
 
 def serving(names: tuple[str, ...]) -> tuple[dict[str, Serving], dict[str, str]]:
-    """A context for each provider, and why others are absent; who serves no model is left out."""
+    """Return a context for each provider that runs models, and why others are absent."""
     found: dict[str, Serving] = {}
     absent: dict[str, str] = {}
     if find_spec("transformers") is None:

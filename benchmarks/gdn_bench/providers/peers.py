@@ -1,15 +1,15 @@
-"""The peers in their own conventions. Each is given what its callers would have at hand, the kinder reading:
+"""Peers in their own conventions, with the inputs that their callers have:
 
 FLA         int32 offsets, states K first; decode reads states of its own and leaves new ones in new memory
 FlashQLA    int32 offsets; gates are computed by torch operators where the problem holds raw logits
 FlashInfer  tokens without a batch axis, int64 offsets and the longest length, decay as exp(g), gates in
-            fp32, states V first; decode works in the caller's pool, on 16-bit logits and fp32 parameters;
-            several tokens through one function for fp32 pools and through another for bf16; where a bf16
-            pool is only read, through what its kernels offer for that: no state, and a ring of its own
-Transformers  plain torch: a sequence at a time, a key head for every value head, gates by torch operators,
+            fp32, states V first; decode writes the caller's pool, from 16-bit logits and fp32 parameters;
+            it has one function of several tokens for fp32 pools and one for bf16, and for bf16 pools that
+            are only read a kernel without states and one with a ring
+Transformers  plain PyTorch: a sequence at a time, a key head for every value head, gates by torch operators,
             states read from the cache and copied back into it
 
-Conversions come before what is timed, but for the activation of raw logits, which is part of the job.
+Conversions are not timed, except the activation of raw logits, which is part of the job.
 """
 
 from itertools import pairwise
@@ -23,7 +23,7 @@ from gdn_bench.providers.provider import TOKENS, Bind, Bound, Options, Provider,
 
 
 def fla() -> Provider:
-    """flash-linear-attention, as itself: it hands its call on to FlashQLA where that is installed."""
+    """Return flash-linear-attention with its forwarding to FlashQLA switched off."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
 
@@ -57,7 +57,7 @@ def fla() -> Provider:
 
 
 def flash_qla() -> Provider:
-    """FlashQLA: forward and backward, no decode."""
+    """Return FlashQLA: forward and backward, no decode."""
     from flash_qla import chunk_gated_delta_rule
 
     def chunk(tensors: Tensors, options: Options) -> Bound:
@@ -77,7 +77,7 @@ def flash_qla() -> Provider:
 
 
 def flashinfer() -> Provider:
-    """FlashInfer: prefill, decode and speculation, no gradients."""
+    """Return FlashInfer: prefill, decode and speculation, no gradients."""
     from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
     from flashinfer.gdn_prefill import chunk_gated_delta_rule
 
@@ -132,7 +132,7 @@ def _flashinfer_chunk(chunk_gated_delta_rule: Any) -> Bind:
 
 
 def _flashinfer_pool(tensors: Tensors, options: Options) -> dict[str, Any]:
-    """Arguments of its decode and multi-token functions."""
+    """Return the arguments of FlashInfer's decode and multi-token functions."""
     q, k, v, a, b = _required(tensors, "q", "k", "v", "g", "beta")
     if not options["state_v_first"]:
         raise NotImplementedError("flashinfer: decodes on pools with V first only")
@@ -162,7 +162,7 @@ def _flashinfer_decode(gated_delta_rule_decode_pretranspose: Any) -> Bind:
 def _flashinfer_packets(
     gated_delta_rule_decode_pretranspose: Any, gated_delta_rule_mtp: Any
 ) -> dict[str, Bind]:
-    """Several tokens a row: states kept, the last one written, none written."""
+    """Return the ways with several tokens a row: all states kept, the last one written, none written."""
 
     def through(pool: Tensor, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if pool.dtype == torch.bfloat16:
@@ -191,7 +191,7 @@ def _flashinfer_packets(
             from flashinfer.gdn_kernels import gdn_decode_bf16_wy_output_only as kernel
 
             verify, arguments = kernel.gated_delta_rule_mtp, _flashinfer_kernel(tensors, options)
-            # into its own memory: given some, it copies packets of less than 16 tokens there
+            # without `output`: with it, packets of less than 16 tokens are copied
             return Bound(lambda: verify(**arguments, disable_state_update=True), lambda o: (o, None))
         arguments = _flashinfer_pool(tensors, options) | {"disable_state_update": True}
         return Bound(lambda: gated_delta_rule_mtp(**arguments)[0], lambda o: (o, None))
@@ -200,7 +200,7 @@ def _flashinfer_packets(
 
 
 def _flashinfer_kernel(tensors: Tensors, options: Options) -> dict[str, Any]:
-    """Arguments of the kernels that read bf16 pools without writing them; parameters of gates in bf16."""
+    """Return the arguments of the kernels that only read bf16 pools; parameters of gates in bf16."""
     arguments = _flashinfer_pool(tensors, options)
     return {
         **{name: arguments[name] for name in ("q", "k", "v", "a", "b", "scale")},
@@ -212,7 +212,7 @@ def _flashinfer_kernel(tensors: Tensors, options: Options) -> dict[str, Any]:
 
 
 def _flashinfer_replay(tensors: Tensors, options: Options) -> Bound:
-    """Its ring takes the tokens before the packet through itself, packet by packet."""
+    """Bind FlashInfer's replay; its ring is filled by the tokens before the packet, packet by packet."""
     pool, k, v = _required(tensors, "pool", "k", "v")
     if pool.dtype != torch.bfloat16:
         raise NotImplementedError("flashinfer: replays on bf16 pools only, before Blackwell")
@@ -234,11 +234,11 @@ def _flashinfer_replay(tensors: Tensors, options: Options) -> Bound:
 
 
 def transformers() -> Provider:
-    """Transformers' plain-torch functions: what a model runs on where no package is installed."""
+    """Return Transformers' plain PyTorch functions, which a model runs on without other packages."""
     whole, recurrent = fallback.chunk(), fallback.recurrent()
 
     def arranged(tensors: Tensors, options: Options) -> list[Tensor]:
-        """q, k, v and gates as its layer passes them, a key head to each value head."""
+        """Return q, k, v and gates as its layer passes them, a key head to each value head."""
         q, k, v = _required(tensors, "q", "k", "v")
         if options["scale"] is not None:
             raise NotImplementedError("transformers: has no scale but its own")
@@ -295,8 +295,8 @@ def transformers() -> Provider:
     return Provider("transformers", {"prefill": chunk, "train": chunk, "decode": decode})
 
 
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
+def _length(ends: tuple[int, int]) -> int:
+    return ends[1] - ends[0]
 
 
 def _required(tensors: Tensors, *names: str) -> list[Tensor]:
@@ -308,17 +308,17 @@ def _required(tensors: Tensors, *names: str) -> list[Tensor]:
 
 def _require_half(q: Tensor, v: Tensor) -> None:
     if q.dtype not in (torch.bfloat16, torch.float16) or (q.shape[3], v.shape[3]) != (128, 128):
-        raise NotImplementedError("takes bf16 and fp16 with K = V = 128 only")
+        raise NotImplementedError("supports bf16 and fp16 with K = V = 128 only")
 
 
 def _offsets(tensors: Tensors, dtype: torch.dtype) -> Tensor | None:
-    """cu_seqlens in a dtype; the same object where it is in it, since peers know tensors by identity."""
+    """Return cu_seqlens in a dtype: the same object if it has it, since peers cache by identity."""
     offsets = tensors.get("cu_seqlens")
     return None if offsets is None else offsets.to(dtype)
 
 
 def _activated(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Log decay and write strength, from raw logits by torch operators where the options say so."""
+    """Return log decay and beta, from raw logits by PyTorch operators if the options say so."""
     g, beta = _required(tensors, "g", "beta")
     if options["use_gate_in_kernel"]:
         a = g.float() if tensors.get("dt_bias") is None else g.float() + tensors["dt_bias"]

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from gdn.testing.accuracy import Provider as Function
 
-TOKENS = ("q", "k", "v", "g", "beta")  # what a row has of each token
+TOKENS = ("q", "k", "v", "g", "beta")  # tensors with an entry for each token
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """run() is one call; restore() reads what it returned as (o, final state) in the caller's layout."""
+    """Hold a call: run() makes it, restore() converts its results to (o, final state) as gdn has them."""
 
     run: Callable[[], Any]
     restore: Callable[[Any], tuple[Tensor, Tensor | None]] = lambda results: results
@@ -35,20 +35,21 @@ Bind = Callable[[Tensors, Options], Bound]
 
 @dataclass(frozen=True)
 class Provider:
-    """One way to compute each job; a job it does not do is left out.
+    """Hold one implementation of each job that it has.
 
-    binds: job -> function of tensors and options; raises NotImplementedError for what it cannot take.
+    binds: job -> function of tensors and options; raises NotImplementedError for unsupported problems.
         prefill, train    the whole rule, without gradients and with
-        decode            a token per row; the states to step lie in `pool` at `read_index`
-        states, ...       several tokens per row, in a way of `packets.WAYS` and on its tensors; restore()
-                          gives None for states that are left nowhere, those of `states` as [B * T, HV, ...]
+        decode            a token per row; its states lie in `pool` at `read_index`
+        states, ...       several tokens per row, one job for each of `packets.WAYS`; restore() returns None
+        for
+                          states that are not kept, those of `states` as [B * T, HV, ...]
     """
 
     name: str
     binds: Mapping[str, Bind]
 
     def function(self, job: str) -> Function:
-        """The job as accuracy judges it: a function of tensors, on a pool of its own."""
+        """Return the job as a function that `gdn.testing.check` can run, on a pool of its own."""
 
         def call(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor | None]:
             given = {"q": q, "k": k, "v": v, **arguments}
@@ -62,7 +63,7 @@ class Provider:
 
 
 def put_in_pool(states: Tensor) -> dict[str, Tensor]:
-    """A pool that holds these states in other slots than their rows' numbers, and NaN in one more."""
+    """Return a pool with these states in slots other than their rows' numbers, and NaN in one more slot."""
     B = states.shape[0]
     index = torch.arange(B, 0, -1, device=states.device, dtype=torch.int32)
     pool = states.new_full((B + 1, *states.shape[1:]), float("nan"))

@@ -1,8 +1,8 @@
-"""Two states of the library side by side: what became slower, what faster, what has no time any more.
+"""Compare the times of two states of the library: slower, faster, equal, lost.
 
-A side is a results file, FILE@COMMIT for one commit's rows in it, a folder that holds a checkout, or a
-commit. A commit or a folder is measured here and now, both sides in turn, with this clone's gdn_bench,
-`gdn.testing` and `gdn.cli`: only the library itself differs.
+A side is a results file, FILE@COMMIT for the rows of one commit in it, a folder with a checkout, or a commit.
+A commit or a folder is measured here and now, both sides in turn, with this clone's gdn_bench, `gdn.testing`
+and `gdn.cli`: only the library itself differs.
 """
 
 import shutil
@@ -21,10 +21,11 @@ import gdn
 from gdn_bench.commands.progress import Report
 from gdn_bench.results import rows
 from gdn_bench.results.rows import Row
+from gdn_bench.results.tables import Table
 from gdn_bench.timing import measure
 from gdn_bench.timing.processes import run_module
 
-THRESHOLD = 0.05  # the same kernel differs by that much between two runs of a busy machine
+THRESHOLD = 0.05  # two runs of one kernel on a busy machine differ by that much
 ROUNDS = 3
 LAYOUTS = ("src/gdn", "gdn")  # where a checkout holds the package, the newer place first
 LAID_OVER = ("testing", "cli")  # parts of the package that belong to the measurement
@@ -34,7 +35,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Change:
-    """One thing before and after, in milliseconds. verdict: faster, same, slower, lost (no time), new."""
+    """Hold the milliseconds of one problem before and after; verdict: faster, same, slower, lost, new."""
 
     what: Key
     before: float | None
@@ -43,16 +44,16 @@ class Change:
 
     @property
     def ratio(self) -> float | None:
-        """Time after over time before."""
+        """Return time after over time before."""
         return self.after / self.before if self.before and self.after else None
 
 
 def changes(
     before: Iterable[Row], after: Iterable[Row], *, threshold: float = THRESHOLD, by: str | None = None
 ) -> list[Change]:
-    """Medians of each thing on both sides. by: a peer that both sides timed; times are divided by its own.
+    """Return the change of each problem. by: a peer that both sides timed; its times divide the others.
 
-    A thing with a time before and a row without one after (refused, failed, wrong) is lost.
+    A problem with a time before and a row without one after (refused, failed, wrong) is lost.
     """
     old, new = medians(_plainly(before), by), medians(_plainly(after), by)
     found = []
@@ -70,7 +71,7 @@ def changes(
 
 
 def medians(found: Iterable[Row], by: str | None = None) -> dict[Key, float | None]:
-    """The median time of each thing; None where its last row has none."""
+    """Return the median time of each problem; None where its last row has none."""
     times: dict[Key, list[float]] = {}
     last: dict[Key, Row] = {}
     for row in found:
@@ -91,14 +92,14 @@ def medians(found: Iterable[Row], by: str | None = None) -> dict[Key, float | No
 
 
 def _plainly(found: Iterable[Row]) -> list[Row]:
-    """Ours called gdn on a side that names it in one way only, be that gdn:triton or gdn."""
+    """Rename gdn:BACKEND to gdn on a side that has rows of one backend only."""
     found = list(found)
     names = {row["provider"] for row in found if row["provider"].partition(":")[0] == "gdn"}
     return [{**row, "provider": "gdn"} if names == {row["provider"]} else row for row in found]
 
 
 def is_regression(found: Sequence[Change]) -> bool:
-    """True if anything of ours became slower, or has no time any more."""
+    """Return True if a row of gdn became slower or lost its time."""
     provider = rows.SAME.index("provider")
     return any(c.verdict in ("slower", "lost") and c.what[provider].startswith("gdn") for c in found)
 
@@ -107,7 +108,7 @@ def sides(
     names: tuple[str, str], arguments: Sequence[str], *, rounds: int = ROUNDS, root: Path = measure.ROOT,
     report: Report = lambda *_: None,
 ) -> tuple[list[Row], list[Row]]:  # fmt: skip
-    """The rows of both sides: read from files, or measured in turn by `gdn bench` with these arguments."""
+    """Return the rows of both sides, from files or measured in turn by gdn_bench with these arguments."""
     if all(is_file(name) for name in names):
         return recorded(names[0]), recorded(names[1])
     if any(is_file(name) for name in names):
@@ -126,12 +127,12 @@ def sides(
 
 
 def is_file(name: str) -> bool:
-    """Whether a side is rows that somebody has measured."""
+    """Return True if a side is a results file."""
     return name.partition("@")[0].endswith(".jsonl")
 
 
 def recorded(name: str) -> list[Row]:
-    """The rows of FILE or FILE@COMMIT."""
+    """Return the rows of FILE or FILE@COMMIT."""
     path, _, commit = name.partition("@")
     found = [row for row in rows.read(Path(path)) if not commit or row.get("commit") == commit]
     if not found:
@@ -158,7 +159,7 @@ def checkout(name: str, home: Path, root: Path) -> None:
 
 
 def _extract_commit(name: str, package: Path, root: Path) -> None:
-    """Write the package as it is at a commit. git gets a hash of it, never a name that may be an option."""
+    """Write the package of a commit. git gets a hash, never a name, which could be an option."""
     named = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
     commit = _git(root, *named).decode().strip() if name else ""
     place = next((x for x in LAYOUTS if commit and _git(root, "ls-tree", commit, f"{x}/__init__.py")), None)
@@ -192,8 +193,8 @@ def _measured(home: Path, name: str, arguments: Sequence[str]) -> list[Row]:
     return rows.read(out)
 
 
-def table(found: Sequence[Change], by: str | None = None) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells to print, in rich's markup."""
+def build_table(found: Sequence[Change], by: str | None = None) -> Table:
+    """Return the changes as a table, verdicts coloured in rich's markup."""
     colours: Mapping[str, str] = {"slower": "red", "lost": "red", "faster": "green"}
     unit = "ms" if by is None else f"x {by}"
     cells = []
@@ -201,4 +202,4 @@ def table(found: Sequence[Change], by: str | None = None) -> tuple[list[str], li
         colour = colours.get(c.verdict, "dim")
         numbers = ["" if x is None else f"{x:.4g}" for x in (c.before, c.after, c.ratio)]
         cells.append([*(str(part or "") for part in c.what), *numbers, f"[{colour}]{c.verdict}[/]"])
-    return [*rows.SAME, f"before, {unit}", f"after, {unit}", "ratio", ""], cells
+    return Table([*rows.SAME, f"before, {unit}", f"after, {unit}", "ratio", ""], cells)

@@ -1,7 +1,7 @@
-"""Figures made from results files: speed against length, a roofline, ratios, errors by regime.
+"""Draw figures from results files: speed against length, a roofline, ratios, errors by gates and keys.
 
-Each function takes the results of one machine and gives a figure, or None where there is nothing to draw.
-Colours and marks are told apart in grey, too; sizes are for a column of print.
+Each function takes the results of one machine and returns a figure, or None where no row has what it draws.
+Colours and marks differ in grey, too; sizes are for a column of print.
 """
 
 import math
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from gdn.testing import accuracy
-from gdn_bench.results.cells import NAMES, owner
+from gdn_bench.providers.names import owner_of, title_of
+from gdn_bench.results.pages import Results, machine
 from gdn_bench.results.picture_files import save_svg
-from gdn_bench.results.results import Results, machine
 from gdn_bench.results.rows import Row
 
-# of Okabe and Ito; a provider looks the same in every picture
+# colours of Okabe and Ito; a provider has one colour and mark in all pictures
 LOOKS: Mapping[str, tuple[str, str, str]] = {
     "gdn": ("#0072b2", "o", "-"),
     "fla": ("#d55e00", "^", "--"),
@@ -32,7 +32,7 @@ CLASSES = {
 
 
 def draw(one: Results, folder: Path) -> list[tuple[str, str]]:
-    """Draw every picture that the rows allow, as SVG: (title, file name)."""
+    """Draw every picture that the rows allow, as SVG; return (title, file name) of each."""
     drawn = []
     folder.mkdir(parents=True, exist_ok=True)
     for kind, (title, make) in PICTURES.items():
@@ -46,14 +46,14 @@ def draw(one: Results, folder: Path) -> list[tuple[str, str]]:
 
 
 def lengths(one: Results) -> Any:
-    """Tokens per second against the length of a single sequence, a panel for each head count and pass."""
+    """Draw tokens per second against the length of one sequence, a panel for each head count and pass."""
     groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
     held = [row for row in one.last("prefill", "train", "cpu") if "ms" in row and row.get("N") == 1]
     for row in held:
         if row.get("T", 0) > 1:
             what = row["case"].rpartition(" ")[0] if row["pass"] == "cpu" else f"{row['H']}/{row['HV']} heads"
             title = f"{row['pass']}, {what}"
-            points = groups.setdefault(title, {}).setdefault(owner(row["provider"]), [])
+            points = groups.setdefault(title, {}).setdefault(owner_of(row["provider"]), [])
             points.append((row["T"], row["T"] / row["ms"] / (1e3 if "gpu" in row else 1)))
     groups = {t: g for t, g in groups.items() if any(len(points) > 1 for points in g.values())}
     up = f"{'million' if any('gpu' in row for row in held) else 'thousand'} tokens per second"
@@ -61,7 +61,7 @@ def lengths(one: Results) -> Any:
 
 
 def prefill(one: Results) -> Any:
-    """Tokens per second of a prefill against the length of one sequence, from zero: the README's picture."""
+    """Draw tokens per second of a prefill against the length of one sequence: the README's picture."""
     held = [
         row
         for row in one.last("prefill")
@@ -77,12 +77,12 @@ def prefill(one: Results) -> Any:
             points = sorted(
                 (row["T"], row["T"] / row["ms"] / 1e3)
                 for row in of_heads
-                if owner(row["provider"]) == provider
+                if owner_of(row["provider"]) == provider
             )
             if points:
                 axes.plot(
                     *zip(*points, strict=True), color=colour, marker=mark, linestyle=style,
-                    markersize=6, linewidth=2 if provider == "gdn" else 1.4, label=_label(provider),
+                    markersize=6, linewidth=2 if provider == "gdn" else 1.4, label=title_of(provider),
                 )  # fmt: skip
         ticks = sorted({row["T"] for row in of_heads})
         axes.set_xscale("log", base=2)
@@ -99,17 +99,17 @@ def prefill(one: Results) -> Any:
 
 
 def batches(one: Results) -> Any:
-    """Microseconds of a decoding step against its rows, a panel for each kind of pool."""
+    """Draw microseconds of a decode call against its rows, a panel for each dtype of states."""
     groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
     held = [row for row in one.last("decode") if "ms" in row]
     for row in held:
         points = groups.setdefault(f"decode, {row['state']} states", {})
-        points.setdefault(owner(row["provider"]), []).append((row["N"], 1e3 * row["ms"]))
+        points.setdefault(owner_of(row["provider"]), []).append((row["N"], 1e3 * row["ms"]))
     return _curves(groups, "rows", "us a call", "Time of a decode call", one, held)
 
 
 def roofline(one: Results) -> Any:
-    """Products per second against products per byte, under the highest rates seen on that machine."""
+    """Draw flop per second against flop per byte, under the highest rates seen on that machine."""
     found = [row for row in one.last("prefill", "train") if row.get("flop") and "copy_gb_per_s" in row]
     if not found:
         return None
@@ -124,13 +124,15 @@ def roofline(one: Results) -> Any:
     )  # fmt: skip
     for provider in LOOKS:
         for job in ("prefill", "train"):
-            of = [r for r in found if owner(r["provider"]) == provider and r["pass"].partition(":")[0] == job]
+            of = [
+                r for r in found if owner_of(r["provider"]) == provider and r["pass"].partition(":")[0] == job
+            ]
             if of:
                 colour, mark, _ = LOOKS[provider]
                 axes.scatter(
                     [r["flop"] / r["bytes"] for r in of], [r["tflop_per_s"] for r in of], s=34, marker=mark,
                     facecolors=colour if job == "prefill" else "none", edgecolors=colour, linewidths=1.2,
-                    label=f"{_label(provider)}, {job}", zorder=2,
+                    label=f"{title_of(provider)}, {job}", zorder=2,
                 )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -145,7 +147,7 @@ def roofline(one: Results) -> Any:
 
 
 def ratios(one: Results, *, job: str) -> Any:
-    """Draw each peer's time over ours in the same run: blue where gdn is faster, red where slower."""
+    """Draw each peer's time over gdn's in one run: blue where gdn is faster, red where it is slower."""
     from matplotlib.colors import TwoSlopeNorm
 
     found = [row for row in one.ours(job) if row.get("ratio")]
@@ -178,19 +180,19 @@ def ratios(one: Results, *, job: str) -> Any:
 
 
 def _place(row: Row, peer: str) -> tuple[str, str]:
-    """Return line and column of a ratio: ways of speculation and variants have columns of their own."""
+    """Return line and column of a ratio; ways of speculation and variants have columns of their own."""
     case, variant = str(row["case"]), row["pass"].partition(":")[2]
     if row["pass"].startswith("spec"):
         rows, tokens, dtype, way = case.split(" ", 3)
         return f"{rows} {tokens}", f"{dtype}\n{way}"
     if row["pass"].startswith("stages"):
         line, _, stage = case.rpartition(" ")
-        return line, f"{_label(peer)}\n{stage}"
-    return case, f"{_label(peer)}\n{variant}".strip()
+        return line, f"{title_of(peer)}\n{stage}"
+    return case, f"{title_of(peer)}\n{variant}".strip()
 
 
 def errors(one: Results) -> Any:
-    """The largest error of each class of outputs by regime, and its limit; providers under one another."""
+    """Draw the largest error of each class of outputs, and its limit, by distribution of gates and keys."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     # other sets and profiles are passes of their own
@@ -199,7 +201,7 @@ def errors(one: Results) -> Any:
     if not regimes:
         return None
     figure, panels = _panels(len(CLASSES), width=3.4, height=1.4 + 0.36 * len(regimes))
-    there = [p for p in LOOKS if any(owner(row["provider"]) == p for row in found)]
+    there = [p for p in LOOKS if any(owner_of(row["provider"]) == p for row in found)]
     worst = {outputs: [_worst(row, outputs) for row in found] for outputs in CLASSES.values()}
     lowest = min((x for values in worst.values() for x in values if x), default=1e-4)
     for (title, outputs), axes in zip(CLASSES.items(), panels, strict=True):
@@ -209,11 +211,11 @@ def errors(one: Results) -> Any:
             points = [
                 (x, regimes.index(row["case"]) + offset)
                 for row, x in zip(found, worst[outputs], strict=True)
-                if x and owner(row["provider"]) == provider
+                if x and owner_of(row["provider"]) == provider
             ]
             if points:
                 xs, ys = zip(*points, strict=True)
-                axes.scatter(xs, ys, s=24, marker=mark, color=colour, label=_label(provider))
+                axes.scatter(xs, ys, s=24, marker=mark, color=colour, label=title_of(provider))
         for j, regime in enumerate(regimes):
             axes.plot([limit(regime, outputs[0])] * 2, [j - 0.4, j + 0.4], color="black", linewidth=1.5)
         axes.set_xscale("log")
@@ -231,17 +233,17 @@ def errors(one: Results) -> Any:
 
 
 def _worst(row: Row, outputs: tuple[str, ...]) -> float | None:
-    """The largest error of some outputs; None where a row has none of them, or no number."""
+    """Return the largest error of some outputs; None where a row has none of them, or no finite number."""
     held = [row["errors"][name] for name in outputs if name in row["errors"]]
     return None if not held or None in held else max(held)
 
 
-def limit(regime: str, output: str) -> float:
-    """What the protocol allows bf16 in a regime of `gdn verify --set regimes`."""
+def limit(name: str, output: str) -> float:
+    """Return the limit of a bf16 output under a distribution of `gdn verify --set regimes`, by its name."""
     import torch
 
     kinds = ("correlated", "identical", "negative")
-    keys = next((kind for kind in kinds if f"{kind} keys" in regime), "random")
+    keys = next((kind for kind in kinds if f"{kind} keys" in name), "random")
     return accuracy.error_limits(torch.bfloat16, keys)[output]
 
 
@@ -254,7 +256,7 @@ PICTURES: Mapping[str, tuple[str, Callable[[Results], Any]]] = {
         f"ratios-{job}": (f"Peers' times over gdn's in {job}", partial(ratios, job=job))
         for job in ("prefill", "train", "decode", "spec", "stages", "layer", "e2e", "host", "cpu")
     },
-    "errors": ("Errors by regime", errors),
+    "errors": ("Errors by gate and key distribution", errors),
 }
 
 
@@ -270,7 +272,7 @@ def _curves(
     groups: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], across: str, up: str, about: str,
     one: Results, held: Sequence[Row],
 ) -> Any:  # fmt: skip
-    """A panel for each group, a line for each provider, both axes by factors."""
+    """Draw a panel for each group and a line for each provider, on two logarithmic axes."""
     if not groups:
         return None
     figure, panels = _panels(len(groups), width=3.4, height=3.2)
@@ -284,7 +286,7 @@ def _curves(
                     marker=mark,
                     linestyle=style,
                     markersize=5,
-                    label=_label(provider),
+                    label=title_of(provider),
                 )
         ticks = sorted({x for points in lines.values() for x, _ in points})
         axes.set_xscale("log", base=2)
@@ -311,7 +313,7 @@ def _panels(count: int, *, width: float, height: float) -> tuple[Any, list[Any]]
 
 
 def _legend(figure: Any, panels: Sequence[Any]) -> None:
-    """One for all panels, under them."""
+    """Add one legend for all panels, under them."""
     held = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels)
     handles = {label: handle for pairs in held for handle, label in pairs}
     figure.legend(
@@ -324,7 +326,7 @@ def _legend(figure: Any, panels: Sequence[Any]) -> None:
 
 
 def _numbers(axis: Any) -> None:
-    """Ticks at 1, 2 and 5, as numbers are written."""
+    """Set ticks at 1, 2 and 5, as plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -334,7 +336,3 @@ def _numbers(axis: Any) -> None:
 
 def _grid(axes: Any) -> None:
     axes.grid(alpha=0.35, linewidth=0.5, which="major")
-
-
-def _label(provider: str) -> str:
-    return NAMES.get(provider, provider)

@@ -1,9 +1,9 @@
-"""Rows of a results file: what each says, how rows of one run are compared, and how files are read again.
+"""Rows of a results file: their fields, ratios within one run, reading of files.
 
-Every row has pass, case, provider, backend, dtype, and about its run gpu, versions, commit, date. A time adds
-ms, p20, p80 (milliseconds; ms is the median), bytes and flop (the least the job takes), of_limit (the share
-of what this machine's ceilings allow), ratio (each peer's time over this one) and to_best_peer; a verdict
-adds ok, error (the largest relative RMS error against the law) and errors (of each output).
+Every row has pass, case, provider, backend, dtype, and of its run gpu, versions, commit, date. A time adds
+ms, p20, p80 (milliseconds; ms is the median), bytes and flop (the least of the job), of_limit (the share of
+the speed that copies and MMAs of this run allow), ratio (each peer's time over this one) and to_best_peer. A
+verdict adds ok, error (the largest relative RMS error against the reference) and errors (of each output).
 """
 
 import json
@@ -12,27 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from gdn.testing import accuracy
-from gdn_bench.problems.targets import Cost, Target
+from gdn_bench.problems.workloads import Cost, Workload
 from gdn_bench.providers.names import PEERS
 from gdn_bench.timing import measure
 from gdn_bench.timing.graph import Prepared
 
 Row = dict[str, Any]
-SAME = ("pass", "case", "provider", "dtype")  # rows that agree in these are of the same thing
+SAME = ("pass", "case", "provider", "dtype")  # rows with equal values of these measure the same
 
 
-def head(target: Target) -> Row:
-    """What a row says about its problem."""
-    case, L = target.case, target.case.lengths
+def head(workload: Workload) -> Row:
+    """Return the fields of a row that describe its problem."""
+    case, L = workload.case, workload.case.lengths
     return {
-        "case": target.name, "H": case.heads[0], "HV": case.heads[1], "K": case.sizes[0], "V": case.sizes[1],
-        "N": L.N, "T": L.T // (L.N if L.ends else 1), "gate": case.gate, "dtype": "bfloat16",
+        "case": workload.name, "H": case.heads[0], "HV": case.heads[1], "K": case.sizes[0], "V":
+        case.sizes[1], "N": L.N, "T": L.T // (L.N if L.ends else 1), "gate": case.gate, "dtype": "bfloat16",
         "state": "fp32" if case.state == "wide" else "bf16",
     }  # fmt: skip
 
 
 def verdict(rows: Sequence[accuracy.Verdict]) -> Row:
-    """What the judge says of one provider."""
+    """Return the fields of the verdicts on one provider."""
     return {
         "ok": all(row.ok for row in rows),
         "error": max(row.error for row in rows),
@@ -42,7 +42,7 @@ def verdict(rows: Sequence[accuracy.Verdict]) -> Row:
 
 
 def speed(cost: Cost, rates: Mapping[str, float], seconds: measure.Times, prepared: Prepared) -> Row:
-    """A time, and what it is of the larger of bytes and products at this run's ceilings."""
+    """Return the fields of a time. rates: this run's bytes per second of a copy and flop per second."""
     limit = max(cost.bytes / rates["copy"], cost.flop / rates["matmul"])
     return {
         "ms": 1e3 * seconds.p50, "p20": 1e3 * seconds.p20, "p80": 1e3 * seconds.p80,
@@ -54,26 +54,21 @@ def speed(cost: Cost, rates: Mapping[str, float], seconds: measure.Times, prepar
     }  # fmt: skip
 
 
-def compare(rows: Mapping[str, Row], target: Target | None = None) -> None:
-    """Adds ratios to the peers of this run, and the goal in this run's milliseconds, to rows by provider."""
+def add_ratios(rows: Mapping[str, Row]) -> None:
+    """Add to rows by provider the ratios of the peers that this run timed."""
     times = {name: row["ms"] for name, row in rows.items() if "ms" in row}
-    scale = target.scale(times) if target else 1.0
     for name, own in times.items():
-        row = rows[name]
         ratio = {peer: x / own for peer, x in times.items() if peer in PEERS and peer != name}
-        row |= {"ratio": ratio} | ({"to_best_peer": min(ratio.values())} if ratio else {})
-        if name.startswith("gdn") and target and target.goal is not None and target.moonshot is not None:
-            row |= {"goal_ms": scale * target.goal, "moonshot_ms": scale * target.moonshot}
-            row["reached"] = own <= row["goal_ms"]
+        rows[name].update({"ratio": ratio} | ({"to_best_peer": min(ratio.values())} if ratio else {}))
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a row is a measurement of; those of old files that say no dtype are in bfloat16."""
+    """Return the values of SAME of a row; rows of old files without a dtype are in bfloat16."""
     return tuple({"dtype": "bfloat16", **row}[name] for name in SAME)
 
 
 def read(*paths: Path) -> list[Row]:
-    """The rows of some files, in order. ValueError, with its place, for a line that is none."""
+    """Return the rows of some files in order. ValueError, with file and line, for a line that is no row."""
     found = []
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="ascii").splitlines(), 1):
@@ -89,12 +84,12 @@ def read(*paths: Path) -> list[Row]:
 
 
 def is_measured(row: Mapping[str, Any]) -> bool:
-    """Whether a row holds numbers: a time, a verdict, seconds of a cold start."""
+    """Return True if a row has numbers: a time, a verdict, seconds of a cold start."""
     return any(name in row for name in ("ms", "errors", "seconds", "tokens_per_s"))
 
 
 def done(found: Iterable[Row], about: Mapping[str, Any]) -> set[tuple[Any, ...]]:
-    """The keys that a file already has of this commit on this kind of GPU, for `--resume`."""
+    """Return the keys of the rows of this commit on this kind of GPU, for `--resume`."""
     commit = about.get("commit")
     if not commit or commit.endswith("+"):
         return set()

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from gdn_bench.results.cells import NAMES
-from gdn_bench.results.results import Results, machine, spread, version
+from gdn_bench.providers.names import title_of
+from gdn_bench.results.pages import Results, machine, spread, version
 from gdn_bench.results.rows import Row
 
 JOBS = {
@@ -63,7 +63,7 @@ def _peers(held: Sequence[Row]) -> str:
     """Return the peers that are the fastest in some problem, the most frequent first."""
     fastest = [min(row["ratio"], key=row["ratio"].__getitem__) for row in held]
     peers = sorted(dict.fromkeys(fastest), key=lambda peer: -fastest.count(peer))
-    return ", ".join(f"{NAMES.get(peer, peer)} {version(held[-1], peer)}" for peer in peers)
+    return ", ".join(f"{title_of(peer)} {version(held[-1], peer)}" for peer in peers)
 
 
 def _slower(held: Sequence[Row]) -> str:

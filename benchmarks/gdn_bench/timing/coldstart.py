@@ -1,10 +1,10 @@
-"""The first call in a new process with empty caches, and what is compiled again for another problem.
+"""Time the first call in a new process with empty caches; count the compilations of other problems.
 
     python -m gdn_bench.timing.coldstart cold PROVIDER FOLDER SINCE   prints one line of JSON; caches are in
     FOLDER python -m gdn_bench.timing.coldstart warm PROVIDER JOB NAME...    runs each problem once, to fill
     the caches
 
-A compilation is counted by what it leaves: a folder of files in a cache.
+A compilation is counted by the folder of files that it leaves in a cache.
 """
 
 import json
@@ -27,14 +27,14 @@ from gdn.testing.tensors import Inputs
 from gdn_bench.problems import jobs, packets
 from gdn_bench.problems.catalog import MIXED, step
 from gdn_bench.problems.packets import Packet
-from gdn_bench.problems.targets import TARGETS, Target
+from gdn_bench.problems.workloads import WORKLOADS, Workload
 from gdn_bench.providers.load import load_provider
 from gdn_bench.providers.provider import Provider
 from gdn_bench.timing import hosttime
 from gdn_bench.timing.processes import run_module
 
 FIRST = replace(MIXED, heads=(16, 32), lengths=packed(1024))
-# the first problem, then others for which nothing may be compiled
+# the first problem, then others that reuse its kernels
 RULE = {
     "first": FIRST,
     "another head count": replace(FIRST, heads=(4, 8)),
@@ -46,13 +46,13 @@ STEPS = {
     "another head count": replace(step(8), heads=(4, 8)),
     "another batch": step(3),
 }
-# where compilers and libraries keep what they made
+# variables that name the caches of compilers and libraries
 CACHES = ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUTE_DSL_CACHE_DIR")
-LIMIT = 300  # seconds that a child may take
+LIMIT = 300  # seconds after which a child process is stopped
 
 
 def cold(provider: str) -> dict[str, Any]:
-    """Seconds and compilations of the first and of other calls, measured in a child process."""
+    """Return seconds and compilations of the first and of other calls, measured in a child process."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder, name.lower())) for name in CACHES}
         done = _child(caches, "cold", provider, folder, str(time.time()))
@@ -63,21 +63,21 @@ def cold(provider: str) -> dict[str, Any]:
 
 
 def warm(
-    names: Iterable[str], targets: Iterable[Target], speculation: Iterable[Sequence[Packet]], with_host: bool,
-    workers: int,
+    names: Iterable[str], workloads: Iterable[Workload], speculation: Iterable[Sequence[Packet]],
+    with_host: bool, workers: int,
 ) -> float:  # fmt: skip
-    """Compile everything that these need; seconds it took.
+    """Compile what these workloads need; return the seconds that it took.
 
-    One process for each provider and job and head count, and for each group of packets.
+    One process runs for each provider, job and head count, and one for each group of packets.
     """
     start = time.perf_counter()
     tasks: list[tuple[str, str, list[str]]] = [(name, "host", []) for name in names] if with_host else []
-    ordered = sorted(targets, key=lambda t: (t.job, t.case.heads))
+    ordered = sorted(workloads, key=lambda t: (t.job, t.case.heads))
     for (job, _), group in groupby(ordered, key=lambda t: (t.job, t.case.heads)):
         wanted = [t.name for t in group]
         tasks += [(name, job, wanted) for name in names]
     tasks += [(name, "spec", [packet.name for packet in group]) for group in speculation for name in names]
-    # FLA would keep choices that it made while others used the GPU
+    # FLA would cache tile sizes that it chose while other processes used the GPU
     environment = {"FLA_CACHE_RESULTS": "0"}
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(lambda task: _child(environment, "warm", task[0], task[1], *task[2]), tasks))
@@ -94,11 +94,11 @@ def _child(environment: Mapping[str, str], *arguments: str) -> subprocess.Comple
 
 
 def _cold(name: str, folder: Path, since: float) -> dict[str, Any]:
-    """In the child: seconds and compilations of each call. since: when it was asked for, of time.time()."""
+    """Return seconds and compilations of each call, in the child. since: time.time() of the request."""
     provider = load_provider(name)
     if isinstance(provider, str):
         return {"absent": provider}
-    # Python, torch, gdn with its bench, and the provider
+    # of Python, torch, gdn, gdn_bench and the provider
     found: dict[str, Any] = {"start_s": time.time() - since, "seconds": {}, "compilations": {}}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.zeros(1, device=device)
@@ -137,7 +137,7 @@ def _differentiate(provider: Provider, what: str, case: Case, device: torch.devi
 
 
 def _is_right(provider: Provider, device: torch.device) -> bool:
-    """Whether what was timed passes the gate: the first problem, after all others."""
+    """Return True if the first problem, run after all others, has errors within their limits."""
     job = "train" if "train" in provider.binds else "prefill"
     function, with_backward = provider.function(job), job == "train"
     judged = accuracy.check(
@@ -147,12 +147,12 @@ def _is_right(provider: Provider, device: torch.device) -> bool:
 
 
 def _entries(folder: Path) -> int:
-    """Folders that hold files: one for each thing that was compiled."""
+    """Return the number of folders with files: one for each compilation."""
     return len({path.parent for path in folder.rglob("*") if path.is_file()})
 
 
 def _warm(name: str, job: str, names: list[str]) -> None:
-    """In the child: each problem once."""
+    """Run each problem once, in the child."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     provider = load_provider(name)
     if isinstance(provider, str):
@@ -161,7 +161,7 @@ def _warm(name: str, job: str, names: list[str]) -> None:
         try:
             jobs.call(provider, of, problem)()
         except Exception:
-            # what is not done, or fails, has a row of the pass itself that says so
+            # the pass itself has a row with the reason
             continue
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -171,13 +171,13 @@ def _problems(job: str, names: list[str], device: torch.device) -> Iterator[tupl
     if job == "spec":
         yield from packets.named(names, device)
         return
-    cases = [(job, shortened(target.case)) for target in TARGETS.get(job, ()) if target.name in names]
+    cases = [(job, shortened(workload.case)) for workload in WORKLOADS.get(job, ()) if workload.name in names]
     for of, case in hosttime.CASES.values() if job == "host" else cases:
         yield of, jobs.sets(of, jobs.given(case, device), 1)[0]
 
 
 def shortened(case: Case) -> Case:
-    """At most 8192 tokens per sequence: peers choose other kernels up to there, and many share the memory."""
+    """Return the case with at most 8192 tokens per sequence: up to there peers choose kernels by length."""
     if case.lengths.ends is None:
         return case
     T = case.lengths.T // case.lengths.N
@@ -185,7 +185,7 @@ def shortened(case: Case) -> Case:
 
 
 def main() -> None:
-    """What a child process runs."""
+    """Run the command of a child process."""
     kind, name, *rest = sys.argv[1:]
     if kind == "cold":
         print(json.dumps(_cold(name, Path(rest[0]), float(rest[1]))))

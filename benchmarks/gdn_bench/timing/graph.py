@@ -1,8 +1,8 @@
-"""GPU time: calls captured in a CUDA graph, replays of all providers in turn, medians.
+"""GPU time: calls captured in CUDA graphs, graphs of all providers replayed in turn, medians.
 
-A short call is captured many times over, so that a replay's start is not what is measured; inputs that would
-stay in the L2 come in several copies. Where nothing can be captured, events around queued calls are the
-fallback, and on a CPU the wall clock: every number says which timer it comes from.
+A short call is captured many times, so that the start of a replay does not count; inputs that would stay in
+the L2 have several copies. Calls that cannot be captured are timed by CUDA events, on a CPU by the wall
+clock. Every row names its timer.
 """
 
 import gc
@@ -21,20 +21,20 @@ Name = TypeVar("Name")
 RUN = 500e-6  # seconds that one replay lasts at least, so that its start (some 5 us) does not count
 MAX_CALLS = 512  # captured in one graph
 ROUNDS = (10, 50)  # replays of each provider
-ROTATION = 3  # copies of the inputs fill the L2 this many times
-AGREES = 5e-3  # relative difference of a replay from the calls themselves: atomics in bf16 leave some 2e-3
+ROTATION = 3  # times that the copies of the inputs fill the L2
+AGREES = 5e-3  # relative difference of a replay from the calls: atomics in bf16 cause 2e-3
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run of several calls, ready to be queued. `kept` holds what a graph reads and does not own."""
+    """Hold a run of several calls. `kept` keeps the tensors alive that a graph reads."""
 
     run: Call
     calls: int
     timer: str  # graph, events, eager, wall
     kept: Sequence[Call]
-    lead: float = 0.0  # seconds the host needs to queue a run; a graph needs none
-    why: str = ""  # what kept the calls out of a graph
+    lead: float = 0.0  # seconds the host needs to launch a run; none for a graph
+    why: str = ""  # the reason why the calls could not be captured
 
 
 def prepare(
@@ -44,10 +44,10 @@ def prepare(
     is_eager: bool = False,
     moved: Sequence[torch.Tensor] = (),
 ) -> Prepared:
-    """Warm the calls up, then capture them; each has its own inputs, in memory of their own.
+    """Run the calls once, then capture them in a graph. Each call has inputs of its own.
 
-    is_eager: they are queued as Python makes them, and what the host is late with counts.
-    moved: inputs that the calls write, such as a pool of states.
+    is_eager: launch from Python without a graph, host time included. moved: inputs that the calls write, such
+    as a pool of states.
     """
 
     def queue() -> Any:
@@ -59,7 +59,7 @@ def prepare(
     if is_eager:
         return Prepared(queue, len(calls), "eager", calls)
     try:
-        # what the first call has left cached would lie beside what the capture takes
+        # memory that the first call left in the cache would be added to that of the capture
         release()
         graph, repeats = _captured(queue, 1, moved), 1
         seconds = _seconds(graph.replay, device)
@@ -68,7 +68,7 @@ def prepare(
             graph = _captured(queue, repeats, moved)
         return Prepared(graph.replay, repeats * len(calls), "graph", calls)
     except Exception as error:
-        # peers fail to be captured in ways of their own
+        # peers raise errors of any kind in a capture
         torch.cuda.synchronize(device)
         start = time.perf_counter()
         queue()
@@ -79,7 +79,7 @@ def prepare(
 def interleaved(
     prepared: Mapping[Name, Prepared], device: torch.device, budget: float = 1.0
 ) -> dict[Name, Times]:
-    """Seconds per call, all providers in turn, as many rounds as fit the budget of seconds."""
+    """Return the seconds per call of each provider, run in turn for about `budget` seconds."""
     start = time.perf_counter()
     for one in prepared.values():
         one.run()
@@ -90,7 +90,7 @@ def interleaved(
     for _ in range(rounds):
         for name, one in prepared.items():
             if one.lead > 0:
-                # the GPU waits while the host queues: launches are not what is timed
+                # the GPU sleeps while the host launches, so that launches are not timed
                 torch.cuda._sleep(int(4e9 * one.lead))
             begin = _mark(device)
             one.run()
@@ -100,7 +100,7 @@ def interleaved(
 
 
 def peak_memory(call: Call, device: torch.device) -> int:
-    """Most bytes allocated while a call runs, beyond what was there before."""
+    """Return the peak memory of a call in bytes: what it allocates beyond its inputs."""
     if device.type != "cuda":
         return 0
     gc.collect()
@@ -114,9 +114,9 @@ def peak_memory(call: Call, device: torch.device) -> int:
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """What this machine reaches today: bytes per second of a copy, flop per second of a bf16 product.
+    """Measure this machine: bytes per second of a copy, flop per second of a bf16 matrix product.
 
-    A copy by the copy engine reaches less than one by a kernel: the faster counts.
+    The faster of a copy by the copy engine and one by a kernel counts.
     """
     size, n = (2**31, 8192) if device.type == "cuda" else (2**24, 256)
     x = torch.randn(size // 2, device=device, dtype=torch.bfloat16)
@@ -134,7 +134,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 
 def copies(num_bytes: float, device: torch.device) -> int:
-    """How many sets of inputs of that size rotate through more memory than the L2 holds."""
+    """Return how many sets of inputs of that size exceed the L2 by ROTATION times."""
     if device.type != "cuda":
         return 1
     l2: int = torch.cuda.get_device_properties(device).L2_cache_size
@@ -142,14 +142,14 @@ def copies(num_bytes: float, device: torch.device) -> int:
 
 
 def release() -> None:
-    """Give back what the last problem's graphs and tensors held."""
+    """Free the memory of the last problem's graphs and tensors."""
     if torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def _captured(queue: Call, repeats: int, moved: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph:
-    """The queue as a graph whose replay has been seen to write what the calls themselves write."""
+    """Capture the calls; RuntimeError if a replay does not write the values that the calls write."""
 
     def run() -> list[torch.Tensor]:
         results = queue()
@@ -182,7 +182,7 @@ def _captured(queue: Call, repeats: int, moved: Sequence[torch.Tensor]) -> torch
 
 
 def _seconds(run: Call, device: torch.device) -> float:
-    """The fastest of three runs."""
+    """Return the seconds of the fastest of three runs."""
     marks = []
     for _ in range(3):
         begin = _mark(device)
@@ -193,7 +193,7 @@ def _seconds(run: Call, device: torch.device) -> float:
 
 
 def _mark(device: torch.device) -> Any:
-    """A moment in the device's queue, or in time."""
+    """Return a recorded CUDA event, on a CPU the time."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -202,7 +202,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _between(begin: Any, end: Any) -> float:
-    """Seconds from one mark to another."""
+    """Return the seconds between two marks."""
     if isinstance(begin, float):
         return float(end) - begin
     return float(begin.elapsed_time(end)) / 1e3

@@ -1,4 +1,4 @@
-"""Times, and where they were taken: interleaved runs, medians with their spread, rows of a results file."""
+"""Measure times by the wall clock: functions in turn, medians with percentiles; append rows to a file."""
 
 import json
 import math
@@ -13,14 +13,14 @@ import torch
 
 from gdn.cli.environment import CLONE, environment
 
-# without a clone nothing is written but into the current folder
+# without a clone, files are written to the current folder only
 ROOT = CLONE or Path.cwd()
 RESULTS = ROOT / "benchmarks" / "results" if CLONE else ROOT
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per run: median and the 20th and 80th percentile of `runs` runs."""
+    """Hold seconds per run: the median and the 20th and 80th percentile of `runs` runs."""
 
     p20: float
     p50: float
@@ -29,7 +29,7 @@ class Times:
 
 
 def times(seconds: Iterable[float]) -> Times:
-    """Percentiles of a list of times, each one that was measured (the nearest, none interpolated)."""
+    """Return percentiles of times; each is one of the times, the nearest, not interpolated."""
     ordered = sorted(seconds)
     p20, p50, p80 = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.5, 0.8))
     return Times(p20, p50, p80, len(ordered))
@@ -42,10 +42,11 @@ def interleaved(
     cold: Iterable[str] = (),
     burst: int = 1,
 ) -> dict[str, Times]:
-    """Time functions in turn, so that a slower minute slows all of them; `runs` of each, evenly spread.
+    """Time functions in turn, so that a slow minute of the machine affects all of them.
 
-    Each is called once before, untimed, but those named in `cold`, whose runs are too long for that. A run is
-    the mean of `burst` calls in a row: short calls in turn would measure each other's memory and caches.
+    runs: how often each function runs, evenly spread. cold: functions that are not called once before, since
+    they take too long. burst: calls of one run, whose mean counts; single short calls in turn would evict
+    each other's caches.
     """
     for name, function in functions.items():
         if name not in cold:
@@ -77,20 +78,20 @@ def threads(count: int) -> Iterator[None]:
 
 
 def on_gpu(device: torch.device) -> dict[str, Any]:
-    """`environment`, and the kind of GPU with its CUDA version."""
+    """Return `environment` with the kind of GPU and its CUDA version."""
     if device.type != "cuda":
         return {**environment(), "gpu": None, "cuda": None}
     return {**environment(), "gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
 
 
 def slug(device: torch.device) -> str:
-    """A name for a results file: h200, a100-sxm4-80gb, cpu."""
+    """Return the name of a results file: h200, a100-sxm4-80gb, cpu."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return name.lower().removeprefix("nvidia ").replace(" ", "-")
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add rows to a JSON-lines file, one object per line; six digits of a number, null for Inf and NaN."""
+    """Append rows to a JSON-lines file, numbers in six digits, null for Inf and NaN."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="ascii") as file:
         for row in rows:
@@ -98,7 +99,7 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON holds it."""
+    """Return a value as JSON: six digits, null for Inf and NaN."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,8 +1,9 @@
-"""Pages made from results files, and from nothing else: docs/results.md; `summary` makes README's table.
+"""Make docs/results.md from results files alone; `summary` makes the README's table.
 
-Of each thing the last row of each provider counts. Ours holds the ratios of peers timed in its own run; one
-timed beside the same commit in another run, as they compile too long for one, comes with the ratio of that
-run; of one timed beside an older commit the cell says so. A peer whose last row has no time has a reason.
+The last row of each problem and provider counts. A row of gdn has the ratios of the peers timed in its own
+run. A peer timed beside the same commit in another run, since both compile too long for one, has the ratio of
+that run. A peer timed beside an older commit is shown with that commit. A peer whose last row has no time is
+shown with the reason.
 """
 
 import shlex
@@ -11,15 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gdn_bench.judging.laboratory import OF_FLA, over_peer
-from gdn_bench.results import cells, rows, tables
-from gdn_bench.results.cells import NAMES, owner, time
+from gdn_bench.judging.readings import OF_FLA, over_peer
+from gdn_bench.providers.names import PEERS, owner_of, title_of
+from gdn_bench.results import rows, tables
 from gdn_bench.results.rows import Row
+from gdn_bench.results.tables import format_time
 
-PACKAGES = {
-    "fla": "flash-linear-attention", "flash_qla": "flash-qla", "flashinfer": "flashinfer-python",
-    "transformers": "transformers", "gdn": "gdn",
-}  # fmt: skip
 ABOUT = {
     "prefill": "forward, packed sequences, bf16, K = V = 128, fp32 states in and out",
     "train": "forward and backward, bf16, K = V = 128, with states and their gradients",
@@ -31,7 +29,7 @@ ABOUT = {
     "e2e": "a random-weight model in Transformers: prompt x tokens written",
     "host": "host time of an eager call",
     "cold": "a new process with empty caches",
-    "accuracy": "relative RMS error against the law in fp64",
+    "accuracy": "relative RMS error against the reference in fp64",
     "cpu": "fp32, 16 heads of 128 x 128",
 }
 MARKS = ("<!-- made by gdn bench plot -->", "<!-- end -->")
@@ -39,20 +37,20 @@ MARKS = ("<!-- made by gdn bench plot -->", "<!-- end -->")
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of one file, whose name is the machine's kind: h200, cpu."""
+    """Hold the rows of one file, whose name is the kind of machine: h200, cpu."""
 
     name: str
     rows: Sequence[Row]
 
     def last(self, *passes: str) -> list[Row]:
-        """The last measured row of each thing in these passes and their variants, in the file's order.
+        """Return the last measured row of each problem and provider in these passes and their variants.
 
-        then: peer -> the row it was last timed beside, where that is of an older commit.
+        In each row, then: peer -> the row of an older commit that the peer was last timed beside.
         """
         kept: dict[Any, Row] = {}
         for row in self.rows:
             if rows.is_measured(row) and row["pass"].partition(":")[0] in passes:
-                key = rows.key({**row, "provider": owner(row["provider"])})
+                key = rows.key({**row, "provider": owner_of(row["provider"])})
                 kept[key] = _after(row, kept.get(key, {}))
         gone = {(row["pass"], row["case"], row["provider"]) for row in self.without_time}
         for row in kept.values():
@@ -62,21 +60,21 @@ class Results:
 
     @property
     def without_time(self) -> list[Row]:
-        """The last rows of what was refused, failed or was wrong; our backends are one."""
+        """Return the last rows of what was refused, failed or was wrong; all backends of gdn count as one."""
         last: dict[Any, Row] = {}
         for row in self.rows:
             if "skipped" not in row:
-                who = "gdn" if owner(row["provider"]) == "gdn" else row["provider"]
+                who = "gdn" if owner_of(row["provider"]) == "gdn" else row["provider"]
                 last[rows.key({**row, "provider": who})] = row
         return [row for row in last.values() if not _is_timed(row) and tables.reason(row)[0]]
 
     def ours(self, *passes: str) -> list[Row]:
-        """Of these, ours."""
-        return [row for row in self.last(*passes) if owner(row["provider"]) == "gdn"]
+        """Return the rows of gdn among `last`."""
+        return [row for row in self.last(*passes) if owner_of(row["provider"]) == "gdn"]
 
     @property
     def passes(self) -> list[str]:
-        """The passes there are, variants apart, in the order of ABOUT."""
+        """Return the passes that have rows, each variant by itself, in the order of ABOUT."""
         found = dict.fromkeys(row["pass"] for row in self.rows if rows.is_measured(row))
         order = {job: i for i, job in enumerate(ABOUT)}
         known = [(order[job], name) for name in found if (job := name.partition(":")[0]) in order]
@@ -84,7 +82,7 @@ class Results:
 
     @property
     def ceilings(self) -> tuple[float, float]:
-        """The highest GB/s and TFLOP/s seen here: of copies and products, or of a job that went past them."""
+        """Return the highest GB/s and TFLOP/s of copies, of bf16 MMAs, or of a job that exceeded them."""
         copy = [row[name] for row in self.rows for name in ("copy_gb_per_s", "gb_per_s") if name in row]
         matmul = [
             row[name] for row in self.rows for name in ("matmul_tflop_per_s", "tflop_per_s") if name in row
@@ -92,7 +90,7 @@ class Results:
         return max(copy, default=0.0), max(matmul, default=0.0)
 
     def of_limit(self, row: Row) -> float | None:
-        """The share of what bytes and products allow at these rates."""
+        """Return the share of the speed that bytes and flop allow at these rates."""
         copy, matmul = self.ceilings
         if not copy or not matmul or "bytes" not in row or "ms" not in row:
             return None
@@ -100,7 +98,7 @@ class Results:
 
 
 def _after(row: Row, before: Row) -> Row:
-    """A row with the peers of the row before it: in `ratio` those of its commit, the others in `then`."""
+    """Return a row with the peers of the row before it: in `ratio` those of its commit, others in `then`."""
     if "ms" not in row:
         return {**row, "ratio": {}, "then": {}}
     ratio, held = row.get("ratio", {}), before.get("ratio", {})
@@ -111,12 +109,12 @@ def _after(row: Row, before: Row) -> Row:
 
 
 def _is_timed(row: Row) -> bool:
-    """A wrong row of accuracy is a reading, and shown as one."""
+    """Return True for a row that a table can show; a wrong row of accuracy has errors to show."""
     return "ms" in row or "seconds" in row or ("errors" in row and row["pass"].startswith("accuracy"))
 
 
 def load(folder: Path, limits: Mapping[str, int] | None = None) -> list[Results]:
-    """Every results file of a folder, or its first rows: files only grow."""
+    """Return the results of each file of a folder. limits: name -> number of first rows to read."""
     found = []
     for path in sorted(folder.glob("*.jsonl"), key=lambda p: (p.stem == "cpu", p.stem)):
         held = rows.read(path)
@@ -125,7 +123,7 @@ def load(folder: Path, limits: Mapping[str, int] | None = None) -> list[Results]
 
 
 def page(found: Iterable[Results], pictures: Mapping[str, Sequence[tuple[str, str]]]) -> str:
-    """docs/results.md. pictures: file name of results -> (title, path beside the page) of each."""
+    """Return the text of docs/results.md. pictures: name of results -> (title, path) of each."""
     found = list(found)
     made_from = ", ".join(f"{len(one.rows)} rows of {one.name}.jsonl" for one in found)
     text = [
@@ -147,7 +145,7 @@ def page(found: Iterable[Results], pictures: Mapping[str, Sequence[tuple[str, st
 
 
 def between(text: str, made: str) -> str:
-    """A page with what stands between the two marks replaced. ValueError without marks."""
+    """Return a page with the text between the two marks replaced. ValueError without marks."""
     start, end = (text.find(mark) for mark in MARKS)
     if start < 0 or end < start:
         raise ValueError(f"expected a page with {MARKS[0]} and {MARKS[1]}, got one without")
@@ -155,13 +153,13 @@ def between(text: str, made: str) -> str:
 
 
 def machine(one: Results) -> str:
-    """The GPU, or the processor and its threads."""
+    """Return the name of the GPU, or of the processor with its threads."""
     last: Row = next((row for row in reversed(one.rows) if "ms" in row), one.rows[-1] if one.rows else {})
     return last.get("gpu") or f"{last.get('cpu', one.name)}, {last.get('threads', '?')} threads"
 
 
 def statements(one: Results) -> list[str]:
-    """How many times as fast as each peer, pass by pass: cases, versions, date, commit, command."""
+    """Return sentences on each pass and peer: ratios, problems, versions, dates, commits, command."""
     found = []
     for name in one.passes:
         ours = [row for row in one.ours(name.partition(":")[0]) if row["pass"] == name and row.get("ratio")]
@@ -178,25 +176,23 @@ def _statement(where: str, name: str, peer: str, ordered: Sequence[Row]) -> str:
     least, most = ordered[0], ordered[-1]
 
     def factor(row: Row) -> str:
-        own = row["ms"]
-        return (
-            f"{row['ratio'][peer]:.2f} ({row['case']}: {time(own)} against {time(own * row['ratio'][peer])})"
-        )
+        own, ratio = row["ms"], row["ratio"][peer]
+        return f"{ratio:.2f} ({row['case']}: {format_time(own)} against {format_time(own * ratio)})"
 
-    span = factor(least) if least is most else f"{factor(least)} to {factor(most)}"
+    range_ = factor(least) if least is most else f"{factor(least)} to {factor(most)}"
     count = f"{len(ordered)} problems" if len(ordered) > 1 else "one problem"
     return (
-        f"`{name}`: {span} times as fast as {NAMES.get(peer, peer)} {version(least, peer)}, in {count}; "
+        f"`{name}`: {range_} times as fast as {title_of(peer)} {version(least, peer)}, in {count}; "
         f"{where}, {provenance(ordered)}; `{command(name, least['case'] if least is most else None)}`"
     )
 
 
 def _accuracy_statements(one: Results, name: str) -> list[str]:
-    """Our errors over each peer's on the same inputs, under the protocol's limits."""
+    """Return sentences on gdn's errors over those of each peer on equal inputs."""
     held = [row for row in one.last("accuracy") if row["pass"] == name and row.get("profile", "gdn") == "gdn"]
-    ours = {(row["case"], row["dtype"]): row for row in held if owner(row["provider"]) == "gdn"}
+    ours = {(row["case"], row["dtype"]): row for row in held if owner_of(row["provider"]) == "gdn"}
     found = []
-    for peer in NAMES:
+    for peer in PEERS:
         theirs = {(row["case"], row["dtype"]): row for row in held if row["provider"] == peer}
         both = [(row, theirs[what]) for what, row in ours.items() if what in theirs]
         ratios = {
@@ -208,11 +204,11 @@ def _accuracy_statements(one: Results, name: str) -> list[str]:
         if not ratios:
             continue
         ends = (f(ratios, key=ratios.__getitem__) for f in (min, max))
-        span = " to ".join(f"{ratios[end]:.2f} ({end[0]}: {end[1]})" for end in ends)
+        range_ = " to ".join(f"{ratios[end]:.2f} ({end[0]}: {end[1]})" for end in ends)
         gates = [ratio for (_, x, _), ratio in ratios.items() if x in OF_FLA]
         of_gates = f", of {' and '.join(OF_FLA)} {min(gates):.2f} to {max(gates):.2f}" if gates else ""
         found.append(
-            f"`{name}`: errors of outputs and gradients {span} times those of {NAMES[peer]} "
+            f"`{name}`: errors of outputs and gradients {range_} times those of {title_of(peer)} "
             f"{version(both[-1][1], peer)}{of_gates}, in {len(both)} problems; {machine(one)}, "
             f"{provenance([row for row, _ in both])}; `{command(name)}`"
         )
@@ -220,7 +216,7 @@ def _accuracy_statements(one: Results, name: str) -> list[str]:
 
 
 def provenance(found: Sequence[Row]) -> str:
-    """Versions, commits and dates of some rows."""
+    """Return commits, versions and dates of some rows as text."""
     last = found[-1]
     held = [f"gdn at {spread(row.get('commit') or '?' for row in found)}"]
     held += [f"{name} {last['versions'][name]}" for name in ("torch", "triton") if name in last["versions"]]
@@ -228,12 +224,12 @@ def provenance(found: Sequence[Row]) -> str:
 
 
 def version(row: Row, provider: str) -> str:
-    """The version of a provider's package in a row."""
-    return str(row["versions"].get(PACKAGES.get(provider, provider), "?"))
+    """Return the version of a provider's package in a row."""
+    return str(row["versions"].get(PEERS[provider].distribution if provider in PEERS else provider, "?"))
 
 
 def command(name: str, case: str | None = None) -> str:
-    """What measures a pass, or one case of it, again."""
+    """Return the command that measures a pass, or one case of it, again."""
     job, _, variant = name.partition(":")
     if job == "accuracy":
         problems, _, profile = (variant or "regimes").partition(":")
@@ -245,22 +241,19 @@ def command(name: str, case: str | None = None) -> str:
 
 
 def section(one: Results, name: str) -> list[str]:
-    """One pass: its table, and the command."""
-    held = [row for row in one.last(name.partition(":")[0]) if row["pass"] == name]
+    """Return the heading, table, command and notes of one pass."""
     job = name.partition(":")[0]
-    make = {"cold": cells.cold, "accuracy": cells.accuracy, "e2e": cells.end_to_end}.get(job)
+    held = [row for row in one.last(job) if row["pass"] == name]
     without = [row for row in one.without_time if row["pass"] == name]
-    columns, lines = make(held) if make else cells.times(held, without, one.of_limit)
-    if not lines:
+    table = tables.build_table(name, held, without, one.of_limit)
+    if not table.lines:
         return []
     about = ABOUT[job]
     if held[0].get("profile") == "pto":
-        about += ", judged by pto-kernels' gates; ~: ours against a peer"
-    align = "|".join(["---", *["---:"] * (len(columns) - 1)])
-    table = [f"| {' | '.join(row)} |" for row in (columns, *lines)]
-    table.insert(1, f"|{align}|")
-    notes = [line for note in (*tables.inside(held), *cells.reasons(without)) for line in (f"{note}.", "")]
-    return [f"### {name}", "", f"{about}; {provenance(held)}; `{command(name)}`", "", *table, "", *notes]
+        about += ", judged by pto-kernels' gates; ~: gdn against a peer"
+    below = (*tables.timed_regions(held), *tables.reasons(without))
+    head = [f"### {name}", "", f"{about}; {provenance(held)}; `{command(name)}`", ""]
+    return [*head, *tables.to_markdown(table), "", *(line for note in below for line in (f"{note}.", ""))]
 
 
 def spread(found: Iterable[str]) -> str:
