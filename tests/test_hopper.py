@@ -37,7 +37,7 @@ from gdn.backends.triton.launch import Launch, Plans, allocate, machine
 from gdn.backends.triton.rule import build as plans
 from gdn.backends.triton.rule import whole
 from gdn.backends.triton.rule.run import chunk_backward as backward
-from gdn.backends.triton.rule.run import tidy
+from gdn.backends.triton.rule.run import to_kernel_layout
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 CASES = {
@@ -518,7 +518,7 @@ def test_jobs_cover_all_chunks(cut):
     table = Table(p, machine(p.device))
     # there is room for the other cut's spans, too
     plan = split.plan(p, Cuts(cut, Cut(1, 9, 1)), (p.T, 1, 1, 0, table.bound), 16, False, False)
-    _, walks, ends, ranges, _ = allocate(p.device, plan.rooms)
+    _, walks, ends, ranges, _ = allocate(p.device, plan.specs)
     plan.jobs(None, None, None, None, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
     walks, ends, ranges = walks.tolist(), ends.tolist(), ranges.tolist()
     spans, chunk = 0, 0
@@ -768,7 +768,7 @@ def test_what_no_tensor_copy_reads_is_copied(shape, strides):
 def test_what_is_compiled_ahead_takes_any_strides(monkeypatch, of_heads, kept):
     """Every launch of all plans, for tensors that take no room, before the first forward of a kind."""
     met = []
-    monkeypatch.setattr(rule, "ahead", lambda device, kind, steps: met.extend(steps()))
+    monkeypatch.setattr(rule, "compile_ahead", lambda device, kind, steps: met.extend(steps()))
     v = of_heads(torch.zeros(2 * 75 * 4 * 384, dtype=torch.bfloat16))
     q = torch.zeros(2, v.shape[1], 2, v.shape[3], dtype=torch.bfloat16)
     problem = parse(q=q, k=q, v=v, g=None, beta=None, backend="triton")
@@ -1005,7 +1005,7 @@ def test_one_chain_has_the_bits_of_two(monkeypatch, name, them):
         found = []
         for chains in (1, 2):
             of_chains(monkeypatch, chains)
-            o, final, saved = rule.forward(tidy(problem), kept)
+            o, final, saved = rule.forward(to_kernel_layout(problem), kept)
             # tiles of no chunk are never written
             states = final if saved.S_in is None else saved.S_in[: int(chunks.sum())]
             found.append((o, final, states))
@@ -1049,8 +1049,8 @@ def test_what_another_size_would_get_is_compiled_along(monkeypatch, asked, save)
     problem = parse(**given.tensors, **given.options, backend=asked)
     with recording(TARGETS["cuda:90"].machine):
         for room in (plans, rule):
-            monkeypatch.setattr(room, "ahead", ahead)
-        plans.forward_plan(tidy(problem), plans.operand(problem) if save else None)
+            monkeypatch.setattr(room, "compile_ahead", ahead)
+        plans.forward_plan(to_kernel_layout(problem), plans.operand(problem) if save else None)
         rule.chunk_forward(problem, save)
     theirs, own = {"prepare_kernel", "state_kernel"}, {"walk_kernel", "ends_kernel", "solve_kernel"}
     assert theirs <= found["forward"] and own <= found["hopper"]

@@ -311,7 +311,7 @@ def walk(
         with patch.object(cost, "cuts_of", lambda problem: cuts), patch.object(rule, "GLIDES", glides), plans:
             for chains in (1, 2):
                 with patch.object(cost, "chains_of", lambda problem, cuts, chains=chains: chains):
-                    rule.forward(rule.tidy(problem), kept)
+                    rule.forward(rule.to_kernel_layout(problem), kept)
 
     return call
 

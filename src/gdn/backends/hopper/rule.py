@@ -26,12 +26,22 @@ from gdn.backends.hopper.factors import BOX, LEAST, ROWS
 from gdn.backends.hopper.gates import gates_kernel
 from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
-from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocate, on, room, stand_ins
-from gdn.backends.triton.launch.pdl import CHAINED
+from gdn.backends.triton.launch import (
+    Launch,
+    Plans,
+    Step,
+    TensorSpec,
+    allocate,
+    allocate_placeholders,
+    compile_ahead,
+    device_guard,
+    tensor_spec,
+)
+from gdn.backends.triton.launch.pdl import PDL
 from gdn.backends.triton.rule import build as plans
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule import whole
-from gdn.backends.triton.rule.run import tidy
+from gdn.backends.triton.rule.run import to_kernel_layout
 from gdn.problem import CHUNK, Problem
 
 GLIDES = True  # well-conditioned chunks take the fast path: see `chunk`
@@ -52,7 +62,7 @@ class Forward:
     """Hold the launches of one forward and the specs of the tensors they write."""
 
     # A_inv, factors, final, o, table, next; G, S_in, q_rstd, k_rstd for a backward; those of `spans`
-    rooms: tuple[Room | None, ...]
+    specs: tuple[TensorSpec | None, ...]
     table: Launch | None
     gates: Launch | None
     solve: Launch
@@ -102,13 +112,13 @@ _forwards: Plans[Forward] = Plans()
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
     """Implement `Backend.chunk_forward`."""
-    o, final, saved = forward(tidy(problem), plans.operand(problem) if save else None)
+    o, final, saved = forward(to_kernel_layout(problem), plans.operand(problem) if save else None)
     if save:
         A_inv = saved.A_inv
         # K = 64: `triton`'s backward reads A_inv in fp32, not as split bf16
         if A_inv is not None and A_inv.dim() > 4:
             saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
-        whole.clear(problem, saved)
+        whole.zero_unused_tiles(problem, saved)
     return o, final, saved
 
 
@@ -121,11 +131,11 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
     if p.q.numel() == 0 or p.N == 0:
         return chunked.forward(p, kept)
     p = _aligned(p)
-    with on(p.device):
+    with device_guard(p.device):
         cuts = cost.cuts_of(p)
         chains = cost.chains_of(p, cuts)
         plan = _forwards.get((plans.key(p), cuts, chains, kept), lambda: _first(p, cuts, chains, kept))
-        new = allocate(p.device, plan.rooms)
+        new = allocate(p.device, plan.specs)
         for launch, tensors in plan.steps(p, new):
             launch(*tensors)
     A_inv, _, final, o, _, _, G, S_in, q_rstd, k_rstd, *_ = new
@@ -149,7 +159,7 @@ def _first(p: Problem, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | 
         if is_shared:
             yield from plans.launches(p, kept)
 
-    ahead(p.device, ("hopper", kept, plans.kind_of(p, a), is_shared), steps)
+    compile_ahead(p.device, ("hopper", kept, plans.kind_of(p, a), is_shared), steps)
     return _plan(p, a, cuts, chains, kept)
 
 
@@ -165,11 +175,11 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
     for cuts, one_each in itertools.product((None, cost.equal(1)), (True, False)):
         chains, width = (1, widths[0]) if one_each else (2, widths[-1])
         plan = _plan(p, a, cuts, chains, kept, width, one_each)
-        new = stand_ins(p.device, plan.rooms)
+        new = allocate_placeholders(p.device, plan.specs)
         # TMA descriptors need real strides: one tile of each tensor that has a descriptor
         for i in (0, 1, 3, 7):
-            x = plan.rooms[i]
-            new[i] = None if x is None else allocate(p.device, [room((1, 1, *x[0][2:]), x[2])])[0]
+            x = plan.specs[i]
+            new[i] = None if x is None else allocate(p.device, [tensor_spec((1, 1, *x[0][2:]), x[2])])[0]
         yield from plan.steps(p, new)
 
 
@@ -208,21 +218,21 @@ def _plan(
         (*numbers, jobs),
         {"V_FIRST": p.state_v_first, "GLIDES": glides, "CHAINS": chains, "D": p.K},
         4,
-        options={"maxnreg": REGISTERS[chains], **CHAINED},
+        options={"maxnreg": REGISTERS[chains], **PDL},
         described=8,
         seconds=2.0 * chains,
     )
-    rooms = (
-        room((*tiles, *parts, *tile), p.q.dtype),
-        room((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
-        room(p.state_shape, torch.float32) if p.output_final_state else None,
-        room(p.v.shape, p.v.dtype),
-        a.room,
-        room((1,), torch.int32),
-        *(None if kept is None or x is None else room(*x) for x in (G, S_in, q_rstd, k_rstd)),
-        *(() if spans is None else spans.rooms),
+    specs = (
+        tensor_spec((*tiles, *parts, *tile), p.q.dtype),
+        tensor_spec((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
+        tensor_spec(p.state_shape, torch.float32) if p.output_final_state else None,
+        tensor_spec(p.v.shape, p.v.dtype),
+        a.spec,
+        tensor_spec((1,), torch.int32),
+        *(None if kept is None or x is None else tensor_spec(*x) for x in (G, S_in, q_rstd, k_rstd)),
+        *(() if spans is None else spans.specs),
     )
-    return Forward(rooms, a.launch, gates, solve, spans, walk)
+    return Forward(specs, a.launch, gates, solve, spans, walk)
 
 
 def _of_tiles(
@@ -241,7 +251,7 @@ def _of_tiles(
         (*strides, T, HV, per_row),
         {"C": CHUNK, "BH": HEADS, **activation},
         4,
-        options=CHAINED,
+        options=PDL,
     )
     kind = {"NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K}
     solve = Launch(
@@ -250,7 +260,7 @@ def _of_tiles(
         (*strides, T, HV, ratio, per_row, p.scale, count),
         {"PREPARED": is_prepared, **activation, **kind},
         1,
-        options={"maxnreg": 168, **CHAINED},
+        options={"maxnreg": 168, **PDL},
         described=4,
         seconds=2.2,
     )
