@@ -238,7 +238,7 @@ def test_the_chunk_form_of_heads_and_sizes(backend, device, H, HV, K, V, tokens)
 @pytest.mark.parametrize("tokens", [6, 11])
 def test_the_chunk_form_in_programs_of_many_strips(triton_device, monkeypatch, tokens):
     """As where rows and heads fill a machine."""
-    packet = importlib.import_module("gdn.backends.triton.packet")
+    packet = importlib.import_module("gdn.backends.triton.serving.packet")
     monkeypatch.setattr(packet, "FILLED", 0)
     assert packet.blocks(32, 100, 4, tokens, 1, packet.machine(torch.device("cpu")), 4, True)["STRIPS"] == 7
     x = inputs(2, tokens, 1, 2, 32, 100) | {"state": pool_of(2, HV=2, K=32, V=100)}

@@ -32,11 +32,12 @@ from gdn.backends.hopper import cost, rule, split
 from gdn.backends.hopper.cost import Cut, Cuts
 from gdn.backends.hopper.factors import TAME
 from gdn.backends.hopper.gluon import mbarrier
-from gdn.backends.triton import plans, whole
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import Launch, Plans, allocate, machine
-from gdn.backends.triton.rule import chunk_backward as backward
-from gdn.backends.triton.rule import tidy
+from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule import whole
+from gdn.backends.triton.rule.run import chunk_backward as backward
+from gdn.backends.triton.rule.run import tidy
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 CASES = {

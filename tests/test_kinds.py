@@ -15,7 +15,8 @@ from kit.serving import pool_of
 
 import gdn
 from gdn.backends import triton as room
-from gdn.backends.triton import decode, plans, replay
+from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.serving import decode, replay
 from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.ops import repeats
 from gdn.problem import parse

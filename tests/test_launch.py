@@ -15,8 +15,11 @@ from kit import api
 from triton.backends.compiler import GPUTarget
 from triton.runtime._async_compile import active_mode
 
-from gdn.backends.triton import BACKEND, launch, plans, rule, tuned
+from gdn.backends.triton import BACKEND, launch
 from gdn.backends.triton.launch import Chain, Launch, Plans, unit_of
+from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule import choose as tuned
+from gdn.backends.triton.rule import run as rule
 from gdn.bench import hosttime
 from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse

@@ -196,7 +196,7 @@ def test_nan_in_what_is_not_read_reaches_nothing(backend, device):
 @pytest.mark.parametrize("places", [20, 70])
 def test_programs_of_many_strips(triton_device, monkeypatch, places):
     """As where rows and heads fill a machine."""
-    monkeypatch.setattr(importlib.import_module("gdn.backends.triton.packet"), "FILLED", 0)
+    monkeypatch.setattr(importlib.import_module("gdn.backends.triton.serving.packet"), "FILLED", 0)
     sizes = {"HV": 4, "K": 32, "V": 100}
     x = inputs(2, 5, H=2, **sizes) | history(2, places, H=2, **sizes) | {"state": pool_of(2, **sizes)}
     x["cursor"] = torch.tensor([places - 5, 3])
@@ -348,7 +348,7 @@ def test_commit_of_heads_and_sizes(backend, device, H, HV, K, V):
 @pytest.mark.interpret
 def test_commit_in_programs_of_many_strips(triton_device, monkeypatch):
     """As where rows and heads fill a machine."""
-    monkeypatch.setattr(importlib.import_module("gdn.backends.triton.packet"), "FILLED", 0)
+    monkeypatch.setattr(importlib.import_module("gdn.backends.triton.serving.packet"), "FILLED", 0)
     test_commit_of_heads_and_sizes("triton", triton_device, 1, 3, 60, 100)
 
 

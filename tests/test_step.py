@@ -248,7 +248,7 @@ def test_the_gate_can_fail(backend, device):
 @pytest.mark.parametrize("has_norm", [True, False])
 def test_a_first_call_compiles_what_other_numbers_of_rows_take(monkeypatch, has_norm):
     compiling = pytest.importorskip("kit.compiling")
-    step, heads = importlib.import_module("gdn.backends.triton.step"), (16, 32, 128, 128, 4)
+    step, heads = importlib.import_module("gdn.backends.triton.serving.step"), (16, 32, 128, 128, 4)
     compiled = []
 
     def binaries(rows):

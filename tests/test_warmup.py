@@ -360,7 +360,7 @@ def test_compilations_are_named(monkeypatch):
     """Whoever listened before still hears."""
     import triton
 
-    from gdn.backends.triton.compiled import compilations
+    from gdn.backends.triton.launch.compilations import compilations
 
     heard = []
     monkeypatch.setattr(

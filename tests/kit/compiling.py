@@ -118,7 +118,7 @@ class Report:
     seconds: float = 0.0
 
 
-MODULES = [import_module(f"{room.__name__}.{found.name}") for found in pkgutil.iter_modules(room.__path__)]
+MODULES = [import_module(x.name) for x in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")]
 
 
 @contextmanager

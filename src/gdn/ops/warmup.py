@@ -103,7 +103,7 @@ def _listening(device: torch.device) -> AbstractContextManager[list[str]]:
         return nullcontext([])
     try:
         found: AbstractContextManager[list[str]] = import_module(
-            "gdn.backends.triton.compiled"
+            "gdn.backends.triton.launch.compilations"
         ).compilations()
     except ImportError:
         return nullcontext([])

@@ -78,7 +78,7 @@ def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Te
 def _prefill(problem: PrefillProblem) -> None:
     # the gather from the pool and the scatter into it are `triton`'s; only the forward between them differs
     forward = import_module("gdn.backends.hopper.rule").forward
-    import_module("gdn.backends.triton.prefill").prefill(problem, forward)
+    import_module("gdn.backends.triton.serving.prefill").prefill(problem, forward)
 
 
 def _launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.inverse import C
 from gdn.backends.triton.lib import strength
-from gdn.backends.triton.prepare import log_decay
+from gdn.backends.triton.rule.prepare import log_decay
 
 # rows of a chunk's factors: the first box has rows 0 to 3 (3 is unused), the second rows 4 to 7
 READ, INTO, END, OUT, BETA, FROM, TO = (gl.constexpr(i) for i in (0, 1, 2, 4, 5, 6, 7))

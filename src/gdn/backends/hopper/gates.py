@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from gdn.backends.hopper.factors import BETA, END, FROM, PER_LOG2, ROWS
-from gdn.backends.triton.chained import after_all_before
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.launch.pdl import after_all_before
 from gdn.backends.triton.lib import strength
-from gdn.backends.triton.prepare import log_decay
+from gdn.backends.triton.rule.prepare import log_decay
 
 
 @triton.jit

@@ -26,11 +26,12 @@ from gdn.backends.hopper.factors import BOX, LEAST, ROWS
 from gdn.backends.hopper.gates import gates_kernel
 from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
-from gdn.backends.triton import plans, whole
-from gdn.backends.triton import rule as chunked
-from gdn.backends.triton.chained import CHAINED
 from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocate, on, room, stand_ins
-from gdn.backends.triton.rule import tidy
+from gdn.backends.triton.launch.pdl import CHAINED
+from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule import run as chunked
+from gdn.backends.triton.rule import whole
+from gdn.backends.triton.rule.run import tidy
 from gdn.problem import CHUNK, Problem
 
 GLIDES = True  # well-conditioned chunks take the fast path: see `chunk`
@@ -112,7 +113,7 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
 
 
 def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
-    """Compute o, the final state and the saved tensors like `triton.rule.forward`, which runs empty problems.
+    """Compute o, the final state and the saved tensors like triton's forward, which runs empty problems.
 
     `kept` is the dtype of the saved states; None: nothing is saved. At K = 64 the saved A_inv is split bf16,
     [.., 2, C, C].

@@ -9,7 +9,7 @@ It is persistent, and a CTA is one warp that takes tile after tile; see `inverse
 of 64 keys: the first half while the tile before is inverted, the second while the first is multiplied with
 itself. The second half lies in the shared memory of A_inv, which leaves by TMA at the end. With l2norm the
 raw q and k are multiplied, and the diagonals of q q^T and k k^T hold the squares of their norms. The diagonal
-of A_inv - 1 holds what rounding took from the row's sum: see `triton.prepare`.
+of A_inv - 1 holds what rounding took from the row's sum: see `triton.rule.prepare`.
 
 HBM bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, gates 6 (or 8 as `gates` stores
 them), A_inv 96, factors 8 of a well-conditioned chunk, else 24: 368 or 384; l2norm adds 256, a backward 40.

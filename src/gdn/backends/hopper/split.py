@@ -30,12 +30,12 @@ from gdn.backends.hopper import cost
 from gdn.backends.hopper.chunk import JOB
 from gdn.backends.hopper.factors import END, LEAST, ROWS
 from gdn.backends.hopper.walk import ends_kernel
-from gdn.backends.triton import plans
-from gdn.backends.triton.chained import CHAINED, after_all_before
 from gdn.backends.triton.chunks import chunks_of, sequence
 from gdn.backends.triton.launch import Launch, Room, Step, kernel, room
+from gdn.backends.triton.launch.pdl import CHAINED, after_all_before
 from gdn.backends.triton.lib import dot, parts, state_tile
-from gdn.backends.triton.prepare import log_decay
+from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule.prepare import log_decay
 from gdn.problem import CHUNK, Problem
 
 # value columns of a CTA of combine, for few CTAs and for many, and its warps, by K = V. At K = 64 narrower

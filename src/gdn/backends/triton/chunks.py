@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.chained import after_all_before, chained, chains
 from gdn.backends.triton.launch import Launch, Machine, allocate, kernel, room
+from gdn.backends.triton.launch.pdl import after_all_before, chained, chains
 from gdn.problem import CHUNK, Problem
 
 SEQUENCE = tl.constexpr(5)

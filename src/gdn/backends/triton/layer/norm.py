@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gdn.backends import eager
 from gdn.backends.triton import sums
-from gdn.backends.triton.chained import after_the_one_before, chained, chains
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.launch.pdl import after_the_one_before, chained, chains
 from gdn.backends.triton.lib import exist, sigmoid
 from gdn.problem.layer import NormProblem
 

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from gdn.backends import eager
-from gdn.backends.triton.chained import after_the_one_before, chained, chains
-from gdn.backends.triton.conv import WIDEST, filled, filtered, layout, load_bias, load_taps, strides_of
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on
+from gdn.backends.triton.launch.pdl import after_the_one_before, chained, chains
+from gdn.backends.triton.layer.conv import WIDEST, filled, filtered, layout, load_bias, load_taps, strides_of
 from gdn.problem.layer import ConvUpdateProblem
 
 

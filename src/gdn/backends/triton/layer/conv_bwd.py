@@ -20,7 +20,8 @@ from torch import Tensor
 
 from gdn.backends import eager
 from gdn.backends.triton import sums
-from gdn.backends.triton.conv import (
+from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.layer.conv import (
     WIDEST,
     filled,
     filtered,
@@ -38,7 +39,6 @@ from gdn.backends.triton.conv import (
     tile,
     where,
 )
-from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import sigmoid
 from gdn.notation import Channels, ConvState
 from gdn.problem.layer import ConvProblem

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton import packet
 from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, on, unit_of
 from gdn.backends.triton.lib import decay, exist, split
-from gdn.backends.triton.packet import (
+from gdn.backends.triton.serving import packet
+from gdn.backends.triton.serving.packet import (
     are_near,
     fills,
     line_of,
@@ -27,8 +27,8 @@ from gdn.backends.triton.packet import (
     reach_of_state,
     strides_of,
 )
-from gdn.backends.triton.packet_lib import exist_in, from_column, grown_by, rows_at, tile_at
-from gdn.backends.triton.recurrent import divide, inverse, owner, pool_of
+from gdn.backends.triton.serving.packet_lib import exist_in, from_column, grown_by, rows_at, tile_at
+from gdn.backends.triton.serving.recurrent import divide, inverse, owner, pool_of
 from gdn.problem import KeepProblem
 
 PLACES = 16  # places of a history that one MMA takes

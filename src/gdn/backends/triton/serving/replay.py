@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 
 from gdn.backends.triton import launch as launching
-from gdn.backends.triton.chained import after_the_one_before, chains
-from gdn.backends.triton.decode import Again
-from gdn.backends.triton.fold import PLACES, past, pasts, u_of
 from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, unit_of
+from gdn.backends.triton.launch.pdl import after_the_one_before, chains
 from gdn.backends.triton.lib import decay, exist, split
-from gdn.backends.triton.packet import (
+from gdn.backends.triton.serving.decode import Again
+from gdn.backends.triton.serving.fold import PLACES, past, pasts, u_of
+from gdn.backends.triton.serving.packet import (
     MOST,
     are_near,
     blocks,
@@ -35,7 +35,7 @@ from gdn.backends.triton.packet import (
     token_strides,
     warps,
 )
-from gdn.backends.triton.packet_lib import (
+from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     among,
     answered,
@@ -54,7 +54,7 @@ from gdn.backends.triton.packet_lib import (
     slot_of,
     store_outputs,
 )
-from gdn.backends.triton.recurrent import divide, inverse, offsets_on, owner, pool_of, span
+from gdn.backends.triton.serving.recurrent import divide, inverse, offsets_on, owner, pool_of, span
 from gdn.problem import RESET, ReplayProblem
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import dot, exist, operand_of, rows_of
-from gdn.backends.triton.pairs import READ, factor
+from gdn.backends.triton.rule.pairs import READ, factor
 
 
 @kernel
@@ -22,7 +22,7 @@ def output_kernel(
 ):  # fmt: skip
     # o = scale e^G q S_in + P v_new for one chunk.
     # Program (chunk, head, strip): the C x BV outputs of BV value columns. Grid: entries * HV * cdiv(V, BV),
-    # strips fastest, so that the programs of a chunk find q and P in L2; warps and BV from `tuned`.
+    # strips fastest, so that the programs of a chunk find q and P in L2; warps and BV from `choose`.
     # Reads q, P, factors and a strip of S_in and v_new; writes a strip of o.
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips

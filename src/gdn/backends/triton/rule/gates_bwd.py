@@ -13,8 +13,8 @@ import triton.language as tl
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import sigmoid
-from gdn.backends.triton.pairs import CROSSING, DBETA, ENTERING, LEAVING, ROWS, THROUGH
-from gdn.backends.triton.prepare import log_decay
+from gdn.backends.triton.rule.pairs import CROSSING, DBETA, ENTERING, LEAVING, ROWS, THROUGH
+from gdn.backends.triton.rule.prepare import log_decay
 
 
 @kernel

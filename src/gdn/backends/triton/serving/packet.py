@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.chained import after_the_one_before, chained, chains
 from gdn.backends.triton.launch import Launch, Machine, kernel, machine, unit_of
+from gdn.backends.triton.launch.pdl import after_the_one_before, chained, chains
 from gdn.backends.triton.lib import decay, exist, split
-from gdn.backends.triton.packet_lib import (
+from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     among,
     answered,
@@ -39,7 +39,7 @@ from gdn.backends.triton.packet_lib import (
     store_outputs,
     tile_at,
 )
-from gdn.backends.triton.recurrent import RESIDENT, divide, inverse, owner, pool_of, span
+from gdn.backends.triton.serving.recurrent import RESIDENT, divide, inverse, owner, pool_of, span
 from gdn.problem import RESET, DecodeProblem, KeepProblem, ReplayProblem
 
 MOST = 16  # tokens of a packet

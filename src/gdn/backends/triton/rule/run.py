@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from gdn.backends.backend import Gradients, Saved
-from gdn.backends.triton import plans
 from gdn.backends.triton.launch import allocate, on
-from gdn.backends.triton.plans import operand, saves, tensors_of
+from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule.build import operand, saves, tensors_of
 from gdn.problem import Problem
 
 __all__ = ["chunk_backward", "chunk_forward", "forward", "saves", "tidy"]

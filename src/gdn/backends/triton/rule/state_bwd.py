@@ -19,7 +19,7 @@ import triton.language as tl
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import dot, dot_in_parts, exist, operand_of, rows_of, solved, state_tile
-from gdn.backends.triton.pairs import BETA, INTO, OUT, READ, ROWS, THROUGH, factor, through
+from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, ROWS, THROUGH, factor, through
 
 
 @kernel
@@ -33,7 +33,7 @@ def state_bwd_kernel(
 ):  # fmt: skip
     # dS <- e^(G_C) dS + (e^G q)^T (scale do) - (beta e^G k)^T dr, last chunk to first.
     # Program (n, head, strip): BV value columns of dS [K, BV], kept in registers in fp32 over all chunks.
-    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `tuned`.
+    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`.
     # Reads per chunk q, k, A_inv, P (hi + lo if FINE), factors, a strip of do and, if FINE, of S_in; writes a
     # strip of dr and dS.
     strips = tl.cdiv(V, BV)

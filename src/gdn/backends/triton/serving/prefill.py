@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.backend import Saved
-from gdn.backends.triton import rule as chunked
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
-from gdn.backends.triton.recurrent import (
+from gdn.backends.triton.rule import run as chunked
+from gdn.backends.triton.serving.recurrent import (
     along_keys,
     divide,
     inverse,

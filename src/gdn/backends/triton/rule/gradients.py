@@ -44,7 +44,7 @@ from gdn.backends.triton.lib import (
     store_wide,
     widened,
 )
-from gdn.backends.triton.pairs import (
+from gdn.backends.triton.rule.pairs import (
     ALONG_K,
     ALONG_Q,
     BETA,
@@ -118,7 +118,7 @@ def pairs_bwd_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     # E, F, dv, scaled v_new, and terms of dbeta and dg for one chunk and value head.
-    # Program (chunk of the group, head); grid: entries of the group * HV; warps and strips from `tuned`.
+    # Program (chunk of the group, head); grid: entries of the group * HV; warps and strips from `choose`.
     # Reads q, k, v, do, dr, S_in, A_inv, G, norms and factors; writes dv over dr, E and F, v_new, three or
     # five rows of terms. E and F [C, C] are accumulators in registers over all strips of value columns.
     head = tl.program_id(0) % HV
@@ -271,7 +271,7 @@ def rows_bwd_kernel(
 ):  # fmt: skip
     # dq and dk of one chunk and key head, and terms of dg that need dS.
     # Program (chunk of the group, key head, block of K); grid: entries of the group * H * blocks; warps and
-    # strips from `tuned`. Reads per value head S_in, dS, do, dv, scaled v_new, E and F; once q and k. Writes
+    # strips from `choose`. Reads per value head S_in, dS, do, dv, scaled v_new, E and F; once q and k. Writes
     # dq and dk, which are accumulators in registers over value heads and strips.
     num_heads = HV // ratio
     blocks: tl.constexpr = (K + BK - 1) // BK

@@ -18,8 +18,8 @@ import triton.language as tl
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import dot, load_beta, rows_of, rstd_of, softplus, split, squares
-from gdn.backends.triton.pairs import decays, store_factors
-from gdn.backends.triton.tril import inverse
+from gdn.backends.triton.rule.pairs import decays, store_factors
+from gdn.backends.triton.rule.tril import inverse
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import dot, exist, operand_of, rows_of, solved, state_tile
-from gdn.backends.triton.pairs import BETA, INTO, OUT, factor, through
+from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, factor, through
 
 
 @kernel
@@ -30,7 +30,7 @@ def state_kernel(
 ):  # fmt: skip
     # v_new = A_inv beta (v - e^G k S);  S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk.
     # Program (n, head, strip): BV value columns of S, kept in registers in fp32 over all chunks.
-    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `tuned`.
+    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`.
     # Reads per chunk k, a strip of v, A_inv and factors; writes a strip of S_in and v_new.
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips

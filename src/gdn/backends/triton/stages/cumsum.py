@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gdn.backends.triton import sums
 from gdn.backends.triton.chunks import Table, locate
-from gdn.backends.triton.gate import decay_rate, load_heads
 from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on
+from gdn.backends.triton.layer.gate import decay_rate, load_heads
 from gdn.notation import GSum, HeadParam, Offsets, PerHead
 from gdn.problem import CHUNK, RESET
 

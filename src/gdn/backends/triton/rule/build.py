@@ -1,7 +1,7 @@
 """Plan the launches and tensors of the chunked rule, once per problem up to the addresses of its tensors.
 
 A plan is made once for a problem's shapes, strides, dtypes and options. The first plan of its kind also
-compiles, in parallel, the binaries that other numbers of heads, sequences and tokens would use (`tuned`).
+compiles, in parallel, the binaries that other numbers of heads, sequences and tokens would use (`choose`).
 """
 
 from collections.abc import Hashable, Iterator
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends.backend import Saved, Shape
-from gdn.backends.triton import beside, sums, tuned
+from gdn.backends.triton import beside, sums
 from gdn.backends.triton.chunks import Table
-from gdn.backends.triton.gates_bwd import gates_bwd_kernel
-from gdn.backends.triton.gradients import pairs_bwd_kernel, rows_bwd_kernel
 from gdn.backends.triton.launch import (
     Launch,
     Plans,
@@ -29,13 +27,16 @@ from gdn.backends.triton.launch import (
     stand_ins,
     unit_of,
 )
-from gdn.backends.triton.output import output_kernel
-from gdn.backends.triton.pairs import ROWS, pairs_kernel
-from gdn.backends.triton.prepare import prepare_kernel
-from gdn.backends.triton.scan import scan_kernel
-from gdn.backends.triton.state import state_kernel
-from gdn.backends.triton.state_bwd import state_bwd_kernel
-from gdn.backends.triton.steps import Backward, Forward
+from gdn.backends.triton.rule import choose as tuned
+from gdn.backends.triton.rule.gates_bwd import gates_bwd_kernel
+from gdn.backends.triton.rule.gradients import pairs_bwd_kernel, rows_bwd_kernel
+from gdn.backends.triton.rule.output import output_kernel
+from gdn.backends.triton.rule.pairs import ROWS, pairs_kernel
+from gdn.backends.triton.rule.prepare import prepare_kernel
+from gdn.backends.triton.rule.scan import scan_kernel
+from gdn.backends.triton.rule.state import state_kernel
+from gdn.backends.triton.rule.state_bwd import state_bwd_kernel
+from gdn.backends.triton.rule.steps import Backward, Forward
 from gdn.problem import CHUNK, RESET, Problem
 
 _forwards: Plans[Forward] = Plans()

@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.triton.chunks import locate, sequence
-from gdn.backends.triton.cumsum import entries_of, launch_stage, offsets, room
 from gdn.backends.triton.launch import kernel, machine
 from gdn.backends.triton.lib import decay, dot, exist, load_beta, load_sums, rows_of, state_tile
-from gdn.backends.triton.tril import inverse_of_blocks
+from gdn.backends.triton.rule.tril import inverse_of_blocks
+from gdn.backends.triton.stages.cumsum import entries_of, launch_stage, offsets, room
 from gdn.notation import (
     AInv,
     AStrict,

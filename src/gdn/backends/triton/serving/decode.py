@@ -6,10 +6,11 @@ state stays in fp32 registers; the launch also looks up the slots to read and wr
 which is what their share of 4.2 TB/s needs at 0.5 us of latency.
 
 The loads of the first token are issued before the slot index arrives, so their latencies overlap. Launches
-use programmatic dependent launch (`chained`): the next kernel's programs start while this one's states are in
-flight. At 128 registers a thread, too few programs are resident to saturate HBM, so each program prefetches
-into L2 the state tile of the program that will take its place: at B = 256 139 us instead of 145 in bf16, 266
-instead of 271 in fp32 (H200). With exact_packet=False, `packet` runs packets that write at most one state.
+use programmatic dependent launch (`launch.pdl`): the next kernel's programs start while this one's states are
+in flight. At 128 registers a thread, too few programs are resident to saturate HBM, so each program
+prefetches into L2 the state tile of the program that will take its place: at B = 256 139 us instead of 145 in
+bf16, 266 instead of 271 in fp32 (H200). With exact_packet=False, `packet` runs packets that write at most one
+state.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,18 +22,19 @@ import triton.language as tl
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from gdn.backends.triton import launch, packet
-from gdn.backends.triton.chained import (
+from gdn.backends.triton import launch
+from gdn.backends.triton.launch import Launch, Machine, Plans, ahead, kernel, machine, on, unit_of
+from gdn.backends.triton.launch.pdl import (
     ON_GPU,
     chained,
     chains,
     let_the_next_begin,
     wait_for_the_one_before,
 )
-from gdn.backends.triton.launch import Launch, Machine, Plans, ahead, kernel, machine, on, unit_of
-from gdn.backends.triton.packet import longest_of, strides_of, takes
-from gdn.backends.triton.packet_lib import slot_of
-from gdn.backends.triton.recurrent import (
+from gdn.backends.triton.serving import packet
+from gdn.backends.triton.serving.packet import longest_of, strides_of, takes
+from gdn.backends.triton.serving.packet_lib import slot_of
+from gdn.backends.triton.serving.recurrent import (
     RESIDENT,
     SHARES,
     Tile,

@@ -16,7 +16,7 @@ import triton.language as tl
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import dot, exist, left_in_parts, operand_of, rows_of, state_tile
-from gdn.backends.triton.pairs import BETA, INTO, OUT, READ, factor, through
+from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, factor, through
 
 
 @kernel
@@ -30,7 +30,7 @@ def scan_kernel(
 ):  # fmt: skip
     # S <- e^(G_C) S + (e^(G_C - G) k)^T v_new and o, chunk after chunk of one sequence.
     # Program (n, head, strip): BV value columns of S^T, kept in registers in fp32 over all chunks.
-    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `tuned`.
+    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`.
     # Reads per chunk q, k, a strip of v, A_inv, P and factors; writes a strip of o, and of S_in if kept.
     # Triton's pipeliner copies the next STAGES - 1 chunks to shared memory while this one is computed.
     strips = tl.cdiv(V, BV)

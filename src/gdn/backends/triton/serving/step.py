@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from gdn.backends.eager.step import composed
-from gdn.backends.triton import conv_update, decode, launch, norm, packet
-from gdn.backends.triton.conv import WIDEST, filled
+from gdn.backends.triton import launch
 from gdn.backends.triton.launch import Launch, Plans, Step, ahead, machine, on
+from gdn.backends.triton.layer import conv_update, norm
+from gdn.backends.triton.layer.conv import WIDEST, filled
+from gdn.backends.triton.serving import decode, packet
 from gdn.problem.step import StepProblem
 
 

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.backend import Saved
-from gdn.backends.triton import rule
 from gdn.backends.triton.chunks import chunks_before
 from gdn.backends.triton.launch import Launch, Plans, kernel, on
+from gdn.backends.triton.rule import run as rule
 from gdn.problem import CHUNK, Problem
 
 _BLOCK = 1024  # elements that a program stores at once, and offsets of cu_seqlens that it loads at once
