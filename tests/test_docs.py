@@ -14,7 +14,7 @@ from gdn.integrations import transformers
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LAB = ROOT / "docs" / "lab"
-# files that pages name but this repository does not have: FLA's tests, a backend that is imagined, what commands write
+# files that pages name but this repository does not have: FLA's tests, and an imagined backend
 FOREIGN = {
     "tests/ops/test_gdn.py", "tests/layers/test_gated_deltanet.py",
     "tests/models/test_modeling_gated_deltanet.py", "src/gdn/backends/xpu/__init__.py", "xpu/rule.py",
@@ -96,8 +96,9 @@ def test_links_lead_somewhere():
 
 
 def test_files_that_pages_name_exist():
-    """A page that names a file keeps up when the file moves; entries of the lab keep the names of their day."""
-    pages = [page for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md") if LAB not in page.parents]
+    """Pages name files that exist. Entries of the lab keep the names of their day."""
+    others = (ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md")
+    pages = [page for page in (*PAGES, *others) if LAB not in page.parents]
     assert {page.name: missing for page in pages if (missing := missing_files(page))} == {}
 
 
@@ -106,7 +107,9 @@ def test_a_missing_file_is_found(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "is.py").touch()
-    page.write_text("`src/is.py` `src/no.py` `src/*.py` `src/n*.py` `xpu/rule.py` `no.py` and\n\n    `src/indented.py`\n")
+    page.write_text(
+        "`src/is.py` `src/no.py` `src/*.py` `src/n*.py` `xpu/rule.py` `no.py` and\n\n    `src/indented.py`\n"
+    )
     assert missing_files(page) == ["src/no.py", "src/n*.py"]
 
 
