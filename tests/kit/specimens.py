@@ -303,10 +303,10 @@ def walk(
 
     def call() -> None:
         from gdn.backends.hopper import cost, rule
-        from gdn.backends.triton.launch import Plans
+        from gdn.backends.triton.launch import PlanCache
 
         # plans do not know that they differ
-        plans = patch.object(rule, "_forwards", Plans())
+        plans = patch.object(rule, "_forwards", PlanCache())
         cuts = None if span is None else cost.equal(span)
         with patch.object(cost, "cuts_of", lambda problem: cuts), patch.object(rule, "GLIDES", glides), plans:
             for chains in (1, 2):

@@ -26,9 +26,10 @@ from gdn.backends.hopper.factors import BOX, LEAST, ROWS
 from gdn.backends.hopper.gates import gates_kernel
 from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
+from gdn.backends.select import other_launches
 from gdn.backends.triton.launch import (
     Launch,
-    Plans,
+    PlanCache,
     Step,
     TensorSpec,
     allocate,
@@ -38,10 +39,10 @@ from gdn.backends.triton.launch import (
     tensor_spec,
 )
 from gdn.backends.triton.launch.pdl import PDL
-from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule import describe as rules
 from gdn.backends.triton.rule import run as chunked
-from gdn.backends.triton.rule import whole
-from gdn.backends.triton.rule.run import to_kernel_layout
+from gdn.backends.triton.rule.describe import to_kernel_layout
+from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import CHUNK, Problem
 
 GLIDES = True  # well-conditioned chunks take the fast path: see `chunk`
@@ -107,18 +108,18 @@ class Forward:
             yield self.walk, (q_d, *tiles, *out, states, final, None, jobs, o, factors, jobs_taken)
 
 
-_forwards: Plans[Forward] = Plans()
+_forwards: PlanCache[Forward] = PlanCache()
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
     """Implement `Backend.chunk_forward`."""
-    o, final, saved = forward(to_kernel_layout(problem), plans.operand(problem) if save else None)
+    o, final, saved = forward(to_kernel_layout(problem), rules.operand_dtype(problem) if save else None)
     if save:
         A_inv = saved.A_inv
         # K = 64: `triton`'s backward reads A_inv in fp32, not as split bf16
         if A_inv is not None and A_inv.dim() > 4:
             saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
-        whole.zero_unused_tiles(problem, saved)
+        zero_unused_tiles(problem, saved)
     return o, final, saved
 
 
@@ -134,7 +135,9 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
     with device_guard(p.device):
         cuts = cost.cuts_of(p)
         chains = cost.chains_of(p, cuts)
-        plan = _forwards.get((plans.key(p), cuts, chains, kept), lambda: _first(p, cuts, chains, kept))
+        plan = _forwards.get(
+            (rules.problem_key(p), cuts, chains, kept), lambda: _first(p, cuts, chains, kept)
+        )
         new = allocate(p.device, plan.specs)
         for launch, tensors in plan.steps(p, new):
             launch(*tensors)
@@ -150,16 +153,15 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
 
 def _first(p: Problem, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | None) -> Forward:
     # compile ahead, then plan the first forward of a kind
-    a = plans.arguments(p)
+    a = rules.describe(p)
     # with no backend named, `triton` may get a smaller problem of the kind: compile its launches ahead, too
     is_shared = settings.backend(p.backend) is None
 
     def steps() -> Iterator[Step]:
         yield from launches(p, kept)
-        if is_shared:
-            yield from plans.launches(p, kept)
+        yield from other_launches(p, kept, "hopper")
 
-    compile_ahead(p.device, ("hopper", kept, plans.kind_of(p, a), is_shared), steps)
+    compile_ahead(p.device, ("hopper", kept, rules.kind_key(p, a), is_shared), steps)
     return _plan(p, a, cuts, chains, kept)
 
 
@@ -170,7 +172,7 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         # the forward will copy them; to compile, one token has all that a binary depends on
         q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
         p = replace(p, form=None, q=q, k=k, v=v)
-    a = plans.arguments(p)
+    a = rules.describe(p)
     widths, _ = split.COMBINE[p.K]
     for cuts, one_each in itertools.product((None, cost.equal(1)), (True, False)):
         chains, width = (1, widths[0]) if one_each else (2, widths[-1])
@@ -184,7 +186,7 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
 
 
 def _plan(
-    p: Problem, a: plans.Arguments, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | None,
+    p: Problem, a: rules.Description, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | None,
     width: int | None = None, one_each: bool | None = None,
 ) -> Forward:  # fmt: skip
     """Plan the launches of a forward; `kept` as in `forward`.
@@ -193,8 +195,8 @@ def _plan(
     scan, at most one for each 64 values. `width`: value columns of a CTA of `split.combine_kernel`.
     `one_each`: no CTA of `solve` has more than one tile. The last two follow from the problem where None.
     """
-    numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
-    G, _, _, _, q_rstd, k_rstd = plans.saves(p)
+    numbers, tiles = rules.shape_scalars(p), (p.num_chunks, p.HV)
+    G, _, _, _, q_rstd, k_rstd = rules.saves(p)
     # A forward for a backward (states in q's dtype at K = 128) stores A_inv whole. Any other at K = 128 omits
     # the zero upper right quarter, 32 HBM bytes a token and head, and has B for well-conditioned chunks.
     is_spare = p.K == 2 * STRIP and kept is not p.q.dtype
@@ -219,7 +221,7 @@ def _plan(
         {"V_FIRST": p.state_v_first, "GLIDES": glides, "CHAINS": chains, "D": p.K},
         4,
         options={"maxnreg": REGISTERS[chains], **PDL},
-        described=8,
+        num_descriptors=8,
         seconds=2.0 * chains,
     )
     specs = (
@@ -236,15 +238,15 @@ def _plan(
 
 
 def _of_tiles(
-    p: Problem, a: plans.Arguments, kept: torch.dtype | None, glides: bool, one_each: bool | None
+    p: Problem, a: rules.Description, kept: torch.dtype | None, glides: bool, one_each: bool | None
 ) -> tuple[Launch | None, Launch]:
     """Plan `gates`, or None where `solve` reads the gates itself, and `solve`; arguments as in `_plan`."""
-    T, HV, ratio, per_row = plans.numbers_of(p)
+    T, HV, ratio, per_row = rules.shape_scalars(p)
     count, programs = a.entries * HV, WARPS[p.K] * cost.num_sms(p.device)
     one_each = count <= programs if one_each is None else one_each
     # a backward needs G; with batch_invariant the kernel that sums G may not depend on the batch
     is_prepared = kept is not None or not one_each or p.batch_invariant
-    strides, activation = plans.gate_strides(p.g, p.beta), {**a.activation, "RESET": LEAST}
+    strides, activation = rules.gate_strides(p.g, p.beta), {**a.activation, "RESET": LEAST}
     gates = Launch(
         gates_kernel,
         a.entries * -(-HV // HEADS),
@@ -261,7 +263,7 @@ def _of_tiles(
         {"PREPARED": is_prepared, **activation, **kind},
         1,
         options={"maxnreg": 168, **PDL},
-        described=4,
+        num_descriptors=4,
         seconds=2.2,
     )
     return gates if is_prepared else None, solve

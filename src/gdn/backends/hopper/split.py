@@ -34,7 +34,7 @@ from gdn.backends.triton.chunks import chunks_of, sequence
 from gdn.backends.triton.launch import Launch, Step, TensorSpec, kernel, tensor_spec
 from gdn.backends.triton.launch.pdl import PDL, wait_then_launch_dependents
 from gdn.backends.triton.lib import dot, split_bf16, state_tile
-from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule.describe import gate_strides
 from gdn.backends.triton.rule.prepare import log_decay
 from gdn.problem import CHUNK, Problem
 
@@ -109,7 +109,7 @@ def plan(
         jobs=Launch(
             jobs_kernel,
             programs,
-            (*plans.gate_strides(p.g), T, HV, p.N, per_row, bound, *cuts.many, *cuts.few),
+            (*gate_strides(p.g), T, HV, p.N, per_row, bound, *cuts.many, *cuts.few),
             {
                 "C": CHUNK,
                 "ROW": ROWS.value * CHUNK,
@@ -129,7 +129,7 @@ def plan(
             {"V_FIRST": p.state_v_first, "GLIDES": glides, "D": p.K},
             4,
             options={"maxnreg": 168 if p.K == 128 else 128, **PDL},
-            described=5,
+            num_descriptors=5,
             seconds=2.0,
         ),
         combine=Launch(combine_kernel, p.N * HV * (p.V // width), (HV,), steps, COMBINE[p.K][1], options=PDL),
