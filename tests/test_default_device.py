@@ -1,4 +1,4 @@
-"""CPU tensors inside `with torch.device("meta")`: every tensor that gdn makes lies where its inputs lie."""
+"""Check that every tensor gdn creates is on the device of its inputs, inside `with torch.device("meta")`."""
 
 import ast
 from pathlib import Path
@@ -60,7 +60,7 @@ def explain():
 
 
 def on_pool(function, **more):
-    """Return a call of a function that writes a pool, on a copy of it; raw logits and two tokens a row."""
+    """Return a call of a function that writes a pool, on a copy of the pool; raw logits, two tokens a row."""
     x, pool = inputs(3, 2, H, HV, K, V, raw=True), pool_of(5, HV=HV, K=K, V=V)
     slots = torch.tensor([4, -1, 0])
     if function is api.decode_functional:
@@ -255,7 +255,7 @@ CALLS = {
 
 
 def test_every_public_function_has_a_call():
-    """A public function that is added later gets a call here."""
+    """Every public function has a call here, also one that is added later."""
     named = {word for name in CALLS for word in name.replace(",", "").split()}
     aliases = {"chunk_gdn", "fused_recurrent_gdn"}
     assert set(gdn.__all__) - aliases - WITHOUT_TENSORS - named == set()
@@ -283,7 +283,7 @@ def test_adapters_under_another_default_device(name):
 
 
 def test_warmup_under_another_default_device():
-    """All calls of all engines, whose tensors `warmup` makes on the device that it was given."""
+    """`warmup` creates the tensors of all engines' calls on the device that it was given."""
     sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 8}
     engines = ("gdn", "vllm", "sglang", "lmdeploy")
     with torch.device("meta"):
@@ -310,7 +310,9 @@ def without_device(source):
 
 @pytest.mark.parametrize("room", ["backends/eager", "problem", "ops", "layers", "integrations"])
 def test_every_factory_names_its_device(room):
-    """A tensor that is made without a device would follow the default device."""
+    """Every tensor factory in the package names its device; one that does not would follow the default
+    device.
+    """
     assert without_device("torch.zeros(3)\ntorch.zeros(3, device=x.device)\ntorch.tensor(\n  y)") == [1, 3]
     found = {path.name: without_device(path.read_text()) for path in (PACKAGE / room).rglob("*.py")}
     assert not {name: lines for name, lines in found.items() if lines}

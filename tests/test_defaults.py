@@ -1,4 +1,6 @@
-"""Require one default for each argument over all functions, so that a state fits each of them."""
+"""Check that an argument has one default in all functions, so that each of them can use the states of the
+others.
+"""
 
 import inspect
 
@@ -40,7 +42,7 @@ def test_the_reference_has_the_defaults_of_the_function(name):
 
 @pytest.mark.parametrize("options", [{}, {"state_v_first": True}, {"use_qk_l2norm_in_kernel": True}])
 def test_a_final_state_goes_into_a_pool_as_it_is(options):
-    """K = V, where a transposed state or a missing norm would show no error."""
+    """With K = V a transposed state or a missing norm raises no error, so the numbers are compared."""
     T, H, K = 9, 2, 16
     q, k = torch.nn.functional.normalize(torch.randn(2, 1, T, H, K), dim=-1).unbind()
     v, g, beta = torch.randn(1, T, H, K), -torch.rand(1, T, H), torch.rand(1, T, H)

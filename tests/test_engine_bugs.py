@@ -1,7 +1,8 @@
-"""The seven ways in which engines have gone wrong on these states, each with what finds it.
+"""Reproduce the seven kinds of bugs that serving engines have had with these states, and the checks that find
+them.
 
-A check takes the functions that an engine would call. It passes with ours, and raises with the same functions
-bent into what was shipped once: only so do we know that it looks.
+A check takes the functions that an engine would call. It must pass with our functions, and raise with the
+functions changed as an engine once shipped them, which shows that the check can fail.
 """
 
 import ast
@@ -20,7 +21,7 @@ DRAFTS = 3
 
 
 def fails(check, *args, **changes):
-    """Whether a check raises with some of the functions bent."""
+    """Return True if a check raises with some of the functions replaced."""
     try:
         check(*args, **changes)
     except AssertionError:
@@ -29,7 +30,9 @@ def fails(check, *args, **changes):
 
 
 def padded(backend, device, decode=api.decode):
-    """A batch that was filled up for a graph: live rows as without padding, zeros and no traces elsewhere."""
+    """Check a batch that is filled up for a graph: live rows are unchanged, padded rows output and write
+    nothing.
+    """
     for null_slot, pad in ((None, -1), (0, 0), (0, -1), (None, 6)):
         x, state = moved(inputs(4, 2), device), pool_of(6).to(device)
         read = torch.tensor([2, pad, 5, pad], device=device)
@@ -68,7 +71,7 @@ def test_padding(backend, device):
 
 
 def verified(backend, device, decode=api.decode, commit=gdn.commit):
-    """Drafts, some accepted, some counts garbage: as if only the accepted tokens had been decoded."""
+    """Check that drafts with valid and invalid counts leave the state of the accepted tokens."""
     x, T = moved(inputs(4, DRAFTS), device), DRAFTS
     pool = pool_of(4 * T + 1).to(device)
     table = torch.arange(1, 4 * T + 1, device=device).view(4, T)
@@ -120,7 +123,7 @@ def test_accepted_counts_and_rows(backend, device, monkeypatch):
 
 
 def prompted(backend, device, prefill=api.prefill):
-    """New prompts on slots that somebody left, a hit in a prefix cache, prompts as short as a packet."""
+    """Check new prompts on used slots, a hit in a prefix cache, and prompts as short as a packet."""
     lengths = [1, 1 + DRAFTS, 66]
     cu = torch.tensor([0, *lengths], device=device).cumsum(0)
     x, state = moved(inputs(1, sum(lengths)), device), pool_of(8).to(device)
@@ -168,7 +171,9 @@ def test_states_that_are_stale_or_not_written(backend, device):
 
 
 def precise(backend, device, decode=api.decode):
-    """64 steps in bf16 on an fp32 pool against fp64: gates and states are never narrowed, nor is a packet."""
+    """Check 64 steps in bf16 on an fp32 pool against fp64: gates, states and packets are never rounded to
+    bf16.
+    """
     x = moved(inputs(2, 64, dtype=BF16, raw=True), device)
     x |= {"a": x["a"].to(BF16), "b": x["b"].to(BF16), "A_log": x["A_log"] - 4}
     law = {name: v.double().cpu() for name, v in x.items()}
@@ -183,7 +188,7 @@ def precise(backend, device, decode=api.decode):
 
 
 def rounding(backend, device, decode=api.decode):
-    """A bf16 pool that is rounded after every token of a packet drifts no other way than single steps do."""
+    """Check that a bf16 pool rounded after every token of a packet drifts as single steps do."""
     x, state = moved(inputs(2, 8, dtype=BF16), device), pool_of(2, dtype=BF16).to(device)
     single = state.clone()
     for t in range(8):
@@ -219,7 +224,7 @@ def test_precision(backend, device):
 
 
 def distant(backend, device, decode=api.decode):
-    """Slots whose first numbers lie 2^31 numbers and more apart."""
+    """Return slots that begin 2^31 or more elements apart."""
     pitch = 2**31 // 3 + 2**20
     state = torch.empty(3 * pitch + 1536, dtype=BF16, device=device).as_strided(
         (4, 4, 24, 16), (pitch, 384, 16, 1)
@@ -245,7 +250,7 @@ def test_offsets(backend, device, alone):
 
 
 def tuned_at_run_time(sources):
-    """Whatever asks Triton to try configurations, on the tensors of the first caller."""
+    """Return the functions whose Triton kernels try configurations on the tensors of the first caller."""
     names = {"autotune", "heuristics", "do_bench", "Autotuner"}
     found = set()
     for source in sources:
@@ -256,7 +261,7 @@ def tuned_at_run_time(sources):
 
 
 def test_nothing_is_tuned_on_a_callers_tensors():
-    """(f) vLLM 36599, 37338: autotuning at the first request runs out of memory, and writes pools."""
+    """(f) vLLM 36599, 37338: autotuning at the first request ran out of memory, and wrote to pools."""
     room = Path(gdn.__file__).parent
     sources = [path.read_text() for path in room.rglob("*.py") if "bench" not in path.parts]
     assert tuned_at_run_time(sources) == set()
@@ -264,7 +269,9 @@ def test_nothing_is_tuned_on_a_callers_tensors():
 
 
 def untuned(backend, device, decode=api.decode):
-    """The first call of a size computes once, on the pool it was given, and takes no room of that size."""
+    """Check that the first call of a size computes once, on the given pool, and allocates no copy of the
+    pool.
+    """
     x, state = moved(inputs(3, 2, K=44, V=52), device), pool_of(64, K=44, V=52).to(device)
     read, want = torch.tensor([5, -1, 60], device=device), state.to("cpu", copy=True)
     if device != "cpu":
@@ -278,7 +285,7 @@ def untuned(backend, device, decode=api.decode):
 
 
 def test_the_first_call_leaves_the_callers_pool_right(backend, device):
-    """(f) vLLM 36599, 37338: what is tried out is tried on states in place, or on copies of the pool."""
+    """(f) vLLM 36599, 37338: the autotuner ran candidates on the states in place, or on copies of them."""
 
     def tried_in_place(**given):
         return [api.decode(**given) for _ in range(3)][-1]
@@ -295,7 +302,7 @@ def test_the_first_call_leaves_the_callers_pool_right(backend, device):
 
 
 def compiled(call, monkeypatch):
-    """Kernels that a call makes Triton compile."""
+    """Return the kernels that Triton compiles during a call."""
     import triton
 
     found = []
@@ -308,7 +315,7 @@ def compiled(call, monkeypatch):
 
 @pytest.mark.gpu
 def test_nothing_compiles_after_the_first_step(monkeypatch):
-    """(f) Another batch, other slots, another number of drafts: the binaries of the first step."""
+    """(f) Another batch, other slots and another number of drafts run the binaries of the first step."""
     x = {B: moved(inputs(B, 1, 2, 4, 48, 48, dtype=BF16, raw=True), "cuda") for B in (2, 7)}
     pool = pool_of(9, K=48, V=48).cuda()
 
@@ -322,7 +329,9 @@ def test_nothing_compiles_after_the_first_step(monkeypatch):
 
 
 def frugal(backend, device, verify):
-    """16 drafts at a model's size are verified, and all of them kept, in a third of one more state."""
+    """Check that 16 drafts of a model's size are verified, and all kept, in a third of the memory of one more
+    state.
+    """
     x, before = moved(inputs(1, 16, 16, 32, 128, 128), device), pool_of(1, HV=32, K=128, V=128).to(device)
     want, state = before.clone(), before.clone()
     wanted = api.decode(**x, state=want, backend=backend)
@@ -334,7 +343,7 @@ def frugal(backend, device, verify):
 
 
 def test_memory_of_drafts(backend, device, monkeypatch):
-    """(g) SGLang 23643, 28730: states for every draft of every request."""
+    """(g) SGLang 23643, 28730: the engines allocated states for every draft of every request."""
     monkeypatch.setenv("GDN_BACKEND", backend)
     first, last = torch.tensor([0], device=device), torch.tensor([15], device=device)
 

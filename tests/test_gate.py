@@ -1,4 +1,4 @@
-"""gdn.gate: the formula at its extremes, its gradients, and its torch operator."""
+"""Test gdn.gate: the formula at extreme inputs, its gradients, and its torch operator."""
 
 import doctest
 
@@ -13,7 +13,7 @@ HV = 3
 
 
 def logits(dtype: torch.dtype, *lead: int, device: str = "cpu") -> list[torch.Tensor]:
-    """a, b [*lead, HV], A_log, dt_bias [HV]."""
+    """Return a and b [*lead, HV], A_log and dt_bias [HV]."""
     rng = torch.Generator().manual_seed(0)
     shapes = [(*lead, HV), (*lead, HV), (HV,), (HV,)]
     tensors = [torch.randn(s, generator=rng, dtype=torch.float64).to(device, dtype) for s in shapes]
@@ -21,7 +21,7 @@ def logits(dtype: torch.dtype, *lead: int, device: str = "cpu") -> list[torch.Te
 
 
 def exactly(x: torch.Tensor) -> torch.Tensor:
-    """A leaf of the same numbers in fp64 on the CPU, where the law runs."""
+    """Return a leaf with the same numbers in fp64 on the CPU, for the reference."""
     return x.detach().cpu().double().requires_grad_()
 
 
@@ -30,7 +30,9 @@ def law(a, b, A_log, dt_bias=None):
 
 
 def agrees(x: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
-    """Every element within a relative tolerance: a sum over tokens must not hide a small element."""
+    """Return True if every element is within a relative tolerance, so that no sum over tokens hides a small
+    one.
+    """
     return torch.allclose(x.cpu().double(), wanted.cpu().double(), rtol=tolerance, atol=0)
 
 
@@ -62,7 +64,7 @@ def test_values_and_gradients(backend, device, lead, with_bias):
 
 @pytest.mark.gpu
 def test_many_tokens_and_heads():
-    """Several blocks to a program and several strips of heads; the same bits again."""
+    """Several blocks per program and several strips of heads agree, and repeat their bits."""
     rng = torch.Generator().manual_seed(0)
     for lead, heads in (((3, 5000), 32), ((2000,), 200)):
         shapes = [(*lead, heads), (*lead, heads), (heads,), (heads,)]
@@ -101,7 +103,7 @@ def test_other_sizes_compile_nothing(monkeypatch):
 @pytest.mark.interpret
 @pytest.mark.parametrize("A_log", [-10.0, 0.0, 5.0])
 def test_extremes(backend, device, A_log):
-    """No overflow, and no loss where softplus is tiny, from a narrow g or a wide one."""
+    """Nothing overflows, and a tiny softplus keeps its precision, for fp32 and 16-bit g."""
     a = torch.tensor([-100.0, -20.0, 0.0, 20.0, 100.0], device=device)[:, None].requires_grad_()
     b = torch.tensor([-50.0, -5.0, 0.0, 5.0, 50.0], device=device)[:, None].requires_grad_()
     A = torch.tensor([A_log], device=device).requires_grad_()
@@ -143,7 +145,7 @@ def test_a_token_without_gradient_spoils_no_sum(backend, device):
 
 @pytest.mark.interpret
 def test_sums_are_not_narrow(backend, device):
-    """A bf16 sum over 4096 tokens would stall at 256 terms."""
+    """Gradients sum in fp32; a bf16 sum over 4096 tokens would stop growing after 256 terms."""
     a = torch.zeros(4096, 1, dtype=torch.bfloat16, device=device)
     A_log, dt_bias = (
         torch.zeros(1, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2)

@@ -1,4 +1,4 @@
-"""Decode and prefill as programs on one state: exported, saved, run in a fresh process, compiled."""
+"""Test decode and prefill as programs on one state: exported, saved, run in a fresh process, compiled."""
 
 import shutil
 import subprocess
@@ -93,7 +93,7 @@ def session(device="cpu", dtype=torch.float32, state_dtype=torch.float32):
 
 
 def calls(s, lengths=(70, None, None, 5, None)):
-    """Prompts and single tokens in turn: (method, inputs); the second prompt starts one row anew."""
+    """Return (method, inputs) of prompts and single tokens in turn; the second prompt starts one row anew."""
     found = []
     for number, T in enumerate(lengths):
         lead = (B,) if T is None else (B, T)
@@ -105,7 +105,7 @@ def calls(s, lengths=(70, None, None, 5, None)):
 
 
 def by_hand(s, given, state):
-    """Outputs and state by calling the session itself."""
+    """Return the outputs and the state of the session itself."""
     s.state.copy_(state)
     with torch.no_grad():
         return [getattr(s, name)(*x) for name, x in given], s.state.clone()
@@ -136,7 +136,7 @@ def test_a_session_is_the_law():
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_programs_share_one_state(state_dtype):
-    """Any number of tokens from one program, the buffer written in place."""
+    """One program handles any number of tokens, and writes the state in place."""
     s = session(state_dtype=state_dtype)
     programs, state = room.export(s), nan_state(s)
     assert room.needs_library(programs["decode"]) == ["gdn.decode_functional.default"]
@@ -191,7 +191,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 
 @needs_compiler
 def test_a_package_runs_from_cpp(tmp_path, packager):
-    """AOTInductor: decode in a process that has neither this library nor Python."""
+    """A package of decode runs in a process that has neither this library nor Python."""
     (tmp_path / "runner.cpp").write_text(RUNNER)
     root = Path(torch.__file__).parent
     flags = [
@@ -226,9 +226,9 @@ def test_a_package_runs_from_cpp(tmp_path, packager):
     ],
 )
 def test_both_methods_in_one_package_in_a_fresh_process(tmp_path, packager, device, kind):
-    """Compiled in one process, loaded in another; both methods write the state that the caller gave.
+    """A package compiled in one process runs in another; both methods write the state that the caller gave.
 
-    On a GPU the kernel of decode is inside. Should compiled code crash, what it did last is in the message.
+    On a GPU the package holds the kernel of decode. If compiled code crashes, the message says what ran last.
     """
     python = [sys.executable, "-X", "faulthandler", "-c"]
     processes.run([*python, COMPILE, str(tmp_path), device, kind])

@@ -1,4 +1,6 @@
-"""FLA's names and positions; patch_fla() on FLA if it is installed, and on a stand-in with its dispatch."""
+"""Test FLA's names and positions, and patch_fla() with FLA if it is installed, else with a stand-in for its
+dispatch.
+"""
 
 import importlib.util
 import sys
@@ -39,7 +41,7 @@ def nothing_left_behind():
 
 @pytest.mark.parametrize("module, name", FLA)
 def test_signatures(module, name):
-    """Ours are those on record, and the record is that of the installed package, if there is one."""
+    """Our signatures are the recorded ones, and the recorded ones are those of the installed package."""
     wanted = FLA[module, name]
     if hasattr(ours, name):
         assert parameters(getattr(ours, name)) == wanted
@@ -68,7 +70,7 @@ def test_chunk_by_position_is_the_law():
 
 
 def test_recurrent_by_position_is_the_law():
-    """After g come gk and gv, so beta is the seventh."""
+    """The recurrent form takes gk and gv after g, so beta is the seventh argument."""
     q, k, v, g, beta = x = problem()
     more, S = gates(), torch.randn(N, HV, V, K)
     wanted = law(*x, initial_state=S, scale=0.3, **RAW, **more)
@@ -136,7 +138,7 @@ def test_decays_per_channel_are_refused():
 
 
 class Dispatch:
-    """FLA's choice among backends, as far as a backend sees it."""
+    """Imitate FLA's choice among backends, as far as a backend sees it."""
 
     class BaseBackend:
         priority = 5
@@ -189,7 +191,7 @@ def stand_in():
 
 @pytest.fixture(params=["stand-in", pytest.param("fla", marks=needs_fla)])
 def fla(request, monkeypatch):
-    """module, name -> FLA's function as its own modules find it."""
+    """Return a function of (module, name) that finds FLA's function as its own modules do."""
     if request.param == "stand-in":
         for name, module in stand_in().items():
             monkeypatch.setitem(sys.modules, name, module)
@@ -215,7 +217,7 @@ def test_the_rule_is_served(fla):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_convolution_is_served(fla, packed):
-    """Windows of W columns, in and out, with gradients through both."""
+    """Windows of W columns are read and written, with gradients through both."""
     D, ends = 6, torch.tensor([0, 3, 3, 8]) if packed else None
     x, weight, bias = torch.randn(1 if packed else N, 8, D), torch.randn(D, W), torch.randn(D)
     window = torch.randn(N, D, W)
@@ -265,7 +267,7 @@ def test_the_last_undo_restores_everything(fla):
 
 
 def test_the_deprecation_warning_of_fla_is_kept(fla):
-    """FLA's own tests wait for it; one call gives one, at the line of the caller."""
+    """A call gives one of FLA's deprecation warnings, at the caller's line; FLA's own tests expect it."""
     q, k, v, g, beta = problem(B=2, T=5)
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
@@ -306,7 +308,7 @@ def test_what_gdn_refuses_stays_with_fla(monkeypatch):
 
 
 def test_sizes_without_a_kernel_stay_with_fla(monkeypatch):
-    """On a GPU `eager` would serve them, with far more memory than FLA's kernels take."""
+    """On a GPU sizes without a kernel go to FLA, since `eager` would need far more memory."""
     modules = stand_in()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -343,7 +345,7 @@ def test_versions_and_switches(monkeypatch):
 
 
 def layer_by_law(layer, hidden):
-    """FLA's GatedDeltaNet in fp64, by its weights."""
+    """Compute FLA's GatedDeltaNet in fp64 from its weights."""
     p = {name: x.detach().double() for name, x in layer.state_dict().items()}
     x = hidden.double()
 
@@ -383,7 +385,7 @@ def test_flas_layer_is_the_law():
 
 @needs_fla
 def test_flas_model_generates(monkeypatch):
-    """A prompt and its continuation through FLA's cache equal the whole sequence at once."""
+    """A prompt and its continuation through FLA's cache equal one pass over the whole sequence."""
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
     from fla.modules import mlp
 

@@ -1,4 +1,4 @@
-"""lmdeploy's backend on gdn: rings, padding, new sequences in recycled slots, its convolution."""
+"""Test lmdeploy's backend on gdn: rings, padding, new sequences in used slots, its convolution."""
 
 import sys
 import types
@@ -46,7 +46,7 @@ def five(x):
 @pytest.mark.parametrize("with_ring", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recurrent(transposed, with_ring, dtype):
-    """Both layouts, fp32 and bf16 pools, slots past the pool and below 0, states rounded at every token."""
+    """Both layouts, fp32 and bf16 pools and invalid slots agree; states are rounded after every token."""
     T, R = 4, 4
     x = inputs(5, T)
     lead = (SLOTS, R) if with_ring else (SLOTS,)
@@ -86,7 +86,7 @@ def test_a_ring_of_one_entry_and_entry_zero():
 
 
 def test_verified_packets_equal_single_steps():
-    """Bit for bit in a bf16 ring, whatever was accepted: the state is rounded after every token."""
+    """Packets equal single steps bit for bit in a bf16 ring, for any accepted counts."""
     drafts, ring = 3, pool_of(2, 4).bfloat16()
     single, seen = ring.clone(), torch.tensor([5]).int()
     index, options = torch.tensor([1]), {"output_final_state": True, "transpose_state_layout": True, **L2}
@@ -111,7 +111,7 @@ def test_verified_packets_equal_single_steps():
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_prepare_inputs(grouped):
-    """Nothing is expanded or narrowed, and new sequences are marked for prompts alone."""
+    """Nothing is expanded or rounded, and only prompts mark new sequences."""
     T, A_log, dt_bias = 6, torch.randn(HV), torch.randn(HV)
     q, k, a, b = (torch.randn(1, T, *s).bfloat16() for s in ((H, K), (H, K), (HV,), (HV,)))
     given = (x.unflatten(-1, (H, HV // H)) if grouped else x for x in (b, a))
@@ -133,7 +133,7 @@ LENGTHS = [5, 70, 0, 3]
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("with_ring", [False, True])
 def test_prompts_in_place(transposed, with_ring):
-    """In a cache of several layers, so that slots lie apart; a recycled slot holds NaN."""
+    """Prompts work in a cache of several layers, whose slots are apart, and on a used slot that holds NaN."""
     x, offsets = inputs(1, sum(LENGTHS)), torch.tensor([0, *LENGTHS]).cumsum(0).int()
     index, new = torch.tensor([4, 2, 8, 6]), [True, False, False, False]
     x["g"][0, 0] = lmdeploy.NEW
@@ -165,7 +165,7 @@ def test_prompts_in_place(transposed, with_ring):
 )
 @pytest.mark.parametrize("is_entry_major", [False, True])
 def test_slots_and_entries_out_of_range_are_padding(slot, entry, is_entry_major):
-    """Nothing is written and o is 0: no neighbour's entry, and no other slot by a product that wraps."""
+    """An invalid slot or entry writes nothing and outputs 0, also where its offset would wrap around."""
     x, offsets, S = inputs(1, 5), torch.tensor([0, 5]), 4
     dtype = torch.int32 if max(abs(slot), abs(entry)) < 2**31 else torch.int64
     # with 4 entries 2**30 times the stride is 2**32, which is 0 in int32
@@ -185,7 +185,7 @@ def test_slots_and_entries_out_of_range_are_padding(slot, entry, is_entry_major)
 
 @pytest.mark.parametrize("gap", [8, 1])
 def test_prompts_on_a_ring_whose_slots_lie_apart_by_no_multiple_of_a_state(gap):
-    """The bits of a dense ring, padding left alone; a page of a slot may hold other things as well."""
+    """A ring with any slot stride has the bits of a dense one, and nothing between slots is written."""
     x, offsets = inputs(1, sum(LENGTHS)), torch.tensor([0, *LENGTHS]).cumsum(0).int()
     index, entries = torch.tensor([4, -1, 3, 0]), (torch.tensor([3, 1, 0, 2]), torch.tensor([0, 3, 2, 1]))
     dense = pool_of(SLOTS, 4)
@@ -207,7 +207,7 @@ def test_prompts_on_a_ring_whose_slots_lie_apart_by_no_multiple_of_a_state(gap):
 
 
 def test_int32_slots_reach_the_end_of_a_large_ring():
-    """The product of slot and stride is taken in int64: 2**31 states, of which no byte is allocated."""
+    """slot x stride is computed in int64; the test has 2**31 states, of which no byte is allocated."""
     shape, step = torch.Size([2**29, 8, HV, V, K]), (8, 1)
     slots, entry = torch.tensor([2**29 - 1, 2**29]).int(), torch.tensor([7, 0]).int()
     assert lmdeploy._flat_index(slots, entry, shape, step).tolist() == [2**32 - 1, -1]
@@ -216,7 +216,7 @@ def test_int32_slots_reach_the_end_of_a_large_ring():
 @pytest.mark.interpret
 @pytest.mark.parametrize("ids", [[3, -1, 1], [SLOTS, -1, 2**30], [0, 5, -1]])
 def test_windows_of_padding_are_left_alone(ids):
-    """The convolution of prompts on a ring of windows: a slot out of range gives zeros and writes nothing."""
+    """In the convolution of prompts a slot out of range outputs zeros and writes no window."""
     drafts, counts, seen = 2, [5, 2, 6], [0, 4, 7]
     weight, x = torch.randn(D, 1, W), torch.randn(1, sum(counts), D)
     state = torch.randn(SLOTS, D, W + drafts)
@@ -255,7 +255,7 @@ def meta(**fields):
 
 
 def prompt_meta(ids, counts, seen, drafts):
-    """What lmdeploy's GatedDeltaMeta holds for a prefill of `counts` tokens after `seen`."""
+    """Return the fields of lmdeploy's GatedDeltaMeta for a prefill of `counts` tokens after `seen`."""
     counts, seen = torch.tensor(counts), torch.tensor(seen)
     fields = {"is_decoding": False, "origin_state_ids": ids, "is_init": seen == 0}
     fields["cu_seqlens"] = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
@@ -269,7 +269,7 @@ def prompt_meta(ids, counts, seen, drafts):
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_layers_calls_from_prompt_to_decode(drafts):
-    """Two prompts in two pieces, one of them a single token, then steps: as if at once, in slots of NaN."""
+    """Two prompts in two pieces, one a single token, then steps, equal one pass; the slots held NaN."""
     channels, total = 2 * H * K + HV * V, 16
     weight, bias = torch.randn(channels, 1, W), torch.randn(channels)
     A_log, dt_bias = torch.randn(HV), torch.randn(HV)

@@ -1,4 +1,4 @@
-"""SGLang's functions and kernel interface on gdn: decode, verify and commit, extend with tracking."""
+"""Test SGLang's functions and kernel interface on gdn: decode, verify and commit, extend with tracking."""
 
 import sys
 import types
@@ -34,7 +34,7 @@ def test_kernel_signatures(name):
 
 
 def update(x, state, indices, **options):
-    """A call by position, as SGLang makes it, logits without a batch axis where the tokens are packed."""
+    """Call the update by position, as SGLang does; packed logits have no batch axis."""
     a, b = (x[name] if options.get("cu_seqlens") is None else x[name][0] for name in "ab")
     return sglang.fused_sigmoid_gating_delta_rule_update(
         x["A_log"],
@@ -55,7 +55,7 @@ def update(x, state, indices, **options):
 
 
 def test_decode_by_the_kernel_interface():
-    """Views of a packed projection, a pool inside pages, padding in graph replay."""
+    """Decode works on views of a packed projection and a pool inside pages, with padding of a graph."""
     x, offsets = inputs(1, 4, raw=True), torch.arange(5).int()
     index = torch.tensor([3, -1, 7, 0]).int()
     memory = torch.randn(SLOTS, HV * V * K + 16)
@@ -94,7 +94,9 @@ def test_packed_decode():
 
 
 def verify_call(tree=False, pitch=5):
-    """Three requests of three drafts each, rows of the buffer out of order, one of padding."""
+    """Return a verification of three requests of three drafts, with buffer rows out of order, one of them
+    padding.
+    """
     x, offsets = inputs(1, 9, raw=True), torch.tensor([0, 3, 6, 9]).int()
     index, rows = torch.tensor([4, -1, 2, 8]).int(), torch.tensor([1, 0, 3, 2])
     parent = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 0, 0]]) if tree else None
@@ -105,7 +107,7 @@ def verify_call(tree=False, pitch=5):
 @pytest.mark.interpret
 @pytest.mark.parametrize("tree", [False, True])
 def test_verify_and_commit(tree):
-    """P3 and P4: the pool stays, and accepted steps, not batch rows or slots, are moved into it."""
+    """With P3 and P4 verification does not write the pool, and the commit copies accepted steps into it."""
     x, offsets, index, rows, parent, buffer = verify_call(tree)
     pools, before = pool_of(1, SLOTS), None
     before = pools.clone()
@@ -140,7 +142,7 @@ def test_commit_without_rows():
 @pytest.mark.interpret
 @pytest.mark.parametrize("are_apart", [False, True])
 def test_commit_with_tracking(are_apart):
-    """States and windows of all layers; a chain's windows overlap in one memory a request."""
+    """The commit covers states and windows of all layers, also where the windows of a request overlap."""
     D, W, T = 6, 4, 5
     wide = torch.randn(2, 3, D, T + W - 2).bfloat16()
     windows = wide.unfold(3, W - 1, 1).transpose(2, 3)
@@ -169,7 +171,7 @@ def test_commit_with_tracking(are_apart):
 
 
 def test_drafts_adapt_within_the_pitch():
-    """Fewer drafts than the buffer has room for."""
+    """A packet may have fewer drafts than the buffer has room for."""
     x, offsets, index, rows, _, _ = verify_call()
     results = []
     for pitch in (3, 8):
@@ -207,7 +209,7 @@ def prompts():
 
 
 def state_after(x, span, count, begin):
-    """The state after `count` tokens of a span, by the law."""
+    """Return the reference's state after `count` tokens of a sequence."""
     part = {name: value[:, span.start : span.start + count] for name, value in x.items()}
     return gated_delta_rule(**part, initial_state=begin[None], state_v_first=True, **L2)[1][0]
 

@@ -1,4 +1,4 @@
-"""vLLM's functions on gdn: its call sites, its padding, its speculation, against the law."""
+"""Test vLLM's functions on gdn against the reference: its call sites, its padding, its speculation."""
 
 import sys
 import types
@@ -28,13 +28,15 @@ def test_signatures(module, name):
 
 
 def paged(blocks=BLOCKS, dtype=torch.float32):
-    """States inside pages: a block's stride is not the size of its state."""
+    """Return states inside pages, where the stride of a block is not the size of its state."""
     memory = torch.randn(blocks, HV * V * K + 40).to(dtype)
     return memory[:, 8 : 8 + HV * V * K].unflatten(1, (HV, V, K))
 
 
 def packed(counts, raw=False, extra=0):
-    """q, k, v and gates [1, total, ...] and offsets, as vLLM has them; `extra` tokens of padding behind."""
+    """Return q, k, v and gates [1, total, ...] and offsets in vLLM's form, followed by `extra` padding
+    tokens.
+    """
     total = sum(counts) + extra
     x = inputs(1, total, raw=raw)
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -45,7 +47,7 @@ def packed(counts, raw=False, extra=0):
 
 
 def drafts():
-    """A table of blocks and accepted counts for one row more than the batch has."""
+    """Return a table of blocks and accepted counts for one row more than the batch has."""
     table = [[1, 2, 3, 4], [0, 0, 0, 0], [5, 6, 7, 0], [-1, 8, 9, 10], [11, 11, 11, 11]]
     return torch.tensor(table).int(), torch.tensor([2, 1, 3, 2, 1]).int()
 
@@ -54,7 +56,9 @@ def drafts():
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_speculation(raw, dtype):
-    """P2: read at column accepted - 1, token t to column t, blocks <= 0 skipped, states carried in fp32."""
+    """P2 reads column accepted - 1, writes token t to column t, skips blocks <= 0, and keeps the state in
+    fp32.
+    """
     x, offsets = packed([4, 4, 2, 3], raw=raw, extra=2)
     state, (table, accepted) = paged(dtype=dtype), drafts()
     where = {
@@ -98,7 +102,7 @@ def test_accepted_counts_out_of_range_are_clamped():
 
 
 def test_acceptance_is_free():
-    """Three verified packets with 1, 3 and 2 tokens accepted equal the accepted tokens one by one."""
+    """Three verified packets with 1, 3 and 2 accepted tokens equal the accepted tokens one by one."""
     state, table = pool_of(BLOCKS), torch.tensor([[1, 2, 3, 4]]).int()
     single = state.clone()
     accepted, offsets = torch.ones(1).int(), torch.tensor([0, 4]).int()
@@ -122,7 +126,7 @@ def test_acceptance_is_free():
 @pytest.mark.interpret
 @pytest.mark.parametrize("raw", [False, True])
 def test_decode_by_one_index_each(raw):
-    """Peeled decodes: offsets of N rows, an index buffer that is longer, rows of padding at the end."""
+    """Plain decode takes offsets of N rows, a longer index buffer, and rows of padding at the end."""
     x, _ = packed([1, 1, 1], raw=raw, extra=1)
     offsets = torch.tensor([0, 1, 2, 3, 3]).int()
     index, state = torch.tensor([5, 0, 2, 0, 7, 8]).int(), paged()
@@ -134,7 +138,7 @@ def test_decode_by_one_index_each(raw):
 
 
 def test_packed_decode():
-    """Rows with a pitch of their own, out written in place, beta not narrowed."""
+    """Rows may have any pitch, out is written in place, and beta is not rounded."""
     B, columns = 4, 2 * H * K + HV * V
     mixed = torch.randn(B, columns + 30).bfloat16()[:, 7 : 7 + columns]
     a, b = torch.randn(B, 3 * HV).bfloat16()[:, :HV], torch.randn(B, HV).bfloat16()
@@ -239,7 +243,7 @@ def test_prefill_of_a_batch_into_a_buffer():
 
 
 def conv_by_law(x, weight, bias, window):
-    """y [T, D] and the window after it, of x [T, D] after window [D, W - 1]."""
+    """Return the reference's y [T, D] and the window after it, of x [T, D] after window [D, W - 1]."""
     y, after = law_of_layers.causal_conv1d(
         x[None], weight, bias, activation="silu", initial_state=window[None]
     )
@@ -310,7 +314,7 @@ def test_conv_of_packed_rows_without_speculation():
 
 @pytest.mark.interpret
 def test_conv_of_packets_slides():
-    """Verified packets of several lengths, some accepted, equal the accepted tokens in a row."""
+    """Verified packets of several lengths, partly accepted, equal the accepted tokens in a row."""
     _, state, weight, bias = conv_inputs(0)
     index = torch.tensor([3, 0, 5, 7]).int()
     history = {slot: state[slot, :, : W - 1].t().clone() for slot in (3, 5, 7)}

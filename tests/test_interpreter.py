@@ -1,4 +1,6 @@
-"""The repaired interpreter: bf16 to the bit as torch computes it, tf32 as tensor cores read it, extremes."""
+"""Test the corrected interpreter: bf16 rounds as in PyTorch, tf32 as on tensor cores, and extremes as on a
+GPU.
+"""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Another number of heads, sequences or tokens compiles nothing: the first call of a kind has it all.
+"""Check that another number of heads, sequences or tokens compiles nothing after the first call of a kind.
 
-Launches are recorded, not run, on machines that need not be there.
+Launches are recorded instead of run, on GPUs that need not be there.
 """
 
 from dataclasses import replace
@@ -43,7 +43,7 @@ def problem_of(case, dtype, is_packed, size):
 
 
 def run(problem, given):
-    """A forward alone, and one with its backward."""
+    """Run a forward alone, and a forward with its backward."""
     room.BACKEND.chunk_forward(problem, False)
     saved = room.BACKEND.chunk_forward(problem, True)[2]
     room.BACKEND.chunk_backward(problem, saved, given.do, given.dfinal_state)
@@ -51,7 +51,9 @@ def run(problem, given):
 
 @pytest.fixture
 def met(monkeypatch):
-    """(call, target) -> what it has compiled ahead, by kind, and what it launches."""
+    """Return a function of (call, target) that returns the kernels compiled ahead, by kind, and those
+    launched.
+    """
 
     def run(call, target):
         asked = {}
@@ -131,7 +133,7 @@ def a_norm(N, T, H, HV):
 
 
 def a_conv(N, T, *_):
-    """Of as many channels as ever: those are a size of the model, as K is."""
+    """Return a convolution with a fixed number of channels, which is a size of the model, as K is."""
     x = torch.randn(N, T, 768).bfloat16().requires_grad_()
     pool, weight, options = torch.empty(N, 768, 8), torch.randn(768, 4), {"activation": "silu"}
 

@@ -1,4 +1,4 @@
-"""GatedDeltaNet: the layer's law, padding, packing, caches, torch's ways, Transformers' weights."""
+"""Test GatedDeltaNet: its reference, padding, packing, caches, PyTorch features, Transformers' weights."""
 
 import copy
 import doctest
@@ -27,7 +27,7 @@ def build(dtype=torch.float32, **options):
 
 
 def law(layer, hidden, parameters=None, conv_state=None, state=None, cu_seqlens=None):
-    """The layer in fp64, from the references only: output and what a cache holds."""
+    """Return the layer's output and cache in fp64, computed by the references alone."""
     p = parameters or {name: x.detach().double() for name, x in layer.named_parameters()}
     x = hidden.double()
     H, HV = layer.num_k_heads, layer.num_v_heads
@@ -48,7 +48,7 @@ def law(layer, hidden, parameters=None, conv_state=None, state=None, cu_seqlens=
 
 
 def differs(x, wanted):
-    """The worse of relative RMS and scaled maximal error; infinite for NaN."""
+    """Return the larger of the relative RMS and the scaled maximal error, or infinity for NaN."""
     x, wanted = x.detach().double(), wanted.detach().double()
     rms = (x - wanted).norm() / wanted.norm().clamp(min=1e-30)
     largest = (x - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
@@ -90,7 +90,7 @@ def test_law_and_gradients(options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cuts", [[70], [50, 20], [1, 69], [2, 1, 67], [64, 1, 5], [66, 1, 1, 1, 1]])
 def test_cache_equals_whole(cuts, dtype):
-    """Cut anywhere, with gradient (chunks) and without (short pieces token by token)."""
+    """A sequence cut anywhere equals the whole, with gradients (chunks) and without (single tokens)."""
     layer, hidden = build(dtype), torch.randn(2, 70, SIZES["hidden_size"], dtype=dtype)
     whole = gdn.GatedDeltaNetCache()
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_cache_equals_whole(cuts, dtype):
 
 
 def test_gradient_flows_through_the_cache():
-    """From what a later piece, short or long, makes of the state to the inputs of an earlier one."""
+    """A later piece, short or long, passes a gradient through the state to the inputs of an earlier one."""
     layer = build(torch.float64)
     hidden = torch.randn(1, 20, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
     (wanted,) = torch.autograd.grad(layer(hidden)[:, 18:].sum(), hidden)
@@ -143,7 +143,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", list(MASKS))
 def test_padding(name):
-    """Only real tokens count: outputs, states, gradients, in a first piece and later ones, long and short."""
+    """Only real tokens count, in outputs, states and gradients, in first and later pieces, long and short."""
     layer, hidden = build(torch.float64), torch.randn(2, 53, SIZES["hidden_size"], dtype=torch.float64)
     pattern = torch.tensor(MASKS[name])
     mask = torch.cat([pattern, pattern.flip(1), torch.tensor([[1, 0, 1], [0, 0, 1]])], 1)
@@ -204,7 +204,7 @@ def test_empty():
 
 
 def test_precisions():
-    """bf16 and autocast stay near fp64; the gates' parameters are fp32 in a bf16 layer."""
+    """bf16 and autocast stay near fp64, and the gates' parameters of a bf16 layer are fp32."""
     hidden = torch.randn(2, 70, SIZES["hidden_size"])
     layer = build(torch.bfloat16)
     assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
@@ -222,7 +222,7 @@ def test_precisions():
 
 
 def test_compile():
-    """One graph for every length, with a mask and gradients; and steps with a cache."""
+    """One graph covers every length, with a mask and gradients; steps with a cache compile too."""
     layer, D = build(), SIZES["hidden_size"]
     forward = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for T in (40, 65):
@@ -242,7 +242,7 @@ def test_compile():
 
 
 def test_module():
-    """Checkpointing, deepcopy and a state_dict change nothing."""
+    """Checkpointing, deepcopy and a state_dict change no result."""
     layer, hidden = build(), torch.randn(2, 70, SIZES["hidden_size"], requires_grad=True)
     y = layer(hidden)
     wanted = torch.autograd.grad(y.square().sum(), (hidden, *layer.parameters()))
@@ -312,7 +312,7 @@ def test_call_refusals(error, name, options):
 
 
 def transformers_layer(model, ratio, dtype=torch.float32):
-    """A Transformers layer of the family with random weights, and a fresh cache for it."""
+    """Return a Transformers layer of the family with random weights, and a fresh cache for it."""
     pytest.importorskip("transformers")
     from transformers import DynamicCache
 
@@ -338,7 +338,7 @@ def transformers_layer(model, ratio, dtype=torch.float32):
 @pytest.mark.parametrize("model", ["qwen3_next", "qwen3_5"])
 class TestTransformers:
     def test_same_numbers(self, model, ratio):
-        """Whole, in pieces and step by step; outputs and states."""
+        """Outputs and states agree for the whole sequence, in pieces and step by step."""
         theirs, _ = transformers_layer(model, ratio)
         ours, hidden = gdn.GatedDeltaNet.from_transformers(theirs), torch.randn(2, 150, 24)
         with torch.no_grad():
@@ -372,7 +372,7 @@ class TestTransformers:
         assert all(differs(a, b) < 1e-4 for a, b in zip(got, wanted, strict=True))
 
     def test_weights(self, model, ratio):
-        """From a module and from its state_dict; what is no such layer is refused; dtypes are kept."""
+        """Weights load from a module or its state_dict with their dtypes; other layers raise."""
         theirs, _ = transformers_layer(model, ratio, torch.bfloat16)
         ours, hidden = gdn.GatedDeltaNet.from_transformers(theirs), torch.randn(1, 9, 24).bfloat16()
         assert ours.in_proj_qkv.weight.dtype == torch.bfloat16 and ours.norm.eps == 1e-5

@@ -1,4 +1,4 @@
-"""What kernels share."""
+"""Test device functions that kernels share."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def _there_and_back(x_ptr, upper_ptr, rest_ptr, y_ptr, n, BLOCK: tl.constexpr):
 @pytest.mark.interpret
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_numbers_in_24_bits(triton_device, dtype):
-    """At most 2^-16 of a number is lost, half an ulp by its upper half alone; nothing where fp32 has room."""
+    """24 bits lose at most 2^-16 of a number, the upper half alone half an ulp, and fp32 storage nothing."""
     size = torch.logspace(-37, 37, 256, base=10)
     x = size * torch.randn(256).sign() * (1 + torch.rand(256))
     x[:3] = torch.tensor([0.0, float("inf"), -float("inf")])

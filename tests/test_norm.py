@@ -1,4 +1,4 @@
-"""The gated RMS norm: the formula, its gradients, strides, the torch operator, the Transformers modules."""
+"""Test the gated RMS norm: the formula, gradients, strides, the torch operator, the Transformers modules."""
 
 import doctest
 import importlib
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.usefixtures("strict_poison")
 
 
 def differs(x, wanted):
-    """Relative RMS error; infinite for NaN."""
+    """Return the relative RMS error, or infinity if the result holds NaN."""
     x, wanted = x.detach().cpu().double(), wanted.detach()
     error = (x - wanted).norm() / wanted.norm().clamp(min=1e-30) if wanted.numel() else torch.zeros(())
     return float("inf") if error.isnan() else float(error)
 
 
 def inputs(*shape, dtype=torch.float64, is_slice=False, device="cpu"):
-    """x, z (a slice of a wider projection), weight."""
+    """Return x, z (a slice of a wider projection) and weight."""
     x, z, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     x, z, weight = (t.to(device, dtype) for t in (x, z, weight))
     if is_slice:
@@ -34,7 +34,7 @@ def inputs(*shape, dtype=torch.float64, is_slice=False, device="cpu"):
 
 
 def exactly(t):
-    """A leaf of the same numbers in fp64 on the CPU, where the law runs."""
+    """Return a leaf with the same numbers in fp64 on the CPU, for the reference."""
     return None if t is None else t.detach().cpu().double().requires_grad_()
 
 
@@ -56,7 +56,7 @@ def test_law(backend, device, dtype, given, activation, monkeypatch):
 
 
 def agrees(tensors, given, activation, backend):
-    """y and every gradient against the law."""
+    """Assert that y and every gradient agree with the reference."""
     chosen = [t if letter in given else None for letter, t in zip("xzw", tensors, strict=True)]
     exact, dtype = [exactly(t) for t in chosen], tensors[0].dtype
     y = gdn.rms_norm_gated(*chosen, activation=activation, backend=backend)
@@ -73,7 +73,7 @@ def agrees(tensors, given, activation, backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_rows_and_wide_ones(dtype):
-    """Several blocks of rows to a program; rows that take a program of their own, or none that fits."""
+    """Several blocks of rows per program agree, and so do rows as wide as a program or wider."""
     for shape in ((4, 1500, 8, 128), (700, 100), (33, 2048), (5, 8192), (3, 8200)):
         is_slice = len(shape) == 4
         agrees(inputs(*shape, dtype=dtype, is_slice=is_slice, device="cuda"), "xzw", "silu", "triton")
@@ -104,7 +104,7 @@ def test_reruns_are_bit_identical_and_other_sizes_compile_nothing(monkeypatch):
 
 @pytest.mark.interpret
 def test_a_row_does_not_depend_on_the_others(backend, device):
-    """Bits of the first rows, alone and in a larger batch; a NaN in another row stays there."""
+    """A row has the same bits alone and in a larger batch, and NaN in one row reaches no other."""
     x, z, weight = (t.detach() for t in inputs(70, 4, 64, dtype=torch.float32, device=device))
     x[50] = torch.nan
     whole = gdn.rms_norm_gated(x, z, weight, backend=backend)
@@ -128,7 +128,7 @@ def test_gate_fails_wrong_answers(backend, device):
 
 @pytest.mark.interpret
 def test_zero_rows_and_eps(backend, device):
-    """A row of zeros stays zero with finite gradients; eps counts."""
+    """A row of zeros stays zero with finite gradients, and eps has an effect."""
     x = torch.zeros(2, 8, device=device, requires_grad=True)
     y = gdn.rms_norm_gated(x, torch.randn(2, 8, device=device), eps=1e-12, backend=backend)
     assert not y.any() and torch.autograd.grad(y.sum(), x)[0].isfinite().all()

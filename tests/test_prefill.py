@@ -1,4 +1,4 @@
-"""Prefill: outputs, final states, checkpoints and snapshots against the law. The contract of any backend."""
+"""Test prefill on every backend: outputs, final states, checkpoints and snapshots against the reference."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ LAYOUTS = [True, False]
 def batch(
     lengths=LENGTHS, slots=SLOT, tail=TAIL, pool=torch.float32, v_first=True, index=torch.int64, **options
 ):
-    """A packed call with a few tokens that nobody owns at its end."""
+    """Return a packed call, with a few tokens past the last sequence."""
     ends = torch.tensor([0, *lengths]).cumsum(0)
     x = inputs(1, int(ends[-1]) + tail, **options)
     state = pool_of(SLOTS, dtype=pool, v_first=v_first)
@@ -30,13 +30,13 @@ def batch(
 
 
 def every(rows=40, every=64, offsets=(0, 0, 1, 4, 5, 20), v_first=True):
-    """Checkpoints at multiples of `every`, into poisoned memory."""
+    """Return checkpoints at multiples of `every`, in poisoned memory."""
     kept = torch.full((rows, 4, *((24, 16) if v_first else (16, 24))), NAN)
     return {"checkpoints": kept, "checkpoint_every": every, "checkpoint_offsets": torch.tensor(offsets)}
 
 
 def wrongs(o, state, kept, want, x, tolerance):
-    """Everything wrong with what a prefill left behind."""
+    """Return everything that is wrong with what a prefill wrote."""
     found = [f"o is off by {error(o, want.o):.1e}"] if not error(o, want.o) <= tolerance else []
     found.append(stored_wrong(state, want.state, x["state"], tolerance))
     if kept is not None:
@@ -45,7 +45,9 @@ def wrongs(o, state, kept, want, x, tolerance):
 
 
 def run(backend, device, x, **options):
-    """A prefill on copies on a device, its output poisoned first; what it wrote, on the CPU."""
+    """Run a prefill on copies on a device, with a poisoned output; return everything that it wrote, on the
+    CPU.
+    """
     x, options = moved(x, device), moved(options, device)
     out = torch.full_like(x["v"], NAN)
     assert api.prefill(**x, out=out, backend=backend, **options) is out
@@ -54,7 +56,7 @@ def run(backend, device, x, **options):
 
 
 def agrees(backend, device, x, tolerance, **options):
-    """Everything written against the law; returns it."""
+    """Assert that everything written agrees with the reference; return it."""
     want = law.prefill(**x, **{k: v for k, v in options.items() if k != "batch_invariant"})
     got = run(backend, device, x, **options)
     assert wrongs(*got, want, x, tolerance) == []
@@ -109,7 +111,7 @@ def test_the_gate_can_fail(backend, device):
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_slots(backend, device, poison, invariant):
-    """Padding, split write slots, new sequences on dirty slots, and a NaN wherever nothing is read."""
+    """Padding, separate write slots and new sequences on used slots agree, with NaN in all unread memory."""
     x = batch(slots=[-1, 5, 0, 1, SLOTS, 8])
     x |= {
         "has_initial_state": torch.tensor([True, True, True, False, True, True]),
@@ -135,7 +137,7 @@ def test_slots(backend, device, poison, invariant):
 
 
 def test_neighbours_with_nan(backend, device):
-    """A NaN in one sequence, its state included, reaches no other."""
+    """NaN in one sequence, also in its state, reaches no other sequence."""
     x = batch()
     want = run(backend, device, x)
     x["state"][SLOT[3]] = NAN
@@ -165,8 +167,9 @@ def test_checkpoints(backend, device, step):
 @pytest.mark.parametrize("HV", [1, pytest.param(264, marks=pytest.mark.gpu, id="one walk")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_on_the_way_are_those_that_were_carried(backend, device, dtype, HV):
-    """A checkpoint, or a snapshot between chunks, has the numbers of the prefill that ends there: it is not
-    rounded to the tokens' dtype on its way."""
+    """A checkpoint or snapshot has the numbers of a prefill that ends there: it is not rounded to the tokens'
+    dtype.
+    """
     sizes = {"H": 1, "HV": HV, "K": 128, "V": 16}
     x = batch([130], [0], tail=0, dtype=dtype, **sizes)
     x |= {"state": pool_of(3, HV=HV, K=128, V=16), "snapshot_pos": torch.tensor([64])}
@@ -207,7 +210,7 @@ def test_snapshots(backend, device, v_first, invariant):
 
 
 def test_batch_invariance(backend, device):
-    """The bits of a sequence are those it has alone, whatever the order and company."""
+    """A sequence has the bits that it has alone, whatever else is in the batch, in any order."""
     x = batch() | every() | {"snapshot_pos": torch.tensor([33, 0, 1, 5, 100, 65])}
     x["state"] = pool_of(2 * SLOTS)
     x["snapshot_index"] = torch.tensor(SLOT) + SLOTS
@@ -241,7 +244,7 @@ def test_reruns_give_the_same_bits(backend, device, threads):
 
 @pytest.mark.gpu
 def test_a_captured_prefill_follows_its_indices():
-    """Replayed on other slots, other lengths of as many prompts, other states and positions on the way."""
+    """A graph may be replayed with other slots, lengths, states, checkpoints and snapshots."""
     first, second = (moved(batch(dtype=torch.bfloat16) | every(), "cuda") for _ in range(2))
     for x, at in ((first, [70, 0, 1, 64, 130, -1]), (second, [1, 0, -1, 33, 64, 128])):
         x["state"] = torch.cat([x["state"], x["state"]])

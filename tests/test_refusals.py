@@ -1,4 +1,4 @@
-"""Wrong arguments are refused by name, and nothing is touched."""
+"""Test that wrong arguments raise an error that names them, and touch nothing."""
 
 import inspect
 
@@ -91,7 +91,7 @@ def test_a_gradient_of_a_subclass_goes_through_the_operators():
 
 
 def overlapping():
-    """Return a pool each slot of which begins within the slot before it."""
+    """Return a pool whose slots overlap: each begins within the previous one."""
     size = HV * K * V
     return torch.zeros(2 * size).as_strided((3, HV, K, V), (size // 2, K * V, V, 1))
 

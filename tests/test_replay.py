@@ -1,4 +1,4 @@
-"""Replay: drafts verified on a state that is only read, against the law and against plain decode."""
+"""Test replay, which verifies drafts on a state that is only read, against the reference and plain decode."""
 
 import doctest
 import importlib
@@ -24,7 +24,7 @@ WRITTEN = ("history_u", "history_k", "history_G")
 
 
 def history(slots=SLOTS, places=PLACES, H=2, HV=4, K=16, V=24, dtype=F32, G=F64, lead=()):
-    """Histories that other tokens have filled, and cursors all over them."""
+    """Return histories that hold other tokens, with cursors at many places."""
     decays = -torch.rand(*lead, slots, places, HV, dtype=F64) / 8
     return {
         "history_u": torch.randn(*lead, slots, places, HV, V).to(dtype) / 4,
@@ -48,7 +48,7 @@ def call(
 
 
 def run(backend, device, x, **options):
-    """A call on copies on a device, its output poisoned first; what it wrote, on the CPU."""
+    """Run a call on copies on a device, with a poisoned output; return all that it wrote, on the CPU."""
     x = moved(x, device)
     before = x["state"].clone(), x["cursor"].clone()
     out = torch.full_like(x["v"], NAN)
@@ -58,7 +58,7 @@ def run(backend, device, x, **options):
 
 
 def wrongs(got, want, x, tolerance, G_tolerance=1e-12):
-    """Everything wrong with what a call left behind; places that nobody writes keep their bits."""
+    """Return everything that is wrong with what a call wrote; unwritten places must keep their bits."""
     found = [] if error(got[0], want.o) <= tolerance else [f"o is off by {error(got[0], want.o):.1e}"]
     limits = (tolerance, tolerance, G_tolerance)
     for name, y, wanted, limit in zip(WRITTEN, got[1:], (want.u, want.k, want.G), limits, strict=True):
@@ -151,7 +151,7 @@ def test_options(backend, device, absent):
 @pytest.mark.interpret
 @pytest.mark.parametrize("keys", ["random", "identical"])
 def test_sixteen_tokens_on_a_long_history(backend, device, keys):
-    """More history than one block of it, and keys that make the triangular system as stiff as it can be."""
+    """A history longer than a block agrees, with keys that make the triangular system ill-conditioned."""
     x = inputs(2, 16)
     if keys == "identical":
         x["k"][:] = x["k"][:, :1]
@@ -163,7 +163,7 @@ def test_sixteen_tokens_on_a_long_history(backend, device, keys):
 
 @pytest.mark.interpret
 def test_reset_in_a_packet_and_in_a_history(backend, device):
-    """g = -1e6 and g = -inf forget all before them and spoil nothing after."""
+    """g = -1e6 and g = -inf forget all earlier tokens and change no later one."""
     x = call()
     x["g"][:, 1] = -1e6
     x["g"][0, 2] = -torch.inf
@@ -175,7 +175,7 @@ def test_reset_in_a_packet_and_in_a_history(backend, device):
 
 @pytest.mark.interpret
 def test_nan_in_what_is_not_read_reaches_nothing(backend, device):
-    """Other slots, places past the cursor, rows without a slot: all of them may hold anything."""
+    """NaN in other slots, in places past the cursor and in rows without a slot reaches no result."""
     x = call()
     clean, dirty = run(backend, device, x), {name: v.clone() for name, v in x.items()}
     live = [7, 2, 4]
@@ -195,7 +195,7 @@ def test_nan_in_what_is_not_read_reaches_nothing(backend, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize("places", [20, 70])
 def test_programs_of_many_strips(triton_device, monkeypatch, places):
-    """As where rows and heads fill a machine."""
+    """Replay agrees in the tiles that are chosen when rows and heads fill a GPU."""
     monkeypatch.setattr(importlib.import_module("gdn.backends.triton.serving.packet"), "FILLED", 0)
     sizes = {"HV": 4, "K": 32, "V": 100}
     x = inputs(2, 5, H=2, **sizes) | history(2, places, H=2, **sizes) | {"state": pool_of(2, **sizes)}
@@ -205,7 +205,7 @@ def test_programs_of_many_strips(triton_device, monkeypatch, places):
 
 @pytest.mark.interpret
 def test_a_history_of_any_length(backend, device):
-    """Of more places than a program holds what rows get of."""
+    """A history may have more places than a program holds in registers."""
     x = inputs(2, 4) | history(2, 100) | {"state": pool_of(2), "cursor": torch.tensor([90, 17])}
     agrees(backend, device, x, 1e-5, 1e-6)
 
@@ -224,7 +224,7 @@ def test_nan_in_one_query_stays_there(backend, device, l2norm, tokens):
 
 @pytest.mark.interpret
 def test_cursors_out_of_range_are_clamped(backend, device):
-    """No place past the last is written, none before the first read; what is computed is right."""
+    """A cursor out of range is clamped: no place out of range is read or written, and results are right."""
     x = call()
     x["cursor"][[7, 2, 4]] = torch.tensor([PLACES - 1, -5, 99])
     agrees(backend, device, x, 1e-5, 1e-6)
@@ -232,7 +232,7 @@ def test_cursors_out_of_range_are_clamped(backend, device):
 
 @pytest.mark.interpret
 def test_packed_rows(backend, device, poison):
-    """Rows of 0 to 3 tokens, a tail nobody owns."""
+    """Rows of 0 to 3 tokens agree, and so do tokens past the last row."""
     x = call(raw=True) | inputs(1, 9, raw=True)
     x["cu_seqlens"] = torch.tensor([0, 2, 2, 3, 6, 7], dtype=torch.int32)
     x["read_index"] = torch.tensor([7, 2, 0, 4, -1])
@@ -256,7 +256,9 @@ def test_a_row_does_not_depend_on_the_batch(backend, device):
 
 @pytest.mark.interpret
 def test_strides_are_free(backend, device):
-    """A page that holds state and history, heads before places, tokens as views of a projection."""
+    """A page may hold state and history, heads may come before places, and tokens may be views of a
+    projection.
+    """
     x = moved(call(dtype=BF16, kept=BF16), device)
     want = run(backend, device, x)
     page = torch.randn(SLOTS, 20_000, device=device)
@@ -287,7 +289,7 @@ def test_nothing_to_do(backend, device, shape):
 
 
 def keep(backend, device, x, **options):
-    """A commit on copies; state and cursor after it. Histories are only read."""
+    """Run a commit on copies; return the state and the cursor. Histories are only read."""
     x = moved(x, device)
     before = [x[name].clone() for name in WRITTEN]
     api.replay_commit(**x, backend=backend, **options)
@@ -296,7 +298,7 @@ def keep(backend, device, x, **options):
 
 
 def entries(layers=3, pool=F32, kept=F32, index=torch.int64, v_first=True, **sizes):
-    """Slots that fold and slots that do not, accepted counts and cursors out of range, padding."""
+    """Return slots that fold and slots that do not, counts and cursors out of range, and padding."""
     x = history(lead=(layers,), dtype=kept, **sizes)
     x["cursor"] = torch.tensor([2, 0, 4, 3, 5, 6, -4, 99, 0], dtype=index)
     where = {name: n for name, n in sizes.items() if name != "H"}
@@ -336,7 +338,7 @@ def test_commit(backend, device, kind, v_first):
 @pytest.mark.interpret
 @pytest.mark.parametrize("H, HV, K, V", [(1, 1, 1, 1), (1, 3, 60, 100), (1, 2, 128, 64), (1, 1, 200, 33)])
 def test_commit_of_heads_and_sizes(backend, device, H, HV, K, V):
-    """room = places folds whatever is there; an empty history leaves the bits of a state."""
+    """room = places folds any history, and an empty history leaves the bits of the state."""
     x = entries(1, H=H, HV=HV, K=K, V=V)
     want, _ = law.replay_commit(**x, room=PLACES)
     state, cursor = keep(backend, device, x, room=PLACES)
@@ -347,14 +349,14 @@ def test_commit_of_heads_and_sizes(backend, device, H, HV, K, V):
 
 @pytest.mark.interpret
 def test_commit_in_programs_of_many_strips(triton_device, monkeypatch):
-    """As where rows and heads fill a machine."""
+    """The fold agrees in the tiles that are chosen when rows and heads fill a GPU."""
     monkeypatch.setattr(importlib.import_module("gdn.backends.triton.serving.packet"), "FILLED", 0)
     test_commit_of_heads_and_sizes("triton", triton_device, 1, 3, 60, 100)
 
 
 @pytest.mark.interpret
 def test_commit_of_nan_and_null(backend, device):
-    """Slot 0 is padding; what lies past the accepted tokens is not read."""
+    """Slot 0 is padding, and nothing past the accepted tokens is read."""
     x = entries()
     x["index"][:2] = torch.tensor([0, 2])
     clean = keep(backend, device, x, room=3, null_slot=0)
@@ -365,9 +367,9 @@ def test_commit_of_nan_and_null(backend, device):
 
 
 def walk(backend, device, steps, room, places, B=2, rounded=F32, tolerance=1e-5):
-    """Packets, each verified, some of it accepted; the same accepted tokens by plain decode.
+    """Verify packets and accept some tokens of each; decode the accepted tokens plainly.
 
-    A state is only what a call leaves: outputs of every packet, and at the end the state itself.
+    The outputs of every packet must agree, and the state at the end, since a call leaves no other result.
     """
     HV, K, V = 4, 16, 24
     state = pool_of(B)
@@ -400,7 +402,7 @@ def test_replay_then_commit_is_decode_of_the_accepted(backend, device):
 
 
 def test_any_walk(backend, device):
-    """Any packets, any accepted counts, any room in a history: always the states of plain decode."""
+    """Any packets, accepted counts and room in a history give the states of plain decode."""
     packet = st.integers(1, 5).flatmap(lambda t: st.tuples(st.just(t), st.tuples(*[st.integers(0, t)] * 2)))
 
     @hypothesis.settings(max_examples=60 if backend == "eager" else 15)
@@ -413,13 +415,15 @@ def test_any_walk(backend, device):
 
 
 def test_a_narrow_history_stays_within_its_limit(backend, device):
-    """bf16 histories over 12 packets and several folds: errors do not add up."""
+    """The errors of bf16 histories do not add up over 12 packets and several folds."""
     walk(backend, device, [(4, (4, i % 5)) for i in range(12)], 4, 16, rounded=BF16, tolerance=5e-3)
 
 
 @pytest.mark.interpret
 def test_a_call_that_is_known_again(backend, device):
-    """The second of two calls that differ only in where their tensors lie skips the checks, nothing else."""
+    """A second call that differs only in the addresses of its tensors skips the checks and changes nothing
+    else.
+    """
     first, second = call(), call()
     want = law.replay_decode(**second)
     run(backend, device, first)
@@ -434,7 +438,7 @@ def test_a_call_that_is_known_again(backend, device):
 
 
 def test_layers_apart(backend, device):
-    """Called layer by layer, the last moves the cursors: the same as all layers at once."""
+    """Calls layer by layer, of which the last moves the cursors, equal one call for all layers."""
     x = moved(entries(), device)
     want = keep(backend, device, x, room=3)
     for layer in range(3):
@@ -445,7 +449,7 @@ def test_layers_apart(backend, device):
 
 @pytest.mark.gpu
 def test_a_step_in_a_cuda_graph():
-    """Verification and commit, captured once, replayed on other slots, cursors and counts."""
+    """Verification and commit, captured once, may be replayed with other slots, cursors and counts."""
     x, other = (moved(call(), "cuda") for _ in range(2))
     accepted = torch.tensor([1, 2, 0, 3, 1], device="cuda")
 
@@ -490,7 +494,7 @@ def test_compile_and_operators(backend, device):
 
 
 def test_operators_tell_the_truth():
-    """The schemas say what is written, and the fakes what is returned."""
+    """The schemas name exactly the tensors that are written, and the fakes match the outputs."""
     absent = dict.fromkeys(
         ("g", "beta", "a", "b", "A_log", "dt_bias", "scale", "cu_seqlens", "max_seqlen", "null_slot", "out",
          "backend")

@@ -1,4 +1,6 @@
-"""The rule as torch sees it: operators, tracing, checkpoints, autocast; what holds without a reference."""
+"""Test the rule as PyTorch sees it: operators, tracing, checkpoints, autocast, and properties without a
+reference.
+"""
 
 from dataclasses import replace
 
@@ -21,7 +23,7 @@ CHUNKED = [pytest.param(chunk, marks=pytest.mark.interpret), recurrent]
 
 
 def form(function, backend=None):
-    """A function of the rule as a provider: q, k, v, g, beta by position."""
+    """Return a function of the rule as a provider: q, k, v, g, beta by position."""
     return lambda q, k, v, g, beta, **options: function(q, k, v, g=g, beta=beta, backend=backend, **options)
 
 
@@ -33,7 +35,7 @@ def tensors(T=70, B=2, H=2, HV=4, K=16, V=24, dtype=torch.float32, device="cpu",
 
 
 def moved(options, device):
-    """The tensors among a call's options on a device."""
+    """Return a call's options with their tensors on a device."""
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
@@ -56,12 +58,12 @@ def test_opcheck(backend, device, options, requires_grad):
 
 
 def permuted(x):
-    """The same numbers with the first axis innermost in memory."""
+    """Return the same numbers with the first axis innermost in memory."""
     return x.movedim(0, -1).contiguous().movedim(-1, 0)
 
 
 def test_opcheck_of_permuted_inputs(backend, device):
-    """Whatever the strides that came, what leaves is contiguous: the compiler plans for that."""
+    """Outputs are contiguous whatever the strides of the inputs, since the compiler plans for that."""
     x = [permuted(t) for t in tensors(B=3, device=device)]
     S = permuted(torch.randn(3, 4, 16, 24, device=device))
     gate = {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "use_beta_sigmoid_in_kernel": True}
@@ -78,7 +80,9 @@ def test_opcheck_of_permuted_inputs(backend, device):
 
 @pytest.mark.interpret
 def test_opcheck_backward_and_packed(poison, backend, device):
-    """In poisoned memory: what was not written is no equal of itself."""
+    """The backward and packed calls pass opcheck in poisoned memory, where an unwritten element equals
+    nothing.
+    """
     x = [t[:1] for t in tensors(device=device)]
     offsets = torch.tensor([0, 0, 30, 65], device=device)
     problem = parse(*x, cu_seqlens=offsets, output_final_state=True, backend=backend)
@@ -306,7 +310,7 @@ def test_packed_equals_separate_and_cut_equals_whole(backend, device, function):
 
 @pytest.mark.parametrize("function", FORMS)
 def test_batch_invariance(backend, device, function):
-    """With the option, a sequence's bits are those of the sequence alone, whatever else is in the batch."""
+    """With the option a sequence has the bits that it has alone, whatever else is in the batch."""
     x, f = tensors(150, 5, H=2, HV=4, K=32, V=32, device=device), form(function, backend)
     o, S = f(*x, batch_invariant=True, output_final_state=True)
     for b in range(5):
@@ -318,7 +322,7 @@ def test_batch_invariance(backend, device, function):
     "options", [{}, {"cu_seqlens": torch.tensor([0, 30, 60, 70])}], ids=["batch", "packed"]
 )
 def test_a_batch_invariant_block_holds_one_sequence(options):
-    """Bits need not differ on every machine where it does not: so what it rests on is looked at itself."""
+    """Bits may agree by chance, so the reason is tested: a block holds one sequence."""
     x = [t[:1] for t in tensors()] if options else tensors()
 
     def widest(**more):
@@ -341,7 +345,7 @@ def test_any_backward_follows_a_forward_that_saved_nothing(backend, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_backward_follows_any_forward(backend, device, case):
-    """What one backend saved is what every other one's backward expects."""
+    """The backward of every backend accepts the saved tensors of every forward."""
     given = inputs(case, torch.float32, device=device)
     options = {name: x for name, x in given.options.items() if name != "backend"}
     problem = parse(**{"g": None, "beta": None, **given.tensors}, **options, backend=backend)
@@ -356,7 +360,9 @@ def test_any_backward_follows_any_forward(backend, device, case):
 
 
 def test_lengths_on_a_device_nobody_may_read(monkeypatch):
-    """The plan for packed sequences whose lengths are known to the device alone gives the same answers."""
+    """The plan for packed sequences with lengths on the device gives the results of the plan with host
+    lengths.
+    """
     given = inputs(CASES[1], torch.float64)
     expected = run(chunk, given), run(form(recurrent), given)
     for module in ("blocks", "recurrent"):
@@ -371,7 +377,7 @@ def test_lengths_on_a_device_nobody_may_read(monkeypatch):
 
 @pytest.mark.interpret
 def test_time_and_memory_are_linear(backend, device):
-    """What a forward keeps for its backward grows with T, never with T squared."""
+    """The saved tensors of a forward grow with T, and never with T squared."""
     sizes = []
     for T in (256, 512):
         arguments = parse(*tensors(T, 1, device=device), backend=backend).arguments()
@@ -394,7 +400,7 @@ def test_a_wrong_answer_is_refused(backend, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("K", [32, 128])
 def test_rows_of_any_norm_and_writes_of_any_strength(backend, device, dtype, K):
-    """Rows of q and k from 0 to 16 times a unit's, beta from 0 to 1, side by side in one chunk."""
+    """Rows of q and k with norms from 0 to 16, and beta from 0 to 1, agree side by side in one chunk."""
     case = Case("mild", lengths=rows(70), heads=(1, 2), sizes=(K, 32), use_qk_l2norm_in_kernel=True)
     given = inputs(case, dtype, device=device)
     place = torch.arange(70, device=device)
@@ -437,7 +443,7 @@ def test_no_decay_and_full_decay_have_finite_gradients(backend, device, function
 
 @pytest.mark.parametrize("function", FORMS)
 def test_forward_mode_and_second_derivatives_are_refused(function):
-    """Neither exists; the one would silently be zero, the other must not disturb who only records."""
+    """Forward mode raises instead of giving zero, and a second derivative raises only if it is computed."""
     q, *others = tensors(T=5)
     with pytest.raises(NotImplementedError, match="forward-mode tangent"):
         torch.func.jvp(lambda q: form(function)(q, *others)[0], (q,), (torch.ones_like(q),))
@@ -449,7 +455,7 @@ def test_forward_mode_and_second_derivatives_are_refused(function):
 
 @pytest.mark.parametrize("function", CHUNKED)
 def test_a_call_that_is_known_again(monkeypatch, backend, device, function):
-    """What is not checked again changes no bit: not on strided tensors, nor where hooks lay others out."""
+    """Skipping the checks changes no bit, with strided tensors and where hooks give tensors other layouts."""
     options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
 
     def call(x, S):
@@ -495,7 +501,7 @@ def test_what_a_known_call_still_checks(backend, device, function):
 
 @pytest.mark.interpret
 def test_what_is_saved_is_written_whole(poison, backend, device):
-    """A short sequence takes a short chunk; the tiles it saves hold nothing else."""
+    """The saved tiles of a short sequence's only chunk are written whole, with nothing else in them."""
     for T in (1, 20, 33, 64, 65):
         problem = parse(*tensors(T, device=device), backend=backend)
         saved = library.chunk_forward(*problem.arguments(), True)[2:]
@@ -505,7 +511,7 @@ def test_what_is_saved_is_written_whole(poison, backend, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 0, 30, 65], [0, 1, 2, 3, 4, 5, 6], [0, 64, 130]])
 def test_what_is_saved_of_packed_sequences_is_written_whole(poison, backend, device, offsets):
-    """Tiles that short sequences leave over, and tokens past the last one, hold nothing else either."""
+    """Surplus tiles, and tokens past the last sequence, are written whole, with nothing else in them."""
     x = [t[:1] for t in tensors(150, device=device)]
     options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": torch.tensor(offsets, device=device)}
     problem = parse(*x, **options, backend=backend)

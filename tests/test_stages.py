@@ -1,4 +1,6 @@
-"""Stages against the reference stages, adjoints against autograd of these, and these against the law."""
+"""Compare stages with the reference stages, adjoints with autograd of these, and these with the reference
+recurrence.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -71,7 +73,9 @@ each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp64", "fp32"])
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_holds_nan(request):
-    """On a GPU some of torch's own operators, which most adjoints are made of, have no deterministic form."""
+    """Poison new memory; on a GPU allow PyTorch's operators that have no deterministic form, since adjoints
+    use some.
+    """
     on_gpu = "device" in request.fixturenames and request.getfixturevalue("device") == "cuda"
     request.getfixturevalue("poison" if on_gpu else "strict_poison")
 
@@ -81,7 +85,7 @@ def offsets_of(case: Case) -> torch.Tensor | None:
 
 
 def leaves(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The tensors a caller gives, in float64."""
+    """Return the inputs that a caller gives, in float64."""
     rng = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -112,7 +116,7 @@ def leaves(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def tensors(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every tensor of every stage, by the reference in float64, then rounded; G stays float64."""
+    """Return every tensor of every stage: the reference's in float64, then rounded; G stays float64."""
     return {name: x if name == "G" else x.to(dtype) for name, x in exact_tensors(case).items()}
 
 
@@ -133,7 +137,7 @@ def expected(stage: str, arguments: list[torch.Tensor], case: Case) -> tuple[tor
 def computed(
     stage: str, arguments: list[torch.Tensor], case: Case, backend: str, device: str
 ) -> tuple[torch.Tensor, ...]:
-    """On the device, and back."""
+    """Return the results of a stage on the device, copied back."""
     offsets = offsets_of(case)
     arguments = [x.to(device) for x in arguments]
     offsets = None if offsets is None else offsets.to(device)
@@ -146,7 +150,7 @@ def named(names: str, values: tuple[torch.Tensor, ...]) -> dict[str, torch.Tenso
 
 
 def random_gradients(stage: str, case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
-    """One for each output of a stage."""
+    """Return one gradient for each output of a stage."""
     rng = torch.Generator().manual_seed(1)
     known = exact_tensors(case)
     douts = [
@@ -161,7 +165,7 @@ def adjoint_arguments(stage: str, case: Case, dtype: torch.dtype) -> list[torch.
 
 
 def expected_gradients(stage: str, case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """By autograd of the reference."""
+    """Return the gradients by autograd of the reference."""
     arguments, known = STAGES[stage][0].split(), tensors(case, dtype)
     inputs = [known[x].double().clone().requires_grad_() for x in arguments]
     douts = [x.double() for x in random_gradients(stage, case, dtype)]
@@ -170,7 +174,7 @@ def expected_gradients(stage: str, case: Case, dtype: torch.dtype) -> dict[str, 
 
 
 def differentiated(results, inputs, douts) -> tuple[torch.Tensor, ...]:
-    """Autograd, with zeros where nothing depends on an input."""
+    """Return autograd's gradients, with zeros where nothing depends on an input."""
     used = [(y, dy) for y, dy in zip(results, douts, strict=True) if y.requires_grad]
     if not used:
         return tuple(torch.zeros_like(x) for x in inputs)
@@ -178,7 +182,7 @@ def differentiated(results, inputs, douts) -> tuple[torch.Tensor, ...]:
 
 
 def agrees(x: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
-    """Relative RMS error within tolerance, beside 1e-6 per element where the result is rightly zero."""
+    """Assert a relative RMS error within tolerance, plus 1e-6 per element where the result is zero."""
     x = x.double()
     floor = 1e-6 * wanted.numel() ** 0.5
     return x.shape == wanted.shape and bool(
@@ -235,7 +239,7 @@ def test_adjoint(backend, device, stage, case, dtype):
 
 @each_stage
 def test_wrong_answers_are_seen(stage):
-    """The comparison refuses zeros, swapped heads, a dropped chunk and a small error in every result."""
+    """The comparison finds zeros, swapped heads, a dropped chunk and a small error in every result."""
     case = CASES["packed"]
     arguments, outputs, _ = STAGES[stage]
     known = exact_tensors(case)
@@ -255,7 +259,9 @@ def test_wrong_answers_are_seen(stage):
 
 @pytest.mark.interpret
 def test_inverse(backend, device):
-    """Against torch's general inverse, on tiles with every structure of keys; only the triangle is read."""
+    """The inverse agrees with PyTorch's general one, for every structure of keys, and reads only the
+    triangle.
+    """
     dtype = FINEST[backend]
     for name in ("130 tokens", "identical keys", "negative eigenvalues"):
         A = tensors(CASES[name], dtype)["A"]
@@ -270,7 +276,9 @@ def test_inverse(backend, device):
 
 @pytest.mark.interpret
 def test_inverse_where_powers_overflow(backend, device):
-    """Identical keys and beta = 2: powers of A reach 1e20, the inverse has entries of at most 2, exactly."""
+    """With identical keys and beta = 2 powers of A reach 1e20, and the inverse has entries of at most 2,
+    exactly.
+    """
     A = torch.full((C, C), 2.0, dtype=FINEST[backend]).tril(-1)
     wanted = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + A.double())
     found = gdn.stages.solve_tril(A[None, :, None].to(device), backend=backend).cpu()[0, :, 0]
@@ -280,7 +288,9 @@ def test_inverse_where_powers_overflow(backend, device):
 
 @pytest.mark.interpret
 def test_reset_leaves_the_resolution(backend, device):
-    """-1e6 or -inf on a token changes no difference of G on either side of it; a plain fp32 sum would."""
+    """-1e6 or -inf on one token changes no difference of G on either side; a plain fp32 sum would lose
+    digits.
+    """
     g = -torch.rand(1, C, 1, device=device)
     marked = g.clone()
     marked[:, 10], marked[:, 30] = -1e6, -torch.inf
@@ -331,7 +341,7 @@ def test_a_nan_stays_in_its_sequence_and_head(backend, device, stage):
 @pytest.mark.interpret
 @each_stage
 def test_tokens_of_no_sequence_are_not_read(backend, device, stage):
-    """NaN past cu_seqlens[-1] changes no bit, and these tokens and the surplus states are zero."""
+    """NaN past cu_seqlens[-1] changes no bit; the results of these tokens and surplus states are zero."""
     case, dtype = CASES["packed"], FINEST[backend]
     end, known = case.offsets[-1], tensors(case, dtype)
     forward = [known[x] for x in STAGES[stage][0].split()]
@@ -351,7 +361,7 @@ def test_tokens_of_no_sequence_are_not_read(backend, device, stage):
 
 @each_stage
 def test_reads_nothing_on_the_device(stage):
-    """A meta tensor has no contents to read: sizes and dtypes alone decide the path."""
+    """Sizes and dtypes alone choose the kernels: a meta tensor has no contents to read."""
     case = CASES["packed"]
     known = {n: x.to("meta") for n, x in tensors(case, torch.bfloat16).items()}
     taken = [known[x] for x in STAGES[stage][0].split()]
@@ -363,7 +373,7 @@ def test_reads_nothing_on_the_device(stage):
 
 @pytest.mark.interpret
 def test_dtypes_and_strides(backend, device):
-    """Narrow and strided inputs: fp32 results, o in q's dtype, each gradient in its tensor's dtype."""
+    """Narrow and strided inputs give fp32 results, o in q's dtype, and gradients in their tensors' dtypes."""
     case = CASES["packed"]
     known = {name: x.to(device) for name, x in tensors(case, torch.bfloat16).items()}
     strided = {
@@ -385,7 +395,7 @@ def test_dtypes_and_strides(backend, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("K, V", [(128, 128), (256, 192), (60, 100)])
 def test_sizes_of_models(dtype, K, V):
-    """Every stage in several blocks of columns, against the reference; the same bits again."""
+    """Every stage agrees in several blocks of columns, and repeats its bits."""
     case = Case(T=300, H=2, HV=4, K=K, V=V, offsets=(0, 130, 130, 131, 290))
     known = tensors(case, dtype)
     for stage, (arguments, outputs, _) in STAGES.items():

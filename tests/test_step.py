@@ -1,4 +1,4 @@
-"""A layer's whole decode step: the three functions' own bits, and the law."""
+"""Check that a layer's whole decode step has the bits of its three functions, and the reference's numbers."""
 
 import doctest
 import importlib
@@ -26,7 +26,7 @@ at = torch.tensor
 
 
 def places(index=torch.int64):
-    """name -> where rows find their windows and states among 9 slots."""
+    """Return by name where rows find their windows and states among 9 slots."""
     rows = at([7, 2, -1, 4, 9], dtype=index)
     return {
         "identity": {},
@@ -62,7 +62,7 @@ def made(sizes=SIZES, kind="fp32", **options):
 
 
 def composed(x, backend):
-    """The three public functions on a step's arguments."""
+    """Run the three public functions on a step's arguments."""
     x = STEP | x
     slots = x["read_index"] if x["conv_index"] is None else x["conv_index"]
     mixed = gdn.causal_conv1d_update(
@@ -82,7 +82,9 @@ def composed(x, backend):
 
 
 def law_of(x):
-    """out, windows and states in fp64, stages rounded to the inputs' dtype."""
+    """Return out, windows and states of the reference in fp64, with each function's result rounded to the
+    inputs' dtype.
+    """
     x, dtype = STEP | x, x["mixed_qkv"].dtype
     windows, W = x["conv_state"].clone(), x["conv_weight"].shape[1]
     slots = x["read_index"] if x["conv_index"] is None else x["conv_index"]
@@ -115,7 +117,7 @@ def law_of(x):
 
 
 def run(backend, device, x):
-    """A step on copies on a device; what it wrote, on the CPU."""
+    """Run a step on copies on a device; return everything that it wrote, on the CPU."""
     x = moved(x, device)
     out = torch.full((*x["a"].shape, x["head_v_dim"]), NAN, dtype=x["mixed_qkv"].dtype, device=device)
     assert api.decode_step(**x, out=out, backend=backend) is out
@@ -123,7 +125,7 @@ def run(backend, device, x):
 
 
 def wrongs(got, want, x, tolerance):
-    """Everything wrong with what a step left behind."""
+    """Return everything that is wrong with what a step wrote."""
     found = [f"out is off by {error(got[0], want[0]):.1e}"] if not error(got[0], want[0]) <= tolerance else []
     for name, one, other in zip(WRITTEN, got[1:], want[1:], strict=True):
         found.append(stored_wrong(one, other, x[name], tolerance))
@@ -131,7 +133,7 @@ def wrongs(got, want, x, tolerance):
 
 
 def limit(x):
-    """Of the coarsest dtype that a result is rounded to; the norm doubles what its input is off by."""
+    """Return the limit of the coarsest dtype a result is rounded to; the norm doubles its input's error."""
     coarse = max((x["mixed_qkv"].dtype, x["state"].dtype), key=lambda d: TOLERANCE[d])
     return 2 * TOLERANCE[coarse]
 
@@ -186,7 +188,7 @@ def test_heads_sizes_and_taps(backend, device, sizes):
 
 @pytest.mark.interpret
 def test_any_layout(backend, device):
-    """Windows with channels side by side, turned weights and outputs, rows far apart: same bits."""
+    """Contiguous channels of windows, transposed weights and outputs, and distant rows give the same bits."""
     x = made() | {"read_index": at([3, -1, 0, 8, 5])}
     want = run(backend, device, x)
     turned = moved(x, device)
@@ -203,7 +205,7 @@ def test_any_layout(backend, device):
 
 @pytest.mark.interpret
 def test_nan_that_is_not_read_reaches_nothing(backend, device):
-    """Padded rows hold NaN, as do slots that nobody names; neither gets out, nor is it written over."""
+    """NaN in padded rows and in slots that no row names reaches no result, and is not overwritten."""
     x = made() | {"read_index": at([3, -1, 0, 8, 5])}
     want = run(backend, device, x)
     dirty = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in x.items()}
@@ -219,7 +221,7 @@ def test_nan_that_is_not_read_reaches_nothing(backend, device):
 
 @pytest.mark.interpret
 def test_calls_that_were_seen_before(backend, device):
-    """A second call of the same kinds, on other tensors, goes the short way and does the same."""
+    """A second call of the same kind, on other tensors, uses the cached launches with the same results."""
     for _ in range(3):
         x = made() | {"read_index": torch.randperm(9)[:ROWS]}
         own = moved(x, device)
@@ -269,7 +271,7 @@ def test_a_first_call_compiles_what_other_numbers_of_rows_take(monkeypatch, has_
 
 @pytest.mark.gpu
 def test_a_step_in_a_cuda_graph():
-    """Captured once, replayed on other slots."""
+    """A captured step may be replayed with other slots."""
     x, sizes = step_of(64, 4, 16, 128, 128, 4, BF16, slots=130)
     held = moved(x | sizes, "cuda") | {"out": torch.empty(64, 16, 128, dtype=BF16, device="cuda")}
     api.decode_step(**held, backend="triton")

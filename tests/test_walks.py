@@ -1,7 +1,7 @@
-"""Engines side by side: each keeps states by another protocol, all see the same drafts and accept the same.
+"""Run engines side by side: each uses another protocol, and all see the same drafts and accept the same.
 
-After any walk of packets, accepted counts and prompts in between, all hold the state that plain decoding of
-what was accepted leaves: to the bit where states are kept, within rounding where they are replayed.
+After any sequence of packets, accepted counts and prompts, all hold the state of plain decoding: bit for bit
+if a protocol stores states, within rounding if it replays them.
 """
 
 import hypothesis
@@ -16,7 +16,7 @@ ROWS, MOST, PLACES = 2, 4, 9  # requests, drafts of a packet, places of a histor
 
 
 class Engine:
-    """A pool with one request per row, which starts from the states given."""
+    """Hold a pool with one request per row, which starts from the given states."""
 
     def __init__(self, states, backend):
         self.backend, self.device = backend, states.device
@@ -27,7 +27,7 @@ class Engine:
         return torch.tensor(values, device=self.device)
 
     def prompt(self, x, row):
-        """A new prompt in a row's place; the others stay. What is written is the protocol's own state."""
+        """Prefill a new prompt in a row's place, into the protocol's own state; other rows keep theirs."""
         state = self.states()
         cu = self.ints([0, x["q"].shape[1]])
         fresh = torch.zeros(1, dtype=torch.bool, device=self.device)
@@ -39,6 +39,8 @@ class Engine:
 
 
 class Plain(Engine):
+    """Decode accepted tokens only."""
+
     def start(self, states):
         self.pool = states.clone()
 
@@ -56,7 +58,7 @@ class Plain(Engine):
 
 
 class Ring(Engine):
-    """P1: lmdeploy."""
+    """Keep states by P1, as lmdeploy does."""
 
     def start(self, states):
         self.ring = torch.full((ROWS, MOST, *states.shape[1:]), float("nan"), device=self.device)
@@ -77,7 +79,7 @@ class Ring(Engine):
 
 
 class Table(Engine):
-    """P2: vLLM, slot 0 for padding."""
+    """Keep states by P2, as vLLM does, with slot 0 for padding."""
 
     def start(self, states):
         self.pool = torch.full((ROWS * MOST + 1, *states.shape[1:]), float("nan"), device=self.device)
@@ -99,7 +101,7 @@ class Table(Engine):
 
 
 class Kept(Plain):
-    """P3: SGLang, FlashInfer."""
+    """Keep states by P3, as SGLang and FlashInfer do."""
 
     def verify(self, x):
         self.kept = torch.full((ROWS, MOST, *self.pool.shape[1:]), float("nan"), device=self.device)
@@ -110,7 +112,7 @@ class Kept(Plain):
 
 
 class Tree(Kept):
-    """P4 on a chain, with a second guess at every token beside it: token 2 t + 1 is the guess that loses."""
+    """Keep states by P4 on a chain with a second guess at every token: token 2 t + 1 is wrong."""
 
     def verify(self, x):
         T = x["q"].shape[1]
@@ -128,7 +130,7 @@ class Tree(Kept):
 
 
 class Replay(Engine):
-    """P5: TensorRT-LLM."""
+    """Keep tokens by P5, as TensorRT-LLM does."""
 
     def start(self, states):
         self.pool = states.clone()
@@ -194,7 +196,7 @@ def test_any_walk(backend, device, monkeypatch):
 
 
 def test_a_walk_can_fail(backend, device, monkeypatch):
-    """One engine that accepts a token too many is found."""
+    """The comparison finds an engine that accepts a token too many."""
     monkeypatch.setenv("GDN_BACKEND", backend)
 
     class Greedy(Replay):

@@ -1,4 +1,4 @@
-"""Warming up: what an engine's calls launch, a warmup has launched before. Launches are recorded, not run."""
+"""Check that a warmup launches every kernel that an engine's calls launch. Launches are recorded, not run."""
 
 import importlib.util
 import os
@@ -59,7 +59,7 @@ def test_refusals():
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """A call -> the set of binaries it would launch on an H200."""
+    """Return a function that returns the set of binaries that a call would launch on an H200."""
     compiling = pytest.importorskip("kit.compiling")
     monkeypatch.setenv("GDN_BACKEND", "triton")
     yield lambda call: set(compiling.jobs(call, "cuda:90"))
@@ -68,7 +68,7 @@ def recorded(monkeypatch):
 
 
 def tokens(*lead, gates="raw", dtype=BF16):
-    """q, k, v as views of a projection, and gates."""
+    """Return q, k, v as views of a projection, and gates."""
     mixed = torch.randn(*lead, D).to(dtype)
     q, k, v = mixed.split([H * K, H * K, HV * V], -1)
     x = {"q": q.unflatten(-1, (H, K)), "k": k.unflatten(-1, (H, K)), "v": v.unflatten(-1, (HV, V))}
@@ -89,7 +89,7 @@ HEADS = (torch.zeros(HV), torch.zeros(HV))
 
 
 def vllm_calls(pool):
-    """As vLLM 0.33 makes them."""
+    """Yield the calls of vLLM 0.33."""
     A_log, dt_bias = HEADS
     x, a, b = tokens(1, 5)
     rest = {"initial_state": pool, "use_qk_l2norm_in_kernel": True}
@@ -128,7 +128,7 @@ def vllm_calls(pool):
 
 
 def sglang_calls(pool):
-    """As SGLang's dispatcher makes them."""
+    """Yield the calls of SGLang's dispatcher."""
     kernel, (A_log, dt_bias) = sglang.GDNKernel(), HEADS
     heads = {"A_log": A_log, "dt_bias": dt_bias}
     index = ints(1, 2)
@@ -167,7 +167,9 @@ def sglang_calls(pool):
 
 
 def sglang_caches(pool, kept, are_apart):
-    """Its SpeculativeState: the drafts' windows apart, or in one memory a request."""
+    """Return its SpeculativeState, with the drafts' windows apart or with all windows of a request in one
+    tensor.
+    """
     windows = torch.zeros(2, 3, D, W + 2, dtype=BF16).unfold(3, W - 1, 1).transpose(2, 3)
     return SimpleNamespace(
         temporal=torch.stack([pool] * 2),
@@ -178,7 +180,7 @@ def sglang_caches(pool, kept, are_apart):
 
 
 def lmdeploy_calls(pool):
-    """Its methods of 0.16, and `forward` of 0.18."""
+    """Yield the calls of lmdeploy's methods of 0.16, and of `forward` of 0.18."""
     rule, ring = lmdeploy.GatedDeltaRule(), pool_of(6, 4, HV=HV, K=K, V=V, dtype=pool.dtype)
     slots, seen = ints(4, 1, -1, dtype=torch.int64), ints(7, 3, 0)
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "transpose_state_layout": True}
@@ -205,7 +207,7 @@ def lmdeploy_calls(pool):
 
 
 def own_calls(pool, gates=("raw",), index_dtype=torch.int32, state_v_first=True):
-    """As an engine on gdn itself makes them: the pages of docs/serving.md, examples/serve.py."""
+    """Yield the calls of an engine on gdn itself: docs/serving.md and examples/serve.py."""
     for kind in gates:
         yield from own_decodes(pool, kind, index_dtype, state_v_first)
         yield from own_packets(pool, kind, index_dtype, state_v_first)
@@ -239,7 +241,7 @@ def own_calls(pool, gates=("raw",), index_dtype=torch.int32, state_v_first=True)
 
 
 def own_decodes(pool, gates, index_dtype, state_v_first):
-    """A token and packets by each protocol, side by side and by offsets."""
+    """Yield decodes of tokens and packets by each protocol, dense and packed."""
     index, ring = ints(3, 1, 2, dtype=index_dtype), torch.stack([pool[:4]] * 4)
     kept = torch.zeros(3, 4, *pool.shape[1:], dtype=pool.dtype)
     for T, lead in ((1, (3, 1)), (3, (3, 3)), (4, (3, 4)), (4, (1, 9))):
@@ -268,7 +270,7 @@ def own_decodes(pool, gates, index_dtype, state_v_first):
 
 
 def own_packets(pool, gates, index_dtype, state_v_first):
-    """Packets on matrix units, by few rows and many."""
+    """Yield packets in the chunk form, with few rows and with many."""
     layout = {"state_v_first": state_v_first}
     for N, T, P in ((1, 4, 20), (32, 4, 20), (3, 1, 16), (32, 1, 20), (5, 2, 16)):
         G, cursor = torch.zeros(32, P, HV, dtype=torch.float64), torch.zeros(32, dtype=index_dtype)
@@ -290,7 +292,7 @@ def own_packets(pool, gates, index_dtype, state_v_first):
 
 
 def own_prompts(pool, gates, index_dtype, state_v_first):
-    """Prompts that go on and that do not, from one slot to another, with prefixes kept."""
+    """Yield prompts that continue and that do not, from slot to slot, with prefixes kept."""
     for N in (1, 3, 12):
         x, first, second = tokens(1, 66 * N, gates=gates)
         raw = {"a": first, "b": second, "A_log": HEADS[0], "dt_bias": HEADS[1]}
@@ -347,7 +349,7 @@ def test_nothing_is_left_to_compile(recorded, engine, state_dtype, options):
     ids=["gates", "indices", "layout"],
 )
 def test_what_is_not_asked_for_is_left(recorded, change):
-    """The options are not for nothing: what a warmup without them has compiled is not enough."""
+    """A warmup without an option does not compile the kernels of that option."""
     warmed = recorded(lambda: api.warmup("cpu", **SIZES, backend="triton"))
     pool = pool_of(32, HV=HV, K=K, V=V)
     missing = set().union(*(recorded(call) - warmed for call in own_calls(pool, **change)))
@@ -357,7 +359,7 @@ def test_what_is_not_asked_for_is_left(recorded, change):
 
 @needs_triton
 def test_compilations_are_named(monkeypatch):
-    """Whoever listened before still hears."""
+    """The warmup names each compilation, and calls a listener that was there before."""
     import triton
 
     from gdn.backends.triton.launch.compilations import compilations

@@ -1,4 +1,4 @@
-"""Calls of the engines' adapters on small tensors, as the engines make them: function by function."""
+"""Call the engines' adapters on small tensors, as the engines do, function by function."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def pool(*lead: int) -> torch.Tensor:
 
 
 def offsets(count: int = T) -> torch.Tensor:
-    """N requests of so many tokens each, packed."""
+    """Return the offsets of N packed requests of `count` tokens each."""
     return torch.arange(0, N * count + 1, count, dtype=torch.int32)
 
 
@@ -35,7 +35,7 @@ def five(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 def projection(rows: int) -> tuple[torch.Tensor, ...]:
-    """mixed_qkv, a, b, A_log and dt_bias."""
+    """Return mixed_qkv, a, b, A_log and dt_bias."""
     return torch.randn(rows, D).to(BF16), *torch.randn(2, rows, HV).to(BF16), *torch.randn(2, HV)
 
 
@@ -70,7 +70,7 @@ def lmdeploy_gates() -> Callable[[], Any]:
 
 
 def lmdeploy_layer(is_decoding: bool, has_ring: bool) -> Callable[[], Any]:
-    """Both `forward`s, of its version 0.18; with drafts the windows are rings as well."""
+    """Return the calls of both `forward`s of lmdeploy 0.18; with drafts the windows are rings as well."""
     columns, slots, count = W + (R - 1 if has_ring else 0), torch.arange(N), T if is_decoding else 70
     total, cu = N * count, offsets(count)
     state, windows = pool(SLOTS, R) if has_ring else pool(SLOTS), torch.randn(SLOTS, D, columns).to(BF16)
@@ -111,7 +111,7 @@ def lmdeploy_conv_step(has_ring: bool) -> Callable[[], Any]:
 
 
 def vllm_decode(is_packed: bool, is_raw: bool) -> Callable[[], Any]:
-    """By one block each, or packed rows of drafts by a table and the counts accepted before."""
+    """Return a decode with one block per row, or of packed drafts with a table and accepted counts."""
     x = tokens(1, N * T, is_raw) if is_packed else tokens(N, 1, is_raw)
     state, blocks = pool(N * T + 1), torch.arange(N, dtype=torch.int32) + 1
     where: dict[str, Any] = {"ssm_state_indices": blocks}
@@ -177,7 +177,7 @@ def sglang_decode() -> Callable[[], Any]:
 
 
 def sglang_verify(is_tree: bool) -> Callable[[], Any]:
-    """Verification, and the commit of what was accepted."""
+    """Return a verification, and the commit of the accepted drafts."""
     x, states, slots, cu = tokens(1, N * T, raw=True), pool(1, SLOTS), torch.arange(N + 2).int(), offsets()
     kept, rows, steps = pool(1, N, T), torch.arange(N), torch.arange(N) - 1
     parent = torch.zeros(N, T, dtype=torch.int64) if is_tree else None

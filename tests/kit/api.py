@@ -1,4 +1,4 @@
-"""The serving functions, and their reference, with the options that every serving engine passes.
+"""Provide the serving functions, and their references, with the options of every serving engine.
 
 q and k are normalised in the kernel and states are [..., HV, V, K]; a call may still pass other values.
 """

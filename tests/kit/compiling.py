@@ -1,12 +1,13 @@
-"""Every kernel compiled for GPUs that need not be there, and what the compiler says of it.
+"""Compile every kernel for GPUs that need not be there, and read the compiler's output.
 
-A specimen (`specimens.py`) is a public call on small CPU tensors. While `launch.recorder` is a list, the
-launches it would make are kept instead of run; each is then compiled for a target in a process of its own,
-for LLVM aborts where it cannot go on. As `launch` launches them: pointers divisible by 16, numbers never
-specialised.
+A specimen (`specimens.py`) is a public call on small CPU tensors. While `launch.recorder` is a list, its
+launches are recorded instead of run. Each is then compiled for a target in a process of its own, since LLVM
+aborts on some errors. The types are those of a real launch: pointers are divisible by 16, and integers are
+never specialised.
 
     PYTHONPATH=.:tests python -m kit.compiling [--target cuda:90] [part of a specimen's or kernel's name]
-    PYTHONPATH=.:tests python -m kit.compiling --record     writes spills.json anew for the Triton at hand
+    PYTHONPATH=.:tests python -m kit.compiling --record     record spills.json again for the present Triton
+
 """
 
 import argparse
@@ -52,7 +53,7 @@ DTYPES = {
 
 
 class Target(NamedTuple):
-    """A GPU to compile for, and what is known of it."""
+    """Describe a GPU to compile for."""
 
     gpu: GPUTarget
     machine: launch.Machine
@@ -69,7 +70,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel with all that its binary depends on."""
+    """Hold a kernel with everything that its binary depends on."""
 
     kernel: Any
     signature: tuple[str, ...]  # a type for each parameter that is no constant, in order
@@ -81,7 +82,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What the table of spills knows it by."""
+        """Return the name of the job in the table of spills."""
         constants = " ".join(f"{name}={value}" for name, value in self.constants)
         kinds = [t.split("[")[0] for t in self.signature if t.startswith(("*", "constexpr", "tensordesc"))]
         types = ",".join(kinds).replace("*", "").replace("constexpr", "-").replace("tensordesc<", "desc:")
@@ -104,9 +105,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """Bytes spilled (on AMD: registers spilled) and of shared memory, columns of tensor memory, complaints.
+    """Hold the result of a compilation: bytes spilled (on AMD: registers), shared memory, tensor memory
+    columns.
 
-    Where tensor memory does not suffice Triton compiles a trap, and raises only when it is launched.
+    If a GPU has too little tensor memory, Triton compiles a trap, and raises only at the launch.
     """
 
     registers: int = 0
@@ -123,7 +125,7 @@ MODULES = [import_module(x.name) for x in pkgutil.walk_packages(room.__path__, f
 
 @contextmanager
 def recording(machine: launch.Machine) -> Iterator[list[Any]]:
-    """Launches on an imaginary machine go to a list; the backend takes CPU tensors and forgets its plans."""
+    """Record the launches on an imagined GPU; the backend accepts CPU tensors and caches no plan."""
     launches: list[Any] = []
     users = [module for module in MODULES if hasattr(module, "machine")]
     before = room.BACKEND, launch.recorder, launch.machine, launch.Plans.get
@@ -140,14 +142,14 @@ def recording(machine: launch.Machine) -> Iterator[list[Any]]:
 
 
 def jobs(call: Callable[[], Any], target: str) -> list[Job]:
-    """The kernels that a call would run on a target, each once."""
+    """Return the kernels that a call would run on a target, each once."""
     with recording(TARGETS[target].machine) as launches:
         call()
     return jobs_of(launches, target)
 
 
 def jobs_of(launches: Iterable[Any], target: str) -> list[Job]:
-    """The kernels of launches that were kept, each once."""
+    """Return the kernels of recorded launches, each once."""
     return list(dict.fromkeys(_job(one, tensors, target) for one, tensors in launches))
 
 
@@ -167,14 +169,14 @@ def _job(one: launch.Launch, tensors: tuple[torch.Tensor | None, ...], target: s
 
 
 def _type(x: Any) -> str:
-    """Of a tensor or of a tensor descriptor."""
+    """Return Triton's name for the type of a tensor or tensor descriptor."""
     if isinstance(x, torch.Tensor):
         return f"*{DTYPES[x.dtype]}"
     return f"tensordesc<{DTYPES[x.base.dtype]}{x.block_shape},{x.layout!r}>"
 
 
 def _compile(job: Job) -> Any:
-    """The compiled kernel, on a machine that may have no GPU."""
+    """Compile a kernel, on a machine that may have no GPU."""
     names = job.kernel.arg_names
     given = dict(zip(names, job.signature, strict=False))
     signature = {name: given.get(name, "constexpr") for name in names}
@@ -187,7 +189,7 @@ def _compile(job: Job) -> Any:
 
 
 def _in_child(job: Job, log: Path) -> Report:
-    """Compile with everything that is printed going to a file, and read it."""
+    """Compile with all output redirected to a file, and read the file."""
     with log.open("w") as file, tempfile.TemporaryDirectory() as folder:
         faulthandler.disable()
         os.dup2(file.fileno(), 1)
@@ -212,7 +214,7 @@ def _in_child(job: Job, log: Path) -> Report:
 
 
 def _start(job: Job, folder: str) -> tuple[int, int, float]:
-    """Fork a compilation: its process, the pipe that its report comes through, when it began."""
+    """Fork a compilation; return its process, the pipe of its report, and its start time."""
     receive, send = os.pipe()
     pid = os.fork()
     if pid:
@@ -245,7 +247,7 @@ def _finish(pid: int, receive: int, began: float, folder: str) -> Report:
 
 
 def compile_all(wanted: list[Job], workers: int | None = None) -> dict[Job, Report]:
-    """A report for each job, several compiled at a time; what was compiled before is read from the cache."""
+    """Return a report for each job; jobs compile in parallel, and earlier results come from the cache."""
     reports, running = {}, {}
     waiting = []
     for job in dict.fromkeys(wanted):
@@ -278,18 +280,18 @@ def compile_all(wanted: list[Job], workers: int | None = None) -> dict[Job, Repo
 
 
 def allowed(target: str) -> dict[str, list[Any]] | None:
-    """job -> what is known of it and accepted: spills, then ptxas' codes; None for a Triton not recorded."""
+    """Return the recorded spills and ptxas codes of each job, or None for a Triton without a record."""
     table: dict[str, dict[str, dict[str, list[Any]]]] = json.loads(TABLE.read_text())
     return table.get(triton.__version__, {}).get(target)
 
 
 def codes(report: Report) -> list[str]:
-    """The kinds of complaint, C7512 and the like."""
+    """Return the ptxas codes of a report's complaints, such as C7512."""
     return sorted({code for line in report.complaints for code in re.findall(r"C75\d\d", line) or [line]})
 
 
 def wrong(job: Job, report: Report) -> list[str]:
-    """What is the matter with a compiled kernel, beyond what was recorded; nothing if all is well."""
+    """Return what is wrong with a compiled kernel beyond its record, or an empty list."""
     if report.error is not None:
         return [report.error]
     found = []
@@ -307,13 +309,13 @@ def wrong(job: Job, report: Report) -> list[str]:
 
 
 def _readable(table: dict[str, dict[str, dict[str, list[Any]]]]) -> str:
-    """As JSON with a line for each job."""
+    """Return a table as JSON with one line per job."""
     text = json.dumps(table, indent=1, sort_keys=True)
     return re.sub(r"\[\s+(.*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text, flags=re.S) + "\n"
 
 
 def main() -> None:
-    """A line per compiled kernel, the worst first; with --record a new table of spills."""
+    """Print a line per compiled kernel, the worst first; with --record write a new table of spills."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("part", nargs="?", default="", help="part of a specimen's or a kernel's name")
     parser.add_argument("--target", action="append", choices=list(TARGETS))

@@ -13,7 +13,7 @@ UNIT_SECONDS = 12.0  # tests of one function that go to a worker together: they 
 
 @dataclass(frozen=True)
 class Durations:
-    """The seconds that a test takes, by its function, and the order of the test files."""
+    """Hold the seconds that a test takes, by its function, and the order of the test files."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     files: tuple[str, ...] = ()  # files whose tests launch the same kernels are neighbors

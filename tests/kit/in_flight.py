@@ -1,9 +1,10 @@
-"""Loads that overwrite what a product still reads: a fault of Triton 3.6's pipelines, seen in their TTGIR.
+"""Find loads that overwrite an operand of an MMA in flight: a fault of Triton 3.6's pipeliner, seen in its
+TTGIR.
 
-A pipelined loop loads some turns ahead, into as many buffers as those turns and, for operands of wgmma, one
-more, as a product may be in flight when its turn ends. An operand that is also read into registers is not
-given that one: the next load goes where the product reads. On an H200 the gradient of k was wrong by 4 %, in
-large problems alone.
+A pipelined loop loads some iterations ahead, into as many buffers as iterations. An operand of WGMMA needs
+one buffer more, since the MMA may be in flight when its iteration ends. Triton 3.6 does not give that buffer
+to an operand that is also read into registers, so the next load overwrites what the MMA reads. On an H200 the
+gradient of k was wrong by 4 %, in large problems only.
 """
 
 import re
@@ -22,7 +23,7 @@ class _Walk:
     found: list[str] = field(default_factory=list)
 
     def lines(self, lines: list[str], depth: int = 0) -> None:
-        """Follow a block; what is in a loop is followed for two turns."""
+        """Follow a block of TTGIR; follow the body of a loop for two iterations."""
         at = 0
         while at < len(lines):
             line, at = lines[at], at + 1
@@ -73,7 +74,7 @@ class _Walk:
 
 
 def overwritten(ttgir: str) -> list[str]:
-    """A line for each product and buffer that a load into it may find in flight."""
+    """Return a line for each MMA and buffer where a load may overwrite the operand in flight."""
     walk = _Walk()
     walk.lines(ttgir.splitlines())
     return list(dict.fromkeys(walk.found))

@@ -1,10 +1,10 @@
-"""Triton's interpreter made right for bfloat16 and tf32, for 3.6 to 3.9. `install()` it before kernels run.
+"""Correct Triton's interpreter (3.6 to 3.9) for bfloat16 and tf32. Call `install()` before kernels run.
 
-The interpreter keeps a bf16 value as its bits in a uint16 and computes on those as if they were numbers. Here
-an operation meets such operands as fp32, and its result is rounded back, as the hardware does. Storing the
-bits is left as it is: loads, stores, reshapes and bit casts have no need of the number.
+The interpreter stores a bf16 value as its bits in a uint16, and computes on these as if they were numbers.
+Here an operation gets such operands as fp32, and its result is rounded to bf16, as the hardware does. Loads,
+stores, reshapes and bit casts move the bits unchanged.
 
-A product in tf32 drops the last 13 bits of fp32 operands, as tensor cores do. The maximum or minimum of a
+A dot in tf32 drops the last 13 bits of its fp32 operands, as tensor cores do. The maximum or minimum of a
 number and NaN is the number, and exp2 is 0 below 2^-126, as on NVIDIA's GPUs.
 """
 
@@ -25,14 +25,14 @@ def is_bf16(handle):
 
 
 def widened(handle):
-    """The same numbers as fp32; what is no bf16 handle is left alone."""
+    """Return a bf16 handle as fp32, and any other handle unchanged."""
     if not isinstance(handle, Handle) or not is_bf16(handle):
         return handle
     return Handle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def narrowed(handle, is_truncated=False):
-    """fp32 numbers rounded to the nearest bf16, ties to even, or towards zero."""
+    """Round fp32 numbers to the nearest bf16, ties to even, or towards zero."""
     bits = np.ascontiguousarray(handle.data, dtype=np.float32).view(np.uint32)
     # half of the last kept place, a little less where that place is even; a NaN would carry into its sign
     half = np.uint32(0) if is_truncated else np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
@@ -42,7 +42,7 @@ def narrowed(handle, is_truncated=False):
 
 
 def computing(operation):
-    """An operation of the builder on fp32 copies; the result is of the dtype of its last operand."""
+    """Wrap an operation of the builder: operands are fp32, and the result has the last operand's dtype."""
 
     @wraps(operation)
     def wrapped(self, *args):
@@ -56,7 +56,7 @@ def computing(operation):
 
 
 def dropping(dot):
-    """A product whose fp32 operands lose what tf32 has no place for, where that is asked for."""
+    """Wrap a dot: where it asks for tf32, its fp32 operands are truncated to tf32."""
 
     @wraps(dot)
     def wrapped(self, a, b, acc, precision, *rest):
@@ -68,7 +68,7 @@ def dropping(dot):
 
 
 def tf32(handle):
-    """Ten bits behind the point; numbers of 16 bits have no more."""
+    """Truncate fp32 to the 10 mantissa bits of tf32; 16-bit dtypes have no more bits."""
     if handle.dtype.scalar != tl.float32:
         return handle
     bits = np.ascontiguousarray(handle.data, dtype=np.float32).view(np.uint32)
@@ -76,7 +76,7 @@ def tf32(handle):
 
 
 def casting(cast):
-    """int, fp16 or fp64 to bf16 and back go through fp32."""
+    """Wrap a cast: int, fp16 or fp64 to bf16 and back goes through fp32."""
 
     @wraps(cast)
     def wrapped(self, source, dtype):
@@ -89,7 +89,7 @@ def casting(cast):
 
 
 def rounding(convert):
-    """A cast whose rounding mode was asked for."""
+    """Wrap a cast that has a rounding mode."""
 
     @wraps(convert)
     def wrapped(self, source, dtype, mode):
@@ -101,7 +101,7 @@ def rounding(convert):
 
 
 def reducing(apply):
-    """Reductions and scans take tensors, one or several; each result is of the dtype of its tensor."""
+    """Wrap a reduction or scan of one or several tensors; each result has the dtype of its tensor."""
 
     @wraps(apply)
     def wrapped(self, given):
@@ -115,14 +115,14 @@ def reducing(apply):
 
 
 def _tensor(x, change):
-    """A tensor whose handle is changed."""
+    """Return a tensor with a changed handle."""
     handle = change(x.handle)
     shape = handle.dtype if not x.type.is_block() else tl.block_type(handle.dtype, list(x.type.shape))
     return tl.core.tensor(handle, shape)
 
 
 def indexing(patch):
-    """int() of an array with one element, which numpy 2.4 wants to be without axes: range(n) of a tensor."""
+    """Wrap the patch of tensors: int() of an array of one element, which numpy 2.4 wants without axes."""
 
     @wraps(patch)
     def wrapped(tensor, scope):
@@ -137,7 +137,7 @@ def bf16_constant(self, value):
 
 
 def flushing(exp2):
-    """exp2 in fp32 without subnormal results."""
+    """Wrap exp2 so that fp32 results below 2^-126 are 0."""
 
     @wraps(exp2)
     def wrapped(self, x):
@@ -150,12 +150,12 @@ def flushing(exp2):
 
 
 def choosing(operation):
-    """A maximum or minimum that prefers numbers to NaN."""
+    """Return a maximum or minimum that prefers a number to NaN."""
     return lambda self, x, y: self.binary_op(x, y, operation)
 
 
 def install():
-    """Change the interpreter in place, once."""
+    """Patch the interpreter in place, once."""
     if hasattr(Builder.cast_impl, "__wrapped__"):
         return
     for name in ARITHMETIC:

@@ -1,6 +1,6 @@
-"""Stand-ins for the peers: their signatures, copied by hand, over gdn's arithmetic, strict in what they take.
+"""Imitate the peers: their signatures, copied by hand, over gdn's arithmetic, strict in their arguments.
 
-What a stand-in refuses here is what the real one refuses, or silently gets wrong.
+A stand-in raises where the real function raises, or where it is silently wrong.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from kit import api
 
 
 class FLA:
-    """flash-linear-attention 0.6.0."""
+    """Imitate flash-linear-attention 0.6.0."""
 
     PATHS = {  # function -> the file that defines it
         "chunk_gated_delta_rule": "fla/ops/gated_delta_rule/chunk.py",
@@ -56,7 +56,7 @@ class FLA:
 
 
 class FLAStages:
-    """flash-linear-attention's stages: gates summed to base 2, states by chunk, any chunk size of three."""
+    """Imitate FLA's stages: gates summed to base 2, states by chunk, any of three chunk sizes."""
 
     PATHS = {
         "chunk_local_cumsum": "fla/ops/utils/cumsum.py",
@@ -122,7 +122,9 @@ class FLAStages:
 
 
 class FLALayer(torch.nn.Module):
-    """fla.layers.GatedDeltaNet: its parameters by name; q, k and v have projections and taps of their own."""
+    """Imitate fla.layers.GatedDeltaNet: its parameters by name; q, k and v have their own projections and
+    taps.
+    """
 
     def __init__(
         self, hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode="chunk",
@@ -166,19 +168,19 @@ class FLALayer(torch.nn.Module):
 
 @contextlib.contextmanager
 def of_size(chunk_size):
-    """The reference's stages in chunks of another size."""
+    """Return the reference's stages in chunks of another size."""
     before, stages.C = stages.C, chunk_size
     yield
     stages.C = before
 
 
 def natural(g):
-    """Gates from base 2."""
+    """Convert gates from base 2 to natural logarithms."""
     return g * math.log(2)
 
 
 class FlashQLABackend:
-    """How FLA comes to call FlashQLA."""
+    """Imitate the backend by which FLA calls FlashQLA."""
 
     default_enable = True
     forced = False
@@ -188,7 +190,7 @@ class FlashQLABackend:
 
 
 class FlashQLA:
-    """FlashQLA 0.1.3."""
+    """Imitate FlashQLA 0.1.3."""
 
     PATHS = {"chunk_gated_delta_rule": "flash_qla/ops/gated_delta_rule/chunk/__init__.py"}
 
@@ -208,7 +210,7 @@ class FlashQLA:
 
 
 class FlashInfer:
-    """FlashInfer 0.7.2."""
+    """Imitate FlashInfer 0.7.2."""
 
     PATHS = {
         "chunk_gated_delta_rule": "flashinfer/gdn_prefill.py",
@@ -276,7 +278,7 @@ class FlashInfer:
 
 
 class FlashInferOutputOnly:
-    """FlashInfer 0.7.2, the kernel that reads bf16 states and writes none."""
+    """Imitate the kernel of FlashInfer 0.7.2 that reads bf16 states and writes none."""
 
     PATHS = {"gated_delta_rule_mtp": "flashinfer/gdn_kernels/gdn_decode_bf16_wy_output_only.py"}
 
@@ -300,7 +302,7 @@ class FlashInferOutputOnly:
 
 
 class FlashInferReplay:
-    """FlashInfer 0.7.2, the kernel with a ring of 16 places: keys normalised, d, and their decay."""
+    """Imitate the kernel of FlashInfer 0.7.2 with a ring of 16 places: normalised keys, d, their decay."""
 
     PATHS = {"gated_delta_rule_mtp_ucache": "flashinfer/gdn_kernels/gdn_decode_bf16_wy_ucache.py"}
 
@@ -332,7 +334,7 @@ class FlashInferReplay:
 
 
 def modules() -> dict[str, ModuleType]:
-    """What `import` should find, by dotted name."""
+    """Return the modules that `import` should find, by dotted name."""
     holders = {
         "fla": None, "fla.ops": None, "fla.ops.gated_delta_rule": FLA, "flash_qla": FlashQLA,
         "fla.ops.gated_delta_rule.backends": None, "flashinfer": None, "flashinfer.gdn_prefill": FlashInfer,
