@@ -23,7 +23,7 @@ from gdn.bench.accuracy import poisoned
 settings.register_profile("gdn", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("gdn")
 
-# for processes that tests start where the package is not installed
+# tests start processes, which need the path where the package is not installed
 SOURCE = str(processes.ROOT / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SOURCE, os.environ.get("PYTHONPATH"))))
 
@@ -113,7 +113,7 @@ def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
     compiler = processes.shared_cxx(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("CXX", compiler)
-    # monkeypatch takes the attribute away at the end, as it is none of the object's own
+    # the object only inherits the attribute, so monkeypatch would delete it at the end
     with torch._inductor.config.patch({"cpp.cxx": (None, compiler)}):
         yield
 

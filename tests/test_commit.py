@@ -54,7 +54,7 @@ def test_commit(backend, device, dst, src, index, with_extra):
     assert same_bits(d, want) and same_bits(s, source)
     changed = {slot for slot in range(SLOTS) if not same_bits(d[:, slot], before[:, slot])}
     assert changed == ({0, 2, 3, 5, 7} if with_extra else {0, 5})
-    # the comparison sees a layer left out and a step too many
+    # the comparison finds a missing layer and a step too many
     assert not same_bits(torch.cat([d[:-1], before[-1:]]), want)
     assert not same_bits(law.commit(before, s, **x | {"step": x["step"] + 1}), want)
 

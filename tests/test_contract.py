@@ -241,7 +241,7 @@ def test_commit_of_more_than_65535_states(backend, device, monkeypatch):
     assert same_bits(pool[:, index], source[:, index, 0])
 
 
-HUGE = 2**31 + 2**20  # numbers, of which only what is used is ever touched
+HUGE = 2**31 + 2**20  # elements; only those that a test uses are ever touched
 
 
 def far(x, *, last):

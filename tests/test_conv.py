@@ -14,7 +14,7 @@ from gdn.reference.layer import causal_conv1d as law
 
 D = 6
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-FINEST = {"eager": torch.float64, "triton": torch.float32}  # what a backend computes in
+FINEST = {"eager": torch.float64, "triton": torch.float32}  # the widest dtype that a backend computes in
 LADDER = [0, 0, 1, 3, 6, 6, 10, 27, 80, 80]
 
 
@@ -48,7 +48,7 @@ def agrees(tensors, tolerance, activation="silu", cu_seqlens=None, **options):
     assert out[0].dtype == out[1].dtype == x.dtype and out[0].is_contiguous()
     seeds = [torch.randn_like(t) for t in out]
     got = torch.autograd.grad(out, tensors, seeds)
-    # zero times the inputs: a law of no tokens has no graph
+    # add zero times the inputs, since a reference of no tokens has no autograd graph
     total = sum((w * s.cpu().double()).sum() for w, s in zip(wanted, seeds, strict=True)) + sum(
         0 * t.sum() for t in exact
     )
@@ -186,7 +186,7 @@ def test_empty_and_unused(backend, device):
     assert final is None and not y.any()
 
 
-# bits are compared where D is a multiple of the CPU's vectors: torch's kernels round a remainder differently
+# D is a multiple of the CPU's vector size: PyTorch's kernels round the remainder differently
 WIDE = 64
 
 
@@ -280,7 +280,7 @@ def test_update(backend, device, protocol, W, T):
     slots, dtype = torch.tensor([4, -1, 2, 0, 9]), FINEST[backend]
     rows = [0, 2, 3]
     weight, bias = torch.randn(D, W, dtype=dtype), torch.randn(D, dtype=dtype)
-    state = pool(7, W - 1 + T - 1, dtype, device)  # the least that lets tokens be rejected
+    state = pool(7, W - 1 + T - 1, dtype, device)  # the smallest window from which tokens can be rejected
     before, L = state.clone(), state.shape[2]
     ring, kept = torch.tensor([3, -9, 100, -5, 0]), torch.ones(5, dtype=torch.int32)
     history = []
@@ -306,7 +306,7 @@ def test_update(backend, device, protocol, W, T):
         ring, kept = ring + accepted, accepted.int()
     rest = [1, 3, 5, 6]
     assert torch.equal(state[rest], before[rest])
-    # one tap and one token: no columns at all
+    # with one tap and one token a window has no columns
     assert W + T == 2 or not torch.equal(state[4], before[4])
 
 

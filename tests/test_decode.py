@@ -69,7 +69,7 @@ KINDS = {
     "fp32 on bf16": (F32, BF16, torch.int64),
     "fp64": (F64, F64, torch.int32),
 }
-FEW = {("fp32", True), ("bf16 pool", False)}  # that are interpreted
+FEW = {("fp32", True), ("bf16 pool", False)}  # the kinds that are interpreted
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,7 +125,7 @@ def test_nan_in_what_is_not_read_reaches_nothing(backend, device, name):
     dirty["state"][~reads] = NAN
     if "intermediate" in x:
         dirty["intermediate"] = torch.full_like(x["intermediate"], NAN)
-    # what the call gives to rows without a slot may be anything as well
+    # the inputs of a row without a slot may hold anything as well
     idle = [n for n in range(B) if not want.o[n].isnan().any()]
     for key in ("q", "k", "v", "g", "beta"):
         dirty[key] = x[key].clone()
@@ -196,7 +196,13 @@ def test_a_packet_equals_single_steps(backend, device, pool, v_first):
             assert not same_bits(loose, api.decode(**x, state=state.clone(), **options))
 
 
-ONLY_THE_LAST = ["identity", "index", "P1 final", "P2 read", "P6"]  # protocols that leave at most one state
+ONLY_THE_LAST = [
+    "identity",
+    "index",
+    "P1 final",
+    "P2 read",
+    "P6",
+]  # protocols that write at most one state per row
 INTERPRETED = {
     ("index", "bf16", True),
     ("P1 final", "fp32", False),
@@ -345,7 +351,7 @@ def test_strides_are_free(backend, device, poison):
     assert same_bits(out, want[0]) and same_bits(memory, before)
     rows = [0, 1, 3]
     assert same_bits(kept[rows][:, :T], want[2][rows][:, :T])
-    # the final state in place, in a pool whose heads and slots lie apart
+    # write the final state in place, in a pool whose heads and slots are strided
     apart = torch.randn(SLOTS, 9, 24 * 16 + 8, device=device)
     pool = apart[:, 1:9:2, : 24 * 16].unflatten(2, (24, 16))
     pool.copy_(plain["state"])
@@ -669,7 +675,7 @@ def test_packed_refusals_touch_nothing(kind, message, change):
 
 
 def refuses(x, kind, message, change):
-    # a call that passed shields no other
+    # a valid call before does not hide the error of the next one
     api.decode(**x)
     x |= change
     before = {k: v.clone() for k, v in x.items() if isinstance(v, torch.Tensor)}

@@ -15,7 +15,7 @@ PACKAGE = Path(gdn.__file__).parent
 ENDS = (0, 30, 30, 70)
 H, HV, K, V = 2, 4, 16, 24
 L2 = {"use_qk_l2norm_in_kernel": True}
-# functions without tensors to compute on, and `warmup`, which has a test of its own
+# functions that take no tensors, and `warmup`, which has its own test
 WITHOUT_TENSORS = {"GatedDeltaNetCache", "patch_fla", "patch_transformers", "warmup", "stages"}
 
 
@@ -221,7 +221,7 @@ def stages(is_packed):
     return call
 
 
-# name -> what makes its tensors, outside the context, and returns the call
+# name -> function that creates the tensors outside the context, and returns the call
 CALLS = {
     "chunk_gated_delta_rule": lambda: rule(gdn.chunk_gated_delta_rule, False, False),
     "chunk_gated_delta_rule packed": lambda: rule(gdn.chunk_gated_delta_rule, True, False),

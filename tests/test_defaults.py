@@ -11,7 +11,7 @@ import gdn
 from gdn.reference import serving
 
 PUBLIC = [getattr(gdn, name) for name in gdn.__all__ if inspect.isfunction(getattr(gdn, name))]
-# the layer's parameters and warmup's sizes have no counterpart in a call
+# arguments of the layer and of warmup that no call has
 OWN = {"backend"}
 
 
@@ -26,9 +26,9 @@ def defaults() -> dict[str, dict[object, list[str]]]:
 
 
 def test_an_argument_has_one_default_in_every_public_function():
-    # the gates: positional tensors of the stages' order in one function, options in another
+    # gates are positional tensors in one function and options in another
     differ = {name: values for name, values in defaults().items() if len(values) > 1}
-    # decode_step is a layer's whole step: its activations are a layer's, None elsewhere means no activation
+    # decode_step has the activations of a layer; elsewhere None means no activation
     assert set(differ) <= {"activation"}, differ
 
 

@@ -36,7 +36,7 @@ def test_the_python_of_a_page_runs(page):
         for block in blocks(page):
             exec(compile(block, str(page), "exec"), session)
     finally:
-        # a page may patch Transformers and leave it so
+        # a page may patch Transformers and not undo it
         for patch in list(transformers._active):
             patch.undo()
 

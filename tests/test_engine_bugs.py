@@ -82,7 +82,7 @@ def verified(backend, device, decode=api.decode, commit=gdn.commit):
         want = api.decode(**x, state=start.clone(), backend=backend)
         how = {"read_index": table, "num_accepted": accepted, "write_index": table, "write": "all"}
         assert same_bits(decode(**x, state=pool.clone(), **how, backend=backend), want), "columns"
-    # intermediate rows belong to the batch, not to the slots
+    # rows of the intermediate buffer belong to the batch, not to the slots
     kept, slots = torch.full((4, T, 4, 24, 16), NAN, device=device), torch.tensor([3, 9, 1, 0], device=device)
     decode(**x, state=pool, read_index=slots, write="none", intermediate=kept, backend=backend)
     step = torch.tensor([0, T - 1, -1, 1], device=device)
@@ -241,7 +241,7 @@ def test_offsets(backend, device, alone):
     """(e) vLLM 41966; SGLang 31934."""
 
     def in_32_bits(*, state, read_index, **rest):
-        # where an offset that has wrapped around points to, as far as it is still within the pool
+        # read where an offset that wrapped around points to, if that is still in the pool
         wrapped = (read_index * state.stride(0) + 2**31) % 2**32 - 2**31
         return api.decode(**rest, state=state, read_index=wrapped.abs() // state.stride(0))
 

@@ -65,7 +65,7 @@ def checkout(tmp_path, monkeypatch):
     for file, text in zip(fla_suite.FILES, (OPS, LAYERS), strict=False):
         (tmp_path / "checkout" / file).parent.mkdir(parents=True)
         (tmp_path / "checkout" / file).write_text(text)
-    # a checkout's own package and settings, which no pass may take
+    # the checkout has a package and settings of its own, which no pass may use
     (tmp_path / "checkout/fla.py").write_text("raise ImportError('the package of the checkout')\n")
     (tmp_path / "checkout/pyproject.toml").write_text("[tool.pytest.ini_options]\npythonpath = ['.']\n")
     site = tmp_path / "site"

@@ -56,7 +56,7 @@ def test_values_and_gradients(backend, device, lead, with_bias):
         got = torch.autograd.grad(outputs, x, dy)
         wanted_grads = torch.autograd.grad(wanted, exact, [d.cpu().double() for d in dy])
         for leaf, y, z in zip(x, got, wanted_grads, strict=True):
-            # dy > 0, so dA_log and ddt_bias sum terms of one sign
+            # with dy > 0, dA_log and ddt_bias sum terms of one sign
             assert y.dtype == leaf.dtype and agrees(y, z, tolerance)
             assert not y.numel() or not z.count_nonzero() or not agrees(y * (1 + 3 * tolerance), z, tolerance)
         assert not outputs[0].numel() or not agrees(outputs[0].flip(-1), wanted[0], tolerance)
@@ -114,7 +114,7 @@ def test_extremes(backend, device, A_log):
     s = torch.sigmoid(exact[1]) * torch.sigmoid(-exact[1])
     for y, z in zip((*outputs, *grads), (*wanted, wanted_grads[0], s, wanted_grads[1]), strict=True):
         assert bool(torch.isfinite(y).all())
-        # below 1e-38 fp32 has fewer bits
+        # numbers below 1e-38 are subnormal and have fewer bits
         assert torch.allclose(y.cpu().double(), z, rtol=1e-6, atol=1e-44)
     naive = -torch.exp(A) * torch.log(1 + torch.exp(a))
     assert not torch.allclose(naive.cpu().double(), wanted[0], rtol=1e-6, atol=1e-44)

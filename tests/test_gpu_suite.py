@@ -99,7 +99,7 @@ def test_outcomes_are_recorded(tmp_path):
     assert row["skips"] == {"no": 1}
     assert "too late" in row["failures"]["test_it.py::test_teardown"]
     assert row["functions"]["test_it.py::test_passes"][0] == 5
-    # the end of the output suffices
+    # check the end of the output only
     assert "assert (2 + 2) == 5" in said[-3000:] and "NOT GREEN: complete" in said[-400:]
 
 
@@ -137,7 +137,7 @@ def test_a_test_that_ends_its_worker_fails_and_the_others_run(tmp_path):
     row, _ = suite(tmp_path, body, "--test-seconds", "3")
     assert (row["passed"], row["failed"], row["unfinished"]) == (8, 2, 0) and row["end"] == "complete"
     assert "crashed" in row["failures"]["test_it.py::test_crash"]
-    # the stacks of the worker's threads say where the test was
+    # the stacks of the worker's threads show where the test hung
     assert "in test_hang" in row["failures"]["test_it.py::test_hang"]
 
 
@@ -268,7 +268,7 @@ def test_triton_compiles_under_the_lock(tmp_path, monkeypatch):
 def test_make_runs_the_part_that_is_asked_for():
     def command(*given: str) -> str:
         make = ["make", "-n", "test-gpu", f"PYTHON={sys.executable}", *given]
-        # not the flags of a make that runs this test
+        # do not inherit the flags of a make that runs this test
         clean = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         done = subprocess.run(make, cwd=processes.ROOT, env=clean, capture_output=True, text=True, check=True)
         return done.stdout

@@ -92,7 +92,7 @@ def test_packed_and_plain_gates():
     for o, S in (
         ours.chunk_gated_delta_rule(q, k, v, g, beta, None, None, True, cu_seqlens=ends, chunk_indices=ends),
         ours.fused_recurrent_gdn(q, k, v, g, beta=beta, output_final_state=True, cu_seqlens=ends),
-        # FLA does not look at A_log unless it is asked to
+        # FLA ignores A_log without use_gate_in_kernel
         ours.fused_recurrent_gdn(
             q, k, v, g, beta=beta, output_final_state=True, cu_seqlens=ends, A_log=torch.ones(HV)
         ),
@@ -134,7 +134,7 @@ def test_decays_per_channel_are_refused():
         ours.fused_recurrent_gated_delta_rule(q, k, v, g, beta=v)
 
 
-# a stand-in: modules by FLA's names, each function raising where FLA would need a GPU
+# a stand-in: modules with FLA's names, whose functions raise where FLA would need a GPU
 
 
 class Dispatch:
@@ -290,10 +290,10 @@ def test_what_gdn_refuses_stays_with_fla(monkeypatch):
         recurrent = modules["fla.layers"].renamed
         assert recurrent(q, k, v, g, q) == recurrent(q, k, v, g, unheard_of=1) == "fla's own"
         assert torch.is_tensor(recurrent(q, k, v, g)[0])
-        # FLA's own tests: q and k in fp32, v and beta in fp16
+        # FLA's own tests pass q and k in fp32, v and beta in fp16
         assert recurrent(q, k, v.half(), g, beta=beta.half()) == chunk(q, k, v.half(), g, beta) == "fla's own"
         assert recurrent(q, k[..., 1:], v) == recurrent(q, k, v, head_first=True) == "fla's own"
-        # offsets that gdn reads only once it has the call
+        # gdn reads these offsets only after it has accepted the call
         assert chunk(*x, cu_seqlens=torch.tensor([0, 4, 3], device="cpu")) == "fla's own"
         assert torch.is_tensor(chunk(*x)[0])
         conv = modules["fla.modules.causal_conv1d.ops"]
@@ -376,7 +376,7 @@ def test_flas_layer_is_the_law():
         assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
         layer.eval()
         with torch.no_grad():
-            # the recurrent form, packed by a mask: left padding
+            # the recurrent form with left padding, which a mask packs
             mask = (torch.arange(20) >= torch.tensor([[0], [7]])).long()
             got, _, _ = layer(x[:, :20], attention_mask=mask)
             assert error(got[0], layer_by_law(layer, x[:1, :20])[0]) < 1e-5
@@ -389,7 +389,7 @@ def test_flas_model_generates(monkeypatch):
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
     from fla.modules import mlp
 
-    # the MLP is no part of this library, and FLA's needs a GPU
+    # gdn has no MLP, and FLA's needs a GPU
     monkeypatch.setattr(mlp, "swiglu", lambda x, y: nn.functional.silu(x) * y)
     config = GatedDeltaNetConfig(
         hidden_size=32, head_dim=8, num_heads=2, num_v_heads=4, num_hidden_layers=2, vocab_size=50,
@@ -400,7 +400,7 @@ def test_flas_model_generates(monkeypatch):
     model = GatedDeltaNetForCausalLM(config).eval()
     ids = torch.randint(3, 50, (2, 70))
     with patch_fla(), torch.no_grad():
-        # not by `generate`, whose name for a cache FLA 0.6.0 does not know since Transformers 5.24
+        # do not call `generate`: FLA 0.6.0 does not know the name of its cache in Transformers 5.24
         words, out = ids, model(ids, use_cache=True)
         for _ in range(6):
             words = torch.cat((words, out.logits[:, -1:].argmax(-1)), 1)

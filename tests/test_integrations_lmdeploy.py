@@ -168,7 +168,7 @@ def test_slots_and_entries_out_of_range_are_padding(slot, entry, is_entry_major)
     """An invalid slot or entry writes nothing and outputs 0, also where its offset would wrap around."""
     x, offsets, S = inputs(1, 5), torch.tensor([0, 5]), 4
     dtype = torch.int32 if max(abs(slot), abs(entry)) < 2**31 else torch.int64
-    # with 4 entries 2**30 times the stride is 2**32, which is 0 in int32
+    # with 4 entries, slot 2**30 times the stride is 2**32, which is 0 in int32
     R = 4 if slot == 2**30 else 3
     ring = pool_of(R, S).transpose(0, 1) if is_entry_major else pool_of(S, R)
     before, given = ring.clone(), torch.tensor([entry], dtype=dtype)
@@ -301,7 +301,7 @@ def test_a_layers_calls_from_prompt_to_decode(drafts):
         if drafts:
             info.cache_seqlens = torch.tensor(at).int()
         run([slice(p, p + 1 + drafts) for p in at], info)
-        # with drafts two of three are accepted
+        # of three drafts two are accepted
         at = [p + min(2, 1 + drafts) for p in at]
     mixed, _ = law_of_layers.causal_conv1d(x, weight[:, 0], bias, activation="silu")
     q, k, v = mixed.split([H * K, H * K, HV * V], 2)
@@ -349,7 +349,7 @@ def test_conv_step(T, with_ring):
             tokens[None], weight, activation="silu", initial_state=before[slot][None][..., order]
         )
         assert error(y[n].t() if T else y[n : n + 1], wanted[0]) < 1e-5
-        # the slot keeps what it had, the packet put where it belongs
+        # the slot keeps its other columns, and the packet is at its place
         if with_ring:
             where = [(start + t) % columns for t in range(T or 1)]
             before[slot][:, where] = tokens.t()

@@ -126,7 +126,7 @@ def test_verify_and_commit(tree):
     sglang.fused_mamba_state_scatter_with_mask(pools, buffer[None], index[:3], steps, rows[:3])
     assert same_bits(pools[0, 4], buffer[1, 2]) and same_bits(pools[0, 2], buffer[3, 0])
     assert same_bits(pools[0, [0, 1, 3, 5, 6, 7, 8]], before[0, [0, 1, 3, 5, 6, 7, 8]])
-    # taken for pool slots, or for rows of the batch, the rows would be other states
+    # used as pool slots or as rows of the batch, these rows would name other states
     assert not same_bits(buffer[1, 2], buffer[0, 2])
 
 
@@ -162,7 +162,7 @@ def test_commit_with_tracking(are_apart):
             assert same_bits(dst[:, 4], src[:, at[0], 3])
             others = [0, 1, 2, 3, 5, 6, 7, 8]
             assert same_bits(dst[:, others], old[:, others])
-        # the first two cross a boundary of the prefix cache, at steps of their own
+        # the first two requests cross a boundary of the prefix cache, at different steps
         track = torch.tensor([7, 1, -1]), torch.tensor([0, 4, -1])
         sglang.scatter_mamba_states_after_mtp_verify(caches, slots, steps, *track, given)
         for dst, src in ((caches.temporal, caches.intermediate_ssm), (caches.conv[0], windows)):
@@ -230,9 +230,9 @@ def test_extend_tracks_in_fp32():
     for n in (0, 2, 3, 4):
         span = slice(*offsets[n : n + 2].tolist())
         exact = state_after(x, span, 64 * int(chunk[n]), before[index[n]].double())
-        # bf16 on the way would cost 2e-3
+        # a state rounded to bf16 would be off by 2e-3
         assert error(track[n], exact) < 1e-5, n
-    # padding, and a slot past the pool: zeros, and nothing read or written
+    # padding and a slot past the pool output zeros, and nothing is read or written
     odd = {"cache_indices": torch.tensor([6, 1, -1, SLOTS, 8]).int(), "ssm_states": before.clone()}
     padded, *_ = sglang.GDNKernel().extend(*five, **where | odd, track_state=track, track_chunk_idx=chunk)
     assert same_bits(padded[:, :130], o[:, :130]) and not padded[:, 130:199].any()

@@ -43,7 +43,7 @@ def packed(counts, raw=False, extra=0):
     return x, offsets
 
 
-# speculation: tables of blocks, rows of any length, more rows of indices than the batch has
+# speculation: tables of blocks, rows of any length, and more rows of indices than the batch has
 
 
 def drafts():
@@ -153,7 +153,7 @@ def test_packed_decode():
     )
     assert got is out and same is state
     assert error(out, wanted.o) < 5e-3 and not out[1].any() and error(state, wanted.state) < 1e-5
-    # a beta rounded to bf16 is seen in the state
+    # a beta rounded to bf16 would change the state
     rounded = law.decode(
         x["q"], x["k"], x["v"], g=law_g(gates), beta=b[:, None].float().sigmoid().bfloat16(), state=state * 0,
         read_index=index, null_slot=0,

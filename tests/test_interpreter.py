@@ -92,7 +92,7 @@ def test_extremes_prefer_numbers_and_exp2_has_no_subnormals(triton_device):
 
 
 def test_a_cast_rounds_to_the_nearest_even(triton_device):
-    # every upper half with the lower halves around a tie, infinities and NaN among them
+    # all upper halves, with the lower halves around a tie; infinities and NaN are among them
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     x = (
         ((torch.arange(2**16)[:, None] << 16) + low)
@@ -127,7 +127,7 @@ def test_arithmetic_comparisons_constants_and_defaults(triton_device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_products_and_reductions(triton_device, dtype):
-    # small integers: every sum is exact whatever its order
+    # sums of small integers are exact in any order
     a, b = torch.randint(-2, 3, (2, N, N)).to(triton_device, dtype)
     o, sums = torch.empty(N, N, device=triton_device), torch.empty(3, N, dtype=dtype, device=triton_device)
     _dot[(1,)](a, b, o, sums, 2, N=N)

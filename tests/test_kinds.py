@@ -22,7 +22,7 @@ from gdn.ops import repeats
 from gdn.problem import parse
 
 ALL = {"use_qk_l2norm_in_kernel": True, "raw_gate": "on", "beta": "sigmoid", "state": "wide"}
-# sequences, tokens of each, key heads, value heads: from an almost empty machine to a full one
+# sequences, tokens of each, key heads, value heads: from an almost empty GPU to a full one
 SIZES = [(1, 1, 1, 1), (1, 65, 2, 8), (3, 16, 16, 32), (2, 64, 8, 8), (5, 63, 2, 64), (130, 3, 1, 4)]
 KINDS = {
     "bf16 128": (Case(sizes=(128, 128), **ALL), torch.bfloat16),
@@ -66,7 +66,7 @@ def met(monkeypatch):
         return ahead, launched
 
     yield run
-    # what was remembered of calls on tensors of the CPU holds for a recording alone
+    # calls cached on CPU tensors are valid only while launches are recorded
     repeats._known.clear()
 
 
@@ -156,7 +156,7 @@ OTHERS = {
     "norm": a_norm,
     "conv": a_conv,
 }
-# lengths of packets are as fixed as a draft's
+# the length of a packet is fixed, as the number of drafts is
 PACKETS = [(1, 3, 1, 1), (3, 3, 16, 32), (60, 3, 4, 8), (300, 3, 1, 1), (9, 3, 4, 4)]
 
 

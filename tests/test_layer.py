@@ -101,7 +101,7 @@ def test_cache_equals_whole(cuts, dtype):
             y = torch.cat([layer(part, cache=cache) for part in hidden.split(cuts, 1)], 1)
         limit = 1e-5 if dtype == torch.float32 else 3e-2
         assert differs(y, wanted) < limit and differs(cache.state, whole.state) < limit
-        # bit for bit what was projected piece by piece: one token's products are not those of many everywhere
+        # project piece by piece: on some machines the GEMM of one token has other bits than that of many
         projected = torch.cat([layer.in_proj_qkv(part) for part in hidden.split(cuts, 1)], 1)
         assert torch.equal(cache.conv_state, projected[:, -3:].transpose(1, 2))
         assert differs(cache.conv_state, whole.conv_state) < limit / 10 and cache.state.dtype == torch.float32
@@ -329,7 +329,7 @@ def transformers_layer(model, ratio, dtype=torch.float32):
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-        # decays of some tokens: where a decay is strong their fp32 running sum is off by more than the gate
+        # decays last some tokens: of a strong decay the fp32 running sum is off by more than the limit
         layer.dt_bias.sub_(3)
     return layer, DynamicCache(config=config)
 
@@ -343,7 +343,7 @@ class TestTransformers:
         ours, hidden = gdn.GatedDeltaNet.from_transformers(theirs), torch.randn(2, 150, 24)
         with torch.no_grad():
             wanted, exact = theirs(hidden), law(ours, hidden)[0]
-            # `cache` since Transformers 5.24, `cache_params` until then
+            # the name is `cache` since Transformers 5.24, and `cache_params` before
             (name,) = {"cache", "cache_params"} & set(signature(theirs.forward).parameters)
             assert differs(ours(hidden), wanted) < 1e-5
             assert differs(ours(hidden), exact) < max(2e-6, 1.1 * differs(wanted, exact))
@@ -352,7 +352,7 @@ class TestTransformers:
                 own = gdn.GatedDeltaNetCache()
                 for part, law_of_it in zip(hidden.split(cuts, 1), exact.split(cuts, 1), strict=True):
                     x, y = ours(part, cache=own), theirs(part, **{name: cache})
-                    # theirs is off by 2e-5 for a single token on some machines
+                    # Transformers' result for a single token is off by 2e-5 on some machines
                     assert differs(x, law_of_it) < 5e-6 and differs(x, y) < 1e-5 + differs(y, law_of_it)
                 kept = cache.layers[0]
                 assert differs(own.state, kept.recurrent_states[0]) < 1e-5

@@ -26,7 +26,7 @@ def test_numbers_in_24_bits(triton_device, dtype):
     size = torch.logspace(-37, 37, 256, base=10)
     x = size * torch.randn(256).sign() * (1 + torch.rand(256))
     x[:3] = torch.tensor([0.0, float("inf"), -float("inf")])
-    # three NaN, the first as a GPU makes it
+    # three NaN, the first with the bits that a GPU produces
     x[3:6] = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
     x, upper = x.to(triton_device), torch.ones(256, dtype=dtype, device=triton_device)
     full = torch.full((256,), 99, dtype=torch.int8, device=triton_device)

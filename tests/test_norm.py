@@ -11,7 +11,7 @@ import gdn.ops.norm
 from gdn.reference.layer import rms_norm_gated as law
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-FINEST = {"eager": torch.float64, "triton": torch.float32}  # what a backend computes in
+FINEST = {"eager": torch.float64, "triton": torch.float32}  # the widest dtype that a backend computes in
 
 
 pytestmark = pytest.mark.usefixtures("strict_poison")

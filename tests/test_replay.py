@@ -88,7 +88,7 @@ KINDS = {
 }
 
 
-FEW = {("fp32", True), ("bf16", False), ("fp32 on bf16", True)}  # that are interpreted
+FEW = {("fp32", True), ("bf16", False), ("fp32 on bf16", True)}  # the kinds that are interpreted
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def test_refusals_touch_nothing(function, kind, message, change):
         if function is api.replay_decode
         else entries() | {"room": 3}
     )
-    # a call that passed shields no other
+    # a valid call before does not hide the error of the next one
     function(**moved(x, "cpu"))
     x |= change
     before = {k: v.detach().clone() for k, v in x.items() if isinstance(v, torch.Tensor)}

@@ -18,7 +18,7 @@ from gdn.problem import parse
 
 FORMS = [gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule]
 chunk, recurrent = FORMS
-# a token at a time takes an interpreter long: there the chunked form alone
+# the recurrent form is slow in an interpreter, which runs the chunked form only
 CHUNKED = [pytest.param(chunk, marks=pytest.mark.interpret), recurrent]
 
 

@@ -64,7 +64,7 @@ def test_words_are_those_of_transformers(model, drafts):
     for request in requests:
         assert request.tokens == wanted(model, request.prompt)
     assert engine.pool.hits >= 4 and max(r.reused for r in requests) == serve.BLOCK
-    # every slot is free again or holds a prefix
+    # at the end every slot is free or holds a prefix
     assert len(engine.pool.free) + len(engine.pool.prefixes) == 5
     assert "0 running" in str(engine.pool)
 

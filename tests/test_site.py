@@ -77,7 +77,7 @@ TABLE = """|  | shape | dtype |
 def test_a_group_of_arguments_with_a_head_of_words_becomes_a_table():
     made = pages.docstring_to_markdown("Where to read:\n    state  [slots]  fp32\n    index  [B]      int")
     assert made.startswith("**Where to read**\n\n| ") and "| `index` | \\[B\\] | int |" in made
-    # a sentence with a colon is none
+    # a sentence with a colon is not a table
     assert pages.docstring_to_markdown("Two rows must differ: one writes.").startswith("Two rows")
 
 

@@ -16,7 +16,7 @@ from gdn.problem.stages import AXES
 from gdn.reference import stages as reference_stages
 
 C = 64
-# stage: arguments, outputs, and what the adjoint takes before the gradients of the outputs
+# stage: arguments, outputs, and the adjoint's arguments before the gradients of the outputs
 STAGES = {
     "chunk_cumsum": ("g", "G", "g"),
     "chunk_gate_cumsum": ("a A_log dt_bias", "G", "a A_log dt_bias"),
@@ -27,7 +27,7 @@ STAGES = {
     "chunk_output": ("q k v_new G S_in", "o", "q k v_new G S_in"),
 }
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-FINEST = {"eager": torch.float64, "triton": torch.float32}  # what a backend computes in
+FINEST = {"eager": torch.float64, "triton": torch.float32}  # the widest dtype that a backend computes in
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def test_a_nan_stays_in_its_sequence_and_head(backend, device, stage):
         poisoned = [x.clone() for x in taken]
         for x in poisoned:
             if x.dim() > 1 and x.shape[1] == case.T:
-                # tokens of sequence 4, last head
+                # the tokens of sequence 4, last head
                 x[0, 64:129, -1] = torch.nan
         for x, y in zip(computed(name, poisoned, case, backend, device), clean, strict=True):
             if y.dim() > 1 and y.shape[1] == case.T:

@@ -276,7 +276,7 @@ def test_10000_replays_of_a_graph_with_changing_indices(name, backend, device, s
     assert strays(name, 40, device, follows=False) is not None
 
 
-# launches that begin inside others
+# launches that start while others run
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ KINDS = {
     "fp32 on bf16": (F32, BF16, BF16, 3),
     "fp64": (F64, F64, None, 3),
 }
-FEW = {("fp32", True), ("bf16 pool", False)}  # that are interpreted
+FEW = {("fp32", True), ("bf16 pool", False)}  # the kinds that are interpreted
 
 
 def made(sizes=SIZES, kind="fp32", **options):
@@ -257,7 +257,7 @@ def test_a_first_call_compiles_what_other_numbers_of_rows_take(monkeypatch, has_
         x, options = step_of(rows, *heads, BF16, BF16, slots=1, is_gated=has_norm)
         x |= {"read_index": torch.zeros(rows, dtype=torch.int32), "conv_bias": None, "backend": "triton"}
         if has_norm:
-            # the stride of one row is any number
+            # with one row the stride may be any number
             x["z"] = x["z"].contiguous()
         return set(compiling.jobs(lambda: api.decode_step(**x | options), "cuda:90"))
 
@@ -336,7 +336,7 @@ REFUSALS = [
 @pytest.mark.parametrize("kind, message, change", REFUSALS)
 def test_refusals_touch_nothing(kind, message, change):
     x = made() | {"out": torch.ones(ROWS, 4, 24)}
-    # a call that passed shields no other
+    # a valid call before does not hide the error of the next one
     api.decode_step(**x)
     x |= change
     before = {k: v.clone() for k, v in x.items() if isinstance(v, torch.Tensor)}

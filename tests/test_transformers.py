@@ -34,7 +34,7 @@ TEXT_MODELS = {
     "olmo_hybrid": "OlmoHybridModel",
 }
 
-# of a model's arguments and outputs, in the version that is installed
+# the names of a model's arguments and outputs in the installed version
 PARAMETERS = inspect.signature(transformers.Qwen3_5ForCausalLM.forward).parameters
 (CACHE,) = [name for name in CACHES if name in PARAMETERS]
 
@@ -156,7 +156,7 @@ SERVED = (
 )
 
 
-# the numbers are those of the originals
+# results agree with the original functions
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -345,7 +345,7 @@ def test_gradient_checkpointing(family, counts):
         loss, gradients = loss_and_gradients(model, ids)
         model.gradient_checkpointing_enable()
         again, checkpointed = loss_and_gradients(model, ids)
-    assert counts["chunk_gated_delta_rule"] == 6  # 2, then 2 forward and 2 recomputed
+    assert counts["chunk_gated_delta_rule"] == 6  # 2 calls, then 2 forward and 2 recomputed
     assert torch.equal(loss, again)
     for name, gradient in gradients.items():
         assert error(checkpointed[name], gradient) <= 1e-6 or not gradient.any(), name
@@ -470,7 +470,7 @@ def test_packing_is_inferred_from_rows_of_positions(rows):
 
 
 def test_where_documents_start():
-    # a document that begins with a picture of 2 x 2 patches, then text; then a document of text
+    # the first document is a picture of 2 x 2 patches and text, the second is text
     temporal, height, width = [0, 0, 0, 0, 2, 3, 0, 1], [0, 0, 1, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 3, 0, 1]
     picture = torch.tensor([temporal, height, width])[:, None]
     assert restarts(picture).nonzero().flatten().tolist() == [5]
@@ -548,7 +548,7 @@ def test_packed_convolution_with_columns_in_front():
             torch.testing.assert_close(conv(padded, weight, None, activation=None, **told)[:, :, 1:], alone)
 
 
-# torch.compile, export, and what is left to the originals
+# torch.compile, export, and calls that go to the original functions
 
 
 @pytest.mark.slow
@@ -689,7 +689,7 @@ def test_the_device_of_the_tensors_decides(family):
         assert all(error(gradients[name], x) <= 1e-3 for name, x in expected[1].items())
         assert torch.equal(generate(twin, ids.cuda()), written)
         if family == "qwen4_exp":
-            # its indexer ranks keys, and a rank can turn on a device's rounding: the originals' loss by 4e-5
+            # its indexer ranks keys, and rounding can change a rank: the original loss differs by 4e-5 too
             return
         batch = flattening()([{"input_ids": tokens(n, seed=n)} for n in LENGTHS])
         options = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
@@ -697,7 +697,7 @@ def test_the_device_of_the_tensors_decides(family):
         assert error(packed.cpu(), model(**options, use_cache=False).logits) <= 2e-5
 
 
-# who is served, and when
+# which models run on gdn, and when
 
 
 def test_every_family_is_found_and_restored_bit_for_bit():

@@ -74,7 +74,7 @@ class Ring(Engine):
         )
 
     def accept(self, counts):
-        # as in the engine, a packet keeps at least the token that the target model adds
+        # at least one token of a packet is accepted, the one that the target model adds
         self.lengths += self.ints(counts)
 
 

@@ -63,7 +63,7 @@ def recorded(monkeypatch):
     compiling = pytest.importorskip("kit.compiling")
     monkeypatch.setenv("GDN_BACKEND", "triton")
     yield lambda call: set(compiling.jobs(call, "cuda:90"))
-    # what was remembered of calls on tensors of the CPU holds for a recording alone
+    # calls cached on CPU tensors are valid only while launches are recorded
     repeats._known.clear()
 
 
@@ -337,7 +337,7 @@ def test_nothing_is_left_to_compile(recorded, engine, state_dtype, options):
     for number, call in enumerate(CALLS[engine](pool, **options)):
         missing = recorded(call) - warmed
         assert not missing, (number, sorted(job.name for job in missing))
-    # the comparison can fail: another head size is another binary
+    # the comparison can fail: another head size needs another binary
     other = recorded(lambda: api.warmup("cpu", **{**SIZES, "head_v_dim": 64}, **asked))
     assert recorded(next(CALLS[engine](pool, **options))) - other
 

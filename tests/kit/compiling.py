@@ -7,7 +7,6 @@ never specialised.
 
     PYTHONPATH=.:tests python -m kit.compiling [--target cuda:90] [part of a specimen's or kernel's name]
     PYTHONPATH=.:tests python -m kit.compiling --record     record spills.json again for the present Triton
-
 """
 
 import argparse
@@ -44,8 +43,8 @@ from kit.specimens import SPECIMENS
 TESTS = Path(__file__).parent.parent
 TABLE = TESTS / "spills.json"
 CACHE = TESTS.parent / "build" / "compiled"
-TENSOR_MEMORY = 512  # columns that a multiprocessor of sm_100 has
-SECONDS = 300  # after which a compilation counts as stuck
+TENSOR_MEMORY = 512  # columns of tensor memory in an SM of sm_100
+SECONDS = 300  # a compilation that takes longer counts as stuck
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
@@ -73,7 +72,7 @@ class Job:
     """Hold a kernel with everything that its binary depends on."""
 
     kernel: Any
-    signature: tuple[str, ...]  # a type for each parameter that is no constant, in order
+    signature: tuple[str, ...]  # the type of each parameter that is not a constant, in order
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int
@@ -336,7 +335,7 @@ def main() -> None:
     if asked.record:
         failed = [f"{job.name}: {r.error}" for job, r in reports.items() if r.error]
         if failed:
-            # they would count as kernels that spill nothing
+            # the table would list a failed kernel as one that spills nothing
             raise SystemExit("\n".join(failed))
         table = json.loads(TABLE.read_text())
         found = {job.target: {} for job in reports}

@@ -15,10 +15,10 @@ _VIEWS = ("ttg.memdesc_index ", "ttg.memdesc_trans ", "ttg.memdesc_reshape ", "t
 
 @dataclass
 class _Walk:
-    buffers: dict[str, tuple[int, int]] = field(default_factory=dict)  # allocation -> how many, in what depth
-    sources: dict[str, str] = field(default_factory=dict)  # view -> what it is a view of
+    buffers: dict[str, tuple[int, int]] = field(default_factory=dict)  # allocation -> number, loop depth
+    sources: dict[str, str] = field(default_factory=dict)  # view -> tensor of the view
     ahead: dict[str, int] = field(default_factory=dict)  # allocation -> loads into it before its loop
-    # products that nothing has waited for, the allocations they read, how many turns ago they began
+    # MMAs in flight: result, allocations that they read, iterations since their start
     running: list[tuple[str, set[str], int]] = field(default_factory=list)
     found: list[str] = field(default_factory=list)
 
@@ -61,8 +61,8 @@ class _Walk:
         if depth == place:
             self.ahead[into] += 1
             return
-        # turn t loads for turn t + ahead while turn t - turns may be read: the same buffer if these are as
-        # many turns apart as there are buffers
+        # iteration t loads for t + ahead while the operands of t - turns may be read: both use the same buffer
+        # if they are as many iterations apart as there are buffers
         for name, reads, turns in self.running:
             if into in reads and self.ahead[into] + turns >= count:
                 self.found.append(f"a load into {into}, {count} buffers, meets {name}")

@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 Handle = interpreter.TensorHandle
 Builder = interpreter.InterpreterBuilder
-# every way in which numpy sees the numbers of an operand; all others move bits
+# operations in which numpy computes with the numbers of an operand; all others move bits
 ARITHMETIC = ("binary_op", "unary_op", "ternary_op", "create_fma", "create_rsqrt", "create_erf", "create_dot")
 
 
@@ -34,7 +34,7 @@ def widened(handle):
 def narrowed(handle, is_truncated=False):
     """Round fp32 numbers to the nearest bf16, ties to even, or towards zero."""
     bits = np.ascontiguousarray(handle.data, dtype=np.float32).view(np.uint32)
-    # half of the last kept place, a little less where that place is even; a NaN would carry into its sign
+    # add half of the last kept bit, less 1 if that bit is even; a NaN would carry into its sign
     half = np.uint32(0) if is_truncated else np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
     rounded = (bits + half) >> 16
     quiet = (bits >> 16) | np.uint32(0x40)

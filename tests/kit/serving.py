@@ -68,7 +68,7 @@ def step_of(
     return x, options
 
 
-# what a step is asked for where nothing else is said, as its problem is made
+# the default options of a step, by which its problem is created
 STEP = {
     "conv_activation": "silu", "z": None, "norm_weight": None, "norm_eps": 1e-6, "norm_activation": "silu",
     "scale": None, "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True,

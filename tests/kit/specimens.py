@@ -49,7 +49,7 @@ ALL = {
     "state_v_first": True, "is_strided": True,
 }  # fmt: skip
 LADDER = packed(0, 5, 64, 130)
-# name -> case, dtype, targets: forward with and without what a backward wants, then the backward
+# name -> case, dtype, targets: forward with and without saved tensors, then the backward
 RULE = {
     "bf16 128": (Case(sizes=(128, 128), heads=(2, 4)), BF16, EVERYWHERE),
     "bf16 128 all packed": (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), BF16, EVERYWHERE),
@@ -306,7 +306,7 @@ def walk(
         from gdn.backends.hopper import cost, rule
         from gdn.backends.triton.launch import Plans
 
-        # plans do not know that they differ
+        # the plan cache's key has no cuts and no number of warpgroups
         plans = patch.object(rule, "_forwards", Plans())
         cuts = None if span is None else cost.equal(span)
         with patch.object(cost, "cuts_of", lambda problem: cuts), patch.object(rule, "GLIDES", glides), plans:

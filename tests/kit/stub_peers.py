@@ -29,7 +29,7 @@ class FLA:
         state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None,
         **kwargs,
     ):  # fmt: skip
-        # it swallows unknown names: only these four mean anything
+        # it ignores unknown names, and uses these four only
         assert set(kwargs) <= {"use_gate_in_kernel", "A_log", "dt_bias", "chunk_size"}
         assert kwargs.pop("chunk_size", 64) in (16, 32, 64)
         return gdn.chunk_gated_delta_rule(
@@ -262,7 +262,7 @@ class FlashInfer:
     ):  # fmt: skip
         assert not cache_replayssm
         assert initial_state.dtype == A_log.dtype == torch.float32
-        # without it, a warning, and another meaning from 0.8 on
+        # without it FlashInfer warns, and 0.8 changes the meaning
         assert disable_state_update is not None
         kept = intermediate_states_buffer
         if kept is not None:
@@ -293,7 +293,7 @@ class FlashInferOutputOnly:
         tensors = (A_log, a, dt_bias, q, k, v, b, initial_state_source)
         assert all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in tensors)
         assert use_qk_l2norm_in_kernel and initial_state_indices.dtype == torch.int32
-        # into a given one it copies
+        # it copies the result into a given buffer
         assert output is None
         return api.decode(
             q, k, v, initial_state_source, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
