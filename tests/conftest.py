@@ -78,7 +78,7 @@ def device(backend: str) -> str:
 
 
 @pytest.fixture
-def everywhere(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
+def default_backend_and_device(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
     """Make the fixture's backend and device the defaults of calls and tensors that name none."""
     monkeypatch.setenv("GDN_BACKEND", backend)
     if device == "cpu":

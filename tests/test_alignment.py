@@ -57,10 +57,9 @@ def gemm(request, monkeypatch):
 
 @pytest.fixture(params=["BLAS of torch", "BLAS that rounds by address"])
 def packet_gemm(request, monkeypatch):
-    """Run a test with both BLAS; the second rounds by the address of [k; q] alone, since decode updates
-    states in place.
+    """Run a test with both BLAS; the second rounds by the address of [k; q] alone.
 
-    Products of two rows with a state depend on no other address, as measurements showed.
+    Decode updates states in place, and products of two rows with a state depend on no other address.
     """
     if request.param != "BLAS of torch":
         round_by_address(monkeypatch, 1)

@@ -1,6 +1,4 @@
-"""Check that an argument has one default in all functions, so that each of them can use the states of the
-others.
-"""
+"""Check that an argument has one default in all functions, so that they can share states."""
 
 import inspect
 
@@ -48,7 +46,7 @@ def test_a_final_state_goes_into_a_pool_as_it_is(options):
     v, g, beta = torch.randn(1, T, H, K), -torch.rand(1, T, H), torch.rand(1, T, H)
     if options.get("use_qk_l2norm_in_kernel"):
         q, k = 3 * q, 3 * k
-    wanted, last = gdn.chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, **options)
+    expected, last = gdn.chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, **options)
     first = slice(0, T - 3)
     x = [t[:, first] for t in (q, k, v, g, beta)]
     _, pool = gdn.chunk_gated_delta_rule(*x, output_final_state=True, **options)
@@ -58,5 +56,5 @@ def test_a_final_state_goes_into_a_pool_as_it_is(options):
     torch.testing.assert_close(by_prefill, pool)
     rest = [t[:, T - 3 :] for t in (q, k, v, g, beta)]
     o = gdn.decode(*rest[:3], pool, g=rest[3], beta=rest[4], **options)
-    torch.testing.assert_close(o, wanted[:, T - 3 :])
+    torch.testing.assert_close(o, expected[:, T - 3 :])
     torch.testing.assert_close(pool, last)

@@ -43,7 +43,7 @@ def first_difference(call, repeats):
     return None
 
 
-def repeats_alike(backend, device, case, dtype, repeats=REPEATS):
+def assert_repeatable(backend, device, case, dtype, repeats=REPEATS):
     """Assert that o, the final state and every gradient keep their bits over many repeats."""
     given = inputs(case, dtype, device=device, is_drawn_there=True)
 
@@ -59,12 +59,12 @@ def repeats_alike(backend, device, case, dtype, repeats=REPEATS):
     assert first_difference(lambda: run(provider, given), repeats) is None
 
 
-def small(layout, gate):
+def small_problem(layout, gate):
     lengths = packed(*SMALL, tail=5) if layout == "packed" else rows(129)
     return Case(heads=(2, 4), sizes=(16, 24), lengths=lengths, state="wide", **GATES[gate])
 
 
-def large(layout, gate):
+def large_problem(layout, gate):
     """Return the problem of a model's layer: 16 key and 32 value heads of 128, 8,192 tokens."""
     lengths = packed(*RAGGED, tail=29) if layout == "packed" else rows(8192)
     assert (lengths.B, lengths.T) == (1, 8192)
@@ -75,7 +75,7 @@ def large(layout, gate):
 @each_layout
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_100_repeats_of_forward_and_backward_are_bit_identical_on_eager(layout, gate, dtype):
-    repeats_alike("eager", "cpu", small(layout, gate), dtype)
+    assert_repeatable("eager", "cpu", small_problem(layout, gate), dtype)
 
 
 @pytest.mark.gpu
@@ -84,7 +84,7 @@ def test_100_repeats_of_forward_and_backward_are_bit_identical_on_eager(layout, 
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=on_hopper)])
 def test_100_repeats_of_forward_and_backward_are_bit_identical_on_a_gpu(backend, layout, gate):
     """The forward of `hopper` is repeatable, and the backward, which is Triton's for both."""
-    repeats_alike(backend, GPU, large(layout, gate), torch.bfloat16)
+    assert_repeatable(backend, GPU, large_problem(layout, gate), torch.bfloat16)
 
 
 @pytest.mark.parametrize("change", ["one bit", "NaN", "sign of zero"])

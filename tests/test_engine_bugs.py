@@ -1,5 +1,4 @@
-"""Reproduce the seven kinds of bugs that serving engines have had with these states, and the checks that find
-them.
+"""Reproduce the seven kinds of bugs that serving engines have had with these states.
 
 A check takes the functions that an engine would call. It must pass with our functions, and raise with the
 functions changed as an engine once shipped them, which shows that the check can fail.
@@ -29,23 +28,21 @@ def fails(check, *args, **changes):
     return False
 
 
-def padded(backend, device, decode=api.decode):
-    """Check a batch that is filled up for a graph: live rows are unchanged, padded rows output and write
-    nothing.
-    """
+def check_padding(backend, device, decode=api.decode):
+    """Check a batch filled up for a graph: live rows are unchanged, padded rows output and write nothing."""
     for null_slot, pad in ((None, -1), (0, 0), (0, -1), (None, 6)):
         x, state = moved(inputs(4, 2), device), pool_of(6).to(device)
         read = torch.tensor([2, pad, 5, pad], device=device)
         few = {name: v[::2].clone() for name, v in x.items()}
-        alone, want = state.clone(), None
-        want = api.decode(**few, state=alone, read_index=read[::2], backend=backend)
+        alone, expected = state.clone(), None
+        expected = api.decode(**few, state=alone, read_index=read[::2], backend=backend)
         for name in ("q", "k", "v"):
             x[name][1::2] = NAN
         state[0] = NAN if pad == 0 else state[0]
         alone[0] = state[0]
         out = torch.full_like(x["v"], NAN)
         o = decode(**x, state=state, read_index=read, null_slot=null_slot, out=out, backend=backend)
-        assert same_bits(o[::2], want) and not o[1::2].any(), "rows"
+        assert same_bits(o[::2], expected) and not o[1::2].any(), "rows"
         assert same_bits(state, alone), "slots"
 
 
@@ -65,12 +62,12 @@ def test_padding(backend, device):
     def last_slot(*, read_index, state, **rest):
         return api.decode(**rest, state=state, read_index=read_index % state.shape[0])
 
-    padded(backend, device)
+    check_padding(backend, device)
     for bent in (remapped, without_null, unwritten, last_slot):
-        assert fails(padded, backend, device, bent), bent.__name__
+        assert fails(check_padding, backend, device, bent), bent.__name__
 
 
-def verified(backend, device, decode=api.decode, commit=gdn.commit):
+def check_drafts(backend, device, decode=api.decode, commit=gdn.commit):
     """Check that drafts with valid and invalid counts leave the state of the accepted tokens."""
     x, T = moved(inputs(4, DRAFTS), device), DRAFTS
     pool = pool_of(4 * T + 1).to(device)
@@ -79,19 +76,19 @@ def verified(backend, device, decode=api.decode, commit=gdn.commit):
         accepted = torch.tensor([count, 1, 2, T], device=device)
         column = accepted.clamp(1, T) - 1
         start = pool[table.gather(1, column[:, None])[:, 0]]
-        want = api.decode(**x, state=start.clone(), backend=backend)
+        expected = api.decode(**x, state=start.clone(), backend=backend)
         how = {"read_index": table, "num_accepted": accepted, "write_index": table, "write": "all"}
-        assert same_bits(decode(**x, state=pool.clone(), **how, backend=backend), want), "columns"
+        assert same_bits(decode(**x, state=pool.clone(), **how, backend=backend), expected), "columns"
     # rows of the intermediate buffer belong to the batch, not to the slots
     kept, slots = torch.full((4, T, 4, 24, 16), NAN, device=device), torch.tensor([3, 9, 1, 0], device=device)
     decode(**x, state=pool, read_index=slots, write="none", intermediate=kept, backend=backend)
     step = torch.tensor([0, T - 1, -1, 1], device=device)
-    want = pool.clone()
+    expected = pool.clone()
     for n, t in enumerate(step.tolist()):
         row = {name: v[n : n + 1, : t + 1] for name, v in x.items()}
-        api.decode(**row, state=want, read_index=slots[n : n + 1], backend=backend)
+        api.decode(**row, state=expected, read_index=slots[n : n + 1], backend=backend)
     commit(pool[None], kept[None], slots, torch.arange(4, device=device), step)
-    assert same_bits(pool, want), "commit"
+    assert same_bits(pool, expected), "commit"
 
 
 def test_accepted_counts_and_rows(backend, device, monkeypatch):
@@ -116,13 +113,13 @@ def test_accepted_counts_and_rows(backend, device, monkeypatch):
     def counts_for_steps(dst, src, dst_index, src_row, step):
         gdn.commit(dst, src, dst_index, src_row, step + 1)
 
-    verified(backend, device)
+    check_drafts(backend, device)
     for bent in (unclamped, one_behind, rows_of_slots):
-        assert fails(verified, backend, device, bent), bent.__name__
-    assert fails(verified, backend, device, commit=counts_for_steps)
+        assert fails(check_drafts, backend, device, bent), bent.__name__
+    assert fails(check_drafts, backend, device, commit=counts_for_steps)
 
 
-def prompted(backend, device, prefill=api.prefill):
+def check_prompts(backend, device, prefill=api.prefill):
     """Check new prompts on used slots, a hit in a prefix cache, and prompts as short as a packet."""
     lengths = [1, 1 + DRAFTS, 66]
     cu = torch.tensor([0, *lengths], device=device).cumsum(0)
@@ -139,8 +136,8 @@ def prompted(backend, device, prefill=api.prefill):
         tokens = slice(int(cu[n]), int(cu[n + 1]))
         alone = torch.zeros_like(state[:1]) if start is None else start[None].clone()
         row = {name: v[:, tokens] for name, v in x.items()}
-        want = api.decode(**row, state=alone, backend=backend)
-        assert error(o[:, tokens], want) <= 1e-5, "outputs"
+        expected = api.decode(**row, state=alone, backend=backend)
+        assert error(o[:, tokens], expected) <= 1e-5, "outputs"
         assert error(state[slot], alone[0]) <= 1e-5, "the state that the next step starts from"
 
 
@@ -165,15 +162,13 @@ def test_states_that_are_stale_or_not_written(backend, device):
     def in_place(*, out_state_index, **rest):
         return api.prefill(**rest)
 
-    prompted(backend, device)
+    check_prompts(backend, device)
     for bent in (without_mask, wiped_by_a_gate, short_ones_verified, in_place):
-        assert fails(prompted, backend, device, bent), bent.__name__
+        assert fails(check_prompts, backend, device, bent), bent.__name__
 
 
-def precise(backend, device, decode=api.decode):
-    """Check 64 steps in bf16 on an fp32 pool against fp64: gates, states and packets are never rounded to
-    bf16.
-    """
+def check_precision(backend, device, decode=api.decode):
+    """Check 64 steps in bf16 on an fp32 pool: gates, states and packets are never rounded to bf16."""
     x = moved(inputs(2, 64, dtype=BF16, raw=True), device)
     x |= {"a": x["a"].to(BF16), "b": x["b"].to(BF16), "A_log": x["A_log"] - 4}
     law = {name: v.double().cpu() for name, v in x.items()}
@@ -187,7 +182,7 @@ def precise(backend, device, decode=api.decode):
     assert error(state, exact) <= 1e-5
 
 
-def rounding(backend, device, decode=api.decode):
+def check_rounding(backend, device, decode=api.decode):
     """Check that a bf16 pool rounded after every token of a packet drifts as single steps do."""
     x, state = moved(inputs(2, 8, dtype=BF16), device), pool_of(2, dtype=BF16).to(device)
     single = state.clone()
@@ -216,14 +211,14 @@ def test_precision(backend, device):
     def not_rounded(*, round_state, **rest):
         return api.decode(**rest)
 
-    precise(backend, device)
+    check_precision(backend, device)
     for bent in (narrow_beta, narrow_decay, narrow_state):
-        assert fails(precise, backend, device, bent), bent.__name__
-    rounding(backend, device)
-    assert fails(rounding, backend, device, not_rounded)
+        assert fails(check_precision, backend, device, bent), bent.__name__
+    check_rounding(backend, device)
+    assert fails(check_rounding, backend, device, not_rounded)
 
 
-def distant(backend, device, decode=api.decode):
+def distant_slots(backend, device, decode=api.decode):
     """Return slots that begin 2^31 or more elements apart."""
     pitch = 2**31 // 3 + 2**20
     state = torch.empty(3 * pitch + 1536, dtype=BF16, device=device).as_strided(
@@ -245,11 +240,11 @@ def test_offsets(backend, device, alone):
         wrapped = (read_index * state.stride(0) + 2**31) % 2**32 - 2**31
         return api.decode(**rest, state=state, read_index=wrapped.abs() // state.stride(0))
 
-    distant(backend, device)
-    assert fails(distant, backend, device, in_32_bits)
+    distant_slots(backend, device)
+    assert fails(distant_slots, backend, device, in_32_bits)
 
 
-def tuned_at_run_time(sources):
+def autotuned_kernels(sources):
     """Return the functions whose Triton kernels try configurations on the tensors of the first caller."""
     names = {"autotune", "heuristics", "do_bench", "Autotuner"}
     found = set()
@@ -264,24 +259,22 @@ def test_nothing_is_tuned_on_a_callers_tensors():
     """(f) vLLM 36599, 37338: autotuning at the first request ran out of memory, and wrote to pools."""
     room = Path(gdn.__file__).parent
     sources = [path.read_text() for path in room.rglob("*.py") if "bench" not in path.parts]
-    assert tuned_at_run_time(sources) == set()
-    assert tuned_at_run_time(["import triton\n@triton.autotune(configs=[])\ndef f(): ..."]) == {"autotune"}
+    assert autotuned_kernels(sources) == set()
+    assert autotuned_kernels(["import triton\n@triton.autotune(configs=[])\ndef f(): ..."]) == {"autotune"}
 
 
-def untuned(backend, device, decode=api.decode):
-    """Check that the first call of a size computes once, on the given pool, and allocates no copy of the
-    pool.
-    """
+def check_first_call(backend, device, decode=api.decode):
+    """Check that the first call of a size computes once, on the given pool, and allocates no copy."""
     x, state = moved(inputs(3, 2, K=44, V=52), device), pool_of(64, K=44, V=52).to(device)
-    read, want = torch.tensor([5, -1, 60], device=device), state.to("cpu", copy=True)
+    read, expected = torch.tensor([5, -1, 60], device=device), state.to("cpu", copy=True)
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     o = decode(**x, state=state, read_index=read, backend=backend)
     if device != "cpu":
         assert torch.cuda.max_memory_allocated(device) - before < state.nbytes, "memory"
-    law = api.decode(**moved(x, "cpu"), state=want, read_index=read.cpu(), backend="eager")
-    assert error(o, law) <= 1e-5 and error(state, want) <= 1e-5
+    law = api.decode(**moved(x, "cpu"), state=expected, read_index=read.cpu(), backend="eager")
+    assert error(o, law) <= 1e-5 and error(state, expected) <= 1e-5
 
 
 def test_the_first_call_leaves_the_callers_pool_right(backend, device):
@@ -295,13 +288,13 @@ def test_the_first_call_leaves_the_callers_pool_right(backend, device):
             api.decode(**rest, state=pool)
         return api.decode(**rest, state=state)
 
-    untuned(backend, device)
-    assert fails(untuned, backend, device, tried_in_place)
+    check_first_call(backend, device)
+    assert fails(check_first_call, backend, device, tried_in_place)
     if device != "cpu":
-        assert fails(untuned, backend, device, tried_on_copies)
+        assert fails(check_first_call, backend, device, tried_on_copies)
 
 
-def compiled(call, monkeypatch):
+def compiled_kernels(call, monkeypatch):
     """Return the kernels that Triton compiles during a call."""
     import triton
 
@@ -323,22 +316,22 @@ def test_nothing_compiles_after_the_first_step(monkeypatch):
         slots = torch.arange(B, device="cuda")
         api.decode(**x[B], state=pool, read_index=slots, **options, backend="triton")
 
-    assert compiled(lambda: step(2), monkeypatch)
-    assert not compiled(lambda: step(7), monkeypatch)
-    assert compiled(lambda: step(7, use_qk_l2norm_in_kernel=False), monkeypatch), "the hook sees a new one"
+    assert compiled_kernels(lambda: step(2), monkeypatch)
+    assert not compiled_kernels(lambda: step(7), monkeypatch)
+    assert compiled_kernels(lambda: step(7, use_qk_l2norm_in_kernel=False), monkeypatch), (
+        "the hook sees a new one"
+    )
 
 
-def frugal(backend, device, verify):
-    """Check that 16 drafts of a model's size are verified, and all kept, in a third of the memory of one more
-    state.
-    """
+def check_draft_memory(backend, device, verify):
+    """Check that verifying and keeping 16 drafts takes a third of the memory of one more state."""
     x, before = moved(inputs(1, 16, 16, 32, 128, 128), device), pool_of(1, HV=32, K=128, V=128).to(device)
-    want, state = before.clone(), before.clone()
-    wanted = api.decode(**x, state=want, backend=backend)
+    expected_state, state = before.clone(), before.clone()
+    expected = api.decode(**x, state=expected_state, backend=backend)
     o, written, accept = verify(x, state)
-    assert same_bits(state, before) and error(o, wanted) <= 5e-3, "verification"
+    assert same_bits(state, before) and error(o, expected) <= 5e-3, "verification"
     accept()
-    assert error(state, want) <= 5e-3, "what was written is enough"
+    assert error(state, expected_state) <= 5e-3, "what was written is enough"
     assert 3 * sum(y.nbytes for y in written) < state.nbytes, "memory"
 
 
@@ -360,6 +353,6 @@ def test_memory_of_drafts(backend, device, monkeypatch):
         o = api.decode(**x, state=state, write="none", intermediate=states)
         return o, (states,), lambda: gdn.commit(state[None], states[None], first, first, last)
 
-    frugal(backend, device, replayed)
+    check_draft_memory(backend, device, replayed)
     with pytest.raises(AssertionError, match="memory"):
-        frugal(backend, device, kept)
+        check_draft_memory(backend, device, kept)

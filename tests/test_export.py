@@ -39,13 +39,13 @@ def arguments(rows, device, dtype=torch.bfloat16, state=torch.float32):
     return tuple(moved(x, device).values())
 
 
-def exported(example):
+def export_step(example):
     batch = torch.export.Dim("batch", min=1, max=64)
     dynamic = [{0: batch}, {0: batch}, {0: batch}, None, None, {0: batch}]
     return torch.export.export(PackedStep(), example, dynamic_shapes=dynamic)
 
 
-def wanted(x, backend=None):
+def decode_in_place(x, backend=None):
     """Return the output and the state of `decode_packed`, which works in place."""
     *rest, state = x
     state = state.clone()
@@ -55,11 +55,11 @@ def wanted(x, backend=None):
 
 def test_an_exported_program_keeps_the_operator():
     """A program holds gdn's operator, which selects the backend where the program runs."""
-    program = exported(arguments(3, "cpu"))
+    program = export_step(arguments(3, "cpu"))
     assert any(node.target is torch.ops.gdn.decode_functional.default for node in program.graph.nodes)
     for rows in (1, 5):
         x = arguments(rows, "cpu")
-        assert all(same_bits(a, b) for a, b in zip(program.module()(*x), wanted(x), strict=True))
+        assert all(same_bits(a, b) for a, b in zip(program.module()(*x), decode_in_place(x), strict=True))
 
 
 @pytest.mark.gpu
@@ -68,13 +68,13 @@ def test_a_package_runs_without_this_library(tmp_path, packager, state):
     """AOTInductor puts the kernel into the package, and the kernel gives the bits of `decode`."""
     package, given, found = (str(tmp_path / name) for name in ("decode.pt2", "given.pt", "found.pt"))
     torch._inductor.aoti_compile_and_package(
-        exported(arguments(3, "cuda", state=state)), package_path=package
+        export_step(arguments(3, "cuda", state=state)), package_path=package
     )
     batches = [arguments(rows, "cuda", state=state) for rows in (1, 3, 17)]
     torch.save(batches, given)
     processes.run([sys.executable, "-X", "faulthandler", "-c", RUN, package, given, found], tmp_path)
     for x, got in zip(batches, torch.load(found), strict=True):
-        assert all(same_bits(a, b) for a, b in zip(got, wanted(x, "triton"), strict=True))
+        assert all(same_bits(a, b) for a, b in zip(got, decode_in_place(x, "triton"), strict=True))
 
 
 @pytest.mark.gpu
@@ -82,4 +82,4 @@ def test_compiled_by_inductor():
     step = torch.compile(PackedStep(), fullgraph=True, dynamic=True)
     for rows in (2, 5):
         x = arguments(rows, "cuda")
-        assert all(same_bits(a, b) for a, b in zip(step(*x), wanted(x), strict=True))
+        assert all(same_bits(a, b) for a, b in zip(step(*x), decode_in_place(x), strict=True))

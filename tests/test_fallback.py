@@ -36,7 +36,7 @@ def raising(error):
     return function
 
 
-def own_class(name, results):
+def package_class(name, results):
     """Return a class of the package, each method of which returns its name and arguments."""
 
     def method_of(method):
@@ -53,7 +53,7 @@ def modules(monkeypatch):
         for module, name, _ in adapter.PACKAGE.served:
             own = made.setdefault(module, types.ModuleType(module))
             methods = [m for _, _, n, m in METHODS if n == name]
-            value = own_class(name, methods) if methods else lambda *args, **kwargs: ("own", args, kwargs)
+            value = package_class(name, methods) if methods else lambda *args, **kwargs: ("own", args, kwargs)
             setattr(own, name, value)
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -104,9 +104,7 @@ def test_a_call_of_wrong_tensors_falls_back(modules):
 
 @pytest.mark.parametrize("error", [ValueError("tile"), TypeError("kernel"), NotImplementedError("dtype")])
 def test_an_error_of_a_backend_at_work_does_not_fall_back(modules, monkeypatch, error):
-    """A backend's error is raised, since the pool may be half written; so is one in a launch, an operator or
-    autograd.
-    """
+    """An error in a backend, launch, operator or autograd is raised, since the pool may be half written."""
     monkeypatch.setenv("GDN_BACKEND", "eager")
     x, state = inputs(1, 3), pool_of(1)
     five = [x[name] for name in ("q", "k", "v", "g", "beta")]

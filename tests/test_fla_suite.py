@@ -171,9 +171,7 @@ def test_a_half_written_line_and_a_crashed_worker(tmp_path):
 
 
 def test_few_configurations_of_a_kernel(monkeypatch):
-    """The configurations are evenly spaced, so that one fits the GPU if any does; a kernel with few keeps
-    all.
-    """
+    """The configurations are evenly spaced, so one fits the GPU if any does; a kernel with few keeps all."""
     autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
     seen = []
     monkeypatch.setattr(autotuner, "__init__", lambda self, fn, names, configs, **more: seen.append(configs))

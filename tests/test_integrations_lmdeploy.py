@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kit.api import law
+from kit.api import reference
 from kit.serving import error, inputs, pool_of, same_bits
 from kit.signatures import LMDEPLOY, LMDEPLOY_METHODS, parameters, real
 
 from gdn.integrations import lmdeploy
-from gdn.reference import layer as law_of_layers
+from gdn.reference import layer as reference_layers
 from gdn.reference.recurrence import gated_delta_rule
 
-pytestmark = pytest.mark.usefixtures("everywhere")
+pytestmark = pytest.mark.usefixtures("default_backend_and_device")
 
 NAN = float("nan")
 SLOTS, H, HV, K, V, W, D = 9, 2, 4, 16, 24, 4, 10
@@ -34,7 +34,7 @@ def test_method_signatures(owner, name):
     assert parameters(getattr(getattr(lmdeploy, owner), name)) == LMDEPLOY_METHODS[owner, name]
 
 
-def five(x):
+def arguments(x):
     return [x[name] for name in ("q", "k", "v", "g", "beta")]
 
 
@@ -53,12 +53,12 @@ def test_recurrent(transposed, with_ring, dtype):
     state = pool_of(*lead, dtype=dtype, v_first=transposed)
     index, seen = torch.tensor([7, -1, 0, SLOTS, 3]), torch.tensor([0, 3, 9, 1, 6]).int()
     where = {"ring_pos": seen, "write": "all", "round_state": True} if with_ring else {}
-    wanted = law.decode(**x, state=state, read_index=index, state_v_first=transposed, **where)
+    expected = reference.decode(**x, state=state, read_index=index, state_v_first=transposed, **where)
     o, same = lmdeploy.fused_recurrent_gated_delta_rule(
-        *five(x), None, state, True, True, index, seen if with_ring else None, transposed
+        *arguments(x), None, state, True, True, index, seen if with_ring else None, transposed
     )
-    assert same is state and error(o, wanted.o) < (1e-5 if dtype == torch.float32 else 5e-3)
-    assert error(state, wanted.state) < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert same is state and error(o, expected.o) < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert error(state, expected.state) < (1e-5 if dtype == torch.float32 else 5e-3)
     assert not o[1].any() and not o[3].any() and o[0].any()
 
 
@@ -67,9 +67,9 @@ def test_nothing_is_written_unless_asked(with_ring):
     x, state = inputs(2, 3), pool_of(2, 4) if with_ring else pool_of(2)
     before, seen = state.clone(), torch.tensor([1, 6]).int() if with_ring else None
     given = {"initial_state": state, "cache_seqlens": seen, "transpose_state_layout": True, **L2}
-    o, none = RULE.fused_recurrent_gated_delta_rule(*five(x), **given)
+    o, none = RULE.fused_recurrent_gated_delta_rule(*arguments(x), **given)
     assert none is None and same_bits(state, before)
-    again, _ = RULE.fused_recurrent_gated_delta_rule(*five(x), **given, output_final_state=True)
+    again, _ = RULE.fused_recurrent_gated_delta_rule(*arguments(x), **given, output_final_state=True)
     assert error(o, again) < 1e-6 and not same_bits(state, before)
 
 
@@ -78,10 +78,10 @@ def test_a_ring_of_one_entry_and_entry_zero():
     options = {"output_final_state": True, "transpose_state_layout": True, **L2}
     ring, plain = state.clone(), state.clone()
     o, _ = lmdeploy.fused_recurrent_gated_delta_rule(
-        *five(x), initial_state=ring, cache_seqlens=torch.tensor([3, 8]).int(), **options
+        *arguments(x), initial_state=ring, cache_seqlens=torch.tensor([3, 8]).int(), **options
     )
     deep = torch.stack([plain, plain + 1], 1)
-    other, _ = lmdeploy.fused_recurrent_gated_delta_rule(*five(x), initial_state=deep, **options)
+    other, _ = lmdeploy.fused_recurrent_gated_delta_rule(*arguments(x), initial_state=deep, **options)
     assert same_bits(o, other) and same_bits(deep[:, 0], ring) and same_bits(deep[:, 1], plain + 1)
 
 
@@ -93,12 +93,16 @@ def test_verified_packets_equal_single_steps():
     for accepted in (1, 4, 2, 3):
         x = inputs(1, 1 + drafts)
         o, _ = lmdeploy.fused_recurrent_gated_delta_rule(
-            *five(x), initial_state=ring, state_indices=index, cache_seqlens=seen, **options
+            *arguments(x), initial_state=ring, state_indices=index, cache_seqlens=seen, **options
         )
         for t in range(accepted):
             token = {name: value[:, t : t + 1] for name, value in x.items()}
             one, _ = lmdeploy.fused_recurrent_gated_delta_rule(
-                *five(token), initial_state=single, state_indices=index, cache_seqlens=seen, **options
+                *arguments(token),
+                initial_state=single,
+                state_indices=index,
+                cache_seqlens=seen,
+                **options,
             )
             assert same_bits(one[:, 0], o[:, t])
             seen += 1
@@ -119,10 +123,10 @@ def test_prepare_inputs(grouped):
     rest = (dt_bias, -A_log.exp(), HV // H, True)
     q2, k2, g, beta, is_normalised = RULE.prepare_inputs(q, k, *given, *rest, False, mask)
     assert q2 is q and k2 is k and is_normalised is False and g.dtype == beta.dtype == torch.float32
-    wanted = -A_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias)
-    assert error(beta, b.double().sigmoid()) < 1e-6 and error(g[:, ~mask], wanted[:, ~mask]) < 1e-6
+    expected = -A_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias)
+    assert error(beta, b.double().sigmoid()) < 1e-6 and error(g[:, ~mask], expected[:, ~mask]) < 1e-6
     assert (g[:, mask] == -1e6).all()
-    assert error(RULE.prepare_inputs(q, k, b, a, *rest, True, mask)[2], wanted) < 1e-6
+    assert error(RULE.prepare_inputs(q, k, b, a, *rest, True, mask)[2], expected) < 1e-6
 
 
 # prompts
@@ -146,15 +150,15 @@ def test_prompts_in_place(transposed, with_ring):
     begin[0] = 0
     state[4] = NAN
     before = cache.clone()
-    wanted = gated_delta_rule(**x, initial_state=begin, cu_seqlens=offsets, state_v_first=transposed, **L2)
+    expected = gated_delta_rule(**x, initial_state=begin, cu_seqlens=offsets, state_v_first=transposed, **L2)
     o, same = RULE.chunk_gated_delta_rule(
-        *five(x), initial_state=state, state_indices=index, cu_seqlens=offsets, output_final_state=True,
+        *arguments(x), initial_state=state, state_indices=index, cu_seqlens=offsets, output_final_state=True,
         spec_state_offsets=entries, transpose_state_layout=transposed, **L2,
     )  # fmt: skip
-    assert same is state and error(o, wanted[0]) < 1e-5
+    assert same is state and error(o, expected[0]) < 1e-5
     for n in (0, 1, 3):
         place = (write[n],) if entries is None else (write[0][n], write[1][n])
-        assert error(state[place], wanted[1][n]) < 5e-3, n
+        assert error(state[place], expected[1][n]) < 5e-3, n
         before[:, 1][place] = state[place]
     assert same_bits(cache, before) and new[0]
 
@@ -174,8 +178,8 @@ def test_slots_and_entries_out_of_range_are_padding(slot, entry, is_entry_major)
     before, given = ring.clone(), torch.tensor([entry], dtype=dtype)
     for read, write in ((given, given), (given.clamp(0, R - 1), given), (given, given.clamp(0, R - 1))):
         o, _ = RULE.chunk_gated_delta_rule(
-            *five(x), initial_state=ring, state_indices=torch.tensor([slot], dtype=dtype), cu_seqlens=offsets,
-            spec_state_offsets=(read, write), transpose_state_layout=True, **L2,
+            *arguments(x), initial_state=ring, state_indices=torch.tensor([slot], dtype=dtype),
+            cu_seqlens=offsets, spec_state_offsets=(read, write), transpose_state_layout=True, **L2,
         )  # fmt: skip
         is_read = 0 <= slot < S and 0 <= int(read) < R
         assert bool(o.any()) == is_read
@@ -198,8 +202,8 @@ def test_prompts_on_a_ring_whose_slots_lie_apart_by_no_multiple_of_a_state(gap):
 
     def prompts(ring):
         return RULE.chunk_gated_delta_rule(
-            *five(x), initial_state=ring, state_indices=index, cu_seqlens=offsets, output_final_state=True,
-            spec_state_offsets=entries, transpose_state_layout=True, **L2,
+            *arguments(x), initial_state=ring, state_indices=index, cu_seqlens=offsets,
+            output_final_state=True, spec_state_offsets=entries, transpose_state_layout=True, **L2,
         )[0]  # fmt: skip
 
     assert same_bits(prompts(apart), prompts(dense)) and same_bits(apart, dense)
@@ -229,8 +233,8 @@ def test_windows_of_padding_are_left_alone(ids):
             continue
         alone = before[slot : slot + 1].clone()
         meta_alone = prompt_meta(torch.tensor([0]), counts[n : n + 1], seen[n : n + 1], drafts)
-        wanted = CONV.forward(x.split(counts, 1)[n], weight, None, alone, meta_alone, "silu")
-        assert error(part, wanted[0]) < 1e-6 and same_bits(state[slot], alone[0])
+        expected = CONV.forward(x.split(counts, 1)[n], weight, None, alone, meta_alone, "silu")
+        assert error(part, expected[0]) < 1e-6 and same_bits(state[slot], alone[0])
         before[slot] = state[slot]
     assert same_bits(state, before)
 
@@ -238,7 +242,7 @@ def test_windows_of_padding_are_left_alone(ids):
 def test_prompts_of_no_token():
     x, offsets = inputs(1, 0), torch.tensor([0, 0]).int()
     o, none = RULE.chunk_gated_delta_rule(
-        *five(x), initial_state=pool_of(2), state_indices=torch.tensor([1]), cu_seqlens=offsets,
+        *arguments(x), initial_state=pool_of(2), state_indices=torch.tensor([1]), cu_seqlens=offsets,
         transpose_state_layout=True,
     )  # fmt: skip
     assert o.shape == (1, 0, HV, V) and none is None
@@ -303,14 +307,14 @@ def test_a_layers_calls_from_prompt_to_decode(drafts):
         run([slice(p, p + 1 + drafts) for p in at], info)
         # of three drafts two are accepted
         at = [p + min(2, 1 + drafts) for p in at]
-    mixed, _ = law_of_layers.causal_conv1d(x, weight[:, 0], bias, activation="silu")
+    mixed, _ = reference_layers.causal_conv1d(x, weight[:, 0], bias, activation="silu")
     q, k, v = mixed.split([H * K, H * K, HV * V], 2)
-    wanted, _ = gated_delta_rule(
+    expected, _ = gated_delta_rule(
         q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V)), a, b, A_log=A_log,
         dt_bias=dt_bias, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, **L2,
     )  # fmt: skip
     for n in range(2):
-        assert at[n] >= 13 and error(out[n, : at[n]], wanted[n, : at[n]]) < 1e-5
+        assert at[n] >= 13 and error(out[n, : at[n]], expected[n, : at[n]]) < 1e-5
 
 
 # the convolution by itself
@@ -322,10 +326,10 @@ def test_conv_of_prompts(with_state):
     seq_idx = torch.tensor([[0, 0, 0, 2, 2, 2, 2]]).int()
     states = torch.randn(3, D, W - 1) if with_state else None
     y = lmdeploy.causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx, states, activation="silu")
-    wanted, _ = law_of_layers.causal_conv1d(
+    expected, _ = reference_layers.causal_conv1d(
         x, weight, bias, activation="silu", initial_state=states, cu_seqlens=torch.tensor([0, 3, 3, 7])
     )
-    assert y.shape == (1, D, 7) and error(y.transpose(1, 2), wanted) < 1e-5
+    assert y.shape == (1, D, 7) and error(y.transpose(1, 2), expected) < 1e-5
     assert same_bits(CONV.conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx[0], states, False, "swish"), y)
     with pytest.raises(NotImplementedError, match="return_final_states"):
         lmdeploy.causal_conv1d_fn(x.transpose(1, 2), weight, return_final_states=True)
@@ -345,10 +349,10 @@ def test_conv_step(T, with_ring):
         tokens = x[n : n + 1] if T is None else x[n].t()
         start = int(seen[n]) if with_ring else columns
         order = [(start - (W - 1) + i) % columns for i in range(W - 1)]
-        wanted, _ = law_of_layers.causal_conv1d(
+        expected, _ = reference_layers.causal_conv1d(
             tokens[None], weight, activation="silu", initial_state=before[slot][None][..., order]
         )
-        assert error(y[n].t() if T else y[n : n + 1], wanted[0]) < 1e-5
+        assert error(y[n].t() if T else y[n : n + 1], expected[0]) < 1e-5
         # the slot keeps its other columns, and the packet is at its place
         if with_ring:
             where = [(start + t) % columns for t in range(T or 1)]

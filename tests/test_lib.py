@@ -10,7 +10,7 @@ from gdn.backends.triton.lib import store_wide, widened
 
 
 @launch.kernel
-def _there_and_back(x_ptr, upper_ptr, rest_ptr, y_ptr, n, BLOCK: tl.constexpr):
+def _round_trip(x_ptr, upper_ptr, rest_ptr, y_ptr, n, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     mask = i < n
     store_wide(upper_ptr, rest_ptr, i, tl.load(x_ptr + i), mask)
@@ -32,7 +32,7 @@ def test_numbers_in_24_bits(triton_device, dtype):
     full = torch.full((256,), 99, dtype=torch.int8, device=triton_device)
     rest = None if dtype == torch.float32 else full
     y = torch.full((256,), float("nan"), device=triton_device)
-    Launch(_there_and_back, 1, (200,), {"BLOCK": 256}, num_warps=1)(x, upper, rest, y)
+    Launch(_round_trip, 1, (200,), {"BLOCK": 256}, num_warps=1)(x, upper, rest, y)
     assert (y[200:] == 0).all() and (upper[200:] == 1).all() and (rest is None or (rest[200:] == 99).all())
     for kept, lost in ((y, 2**-16), (upper.float(), 2**-8 + 2**-16)):
         assert torch.equal(kept[:3], x[:3]) and kept[3:6].isnan().all()

@@ -8,7 +8,7 @@ import torch
 
 import gdn
 import gdn.ops.norm
-from gdn.reference.layer import rms_norm_gated as law
+from gdn.reference.layer import rms_norm_gated as reference_norm
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 FINEST = {"eager": torch.float64, "triton": torch.float32}  # the widest dtype that a backend computes in
@@ -17,10 +17,10 @@ FINEST = {"eager": torch.float64, "triton": torch.float32}  # the widest dtype t
 pytestmark = pytest.mark.usefixtures("strict_poison")
 
 
-def differs(x, wanted):
+def relative_error(x, expected):
     """Return the relative RMS error, or infinity if the result holds NaN."""
-    x, wanted = x.detach().cpu().double(), wanted.detach()
-    error = (x - wanted).norm() / wanted.norm().clamp(min=1e-30) if wanted.numel() else torch.zeros(())
+    x, expected = x.detach().cpu().double(), expected.detach()
+    error = (x - expected).norm() / expected.norm().clamp(min=1e-30) if expected.numel() else torch.zeros(())
     return float("inf") if error.isnan() else float(error)
 
 
@@ -33,7 +33,7 @@ def inputs(*shape, dtype=torch.float64, is_slice=False, device="cpu"):
     return [t.requires_grad_() for t in (x, z, weight)]
 
 
-def exactly(t):
+def exact_leaf(t):
     """Return a leaf with the same numbers in fp64 on the CPU, for the reference."""
     return None if t is None else t.detach().cpu().double().requires_grad_()
 
@@ -45,7 +45,7 @@ SHAPES = [(1 << 17, (3, 5, 4, 24)), (300, (3, 5, 4, 24)), (1, (7, 6)), (1, (6,))
 @pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
 @pytest.mark.parametrize("given", ["xzw", "xz", "xw", "x"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_law(backend, device, dtype, given, activation, monkeypatch):
+def test_reference(backend, device, dtype, given, activation, monkeypatch):
     if dtype == torch.float64 and backend != "eager":
         pytest.skip("fp64 is eager's")
     for block, shape in SHAPES:
@@ -58,16 +58,16 @@ def test_law(backend, device, dtype, given, activation, monkeypatch):
 def agrees(tensors, given, activation, backend):
     """Assert that y and every gradient agree with the reference."""
     chosen = [t if letter in given else None for letter, t in zip("xzw", tensors, strict=True)]
-    exact, dtype = [exactly(t) for t in chosen], tensors[0].dtype
+    exact, dtype = [exact_leaf(t) for t in chosen], tensors[0].dtype
     y = gdn.rms_norm_gated(*chosen, activation=activation, backend=backend)
-    wanted = law(*exact, activation=activation)
-    assert y.dtype == dtype and y.is_contiguous() and differs(y, wanted) <= TOLERANCE[dtype]
+    expected = reference_norm(*exact, activation=activation)
+    assert y.dtype == dtype and y.is_contiguous() and relative_error(y, expected) <= TOLERANCE[dtype]
     seed = torch.randn_like(y)
     leaves = [t for t in chosen if t is not None], [t for t in exact if t is not None]
     got = torch.autograd.grad(y, leaves[0], seed)
-    ref = torch.autograd.grad(wanted, leaves[1], seed.cpu().double())
+    ref = torch.autograd.grad(expected, leaves[1], seed.cpu().double())
     for leaf, a, b in zip(leaves[0], got, ref, strict=True):
-        assert a.dtype == leaf.dtype and differs(a, b) <= 2 * TOLERANCE[dtype]
+        assert a.dtype == leaf.dtype and relative_error(a, b) <= 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.gpu
@@ -117,13 +117,13 @@ def test_a_row_does_not_depend_on_the_others(backend, device):
 def test_gate_fails_wrong_answers(backend, device):
     dtype = FINEST[backend]
     x, z, weight = (t.detach() for t in inputs(4, 3, 8, dtype=dtype, device=device))
-    wanted = law(*(exactly(t) for t in (x, z, weight)))
-    assert differs(gdn.rms_norm_gated(x, z, weight, backend=backend), wanted) < TOLERANCE[dtype]
+    expected = reference_norm(*(exact_leaf(t) for t in (x, z, weight)))
+    assert relative_error(gdn.rms_norm_gated(x, z, weight, backend=backend), expected) < TOLERANCE[dtype]
     calls = ((x, z, weight.flip(0)), (x, z.flip(0), weight), (x, None, weight), (x, z, None))
-    assert all(differs(gdn.rms_norm_gated(*call, backend=backend), wanted) > 1e-2 for call in calls)
+    assert all(relative_error(gdn.rms_norm_gated(*call, backend=backend), expected) > 1e-2 for call in calls)
     for options in ({"activation": "sigmoid"}, {"eps": 0.1}):
-        assert differs(gdn.rms_norm_gated(x, z, weight, backend=backend, **options), wanted) > 1e-2
-    assert differs(torch.full_like(x, float("nan")), wanted) == float("inf")
+        assert relative_error(gdn.rms_norm_gated(x, z, weight, backend=backend, **options), expected) > 1e-2
+    assert relative_error(torch.full_like(x, float("nan")), expected) == float("inf")
 
 
 @pytest.mark.interpret

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from kit import api
-from kit.api import law
+from kit.api import reference
 from kit.serving import TOLERANCE, error, inputs, moved, pool_of, same_bits
 
 import gdn
@@ -57,23 +57,24 @@ def run(backend, device, x, **options):
     return out.cpu(), *(x[name].cpu() for name in WRITTEN)
 
 
-def wrongs(got, want, x, tolerance, G_tolerance=1e-12):
+def find_errors(got, expected, x, tolerance, G_tolerance=1e-12):
     """Return everything that is wrong with what a call wrote; unwritten places must keep their bits."""
-    found = [] if error(got[0], want.o) <= tolerance else [f"o is off by {error(got[0], want.o):.1e}"]
+    found = [] if error(got[0], expected.o) <= tolerance else [f"o is off by {error(got[0], expected.o):.1e}"]
     limits = (tolerance, tolerance, G_tolerance)
-    for name, y, wanted, limit in zip(WRITTEN, got[1:], (want.u, want.k, want.G), limits, strict=True):
-        is_new = (wanted != x[name]).flatten(2).any(2)
+    exact = (expected.u, expected.k, expected.G)
+    for name, y, z, limit in zip(WRITTEN, got[1:], exact, limits, strict=True):
+        is_new = (z != x[name]).flatten(2).any(2)
         if not same_bits(y[~is_new], x[name][~is_new]):
             found.append(f"{name} was touched")
-        if not error(y[is_new], wanted[is_new]) <= limit:
-            found.append(f"{name} is off by {error(y[is_new], wanted[is_new]):.1e}")
+        if not error(y[is_new], z[is_new]) <= limit:
+            found.append(f"{name} is off by {error(y[is_new], z[is_new]):.1e}")
     return found
 
 
 def agrees(backend, device, x, tolerance, G_tolerance=1e-12, **options):
-    want = law.replay_decode(**x, **{k: v for k, v in options.items() if k != "max_seqlen"})
+    expected = reference.replay_decode(**x, **{k: v for k, v in options.items() if k != "max_seqlen"})
     got = run(backend, device, x, **options)
-    assert wrongs(got, want, x, tolerance, G_tolerance) == []
+    assert find_errors(got, expected, x, tolerance, G_tolerance) == []
     return got
 
 
@@ -111,8 +112,8 @@ def test_replay(backend, device, poison, kind, v_first):
 
 def test_the_gate_can_fail(backend, device):
     x = call()
-    got, want = run(backend, device, x), law.replay_decode(**x)
-    assert wrongs(got, want, x, 1e-5, 1e-6) == []
+    got, expected = run(backend, device, x), reference.replay_decode(**x)
+    assert find_errors(got, expected, x, 1e-5, 1e-6) == []
     o, u, k, G = got
     lies = {
         "zero": (torch.zeros_like(o), u, k, G),
@@ -125,7 +126,7 @@ def test_the_gate_can_fail(backend, device):
         "sums that start anew": (o, u, k, G + 0.1),
     }
     for name, lie in lies.items():
-        assert wrongs(lie, want, x, 1e-5, 1e-6), name
+        assert find_errors(lie, expected, x, 1e-5, 1e-6), name
 
 
 @pytest.mark.interpret
@@ -246,21 +247,19 @@ def test_packed_rows(backend, device, poison):
 def test_a_row_does_not_depend_on_the_batch(backend, device):
     for dtype in (F32, BF16):
         x = call(dtype=dtype) | inputs(SLOTS, T, dtype=dtype) | {"read_index": torch.arange(SLOTS)}
-        want = run(backend, device, x)
+        expected = run(backend, device, x)
         for batch in ([3], [4, 3, 1, 0], [8, 7]):
             few = x | {name: x[name][batch] for name in ("q", "k", "v", "g", "beta", "read_index")}
             got = run(backend, device, few)
-            assert same_bits(got[0], want[0][batch])
-            assert all(same_bits(a[batch], b[batch]) for a, b in zip(got[1:], want[1:], strict=True))
+            assert same_bits(got[0], expected[0][batch])
+            assert all(same_bits(a[batch], b[batch]) for a, b in zip(got[1:], expected[1:], strict=True))
 
 
 @pytest.mark.interpret
 def test_strides_are_free(backend, device):
-    """A page may hold state and history, heads may come before places, and tokens may be views of a
-    projection.
-    """
+    """A page may hold state and history, heads may precede places, tokens may be views."""
     x = moved(call(dtype=BF16, kept=BF16), device)
-    want = run(backend, device, x)
+    expected = run(backend, device, x)
     page = torch.randn(SLOTS, 20_000, device=device)
     state = page[:, 40 : 40 + 4 * 24 * 16].unflatten(1, (4, 24, 16)).copy_(x["state"])
     kept = torch.randn(SLOTS, 6, PLACES, 40, dtype=BF16, device=device)
@@ -275,8 +274,8 @@ def test_strides_are_free(backend, device):
         views[name].copy_(x[name])
     out = torch.full((T, B, 4, 24), NAN, dtype=BF16, device=device).transpose(0, 1)
     api.replay_decode(**x | views, out=out, backend=backend)
-    assert error(out, want[0]) <= 1e-6
-    assert all(error(views[name], y) <= 1e-6 for name, y in zip(WRITTEN, want[1:], strict=True))
+    assert error(out, expected[0]) <= 1e-6
+    assert all(error(views[name], y) <= 1e-6 for name, y in zip(WRITTEN, expected[1:], strict=True))
 
 
 @pytest.mark.interpret
@@ -288,7 +287,7 @@ def test_nothing_to_do(backend, device, shape):
     assert all(same_bits(y, x[name]) for name, y in zip(WRITTEN, kept, strict=True))
 
 
-def keep(backend, device, x, **options):
+def run_commit(backend, device, x, **options):
     """Run a commit on copies; return the state and the cursor. Histories are only read."""
     x = moved(x, device)
     before = [x[name].clone() for name in WRITTEN]
@@ -321,17 +320,17 @@ def test_commit(backend, device, kind, v_first):
     if pool == F64 and backend != "eager":
         pytest.skip("float64 is for eager alone")
     x = entries(pool=pool, kept=kept, index=index, v_first=v_first)
-    want, moved_to = law.replay_commit(**x, room=3, state_v_first=v_first)
-    state, cursor = keep(backend, device, x, room=3, state_v_first=v_first)
+    expected, moved_to = reference.replay_commit(**x, room=3, state_v_first=v_first)
+    state, cursor = run_commit(backend, device, x, room=3, state_v_first=v_first)
     assert torch.equal(cursor, moved_to) and cursor.tolist() == [3, 0, 0, 4, 5, 0, 3, 0, 3]
     for slot in range(SLOTS):
         if slot in (2, 5, 7):
-            assert error(state[:, slot], want[:, slot]) <= TOLERANCE[pool]
-            assert error(x["state"][:, slot], want[:, slot]) > 10 * TOLERANCE[pool], "the gate can fail"
+            assert error(state[:, slot], expected[:, slot]) <= TOLERANCE[pool]
+            assert error(x["state"][:, slot], expected[:, slot]) > 10 * TOLERANCE[pool], "the gate can fail"
         else:
             assert same_bits(state[:, slot], x["state"][:, slot])
     assert torch.equal(
-        keep(backend, device, x, room=3, update_cursor=False, state_v_first=v_first)[1], x["cursor"]
+        run_commit(backend, device, x, room=3, update_cursor=False, state_v_first=v_first)[1], x["cursor"]
     )
 
 
@@ -340,11 +339,11 @@ def test_commit(backend, device, kind, v_first):
 def test_commit_of_heads_and_sizes(backend, device, H, HV, K, V):
     """room = places folds any history, and an empty history leaves the bits of the state."""
     x = entries(1, H=H, HV=HV, K=K, V=V)
-    want, _ = law.replay_commit(**x, room=PLACES)
-    state, cursor = keep(backend, device, x, room=PLACES)
-    assert error(state, want) <= 1e-5 and not cursor[x["index"].clamp(0, SLOTS - 1)].any()
+    expected, _ = reference.replay_commit(**x, room=PLACES)
+    state, cursor = run_commit(backend, device, x, room=PLACES)
+    assert error(state, expected) <= 1e-5 and not cursor[x["index"].clamp(0, SLOTS - 1)].any()
     x["cursor"][:], x["accepted"][:] = 0, 0
-    assert same_bits(keep(backend, device, x, room=PLACES)[0], x["state"])
+    assert same_bits(run_commit(backend, device, x, room=PLACES)[0], x["state"])
 
 
 @pytest.mark.interpret
@@ -359,14 +358,14 @@ def test_commit_of_nan_and_null(backend, device):
     """Slot 0 is padding, and nothing past the accepted tokens is read."""
     x = entries()
     x["index"][:2] = torch.tensor([0, 2])
-    clean = keep(backend, device, x, room=3, null_slot=0)
+    clean = run_commit(backend, device, x, room=3, null_slot=0)
     assert int(clean[1][0]) == 2
     for name in WRITTEN:
         x[name][:, 2, 6:], x[name][:, 5, 8:], x[name][:, 0] = NAN, NAN, NAN
-    assert same_bits(keep(backend, device, x, room=3, null_slot=0)[0], clean[0])
+    assert same_bits(run_commit(backend, device, x, room=3, null_slot=0)[0], clean[0])
 
 
-def walk(backend, device, steps, room, places, B=2, rounded=F32, tolerance=1e-5):
+def run_packets(backend, device, steps, room, places, B=2, rounded=F32, tolerance=1e-5):
     """Verify packets and accept some tokens of each; decode the accepted tokens plainly.
 
     The outputs of every packet must agree, and the state at the end, since a call leaves no other result.
@@ -398,10 +397,10 @@ def walk(backend, device, steps, room, places, B=2, rounded=F32, tolerance=1e-5)
 
 @pytest.mark.interpret
 def test_replay_then_commit_is_decode_of_the_accepted(backend, device):
-    walk(backend, device, [(3, (3, 0)), (3, (1, 2)), (1, (1, 1))], 3, 6)
+    run_packets(backend, device, [(3, (3, 0)), (3, (1, 2)), (1, (1, 1))], 3, 6)
 
 
-def test_any_walk(backend, device):
+def test_any_packets(backend, device):
     """Any packets, accepted counts and room in a history give the states of plain decode."""
     packet = st.integers(1, 5).flatmap(lambda t: st.tuples(st.just(t), st.tuples(*[st.integers(0, t)] * 2)))
 
@@ -409,29 +408,31 @@ def test_any_walk(backend, device):
     @hypothesis.given(st.lists(packet, min_size=1, max_size=7), st.integers(0, 9))
     def check(steps, more):
         torch.manual_seed(len(steps))
-        walk(backend, device, steps, 5, 5 + more)
+        run_packets(backend, device, steps, 5, 5 + more)
 
     check()
 
 
 def test_a_narrow_history_stays_within_its_limit(backend, device):
     """The errors of bf16 histories do not add up over 12 packets and several folds."""
-    walk(backend, device, [(4, (4, i % 5)) for i in range(12)], 4, 16, rounded=BF16, tolerance=5e-3)
+    run_packets(backend, device, [(4, (4, i % 5)) for i in range(12)], 4, 16, rounded=BF16, tolerance=5e-3)
 
 
 @pytest.mark.interpret
-def test_a_call_that_is_known_again(backend, device):
-    """A second call that differs only in the addresses of its tensors skips the checks and changes nothing
-    else.
-    """
+def test_a_cached_call(backend, device):
+    """A second call with other addresses skips the checks and changes nothing else."""
     first, second = call(), call()
-    want = law.replay_decode(**second)
+    expected = reference.replay_decode(**second)
     run(backend, device, first)
-    assert wrongs(run(backend, device, second), want, second, 1e-5, 1e-6) == []
+    assert find_errors(run(backend, device, second), expected, second, 1e-5, 1e-6) == []
     other = second | {"cursor": second["cursor"].int()}
     assert (
-        wrongs(
-            run(backend, device, other, scale=0.5), law.replay_decode(**other, scale=0.5), other, 1e-5, 1e-6
+        find_errors(
+            run(backend, device, other, scale=0.5),
+            reference.replay_decode(**other, scale=0.5),
+            other,
+            1e-5,
+            1e-6,
         )
         == []
     )
@@ -440,11 +441,11 @@ def test_a_call_that_is_known_again(backend, device):
 def test_layers_apart(backend, device):
     """Calls layer by layer, of which the last moves the cursors, equal one call for all layers."""
     x = moved(entries(), device)
-    want = keep(backend, device, x, room=3)
+    expected = run_commit(backend, device, x, room=3)
     for layer in range(3):
         parts = {name: x[name][layer : layer + 1] for name in (*WRITTEN, "state")}
         api.replay_commit(**x | parts, room=3, update_cursor=layer == 2, backend=backend)
-    assert same_bits(x["state"], want[0]) and torch.equal(x["cursor"].cpu(), want[1])
+    assert same_bits(x["state"], expected[0]) and torch.equal(x["cursor"].cpu(), expected[1])
 
 
 @pytest.mark.gpu
@@ -469,31 +470,31 @@ def test_a_step_in_a_cuda_graph():
         held[name].copy_(v)
     held["read_index"].copy_(torch.tensor([1, 8, 3, -1, 0]))
     held["cursor"].add_(1)
-    wanted = moved(held, "cuda")
+    expected = moved(held, "cuda")
     graph.replay()
-    assert same_bits(step(wanted, accepted), o)
-    assert all(same_bits(wanted[name], held[name]) for name in (*WRITTEN, "state"))
-    assert torch.equal(wanted["cursor"], held["cursor"])
+    assert same_bits(step(expected, accepted), o)
+    assert all(same_bits(expected[name], held[name]) for name in (*WRITTEN, "state"))
+    assert torch.equal(expected["cursor"], held["cursor"])
 
 
 def test_compile_and_operators(backend, device):
     x = moved(call(raw=True), device)
     copies = {name: v.clone() for name, v in x.items()}
-    want = api.replay_decode(**copies, backend=backend) * 2
+    expected = api.replay_decode(**copies, backend=backend) * 2
     step = torch.compile(
         lambda x: api.replay_decode(**x, backend=backend) * 2, fullgraph=True, backend="aot_eager"
     )
-    assert same_bits(step(x), want)
+    assert same_bits(step(x), expected)
     assert all(same_bits(x[name], copies[name]) for name in WRITTEN)
     kept = moved(entries(), device)
-    want = keep(backend, device, kept, room=3)
+    expected = run_commit(backend, device, kept, room=3)
     torch.compile(
         lambda x: api.replay_commit(**x, room=3, backend=backend), fullgraph=True, backend="aot_eager"
     )(kept)
-    assert same_bits(kept["state"], want[0]) and torch.equal(kept["cursor"].cpu(), want[1])
+    assert same_bits(kept["state"], expected[0]) and torch.equal(kept["cursor"].cpu(), expected[1])
 
 
-def test_operators_tell_the_truth():
+def test_operators_match_their_schemas():
     """The schemas name exactly the tensors that are written, and the fakes match the outputs."""
     absent = dict.fromkeys(
         ("g", "beta", "a", "b", "A_log", "dt_bias", "scale", "cu_seqlens", "max_seqlen", "null_slot", "out",

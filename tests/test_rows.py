@@ -10,7 +10,7 @@ MOST, FEWER = 300, (1, 2, 8, 64)
 PER_ROW = ("q", "k", "v", "a", "b", "z", "mixed_qkv", "read_index")
 
 
-def made(name, sizes, pool):
+def make_call(name, sizes, pool):
     """Return a call of MOST rows on the default device: tensors, options, and what it writes by slot."""
     (H, HV, K, V), dtype = sizes, F16 if pool == F16 else BF16
     options = {"backend": None}
@@ -32,12 +32,10 @@ def made(name, sizes, pool):
 @pytest.mark.parametrize("pool", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("name", ["one token", "packet", "chunk form", "replay", "step"])
 def test_a_row_among_any_number_of_rows(backend, device, name, pool):
-    """A row has its bits among 32 to 9600 states of a model's size, which fill a GPU not at all or many
-    times.
-    """
+    """A row has its bits among 32 to 9600 states, which fill a GPU not at all or many times."""
     call = {"replay": api.replay_decode, "step": api.decode_step}.get(name, api.decode)
     with torch.device(device):
-        x, options, written = made(name, (2, 4, 16, 24) if device == "cpu" else (16, 32, 128, 128), pool)
+        x, options, written = make_call(name, (2, 4, 16, 24) if device == "cpu" else (16, 32, 128, 128), pool)
         options["backend"] = backend
         batches = [torch.randperm(MOST)[:count] for count in FEWER]
 

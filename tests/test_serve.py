@@ -35,7 +35,7 @@ def prompts(count, shared=serve.BLOCK + 7):
     return [start + end + end for end in ends]
 
 
-def wanted(model, prompt):
+def generate_text(model, prompt):
     """Return the text that Transformers' own functions generate."""
     ids = torch.tensor([prompt])
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
@@ -62,7 +62,7 @@ def test_words_are_those_of_transformers(model, drafts):
     given = prompts(7)
     engine, requests, _ = run(model, given, rows=3, slots=5, drafts=drafts)
     for request in requests:
-        assert request.tokens == wanted(model, request.prompt)
+        assert request.tokens == generate_text(model, request.prompt)
     assert engine.pool.hits >= 4 and max(r.reused for r in requests) == serve.BLOCK
     # at the end every slot is free or holds a prefix
     assert len(engine.pool.free) + len(engine.pool.prefixes) == 5
@@ -78,12 +78,12 @@ def test_drafts_save_steps():
     assert sum(r.accepted for r in drafted) > 0 and fewer < steps
 
 
-def test_a_full_pool_evicts_prefixes_that_nobody_reads(model):
+def test_a_full_pool_evicts_unused_prefixes(model):
     """With as many slots as rows a prefix is evicted, but not while another request starts from it."""
     given = [prompt for n in range(3) for prompt in prompts(2, shared=serve.BLOCK + n)] * 2
     _, requests, _ = run(model, given, rows=3, slots=3, drafts=1)
     for request in requests[:4]:
-        assert request.tokens == wanted(model, request.prompt)
+        assert request.tokens == generate_text(model, request.prompt)
     pool = serve.Pool(model, 2, 1, 32)
     pool.free, pool.prefixes[(1,)], pool.prefixes[(2,)] = [], 0, 1
     assert pool.take({0}) == 1 and pool.take({0}) is None and pool.take(set()) == 0
@@ -93,7 +93,7 @@ def test_the_same_prompt_again_and_again(model):
     """For a prompt of whole blocks the last token is computed again, and its prefix is kept once."""
     given = [prompts(1, shared=200)[0][: 2 * serve.BLOCK]] * 4
     engine, requests, _ = run(model, given, rows=2, slots=8, drafts=1)
-    assert all(r.tokens == wanted(model, given[0]) for r in requests)
+    assert all(r.tokens == generate_text(model, given[0]) for r in requests)
     assert len(engine.pool.prefixes) == 1 and len(engine.pool.free) == 7
 
 

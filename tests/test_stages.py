@@ -1,6 +1,4 @@
-"""Compare stages with the reference stages, adjoints with autograd of these, and these with the reference
-recurrence.
-"""
+"""Compare stages with the reference, adjoints with its autograd, and the reference with the recurrence."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -73,9 +71,7 @@ each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp64", "fp32"])
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_holds_nan(request):
-    """Poison new memory; on a GPU allow PyTorch's operators that have no deterministic form, since adjoints
-    use some.
-    """
+    """Poison new memory; on a GPU allow operators without a deterministic form, as adjoints use some."""
     on_gpu = "device" in request.fixturenames and request.getfixturevalue("device") == "cuda"
     request.getfixturevalue("poison" if on_gpu else "strict_poison")
 
@@ -134,7 +130,7 @@ def expected(stage: str, arguments: list[torch.Tensor], case: Case) -> tuple[tor
     return result if isinstance(result, tuple) else (result,)
 
 
-def computed(
+def compute(
     stage: str, arguments: list[torch.Tensor], case: Case, backend: str, device: str
 ) -> tuple[torch.Tensor, ...]:
     """Return the results of a stage on the device, copied back."""
@@ -169,11 +165,11 @@ def expected_gradients(stage: str, case: Case, dtype: torch.dtype) -> dict[str, 
     arguments, known = STAGES[stage][0].split(), tensors(case, dtype)
     inputs = [known[x].double().clone().requires_grad_() for x in arguments]
     douts = [x.double() for x in random_gradients(stage, case, dtype)]
-    values = differentiated(expected(stage, inputs, case), inputs, douts)
+    values = differentiate(expected(stage, inputs, case), inputs, douts)
     return {f"d{name}": x for name, x in zip(arguments, values, strict=True)}
 
 
-def differentiated(results, inputs, douts) -> tuple[torch.Tensor, ...]:
+def differentiate(results, inputs, douts) -> tuple[torch.Tensor, ...]:
     """Return autograd's gradients, with zeros where nothing depends on an input."""
     used = [(y, dy) for y, dy in zip(results, douts, strict=True) if y.requires_grad]
     if not used:
@@ -191,20 +187,20 @@ def agrees(x: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
 
 
 @each_case
-def test_reference_stages_are_the_law(case):
+def test_reference_stages_agree_with_the_recurrence(case):
     x = {n: t.requires_grad_() for n, t in leaves(case).items() if n not in ("a", "A_log", "dt_bias")}
     cu_seqlens, state = offsets_of(case), x["initial_state"]
     args = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    law = reference.gated_delta_rule(*args, initial_state=state, cu_seqlens=cu_seqlens)
+    recurrence = reference.gated_delta_rule(*args, initial_state=state, cu_seqlens=cu_seqlens)
     mine = reference_stages.rule_by_stages(*args, initial_state=state, cu_seqlens=cu_seqlens)
-    douts = [torch.randn(y.shape, dtype=torch.float64) for y in law]
-    wanted, got = ((*y, *differentiated(y, list(x.values()), douts)) for y in (law, mine))
+    douts = [torch.randn(y.shape, dtype=torch.float64) for y in recurrence]
+    wanted, got = ((*y, *differentiate(y, list(x.values()), douts)) for y in (recurrence, mine))
     assert all(agrees(a, b, 1e-10) for a, b in zip(got, wanted, strict=True))
     dropped = reference_stages.rule_by_stages(*args, cu_seqlens=cu_seqlens)
-    assert not agrees(dropped[0], law[0], 1e-10) or law[0].count_nonzero() == 0
+    assert not agrees(dropped[0], recurrence[0], 1e-10) or recurrence[0].count_nonzero() == 0
 
 
-def skip_unless_taken(backend, dtype):
+def skip_unless_supported(backend, dtype):
     if dtype == torch.float64 and FINEST[backend] != dtype:
         pytest.skip("fp64 is eager's")
 
@@ -213,12 +209,12 @@ def skip_unless_taken(backend, dtype):
 @each_case
 @each_stage
 def test_forward(backend, device, stage, case, dtype):
-    skip_unless_taken(backend, dtype)
+    skip_unless_supported(backend, dtype)
     arguments, outputs, _ = STAGES[stage]
     known = tensors(case, dtype)
     taken = [known[x] for x in arguments.split()]
     wanted = named(outputs, expected(stage, taken, case))
-    got = named(outputs, computed(stage, taken, case, backend, device))
+    got = named(outputs, compute(stage, taken, case, backend, device))
     for name in wanted:
         assert got[name].dtype == (torch.float64 if name == "G" else dtype)
         assert agrees(got[name], wanted[name], TOLERANCE[dtype]), name
@@ -228,9 +224,9 @@ def test_forward(backend, device, stage, case, dtype):
 @each_case
 @each_stage
 def test_adjoint(backend, device, stage, case, dtype):
-    skip_unless_taken(backend, dtype)
+    skip_unless_supported(backend, dtype)
     taken = adjoint_arguments(stage, case, dtype)
-    got = computed(f"{stage}_bwd", taken, case, backend, device)
+    got = compute(f"{stage}_bwd", taken, case, backend, device)
     wanted = expected_gradients(stage, case, dtype)
     for name, x, argument in zip(wanted, got, taken[: len(wanted)], strict=True):
         assert x.dtype == argument.dtype
@@ -259,9 +255,7 @@ def test_wrong_answers_are_seen(stage):
 
 @pytest.mark.interpret
 def test_inverse(backend, device):
-    """The inverse agrees with PyTorch's general one, for every structure of keys, and reads only the
-    triangle.
-    """
+    """The inverse agrees with PyTorch's, for every structure of keys, and reads only the triangle."""
     dtype = FINEST[backend]
     for name in ("130 tokens", "identical keys", "negative eigenvalues"):
         A = tensors(CASES[name], dtype)["A"]
@@ -276,9 +270,7 @@ def test_inverse(backend, device):
 
 @pytest.mark.interpret
 def test_inverse_where_powers_overflow(backend, device):
-    """With identical keys and beta = 2 powers of A reach 1e20, and the inverse has entries of at most 2,
-    exactly.
-    """
+    """With identical keys and beta = 2 powers of A reach 1e20; the inverse, at most 2, is exact."""
     A = torch.full((C, C), 2.0, dtype=FINEST[backend]).tril(-1)
     wanted = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + A.double())
     found = gdn.stages.solve_tril(A[None, :, None].to(device), backend=backend).cpu()[0, :, 0]
@@ -288,9 +280,7 @@ def test_inverse_where_powers_overflow(backend, device):
 
 @pytest.mark.interpret
 def test_reset_leaves_the_resolution(backend, device):
-    """-1e6 or -inf on one token changes no difference of G on either side; a plain fp32 sum would lose
-    digits.
-    """
+    """-1e6 or -inf on one token changes no difference of G; a plain fp32 sum would lose digits."""
     g = -torch.rand(1, C, 1, device=device)
     marked = g.clone()
     marked[:, 10], marked[:, 30] = -1e6, -torch.inf
@@ -322,13 +312,13 @@ def test_a_nan_stays_in_its_sequence_and_head(backend, device, stage):
     known = tensors(case, dtype)
     forward = [known[x] for x in STAGES[stage][0].split()]
     for name, taken in ((stage, forward), (f"{stage}_bwd", adjoint_arguments(stage, case, dtype))):
-        clean = computed(name, taken, case, backend, device)
+        clean = compute(name, taken, case, backend, device)
         poisoned = [x.clone() for x in taken]
         for x in poisoned:
             if x.dim() > 1 and x.shape[1] == case.T:
                 # the tokens of sequence 4, last head
                 x[0, 64:129, -1] = torch.nan
-        for x, y in zip(computed(name, poisoned, case, backend, device), clean, strict=True):
+        for x, y in zip(compute(name, poisoned, case, backend, device), clean, strict=True):
             if y.dim() > 1 and y.shape[1] == case.T:
                 per_head = x.shape[2] // case.H if x.shape[2] == case.HV else 1
                 others = slice(None, -per_head)
@@ -346,12 +336,12 @@ def test_tokens_of_no_sequence_are_not_read(backend, device, stage):
     end, known = case.offsets[-1], tensors(case, dtype)
     forward = [known[x] for x in STAGES[stage][0].split()]
     for name, taken in ((stage, forward), (f"{stage}_bwd", adjoint_arguments(stage, case, dtype))):
-        clean = computed(name, taken, case, backend, device)
+        clean = compute(name, taken, case, backend, device)
         poisoned = [x.clone() for x in taken]
         for x in poisoned:
             if x.dim() > 1 and x.shape[1] == case.T:
                 x[:, end:] = torch.nan
-        for x, y in zip(computed(name, poisoned, case, backend, device), clean, strict=True):
+        for x, y in zip(compute(name, poisoned, case, backend, device), clean, strict=True):
             assert torch.equal(x, y)
             if y.dim() > 1 and y.shape[1] == case.T:
                 assert y[:, :end].count_nonzero() > 0 and y[:, end:].count_nonzero() == 0
@@ -401,8 +391,8 @@ def test_sizes_of_models(dtype, K, V):
     for stage, (arguments, outputs, _) in STAGES.items():
         taken = [known[x] for x in arguments.split()]
         wanted = named(outputs, expected(stage, taken, case))
-        got = named(outputs, computed(stage, taken, case, "triton", "cuda"))
-        again = named(outputs, computed(stage, taken, case, "triton", "cuda"))
+        got = named(outputs, compute(stage, taken, case, "triton", "cuda"))
+        again = named(outputs, compute(stage, taken, case, "triton", "cuda"))
         for name in wanted:
             limit = 1e-5 if dtype == torch.float32 else 5e-3
             assert agrees(got[name], wanted[name], limit), (stage, name)
@@ -439,7 +429,7 @@ def test_the_door(error, words, change):
         gdn.stages.chunk_kkt(**{**good, **change})
 
 
-def test_the_door_knows_chunks_and_states():
+def test_chunks_and_states_are_checked():
     with pytest.raises(ValueError, match=r"A: expected shape .*C=64\]"):
         gdn.stages.solve_tril(torch.zeros(1, 70, 4, 63))
     q, G = torch.zeros(1, 70, 2, 8), torch.zeros(1, 70, 2)

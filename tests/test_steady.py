@@ -176,9 +176,7 @@ ROWS = 6
 
 
 def day(name, steps, device):
-    """Return steps with slots in any order, two of them padding, each slot once, and counts in and out of
-    range.
-    """
+    """Return steps with distinct slots in any order, two of them padding, and counts in and out of range."""
     sizes, count = {"H": 2, "HV": 4, "K": 32, "V": 32}, ROWS * T
     order = torch.rand(steps, count + 2).argsort(1) - 1
     table = order[:, :count].view(steps, ROWS, T)

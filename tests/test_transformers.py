@@ -120,7 +120,7 @@ def generate(model, ids, **options):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
+def originals_restored():
     """Assert that every test ends with the original functions in place."""
     yield
     from gdn.integrations import transformers as integration
@@ -352,9 +352,7 @@ def test_gradient_checkpointing(family, counts):
 
 
 def train(model, tmp_path, collator=None, **options):
-    """Return the losses of three Trainer steps on documents of several lengths (of one length without a
-    collator).
-    """
+    """Return the losses of three Trainer steps on documents, of one length without a collator."""
     lengths = [24] * 6 if collator is None else [24, 1, 70, 5, 3, 33]
     data = [{"input_ids": (ids := tokens(n, seed=n + i)), "labels": ids} for i, n in enumerate(lengths)]
     arguments = transformers.TrainingArguments(
@@ -637,7 +635,7 @@ def test_meta_tensors_go_to_the_originals(counts):
     assert logits.shape == (2, 5, VOCAB) and not counts
 
 
-def test_a_problem_that_nobody_takes_goes_to_the_originals(monkeypatch):
+def test_an_unsupported_problem_goes_to_the_originals(monkeypatch):
     model, ids = make_model("qwen3_5"), tokens(1, 9)
     logits = model(ids, use_cache=False).logits
 

@@ -34,8 +34,15 @@ def test_every_call_runs(engine):
         training=True,
     )
     names = {line.split()[0] for line in lines}
-    wanted = {"decode", "prefill", "chunk_gated_delta_rule", "causal_conv1d", "causal_conv1d_update", "gate"}
-    assert wanted <= names and not any("compiled" in line for line in lines)
+    expected = {
+        "decode",
+        "prefill",
+        "chunk_gated_delta_rule",
+        "causal_conv1d",
+        "causal_conv1d_update",
+        "gate",
+    }
+    assert expected <= names and not any("compiled" in line for line in lines)
     assert all(f"{dtype}" in " ".join(lines) for dtype in (torch.float32, BF16))
 
 
@@ -58,7 +65,7 @@ def test_refusals():
 
 
 @pytest.fixture
-def recorded(monkeypatch):
+def record_binaries(monkeypatch):
     """Return a function that returns the set of binaries that a call would launch on an H200."""
     compiling = pytest.importorskip("kit.compiling")
     monkeypatch.setenv("GDN_BACKEND", "triton")
@@ -167,9 +174,7 @@ def sglang_calls(pool):
 
 
 def sglang_caches(pool, kept, are_apart):
-    """Return its SpeculativeState, with the drafts' windows apart or with all windows of a request in one
-    tensor.
-    """
+    """Return its SpeculativeState, with separate windows of drafts or all of a request in one tensor."""
     windows = torch.zeros(2, 3, D, W + 2, dtype=BF16).unfold(3, W - 1, 1).transpose(2, 3)
     return SimpleNamespace(
         temporal=torch.stack([pool] * 2),
@@ -329,17 +334,17 @@ CALLS = {"gdn": own_calls, "vllm": vllm_calls, "sglang": sglang_calls, "lmdeploy
         ("lmdeploy", BF16, {}),
     ],
 )
-def test_nothing_is_left_to_compile(recorded, engine, state_dtype, options):
+def test_nothing_is_left_to_compile(record_binaries, engine, state_dtype, options):
     """Every binary that the engine's calls launch is among those of the warmup, on an imagined H200."""
     asked = {"state_dtypes": (state_dtype,), "engines": (engine,), "backend": "triton", **options}
-    warmed = recorded(lambda: api.warmup("cpu", **SIZES, **asked))
+    warmed = record_binaries(lambda: api.warmup("cpu", **SIZES, **asked))
     pool = pool_of(32, HV=HV, K=K, V=V, dtype=state_dtype)
     for number, call in enumerate(CALLS[engine](pool, **options)):
-        missing = recorded(call) - warmed
+        missing = record_binaries(call) - warmed
         assert not missing, (number, sorted(job.name for job in missing))
     # the comparison can fail: another head size needs another binary
-    other = recorded(lambda: api.warmup("cpu", **{**SIZES, "head_v_dim": 64}, **asked))
-    assert recorded(next(CALLS[engine](pool, **options))) - other
+    other = record_binaries(lambda: api.warmup("cpu", **{**SIZES, "head_v_dim": 64}, **asked))
+    assert record_binaries(next(CALLS[engine](pool, **options))) - other
 
 
 @needs_triton
@@ -348,13 +353,13 @@ def test_nothing_is_left_to_compile(recorded, engine, state_dtype, options):
     [{"gates": ("active",)}, {"index_dtype": torch.int64}, {"state_v_first": False}],
     ids=["gates", "indices", "layout"],
 )
-def test_what_is_not_asked_for_is_left(recorded, change):
+def test_what_is_not_asked_for_is_left(record_binaries, change):
     """A warmup without an option does not compile the kernels of that option."""
-    warmed = recorded(lambda: api.warmup("cpu", **SIZES, backend="triton"))
+    warmed = record_binaries(lambda: api.warmup("cpu", **SIZES, backend="triton"))
     pool = pool_of(32, HV=HV, K=K, V=V)
-    missing = set().union(*(recorded(call) - warmed for call in own_calls(pool, **change)))
-    wanted = {"decode_kernel", "replay_kernel", "packet_kernel"}
-    assert wanted <= {job.kernel.__name__ for job in missing}
+    missing = set().union(*(record_binaries(call) - warmed for call in own_calls(pool, **change)))
+    expected = {"decode_kernel", "replay_kernel", "packet_kernel"}
+    assert expected <= {job.kernel.__name__ for job in missing}
 
 
 @needs_triton
@@ -364,9 +369,9 @@ def test_compilations_are_named(monkeypatch):
 
     from gdn.backends.triton.launch.compilations import compilations
 
-    heard = []
+    seen = []
     monkeypatch.setattr(
-        triton.knobs.runtime, "jit_post_compile_hook", lambda **it: heard.append(it["fn"].name)
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **it: seen.append(it["fn"].name)
     )
     before = triton.knobs.runtime.jit_post_compile_hook
 
@@ -375,7 +380,7 @@ def test_compilations_are_named(monkeypatch):
 
     with compilations() as names:
         triton.knobs.runtime.jit_post_compile_hook(key=1, repr="", fn=Compiled, compile={})
-    assert names == heard == ["decode_kernel"] and triton.knobs.runtime.jit_post_compile_hook is before
+    assert names == seen == ["decode_kernel"] and triton.knobs.runtime.jit_post_compile_hook is before
 
 
 @pytest.mark.gpu

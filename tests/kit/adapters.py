@@ -30,7 +30,7 @@ def offsets(count: int = T) -> torch.Tensor:
     return torch.arange(0, N * count + 1, count, dtype=torch.int32)
 
 
-def five(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def rule_arguments(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [x[name] for name in ("q", "k", "v", "g", "beta")]
 
 
@@ -50,7 +50,13 @@ def lmdeploy_recurrent(has_ring: bool) -> Callable[[], Any]:
     x, state, slots = tokens(N, T), pool(SLOTS, R) if has_ring else pool(SLOTS), torch.arange(N)
     seen = torch.arange(N).int() if has_ring else None
     return lambda: RULE.fused_recurrent_gated_delta_rule(
-        *five(x), state, slots, output_final_state=True, cache_seqlens=seen, transpose_state_layout=True, **L2
+        *rule_arguments(x),
+        state,
+        slots,
+        output_final_state=True,
+        cache_seqlens=seen,
+        transpose_state_layout=True,
+        **L2,
     )
 
 
@@ -58,7 +64,7 @@ def lmdeploy_prompts(has_ring: bool) -> Callable[[], Any]:
     x, state, slots = tokens(1, 70 * N), pool(SLOTS, R) if has_ring else pool(SLOTS), torch.arange(N)
     entries, cu = (torch.arange(N) % R, torch.arange(N) % 2) if has_ring else None, offsets(70)
     return lambda: RULE.chunk_gated_delta_rule(
-        *five(x), state, slots, cu_seqlens=cu, output_final_state=True, spec_state_offsets=entries,
+        *rule_arguments(x), state, slots, cu_seqlens=cu, output_final_state=True, spec_state_offsets=entries,
         transpose_state_layout=True, **L2,
     )  # fmt: skip
 
@@ -119,15 +125,15 @@ def vllm_decode(is_packed: bool, is_raw: bool) -> Callable[[], Any]:
         where["ssm_state_indices"] = torch.arange(N * T, dtype=torch.int32).view(N, T) + 1
         where |= {"num_accepted_tokens": blocks, "cu_seqlens": offsets()}
     if not is_raw:
-        return lambda: vllm.fused_recurrent_gated_delta_rule(*five(x), None, state, **where, **L2)
+        return lambda: vllm.fused_recurrent_gated_delta_rule(*rule_arguments(x), None, state, **where, **L2)
     first = [x[name] for name in ("A_log", "a", "b", "dt_bias", "q", "k", "v")]
     return lambda: vllm.fused_sigmoid_gating_delta_rule_update(*first, initial_state=state, **where, **L2)
 
 
-def vllm_states_apart() -> Callable[[], Any]:
+def vllm_separate_states() -> Callable[[], Any]:
     x, state, blocks = tokens(N, T), pool(SLOTS), torch.arange(N).int() + 1
     return lambda: vllm.fused_recurrent_gated_delta_rule(
-        *five(x), None, state, False, ssm_state_indices=blocks, **L2
+        *rule_arguments(x), None, state, False, ssm_state_indices=blocks, **L2
     )
 
 
@@ -142,7 +148,9 @@ def packed_decode(engine: Any) -> Callable[[], Any]:
 def vllm_prefill(has_buffer: bool) -> Callable[[], Any]:
     x, states, cu = tokens(1, 70 * N), pool(N), offsets(70)
     buffer = torch.empty(1, 70 * N, HV, V, dtype=BF16) if has_buffer else None
-    return lambda: vllm.chunk_gated_delta_rule(*five(x), None, states, True, cu, core_attn_out=buffer, **L2)
+    return lambda: vllm.chunk_gated_delta_rule(
+        *rule_arguments(x), None, states, True, cu, core_attn_out=buffer, **L2
+    )
 
 
 def vllm_gating() -> Callable[[], Any]:
@@ -202,7 +210,7 @@ def sglang_extend(has_tracking: bool) -> Callable[[], Any]:
     x, state, slots, cu = tokens(1, 70 * N), pool(SLOTS), torch.arange(N).int(), offsets(70)
     track = (pool(N), torch.arange(N).int() - 1) if has_tracking else (None, None)
     return lambda: KERNEL.extend(
-        *five(x), ssm_states=state, cache_indices=slots, query_start_loc=cu, track_state=track[0],
+        *rule_arguments(x), ssm_states=state, cache_indices=slots, query_start_loc=cu, track_state=track[0],
         track_chunk_idx=track[1],
     )  # fmt: skip
 
@@ -210,12 +218,12 @@ def sglang_extend(has_tracking: bool) -> Callable[[], Any]:
 def sglang_chunk_states(is_packed: bool) -> Callable[[], Any]:
     x, state, slots = tokens(1, 70 * N) if is_packed else tokens(N, 70), pool(SLOTS), torch.arange(N).int()
     cu = offsets(70) if is_packed else None
-    return lambda: sglang.chunk_gated_delta_rule(*five(x), None, state, slots, cu, **L2)
+    return lambda: sglang.chunk_gated_delta_rule(*rule_arguments(x), None, state, slots, cu, **L2)
 
 
 def sglang_npu() -> Callable[[], Any]:
     x, states, cu = tokens(1, 70 * N), pool(N).mT, offsets(70)
-    return lambda: sglang.chunk_gated_delta_rule_npu(*five(x), None, states, True, cu)
+    return lambda: sglang.chunk_gated_delta_rule_npu(*rule_arguments(x), None, states, True, cu)
 
 
 CALLS: dict[str, tuple[Callable[..., Callable[[], Any]], tuple[Any, ...]]] = {
@@ -235,7 +243,7 @@ CALLS: dict[str, tuple[Callable[..., Callable[[], Any]], tuple[Any, ...]]] = {
     "vllm decode from logits": (vllm_decode, (False, True)),
     "vllm drafts": (vllm_decode, (True, False)),
     "vllm drafts from logits": (vllm_decode, (True, True)),
-    "vllm states apart": (vllm_states_apart, ()),
+    "vllm states apart": (vllm_separate_states, ()),
     "vllm packed decode": (packed_decode, (vllm,)),
     "vllm prompts": (vllm_prefill, (False,)),
     "vllm prompts into a buffer": (vllm_prefill, (True,)),

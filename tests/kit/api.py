@@ -21,7 +21,7 @@ replay_decode = partial(gdn.replay_decode, **CONVENTIONS)
 replay_commit = partial(gdn.replay_commit, **LAYOUT)
 warmup = partial(gdn.warmup, **CONVENTIONS)
 
-law = SimpleNamespace(
+reference = SimpleNamespace(
     commit=serving.commit,
     decode=partial(serving.decode, **CONVENTIONS),
     prefill=partial(serving.prefill, **CONVENTIONS),

@@ -37,7 +37,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from gdn.backends import triton as room
 from gdn.backends.triton import launch
-from kit.in_flight import overwritten
+from kit.in_flight import find_overwrites
 from kit.specimens import SPECIMENS
 
 TESTS = Path(__file__).parent.parent
@@ -104,8 +104,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """Hold the result of a compilation: bytes spilled (on AMD: registers), shared memory, tensor memory
-    columns.
+    """Hold what a kernel needs: bytes spilled (on AMD: registers), shared memory, tensor memory columns.
 
     If a GPU has too little tensor memory, Triton compiles a trap, and raises only at the launch.
     """
@@ -202,7 +201,7 @@ def _in_child(job: Job, log: Path) -> Report:
     if TARGETS[job.target].gpu.backend == "cuda":
         numbers = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill (?:stores|loads)"}
         complaints = tuple(line.strip() for line in text.splitlines() if re.search(r"C75\d\d|serializ", line))
-        if races := overwritten(compiled.asm["ttgir"]):
+        if races := find_overwrites(compiled.asm["ttgir"]):
             return Report(error="; ".join(races))
     else:
         text, complaints = compiled.asm["amdgcn"], ()
@@ -245,11 +244,11 @@ def _finish(pid: int, receive: int, began: float, folder: str) -> Report:
     return Report(error=f"the compiler died with signal {os.WTERMSIG(status)}: {said}")
 
 
-def compile_all(wanted: list[Job], workers: int | None = None) -> dict[Job, Report]:
+def compile_all(expected: list[Job], workers: int | None = None) -> dict[Job, Report]:
     """Return a report for each job; jobs compile in parallel, and earlier results come from the cache."""
     reports, running = {}, {}
     waiting = []
-    for job in dict.fromkeys(wanted):
+    for job in dict.fromkeys(expected):
         path = CACHE / job.key
         if path.exists():
             values = json.loads(path.read_text())
@@ -322,12 +321,12 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.record and asked.part:
         parser.error("expected --record for all kernels: a part's table would replace the whole one")
-    wanted = []
+    expected = []
     for name, specimen in SPECIMENS.items():
         for target in asked.target or specimen.targets:
             found = jobs(specimen.on("cpu"), target)
-            wanted += [job for job in found if asked.part in name or asked.part in job.kernel.__name__]
-    reports = compile_all(wanted)
+            expected += [job for job in found if asked.part in name or asked.part in job.kernel.__name__]
+    reports = compile_all(expected)
     for job, r in sorted(reports.items(), key=lambda item: (item[1].spills, item[1].registers), reverse=True):
         rest = r.error.splitlines()[-1] if r.error else " ".join(r.complaints)
         size = f"{r.spills:6} spilled {r.registers:4} regs {r.shared:7} B {r.columns:4} columns"

@@ -1,5 +1,4 @@
-"""Find loads that overwrite an operand of an MMA in flight: a fault of Triton 3.6's pipeliner, seen in its
-TTGIR.
+"""Find loads that overwrite an operand of an MMA in flight, a fault of Triton 3.6's pipeliner, in TTGIR.
 
 A pipelined loop loads some iterations ahead, into as many buffers as iterations. An operand of WGMMA needs
 one buffer more, since the MMA may be in flight when its iteration ends. Triton 3.6 does not give that buffer
@@ -14,7 +13,7 @@ _VIEWS = ("ttg.memdesc_index ", "ttg.memdesc_trans ", "ttg.memdesc_reshape ", "t
 
 
 @dataclass
-class _Walk:
+class _Trace:
     buffers: dict[str, tuple[int, int]] = field(default_factory=dict)  # allocation -> number, loop depth
     sources: dict[str, str] = field(default_factory=dict)  # view -> tensor of the view
     ahead: dict[str, int] = field(default_factory=dict)  # allocation -> loads into it before its loop
@@ -61,7 +60,7 @@ class _Walk:
         if depth == place:
             self.ahead[into] += 1
             return
-        # iteration t loads for t + ahead while the operands of t - turns may be read: both use the same buffer
+        # iteration t loads for t + ahead while the operands of t - turns may be read: both share a buffer
         # if they are as many iterations apart as there are buffers
         for name, reads, turns in self.running:
             if into in reads and self.ahead[into] + turns >= count:
@@ -73,8 +72,8 @@ class _Walk:
         return value
 
 
-def overwritten(ttgir: str) -> list[str]:
+def find_overwrites(ttgir: str) -> list[str]:
     """Return a line for each MMA and buffer where a load may overwrite the operand in flight."""
-    walk = _Walk()
-    walk.lines(ttgir.splitlines())
-    return list(dict.fromkeys(walk.found))
+    trace = _Trace()
+    trace.lines(ttgir.splitlines())
+    return list(dict.fromkeys(trace.found))

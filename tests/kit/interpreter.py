@@ -24,14 +24,14 @@ def is_bf16(handle):
     return handle.dtype.scalar == tl.bfloat16
 
 
-def widened(handle):
+def widen(handle):
     """Return a bf16 handle as fp32, and any other handle unchanged."""
     if not isinstance(handle, Handle) or not is_bf16(handle):
         return handle
     return Handle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
-def narrowed(handle, is_truncated=False):
+def round_to_bf16(handle, is_truncated=False):
     """Round fp32 numbers to the nearest bf16, ties to even, or towards zero."""
     bits = np.ascontiguousarray(handle.data, dtype=np.float32).view(np.uint32)
     # add half of the last kept bit, less 1 if that bit is even; a NaN would carry into its sign
@@ -41,33 +41,33 @@ def narrowed(handle, is_truncated=False):
     return Handle(np.where(np.isnan(handle.data), quiet, rounded).astype(np.uint16), tl.bfloat16)
 
 
-def computing(operation):
+def compute_in_fp32(operation):
     """Wrap an operation of the builder: operands are fp32, and the result has the last operand's dtype."""
 
     @wraps(operation)
     def wrapped(self, *args):
         operands = [x for x in args if isinstance(x, Handle)]
-        result = operation(self, *map(widened, args))
+        result = operation(self, *map(widen, args))
         if result.data.dtype == np.bool_ or not is_bf16(operands[-1]):
             return result
-        return narrowed(result)
+        return round_to_bf16(result)
 
     return wrapped
 
 
-def dropping(dot):
+def truncate_dot_operands(dot):
     """Wrap a dot: where it asks for tf32, its fp32 operands are truncated to tf32."""
 
     @wraps(dot)
     def wrapped(self, a, b, acc, precision, *rest):
         if precision == interpreter._ir.INPUT_PRECISION.TF32:
-            a, b = tf32(a), tf32(b)
+            a, b = truncate_to_tf32(a), truncate_to_tf32(b)
         return dot(self, a, b, acc, precision, *rest)
 
     return wrapped
 
 
-def tf32(handle):
+def truncate_to_tf32(handle):
     """Truncate fp32 to the 10 mantissa bits of tf32; 16-bit dtypes have no more bits."""
     if handle.dtype.scalar != tl.float32:
         return handle
@@ -75,41 +75,41 @@ def tf32(handle):
     return Handle((bits & np.uint32(0xFFFFE000)).view(np.float32), tl.float32)
 
 
-def casting(cast):
+def cast_through_fp32(cast):
     """Wrap a cast: int, fp16 or fp64 to bf16 and back goes through fp32."""
 
     @wraps(cast)
     def wrapped(self, source, dtype):
-        source = widened(source)
+        source = widen(source)
         if dtype.scalar != tl.bfloat16:
             return cast(self, source, dtype)
-        return narrowed(cast(self, source, tl.float32))
+        return round_to_bf16(cast(self, source, tl.float32))
 
     return wrapped
 
 
-def rounding(convert):
+def convert_with_rounding(convert):
     """Wrap a cast that has a rounding mode."""
 
     @wraps(convert)
     def wrapped(self, source, dtype, mode):
         if source.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16:
-            return narrowed(source, is_truncated=mode == interpreter._ir.ROUNDING_MODE.RTZ)
+            return round_to_bf16(source, is_truncated=mode == interpreter._ir.ROUNDING_MODE.RTZ)
         return convert(self, source, dtype, mode)
 
     return wrapped
 
 
-def reducing(apply):
+def reduce_in_fp32(apply):
     """Wrap a reduction or scan of one or several tensors; each result has the dtype of its tensor."""
 
     @wraps(apply)
-    def wrapped(self, given):
-        if not isinstance(given, tuple):
-            return wrapped(self, (given,))[0]
-        results = apply(self, tuple(_tensor(x, widened) if is_bf16(x.handle) else x for x in given))
-        pairs = zip(results, given, strict=False)
-        return tuple(_tensor(y, narrowed) if is_bf16(x.handle) else y for y, x in pairs)
+    def wrapped(self, tensors):
+        if not isinstance(tensors, tuple):
+            return wrapped(self, (tensors,))[0]
+        results = apply(self, tuple(_tensor(x, widen) if is_bf16(x.handle) else x for x in tensors))
+        pairs = zip(results, tensors, strict=False)
+        return tuple(_tensor(y, round_to_bf16) if is_bf16(x.handle) else y for y, x in pairs)
 
     return wrapped
 
@@ -121,7 +121,7 @@ def _tensor(x, change):
     return tl.core.tensor(handle, shape)
 
 
-def indexing(patch):
+def index_scalars(patch):
     """Wrap the patch of tensors: int() of an array of one element, which numpy 2.4 wants without axes."""
 
     @wraps(patch)
@@ -133,10 +133,10 @@ def indexing(patch):
 
 
 def bf16_constant(self, value):
-    return narrowed(Handle(np.array([value], dtype=np.float32), tl.float32))
+    return round_to_bf16(Handle(np.array([value], dtype=np.float32), tl.float32))
 
 
-def flushing(exp2):
+def flush_subnormals(exp2):
     """Wrap exp2 so that fp32 results below 2^-126 are 0."""
 
     @wraps(exp2)
@@ -149,7 +149,7 @@ def flushing(exp2):
     return wrapped
 
 
-def choosing(operation):
+def prefer_numbers(operation):
     """Return a maximum or minimum that prefers a number to NaN."""
     return lambda self, x, y: self.binary_op(x, y, operation)
 
@@ -159,13 +159,13 @@ def install():
     if hasattr(Builder.cast_impl, "__wrapped__"):
         return
     for name in ARITHMETIC:
-        setattr(Builder, name, computing(getattr(Builder, name)))
-    Builder.create_dot = dropping(Builder.create_dot)
-    Builder.create_exp2 = flushing(Builder.create_exp2)
-    Builder.create_maxnumf, Builder.create_minnumf = choosing(np.fmax), choosing(np.fmin)
-    Builder.cast_impl = casting(Builder.cast_impl)
-    Builder.create_fp_to_fp = rounding(Builder.create_fp_to_fp)
+        setattr(Builder, name, compute_in_fp32(getattr(Builder, name)))
+    Builder.create_dot = truncate_dot_operands(Builder.create_dot)
+    Builder.create_exp2 = flush_subnormals(Builder.create_exp2)
+    Builder.create_maxnumf, Builder.create_minnumf = prefer_numbers(np.fmax), prefer_numbers(np.fmin)
+    Builder.cast_impl = cast_through_fp32(Builder.cast_impl)
+    Builder.create_fp_to_fp = convert_with_rounding(Builder.create_fp_to_fp)
     Builder.get_bf16 = bf16_constant
     scope = interpreter.ReduceScanOpInterface
-    scope.apply = reducing(scope.apply)
-    interpreter._patch_lang_tensor = indexing(interpreter._patch_lang_tensor)
+    scope.apply = reduce_in_fp32(scope.apply)
+    interpreter._patch_lang_tensor = index_scalars(interpreter._patch_lang_tensor)

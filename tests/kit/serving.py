@@ -132,12 +132,12 @@ def _moved(x, device):
     return memory.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def error(x, wanted):
+def error(x, expected):
     """Return the relative RMS error, or infinity if the result holds NaN."""
-    if wanted.numel() == 0:
+    if expected.numel() == 0:
         return 0.0
-    x, wanted = x.cpu(), wanted.cpu()
-    e = (x.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
+    x, expected = x.cpu(), expected.cpu()
+    e = (x.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
     return float("inf") if e.isnan() else float(e)
 
 
@@ -148,13 +148,13 @@ def same_bits(x, y):
     return x.dtype == y.dtype and torch.equal(x.view(as_ints), y.view(as_ints))
 
 
-def stored_wrong(x, wanted, before, tolerance, lead=1):
+def find_wrong_state(x, expected, before, tolerance, lead=1):
     """Return what is wrong with a written tensor: a place that changed, or a wrong state; or None."""
-    x, wanted, before = (t.flatten(0, lead - 1) for t in (x, wanted, before))
+    x, expected, before = (t.flatten(0, lead - 1) for t in (x, expected, before))
     for i in range(x.shape[0]):
-        if same_bits(wanted[i], before[i]):
+        if same_bits(expected[i], before[i]):
             if not same_bits(x[i], before[i]):
                 return f"place {i} was touched"
-        elif error(x[i], wanted[i]) > tolerance:
-            return f"place {i} is off by {error(x[i], wanted[i]):.1e}"
+        elif error(x[i], expected[i]) > tolerance:
+            return f"place {i} is off by {error(x[i], expected[i]):.1e}"
     return None

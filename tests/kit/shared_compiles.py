@@ -30,9 +30,7 @@ def file_lock(folder: Path, *key: object) -> Iterator[None]:
 
 
 def install() -> None:
-    """Wrap the functions that Triton calls on a miss of its in-memory caches: `compile`, and the launcher's
-    build.
-    """
+    """Lock what Triton calls on a miss of its in-memory caches: `compile`, and the launcher's build."""
     import triton
     from triton import compiler
     from triton.backends.nvidia import driver

@@ -111,7 +111,7 @@ SGLANG = {  # sglang 0.5.23, recorded 2026-11-22; sgl-kernel-npu at 07aa7757
         "head_first=False, use_qk_l2norm_in_kernel=False"
     ),
 }
-# the class TritonGDNKernel of the same version; kwargs are the other arguments of the backend, of which extend
+# the class TritonGDNKernel of the same version; kwargs are the backend's other arguments, of which extend
 # reads track_state and track_chunk_idx if a kernel has supports_track_state_snapshot
 SGLANG_KERNEL = {
     "decode": "q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **kwargs",

@@ -73,26 +73,28 @@ class FLAStages:
         chunk_indices=None, use_graph=False, **kwargs,
     ):  # fmt: skip
         assert not kwargs and not reverse
-        with of_size(chunk_size):
+        with stages_of_size(chunk_size):
             return (stages.chunk_cumsum(g.double(), cu_seqlens) * scale).to(output_dtype)
 
     @staticmethod
     def chunk_scaled_dot_kkt_fwd(
         k, g=None, beta=None, cu_seqlens=None, chunk_size=64, output_dtype=torch.float32, chunk_indices=None,
     ):  # fmt: skip
-        with of_size(chunk_size):
-            return stages.chunk_kkt(k.float(), beta.float(), natural(g), cu_seqlens).to(output_dtype)
+        with stages_of_size(chunk_size):
+            return stages.chunk_kkt(k.float(), beta.float(), to_natural_log(g), cu_seqlens).to(output_dtype)
 
     @staticmethod
     def solve_tril(A, cu_seqlens=None, chunk_indices=None, output_dtype=torch.float):
         assert A.shape[-1] in (16, 32, 64)
-        with of_size(A.shape[-1]):
+        with stages_of_size(A.shape[-1]):
             return stages.solve_tril(A.float(), cu_seqlens).to(output_dtype)
 
     @staticmethod
     def recompute_w_u_fwd(k, v, beta, A, g=None, cu_seqlens=None, chunk_indices=None):
-        with of_size(A.shape[-1]):
-            found = stages.wy_transform(*(x.float() for x in (k, v, beta)), natural(g), A.float(), cu_seqlens)
+        with stages_of_size(A.shape[-1]):
+            found = stages.wy_transform(
+                *(x.float() for x in (k, v, beta)), to_natural_log(g), A.float(), cu_seqlens
+            )
         return tuple(x.to(k.dtype) for x in found)
 
     @staticmethod
@@ -102,9 +104,9 @@ class FLAStages:
         chunk_offsets=None,
     ):  # fmt: skip
         assert gk is None and output_final_state and not state_v_first
-        with of_size(chunk_size):
+        with stages_of_size(chunk_size):
             h, v_new, final = stages.chunk_state(
-                k.float(), w.float(), u.float(), natural(g), initial_state, cu_seqlens
+                k.float(), w.float(), u.float(), to_natural_log(g), initial_state, cu_seqlens
             )
             count = sum(1 for _ in stages.chunks(1, k.shape[1], cu_seqlens))
         return h[None, :count].to(k.dtype), v_new.to(k.dtype), final
@@ -115,16 +117,14 @@ class FLAStages:
         chunk_indices=None,
     ):  # fmt: skip
         assert g_gamma is None and not state_v_first
-        with of_size(chunk_size):
+        with stages_of_size(chunk_size):
             return stages.chunk_output(
-                *(x.float() for x in (q, k, v)), natural(g), h[0].float(), scale, cu_seqlens
+                *(x.float() for x in (q, k, v)), to_natural_log(g), h[0].float(), scale, cu_seqlens
             ).to(q.dtype)
 
 
 class FLALayer(torch.nn.Module):
-    """Imitate fla.layers.GatedDeltaNet: its parameters by name; q, k and v have their own projections and
-    taps.
-    """
+    """Imitate fla.layers.GatedDeltaNet: its parameter names; separate projections and taps of q, k, v."""
 
     def __init__(
         self, hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode="chunk",
@@ -167,14 +167,14 @@ class FLALayer(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def of_size(chunk_size):
+def stages_of_size(chunk_size):
     """Return the reference's stages in chunks of another size."""
     before, stages.C = stages.C, chunk_size
     yield
     stages.C = before
 
 
-def natural(g):
+def to_natural_log(g):
     """Convert gates from base 2 to natural logarithms."""
     return g * math.log(2)
 

@@ -100,7 +100,7 @@ class Table(Engine):
         self.accepted = self.ints(counts)
 
 
-class Kept(Plain):
+class Intermediate(Plain):
     """Keep states by P3, as SGLang and FlashInfer do."""
 
     def verify(self, x):
@@ -111,7 +111,7 @@ class Kept(Plain):
         gdn.commit(self.pool[None], self.kept[None], self.rows, self.rows, self.ints(counts) - 1)
 
 
-class Tree(Kept):
+class Tree(Intermediate):
     """Keep states by P4 on a chain with a second guess at every token: token 2 t + 1 is wrong."""
 
     def verify(self, x):
@@ -160,7 +160,7 @@ packets = st.integers(1, MOST).flatmap(lambda T: st.tuples(st.just(T), *[st.inte
 prompts = st.tuples(st.just("prompt"), st.integers(0, ROWS - 1), st.integers(1, 70))
 
 
-def walk(backend, device, steps, engines=(Ring, Table, Kept, Tree, Replay)):
+def run_engines(backend, device, steps, engines=(Ring, Table, Intermediate, Tree, Replay)):
     states = pool_of(ROWS).to(device)
     plain, others = Plain(states, backend), [engine(states, backend) for engine in engines]
     for kind, *rest in steps:
@@ -171,31 +171,31 @@ def walk(backend, device, steps, engines=(Ring, Table, Kept, Tree, Replay)):
                 engine.prompt(x, row)
             continue
         x = {name: v.to(device) for name, v in inputs(ROWS, kind).items()}
-        want = plain.verify(x)
+        expected = plain.verify(x)
         for engine in others:
             o, name = engine.verify(x), type(engine).__name__
-            assert error(o, want) <= 1e-5 if name == "Replay" else same_bits(o, want), name
+            assert error(o, expected) <= 1e-5 if name == "Replay" else same_bits(o, expected), name
         for engine in (plain, *others):
             engine.accept(rest)
     for engine in others:
         name = type(engine).__name__
-        found, wanted = engine.states(), plain.states()
-        assert error(found, wanted) <= 1e-5 if name == "Replay" else same_bits(found, wanted), name
+        found, expected = engine.states(), plain.states()
+        assert error(found, expected) <= 1e-5 if name == "Replay" else same_bits(found, expected), name
 
 
-def test_any_walk(backend, device, monkeypatch):
+def test_any_packets_and_prompts(backend, device, monkeypatch):
     monkeypatch.setenv("GDN_BACKEND", backend)
 
     @hypothesis.settings(max_examples=60 if backend == "eager" else 15)
     @hypothesis.given(st.lists(st.one_of(packets, packets, packets, prompts), min_size=1, max_size=6))
     def check(steps):
         torch.manual_seed(len(steps))
-        walk(backend, device, steps)
+        run_engines(backend, device, steps)
 
     check()
 
 
-def test_a_walk_can_fail(backend, device, monkeypatch):
+def test_a_wrong_engine_is_found(backend, device, monkeypatch):
     """The comparison finds an engine that accepts a token too many."""
     monkeypatch.setenv("GDN_BACKEND", backend)
 
@@ -204,9 +204,9 @@ def test_a_walk_can_fail(backend, device, monkeypatch):
             super().accept([c + (room == MOST) for c in counts], room)
 
     steps = [(4, 1, 2), (3, 2, 1)]
-    walk(backend, device, steps)
+    run_engines(backend, device, steps)
     try:
-        walk(backend, device, steps, (Greedy,))
+        run_engines(backend, device, steps, (Greedy,))
     except AssertionError:
         return
     raise AssertionError("not found")
