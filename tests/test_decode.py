@@ -16,12 +16,12 @@ from kit.serving import (
     R,
     T,
     error,
+    find_wrong_state,
     inputs,
     moved,
     pool_of,
     protocols,
     same_bits,
-    stored_wrong,
 )
 
 import gdn
@@ -34,9 +34,9 @@ LAYOUTS = [True, False]
 def find_errors(o, state, kept, expected, x, tolerance, ring=False):
     """Return everything that is wrong with what a decode wrote."""
     found = [f"o is off by {error(o, expected.o):.1e}"] if not error(o, expected.o) <= tolerance else []
-    found.append(stored_wrong(state, expected.state, x["state"], tolerance, lead=2 if ring else 1))
+    found.append(find_wrong_state(state, expected.state, x["state"], tolerance, lead=2 if ring else 1))
     if kept is not None:
-        found.append(stored_wrong(kept, expected.extra, x["intermediate"], tolerance, lead=2))
+        found.append(find_wrong_state(kept, expected.extra, x["intermediate"], tolerance, lead=2))
     return [f for f in found if f]
 
 
@@ -375,7 +375,8 @@ def test_memory_order_is_free(backend, device):
     for other in (crossed, gaps):
         got = run(backend, device, other)
         assert (
-            error(got[0], expected[0]) <= 1e-6 and stored_wrong(got[1], expected[1], x["state"], 1e-6) is None
+            error(got[0], expected[0]) <= 1e-6
+            and find_wrong_state(got[1], expected[1], x["state"], 1e-6) is None
         )
 
 
