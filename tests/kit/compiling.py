@@ -1,6 +1,6 @@
 """Every kernel compiled for GPUs that need not be there, and what the compiler says of it.
 
-A specimen (`specimens.py`) is a public call on small CPU tensors. While `launch.recorder` is a list, the
+A specimen (`specimens.py`) is a public call on small CPU tensors. Under `launch.record_launches` the
 launches it would make are kept instead of run; each is then compiled for a target in a process of its own,
 for LLVM aborts where it cannot go on. As `launch` launches them: pointers divisible by 16, numbers never
 specialised.
@@ -124,17 +124,17 @@ MODULES = [import_module(x.name) for x in pkgutil.walk_packages(room.__path__, f
 @contextmanager
 def recording(machine: launch.Machine) -> Iterator[list[Any]]:
     """Launches on an imaginary machine go to a list; the backend takes CPU tensors and forgets its plans."""
-    launches: list[Any] = []
     users = [module for module in MODULES if hasattr(module, "machine")]
-    before = room.BACKEND, launch.recorder, launch.machine, launch.Plans.get
+    before = room.BACKEND, launch.machine, launch.PlanCache.get
     room.BACKEND = dataclasses.replace(room.BACKEND, refuses=lambda problem: None)
-    launch.recorder, launch.Plans.get = launches, lambda self, key, make: make()
+    launch.PlanCache.get = lambda self, key, make: make()
     for module in users:
         module.machine = lambda device: machine
     try:
-        yield launches
+        with launch.record_launches([]) as launches:
+            yield launches
     finally:
-        room.BACKEND, launch.recorder, real, launch.Plans.get = before
+        room.BACKEND, real, launch.PlanCache.get = before
         for module in users:
             module.machine = real
 
@@ -153,7 +153,7 @@ def jobs_of(launches: Iterable[Any], target: str) -> list[Job]:
 
 def _job(one: launch.Launch, tensors: tuple[torch.Tensor | None, ...], target: str) -> Job:
     types = ["constexpr" if x is None else _type(x) for x in tensors]
-    for number in one.numbers:
+    for number in one.scalars:
         is_int = isinstance(number, int)
         types.append("fp32" if not is_int else "i32" if -(2**31) <= number < 2**31 else "i64")
     count = len(one.kernel.arg_names) - len(one.constants)

@@ -303,10 +303,10 @@ def hopper_forward(
 
     def call() -> None:
         from gdn.backends.hopper import cost, rule
-        from gdn.backends.triton.launch import Plans
+        from gdn.backends.triton.launch import PlanCache
 
         # plans do not know that they differ
-        plans = patch.object(rule, "_forwards", Plans())
+        plans = patch.object(rule, "_forwards", PlanCache())
         cuts = None if segment is None else cost.equal_cuts(segment)
         with (
             patch.object(cost, "cuts_of", lambda problem: cuts),
