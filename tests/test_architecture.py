@@ -183,6 +183,87 @@ def is_kernel(function: ast.FunctionDef) -> bool:
     return any(ast.unparse(d).split(".")[-1] in ("kernel", "jit") for d in function.decorator_list)
 
 
+def num_parameters(function: ast.FunctionDef, tensors: set[str]) -> int:
+    """Count the parameters of a function without self, and without those annotated with one of the names."""
+    a = function.args
+    names = [x for x in (*a.posonlyargs, *a.args, *a.kwonlyargs) if x.arg not in ("self", "cls")]
+    types = [set() if x.annotation is None else {n.id for n in _names(x.annotation)} for x in names]
+    return sum(not (tensors & used) for used in types)
+
+
+def _names(tree: ast.AST) -> list[ast.Name]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+
+
+def over_budget(folder: Path) -> dict[str, int]:
+    """Return the functions of backends that have more than 8 parameters; kernels' signatures are the ABI.
+
+    Of host functions tensors do not count. Of device functions, which a kernel calls, every parameter does.
+    """
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        tensors = {"Tensor"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "gdn.notation":
+                tensors |= {alias.name for alias in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                marks = {ast.unparse(d).split(".")[-1] for d in node.decorator_list}
+                count = num_parameters(node, set() if "jit" in marks else tensors)
+                if count > 8 and "kernel" not in marks:
+                    found[f"{path.relative_to(folder)}::{node.name}"] = count
+    return found
+
+
+# functions of backends with more than 8 parameters, and how many: the table only shrinks
+OVER_BUDGET = {
+    "triton/layer/conv.py::history": 10,
+    "triton/layer/conv.py::input_at": 9,
+    "triton/layer/norm.py::_load": 9,
+    "triton/lib.py::load_beta": 11,
+    "triton/lib.py::rows_of": 12,
+    "triton/rule/gradients.py::through_norm": 15,
+    "triton/rule/pairs.py::store_factors": 10,
+    "triton/rule/prepare.py::chunk_sums": 12,
+    "triton/serving/fold.py::u_of": 9,
+    "triton/serving/fold.py::kept_of": 13,
+    "triton/serving/packet_lib.py::slot_of": 11,
+    "triton/serving/packet_lib.py::state_at": 13,
+    "triton/serving/packet_lib.py::tile_at": 13,
+    "triton/serving/packet_lib.py::gates_of": 21,
+    "triton/serving/packet_lib.py::operand": 14,
+    "triton/serving/packet_lib.py::operands": 14,
+    "triton/serving/packet_lib.py::among": 10,
+    "triton/serving/packet_lib.py::seen_of": 26,
+    "triton/serving/packet_lib.py::store_outputs": 13,
+    "triton/serving/packet_lib.py::clear": 11,
+    "triton/serving/recurrent.py::read": 14,
+    "triton/serving/recurrent.py::step": 14,
+    "triton/serving/replay.py::gets_of": 26,
+    "triton/serving/replay.py::strips": 50,
+    "triton/stages/chunk.py::_rows": 10,
+    "triton/stages/chunk.py::_store_rows": 11,
+}
+
+
+def test_parameter_budget_of_backends():
+    """Hold functions to 8 parameters; beyond that a struct or a NamedTuple is missing."""
+    found = over_budget(PACKAGE / "backends")
+    more = {name: count for name, count in found.items() if count > OVER_BUDGET.get(name, 8)}
+    assert not more, f"too many parameters: {more}"
+    assert found == OVER_BUDGET, f"fewer parameters: write {found}"
+
+
+def test_too_many_parameters_are_seen(tmp_path: Path):
+    names = ", ".join(f"x{i}" for i in range(9))
+    tensors = ", ".join(f"x{i}: Tensor | None" for i in range(9))
+    source = f"@gluon.jit\ndef f({names}): ...\n@kernel\ndef g({names}): ...\n"
+    (tmp_path / "a.py").write_text(source + f"def h({tensors}): ...\ndef i({names}): ...\n")
+    (tmp_path / "b.py").write_text(f"class A:\n    @gluon.jit\n    def f(self, {names[4:]}): ...\n")
+    assert over_budget(tmp_path) == {"a.py::f": 9, "a.py::i": 9}
+
+
 def unknown(code: CodeType, known: set[str]) -> set[str]:
     """Return the global names that some code reads and that its module does not define."""
     found = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"} - known
