@@ -5,11 +5,15 @@ import builtins
 import dis
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import CodeType
 
 import pytest
+
+import gdn
+from gdn import notation
 
 PACKAGE = Path(__file__).parent.parent / "src" / "gdn"
 
@@ -17,10 +21,11 @@ PACKAGE = Path(__file__).parent.parent / "src" / "gdn"
 MAY_IMPORT = {
     "notation": set(),
     "settings": set(),
-    "problem": {"notation"},
+    "_torch_compat": set(),
+    "problem": {"notation", "_torch_compat"},
     "reference": {"notation"},
-    "backends": {"problem", "notation", "settings"},
-    "ops": {"backends", "problem", "reference", "notation", "settings"},
+    "backends": {"problem", "notation", "settings", "_torch_compat"},
+    "ops": {"backends", "problem", "reference", "notation", "settings", "_torch_compat"},
     "distributed": {"ops", "notation"},
     "layers": {"ops", "distributed", "problem", "notation"},
     "integrations": {"layers", "ops"},
@@ -204,3 +209,90 @@ def _python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+# Parameters that are no tensors, at most, of a function. The signature of a public function is its contract,
+# and an integration has that of the function that it stands in for: neither is counted.
+BUDGET = 8
+# file -> function -> number of parameters; a number may only fall, and an entry goes when it is within budget
+OVER_BUDGET = {
+    "bench/commands.py": {"compare": 10, "command": 13},
+    "bench/verify.py": {"verify": 16},
+}
+TENSORS = {"Tensor", *(name for name, x in vars(notation).items() if hasattr(x, "array_type"))}
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Return the parameters of a function that are no tensors, without self, cls and ctx."""
+    every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+    def is_tensor(annotation: ast.expr | None) -> bool:
+        return annotation is not None and any(
+            isinstance(node, ast.Name) and node.id in TENSORS for node in ast.walk(annotation)
+        )
+
+    return [x.arg for x in every if x.arg not in ("self", "cls", "ctx") and not is_tensor(x.annotation)]
+
+
+def over_budget(
+    root: Path, budget: int, is_counted: Callable[[Path, ast.FunctionDef], bool]
+) -> dict[str, dict[str, int]]:
+    """Return, by file and function, the number of parameters of each counted function above the budget."""
+    found: dict[str, dict[str, int]] = {}
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and is_counted(path.relative_to(root), node):
+                count = len(parameters(node))
+                if count > budget:
+                    found.setdefault(str(path.relative_to(root)), {})[node.name] = count
+    return found
+
+
+def is_host_function(where: Path, function: ast.FunctionDef) -> bool:
+    """Return True for functions outside backends/ that are neither public nor an integration's."""
+    if where.parts[0] in ("backends", "integrations"):
+        return False
+    is_public = where.parts[0] in ("ops", "layers") and function.name in {*gdn.__all__, "__init__"}
+    return not is_public
+
+
+def test_parameter_budget():
+    assert over_budget(PACKAGE, BUDGET, is_host_function) == OVER_BUDGET
+
+
+def test_a_function_over_the_budget_is_seen(tmp_path: Path):
+    """Count options alone: tensors are free, in any annotation."""
+    names = ", ".join(f"x{i}: int" for i in range(9))
+    code = f"def few(q: Q, g: PerHead | None, t: tuple[Tensor, ...], n): ...\ndef many({names}): ...\n"
+    (tmp_path / "problem").mkdir()
+    (tmp_path / "problem" / "new.py").write_text(code)
+    assert over_budget(tmp_path, BUDGET, is_host_function) == {"problem/new.py": {"many": 9}}
+    assert over_budget(tmp_path, 0, is_host_function)["problem/new.py"] == {"few": 1, "many": 9}
+
+
+def numbered(source: str) -> list[str]:
+    """Return the subscripts of a module by a number, other than of a shape."""
+
+    def is_number(node: ast.expr | None) -> bool:
+        if isinstance(node, ast.UnaryOp):
+            return is_number(node.operand)
+        return isinstance(node, ast.Constant) and isinstance(node.value, int)
+
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Subscript) and getattr(node.value, "attr", None) != "shape":
+            part = node.slice
+            bounds = (part.lower, part.upper) if isinstance(part, ast.Slice) else (part,)
+            found += [f"{node.lineno}: {ast.unparse(node)}" for x in bounds if is_number(x)]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "ops").glob("*.py")), ids=lambda path: path.name)
+def test_arguments_have_names(path: Path):
+    """No operator finds an argument by its position: the fields of its problem say what it is."""
+    if path.name == "warmup_calls.py":
+        pytest.skip("indexes tensors, of which it makes the calls")
+    assert not numbered(path.read_text())
+    assert numbered("args[4:10], args[-1], x.shape[0], args[count:], rest[7]") == [
+        "1: args[4:10]", "1: args[4:10]", "1: args[-1]", "1: rest[7]",
+    ]  # fmt: skip

@@ -18,7 +18,7 @@ from gdn.backends import triton as room
 from gdn.backends.triton.rule import build as plans
 from gdn.backends.triton.serving import decode, replay
 from gdn.bench.cases import Case, inputs, packed, rows
-from gdn.ops import repeats
+from gdn.ops import fastpath
 from gdn.problem import parse
 
 ALL = {"use_qk_l2norm_in_kernel": True, "raw_gate": "on", "beta": "sigmoid", "state": "wide"}
@@ -65,7 +65,7 @@ def met(monkeypatch):
 
     yield run
     # what was remembered of calls on tensors of the CPU holds for a recording alone
-    repeats._known.clear()
+    fastpath._calls.clear()
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])

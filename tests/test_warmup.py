@@ -11,7 +11,7 @@ from kit.serving import pool_of
 
 import gdn
 from gdn.integrations import lmdeploy, sglang, vllm
-from gdn.ops import repeats
+from gdn.ops import fastpath
 from gdn.ops.warmup_calls import ENGINES
 
 H, HV, K, V, W, D = 4, 8, 128, 128, 4, 2 * 4 * 128 + 8 * 128
@@ -64,7 +64,7 @@ def recorded(monkeypatch):
     monkeypatch.setenv("GDN_BACKEND", "triton")
     yield lambda call: set(compiling.jobs(call, "cuda:90"))
     # what was remembered of calls on tensors of the CPU holds for a recording alone
-    repeats._known.clear()
+    fastpath._calls.clear()
 
 
 def tokens(*lead, gates="raw", dtype=BF16):

@@ -159,7 +159,7 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
     if not all(map(_is_copyable, tensors)):
         # the forward will copy them; to compile, one token has all that a binary depends on
         q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
-        p = replace(p, form=None, q=q, k=k, v=v)
+        p = replace(p, layout_key=None, q=q, k=k, v=v)
     a = plans.arguments(p)
     widths, _ = split.COMBINE[p.K]
     for cuts, one_each in itertools.product((None, cost.equal(1)), (True, False)):
@@ -302,7 +302,7 @@ def _aligned(p: Problem) -> Problem:
     """
     q, k, v = _copyable(p.q), _copyable(p.k), _copyable(p.v)
     # `form` covers neither addresses nor the strides of copies: without it the launches are looked up anew
-    return p if q is p.q and k is p.k and v is p.v else replace(p, form=None, q=q, k=k, v=v)
+    return p if q is p.q and k is p.k and v is p.v else replace(p, layout_key=None, q=q, k=k, v=v)
 
 
 def _copyable(x: Tensor) -> Tensor:

@@ -67,8 +67,8 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
 def clear(problem: Problem, saved: Saved) -> None:
     """Zero what no kernel has written in the saved tensors of a packed problem."""
     cu_seqlens = problem.cu_seqlens
-    # `form` is None for calls of the operator and in debug mode; elsewhere nothing reads the unused entries
-    if cu_seqlens is not None and problem.form is None:
+    # None for calls of the operator and in debug mode; elsewhere nothing reads the unused entries
+    if cu_seqlens is not None and problem.layout_key is None:
         with on(problem.device):
             _clear(problem, cu_seqlens.to(problem.device, non_blocking=True).contiguous(), saved)
 
