@@ -1,6 +1,5 @@
 """The Hopper backend: simulated on the CPU where Triton interprets, refused elsewhere, and on a GPU."""
 
-import inspect
 import itertools
 import os
 import random
@@ -15,7 +14,7 @@ import gdn
 from gdn.bench import accuracy
 from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
-from gdn.problem.serving import parse_prefill
+from gdn.problem.serving import PrefillProblem, parse_prefill
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
@@ -724,7 +723,7 @@ def test_who_takes_what(monkeypatch):
         x = prompts((1, 2), 128, 64, 70) | on_the_way(64, 2, 128, 64, 70)
         flags = dict.fromkeys(("use_qk_l2norm_in_kernel", "state_v_first", "update_state"), True)
         flags |= dict.fromkeys(("allow_neg_eigval", "batch_invariant"), False)
-        absent = dict.fromkeys(inspect.signature(parse_prefill).parameters)
+        absent = dict.fromkeys(PrefillProblem.declaration.names)
         prefill = parse_prefill(**absent | flags | x | {"backend": backend})
         assert hopper.refuses(prefill) is None
     assert "batch_invariant" in hopper.refuses(replace(asked(backend=None), batch_invariant=True))
