@@ -116,6 +116,38 @@ def test_heavy_packages_stay_in_their_rooms():
                 assert any(where.startswith(home) for home in homes), f"{where} imports {package}"
 
 
+def changes_at_import(text: str) -> list[str]:
+    """Statements that change what a module imports from the package: x.append(y), x.y = ..., x[y] = ..."""
+    body, found = ast.parse(text).body, []
+    names = {
+        alias.asname or alias.name.split(".")[0]
+        for node in body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).split(".")[0] == "gdn"
+    }
+    for node in body:
+        places = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            places = [node.value.func]
+        for place in places:
+            root = place
+            while isinstance(root, (ast.Attribute, ast.Subscript, ast.Call)):
+                root = root.func if isinstance(root, ast.Call) else root.value
+            if root is not place and isinstance(root, ast.Name) and root.id in names:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_no_module_fills_what_another_one_holds():
+    """The launches that two backends compile together pass from one to the other as values."""
+    for path in PACKAGE.rglob("*.py"):
+        assert not changes_at_import(path.read_text()), path
+    text = "from gdn.backends import triton\nimport gdn\nx = []\nx.append(f)\n"
+    text += "triton.x.append(f)\ngdn.x['y'] = f\n"
+    assert changes_at_import(text) == ["triton.x.append(f)", "gdn.x['y'] = f"]
+
+
 def test_only_settings_reads_the_environment():
     for path in PACKAGE.rglob("*.py"):
         if path.name != "settings.py":

@@ -33,11 +33,10 @@ from gdn.backends.hopper.cost import Cut, Cuts
 from gdn.backends.hopper.factors import TAME
 from gdn.backends.hopper.gluon import mbarrier
 from gdn.backends.triton.chunks import Table
-from gdn.backends.triton.launch import Launch, Plans, allocate, machine
-from gdn.backends.triton.rule import build as plans
-from gdn.backends.triton.rule import whole
+from gdn.backends.triton.launch import Launch, PlanCache, allocate, machine
+from gdn.backends.triton.rule import run as chunked
+from gdn.backends.triton.rule.describe import operand_dtype, saves, to_kernel_layout
 from gdn.backends.triton.rule.run import chunk_backward as backward
-from gdn.backends.triton.rule.run import tidy
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 CASES = {
@@ -86,9 +85,9 @@ class Simulated(Launch):
         if not isinstance(self.kernel, GluonJITFunction):
             return super().__call__(*tensors)
         described = [
-            None if x is None else Descriptor(x.base, x.block_shape) for x in tensors[: self.described]
+            None if x is None else Descriptor(x.base, x.block_shape) for x in tensors[: self.num_descriptors]
         ]
-        rest = (*tensors[self.described :], *self.numbers, *self.constants.values())
+        rest = (*tensors[self.num_descriptors :], *self.scalars, *self.constants.values())
         simulate(self.kernel, self.grid, *described, *rest)
 
 
@@ -114,7 +113,7 @@ def error(x, expected):
 def glides(monkeypatch, them=True):
     """Tame chunks are glided over, or none."""
     monkeypatch.setattr(rule, "GLIDES", them)
-    monkeypatch.setattr(rule, "_forwards", Plans())
+    monkeypatch.setattr(rule, "_forwards", PlanCache())
 
 
 simulated = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be interpreted")
@@ -169,7 +168,7 @@ def told(monkeypatch):
     def watched(launch, *tensors):
         call(launch, *tensors)
         if launch.kernel is rule.solve_kernel:
-            factors = tensors[launch.described + 5]
+            factors = tensors[launch.num_descriptors + 5]
             found.append(factors.flatten(-2)[..., TAME.value].clone())
 
     monkeypatch.setattr(Simulated, "__call__", watched)
@@ -262,7 +261,7 @@ def test_programs_go_on(monkeypatch, name, chains):
     given = inputs(case, torch.bfloat16)
     expected = forward(given)[:2]
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
-    monkeypatch.setattr(rule, "_forwards", Plans())
+    monkeypatch.setattr(rule, "_forwards", PlanCache())
     assert all(torch.equal(x, y) for x, y in zip(forward(given)[:2], expected, strict=True))
 
 
@@ -275,7 +274,7 @@ def test_no_job_is_taken_before_the_count_is_cleared(monkeypatch):
     given = inputs(case, torch.bfloat16)
     expected = forward(given)[:2]
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
-    monkeypatch.setattr(rule, "_forwards", Plans())
+    monkeypatch.setattr(rule, "_forwards", PlanCache())
     call = Simulated.__call__
 
     def early(launch, *tensors):
@@ -304,9 +303,9 @@ def test_what_a_backward_wants(monkeypatch, name, span, chains):
     glides(monkeypatch)
     o, final, saved = rule.chunk_forward(problem, True)
     glides(monkeypatch, False)
-    expected = whole.chunk_forward(replace(problem, backend="triton"), True)
+    expected = chunked.chunk_forward(replace(problem, backend="triton"), True)
     assert all(torch.equal(x, y) for x, y in zip((o, final), forward(given)[:2], strict=True))
-    for x, y, shape in zip(saved, expected[2], plans.saves(problem), strict=True):
+    for x, y, shape in zip(saved, expected[2], saves(problem), strict=True):
         assert (x is None) == (y is None) == (shape is None)
         assert x is None or ((x.shape, x.dtype) == shape and error(x, y.double()) < 5e-3)
 
@@ -319,7 +318,7 @@ def test_a_backward_from_what_is_kept(name):
     """Gradients near those from what Triton's forward keeps."""
     given = inputs(CASES[name], torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="hopper")
-    kept = rule.chunk_forward(problem, True)[2], whole.chunk_forward(problem, True)[2]
+    kept = rule.chunk_forward(problem, True)[2], chunked.chunk_forward(problem, True)[2]
     found = (backward(problem, saved, given.do, given.dfinal_state) for saved in kept)
     assert all(x is None or error(x, y.double()) < 1e-2 for x, y in zip(*found, strict=True))
 
@@ -483,7 +482,7 @@ def test_walks_take_the_longest_first(monkeypatch, chains):
     """All heads of a sequence, then the next: by chunks, equals in order."""
     of_chains(monkeypatch, chains)
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
-    monkeypatch.setattr(rule, "_forwards", Plans())
+    monkeypatch.setattr(rule, "_forwards", PlanCache())
     load, call, found = gluon_simulator.STANDINS["tma_load"], Simulated.__call__, []
 
     def recorded(descriptor, corner, *rest):
@@ -518,7 +517,7 @@ def test_jobs_cover_all_chunks(cut):
     table = Table(p, machine(p.device))
     # there is room for the other cut's spans, too
     plan = split.plan(p, Cuts(cut, Cut(1, 9, 1)), (p.T, 1, 1, 0, table.bound), 16, False, False)
-    _, walks, ends, ranges, _ = allocate(p.device, plan.rooms)
+    _, walks, ends, ranges, _ = allocate(p.device, plan.specs)
     plan.jobs(None, None, None, None, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
     walks, ends, ranges = walks.tolist(), ends.tolist(), ranges.tolist()
     spans, chunk = 0, 0
@@ -741,8 +740,8 @@ def test_who_takes_what(monkeypatch):
     few = inputs(replace(BASE, sizes=(64, 64), lengths=rows(20000), state="none"), torch.bfloat16)
     few = parse(**few.tensors, **few.options)
     assert hopper.refuses(few) is None and cost.cuts_of(few) is not None
-    assert list(hopper._launches(few, None)) and not list(
-        hopper._launches(replace(few, batch_invariant=True), None)
+    assert list(hopper._forward_launches(few, None)) and not list(
+        hopper._forward_launches(replace(few, batch_invariant=True), None)
     )
 
 
@@ -768,7 +767,7 @@ def test_what_no_tensor_copy_reads_is_copied(shape, strides):
 def test_what_is_compiled_ahead_takes_any_strides(monkeypatch, of_heads, kept):
     """Every launch of all plans, for tensors that take no room, before the first forward of a kind."""
     met = []
-    monkeypatch.setattr(rule, "ahead", lambda device, kind, steps: met.extend(steps()))
+    monkeypatch.setattr(rule, "compile_ahead", lambda device, kind, steps: met.extend(steps()))
     v = of_heads(torch.zeros(2 * 75 * 4 * 384, dtype=torch.bfloat16))
     q = torch.zeros(2, v.shape[1], 2, v.shape[3], dtype=torch.bfloat16)
     problem = parse(q=q, k=q, v=v, g=None, beta=None, backend="triton")
@@ -931,7 +930,7 @@ def test_any_tame_problem_on_a_gpu(monkeypatch, seed):
         glides(monkeypatch, False)
         glided += not torch.equal(here[0], forward(given)[0])
         p = parse(**given.tensors, **given.options, backend="triton")
-        triton = whole.chunk_forward(p, False)[:2]
+        triton = chunked.chunk_forward(p, False)[:2]
         for three in zip(here, triton, law_at_once(given, number), strict=True):
             limit = 1e-2 if case.keys == "correlated" else 5e-3
             assert is_as_near(*three, limit), f"{number}: {case}, spans of {span}"
@@ -1005,7 +1004,7 @@ def test_one_chain_has_the_bits_of_two(monkeypatch, name, them):
         found = []
         for chains in (1, 2):
             of_chains(monkeypatch, chains)
-            o, final, saved = rule.forward(tidy(problem), kept)
+            o, final, saved = rule.forward(to_kernel_layout(problem), kept)
             # tiles of no chunk are never written
             states = final if saved.S_in is None else saved.S_in[: int(chunks.sum())]
             found.append((o, final, states))
@@ -1048,9 +1047,9 @@ def test_what_another_size_would_get_is_compiled_along(monkeypatch, asked, save)
     given = inputs(CASES["packed"], torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend=asked)
     with recording(TARGETS["cuda:90"].machine):
-        for room in (plans, rule):
-            monkeypatch.setattr(room, "ahead", ahead)
-        plans.forward_plan(tidy(problem), plans.operand(problem) if save else None)
+        for room in (chunked, rule):
+            monkeypatch.setattr(room, "compile_ahead", ahead)
+        chunked.forward(to_kernel_layout(problem), operand_dtype(problem) if save else None)
         rule.chunk_forward(problem, save)
     theirs, own = {"prepare_kernel", "state_kernel"}, {"walk_kernel", "ends_kernel", "solve_kernel"}
     assert theirs <= found["forward"] and own <= found["hopper"]
@@ -1068,11 +1067,11 @@ def test_what_is_compiled_along_copies_no_tensor_and_needs_no_token(monkeypatch)
     with recording(TARGETS["cuda:90"].machine):
         for tensors in (given.tensors, spread, odd):
             problem = parse(**tensors, **given.options)
-            found = {launch.kernel.__name__ for launch, _ in hopper._launches(problem, None)}
+            found = {launch.kernel.__name__ for launch, _ in hopper._forward_launches(problem, None)}
             assert {"walk_kernel", "ends_kernel", "solve_kernel"} <= found
     names = ("q", "k", "v", "g", "beta")
     for options in ({}, {"cu_seqlens": torch.zeros(3, dtype=torch.int32)}):
         tensors = {name: given.tensors[name][:, :0] for name in names}
         nothing = parse(**tensors, **options)
-        assert list(hopper._launches(nothing, None)) == []
+        assert list(hopper._forward_launches(nothing, None)) == []
         assert "faster at" in hopper.refuses(nothing)

@@ -15,7 +15,7 @@ from kit.serving import pool_of
 
 import gdn
 from gdn.backends import triton as room
-from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule import run as rule
 from gdn.backends.triton.serving import decode, replay
 from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.ops import repeats
@@ -55,8 +55,10 @@ def record_kinds(monkeypatch):
 
     def run(call, target):
         asked = {}
-        for module in (decode, plans, replay):
-            monkeypatch.setattr(module, "ahead", lambda device, kind, steps: asked.update({kind: steps}))
+        for module in (decode, rule, replay):
+            monkeypatch.setattr(
+                module, "compile_ahead", lambda device, kind, steps: asked.update({kind: steps})
+            )
         with recording(TARGETS[target].machine) as launches:
             call()
             launched = set(jobs_of(launches, target))

@@ -1,6 +1,6 @@
 """Compile every kernel for GPUs that need not be there, and read the compiler's output.
 
-A specimen (`specimens.py`) is a public call on small CPU tensors. While `launch.recorder` is a list, its
+A specimen (`specimens.py`) is a public call on small CPU tensors. Under `launch.record_launches` its
 launches are recorded instead of run. Each is then compiled for a target in a process of its own, since LLVM
 aborts on some errors. The types are those of a real launch: pointers are divisible by 16, and integers are
 never specialised.
@@ -124,17 +124,17 @@ MODULES = [import_module(x.name) for x in pkgutil.walk_packages(room.__path__, f
 @contextmanager
 def recording(machine: launch.Machine) -> Iterator[list[Any]]:
     """Record the launches on an imagined GPU; the backend accepts CPU tensors and caches no plan."""
-    launches: list[Any] = []
     users = [module for module in MODULES if hasattr(module, "machine")]
-    before = room.BACKEND, launch.recorder, launch.machine, launch.Plans.get
+    before = room.BACKEND, launch.machine, launch.PlanCache.get
     room.BACKEND = dataclasses.replace(room.BACKEND, refuses=lambda problem: None)
-    launch.recorder, launch.Plans.get = launches, lambda self, key, make: make()
+    launch.PlanCache.get = lambda self, key, make: make()
     for module in users:
         module.machine = lambda device: machine
     try:
-        yield launches
+        with launch.record_launches([]) as launches:
+            yield launches
     finally:
-        room.BACKEND, launch.recorder, real, launch.Plans.get = before
+        room.BACKEND, real, launch.PlanCache.get = before
         for module in users:
             module.machine = real
 
@@ -153,7 +153,7 @@ def jobs_of(launches: Iterable[Any], target: str) -> list[Job]:
 
 def _job(one: launch.Launch, tensors: tuple[torch.Tensor | None, ...], target: str) -> Job:
     types = ["constexpr" if x is None else _type(x) for x in tensors]
-    for number in one.numbers:
+    for number in one.scalars:
         is_int = isinstance(number, int)
         types.append("fp32" if not is_int else "i32" if -(2**31) <= number < 2**31 else "i64")
     count = len(one.kernel.arg_names) - len(one.constants)

@@ -304,15 +304,15 @@ def walk(
 
     def call() -> None:
         from gdn.backends.hopper import cost, rule
-        from gdn.backends.triton.launch import Plans
+        from gdn.backends.triton.launch import PlanCache
 
         # the plan cache's key has no cuts and no number of warpgroups
-        plans = patch.object(rule, "_forwards", Plans())
+        plans = patch.object(rule, "_forwards", PlanCache())
         cuts = None if span is None else cost.equal(span)
         with patch.object(cost, "cuts_of", lambda problem: cuts), patch.object(rule, "GLIDES", glides), plans:
             for chains in (1, 2):
                 with patch.object(cost, "chains_of", lambda problem, cuts, chains=chains: chains):
-                    rule.forward(rule.tidy(problem), kept)
+                    rule.forward(rule.to_kernel_layout(problem), kept)
 
     return call
 

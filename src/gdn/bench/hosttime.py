@@ -167,10 +167,7 @@ def recorded(backend: Backend) -> Iterator[list[Any] | None]:
     if backend.name == "eager":
         yield None
         return
-    from gdn.backends.triton import launch
+    from gdn.backends.triton.launch import record_launches
 
-    launch.recorder = noted = _Launches()
-    try:
-        yield noted
-    finally:
-        launch.recorder = None
+    with record_launches(_Launches()) as launches:
+        yield launches

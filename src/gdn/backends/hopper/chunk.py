@@ -121,7 +121,7 @@ def number(f_s, stage, PLACE: gl.constexpr):
 
 @gluon.jit
 def in_parts(x, b, acc):
-    """Issue acc + x b as two asynchronous MMAs, x as split bf16: hi is truncated as in `triton.lib.cut`."""
+    """Issue acc + x b as two asynchronous MMAs, x as split bf16, as `triton.lib.split_bf16` does."""
     high = (x.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
     low = gl.convert_layout((x - high).to(gl.bfloat16), LEFT)
     acc = warpgroup_mma(gl.convert_layout(high.to(gl.bfloat16), LEFT), b, acc, is_async=True)

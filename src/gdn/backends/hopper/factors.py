@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.inverse import C
-from gdn.backends.triton.lib import strength
+from gdn.backends.triton.lib import activate_beta
 from gdn.backends.triton.rule.prepare import log_decay
 
 # rows of a chunk's factors: the first box has rows 0 to 3 (3 is unused), the second rows 4 to 7
@@ -60,7 +60,7 @@ def decays_of(g, A_log_ptr, dt_bias_ptr, length, head, RESET: gl.constexpr):
 @gluon.jit
 def strengths_of(beta, length, IS_GIVEN: gl.constexpr, SIGMOID: gl.constexpr, NEGATIVE: gl.constexpr):
     """Return beta of a chunk's tokens, 0 past the chunk's end."""
-    beta = strength(beta, SIGMOID, NEGATIVE) if IS_GIVEN else beta + 1.0
+    beta = activate_beta(beta, SIGMOID, NEGATIVE) if IS_GIVEN else beta + 1.0
     return gl.where(gl.arange(0, C, TOKENS) < length, beta, 0.0)
 
 

@@ -15,8 +15,8 @@ import triton.language as tl
 from gdn.backends.hopper.factors import BETA, END, FROM, PER_LOG2, ROWS
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.launch.pdl import after_all_before
-from gdn.backends.triton.lib import strength
+from gdn.backends.triton.launch.pdl import wait_then_launch_dependents
+from gdn.backends.triton.lib import activate_beta
 from gdn.backends.triton.rule.prepare import log_decay
 
 
@@ -36,7 +36,7 @@ def gates_kernel(
     # One program (CTA): G, e^(G_C) and beta of one chunk and BH heads, by plain loads and stores to HBM.
     # Grid: chunks x ceil(HV / BH).  Warps: 4.  No TMA, no mbarrier.
     # PDL: wait for the launch before, then release `solve`, which loads its first k while this kernel runs.
-    after_all_before()
+    wait_then_launch_dependents()
     blocks = tl.cdiv(HV, BH)
     chunk = tl.program_id(0) // blocks
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
@@ -56,7 +56,7 @@ def gates_kernel(
         beta = tl.full([C, BH], 1.0, tl.float32)
     else:
         beta = _load(beta_ptr, row, first + tokens, heads, beta_b, beta_t, beta_h, is_token)
-        beta = strength(beta, SIGMOID, NEGATIVE)
+        beta = activate_beta(beta, SIGMOID, NEGATIVE)
     # in fp64: a reset on one token must leave the other tokens' differences of G exact
     G = tl.cumsum(tl.where(is_token, g, 0.0).to(tl.float64), 0)
     if G_ptr is not None:

@@ -26,12 +26,23 @@ from gdn.backends.hopper.factors import BOX, LEAST, ROWS
 from gdn.backends.hopper.gates import gates_kernel
 from gdn.backends.hopper.solve import solve_kernel
 from gdn.backends.hopper.walk import walk_kernel
-from gdn.backends.triton.launch import Launch, Plans, Room, Step, ahead, allocate, on, room, stand_ins
-from gdn.backends.triton.launch.pdl import CHAINED
-from gdn.backends.triton.rule import build as plans
+from gdn.backends.select import other_launches
+from gdn.backends.triton.launch import (
+    Launch,
+    PlanCache,
+    Step,
+    TensorSpec,
+    allocate,
+    allocate_placeholders,
+    compile_ahead,
+    device_guard,
+    tensor_spec,
+)
+from gdn.backends.triton.launch.pdl import PDL
+from gdn.backends.triton.rule import describe as rules
 from gdn.backends.triton.rule import run as chunked
-from gdn.backends.triton.rule import whole
-from gdn.backends.triton.rule.run import tidy
+from gdn.backends.triton.rule.describe import to_kernel_layout
+from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import CHUNK, Problem
 
 GLIDES = True  # well-conditioned chunks take the fast path: see `chunk`
@@ -52,7 +63,7 @@ class Forward:
     """Hold the launches of one forward and the specs of the tensors they write."""
 
     # A_inv, factors, final, o, table, next; G, S_in, q_rstd, k_rstd for a backward; those of `spans`
-    rooms: tuple[Room | None, ...]
+    specs: tuple[TensorSpec | None, ...]
     table: Launch | None
     gates: Launch | None
     solve: Launch
@@ -97,18 +108,18 @@ class Forward:
             yield self.walk, (q_d, *tiles, *out, states, final, None, jobs, o, factors, jobs_taken)
 
 
-_forwards: Plans[Forward] = Plans()
+_forwards: PlanCache[Forward] = PlanCache()
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
     """Implement `Backend.chunk_forward`."""
-    o, final, saved = forward(tidy(problem), plans.operand(problem) if save else None)
+    o, final, saved = forward(to_kernel_layout(problem), rules.operand_dtype(problem) if save else None)
     if save:
         A_inv = saved.A_inv
         # K = 64: `triton`'s backward reads A_inv in fp32, not as split bf16
         if A_inv is not None and A_inv.dim() > 4:
             saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
-        whole.clear(problem, saved)
+        zero_unused_tiles(problem, saved)
     return o, final, saved
 
 
@@ -121,11 +132,13 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
     if p.q.numel() == 0 or p.N == 0:
         return chunked.forward(p, kept)
     p = _aligned(p)
-    with on(p.device):
+    with device_guard(p.device):
         cuts = cost.cuts_of(p)
         chains = cost.chains_of(p, cuts)
-        plan = _forwards.get((plans.key(p), cuts, chains, kept), lambda: _first(p, cuts, chains, kept))
-        new = allocate(p.device, plan.rooms)
+        plan = _forwards.get(
+            (rules.problem_key(p), cuts, chains, kept), lambda: _first(p, cuts, chains, kept)
+        )
+        new = allocate(p.device, plan.specs)
         for launch, tensors in plan.steps(p, new):
             launch(*tensors)
     A_inv, _, final, o, _, _, G, S_in, q_rstd, k_rstd, *_ = new
@@ -140,16 +153,15 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
 
 def _first(p: Problem, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | None) -> Forward:
     # compile ahead, then plan the first forward of a kind
-    a = plans.arguments(p)
+    a = rules.describe(p)
     # with no backend named, `triton` may get a smaller problem of the kind: compile its launches ahead, too
     is_shared = settings.backend(p.backend) is None
 
     def steps() -> Iterator[Step]:
         yield from launches(p, kept)
-        if is_shared:
-            yield from plans.launches(p, kept)
+        yield from other_launches(p, kept, "hopper")
 
-    ahead(p.device, ("hopper", kept, plans.kind_of(p, a), is_shared), steps)
+    compile_ahead(p.device, ("hopper", kept, rules.kind_key(p, a), is_shared), steps)
     return _plan(p, a, cuts, chains, kept)
 
 
@@ -160,21 +172,21 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         # the forward will copy them; to compile, one token has all that a binary depends on
         q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
         p = replace(p, form=None, q=q, k=k, v=v)
-    a = plans.arguments(p)
+    a = rules.describe(p)
     widths, _ = split.COMBINE[p.K]
     for cuts, one_each in itertools.product((None, cost.equal(1)), (True, False)):
         chains, width = (1, widths[0]) if one_each else (2, widths[-1])
         plan = _plan(p, a, cuts, chains, kept, width, one_each)
-        new = stand_ins(p.device, plan.rooms)
+        new = allocate_placeholders(p.device, plan.specs)
         # TMA descriptors need real strides: one tile of each tensor that has a descriptor
         for i in (0, 1, 3, 7):
-            x = plan.rooms[i]
-            new[i] = None if x is None else allocate(p.device, [room((1, 1, *x[0][2:]), x[2])])[0]
+            x = plan.specs[i]
+            new[i] = None if x is None else allocate(p.device, [tensor_spec((1, 1, *x[0][2:]), x[2])])[0]
         yield from plan.steps(p, new)
 
 
 def _plan(
-    p: Problem, a: plans.Arguments, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | None,
+    p: Problem, a: rules.Description, cuts: cost.Cuts | None, chains: int, kept: torch.dtype | None,
     width: int | None = None, one_each: bool | None = None,
 ) -> Forward:  # fmt: skip
     """Plan the launches of a forward; `kept` as in `forward`.
@@ -183,8 +195,8 @@ def _plan(
     scan, at most one for each 64 values. `width`: value columns of a CTA of `split.combine_kernel`.
     `one_each`: no CTA of `solve` has more than one tile. The last two follow from the problem where None.
     """
-    numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
-    G, _, _, _, q_rstd, k_rstd = plans.saves(p)
+    numbers, tiles = rules.shape_scalars(p), (p.num_chunks, p.HV)
+    G, _, _, _, q_rstd, k_rstd = rules.saves(p)
     # A forward for a backward (states in q's dtype at K = 128) stores A_inv whole. Any other at K = 128 omits
     # the zero upper right quarter, 32 HBM bytes a token and head, and has B for well-conditioned chunks.
     is_spare = p.K == 2 * STRIP and kept is not p.q.dtype
@@ -208,40 +220,40 @@ def _plan(
         (*numbers, jobs),
         {"V_FIRST": p.state_v_first, "GLIDES": glides, "CHAINS": chains, "D": p.K},
         4,
-        options={"maxnreg": REGISTERS[chains], **CHAINED},
-        described=8,
+        options={"maxnreg": REGISTERS[chains], **PDL},
+        num_descriptors=8,
         seconds=2.0 * chains,
     )
-    rooms = (
-        room((*tiles, *parts, *tile), p.q.dtype),
-        room((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
-        room(p.state_shape, torch.float32) if p.output_final_state else None,
-        room(p.v.shape, p.v.dtype),
-        a.room,
-        room((1,), torch.int32),
-        *(None if kept is None or x is None else room(*x) for x in (G, S_in, q_rstd, k_rstd)),
-        *(() if spans is None else spans.rooms),
+    specs = (
+        tensor_spec((*tiles, *parts, *tile), p.q.dtype),
+        tensor_spec((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
+        tensor_spec(p.state_shape, torch.float32) if p.output_final_state else None,
+        tensor_spec(p.v.shape, p.v.dtype),
+        a.spec,
+        tensor_spec((1,), torch.int32),
+        *(None if kept is None or x is None else tensor_spec(*x) for x in (G, S_in, q_rstd, k_rstd)),
+        *(() if spans is None else spans.specs),
     )
-    return Forward(rooms, a.launch, gates, solve, spans, walk)
+    return Forward(specs, a.launch, gates, solve, spans, walk)
 
 
 def _of_tiles(
-    p: Problem, a: plans.Arguments, kept: torch.dtype | None, glides: bool, one_each: bool | None
+    p: Problem, a: rules.Description, kept: torch.dtype | None, glides: bool, one_each: bool | None
 ) -> tuple[Launch | None, Launch]:
     """Plan `gates`, or None where `solve` reads the gates itself, and `solve`; arguments as in `_plan`."""
-    T, HV, ratio, per_row = plans.numbers_of(p)
+    T, HV, ratio, per_row = rules.shape_scalars(p)
     count, programs = a.entries * HV, WARPS[p.K] * cost.num_sms(p.device)
     one_each = count <= programs if one_each is None else one_each
     # a backward needs G; with batch_invariant the kernel that sums G may not depend on the batch
     is_prepared = kept is not None or not one_each or p.batch_invariant
-    strides, activation = plans.gate_strides(p.g, p.beta), {**a.activation, "RESET": LEAST}
+    strides, activation = rules.gate_strides(p.g, p.beta), {**a.activation, "RESET": LEAST}
     gates = Launch(
         gates_kernel,
         a.entries * -(-HV // HEADS),
         (*strides, T, HV, per_row),
         {"C": CHUNK, "BH": HEADS, **activation},
         4,
-        options=CHAINED,
+        options=PDL,
     )
     kind = {"NORM": p.use_qk_l2norm_in_kernel, "GLIDES": glides, "D": p.K}
     solve = Launch(
@@ -250,8 +262,8 @@ def _of_tiles(
         (*strides, T, HV, ratio, per_row, p.scale, count),
         {"PREPARED": is_prepared, **activation, **kind},
         1,
-        options={"maxnreg": 168, **CHAINED},
-        described=4,
+        options={"maxnreg": 168, **PDL},
+        num_descriptors=4,
         seconds=2.2,
     )
     return gates if is_prepared else None, solve

@@ -31,10 +31,10 @@ from gdn.backends.hopper.chunk import JOB
 from gdn.backends.hopper.factors import END, LEAST, ROWS
 from gdn.backends.hopper.walk import ends_kernel
 from gdn.backends.triton.chunks import chunks_of, sequence
-from gdn.backends.triton.launch import Launch, Room, Step, kernel, room
-from gdn.backends.triton.launch.pdl import CHAINED, after_all_before
-from gdn.backends.triton.lib import dot, parts, state_tile
-from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.launch import Launch, Step, TensorSpec, kernel, tensor_spec
+from gdn.backends.triton.launch.pdl import PDL, wait_then_launch_dependents
+from gdn.backends.triton.lib import dot, split_bf16, state_tile
+from gdn.backends.triton.rule.describe import gate_strides
 from gdn.backends.triton.rule.prepare import log_decay
 from gdn.problem import CHUNK, Problem
 
@@ -49,7 +49,9 @@ ALIVE = tl.constexpr(cost.ALIVE)
 class Spans:
     """Hold the launches that precede the scan of segments, and the specs of the tensors they write."""
 
-    rooms: tuple[Room, ...]  # states that enter segments, work items of the scan and of ends, ranges, M and N
+    specs: tuple[
+        TensorSpec, ...
+    ]  # states that enter segments, work items of the scan and of ends, ranges, M and N
     jobs_of_walk: int
     is_prepared: bool  # `gates` stores the decays of chunks, before `solve`
     jobs: Launch
@@ -95,19 +97,19 @@ def plan(
     steps = {"D": p.K, "BV": width, "V_FIRST": p.state_v_first, "STAGES": 3}
     states = (HV, p.K, p.V)
     return Spans(
-        rooms=(
-            room((spans, *states), torch.float32),
-            room((programs, JOB.value), torch.int32),
-            room((2 * programs, JOB.value), torch.int32),
-            room((p.N, 2), torch.int32),
-            room((2 * spans, *states), torch.float32),
+        specs=(
+            tensor_spec((spans, *states), torch.float32),
+            tensor_spec((programs, JOB.value), torch.int32),
+            tensor_spec((2 * programs, JOB.value), torch.int32),
+            tensor_spec((p.N, 2), torch.int32),
+            tensor_spec((2 * spans, *states), torch.float32),
         ),
         jobs_of_walk=programs,
         is_prepared=is_prepared,
         jobs=Launch(
             jobs_kernel,
             programs,
-            (*plans.gate_strides(p.g), T, HV, p.N, per_row, bound, *cuts.many, *cuts.few),
+            (*gate_strides(p.g), T, HV, p.N, per_row, bound, *cuts.many, *cuts.few),
             {
                 "C": CHUNK,
                 "ROW": ROWS.value * CHUNK,
@@ -118,7 +120,7 @@ def plan(
                 "RESET": LEAST,
             },  # fmt: skip
             1,
-            options=CHAINED,
+            options=PDL,
         ),
         ends=Launch(
             ends_kernel,
@@ -126,13 +128,11 @@ def plan(
             (T, HV, ratio),
             {"V_FIRST": p.state_v_first, "GLIDES": glides, "D": p.K},
             4,
-            options={"maxnreg": 168 if p.K == 128 else 128, **CHAINED},
-            described=5,
+            options={"maxnreg": 168 if p.K == 128 else 128, **PDL},
+            num_descriptors=5,
             seconds=2.0,
         ),
-        combine=Launch(
-            combine_kernel, p.N * HV * (p.V // width), (HV,), steps, COMBINE[p.K][1], options=CHAINED
-        ),
+        combine=Launch(combine_kernel, p.N * HV * (p.V // width), (HV,), steps, COMBINE[p.K][1], options=PDL),
     )
 
 
@@ -277,7 +277,7 @@ def jobs_kernel(
         tl.store(job + 4, tl.where(has_goal, 2 * i + is_map, -1))
         tl.store(job + 5, -1 if is_map else tl.where(has_end & (index == 0), n, -1))
     # only now: the next launch may then rely on `solve` and all before it
-    after_all_before()
+    wait_then_launch_dependents()
 
 
 @kernel
@@ -305,7 +305,7 @@ def combine_kernel(
     else:
         S = tl.load(initial_ptr + (n.to(tl.int64) * HV + head) * (D * D) + place).to(tl.float32)
     # `ends` writes M and N to HBM; above, the caller's state and the ranges, two launches old, need no wait
-    after_all_before()
+    wait_then_launch_dependents()
     tl.store(states_ptr + (first.to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask)
     # one segment: the scan only needs the initial state
     if spans == 1:
@@ -323,7 +323,7 @@ def combine_kernel(
             S = dot(M, S, N, "tf32x3")
         else:
             # split bf16 on the tensor cores: hi hi + hi lo + lo hi; without lo lo the error is 1e-5
-            M_high, M_low = parts(M, tl.bfloat16)
-            S_high, S_low = parts(S, tl.bfloat16)
+            M_high, M_low = split_bf16(M, tl.bfloat16)
+            S_high, S_low = split_bf16(S, tl.bfloat16)
             S = tl.dot(M_high, S_high, tl.dot(M_high, S_low, tl.dot(M_low, S_high, N)))
     tl.store(states_ptr + ((first + spans - 1).to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gdn.backends import eager
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.layer.conv import (
     WIDEST,
     filled,
@@ -154,7 +154,7 @@ class _Plan:
     num_blocks: int
 
 
-_plans: Plans[_Plan] = Plans()
+_plans: PlanCache[_Plan] = PlanCache()
 
 
 def causal_conv1d_bwd(
@@ -166,7 +166,7 @@ def causal_conv1d_bwd(
     p = tidy(problem)
     dy = dy if dy.stride(2) == 1 else dy.contiguous()
     held = filled(p.initial_state)
-    with on(p.x.device):
+    with device_guard(p.x.device):
         key = (key_of(p), dy.stride(), dy.dtype, layout(dfinal))
         plan = _plans.get(key, lambda: _plan(p, dy, dfinal))
         dx, dweight = p.x.new_empty(p.x.shape), p.weight.new_empty(p.weight.shape)
@@ -183,13 +183,13 @@ def _plan(p: ConvProblem, dy: Tensor, dfinal: Tensor | None) -> _Plan:
     # registers: 8 channels per thread spill, and so do 4 tokens ahead next to the addresses of states
     ahead = 4 if p.initial_state is None and dfinal is None else 2
     tiling = tile(p, 4, ahead, max(64, p.W), 1 << 20, machine(p.x.device))
-    numbers = (
+    scalars = (
         *(s // unit for x in (p.x, dy) for s in x.stride()[:2]), D // unit, T, p.N,
         *strides_of(p.initial_state, 3), *strides_of(dfinal, 3), tiling.tokens, tiling.blocks,
     )  # fmt: skip
     constants = {"W": p.W, "SILU": p.activation == "silu", "U": tiling.U, "BD": tiling.BD, "UNIT": unit}
     # one partial sum per block of tokens: long blocks keep them few
     num_blocks = B * tiling.blocks
-    walk = Launch(_conv_bwd_kernel, num_blocks * tiling.strips, numbers, constants, tiling.num_warps)
+    walk = Launch(_conv_bwd_kernel, num_blocks * tiling.strips, scalars, constants, tiling.num_warps)
     add = sums.add(num_blocks, p.W + 1, D, (1, p.W))
     return _Plan(walk, add, num_blocks)
