@@ -1,9 +1,9 @@
 """Compile every kernel for GPUs that need not be there, and read the compiler's output.
 
-A specimen (`specimens.py`) is a public call on small CPU tensors. Under `launch.record_launches` its
-launches are recorded instead of run. Each is then compiled for a target in a process of its own, since LLVM
-aborts on some errors. The types are those of a real launch: pointers are divisible by 16, and integers are
-never specialised.
+A specimen (`specimens.py`) is a public call on small CPU tensors. Its launches are recorded under
+`launch.record_launches` instead of run. Each is then compiled for a target in a process of its own, since
+LLVM aborts on some errors. The types are those of a real launch: pointers are divisible by 16, and integers
+are never specialised.
 
     PYTHONPATH=.:tests python -m kit.compiling [--target cuda:90] [part of a specimen's or kernel's name]
     PYTHONPATH=.:tests python -m kit.compiling --record     record spills.json again for the present Triton
