@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "reference": {"notation"},
     "backends": {"problem", "notation", "settings"},
     "ops": {"backends", "problem", "reference", "notation", "settings"},
-    "distributed": {"ops", "notation"},
+    "distributed": {"ops", "problem", "notation", "settings"},
     "layers": {"ops", "distributed", "problem", "notation"},
     "integrations": {"layers", "ops"},
     "bench": {
@@ -48,7 +48,7 @@ MAY_IMPORT = {
         "gdn",
     },
     "__main__": {"cli"},
-    "__init__": {"layers", "ops", "integrations"},
+    "__init__": {"layers", "ops", "integrations", "distributed"},
 }
 BACKENDS = {"eager": set(), "triton": {"eager"}, "hopper": {"triton"}}
 FORBIDDEN = {"triton": {"backends/triton", "backends/hopper"}, "transformers": {"integrations", "bench"}}

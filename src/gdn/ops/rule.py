@@ -87,7 +87,8 @@ def chunk_gated_delta_rule(
                                                           only batch row are sequence n, which may be empty
         cu_seqlens_cpu              [N+1] int32, int64    a copy on the CPU, if the caller has one, so that
                                                           the launch can be planned without a device read
-        cp_context                  None                  reserved for context parallelism
+        cp_context                  ContextParallel or    tensors hold the tokens of this rank, offsets are
+                                    None                  global; see `gdn.ContextParallel`
         exact                       bool                  False: history decayed below exp(-20) may be dropped
                                                           when k is normalised in the kernel
         batch_invariant             bool                  True: the bits of a sequence do not depend on the
@@ -207,6 +208,8 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, K: int, V: int, asked:
 def _rule(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
     """Check and run a call; run it as a torch operator where a tracer or transform is active."""
     is_recurrent = name.startswith("fused_recurrent")
+    if options[-1] is not None:
+        return _context_parallel(name, tensors, options)
     key, call = direct.known(tensors, (*options, is_recurrent))
     if call is not None:
         return call(tensors)
@@ -226,21 +229,39 @@ def _rule(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tupl
     return o, final_state if problem.output_final_state else None
 
 
+def _context_parallel(
+    name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """Let the context compute the tokens of this rank."""
+    context = options[-1]
+    if not isinstance(context, ContextParallel):
+        raise TypeError(f"cp_context: expected a gdn.ContextParallel or None, got {type(context).__name__}")
+    if name != "chunk_gated_delta_rule":
+        raise NotImplementedError(f"cp_context: expected None in {name}, got a context")
+    arguments = _arguments(tensors, (*options[:-1], None))
+    return context.rule(arguments)
+
+
 def _parse(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Problem:
+    return parse(**_arguments(tensors, options))
+
+
+def _arguments(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments of `parse`, after autocast."""
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
     (
         scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
     ) = options  # fmt: skip
     q, k, v = _autocast(q, k, v)
-    return parse(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
-        dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, exact=exact, batch_invariant=batch_invariant,
-        backend=backend,
-    )  # fmt: skip
+    return {
+        "q": q, "k": k, "v": v, "g": g, "beta": beta, "scale": scale, "initial_state": initial_state,
+        "output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu,
+        "cp_context": cp_context, "exact": exact, "batch_invariant": batch_invariant, "backend": backend,
+    }  # fmt: skip
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

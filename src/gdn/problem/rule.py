@@ -1,8 +1,8 @@
 """Check the tensors and options of one call of the gated delta rule; return one frozen Problem."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,11 +16,25 @@ RESET = (
 )  # a lower log decay counts as this one: e^-1000 is 0 in every dtype, and sums keep their resolution
 
 
+@runtime_checkable
 class ContextParallel(Protocol):
-    """Describe how a sequence is split over ranks; no backend supports it yet."""
+    """Describe a context that computes the tokens of this rank; `gdn.ContextParallel` is one."""
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def rule(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Return o and the local states of `chunk_gated_delta_rule`; arguments: those of `parse`."""
+        ...
+
+    def causal_conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return y and the local windows of `causal_conv1d`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -166,7 +180,7 @@ def parse(
     Raises:
         TypeError            for an argument of the wrong kind (no tensor, an integer tensor, no bool)
         ValueError           for shapes, dtypes, devices or options that contradict each other
-        NotImplementedError  for a cp_context, until context parallelism exists
+        NotImplementedError  for a cp_context: a context checks its own calls
     """
     (
         output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
@@ -180,7 +194,7 @@ def parse(
     check.backend(backend)
     if cp_context is not None:
         raise NotImplementedError(
-            "cp_context: expected None, got a context; no backend takes context parallelism yet"
+            "cp_context: expected None, got a context; only chunk_gated_delta_rule computes with one"
         )
     dims = _check_tokens(q, k, v, g, beta)
     _check_gates(
