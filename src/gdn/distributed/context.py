@@ -46,7 +46,7 @@ class ContextParallel:
                     once. A rank keeps its runs side by side in this order; it may have none
         num_tokens  T, the tokens on all ranks; needed with `order` if T is neither R times the local number
                     nor the last of the offsets on the host
-                    of torch's ring attention. Blocks have ceil(T / R) or ceil(T / 2R) tokens, the last less
+        exchange    None: "gather" or "owner", by `gdn.distributed.cost`. "gather": every rank gets all maps.
                     "owner": each rank folds some heads for all. "heads": all-to-all of tokens and outputs, at
                     most H ranks; final states only where a sequence ends, zero elsewhere
         check       "plan": all ranks compare their calls before the first one of a kind. "call": before each
