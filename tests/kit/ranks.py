@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ class Ranks:
         self.num_ranks = num_ranks
         self.folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
-        self.stderr = Path(self.folder.name) / "stderr"
         self.pipes, self.processes = [], []
         for rank in range(num_ranks):
             here, there = context.Pipe()
@@ -56,15 +55,14 @@ class Ranks:
         return [value for _, value in outcomes]
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, limit: float = LIMIT
+        self, function: Callable[..., Any], *args: Any, limit: float = LIMIT, only: list[int] | None = None
     ) -> list[tuple[bool, Any]]:
-        """Return (True, result) or (False, traceback) of every rank; "ended" for a rank that is gone."""
-        for pipe in self.pipes:
-            try:
-                pipe.send((function, args, limit))
-            except OSError:
-                continue
-        return [self._receive(rank, limit + 10) for rank in range(self.num_ranks)]
+        """Return (True, result) or (False, traceback) of every rank, or of some."""
+        chosen = range(self.num_ranks) if only is None else only
+        for rank in chosen:
+            with suppress(OSError):
+                self.pipes[rank].send((function, args, limit))
+        return [self._receive(rank, limit + 10) for rank in chosen]
 
     def _receive(self, rank: int, seconds: float) -> tuple[bool, Any]:
         pipe, process = self.pipes[rank], self.processes[rank]
@@ -80,16 +78,19 @@ class Ranks:
     def close(self) -> None:
         """End the ranks: politely, then by force."""
         for pipe in self.pipes:
-            try:
+            with suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                continue
         for process in self.processes:
             process.join(5)
             if process.is_alive():
                 process.kill()
                 process.join()
         self.folder.cleanup()
+
+
+def seconds(number: float) -> datetime.timedelta:
+    """Return a timeout of a process group."""
+    return datetime.timedelta(seconds=number)
 
 
 @contextmanager
@@ -112,9 +113,7 @@ def _serve(
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=num_ranks, store=store, timeout=datetime.timedelta(seconds=timeout)
-    )
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=seconds(timeout))
     pipe.send((True, None))
     while (task := pipe.recv()) is not None:
         function, args, limit = task

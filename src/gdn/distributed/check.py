@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from gdn.distributed.plan import Plan
 from gdn.problem import Problem
@@ -38,7 +38,7 @@ FLAGS = (
 )  # fmt: skip
 
 # a process group -> the gloo group of the same ranks for signatures
-_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
+_groups: "weakref.WeakKeyDictionary[ProcessGroup, dist.ProcessGroupGloo]" = weakref.WeakKeyDictionary()
 
 
 class Flags(NamedTuple):
@@ -48,12 +48,18 @@ class Flags(NamedTuple):
     values: tuple[bool, ...]
 
 
+class Hashed(NamedTuple):
+    """Hold a value that is compared by the hash of its text: offsets, runs."""
+
+    value: Any
+
+
 @dataclass(frozen=True)
 class Signature:
     """Hold what has to be the same on all ranks: an operation and its named words.
 
-    A value is an int, a bool, a float, a dtype or None, the name of an exchange, Flags, or anything else: its
-    text is then compared by its hash.
+    A value is an int, a bool, a float, a dtype or None, the name of an exchange, Flags or Hashed. Its kind
+    may not differ between ranks: each rank reads the words of the others by the kinds of its own.
     """
 
     operation: str
@@ -68,7 +74,7 @@ class Signature:
 
     def differences(self, rows: Sequence[Sequence[int]]) -> str | None:
         """Return the message about ranks whose words differ from one another, or None."""
-        kinds = (("gdn's signature", 0), ("operation", OPERATIONS), ("arguments", ""), *self.words)
+        kinds = (("version", 0), ("operation", OPERATIONS), ("list of words", Hashed("")), *self.words)
         for i, (name, example) in enumerate(kinds):
             column = [row[i] for row in rows]
             if len(set(column)) > 1:
@@ -104,7 +110,7 @@ def encode(value: Any) -> int:
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
     if value is None or isinstance(value, torch.dtype):
         return DTYPES.index(value)
-    return EXCHANGES.index(value) if value in EXCHANGES else hashed(repr(value))
+    return EXCHANGES.index(value) if isinstance(value, str) else hashed(repr(value))
 
 
 def decode(word: int, example: Any) -> str | None:
@@ -119,7 +125,7 @@ def decode(word: int, example: Any) -> str | None:
         return OPERATIONS[word]
     if example is None or isinstance(example, torch.dtype):
         return str(DTYPES[word]).removeprefix("torch.")
-    return EXCHANGES[word] if example in EXCHANGES else None
+    return EXCHANGES[word] if isinstance(example, str) else None
 
 
 def hashed(text: str) -> int:
@@ -132,7 +138,7 @@ def shape_words(x: Tensor, dim: int) -> tuple[tuple[str, Any], ...]:
     is_recorded = torch.is_grad_enabled() and x.requires_grad
     return (
         ("dim", dim % x.dim()),
-        ("shape", tuple(others)),
+        ("shape", Hashed(tuple(others))),
         ("dtype", x.dtype),
         ("requires_grad", is_recorded),
     )
@@ -146,9 +152,9 @@ def rule_words(p: Problem, plan: Plan) -> tuple[tuple[str, Any], ...]:
     dtypes = tuple(None if x is None else x.dtype for x in (p.g, p.beta, p.initial_state))
     return (
         ("num_tokens", plan.table.num_tokens), ("B", plan.batch), ("H", p.H), ("HV", p.HV), ("K", p.K),
-        ("V", p.V), ("dtype", p.q.dtype), ("set of dtypes of g, beta and initial_state", dtypes),
+        ("V", p.V), ("dtype", p.q.dtype), ("set of dtypes of g, beta and initial_state", Hashed(dtypes)),
         ("flags", Flags(tuple(flags), tuple(flags.values()))), ("scale", p.scale),
-        ("runs", plan.table.runs),
+        ("runs", Hashed(plan.table.runs)),
     )  # fmt: skip
 
 
@@ -160,36 +166,34 @@ def conv_words(
     return (
         ("num_tokens", plan.table.num_tokens), ("B", plan.batch), ("D", x.shape[2]), ("W", weight.shape[1]),
         ("dtype", x.dtype), ("dtype of initial_state", getattr(initial_state, "dtype", None)),
-        ("requires_grad", is_recorded), ("runs", plan.table.runs),
+        ("requires_grad", is_recorded), ("runs", Hashed(plan.table.runs)),
     )  # fmt: skip
 
 
-def signature_group(group: ProcessGroup) -> ProcessGroup:
-    """Return the gloo group of the same ranks for signatures; the first call is collective over these ranks.
+def signature_group(group: ProcessGroup) -> dist.ProcessGroupGloo:
+    """Return a gloo group of the same ranks for signatures; the first call is collective over these ranks.
 
-    It has the timeout of `group`.
+    It meets in the store of `group` and has its timeout. (`torch.distributed.new_group` would need every rank
+    of the job, or equally many groups on all ranks of this one.)
     """
     found = _groups.get(group)
     if found is None:
-        ranks = dist.get_process_group_ranks(group)
-        found = dist.new_group(
-            ranks, timeout=timeout_of(group), backend="gloo", use_local_synchronization=True,
-            group_desc="gdn_signatures",
-        )  # fmt: skip
+        store = dist.PrefixStore("gdn_signatures", distributed_c10d._get_process_group_store(group))
+        found = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
         _groups[group] = found
     return found
 
 
-def timeout_of(group: ProcessGroup) -> timedelta | None:
-    """Return the timeout that a group was made with, or None where its backend does not say."""
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """Return the timeout that a group was made with, or torch's default where its backend does not say."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
             return options._timeout  # type: ignore[no-any-return]
-    return None
+    return dist.default_pg_timeout
 
 
-def agree(signature: Signature, group: ProcessGroup) -> None:
+def agree(signature: Signature, group: dist.ProcessGroupGloo) -> None:
     """Raise ValueError, with the same message on every rank, unless all ranks have the same signature.
 
     Raises RuntimeError on every other rank if a rank refuses its call, with the message of that rank.
@@ -208,7 +212,7 @@ def agree(signature: Signature, group: ProcessGroup) -> None:
         raise ValueError(message)
 
 
-def refuse(error: Exception, group: ProcessGroup) -> None:
+def refuse(error: Exception, group: dist.ProcessGroupGloo) -> None:
     """Tell the other ranks that this one raises `error`; wait at most PATIENCE for them."""
     text = f"{type(error).__name__}: {error}".encode()[:NUM_TEXT]
     message = torch.zeros(NUM_TEXT, dtype=torch.uint8)
@@ -222,9 +226,9 @@ def refuse(error: Exception, group: ProcessGroup) -> None:
         return
 
 
-def _gather(x: Tensor, group: ProcessGroup, timeout: timedelta | None = None) -> Tensor:
+def _gather(x: Tensor, group: dist.ProcessGroupGloo, timeout: timedelta | None = None) -> Tensor:
     out = [torch.empty_like(x) for _ in range(group.size())]
-    work = dist.all_gather(out, x, group=group, async_op=True)
+    work = group.allgather([out], [x])  # type: ignore[attr-defined]
     if timeout is None:
         work.wait()
     else:

@@ -129,7 +129,7 @@ class ContextParallel:
         """
         with self._comparing("unshard") as compare:
             table = self._local_table("x", x.shape[dim])
-            compare(*comparison.shape_words(x, dim), ("runs", table.runs))
+            compare(*comparison.shape_words(x, dim), ("runs", comparison.Hashed(table.runs)))
         return redistribute.unshard(x, table, self.rank, dim, self._group)
 
     def convert(self, x: Tensor, dim: int, *, to: "ContextParallel") -> Tensor:
@@ -142,7 +142,11 @@ class ContextParallel:
                     f"to: expected {table.num_tokens} tokens on {table.num_ranks} ranks, got "
                     f"{target.num_tokens} on {target.num_ranks}"
                 )
-            compare(*comparison.shape_words(x, dim), ("runs", table.runs), ("runs of `to`", target.runs))
+            compare(
+                *comparison.shape_words(x, dim),
+                ("runs", comparison.Hashed(table.runs)),
+                ("runs of `to`", comparison.Hashed(target.runs)),
+            )
         return redistribute.convert(x, table, target, self.rank, dim, self._group)
 
     def pieces(
@@ -188,8 +192,8 @@ class ContextParallel:
             compare(
                 *comparison.shape_words(states, 0),
                 ("B", batch),
-                ("runs", plan.table.runs),
-                ("cu_seqlens", offsets),
+                ("runs", comparison.Hashed(plan.table.runs)),
+                ("cu_seqlens", comparison.Hashed(offsets)),
             )
         return redistribute.gather_states(states, plan, offsets, self._group)
 
@@ -199,7 +203,11 @@ class ContextParallel:
             problem, plan, offsets = self._problem(arguments)
             name = self.exchange or self._cheapest(problem, plan)
             whole = heads.make_heads(plan, offsets, problem.H, self._group) if name == "heads" else None
-            compare(*comparison.rule_words(problem, plan), ("exchange", name), ("cu_seqlens", offsets))
+            compare(
+                *comparison.rule_words(problem, plan),
+                ("exchange", name),
+                ("cu_seqlens", comparison.Hashed(offsets)),
+            )
         if whole is not None:
             # whole sequences: the batch rows are not side by side, and offsets are global
             tokens = {x: arguments[x] for x in ("q", "k", "v", "g", "beta")}
@@ -238,7 +246,10 @@ class ContextParallel:
                 local, weight, bias, initial_state=initial_state, output_final_state=output_final_state,
                 state=None, state_index=None, has_initial_state=None, null_slot=None, **options,
             )  # fmt: skip
-            compare(*comparison.conv_words(x, weight, initial_state, plan), ("cu_seqlens", offsets))
+            compare(
+                *comparison.conv_words(x, weight, initial_state, plan),
+                ("cu_seqlens", comparison.Hashed(offsets)),
+            )
         if plan.has_exchange and weight.shape[1] > 1:
             initial_state = halo.windows(local, initial_state, plan, offsets, weight.shape[1], self._group)
         y, final = causal_conv1d(

@@ -14,7 +14,7 @@ from gdn.backends import Report, report
 from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
 from gdn.ops import direct, library
 from gdn.ops.repeats import remember
-from gdn.problem import ContextParallel, Problem, check, parse
+from gdn.problem import ContextParallel, Problem, check, check_context, parse
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -234,8 +234,7 @@ def _context_parallel(
 ) -> tuple[Tensor, Tensor | None]:
     """Let the context compute the tokens of this rank."""
     context = options[-1]
-    if not isinstance(context, ContextParallel):
-        raise TypeError(f"cp_context: expected a gdn.ContextParallel or None, got {type(context).__name__}")
+    check_context(context)
     if name != "chunk_gated_delta_rule":
         raise NotImplementedError(f"cp_context: expected None in {name}, got a context")
     arguments = _arguments(tensors, (*options[:-1], None))

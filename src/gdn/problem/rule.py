@@ -37,6 +37,17 @@ class ContextParallel(Protocol):
         ...
 
 
+def check_context(context: Any, **pool: Any) -> None:
+    """Raise TypeError unless context is a ContextParallel, NotImplementedError for an argument of a pool."""
+    if not isinstance(context, ContextParallel):
+        raise TypeError(f"cp_context: expected a gdn.ContextParallel or None, got {type(context).__name__}")
+    for name, value in pool.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name}: expected None with cp_context, got one (compute on ranks, then gather_states)"
+            )
+
+
 @dataclass(frozen=True)
 class Problem:
     """Hold one checked call of the rule; the fields are the arguments of the torch operators, in order.
