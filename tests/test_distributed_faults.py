@@ -145,7 +145,7 @@ def refused_arguments(rank: int) -> None:
         (lambda: context.convert(torch.zeros(10), 0, to=make(world, num_tokens=31)),
          "ValueError: to: expected 30 tokens on 3 ranks, got 31 on 3"),
         (lambda: gdn.fused_recurrent_gated_delta_rule(*[torch.ones(1, 10, 2, 8)] * 3, cp_context=context),
-         "NotImplementedError: cp_context: expected None in fused_recurrent_gated_delta_rule, got a context"),
+         "NotImplementedError: cp_context: expected None, got a context; only chunk_gated_delta_rule"),
         (lambda: gdn.causal_conv1d(torch.ones(1, 10, 2), torch.ones(2, 4), cp_context=context,
                                    state=torch.zeros(1, 2, 3)),
          "NotImplementedError: state: expected None with cp_context, got one"),

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
+from gdn._torch_compat import group_store, group_timeout
 from gdn.distributed.plan import Plan
 from gdn.problem import Problem
 
@@ -178,19 +179,10 @@ def signature_group(group: ProcessGroup) -> dist.ProcessGroupGloo:
     """
     found = _groups.get(group)
     if found is None:
-        store = dist.PrefixStore("gdn_signatures", distributed_c10d._get_process_group_store(group))
-        found = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout_of(group))
+        store = dist.PrefixStore("gdn_signatures", group_store(group))
+        found = dist.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(group))
         _groups[group] = found
     return found
-
-
-def timeout_of(group: ProcessGroup) -> timedelta:
-    """Return the timeout that a group was made with, or torch's default where its backend does not say."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            return options._timeout  # type: ignore[no-any-return]
-    return dist.default_pg_timeout
 
 
 def agree(signature: Signature, group: dist.ProcessGroupGloo) -> None:

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from gdn._torch_compat import functional_collectives
+
 Sizes: TypeAlias = list[int]
-_operators = torch.ops._c10d_functional
+_operators = functional_collectives()
 
 
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -243,8 +243,9 @@ class ContextParallel:
             local = _flat(x, plan)
             options |= _local_offsets(plan, x.device)
             parse_conv(
-                local, weight, bias, initial_state=initial_state, output_final_state=output_final_state,
-                state=None, state_index=None, has_initial_state=None, null_slot=None, **options,
+                x=local, weight=weight, bias=bias, initial_state=initial_state,
+                output_final_state=output_final_state, state=None, state_index=None, has_initial_state=None,
+                null_slot=None, **options,
             )  # fmt: skip
             compare(
                 *comparison.conv_words(x, weight, initial_state, plan),

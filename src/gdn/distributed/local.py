@@ -11,7 +11,6 @@ from gdn.distributed.plan import Plan
 from gdn.ops import library
 from gdn.problem import Problem
 
-NUM_SAVED = library.NUM_SAVED
 MAX_COLUMNS = 256  # value columns of one call: the limit of the kernels
 
 # the tensors of a problem that have gradients, in the order of Problem.differentiable

@@ -22,13 +22,13 @@ import triton.language as tl
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from gdn.backends.triton import launch
 from gdn.backends.triton.launch import (
+    CachedLaunch,
     Launch,
     Machine,
-    Plans,
+    PlanCache,
     compile_ahead,
-    device_guard,
+    is_recording,
     kernel,
     machine,
     unit_of,
@@ -236,28 +236,20 @@ def decode_kernel(
 
 
 @dataclass(frozen=True)
-class CachedLaunch:
-    """Repeat the launch of a decode for calls that differ only in the addresses of tensors."""
+class CachedDecode(CachedLaunch):
+    """Repeat the launch of a decode."""
 
-    launch: Launch
-    device: torch.device
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch with the tensors of a problem, in its order."""
-        with device_guard(self.device):
-            self.launch(*tensors)
-
-    def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "CachedLaunch":
-        """Return the launch for calls that give one tensor for q, k and v, at the problem's places in it."""
+    def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "CachedDecode":
+        """Return the launch for calls that give one tensor for q, k and v, at the problem's offsets in it."""
         p, first = problem, mixed_qkv.storage_offset()
         starts = [int(x.storage_offset() - first) for x in (p.q, p.k, p.v)]
-        return CachedLaunch(plan_of(p, starts), self.device)
+        return CachedDecode(plan_of(p, starts), self.device)
 
 
-_plans: Plans[CachedLaunch] = Plans()
+_plans: PlanCache[CachedDecode] = PlanCache()
 
 
-def decode(problem: DecodeProblem) -> CachedLaunch | None:
+def decode(problem: DecodeProblem) -> CachedDecode | None:
     """Decode into problem.state, problem.intermediate and problem.out (see `Backend`).
 
     Return the launch for later calls. Under a compiler's trace the kernel itself becomes part of the graph.
@@ -270,15 +262,15 @@ def decode(problem: DecodeProblem) -> CachedLaunch | None:
     # the host passes addresses only: nothing is read from the GPU
     again(*tensors_of(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)))
     # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
-    if offsets is not p.cu_seqlens or launch.recorder is not None:
+    if offsets is not p.cu_seqlens or is_recording():
         return None
     return again
 
 
-def _first(p: DecodeProblem) -> CachedLaunch:
+def _first(p: DecodeProblem) -> CachedDecode:
     one, tensors = plan_of(p), tensors_of(p)
-    compile_ahead(p.q.device, one.binary(tensors), lambda: [(other, tensors) for other in siblings(p)])
-    return CachedLaunch(one, p.q.device)
+    compile_ahead(p.q.device, one.binary_key(tensors), lambda: [(other, tensors) for other in siblings(p)])
+    return CachedDecode(one, p.q.device)
 
 
 def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
@@ -286,7 +278,7 @@ def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
     # False and 0: neither PDL nor prefetches into L2
     plain = {name: type(x)() if name in ("PDL", "AHEAD") else x for name, x in one.constants.items()}
     wrapped = torch.library.wrap_triton(one.kernel)[(one.grid,)]
-    wrapped(*tensors, *one.numbers, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
+    wrapped(*tensors, *one.scalars, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
 
 
 def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:
@@ -333,7 +325,7 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
         (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), *x.stride()[1:3])
         for x in (p.q, p.k, p.v, p.out, p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
     )
-    numbers = (
+    scalars = (
         *(s // unit for s in (*q, starts[0], *k, starts[1])), p.q.stride(3), p.k.stride(3),
         *v, p.v.stride(3), starts[2], *o, p.out.stride(3), *g, *beta, *strides_of(p.A_log, 1),
         *strides_of(p.dt_bias, 1), *state, *kept, *strides_of(p.read_index, 2),
@@ -358,7 +350,7 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
     return Launch(
         decode_kernel,
         (p.N + int(is_packed)) * p.HV * part.blocks(p.V),
-        numbers,
+        scalars,
         constants,
         part.num_warps,
         options=pdl_options(gpu) | ({"maxnreg": REGISTERS[is_single]} if is_full and width == 2 else {}),

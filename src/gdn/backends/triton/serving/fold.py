@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.launch import Launch, Plans, compile_ahead, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import (
+    Launch,
+    PlanCache,
+    compile_ahead,
+    device_guard,
+    kernel,
+    machine,
+    unit_of,
+)
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.packet import (
@@ -166,7 +174,7 @@ class Keep:
     cursor: Launch
 
 
-_keeps: Plans[Keep] = Plans()
+_keeps: PlanCache[Keep] = PlanCache()
 
 
 def replay_commit(problem: KeepProblem) -> None:
@@ -193,10 +201,10 @@ def _keep_key(p: KeepProblem) -> Hashable:
 def _first(p: KeepProblem) -> Keep:
     one, tensors, gpu = _plan_fold(p), _folded(p), machine(p.state.device)
     others = lambda: [(_plan_fold(p, pairs), tensors) for pairs in fills(gpu)]  # noqa: E731
-    compile_ahead(p.state.device, one.binary(tensors), others)
+    compile_ahead(p.state.device, one.binary_key(tensors), others)
     n, where = p.index.shape[0], _where(p)
-    numbers = (*where, n, p.state.shape[1], _lowest(p), p.places, p.room)
-    return Keep(one, Launch(cursor_kernel, triton.cdiv(n, 128), numbers, {"BLOCK": 128}, 4))
+    scalars = (*where, n, p.state.shape[1], _lowest(p), p.places, p.room)
+    return Keep(one, Launch(cursor_kernel, triton.cdiv(n, 128), scalars, {"BLOCK": 128}, 4))
 
 
 def _where(p: KeepProblem) -> tuple[int, ...]:

@@ -261,7 +261,7 @@ def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> L
     # the unit of strides decides the width of loads from HBM
     unit = unit_of(*rows, *starts)
     tails = (p.q.stride(3), p.k.stride(3), p.v.stride(3), p.out.stride(3))
-    numbers = (
+    scalars = (
         *(s // unit for s in (*rows, *starts)), *tails, *(s for x in gates for s in x),
         *strides_of(p.A_log, 1), *strides_of(p.dt_bias, 1), *state, *strides_of(p.read_index, 2),
         *strides_of(p.num_accepted, 1), *strides_of(p.ring_pos, 1), *strides_of(p.write_index, 1), p.N,
@@ -281,4 +281,4 @@ def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> L
     }  # fmt: skip
     programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
     rest = options(sizes, p, is_written)
-    return Launch(packet_kernel, programs, numbers, constants, warps(sizes), options=rest)
+    return Launch(packet_kernel, programs, scalars, constants, warps(sizes), options=rest)

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.backend import Saved
-from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.rule import run as chunked
+from gdn.backends.triton.rule.describe import to_kernel_layout
 from gdn.backends.triton.serving.recurrent import (
     along_keys,
     divide,
@@ -223,7 +224,7 @@ class Prefill:
     clear: Launch
 
 
-_plans: Plans[Prefill] = Plans()
+_plans: PlanCache[Prefill] = PlanCache()
 Forward = Callable[[Problem, torch.dtype | None], tuple[Tensor, Tensor | None, Saved]]
 
 
@@ -234,7 +235,7 @@ def prefill(problem: PrefillProblem, forward: Forward = chunked.forward) -> None
     is fp32: a state from which an engine resumes must not be rounded more than one that is carried on.
     """
     p = problem
-    rule = chunked.to_kernel_layout(p.rule)
+    rule = to_kernel_layout(p.rule)
     with device_guard(p.q.device):
         plan = _plans.get(_key(p, rule), lambda: _plan(p, rule))
         initial = p.q.new_empty(rule.state_shape, dtype=torch.float32)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.launch import Launch, Machine, Plans, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, Machine, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.lib import activate_beta, softplus
 from gdn.problem import Problem
 
@@ -338,7 +338,7 @@ def pool_of(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tupl
     return axis, unit, tuple(s // unit for s in strides)
 
 
-_plans: Plans[Launch] = Plans()
+_plans: PlanCache[Launch] = PlanCache()
 
 
 def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
@@ -381,14 +381,14 @@ def _plan(p: Problem) -> Launch:
     o = (p.T * p.HV * p.V, p.HV * p.V, p.V)
     strides = [tuple(s // unit for s in x.stride()[:3]) for x in (p.q, p.k)]
     strides += [(0, 0, 0) if x is None else x.stride()[:3] for x in (p.v, p.g, p.beta)]
-    numbers = [s for x in (*strides, o) for s in ((0, *x[1:]) if is_packed else x)]
-    numbers += [x.stride(3) for x in (p.q, p.k, p.v)]
-    numbers += [0 if x is None else x.stride(0) for x in (p.A_log, p.dt_bias)]
-    numbers += [start[2][0], *start[2][2:]]
+    scalars = [s for x in (*strides, o) for s in ((0, *x[1:]) if is_packed else x)]
+    scalars += [x.stride(3) for x in (p.q, p.k, p.v)]
+    scalars += [0 if x is None else x.stride(0) for x in (p.A_log, p.dt_bias)]
+    scalars += [start[2][0], *start[2][2:]]
     return Launch(
         recurrent_kernel,
         (p.N + int(is_packed)) * p.HV * part.blocks(p.V),
-        (*numbers, p.N, p.T, p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.scale),
+        (*scalars, p.N, p.T, p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.scale),
         {
             "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "INITIAL_AXIS": start[0],
             "DENSE": p.q.stride(3) == p.k.stride(3) == 1, "UNIT": unit, "INITIAL_UNIT": start[1],

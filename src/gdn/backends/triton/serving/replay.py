@@ -14,11 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn.backends.triton import launch as launching
-from gdn.backends.triton.launch import Launch, Plans, compile_ahead, kernel, machine, unit_of
+from gdn.backends.triton.launch import (
+    CachedLaunch,
+    Launch,
+    PlanCache,
+    compile_ahead,
+    is_recording,
+    kernel,
+    machine,
+    unit_of,
+)
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, supports_pdl
 from gdn.backends.triton.lib import decay, exist, split
-from gdn.backends.triton.serving.decode import CachedLaunch
 from gdn.backends.triton.serving.fold import PLACES, past, pasts, u_of
 from gdn.backends.triton.serving.packet import (
     MOST,
@@ -249,31 +256,31 @@ def replay_kernel(
                     )  # fmt: skip
 
 
-_replays: Plans[CachedLaunch] = Plans()
+_replays: PlanCache[CachedLaunch] = PlanCache()
 
 
 def replay_decode(problem: ReplayProblem) -> CachedLaunch | None:
     """See `Backend`; writes the history and problem.out."""
     p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
     again = _replays.get(_replay_key(p), lambda: _first(p))
-    again(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).arguments()[:17])
+    again(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).tensors())
     # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
-    if offsets is not p.cu_seqlens or launching.recorder is not None:
+    if offsets is not p.cu_seqlens or is_recording():
         return None
     return again
 
 
 def _first(p: ReplayProblem) -> CachedLaunch:
-    one, tensors, gpu = _plan_replay(p), p.arguments()[:17], machine(p.q.device)
+    one, tensors, gpu = _plan_replay(p), p.tensors(), machine(p.q.device)
     others = lambda: [(_plan_replay(p, pairs), tensors) for pairs in fills(gpu)]  # noqa: E731
-    compile_ahead(p.q.device, one.binary(tensors), others)
+    compile_ahead(p.q.device, one.binary_key(tensors), others)
     return CachedLaunch(one, p.q.device)
 
 
 def _replay_key(p: ReplayProblem) -> Hashable:
     """Return everything that the launch depends on, except the addresses of tensors."""
     return (
-        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in p.arguments()[:17]), p.q.device,
+        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in p.tensors()), p.q.device,
         p.longest, p.scale, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.null_slot,
     )  # fmt: skip
 
@@ -291,7 +298,7 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
     pairs = p.N * p.HV if pairs is None else pairs
     sizes = blocks(p.K, p.V, p.q.element_size(), p.longest, pairs, gpu, p.state.element_size(), False)
     tails = (p.q.stride(3), p.k.stride(3), p.v.stride(3), p.out.stride(3))
-    numbers = (
+    scalars = (
         *(s // unit for s in rows), *tails, *(s for x in gates for s in x), *strides_of(p.A_log, 1),
         *strides_of(p.dt_bias, 1), n, h, k, v, *(s // past_unit for s in kept), *p.history_G.stride(),
         *strides_of(p.cursor, 1), *strides_of(p.read_index, 1), p.N, p.q.shape[1], p.HV, *inverse(p.HV),
@@ -316,4 +323,4 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
         "IS_LONG": 0 < held * PLACES < p.places,
     }  # fmt: skip
     programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
-    return Launch(replay_kernel, programs, numbers, constants, warps(sizes), options=options(sizes, p, False))
+    return Launch(replay_kernel, programs, scalars, constants, warps(sizes), options=options(sizes, p, False))

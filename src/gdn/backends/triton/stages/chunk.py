@@ -291,9 +291,9 @@ def chunk_state(
     initial = None if initial_state is None else initial_state.contiguous()
     tensors = (*(x.contiguous() for x in (k, w, u, G)), initial, cu_seqlens, S_in, v_new, final_state)
     programs = N * HV * triton.cdiv(V, constants["BV"])
-    numbers = (HV // k.shape[2], entries_of(k, cu_seqlens))
+    scalars = (HV // k.shape[2], entries_of(k, cu_seqlens))
     launch_stage(
-        _state_kernel, cu_seqlens, tensors, HV, constants, lambda chunks: programs, numbers, _num_warps(k)
+        _state_kernel, cu_seqlens, tensors, HV, constants, lambda chunks: programs, scalars, _num_warps(k)
     )
     return S_in, v_new, final_state
 
@@ -310,7 +310,7 @@ def chunk_output(
     constants = {"K": K, "V": V, "BK": BK, "BV": BV, "PRECISION": _precision(q)}
     tensors = (*(x.contiguous() for x in (q, k, v_new, G, S_in)), o)
     strips = triton.cdiv(V, constants["BV"])
-    numbers = (HV // q.shape[2], K, float(scale))
+    scalars = (HV // q.shape[2], K, float(scale))
     launch_stage(
         _output_kernel,
         cu_seqlens,
@@ -318,7 +318,7 @@ def chunk_output(
         HV,
         constants,
         lambda chunks: chunks * HV * strips,
-        numbers,
+        scalars,
         _num_warps(q),
     )
     return o

@@ -1,7 +1,8 @@
 """List the launches of the chunked rule in order, with the tensors of each.
 
-The tensors of a call come as one sequence that starts with those of the problem (`plans.tensors_of`). These
-methods only use positions, never values: `launch.Chain` calls them once with integers in place of tensors.
+The tensors of a call come as one sequence that starts with those of the problem (`describe.tensors_of`).
+These methods only use positions, never values: `LaunchSequence` calls them once with integers in place of
+tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from gdn.backends.triton.launch import Chain, Launch, TensorSpec
+from gdn.backends.triton.launch import Launch, LaunchSequence, TensorSpec
 
 T = TypeVar("T")
 Steps = Iterator[tuple[Launch, tuple[T | None, ...]]]
@@ -46,9 +47,9 @@ class Forward:
             yield self.output, (q, P, factors, S_in, v_new, table, o)
 
     @cached_property
-    def run(self) -> Chain:
+    def run(self) -> LaunchSequence:
         """Return a callable that runs all launches of the forward."""
-        return Chain(self.steps)
+        return LaunchSequence(self.steps)
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,11 @@ class Backward:
             yield self.sums, (partial, *((None, dA_log) if ddt_bias is None else (dA_log, ddt_bias)))
 
     @cached_property
-    def run(self) -> Chain:
+    def run(self) -> LaunchSequence:
         """Return a callable that runs the launches of `steps`."""
-        return Chain(self.steps)
+        return LaunchSequence(self.steps)
 
     @cached_property
-    def run_late(self) -> Chain:
+    def run_late(self) -> LaunchSequence:
         # made once, as `run` is: a CUDA launch should not wait for Python
-        return Chain(self.late_steps)
+        return LaunchSequence(self.late_steps)

@@ -1,4 +1,4 @@
-"""Run the chunked forward and zero the saved entries that no kernel has written.
+"""Zero the entries of saved tensors that no kernel has written.
 
 `Problem.num_chunks` is an upper bound, because the host does not read the lengths of packed sequences. The
 saved tensors of a packed problem therefore have chunks that no sequence uses. No kernel reads them, but an
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gdn.backends.backend import Saved
 from gdn.backends.triton.chunks import chunks_before
-from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel
-from gdn.backends.triton.rule import run as rule
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel
 from gdn.problem import CHUNK, Problem
 
 _BLOCK = 1024  # elements that a program stores at once, and offsets of cu_seqlens that it loads at once
@@ -53,22 +52,14 @@ def _clear_kernel(
             tl.store(k_rstd_ptr + place, tl.zeros([BLOCK], tl.float32), mask=is_mine)
 
 
-_launches: Plans[Launch] = Plans()
-
-
-def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
-    """See `Backend`."""
-    o, final, saved = rule.chunk_forward(problem, save)
-    if save:
-        zero_unused_tiles(problem, saved)
-    return o, final, saved
+_launches: PlanCache[Launch] = PlanCache()
 
 
 def zero_unused_tiles(problem: Problem, saved: Saved) -> None:
     """Zero what no kernel has written in the saved tensors of a packed problem."""
     cu_seqlens = problem.cu_seqlens
-    # `form` is None for calls of the operator and in debug mode; elsewhere nothing reads the unused entries
-    if cu_seqlens is not None and problem.form is None:
+    # `layout_key` is None for calls of the operator and in debug mode; else nothing reads unused entries
+    if cu_seqlens is not None and problem.layout_key is None:
         with device_guard(problem.device):
             _zero_on_device(problem, cu_seqlens.to(problem.device, non_blocking=True).contiguous(), saved)
 
@@ -84,6 +75,6 @@ def _zero_on_device(p: Problem, cu_seqlens: Tensor, saved: Saved) -> None:
 
 def _plan(p: Problem) -> Launch:
     programs = max(1, min(p.N, _PROGRAMS))
-    numbers = (p.N, p.T, p.HV, p.HV // p.H, p.num_chunks, programs)
+    scalars = (p.N, p.T, p.HV, p.HV // p.H, p.num_chunks, programs)
     constants = {"STATE": p.K * p.V, "C": CHUNK, "BLOCK": _BLOCK}
-    return Launch(_clear_kernel, programs * p.HV, numbers, constants, num_warps=4)
+    return Launch(_clear_kernel, programs * p.HV, scalars, constants, num_warps=4)
