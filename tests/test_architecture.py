@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "reference": {"notation"},
     "backends": {"problem", "notation", "settings", "_torch_compat"},
     "ops": {"backends", "problem", "reference", "notation", "settings", "_torch_compat"},
-    "distributed": {"ops", "notation"},
+    "distributed": {"ops", "problem", "notation", "settings", "_torch_compat"},
     "layers": {"ops", "distributed", "problem", "notation"},
     "integrations": {"layers", "ops"},
     "bench": {
@@ -53,7 +53,7 @@ MAY_IMPORT = {
         "gdn",
     },
     "__main__": {"cli"},
-    "__init__": {"layers", "ops", "integrations"},
+    "__init__": {"layers", "ops", "integrations", "distributed"},
 }
 BACKENDS = {"eager": set(), "triton": {"eager"}, "hopper": {"triton"}}
 FORBIDDEN = {"triton": {"backends/triton", "backends/hopper"}, "transformers": {"integrations", "bench"}}
