@@ -2,7 +2,16 @@
 
 `select` chooses this backend where the cost model predicts that it is faster, or where the caller names it.
 The backward is `triton`'s, and every other problem is refused. docs/design/hopper.md describes the kernels.
-This file imports no Triton, so that a CPU user does not need it.
+This file imports no Triton, so that a CPU user does not need it. Files in reading order:
+
+    cost         predict the time of a forward: which backend, which segments, how many consumer warpgroups
+    rule         plan the launches of a forward and run them; descriptors makes its TMA descriptors
+    factors      the decays and norms of a chunk that the kernels exchange through HBM
+    gates        G and beta of many heads at once, in Triton
+    solve/       A_inv and the factors of each chunk: one warp a CTA, persistent, in Gluon
+    scan/        the state scan: outputs and final states, persistent and warp-specialised, in Gluon
+    segments     cut long sequences: plan the segments, pass states from one to the next, in Triton
+    gluon        names of Gluon in all supported versions of Triton, and `struct`
 """
 
 from collections.abc import Iterator
@@ -78,18 +87,21 @@ def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Te
 def _prefill(problem: PrefillProblem) -> None:
     # the gather from the pool and the scatter into it are `triton`'s; only the forward between them differs
     forward = import_module("gdn.backends.hopper.rule").forward
-    import_module("gdn.backends.triton.prefill").prefill(problem, forward)
+    import_module("gdn.backends.triton.serving.prefill").prefill(problem, forward)
 
 
-def _launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Any]:
-    """Yield the launches of this backend that a larger problem of the kind would use: see `triton.beside`."""
+def _forward_launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Any]:
+    """Yield the launches that a larger problem of the kind would use; none if it is not supported here."""
     has_tokens = problem.q.numel() > 0 and problem.N > 0
     if has_tokens and not problem.batch_invariant and _lacks(problem) is None:
         yield from import_module("gdn.backends.hopper.rule").launches(problem, kept)
 
 
-# `triton` compiles these launches ahead with the first call of a kind: a longer prompt finds them compiled
-triton.beside.append(_launches)
 BACKEND = replace(
-    triton.BACKEND, name="hopper", refuses=refuses, chunk_forward=_chunk_forward, prefill=_prefill
+    triton.BACKEND,
+    name="hopper",
+    refuses=refuses,
+    chunk_forward=_chunk_forward,
+    forward_launches=_forward_launches,
+    prefill=_prefill,
 )

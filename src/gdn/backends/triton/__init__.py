@@ -4,7 +4,7 @@ This file imports no Triton: `refuses` rejects a CPU problem before anything is 
 its kernels at its first call.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -21,37 +21,34 @@ LARGEST = 256  # largest K and V
 LONGEST = 16  # most tokens of a packet that is replayed
 # The module here that implements each slot of Backend. The adjoints of single stages are those of `eager`.
 SLOTS = {
-    "saves": "rule",
-    "chunk_forward": "whole",
-    "chunk_backward": "rule",
-    "recurrent_forward": "recurrent",
-    "decode": "decode",
-    "decode_step": "step",
-    "prefill": "prefill",
-    "commit": "commit",
-    "replay_decode": "replay",
-    "replay_commit": "fold",
-    "causal_conv1d": "conv",
-    "causal_conv1d_bwd": "conv_bwd",
-    "causal_conv1d_update": "conv_update",
-    "rms_norm_gated": "norm",
-    "rms_norm_gated_bwd": "norm",
-    "gate": "gate",
-    "gate_bwd": "gate",
-    "chunk_cumsum": "cumsum",
-    "chunk_cumsum_bwd": "cumsum",
-    "chunk_gate_cumsum": "cumsum",
-    "chunk_gate_cumsum_bwd": "cumsum",
-    "chunk_kkt": "stages",
-    "solve_tril": "stages",
-    "wy_transform": "stages",
-    "chunk_state": "stages",
-    "chunk_output": "stages",
+    "saves": "rule.describe",
+    "forward_launches": "rule.run",
+    "chunk_forward": "rule.run",
+    "chunk_backward": "rule.run",
+    "recurrent_forward": "serving.recurrent",
+    "decode": "serving.decode",
+    "decode_step": "serving.step",
+    "prefill": "serving.prefill",
+    "commit": "serving.commit",
+    "replay_decode": "serving.replay",
+    "replay_commit": "serving.fold",
+    "causal_conv1d": "layer.conv",
+    "causal_conv1d_bwd": "layer.conv_bwd",
+    "causal_conv1d_update": "layer.conv_update",
+    "rms_norm_gated": "layer.norm",
+    "rms_norm_gated_bwd": "layer.norm",
+    "gate": "layer.gate",
+    "gate_bwd": "layer.gate",
+    "chunk_cumsum": "stages.cumsum",
+    "chunk_cumsum_bwd": "stages.cumsum",
+    "chunk_gate_cumsum": "stages.cumsum",
+    "chunk_gate_cumsum_bwd": "stages.cumsum",
+    "chunk_kkt": "stages.chunk",
+    "solve_tril": "stages.chunk",
+    "wy_transform": "stages.chunk",
+    "chunk_state": "stages.chunk",
+    "chunk_output": "stages.chunk",
 }
-
-# Each function maps (problem, dtype of S_in) to launches of another backend, to which another length or batch
-# may be dispatched. They are compiled ahead together with the launches here.
-beside: list[Callable[[Any, torch.dtype | None], Iterable[Any]]] = []
 
 
 @cache

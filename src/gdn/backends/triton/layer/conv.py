@@ -1,0 +1,313 @@
+# mypy: disable-error-code="assignment"
+"""Run the causal depthwise convolution of whole sequences, with the last W inputs in registers.
+
+    y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j})
+
+A program owns a block of tokens and channels, and reads each input once, so the cost is that of reading x and
+writing y. The starts of packed sequences are looked up on the device. The first W - 1 tokens of a sequence,
+and its final window, belong to the program that owns its first token. Only that program touches the slot in
+the pool, so it can update the slot in place.
+
+Bytes per token and channel in bf16: 4.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn.backends import eager
+from gdn.backends.triton.launch import Launch, Machine, PlanCache, device_guard, kernel, machine, unit_of
+from gdn.notation import Channels, ConvState
+from gdn.problem.layer import ConvProblem
+
+WIDEST = 8  # taps that fit in registers; `eager` runs wider windows
+
+
+@triton.jit
+def load_taps(weight_ptr, channels, is_channel, W: tl.constexpr):
+    """Load W vectors of taps, that of the oldest input first."""
+    taps = ()  # a tuple of vectors: each tap has its own register
+    for j in tl.static_range(W):
+        tap = tl.load(weight_ptr + channels * W + j, mask=is_channel, other=0.0)
+        taps = taps + (tap.to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def load_bias(bias_ptr, channels, is_channel):
+    if bias_ptr is None:
+        bias = tl.zeros(channels.shape, tl.float32)
+    else:
+        bias = tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def filtered(window, taps, bias, W: tl.constexpr, SILU: tl.constexpr):
+    """Return act(bias + sum_j taps[j] window[j]), in the same order for whole sequences and for steps."""
+    y = bias
+    for j in tl.static_range(W):
+        # an explicit fma, so that Triton's choice of instructions cannot change the bits
+        y = tl.fma(taps[j], window[j], y)
+    if SILU:
+        y = y / (1.0 + tl.exp(-y))
+    return y
+
+
+@triton.jit
+def where(D, tokens, blocks, BD: tl.constexpr):
+    """Return row, first token and channels of this program; channels vary fastest."""
+    strips = tl.cdiv(D, BD)
+    block = tl.program_id(0) // strips
+    channels = (tl.program_id(0) % strips) * BD + tl.arange(0, BD)
+    return block // blocks, (block % blocks) * tokens, channels, channels < D
+
+
+@triton.jit
+def sequence_at(cu_seqlens_ptr, N, row, token):
+    """Return the sequence of a block's first token: the last one that begins before `token`, or 0."""
+    n = row
+    if cu_seqlens_ptr is not None:
+        low = row * 0
+        high = N + 1
+        # binary search: log2(N) dependent loads, mostly from L2
+        while low < high:
+            middle = (low + high) // 2
+            is_before = tl.load(cu_seqlens_ptr + middle) < token
+            low = tl.where(is_before, middle + 1, low)
+            high = tl.where(is_before, high, middle)
+        n = tl.maximum(low - 1, 0)
+    return n
+
+
+@triton.jit
+def following(cu_seqlens_ptr, N, n):
+    """Return the sequence after n in its row; more than N if there is none."""
+    if cu_seqlens_ptr is None:
+        return N + 1
+    else:
+        return n + 1
+
+
+@triton.jit
+def span(cu_seqlens_ptr, N, n, T):
+    """Return first token and end of sequence n; number N has the tokens past the last sequence."""
+    if cu_seqlens_ptr is None:
+        start = n * 0
+        end = T
+    else:
+        start = tl.load(cu_seqlens_ptr + tl.minimum(n, N)).to(tl.int32)
+        end = tl.load(cu_seqlens_ptr + tl.minimum(n + 1, N)).to(tl.int32)
+        end = tl.where(n < N, tl.minimum(end, T), T)
+    return start, end
+
+
+@triton.jit
+def share(start, end, first, tokens, W: tl.constexpr):
+    """Return the tokens of sequence start : end that the block of `tokens` tokens at `first` owns."""
+    begin = tl.where(start < first, tl.maximum(first, start + W - 1), start)
+    # the first W - 1 tokens need the held window, which one program reads
+    return begin, tl.minimum(end, tl.maximum(first + tokens, start + W - 1))
+
+
+@triton.jit
+def history(x_ptr, x_t, held_ptr, held_l, L, start, begin, is_read, has_held, W: tl.constexpr):
+    """Return the W - 1 inputs before token `begin`, oldest first; those before `start` are held in a window.
+
+    Pointers are to a row's and to a slot's channels; a slot has L columns, the newest last.
+    """
+    window = ()
+    for j in tl.static_range(W - 1):
+        token = begin - (W - 1) + j
+        window = window + (input_at(x_ptr, x_t, held_ptr, held_l, L, token, start, is_read, has_held),)
+    return window
+
+
+@triton.jit
+def input_at(x_ptr, x_t, held_ptr, held_l, L, token, start, is_read, has_held):
+    value = tl.load(x_ptr + token * x_t, mask=is_read & (token >= start), other=0.0).to(tl.float32)
+    if held_ptr is not None:
+        is_held = is_read & has_held & (token < start)
+        held = tl.load(held_ptr + (L + token - start) * held_l, mask=is_held, other=0.0)
+        value = tl.where(token < start, held.to(tl.float32), value)
+    return value
+
+
+@kernel
+def _conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, held_ptr, cu_seqlens_ptr, index_ptr, has_ptr, y_ptr, final_ptr,
+    x_b, x_t, D, T, N, held_n, held_d, held_l, final_n, final_d, final_l, index_n, has_n, L, slots, tokens,
+    blocks,
+    LOWEST: tl.constexpr, IN_PLACE: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr,
+    BD: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    # y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}).
+    # Program (row, block of tokens, strip of channels), strips fastest; grid: B * blocks * strips; 1, 2 or 4
+    # warps. Reads x once; writes y, and for each sequence that starts in the block its final window.
+    row, first, channels, is_channel = where(D * UNIT, tokens, blocks, BD)
+    taps = load_taps(weight_ptr, channels, is_channel, W)
+    bias = load_bias(bias_ptr, channels, is_channel)
+    x_t = x_t.to(tl.int64) * UNIT
+    y_t = D.to(tl.int64) * UNIT
+    x_ptr += row.to(tl.int64) * x_b * UNIT + channels
+    y_ptr += row.to(tl.int64) * T * y_t + channels
+    n = sequence_at(cu_seqlens_ptr, N, row, first)
+    start, end = span(cu_seqlens_ptr, N, n, T)
+    while (n <= N) & (start < first + tokens):
+        begin, stop = share(start, end, first, tokens, W)
+        is_sequence = n < N
+        slot = n.to(tl.int64)
+        if index_ptr is not None:
+            slot = tl.load(index_ptr + slot * index_n, mask=is_sequence, other=-1).to(tl.int64)
+        is_valid = is_sequence & (slot >= LOWEST) & (slot < slots)
+        has_held = is_valid
+        if has_ptr is not None:
+            has_held = is_valid & (tl.load(has_ptr + n * has_n, mask=is_sequence, other=0) != 0)
+        held = held_ptr
+        if held_ptr is not None:
+            held = held_ptr + slot * held_n + channels * held_d.to(tl.int64)
+        window = history(x_ptr, x_t, held, held_l, L, start, begin, is_channel & is_valid, has_held, W)
+        # U tokens are loaded from HBM before the first is used: U loads in flight per thread
+        for t in range(begin, stop, U):
+            inputs = ()
+            for u in tl.static_range(U):
+                is_read = is_channel & is_valid & (t + u < stop)
+                inputs = inputs + (tl.load(x_ptr + (t + u) * x_t, mask=is_read, other=0.0),)
+            for u in tl.static_range(U):
+                window = window + (inputs[u].to(tl.float32),)
+                # padding slots get zero outputs
+                y = tl.where(is_valid, filtered(window, taps, bias, W, SILU), 0.0).to(y_ptr.dtype.element_ty)
+                tl.store(y_ptr + (t + u) * y_t, y, mask=is_channel & (t + u < stop))
+                window = window[1:]
+        if final_ptr is not None:
+            is_kept = is_valid & (begin == start)
+            if IN_PLACE:
+                is_kept = is_kept & (end > start)
+            final = final_ptr + slot * final_n + channels * final_d.to(tl.int64)
+            for c in range(tl.where(is_kept, L, 0)):
+                last = input_at(x_ptr, x_t, held, held_l, L, end - L + c, start, is_channel, has_held)
+                # in place: column c is stored after all threads have loaded a later one
+                tl.debug_barrier()
+                tl.store(final + c * final_l, last.to(final_ptr.dtype.element_ty), mask=is_channel)
+        n = following(cu_seqlens_ptr, N, n)
+        start, end = span(cu_seqlens_ptr, N, n, T)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Describe a tiling: BD channels by `tokens` tokens a program, U of them loaded ahead."""
+
+    BD: int
+    num_warps: int
+    U: int
+    tokens: int
+    blocks: int
+    strips: int
+
+
+def tile(problem: ConvProblem, vector: int, U: int, least: int, most: int, gpu: Machine) -> Tiling:
+    """Choose a tiling: `vector` channels a thread, `least` to `most` tokens a program; fill the GPU."""
+    B, T, D = problem.x.shape
+    # the widest block of channels whose last strip wastes no lanes
+    widths = [(-triton.cdiv(D, 32 * vector * n) * n, n) for n in (1, 2, 4)]
+    num_warps = max(widths)[1]
+    BD = 32 * vector * num_warps
+    strips = triton.cdiv(D, BD)
+    # 32 warps per SM, twice
+    wanted = 2 * 32 // num_warps * gpu.num_sms
+    tokens = triton.next_power_of_2(triton.cdiv(max(1, T) * max(1, B) * strips, wanted))
+    tokens = max(least, min(most, tokens))
+    # trailing empty sequences begin at T, and need a program
+    blocks = T // tokens + 1 if problem.cu_seqlens is not None else max(1, triton.cdiv(T, tokens))
+    return Tiling(BD, num_warps, U, tokens, blocks, strips)
+
+
+_plans: PlanCache[Launch] = PlanCache()
+
+
+def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
+    """See `Backend`; slots of a pool are updated in place."""
+    p = problem
+    if p.W > WIDEST:
+        return eager.BACKEND.causal_conv1d(p)  # type: ignore[no-any-return]
+    p = tidy(p)
+    with device_guard(p.x.device):
+        # every token is written by some program, padding included
+        y = p.x.new_empty(p.x.shape)
+        final = p.x.new_empty(p.state_shape) if p.output_final_state else None
+        held = p.initial_state if p.state is None else p.state
+        kept = final if p.state is None else p.state
+        launch = _plans.get(key_of(p), lambda: _plan(p, held, kept))
+        launch(
+            p.x,
+            p.weight,
+            p.bias,
+            filled(held),
+            p.cu_seqlens,
+            p.state_index,
+            p.has_initial_state,
+            y,
+            filled(kept),
+        )
+    return y, final
+
+
+def tidy(problem: ConvProblem) -> ConvProblem:
+    """Return the problem as the kernels read it, with contiguous channels; copy only other layouts."""
+    p = problem
+    changed: dict[str, Any] = {}
+    if p.x.stride(2) != 1:
+        changed["x"] = p.x.contiguous()
+    for name in ("weight", "bias", "cu_seqlens"):
+        x = getattr(p, name)
+        if x is not None and not x.is_contiguous():
+            changed[name] = x.contiguous()
+    if p.cu_seqlens is not None and p.cu_seqlens.device != p.x.device:
+        changed["cu_seqlens"] = p.cu_seqlens.to(p.x.device, non_blocking=True)
+    return replace(p, **changed) if changed else p
+
+
+def filled(x: Tensor | None) -> Tensor | None:
+    """Return None for a tensor without elements, which has no address."""
+    return None if x is None or x.numel() == 0 else x
+
+
+def layout(x: Tensor | None) -> tuple[object, ...]:
+    """Return what a launch depends on of an optional tensor."""
+    return () if x is None else (x.shape, x.stride(), x.dtype)
+
+
+def key_of(p: ConvProblem) -> tuple[object, ...]:
+    optional = (p.bias, p.initial_state, p.state, p.cu_seqlens, p.state_index, p.has_initial_state)
+    return (
+        p.x.shape, p.x.stride(), p.x.dtype, p.x.device, p.weight.shape, p.weight.dtype, p.activation,
+        p.output_final_state, p.null_slot, *map(layout, optional),
+    )  # fmt: skip
+
+
+def strides_of(x: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if x is None else x.stride()
+
+
+def _plan(p: ConvProblem, held: Tensor | None, kept: Tensor | None) -> Launch:
+    B, T, D = p.x.shape
+    # a constant unit lets Triton load 16 bytes of channels at once
+    unit = unit_of(*p.x.stride()[:2], D)
+    # 8 channels per thread next to the addresses of a slot spill 24 bytes of registers on sm_90
+    vector = 16 // p.x.element_size() if held is None and kept is None else 4
+    tiling = tile(p, vector, 4, max(16, p.W), 256, machine(p.x.device))
+    L = p.W - 1 if p.state is None else p.state.shape[2]
+    scalars = (
+        p.x.stride(0) // unit, p.x.stride(1) // unit, D // unit, T, p.N, *strides_of(held, 3),
+        *strides_of(kept, 3), *strides_of(p.state_index, 1), *strides_of(p.has_initial_state, 1), L,
+        p.N if p.state is None else p.state.shape[0], tiling.tokens, tiling.blocks,
+    )  # fmt: skip
+    constants = {
+        "LOWEST": 0 if p.null_slot is None else 1, "IN_PLACE": p.state is not None, "W": p.W,
+        "SILU": p.activation == "silu", "U": tiling.U,
+        "BD": tiling.BD, "UNIT": unit,
+    }  # fmt: skip
+    return Launch(_conv_kernel, B * tiling.blocks * tiling.strips, scalars, constants, tiling.num_warps)

@@ -1,0 +1,195 @@
+# mypy: disable-error-code="assignment"
+"""Compute every gradient of the causal convolution in one pass over tokens.
+
+    dpre_t = act'(pre_t) dy_t;   dx_t = sum_j weight[:, j] dpre_{t+W-1-j}
+    dweight[:, j] = sum_t dpre_t x_{t-W+1+j};   dbias = sum_t dpre_t
+
+The pass recomputes pre from the last W inputs, keeps the last W of dpre in registers, and computes dx W - 1
+tokens behind. The sums over a program's tokens stay in registers; a second kernel adds those of all programs
+in order. Programs own blocks of tokens as in the forward, and each reads W - 1 tokens of the next block.
+
+Bytes per token and channel in bf16: 6.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn.backends import eager
+from gdn.backends.triton import sums
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.layer.conv import (
+    WIDEST,
+    filled,
+    filtered,
+    following,
+    history,
+    key_of,
+    layout,
+    load_bias,
+    load_taps,
+    sequence_at,
+    share,
+    span,
+    strides_of,
+    tidy,
+    tile,
+    where,
+)
+from gdn.backends.triton.lib import sigmoid
+from gdn.notation import Channels, ConvState
+from gdn.problem.layer import ConvProblem
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, BD: tl.constexpr):
+    zeros = ()
+    for _ in tl.static_range(COUNT):
+        zeros = zeros + (tl.zeros([BD], tl.float32),)
+    return zeros
+
+
+@triton.jit
+def _lagging(past, taps, W: tl.constexpr):
+    """Return dx of the token W - 1 before the newest of dpre `past`."""
+    dx = taps[W - 1] * past[0]
+    for i in tl.static_range(1, W):
+        dx = tl.fma(taps[W - 1 - i], past[i], dx)
+    return dx
+
+
+@kernel
+def _conv_bwd_kernel(
+    x_ptr, weight_ptr, bias_ptr, held_ptr, cu_seqlens_ptr, dy_ptr, dfinal_ptr, dx_ptr, dheld_ptr, partial_ptr,
+    x_b, x_t, dy_b, dy_t, D, T, N, held_n, held_d, held_l, dfinal_n, dfinal_d, dfinal_l, tokens, blocks,
+    W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    # dx, and partial sums of dweight and dbias; formulas at the top of the file.
+    # Program (row, block of tokens, strip of channels), strips fastest; grid: B * blocks * strips; 1, 2 or 4
+    # warps. Reads x and dy once; writes dx, gradients of held windows, and W + 1 fp32 sums per channel.
+    row, first, channels, is_channel = where(D * UNIT, tokens, blocks, BD)
+    taps = load_taps(weight_ptr, channels, is_channel, W)
+    bias = load_bias(bias_ptr, channels, is_channel)
+    x_t = x_t.to(tl.int64) * UNIT
+    dy_t = dy_t.to(tl.int64) * UNIT
+    dx_t = D.to(tl.int64) * UNIT
+    x_ptr += row.to(tl.int64) * x_b * UNIT + channels
+    dy_ptr += row.to(tl.int64) * dy_b * UNIT + channels
+    dx_ptr += row.to(tl.int64) * T * dx_t + channels
+    dtaps = _zeros(W, BD)
+    dbias = tl.zeros([BD], tl.float32)
+    n = sequence_at(cu_seqlens_ptr, N, row, first)
+    start, end = span(cu_seqlens_ptr, N, n, T)
+    while (n <= N) & (start < first + tokens):
+        begin, stop = share(start, end, first, tokens, W)
+        is_valid = n < N
+        is_read = is_channel & is_valid
+        held = held_ptr
+        if held_ptr is not None:
+            held = held_ptr + n.to(tl.int64) * held_n + channels * held_d.to(tl.int64)
+        window = history(x_ptr, x_t, held, held_l, W - 1, start, begin, is_read, is_valid, W)
+        past = _zeros(W - 1, BD)
+        for t in range(begin, stop + W - 1, U):
+            inputs = ()
+            seeds = ()
+            # all loads of U tokens are issued before the first is used, to hide the latency of HBM
+            for u in tl.static_range(U):
+                is_token = is_read & (t + u < end)
+                inputs = inputs + (tl.load(x_ptr + (t + u) * x_t, mask=is_token, other=0.0),)
+                seeds = seeds + (tl.load(dy_ptr + (t + u) * dy_t, mask=is_token, other=0.0),)
+            for u in tl.static_range(U):
+                window = window + (inputs[u].to(tl.float32),)
+                dpre = seeds[u].to(tl.float32)
+                if SILU:
+                    # pre from the window in registers: loading it from HBM would cost 2 bytes per input
+                    pre = filtered(window, taps, bias, W, False)
+                    s = sigmoid(pre)
+                    dpre = dpre * s * (1.0 + pre * (1.0 - s))
+                past = past + (dpre,)
+                dx = _lagging(past, taps, W)
+                # tokens of the next block are summed by its program
+                mine = tl.where(t + u < stop, dpre, 0.0)
+                for j in tl.static_range(W):
+                    dtaps = dtaps[1:] + (tl.fma(mine, window[j], dtaps[0]),)
+                dbias += mine
+                token = t + u - (W - 1)
+                is_mine = is_channel & (token < stop)
+                if dfinal_ptr is not None:
+                    column = token - end + W - 1
+                    dfinal = (
+                        dfinal_ptr
+                        + n.to(tl.int64) * dfinal_n
+                        + channels * dfinal_d.to(tl.int64)
+                        + column * dfinal_l
+                    )
+                    dx += tl.load(dfinal, mask=is_read & is_mine & (column >= 0), other=0.0).to(tl.float32)
+                tl.store(
+                    dx_ptr + token * dx_t, dx.to(dx_ptr.dtype.element_ty), mask=is_mine & (token >= begin)
+                )
+                if dheld_ptr is not None:
+                    # tokens before the sequence exist only in the program that owns its start
+                    dheld = dheld_ptr + (n.to(tl.int64) * dx_t + channels) * (W - 1) + (token - start + W - 1)
+                    is_before = is_read & (token < start) & (begin == start)
+                    tl.store(dheld, dx.to(dheld_ptr.dtype.element_ty), mask=is_before)
+                window = window[1:]
+                past = past[1:]
+        n = following(cu_seqlens_ptr, N, n)
+        start, end = span(cu_seqlens_ptr, N, n, T)
+    block = tl.program_id(0) // tl.cdiv(D * UNIT, BD)
+    # partial sums to HBM, without atomics: `sums` adds them in a fixed order
+    for j in tl.static_range(W):
+        tl.store(
+            partial_ptr + (block.to(tl.int64) * (W + 1) + j) * dx_t + channels, dtaps[j], mask=is_channel
+        )
+    tl.store(partial_ptr + (block.to(tl.int64) * (W + 1) + W) * dx_t + channels, dbias, mask=is_channel)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    walk: Launch
+    add: Launch
+    num_blocks: int
+
+
+_plans: PlanCache[_Plan] = PlanCache()
+
+
+def causal_conv1d_bwd(
+    problem: ConvProblem, dy: Channels, dfinal: ConvState | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of x, weight, bias and initial state, each in its tensor's dtype."""
+    if problem.W > WIDEST:
+        return eager.BACKEND.causal_conv1d_bwd(problem, dy, dfinal)  # type: ignore[no-any-return]
+    p = tidy(problem)
+    dy = dy if dy.stride(2) == 1 else dy.contiguous()
+    held = filled(p.initial_state)
+    with device_guard(p.x.device):
+        key = (key_of(p), dy.stride(), dy.dtype, layout(dfinal))
+        plan = _plans.get(key, lambda: _plan(p, dy, dfinal))
+        dx, dweight = p.x.new_empty(p.x.shape), p.weight.new_empty(p.weight.shape)
+        dbias, dheld = (None if x is None else x.new_empty(x.shape) for x in (p.bias, p.initial_state))
+        partial = p.x.new_empty(plan.num_blocks, p.W + 1, p.x.shape[2], dtype=torch.float32)
+        plan.walk(p.x, p.weight, p.bias, held, p.cu_seqlens, dy, filled(dfinal), dx, filled(dheld), partial)
+        plan.add(partial, dweight, dbias)
+    return dx, dweight, dbias, dheld
+
+
+def _plan(p: ConvProblem, dy: Tensor, dfinal: Tensor | None) -> _Plan:
+    B, T, D = p.x.shape
+    unit = unit_of(*p.x.stride()[:2], *dy.stride()[:2], D)
+    # registers: 8 channels per thread spill, and so do 4 tokens ahead next to the addresses of states
+    ahead = 4 if p.initial_state is None and dfinal is None else 2
+    tiling = tile(p, 4, ahead, max(64, p.W), 1 << 20, machine(p.x.device))
+    scalars = (
+        *(s // unit for x in (p.x, dy) for s in x.stride()[:2]), D // unit, T, p.N,
+        *strides_of(p.initial_state, 3), *strides_of(dfinal, 3), tiling.tokens, tiling.blocks,
+    )  # fmt: skip
+    constants = {"W": p.W, "SILU": p.activation == "silu", "U": tiling.U, "BD": tiling.BD, "UNIT": unit}
+    # one partial sum per block of tokens: long blocks keep them few
+    num_blocks = B * tiling.blocks
+    walk = Launch(_conv_bwd_kernel, num_blocks * tiling.strips, scalars, constants, tiling.num_warps)
+    add = sums.add(num_blocks, p.W + 1, D, (1, p.W))
+    return _Plan(walk, add, num_blocks)

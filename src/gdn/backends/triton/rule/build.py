@@ -1,0 +1,213 @@
+"""Build the launches of a forward or backward from a description and the tiles that were tiles."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gdn.backends.triton import sums
+from gdn.backends.triton.launch import Launch, TensorSpec, machine, tensor_spec
+from gdn.backends.triton.rule.choose import (
+    BackwardTiles,
+    ForwardTiles,
+    StripTile,
+    fp32_state_operands,
+    split_operands,
+)
+from gdn.backends.triton.rule.describe import (
+    Description,
+    gate_strides,
+    intermediate_dtype,
+    operand_dtype,
+    saves,
+    shape_scalars,
+    unit_strides,
+)
+from gdn.backends.triton.rule.gates_bwd import gates_bwd_kernel
+from gdn.backends.triton.rule.gradients import pairs_bwd_kernel, rows_bwd_kernel
+from gdn.backends.triton.rule.launches import Backward, Forward
+from gdn.backends.triton.rule.output import output_kernel
+from gdn.backends.triton.rule.pairs import ROWS, pairs_kernel
+from gdn.backends.triton.rule.prepare import prepare_kernel
+from gdn.backends.triton.rule.scan import scan_kernel
+from gdn.backends.triton.rule.state import state_kernel
+from gdn.backends.triton.rule.state_bwd import state_bwd_kernel
+from gdn.problem import CHUNK, RESET, Problem
+
+
+def build_forward(p: Problem, kept: torch.dtype | None, d: Description, tiles: ForwardTiles) -> Forward:
+    """Build the launches of a forward. `kept`: the dtype of S_in, or None where S_in is not kept."""
+    scalars = shape_scalars(p)
+    shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision}
+    # 4 warps: one per 16 x 16 diagonal block of A, which `tril` inverts in registers
+    prepare = Launch(
+        prepare_kernel,
+        d.entries * p.HV,
+        (*unit_strides(d.unit, p.q, p.k), *gate_strides(p.g, p.beta), *scalars, p.scale),
+        {**shared, "BK": d.block, **d.activation, "RESET": RESET},
+        4,
+        seconds=2.0,
+    )
+    # one program per sequence, head and strip: S stays in its registers for all chunks
+    programs = p.N * p.HV * triton.cdiv(p.V, tiles.BV)
+    is_split = split_operands(p, machine(p.device))
+    constants = {**shared, "V_FIRST": p.state_v_first, **_strip_constants(p, tiles), "FINE": is_split}
+    if tiles.is_fused:
+        strides = unit_strides(d.unit, p.q, p.k, p.v)
+        scan = Launch(
+            scan_kernel, programs, (*strides, *scalars, d.entries), constants, tiles.num_warps, seconds=1.3
+        )
+        return Forward(_forward_specs(p, kept, True, d), d.launch, prepare, scan, None)
+    strides = unit_strides(d.unit, p.k, p.v)
+    # few sequences and heads: the state pass is the critical path, and a second kernel, which fills all SMs,
+    # computes the outputs
+    state = Launch(state_kernel, programs, (*strides, *scalars, d.entries), constants, tiles.num_warps)
+    output = Launch(
+        output_kernel,
+        d.entries * p.HV * triton.cdiv(p.V, tiles.output.BV),
+        (*unit_strides(d.unit, p.q), *scalars),
+        {**shared, "BK": d.block, "BV": tiles.output.BV, "REFINE": fp32_state_operands(p)},
+        tiles.output.num_warps,
+    )
+    return Forward(_forward_specs(p, kept or operand_dtype(p), False, d), d.launch, prepare, state, output)
+
+
+def _forward_specs(
+    p: Problem, kept: torch.dtype | None, is_fused: bool, d: Description
+) -> tuple[TensorSpec | None, ...]:
+    """Return the buffer specs of a forward, in the order of `Forward.specs`."""
+    G, A_inv, _, _, q_rstd, k_rstd = saves(p)
+    # tensors that only later kernels read are in the input's dtype, to save HBM traffic
+    narrow, tiles = intermediate_dtype(p), (p.num_chunks, p.HV)
+    shapes = (
+        G,
+        A_inv,
+        ((*tiles, CHUNK, CHUNK), narrow),
+        ((*tiles, ROWS.value, CHUNK), torch.float32),
+        q_rstd,
+        k_rstd,
+        None if kept is None else ((*tiles, p.K, p.V), kept),
+        None if is_fused else ((*tiles, CHUNK, p.V), narrow),
+        (p.state_shape, torch.float32) if p.output_final_state else None,
+        (p.v.shape, p.v.dtype),
+    )
+    return (*(None if x is None else tensor_spec(*x) for x in shapes), d.spec)
+
+
+def build_backward(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles) -> Backward:
+    """Build the launches of a backward; only the layout of do counts, as its address is an argument."""
+    scalars = shape_scalars(p)
+    shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision}
+    # P and factors again, instead of keeping them in HBM from forward to backward
+    pairs = Launch(
+        pairs_kernel,
+        d.entries * p.HV,
+        (*unit_strides(d.unit, p.q, p.k), *gate_strides(p.beta), *scalars, p.scale),
+        {"K": p.K, **d.sizes, "BK": d.block, **d.activation, "PRECISION": d.precision},
+        4,
+    )
+    is_split = split_operands(p, machine(p.device))
+    state = Launch(
+        state_bwd_kernel,
+        p.N * p.HV * triton.cdiv(p.V, tiles.BV),
+        (*unit_strides(d.unit, p.q, p.k, do), *scalars, d.entries),
+        {**shared, "V_FIRST": p.state_v_first, **_strip_constants(p, tiles), "FINE": is_split},
+        tiles.num_warps,
+    )
+    # blocks of K per program bound the registers of dq and dk
+    BK = min(d.BK, tiles.BK)
+    blocks = triton.cdiv(p.K, BK)
+    width, is_in_dq = _EF_width(p, blocks)
+    gradients = []
+    # group by group, so that scaled v_new takes memory for one group of chunks only
+    for begin in range(0, d.entries, tiles.group):
+        entries = min(tiles.group, d.entries - begin)
+        pairs_bwd = Launch(
+            pairs_bwd_kernel,
+            entries * p.HV,
+            (*unit_strides(d.unit, p.q, p.k, p.v, do), *scalars, p.scale, width // 16, begin),
+            {**shared, "BK": BK, **_strip_constants(p, tiles.pairs_bwd), "FINE": is_split},
+            tiles.pairs_bwd.num_warps,
+        )
+        rows_bwd = Launch(
+            rows_bwd_kernel,
+            entries * p.H * blocks,
+            (*unit_strides(d.unit, p.q, p.k, do), *scalars, width // 16, begin),
+            {**shared, "BK": BK, **_strip_constants(p, tiles.rows_bwd), "FINE": is_split},
+            tiles.rows_bwd.num_warps,
+        )
+        gradients.append((pairs_bwd, rows_bwd))
+    num_terms = triton.cdiv(p.V, tiles.BV) if is_split else 1  # of dg through the state, per chunk
+    # 1 warp: vectors of 64 tokens, no MMA
+    gates = Launch(
+        gates_bwd_kernel,
+        d.entries * p.HV,
+        (*gate_strides(p.g, p.beta), p.T, p.HV, scalars[-1], num_terms),
+        {"C": CHUNK, **d.activation, "RESET": RESET},
+        1,
+    )
+    add = None
+    if p.A_log is not None:
+        num_sums = 1 if p.dt_bias is None else 2
+        # partial sums of all chunks, added in a fixed order
+        add = sums.add(d.entries, num_sums, p.HV, (0, 1), is_row_first=True)
+    late = _late_specs(p, min(tiles.group, d.entries), None if is_in_dq else width)
+    return Backward(_backward_specs(p, d), late, d.launch, pairs, state, tuple(gradients), gates, add)
+
+
+def _backward_specs(p: Problem, d: Description) -> tuple[TensorSpec | None, ...]:
+    """Return the buffer specs of a backward, in the order of `Backward.specs`.
+
+    P and its low half come last, because `chunk_backward` frees them first.
+    """
+    tiles = (p.num_chunks, p.HV)
+    # fp64 sums per chunk: their total may cancel
+    partial = [x for x in (p.A_log, p.dt_bias) if x is not None]
+    S_in, P = saves(p)[2], tensor_spec((*tiles, CHUNK, CHUNK), operand_dtype(p))
+    assert S_in is not None
+    return (
+        tensor_spec(p.v.shape, intermediate_dtype(p)),
+        *(None if x is None else tensor_spec(x.shape, x.dtype) for x in (p.g, p.beta, p.initial_state)),
+        tensor_spec(*S_in),
+        *(None if x is None else tensor_spec(x.shape, x.dtype) for x in (p.A_log, p.dt_bias)),
+        tensor_spec((len(partial), d.entries, p.HV), torch.float64) if partial else None,
+        tensor_spec((*tiles, ROWS.value, CHUNK), torch.float32),
+        d.spec,
+        P,
+        P if split_operands(p, machine(p.device)) else None,
+    )
+
+
+def _late_specs(p: Problem, count: int, width: int | None) -> tuple[TensorSpec | None, ...]:
+    """Return the specs of `Backward.late`. `count`: chunks of a group; `width`: columns of E and F per token.
+
+    `width` is None where E and F are stored in dq's memory.
+    """
+    EF = None if width is None else tensor_spec((p.B, p.T, p.H, width), p.q.dtype)
+    # one group of chunks: scaled v_new, and its low 8 bits for bf16
+    shape = (count, p.HV, CHUNK, p.V)
+    has_rest = p.q.dtype == torch.bfloat16 and split_operands(p, machine(p.device))
+    return (
+        tensor_spec(p.q.shape, p.q.dtype),
+        tensor_spec(p.k.shape, p.k.dtype),
+        tensor_spec(shape, operand_dtype(p)),
+        tensor_spec(shape, torch.int8) if has_rest else None,
+        EF,
+    )
+
+
+def _strip_constants(p: Problem, tile: StripTile) -> dict[str, Any]:
+    """Return the constants of a kernel that takes the value columns in strips."""
+    return {"BV": tile.BV, "STAGES": tile.stages, "REFINE": fp32_state_operands(p)}
+
+
+def _EF_width(p: Problem, blocks: int) -> tuple[int, bool]:
+    """Return how many columns E and F take per token and key head, and whether dq's memory can hold them.
+
+    It can if one program computes whole rows of dq, and K is a multiple of 16, the unit of row strides.
+    """
+    needed = p.HV // p.H * CHUNK
+    # E and F of a row fit into a row of dq: no memory of their own in HBM
+    is_in_dq = blocks == 1 and needed <= p.K and p.K % 16 == 0
+    return (p.K if is_in_dq else needed), is_in_dq

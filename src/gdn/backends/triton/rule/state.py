@@ -1,0 +1,79 @@
+"""Scan the state through all chunks, and leave the outputs to `output_kernel`.
+
+    r = beta (v - e^G k S);   v_new = A_inv r;   S <- e^(G_C) S + (e^(G_C - G) k)^T v_new
+
+It is chosen where sequences and heads are few: the scan is then the critical path, so it does as little as
+possible, and `output_kernel` computes all outputs in parallel from S_in and v_new. S is held as [K, V]: the
+factors of tokens then scale rows, two scalars a thread; transposed, as in `scan`, it would be sixteen.
+Computing w = A_inv (beta e^G k) and u = A_inv (beta v) beforehand removes one MMA from the critical path, 163
+to 133 us at 128 chunks and 32 heads on an H200, but costs 104 us where they are computed.
+Bytes per token and value head at K = V = 128 in bf16, HV = H: k, v 512, A_inv 128, factors 20, S_in 512,
+v_new 256: 1430.
+"""
+
+import triton.language as tl
+
+from gdn.backends.triton.chunks import sequence
+from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.lib import dot, exist, operand_of, rows_of, solved, state_tile
+from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, factor, through
+
+
+@kernel
+def state_kernel(
+    k_ptr, v_ptr, A_inv_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr, S_in_ptr, v_new_ptr,
+    final_ptr,
+    k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
+    FINE: tl.constexpr,
+):  # fmt: skip
+    # v_new = A_inv beta (v - e^G k S);  S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk.
+    # Program (n, head, strip): BV value columns of S, kept in registers in fp32 over all chunks.
+    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`.
+    # Reads per chunk k, a strip of v, A_inv and factors; writes a strip of S_in and v_new.
+    strips = tl.cdiv(V, BV)
+    strip = tl.program_id(0) % strips
+    head = (tl.program_id(0) // strips) % HV
+    n = tl.program_id(0) // (strips * HV)
+    row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
+    operand: tl.constexpr = operand_of(k_ptr, REFINE)
+
+    vs = strip * BV + tl.arange(0, BV)
+    ks = tl.arange(0, BK)
+    tokens = tl.arange(0, C)
+    state_place, state_mask = state_tile((n.to(tl.int64) * HV + head) * (K * V), ks, vs, K, V, V_FIRST)
+    if initial_ptr is None:
+        S = tl.zeros([BK, BV], tl.float32)
+    else:
+        S = tl.load(initial_ptr + state_place, mask=state_mask, other=0.0).to(tl.float32)
+
+    for done in tl.range(0, total, C, num_stages=STAGES):
+        length = tl.minimum(total - done, C)
+        tile = (chunk + done // C).to(tl.int64) * HV + head
+        # these loads do not depend on S: Triton issues them STAGES - 1 chunks ahead, into shared memory
+        k = rows_of(k_ptr, row, start + done, length, head // ratio, k_b, k_t, k_h, ks, K, C, UNIT)
+        k = k.to(operand)
+        v = rows_of(v_ptr, row, start + done, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
+        A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
+        beta = factor(factors_ptr, tile, BETA, C)
+        into = factor(factors_ptr, tile, INTO, C)
+        out = factor(factors_ptr, tile, OUT, C)
+
+        # the state that enters the chunk goes to HBM for `output_kernel` and for a backward
+        S_operand = S.to(operand)
+        place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
+        tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
+        kS = dot(k, S_operand, None, PRECISION)
+        # the terms of r cancel, so it is computed in fp32, from the MMA's accumulator in registers
+        r = beta[:, None] * (v.to(tl.float32) - into[:, None] * kS)
+        v_new = solved(A_inv, r, PRECISION, FINE)
+        tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
+        # past the chunk's end v_new is zero: whole tiles are stored, without a mask of tokens
+        tl.store(v_new_ptr + tile_place, v_new.to(v_new_ptr.dtype.element_ty), mask=exist(vs, V)[None, :])
+        grown = (v_new * out[:, None]).to(operand)
+        # the decayed S is the accumulator of the MMA, so S needs no second copy in registers
+        S = dot(tl.trans(k), grown, S * through(factors_ptr, tile, C), PRECISION)
+
+    if final_ptr is not None:
+        tl.store(final_ptr + state_place, S, mask=state_mask)

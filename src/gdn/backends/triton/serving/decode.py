@@ -1,0 +1,376 @@
+"""Decode in one launch: the step of `recurrent` between a read from the engine's pool and a write to it.
+
+A program takes some columns of the state of one row and value head through all of the row's tokens. The
+state stays in fp32 registers; the launch also looks up the slots to read and write. At B = 1, 32 heads of
+128 x 128, tiles of 8 columns make 512 programs of one warp: 16 KB of loads in flight on each of 132 SMs,
+which is what their share of 4.2 TB/s needs at 0.5 us of latency.
+
+The loads of the first token are issued before the slot index arrives, so their latencies overlap. Launches
+use programmatic dependent launch (`launch.pdl`): the next kernel's programs start while this one's states are
+in flight. At 128 registers a thread, too few programs are resident to saturate HBM, so each program
+prefetches into L2 the state tile of the program that will take its place: at B = 256 139 us instead of 145 in
+bf16, 266 instead of 271 in fp32 (H200). With exact_packet=False, `packet` runs packets that write at most one
+state.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from gdn.backends.triton.launch import (
+    CachedLaunch,
+    Launch,
+    Machine,
+    PlanCache,
+    compile_ahead,
+    device_guard,
+    is_recording,
+    kernel,
+    machine,
+    unit_of,
+)
+from gdn.backends.triton.launch.pdl import (
+    ON_GPU,
+    launch_dependents,
+    pdl_options,
+    supports_pdl,
+    wait_previous,
+)
+from gdn.backends.triton.serving import packet
+from gdn.backends.triton.serving.packet import longest_of, strides_of, takes
+from gdn.backends.triton.serving.packet_lib import slot_of
+from gdn.backends.triton.serving.recurrent import (
+    RESIDENT,
+    SHARES,
+    Tile,
+    along_keys,
+    divide,
+    inverse,
+    offsets_on,
+    owner,
+    places,
+    pool_of,
+    read,
+    span,
+    step,
+    tile,
+    tile_of,
+)
+from gdn.problem import DecodeProblem
+
+# maxnreg of the largest tiles of 16-bit states: for one token; for several, whose next one is in registers
+REGISTERS = {True: 128, False: 160}
+
+
+@triton.jit
+def call_in(ptr, columns, v, COLUMNS: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr):
+    """Prefetch V-first columns of a state into L2; they are `v` UNITs apart and LINES * 128 bytes long."""
+    lines = tl.arange(0, LINES) * (128 * 8 // ptr.dtype.element_ty.primitive_bitwidth)
+    places = ptr + ((columns + tl.arange(0, COLUMNS)).to(tl.int64) * (v * UNIT))[:, None] + lines[None, :]
+    if ON_GPU:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@kernel
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, state_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr,
+    read_index_ptr, num_accepted_ptr, ring_pos_ptr, write_index_ptr, intermediate_ptr, intermediate_row_ptr,
+    parent_ptr, o_ptr,
+    q_b, q_t, q_h, q_0, k_b, k_t, k_h, k_0, q_k, k_k, v_b, v_t, v_h, v_v, v_0, o_b, o_t, o_h, o_v,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h,
+    state_n, state_r, state_h, state_k, state_v, kept_n, kept_t, kept_h, kept_k, kept_v,
+    read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
+    N, T, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, columns, entries, kept_rows, scale,
+    K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
+    R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
+    UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
+    ROUND: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    # S <- e^g S + k d^T,  d = beta (v - e^g k S),  o = scale q S, for each token of a row.
+    # Program (row, head, block): A * B value columns of S in fp32 registers. Grid: (N, + 1 if packed) * HV *
+    # BLOCKS; 1 warp. Reads the tile of S once from the pool, and q, k, v and gates per token.
+    # Writes o per token; S to the pool once (WRITE "final") or per token ("all"), and to `intermediate`.
+    if PDL:
+        wait_previous()
+    BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
+    row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
+    first, count = span(cu_seqlens_ptr, row, N, T)
+    if IS_SINGLE:
+        # a constant count removes the loop and the registers of a next token
+        count = 1
+    slot, entry = slot_of(
+        row, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n,
+        ring_n,
+    )  # fmt: skip
+    kept_row = row
+    if intermediate_row_ptr is not None:
+        kept_row = tl.load(intermediate_row_ptr + row * kept_row_n, mask=row < N, other=-1).to(tl.int64)
+    is_kept = (kept_row >= 0) & (kept_row < kept_rows)
+
+    keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
+    has_key, has_value = keys < K, values < V
+    in_state = has_key & has_value[:, None, :, None]
+    key_head = divide(head, ratio_inverse, ratio_s)
+    q_at = q_ptr + (row * q_b + first * q_t + key_head * q_h + q_0) * UNIT
+    k_at = k_ptr + (row * k_b + first * k_t + key_head * k_h + k_0) * UNIT
+    q_at += along_keys(keys, q_k, A, B, AXIS, R_FIRST, DENSE)
+    # these loads are issued before S: the latency of q, k, v and gates overlaps that of the slot index
+    k_at += along_keys(keys, k_k, A, B, AXIS, R_FIRST, DENSE)
+    v_at = v_ptr + row * v_b + first * v_t + head * v_h + values * v_v + v_0
+    o_at = o_ptr + row * o_b + first * o_t + head * o_h + values * o_v
+    if a_ptr is not None:
+        g_ptr, beta_ptr = a_ptr, b_ptr
+    if g_ptr is not None:
+        g_ptr += row * g_b + first * g_t + head * g_h
+    if beta_ptr is not None:
+        beta_ptr += row * beta_b + first * beta_t + head * beta_h
+    at = tl.full([], 0, tl.int64)
+    q, k, v, g, beta = read(
+        q_at, k_at, v_at, g_ptr, beta_ptr, at, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t, at < count,
+        has_key, has_value,
+    )  # fmt: skip
+    rate, bias = 0.0, 0.0
+    if A_log_ptr is not None:
+        rate = tl.exp(tl.load(A_log_ptr + head * A_log_h).to(tl.float32))
+    if dt_bias_ptr is not None:
+        bias = tl.load(dt_bias_ptr + head * dt_bias_h).to(tl.float32)
+
+    # row N, the tokens past the last sequence, has no slot: output zero
+    is_idle = (slot < lowest) | (slot >= slots) | (row >= N)
+    if parent_ptr is not None:
+        is_idle |= is_kept == 0
+    # not an early return: exporters look for the stores of a kernel, and do not follow jumps
+    if is_idle:
+        for _ in range(count):
+            tl.store(o_at + at * o_t, tl.zeros([A, B], o_ptr.dtype.element_ty), mask=has_value)
+            at += 1
+    else:
+        pool = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
+        source = pool + (slot * state_n + entry * state_r) * STATE_UNIT
+        S = tl.load(tile(source, keys, values, state_k, state_v, STATE_UNIT, AXIS), mask=in_state, other=0.0)
+        if PDL:
+            launch_dependents()
+        # L2: the program AHEAD ids later runs when this one's registers are free; prefetch its state tile
+        if AHEAD > 0:  # noqa: SIM102 - a constant, and what only then is compiled
+            if tl.program_id(0) + AHEAD < tl.num_programs(0):
+                row_then, head_then, block_then = owner(HV, HV_inverse, HV_s, BLOCKS, AHEAD)
+                slot_then, entry_then = slot_of(
+                    row_then, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n,
+                    read_c, accepted_n, ring_n,
+                )  # fmt: skip
+                if (slot_then >= lowest) & (slot_then < slots):
+                    then = slot_then * state_n + entry_then * state_r + head_then * state_h
+                    call_in(
+                        state_ptr + then * STATE_UNIT, block_then * (A * B), state_v, A * B,
+                        K * state_ptr.dtype.element_ty.primitive_bitwidth // (8 * 128), STATE_UNIT,
+                    )  # fmt: skip
+        S = S.to(tl.float32)
+        root = S
+        if intermediate_ptr is not None:
+            kept = intermediate_ptr + (kept_row * kept_n + head.to(tl.int64) * kept_h) * KEPT_UNIT
+
+        for _ in range(count):
+            # load the next token from HBM while this one is computed in registers
+            q_next, k_next, v_next, g_next, beta_next = read(
+                q_at, k_at, v_at, g_ptr, beta_ptr, at + 1, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t,
+                at + 1 < count, has_key, has_value,
+            )  # fmt: skip
+            if parent_ptr is not None:
+                # the parent of the first token is ignored
+                before = tl.load(parent_ptr + row * parent_n + at * parent_t, mask=at > 0, other=-1)
+                before = tl.minimum(before.to(tl.int64), at - 1)
+                if before < 0:
+                    S = root
+                else:
+                    before_place = tile(
+                        kept + before * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
+                    )
+                    S = tl.load(before_place, mask=in_state, other=0.0).to(tl.float32)
+            S, o = step(
+                S, q, k, v, g, beta, rate, bias, scale,
+                NORM, g_ptr is not None, a_ptr is not None, a_ptr is not None, NEGATIVE,
+            )  # fmt: skip
+            if ROUND:
+                S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
+            tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
+            if intermediate_ptr is not None:
+                kept_place = tile(
+                    kept + at * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
+                )
+                if is_kept:
+                    tl.store(kept_place, S.to(intermediate_ptr.dtype.element_ty), mask=in_state)
+                    if parent_ptr is not None:
+                        # another thread of this program may read this state from HBM for a later token
+                        tl.debug_barrier()
+            if WRITE == "all":
+                target = slot
+                if ring_pos_ptr is not None:
+                    entry = tl.where(entry + 1 == entries, 0, entry + 1)
+                else:
+                    target = tl.load(write_index_ptr + row * write_n + at * write_t).to(tl.int64)
+                if (target >= lowest) & (target < slots):
+                    slot_place = tile(
+                        pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k,
+                        state_v, STATE_UNIT, AXIS,
+                    )  # fmt: skip
+                    tl.store(slot_place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+            at += 1
+            q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
+        if WRITE == "final":
+            target = slot
+            if write_index_ptr is not None:
+                target = tl.load(write_index_ptr + row * write_n).to(tl.int64)
+            if (target >= lowest) & (target < slots) & (count > 0):
+                final_place = tile(
+                    pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k, state_v,
+                    STATE_UNIT, AXIS,
+                )  # fmt: skip
+                tl.store(final_place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+
+
+@dataclass(frozen=True)
+class CachedDecode(CachedLaunch):
+    """Repeat the launch of a decode."""
+
+    def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "CachedPacked":
+        """Return the launch for calls that give one tensor for q, k and v, at the problem's offsets in it."""
+        p, first = problem, mixed_qkv.storage_offset()
+        starts = [int(x.storage_offset() - first) for x in (p.q, p.k, p.v)]
+        return CachedPacked(plan_of(p, starts), self.device)
+
+
+class CachedPacked(CachedLaunch):
+    """Repeat the launch of a decode whose q, k and v are in one tensor."""
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch with the tensors of `decode_packed`, in its order."""
+        mixed_qkv, state, a, b, *rest = tensors
+        with device_guard(self.device):
+            self.launch(mixed_qkv, mixed_qkv, mixed_qkv, state, None, None, a, b, *rest)
+
+
+_plans: PlanCache[CachedDecode] = PlanCache()
+
+
+def decode(problem: DecodeProblem) -> CachedDecode | None:
+    """Decode into problem.state, problem.intermediate and problem.out (see `Backend`).
+
+    Return the launch for later calls. Under a compiler's trace the kernel itself becomes part of the graph.
+    """
+    p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
+    if isinstance(p.q, FunctionalTensor):
+        _trace(plan_of(p), tensors_of(p))
+        return None
+    again = _plans.get(_key(p), lambda: _first(p))
+    # the host passes addresses only: nothing is read from the GPU
+    again(*tensors_of(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)))
+    # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
+    if offsets is not p.cu_seqlens or is_recording():
+        return None
+    return again
+
+
+def _first(p: DecodeProblem) -> CachedDecode:
+    one, tensors = plan_of(p), tensors_of(p)
+    compile_ahead(p.q.device, one.binary_key(tensors), lambda: [(other, tensors) for other in siblings(p)])
+    return CachedDecode(one, p.q.device)
+
+
+def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
+    """Trace the launch into a graph, without the options of PDL and prefetch, which need inline assembly."""
+    # False and 0: neither PDL nor prefetches into L2
+    plain = {name: type(x)() if name in ("PDL", "AHEAD") else x for name, x in one.constants.items()}
+    wrapped = torch.library.wrap_triton(one.kernel)[(one.grid,)]
+    wrapped(*tensors, *one.scalars, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
+
+
+def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:
+    """Return the problem's tensors in the order of the kernel's parameters."""
+    return (
+        p.q, p.k, p.v, p.state, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias, p.cu_seqlens, p.read_index,
+        p.num_accepted, p.ring_pos, p.write_index, p.intermediate, p.intermediate_row, p.parent, p.out,
+    )  # fmt: skip
+
+
+def _key(p: DecodeProblem) -> Hashable:
+    """Return everything that the launch depends on, except the addresses of tensors."""
+    return (
+        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors_of(p)), p.q.device, p.scale,
+        p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.write, p.null_slot, p.round_state, p.state_v_first,
+        p.exact_packet or longest_of(p),
+    )  # fmt: skip
+
+
+def siblings(p: DecodeProblem) -> list[Launch]:
+    """Return the launches for few and for many rows: other numbers of rows and heads use these binaries."""
+    return [plan_of(p, pairs=pairs) for pairs in packet.fills(machine(p.q.device))]
+
+
+def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | None = None) -> Launch:
+    """Return the launch of a decode. `starts`: offsets of q, k and v in the tensors that will be given.
+
+    `pairs`: rows times heads for which tiles are chosen, if not the problem's.
+    """
+    if takes(p):
+        return packet.plan(p, starts, pairs)
+    axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
+    kept_axis, kept_unit, kept = (
+        ("", 1, (0,) * 5) if p.intermediate is None else pool_of(p.intermediate, p.K, p.V, p.state_v_first)
+    )
+    # fp32 and 16-bit states have different tiles: the registers of a tile are what counts
+    width, gpu = p.state.element_size(), machine(p.q.device)
+    pairs = p.N * p.HV if pairs is None else pairs
+    part = tile_of(p.K, p.V, axis or "k", width, state_unit if axis else 1, gpu, pairs=pairs)
+    is_packed, is_dense = p.cu_seqlens is not None, p.q.stride(3) == p.k.stride(3) == 1
+    # loads of q and k as wide as those of the state give each lane the same keys: no shuffles
+    unit = min(16 // width, state_unit, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2]))
+    q, k, v, o, g, beta = (
+        (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), *x.stride()[1:3])
+        for x in (p.q, p.k, p.v, p.out, p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
+    )
+    scalars = (
+        *(s // unit for s in (*q, starts[0], *k, starts[1])), p.q.stride(3), p.k.stride(3),
+        *v, p.v.stride(3), starts[2], *o, p.out.stride(3), *g, *beta, *strides_of(p.A_log, 1),
+        *strides_of(p.dt_bias, 1), *state, *kept, *strides_of(p.read_index, 2),
+        *strides_of(p.num_accepted, 1), *strides_of(p.ring_pos, 1), *strides_of(p.write_index, 2),
+        *strides_of(p.intermediate_row, 1), *strides_of(p.parent, 2),
+        p.N, p.q.shape[1], p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.state.shape[0],
+        0 if p.null_slot is None else 1,
+        p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
+        p.state.shape[1] if p.ring_pos is not None else 1,
+        0 if p.intermediate is None else p.intermediate.shape[0], p.scale,
+    )  # fmt: skip
+    is_single, is_full = not is_packed and p.q.shape[1] == 1, _is_full(part, p, axis, gpu)
+    # where every token writes a state, these stores take the time, and the space in L2
+    calls = is_full and (is_single or p.write != "all" and p.intermediate is None)
+    constants = {
+        "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "KEPT_AXIS": kept_axis, "DENSE": is_dense,
+        "UNIT": unit, "STATE_UNIT": state_unit, "KEPT_UNIT": kept_unit, "WRITE": p.write,
+        "ROUND": p.round_state and p.state.dtype != torch.float32, "NORM": p.use_qk_l2norm_in_kernel,
+        "NEGATIVE": p.allow_neg_eigval, "IS_SINGLE": is_single, "PDL": supports_pdl(gpu),
+        "AHEAD": RESIDENT * gpu.num_sms if calls else 0,
+    }  # fmt: skip
+    return Launch(
+        decode_kernel,
+        (p.N + int(is_packed)) * p.HV * part.blocks(p.V),
+        scalars,
+        constants,
+        part.num_warps,
+        options=pdl_options(gpu) | ({"maxnreg": REGISTERS[is_single]} if is_full and width == 2 else {}),
+    )
+
+
+def _is_full(part: Tile, p: DecodeProblem, axis: str, gpu: Machine) -> bool:
+    """Return True if tiles are the largest and of whole 128-byte lines: programs then prefetch into L2."""
+    is_even = p.K in (64, 128, 256) and p.V % (part.R * part.P) == 0
+    return (
+        gpu.kind == "cuda" and axis == "k" and part.share == SHARES[axis, p.state.element_size()] and is_even
+    )

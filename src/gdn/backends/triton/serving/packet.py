@@ -1,0 +1,284 @@
+"""Run a packet of up to 16 tokens at once on tensor cores: decode with exact_packet=False, parts of replay.
+
+    S_t = e^(G_t) S,  and in replay + sum_j e^(G_t - G_j) k_j u_j^T over the history
+    r_t = beta_t (v_t - S_t^T k_t);    A_tj = beta_t e^(G_t - G_j) <k_t, k_j> for j < t;    (I + A) d = r
+    o_t = scale (S_t^T q_t + sum_(j <= t) e^(G_t - G_j) <q_t, k_j> d_j)
+
+The state is read once from HBM, and once more (from L2) where the last state is written:
+e^(G_T) S + sum_j e^(G_T - G_j) k_j d_j^T. `packet_lib` has the parts. If every state must be written,
+`decode` is faster (187 and 246 us for 4 tokens of 128 rows, 32 heads of 128 x 128, bf16, H200).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn.backends.triton.launch import Launch, Machine, kernel, machine, unit_of
+from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
+from gdn.backends.triton.lib import decay, exist, split
+from gdn.backends.triton.serving.packet_lib import (
+    ROWS,
+    among,
+    answered,
+    by_rows,
+    clear,
+    exist_in,
+    from_column,
+    gates_of,
+    grown_by,
+    operands,
+    row,
+    rows_at,
+    scaled,
+    seen_of,
+    slot_of,
+    store_outputs,
+    tile_at,
+)
+from gdn.backends.triton.serving.recurrent import RESIDENT, divide, inverse, owner, pool_of, span
+from gdn.problem import RESET, DecodeProblem, KeepProblem, ReplayProblem
+
+MOST = 16  # tokens of a packet
+HELD = {2: 128, 4: 32}  # bytes of an element -> keys of q and k that a program holds in registers
+FEW, MANY = 16, 32  # columns of a state that a program has in registers at a time
+FILLED = 6  # warps per SM from which a program takes all strips of columns instead of one
+UPDATED = 64  # keys of a state that one MMA updates
+REGISTERS = 128  # maxnreg of programs of 8 tokens that write no state: sixteen programs an SM
+
+
+@kernel
+def packet_kernel(
+    q_ptr, k_ptr, v_ptr, state_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr,
+    read_index_ptr, num_accepted_ptr, ring_pos_ptr, write_index_ptr, intermediate_ptr, intermediate_row_ptr,
+    parent_ptr, o_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, q_0, k_0, v_0, q_k, k_k, v_v, o_v,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h, state_n, state_r, state_h, state_k, state_v,
+    read_n, read_c, accepted_n, ring_n, write_n,
+    N, T, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, columns, entries, scale,
+    K: tl.constexpr, V: tl.constexpr, BU: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
+    BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr,
+    NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
+    WRITE: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Run one row's tokens as `decode` does, where at most the last state is written.
+
+    Program (row, head, block): STRIPS strips of BV value columns. Grid: (N, + 1 if packed) * HV * blocks; one
+    or two `warps`. Reads q, k, v, gates of up to 16 tokens and the state; writes o, and the last state if
+    WRITE is "final".
+    """
+    if PDL:
+        launch_dependents_then_wait()
+    n, head, block = owner(HV, HV_inverse, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
+    first, count = span(cu_seqlens_ptr, n, N, T)
+    slot, entry = slot_of(
+        n, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n,
+        ring_n,
+    )  # fmt: skip
+    # no integer division before the first load
+    key_head = divide(head, ratio_inverse, ratio_s)
+    o_ptr += (n * o_b + first * o_t + head * o_h) * UNIT
+    q_ptr += (n * q_b + first * q_t + key_head * q_h + q_0) * UNIT
+    k_ptr += (n * k_b + first * k_t + key_head * k_h + k_0) * UNIT
+    v_ptr += (n * v_b + first * v_t + head * v_h + v_0) * UNIT
+    # q, k and gates are loaded before the slot index arrives, so their latencies overlap
+    PARTS: tl.constexpr = 2 * BT // ROWS
+    X, XK, QQ = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, NEAR, PRECISION)
+    now = tl.arange(0, BT)
+    G, beta = gates_of(
+        g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, n, first, head, count, g_b, g_t, g_h, beta_b,
+        beta_t, beta_h, A_log_h, dt_bias_h, BT, NEGATIVE, RESET,
+    )  # fmt: skip
+    # not an early return: exporters look for the stores of a kernel, and do not follow jumps
+    if (slot < lowest) | (slot >= slots) | (n >= N):
+        clear(o_ptr, count, block * STRIPS, o_t, o_v, V, BT, BV, STRIPS, UNIT, DENSE)
+    else:
+        high, low = split(by_rows(G))
+        strength = by_rows(beta)
+        # W is computed once and stays in registers over all strips
+        W, rates = among(XK, QQ, high, low, strength, scale, BT, LEVELS, NORM, FINE)
+        grown = tl.exp(high)
+        end_high, end_low = split(tl.sum(tl.where(now == BT - 1, G, 0.0), 0))
+        at_end = decay(high, low, end_high, end_low)
+        start_ptr = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
+        start_ptr += (slot * state_n + entry * state_r) * STATE_UNIT
+        # distance from the slot that is read to the slot that is written
+        there, is_written = tl.full([], 0, tl.int64), False
+        if WRITE == "final":
+            target = slot
+            if write_index_ptr is not None:
+                target = tl.load(write_index_ptr + n * write_n).to(tl.int64)
+            is_written = (target >= lowest) & (target < slots) & (count > 0)
+            there = (target - slot) * state_n * STATE_UNIT
+        for strip in tl.range(0, STRIPS, num_stages=STAGES):
+            column, vs = (block * STRIPS + strip) * BV, tl.arange(0, BV)
+            left = V - column
+            tokens, is_k = row(PARTS - 1, BT)
+            has_both = (tokens < count)[:, None] & exist_in(vs, left, V, STRIPS)[None, :]
+            v_at = rows_at(from_column(v_ptr, column, v_v, DENSE), tokens, vs, v_t, v_v, UNIT, DENSE, NEAR)
+            v = tl.load(v_at, mask=has_both & is_k[:, None], other=0.0)
+            strip_ptr = from_column(start_ptr, column, state_v * STATE_UNIT, AXIS == "v")
+            seen = seen_of(
+                X, q_ptr, k_ptr, strip_ptr, vs, left, count, q_t, k_t, q_k, k_k, state_k, state_v, K, V, BS,
+                BT, STRIPS, STAGES, LINE, UNIT, STATE_UNIT, AXIS, DENSE, NEAR, PRECISION,
+            )  # fmt: skip
+            # norms and decays scale MMA results in registers, instead of q and k
+            seen = scaled(seen, rates, grown)
+            found = answered(seen, v, strength, W, BT, FINE)
+            o_strip_ptr = from_column(o_ptr, column, o_v, DENSE)
+            store_outputs(o_strip_ptr, found, vs, left, count, o_t, o_v, V, BT, STRIPS, UNIT, DENSE, NEAR)
+            if WRITE == "final":
+                u = tl.where(is_k[:, None], found[PARTS - 1] * at_end[:, None], 0.0)
+                # in blocks of BU keys: S is still in L2, and all of it would not fit into registers
+                for start in tl.static_range(0, K, BU):
+                    ks = start + tl.arange(0, BU)
+                    place, in_state = tile_at(
+                        strip_ptr, ks, vs, left, state_k, state_v, K, V, LINE, STATE_UNIT, AXIS, NEAR, STRIPS
+                    )
+                    S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end_high)
+                    k_at = rows_at(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
+                    has_key = (is_k & (tokens < count))[:, None] & exist(ks, K)[None, :]
+                    k = tl.load(k_at, mask=has_key, other=0.0)
+                    S = grown_by(S, k, u, AXIS, PRECISION).to(state_ptr.dtype.element_ty)
+                    tl.store(place + there, S, mask=in_state & is_written)
+
+
+def levels(longest: int) -> int:
+    """Return how many doublings invert I + A for a packet of so many tokens."""
+    return (longest - 1).bit_length() if longest > 0 else 0
+
+
+def precisions(is_wide: bool, machine: Machine) -> dict[str, str]:
+    """Return the precision of large fp32 MMAs, and of those of the triangular system (`packet_lib.close`)."""
+    fine = "ieee" if machine.kind == "hip" else "tf32x3" if is_wide else "bf16"
+    return {"PRECISION": fine if is_wide else "tf32", "FINE": fine}
+
+
+def blocks(
+    K: int, V: int, width: int, longest: int, pairs: int, machine: Machine, state_width: int, is_written: bool
+) -> dict[str, int]:  # fmt: skip
+    """Return the sizes of a program's tiles for `pairs` rows times heads, and the depth of its load pipeline.
+
+    A program takes all columns if there are rows and heads for every warp. It takes few columns if programs
+    of many columns would leave SMs idle. On NVIDIA no bit depends on this: a column is summed by itself.
+    """
+    # waves over the SMs: few programs with all strips, or many with one strip
+    takes_all, few = pairs >= FILLED * machine.num_sms, triton.cdiv(V, FEW) * pairs <= 2 * machine.num_sms
+    is_small = few or takes_all and (longest <= 8 or is_written or state_width > 2)
+    BV = min(FEW if is_small else MANY, max(16, triton.next_power_of_2(V)))
+    return {
+        "BV": BV, "BS": min(HELD[width], max(16, triton.next_power_of_2(K))),
+        "BT": 8 if longest <= 8 else MOST, "STRIPS": triton.cdiv(V, BV) if takes_all else 1,
+        "STAGES": 2 if is_written or state_width > 2 or machine.kind == "hip" else 3,
+    }  # fmt: skip
+
+
+def warps(sizes: Mapping[str, int]) -> int:
+    """Return the warps of a program: its MMAs of 16 rows occupy two only for one strip of many columns."""
+    return 2 if sizes["BV"] == MANY and sizes["STRIPS"] == 1 and sizes["BT"] == 8 else 1
+
+
+def options(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, is_written: bool) -> dict[str, Any]:
+    """Return the options of a launch: PDL, and a register limit if occupancy counts and nothing spills."""
+    gpu = machine(p.q.device)
+    is_small = sizes["BT"] == 8 and p.q.element_size() == p.state.element_size() == 2 and not is_written
+    is_limited = is_small and sizes["STRIPS"] > 1 and gpu.kind == "cuda"
+    return pdl_options(gpu) | ({"maxnreg": REGISTERS} if is_limited else {})
+
+
+def are_near(*reaches: int) -> bool:
+    """Return True if offsets within tiles fit into 32 bits; a reach is a stride times its number of steps."""
+    return all(abs(x) < 2**30 for x in reaches)
+
+
+def reach_of_rows(rows: Sequence[int], tails: Sequence[int], p: DecodeProblem | ReplayProblem) -> list[int]:
+    """Return the reach of a packet's tiles along tokens and along keys or columns."""
+    sizes = p.K, p.K, p.V, p.V
+    return [MOST * s for s in rows[1::3]] + [size * s for size, s in zip(sizes, tails, strict=True)]
+
+
+Kept = DecodeProblem | ReplayProblem | KeepProblem
+
+
+def reach_of_state(strides: Sequence[int], unit: int, p: Kept) -> list[int]:
+    """Return the reach of a state's tiles; strides as `pool_of` gives them."""
+    return [strides[3] * unit * p.K, strides[4] * unit * p.V]
+
+
+def line_of(axis: str, strides: Sequence[int], unit: int, p: Kept) -> int:
+    """Return the stride of a state's other axis if the state is contiguous in memory, else 0."""
+    line, size = {"k": (strides[4], p.K), "v": (strides[3], p.V)}.get(axis, (0, 1))
+    return size if line * unit == size else 0
+
+
+def fills(machine: Machine) -> tuple[int, ...]:
+    """Return rows times heads that leave the GPU almost empty, that nearly fill it, and that do fill it."""
+    return 1, FILLED * machine.num_sms - 1, 2 * RESIDENT * machine.num_sms
+
+
+def token_strides(x: Tensor | None, is_packed: bool) -> tuple[int, int, int]:
+    """Return the strides of row, token and head; packed rows share one token axis."""
+    return (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), x.stride(1), x.stride(2))
+
+
+def strides_of(x: Tensor | None, count: int) -> tuple[int, ...]:
+    """Return the first strides of an index tensor, padded with zeros."""
+    found = () if x is None else x.stride()[:count]
+    return (*found, *(0,) * (count - len(found)))
+
+
+def longest_of(p: DecodeProblem) -> int | None:
+    """Return the tokens of the longest row, or None if unknown, as while tracing."""
+    found = p.q.shape[1] if p.cu_seqlens is None else p.max_seqlen
+    if p.cu_seqlens is not None and found is None:
+        found = max((count for _, count in p.spans(read_device=False) or ()), default=0)
+    return found if isinstance(found, int) else None
+
+
+def takes(p: DecodeProblem) -> bool:
+    """Return True if this form supports the decode and the caller allows its rounding."""
+    if p.exact_packet or p.write == "all" or p.intermediate is not None:
+        return False
+    longest = longest_of(p)
+    return longest is not None and 1 < longest <= MOST
+
+
+def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> Launch:
+    """Return the launch; arguments as for `decode.plan_of`."""
+    axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
+    is_packed, gpu = p.cu_seqlens is not None, machine(p.q.device)
+    rows = [s for x in (p.q, p.k, p.v, p.out) for s in token_strides(x, is_packed)]
+    gates = [
+        token_strides(x, is_packed) for x in (p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
+    ]
+    pairs, longest = p.N * p.HV if pairs is None else pairs, longest_of(p) or MOST
+    is_written = p.write != "none"
+    sizes = blocks(p.K, p.V, p.q.element_size(), longest, pairs, gpu, p.state.element_size(), is_written)
+    # the unit of strides decides the width of loads from HBM
+    unit = unit_of(*rows, *starts)
+    tails = (p.q.stride(3), p.k.stride(3), p.v.stride(3), p.out.stride(3))
+    scalars = (
+        *(s // unit for s in (*rows, *starts)), *tails, *(s for x in gates for s in x),
+        *strides_of(p.A_log, 1), *strides_of(p.dt_bias, 1), *state, *strides_of(p.read_index, 2),
+        *strides_of(p.num_accepted, 1), *strides_of(p.ring_pos, 1), *strides_of(p.write_index, 1), p.N,
+        p.q.shape[1], p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.state.shape[0],
+        0 if p.null_slot is None else 1,
+        p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
+        p.state.shape[1] if p.ring_pos is not None else 1, p.scale,
+    )  # fmt: skip
+    constants = {
+        "K": p.K, "V": p.V, "BU": min(UPDATED, sizes["BS"]), **sizes, "AXIS": axis,
+        "DENSE": tails == (1, 1, 1, 1),
+        "NEAR": are_near(*reach_of_rows(rows, tails, p), *reach_of_state(state, state_unit, p)),
+        "LINE": line_of(axis, state, state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
+        "WRITE": p.write, "NORM": p.use_qk_l2norm_in_kernel,
+        "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(longest),
+        **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu),
+    }  # fmt: skip
+    programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
+    rest = options(sizes, p, is_written)
+    return Launch(packet_kernel, programs, scalars, constants, warps(sizes), options=rest)

@@ -1,0 +1,1 @@
+"""Compute single stages of the chunk form: cumulative gates, A, its inverse, states, outputs."""

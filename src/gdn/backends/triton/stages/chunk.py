@@ -1,0 +1,324 @@
+"""Run the stages of the chunked rule one by one as kernels, for tests and study. No pipeline uses them.
+
+`gdn.stages` describes them. A program has a chunk, or a sequence, and a value head. Tensors are contiguous.
+MMAs of 16-bit inputs use tf32; those of fp32 inputs are as exact as fp32. The adjoints are those of `eager`,
+except the sums of `cumsum`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn.backends.triton.chunks import locate, sequence
+from gdn.backends.triton.launch import kernel, machine
+from gdn.backends.triton.lib import decay, dot, exist, load_beta, load_sums, rows_of, state_tile
+from gdn.backends.triton.rule.tril import inverse_of_blocks
+from gdn.backends.triton.stages.cumsum import entries_of, launch_stage, offsets, room
+from gdn.notation import (
+    AInv,
+    AStrict,
+    ChunkStates,
+    GSum,
+    Keys,
+    Offsets,
+    PerHead,
+    Q,
+    State,
+    UValues,
+    Values,
+    WKeys,
+)
+from gdn.problem import CHUNK
+
+
+@triton.jit
+def _rows(x_ptr, row, first, length, head, T, heads, columns, D: tl.constexpr, C: tl.constexpr):
+    """Load a chunk's rows of a contiguous x [B, T, heads, D]; zeros past its end and past column D."""
+    x_t = heads * D
+    return rows_of(x_ptr, row, first, length, head, T.to(tl.int64) * x_t, x_t, D, columns, D, C, 1)
+
+
+@triton.jit
+def _store_rows(x_ptr, x, row, first, length, head, T, heads, columns, D: tl.constexpr, C: tl.constexpr):
+    tokens = tl.arange(0, C)
+    places = ((row * T.to(tl.int64) + first + tokens) * heads + head)[:, None] * D + columns[None, :]
+    mask = (tokens < length)[:, None] & exist(columns, D)[None, :]
+    tl.store(x_ptr + places, x.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _kkt_kernel(
+    table_ptr, k_ptr, beta_ptr, G_ptr, A_ptr, T, HV, chunks_per_row, ratio,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for j < i. Program (chunk, head); grid: chunks * HV; 4 or 8
+    # warps. Reads k, beta, G of 64 tokens; writes A [C, C] in fp32.
+    head = tl.program_id(0) % HV
+    row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
+    if length <= 0:
+        return
+    tokens = tl.arange(0, C)
+    A = tl.zeros([C, C], tl.float32)
+    for i in range(0, K, BK):
+        k = _rows(k_ptr, row, first, length, head // ratio, T, HV // ratio, i + tl.arange(0, BK), K, C)
+        A = dot(k, tl.trans(k), A, PRECISION)
+    beta = load_beta(beta_ptr, row, first, length, head, T.to(tl.int64) * HV, HV, 1, C, False, False)
+    high, low, _, _ = load_sums(G_ptr, row, first, length, head, T, HV, C)
+    A = A * beta[:, None] * decay(high[None, :], low[None, :], high[:, None], low[:, None])
+    A = tl.where(tokens[:, None] > tokens[None, :], A, 0.0)
+    _store_rows(A_ptr, A, row, first, length, head, T, HV, tokens, C, C)
+
+
+@kernel
+def _tril_kernel(
+    table_ptr, A_ptr, A_inv_ptr, T, HV, chunks_per_row, C: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    # A_inv = (I + A)^-1. Program (chunk, head); grid: chunks * HV; 4 warps. Reads and writes C * C values.
+    head = tl.program_id(0) % HV
+    row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
+    if length <= 0:
+        return
+    # blocks as `tril` takes them, in registers; entries past the chunk's end are masked
+    A_ptr += ((row * T.to(tl.int64) + first) * HV + head) * C
+    pitch = HV * C
+    D = _square(A_ptr, tl.arange(0, 4)[:, None, None] * 16, 0, length, pitch, 16)
+    E = _square(A_ptr, tl.arange(0, 4)[:, None, None] * 16, 16, length, pitch, 16)
+    F = tl.reshape(_square(A_ptr, tl.full([1, 1, 1], 32, tl.int32), 32, length, pitch, 32), (32, 32))
+    A_inv = inverse_of_blocks(D, E, F, PRECISION)
+    _store_rows(A_inv_ptr, A_inv, row, first, length, head, T, HV, tl.arange(0, C), C, C)
+
+
+@triton.jit
+def _square(A_ptr, start, SHIFT: tl.constexpr, length, pitch, B: tl.constexpr):
+    """Load blocks [n, B, B] at rows start [n, 1, 1], SHIFT columns to the left; 0 on, above the diagonal."""
+    rows = start + tl.arange(0, B)[None, :, None]
+    columns = start - SHIFT + tl.arange(0, B)[None, None, :]
+    mask = (rows < length) & (columns >= 0) & (columns < rows)
+    return tl.load(A_ptr + rows * pitch + columns, mask=mask, other=0.0).to(tl.float32)
+
+
+@kernel
+def _wy_kernel(
+    table_ptr, k_ptr, v_ptr, beta_ptr, G_ptr, A_inv_ptr, w_ptr, u_ptr, T, HV, chunks_per_row, ratio,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    # w = A_inv (beta e^G k);  u = A_inv (beta v). Program (chunk, head); grid: chunks * HV; 4 or 8 warps.
+    # Reads k, v, beta, G, A_inv of 64 tokens; writes w [C, K] and u [C, V] in fp32.
+    head = tl.program_id(0) % HV
+    row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
+    if length <= 0:
+        return
+    tokens = tl.arange(0, C)
+    A_inv = _rows(A_inv_ptr, row, first, length, head, T, HV, tokens, C, C).to(tl.float32)
+    A_inv = tl.where(tokens[:, None] >= tokens[None, :], A_inv, 0.0)
+    beta = load_beta(beta_ptr, row, first, length, head, T.to(tl.int64) * HV, HV, 1, C, False, False)
+    high, _, _, _ = load_sums(G_ptr, row, first, length, head, T, HV, C)
+    into = beta * tl.exp(high)
+    for i in range(0, K, BK):
+        ks = i + tl.arange(0, BK)
+        k = _rows(k_ptr, row, first, length, head // ratio, T, HV // ratio, ks, K, C).to(tl.float32)
+        w = dot(A_inv, into[:, None] * k, None, PRECISION)
+        _store_rows(w_ptr, w, row, first, length, head, T, HV, ks, K, C)
+    for i in range(0, V, BV):
+        vs = i + tl.arange(0, BV)
+        v = _rows(v_ptr, row, first, length, head, T, HV, vs, V, C).to(tl.float32)
+        u = dot(A_inv, beta[:, None] * v, None, PRECISION)
+        _store_rows(u_ptr, u, row, first, length, head, T, HV, vs, V, C)
+
+
+@kernel
+def _state_kernel(
+    table_ptr, k_ptr, w_ptr, u_ptr, G_ptr, initial_ptr, cu_seqlens_ptr, S_in_ptr, v_new_ptr, final_ptr,
+    T, HV, chunks_per_row, ratio, bound,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    # v_new = u - w S;  S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk of one sequence.
+    # Program (n, head, strip of V); grid: N * HV * STRIPS; 4 or 8 warps.
+    # Reads k, w, G and strips of u; writes S_in, v_new, and the final state, in fp32.
+    STRIPS: tl.constexpr = (V + BV - 1) // BV
+    head = (tl.program_id(0) // STRIPS) % HV
+    n = tl.program_id(0) // (STRIPS * HV)
+    row, begin, num_tokens, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
+    vs = (tl.program_id(0) % STRIPS) * BV + tl.arange(0, BV)
+    tokens = tl.arange(0, C)
+    # the state is in HBM, in S_in of each chunk: in registers, fp32 MMAs would spill
+    final = final_ptr + (n.to(tl.int64) * HV + head) * (K * V)
+    here = tl.where(num_tokens > 0, S_in_ptr + (chunk.to(tl.int64) * HV + head) * (K * V), final)
+    for k0 in range(0, K, BK):
+        ks = k0 + tl.arange(0, BK)
+        tile, mask = state_tile(here, ks, vs, K, V, False)
+        S = tl.zeros([BK, BV], tl.float32)
+        if initial_ptr is not None:
+            initial, _ = state_tile(initial_ptr + (n.to(tl.int64) * HV + head) * (K * V), ks, vs, K, V, False)
+            S = tl.load(initial, mask=mask, other=0.0).to(tl.float32)
+        tl.store(tile, S, mask=mask)
+    for i in range(0, num_tokens, C):
+        # all threads must see in HBM the state that the last iteration stored
+        tl.debug_barrier()
+        first = begin + i
+        length = tl.minimum(num_tokens - i, C)
+        v_new = _rows(u_ptr, row, first, length, head, T, HV, vs, V, C).to(tl.float32)
+        for k0 in range(0, K, BK):
+            ks = k0 + tl.arange(0, BK)
+            w = _rows(w_ptr, row, first, length, head, T, HV, ks, K, C).to(tl.float32)
+            tile, mask = state_tile(here, ks, vs, K, V, False)
+            v_new -= dot(w, tl.load(tile, mask=mask, other=0.0), None, PRECISION)
+        _store_rows(v_new_ptr, v_new, row, first, length, head, T, HV, vs, V, C)
+        high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
+        out = tl.where(tokens < length, decay(high, low, end_high, end_low), 0.0)
+        # decays scale rows of v_new: one multiplication per value in registers
+        v_out = out[:, None] * v_new
+        there = tl.where(i + C < num_tokens, here + HV.to(tl.int64) * (K * V), final)
+        for k0 in range(0, K, BK):
+            ks = k0 + tl.arange(0, BK)
+            k = _rows(k_ptr, row, first, length, head // ratio, T, HV // ratio, ks, K, C).to(tl.float32)
+            tile, mask = state_tile(here, ks, vs, K, V, False)
+            S = tl.exp(end_high) * tl.load(tile, mask=mask, other=0.0)
+            tile, mask = state_tile(there, ks, vs, K, V, False)
+            tl.store(tile, dot(tl.trans(k), v_out, S, PRECISION), mask=mask)
+        here = there
+
+
+@kernel
+def _output_kernel(
+    table_ptr, q_ptr, k_ptr, v_new_ptr, G_ptr, S_in_ptr, o_ptr, T, HV, chunks_per_row, ratio, keys, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    # o = scale (e^G q S_in + P v_new), P masked and without scale. Program (chunk, head, strip of V);
+    # grid: chunks * HV * STRIPS; 4 or 8 warps. Reads q, k, G, S_in, v_new; writes o.
+    STRIPS: tl.constexpr = (V + BV - 1) // BV
+    head = (tl.program_id(0) // STRIPS) % HV
+    chunk = tl.program_id(0) // (STRIPS * HV)
+    row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    if length <= 0:
+        return
+    tokens = tl.arange(0, C)
+    vs = (tl.program_id(0) % STRIPS) * BV + tl.arange(0, BV)
+    o = tl.zeros([C, BV], tl.float32)
+    P = tl.zeros([C, C], tl.float32)
+    # keys equals K but is unknown to the compiler. If the loop had one known iteration, the compiler would
+    # chain P's MMA to the last one: with 8 warps, fp32 and K = 8 an H200 then gave wrong outputs
+    for i in range(0, keys, BK):
+        ks = i + tl.arange(0, BK)
+        q = _rows(q_ptr, row, first, length, head // ratio, T, HV // ratio, ks, K, C)
+        k = _rows(k_ptr, row, first, length, head // ratio, T, HV // ratio, ks, K, C)
+        tile = (chunk.to(tl.int64) * HV + head) * (K * V) + ks[:, None] * V + vs[None, :]
+        mask = exist(ks, K)[:, None] & exist(vs, V)[None, :]
+        S = tl.load(S_in_ptr + tile, mask=mask, other=0.0).to(tl.float32)
+        o = dot(q.to(tl.float32), S, o, PRECISION)
+        P = dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), P, PRECISION)
+    high, low, _, _ = load_sums(G_ptr, row, first, length, head, T, HV, C)
+    P = P * decay(high[None, :], low[None, :], high[:, None], low[:, None])
+    P = tl.where(tokens[:, None] >= tokens[None, :], P, 0.0)
+    v_new = _rows(v_new_ptr, row, first, length, head, T, HV, vs, V, C).to(tl.float32)
+    o = dot(P, v_new, o * tl.exp(high)[:, None], PRECISION) * scale
+    _store_rows(o_ptr, o, row, first, length, head, T, HV, vs, V, C)
+
+
+def _precision(x: Tensor) -> str:
+    if x.dtype != torch.float32:
+        return "tf32"
+    return "ieee" if machine(x.device).kind == "hip" else "tf32x3"
+
+
+def _block(x: Tensor, size: int) -> int:
+    """Return the columns that a program loads at once: fewer in fp32: its MMAs take thrice the registers."""
+    return min(32 if x.dtype == torch.float32 else 64, _power(size))
+
+
+def _power(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def _num_warps(x: Tensor) -> int:
+    return 8 if x.dtype == torch.float32 else 4
+
+
+def chunk_kkt(k: Keys, beta: PerHead, G: GSum, cu_seqlens: Offsets | None) -> AStrict:
+    """See `gdn.stages`."""
+    cu_seqlens, HV, K = offsets(cu_seqlens, k), beta.shape[2], k.shape[3]
+    A = room(k, (*beta.shape, CHUNK), torch.float32, cu_seqlens)
+    constants = {"K": K, "BK": _block(k, K), "PRECISION": _precision(k)}
+    tensors = (k.contiguous(), beta.contiguous(), G.contiguous(), A)
+    ratio = HV // k.shape[2]
+    launch_stage(
+        _kkt_kernel, cu_seqlens, tensors, HV, constants, lambda chunks: chunks * HV, (ratio,), _num_warps(k)
+    )
+    return A
+
+
+def solve_tril(A: AStrict, cu_seqlens: Offsets | None) -> AInv:
+    """See `gdn.stages`."""
+    cu_seqlens, HV = offsets(cu_seqlens, A), A.shape[2]
+    A_inv = room(A, A.shape, torch.float32, cu_seqlens)
+    constants = {"PRECISION": _precision(A)}
+    launch_stage(_tril_kernel, cu_seqlens, (A.contiguous(), A_inv), HV, constants, lambda chunks: chunks * HV)
+    return A_inv
+
+
+def wy_transform(
+    k: Keys, v: Values, beta: PerHead, G: GSum, A_inv: AInv, cu_seqlens: Offsets | None
+) -> tuple[WKeys, UValues]:
+    """See `gdn.stages`."""
+    cu_seqlens, HV = offsets(cu_seqlens, k), v.shape[2]
+    w = room(k, (*beta.shape, k.shape[3]), torch.float32, cu_seqlens)
+    u = room(k, v.shape, torch.float32, cu_seqlens)
+    tensors = (*(x.contiguous() for x in (k, v, beta, G, A_inv)), w, u)
+    K, V = k.shape[3], v.shape[3]
+    constants = {"K": K, "V": V, "BK": _block(k, K), "BV": _block(k, V), "PRECISION": _precision(k)}
+    ratio = HV // k.shape[2]
+    launch_stage(
+        _wy_kernel, cu_seqlens, tensors, HV, constants, lambda chunks: chunks * HV, (ratio,), _num_warps(k)
+    )
+    return w, u
+
+
+def chunk_state(
+    k: Keys, w: WKeys, u: UValues, G: GSum, initial_state: State | None, cu_seqlens: Offsets | None
+) -> tuple[ChunkStates, Values, State]:
+    """See `gdn.stages`."""
+    cu_seqlens, (B, T, HV, V), K = offsets(cu_seqlens, k), u.shape, k.shape[3]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    num_chunks = B * triton.cdiv(T, CHUNK) if cu_seqlens is None else (T + N * (CHUNK - 1)) // CHUNK
+    S_in = room(k, (num_chunks, HV, K, V), torch.float32, cu_seqlens)
+    v_new = room(k, u.shape, torch.float32, cu_seqlens)
+    final_state = k.new_empty((N, HV, K, V), dtype=torch.float32)
+    constants = {"K": K, "V": V, "BK": _block(k, K), "BV": _block(k, V), "PRECISION": _precision(k)}
+    initial = None if initial_state is None else initial_state.contiguous()
+    tensors = (*(x.contiguous() for x in (k, w, u, G)), initial, cu_seqlens, S_in, v_new, final_state)
+    programs = N * HV * triton.cdiv(V, constants["BV"])
+    scalars = (HV // k.shape[2], entries_of(k, cu_seqlens))
+    launch_stage(
+        _state_kernel, cu_seqlens, tensors, HV, constants, lambda chunks: programs, scalars, _num_warps(k)
+    )
+    return S_in, v_new, final_state
+
+
+def chunk_output(
+    q: Q, k: Keys, v_new: Values, G: GSum, S_in: ChunkStates, scale: float, cu_seqlens: Offsets | None
+) -> Values:
+    """See `gdn.stages`."""
+    cu_seqlens, HV = offsets(cu_seqlens, q), v_new.shape[2]
+    o = room(q, v_new.shape, q.dtype, cu_seqlens)
+    K, V = q.shape[3], v_new.shape[3]
+    # an H200 gave wrong outputs with blocks of 16 (see the kernel), and right ones with these
+    BK, BV = max(32, _block(q, K)), max(32, _block(q, V))
+    constants = {"K": K, "V": V, "BK": BK, "BV": BV, "PRECISION": _precision(q)}
+    tensors = (*(x.contiguous() for x in (q, k, v_new, G, S_in)), o)
+    strips = triton.cdiv(V, constants["BV"])
+    scalars = (HV // q.shape[2], K, float(scale))
+    launch_stage(
+        _output_kernel,
+        cu_seqlens,
+        tensors,
+        HV,
+        constants,
+        lambda chunks: chunks * HV * strips,
+        scalars,
+        _num_warps(q),
+    )
+    return o
