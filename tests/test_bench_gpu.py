@@ -1,4 +1,4 @@
-"""What `gdn bench` rests on, without a GPU: problems, peers behind stand-ins, the gate, times, rows."""
+"""`gdn bench` without a GPU: problems, stand-ins for peers, wrong answers, times, rows."""
 
 import ast
 import contextlib
@@ -340,7 +340,7 @@ def test_interleaved_takes_turns():
 
 
 class PretendCuda:
-    """As much of torch.cuda as graphs need: a clock that calls move, graphs that run their calls again."""
+    """Imitate torch.cuda for graphs: a clock that calls advance, graphs that run their calls again."""
 
     def __init__(self, monkeypatch):
         self.now, self.log, self.captured = 0.0, [], None

@@ -1,4 +1,4 @@
-"""What is made from results files: pages that say what rows say, pictures that show it."""
+"""Pages and pictures made from results files show what the rows have."""
 
 import re
 import shutil
@@ -45,7 +45,7 @@ def timed(target, ms, provider="gdn", ratio=None, **others):
 
 
 def everything():
-    """A file that has all of it: every target, every peer, every regime."""
+    """A file that has all of it: every workload, every peer, every distribution."""
     rows = []
     for job in ("prefill", "train", "decode"):
         for target in workloads.WORKLOADS[job]:
@@ -301,7 +301,7 @@ def test_only_what_stands_between_the_marks_is_made_anew():
 
 
 def test_committed_pages_are_what_the_files_say():
-    """Files only grow: a page says of how many rows it is made. Not so? Run `gdn bench plot`."""
+    """Files grow at their end: a page names the number of rows it is made from. It fails? Run `gdn bench plot`."""
     page = (measure.ROOT / "docs" / "results.md").read_text()
     limits = {name: int(count) for count, name in re.findall(r"(\d+) rows of (\w+)\.jsonl", page)}
     found = pages.load(measure.RESULTS, limits)

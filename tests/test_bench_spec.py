@@ -1,4 +1,4 @@
-"""Speculation's bench: every way is judged against the law; only what is right is timed, beside one token."""
+"""The benchmark of speculation compares every way with the reference and times only the right ones."""
 
 import importlib.util
 import json

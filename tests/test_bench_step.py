@@ -1,4 +1,4 @@
-"""The decode step's bench: every way is judged against the laws, and only what is right is timed."""
+"""The benchmark of the decode step compares every way with the references and times only the right ones."""
 
 import json
 

@@ -399,7 +399,7 @@ def test_who_refuses_or_fails_is_not_asked_again(monkeypatch, tmp_path):
 
 
 def test_rows_say_their_set_and_profile(monkeypatch, tmp_path):
-    """One name in three sets is three problems; what the regimes' own rows are called stays."""
+    """One name in three sets is three problems; rows of `regimes` keep the pass accuracy."""
     tiny = {"16/16 20,30": replace(CASE, gate="strong")}
     for name in ("regimes", "ladders", "pto"):
         monkeypatch.setitem(readings.NAMED, name, tiny)
