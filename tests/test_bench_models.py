@@ -58,7 +58,7 @@ def test_every_layer_holds_the_same_weights(peers, session):
         assert set(found[0]["ratio"]) == {"fla", "transformers"}
         assert {row["error"] for row in found[:2]} == {found[0]["error"]}
     table = tables.build_table("layer", [{"pass": "layer", **row} for row in found])
-    assert len(table.lines) == 4 and all(len(line) == len(table.columns) for line in table.lines)
+    assert len(table.lines) == 2 and all(len(line) == len(table.columns) for line in table.lines)
 
 
 def test_a_wrong_layer_has_no_time(session):
@@ -222,7 +222,7 @@ def test_both_commands_append_rows(tmp_path, monkeypatch):
     options = ["--device", "cpu", "--out", str(out), "--commit", "abc"]
     for job, count in (("layer", 4), ("e2e", 2)):
         done = CliRunner().invoke(build_app(), ["bench", job, *options])
-        assert done.exit_code == 0 and "transformers" in done.stdout, done.output
+        assert done.exit_code == 0 and "transformers" in done.stdout.lower(), done.output
         held = [json.loads(line) for line in out.read_text().splitlines()]
         assert len([row for row in held if row["pass"] == job and row["ok"] and row["ms"] > 0]) == count
         done = CliRunner().invoke(

@@ -301,7 +301,7 @@ def test_only_what_stands_between_the_marks_is_made_anew():
 
 
 def test_committed_pages_are_what_the_files_say():
-    """Files grow at their end: a page names the number of rows it is made from. It fails? Run `gdn bench plot`."""
+    """A page names the number of rows that it is made from. If this fails, run `gdn bench plot`."""
     page = (measure.ROOT / "docs" / "results.md").read_text()
     limits = {name: int(count) for count, name in re.findall(r"(\d+) rows of (\w+)\.jsonl", page)}
     found = pages.load(measure.RESULTS, limits)

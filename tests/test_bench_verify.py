@@ -303,7 +303,7 @@ def test_reasons_are_printed_as_they_are(monkeypatch):
 
 def test_verify_says_why_a_backend_refuses():
     done = run(*TINY, "--providers", "gdn:triton")
-    assert done.exit_code == 1 and "not taken" in done.stdout and "triton" in done.stdout
+    assert done.exit_code == 1 and "not supported" in done.stdout and "triton" in done.stdout
 
 
 def test_a_wrong_peer_is_no_fault_of_ours(monkeypatch):
@@ -356,7 +356,7 @@ def test_peers_take_their_part_and_rows_are_kept(monkeypatch, tmp_path):
 
 def test_a_part_goes_on_where_it_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
-    monkeypatch.setattr(measure, "commit", lambda: "abc")
+    monkeypatch.setattr("gdn.cli.environment.commit", lambda: "abc")
     small = replace(readings.DISTRIBUTIONS["mild"], heads=(1, 2), lengths=packed(20))
     monkeypatch.setitem(readings.NAMED, "regimes", {"mild": small, "slow": replace(small, gate="slow")})
     arguments = [
@@ -379,7 +379,7 @@ def test_a_part_goes_on_where_it_stopped(monkeypatch, tmp_path):
     assert again.exit_code == 0 and "measured before" in again.stdout, again.output
     assert "measured before" not in run(*arguments, "--dtype", "fp32").stdout
     assert "measured before" in run(*arguments, "--dtype", "fp32").stdout
-    monkeypatch.setattr(measure, "commit", lambda: None)
+    monkeypatch.setattr("gdn.cli.environment.commit", lambda: None)
     assert "measured before" not in run(*arguments).stdout
     elsewhere = ["--results", str(tmp_path / "x.jsonl"), "--commit", "abc"]
     assert "measured before" not in run(*arguments, *elsewhere).stdout
