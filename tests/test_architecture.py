@@ -92,6 +92,24 @@ def test_the_table_has_no_circle():
         reach(source, frozenset())
 
 
+def test_modules_of_the_benchmarks_import_in_no_circle():
+    modules = {
+        ".".join(path.relative_to(BENCHMARKS.parent).with_suffix("").parts): path
+        for path in BENCHMARKS.rglob("*.py")
+    }
+
+    def reach(module: str, seen: tuple[str, ...]) -> None:
+        assert module not in seen, " -> ".join((*seen, module))
+        for name in imports(modules[module]):
+            # a name is a module, or something in one
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules:
+                reach(target, (*seen, module))
+
+    for module in modules:
+        reach(module, ())
+
+
 def test_backends_know_only_whom_they_overlay():
     for name, allowed in BACKENDS.items():
         for path in (PACKAGE / "backends" / name).rglob("*.py"):

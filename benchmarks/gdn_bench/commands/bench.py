@@ -25,7 +25,9 @@ from gdn_bench.results import tables
 from gdn_bench.timing import measure
 
 app = typer.Typer(
-    help="Times beside other libraries, each answer checked before it is timed.", no_args_is_help=True
+    help="Times beside other libraries, each answer checked before it is timed.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 HELP = {
     "prefill": "Forward, packed sequences, with states in and out.",
