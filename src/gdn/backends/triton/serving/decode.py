@@ -43,23 +43,26 @@ from gdn.backends.triton.launch.pdl import (
 from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.packet import longest_of, strides_of, takes
 from gdn.backends.triton.serving.packet_lib import slot_of
-from gdn.backends.triton.serving.recurrent import (
-    RESIDENT,
-    SHARES,
-    Tile,
+from gdn.backends.triton.serving.recurrent_lib import (
     along_keys,
     divide,
-    inverse,
-    offsets_on,
     owner,
     places,
-    pool_of,
     read,
     span,
     step,
     tile,
+)
+from gdn.backends.triton.serving.state_tiles import (
+    RESIDENT,
+    SHARES,
+    Tile,
+    inverse,
+    offsets_on,
+    pool_of,
     tile_of,
 )
+from gdn.backends.triton.serving.structs import Slots, Token, Tokens, group_constants
 from gdn.problem import DecodeProblem
 
 # maxnreg of the largest tiles of 16-bit states: for one token; for several, whose next one is in registers
@@ -97,6 +100,10 @@ def decode_kernel(
     # Program (row, head, block): A * B value columns of S in fp32 registers. Grid: (N, + 1 if packed) * HV *
     # BLOCKS; 1 warp. Reads the tile of S once from the pool, and q, k, v and gates per token.
     # Writes o per token; S to the pool once (WRITE "final") or per token ("all"), and to `intermediate`.
+    C: tl.constexpr = group_constants(
+        NORM=NORM, DECAY=(a_ptr is not None) or (g_ptr is not None), GATE=a_ptr is not None,
+        SIGMOID=a_ptr is not None, NEGATIVE=NEGATIVE,
+    )  # fmt: skip
     if PDL:
         wait_previous()
     BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
@@ -105,10 +112,10 @@ def decode_kernel(
     if IS_SINGLE:
         # a constant count removes the loop and the registers of a next token
         count = 1
-    slot, entry = slot_of(
-        row, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n,
-        ring_n,
-    )  # fmt: skip
+    slots_read = Slots(
+        read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n, ring_n, columns, entries
+    )
+    slot, entry = slot_of(row, N, slots_read)
     kept_row = row
     if intermediate_row_ptr is not None:
         kept_row = tl.load(intermediate_row_ptr + row * kept_row_n, mask=row < N, other=-1).to(tl.int64)
@@ -132,10 +139,8 @@ def decode_kernel(
     if beta_ptr is not None:
         beta_ptr += row * beta_b + first * beta_t + head * beta_h
     at = tl.full([], 0, tl.int64)
-    q, k, v, g, beta = read(
-        q_at, k_at, v_at, g_ptr, beta_ptr, at, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t, at < count,
-        has_key, has_value,
-    )  # fmt: skip
+    tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
+    q, k, v, g, beta = read(tokens, at, count, has_key, has_value, UNIT)
     rate, bias = 0.0, 0.0
     if A_log_ptr is not None:
         rate = tl.exp(tl.load(A_log_ptr + head * A_log_h).to(tl.float32))
@@ -161,10 +166,7 @@ def decode_kernel(
         if AHEAD > 0:  # noqa: SIM102 - a constant, and what only then is compiled
             if tl.program_id(0) + AHEAD < tl.num_programs(0):
                 row_then, head_then, block_then = owner(HV, HV_inverse, HV_s, BLOCKS, AHEAD)
-                slot_then, entry_then = slot_of(
-                    row_then, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n,
-                    read_c, accepted_n, ring_n,
-                )  # fmt: skip
+                slot_then, entry_then = slot_of(row_then, N, slots_read)
                 if (slot_then >= lowest) & (slot_then < slots):
                     then = slot_then * state_n + entry_then * state_r + head_then * state_h
                     call_in(
@@ -178,10 +180,7 @@ def decode_kernel(
 
         for _ in range(count):
             # load the next token from HBM while this one is computed in registers
-            q_next, k_next, v_next, g_next, beta_next = read(
-                q_at, k_at, v_at, g_ptr, beta_ptr, at + 1, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t,
-                at + 1 < count, has_key, has_value,
-            )  # fmt: skip
+            q_next, k_next, v_next, g_next, beta_next = read(tokens, at + 1, count, has_key, has_value, UNIT)
             if parent_ptr is not None:
                 # the parent of the first token is ignored
                 before = tl.load(parent_ptr + row * parent_n + at * parent_t, mask=at > 0, other=-1)
@@ -193,10 +192,7 @@ def decode_kernel(
                         kept + before * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
                     )
                     S = tl.load(before_place, mask=in_state, other=0.0).to(tl.float32)
-            S, o = step(
-                S, q, k, v, g, beta, rate, bias, scale,
-                NORM, g_ptr is not None, a_ptr is not None, a_ptr is not None, NEGATIVE,
-            )  # fmt: skip
+            S, o = step(S, Token(q, k, v, g, beta), rate, bias, scale, C)
             if ROUND:
                 S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
             tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)

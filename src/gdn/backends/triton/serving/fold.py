@@ -36,7 +36,9 @@ from gdn.backends.triton.serving.packet import (
     strides_of,
 )
 from gdn.backends.triton.serving.packet_lib import exist_in, from_column, grown_by, rows_at, tile_at
-from gdn.backends.triton.serving.recurrent import divide, inverse, owner, pool_of
+from gdn.backends.triton.serving.recurrent_lib import divide, owner
+from gdn.backends.triton.serving.state_tiles import inverse, pool_of
+from gdn.backends.triton.serving.structs import History, Strip, Sums, group_constants
 from gdn.problem import KeepProblem
 
 PLACES = 16  # places of a history that one MMA takes
@@ -52,14 +54,11 @@ def past(G_ptr, places, count, G_t):
 
 
 @triton.jit
-def u_of(
-    u_history_ptr, start, base, vs, has_value, u_p, BP: tl.constexpr, PAST_UNIT: tl.constexpr,
-    NEAR: tl.constexpr,
-):  # fmt: skip
-    """Load u of BP places [BP, vs]."""
-    old = start + tl.arange(0, BP)
-    place = rows_at(u_history_ptr, old, vs, u_p, 1, PAST_UNIT, True, NEAR)
-    return tl.load(place, mask=(old < base)[:, None] & has_value, other=0.0)
+def u_of(history, u_ptr, start, vs, has_value, C: tl.constexpr):
+    """Load u of BP places [BP, vs]; u_ptr points to the strip's first column."""
+    old = start + tl.arange(0, C.BP)
+    place = rows_at(u_ptr, old, vs, history.u_p, 1, C.PAST_UNIT, True, C.NEAR)
+    return tl.load(place, mask=(old < history.count)[:, None] & has_value, other=0.0)
 
 
 @triton.jit
@@ -70,16 +69,15 @@ def ending(cursor, accepted, room, places):
 
 
 @triton.jit
-def kept_of(
-    k_ptr, G_ptr, start, end, high, low, ks, k_p, G_p, K: tl.constexpr, BP: tl.constexpr,
-    UNIT: tl.constexpr, NEAR: tl.constexpr,
-):  # fmt: skip
+def kept_of(history, start, end, ks, C: tl.constexpr):
     """Load k of BP places [BP, ks], and return the decay of each up to the end."""
-    old = start + tl.arange(0, BP)
-    mask = (old < end)[:, None] & exist(ks, K)[None, :]
-    k = tl.load(rows_at(k_ptr, old, ks, k_p, 1, UNIT, True, NEAR), mask=mask, other=0.0)
-    old_high, old_low = past(G_ptr, old, end, G_p)
-    return k, decay(old_high, old_low, high, low)
+    old = start + tl.arange(0, C.BP)
+    mask = (old < history.count)[:, None] & exist(ks, C.K)[None, :]
+    k = tl.load(
+        rows_at(history.k_ptr, old, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR), mask=mask, other=0.0
+    )
+    old_high, old_low = past(history.G_ptr, old, history.count, history.G_p)
+    return k, decay(old_high, old_low, end.high, end.low)
 
 
 @kernel
@@ -95,6 +93,9 @@ def fold_kernel(
     # S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T for one block of keys and columns of one state.
     # Program (entry, layer, head, block); 1 warp; grid: entries * layers * HV * blocks of K and V.
     # Reads S and P rows of k and u; writes S. It does nothing if the history has space for another packet.
+    C: tl.constexpr = group_constants(
+        K=K, V=V, BP=BP, STRIPS=STRIPS, AXIS=AXIS, NEAR=NEAR, LINE=LINE, STATE_UNIT=STATE_UNIT, PAST_UNIT=UNIT
+    )
     BLOCKS: tl.constexpr = (V + BV * STRIPS - 1) // (BV * STRIPS)
     layer_and_entry, head, block = owner(HV, HV_inverse, HV_s, BLOCKS * ((K + BK - 1) // BK))
     entry, layer = layer_and_entry // layers, layer_and_entry % layers
@@ -112,31 +113,31 @@ def fold_kernel(
     u_ptr += (layer * u_l + slot * u_n + head * u_h) * UNIT
     k_ptr += (layer * k_l + slot * k_n + key_head * k_h) * UNIT
     G_ptr += layer * G_l + slot * G_n + head * G_h
+    history = History(u_ptr, k_ptr, G_ptr, end, u_p, k_p, G_p)
     high, low = split(tl.load(G_ptr + (end - 1) * G_p).to(tl.float64))
+    total = Sums(high, low)
     # k and decays stay in registers over all strips: they are the same for every column of S
     held = ()
     for part in tl.static_range(PASTS):
-        held = held + (kept_of(k_ptr, G_ptr, part * BP, end, high, low, ks, k_p, G_p, K, BP, UNIT, NEAR),)
+        held = held + (kept_of(history, part * BP, total, ks, C),)
     # the pipeliner keeps STAGES - 1 strips of S in flight from HBM
     for strip in tl.range(0, STRIPS, num_stages=STAGES):
         column = (block % BLOCKS * STRIPS + strip) * BV
         left = V - column
         has_value = exist_in(vs, left, V, STRIPS)[None, :]
         strip_ptr = from_column(state_ptr, column, state_v * STATE_UNIT, AXIS == "v")
-        place, in_state = tile_at(
-            strip_ptr, ks, vs, left, state_k, state_v, K, V, LINE, STATE_UNIT, AXIS, NEAR, STRIPS
-        )
+        place, in_state = tile_at(Strip(strip_ptr, vs, left, state_k, state_v), ks, C)
         S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(high)
         # MMAs on tensor cores accumulate onto S in registers
         for part in tl.static_range(PASTS):
             k, still = held[part]
-            u = u_of(u_ptr + column, part * BP, end, vs, has_value, u_p, BP, UNIT, NEAR)
+            u = u_of(history, u_ptr + column, part * BP, vs, has_value, C)
             S = grown_by(S, k, u.to(tl.float32) * still[:, None], AXIS, PRECISION)
         # a long history: its k are loaded again for each strip, from L2
         if PASTS == 0:
             for start in range(0, end, BP):
-                k, still = kept_of(k_ptr, G_ptr, start, end, high, low, ks, k_p, G_p, K, BP, UNIT, NEAR)
-                u = u_of(u_ptr + column, start, end, vs, has_value, u_p, BP, UNIT, NEAR)
+                k, still = kept_of(history, start, total, ks, C)
+                u = u_of(history, u_ptr + column, start, vs, has_value, C)
                 S = grown_by(S, k, u.to(tl.float32) * still[:, None], AXIS, PRECISION)
         # one store of S to HBM
         tl.store(place, S.to(state_ptr.dtype.element_ty), mask=in_state)

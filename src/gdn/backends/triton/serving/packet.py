@@ -39,7 +39,16 @@ from gdn.backends.triton.serving.packet_lib import (
     store_outputs,
     tile_at,
 )
-from gdn.backends.triton.serving.recurrent import RESIDENT, divide, inverse, owner, pool_of, span
+from gdn.backends.triton.serving.recurrent_lib import divide, owner, span
+from gdn.backends.triton.serving.state_tiles import RESIDENT, inverse, pool_of
+from gdn.backends.triton.serving.structs import (
+    Gates,
+    GateStrides,
+    Packet,
+    Slots,
+    Strip,
+    group_constants,
+)
 from gdn.problem import RESET, DecodeProblem, KeepProblem, ReplayProblem
 
 MOST = 16  # tokens of a packet
@@ -71,14 +80,19 @@ def packet_kernel(
     or two `warps`. Reads q, k, v, gates of up to 16 tokens and the state; writes o, and the last state if
     WRITE is "final".
     """
+    C: tl.constexpr = group_constants(
+        K=K, V=V, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
+        LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, NORM=NORM, NEGATIVE=NEGATIVE, LEVELS=LEVELS,
+        PRECISION=PRECISION, FINE=FINE, RESET=RESET,
+    )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()
     n, head, block = owner(HV, HV_inverse, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
     first, count = span(cu_seqlens_ptr, n, N, T)
-    slot, entry = slot_of(
-        n, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n,
-        ring_n,
-    )  # fmt: skip
+    slots_read = Slots(
+        read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n, ring_n, columns, entries
+    )
+    slot, entry = slot_of(n, N, slots_read)
     # no integer division before the first load
     key_head = divide(head, ratio_inverse, ratio_s)
     o_ptr += (n * o_b + first * o_t + head * o_h) * UNIT
@@ -87,20 +101,20 @@ def packet_kernel(
     v_ptr += (n * v_b + first * v_t + head * v_h + v_0) * UNIT
     # q, k and gates are loaded before the slot index arrives, so their latencies overlap
     PARTS: tl.constexpr = 2 * BT // ROWS
-    X, XK, QQ = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, NEAR, PRECISION)
+    packet = Packet(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k)
+    X, XK, QQ = operands(packet, C)
     now = tl.arange(0, BT)
-    G, beta = gates_of(
-        g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, n, first, head, count, g_b, g_t, g_h, beta_b,
-        beta_t, beta_h, A_log_h, dt_bias_h, BT, NEGATIVE, RESET,
-    )  # fmt: skip
+    gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
+    gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
+    G, beta = gates_of(gates, gate_strides, n, first, head, count, C)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
-        clear(o_ptr, count, block * STRIPS, o_t, o_v, V, BT, BV, STRIPS, UNIT, DENSE)
+        clear(o_ptr, count, block * STRIPS, o_t, o_v, C)
     else:
         high, low = split(by_rows(G))
         strength = by_rows(beta)
         # W is computed once and stays in registers over all strips
-        W, rates = among(XK, QQ, high, low, strength, scale, BT, LEVELS, NORM, FINE)
+        W, rates = among(XK, QQ, high, low, strength, scale, C)
         grown = tl.exp(high)
         end_high, end_low = split(tl.sum(tl.where(now == BT - 1, G, 0.0), 0))
         at_end = decay(high, low, end_high, end_low)
@@ -122,23 +136,19 @@ def packet_kernel(
             v_at = rows_at(from_column(v_ptr, column, v_v, DENSE), tokens, vs, v_t, v_v, UNIT, DENSE, NEAR)
             v = tl.load(v_at, mask=has_both & is_k[:, None], other=0.0)
             strip_ptr = from_column(start_ptr, column, state_v * STATE_UNIT, AXIS == "v")
-            seen = seen_of(
-                X, q_ptr, k_ptr, strip_ptr, vs, left, count, q_t, k_t, q_k, k_k, state_k, state_v, K, V, BS,
-                BT, STRIPS, STAGES, LINE, UNIT, STATE_UNIT, AXIS, DENSE, NEAR, PRECISION,
-            )  # fmt: skip
+            state = Strip(strip_ptr, vs, left, state_k, state_v)
+            seen = seen_of(X, packet, state, C)
             # norms and decays scale MMA results in registers, instead of q and k
             seen = scaled(seen, rates, grown)
             found = answered(seen, v, strength, W, BT, FINE)
-            o_strip_ptr = from_column(o_ptr, column, o_v, DENSE)
-            store_outputs(o_strip_ptr, found, vs, left, count, o_t, o_v, V, BT, STRIPS, UNIT, DENSE, NEAR)
+            o = Strip(from_column(o_ptr, column, o_v, DENSE), vs, left, o_t, o_v)
+            store_outputs(o, found, count, C)
             if WRITE == "final":
                 u = tl.where(is_k[:, None], found[PARTS - 1] * at_end[:, None], 0.0)
                 # in blocks of BU keys: S is still in L2, and all of it would not fit into registers
                 for start in tl.static_range(0, K, BU):
                     ks = start + tl.arange(0, BU)
-                    place, in_state = tile_at(
-                        strip_ptr, ks, vs, left, state_k, state_v, K, V, LINE, STATE_UNIT, AXIS, NEAR, STRIPS
-                    )
+                    place, in_state = tile_at(state, ks, C)
                     S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end_high)
                     k_at = rows_at(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
                     has_key = (is_k & (tokens < count))[:, None] & exist(ks, K)[None, :]

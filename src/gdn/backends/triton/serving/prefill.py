@@ -21,18 +21,9 @@ from gdn.backends.backend import Saved
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import to_kernel_layout
-from gdn.backends.triton.serving.recurrent import (
-    along_keys,
-    divide,
-    inverse,
-    owner,
-    places,
-    pool_of,
-    read,
-    step,
-    tile,
-    tile_of,
-)
+from gdn.backends.triton.serving.recurrent_lib import along_keys, divide, owner, places, read, step, tile
+from gdn.backends.triton.serving.state_tiles import inverse, pool_of, tile_of
+from gdn.backends.triton.serving.structs import Token, Tokens, group_constants
 from gdn.problem import CHUNK, PrefillProblem, Problem
 
 
@@ -133,6 +124,9 @@ def snapshot_kernel(
 ):  # fmt: skip
     # pool[target] = state after pos tokens. Program (n, head, block of V): one tile; grid: N * HV * blocks.
     # Reads one of initial, final and S_in, then up to C - 1 tokens; writes the tile of the snapshot.
+    constants: tl.constexpr = group_constants(
+        NORM=NORM, DECAY=g_ptr is not None, GATE=RAW, SIGMOID=RAW, NEGATIVE=NEGATIVE
+    )
     n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, A * B))
     keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
     has_key, has_value = keys < K, values < V
@@ -179,12 +173,10 @@ def snapshot_kernel(
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
     # the token recurrence with S in registers, from the start of the chunk that contains pos
     at = tl.full([], 0, tl.int64)
+    tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
     for _ in range(steps):
-        q, k, v, g, beta = read(
-            q_at, k_at, v_at, g_ptr, beta_ptr, at, q_t * TOKEN_UNIT, k_t * TOKEN_UNIT, v_t, g_t, beta_t,
-            at < steps, has_key, has_value,
-        )  # fmt: skip
-        S, _o = step(S, q, k, v, g, beta, rate, bias, scale, NORM, g_ptr is not None, RAW, RAW, NEGATIVE)
+        q, k, v, g, beta = read(tokens, at, steps, has_key, has_value, TOKEN_UNIT)
+        S, _o = step(S, Token(q, k, v, g, beta), rate, bias, scale, constants)
         at += 1
     place = tile(
         state_ptr + (target * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS

@@ -61,39 +61,47 @@ from gdn.backends.triton.serving.packet_lib import (
     slot_of,
     store_outputs,
 )
-from gdn.backends.triton.serving.recurrent import divide, inverse, offsets_on, owner, pool_of, span
+from gdn.backends.triton.serving.recurrent_lib import divide, owner, span
+from gdn.backends.triton.serving.state_tiles import inverse, offsets_on, pool_of
+from gdn.backends.triton.serving.structs import (
+    Appended,
+    Gates,
+    GateStrides,
+    History,
+    Packet,
+    Slots,
+    Strip,
+    Sums,
+    group_constants,
+)
 from gdn.problem import RESET, ReplayProblem
 
 
 @triton.jit
-def gets_of(
-    X, rates, q_ptr, k_ptr, k_history_ptr, G_history_ptr, start, base, count, high, low, q_t, k_t, q_k, k_k,
-    past_p, G_p, K: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, UNIT: tl.constexpr,
-    PAST_UNIT: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def gets_of(X, rates, packet, history, start, sums, C: tl.constexpr):
     """Return scores of rows and BP places of a history, by parts: <row, k_j> e^(G - G_j), scaled [16, BP]."""
-    PARTS: tl.constexpr = 2 * BT // ROWS
-    old = start + tl.arange(0, BP)
-    last = tl.zeros([ROWS, BP], tl.float32)
+    PARTS: tl.constexpr = 2 * C.BT // ROWS
+    old = start + tl.arange(0, C.BP)
+    last = tl.zeros([ROWS, C.BP], tl.float32)
     first = last
-    for key in tl.range(0, K, BS):
-        ks = key + tl.arange(0, BS)
+    for key in tl.range(0, C.K, C.BS):
+        ks = key + tl.arange(0, C.BS)
         past_k = tl.load(
-            rows_at(k_history_ptr, old, ks, past_p, 1, PAST_UNIT, True, NEAR),
-            mask=(old < base)[:, None] & exist(ks, K)[None, :], other=0.0,
+            rows_at(history.k_ptr, old, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR),
+            mask=(old < history.count)[:, None] & exist(ks, C.K)[None, :], other=0.0,
         )  # fmt: skip
         for part in tl.static_range(PARTS):
-            if BS < K:
-                x = operand(part, q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE, NEAR)
+            if C.BS < C.K:
+                x = operand(part, packet, ks, C)
             else:
                 x = X[part]
             if part == PARTS - 1:
-                last = mixed(x, tl.trans(past_k), last, PRECISION)
+                last = mixed(x, tl.trans(past_k), last, C.PRECISION)
             else:
-                first = mixed(x, tl.trans(past_k), first, PRECISION)
-    old_high, old_low = past(G_history_ptr, old, base, G_p)
+                first = mixed(x, tl.trans(past_k), first, C.PRECISION)
+    old_high, old_low = past(history.G_ptr, old, history.count, history.G_p)
     # decays up to each row of the packet, from hi + lo sums
-    D = decay(old_high[None, :], old_low[None, :], high[:, None], low[:, None])
+    D = decay(old_high[None, :], old_low[None, :], sums.high[:, None], sums.low[:, None])
     if PARTS == 2:
         return first * D * rates[0][:, None], last * D * rates[1][:, None]
     else:
@@ -110,61 +118,45 @@ def with_past(seen, gets, u, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def strips(
-    X, W, rates, high, low, beta, count, base, new, is_kept, q_ptr, k_ptr, v_ptr, state_ptr, u_history_ptr,
-    k_history_ptr, G_history_ptr, o_ptr, block, q_t, k_t, v_t, o_t, q_k, k_k, v_v, o_v, state_k, state_v,
-    u_p, past_p, G_p,
-    K: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, PASTS: tl.constexpr, BV: tl.constexpr,
-    BS: tl.constexpr, BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr,
-    DENSE: tl.constexpr, NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
-    PAST_UNIT: tl.constexpr, PRECISION: tl.constexpr, FINE: tl.constexpr,
-):  # fmt: skip
+def strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PASTS: tl.constexpr):
     """Compute o and u for all columns of a program, with PASTS blocks of a history, or all if PASTS is 0."""
-    PARTS: tl.constexpr = 2 * BT // ROWS
+    PARTS: tl.constexpr = 2 * C.BT // ROWS
+    X, W, rates, beta, sums = solved
+    v, state, o = tensors
     # scores with the history stay in registers over all strips of columns
     gets = ()
     for held in tl.static_range(PASTS):
-        gets = gets + (
-            gets_of(
-                X, rates, q_ptr, k_ptr, k_history_ptr, G_history_ptr, held * BP, base, count, high, low, q_t,
-                k_t, q_k, k_k, past_p, G_p, K, BS, BT, BP, UNIT, PAST_UNIT, DENSE, NEAR, PRECISION,
-            ),
-        )  # fmt: skip
-    grown = tl.exp(high)
-    tokens, is_k = row(PARTS - 1, BT)
+        gets = gets + (gets_of(X, rates, packet, history, held * C.BP, sums, C),)
+    grown = tl.exp(sums.high)
+    tokens, is_k = row(PARTS - 1, C.BT)
     # the pipeliner keeps STAGES - 1 strips of S in flight from HBM
-    for strip in tl.range(0, STRIPS, num_stages=STAGES):
-        column, vs = (block * STRIPS + strip) * BV, tl.arange(0, BV)
-        left = V - column
-        has_value = exist_in(vs, left, V, STRIPS)[None, :]
-        v_at = rows_at(from_column(v_ptr, column, v_v, DENSE), tokens, vs, v_t, v_v, UNIT, DENSE, NEAR)
-        v = tl.load(v_at, mask=(is_k & (tokens < count))[:, None] & has_value, other=0.0)
-        strip_ptr = from_column(state_ptr, column, state_v * STATE_UNIT, AXIS == "v")
-        seen = seen_of(
-            X, q_ptr, k_ptr, strip_ptr, vs, left, count, q_t, k_t, q_k, k_k, state_k, state_v, K, V, BS, BT,
-            STRIPS, STAGES, LINE, UNIT, STATE_UNIT, AXIS, DENSE, NEAR, PRECISION,
-        )  # fmt: skip
+    for strip in tl.range(0, C.STRIPS, num_stages=C.STAGES):
+        column, vs = (block * C.STRIPS + strip) * C.BV, tl.arange(0, C.BV)
+        left = C.V - column
+        has_value = exist_in(vs, left, C.V, C.STRIPS)[None, :]
+        v_ptr = from_column(v.ptr, column, v.outer, C.DENSE)
+        v_at = rows_at(v_ptr, tokens, vs, v.inner, v.outer, C.UNIT, C.DENSE, C.NEAR)
+        values = tl.load(v_at, mask=(is_k & (tokens < packet.count))[:, None] & has_value, other=0.0)
+        strip_ptr = from_column(state.ptr, column, state.outer * C.STATE_UNIT, C.AXIS == "v")
+        seen = seen_of(X, packet, Strip(strip_ptr, vs, left, state.inner, state.outer), C)
         seen = scaled(seen, rates, grown)
-        past_u_ptr = u_history_ptr + column
+        past_u_ptr = history.u_ptr + column
         for held in tl.static_range(PASTS):
-            u_old = u_of(past_u_ptr, held * BP, base, vs, has_value, u_p, BP, PAST_UNIT, NEAR)
-            seen = with_past(seen, gets[held], u_old, PRECISION)
+            u_old = u_of(history, past_u_ptr, held * C.BP, vs, has_value, C)
+            seen = with_past(seen, gets[held], u_old, C.PRECISION)
         # a long history: its scores are recomputed for each strip, because they do not fit into registers
         if PASTS == 0:
-            for start in range(0, base, BP):
-                got = gets_of(
-                    X, rates, q_ptr, k_ptr, k_history_ptr, G_history_ptr, start, base, count, high, low, q_t,
-                    k_t, q_k, k_k, past_p, G_p, K, BS, BT, BP, UNIT, PAST_UNIT, DENSE, NEAR, PRECISION,
-                )  # fmt: skip
-                u_old = u_of(past_u_ptr, start, base, vs, has_value, u_p, BP, PAST_UNIT, NEAR)
-                seen = with_past(seen, got, u_old, PRECISION)
-        found = answered(seen, v, beta, W, BT, FINE)
-        o_strip_ptr = from_column(o_ptr, column, o_v, DENSE)
-        store_outputs(o_strip_ptr, found, vs, left, count, o_t, o_v, V, BT, STRIPS, UNIT, DENSE, NEAR)
-        u_at = rows_at(past_u_ptr, new, vs, u_p, 1, PAST_UNIT, True, NEAR)
-        u = found[PARTS - 1].to(u_history_ptr.dtype.element_ty)
+            for start in range(0, history.count, C.BP):
+                got = gets_of(X, rates, packet, history, start, sums, C)
+                u_old = u_of(history, past_u_ptr, start, vs, has_value, C)
+                seen = with_past(seen, got, u_old, C.PRECISION)
+        found = answered(seen, values, beta, W, C.BT, C.FINE)
+        o_ptr = from_column(o.ptr, column, o.outer, C.DENSE)
+        store_outputs(Strip(o_ptr, vs, left, o.inner, o.outer), found, packet.count, C)
+        u_at = rows_at(past_u_ptr, new.places, vs, history.u_p, 1, C.PAST_UNIT, True, C.NEAR)
+        u = found[PARTS - 1].to(history.u_ptr.dtype.element_ty)
         # u of places beyond the history is dropped
-        tl.store(u_at, u, mask=is_kept[:, None] & has_value)
+        tl.store(u_at, u, mask=new.is_kept[:, None] & has_value)
 
 
 @kernel
@@ -185,11 +177,16 @@ def replay_kernel(
     # S_t = e^(G_t) S + sum_j e^(G_t - G_j) k_j u_j^T, then o and u of the packet as in `packet`.
     # Program (row, head, block): STRIPS strips of BV value columns; grid: (N, + 1 if packed) * HV * blocks; 1
     # or 2 warps. Reads S, the history and the packet; writes o, and appends u, k and G of the packet.
+    C: tl.constexpr = group_constants(
+        K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
+        LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, NORM=NORM, NEGATIVE=NEGATIVE,
+        LEVELS=LEVELS, PRECISION=PRECISION, FINE=FINE, RESET=RESET,
+    )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()
     n, head, block = owner(HV, HV_inverse, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
     first, count = span(cu_seqlens_ptr, n, N, T)
-    slot, _ = slot_of(n, N, 1, 1, read_index_ptr, None, None, read_n, 0, 0, 0)
+    slot, _ = slot_of(n, N, Slots(read_index_ptr, None, None, read_n, 0, 0, 0, 1, 1))
     key_head = divide(head, ratio_inverse, ratio_s)
     o_ptr += (n * o_b + first * o_t + head * o_h) * UNIT
     q_ptr += (n * q_b + first * q_t + key_head * q_h) * UNIT
@@ -197,15 +194,15 @@ def replay_kernel(
     v_ptr += (n * v_b + first * v_t + head * v_h) * UNIT
     # q, k and gates are loaded before the slot index arrives, so their latencies overlap
     PARTS: tl.constexpr = 2 * BT // ROWS
-    X, XK, QQ = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, NEAR, PRECISION)
+    packet = Packet(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k)
+    X, XK, QQ = operands(packet, C)
     now = tl.arange(0, BT)
-    G, beta = gates_of(
-        g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, n, first, head, count, g_b, g_t, g_h, beta_b,
-        beta_t, beta_h, A_log_h, dt_bias_h, BT, NEGATIVE, RESET,
-    )  # fmt: skip
+    gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
+    gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
+    G, beta = gates_of(gates, gate_strides, n, first, head, count, C)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
-        clear(o_ptr, count, block * STRIPS, o_t, o_v, V, BT, BV, STRIPS, UNIT, DENSE)
+        clear(o_ptr, count, block * STRIPS, o_t, o_v, C)
     else:
         # the history of the slot starts at place 0; the packet is appended at `base`
         base = tl.load(cursor_ptr + slot * cursor_n).to(tl.int64)
@@ -216,26 +213,21 @@ def replay_kernel(
         G += tl.load(G_history_ptr + (base - 1).to(tl.int64) * G_p, mask=base > 0, other=0.0).to(tl.float64)
         high, low = split(by_rows(G))
         strength = by_rows(beta)
-        W, rates = among(XK, QQ, high, low, strength, scale, BT, LEVELS, NORM, FINE)
+        W, rates = among(XK, QQ, high, low, strength, scale, C)
         tokens, is_k = row(PARTS - 1, BT)
         new = base + tokens
         is_kept = is_k & (tokens < count) & (new < places)
         state_ptr += (slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
+        history = History(u_history_ptr, k_history_ptr, G_history_ptr, base, u_p, past_p, G_p)
+        solved = (X, W, rates, strength, Sums(high, low))
+        # all columns: `strips` takes a strip of them at a time
+        v, state = Strip(v_ptr, None, None, v_t, v_v), Strip(state_ptr, None, None, state_k, state_v)
+        tensors = (v, state, Strip(o_ptr, None, None, o_t, o_v))
         # with space left for a packet, a history mostly has at most PASTS * BP places
         if IS_LONG & (base > PASTS * BP):
-            strips(
-                X, W, rates, high, low, strength, count, base, new, is_kept, q_ptr, k_ptr, v_ptr, state_ptr,
-                u_history_ptr, k_history_ptr, G_history_ptr, o_ptr, block, q_t, k_t, v_t, o_t, q_k, k_k, v_v,
-                o_v, state_k, state_v, u_p, past_p, G_p, K, V, BP, 0, BV, BS, BT, STRIPS, STAGES, AXIS,
-                DENSE, NEAR, LINE, UNIT, STATE_UNIT, PAST_UNIT, PRECISION, FINE,
-            )  # fmt: skip
+            strips(solved, packet, history, tensors, Appended(new, is_kept), block, C, 0)
         else:
-            strips(
-                X, W, rates, high, low, strength, count, base, new, is_kept, q_ptr, k_ptr, v_ptr, state_ptr,
-                u_history_ptr, k_history_ptr, G_history_ptr, o_ptr, block, q_t, k_t, v_t, o_t, q_k, k_k, v_v,
-                o_v, state_k, state_v, u_p, past_p, G_p, K, V, BP, PASTS, BV, BS, BT, STRIPS, STAGES, AXIS,
-                DENSE, NEAR, LINE, UNIT, STATE_UNIT, PAST_UNIT, PRECISION, FINE,
-            )  # fmt: skip
+            strips(solved, packet, history, tensors, Appended(new, is_kept), block, C, PASTS)
         if block == 0:
             G_at = G_history_ptr + (base + now).to(tl.int64) * G_p
             is_new = (now < count) & (base + now < places)
@@ -245,9 +237,7 @@ def replay_kernel(
                 for start in tl.static_range(0, K, BS):
                     ks = start + tl.arange(0, BS)
                     if BS < K:
-                        k = operand(
-                            PARTS - 1, q_ptr, k_ptr, ks, count, q_t, k_t, q_k, k_k, K, BT, UNIT, DENSE, NEAR
-                        )
+                        k = operand(PARTS - 1, packet, ks, C)
                     else:
                         k = X[PARTS - 1]
                     tl.store(
