@@ -1,27 +1,32 @@
-"""The picture of the house, enforced: which room may import which."""
+"""Hold the package to the architecture of CONTRIBUTING.md: the table says which folder may import which."""
 
 import ast
 import builtins
 import dis
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import CodeType
 
 import pytest
 
+import gdn
+from gdn import notation
+
 PACKAGE = Path(__file__).parent.parent / "src" / "gdn"
 
-# room -> rooms it may import; the picture in CONTRIBUTING.md is drawn from this table
+# folder -> folders it may import; CONTRIBUTING.md has the picture
 MAY_IMPORT = {
     "notation": set(),
     "settings": set(),
-    "problem": {"notation"},
+    "_torch_compat": set(),
+    "problem": {"notation", "_torch_compat"},
     "reference": {"notation"},
-    "backends": {"problem", "notation", "settings"},
-    "ops": {"backends", "problem", "reference", "notation", "settings"},
-    "distributed": {"ops", "notation"},
+    "backends": {"problem", "notation", "settings", "_torch_compat"},
+    "ops": {"backends", "problem", "reference", "notation", "settings", "_torch_compat"},
+    "distributed": {"ops", "problem", "notation", "settings", "_torch_compat"},
     "layers": {"ops", "distributed", "problem", "notation"},
     "integrations": {"layers", "ops"},
     "bench": {
@@ -48,14 +53,14 @@ MAY_IMPORT = {
         "gdn",
     },
     "__main__": {"cli"},
-    "__init__": {"layers", "ops", "integrations"},
+    "__init__": {"layers", "ops", "integrations", "distributed"},
 }
 BACKENDS = {"eager": set(), "triton": {"eager"}, "hopper": {"triton"}}
 FORBIDDEN = {"triton": {"backends/triton", "backends/hopper"}, "transformers": {"integrations", "bench"}}
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names a file imports, wherever in the file."""
+    """Return the dotted names that a file imports, anywhere in the file."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -67,7 +72,7 @@ def imports(path: Path) -> set[str]:
 
 
 def arrows(root: Path = PACKAGE) -> set[tuple[str, str, str]]:
-    """(file, room, imported room) for every import of the package within itself; "gdn" is its front door."""
+    """Return (file, folder, imported folder) for every import inside the package; "gdn" is its top level."""
     result = set()
     rooms = {p.name.removesuffix(".py") for p in root.iterdir()}
     for path in root.rglob("*.py"):
@@ -81,7 +86,7 @@ def arrows(root: Path = PACKAGE) -> set[tuple[str, str, str]]:
 
 
 def wrong(found: set[tuple[str, str, str]]) -> list[str]:
-    """The arrows that the table does not hold."""
+    """Return the imports that the table does not allow."""
     return sorted(f"{file}: {a} -> {b}" for file, a, b in found if a != b and b not in MAY_IMPORT[a])
 
 
@@ -155,7 +160,7 @@ def test_only_settings_reads_the_environment():
 
 
 def test_a_wrong_arrow_is_seen(tmp_path: Path):
-    """The check itself can fail: a backend that reaches for a layer."""
+    """The check finds a reference that imports a layer."""
     for name in ("layers", "reference"):
         (tmp_path / name).mkdir()
     (tmp_path / "reference" / "law.py").write_text("from gdn.layers.norm import x\n")
@@ -170,7 +175,7 @@ def test_source_is_ascii_and_short(path: Path):
     long = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            # a public docstring's table is no code: counted from the first statement after it
+            # a docstring is not code: count from the first statement after it
             first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
             lines = (node.end_lineno or 0) - first.lineno
             if lines > (150 if is_kernel(node) else 60):
@@ -178,13 +183,17 @@ def test_source_is_ascii_and_short(path: Path):
     assert not long
 
 
+def decorators(function: ast.FunctionDef) -> set[str]:
+    return {ast.unparse(node).split(".")[-1] for node in function.decorator_list}
+
+
 def is_kernel(function: ast.FunctionDef) -> bool:
-    """Whether it is compiled for a GPU."""
-    return any(ast.unparse(d).split(".")[-1] in ("kernel", "jit") for d in function.decorator_list)
+    """Return True if a function is compiled for a GPU."""
+    return not decorators(function).isdisjoint(("kernel", "jit"))
 
 
 def unknown(code: CodeType, known: set[str]) -> set[str]:
-    """Names that some code looks up among its module's and finds in none."""
+    """Return the global names that some code reads and that its module does not define."""
     found = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"} - known
     return found.union(*(unknown(x, known) for x in code.co_consts if isinstance(x, CodeType)))
 
@@ -193,7 +202,7 @@ def unknown(code: CodeType, known: set[str]) -> set[str]:
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
 )
 def test_every_name_is_known(path: Path):
-    """Linters cannot tell: shapes in annotations are strings of names that nobody defines."""
+    """Every global name is defined. Linters miss some, since the shapes in annotations are strings."""
     if path.name == "__main__.py":
         pytest.skip("runs when imported")
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -207,7 +216,7 @@ def test_every_name_is_known(path: Path):
 
 
 def test_import_is_light():
-    """`import gdn` brings no Triton, Transformers or command line, and takes under 0.5 s beyond torch."""
+    """`import gdn` imports no Triton, Transformers or command line, and takes at most 0.5 s after torch."""
     code = (
         "import torch, sys, time; sys.modules['triton'] = None; t = time.process_time(); import gdn; "
         "dt = time.process_time() - t; "
@@ -219,7 +228,7 @@ def test_import_is_light():
 
 
 def test_a_cpu_call_imports_no_kernel():
-    """Triton may not even be installed where every function runs on CPU tensors, forward and backward."""
+    """Every function runs on CPU tensors without Triton, forward and backward."""
     code = (
         "import sys; sys.modules['triton'] = None; import torch, gdn; "
         "x = torch.ones(1, 3, 2, 4, requires_grad=True); "
@@ -236,3 +245,132 @@ def _python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+# At most this many parameters. Tensors of a host function do not count; of a device function every parameter
+# does. Not counted: public functions, whose signature is their contract, integrations, which have the
+# signature of what they replace, and kernels, whose signature is their ABI.
+BUDGET = 8
+# functions above the budget, and by how much: a number may only fall, and an entry within the budget goes
+HOST_OVER_BUDGET = {
+    "bench/commands.py::compare": 10,
+    "bench/commands.py::command": 13,
+    "bench/verify.py::verify": 16,
+}
+BACKENDS_OVER_BUDGET = {
+    "backends/triton/layer/conv.py::history": 10,
+    "backends/triton/layer/conv.py::input_at": 9,
+    "backends/triton/layer/norm.py::_load": 9,
+    "backends/triton/lib.py::load_beta": 11,
+    "backends/triton/lib.py::rows_of": 12,
+    "backends/triton/rule/gradients.py::through_norm": 15,
+    "backends/triton/rule/pairs.py::store_factors": 10,
+    "backends/triton/rule/prepare.py::chunk_sums": 12,
+    "backends/triton/serving/fold.py::u_of": 9,
+    "backends/triton/serving/fold.py::kept_of": 13,
+    "backends/triton/serving/packet_lib.py::slot_of": 11,
+    "backends/triton/serving/packet_lib.py::state_at": 13,
+    "backends/triton/serving/packet_lib.py::tile_at": 13,
+    "backends/triton/serving/packet_lib.py::gates_of": 21,
+    "backends/triton/serving/packet_lib.py::operand": 14,
+    "backends/triton/serving/packet_lib.py::operands": 14,
+    "backends/triton/serving/packet_lib.py::among": 10,
+    "backends/triton/serving/packet_lib.py::seen_of": 26,
+    "backends/triton/serving/packet_lib.py::store_outputs": 13,
+    "backends/triton/serving/packet_lib.py::clear": 11,
+    "backends/triton/serving/recurrent.py::read": 14,
+    "backends/triton/serving/recurrent.py::step": 14,
+    "backends/triton/serving/replay.py::gets_of": 26,
+    "backends/triton/serving/replay.py::strips": 50,
+    "backends/triton/stages/chunk.py::_rows": 10,
+    "backends/triton/stages/chunk.py::_store_rows": 11,
+}
+TENSORS = {"Tensor", *(name for name, x in vars(notation).items() if hasattr(x, "array_type"))}
+
+
+def num_parameters(function: ast.FunctionDef) -> int:
+    """Count a function's parameters without self, cls and ctx, and a host function's without tensors."""
+    every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    tensors = set() if "jit" in decorators(function) else TENSORS
+
+    def is_tensor(annotation: ast.expr | None) -> bool:
+        return annotation is not None and any(
+            isinstance(node, ast.Name) and node.id in tensors for node in ast.walk(annotation)
+        )
+
+    return sum(x.arg not in ("self", "cls", "ctx") and not is_tensor(x.annotation) for x in every)
+
+
+def over_budget(root: Path, is_counted: Callable[[Path, ast.FunctionDef], bool]) -> dict[str, int]:
+    """Return how many parameters each counted function above the budget has."""
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and is_counted(path.relative_to(root), node):
+                count = num_parameters(node)
+                if count > BUDGET:
+                    found[f"{path.relative_to(root)}::{node.name}"] = count
+    return found
+
+
+def is_host_function(where: Path, function: ast.FunctionDef) -> bool:
+    """Return True for functions outside backends/ that are neither public nor an integration's."""
+    if where.parts[0] in ("backends", "integrations"):
+        return False
+    is_public = where.parts[0] in ("ops", "layers") and function.name in {*gdn.__all__, "__init__"}
+    return not is_public
+
+
+def is_function_of_a_backend(where: Path, function: ast.FunctionDef) -> bool:
+    """Return True for host and device functions in backends/ that are no kernels."""
+    return where.parts[0] == "backends" and "kernel" not in decorators(function)
+
+
+def test_parameter_budget():
+    """Hold functions to 8 parameters; beyond that a struct or a NamedTuple is missing."""
+    assert over_budget(PACKAGE, is_host_function) == HOST_OVER_BUDGET
+    assert over_budget(PACKAGE, is_function_of_a_backend) == BACKENDS_OVER_BUDGET
+
+
+def test_a_function_over_the_budget_is_seen(tmp_path: Path):
+    """Tensors are free on the host, in any annotation, and not on the device."""
+    names = ", ".join(f"x{i}: int" for i in range(9))
+    tensors = ", ".join(f"x{i}: Tensor | None" for i in range(9))
+    code = (
+        f"def few(q: Q, g: PerHead | None, t: tuple[Tensor, ...], {tensors}): ...\ndef many({names}): ...\n"
+    )
+    (tmp_path / "problem").mkdir()
+    (tmp_path / "problem" / "new.py").write_text(code)
+    assert over_budget(tmp_path, is_host_function) == {"problem/new.py::many": 9}
+    device = f"@gluon.jit\ndef f({tensors}): ...\n@kernel\ndef g({names}): ...\ndef h({tensors}): ...\n"
+    (tmp_path / "backends").mkdir()
+    (tmp_path / "backends" / "new.py").write_text(device)
+    assert over_budget(tmp_path, is_function_of_a_backend) == {"backends/new.py::f": 9}
+
+
+def numbered(source: str) -> list[str]:
+    """Return the subscripts of a module by a number, other than of a shape."""
+
+    def is_number(node: ast.expr | None) -> bool:
+        if isinstance(node, ast.UnaryOp):
+            return is_number(node.operand)
+        return isinstance(node, ast.Constant) and isinstance(node.value, int)
+
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Subscript) and getattr(node.value, "attr", None) != "shape":
+            part = node.slice
+            bounds = (part.lower, part.upper) if isinstance(part, ast.Slice) else (part,)
+            found += [f"{node.lineno}: {ast.unparse(node)}" for x in bounds if is_number(x)]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "ops").glob("*.py")), ids=lambda path: path.name)
+def test_arguments_have_names(path: Path):
+    """No operator finds an argument by its position: the fields of its problem say what it is."""
+    if path.name == "warmup_calls.py":
+        pytest.skip("indexes tensors, of which it makes the calls")
+    assert not numbered(path.read_text())
+    assert numbered("args[4:10], args[-1], x.shape[0], args[count:], rest[7]") == [
+        "1: args[4:10]", "1: args[4:10]", "1: args[-1]", "1: rest[7]",
+    ]  # fmt: skip

@@ -1,9 +1,9 @@
-"""Commit: the accepted states of all layers into their slots. The contract of any backend."""
+"""Test `commit`, which copies the accepted states of all layers into their slots, on every backend."""
 
 import pytest
 import torch
 from kit import api
-from kit.api import law
+from kit.api import reference
 from kit.serving import inputs, moved, pool_of, same_bits
 
 import gdn
@@ -12,14 +12,14 @@ L, SLOTS, ROWS, T = 3, 8, 4, 5
 
 
 def entries(index=torch.int64):
-    """Good ones, and every way to be skipped."""
+    """Return valid entries, and every kind of entry that commit skips."""
     names = ("dst_index", "src_row", "step")
     values = ([5, 0, -1, SLOTS, 2, 3, 4, 6], [3, 0, 1, 1, -1, ROWS, 2, 2], [4, 0, 1, 1, 1, 1, -1, T])
     return {name: torch.tensor(v, dtype=index) for name, v in zip(names, values, strict=True)}
 
 
 def extras():
-    """A second slot for the same rows."""
+    """Return a second slot for the same rows."""
     return {
         "extra_dst_index": torch.tensor([7, -1, 2, 1, 1, 1, 3, 1]),
         "extra_step": torch.tensor([0, 1, 3, -1, 2, 2, 1, -5]),
@@ -27,8 +27,8 @@ def extras():
 
 
 @pytest.fixture(autouse=True)
-def asked(request, monkeypatch):
-    """`commit` takes no backend's name: the environment gives it."""
+def default_backend(request, monkeypatch):
+    """Set GDN_BACKEND, since `commit` has no argument for the backend."""
     if "backend" in request.fixturenames:
         monkeypatch.setenv("GDN_BACKEND", request.getfixturevalue("backend"))
 
@@ -47,16 +47,16 @@ def asked(request, monkeypatch):
 def test_commit(backend, device, dst, src, index, with_extra):
     before, s = pool_of(L, SLOTS, dtype=dst), pool_of(L, ROWS, T, dtype=src)
     x = entries(index) | (extras() if with_extra else {})
-    want = law.commit(before, s, **x)
+    expected = reference.commit(before, s, **x)
     d, source = before.to(device, copy=True), s.to(device, copy=True)
     assert gdn.commit(d, source, **moved(x, device)) is None
     d = d.cpu()
-    assert same_bits(d, want) and same_bits(s, source)
+    assert same_bits(d, expected) and same_bits(s, source)
     changed = {slot for slot in range(SLOTS) if not same_bits(d[:, slot], before[:, slot])}
     assert changed == ({0, 2, 3, 5, 7} if with_extra else {0, 5})
-    # the comparison sees a layer left out and a step too many
-    assert not same_bits(torch.cat([d[:-1], before[-1:]]), want)
-    assert not same_bits(law.commit(before, s, **x | {"step": x["step"] + 1}), want)
+    # the comparison finds a missing layer and a step too many
+    assert not same_bits(torch.cat([d[:-1], before[-1:]]), expected)
+    assert not same_bits(reference.commit(before, s, **x | {"step": x["step"] + 1}), expected)
 
 
 @pytest.mark.interpret
@@ -70,49 +70,49 @@ def test_nan_moves_only_where_it_is_asked_for(backend, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize("rest", [(), (7,), (2, 4, 24, 16), (1, 3, 1)])
 def test_any_shape_and_stride(backend, device, rest):
-    """Ring pools, convolution windows, pools inside pages, index columns of a table."""
+    """Pools may be rings, convolution windows or parts of pages, and indices may be columns of a table."""
     table = torch.stack([entries()["dst_index"]] * 2, 1)
     x = moved(entries() | {"dst_index": table[:, 1]}, device)
     memory = torch.randn(SLOTS, L, 3, *rest, device=device)
     others = memory[:, :, [0, 2]].clone()
     d = memory.transpose(0, 1)[:, :, 1]
     s = torch.randn(ROWS, L, 2 * T, *rest, device=device).transpose(0, 1)[:, :, ::2]
-    want = law.commit(d, s, **x)
+    expected = reference.commit(d, s, **x)
     gdn.commit(d, s, **x)
-    assert same_bits(d, want) and same_bits(memory[:, :, [0, 2]], others)
+    assert same_bits(d, expected) and same_bits(memory[:, :, [0, 2]], others)
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_every_axis_apart(backend, device, count):
-    """What a slot holds has `count` axes, none of which runs on into the next."""
+    """The contents of a slot may have `count` axes, none of which is contiguous with the next."""
     rest = (2, 3, 2, 3, 2)[:count]
     thin = (..., *(slice(None, None, 2) for _ in rest))
     memory = torch.randn(L, SLOTS, *(2 * n for n in rest), device=device)
     d, s = memory[thin], torch.randn(L, ROWS, T, *(2 * n for n in rest), device=device)[thin]
     before, x = memory.clone(), moved(entries(), device)
-    want = law.commit(d, s, **x)
+    expected = reference.commit(d, s, **x)
     gdn.commit(d, s, **x)
-    assert same_bits(d, want)
+    assert same_bits(d, expected)
     d.copy_(before[thin])
     assert same_bits(memory, before)
 
 
 @pytest.mark.interpret
 def test_verify_then_commit_is_decode(backend, device):
-    """P3: any number of accepted tokens leaves the pool as if only they had been decoded."""
+    """With P3 any number of accepted tokens leaves the pool as decoding only these tokens does."""
     x, state = moved(inputs(3, 4), device), pool_of(SLOTS).to(device)
     read = torch.tensor([6, 2, 0], device=device)
     kept = torch.empty(3, 4, 4, 24, 16, device=device)
     api.decode(**x, state=state, read_index=read, write="none", intermediate=kept, backend=backend)
     accepted = [1, 4, 0]
-    want = state.clone()
+    expected = state.clone()
     for n, count in enumerate(accepted):
         row = {name: v[n : n + 1, :count] for name, v in x.items()}
-        api.decode(**row, state=want, read_index=read[n : n + 1], backend=backend)
+        api.decode(**row, state=expected, read_index=read[n : n + 1], backend=backend)
     row, step = torch.arange(3, device=device), torch.tensor(accepted, device=device) - 1
     gdn.commit(state[None], kept[None], read, row, step)
-    assert same_bits(state, want)
+    assert same_bits(state, expected)
 
 
 @pytest.mark.interpret

@@ -1,4 +1,4 @@
-"""What a user reads runs: the Python of the pages, and the examples in docstrings."""
+"""Run the code of the pages and the examples in docstrings, and check links, names and lengths of pages."""
 
 import doctest
 import importlib
@@ -14,6 +14,11 @@ from gdn.integrations import transformers
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LAB = ROOT / "docs" / "lab"
+# files that pages name but this repository does not have: FLA's tests, and an imagined backend
+FOREIGN = {
+    "tests/ops/test_gdn.py", "tests/layers/test_gated_deltanet.py",
+    "tests/models/test_modeling_gated_deltanet.py", "src/gdn/backends/xpu/__init__.py", "xpu/rule.py",
+}  # fmt: skip
 MODULES = [m.name for m in pkgutil.walk_packages(gdn.__path__, "gdn.") if "__main__" not in m.name]
 
 
@@ -23,7 +28,7 @@ def blocks(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_python_of_a_page_runs(page):
-    """A page is one session: each block sees the names of those above it."""
+    """The blocks of a page run as one session: each block sees the names of those above it."""
     pytest.importorskip("transformers")
     assert not transformers._active
     session: dict[str, object] = {}
@@ -31,13 +36,13 @@ def test_the_python_of_a_page_runs(page):
         for block in blocks(page):
             exec(compile(block, str(page), "exec"), session)
     finally:
-        # a page may patch Transformers and leave it so
+        # a page may patch Transformers and not undo it
         for patch in list(transformers._active):
             patch.undo()
 
 
 def test_each_block_about_transformers_runs_alone():
-    """A reader pastes the block of a heading without those above it."""
+    """A reader may paste the block of a heading without those above it."""
     pytest.importorskip("transformers")
     for block in blocks(ROOT / "docs" / "transformers.md"):
         assert "..." not in re.sub("#.*", "", block)
@@ -55,7 +60,7 @@ def test_docstring_examples(name):
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that a forge makes of a page's headings."""
+    """Return the anchors that a forge generates from a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
@@ -74,11 +79,39 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
+def missing_files(page: Path) -> list[str]:
+    """Return the files that a page names in backticks, with a folder, and that do not exist."""
+    text = re.sub(r"^```.*?^```|^    .*?$", "", page.read_text(), flags=re.S | re.M)
+    package = ROOT / "src" / "gdn"
+    backends = package / "backends"
+    roots = (ROOT, package, backends, *backends.glob("*/"))
+    named = re.findall(r"`([\w.*-]+/[\w./*-]+\.(?:py|md|json|jsonl|svg))`", text)
+    return [name for name in named if name not in FOREIGN and not any(any(r.glob(name)) for r in roots)]
+
+
 def test_links_lead_somewhere():
     others = [ROOT / f"{name}.md" for name in ("CONTRIBUTING", "NOTES", "CHANGELOG", "SECURITY")]
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *(x for x in others if x.exists())]
     assert len(pages) > 50
     assert [link for page in pages for link in broken_links(page)] == []
+
+
+def test_files_that_pages_name_exist():
+    """Pages name files that exist. Entries of the lab keep the names of their day."""
+    others = (ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md")
+    pages = [page for page in (*PAGES, *others) if LAB not in page.parents]
+    assert {page.name: missing for page in pages if (missing := missing_files(page))} == {}
+
+
+def test_a_missing_file_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("test_docs.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "is.py").touch()
+    page.write_text(
+        "`src/is.py` `src/no.py` `src/*.py` `src/n*.py` `xpu/rule.py` `no.py` and\n\n    `src/indented.py`\n"
+    )
+    assert missing_files(page) == ["src/no.py", "src/n*.py"]
 
 
 def test_a_broken_link_is_found(tmp_path, monkeypatch):
@@ -91,7 +124,7 @@ def test_a_broken_link_is_found(tmp_path, monkeypatch):
 
 
 def lab_entries() -> list[Path]:
-    """Return the entries of the lab."""
+    """Return the paths of the lab's entries."""
     return [path for path in sorted(LAB.glob("*.md")) if path.name != "README.md"]
 
 
@@ -114,7 +147,7 @@ def test_notes_and_design_pages_stay_short():
 
 
 def test_the_matrix_of_versions_is_whole():
-    """docs/install.md has a row for each GPU and Triton of the compile tests, and for each Python."""
+    """docs/install.md has a row for each GPU and each Triton of the compile tests, and for each Python."""
     page = (ROOT / "docs" / "install.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("|")]
     targets = re.findall(

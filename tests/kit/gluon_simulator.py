@@ -10,6 +10,7 @@ import operator
 import threading
 import types
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from typing import Any
 
 import torch
@@ -303,7 +304,7 @@ STANDINS: dict[str, Any] = {
     "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
     "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
     "recast": lambda shared, dtype, shape, layout: Shared(shared.x.view(dtype).view([int(n) for n in shape])),
-    "barrier": lambda: None, "here": lambda x: x,
+    "barrier": lambda: None, "opaque": lambda x: x,
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
 }  # fmt: skip
 
@@ -321,9 +322,20 @@ def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any) -> None:
                     names[name] = STANDINS[name]
                 elif isinstance(x, (JITFunction, InterpretedFunction)):
                     names[name] = bind(x)
+                elif hasattr(x, "__triton_aggregate__"):
+                    names[name] = bind_struct(x)
                 else:
                     names[name] = x.value if isinstance(x, gl.constexpr) else x
         return bound[id(function)]
+
+    def bind_struct(struct: Any) -> Any:
+        """Make a dataclass of a struct's fields and methods."""
+        if id(struct) not in bound:
+            made = bound[id(struct)] = make_dataclass(struct.__name__, struct.names)
+            for name, x in vars(struct).items():
+                if isinstance(x, (JITFunction, InterpretedFunction)):
+                    setattr(made, name, bind(x))
+        return bound[id(struct)]
 
     given = [Pointer.to(x) if isinstance(x, torch.Tensor) else x for x in arguments]
     _here.programs = grid

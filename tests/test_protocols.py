@@ -1,7 +1,7 @@
-"""Engines side by side: each keeps states by another protocol, all see the same drafts and accept the same.
+"""Run engines side by side: each uses another protocol, and all see the same drafts and accept the same.
 
-After any walk of packets, accepted counts and prompts in between, all hold the state that plain decoding of
-what was accepted leaves: to the bit where states are kept, within rounding where they are replayed.
+After any sequence of packets, accepted counts and prompts, all hold the state of plain decoding: bit for bit
+if a protocol stores states, within rounding if it replays them.
 """
 
 import hypothesis
@@ -16,7 +16,7 @@ ROWS, MOST, PLACES = 2, 4, 9  # requests, drafts of a packet, places of a histor
 
 
 class Engine:
-    """A pool with one request per row, which starts from the states given."""
+    """Hold a pool with one request per row, which starts from the given states."""
 
     def __init__(self, states, backend):
         self.backend, self.device = backend, states.device
@@ -27,7 +27,7 @@ class Engine:
         return torch.tensor(values, device=self.device)
 
     def prompt(self, x, row):
-        """A new prompt in a row's place; the others stay. What is written is the protocol's own state."""
+        """Prefill a new prompt in a row's place, into the protocol's own state; other rows keep theirs."""
         state = self.states()
         cu = self.ints([0, x["q"].shape[1]])
         fresh = torch.zeros(1, dtype=torch.bool, device=self.device)
@@ -39,6 +39,8 @@ class Engine:
 
 
 class Plain(Engine):
+    """Decode accepted tokens only."""
+
     def start(self, states):
         self.pool = states.clone()
 
@@ -56,7 +58,7 @@ class Plain(Engine):
 
 
 class Ring(Engine):
-    """P1: lmdeploy."""
+    """Keep states by P1, as lmdeploy does."""
 
     def start(self, states):
         self.ring = torch.full((ROWS, MOST, *states.shape[1:]), float("nan"), device=self.device)
@@ -72,12 +74,12 @@ class Ring(Engine):
         )
 
     def accept(self, counts):
-        # as in the engine, a packet keeps at least the token that the target model adds
+        # at least one token of a packet is accepted, the one that the target model adds
         self.lengths += self.ints(counts)
 
 
 class Table(Engine):
-    """P2: vLLM, slot 0 for padding."""
+    """Keep states by P2, as vLLM does, with slot 0 for padding."""
 
     def start(self, states):
         self.pool = torch.full((ROWS * MOST + 1, *states.shape[1:]), float("nan"), device=self.device)
@@ -98,8 +100,8 @@ class Table(Engine):
         self.accepted = self.ints(counts)
 
 
-class Kept(Plain):
-    """P3: SGLang, FlashInfer."""
+class Intermediate(Plain):
+    """Keep states by P3, as SGLang and FlashInfer do."""
 
     def verify(self, x):
         self.kept = torch.full((ROWS, MOST, *self.pool.shape[1:]), float("nan"), device=self.device)
@@ -109,8 +111,8 @@ class Kept(Plain):
         gdn.commit(self.pool[None], self.kept[None], self.rows, self.rows, self.ints(counts) - 1)
 
 
-class Tree(Kept):
-    """P4 on a chain, with a second guess at every token beside it: token 2 t + 1 is the guess that loses."""
+class Tree(Intermediate):
+    """Keep states by P4 on a chain with a second guess at every token: token 2 t + 1 is wrong."""
 
     def verify(self, x):
         T = x["q"].shape[1]
@@ -128,7 +130,7 @@ class Tree(Kept):
 
 
 class Replay(Engine):
-    """P5: TensorRT-LLM."""
+    """Keep tokens by P5, as TensorRT-LLM does."""
 
     def start(self, states):
         self.pool = states.clone()
@@ -158,7 +160,7 @@ packets = st.integers(1, MOST).flatmap(lambda T: st.tuples(st.just(T), *[st.inte
 prompts = st.tuples(st.just("prompt"), st.integers(0, ROWS - 1), st.integers(1, 70))
 
 
-def walk(backend, device, steps, engines=(Ring, Table, Kept, Tree, Replay)):
+def run_engines(backend, device, steps, engines=(Ring, Table, Intermediate, Tree, Replay)):
     states = pool_of(ROWS).to(device)
     plain, others = Plain(states, backend), [engine(states, backend) for engine in engines]
     for kind, *rest in steps:
@@ -169,32 +171,32 @@ def walk(backend, device, steps, engines=(Ring, Table, Kept, Tree, Replay)):
                 engine.prompt(x, row)
             continue
         x = {name: v.to(device) for name, v in inputs(ROWS, kind).items()}
-        want = plain.verify(x)
+        expected = plain.verify(x)
         for engine in others:
             o, name = engine.verify(x), type(engine).__name__
-            assert error(o, want) <= 1e-5 if name == "Replay" else same_bits(o, want), name
+            assert error(o, expected) <= 1e-5 if name == "Replay" else same_bits(o, expected), name
         for engine in (plain, *others):
             engine.accept(rest)
     for engine in others:
         name = type(engine).__name__
-        found, wanted = engine.states(), plain.states()
-        assert error(found, wanted) <= 1e-5 if name == "Replay" else same_bits(found, wanted), name
+        found, expected = engine.states(), plain.states()
+        assert error(found, expected) <= 1e-5 if name == "Replay" else same_bits(found, expected), name
 
 
-def test_any_walk(backend, device, monkeypatch):
+def test_any_packets_and_prompts(backend, device, monkeypatch):
     monkeypatch.setenv("GDN_BACKEND", backend)
 
     @hypothesis.settings(max_examples=60 if backend == "eager" else 15)
     @hypothesis.given(st.lists(st.one_of(packets, packets, packets, prompts), min_size=1, max_size=6))
     def check(steps):
         torch.manual_seed(len(steps))
-        walk(backend, device, steps)
+        run_engines(backend, device, steps)
 
     check()
 
 
-def test_a_walk_can_fail(backend, device, monkeypatch):
-    """One engine that accepts a token too many is found."""
+def test_a_wrong_engine_is_found(backend, device, monkeypatch):
+    """The comparison finds an engine that accepts a token too many."""
     monkeypatch.setenv("GDN_BACKEND", backend)
 
     class Greedy(Replay):
@@ -202,9 +204,9 @@ def test_a_walk_can_fail(backend, device, monkeypatch):
             super().accept([c + (room == MOST) for c in counts], room)
 
     steps = [(4, 1, 2), (3, 2, 1)]
-    walk(backend, device, steps)
+    run_engines(backend, device, steps)
     try:
-        walk(backend, device, steps, (Greedy,))
+        run_engines(backend, device, steps, (Greedy,))
     except AssertionError:
         return
     raise AssertionError("not found")
