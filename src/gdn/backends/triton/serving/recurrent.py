@@ -13,16 +13,16 @@ from torch import Tensor
 
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.serving.recurrent_lib import (
-    along_keys,
+    advance_token,
     divide,
-    owner,
-    places,
-    read,
-    span,
-    step,
-    tile,
+    key_offsets,
+    load_token,
+    locate_program,
+    tile_indices,
+    tile_pointers,
+    token_range,
 )
-from gdn.backends.triton.serving.state_tiles import inverse, offsets_on, pool_of, tile_of
+from gdn.backends.triton.serving.state_tiles import magic_numbers, offsets_on, pool_of, tile_of
 from gdn.backends.triton.serving.structs import Token, Tokens, group_constants
 from gdn.problem import Problem
 
@@ -33,7 +33,7 @@ def recurrent_kernel(
     final_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, o_b, o_t, o_h,
     q_k, k_k, v_v, A_log_h, dt_bias_h, initial_n, initial_h, initial_k, initial_v, N, T,
-    HV, HV_inverse, HV_s, ratio_inverse, ratio_s, scale,
+    HV, HV_magic, HV_s, ratio_magic, ratio_s, scale,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, INITIAL_AXIS: tl.constexpr, DENSE: tl.constexpr,
     UNIT: tl.constexpr, INITIAL_UNIT: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr,
@@ -45,9 +45,9 @@ def recurrent_kernel(
         NORM=NORM, DECAY=g_ptr is not None, GATE=A_log_ptr is not None, SIGMOID=SIGMOID, NEGATIVE=NEGATIVE
     )
     BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
-    row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
-    first, count = span(cu_seqlens_ptr, row, N, T)
-    keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
+    row, head, block = locate_program(HV, HV_magic, HV_s, BLOCKS)
+    first, count = token_range(cu_seqlens_ptr, row, N, T)
+    keys, values = tile_indices(block, A, J, B, W, AXIS, R_FIRST)
     has_key, has_value = keys < K, values < V
     in_state = has_key & has_value[:, None, :, None]
     o_ptr += row * o_b + first * o_t + head * o_h + values
@@ -56,11 +56,11 @@ def recurrent_kernel(
             tl.store(o_ptr, tl.zeros([A, B], o_ptr.dtype.element_ty), mask=has_value)
             o_ptr += o_t
         return
-    key_head = divide(head, ratio_inverse, ratio_s)
+    key_head = divide(head, ratio_magic, ratio_s)
     q_ptr += (row * q_b + first * q_t + key_head * q_h) * UNIT
     k_ptr += (row * k_b + first * k_t + key_head * k_h) * UNIT
-    q_ptr += along_keys(keys, q_k, A, B, AXIS, R_FIRST, DENSE)
-    k_ptr += along_keys(keys, k_k, A, B, AXIS, R_FIRST, DENSE)
+    q_ptr += key_offsets(keys, q_k, A, B, AXIS, R_FIRST, DENSE)
+    k_ptr += key_offsets(keys, k_k, A, B, AXIS, R_FIRST, DENSE)
     v_ptr += row * v_b + first * v_t + head * v_h + values * v_v
     if g_ptr is not None:
         g_ptr += row * g_b + first * g_t + head * g_h
@@ -68,11 +68,11 @@ def recurrent_kernel(
         beta_ptr += row * beta_b + first * beta_t + head * beta_h
     at = tl.full([], 0, tl.int64)  # token index; 64 bits because strides may be large
     tokens = Tokens(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
-    q, k, v, g, beta = read(tokens, at, count, has_key, has_value, UNIT)
+    q, k, v, g, beta = load_token(tokens, at, count, has_key, has_value, UNIT)
     S = tl.zeros([A, J, B, W], tl.float32)  # fp32 registers for the whole sequence
     if initial_ptr is not None:
         initial_ptr += (row * initial_n + head * initial_h) * INITIAL_UNIT
-        start = tile(initial_ptr, keys, values, initial_k, initial_v, INITIAL_UNIT, INITIAL_AXIS)
+        start = tile_pointers(initial_ptr, keys, values, initial_k, initial_v, INITIAL_UNIT, INITIAL_AXIS)
         S = tl.load(start, mask=in_state, other=0.0).to(tl.float32)
     rate, bias = 0.0, 0.0
     if A_log_ptr is not None:
@@ -81,14 +81,16 @@ def recurrent_kernel(
         bias = tl.load(dt_bias_ptr + head * dt_bias_h).to(tl.float32)
     for _ in range(count):
         # load the next token from HBM while this one is computed in registers
-        q_next, k_next, v_next, g_next, beta_next = read(tokens, at + 1, count, has_key, has_value, UNIT)
-        S, o = step(S, Token(q, k, v, g, beta), rate, bias, scale, C)
+        q_next, k_next, v_next, g_next, beta_next = load_token(
+            tokens, at + 1, count, has_key, has_value, UNIT
+        )
+        S, o = advance_token(S, Token(q, k, v, g, beta), rate, bias, scale, C)
         tl.store(o_ptr + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
         at += 1
         q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
     if final_ptr is not None:
         final_ptr += (row * HV + head) * (K * V)  # the only store of S to HBM
-        tl.store(tile(final_ptr, keys, values, V, K, 1, AXIS), S, mask=in_state)
+        tl.store(tile_pointers(final_ptr, keys, values, V, K, 1, AXIS), S, mask=in_state)
 
 
 _plans: PlanCache[Launch] = PlanCache()
@@ -134,7 +136,7 @@ def _plan(p: Problem) -> Launch:
     return Launch(
         recurrent_kernel,
         (p.N + int(is_packed)) * p.HV * part.blocks(p.V),
-        (*scalars, p.N, p.T, p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.scale),
+        (*scalars, p.N, p.T, p.HV, *magic_numbers(p.HV), *magic_numbers(p.HV // p.H), p.scale),
         {
             "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "INITIAL_AXIS": start[0],
             "DENSE": p.q.stride(3) == p.k.stride(3) == 1, "UNIT": unit, "INITIAL_UNIT": start[1],

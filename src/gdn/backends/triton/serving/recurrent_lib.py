@@ -20,13 +20,13 @@ from gdn.backends.triton.lib import activate_beta, softplus
 
 
 @triton.jit
-def product(x, y):
+def rounded_product(x, y):
     """Return x y, rounded: written as an fma, it is never fused with a following sum."""
     return tl.fma(x, y, 0.0)
 
 
 @triton.jit
-def fours(x):
+def split_by_four(x):
     """Split [A, J, B, W] into four [A, J, B, W / 4] by position in W mod 4; neighbours share a thread."""
     A: tl.constexpr = x.shape[0]
     J: tl.constexpr = x.shape[1]
@@ -39,19 +39,19 @@ def fours(x):
 
 
 @triton.jit
-def inner(x, y):
-    """Return <x, y> over K of [A, J, B, W]: four neighbours in order, then pairs as in `over_keys`."""
+def inner_product(x, y):
+    """Return <x, y> over K of [A, J, B, W]: four neighbours in order, then pairs as in `sum_keys`."""
     if x.shape[3] < 4:  # fewer than four neighbours in a thread
-        return over_keys(product(x, y))
+        return sum_keys(rounded_product(x, y))
     else:
         x, y = tl.broadcast(x, y)
-        x0, x1, x2, x3 = fours(x)
-        y0, y1, y2, y3 = fours(y)
-        return over_keys(tl.fma(x3, y3, tl.fma(x2, y2, tl.fma(x1, y1, product(x0, y0)))))
+        x0, x1, x2, x3 = split_by_four(x)
+        y0, y1, y2, y3 = split_by_four(y)
+        return sum_keys(tl.fma(x3, y3, tl.fma(x2, y2, tl.fma(x1, y1, rounded_product(x0, y0)))))
 
 
 @triton.jit
-def over_keys(x):
+def sum_keys(x):
     """Sum [A, J, B, W] over K: halves of J, then neighbours in W, always two elements at a time.
 
     Two elements have the same sum in either order: no tile, alignment or number of warps changes the bits.
@@ -77,15 +77,15 @@ def divide(x, inverse, s):
 
 
 @triton.jit
-def owner(HV, HV_inverse, HV_s, BLOCKS: tl.constexpr, AHEAD: tl.constexpr = 0):
+def locate_program(HV, HV_magic, HV_s, BLOCKS: tl.constexpr, AHEAD: tl.constexpr = 0):
     """Return row, value head and block of V of this program, or of the one AHEAD program ids later."""
     pid = tl.program_id(0) + AHEAD
-    row = divide(pid // BLOCKS, HV_inverse, HV_s)
+    row = divide(pid // BLOCKS, HV_magic, HV_s)
     return row.to(tl.int64), pid // BLOCKS - row * HV, pid % BLOCKS
 
 
 @triton.jit
-def span(cu_seqlens_ptr, row, N, T):
+def token_range(cu_seqlens_ptr, row, N, T):
     """Return a row's first packed token and count; row N of packed rows has those past the last sequence."""
     if cu_seqlens_ptr is None:
         first = tl.full([], 0, tl.int64)  # dense rows start at token 0
@@ -98,7 +98,7 @@ def span(cu_seqlens_ptr, row, N, T):
 
 
 @triton.jit
-def places(
+def tile_indices(
     block, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr, AXIS: tl.constexpr,
     R_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def places(
 
 
 @triton.jit
-def along_keys(
+def key_offsets(
     keys, stride, A: tl.constexpr, B: tl.constexpr, AXIS: tl.constexpr, R_FIRST: tl.constexpr,
     DENSE: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +129,7 @@ def along_keys(
 
 
 @triton.jit
-def tile(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexpr):
+def tile_pointers(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexpr):
     """Return pointers [A, J, B, W] to a state with strides k and v, in UNITs; it is contiguous along AXIS."""
     values = values[:, None, :, None]
     if AXIS == "k":
@@ -140,7 +140,7 @@ def tile(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def read(tokens, t, count, has_key, has_value, UNIT: tl.constexpr):
+def load_token(tokens, t, count, has_key, has_value, UNIT: tl.constexpr):
     """Load token t as the caller gave it: q, k [., J, ., W], v [A, B], g, beta; zeros from `count` on."""
     q_t, k_t = tokens.q_t * UNIT, tokens.k_t * UNIT
     is_token = t < count
@@ -159,7 +159,7 @@ def read(tokens, t, count, has_key, has_value, UNIT: tl.constexpr):
 
 
 @triton.jit
-def step(S, token, rate, bias, scale, C: tl.constexpr):
+def advance_token(S, token, rate, bias, scale, C: tl.constexpr):
     """Advance S by one token as loaded; return S and o [A, B]. rate = exp(A_log) and bias are for GATE.
 
     Every multiply-add is an explicit fma, so the code around a step cannot change its bits.
@@ -171,12 +171,16 @@ def step(S, token, rate, bias, scale, C: tl.constexpr):
         token.g.to(tl.float32),
     )
     beta = activate_beta(token.beta, C.SIGMOID, C.NEGATIVE)
-    kS, qS, qk = inner(S, k), inner(S, q), inner(q, k)  # S comes from registers, not from HBM
+    kS, qS, qk = (
+        inner_product(S, k),
+        inner_product(S, q),
+        inner_product(q, k),
+    )  # S comes from registers, not from HBM
     k_rstd, decay = 1.0, 1.0
     if C.NORM:
         # scale the sums over K and d instead of k and q: fewer registers and instructions
-        k_rstd = tl.rsqrt(inner(k, k) + 1e-6)
-        q_rstd = tl.rsqrt(inner(q, q) + 1e-6)
+        k_rstd = tl.rsqrt(inner_product(k, k) + 1e-6)
+        q_rstd = tl.rsqrt(inner_product(q, q) + 1e-6)
         kS, qS, qk = kS * k_rstd, qS * q_rstd, qk * q_rstd * k_rstd
     if C.DECAY:
         if C.GATE:
@@ -184,5 +188,5 @@ def step(S, token, rate, bias, scale, C: tl.constexpr):
         decay = tl.exp(g)
         S *= decay  # in place, after both products have used S
     d = beta * tl.fma(-decay, kS, v)
-    o = scale * tl.fma(decay, qS, product(qk, d))
+    o = scale * tl.fma(decay, qS, rounded_product(qk, d))
     return tl.fma(k, (d * k_rstd)[:, None, :, None], S), o

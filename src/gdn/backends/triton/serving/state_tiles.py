@@ -10,7 +10,7 @@ from gdn.backends.triton.launch import Machine, unit_of
 
 
 @dataclass(frozen=True)
-class Tile:
+class StateTile:
     """Describe the tile of a state that a program keeps in registers, and the warps that share it."""
 
     R: int
@@ -43,26 +43,26 @@ RESIDENT = 16  # programs of the largest tile that an SM holds at a time: 128 re
 
 def tile_of(
     K: int, V: int, axis: str, width: int, unit: int, machine: Machine, warps: int = WARPS,
-    pairs: int | None = None,
-) -> Tile:  # fmt: skip
+    num_states: int | None = None,
+) -> StateTile:  # fmt: skip
     """Choose the tile for states of `width` bytes per element, which are loaded `unit` elements at a time.
 
-    J and W, which decide the order of sums over K, depend on K, axis and width alone. `pairs`: rows times
+    J and W, which decide the order of sums over K, depend on K, axis and width alone. `num_states`: rows x
     heads; tiles have half the columns while all programs are resident at once: at B = 1, 32 heads of
     128 x 128 in bf16 2.7 us and not 2.9, at B = 8 7.6 and not 7.1 (H200).
     """
     lanes, vector = 64 if machine.kind == "hip" else 32, min(16 // width, unit)  # 16-byte loads
     K, V = triton.next_power_of_2(K), triton.next_power_of_2(V)
     columns = max(1, min(SHARES[axis, width] * lanes * warps // K, V))
-    if pairs is not None and SHARES[axis, width] == max(SHARES.values()):
+    if num_states is not None and SHARES[axis, width] == max(SHARES.values()):
         half = max(1, columns // 2)
-        columns = half if pairs * (V // half) <= RESIDENT * machine.num_sms else columns
+        columns = half if num_states * (V // half) <= RESIDENT * machine.num_sms else columns
     if axis == "v":
         P = min(vector, columns)
-        return Tile(columns // P, P, K, 1, warps)
+        return StateTile(columns // P, P, K, 1, warps)
     W = min(K, 128 // width)
     R = max(1, lanes * warps * vector // W)
-    return Tile(R, max(1, columns // R), K // W, W, warps)
+    return StateTile(R, max(1, columns // R), K // W, W, warps)
 
 
 def pool_of(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tuple[int, ...]]:
@@ -78,7 +78,7 @@ def pool_of(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tupl
     return axis, unit, tuple(s // unit for s in strides)
 
 
-def inverse(n: int) -> tuple[int, int]:
+def magic_numbers(n: int) -> tuple[int, int]:
     """Return the constants with which `divide` divides by n below 2**30: ceil(2**s / n) and s."""
     s = 30 + (n - 1).bit_length()
     return -(-(1 << s) // n), s
