@@ -93,7 +93,7 @@ class CachedCall:
         if self.reads_offsets:
             check_offsets(problem)
         if not self.is_repeated:
-            return self._compute_guarded(problem, save)
+            return self._compute_guarded(problem, tensors, save)
         if self.signature is CHUNK_FORWARD:
             o, final, saved = self.backend.chunk_forward(problem, save)
         else:
@@ -101,16 +101,15 @@ class CachedCall:
             saved = Saved()
         return o.contiguous(), make_contiguous(final), saved
 
-    def _compute_guarded(self, problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
-        saved = Saved()
+    def _compute_guarded(
+        self, problem: Problem, tensors: Tensors, save: bool
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        body, saved = replace(self, is_repeated=True, reads_offsets=False), Saved()
 
         def run() -> Tensors:
             nonlocal saved
-            if self.signature is CHUNK_FORWARD:
-                o, final, saved = self.backend.chunk_forward(problem, save)
-            else:
-                o, final = self.backend.recurrent_forward(problem)
-            return (o.contiguous(), make_contiguous(final), *saved)
+            o, final, saved = body.compute(tensors, save)
+            return (o, final, *saved)
 
         o, final, *_ = guarded(self.signature, problem.device, run, problem)
         return o, final, saved
@@ -148,16 +147,6 @@ class _Rule(torch.autograd.Function):
         return (None, *requested(gradients, needs))
 
 
-def _differentiate(call: CachedCall, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-    """Return o and final_state; record the call if a tensor requires a gradient."""
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if x is not None and x.requires_grad:
-                return _Rule.apply(call, *tensors)  # type: ignore[no-any-return]
-    o, final, _ = call.compute(tensors, False)
-    return o, final
-
-
 @dataclass(frozen=True)
 class RuleFunction:
     """Describe a public function of the rule: its name, its operator, and the check of its arguments."""
@@ -173,31 +162,34 @@ class RuleFunction:
         """
         key, call = None, None
         try:
+            asked, is_debugging = settings.of_call()
             # under autocast the checks change the dtype of q
-            if is_plain(q) and not settings.debug() and not torch.is_autocast_enabled(q.device.type):
-                key = key_of(self.name, tensors, options)
+            if is_plain(q) and not is_debugging and not torch.is_autocast_enabled(q.device.type):
+                key = key_of((self.name, asked), tensors, options)
                 call = _calls.get(key)
         except (AttributeError, TypeError, RuntimeError):
             # an argument of the wrong kind: the checks raise the error that names it
             key = None
         if call is None:
-            return self._first(key, tensors, options)
-        return _differentiate(call, tensors)
+            problem = self._check(tensors, options)
+            if not is_plain(problem.q):
+                # a tracer or a transform has to see the operator
+                o, S = rule(problem, is_recurrent=self.signature is RECURRENT_FORWARD)
+                return o, S if problem.output_final_state else None
+            call, tensors = self._cached(problem, key is not None), problem.tensors()
+            if key is not None:
+                store(key, call)
+        if torch.is_grad_enabled():
+            for x in tensors:
+                if x is not None and x.requires_grad:
+                    return _Rule.apply(call, *tensors)  # type: ignore[no-any-return]
+        o, final_state, _ = call.compute(tensors, False)
+        return o, final_state
 
-    def _first(
-        self, key: Hashable, tensors: Tensors, options: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Check and run a call; run it as a torch operator where a tracer or transform is active."""
+    def _check(self, tensors: Tensors, options: tuple[Any, ...]) -> Problem:
         problem = self.parse(tensors, options)
         check.no_tangent(self.name, **{name: getattr(problem, name) for name in DIFFERENTIABLE})
-        if not is_plain(problem.q):
-            o, final = rule(problem, is_recurrent=self.signature is RECURRENT_FORWARD)
-            return o, final if problem.output_final_state else None
-        call = self._cached(problem, key is not None)
-        outputs = _differentiate(call, problem.tensors())
-        if key is not None:
-            store(key, call)
-        return outputs
+        return problem
 
     def _cached(self, p: Problem, is_repeated: bool) -> CachedCall:
         is_on_host = p.cu_seqlens is not None and (
@@ -248,8 +240,9 @@ class PoolFunction:
         """
         given, key, call = (*tensors, out), None, None
         try:
-            if is_plain(like) and not settings.debug() and self._is_repeatable(given):
-                key = key_of(self.name, given, options)
+            asked, is_debugging = settings.of_call()
+            if is_plain(like) and not is_debugging and self._is_repeatable(given):
+                key = key_of((self.name, asked), given, options)
                 call = _calls.get(key)
         except (AttributeError, TypeError, RuntimeError):
             # an argument of the wrong kind: the checks raise the error that names it
@@ -321,9 +314,9 @@ class PoolFunction:
         return CachedCall(self.signature, problem.without_tensors(), backend, launch, output)
 
 
-def key_of(name: str, tensors: Tensors, options: tuple[Any, ...]) -> Hashable:
-    """Return the key of a call of the function with this name: all values that its checks read."""
-    values: list[Any] = [name, settings.backend(), *options, *map(type, options)]
+def key_of(call: tuple[str | None, ...], tensors: Tensors, options: tuple[Any, ...]) -> Hashable:
+    """Return the key of a call, given its function and backend: all values that its checks read."""
+    values: list[Any] = [*call, *options, *map(type, options)]
     for x in tensors:
         if x is None:
             values.append(None)

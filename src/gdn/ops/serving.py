@@ -241,13 +241,8 @@ class _PackedFunction(PoolFunction):
         if launch is None:
             return None
         mixed_qkv, *_ = given
-        views = launch.packed(problem, mixed_qkv)
-
-        def write(mixed_qkv: Tensor, state: Tensor, a: Tensor, b: Tensor, *rest: Tensor | None) -> None:
-            views(mixed_qkv, mixed_qkv, mixed_qkv, state, None, None, a, b, *rest)
-
-        output = self.result(problem).shape
-        return CachedCall(self.signature, problem.without_tensors(), select(problem), write, output)
+        packed, output = launch.packed(problem, mixed_qkv), self.result(problem).shape
+        return CachedCall(self.signature, problem.without_tensors(), select(problem), packed, output)
 
 
 def _decode_functional(*args: Any) -> tuple[Tensor, Tensor]:

@@ -159,11 +159,11 @@ def writing(write: str, write_index: Any, ring_pos: Any, dims: dict[str, int]) -
 
 def spans(offsets: list[int], max_seqlen: int | None) -> list[tuple[int, int]]:
     """Return (first token, number of tokens) of every packed row; ValueError for one over max_seqlen."""
-    found = [(start, end - start) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
-    longest = max((count for _, count in found), default=0)
+    rows = [(start, end - start) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    longest = max((count for _, count in rows), default=0)
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(f"max_seqlen: expected at least {longest} (the longest row), got {max_seqlen}")
-    return found
+    return rows
 
 
 def columns(name: str, x: Tensor | None, count: int | None) -> None:

@@ -201,7 +201,7 @@ def host_offsets(
     Raises ValueError unless 0 = cu_seqlens[0] <= cu_seqlens[1] <= ... <= cu_seqlens[N] <= T, and unless both
     tensors that are read hold the same offsets.
     """
-    found: list[int] | None = None
+    offsets: list[int] | None = None
     for name, x in (("cu_seqlens_cpu", cu_seqlens_cpu), ("cu_seqlens", cu_seqlens)):
         if x is None or (x.device.type != "cpu" and not read_device):
             continue
@@ -213,7 +213,7 @@ def host_offsets(
                 raise ValueError(f"{name}: expected non-decreasing offsets, got {a} then {b} at position {n}")
         if values[-1] > T:
             raise ValueError(f"{name}: expected the last offset to be at most T={T}, got {values[-1]}")
-        if found is not None and values != found:
-            raise ValueError(f"{name}: expected the numbers of cu_seqlens_cpu {found}, got {values}")
-        found = values
-    return found
+        if offsets is not None and values != offsets:
+            raise ValueError(f"{name}: expected the numbers of cu_seqlens_cpu {offsets}, got {values}")
+        offsets = values
+    return offsets
