@@ -1,10 +1,14 @@
 """Compare the layer, and the training of a small hybrid model, on three ranks with one process."""
 
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from kit import ranks as kit
+from kit.processes import ROOT
 from kit.sharded import relative
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -143,3 +147,21 @@ def test_a_hybrid_model_trains_as_on_one_process(ranks):
     # layers that take their shard for a sequence give another loss: the comparison sees it
     losses, *_ = ranks.run(train, "contiguous", False, 3)
     assert max(abs(a - b) / b for a, b in zip(losses, want, strict=False)) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_example_runs_under_torchrun():
+    """torchrun --standalone chooses a free port by itself."""
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "examples/two_ranks.py",
+    ]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank \d of 2: 500 tokens", done.stdout)) == [
+        "rank 0 of 2: 500 tokens", "rank 1 of 2: 500 tokens",
+    ]  # fmt: skip
