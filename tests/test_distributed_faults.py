@@ -22,13 +22,6 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch ha
 SIZES = {"T": 10, "H": 2, "HV": 4, "K": 8, "V": 8}
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """Start three ranks for the tests that end none."""
-    with kit.started(3) as started:
-        yield started
-
-
 def call(context: Any, **options: Any) -> torch.Tensor:
     """Call the rule on tensors of ones."""
     sizes = SIZES | {n: options.pop(n) for n in SIZES if n in options}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from kit import ranks as kit
 from kit.processes import ROOT
 from kit.sharded import relative
 from torch import Tensor, nn
@@ -26,13 +25,6 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...] | None, int]] = {
     "packed, zigzag": ({"runs": ZIGZAG, "exchange": "owner"}, (0, 5, 25, 25, 52, T), 1),
     "a rank without tokens": ({"runs": [(1, 0, 40), (0, 40, T)]}, (0, 38, T), 1),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """Start three ranks for all tests of this module."""
-    with kit.started(3) as started:
-        yield started
 
 
 def layer(dtype: torch.dtype) -> gdn.GatedDeltaNet:

@@ -1,6 +1,5 @@
 """Compare the rule and the convolution on three ranks with the reference on all tokens. gloo, no GPU."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from kit import ranks as kit
 from kit.sharded import LIMITS, Sharded, computed, errors, gathered, inputs, relative
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,13 +41,6 @@ CASES = {
         offsets=(0, 3, 41, 66, 80, 90),
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[kit.Ranks]:
-    """Start three ranks for all tests of this module."""
-    with kit.started(3) as started:
-        yield started
 
 
 def context_of(p: Sharded, name: str) -> Any:
