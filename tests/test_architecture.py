@@ -242,6 +242,16 @@ def test_import_is_light():
     assert best < 0.5
 
 
+def test_import_makes_no_context():
+    """`import gdn` imports neither the room of many ranks nor the collectives; `gdn.ContextParallel` does."""
+    code = (
+        "import torch, sys; before = set(sys.modules); import gdn; "
+        "new = {m for m in set(sys.modules) - before if 'distributed' in m}; assert not new, new; "
+        "gdn.ContextParallel; assert 'gdn.distributed.context' in sys.modules; print('done')"
+    )
+    assert _python(code).strip() == "done"
+
+
 def test_a_cpu_call_imports_no_kernel():
     """Every function runs on CPU tensors without Triton, forward and backward."""
     code = (
