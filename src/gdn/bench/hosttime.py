@@ -104,7 +104,7 @@ def _decode_parts(given: Inputs, backend: str | None) -> dict[str, float]:
     again = chosen.decode(problem)
     run = (lambda: chosen.decode(problem)) if again is None else (lambda: again(*tensors))
     seconds = {
-        "find again": burst(lambda: key_of(("decode", backend), tensors, options), device).p50,
+        "find again": burst(lambda: key_of("decode", backend, tensors, options), device).p50,
         "launch": burst(run, device).p50,
     }
     return {part: 1e6 * x for part, x in seconds.items()} | {"launches": 1.0}

@@ -231,8 +231,11 @@ def output(v: Tensor, out: Tensor | None) -> Tensor:
 
 def devices(function: str, q: Tensor, p: Declared) -> None:
     """Check that all tensors of p but cu_seqlens can be operands beside q, and that none has a gradient."""
-    names = [name for name in p.declaration.tensors if name != "cu_seqlens"]
-    tensors = {"q": q, **{name: getattr(p, name) for name in names}}
+    tensors = {"q": q}
+    for name in p.declaration.tensors:
+        x = getattr(p, name)
+        if x is not None and name != "cu_seqlens":
+            tensors[name] = x
     check.companions(q, "q", **tensors)
     check.no_gradient(function, **tensors)
 
