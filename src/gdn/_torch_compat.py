@@ -8,7 +8,13 @@ Each name here may move or go with a new version of PyTorch. None has a public c
     _disabled_torch_dispatch_impl        the mark of tensor subclasses that do not intercept operators
     decompose_custom_triton_ops          True while a compiler asks for the kernels inside an operator
     FunctionalTensor, -Mode              the tensors and the mode of AOTAutograd's trace
+    _functional_collectives              collectives that a compiler can trace; imported with a context
+    _get_process_group_store             where the ranks of a group meet, for a second group of the same ranks
+    ProcessGroup._get_backend, _timeout  the timeout that the second group shares
 """
+
+from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +28,9 @@ __all__ = [
     "FunctionalTensorMode",
     "decomposes_kernels",
     "forward_tangent",
+    "functional_collectives",
+    "group_store",
+    "group_timeout",
     "intercepts_operators",
     "is_forward_mode",
     "is_plain",
@@ -68,3 +77,28 @@ def is_plain(x: Tensor) -> bool:
 def decomposes_kernels() -> bool:
     """Return True while a compiler replaces operators by the kernels that they launch."""
     return bool(_functorch.decompose_custom_triton_ops)
+
+
+def functional_collectives() -> Any:
+    """Return torch's functional collectives as operators, whose names are those of every version."""
+    import torch.distributed._functional_collectives
+
+    return torch.ops._c10d_functional
+
+
+def group_store(group: Any) -> Any:
+    """Return the store in which the ranks of a process group met."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_process_group_store(group)
+
+
+def group_timeout(group: Any) -> timedelta:
+    """Return the timeout that a process group was made with, or torch's default where no backend says it."""
+    from torch import distributed
+
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout  # type: ignore[no-any-return]
+    return distributed.default_pg_timeout

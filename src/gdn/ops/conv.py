@@ -21,7 +21,7 @@ from gdn.ops.library import (
     no_second_derivative,
     requested,
 )
-from gdn.problem import check
+from gdn.problem import ContextParallel, check, check_context
 from gdn.problem.layer import ConvProblem, ConvUpdateProblem, parse_conv, parse_conv_update
 
 
@@ -39,6 +39,7 @@ def causal_conv1d(
     state_index: Index | None = None,
     has_initial_state: Mask | None = None,
     null_slot: int | None = None,
+    cp_context: ContextParallel | None = None,
     backend: str | None = None,
 ) -> tuple[Channels, ConvState | None]:
     """Compute the causal depthwise convolution of whole sequences, for training and prefill.
@@ -66,6 +67,8 @@ def causal_conv1d(
         has_initial_state   [N] bool or None        False: start from zeros and do not read the slot; None:
                                                     all True
         null_slot           None or 0               0: slot 0 is padding as well
+        cp_context          ContextParallel or      x holds the tokens of this rank, offsets are global; see
+                            None                    `gdn.ContextParallel`
         backend             str or None             None: chosen automatically; a named one never falls back
 
     With `state`, a sequence whose slot is below the lowest valid one or past the pool outputs zeros, and no
@@ -90,6 +93,16 @@ def causal_conv1d(
         >>> y.shape, torch.equal(window, x[:, -3:].transpose(1, 2))
         (torch.Size([2, 10, 6]), True)
     """
+    if cp_context is not None:
+        check_context(
+            cp_context, state=state, state_index=state_index, has_initial_state=has_initial_state,
+            null_slot=null_slot,
+        )  # fmt: skip
+        return cp_context.causal_conv1d(
+            x, weight, bias, activation=activation, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+            backend=backend,
+        )  # fmt: skip
     p = parse_conv(
         x=x, weight=weight, bias=bias, activation=activation, initial_state=initial_state,
         output_final_state=output_final_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,

@@ -143,6 +143,11 @@ def check_offsets(problem: Problem | ConvProblem) -> None:
         host_offsets(problem.cu_seqlens, problem.cu_seqlens_cpu, problem.T, read_device=settings.debug())
 
 
+def check_backend(problem: Problem) -> None:
+    """Raise NotImplementedError unless a backend supports the problem."""
+    select(problem)
+
+
 def _chunk_forward(*args: Any) -> tuple[Tensor | None, ...]:
     problem, (save,) = Problem.split(args)
     check_offsets(problem)

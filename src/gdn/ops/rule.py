@@ -14,7 +14,7 @@ from gdn.backends import Report, report
 from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
 from gdn.ops.fastpath import RuleFunction
 from gdn.ops.library import CHUNK_FORWARD, RECURRENT_FORWARD, is_autocasting
-from gdn.problem import ContextParallel, Problem, parse
+from gdn.problem import ContextParallel, Problem, check_context, parse
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,7 +87,8 @@ def chunk_gated_delta_rule(
                                                           only batch row are sequence n, which may be empty
         cu_seqlens_cpu              [N+1] int32, int64    a copy on the CPU, if the caller has one, so that
                                                           the launch can be planned without a device read
-        cp_context                  None                  reserved for context parallelism
+        cp_context                  ContextParallel or    tensors hold the tokens of this rank, offsets are
+                                    None                  global; see `gdn.ContextParallel`
         exact                       bool                  False: history decayed below exp(-20) may be dropped
                                                           when k is normalised in the kernel
         batch_invariant             bool                  True: the bits of a sequence do not depend on the
@@ -122,6 +123,9 @@ def chunk_gated_delta_rule(
         scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
     )  # fmt: skip
+    if cp_context is not None:
+        check_context(cp_context)
+        return cp_context.rule(_arguments(tensors, options) | {"cp_context": None})
     return _chunk(q, tensors, options)
 
 
@@ -208,10 +212,15 @@ _ARGUMENTS = (*Problem.declaration.names, "cp_context")
 
 
 def _parse(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Problem:
-    """Check the arguments of a call; under autocast q, k and v are cast first."""
+    """Check the arguments of a call."""
+    return parse(**_arguments(tensors, options))
+
+
+def _arguments(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments of `parse` by name; under autocast q, k and v are cast first."""
     given = dict(zip(_ARGUMENTS, (*tensors, *options), strict=True))
-    q, k, v = _autocast(given.pop("q"), given.pop("k"), given.pop("v"))
-    return parse(q, k, v, **given)
+    given["q"], given["k"], given["v"] = _autocast(given["q"], given["k"], given["v"])
+    return given
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

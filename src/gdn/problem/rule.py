@@ -1,8 +1,8 @@
 """Check the tensors and options of one call of the gated delta rule; return one frozen Problem."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,11 +17,36 @@ RESET = (
 )  # a lower log decay counts as this one: e^-1000 is 0 in every dtype, and sums keep their resolution
 
 
+@runtime_checkable
 class ContextParallel(Protocol):
-    """Describe how a sequence is split over ranks; no backend supports it yet."""
+    """Describe a context that computes the tokens of this rank; `gdn.ContextParallel` is one."""
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def rule(self, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Return o and the local states of `chunk_gated_delta_rule`; arguments: those of `parse`."""
+        ...
+
+    def causal_conv1d(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return y and the local windows of `causal_conv1d`."""
+        ...
+
+
+def check_context(context: Any, **pool: Any) -> None:
+    """Raise TypeError unless context is a ContextParallel, NotImplementedError for an argument of a pool."""
+    if not isinstance(context, ContextParallel):
+        raise TypeError(f"cp_context: expected a gdn.ContextParallel or None, got {type(context).__name__}")
+    for name, value in pool.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name}: expected None with cp_context, got one (compute on ranks, then gather_states)"
+            )
 
 
 @declared
@@ -99,13 +124,14 @@ def parse(
     Raises:
         TypeError            for an argument of the wrong kind (no tensor, an integer tensor, no bool)
         ValueError           for shapes, dtypes, devices or options that contradict each other
-        NotImplementedError  for a cp_context, until context parallelism exists
+        NotImplementedError  for a cp_context: a context checks its own calls
     """
     p = Problem.draft({**_DEFAULTS, **options, "q": q, "k": k, "v": v, "g": g, "beta": beta})
     check.backend(p.backend)
     if cp_context is not None:
+        check_context(cp_context)
         raise NotImplementedError(
-            "cp_context: expected None, got a context; no backend takes context parallelism yet"
+            "cp_context: expected None, got a context; only chunk_gated_delta_rule computes with one"
         )
     dims = _check_tokens(p)
     _check_gates(p, dims)
