@@ -231,11 +231,9 @@ def output(v: Tensor, out: Tensor | None) -> Tensor:
 
 def devices(function: str, q: Tensor, p: Declared) -> None:
     """Check that all tensors of p but cu_seqlens can be operands beside q, and that none has a gradient."""
-    tensors = {"q": q}
-    for name in p.declaration.tensors:
-        x = getattr(p, name)
-        if x is not None and name != "cu_seqlens":
-            tensors[name] = x
+    given = zip(p.declaration.tensors, p.tensors(), strict=True)
+    tensors = {"q": q, **{name: x for name, x in given if x is not None}}
+    tensors.pop("cu_seqlens", None)
     check.companions(q, "q", **tensors)
     check.no_gradient(function, **tensors)
 

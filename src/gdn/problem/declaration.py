@@ -24,9 +24,10 @@ several problems share are dataclasses of their own; of several base classes, th
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
 from torch import Tensor
 
 from gdn.problem import check
@@ -65,6 +66,7 @@ class Declaration:
         self.schema = ", ".join(f"{kind} {name}" for kind, name in zip(kinds, self.names, strict=True))
         # puts the arguments and the absent values into the order of the fields; `without` sets it for a part
         self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
+        self._read: Callable[[Any], tuple[Any, ...]] = attrgetter(*self.names)
 
     def without(self, *names: str, required: Sequence[str] = (), written: bool = True) -> "Declaration":
         """Return the declaration of an operator without some arguments, which are None, or False for flags.
@@ -82,7 +84,10 @@ class Declaration:
 
     def arguments_of(self, problem: Any) -> tuple[Any, ...]:
         """Return the arguments of the operator, in order."""
-        return tuple([getattr(problem, name) for name in self.names])
+        if torch.compiler.is_compiling():
+            # not every version of the compiler traces an attrgetter, which takes 3 us less for 27 fields
+            return tuple([getattr(problem, name) for name in self.names])
+        return self._read(problem)
 
     def fields_of(self, args: Sequence[Any]) -> dict[str, Any]:
         """Return the fields of the problem of an operator's arguments, by name."""
