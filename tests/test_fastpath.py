@@ -82,7 +82,8 @@ def test_a_written_tensor_is_declared_once():
     assert declaration.written == ("y", "out") and declaration.flags == ("exact",)
     part = declaration.without("x", "exact", required=("y",))
     assert part.schema == "Tensor(a!) y, Tensor(b!) out, SymInt? size"
-    assert part.split((1, 2, 3, 4)) == ({"y": 1, "out": 2, "size": 3, "x": None, "exact": False}, (4,))
+    assert part.split((1, 2, 3, 4)) == (Second(x=None, y=1, out=2, size=3, exact=False), (4,))
+    assert part.fields_of((1, 2, 3)) == {"y": 1, "out": 2, "size": 3, "x": None, "exact": False}
     assert declaration.without("y", written=False).schema == "Tensor x, Tensor out, SymInt? size, bool exact"
 
 

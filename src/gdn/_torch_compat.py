@@ -3,7 +3,7 @@
 Each name here may move or go with a new version of PyTorch. None has a public counterpart:
 
     forward_ad._current_level            the level of forward-mode differentiation, which our operators lack
-    _get_current_dispatch_mode           an active TorchDispatchMode must see an operator, not its parts
+    _len_torch_dispatch_stack            an active TorchDispatchMode must see an operator, not its parts
     _functorch.peek_interpreter_stack    so must a transform of torch.func
     _disabled_torch_dispatch_impl        the mark of tensor subclasses that do not intercept operators
     decompose_custom_triton_ops          True while a compiler asks for the kernels inside an operator
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch._functorch import config as _functorch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 __all__ = [
     "FunctionalTensor",
@@ -69,7 +68,7 @@ def is_plain(x: Tensor) -> bool:
         and not x.is_meta
         and not torch.compiler.is_compiling()
         and forward_ad._current_level < 0
-        and _get_current_dispatch_mode() is None
+        and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 

@@ -185,8 +185,7 @@ _POOL = ConvProblem.declaration.without("initial_state", "output_final_state", r
 
 
 def _conv(*args: Any) -> tuple[Tensor, Tensor]:
-    given, _ = _CONV.split(args)
-    problem = ConvProblem(**given)
+    problem, _ = _CONV.split(args)
     check_offsets(problem)
 
     def run() -> tuple[Tensor, Tensor]:
@@ -197,15 +196,13 @@ def _conv(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _conv_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    given, _ = _CONV.split(args)
-    problem = ConvProblem(**given)
+    problem, _ = _CONV.split(args)
     y = problem.x.new_empty(problem.x.shape)
     return y, y.new_empty(problem.state_shape) if problem.output_final_state else y.new_empty(0)
 
 
 def _conv_backward(*args: Any) -> tuple[Tensor, ...]:
-    given, (dy, dfinal) = _CONV.split(args)
-    problem = ConvProblem(**given)
+    problem, (dy, dfinal) = _CONV.split(args)
 
     def run() -> tuple[Tensor, ...]:
         gradients = select(problem).causal_conv1d_bwd(problem, dy, dfinal)
@@ -215,14 +212,13 @@ def _conv_backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _conv_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    given, _ = _CONV.split(args)
-    x, primals = given["x"], (given[name] for name in _FORWARD.inputs)
-    return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in primals)
+    problem, _ = _CONV.split(args)
+    primals = (getattr(problem, name) for name in _FORWARD.inputs)
+    return tuple(problem.x.new_empty(0) if t is None else t.new_empty(t.shape) for t in primals)
 
 
 def _pool(*args: Any) -> Tensor:
-    given, _ = _POOL.split(args)
-    problem = ConvProblem(**given)
+    problem, _ = _POOL.split(args)
     check_offsets(problem)
     function = select(problem).causal_conv1d
 
@@ -269,18 +265,15 @@ update_operator = define_writer("causal_conv1d_update", ConvUpdateProblem.declar
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    given, _ = _CONV.split(inputs)
-    ctx.save_for_backward(*(given[name] for name in _CONV.tensors))
-    ctx.options = {name: given[name] for name in _CONV.options}
+    count = len(_CONV.tensors)
+    ctx.save_for_backward(*inputs[:count])
+    ctx.options = dict(zip(_CONV.options, inputs[count:], strict=True))
 
 
 def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
-    gradients = conv_backward_operator(
-        *ctx.saved_tensors,
-        *ctx.options.values(),
-        dy,
-        dfinal if ctx.options["output_final_state"] else None,
-    )
+    options = ctx.options
+    dS = dfinal if options["output_final_state"] else None
+    gradients = conv_backward_operator(*ctx.saved_tensors, *options.values(), dy, dS)
     return requested(gradients, ctx.needs_input_grad)
 
 

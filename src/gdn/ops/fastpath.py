@@ -165,7 +165,7 @@ class RuleFunction:
             asked, is_debugging = settings.of_call()
             # under autocast the checks change the dtype of q
             if is_plain(q) and not is_debugging and not torch.is_autocast_enabled(q.device.type):
-                key = key_of((self.name, asked), tensors, options)
+                key = key_of(self.name, asked, tensors, options)
                 call = _calls.get(key)
         except (AttributeError, TypeError, RuntimeError):
             # an argument of the wrong kind: the checks raise the error that names it
@@ -241,8 +241,8 @@ class PoolFunction:
         given, key, call = (*tensors, out), None, None
         try:
             asked, is_debugging = settings.of_call()
-            if is_plain(like) and not is_debugging and self._is_repeatable(given):
-                key = key_of((self.name, asked), given, options)
+            if is_plain(like) and not is_debugging:
+                key = self._key(asked, given, options)
                 call = _calls.get(key)
         except (AttributeError, TypeError, RuntimeError):
             # an argument of the wrong kind: the checks raise the error that names it
@@ -257,22 +257,22 @@ class PoolFunction:
             call.launch(*tensors, out)
         return out
 
-    def _is_repeatable(self, given: Tensors) -> bool:
-        """Return False where the checks of a call read more than its key holds."""
+    def _key(self, asked: str | None, given: Tensors, options: tuple[Any, ...]) -> Hashable:
+        """Return the key of a call; None where its checks read more than a key holds."""
         if self._offsets is not None:
             cu_seqlens = given[self._offsets]
             if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
-                return False
+                return None
         if torch.is_grad_enabled():
             for x in given:
                 if x is not None and x.requires_grad:
-                    return False
+                    return None
         if not torch.is_inference_mode_enabled():
             for i in self._written:
                 x = given[i]
                 if x is not None and x.is_inference():
-                    return False
-        return True
+                    return None
+        return key_of(self.name, asked, given, options)
 
     def _first(self, key: Hashable, like: Tensor, given: Tensors, options: tuple[Any, ...]) -> Tensor:
         """Check and run a call; run it as a torch operator where a tracer or transform is active."""
@@ -314,9 +314,9 @@ class PoolFunction:
         return CachedCall(self.signature, problem.without_tensors(), backend, launch, output)
 
 
-def key_of(call: tuple[str | None, ...], tensors: Tensors, options: tuple[Any, ...]) -> Hashable:
-    """Return the key of a call, given its function and backend: all values that its checks read."""
-    values: list[Any] = [*call, *options, *map(type, options)]
+def key_of(name: str, asked: str | None, tensors: Tensors, options: tuple[Any, ...]) -> Hashable:
+    """Return the key of a call of a function under GDN_BACKEND: all values that its checks read."""
+    values: list[Any] = [name, asked, *options, *map(type, options)]
     for x in tensors:
         if x is None:
             values.append(None)

@@ -94,9 +94,9 @@ norm_backward_operator = define(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    problem = NormProblem(*inputs)
-    ctx.save_for_backward(*problem.tensors())
-    ctx.options = problem.options()
+    count = len(_NORM.tensors)
+    ctx.save_for_backward(*inputs[:count])
+    ctx.options = inputs[count:]
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Valu
 from gdn.ops.fastpath import CachedCall, PoolFunction, Tensors
 from gdn.ops.library import Signature, define, library
 from gdn.problem import DecodeProblem
-from gdn.problem.serving import PackedCall, one_state_per_row, parse_decode, parse_packed
+from gdn.problem.serving import PackedCall, check_one_state_per_row, parse_decode, parse_packed
 
 
 def decode(
@@ -217,14 +217,14 @@ def decode_functional(
         new_state  shape and dtype of state, contiguous; bit for bit the state that `decode` writes
     Raises, cost, source: as `decode`; the cost includes one copy of the state.
     """
-    given = {
-        "q": q, "k": k, "v": v, "state": state, "g": g, "beta": beta, "a": a, "b": b, "A_log": A_log,
-        "dt_bias": dt_bias, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "scale": scale,
-        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "allow_neg_eigval": allow_neg_eigval,
-        "state_v_first": state_v_first, "write": "final", "null_slot": None, "round_state": round_state,
-        "exact_packet": exact_packet, "backend": backend,
-    }  # fmt: skip
-    problem = one_state_per_row(parse_decode(**given, **_FUNCTIONAL.absent))
+    problem = parse_decode(
+        q=q, k=k, v=v, state=state, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first, write="final", null_slot=None, round_state=round_state,
+        exact_packet=exact_packet, backend=backend, **_FUNCTIONAL.absent,
+    )  # fmt: skip
+    check_one_state_per_row(problem)
     o, new_state = _decode_functional_op(*_FUNCTIONAL.arguments_of(problem))
     return o, new_state
 
@@ -246,16 +246,16 @@ class _PackedFunction(PoolFunction):
 
 
 def _decode_functional(*args: Any) -> tuple[Tensor, Tensor]:
-    given, _ = _FUNCTIONAL.split(args)
-    v, state = given["v"], given["state"].clone(memory_format=torch.contiguous_format)
-    problem = DecodeProblem(**{**given, "state": state, "out": v.new_empty(v.shape)})
+    problem, _ = _FUNCTIONAL.split(args)
+    state = problem.state.clone(memory_format=torch.contiguous_format)
+    problem.complete(state=state, out=problem.v.new_empty(problem.v.shape))
     _decode.run(problem)
     return problem.out, state
 
 
 def _decode_functional_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    given, _ = _FUNCTIONAL.split(args)
-    v, state = given["v"], given["state"]
+    problem, _ = _FUNCTIONAL.split(args)
+    v, state = problem.v, problem.state
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
@@ -265,7 +265,7 @@ def _embed(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -
     An AOTInductor package then runs without this library. The operator remains in an exported program, for
     tensors on the CPU, for tensors with unknown strides, and for problems that only `eager` supports.
     """
-    given, _ = _FUNCTIONAL.split(args)
+    given = _FUNCTIONAL.fields_of(args)
     q, v, state = given["q"], given["v"], given["state"]
     has_strides = all(isinstance(s, int) for x in args if isinstance(x, Tensor) for s in x.stride())
     if q.device.type == "cpu" or not has_strides or not decomposes_kernels():

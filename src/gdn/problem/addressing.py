@@ -231,8 +231,9 @@ def output(v: Tensor, out: Tensor | None) -> Tensor:
 
 def devices(function: str, q: Tensor, p: Declared) -> None:
     """Check that all tensors of p but cu_seqlens can be operands beside q, and that none has a gradient."""
-    names = [name for name in p.declaration.tensors if name != "cu_seqlens"]
-    tensors = {"q": q, **{name: getattr(p, name) for name in names}}
+    given = zip(p.declaration.tensors, p.tensors(), strict=True)
+    tensors = {"q": q, **{name: x for name, x in given if x is not None}}
+    tensors.pop("cu_seqlens", None)
     check.companions(q, "q", **tensors)
     check.no_gradient(function, **tensors)
 

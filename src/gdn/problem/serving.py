@@ -236,13 +236,12 @@ def parse_decode(**given: Any) -> DecodeProblem:
     return p
 
 
-def one_state_per_row(problem: DecodeProblem) -> DecodeProblem:
-    """Return the problem unchanged; raise ValueError unless the pool has one state for each row."""
+def check_one_state_per_row(problem: DecodeProblem) -> None:
+    """Raise ValueError unless the pool has one state for each row."""
     if problem.state.shape[0] != problem.N:
         raise ValueError(
             f"state: expected one state for each of B={problem.N} rows, got {list(problem.state.shape)}"
         )
-    return problem
 
 
 def parse_packed(
