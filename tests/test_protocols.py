@@ -1,7 +1,7 @@
-"""Engines side by side: each keeps states by another protocol, all see the same drafts and accept the same.
+"""Run engines side by side: each keeps states by another protocol, all accept the same drafts.
 
-After any walk of packets, accepted counts and prompts in between, all hold the state that plain decoding of
-what was accepted leaves: to the bit where states are kept, within rounding where they are replayed.
+After any sequence of packets, accepted counts and prompts in between, all hold the state that plain decoding
+of the accepted tokens leaves: to the bit where states are kept, within rounding where they are replayed.
 """
 
 import hypothesis
@@ -16,7 +16,7 @@ ROWS, MOST, PLACES = 2, 4, 9  # requests, drafts of a packet, places of a histor
 
 
 class Engine:
-    """A pool with one request per row, which starts from the states given."""
+    """Hold a pool with one request per row, which starts from the given states."""
 
     def __init__(self, states, backend):
         self.backend, self.device = backend, states.device
@@ -27,7 +27,7 @@ class Engine:
         return torch.tensor(values, device=self.device)
 
     def prompt(self, x, row):
-        """A new prompt in a row's place; the others stay. What is written is the protocol's own state."""
+        """Replace a row by a new prompt; the other rows keep their states, in the protocol's own form."""
         state = self.states()
         cu = self.ints([0, x["q"].shape[1]])
         fresh = torch.zeros(1, dtype=torch.bool, device=self.device)
@@ -56,7 +56,7 @@ class Plain(Engine):
 
 
 class Ring(Engine):
-    """P1: lmdeploy."""
+    """Keep the states of a packet in a ring: P1, lmdeploy."""
 
     def start(self, states):
         self.ring = torch.full((ROWS, MOST, *states.shape[1:]), float("nan"), device=self.device)
@@ -77,7 +77,7 @@ class Ring(Engine):
 
 
 class Table(Engine):
-    """P2: vLLM, slot 0 for padding."""
+    """Keep the states of a packet in slots of a table: P2, vLLM, slot 0 for padding."""
 
     def start(self, states):
         self.pool = torch.full((ROWS * MOST + 1, *states.shape[1:]), float("nan"), device=self.device)
@@ -99,7 +99,7 @@ class Table(Engine):
 
 
 class Kept(Plain):
-    """P3: SGLang, FlashInfer."""
+    """Keep the states of a packet in a tensor of their own: P3, SGLang, FlashInfer."""
 
     def verify(self, x):
         self.kept = torch.full((ROWS, MOST, *self.pool.shape[1:]), float("nan"), device=self.device)
@@ -110,7 +110,7 @@ class Kept(Plain):
 
 
 class Tree(Kept):
-    """P4 on a chain, with a second guess at every token beside it: token 2 t + 1 is the guess that loses."""
+    """Keep the states of a tree: P4 on a chain; token 2 t + 1 is a second guess that is not accepted."""
 
     def verify(self, x):
         T = x["q"].shape[1]
@@ -128,7 +128,7 @@ class Tree(Kept):
 
 
 class Replay(Engine):
-    """P5: TensorRT-LLM."""
+    """Keep a history of tokens and replay it: P5, TensorRT-LLM."""
 
     def start(self, states):
         self.pool = states.clone()
@@ -158,7 +158,7 @@ packets = st.integers(1, MOST).flatmap(lambda T: st.tuples(st.just(T), *[st.inte
 prompts = st.tuples(st.just("prompt"), st.integers(0, ROWS - 1), st.integers(1, 70))
 
 
-def walk(backend, device, steps, engines=(Ring, Table, Kept, Tree, Replay)):
+def run_protocols(backend, device, steps, engines=(Ring, Table, Kept, Tree, Replay)):
     states = pool_of(ROWS).to(device)
     plain, others = Plain(states, backend), [engine(states, backend) for engine in engines]
     for kind, *rest in steps:
@@ -181,20 +181,20 @@ def walk(backend, device, steps, engines=(Ring, Table, Kept, Tree, Replay)):
         assert error(found, wanted) <= 1e-5 if name == "Replay" else same_bits(found, wanted), name
 
 
-def test_any_walk(backend, device, monkeypatch):
+def test_any_sequence_of_packets(backend, device, monkeypatch):
     monkeypatch.setenv("GDN_BACKEND", backend)
 
     @hypothesis.settings(max_examples=60 if backend == "eager" else 15)
     @hypothesis.given(st.lists(st.one_of(packets, packets, packets, prompts), min_size=1, max_size=6))
     def check(steps):
         torch.manual_seed(len(steps))
-        walk(backend, device, steps)
+        run_protocols(backend, device, steps)
 
     check()
 
 
-def test_a_walk_can_fail(backend, device, monkeypatch):
-    """One engine that accepts a token too many is found."""
+def test_an_engine_that_accepts_too_much_is_found(backend, device, monkeypatch):
+    """Find one engine that accepts a token too many."""
     monkeypatch.setenv("GDN_BACKEND", backend)
 
     class Greedy(Replay):
@@ -202,9 +202,9 @@ def test_a_walk_can_fail(backend, device, monkeypatch):
             super().accept([c + (room == MOST) for c in counts], room)
 
     steps = [(4, 1, 2), (3, 2, 1)]
-    walk(backend, device, steps)
+    run_protocols(backend, device, steps)
     try:
-        walk(backend, device, steps, (Greedy,))
+        run_protocols(backend, device, steps, (Greedy,))
     except AssertionError:
         return
     raise AssertionError("not found")
