@@ -23,7 +23,7 @@ from gdn.bench.accuracy import poisoned
 settings.register_profile("gdn", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("gdn")
 
-# for processes that tests start where the package is not installed
+# tests start processes, which need the path where the package is not installed
 SOURCE = str(processes.ROOT / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SOURCE, os.environ.get("PYTHONPATH"))))
 
@@ -78,7 +78,7 @@ def device(backend: str) -> str:
 
 
 @pytest.fixture
-def everywhere(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
+def default_backend_and_device(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
     """Make the fixture's backend and device the defaults of calls and tensors that name none."""
     monkeypatch.setenv("GDN_BACKEND", backend)
     if device == "cpu":
@@ -113,7 +113,7 @@ def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
     compiler = processes.shared_cxx(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("CXX", compiler)
-    # monkeypatch takes the attribute away at the end, as it is none of the object's own
+    # the object only inherits the attribute, so monkeypatch would delete it at the end
     with torch._inductor.config.patch({"cpp.cxx": (None, compiler)}):
         yield
 

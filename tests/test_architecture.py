@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "gdn"
 
-# room -> rooms it may import; the picture in CONTRIBUTING.md is drawn from this table
+# folder -> folders it may import; CONTRIBUTING.md has the picture
 MAY_IMPORT = {
     "notation": set(),
     "settings": set(),
@@ -170,7 +170,7 @@ def test_source_is_ascii_and_short(path: Path):
     long = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            # a public docstring's table is no code: counted from the first statement after it
+            # a docstring is not code: count from the first statement after it
             first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
             lines = (node.end_lineno or 0) - first.lineno
             if lines > (150 if is_kernel(node) else 60):

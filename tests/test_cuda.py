@@ -274,7 +274,7 @@ def test_unaligned_tensors_take_the_long_way():
     q = memory[1:].view_as(x[0]).copy_(x[0])
     assert q.data_ptr() % 16 == 2
     found = chunk(q, *x[1:], output_final_state=True)
-    # loads of other widths may add in another order
+    # loads of another width may sum in another order
     for a, b in zip(found, expected, strict=True):
         close(a, b, 5e-3)
 

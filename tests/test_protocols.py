@@ -1,7 +1,7 @@
-"""Run engines side by side: each keeps states by another protocol, all accept the same drafts.
+"""Run engines side by side: each uses another protocol, and all see the same drafts and accept the same.
 
-After any sequence of packets, accepted counts and prompts in between, all hold the state that plain decoding
-of the accepted tokens leaves: to the bit where states are kept, within rounding where they are replayed.
+After any sequence of packets, accepted counts and prompts, all hold the state of plain decoding: bit for bit
+if a protocol stores states, within rounding if it replays them.
 """
 
 import hypothesis
@@ -27,7 +27,7 @@ class Engine:
         return torch.tensor(values, device=self.device)
 
     def prompt(self, x, row):
-        """Replace a row by a new prompt; the other rows keep their states, in the protocol's own form."""
+        """Prefill a new prompt in a row's place, into the protocol's own state; other rows keep theirs."""
         state = self.states()
         cu = self.ints([0, x["q"].shape[1]])
         fresh = torch.zeros(1, dtype=torch.bool, device=self.device)
@@ -39,6 +39,8 @@ class Engine:
 
 
 class Plain(Engine):
+    """Decode accepted tokens only."""
+
     def start(self, states):
         self.pool = states.clone()
 
@@ -56,7 +58,7 @@ class Plain(Engine):
 
 
 class Ring(Engine):
-    """Keep the states of a packet in a ring: P1, lmdeploy."""
+    """Keep states by P1, as lmdeploy does."""
 
     def start(self, states):
         self.ring = torch.full((ROWS, MOST, *states.shape[1:]), float("nan"), device=self.device)
@@ -72,12 +74,12 @@ class Ring(Engine):
         )
 
     def accept(self, counts):
-        # as in the engine, a packet keeps at least the token that the target model adds
+        # at least one token of a packet is accepted, the one that the target model adds
         self.lengths += self.ints(counts)
 
 
 class Table(Engine):
-    """Keep the states of a packet in slots of a table: P2, vLLM, slot 0 for padding."""
+    """Keep states by P2, as vLLM does, with slot 0 for padding."""
 
     def start(self, states):
         self.pool = torch.full((ROWS * MOST + 1, *states.shape[1:]), float("nan"), device=self.device)
@@ -98,8 +100,8 @@ class Table(Engine):
         self.accepted = self.ints(counts)
 
 
-class Kept(Plain):
-    """Keep the states of a packet in a tensor of their own: P3, SGLang, FlashInfer."""
+class Intermediate(Plain):
+    """Keep states by P3, as SGLang and FlashInfer do."""
 
     def verify(self, x):
         self.kept = torch.full((ROWS, MOST, *self.pool.shape[1:]), float("nan"), device=self.device)
@@ -109,8 +111,8 @@ class Kept(Plain):
         gdn.commit(self.pool[None], self.kept[None], self.rows, self.rows, self.ints(counts) - 1)
 
 
-class Tree(Kept):
-    """Keep the states of a tree: P4 on a chain; token 2 t + 1 is a second guess that is not accepted."""
+class Tree(Intermediate):
+    """Keep states by P4 on a chain with a second guess at every token: token 2 t + 1 is wrong."""
 
     def verify(self, x):
         T = x["q"].shape[1]
@@ -128,7 +130,7 @@ class Tree(Kept):
 
 
 class Replay(Engine):
-    """Keep a history of tokens and replay it: P5, TensorRT-LLM."""
+    """Keep tokens by P5, as TensorRT-LLM does."""
 
     def start(self, states):
         self.pool = states.clone()
@@ -158,7 +160,7 @@ packets = st.integers(1, MOST).flatmap(lambda T: st.tuples(st.just(T), *[st.inte
 prompts = st.tuples(st.just("prompt"), st.integers(0, ROWS - 1), st.integers(1, 70))
 
 
-def run_protocols(backend, device, steps, engines=(Ring, Table, Kept, Tree, Replay)):
+def run_engines(backend, device, steps, engines=(Ring, Table, Intermediate, Tree, Replay)):
     states = pool_of(ROWS).to(device)
     plain, others = Plain(states, backend), [engine(states, backend) for engine in engines]
     for kind, *rest in steps:
@@ -169,32 +171,32 @@ def run_protocols(backend, device, steps, engines=(Ring, Table, Kept, Tree, Repl
                 engine.prompt(x, row)
             continue
         x = {name: v.to(device) for name, v in inputs(ROWS, kind).items()}
-        want = plain.verify(x)
+        expected = plain.verify(x)
         for engine in others:
             o, name = engine.verify(x), type(engine).__name__
-            assert error(o, want) <= 1e-5 if name == "Replay" else same_bits(o, want), name
+            assert error(o, expected) <= 1e-5 if name == "Replay" else same_bits(o, expected), name
         for engine in (plain, *others):
             engine.accept(rest)
     for engine in others:
         name = type(engine).__name__
-        found, wanted = engine.states(), plain.states()
-        assert error(found, wanted) <= 1e-5 if name == "Replay" else same_bits(found, wanted), name
+        found, expected = engine.states(), plain.states()
+        assert error(found, expected) <= 1e-5 if name == "Replay" else same_bits(found, expected), name
 
 
-def test_any_sequence_of_packets(backend, device, monkeypatch):
+def test_any_packets_and_prompts(backend, device, monkeypatch):
     monkeypatch.setenv("GDN_BACKEND", backend)
 
     @hypothesis.settings(max_examples=60 if backend == "eager" else 15)
     @hypothesis.given(st.lists(st.one_of(packets, packets, packets, prompts), min_size=1, max_size=6))
     def check(steps):
         torch.manual_seed(len(steps))
-        run_protocols(backend, device, steps)
+        run_engines(backend, device, steps)
 
     check()
 
 
-def test_an_engine_that_accepts_too_much_is_found(backend, device, monkeypatch):
-    """Find one engine that accepts a token too many."""
+def test_a_wrong_engine_is_found(backend, device, monkeypatch):
+    """The comparison finds an engine that accepts a token too many."""
     monkeypatch.setenv("GDN_BACKEND", backend)
 
     class Greedy(Replay):
@@ -202,9 +204,9 @@ def test_an_engine_that_accepts_too_much_is_found(backend, device, monkeypatch):
             super().accept([c + (room == MOST) for c in counts], room)
 
     steps = [(4, 1, 2), (3, 2, 1)]
-    run_protocols(backend, device, steps)
+    run_engines(backend, device, steps)
     try:
-        run_protocols(backend, device, steps, (Greedy,))
+        run_engines(backend, device, steps, (Greedy,))
     except AssertionError:
         return
     raise AssertionError("not found")
