@@ -83,7 +83,8 @@ def missing_files(page: Path) -> list[str]:
     """Return the files that a page names in backticks, with a folder, and that do not exist."""
     text = re.sub(r"^```.*?^```|^    .*?$", "", page.read_text(), flags=re.S | re.M)
     package = ROOT / "src" / "gdn"
-    roots = (ROOT, package, *(package / "backends").glob("*/"))
+    backends = package / "backends"
+    roots = (ROOT, package, backends, *backends.glob("*/"))
     named = re.findall(r"`([\w.*-]+/[\w./*-]+\.(?:py|md|json|jsonl|svg))`", text)
     return [name for name in named if name not in FOREIGN and not any(any(r.glob(name)) for r in roots)]
 

@@ -1,6 +1,5 @@
 """Check what the Hopper backend supports, what it copies, and what it compiles ahead."""
 
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from conftest import HAS_TRITON, INTERPRETED
 
 from gdn.bench.cases import inputs, rows
 from gdn.problem import parse
-from gdn.problem.serving import parse_prefill
+from gdn.problem.serving import PrefillProblem, parse_prefill
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
@@ -42,7 +41,7 @@ def test_supported_problems(monkeypatch):
         x = make_prefill((1, 2), 128, 64, 70) | checkpoint_options(64, 2, 128, 64, 70)
         flags = dict.fromkeys(("use_qk_l2norm_in_kernel", "state_v_first", "update_state"), True)
         flags |= dict.fromkeys(("allow_neg_eigval", "batch_invariant"), False)
-        absent = dict.fromkeys(inspect.signature(parse_prefill).parameters)
+        absent = dict.fromkeys(PrefillProblem.declaration.names)
         prefill = parse_prefill(**absent | flags | x | {"backend": backend})
         assert hopper.refuses(prefill) is None
     assert "batch_invariant" in hopper.refuses(replace(named(backend=None), batch_invariant=True))

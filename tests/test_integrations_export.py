@@ -35,7 +35,7 @@ s = of.session(device, getattr(torch, kind))
 print("compiling", file=sys.stderr, flush=True)
 of.room.package(of.room.export(s), folder + "/both.pt2")
 given, state = of.calls(s), of.nan_state(s)
-torch.save((given, state, of.by_hand(s, given, state)), folder + "/given.pt")
+torch.save((given, state, of.run_session(s, given, state)), folder + "/given.pt")
 """
 LOAD = """
 import sys, torch

@@ -18,7 +18,7 @@ from gdn.backends import triton as room
 from gdn.backends.triton.rule import run as rule
 from gdn.backends.triton.serving import decode, replay
 from gdn.bench.cases import Case, inputs, packed, rows
-from gdn.ops import repeats
+from gdn.ops import fastpath
 from gdn.problem import parse
 
 ALL = {"use_qk_l2norm_in_kernel": True, "raw_gate": "on", "beta": "sigmoid", "state": "wide"}
@@ -67,7 +67,7 @@ def record_kinds(monkeypatch):
 
     yield run
     # calls cached on CPU tensors are valid only while launches are recorded
-    repeats._known.clear()
+    fastpath._calls.clear()
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])

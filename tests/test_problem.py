@@ -86,7 +86,8 @@ CASES = [
     (call(backend="cuda"), ValueError, "backend: expected None or one of hopper, triton, eager, got 'cuda'"),
     (call(backend="triton"), NotImplementedError, "no backend takes this problem: triton: "),
     (call(backend="hopper"), NotImplementedError, "no backend takes this problem: hopper: "),
-    (call(cp_context=object()), NotImplementedError, "cp_context: expected None"),
+    (call(cp_context=object()), TypeError,
+     "cp_context: expected a gdn.ContextParallel or None, got object"),
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gdn
-from gdn.backends import load
+from gdn.backends import Saved, load
 from gdn.backends.eager.blocks import plan
 from gdn.bench.accuracy import answers, check, compare, expect, judge, law, run
 from gdn.bench.cases import Case, inputs, packed, rows
@@ -69,7 +69,7 @@ def test_opcheck_of_permuted_inputs(backend, device):
         *x, initial_state=S, output_final_state=True, backend=backend, **copy_options(gate, device)
     )  # fmt: skip
     torch.library.opcheck(library.chunk_forward, (*problem.arguments(), True))
-    backward = (*problem.arguments(), *[None] * library.NUM_SAVED, permute_memory(x[2]), S)
+    backward = (*problem.arguments(), *Saved(), permute_memory(x[2]), S)
     torch.library.opcheck(library.chunk_backward, backward)
     torch.library.opcheck(library.recurrent_forward, problem.arguments())
     outputs = library.chunk_backward(*backward), library.chunk_forward(*problem.arguments(), True)
@@ -86,9 +86,7 @@ def test_opcheck_backward_and_packed(poison, backend, device):
     o, S, *saved = library.chunk_forward(*problem.arguments(), True)
     saved = [s if s.numel() else None for s in saved]
     torch.library.opcheck(library.chunk_backward, (*problem.arguments(), *saved, o, S))
-    torch.library.opcheck(
-        library.chunk_backward, (*problem.arguments(), *[None] * library.NUM_SAVED, None, S)
-    )
+    torch.library.opcheck(library.chunk_backward, (*problem.arguments(), *Saved(), None, S))
 
 
 @pytest.mark.parametrize("function", FORMS)

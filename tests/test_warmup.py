@@ -11,7 +11,7 @@ from kit.serving import pool_of
 
 import gdn
 from gdn.integrations import lmdeploy, sglang, vllm
-from gdn.ops import repeats
+from gdn.ops import fastpath
 from gdn.ops.warmup_calls import ENGINES
 
 H, HV, K, V, W, D = 4, 8, 128, 128, 4, 2 * 4 * 128 + 8 * 128
@@ -71,7 +71,7 @@ def record_binaries(monkeypatch):
     monkeypatch.setenv("GDN_BACKEND", "triton")
     yield lambda call: set(compiling.jobs(call, "cuda:90"))
     # calls cached on CPU tensors are valid only while launches are recorded
-    repeats._known.clear()
+    fastpath._calls.clear()
 
 
 def tokens(*lead, gates="raw", dtype=BF16):

@@ -22,7 +22,7 @@ from gdn.backends import Backend, select
 from gdn.bench.cases import Case, Inputs, packed
 from gdn.bench.catalog import MIXED, VARIANTS, step
 from gdn.bench.measure import Times, times
-from gdn.ops.repeats import seen_before
+from gdn.ops.fastpath import key_of
 from gdn.problem import parse
 from gdn.problem.serving import parse_decode
 
@@ -65,7 +65,7 @@ def parts(name: str, given: Inputs, backend: str | None) -> dict[str, float]:
     problem = check()
     chosen = select(problem)
     # as later calls find it
-    problem = replace(problem, form=object())
+    problem = replace(problem, layout_key=object())
     bodies: list[Callable[[], Any]] = [lambda: chosen.chunk_forward(problem, name == "forward+backward")]
     if name == "forward+backward":
         saved = chosen.chunk_forward(problem, True)[2]
@@ -99,12 +99,12 @@ def parts(name: str, given: Inputs, backend: str | None) -> dict[str, float]:
 def _decode_parts(given: Inputs, backend: str | None) -> dict[str, float]:
     """Of a decode like one before: it is found by all that its checks would look at, and launched."""
     device, problem = given.tensors["q"].device, decode_check(given, backend)()
-    tensors, options = problem.arguments()[:19], problem.arguments()[19:]
+    tensors, options = problem.tensors(), problem.options()
     chosen = select(problem)
     again = chosen.decode(problem)
     run = (lambda: chosen.decode(problem)) if again is None else (lambda: again(*tensors))
     seconds = {
-        "find again": burst(lambda: seen_before(tensors, None, options), device).p50,
+        "find again": burst(lambda: key_of(("decode", backend), tensors, options), device).p50,
         "launch": burst(run, device).p50,
     }
     return {part: 1e6 * x for part, x in seconds.items()} | {"launches": 1.0}

@@ -64,8 +64,8 @@ def align(p: Problem) -> Problem:
     those are copied, too.
     """
     q, k, v = _aligned(p.q), _aligned(p.k), _aligned(p.v)
-    # `form` covers neither addresses nor the strides of copies: without it the launches are looked up anew
-    return p if q is p.q and k is p.k and v is p.v else replace(p, form=None, q=q, k=k, v=v)
+    # `layout_key` covers neither addresses nor the strides of copies: without it, launches are looked up anew
+    return p if q is p.q and k is p.k and v is p.v else replace(p, layout_key=None, q=q, k=k, v=v)
 
 
 def _aligned(x: Tensor) -> Tensor:

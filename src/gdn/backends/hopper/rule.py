@@ -184,7 +184,7 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
     if not all(map(is_aligned, tensors)):
         # the forward will copy them; to compile, one token has all that a binary depends on
         q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
-        p = replace(p, form=None, q=q, k=k, v=v)
+        p = replace(p, layout_key=None, q=q, k=k, v=v)
     a = rules.describe(p)
     widths, _ = PROPAGATE[p.K]
     for cuts, is_single_tile in itertools.product((None, cost.equal_cuts(1)), (True, False)):

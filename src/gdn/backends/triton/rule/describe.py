@@ -114,9 +114,9 @@ def intermediate_dtype(p: Problem) -> torch.dtype:
 
 def problem_key(p: Problem) -> Hashable:
     """Return everything that the launches depend on, except the addresses of tensors."""
-    if p.form is not None:
+    if p.layout_key is not None:
         # otherwise built from shapes, strides, dtypes and options: a Python tuple, no read of the GPU
-        return p.form
+        return p.layout_key
     q, k, v, g, beta, cu = p.q, p.k, p.v, p.g, p.beta, p.cu_seqlens
     return (
         q.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,

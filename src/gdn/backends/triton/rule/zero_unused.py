@@ -58,8 +58,8 @@ _launches: PlanCache[Launch] = PlanCache()
 def zero_unused_tiles(problem: Problem, saved: Saved) -> None:
     """Zero what no kernel has written in the saved tensors of a packed problem."""
     cu_seqlens = problem.cu_seqlens
-    # `form` is None for calls of the operator and in debug mode; elsewhere nothing reads the unused entries
-    if cu_seqlens is not None and problem.form is None:
+    # `layout_key` is None for calls of the operator and in debug mode; else nothing reads unused entries
+    if cu_seqlens is not None and problem.layout_key is None:
         with device_guard(problem.device):
             _zero_on_device(problem, cu_seqlens.to(problem.device, non_blocking=True).contiguous(), saved)
 

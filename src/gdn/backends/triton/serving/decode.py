@@ -28,6 +28,7 @@ from gdn.backends.triton.launch import (
     Machine,
     PlanCache,
     compile_ahead,
+    device_guard,
     is_recording,
     kernel,
     machine,
@@ -239,11 +240,21 @@ def decode_kernel(
 class CachedDecode(CachedLaunch):
     """Repeat the launch of a decode."""
 
-    def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "CachedDecode":
+    def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "CachedPacked":
         """Return the launch for calls that give one tensor for q, k and v, at the problem's offsets in it."""
         p, first = problem, mixed_qkv.storage_offset()
         starts = [int(x.storage_offset() - first) for x in (p.q, p.k, p.v)]
-        return CachedDecode(plan_of(p, starts), self.device)
+        return CachedPacked(plan_of(p, starts), self.device)
+
+
+class CachedPacked(CachedLaunch):
+    """Repeat the launch of a decode whose q, k and v are in one tensor."""
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch with the tensors of `decode_packed`, in its order."""
+        mixed_qkv, state, a, b, *rest = tensors
+        with device_guard(self.device):
+            self.launch(mixed_qkv, mixed_qkv, mixed_qkv, state, None, None, a, b, *rest)
 
 
 _plans: PlanCache[CachedDecode] = PlanCache()

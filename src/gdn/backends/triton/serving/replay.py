@@ -263,7 +263,7 @@ def replay_decode(problem: ReplayProblem) -> CachedLaunch | None:
     """See `Backend`; writes the history and problem.out."""
     p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
     again = _replays.get(_replay_key(p), lambda: _first(p))
-    again(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).arguments()[:17])
+    again(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).tensors())
     # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
     if offsets is not p.cu_seqlens or is_recording():
         return None
@@ -271,7 +271,7 @@ def replay_decode(problem: ReplayProblem) -> CachedLaunch | None:
 
 
 def _first(p: ReplayProblem) -> CachedLaunch:
-    one, tensors, gpu = _plan_replay(p), p.arguments()[:17], machine(p.q.device)
+    one, tensors, gpu = _plan_replay(p), p.tensors(), machine(p.q.device)
     others = lambda: [(_plan_replay(p, pairs), tensors) for pairs in fills(gpu)]  # noqa: E731
     compile_ahead(p.q.device, one.binary_key(tensors), others)
     return CachedLaunch(one, p.q.device)
@@ -280,7 +280,7 @@ def _first(p: ReplayProblem) -> CachedLaunch:
 def _replay_key(p: ReplayProblem) -> Hashable:
     """Return everything that the launch depends on, except the addresses of tensors."""
     return (
-        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in p.arguments()[:17]), p.q.device,
+        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in p.tensors()), p.q.device,
         p.longest, p.scale, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.null_slot,
     )  # fmt: skip
 
