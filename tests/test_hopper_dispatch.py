@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import HAS_TRITON, INTERPRETED
 
-from gdn.bench.cases import inputs, rows
 from gdn.problem import parse
 from gdn.problem.serving import PrefillProblem, parse_prefill
+from gdn.testing import inputs, rows
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import HAS_TRITON
 
-from gdn.bench.cases import inputs, rows
+from gdn.testing import inputs, rows
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)

@@ -10,9 +10,8 @@ import torch
 from conftest import HAS_TRITON
 
 import gdn
-from gdn.bench import accuracy
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
+from gdn.testing import Case, accuracy, inputs, packed, rows
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
@@ -130,7 +129,7 @@ def draw_problem(source, kind):
 def reference_in_one_launch(given, number):
     """Compute the reference recurrence in one launch; compare the first with `accuracy`'s, token by token."""
     wide = given.double()
-    options = {name: x for name, x in wide.options.items() if name not in accuracy.FREEDOM}
+    options = {name: x for name, x in wide.options.items() if name not in accuracy.BACKEND_OPTIONS}
     found = one_launch.reference_recurrence(**wide.tensors, **options)
     if number == 0:
         assert all(error(x, y) < 1e-12 for x, y in zip(found, reference(given), strict=True) if y.norm() > 0)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import HAS_TRITON
 
-from gdn.bench.cases import inputs, packed, rows
 from gdn.problem import parse
+from gdn.testing import inputs, packed, rows
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)

@@ -11,9 +11,8 @@ from gdn.backends.hopper import cost, rule, segments
 from gdn.backends.hopper.cost import Cuts
 from gdn.backends.hopper.factors import WELL_CONDITIONED
 from gdn.backends.triton.launch import Launch, PlanCache
-from gdn.bench import accuracy
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
+from gdn.testing import Case, accuracy, inputs, packed, rows
 from kit import api
 from kit.gluon_simulator import Descriptor, simulate
 
@@ -109,7 +108,7 @@ def reference(given, wide=None):
     """Compute the reference recurrence in fp64, on `wide` where gradients are needed."""
     wide = wide or given.double()
     tensors = dict.fromkeys(("g", "beta")) | wide.tensors
-    return accuracy.law(**tensors, **wide.options)
+    return accuracy.reference_rule(**tensors, **wide.options)
 
 
 def error(x, expected):
