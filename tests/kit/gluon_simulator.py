@@ -1,9 +1,9 @@
-"""Gluon kernels on the CPU: what they compute, which places they touch, and their barriers' protocol.
+"""Run Gluon kernels on the CPU: results, memory accesses, and the protocol of the mbarriers.
 
 The source is the kernel's own: its functions are bound anew to the stand-ins below, torch tensors for values
-and shared memory, a thread for each partition. New shared memory holds NaN, or -1. A barrier that nobody
-completes within SECONDS, or that more arrive at than it counts, fails. Layouts, fences and what is in flight
-when are not simulated: a product is done when it is issued.
+and shared memory, a thread for each partition. New shared memory holds NaN, or -1. A barrier that does not
+complete within SECONDS, or that has more arrivals than its count, fails. Layouts, fences and asynchrony are
+not simulated: an MMA is done when it is issued.
 """
 
 import operator
@@ -27,7 +27,7 @@ def _plain(x: Any) -> Any:
 
 
 class Value:
-    """A tensor in registers, or a scalar."""
+    """Hold a tensor in registers, or a scalar."""
 
     def __init__(self, x: Any) -> None:
         self.x = torch.as_tensor(x)
@@ -39,7 +39,7 @@ class Value:
 
     def __and__(self, other: Any) -> "Value":
         other = _plain(other)
-        # a mask of 32 bits, as a signed number
+        # torch has no unsigned int32: a mask of 32 bits is a signed integer
         return Value(self.x & (other - 2**32 if isinstance(other, int) and other >= 2**31 else other))
 
     def __neg__(self) -> "Value":
@@ -57,7 +57,7 @@ class Value:
 
 def _operator(name: str, of: Callable[..., Any]) -> None:
     setattr(Value, f"__{name.rstrip('_')}__", lambda a, b: Value(of(a.x, _plain(b))))
-    # of comparisons nobody asks for it
+    # unused for comparisons
     setattr(Value, f"__r{name}__", lambda a, b: Value(of(_plain(b), a.x)))
 
 
@@ -68,14 +68,14 @@ for _name in ("lt", "le", "gt", "ge", "eq"):
 
 
 class Pointer:
-    """Places in a tensor's memory."""
+    """Hold addresses in HBM: places in a tensor's memory."""
 
     def __init__(self, flat: torch.Tensor, places: Any = 0) -> None:
         self.flat, self.places = flat, places
 
     @staticmethod
     def to(x: torch.Tensor) -> "Pointer":
-        """To the first element of a tensor, all of whose memory behind that can be reached."""
+        """Point to the first element of a tensor; all of its memory behind that can be reached."""
         size = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
         return Pointer(x.as_strided((size,), (1,)))
 
@@ -84,7 +84,7 @@ class Pointer:
 
 
 class Shared:
-    """A view of shared memory."""
+    """Hold a view of shared memory."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -113,7 +113,7 @@ class Shared:
 
 
 class Barrier:
-    """A phase ends when all have arrived and all bytes have come."""
+    """Complete a phase when all arrivals and all TMA bytes are there."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -123,7 +123,7 @@ class Barrier:
         with self.changed:
             self.missing -= arrivals
             self.bytes += bytes
-            assert self.missing >= 0, "more have arrived than the barrier counts"
+            assert self.missing >= 0, "more arrivals than the barrier counts"
             if self.missing == 0 and self.bytes == 0:
                 self.phase, self.missing = self.phase + 1, self.count
                 self.changed.notify_all()
@@ -139,14 +139,14 @@ class Barriers:
 
 
 class Descriptor:
-    """A tensor that tensor copies go to and from, in blocks; what lies outside of it reads as zero."""
+    """Describe a tensor for TMA, in blocks; loads from outside of the tensor read zeros."""
 
     def __init__(self, x: torch.Tensor, block: list[int]) -> None:
         self.x, self.block, self.layout, self.dtype = x, block, "layout", x.dtype
         self.block_type = types.SimpleNamespace(nbytes=torch.Size(block).numel() * x.element_size())
 
     def both(self, corner: list[Any], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The part of the tensor that a block at a corner covers, and that of the block."""
+        """Return the part of the tensor that a block at a corner covers, and that part of the block."""
         x = self.x
         for axis, (begin, size) in enumerate(zip(map(int, corner), self.block, strict=True)):
             begin, there = min(begin, x.shape[axis]), min(size, max(x.shape[axis] - begin, 0))
@@ -173,7 +173,7 @@ class _Barriers:
     def wait(barrier: Barrier, parity: Any) -> None:
         with barrier.changed:
             done = barrier.changed.wait_for(lambda: barrier.phase % 2 != int(parity), SECONDS)
-            assert done, "nobody completes a barrier that is waited for"
+            assert done, "a barrier that is waited for does not complete"
 
 
 def _tma_load(descriptor: Descriptor, corner: list[Any], barrier: Barrier, shared: Shared) -> None:
@@ -247,7 +247,7 @@ def _warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
 
 class _Language:
     bfloat16, float16, float32, float64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-    # masks of 32 bits are taken as signed numbers
+    # masks of 32 bits are signed integers here
     int32, int64, uint32 = torch.int32, torch.int64, torch.int32
     constexpr = gl.constexpr
     SliceLayout = staticmethod(lambda dim, parent: "layout")
@@ -280,7 +280,7 @@ class _Language:
     log = staticmethod(lambda x: Value(torch.log(x.x)))
     log2 = staticmethod(lambda x: Value(torch.log2(x.x)))
     abs = staticmethod(lambda x: Value(x.x.abs()))
-    # of sums alone
+    # supports sums only
     associative_scan = staticmethod(lambda x, axis, added: Value(x.x.cumsum(axis)))
     load = staticmethod(_load)
     atomic_add = staticmethod(_atomic_add)
@@ -310,7 +310,7 @@ STANDINS: dict[str, Any] = {
 
 
 def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any) -> None:
-    """Run a kernel's programs one after the other; tensors are passed as pointers."""
+    """Run a kernel's CTAs one after the other; tensors are passed as pointers."""
     bound: dict[int, Any] = {}
 
     def bind(function: JITFunction[Any]) -> Any:

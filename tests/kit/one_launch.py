@@ -1,6 +1,6 @@
-"""The law in fp64 in one launch, token by token, for where it is asked of thousands of problems on a GPU.
+"""Compute the reference recurrence in fp64 in one launch, for thousands of problems on a GPU.
 
-The same recurrence as `gdn.reference.gated_delta_rule`, which tests hold it against.
+It is the recurrence of `gdn.reference.gated_delta_rule`, token by token; tests compare the two.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gdn.reference.recurrence import effective
 
-COLUMNS = 16  # of a program
+COLUMNS = 16  # value columns of a program
 
 
 @triton.jit
@@ -37,12 +37,15 @@ def _kernel(
     tl.store(state, S)
 
 
-def law(
+def reference_recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *,
     initial_state: Tensor | None = None, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Arguments and results of `gdn.reference.gated_delta_rule`; no gradients. K, V multiples of 16."""
+    """Return o and the final state like `gdn.reference.gated_delta_rule`; K and V are multiples of 16.
+
+    There are no gradients.
+    """
     (B, T, HV, V), K = v.shape, q.shape[3]
     q, k, v, g, beta = (x.contiguous() for x in effective(q, k, v, g, beta, **options))
     ends = torch.arange(B + 1, device=q.device) * T if cu_seqlens is None else cu_seqlens

@@ -73,6 +73,7 @@ def load_gate(gate_ptr, row, first, length, head, of_row, of_token, of_head):
     if gate_ptr is None:
         return gl.zeros((C,), gl.float32, TOKEN_PAIRS)
     else:
+        # int64: an offset into HBM may exceed 2^31 elements
         base = gate_ptr + row.to(gl.int64) * of_row + first.to(gl.int64) * of_token + head * of_head
         return gl.load(base + token * of_token, mask=token < length, other=0.0)
 
@@ -95,6 +96,7 @@ def compute_decays(g, A_log_ptr, dt_bias_ptr, length, head, RESET: gl.constexpr)
 @gluon.jit
 def compute_betas(beta, length, IS_GIVEN: gl.constexpr, SIGMOID: gl.constexpr, NEGATIVE: gl.constexpr):
     """Return beta of a chunk's tokens, 0 past the chunk's end."""
+    # without a tensor `load_gate` leaves zeros in the registers, and beta is 1
     beta = activate_beta(beta, SIGMOID, NEGATIVE) if IS_GIVEN else beta + 1.0
     return gl.where(gl.arange(0, C, TOKEN_PAIRS) < length, beta, 0.0)
 

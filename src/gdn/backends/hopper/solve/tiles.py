@@ -25,12 +25,14 @@ class Grid:
     @gluon.jit
     def locate(self, n):
         """Return the index of tile n, or of a step of n tiles."""
+        # value heads of a chunk are neighbours in time: they share k, which then comes from L2
         chunk = n // self.HV
         head = n % self.HV
         if self.table_ptr is None:
             row = chunk // self.chunks_per_row
             return Tile(row, chunk % self.chunks_per_row, head // self.ratio, head % self.ratio)
         else:
+            # packed sequences lie in one row; their chunks are numbered by the table in HBM
             return Tile(n * 0, chunk, head // self.ratio, head % self.ratio)
 
 

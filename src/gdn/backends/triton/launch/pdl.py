@@ -7,8 +7,8 @@ could start while N is still writing.
 
 If kernel N waits before it lets N+1 start, everything before N has finished when N+1 starts. N+1 may then,
 without waiting, read the results of those kernels and the caller's tensors, and write memory that N does not
-touch. The launches of `hopper` rely on this. Its `walk_kernel` lets the next kernel start at once, so the
-kernel that follows it must wait first.
+touch. The launches of `hopper` rely on this. Its `persistent_scan_kernel` lets the next kernel start at
+once, so the kernel that follows it must wait first.
 """
 
 from typing import Any

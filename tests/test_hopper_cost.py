@@ -1,0 +1,97 @@
+"""Check the cost model of the Hopper backend: segments, consumers, and the faster backend."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import HAS_TRITON
+
+from gdn.problem import parse
+from gdn.testing import inputs, packed, rows
+
+if not HAS_TRITON:
+    pytest.skip("expected Triton", allow_module_level=True)
+
+
+from kit.hopper import BASE
+
+from gdn.backends.hopper import cost
+
+
+def distributions(N, chunks, is_packed):
+    """Return the distributions of N sequences of equal length; packed, one of them may have all chunks."""
+    found = (cost.equal_lengths(N, chunks),)
+    return (*found, (N, N * chunks, N * chunks)) if is_packed and N > 1 else found
+
+
+def test_a_full_gpu_is_not_cut():
+    """Cut long sequences only: not where the SMs are busy, nor with batch_invariant."""
+    for pairs in (132, 133, 264, 4000):
+        for chunks, is_packed in itertools.product((1, 64, 2048), (False, True)):
+            for N in (1, 2, pairs):
+                assert cost._best_cuts(-(-pairs // N), distributions(N, chunks, is_packed), 132) is None
+    for chunks in (1, 2, 4, 8):
+        assert cost._best_cuts(8, distributions(1, chunks, False), 132) is None
+    for HV, chunks in itertools.product((1, 8, 16, 32), (128, 512, 2048)):
+        distribution = cost.equal_lengths(1, chunks)
+        cuts = cost._best_cuts(HV, (distribution,), 132)
+        for cut in cuts:
+            before, _ = cut.segments(chunks)
+            assert 1 <= sum(count for count, _ in before) <= 132 // HV
+        assert cost._scan_time(HV, distribution, cuts.many, 132) < cost.GAIN * cost._scan_time(
+            HV, distribution, None, 132
+        )
+    # one of sixteen sequences may have all tokens
+    assert cost._best_cuts(8, distributions(16, 64, False), 132) is None
+    assert cost._best_cuts(8, distributions(16, 64, True), 132) is not None
+    given = inputs(replace(BASE, lengths=rows(20000)), torch.bfloat16)
+    problem = parse(**given.tensors, **given.options)
+    assert cost.cuts_of(problem) is not None
+    assert cost.cuts_of(replace(problem, batch_invariant=True)) is None
+
+
+def test_ctas_of_one_consumer():
+    """Use one consumer a CTA where twice as many CTAs fit the SMs, also with segments."""
+    for HV, consumers in ((8, 1), (66, 1), (67, 2), (132, 2)):
+        assert cost._consumers(HV, (cost.equal_lengths(1, 64),), None, 132) == consumers
+    given = inputs(replace(BASE, heads=(1, 8), lengths=rows(8192)._replace(B=1)), torch.bfloat16)
+    problem = parse(**given.tensors, **given.options)
+    cuts = cost.cuts_of(problem)
+    before, last = cuts.many.segments(128)
+    num_segments = 1 + sum(count for count, _ in before)
+    assert cost.consumers_of(problem, cuts) == 1 and 2 * 8 * num_segments <= 132 and last <= 20
+    assert cost.consumers_of(problem, cost.equal_cuts(8)) == 2 and cost.consumers_of(problem, None) == 1
+    # both cuts run in the same launch of the scan
+    for HV, chunks in itertools.product((1, 4, 8, 16, 32, 64), (32, 64, 128, 256, 512, 2048)):
+        distribution = cost.equal_lengths(1, chunks)
+        cuts = cost._best_cuts(HV, (distribution,), 132) or (None,)
+        assert len({cost._consumers(HV, (distribution,), cut, 132) for cut in cuts}) == 1
+
+
+def test_lengths_on_the_host_decide_on_segments():
+    """Use `cu_seqlens_cpu`: four long sequences of 32 heads fill the SMs, one long sequence does not."""
+    given = inputs(replace(BASE, heads=(1, 32), lengths=packed(*[2048] * 4)), torch.bfloat16)
+    x, offsets = given.tensors, given.tensors["cu_seqlens"]
+    tensors = {name: x[name].to("meta") for name in ("q", "k", "v", "g", "beta")}
+
+    def cuts(lengths):
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return cost.cuts_of(parse(**tensors, cu_seqlens=offsets.to("meta"), cu_seqlens_cpu=ends))
+
+    assert cuts([2048] * 4) is None
+    assert cuts([8192, 0, 0, 0]) is not None and cuts([8000, 64, 64, 64]) is not None
+    assert cost.cuts_of(parse(**tensors, cu_seqlens=offsets.to("meta"))) is not None
+
+
+def test_sizes_it_is_faster_at():
+    """Choose `hopper` as measured on an H200: for long or many sequences, not for few short ones."""
+    for N, HV, chunks in (
+        (1, 32, 8), (1, 64, 8), (1, 8, 32), (1, 8, 128), (1, 8, 512), (8, 8, 64), (1, 64, 512), (8, 32, 64),
+        (8, 32, 16), (16, 16, 256), (32, 32, 1), (64, 32, 2),
+    ):  # fmt: skip
+        assert all(
+            cost._is_faster(HV, distributions(N, chunks, is_packed), 132) for is_packed in (False, True)
+        )
+    for N, HV, chunks in ((1, 8, 1), (1, 32, 1), (1, 8, 16)):
+        assert not cost._is_faster(HV, distributions(N, chunks, False), 132)

@@ -1,0 +1,151 @@
+"""Check what the Hopper backend supports, what it copies, and what it compiles ahead."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import HAS_TRITON, INTERPRETED
+
+from gdn.problem import parse
+from gdn.problem.serving import PrefillProblem, parse_prefill
+from gdn.testing import inputs, rows
+
+if not HAS_TRITON:
+    pytest.skip("expected Triton", allow_module_level=True)
+
+from kit.compiling import TARGETS, recording
+from kit.hopper import BASE, CASES, checkpoint_options, make_prefill
+
+from gdn.backends import hopper
+from gdn.backends.hopper import cost, descriptors, rule, segments
+from gdn.backends.triton.rule import run as chunked
+from gdn.backends.triton.rule.describe import operand_dtype, to_kernel_layout
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected no interpreter")
+def test_supported_problems(monkeypatch):
+    """Name a reason for each problem that is not supported, as on a GPU of capability (9, 0)."""
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    given = inputs(BASE, torch.bfloat16)
+
+    def named(backend="hopper", **changed):
+        return parse(**{**given.tensors, **changed}, **given.options, backend=backend)
+
+    assert "capability (9, 0), got cpu" in hopper.refuses(named())
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    assert hopper.refuses(named()) is None
+    assert "faster at than triton, got N=2, HV=2, T=129" in hopper.refuses(named(backend=None))
+    monkeypatch.setattr(cost, "is_faster", lambda problem: True)
+    assert hopper.refuses(named(backend=None)) is None
+    for backend in (None, "hopper"):
+        x = make_prefill((1, 2), 128, 64, 70) | checkpoint_options(64, 2, 128, 64, 70)
+        flags = dict.fromkeys(("use_qk_l2norm_in_kernel", "state_v_first", "update_state"), True)
+        flags |= dict.fromkeys(("allow_neg_eigval", "batch_invariant"), False)
+        absent = dict.fromkeys(PrefillProblem.declaration.names)
+        prefill = parse_prefill(**absent | flags | x | {"backend": backend})
+        assert hopper.refuses(prefill) is None
+    assert "batch_invariant" in hopper.refuses(replace(named(backend=None), batch_invariant=True))
+    wide = {name: x.float() for name, x in given.tensors.items()}
+    assert "expected bf16, got torch.float32" in hopper.refuses(named(**wide))
+    small = inputs(replace(BASE, sizes=(64, 128)), torch.bfloat16)
+    assert "scale of at least 0, got -1.0" in hopper.refuses(replace(named(), scale=-1.0))
+    small = parse(**small.tensors, **small.options, backend="hopper")
+    assert "got K=64, V=128" in hopper.refuses(small)
+    monkeypatch.undo()
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    few = inputs(replace(BASE, sizes=(64, 64), lengths=rows(20000), state="none"), torch.bfloat16)
+    few = parse(**few.tensors, **few.options)
+    assert hopper.refuses(few) is None and cost.cuts_of(few) is not None
+    assert list(hopper._forward_launches(few, None)) and not list(
+        hopper._forward_launches(replace(few, batch_invariant=True), None)
+    )
+
+
+@pytest.mark.parametrize("shape, strides", [
+    ((1, 1, 2, 128), (999, 777, 128, 1)), ((1, 5, 2, 128), (7, 256, 128, 1)),
+    ((1, 70, 1, 128), (8960, 128, 3, 1)), ((2, 5, 2, 128), (2000, 300, 130, 1)),
+])  # fmt: skip
+def test_unaligned_tensors_are_copied(shape, strides):
+    """Copy what TMA cannot read: strides that are no multiples of 16 bytes, or 0."""
+    x = torch.randn(4000 + 70 * 128).as_strided(shape, strides)
+    copy = descriptors._aligned(x)
+    assert torch.equal(copy, x) and descriptors.make_descriptor(
+        copy.bfloat16(), (1, 64, 1, 128), descriptors.TOKENS
+    )
+    spread = torch.zeros(2, 5, 1, 128).expand(2, 5, 4, 128)
+    assert descriptors._aligned(spread).stride() == (2560, 512, 128, 1)
+    good = torch.zeros(2, 5, 2, 128)
+    assert descriptors._aligned(good) is good
+
+
+@pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("of_heads", [
+    lambda x: x.view(2, 4, 75, 384).transpose(1, 2)[..., :128], lambda x: x.view(2, 75, 4, 384)[..., :128],
+    lambda x: x[: 2 * 75 * 512].view(2, 75, 4, 128)[:, 5:], lambda x: x.view(2, 75, 4, 384)[..., :64],
+])  # fmt: skip
+def test_compiling_ahead_takes_any_strides(monkeypatch, of_heads, kept):
+    """Compile every launch of all plans, on placeholders, before the first forward of a kind."""
+    launches = []
+    monkeypatch.setattr(rule, "compile_ahead", lambda device, kind, steps: launches.extend(steps()))
+    v = of_heads(torch.zeros(2 * 75 * 4 * 384, dtype=torch.bfloat16))
+    q = torch.zeros(2, v.shape[1], 2, v.shape[3], dtype=torch.bfloat16)
+    problem = parse(q=q, k=q, v=v, g=None, beta=None, backend="triton")
+    rule._plan_first(problem, None, 2, kept)
+    found = [launch for launch, _ in launches]
+    widths = {launch.constants["BV"] for launch in found if launch.kernel is segments.propagate_states_kernel}
+    assert widths == set(segments.PROPAGATE[problem.K][0])
+    consumers = [
+        launch.constants["CONSUMERS"] for launch in found if launch.kernel is rule.persistent_scan_kernel
+    ]
+    assert sorted(consumers) == ([1, 1, 2, 2] if problem.K == 128 else [1] * 4)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
+@pytest.mark.parametrize("save", (False, True))
+@pytest.mark.parametrize("named", (None, "triton", "hopper"))
+def test_other_backends_are_compiled_ahead(monkeypatch, named, save):
+    """Compile the kernels of both backends with the first forward of a kind, unless one is named."""
+    found = {}
+
+    def ahead(device, kind, steps):
+        found[kind[0]] = {launch.kernel.__name__ for launch, _ in steps()}
+        # the key tells the first call of a named backend from that of a call that may go to both
+        assert kind[-1] == (named is None)
+
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    given = inputs(CASES["packed"], torch.bfloat16)
+    problem = parse(**given.tensors, **given.options, backend=named)
+    with recording(TARGETS["cuda:90"].machine):
+        for module in (chunked, rule):
+            monkeypatch.setattr(module, "compile_ahead", ahead)
+        chunked.forward(to_kernel_layout(problem), operand_dtype(problem) if save else None)
+        rule.chunk_forward(problem, save)
+    theirs, own = (
+        {"prepare_kernel", "state_kernel"},
+        {"persistent_scan_kernel", "segment_transfer_kernel", "solve_kernel"},
+    )
+    assert theirs <= found["forward"] and own <= found["hopper"]
+    assert found["forward"] & own == (own if named is None else set())
+    assert found["hopper"] & theirs == (theirs if named is None else set())
+
+
+def test_compiling_ahead_copies_no_tensor_and_needs_no_token(monkeypatch):
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    given = inputs(CASES["packed"], torch.bfloat16)
+    spread = given.tensors | {"v": given.tensors["v"][:, :1].expand_as(given.tensors["v"])}
+    odd = given.tensors | {"v": torch.nn.functional.pad(given.tensors["v"], (0, 1))[..., :-1]}
+    monkeypatch.setattr(descriptors, "_aligned", None)
+    with recording(TARGETS["cuda:90"].machine):
+        for tensors in (given.tensors, spread, odd):
+            problem = parse(**tensors, **given.options)
+            found = {launch.kernel.__name__ for launch, _ in hopper._forward_launches(problem, None)}
+            assert {"persistent_scan_kernel", "segment_transfer_kernel", "solve_kernel"} <= found
+    names = ("q", "k", "v", "g", "beta")
+    for options in ({}, {"cu_seqlens": torch.zeros(3, dtype=torch.int32)}):
+        tensors = {name: given.tensors[name][:, :0] for name in names}
+        nothing = parse(**tensors, **options)
+        assert list(hopper._forward_launches(nothing, None)) == []
+        assert "faster at" in hopper.refuses(nothing)

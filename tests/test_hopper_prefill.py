@@ -1,0 +1,58 @@
+"""Simulate prefills of a pool on the Hopper backend, with checkpoints and snapshots."""
+
+import pytest
+from conftest import HAS_TRITON
+
+if not HAS_TRITON:
+    pytest.skip("expected Triton", allow_module_level=True)
+
+
+from kit.hopper import (
+    check_checkpoints,
+    checkpoint_options,
+    error,
+    make_prefill,
+    run_prefill,
+    set_consumers,
+    set_fast_path,
+    set_segments,
+    simulate_launches,
+    simulated,
+)
+
+from gdn.backends import hopper
+
+
+@pytest.fixture
+def simulated_launches(monkeypatch):
+    simulate_launches(monkeypatch)
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("simulated_launches")
+@pytest.mark.parametrize(
+    "every, segment, D, consumers",
+    [(None, None, 128, 2), (64, None, 128, 1), (128, 2, 128, 2), (64, None, 64, 2), (128, 2, 64, 2)],
+)
+def test_prefill_of_a_pool(monkeypatch, every, segment, D, consumers):
+    """Run the Hopper forward between Triton's gather, snapshot and scatter; compare with `eager`."""
+    set_consumers(monkeypatch, consumers)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    set_segments(monkeypatch, segment)
+    lengths = (200, 0, 70, 64, 195)
+    x = make_prefill((1, 2), D, *lengths) | checkpoint_options(every, 2, D, *lengths)
+    found, expected = (run_prefill(name, "cpu", x) for name in ("hopper", "eager"))
+    assert all(error(x, y.double()) < 5e-3 for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("simulated_launches")
+@pytest.mark.parametrize("D, is_on, consumers", [(64, False, 2), (128, False, 2), (128, True, 1)])
+def test_checkpoints_have_the_bits_of_the_state(monkeypatch, D, is_on, consumers):
+    """Store checkpoints in fp32, not in the tokens' dtype."""
+    set_consumers(monkeypatch, consumers)
+    set_fast_path(monkeypatch, is_on)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    check_checkpoints("cpu", D)
