@@ -22,13 +22,6 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch ha
 SIZES = {"T": 10, "H": 2, "HV": 4, "K": 8, "V": 8}
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """Start three ranks for the tests that end none."""
-    with kit.started(3) as started:
-        yield started
-
-
 def call(context: Any, **options: Any) -> torch.Tensor:
     """Call the rule on tensors of ones."""
     sizes = SIZES | {n: options.pop(n) for n in SIZES if n in options}
@@ -106,7 +99,6 @@ def test_the_others_raise_where_a_rank_refuses(ranks):
     assert (
         zero == f"RuntimeError: cp_context: expected a valid call on all ranks, got an error on rank 2: {two}"
     )
-    # with a plan that the others know, only their timeout tells; a rank that refuses does not wait for it
     assert ranks.run(disagree, {}) == ["nothing"] * 3
 
 
@@ -161,9 +153,17 @@ GROUPS: dict[tuple[int, ...], Any] = {}
 
 
 def make_groups(rank: int) -> None:
-    """Make two groups of three ranks each; all four ranks have to make both."""
-    for members in ((0, 1, 2), (0, 1, 3)):
+    """Make groups of some ranks; all four ranks have to make each."""
+    for members in ((0, 1), (0, 1, 2), (0, 1, 3)):
         GROUPS[members] = dist.new_group(members, timeout=kit.seconds(5))
+
+
+def refuse_known(rank: int) -> tuple[str, float]:
+    """Make a call that all ranks know, which rank 1 refuses."""
+    context = gdn.ContextParallel(GROUPS[0, 1], num_tokens=20)
+    call(context)
+    started = time.monotonic()
+    return raised(lambda: call(context, T=9 if rank == 1 else 10)), time.monotonic() - started
 
 
 def die(rank: int, victims: list[int], when: str) -> tuple[str, float]:
@@ -188,6 +188,10 @@ def die(rank: int, victims: list[int], when: str) -> tuple[str, float]:
 def test_the_others_raise_where_a_rank_is_killed():
     with kit.started(4, timeout=5) as ranks:
         ranks.run(make_groups)
+        # with a plan that the others know, only their timeout tells; a rank that refuses raises by itself
+        (_, (zero, waited)), (_, (one, seconds)) = ranks.outcomes(refuse_known, only=[0, 1])
+        assert one == "ValueError: q: expected 10 tokens, runs of rank 1 in cp_context, got 9"
+        assert "Error" in zero and max(seconds, waited) < 10, (zero, waited, seconds)
         for victim, when in ((3, "backward"), (2, "forward")):
             outcomes = ranks.outcomes(die, [0, 1, victim], when, only=[0, 1, victim])
             assert [ok for ok, _ in outcomes] == [True, True, False], outcomes

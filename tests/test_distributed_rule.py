@@ -1,6 +1,5 @@
 """Compare the rule and the convolution on three ranks with the reference on all tokens. gloo, no GPU."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from kit import ranks as kit
 from kit.sharded import LIMITS, Sharded, computed, errors, gathered, inputs, relative
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,13 +41,6 @@ CASES = {
         offsets=(0, 3, 41, 66, 80, 90),
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[kit.Ranks]:
-    """Start three ranks for all tests of this module."""
-    with kit.started(3) as started:
-        yield started
 
 
 def context_of(p: Sharded, name: str) -> Any:
@@ -174,6 +165,43 @@ def alone(rank: int) -> None:
 
 def test_one_rank_and_heads_have_the_bits_of_one_process(ranks):
     ranks.run(alone)
+
+
+def narrow(rank: int) -> None:
+    """Compare a call under autocast with a call on rounded tensors: states stay in fp32."""
+    p = Sharded({"num_tokens": 90}, dtype=torch.float32)
+    x, _, _ = inputs(p)
+    for name in ("gather", "owner"):
+        context = context_of(p, name)
+        q, k, v, g, beta = (context.shard(x[n], 1) for n in ("q", "k", "v", "g", "beta"))
+        options = {"cp_context": context, "output_final_state": True}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            o, S = gdn.chunk_gated_delta_rule(q, k, v, g, beta, **options)
+        q, k, v = (t.to(torch.bfloat16) for t in (q, k, v))
+        want, state = gdn.chunk_gated_delta_rule(q, k, v, g, beta, **options)
+        assert o.dtype == torch.bfloat16 and S.dtype == torch.float32
+        assert torch.equal(o, want) and torch.equal(S, state)
+
+
+def test_autocast_does_not_round_states(ranks):
+    ranks.run(narrow)
+
+
+def differ(rank: int) -> None:
+    """Infer, then train: tensors that a plan keeps are not those of inference mode. Also K + V above 256."""
+    p = Sharded({"order": "headtail", "num_tokens": 90}, H=1, HV=2, K=144, V=120, dtype=torch.float32)
+    x, _, _ = inputs(p)
+    context = context_of(p, "owner")
+    with torch.inference_mode():
+        gdn.causal_conv1d(context.shard(x["v"].flatten(2), 1), torch.ones(240, 4), cp_context=context)
+    mine = context.shard(x["v"].flatten(2), 1).requires_grad_()
+    gdn.causal_conv1d(mine, torch.ones(240, 4), cp_context=context)[0].sum().backward()
+    found = errors(p, context)
+    assert max(found.values(), default=0) <= 1e-5, found
+
+
+def test_inference_then_training_and_many_columns(ranks):
+    ranks.run(differ)
 
 
 def poison(rank: int, name: str, tensor: str) -> None:

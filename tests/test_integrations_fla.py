@@ -116,7 +116,7 @@ def test_the_old_name_of_state_v_first():
         (ValueError, "head_first: expected False", {"head_first": True}),
         (ValueError, "chunk_size: expected 16, 32 or 64", {"chunk_size": 128}),
         (ValueError, "one of it and state_v_first", {"state_v_first": True, "transpose_state_layout": True}),
-        (NotImplementedError, "cp_context: expected None", {"cp_context": object()}),
+        (NotImplementedError, "cp_context: expected a gdn.ContextParallel", {"cp_context": object()}),
     ],
 )
 def test_refusals(kind, message, options):

@@ -56,11 +56,12 @@ __all__ = [
     "warmup",
 ]
 
+if not TYPE_CHECKING:
+    # a type checker would take every misspelt name for an attribute that this function returns
+    def __getattr__(name: str) -> Any:
+        """Import the context of many ranks, and torch's collectives with it, when it is first used."""
+        if name == "ContextParallel":
+            from gdn.distributed.context import ContextParallel
 
-def __getattr__(name: str) -> Any:
-    """Import the context of many ranks, and torch.distributed with it, when it is first used."""
-    if name == "ContextParallel":
-        from gdn.distributed.context import ContextParallel
-
-        return ContextParallel
-    raise AttributeError(f"module 'gdn' has no attribute {name!r}")
+            return ContextParallel
+        raise AttributeError(f"module 'gdn' has no attribute {name!r}")

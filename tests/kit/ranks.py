@@ -1,7 +1,8 @@
 """Start the ranks of a process group on this machine, and run functions on all of them.
 
-One start serves many functions. The ranks meet in a file, so no port is needed. A function that takes longer
-than the limit ends its rank with the stacks of its threads on stderr. Ranks end when their parent does.
+One start serves many functions. The ranks are forked from a server process that has imported torch and gdn
+once and has no threads. They meet in a file, so no port is needed. A function that takes longer than the
+limit ends its rank with the stacks of its threads on stderr. Ranks end when their parent does.
 """
 
 import datetime
@@ -33,12 +34,14 @@ class Ranks:
 
     def __init__(self, num_ranks: int, timeout: float = LIMIT) -> None:
         self.num_ranks = num_ranks
+        self.is_sound = True  # False: a function failed, and the group may be out of step
         self.folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "gdn", "kit.ranks"])
         self.pipes, self.processes = [], []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            arguments = (rank, num_ranks, self.folder.name, timeout, there, os.getpid(), list(sys.path))
+            arguments = (rank, num_ranks, self.folder.name, timeout, there, list(sys.path))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -51,6 +54,7 @@ class Ranks:
         """Return function(rank, *args) of every rank; raise with the traceback of each rank that raised."""
         outcomes = self.outcomes(function, *args, limit=limit)
         errors = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
+        self.is_sound = not errors
         assert not errors, "\n".join(errors)
         return [value for _, value in outcomes]
 
@@ -103,14 +107,12 @@ def started(num_ranks: int, timeout: float = LIMIT) -> Iterator[Ranks]:
         ranks.close()
 
 
-def _serve(
-    rank: int, num_ranks: int, folder: str, timeout: float, pipe: Any, parent: int, path: list[str]
-) -> None:
+def _serve(rank: int, num_ranks: int, folder: str, timeout: float, pipe: Any, path: list[str]) -> None:
     """Run the functions that come through the pipe until it says None."""
     sys.path[:] = path
     stderr = open(Path(folder) / f"stderr{rank}", "w")  # noqa: SIM115 - open for the life of the process
     os.dup2(stderr.fileno(), 2)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=seconds(timeout))
@@ -129,7 +131,7 @@ def _serve(
 
 
 def _end_with(parent: int) -> None:
-    """End this process as soon as its parent has ended."""
+    """End this process as soon as its parent has ended: the server of forks, which ends with the tests."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

@@ -16,7 +16,6 @@ Both fold each head by products of the same shape in the same order, so that the
 Layouts: [slots, B, HV, K, ...], one slot for each run of a rank, in fp32 (fp64 for fp64).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -156,9 +155,10 @@ def multiply(M: Tensor, S: Tensor) -> Tensor:
     """Return M @ S for each batch row and head, as one product of the same shape each.
 
     A batched product may choose its order of sums by the number of heads; `gather` and `owner` would then
-    differ in bits.
+    differ in bits. Autocast would round states to 16 bits.
     """
     if M.numel() == 0 or S.numel() == 0:
         return torch.zeros_like(S)
-    pairs: Sequence[tuple[Tensor, Tensor]] = list(zip(M.flatten(0, 1), S.flatten(0, 1), strict=True))
-    return torch.stack([m @ s for m, s in pairs]).view_as(S)
+    with torch.autocast(S.device.type, enabled=False):
+        products = [m @ s for m, s in zip(M.flatten(0, 1), S.flatten(0, 1), strict=True)]
+    return torch.stack(products).view_as(S)

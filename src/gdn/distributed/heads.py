@@ -7,7 +7,6 @@ on, and needs at least one key head a rank.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +52,7 @@ class Heads:
         # heads first: the blocks for the ranks are then rows of one tensor
         send = x.movedim(2, 0).contiguous()
         widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
-        own, row = widths[self.rank], _numel(size)
+        own, row = widths[self.rank], math.prod(size)
         got = all_to_all(
             send.flatten(), [own * B * m * row for m in self.num_local], [w * B * n * row for w in widths],
             self.group,
@@ -68,7 +67,7 @@ class Heads:
         x = to_rank_order(x, self.plans[0], 1).movedim(2, 0)
         send = torch.cat([block.flatten() for block in x.split(list(self.num_local), 2)])
         widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
-        n, row = self.num_local[self.rank], _numel(size)
+        n, row = self.num_local[self.rank], math.prod(size)
         got = all_to_all(
             send, [w * B * n * row for w in widths], [own * B * m * row for m in self.num_local], self.group
         )
@@ -80,7 +79,7 @@ class Heads:
         mine = [row for row, _ in border_rows(self.plans[self.rank], is_first)]
         send = rows[index(mine, rows.device)].movedim(1, 0)
         widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
-        own, row = widths[self.rank], _numel(rows.shape[2:])
+        own, row = widths[self.rank], math.prod(rows.shape[2:])
         got = all_to_all(
             send.flatten(), [own * c * row for c in counts], [w * len(mine) * row for w in widths], self.group
         )
@@ -98,7 +97,7 @@ class Heads:
         order = [n for plan in self.plans for _, n in border_rows(plan, is_first)]
         send = states[index(order, states.device)].flatten()
         widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
-        plan, row = self.plans[self.rank], _numel(size)
+        plan, row = self.plans[self.rank], math.prod(size)
         mine = [row for row, _ in border_rows(plan, is_first)]
         got = all_to_all(
             send, [w * len(mine) * row for w in widths], [own * c * row for c in counts], self.group
@@ -146,16 +145,13 @@ def to_rank_order(x: Tensor, plan: Plan, axis: int) -> Tensor:
     return torch.cat([x.narrow(axis, run.start, run.stop - run.start) for run in runs], axis)
 
 
-def _numel(size: Sequence[int]) -> int:
-    return math.prod(size)
-
-
 def rule(problem: Problem, heads: Heads) -> tuple[Tensor, Tensor | None]:
     """Return o and local states, with gradients. The problem has global offsets and local tokens and states.
 
     A row of the state whose sequence goes on elsewhere is zero: no rank computes the state at a border.
     """
-    return _Rule.apply(local.with_tensors(problem, (None,) * len(NAMES)), heads, *problem.differentiable)  # type: ignore[no-any-return]
+    without = local.with_tensors(problem, (None,) * len(NAMES))
+    return _Rule.apply(without, heads, *problem.differentiable)  # type: ignore[no-any-return]
 
 
 class _Rule(torch.autograd.Function):
@@ -198,12 +194,10 @@ class _Rule(torch.autograd.Function):
             dS = heads.rows_to_heads(dS, False, ratio)
         *moved, dA_log, ddt_bias, rows = differentiate(whole, saved, do, dS)
         found = [None if x is None else heads.to_tokens(x, r) for x, r in zip(moved, ctx.ratios, strict=True)]
+        # the other ranks have the gradients of the other heads
         own = heads.heads_of(heads.rank, ratio)
-        for x in (dA_log, ddt_bias):
-            whole_x = None if x is None else x.new_zeros(ctx.num_heads)
-            if x is not None and whole_x is not None:
-                whole_x[own.start : own.stop] = x
-            found.append(whole_x)
+        around = (own.start, ctx.num_heads - own.stop)
+        found += [None if x is None else torch.nn.functional.pad(x, around) for x in (dA_log, ddt_bias)]
         found.append(None if rows is None else heads.rows_to_tokens(rows, True, ratio))
         needs = ctx.needs_input_grad[2:]
         return (None, None, *(x if need else None for x, need in zip(found, needs, strict=True)))

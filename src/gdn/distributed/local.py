@@ -57,6 +57,9 @@ def transfers(problem: Problem, plan: Plan) -> Tensor:
         S[..., :V].masked_fill_(came_in, 0)
     S[..., V:] = torch.where(came_in, torch.eye(K, dtype=S.dtype, device=S.device), 0)
     p = replace(p, state_v_first=False, output_final_state=True)
+    if not any(enters):
+        N = forward(replace(p, initial_state=S[..., :V].contiguous()), False)[1]
+        return torch.cat([N, S[..., V:]], -1)
     zeros = p.v.new_zeros(*p.v.shape[:3], K)
     if V + K <= MAX_COLUMNS:
         return forward(replace(p, v=torch.cat([p.v, zeros], -1), initial_state=S), False)[1]

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ class Plan:
     leaving        places of the states that another run needs
     has_entering   for each run of the table: its first sequence began in an earlier run
     has_leaving    for each run of the table: its last sequence goes on in a later run
+    num_pieces     for each run of the table: how many sequences have a piece in it
     """
 
     table: Table
@@ -55,13 +57,14 @@ class Plan:
     leaving: tuple[Place, ...]
     has_entering: tuple[bool, ...]
     has_leaving: tuple[bool, ...]
+    num_pieces: tuple[int, ...]
 
-    @property
+    @cached_property
     def has_exchange(self) -> bool:
         """Return True if a sequence crosses from one run to another, on any rank."""
         return any(self.has_leaving)
 
-    @property
+    @cached_property
     def passes(self) -> tuple[bool, ...]:
         """Return for each run whether one sequence came in and goes on, so that M is needed."""
         return tuple(
@@ -76,8 +79,6 @@ class Plan:
         """Return the number of tokens that this rank holds of each batch row."""
         return self.table.num_local[self.rank]
 
-    num_pieces: tuple[int, ...] = ()
-
     def cu_seqlens(self, device: torch.device) -> Tensor | None:
         """Return the local offsets on a device, or None."""
         return None if self.offsets is None else _tensor(self.offsets, device)
@@ -85,7 +86,9 @@ class Plan:
 
 @functools.lru_cache(maxsize=256)
 def _tensor(values: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    # autograd may save an index: one made in inference mode could not be saved later
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def index(values: list[int], device: torch.device) -> Tensor:

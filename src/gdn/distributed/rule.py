@@ -98,11 +98,8 @@ class _Rule(torch.autograd.Function):
 def run(problem: Problem, with_final: bool, save: bool) -> tuple[Tensor, Tensor, local.Saved]:
     """Run the local call; a rank without pieces has nothing to run."""
     p = replace(problem, output_final_state=with_final)
-    if p.N == 0 or p.T == 0:
-        o, final = p.v.new_zeros(p.v.shape), p.v.new_zeros(p.state_shape, dtype=p.state_dtype)
-        if p.initial_state is not None:
-            final = final + p.initial_state
-        return o, final, ()
+    if p.N == 0:
+        return p.v.new_zeros(p.v.shape), p.v.new_zeros(p.state_shape, dtype=p.state_dtype), ()
     return local.forward(p, save)
 
 
@@ -111,11 +108,8 @@ def differentiate(
 ) -> list[Tensor | None]:
     """Return the gradients of the local call, in the order of NAMES; None for a tensor that is None."""
     p = problem
-    if p.N == 0 or p.T == 0 or (do is None and dS is None):
-        zeros = [None if x is None else torch.zeros_like(x) for x in p.differentiable]
-        if zeros[-1] is not None and dS is not None:
-            zeros[-1] = zeros[-1] + dS
-        return zeros
+    if p.N == 0 or (do is None and dS is None):
+        return [None if x is None else torch.zeros_like(x) for x in p.differentiable]
     return local.backward(replace(p, output_final_state=dS is not None), tuple(saved), do, dS)
 
 
