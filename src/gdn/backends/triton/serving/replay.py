@@ -135,10 +135,10 @@ def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PA
         left = C.V - column
         has_value = strip_mask(vs, left, C.V, C.STRIPS)[None, :]
         v_ptr = column_pointer(v.ptr, column, v.outer, C.DENSE)
-        v_at = row_pointers(v_ptr, tokens, vs, v.inner_product, v.outer, C.UNIT, C.DENSE, C.NEAR)
+        v_at = row_pointers(v_ptr, tokens, vs, v.inner, v.outer, C.UNIT, C.DENSE, C.NEAR)
         values = tl.load(v_at, mask=(is_k & (tokens < packet.count))[:, None] & has_value, other=0.0)
         strip_ptr = column_pointer(state.ptr, column, state.outer * C.STATE_UNIT, C.AXIS == "v")
-        XS = multiply_state(X, packet, Strip(strip_ptr, vs, left, state.inner_product, state.outer), C)
+        XS = multiply_state(X, packet, Strip(strip_ptr, vs, left, state.inner, state.outer), C)
         XS = scale_rows(XS, row_scales, decays)
         past_u_ptr = history.u_ptr + column
         for held in tl.static_range(PASTS):
@@ -152,7 +152,7 @@ def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PA
                 XS = add_history(XS, score, u_old, C.PRECISION)
         outputs = compute_outputs(XS, values, beta, W, C.BT, C.FINE)
         o_ptr = column_pointer(o.ptr, column, o.outer, C.DENSE)
-        store_outputs(Strip(o_ptr, vs, left, o.inner_product, o.outer), outputs, packet.count, C)
+        store_outputs(Strip(o_ptr, vs, left, o.inner, o.outer), outputs, packet.count, C)
         u_at = row_pointers(past_u_ptr, new.places, vs, history.u_p, 1, C.PAST_UNIT, True, C.NEAR)
         u = outputs[PARTS - 1].to(history.u_ptr.dtype.element_ty)
         # u of places beyond the history is dropped
