@@ -138,7 +138,10 @@ class Declared:
     def draft(cls: "type[P]", given: dict[str, Any]) -> "P":
         """Return the problem of a call before its checks; raise TypeError for a flag that is no bool."""
         check.flags(given, cls.declaration.flags)
-        return cls(**given)
+        if given.keys() == cls.declaration.types.keys():
+            # by position: keywords take 2 us longer for 27 fields
+            return cls(*[given[name] for name in cls.declaration.names])
+        return cls(**given)  # for an unexpected or missing argument Python raises the error that names it
 
     def complete(self, **values: Any) -> None:
         """Set fields of a problem that nobody else has seen, such as `scale` where the caller gives none."""
