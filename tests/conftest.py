@@ -19,7 +19,7 @@ import torch._inductor.config
 from hypothesis import HealthCheck, settings
 from kit import processes
 
-from gdn.bench.accuracy import poisoned
+from gdn.testing.memory import poison_memory
 
 settings.register_profile("gdn", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("gdn")
@@ -122,7 +122,7 @@ def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
 @pytest.fixture
 def poison():
     """Fill new memory with NaN, so that a test sees elements that were never written."""
-    with poisoned():
+    with poison_memory():
         yield
 
 

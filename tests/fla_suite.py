@@ -264,7 +264,7 @@ def environment(options):
     import torch
 
     sys.path.insert(0, str(ROOT / "src"))
-    from gdn.bench import measure
+    from gdn_bench.timing import measure
 
     where = measure.on_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     git = ("git", "-C", str(options.checkout), "rev-parse", "--short", "HEAD")

@@ -295,7 +295,7 @@ class Controller:
         with suppress(Exception):
             import torch
 
-            from gdn.bench import measure
+            from gdn_bench.timing import measure
 
             found = measure.on_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         found |= {"threads": os.cpu_count(), "commit": self.config.getoption("commit") or found["commit"]}

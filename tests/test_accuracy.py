@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import gdn
-from gdn.bench.accuracy import check, gates
-from gdn.bench.cases import LENGTHS, QUICK, Case, covering
+from gdn.testing.accuracy import check
+from gdn.testing.accuracy import error_limits as gates
+from gdn.testing.cases import LENGTHS, QUICK, Case, covering
 
 COVERING, SMALL = covering(max_cost=2**24), covering(QUICK)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

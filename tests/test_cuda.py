@@ -8,8 +8,10 @@ from kit.serving import nothing_waits
 from kit.specimens import SPECIMENS
 
 import gdn
-from gdn.bench.accuracy import check, compare, law_side_by_side, run
-from gdn.bench.cases import Case, inputs, packed, rows
+from gdn.testing import Case, inputs, packed, rows
+from gdn.testing.accuracy import check, run
+from gdn.testing.accuracy import measure_error as compare
+from gdn.testing.accuracy import reference_by_heads as law_side_by_side
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

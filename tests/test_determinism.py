@@ -5,8 +5,8 @@ import torch
 from conftest import GPU
 
 import gdn
-from gdn.bench.accuracy import run
-from gdn.bench.cases import Case, inputs, packed, rows
+from gdn.testing import Case, inputs, packed, rows
+from gdn.testing.accuracy import run
 
 REPEATS = 100
 RAGGED = (3000, 0, 64, 1, 2047, 0, 65, 3, 1000, 0, 1983)  # with a tail of 29: 8,192 tokens

@@ -11,10 +11,9 @@ from conftest import HAS_TRITON, INTERPRETED
 from kit import api
 
 import gdn
-from gdn.bench import accuracy
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
 from gdn.problem.serving import PrefillProblem, parse_prefill
+from gdn.testing import Case, accuracy, inputs, packed, rows
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
@@ -102,7 +101,7 @@ def law(given, wide=None):
     """In fp64, of `wide` where gradients are to be taken."""
     wide = wide or given.double()
     tensors = dict.fromkeys(("g", "beta")) | wide.tensors
-    return accuracy.law(**tensors, **wide.options)
+    return accuracy.reference_rule(**tensors, **wide.options)
 
 
 def error(x, expected):
@@ -871,7 +870,7 @@ def drawn(source, kind):
 def law_at_once(given, number):
     """The law of a problem; of the first in a launch for each token, as well."""
     wide = given.double()
-    options = {name: x for name, x in wide.options.items() if name not in accuracy.FREEDOM}
+    options = {name: x for name, x in wide.options.items() if name not in accuracy.BACKEND_OPTIONS}
     found = one_launch.law(**wide.tensors, **options)
     if number == 0:
         assert all(error(x, y) < 1e-12 for x, y in zip(found, law(given), strict=True) if y.norm() > 0)

@@ -17,9 +17,9 @@ import gdn
 from gdn.backends import triton as room
 from gdn.backends.triton.rule import run as rule
 from gdn.backends.triton.serving import decode, replay
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.ops import fastpath
 from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
 
 ALL = {"use_qk_l2norm_in_kernel": True, "raw_gate": "on", "beta": "sigmoid", "state": "wide"}
 # sequences, tokens of each, key heads, value heads: from an almost empty GPU to a full one

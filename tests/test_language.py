@@ -94,7 +94,8 @@ def violations(path: Path) -> dict[str, list[str]]:
 def files() -> list[Path]:
     """Return the pages and modules that are checked."""
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "NOTES.md")]
-    modules = [path for folder in ("src", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    folders = ("src", "tests", "benchmarks/gdn_bench", "examples")
+    modules = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     every = [*pages, *sorted((ROOT / "docs").rglob("*.md")), *modules]
     return [path for path in every if not str(path.relative_to(ROOT)).startswith(FREE)]
 

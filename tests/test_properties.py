@@ -7,8 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gdn
-from gdn.bench.accuracy import compare, gates, law, run
-from gdn.bench.cases import GATES, KEYS, Case, Lengths, inputs, is_contradiction, packed
+from gdn.testing.accuracy import error_limits as gates
+from gdn.testing.accuracy import measure_error as compare
+from gdn.testing.accuracy import reference_rule as law
+from gdn.testing.accuracy import run
+from gdn.testing.cases import GATES, KEYS, Case, Lengths, is_contradiction, packed
+from gdn.testing.tensors import inputs
 
 size = st.one_of(st.integers(1, 20), st.sampled_from([32, 60, 64, 100]))
 single = st.builds(Lengths, st.integers(1, 140), st.integers(1, 2), st.none())

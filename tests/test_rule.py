@@ -9,10 +9,15 @@ from torch.utils.checkpoint import checkpoint
 import gdn
 from gdn.backends import Saved, load
 from gdn.backends.eager.blocks import plan
-from gdn.bench.accuracy import answers, check, compare, expect, judge, law, run
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.ops import library
 from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
+from gdn.testing.accuracy import check, run
+from gdn.testing.accuracy import compare_outputs as judge
+from gdn.testing.accuracy import expect_outputs as expect
+from gdn.testing.accuracy import measure_error as compare
+from gdn.testing.accuracy import reference_rule as law
+from gdn.testing.accuracy import run_poisoned as answers
 
 FORMS = [gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule]
 chunk, recurrent = FORMS

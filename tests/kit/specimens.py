@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 
 import gdn
-from gdn.bench.accuracy import run
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
+from gdn.testing.accuracy import run
 from kit import api
 from kit.serving import inputs as rows_of
 from kit.serving import pool_of, step_of

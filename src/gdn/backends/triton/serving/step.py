@@ -68,9 +68,9 @@ def decode_step(problem: StepProblem) -> CachedStep | None:
     if needs_copies(p):
         composed(p, conv_update.causal_conv1d_update, decode.decode, norm.rms_norm_gated)
         return None
-    again = _plans.get(_key(p), lambda: _first(p))
-    again(*tensors_of(p))
-    return None if is_recording() else again
+    cached = _plans.get(_key(p), lambda: _first(p))
+    cached(*tensors_of(p))
+    return None if is_recording() else cached
 
 
 def tensors_of(p: StepProblem) -> tuple[Tensor | None, ...]:
@@ -93,12 +93,13 @@ def needs_copies(p: StepProblem) -> bool:
     )
 
 
-def plan_of(p: StepProblem, pairs: int | None = None) -> CachedStep:
-    """Return the launches. `pairs`: rows times heads for the tiles of `decode`, if not the problem's."""
+def plan_of(p: StepProblem, num_states: int | None = None) -> CachedStep:
+    """Return the launches. `num_states`: rows times heads for the tiles of `decode`, if not the problem's."""
     # only the layout of the convolution's output counts here: it is allocated anew for each step
     mixed, o, keys = p.mixed_qkv.new_empty(p.mixed_qkv.shape), p.out, p.H * p.K
     launches = [
-        conv_update.plan_of(p.conv(mixed)), decode.plan_of(p.decode(mixed, o), (0, keys, 2 * keys), pairs)
+        conv_update.plan_of(p.conv(mixed)),
+        decode.plan_of(p.decode(mixed, o), (0, keys, 2 * keys), num_states),
     ]  # fmt: skip
     if p.has_norm:
         launches.append(norm.plan_of(p.norm(o), o, p.z))
@@ -106,12 +107,12 @@ def plan_of(p: StepProblem, pairs: int | None = None) -> CachedStep:
 
 
 def _first(p: StepProblem) -> CachedStep:
-    again, tensors = plan_of(p), tensors_of(p)
-    kind = tuple(one.binary_key(given) for one, given in again.steps(*tensors))
+    cached, tensors = plan_of(p), tensors_of(p)
+    kind = tuple(one.binary_key(given) for one, given in cached.steps(*tensors))
     # binaries for other numbers of rows
-    others = [plan_of(p, pairs) for pairs in packet.fills(machine(p.x.device))]
+    others = [plan_of(p, num_states) for num_states in packet.sample_num_states(machine(p.x.device))]
     compile_ahead(p.x.device, kind, lambda: [one for other in others for one in other.steps(*tensors)])
-    return again
+    return cached
 
 
 def _key(p: StepProblem) -> Hashable:
