@@ -50,9 +50,9 @@ def test_the_workflow_calls_the_scripts_of_this_repository():
 
 
 def test_the_hooks_check_what_make_checks():
-    """The commands of the hooks are those of make, and name paths that exist."""
+    """The commands of the hooks are those of make. The paths that mypy checks are in pyproject.toml."""
     (local,) = load(ROOT / ".pre-commit-config.yaml")["repos"]
     entries = {hook["id"]: hook["entry"].split() for hook in local["hooks"]}
     makefile = (ROOT / "Makefile").read_text()
     assert set(entries) == {"lint", "format", "types"}
-    assert f"-m {' '.join(entries['types'])}\n" in makefile and (ROOT / entries["types"][1]).is_dir()
+    assert f"-m {' '.join(entries['types'])}\n" in makefile

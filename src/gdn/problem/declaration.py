@@ -24,7 +24,7 @@ several problems share are dataclasses of their own; of several base classes, th
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -48,7 +48,7 @@ class Declaration:
 
     def __init__(
         self,
-        problem: Callable[..., Any],
+        problem: type[Any],
         types: Mapping[str, str],
         written: Sequence[str],
         absent: Mapping[str, Any] | None = None,
@@ -64,8 +64,6 @@ class Declaration:
         alias = {name: f"Tensor({chr(ord('a') + i)}!)" for i, name in enumerate(written)}
         kinds = (types[name].replace("Tensor", alias.get(name, "Tensor")) for name in self.names)
         self.schema = ", ".join(f"{kind} {name}" for kind, name in zip(kinds, self.names, strict=True))
-        # puts the arguments and the absent values into the order of the fields; `without` sets it for a part
-        self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
         self._read: Callable[[Any], tuple[Any, ...]] = attrgetter(*self.names)
 
     def without(self, *names: str, required: Sequence[str] = (), written: bool = True) -> "Declaration":
@@ -77,10 +75,7 @@ class Declaration:
         types |= {name: types[name].removesuffix("?") for name in required}
         absent = {name: False if self.types[name] == "bool" else None for name in names}
         kept = [name for name in self.written if written and name in types]
-        part = Declaration(self.problem, types, kept, absent)
-        given = (*part.names, *absent)
-        part._in_order = itemgetter(*(given.index(name) for name in self.names))
-        return part
+        return Declaration(self.problem, types, kept, absent)
 
     def arguments_of(self, problem: Any) -> tuple[Any, ...]:
         """Return the arguments of the operator, in order."""
@@ -96,8 +91,10 @@ class Declaration:
     def split(self, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         """Return the problem of the first arguments of an operator, and the arguments that follow."""
         count = len(self.names)
-        given = self._in_order((*args[:count], *self.absent.values()))
-        return self.problem(*given), tuple(args[count:])
+        values = dict(zip(self.names, args[:count], strict=True))
+        if self.absent:
+            values.update(self.absent)
+        return _hold(self.problem, values), tuple(args[count:])
 
 
 class Declared:
@@ -118,11 +115,8 @@ class Declared:
         return tuple([getattr(self, name) for name in self.declaration.options])
 
     def with_tensors(self: "P", tensors: Sequence[Tensor | None], **others: Any) -> "P":
-        """Return this problem with other tensors, in order, and with `others`, fields that are no argument.
-
-        This bypasses __init__, which takes 2.4 us longer in a frozen dataclass of 20 fields.
-        """
-        problem = object.__new__(type(self))
+        """Return this problem with other tensors, in order, and `others`, fields that are no arguments."""
+        problem = object.__new__(type(self))  # as in `_hold`
         values = problem.__dict__
         values.update(self.__dict__)
         values.update(zip(self.declaration.tensors, tensors, strict=True))
@@ -138,9 +132,8 @@ class Declared:
     def draft(cls: "type[P]", given: dict[str, Any]) -> "P":
         """Return the problem of a call before its checks; raise TypeError for a flag that is no bool."""
         check.flags(given, cls.declaration.flags)
-        if given.keys() == cls.declaration.types.keys():
-            # by position: keywords take 2 us longer for 27 fields
-            return cls(*[given[name] for name in cls.declaration.names])
+        if given.keys() == cls.declaration.types.keys() and not torch.compiler.is_compiling():
+            return _hold(cls, given)
         return cls(**given)  # for an unexpected or missing argument Python raises the error that names it
 
     def complete(self, **values: Any) -> None:
@@ -161,6 +154,16 @@ class Declared:
 
 
 P = TypeVar("P", bound=Declared)
+
+
+def _hold(problem: type[P], values: Mapping[str, Any]) -> P:
+    """Return a problem with these fields; the others have their defaults.
+
+    This bypasses __init__, which takes 2.4 us longer in a frozen dataclass of 20 fields.
+    """
+    held = object.__new__(problem)
+    held.__dict__.update(values)
+    return held
 
 
 def declared(problem: type[P]) -> type[P]:
