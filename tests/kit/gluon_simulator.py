@@ -38,6 +38,8 @@ class Value:
 
     def __and__(self, other: Any) -> "Value":
         other = _plain(other)
+        if isinstance(other, torch.Tensor):
+            return Value(self.x & other)
         # a mask of 32 bits, as a signed number
         return Value(self.x & (other - 2**32 if isinstance(other, int) and other >= 2**31 else other))
 
@@ -62,7 +64,7 @@ def _operator(name: str, of: Callable[..., Any]) -> None:
 
 for _name in ("add", "sub", "mul", "truediv", "mod", "floordiv", "xor", "or_", "rshift"):
     _operator(_name, getattr(operator, _name))
-for _name in ("lt", "le", "gt", "ge", "eq"):
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _operator(_name, getattr(operator, _name))
 
 
@@ -321,9 +323,21 @@ def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any) -> None:
                     names[name] = STANDINS[name]
                 elif isinstance(x, (JITFunction, InterpretedFunction)):
                     names[name] = bind(x)
+                elif hasattr(x, "names") and isinstance(x, type):
+                    names[name] = record(x)
                 else:
                     names[name] = x.value if isinstance(x, gl.constexpr) else x
         return bound[id(function)]
+
+    def record(struct: Any) -> Any:
+        """Make plain objects with the fields of a struct, which a kernel would keep apart in registers."""
+
+        def make(*values: Any, **named: Any) -> Any:
+            fields = dict(zip(struct.names, values)) | named
+            assert fields.keys() == set(struct.names)
+            return types.SimpleNamespace(**fields)
+
+        return make
 
     given = [Pointer.to(x) if isinstance(x, torch.Tensor) else x for x in arguments]
     _here.programs = grid

@@ -1,8 +1,9 @@
 """Import Gluon's operations under one name each for Triton 3.6 to 3.9, which renamed some of them."""
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -13,7 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.core import base_value
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import JITCallable
 
 __all__ = [
     "barrier",
@@ -25,6 +28,7 @@ __all__ = [
     "mbarrier",
     "mma_v2",
     "recast",
+    "struct",
     "tma_load",
     "tma_store",
     "tma_store_wait",
@@ -42,6 +46,55 @@ recast: Any = (
 tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait: Any = tma.store_wait
+
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**options: Any) -> Any:
+        return lambda function: function
+
+
+class _FieldNames(JITCallable):
+    """Put a struct's field names, in order, into the cache key of each kernel that uses the struct.
+
+    Up to Triton 3.7 the key of an aggregate lacks them: after two fields change places, the binary of the old
+    order would be found on disk.
+    """
+
+    cache_key: Any = None  # a property of JITCallable
+    used_global_vals: Any
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.cache_key, self.used_global_vals, self.__name__ = repr(names), {}, "fields"
+
+
+@dataclass_transform(eq_default=False)
+def struct(cls: Any) -> Any:
+    """Make a class of named values that kernels construct, pass and unpack; the binary has no trace of it.
+
+    A field may hold a tensor, shared memory, a TMA descriptor, another struct, None or a constant: annotations
+    are for the reader. Fields cannot be assigned: make a new struct. Methods are decorated with `gluon.jit`.
+    """
+    names = tuple(cls.__annotations__)
+
+    def init(self: Any, *values: Any, **named: Any) -> None:
+        fields = dict(zip(names[: len(values)], values, strict=True)) | named
+        if fields.keys() != set(names):
+            raise TypeError(f"{cls.__name__}: expected {names}, got {tuple(fields)}")
+        for name in names:
+            x = fields[name]
+            setattr(self, name, x if isinstance(x, base_value) else gl.constexpr(x))
+
+    # without it Triton 3.6 and 3.7 compile __init__ as a part of the kernel
+    init.__triton_builtin__ = True  # type: ignore[attr-defined]
+    cls.__init__, cls.__annotations__ = init, dict.fromkeys(names, base_value)
+    # public as gluon.aggregate since Triton 3.8
+    made = (getattr(gluon, "aggregate", None) or triton.language.core._aggregate)(cls)
+    made.hash_attrs.append(_FieldNames(names))
+    made.names = names
+    return made
 
 
 @gluon.jit
