@@ -39,8 +39,8 @@ def gradients_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     boxes = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, C], factors_d.layout)
     tiles = Tiles(
-        q=gl.allocate_shared_memory(gl.bfloat16, [1, C, 1, D], q_d.layout),
-        k=gl.allocate_shared_memory(gl.bfloat16, [1, C, 1, D], q_d.layout),
+        q=gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, 1, D], q_d.layout),
+        k=gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, 1, D], q_d.layout),
         v=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         do=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         d=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
@@ -52,7 +52,7 @@ def gradients_kernel(
         parts=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], TILE),
         w=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], TILE),
         pairs=gl.allocate_shared_memory(gl.bfloat16, [2, C, C], TILE),
-        ones=gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE),
+        ones=gl.allocate_shared_memory(gl.bfloat16, [1, C, C], TILE),
         entering=gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     turns = Turns(

@@ -68,5 +68,5 @@ def load_keys(w, place, count):
     mbarrier.expect(ready, 2 * (w.D // STRIP) * w.inputs.q.block_type.nbytes)
     for i in gl.static_range(w.D // STRIP):
         corner = [place.row, place.first, place.key_head, i * STRIP]
-        tma_load(w.inputs.k, corner, ready, w.tiles.k.slice(i * STRIP, STRIP, 3))
-        tma_load(w.inputs.q, corner, ready, w.tiles.q.slice(i * STRIP, STRIP, 3))
+        tma_load(w.inputs.k, corner, ready, w.tiles.k.index(0).slice(i * STRIP, STRIP, 3))
+        tma_load(w.inputs.q, corner, ready, w.tiles.q.index(0).slice(i * STRIP, STRIP, 3))

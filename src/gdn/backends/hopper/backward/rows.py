@@ -18,10 +18,12 @@ from gdn.backends.hopper.backward.shared import (
     gains,
     place_of,
     wait_full,
+    zero_of,
 )
 from gdn.backends.hopper.chunk import BY_ROWS, LEFT, OF_STATE, OF_TOKENS, STRIP, C
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
+    here,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
@@ -54,12 +56,12 @@ def compute_rows(w):
 @gluon.jit
 def over_item(w, place, item_count, head_count):
     """Compute dq and dk of one chunk and key head, and store them."""
-    q = w.tiles.q.reshape([C, w.D])
-    k = w.tiles.k.reshape([C, w.D])
+    q = w.tiles.q.index(0).reshape([C, w.D])
+    k = w.tiles.k.index(0).reshape([C, w.D])
     if place.length < C:
         # E^T q and the like sum over tokens: zero the rows past the end. The value warpgroup's MMAs may read
         # them at the same time, but use none of them.
-        is_token = (gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)) < place.length)[:, None]
+        is_token = (here(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))) < place.length)[:, None]
         q.store(gl.where(is_token, q.load(BY_ROWS), 0.0))
         k.store(gl.where(is_token, k.load(BY_ROWS), 0.0))
         fence_async_shared()
@@ -92,18 +94,19 @@ def over_head(w, place, head, count, dq, dk):
     entering = entering * factor(tiles, stage, READ, OF_ROWS)
     fence_async_shared()
     arrive(count, w.turns.head_empty)
-    q = tiles.q.reshape([C, w.D])
-    k = tiles.k.reshape([C, w.D])
+    zero = zero_of(count)
+    q = tiles.q.index(zero).reshape([C, w.D])
+    k = tiles.k.index(zero).reshape([C, w.D])
     wait_full(count, w.turns.pairs_full)
-    E = tiles.pairs.index(0)
-    F = tiles.pairs.index(1)
+    E = tiles.pairs.index(zero)
+    F = tiles.pairs.index(zero + 1)
     dq = warpgroup_mma(E, k, dq, is_async=True)
     dk = warpgroup_mma(E.permute((1, 0)), q, dk, is_async=True)
     dk = warpgroup_mma(F, k, dk, is_async=True)
     dk = warpgroup_mma(F.permute((1, 0)), k, dk, is_async=True)
     tile = (place.chunk * w.problem.HV + head).to(gl.int64)
     shares = w.out.shares_ptr + tile * (SHARES * C)
-    i = gl.arange(0, C, OF_ROWS)
+    i = here(gl.arange(0, C, OF_ROWS))
     entering += tiles.entering.load(OF_ROWS)
     gl.store(shares + ENTERING * C + i, entering, mask=i < place.length)
     if not w.GIVEN_DR:
@@ -124,22 +127,23 @@ def over_strip(w, head_stage, count, dq, dk, entering, through):
     zeros = gl.zeros((C, STRIP), gl.float32, OF_TOKENS)
     S = tiles.S.index(stage)
     dS = tiles.dS.index(stage)
-    qS = warpgroup_mma(tiles.q.reshape([C, w.D]), S, zeros, use_acc=False, is_async=True)
-    do = tiles.do.index(stage).reshape([C, STRIP]).load(OF_TOKENS).to(gl.float32)
-    scaled = (do * factor(tiles, head_stage, READ, OF_ROWS)[:, None]).to(gl.bfloat16)
-    dq = warpgroup_mma(gl.convert_layout(scaled, LEFT), S.permute((1, 0)), dq, is_async=True)
+    qS = warpgroup_mma(tiles.q.index(zero_of(count)).reshape([C, w.D]), S, zeros, use_acc=False, is_async=True)
     _, gain, _ = gains(tiles, head_stage, w.GIVEN_DR)
     gain = gain * factor(tiles, head_stage, INTO, OF_ROWS)
     d = tiles.d.index(stage).reshape([C, STRIP]).load(OF_TOKENS).to(gl.float32)
     scaled = (d * gain[:, None]).to(gl.bfloat16)
     dk = warpgroup_mma(gl.convert_layout(scaled, LEFT), S.permute((1, 0)), dk, is_async=True)
+    # the MMA of dk may still run on the tensor cores
+    qS = warpgroup_mma_wait(1, deps=(qS,))
+    do = tiles.do.index(stage).reshape([C, STRIP]).load(OF_TOKENS).to(gl.float32)
+    entering += gl.sum(do * qS, 1)
+    scaled = (do * factor(tiles, head_stage, READ, OF_ROWS)[:, None]).to(gl.bfloat16)
+    dq = warpgroup_mma(gl.convert_layout(scaled, LEFT), S.permute((1, 0)), dq, is_async=True)
+    w_stage = wait_full(count, w.turns.w_full)
+    dk = warpgroup_mma(tiles.w.index(w_stage), dS.permute((1, 0)), dk, is_async=True)
     if not w.GIVEN_DR:
         # while the tensor cores multiply; Triton's state pass has stored <S, dS> with dS in fp32
         through = add_through(S, dS, through, w.D)
-    qS = warpgroup_mma_wait(2, deps=(qS,))
-    entering += gl.sum(do * qS, 1)
-    w_stage = wait_full(count, w.turns.w_full)
-    dk = warpgroup_mma(tiles.w.index(w_stage), dS.permute((1, 0)), dk, is_async=True)
     dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
     fence_async_shared()
     arrive(count, w.turns.w_empty)
@@ -174,7 +178,7 @@ def store_rows(w, place, x, x_d, x_ptr):
     w.tiles.pairs.index(1).store(gl.convert_layout(right, OF_TOKENS))
     token = place.row * w.problem.T + place.first
     if place.length < C:
-        i = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))[:, None]
+        i = here(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)))[:, None]
         j = gl.arange(0, STRIP, gl.SliceLayout(0, BY_ROWS))[None, :]
         num_heads = w.problem.HV // w.problem.ratio
         where = x_ptr + ((token + i).to(gl.int64) * num_heads + place.key_head) * w.D + j
@@ -191,7 +195,7 @@ def store_rows(w, place, x, x_d, x_ptr):
 @gluon.jit
 def clear_rows(w, place):
     """Store zeros to dq and dk at tokens of no sequence."""
-    i = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))[:, None]
+    i = here(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)))[:, None]
     j = gl.arange(0, STRIP, gl.SliceLayout(0, BY_ROWS))[None, :]
     none = gl.zeros((C, STRIP), gl.bfloat16, BY_ROWS)
     token = place.row.to(gl.int64) * w.problem.T + place.first

@@ -146,6 +146,16 @@ def stage_and_phase(i, barriers):
 
 
 @gluon.jit
+def zero_of(count):
+    """Return 0, which the compiler does not know, from a counter.
+
+    Of shared memory that has one buffer the compiler would make all WGMMA descriptors before the loops, two
+    registers for each 16 columns, and hold or spill them. Indexed by this they are made where they are used.
+    """
+    return count >> 30
+
+
+@gluon.jit
 def wait_full(i, barriers):
     """Wait until the stage of i is filled, and return the stage."""
     stage, phase = stage_and_phase(i, barriers)

@@ -23,9 +23,10 @@ from gdn.backends.hopper.backward.shared import (
     split_bf16,
     wait_empty,
     wait_full,
+    zero_of,
 )
 from gdn.backends.hopper.chunk import BY_ROWS, LEFT, OF_TOKENS, STRIP, C
-from gdn.backends.hopper.gluon import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from gdn.backends.hopper.gluon import fence_async_shared, here, warpgroup_mma, warpgroup_mma_wait
 from gdn.backends.triton.rule.gradients import SMALL
 from gdn.backends.triton.rule.pairs import CROSSING, DBETA, LEAVING
 from gdn.backends.triton.rule.pairs import ROWS as SHARES
@@ -34,9 +35,9 @@ from gdn.backends.triton.rule.pairs import ROWS as SHARES
 @gluon.jit
 def compute_values(w):
     """Run the value warpgroup over all items of this CTA."""
-    i = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))[:, None]
+    i = here(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, BY_ROWS))[None, :]
-    w.tiles.ones.store((i < j).to(gl.bfloat16))
+    w.tiles.ones.index(0).store((i < j).to(gl.bfloat16))
     fence_async_shared()
     item_count = 0
     head_count = 0
@@ -77,26 +78,27 @@ def over_strip(w, place, head, strip, head_stage, count, E, F, whole, apart, ent
     """Add 64 value columns to E, F and the gate terms; publish w of these columns."""
     tiles = w.tiles
     stage = wait_full(count, w.turns.full)
-    is_token = gl.arange(0, C, OF_ROWS) < place.length
+    is_token = here(gl.arange(0, C, OF_ROWS)) < place.length
     zeros = gl.zeros((C, STRIP), gl.float32, OF_TOKENS)
-    k = tiles.k.reshape([C, w.D])
+    zero = zero_of(count)
+    k = tiles.k.index(zero).reshape([C, w.D])
     kS = warpgroup_mma(k, tiles.S.index(stage), zeros, use_acc=False, is_async=True)
-    kdS = warpgroup_mma(k, tiles.dS.index(stage), zeros, use_acc=False, is_async=True)
     d_tile = tiles.d.index(stage).reshape([C, STRIP])
     d = d_tile.load(OF_TOKENS).to(gl.float32)
     v = tiles.v.index(stage).reshape([C, STRIP]).load(OF_TOKENS).to(gl.float32)
     beta, gain, _ = gains(tiles, head_stage, w.GIVEN_DR)
-    # the MMA of k dS may still run on the tensor cores
-    kS = warpgroup_mma_wait(1, deps=(kS,)) * factor(tiles, head_stage, INTO, OF_ROWS)[:, None]
+    kS = warpgroup_mma_wait(0, deps=(kS,)) * factor(tiles, head_stage, INTO, OF_ROWS)[:, None]
     entering += gl.sum(d * kS, 1)
     X = v + kS
     apart += gl.sum(d * X, 1)
     # rows past the end are another sequence's, and may be NaN: A_inv would spread them
     u = gl.where(is_token[:, None], beta[:, None] * X, 0.0)
-    put_parts(w, u)
+    put_parts(w, u, zero)
     A_inv = tiles.A_inv.index(head_stage)
-    v_new = warpgroup_mma(A_inv, tiles.parts.index(0), u, is_async=True)
-    v_new = warpgroup_mma(A_inv, tiles.parts.index(1), v_new, is_async=True)
+    v_new = warpgroup_mma(A_inv, tiles.parts.index(zero), u, is_async=True)
+    v_new = warpgroup_mma(A_inv, tiles.parts.index(zero + 1), v_new, is_async=True)
+    # not with k S: the registers of both, of E and F and of u would be more than there are
+    kdS = warpgroup_mma(k, tiles.dS.index(stage), zeros, use_acc=False, is_async=True)
     v_new, kdS = warpgroup_mma_wait(0, deps=(v_new, kdS))
     whole += gl.sum(d * v_new, 1)
     leaving += gl.sum(v_new * kdS, 1)
@@ -104,10 +106,10 @@ def over_strip(w, place, head, strip, head_stage, count, E, F, whole, apart, ent
     out = factor(tiles, head_stage, OUT, OF_ROWS)
     tiles.w.index(w_stage).store((v_new * out[:, None]).to(gl.bfloat16))
     # its fence also orders the writes of w before the other warpgroup's MMA reads them
-    put_parts(w, v_new)
+    put_parts(w, v_new, zero)
     arrive(count, w.turns.w_full)
-    hi = tiles.parts.index(0).permute((1, 0))
-    lo = tiles.parts.index(1).permute((1, 0))
+    hi = tiles.parts.index(zero).permute((1, 0))
+    lo = tiles.parts.index(zero + 1).permute((1, 0))
     do = tiles.do.index(stage).reshape([C, STRIP])
     E = warpgroup_mma(do, hi, E, is_async=True)
     E = warpgroup_mma(do, lo, E, is_async=True)
@@ -125,18 +127,18 @@ def over_strip(w, place, head, strip, head_stage, count, E, F, whole, apart, ent
 
 
 @gluon.jit
-def put_parts(w, x):
+def put_parts(w, x, zero):
     """Store fp32 x [C, 64] to shared memory as split bf16, for this warpgroup's own MMAs."""
     hi, lo = split_bf16(x)
-    w.tiles.parts.index(0).store(hi)
-    w.tiles.parts.index(1).store(lo)
+    w.tiles.parts.index(zero).store(hi)
+    w.tiles.parts.index(zero + 1).store(lo)
     fence_async_shared()
 
 
 @gluon.jit
 def store_dv(w, place, head, strip, d, gain, mask):
     """Store dv = gain d over d in HBM, which no other CTA reads, for the rows of a mask."""
-    tokens = gl.arange(0, C, OF_ROWS)
+    tokens = here(gl.arange(0, C, OF_ROWS))
     columns = gl.arange(0, STRIP, OF_COLUMNS)
     token = place.row.to(gl.int64) * w.problem.T + place.first
     rows = ((token + tokens) * w.problem.HV + head) * w.D + strip * STRIP
@@ -149,12 +151,14 @@ def finish_head(w, place, head, stage, count, E, F, whole, apart, entering, leav
     """Scale E and F and publish them; store the gate terms of a head."""
     tiles = w.tiles
     zeros = gl.zeros((C, C), gl.float32, OF_TOKENS)
-    q = tiles.q.reshape([C, w.D])
-    k = tiles.k.reshape([C, w.D])
+    zero = zero_of(count)
+    q = tiles.q.index(zero).reshape([C, w.D])
+    k = tiles.k.index(zero).reshape([C, w.D])
     qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     kk = warpgroup_mma(k, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    i = gl.arange(0, C, OF_ROWS)
-    j = gl.arange(0, C, OF_COLUMNS)
+    # opaque: else masks of pairs are made before the loops, and hold registers in all of them
+    i = here(gl.arange(0, C, OF_ROWS))
+    j = here(gl.arange(0, C, OF_COLUMNS))
     is_token = i < place.length
     beta, gain, inverse = gains(tiles, stage, w.GIVEN_DR)
     # one exponential a pair; it includes the norm of k_j
@@ -165,8 +169,8 @@ def finish_head(w, place, head, stage, count, E, F, whole, apart, entering, leav
     F = gl.where(is_below, -F * D * factor(tiles, stage, K_RSTD, OF_ROWS)[:, None], 0.0)
     # the row warpgroup has read E and F of the head before
     wait_empty(count, w.turns.pairs_empty)
-    tiles.pairs.index(0).store(E.to(gl.bfloat16))
-    tiles.pairs.index(1).store((F * gain[:, None]).to(gl.bfloat16))
+    tiles.pairs.index(zero).store(E.to(gl.bfloat16))
+    tiles.pairs.index(zero + 1).store((F * gain[:, None]).to(gl.bfloat16))
     tiles.entering.store(entering * gain)
     fence_async_shared()
     arrive(count, w.turns.pairs_full)
@@ -175,8 +179,8 @@ def finish_head(w, place, head, stage, count, E, F, whole, apart, entering, leav
     H = gl.where(is_below, E * qk, 0.0) + F * gain[:, None]
     # sums over j < t by MMAs with ones, then over i >= t; hi + lo keeps H to 2^-16
     hi, lo = split_bf16(H)
-    sums = warpgroup_mma(gl.convert_layout(hi, LEFT), tiles.ones, zeros, use_acc=False, is_async=True)
-    sums = warpgroup_mma(gl.convert_layout(lo, LEFT), tiles.ones, sums, is_async=True)
+    sums = warpgroup_mma(gl.convert_layout(hi, LEFT), tiles.ones.index(zero), zeros, use_acc=False, is_async=True)
+    sums = warpgroup_mma(gl.convert_layout(lo, LEFT), tiles.ones.index(zero), sums, is_async=True)
     is_small = beta < SMALL
     # <dr, v_new> / beta has no cancellation; for a tiny beta use the sum of the two terms instead
     dbeta = gl.where(is_small, apart + gl.sum(F, 1), whole / gl.where(is_small, 1.0, beta)) * inverse
@@ -194,7 +198,7 @@ def finish_head(w, place, head, stage, count, E, F, whole, apart, entering, leav
 @gluon.jit
 def clear_values(w, place):
     """Store zeros to dv at tokens of no sequence, for all value heads of a key head."""
-    i = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))[:, None]
+    i = here(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)))[:, None]
     j = gl.arange(0, STRIP, gl.SliceLayout(0, BY_ROWS))[None, :]
     none = gl.zeros((C, STRIP), gl.bfloat16, BY_ROWS)
     token = place.row.to(gl.int64) * w.problem.T + place.first
