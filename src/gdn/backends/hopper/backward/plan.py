@@ -1,11 +1,17 @@
-"""Launch the chunked backward: Triton's passes up to dr and dS, then the Gluon gradient kernel.
+"""Launch the chunked backward: the reverse state scan and the gradient kernel in Gluon, the rest in Triton.
 
-    table, pairs, state_bwd   Triton   P and factors; dr and dS of every chunk
-    backward_factors          Triton   per-token factors of the Gluon kernels
-    gradients                 Gluon    dq, dk, dv, and the terms of the gates' gradients
-    gates_bwd, sums           Triton   dg, dbeta, dA_log, ddt_bias
+    table               Triton   packed sequences only: first token and length of each chunk
+    backward_factors    Triton   per-token factors of the Gluon kernels
+    reverse_scan        Gluon    dS of every chunk, dv, and the gradient of the initial state
+    gradients           Gluon    dq, dk, and the terms of the gates' gradients
+    gates_bwd, sums     Triton   dg, dbeta, dA_log, ddt_bias
 
-It replaces `pairs_bwd` and `rows_bwd`, and needs neither E, F nor v_new in HBM.
+They take the place of Triton's `pairs`, `state_bwd`, `pairs_bwd` and `rows_bwd`, and P, E, F and v_new need
+no HBM. With HAS_SCAN off, Triton's `pairs` and `state_bwd` run instead of `reverse_scan`; the gradient kernel
+then reads dr, and stores dv.
+
+HBM bytes per token and value head, K = V = 128 in bf16, HV = 2 H: factors 50, scan 1440, gradients 2484,
+gates 50: 4024. Triton's backward: 7850.
 """
 
 from collections.abc import Iterator
@@ -19,47 +25,74 @@ from gdn.backends.backend import Gradients, Saved
 from gdn.backends.hopper import cost, rule
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
+from gdn.backends.hopper.backward.scan import reverse_scan_kernel
 from gdn.backends.hopper.chunk import TILE
+from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, Plans, Room, Step, allocate, on, room
 from gdn.backends.triton.rule import build as plans
 from gdn.backends.triton.rule import run as chunked
+from gdn.backends.triton.rule.gates_bwd import gates_bwd_kernel
 from gdn.backends.triton.rule.steps import Backward
-from gdn.problem import CHUNK, Problem
+from gdn.problem import CHUNK, RESET, Problem
 
 # Whether `hopper` runs this backward. It has not been measured on a GPU, so Triton's is used.
 IS_ON = False
+HAS_SCAN = True  # the reverse state scan in Gluon, not Triton's state pass
 HEADS = 8  # value heads of a program of backward_factors_kernel
-STRIP = 64  # value columns that the gradient kernel loads at once
+STRIP = 64  # value columns of a TMA block
+REGISTERS = {2: 128, 1: 120}  # maxnreg of the scan by consumers a CTA; warp_specialize distributes them
 
 
 @dataclass(frozen=True)
-class Gluon:
-    """Hold the launches that follow Triton's state pass, and the specs of the tensors they write."""
+class Plan:
+    """Hold the launches of one backward, and the specs of the tensors they write."""
 
-    before: Backward  # Triton's launches; only its `gradients` are not used
-    rooms: tuple[Room, ...]  # factors, dq, dk
+    before: Backward | None  # Triton's launches up to dr and dS, or None with a scan of our own
+    rooms: tuple[Room | None, ...]  # dv, dg, dbeta, dS0, dS, dA_log, ddt_bias, partial, shares, table, P, P_rest
+    late: tuple[Room, ...]  # factors, dq, dk
+    table: Launch | None
     factors: Launch
+    scan: Launch | None
     gradients: Launch
+    gates: Launch
+    sums: Launch | None
 
-    def steps(self, p: Problem, saved: Saved, do: Tensor, new: list[Any], late: list[Any]) -> Iterator[Step]:
-        """Yield the launches after the state pass; `new`: the tensors of `before.rooms`."""
-        dv, dg, dbeta, _, dS, dA_log, ddt_bias, partial, shares, table, *_ = new
+    def steps(
+        self, p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, new: list[Any], late: list[Any]
+    ) -> Iterator[Step]:
+        """Yield the launches in order; `new` and `late`: the tensors of `rooms` and of `late`."""
+        dv, dg, dbeta, dinitial, dS, dA_log, ddt_bias, partial, shares, table, *_ = new
         factors, dq, dk = late
         assert saved.S_in is not None and saved.A_inv is not None
+        if self.table is not None:
+            yield self.table, (p.cu_seqlens, table)
         yield self.factors, (p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, factors)
-        tokens = [rule._descriptor(x, (1, CHUNK, 1, STRIP), rule.TOKENS) for x in (p.q, p.k, p.v, do, dv)]
-        states = [rule._descriptor(x.view(-1, p.V), (p.K, STRIP), TILE.value) for x in (saved.S_in, dS)]
-        rows = [rule._descriptor(x.view(-1, p.H * p.K), (CHUNK, STRIP), TILE.value) for x in (dq, dk)]
-        A_inv = rule._descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), TILE.value)
-        box = rule._descriptor(factors.view(-1, CHUNK), (ROWS.value, CHUNK), rule.VECTOR)
-        yield self.gradients, (*tokens, *states, A_inv, box, *rows, table, dq, dk, dv, shares)
+        q_d, k_d, v_d, do_d, dv_d = (_tokens(x) for x in (p.q, p.k, p.v, do, dv))
+        S_d, dS_d = (rule._descriptor(x.view(-1, p.V), (p.K, STRIP), TILE.value) for x in (saved.S_in, dS))
+        A_inv_d = rule._descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), TILE.value)
+        factors_d = rule._descriptor(factors.view(-1, CHUNK), (ROWS.value, CHUNK), rule.VECTOR)
+        if self.scan is not None:
+            given: tuple[Any, ...] = (q_d, k_d, do_d, A_inv_d, factors_d, dS_d, _rows(dv))
+            yield self.scan, (*given, table, dfinal, dinitial, dv)
+        given = (q_d, k_d, v_d, do_d, dv_d, S_d, dS_d, A_inv_d, factors_d, _rows(dq), _rows(dk))
+        yield self.gradients, (*given, table, dq, dk, dv, shares)
         gates = (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, shares)
-        yield self.before.gates, (*gates, dg, dbeta, partial)
-        if self.before.sums is not None:
-            yield self.before.sums, (partial, *((None, dA_log) if ddt_bias is None else (dA_log, ddt_bias)))
+        yield self.gates, (*gates, dg, dbeta, partial)
+        if self.sums is not None:
+            yield self.sums, (partial, *((None, dA_log) if ddt_bias is None else (dA_log, ddt_bias)))
 
 
-_plans: Plans[Gluon] = Plans()
+_plans: Plans[Plan] = Plans()
+
+
+def _tokens(x: Tensor) -> Any:
+    """Return the TMA descriptor that loads 64 tokens and 64 columns of [B, T, heads, columns]."""
+    return rule._descriptor(x, (1, CHUNK, 1, STRIP), rule.TOKENS)
+
+
+def _rows(x: Tensor) -> Any:
+    """Return the TMA descriptor that stores 64 tokens and 64 columns of a contiguous tensor."""
+    return rule._descriptor(x.view(-1, x.shape[-1] * x.shape[-2]), (CHUNK, STRIP), TILE.value)
 
 
 def lacks(p: Problem, saved: Saved) -> str | None:
@@ -75,34 +108,48 @@ def lacks(p: Problem, saved: Saved) -> str | None:
     return None
 
 
-def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor | None) -> Gradients:
+def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Tensor | None) -> Gradients:
     """Implement `Backend.chunk_backward`; fall back to Triton's where `lacks` has a reason."""
     if lacks(problem, saved) is not None:
-        return chunked.chunk_backward(problem, saved, do, dS)
+        return chunked.chunk_backward(problem, saved, do, dfinal)
     p = rule._aligned(chunked.tidy(problem))
     if saved.G is None or saved.A_inv is None or saved.S_in is None or chunked._lacks_norms(p, saved):
         saved = chunked.chunk_forward(p, True)[2]
     do = torch.zeros_like(p.v) if do is None else rule._copyable(chunked._rows(do.to(p.v.dtype)))
-    dS = None if dS is None else dS.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
     with on(p.device):
-        before = plans.backward_plan(p, saved, do, dS)
-        plan = _plans.get((plans.key(p), do.stride()), lambda: _plan(p, before))
-        new = allocate(p.device, before.rooms)
-        before.run([*plans.tensors_of(p), *saved, do, dS, *new])
+        plan = _plan_of(p, saved, do, dfinal)
+        new = allocate(p.device, plan.rooms)
+        if plan.before is not None:
+            plan.before.run([*plans.tensors_of(p), *saved, do, dfinal, *new])
         # free P and P_rest before dq and dk are allocated: this lowers peak memory
         del new[-2:]
-        late = allocate(p.device, plan.rooms)
-        for launch, tensors in plan.steps(p, saved, do, new, late):
+        late = allocate(p.device, plan.late)
+        for launch, tensors in plan.steps(p, saved, do, dfinal, new, late):
             launch(*tensors)
-    dv, dg, dbeta, dS0, _, dA_log, ddt_bias, *_ = new
+    dv, dg, dbeta, dinitial, _, dA_log, ddt_bias, *_ = new
     _, dq, dk = late
     assert dq is not None and dk is not None and dv is not None
-    return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dS0)
+    return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
-def _plan(p: Problem, before: Backward) -> Gluon:
+def _plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Plan:
+    before = None if HAS_SCAN else plans.backward_plan(p, saved, do, dfinal)
+    consumers = consumers_of(p)
+    key = (plans.key(p), do.stride(), dfinal is None, HAS_SCAN, consumers)
+    return _plans.get(key, lambda: _plan(p, before, consumers))
+
+
+def consumers_of(p: Problem) -> int:
+    """Return the consumer warpgroups of a CTA of the scan: one if two CTAs a head fit the SMs."""
+    return 1 if 2 * p.N * p.HV <= cost.num_sms(p.device) else 2
+
+
+def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
     a = plans.arguments(p)
     numbers = plans.numbers_of(p)
+    rooms = plans._first_rooms(p, a)
+    num_sms = cost.num_sms(p.device)
     factors = Launch(
         backward_factors_kernel,
         a.entries * -(-p.HV // HEADS),
@@ -110,21 +157,49 @@ def _plan(p: Problem, before: Backward) -> Gluon:
         {"C": CHUNK, "BH": HEADS, **a.activation},
         4,
     )
+    # both Gluon kernels are persistent: 1 CTA an SM, as a CTA takes nearly all of an SM's shared memory
+    scan = None
+    if before is None:
+        items = p.N * p.HV * (p.V // STRIP // consumers)
+        scan = Launch(
+            reverse_scan_kernel,
+            min(items, num_sms),
+            (*numbers, a.entries, items),
+            {"V_FIRST": p.state_v_first, "CHAINS": consumers, "D": p.K},
+            4,
+            options={"maxnreg": REGISTERS[consumers]},
+            described=7,
+            seconds=4.0,
+        )
+        # P and its low half stay in shared memory
+        rooms = (*rooms[:-2], None, None)
     items = a.entries * p.H
     gradients = Launch(
         gradients_kernel,
-        # persistent: 1 CTA an SM, as a CTA takes nearly all of an SM's shared memory
-        min(items, cost.num_sms(p.device)),
+        min(items, num_sms),
         (*numbers, items),
-        {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": True, "D": p.K},
+        {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": before is not None, "D": p.K},
         4,
         options={"maxnreg": 168},
         described=11,
-        seconds=3.0,
+        seconds=4.0,
     )
-    rooms = (
+    strips = 1 if before is None else before.gates.numbers[-1]
+    gates = Launch(
+        gates_bwd_kernel,
+        a.entries * p.HV,
+        (*plans.gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1], strips),
+        {"C": CHUNK, **a.activation, "RESET": RESET},
+        1,
+    )
+    add = None
+    if p.A_log is not None:
+        # partial sums of all chunks, added in a fixed order
+        add = sums.add(a.entries, 1 if p.dt_bias is None else 2, p.HV, (0, 1), is_row_first=True)
+    late = (
         room((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
         room(p.q.shape, p.q.dtype),
         room(p.k.shape, p.k.dtype),
     )
-    return Gluon(before, rooms, factors, gradients)
+    table = a.launch if before is None else None
+    return Plan(before, rooms, late, table, factors, scan, gradients, gates, add)

@@ -1,0 +1,145 @@
+"""Run a consumer warpgroup of the reverse state scan: 64 value rows of dS^T, last chunk of an item to first.
+
+    dv_new = P^T do + e^(G_C - G) k dS;   dr = A_inv^T dv_new;   dv = beta dr
+    dS <- e^(G_C) dS + (scale e^G q)^T do - (e^G k)^T dv
+
+dS^T [V, K] stays in registers in fp32, so dS, dv_new, do and dv are A operands of WGMMA straight from the
+registers. All but dv_new are split bf16 (hi + lo), two MMAs each: see `triton.rule.state_bwd` for what each
+part is worth. dS of the state that leaves a chunk is stored for the gradient kernel, and so is dv.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.backward.factors import BETA, DECAY, INTO, OUT, READ, ROWS
+from gdn.backends.hopper.backward.scan_shared import chunks_in, item_of
+from gdn.backends.hopper.backward.shared import OF_COLUMNS, TINY, arrive, factor, split_bf16, wait_full
+from gdn.backends.hopper.carry import of_state_at
+from gdn.backends.hopper.chunk import BY_ROWS, LEFT, OF_STATE, OF_TOKENS, ONE, STRIP, C
+from gdn.backends.hopper.gluon import (
+    fence_async_shared,
+    here,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def consume(MINE: gl.constexpr, w):
+    """Run consumer warpgroup MINE over all work items of this CTA."""
+    at = 0
+    for number in range(gl.program_id(0), w.sequences.items, gl.num_programs(0)):
+        item = item_of(number, w)
+        over_item(MINE, w, item, at)
+        at += chunks_in(item)
+    # shared memory must outlive the last TMA store that reads it
+    tma_store_wait(0)
+
+
+@gluon.jit
+def over_item(MINE: gl.constexpr, w, item, at):
+    """Scan one work item whose last chunk is chunk `at` of the CTA."""
+    first_v = (item.strip + MINE) * STRIP
+    state = item.n.to(gl.int64) * w.sequences.HV + item.head
+    if w.out.dfinal_ptr is None:
+        dS = gl.zeros((STRIP, w.D), gl.float32, OF_STATE)
+    else:
+        dS = gl.load(of_state_at(w.out.dfinal_ptr, state, first_v, w.V_FIRST, w.D)).to(gl.float32)
+    chunks = chunks_in(item)
+    for i in range(0, chunks):
+        c = chunks - 1 - i
+        dS = over_chunk(
+            dS, MINE, w, at + i, item.length - c * C, item.row * w.sequences.T + item.first + c * C,
+            (item.chunk + c) * w.sequences.HV + item.head, item.head, first_v,
+        )  # fmt: skip
+    if w.out.dinitial_ptr is not None:
+        where = of_state_at(w.out.dinitial_ptr, state, first_v, w.V_FIRST, w.D)
+        gl.store(where, dS)
+
+
+@gluon.jit
+def over_chunk(dS, MINE: gl.constexpr, w, i, left, token, tile, head, first_v):
+    """Take dS^T through the CTA's chunk i; `left` tokens of it are the sequence's. Stores dS and dv."""
+    tiles = w.tiles
+    stage = wait_full(i, w.turns.full)
+    q = tiles.q.index(stage).reshape([C, w.D])
+    k = tiles.k.index(stage).reshape([C, w.D])
+    do = tiles.do.index(w.CHAINS * stage + MINE).reshape([C, STRIP])
+    if left < C:
+        clear_past(q, k, do, left)
+    hi, lo = split_bf16(dS)
+    zeros = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
+    z = warpgroup_mma(gl.convert_layout(hi, LEFT), k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    z = warpgroup_mma(gl.convert_layout(lo, LEFT), k.permute((1, 0)), z, is_async=True)
+    # the TMA stores before must have read the buffers
+    tma_store_wait(0)
+    tiles.dS.index(MINE).permute((1, 0)).store(hi)
+    fence_async_shared()
+    tma_store(w.out.dS_d, [tile * w.D, first_v], tiles.dS.index(MINE))
+    z = warpgroup_mma_wait(0, deps=(z,)) * factor(tiles, stage, OUT, OF_COLUMNS)[None, :]
+    if left < C:
+        # k dS of tokens past the end may be NaN, and A_inv^T would spread it
+        z = gl.where((here(gl.arange(0, C, OF_COLUMNS)) < left)[None, :], z, 0.0)
+    wait_full(i, w.turns.P_full)
+    z = warpgroup_mma(do.permute((1, 0)), tiles.P.index(2 * stage), z, is_async=True)
+    z = warpgroup_mma(do.permute((1, 0)), tiles.P.index(2 * stage + 1), z, is_async=True)
+    # while the tensor cores compute z
+    dS = dS * gl.exp2(last_of(tiles, stage, DECAY))
+    read = do.permute((1, 0)).load(OF_TOKENS).to(gl.float32) * factor(tiles, stage, READ, OF_COLUMNS)[None, :]
+    hi, lo = split_bf16(read)
+    dS = warpgroup_mma(gl.convert_layout(hi, LEFT), q, dS, is_async=True)
+    dS = warpgroup_mma(gl.convert_layout(lo, LEFT), q, dS, is_async=True)
+    # the MMAs of dS may still run
+    z = warpgroup_mma_wait(2, deps=(z,))
+    dr = warpgroup_mma(gl.convert_layout(z.to(gl.bfloat16), LEFT), tiles.A_inv.index(stage), z, is_async=True)
+    dr, dS = warpgroup_mma_wait(0, deps=(dr, dS))
+    beta = factor(tiles, stage, BETA, OF_COLUMNS)
+    dv = dr * beta[None, :]
+    hi, lo = split_bf16(dv * factor(tiles, stage, INTO, OF_COLUMNS)[None, :])
+    dS = warpgroup_mma(gl.convert_layout(hi, LEFT), k, dS, is_async=True)
+    dS = warpgroup_mma(gl.convert_layout(lo, LEFT), k, dS, is_async=True)
+    # bf16 would not hold dv of a beta next to 0, which the gradient kernel knows
+    dv = gl.where((gl.abs(beta) < TINY)[None, :], dr, dv)
+    tiles.dv.index(MINE).permute((1, 0)).store(dv.to(gl.bfloat16))
+    column = head * w.D + first_v
+    if left < C:
+        store_values(w, tiles.dv.index(MINE), token, column, left)
+    else:
+        fence_async_shared()
+        tma_store(w.out.dv_d, [token, column], tiles.dv.index(MINE))
+    dS = warpgroup_mma_wait(0, deps=(dS,))
+    # order this warpgroup's reads of the stage before the TMA loads that overwrite it
+    fence_async_shared()
+    arrive(i, w.turns.empty)
+    return dS
+
+
+@gluon.jit
+def last_of(tiles, stage, ROW: gl.constexpr):
+    """Load a factor of the chunk's last token from shared memory as a scalar."""
+    row = tiles.factors.index(ROWS * stage + ROW).reshape([C])
+    return gl.max(row.slice(C - 1, 1).load(ONE), 0)
+
+
+@gluon.jit
+def clear_past(q, k, do, left):
+    """Zero q, k and do past the sequence's end: they may be NaN, and MMAs sum over tokens.
+
+    Both consumers write the same zeros over q and k, and the score warpgroup masks what it reads there.
+    """
+    is_token = (here(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))) < left)[:, None]
+    q.store(gl.where(is_token, q.load(BY_ROWS), 0.0))
+    k.store(gl.where(is_token, k.load(BY_ROWS), 0.0))
+    do.store(gl.where(is_token, do.load(BY_ROWS), 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def store_values(w, tile, token, column, left):
+    """Store the rows of dv to HBM, for a ragged chunk: TMA would write past the sequence."""
+    tokens = here(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)))
+    columns = gl.arange(0, STRIP, gl.SliceLayout(0, BY_ROWS))
+    place = (token + tokens[:, None]).to(gl.int64) * (w.sequences.HV * w.D) + (column + columns[None, :])
+    gl.store(w.out.dv_ptr + place, tile.load(BY_ROWS), mask=(tokens < left)[:, None])
