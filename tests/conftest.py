@@ -1,8 +1,9 @@
-"""What every test stands on: fixed seeds, few threads, memory that is never zero by luck, and where it runs.
+"""Define what every test shares: seeds, threads, poisoned memory, and the backend and device it runs on.
 
-pytest: `eager` on the CPU, and `triton` on a CUDA device where there is one (GDN_TEST_DEVICE: which).
-TRITON_INTERPRET=1 pytest -m interpret: `triton` on the CPU, its kernels interpreted; few and small problems.
-pytest -m compile: every kernel compiled for GPUs that need not be there.
+pytest                                   `eager` on the CPU, and `triton` on a CUDA device if there is one
+                                         (GDN_TEST_DEVICE names it)
+TRITON_INTERPRET=1 pytest -m interpret   `triton` on the CPU, with interpreted kernels; small problems
+pytest -m compile                        every kernel compiled for GPUs that need not be there
 """
 
 import fcntl
@@ -48,7 +49,7 @@ if INTERPRETED:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is none."""
+    """Skip the tests marked gpu on a machine without a CUDA device."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -57,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Every test draws the same numbers in any order."""
+    """Seed PyTorch, so that every test draws the same numbers in any order."""
     torch.manual_seed(0)
 
 
@@ -65,20 +66,20 @@ def seed() -> None:
     params=["triton"] if INTERPRETED else ["eager", pytest.param("triton", marks=pytest.mark.gpu)]
 )
 def backend(request: pytest.FixtureRequest) -> str:
-    """The backends that the shared contract's tests run on."""
+    """Return the name of a backend that runs the shared tests."""
     name: str = request.param
     return name
 
 
 @pytest.fixture
 def device(backend: str) -> str:
-    """Where a backend's tensors are to lie."""
+    """Return the device on which the tensors of the backend must be."""
     return GPU if backend == "triton" and not INTERPRETED else "cpu"
 
 
 @pytest.fixture
 def everywhere(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
-    """For calls that name neither: the shared contract's backend, and tensors made where it computes."""
+    """Make the fixture's backend and device the defaults of calls and tensors that name none."""
     monkeypatch.setenv("GDN_BACKEND", backend)
     if device == "cpu":
         yield
@@ -90,7 +91,7 @@ def everywhere(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param(GPU, marks=pytest.mark.gpu)])
 def triton_device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """For tests of kernels themselves: a GPU, made the current one, or the CPU where they are interpreted."""
+    """Return the device of a test of kernels alone: the GPU, or the CPU if kernels are interpreted."""
     name: str = request.param
     with nullcontext() if name == "cpu" else torch.cuda.device(name):
         yield name
@@ -98,7 +99,7 @@ def triton_device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For a test that takes gigabytes of a GPU: one at a time among all workers, and the memory back."""
+    """Run a test that needs gigabytes of GPU memory alone among all workers, then free its memory."""
     with open(tmp_path_factory.getbasetemp().parent / "alone", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -108,7 +109,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
-    """AOTInductor with a folder of its own, as tests beside it may write the same files, and `shared_cxx`."""
+    """Give AOTInductor its own folder, since parallel tests may write the same files, and `shared_cxx`."""
     compiler = processes.shared_cxx(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("CXX", compiler)
@@ -119,14 +120,14 @@ def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
 
 @pytest.fixture
 def poison():
-    """New memory that is left unwritten holds NaN."""
+    """Fill new memory with NaN, so that a test sees elements that were never written."""
     with poisoned():
         yield
 
 
 @pytest.fixture
 def strict_poison():
-    """As poison, and an operation without a deterministic form is an error."""
+    """Fill new memory with NaN, and raise for an operation that has no deterministic form."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,6 @@
-"""accuracy.md for every backend: each pair of choices met, forward and backward, against the law in fp64."""
+"""Compare every backend with the reference recurrence in fp64, forward and backward, over every pair of
+choices.
+"""
 
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def verdicts(provider, case, dtype, **options):
-    """The rows that failed, readable."""
+    """Return a readable line for each row that failed."""
     return [
         f"{row.output}: {row.error:.2e} > {row.limit:.0e} (max {row.max_abs:.1e})"
         for row in check(provider, case, dtype, **options)
@@ -34,7 +36,9 @@ def recurrent(backend):
 
 
 def dtypes(backend, number):
-    """fp32, the strictest that all backends share, and one of four in turn; all three that `triton` takes."""
+    """Return the dtypes of one case: all three that `triton` supports; for `eager` fp32 and one of four in
+    turn.
+    """
     return set(DTYPES[:3]) if backend == "triton" else {torch.float32, DTYPES[number % 4]}
 
 
@@ -61,7 +65,7 @@ def test_recurrent(backend, device, case):
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_small(backend, device, case):
-    """Every pair of choices again, on problems small enough for an interpreter."""
+    """Every pair of choices also holds on problems that are small enough for an interpreter."""
     for dtype in {torch.float32, DTYPES[SMALL.index(case) % 3]}:
         bad = verdicts(chunk(backend), case, dtype, device=device)
         assert not bad, f"{dtype}: {bad}"
@@ -70,7 +74,7 @@ def test_small(backend, device, case):
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", SMALL[::6], ids=str)
 def test_small_recurrent(backend, device, case):
-    """A token at a time, which takes an interpreter long: one dtype in turn where there are many tokens."""
+    """The recurrent form holds too. An interpreter is slow at it, so long cases take one dtype in turn."""
     few, turn = case.lengths.T == 1, SMALL.index(case) // 6 % 3
     for dtype in DTYPES[:3] if few else [DTYPES[turn]]:
         bad = verdicts(recurrent(backend), case, dtype, device=device)
@@ -79,7 +83,7 @@ def test_small_recurrent(backend, device, case):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_long_and_slow(backend, device, dtype):
-    """The state carries for thousands of tokens."""
+    """A state stays accurate over thousands of tokens."""
     if backend == "triton" and dtype == torch.float64:
         pytest.skip("triton refuses fp64")
     case = Case(
@@ -90,7 +94,7 @@ def test_long_and_slow(backend, device, dtype):
 
 @pytest.mark.interpret
 def test_writes_that_take_back_what_was_written(backend, device):
-    """Identical keys and beta = 1: a state is the sum of differences, so that one coherent error adds up."""
+    """With identical keys and beta = 1 a state is a sum of differences; coherent errors would add up."""
     identical = (c for c in COVERING if c.keys == "identical" and c.gate == "slow" and c.lengths.T == 129)
     case = replace(next(identical), heads=(2, 2), sizes=(100, 100))
     assert not verdicts(chunk(backend), case, torch.bfloat16, device=device)
@@ -99,7 +103,9 @@ def test_writes_that_take_back_what_was_written(backend, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_eager_on_a_gpu(case):
-    """The same problems on a CUDA device, where the lengths of packed sequences are not read."""
+    """`eager` solves the same problems on a CUDA device, where it does not read the lengths of packed
+    sequences.
+    """
     for dtype in (torch.float32, torch.bfloat16):
         for function in (chunk("eager"), recurrent("eager")):
             assert not verdicts(function, case, dtype, device="cuda")

@@ -1,7 +1,7 @@
-"""Bits that may not depend on the batch, where rows of a tensor do not begin at aligned addresses.
+"""Check that bits do not depend on the batch if the rows of a tensor do not begin at aligned addresses.
 
-A BLAS may round by the addresses of its operands, and some do on some CPUs only. `gemm` therefore runs each
-test twice: on the BLAS that torch has, and on one that rounds by every operand's address modulo 64 bytes.
+The rounding of a BLAS may depend on the addresses of its operands, on some CPUs only. `gemm` therefore runs
+each test twice: with PyTorch's BLAS, and with one that rounds by every operand's address modulo 64 bytes.
 """
 
 import itertools
@@ -50,16 +50,17 @@ def round_by_address(patch, operands):
 
 @pytest.fixture(params=["BLAS of torch", "BLAS that rounds by address"])
 def gemm(request, monkeypatch):
-    """Run a test on both; the second looks at both operands and at the result."""
+    """Run a test with both BLAS; the second rounds by the addresses of both operands and of the result."""
     if request.param != "BLAS of torch":
         round_by_address(monkeypatch, 3)
 
 
 @pytest.fixture(params=["BLAS of torch", "BLAS that rounds by address"])
 def packet_gemm(request, monkeypatch):
-    """Run a test on both; the second looks at [k; q] alone, as decode works on the caller's states in place.
+    """Run a test with both BLAS; the second rounds by the address of [k; q] alone, since decode updates
+    states in place.
 
-    Products of two rows with a state were found to depend on nothing else.
+    Products of two rows with a state depend on no other address, as measurements showed.
     """
     if request.param != "BLAS of torch":
         round_by_address(monkeypatch, 1)
@@ -97,7 +98,7 @@ def decode(x, pool, options):
 
 @pytest.mark.usefixtures("packet_gemm")
 def test_a_packet_equals_single_steps():
-    """T tokens at once give the bits of T calls with one token, at any sizes."""
+    """T tokens at once give the bits of T calls of one token, for any sizes."""
 
     @hypothesis.settings(max_examples=150)
     @given(packets())
@@ -114,7 +115,7 @@ def test_a_packet_equals_single_steps():
 
 @pytest.mark.usefixtures("packet_gemm")
 def test_a_row_of_decode_has_the_bits_that_it_has_alone():
-    """Rows of one length, and the same rows packed, have the bits of each row in a call of its own."""
+    """Rows of one length, dense or packed, have the bits that each row has in a call of its own."""
 
     @hypothesis.settings(max_examples=150)
     @given(packets())
@@ -138,7 +139,7 @@ def test_a_row_of_decode_has_the_bits_that_it_has_alone():
 def test_a_row_of_decode_packed_and_decode_step_has_the_bits_that_it_has_alone(heads, K, V):
     """Five rows in one call of either function have the bits of one row in a call of its own.
 
-    Without silu: the bits of torch's own depend on an element's place in the tensor.
+    The test uses no silu, since the bits of PyTorch's silu depend on an element's place in the tensor.
     """
     B, (H, HV) = 5, heads
     x, options = step_of(B, H, HV, K, V, 4, slots=B, is_gated=False)
@@ -182,14 +183,14 @@ def test_a_row_of_replay_has_the_same_bits_in_every_slot(heads, K, V, v_first):
 
 
 def whole_call(K, V, H, HV, ends, v_first):
-    """Return a call's tensors by name, and the gradients of its two outputs."""
+    """Return the tensors of a call by name, and the gradients of its two outputs."""
     B, T, N = (3, ENDS[-1], 3) if ends is None else (1, ends[-1], len(ends) - 1)
     x = inputs(B, T, H, HV, K, V) | {"initial_state": pool_of(N, HV=HV, K=K, V=V, v_first=v_first)}
     return x, torch.randn(B, T, HV, V), torch.randn_like(x["initial_state"])
 
 
 def part_alone(x, do, dS, n, ends):
-    """Return the same of sequence n alone."""
+    """Return the tensors and gradients of sequence n alone."""
     b, t = (slice(n, n + 1), slice(None)) if ends is None else (slice(None), slice(ends[n], ends[n + 1]))
     state = slice(n, n + 1)
     parts = {name: y[state] if name == "initial_state" else y[b, t] for name, y in x.items()}

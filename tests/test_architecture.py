@@ -1,4 +1,4 @@
-"""The picture of the house, enforced: which room may import which."""
+"""Hold the package to the architecture of CONTRIBUTING.md: the table says which folder may import which."""
 
 import ast
 import builtins
@@ -55,7 +55,7 @@ FORBIDDEN = {"triton": {"backends/triton", "backends/hopper"}, "transformers": {
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names a file imports, wherever in the file."""
+    """Return the dotted names that a file imports, anywhere in the file."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -67,7 +67,7 @@ def imports(path: Path) -> set[str]:
 
 
 def arrows(root: Path = PACKAGE) -> set[tuple[str, str, str]]:
-    """(file, room, imported room) for every import of the package within itself; "gdn" is its front door."""
+    """Return (file, folder, imported folder) for every import inside the package; "gdn" is its top level."""
     result = set()
     rooms = {p.name.removesuffix(".py") for p in root.iterdir()}
     for path in root.rglob("*.py"):
@@ -81,7 +81,7 @@ def arrows(root: Path = PACKAGE) -> set[tuple[str, str, str]]:
 
 
 def wrong(found: set[tuple[str, str, str]]) -> list[str]:
-    """The arrows that the table does not hold."""
+    """Return the imports that the table does not allow."""
     return sorted(f"{file}: {a} -> {b}" for file, a, b in found if a != b and b not in MAY_IMPORT[a])
 
 
@@ -123,7 +123,7 @@ def test_only_settings_reads_the_environment():
 
 
 def test_a_wrong_arrow_is_seen(tmp_path: Path):
-    """The check itself can fail: a backend that reaches for a layer."""
+    """The check finds a reference that imports a layer."""
     for name in ("layers", "reference"):
         (tmp_path / name).mkdir()
     (tmp_path / "reference" / "law.py").write_text("from gdn.layers.norm import x\n")
@@ -147,12 +147,12 @@ def test_source_is_ascii_and_short(path: Path):
 
 
 def is_kernel(function: ast.FunctionDef) -> bool:
-    """Whether it is compiled for a GPU."""
+    """Return True if a function is compiled for a GPU."""
     return any(ast.unparse(d).split(".")[-1] in ("kernel", "jit") for d in function.decorator_list)
 
 
 def unknown(code: CodeType, known: set[str]) -> set[str]:
-    """Names that some code looks up among its module's and finds in none."""
+    """Return the global names that some code reads and that its module does not define."""
     found = {x.argval for x in dis.get_instructions(code) if x.opname == "LOAD_GLOBAL"} - known
     return found.union(*(unknown(x, known) for x in code.co_consts if isinstance(x, CodeType)))
 
@@ -161,7 +161,7 @@ def unknown(code: CodeType, known: set[str]) -> set[str]:
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
 )
 def test_every_name_is_known(path: Path):
-    """Linters cannot tell: shapes in annotations are strings of names that nobody defines."""
+    """Every global name is defined. Linters miss some, since the shapes in annotations are strings."""
     if path.name == "__main__.py":
         pytest.skip("runs when imported")
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -175,7 +175,7 @@ def test_every_name_is_known(path: Path):
 
 
 def test_import_is_light():
-    """`import gdn` brings no Triton, Transformers or command line, and takes under 0.5 s beyond torch."""
+    """`import gdn` imports no Triton, Transformers or command line, and takes at most 0.5 s after torch."""
     code = (
         "import torch, sys, time; sys.modules['triton'] = None; t = time.process_time(); import gdn; "
         "dt = time.process_time() - t; "
@@ -187,7 +187,7 @@ def test_import_is_light():
 
 
 def test_a_cpu_call_imports_no_kernel():
-    """Triton may not even be installed where every function runs on CPU tensors, forward and backward."""
+    """Every function runs on CPU tensors without Triton, forward and backward."""
     code = (
         "import sys; sys.modules['triton'] = None; import torch, gdn; "
         "x = torch.ones(1, 3, 2, 4, requires_grad=True); "

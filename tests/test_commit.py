@@ -1,4 +1,4 @@
-"""Commit: the accepted states of all layers into their slots. The contract of any backend."""
+"""Test `commit`, which copies the accepted states of all layers into their slots, on every backend."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ L, SLOTS, ROWS, T = 3, 8, 4, 5
 
 
 def entries(index=torch.int64):
-    """Good ones, and every way to be skipped."""
+    """Return valid entries, and every kind of entry that commit skips."""
     names = ("dst_index", "src_row", "step")
     values = ([5, 0, -1, SLOTS, 2, 3, 4, 6], [3, 0, 1, 1, -1, ROWS, 2, 2], [4, 0, 1, 1, 1, 1, -1, T])
     return {name: torch.tensor(v, dtype=index) for name, v in zip(names, values, strict=True)}
 
 
 def extras():
-    """A second slot for the same rows."""
+    """Return a second slot for the same rows."""
     return {
         "extra_dst_index": torch.tensor([7, -1, 2, 1, 1, 1, 3, 1]),
         "extra_step": torch.tensor([0, 1, 3, -1, 2, 2, 1, -5]),
@@ -28,7 +28,7 @@ def extras():
 
 @pytest.fixture(autouse=True)
 def asked(request, monkeypatch):
-    """`commit` takes no backend's name: the environment gives it."""
+    """Set GDN_BACKEND, since `commit` has no argument for the backend."""
     if "backend" in request.fixturenames:
         monkeypatch.setenv("GDN_BACKEND", request.getfixturevalue("backend"))
 
@@ -70,7 +70,7 @@ def test_nan_moves_only_where_it_is_asked_for(backend, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize("rest", [(), (7,), (2, 4, 24, 16), (1, 3, 1)])
 def test_any_shape_and_stride(backend, device, rest):
-    """Ring pools, convolution windows, pools inside pages, index columns of a table."""
+    """Pools may be rings, convolution windows or parts of pages, and indices may be columns of a table."""
     table = torch.stack([entries()["dst_index"]] * 2, 1)
     x = moved(entries() | {"dst_index": table[:, 1]}, device)
     memory = torch.randn(SLOTS, L, 3, *rest, device=device)
@@ -85,7 +85,7 @@ def test_any_shape_and_stride(backend, device, rest):
 @pytest.mark.interpret
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_every_axis_apart(backend, device, count):
-    """What a slot holds has `count` axes, none of which runs on into the next."""
+    """The contents of a slot may have `count` axes, none of which is contiguous with the next."""
     rest = (2, 3, 2, 3, 2)[:count]
     thin = (..., *(slice(None, None, 2) for _ in rest))
     memory = torch.randn(L, SLOTS, *(2 * n for n in rest), device=device)
@@ -100,7 +100,7 @@ def test_every_axis_apart(backend, device, count):
 
 @pytest.mark.interpret
 def test_verify_then_commit_is_decode(backend, device):
-    """P3: any number of accepted tokens leaves the pool as if only they had been decoded."""
+    """With P3 any number of accepted tokens leaves the pool as decoding only these tokens does."""
     x, state = moved(inputs(3, 4), device), pool_of(SLOTS).to(device)
     read = torch.tensor([6, 2, 0], device=device)
     kept = torch.empty(3, 4, 4, 24, 16, device=device)

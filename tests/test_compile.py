@@ -1,4 +1,4 @@
-"""What the compiler says of every kernel, for GPUs that need not be there: no spills, no serialised wgmma."""
+"""Check every compiled kernel, for GPUs that need not be there: spills, shared memory, serialised WGMMA."""
 
 import ast
 import os
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.compile
 
 @pytest.fixture(scope="session")
 def reports(request):
-    """What all selected tests need, compiled together so that no processor waits for a slow one."""
+    """Return the reports of all selected tests, compiled together so that no core waits for a slow
+    compilation.
+    """
     wanted = [
         item.callspec.params for item in request.session.items if item.name.startswith("test_compiles[")
     ]
@@ -89,7 +91,7 @@ def product(M, N):
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """Nothing is taken from an earlier run."""
+    """Ignore the results of earlier runs."""
     monkeypatch.setattr(compiling, "CACHE", tmp_path)
 
 
@@ -125,7 +127,7 @@ def test_too_much_shared_memory_is_refused():
 
 
 def test_a_load_that_overwrites_what_a_product_reads_is_seen(fresh):
-    """Pipelined, Triton 3.6 gives an operand that is read into registers, too, a buffer too few."""
+    """Triton 3.6 pipelines with one buffer too few for an operand that is also read into registers."""
     x, sums = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1)
 
     def read_twice(stages):

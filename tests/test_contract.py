@@ -1,4 +1,6 @@
-"""What an engine relies on, protocol by protocol: sizes, padding, counts, bits; the same of any backend."""
+"""Test what a serving engine relies on, protocol by protocol and on every backend: sizes, padding, counts,
+bits.
+"""
 
 import itertools
 
@@ -15,7 +17,9 @@ INTS = [torch.int32, torch.int64]
 
 
 def run(backend, device, x, **options):
-    """A decode on copies on a device, its output poisoned first; what it wrote, on the CPU."""
+    """Run a decode on copies on a device, with a poisoned output; return everything that it wrote, on the
+    CPU.
+    """
     x = moved(x, device)
     out = torch.full_like(x["v"], NAN)
     api.decode(**x, out=out, backend=backend, **options)
@@ -24,7 +28,7 @@ def run(backend, device, x, **options):
 
 
 def spread(x, pitch, offset):
-    """The same tensor with `pitch` numbers to each index of its first axis, from an odd place on."""
+    """Return a copy of a tensor whose first axis has a stride of `pitch` elements, at an odd offset."""
     memory = torch.full((x.shape[0], pitch), NAN, dtype=x.dtype)
     part = memory[:, offset : offset + x[0].numel()]
     part.copy_(x.reshape(x.shape[0], -1))
@@ -46,9 +50,9 @@ def test_no_rows_and_no_tokens(backend, device, name, shape):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("index", INTS, ids=str)
 def test_counts_and_indices_of_any_value(backend, device, name, index):
-    """The largest and smallest numbers there are: nothing is read or written out of bounds.
+    """The largest and smallest integers cause no read or write out of bounds.
 
-    A row without a slot to read gives zeros, one without a slot to write leaves the pool alone.
+    A row without a slot to read outputs zeros; a row without a slot to write does not change the pool.
     """
     ends = torch.iinfo(index)
     x = inputs(B, T) | protocols(index)[name]
@@ -70,7 +74,7 @@ def test_counts_and_indices_of_any_value(backend, device, name, index):
 
 
 def test_a_ring_position_may_be_any_number(backend, device):
-    """Negative ones count from the end, as the remainder does: the ring never runs out on either side."""
+    """Negative positions count from the end of the ring, as the remainder does."""
     for position in (-R - 2, 10**6 + 3):
         x = inputs(1, R) | {"state": pool_of(1, R)}
         at = {"ring_pos": torch.tensor([position]), "write": "all"}
@@ -80,7 +84,7 @@ def test_a_ring_position_may_be_any_number(backend, device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_any_pitch(backend, device, name):
-    """Pools inside pages, at odd distances and odd places: the bits of dense ones."""
+    """Pools inside pages, with odd strides and odd offsets, give the bits of dense ones."""
     x = inputs(B, T, dtype=BF16) | protocols()[name]
     want = run(backend, device, x)
     wide = {key: spread(x[key], 9_001, 3) for key in ("state", "intermediate") if key in x}
@@ -90,7 +94,7 @@ def test_rows_of_any_pitch(backend, device, name):
 
 
 def single_steps(backend, device, x, states, round_state):
-    """Outputs and the state after each token of rows that are decoded a token at a time."""
+    """Return the outputs, and the state after each token, of rows that are decoded one token at a time."""
     x, pool = moved(x, device), states.to(device)
     o, after = [], []
     for t in range(x["q"].shape[1]):
@@ -108,7 +112,9 @@ def single_steps(backend, device, x, states, round_state):
     ],
 )
 def test_a_packet_equals_single_steps(backend, device, name, pool):
-    """Under every protocol: the outputs, and the state after each token wherever it is left."""
+    """Under every protocol a packet has the outputs of single steps, and their states wherever it stores
+    them.
+    """
     x, state = inputs(2, T), pool_of(8, dtype=pool)
     ring, kept, rows = pool_of(2, R, dtype=pool), pool_of(2, T, dtype=pool), torch.tensor([5, 2])
     table = torch.tensor([[5, 1, 3], [2, 4, 6]])
@@ -141,7 +147,7 @@ def test_a_packet_equals_single_steps(backend, device, name, pool):
 
 @pytest.mark.parametrize("name", ["index", "P1", "P2", "P3", "P4", "P6", "replay"])
 def test_more_than_65535_rows_and_heads(backend, device, name):
-    """Grids beyond what one axis of a GPU takes; the last rows alone give the same bits."""
+    """The last rows of a grid that is too large for one axis of a GPU have the bits that they have alone."""
     rows, HV, K, V = 4100, 16, 4, 4
     sizes = {"HV": HV, "K": K, "V": V}
     x = moved(inputs(rows, 2 if name == "P4" else 1, H=8, **sizes), device)
@@ -186,7 +192,7 @@ def test_more_than_65535_rows_and_heads(backend, device, name):
 
 @pytest.mark.parametrize("name", ["step", "prefill", "replay's commit"])
 def test_other_calls_of_more_than_65535_rows_and_heads(backend, device, monkeypatch, name):
-    """The same of a layer's whole step, of prompts, and of histories that are folded."""
+    """A layer's whole step, a prefill and a fold support as many rows as decode does."""
     monkeypatch.setenv("GDN_BACKEND", backend)
     rows, H, HV, K, V = 4100, 8, 16, 16, 16
     slots, sizes, options = torch.arange(rows), {"HV": HV, "K": K, "V": V}, {}
@@ -239,7 +245,7 @@ HUGE = 2**31 + 2**20  # numbers, of which only what is used is ever touched
 
 
 def far(x, *, last):
-    """The same slots, the last of which begins beyond 2^31 numbers from the first."""
+    """Return a copy of some slots, the last of which begins more than 2^31 elements after the first."""
     pitch = HUGE // last
     memory = torch.empty(last * pitch + x[0].numel(), dtype=x.dtype, device=x.device)
     view = memory.as_strided(x.shape, (pitch, *x[0].contiguous().stride()))
@@ -252,7 +258,7 @@ FAR = ["index", "P1", "P2", "P3", "P4", "P6", "replay", "replay's commit", "pref
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", [*FAR, "convolution", "convolution on a ring", "convolution of prompts"])
 def test_pools_beyond_2_to_the_31_elements(backend, device, monkeypatch, alone, name):
-    """Offsets in 32 bits would read and write somewhere else, without a word."""
+    """Offsets are 64-bit; 32-bit offsets would silently read and write other memory."""
     monkeypatch.setenv("GDN_BACKEND", backend)
     x, n = moved(inputs(1, 2), device), torch.tensor([3], device=device)
     state, table = pool_of(4, dtype=BF16).to(device), torch.tensor([[3, 2]], device=device)
@@ -268,7 +274,7 @@ def test_pools_beyond_2_to_the_31_elements(backend, device, monkeypatch, alone, 
     whole = moved(whole | {"read_index": torch.tensor([3])}, device)
 
     def call(place):
-        """The output, and what was written of pools of four slots as `place` lays them out."""
+        """Return the output, and a written tensor, of a call on pools of four slots that `place` lays out."""
         if name.startswith("convolution"):
             pool, where = place(windows), {"state_index": n}
             if name == "convolution of prompts":
@@ -321,7 +327,7 @@ def test_pools_beyond_2_to_the_31_elements(backend, device, monkeypatch, alone, 
 
 
 def test_prefill_then_decode_is_decode_all_the_way(backend, device):
-    """Under plain decode and under replay, whatever the prompt's length."""
+    """Decode and replay continue a prefill of any length as if every token had been decoded."""
     for length in (1, 3, 63, 64, 65, 100):
         x, state = moved(inputs(1, length + 6), device), torch.zeros(2, 4, 24, 16, device=device)
         token = lambda a, b, x=x: {key: v[:, a:b] for key, v in x.items()}  # noqa: E731

@@ -1,4 +1,6 @@
-"""Causal convolution: the law in both memory layouts, packed, on a pool; three ways to keep a window."""
+"""Test the causal convolution against the reference: both memory layouts, packed, on a pool, three kinds of
+window.
+"""
 
 import doctest
 from itertools import pairwise
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("strict_poison")
 
 
 def differs(x, wanted):
-    """Relative RMS error; infinite for NaN."""
+    """Return the relative RMS error, or infinity if the result holds NaN."""
     x, wanted = x.cpu(), wanted.cpu()
     error = (
         (x.double() - wanted).norm() / wanted.norm().clamp(min=1e-30) if wanted.numel() else torch.zeros(())
@@ -37,7 +39,7 @@ def inputs(B, T, W, N, dtype=torch.float64, layout="channels", D=D, device="cpu"
 
 
 def agrees(tensors, tolerance, activation="silu", cu_seqlens=None, **options):
-    """y, final state and every gradient against the law in fp64, which runs on the CPU."""
+    """Assert that y, the final state and every gradient agree with the reference in fp64 on the CPU."""
     x, weight, bias, state = tensors
     given = {"activation": activation, "cu_seqlens": None if cu_seqlens is None else cu_seqlens.to(x.device)}
     out = gdn.causal_conv1d(x, weight, bias, initial_state=state, output_final_state=True, **given, **options)
@@ -75,7 +77,7 @@ def test_law(backend, device, W, layout):
 @pytest.mark.parametrize("layout", ["channels", "time"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_dtypes_and_blocks(backend, device, dtype, layout, monkeypatch):
-    """In blocks far smaller than the problem, and in one."""
+    """Results agree in blocks far smaller than the problem, and in one block."""
     if dtype == torch.float64 and backend != "eager":
         pytest.skip("fp64 is eager's")
     good = {"tolerance": TOLERANCE[dtype], "backend": backend}
@@ -91,7 +93,7 @@ def test_dtypes_and_blocks(backend, device, dtype, layout, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_blocks_of_many_channels(dtype):
-    """Loads of 16 bytes, several programs to a sequence, several sequences to a program."""
+    """Loads of 16 bytes, several programs per sequence and several sequences per program agree."""
     good = {"tolerance": TOLERANCE[dtype], "backend": "triton"}
     assert agrees(inputs(2, 700, 4, 2, dtype, D=1088, device="cuda"), **good)
     lengths = torch.randint(0, 40, (64,))
@@ -202,7 +204,7 @@ def test_cut_in_two_and_reruns(backend, device):
 
 
 def pool(slots, L, dtype=torch.float64, device="cpu"):
-    """A pool with a slot pitch wider than a slot, full of NaN between the slots."""
+    """Return a pool whose slots are further apart than they are large, with NaN between them."""
     pages = torch.full((slots, D * L + 5), float("nan"), dtype=dtype, device=device)
     state = pages[:, : D * L].view(slots, D, L)
     return state.copy_(torch.randn(slots, D, L))
@@ -262,7 +264,7 @@ def test_pool_dense_narrow_and_all_invalid(backend, device):
 
 
 def packets(num_rows, num_steps, T, dtype):
-    """A stream of packets with the number of tokens of each that are kept."""
+    """Yield the packets of a stream, with the number of tokens of each that are kept."""
     for step in range(num_steps):
         yield torch.randn(num_rows, T, D, dtype=dtype), torch.randint(1, T + 1, (num_rows,)), step
 
@@ -272,7 +274,9 @@ def packets(num_rows, num_steps, T, dtype):
 @pytest.mark.parametrize("W", [1, 2, 4])
 @pytest.mark.parametrize("protocol", ["window", "ring", "accepted"])
 def test_update(backend, device, protocol, W, T):
-    """A stream of packets, of which a part is kept where the protocol allows it, equals one convolution."""
+    """A stream of packets, of which some tokens are rejected if the protocol allows it, equals one
+    convolution.
+    """
     slots, dtype = torch.tensor([4, -1, 2, 0, 9]), FINEST[backend]
     rows = [0, 2, 3]
     weight, bias = torch.randn(D, W, dtype=dtype), torch.randn(D, dtype=dtype)
@@ -360,7 +364,7 @@ def test_gradcheck():
 
 
 def test_operators(backend, device):
-    """The torch operators: schemas, fakes, autograd, mutation; and one compiled graph for every length."""
+    """The operators have right schemas, fakes, autograd and mutations, and one graph for every length."""
     x, weight, bias, state = inputs(1, 12, 4, 2, torch.float32, device=device)
     cu, of = torch.tensor([0, 5, 12], device=device), gdn.ops.conv
     torch.library.opcheck(of.conv_operator, (x, weight, bias, state, cu, None, "silu", True, backend))

@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, graphs, devices, sizes beyond a CPU's patience, what is compiled."""
+"""Test what only a GPU can show: streams, graphs, devices, large sizes, and which calls compile."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ FORMS = [chunk, recurrent]
 
 
 def tensors(B, T, H, HV, K=64, V=64, dtype=torch.bfloat16):
-    """q, k, v, g, beta made on the GPU."""
+    """Return q, k, v, g, beta, created on the GPU."""
     with torch.device("cuda"):
         q, k = (torch.randn(B, T, H, K, dtype=dtype) for _ in range(2))
         v, g, beta = torch.randn(B, T, HV, V, dtype=dtype), -torch.rand(B, T, HV) / 8, torch.rand(B, T, HV)
@@ -45,7 +45,7 @@ def close(x, ref, limit):
 
 @pytest.mark.parametrize("name", SPECIMENS)
 def test_nothing_waits_for_the_device(name):
-    """Once compiled, no public call reads anything back: not the lengths of packed sequences either."""
+    """Once compiled, no public call reads from the device, not even the lengths of packed sequences."""
     call = SPECIMENS[name].on("cuda")
     call()
     with nothing_waits():
@@ -54,7 +54,7 @@ def test_nothing_waits_for_the_device(name):
 
 @pytest.mark.parametrize("sizes", [(128, 128), (64, 64), (256, 256)], ids=str)
 def test_a_head_among_many_has_the_bits_that_it_has_alone(sizes):
-    """A load that overtook a product showed where each multiprocessor has two programs, and nowhere else."""
+    """No load overwrites an operand of an MMA in flight; that showed only if each SM had two programs."""
     case = Case("mixed", lengths=rows(1024), heads=(16, 32), sizes=sizes, state="wide", batch_invariant=True)
     given = inputs(case, torch.bfloat16, device="cuda")
     found, alone = run(chunk, given), run(chunk, given.heads([5]))
@@ -76,7 +76,7 @@ def test_200_reruns_are_bit_identical(dtype):
 @pytest.mark.parametrize("with_backward", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_cuda_graph_follows_its_inputs(form, with_backward):
-    """Replayed on other numbers, and on other lengths of as many sequences."""
+    """A graph may be replayed with other values, and with other lengths of as many sequences."""
     given, other = (inputs(FULL, torch.bfloat16, seed=seed, device="cuda") for seed in (0, 1))
     moved = torch.tensor([0, 60, 60, 61, 190, 375], device="cuda").to(given.tensors["cu_seqlens"].dtype)
     other.tensors["cu_seqlens"].copy_(moved)
@@ -120,7 +120,7 @@ def test_a_captured_decode_follows_its_indices():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled_whole_forward_and_backward(form):
-    """Inductor makes one graph of it, and another length does not make it compile again."""
+    """Inductor compiles one graph, and another length compiles nothing."""
     model = torch.compile(lambda *x: form(*x, output_final_state=True), fullgraph=True, dynamic=True)
     torch._dynamo.reset()
     for T in (65, 200, 130):
@@ -152,7 +152,7 @@ def test_both_devices_give_the_same_bits(form):
 
 
 def test_4000_packed_sequences():
-    """As many short rows: the same numbers, and those of the law."""
+    """Thousands of short packed sequences give the numbers of as many rows, and those of the reference."""
     N, T = 4000, 17
     x = [t.requires_grad_() for t in tensors(N, T, 2, 4, dtype=torch.float32)]
     offsets = torch.arange(0, N * T + 1, T, device="cuda", dtype=torch.int32)
@@ -188,7 +188,7 @@ def test_decode_of_more_than_65535_rows_and_heads():
 
 
 def test_more_than_2_to_the_31_elements(alone):
-    """Tensors past the reach of 32-bit offsets; the heads at both ends are looked at."""
+    """Tensors may exceed 32-bit offsets; the heads at both ends are compared."""
     if torch.cuda.get_device_properties(0).total_memory < 120 * 2**30:
         pytest.skip("needs 120 GiB of GPU memory")
     T, HV, V = 131_200, 64, 256
@@ -220,7 +220,7 @@ def sizes_of(form, B, T, H, HV, is_packed):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_other_sizes_compile_nothing(form, monkeypatch):
-    """Another head count, batch and length run the binaries that are there."""
+    """Another number of heads, rows or tokens runs binaries that exist already."""
     compiled = []
     for is_packed in (False, True):
         sizes_of(form, 1 if is_packed else 2, 100, 2, 4, is_packed)
@@ -252,7 +252,7 @@ def test_other_batches_of_a_decode_compile_nothing(monkeypatch):
 
 
 def test_a_second_stream_is_followed():
-    """Kernels run on the caller's current stream: what it has queued before is what they read."""
+    """Kernels run on the caller's current stream, and read what the caller queued there before."""
     given = inputs(FULL, torch.bfloat16, device="cuda")
     expected = run(chunk, given)
     stream = torch.cuda.Stream()
@@ -267,7 +267,7 @@ def test_a_second_stream_is_followed():
 
 
 def test_unaligned_tensors_take_the_long_way():
-    """A view that starts two bytes past an aligned address, after the fast handle of aligned ones is kept."""
+    """A view that starts two bytes past an aligned address is right after an aligned call was cached."""
     x = tensors(2, 70, 2, 4)
     expected = [chunk(*x, output_final_state=True) for _ in range(2)][1]
     memory = torch.empty(x[0].numel() + 1, dtype=x[0].dtype, device="cuda")

@@ -1,4 +1,4 @@
-"""GDN_DEBUG=1 looks at the contents of a call's tensors, and names them."""
+"""Test GDN_DEBUG=1, which inspects the values of a call's tensors and names the tensors it objects to."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Decode: every protocol against the law, and what a row may depend on. The contract of any backend."""
+"""Test decode on every backend: every protocol against the reference, and what a row may depend on."""
 
 import doctest
 import importlib
@@ -32,7 +32,7 @@ LAYOUTS = [True, False]
 
 
 def wrongs(o, state, kept, want, x, tolerance, ring=False):
-    """Everything wrong with what a decode left behind."""
+    """Return everything that is wrong with what a decode wrote."""
     found = [f"o is off by {error(o, want.o):.1e}"] if not error(o, want.o) <= tolerance else []
     found.append(stored_wrong(state, want.state, x["state"], tolerance, lead=2 if ring else 1))
     if kept is not None:
@@ -41,7 +41,9 @@ def wrongs(o, state, kept, want, x, tolerance, ring=False):
 
 
 def run(backend, device, x, **options):
-    """A decode on copies on a device, its output poisoned first; what it wrote, on the CPU."""
+    """Run a decode on copies on a device, with a poisoned output; return everything that it wrote, on the
+    CPU.
+    """
     x = moved(x, device)
     out = torch.full_like(x["v"], NAN)
     assert api.decode(**x, out=out, backend=backend, **options) is out
@@ -50,7 +52,7 @@ def run(backend, device, x, **options):
 
 
 def agrees(backend, device, x, tolerance, **options):
-    """Output, pool and intermediate states against the law; returns them."""
+    """Assert that output, pool and intermediate states agree with the reference; return them."""
     want = law.decode(**x, **{k: v for k, v in options.items() if k not in ("max_seqlen", "exact_packet")})
     got = run(backend, device, x, **options)
     assert wrongs(*got, want, x, tolerance, ring="ring_pos" in x) == []
@@ -135,7 +137,7 @@ def test_nan_in_what_is_not_read_reaches_nothing(backend, device, name):
 
 
 def bits_of_rows(backend, x, batch):
-    """Each row's output and state when `batch` names the rows and their slots in one call."""
+    """Return each row's output and state, where `batch` names the rows and their slots in one call."""
     device = x["state"].device
     per_row = {k: v[batch] for k, v in x.items() if k in ("q", "k", "v", "g", "beta", "a", "b")}
     state = x["state"].clone()
@@ -211,7 +213,7 @@ INTERPRETED = {
     ],
 )
 def test_the_chunk_form(backend, device, poison, name, kind, v_first):
-    """exact_packet=False: the law within the same limits, idle rows, split slots and all."""
+    """With exact_packet=False results agree within the same limits, with padded rows and split slots."""
     dtype, pool, index = KINDS[kind]
     if dtype == F64 and backend != "eager":
         pytest.skip("float64 is for eager alone")
@@ -237,7 +239,7 @@ def test_the_chunk_form_of_heads_and_sizes(backend, device, H, HV, K, V, tokens)
 @pytest.mark.interpret
 @pytest.mark.parametrize("tokens", [6, 11])
 def test_the_chunk_form_in_programs_of_many_strips(triton_device, monkeypatch, tokens):
-    """As where rows and heads fill a machine."""
+    """The chunk form agrees in the tiles that are chosen when rows and heads fill a GPU."""
     packet = importlib.import_module("gdn.backends.triton.serving.packet")
     monkeypatch.setattr(packet, "FILLED", 0)
     assert packet.blocks(32, 100, 4, tokens, 1, packet.machine(torch.device("cpu")), 4, True)["STRIPS"] == 7
@@ -265,7 +267,7 @@ def test_the_chunk_form_of_packed_rows_and_projections(backend, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize("exact, tokens", [(True, 5), (False, 5), (False, 12)])
 def test_nan_in_one_query_stays_there(backend, device, exact, tokens):
-    """In one token's output, in whichever form."""
+    """NaN in one token's query changes only that token's output, in either form."""
     x = inputs(2, tokens) | {"state": pool_of(2)}
     clean, dirty = run(backend, device, x, exact_packet=exact), x | {"q": x["q"].clone()}
     dirty["q"][0, 3] = NAN
@@ -277,7 +279,7 @@ def test_nan_in_one_query_stays_there(backend, device, exact, tokens):
 
 @pytest.mark.interpret
 def test_the_chunk_form_is_taken_where_it_may_be(triton_device):
-    """Not bit for bit that of single steps; and where every state is wanted, still exact."""
+    """The chunk form does not have the bits of single steps; a packet that stores every state still has."""
     x = moved(inputs(1, 4) | {"state": pool_of(1), "intermediate": pool_of(1, 4)}, triton_device)
     alone = {name: v for name, v in x.items() if name != "intermediate"}
     exact, loose = (run("triton", triton_device, alone, exact_packet=e) for e in (True, False))
@@ -287,7 +289,7 @@ def test_the_chunk_form_is_taken_where_it_may_be(triton_device):
 
 
 def test_a_packet_equals_single_steps_on_a_ring(backend, device):
-    """P1 against plain decode on the entry that each step leaves, for a bf16 pool."""
+    """P1 on a bf16 pool equals plain decode on the entry that each step leaves."""
     x, ring = (
         moved(inputs(2, R, dtype=torch.bfloat16), device),
         pool_of(2, R, dtype=torch.bfloat16).to(device),
@@ -303,7 +305,7 @@ def test_a_packet_equals_single_steps_on_a_ring(backend, device):
 
 @pytest.mark.parametrize("v_first", LAYOUTS)
 def test_packed_rows(backend, device, poison, v_first):
-    """Rows of 0 to T tokens, a tail nobody owns; each row as if it were alone."""
+    """Rows of 0 to T tokens equal each row alone, and tokens past the last row are zero."""
     lengths, total = [2, 0, 1, 3, 1], 9
     cu = torch.tensor([0, 2, 2, 3, 6, 7], dtype=torch.int32)
     for name, dtype in itertools.product(NAMES, (torch.float32, torch.bfloat16)):
@@ -322,7 +324,9 @@ def test_packed_rows(backend, device, poison, v_first):
 
 @pytest.mark.interpret
 def test_strides_are_free(backend, device, poison):
-    """Pools inside larger memory, ring entries apart, heads of a projection, columns of index tables."""
+    """Pools inside larger memory, strided ring entries, heads of a projection and columns of tables are
+    supported.
+    """
     plain = moved(inputs(B, T, dtype=torch.bfloat16) | protocols()["P3"], device)
     want = run(backend, device, plain)
     memory = torch.randn(SLOTS, 7, 4, 24, 16, device=device)
@@ -355,7 +359,7 @@ def test_strides_are_free(backend, device, poison):
 
 @pytest.mark.interpret
 def test_memory_order_is_free(backend, device):
-    """K-first memory given as V-first, last dimensions that are not contiguous, single numbers apart."""
+    """K-first memory as a V-first view, strided last axes and strided scalars are supported."""
     x = inputs(B, T) | {"state": pool_of(SLOTS), "read_index": torch.tensor([7, 2, -1, 4, SLOTS])}
     want = run(backend, device, x)
     crossed = x | {"state": x["state"].mT.contiguous().mT}
@@ -413,7 +417,7 @@ def test_nothing_to_do(backend, device, shape):
 
 
 def mixed(x, pitch=0):
-    """q | k | v of a dense call of single tokens, as a projection leaves them, in rows `pitch` wider."""
+    """Return q | k | v of a dense call of single tokens, as rows of a projection that are `pitch` wider."""
     rows = torch.cat([x[name].flatten(0, 1).flatten(1) for name in ("q", "k", "v")], 1)
     wide = rows.new_full((rows.shape[0], rows.shape[1] + pitch), NAN)
     wide[:, : rows.shape[1]] = rows
@@ -460,7 +464,7 @@ def test_functional_leaves_its_state_alone(backend, device, v_first):
 
 @pytest.mark.gpu
 def test_a_pool_beyond_2_to_the_31_elements(alone):
-    """The last slots of a pool of 2.2e9 numbers, against the same states in a small one."""
+    """The last slots of a pool of 2.2e9 elements give the bits of a small pool."""
     H, HV, K, V = 16, 32, 128, 128
     slots = 2**31 // (HV * K * V) + 65
     pool = torch.zeros(slots, HV, V, K, dtype=torch.bfloat16, device="cuda")
@@ -474,7 +478,7 @@ def test_a_pool_beyond_2_to_the_31_elements(alone):
 
 @pytest.mark.gpu
 def test_protocols_in_a_cuda_graph():
-    """Captured once, replayed on other slots, positions and trees."""
+    """A graph that is captured once may be replayed with other slots, positions and trees."""
     for name in NAMES:
         first, second = (moved(inputs(B, T) | protocols()[name], "cuda") for _ in range(2))
         tensors = {k: v for k, v in second.items() if isinstance(v, torch.Tensor)}
@@ -497,7 +501,7 @@ def test_protocols_in_a_cuda_graph():
 @pytest.mark.gpu
 @pytest.mark.parametrize("K, V", [(128, 128), (60, 100)])
 def test_alignment_changes_no_bit(K, V):
-    """Tokens and pools that begin at any number, rows of any pitch."""
+    """Tokens and pools may begin at any element, and rows may have any pitch."""
     x = moved(inputs(4, 2, K=K, V=V, dtype=torch.bfloat16), "cuda")
     pool = pool_of(4, K=K, V=V).cuda()
     want = pool.clone()
@@ -531,7 +535,7 @@ def test_export_with_dynamic_batch():
 
 
 def test_compile(backend, device):
-    """No graph break, mutation kept, with the shapes left dynamic."""
+    """A compiled step has no graph break, keeps the mutation, and leaves shapes dynamic."""
     step = torch.compile(
         lambda x, **options: api.decode(**x, backend=backend, **options) * 2, fullgraph=True, dynamic=True,
         backend="aot_eager",
@@ -545,7 +549,7 @@ def test_compile(backend, device):
 
 
 def test_operators():
-    """The schemas tell the truth about what is written, and the fakes about what is returned."""
+    """The schemas name exactly the tensors that are written, and the fakes match the outputs."""
     x = inputs(B, T, raw=True) | protocols()["P3"] | {"out": torch.empty(B, T, 4, 24)}
     problem = gdn.ops.serving.parse_decode(**dict.fromkeys(OPTIONAL) | DEFAULTS | x)
     torch.library.opcheck(torch.ops.gdn.decode.default, problem.arguments())
@@ -719,7 +723,9 @@ def test_examples_run():
 
 
 def test_nobody_who_traces_or_transforms_gets_the_body():
-    """A meta pool passes; a refused vmap has touched nothing."""
+    """A tracer or transform never runs the operator's body: a meta pool passes, and a rejected vmap touches
+    nothing.
+    """
     shapes = ((2, 1, 2, 8), (2, 1, 2, 8), (2, 1, 4, 8), (2, 4, 8, 8))
     index = torch.empty(2, dtype=torch.int64, device="meta")
     assert api.decode(*(torch.empty(s, device="meta") for s in shapes), read_index=index).is_meta

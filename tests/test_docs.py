@@ -14,6 +14,11 @@ from gdn.integrations import transformers
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LAB = ROOT / "docs" / "lab"
+# files that pages name but this repository does not have: FLA's tests, and an imagined backend
+FOREIGN = {
+    "tests/ops/test_gdn.py", "tests/layers/test_gated_deltanet.py",
+    "tests/models/test_modeling_gated_deltanet.py", "src/gdn/backends/xpu/__init__.py", "xpu/rule.py",
+}  # fmt: skip
 MODULES = [m.name for m in pkgutil.walk_packages(gdn.__path__, "gdn.") if "__main__" not in m.name]
 
 
@@ -74,11 +79,38 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
+def missing_files(page: Path) -> list[str]:
+    """Return the files that a page names in backticks, with a folder, and that do not exist."""
+    text = re.sub(r"^```.*?^```|^    .*?$", "", page.read_text(), flags=re.S | re.M)
+    package = ROOT / "src" / "gdn"
+    roots = (ROOT, package, *(package / "backends").glob("*/"))
+    named = re.findall(r"`([\w.*-]+/[\w./*-]+\.(?:py|md|json|jsonl|svg))`", text)
+    return [name for name in named if name not in FOREIGN and not any(any(r.glob(name)) for r in roots)]
+
+
 def test_links_lead_somewhere():
     others = [ROOT / f"{name}.md" for name in ("CONTRIBUTING", "NOTES", "CHANGELOG", "SECURITY")]
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *(x for x in others if x.exists())]
     assert len(pages) > 50
     assert [link for page in pages for link in broken_links(page)] == []
+
+
+def test_files_that_pages_name_exist():
+    """Pages name files that exist. Entries of the lab keep the names of their day."""
+    others = (ROOT / "CONTRIBUTING.md", ROOT / "NOTES.md")
+    pages = [page for page in (*PAGES, *others) if LAB not in page.parents]
+    assert {page.name: missing for page in pages if (missing := missing_files(page))} == {}
+
+
+def test_a_missing_file_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("test_docs.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "is.py").touch()
+    page.write_text(
+        "`src/is.py` `src/no.py` `src/*.py` `src/n*.py` `xpu/rule.py` `no.py` and\n\n    `src/indented.py`\n"
+    )
+    assert missing_files(page) == ["src/no.py", "src/n*.py"]
 
 
 def test_a_broken_link_is_found(tmp_path, monkeypatch):

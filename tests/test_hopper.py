@@ -28,16 +28,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from gdn.backends import hopper
-from gdn.backends.hopper import cost, rule, split
+from gdn.backends.hopper import cost, descriptors, rule, segments
 from gdn.backends.hopper.cost import Cut, Cuts
-from gdn.backends.hopper.factors import TAME
+from gdn.backends.hopper.factors import WELL_CONDITIONED
 from gdn.backends.hopper.gluon import mbarrier
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import Launch, Plans, allocate, machine
 from gdn.backends.triton.rule import build as plans
 from gdn.backends.triton.rule import whole
 from gdn.backends.triton.rule.run import chunk_backward as backward
-from gdn.backends.triton.rule.run import tidy
+from gdn.backends.triton.rule.run import to_kernel_layout
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 CASES = {
@@ -95,7 +95,7 @@ class Simulated(Launch):
 @pytest.fixture
 def launched(monkeypatch):
     """The forward on the CPU."""
-    for module in (rule, split):
+    for module in (rule, segments):
         monkeypatch.setattr(module, "Launch", Simulated)
     of_chains(monkeypatch, 2)
 
@@ -113,7 +113,7 @@ def error(x, expected):
 
 def glides(monkeypatch, them=True):
     """Tame chunks are glided over, or none."""
-    monkeypatch.setattr(rule, "GLIDES", them)
+    monkeypatch.setattr(rule, "FAST_PATH", them)
     monkeypatch.setattr(rule, "_forwards", Plans())
 
 
@@ -122,13 +122,13 @@ simulated = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be i
 
 def in_spans(monkeypatch, chunks):
     """Sequences are cut into spans of so many chunks, or in another way, whatever that costs."""
-    cuts = cost.equal(chunks) if isinstance(chunks, int) else chunks and Cuts(chunks, chunks)
+    cuts = cost.equal_cuts(chunks) if isinstance(chunks, int) else chunks and Cuts(chunks, chunks)
     monkeypatch.setattr(cost, "cuts_of", lambda problem: cuts)
 
 
 def of_chains(monkeypatch, chains):
     """The walk's programs have so many chains, whatever that costs; over 64 keys one."""
-    monkeypatch.setattr(cost, "chains_of", lambda problem, cuts: chains)
+    monkeypatch.setattr(cost, "consumers_of", lambda problem, cuts: chains)
 
 
 def forward(given):
@@ -170,7 +170,7 @@ def told(monkeypatch):
         call(launch, *tensors)
         if launch.kernel is rule.solve_kernel:
             factors = tensors[launch.described + 5]
-            found.append(factors.flatten(-2)[..., TAME.value].clone())
+            found.append(factors.flatten(-2)[..., WELL_CONDITIONED.value].clone())
 
     monkeypatch.setattr(Simulated, "__call__", watched)
     glides(monkeypatch)
@@ -279,7 +279,7 @@ def test_no_job_is_taken_before_the_count_is_cleared(monkeypatch):
     call = Simulated.__call__
 
     def early(launch, *tensors):
-        if launch.kernel is rule.walk_kernel:
+        if launch.kernel is rule.persistent_scan_kernel:
             count = tensors[-1].fill_(1000)
             monkeypatch.setitem(gluon_simulator.STANDINS, "gdc_wait", lambda: count.remainder_(1000))
         call(launch, *tensors)
@@ -435,7 +435,7 @@ def test_what_is_gone_is_not_walked(monkeypatch, gate, gone, is_prepared):
 
     def watched(launch, *tensors):
         call(launch, *tensors)
-        if launch.kernel is split.ends_kernel:
+        if launch.kernel is segments.segment_transfer_kernel:
             *_, ends, jobs = tensors
             lengths.extend(jobs.view(8, 2, -1)[..., 2].tolist())  # of both heads
             maps = ends.view(4, 2, 2, -1)[1:3, 1]
@@ -493,7 +493,7 @@ def test_walks_take_the_longest_first(monkeypatch, chains):
 
     def walked(launch, *tensors):
         with monkeypatch.context() as patched:
-            if launch.kernel is rule.walk_kernel:
+            if launch.kernel is rule.persistent_scan_kernel:
                 patched.setitem(gluon_simulator.STANDINS, "tma_load", recorded)
             call(launch, *tensors)
 
@@ -517,13 +517,13 @@ def test_jobs_cover_all_chunks(cut):
     p = parse(**given.tensors, **given.options, backend="triton")
     table = Table(p, machine(p.device))
     # there is room for the other cut's spans, too
-    plan = split.plan(p, Cuts(cut, Cut(1, 9, 1)), (p.T, 1, 1, 0, table.bound), 16, False, False)
-    _, walks, ends, ranges, _ = allocate(p.device, plan.rooms)
-    plan.jobs(None, None, None, None, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
+    plan = segments.plan_launches(p, Cuts(cut, Cut(1, 9, 1)), (p.T, 1, 1, 0, table.bound), 16, False, False)
+    _, walks, ends, ranges, _ = allocate(p.device, plan.specs)
+    plan.plan(None, None, None, None, p.cu_seqlens, table.make(p.cu_seqlens), walks, ends, ranges)
     walks, ends, ranges = walks.tolist(), ends.tolist(), ranges.tolist()
     spans, chunk = 0, 0
     for n, length in enumerate(lengths.tolist()):
-        before, _ = cut.spans(-(-length // 64))
+        before, _ = cut.segments(-(-length // 64))
         sizes = [span for count, span in before for _ in range(count)]
         count = 1 + len(sizes)
         assert ranges[n] == [spans, count]
@@ -574,7 +574,7 @@ def test_decays_decide_which_cut_is_taken(monkeypatch, gate, has_open, is_prepar
 
     def watched(launch, *tensors):
         call(launch, *tensors)
-        if launch.kernel is split.jobs_kernel:
+        if launch.kernel is segments.plan_segments_kernel:
             *_, walks, _, ranges = tensors
             found.extend([ranges[0, 1].item(), walks.view(-1, 2, walks.shape[1])[1, 0, 2].item()])
 
@@ -590,7 +590,7 @@ def test_decays_decide_which_cut_is_taken(monkeypatch, gate, has_open, is_prepar
 
 def ways(N, chunks, is_packed):
     """Of N sequences, so many chunks each; packed, any of them may have all."""
-    found = (cost.alike(N, chunks),)
+    found = (cost.equal_lengths(N, chunks),)
     return (*found, (N, N * chunks, N * chunks)) if is_packed and N > 1 else found
 
 
@@ -599,19 +599,19 @@ def test_a_full_machine_is_not_split():
     for pairs in (132, 133, 264, 4000):
         for chunks, is_packed in itertools.product((1, 64, 2048), (False, True)):
             for N in (1, 2, pairs):
-                assert cost._cuts(-(-pairs // N), ways(N, chunks, is_packed), 132) is None
+                assert cost._best_cuts(-(-pairs // N), ways(N, chunks, is_packed), 132) is None
     for chunks in (1, 2, 4, 8):
-        assert cost._cuts(8, ways(1, chunks, False), 132) is None
+        assert cost._best_cuts(8, ways(1, chunks, False), 132) is None
     for HV, chunks in itertools.product((1, 8, 16, 32), (128, 512, 2048)):
-        way = cost.alike(1, chunks)
-        cuts = cost._cuts(HV, (way,), 132)
+        way = cost.equal_lengths(1, chunks)
+        cuts = cost._best_cuts(HV, (way,), 132)
         for cut in cuts:
-            before, _ = cut.spans(chunks)
+            before, _ = cut.segments(chunks)
             assert 1 <= sum(count for count, _ in before) <= 132 // HV
-        assert cost._time(HV, way, cuts.many, 132) < cost.GAIN * cost._time(HV, way, None, 132)
+        assert cost._scan_time(HV, way, cuts.many, 132) < cost.GAIN * cost._scan_time(HV, way, None, 132)
     # one of sixteen sequences may have all tokens
-    assert cost._cuts(8, ways(16, 64, False), 132) is None
-    assert cost._cuts(8, ways(16, 64, True), 132) is not None
+    assert cost._best_cuts(8, ways(16, 64, False), 132) is None
+    assert cost._best_cuts(8, ways(16, 64, True), 132) is not None
     given = inputs(replace(BASE, lengths=rows(20000)), torch.bfloat16)
     problem = parse(**given.tensors, **given.options)
     assert cost.cuts_of(problem) is not None
@@ -621,19 +621,19 @@ def test_a_full_machine_is_not_split():
 def test_programs_of_one_chain():
     """Where twice as many programs run at the same time, those of spans too."""
     for HV, chains in ((8, 1), (66, 1), (67, 2), (132, 2)):
-        assert cost._chains(HV, (cost.alike(1, 64),), None, 132) == chains
+        assert cost._consumers(HV, (cost.equal_lengths(1, 64),), None, 132) == chains
     given = inputs(replace(BASE, heads=(1, 8), lengths=rows(8192)._replace(B=1)), torch.bfloat16)
     problem = parse(**given.tensors, **given.options)
     cuts = cost.cuts_of(problem)
-    before, last = cuts.many.spans(128)
+    before, last = cuts.many.segments(128)
     spans = 1 + sum(count for count, _ in before)
-    assert cost.chains_of(problem, cuts) == 1 and 2 * 8 * spans <= 132 and last <= 20
-    assert cost.chains_of(problem, cost.equal(8)) == 2 and cost.chains_of(problem, None) == 1
+    assert cost.consumers_of(problem, cuts) == 1 and 2 * 8 * spans <= 132 and last <= 20
+    assert cost.consumers_of(problem, cost.equal_cuts(8)) == 2 and cost.consumers_of(problem, None) == 1
     # both cuts are walked by the same kernel
     for HV, chunks in itertools.product((1, 4, 8, 16, 32, 64), (32, 64, 128, 256, 512, 2048)):
-        way = cost.alike(1, chunks)
-        cuts = cost._cuts(HV, (way,), 132) or (None,)
-        assert len({cost._chains(HV, (way,), cut, 132) for cut in cuts}) == 1
+        way = cost.equal_lengths(1, chunks)
+        cuts = cost._best_cuts(HV, (way,), 132) or (None,)
+        assert len({cost._consumers(HV, (way,), cut, 132) for cut in cuts}) == 1
 
 
 def test_lengths_on_the_host_decide_on_spans():
@@ -752,12 +752,14 @@ def test_who_takes_what(monkeypatch):
 ])  # fmt: skip
 def test_what_no_tensor_copy_reads_is_copied(shape, strides):
     x = torch.randn(4000 + 70 * 128).as_strided(shape, strides)
-    copy = rule._copyable(x)
-    assert torch.equal(copy, x) and rule._descriptor(copy.bfloat16(), (1, 64, 1, 128), rule.TOKENS)
+    copy = descriptors._aligned(x)
+    assert torch.equal(copy, x) and descriptors.make_descriptor(
+        copy.bfloat16(), (1, 64, 1, 128), descriptors.TOKENS
+    )
     spread = torch.zeros(2, 5, 1, 128).expand(2, 5, 4, 128)
-    assert rule._copyable(spread).stride() == (2560, 512, 128, 1)
+    assert descriptors._aligned(spread).stride() == (2560, 512, 128, 1)
     good = torch.zeros(2, 5, 2, 128)
-    assert rule._copyable(good) is good
+    assert descriptors._aligned(good) is good
 
 
 @pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
@@ -768,15 +770,17 @@ def test_what_no_tensor_copy_reads_is_copied(shape, strides):
 def test_what_is_compiled_ahead_takes_any_strides(monkeypatch, of_heads, kept):
     """Every launch of all plans, for tensors that take no room, before the first forward of a kind."""
     met = []
-    monkeypatch.setattr(rule, "ahead", lambda device, kind, steps: met.extend(steps()))
+    monkeypatch.setattr(rule, "compile_ahead", lambda device, kind, steps: met.extend(steps()))
     v = of_heads(torch.zeros(2 * 75 * 4 * 384, dtype=torch.bfloat16))
     q = torch.zeros(2, v.shape[1], 2, v.shape[3], dtype=torch.bfloat16)
     problem = parse(q=q, k=q, v=v, g=None, beta=None, backend="triton")
-    rule._first(problem, None, 2, kept)
+    rule._plan_first(problem, None, 2, kept)
     found = [launch for launch, _ in met]
-    widths = {launch.constants["BV"] for launch in found if launch.kernel is split.combine_kernel}
-    assert widths == set(split.COMBINE[problem.K][0])
-    chains = [launch.constants["CHAINS"] for launch in found if launch.kernel is rule.walk_kernel]
+    widths = {launch.constants["BV"] for launch in found if launch.kernel is segments.propagate_states_kernel}
+    assert widths == set(segments.PROPAGATE[problem.K][0])
+    chains = [
+        launch.constants["CONSUMERS"] for launch in found if launch.kernel is rule.persistent_scan_kernel
+    ]
     assert sorted(chains) == ([1, 1, 2, 2] if problem.K == 128 else [1] * 4)
 
 
@@ -1005,7 +1009,7 @@ def test_one_chain_has_the_bits_of_two(monkeypatch, name, them):
         found = []
         for chains in (1, 2):
             of_chains(monkeypatch, chains)
-            o, final, saved = rule.forward(tidy(problem), kept)
+            o, final, saved = rule.forward(to_kernel_layout(problem), kept)
             # tiles of no chunk are never written
             states = final if saved.S_in is None else saved.S_in[: int(chunks.sum())]
             found.append((o, final, states))
@@ -1049,10 +1053,13 @@ def test_what_another_size_would_get_is_compiled_along(monkeypatch, asked, save)
     problem = parse(**given.tensors, **given.options, backend=asked)
     with recording(TARGETS["cuda:90"].machine):
         for room in (plans, rule):
-            monkeypatch.setattr(room, "ahead", ahead)
-        plans.forward_plan(tidy(problem), plans.operand(problem) if save else None)
+            monkeypatch.setattr(room, "compile_ahead", ahead)
+        plans.forward_plan(to_kernel_layout(problem), plans.operand(problem) if save else None)
         rule.chunk_forward(problem, save)
-    theirs, own = {"prepare_kernel", "state_kernel"}, {"walk_kernel", "ends_kernel", "solve_kernel"}
+    theirs, own = (
+        {"prepare_kernel", "state_kernel"},
+        {"persistent_scan_kernel", "segment_transfer_kernel", "solve_kernel"},
+    )
     assert theirs <= found["forward"] and own <= found["hopper"]
     assert found["forward"] & own == (own if asked is None else set())
     assert found["hopper"] & theirs == (theirs if asked is None else set())
@@ -1064,12 +1071,12 @@ def test_what_is_compiled_along_copies_no_tensor_and_needs_no_token(monkeypatch)
     given = inputs(CASES["packed"], torch.bfloat16)
     spread = given.tensors | {"v": given.tensors["v"][:, :1].expand_as(given.tensors["v"])}
     odd = given.tensors | {"v": torch.nn.functional.pad(given.tensors["v"], (0, 1))[..., :-1]}
-    monkeypatch.setattr(rule, "_copyable", None)
+    monkeypatch.setattr(descriptors, "_aligned", None)
     with recording(TARGETS["cuda:90"].machine):
         for tensors in (given.tensors, spread, odd):
             problem = parse(**tensors, **given.options)
             found = {launch.kernel.__name__ for launch, _ in hopper._launches(problem, None)}
-            assert {"walk_kernel", "ends_kernel", "solve_kernel"} <= found
+            assert {"persistent_scan_kernel", "segment_transfer_kernel", "solve_kernel"} <= found
     names = ("q", "k", "v", "g", "beta")
     for options in ({}, {"cu_seqlens": torch.zeros(3, dtype=torch.int32)}):
         tensors = {name: given.tensors[name][:, :0] for name in names}

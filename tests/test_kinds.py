@@ -56,7 +56,9 @@ def met(monkeypatch):
     def run(call, target):
         asked = {}
         for module in (decode, plans, replay):
-            monkeypatch.setattr(module, "ahead", lambda device, kind, steps: asked.update({kind: steps}))
+            monkeypatch.setattr(
+                module, "compile_ahead", lambda device, kind, steps: asked.update({kind: steps})
+            )
         with recording(TARGETS[target].machine) as launches:
             call()
             launched = set(jobs_of(launches, target))

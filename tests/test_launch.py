@@ -169,7 +169,7 @@ def test_unit_of(strides, unit):
 
 def test_a_machine_is_imagined_where_there_is_none():
     assert launch.machine(torch.device("cpu")) == launch.Machine("cuda", 90, 132, 227 * 1024)
-    with launch.on(torch.device("cpu")):
+    with launch.device_guard(torch.device("cpu")):
         pass
 
 
@@ -212,18 +212,18 @@ def test_binaries_compiled_ahead_are_found_again(monkeypatch, tmp_path):
     """Two at a time, each once; a step that cannot be compiled is left for its launch."""
     monkeypatch.setattr(triton.runtime.driver, "_active", _NoGPU())
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(launch, "_met", set())
+    monkeypatch.setattr(launch, "_compiled_kinds", set())
     here = []
-    monkeypatch.setattr(launch, "on", lambda device: here.append(device) or nullcontext())
+    monkeypatch.setattr(launch, "device_guard", lambda device: here.append(device) or nullcontext())
     x, compiled = torch.randn(100), []
     monkeypatch.setattr(
         triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["fn"].name)
     )
     device, plain, wrong = torch.device("cuda", 0), (x, None, x), Launch(_wrong, 1, (1,), {}, num_warps=1)
     steps = [(scaled(100, 3.0), plain), (scaled(100, 3.0), (x, x, x)), (scaled(7, 1.0), (x[1:], None, x))]
-    launch.ahead(device, "kind", lambda: [*steps, (wrong, (x,))])
+    launch.compile_ahead(device, "kind", lambda: [*steps, (wrong, (x,))])
     assert len(compiled) == 2 and here == [device]
-    launch.ahead(device, "kind", lambda: pytest.fail("met before"))
+    launch.compile_ahead(device, "kind", lambda: pytest.fail("met before"))
     for go, tensors in steps:
         go.compile(tensors)
     assert len(compiled) == 2
@@ -264,12 +264,12 @@ def test_what_is_compiled_ahead_is_loaded_by_one_thread(monkeypatch):
         callbacks = [lambda *_: None] * (len(inspect.signature(submit).parameters) - 2)
         return submit(id(self), Compiled, *callbacks)
 
-    monkeypatch.setattr(launch, "on", on)
-    monkeypatch.setattr(launch, "_met", set())
+    monkeypatch.setattr(launch, "device_guard", on)
+    monkeypatch.setattr(launch, "_compiled_kinds", set())
     monkeypatch.setattr(launch, "_build_launcher", built.append)
     monkeypatch.setattr(launch.Launch, "compile", compiled)
     device = torch.device("cuda", 1)
-    launch.ahead(device, "kind", lambda: steps)
+    launch.compile_ahead(device, "kind", lambda: steps)
     assert len(built) == 5 and loaded == [(threading.current_thread(), [device])] * 5
     assert order == [2, 1, 1, 0, 0]
 
@@ -284,11 +284,11 @@ def test_who_meets_what_another_thread_compiles_waits(monkeypatch):
         return []
 
     def call(_):
-        launch.ahead(torch.device("cuda", 0), "kind", steps)
+        launch.compile_ahead(torch.device("cuda", 0), "kind", steps)
         seen.append(len(done))
 
-    monkeypatch.setattr(launch, "on", lambda device: nullcontext())
-    monkeypatch.setattr(launch, "_met", set())
+    monkeypatch.setattr(launch, "device_guard", lambda device: nullcontext())
+    monkeypatch.setattr(launch, "_compiled_kinds", set())
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(call, range(4)))
     assert seen == [1] * 4
@@ -327,7 +327,7 @@ def test_a_second_device_before_the_current_one(monkeypatch):
     """What is compiled ahead for it must not be loaded, or kept, for the current device."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device")
-    monkeypatch.setattr(launch, "_met", set())
+    monkeypatch.setattr(launch, "_compiled_kinds", set())
     # sizes that no other test has, so that nothing was compiled before
     q, k, v = torch.randn(3, 4, 2, 52), torch.randn(3, 4, 2, 52), torch.randn(3, 4, 4, 44)
     k, pool, found = torch.nn.functional.normalize(k, dim=-1), torch.randn(3, 4, 44, 52), []

@@ -260,7 +260,7 @@ def test_a_first_call_compiles_what_other_numbers_of_rows_take(monkeypatch, has_
         return set(compiling.jobs(lambda: api.decode_step(**x | options), "cuda:90"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(step, "ahead", lambda device, kind, steps: compiled.extend(steps()))
+        patch.setattr(step, "compile_ahead", lambda device, kind, steps: compiled.extend(steps()))
         few = binaries(1)
     found = [few, binaries(2), binaries(64)]
     assert set().union(*found) == set(compiling.jobs_of(compiled, "cuda:90"))

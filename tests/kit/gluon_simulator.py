@@ -10,6 +10,7 @@ import operator
 import threading
 import types
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from typing import Any
 
 import torch
@@ -38,8 +39,6 @@ class Value:
 
     def __and__(self, other: Any) -> "Value":
         other = _plain(other)
-        if isinstance(other, torch.Tensor):
-            return Value(self.x & other)
         # a mask of 32 bits, as a signed number
         return Value(self.x & (other - 2**32 if isinstance(other, int) and other >= 2**31 else other))
 
@@ -64,7 +63,7 @@ def _operator(name: str, of: Callable[..., Any]) -> None:
 
 for _name in ("add", "sub", "mul", "truediv", "mod", "floordiv", "xor", "or_", "rshift"):
     _operator(_name, getattr(operator, _name))
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+for _name in ("lt", "le", "gt", "ge", "eq"):
     _operator(_name, getattr(operator, _name))
 
 
@@ -305,7 +304,7 @@ STANDINS: dict[str, Any] = {
     "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
     "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
     "recast": lambda shared, dtype, shape, layout: Shared(shared.x.view(dtype).view([int(n) for n in shape])),
-    "barrier": lambda: None, "here": lambda x: x,
+    "barrier": lambda: None, "opaque": lambda x: x,
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
 }  # fmt: skip
 
@@ -323,21 +322,20 @@ def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any) -> None:
                     names[name] = STANDINS[name]
                 elif isinstance(x, (JITFunction, InterpretedFunction)):
                     names[name] = bind(x)
-                elif hasattr(x, "names") and isinstance(x, type):
-                    names[name] = record(x)
+                elif hasattr(x, "__triton_aggregate__"):
+                    names[name] = bind_struct(x)
                 else:
                     names[name] = x.value if isinstance(x, gl.constexpr) else x
         return bound[id(function)]
 
-    def record(struct: Any) -> Any:
-        """Make plain objects with the fields of a struct, which a kernel would keep apart in registers."""
-
-        def make(*values: Any, **named: Any) -> Any:
-            fields = dict(zip(struct.names, values)) | named
-            assert fields.keys() == set(struct.names)
-            return types.SimpleNamespace(**fields)
-
-        return make
+    def bind_struct(struct: Any) -> Any:
+        """Make a dataclass of a struct's fields and methods."""
+        if id(struct) not in bound:
+            made = bound[id(struct)] = make_dataclass(struct.__name__, struct.names)
+            for name, x in vars(struct).items():
+                if isinstance(x, (JITFunction, InterpretedFunction)):
+                    setattr(made, name, bind(x))
+        return bound[id(struct)]
 
     given = [Pointer.to(x) if isinstance(x, torch.Tensor) else x for x in arguments]
     _here.programs = grid

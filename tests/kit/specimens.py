@@ -291,12 +291,12 @@ def operator_on_packed_rows() -> Callable[[], Any]:
     return lambda: torch.ops.gdn.chunk_forward(*problem.arguments(), True)
 
 
-def walk(
-    case: Case, span: int | None = None, kept: torch.dtype | None = None, glides: bool = False
+def hopper_forward(
+    case: Case, segment: int | None = None, kept: torch.dtype | None = None, fast_path: bool = False
 ) -> Callable[[], Any]:
-    """The forward whose state pass is in Gluon, by programs of one chain and of two.
+    """Make the forward of `hopper`, by CTAs of one consumer and of two.
 
-    Spans of so many chunks, states kept in a dtype.
+    `segment`: chunks of a segment, None: sequences are not cut; `kept`: dtype of the saved states.
     """
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
@@ -307,70 +307,86 @@ def walk(
 
         # plans do not know that they differ
         plans = patch.object(rule, "_forwards", Plans())
-        cuts = None if span is None else cost.equal(span)
-        with patch.object(cost, "cuts_of", lambda problem: cuts), patch.object(rule, "GLIDES", glides), plans:
-            for chains in (1, 2):
-                with patch.object(cost, "chains_of", lambda problem, cuts, chains=chains: chains):
-                    rule.forward(rule.tidy(problem), kept)
+        cuts = None if segment is None else cost.equal_cuts(segment)
+        with (
+            patch.object(cost, "cuts_of", lambda problem: cuts),
+            patch.object(rule, "FAST_PATH", fast_path),
+            plans,
+        ):
+            for count in (1, 2):
+                with patch.object(cost, "consumers_of", lambda problem, cuts, count=count: count):
+                    rule.forward(rule.to_kernel_layout(problem), kept)
 
     return call
 
 
 # name -> function, arguments, targets
 OTHERS = {
-    "walk": (walk, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
-    "walk all packed": (walk, (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),), TUNED),
-    "walk that saves": (walk, (Case(sizes=(128, 128), heads=(2, 4)), None, BF16), TUNED),
-    "walk that saves all packed": (
-        walk,
+    "hopper": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
+    "hopper all packed": (
+        hopper_forward,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),),
+        TUNED,
+    ),
+    "hopper that saves": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)), None, BF16), TUNED),
+    "hopper that saves all packed": (
+        hopper_forward,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, BF16),
         TUNED,
     ),
-    "walk of a prefill": (
-        walk,
+    "hopper in a prefill": (
+        hopper_forward,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, FP32),
         TUNED,
     ),
-    "walk of a prefill in spans": (
-        walk,
+    "hopper in a prefill, in segments": (
+        hopper_forward,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **(ALL | {"state_v_first": False})), 1, FP32),
         TUNED,
     ),
-    "walk of spans": (walk, (Case(sizes=(128, 128), heads=(2, 4)), 1), TUNED),
-    "walk of spans of many heads": (walk, (Case(sizes=(128, 128), heads=(2, 32)), 1), TUNED),
-    "walk of spans all packed": (
-        walk,
+    "hopper in segments": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)), 1), TUNED),
+    "hopper in segments of many heads": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 32)), 1), TUNED),
+    "hopper in segments all packed": (
+        hopper_forward,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), 1),
         TUNED,
     ),
-    "walk of tame chunks": (walk, (Case(sizes=(128, 128), heads=(2, 4)), None, None, True), TUNED),
-    "walk of tame chunks all packed": (
-        walk,
+    "hopper on the fast path": (
+        hopper_forward,
+        (Case(sizes=(128, 128), heads=(2, 4)), None, None, True),
+        TUNED,
+    ),
+    "hopper on the fast path all packed": (
+        hopper_forward,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), 1, None, True),
         TUNED,
     ),
-    "walk of tame chunks, gates apart": (
-        walk,
+    "hopper on the fast path, with gates": (
+        hopper_forward,
         (Case(sizes=(128, 128), heads=(2, 4), batch_invariant=True), None, None, True),
         TUNED,
     ),
-    "walk of tame chunks all packed, gates apart": (
-        walk,
+    "hopper on the fast path all packed, with gates": (
+        hopper_forward,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, batch_invariant=True, **ALL), None, None, True),
         TUNED,
     ),
-    "walk of tame chunks of a prefill": (
-        walk,
+    "hopper on the fast path in a prefill": (
+        hopper_forward,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, FP32, True),
         TUNED,
     ),
-    "walk 64": (walk, (Case(sizes=(64, 64), heads=(2, 4)),), TUNED),
-    "walk 64 of a prefill": (
-        walk,
+    "hopper 64": (hopper_forward, (Case(sizes=(64, 64), heads=(2, 4)),), TUNED),
+    "hopper 64 in a prefill": (
+        hopper_forward,
         (Case(sizes=(64, 64), heads=(2, 4), lengths=LADDER, **ALL), None, FP32),
         TUNED,
     ),
-    "walk 64 of spans": (walk, (Case(sizes=(64, 64), heads=(2, 4), state="wide"), 1, FP32), TUNED),
+    "hopper 64 in segments": (
+        hopper_forward,
+        (Case(sizes=(64, 64), heads=(2, 4), state="wide"), 1, FP32),
+        TUNED,
+    ),
     "operator on packed rows": (operator_on_packed_rows, (), EVERYWHERE),
     "decode packed rows": (decode_of_packed_rows, (), EVERYWHERE),
     "decode a projection": (decode_of_a_projection, (), TUNED),

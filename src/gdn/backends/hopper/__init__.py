@@ -2,7 +2,16 @@
 
 `select` chooses this backend where the cost model predicts that it is faster, or where the caller names it.
 The backward is `triton`'s, and every other problem is refused. docs/design/hopper.md describes the kernels.
-This file imports no Triton, so that a CPU user does not need it.
+This file imports no Triton, so that a CPU user does not need it. Files in reading order:
+
+    cost         predict the time of a forward: which backend, which segments, how many consumer warpgroups
+    rule         plan the launches of a forward and run them; descriptors makes its TMA descriptors
+    factors      the decays and norms of a chunk that the kernels exchange through HBM
+    gates        G and beta of many heads at once, in Triton
+    solve/       A_inv and the factors of each chunk: one warp a CTA, persistent, in Gluon
+    scan/        the state scan: outputs and final states, persistent and warp-specialised, in Gluon
+    segments     cut long sequences: plan the segments, pass states from one to the next, in Triton
+    gluon        names of Gluon in all supported versions of Triton, and `struct`
 """
 
 from collections.abc import Iterator

@@ -16,23 +16,23 @@ import torch
 from gdn.problem import CHUNK, Problem
 
 
-class Walk(NamedTuple):
+class ScanCost(NamedTuple):
     """Hold the us of a scan: per launch, per work item, per chunk on an idle GPU and with all SMs busy."""
 
-    once: float
-    job: float
-    alone: float
-    full: float
+    launch: float
+    item: float
+    idle_chunk: float
+    busy_chunk: float
 
 
 # us of a chunk and value head in `gates` and `solve` on all SMs; us of all launches without segments
-TILE, LAUNCHES = 0.0065, 10.0
+TILE_TIME, LAUNCH_TIME = 0.0065, 10.0
 # the state scan by the consumer warpgroups of a CTA: two compete for the SM's tensor cores
-WALKS = {1: Walk(5.0, 2.0, 1.05, 1.1), 2: Walk(5.0, 2.0, 1.45, 1.78)}
+SCAN_COSTS = {1: ScanCost(5.0, 2.0, 1.05, 1.1), 2: ScanCost(5.0, 2.0, 1.45, 1.78)}
 # the scan of M and N, which loads and stores fewer HBM bytes a chunk
-ENDS = Walk(2.0, 4.0, 0.9, 1.05)
-# us of `jobs` and `combine` together, and of each segment, as `combine` passes S from one to the next
-COMBINE = 3.0, 1.15
+TRANSFER_COST = ScanCost(2.0, 4.0, 0.9, 1.05)
+# us of `plan_segments` and `propagate_states` together, and of each segment, as S passes from one to the next
+PROPAGATE_TIME = 3.0, 1.15
 # with the cut for few M: segments shorter than FADING chunks all have an M, as a g of -1/21 a token leaves
 # some decay over them; of longer segments a share ALIVE of the heads has one
 FADING, ALIVE = 34, 0.25
@@ -41,33 +41,34 @@ GAIN = 0.9  # at most, of the time without segments, or of `triton`: more launch
 # number of value strips, and in the fused scan
 TRITON_LAUNCHES, TRITON_TILE, TRITON_STRIPS, TRITON_SCAN = 15.0, 0.020, ((8, 1.1), (4, 1.4)), 3.85
 # a distribution of chunks over sequences: sequences, chunks of all of them, chunks of the longest
-Way = tuple[int, int, int]
-Jobs = Sequence[tuple[int, int]]  # work items: (how many, of how many chunks each)
+Distribution = tuple[int, int, int]
+Items = Sequence[tuple[int, int]]  # work items: (how many, of how many chunks each)
 
 
 class Cut(NamedTuple):
     """Cut a sequence into segments: up to `longs` of `long` chunks, one of `short`, and the rest.
 
-    M and N of a segment are two work items of `ends`, but the first segment has only N. So the items of the
-    long segments fill an odd number of SMs; the one left of an even number takes both of the short segment.
+    M and N of a segment are two work items of `segment_transfer`, but the first segment has only N. So the
+    items of the long segments fill an odd number of SMs; the one left of an even number takes both of the
+    short segment.
     """
 
     long: int
     longs: int
     short: int
 
-    def spans(self, chunks: int) -> tuple[Jobs, int]:
+    def segments(self, chunks: int) -> tuple[Items, int]:
         """Return the segments of a sequence of `chunks` chunks but the last, and the chunks of the last."""
         longs = min(self.longs, max(0, chunks - 1) // self.long)
-        found, left = [(longs, self.long)], chunks - longs * self.long
+        result, left = [(longs, self.long)], chunks - longs * self.long
         if longs == self.longs and left > self.short:
-            found, left = [*found, (1, self.short)], left - self.short
-        return (found if longs else ()), left
+            result, left = [*result, (1, self.short)], left - self.short
+        return (result if longs else ()), left
 
     def most(self, N: int, chunks: int) -> int:
         """Return an upper bound on the segments of N packed sequences, whose lengths only the device has."""
-        found = chunks // self.long + chunks // (self.longs * self.long + self.short)
-        return N + min(N * (self.longs + 1), found)
+        result = chunks // self.long + chunks // (self.longs * self.long + self.short)
+        return N + min(N * (self.longs + 1), result)
 
 
 class Cuts(NamedTuple):
@@ -77,7 +78,7 @@ class Cuts(NamedTuple):
     few: Cut
 
 
-def equal(chunks: int) -> Cuts:
+def equal_cuts(chunks: int) -> Cuts:
     """Return cuts into segments of `chunks` chunks each, however long the sequences are."""
     cut = Cut(chunks, 1 << 16, chunks)
     return Cuts(cut, cut)
@@ -86,13 +87,13 @@ def equal(chunks: int) -> Cuts:
 def cuts_of(p: Problem) -> Cuts | None:
     """Return how sequences are cut into segments, or None if they are not."""
     # a cut depends on the other sequences of the batch, and it changes the rounding of S
-    return None if p.batch_invariant else _cuts(*_sizes(p))
+    return None if p.batch_invariant else _best_cuts(*_sizes(p))
 
 
-def chains_of(p: Problem, cuts: Cuts | None) -> int:
+def consumers_of(p: Problem, cuts: Cuts | None) -> int:
     """Return the consumers of a CTA of the scan at K = V = 128: one if two CTAs a work item fit the SMs."""
-    HV, ways, num_sms = _sizes(p)
-    return max(_chains(HV, ways, cut, num_sms) for cut in cuts or (None,))
+    HV, distributions, num_sms = _sizes(p)
+    return max(_consumers(HV, distributions, cut, num_sms) for cut in cuts or (None,))
 
 
 def is_faster(p: Problem) -> bool:
@@ -100,27 +101,27 @@ def is_faster(p: Problem) -> bool:
     return _is_faster(*_sizes(p))
 
 
-def _sizes(p: Problem) -> tuple[int, tuple[Way, ...], int]:
+def _sizes(p: Problem) -> tuple[int, tuple[Distribution, ...], int]:
     """Return value heads, the distributions of chunks over sequences that are possible, and SMs."""
-    return p.HV, _ways(p), num_sms(p.device)
+    return p.HV, _distributions(p), num_sms(p.device)
 
 
-def alike(N: int, chunks: int) -> Way:
+def equal_lengths(N: int, chunks: int) -> Distribution:
     """Return the distribution of N sequences of `chunks` chunks each."""
     return N, N * chunks, chunks
 
 
-def _ways(p: Problem) -> tuple[Way, ...]:
+def _distributions(p: Problem) -> tuple[Distribution, ...]:
     # the host may not read lengths from the GPU: without them, the two extremes
     if p.cu_seqlens is None or p.N <= 1:
-        return (alike(p.N, _cdiv(p.num_chunks, max(1, p.N))),)
+        return (equal_lengths(p.N, _cdiv(p.num_chunks, max(1, p.N))),)
     if p.cu_seqlens_cpu is None:
-        return alike(p.N, _cdiv(p.num_chunks, p.N)), (p.N, p.num_chunks, p.num_chunks)
-    return (_packed(tuple(p.cu_seqlens_cpu.tolist())),)
+        return equal_lengths(p.N, _cdiv(p.num_chunks, p.N)), (p.N, p.num_chunks, p.num_chunks)
+    return (_packed_distribution(tuple(p.cu_seqlens_cpu.tolist())),)
 
 
 @lru_cache(64)
-def _packed(offsets: tuple[int, ...]) -> Way:
+def _packed_distribution(offsets: tuple[int, ...]) -> Distribution:
     """Return the distribution of packed sequences; cached, as all layers of a step have the same offsets."""
     chunks = [_cdiv(end - start, CHUNK) for start, end in pairwise(offsets)]
     return len(chunks), sum(chunks), max(chunks)
@@ -133,31 +134,33 @@ def num_sms(device: torch.device) -> int:
 
 
 @lru_cache(4096)
-def _cuts(HV: int, ways: tuple[Way, ...], num_sms: int) -> Cuts | None:
+def _best_cuts(HV: int, distributions: tuple[Distribution, ...], num_sms: int) -> Cuts | None:
     """Return the fastest cuts over all distributions, or None if they gain less than 10 %."""
-    longest = max(longest for *_, longest in ways)
-    heads = [_alike(*way) * HV for way in ways]
+    longest = max(longest for *_, longest in distributions)
+    longest_heads = [_count_longest(*distribution) * HV for distribution in distributions]
     # every SM has a work item already without segments
-    if min(heads) == 0 or num_sms <= max(heads):
+    if min(longest_heads) == 0 or num_sms <= max(longest_heads):
         return None
 
     def total(cut: Cut | None, alive: float) -> float:
-        return sum(_time(HV, way, cut, num_sms, alive) for way in ways)
+        return sum(_scan_time(HV, distribution, cut, num_sms, alive) for distribution in distributions)
 
-    possible = list(_possible(longest, num_sms // max(heads), num_sms // min(heads)))
+    possible = list(_candidate_cuts(longest, num_sms // max(longest_heads), num_sms // min(longest_heads)))
     times = {cut: total(cut, 1.0) for cut in possible}
     # segments below FADING chunks keep every M
     faded = {cut: total(cut, ALIVE) if cut.long >= FADING else time for cut, time in times.items()}
     # both cuts run in one launch of the scan, so they must agree in its consumer warpgroups
-    walks: dict[int, list[Cut]] = {}
+    by_consumers: dict[int, list[Cut]] = {}
     for cut in possible:
-        walks.setdefault(_chains(HV, ways, cut, num_sms), []).append(cut)
-    pairs = [Cuts(min(x, key=times.__getitem__), min(x, key=faded.__getitem__)) for x in walks.values()]
-    best = min(pairs, key=lambda cuts: times[cuts.many] + faded[cuts.few])
+        by_consumers.setdefault(_consumers(HV, distributions, cut, num_sms), []).append(cut)
+    best_cuts = [
+        Cuts(min(x, key=times.__getitem__), min(x, key=faded.__getitem__)) for x in by_consumers.values()
+    ]
+    best = min(best_cuts, key=lambda cuts: times[cuts.many] + faded[cuts.few])
     return best if times[best.many] < GAIN * total(None, 1.0) else None
 
 
-def _possible(longest: int, least: int, most: int) -> Iterator[Cut]:
+def _candidate_cuts(longest: int, least: int, most: int) -> Iterator[Cut]:
     """Yield cuts with about as many long segments as there are SMs for each head, from `least` to `most`."""
     longs = max(1, least // 2 - 1)
     while longs <= most:
@@ -171,69 +174,80 @@ def _possible(longest: int, least: int, most: int) -> Iterator[Cut]:
 
 
 @lru_cache(4096)
-def _is_faster(HV: int, ways: tuple[Way, ...], num_sms: int) -> bool:
+def _is_faster(HV: int, distributions: tuple[Distribution, ...], num_sms: int) -> bool:
     """Compare both backends for the first distribution; a problem without tokens is `triton`'s."""
-    N, chunks, _ = ways[0]
+    N, chunks, _ = distributions[0]
     if chunks == 0:
         return False
-    cuts = _cuts(HV, ways, num_sms)
-    here = LAUNCHES + TILE * chunks * HV + _time(HV, ways[0], cuts and cuts.many, num_sms)
-    return here < GAIN * _triton(N * HV, _cdiv(chunks, N), num_sms)
+    cuts = _best_cuts(HV, distributions, num_sms)
+    own = (
+        LAUNCH_TIME + TILE_TIME * chunks * HV + _scan_time(HV, distributions[0], cuts and cuts.many, num_sms)
+    )
+    return own < GAIN * _triton_time(N * HV, _cdiv(chunks, N), num_sms)
 
 
-def _chains(HV: int, ways: tuple[Way, ...], cut: Cut | None, num_sms: int) -> int:
+def _consumers(HV: int, distributions: tuple[Distribution, ...], cut: Cut | None, num_sms: int) -> int:
     """Return the consumers of a CTA: one if for every distribution two CTAs a work item fit the SMs."""
-    return 1 if all(2 * _jobs(HV, way, cut) <= num_sms for way in ways) else 2
+    return (
+        1 if all(2 * _count_items(HV, distribution, cut) <= num_sms for distribution in distributions) else 2
+    )
 
 
-def _jobs(HV: int, way: Way, cut: Cut | None) -> int:
+def _count_items(HV: int, distribution: Distribution, cut: Cut | None) -> int:
     """Return the work items of the scan: N sequences, and the further segments of the longest ones."""
-    N, _, longest = way
-    before, _ = cut.spans(longest) if cut else ((), 0)
-    return HV * (N + _alike(*way) * sum(count for count, _ in before))
+    N, _, longest = distribution
+    before, _ = cut.segments(longest) if cut else ((), 0)
+    return HV * (N + _count_longest(*distribution) * sum(count for count, _ in before))
 
 
-def _alike(N: int, chunks: int, longest: int) -> int:
+def _count_longest(N: int, chunks: int, longest: int) -> int:
     """Return how many sequences as long as the longest would have all the chunks."""
     return chunks // max(1, longest)
 
 
-def _time(HV: int, way: Way, cut: Cut | None, num_sms: int, alive: float = 1.0) -> float:
+def _scan_time(
+    HV: int, distribution: Distribution, cut: Cut | None, num_sms: int, alive: float = 1.0
+) -> float:
     """Return the us of the scan and segment kernels; `alive`: share of heads with an M in long segments."""
-    _, chunks, longest = way
-    n = _alike(*way)
+    _, chunks, longest = distribution
+    n = _count_longest(*distribution)
     # chunks of shorter sequences, spread evenly over the SMs
     rest = (chunks - n * longest) * HV / num_sms
-    before: Jobs = ()
+    before: Items = ()
     last = longest
     if cut is not None:
-        before, last = cut.spans(longest)
+        before, last = cut.segments(longest)
     n *= HV
-    chains = _chains(HV, (way,), cut, num_sms)
-    jobs = [(2 // chains * n * count, span) for count, span in ((1, last), *before)]
-    walk = _walks(WALKS[chains], jobs, rest, num_sms)
+    consumers = _consumers(HV, (distribution,), cut, num_sms)
+    items = [(2 // consumers * n * count, segment) for count, segment in ((1, last), *before)]
+    scan = _makespan(SCAN_COSTS[consumers], items, rest, num_sms)
     if not before:
-        return walk
-    ends = []
-    for i, (count, span) in enumerate(before):
-        maps = (count - (i == 0)) * (alive if span >= FADING else 1.0)
-        ends.append((int(n * (count + maps)), span))
-    combine, each = COMBINE
-    return _walks(ENDS, ends, rest, num_sms) + combine + each * sum(count for count, _ in before) + walk
+        return scan
+    transfers = []
+    for i, (count, segment) in enumerate(before):
+        maps = (count - (i == 0)) * (alive if segment >= FADING else 1.0)
+        transfers.append((int(n * (count + maps)), segment))
+    once, each = PROPAGATE_TIME
+    return (
+        _makespan(TRANSFER_COST, transfers, rest, num_sms)
+        + once
+        + each * sum(count for count, _ in before)
+        + scan
+    )
 
 
-def _walks(cost: Walk, jobs: Jobs, rest: float, num_sms: int) -> float:
+def _makespan(cost: ScanCost, items: Items, rest: float, num_sms: int) -> float:
     """Return the us of greedily scheduling `jobs` on num_sms CTAs, with `rest` further chunks on each."""
-    longest = max(chunks for _, chunks in jobs)
-    busy = sum(count * chunks for count, chunks in jobs) / max(1, longest)
+    longest = max(chunks for _, chunks in items)
+    busy = sum(count * chunks for count, chunks in items) / max(1, longest)
     # between one busy SM and a GPU whose HBM bandwidth all SMs share
-    each = max(cost.alone, cost.full * min(busy / num_sms, 1.0))
-    if len(jobs) == 1:
-        ((count, chunks),) = jobs
-        return cost.once + _cdiv(count, num_sms) * (cost.job + each * chunks) + each * rest
+    each = max(cost.idle_chunk, cost.busy_chunk * min(busy / num_sms, 1.0))
+    if len(items) == 1:
+        ((count, chunks),) = items
+        return cost.launch + _cdiv(count, num_sms) * (cost.item + each * chunks) + each * rest
     free = [(0.0, num_sms)]  # heap of (time, SMs that become free then)
-    for count, chunks in jobs:
-        time = cost.job + each * chunks
+    for count, chunks in items:
+        time = cost.item + each * chunks
         while count > 0:
             start, idle = heappop(free)
             taken = min(count, idle)
@@ -241,16 +255,16 @@ def _walks(cost: Walk, jobs: Jobs, rest: float, num_sms: int) -> float:
                 heappush(free, (start, idle - taken))
             heappush(free, (start + time, taken))
             count -= taken
-    return cost.once + max(end for end, _ in free) + each * rest
+    return cost.launch + max(end for end, _ in free) + each * rest
 
 
-def _triton(pairs: int, chunks: int, num_sms: int) -> float:
+def _triton_time(num_heads: int, chunks: int, num_sms: int) -> float:
     # us of `triton` for `pairs` sequences x heads: the fused scan if it fills the SMs, else value strips
-    tiles = TRITON_TILE * pairs * chunks
-    if 2 * pairs > num_sms:
-        return TRITON_LAUNCHES + tiles + _cdiv(pairs, num_sms) * chunks * TRITON_SCAN
-    walk = min(_cdiv(strips * pairs, num_sms) * us for strips, us in TRITON_STRIPS)
-    return TRITON_LAUNCHES + 2 * tiles + chunks * walk
+    tiles = TRITON_TILE * num_heads * chunks
+    if 2 * num_heads > num_sms:
+        return TRITON_LAUNCHES + tiles + _cdiv(num_heads, num_sms) * chunks * TRITON_SCAN
+    scan = min(_cdiv(strips * num_heads, num_sms) * us for strips, us in TRITON_STRIPS)
+    return TRITON_LAUNCHES + 2 * tiles + chunks * scan
 
 
 def _cdiv(a: int, b: int) -> int:

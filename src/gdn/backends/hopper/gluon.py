@@ -23,10 +23,10 @@ __all__ = [
     "fence_async_shared",
     "gdc_launch_dependents",
     "gdc_wait",
-    "here",
     "kernel",
     "mbarrier",
     "mma_v2",
+    "opaque",
     "recast",
     "struct",
     "tma_load",
@@ -74,8 +74,9 @@ class _FieldNames(JITCallable):
 def struct(cls: Any) -> Any:
     """Make a class of named values that kernels construct, pass and unpack; the binary has no trace of it.
 
-    A field may hold a tensor, shared memory, a TMA descriptor, another struct, None or a constant: annotations
-    are for the reader. Fields cannot be assigned: make a new struct. Methods are decorated with `gluon.jit`.
+    A field may hold a tensor, shared memory, a TMA descriptor, another struct, None or a constant;
+    annotations are for the reader. Fields cannot be assigned: make a new struct. Methods are decorated with
+    `gluon.jit`.
     """
     names = tuple(cls.__annotations__)
 
@@ -98,7 +99,7 @@ def struct(cls: Any) -> Any:
 
 
 @gluon.jit
-def here(x):
+def opaque(x):
     """Return x unchanged but opaque to the compiler: an optimisation barrier.
 
     Values derived from the result are computed where they are used. Otherwise the compiler would hoist them

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.launch import Launch, Machine, allocate, kernel, room
-from gdn.backends.triton.launch.pdl import after_all_before, chained, chains
+from gdn.backends.triton.launch import Launch, Machine, allocate, kernel, tensor_spec
+from gdn.backends.triton.launch.pdl import pdl_options, supports_pdl, wait_then_launch_dependents
 from gdn.problem import CHUNK, Problem
 
 SEQUENCE = tl.constexpr(5)
@@ -91,14 +91,14 @@ def places_of(cu_seqlens_ptr, n, chunks, N, shift, C: tl.constexpr, BLOCK: tl.co
 @kernel
 def _table_kernel(
     cu_seqlens_ptr, table_ptr, T, N, bound, shift,
-    C: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # table: (first, length) of every chunk, and SEQUENCE integers per sequence.
     # Program n writes the entries of sequence n; program N those of the tokens past the last sequence, and
     # zeros in the rest of the table. Grid: N + 1; 1 warp.
     # Reads cu_seqlens; writes 8 bytes per chunk and 20 per sequence.
-    if CHAINED:
-        after_all_before()
+    if PDL:
+        wait_then_launch_dependents()
     n = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     first = tl.load(cu_seqlens_ptr + n).to(tl.int32)
@@ -138,15 +138,15 @@ class Table:
             _table_kernel,
             p.N + 1,
             (p.T, p.N, self.bound, self.shift),
-            {"C": CHUNK, "BLOCK": _BLOCK, "CHAINED": chains(gpu)},
+            {"C": CHUNK, "BLOCK": _BLOCK, "PDL": supports_pdl(gpu)},
             num_warps=1,
-            options=chained(gpu),
+            options=pdl_options(gpu),
         )
-        self.room = room((2 * self.bound + SEQUENCE.value * p.N,), torch.int32)
+        self.spec = tensor_spec((2 * self.bound + SEQUENCE.value * p.N,), torch.int32)
 
     def make(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
         # the current stream orders the table before the kernels that read it
-        (table,) = allocate(cu_seqlens.device, [self.room])
+        (table,) = allocate(cu_seqlens.device, [self.spec])
         assert table is not None
         self.launch(cu_seqlens, table)
         return table

@@ -12,11 +12,11 @@ def dot(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
 
 
 @triton.jit
-def cut(x, dtype: tl.constexpr):
+def truncate(x, dtype: tl.constexpr):
     """Truncate fp32 x to the precision of a 16-bit dtype, and keep it in fp32.
 
     To bf16 it is a mask of bits: ptxas would convert a rounded value back to fp32 with F2F, eight cycles per
-    scheduler. Truncation is biased, so only use it together with the remainder (`parts`).
+    scheduler. Truncation is biased, so only use it together with the remainder (`split_bf16`).
     """
     if dtype == tl.bfloat16:
         return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -25,17 +25,17 @@ def cut(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def parts(x, dtype: tl.constexpr):
+def split_bf16(x, dtype: tl.constexpr):
     """Split fp32 x into two operands of a 16-bit dtype, hi + lo: x truncated, and the remainder."""
-    high = cut(x, dtype)
+    high = truncate(x, dtype)
     return high.to(dtype), (x - high).to(dtype)
 
 
 @triton.jit
-def dot_in_parts(a, x, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
+def dot_split(a, x, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
     """Return a x + acc with x in fp32. FINE: x is split into hi + lo of a's 16-bit dtype, two MMAs."""
     if FINE:
-        high = cut(x, a.dtype)
+        high = truncate(x, a.dtype)
         # two MMAs keep x to 2^-16; one tf32 MMA would keep 2^-11, and would need a in fp32
         acc = dot(a, high.to(a.dtype), acc, PRECISION)
         return dot(a, (x - high).to(a.dtype), acc, PRECISION)
@@ -44,10 +44,10 @@ def dot_in_parts(a, x, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
 
 
 @triton.jit
-def left_in_parts(x, b, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
-    """Return x b + acc as `dot_in_parts`, with x on the left: hi and lo stay in registers."""
+def dot_split_left(x, b, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
+    """Return x b + acc as `dot_split`, with x on the left: hi and lo stay in registers."""
     if FINE:
-        high, low = parts(x, b.dtype)
+        high, low = split_bf16(x, b.dtype)
         return dot(low, b, dot(high, b, acc, PRECISION), PRECISION)
     else:
         return dot(x.to(b.dtype), b, acc, PRECISION)
@@ -76,7 +76,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def strength(x, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr):
+def activate_beta(x, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr):
     """Return beta from the caller's value: itself, its sigmoid, or twice that."""
     x = x.to(tl.float32)
     if SIGMOID:
@@ -134,7 +134,7 @@ def load_beta(
     else:
         base = beta_ptr + row.to(tl.int64) * beta_b + first.to(tl.int64) * beta_t + head * beta_h
         beta = tl.load(base + tokens * beta_t, mask=tokens < length, other=0.0)
-        return tl.where(tokens < length, strength(beta, SIGMOID, NEGATIVE), 0.0)
+        return tl.where(tokens < length, activate_beta(beta, SIGMOID, NEGATIVE), 0.0)
 
 
 @triton.jit
@@ -220,7 +220,7 @@ def solved(A_inv, r, PRECISION: tl.constexpr, FINE: tl.constexpr):
     FINE: r is split into hi + lo for the other entries, because its terms cancel where keys are alike.
     """
     # r is also the accumulator of the MMA: the unit diagonal costs no registers
-    return dot_in_parts(A_inv, r, r, PRECISION, FINE)
+    return dot_split(A_inv, r, r, PRECISION, FINE)
 
 
 @triton.constexpr_function

@@ -3,23 +3,24 @@
     DECAY G / log 2;  FROM (G - log k_rstd) / log 2;  BETA
     Q_SCALE scale q_rstd;  K_RSTD;  READ scale e^G q_rstd;  INTO -e^G k_rstd;  OUT e^(G_C - G) k_rstd
 
-e^(G_i - G_j) k_rstd_j is then 2^(DECAY_i - FROM_j): one exponential a pair. MMAs multiply the caller's rows of
-q and k, and the factors hold the norms. G is summed again from differences of at least LEAST: e^LEAST is 0 in
-fp32, and G stays so small that a difference of two G in fp32 is off by at most 2^-10. The rows of a chunk are
-one TMA box.
+e^(G_i - G_j) k_rstd_j is then 2^(DECAY_i - FROM_j): one exponential a pair. MMAs multiply the caller's rows
+of q and k, and the factors hold the norms. G is summed again from differences of at least MIN_G: e^MIN_G is
+0 in fp32, and G stays so small that a difference of two G in fp32 is off by at most 2^-10. The rows of a
+chunk are one TMA box.
 
 HBM bytes per token and value head: G 8, beta 2, norms 8, factors 32: 50.
 """
 
 import triton.language as tl
 
-from gdn.backends.hopper.factors import LEAST, PER_LOG2
+from gdn.backends.hopper.factors import MIN_G
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import strength
+from gdn.backends.triton.lib import activate_beta
 
 DECAY, FROM, BETA, Q_SCALE, K_RSTD, READ, INTO, OUT = (tl.constexpr(i) for i in range(8))
 ROWS = tl.constexpr(8)
+PER_LOG2 = tl.constexpr(1.4426950408889634)
 
 
 @kernel
@@ -45,7 +46,7 @@ def backward_factors_kernel(
     G = tl.load(G_ptr + place * HV + heads, mask=is_token, other=0.0)
     before = tl.load(G_ptr + (place - 1) * HV + heads, mask=is_token & (tokens > 0), other=0.0)
     # in fp64, so that a reset on one token leaves the other tokens' differences of G exact
-    g = tl.where(G - before < LEAST, LEAST, G - before)
+    g = tl.where(G - before < MIN_G, MIN_G, G - before)
     G = tl.cumsum(tl.where(is_token, g, 0.0), 0)
     end = (tl.sum(tl.where(tokens == C - 1, G, 0.0), 0) * PER_LOG2).to(tl.float32)[None, :]
     decay = (G * PER_LOG2).to(tl.float32)
@@ -60,7 +61,7 @@ def backward_factors_kernel(
     if beta_ptr is not None:
         base = beta_ptr + row.to(tl.int64) * beta_b + first.to(tl.int64) * beta_t
         given = tl.load(base + tokens * beta_t + heads * beta_h, mask=is_token, other=0.0)
-        beta = tl.where(is_token, strength(given, SIGMOID, NEGATIVE), 0.0)
+        beta = tl.where(is_token, activate_beta(given, SIGMOID, NEGATIVE), 0.0)
     grown = tl.exp2(decay)
     places = factors_ptr + (chunk.to(tl.int64) * HV + heads) * (ROWS * C) + tokens
     tl.store(places + DECAY * C, decay, mask=is_head)

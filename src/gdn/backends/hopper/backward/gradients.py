@@ -17,8 +17,10 @@ from gdn.backends.hopper.backward.load import load_items
 from gdn.backends.hopper.backward.rows import compute_rows
 from gdn.backends.hopper.backward.shared import Inputs, Outputs, Problem, Tiles, Turns, Work
 from gdn.backends.hopper.backward.values import compute_values
-from gdn.backends.hopper.chunk import STRIP, TILE, C
+from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import fence_async_shared, kernel, mbarrier, recast
+from gdn.backends.hopper.scan.operands import BF16_TILE
+from gdn.backends.hopper.scan.scheduler import STRIP
 
 
 @kernel
@@ -30,11 +32,11 @@ def gradients_kernel(
     # One CTA: dq, dk and gate terms of items (chunk, key head) b, b + grid, ...
     # Grid: min(items, SMs), persistent, 1 CTA an SM.
     # Warps: 4 for values (v_new, E, F), 4 for rows (dq, dk), 1 producer.
-    # Shared memory: two stages of strips (64 columns of S, dS, v, do, dv), two of heads (A_inv, factors), q and k;
-    # split operands, ones; w, E and F from the value to the row warpgroup.
+    # Shared memory: two stages of strips (64 columns of S, dS, v, do, dv), two of heads (A_inv,
+    # factors), q and k; split operands, ones; w, E and F from the value to the row warpgroup.
     # mbarriers: full, head_full, keys_full, 1 arrival by the producer and its TMA bytes; empty, head_empty,
-    # keys_empty, 2, by both warpgroups; w_full, pairs_full, 1, by the value warpgroup; w_empty, pairs_empty, 1,
-    # by the row warpgroup.
+    # keys_empty, 2, by both warpgroups; w_full, pairs_full, 1, by the value warpgroup; w_empty, pairs_empty,
+    # 1, by the row warpgroup.
     STAGES: gl.constexpr = 2
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     boxes = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, C], factors_d.layout)
@@ -44,15 +46,15 @@ def gradients_kernel(
         v=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         do=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         d=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
-        S=gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, STRIP], TILE),
-        dS=gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, STRIP], TILE),
-        A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], TILE),
+        S=gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, STRIP], BF16_TILE),
+        dS=gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, STRIP], BF16_TILE),
+        A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], BF16_TILE),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], factors_d.layout),
-        parts=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], TILE),
-        w=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], TILE),
-        pairs=gl.allocate_shared_memory(gl.bfloat16, [2, C, C], TILE),
-        ones=gl.allocate_shared_memory(gl.bfloat16, [1, C, C], TILE),
+        parts=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], BF16_TILE),
+        w=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], BF16_TILE),
+        pairs=gl.allocate_shared_memory(gl.bfloat16, [2, C, C], BF16_TILE),
+        ones=gl.allocate_shared_memory(gl.bfloat16, [1, C, C], BF16_TILE),
         entering=gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     turns = Turns(

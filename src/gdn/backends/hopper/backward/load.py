@@ -1,12 +1,13 @@
-"""Run the producer warp of the gradient kernel: issue the TMA loads of every strip, head and item of a CTA."""
+"""Run the producer warp of the gradient kernel: issue the TMA loads of strips, heads and items."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import ROWS
 from gdn.backends.hopper.backward.shared import place_of, wait_empty
-from gdn.backends.hopper.chunk import STRIP, C
+from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import mbarrier, tma_load
+from gdn.backends.hopper.scan.scheduler import STRIP
 
 
 @gluon.jit

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from gdn.backends.backend import Gradients, Saved
-from gdn.backends.hopper import cost, rule
+from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
-from gdn.backends.hopper.chunk import TILE
+from gdn.backends.hopper.descriptors import FACTOR_ROWS, TOKENS, _aligned, align, make_descriptor
+from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, Plans, Room, Step, allocate, on, room
+from gdn.backends.triton.launch import Launch, Plans, Step, TensorSpec, allocate, device_guard, tensor_spec
 from gdn.backends.triton.rule import build as plans
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.gates_bwd import gates_bwd_kernel
@@ -48,8 +49,9 @@ class Plan:
     """Hold the launches of one backward, and the specs of the tensors they write."""
 
     before: Backward | None  # Triton's launches up to dr and dS, or None with a scan of our own
-    rooms: tuple[Room | None, ...]  # dv, dg, dbeta, dS0, dS, dA_log, ddt_bias, partial, shares, table, P, P_rest
-    late: tuple[Room, ...]  # factors, dq, dk
+    # dv, dg, dbeta, dS0, dS, dA_log, ddt_bias, partial, shares, table, P, P_rest
+    specs: tuple[TensorSpec | None, ...]
+    late: tuple[TensorSpec, ...]  # factors, dq, dk
     table: Launch | None
     factors: Launch
     scan: Launch | None
@@ -60,7 +62,7 @@ class Plan:
     def steps(
         self, p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, new: list[Any], late: list[Any]
     ) -> Iterator[Step]:
-        """Yield the launches in order; `new` and `late`: the tensors of `rooms` and of `late`."""
+        """Yield the launches in order; `new` and `late`: the tensors of `specs` and of `late`."""
         dv, dg, dbeta, dinitial, dS, dA_log, ddt_bias, partial, shares, table, *_ = new
         factors, dq, dk = late
         assert saved.S_in is not None and saved.A_inv is not None
@@ -68,9 +70,9 @@ class Plan:
             yield self.table, (p.cu_seqlens, table)
         yield self.factors, (p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, factors)
         q_d, k_d, v_d, do_d, dv_d = (_tokens(x) for x in (p.q, p.k, p.v, do, dv))
-        S_d, dS_d = (rule._descriptor(x.view(-1, p.V), (p.K, STRIP), TILE.value) for x in (saved.S_in, dS))
-        A_inv_d = rule._descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), TILE.value)
-        factors_d = rule._descriptor(factors.view(-1, CHUNK), (ROWS.value, CHUNK), rule.VECTOR)
+        S_d, dS_d = _states(saved.S_in), _states(dS)
+        A_inv_d = make_descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), BF16_TILE.value)
+        factors_d = make_descriptor(factors.view(-1, CHUNK), (ROWS.value, CHUNK), FACTOR_ROWS)
         if self.scan is not None:
             given: tuple[Any, ...] = (q_d, k_d, do_d, A_inv_d, factors_d, dS_d, _rows(dv))
             yield self.scan, (*given, table, dfinal, dinitial, dv)
@@ -87,12 +89,17 @@ _plans: Plans[Plan] = Plans()
 
 def _tokens(x: Tensor) -> Any:
     """Return the TMA descriptor that loads 64 tokens and 64 columns of [B, T, heads, columns]."""
-    return rule._descriptor(x, (1, CHUNK, 1, STRIP), rule.TOKENS)
+    return make_descriptor(x, (1, CHUNK, 1, STRIP), TOKENS)
+
+
+def _states(x: Tensor) -> Any:
+    """Return the TMA descriptor that moves all keys and 64 value columns of the states of chunks."""
+    return make_descriptor(x.view(-1, x.shape[-1]), (x.shape[-2], STRIP), BF16_TILE.value)
 
 
 def _rows(x: Tensor) -> Any:
     """Return the TMA descriptor that stores 64 tokens and 64 columns of a contiguous tensor."""
-    return rule._descriptor(x.view(-1, x.shape[-1] * x.shape[-2]), (CHUNK, STRIP), TILE.value)
+    return make_descriptor(x.view(-1, x.shape[-1] * x.shape[-2]), (CHUNK, STRIP), BF16_TILE.value)
 
 
 def lacks(p: Problem, saved: Saved) -> str | None:
@@ -112,14 +119,14 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Te
     """Implement `Backend.chunk_backward`; fall back to Triton's where `lacks` has a reason."""
     if lacks(problem, saved) is not None:
         return chunked.chunk_backward(problem, saved, do, dfinal)
-    p = rule._aligned(chunked.tidy(problem))
+    p = align(chunked.to_kernel_layout(problem))
     if saved.G is None or saved.A_inv is None or saved.S_in is None or chunked._lacks_norms(p, saved):
         saved = chunked.chunk_forward(p, True)[2]
-    do = torch.zeros_like(p.v) if do is None else rule._copyable(chunked._rows(do.to(p.v.dtype)))
+    do = torch.zeros_like(p.v) if do is None else _aligned(chunked._rows(do.to(p.v.dtype)))
     dfinal = None if dfinal is None else dfinal.contiguous()
-    with on(p.device):
+    with device_guard(p.device):
         plan = _plan_of(p, saved, do, dfinal)
-        new = allocate(p.device, plan.rooms)
+        new = allocate(p.device, plan.specs)
         if plan.before is not None:
             plan.before.run([*plans.tensors_of(p), *saved, do, dfinal, *new])
         # free P and P_rest before dq and dk are allocated: this lowers peak memory
@@ -142,13 +149,13 @@ def _plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Pla
 
 def consumers_of(p: Problem) -> int:
     """Return the consumer warpgroups of a CTA of the scan: one if two CTAs a head fit the SMs."""
-    return 1 if 2 * p.N * p.HV <= cost.num_sms(p.device) else 2
+    return 1 if cost.num_sms(p.device) >= 2 * p.N * p.HV else 2
 
 
 def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
     a = plans.arguments(p)
     numbers = plans.numbers_of(p)
-    rooms = plans._first_rooms(p, a)
+    specs = plans._backward_specs(p, a)
     num_sms = cost.num_sms(p.device)
     factors = Launch(
         backward_factors_kernel,
@@ -172,7 +179,7 @@ def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
             seconds=4.0,
         )
         # P and its low half stay in shared memory
-        rooms = (*rooms[:-2], None, None)
+        specs = (*specs[:-2], None, None)
     items = a.entries * p.H
     gradients = Launch(
         gradients_kernel,
@@ -197,9 +204,9 @@ def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
         # partial sums of all chunks, added in a fixed order
         add = sums.add(a.entries, 1 if p.dt_bias is None else 2, p.HV, (0, 1), is_row_first=True)
     late = (
-        room((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
-        room(p.q.shape, p.q.dtype),
-        room(p.k.shape, p.k.dtype),
+        tensor_spec((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
+        tensor_spec(p.q.shape, p.q.dtype),
+        tensor_spec(p.k.shape, p.k.dtype),
     )
     table = a.launch if before is None else None
-    return Plan(before, rooms, late, table, factors, scan, gradients, gates, add)
+    return Plan(before, specs, late, table, factors, scan, gradients, gates, add)

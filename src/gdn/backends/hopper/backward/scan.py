@@ -30,8 +30,10 @@ from gdn.backends.hopper.backward.scan_shared import (
     item_of,
 )
 from gdn.backends.hopper.backward.shared import wait_empty
-from gdn.backends.hopper.chunk import STRIP, TILE, C
+from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import fence_async_shared, kernel, mbarrier, recast, tma_load
+from gdn.backends.hopper.scan.operands import BF16_TILE
+from gdn.backends.hopper.scan.scheduler import STRIP
 
 
 @gluon.jit
@@ -41,7 +43,7 @@ def load_chunks(w):
     for number in range(gl.program_id(0), w.sequences.items, gl.num_programs(0)):
         item = item_of(number, w)
         chunks = chunks_in(item)
-        for i in range(0, chunks):
+        for i in range(chunks):
             load_chunk(w, item, chunks - 1 - i, at + i)
         at += chunks
 
@@ -94,12 +96,12 @@ def reverse_scan_kernel(
         q=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout),
         k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout),
         do=gl.allocate_shared_memory(gl.bfloat16, [CHAINS * STAGES, 1, C, 1, STRIP], q_d.layout),
-        A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], TILE),
+        A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], BF16_TILE),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], factors_d.layout),
-        P=gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, C, C], TILE),
-        dS=gl.allocate_shared_memory(gl.bfloat16, [CHAINS, D, STRIP], TILE),
-        dv=gl.allocate_shared_memory(gl.bfloat16, [CHAINS, C, STRIP], TILE),
+        P=gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, C, C], BF16_TILE),
+        dS=gl.allocate_shared_memory(gl.bfloat16, [CHAINS, D, STRIP], BF16_TILE),
+        dv=gl.allocate_shared_memory(gl.bfloat16, [CHAINS, C, STRIP], BF16_TILE),
     )
     turns = ScanTurns(
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),

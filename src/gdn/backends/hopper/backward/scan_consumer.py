@@ -13,17 +13,19 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import BETA, DECAY, INTO, OUT, READ, ROWS
 from gdn.backends.hopper.backward.scan_shared import chunks_in, item_of
-from gdn.backends.hopper.backward.shared import OF_COLUMNS, TINY, arrive, factor, split_bf16, wait_full
-from gdn.backends.hopper.carry import of_state_at
-from gdn.backends.hopper.chunk import BY_ROWS, LEFT, OF_STATE, OF_TOKENS, ONE, STRIP, C
+from gdn.backends.hopper.backward.shared import TINY, arrive, factor, split_bf16, wait_full
+from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
-    here,
+    opaque,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from gdn.backends.hopper.scan.consumer import state_pointers
+from gdn.backends.hopper.scan.operands import A_OPERAND, ACC_STATE, ACC_TOKENS, PER_COLUMN, TOKEN_ROWS
+from gdn.backends.hopper.scan.scheduler import ONE_WARPGROUP, STRIP
 
 
 @gluon.jit
@@ -44,18 +46,18 @@ def over_item(MINE: gl.constexpr, w, item, at):
     first_v = (item.strip + MINE) * STRIP
     state = item.n.to(gl.int64) * w.sequences.HV + item.head
     if w.out.dfinal_ptr is None:
-        dS = gl.zeros((STRIP, w.D), gl.float32, OF_STATE)
+        dS = gl.zeros((STRIP, w.D), gl.float32, ACC_STATE)
     else:
-        dS = gl.load(of_state_at(w.out.dfinal_ptr, state, first_v, w.V_FIRST, w.D)).to(gl.float32)
+        dS = gl.load(state_pointers(w.out.dfinal_ptr, state, first_v, w.V_FIRST, w.D)).to(gl.float32)
     chunks = chunks_in(item)
-    for i in range(0, chunks):
+    for i in range(chunks):
         c = chunks - 1 - i
         dS = over_chunk(
             dS, MINE, w, at + i, item.length - c * C, item.row * w.sequences.T + item.first + c * C,
             (item.chunk + c) * w.sequences.HV + item.head, item.head, first_v,
         )  # fmt: skip
     if w.out.dinitial_ptr is not None:
-        where = of_state_at(w.out.dinitial_ptr, state, first_v, w.V_FIRST, w.D)
+        where = state_pointers(w.out.dinitial_ptr, state, first_v, w.V_FIRST, w.D)
         gl.store(where, dS)
 
 
@@ -70,36 +72,42 @@ def over_chunk(dS, MINE: gl.constexpr, w, i, left, token, tile, head, first_v):
     if left < C:
         clear_past(q, k, do, left)
     hi, lo = split_bf16(dS)
-    zeros = gl.zeros((STRIP, C), gl.float32, OF_TOKENS)
-    z = warpgroup_mma(gl.convert_layout(hi, LEFT), k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    z = warpgroup_mma(gl.convert_layout(lo, LEFT), k.permute((1, 0)), z, is_async=True)
+    zeros = gl.zeros((STRIP, C), gl.float32, ACC_TOKENS)
+    z = warpgroup_mma(
+        gl.convert_layout(hi, A_OPERAND), k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    z = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), k.permute((1, 0)), z, is_async=True)
     # the TMA stores before must have read the buffers
     tma_store_wait(0)
     tiles.dS.index(MINE).permute((1, 0)).store(hi)
     fence_async_shared()
     tma_store(w.out.dS_d, [tile * w.D, first_v], tiles.dS.index(MINE))
-    z = warpgroup_mma_wait(0, deps=(z,)) * factor(tiles, stage, OUT, OF_COLUMNS)[None, :]
+    z = warpgroup_mma_wait(0, deps=(z,)) * factor(tiles, stage, OUT, PER_COLUMN)[None, :]
     if left < C:
         # k dS of tokens past the end may be NaN, and A_inv^T would spread it
-        z = gl.where((here(gl.arange(0, C, OF_COLUMNS)) < left)[None, :], z, 0.0)
+        z = gl.where((opaque(gl.arange(0, C, PER_COLUMN)) < left)[None, :], z, 0.0)
     wait_full(i, w.turns.P_full)
     z = warpgroup_mma(do.permute((1, 0)), tiles.P.index(2 * stage), z, is_async=True)
     z = warpgroup_mma(do.permute((1, 0)), tiles.P.index(2 * stage + 1), z, is_async=True)
     # while the tensor cores compute z
     dS = dS * gl.exp2(last_of(tiles, stage, DECAY))
-    read = do.permute((1, 0)).load(OF_TOKENS).to(gl.float32) * factor(tiles, stage, READ, OF_COLUMNS)[None, :]
+    read = (
+        do.permute((1, 0)).load(ACC_TOKENS).to(gl.float32) * factor(tiles, stage, READ, PER_COLUMN)[None, :]
+    )
     hi, lo = split_bf16(read)
-    dS = warpgroup_mma(gl.convert_layout(hi, LEFT), q, dS, is_async=True)
-    dS = warpgroup_mma(gl.convert_layout(lo, LEFT), q, dS, is_async=True)
+    dS = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), q, dS, is_async=True)
+    dS = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), q, dS, is_async=True)
     # the MMAs of dS may still run
     z = warpgroup_mma_wait(2, deps=(z,))
-    dr = warpgroup_mma(gl.convert_layout(z.to(gl.bfloat16), LEFT), tiles.A_inv.index(stage), z, is_async=True)
+    dr = warpgroup_mma(
+        gl.convert_layout(z.to(gl.bfloat16), A_OPERAND), tiles.A_inv.index(stage), z, is_async=True
+    )
     dr, dS = warpgroup_mma_wait(0, deps=(dr, dS))
-    beta = factor(tiles, stage, BETA, OF_COLUMNS)
+    beta = factor(tiles, stage, BETA, PER_COLUMN)
     dv = dr * beta[None, :]
-    hi, lo = split_bf16(dv * factor(tiles, stage, INTO, OF_COLUMNS)[None, :])
-    dS = warpgroup_mma(gl.convert_layout(hi, LEFT), k, dS, is_async=True)
-    dS = warpgroup_mma(gl.convert_layout(lo, LEFT), k, dS, is_async=True)
+    hi, lo = split_bf16(dv * factor(tiles, stage, INTO, PER_COLUMN)[None, :])
+    dS = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), k, dS, is_async=True)
+    dS = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), k, dS, is_async=True)
     # bf16 would not hold dv of a beta next to 0, which the gradient kernel knows
     dv = gl.where((gl.abs(beta) < TINY)[None, :], dr, dv)
     tiles.dv.index(MINE).permute((1, 0)).store(dv.to(gl.bfloat16))
@@ -120,7 +128,7 @@ def over_chunk(dS, MINE: gl.constexpr, w, i, left, token, tile, head, first_v):
 def last_of(tiles, stage, ROW: gl.constexpr):
     """Load a factor of the chunk's last token from shared memory as a scalar."""
     row = tiles.factors.index(ROWS * stage + ROW).reshape([C])
-    return gl.max(row.slice(C - 1, 1).load(ONE), 0)
+    return gl.max(row.slice(C - 1, 1).load(ONE_WARPGROUP), 0)
 
 
 @gluon.jit
@@ -129,17 +137,17 @@ def clear_past(q, k, do, left):
 
     Both consumers write the same zeros over q and k, and the score warpgroup masks what it reads there.
     """
-    is_token = (here(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))) < left)[:, None]
-    q.store(gl.where(is_token, q.load(BY_ROWS), 0.0))
-    k.store(gl.where(is_token, k.load(BY_ROWS), 0.0))
-    do.store(gl.where(is_token, do.load(BY_ROWS), 0.0))
+    is_token = (opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS))) < left)[:, None]
+    q.store(gl.where(is_token, q.load(TOKEN_ROWS), 0.0))
+    k.store(gl.where(is_token, k.load(TOKEN_ROWS), 0.0))
+    do.store(gl.where(is_token, do.load(TOKEN_ROWS), 0.0))
     fence_async_shared()
 
 
 @gluon.jit
 def store_values(w, tile, token, column, left):
     """Store the rows of dv to HBM, for a ragged chunk: TMA would write past the sequence."""
-    tokens = here(gl.arange(0, C, gl.SliceLayout(1, BY_ROWS)))
-    columns = gl.arange(0, STRIP, gl.SliceLayout(0, BY_ROWS))
+    tokens = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))
+    columns = gl.arange(0, STRIP, gl.SliceLayout(0, TOKEN_ROWS))
     place = (token + tokens[:, None]).to(gl.int64) * (w.sequences.HV * w.D) + (column + columns[None, :])
-    gl.store(w.out.dv_ptr + place, tile.load(BY_ROWS), mask=(tokens < left)[:, None])
+    gl.store(w.out.dv_ptr + place, tile.load(TOKEN_ROWS), mask=(tokens < left)[:, None])

@@ -10,9 +10,10 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import DECAY, FROM, Q_SCALE
 from gdn.backends.hopper.backward.scan_shared import chunks_in, item_of
-from gdn.backends.hopper.backward.shared import OF_COLUMNS, OF_ROWS, arrive, factor, split_bf16, wait_full
-from gdn.backends.hopper.chunk import OF_TOKENS, C
+from gdn.backends.hopper.backward.shared import arrive, factor, split_bf16, wait_full
+from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from gdn.backends.hopper.scan.operands import ACC_TOKENS, PER_COLUMN, PER_ROW
 
 
 @gluon.jit
@@ -22,7 +23,7 @@ def compute_scores(w):
     for number in range(gl.program_id(0), w.sequences.items, gl.num_programs(0)):
         item = item_of(number, w)
         chunks = chunks_in(item)
-        for i in range(0, chunks):
+        for i in range(chunks):
             over_chunk(w, at + i, item.length - (chunks - 1 - i) * C)
         at += chunks
 
@@ -30,19 +31,21 @@ def compute_scores(w):
 @gluon.jit
 def over_chunk(w, i, left):
     """Compute P of the CTA's chunk i; only its first `left` tokens are the sequence's."""
-    zeros = gl.zeros((C, C), gl.float32, OF_TOKENS)
+    zeros = gl.zeros((C, C), gl.float32, ACC_TOKENS)
     stage = wait_full(i, w.turns.full)
     q = w.tiles.q.index(stage).reshape([C, w.D])
     k = w.tiles.k.index(stage).reshape([C, w.D])
     qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    rows = gl.arange(0, C, OF_ROWS)
-    columns = gl.arange(0, C, OF_COLUMNS)
+    rows = gl.arange(0, C, PER_ROW)
+    columns = gl.arange(0, C, PER_COLUMN)
     # while the tensor cores multiply: one exponential a pair
-    decay = factor(w.tiles, stage, DECAY, OF_ROWS)[:, None] - factor(w.tiles, stage, FROM, OF_COLUMNS)[None, :]
-    scale = gl.exp2(decay) * factor(w.tiles, stage, Q_SCALE, OF_ROWS)[:, None]
+    decay = (
+        factor(w.tiles, stage, DECAY, PER_ROW)[:, None] - factor(w.tiles, stage, FROM, PER_COLUMN)[None, :]
+    )
+    scale = gl.exp2(decay) * factor(w.tiles, stage, Q_SCALE, PER_ROW)[:, None]
     is_kept = (columns[None, :] <= rows[:, None]) & (rows < left)[:, None]
     hi, lo = split_bf16(gl.where(is_kept, warpgroup_mma_wait(0, deps=(qk,)) * scale, 0.0))
-    # P needs no `empty` barrier of its own: full[s] completes only after every consumer has released the stage
+    # P needs no `empty` barrier of its own: full[s] completes only after each consumer has released the stage
     w.tiles.P.index(2 * stage).store(hi)
     w.tiles.P.index(2 * stage + 1).store(lo)
     fence_async_shared()

@@ -9,8 +9,9 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.chunk import STRIP, C
+from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import struct
+from gdn.backends.hopper.scan.scheduler import STRIP
 from gdn.backends.triton.chunks import SEQUENCE
 
 

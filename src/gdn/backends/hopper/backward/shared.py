@@ -1,7 +1,7 @@
 """Define what the partitions of the gradient kernel share: structs, barriers' order, rows of factors.
 
-A CTA takes chunk and key head items b, b + grid, ...; an item has `ratio` value heads, a head two strips of 64
-value columns. Each partition counts them by itself, as items are known without a scheduler.
+A CTA takes items (chunk, key head) b, b + grid, ...; an item has `ratio` value heads, a head two strips of
+64 value columns. Each partition counts them by itself, as items are known without a scheduler.
 """
 
 from typing import Any
@@ -10,13 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import BETA, ROWS
-from gdn.backends.hopper.chunk import OF_STATE, OF_TOKENS, C
+from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import mbarrier, struct
+from gdn.backends.hopper.scan.operands import PER_ROW
+from gdn.backends.hopper.scan.scheduler import stage_and_phase
 
-# rows are tokens in every accumulator, so a factor of tokens costs a lane two registers
-OF_ROWS = gl.constexpr(gl.SliceLayout(1, OF_TOKENS.value))
-OF_COLUMNS = gl.constexpr(gl.SliceLayout(0, OF_TOKENS.value))
-OF_KEY_ROWS = gl.constexpr(gl.SliceLayout(1, OF_STATE.value))
 # below this beta the state scan stores dr = dv / beta in the place of dv, which bf16 would not hold
 TINY = gl.constexpr(2.0**-100)
 
@@ -139,13 +137,6 @@ def place_of(item, problem):
 
 
 @gluon.jit
-def stage_and_phase(i, barriers):
-    """Return the stage that i uses, and the mbarrier phase to wait for."""
-    COUNT: gl.constexpr = barriers.shape[0]
-    return i % COUNT, (i // COUNT) & 1
-
-
-@gluon.jit
 def zero_of(count):
     """Return 0, which the compiler does not know, from a counter.
 
@@ -187,7 +178,7 @@ def factor(tiles, stage, ROW: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def gains(tiles, stage, GIVEN_DR: gl.constexpr):
     """Return beta, and by what `d` is multiplied for dv and for dr."""
-    beta = factor(tiles, stage, BETA, OF_ROWS)
+    beta = factor(tiles, stage, BETA, PER_ROW)
     if GIVEN_DR:
         return beta, beta, beta * 0.0 + 1.0
     else:

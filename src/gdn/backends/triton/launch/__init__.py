@@ -27,7 +27,7 @@ recorder: list[tuple["Launch", tuple[Tensor | None, ...]]] | None = None
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run on CPU tensors
 ALIGNMENT = 16  # bytes: if every pointer is a multiple, the compiled handle of the first launch can be reused
 Plan = TypeVar("Plan")
-Room = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+TensorSpec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
 def kernel(function: Any) -> Any:
@@ -193,7 +193,7 @@ def unit_of(*strides: int) -> int:
     return bits & -bits
 
 
-def room(shape: Sequence[int], dtype: torch.dtype) -> Room:
+def tensor_spec(shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
     """Return the buffer spec (shape, strides, dtype) of a contiguous tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
@@ -201,7 +201,7 @@ def room(shape: Sequence[int], dtype: torch.dtype) -> Room:
     return tuple(shape), tuple(reversed(strides)), dtype
 
 
-def allocate(device: torch.device, rooms: Iterable[Room | None]) -> list[Tensor | None]:
+def allocate(device: torch.device, specs: Iterable[TensorSpec | None]) -> list[Tensor | None]:
     """Allocate tensors on the current device, which must be `device`.
 
     It uses the allocator of compiled code, in a third of the time of `torch.empty`. Only `torch.empty`
@@ -210,27 +210,27 @@ def allocate(device: torch.device, rooms: Iterable[Room | None]) -> list[Tensor 
     empty = _EMPTY.get(device.type)
     if empty is None or torch.are_deterministic_algorithms_enabled():
         return [
-            None if x is None else torch.empty_strided(x[0], x[1], dtype=x[2], device=device) for x in rooms
+            None if x is None else torch.empty_strided(x[0], x[1], dtype=x[2], device=device) for x in specs
         ]
-    return [None if x is None else empty(*x) for x in rooms]
+    return [None if x is None else empty(*x) for x in specs]
 
 
-def stand_ins(device: torch.device, rooms: Iterable[Room | None]) -> list[Tensor | None]:
-    """Allocate tensors of stride 0, which take almost no memory, for `ahead`."""
-    return allocate(device, [None if x is None else (x[0], (0,) * len(x[0]), x[2]) for x in rooms])
+def allocate_placeholders(device: torch.device, specs: Iterable[TensorSpec | None]) -> list[Tensor | None]:
+    """Allocate tensors of stride 0, which take almost no memory, for `compile_ahead`."""
+    return allocate(device, [None if x is None else (x[0], (0,) * len(x[0]), x[2]) for x in specs])
 
 
-def ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iterable[Step]]) -> None:
+def compile_ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iterable[Step]]) -> None:
     """Compile the binaries of these launches in parallel, the first time that `kind` occurs.
 
     Only the dtypes of the tensors matter. A kernel that does not compile fails where it is launched. Kernels
     are traced one at a time, so those that compile longest after tracing are traced first.
     """
-    if INTERPRETED or recorder is not None or device.type != "cuda" or (device, kind) in _met:
+    if INTERPRETED or recorder is not None or device.type != "cuda" or (device, kind) in _compiled_kinds:
         return
     # one thread at a time (see `_build_launcher`); Triton compiles for the current device
-    with _AHEAD, on(device):
-        if (device, kind) in _met:
+    with _COMPILE_AHEAD, device_guard(device):
+        if (device, kind) in _compiled_kinds:
             return
         longest_first = sorted(steps(), key=lambda step: -step[0].seconds)
         _trace_in_turn()
@@ -242,7 +242,7 @@ def ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iterable[Ste
             with suppress(Exception):
                 # reading the property loads the binary onto the GPU
                 _ = kernel.run
-        _met.add((device, kind))
+        _compiled_kinds.add((device, kind))
 
 
 class _Compiler(ThreadPoolExecutor):
@@ -288,14 +288,14 @@ def _build_launcher(kernel: Any) -> None:
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
-_met: set[Hashable] = set()
-_AHEAD, _TRACING = RLock(), RLock()
+_compiled_kinds: set[Hashable] = set()
+_COMPILE_AHEAD, _TRACING = RLock(), RLock()
 _EMPTY = {
     type_: getattr(torch._C._dynamo.guards, f"_empty_strided_{type_}", None) for type_ in ("cpu", "cuda")
 }
 
 
-def on(device: torch.device) -> AbstractContextManager[Any]:
+def device_guard(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which the tensors' device is current; it costs nothing if it already is."""
     # entering torch.cuda.device costs microseconds of host time
     if device.type != "cuda" or device.index == torch.cuda.current_device():

@@ -19,49 +19,49 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gdn.backends.triton.launch import INTERPRETED, Machine
 
-CHAINED = {"launch_pdl": True}  # options of a Launch that uses PDL
+PDL = {"launch_pdl": True}  # options of a Launch that uses PDL
 ON_GPU = tl.constexpr(not INTERPRETED)  # the interpreter runs no PTX: kernels skip inline assembly there
 
 
-def chains(machine: Machine) -> bool:
+def supports_pdl(machine: Machine) -> bool:
     """Return whether a machine supports PDL: NVIDIA, sm_90 or newer."""
     return machine.kind == "cuda" and machine.capability >= 90
 
 
-def chained(machine: Machine) -> dict[str, Any]:
+def pdl_options(machine: Machine) -> dict[str, Any]:
     """Return the PDL option of a Launch, or no options on machines without PDL."""
-    return CHAINED if chains(machine) else {}
+    return PDL if supports_pdl(machine) else {}
 
 
 @triton.jit
-def let_the_next_begin():
+def launch_dependents():
     # gdc_launch_dependents: once all programs have executed it, the SMs may take programs of the next kernel
     if ON_GPU:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_the_one_before():
+def wait_previous():
     # gdc_wait: block until the previous kernel has finished and its stores to HBM are visible
     if ON_GPU:
         gdc_wait()
 
 
 @triton.jit
-def after_the_one_before():
+def launch_dependents_then_wait():
     """Let the next kernel start, then wait for the previous one.
 
     Use it where the programs of both kernels fit an SM's registers and shared memory together.
     """
-    let_the_next_begin()
-    wait_for_the_one_before()
+    launch_dependents()
+    wait_previous()
 
 
 @triton.jit
-def after_all_before():
+def wait_then_launch_dependents():
     """Wait for the previous kernel, then let the next one start.
 
     The next kernel may then assume that every kernel before this one has finished.
     """
-    wait_for_the_one_before()
-    let_the_next_begin()
+    wait_previous()
+    launch_dependents()

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends import eager
-from gdn.backends.triton.launch import Launch, Machine, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.launch import Launch, Machine, Plans, device_guard, kernel, machine, unit_of
 from gdn.notation import Channels, ConvState
 from gdn.problem.layer import ConvProblem
 
@@ -234,7 +234,7 @@ def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
     if p.W > WIDEST:
         return eager.BACKEND.causal_conv1d(p)  # type: ignore[no-any-return]
     p = tidy(p)
-    with on(p.x.device):
+    with device_guard(p.x.device):
         # every token is written by some program, padding included
         y = p.x.new_empty(p.x.shape)
         final = p.x.new_empty(p.state_shape) if p.output_final_state else None

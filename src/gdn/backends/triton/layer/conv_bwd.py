@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gdn.backends import eager
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.layer.conv import (
     WIDEST,
     filled,
@@ -166,7 +166,7 @@ def causal_conv1d_bwd(
     p = tidy(problem)
     dy = dy if dy.stride(2) == 1 else dy.contiguous()
     held = filled(p.initial_state)
-    with on(p.x.device):
+    with device_guard(p.x.device):
         key = (key_of(p), dy.stride(), dy.dtype, layout(dfinal))
         plan = _plans.get(key, lambda: _plan(p, dy, dfinal))
         dx, dweight = p.x.new_empty(p.x.shape), p.weight.new_empty(p.weight.shape)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from gdn.backends import eager
-from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on
-from gdn.backends.triton.launch.pdl import after_the_one_before, chained, chains
+from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine
+from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
 from gdn.backends.triton.layer.conv import WIDEST, filled, filtered, layout, load_bias, load_taps, strides_of
 from gdn.problem.layer import ConvUpdateProblem
 
@@ -30,13 +30,13 @@ def _update_kernel(
     x_ptr, state_ptr, weight_ptr, bias_ptr, index_ptr, place_ptr, out_ptr,
     x_b, x_t, x_d, out_b, out_t, out_d, D, T, state_n, state_d, state_l, index_b, place_b, L, slots,
     PLACE: tl.constexpr, LOWEST: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr,
-    BD: tl.constexpr, CHAINED: tl.constexpr,
+    BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}) for the tokens of a packet, and the next window.
     # Program (row, strip of BD channels), strips fastest; grid: B * cdiv(D, BD); 4 warps, a channel a thread.
     # Reads x, the taps and the slot's window; writes out, and the slot in place.
-    if CHAINED:
-        after_the_one_before()
+    if PDL:
+        launch_dependents_then_wait()
     strips = tl.cdiv(D, BD)
     row = (tl.program_id(0) // strips).to(tl.int64)
     channels = (tl.program_id(0) % strips) * BD + tl.arange(0, BD)
@@ -122,7 +122,7 @@ def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
     weight = p.weight if p.weight.is_contiguous() else p.weight.contiguous()
     bias = p.bias if p.bias is None or p.bias.is_contiguous() else p.bias.contiguous()
     place = p.ring_pos if p.num_accepted is None else p.num_accepted
-    with on(p.x.device):
+    with device_guard(p.x.device):
         key = (
             p.x.shape, p.x.stride(), p.x.dtype, p.x.device, p.state.shape, p.state.stride(), p.state.dtype,
             weight.shape, weight.dtype, p.out.stride(), p.activation, p.null_slot, p.ring_pos is None,
@@ -146,7 +146,7 @@ def plan_of(p: ConvUpdateProblem) -> Launch:
     constants = {
         "PLACE": mode, "LOWEST": 0 if p.null_slot is None else 1, "W": p.weight.shape[1],
         "SILU": p.activation == "silu", "U": 1 if T == 1 else 4, "BD": BD,
-        "CHAINED": chains(gpu),
+        "PDL": supports_pdl(gpu),
     }  # fmt: skip
     grid = B * triton.cdiv(D, BD)
-    return Launch(_update_kernel, grid, numbers, constants, num_warps=4, options=chained(gpu))
+    return Launch(_update_kernel, grid, numbers, constants, num_warps=4, options=pdl_options(gpu))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.lib import log1p, split
 from gdn.notation import HeadParam, PerHead
 
@@ -148,7 +148,7 @@ _backwards: Plans[_Backward] = Plans()
 def gate(a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> tuple[PerHead, PerHead]:
     """See `Backend`: g and beta in fp32."""
     a, b, A_log, dt_bias = _rows(a), _rows(b), A_log.contiguous(), _packed(dt_bias)
-    with on(a.device):
+    with device_guard(a.device):
         launch = _forwards.get(_key(a, b, A_log, dt_bias), lambda: _plan(a, b))
         g, beta = (x.new_empty(x.shape, dtype=torch.float32) for x in (a, b))
         launch(a, b, A_log, dt_bias, g, beta)
@@ -162,7 +162,7 @@ def gate_bwd(
     a, b, A_log, dt_bias, dg, dbeta = (
         _rows(a), _rows(b), A_log.contiguous(), _packed(dt_bias), _rows(dg), _rows(dbeta)
     )  # fmt: skip
-    with on(a.device):
+    with device_guard(a.device):
         plan = _backwards.get(_key(a, b, A_log, dt_bias, dg, dbeta), lambda: _plan_bwd(a, b, dg, dbeta))
         da, db, dA_log = (x.new_empty(x.shape) for x in (a, b, A_log))
         ddt_bias = None if dt_bias is None else dt_bias.new_empty(dt_bias.shape)

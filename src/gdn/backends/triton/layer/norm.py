@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gdn.backends import eager
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
-from gdn.backends.triton.launch.pdl import after_the_one_before, chained, chains
+from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
 from gdn.backends.triton.lib import exist, sigmoid
 from gdn.problem.layer import NormProblem
 
@@ -73,12 +73,12 @@ def _norm_kernel(
     x_ptr, z_ptr, weight_ptr, y_ptr,
     num_rows, inner, x_o, x_i, z_o, z_i, eps,
     GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # y = weight * n * act(z). Program: BR rows; grid: cdiv(rows, BR); 4 to 16 warps.
     # Reads x, z and weight; writes y. y may be x: a program loads its rows before it stores them.
-    if CHAINED:
-        after_the_one_before()
+    if PDL:
+        launch_dependents_then_wait()
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     x = _load(x_ptr, rows, num_rows, inner, x_o, x_i, D, BD, UNIT)
     # rows are in registers: the mean needs no second read of x
@@ -144,7 +144,7 @@ def rms_norm_gated(problem: NormProblem) -> Tensor:
         return eager.BACKEND.rms_norm_gated(p)  # type: ignore[no-any-return]
     x, weight = _rows(p.x), _packed(p.weight)
     z = None if p.z is None else _rows(p.z)
-    with on(x.device):
+    with device_guard(x.device):
         key = (x.shape, x.stride(), x.dtype, x.device, _layout(z), _dtype(weight), p.eps, p.activation)
         launch = _forwards.get(key, lambda: plan_of(p, x, z))
         y = x.new_empty(x.shape)
@@ -159,7 +159,7 @@ def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor
         return eager.BACKEND.rms_norm_gated_bwd(p, dy)  # type: ignore[no-any-return]
     x, weight, dy = _rows(p.x), _packed(p.weight), _rows(dy)
     z = None if p.z is None else _rows(p.z)
-    with on(x.device):
+    with device_guard(x.device):
         key = (
             x.shape, x.stride(), x.dtype, x.device, _layout(z), _dtype(weight), p.eps, p.activation,
             _layout(dy),
@@ -227,8 +227,8 @@ def plan_of(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
     # blocks of rows are independent: registers decide how many an SM holds
     grid = triton.cdiv(numbers[0], constants["BR"])
     gpu = machine(x.device)
-    constants["CHAINED"] = chains(gpu)
-    return Launch(_norm_kernel, grid, (*numbers, p.eps), constants, _num_warps(p), options=chained(gpu))
+    constants["PDL"] = supports_pdl(gpu)
+    return Launch(_norm_kernel, grid, (*numbers, p.eps), constants, _num_warps(p), options=pdl_options(gpu))
 
 
 def _plan_bwd(p: NormProblem, x: Tensor, z: Tensor | None, dy: Tensor) -> _Backward:

@@ -19,12 +19,12 @@ from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import (
     Launch,
     Plans,
-    Room,
     Step,
-    ahead,
+    TensorSpec,
+    allocate_placeholders,
+    compile_ahead,
     machine,
-    room,
-    stand_ins,
+    tensor_spec,
     unit_of,
 )
 from gdn.backends.triton.rule import choose as tuned
@@ -65,7 +65,7 @@ def _first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
         for others in beside if is_shared else ():
             yield from others(p, kept)
 
-    ahead(p.device, ("forward", kind_of(p, a), kept, is_shared), steps)
+    compile_ahead(p.device, ("forward", kind_of(p, a), kept, is_shared), steps)
     return _plan_forward(p, kept, a, tuned.forward(p, machine(p.device)))
 
 
@@ -74,7 +74,7 @@ def launches(p: Problem, kept: torch.dtype | None) -> Iterator[Step]:
     a = arguments(p)
     for chosen in tuned.forwards(p, machine(p.device)):
         plan = _plan_forward(p, kept, a, chosen)
-        yield from plan.steps([*tensors_of(p), *stand_ins(p.device, plan.rooms)])
+        yield from plan.steps([*tensors_of(p), *allocate_placeholders(p.device, plan.specs)])
 
 
 def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
@@ -84,13 +84,16 @@ def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> 
     def steps() -> Iterator[Step]:
         for chosen in tuned.backwards(p, gpu):
             other = _plan_backward(p, do, a, chosen)
-            new, late = stand_ins(p.device, other.rooms), stand_ins(p.device, other.late)
+            new, late = (
+                allocate_placeholders(p.device, other.specs),
+                allocate_placeholders(p.device, other.late),
+            )
             given = (*tensors_of(p), *saved, do, dS)
             yield from other.steps([*given, *new])
             yield from other.late_steps([*given, *new[:-2], *late])
 
     more = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved)))
-    ahead(p.device, ("backward", kind_of(p, a), *more), steps)
+    compile_ahead(p.device, ("backward", kind_of(p, a), *more), steps)
     return plan
 
 
@@ -122,12 +125,12 @@ def _pairs_width(p: Problem, blocks: int) -> tuple[int, bool]:
 
 def operand(p: Problem) -> torch.dtype:
     """Return the dtype of MMA operands that read the state."""
-    return torch.float32 if tuned.refines(p) else p.q.dtype
+    return torch.float32 if tuned.fp32_state_operands(p) else p.q.dtype
 
 
 def _narrow(p: Problem) -> torch.dtype:
     """Return the dtype of tensors that pass between kernels without being multiplied by a state."""
-    return torch.float32 if tuned.is_exact(p) else p.q.dtype
+    return torch.float32 if tuned.fp32_mma(p) else p.q.dtype
 
 
 def key(p: Problem) -> Hashable:
@@ -184,9 +187,9 @@ class Arguments:
         return None if self.table is None else self.table.launch
 
     @property
-    def room(self) -> Room | None:
+    def spec(self) -> TensorSpec | None:
         """Return the buffer spec of the table, or None for dense problems."""
-        return None if self.table is None else self.table.room
+        return None if self.table is None else self.table.spec
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -221,7 +224,7 @@ def gate_strides(*tensors: Tensor | None) -> tuple[int, ...]:
 
 def _strips(p: Problem, chosen: tuned.Pass) -> dict[str, Any]:
     """Return the constants of a kernel that takes the value columns in strips."""
-    return {"BV": chosen.BV, "STAGES": chosen.stages, "REFINE": tuned.refines(p)}
+    return {"BV": chosen.BV, "STAGES": chosen.stages, "REFINE": tuned.fp32_state_operands(p)}
 
 
 def numbers_of(p: Problem) -> tuple[int, ...]:
@@ -243,14 +246,14 @@ def _plan_forward(p: Problem, kept: torch.dtype | None, a: Arguments, chosen: tu
     )
     # one program per sequence, head and strip: S stays in its registers for all chunks
     programs = p.N * p.HV * triton.cdiv(p.V, chosen.BV)
-    is_fine = tuned.is_fine(p, machine(p.device))
-    walk = {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": is_fine}
+    split_operands = tuned.split_operands(p, machine(p.device))
+    walk = {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": split_operands}
     if chosen.is_fused:
         strides = strides_of(a.unit, p.q, p.k, p.v)
         scan = Launch(
             scan_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps, seconds=1.3
         )
-        return Forward(_rooms(p, kept, False, a), a.launch, prepare, scan, None)
+        return Forward(_forward_specs(p, kept, False, a), a.launch, prepare, scan, None)
     strides = strides_of(a.unit, p.k, p.v)
     # few sequences and heads: the scan is the critical path, and outputs get a kernel that fills all SMs
     state = Launch(state_kernel, programs, (*strides, *numbers, a.entries), walk, chosen.num_warps)
@@ -258,14 +261,16 @@ def _plan_forward(p: Problem, kept: torch.dtype | None, a: Arguments, chosen: tu
         output_kernel,
         a.entries * p.HV * triton.cdiv(p.V, chosen.output.BV),
         (*strides_of(a.unit, p.q), *numbers),
-        {**shared, "BK": a.block, "BV": chosen.output.BV, "REFINE": tuned.refines(p)},
+        {**shared, "BK": a.block, "BV": chosen.output.BV, "REFINE": tuned.fp32_state_operands(p)},
         chosen.output.num_warps,
     )
-    return Forward(_rooms(p, kept or operand(p), True, a), a.launch, prepare, state, output)
+    return Forward(_forward_specs(p, kept or operand(p), True, a), a.launch, prepare, state, output)
 
 
-def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool, a: Arguments) -> tuple[Room | None, ...]:
-    """Return the buffer specs of a forward, in the order of `Forward.rooms`."""
+def _forward_specs(
+    p: Problem, kept: torch.dtype | None, is_apart: bool, a: Arguments
+) -> tuple[TensorSpec | None, ...]:
+    """Return the buffer specs of a forward, in the order of `Forward.specs`."""
     G, A_inv, _, _, q_rstd, k_rstd = saves(p)
     # tensors that only later kernels read are in the input's dtype, to save HBM traffic
     narrow, tiles = _narrow(p), (p.num_chunks, p.HV)
@@ -281,7 +286,7 @@ def _rooms(p: Problem, kept: torch.dtype | None, is_apart: bool, a: Arguments) -
         (p.state_shape, torch.float32) if p.output_final_state else None,
         (p.v.shape, p.v.dtype),
     )
-    return (*(None if x is None else room(*x) for x in shapes), a.room)
+    return (*(None if x is None else tensor_spec(*x) for x in shapes), a.spec)
 
 
 def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardTiles) -> Backward:
@@ -295,12 +300,12 @@ def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardT
         {"K": p.K, **a.sizes, "BK": a.block, **a.activation, "PRECISION": a.precision},
         4,
     )
-    is_fine = tuned.is_fine(p, machine(p.device))
+    split_operands = tuned.split_operands(p, machine(p.device))
     state = Launch(
         state_bwd_kernel,
         p.N * p.HV * triton.cdiv(p.V, chosen.BV),
         (*strides_of(a.unit, p.q, p.k, do), *numbers, a.entries),
-        {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": is_fine},
+        {**shared, "V_FIRST": p.state_v_first, **_strips(p, chosen), "FINE": split_operands},
         chosen.num_warps,
     )
     # blocks of K per program bound the registers of dq and dk
@@ -315,22 +320,23 @@ def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardT
             pairs_bwd_kernel,
             entries * p.HV,
             (*strides_of(a.unit, p.q, p.k, p.v, do), *numbers, p.scale, width // 16, begin),
-            {**shared, "BK": BK, **_strips(p, chosen.pairs), "FINE": is_fine},
+            {**shared, "BK": BK, **_strips(p, chosen.pairs), "FINE": split_operands},
             chosen.pairs.num_warps,
         )
         rows_bwd = Launch(
             rows_bwd_kernel,
             entries * p.H * blocks,
             (*strides_of(a.unit, p.q, p.k, do), *numbers, width // 16, begin),
-            {**shared, "BK": BK, **_strips(p, chosen.rows), "FINE": is_fine},
+            {**shared, "BK": BK, **_strips(p, chosen.rows), "FINE": split_operands},
             chosen.rows.num_warps,
         )
         gradients.append((pairs_bwd, rows_bwd))
+    num_terms = triton.cdiv(p.V, chosen.BV) if split_operands else 1  # of dg through the state, per chunk
     # 1 warp: vectors of 64 tokens, no MMA
     gates = Launch(
         gates_bwd_kernel,
         a.entries * p.HV,
-        (*gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1], triton.cdiv(p.V, chosen.BV) if is_fine else 1),
+        (*gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1], num_terms),
         {"C": CHUNK, **a.activation, "RESET": RESET},
         1,
     )
@@ -339,43 +345,43 @@ def _plan_backward(p: Problem, do: Tensor, a: Arguments, chosen: tuned.BackwardT
         num_sums = 1 if p.dt_bias is None else 2
         # partial sums of all chunks, added in a fixed order
         add = sums.add(a.entries, num_sums, p.HV, (0, 1), is_row_first=True)
-    late = _late_rooms(p, min(chosen.part, a.entries), None if is_shared else width)
-    return Backward(_first_rooms(p, a), late, a.launch, pairs, state, tuple(gradients), gates, add)
+    late = _late_specs(p, min(chosen.part, a.entries), None if is_shared else width)
+    return Backward(_backward_specs(p, a), late, a.launch, pairs, state, tuple(gradients), gates, add)
 
 
-# shapes of Backward.rooms; P and its low half come last, because `chunk_backward` frees them first
-def _first_rooms(p: Problem, a: Arguments) -> tuple[Room | None, ...]:
+# shapes of Backward.specs; P and its low half come last, because `chunk_backward` frees them first
+def _backward_specs(p: Problem, a: Arguments) -> tuple[TensorSpec | None, ...]:
     tiles = (p.num_chunks, p.HV)
     # fp64 sums per chunk: their total may cancel
     partial = [x for x in (p.A_log, p.dt_bias) if x is not None]
-    S_in, P = saves(p)[2], room((*tiles, CHUNK, CHUNK), operand(p))
+    S_in, P = saves(p)[2], tensor_spec((*tiles, CHUNK, CHUNK), operand(p))
     assert S_in is not None
     return (
-        room(p.v.shape, _narrow(p)),
-        *(None if x is None else room(x.shape, x.dtype) for x in (p.g, p.beta, p.initial_state)),
-        room(*S_in),
-        *(None if x is None else room(x.shape, x.dtype) for x in (p.A_log, p.dt_bias)),
-        room((len(partial), a.entries, p.HV), torch.float64) if partial else None,
-        room((*tiles, ROWS.value, CHUNK), torch.float32),
-        a.room,
+        tensor_spec(p.v.shape, _narrow(p)),
+        *(None if x is None else tensor_spec(x.shape, x.dtype) for x in (p.g, p.beta, p.initial_state)),
+        tensor_spec(*S_in),
+        *(None if x is None else tensor_spec(x.shape, x.dtype) for x in (p.A_log, p.dt_bias)),
+        tensor_spec((len(partial), a.entries, p.HV), torch.float64) if partial else None,
+        tensor_spec((*tiles, ROWS.value, CHUNK), torch.float32),
+        a.spec,
         P,
-        P if tuned.is_fine(p, machine(p.device)) else None,
+        P if tuned.split_operands(p, machine(p.device)) else None,
     )
 
 
-def _late_rooms(p: Problem, count: int, width: int | None) -> tuple[Room | None, ...]:
+def _late_specs(p: Problem, count: int, width: int | None) -> tuple[TensorSpec | None, ...]:
     """Return the specs of `Backward.late`. `count`: chunks of a group; `width`: columns of E and F per token.
 
     `width` is None where E and F are stored in dq's memory.
     """
-    pairs = None if width is None else room((p.B, p.T, p.H, width), p.q.dtype)
+    pairs = None if width is None else tensor_spec((p.B, p.T, p.H, width), p.q.dtype)
     # one group of chunks: scaled v_new, and its low 8 bits for bf16
     shape = (count, p.HV, CHUNK, p.V)
-    has_rest = p.q.dtype == torch.bfloat16 and tuned.is_fine(p, machine(p.device))
+    has_rest = p.q.dtype == torch.bfloat16 and tuned.split_operands(p, machine(p.device))
     return (
-        room(p.q.shape, p.q.dtype),
-        room(p.k.shape, p.k.dtype),
-        room(shape, operand(p)),
-        room(shape, torch.int8) if has_rest else None,
+        tensor_spec(p.q.shape, p.q.dtype),
+        tensor_spec(p.k.shape, p.k.dtype),
+        tensor_spec(shape, operand(p)),
+        tensor_spec(shape, torch.int8) if has_rest else None,
         pairs,
     )

@@ -49,27 +49,27 @@ class BackwardTiles(Pass):
     part: int  # chunks of a group that runs through both gradient kernels before the next: bounds peak memory
 
 
-def refines(p: Problem) -> bool:
+def fp32_state_operands(p: Problem) -> bool:
     """Return True if 16-bit inputs are multiplied with states in fp32: see `lib.operand_of`."""
     return p.K <= 64 and p.q.dtype != torch.float32
 
 
-def is_exact(p: Problem) -> bool:
+def fp32_mma(p: Problem) -> bool:
     """Return True if 16-bit inputs with few keys use fp32 MMAs, and their results stay in fp32.
 
     The gradients of A_log and dt_bias are sums of dg over all tokens, which may cancel to a twentieth: 6.6e-3
     where 6e-3 is allowed with 32 keys, both from dr and P in bf16 and from tf32's truncation. No model has so
     few keys.
     """
-    return p.K <= 32 and refines(p)
+    return p.K <= 32 and fp32_state_operands(p)
 
 
 def is_wide(p: Problem) -> bool:
     """Return True if MMAs that read the state have fp32 operands."""
-    return refines(p) or p.q.dtype == torch.float32
+    return fp32_state_operands(p) or p.q.dtype == torch.float32
 
 
-def is_fine(p: Problem, machine: Machine) -> bool:
+def split_operands(p: Problem, machine: Machine) -> bool:
     """Return True if 16-bit operands that cause errors are split into hi + lo, and <S_in, dS> uses fp32 dS.
 
     It needs operands in shared memory: sm_80 and sm_120 would hold them in registers and spill 2 to 26 KB a

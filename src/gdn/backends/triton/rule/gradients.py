@@ -33,14 +33,14 @@ from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import (
     decay,
     dot,
+    dot_split_left,
     exist,
-    left_in_parts,
     load_rstd,
     load_sums,
     operand_of,
-    parts,
     rows_of,
     solved,
+    split_bf16,
     store_wide,
     widened,
 )
@@ -104,7 +104,7 @@ def from_here_on(x, WIDE: tl.constexpr, C: tl.constexpr):
         tokens = tl.arange(0, C)
         ones = tl.where(tokens[:, None] >= tokens[None, :], 1.0, 0.0).to(tl.bfloat16)
         # hi + lo keeps x to 2^-16
-        high, low = parts(x, tl.bfloat16)
+        high, low = split_bf16(x, tl.bfloat16)
         return tl.dot(low, ones, tl.dot(high, ones))
 
 
@@ -182,7 +182,7 @@ def pairs_bwd_kernel(
         grown_place = (part.to(tl.int64) * HV + head) * (C * V) + tokens[:, None] * V + vs[None, :]
         store_wide(grown_ptr, rest_ptr, grown_place, v_new * out[:, None], exist(vs, V)[None, :])
         # hi + lo in registers: rounding v_new caused most of dg's error where little passes through the state
-        E = left_in_parts(v_new, tl.trans(do), E, PRECISION, FINE)
+        E = dot_split_left(v_new, tl.trans(do), E, PRECISION, FINE)
         F = dot(v_new.to(operand), tl.trans(dr), F, PRECISION)
         # last in the loop, because its sum waits for all MMAs: the next loads overwrite their shared memory
         # (tests: `in_flight`)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, load_beta, load_rstd, load_sums, parts, rows_of
+from gdn.backends.triton.lib import decay, dot, load_beta, load_rstd, load_sums, rows_of, split_bf16
 
 # rows of a chunk's factors [ROWS, C], fp32 in HBM
 OUT, READ, INTO, BETA, END = (tl.constexpr(i) for i in range(5))
@@ -99,7 +99,7 @@ def pairs_kernel(
     square = tokens[:, None] * C + tokens[None, :]
     if P_rest_ptr is not None:
         # hi + lo in two bf16 tensors: the state pass multiplies each on tensor cores
-        high, low = parts(P, P_ptr.dtype.element_ty)
+        high, low = split_bf16(P, P_ptr.dtype.element_ty)
         tl.store(P_ptr + tile * (C * C) + square, high)
         tl.store(P_rest_ptr + tile * (C * C) + square, low)
     else:

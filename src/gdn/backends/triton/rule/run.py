@@ -15,27 +15,27 @@ import torch
 from torch import Tensor
 
 from gdn.backends.backend import Gradients, Saved
-from gdn.backends.triton.launch import allocate, on
+from gdn.backends.triton.launch import allocate, device_guard
 from gdn.backends.triton.rule import build as plans
 from gdn.backends.triton.rule.build import operand, saves, tensors_of
 from gdn.problem import Problem
 
-__all__ = ["chunk_backward", "chunk_forward", "forward", "saves", "tidy"]
+__all__ = ["chunk_backward", "chunk_forward", "forward", "saves", "to_kernel_layout"]
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
     """See `Backend`."""
-    o, final, saved = forward(tidy(problem), operand(problem) if save else None)
+    o, final, saved = forward(to_kernel_layout(problem), operand(problem) if save else None)
     return o, final, saved if save else Saved()
 
 
 def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
-    """Run the forward of a tidy problem. `kept`: the dtype of S_in, or None where S_in is not kept."""
-    with on(p.device):
+    """Run the forward of a problem in kernel layout. `kept`: the dtype of S_in; None: S_in is not kept."""
+    with device_guard(p.device):
         plan = plans.forward_plan(p, kept)
-        new = allocate(p.device, plan.rooms)
+        new = allocate(p.device, plan.specs)
         plan.run([*tensors_of(p), *new])
-    # the order is that of `Forward.rooms`
+    # the order is that of `Forward.specs`
     G, A_inv, _, _, q_rstd, k_rstd, S_in, _, final, o, _ = new
     assert o is not None
     return o, final, Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
@@ -43,16 +43,16 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
 
 def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor | None) -> Gradients:
     """See `Backend`."""
-    p = tidy(problem)
+    p = to_kernel_layout(problem)
     # what the forward did not keep in HBM is computed again
     if saved.G is None or saved.A_inv is None or saved.S_in is None or _lacks_norms(p, saved):
         saved = chunk_forward(p, True)[2]
     # a missing do counts as zero: the kernels have no path without it
     do = torch.zeros_like(p.v) if do is None else _rows(do.to(p.v.dtype))
     dS = None if dS is None else dS.contiguous()
-    with on(p.device):
+    with device_guard(p.device):
         plan = plans.backward_plan(p, saved, do, dS)
-        new = allocate(p.device, plan.rooms)
+        new = allocate(p.device, plan.specs)
         given = (*tensors_of(p), *saved, do, dS)
         plan.run([*given, *new])
         # free P and P_rest before the late tensors are allocated: this lowers peak memory
@@ -65,7 +65,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     return Gradients(dq, dk, dv.to(p.v.dtype), dg, dbeta, dA_log, ddt_bias, dS0)
 
 
-def tidy(problem: Problem) -> Problem:
+def to_kernel_layout(problem: Problem) -> Problem:
     """Return the problem with tensors in the layout that the kernels read; copy only unusual layouts.
 
     Loads of q, k and v are vectorised along the last axis, which must therefore have stride 1.

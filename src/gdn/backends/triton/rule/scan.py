@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, left_in_parts, operand_of, rows_of, state_tile
+from gdn.backends.triton.lib import dot, dot_split_left, exist, operand_of, rows_of, state_tile
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, factor, through
 
 
@@ -75,7 +75,7 @@ def scan_kernel(
         # r of tokens past the chunk's end is zero: beta is
         r = beta[None, :] * (v.to(tl.float32) - into[None, :] * kS)
         # `lib.solved`, transposed: r is the left operand in registers, and the diagonal takes r unrounded
-        v_new = left_in_parts(r, tl.trans(A_inv), r, PRECISION, FINE)
+        v_new = dot_split_left(r, tl.trans(A_inv), r, PRECISION, FINE)
         read = factor(factors_ptr, tile, READ, C)
         o = dot(S_operand, tl.trans(q), None, PRECISION)
         o = o * read[None, :]

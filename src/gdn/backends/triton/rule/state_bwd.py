@@ -18,7 +18,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, dot_in_parts, exist, operand_of, rows_of, solved, state_tile
+from gdn.backends.triton.lib import dot, dot_split, exist, operand_of, rows_of, solved, state_tile
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, ROWS, THROUGH, factor, through
 
 
@@ -76,7 +76,7 @@ def state_bwd_kernel(
             share = tl.sum(S.to(tl.float32) * dS)
             tl.store(factors_ptr + tile * (ROWS * C) + THROUGH * C + 1 + strip, share)
         out = factor(factors_ptr, tile, OUT, C)
-        dv_new = dot_in_parts(k, dS, None, PRECISION, FINE)
+        dv_new = dot_split(k, dS, None, PRECISION, FINE)
         dv_new = dot(tl.trans(P), do, dv_new * out[:, None], PRECISION)
         # P's low half: another MMA on tensor cores, instead of P in fp32 and tf32 MMAs
         if FINE:
@@ -91,9 +91,9 @@ def state_bwd_kernel(
         read = factor(factors_ptr, tile, READ, C)
         from_q = do.to(tl.float32) * read[:, None]
         # the decayed dS is the accumulator of the first MMA
-        dS = dot_in_parts(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION, FINE)
+        dS = dot_split(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION, FINE)
         carry = factor(factors_ptr, tile, BETA, C) * factor(factors_ptr, tile, INTO, C)
-        dS = dot_in_parts(tl.trans(k), dr * -carry[:, None], dS, PRECISION, FINE)
+        dS = dot_split(tl.trans(k), dr * -carry[:, None], dS, PRECISION, FINE)
 
     if dinitial_ptr is not None:
         tl.store(dinitial_ptr + state_place, dS.to(dinitial_ptr.dtype.element_ty), mask=state_mask)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from gdn.backends.triton.launch import Chain, Launch, Room
+from gdn.backends.triton.launch import Chain, Launch, TensorSpec
 
 T = TypeVar("T")
 Steps = Iterator[tuple[Launch, tuple[T | None, ...]]]
@@ -20,14 +20,14 @@ class Forward:
     """Launch one forward. `output` is None where `scan_kernel` computes the outputs itself."""
 
     # G, A_inv, P, factors, q_rstd, k_rstd, S_in, v_new, final, o, table
-    rooms: tuple[Room | None, ...]
+    specs: tuple[TensorSpec | None, ...]
     table: Launch | None
     prepare: Launch
     state: Launch
     output: Launch | None
 
     def steps(self, tensors: Sequence[T | None]) -> Steps[T]:
-        """Yield the launches with their tensors. `tensors`: the problem's, then those of `rooms`."""
+        """Yield the launches with their tensors. `tensors`: the problem's, then those of `specs`."""
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *new = tensors
         G, A_inv, P, factors, q_rstd, k_rstd, S_in, v_new, final, o, table = new
         if self.table is not None:
@@ -56,9 +56,9 @@ class Backward:
     """Launch one backward. `sums` is None where there is no A_log."""
 
     # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial, factors, table, P, P_rest
-    rooms: tuple[Room | None, ...]
+    specs: tuple[TensorSpec | None, ...]
     # dq, dk, scaled v_new (`grown`), its low bits, tiles of E and F (None where these are stored in dq)
-    late: tuple[Room | None, ...]
+    late: tuple[TensorSpec | None, ...]
     table: Launch | None
     pairs: Launch
     state: Launch
@@ -69,7 +69,7 @@ class Backward:
     def steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the launches up to the backward state pass, after which P and P_rest may be freed.
 
-        `tensors`: the problem's, those of Saved, do, dS, then those of `rooms`.
+        `tensors`: the problem's, those of Saved, do, dS, then those of `specs`.
         """
         q, k, _, _, beta, _, _, _, cu_seqlens, G, A_inv, S_in, _, q_rstd, k_rstd, do, dS, *new = tensors
         dv, _, _, dS0, dS_out, _, _, _, factors, table, P, P_rest = new

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gdn.backends.backend import Saved
 from gdn.backends.triton.chunks import chunks_before
-from gdn.backends.triton.launch import Launch, Plans, kernel, on
+from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel
 from gdn.backends.triton.rule import run as rule
 from gdn.problem import CHUNK, Problem
 
@@ -60,20 +60,20 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
     """See `Backend`."""
     o, final, saved = rule.chunk_forward(problem, save)
     if save:
-        clear(problem, saved)
+        zero_unused_tiles(problem, saved)
     return o, final, saved
 
 
-def clear(problem: Problem, saved: Saved) -> None:
+def zero_unused_tiles(problem: Problem, saved: Saved) -> None:
     """Zero what no kernel has written in the saved tensors of a packed problem."""
     cu_seqlens = problem.cu_seqlens
     # `form` is None for calls of the operator and in debug mode; elsewhere nothing reads the unused entries
     if cu_seqlens is not None and problem.form is None:
-        with on(problem.device):
-            _clear(problem, cu_seqlens.to(problem.device, non_blocking=True).contiguous(), saved)
+        with device_guard(problem.device):
+            _zero_on_device(problem, cu_seqlens.to(problem.device, non_blocking=True).contiguous(), saved)
 
 
-def _clear(p: Problem, cu_seqlens: Tensor, saved: Saved) -> None:
+def _zero_on_device(p: Problem, cu_seqlens: Tensor, saved: Saved) -> None:
     """Launch the kernel that zeros chunks of no sequence and tokens of no sequence."""
     A_inv, S_in, norms = saved.A_inv, saved.S_in, (saved.q_rstd, saved.k_rstd)
     assert A_inv is not None and S_in is not None

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.launch import Launch, Plans, kernel, on, unit_of
+from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, unit_of
 from gdn.problem import CommitProblem
 
 BYTES = 8192  # bytes that a program writes: 4 stores of 16 bytes for each of its 128 threads
@@ -83,7 +83,7 @@ def commit(problem: CommitProblem) -> None:
         for i in range(p.dst.shape[2]):
             commit(replace(p, dst=p.dst.select(2, i), src=p.src.select(3, i)))
         return
-    with on(p.dst.device):
+    with device_guard(p.dst.device):
         launch = _plans.get(_key(p), lambda: _plan(p, axes))
         launch(p.dst, p.src, p.dst_index, p.src_row, p.step, p.extra_dst_index, p.extra_step)
 

@@ -23,13 +23,22 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gdn.backends.triton import launch
-from gdn.backends.triton.launch import Launch, Machine, Plans, ahead, kernel, machine, on, unit_of
+from gdn.backends.triton.launch import (
+    Launch,
+    Machine,
+    Plans,
+    compile_ahead,
+    device_guard,
+    kernel,
+    machine,
+    unit_of,
+)
 from gdn.backends.triton.launch.pdl import (
     ON_GPU,
-    chained,
-    chains,
-    let_the_next_begin,
-    wait_for_the_one_before,
+    launch_dependents,
+    pdl_options,
+    supports_pdl,
+    wait_previous,
 )
 from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.packet import longest_of, strides_of, takes
@@ -82,14 +91,14 @@ def decode_kernel(
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
     UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
     ROUND: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
-    CHAINED: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     # S <- e^g S + k d^T,  d = beta (v - e^g k S),  o = scale q S, for each token of a row.
     # Program (row, head, block): A * B value columns of S in fp32 registers. Grid: (N, + 1 if packed) * HV *
     # BLOCKS; 1 warp. Reads the tile of S once from the pool, and q, k, v and gates per token.
     # Writes o per token; S to the pool once (WRITE "final") or per token ("all"), and to `intermediate`.
-    if CHAINED:
-        wait_for_the_one_before()
+    if PDL:
+        wait_previous()
     BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
     row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
     first, count = span(cu_seqlens_ptr, row, N, T)
@@ -146,8 +155,8 @@ def decode_kernel(
         pool = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
         source = pool + (slot * state_n + entry * state_r) * STATE_UNIT
         S = tl.load(tile(source, keys, values, state_k, state_v, STATE_UNIT, AXIS), mask=in_state, other=0.0)
-        if CHAINED:
-            let_the_next_begin()
+        if PDL:
+            launch_dependents()
         # L2: the program AHEAD ids later runs when this one's registers are free; prefetch its state tile
         if AHEAD > 0:  # noqa: SIM102 - a constant, and what only then is compiled
             if tl.program_id(0) + AHEAD < tl.num_programs(0):
@@ -227,7 +236,7 @@ def decode_kernel(
 
 
 @dataclass(frozen=True)
-class Again:
+class CachedLaunch:
     """Repeat the launch of a decode for calls that differ only in the addresses of tensors."""
 
     launch: Launch
@@ -235,20 +244,20 @@ class Again:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch with the tensors of a problem, in its order."""
-        with on(self.device):
+        with device_guard(self.device):
             self.launch(*tensors)
 
-    def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "Again":
+    def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "CachedLaunch":
         """Return the launch for calls that give one tensor for q, k and v, at the problem's places in it."""
         p, first = problem, mixed_qkv.storage_offset()
         starts = [int(x.storage_offset() - first) for x in (p.q, p.k, p.v)]
-        return Again(plan_of(p, starts), self.device)
+        return CachedLaunch(plan_of(p, starts), self.device)
 
 
-_plans: Plans[Again] = Plans()
+_plans: Plans[CachedLaunch] = Plans()
 
 
-def decode(problem: DecodeProblem) -> Again | None:
+def decode(problem: DecodeProblem) -> CachedLaunch | None:
     """Decode into problem.state, problem.intermediate and problem.out (see `Backend`).
 
     Return the launch for later calls. Under a compiler's trace the kernel itself becomes part of the graph.
@@ -266,16 +275,16 @@ def decode(problem: DecodeProblem) -> Again | None:
     return again
 
 
-def _first(p: DecodeProblem) -> Again:
+def _first(p: DecodeProblem) -> CachedLaunch:
     one, tensors = plan_of(p), tensors_of(p)
-    ahead(p.q.device, one.binary(tensors), lambda: [(other, tensors) for other in siblings(p)])
-    return Again(one, p.q.device)
+    compile_ahead(p.q.device, one.binary(tensors), lambda: [(other, tensors) for other in siblings(p)])
+    return CachedLaunch(one, p.q.device)
 
 
 def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
     """Trace the launch into a graph, without the options of PDL and prefetch, which need inline assembly."""
     # False and 0: neither PDL nor prefetches into L2
-    plain = {name: type(x)() if name in ("CHAINED", "AHEAD") else x for name, x in one.constants.items()}
+    plain = {name: type(x)() if name in ("PDL", "AHEAD") else x for name, x in one.constants.items()}
     wrapped = torch.library.wrap_triton(one.kernel)[(one.grid,)]
     wrapped(*tensors, *one.numbers, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
 
@@ -343,7 +352,7 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
         "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "KEPT_AXIS": kept_axis, "DENSE": is_dense,
         "UNIT": unit, "STATE_UNIT": state_unit, "KEPT_UNIT": kept_unit, "WRITE": p.write,
         "ROUND": p.round_state and p.state.dtype != torch.float32, "NORM": p.use_qk_l2norm_in_kernel,
-        "NEGATIVE": p.allow_neg_eigval, "IS_SINGLE": is_single, "CHAINED": chains(gpu),
+        "NEGATIVE": p.allow_neg_eigval, "IS_SINGLE": is_single, "PDL": supports_pdl(gpu),
         "AHEAD": RESIDENT * gpu.num_sms if calls else 0,
     }  # fmt: skip
     return Launch(
@@ -352,7 +361,7 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
         numbers,
         constants,
         part.num_warps,
-        options=chained(gpu) | ({"maxnreg": REGISTERS[is_single]} if is_full and width == 2 else {}),
+        options=pdl_options(gpu) | ({"maxnreg": REGISTERS[is_single]} if is_full and width == 2 else {}),
     )
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, on, unit_of
+from gdn.backends.triton.launch import Launch, Plans, compile_ahead, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.packet import (
@@ -172,7 +172,7 @@ _keeps: Plans[Keep] = Plans()
 def replay_commit(problem: KeepProblem) -> None:
     """See `Backend`; writes problem.state and problem.cursor."""
     p = problem
-    with on(p.state.device):
+    with device_guard(p.state.device):
         plan = _keeps.get(_keep_key(p), lambda: _first(p))
         plan.fold(*_folded(p))
         if p.update_cursor:
@@ -193,7 +193,7 @@ def _keep_key(p: KeepProblem) -> Hashable:
 def _first(p: KeepProblem) -> Keep:
     one, tensors, gpu = _plan_fold(p), _folded(p), machine(p.state.device)
     others = lambda: [(_plan_fold(p, pairs), tensors) for pairs in fills(gpu)]  # noqa: E731
-    ahead(p.state.device, one.binary(tensors), others)
+    compile_ahead(p.state.device, one.binary(tensors), others)
     n, where = p.index.shape[0], _where(p)
     numbers = (*where, n, p.state.shape[1], _lowest(p), p.places, p.room)
     return Keep(one, Launch(cursor_kernel, triton.cdiv(n, 128), numbers, {"BLOCK": 128}, 4))

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.triton.launch import Launch, Machine, kernel, machine, unit_of
-from gdn.backends.triton.launch.pdl import after_the_one_before, chained, chains
+from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
@@ -63,7 +63,7 @@ def packet_kernel(
     BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr,
     NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     WRITE: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr, CHAINED: tl.constexpr,
+    PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Run one row's tokens as `decode` does, where at most the last state is written.
 
@@ -71,8 +71,8 @@ def packet_kernel(
     or two `warps`. Reads q, k, v, gates of up to 16 tokens and the state; writes o, and the last state if
     WRITE is "final".
     """
-    if CHAINED:
-        after_the_one_before()
+    if PDL:
+        launch_dependents_then_wait()
     n, head, block = owner(HV, HV_inverse, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
     first, count = span(cu_seqlens_ptr, n, N, T)
     slot, entry = slot_of(
@@ -187,7 +187,7 @@ def options(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, is_writt
     gpu = machine(p.q.device)
     is_small = sizes["BT"] == 8 and p.q.element_size() == p.state.element_size() == 2 and not is_written
     is_limited = is_small and sizes["STRIPS"] > 1 and gpu.kind == "cuda"
-    return chained(gpu) | ({"maxnreg": REGISTERS} if is_limited else {})
+    return pdl_options(gpu) | ({"maxnreg": REGISTERS} if is_limited else {})
 
 
 def are_near(*reaches: int) -> bool:
@@ -277,7 +277,7 @@ def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> L
         "LINE": line_of(axis, state, state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
         "WRITE": p.write, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(longest),
-        **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "CHAINED": chains(gpu),
+        **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu),
     }  # fmt: skip
     programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
     rest = options(sizes, p, is_written)

@@ -18,7 +18,7 @@ is rounded to 2^-11 (tf32), and u to 2^-16 as split bf16 (hi + lo); a single bf1
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.lib import decay, dot, exist, parts, softplus, strength
+from gdn.backends.triton.lib import activate_beta, decay, dot, exist, softplus, split_bf16
 
 ROWS = tl.constexpr(16)  # rows of an MMA on tensor cores
 
@@ -123,8 +123,8 @@ def grown_by(S, k, u, AXIS: tl.constexpr, PRECISION: tl.constexpr):
 def close(x, y, acc, FINE: tl.constexpr):
     """Return x y + acc of fp32 operands, to 2^-16 if FINE is "bf16": three MMAs of hi and lo halves."""
     if FINE == "bf16":
-        x_high, x_low = parts(x, tl.bfloat16)
-        y_high, y_low = parts(y, tl.bfloat16)
+        x_high, x_low = split_bf16(x, tl.bfloat16)
+        y_high, y_low = split_bf16(y, tl.bfloat16)
         acc = dot(x_low, y_high, acc, "tf32")  # small terms first
         acc = dot(x_high, y_low, acc, "tf32")
         return dot(x_high, y_high, acc, "tf32")
@@ -138,7 +138,7 @@ def mixed(x, y, acc, PRECISION: tl.constexpr):
     if x.dtype == y.dtype:
         return dot(x, y, acc, PRECISION)
     elif (PRECISION == "tf32") & (x.dtype == tl.float32) & (y.dtype == tl.bfloat16):
-        high, low = parts(x, tl.bfloat16)
+        high, low = split_bf16(x, tl.bfloat16)
         return dot(high, y, dot(low, y, acc, PRECISION), PRECISION)
     else:
         return dot(x.to(tl.float32), y.to(tl.float32), acc, PRECISION)
@@ -176,7 +176,7 @@ def gates_of(
     if beta_ptr is None:
         beta = tl.full(tokens.shape, 1.0, tl.float32)
     else:
-        beta = strength(
+        beta = activate_beta(
             tl.load(beta_ptr + tokens.to(tl.int64) * beta_t, mask=is_token, other=0.0), RAW, NEGATIVE
         )
     return tl.cumsum(g.to(tl.float64), 0), tl.where(is_token, beta, 0.0)

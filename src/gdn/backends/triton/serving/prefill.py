@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.backend import Saved
-from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on, unit_of
+from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.serving.recurrent import (
     along_keys,
@@ -230,12 +230,12 @@ Forward = Callable[[Problem, torch.dtype | None], tuple[Tensor, Tensor | None, S
 def prefill(problem: PrefillProblem, forward: Forward = chunked.forward) -> None:
     """See `Backend`; writes problem.state, problem.checkpoints and problem.out.
 
-    forward: a function like `rule.forward`, of a tidy problem and the dtype of S_in. That dtype is fp32: a
-    state from which an engine starts again must not be rounded more than a state that is carried on.
+    forward: a function like `rule.forward`, of a problem in kernel layout and the dtype of S_in. That dtype
+    is fp32: a state from which an engine resumes must not be rounded more than one that is carried on.
     """
     p = problem
-    rule = chunked.tidy(p.rule)
-    with on(p.q.device):
+    rule = chunked.to_kernel_layout(p.rule)
+    with device_guard(p.q.device):
         plan = _plans.get(_key(p, rule), lambda: _plan(p, rule))
         initial = p.q.new_empty(rule.state_shape, dtype=torch.float32)
         plan.gather(p.state, p.state_index, p.has_initial_state, initial)

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.launch import Launch, Machine, Plans, kernel, machine, on, unit_of
-from gdn.backends.triton.lib import softplus, strength
+from gdn.backends.triton.launch import Launch, Machine, Plans, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.lib import activate_beta, softplus
 from gdn.problem import Problem
 
 
@@ -182,7 +182,7 @@ def step(
     Every multiply-add is an explicit fma, so the code around a step cannot change its bits.
     """
     q, k, v, g = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), g.to(tl.float32)
-    beta = strength(beta, SIGMOID, NEGATIVE)
+    beta = activate_beta(beta, SIGMOID, NEGATIVE)
     kS, qS, qk = inner(S, k), inner(S, q), inner(q, k)  # S comes from registers, not from HBM
     k_rstd, decay = 1.0, 1.0
     if NORM:
@@ -344,7 +344,7 @@ _plans: Plans[Launch] = Plans()
 def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """See `Backend`. 6 K V flop per token and value head; HBM reads and writes the state once."""
     p = problem
-    with on(p.device):
+    with device_guard(p.device):
         launch = _plans.get(_key(p), lambda: _plan(p))
         o = p.v.new_empty(p.v.shape)
         final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from gdn.backends.triton import launch as launching
-from gdn.backends.triton.launch import Launch, Plans, ahead, kernel, machine, unit_of
-from gdn.backends.triton.launch.pdl import after_the_one_before, chains
+from gdn.backends.triton.launch import Launch, Plans, compile_ahead, kernel, machine, unit_of
+from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, supports_pdl
 from gdn.backends.triton.lib import decay, exist, split
-from gdn.backends.triton.serving.decode import Again
+from gdn.backends.triton.serving.decode import CachedLaunch
 from gdn.backends.triton.serving.fold import PLACES, past, pasts, u_of
 from gdn.backends.triton.serving.packet import (
     MOST,
@@ -172,14 +172,14 @@ def replay_kernel(
     BS: tl.constexpr, BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr,
     DENSE: tl.constexpr, NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     PAST_UNIT: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr, CHAINED: tl.constexpr,
+    PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
     IS_LONG: tl.constexpr,
 ):  # fmt: skip
     # S_t = e^(G_t) S + sum_j e^(G_t - G_j) k_j u_j^T, then o and u of the packet as in `packet`.
     # Program (row, head, block): STRIPS strips of BV value columns; grid: (N, + 1 if packed) * HV * blocks; 1
     # or 2 warps. Reads S, the history and the packet; writes o, and appends u, k and G of the packet.
-    if CHAINED:
-        after_the_one_before()
+    if PDL:
+        launch_dependents_then_wait()
     n, head, block = owner(HV, HV_inverse, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
     first, count = span(cu_seqlens_ptr, n, N, T)
     slot, _ = slot_of(n, N, 1, 1, read_index_ptr, None, None, read_n, 0, 0, 0)
@@ -249,10 +249,10 @@ def replay_kernel(
                     )  # fmt: skip
 
 
-_replays: Plans[Again] = Plans()
+_replays: Plans[CachedLaunch] = Plans()
 
 
-def replay_decode(problem: ReplayProblem) -> Again | None:
+def replay_decode(problem: ReplayProblem) -> CachedLaunch | None:
     """See `Backend`; writes the history and problem.out."""
     p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
     again = _replays.get(_replay_key(p), lambda: _first(p))
@@ -263,11 +263,11 @@ def replay_decode(problem: ReplayProblem) -> Again | None:
     return again
 
 
-def _first(p: ReplayProblem) -> Again:
+def _first(p: ReplayProblem) -> CachedLaunch:
     one, tensors, gpu = _plan_replay(p), p.arguments()[:17], machine(p.q.device)
     others = lambda: [(_plan_replay(p, pairs), tensors) for pairs in fills(gpu)]  # noqa: E731
-    ahead(p.q.device, one.binary(tensors), others)
-    return Again(one, p.q.device)
+    compile_ahead(p.q.device, one.binary(tensors), others)
+    return CachedLaunch(one, p.q.device)
 
 
 def _replay_key(p: ReplayProblem) -> Hashable:
@@ -312,7 +312,7 @@ def _plan_replay(p: ReplayProblem, pairs: int | None = None) -> Launch:
         "LINE": line_of(axis, (n, 0, h, k, v), state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
         "PAST_UNIT": past_unit, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(p.longest),
-        **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "CHAINED": chains(gpu),
+        **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu),
         "IS_LONG": 0 < held * PLACES < p.places,
     }  # fmt: skip
     programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gdn.backends.eager.step import composed
 from gdn.backends.triton import launch
-from gdn.backends.triton.launch import Launch, Plans, Step, ahead, machine, on
+from gdn.backends.triton.launch import Launch, Plans, Step, compile_ahead, device_guard, machine
 from gdn.backends.triton.layer import conv_update, norm
 from gdn.backends.triton.layer.conv import WIDEST, filled
 from gdn.backends.triton.serving import decode, packet
@@ -25,7 +25,7 @@ from gdn.problem.step import StepProblem
 
 
 @dataclass(frozen=True)
-class Again:
+class CachedLaunch:
     """Repeat the launches of a step for calls that differ only in the addresses of tensors."""
 
     launches: tuple[Launch, ...]
@@ -33,7 +33,7 @@ class Again:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch with the tensors of a problem, in its order."""
-        with on(self.device):
+        with device_guard(self.device):
             for one, given in self.steps(*tensors):
                 one(*given)
 
@@ -52,10 +52,10 @@ class Again:
         return list(zip(self.launches, given, strict=False))
 
 
-_plans: Plans[Again] = Plans()
+_plans: Plans[CachedLaunch] = Plans()
 
 
-def decode_step(problem: StepProblem) -> Again | None:
+def decode_step(problem: StepProblem) -> CachedLaunch | None:
     """See `Backend`."""
     p = problem
     if needs_copies(p):
@@ -86,7 +86,7 @@ def needs_copies(p: StepProblem) -> bool:
     )
 
 
-def plan_of(p: StepProblem, pairs: int | None = None) -> Again:
+def plan_of(p: StepProblem, pairs: int | None = None) -> CachedLaunch:
     """Return the launches. `pairs`: rows times heads for the tiles of `decode`, if not the problem's."""
     # only the layout of the convolution's output counts here: it is allocated anew for each step
     mixed, o, keys = p.mixed_qkv.new_empty(p.mixed_qkv.shape), p.out, p.H * p.K
@@ -95,15 +95,15 @@ def plan_of(p: StepProblem, pairs: int | None = None) -> Again:
     ]  # fmt: skip
     if p.has_norm:
         launches.append(norm.plan_of(p.norm(o), o, p.z))
-    return Again(tuple(launches), p.x.device)
+    return CachedLaunch(tuple(launches), p.x.device)
 
 
-def _first(p: StepProblem) -> Again:
+def _first(p: StepProblem) -> CachedLaunch:
     again, tensors = plan_of(p), tensors_of(p)
     kind = tuple(one.binary(given) for one, given in again.steps(*tensors))
     # binaries for other numbers of rows
     others = [plan_of(p, pairs) for pairs in packet.fills(machine(p.x.device))]
-    ahead(p.x.device, kind, lambda: [one for other in others for one in other.steps(*tensors)])
+    compile_ahead(p.x.device, kind, lambda: [one for other in others for one in other.steps(*tensors)])
     return again
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gdn.backends.triton import sums
 from gdn.backends.triton.chunks import Table, locate
-from gdn.backends.triton.launch import Launch, Plans, kernel, machine, on
+from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine
 from gdn.backends.triton.layer.gate import decay_rate, load_heads
 from gdn.notation import GSum, HeadParam, Offsets, PerHead
 from gdn.problem import CHUNK, RESET
@@ -142,7 +142,7 @@ def launch_stage(
         launch = Launch(kernel, grid(entries), all_numbers, {"C": CHUNK, **constants}, num_warps)
         return _Stage(table, entries, launch)
 
-    with on(x.device):
+    with device_guard(x.device):
         stage = _stages.get(key, make)
         table = None
         if stage.table is not None and cu_seqlens is not None:
@@ -199,7 +199,7 @@ def chunk_gate_cumsum_bwd(
     da, partial = _cumsum_bwd(a, A_log.contiguous(), bias, dG, cu_seqlens)
     dA_log = A_log.new_empty(A_log.shape)
     ddt_bias = None if dt_bias is None else dt_bias.new_empty(dt_bias.shape)
-    with on(a.device):
+    with device_guard(a.device):
         sums.add(len(partial), 2, a.shape[2], (0, 1))(partial, dA_log, ddt_bias)
     return da, dA_log, ddt_bias
 

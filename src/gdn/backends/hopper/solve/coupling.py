@@ -11,62 +11,51 @@ tokens. Otherwise, and with l2norm, it takes one exponential a pair.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.factors import BETA, BOX, FROM, GAIN, OUT
-from gdn.backends.hopper.inverse import BLOCK, BLOCKS, OF_BLOCK, places, zeros
+from gdn.backends.hopper.factors import BETA, LOG2_K, UPDATE_DECAY
+from gdn.backends.hopper.solve.decays import A_FACTOR
+from gdn.backends.hopper.solve.inverse import BLOCKS, block_indices, zero_block
 
 
 @gluon.jit
-def down(f_s, FACTOR: gl.constexpr, n: gl.constexpr):
-    """Load a factor of block n's 16 tokens from shared memory as a column [16, 1]."""
-    return f_s.index(FACTOR - BOX).permute((1, 0)).slice(n * BLOCK, BLOCK, 0).load(OF_BLOCK)
-
-
-@gluon.jit
-def across(f_s, FACTOR: gl.constexpr, n: gl.constexpr):
-    """Load a factor of block n's 16 tokens from shared memory as a row [1, 16]."""
-    return f_s.index(FACTOR - BOX).slice(n * BLOCK, BLOCK, 1).load(OF_BLOCK)
-
-
-@gluon.jit
-def strength_of(f_s, gain_s, a: gl.constexpr, n: gl.constexpr, IS_NEAR: gl.constexpr):
+def block_factors(factors, a: gl.constexpr, n: gl.constexpr, HAS_FP32_DECAY: gl.constexpr):
     """Return the factors that turn block (a, n) of k k^T into -A; above the diagonal of a == n, into -A^T."""
-    i, j = places()
-    if IS_NEAR:
+    i, j = block_indices()
+    if HAS_FP32_DECAY:
         # no exponential: e^(G_i - G_C) e^(G_C - G_j)
-        below = down(gain_s, GAIN, a) * across(f_s, OUT, n)
+        below = factors.column(A_FACTOR, a) * factors.row(UPDATE_DECAY, n)
         if a == n:
-            above = across(gain_s, GAIN, a) * down(f_s, OUT, a)
+            above = factors.row(A_FACTOR, a) * factors.column(UPDATE_DECAY, a)
             return gl.where(i > j, below, above)
         return below
     else:
-        row = down(f_s, FROM, a)
-        column = across(f_s, FROM, n)
-        gain = down(gain_s, GAIN, a)
+        row = factors.column(LOG2_K, a)
+        column = factors.row(LOG2_K, n)
+        a_factor = factors.column(A_FACTOR, a)
         if a == n:
             # above the diagonal A^T: the exponent with i and j exchanged, so one exp2 serves both triangles
             power = gl.exp2(gl.where(i > j, row - column, column - row))
-            return power * gl.where(i > j, gain, across(gain_s, GAIN, a))
-        return gl.exp2(row - column) * gain
+            return power * gl.where(i > j, a_factor, factors.row(A_FACTOR, a))
+        return gl.exp2(row - column) * a_factor
 
 
 @gluon.jit
-def coupled(kk, f_s, gain_s, IS_NEAR: gl.constexpr):
+def compute_L(kk, factors, HAS_FP32_DECAY: gl.constexpr):
     """Return blocks of L = -A below the diagonal (fp16), on it, on it transposed; sums of (beta_i A_ij)^2."""
-    i, j = places()
+    i, j = block_indices()
     L = ()
     L_aa = ()
     L_aa_t = ()
     # element by element in registers; `solve` reduces it over the warp once
-    total = zeros()
+    total = zero_block()
     for a in gl.static_range(BLOCKS):
-        beta = down(f_s, BETA, a)
-        squares = zeros()
+        beta = factors.column(BETA, a)
+        squares = zero_block()
         for n in gl.static_range(a):
-            x = kk[a * (a + 1) // 2 + n] * strength_of(f_s, gain_s, a, n, IS_NEAR)
+            x = kk[a * (a + 1) // 2 + n] * block_factors(factors, a, n, HAS_FP32_DECAY)
             squares += x * x
             L = L + (x.to(gl.float16),)
         # k k^T is symmetric: the registers above the diagonal give L^T without a transpose in shared memory
-        x = kk[a * (a + 3) // 2] * strength_of(f_s, gain_s, a, a, IS_NEAR)
+        x = kk[a * (a + 3) // 2] * block_factors(factors, a, a, HAS_FP32_DECAY)
         L_aa = L_aa + (gl.where(i > j, x, 0.0),)
         L_aa_t = L_aa_t + (gl.where(i < j, x, 0.0),)
         squares += L_aa[a] * L_aa[a]

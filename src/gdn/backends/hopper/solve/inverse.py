@@ -18,47 +18,46 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.gluon import mma_v2
 
-C = gl.constexpr(64)  # tokens of a chunk
 BLOCK = gl.constexpr(16)  # tokens of a block
 BLOCKS = gl.constexpr(4)  # blocks down a tile
 
 # accumulator, left and right operand of the warp-level mma (m16n8k16 of 16 bits), in registers of one warp
-OF_BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, OF_BLOCK.value, 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, OF_BLOCK.value, 2))
+ACC_BLOCK = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+BLOCK_A = gl.constexpr(gl.DotOperandLayout(0, ACC_BLOCK.value, 2))
+BLOCK_B = gl.constexpr(gl.DotOperandLayout(1, ACC_BLOCK.value, 2))
 
 
 @gluon.jit
-def places():
+def block_indices():
     """Return the row [16, 1] and column [1, 16] indices of a block."""
-    i = gl.arange(0, BLOCK, gl.SliceLayout(1, OF_BLOCK))
-    j = gl.arange(0, BLOCK, gl.SliceLayout(0, OF_BLOCK))
+    i = gl.arange(0, BLOCK, gl.SliceLayout(1, ACC_BLOCK))
+    j = gl.arange(0, BLOCK, gl.SliceLayout(0, ACC_BLOCK))
     return i[:, None], j[None, :]
 
 
 @gluon.jit
-def zeros():
-    return gl.zeros((BLOCK, BLOCK), gl.float32, OF_BLOCK)
+def zero_block():
+    return gl.zeros((BLOCK, BLOCK), gl.float32, ACC_BLOCK)
 
 
 @gluon.jit
-def left(x):
+def as_a_operand(x):
     # no data moves: the registers of an accumulator are those of a left operand
-    return gl.convert_layout(x, LEFT)
+    return gl.convert_layout(x, BLOCK_A)
 
 
 @gluon.jit
-def by(a, b, acc):
+def mma_transposed(a, b, acc):
     """Return acc + a b^T of three accumulators; the operands are rounded to fp16 in registers."""
-    right = gl.convert_layout(gl.permute(b.to(gl.float16), (1, 0)), RIGHT)
-    return mma_v2(left(a.to(gl.float16)), right, acc)
+    right = gl.convert_layout(gl.permute(b.to(gl.float16), (1, 0)), BLOCK_B)
+    return mma_v2(as_a_operand(a.to(gl.float16)), right, acc)
 
 
 @gluon.jit
-def on_diagonal(L, L_t):
+def invert_diagonal(L, L_t):
     """Return X and X^T of blocks on the diagonal from L and L^T, by doubling from 2 x 2 to 16 x 16."""
-    i, j = places()
-    eye = gl.where(i == j, zeros() + 1.0, 0.0)
+    i, j = block_indices()
+    eye = gl.where(i == j, zero_block() + 1.0, 0.0)
     X = ()
     X_t = ()
     for a in gl.static_range(len(L)):
@@ -70,31 +69,31 @@ def on_diagonal(L, L_t):
         more = ()
         more_t = ()
         for a in gl.static_range(len(L)):
-            XL = gl.where(is_across, by(X[a], L_t[a], zeros()), 0.0)
-            more = more + (by(XL, X_t[a], X[a]),)
-            more_t = more_t + (by(X_t[a], XL, X_t[a]),)
+            XL = gl.where(is_across, mma_transposed(X[a], L_t[a], zero_block()), 0.0)
+            more = more + (mma_transposed(XL, X_t[a], X[a]),)
+            more_t = more_t + (mma_transposed(X_t[a], XL, X_t[a]),)
         X = more
         X_t = more_t
     return X, X_t
 
 
 @gluon.jit
-def inverse(L, L_aa, L_aa_t):
+def invert(L, L_aa, L_aa_t):
     """Return the blocks of X on and below the diagonal, row by row; L has the blocks below it."""
     # two blocks at a time: their mma are independent, and the registers hold two with their transposes
-    upper, upper_t = on_diagonal(L_aa[:2], L_aa_t[:2])
-    lower, lower_t = on_diagonal(L_aa[2:], L_aa_t[2:])
+    upper, upper_t = invert_diagonal(L_aa[:2], L_aa_t[:2])
+    lower, lower_t = invert_diagonal(L_aa[2:], L_aa_t[2:])
     X_aa = upper + lower
     X_aa_t = upper_t + lower_t
     X = (X_aa[0],)
     X_t = (X_aa_t[0],)
     for a in gl.static_range(1, BLOCKS):
         for n in gl.static_range(a):
-            T_t = zeros()
+            T_t = zero_block()
             for m in gl.static_range(n, a):
-                T_t = by(X_t[m * (m + 1) // 2 + n], L[a * (a - 1) // 2 + m], T_t)
-            X = X + (by(X_aa[a], T_t, zeros()),)
-            X_t = X_t + (by(T_t, X_aa[a], zeros()),)
+                T_t = mma_transposed(X_t[m * (m + 1) // 2 + n], L[a * (a - 1) // 2 + m], T_t)
+            X = X + (mma_transposed(X_aa[a], T_t, zero_block()),)
+            X_t = X_t + (mma_transposed(T_t, X_aa[a], zero_block()),)
         X = X + (X_aa[a],)
         X_t = X_t + (X_aa_t[a],)
     return X

@@ -1,0 +1,80 @@
+"""Make the TMA descriptors of a forward: the blocks that one load or store moves, and their shared memory."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gdn.backends.hopper.scan.operands import BF16_TILE
+from gdn.problem import CHUNK, Problem
+
+# shared memory of the TMA blocks: halves of A_inv, fp32 states, tokens of q, k, v, boxes of factors
+A_INV_HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+FP32_STATE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+FACTOR_ROWS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+def halves_of(A_inv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of the upper and lower C / 2 rows of tiles [.., C, C], or [.., 3 C / 2, C / 2].
+
+    The latter lack the zero upper right quarter. A TMA load of 64 columns reads it as zeros, and a TMA store
+    does not write it, since it is out of the view's bounds.
+    """
+    width = A_inv.shape[-1]
+    size, upper = A_inv.shape[-2] * width, CHUNK // 2 * width
+    shape = (A_inv.numel() // size, CHUNK // 2)
+    return (
+        A_inv.as_strided((*shape, width), (size, width, 1)),
+        A_inv.as_strided((*shape, CHUNK), (size, CHUNK, 1), A_inv.storage_offset() + upper),
+    )
+
+
+def state_layout(x: Tensor) -> gl.NVMMASharedLayout:
+    """Return the shared-memory layout of a block of states, bf16 or fp32."""
+    return BF16_TILE.value if x.element_size() == 2 else FP32_STATE
+
+
+def make_descriptor(x: Tensor, block: tuple[int, ...], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    """Make the TMA descriptor of x in blocks; all checks but that of the address are cached."""
+    # host time: a new descriptor checks shape, strides and layout each time, so copy a checked one
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(_checked_fields(x.shape, x.stride(), x.dtype, block, layout))
+    descriptor.base = x
+    return descriptor
+
+
+@lru_cache(4096)
+def _checked_fields(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...],
+    layout: gl.NVMMASharedLayout,
+) -> dict[str, Any]:  # fmt: skip
+    empty = torch.empty(0, dtype=dtype)
+    return vars(TensorDescriptor(empty, list(shape), list(strides), list(block), layout))
+
+
+def align(p: Problem) -> Problem:
+    """Return the problem with q, k, v copied where TMA cannot read them.
+
+    TMA needs addresses and strides that are multiples of 16 bytes. NVIDIA does not document strides of 0, so
+    those are copied, too.
+    """
+    q, k, v = _aligned(p.q), _aligned(p.k), _aligned(p.v)
+    # `form` covers neither addresses nor the strides of copies: without it the launches are looked up anew
+    return p if q is p.q and k is p.k and v is p.v else replace(p, form=None, q=q, k=k, v=v)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    # clone, not contiguous(): an axis of one element is contiguous with any stride, and would not be copied
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Return True if TMA can read the tensor where it is."""
+    row, token, head, _ = x.stride()
+    has_zero_stride = row * token * head == 0
+    return not has_zero_stride and (x.data_ptr() | x.element_size() * (row | token | head)) % 16 == 0

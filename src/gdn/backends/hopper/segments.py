@@ -1,0 +1,348 @@
+"""Cut a long sequence into segments of chunks, and scan all segments at once on many SMs.
+
+    S_end = M S_start + N over a segment: M is scanned from the identity with v = 0, N from zero
+
+    plan_segments      place the segments, see `cost.Cuts`. It drops each M whose decay is exactly 0 in fp32.
+                       It sums the decays of chunks if `gates` has stored them, else g of tokens, so that it
+                       need not wait for `solve`
+    segment_transfer   compute M and N of all segments but each sequence's last: the scan without outputs. The
+                       first segment has no M, and its N is scanned from the caller's state
+    propagate_states   compute S_(j+1) = M_j S_j + N_j from segment to segment: the states that enter them
+    the state scan     scan each segment from the state that enters it
+
+M, N and the states are fp32. At K = 128 a product of them is three MMAs of split bf16 (error 1e-5), at K = 64
+it is tf32x3. HBM bytes per segment and value head at K = V = 128: M and N written 128 Ki; N read 64 Ki, M
+read 64 Ki by each CTA of `propagate_states`; states written and read 128 Ki. Per token that
+`segment_transfer` scans: k, A_inv and factors 384, and v 256 for N.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gdn.backends.hopper import cost
+from gdn.backends.hopper.factors import CHUNK_DECAY, MIN_G, NUM_ROWS
+from gdn.backends.hopper.scan.kernel import segment_transfer_kernel
+from gdn.backends.hopper.scan.scheduler import (
+    FIRST_CHUNK,
+    FIRST_TOKEN,
+    ITEM_FIELDS,
+    LENGTH,
+    ROW,
+    START_FROM,
+    STORE_TO,
+)
+from gdn.backends.triton.chunks import chunks_of, sequence
+from gdn.backends.triton.launch import Launch, Step, TensorSpec, kernel, tensor_spec
+from gdn.backends.triton.launch.pdl import PDL, wait_then_launch_dependents
+from gdn.backends.triton.lib import dot, split_bf16, state_tile
+from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule.prepare import log_decay
+from gdn.problem import CHUNK, Problem
+
+# value columns of a CTA of `propagate_states`, for few CTAs and for many, and its warps, by K = V. At K = 64
+# narrower blocks were miscompiled.
+PROPAGATE = {128: ((16, 32), 8), 64: ((64,), 4)}
+LOG_ZERO = tl.constexpr(-104.0)  # e^LOG_ZERO is 0 in fp32
+ALIVE = tl.constexpr(cost.ALIVE)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Hold the launches that precede the scan of segments, and the specs of the tensors they write."""
+
+    # states that enter segments, work items of the scan and of `segment_transfer`, ranges, M and N
+    specs: tuple[TensorSpec, ...]
+    num_items: int  # of the scan
+    has_decays: bool  # `gates` stores the decays of chunks, before `solve`
+    plan: Launch
+    transfer: Launch
+    propagate: Launch
+
+    def steps(
+        self,
+        p: Problem,
+        tiles: tuple[Any, ...],
+        factors: Tensor,
+        table: Tensor | None,
+        new: list[Tensor | None],
+    ) -> Iterator[Step]:
+        """Yield the launches and their tensors in order; `tiles`: TMA descriptors of k, v, A_inv, factors."""
+        states, scan_items, transfer_items, ranges, transfers = new
+        decays = (factors if self.has_decays else None, p.g, p.A_log, p.dt_bias)
+        yield self.plan, (*decays, p.cu_seqlens, table, scan_items, transfer_items, ranges)
+        yield self.transfer, (*tiles, factors, p.initial_state, transfers, transfer_items)
+        yield self.propagate, (transfers, ranges, p.initial_state, states)
+
+
+def propagation_width(p: Problem) -> int:
+    """Return the value columns of a CTA of `propagate_states`: few if all CTAs then fit the SMs at once."""
+    widths, _ = PROPAGATE[p.K]
+    return widths[0] if p.N * p.HV * (p.V // widths[0]) <= cost.num_sms(p.device) else widths[-1]
+
+
+def plan_launches(
+    p: Problem, cuts: cost.Cuts, numbers: tuple[int, ...], width: int, fast_path: bool, has_decays: bool
+) -> Segments:
+    """Plan the segment launches of a problem; the device takes one of two cuts.
+
+    `numbers` are the scan's T, HV, ratio, chunks_per_row, bound; `width` value columns of a CTA of
+    `propagate_states`; `has_decays`: `gates` stores the decays of chunks.
+    """
+    T, HV, ratio, per_row, bound = numbers
+    # the most segments that either cut can have: packed lengths are only on the device
+    if p.cu_seqlens is None or p.N == 1:
+        segments = p.N * max(1 + sum(count for count, _ in cut.segments(per_row)[0]) for cut in cuts)
+    else:
+        segments = max(cut.most(p.N, p.num_chunks) for cut in cuts)
+    num_items = segments * HV
+    states = (HV, p.K, p.V)
+    return Segments(
+        specs=(
+            tensor_spec((segments, *states), torch.float32),
+            tensor_spec((num_items, ITEM_FIELDS.value), torch.int32),
+            tensor_spec((2 * num_items, ITEM_FIELDS.value), torch.int32),
+            tensor_spec((p.N, 2), torch.int32),
+            tensor_spec((2 * segments, *states), torch.float32),
+        ),
+        num_items=num_items,
+        has_decays=has_decays,
+        plan=Launch(
+            plan_segments_kernel,
+            num_items,
+            (*plans.gate_strides(p.g), T, HV, p.N, per_row, bound, *cuts.many, *cuts.few),
+            {
+                "C": CHUNK,
+                "FACTORS": NUM_ROWS.value * CHUNK,
+                "DECAY": CHUNK_DECAY.value * CHUNK,
+                "FIELDS": ITEM_FIELDS.value,
+                "BLOCK": 64,
+                "LANES": 512,
+                "RESET": MIN_G,
+            },  # fmt: skip
+            1,
+            options=PDL,
+        ),
+        transfer=Launch(
+            segment_transfer_kernel,
+            2 * num_items,
+            (T, HV, ratio),
+            {"V_FIRST": p.state_v_first, "FAST_PATH": fast_path, "D": p.K},
+            4,
+            options={"maxnreg": 168 if p.K == 128 else 128, **PDL},
+            described=5,
+            seconds=2.0,
+        ),
+        propagate=Launch(
+            propagate_states_kernel,
+            p.N * HV * (p.V // width),
+            (HV,),
+            {"D": p.K, "BV": width, "V_FIRST": p.state_v_first, "STAGES": 3},
+            PROPAGATE[p.K][1],
+            options=PDL,
+        ),
+    )
+
+
+@triton.jit
+def count_segments(chunks, long, longs, short):
+    """Return the number of segments of a sequence of `chunks` chunks, see `cost.Cut`: 1 if it is empty."""
+    left = chunks - longs * long
+    most = longs + 1 + (left > short).to(tl.int32)
+    return tl.where(left > 0, most, tl.maximum(tl.cdiv(chunks, long), 1))
+
+
+@triton.jit
+def first_chunk_of(segment, long, longs, short):
+    """Return the first chunk of a segment within its sequence."""
+    return tl.minimum(segment, longs) * long + tl.maximum(segment - longs, 0) * short
+
+
+@triton.jit
+def has_few_maps(
+    factors_ptr, chunks, HV, segment, FACTORS: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return True if only a few heads have an M over segments of `segment` chunks, estimated from 16 chunks.
+
+    Every CTA must come to the same result: END in HBM has the same bits before and after `solve` stores it
+    again.
+    """
+    sample = (tl.arange(0, 16)[:, None] * chunks // 16).to(tl.int64)
+    alive = 0
+    for m in range(0, HV, BLOCK):
+        heads = m + tl.arange(0, BLOCK)[None, :]
+        place = (sample * HV + heads) * FACTORS + DECAY
+        # an estimate: the mean of 16 chunks times `segment`
+        G = tl.sum(tl.log(tl.load(factors_ptr + place, mask=heads < HV, other=0.0)), 0)
+        alive += tl.sum((G * segment >= 16 * LOG_ZERO).to(tl.int32))
+    return alive <= ALIVE * HV
+
+
+@triton.jit
+def locate_segment(i, cu_seqlens_ptr, N, long, longs, short, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the sequence of segment i (N past the last), and the number of segments before that sequence."""
+    n = 0
+    first = 0
+    total = 0
+    for m in range(0, N, BLOCK):
+        lanes = m + tl.arange(0, BLOCK)
+        num_segments = count_segments(chunks_of(cu_seqlens_ptr, lanes, lanes < N, C), long, longs, short)
+        num_segments = tl.where(lanes < N, num_segments, 0)
+        is_before = (lanes < N) & (total + tl.cumsum(num_segments, 0) <= i)
+        n += tl.sum(is_before.to(tl.int32))
+        first += tl.sum(tl.where(is_before, num_segments, 0))
+        total += tl.sum(num_segments)
+    return n, first
+
+
+@kernel
+def plan_segments_kernel(
+    factors_ptr, g_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr, table_ptr, scan_items_ptr,
+    transfer_items_ptr, ranges_ptr,
+    g_b, g_t, g_h, T, HV, N, chunks_per_row, bound, long, longs, short, few_long, few_longs, few_short,
+    C: tl.constexpr, FACTORS: tl.constexpr, DECAY: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, RESET: tl.constexpr,
+):  # fmt: skip
+    """Write the work items of both scans, and (first segment, segments) of each sequence.
+
+    One CTA: one segment and value head: its item of the scan, and its two of `segment_transfer`, N and M.
+    Grid: the most segments that there can be x HV.  Warps: 1.  No TMA, no mbarrier: the CTA reads decays (or
+    gates) from HBM and writes int32 fields to HBM.
+    Cut: `few` if only a few heads have an M in its segments and decays of chunks are stored, else `many`.
+    Order: a sequence's last segment, which may be the longest, is scanned first, short ones last.
+    PDL: it waits at its end, as it needs nothing of `solve`, the launch before.
+    """
+    i = tl.program_id(0) // HV
+    head = tl.program_id(0) % HV
+    if factors_ptr is not None:
+        _, _, total, chunk = sequence(N - 1, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
+        if has_few_maps(factors_ptr, chunk + tl.cdiv(total, C), HV, few_long, FACTORS, DECAY, 32):
+            long = few_long
+            longs = few_longs
+            short = few_short
+    if table_ptr is None:
+        num_segments = count_segments(chunks_per_row, long, longs, short)
+        n = i // num_segments
+        base = n * num_segments
+    else:
+        n, base = locate_segment(i, cu_seqlens_ptr, N, long, longs, short, C, BLOCK)
+    exists = n < N
+    row, first, total, chunk = sequence(
+        tl.minimum(n, N - 1), table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C
+    )
+    index = i - base
+    num_segments = count_segments(tl.cdiv(total, C), long, longs, short)
+    is_last = index == num_segments - 1
+    begin = first_chunk_of(index, long, longs, short)
+    past = tl.where(is_last, total, first_chunk_of(index + 1, long, longs, short) * C)
+    length = tl.where(exists, past - begin * C, 0)
+    chunk += begin
+
+    # the last segment takes its sequence's first place: the persistent scan takes items in this order
+    place = tl.where(exists & is_last, base, tl.where(exists, i + 1, i))
+    item = scan_items_ptr + (place * HV + head) * FIELDS
+    tl.store(item + ROW, row)
+    tl.store(item + FIRST_TOKEN, first + begin * C)
+    tl.store(item + LENGTH, length)
+    tl.store(item + FIRST_CHUNK, chunk)
+    tl.store(item + STORE_TO, tl.where(exists & is_last, n, -1))
+    tl.store(item + START_FROM, i)
+    if exists & (index == 0) & (head == 0):
+        tl.store(ranges_ptr + 2 * n, base)
+        tl.store(ranges_ptr + 2 * n + 1, num_segments)
+
+    # nothing follows a last segment, so it needs neither M nor N; the first starts from a known state: only N
+    has_end = exists & (is_last == 0)
+    has_map = has_end & (index > 0)
+    # fp64 sums in registers, LANES at a time: the test below decides if M is exactly 0
+    G = tl.zeros([LANES], tl.float64)
+    if factors_ptr is not None:
+        count = tl.cdiv(length, C)
+        for c in range(0, tl.where(has_map, count, 0), LANES):
+            chunks = c + tl.arange(0, LANES)
+            end = ((chunk + chunks).to(tl.int64) * HV + head) * FACTORS + DECAY
+            G += tl.log(tl.load(factors_ptr + end, mask=chunks < count, other=1.0))
+    elif g_ptr is not None:
+        g_ptr += row.to(tl.int64) * g_b + (first + begin * C).to(tl.int64) * g_t + head * g_h
+        for t in range(0, tl.where(has_map, length, 0), LANES):
+            tokens = t + tl.arange(0, LANES)
+            g = tl.load(g_ptr + tokens.to(tl.int64) * g_t, mask=tokens < length, other=0.0)
+            g = log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET)
+            G += tl.where(tokens < length, g, 0.0)
+    # false for NaN, which M must propagate
+    is_gone = tl.sum(G, 0) < LOG_ZERO
+    for is_map in tl.static_range(2):
+        # an item without tokens leaves M zero, and costs `segment_transfer` no chunk
+        is_scanned = has_map & (is_gone == 0) if is_map else has_end
+        has_goal = has_map if is_map else has_end
+        # N, then M of each segment; the first segment has no M, so its empty item goes last
+        place = 2 * index + is_map - (index > 0).to(tl.int32)
+        if is_map:
+            place = tl.where(index == 0, 2 * num_segments - 1, place)
+        place = tl.where(exists, 2 * base + place, 2 * i + is_map)
+        item = transfer_items_ptr + (place * HV + head) * FIELDS
+        tl.store(item + ROW, row)
+        tl.store(item + FIRST_TOKEN, first + begin * C)
+        tl.store(item + LENGTH, tl.where(is_scanned, length, 0))
+        tl.store(item + FIRST_CHUNK, chunk)
+        tl.store(item + STORE_TO, tl.where(has_goal, 2 * i + is_map, -1))
+        tl.store(item + START_FROM, -1 if is_map else tl.where(has_end & (index == 0), n, -1))
+    # only now: the next launch may then rely on `solve` and all before it
+    wait_then_launch_dependents()
+
+
+@kernel
+def propagate_states_kernel(
+    transfers_ptr, ranges_ptr, initial_ptr, states_ptr,
+    HV,
+    D: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute the states that enter the segments of a sequence, BV value columns of them.
+
+    One CTA: one sequence, value head and BV columns, segment after segment; S stays in registers.
+    Grid: sequences x HV x D / BV.  Warps: 8 at K = 128, 4 at K = 64.
+    Shared memory: Triton's, for STAGES pipeline stages of the loop that loads M and N, and for MMA operands.
+    """
+    strip = tl.program_id(0) % (D // BV)
+    head = (tl.program_id(0) // (D // BV)) % HV
+    n = tl.program_id(0) // (D // BV * HV)
+    first = tl.load(ranges_ptr + 2 * n)
+    num_segments = tl.load(ranges_ptr + 2 * n + 1)
+    ks = tl.arange(0, D)
+    vs = strip * BV + tl.arange(0, BV)
+    place, mask = state_tile(0, ks, vs, D, D, V_FIRST)
+    if initial_ptr is None:
+        S = tl.zeros([D, BV], tl.float32)
+    else:
+        S = tl.load(initial_ptr + (n.to(tl.int64) * HV + head) * (D * D) + place).to(tl.float32)
+    # `segment_transfer` writes M and N to HBM; above, the caller's state and the ranges, two launches old,
+    # need no wait
+    wait_then_launch_dependents()
+    tl.store(states_ptr + (first.to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask)
+    # one segment: the scan only needs the initial state
+    if num_segments == 1:
+        return
+    square = ks[:, None] * D + ks[None, :]
+    columns = ks[:, None] * D + vs[None, :]
+    S = tl.load(transfers_ptr + (2 * first.to(tl.int64) * HV + head) * (D * D) + columns)
+    for i in tl.range(1, num_segments - 1, num_stages=STAGES):
+        segment = (first + i).to(tl.int64)
+        tl.store(states_ptr + (segment * HV + head) * (D * D) + place, S, mask=mask)
+        zero = 2 * segment * HV + head
+        M = tl.load(transfers_ptr + (zero + HV) * (D * D) + square)
+        N = tl.load(transfers_ptr + zero * (D * D) + columns)
+        if D == 64:
+            S = dot(M, S, N, "tf32x3")
+        else:
+            # split bf16 on the tensor cores: hi hi + hi lo + lo hi; without lo lo the error is 1e-5
+            M_high, M_low = split_bf16(M, tl.bfloat16)
+            S_high, S_low = split_bf16(S, tl.bfloat16)
+            S = tl.dot(M_high, S_high, tl.dot(M_high, S_low, tl.dot(M_low, S_high, N)))
+    tl.store(
+        states_ptr + ((first + num_segments - 1).to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask
+    )
