@@ -4,7 +4,7 @@
     Q_SCALE scale q_rstd;  K_RSTD;  READ scale e^G q_rstd;  INTO -e^G k_rstd;  OUT e^(G_C - G) k_rstd
 
 e^(G_i - G_j) k_rstd_j is then 2^(DECAY_i - FROM_j): one exponential a pair. MMAs multiply the caller's rows
-of q and k, and the factors hold the norms. G is summed again from differences of at least MIN_G: e^MIN_G is
+of q and k, and the factors hold the norms. G is summed again from differences of at least RESET: e^RESET is
 0 in fp32, and G stays so small that a difference of two G in fp32 is off by at most 2^-10. The rows of a
 chunk are one TMA box.
 
@@ -13,7 +13,6 @@ HBM bytes per token and value head: G 8, beta 2, norms 8, factors 32: 50.
 
 import triton.language as tl
 
-from gdn.backends.hopper.factors import MIN_G
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import activate_beta
@@ -27,7 +26,7 @@ PER_LOG2 = tl.constexpr(1.4426950408889634)
 def backward_factors_kernel(
     beta_ptr, G_ptr, q_rstd_ptr, k_rstd_ptr, table_ptr, factors_ptr,
     beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
-    C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr,
+    C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
     # One program (CTA): the factors of one chunk and BH heads, by plain loads and stores to HBM.
     # Grid: chunks x ceil(HV / BH).  Warps: 4.  Neighbouring threads have neighbouring heads, which are
@@ -46,7 +45,7 @@ def backward_factors_kernel(
     G = tl.load(G_ptr + place * HV + heads, mask=is_token, other=0.0)
     before = tl.load(G_ptr + (place - 1) * HV + heads, mask=is_token & (tokens > 0), other=0.0)
     # in fp64, so that a reset on one token leaves the other tokens' differences of G exact
-    g = tl.where(G - before < MIN_G, MIN_G, G - before)
+    g = tl.where(G - before < RESET, RESET, G - before)
     G = tl.cumsum(tl.where(is_token, g, 0.0), 0)
     end = (tl.sum(tl.where(tokens == C - 1, G, 0.0), 0) * PER_LOG2).to(tl.float32)[None, :]
     decay = (G * PER_LOG2).to(tl.float32)

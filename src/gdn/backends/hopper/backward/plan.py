@@ -27,6 +27,7 @@ from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
 from gdn.backends.hopper.descriptors import FACTOR_ROWS, TOKENS, _aligned, align, make_descriptor
+from gdn.backends.hopper.factors import MIN_G
 from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, Plans, Step, TensorSpec, allocate, device_guard, tensor_spec
@@ -161,7 +162,7 @@ def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
         backward_factors_kernel,
         a.entries * -(-p.HV // HEADS),
         (*plans.gate_strides(p.beta), *numbers, p.scale),
-        {"C": CHUNK, "BH": HEADS, **a.activation},
+        {"C": CHUNK, "BH": HEADS, **a.activation, "RESET": MIN_G},
         4,
     )
     # both Gluon kernels are persistent: 1 CTA an SM, as a CTA takes nearly all of an SM's shared memory
