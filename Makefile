@@ -31,8 +31,8 @@ GPU_TEST_NEEDS := torch, triton, jaxtyping, expecttest, hypothesis, numpy, pytes
 DOCS_NEEDS := mkdocs, material, mkdocstrings_handlers.python, ruff
 can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 
-# the package, also for a python that has everything but it
-export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+# the package and its benchmarks, also for a python that has everything but them
+export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/benchmarks$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: help demo test test-gpu lint types docs interpret compile fla matrix spills bench bench-gpu clean
 
@@ -89,16 +89,16 @@ FLA_SUITE = $(if $(FLA_TESTS),PYTHONPATH=$(CURDIR)/build/fla:$(PYTHONPATH) $(TES
 over = PYTHONPATH=build/triton-$*:$(PYTHONPATH)
 
 demo:
-	$(DEMO_PYTHON) -m gdn demo
+	$(DEMO_PYTHON) examples/train_small.py
 
 bench:
-	$(DEMO_PYTHON) -m gdn bench cpu
+	$(DEMO_PYTHON) -m gdn_bench cpu
 
 # parts of under 9 minutes each: prefill train decode step spec stages layer host cold e2e accuracy
 PART ?= prefill
-WHAT = $(if $(filter accuracy,$(PART)),verify --set regimes --append --minutes 5,bench $(PART))
+WHAT = $(if $(filter accuracy,$(PART)),verify --set regimes --append --minutes 5,$(PART))
 bench-gpu:
-	$(DEMO_PYTHON) -m gdn $(WHAT) --resume $(if $(COMMIT),--commit $(COMMIT))
+	$(DEMO_PYTHON) -m gdn_bench $(WHAT) --resume $(if $(COMMIT),--commit $(COMMIT))
 
 test: lint types
 	$(PYTEST) -n $(WORKERS) -m "not compile"
@@ -146,7 +146,7 @@ lint:
 	$(TEST_PYTHON) -m ruff format --check .
 
 types:
-	$(TEST_PYTHON) -m mypy src/gdn
+	$(TEST_PYTHON) -m mypy
 
 clean:
 	rm -rf $(VENV) out build .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
@@ -158,7 +158,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/.torch
-	$(VENV)/bin/python -m pip install --progress-bar off -e '.[cli,plot,transformers]'
+	$(VENV)/bin/python -m pip install --progress-bar off -e '.[bench]'
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.torch

@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ import torch._inductor.config
 from hypothesis import HealthCheck, settings
 from kit import processes
 
-from gdn.bench.accuracy import poisoned
+from gdn.testing.memory import poison_memory
 
 settings.register_profile("gdn", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("gdn")
 
-# for processes that tests start where the package is not installed
+# tests start processes, which need the path where the package is not installed
 SOURCE = str(processes.ROOT / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SOURCE, os.environ.get("PYTHONPATH"))))
 
@@ -78,7 +79,7 @@ def device(backend: str) -> str:
 
 
 @pytest.fixture
-def everywhere(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
+def default_backend_and_device(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
     """Make the fixture's backend and device the defaults of calls and tensors that name none."""
     monkeypatch.setenv("GDN_BACKEND", backend)
     if device == "cpu":
@@ -113,7 +114,7 @@ def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
     compiler = processes.shared_cxx(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("CXX", compiler)
-    # monkeypatch takes the attribute away at the end, as it is none of the object's own
+    # the object only inherits the attribute, so monkeypatch would delete it at the end
     with torch._inductor.config.patch({"cpp.cxx": (None, compiler)}):
         yield
 
@@ -121,7 +122,7 @@ def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
 @pytest.fixture
 def poison():
     """Fill new memory with NaN, so that a test sees elements that were never written."""
-    with poisoned():
+    with poison_memory():
         yield
 
 
@@ -131,3 +132,24 @@ def strict_poison():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def shared_ranks() -> Iterator[list[Any]]:
+    """Hold the ranks that tests share, and end them; none are started until a test asks."""
+    started: list[Any] = []
+    yield started
+    for ranks in started:
+        ranks.close()
+
+
+@pytest.fixture
+def ranks(shared_ranks: list[Any]) -> Any:
+    """Return three ranks of a gloo group for functions that leave the group as it was."""
+    from kit.ranks import Ranks
+
+    if shared_ranks and not shared_ranks[0].is_sound:
+        shared_ranks.pop().close()
+    if not shared_ranks:
+        shared_ranks.append(Ranks(3))
+    return shared_ranks[0]

@@ -38,7 +38,7 @@ PASSES = ("without", "with")
 
 # the plugin
 
-_calls = {"gdn": Counter(), "fla": Counter()}  # by function, since the last test of this process
+_calls = {"gdn": Counter(), "fla": Counter()}  # by function, since this process ended its last test
 
 
 def pytest_addoption(parser):
@@ -142,7 +142,7 @@ class Recorder:
     def pytest_runtest_logreport(self, report):
         reports = self._reports.setdefault(report.nodeid, [])
         reports.append(report)
-        # "???" is a worker that crashed in this test
+        # "???" means that a worker crashed in this test
         if report.when in ("teardown", "???"):
             self._write(outcome_of(self._reports.pop(report.nodeid)))
 
@@ -187,7 +187,7 @@ def run_pass(options, name, seconds):
     if name == "with":
         command.append("--with-gdn")
     env = child_environment(out)
-    # not from the checkout: its package would be imported there, not the one that is installed
+    # do not run in the checkout: Python would import its package instead of the installed one
     process = subprocess.Popen(command, cwd=out, env=env, start_new_session=True)
     try:
         process.wait(max(1.0, seconds))
@@ -215,7 +215,7 @@ def read_pass(path):
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            # the last line of a pass that was killed
+            # a killed pass may leave an incomplete last line
             continue
         if "collected" in row:
             collected = row["collected"]
@@ -264,7 +264,7 @@ def environment(options):
     import torch
 
     sys.path.insert(0, str(ROOT / "src"))
-    from gdn.bench import measure
+    from gdn_bench.timing import measure
 
     where = measure.on_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     git = ("git", "-C", str(options.checkout), "rev-parse", "--short", "HEAD")
@@ -315,7 +315,7 @@ def main(arguments=None):
     if not options.compare_only:
         for name in PASSES:
             (options.out / f"{name}.jsonl").unlink(missing_ok=True)
-        # a signal from outside leaves a record of the tests that are done
+        # record the tests that are done, even if a signal ends the run
         handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
         end = time.monotonic() + 60 * options.minutes
         try:

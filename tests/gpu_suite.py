@@ -35,8 +35,8 @@ OUTCOMES = ("passed", "failed", "skipped", "unfinished")
 KEPT_MEMORY = 2**29  # bytes of freed GPU memory that a worker may keep for later tests
 SHOWN = 1500  # last characters of a failure that the summary shows
 BUDGET = 5000  # characters of all failures in the summary
-LISTED = 15  # functions with tests that did not start that the summary names
-RECORDED = 4000  # last characters of a failure that the row has
+LISTED = 15  # functions whose tests did not start, as far as the summary names them
+RECORDED = 4000  # last characters of a failure that the row stores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -147,7 +147,7 @@ class UnitScheduling(LoadScopeScheduling):
         return self.unit_of[nodeid]
 
     def _reschedule(self, node: Any) -> None:
-        # a worker needs the test after the next one before it starts the next; more would wait behind it
+        # a worker starts a test only if it knows the one after it; any further test would wait behind it
         if self.workqueue and self._pending_of(self.assigned_work[node]) > 1:
             return
         super()._reschedule(node)
@@ -191,7 +191,7 @@ class Controller:
         self.timer = threading.Timer(max(limit, 0.1), self._interrupt, ["out of time"])
         self.timer.daemon = True
         self.timer.start()
-        # a shell ignores SIGINT for what it runs in the background, and Python inherits that
+        # a shell ignores SIGINT in background processes, and Python inherits that
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, lambda *_: self._interrupt("terminated"))
 
@@ -295,7 +295,7 @@ class Controller:
         with suppress(Exception):
             import torch
 
-            from gdn.bench import measure
+            from gdn_bench.timing import measure
 
             found = measure.on_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         found |= {"threads": os.cpu_count(), "commit": self.config.getoption("commit") or found["commit"]}

@@ -1,6 +1,4 @@
-"""Compare every backend with the reference recurrence in fp64, forward and backward, over every pair of
-choices.
-"""
+"""Compare every backend with the reference in fp64, forward and backward, over every pair of choices."""
 
 from dataclasses import replace
 
@@ -8,8 +6,9 @@ import pytest
 import torch
 
 import gdn
-from gdn.bench.accuracy import check, gates
-from gdn.bench.cases import LENGTHS, QUICK, Case, covering
+from gdn.testing.accuracy import check
+from gdn.testing.accuracy import error_limits as gates
+from gdn.testing.cases import LENGTHS, QUICK, Case, covering
 
 COVERING, SMALL = covering(max_cost=2**24), covering(QUICK)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -36,9 +35,7 @@ def recurrent(backend):
 
 
 def dtypes(backend, number):
-    """Return the dtypes of one case: all three that `triton` supports; for `eager` fp32 and one of four in
-    turn.
-    """
+    """Return the dtypes of a case: all three of `triton`; for `eager` fp32 and one of four in turn."""
     return set(DTYPES[:3]) if backend == "triton" else {torch.float32, DTYPES[number % 4]}
 
 
@@ -103,9 +100,7 @@ def test_writes_that_take_back_what_was_written(backend, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_eager_on_a_gpu(case):
-    """`eager` solves the same problems on a CUDA device, where it does not read the lengths of packed
-    sequences.
-    """
+    """`eager` agrees on a CUDA device, where it does not read the lengths of packed sequences."""
     for dtype in (torch.float32, torch.bfloat16):
         for function in (chunk("eager"), recurrent("eager")):
             assert not verdicts(function, case, dtype, device="cuda")

@@ -23,7 +23,7 @@ SIZES = [
     (17, 9),
     (7, 1),
     (1, 7),
-]  # K, V: a state of H = 1 or 3 heads is no multiple of 16 bytes
+]  # K, V: the size of a state of 1 or 3 heads is not a multiple of 16 bytes
 ENDS = (0, 70, 130, 130, 133)
 FORMS = [gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule]
 OPTIONS = {"use_qk_l2norm_in_kernel": True}
@@ -57,10 +57,9 @@ def gemm(request, monkeypatch):
 
 @pytest.fixture(params=["BLAS of torch", "BLAS that rounds by address"])
 def packet_gemm(request, monkeypatch):
-    """Run a test with both BLAS; the second rounds by the address of [k; q] alone, since decode updates
-    states in place.
+    """Run a test with both BLAS; the second rounds by the address of [k; q] alone.
 
-    Products of two rows with a state depend on no other address, as measurements showed.
+    Decode updates states in place, and products of two rows with a state depend on no other address.
     """
     if request.param != "BLAS of torch":
         round_by_address(monkeypatch, 1)

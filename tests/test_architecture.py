@@ -5,53 +5,46 @@ import builtins
 import dis
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import CodeType
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "gdn"
+import gdn
+from gdn import notation
 
-# room -> rooms it may import; the picture in CONTRIBUTING.md is drawn from this table
+PACKAGE = Path(__file__).parent.parent / "src" / "gdn"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks" / "gdn_bench"
+SOURCES = [path for folder in (PACKAGE, BENCHMARKS) for path in sorted(folder.rglob("*.py"))]
+
+# folder -> folders it may import; CONTRIBUTING.md has the picture
 MAY_IMPORT = {
     "notation": set(),
     "settings": set(),
-    "problem": {"notation"},
+    "_torch_compat": set(),
+    "problem": {"notation", "_torch_compat"},
     "reference": {"notation"},
-    "backends": {"problem", "notation", "settings"},
-    "ops": {"backends", "problem", "reference", "notation", "settings"},
-    "distributed": {"ops", "notation"},
+    "backends": {"problem", "notation", "settings", "_torch_compat"},
+    "ops": {"backends", "problem", "reference", "notation", "settings", "_torch_compat"},
+    "distributed": {"ops", "problem", "notation", "settings", "_torch_compat"},
     "layers": {"ops", "distributed", "problem", "notation"},
     "integrations": {"layers", "ops"},
-    "bench": {
-        "integrations",
-        "layers",
-        "ops",
-        "backends",
-        "problem",
-        "reference",
-        "notation",
-        "settings",
-        "gdn",
-    },
-    "cli": {
-        "bench",
-        "integrations",
-        "layers",
-        "ops",
-        "backends",
-        "problem",
-        "reference",
-        "notation",
-        "settings",
-        "gdn",
-    },
+    "testing": {"reference"},
+    "cli": {"testing", "backends", "gdn"},
     "__main__": {"cli"},
-    "__init__": {"layers", "ops", "integrations"},
+    "__init__": {"layers", "ops", "integrations", "distributed"},
 }
 BACKENDS = {"eager": set(), "triton": {"eager"}, "hopper": {"triton"}}
-FORBIDDEN = {"triton": {"backends/triton", "backends/hopper"}, "transformers": {"integrations", "bench"}}
+FORBIDDEN = {
+    "triton": {"backends/triton", "backends/hopper"},
+    "transformers": {"integrations"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+    "matplotlib": set(),
+    "gdn_bench": {"cli"},
+}
 
 
 def imports(path: Path) -> set[str]:
@@ -99,6 +92,29 @@ def test_the_table_has_no_circle():
         reach(source, frozenset())
 
 
+def test_modules_of_the_benchmarks_import_in_no_circle():
+    modules = {
+        ".".join(path.relative_to(BENCHMARKS.parent).with_suffix("").parts): path
+        for path in BENCHMARKS.rglob("*.py")
+    }
+
+    finished: set[str] = set()
+
+    def reach(module: str, seen: tuple[str, ...]) -> None:
+        assert module not in seen, " -> ".join((*seen, module))
+        if module in finished:
+            return
+        for name in imports(modules[module]):
+            # a name is a module, or something in one
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules:
+                reach(target, (*seen, module))
+        finished.add(module)
+
+    for module in modules:
+        reach(module, ())
+
+
 def test_backends_know_only_whom_they_overlay():
     for name, allowed in BACKENDS.items():
         for path in (PACKAGE / "backends" / name).rglob("*.py"):
@@ -116,8 +132,40 @@ def test_heavy_packages_stay_in_their_rooms():
                 assert any(where.startswith(home) for home in homes), f"{where} imports {package}"
 
 
-def test_only_settings_reads_the_environment():
+def changes_at_import(text: str) -> list[str]:
+    """Statements that change what a module imports from the package: x.append(y), x.y = ..., x[y] = ..."""
+    body, found = ast.parse(text).body, []
+    names = {
+        alias.asname or alias.name.split(".")[0]
+        for node in body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).split(".")[0] == "gdn"
+    }
+    for node in body:
+        places = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            places = [node.value.func]
+        for place in places:
+            root = place
+            while isinstance(root, (ast.Attribute, ast.Subscript, ast.Call)):
+                root = root.func if isinstance(root, ast.Call) else root.value
+            if root is not place and isinstance(root, ast.Name) and root.id in names:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_no_module_fills_what_another_one_holds():
+    """The launches that two backends compile together pass from one to the other as values."""
     for path in PACKAGE.rglob("*.py"):
+        assert not changes_at_import(path.read_text()), path
+    text = "from gdn.backends import triton\nimport gdn\nx = []\nx.append(f)\n"
+    text += "triton.x.append(f)\ngdn.x['y'] = f\n"
+    assert changes_at_import(text) == ["triton.x.append(f)", "gdn.x['y'] = f"]
+
+
+def test_only_settings_reads_the_environment():
+    for path in SOURCES:
         if path.name != "settings.py":
             assert "os.environ" not in path.read_text() and "getenv" not in path.read_text(), path
 
@@ -130,7 +178,12 @@ def test_a_wrong_arrow_is_seen(tmp_path: Path):
     assert wrong(arrows(tmp_path)) == ["reference/law.py: reference -> layers"]
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def name_source(path: Path) -> str:
+    """Return a file's path within src or benchmarks, without gdn/."""
+    return str(path.relative_to(PACKAGE if PACKAGE in path.parents else BENCHMARKS.parent))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_source)
 def test_source_is_ascii_and_short(path: Path):
     text = path.read_text()
     assert text.isascii()
@@ -138,7 +191,7 @@ def test_source_is_ascii_and_short(path: Path):
     long = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            # a public docstring's table is no code: counted from the first statement after it
+            # a docstring is not code: count from the first statement after it
             first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
             lines = (node.end_lineno or 0) - first.lineno
             if lines > (150 if is_kernel(node) else 60):
@@ -146,9 +199,13 @@ def test_source_is_ascii_and_short(path: Path):
     assert not long
 
 
+def decorators(function: ast.FunctionDef) -> set[str]:
+    return {ast.unparse(node).split(".")[-1] for node in function.decorator_list}
+
+
 def is_kernel(function: ast.FunctionDef) -> bool:
     """Return True if a function is compiled for a GPU."""
-    return any(ast.unparse(d).split(".")[-1] in ("kernel", "jit") for d in function.decorator_list)
+    return not decorators(function).isdisjoint(("kernel", "jit"))
 
 
 def unknown(code: CodeType, known: set[str]) -> set[str]:
@@ -157,14 +214,13 @@ def unknown(code: CodeType, known: set[str]) -> set[str]:
     return found.union(*(unknown(x, known) for x in code.co_consts if isinstance(x, CodeType)))
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
-)
+@pytest.mark.parametrize("path", SOURCES, ids=name_source)
 def test_every_name_is_known(path: Path):
     """Every global name is defined. Linters miss some, since the shapes in annotations are strings."""
     if path.name == "__main__.py":
         pytest.skip("runs when imported")
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    root = PACKAGE.parent if PACKAGE in path.parents else BENCHMARKS.parent
+    parts = path.relative_to(root).with_suffix("").parts
     try:
         module = import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     except ImportError as e:
@@ -186,6 +242,16 @@ def test_import_is_light():
     assert best < 0.5
 
 
+def test_import_makes_no_context():
+    """`import gdn` imports neither the room of many ranks nor the collectives; `gdn.ContextParallel` does."""
+    code = (
+        "import torch, sys; before = set(sys.modules); import gdn; "
+        "new = {m for m in set(sys.modules) - before if 'distributed' in m}; assert not new, new; "
+        "gdn.ContextParallel; assert 'gdn.distributed.context' in sys.modules; print('done')"
+    )
+    assert _python(code).strip() == "done"
+
+
 def test_a_cpu_call_imports_no_kernel():
     """Every function runs on CPU tensors without Triton, forward and backward."""
     code = (
@@ -204,3 +270,105 @@ def _python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+# At most this many parameters. Tensors of a host function do not count; of a device function every parameter
+# does. Not counted: public functions, whose signature is their contract, integrations, which have the
+# signature of what they replace, and kernels, whose signature is their ABI.
+BUDGET = 8
+# functions above the budget, and by how much: a number may only fall, and an entry within the budget goes
+BACKENDS_OVER_BUDGET = {
+    "backends/triton/layer/conv.py::history": 10,
+    "backends/triton/layer/conv.py::input_at": 9,
+    "backends/triton/layer/norm.py::_load": 9,
+}
+TENSORS = {"Tensor", *(name for name, x in vars(notation).items() if hasattr(x, "array_type"))}
+
+
+def num_parameters(function: ast.FunctionDef) -> int:
+    """Count a function's parameters without self, cls and ctx, and a host function's without tensors."""
+    every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    tensors = set() if "jit" in decorators(function) else TENSORS
+
+    def is_tensor(annotation: ast.expr | None) -> bool:
+        return annotation is not None and any(
+            isinstance(node, ast.Name) and node.id in tensors for node in ast.walk(annotation)
+        )
+
+    return sum(x.arg not in ("self", "cls", "ctx") and not is_tensor(x.annotation) for x in every)
+
+
+def over_budget(root: Path, is_counted: Callable[[Path, ast.FunctionDef], bool]) -> dict[str, int]:
+    """Return how many parameters each counted function above the budget has."""
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and is_counted(path.relative_to(root), node):
+                count = num_parameters(node)
+                if count > BUDGET:
+                    found[f"{path.relative_to(root)}::{node.name}"] = count
+    return found
+
+
+def is_host_function(where: Path, function: ast.FunctionDef) -> bool:
+    """Return True for functions outside backends/ that are neither public nor an integration's."""
+    if where.parts[0] in ("backends", "integrations"):
+        return False
+    is_public = where.parts[0] in ("ops", "layers") and function.name in {*gdn.__all__, "__init__"}
+    return not is_public
+
+
+def is_function_of_a_backend(where: Path, function: ast.FunctionDef) -> bool:
+    """Return True for host and device functions in backends/ that are no kernels."""
+    return where.parts[0] == "backends" and "kernel" not in decorators(function)
+
+
+def test_parameter_budget():
+    """Hold functions to 8 parameters; beyond that a struct or a NamedTuple is missing."""
+    assert over_budget(PACKAGE, is_host_function) == {}
+    assert over_budget(BENCHMARKS, is_host_function) == {}
+    assert over_budget(PACKAGE, is_function_of_a_backend) == BACKENDS_OVER_BUDGET
+
+
+def test_a_function_over_the_budget_is_seen(tmp_path: Path):
+    """Tensors are free on the host, in any annotation, and not on the device."""
+    names = ", ".join(f"x{i}: int" for i in range(9))
+    tensors = ", ".join(f"x{i}: Tensor | None" for i in range(9))
+    code = (
+        f"def few(q: Q, g: PerHead | None, t: tuple[Tensor, ...], {tensors}): ...\ndef many({names}): ...\n"
+    )
+    (tmp_path / "problem").mkdir()
+    (tmp_path / "problem" / "new.py").write_text(code)
+    assert over_budget(tmp_path, is_host_function) == {"problem/new.py::many": 9}
+    device = f"@gluon.jit\ndef f({tensors}): ...\n@kernel\ndef g({names}): ...\ndef h({tensors}): ...\n"
+    (tmp_path / "backends").mkdir()
+    (tmp_path / "backends" / "new.py").write_text(device)
+    assert over_budget(tmp_path, is_function_of_a_backend) == {"backends/new.py::f": 9}
+
+
+def numbered(source: str) -> list[str]:
+    """Return the subscripts of a module by a number, other than of a shape."""
+
+    def is_number(node: ast.expr | None) -> bool:
+        if isinstance(node, ast.UnaryOp):
+            return is_number(node.operand)
+        return isinstance(node, ast.Constant) and isinstance(node.value, int)
+
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Subscript) and getattr(node.value, "attr", None) != "shape":
+            part = node.slice
+            bounds = (part.lower, part.upper) if isinstance(part, ast.Slice) else (part,)
+            found += [f"{node.lineno}: {ast.unparse(node)}" for x in bounds if is_number(x)]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "ops").glob("*.py")), ids=lambda path: path.name)
+def test_arguments_have_names(path: Path):
+    """No operator finds an argument by its position: the fields of its problem say what it is."""
+    if path.name == "warmup_calls.py":
+        pytest.skip("indexes tensors, of which it makes the calls")
+    assert not numbered(path.read_text())
+    assert numbered("args[4:10], args[-1], x.shape[0], args[count:], rest[7]") == [
+        "1: args[4:10]", "1: args[4:10]", "1: args[-1]", "1: rest[7]",
+    ]  # fmt: skip

@@ -11,9 +11,9 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.bench import accuracy, cases, measure
-from gdn.bench.cases import Case, Lengths, inputs, packed, rows
 from gdn.problem import parse
+from gdn.testing import Case, Lengths, accuracy, cases, inputs, packed, rows
+from gdn_bench.timing import measure
 
 right = gdn.chunk_gated_delta_rule
 CASE = Case("slow", lengths=rows(130), heads=(2, 4), sizes=(16, 8), state="wide")
@@ -182,23 +182,23 @@ def test_floor_only_saves_what_has_vanished():
     ref = torch.tensor([1e-12, 0.0], dtype=torch.float64)
     noise = ref + 1e-9
     assert (
-        accuracy.compare(noise, ref, 1e-5, lambda: 1.0)[0]
+        accuracy.measure_error(noise, ref, 1e-5, lambda: 1.0)[0]
         < 1e-5
-        < accuracy.compare(noise, ref, 1e-5, lambda: 0.0)[0]
+        < accuracy.measure_error(noise, ref, 1e-5, lambda: 0.0)[0]
     )
-    assert accuracy.compare(0 * ref, 0 * ref, 1e-5, lambda: 0.0) == (0.0, 0.0)
-    assert accuracy.compare(noise, 0 * ref, 1e-5, lambda: 0.0)[0] == math.inf
-    assert accuracy.compare(ref * math.nan, ref, 1e-5, lambda: 1.0)[0] == math.inf
+    assert accuracy.measure_error(0 * ref, 0 * ref, 1e-5, lambda: 0.0) == (0.0, 0.0)
+    assert accuracy.measure_error(noise, 0 * ref, 1e-5, lambda: 0.0)[0] == math.inf
+    assert accuracy.measure_error(ref * math.nan, ref, 1e-5, lambda: 1.0)[0] == math.inf
 
 
 def test_gates_follow_dtype_and_keys():
-    bf16, fp16 = (accuracy.gates(dtype, "random") for dtype in (torch.bfloat16, torch.float16))
+    bf16, fp16 = (accuracy.error_limits(dtype, "random") for dtype in (torch.bfloat16, torch.float16))
     assert set(bf16) == set(accuracy.OUTPUTS) and all(fp16[name] == bf16[name] / 2 for name in bf16)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        correlated = accuracy.gates(dtype, "correlated")
-        assert all(limit > accuracy.gates(dtype, "random")[name] for name, limit in correlated.items())
+        correlated = accuracy.error_limits(dtype, "correlated")
+        assert all(limit > accuracy.error_limits(dtype, "random")[name] for name, limit in correlated.items())
         for keys in ("identical", "negative"):
-            assert accuracy.gates(dtype, keys) == pytest.approx(
+            assert accuracy.error_limits(dtype, keys) == pytest.approx(
                 {name: 3 * x for name, x in correlated.items()}
             )
 
@@ -226,14 +226,15 @@ def test_rows_are_json_and_never_name_the_machine(tmp_path):
 
 def test_no_time_for_a_wrong_answer(monkeypatch):
     pytest.importorskip("transformers")
-    from gdn.bench import cpu, fallback
+    from gdn_bench.passes import cpu
+    from gdn_bench.providers import fallback
 
     monkeypatch.setattr(cpu, "CASE", replace(cpu.CASE, heads=(2, 2), sizes=(16, 16)))
     providers = {cpu.FALLBACK: fallback.chunk(), "gdn": right, "wrong": zero_output}
     for name in ("forward", "forward+backward"):
-        found = list(cpu.run(cpu.Job(name, 100, 1, providers, dict.fromkeys(providers, 3), 1.8)))
+        found = list(cpu.run(cpu.Job(name, 100, 1, providers, dict.fromkeys(providers, 3))))
         assert [("ms" in row) for row in found] == [True, True, False]
-        assert found[1]["ratio"][cpu.FALLBACK] > 0 and found[1]["goal_ratio"] == 1.8
+        assert found[1]["ratio"][cpu.FALLBACK] > 0
     steps = {cpu.FALLBACK: fallback.recurrent(), "gdn": cpu.decode_in_place}
     found = list(cpu.run(cpu.Job("decode", 1, 2, steps, dict.fromkeys(steps, 3))))
     assert all(row["p20"] <= row["ms"] <= row["p80"] for row in found)
@@ -241,7 +242,7 @@ def test_no_time_for_a_wrong_answer(monkeypatch):
 
 def test_fallback_is_the_original_even_when_patched():
     pytest.importorskip("transformers")
-    from gdn.bench import fallback
+    from gdn_bench.providers import fallback
 
     with gdn.patch_transformers():
         fallback.function.cache_clear()
@@ -252,7 +253,7 @@ def test_fallback_is_the_original_even_when_patched():
 def test_demo_learns_draws_and_compares(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
-    from gdn.bench import demo
+    import train_small as demo
 
     for name, value in {"T": 64, "LONG": 128, "WRITTEN": 5, "COMPARED": 3}.items():
         monkeypatch.setattr(demo, name, value)

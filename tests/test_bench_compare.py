@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gdn.bench import cases, catalog, compare, measure, rows, step, targets
+import gdn
+from gdn.testing import cases
+from gdn_bench.judging import pto
+from gdn_bench.passes import step
+from gdn_bench.problems import catalog, workloads
+from gdn_bench.results import compare, rows
+from gdn_bench.timing import measure, processes
 
 
 def row(case="16/32 1x8192", provider="gdn", ms=1.0, **others):
@@ -27,7 +33,7 @@ def test_names_are_problems():
     assert {catalog.heads(name)[1] for name in catalog.PTO_GVA} == {16, 32, 48, 64}
     prompts = torch.tensor(catalog.case("16/32 1000 prompts").lengths.ends).diff()
     assert len(prompts) == 1000 and set(prompts.tolist()) == set(range(1, 301))
-    assert [L.T for L in catalog.PTO_LENGTHS][-1] == 4096 and len(catalog.PTO_LENGTHS) == 15
+    assert [L.T for L in pto.LENGTHS][-1] == 4096 and len(pto.LENGTHS) == 15
 
 
 @pytest.mark.parametrize("wrong", ["", "16", "16/32", "16/32 4", "x/y 4x8", "16/32 tall ladder"])
@@ -37,13 +43,13 @@ def test_what_is_no_name_is_refused(wrong):
 
 
 def test_sets_hold_the_table_and_the_family():
-    assert {t.name for t in targets.PREFILL} == set(catalog.TABLE)
+    assert {t.name for t in workloads.PREFILL} == set(catalog.TABLE)
     assert {name.split()[0] for name in catalog.SETS["family"]} == set(catalog.FAMILY)
     assert {name.partition(" ")[2] for name in catalog.SETS["lengths"]} == set(catalog.SEQUENCES)
-    assert tuple(dict.fromkeys(t.case.lengths.B for t in targets.DECODE)) == catalog.BATCHES
+    assert tuple(dict.fromkeys(t.case.lengths.B for t in workloads.DECODE)) == catalog.BATCHES
     assert step.SHAPE.rows == catalog.BATCHES
-    found = targets.chosen("train", ["16/32 1x8192", "16/48 long ladder"])
-    assert found[0] is targets.TRAIN[0] and found[1].goal is None and found[1].cost.bytes > 0
+    found = workloads.choose_workloads("train", ["16/32 1x8192", "16/48 long ladder"])
+    assert found[0] == workloads.TRAIN[0] and found[1].cost.bytes > 0
 
 
 # files
@@ -136,10 +142,11 @@ def repository(tmp_path):
     git = ["git", "-C", str(home), "-c", "user.name=x", "-c", "user.email=x@x"]
     subprocess.run(["git", "init", "-q", str(home)], check=True)
     for speed, folder in (("1.0", home / "gdn"), ("2.0", home / "src" / "gdn")):
-        (folder / "bench").mkdir(parents=True)
+        (folder / "testing").mkdir(parents=True)
         (folder / "__init__.py").write_text("")
         (folder / "speed").write_text(speed)
-        (folder / "bench" / "old.py").write_text("old")
+        (folder / "testing" / "old.py").write_text("old")
+        (folder / "cli.py").write_text("old")
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "-q", "-m", "x"], check=True)
         if speed == "1.0":
@@ -153,9 +160,10 @@ def test_commits_are_measured_by_one_yardstick_in_turn(repository, monkeypatch):
     def measured(home, name, arguments):
         order.append(name)
         package = home / "src" / "gdn"
-        bench, ours = package / "bench" / "compare.py", Path(compare.__file__)
-        assert bench.read_text() == ours.read_text() and arguments == ["prefill"]
-        assert not (package / "bench" / "old.py").exists() and not (home / "gdn").exists()
+        for part in ("testing/accuracy.py", "cli/console.py"):
+            assert (package / part).read_text() == (Path(gdn.__file__).parent / part).read_text()
+        assert arguments == ["prefill"] and not (home / "gdn").exists()
+        assert not (package / "testing" / "old.py").exists() and not (package / "cli.py").exists()
         return [row(ms=float((package / "speed").read_text()))]
 
     (repository / "src" / "gdn" / "speed").write_text("3.0")
@@ -198,7 +206,9 @@ def test_a_side_runs_its_own_package(tmp_path, monkeypatch):
     package = tmp_path / "src" / "gdn"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    (package / "__main__.py").write_text(
+    bench = tmp_path / "benchmarks" / "gdn_bench"
+    bench.mkdir(parents=True)
+    (bench / "__main__.py").write_text(
         "import subprocess, sys\n"
         "child = [sys.executable, '-c', 'import gdn; print(gdn.__file__)']\n"
         "file = subprocess.run(child, cwd='/', capture_output=True, text=True).stdout.strip()\n"
@@ -206,11 +216,13 @@ def test_a_side_runs_its_own_package(tmp_path, monkeypatch):
         'text = f\'{{"pass": "{rows["--commit"]}", "case": "{file}", "provider": "gdn"}}\'\n'
         "open(rows['--out'], 'w').write(text)\n"
     )
+    monkeypatch.setattr(processes, "BENCHMARKS", bench.parent)
     (found,) = compare._measured(tmp_path, "-x y", ["prefill"])
     assert found["pass"] == "-x y" and found["case"] == str(package / "__init__.py")
 
 
 def test_the_table_says_what_changed():
-    columns, cells = compare.table(compare.changes([row(), row("b")], [row(ms=2.0), row("b", ms=None)]))
-    assert len(columns) == len(cells[0]) == len(cells[1])
-    assert "slower" in cells[0][-1] and cells[0][-2] == "2" and "lost" in cells[1][-1]
+    table = compare.build_table(compare.changes([row(), row("b")], [row(ms=2.0), row("b", ms=None)]))
+    slower, lost = table.lines
+    assert len(table.columns) == len(slower) == len(lost)
+    assert "slower" in slower[-1] and slower[-2] == "2" and "lost" in lost[-1]

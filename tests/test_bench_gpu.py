@@ -1,4 +1,4 @@
-"""What `gdn bench` rests on, without a GPU: problems, peers behind stand-ins, the gate, times, rows."""
+"""`gdn bench` without a GPU: problems, stand-ins for peers, wrong answers, times, rows."""
 
 import ast
 import contextlib
@@ -16,22 +16,16 @@ import torch
 from kit import stub_peers
 
 import gdn
-from gdn.bench import (
-    accuracy,
-    catalog,
-    coldstart,
-    gpu,
-    graph,
-    hosttime,
-    jobs,
-    measure,
-    providers,
-    tables,
-    targets,
-)
-from gdn.bench import rows as rows_of
-from gdn.bench.cases import Lengths, inputs, packed
-from gdn.bench.providers import Bound, Provider
+from gdn.testing import Lengths, accuracy, inputs, packed
+from gdn_bench.passes import gpu
+from gdn_bench.problems import catalog, jobs, workloads
+from gdn_bench.providers.gdn_calls import gdn_provider
+from gdn_bench.providers.load import load_provider
+from gdn_bench.providers.names import PEERS, PROVIDERS
+from gdn_bench.providers.provider import Bound, Provider
+from gdn_bench.results import rows as rows_of
+from gdn_bench.results import tables
+from gdn_bench.timing import coldstart, graph, hosttime, measure
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -52,12 +46,12 @@ def peers(monkeypatch):
 def small(monkeypatch):
     """Two targets per job, of a size for a CPU."""
     found = {}
-    for job, rows in targets.TARGETS.items():
+    for job, rows in workloads.WORKLOADS.items():
         lengths = Lengths(1, 3) if job == "decode" else packed(70, 70)
         found[job] = tuple(
             replace(t, case=replace(t.case, sizes=(16, 16), heads=(2, 4), lengths=lengths)) for t in rows[:2]
         )
-    monkeypatch.setattr(gpu, "TARGETS", found)
+    monkeypatch.setattr(gpu, "WORKLOADS", found)
     monkeypatch.setattr(graph, "ROUNDS", (2, 2))
     return found
 
@@ -76,18 +70,16 @@ def small(monkeypatch):
 )  # fmt: skip
 def test_limits_are_those_of_the_table(job, count, name, limit):
     """At 4,254 GB/s and 779 TFLOP/s."""
-    rows = {t.name: t for t in targets.TARGETS[job]}
+    rows = {t.name: t for t in workloads.WORKLOADS[job]}
     cost = rows[name].cost
     assert len(rows) == count
     assert 1e3 * max(cost.bytes / 4254e9, cost.flop / 779e12) == pytest.approx(limit, rel=0.04)
-    assert all(min(t.then.values()) > t.goal >= t.moonshot for t in rows.values())
 
 
-def test_a_goal_moves_with_the_best_peer_of_then():
-    target = next(t for t in targets.PREFILL if t.name == "16/32 1x2048")
-    assert target.scale({}) == 1 and target.scale({"fla": 0.272, "flash_qla": 0.174}) == pytest.approx(2)
-    assert target.scale({"fla": 0.068, "gdn": 1.0}) == pytest.approx(0.5)
-    assert target.variant("slow").goal is None and target.variant("gated").case.raw_gate == "on"
+def test_a_variant_has_other_gates_or_options():
+    first = workloads.PREFILL[0]
+    assert first.with_variant("slow").case.gate == "slow"
+    assert first.with_variant("gated").case.raw_gate == "on" and first.with_variant("slow").name == first.name
 
 
 def test_every_fourth_head_of_the_timed_gates_does_not_decay():
@@ -109,7 +101,10 @@ def test_numbers_drawn_on_the_device_are_as_good():
 def test_a_prefix_is_the_start_of_every_sequence(lengths):
     given = inputs(replace(TINY, lengths=lengths), torch.float64)
     short = given.prefix(10)
-    whole, part = accuracy.run(accuracy.law, given, False), accuracy.run(accuracy.law, short, False)
+    whole, part = (
+        accuracy.run(accuracy.reference_rule, given, False),
+        accuracy.run(accuracy.reference_rule, short, False),
+    )
     if lengths.ends is None:
         assert torch.equal(whole["o"][:, :10], part["o"])
     else:
@@ -132,7 +127,7 @@ def test_a_prefix_is_the_start_of_every_sequence(lengths):
 )
 def test_the_law_side_by_side_is_the_law(case):
     given = inputs(case, torch.float64)
-    one, other = (accuracy.run(law, given) for law in (accuracy.law, accuracy.law_side_by_side))
+    one, other = (accuracy.run(law, given) for law in (accuracy.reference_rule, accuracy.reference_by_heads))
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-13)
@@ -141,7 +136,7 @@ def test_the_law_side_by_side_is_the_law(case):
 # peers
 
 
-@pytest.mark.parametrize("name", ["gdn", "gdn:eager", *providers.PEERS])
+@pytest.mark.parametrize("name", ["gdn", "gdn:eager", *PEERS])
 @pytest.mark.parametrize(
     "case",
     [
@@ -155,7 +150,7 @@ def test_the_law_side_by_side_is_the_law(case):
     ids=str,
 )
 def test_a_provider_is_given_the_same_problem(peers, name, case):
-    provider = providers.load(name)
+    provider = load_provider(name)
     job = "train" if "train" in provider.binds else "prefill"
     if name == "transformers" and case.is_scaled:
         with pytest.raises(NotImplementedError, match="scale"):
@@ -168,7 +163,7 @@ def test_a_provider_is_given_the_same_problem(peers, name, case):
 @pytest.mark.parametrize("state", ["wide", "narrow"])
 @pytest.mark.parametrize("name", ["gdn", "fla", "flashinfer", "transformers"])
 def test_a_decode_steps_the_states_of_its_slots(peers, name, state):
-    function = providers.load(name).function("decode")
+    function = load_provider(name).function("decode")
     if (name, state) == ("fla", "narrow"):
         with pytest.raises(NotImplementedError, match="fp32"):
             accuracy.check(function, replace(STEP, state=state), BF16, with_backward=False)
@@ -179,9 +174,9 @@ def test_a_decode_steps_the_states_of_its_slots(peers, name, state):
 
 def test_fla_is_itself(peers, monkeypatch):
     switch = __import__("sys").modules["fla.ops.gated_delta_rule.backends.flash_qla"].FlashQLABackend
-    assert isinstance(providers.load("fla"), Provider) and not switch().is_enabled()
+    assert isinstance(load_provider("fla"), Provider) and not switch().is_enabled()
     monkeypatch.setattr(switch, "forced", True)
-    assert "FLA_FLASH_QLA" in providers.load("fla")
+    assert "FLA_FLASH_QLA" in load_provider("fla")
 
 
 def test_peers_meet_one_offsets_tensor(peers):
@@ -193,14 +188,14 @@ def test_peers_meet_one_offsets_tensor(peers):
 
 
 def test_absent_peers_are_named_not_raised(monkeypatch):
-    for name, package in providers.PEERS.items():
-        if importlib.util.find_spec(package) is None:
-            assert providers.load(name) == "not installed"
-    monkeypatch.setitem(providers.PEERS, "fla", "gdn")
-    monkeypatch.setattr("gdn.bench.peers.fla", lambda: 1 / 0)
-    assert providers.load("fla") == "ZeroDivisionError: division by zero"
+    for name, peer in PEERS.items():
+        if importlib.util.find_spec(peer.module) is None:
+            assert load_provider(name) == "not installed"
+    monkeypatch.setitem(PEERS, "fla", replace(PEERS["fla"], module="gdn"))
+    monkeypatch.setattr("gdn_bench.providers.peers.fla", lambda: 1 / 0)
+    assert load_provider("fla") == "ZeroDivisionError: division by zero"
     with pytest.raises(ValueError, match="expected some of gdn, fla"):
-        providers.load("flow")
+        load_provider("flow")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +227,7 @@ def dropping(name, chunk):
     def bind(tensors, options):
         beta = tensors["beta"].clone()
         beta[:, chunk] = 0
-        return providers.ours("eager").binds["prefill"]({**tensors, "beta": beta}, options)
+        return gdn_provider("eager").binds["prefill"]({**tensors, "beta": beta}, options)
 
     return Provider(name, {"prefill": bind, "train": bind})
 
@@ -241,7 +236,7 @@ def lying(change):
     """gdn, with something done to what it returns."""
 
     def bind(tensors, options):
-        honest = providers.ours("eager").binds["prefill"](tensors, options)
+        honest = gdn_provider("eager").binds["prefill"](tensors, options)
         return Bound(lambda: change(*honest()))
 
     return Provider("liar", {"prefill": bind, "train": bind})
@@ -251,7 +246,7 @@ def forgetful(tensors, options):
     """Decodes without writing a state."""
     tensors = {**tensors, "pool": tensors["pool"].clone()}
     kept = {**tensors, "pool": tensors["pool"].clone()}
-    bound = providers.ours("eager").binds["decode"](tensors, options)
+    bound = gdn_provider("eager").binds["decode"](tensors, options)
     return Bound(bound.run, lambda o: (o, kept["pool"][tensors["read_index"].long()].float()))
 
 
@@ -277,7 +272,7 @@ LIES = {
 def timed(monkeypatch, who, target):
     session = gpu.Session((), CPU)
     session.providers, session.ceilings = (
-        {"gdn": providers.ours("eager"), "other": who},
+        {"gdn": gdn_provider("eager"), "other": who},
         {"copy": 1e9, "matmul": 1e9},
     )
     return {row["provider"]: row for row in gpu.timed(session, target)}
@@ -345,7 +340,7 @@ def test_interleaved_takes_turns():
 
 
 class PretendCuda:
-    """As much of torch.cuda as graphs need: a clock that calls move, graphs that run their calls again."""
+    """Imitate torch.cuda for graphs: a clock that calls advance, graphs that run their calls again."""
 
     def __init__(self, monkeypatch):
         self.now, self.log, self.captured = 0.0, [], None
@@ -470,7 +465,7 @@ def test_sets_of_a_decode_lie_in_one_pool():
 
 def test_a_training_call_returns_every_gradient():
     given = jobs.given(TINY, CPU)
-    call = jobs.call(providers.ours("eager"), "train", given)
+    call = jobs.call(gdn_provider("eager"), "train", given)
     expected = accuracy.run(gdn.chunk_gated_delta_rule, given)
     for x, y in zip(
         call(), [expected[name] for name in ("dq", "dk", "dv", "dg", "dbeta", "dh0")], strict=True
@@ -478,16 +473,15 @@ def test_a_training_call_returns_every_gradient():
         assert torch.equal(x, y)
 
 
-def test_rows_compare_within_the_run():
-    target = next(t for t in targets.PREFILL if t.name == "16/32 1x2048")
+def test_rows_have_ratios_within_the_run():
     rows = {"gdn": {"ms": 0.1}, "fla": {"ms": 0.3}, "flash_qla": {"ms": 0.174}, "flashinfer": {}}
-    rows_of.compare(rows, target)
+    rows_of.add_ratios(rows)
     assert rows["gdn"]["ratio"] == pytest.approx({"fla": 3.0, "flash_qla": 1.74})
-    assert rows["gdn"]["goal_ms"] == pytest.approx(0.12) and rows["gdn"]["reached"]
-    assert rows["fla"]["ratio"] == pytest.approx({"flash_qla": 0.58}) and "goal_ms" not in rows["fla"]
+    assert rows["gdn"]["to_best_peer"] == pytest.approx(1.74) and "ratio" not in rows["flashinfer"]
+    assert rows["fla"]["ratio"] == pytest.approx({"flash_qla": 0.58})
 
 
-def test_host_time_has_parts(monkeypatch):
+def test_host_time_is_that_of_right_calls(monkeypatch):
     monkeypatch.setattr(hosttime, "CALLS", 2)
     monkeypatch.setattr(hosttime, "BURSTS", 3)
     tiny = {
@@ -502,9 +496,6 @@ def test_host_time_has_parts(monkeypatch):
     monkeypatch.setattr(hosttime, "CASES", tiny)
     rows = list(gpu.host(gpu.Session(("gdn", "gdn:eager"), CPU)))
     assert len(rows) == 6 and all(row["ms"] > 0 for row in rows), rows
-    assert set(rows[0]["parts_us"]) == {"find again", "launch", "launches", "rest"}
-    forward = {"check", "choose", "plan and allocate", "launch", "rest"}
-    assert set(rows[2]["parts_us"]) == forward and set(rows[4]["parts_us"]) == {*forward, "autograd"}
     assert all(row["ok"] and row["backend"] == "eager" for row in rows)
     liar = Provider("gdn:liar", {"prefill": LIES["zeros"].binds["prefill"]})
     session = gpu.Session((), CPU, providers={"gdn:liar": liar})
@@ -514,7 +505,7 @@ def test_host_time_has_parts(monkeypatch):
     held = rows_of.done([{"pass": "host", **row, **about} for row in rows[:4]], about)
     again = gpu.host(gpu.Session(("gdn", "gdn:eager"), CPU, done=frozenset(held)))
     assert [row["case"] for row in again] == ["forward+backward"] * 2
-    assert "of which" in tables.table("host", [{"pass": "host", **row} for row in rows])[0]
+    assert tables.build_table("host", [{"pass": "host", **row} for row in rows]).lines
 
 
 # cold start
@@ -549,8 +540,8 @@ def test_a_new_process_says_what_it_compiled(monkeypatch, tmp_path):
     assert row["failed"] and "seconds" not in row
     monkeypatch.setattr(coldstart, "cold", lambda name: found)
     row = next(gpu.cold(gpu.Session(("gdn:eager",), CPU)))
-    assert row["compiled_again"] == 0 and row["reached"]
-    assert tables.table("cold", [row])[1][0][-3:] == ["1", "0", "[green]yes[/]"]
+    assert row["compiled_again"] == 0
+    assert tables.build_table("cold", [row]).lines[0][-1] == "0"
 
 
 def test_a_child_knows_when_it_was_asked_for(monkeypatch):
@@ -576,14 +567,14 @@ def test_warming_is_one_process_per_provider_and_head_count(monkeypatch):
     tasks.clear()
     gpu.warm(gpu.Session(("gdn",), CPU, only=("prefill", "16/32", "B=8")), ["prefill", "spec"])
     assert sorted(task[2] for task in tasks) == ["prefill", "spec", "spec"]
-    assert coldstart.shortened(targets.PREFILL[0].case).lengths == packed(8192)
+    assert coldstart.shortened(workloads.PREFILL[0].case).lengths == packed(8192)
 
 
 # rows
 
 
 def test_passes_print_and_append(small, monkeypatch, peers):
-    session = gpu.Session(providers.NAMES, CPU)
+    session = gpu.Session(PROVIDERS, CPU)
     rows = list(gpu.run(session, ["prefill", "prefill:gated", "train", "decode"]))
     by_pass = {
         name: [row for row in rows if row["pass"] == name] for name in dict.fromkeys(r["pass"] for r in rows)
@@ -601,9 +592,9 @@ def test_passes_print_and_append(small, monkeypatch, peers):
     wanted = {"pass", "case", "provider", "backend", "dtype", "ms", "p20", "p80", "bytes", "flop", "error"}
     assert all(wanted <= set(row) for row in rows if row["ok"])
     for name, found in by_pass.items():
-        columns, cells = tables.table(name, found)
-        assert cells and all(len(row) == len(columns) for row in cells)
-        assert all(name in tables.line(row) for row in found)
+        table = tables.build_table(name, found)
+        assert table.lines and all(len(line) == len(table.columns) for line in table.lines)
+        assert all(name in tables.summarize(row) for row in found)
     assert json.loads(json.dumps(measure.plain(rows)))
 
 
@@ -640,9 +631,9 @@ def test_a_graph_holds_the_work():
 @pytest.mark.gpu
 def test_a_provider_timed_twice_agrees_with_itself():
     """Within 3 % in the median, in one run."""
-    device, target = torch.device("cuda"), targets.chosen("prefill", ["2/8 1x8192"])[0]
+    device, target = torch.device("cuda"), workloads.choose_workloads("prefill", ["2/8 1x8192"])[0]
     sets = jobs.sets("prefill", jobs.given(target.case, device), graph.copies(target.cost.bytes, device))
-    calls = [jobs.call(providers.ours(), "prefill", one) for one in sets]
+    calls = [jobs.call(gdn_provider(), "prefill", one) for one in sets]
     times = graph.interleaved({name: graph.prepare(calls, device) for name in "ab"}, device)
     assert times["a"].p50 == pytest.approx(times["b"].p50, rel=0.03)
 

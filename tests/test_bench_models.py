@@ -15,9 +15,15 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import gdn
-from gdn import cli
-from gdn.bench import catalog, end_to_end, fallback, gpu, graph, layer, models, providers, rows, tables
-from gdn.bench.layer import Held, Shape
+from gdn.cli.app import build_app
+from gdn_bench.passes import end_to_end, gpu, layer
+from gdn_bench.passes.layer import Held, Shape
+from gdn_bench.problems import catalog
+from gdn_bench.providers import fallback, models
+from gdn_bench.providers.load import load_provider
+from gdn_bench.providers.names import PEERS
+from gdn_bench.results import rows, tables
+from gdn_bench.timing import graph
 
 CPU = torch.device("cpu")
 SHAPE = Shape(48, (2, 4), 16, 150)
@@ -44,15 +50,15 @@ def session(monkeypatch):
 
 
 def test_every_layer_holds_the_same_weights(peers, session):
-    session.providers |= {"fla": providers.load("fla")}
+    session.providers |= {"fla": load_provider("fla")}
     for job in layer.JOBS:
         found = layer.measured(session, SHAPE, job)
         assert [row["provider"] for row in found] == ["gdn", "gdn:eager", "transformers", "fla"]
         assert all(row["ok"] and row["ms"] > 0 for row in found), found
         assert set(found[0]["ratio"]) == {"fla", "transformers"}
         assert {row["error"] for row in found[:2]} == {found[0]["error"]}
-    columns, cells = tables.table("layer", [{"pass": "layer", **row} for row in found])
-    assert len(cells) == 4 and all(len(row) == len(columns) for row in cells)
+    table = tables.build_table("layer", [{"pass": "layer", **row} for row in found])
+    assert len(table.lines) == 2 and all(len(line) == len(table.columns) for line in table.lines)
 
 
 def test_a_wrong_layer_has_no_time(session):
@@ -108,7 +114,7 @@ def test_plain_is_the_files_own_and_leaves_no_trace():
 def test_who_serves(peers, monkeypatch):
     found, absent = models.serving(("gdn", "fla", "flashinfer", "transformers"))
     assert list(found) == ["gdn", "fla", "transformers"] and not absent
-    monkeypatch.setitem(providers.PEERS, "fla", "no_such_package")
+    monkeypatch.setitem(PEERS, "fla", replace(PEERS["fla"], module="no_such_package"))
     assert models.serving(("fla",)) == ({}, {"fla": "not installed"})
     with pytest.raises(ValueError, match="expected some of"):
         models.serving(("flow",))
@@ -128,8 +134,8 @@ def test_a_model_is_judged_then_timed(session, pair, monkeypatch):
         assert row["ok"] and row["same_tokens"] == 1 and row["tokens_per_s"] == pytest.approx(4e3 / row["ms"])
         assert row["first_token_ms"] > 0 and 0 < row["logit_error"] < 0.5
     assert set(found["gdn"]["ratio"]) == {"transformers"} and not gdn.patch_transformers().undo()
-    columns, cells = tables.table("e2e", [{"pass": "e2e", "case": "x", **row} for row in found.values()])
-    assert len(cells) == 2 and all(len(row) == len(columns) for row in cells)
+    table = tables.build_table("e2e", [{"pass": "e2e", "case": "x", **row} for row in found.values()])
+    assert len(table.lines) == 2 and all(len(line) == len(table.columns) for line in table.lines)
 
 
 def test_a_model_that_forgets_its_state_has_no_time(session, pair, monkeypatch):
@@ -215,13 +221,13 @@ def test_both_commands_append_rows(tmp_path, monkeypatch):
     out = tmp_path / "rows.jsonl"
     options = ["--device", "cpu", "--out", str(out), "--commit", "abc"]
     for job, count in (("layer", 4), ("e2e", 2)):
-        done = CliRunner().invoke(cli.app, ["bench", job, *options])
-        assert done.exit_code == 0 and "transformers" in done.stdout, done.output
+        done = CliRunner().invoke(build_app(), ["bench", job, *options])
+        assert done.exit_code == 0 and "transformers" in done.stdout.lower(), done.output
         held = [json.loads(line) for line in out.read_text().splitlines()]
         assert len([row for row in held if row["pass"] == job and row["ok"] and row["ms"] > 0]) == count
         done = CliRunner().invoke(
-            cli.app, ["bench", job, *options, "--resume", "--providers", "gdn,transformers"]
+            build_app(), ["bench", job, *options, "--resume", "--providers", "gdn,transformers"]
         )
         assert done.exit_code == 0 and len(out.read_text().splitlines()) == len(held), done.output
-    wrong = CliRunner().invoke(cli.app, ["bench", "e2e", *options, "--providers", "flow"])
+    wrong = CliRunner().invoke(build_app(), ["bench", "e2e", *options, "--providers", "flow"])
     assert wrong.exit_code == 2

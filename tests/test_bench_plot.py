@@ -1,4 +1,4 @@
-"""What is made from results files: pages that say what rows say, pictures that show it."""
+"""Pages and pictures made from results files show what the rows have."""
 
 import re
 import shutil
@@ -10,9 +10,13 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from gdn import cli
-from gdn.bench import commands, laboratory, measure, picture_files, pictures, results, summary, targets
-from gdn.bench.results import Results
+from gdn.cli.app import build_app
+from gdn_bench.commands import bench as commands
+from gdn_bench.judging import readings
+from gdn_bench.problems import workloads
+from gdn_bench.results import pages, picture_files, pictures, summary, tables
+from gdn_bench.results.pages import Results
+from gdn_bench.timing import measure
 
 VERSIONS = {"gdn": "0.1.0", "torch": "2.11.0", "triton": "3.6.0", "flash-linear-attention": "0.6.0"}
 ABOUT = {
@@ -41,15 +45,15 @@ def timed(target, ms, provider="gdn", ratio=None, **others):
 
 
 def everything():
-    """A file that has all of it: every target, every peer, every regime."""
+    """A file that has all of it: every workload, every peer, every distribution."""
     rows = []
     for job in ("prefill", "train", "decode"):
-        for target in targets.TARGETS[job]:
-            own = target.goal
-            who = {p: x for p, x in PEERS.items() if p in target.then or p == "transformers"}
+        for target in workloads.WORKLOADS[job]:
+            own = 2e3 * max(target.cost.bytes / 4254e9, target.cost.flop / 779e12)
+            who = {p: x for p, x in PEERS.items() if p != "flashinfer" or job != "train"}
             rows.append(timed(target, own, ratio=who))
             rows += [timed(target, own * x, p) for p, x in who.items()]
-    for i, case in enumerate(laboratory.REGIMES):
+    for i, case in enumerate(readings.DISTRIBUTIONS):
         for j, provider in enumerate(("gdn", *PEERS)):
             errors = dict.fromkeys(("o", "final_state", "dq", "dg"), 0.001 * (1 + i / 5 + j / 3))
             head = {
@@ -73,7 +77,7 @@ def folder(tmp_path):
 
 
 def test_the_last_row_counts_whatever_the_backend():
-    target = targets.PREFILL[0]
+    target = workloads.PREFILL[0]
     one = Results("h200", [timed(target, 2.0), timed(target, 1.0, "gdn:triton"), timed(target, 9.0, "fla")])
     assert [row["ms"] for row in one.ours("prefill")] == [1.0] and len(one.last("prefill")) == 2
     wrong = {**timed(target, 3.0), "ok": False}
@@ -83,32 +87,32 @@ def test_the_last_row_counts_whatever_the_backend():
 
 def test_a_limit_is_never_passed():
     """A copy rate that a job went past was no ceiling."""
-    target = targets.DECODE[-2]
+    target = workloads.DECODE[-2]
     slow = timed(target, 0.25, copy_gb_per_s=2714)
-    one = Results("h200", [slow, timed(targets.PREFILL[0], 0.5)])
+    one = Results("h200", [slow, timed(workloads.PREFILL[0], 0.5)])
     assert one.ceilings[0] == pytest.approx(max(4254, slow["gb_per_s"]))
     assert one.of_limit(slow) <= 1 and one.of_limit({"pass": "host"}) is None
 
 
 def test_a_statement_names_what_it_stands_on():
     two = [
-        timed(targets.PREFILL[6], 0.3, ratio={"fla": 1.5}),
-        timed(targets.PREFILL[7], 1.0, ratio={"fla": 0.8}, date="2026-11-22", commit="abd"),
+        timed(workloads.PREFILL[6], 0.3, ratio={"fla": 1.5}),
+        timed(workloads.PREFILL[7], 1.0, ratio={"fla": 0.8}, date="2026-11-22", commit="abd"),
     ]
-    (sentence,) = results.statements(Results("h200", two))
+    (sentence,) = pages.statements(Results("h200", two))
     for part in (
         "0.80 (16/32 4x8192: 1 ms against 0.8 ms) to 1.50 (16/32 1x8192: 0.3 ms against 0.45 ms)",
         "FLA 0.6.0", "2 problems", "gdn at abc to abd", "torch 2.11.0", "2026-11-21 to 2026-11-22",
         "`gdn bench prefill`", "NVIDIA H200",
     ):  # fmt: skip
         assert part in sentence, (part, sentence)
-    (sentence,) = results.statements(Results("h200", two[:1]))
+    (sentence,) = pages.statements(Results("h200", two[:1]))
     assert "`gdn bench prefill --only '16/32 1x8192'`" in sentence and "one problem" in sentence
 
 
 def test_the_table_of_the_readme_names_losses_in_bold():
     """Compare with the fastest peer of each problem; name the slowest problems first."""
-    cases = targets.PREFILL[6:10]
+    cases = workloads.PREFILL[6:10]
     factors = ((1.5, 2.0), (1.2, 0.8), (3.0, 0.999), (0.95, 4.0))
     rows = [
         timed(case, 1.0, ratio={"fla": fla, "flashinfer": other})
@@ -128,7 +132,7 @@ def test_the_table_of_the_readme_names_losses_in_bold():
 
 
 def test_the_picture_of_prefill_names_gpu_dtype_and_date():
-    rows = [timed(t, 1.0, p) for t in targets.PREFILL for p in ("gdn", "fla")]
+    rows = [timed(t, 1.0, p) for t in workloads.PREFILL for p in ("gdn", "fla")]
     figure = pictures.prefill(Results("h200", rows))
     assert figure.get_suptitle() == "Prefill of one sequence: NVIDIA H200, bfloat16, 2026-11-21"
     left, right = figure.axes
@@ -137,8 +141,8 @@ def test_the_picture_of_prefill_names_gpu_dtype_and_date():
 
 
 def test_peers_of_two_runs_of_a_commit_stand_side_by_side():
-    first = timed(targets.PREFILL[6], 0.3, ratio={"fla": 1.5, "flash_qla": 1.2})
-    last = timed(targets.PREFILL[6], 0.31, ratio={"flashinfer": 1.1, "flash_qla": 1.3})
+    first = timed(workloads.PREFILL[6], 0.3, ratio={"fla": 1.5, "flash_qla": 1.2})
+    last = timed(workloads.PREFILL[6], 0.31, ratio={"flashinfer": 1.1, "flash_qla": 1.3})
     (both,) = Results("h200", [first, last]).ours("prefill")
     assert both["ratio"] == {"fla": 1.5, "flash_qla": 1.3, "flashinfer": 1.1} and both["ms"] == 0.31
     (alone,) = Results("h200", [first, {**last, "commit": "abd"}]).ours("prefill")
@@ -146,7 +150,7 @@ def test_peers_of_two_runs_of_a_commit_stand_side_by_side():
     wrong = {**last, "ok": False, "errors": {"o": 1.0}, "share_of_limit": 200.0, "ratio": {}}
     del wrong["ms"]
     one = Results("h200", [first, wrong])
-    assert not one.ours("prefill")[0]["ratio"] and not results.statements(one)
+    assert not one.ours("prefill")[0]["ratio"] and not pages.statements(one)
 
 
 def test_a_row_without_a_state_is_of_the_same_thing():
@@ -160,11 +164,11 @@ def test_a_row_without_a_state_is_of_the_same_thing():
 
 
 def test_a_peer_of_an_older_commit_keeps_its_column():
-    old = timed(targets.PREFILL[6], 2.0, ratio={"fla": 1.5}, commit="old")
-    new = timed(targets.PREFILL[6], 1.0)
-    one = Results("h200", [old, timed(targets.PREFILL[6], 3.0, "fla", commit="old"), new])
-    assert one.ours("prefill")[0]["ratio"] == {} and not results.statements(one)
-    page = results.page([one], {})
+    old = timed(workloads.PREFILL[6], 2.0, ratio={"fla": 1.5}, commit="old")
+    new = timed(workloads.PREFILL[6], 1.0)
+    one = Results("h200", [old, timed(workloads.PREFILL[6], 3.0, "fla", commit="old"), new])
+    assert one.ours("prefill")[0]["ratio"] == {} and not pages.statements(one)
+    page = pages.page([one], {})
     assert "| FLA (ratio) |" in page and "| 3 ms (1.50 at old) |" in page
 
 
@@ -183,21 +187,21 @@ def test_a_peer_of_an_older_commit_keeps_its_column():
 )
 def test_a_peer_without_a_time_has_a_reason(says, cell, note):
     """Also where it had one beside an older commit."""
-    first, second = targets.TRAIN[:2]
+    first, second = workloads.TRAIN[:2]
     told = {"pass": "train", "case": first.name, "provider": "fla", "ok": False, **says, **ABOUT}
     one = Results("h200", [
         timed(first, 2.0, ratio={"fla": 1.5}, commit="old"), timed(first, 3.0, "fla", commit="old"),
         timed(first, 1.0), told, timed(second, 1.0, ratio={"fla": 2.0}),
     ])  # fmt: skip
-    page = results.page([one], {})
+    page = pages.page([one], {})
     assert f"| {cell} | triton | abc |" in page and f"no time of FLA in {first.name}: {note}" in page
     assert "1.50" not in page
 
 
 def test_rates_and_memory_are_shown():
-    target = targets.TRAIN[0]
+    target = workloads.TRAIN[0]
     rows = [timed(target, 1.0, ratio={"fla": 2.0}, peak_mb=548.1), timed(target, 2.0, "fla", peak_mb=947.9)]
-    page = results.page([Results("h200", rows)], {})
+    page = pages.page([Results("h200", rows)], {})
     assert "| limit | GB/s | TFLOP/s | MB | FLA (ratio) |" in page
     assert f"| {rows[0]['gb_per_s']:.0f} | {rows[0]['tflop_per_s']:.3g} | 548 | 2 ms (2.00), 948 MB |" in page
 
@@ -210,16 +214,16 @@ def accurate(provider, error, name="accuracy", **others):
 def test_other_sets_and_profiles_stand_apart():
     pto = {"name": "accuracy:pto", "set": "pto", "profile": "pto"}
     one = Results("h200", [accurate("gdn", 1e-3), accurate("gdn", 9e-3, **pto), accurate("fla", 9e-3, **pto)])
-    page = results.page([one], {})
+    page = pages.page([one], {})
     assert "### accuracy\n" in page and "### accuracy:pto\n" in page and "by pto-kernels' gates" in page
-    assert "`gdn verify --set pto --append`" in page and not results.statements(one)
+    assert "`gdn verify --set pto --append`" in page and not pages.statements(one)
     (axes, *_) = pictures.errors(one).axes
     assert [len(c.get_offsets()) for c in axes.collections] == [1]
 
 
 def test_accuracy_beside_peers_is_a_statement():
     rows = [accurate("gdn", 1e-3), accurate("fla", 2e-3), accurate("flash_qla", None)]
-    (sentence,) = results.statements(Results("h200", rows))
+    (sentence,) = pages.statements(Results("h200", rows))
     assert (
         "0.50 (mild: o) to 0.50 (mild: o) times those of FLA 0.6.0, of dg and dbeta 0.50 to 0.50" in sentence
     )
@@ -237,20 +241,20 @@ def test_accuracy_beside_peers_is_a_statement():
     ],
 )  # fmt: skip
 def test_commands_measure_it_again(name, case, command):
-    assert results.command(name, case) == command
+    assert pages.command(name, case) == command
 
 
 def test_a_page_holds_every_row_of_ours(folder):
-    (one,) = results.load(folder)
-    page = results.page([one], {"h200": [("Roofline", "results/h200-roofline.png")]})
+    (one,) = pages.load(folder)
+    page = pages.page([one], {"h200": [("Roofline", "results/h200-roofline.png")]})
     for row in one.ours("prefill", "train", "decode"):
-        assert f"| {row['case']} | {results.time(row['ms'])} |" in page
+        assert f"| {row['case']} | {tables.format_time(row['ms'])} |" in page
     assert "![Roofline](results/h200-roofline.png)" in page and "## NVIDIA H200" in page
     widths = {
         line.count("|") for line in re.search(r"### train.*?\n\n(\|.*?)\n\n", page, re.S)[1].splitlines()
     }
     assert len(widths) == 1
-    assert results.load(folder, {"h200": 3})[0].rows == one.rows[:3]
+    assert pages.load(folder, {"h200": 3})[0].rows == one.rows[:3]
 
 
 def test_other_passes_have_tables_of_their_own():
@@ -259,7 +263,7 @@ def test_other_passes_have_tables_of_their_own():
     cold["seconds"] = {"first: forward": 3.81, "first: backward": 6.3}
     e2e = {**head, "pass": "e2e", "case": "512+128", "provider": "gdn", "tokens_per_s": 100.0}
     e2e |= {"first_token_ms": 12.5, "logit_error": 1e-3, "same_tokens": 1.0}
-    page = results.page([Results("h200", [cold, e2e])], {})
+    page = pages.page([Results("h200", [cold, e2e])], {})
     assert (
         "| gdn | 3.8 s | 6.3 s |  | 2 |" in page
         and "| 512+128, gdn | 100 | 12.5 ms | 1.0e-03 |  |  | 100% |  |  |  |" in page
@@ -273,39 +277,39 @@ def test_other_passes_have_tables_of_their_own():
         "share_of_limit": 0.5,
         "same_plain": 0.5,
     }
-    page = results.page([Results("h200", [{**e2e, **more}, {**wrong, "decided_plain": 0.5}])], {})
+    page = pages.page([Results("h200", [{**e2e, **more}, {**wrong, "decided_plain": 0.5}])], {})
     assert "| 100 | 12.5 ms | 1.0e-03 | 2.0e-02 | 25% | 100% | 50% | 100% | 75% |" in page
     assert "| 512+128, fla | wrong |  | 1.0e-03 |  |  | 100% | 50% | 50% |  |" in page
     assert "no time of FLA in 512+128: wrong, another token than the reference's" in page
 
 
 def test_stages_say_what_is_inside():
-    row = timed(targets.PREFILL[-1], 1.0, ratio={"fla": 2.0}, best_chunk=32, inside="kernels")
+    row = timed(workloads.PREFILL[-1], 1.0, ratio={"fla": 2.0}, best_chunk=32, inside="kernels")
     rows = [{**row, "pass": "stages", "case": f"16/16 16x16384 {stage}"} for stage in ("kkt", "solve")]
-    page = results.page([Results("h200", rows)], {})
+    page = pages.page([Results("h200", rows)], {})
     assert "2 ms (2.00, chunks of 32)" in page and "inside the time of kkt, solve: kernels." in page
 
 
 def test_only_what_stands_between_the_marks_is_made_anew():
-    start, end = results.MARKS
-    assert results.between(f"a\n{start}\nold\n{end}\nb", "new\n") == f"a\n{start}\nnew\n{end}\nb"
+    start, end = pages.MARKS
+    assert pages.between(f"a\n{start}\nold\n{end}\nb", "new\n") == f"a\n{start}\nnew\n{end}\nb"
     with pytest.raises(ValueError, match="expected a page with"):
-        results.between("a", "b")
+        pages.between("a", "b")
 
 
 # what is committed
 
 
 def test_committed_pages_are_what_the_files_say():
-    """Files only grow: a page says of how many rows it is made. Not so? Run `gdn plot`."""
+    """A page names the number of rows that it is made from. If this fails, run `gdn bench plot`."""
     page = (measure.ROOT / "docs" / "results.md").read_text()
     limits = {name: int(count) for count, name in re.findall(r"(\d+) rows of (\w+)\.jsonl", page)}
-    found = results.load(measure.RESULTS, limits)
+    found = pages.load(measure.RESULTS, limits)
     drawn = re.findall(r"^!\[(.*)\]\((results/([a-z0-9]+)-.*)\)$", page, re.M)
     held = {one.name: [(title, path) for title, path, name in drawn if name == one.name] for one in found}
-    assert limits and results.page(found, held) == page
+    assert limits and pages.page(found, held) == page
     readme = (measure.ROOT / "README.md").read_text()
-    assert results.between(readme, summary.readme(found)) == readme
+    assert pages.between(readme, summary.readme(found)) == readme
 
 
 def test_every_part_of_the_benchmark_is_named():
@@ -318,7 +322,7 @@ def test_every_part_of_the_benchmark_is_named():
 
 
 def test_every_picture_is_drawn_from_a_full_file(folder):
-    (one,) = results.load(folder)
+    (one,) = pages.load(folder)
     drawn = pictures.draw(one, folder / "pictures")
     drawn_jobs = {f"ratios-{job}" for job in ("prefill", "train", "decode")}
     absent = {kind for kind in pictures.PICTURES if kind.startswith("ratios-")} - drawn_jobs
@@ -342,7 +346,7 @@ def test_pictures_of_an_untouched_clone_stay_as_they_are(tmp_path):
     shutil.copy(measure.ROOT / "README.md", readme)
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "results").iterdir()}
     arguments = ["--results", str(measure.RESULTS), "--page", str(page), "--readme", str(readme)]
-    assert CliRunner().invoke(cli.app, ["plot", *arguments]).exit_code == 0
+    assert CliRunner().invoke(build_app(), ["bench", "plot", *arguments]).exit_code == 0
     after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "results").iterdir()}
     assert [path.name for path in before | after if before.get(path) != after.get(path)] == []
 
@@ -388,7 +392,7 @@ def test_nothing_is_drawn_from_nothing():
 
 def test_lines_go_through_the_numbers():
     rows = [
-        timed(t, 1.0, p) for t in targets.PREFILL for p in ("gdn", "fla") if t.name.startswith("16/32 1x")
+        timed(t, 1.0, p) for t in workloads.PREFILL for p in ("gdn", "fla") if t.name.startswith("16/32 1x")
     ]
     figure = pictures.lengths(Results("h200", rows))
     (axes,) = figure.axes
@@ -399,7 +403,7 @@ def test_lines_go_through_the_numbers():
 
 
 def test_points_lie_under_the_roof(folder):
-    (one,) = results.load(folder)
+    (one,) = pages.load(folder)
     axes = pictures.roofline(one).axes[0]
     copy, matmul = one.ceilings
     points = [xy for c in axes.collections for xy in c.get_offsets()]
@@ -409,14 +413,14 @@ def test_points_lie_under_the_roof(folder):
 
 def test_every_ratio_is_a_number_in_the_table(folder):
     """Write each ratio in its cell, bold where gdn is slower."""
-    (one,) = results.load(folder)
+    (one,) = pages.load(folder)
     for job in ("prefill", "train", "decode"):
         axes = pictures.ratios(one, job=job).axes[0]
         wanted = sorted(f"{x:.2f}" for row in one.ours(job) for x in row.get("ratio", {}).values())
         assert sorted(text.get_text() for text in axes.texts) == wanted != []
-    slow = timed(targets.TRAIN[0], 1.0, ratio={"fla": 0.8, "flash_qla": 1.6})
+    slow = timed(workloads.TRAIN[0], 1.0, ratio={"fla": 0.8, "flash_qla": 1.6})
     axes = pictures.ratios(Results("h200", [slow]), job="train").axes[0]
-    one_number = timed(targets.TRAIN[0], 1.0, ratio={"fla": 0.8})
+    one_number = timed(workloads.TRAIN[0], 1.0, ratio={"fla": 0.8})
     assert pictures.ratios(Results("h200", [one_number]), job="train") is None
     assert {text.get_text(): text.get_weight() for text in axes.texts} == {"0.80": "bold", "1.60": "normal"}
 
@@ -438,15 +442,17 @@ def test_regimes_have_their_limits():
 
 def test_the_command_makes_them_all(folder):
     readme = folder / "README.md"
-    readme.write_text("\n".join(results.MARKS))
+    readme.write_text("\n".join(pages.MARKS))
     page = folder / "docs" / "results.md"
     page.parent.mkdir()
-    arguments = ["plot", "--results", str(folder), "--page", str(page), "--readme", str(readme)]
-    done = CliRunner().invoke(cli.app, arguments)
+    arguments = ["bench", "plot", "--results", str(folder), "--page", str(page), "--readme", str(readme)]
+    done = CliRunner().invoke(build_app(), arguments)
     assert done.exit_code == 0, done.output
     assert "| prefill: forward, packed |" in readme.read_text() and readme.read_text() in "\n".join(
-        [results.MARKS[0], summary.readme(results.load(folder)) + results.MARKS[1]]
+        [pages.MARKS[0], summary.readme(pages.load(folder)) + pages.MARKS[1]]
     )
     for path in re.findall(r"\]\((results/[^)]*)\)", page.read_text()):
         assert (page.parent / path).exists()
-    assert CliRunner().invoke(cli.app, ["plot", "--results", str(folder / "docs")]).exit_code == 2
+    assert (
+        CliRunner().invoke(build_app(), ["bench", "plot", "--results", str(folder / "docs")]).exit_code == 2
+    )

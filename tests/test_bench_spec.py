@@ -1,4 +1,4 @@
-"""Speculation's bench: every way is judged against the law; only what is right is timed, beside one token."""
+"""The benchmark of speculation compares every way with the reference and times only the right ones."""
 
 import importlib.util
 import json
@@ -13,11 +13,16 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from gdn import cli
-from gdn.bench import accuracy, graph, jobs, packets, providers, spec, tables, targets
-from gdn.bench.gpu import Session
-from gdn.bench.packets import SINGLE, WAYS, Packet
-from gdn.bench.providers import Bound, Provider
+from gdn.cli.app import build_app
+from gdn.testing import accuracy
+from gdn_bench.passes import spec
+from gdn_bench.passes.gpu import Session
+from gdn_bench.problems import jobs, packets
+from gdn_bench.problems.packets import SINGLE, WAYS, Packet
+from gdn_bench.providers.gdn_calls import gdn_provider
+from gdn_bench.providers.provider import Bound, Provider
+from gdn_bench.results import tables
+from gdn_bench.timing import graph
 
 CPU = torch.device("cpu")
 SMALL = packets.Shape(heads=(1, 2), size=16, rows=(3,), tokens=(4, 16))
@@ -56,17 +61,6 @@ def test_what_is_measured():
     assert packets.groups(packets.Shape(), lambda name: False) == []
 
 
-def test_goals_are_those_of_the_issue():
-    wanted = {
-        ("replay", 64, 4): 0.75, ("replay", 128, 4): 0.75, ("replay", 64, 16): 0.9, ("replay", 128, 16): 0.9,
-        ("replay", 1, 4): 1.3, ("replay", 1, 16): 1.3,
-        **{("states", B, 4): 2.6 for B in (1, 8, 64, 128)},
-    }  # fmt: skip
-    found = {(one.way, one.B, one.T): one.goal for of in packets.groups(packets.Shape(), bool) for one in of}
-    assert {what: goal for what, goal in found.items() if goal is not None} == wanted
-    assert targets.packet_goal("replay", 8, 4) is None and targets.packet_goal("replay", 64, 2) is None
-
-
 def test_what_speculation_moves():
     shape = packets.Shape()
     state, tokens = 8 * 32 * 128 * 128 * 4, 8 * 4 * (4 * 16 * 128 + 4 * 32 * 128 + 4 * 32)
@@ -89,10 +83,10 @@ def test_histories_are_those_of_an_engine(T):
 
 def test_the_law_keeps_the_state_after_every_token():
     given = jobs.given(SMALL.case(3, "fp32"), CPU)
-    whole = accuracy.run(accuracy.law_of_packets, given, False)
+    whole = accuracy.run(packets.reference_of_packets, given, False)
     states = whole["final_state"].unflatten(0, (3, -1))
     for tokens in (1, 5, 32):
-        part = accuracy.run(accuracy.law_side_by_side, given.prefix(tokens), False)
+        part = accuracy.run(accuracy.reference_by_heads, given.prefix(tokens), False)
         torch.testing.assert_close(part["o"], whole["o"][:, :tokens], rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(part["final_state"], states[:, tokens - 1], rtol=1e-12, atol=1e-13)
 
@@ -117,10 +111,8 @@ def test_every_way_has_a_time_over_one_token(backend, device, peers, monkeypatch
     B = shape.rows[0]
     replay, fold = (ours[f"B={B} T=4 {dtype} {way}"] for way in ("replay", "fold"))
     assert replay["with_folds"] == pytest.approx((replay["ms"] + fold["ms"] / 4) / single)
-    kept = ours[f"B={B} T=4 {dtype} states"]
-    assert kept["goal_to_single"] == 2.6 and kept["reached"] == (kept["to_single"] <= 2.6)
-    columns, cells = tables.table("spec", found)
-    assert cells and all(len(row) == len(columns) for row in cells)
+    table = tables.build_table("spec", found)
+    assert table.lines and all(len(line) == len(table.columns) for line in table.lines)
 
 
 @pytest.mark.parametrize("dtype", packets.STATES)
@@ -130,14 +122,14 @@ def test_flashinfer_is_given_the_same_problem(peers, dtype):
     refused = {case for case, row in theirs.items() if "refused" in row}
     assert refused == {f"B=3 T={T} {dtype} replay" for T in ((4, 16) if dtype == "fp32" else (16,))}
     timed = {case for case in theirs if case not in refused}
-    assert all(theirs[case]["ok"] and "goal_to_single" not in theirs[case] for case in timed)
+    assert all(theirs[case]["ok"] for case in timed)
     assert {row["case"] for row in found if row["provider"] == "gdn" and row["ratio"]} == timed
     assert not any("fold" in case for case in theirs) and len(theirs) == 1 + 2 * (len(WAYS) - 1)
 
 
 def changed(way, change):
     """gdn, with something done to what a way is given or to what it returns."""
-    honest = providers.ours("eager").binds
+    honest = gdn_provider("eager").binds
 
     def bind(tensors, options):
         return change(honest[way], dict(tensors), options)
@@ -200,7 +192,7 @@ def test_the_command_appends_rows(tmp_path):
     options = ["bench", "spec", "--device", "cpu", "--out", str(out), "--commit", "abc", "--providers", "gdn"]
 
     def held(*more):
-        done = CliRunner().invoke(cli.app, [*options, *more])
+        done = CliRunner().invoke(build_app(), [*options, *more])
         assert done.exit_code == 0, done.output
         return [json.loads(line)["case"] for line in out.read_text().splitlines()] if out.exists() else []
 
@@ -217,4 +209,4 @@ def test_packets_are_compiled_by_name():
     found = list(packets.named(names, CPU))
     assert [way for way, _ in found] == [SINGLE, "replay"]
     for way, problem in found:
-        jobs.call(providers.ours(), way, problem)()
+        jobs.call(gdn_provider(), way, problem)()

@@ -1,4 +1,4 @@
-"""The decode step's bench: every way is judged against the laws, and only what is right is timed."""
+"""The benchmark of the decode step compares every way with the references and times only the right ones."""
 
 import json
 
@@ -9,9 +9,11 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from gdn import cli
-from gdn.bench import graph, step, tables
-from gdn.bench.gpu import Session
+from gdn.cli.app import build_app
+from gdn_bench.passes import step
+from gdn_bench.passes.gpu import Session
+from gdn_bench.results import tables
+from gdn_bench.timing import graph
 
 SMALL = step.Shape(heads=(1, 2), size=16, taps=3, rows=(1, 3))
 
@@ -34,8 +36,9 @@ def test_every_way_has_a_time(backend, device, session, monkeypatch):
     names = [row["case"].removeprefix("B=3 bf16 ") for row in found]
     assert names == [step.FUNCTIONS, step.ONE]
     assert found[1]["to_functions"] == pytest.approx(found[0]["ms"] / found[1]["ms"])
-    columns, cells = tables.table("step", found)
-    assert len(cells) == len(found) and all(len(row) == len(columns) for row in cells)
+    table = tables.build_table("step", found, more=tables.SCREEN)
+    assert len(table.lines) == len(found) and "of functions" in table.columns
+    assert all(len(line) == len(table.columns) for line in table.lines)
 
 
 @pytest.mark.parametrize("stale", ["conv_state", "state", "z"])
@@ -56,11 +59,11 @@ def test_the_command_appends_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(step.run, "__defaults__", (SMALL,))
     out = tmp_path / "rows.jsonl"
     options = ["bench", "step", "--device", "cpu", "--out", str(out), "--commit", "abc", "--only", "fp32"]
-    done = CliRunner().invoke(cli.app, options)
+    done = CliRunner().invoke(build_app(), options)
     assert done.exit_code == 0, done.output
     held = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["case"] for row in held] == [
         f"B={B} fp32 {name}" for B in SMALL.rows for name in (step.FUNCTIONS, step.ONE)
     ]
-    assert CliRunner().invoke(cli.app, [*options, "--resume"]).exit_code == 0
+    assert CliRunner().invoke(build_app(), [*options, "--resume"]).exit_code == 0
     assert len(out.read_text().splitlines()) == len(held)

@@ -15,20 +15,17 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import gdn
-from gdn import cli
-from gdn.bench import (
-    accuracy,
-    cases,
-    catalog,
-    laboratory,
-    measure,
-    portraits,
-    providers,
-    stagewise,
-    verify,
-)
-from gdn.bench.cases import Case, packed
-from gdn.bench.providers import Bound, Provider
+from gdn.cli.app import build_app
+from gdn.testing import accuracy, cases
+from gdn.testing.cases import Case, packed
+from gdn_bench.commands import verify
+from gdn_bench.judging import metrics, portraits, pto, readings
+from gdn_bench.problems import catalog
+from gdn_bench.providers.gdn_calls import gdn_provider
+from gdn_bench.providers.load import load_provider
+from gdn_bench.providers.names import PROVIDERS
+from gdn_bench.providers.provider import Bound, Provider
+from gdn_bench.timing import measure
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 CASE = Case("slow", lengths=packed(100, 80), heads=(2, 4), sizes=(16, 16), state="wide")
@@ -36,7 +33,7 @@ TINY = ["verify", "--set", "quick", "--dtype", "fp32", "--max-cases", "2", "--de
 
 
 def run(*args):
-    return CliRunner().invoke(cli.app, list(args))
+    return CliRunner().invoke(build_app(), list(args))
 
 
 def liar(change, name="liar"):
@@ -74,7 +71,7 @@ NO = {"fla": refuse, "flash_qla": lambda tensors, options: 1 / 0}
 
 
 def examine(who, **options):
-    return laboratory.examine("x", CASE, BF16, who, device=CPU, **options)
+    return readings.examine("x", CASE, BF16, who, device=CPU, **options)
 
 
 # metrics
@@ -82,7 +79,7 @@ def examine(who, **options):
 
 def test_metrics_are_what_their_names_say():
     ref = torch.tensor([1.0, -2.0, 3.0, 4.0], dtype=torch.float64)
-    found = laboratory.metrics(ref + torch.tensor([0.1, -0.1, 0.1, 0.0]), ref)
+    found = metrics.metrics(ref + torch.tensor([0.1, -0.1, 0.1, 0.0]), ref)
     rmse = math.sqrt(0.03 / 4)
     assert found.rmse == pytest.approx(rmse) and found.rmse_over_mean == pytest.approx(rmse / 2.5)
     assert found.nrmse == pytest.approx(rmse / float(ref.std(correction=0)))
@@ -96,23 +93,21 @@ def test_metrics_are_what_their_names_say():
 
 def test_metrics_of_what_is_no_answer():
     ref = torch.ones(3)
-    assert laboratory.metrics(None, ref).rmse == math.inf
-    assert laboratory.metrics(ref * math.nan, ref).max_abs == math.inf
-    assert laboratory.metrics(torch.ones(4), ref).rmse == math.inf
-    assert laboratory.metrics(ref, ref).rmse == 0 and math.isnan(laboratory.metrics(ref, ref).r2)
-    assert laboratory.metrics(torch.ones(0), torch.ones(0)).r2 == 1
-    assert laboratory.metrics(torch.zeros(3), torch.zeros(3)).rmse_over_mean == 0
-    assert laboratory.metrics(ref, torch.zeros(3)).rmse_over_mean == math.inf
+    assert metrics.metrics(None, ref).rmse == math.inf
+    assert metrics.metrics(ref * math.nan, ref).max_abs == math.inf
+    assert metrics.metrics(torch.ones(4), ref).rmse == math.inf
+    assert metrics.metrics(ref, ref).rmse == 0 and math.isnan(metrics.metrics(ref, ref).r2)
+    assert metrics.metrics(torch.ones(0), torch.ones(0)).r2 == 1
+    assert metrics.metrics(torch.zeros(3), torch.zeros(3)).rmse_over_mean == 0
+    assert metrics.metrics(ref, torch.zeros(3)).rmse_over_mean == math.inf
 
 
 def test_ptos_gates():
-    right = laboratory.Metrics(rmse_over_mean=0.1, r2=0.995, pearson=0.999)
-    assert laboratory.pto(right, 0.15) and not laboratory.pto(right, 0.09)
-    assert not laboratory.pto(replace(right, r2=0.98), 0.15) and not laboratory.pto(right, 0.15, 0.999)
-    assert not laboratory.pto(replace(right, pearson=0.9), 0.15)
-    assert laboratory.pto(replace(right, pearson=-0.999), 0.15) and not laboratory.pto(
-        laboratory.Metrics(), 9.0
-    )
+    right = metrics.Metrics(rmse_over_mean=0.1, r2=0.995, pearson=0.999)
+    assert pto.passes(right, 0.15) and not pto.passes(right, 0.09)
+    assert not pto.passes(replace(right, r2=0.98), 0.15) and not pto.passes(right, 0.15, 0.999)
+    assert not pto.passes(replace(right, pearson=0.9), 0.15)
+    assert pto.passes(replace(right, pearson=-0.999), 0.15) and not pto.passes(metrics.Metrics(), 9.0)
 
 
 # examining
@@ -121,21 +116,21 @@ def test_ptos_gates():
 @pytest.mark.parametrize("profile", verify.PROFILES)
 @pytest.mark.parametrize("lie", LIES)
 def test_wrong_answers_fail_every_profile(lie, profile):
-    found = examine({"gdn": providers.ours(), "liar": LIES[lie]}, profile=profile)
+    found = examine({"gdn": gdn_provider(), "liar": LIES[lie]}, profile=profile)
     ours, theirs = ([r for r in found.readings if r.provider == who] for who in ("gdn", "liar"))
     assert all(r.ok and r.backend == "eager" for r in ours) and not all(r.ok for r in theirs)
     assert not found.failed and len(ours) == (2 if profile == "pto" else 8)
 
 
 def test_a_reading_is_the_protocols():
-    found = examine({"gdn": providers.ours()})
+    found = examine({"gdn": gdn_provider()})
     judged = accuracy.check(gdn.chunk_gated_delta_rule, CASE, BF16)
     assert [(r.output, r.limit, r.ok) for r in found.readings] == [(r.output, r.limit, r.ok) for r in judged]
     assert [r.error for r in found.readings] == pytest.approx([r.error for r in judged], rel=1e-6)
 
 
 def test_ours_is_held_against_peers_in_ptos_profile():
-    found = examine({"gdn": providers.ours(), "fla": LIES["swapped heads"]}, profile="pto")
+    found = examine({"gdn": gdn_provider(), "fla": LIES["swapped heads"]}, profile="pto")
     between = {r.output: r.ok for r in found.readings if r.provider == "gdn ~ fla"}
     assert between == {"o": False, "final_state": True}
 
@@ -144,7 +139,7 @@ STAGED = replace(CASE, gate="strong", state="none", sizes=(32, 16))
 
 
 def staged(dtype=BF16):
-    found = laboratory.examine("x", STAGED, dtype, {"gdn": providers.ours()}, profile="pto", device=CPU)
+    found = readings.examine("x", STAGED, dtype, {"gdn": gdn_provider()}, profile="pto", device=CPU)
     assert not found.failed
     return {r.output: r for r in found.readings if r.provider == "gdn stages"}
 
@@ -153,12 +148,10 @@ def staged(dtype=BF16):
 def test_ptos_profile_holds_every_stage(dtype):
     found = staged(dtype)
     assert list(found) == [
-        "G", "A", "A_inv", "w", "u", "S_in", "v_new", "final_state", "o", stagewise.WHOLE,
+        "G", "A", "A_inv", "w", "u", "S_in", "v_new", "final_state", "o", pto.WHOLE,
     ]  # fmt: skip
     assert all(r.ok for r in found.values()), found
-    assert "gdn stages" not in {
-        r.provider for r in examine({"gdn": providers.ours()}, profile="pto").readings
-    }
+    assert "gdn stages" not in {r.provider for r in examine({"gdn": gdn_provider()}, profile="pto").readings}
 
 
 @pytest.mark.parametrize(
@@ -175,19 +168,17 @@ def test_a_wrong_stage_fails_its_own_gate(monkeypatch, stage, output, change):
     right = getattr(gdn.stages, stage)
     monkeypatch.setattr(gdn.stages, stage, lambda *x, **options: change(right(*x, **options)))
     wrong = {name for name, r in staged().items() if not r.ok}
-    assert output in wrong and wrong <= {output, stagewise.WHOLE}
+    assert output in wrong and wrong <= {output, pto.WHOLE}
 
 
 def test_gates_of_a_stage_and_of_the_whole():
-    near = laboratory.Metrics(rmse_over_mean=0.04, r2=0.995, close=0.5, max_abs=0.9)
-    assert laboratory.pto_stage(near) and not laboratory.pto_stage(replace(near, r2=0.98))
-    assert not laboratory.pto_stage(replace(near, rmse_over_mean=0.06))
-    assert laboratory.pto_stage(replace(near, rmse_over_mean=0.06, close=1.0))
-    assert not laboratory.pto_stage(replace(near, max_abs=1.1)) and not laboratory.pto_stage(
-        laboratory.Metrics()
-    )
-    assert laboratory.pto_whole(replace(near, rmse_over_mean=0.004)) and not laboratory.pto_whole(near)
-    assert laboratory.pto_whole(replace(near, r2=0.99991))
+    near = metrics.Metrics(rmse_over_mean=0.04, r2=0.995, close=0.5, max_abs=0.9)
+    assert pto.passes_stage(near) and not pto.passes_stage(replace(near, r2=0.98))
+    assert not pto.passes_stage(replace(near, rmse_over_mean=0.06))
+    assert pto.passes_stage(replace(near, rmse_over_mean=0.06, close=1.0))
+    assert not pto.passes_stage(replace(near, max_abs=1.1)) and not pto.passes_stage(metrics.Metrics())
+    assert pto.passes_call(replace(near, rmse_over_mean=0.004)) and not pto.passes_call(near)
+    assert pto.passes_call(replace(near, r2=0.99991))
 
 
 def test_who_refuses_and_who_fails_is_named():
@@ -195,27 +186,27 @@ def test_who_refuses_and_who_fails_is_named():
         raise AssertionError("line one\nline two")
 
     who = {"a": Provider("a", {"prefill": refuse}), "b": Provider("b", {"train": fail})}
-    found = examine({"gdn": providers.ours(), **who})
+    found = examine({"gdn": gdn_provider(), **who})
     assert found.refused == {"a": "only on Sundays"} and found.failed == {"b": "AssertionError: line one"}
 
 
 def test_ours_may_not_be_worse_than_the_best_peer():
     found = {"fla": {"o": 4e-3, "dg": 4e-3}, "flashinfer": {"o": 2e-3}}
-    good = laboratory.against_peers({"o": 2.1e-3, "dg": 2.7e-3}, found)
-    assert good["reached"] and good["of_best_peer"]["o"] == pytest.approx(1.05)
-    assert laboratory.against_peers({"o": 2.3e-3, "dg": 2e-3}, found)["worse"] == ["o"]
-    assert laboratory.against_peers({"o": 1e-3, "dg": 3e-3}, found)["worse"] == ["dg of fla's"]
-    assert laboratory.against_peers({"o": 1.0, "dg": 1.0}, {})["reached"]
+    good = readings.against_peers({"o": 2.1e-3, "dg": 2.7e-3}, found)
+    assert not good["worse"] and good["of_best_peer"]["o"] == pytest.approx(1.05)
+    assert readings.against_peers({"o": 2.3e-3, "dg": 2e-3}, found)["worse"] == ["o"]
+    assert readings.against_peers({"o": 1e-3, "dg": 3e-3}, found)["worse"] == ["dg of fla's"]
+    assert not readings.against_peers({"o": 1.0, "dg": 1.0}, {})["worse"]
     rounding = {"fla": {"o": 1e-7, "dg": 1e-8}}
-    assert laboratory.against_peers({"o": 9e-7, "dg": 9e-7}, rounding)["reached"]
+    assert not readings.against_peers({"o": 9e-7, "dg": 9e-7}, rounding)["worse"]
 
 
 def test_sets_are_named_problems():
-    assert len(laboratory.NAMED["pto"]) == 15 and len(laboratory.NAMED["pto-gva"]) == 4 * 13
-    assert {case.gate for case in laboratory.REGIMES.values()} <= {*cases.GATES, "mixed"}
-    assert {case.keys for case in laboratory.REGIMES.values()} == set(cases.KEYS)
-    assert laboratory.NAMED["pto"]["16/16 long ladder"].lengths is cases.LONG_LADDER
-    assert set(laboratory.NAMED["ladders"]) == set(catalog.SETS["ladders"])
+    assert len(readings.NAMED["pto"]) == 15 and len(readings.NAMED["pto-gva"]) == 4 * 13
+    assert {case.gate for case in readings.DISTRIBUTIONS.values()} <= {*cases.GATES, "mixed"}
+    assert {case.keys for case in readings.DISTRIBUTIONS.values()} == set(cases.KEYS)
+    assert readings.NAMED["pto"]["16/16 long ladder"].lengths is cases.LONG_LADDER
+    assert set(readings.NAMED["ladders"]) == set(catalog.SETS["ladders"])
 
 
 def test_an_error_is_where_it_is():
@@ -272,7 +263,7 @@ def test_a_title_is_whole_and_fits(monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
     case = max(cases.covering(cases.QUICK), key=lambda case: len(str(case)))
-    one = laboratory.examine("x", CASE, torch.float32, {"gdn": providers.load("gdn")}, device=CPU)
+    one = readings.examine("x", CASE, torch.float32, {"gdn": load_provider("gdn")}, device=CPU)
     only = replace(one, found={"gdn": {"o": one.found["gdn"]["o"]}})
     for examined in (one, only):
         verify._draw(tmp_path, f"000 {case} fp32", examined, CASE)
@@ -304,7 +295,7 @@ def test_reasons_are_printed_as_they_are(monkeypatch):
     def refuse(tensors, options):
         raise NotImplementedError("needs [B, T] and [/no]")
 
-    both = {"gdn": providers.ours(), "fla": Provider("fla", {"train": refuse})}
+    both = {"gdn": gdn_provider(), "fla": Provider("fla", {"train": refuse})}
     monkeypatch.setattr(verify, "_providers", lambda *_: (both, {}))
     done = run(*TINY)
     assert done.exit_code == 0 and "needs [B, T] and [/no]" in done.stdout.replace("\n", " "), done.output
@@ -312,20 +303,18 @@ def test_reasons_are_printed_as_they_are(monkeypatch):
 
 def test_verify_says_why_a_backend_refuses():
     done = run(*TINY, "--providers", "gdn:triton")
-    assert done.exit_code == 1 and "not taken" in done.stdout and "triton" in done.stdout
+    assert done.exit_code == 1 and "not supported" in done.stdout and "triton" in done.stdout
 
 
 def test_a_wrong_peer_is_no_fault_of_ours(monkeypatch):
-    monkeypatch.setattr(
-        verify, "_providers", lambda *_: ({"gdn": providers.ours(), "fla": LIES["zeros"]}, {})
-    )
+    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": gdn_provider(), "fla": LIES["zeros"]}, {}))
     done = run(*TINY)
     assert done.exit_code == 0 and "fails" in done.stdout, done.output
 
 
 def test_a_better_peer_is(monkeypatch):
     worse = liar(lambda o, S: (o * 1.000005, S), "gdn")
-    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": worse, "fla": providers.ours()}, {}))
+    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": worse, "fla": gdn_provider()}, {}))
     done = run(*TINY)
     assert done.exit_code == 1 and "less accurate than a peer" in done.stdout, done.output
 
@@ -333,14 +322,14 @@ def test_a_better_peer_is(monkeypatch):
 def test_ptos_profile_asks_its_own_gates_alone(monkeypatch):
     """Less accurate than a peer by more than 10 %, and within pto-kernels' gates."""
     worse = liar(lambda o, S: (o * 1.000005, S), "gdn")
-    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": worse, "fla": providers.ours()}, {}))
+    monkeypatch.setattr(verify, "_providers", lambda *_: ({"gdn": worse, "fla": gdn_provider()}, {}))
     done = run(*TINY, "--profile", "pto")
     assert done.exit_code == 0 and "less accurate than a peer" not in done.stdout, done.output
 
 
 def test_a_failure_of_ours_fails(monkeypatch):
     broken = Provider("gdn", {"train": lambda tensors, options: 1 / 0})
-    both = {"gdn": broken, "gdn:eager": providers.ours("eager")}
+    both = {"gdn": broken, "gdn:eager": gdn_provider("eager")}
     monkeypatch.setattr(verify, "_providers", lambda *_: (both, {}))
     done = run(*TINY)
     assert done.exit_code == 1 and "ZeroDivisionError" in done.stdout
@@ -351,12 +340,12 @@ def test_peers_take_their_part_and_rows_are_kept(monkeypatch, tmp_path):
         monkeypatch.setitem(__import__("sys").modules, name, module)
         module.__spec__ = importlib.util.spec_from_loader(name, None)
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
-    small = replace(laboratory.REGIMES["mild"], heads=(1, 2), lengths=packed(70))
-    monkeypatch.setitem(laboratory.NAMED, "regimes", {"mild": small, "slow": replace(small, gate="slow")})
+    small = replace(readings.DISTRIBUTIONS["mild"], heads=(1, 2), lengths=packed(70))
+    monkeypatch.setitem(readings.NAMED, "regimes", {"mild": small, "slow": replace(small, gate="slow")})
     done = run("verify", "--set", "regimes", "--only", "mild", "--append", "--device", "cpu")
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
-    assert [row["provider"] for row in rows] == list(providers.NAMES)
+    assert [row["provider"] for row in rows] == list(PROVIDERS)
     assert all(row["pass"] == "accuracy" and row["case"] == "mild" and row["ok"] for row in rows)
     assert (
         rows[0]["backend"] == "eager"
@@ -367,9 +356,9 @@ def test_peers_take_their_part_and_rows_are_kept(monkeypatch, tmp_path):
 
 def test_a_part_goes_on_where_it_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
-    monkeypatch.setattr(measure, "commit", lambda: "abc")
-    small = replace(laboratory.REGIMES["mild"], heads=(1, 2), lengths=packed(20))
-    monkeypatch.setitem(laboratory.NAMED, "regimes", {"mild": small, "slow": replace(small, gate="slow")})
+    monkeypatch.setattr("gdn.cli.environment.commit", lambda: "abc")
+    small = replace(readings.DISTRIBUTIONS["mild"], heads=(1, 2), lengths=packed(20))
+    monkeypatch.setitem(readings.NAMED, "regimes", {"mild": small, "slow": replace(small, gate="slow")})
     arguments = [
         "verify",
         "--set",
@@ -390,7 +379,7 @@ def test_a_part_goes_on_where_it_stopped(monkeypatch, tmp_path):
     assert again.exit_code == 0 and "measured before" in again.stdout, again.output
     assert "measured before" not in run(*arguments, "--dtype", "fp32").stdout
     assert "measured before" in run(*arguments, "--dtype", "fp32").stdout
-    monkeypatch.setattr(measure, "commit", lambda: None)
+    monkeypatch.setattr("gdn.cli.environment.commit", lambda: None)
     assert "measured before" not in run(*arguments).stdout
     elsewhere = ["--results", str(tmp_path / "x.jsonl"), "--commit", "abc"]
     assert "measured before" not in run(*arguments, *elsewhere).stdout
@@ -398,7 +387,7 @@ def test_a_part_goes_on_where_it_stopped(monkeypatch, tmp_path):
 
 
 def test_who_refuses_or_fails_is_not_asked_again(monkeypatch, tmp_path):
-    who = {"gdn": providers.ours(), **{name: Provider(name, {"train": NO[name]}) for name in NO}}
+    who = {"gdn": gdn_provider(), **{name: Provider(name, {"train": NO[name]}) for name in NO}}
     monkeypatch.setattr(verify, "_providers", lambda *_: (who, {}))
     arguments = [*TINY, "--results", str(tmp_path / "x.jsonl"), "--commit", "abc", "--resume"]
     assert run(*arguments).exit_code == 0
@@ -410,10 +399,10 @@ def test_who_refuses_or_fails_is_not_asked_again(monkeypatch, tmp_path):
 
 
 def test_rows_say_their_set_and_profile(monkeypatch, tmp_path):
-    """One name in three sets is three problems; what the regimes' own rows are called stays."""
+    """One name in three sets is three problems; rows of `regimes` keep the pass accuracy."""
     tiny = {"16/16 20,30": replace(CASE, gate="strong")}
     for name in ("regimes", "ladders", "pto"):
-        monkeypatch.setitem(laboratory.NAMED, name, tiny)
+        monkeypatch.setitem(readings.NAMED, name, tiny)
     arguments = ["--device", "cpu", "--providers", "gdn", "--results", str(tmp_path / "x.jsonl"), "--dtype"]
     arguments += ["bf16", "--commit", "abc", "--resume"]
     sets = (["regimes"], ["ladders"], ["pto"], ["regimes", "--profile", "pto"])
@@ -428,7 +417,7 @@ def test_rows_say_their_set_and_profile(monkeypatch, tmp_path):
 
 def test_ptos_set_brings_its_profile_and_dtypes(monkeypatch):
     small = {"16/16 20,30": replace(CASE, gate="strong")}
-    monkeypatch.setitem(laboratory.NAMED, "pto", small)
+    monkeypatch.setitem(readings.NAMED, "pto", small)
     found = json.loads(
         run("verify", "--set", "pto", "--device", "cpu", "--providers", "gdn", "--json", "-").stdout
     )

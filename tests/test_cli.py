@@ -19,19 +19,26 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 import gdn
-from gdn import cli
-from gdn.bench import cases, commands, console, measure, verify
+from gdn.cli import app
+from gdn.cli import console as cli_console
+from gdn.cli.app import build_app
+from gdn.testing import cases
+from gdn_bench.commands import bench as commands
+from gdn_bench.commands import verify
+from gdn_bench.timing import measure
+
+ROOT = Path(__file__).parent.parent
 
 
 def run(*args):
-    return CliRunner().invoke(cli.app, list(args))
+    return CliRunner().invoke(build_app(), list(args))
 
 
 def test_info_names_who_takes_what():
     found = json.loads(run("info", "--device", "cpu", "--json", "-").stdout)
     assert found["versions"]["torch"] and found["threads"] >= 1 and found["devices"][0] == "cpu"
     assert {name: report["chosen"] for name, report in found["backends"].items()} == dict.fromkeys(
-        cli.DTYPES, "eager"
+        app.DTYPES, "eager"
     )
     assert found["backends"]["bf16"]["refusals"]["triton"]
     assert "eager" in run("info", "--device", "cpu").stdout
@@ -39,16 +46,15 @@ def test_info_names_who_takes_what():
 
 def test_bench_cpu_appends_rows(monkeypatch, tmp_path):
     pytest.importorskip("transformers")
-    from gdn.bench import cpu
+    from gdn_bench.passes import cpu
 
     row = {"pass": "cpu", "case": "forward 1x8", "provider": "gdn", "share_of_limit": 0.1}
     timed = {**row, "ms": 2.0, "p20": 1.0, "p80": 3.0, "runs": 3, "ratio": {"transformers": 2.0}}
-    timed |= {"goal_ratio": 1.8}
     monkeypatch.setattr(cpu, "jobs", lambda is_quick: [cpu.Job("forward", 8, 1, {}, {})])
     monkeypatch.setattr(cpu, "run", lambda job: iter([row, timed]))
     results = tmp_path / "cpu.jsonl"
     done = run("bench", "cpu", "--quick", "--threads", "1", "--out", str(results))
-    assert done.exit_code == 0 and " 2 " in done.stdout and "wrong" in done.stdout
+    assert done.exit_code == 0 and "4 ms (2.00)" in done.stdout, done.output
     assert f"appended 2 rows to {results}" in done.stderr
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     assert [line["threads"] for line in lines] == [1, 1] and set(measure.environment()) < set(lines[1])
@@ -57,15 +63,17 @@ def test_bench_cpu_appends_rows(monkeypatch, tmp_path):
 @pytest.fixture
 def gpu_rows(monkeypatch):
     """One small target per job, on the CPU."""
-    from gdn.bench import gpu, graph, targets
+    from gdn_bench.passes import gpu
+    from gdn_bench.problems import workloads
+    from gdn_bench.timing import graph
 
     found = {}
-    for job, of_job in targets.TARGETS.items():
+    for job, of_job in workloads.WORKLOADS.items():
         first = of_job[0]
         lengths = cases.Lengths(1, 3) if job == "decode" else cases.packed(70, 70)
         small = replace(first.case, sizes=(16, 16), heads=(2, 4), lengths=lengths)
         found[job] = (replace(first, case=small),)
-    monkeypatch.setattr(gpu, "TARGETS", found)
+    monkeypatch.setattr(gpu, "WORKLOADS", found)
     monkeypatch.setattr(graph, "ROUNDS", (2, 2))
     return ["--device", "cpu", "--providers", "gdn:eager,gdn:hopper"]
 
@@ -113,7 +121,7 @@ def run_script(monkeypatch, capsys, *args):
     """Run the script itself; return its exit code and the lines on stderr."""
     monkeypatch.setattr(sys, "argv", ["gdn", *args])
     with pytest.raises(SystemExit) as left:
-        cli.main()
+        app.main()
     captured = capsys.readouterr()
     assert not captured.out
     return left.value.code, captured.err.splitlines()
@@ -122,10 +130,8 @@ def run_script(monkeypatch, capsys, *args):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("demo --steps 0", "--steps.* 1"), ("demo --steps -1", "--steps.* 1"),
         ("verify --max-cases -3", "--max-cases.* 0"), ("bench cpu --threads 0", "--threads.* 1"),
         ("info --device gpu", "device: expected .*cpu.*, got gpu"),
-        ("demo --device gpu", "device: expected .*cpu.*, got gpu"),
         ("bench prefill --device cuda:99", "device: expected .*cpu.*, got cuda:99"),
         ("verify --device meta", "device: expected .*cpu.*, got meta"),
         ("verify --only zzz", "only: expected a part of one of [0-9]+ names, such as strong/.*, got 'zzz'"),
@@ -139,7 +145,7 @@ def run_script(monkeypatch, capsys, *args):
         ("bench e2e --device cpu --only zzz", r"one of 128\+128, .*, got 'zzz'"),
         ("bench host --device cpu --only zzz", "one of decode, forward.*, got 'zzz'"),
         ("bench cold --device cpu --only zzz", "a part of new process, got 'zzz'"),
-        ("demoo", "Did you mean 'demo'"),
+        ("benc", "Did you mean 'bench'"),
     ],
 )  # fmt: skip
 def test_a_usage_error_is_one_line(monkeypatch, capsys, arguments, words):
@@ -159,13 +165,12 @@ def test_a_gpu_benchmark_refuses_a_cpu(monkeypatch, capsys, job):
 @pytest.mark.parametrize(
     "command, packages, extra",
     [
-        ("demo", ["matplotlib"], "plot,transformers"), ("demo", ["transformers"], "plot,transformers"),
-        ("plot", ["matplotlib"], "plot"), ("bench cpu", ["transformers"], "transformers"),
-        ("verify --set quick --out x", ["matplotlib"], "plot"),
+        ("bench plot", ["matplotlib"], "bench"), ("bench cpu", ["transformers"], "bench"),
+        ("verify --set quick --out x", ["matplotlib"], "bench"),
     ],
 )  # fmt: skip
 def test_a_missing_package_names_its_extra(monkeypatch, capsys, command, packages, extra):
-    monkeypatch.setattr(console, "find_spec", lambda name: None if name in packages else object())
+    monkeypatch.setattr(cli_console, "find_spec", lambda name: None if name in packages else object())
     code, lines = run_script(monkeypatch, capsys, *command.split())
     assert code == 2 and len(lines) == 1
     assert f"needs {packages[0]}, not installed here: pip install 'gdn[{extra}]'" in lines[0]
@@ -181,21 +186,55 @@ def test_the_version_is_printed():
     assert json.loads(run("info", "--json", "-").stdout)["versions"]["gdn"] == gdn.__version__
 
 
-def test_without_a_clone_everything_goes_into_the_current_folder(tmp_path):
-    """Name no file beside an installed package as a default output."""
+INSTALLED = """
+from pathlib import Path
+from gdn_bench.commands import plot
+from gdn_bench.timing import measure
+from gdn.cli import environment
+here = Path.cwd()
+assert environment.CLONE is None and environment.commit() is None and plot.README is None
+assert (measure.RESULTS, plot.DOCS) == (here, here / "results.md")
+"""
+
+
+def installed(tmp_path, *folders):
+    """Copy the package away from its clone; return the environment of a process that imports the copy."""
     site = tmp_path / "site"
     shutil.copytree(Path(gdn.__file__).parent, site / "gdn", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "work").mkdir()
-    code = (
-        "from pathlib import Path; from gdn.bench import measure, plot; here = Path.cwd(); "
-        "assert measure.CLONE is None and measure.commit() is None and plot.README is None; "
-        "assert (measure.RESULTS, plot.DOCS) == (here, here / 'results.md')"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{os.environ['PYTHONPATH']}"}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "work", env=environment, check=True)
-    assert Path(__file__).parent.parent / "benchmarks" / "results" == measure.RESULTS
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [x for x in others if x and ROOT not in Path(x).parents]
+    path = [str(site), *(str(folder) for folder in folders), *others]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def test_without_a_clone_everything_goes_into_the_current_folder(tmp_path):
+    """Name no file beside an installed package as a default output."""
+    environment = installed(tmp_path, ROOT / "benchmarks")
+    subprocess.run([sys.executable, "-c", INSTALLED], cwd=tmp_path / "work", env=environment, check=True)
+    assert ROOT / "benchmarks" / "results" == measure.RESULTS
+
+
+@pytest.mark.parametrize("command", [["bench", "prefill", "--eager"], ["verify"], ["bench"]])
+def test_without_a_clone_the_benchmarks_are_named(tmp_path, command):
+    """Print in one line where gdn_bench is; the other commands run."""
+    environment = installed(tmp_path)
+    options = {"cwd": tmp_path / "work", "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-m", "gdn", *command], **options)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    words = "needs gdn_bench, which is no part of the installed package"
+    assert done.stderr.startswith(f"gdn {command[0]}: {words}")
+
+
+def test_the_benchmarks_run_without_the_script(tmp_path):
+    """Run python -m gdn_bench; in a clone `gdn` finds it without PYTHONPATH."""
+    for module, path in (("gdn_bench", "benchmarks"), ("gdn", "src")):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / x) for x in ("src", path))}
+        command = [sys.executable, "-m", module, *(["bench"] if module == "gdn" else []), "--help"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and "prefill" in done.stdout and "compare" in done.stdout, done.stderr
 
 
 def test_module_runs_without_a_script():
     done = subprocess.run([sys.executable, "-m", "gdn", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in done.stdout for command in ("info", "verify", "bench", "demo"))
+    assert all(command in done.stdout for command in ("info", "verify", "bench"))

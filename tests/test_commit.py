@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kit import api
-from kit.api import law
+from kit.api import reference
 from kit.serving import inputs, moved, pool_of, same_bits
 
 import gdn
@@ -27,7 +27,7 @@ def extras():
 
 
 @pytest.fixture(autouse=True)
-def asked(request, monkeypatch):
+def default_backend(request, monkeypatch):
     """Set GDN_BACKEND, since `commit` has no argument for the backend."""
     if "backend" in request.fixturenames:
         monkeypatch.setenv("GDN_BACKEND", request.getfixturevalue("backend"))
@@ -47,16 +47,16 @@ def asked(request, monkeypatch):
 def test_commit(backend, device, dst, src, index, with_extra):
     before, s = pool_of(L, SLOTS, dtype=dst), pool_of(L, ROWS, T, dtype=src)
     x = entries(index) | (extras() if with_extra else {})
-    want = law.commit(before, s, **x)
+    expected = reference.commit(before, s, **x)
     d, source = before.to(device, copy=True), s.to(device, copy=True)
     assert gdn.commit(d, source, **moved(x, device)) is None
     d = d.cpu()
-    assert same_bits(d, want) and same_bits(s, source)
+    assert same_bits(d, expected) and same_bits(s, source)
     changed = {slot for slot in range(SLOTS) if not same_bits(d[:, slot], before[:, slot])}
     assert changed == ({0, 2, 3, 5, 7} if with_extra else {0, 5})
-    # the comparison sees a layer left out and a step too many
-    assert not same_bits(torch.cat([d[:-1], before[-1:]]), want)
-    assert not same_bits(law.commit(before, s, **x | {"step": x["step"] + 1}), want)
+    # the comparison finds a missing layer and a step too many
+    assert not same_bits(torch.cat([d[:-1], before[-1:]]), expected)
+    assert not same_bits(reference.commit(before, s, **x | {"step": x["step"] + 1}), expected)
 
 
 @pytest.mark.interpret
@@ -77,9 +77,9 @@ def test_any_shape_and_stride(backend, device, rest):
     others = memory[:, :, [0, 2]].clone()
     d = memory.transpose(0, 1)[:, :, 1]
     s = torch.randn(ROWS, L, 2 * T, *rest, device=device).transpose(0, 1)[:, :, ::2]
-    want = law.commit(d, s, **x)
+    expected = reference.commit(d, s, **x)
     gdn.commit(d, s, **x)
-    assert same_bits(d, want) and same_bits(memory[:, :, [0, 2]], others)
+    assert same_bits(d, expected) and same_bits(memory[:, :, [0, 2]], others)
 
 
 @pytest.mark.interpret
@@ -91,9 +91,9 @@ def test_every_axis_apart(backend, device, count):
     memory = torch.randn(L, SLOTS, *(2 * n for n in rest), device=device)
     d, s = memory[thin], torch.randn(L, ROWS, T, *(2 * n for n in rest), device=device)[thin]
     before, x = memory.clone(), moved(entries(), device)
-    want = law.commit(d, s, **x)
+    expected = reference.commit(d, s, **x)
     gdn.commit(d, s, **x)
-    assert same_bits(d, want)
+    assert same_bits(d, expected)
     d.copy_(before[thin])
     assert same_bits(memory, before)
 
@@ -106,13 +106,13 @@ def test_verify_then_commit_is_decode(backend, device):
     kept = torch.empty(3, 4, 4, 24, 16, device=device)
     api.decode(**x, state=state, read_index=read, write="none", intermediate=kept, backend=backend)
     accepted = [1, 4, 0]
-    want = state.clone()
+    expected = state.clone()
     for n, count in enumerate(accepted):
         row = {name: v[n : n + 1, :count] for name, v in x.items()}
-        api.decode(**row, state=want, read_index=read[n : n + 1], backend=backend)
+        api.decode(**row, state=expected, read_index=read[n : n + 1], backend=backend)
     row, step = torch.arange(3, device=device), torch.tensor(accepted, device=device) - 1
     gdn.commit(state[None], kept[None], read, row, step)
-    assert same_bits(state, want)
+    assert same_bits(state, expected)
 
 
 @pytest.mark.interpret

@@ -21,9 +21,7 @@ pytestmark = pytest.mark.compile
 
 @pytest.fixture(scope="session")
 def reports(request):
-    """Return the reports of all selected tests, compiled together so that no core waits for a slow
-    compilation.
-    """
+    """Return the reports of all selected tests, compiled together, so that no core waits for one."""
     wanted = [
         item.callspec.params for item in request.session.items if item.name.startswith("test_compiles[")
     ]

@@ -1,6 +1,4 @@
-"""Test what a serving engine relies on, protocol by protocol and on every backend: sizes, padding, counts,
-bits.
-"""
+"""Test what a serving engine relies on, by protocol and backend: sizes, padding, counts, bits."""
 
 import itertools
 
@@ -17,9 +15,7 @@ INTS = [torch.int32, torch.int64]
 
 
 def run(backend, device, x, **options):
-    """Run a decode on copies on a device, with a poisoned output; return everything that it wrote, on the
-    CPU.
-    """
+    """Run a decode on copies on a device, with a poisoned output; return all that it wrote."""
     x = moved(x, device)
     out = torch.full_like(x["v"], NAN)
     api.decode(**x, out=out, backend=backend, **options)
@@ -112,9 +108,7 @@ def single_steps(backend, device, x, states, round_state):
     ],
 )
 def test_a_packet_equals_single_steps(backend, device, name, pool):
-    """Under every protocol a packet has the outputs of single steps, and their states wherever it stores
-    them.
-    """
+    """Under every protocol a packet has the outputs of single steps, and the states that it stores."""
     x, state = inputs(2, T), pool_of(8, dtype=pool)
     ring, kept, rows = pool_of(2, R, dtype=pool), pool_of(2, T, dtype=pool), torch.tensor([5, 2])
     table = torch.tensor([[5, 1, 3], [2, 4, 6]])
@@ -241,7 +235,7 @@ def test_commit_of_more_than_65535_states(backend, device, monkeypatch):
     assert same_bits(pool[:, index], source[:, index, 0])
 
 
-HUGE = 2**31 + 2**20  # numbers, of which only what is used is ever touched
+HUGE = 2**31 + 2**20  # elements; only those that a test uses are ever touched
 
 
 def far(x, *, last):

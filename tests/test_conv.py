@@ -1,6 +1,4 @@
-"""Test the causal convolution against the reference: both memory layouts, packed, on a pool, three kinds of
-window.
-"""
+"""Test the causal convolution against the reference: both layouts, packed, on a pool, three windows."""
 
 import doctest
 from itertools import pairwise
@@ -14,18 +12,20 @@ from gdn.reference.layer import causal_conv1d as law
 
 D = 6
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-FINEST = {"eager": torch.float64, "triton": torch.float32}  # what a backend computes in
+FINEST = {"eager": torch.float64, "triton": torch.float32}  # the widest dtype that a backend computes in
 LADDER = [0, 0, 1, 3, 6, 6, 10, 27, 80, 80]
 
 
 pytestmark = pytest.mark.usefixtures("strict_poison")
 
 
-def differs(x, wanted):
+def relative_error(x, expected):
     """Return the relative RMS error, or infinity if the result holds NaN."""
-    x, wanted = x.cpu(), wanted.cpu()
+    x, expected = x.cpu(), expected.cpu()
     error = (
-        (x.double() - wanted).norm() / wanted.norm().clamp(min=1e-30) if wanted.numel() else torch.zeros(())
+        (x.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+        if expected.numel()
+        else torch.zeros(())
     )
     return float("inf") if error.isnan() else float(error)
 
@@ -44,17 +44,19 @@ def agrees(tensors, tolerance, activation="silu", cu_seqlens=None, **options):
     given = {"activation": activation, "cu_seqlens": None if cu_seqlens is None else cu_seqlens.to(x.device)}
     out = gdn.causal_conv1d(x, weight, bias, initial_state=state, output_final_state=True, **given, **options)
     exact = [t.detach().cpu().double().requires_grad_() for t in tensors]
-    wanted = law(*exact[:3], initial_state=exact[3], activation=activation, cu_seqlens=cu_seqlens)
+    expected = law(*exact[:3], initial_state=exact[3], activation=activation, cu_seqlens=cu_seqlens)
     assert out[0].dtype == out[1].dtype == x.dtype and out[0].is_contiguous()
     seeds = [torch.randn_like(t) for t in out]
     got = torch.autograd.grad(out, tensors, seeds)
-    # zero times the inputs: a law of no tokens has no graph
-    total = sum((w * s.cpu().double()).sum() for w, s in zip(wanted, seeds, strict=True)) + sum(
+    # add zero times the inputs, since a reference of no tokens has no autograd graph
+    total = sum((w * s.cpu().double()).sum() for w, s in zip(expected, seeds, strict=True)) + sum(
         0 * t.sum() for t in exact
     )
     ref = torch.autograd.grad(total, exact)
     assert all(g.dtype == t.dtype for g, t in zip(got, tensors, strict=True))
-    errors = [differs(a.detach(), b.detach()) for a, b in zip((*out, *got), (*wanted, *ref), strict=True)]
+    errors = [
+        relative_error(a.detach(), b.detach()) for a, b in zip((*out, *got), (*expected, *ref), strict=True)
+    ]
     return max(errors) <= tolerance
 
 
@@ -62,7 +64,7 @@ def agrees(tensors, tolerance, activation="silu", cu_seqlens=None, **options):
 @pytest.mark.parametrize(
     "W", [pytest.param(W, marks=[pytest.mark.interpret] * (W in (1, 4))) for W in (1, 2, 3, 4, 8, 11)]
 )
-def test_law(backend, device, W, layout):
+def test_reference(backend, device, W, layout):
     dtype = FINEST[backend]
     options = {"dtype": dtype, "layout": layout, "device": device}
     good = {"tolerance": TOLERANCE[dtype], "backend": backend}
@@ -137,11 +139,11 @@ def test_gate_fails_wrong_answers(backend, device):
     x, weight, bias, state = (t.detach() for t in inputs(1, 20, 4, 2, FINEST[backend], device=device))
     cu = torch.tensor([0, 9, 20], device=device)
     exact = [t.cpu().double() for t in (x, weight, bias, state)]
-    wanted, final = law(*exact[:3], initial_state=exact[3], cu_seqlens=cu.cpu(), activation="silu")
+    expected, final = law(*exact[:3], initial_state=exact[3], cu_seqlens=cu.cpu(), activation="silu")
     options = {"initial_state": state, "cu_seqlens": cu, "activation": "silu", "backend": backend}
     good = TOLERANCE[FINEST[backend]]
     y, kept = gdn.causal_conv1d(x, weight, bias, output_final_state=True, **options)
-    assert differs(y, wanted) < good and differs(kept, final) < good
+    assert relative_error(y, expected) < good and relative_error(kept, final) < good
     wrong = (
         torch.zeros_like(y),
         gdn.causal_conv1d(x, weight.flip(1), bias, **options)[0],
@@ -150,8 +152,10 @@ def test_gate_fails_wrong_answers(backend, device):
         gdn.causal_conv1d(x, weight, bias, **options | {"initial_state": state[:1], "cu_seqlens": None})[0],
         gdn.causal_conv1d(x, weight, bias, **options | {"activation": None})[0],
     )
-    assert all(differs(other, wanted) > 1e-2 for other in wrong)
-    assert differs(kept.flip(2), final) > 1e-2 and differs(y * float("nan"), wanted) == float("inf")
+    assert all(relative_error(other, expected) > 1e-2 for other in wrong)
+    assert relative_error(kept.flip(2), final) > 1e-2 and relative_error(y * float("nan"), expected) == float(
+        "inf"
+    )
 
 
 @pytest.mark.interpret
@@ -186,7 +190,7 @@ def test_empty_and_unused(backend, device):
     assert final is None and not y.any()
 
 
-# bits are compared where D is a multiple of the CPU's vectors: torch's kernels round a remainder differently
+# D is a multiple of the CPU's vector size: PyTorch's kernels round the remainder differently
 WIDE = 64
 
 
@@ -236,8 +240,8 @@ def test_pool(backend, device, L, null_slot, index_dtype):
             continue
         held = before[slot] if has_state[n] else torch.zeros(D, L, dtype=dtype, device=device)
         exact = [t.cpu().double() for t in (x[:, a:b], weight, bias, held[None, :, L - 3 :])]
-        wanted, _ = law(*exact[:3], initial_state=exact[3], activation="silu")
-        assert differs(y[:, a:b], wanted) < TOLERANCE[dtype]
+        expected, _ = law(*exact[:3], initial_state=exact[3], activation="silu")
+        assert relative_error(y[:, a:b], expected) < TOLERANCE[dtype]
         if b > a:
             touched.add(slot)
             assert torch.equal(state[slot], torch.cat([held, x[0, a:b].t()], 1)[:, -L:])
@@ -252,8 +256,8 @@ def test_pool_dense_narrow_and_all_invalid(backend, device):
     before, index = state.clone(), torch.tensor([3, 7, 0], device=device)
     y, _ = gdn.causal_conv1d(x, weight, state=state, state_index=index, backend=backend)
     held = before[[3, 0]].cpu()
-    wanted, _ = law(x[[0, 2]].cpu(), weight.cpu(), initial_state=held)
-    assert differs(y[[0, 2]], wanted) < 1e-6 and not y[1].any()
+    expected, _ = law(x[[0, 2]].cpu(), weight.cpu(), initial_state=held)
+    assert relative_error(y[[0, 2]], expected) < 1e-6 and not y[1].any()
     assert torch.equal(
         state[[3, 0]], torch.cat([before[[3, 0]], x[[0, 2]].transpose(1, 2).bfloat16()], 2)[:, :, 2:]
     )
@@ -274,13 +278,11 @@ def packets(num_rows, num_steps, T, dtype):
 @pytest.mark.parametrize("W", [1, 2, 4])
 @pytest.mark.parametrize("protocol", ["window", "ring", "accepted"])
 def test_update(backend, device, protocol, W, T):
-    """A stream of packets, of which some tokens are rejected if the protocol allows it, equals one
-    convolution.
-    """
+    """A stream of packets, some tokens of which may be rejected, equals one convolution."""
     slots, dtype = torch.tensor([4, -1, 2, 0, 9]), FINEST[backend]
     rows = [0, 2, 3]
     weight, bias = torch.randn(D, W, dtype=dtype), torch.randn(D, dtype=dtype)
-    state = pool(7, W - 1 + T - 1, dtype, device)  # the least that lets tokens be rejected
+    state = pool(7, W - 1 + T - 1, dtype, device)  # the smallest window that allows rejected tokens
     before, L = state.clone(), state.shape[2]
     ring, kept = torch.tensor([3, -9, 100, -5, 0]), torch.ones(5, dtype=torch.int32)
     history = []
@@ -300,13 +302,13 @@ def test_update(backend, device, protocol, W, T):
         accepted = torch.full((5,), T) if protocol == "window" else accepted
         for i, r in enumerate(rows):
             line = torch.cat([history[i], x[r]])[None]
-            wanted, _ = law(line.double(), weight.double(), bias.double(), activation="silu")
-            assert differs(y[r], wanted[0, -T:]) < TOLERANCE[dtype], (step, r)
+            expected, _ = law(line.double(), weight.double(), bias.double(), activation="silu")
+            assert relative_error(y[r], expected[0, -T:]) < TOLERANCE[dtype], (step, r)
             history[i] = line[0, : line.shape[1] - T + int(accepted[r])]
         ring, kept = ring + accepted, accepted.int()
     rest = [1, 3, 5, 6]
     assert torch.equal(state[rest], before[rest])
-    # one tap and one token: no columns at all
+    # with one tap and one token a window has no columns
     assert W + T == 2 or not torch.equal(state[4], before[4])
 
 

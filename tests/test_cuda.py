@@ -8,8 +8,10 @@ from kit.serving import nothing_waits
 from kit.specimens import SPECIMENS
 
 import gdn
-from gdn.bench.accuracy import check, compare, law_side_by_side, run
-from gdn.bench.cases import Case, inputs, packed, rows
+from gdn.testing import Case, inputs, packed, rows
+from gdn.testing.accuracy import check, run
+from gdn.testing.accuracy import measure_error as compare
+from gdn.testing.accuracy import reference_by_heads as law_side_by_side
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -274,7 +276,7 @@ def test_unaligned_tensors_take_the_long_way():
     q = memory[1:].view_as(x[0]).copy_(x[0])
     assert q.data_ptr() % 16 == 2
     found = chunk(q, *x[1:], output_final_state=True)
-    # loads of other widths may add in another order
+    # loads of another width may sum in another order
     for a, b in zip(found, expected, strict=True):
         close(a, b, 5e-3)
 

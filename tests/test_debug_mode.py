@@ -111,7 +111,7 @@ def test_rows_that_share_a_slot_and_do_not_write_are_supported(caplog):
     decode(read_index=ints(1, 1, 1), write_index=ints(0, 2, 3))
     prefill(state_index=ints(0, 0, 0), update_state=False)
     prefill(state_index=ints(0, 0, 0), out_state_index=ints(1, 2, 3))
-    # one request, two columns
+    # one request has two columns
     api.decode(
         **inputs(1, 2), state=pool_of(4), read_index=ints(1), write_index=ints(2, 3)[None], write="all"
     )

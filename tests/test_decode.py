@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from kit import api
-from kit.api import law
+from kit.api import reference
 from kit.serving import (
     NAMES,
     SLOTS,
@@ -16,12 +16,12 @@ from kit.serving import (
     R,
     T,
     error,
+    find_wrong_state,
     inputs,
     moved,
     pool_of,
     protocols,
     same_bits,
-    stored_wrong,
 )
 
 import gdn
@@ -31,19 +31,17 @@ NAN = float("nan")
 LAYOUTS = [True, False]
 
 
-def wrongs(o, state, kept, want, x, tolerance, ring=False):
+def find_errors(o, state, kept, expected, x, tolerance, ring=False):
     """Return everything that is wrong with what a decode wrote."""
-    found = [f"o is off by {error(o, want.o):.1e}"] if not error(o, want.o) <= tolerance else []
-    found.append(stored_wrong(state, want.state, x["state"], tolerance, lead=2 if ring else 1))
+    found = [f"o is off by {error(o, expected.o):.1e}"] if not error(o, expected.o) <= tolerance else []
+    found.append(find_wrong_state(state, expected.state, x["state"], tolerance, lead=2 if ring else 1))
     if kept is not None:
-        found.append(stored_wrong(kept, want.extra, x["intermediate"], tolerance, lead=2))
+        found.append(find_wrong_state(kept, expected.extra, x["intermediate"], tolerance, lead=2))
     return [f for f in found if f]
 
 
 def run(backend, device, x, **options):
-    """Run a decode on copies on a device, with a poisoned output; return everything that it wrote, on the
-    CPU.
-    """
+    """Run a decode on copies on a device, with a poisoned output; return all that it wrote."""
     x = moved(x, device)
     out = torch.full_like(x["v"], NAN)
     assert api.decode(**x, out=out, backend=backend, **options) is out
@@ -53,9 +51,11 @@ def run(backend, device, x, **options):
 
 def agrees(backend, device, x, tolerance, **options):
     """Assert that output, pool and intermediate states agree with the reference; return them."""
-    want = law.decode(**x, **{k: v for k, v in options.items() if k not in ("max_seqlen", "exact_packet")})
+    expected = reference.decode(
+        **x, **{k: v for k, v in options.items() if k not in ("max_seqlen", "exact_packet")}
+    )
     got = run(backend, device, x, **options)
-    assert wrongs(*got, want, x, tolerance, ring="ring_pos" in x) == []
+    assert find_errors(*got, expected, x, tolerance, ring="ring_pos" in x) == []
     return got
 
 
@@ -69,7 +69,7 @@ KINDS = {
     "fp32 on bf16": (F32, BF16, torch.int64),
     "fp64": (F64, F64, torch.int32),
 }
-FEW = {("fp32", True), ("bf16 pool", False)}  # that are interpreted
+FEW = {("fp32", True), ("bf16 pool", False)}  # the kinds that are interpreted
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,8 +91,8 @@ def test_protocol(backend, device, poison, name, kind, v_first):
 
 def test_the_gate_can_fail(backend, device):
     x = inputs(B, T) | protocols()["P3"]
-    got, want = run(backend, device, x), law.decode(**x)
-    assert wrongs(*got, want, x, 1e-5) == []
+    got, expected = run(backend, device, x), reference.decode(**x)
+    assert find_errors(*got, expected, x, 1e-5) == []
     o, state, kept = got
     lies = {
         "zero": (torch.zeros_like(o), state, kept),
@@ -104,29 +104,29 @@ def test_the_gate_can_fail(backend, device):
         "keys turned round": (o, state, kept.flip(-1)),
     }
     for name, lie in lies.items():
-        assert wrongs(*lie, want, x, 1e-5), name
+        assert find_errors(*lie, expected, x, 1e-5), name
     final = inputs(B, T) | protocols()["index"]
     o, state, _ = run(backend, device, final)
-    assert wrongs(o, final["state"], None, law.decode(**final), final, 1e-5), "state not written"
+    assert find_errors(o, final["state"], None, reference.decode(**final), final, 1e-5), "state not written"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nan_in_what_is_not_read_reaches_nothing(backend, device, name):
     x = inputs(B, T) | protocols()[name]
     clean = run(backend, device, x)
-    want = law.decode(**x | {"state": torch.full_like(x["state"], NAN)})
+    expected = reference.decode(**x | {"state": torch.full_like(x["state"], NAN)})
     reads = torch.zeros(x["state"].shape[0], dtype=torch.bool)
     for slot in range(len(reads)):
         state = x["state"].clone()
         state[slot] = NAN
-        reads[slot] = law.decode(**x | {"state": state}).o.isnan().any()
+        reads[slot] = reference.decode(**x | {"state": state}).o.isnan().any()
     dirty = dict(x)
     dirty["state"] = x["state"].clone()
     dirty["state"][~reads] = NAN
     if "intermediate" in x:
         dirty["intermediate"] = torch.full_like(x["intermediate"], NAN)
-    # what the call gives to rows without a slot may be anything as well
-    idle = [n for n in range(B) if not want.o[n].isnan().any()]
+    # the inputs of a row without a slot may hold anything as well
+    idle = [n for n in range(B) if not expected.o[n].isnan().any()]
     for key in ("q", "k", "v", "g", "beta"):
         dirty[key] = x[key].clone()
         dirty[key][idle] = NAN
@@ -196,7 +196,13 @@ def test_a_packet_equals_single_steps(backend, device, pool, v_first):
             assert not same_bits(loose, api.decode(**x, state=state.clone(), **options))
 
 
-ONLY_THE_LAST = ["identity", "index", "P1 final", "P2 read", "P6"]  # protocols that leave at most one state
+ONLY_THE_LAST = [
+    "identity",
+    "index",
+    "P1 final",
+    "P2 read",
+    "P6",
+]  # protocols that write at most one state per row
 INTERPRETED = {
     ("index", "bf16", True),
     ("P1 final", "fp32", False),
@@ -258,7 +264,7 @@ def test_the_chunk_form_of_packed_rows_and_projections(backend, device):
     rest = {name: y[name] for name in ("cu_seqlens", "read_index")}
     sizes = {"num_k_heads": 2, "head_k_dim": 16, "head_v_dim": 24}
     got = api.decode_packed(
-        mixed(y, 13), a, b, y["A_log"], y["dt_bias"], y["state"], **sizes, **rest, max_seqlen=5,
+        packed_projection(y, 13), a, b, y["A_log"], y["dt_bias"], y["state"], **sizes, **rest, max_seqlen=5,
         exact_packet=False, backend=backend,
     )  # fmt: skip
     assert same_bits(got, o[0]) and same_bits(y["state"], state)
@@ -278,7 +284,7 @@ def test_nan_in_one_query_stays_there(backend, device, exact, tokens):
 
 
 @pytest.mark.interpret
-def test_the_chunk_form_is_taken_where_it_may_be(triton_device):
+def test_the_chunk_form_runs_where_it_is_allowed(triton_device):
     """The chunk form does not have the bits of single steps; a packet that stores every state still has."""
     x = moved(inputs(1, 4) | {"state": pool_of(1), "intermediate": pool_of(1, 4)}, triton_device)
     alone = {name: v for name, v in x.items() if name != "intermediate"}
@@ -324,11 +330,9 @@ def test_packed_rows(backend, device, poison, v_first):
 
 @pytest.mark.interpret
 def test_strides_are_free(backend, device, poison):
-    """Pools inside larger memory, strided ring entries, heads of a projection and columns of tables are
-    supported.
-    """
+    """Pools inside larger memory, strided entries, heads of a projection and columns of tables work."""
     plain = moved(inputs(B, T, dtype=torch.bfloat16) | protocols()["P3"], device)
-    want = run(backend, device, plain)
+    expected = run(backend, device, plain)
     memory = torch.randn(SLOTS, 7, 4, 24, 16, device=device)
     pool = memory[:, 2]
     pool.copy_(plain["state"])
@@ -342,17 +346,19 @@ def test_strides_are_free(backend, device, poison):
     before = memory.clone()
     out = torch.full((T, B, 4, 24), NAN, dtype=torch.bfloat16, device=device).transpose(0, 1)
     assert api.decode(**plain | views, out=out, backend=backend) is out
-    assert same_bits(out, want[0]) and same_bits(memory, before)
+    assert same_bits(out, expected[0]) and same_bits(memory, before)
     rows = [0, 1, 3]
-    assert same_bits(kept[rows][:, :T], want[2][rows][:, :T])
-    # the final state in place, in a pool whose heads and slots lie apart
+    assert same_bits(kept[rows][:, :T], expected[2][rows][:, :T])
+    # write the final state in place, in a pool whose heads and slots are strided
     apart = torch.randn(SLOTS, 9, 24 * 16 + 8, device=device)
     pool = apart[:, 1:9:2, : 24 * 16].unflatten(2, (24, 16))
     pool.copy_(plain["state"])
     before = apart.clone()
     x = moved(inputs(B, T), device) | {"read_index": plain["read_index"]}
-    want = run(backend, device, x | {"state": plain["state"]})
-    assert same_bits(api.decode(**x, state=pool, backend=backend), want[0]) and same_bits(pool, want[1])
+    expected = run(backend, device, x | {"state": plain["state"]})
+    assert same_bits(api.decode(**x, state=pool, backend=backend), expected[0]) and same_bits(
+        pool, expected[1]
+    )
     apart[:, 1:9:2, : 24 * 16] = before[:, 1:9:2, : 24 * 16]
     assert same_bits(apart, before)
 
@@ -361,14 +367,17 @@ def test_strides_are_free(backend, device, poison):
 def test_memory_order_is_free(backend, device):
     """K-first memory as a V-first view, strided last axes and strided scalars are supported."""
     x = inputs(B, T) | {"state": pool_of(SLOTS), "read_index": torch.tensor([7, 2, -1, 4, SLOTS])}
-    want = run(backend, device, x)
+    expected = run(backend, device, x)
     crossed = x | {"state": x["state"].mT.contiguous().mT}
     for name in ("q", "k", "v", "g", "beta"):
         crossed[name] = torch.stack([x[name], x[name]], -1)[..., 1]
     gaps = x | {"state": torch.stack([x["state"], x["state"]], -1)[..., 1]}
     for other in (crossed, gaps):
         got = run(backend, device, other)
-        assert error(got[0], want[0]) <= 1e-6 and stored_wrong(got[1], want[1], x["state"], 1e-6) is None
+        assert (
+            error(got[0], expected[0]) <= 1e-6
+            and find_wrong_state(got[1], expected[1], x["state"], 1e-6) is None
+        )
 
 
 @pytest.mark.interpret
@@ -416,7 +425,7 @@ def test_nothing_to_do(backend, device, shape):
     assert same_bits(run(backend, device, packed, max_seqlen=0)[1], packed["state"])
 
 
-def mixed(x, pitch=0):
+def packed_projection(x, pitch=0):
     """Return q | k | v of a dense call of single tokens, as rows of a projection that are `pitch` wider."""
     rows = torch.cat([x[name].flatten(0, 1).flatten(1) for name in ("q", "k", "v")], 1)
     wide = rows.new_full((rows.shape[0], rows.shape[1] + pitch), NAN)
@@ -443,12 +452,14 @@ def test_decode_packed(backend, device, packed):
     x, options = moved(x, device), moved(options, device)
     pool, out = pool.to(device), out.to(device)
     want_state = pool.clone()
-    want = api.decode(**x, state=want_state, **options)
+    expected = api.decode(**x, state=want_state, **options)
     a, b = (x[name].flatten(0, 1) for name in ("a", "b"))
     sizes = {"num_k_heads": 2, "head_k_dim": 16, "head_v_dim": 24}
-    o = api.decode_packed(mixed(x, 13), a, b, x["A_log"], x["dt_bias"], pool, **sizes, out=out, **options)
+    o = api.decode_packed(
+        packed_projection(x, 13), a, b, x["A_log"], x["dt_bias"], pool, **sizes, out=out, **options
+    )
     assert o.data_ptr() == out.data_ptr() and o.shape == (6, 4, 24)
-    assert same_bits(o, want.flatten(0, 1)) and same_bits(pool, want_state)
+    assert same_bits(o, expected.flatten(0, 1)) and same_bits(pool, want_state)
 
 
 @pytest.mark.parametrize("v_first", LAYOUTS)
@@ -493,8 +504,8 @@ def test_protocols_in_a_cuda_graph():
         for k, v in tensors.items():
             held[k].copy_(v)
         graph.replay()
-        want, state, kept = run("triton", "cuda", second)
-        assert same_bits(out, want) and same_bits(held["state"], state), name
+        expected, state, kept = run("triton", "cuda", second)
+        assert same_bits(out, expected) and same_bits(held["state"], state), name
         assert kept is None or same_bits(held["intermediate"], kept), name
 
 
@@ -504,8 +515,8 @@ def test_alignment_changes_no_bit(K, V):
     """Tokens and pools may begin at any element, and rows may have any pitch."""
     x = moved(inputs(4, 2, K=K, V=V, dtype=torch.bfloat16), "cuda")
     pool = pool_of(4, K=K, V=V).cuda()
-    want = pool.clone()
-    o = api.decode(**x, state=want, backend="triton")
+    expected = pool.clone()
+    o = api.decode(**x, state=expected, backend="triton")
     for shift in (1, 2, 4):
         views = dict(x)
         for name in ("q", "k", "v"):
@@ -514,7 +525,7 @@ def test_alignment_changes_no_bit(K, V):
             views[name] = flat.copy_(x[name].flatten(2)).unflatten(2, x[name].shape[2:])
         apart = torch.zeros(4, 4 * V * K + 7, device="cuda")[:, shift : shift + 4 * V * K]
         state = apart.copy_(pool.flatten(1)).unflatten(1, (4, V, K))
-        assert same_bits(api.decode(**views, state=state, backend="triton"), o) and same_bits(state, want)
+        assert same_bits(api.decode(**views, state=state, backend="triton"), o) and same_bits(state, expected)
 
 
 class Step(torch.nn.Module):
@@ -530,8 +541,8 @@ def test_export_with_dynamic_batch():
     program = torch.export.export(Step(), example, dynamic_shapes=[{0: batch} for _ in example])
     for rows in (1, 2, 7):
         args = (*inputs(rows, 1).values(), pool_of(rows))
-        for got, want in zip(program.module()(*args), Step()(*args), strict=True):
-            assert same_bits(got, want)
+        for got, expected in zip(program.module()(*args), Step()(*args), strict=True):
+            assert same_bits(got, expected)
 
 
 def test_compile(backend, device):
@@ -543,8 +554,8 @@ def test_compile(backend, device):
     for rows in (2, 5):
         x = moved(inputs(rows, T) | {"state": pool_of(rows), "intermediate": pool_of(rows, T)}, device)
         copies = {k: v.clone() for k, v in x.items()}
-        want = api.decode(**copies, backend=backend) * 2
-        assert same_bits(step(x), want)
+        expected = api.decode(**copies, backend=backend) * 2
+        assert same_bits(step(x), expected)
         assert same_bits(x["state"], copies["state"]) and same_bits(x["intermediate"], copies["intermediate"])
 
 
@@ -669,7 +680,7 @@ def test_packed_refusals_touch_nothing(kind, message, change):
 
 
 def refuses(x, kind, message, change):
-    # a call that passed shields no other
+    # a valid call before does not hide the error of the next one
     api.decode(**x)
     x |= change
     before = {k: v.clone() for k, v in x.items() if isinstance(v, torch.Tensor)}
@@ -680,7 +691,7 @@ def refuses(x, kind, message, change):
 
 def test_other_refusals():
     x = inputs(B, 1, raw=True)
-    args = (mixed(x), x["a"][:, 0], x["b"][:, 0], x["A_log"], x["dt_bias"], pool_of(SLOTS))
+    args = (packed_projection(x), x["a"][:, 0], x["b"][:, 0], x["A_log"], x["dt_bias"], pool_of(SLOTS))
     sizes = {"num_k_heads": 2, "head_k_dim": 16, "head_v_dim": 24}
     for kind, message, change in [
         (ValueError, "mixed_qkv: expected 2 [*] 3", {"num_k_heads": 3}),
@@ -722,10 +733,8 @@ def test_examples_run():
     assert doctest.testmod(gdn.ops.serving).failed == 0
 
 
-def test_nobody_who_traces_or_transforms_gets_the_body():
-    """A tracer or transform never runs the operator's body: a meta pool passes, and a rejected vmap touches
-    nothing.
-    """
+def test_no_tracer_or_transform_runs_the_body():
+    """A meta pool passes without running the operator's body, and a rejected vmap touches nothing."""
     shapes = ((2, 1, 2, 8), (2, 1, 2, 8), (2, 1, 4, 8), (2, 4, 8, 8))
     index = torch.empty(2, dtype=torch.int64, device="meta")
     assert api.decode(*(torch.empty(s, device="meta") for s in shapes), read_index=index).is_meta

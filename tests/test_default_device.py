@@ -1,4 +1,4 @@
-"""CPU tensors inside `with torch.device("meta")`: every tensor that gdn makes lies where its inputs lie."""
+"""Check that every tensor gdn creates is on the device of its inputs, inside `with torch.device("meta")`."""
 
 import ast
 from pathlib import Path
@@ -15,11 +15,11 @@ PACKAGE = Path(gdn.__file__).parent
 ENDS = (0, 30, 30, 70)
 H, HV, K, V = 2, 4, 16, 24
 L2 = {"use_qk_l2norm_in_kernel": True}
-# functions without tensors to compute on, and `warmup`, which has a test of its own
+# functions that take no tensors, and `warmup`, which has its own test
 WITHOUT_TENSORS = {"GatedDeltaNetCache", "patch_fla", "patch_transformers", "warmup", "stages"}
 
 
-def differentiated(function, *x, **options):
+def with_gradients(function, *x, **options):
     """Return the outputs of a function, and the gradients of their sums for all floating tensors."""
     given = dict(enumerate(x)) | options
     leaves = {
@@ -43,7 +43,7 @@ def rule(function, is_packed, is_raw, **more):
     offsets = torch.tensor(ENDS)
     where = {"cu_seqlens": offsets, "cu_seqlens_cpu": offsets.int()} if is_packed else {}
     state = pool_of(3 if is_packed else 1, HV=HV, K=K, V=V, v_first=False)
-    return lambda: differentiated(
+    return lambda: with_gradients(
         function, initial_state=state, output_final_state=True, **x, **where, **L2, **more
     )
 
@@ -59,8 +59,8 @@ def explain():
     return call
 
 
-def on_pool(function, **more):
-    """Return a call of a function that writes a pool, on a copy of it; raw logits and two tokens a row."""
+def pool_call(function, **more):
+    """Return a call of a function that writes a pool, on a copy of the pool; raw logits, two tokens a row."""
     x, pool = inputs(3, 2, H, HV, K, V, raw=True), pool_of(5, HV=HV, K=K, V=V)
     slots = torch.tensor([4, -1, 0])
     if function is api.decode_functional:
@@ -143,7 +143,7 @@ def convolution(is_packed):
     x, weight, bias = torch.randn(1, 70, 6), torch.randn(6, 4), torch.randn(6)
     windows = torch.randn(3 if is_packed else 1, 6, 3)
     where = {"cu_seqlens": torch.tensor(ENDS)} if is_packed else {}
-    return lambda: differentiated(
+    return lambda: with_gradients(
         gdn.causal_conv1d, x, weight, bias, activation="silu", initial_state=windows, output_final_state=True,
         **where,
     )  # fmt: skip
@@ -166,12 +166,12 @@ def convolution_step():
 
 def norm():
     x, z, weight = torch.randn(5, 3, 8), torch.randn(5, 3, 8), torch.randn(8)
-    return lambda: differentiated(gdn.rms_norm_gated, x, z, weight)
+    return lambda: with_gradients(gdn.rms_norm_gated, x, z, weight)
 
 
 def gate():
     x = torch.randn(1, 5, 2), torch.randn(1, 5, 2), torch.randn(2), torch.randn(2)
-    return lambda: differentiated(gdn.gate, *x)
+    return lambda: with_gradients(gdn.gate, *x)
 
 
 def layer(has_cache):
@@ -221,7 +221,7 @@ def stages(is_packed):
     return call
 
 
-# name -> what makes its tensors, outside the context, and returns the call
+# name -> function that creates the tensors outside the context, and returns the call
 CALLS = {
     "chunk_gated_delta_rule": lambda: rule(gdn.chunk_gated_delta_rule, False, False),
     "chunk_gated_delta_rule packed": lambda: rule(gdn.chunk_gated_delta_rule, True, False),
@@ -234,8 +234,8 @@ CALLS = {
         gdn.fused_recurrent_gated_delta_rule, True, False
     ),
     "explain": explain,
-    "decode": lambda: on_pool(api.decode),
-    "decode_functional": lambda: on_pool(api.decode_functional),
+    "decode": lambda: pool_call(api.decode),
+    "decode_functional": lambda: pool_call(api.decode_functional),
     "decode_packed": lambda: step(api.decode_packed),
     "decode_step": lambda: step(api.decode_step),
     "prefill": lambda: prefill(False),
@@ -255,7 +255,7 @@ CALLS = {
 
 
 def test_every_public_function_has_a_call():
-    """A public function that is added later gets a call here."""
+    """Every public function has a call here, also one that is added later."""
     named = {word for name in CALLS for word in name.replace(",", "").split()}
     aliases = {"chunk_gdn", "fused_recurrent_gdn"}
     assert set(gdn.__all__) - aliases - WITHOUT_TENSORS - named == set()
@@ -283,7 +283,7 @@ def test_adapters_under_another_default_device(name):
 
 
 def test_warmup_under_another_default_device():
-    """All calls of all engines, whose tensors `warmup` makes on the device that it was given."""
+    """`warmup` creates the tensors of all engines' calls on the device that it was given."""
     sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 8}
     engines = ("gdn", "vllm", "sglang", "lmdeploy")
     with torch.device("meta"):
@@ -310,7 +310,7 @@ def without_device(source):
 
 @pytest.mark.parametrize("room", ["backends/eager", "problem", "ops", "layers", "integrations"])
 def test_every_factory_names_its_device(room):
-    """A tensor that is made without a device would follow the default device."""
+    """Every tensor factory in the package names its device, since the default device may be another."""
     assert without_device("torch.zeros(3)\ntorch.zeros(3, device=x.device)\ntorch.tensor(\n  y)") == [1, 3]
     found = {path.name: without_device(path.read_text()) for path in (PACKAGE / room).rglob("*.py")}
     assert not {name: lines for name, lines in found.items() if lines}

@@ -1,4 +1,4 @@
-"""Require one default for each argument over all functions, so that a state fits each of them."""
+"""Check that an argument has one default in all functions, so that they can share states."""
 
 import inspect
 
@@ -9,7 +9,7 @@ import gdn
 from gdn.reference import serving
 
 PUBLIC = [getattr(gdn, name) for name in gdn.__all__ if inspect.isfunction(getattr(gdn, name))]
-# the layer's parameters and warmup's sizes have no counterpart in a call
+# arguments of the layer and of warmup that no call has
 OWN = {"backend"}
 
 
@@ -24,9 +24,9 @@ def defaults() -> dict[str, dict[object, list[str]]]:
 
 
 def test_an_argument_has_one_default_in_every_public_function():
-    # the gates: positional tensors of the stages' order in one function, options in another
+    # gates are positional tensors in one function and options in another
     differ = {name: values for name, values in defaults().items() if len(values) > 1}
-    # decode_step is a layer's whole step: its activations are a layer's, None elsewhere means no activation
+    # decode_step has the activations of a layer; elsewhere None means no activation
     assert set(differ) <= {"activation"}, differ
 
 
@@ -40,13 +40,13 @@ def test_the_reference_has_the_defaults_of_the_function(name):
 
 @pytest.mark.parametrize("options", [{}, {"state_v_first": True}, {"use_qk_l2norm_in_kernel": True}])
 def test_a_final_state_goes_into_a_pool_as_it_is(options):
-    """K = V, where a transposed state or a missing norm would show no error."""
+    """With K = V a transposed state or a missing norm raises no error, so the numbers are compared."""
     T, H, K = 9, 2, 16
     q, k = torch.nn.functional.normalize(torch.randn(2, 1, T, H, K), dim=-1).unbind()
     v, g, beta = torch.randn(1, T, H, K), -torch.rand(1, T, H), torch.rand(1, T, H)
     if options.get("use_qk_l2norm_in_kernel"):
         q, k = 3 * q, 3 * k
-    wanted, last = gdn.chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, **options)
+    expected, last = gdn.chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, **options)
     first = slice(0, T - 3)
     x = [t[:, first] for t in (q, k, v, g, beta)]
     _, pool = gdn.chunk_gated_delta_rule(*x, output_final_state=True, **options)
@@ -56,5 +56,5 @@ def test_a_final_state_goes_into_a_pool_as_it_is(options):
     torch.testing.assert_close(by_prefill, pool)
     rest = [t[:, T - 3 :] for t in (q, k, v, g, beta)]
     o = gdn.decode(*rest[:3], pool, g=rest[3], beta=rest[4], **options)
-    torch.testing.assert_close(o, wanted[:, T - 3 :])
+    torch.testing.assert_close(o, expected[:, T - 3 :])
     torch.testing.assert_close(pool, last)

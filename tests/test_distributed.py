@@ -1,4 +1,4 @@
-"""Train the layer on two processes: data parallel, and with sharded parameters."""
+"""Test training of the layer on two processes: data parallel, and with sharded parameters."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What a user reads runs: the Python of the pages, and the examples in docstrings."""
+"""Run the code of the pages and the examples in docstrings, and check links, names and lengths of pages."""
 
 import doctest
 import importlib
@@ -28,7 +28,7 @@ def blocks(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_python_of_a_page_runs(page):
-    """A page is one session: each block sees the names of those above it."""
+    """The blocks of a page run as one session: each block sees the names of those above it."""
     pytest.importorskip("transformers")
     assert not transformers._active
     session: dict[str, object] = {}
@@ -36,13 +36,13 @@ def test_the_python_of_a_page_runs(page):
         for block in blocks(page):
             exec(compile(block, str(page), "exec"), session)
     finally:
-        # a page may patch Transformers and leave it so
+        # a page may patch Transformers and not undo it
         for patch in list(transformers._active):
             patch.undo()
 
 
 def test_each_block_about_transformers_runs_alone():
-    """A reader pastes the block of a heading without those above it."""
+    """A reader may paste the block of a heading without those above it."""
     pytest.importorskip("transformers")
     for block in blocks(ROOT / "docs" / "transformers.md"):
         assert "..." not in re.sub("#.*", "", block)
@@ -60,7 +60,7 @@ def test_docstring_examples(name):
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that a forge makes of a page's headings."""
+    """Return the anchors that a forge generates from a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
@@ -83,7 +83,8 @@ def missing_files(page: Path) -> list[str]:
     """Return the files that a page names in backticks, with a folder, and that do not exist."""
     text = re.sub(r"^```.*?^```|^    .*?$", "", page.read_text(), flags=re.S | re.M)
     package = ROOT / "src" / "gdn"
-    roots = (ROOT, package, *(package / "backends").glob("*/"))
+    backends = package / "backends"
+    roots = (ROOT, package, backends, *backends.glob("*/"))
     named = re.findall(r"`([\w.*-]+/[\w./*-]+\.(?:py|md|json|jsonl|svg))`", text)
     return [name for name in named if name not in FOREIGN and not any(any(r.glob(name)) for r in roots)]
 
@@ -123,7 +124,7 @@ def test_a_broken_link_is_found(tmp_path, monkeypatch):
 
 
 def lab_entries() -> list[Path]:
-    """Return the entries of the lab."""
+    """Return the paths of the lab's entries."""
     return [path for path in sorted(LAB.glob("*.md")) if path.name != "README.md"]
 
 
@@ -146,7 +147,7 @@ def test_notes_and_design_pages_stay_short():
 
 
 def test_the_matrix_of_versions_is_whole():
-    """docs/install.md has a row for each GPU and Triton of the compile tests, and for each Python."""
+    """docs/install.md has a row for each GPU and each Triton of the compile tests, and for each Python."""
     page = (ROOT / "docs" / "install.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("|")]
     targets = re.findall(

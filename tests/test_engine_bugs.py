@@ -1,7 +1,7 @@
-"""The seven ways in which engines have gone wrong on these states, each with what finds it.
+"""Reproduce the seven kinds of bugs that serving engines have had with these states.
 
-A check takes the functions that an engine would call. It passes with ours, and raises with the same functions
-bent into what was shipped once: only so do we know that it looks.
+A check takes the functions that an engine would call. It must pass with our functions, and raise with the
+functions changed as an engine once shipped them, which shows that the check can fail.
 """
 
 import ast
@@ -20,7 +20,7 @@ DRAFTS = 3
 
 
 def fails(check, *args, **changes):
-    """Whether a check raises with some of the functions bent."""
+    """Return True if a check raises with some of the functions replaced."""
     try:
         check(*args, **changes)
     except AssertionError:
@@ -28,21 +28,21 @@ def fails(check, *args, **changes):
     return False
 
 
-def padded(backend, device, decode=api.decode):
-    """A batch that was filled up for a graph: live rows as without padding, zeros and no traces elsewhere."""
+def check_padding(backend, device, decode=api.decode):
+    """Check a batch filled up for a graph: live rows are unchanged, padded rows output and write nothing."""
     for null_slot, pad in ((None, -1), (0, 0), (0, -1), (None, 6)):
         x, state = moved(inputs(4, 2), device), pool_of(6).to(device)
         read = torch.tensor([2, pad, 5, pad], device=device)
         few = {name: v[::2].clone() for name, v in x.items()}
-        alone, want = state.clone(), None
-        want = api.decode(**few, state=alone, read_index=read[::2], backend=backend)
+        alone, expected = state.clone(), None
+        expected = api.decode(**few, state=alone, read_index=read[::2], backend=backend)
         for name in ("q", "k", "v"):
             x[name][1::2] = NAN
         state[0] = NAN if pad == 0 else state[0]
         alone[0] = state[0]
         out = torch.full_like(x["v"], NAN)
         o = decode(**x, state=state, read_index=read, null_slot=null_slot, out=out, backend=backend)
-        assert same_bits(o[::2], want) and not o[1::2].any(), "rows"
+        assert same_bits(o[::2], expected) and not o[1::2].any(), "rows"
         assert same_bits(state, alone), "slots"
 
 
@@ -62,13 +62,13 @@ def test_padding(backend, device):
     def last_slot(*, read_index, state, **rest):
         return api.decode(**rest, state=state, read_index=read_index % state.shape[0])
 
-    padded(backend, device)
+    check_padding(backend, device)
     for bent in (remapped, without_null, unwritten, last_slot):
-        assert fails(padded, backend, device, bent), bent.__name__
+        assert fails(check_padding, backend, device, bent), bent.__name__
 
 
-def verified(backend, device, decode=api.decode, commit=gdn.commit):
-    """Drafts, some accepted, some counts garbage: as if only the accepted tokens had been decoded."""
+def check_drafts(backend, device, decode=api.decode, commit=gdn.commit):
+    """Check that drafts with valid and invalid counts leave the state of the accepted tokens."""
     x, T = moved(inputs(4, DRAFTS), device), DRAFTS
     pool = pool_of(4 * T + 1).to(device)
     table = torch.arange(1, 4 * T + 1, device=device).view(4, T)
@@ -76,19 +76,19 @@ def verified(backend, device, decode=api.decode, commit=gdn.commit):
         accepted = torch.tensor([count, 1, 2, T], device=device)
         column = accepted.clamp(1, T) - 1
         start = pool[table.gather(1, column[:, None])[:, 0]]
-        want = api.decode(**x, state=start.clone(), backend=backend)
+        expected = api.decode(**x, state=start.clone(), backend=backend)
         how = {"read_index": table, "num_accepted": accepted, "write_index": table, "write": "all"}
-        assert same_bits(decode(**x, state=pool.clone(), **how, backend=backend), want), "columns"
-    # intermediate rows belong to the batch, not to the slots
+        assert same_bits(decode(**x, state=pool.clone(), **how, backend=backend), expected), "columns"
+    # rows of the intermediate buffer belong to the batch, not to the slots
     kept, slots = torch.full((4, T, 4, 24, 16), NAN, device=device), torch.tensor([3, 9, 1, 0], device=device)
     decode(**x, state=pool, read_index=slots, write="none", intermediate=kept, backend=backend)
     step = torch.tensor([0, T - 1, -1, 1], device=device)
-    want = pool.clone()
+    expected = pool.clone()
     for n, t in enumerate(step.tolist()):
         row = {name: v[n : n + 1, : t + 1] for name, v in x.items()}
-        api.decode(**row, state=want, read_index=slots[n : n + 1], backend=backend)
+        api.decode(**row, state=expected, read_index=slots[n : n + 1], backend=backend)
     commit(pool[None], kept[None], slots, torch.arange(4, device=device), step)
-    assert same_bits(pool, want), "commit"
+    assert same_bits(pool, expected), "commit"
 
 
 def test_accepted_counts_and_rows(backend, device, monkeypatch):
@@ -113,14 +113,14 @@ def test_accepted_counts_and_rows(backend, device, monkeypatch):
     def counts_for_steps(dst, src, dst_index, src_row, step):
         gdn.commit(dst, src, dst_index, src_row, step + 1)
 
-    verified(backend, device)
+    check_drafts(backend, device)
     for bent in (unclamped, one_behind, rows_of_slots):
-        assert fails(verified, backend, device, bent), bent.__name__
-    assert fails(verified, backend, device, commit=counts_for_steps)
+        assert fails(check_drafts, backend, device, bent), bent.__name__
+    assert fails(check_drafts, backend, device, commit=counts_for_steps)
 
 
-def prompted(backend, device, prefill=api.prefill):
-    """New prompts on slots that somebody left, a hit in a prefix cache, prompts as short as a packet."""
+def check_prompts(backend, device, prefill=api.prefill):
+    """Check new prompts on used slots, a hit in a prefix cache, and prompts as short as a packet."""
     lengths = [1, 1 + DRAFTS, 66]
     cu = torch.tensor([0, *lengths], device=device).cumsum(0)
     x, state = moved(inputs(1, sum(lengths)), device), pool_of(8).to(device)
@@ -136,8 +136,8 @@ def prompted(backend, device, prefill=api.prefill):
         tokens = slice(int(cu[n]), int(cu[n + 1]))
         alone = torch.zeros_like(state[:1]) if start is None else start[None].clone()
         row = {name: v[:, tokens] for name, v in x.items()}
-        want = api.decode(**row, state=alone, backend=backend)
-        assert error(o[:, tokens], want) <= 1e-5, "outputs"
+        expected = api.decode(**row, state=alone, backend=backend)
+        assert error(o[:, tokens], expected) <= 1e-5, "outputs"
         assert error(state[slot], alone[0]) <= 1e-5, "the state that the next step starts from"
 
 
@@ -162,13 +162,13 @@ def test_states_that_are_stale_or_not_written(backend, device):
     def in_place(*, out_state_index, **rest):
         return api.prefill(**rest)
 
-    prompted(backend, device)
+    check_prompts(backend, device)
     for bent in (without_mask, wiped_by_a_gate, short_ones_verified, in_place):
-        assert fails(prompted, backend, device, bent), bent.__name__
+        assert fails(check_prompts, backend, device, bent), bent.__name__
 
 
-def precise(backend, device, decode=api.decode):
-    """64 steps in bf16 on an fp32 pool against fp64: gates and states are never narrowed, nor is a packet."""
+def check_precision(backend, device, decode=api.decode):
+    """Check 64 steps in bf16 on an fp32 pool: gates, states and packets are never rounded to bf16."""
     x = moved(inputs(2, 64, dtype=BF16, raw=True), device)
     x |= {"a": x["a"].to(BF16), "b": x["b"].to(BF16), "A_log": x["A_log"] - 4}
     law = {name: v.double().cpu() for name, v in x.items()}
@@ -182,8 +182,8 @@ def precise(backend, device, decode=api.decode):
     assert error(state, exact) <= 1e-5
 
 
-def rounding(backend, device, decode=api.decode):
-    """A bf16 pool that is rounded after every token of a packet drifts no other way than single steps do."""
+def check_rounding(backend, device, decode=api.decode):
+    """Check that a bf16 pool rounded after every token of a packet drifts as single steps do."""
     x, state = moved(inputs(2, 8, dtype=BF16), device), pool_of(2, dtype=BF16).to(device)
     single = state.clone()
     for t in range(8):
@@ -211,15 +211,15 @@ def test_precision(backend, device):
     def not_rounded(*, round_state, **rest):
         return api.decode(**rest)
 
-    precise(backend, device)
+    check_precision(backend, device)
     for bent in (narrow_beta, narrow_decay, narrow_state):
-        assert fails(precise, backend, device, bent), bent.__name__
-    rounding(backend, device)
-    assert fails(rounding, backend, device, not_rounded)
+        assert fails(check_precision, backend, device, bent), bent.__name__
+    check_rounding(backend, device)
+    assert fails(check_rounding, backend, device, not_rounded)
 
 
-def distant(backend, device, decode=api.decode):
-    """Slots whose first numbers lie 2^31 numbers and more apart."""
+def distant_slots(backend, device, decode=api.decode):
+    """Return slots that begin 2^31 or more elements apart."""
     pitch = 2**31 // 3 + 2**20
     state = torch.empty(3 * pitch + 1536, dtype=BF16, device=device).as_strided(
         (4, 4, 24, 16), (pitch, 384, 16, 1)
@@ -236,16 +236,16 @@ def test_offsets(backend, device, alone):
     """(e) vLLM 41966; SGLang 31934."""
 
     def in_32_bits(*, state, read_index, **rest):
-        # where an offset that has wrapped around points to, as far as it is still within the pool
+        # read where an offset that wrapped around points to, if that is still in the pool
         wrapped = (read_index * state.stride(0) + 2**31) % 2**32 - 2**31
         return api.decode(**rest, state=state, read_index=wrapped.abs() // state.stride(0))
 
-    distant(backend, device)
-    assert fails(distant, backend, device, in_32_bits)
+    distant_slots(backend, device)
+    assert fails(distant_slots, backend, device, in_32_bits)
 
 
-def tuned_at_run_time(sources):
-    """Whatever asks Triton to try configurations, on the tensors of the first caller."""
+def autotuned_kernels(sources):
+    """Return the functions whose Triton kernels try configurations on the tensors of the first caller."""
     names = {"autotune", "heuristics", "do_bench", "Autotuner"}
     found = set()
     for source in sources:
@@ -256,29 +256,29 @@ def tuned_at_run_time(sources):
 
 
 def test_nothing_is_tuned_on_a_callers_tensors():
-    """(f) vLLM 36599, 37338: autotuning at the first request runs out of memory, and writes pools."""
+    """(f) vLLM 36599, 37338: autotuning at the first request ran out of memory, and wrote to pools."""
     room = Path(gdn.__file__).parent
     sources = [path.read_text() for path in room.rglob("*.py") if "bench" not in path.parts]
-    assert tuned_at_run_time(sources) == set()
-    assert tuned_at_run_time(["import triton\n@triton.autotune(configs=[])\ndef f(): ..."]) == {"autotune"}
+    assert autotuned_kernels(sources) == set()
+    assert autotuned_kernels(["import triton\n@triton.autotune(configs=[])\ndef f(): ..."]) == {"autotune"}
 
 
-def untuned(backend, device, decode=api.decode):
-    """The first call of a size computes once, on the pool it was given, and takes no room of that size."""
+def check_first_call(backend, device, decode=api.decode):
+    """Check that the first call of a size computes once, on the given pool, and allocates no copy."""
     x, state = moved(inputs(3, 2, K=44, V=52), device), pool_of(64, K=44, V=52).to(device)
-    read, want = torch.tensor([5, -1, 60], device=device), state.to("cpu", copy=True)
+    read, expected = torch.tensor([5, -1, 60], device=device), state.to("cpu", copy=True)
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     o = decode(**x, state=state, read_index=read, backend=backend)
     if device != "cpu":
         assert torch.cuda.max_memory_allocated(device) - before < state.nbytes, "memory"
-    law = api.decode(**moved(x, "cpu"), state=want, read_index=read.cpu(), backend="eager")
-    assert error(o, law) <= 1e-5 and error(state, want) <= 1e-5
+    law = api.decode(**moved(x, "cpu"), state=expected, read_index=read.cpu(), backend="eager")
+    assert error(o, law) <= 1e-5 and error(state, expected) <= 1e-5
 
 
 def test_the_first_call_leaves_the_callers_pool_right(backend, device):
-    """(f) vLLM 36599, 37338: what is tried out is tried on states in place, or on copies of the pool."""
+    """(f) vLLM 36599, 37338: the autotuner ran candidates on the states in place, or on copies of them."""
 
     def tried_in_place(**given):
         return [api.decode(**given) for _ in range(3)][-1]
@@ -288,14 +288,14 @@ def test_the_first_call_leaves_the_callers_pool_right(backend, device):
             api.decode(**rest, state=pool)
         return api.decode(**rest, state=state)
 
-    untuned(backend, device)
-    assert fails(untuned, backend, device, tried_in_place)
+    check_first_call(backend, device)
+    assert fails(check_first_call, backend, device, tried_in_place)
     if device != "cpu":
-        assert fails(untuned, backend, device, tried_on_copies)
+        assert fails(check_first_call, backend, device, tried_on_copies)
 
 
-def compiled(call, monkeypatch):
-    """Kernels that a call makes Triton compile."""
+def compiled_kernels(call, monkeypatch):
+    """Return the kernels that Triton compiles during a call."""
     import triton
 
     found = []
@@ -308,7 +308,7 @@ def compiled(call, monkeypatch):
 
 @pytest.mark.gpu
 def test_nothing_compiles_after_the_first_step(monkeypatch):
-    """(f) Another batch, other slots, another number of drafts: the binaries of the first step."""
+    """(f) Another batch, other slots and another number of drafts run the binaries of the first step."""
     x = {B: moved(inputs(B, 1, 2, 4, 48, 48, dtype=BF16, raw=True), "cuda") for B in (2, 7)}
     pool = pool_of(9, K=48, V=48).cuda()
 
@@ -316,25 +316,27 @@ def test_nothing_compiles_after_the_first_step(monkeypatch):
         slots = torch.arange(B, device="cuda")
         api.decode(**x[B], state=pool, read_index=slots, **options, backend="triton")
 
-    assert compiled(lambda: step(2), monkeypatch)
-    assert not compiled(lambda: step(7), monkeypatch)
-    assert compiled(lambda: step(7, use_qk_l2norm_in_kernel=False), monkeypatch), "the hook sees a new one"
+    assert compiled_kernels(lambda: step(2), monkeypatch)
+    assert not compiled_kernels(lambda: step(7), monkeypatch)
+    assert compiled_kernels(lambda: step(7, use_qk_l2norm_in_kernel=False), monkeypatch), (
+        "the hook sees a new one"
+    )
 
 
-def frugal(backend, device, verify):
-    """16 drafts at a model's size are verified, and all of them kept, in a third of one more state."""
+def check_draft_memory(backend, device, verify):
+    """Check that verifying and keeping 16 drafts takes a third of the memory of one more state."""
     x, before = moved(inputs(1, 16, 16, 32, 128, 128), device), pool_of(1, HV=32, K=128, V=128).to(device)
-    want, state = before.clone(), before.clone()
-    wanted = api.decode(**x, state=want, backend=backend)
+    expected_state, state = before.clone(), before.clone()
+    expected = api.decode(**x, state=expected_state, backend=backend)
     o, written, accept = verify(x, state)
-    assert same_bits(state, before) and error(o, wanted) <= 5e-3, "verification"
+    assert same_bits(state, before) and error(o, expected) <= 5e-3, "verification"
     accept()
-    assert error(state, want) <= 5e-3, "what was written is enough"
+    assert error(state, expected_state) <= 5e-3, "what was written is enough"
     assert 3 * sum(y.nbytes for y in written) < state.nbytes, "memory"
 
 
 def test_memory_of_drafts(backend, device, monkeypatch):
-    """(g) SGLang 23643, 28730: states for every draft of every request."""
+    """(g) SGLang 23643, 28730: the engines allocated states for every draft of every request."""
     monkeypatch.setenv("GDN_BACKEND", backend)
     first, last = torch.tensor([0], device=device), torch.tensor([15], device=device)
 
@@ -351,6 +353,6 @@ def test_memory_of_drafts(backend, device, monkeypatch):
         o = api.decode(**x, state=state, write="none", intermediate=states)
         return o, (states,), lambda: gdn.commit(state[None], states[None], first, first, last)
 
-    frugal(backend, device, replayed)
+    check_draft_memory(backend, device, replayed)
     with pytest.raises(AssertionError, match="memory"):
-        frugal(backend, device, kept)
+        check_draft_memory(backend, device, kept)

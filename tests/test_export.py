@@ -1,4 +1,4 @@
-"""Exported programs, and packages that run without this library."""
+"""Test exported programs, and packages that run without this library."""
 
 import sys
 
@@ -20,7 +20,7 @@ torch.save([model(*x) for x in torch.load(given)], found)
 
 
 class PackedStep(torch.nn.Module):
-    """What follows a layer's convolution, as a function of the state."""
+    """Compute the part of a layer that follows its convolution, as a function of the state."""
 
     def forward(self, mixed, a, b, A_log, dt_bias, state):
         q, k, v = (x.unsqueeze(1) for x in mixed.split([H * K, H * K, HV * V], 1))
@@ -31,7 +31,7 @@ class PackedStep(torch.nn.Module):
 
 
 def arguments(rows, device, dtype=torch.bfloat16, state=torch.float32):
-    """mixed, a, b, A_log, dt_bias and one state per row."""
+    """Return mixed, a, b, A_log, dt_bias and one state per row."""
     heads = torch.randn(HV), torch.randn(HV)
     gates = torch.randn(rows, HV), torch.randn(rows, HV)
     x = torch.randn(rows, 2 * H * K + HV * V).to(dtype), *gates, *heads
@@ -39,14 +39,14 @@ def arguments(rows, device, dtype=torch.bfloat16, state=torch.float32):
     return tuple(moved(x, device).values())
 
 
-def exported(example):
+def export_step(example):
     batch = torch.export.Dim("batch", min=1, max=64)
     dynamic = [{0: batch}, {0: batch}, {0: batch}, None, None, {0: batch}]
     return torch.export.export(PackedStep(), example, dynamic_shapes=dynamic)
 
 
-def wanted(x, backend=None):
-    """The same by `decode_packed`, which works in place."""
+def decode_in_place(x, backend=None):
+    """Return the output and the state of `decode_packed`, which works in place."""
     *rest, state = x
     state = state.clone()
     sizes = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
@@ -54,27 +54,27 @@ def wanted(x, backend=None):
 
 
 def test_an_exported_program_keeps_the_operator():
-    """On any device: what runs it is chosen where it runs."""
-    program = exported(arguments(3, "cpu"))
+    """A program holds gdn's operator, which selects the backend where the program runs."""
+    program = export_step(arguments(3, "cpu"))
     assert any(node.target is torch.ops.gdn.decode_functional.default for node in program.graph.nodes)
     for rows in (1, 5):
         x = arguments(rows, "cpu")
-        assert all(same_bits(a, b) for a, b in zip(program.module()(*x), wanted(x), strict=True))
+        assert all(same_bits(a, b) for a, b in zip(program.module()(*x), decode_in_place(x), strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
 def test_a_package_runs_without_this_library(tmp_path, packager, state):
-    """AOTInductor: the kernel is in the package, and gives the bits of `decode`."""
+    """AOTInductor puts the kernel into the package, and the kernel gives the bits of `decode`."""
     package, given, found = (str(tmp_path / name) for name in ("decode.pt2", "given.pt", "found.pt"))
     torch._inductor.aoti_compile_and_package(
-        exported(arguments(3, "cuda", state=state)), package_path=package
+        export_step(arguments(3, "cuda", state=state)), package_path=package
     )
     batches = [arguments(rows, "cuda", state=state) for rows in (1, 3, 17)]
     torch.save(batches, given)
     processes.run([sys.executable, "-X", "faulthandler", "-c", RUN, package, given, found], tmp_path)
     for x, got in zip(batches, torch.load(found), strict=True):
-        assert all(same_bits(a, b) for a, b in zip(got, wanted(x, "triton"), strict=True))
+        assert all(same_bits(a, b) for a, b in zip(got, decode_in_place(x, "triton"), strict=True))
 
 
 @pytest.mark.gpu
@@ -82,4 +82,4 @@ def test_compiled_by_inductor():
     step = torch.compile(PackedStep(), fullgraph=True, dynamic=True)
     for rows in (2, 5):
         x = arguments(rows, "cuda")
-        assert all(same_bits(a, b) for a, b in zip(step(*x), wanted(x), strict=True))
+        assert all(same_bits(a, b) for a, b in zip(step(*x), decode_in_place(x), strict=True))

@@ -36,8 +36,8 @@ def raising(error):
     return function
 
 
-def own_class(name, results):
-    """A class of the package: each method returns its name and what it was given."""
+def package_class(name, results):
+    """Return a class of the package, each method of which returns its name and arguments."""
 
     def method_of(method):
         return lambda self, *args, **kwargs: (method, args, kwargs)
@@ -47,13 +47,13 @@ def own_class(name, results):
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Modules by the names that the packages give theirs; each function returns what it was given."""
+    """Return modules with the packages' names, each function of which returns its arguments."""
     made = {}
     for adapter in PACKAGES.values():
         for module, name, _ in adapter.PACKAGE.served:
             own = made.setdefault(module, types.ModuleType(module))
             methods = [m for _, _, n, m in METHODS if n == name]
-            value = own_class(name, methods) if methods else lambda *args, **kwargs: ("own", args, kwargs)
+            value = package_class(name, methods) if methods else lambda *args, **kwargs: ("own", args, kwargs)
             setattr(own, name, value)
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -63,7 +63,7 @@ def modules(monkeypatch):
 @pytest.mark.parametrize("error", [ValueError, TypeError, NotImplementedError])
 @pytest.mark.parametrize("package, module, name", FUNCTIONS)
 def test_every_function_falls_back(modules, monkeypatch, package, module, name, error):
-    """For whatever reason gdn rejects a call: the package's function gets it, unchanged."""
+    """If gdn rejects a call for any reason, the package's function gets the call unchanged."""
     adapter = PACKAGES[package].PACKAGE
     reject = raising(error("x: expected this, got that"))
     reject.__name__ = name
@@ -88,7 +88,7 @@ def test_every_method_falls_back(modules, monkeypatch, package, module, name, me
 
 
 def test_a_call_of_wrong_tensors_falls_back(modules):
-    """gdn's own checks, through the whole of it: dtypes, shapes, a state that is no tensor."""
+    """gdn's own checks cause the fallback: dtypes, shapes, a state that is no tensor."""
     x, raw, state = inputs(1, 1), inputs(1, 1, raw=True), pool_of(1)
     gates = (raw["A_log"], raw["a"], raw["b"], raw["dt_bias"], raw["q"], raw["k"])
     before = state.clone()
@@ -104,7 +104,7 @@ def test_a_call_of_wrong_tensors_falls_back(modules):
 
 @pytest.mark.parametrize("error", [ValueError("tile"), TypeError("kernel"), NotImplementedError("dtype")])
 def test_an_error_of_a_backend_at_work_does_not_fall_back(modules, monkeypatch, error):
-    """The pool may be half written by then; neither may a launch, an operator's body or autograd hide it."""
+    """An error in a backend, launch, operator or autograd is raised, since the pool may be half written."""
     monkeypatch.setenv("GDN_BACKEND", "eager")
     x, state = inputs(1, 3), pool_of(1)
     five = [x[name] for name in ("q", "k", "v", "g", "beta")]
@@ -146,7 +146,7 @@ def test_a_reason_is_logged_once(caplog):
 
 
 def test_lmdeploys_method_gets_a_key_head_for_each_value_head(modules):
-    """Its own prepare_inputs copies them; ours does not, so a rejected call copies them then."""
+    """lmdeploy's prepare_inputs copies key heads and ours does not, so a rejected call copies them then."""
     x = inputs(1, 5)
     five = [x[name] for name in ("q", "k", "v", "g", "beta")]
     backend = modules["lmdeploy.pytorch.backends.cuda.gated_delta_rule"]
@@ -163,7 +163,7 @@ def test_lmdeploys_method_gets_a_key_head_for_each_value_head(modules):
 
 
 def test_lmdeploys_method_names_what_is_missing(modules):
-    """A call without keys falls back as it is: no error of the conversion hides that of lmdeploy."""
+    """A call without keys falls back unchanged: no error of the conversion hides lmdeploy's error."""
     backend = modules["lmdeploy.pytorch.backends.cuda.gated_delta_rule"]
     with lmdeploy.patch_lmdeploy():
         rule = backend.CudaGatedDeltaRuleImpl()
@@ -189,7 +189,7 @@ def test_snapshots_that_sglangs_method_would_not_write_are_an_error(modules):
 
 
 def test_a_warning_names_the_line_of_the_caller():
-    """Not a line of this library, which Python's filter for deprecations would hide from a script."""
+    """A warning names the caller's line; Python's filter hides deprecations of a line of this library."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fallback.call_with_fallback("rule", lambda: fallback.warn_caller("old", DeprecationWarning), None)

@@ -61,11 +61,11 @@ def register(name):
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Tests by FLA's names, and on the path a package of those modules that the patch looks for."""
+    """Write tests with FLA's names, and a package of the modules that the patch replaces."""
     for file, text in zip(fla_suite.FILES, (OPS, LAYERS), strict=False):
         (tmp_path / "checkout" / file).parent.mkdir(parents=True)
         (tmp_path / "checkout" / file).write_text(text)
-    # a checkout's own package and settings, which no pass may take
+    # the checkout has a package and settings of its own, which no pass may use
     (tmp_path / "checkout/fla.py").write_text("raise ImportError('the package of the checkout')\n")
     (tmp_path / "checkout/pyproject.toml").write_text("[tool.pytest.ini_options]\npythonpath = ['.']\n")
     site = tmp_path / "site"
@@ -125,14 +125,14 @@ def test_both_passes(checkout, capfd):
 
 @pytest.mark.slow
 def test_a_selection_that_holds_and_one_that_gdn_never_sees(checkout):
-    """Without workers beside it, one process collects, runs and records."""
+    """Without workers, one process collects, runs and records."""
     assert fla_suite.main(arguments(checkout, "--workers", "1", "--select", "works or left")) == 0
     assert fla_suite.main(arguments(checkout, "--workers", "1", "--select", "of_no_call")) == 1
 
 
 @pytest.mark.slow
 def test_a_pass_that_is_cut_off_leaves_what_it_has(checkout, capfd):
-    """Its own limit, and a signal from outside: both leave a record, exit status 2."""
+    """A pass that its own limit or a signal ends leaves a record, and exit status 2."""
     slow = "import time\n" + LAYERS + "def test_slow():\n    time.sleep(60)\n"
     (checkout / fla_suite.FILES[1]).write_text(slow)
     given = arguments(checkout, "--workers", "1", "--select", "works or no_call or slow")
@@ -171,7 +171,7 @@ def test_a_half_written_line_and_a_crashed_worker(tmp_path):
 
 
 def test_few_configurations_of_a_kernel(monkeypatch):
-    """Evenly spaced, so that one of them fits wherever one of all would; a kernel of few keeps them all."""
+    """The configurations are evenly spaced, so one fits the GPU if any does; a kernel with few keeps all."""
     autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
     seen = []
     monkeypatch.setattr(autotuner, "__init__", lambda self, fn, names, configs, **more: seen.append(configs))

@@ -31,7 +31,7 @@ def test_an_issue_template_is_a_form(name):
 
 
 def test_the_workflow_calls_the_scripts_of_this_repository():
-    """Run .ci/run on one version of Python and .ci/quick on all others that pyproject.toml names."""
+    """The workflow runs .ci/run on one Python, and .ci/quick on all others that pyproject.toml names."""
     jobs = load(FORGE / "workflows" / "ci.yml")["jobs"]
     commands = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
     for script in ("run", "quick"):
@@ -50,7 +50,7 @@ def test_the_workflow_calls_the_scripts_of_this_repository():
 
 
 def test_the_hooks_check_what_make_checks():
-    """Name paths that exist in the commands of the hooks."""
+    """The commands of the hooks are those of make, and name paths that exist."""
     (local,) = load(ROOT / ".pre-commit-config.yaml")["repos"]
     entries = {hook["id"]: hook["entry"].split() for hook in local["hooks"]}
     makefile = (ROOT / "Makefile").read_text()

@@ -1,4 +1,4 @@
-"""gdn.gate: the formula at its extremes, its gradients, and its torch operator."""
+"""Test gdn.gate: the formula at extreme inputs, its gradients, and its torch operator."""
 
 import doctest
 
@@ -13,25 +13,25 @@ HV = 3
 
 
 def logits(dtype: torch.dtype, *lead: int, device: str = "cpu") -> list[torch.Tensor]:
-    """a, b [*lead, HV], A_log, dt_bias [HV]."""
+    """Return a and b [*lead, HV], A_log and dt_bias [HV]."""
     rng = torch.Generator().manual_seed(0)
     shapes = [(*lead, HV), (*lead, HV), (HV,), (HV,)]
     tensors = [torch.randn(s, generator=rng, dtype=torch.float64).to(device, dtype) for s in shapes]
     return [x.requires_grad_() for x in tensors]
 
 
-def exactly(x: torch.Tensor) -> torch.Tensor:
-    """A leaf of the same numbers in fp64 on the CPU, where the law runs."""
+def exact_leaf(x: torch.Tensor) -> torch.Tensor:
+    """Return a leaf with the same numbers in fp64 on the CPU, for the reference."""
     return x.detach().cpu().double().requires_grad_()
 
 
-def law(a, b, A_log, dt_bias=None):
+def reference_gate(a, b, A_log, dt_bias=None):
     return reference.gate(a, A_log, dt_bias), torch.sigmoid(b)
 
 
-def agrees(x: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
-    """Every element within a relative tolerance: a sum over tokens must not hide a small element."""
-    return torch.allclose(x.cpu().double(), wanted.cpu().double(), rtol=tolerance, atol=0)
+def agrees(x: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Return True if every element is within a relative tolerance, so that no sum hides a small one."""
+    return torch.allclose(x.cpu().double(), expected.cpu().double(), rtol=tolerance, atol=0)
 
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2**-8}
@@ -45,34 +45,34 @@ def test_values_and_gradients(backend, device, lead, with_bias):
         if dtype == torch.float64 and backend != "eager":
             continue
         x = logits(dtype, *lead, device=device)[: 4 if with_bias else 3]
-        exact = [exactly(y) for y in x]
-        outputs, wanted = gdn.gate(*x, backend=backend), law(*exact)
+        exact = [exact_leaf(y) for y in x]
+        outputs, expected = gdn.gate(*x, backend=backend), reference_gate(*exact)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        for y, z in zip(outputs, wanted, strict=True):
+        for y, z in zip(outputs, expected, strict=True):
             assert y.dtype == wide and agrees(y, z, min(tolerance, 1e-6))
         dy = [torch.rand_like(y) for y in outputs]
         got = torch.autograd.grad(outputs, x, dy)
-        wanted_grads = torch.autograd.grad(wanted, exact, [d.cpu().double() for d in dy])
+        wanted_grads = torch.autograd.grad(expected, exact, [d.cpu().double() for d in dy])
         for leaf, y, z in zip(x, got, wanted_grads, strict=True):
-            # dy > 0, so dA_log and ddt_bias sum terms of one sign
+            # with dy > 0, dA_log and ddt_bias sum terms of one sign
             assert y.dtype == leaf.dtype and agrees(y, z, tolerance)
             assert not y.numel() or not z.count_nonzero() or not agrees(y * (1 + 3 * tolerance), z, tolerance)
-        assert not outputs[0].numel() or not agrees(outputs[0].flip(-1), wanted[0], tolerance)
+        assert not outputs[0].numel() or not agrees(outputs[0].flip(-1), expected[0], tolerance)
 
 
 @pytest.mark.gpu
 def test_many_tokens_and_heads():
-    """Several blocks to a program and several strips of heads; the same bits again."""
+    """Several blocks per program and several strips of heads agree, and repeat their bits."""
     rng = torch.Generator().manual_seed(0)
     for lead, heads in (((3, 5000), 32), ((2000,), 200)):
         shapes = [(*lead, heads), (*lead, heads), (heads,), (heads,)]
         x = [torch.randn(s, generator=rng).cuda().requires_grad_() for s in shapes]
-        exact = [exactly(y) for y in x]
-        outputs, wanted = gdn.gate(*x, backend="triton"), law(*exact)
+        exact = [exact_leaf(y) for y in x]
+        outputs, expected = gdn.gate(*x, backend="triton"), reference_gate(*exact)
         dy = [torch.rand_like(y) for y in outputs]
         got = torch.autograd.grad(outputs, x, dy, retain_graph=True)
-        wanted_grads = torch.autograd.grad(wanted, exact, [d.cpu().double() for d in dy])
-        for y, z in zip((*outputs, *got), (*wanted, *wanted_grads), strict=True):
+        wanted_grads = torch.autograd.grad(expected, exact, [d.cpu().double() for d in dy])
+        for y, z in zip((*outputs, *got), (*expected, *wanted_grads), strict=True):
             assert agrees(y, z, 2e-6)
         for _ in range(20):
             again = torch.autograd.grad(outputs, x, dy, retain_graph=True)
@@ -101,21 +101,21 @@ def test_other_sizes_compile_nothing(monkeypatch):
 @pytest.mark.interpret
 @pytest.mark.parametrize("A_log", [-10.0, 0.0, 5.0])
 def test_extremes(backend, device, A_log):
-    """No overflow, and no loss where softplus is tiny, from a narrow g or a wide one."""
+    """Nothing overflows, and a tiny softplus keeps its precision, for fp32 and 16-bit g."""
     a = torch.tensor([-100.0, -20.0, 0.0, 20.0, 100.0], device=device)[:, None].requires_grad_()
     b = torch.tensor([-50.0, -5.0, 0.0, 5.0, 50.0], device=device)[:, None].requires_grad_()
     A = torch.tensor([A_log], device=device).requires_grad_()
-    exact = [exactly(x) for x in (a, b, A)]
-    outputs, wanted = gdn.gate(a, b, A, backend=backend), law(*exact)
+    exact = [exact_leaf(x) for x in (a, b, A)]
+    outputs, expected = gdn.gate(a, b, A, backend=backend), reference_gate(*exact)
     grads = torch.autograd.grad([y.sum() for y in outputs], (a, b, A))
-    wanted_grads = torch.autograd.grad(wanted[0].sum(), (exact[0], exact[2]))
+    wanted_grads = torch.autograd.grad(expected[0].sum(), (exact[0], exact[2]))
     s = torch.sigmoid(exact[1]) * torch.sigmoid(-exact[1])
-    for y, z in zip((*outputs, *grads), (*wanted, wanted_grads[0], s, wanted_grads[1]), strict=True):
+    for y, z in zip((*outputs, *grads), (*expected, wanted_grads[0], s, wanted_grads[1]), strict=True):
         assert bool(torch.isfinite(y).all())
-        # below 1e-38 fp32 has fewer bits
+        # numbers below 1e-38 are subnormal and have fewer bits
         assert torch.allclose(y.cpu().double(), z, rtol=1e-6, atol=1e-44)
     naive = -torch.exp(A) * torch.log(1 + torch.exp(a))
-    assert not torch.allclose(naive.cpu().double(), wanted[0], rtol=1e-6, atol=1e-44)
+    assert not torch.allclose(naive.cpu().double(), expected[0], rtol=1e-6, atol=1e-44)
 
 
 @pytest.mark.interpret
@@ -143,7 +143,7 @@ def test_a_token_without_gradient_spoils_no_sum(backend, device):
 
 @pytest.mark.interpret
 def test_sums_are_not_narrow(backend, device):
-    """A bf16 sum over 4096 tokens would stall at 256 terms."""
+    """Gradients sum in fp32; a bf16 sum over 4096 tokens would stop growing after 256 terms."""
     a = torch.zeros(4096, 1, dtype=torch.bfloat16, device=device)
     A_log, dt_bias = (
         torch.zeros(1, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2)
@@ -181,8 +181,8 @@ def test_compile(backend, device):
         x = logits(torch.float32, 2, T, device=device)
         for y, z in zip(compiled(*x), gate(*x), strict=True):
             assert torch.equal(y, z)
-        got, wanted = (torch.autograd.grad(f(*x)[0].sum(), (x[0], *x[2:])) for f in (compiled, gate))
-        assert all(torch.equal(y, z) for y, z in zip(got, wanted, strict=True))
+        got, expected = (torch.autograd.grad(f(*x)[0].sum(), (x[0], *x[2:])) for f in (compiled, gate))
+        assert all(torch.equal(y, z) for y, z in zip(got, expected, strict=True))
 
 
 def test_the_door():

@@ -54,7 +54,7 @@ def test_a_part_that_is_none_is_refused(text):
 
 
 def test_the_table_names_every_function_with_a_fixture_that_serializes():
-    """A test with the fixture `alone` would otherwise hold a worker that waits for another's."""
+    """The table names each test with the fixture `alone`, which would otherwise hold a worker that waits."""
     found = {
         f"tests/{path.name}::{line.split('(')[0].removeprefix('def ')}"
         for path in Path(__file__).parent.glob("test_*.py")
@@ -65,7 +65,7 @@ def test_the_table_names_every_function_with_a_fixture_that_serializes():
 
 
 def suite(folder: Path, body: str, *options: str, workers: int = 2) -> tuple[dict, str]:
-    """Run a file of tests as a part; return the recorded row and what was printed."""
+    """Run a file of tests as a part; return the recorded row and the output."""
     (folder / "test_it.py").write_text("import os, signal, time\nimport pytest\n" + textwrap.dedent(body))
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "gpu_suite", "-p", "no:cacheprovider", "-q", "-rN"]
@@ -99,7 +99,7 @@ def test_outcomes_are_recorded(tmp_path):
     assert row["skips"] == {"no": 1}
     assert "too late" in row["failures"]["test_it.py::test_teardown"]
     assert row["functions"]["test_it.py::test_passes"][0] == 5
-    # the end of the output suffices
+    # check the end of the output only
     assert "assert (2 + 2) == 5" in said[-3000:] and "NOT GREEN: complete" in said[-400:]
 
 
@@ -137,12 +137,12 @@ def test_a_test_that_ends_its_worker_fails_and_the_others_run(tmp_path):
     row, _ = suite(tmp_path, body, "--test-seconds", "3")
     assert (row["passed"], row["failed"], row["unfinished"]) == (8, 2, 0) and row["end"] == "complete"
     assert "crashed" in row["failures"]["test_it.py::test_crash"]
-    # the stacks of the worker's threads say where the test was
+    # the stacks of the worker's threads show where the test hung
     assert "in test_hang" in row["failures"]["test_it.py::test_hang"]
 
 
 def test_an_error_of_the_gpu_fails_one_test_alone(tmp_path):
-    """Every later call to CUDA of that process would raise it again."""
+    """The worker ends after a CUDA error, since every later CUDA call of its process would raise it again."""
     body = """
         import sys, types
         def raise_it(): raise RuntimeError("CUDA error: an illegal memory access")
@@ -226,7 +226,7 @@ print(json.dumps(hits))
 
 
 def test_triton_compiles_a_kernel_once(tmp_path):
-    """Two processes get a kernel of ours for an H200: the second one reads it from the disk cache."""
+    """Two processes need a kernel for an H200, and the second reads it from the disk cache."""
     pytest.importorskip("triton")
     paths = os.pathsep.join(str(processes.ROOT / name) for name in ("tests", "src"))
     environment = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path)}
@@ -240,7 +240,7 @@ def test_triton_compiles_a_kernel_once(tmp_path):
 
 
 def test_triton_compiles_under_the_lock(tmp_path, monkeypatch):
-    """Lock by source and options: another option takes another lock."""
+    """The lock is named by source and options, so another option takes another lock."""
     triton = pytest.importorskip("triton")
     from triton import compiler
     from triton.backends.nvidia import driver
@@ -268,14 +268,14 @@ def test_triton_compiles_under_the_lock(tmp_path, monkeypatch):
 def test_make_runs_the_part_that_is_asked_for():
     def command(*given: str) -> str:
         make = ["make", "-n", "test-gpu", f"PYTHON={sys.executable}", *given]
-        # not the flags of a make that runs this test
+        # do not inherit the flags of a make that runs this test
         clean = {name: x for name, x in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         done = subprocess.run(make, cwd=processes.ROOT, env=clean, capture_output=True, text=True, check=True)
         return done.stdout
 
     said = command("PART=2/3", "WORKERS=20", "TIMEOUT=100", "RESULTS=x/y.jsonl", "COMMIT=abc")
-    wanted = "-m gpu", "-n 20", "--part 2/3", "--part-seconds 100", "--results x/y.jsonl", "--commit abc"
-    assert all(option in said for option in wanted)
+    expected = "-m gpu", "-n 20", "--part 2/3", "--part-seconds 100", "--results x/y.jsonl", "--commit abc"
+    assert all(option in said for option in expected)
     # 3,000 drawn problems of test_hopper: two tests a seed
     assert "GDN_TEST_SEEDS=30 GDN_TEST_PROBLEMS=50" in said
     assert "--part 1/1" in command() and "--commit" not in command()

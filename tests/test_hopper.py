@@ -1,6 +1,5 @@
 """The Hopper backend: simulated on the CPU where Triton interprets, refused elsewhere, and on a GPU."""
 
-import inspect
 import itertools
 import os
 import random
@@ -12,10 +11,9 @@ from conftest import HAS_TRITON, INTERPRETED
 from kit import api
 
 import gdn
-from gdn.bench import accuracy
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
-from gdn.problem.serving import parse_prefill
+from gdn.problem.serving import PrefillProblem, parse_prefill
+from gdn.testing import Case, accuracy, inputs, packed, rows
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
@@ -33,11 +31,10 @@ from gdn.backends.hopper.cost import Cut, Cuts
 from gdn.backends.hopper.factors import WELL_CONDITIONED
 from gdn.backends.hopper.gluon import mbarrier
 from gdn.backends.triton.chunks import Table
-from gdn.backends.triton.launch import Launch, Plans, allocate, machine
-from gdn.backends.triton.rule import build as plans
-from gdn.backends.triton.rule import whole
+from gdn.backends.triton.launch import Launch, PlanCache, allocate, machine
+from gdn.backends.triton.rule import run as chunked
+from gdn.backends.triton.rule.describe import operand_dtype, saves, to_kernel_layout
 from gdn.backends.triton.rule.run import chunk_backward as backward
-from gdn.backends.triton.rule.run import to_kernel_layout
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 CASES = {
@@ -86,9 +83,9 @@ class Simulated(Launch):
         if not isinstance(self.kernel, GluonJITFunction):
             return super().__call__(*tensors)
         described = [
-            None if x is None else Descriptor(x.base, x.block_shape) for x in tensors[: self.described]
+            None if x is None else Descriptor(x.base, x.block_shape) for x in tensors[: self.num_descriptors]
         ]
-        rest = (*tensors[self.described :], *self.numbers, *self.constants.values())
+        rest = (*tensors[self.num_descriptors :], *self.scalars, *self.constants.values())
         simulate(self.kernel, self.grid, *described, *rest)
 
 
@@ -104,7 +101,7 @@ def law(given, wide=None):
     """In fp64, of `wide` where gradients are to be taken."""
     wide = wide or given.double()
     tensors = dict.fromkeys(("g", "beta")) | wide.tensors
-    return accuracy.law(**tensors, **wide.options)
+    return accuracy.reference_rule(**tensors, **wide.options)
 
 
 def error(x, expected):
@@ -114,7 +111,7 @@ def error(x, expected):
 def glides(monkeypatch, them=True):
     """Tame chunks are glided over, or none."""
     monkeypatch.setattr(rule, "FAST_PATH", them)
-    monkeypatch.setattr(rule, "_forwards", Plans())
+    monkeypatch.setattr(rule, "_forwards", PlanCache())
 
 
 simulated = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be interpreted")
@@ -169,7 +166,7 @@ def told(monkeypatch):
     def watched(launch, *tensors):
         call(launch, *tensors)
         if launch.kernel is rule.solve_kernel:
-            factors = tensors[launch.described + 5]
+            factors = tensors[launch.num_descriptors + 5]
             found.append(factors.flatten(-2)[..., WELL_CONDITIONED.value].clone())
 
     monkeypatch.setattr(Simulated, "__call__", watched)
@@ -262,7 +259,7 @@ def test_programs_go_on(monkeypatch, name, chains):
     given = inputs(case, torch.bfloat16)
     expected = forward(given)[:2]
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
-    monkeypatch.setattr(rule, "_forwards", Plans())
+    monkeypatch.setattr(rule, "_forwards", PlanCache())
     assert all(torch.equal(x, y) for x, y in zip(forward(given)[:2], expected, strict=True))
 
 
@@ -275,7 +272,7 @@ def test_no_job_is_taken_before_the_count_is_cleared(monkeypatch):
     given = inputs(case, torch.bfloat16)
     expected = forward(given)[:2]
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
-    monkeypatch.setattr(rule, "_forwards", Plans())
+    monkeypatch.setattr(rule, "_forwards", PlanCache())
     call = Simulated.__call__
 
     def early(launch, *tensors):
@@ -304,9 +301,9 @@ def test_what_a_backward_wants(monkeypatch, name, span, chains):
     glides(monkeypatch)
     o, final, saved = rule.chunk_forward(problem, True)
     glides(monkeypatch, False)
-    expected = whole.chunk_forward(replace(problem, backend="triton"), True)
+    expected = chunked.chunk_forward(replace(problem, backend="triton"), True)
     assert all(torch.equal(x, y) for x, y in zip((o, final), forward(given)[:2], strict=True))
-    for x, y, shape in zip(saved, expected[2], plans.saves(problem), strict=True):
+    for x, y, shape in zip(saved, expected[2], saves(problem), strict=True):
         assert (x is None) == (y is None) == (shape is None)
         assert x is None or ((x.shape, x.dtype) == shape and error(x, y.double()) < 5e-3)
 
@@ -319,7 +316,7 @@ def test_a_backward_from_what_is_kept(name):
     """Gradients near those from what Triton's forward keeps."""
     given = inputs(CASES[name], torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="hopper")
-    kept = rule.chunk_forward(problem, True)[2], whole.chunk_forward(problem, True)[2]
+    kept = rule.chunk_forward(problem, True)[2], chunked.chunk_forward(problem, True)[2]
     found = (backward(problem, saved, given.do, given.dfinal_state) for saved in kept)
     assert all(x is None or error(x, y.double()) < 1e-2 for x, y in zip(*found, strict=True))
 
@@ -483,7 +480,7 @@ def test_walks_take_the_longest_first(monkeypatch, chains):
     """All heads of a sequence, then the next: by chunks, equals in order."""
     of_chains(monkeypatch, chains)
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
-    monkeypatch.setattr(rule, "_forwards", Plans())
+    monkeypatch.setattr(rule, "_forwards", PlanCache())
     load, call, found = gluon_simulator.STANDINS["tma_load"], Simulated.__call__, []
 
     def recorded(descriptor, corner, *rest):
@@ -725,7 +722,7 @@ def test_who_takes_what(monkeypatch):
         x = prompts((1, 2), 128, 64, 70) | on_the_way(64, 2, 128, 64, 70)
         flags = dict.fromkeys(("use_qk_l2norm_in_kernel", "state_v_first", "update_state"), True)
         flags |= dict.fromkeys(("allow_neg_eigval", "batch_invariant"), False)
-        absent = dict.fromkeys(inspect.signature(parse_prefill).parameters)
+        absent = dict.fromkeys(PrefillProblem.declaration.names)
         prefill = parse_prefill(**absent | flags | x | {"backend": backend})
         assert hopper.refuses(prefill) is None
     assert "batch_invariant" in hopper.refuses(replace(asked(backend=None), batch_invariant=True))
@@ -741,8 +738,8 @@ def test_who_takes_what(monkeypatch):
     few = inputs(replace(BASE, sizes=(64, 64), lengths=rows(20000), state="none"), torch.bfloat16)
     few = parse(**few.tensors, **few.options)
     assert hopper.refuses(few) is None and cost.cuts_of(few) is not None
-    assert list(hopper._launches(few, None)) and not list(
-        hopper._launches(replace(few, batch_invariant=True), None)
+    assert list(hopper._forward_launches(few, None)) and not list(
+        hopper._forward_launches(replace(few, batch_invariant=True), None)
     )
 
 
@@ -752,14 +749,14 @@ def test_who_takes_what(monkeypatch):
 ])  # fmt: skip
 def test_what_no_tensor_copy_reads_is_copied(shape, strides):
     x = torch.randn(4000 + 70 * 128).as_strided(shape, strides)
-    copy = descriptors._aligned(x)
+    copy = descriptors.make_aligned(x)
     assert torch.equal(copy, x) and descriptors.make_descriptor(
         copy.bfloat16(), (1, 64, 1, 128), descriptors.TOKENS
     )
     spread = torch.zeros(2, 5, 1, 128).expand(2, 5, 4, 128)
-    assert descriptors._aligned(spread).stride() == (2560, 512, 128, 1)
+    assert descriptors.make_aligned(spread).stride() == (2560, 512, 128, 1)
     good = torch.zeros(2, 5, 2, 128)
-    assert descriptors._aligned(good) is good
+    assert descriptors.make_aligned(good) is good
 
 
 @pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
@@ -873,7 +870,7 @@ def drawn(source, kind):
 def law_at_once(given, number):
     """The law of a problem; of the first in a launch for each token, as well."""
     wide = given.double()
-    options = {name: x for name, x in wide.options.items() if name not in accuracy.FREEDOM}
+    options = {name: x for name, x in wide.options.items() if name not in accuracy.BACKEND_OPTIONS}
     found = one_launch.law(**wide.tensors, **options)
     if number == 0:
         assert all(error(x, y) < 1e-12 for x, y in zip(found, law(given), strict=True) if y.norm() > 0)
@@ -935,7 +932,7 @@ def test_any_tame_problem_on_a_gpu(monkeypatch, seed):
         glides(monkeypatch, False)
         glided += not torch.equal(here[0], forward(given)[0])
         p = parse(**given.tensors, **given.options, backend="triton")
-        triton = whole.chunk_forward(p, False)[:2]
+        triton = chunked.chunk_forward(p, False)[:2]
         for three in zip(here, triton, law_at_once(given, number), strict=True):
             limit = 1e-2 if case.keys == "correlated" else 5e-3
             assert is_as_near(*three, limit), f"{number}: {case}, spans of {span}"
@@ -1052,9 +1049,9 @@ def test_what_another_size_would_get_is_compiled_along(monkeypatch, asked, save)
     given = inputs(CASES["packed"], torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend=asked)
     with recording(TARGETS["cuda:90"].machine):
-        for room in (plans, rule):
+        for room in (chunked, rule):
             monkeypatch.setattr(room, "compile_ahead", ahead)
-        plans.forward_plan(to_kernel_layout(problem), plans.operand(problem) if save else None)
+        chunked.forward(to_kernel_layout(problem), operand_dtype(problem) if save else None)
         rule.chunk_forward(problem, save)
     theirs, own = (
         {"prepare_kernel", "state_kernel"},
@@ -1071,15 +1068,15 @@ def test_what_is_compiled_along_copies_no_tensor_and_needs_no_token(monkeypatch)
     given = inputs(CASES["packed"], torch.bfloat16)
     spread = given.tensors | {"v": given.tensors["v"][:, :1].expand_as(given.tensors["v"])}
     odd = given.tensors | {"v": torch.nn.functional.pad(given.tensors["v"], (0, 1))[..., :-1]}
-    monkeypatch.setattr(descriptors, "_aligned", None)
+    monkeypatch.setattr(descriptors, "make_aligned", None)
     with recording(TARGETS["cuda:90"].machine):
         for tensors in (given.tensors, spread, odd):
             problem = parse(**tensors, **given.options)
-            found = {launch.kernel.__name__ for launch, _ in hopper._launches(problem, None)}
+            found = {launch.kernel.__name__ for launch, _ in hopper._forward_launches(problem, None)}
             assert {"persistent_scan_kernel", "segment_transfer_kernel", "solve_kernel"} <= found
     names = ("q", "k", "v", "g", "beta")
     for options in ({}, {"cu_seqlens": torch.zeros(3, dtype=torch.int32)}):
         tensors = {name: given.tensors[name][:, :0] for name in names}
         nothing = parse(**tensors, **options)
-        assert list(hopper._launches(nothing, None)) == []
+        assert list(hopper._forward_launches(nothing, None)) == []
         assert "faster at" in hopper.refuses(nothing)

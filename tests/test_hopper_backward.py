@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import HAS_TRITON
 
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
@@ -18,9 +18,8 @@ from test_hopper import Simulated, error, law, simulated
 
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward import plan
-from gdn.backends.triton.launch import Plans
+from gdn.backends.triton.launch import PlanCache
 from gdn.backends.triton.rule import run as chunked
-from gdn.backends.triton.rule import whole
 
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
@@ -52,7 +51,7 @@ pytestmark = [pytest.mark.interpret, simulated]
 def on(monkeypatch):
     """Turn the backward on, with its Gluon kernels simulated on the CPU."""
     monkeypatch.setattr(plan, "IS_ON", True)
-    monkeypatch.setattr(plan, "_plans", Plans())
+    monkeypatch.setattr(plan, "_plans", PlanCache())
     if not torch.cuda.is_available():
         monkeypatch.setattr(plan, "Launch", Simulated)
 
@@ -60,7 +59,7 @@ def on(monkeypatch):
 def with_consumers(monkeypatch, count):
     """Give each CTA of the scan so many consumer warpgroups."""
     monkeypatch.setattr(plan, "consumers_of", lambda problem: count)
-    monkeypatch.setattr(plan, "_plans", Plans())
+    monkeypatch.setattr(plan, "_plans", PlanCache())
 
 
 def expected_gradients(given, do, dfinal):
@@ -77,7 +76,7 @@ def expected_gradients(given, do, dfinal):
 def run(given, do, dfinal, saves=True):
     """Return the gradients of this backward, and of Triton's."""
     problem = parse(**given.tensors, **given.options, backend="triton")
-    saved = whole.chunk_forward(problem, saves)[2]
+    saved = chunked.chunk_forward(problem, saves)[2]
     assert plan.lacks(problem, saved) is None
     return [f(problem, saved, do, dfinal) for f in (plan.chunk_backward, chunked.chunk_backward)]
 
@@ -210,7 +209,7 @@ def test_where_it_does_not_run(monkeypatch):
     """Other sizes and dtypes are Triton's, and so is everything until the backward is on."""
     given = inputs(replace(BASE, sizes=(64, 64)), torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="triton")
-    saved = whole.chunk_forward(problem, True)[2]
+    saved = chunked.chunk_forward(problem, True)[2]
     assert "K = V = 128" in plan.lacks(problem, saved)
     here = plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
     triton = chunked.chunk_backward(problem, saved, given.do, given.dfinal_state)

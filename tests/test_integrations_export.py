@@ -1,4 +1,4 @@
-"""Decode and prefill as programs on one state: exported, saved, run in a fresh process, compiled."""
+"""Test decode and prefill as programs on one state: exported, saved, run in a fresh process, compiled."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from kit.serving import error, inputs
 
 from gdn.integrations import export as room
 from gdn.ops import portable
-from gdn.reference.recurrence import gated_delta_rule as law
+from gdn.reference.recurrence import gated_delta_rule as reference
 
 B, H, HV, K, V = 2, 2, 4, 16, 24
 FRESH = """
@@ -35,7 +35,7 @@ s = of.session(device, getattr(torch, kind))
 print("compiling", file=sys.stderr, flush=True)
 of.room.package(of.room.export(s), folder + "/both.pt2")
 given, state = of.calls(s), of.nan_state(s)
-torch.save((given, state, of.by_hand(s, given, state)), folder + "/given.pt")
+torch.save((given, state, of.run_session(s, given, state)), folder + "/given.pt")
 """
 LOAD = """
 import sys, torch
@@ -93,7 +93,7 @@ def session(device="cpu", dtype=torch.float32, state_dtype=torch.float32):
 
 
 def calls(s, lengths=(70, None, None, 5, None)):
-    """Prompts and single tokens in turn: (method, inputs); the second prompt starts one row anew."""
+    """Return (method, inputs) of prompts and single tokens in turn; the second prompt starts one row anew."""
     found = []
     for number, T in enumerate(lengths):
         lead = (B,) if T is None else (B, T)
@@ -104,15 +104,15 @@ def calls(s, lengths=(70, None, None, 5, None)):
     return found
 
 
-def by_hand(s, given, state):
-    """Outputs and state by calling the session itself."""
+def run_session(s, given, state):
+    """Return the outputs and the state of the session itself."""
     s.state.copy_(state)
     with torch.no_grad():
         return [getattr(s, name)(*x) for name, x in given], s.state.clone()
 
 
-def agree(found, wanted, tolerance=1e-6):
-    pairs = zip([*found[0], found[1]], [*wanted[0], wanted[1]], strict=True)
+def agree(found, expected, tolerance=1e-6):
+    pairs = zip([*found[0], found[1]], [*expected[0], expected[1]], strict=True)
     return all(error(a, b) < tolerance for a, b in pairs)
 
 
@@ -120,13 +120,13 @@ def nan_state(s):
     return torch.full_like(s.state, float("nan"))
 
 
-def test_a_session_is_the_law():
+def test_a_session_agrees_with_the_reference():
     s = session()
     given = calls(s, (6, None, None))
-    (prompt, *steps), state = by_hand(s, given, nan_state(s))
+    (prompt, *steps), state = run_session(s, given, nan_state(s))
     x = [torch.cat([given[0][1][i], *(x[i][:, None] for _, x in given[1:])], 1) for i in range(3)]
     q, k, v = x[0].split([H * K, H * K, HV * V], -1)
-    o, S = law(
+    o, S = reference(
         q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), x[1], x[2], A_log=s.A_log,
         dt_bias=s.dt_bias, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, state_v_first=True,
         use_qk_l2norm_in_kernel=True,
@@ -136,16 +136,16 @@ def test_a_session_is_the_law():
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_programs_share_one_state(state_dtype):
-    """Any number of tokens from one program, the buffer written in place."""
+    """One program handles any number of tokens, and writes the state in place."""
     s = session(state_dtype=state_dtype)
     programs, state = room.export(s), nan_state(s)
     assert room.needs_library(programs["decode"]) == ["gdn.decode_functional.default"]
     loaded = room.load(programs, state)
     given = calls(s, (70, None, 2, None, 130))
     found = [getattr(loaded, name)(*x) for name, x in given]
-    wanted = by_hand(s, given, nan_state(s))
-    assert loaded.state is state and agree((found, state), wanted)
-    assert not agree((found, state * 1.01), wanted)
+    expected = run_session(s, given, nan_state(s))
+    assert loaded.state is state and agree((found, state), expected)
+    assert not agree((found, state * 1.01), expected)
 
 
 def test_a_fresh_process_runs_saved_programs(tmp_path):
@@ -155,7 +155,7 @@ def test_a_fresh_process_runs_saved_programs(tmp_path):
         torch.export.save(program, tmp_path / f"{name}.pt2")
     torch.save((given, nan_state(s)), tmp_path / "given.pt")
     processes.run([sys.executable, "-c", FRESH, str(tmp_path)])
-    assert agree(torch.load(tmp_path / "found.pt"), by_hand(s, given, nan_state(s)))
+    assert agree(torch.load(tmp_path / "found.pt"), run_session(s, given, nan_state(s)))
 
 
 @pytest.mark.parametrize("v_first", [False, True])
@@ -165,11 +165,11 @@ def test_portable_decode_is_the_operator(v_first, gates):
     x = {name: value for name, value in x.items() if gates != "none" or name in "qkv"}
     state = torch.randn(3, 4, *((24, 16) if v_first else (16, 24)))
     options = {"state_v_first": v_first, "allow_neg_eigval": gates == "raw"}
-    wanted = api.decode_functional(**x, state=state, **options)
+    expected = api.decode_functional(**x, state=state, **options)
     names = ("g", "beta", "a", "b", "A_log", "dt_bias")
     rest = (None, None, 16**-0.5, True, gates == "raw", v_first, "final", None, False, True, None)
     got = portable.decode_functional(x["q"], x["k"], x["v"], state, *(x.get(n) for n in names), *rest)
-    assert all(error(a, b) < 1e-6 and a.dtype == b.dtype for a, b in zip(got, wanted, strict=True))
+    assert all(error(a, b) < 1e-6 and a.dtype == b.dtype for a, b in zip(got, expected, strict=True))
     with pytest.raises(NotImplementedError, match="one token per row"):
         packet = inputs(3, 2)
         portable.decode_functional(packet["q"], packet["k"], packet["v"], state, *[None] * 6, *rest)
@@ -183,7 +183,7 @@ def test_a_portable_program_needs_no_library():
     state = nan_state(s)
     loaded = room.load(programs, state)
     found = [getattr(loaded, name)(*x) for name, x in given]
-    assert agree((found, state), by_hand(s, given, nan_state(s)))
+    assert agree((found, state), run_session(s, given, nan_state(s)))
 
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -191,7 +191,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 
 @needs_compiler
 def test_a_package_runs_from_cpp(tmp_path, packager):
-    """AOTInductor: decode in a process that has neither this library nor Python."""
+    """A package of decode runs in a process that has neither this library nor Python."""
     (tmp_path / "runner.cpp").write_text(RUNNER)
     root = Path(torch.__file__).parent
     flags = [
@@ -207,13 +207,13 @@ def test_a_package_runs_from_cpp(tmp_path, packager):
     program = room.export(s, portable=True)["decode"]
     torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "decode.pt2"))
     given, state = calls(s, (None, None, None)), torch.randn_like(s.state)
-    wanted = by_hand(s, given, state)
+    expected = run_session(s, given, state)
     tensors = [state, *(t for _, x in given for t in x)]
     (tmp_path / "tensors.pt").write_bytes(torch._C._pickle_save(tensors))
     assert compiler.wait() == 0
     processes.run([str(tmp_path / "runner"), str(tmp_path)])
     *found, state = torch._C._pickle_load_obj((tmp_path / "found.pt").read_bytes())
-    assert agree((found, state), wanted)
+    assert agree((found, state), expected)
 
 
 @pytest.mark.slow
@@ -226,9 +226,9 @@ def test_a_package_runs_from_cpp(tmp_path, packager):
     ],
 )
 def test_both_methods_in_one_package_in_a_fresh_process(tmp_path, packager, device, kind):
-    """Compiled in one process, loaded in another; both methods write the state that the caller gave.
+    """A package compiled in one process runs in another; both methods write the state that the caller gave.
 
-    On a GPU the kernel of decode is inside. Should compiled code crash, what it did last is in the message.
+    On a GPU the package holds the kernel of decode. If compiled code crashes, the message says what ran last.
     """
     python = [sys.executable, "-X", "faulthandler", "-c"]
     processes.run([*python, COMPILE, str(tmp_path), device, kind])

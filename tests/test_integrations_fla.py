@@ -1,4 +1,4 @@
-"""FLA's names and positions; patch_fla() on FLA if it is installed, and on a stand-in with its dispatch."""
+"""Test FLA's signatures, and patch_fla() with FLA if it is installed, else with a stand-in."""
 
 import importlib.util
 import sys
@@ -14,10 +14,10 @@ from gdn.integrations import fallback, fla_patch
 from gdn.integrations import fla as ours
 from gdn.integrations.fla_patch import patch_fla
 from gdn.ops.rule import has_kernel
-from gdn.reference import layer as law_of_layers
-from gdn.reference.recurrence import gated_delta_rule as law
+from gdn.reference import layer as reference_layers
+from gdn.reference.recurrence import gated_delta_rule as reference
 
-pytestmark = pytest.mark.usefixtures("everywhere")
+pytestmark = pytest.mark.usefixtures("default_backend_and_device")
 
 N, T, H, HV, K, V, W = 3, 70, 2, 4, 8, 12, 4
 RAW = {
@@ -31,7 +31,7 @@ needs_fla = pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
+def originals_restored():
     yield
     package = fla_patch.PACKAGE
     assert not package._active and not package._replaced
@@ -39,14 +39,14 @@ def nothing_left_behind():
 
 @pytest.mark.parametrize("module, name", FLA)
 def test_signatures(module, name):
-    """Ours are those on record, and the record is that of the installed package, if there is one."""
-    wanted = FLA[module, name]
+    """Our signatures are the recorded ones, and the recorded ones are those of the installed package."""
+    expected = FLA[module, name]
     if hasattr(ours, name):
-        assert parameters(getattr(ours, name)) == wanted
+        assert parameters(getattr(ours, name)) == expected
     else:
-        assert parameters({m[1]: m[2] for m in fla_patch.PACKAGE.served}[name]) == wanted
+        assert parameters({m[1]: m[2] for m in fla_patch.PACKAGE.served}[name]) == expected
     package = real(module, name)
-    assert package is None or parameters(package) == wanted
+    assert package is None or parameters(package) == expected
 
 
 def problem(B=N, T=T):
@@ -58,44 +58,44 @@ def gates():
     return {"A_log": torch.randn(HV), "dt_bias": torch.randn(HV)}
 
 
-def test_chunk_by_position_is_the_law():
+def test_chunk_by_position_agrees():
     x, more, S = problem(), gates(), torch.randn(N, HV, V, K)
-    wanted = law(*x, initial_state=S, scale=0.3, **RAW, **more)
+    expected = reference(*x, initial_state=S, scale=0.3, **RAW, **more)
     rest = {name: RAW[name] for name in ("use_gate_in_kernel",)} | more | {"chunk_size": 32}
     got = ours.chunk_gated_delta_rule(*x, 0.3, S, True, True, True, True, True, **rest)
-    assert all(error(a, b) < 1e-5 for a, b in zip(got, wanted, strict=True))
+    assert all(error(a, b) < 1e-5 for a, b in zip(got, expected, strict=True))
     assert ours.chunk_gdn(*x)[1] is None and ours.chunk_gdn is ours.chunk_gated_delta_rule
 
 
-def test_recurrent_by_position_is_the_law():
-    """After g come gk and gv, so beta is the seventh."""
+def test_recurrent_by_position_agrees():
+    """The recurrent form takes gk and gv after g, so beta is the seventh argument."""
     q, k, v, g, beta = x = problem()
     more, S = gates(), torch.randn(N, HV, V, K)
-    wanted = law(*x, initial_state=S, scale=0.3, **RAW, **more)
+    expected = reference(*x, initial_state=S, scale=0.3, **RAW, **more)
     got = ours.fused_recurrent_gated_delta_rule(
         q, k, v, g, None, None, beta, 0.3, S, True, True, True, *more.values(), True, True, True
     )
-    assert all(error(a, b) < 1e-5 for a, b in zip(got, wanted, strict=True))
+    assert all(error(a, b) < 1e-5 for a, b in zip(got, expected, strict=True))
     wrong = ours.fused_recurrent_gated_delta_rule(
         q, k, v, g, None, None, beta, 0.3, S, True, True, True, *more.values(), True, False, True
     )
-    assert error(wrong[0], wanted[0]) > 1e-2
+    assert error(wrong[0], expected[0]) > 1e-2
 
 
 def test_packed_and_plain_gates():
     q, k, v, g, beta = problem(B=1)
     g, beta, ends = -g.abs(), beta.sigmoid(), torch.tensor([0, 1, 1, 33, T])
     k = nn.functional.normalize(k, dim=-1)
-    wanted = law(q, k, v, g, beta, cu_seqlens=ends)
+    expected = reference(q, k, v, g, beta, cu_seqlens=ends)
     for o, S in (
         ours.chunk_gated_delta_rule(q, k, v, g, beta, None, None, True, cu_seqlens=ends, chunk_indices=ends),
         ours.fused_recurrent_gdn(q, k, v, g, beta=beta, output_final_state=True, cu_seqlens=ends),
-        # FLA does not look at A_log unless it is asked to
+        # FLA ignores A_log without use_gate_in_kernel
         ours.fused_recurrent_gdn(
             q, k, v, g, beta=beta, output_final_state=True, cu_seqlens=ends, A_log=torch.ones(HV)
         ),
     ):
-        assert error(o, wanted[0]) < 1e-5 and error(S, wanted[1]) < 1e-5
+        assert error(o, expected[0]) < 1e-5 and error(S, expected[1]) < 1e-5
 
 
 def test_the_old_name_of_state_v_first():
@@ -116,7 +116,7 @@ def test_the_old_name_of_state_v_first():
         (ValueError, "head_first: expected False", {"head_first": True}),
         (ValueError, "chunk_size: expected 16, 32 or 64", {"chunk_size": 128}),
         (ValueError, "one of it and state_v_first", {"state_v_first": True, "transpose_state_layout": True}),
-        (NotImplementedError, "cp_context: expected None", {"cp_context": object()}),
+        (NotImplementedError, "cp_context: expected a gdn.ContextParallel", {"cp_context": object()}),
     ],
 )
 def test_refusals(kind, message, options):
@@ -132,11 +132,11 @@ def test_decays_per_channel_are_refused():
         ours.fused_recurrent_gated_delta_rule(q, k, v, g, beta=v)
 
 
-# a stand-in: modules by FLA's names, each function raising where FLA would need a GPU
+# a stand-in: modules with FLA's names, whose functions raise where FLA would need a GPU
 
 
 class Dispatch:
-    """FLA's choice among backends, as far as a backend sees it."""
+    """Imitate FLA's choice among backends, as far as a backend sees it."""
 
     class BaseBackend:
         priority = 5
@@ -189,7 +189,7 @@ def stand_in():
 
 @pytest.fixture(params=["stand-in", pytest.param("fla", marks=needs_fla)])
 def fla(request, monkeypatch):
-    """module, name -> FLA's function as its own modules find it."""
+    """Return a function of (module, name) that finds FLA's function as its own modules do."""
     if request.param == "stand-in":
         for name, module in stand_in().items():
             monkeypatch.setitem(sys.modules, name, module)
@@ -203,23 +203,23 @@ def function(fla, name):
 def test_the_rule_is_served(fla):
     q, k, v, g, beta = x = problem(B=2, T=5)
     options = RAW | gates() | {"initial_state": torch.randn(2, HV, V, K)}
-    wanted = law(*x, **options)
+    expected = reference(*x, **options)
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "output_final_state": True}
     with patch_fla() as patch:
         assert patch.is_active
         for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
             got = function(fla, name)(**named, **options)
-            assert all(error(a, b) < 1e-5 for a, b in zip(got, wanted, strict=True)), name
+            assert all(error(a, b) < 1e-5 for a, b in zip(got, expected, strict=True)), name
     assert not patch.is_active
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_convolution_is_served(fla, packed):
-    """Windows of W columns, in and out, with gradients through both."""
+    """Windows of W columns are read and written, with gradients through both."""
     D, ends = 6, torch.tensor([0, 3, 3, 8]) if packed else None
     x, weight, bias = torch.randn(1 if packed else N, 8, D), torch.randn(D, W), torch.randn(D)
     window = torch.randn(N, D, W)
-    y, after = law_of_layers.causal_conv1d(
+    y, after = reference_layers.causal_conv1d(
         x, weight, bias, activation="silu", initial_state=window[..., 1:], cu_seqlens=ends
     )
     weight.requires_grad_(), window.requires_grad_()
@@ -235,7 +235,7 @@ def test_the_convolution_is_served(fla, packed):
             token, cache = torch.randn(1, N, D) if packed else torch.randn(N, 1, D), window.detach().clone()
             step, same = update(token, cache, None, weight, bias, "silu")
     rows = token.reshape(N, 1, D)
-    y, after = law_of_layers.causal_conv1d(
+    y, after = reference_layers.causal_conv1d(
         rows, weight, bias, activation="silu", initial_state=window[..., 1:]
     )
     assert same is cache and step.shape == token.shape and error(step.reshape(N, 1, D), y.detach()) < 1e-5
@@ -248,7 +248,7 @@ def test_the_norm_is_served(fla):
         for name in ("swish", "sigmoid"):
             got = function(fla, "rms_norm_gated")(x, z, weight, None, activation=name, eps=1e-5)
             gate = {"swish": "silu"}.get(name, name)
-            assert error(got, law_of_layers.rms_norm_gated(x, z, weight, eps=1e-5, activation=gate)) < 1e-5
+            assert error(got, reference_layers.rms_norm_gated(x, z, weight, eps=1e-5, activation=gate)) < 1e-5
 
 
 def test_the_last_undo_restores_everything(fla):
@@ -265,7 +265,7 @@ def test_the_last_undo_restores_everything(fla):
 
 
 def test_the_deprecation_warning_of_fla_is_kept(fla):
-    """FLA's own tests wait for it; one call gives one, at the line of the caller."""
+    """A call gives one of FLA's deprecation warnings, at the caller's line; FLA's own tests expect it."""
     q, k, v, g, beta = problem(B=2, T=5)
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
@@ -288,10 +288,10 @@ def test_what_gdn_refuses_stays_with_fla(monkeypatch):
         recurrent = modules["fla.layers"].renamed
         assert recurrent(q, k, v, g, q) == recurrent(q, k, v, g, unheard_of=1) == "fla's own"
         assert torch.is_tensor(recurrent(q, k, v, g)[0])
-        # FLA's own tests: q and k in fp32, v and beta in fp16
+        # FLA's own tests pass q and k in fp32, v and beta in fp16
         assert recurrent(q, k, v.half(), g, beta=beta.half()) == chunk(q, k, v.half(), g, beta) == "fla's own"
         assert recurrent(q, k[..., 1:], v) == recurrent(q, k, v, head_first=True) == "fla's own"
-        # offsets that gdn reads only once it has the call
+        # gdn reads these offsets only after it has accepted the call
         assert chunk(*x, cu_seqlens=torch.tensor([0, 4, 3], device="cpu")) == "fla's own"
         assert torch.is_tensor(chunk(*x)[0])
         conv = modules["fla.modules.causal_conv1d.ops"]
@@ -306,7 +306,7 @@ def test_what_gdn_refuses_stays_with_fla(monkeypatch):
 
 
 def test_sizes_without_a_kernel_stay_with_fla(monkeypatch):
-    """On a GPU `eager` would serve them, with far more memory than FLA's kernels take."""
+    """On a GPU sizes without a kernel go to FLA, since `eager` would need far more memory."""
     modules = stand_in()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -342,52 +342,52 @@ def test_versions_and_switches(monkeypatch):
 # FLA's own layer and model
 
 
-def layer_by_law(layer, hidden):
-    """FLA's GatedDeltaNet in fp64, by its weights."""
+def reference_layer(layer, hidden):
+    """Compute FLA's GatedDeltaNet in fp64 from its weights."""
     p = {name: x.detach().double() for name, x in layer.state_dict().items()}
     x = hidden.double()
 
     def mixed(name):
-        y, _ = law_of_layers.causal_conv1d(
+        y, _ = reference_layers.causal_conv1d(
             x @ p[f"{name}_proj.weight"].T, p[f"{name}_conv1d.weight"][:, 0], activation="silu"
         )
         return y.unflatten(-1, (-1, V if name == "v" else K))
 
     raw = {name: value for name, value in RAW.items() if name != "allow_neg_eigval"}
     a, b = (x @ p[f"{name}_proj.weight"].T for name in "ab")
-    o, _ = law(*map(mixed, "qkv"), a, b, A_log=p["A_log"], dt_bias=p["dt_bias"], **raw)
+    o, _ = reference(*map(mixed, "qkv"), a, b, A_log=p["A_log"], dt_bias=p["dt_bias"], **raw)
     z = (x @ p["g_proj.weight"].T).unflatten(-1, (-1, V))
-    o = law_of_layers.rms_norm_gated(o, z, p["o_norm.weight"], eps=layer.o_norm.eps)
+    o = reference_layers.rms_norm_gated(o, z, p["o_norm.weight"], eps=layer.o_norm.eps)
     return o.flatten(-2) @ p["o_proj.weight"].T
 
 
 @needs_fla
-def test_flas_layer_is_the_law():
+def test_flas_layer_agrees_with_the_reference():
     from fla.layers import GatedDeltaNet
 
     layer = GatedDeltaNet(32, expand_v=V / K, head_dim=K, num_heads=H, num_v_heads=HV)
     x = torch.randn(2, T, 32)
-    wanted = layer_by_law(layer, x)
+    expected = reference_layer(layer, x)
     with patch_fla():
-        assert error(layer(x)[0].detach(), wanted) < 1e-5
+        assert error(layer(x)[0].detach(), expected) < 1e-5
         layer(x)[0].square().sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
         layer.eval()
         with torch.no_grad():
-            # the recurrent form, packed by a mask: left padding
+            # the recurrent form with left padding, which a mask packs
             mask = (torch.arange(20) >= torch.tensor([[0], [7]])).long()
             got, _, _ = layer(x[:, :20], attention_mask=mask)
-            assert error(got[0], layer_by_law(layer, x[:1, :20])[0]) < 1e-5
-            assert error(got[1, 7:], layer_by_law(layer, x[1:, 7:20])[0]) < 1e-5
+            assert error(got[0], reference_layer(layer, x[:1, :20])[0]) < 1e-5
+            assert error(got[1, 7:], reference_layer(layer, x[1:, 7:20])[0]) < 1e-5
 
 
 @needs_fla
 def test_flas_model_generates(monkeypatch):
-    """A prompt and its continuation through FLA's cache equal the whole sequence at once."""
+    """A prompt and its continuation through FLA's cache equal one pass over the whole sequence."""
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
     from fla.modules import mlp
 
-    # the MLP is no part of this library, and FLA's needs a GPU
+    # gdn has no MLP, and FLA's needs a GPU
     monkeypatch.setattr(mlp, "swiglu", lambda x, y: nn.functional.silu(x) * y)
     config = GatedDeltaNetConfig(
         hidden_size=32, head_dim=8, num_heads=2, num_v_heads=4, num_hidden_layers=2, vocab_size=50,
@@ -398,7 +398,7 @@ def test_flas_model_generates(monkeypatch):
     model = GatedDeltaNetForCausalLM(config).eval()
     ids = torch.randint(3, 50, (2, 70))
     with patch_fla(), torch.no_grad():
-        # not by `generate`, whose name for a cache FLA 0.6.0 does not know since Transformers 5.24
+        # do not call `generate`: FLA 0.6.0 does not know the name of its cache in Transformers 5.24
         words, out = ids, model(ids, use_cache=True)
         for _ in range(6):
             words = torch.cat((words, out.logits[:, -1:].argmax(-1)), 1)

@@ -1,4 +1,4 @@
-"""lmdeploy's backend on gdn: rings, padding, new sequences in recycled slots, its convolution."""
+"""Test lmdeploy's backend on gdn: rings, padding, new sequences in used slots, its convolution."""
 
 import sys
 import types
@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kit.api import law
+from kit.api import reference
 from kit.serving import error, inputs, pool_of, same_bits
 from kit.signatures import LMDEPLOY, LMDEPLOY_METHODS, parameters, real
 
 from gdn.integrations import lmdeploy
-from gdn.reference import layer as law_of_layers
+from gdn.reference import layer as reference_layers
 from gdn.reference.recurrence import gated_delta_rule
 
-pytestmark = pytest.mark.usefixtures("everywhere")
+pytestmark = pytest.mark.usefixtures("default_backend_and_device")
 
 NAN = float("nan")
 SLOTS, H, HV, K, V, W, D = 9, 2, 4, 16, 24, 4, 10
@@ -34,7 +34,7 @@ def test_method_signatures(owner, name):
     assert parameters(getattr(getattr(lmdeploy, owner), name)) == LMDEPLOY_METHODS[owner, name]
 
 
-def five(x):
+def arguments(x):
     return [x[name] for name in ("q", "k", "v", "g", "beta")]
 
 
@@ -46,19 +46,19 @@ def five(x):
 @pytest.mark.parametrize("with_ring", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recurrent(transposed, with_ring, dtype):
-    """Both layouts, fp32 and bf16 pools, slots past the pool and below 0, states rounded at every token."""
+    """Both layouts, fp32 and bf16 pools and invalid slots agree; states are rounded after every token."""
     T, R = 4, 4
     x = inputs(5, T)
     lead = (SLOTS, R) if with_ring else (SLOTS,)
     state = pool_of(*lead, dtype=dtype, v_first=transposed)
     index, seen = torch.tensor([7, -1, 0, SLOTS, 3]), torch.tensor([0, 3, 9, 1, 6]).int()
     where = {"ring_pos": seen, "write": "all", "round_state": True} if with_ring else {}
-    wanted = law.decode(**x, state=state, read_index=index, state_v_first=transposed, **where)
+    expected = reference.decode(**x, state=state, read_index=index, state_v_first=transposed, **where)
     o, same = lmdeploy.fused_recurrent_gated_delta_rule(
-        *five(x), None, state, True, True, index, seen if with_ring else None, transposed
+        *arguments(x), None, state, True, True, index, seen if with_ring else None, transposed
     )
-    assert same is state and error(o, wanted.o) < (1e-5 if dtype == torch.float32 else 5e-3)
-    assert error(state, wanted.state) < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert same is state and error(o, expected.o) < (1e-5 if dtype == torch.float32 else 5e-3)
+    assert error(state, expected.state) < (1e-5 if dtype == torch.float32 else 5e-3)
     assert not o[1].any() and not o[3].any() and o[0].any()
 
 
@@ -67,9 +67,9 @@ def test_nothing_is_written_unless_asked(with_ring):
     x, state = inputs(2, 3), pool_of(2, 4) if with_ring else pool_of(2)
     before, seen = state.clone(), torch.tensor([1, 6]).int() if with_ring else None
     given = {"initial_state": state, "cache_seqlens": seen, "transpose_state_layout": True, **L2}
-    o, none = RULE.fused_recurrent_gated_delta_rule(*five(x), **given)
+    o, none = RULE.fused_recurrent_gated_delta_rule(*arguments(x), **given)
     assert none is None and same_bits(state, before)
-    again, _ = RULE.fused_recurrent_gated_delta_rule(*five(x), **given, output_final_state=True)
+    again, _ = RULE.fused_recurrent_gated_delta_rule(*arguments(x), **given, output_final_state=True)
     assert error(o, again) < 1e-6 and not same_bits(state, before)
 
 
@@ -78,27 +78,31 @@ def test_a_ring_of_one_entry_and_entry_zero():
     options = {"output_final_state": True, "transpose_state_layout": True, **L2}
     ring, plain = state.clone(), state.clone()
     o, _ = lmdeploy.fused_recurrent_gated_delta_rule(
-        *five(x), initial_state=ring, cache_seqlens=torch.tensor([3, 8]).int(), **options
+        *arguments(x), initial_state=ring, cache_seqlens=torch.tensor([3, 8]).int(), **options
     )
     deep = torch.stack([plain, plain + 1], 1)
-    other, _ = lmdeploy.fused_recurrent_gated_delta_rule(*five(x), initial_state=deep, **options)
+    other, _ = lmdeploy.fused_recurrent_gated_delta_rule(*arguments(x), initial_state=deep, **options)
     assert same_bits(o, other) and same_bits(deep[:, 0], ring) and same_bits(deep[:, 1], plain + 1)
 
 
 def test_verified_packets_equal_single_steps():
-    """Bit for bit in a bf16 ring, whatever was accepted: the state is rounded after every token."""
+    """Packets equal single steps bit for bit in a bf16 ring, for any accepted counts."""
     drafts, ring = 3, pool_of(2, 4).bfloat16()
     single, seen = ring.clone(), torch.tensor([5]).int()
     index, options = torch.tensor([1]), {"output_final_state": True, "transpose_state_layout": True, **L2}
     for accepted in (1, 4, 2, 3):
         x = inputs(1, 1 + drafts)
         o, _ = lmdeploy.fused_recurrent_gated_delta_rule(
-            *five(x), initial_state=ring, state_indices=index, cache_seqlens=seen, **options
+            *arguments(x), initial_state=ring, state_indices=index, cache_seqlens=seen, **options
         )
         for t in range(accepted):
             token = {name: value[:, t : t + 1] for name, value in x.items()}
             one, _ = lmdeploy.fused_recurrent_gated_delta_rule(
-                *five(token), initial_state=single, state_indices=index, cache_seqlens=seen, **options
+                *arguments(token),
+                initial_state=single,
+                state_indices=index,
+                cache_seqlens=seen,
+                **options,
             )
             assert same_bits(one[:, 0], o[:, t])
             seen += 1
@@ -111,7 +115,7 @@ def test_verified_packets_equal_single_steps():
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_prepare_inputs(grouped):
-    """Nothing is expanded or narrowed, and new sequences are marked for prompts alone."""
+    """Nothing is expanded or rounded, and only prompts mark new sequences."""
     T, A_log, dt_bias = 6, torch.randn(HV), torch.randn(HV)
     q, k, a, b = (torch.randn(1, T, *s).bfloat16() for s in ((H, K), (H, K), (HV,), (HV,)))
     given = (x.unflatten(-1, (H, HV // H)) if grouped else x for x in (b, a))
@@ -119,10 +123,10 @@ def test_prepare_inputs(grouped):
     rest = (dt_bias, -A_log.exp(), HV // H, True)
     q2, k2, g, beta, is_normalised = RULE.prepare_inputs(q, k, *given, *rest, False, mask)
     assert q2 is q and k2 is k and is_normalised is False and g.dtype == beta.dtype == torch.float32
-    wanted = -A_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias)
-    assert error(beta, b.double().sigmoid()) < 1e-6 and error(g[:, ~mask], wanted[:, ~mask]) < 1e-6
+    expected = -A_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias)
+    assert error(beta, b.double().sigmoid()) < 1e-6 and error(g[:, ~mask], expected[:, ~mask]) < 1e-6
     assert (g[:, mask] == -1e6).all()
-    assert error(RULE.prepare_inputs(q, k, b, a, *rest, True, mask)[2], wanted) < 1e-6
+    assert error(RULE.prepare_inputs(q, k, b, a, *rest, True, mask)[2], expected) < 1e-6
 
 
 # prompts
@@ -133,7 +137,7 @@ LENGTHS = [5, 70, 0, 3]
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("with_ring", [False, True])
 def test_prompts_in_place(transposed, with_ring):
-    """In a cache of several layers, so that slots lie apart; a recycled slot holds NaN."""
+    """Prompts work in a cache of several layers, whose slots are apart, and on a used slot that holds NaN."""
     x, offsets = inputs(1, sum(LENGTHS)), torch.tensor([0, *LENGTHS]).cumsum(0).int()
     index, new = torch.tensor([4, 2, 8, 6]), [True, False, False, False]
     x["g"][0, 0] = lmdeploy.NEW
@@ -146,15 +150,15 @@ def test_prompts_in_place(transposed, with_ring):
     begin[0] = 0
     state[4] = NAN
     before = cache.clone()
-    wanted = gated_delta_rule(**x, initial_state=begin, cu_seqlens=offsets, state_v_first=transposed, **L2)
+    expected = gated_delta_rule(**x, initial_state=begin, cu_seqlens=offsets, state_v_first=transposed, **L2)
     o, same = RULE.chunk_gated_delta_rule(
-        *five(x), initial_state=state, state_indices=index, cu_seqlens=offsets, output_final_state=True,
+        *arguments(x), initial_state=state, state_indices=index, cu_seqlens=offsets, output_final_state=True,
         spec_state_offsets=entries, transpose_state_layout=transposed, **L2,
     )  # fmt: skip
-    assert same is state and error(o, wanted[0]) < 1e-5
+    assert same is state and error(o, expected[0]) < 1e-5
     for n in (0, 1, 3):
         place = (write[n],) if entries is None else (write[0][n], write[1][n])
-        assert error(state[place], wanted[1][n]) < 5e-3, n
+        assert error(state[place], expected[1][n]) < 5e-3, n
         before[:, 1][place] = state[place]
     assert same_bits(cache, before) and new[0]
 
@@ -165,17 +169,17 @@ def test_prompts_in_place(transposed, with_ring):
 )
 @pytest.mark.parametrize("is_entry_major", [False, True])
 def test_slots_and_entries_out_of_range_are_padding(slot, entry, is_entry_major):
-    """Nothing is written and o is 0: no neighbour's entry, and no other slot by a product that wraps."""
+    """An invalid slot or entry writes nothing and outputs 0, also where its offset would wrap around."""
     x, offsets, S = inputs(1, 5), torch.tensor([0, 5]), 4
     dtype = torch.int32 if max(abs(slot), abs(entry)) < 2**31 else torch.int64
-    # with 4 entries 2**30 times the stride is 2**32, which is 0 in int32
+    # with 4 entries, slot 2**30 times the stride is 2**32, which is 0 in int32
     R = 4 if slot == 2**30 else 3
     ring = pool_of(R, S).transpose(0, 1) if is_entry_major else pool_of(S, R)
     before, given = ring.clone(), torch.tensor([entry], dtype=dtype)
     for read, write in ((given, given), (given.clamp(0, R - 1), given), (given, given.clamp(0, R - 1))):
         o, _ = RULE.chunk_gated_delta_rule(
-            *five(x), initial_state=ring, state_indices=torch.tensor([slot], dtype=dtype), cu_seqlens=offsets,
-            spec_state_offsets=(read, write), transpose_state_layout=True, **L2,
+            *arguments(x), initial_state=ring, state_indices=torch.tensor([slot], dtype=dtype),
+            cu_seqlens=offsets, spec_state_offsets=(read, write), transpose_state_layout=True, **L2,
         )  # fmt: skip
         is_read = 0 <= slot < S and 0 <= int(read) < R
         assert bool(o.any()) == is_read
@@ -185,7 +189,7 @@ def test_slots_and_entries_out_of_range_are_padding(slot, entry, is_entry_major)
 
 @pytest.mark.parametrize("gap", [8, 1])
 def test_prompts_on_a_ring_whose_slots_lie_apart_by_no_multiple_of_a_state(gap):
-    """The bits of a dense ring, padding left alone; a page of a slot may hold other things as well."""
+    """A ring with any slot stride has the bits of a dense one, and nothing between slots is written."""
     x, offsets = inputs(1, sum(LENGTHS)), torch.tensor([0, *LENGTHS]).cumsum(0).int()
     index, entries = torch.tensor([4, -1, 3, 0]), (torch.tensor([3, 1, 0, 2]), torch.tensor([0, 3, 2, 1]))
     dense = pool_of(SLOTS, 4)
@@ -198,8 +202,8 @@ def test_prompts_on_a_ring_whose_slots_lie_apart_by_no_multiple_of_a_state(gap):
 
     def prompts(ring):
         return RULE.chunk_gated_delta_rule(
-            *five(x), initial_state=ring, state_indices=index, cu_seqlens=offsets, output_final_state=True,
-            spec_state_offsets=entries, transpose_state_layout=True, **L2,
+            *arguments(x), initial_state=ring, state_indices=index, cu_seqlens=offsets,
+            output_final_state=True, spec_state_offsets=entries, transpose_state_layout=True, **L2,
         )[0]  # fmt: skip
 
     assert same_bits(prompts(apart), prompts(dense)) and same_bits(apart, dense)
@@ -207,7 +211,7 @@ def test_prompts_on_a_ring_whose_slots_lie_apart_by_no_multiple_of_a_state(gap):
 
 
 def test_int32_slots_reach_the_end_of_a_large_ring():
-    """The product of slot and stride is taken in int64: 2**31 states, of which no byte is allocated."""
+    """slot x stride is computed in int64; the test has 2**31 states, of which no byte is allocated."""
     shape, step = torch.Size([2**29, 8, HV, V, K]), (8, 1)
     slots, entry = torch.tensor([2**29 - 1, 2**29]).int(), torch.tensor([7, 0]).int()
     assert lmdeploy._flat_index(slots, entry, shape, step).tolist() == [2**32 - 1, -1]
@@ -216,7 +220,7 @@ def test_int32_slots_reach_the_end_of_a_large_ring():
 @pytest.mark.interpret
 @pytest.mark.parametrize("ids", [[3, -1, 1], [SLOTS, -1, 2**30], [0, 5, -1]])
 def test_windows_of_padding_are_left_alone(ids):
-    """The convolution of prompts on a ring of windows: a slot out of range gives zeros and writes nothing."""
+    """In the convolution of prompts a slot out of range outputs zeros and writes no window."""
     drafts, counts, seen = 2, [5, 2, 6], [0, 4, 7]
     weight, x = torch.randn(D, 1, W), torch.randn(1, sum(counts), D)
     state = torch.randn(SLOTS, D, W + drafts)
@@ -229,8 +233,8 @@ def test_windows_of_padding_are_left_alone(ids):
             continue
         alone = before[slot : slot + 1].clone()
         meta_alone = prompt_meta(torch.tensor([0]), counts[n : n + 1], seen[n : n + 1], drafts)
-        wanted = CONV.forward(x.split(counts, 1)[n], weight, None, alone, meta_alone, "silu")
-        assert error(part, wanted[0]) < 1e-6 and same_bits(state[slot], alone[0])
+        expected = CONV.forward(x.split(counts, 1)[n], weight, None, alone, meta_alone, "silu")
+        assert error(part, expected[0]) < 1e-6 and same_bits(state[slot], alone[0])
         before[slot] = state[slot]
     assert same_bits(state, before)
 
@@ -238,7 +242,7 @@ def test_windows_of_padding_are_left_alone(ids):
 def test_prompts_of_no_token():
     x, offsets = inputs(1, 0), torch.tensor([0, 0]).int()
     o, none = RULE.chunk_gated_delta_rule(
-        *five(x), initial_state=pool_of(2), state_indices=torch.tensor([1]), cu_seqlens=offsets,
+        *arguments(x), initial_state=pool_of(2), state_indices=torch.tensor([1]), cu_seqlens=offsets,
         transpose_state_layout=True,
     )  # fmt: skip
     assert o.shape == (1, 0, HV, V) and none is None
@@ -255,7 +259,7 @@ def meta(**fields):
 
 
 def prompt_meta(ids, counts, seen, drafts):
-    """What lmdeploy's GatedDeltaMeta holds for a prefill of `counts` tokens after `seen`."""
+    """Return the fields of lmdeploy's GatedDeltaMeta for a prefill of `counts` tokens after `seen`."""
     counts, seen = torch.tensor(counts), torch.tensor(seen)
     fields = {"is_decoding": False, "origin_state_ids": ids, "is_init": seen == 0}
     fields["cu_seqlens"] = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
@@ -269,7 +273,7 @@ def prompt_meta(ids, counts, seen, drafts):
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_layers_calls_from_prompt_to_decode(drafts):
-    """Two prompts in two pieces, one of them a single token, then steps: as if at once, in slots of NaN."""
+    """Two prompts in two pieces, one a single token, then steps, equal one pass; the slots held NaN."""
     channels, total = 2 * H * K + HV * V, 16
     weight, bias = torch.randn(channels, 1, W), torch.randn(channels)
     A_log, dt_bias = torch.randn(HV), torch.randn(HV)
@@ -301,16 +305,16 @@ def test_a_layers_calls_from_prompt_to_decode(drafts):
         if drafts:
             info.cache_seqlens = torch.tensor(at).int()
         run([slice(p, p + 1 + drafts) for p in at], info)
-        # with drafts two of three are accepted
+        # of three drafts two are accepted
         at = [p + min(2, 1 + drafts) for p in at]
-    mixed, _ = law_of_layers.causal_conv1d(x, weight[:, 0], bias, activation="silu")
+    mixed, _ = reference_layers.causal_conv1d(x, weight[:, 0], bias, activation="silu")
     q, k, v = mixed.split([H * K, H * K, HV * V], 2)
-    wanted, _ = gated_delta_rule(
+    expected, _ = gated_delta_rule(
         q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V)), a, b, A_log=A_log,
         dt_bias=dt_bias, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, **L2,
     )  # fmt: skip
     for n in range(2):
-        assert at[n] >= 13 and error(out[n, : at[n]], wanted[n, : at[n]]) < 1e-5
+        assert at[n] >= 13 and error(out[n, : at[n]], expected[n, : at[n]]) < 1e-5
 
 
 # the convolution by itself
@@ -322,10 +326,10 @@ def test_conv_of_prompts(with_state):
     seq_idx = torch.tensor([[0, 0, 0, 2, 2, 2, 2]]).int()
     states = torch.randn(3, D, W - 1) if with_state else None
     y = lmdeploy.causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx, states, activation="silu")
-    wanted, _ = law_of_layers.causal_conv1d(
+    expected, _ = reference_layers.causal_conv1d(
         x, weight, bias, activation="silu", initial_state=states, cu_seqlens=torch.tensor([0, 3, 3, 7])
     )
-    assert y.shape == (1, D, 7) and error(y.transpose(1, 2), wanted) < 1e-5
+    assert y.shape == (1, D, 7) and error(y.transpose(1, 2), expected) < 1e-5
     assert same_bits(CONV.conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx[0], states, False, "swish"), y)
     with pytest.raises(NotImplementedError, match="return_final_states"):
         lmdeploy.causal_conv1d_fn(x.transpose(1, 2), weight, return_final_states=True)
@@ -345,11 +349,11 @@ def test_conv_step(T, with_ring):
         tokens = x[n : n + 1] if T is None else x[n].t()
         start = int(seen[n]) if with_ring else columns
         order = [(start - (W - 1) + i) % columns for i in range(W - 1)]
-        wanted, _ = law_of_layers.causal_conv1d(
+        expected, _ = reference_layers.causal_conv1d(
             tokens[None], weight, activation="silu", initial_state=before[slot][None][..., order]
         )
-        assert error(y[n].t() if T else y[n : n + 1], wanted[0]) < 1e-5
-        # the slot keeps what it had, the packet put where it belongs
+        assert error(y[n].t() if T else y[n : n + 1], expected[0]) < 1e-5
+        # the slot keeps its other columns, and the packet is at its place
         if with_ring:
             where = [(start + t) % columns for t in range(T or 1)]
             before[slot][:, where] = tokens.t()

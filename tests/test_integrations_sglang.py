@@ -1,18 +1,18 @@
-"""SGLang's functions and kernel interface on gdn: decode, verify and commit, extend with tracking."""
+"""Test SGLang's functions and kernel interface on gdn: decode, verify and commit, extend with tracking."""
 
 import sys
 import types
 
 import pytest
 import torch
-from kit.api import law
+from kit.api import reference
 from kit.serving import error, inputs, pool_of, same_bits
 from kit.signatures import SGLANG, SGLANG_KERNEL, parameters, real
 
 from gdn.integrations import sglang
 from gdn.reference.recurrence import gated_delta_rule
 
-pytestmark = pytest.mark.usefixtures("everywhere")
+pytestmark = pytest.mark.usefixtures("default_backend_and_device")
 
 NAN = float("nan")
 SLOTS, H, HV, K, V = 9, 2, 4, 16, 24
@@ -34,7 +34,7 @@ def test_kernel_signatures(name):
 
 
 def update(x, state, indices, **options):
-    """A call by position, as SGLang makes it, logits without a batch axis where the tokens are packed."""
+    """Call the update by position, as SGLang does; packed logits have no batch axis."""
     a, b = (x[name] if options.get("cu_seqlens") is None else x[name][0] for name in "ab")
     return sglang.fused_sigmoid_gating_delta_rule_update(
         x["A_log"],
@@ -55,17 +55,17 @@ def update(x, state, indices, **options):
 
 
 def test_decode_by_the_kernel_interface():
-    """Views of a packed projection, a pool inside pages, padding in graph replay."""
+    """Decode works on views of a packed projection and a pool inside pages, with padding of a graph."""
     x, offsets = inputs(1, 4, raw=True), torch.arange(5).int()
     index = torch.tensor([3, -1, 7, 0]).int()
     memory = torch.randn(SLOTS, HV * V * K + 16)
     state = memory[:, 16:].unflatten(1, (HV, V, K))
-    wanted = law.decode(**x, state=state, read_index=index, cu_seqlens=offsets)
+    expected = reference.decode(**x, state=state, read_index=index, cu_seqlens=offsets)
     o = sglang.GDNKernel().decode(
         x["q"], x["k"], x["v"], x["a"][0], x["b"][0], A_log=x["A_log"], dt_bias=x["dt_bias"],
         ssm_states=state, cache_indices=index, query_start_loc=offsets, layer_id=3,
     )  # fmt: skip
-    assert error(o, wanted.o) < 1e-5 and not o[0, 1].any() and error(state, wanted.state) < 1e-5
+    assert error(o, expected.o) < 1e-5 and not o[0, 1].any() and error(state, expected.state) < 1e-5
 
 
 def test_packed_decode():
@@ -77,12 +77,14 @@ def test_packed_decode():
     q, k, v = (x.unsqueeze(1) for x in mixed.split([H * K, H * K, HV * V], 1))
     x = {"q": q.unflatten(2, (H, K)), "k": k.unflatten(2, (H, K)), "v": v.unflatten(2, (HV, V))}
     gates = {"a": a[:, None], "b": b[:, None], "A_log": A_log, "dt_bias": dt_bias}
-    wanted = law.decode(**x, **gates, state=state, read_index=index)
+    expected = reference.decode(**x, **gates, state=state, read_index=index)
     out = torch.full((B, 1, HV, V), NAN)
     got, same = sglang.fused_recurrent_gated_delta_rule_packed_decode(
         mixed, a, b, A_log, dt_bias, None, state, out, index, True
     )
-    assert got is out and same is state and error(out, wanted.o) < 1e-5 and error(state, wanted.state) < 1e-5
+    assert (
+        got is out and same is state and error(out, expected.o) < 1e-5 and error(state, expected.state) < 1e-5
+    )
     kernel = {
         "A_log": A_log, "dt_bias": dt_bias, "scale": K**-0.5, "ssm_states": other, "cache_indices": index,
         "num_v_heads": HV, "head_v_dim": V,
@@ -94,7 +96,7 @@ def test_packed_decode():
 
 
 def verify_call(tree=False, pitch=5):
-    """Three requests of three drafts each, rows of the buffer out of order, one of padding."""
+    """Return a verification of three requests of three drafts, one padding, with rows out of order."""
     x, offsets = inputs(1, 9, raw=True), torch.tensor([0, 3, 6, 9]).int()
     index, rows = torch.tensor([4, -1, 2, 8]).int(), torch.tensor([1, 0, 3, 2])
     parent = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 0, 0]]) if tree else None
@@ -105,7 +107,7 @@ def verify_call(tree=False, pitch=5):
 @pytest.mark.interpret
 @pytest.mark.parametrize("tree", [False, True])
 def test_verify_and_commit(tree):
-    """P3 and P4: the pool stays, and accepted steps, not batch rows or slots, are moved into it."""
+    """With P3 and P4 verification does not write the pool, and the commit copies accepted steps into it."""
     x, offsets, index, rows, parent, buffer = verify_call(tree)
     pools, before = pool_of(1, SLOTS), None
     before = pools.clone()
@@ -114,17 +116,17 @@ def test_verify_and_commit(tree):
         cache_indices=index, query_start_loc=offsets, intermediate_states_buffer=buffer,
         intermediate_state_indices=rows, cache_steps=3, retrieve_parent_token=parent, stable_rows=False,
     )  # fmt: skip
-    wanted = law.decode(
+    expected = reference.decode(
         **x, state=pools[0], read_index=index[:3], write="none", cu_seqlens=offsets, intermediate=buffer * 0,
         intermediate_row=rows[:3], parent=parent,
     )  # fmt: skip
-    assert same_bits(pools, before) and error(o, wanted.o) < 1e-5 and not o[0, 3:6].any()
-    assert error(buffer[[1, 3], :3], wanted.extra[[1, 3], :3]) < 1e-5 and buffer[[0, 2]].isnan().all()
+    assert same_bits(pools, before) and error(o, expected.o) < 1e-5 and not o[0, 3:6].any()
+    assert error(buffer[[1, 3], :3], expected.extra[[1, 3], :3]) < 1e-5 and buffer[[0, 2]].isnan().all()
     steps = torch.tensor([2, 1, 0])
     sglang.fused_mamba_state_scatter_with_mask(pools, buffer[None], index[:3], steps, rows[:3])
     assert same_bits(pools[0, 4], buffer[1, 2]) and same_bits(pools[0, 2], buffer[3, 0])
     assert same_bits(pools[0, [0, 1, 3, 5, 6, 7, 8]], before[0, [0, 1, 3, 5, 6, 7, 8]])
-    # taken for pool slots, or for rows of the batch, the rows would be other states
+    # used as pool slots or as rows of the batch, these rows would name other states
     assert not same_bits(buffer[1, 2], buffer[0, 2])
 
 
@@ -140,7 +142,7 @@ def test_commit_without_rows():
 @pytest.mark.interpret
 @pytest.mark.parametrize("are_apart", [False, True])
 def test_commit_with_tracking(are_apart):
-    """States and windows of all layers; a chain's windows overlap in one memory a request."""
+    """The commit covers states and windows of all layers, also where the windows of a request overlap."""
     D, W, T = 6, 4, 5
     wide = torch.randn(2, 3, D, T + W - 2).bfloat16()
     windows = wide.unfold(3, W - 1, 1).transpose(2, 3)
@@ -160,7 +162,7 @@ def test_commit_with_tracking(are_apart):
             assert same_bits(dst[:, 4], src[:, at[0], 3])
             others = [0, 1, 2, 3, 5, 6, 7, 8]
             assert same_bits(dst[:, others], old[:, others])
-        # the first two cross a boundary of the prefix cache, at steps of their own
+        # the first two requests cross a boundary of the prefix cache, at different steps
         track = torch.tensor([7, 1, -1]), torch.tensor([0, 4, -1])
         sglang.scatter_mamba_states_after_mtp_verify(caches, slots, steps, *track, given)
         for dst, src in ((caches.temporal, caches.intermediate_ssm), (caches.conv[0], windows)):
@@ -169,7 +171,7 @@ def test_commit_with_tracking(are_apart):
 
 
 def test_drafts_adapt_within_the_pitch():
-    """Fewer drafts than the buffer has room for."""
+    """A packet may have fewer drafts than the buffer has room for."""
     x, offsets, index, rows, _, _ = verify_call()
     results = []
     for pitch in (3, 8):
@@ -186,13 +188,15 @@ def test_verify_with_gates_activated():
     x, state = inputs(2, 3), pool_of(SLOTS)
     buffer = torch.zeros(2, 3, HV, V, K)
     index = torch.tensor([1, 3])
-    wanted = law.decode(**x, state=state, read_index=index, intermediate=buffer)
+    expected = reference.decode(**x, state=state, read_index=index, intermediate=buffer)
     o = sglang.fused_recurrent_gated_delta_rule_update(
         *(x[name] for name in ("q", "k", "v", "g", "beta")), None, state, index, None, True,
         intermediate_states_buffer=buffer,
     )  # fmt: skip
     assert (
-        error(o, wanted.o) < 1e-5 and error(state, wanted.state) < 1e-5 and error(buffer, wanted.extra) < 1e-5
+        error(o, expected.o) < 1e-5
+        and error(state, expected.state) < 1e-5
+        and error(buffer, expected.extra) < 1e-5
     )
 
 
@@ -207,7 +211,7 @@ def prompts():
 
 
 def state_after(x, span, count, begin):
-    """The state after `count` tokens of a span, by the law."""
+    """Return the reference's state after `count` tokens of a sequence."""
     part = {name: value[:, span.start : span.start + count] for name, value in x.items()}
     return gated_delta_rule(**part, initial_state=begin[None], state_v_first=True, **L2)[1][0]
 
@@ -223,14 +227,14 @@ def test_extend_tracks_in_fp32():
         *five, **where, track_state=track, track_chunk_idx=chunk, output=None
     )
     assert none is None and h is None
-    wanted = law.prefill(**x, state=before, cu_seqlens=offsets, state_index=index)
-    assert error(o, wanted.o) < 1e-5 and error(state, wanted.state) < 5e-3
+    expected = reference.prefill(**x, state=before, cu_seqlens=offsets, state_index=index)
+    assert error(o, expected.o) < 1e-5 and error(state, expected.state) < 5e-3
     for n in (0, 2, 3, 4):
         span = slice(*offsets[n : n + 2].tolist())
         exact = state_after(x, span, 64 * int(chunk[n]), before[index[n]].double())
-        # bf16 on the way would cost 2e-3
+        # a state rounded to bf16 would be off by 2e-3
         assert error(track[n], exact) < 1e-5, n
-    # padding, and a slot past the pool: zeros, and nothing read or written
+    # padding and a slot past the pool output zeros, and nothing is read or written
     odd = {"cache_indices": torch.tensor([6, 1, -1, SLOTS, 8]).int(), "ssm_states": before.clone()}
     padded, *_ = sglang.GDNKernel().extend(*five, **where | odd, track_state=track, track_chunk_idx=chunk)
     assert same_bits(padded[:, :130], o[:, :130]) and not padded[:, 130:199].any()
@@ -251,8 +255,8 @@ def test_states_before_every_chunk():
     before = state.clone()
     five = [x[name] for name in ("q", "k", "v", "g", "beta")]
     o, none, h = sglang.chunk_gated_delta_rule(*five, None, state, index, offsets, False, True)
-    wanted = law.prefill(**x, state=before, cu_seqlens=offsets, state_index=index)
-    assert none is None and error(o, wanted.o) < 1e-5 and error(state, wanted.state) < 1e-5
+    expected = reference.prefill(**x, state=before, cu_seqlens=offsets, state_index=index)
+    assert none is None and error(o, expected.o) < 1e-5 and error(state, expected.state) < 1e-5
     row = 0
     for n, length in enumerate(LENGTHS):
         span = slice(*offsets[n : n + 2].tolist())
@@ -268,13 +272,15 @@ def test_a_batch_of_prompts(head_first):
     five = [x[name] for name in ("q", "k", "v", "g", "beta")]
     given = [t.transpose(1, 2) for t in five] if head_first else five
     o, _, h = sglang.chunk_gated_delta_rule(*given, head_first=head_first)
-    wanted = gated_delta_rule(**x)
-    assert error(o.transpose(1, 2) if head_first else o, wanted[0]) < 1e-5 and not h[0, 0].any()
+    expected = gated_delta_rule(**x)
+    assert error(o.transpose(1, 2) if head_first else o, expected[0]) < 1e-5 and not h[0, 0].any()
     S = torch.randn(2, HV, K, V).bfloat16()
     before = S.clone()
-    wanted = gated_delta_rule(**x, initial_state=S, **L2)
+    expected = gated_delta_rule(**x, initial_state=S, **L2)
     o, final, h = sglang.chunk_gated_delta_rule_npu(*given, initial_state=S, head_first=head_first, **L2)
-    assert error(o.transpose(1, 2) if head_first else o, wanted[0]) < 1e-5 and error(final, wanted[1]) < 1e-5
+    assert (
+        error(o.transpose(1, 2) if head_first else o, expected[0]) < 1e-5 and error(final, expected[1]) < 1e-5
+    )
     assert same_bits(S, before) and h.shape[2:] == (HV, K, V) and error(h[0, 0], S[0].double()) < 1e-6
     assert sglang.chunk_gated_delta_rule_npu(*given, None, None, False, None, head_first)[1] is None
 
@@ -283,8 +289,8 @@ def test_npu_signature_on_packed_prompts():
     x, offsets, _ = prompts()
     five = [x[name] for name in ("q", "k", "v", "g", "beta")]
     o, final, _ = sglang.chunk_gated_delta_rule_npu(*five, cu_seqlens=offsets, **L2)
-    wanted = gated_delta_rule(**x, cu_seqlens=offsets, **L2)
-    assert error(o, wanted[0]) < 1e-5 and error(final, wanted[1]) < 1e-5
+    expected = gated_delta_rule(**x, cu_seqlens=offsets, **L2)
+    assert error(o, expected[0]) < 1e-5 and error(final, expected[1]) < 1e-5
 
 
 def test_what_gdn_does_not_have():

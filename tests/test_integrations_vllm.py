@@ -1,19 +1,19 @@
-"""vLLM's functions on gdn: its call sites, its padding, its speculation, against the law."""
+"""Test vLLM's functions on gdn against the reference: its call sites, its padding, its speculation."""
 
 import sys
 import types
 
 import pytest
 import torch
-from kit.api import law
+from kit.api import reference
 from kit.serving import error, inputs, pool_of, same_bits
 from kit.signatures import VLLM, parameters, real
 
 from gdn.integrations import vllm
-from gdn.reference import layer as law_of_layers
+from gdn.reference import layer as reference_layers
 from gdn.reference.recurrence import gated_delta_rule
 
-pytestmark = pytest.mark.usefixtures("everywhere")
+pytestmark = pytest.mark.usefixtures("default_backend_and_device")
 
 NAN = float("nan")
 BLOCKS, H, HV, K, V, W, D = 12, 2, 4, 16, 24, 4, 10
@@ -27,25 +27,25 @@ def test_signatures(module, name):
     assert package is None or parameters(package) == VLLM[module, name]
 
 
-def paged(blocks=BLOCKS, dtype=torch.float32):
-    """States inside pages: a block's stride is not the size of its state."""
+def paged_states(blocks=BLOCKS, dtype=torch.float32):
+    """Return states inside pages, where the stride of a block is not the size of its state."""
     memory = torch.randn(blocks, HV * V * K + 40).to(dtype)
     return memory[:, 8 : 8 + HV * V * K].unflatten(1, (HV, V, K))
 
 
-def packed(counts, raw=False, extra=0):
-    """q, k, v and gates [1, total, ...] and offsets, as vLLM has them; `extra` tokens of padding behind."""
+def packed_inputs(counts, raw=False, extra=0):
+    """Return q, k, v, gates [1, total, ...] and offsets in vLLM's form, and `extra` padding tokens."""
     total = sum(counts) + extra
     x = inputs(1, total, raw=raw)
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return x, offsets
 
 
-# speculation: tables of blocks, rows of any length, more rows of indices than the batch has
+# speculation: tables of blocks, rows of any length, and more rows of indices than the batch has
 
 
 def drafts():
-    """A table of blocks and accepted counts for one row more than the batch has."""
+    """Return a table of blocks and accepted counts for one row more than the batch has."""
     table = [[1, 2, 3, 4], [0, 0, 0, 0], [5, 6, 7, 0], [-1, 8, 9, 10], [11, 11, 11, 11]]
     return torch.tensor(table).int(), torch.tensor([2, 1, 3, 2, 1]).int()
 
@@ -54,21 +54,21 @@ def drafts():
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_speculation(raw, dtype):
-    """P2: read at column accepted - 1, token t to column t, blocks <= 0 skipped, states carried in fp32."""
-    x, offsets = packed([4, 4, 2, 3], raw=raw, extra=2)
-    state, (table, accepted) = paged(dtype=dtype), drafts()
+    """P2 reads column accepted - 1, writes token t to column t, skips blocks <= 0, keeps fp32."""
+    x, offsets = packed_inputs([4, 4, 2, 3], raw=raw, extra=2)
+    state, (table, accepted) = paged_states(dtype=dtype), drafts()
     where = {
         "read_index": table[:4], "num_accepted": accepted[:4], "write_index": table[:4], "write": "all",
         "null_slot": 0, "cu_seqlens": offsets, "max_seqlen": 4,
     }  # fmt: skip
-    wanted = law.decode(**x, state=state, **{k: v for k, v in where.items() if k != "max_seqlen"})
+    expected = reference.decode(**x, state=state, **{k: v for k, v in where.items() if k != "max_seqlen"})
     options = {
         "initial_state": state, "cu_seqlens": offsets, "ssm_state_indices": table,
         "num_accepted_tokens": accepted, **L2,
     }  # fmt: skip
     o, same = _call(x, **options)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
-    assert same is state and error(o, wanted.o) < 1e-5 and error(state, wanted.state) < tolerance
+    assert same is state and error(o, expected.o) < 1e-5 and error(state, expected.state) < tolerance
     # rows of padding, and tokens past the last row, are zero
     assert not o[0, 4:8].any() and not o[0, 13:].any() and o[0, :4].all(-1).any()
 
@@ -84,7 +84,7 @@ def _call(x, **options):
 
 
 def test_accepted_counts_out_of_range_are_clamped():
-    x, offsets = packed([2, 2])
+    x, offsets = packed_inputs([2, 2])
     table, state = torch.tensor([[1, 2], [3, 4]]).int(), pool_of(6)
     results = []
     for accepted in ([-5, 99], [1, 2]):
@@ -98,12 +98,12 @@ def test_accepted_counts_out_of_range_are_clamped():
 
 
 def test_acceptance_is_free():
-    """Three verified packets with 1, 3 and 2 tokens accepted equal the accepted tokens one by one."""
+    """Three verified packets with 1, 3 and 2 accepted tokens equal the accepted tokens one by one."""
     state, table = pool_of(BLOCKS), torch.tensor([[1, 2, 3, 4]]).int()
     single = state.clone()
     accepted, offsets = torch.ones(1).int(), torch.tensor([0, 4]).int()
     for count in (1, 3, 2):
-        x, _ = packed([4])
+        x, _ = packed_inputs([4])
         o, _ = _call(
             x, initial_state=state, cu_seqlens=offsets, ssm_state_indices=table,
             num_accepted_tokens=accepted, **L2,
@@ -122,43 +122,43 @@ def test_acceptance_is_free():
 @pytest.mark.interpret
 @pytest.mark.parametrize("raw", [False, True])
 def test_decode_by_one_index_each(raw):
-    """Peeled decodes: offsets of N rows, an index buffer that is longer, rows of padding at the end."""
-    x, _ = packed([1, 1, 1], raw=raw, extra=1)
+    """Plain decode takes offsets of N rows, a longer index buffer, and rows of padding at the end."""
+    x, _ = packed_inputs([1, 1, 1], raw=raw, extra=1)
     offsets = torch.tensor([0, 1, 2, 3, 3]).int()
-    index, state = torch.tensor([5, 0, 2, 0, 7, 8]).int(), paged()
+    index, state = torch.tensor([5, 0, 2, 0, 7, 8]).int(), paged_states()
     state[0] = NAN
-    wanted = law.decode(**x, state=state, read_index=index[:4], null_slot=0, cu_seqlens=offsets)
+    expected = reference.decode(**x, state=state, read_index=index[:4], null_slot=0, cu_seqlens=offsets)
     o, same = _call(x, initial_state=state, cu_seqlens=offsets, ssm_state_indices=index, **L2)
-    assert same is state and error(o, wanted.o) < 1e-5 and error(state[1:], wanted.state[1:]) < 1e-5
+    assert same is state and error(o, expected.o) < 1e-5 and error(state[1:], expected.state[1:]) < 1e-5
     assert state[0].isnan().all() and not o[0, 1].any() and not o[0, 3].any()
 
 
 def test_packed_decode():
-    """Rows with a pitch of their own, out written in place, beta not narrowed."""
+    """Rows may have any pitch, out is written in place, and beta is not rounded."""
     B, columns = 4, 2 * H * K + HV * V
     mixed = torch.randn(B, columns + 30).bfloat16()[:, 7 : 7 + columns]
     a, b = torch.randn(B, 3 * HV).bfloat16()[:, :HV], torch.randn(B, HV).bfloat16()
     A_log, dt_bias, index = torch.randn(HV), torch.randn(HV), torch.tensor([3, 0, 1, 9]).int()
-    state, out = paged(), torch.full((B, 1, HV, V), NAN).bfloat16()
+    state, out = paged_states(), torch.full((B, 1, HV, V), NAN).bfloat16()
     q, k, v = (x.unsqueeze(1) for x in mixed.split([H * K, H * K, HV * V], 1))
     x = {"q": q.unflatten(2, (H, K)), "k": k.unflatten(2, (H, K)), "v": v.unflatten(2, (HV, V))}
     gates = {"a": a[:, None], "b": b[:, None], "A_log": A_log, "dt_bias": dt_bias}
-    wanted = law.decode(**x, **gates, state=state, read_index=index, null_slot=0, scale=0.3)
+    expected = reference.decode(**x, **gates, state=state, read_index=index, null_slot=0, scale=0.3)
     got, same = vllm.fused_recurrent_gated_delta_rule_packed_decode(
         mixed, a, b, A_log, dt_bias, 0.3, state, out, index, True
     )
     assert got is out and same is state
-    assert error(out, wanted.o) < 5e-3 and not out[1].any() and error(state, wanted.state) < 1e-5
-    # a beta rounded to bf16 is seen in the state
-    rounded = law.decode(
-        x["q"], x["k"], x["v"], g=law_g(gates), beta=b[:, None].float().sigmoid().bfloat16(), state=state * 0,
-        read_index=index, null_slot=0,
+    assert error(out, expected.o) < 5e-3 and not out[1].any() and error(state, expected.state) < 1e-5
+    # a beta rounded to bf16 would change the state
+    rounded = reference.decode(
+        x["q"], x["k"], x["v"], g=reference_decay(gates), beta=b[:, None].float().sigmoid().bfloat16(),
+        state=state * 0, read_index=index, null_slot=0,
     )  # fmt: skip
-    exact = law.decode(**x, **gates, state=state * 0, read_index=index, null_slot=0)
+    exact = reference.decode(**x, **gates, state=state * 0, read_index=index, null_slot=0)
     assert error(rounded.state, exact.state) > 1e-4
 
 
-def law_g(gates):
+def reference_decay(gates):
     from gdn.reference.recurrence import gate
 
     return gate(gates["a"].double(), gates["A_log"].double(), gates["dt_bias"].double())
@@ -168,16 +168,16 @@ def test_states_of_each_token_apart():
     x, state = inputs(2, 3), pool_of(2)
     before = state.clone()
     o, kept = _call(x, initial_state=state, inplace_final_state=False, **L2)
-    wanted = law.decode(**x, state=state, write="none", intermediate=torch.empty(2, 3, HV, V, K))
-    assert same_bits(state, before) and error(o, wanted.o) < 1e-5
-    assert kept.shape == (6, HV, V, K) and error(kept, wanted.extra.flatten(0, 1)) < 1e-5
+    expected = reference.decode(**x, state=state, write="none", intermediate=torch.empty(2, 3, HV, V, K))
+    assert same_bits(state, before) and error(o, expected.o) < 1e-5
+    assert kept.shape == (6, HV, V, K) and error(kept, expected.extra.flatten(0, 1)) < 1e-5
     with pytest.raises(NotImplementedError, match="inplace_final_state"):
-        many, offsets = packed([1, 2])
+        many, offsets = packed_inputs([1, 2])
         _call(many, initial_state=state, inplace_final_state=False, cu_seqlens=offsets)
 
 
 def test_no_tokens_at_all():
-    x, offsets = packed([0, 0])
+    x, offsets = packed_inputs([0, 0])
     o, _ = _call(
         x, initial_state=pool_of(4), cu_seqlens=offsets, ssm_state_indices=torch.tensor([1, 2]).int()
     )
@@ -202,7 +202,7 @@ def test_gating():
     g, beta = vllm.fused_gdn_gating(A_log, a, b, dt_bias)
     assert g.shape == beta.shape == (1, 5, HV) and g.dtype == beta.dtype == torch.float32
     assert error(beta[0], b.double().sigmoid()) < 1e-6
-    assert error(g[0], law_g({"a": a, "A_log": A_log, "dt_bias": dt_bias})) < 1e-6
+    assert error(g[0], reference_decay({"a": a, "A_log": A_log, "dt_bias": dt_bias})) < 1e-6
 
 
 # prefill
@@ -211,7 +211,7 @@ def test_gating():
 @pytest.mark.parametrize("with_buffer", [False, True])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_prefill(with_buffer, with_state):
-    x, offsets = packed([5, 0, 70, 1])
+    x, offsets = packed_inputs([5, 0, 70, 1])
     x["beta"] = x["beta"][..., :HV]
     S = torch.randn(4, HV, V, K).bfloat16() if with_state else None
     before = None if S is None else S.clone()
@@ -220,8 +220,8 @@ def test_prefill(with_buffer, with_state):
         *(x[name] for name in ("q", "k", "v", "g", "beta")), initial_state=S, output_final_state=True,
         cu_seqlens=offsets, chunk_indices=offsets, chunk_offsets=offsets, core_attn_out=buffer, **L2,
     )  # fmt: skip
-    wanted = gated_delta_rule(**x, initial_state=S, cu_seqlens=offsets, state_v_first=True, **L2)
-    assert error(o, wanted[0]) < 1e-5 and error(final, wanted[1]) < 1e-5 and final.dtype == torch.float32
+    expected = gated_delta_rule(**x, initial_state=S, cu_seqlens=offsets, state_v_first=True, **L2)
+    assert error(o, expected[0]) < 1e-5 and error(final, expected[1]) < 1e-5 and final.dtype == torch.float32
     assert buffer is None or o.data_ptr() == buffer.data_ptr()
     assert S is None or same_bits(S, before)
 
@@ -238,9 +238,9 @@ def test_prefill_of_a_batch_into_a_buffer():
 # the convolution: windows at the front of a block
 
 
-def conv_by_law(x, weight, bias, window):
-    """y [T, D] and the window after it, of x [T, D] after window [D, W - 1]."""
-    y, after = law_of_layers.causal_conv1d(
+def reference_conv(x, weight, bias, window):
+    """Return the reference's y [T, D] and the window after it, of x [T, D] after window [D, W - 1]."""
+    y, after = reference_layers.causal_conv1d(
         x[None], weight, bias, activation="silu", initial_state=window[None]
     )
     return y[0], after[0]
@@ -262,8 +262,8 @@ def test_conv_of_prompts():
     for n in (0, 2, 4):
         slot, span = index[n], slice(ends[n], ends[n + 1])
         window = before[slot, :, : W - 1] if has[n] else torch.zeros(D, W - 1)
-        wanted, after = conv_by_law(x[span], weight, bias, window)
-        assert error(y.t()[span], wanted) < 1e-5 and error(state[slot, :, : W - 1], after) < 1e-6
+        expected, after = reference_conv(x[span], weight, bias, window)
+        assert error(y.t()[span], expected) < 1e-5 and error(state[slot, :, : W - 1], after) < 1e-6
         assert same_bits(state[slot, :, W - 1 :], before[slot, :, W - 1 :])
     # an empty sequence, padding, and tokens past the end
     assert same_bits(state[4], before[4]) and state[0].isnan().all()
@@ -274,7 +274,7 @@ def test_conv_without_a_mask_starts_from_zeros():
     x, state, weight, bias = conv_inputs(3)
     offsets = torch.tensor([0, 3]).int()
     y = vllm.causal_conv1d_fn(x.t(), weight, bias, state, offsets, torch.tensor([1]).int(), activation=True)
-    assert error(y.t(), conv_by_law(x, weight, bias, torch.zeros(D, W - 1))[0]) < 1e-5
+    assert error(y.t(), reference_conv(x, weight, bias, torch.zeros(D, W - 1))[0]) < 1e-5
 
 
 @pytest.mark.parametrize("T", [None, 1, 2])
@@ -287,8 +287,8 @@ def test_conv_step_overwrites_its_input(T):
     assert y is x and not y[1].any() and same_bits(state[0], before[0])
     for n, slot in ((0, 4), (2, 6)):
         tokens = given[n].t() if T else given[n : n + 1]
-        wanted, after = conv_by_law(tokens, weight, bias, before[slot, :, : W - 1])
-        assert error(y[n].t() if T else y[n : n + 1], wanted) < 1e-5
+        expected, after = reference_conv(tokens, weight, bias, before[slot, :, : W - 1])
+        assert error(y[n].t() if T else y[n : n + 1], expected) < 1e-5
         assert error(state[slot, :, : W - 1], after) < 1e-6
         assert same_bits(state[slot, :, W - 1 :], before[slot, :, W - 1 :])
     out = torch.empty_like(given)
@@ -303,14 +303,14 @@ def test_conv_of_packed_rows_without_speculation():
     y = vllm.causal_conv1d_update(x, state, weight, bias, "silu", index, None, offsets, 3)
     for n, slot in ((0, 4), (2, 6)):
         span = slice(*offsets[n : n + 2].tolist())
-        wanted, after = conv_by_law(given[span], weight, bias, before[slot, :, : W - 1])
-        assert error(y[span], wanted) < 1e-5 and error(state[slot, :, : W - 1], after) < 1e-6
+        expected, after = reference_conv(given[span], weight, bias, before[slot, :, : W - 1])
+        assert error(y[span], expected) < 1e-5 and error(state[slot, :, : W - 1], after) < 1e-6
     assert same_bits(state[5], before[5]) and not y[4:].any()
 
 
 @pytest.mark.interpret
 def test_conv_of_packets_slides():
-    """Verified packets of several lengths, some accepted, equal the accepted tokens in a row."""
+    """Verified packets of several lengths, partly accepted, equal the accepted tokens in a row."""
     _, state, weight, bias = conv_inputs(0)
     index = torch.tensor([3, 0, 5, 7]).int()
     history = {slot: state[slot, :, : W - 1].t().clone() for slot in (3, 5, 7)}
@@ -330,8 +330,8 @@ def test_conv_of_packets_slides():
             if counts[n] == 0:
                 assert same_bits(state[slot], before[slot])
                 continue
-            wanted, _ = conv_by_law(given[span], weight, bias, history[slot][1 - W :].t())
-            assert error(y[span], wanted) < 1e-5
+            expected, _ = reference_conv(given[span], weight, bias, history[slot][1 - W :].t())
+            assert error(y[span], expected) < 1e-5
             history[slot] = torch.cat([history[slot], given[span][: taken[n]]])
             accepted[n] = taken[n]
 

@@ -1,4 +1,4 @@
-"""The repaired interpreter: bf16 to the bit as torch computes it, tf32 as tensor cores read it, extremes."""
+"""Test the corrected interpreter: bf16 as in PyTorch, tf32 as on tensor cores, extremes as on a GPU."""
 
 import pytest
 import torch
@@ -80,17 +80,17 @@ def test_extremes_prefer_numbers_and_exp2_has_no_subnormals(triton_device):
     x = torch.tensor([torch.nan, -130.0, -126.0, 0.0], device=triton_device)
     o = torch.empty(4, 4, device=triton_device)
     _corners[(1,)](x, o, 4)
-    wanted = [
+    expected = [
         [-1, -1, -1, 0],
         [-1, -130, -126, -1],
         [torch.nan, 0, 2**-126, 1],
         [torch.nan, 2**-130, 2**-126, 1],
     ]
-    torch.testing.assert_close(o.cpu(), torch.tensor(wanted), rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(o.cpu(), torch.tensor(expected), rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_a_cast_rounds_to_the_nearest_even(triton_device):
-    # every upper half with the lower halves around a tie, infinities and NaN among them
+    # all upper halves, with the lower halves around a tie; infinities and NaN are among them
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     x = (
         ((torch.arange(2**16)[:, None] << 16) + low)
@@ -102,9 +102,9 @@ def test_a_cast_rounds_to_the_nearest_even(triton_device):
     y = torch.empty(x.numel(), dtype=torch.bfloat16, device=triton_device)
     for start in range(0, x.numel(), 2**16):
         _round[(1,)](x[start : start + 2**16], y[start : start + 2**16], N=2**16)
-    wanted = x.bfloat16()
-    assert torch.equal(y.isnan(), wanted.isnan())
-    same = y.view(torch.int16) == wanted.view(torch.int16)
+    expected = x.bfloat16()
+    assert torch.equal(y.isnan(), expected.isnan())
+    same = y.view(torch.int16) == expected.view(torch.int16)
     assert bool((same | y.isnan()).all())
 
 
@@ -115,17 +115,17 @@ def test_arithmetic_comparisons_constants_and_defaults(triton_device):
     mask = torch.empty(N, dtype=torch.bool, device=triton_device)
     _arithmetic[(1,)](x, y, o, mask, N=N)
     third, i = torch.full_like(x, 0.3), torch.arange(N, device=triton_device)
-    wanted = [
+    expected = [
         x + y, x * y, x - y, torch.where(x < y, x, y), x.maximum(y), -x, x.abs(), x * 1.5,
         i.bfloat16(), third, torch.where(i < 5, x, third),
     ]  # fmt: skip
-    assert torch.equal(o, torch.stack(wanted))
+    assert torch.equal(o, torch.stack(expected))
     assert torch.equal(mask, (x == y) | (x >= y) & (x != 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_products_and_reductions(triton_device, dtype):
-    # small integers: every sum is exact whatever its order
+    # sums of small integers are exact in any order
     a, b = torch.randint(-2, 3, (2, N, N)).to(triton_device, dtype)
     o, sums = torch.empty(N, N, device=triton_device), torch.empty(3, N, dtype=dtype, device=triton_device)
     _dot[(1,)](a, b, o, sums, 2, N=N)

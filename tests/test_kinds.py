@@ -1,6 +1,6 @@
-"""Another number of heads, sequences or tokens compiles nothing: the first call of a kind has it all.
+"""Check that another number of heads, sequences or tokens compiles nothing after the first call of a kind.
 
-Launches are recorded, not run, on machines that need not be there.
+Launches are recorded instead of run, on GPUs that need not be there.
 """
 
 from dataclasses import replace
@@ -15,14 +15,14 @@ from kit.serving import pool_of
 
 import gdn
 from gdn.backends import triton as room
-from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule import run as rule
 from gdn.backends.triton.serving import decode, replay
-from gdn.bench.cases import Case, inputs, packed, rows
-from gdn.ops import repeats
+from gdn.ops import fastpath
 from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
 
 ALL = {"use_qk_l2norm_in_kernel": True, "raw_gate": "on", "beta": "sigmoid", "state": "wide"}
-# sequences, tokens of each, key heads, value heads: from an almost empty machine to a full one
+# sequences, tokens of each, key heads, value heads: from an almost empty GPU to a full one
 SIZES = [(1, 1, 1, 1), (1, 65, 2, 8), (3, 16, 16, 32), (2, 64, 8, 8), (5, 63, 2, 64), (130, 3, 1, 4)]
 KINDS = {
     "bf16 128": (Case(sizes=(128, 128), **ALL), torch.bfloat16),
@@ -43,19 +43,19 @@ def problem_of(case, dtype, is_packed, size):
 
 
 def run(problem, given):
-    """A forward alone, and one with its backward."""
+    """Run a forward alone, and a forward with its backward."""
     room.BACKEND.chunk_forward(problem, False)
     saved = room.BACKEND.chunk_forward(problem, True)[2]
     room.BACKEND.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
 
 @pytest.fixture
-def met(monkeypatch):
-    """(call, target) -> what it has compiled ahead, by kind, and what it launches."""
+def record_kinds(monkeypatch):
+    """Return a function that returns the kernels compiled ahead, by kind, and those launched."""
 
     def run(call, target):
         asked = {}
-        for module in (decode, plans, replay):
+        for module in (decode, rule, replay):
             monkeypatch.setattr(
                 module, "compile_ahead", lambda device, kind, steps: asked.update({kind: steps})
             )
@@ -66,20 +66,20 @@ def met(monkeypatch):
         return ahead, launched
 
     yield run
-    # what was remembered of calls on tensors of the CPU holds for a recording alone
-    repeats._known.clear()
+    # calls cached on CPU tensors are valid only while launches are recorded
+    fastpath._calls.clear()
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_rule(met, kind, is_packed):
+def test_the_rule(record_kinds, kind, is_packed):
     calls = [problem_of(*KINDS[kind], is_packed, size) for size in SIZES]
     for target in TARGETS:
-        first, launched = met(lambda: run(*calls[0]), target)
+        first, launched = record_kinds(lambda: run(*calls[0]), target)
         compiled = launched.union(*first.values())
         assert len(first) == 3
         for size, call in zip(SIZES, calls, strict=True):
-            ahead, launched = met(lambda call=call: run(*call), target)
+            ahead, launched = record_kinds(lambda call=call: run(*call), target)
             assert ahead == first, (target, size)
             assert launched <= compiled, (target, size)
 
@@ -96,12 +96,12 @@ def tokens(N, T, H, HV, is_packed=False):
     return x | {"state": pool_of(N, HV=HV, K=128, V=128), "backend": "triton"}
 
 
-def a_decode(N, T, H, HV, is_packed=False, **options):
+def decode_call(N, T, H, HV, is_packed=False, **options):
     x = tokens(N, T, H, HV, is_packed)
     return lambda: api.decode(**x, read_index=slots(N), **options)
 
 
-def a_replay(N, T, H, HV):
+def replay_call(N, T, H, HV):
     x = tokens(N, T, H, HV)
     u, k = (torch.randn(1, N, 20, heads, 128).bfloat16() for heads in (HV, H))
     G, state = torch.zeros(1, N, 20, HV, dtype=torch.float64), x["state"][None]
@@ -114,26 +114,26 @@ def a_replay(N, T, H, HV):
     return call
 
 
-def a_prefill(N, T, H, HV):
+def prefill_call(N, T, H, HV):
     x = tokens(N, T, H, HV, True)
     del x["max_seqlen"]
     return lambda: api.prefill(**x, state_index=slots(N))
 
 
-def a_recurrence(N, T, H, HV):
+def recurrence_call(N, T, H, HV):
     x = tokens(N, T, H, HV)
     q, k, v, g, beta = (x[name] for name in ("q", "k", "v", "a", "b"))
     return lambda: gdn.fused_recurrent_gated_delta_rule(q, k, v, g=g, beta=beta, backend="triton")
 
 
-def a_norm(N, T, H, HV):
+def norm_call(N, T, H, HV):
     x, z = torch.randn(2, N, T, HV, 128).bfloat16().requires_grad_().unbind()
     y = lambda: gdn.rms_norm_gated(x, z, torch.ones(128), activation="silu", backend="triton")  # noqa: E731
     return lambda: y().sum().backward()
 
 
-def a_conv(N, T, *_):
-    """Of as many channels as ever: those are a size of the model, as K is."""
+def conv_call(N, T, *_):
+    """Return a convolution with a fixed number of channels, which is a size of the model, as K is."""
     x = torch.randn(N, T, 768).bfloat16().requires_grad_()
     pool, weight, options = torch.empty(N, 768, 8), torch.randn(768, 4), {"activation": "silu"}
 
@@ -147,25 +147,25 @@ def a_conv(N, T, *_):
 
 
 OTHERS = {
-    "decode": a_decode,
-    "decode packed": partial(a_decode, is_packed=True),
-    "chunk form": partial(a_decode, exact_packet=False),
-    "replay": a_replay,
-    "prefill": a_prefill,
-    "recurrence": a_recurrence,
-    "norm": a_norm,
-    "conv": a_conv,
+    "decode": decode_call,
+    "decode packed": partial(decode_call, is_packed=True),
+    "chunk form": partial(decode_call, exact_packet=False),
+    "replay": replay_call,
+    "prefill": prefill_call,
+    "recurrence": recurrence_call,
+    "norm": norm_call,
+    "conv": conv_call,
 }
-# lengths of packets are as fixed as a draft's
+# the length of a packet is fixed, as the number of drafts is
 PACKETS = [(1, 3, 1, 1), (3, 3, 16, 32), (60, 3, 4, 8), (300, 3, 1, 1), (9, 3, 4, 4)]
 
 
 @pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_others(met, name, target):
+def test_others(record_kinds, name, target):
     sizes = PACKETS if name in ("decode", "decode packed", "chunk form", "replay") else SIZES
     calls = [OTHERS[name](*size) for size in sizes]
-    ahead, launched = met(calls[0], target)
+    ahead, launched = record_kinds(calls[0], target)
     compiled = launched.union(*ahead.values())
     for size, call in zip(sizes, calls, strict=True):
-        assert met(call, target)[1] <= compiled, size
+        assert record_kinds(call, target)[1] <= compiled, size

@@ -1,8 +1,8 @@
-"""Hold the pages and docstrings to the field's words: docs/glossary.md has the meanings.
+"""Hold the pages and docstrings to the words of docs/glossary.md.
 
-`tests/language.json` counts what each file still has of the retired words, and of docstrings that do not
-begin with a verb. A number may only shrink: `python tests/test_language.py` lowers it to what is there and
-never raises it. In a page, text in backticks and in indented or fenced blocks is code and is not checked.
+`tests/language.json` counts the retired words of each file, and its docstrings that do not begin with a verb.
+A count may only fall: `python tests/test_language.py` lowers each one to the present number and never raises
+it. In a page, text in backticks and in indented or fenced blocks is code and is not checked.
 """
 
 import ast
@@ -79,7 +79,7 @@ def docstrings(source: str) -> list[tuple[int, str]]:
 
 
 def violations(path: Path) -> dict[str, list[str]]:
-    """Return what a page or module has of each kind, as messages."""
+    """Return the violations of a page or module by kind, as messages."""
     text = path.read_text()
     if path.suffix == ".md":
         return {"words": retired(text, is_page=True)}
@@ -92,15 +92,16 @@ def violations(path: Path) -> dict[str, list[str]]:
 
 
 def files() -> list[Path]:
-    """Return the pages and modules that are held to the words."""
+    """Return the pages and modules that are checked."""
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "NOTES.md")]
-    modules = [path for folder in ("src", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    folders = ("src", "tests", "benchmarks/gdn_bench", "examples")
+    modules = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     every = [*pages, *sorted((ROOT / "docs").rglob("*.md")), *modules]
     return [path for path in every if not str(path.relative_to(ROOT)).startswith(FREE)]
 
 
 def counted() -> dict[str, dict[str, int]]:
-    """Return the number of violations by kind and file, files without any left out."""
+    """Return the number of violations by kind and file, without the files that have none."""
     found: dict[str, dict[str, int]] = {"words": {}, "docstrings": {}}
     for path in files():
         for kind, messages in violations(path).items():
@@ -134,7 +135,7 @@ def test_exceptions_name_files_that_exist():
 
 
 def test_every_retired_word_is_found():
-    """Find one example of each retired word, and leave its neighbours alone."""
+    """The check finds one example of each retired word, and no word like it."""
     examples = [
         "132 multiprocessors",
         "by tensor\ncopies",
@@ -165,7 +166,7 @@ def test_every_retired_word_is_found():
 
 
 def test_beginnings_of_docstrings_are_found():
-    """Find a docstring by its first words, in modules, classes and functions."""
+    """The check finds docstrings by their first words, in modules, classes and functions."""
     assert all(map(BEGINS_BADLY.match, ("What is", "The same,", "As", "Whether it")))
     assert not any(map(BEGINS_BADLY.match, ("Offsets", "Assert", "The sum", "Return")))
     source = '"""One."""\nclass X:\n    """Two."""\n    def f():\n        """Three."""\n'
@@ -173,7 +174,7 @@ def test_beginnings_of_docstrings_are_found():
 
 
 def lower() -> int:
-    """Lower the recorded numbers to what is there; return how many files have more than is recorded."""
+    """Lower the recorded counts to the present ones; return the number of files that exceed their count."""
     before, now = allowed(), counted()
     after: dict[str, dict[str, int]] = {}
     num_over = 0

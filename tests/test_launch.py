@@ -15,14 +15,12 @@ from kit import api
 from triton.backends.compiler import GPUTarget
 from triton.runtime._async_compile import active_mode
 
-from gdn.backends.triton import BACKEND, launch
-from gdn.backends.triton.launch import Chain, Launch, Plans, unit_of
-from gdn.backends.triton.rule import build as plans
-from gdn.backends.triton.rule import choose as tuned
+from gdn.backends.triton import launch
+from gdn.backends.triton.launch import Launch, LaunchSequence, PlanCache, precompile, unit_of
+from gdn.backends.triton.rule import choose
 from gdn.backends.triton.rule import run as rule
-from gdn.bench import hosttime
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
 
 
 @launch.kernel
@@ -95,7 +93,9 @@ def test_the_current_stream_is_used():
 def test_a_chain_of_launches_aligned_or_not(triton_device):
     x = torch.randn(101, device=triton_device)
     first, none, last = scaled(100, 3.0), scaled(0, 7.0), scaled(100, 2.0)
-    chain = Chain(lambda t: [(first, (t[0], None, t[2])), (none, (t[3], t[0])), (last, (t[2], t[0], t[3]))])
+    chain = LaunchSequence(
+        lambda t: [(first, (t[0], None, t[2])), (none, (t[3], t[0])), (last, (t[2], t[0], t[3]))]
+    )
     for a in (x[:100], x[:100], x[1:], x[:100], 2 * x[1:]):
         y, z = torch.full((2, 112), -1.0, device=triton_device)
         chain([a, x, y, z, None])
@@ -109,13 +109,13 @@ def test_a_compiled_chain_hands_on_what_its_launches_would(monkeypatch):
     made, noted = [], []
     launches = scaled(100, 3.0), scaled(0, 1.0), scaled(48, 2.0)
     for launch_, name in zip(launches, "abc", strict=True):
-        launch_._compiled, launch_._tail = object(), launch_.numbers
-        launch_._head = (1, lambda *given: made.append(given), name, None)
+        launch_._compiled, launch_._trailing = object(), launch_.scalars
+        launch_._function = (1, lambda *given: made.append(given), name, None)
 
     def steps(t):
         return zip(launches, ((t[0], None, t[3]), (t[3], t[0]), (t[3], t[0], t[0])), strict=True)
 
-    chain, x = Chain(steps), torch.empty(3, 16)
+    chain, x = LaunchSequence(steps), torch.empty(3, 16)
     chain([x[0], None, x[2], x[1]])
     assert [given[0] for given in made] == [7, 3] and made[0][-3:] == (x[1].data_ptr(), 100, 3.0)
     chain.steps = None
@@ -125,39 +125,30 @@ def test_a_compiled_chain_hands_on_what_its_launches_would(monkeypatch):
     chain.steps = steps
     chain([x[0, 1:], None, None, x[1]])
     assert made[6][0] is launches[0] and made[6][1][1] is None and made[7][0] is launches[2]
-    monkeypatch.setattr(launch, "recorder", noted)
-    chain([x[0], None, None, x[1]])
+    with launch.record_launches(noted):
+        chain([x[0], None, None, x[1]])
     assert len(made) == 8 and [step[0] for step in noted] == [launches[0], launches[2]]
-    monkeypatch.setattr(launch, "recorder", None)
     # one that is not compiled: all go as they would alone
     launches[2]._compiled = None
-    monkeypatch.setattr(Launch, "_first", lambda self, tensors: made.append((self, tensors)))
-    later = Chain(steps)
+    monkeypatch.setattr(Launch, "_launch_first", lambda self, tensors: made.append((self, tensors)))
+    later = LaunchSequence(steps)
     for _ in range(2):
         later([x[0], None, None, x[1]])
     assert len(made) == 12 and [made[i][0] for i in (9, 11)] == [launches[2]] * 2
 
 
-def test_launches_noted_for_their_host_time_let_their_tensors_go():
-    one = scaled(100, 3.0)
-    with hosttime.recorded(BACKEND) as noted:
-        one(torch.empty(100), None, torch.empty(112))
-    assert noted == [one] and launch.recorder is None
-
-
-def test_recorded_launches_are_not_run(monkeypatch):
-    kept = []
-    monkeypatch.setattr(launch, "recorder", kept)
+def test_recorded_launches_are_not_run():
     x, go = torch.ones(100), scaled(100, 2.0)
-    go(x, None, x)
+    with launch.record_launches([]) as kept:
+        go(x, None, x)
     assert kept == [(go, (x, None, x))] and bool((x == 1).all())
 
 
 def test_plans_are_made_once_and_their_number_is_bounded():
-    plans, made = Plans(limit=2), []
+    plans, made = PlanCache(limit=2), []
     for key in ("a", "b", "a", "b", "c", "a"):
         assert plans.get(key, lambda key=key: made.append(key) or key) == key
-    assert made == ["a", "b", "c", "a"] and len(plans.found) == 2
+    assert made == ["a", "b", "c", "a"] and len(plans.plans) == 2
 
 
 @pytest.mark.parametrize(
@@ -180,19 +171,19 @@ def test_in_what_parts_gradients_are_made_changes_no_bit(monkeypatch, poison, tr
     given = inputs(case, torch.float32, device=triton_device)
     problem = parse(**given.tensors, **given.options)
     saved = rule.chunk_forward(problem, True)[2]
-    chosen = tuned.backward
+    chosen = choose.backward_tiles
 
-    def gradients(part):
-        monkeypatch.setattr(tuned, "backward", lambda *a: replace(chosen(*a), part=part))
-        plans._backwards.found.clear()
+    def gradients(group):
+        monkeypatch.setattr(choose, "backward_tiles", lambda *a: replace(chosen(*a), group=group))
+        rule._backwards.plans.clear()
         return rule.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
     whole = gradients(1000)
-    for part in (1, 2, 5):
-        for name, x in vars(gradients(part)).items():
+    for group in (1, 2, 5):
+        for name, x in vars(gradients(group)).items():
             assert (x is None) == (getattr(whole, name) is None)
-            assert x is None or torch.equal(x, getattr(whole, name)), (part, name)
-    plans._backwards.found.clear()
+            assert x is None or torch.equal(x, getattr(whole, name)), (group, name)
+    rule._backwards.plans.clear()
 
 
 class _NoGPU:
@@ -212,9 +203,9 @@ def test_binaries_compiled_ahead_are_found_again(monkeypatch, tmp_path):
     """Two at a time, each once; a step that cannot be compiled is left for its launch."""
     monkeypatch.setattr(triton.runtime.driver, "_active", _NoGPU())
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(launch, "_compiled_kinds", set())
+    monkeypatch.setattr(precompile, "_compiled_kinds", set())
     here = []
-    monkeypatch.setattr(launch, "device_guard", lambda device: here.append(device) or nullcontext())
+    monkeypatch.setattr(precompile, "device_guard", lambda device: here.append(device) or nullcontext())
     x, compiled = torch.randn(100), []
     monkeypatch.setattr(
         triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["fn"].name)
@@ -264,9 +255,9 @@ def test_what_is_compiled_ahead_is_loaded_by_one_thread(monkeypatch):
         callbacks = [lambda *_: None] * (len(inspect.signature(submit).parameters) - 2)
         return submit(id(self), Compiled, *callbacks)
 
-    monkeypatch.setattr(launch, "device_guard", on)
-    monkeypatch.setattr(launch, "_compiled_kinds", set())
-    monkeypatch.setattr(launch, "_build_launcher", built.append)
+    monkeypatch.setattr(precompile, "device_guard", on)
+    monkeypatch.setattr(precompile, "_compiled_kinds", set())
+    monkeypatch.setattr(precompile, "_build_launcher", built.append)
     monkeypatch.setattr(launch.Launch, "compile", compiled)
     device = torch.device("cuda", 1)
     launch.compile_ahead(device, "kind", lambda: steps)
@@ -287,14 +278,15 @@ def test_who_meets_what_another_thread_compiles_waits(monkeypatch):
         launch.compile_ahead(torch.device("cuda", 0), "kind", steps)
         seen.append(len(done))
 
-    monkeypatch.setattr(launch, "device_guard", lambda device: nullcontext())
-    monkeypatch.setattr(launch, "_compiled_kinds", set())
+    monkeypatch.setattr(precompile, "device_guard", lambda device: nullcontext())
+    monkeypatch.setattr(precompile, "_compiled_kinds", set())
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(call, range(4)))
     assert seen == [1] * 4
 
 
 def test_no_two_kernels_are_traced_at_once(monkeypatch):
+    """Classes that override make_ir, and call that of their base, are locked as well."""
     inside, met = [], []
 
     class Source:
@@ -313,13 +305,38 @@ def test_no_two_kernels_are_traced_at_once(monkeypatch):
         def make_ir(self, text):
             return super().make_ir(text)
 
-    monkeypatch.setattr(launch, "ASTSource", Source)
-    for _ in range(2):
-        launch._trace_in_turn()
-    with ThreadPoolExecutor(8) as pool:
+    monkeypatch.setattr(precompile, "ASTSource", Source)
+    before = [vars(source)["make_ir"] for source in (Source, Other, Third)]
+    with precompile.trace_one_at_a_time(), ThreadPoolExecutor(8) as pool:
         sources = [(Source, Other, Third)[i % 3]() for i in range(16)]
         assert list(pool.map(lambda source, i: source.make_ir(i), sources, range(16))) == list(range(16))
     assert met == [1] * 16
+    assert [vars(source)["make_ir"] for source in (Source, Other, Third)] == before
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_triton_has_its_own_methods_after_compiling_ahead(monkeypatch, tmp_path, is_broken):
+    """`make_ir` of Triton's sources is replaced only while threads compile, also if compiling raises."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", _NoGPU())
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(precompile, "_compiled_kinds", set())
+    monkeypatch.setattr(precompile, "device_guard", lambda device: nullcontext())
+    sources = (precompile.ASTSource, *precompile.ASTSource.__subclasses__())
+    before, during = [vars(x).get("make_ir") for x in sources], []
+    compile_one = Launch.compile
+
+    def compiled(self, tensors):
+        during.append([vars(x).get("make_ir") for x in sources])
+        if is_broken:
+            raise RuntimeError("no compiler")
+        return compile_one(self, tensors)
+
+    monkeypatch.setattr(Launch, "compile", compiled)
+    x = torch.randn(100)
+    with pytest.raises(RuntimeError, match="no compiler") if is_broken else nullcontext():
+        launch.compile_ahead(torch.device("cuda", 0), "kind", lambda: [(scaled(100, 3.0), (x, None, x))])
+    assert during and all(x is None or x is not y for x, y in zip(before, during[0], strict=True))
+    assert [vars(x).get("make_ir") for x in sources] == before
 
 
 @pytest.mark.gpu
@@ -327,7 +344,7 @@ def test_a_second_device_before_the_current_one(monkeypatch):
     """What is compiled ahead for it must not be loaded, or kept, for the current device."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device")
-    monkeypatch.setattr(launch, "_compiled_kinds", set())
+    monkeypatch.setattr(precompile, "_compiled_kinds", set())
     # sizes that no other test has, so that nothing was compiled before
     q, k, v = torch.randn(3, 4, 2, 52), torch.randn(3, 4, 2, 52), torch.randn(3, 4, 4, 44)
     k, pool, found = torch.nn.functional.normalize(k, dim=-1), torch.randn(3, 4, 44, 52), []
@@ -338,3 +355,28 @@ def test_a_second_device_before_the_current_one(monkeypatch):
         found.append((o.cpu(), state.cpu()))
     for o, state in found[1:]:
         assert torch.equal(o, found[0][0]) and torch.equal(state, found[0][1])
+
+
+def test_the_fields_of_structs_are_part_of_a_kernels_cache_key():
+    """Triton leaves them out; two fields swapped would find the stale binary in the cache on disk."""
+    from gdn.backends.triton.serving import structs
+
+    constants = structs.group_constants
+    key, fields = constants.cache_key, structs.FIELDS
+    assert all(f"'{struct.__name__}', {struct._fields}" in fields.value for struct in structs.STRUCTS)
+    assert "FIELDS" in {name for name, _ in constants.used_global_vals}
+    try:
+        constants.fn.__globals__["FIELDS"], constants.hash = tl.constexpr("other fields"), None
+        assert constants.cache_key != key
+    finally:
+        constants.fn.__globals__["FIELDS"], constants.hash = fields, None
+    assert constants.cache_key == key
+
+
+def test_constants_of_a_kernel_are_compared_by_their_values():
+    """Triton names the instances of a device function by the text of their constants."""
+    from gdn.backends.triton.serving.structs import Constants
+
+    few, many = Constants({"K": 64, "AXIS": "k"}), Constants({"K": 128, "AXIS": "k"})
+    assert few != many and few == Constants({"K": 64, "AXIS": "k"}) and hash(few) == hash("K64_AXISk")
+    assert (few.K.value, few.AXIS.value) == (64, "k")

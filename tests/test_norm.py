@@ -1,4 +1,4 @@
-"""The gated RMS norm: the formula, its gradients, strides, the torch operator, the Transformers modules."""
+"""Test the gated RMS norm: the formula, gradients, strides, the torch operator, the Transformers modules."""
 
 import doctest
 import importlib
@@ -8,24 +8,24 @@ import torch
 
 import gdn
 import gdn.ops.norm
-from gdn.reference.layer import rms_norm_gated as law
+from gdn.reference.layer import rms_norm_gated as reference_norm
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
-FINEST = {"eager": torch.float64, "triton": torch.float32}  # what a backend computes in
+FINEST = {"eager": torch.float64, "triton": torch.float32}  # the widest dtype that a backend computes in
 
 
 pytestmark = pytest.mark.usefixtures("strict_poison")
 
 
-def differs(x, wanted):
-    """Relative RMS error; infinite for NaN."""
-    x, wanted = x.detach().cpu().double(), wanted.detach()
-    error = (x - wanted).norm() / wanted.norm().clamp(min=1e-30) if wanted.numel() else torch.zeros(())
+def relative_error(x, expected):
+    """Return the relative RMS error, or infinity if the result holds NaN."""
+    x, expected = x.detach().cpu().double(), expected.detach()
+    error = (x - expected).norm() / expected.norm().clamp(min=1e-30) if expected.numel() else torch.zeros(())
     return float("inf") if error.isnan() else float(error)
 
 
 def inputs(*shape, dtype=torch.float64, is_slice=False, device="cpu"):
-    """x, z (a slice of a wider projection), weight."""
+    """Return x, z (a slice of a wider projection) and weight."""
     x, z, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     x, z, weight = (t.to(device, dtype) for t in (x, z, weight))
     if is_slice:
@@ -33,8 +33,8 @@ def inputs(*shape, dtype=torch.float64, is_slice=False, device="cpu"):
     return [t.requires_grad_() for t in (x, z, weight)]
 
 
-def exactly(t):
-    """A leaf of the same numbers in fp64 on the CPU, where the law runs."""
+def exact_leaf(t):
+    """Return a leaf with the same numbers in fp64 on the CPU, for the reference."""
     return None if t is None else t.detach().cpu().double().requires_grad_()
 
 
@@ -45,7 +45,7 @@ SHAPES = [(1 << 17, (3, 5, 4, 24)), (300, (3, 5, 4, 24)), (1, (7, 6)), (1, (6,))
 @pytest.mark.parametrize("activation", ["silu", "sigmoid", None])
 @pytest.mark.parametrize("given", ["xzw", "xz", "xw", "x"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_law(backend, device, dtype, given, activation, monkeypatch):
+def test_reference(backend, device, dtype, given, activation, monkeypatch):
     if dtype == torch.float64 and backend != "eager":
         pytest.skip("fp64 is eager's")
     for block, shape in SHAPES:
@@ -56,24 +56,24 @@ def test_law(backend, device, dtype, given, activation, monkeypatch):
 
 
 def agrees(tensors, given, activation, backend):
-    """y and every gradient against the law."""
+    """Assert that y and every gradient agree with the reference."""
     chosen = [t if letter in given else None for letter, t in zip("xzw", tensors, strict=True)]
-    exact, dtype = [exactly(t) for t in chosen], tensors[0].dtype
+    exact, dtype = [exact_leaf(t) for t in chosen], tensors[0].dtype
     y = gdn.rms_norm_gated(*chosen, activation=activation, backend=backend)
-    wanted = law(*exact, activation=activation)
-    assert y.dtype == dtype and y.is_contiguous() and differs(y, wanted) <= TOLERANCE[dtype]
+    expected = reference_norm(*exact, activation=activation)
+    assert y.dtype == dtype and y.is_contiguous() and relative_error(y, expected) <= TOLERANCE[dtype]
     seed = torch.randn_like(y)
     leaves = [t for t in chosen if t is not None], [t for t in exact if t is not None]
     got = torch.autograd.grad(y, leaves[0], seed)
-    ref = torch.autograd.grad(wanted, leaves[1], seed.cpu().double())
+    ref = torch.autograd.grad(expected, leaves[1], seed.cpu().double())
     for leaf, a, b in zip(leaves[0], got, ref, strict=True):
-        assert a.dtype == leaf.dtype and differs(a, b) <= 2 * TOLERANCE[dtype]
+        assert a.dtype == leaf.dtype and relative_error(a, b) <= 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_rows_and_wide_ones(dtype):
-    """Several blocks of rows to a program; rows that take a program of their own, or none that fits."""
+    """Several blocks of rows per program agree, and so do rows as wide as a program or wider."""
     for shape in ((4, 1500, 8, 128), (700, 100), (33, 2048), (5, 8192), (3, 8200)):
         is_slice = len(shape) == 4
         agrees(inputs(*shape, dtype=dtype, is_slice=is_slice, device="cuda"), "xzw", "silu", "triton")
@@ -104,7 +104,7 @@ def test_reruns_are_bit_identical_and_other_sizes_compile_nothing(monkeypatch):
 
 @pytest.mark.interpret
 def test_a_row_does_not_depend_on_the_others(backend, device):
-    """Bits of the first rows, alone and in a larger batch; a NaN in another row stays there."""
+    """A row has the same bits alone and in a larger batch, and NaN in one row reaches no other."""
     x, z, weight = (t.detach() for t in inputs(70, 4, 64, dtype=torch.float32, device=device))
     x[50] = torch.nan
     whole = gdn.rms_norm_gated(x, z, weight, backend=backend)
@@ -117,18 +117,18 @@ def test_a_row_does_not_depend_on_the_others(backend, device):
 def test_gate_fails_wrong_answers(backend, device):
     dtype = FINEST[backend]
     x, z, weight = (t.detach() for t in inputs(4, 3, 8, dtype=dtype, device=device))
-    wanted = law(*(exactly(t) for t in (x, z, weight)))
-    assert differs(gdn.rms_norm_gated(x, z, weight, backend=backend), wanted) < TOLERANCE[dtype]
+    expected = reference_norm(*(exact_leaf(t) for t in (x, z, weight)))
+    assert relative_error(gdn.rms_norm_gated(x, z, weight, backend=backend), expected) < TOLERANCE[dtype]
     calls = ((x, z, weight.flip(0)), (x, z.flip(0), weight), (x, None, weight), (x, z, None))
-    assert all(differs(gdn.rms_norm_gated(*call, backend=backend), wanted) > 1e-2 for call in calls)
+    assert all(relative_error(gdn.rms_norm_gated(*call, backend=backend), expected) > 1e-2 for call in calls)
     for options in ({"activation": "sigmoid"}, {"eps": 0.1}):
-        assert differs(gdn.rms_norm_gated(x, z, weight, backend=backend, **options), wanted) > 1e-2
-    assert differs(torch.full_like(x, float("nan")), wanted) == float("inf")
+        assert relative_error(gdn.rms_norm_gated(x, z, weight, backend=backend, **options), expected) > 1e-2
+    assert relative_error(torch.full_like(x, float("nan")), expected) == float("inf")
 
 
 @pytest.mark.interpret
 def test_zero_rows_and_eps(backend, device):
-    """A row of zeros stays zero with finite gradients; eps counts."""
+    """A row of zeros stays zero with finite gradients, and eps has an effect."""
     x = torch.zeros(2, 8, device=device, requires_grad=True)
     y = gdn.rms_norm_gated(x, torch.randn(2, 8, device=device), eps=1e-12, backend=backend)
     assert not y.any() and torch.autograd.grad(y.sum(), x)[0].isfinite().all()

@@ -1,10 +1,10 @@
-"""Prefill: outputs, final states, checkpoints and snapshots against the law. The contract of any backend."""
+"""Test prefill on every backend: outputs, final states, checkpoints and snapshots against the reference."""
 
 import pytest
 import torch
 from kit import api
-from kit.api import law
-from kit.serving import TOLERANCE, error, inputs, moved, pool_of, same_bits, stored_wrong
+from kit.api import reference
+from kit.serving import TOLERANCE, error, find_wrong_state, inputs, moved, pool_of, same_bits
 
 from gdn.problem.serving import parse_prefill
 
@@ -18,7 +18,7 @@ LAYOUTS = [True, False]
 def batch(
     lengths=LENGTHS, slots=SLOT, tail=TAIL, pool=torch.float32, v_first=True, index=torch.int64, **options
 ):
-    """A packed call with a few tokens that nobody owns at its end."""
+    """Return a packed call, with a few tokens past the last sequence."""
     ends = torch.tensor([0, *lengths]).cumsum(0)
     x = inputs(1, int(ends[-1]) + tail, **options)
     state = pool_of(SLOTS, dtype=pool, v_first=v_first)
@@ -29,23 +29,27 @@ def batch(
     }
 
 
-def every(rows=40, every=64, offsets=(0, 0, 1, 4, 5, 20), v_first=True):
-    """Checkpoints at multiples of `every`, into poisoned memory."""
+def checkpoint_options(rows=40, checkpoint_options=64, offsets=(0, 0, 1, 4, 5, 20), v_first=True):
+    """Return checkpoints at multiples of `checkpoint_options`, in poisoned memory."""
     kept = torch.full((rows, 4, *((24, 16) if v_first else (16, 24))), NAN)
-    return {"checkpoints": kept, "checkpoint_every": every, "checkpoint_offsets": torch.tensor(offsets)}
+    return {
+        "checkpoints": kept,
+        "checkpoint_every": checkpoint_options,
+        "checkpoint_offsets": torch.tensor(offsets),
+    }
 
 
-def wrongs(o, state, kept, want, x, tolerance):
-    """Everything wrong with what a prefill left behind."""
-    found = [f"o is off by {error(o, want.o):.1e}"] if not error(o, want.o) <= tolerance else []
-    found.append(stored_wrong(state, want.state, x["state"], tolerance))
+def find_errors(o, state, kept, expected, x, tolerance):
+    """Return everything that is wrong with what a prefill wrote."""
+    found = [f"o is off by {error(o, expected.o):.1e}"] if not error(o, expected.o) <= tolerance else []
+    found.append(find_wrong_state(state, expected.state, x["state"], tolerance))
     if kept is not None:
-        found.append(stored_wrong(kept, want.extra, x["checkpoints"], tolerance))
+        found.append(find_wrong_state(kept, expected.extra, x["checkpoints"], tolerance))
     return [f for f in found if f]
 
 
 def run(backend, device, x, **options):
-    """A prefill on copies on a device, its output poisoned first; what it wrote, on the CPU."""
+    """Run a prefill on copies on a device, with a poisoned output; return all that it wrote."""
     x, options = moved(x, device), moved(options, device)
     out = torch.full_like(x["v"], NAN)
     assert api.prefill(**x, out=out, backend=backend, **options) is out
@@ -54,10 +58,10 @@ def run(backend, device, x, **options):
 
 
 def agrees(backend, device, x, tolerance, **options):
-    """Everything written against the law; returns it."""
-    want = law.prefill(**x, **{k: v for k, v in options.items() if k != "batch_invariant"})
+    """Assert that everything written agrees with the reference; return it."""
+    expected = reference.prefill(**x, **{k: v for k, v in options.items() if k != "batch_invariant"})
     got = run(backend, device, x, **options)
-    assert wrongs(*got, want, x, tolerance) == []
+    assert find_errors(*got, expected, x, tolerance) == []
     return got
 
 
@@ -79,15 +83,15 @@ def test_prefill(backend, device, poison, dtype, pool, index, v_first):
     x = batch(dtype=dtype, pool=pool, index=index, v_first=v_first)
     o, _, _ = agrees(backend, device, x, tolerance, state_v_first=v_first)
     assert not o[:, -TAIL:].any()
-    kept = every(v_first=v_first)
+    kept = checkpoint_options(v_first=v_first)
     kept["checkpoints"] = kept["checkpoints"].to(torch.promote_types(dtype, torch.float32))
     agrees(backend, device, x | kept, tolerance, state_v_first=v_first, batch_invariant=True)
 
 
 def test_the_gate_can_fail(backend, device):
-    x = batch() | every()
-    got, want = run(backend, device, x), law.prefill(**x)
-    assert wrongs(*got, want, x, 1e-5) == []
+    x = batch() | checkpoint_options()
+    got, expected = run(backend, device, x), reference.prefill(**x)
+    assert find_errors(*got, expected, x, 1e-5) == []
     o, state, kept = got
     shifted = kept.roll(1, 0)
     lies = {
@@ -104,12 +108,12 @@ def test_the_gate_can_fail(backend, device):
         "no checkpoint": (o, state, x["checkpoints"]),
     }
     for name, lie in lies.items():
-        assert wrongs(*lie, want, x, 1e-5), name
+        assert find_errors(*lie, expected, x, 1e-5), name
 
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_slots(backend, device, poison, invariant):
-    """Padding, split write slots, new sequences on dirty slots, and a NaN wherever nothing is read."""
+    """Padding, separate write slots and new sequences on used slots agree, with NaN in all unread memory."""
     x = batch(slots=[-1, 5, 0, 1, SLOTS, 8])
     x |= {
         "has_initial_state": torch.tensor([True, True, True, False, True, True]),
@@ -123,10 +127,10 @@ def test_slots(backend, device, poison, invariant):
             x[name][:, starts[n] : starts[n + 1]] = NAN
     o, state, _ = run(backend, device, x, null_slot=0, batch_invariant=invariant)
     clean = {name: v.nan_to_num() if v.is_floating_point() else v for name, v in x.items()}
-    want = law.prefill(**clean, null_slot=0)
-    assert error(o, want.o) <= 1e-5
+    expected = reference.prefill(**clean, null_slot=0)
+    assert error(o, expected.o) <= 1e-5
     touched = [1]
-    assert error(state[touched], want.state[touched]) <= 1e-5
+    assert error(state[touched], expected.state[touched]) <= 1e-5
     rest = [s for s in range(SLOTS) if s not in touched]
     assert same_bits(state[rest], x["state"][rest])
     assert same_bits(
@@ -135,28 +139,31 @@ def test_slots(backend, device, poison, invariant):
 
 
 def test_neighbours_with_nan(backend, device):
-    """A NaN in one sequence, its state included, reaches no other."""
+    """NaN in one sequence, also in its state, reaches no other sequence."""
     x = batch()
-    want = run(backend, device, x)
+    expected = run(backend, device, x)
     x["state"][SLOT[3]] = NAN
     x["q"][:, 75], x["k"][:, 72], x["v"][:, 80] = NAN, NAN, NAN
     o, state, _ = run(backend, device, x)
     starts = x["cu_seqlens"].tolist()
     for n in (0, 1, 2, 4, 5):
         rows = slice(starts[n], starts[n + 1])
-        assert error(o[:, rows], want[0][:, rows]) <= 1e-6 and error(state[SLOT[n]], want[1][SLOT[n]]) <= 1e-6
+        assert (
+            error(o[:, rows], expected[0][:, rows]) <= 1e-6
+            and error(state[SLOT[n]], expected[1][SLOT[n]]) <= 1e-6
+        )
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("step", [64, 128])
 def test_checkpoints(backend, device, step):
     offsets = (0, 0, -1, 4, 38 if step == 64 else 39, 20)
-    x = batch() | every(every=step, offsets=offsets)
+    x = batch() | checkpoint_options(checkpoint_options=step, offsets=offsets)
     _, _, kept = agrees(backend, device, x, 1e-5)
     written = [row for row in range(40) if not kept[row].isnan().any()]
     assert written == ([0, 4, 20, 21, 38, 39] if step == 64 else [20, 39])
     # the final state of a sequence that ends on a checkpoint is that checkpoint
-    aligned = batch([128, 192], [2, 5]) | every(every=64, offsets=(0, 10))
+    aligned = batch([128, 192], [2, 5]) | checkpoint_options(checkpoint_options=64, offsets=(0, 10))
     _, state, kept = agrees(backend, device, aligned, 1e-5)
     assert same_bits(kept[1], state[2]) and same_bits(kept[12], state[5])
 
@@ -164,9 +171,8 @@ def test_checkpoints(backend, device, step):
 @pytest.mark.interpret
 @pytest.mark.parametrize("HV", [1, pytest.param(264, marks=pytest.mark.gpu, id="one walk")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_on_the_way_are_those_that_were_carried(backend, device, dtype, HV):
-    """A checkpoint, or a snapshot between chunks, has the numbers of the prefill that ends there: it is not
-    rounded to the tokens' dtype on its way."""
+def test_checkpoints_are_not_rounded_to_the_tokens_dtype(backend, device, dtype, HV):
+    """A checkpoint or snapshot has the numbers of a prefill that ends there."""
     sizes = {"H": 1, "HV": HV, "K": 128, "V": 16}
     x = batch([130], [0], tail=0, dtype=dtype, **sizes)
     x |= {"state": pool_of(3, HV=HV, K=128, V=16), "snapshot_pos": torch.tensor([64])}
@@ -207,8 +213,8 @@ def test_snapshots(backend, device, v_first, invariant):
 
 
 def test_batch_invariance(backend, device):
-    """The bits of a sequence are those it has alone, whatever the order and company."""
-    x = batch() | every() | {"snapshot_pos": torch.tensor([33, 0, 1, 5, 100, 65])}
+    """A sequence has the bits that it has alone, whatever else is in the batch, in any order."""
+    x = batch() | checkpoint_options() | {"snapshot_pos": torch.tensor([33, 0, 1, 5, 100, 65])}
     x["state"] = pool_of(2 * SLOTS)
     x["snapshot_index"] = torch.tensor(SLOT) + SLOTS
     o, state, kept = run(backend, device, x, batch_invariant=True)
@@ -232,7 +238,7 @@ def test_reruns_give_the_same_bits(backend, device, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        x = batch() | every()
+        x = batch() | checkpoint_options()
         first, second = run(backend, device, x), run(backend, device, x)
         assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
     finally:
@@ -241,8 +247,8 @@ def test_reruns_give_the_same_bits(backend, device, threads):
 
 @pytest.mark.gpu
 def test_a_captured_prefill_follows_its_indices():
-    """Replayed on other slots, other lengths of as many prompts, other states and positions on the way."""
-    first, second = (moved(batch(dtype=torch.bfloat16) | every(), "cuda") for _ in range(2))
+    """A graph may be replayed with other slots, lengths, states, checkpoints and snapshots."""
+    first, second = (moved(batch(dtype=torch.bfloat16) | checkpoint_options(), "cuda") for _ in range(2))
     for x, at in ((first, [70, 0, 1, 64, 130, -1]), (second, [1, 0, -1, 33, 64, 128])):
         x["state"] = torch.cat([x["state"], x["state"]])
         x |= {"snapshot_pos": torch.tensor(at, device="cuda"), "snapshot_index": x["state_index"] + SLOTS}
@@ -258,9 +264,9 @@ def test_a_captured_prefill_follows_its_indices():
         if isinstance(v, torch.Tensor):
             held[name].copy_(v)
     graph.replay()
-    want = run("triton", "cuda", second)
+    expected = run("triton", "cuda", second)
     got = (out, held["state"], held["checkpoints"])
-    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_gates(backend, device):
@@ -285,18 +291,18 @@ def test_heads_and_sizes(backend, device, H, HV, K, V):
 def test_prefill_then_decode_is_the_whole(backend, device):
     x, index = inputs(1, 80), torch.tensor([0])
     state = {"state": torch.zeros(1, 4, 24, 16), "state_index": index}
-    whole, want, _ = run(backend, device, x | state, cu_seqlens=torch.tensor([0, 80]))
+    whole, expected, _ = run(backend, device, x | state, cu_seqlens=torch.tensor([0, 80]))
     first = {k: v[:, :77] for k, v in x.items()}
     o, middle, _ = run(backend, device, first | state, cu_seqlens=torch.tensor([0, 77]))
     middle, rest = middle.to(device), moved({k: v[:, 77:] for k, v in x.items()}, device)
     rest = api.decode(**rest, state=middle, backend=backend).cpu()
-    assert error(torch.cat([o, rest], 1), whole) <= 1e-5 and error(middle, want) <= 1e-5
+    assert error(torch.cat([o, rest], 1), whole) <= 1e-5 and error(middle, expected) <= 1e-5
 
 
 @pytest.mark.interpret
 def test_strided_pool_and_views(backend, device, poison):
     x = moved(batch(), device)
-    want = run(backend, device, x)
+    expected = run(backend, device, x)
     memory = torch.randn(SLOTS, 3, 4, 24, 16, device=device)
     pool = memory[:, 1]
     pool.copy_(x["state"])
@@ -308,7 +314,7 @@ def test_strided_pool_and_views(backend, device, poison):
         view.copy_(x[name])
     out = torch.full((total, 1, 4, 24), NAN, device=device).transpose(0, 1)
     api.prefill(**x | views | {"state": pool}, out=out, backend=backend)
-    assert same_bits(out, want[0]) and same_bits(pool, want[1])
+    assert same_bits(out, expected[0]) and same_bits(pool, expected[1])
     before[:, 1] = pool
     assert same_bits(memory, before)
 
@@ -328,11 +334,11 @@ def test_compile(backend, device):
         backend="aot_eager",
     )  # fmt: skip
     for lengths in ([70, 3], [5, 129]):
-        x = moved(batch(lengths, [2, 4]) | every(offsets=(0, 4)), device)
+        x = moved(batch(lengths, [2, 4]) | checkpoint_options(offsets=(0, 4)), device)
         del x["checkpoint_every"]
         copies = {k: v.clone() for k, v in x.items()}
-        want = api.prefill(**copies, checkpoint_every=64, backend=backend) + 1
-        assert same_bits(step(x), want)
+        expected = api.prefill(**copies, checkpoint_every=64, backend=backend) + 1
+        assert same_bits(step(x), expected)
         assert same_bits(x["state"], copies["state"]) and same_bits(x["checkpoints"], copies["checkpoints"])
 
 
@@ -347,13 +353,13 @@ DEFAULTS = {
 
 
 def test_operator():
-    for extra in ({}, every(offsets=(0, 4))):
+    for extra in ({}, checkpoint_options(offsets=(0, 4))):
         x = batch([70, 3], [2, 4]) | extra
         args = parse_prefill(**dict.fromkeys(OPTIONAL) | DEFAULTS | x).arguments()
         torch.library.opcheck(torch.ops.gdn.prefill.default, args)
 
 
-KEPT = every(offsets=(0, 2))
+KEPT = checkpoint_options(offsets=(0, 2))
 REFUSALS = [
     (ValueError, "q: expected B=1", {name: v.expand(2, *v.shape[1:]) for name, v in inputs(1, 73).items()}),
     (TypeError, "cu_seqlens: expected a tensor", {"cu_seqlens": None}),

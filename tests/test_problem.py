@@ -1,4 +1,4 @@
-"""The door: every error of the contract by its message, and no tensor touched by a refused call."""
+"""Test the checks of a call: every error by its message, and that no tensor is touched if a call raises."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ B, T, H, HV, K, V = 2, 5, 2, 4, 8, 6
 
 
 def call(**changes):
-    """A valid call with some arguments replaced; a callable replaces a tensor by what it makes of it."""
+    """Call the rule with valid arguments, some of them replaced; a callable is applied to the argument."""
     arguments = {
         "q": torch.randn(B, T, H, K), "k": torch.randn(B, T, H, K), "v": torch.randn(B, T, HV, V),
         "g": -torch.rand(B, T, HV), "beta": torch.rand(B, T, HV),
@@ -86,7 +86,8 @@ CASES = [
     (call(backend="cuda"), ValueError, "backend: expected None or one of hopper, triton, eager, got 'cuda'"),
     (call(backend="triton"), NotImplementedError, "no backend takes this problem: triton: "),
     (call(backend="hopper"), NotImplementedError, "no backend takes this problem: hopper: "),
-    (call(cp_context=object()), NotImplementedError, "cp_context: expected None"),
+    (call(cp_context=object()), TypeError,
+     "cp_context: expected a gdn.ContextParallel or None, got object"),
 ]  # fmt: skip
 
 

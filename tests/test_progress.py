@@ -14,9 +14,9 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from gdn.bench import thread_choice
-from gdn.bench.progress import LineReport, progress_line, show_progress
-from gdn.bench.thread_choice import ThreadChoice, ThreadControl, choose_threads
+import thread_choice
+from gdn_bench.commands.progress import LineReport, progress_line, show_progress
+from thread_choice import ThreadChoice, ThreadControl, choose_threads
 
 
 def test_a_line_has_count_note_time_and_what_is_left():

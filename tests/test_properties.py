@@ -1,4 +1,4 @@
-"""Random problems, forward and backward, against the law: any sizes, any options, any lengths."""
+"""Compare random problems with the reference, forward and backward: any sizes, any options, any lengths."""
 
 import hypothesis
 import pytest
@@ -7,8 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gdn
-from gdn.bench.accuracy import compare, gates, law, run
-from gdn.bench.cases import GATES, KEYS, Case, Lengths, inputs, is_contradiction, packed
+from gdn.testing.accuracy import error_limits as gates
+from gdn.testing.accuracy import measure_error as compare
+from gdn.testing.accuracy import reference_rule as law
+from gdn.testing.accuracy import run
+from gdn.testing.cases import GATES, KEYS, Case, Lengths, is_contradiction, packed
+from gdn.testing.tensors import inputs
 
 size = st.one_of(st.integers(1, 20), st.sampled_from([32, 60, 64, 100]))
 single = st.builds(Lengths, st.integers(1, 140), st.integers(1, 2), st.none())
@@ -35,13 +39,13 @@ def cases(draw) -> Case:
 
 
 def floor(expected: torch.Tensor, dtype: torch.dtype) -> float:
-    """All inputs are of order 1; where the law's gradient vanishes by structure (K = 1), rounding stays."""
+    """Return the rounding error to allow: inputs are of order 1, but a gradient may be exactly 0 (K = 1)."""
     return (1e-4 if dtype == torch.float64 else 1.0) * expected.numel() ** 0.5
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_random_problems(backend, device, part):
-    """2,000 problems, 100 where kernels are compiled for each; in four parts that can run side by side."""
+    """2,000 random problems agree (100 if kernels compile for each), in four parts."""
     dtype, count = (torch.float32, 25) if backend == "triton" else (torch.float64, 500)
 
     @hypothesis.seed(part)

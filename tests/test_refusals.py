@@ -1,4 +1,4 @@
-"""Wrong arguments are refused by name, and nothing is touched."""
+"""Test that wrong arguments raise an error that names them, and touch nothing."""
 
 import inspect
 
@@ -91,7 +91,7 @@ def test_a_gradient_of_a_subclass_goes_through_the_operators():
 
 
 def overlapping():
-    """Return a pool each slot of which begins within the slot before it."""
+    """Return a pool whose slots overlap: each begins within the previous one."""
     size = HV * K * V
     return torch.zeros(2 * size).as_strided((3, HV, K, V), (size // 2, K * V, V, 1))
 
@@ -212,7 +212,7 @@ def test_an_inference_tensor_is_refused_before_anything_is_written(name):
     with torch.inference_mode():
         frozen = make()
         decode(**{"state": state.clone(), name: make()})
-    # the same call with ordinary tensors is remembered: it must not let this one pass
+    # the same call with ordinary tensors is cached, and must not let this one pass
     decode(**{"state": state.clone(), name: make()})
     given = {"state": state.clone(), name: frozen}
     before = {key: x.clone() for key, x in given.items()}
@@ -251,7 +251,7 @@ def test_callers_of_fla_are_pointed_to_its_conventions(function):
     ):
         with pytest.raises(TypeError, match="gdn.integrations.fla"):
             call()
-    # an error of the function's own is not decorated, and the signature is the function's
+    # an error of the function itself is not changed, and the signature is the function's
     with pytest.raises(TypeError) as error:
         function([1], *first[1:])
     assert str(error.value) == "q: expected a tensor, got list"

@@ -1,4 +1,4 @@
-"""Replay: drafts verified on a state that is only read, against the law and against plain decode."""
+"""Test replay, which verifies drafts on a state that is only read, against the reference and plain decode."""
 
 import doctest
 import importlib
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from kit import api
-from kit.api import law
+from kit.api import reference
 from kit.serving import TOLERANCE, error, inputs, moved, pool_of, same_bits
 
 import gdn
@@ -24,7 +24,7 @@ WRITTEN = ("history_u", "history_k", "history_G")
 
 
 def history(slots=SLOTS, places=PLACES, H=2, HV=4, K=16, V=24, dtype=F32, G=F64, lead=()):
-    """Histories that other tokens have filled, and cursors all over them."""
+    """Return histories that hold other tokens, with cursors at many places."""
     decays = -torch.rand(*lead, slots, places, HV, dtype=F64) / 8
     return {
         "history_u": torch.randn(*lead, slots, places, HV, V).to(dtype) / 4,
@@ -48,7 +48,7 @@ def call(
 
 
 def run(backend, device, x, **options):
-    """A call on copies on a device, its output poisoned first; what it wrote, on the CPU."""
+    """Run a call on copies on a device, with a poisoned output; return all that it wrote, on the CPU."""
     x = moved(x, device)
     before = x["state"].clone(), x["cursor"].clone()
     out = torch.full_like(x["v"], NAN)
@@ -57,23 +57,24 @@ def run(backend, device, x, **options):
     return out.cpu(), *(x[name].cpu() for name in WRITTEN)
 
 
-def wrongs(got, want, x, tolerance, G_tolerance=1e-12):
-    """Everything wrong with what a call left behind; places that nobody writes keep their bits."""
-    found = [] if error(got[0], want.o) <= tolerance else [f"o is off by {error(got[0], want.o):.1e}"]
+def find_errors(got, expected, x, tolerance, G_tolerance=1e-12):
+    """Return everything that is wrong with what a call wrote; unwritten places must keep their bits."""
+    found = [] if error(got[0], expected.o) <= tolerance else [f"o is off by {error(got[0], expected.o):.1e}"]
     limits = (tolerance, tolerance, G_tolerance)
-    for name, y, wanted, limit in zip(WRITTEN, got[1:], (want.u, want.k, want.G), limits, strict=True):
-        is_new = (wanted != x[name]).flatten(2).any(2)
+    exact = (expected.u, expected.k, expected.G)
+    for name, y, z, limit in zip(WRITTEN, got[1:], exact, limits, strict=True):
+        is_new = (z != x[name]).flatten(2).any(2)
         if not same_bits(y[~is_new], x[name][~is_new]):
             found.append(f"{name} was touched")
-        if not error(y[is_new], wanted[is_new]) <= limit:
-            found.append(f"{name} is off by {error(y[is_new], wanted[is_new]):.1e}")
+        if not error(y[is_new], z[is_new]) <= limit:
+            found.append(f"{name} is off by {error(y[is_new], z[is_new]):.1e}")
     return found
 
 
 def agrees(backend, device, x, tolerance, G_tolerance=1e-12, **options):
-    want = law.replay_decode(**x, **{k: v for k, v in options.items() if k != "max_seqlen"})
+    expected = reference.replay_decode(**x, **{k: v for k, v in options.items() if k != "max_seqlen"})
     got = run(backend, device, x, **options)
-    assert wrongs(got, want, x, tolerance, G_tolerance) == []
+    assert find_errors(got, expected, x, tolerance, G_tolerance) == []
     return got
 
 
@@ -88,7 +89,7 @@ KINDS = {
 }
 
 
-FEW = {("fp32", True), ("bf16", False), ("fp32 on bf16", True)}  # that are interpreted
+FEW = {("fp32", True), ("bf16", False), ("fp32 on bf16", True)}  # the kinds that are interpreted
 
 
 @pytest.mark.parametrize(
@@ -111,8 +112,8 @@ def test_replay(backend, device, poison, kind, v_first):
 
 def test_the_gate_can_fail(backend, device):
     x = call()
-    got, want = run(backend, device, x), law.replay_decode(**x)
-    assert wrongs(got, want, x, 1e-5, 1e-6) == []
+    got, expected = run(backend, device, x), reference.replay_decode(**x)
+    assert find_errors(got, expected, x, 1e-5, 1e-6) == []
     o, u, k, G = got
     lies = {
         "zero": (torch.zeros_like(o), u, k, G),
@@ -125,7 +126,7 @@ def test_the_gate_can_fail(backend, device):
         "sums that start anew": (o, u, k, G + 0.1),
     }
     for name, lie in lies.items():
-        assert wrongs(lie, want, x, 1e-5, 1e-6), name
+        assert find_errors(lie, expected, x, 1e-5, 1e-6), name
 
 
 @pytest.mark.interpret
@@ -151,7 +152,7 @@ def test_options(backend, device, absent):
 @pytest.mark.interpret
 @pytest.mark.parametrize("keys", ["random", "identical"])
 def test_sixteen_tokens_on_a_long_history(backend, device, keys):
-    """More history than one block of it, and keys that make the triangular system as stiff as it can be."""
+    """A history longer than a block agrees, with keys that make the triangular system ill-conditioned."""
     x = inputs(2, 16)
     if keys == "identical":
         x["k"][:] = x["k"][:, :1]
@@ -163,7 +164,7 @@ def test_sixteen_tokens_on_a_long_history(backend, device, keys):
 
 @pytest.mark.interpret
 def test_reset_in_a_packet_and_in_a_history(backend, device):
-    """g = -1e6 and g = -inf forget all before them and spoil nothing after."""
+    """g = -1e6 and g = -inf forget all earlier tokens and change no later one."""
     x = call()
     x["g"][:, 1] = -1e6
     x["g"][0, 2] = -torch.inf
@@ -175,7 +176,7 @@ def test_reset_in_a_packet_and_in_a_history(backend, device):
 
 @pytest.mark.interpret
 def test_nan_in_what_is_not_read_reaches_nothing(backend, device):
-    """Other slots, places past the cursor, rows without a slot: all of them may hold anything."""
+    """NaN in other slots, in places past the cursor and in rows without a slot reaches no result."""
     x = call()
     clean, dirty = run(backend, device, x), {name: v.clone() for name, v in x.items()}
     live = [7, 2, 4]
@@ -195,7 +196,7 @@ def test_nan_in_what_is_not_read_reaches_nothing(backend, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize("places", [20, 70])
 def test_programs_of_many_strips(triton_device, monkeypatch, places):
-    """As where rows and heads fill a machine."""
+    """Replay agrees in the tiles that are chosen when rows and heads fill a GPU."""
     monkeypatch.setattr(importlib.import_module("gdn.backends.triton.serving.packet"), "FILLED", 0)
     sizes = {"HV": 4, "K": 32, "V": 100}
     x = inputs(2, 5, H=2, **sizes) | history(2, places, H=2, **sizes) | {"state": pool_of(2, **sizes)}
@@ -205,7 +206,7 @@ def test_programs_of_many_strips(triton_device, monkeypatch, places):
 
 @pytest.mark.interpret
 def test_a_history_of_any_length(backend, device):
-    """Of more places than a program holds what rows get of."""
+    """A history may have more places than a program holds in registers."""
     x = inputs(2, 4) | history(2, 100) | {"state": pool_of(2), "cursor": torch.tensor([90, 17])}
     agrees(backend, device, x, 1e-5, 1e-6)
 
@@ -224,7 +225,7 @@ def test_nan_in_one_query_stays_there(backend, device, l2norm, tokens):
 
 @pytest.mark.interpret
 def test_cursors_out_of_range_are_clamped(backend, device):
-    """No place past the last is written, none before the first read; what is computed is right."""
+    """A cursor out of range is clamped: no place out of range is read or written, and results are right."""
     x = call()
     x["cursor"][[7, 2, 4]] = torch.tensor([PLACES - 1, -5, 99])
     agrees(backend, device, x, 1e-5, 1e-6)
@@ -232,7 +233,7 @@ def test_cursors_out_of_range_are_clamped(backend, device):
 
 @pytest.mark.interpret
 def test_packed_rows(backend, device, poison):
-    """Rows of 0 to 3 tokens, a tail nobody owns."""
+    """Rows of 0 to 3 tokens agree, and so do tokens past the last row."""
     x = call(raw=True) | inputs(1, 9, raw=True)
     x["cu_seqlens"] = torch.tensor([0, 2, 2, 3, 6, 7], dtype=torch.int32)
     x["read_index"] = torch.tensor([7, 2, 0, 4, -1])
@@ -246,19 +247,19 @@ def test_packed_rows(backend, device, poison):
 def test_a_row_does_not_depend_on_the_batch(backend, device):
     for dtype in (F32, BF16):
         x = call(dtype=dtype) | inputs(SLOTS, T, dtype=dtype) | {"read_index": torch.arange(SLOTS)}
-        want = run(backend, device, x)
+        expected = run(backend, device, x)
         for batch in ([3], [4, 3, 1, 0], [8, 7]):
             few = x | {name: x[name][batch] for name in ("q", "k", "v", "g", "beta", "read_index")}
             got = run(backend, device, few)
-            assert same_bits(got[0], want[0][batch])
-            assert all(same_bits(a[batch], b[batch]) for a, b in zip(got[1:], want[1:], strict=True))
+            assert same_bits(got[0], expected[0][batch])
+            assert all(same_bits(a[batch], b[batch]) for a, b in zip(got[1:], expected[1:], strict=True))
 
 
 @pytest.mark.interpret
 def test_strides_are_free(backend, device):
-    """A page that holds state and history, heads before places, tokens as views of a projection."""
+    """A page may hold state and history, heads may precede places, tokens may be views."""
     x = moved(call(dtype=BF16, kept=BF16), device)
-    want = run(backend, device, x)
+    expected = run(backend, device, x)
     page = torch.randn(SLOTS, 20_000, device=device)
     state = page[:, 40 : 40 + 4 * 24 * 16].unflatten(1, (4, 24, 16)).copy_(x["state"])
     kept = torch.randn(SLOTS, 6, PLACES, 40, dtype=BF16, device=device)
@@ -273,8 +274,8 @@ def test_strides_are_free(backend, device):
         views[name].copy_(x[name])
     out = torch.full((T, B, 4, 24), NAN, dtype=BF16, device=device).transpose(0, 1)
     api.replay_decode(**x | views, out=out, backend=backend)
-    assert error(out, want[0]) <= 1e-6
-    assert all(error(views[name], y) <= 1e-6 for name, y in zip(WRITTEN, want[1:], strict=True))
+    assert error(out, expected[0]) <= 1e-6
+    assert all(error(views[name], y) <= 1e-6 for name, y in zip(WRITTEN, expected[1:], strict=True))
 
 
 @pytest.mark.interpret
@@ -286,8 +287,8 @@ def test_nothing_to_do(backend, device, shape):
     assert all(same_bits(y, x[name]) for name, y in zip(WRITTEN, kept, strict=True))
 
 
-def keep(backend, device, x, **options):
-    """A commit on copies; state and cursor after it. Histories are only read."""
+def run_commit(backend, device, x, **options):
+    """Run a commit on copies; return the state and the cursor. Histories are only read."""
     x = moved(x, device)
     before = [x[name].clone() for name in WRITTEN]
     api.replay_commit(**x, backend=backend, **options)
@@ -296,7 +297,7 @@ def keep(backend, device, x, **options):
 
 
 def entries(layers=3, pool=F32, kept=F32, index=torch.int64, v_first=True, **sizes):
-    """Slots that fold and slots that do not, accepted counts and cursors out of range, padding."""
+    """Return slots that fold and slots that do not, counts and cursors out of range, and padding."""
     x = history(lead=(layers,), dtype=kept, **sizes)
     x["cursor"] = torch.tensor([2, 0, 4, 3, 5, 6, -4, 99, 0], dtype=index)
     where = {name: n for name, n in sizes.items() if name != "H"}
@@ -319,55 +320,55 @@ def test_commit(backend, device, kind, v_first):
     if pool == F64 and backend != "eager":
         pytest.skip("float64 is for eager alone")
     x = entries(pool=pool, kept=kept, index=index, v_first=v_first)
-    want, moved_to = law.replay_commit(**x, room=3, state_v_first=v_first)
-    state, cursor = keep(backend, device, x, room=3, state_v_first=v_first)
+    expected, moved_to = reference.replay_commit(**x, room=3, state_v_first=v_first)
+    state, cursor = run_commit(backend, device, x, room=3, state_v_first=v_first)
     assert torch.equal(cursor, moved_to) and cursor.tolist() == [3, 0, 0, 4, 5, 0, 3, 0, 3]
     for slot in range(SLOTS):
         if slot in (2, 5, 7):
-            assert error(state[:, slot], want[:, slot]) <= TOLERANCE[pool]
-            assert error(x["state"][:, slot], want[:, slot]) > 10 * TOLERANCE[pool], "the gate can fail"
+            assert error(state[:, slot], expected[:, slot]) <= TOLERANCE[pool]
+            assert error(x["state"][:, slot], expected[:, slot]) > 10 * TOLERANCE[pool], "the gate can fail"
         else:
             assert same_bits(state[:, slot], x["state"][:, slot])
     assert torch.equal(
-        keep(backend, device, x, room=3, update_cursor=False, state_v_first=v_first)[1], x["cursor"]
+        run_commit(backend, device, x, room=3, update_cursor=False, state_v_first=v_first)[1], x["cursor"]
     )
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("H, HV, K, V", [(1, 1, 1, 1), (1, 3, 60, 100), (1, 2, 128, 64), (1, 1, 200, 33)])
 def test_commit_of_heads_and_sizes(backend, device, H, HV, K, V):
-    """room = places folds whatever is there; an empty history leaves the bits of a state."""
+    """room = places folds any history, and an empty history leaves the bits of the state."""
     x = entries(1, H=H, HV=HV, K=K, V=V)
-    want, _ = law.replay_commit(**x, room=PLACES)
-    state, cursor = keep(backend, device, x, room=PLACES)
-    assert error(state, want) <= 1e-5 and not cursor[x["index"].clamp(0, SLOTS - 1)].any()
+    expected, _ = reference.replay_commit(**x, room=PLACES)
+    state, cursor = run_commit(backend, device, x, room=PLACES)
+    assert error(state, expected) <= 1e-5 and not cursor[x["index"].clamp(0, SLOTS - 1)].any()
     x["cursor"][:], x["accepted"][:] = 0, 0
-    assert same_bits(keep(backend, device, x, room=PLACES)[0], x["state"])
+    assert same_bits(run_commit(backend, device, x, room=PLACES)[0], x["state"])
 
 
 @pytest.mark.interpret
 def test_commit_in_programs_of_many_strips(triton_device, monkeypatch):
-    """As where rows and heads fill a machine."""
+    """The fold agrees in the tiles that are chosen when rows and heads fill a GPU."""
     monkeypatch.setattr(importlib.import_module("gdn.backends.triton.serving.packet"), "FILLED", 0)
     test_commit_of_heads_and_sizes("triton", triton_device, 1, 3, 60, 100)
 
 
 @pytest.mark.interpret
 def test_commit_of_nan_and_null(backend, device):
-    """Slot 0 is padding; what lies past the accepted tokens is not read."""
+    """Slot 0 is padding, and nothing past the accepted tokens is read."""
     x = entries()
     x["index"][:2] = torch.tensor([0, 2])
-    clean = keep(backend, device, x, room=3, null_slot=0)
+    clean = run_commit(backend, device, x, room=3, null_slot=0)
     assert int(clean[1][0]) == 2
     for name in WRITTEN:
         x[name][:, 2, 6:], x[name][:, 5, 8:], x[name][:, 0] = NAN, NAN, NAN
-    assert same_bits(keep(backend, device, x, room=3, null_slot=0)[0], clean[0])
+    assert same_bits(run_commit(backend, device, x, room=3, null_slot=0)[0], clean[0])
 
 
-def walk(backend, device, steps, room, places, B=2, rounded=F32, tolerance=1e-5):
-    """Packets, each verified, some of it accepted; the same accepted tokens by plain decode.
+def run_packets(backend, device, steps, room, places, B=2, rounded=F32, tolerance=1e-5):
+    """Verify packets and accept some tokens of each; decode the accepted tokens plainly.
 
-    A state is only what a call leaves: outputs of every packet, and at the end the state itself.
+    The outputs of every packet must agree, and the state at the end, since a call leaves no other result.
     """
     HV, K, V = 4, 16, 24
     state = pool_of(B)
@@ -396,56 +397,60 @@ def walk(backend, device, steps, room, places, B=2, rounded=F32, tolerance=1e-5)
 
 @pytest.mark.interpret
 def test_replay_then_commit_is_decode_of_the_accepted(backend, device):
-    walk(backend, device, [(3, (3, 0)), (3, (1, 2)), (1, (1, 1))], 3, 6)
+    run_packets(backend, device, [(3, (3, 0)), (3, (1, 2)), (1, (1, 1))], 3, 6)
 
 
-def test_any_walk(backend, device):
-    """Any packets, any accepted counts, any room in a history: always the states of plain decode."""
+def test_any_packets(backend, device):
+    """Any packets, accepted counts and room in a history give the states of plain decode."""
     packet = st.integers(1, 5).flatmap(lambda t: st.tuples(st.just(t), st.tuples(*[st.integers(0, t)] * 2)))
 
     @hypothesis.settings(max_examples=60 if backend == "eager" else 15)
     @hypothesis.given(st.lists(packet, min_size=1, max_size=7), st.integers(0, 9))
     def check(steps, more):
         torch.manual_seed(len(steps))
-        walk(backend, device, steps, 5, 5 + more)
+        run_packets(backend, device, steps, 5, 5 + more)
 
     check()
 
 
 def test_a_narrow_history_stays_within_its_limit(backend, device):
-    """bf16 histories over 12 packets and several folds: errors do not add up."""
-    walk(backend, device, [(4, (4, i % 5)) for i in range(12)], 4, 16, rounded=BF16, tolerance=5e-3)
+    """The errors of bf16 histories do not add up over 12 packets and several folds."""
+    run_packets(backend, device, [(4, (4, i % 5)) for i in range(12)], 4, 16, rounded=BF16, tolerance=5e-3)
 
 
 @pytest.mark.interpret
-def test_a_call_that_is_known_again(backend, device):
-    """The second of two calls that differ only in where their tensors lie skips the checks, nothing else."""
+def test_a_cached_call(backend, device):
+    """A second call with other addresses skips the checks and changes nothing else."""
     first, second = call(), call()
-    want = law.replay_decode(**second)
+    expected = reference.replay_decode(**second)
     run(backend, device, first)
-    assert wrongs(run(backend, device, second), want, second, 1e-5, 1e-6) == []
+    assert find_errors(run(backend, device, second), expected, second, 1e-5, 1e-6) == []
     other = second | {"cursor": second["cursor"].int()}
     assert (
-        wrongs(
-            run(backend, device, other, scale=0.5), law.replay_decode(**other, scale=0.5), other, 1e-5, 1e-6
+        find_errors(
+            run(backend, device, other, scale=0.5),
+            reference.replay_decode(**other, scale=0.5),
+            other,
+            1e-5,
+            1e-6,
         )
         == []
     )
 
 
 def test_layers_apart(backend, device):
-    """Called layer by layer, the last moves the cursors: the same as all layers at once."""
+    """Calls layer by layer, of which the last moves the cursors, equal one call for all layers."""
     x = moved(entries(), device)
-    want = keep(backend, device, x, room=3)
+    expected = run_commit(backend, device, x, room=3)
     for layer in range(3):
         parts = {name: x[name][layer : layer + 1] for name in (*WRITTEN, "state")}
         api.replay_commit(**x | parts, room=3, update_cursor=layer == 2, backend=backend)
-    assert same_bits(x["state"], want[0]) and torch.equal(x["cursor"].cpu(), want[1])
+    assert same_bits(x["state"], expected[0]) and torch.equal(x["cursor"].cpu(), expected[1])
 
 
 @pytest.mark.gpu
 def test_a_step_in_a_cuda_graph():
-    """Verification and commit, captured once, replayed on other slots, cursors and counts."""
+    """Verification and commit, captured once, may be replayed with other slots, cursors and counts."""
     x, other = (moved(call(), "cuda") for _ in range(2))
     accepted = torch.tensor([1, 2, 0, 3, 1], device="cuda")
 
@@ -465,32 +470,32 @@ def test_a_step_in_a_cuda_graph():
         held[name].copy_(v)
     held["read_index"].copy_(torch.tensor([1, 8, 3, -1, 0]))
     held["cursor"].add_(1)
-    wanted = moved(held, "cuda")
+    expected = moved(held, "cuda")
     graph.replay()
-    assert same_bits(step(wanted, accepted), o)
-    assert all(same_bits(wanted[name], held[name]) for name in (*WRITTEN, "state"))
-    assert torch.equal(wanted["cursor"], held["cursor"])
+    assert same_bits(step(expected, accepted), o)
+    assert all(same_bits(expected[name], held[name]) for name in (*WRITTEN, "state"))
+    assert torch.equal(expected["cursor"], held["cursor"])
 
 
 def test_compile_and_operators(backend, device):
     x = moved(call(raw=True), device)
     copies = {name: v.clone() for name, v in x.items()}
-    want = api.replay_decode(**copies, backend=backend) * 2
+    expected = api.replay_decode(**copies, backend=backend) * 2
     step = torch.compile(
         lambda x: api.replay_decode(**x, backend=backend) * 2, fullgraph=True, backend="aot_eager"
     )
-    assert same_bits(step(x), want)
+    assert same_bits(step(x), expected)
     assert all(same_bits(x[name], copies[name]) for name in WRITTEN)
     kept = moved(entries(), device)
-    want = keep(backend, device, kept, room=3)
+    expected = run_commit(backend, device, kept, room=3)
     torch.compile(
         lambda x: api.replay_commit(**x, room=3, backend=backend), fullgraph=True, backend="aot_eager"
     )(kept)
-    assert same_bits(kept["state"], want[0]) and torch.equal(kept["cursor"].cpu(), want[1])
+    assert same_bits(kept["state"], expected[0]) and torch.equal(kept["cursor"].cpu(), expected[1])
 
 
-def test_operators_tell_the_truth():
-    """The schemas say what is written, and the fakes what is returned."""
+def test_operators_match_their_schemas():
+    """The schemas name exactly the tensors that are written, and the fakes match the outputs."""
     absent = dict.fromkeys(
         ("g", "beta", "a", "b", "A_log", "dt_bias", "scale", "cu_seqlens", "max_seqlen", "null_slot", "out",
          "backend")
@@ -560,7 +565,7 @@ def test_refusals_touch_nothing(function, kind, message, change):
         if function is api.replay_decode
         else entries() | {"room": 3}
     )
-    # a call that passed shields no other
+    # a valid call before does not hide the error of the next one
     function(**moved(x, "cpu"))
     x |= change
     before = {k: v.detach().clone() for k, v in x.items() if isinstance(v, torch.Tensor)}

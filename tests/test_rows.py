@@ -1,4 +1,4 @@
-"""A row's bits among any number of rows: by that number tiles are chosen, and no result may tell."""
+"""Check that a row's bits do not depend on the number of rows, by which tile sizes are chosen."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ MOST, FEWER = 300, (1, 2, 8, 64)
 PER_ROW = ("q", "k", "v", "a", "b", "z", "mixed_qkv", "read_index")
 
 
-def made(name, sizes, pool):
-    """A call of MOST rows on the default device: its tensors, its options, and what it writes by slot."""
+def make_call(name, sizes, pool):
+    """Return a call of MOST rows on the default device: tensors, options, and what it writes by slot."""
     (H, HV, K, V), dtype = sizes, F16 if pool == F16 else BF16
     options = {"backend": None}
     if name == "step":
@@ -32,15 +32,15 @@ def made(name, sizes, pool):
 @pytest.mark.parametrize("pool", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("name", ["one token", "packet", "chunk form", "replay", "step"])
 def test_a_row_among_any_number_of_rows(backend, device, name, pool):
-    """On a GPU at the size of a model: 32 to 9600 states, which leave it empty and fill it many times."""
+    """A row has its bits among 32 to 9600 states, which fill a GPU not at all or many times."""
     call = {"replay": api.replay_decode, "step": api.decode_step}.get(name, api.decode)
     with torch.device(device):
-        x, options, written = made(name, (2, 4, 16, 24) if device == "cpu" else (16, 32, 128, 128), pool)
+        x, options, written = make_call(name, (2, 4, 16, 24) if device == "cpu" else (16, 32, 128, 128), pool)
         options["backend"] = backend
         batches = [torch.randperm(MOST)[:count] for count in FEWER]
 
     def run(batch):
-        """Outputs of some rows, and what they leave in their slots."""
+        """Return the outputs of some rows, and the states in their slots."""
         few = {key: v[batch] if key in PER_ROW else v for key, v in x.items()}
         few |= {key: x[key].clone() for key in written}
         return [call(**few, **options), *(few[key][batch] for key in written)]

@@ -1,4 +1,4 @@
-"""The rule as torch sees it: operators, tracing, checkpoints, autocast; what holds without a reference."""
+"""Test the rule as PyTorch sees it: operators, tracing, checkpoints, autocast, and other properties."""
 
 from dataclasses import replace
 
@@ -7,21 +7,26 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gdn
-from gdn.backends import load
+from gdn.backends import Saved, load
 from gdn.backends.eager.blocks import plan
-from gdn.bench.accuracy import answers, check, compare, expect, judge, law, run
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.ops import library
 from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
+from gdn.testing.accuracy import check, run
+from gdn.testing.accuracy import compare_outputs as judge
+from gdn.testing.accuracy import expect_outputs as expect
+from gdn.testing.accuracy import measure_error as compare
+from gdn.testing.accuracy import reference_rule as law
+from gdn.testing.accuracy import run_poisoned as answers
 
 FORMS = [gdn.chunk_gated_delta_rule, gdn.fused_recurrent_gated_delta_rule]
 chunk, recurrent = FORMS
-# a token at a time takes an interpreter long: there the chunked form alone
+# the recurrent form is slow in an interpreter, which runs the chunked form only
 CHUNKED = [pytest.param(chunk, marks=pytest.mark.interpret), recurrent]
 
 
-def form(function, backend=None):
-    """A function of the rule as a provider: q, k, v, g, beta by position."""
+def provider_of(function, backend=None):
+    """Return a function of the rule as a provider: q, k, v, g, beta by position."""
     return lambda q, k, v, g, beta, **options: function(q, k, v, g=g, beta=beta, backend=backend, **options)
 
 
@@ -32,8 +37,8 @@ def tensors(T=70, B=2, H=2, HV=4, K=16, V=24, dtype=torch.float32, device="cpu",
     return [x.to(device).requires_grad_(requires_grad) for x in (q, k, v, g, torch.rand(B, T, HV))]
 
 
-def moved(options, device):
-    """The tensors among a call's options on a device."""
+def copy_options(options, device):
+    """Return a call's options with their tensors on a device."""
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
@@ -50,26 +55,26 @@ OPTIONS = [
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_opcheck(backend, device, options, requires_grad):
     x = tensors(device=device, requires_grad=requires_grad)
-    problem = parse(*x, backend=backend, **moved(options, device))
+    problem = parse(*x, backend=backend, **copy_options(options, device))
     torch.library.opcheck(library.chunk_forward, (*problem.arguments(), requires_grad))
     torch.library.opcheck(library.recurrent_forward, problem.arguments())
 
 
-def permuted(x):
-    """The same numbers with the first axis innermost in memory."""
+def permute_memory(x):
+    """Return the same numbers with the first axis innermost in memory."""
     return x.movedim(0, -1).contiguous().movedim(-1, 0)
 
 
 def test_opcheck_of_permuted_inputs(backend, device):
-    """Whatever the strides that came, what leaves is contiguous: the compiler plans for that."""
-    x = [permuted(t) for t in tensors(B=3, device=device)]
-    S = permuted(torch.randn(3, 4, 16, 24, device=device))
+    """Outputs are contiguous whatever the strides of the inputs, since the compiler plans for that."""
+    x = [permute_memory(t) for t in tensors(B=3, device=device)]
+    S = permute_memory(torch.randn(3, 4, 16, 24, device=device))
     gate = {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "use_beta_sigmoid_in_kernel": True}
     problem = parse(
-        *x, initial_state=S, output_final_state=True, backend=backend, **moved(gate, device)
+        *x, initial_state=S, output_final_state=True, backend=backend, **copy_options(gate, device)
     )  # fmt: skip
     torch.library.opcheck(library.chunk_forward, (*problem.arguments(), True))
-    backward = (*problem.arguments(), *[None] * library.NUM_SAVED, permuted(x[2]), S)
+    backward = (*problem.arguments(), *Saved(), permute_memory(x[2]), S)
     torch.library.opcheck(library.chunk_backward, backward)
     torch.library.opcheck(library.recurrent_forward, problem.arguments())
     outputs = library.chunk_backward(*backward), library.chunk_forward(*problem.arguments(), True)
@@ -78,7 +83,7 @@ def test_opcheck_of_permuted_inputs(backend, device):
 
 @pytest.mark.interpret
 def test_opcheck_backward_and_packed(poison, backend, device):
-    """In poisoned memory: what was not written is no equal of itself."""
+    """The backward and packed calls pass opcheck in poisoned memory, where NaN equals nothing."""
     x = [t[:1] for t in tensors(device=device)]
     offsets = torch.tensor([0, 0, 30, 65], device=device)
     problem = parse(*x, cu_seqlens=offsets, output_final_state=True, backend=backend)
@@ -86,9 +91,7 @@ def test_opcheck_backward_and_packed(poison, backend, device):
     o, S, *saved = library.chunk_forward(*problem.arguments(), True)
     saved = [s if s.numel() else None for s in saved]
     torch.library.opcheck(library.chunk_backward, (*problem.arguments(), *saved, o, S))
-    torch.library.opcheck(
-        library.chunk_backward, (*problem.arguments(), *[None] * library.NUM_SAVED, None, S)
-    )
+    torch.library.opcheck(library.chunk_backward, (*problem.arguments(), *Saved(), None, S))
 
 
 @pytest.mark.parametrize("function", FORMS)
@@ -134,7 +137,7 @@ def test_export_with_dynamic_length(backend, device):
 @pytest.mark.parametrize("function", FORMS)
 def test_activation_checkpointing(backend, device, function, reentrant):
     x = tensors(device=device, requires_grad=True)
-    f = form(function, backend)
+    f = provider_of(function, backend)
     plain = torch.autograd.grad(f(*x)[0].sum(), x)
     for t in x:
         t.grad = None
@@ -144,7 +147,7 @@ def test_activation_checkpointing(backend, device, function, reentrant):
 
 @pytest.mark.parametrize("function", FORMS)
 def test_autocast_casts_q_k_v_and_nothing_else(backend, device, function):
-    f = form(function, backend)
+    f = provider_of(function, backend)
     q, k, v, g, beta = tensors(device=device)
     expected = f(q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta, output_final_state=True)
     with torch.autocast(device, torch.bfloat16):
@@ -163,7 +166,7 @@ def test_gradcheck(function):
     more = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2,), (2,), (1, 2, 2, 3))]
 
     def f(q, k, v, g, beta, A_log, dt_bias, S):
-        return form(function)(
+        return provider_of(function)(
             q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=S, use_gate_in_kernel=True,
             use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, use_qk_l2norm_in_kernel=True,
             state_v_first=True, output_final_state=True,
@@ -176,10 +179,10 @@ def test_gradcheck(function):
 def test_only_what_was_asked_for_gets_a_gradient(backend, device, function):
     q, k, v, g, beta = tensors(device=device)
     S = torch.randn(2, 4, 16, 24).to(device).requires_grad_()
-    o, final = form(function, backend)(q, k, v, g, beta, initial_state=S, output_final_state=True)
+    o, final = provider_of(function, backend)(q, k, v, g, beta, initial_state=S, output_final_state=True)
     final.sum().backward()
     assert S.grad.abs().sum() > 0 and q.grad is None
-    assert form(function, backend)(q, k, v, g, beta)[1] is None
+    assert provider_of(function, backend)(q, k, v, g, beta)[1] is None
 
 
 @pytest.mark.interpret
@@ -189,7 +192,7 @@ def test_dtypes_of_every_output(backend, device, function, dtype):
     q, k, v, g, beta = tensors(20, dtype=dtype, device=device)
     leaves = [q, k, v, g.half(), beta.bfloat16(), torch.randn(2, 4, 16, 24).half().to(device)]
     leaves = [x.detach().requires_grad_() for x in leaves]
-    f = form(function, backend)
+    f = provider_of(function, backend)
     if backend == "triton" and dtype == torch.float64:
         with pytest.raises(NotImplementedError, match="triton: expected bf16, fp16 or fp32, got float64"):
             f(*leaves[:5])
@@ -207,7 +210,7 @@ def test_smallest_problems(backend, device, function, shape):
     B, T = shape
     x = [t.detach().requires_grad_() for t in tensors(T, B, device=device)]
     S = torch.randn(B, 4, 16, 24).to(device).requires_grad_()
-    o, final = form(function, backend)(*x, initial_state=S, output_final_state=True)
+    o, final = provider_of(function, backend)(*x, initial_state=S, output_final_state=True)
     expected = law(*x, initial_state=S, output_final_state=True, exact=True, batch_invariant=False)
     torch.testing.assert_close(o, expected[0].float())
     torch.testing.assert_close(final, expected[1].float() if B else S)
@@ -223,7 +226,9 @@ def test_packed_corners(backend, device, function, offsets):
     x = [t.detach().requires_grad_() for t in tensors(T, 1, device=device)]
     S = torch.randn(len(offsets) - 1, 4, 16, 24).to(device).requires_grad_()
     cu_seqlens = torch.tensor(offsets, device=device)
-    o, final = form(function, backend)(*x, initial_state=S, cu_seqlens=cu_seqlens, output_final_state=True)
+    o, final = provider_of(function, backend)(
+        *x, initial_state=S, cu_seqlens=cu_seqlens, output_final_state=True
+    )
     assert final.shape == S.shape and bool((o[:, offsets[-1] :] == 0).all())
     gradients = torch.autograd.grad([o.sum(), final.sum()], [*x, S])
     assert all(bool((d[:, offsets[-1] :] == 0).all()) for d in gradients[:5])
@@ -232,7 +237,7 @@ def test_packed_corners(backend, device, function, offsets):
 @pytest.mark.interpret
 @pytest.mark.parametrize("function", FORMS)
 def test_nan_reaches_no_other_sequence_and_no_other_head(backend, device, function):
-    x, f = tensors(200, 1, device=device), form(function, backend)
+    x, f = tensors(200, 1, device=device), provider_of(function, backend)
     offsets = torch.tensor([0, 50, 130, 200], device=device)
     clean = f(*x, cu_seqlens=offsets, output_final_state=True)
     x[2][0, 70, 1] = torch.nan
@@ -249,7 +254,7 @@ def test_nan_reaches_no_other_sequence_and_no_other_head(backend, device, functi
 @pytest.mark.parametrize("function", CHUNKED)
 def test_nan_in_the_gradient_of_o_is_seen(backend, device, function):
     x = tensors(70, 1, K=64, dtype=torch.bfloat16, device=device, requires_grad=True)
-    o, _ = form(function, backend)(*x)
+    o, _ = provider_of(function, backend)(*x)
     do = torch.ones_like(o)
     do[0, 40, 1, 5] = torch.nan
     dv = torch.autograd.grad(o, x[2], do)[0]
@@ -264,7 +269,7 @@ def test_strided_views_are_not_disturbed(backend, device, function):
     along_T = v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     assert v.stride(1) != v[0, 0].numel() and along_T.stride(1) == 1
     g, beta = tensors(device=device)[3:]
-    copy, f = projection.clone(), form(function, backend)
+    copy, f = projection.clone(), provider_of(function, backend)
     expected = f(q.contiguous(), k.contiguous(), v.contiguous(), g, beta)[0]
     assert torch.equal(f(q, k, v, g, beta)[0], expected)
     assert torch.equal(f(q, k, along_T, g, beta)[0], expected)
@@ -281,13 +286,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_reruns_are_bit_identical(backend, device, case):
     given = inputs(case, torch.bfloat16, device=device)
-    first, second = (run(form(chunk, backend), given) for _ in range(2))
+    first, second = (run(provider_of(chunk, backend), given) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("function", CHUNKED)
 def test_packed_equals_separate_and_cut_equals_whole(backend, device, function):
-    dtype, f = torch.float32 if backend == "triton" else torch.float64, form(function, backend)
+    dtype, f = torch.float32 if backend == "triton" else torch.float64, provider_of(function, backend)
     near = {"rtol": 1e-4, "atol": 1e-5} if backend == "triton" else {}
     x = tensors(200, 1, dtype=dtype, device=device)
     S0 = torch.randn(2, 4, 16, 24, dtype=dtype).to(device)
@@ -306,8 +311,8 @@ def test_packed_equals_separate_and_cut_equals_whole(backend, device, function):
 
 @pytest.mark.parametrize("function", FORMS)
 def test_batch_invariance(backend, device, function):
-    """With the option, a sequence's bits are those of the sequence alone, whatever else is in the batch."""
-    x, f = tensors(150, 5, H=2, HV=4, K=32, V=32, device=device), form(function, backend)
+    """With the option a sequence has the bits that it has alone, whatever else is in the batch."""
+    x, f = tensors(150, 5, H=2, HV=4, K=32, V=32, device=device), provider_of(function, backend)
     o, S = f(*x, batch_invariant=True, output_final_state=True)
     for b in range(5):
         alone = f(*(t[b : b + 1] for t in x), batch_invariant=True, output_final_state=True)
@@ -318,7 +323,7 @@ def test_batch_invariance(backend, device, function):
     "options", [{}, {"cu_seqlens": torch.tensor([0, 30, 60, 70])}], ids=["batch", "packed"]
 )
 def test_a_batch_invariant_block_holds_one_sequence(options):
-    """Bits need not differ on every machine where it does not: so what it rests on is looked at itself."""
+    """Bits may agree by chance, so the reason is tested: a block holds one sequence."""
     x = [t[:1] for t in tensors()] if options else tensors()
 
     def widest(**more):
@@ -332,7 +337,7 @@ def test_a_batch_invariant_block_holds_one_sequence(options):
 def test_any_backward_follows_a_forward_that_saved_nothing(backend, device):
     dtype, limit = (torch.float32, 1e-5) if backend == "triton" else (torch.float64, 1e-10)
     given = inputs(replace(CASES[1], heads=(1, 2), lengths=packed(0, 5, 0, 70)), dtype, device=device)
-    saved, recomputed = run(form(chunk, backend), given), run(form(recurrent, backend), given)
+    saved, recomputed = run(provider_of(chunk, backend), given), run(provider_of(recurrent, backend), given)
     for name in saved:
         error, _ = compare(saved[name], recomputed[name], limit, lambda: 0.0)
         assert error <= limit, name
@@ -341,7 +346,7 @@ def test_any_backward_follows_a_forward_that_saved_nothing(backend, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_backward_follows_any_forward(backend, device, case):
-    """What one backend saved is what every other one's backward expects."""
+    """The backward of every backend accepts the saved tensors of every forward."""
     given = inputs(case, torch.float32, device=device)
     options = {name: x for name, x in given.options.items() if name != "backend"}
     problem = parse(**{"g": None, "beta": None, **given.tensors}, **options, backend=backend)
@@ -355,23 +360,23 @@ def test_any_backward_follows_any_forward(backend, device, case):
             assert compare(getattr(theirs, name), getattr(own, name), 1e-4, lambda: 0.0)[0] <= 1e-4, name
 
 
-def test_lengths_on_a_device_nobody_may_read(monkeypatch):
-    """The plan for packed sequences whose lengths are known to the device alone gives the same answers."""
+def test_lengths_that_are_only_on_the_device(monkeypatch):
+    """A plan for lengths on the device gives the results of one for lengths on the host."""
     given = inputs(CASES[1], torch.float64)
-    expected = run(chunk, given), run(form(recurrent), given)
+    expected = run(chunk, given), run(provider_of(recurrent), given)
     for module in ("blocks", "recurrent"):
         monkeypatch.setattr(f"gdn.backends.eager.{module}.host_offsets", lambda *args, **options: None)
     for function in FORMS:
-        o, S = form(function)(*tensors(7, 1), cu_seqlens=torch.tensor([0]), output_final_state=True)
+        o, S = provider_of(function)(*tensors(7, 1), cu_seqlens=torch.tensor([0]), output_final_state=True)
         assert S.shape[0] == 0 and not o.any()
-    for function, results in zip((chunk, form(recurrent)), expected, strict=True):
+    for function, results in zip((chunk, provider_of(recurrent)), expected, strict=True):
         for name, x in run(function, given).items():
             assert compare(x, results[name], 1e-12, lambda: 0.0)[0] <= 1e-10, name
 
 
 @pytest.mark.interpret
 def test_time_and_memory_are_linear(backend, device):
-    """What a forward keeps for its backward grows with T, never with T squared."""
+    """The saved tensors of a forward grow with T, and never with T squared."""
     sizes = []
     for T in (256, 512):
         arguments = parse(*tensors(T, 1, device=device), backend=backend).arguments()
@@ -386,7 +391,7 @@ def test_a_wrong_answer_is_refused(backend, device):
     def dropped_state(*args, **options):
         return chunk(*args, **{**options, "initial_state": None, "backend": backend})
 
-    assert all(row.ok for row in check(form(chunk, backend), case, torch.float32, device=device))
+    assert all(row.ok for row in check(provider_of(chunk, backend), case, torch.float32, device=device))
     assert not all(row.ok for row in check(dropped_state, case, torch.float32, device=device))
 
 
@@ -394,7 +399,7 @@ def test_a_wrong_answer_is_refused(backend, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("K", [32, 128])
 def test_rows_of_any_norm_and_writes_of_any_strength(backend, device, dtype, K):
-    """Rows of q and k from 0 to 16 times a unit's, beta from 0 to 1, side by side in one chunk."""
+    """Rows of q and k with norms from 0 to 16, and beta from 0 to 1, agree side by side in one chunk."""
     case = Case("mild", lengths=rows(70), heads=(1, 2), sizes=(K, 32), use_qk_l2norm_in_kernel=True)
     given = inputs(case, dtype, device=device)
     place = torch.arange(70, device=device)
@@ -404,7 +409,7 @@ def test_rows_of_any_norm_and_writes_of_any_strength(backend, device, dtype, K):
     strengths = torch.tensor([0.0, 1e-5, 9e-4, 2e-3, 1.0], device=device)
     given.tensors["beta"].copy_(strengths[place % 5][None, :, None])
     expected = expect(given, lambda: given, 1, True)
-    results = answers(form(chunk, backend), given)
+    results = answers(provider_of(chunk, backend), given)
     wrong = [(row.output, row.error) for row in judge(results, expected, case) if not row.ok]
     assert not wrong, wrong
 
@@ -413,10 +418,10 @@ def test_rows_of_any_norm_and_writes_of_any_strength(backend, device, dtype, K):
 def test_what_lies_past_the_last_sequence_reaches_nothing(backend, device, function):
     case = Case("model", lengths=packed(70, 0, 33, tail=29), raw_gate="on", beta="sigmoid", state="wide")
     given = inputs(case, torch.float32, device=device)
-    clean = run(form(function, backend), given)
+    clean = run(provider_of(function, backend), given)
     for name in ("q", "k", "v", "g", "beta"):
         given.tensors[name][:, 103:] = torch.nan
-    for name, x in run(form(function, backend), given).items():
+    for name, x in run(provider_of(function, backend), given).items():
         assert torch.equal(x, clean[name]), name
 
 
@@ -430,31 +435,31 @@ def test_no_decay_and_full_decay_have_finite_gradients(backend, device, function
         if A_log is not None:
             rate = torch.full((4,), A_log, device=device, requires_grad=True)
             options = {"use_gate_in_kernel": True, "A_log": rate}
-        o, S = form(function, backend)(*leaves, output_final_state=True, **options)
+        o, S = provider_of(function, backend)(*leaves, output_final_state=True, **options)
         found = torch.autograd.grad(o.sum() + S.sum(), [*leaves, *list(options.values())[1:]])
         assert all(bool(x.isfinite().all()) for x in (o, S, *found))
 
 
 @pytest.mark.parametrize("function", FORMS)
 def test_forward_mode_and_second_derivatives_are_refused(function):
-    """Neither exists; the one would silently be zero, the other must not disturb who only records."""
+    """Forward mode raises instead of giving zero, and a second derivative raises only if it is computed."""
     q, *others = tensors(T=5)
     with pytest.raises(NotImplementedError, match="forward-mode tangent"):
-        torch.func.jvp(lambda q: form(function)(q, *others)[0], (q,), (torch.ones_like(q),))
+        torch.func.jvp(lambda q: provider_of(function)(q, *others)[0], (q,), (torch.ones_like(q),))
     q.requires_grad_()
-    (dq,) = torch.autograd.grad(form(function)(q, *others)[0].square().sum(), q, create_graph=True)
+    (dq,) = torch.autograd.grad(provider_of(function)(q, *others)[0].square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="first derivatives only"):
         dq.sum().backward()
 
 
 @pytest.mark.parametrize("function", CHUNKED)
-def test_a_call_that_is_known_again(monkeypatch, backend, device, function):
-    """What is not checked again changes no bit: not on strided tensors, nor where hooks lay others out."""
+def test_a_cached_call(monkeypatch, backend, device, function):
+    """Skipping the checks changes no bit, with strided tensors and where hooks give tensors other layouts."""
     options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
 
     def call(x, S):
         leaves = [*x, S]
-        outputs = form(function, backend)(*x, **options, initial_state=S)
+        outputs = provider_of(function, backend)(*x, **options, initial_state=S)
         return [*outputs, *torch.autograd.grad(outputs, leaves, [y.detach().clone() for y in outputs])]
 
     def draw():
@@ -468,7 +473,7 @@ def test_a_call_that_is_known_again(monkeypatch, backend, device, function):
     with torch.autograd.graph.save_on_cpu():
         results.append(call(*given))
     with torch.no_grad():
-        outputs = form(function, backend)(*given[0], **options, initial_state=given[1])
+        outputs = provider_of(function, backend)(*given[0], **options, initial_state=given[1])
     monkeypatch.setenv("GDN_DEBUG", "1")
     want = call(*given)
     for got in (*results, outputs):
@@ -478,7 +483,7 @@ def test_a_call_that_is_known_again(monkeypatch, backend, device, function):
 @pytest.mark.parametrize("function", FORMS)
 def test_what_a_known_call_still_checks(backend, device, function):
     x = [t[:1] for t in tensors(device=device)]
-    call = form(function, backend)
+    call = provider_of(function, backend)
     for offsets in ([0, 30, 70], [0, 40, 70], [0, 30, 69]):
         call(*x, cu_seqlens=torch.tensor(offsets))
     for offsets, message in (([0, 70, 30], "non-decreasing"), ([0, 30, 71], "at most T=70")):
@@ -495,7 +500,7 @@ def test_what_a_known_call_still_checks(backend, device, function):
 
 @pytest.mark.interpret
 def test_what_is_saved_is_written_whole(poison, backend, device):
-    """A short sequence takes a short chunk; the tiles it saves hold nothing else."""
+    """The saved tiles of a short sequence's only chunk are written whole, with nothing else in them."""
     for T in (1, 20, 33, 64, 65):
         problem = parse(*tensors(T, device=device), backend=backend)
         saved = library.chunk_forward(*problem.arguments(), True)[2:]
@@ -505,7 +510,7 @@ def test_what_is_saved_is_written_whole(poison, backend, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 0, 30, 65], [0, 1, 2, 3, 4, 5, 6], [0, 64, 130]])
 def test_what_is_saved_of_packed_sequences_is_written_whole(poison, backend, device, offsets):
-    """Tiles that short sequences leave over, and tokens past the last one, hold nothing else either."""
+    """Surplus tiles, and tokens past the last sequence, are written whole, with nothing else in them."""
     x = [t[:1] for t in tensors(150, device=device)]
     options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": torch.tensor(offsets, device=device)}
     problem = parse(*x, **options, backend=backend)

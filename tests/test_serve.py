@@ -1,4 +1,4 @@
-"""examples/serve.py: the engine's words are those that Transformers generates, one prompt at a time."""
+"""Check that examples/serve.py generates the text that Transformers generates one prompt at a time."""
 
 import importlib.util
 import re
@@ -21,22 +21,22 @@ _models = {}
 
 @pytest.fixture(params=[0.02, 0.2], ids=["repeats itself", "does not"])
 def model(request):
-    """A model that falls into loops, which drafts foresee, and one that does not."""
+    """Return a model that falls into loops, which drafts foresee, or one that does not."""
     if request.param not in _models:
         _models[request.param] = serve.build("cpu", torch.float32, request.param)
     return _models[request.param]
 
 
 def prompts(count, shared=serve.BLOCK + 7):
-    """Of different lengths, the first tokens of all the same, each word twice."""
+    """Return prompts of different lengths with equal first tokens, each prompt twice."""
     draw = torch.Generator().manual_seed(3)
     start = torch.randint(1, 255, (shared,), generator=draw).tolist()
     ends = [torch.randint(1, 255, (1 + 5 * n % 17,), generator=draw).tolist() for n in range(count)]
     return [start + end + end for end in ends]
 
 
-def wanted(model, prompt):
-    """By Transformers' own functions."""
+def generate_text(model, prompt):
+    """Return the text that Transformers' own functions generate."""
     ids = torch.tensor([prompt])
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
@@ -58,13 +58,13 @@ def run(model, given, **options):
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_words_are_those_of_transformers(model, drafts):
-    """Seven requests through three rows: prefixes kept, slots recycled, drafts accepted and not."""
+    """Seven requests on three rows keep prefixes, reuse slots, and accept some drafts."""
     given = prompts(7)
     engine, requests, _ = run(model, given, rows=3, slots=5, drafts=drafts)
     for request in requests:
-        assert request.tokens == wanted(model, request.prompt)
+        assert request.tokens == generate_text(model, request.prompt)
     assert engine.pool.hits >= 4 and max(r.reused for r in requests) == serve.BLOCK
-    # every slot is free again or holds a prefix
+    # at the end every slot is free or holds a prefix
     assert len(engine.pool.free) + len(engine.pool.prefixes) == 5
     assert "0 running" in str(engine.pool)
 
@@ -78,22 +78,22 @@ def test_drafts_save_steps():
     assert sum(r.accepted for r in drafted) > 0 and fewer < steps
 
 
-def test_a_full_pool_evicts_prefixes_that_nobody_reads(model):
-    """As many slots as rows: a kept prefix must go for a request, but not while another starts from it."""
+def test_a_full_pool_evicts_unused_prefixes(model):
+    """With as many slots as rows a prefix is evicted, but not while another request starts from it."""
     given = [prompt for n in range(3) for prompt in prompts(2, shared=serve.BLOCK + n)] * 2
     _, requests, _ = run(model, given, rows=3, slots=3, drafts=1)
     for request in requests[:4]:
-        assert request.tokens == wanted(model, request.prompt)
+        assert request.tokens == generate_text(model, request.prompt)
     pool = serve.Pool(model, 2, 1, 32)
     pool.free, pool.prefixes[(1,)], pool.prefixes[(2,)] = [], 0, 1
     assert pool.take({0}) == 1 and pool.take({0}) is None and pool.take(set()) == 0
 
 
 def test_the_same_prompt_again_and_again(model):
-    """One of whole blocks: its last token is computed anew, its prefix kept once."""
+    """For a prompt of whole blocks the last token is computed again, and its prefix is kept once."""
     given = [prompts(1, shared=200)[0][: 2 * serve.BLOCK]] * 4
     engine, requests, _ = run(model, given, rows=2, slots=8, drafts=1)
-    assert all(r.tokens == wanted(model, given[0]) for r in requests)
+    assert all(r.tokens == generate_text(model, given[0]) for r in requests)
     assert len(engine.pool.prefixes) == 1 and len(engine.pool.free) == 7
 
 
@@ -118,7 +118,7 @@ def test_the_command_runs(monkeypatch, capsys):
 
 
 def test_piped_text_comes_step_by_step(monkeypatch, capsys):
-    """A line a step, of which those of one request make up its text."""
+    """A pipe gets one line a step, and the lines of one request make up its text."""
     shown = command(monkeypatch, capsys, "--requests", "2", "--new", "6", "--rows", "2", "--spread", "0.02")
     steps = int(re.search(r"in (\d+) steps", shown[-1])[1])
     streamed = [line.split(" MB ", 1)[1] for line in shown[1 : 1 + steps]]
@@ -137,10 +137,10 @@ def test_the_commands_own_drafts_hold_now_and_then(monkeypatch, capsys):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_requests_meet_what_the_warmup_compiled(monkeypatch, dtype):
-    """Launches are recorded, on an imagined H200, not run: the text is none, the launches are those."""
+    """Requests launch only what the warmup compiled; launches are recorded on an imagined H200, not run."""
     from kit import compiling
 
-    from gdn.ops import repeats
+    from gdn.ops import fastpath
 
     monkeypatch.setenv("GDN_BACKEND", "triton")
     model = serve.build("cpu", dtype, 0.02)
@@ -154,7 +154,7 @@ def test_requests_meet_what_the_warmup_compiled(monkeypatch, dtype):
             engine.step()
 
     met = set(compiling.jobs(serves, "cuda:90"))
-    repeats._known.clear()
+    fastpath._calls.clear()
     assert met <= warmed, sorted(job.name for job in met - warmed)
     kernels = {job.kernel.__name__ for job in met}
     assert {"snapshot_kernel", "scatter_kernel", "decode_kernel"} <= kernels and engine.pool.hits > 0
@@ -162,7 +162,7 @@ def test_requests_meet_what_the_warmup_compiled(monkeypatch, dtype):
 
 @pytest.mark.gpu
 def test_graphs_give_the_same_words():
-    """On a GPU a step is one graph; in fp32 its words are those of the CPU."""
+    """On a GPU a step is one graph, and in fp32 its text is that of the CPU."""
     given = prompts(5)
     cpu = run(serve.build("cpu", torch.float32, 0.2), given, rows=2, slots=4, drafts=2)[1]
     engine, requests, _ = run(serve.build("cuda", torch.float32, 0.2), given, rows=2, slots=4, drafts=2)

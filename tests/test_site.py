@@ -77,12 +77,12 @@ TABLE = """|  | shape | dtype |
 def test_a_group_of_arguments_with_a_head_of_words_becomes_a_table():
     made = pages.docstring_to_markdown("Where to read:\n    state  [slots]  fp32\n    index  [B]      int")
     assert made.startswith("**Where to read**\n\n| ") and "| `index` | \\[B\\] | int |" in made
-    # a sentence with a colon is none
+    # a sentence with a colon is not a table
     assert pages.docstring_to_markdown("Two rows must differ: one writes.").startswith("Two rows")
 
 
 def test_columns_become_a_table():
-    """Join the lines of a row; let a name be longer than its column."""
+    """The lines of a row are joined, and a name may be longer than its column."""
     made = pages.docstring_to_markdown(COLUMNS.replace("a_long_name  int  or", "a_long_name int or"))
     assert made.startswith("**Arguments**\n\n```text\n")
     # the second cell begins at its column
@@ -134,7 +134,7 @@ def test_the_reference_has_every_public_name():
 
 
 def test_every_page_is_in_the_navigation():
-    """Name each page of docs/ in mkdocs.yml; the lab's entries are added by the hook."""
+    """mkdocs.yml names each page of docs/; the hook adds the lab's entries."""
     config = (ROOT / "mkdocs.yml").read_text()
     named = set(re.findall(r"([\w/-]+\.md)$", config, re.M))
     for path in (ROOT / "docs").rglob("*.md"):

@@ -1,4 +1,4 @@
-"""Stages against the reference stages, adjoints against autograd of these, and these against the law."""
+"""Compare stages with the reference, adjoints with its autograd, and the reference with the recurrence."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +14,7 @@ from gdn.problem.stages import AXES
 from gdn.reference import stages as reference_stages
 
 C = 64
-# stage: arguments, outputs, and what the adjoint takes before the gradients of the outputs
+# stage: arguments, outputs, and the adjoint's arguments before the gradients of the outputs
 STAGES = {
     "chunk_cumsum": ("g", "G", "g"),
     "chunk_gate_cumsum": ("a A_log dt_bias", "G", "a A_log dt_bias"),
@@ -25,7 +25,7 @@ STAGES = {
     "chunk_output": ("q k v_new G S_in", "o", "q k v_new G S_in"),
 }
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-FINEST = {"eager": torch.float64, "triton": torch.float32}  # what a backend computes in
+FINEST = {"eager": torch.float64, "triton": torch.float32}  # the widest dtype that a backend computes in
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp64", "fp32"])
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_holds_nan(request):
-    """On a GPU some of torch's own operators, which most adjoints are made of, have no deterministic form."""
+    """Poison new memory; on a GPU allow operators without a deterministic form, as adjoints use some."""
     on_gpu = "device" in request.fixturenames and request.getfixturevalue("device") == "cuda"
     request.getfixturevalue("poison" if on_gpu else "strict_poison")
 
@@ -81,7 +81,7 @@ def offsets_of(case: Case) -> torch.Tensor | None:
 
 
 def leaves(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The tensors a caller gives, in float64."""
+    """Return the inputs that a caller gives, in float64."""
     rng = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -112,7 +112,7 @@ def leaves(case: Case, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def tensors(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every tensor of every stage, by the reference in float64, then rounded; G stays float64."""
+    """Return every tensor of every stage: the reference's in float64, then rounded; G stays float64."""
     return {name: x if name == "G" else x.to(dtype) for name, x in exact_tensors(case).items()}
 
 
@@ -130,10 +130,10 @@ def expected(stage: str, arguments: list[torch.Tensor], case: Case) -> tuple[tor
     return result if isinstance(result, tuple) else (result,)
 
 
-def computed(
+def compute(
     stage: str, arguments: list[torch.Tensor], case: Case, backend: str, device: str
 ) -> tuple[torch.Tensor, ...]:
-    """On the device, and back."""
+    """Return the results of a stage on the device, copied back."""
     offsets = offsets_of(case)
     arguments = [x.to(device) for x in arguments]
     offsets = None if offsets is None else offsets.to(device)
@@ -146,7 +146,7 @@ def named(names: str, values: tuple[torch.Tensor, ...]) -> dict[str, torch.Tenso
 
 
 def random_gradients(stage: str, case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
-    """One for each output of a stage."""
+    """Return one gradient for each output of a stage."""
     rng = torch.Generator().manual_seed(1)
     known = exact_tensors(case)
     douts = [
@@ -161,16 +161,16 @@ def adjoint_arguments(stage: str, case: Case, dtype: torch.dtype) -> list[torch.
 
 
 def expected_gradients(stage: str, case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """By autograd of the reference."""
+    """Return the gradients by autograd of the reference."""
     arguments, known = STAGES[stage][0].split(), tensors(case, dtype)
     inputs = [known[x].double().clone().requires_grad_() for x in arguments]
     douts = [x.double() for x in random_gradients(stage, case, dtype)]
-    values = differentiated(expected(stage, inputs, case), inputs, douts)
+    values = differentiate(expected(stage, inputs, case), inputs, douts)
     return {f"d{name}": x for name, x in zip(arguments, values, strict=True)}
 
 
-def differentiated(results, inputs, douts) -> tuple[torch.Tensor, ...]:
-    """Autograd, with zeros where nothing depends on an input."""
+def differentiate(results, inputs, douts) -> tuple[torch.Tensor, ...]:
+    """Return autograd's gradients, with zeros where nothing depends on an input."""
     used = [(y, dy) for y, dy in zip(results, douts, strict=True) if y.requires_grad]
     if not used:
         return tuple(torch.zeros_like(x) for x in inputs)
@@ -178,7 +178,7 @@ def differentiated(results, inputs, douts) -> tuple[torch.Tensor, ...]:
 
 
 def agrees(x: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
-    """Relative RMS error within tolerance, beside 1e-6 per element where the result is rightly zero."""
+    """Assert a relative RMS error within tolerance, plus 1e-6 per element where the result is zero."""
     x = x.double()
     floor = 1e-6 * wanted.numel() ** 0.5
     return x.shape == wanted.shape and bool(
@@ -187,20 +187,20 @@ def agrees(x: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool:
 
 
 @each_case
-def test_reference_stages_are_the_law(case):
+def test_reference_stages_agree_with_the_recurrence(case):
     x = {n: t.requires_grad_() for n, t in leaves(case).items() if n not in ("a", "A_log", "dt_bias")}
     cu_seqlens, state = offsets_of(case), x["initial_state"]
     args = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    law = reference.gated_delta_rule(*args, initial_state=state, cu_seqlens=cu_seqlens)
+    recurrence = reference.gated_delta_rule(*args, initial_state=state, cu_seqlens=cu_seqlens)
     mine = reference_stages.rule_by_stages(*args, initial_state=state, cu_seqlens=cu_seqlens)
-    douts = [torch.randn(y.shape, dtype=torch.float64) for y in law]
-    wanted, got = ((*y, *differentiated(y, list(x.values()), douts)) for y in (law, mine))
+    douts = [torch.randn(y.shape, dtype=torch.float64) for y in recurrence]
+    wanted, got = ((*y, *differentiate(y, list(x.values()), douts)) for y in (recurrence, mine))
     assert all(agrees(a, b, 1e-10) for a, b in zip(got, wanted, strict=True))
     dropped = reference_stages.rule_by_stages(*args, cu_seqlens=cu_seqlens)
-    assert not agrees(dropped[0], law[0], 1e-10) or law[0].count_nonzero() == 0
+    assert not agrees(dropped[0], recurrence[0], 1e-10) or recurrence[0].count_nonzero() == 0
 
 
-def skip_unless_taken(backend, dtype):
+def skip_unless_supported(backend, dtype):
     if dtype == torch.float64 and FINEST[backend] != dtype:
         pytest.skip("fp64 is eager's")
 
@@ -209,12 +209,12 @@ def skip_unless_taken(backend, dtype):
 @each_case
 @each_stage
 def test_forward(backend, device, stage, case, dtype):
-    skip_unless_taken(backend, dtype)
+    skip_unless_supported(backend, dtype)
     arguments, outputs, _ = STAGES[stage]
     known = tensors(case, dtype)
     taken = [known[x] for x in arguments.split()]
     wanted = named(outputs, expected(stage, taken, case))
-    got = named(outputs, computed(stage, taken, case, backend, device))
+    got = named(outputs, compute(stage, taken, case, backend, device))
     for name in wanted:
         assert got[name].dtype == (torch.float64 if name == "G" else dtype)
         assert agrees(got[name], wanted[name], TOLERANCE[dtype]), name
@@ -224,9 +224,9 @@ def test_forward(backend, device, stage, case, dtype):
 @each_case
 @each_stage
 def test_adjoint(backend, device, stage, case, dtype):
-    skip_unless_taken(backend, dtype)
+    skip_unless_supported(backend, dtype)
     taken = adjoint_arguments(stage, case, dtype)
-    got = computed(f"{stage}_bwd", taken, case, backend, device)
+    got = compute(f"{stage}_bwd", taken, case, backend, device)
     wanted = expected_gradients(stage, case, dtype)
     for name, x, argument in zip(wanted, got, taken[: len(wanted)], strict=True):
         assert x.dtype == argument.dtype
@@ -235,7 +235,7 @@ def test_adjoint(backend, device, stage, case, dtype):
 
 @each_stage
 def test_wrong_answers_are_seen(stage):
-    """The comparison refuses zeros, swapped heads, a dropped chunk and a small error in every result."""
+    """The comparison finds zeros, swapped heads, a dropped chunk and a small error in every result."""
     case = CASES["packed"]
     arguments, outputs, _ = STAGES[stage]
     known = exact_tensors(case)
@@ -255,7 +255,7 @@ def test_wrong_answers_are_seen(stage):
 
 @pytest.mark.interpret
 def test_inverse(backend, device):
-    """Against torch's general inverse, on tiles with every structure of keys; only the triangle is read."""
+    """The inverse agrees with PyTorch's, for every structure of keys, and reads only the triangle."""
     dtype = FINEST[backend]
     for name in ("130 tokens", "identical keys", "negative eigenvalues"):
         A = tensors(CASES[name], dtype)["A"]
@@ -270,7 +270,7 @@ def test_inverse(backend, device):
 
 @pytest.mark.interpret
 def test_inverse_where_powers_overflow(backend, device):
-    """Identical keys and beta = 2: powers of A reach 1e20, the inverse has entries of at most 2, exactly."""
+    """With identical keys and beta = 2 powers of A reach 1e20; the inverse, at most 2, is exact."""
     A = torch.full((C, C), 2.0, dtype=FINEST[backend]).tril(-1)
     wanted = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + A.double())
     found = gdn.stages.solve_tril(A[None, :, None].to(device), backend=backend).cpu()[0, :, 0]
@@ -280,7 +280,7 @@ def test_inverse_where_powers_overflow(backend, device):
 
 @pytest.mark.interpret
 def test_reset_leaves_the_resolution(backend, device):
-    """-1e6 or -inf on a token changes no difference of G on either side of it; a plain fp32 sum would."""
+    """-1e6 or -inf on one token changes no difference of G; a plain fp32 sum would lose digits."""
     g = -torch.rand(1, C, 1, device=device)
     marked = g.clone()
     marked[:, 10], marked[:, 30] = -1e6, -torch.inf
@@ -312,13 +312,13 @@ def test_a_nan_stays_in_its_sequence_and_head(backend, device, stage):
     known = tensors(case, dtype)
     forward = [known[x] for x in STAGES[stage][0].split()]
     for name, taken in ((stage, forward), (f"{stage}_bwd", adjoint_arguments(stage, case, dtype))):
-        clean = computed(name, taken, case, backend, device)
+        clean = compute(name, taken, case, backend, device)
         poisoned = [x.clone() for x in taken]
         for x in poisoned:
             if x.dim() > 1 and x.shape[1] == case.T:
-                # tokens of sequence 4, last head
+                # the tokens of sequence 4, last head
                 x[0, 64:129, -1] = torch.nan
-        for x, y in zip(computed(name, poisoned, case, backend, device), clean, strict=True):
+        for x, y in zip(compute(name, poisoned, case, backend, device), clean, strict=True):
             if y.dim() > 1 and y.shape[1] == case.T:
                 per_head = x.shape[2] // case.H if x.shape[2] == case.HV else 1
                 others = slice(None, -per_head)
@@ -331,17 +331,17 @@ def test_a_nan_stays_in_its_sequence_and_head(backend, device, stage):
 @pytest.mark.interpret
 @each_stage
 def test_tokens_of_no_sequence_are_not_read(backend, device, stage):
-    """NaN past cu_seqlens[-1] changes no bit, and these tokens and the surplus states are zero."""
+    """NaN past cu_seqlens[-1] changes no bit; the results of these tokens and surplus states are zero."""
     case, dtype = CASES["packed"], FINEST[backend]
     end, known = case.offsets[-1], tensors(case, dtype)
     forward = [known[x] for x in STAGES[stage][0].split()]
     for name, taken in ((stage, forward), (f"{stage}_bwd", adjoint_arguments(stage, case, dtype))):
-        clean = computed(name, taken, case, backend, device)
+        clean = compute(name, taken, case, backend, device)
         poisoned = [x.clone() for x in taken]
         for x in poisoned:
             if x.dim() > 1 and x.shape[1] == case.T:
                 x[:, end:] = torch.nan
-        for x, y in zip(computed(name, poisoned, case, backend, device), clean, strict=True):
+        for x, y in zip(compute(name, poisoned, case, backend, device), clean, strict=True):
             assert torch.equal(x, y)
             if y.dim() > 1 and y.shape[1] == case.T:
                 assert y[:, :end].count_nonzero() > 0 and y[:, end:].count_nonzero() == 0
@@ -351,7 +351,7 @@ def test_tokens_of_no_sequence_are_not_read(backend, device, stage):
 
 @each_stage
 def test_reads_nothing_on_the_device(stage):
-    """A meta tensor has no contents to read: sizes and dtypes alone decide the path."""
+    """Sizes and dtypes alone choose the kernels: a meta tensor has no contents to read."""
     case = CASES["packed"]
     known = {n: x.to("meta") for n, x in tensors(case, torch.bfloat16).items()}
     taken = [known[x] for x in STAGES[stage][0].split()]
@@ -363,7 +363,7 @@ def test_reads_nothing_on_the_device(stage):
 
 @pytest.mark.interpret
 def test_dtypes_and_strides(backend, device):
-    """Narrow and strided inputs: fp32 results, o in q's dtype, each gradient in its tensor's dtype."""
+    """Narrow and strided inputs give fp32 results, o in q's dtype, and gradients in their tensors' dtypes."""
     case = CASES["packed"]
     known = {name: x.to(device) for name, x in tensors(case, torch.bfloat16).items()}
     strided = {
@@ -385,14 +385,14 @@ def test_dtypes_and_strides(backend, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("K, V", [(128, 128), (256, 192), (60, 100)])
 def test_sizes_of_models(dtype, K, V):
-    """Every stage in several blocks of columns, against the reference; the same bits again."""
+    """Every stage agrees in several blocks of columns, and repeats its bits."""
     case = Case(T=300, H=2, HV=4, K=K, V=V, offsets=(0, 130, 130, 131, 290))
     known = tensors(case, dtype)
     for stage, (arguments, outputs, _) in STAGES.items():
         taken = [known[x] for x in arguments.split()]
         wanted = named(outputs, expected(stage, taken, case))
-        got = named(outputs, computed(stage, taken, case, "triton", "cuda"))
-        again = named(outputs, computed(stage, taken, case, "triton", "cuda"))
+        got = named(outputs, compute(stage, taken, case, "triton", "cuda"))
+        again = named(outputs, compute(stage, taken, case, "triton", "cuda"))
         for name in wanted:
             limit = 1e-5 if dtype == torch.float32 else 5e-3
             assert agrees(got[name], wanted[name], limit), (stage, name)
@@ -429,7 +429,7 @@ def test_the_door(error, words, change):
         gdn.stages.chunk_kkt(**{**good, **change})
 
 
-def test_the_door_knows_chunks_and_states():
+def test_chunks_and_states_are_checked():
     with pytest.raises(ValueError, match=r"A: expected shape .*C=64\]"):
         gdn.stages.solve_tril(torch.zeros(1, 70, 4, 63))
     q, G = torch.zeros(1, 70, 2, 8), torch.zeros(1, 70, 2)

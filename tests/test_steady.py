@@ -1,4 +1,4 @@
-"""A serving loop once it runs: no memory is asked for, nothing waits for the device, graphs are replayed."""
+"""Test a serving loop in its steady state: it allocates nothing, waits for nothing, and replays graphs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def served(backend, monkeypatch):
-    """Calls that name no backend run on the contract's: `commit` takes no name."""
+    """Make the fixture's backend that of calls that name none, since `commit` has no argument for it."""
     monkeypatch.setenv("GDN_BACKEND", backend)
 
 
@@ -26,7 +26,7 @@ def served(backend, monkeypatch):
 
 @pytest.fixture
 def asked(triton_device, monkeypatch):
-    """How often a call asks PyTorch for memory. Where kernels would be interpreted, none is run."""
+    """Return a function that counts a call's allocations. Kernels that would be interpreted do not run."""
     if triton_device != "cpu":
 
         def count(call):
@@ -51,7 +51,7 @@ def asked(triton_device, monkeypatch):
 
 
 def histories(*lead, K=16, V=24):
-    """Empty ones of 8 places, for 2 key heads and 4 value heads."""
+    """Return empty histories of 8 places, for 2 key heads and 4 value heads."""
     return {
         "history_u": torch.zeros(*lead, 8, 4, V), "history_k": torch.zeros(*lead, 8, 2, K),
         "history_G": torch.zeros(*lead, 8, 4, dtype=torch.float64),
@@ -60,13 +60,13 @@ def histories(*lead, K=16, V=24):
 
 
 def a_step():
-    """A layer's whole step of B rows, by name, and the output's like."""
+    """Return the arguments of a layer's whole step of B rows by name, and a tensor like its output."""
     x, options = step_of(B, 2, 4, 16, 24, 4, BF16)
     return x | options, torch.empty(B, 4, 24, dtype=BF16)
 
 
 def claims():
-    """name -> function, arguments and what the output is like; None where there is no output."""
+    """Return function, arguments and a tensor like the output by name; None for a call without an output."""
     found: dict[str, tuple[Any, dict[str, Any], torch.Tensor | None]] = {}
     for name, how in protocols(torch.int32).items():
         x = inputs(B, T)
@@ -95,7 +95,7 @@ def claims():
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", list(claims()))
 def test_no_memory_is_asked_for_with_out(name, asked, triton_device, monkeypatch):
-    """What docs/serving.md promises of every call on a pool; without `out` it is the output alone."""
+    """A call on a pool allocates its output alone, and nothing with `out`, as docs/serving.md states."""
     monkeypatch.setenv("GDN_BACKEND", "triton")
     function, x, like = claims()[name]
     x = moved(x, triton_device)
@@ -121,7 +121,7 @@ def test_a_whole_step_asks_for_what_its_launches_hand_on(asked, triton_device, m
 
 
 class Waits(TorchDispatchMode):
-    """Notes operators that would read from a GPU; what gdn's own do inside is not seen."""
+    """Record the operators that would read from a GPU; operators inside gdn's own are not seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", adapters.CALLS)
 def test_adapters_wait_for_nothing(name, backend, device, served):
-    """No adapter reads from the device: on a GPU PyTorch raises, on a CPU operators are looked at."""
+    """No adapter reads from the device: on a GPU PyTorch would raise, on a CPU operators are recorded."""
     make, arguments = adapters.CALLS[name]
     with torch.device(device):
         call = make(*arguments)
@@ -165,7 +165,7 @@ def test_waits_are_seen():
 
 
 class Day(NamedTuple):
-    """One step of an engine, and what changes from step to step."""
+    """Hold one step of an engine, and the values that change from step to step."""
 
     call: Callable[[dict[str, Any], dict[str, Any]], None]  # with `written`, and the indices of a step
     written: dict[str, torch.Tensor]
@@ -176,7 +176,7 @@ ROWS = 6
 
 
 def day(name, steps, device):
-    """Slots in any order, two numbers of padding among them, each named once; counts in and out of range."""
+    """Return steps with distinct slots in any order, two of them padding, and counts in and out of range."""
     sizes, count = {"H": 2, "HV": 4, "K": 32, "V": 32}, ROWS * T
     order = torch.rand(steps, count + 2).argsort(1) - 1
     table = order[:, :count].view(steps, ROWS, T)
@@ -189,7 +189,7 @@ def day(name, steps, device):
         api.decode(**x, **w, **at, **options)
 
     def verify(w, at):
-        """P3 and P4: the pool is read, then gets what was accepted."""
+        """Read the pool (P3, P4), then write the accepted states to it."""
         where = {key: at[key] for key in ("read_index", "intermediate_row", "parent") if key in at}
         decode(w, where, write="none")
         layer = w["state"][None], w["intermediate"][None]
@@ -237,9 +237,9 @@ DAYS = ["one token", "rows of any length", "P1", "P2", "P3", "P4", "P5", "P6", "
 
 
 def strays(name, steps, device, follows=True):
-    """The first replay among 20, and the last, that left other bits than the same calls made one by one.
+    """Return the first replay among 20, and the last, whose bits differ from the same calls made one by one.
 
-    On a CPU a replay is a call. follows=False: what was captured does not see the indices change.
+    On a CPU a replay is a call. With follows=False the captured step does not see its indices change.
     """
     today = day(name, steps, device)
     now = {key: v[0].clone() for key, v in today.indices.items()}
@@ -269,17 +269,17 @@ def strays(name, steps, device, follows=True):
 
 @pytest.mark.parametrize("name", DAYS)
 def test_10000_replays_of_a_graph_with_changing_indices(name, backend, device, served):
-    """An engine's day: one captured step, other slots, positions, counts and trees in it each time."""
+    """One captured step has the right bits for all slots, positions, counts and trees of an engine's day."""
     assert strays(name, 40 if device == "cpu" else 10_000, device) is None
     assert strays(name, 40, device, follows=False) is not None
 
 
-# launches that begin inside others
+# launches that start while others run
 
 
 @pytest.mark.gpu
 def test_streams_that_fork_and_join():
-    """A decode on each of two pools at a time, then one that takes both outputs: as one after the other."""
+    """Decodes on two pools on two streams, then one that reads both outputs, equal the calls in order."""
     x = moved(inputs(2, 1, 16, 32, 128, 128, dtype=BF16, raw=True), "cuda")
     pools = [pool_of(2, HV=32, K=128, V=128, dtype=BF16).cuda() for _ in range(2)]
     side = torch.cuda.Stream()

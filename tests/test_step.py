@@ -1,4 +1,4 @@
-"""A layer's whole decode step: the three functions' own bits, and the law."""
+"""Check that a layer's whole decode step has the bits of its three functions, and the reference's numbers."""
 
 import doctest
 import importlib
@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 from kit import api
-from kit.api import law
-from kit.serving import STEP, TOLERANCE, error, moved, same_bits, step_of, stored_wrong
+from kit.api import reference
+from kit.serving import STEP, TOLERANCE, error, find_wrong_state, moved, same_bits, step_of
 
 import gdn
 import gdn.ops.step
@@ -25,8 +25,8 @@ SIZES = (ROWS, 2, 4, 16, 24, 4)  # B, H, HV, K, V, W
 at = torch.tensor
 
 
-def places(index=torch.int64):
-    """name -> where rows find their windows and states among 9 slots."""
+def slot_choices(index=torch.int64):
+    """Return by name where rows find their windows and states among 9 slots."""
     rows = at([7, 2, -1, 4, 9], dtype=index)
     return {
         "identity": {},
@@ -50,10 +50,10 @@ KINDS = {
     "fp32 on bf16": (F32, BF16, BF16, 3),
     "fp64": (F64, F64, None, 3),
 }
-FEW = {("fp32", True), ("bf16 pool", False)}  # that are interpreted
+FEW = {("fp32", True), ("bf16 pool", False)}  # the kinds that are interpreted
 
 
-def made(sizes=SIZES, kind="fp32", **options):
+def make_step(sizes=SIZES, kind="fp32", **options):
     dtype, pool, windows, L = KINDS[kind]
     L = max(L, sizes[5] - 1)
     x, sizes = step_of(*sizes, dtype, pool, L=L, conv_dtype=windows, **options)
@@ -61,8 +61,8 @@ def made(sizes=SIZES, kind="fp32", **options):
     return x | sizes
 
 
-def composed(x, backend):
-    """The three public functions on a step's arguments."""
+def compose_step(x, backend):
+    """Run the three public functions on a step's arguments."""
     x = STEP | x
     slots = x["read_index"] if x["conv_index"] is None else x["conv_index"]
     mixed = gdn.causal_conv1d_update(
@@ -81,8 +81,8 @@ def composed(x, backend):
     return gdn.rms_norm_gated(o, x["z"], x["norm_weight"], **options)
 
 
-def law_of(x):
-    """out, windows and states in fp64, stages rounded to the inputs' dtype."""
+def reference_step(x):
+    """Return the reference's out, windows and states, each function's result rounded to the dtype."""
     x, dtype = STEP | x, x["mixed_qkv"].dtype
     windows, W = x["conv_state"].clone(), x["conv_weight"].shape[1]
     slots = x["read_index"] if x["conv_index"] is None else x["conv_index"]
@@ -103,7 +103,7 @@ def law_of(x):
     q, k, v = mixed.to(dtype)[:, None].split([H * K, H * K, HV * V], 2)
     names = ("scale", "use_qk_l2norm_in_kernel", "allow_neg_eigval", "state_v_first")
     where = {name: x[name] for name in (*names, "A_log", "dt_bias", "read_index", "write_index", "null_slot")}
-    served = law.decode(
+    served = reference.decode(
         q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V)), x["state"],
         a=x["a"][:, None], b=x["b"][:, None], **where,
     )  # fmt: skip
@@ -115,28 +115,32 @@ def law_of(x):
 
 
 def run(backend, device, x):
-    """A step on copies on a device; what it wrote, on the CPU."""
+    """Run a step on copies on a device; return everything that it wrote, on the CPU."""
     x = moved(x, device)
     out = torch.full((*x["a"].shape, x["head_v_dim"]), NAN, dtype=x["mixed_qkv"].dtype, device=device)
     assert api.decode_step(**x, out=out, backend=backend) is out
     return out.cpu(), *(x[name].cpu() for name in WRITTEN)
 
 
-def wrongs(got, want, x, tolerance):
-    """Everything wrong with what a step left behind."""
-    found = [f"out is off by {error(got[0], want[0]):.1e}"] if not error(got[0], want[0]) <= tolerance else []
-    for name, one, other in zip(WRITTEN, got[1:], want[1:], strict=True):
-        found.append(stored_wrong(one, other, x[name], tolerance))
+def find_errors(got, expected, x, tolerance):
+    """Return everything that is wrong with what a step wrote."""
+    found = (
+        [f"out is off by {error(got[0], expected[0]):.1e}"]
+        if not error(got[0], expected[0]) <= tolerance
+        else []
+    )
+    for name, one, other in zip(WRITTEN, got[1:], expected[1:], strict=True):
+        found.append(find_wrong_state(one, other, x[name], tolerance))
     return [f for f in found if f]
 
 
-def limit(x):
-    """Of the coarsest dtype that a result is rounded to; the norm doubles what its input is off by."""
+def limit_of(x):
+    """Return the limit of the coarsest dtype a result is rounded to; the norm doubles its input's error."""
     coarse = max((x["mixed_qkv"].dtype, x["state"].dtype), key=lambda d: TOLERANCE[d])
     return 2 * TOLERANCE[coarse]
 
 
-@pytest.mark.parametrize("name", places())
+@pytest.mark.parametrize("name", slot_choices())
 @pytest.mark.parametrize(
     "kind, v_first",
     [
@@ -144,15 +148,15 @@ def limit(x):
         for case in itertools.product(KINDS, [True, False])
     ],
 )
-def test_the_law_and_the_three_functions(backend, device, kind, v_first, name):
+def test_the_reference_and_the_three_functions(backend, device, kind, v_first, name):
     if kind == "fp64" and backend != "eager":
         pytest.skip("float64 is for eager alone")
-    x = made(kind=kind, v_first=v_first) | places()[name]
+    x = make_step(kind=kind, v_first=v_first) | slot_choices()[name]
     got = run(backend, device, x)
-    assert wrongs(got, law_of(x), x, limit(x)) == []
+    assert find_errors(got, reference_step(x), x, limit_of(x)) == []
     own = moved(x, device)
-    want = composed(own, backend)
-    assert same_bits(got[0], want) and all(
+    expected = compose_step(own, backend)
+    assert same_bits(got[0], expected) and all(
         same_bits(g, own[n]) for g, n in zip(got[1:], WRITTEN, strict=True)
     )
 
@@ -170,8 +174,8 @@ OPTIONS = [
 @pytest.mark.interpret
 @pytest.mark.parametrize("change", OPTIONS, ids=lambda c: " ".join(c))
 def test_options(backend, device, change):
-    x = made() | {"read_index": at([3, -1, 0, 8, 5])} | change
-    assert wrongs(run(backend, device, x), law_of(x), x, limit(x)) == []
+    x = make_step() | {"read_index": at([3, -1, 0, 8, 5])} | change
+    assert find_errors(run(backend, device, x), reference_step(x), x, limit_of(x)) == []
 
 
 @pytest.mark.interpret
@@ -179,16 +183,16 @@ def test_options(backend, device, change):
     "sizes", [(3, 1, 1, 5, 3, 2), (2, 3, 9, 20, 40, 1), (0, 2, 4, 16, 24, 4), (2, 1, 2, 8, 8, 9)]
 )
 def test_heads_sizes_and_taps(backend, device, sizes):
-    x = made(sizes)
+    x = make_step(sizes)
     got = run(backend, device, x)
-    assert wrongs(got, law_of(x), x, limit(x)) == []
+    assert find_errors(got, reference_step(x), x, limit_of(x)) == []
 
 
 @pytest.mark.interpret
 def test_any_layout(backend, device):
-    """Windows with channels side by side, turned weights and outputs, rows far apart: same bits."""
-    x = made() | {"read_index": at([3, -1, 0, 8, 5])}
-    want = run(backend, device, x)
+    """Contiguous channels of windows, transposed weights and outputs, and distant rows give the same bits."""
+    x = make_step() | {"read_index": at([3, -1, 0, 8, 5])}
+    expected = run(backend, device, x)
     turned = moved(x, device)
     turned["conv_state"] = turned["conv_state"].mT.contiguous().mT
     turned["conv_weight"] = turned["conv_weight"].t().contiguous().t()
@@ -197,41 +201,41 @@ def test_any_layout(backend, device):
     turned["read_index"] = turned["read_index"].repeat_interleave(3)[::3]
     turned["out"] = torch.empty(24, 4, ROWS, device=device).permute(2, 1, 0)
     api.decode_step(**turned, backend=backend)
-    assert same_bits(turned["out"], want[0])
-    assert all(same_bits(turned[n], w) for n, w in zip(WRITTEN, want[1:], strict=True))
+    assert same_bits(turned["out"], expected[0])
+    assert all(same_bits(turned[n], w) for n, w in zip(WRITTEN, expected[1:], strict=True))
 
 
 @pytest.mark.interpret
 def test_nan_that_is_not_read_reaches_nothing(backend, device):
-    """Padded rows hold NaN, as do slots that nobody names; neither gets out, nor is it written over."""
-    x = made() | {"read_index": at([3, -1, 0, 8, 5])}
-    want = run(backend, device, x)
+    """NaN in padded rows and in slots that no row names reaches no result, and is not overwritten."""
+    x = make_step() | {"read_index": at([3, -1, 0, 8, 5])}
+    expected = run(backend, device, x)
     dirty = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in x.items()}
     for name in ("mixed_qkv", "a", "b"):
         dirty[name][1] = NAN
     for name in WRITTEN:
         dirty[name][[1, 2, 4, 6, 7]] = NAN
     got = run(backend, device, dirty)
-    assert same_bits(got[0], want[0]) and not got[0][1].any()
-    for n, (g, w) in enumerate(zip(got[1:], want[1:], strict=True)):
+    assert same_bits(got[0], expected[0]) and not got[0][1].any()
+    for n, (g, w) in enumerate(zip(got[1:], expected[1:], strict=True)):
         assert same_bits(g[[3, 0, 8, 5]], w[[3, 0, 8, 5]]) and bool(g[[1, 2, 4, 6, 7]].isnan().all()), n
 
 
 @pytest.mark.interpret
-def test_calls_that_were_seen_before(backend, device):
-    """A second call of the same kinds, on other tensors, goes the short way and does the same."""
+def test_a_cached_call(backend, device):
+    """A second call of the same kind, on other tensors, uses the cached launches with the same results."""
     for _ in range(3):
-        x = made() | {"read_index": torch.randperm(9)[:ROWS]}
+        x = make_step() | {"read_index": torch.randperm(9)[:ROWS]}
         own = moved(x, device)
-        want = composed(own, backend)
+        expected = compose_step(own, backend)
         mine = moved(x, device)
-        assert same_bits(api.decode_step(**mine, backend=backend), want)
+        assert same_bits(api.decode_step(**mine, backend=backend), expected)
         assert all(same_bits(mine[n], own[n]) for n in WRITTEN)
 
 
 def test_the_gate_can_fail(backend, device):
-    x = made() | {"read_index": at([3, -1, 0, 8, 5])}
-    got, want = run(backend, device, x), law_of(x)
+    x = make_step() | {"read_index": at([3, -1, 0, 8, 5])}
+    got, expected = run(backend, device, x), reference_step(x)
     out, windows, state = got
     for name, lie in {
         "zero": (0 * out, windows, state), "swapped heads": (out.flip(1), windows, state),
@@ -239,7 +243,7 @@ def test_the_gate_can_fail(backend, device):
         "stale states": (out, windows, x["state"]), "unwritten": (out * NAN, windows, state),
         "no gate": (run(backend, device, x | {"z": None})[0], windows, state),
     }.items():  # fmt: skip
-        assert wrongs(lie, want, x, limit(x)), name
+        assert find_errors(lie, expected, x, limit_of(x)), name
 
 
 # on a GPU
@@ -255,7 +259,7 @@ def test_a_first_call_compiles_what_other_numbers_of_rows_take(monkeypatch, has_
         x, options = step_of(rows, *heads, BF16, BF16, slots=1, is_gated=has_norm)
         x |= {"read_index": torch.zeros(rows, dtype=torch.int32), "conv_bias": None, "backend": "triton"}
         if has_norm:
-            # the stride of one row is any number
+            # with one row the stride may be any number
             x["z"] = x["z"].contiguous()
         return set(compiling.jobs(lambda: api.decode_step(**x | options), "cuda:90"))
 
@@ -269,7 +273,7 @@ def test_a_first_call_compiles_what_other_numbers_of_rows_take(monkeypatch, has_
 
 @pytest.mark.gpu
 def test_a_step_in_a_cuda_graph():
-    """Captured once, replayed on other slots."""
+    """A captured step may be replayed with other slots."""
     x, sizes = step_of(64, 4, 16, 128, 128, 4, BF16, slots=130)
     held = moved(x | sizes, "cuda") | {"out": torch.empty(64, 16, 128, dtype=BF16, device="cuda")}
     api.decode_step(**held, backend="triton")
@@ -277,25 +281,25 @@ def test_a_step_in_a_cuda_graph():
     with torch.cuda.graph(graph):
         api.decode_step(**held, backend="triton")
     held["read_index"].copy_(torch.randperm(130)[:64])
-    wanted = moved(held, "cuda")
+    copies = moved(held, "cuda")
     for _ in range(20):
         graph.replay()
-        want = composed({name: v for name, v in wanted.items() if name != "out"}, "triton")
-        assert same_bits(held["out"], want)
-        assert all(same_bits(held[n], wanted[n]) for n in WRITTEN)
+        expected = compose_step({name: v for name, v in copies.items() if name != "out"}, "triton")
+        assert same_bits(held["out"], expected)
+        assert all(same_bits(held[n], copies[n]) for n in WRITTEN)
 
 
 # the operator, refusals
 
 
 def test_operator_and_compile():
-    x = made() | {"read_index": at([3, -1, 0, 8, 5])}
+    x = make_step() | {"read_index": at([3, -1, 0, 8, 5])}
     torch.library.opcheck(torch.ops.gdn.decode_step.default, parse_step(**STEP | x).arguments())
     compiled = torch.compile(
         lambda x: api.decode_step(**x) * 2, fullgraph=True, dynamic=True, backend="aot_eager"
     )
     for rows in (2, 5):
-        x = made((rows, *SIZES[1:]))
+        x = make_step((rows, *SIZES[1:]))
         copy = moved(x, "cpu")
         assert same_bits(compiled(copy), 2 * api.decode_step(**x))
         assert all(same_bits(copy[n], x[n]) for n in WRITTEN)
@@ -333,8 +337,8 @@ REFUSALS = [
 
 @pytest.mark.parametrize("kind, message, change", REFUSALS)
 def test_refusals_touch_nothing(kind, message, change):
-    x = made() | {"out": torch.ones(ROWS, 4, 24)}
-    # a call that passed shields no other
+    x = make_step() | {"out": torch.ones(ROWS, 4, 24)}
+    # a valid call before does not hide the error of the next one
     api.decode_step(**x)
     x |= change
     before = {k: v.clone() for k, v in x.items() if isinstance(v, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""gdn.patch_transformers(): tiny random models of every family, with and without it; 5.17 to 5.24."""
+"""Test gdn.patch_transformers() on tiny random models of every family, with Transformers 5.17 to 5.24."""
 
 import copy
 import importlib
@@ -34,7 +34,7 @@ TEXT_MODELS = {
     "olmo_hybrid": "OlmoHybridModel",
 }
 
-# of a model's arguments and outputs, in the version that is installed
+# the names of a model's arguments and outputs in the installed version
 PARAMETERS = inspect.signature(transformers.Qwen3_5ForCausalLM.forward).parameters
 (CACHE,) = [name for name in CACHES if name in PARAMETERS]
 
@@ -42,7 +42,7 @@ transformers.logging.set_verbosity_error()
 
 
 def make_config(family):
-    """Three small layers; K != V, and twice as many value heads as key heads where the family knows that."""
+    """Return a config of three small layers, with K != V and two value heads per key head if possible."""
     options = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 2,
@@ -77,7 +77,7 @@ _models = {}
 
 
 def make_model(family):
-    """The family's random model in eval mode; built once, so tests must leave its weights alone."""
+    """Return the family's random model in eval mode; it is built once, so no test may change its weights."""
     if family not in _models:
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(make_config(family)).eval()
@@ -98,13 +98,13 @@ def tokens(*shape, seed=1):
 
 
 def error(x, ref):
-    """Relative RMS error in fp64."""
+    """Return the relative RMS error in fp64."""
     x, ref = x.detach().double(), ref.detach().double()
     return float((x - ref).norm() / ref.norm())
 
 
 def loss_and_gradients(model, ids, **options):
-    """Next-token loss and the gradient of every parameter that has one."""
+    """Return the next-token loss, and the gradient of every parameter that has one."""
     model.zero_grad()
     loss = model(ids, labels=ids, use_cache=False, **options).loss
     loss.backward()
@@ -114,14 +114,14 @@ def loss_and_gradients(model, ids, **options):
 
 
 def generate(model, ids, **options):
-    """Greedy tokens after the prompt, never ending early."""
+    """Return greedy tokens after the prompt, with no early end."""
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **options}
     return model.generate(ids, **options)[:, ids.shape[1] :]
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
-    """Every test ends with the originals in place."""
+def originals_restored():
+    """Assert that every test ends with the original functions in place."""
     yield
     from gdn.integrations import transformers as integration
 
@@ -130,7 +130,7 @@ def nothing_left_behind():
 
 @pytest.fixture
 def counts(monkeypatch):
-    """How often each public gdn function was called by the patched ones."""
+    """Count the calls of each public gdn function by the patched functions."""
     seen = {}
 
     def counted(owner, name):
@@ -156,7 +156,7 @@ SERVED = (
 )
 
 
-# the numbers are those of the originals
+# results agree with the original functions
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -228,7 +228,7 @@ def test_a_prompt_in_pieces_equals_the_whole(family):
 
 
 def test_decoding_outside_of_no_grad(counts):
-    """The serving functions have no gradient; a forgotten no_grad must not break a decode loop."""
+    """A decode loop works without no_grad, though the serving functions have no gradient."""
     model, ids = make_model("qwen3_5"), tokens(1, 9)
 
     def step():
@@ -243,7 +243,7 @@ def test_decoding_outside_of_no_grad(counts):
 
 
 def test_only_the_buffers_of_a_cache_are_written():
-    """A decode step updates the state where it lies; a state from anywhere else is left alone."""
+    """A decode step updates a cache's state in place, and no state from elsewhere."""
     model, ids, file = make_model("qwen3_5"), tokens(2, 9), model_file("qwen3_5")
     with gdn.patch_transformers(), torch.no_grad():
         cache = model(ids[:, :-1], use_cache=True)[CACHE]
@@ -280,7 +280,7 @@ def test_half_precision_models_keep_an_fp32_state(dtype):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_without_a_cache(family):
-    """The text of a padded row is what it is alone, on whichever side the pads are."""
+    """A padded row has the result of its text alone, whichever side the padding is on."""
     model, ids = make_model(family), tokens(2, 70)
     with gdn.patch_transformers(), torch.no_grad():
         for start, end in ((0, 41), (29, 70)):
@@ -292,7 +292,7 @@ def test_padding_without_a_cache(family):
 
 
 def test_autocast():
-    """Under autocast the patched model is as close to the fp32 one as the original is."""
+    """Under autocast the patched model is as close to the fp32 one as the original model is."""
     model, ids = make_model("qwen3_5"), tokens(2, 70)
     exact_loss, exact = loss_and_gradients(model, ids)
     name = "model.layers.0.linear_attn.in_proj_qkv.weight"
@@ -345,14 +345,14 @@ def test_gradient_checkpointing(family, counts):
         loss, gradients = loss_and_gradients(model, ids)
         model.gradient_checkpointing_enable()
         again, checkpointed = loss_and_gradients(model, ids)
-    assert counts["chunk_gated_delta_rule"] == 6  # 2, then 2 forward and 2 recomputed
+    assert counts["chunk_gated_delta_rule"] == 6  # 2 calls, then 2 forward and 2 recomputed
     assert torch.equal(loss, again)
     for name, gradient in gradients.items():
         assert error(checkpointed[name], gradient) <= 1e-6 or not gradient.any(), name
 
 
 def train(model, tmp_path, collator=None, **options):
-    """Losses of three steps of Trainer on documents of several lengths (of one length without a collator)."""
+    """Return the losses of three Trainer steps on documents, of one length without a collator."""
     lengths = [24] * 6 if collator is None else [24, 1, 70, 5, 3, 33]
     data = [{"input_ids": (ids := tokens(n, seed=n + i)), "labels": ids} for i, n in enumerate(lengths)]
     arguments = transformers.TrainingArguments(
@@ -379,7 +379,7 @@ def flattening(**options):
 
 
 def test_trainer_on_packed_documents(tmp_path):
-    """Three steps on packed rows; with only restarting positions, infer_packing trains the same."""
+    """Three steps on packed rows give the same losses with infer_packing and only restarting positions."""
     told = flattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     with gdn.patch_transformers():
         losses = train(copy.deepcopy(make_model("qwen3_5")), tmp_path, told)
@@ -397,7 +397,7 @@ LENGTHS = [1, 5, 33, 2, 29]
 
 
 def pack(model, collator, **kwargs):
-    """Logits of the packed documents, and of each document alone, in one row."""
+    """Return the logits of the packed documents, and of each document alone, in one row."""
     documents = [tokens(n, seed=n) for n in LENGTHS]
     batch = collator([{"input_ids": d} for d in documents])
     batch.pop("labels")
@@ -449,7 +449,7 @@ def test_packed_gradients_are_those_of_the_documents():
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
 def test_packing_is_inferred_from_rows_of_positions(rows):
-    """Three rows: Transformers' attention knows no documents then, so only the calls are compared."""
+    """Three rows of positions separate documents; only calls are compared, since the attention does not."""
     model, seen, serve = make_model("qwen3_5"), [], calls.chunk_gated_delta_rule
     documents = flattening()([{"input_ids": tokens(n, seed=n)} for n in LENGTHS])
     position_ids = documents["position_ids"].expand(rows, 1, -1)
@@ -468,7 +468,7 @@ def test_packing_is_inferred_from_rows_of_positions(rows):
 
 
 def test_where_documents_start():
-    # a document that begins with a picture of 2 x 2 patches, then text; then a document of text
+    # the first document is a picture of 2 x 2 patches and text, the second is text
     temporal, height, width = [0, 0, 0, 0, 2, 3, 0, 1], [0, 0, 1, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 3, 0, 1]
     picture = torch.tensor([temporal, height, width])[:, None]
     assert restarts(picture).nonzero().flatten().tolist() == [5]
@@ -478,7 +478,7 @@ def test_where_documents_start():
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_a_continued_text_has_no_documents(name):
-    """By whatever name its cache comes; an empty cache says nothing."""
+    """A continued text is one document, by whatever name its cache comes; an empty cache decides nothing."""
     model, restarting = make_model("qwen3_5"), torch.arange(20).fmod(12)[None]
     with torch.no_grad():
         used = model(tokens(1, 4), use_cache=True)[CACHE]
@@ -489,7 +489,7 @@ def test_a_continued_text_has_no_documents(name):
 
 @pytest.mark.parametrize("why", ["continued", "padded", "two rows", "told", "one document"])
 def test_packing_is_not_inferred(why):
-    """Where it is not a packed row: the same logits with and without, bit for bit, and no warning."""
+    """Where a row is not packed, infer_packing changes no bit of the logits and gives no warning."""
     model, ids = make_model("qwen3_5"), tokens(2 if why == "two rows" else 1, 20)
     restarting = torch.arange(20).fmod(12)[None]
     mask = torch.ones(1, 20, dtype=torch.long)
@@ -531,7 +531,7 @@ def test_a_packed_row_leaves_the_last_document_in_the_cache():
 
 
 def test_packed_convolution_with_columns_in_front():
-    """A packed prompt shorter than the filter arrives padded to its width."""
+    """A packed prompt that is shorter than the filter may arrive padded to the filter's width."""
     file, weight, x = model_file("qwen3_5"), torch.randn(6, 4), torch.randn(1, 6, 3)
     offsets, seq_idx = torch.tensor([0, 1, 3]), torch.tensor([[0, 1, 1]])
     padded = torch.nn.functional.pad(x, (1, 0))
@@ -546,13 +546,13 @@ def test_packed_convolution_with_columns_in_front():
             torch.testing.assert_close(conv(padded, weight, None, activation=None, **told)[:, :, 1:], alone)
 
 
-# torch.compile, export, and what is left to the originals
+# torch.compile, export, and calls that go to the original functions
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "with_joint_graph"), [("olmo_hybrid", True), ("qwen3_5", False)])
 def test_compiled_without_graph_breaks_for_every_length(family, with_joint_graph):
-    """What serves one length serves all, and gradients; the originals compile for each number of chunks."""
+    """One graph serves all lengths, with gradients; the originals compile for each number of chunks."""
     torch._dynamo.reset()
     model, graphs = copy.deepcopy(make_model(family)), []
     del model.model.layers[2]
@@ -578,7 +578,7 @@ def test_compiled_without_graph_breaks_for_every_length(family, with_joint_graph
 
 
 def test_a_compiled_decode_step():
-    """One graph for every step on a static cache, its convolution window updated in place."""
+    """One graph serves every step on a static cache, and updates its convolution window in place."""
     torch._dynamo.reset()
     model, ids, graphs = make_model("qwen3_5"), tokens(2, 12), []
 
@@ -600,7 +600,7 @@ def test_a_compiled_decode_step():
 
 
 def test_packing_is_never_inferred_inside_a_graph():
-    """Finding documents reads the positions: a graph break, an error with fullgraph, never a silent leak."""
+    """Reading positions breaks a graph, and raises with fullgraph, so no graph silently mixes documents."""
     torch._dynamo.reset()
     model, batch = make_model("qwen3_5"), flattening()([{"input_ids": tokens(n, seed=n)} for n in LENGTHS])
     options = {"position_ids": batch["position_ids"], "use_cache": False}
@@ -635,7 +635,7 @@ def test_meta_tensors_go_to_the_originals(counts):
     assert logits.shape == (2, 5, VOCAB) and not counts
 
 
-def test_a_problem_that_nobody_takes_goes_to_the_originals(monkeypatch):
+def test_an_unsupported_problem_goes_to_the_originals(monkeypatch):
     model, ids = make_model("qwen3_5"), tokens(1, 9)
     logits = model(ids, use_cache=False).logits
 
@@ -653,7 +653,7 @@ def test_a_problem_that_nobody_takes_goes_to_the_originals(monkeypatch):
 
 @pytest.mark.parametrize("error", [TypeError, ValueError])
 def test_whatever_gdn_rejects_goes_to_the_originals(monkeypatch, error):
-    """Any error of a check does, packed sequences excepted; an error of a backend at work is raised."""
+    """Rejected calls go to the originals, except packed ones; an error of a backend at work is raised."""
     model, ids = make_model("qwen3_5"), tokens(1, 9)
     logits = model(ids, use_cache=False).logits
 
@@ -677,7 +677,7 @@ def test_whatever_gdn_rejects_goes_to_the_originals(monkeypatch, error):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_device_of_the_tensors_decides(family):
-    """The same process serves a model on the CPU and its copy on a GPU."""
+    """One process serves a model on the CPU and its copy on a GPU."""
     model, ids = make_model(family), tokens(2, 70)
     twin = copy.deepcopy(model).cuda()
     expected, written = loss_and_gradients(twin, ids.cuda()), generate(twin, ids.cuda())
@@ -687,7 +687,7 @@ def test_the_device_of_the_tensors_decides(family):
         assert all(error(gradients[name], x) <= 1e-3 for name, x in expected[1].items())
         assert torch.equal(generate(twin, ids.cuda()), written)
         if family == "qwen4_exp":
-            # its indexer ranks keys, and a rank can turn on a device's rounding: the originals' loss by 4e-5
+            # its indexer ranks keys, and rounding can change a rank: the original loss differs by 4e-5 too
             return
         batch = flattening()([{"input_ids": tokens(n, seed=n)} for n in LENGTHS])
         options = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
@@ -695,7 +695,7 @@ def test_the_device_of_the_tensors_decides(family):
         assert error(packed.cpu(), model(**options, use_cache=False).logits) <= 2e-5
 
 
-# who is served, and when
+# which models run on gdn, and when
 
 
 def test_every_family_is_found_and_restored_bit_for_bit():

@@ -26,7 +26,7 @@ def test_every_tutorial_is_here():
 
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_a_tutorial_runs(name, tmp_path):
-    """Run the script in a process of its own, and compare its report with the one that its page shows."""
+    """The script runs in a process of its own, and its report is the one that its page shows."""
     if name == "backends":
         pytest.importorskip("triton")
     options, pattern = TUTORIALS[name]

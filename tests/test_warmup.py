@@ -1,4 +1,4 @@
-"""Warming up: what an engine's calls launch, a warmup has launched before. Launches are recorded, not run."""
+"""Check that a warmup launches every kernel that an engine's calls launch. Launches are recorded, not run."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ from kit.serving import pool_of
 
 import gdn
 from gdn.integrations import lmdeploy, sglang, vllm
-from gdn.ops import repeats
+from gdn.ops import fastpath
 from gdn.ops.warmup_calls import ENGINES
 
 H, HV, K, V, W, D = 4, 8, 128, 128, 4, 2 * 4 * 128 + 8 * 128
@@ -34,8 +34,15 @@ def test_every_call_runs(engine):
         training=True,
     )
     names = {line.split()[0] for line in lines}
-    wanted = {"decode", "prefill", "chunk_gated_delta_rule", "causal_conv1d", "causal_conv1d_update", "gate"}
-    assert wanted <= names and not any("compiled" in line for line in lines)
+    expected = {
+        "decode",
+        "prefill",
+        "chunk_gated_delta_rule",
+        "causal_conv1d",
+        "causal_conv1d_update",
+        "gate",
+    }
+    assert expected <= names and not any("compiled" in line for line in lines)
     assert all(f"{dtype}" in " ".join(lines) for dtype in (torch.float32, BF16))
 
 
@@ -58,17 +65,17 @@ def test_refusals():
 
 
 @pytest.fixture
-def recorded(monkeypatch):
-    """A call -> the set of binaries it would launch on an H200."""
+def record_binaries(monkeypatch):
+    """Return a function that returns the set of binaries that a call would launch on an H200."""
     compiling = pytest.importorskip("kit.compiling")
     monkeypatch.setenv("GDN_BACKEND", "triton")
     yield lambda call: set(compiling.jobs(call, "cuda:90"))
-    # what was remembered of calls on tensors of the CPU holds for a recording alone
-    repeats._known.clear()
+    # calls cached on CPU tensors are valid only while launches are recorded
+    fastpath._calls.clear()
 
 
 def tokens(*lead, gates="raw", dtype=BF16):
-    """q, k, v as views of a projection, and gates."""
+    """Return q, k, v as views of a projection, and gates."""
     mixed = torch.randn(*lead, D).to(dtype)
     q, k, v = mixed.split([H * K, H * K, HV * V], -1)
     x = {"q": q.unflatten(-1, (H, K)), "k": k.unflatten(-1, (H, K)), "v": v.unflatten(-1, (HV, V))}
@@ -89,7 +96,7 @@ HEADS = (torch.zeros(HV), torch.zeros(HV))
 
 
 def vllm_calls(pool):
-    """As vLLM 0.33 makes them."""
+    """Yield the calls of vLLM 0.33."""
     A_log, dt_bias = HEADS
     x, a, b = tokens(1, 5)
     rest = {"initial_state": pool, "use_qk_l2norm_in_kernel": True}
@@ -128,7 +135,7 @@ def vllm_calls(pool):
 
 
 def sglang_calls(pool):
-    """As SGLang's dispatcher makes them."""
+    """Yield the calls of SGLang's dispatcher."""
     kernel, (A_log, dt_bias) = sglang.GDNKernel(), HEADS
     heads = {"A_log": A_log, "dt_bias": dt_bias}
     index = ints(1, 2)
@@ -167,7 +174,7 @@ def sglang_calls(pool):
 
 
 def sglang_caches(pool, kept, are_apart):
-    """Its SpeculativeState: the drafts' windows apart, or in one memory a request."""
+    """Return its SpeculativeState, with separate windows of drafts or all of a request in one tensor."""
     windows = torch.zeros(2, 3, D, W + 2, dtype=BF16).unfold(3, W - 1, 1).transpose(2, 3)
     return SimpleNamespace(
         temporal=torch.stack([pool] * 2),
@@ -178,7 +185,7 @@ def sglang_caches(pool, kept, are_apart):
 
 
 def lmdeploy_calls(pool):
-    """Its methods of 0.16, and `forward` of 0.18."""
+    """Yield the calls of lmdeploy's methods of 0.16, and of `forward` of 0.18."""
     rule, ring = lmdeploy.GatedDeltaRule(), pool_of(6, 4, HV=HV, K=K, V=V, dtype=pool.dtype)
     slots, seen = ints(4, 1, -1, dtype=torch.int64), ints(7, 3, 0)
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "transpose_state_layout": True}
@@ -205,7 +212,7 @@ def lmdeploy_calls(pool):
 
 
 def own_calls(pool, gates=("raw",), index_dtype=torch.int32, state_v_first=True):
-    """As an engine on gdn itself makes them: the pages of docs/serving.md, examples/serve.py."""
+    """Yield the calls of an engine on gdn itself: docs/serving.md and examples/serve.py."""
     for kind in gates:
         yield from own_decodes(pool, kind, index_dtype, state_v_first)
         yield from own_packets(pool, kind, index_dtype, state_v_first)
@@ -239,7 +246,7 @@ def own_calls(pool, gates=("raw",), index_dtype=torch.int32, state_v_first=True)
 
 
 def own_decodes(pool, gates, index_dtype, state_v_first):
-    """A token and packets by each protocol, side by side and by offsets."""
+    """Yield decodes of tokens and packets by each protocol, dense and packed."""
     index, ring = ints(3, 1, 2, dtype=index_dtype), torch.stack([pool[:4]] * 4)
     kept = torch.zeros(3, 4, *pool.shape[1:], dtype=pool.dtype)
     for T, lead in ((1, (3, 1)), (3, (3, 3)), (4, (3, 4)), (4, (1, 9))):
@@ -268,7 +275,7 @@ def own_decodes(pool, gates, index_dtype, state_v_first):
 
 
 def own_packets(pool, gates, index_dtype, state_v_first):
-    """Packets on matrix units, by few rows and many."""
+    """Yield packets in the chunk form, with few rows and with many."""
     layout = {"state_v_first": state_v_first}
     for N, T, P in ((1, 4, 20), (32, 4, 20), (3, 1, 16), (32, 1, 20), (5, 2, 16)):
         G, cursor = torch.zeros(32, P, HV, dtype=torch.float64), torch.zeros(32, dtype=index_dtype)
@@ -290,7 +297,7 @@ def own_packets(pool, gates, index_dtype, state_v_first):
 
 
 def own_prompts(pool, gates, index_dtype, state_v_first):
-    """Prompts that go on and that do not, from one slot to another, with prefixes kept."""
+    """Yield prompts that continue and that do not, from slot to slot, with prefixes kept."""
     for N in (1, 3, 12):
         x, first, second = tokens(1, 66 * N, gates=gates)
         raw = {"a": first, "b": second, "A_log": HEADS[0], "dt_bias": HEADS[1]}
@@ -327,17 +334,17 @@ CALLS = {"gdn": own_calls, "vllm": vllm_calls, "sglang": sglang_calls, "lmdeploy
         ("lmdeploy", BF16, {}),
     ],
 )
-def test_nothing_is_left_to_compile(recorded, engine, state_dtype, options):
+def test_nothing_is_left_to_compile(record_binaries, engine, state_dtype, options):
     """Every binary that the engine's calls launch is among those of the warmup, on an imagined H200."""
     asked = {"state_dtypes": (state_dtype,), "engines": (engine,), "backend": "triton", **options}
-    warmed = recorded(lambda: api.warmup("cpu", **SIZES, **asked))
+    warmed = record_binaries(lambda: api.warmup("cpu", **SIZES, **asked))
     pool = pool_of(32, HV=HV, K=K, V=V, dtype=state_dtype)
     for number, call in enumerate(CALLS[engine](pool, **options)):
-        missing = recorded(call) - warmed
+        missing = record_binaries(call) - warmed
         assert not missing, (number, sorted(job.name for job in missing))
-    # the comparison can fail: another head size is another binary
-    other = recorded(lambda: api.warmup("cpu", **{**SIZES, "head_v_dim": 64}, **asked))
-    assert recorded(next(CALLS[engine](pool, **options))) - other
+    # the comparison can fail: another head size needs another binary
+    other = record_binaries(lambda: api.warmup("cpu", **{**SIZES, "head_v_dim": 64}, **asked))
+    assert record_binaries(next(CALLS[engine](pool, **options))) - other
 
 
 @needs_triton
@@ -346,25 +353,25 @@ def test_nothing_is_left_to_compile(recorded, engine, state_dtype, options):
     [{"gates": ("active",)}, {"index_dtype": torch.int64}, {"state_v_first": False}],
     ids=["gates", "indices", "layout"],
 )
-def test_what_is_not_asked_for_is_left(recorded, change):
-    """The options are not for nothing: what a warmup without them has compiled is not enough."""
-    warmed = recorded(lambda: api.warmup("cpu", **SIZES, backend="triton"))
+def test_what_is_not_asked_for_is_left(record_binaries, change):
+    """A warmup without an option does not compile the kernels of that option."""
+    warmed = record_binaries(lambda: api.warmup("cpu", **SIZES, backend="triton"))
     pool = pool_of(32, HV=HV, K=K, V=V)
-    missing = set().union(*(recorded(call) - warmed for call in own_calls(pool, **change)))
-    wanted = {"decode_kernel", "replay_kernel", "packet_kernel"}
-    assert wanted <= {job.kernel.__name__ for job in missing}
+    missing = set().union(*(record_binaries(call) - warmed for call in own_calls(pool, **change)))
+    expected = {"decode_kernel", "replay_kernel", "packet_kernel"}
+    assert expected <= {job.kernel.__name__ for job in missing}
 
 
 @needs_triton
 def test_compilations_are_named(monkeypatch):
-    """Whoever listened before still hears."""
+    """The warmup names each compilation, and calls a listener that was there before."""
     import triton
 
     from gdn.backends.triton.launch.compilations import compilations
 
-    heard = []
+    seen = []
     monkeypatch.setattr(
-        triton.knobs.runtime, "jit_post_compile_hook", lambda **it: heard.append(it["fn"].name)
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **it: seen.append(it["fn"].name)
     )
     before = triton.knobs.runtime.jit_post_compile_hook
 
@@ -373,7 +380,7 @@ def test_compilations_are_named(monkeypatch):
 
     with compilations() as names:
         triton.knobs.runtime.jit_post_compile_hook(key=1, repr="", fn=Compiled, compile={})
-    assert names == heard == ["decode_kernel"] and triton.knobs.runtime.jit_post_compile_hook is before
+    assert names == seen == ["decode_kernel"] and triton.knobs.runtime.jit_post_compile_hook is before
 
 
 @pytest.mark.gpu

@@ -3,6 +3,8 @@
 Every letter and tensor is defined in `gdn.notation`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from gdn.integrations.fla_patch import patch_fla
 from gdn.integrations.transformers import patch_transformers
 from gdn.layers.cache import GatedDeltaNetCache
@@ -18,6 +20,9 @@ from gdn.ops.serving import decode, decode_functional, decode_packed
 from gdn.ops.step import decode_step
 from gdn.ops.warmup import warmup
 
+if TYPE_CHECKING:
+    from gdn.distributed.context import ContextParallel
+
 # the version is defined here only: pyproject.toml reads it from this line
 __version__ = "0.2.0.dev0"
 
@@ -25,6 +30,7 @@ chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
 
 __all__ = [
+    "ContextParallel",
     "GatedDeltaNet",
     "GatedDeltaNetCache",
     "causal_conv1d",
@@ -49,3 +55,13 @@ __all__ = [
     "stages",
     "warmup",
 ]
+
+if not TYPE_CHECKING:
+    # a type checker would take every misspelt name for an attribute that this function returns
+    def __getattr__(name: str) -> Any:
+        """Import the context of many ranks, and torch's collectives with it, when it is first used."""
+        if name == "ContextParallel":
+            from gdn.distributed.context import ContextParallel
+
+            return ContextParallel
+        raise AttributeError(f"module 'gdn' has no attribute {name!r}")

@@ -6,9 +6,9 @@ CLI_PACKAGES = ("typer", "rich")
 
 
 def main() -> None:
-    """Run `gdn`; where a package of the command line is missing, say in one line how to install it."""
+    """Run `gdn`; where a package of the command line is missing, print in one line how to install it."""
     try:
-        from gdn.cli import main as run_command
+        from gdn.cli.app import main as run_command
     except ModuleNotFoundError as error:
         if error.name not in CLI_PACKAGES:
             raise

@@ -17,6 +17,12 @@ def debug() -> bool:
     return os.environ.get("GDN_DEBUG", "0") not in ("", "0")
 
 
+def of_call() -> tuple[str | None, bool]:
+    """Return GDN_BACKEND or None, and whether GDN_DEBUG is set: what a call reads of the environment."""
+    read = os.environ.get
+    return read("GDN_BACKEND") or None, read("GDN_DEBUG", "0") not in ("", "0")
+
+
 def interprets() -> bool:
     """Return True under TRITON_INTERPRET=1, where Triton kernels run on CPU tensors, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,1 +1,1 @@
-"""Support modules of the tests: no test lives here."""
+"""Support modules of the tests; no test is here."""

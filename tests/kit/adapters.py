@@ -1,4 +1,4 @@
-"""Calls of the engines' adapters on small tensors, as the engines make them: function by function."""
+"""Call the engines' adapters on small tensors, as the engines do, function by function."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -26,16 +26,16 @@ def pool(*lead: int) -> torch.Tensor:
 
 
 def offsets(count: int = T) -> torch.Tensor:
-    """N requests of so many tokens each, packed."""
+    """Return the offsets of N packed requests of `count` tokens each."""
     return torch.arange(0, N * count + 1, count, dtype=torch.int32)
 
 
-def five(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def rule_arguments(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [x[name] for name in ("q", "k", "v", "g", "beta")]
 
 
 def projection(rows: int) -> tuple[torch.Tensor, ...]:
-    """mixed_qkv, a, b, A_log and dt_bias."""
+    """Return mixed_qkv, a, b, A_log and dt_bias."""
     return torch.randn(rows, D).to(BF16), *torch.randn(2, rows, HV).to(BF16), *torch.randn(2, HV)
 
 
@@ -50,7 +50,13 @@ def lmdeploy_recurrent(has_ring: bool) -> Callable[[], Any]:
     x, state, slots = tokens(N, T), pool(SLOTS, R) if has_ring else pool(SLOTS), torch.arange(N)
     seen = torch.arange(N).int() if has_ring else None
     return lambda: RULE.fused_recurrent_gated_delta_rule(
-        *five(x), state, slots, output_final_state=True, cache_seqlens=seen, transpose_state_layout=True, **L2
+        *rule_arguments(x),
+        state,
+        slots,
+        output_final_state=True,
+        cache_seqlens=seen,
+        transpose_state_layout=True,
+        **L2,
     )
 
 
@@ -58,7 +64,7 @@ def lmdeploy_prompts(has_ring: bool) -> Callable[[], Any]:
     x, state, slots = tokens(1, 70 * N), pool(SLOTS, R) if has_ring else pool(SLOTS), torch.arange(N)
     entries, cu = (torch.arange(N) % R, torch.arange(N) % 2) if has_ring else None, offsets(70)
     return lambda: RULE.chunk_gated_delta_rule(
-        *five(x), state, slots, cu_seqlens=cu, output_final_state=True, spec_state_offsets=entries,
+        *rule_arguments(x), state, slots, cu_seqlens=cu, output_final_state=True, spec_state_offsets=entries,
         transpose_state_layout=True, **L2,
     )  # fmt: skip
 
@@ -70,7 +76,7 @@ def lmdeploy_gates() -> Callable[[], Any]:
 
 
 def lmdeploy_layer(is_decoding: bool, has_ring: bool) -> Callable[[], Any]:
-    """Both `forward`s, of its version 0.18; with drafts the windows are rings as well."""
+    """Return the calls of both `forward`s of lmdeploy 0.18; with drafts the windows are rings as well."""
     columns, slots, count = W + (R - 1 if has_ring else 0), torch.arange(N), T if is_decoding else 70
     total, cu = N * count, offsets(count)
     state, windows = pool(SLOTS, R) if has_ring else pool(SLOTS), torch.randn(SLOTS, D, columns).to(BF16)
@@ -111,7 +117,7 @@ def lmdeploy_conv_step(has_ring: bool) -> Callable[[], Any]:
 
 
 def vllm_decode(is_packed: bool, is_raw: bool) -> Callable[[], Any]:
-    """By one block each, or packed rows of drafts by a table and the counts accepted before."""
+    """Return a decode with one block per row, or of packed drafts with a table and accepted counts."""
     x = tokens(1, N * T, is_raw) if is_packed else tokens(N, 1, is_raw)
     state, blocks = pool(N * T + 1), torch.arange(N, dtype=torch.int32) + 1
     where: dict[str, Any] = {"ssm_state_indices": blocks}
@@ -119,15 +125,15 @@ def vllm_decode(is_packed: bool, is_raw: bool) -> Callable[[], Any]:
         where["ssm_state_indices"] = torch.arange(N * T, dtype=torch.int32).view(N, T) + 1
         where |= {"num_accepted_tokens": blocks, "cu_seqlens": offsets()}
     if not is_raw:
-        return lambda: vllm.fused_recurrent_gated_delta_rule(*five(x), None, state, **where, **L2)
+        return lambda: vllm.fused_recurrent_gated_delta_rule(*rule_arguments(x), None, state, **where, **L2)
     first = [x[name] for name in ("A_log", "a", "b", "dt_bias", "q", "k", "v")]
     return lambda: vllm.fused_sigmoid_gating_delta_rule_update(*first, initial_state=state, **where, **L2)
 
 
-def vllm_states_apart() -> Callable[[], Any]:
+def vllm_separate_states() -> Callable[[], Any]:
     x, state, blocks = tokens(N, T), pool(SLOTS), torch.arange(N).int() + 1
     return lambda: vllm.fused_recurrent_gated_delta_rule(
-        *five(x), None, state, False, ssm_state_indices=blocks, **L2
+        *rule_arguments(x), None, state, False, ssm_state_indices=blocks, **L2
     )
 
 
@@ -142,7 +148,9 @@ def packed_decode(engine: Any) -> Callable[[], Any]:
 def vllm_prefill(has_buffer: bool) -> Callable[[], Any]:
     x, states, cu = tokens(1, 70 * N), pool(N), offsets(70)
     buffer = torch.empty(1, 70 * N, HV, V, dtype=BF16) if has_buffer else None
-    return lambda: vllm.chunk_gated_delta_rule(*five(x), None, states, True, cu, core_attn_out=buffer, **L2)
+    return lambda: vllm.chunk_gated_delta_rule(
+        *rule_arguments(x), None, states, True, cu, core_attn_out=buffer, **L2
+    )
 
 
 def vllm_gating() -> Callable[[], Any]:
@@ -177,7 +185,7 @@ def sglang_decode() -> Callable[[], Any]:
 
 
 def sglang_verify(is_tree: bool) -> Callable[[], Any]:
-    """Verification, and the commit of what was accepted."""
+    """Return a verification, and the commit of the accepted drafts."""
     x, states, slots, cu = tokens(1, N * T, raw=True), pool(1, SLOTS), torch.arange(N + 2).int(), offsets()
     kept, rows, steps = pool(1, N, T), torch.arange(N), torch.arange(N) - 1
     parent = torch.zeros(N, T, dtype=torch.int64) if is_tree else None
@@ -202,7 +210,7 @@ def sglang_extend(has_tracking: bool) -> Callable[[], Any]:
     x, state, slots, cu = tokens(1, 70 * N), pool(SLOTS), torch.arange(N).int(), offsets(70)
     track = (pool(N), torch.arange(N).int() - 1) if has_tracking else (None, None)
     return lambda: KERNEL.extend(
-        *five(x), ssm_states=state, cache_indices=slots, query_start_loc=cu, track_state=track[0],
+        *rule_arguments(x), ssm_states=state, cache_indices=slots, query_start_loc=cu, track_state=track[0],
         track_chunk_idx=track[1],
     )  # fmt: skip
 
@@ -210,12 +218,12 @@ def sglang_extend(has_tracking: bool) -> Callable[[], Any]:
 def sglang_chunk_states(is_packed: bool) -> Callable[[], Any]:
     x, state, slots = tokens(1, 70 * N) if is_packed else tokens(N, 70), pool(SLOTS), torch.arange(N).int()
     cu = offsets(70) if is_packed else None
-    return lambda: sglang.chunk_gated_delta_rule(*five(x), None, state, slots, cu, **L2)
+    return lambda: sglang.chunk_gated_delta_rule(*rule_arguments(x), None, state, slots, cu, **L2)
 
 
 def sglang_npu() -> Callable[[], Any]:
     x, states, cu = tokens(1, 70 * N), pool(N).mT, offsets(70)
-    return lambda: sglang.chunk_gated_delta_rule_npu(*five(x), None, states, True, cu)
+    return lambda: sglang.chunk_gated_delta_rule_npu(*rule_arguments(x), None, states, True, cu)
 
 
 CALLS: dict[str, tuple[Callable[..., Callable[[], Any]], tuple[Any, ...]]] = {
@@ -235,7 +243,7 @@ CALLS: dict[str, tuple[Callable[..., Callable[[], Any]], tuple[Any, ...]]] = {
     "vllm decode from logits": (vllm_decode, (False, True)),
     "vllm drafts": (vllm_decode, (True, False)),
     "vllm drafts from logits": (vllm_decode, (True, True)),
-    "vllm states apart": (vllm_states_apart, ()),
+    "vllm states apart": (vllm_separate_states, ()),
     "vllm packed decode": (packed_decode, (vllm,)),
     "vllm prompts": (vllm_prefill, (False,)),
     "vllm prompts into a buffer": (vllm_prefill, (True,)),

@@ -1,4 +1,4 @@
-"""The serving functions, and their reference, with the options that every serving engine passes.
+"""Provide the serving functions, and their references, with the options of every serving engine.
 
 q and k are normalised in the kernel and states are [..., HV, V, K]; a call may still pass other values.
 """
@@ -21,7 +21,7 @@ replay_decode = partial(gdn.replay_decode, **CONVENTIONS)
 replay_commit = partial(gdn.replay_commit, **LAYOUT)
 warmup = partial(gdn.warmup, **CONVENTIONS)
 
-law = SimpleNamespace(
+reference = SimpleNamespace(
     commit=serving.commit,
     decode=partial(serving.decode, **CONVENTIONS),
     prefill=partial(serving.prefill, **CONVENTIONS),

@@ -1,12 +1,12 @@
-"""Every kernel compiled for GPUs that need not be there, and what the compiler says of it.
+"""Compile every kernel for GPUs that need not be there, and read the compiler's output.
 
-A specimen (`specimens.py`) is a public call on small CPU tensors. While `launch.recorder` is a list, the
-launches it would make are kept instead of run; each is then compiled for a target in a process of its own,
-for LLVM aborts where it cannot go on. As `launch` launches them: pointers divisible by 16, numbers never
-specialised.
+A specimen (`specimens.py`) is a public call on small CPU tensors. Its launches are recorded under
+`launch.record_launches` instead of run. Each is then compiled for a target in a process of its own, since
+LLVM aborts on some errors. The types are those of a real launch: pointers are divisible by 16, and integers
+are never specialised.
 
     PYTHONPATH=.:tests python -m kit.compiling [--target cuda:90] [part of a specimen's or kernel's name]
-    PYTHONPATH=.:tests python -m kit.compiling --record     writes spills.json anew for the Triton at hand
+    PYTHONPATH=.:tests python -m kit.compiling --record     record spills.json again for the present Triton
 """
 
 import argparse
@@ -37,14 +37,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from gdn.backends import triton as room
 from gdn.backends.triton import launch
-from kit.in_flight import overwritten
+from kit.in_flight import find_overwrites
 from kit.specimens import SPECIMENS
 
 TESTS = Path(__file__).parent.parent
 TABLE = TESTS / "spills.json"
 CACHE = TESTS.parent / "build" / "compiled"
-TENSOR_MEMORY = 512  # columns that a multiprocessor of sm_100 has
-SECONDS = 300  # after which a compilation counts as stuck
+TENSOR_MEMORY = 512  # columns of tensor memory in an SM of sm_100
+SECONDS = 300  # a compilation that takes longer counts as stuck
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
@@ -52,7 +52,7 @@ DTYPES = {
 
 
 class Target(NamedTuple):
-    """A GPU to compile for, and what is known of it."""
+    """Describe a GPU to compile for."""
 
     gpu: GPUTarget
     machine: launch.Machine
@@ -69,10 +69,10 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel with all that its binary depends on."""
+    """Hold a kernel with everything that its binary depends on."""
 
     kernel: Any
-    signature: tuple[str, ...]  # a type for each parameter that is no constant, in order
+    signature: tuple[str, ...]  # the type of each parameter that is not a constant, in order
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int
@@ -81,7 +81,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What the table of spills knows it by."""
+        """Return the name of the job in the table of spills."""
         constants = " ".join(f"{name}={value}" for name, value in self.constants)
         kinds = [t.split("[")[0] for t in self.signature if t.startswith(("*", "constexpr", "tensordesc"))]
         types = ",".join(kinds).replace("*", "").replace("constexpr", "-").replace("tensordesc<", "desc:")
@@ -104,9 +104,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """Bytes spilled (on AMD: registers spilled) and of shared memory, columns of tensor memory, complaints.
+    """Hold what a kernel needs: bytes spilled (on AMD: registers), shared memory, tensor memory columns.
 
-    Where tensor memory does not suffice Triton compiles a trap, and raises only when it is launched.
+    If a GPU has too little tensor memory, Triton compiles a trap, and raises only at the launch.
     """
 
     registers: int = 0
@@ -123,37 +123,37 @@ MODULES = [import_module(x.name) for x in pkgutil.walk_packages(room.__path__, f
 
 @contextmanager
 def recording(machine: launch.Machine) -> Iterator[list[Any]]:
-    """Launches on an imaginary machine go to a list; the backend takes CPU tensors and forgets its plans."""
-    launches: list[Any] = []
+    """Record the launches on an imagined GPU; the backend accepts CPU tensors and caches no plan."""
     users = [module for module in MODULES if hasattr(module, "machine")]
-    before = room.BACKEND, launch.recorder, launch.machine, launch.Plans.get
+    before = room.BACKEND, launch.machine, launch.PlanCache.get
     room.BACKEND = dataclasses.replace(room.BACKEND, refuses=lambda problem: None)
-    launch.recorder, launch.Plans.get = launches, lambda self, key, make: make()
+    launch.PlanCache.get = lambda self, key, make: make()
     for module in users:
         module.machine = lambda device: machine
     try:
-        yield launches
+        with launch.record_launches([]) as launches:
+            yield launches
     finally:
-        room.BACKEND, launch.recorder, real, launch.Plans.get = before
+        room.BACKEND, real, launch.PlanCache.get = before
         for module in users:
             module.machine = real
 
 
 def jobs(call: Callable[[], Any], target: str) -> list[Job]:
-    """The kernels that a call would run on a target, each once."""
+    """Return the kernels that a call would run on a target, each once."""
     with recording(TARGETS[target].machine) as launches:
         call()
     return jobs_of(launches, target)
 
 
 def jobs_of(launches: Iterable[Any], target: str) -> list[Job]:
-    """The kernels of launches that were kept, each once."""
+    """Return the kernels of recorded launches, each once."""
     return list(dict.fromkeys(_job(one, tensors, target) for one, tensors in launches))
 
 
 def _job(one: launch.Launch, tensors: tuple[torch.Tensor | None, ...], target: str) -> Job:
     types = ["constexpr" if x is None else _type(x) for x in tensors]
-    for number in one.numbers:
+    for number in one.scalars:
         is_int = isinstance(number, int)
         types.append("fp32" if not is_int else "i32" if -(2**31) <= number < 2**31 else "i64")
     count = len(one.kernel.arg_names) - len(one.constants)
@@ -167,14 +167,14 @@ def _job(one: launch.Launch, tensors: tuple[torch.Tensor | None, ...], target: s
 
 
 def _type(x: Any) -> str:
-    """Of a tensor or of a tensor descriptor."""
+    """Return Triton's name for the type of a tensor or tensor descriptor."""
     if isinstance(x, torch.Tensor):
         return f"*{DTYPES[x.dtype]}"
     return f"tensordesc<{DTYPES[x.base.dtype]}{x.block_shape},{x.layout!r}>"
 
 
 def _compile(job: Job) -> Any:
-    """The compiled kernel, on a machine that may have no GPU."""
+    """Compile a kernel, on a machine that may have no GPU."""
     names = job.kernel.arg_names
     given = dict(zip(names, job.signature, strict=False))
     signature = {name: given.get(name, "constexpr") for name in names}
@@ -187,7 +187,7 @@ def _compile(job: Job) -> Any:
 
 
 def _in_child(job: Job, log: Path) -> Report:
-    """Compile with everything that is printed going to a file, and read it."""
+    """Compile with all output redirected to a file, and read the file."""
     with log.open("w") as file, tempfile.TemporaryDirectory() as folder:
         faulthandler.disable()
         os.dup2(file.fileno(), 1)
@@ -201,7 +201,7 @@ def _in_child(job: Job, log: Path) -> Report:
     if TARGETS[job.target].gpu.backend == "cuda":
         numbers = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill (?:stores|loads)"}
         complaints = tuple(line.strip() for line in text.splitlines() if re.search(r"C75\d\d|serializ", line))
-        if races := overwritten(compiled.asm["ttgir"]):
+        if races := find_overwrites(compiled.asm["ttgir"]):
             return Report(error="; ".join(races))
     else:
         text, complaints = compiled.asm["amdgcn"], ()
@@ -212,7 +212,7 @@ def _in_child(job: Job, log: Path) -> Report:
 
 
 def _start(job: Job, folder: str) -> tuple[int, int, float]:
-    """Fork a compilation: its process, the pipe that its report comes through, when it began."""
+    """Fork a compilation; return its process, the pipe of its report, and its start time."""
     receive, send = os.pipe()
     pid = os.fork()
     if pid:
@@ -244,11 +244,11 @@ def _finish(pid: int, receive: int, began: float, folder: str) -> Report:
     return Report(error=f"the compiler died with signal {os.WTERMSIG(status)}: {said}")
 
 
-def compile_all(wanted: list[Job], workers: int | None = None) -> dict[Job, Report]:
-    """A report for each job, several compiled at a time; what was compiled before is read from the cache."""
+def compile_all(expected: list[Job], workers: int | None = None) -> dict[Job, Report]:
+    """Return a report for each job; jobs compile in parallel, and earlier results come from the cache."""
     reports, running = {}, {}
     waiting = []
-    for job in dict.fromkeys(wanted):
+    for job in dict.fromkeys(expected):
         path = CACHE / job.key
         if path.exists():
             values = json.loads(path.read_text())
@@ -278,18 +278,18 @@ def compile_all(wanted: list[Job], workers: int | None = None) -> dict[Job, Repo
 
 
 def allowed(target: str) -> dict[str, list[Any]] | None:
-    """job -> what is known of it and accepted: spills, then ptxas' codes; None for a Triton not recorded."""
+    """Return the recorded spills and ptxas codes of each job, or None for a Triton without a record."""
     table: dict[str, dict[str, dict[str, list[Any]]]] = json.loads(TABLE.read_text())
     return table.get(triton.__version__, {}).get(target)
 
 
 def codes(report: Report) -> list[str]:
-    """The kinds of complaint, C7512 and the like."""
+    """Return the ptxas codes of a report's complaints, such as C7512."""
     return sorted({code for line in report.complaints for code in re.findall(r"C75\d\d", line) or [line]})
 
 
 def wrong(job: Job, report: Report) -> list[str]:
-    """What is the matter with a compiled kernel, beyond what was recorded; nothing if all is well."""
+    """Return what is wrong with a compiled kernel beyond its record, or an empty list."""
     if report.error is not None:
         return [report.error]
     found = []
@@ -307,13 +307,13 @@ def wrong(job: Job, report: Report) -> list[str]:
 
 
 def _readable(table: dict[str, dict[str, dict[str, list[Any]]]]) -> str:
-    """As JSON with a line for each job."""
+    """Return a table as JSON with one line per job."""
     text = json.dumps(table, indent=1, sort_keys=True)
     return re.sub(r"\[\s+(.*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text, flags=re.S) + "\n"
 
 
 def main() -> None:
-    """A line per compiled kernel, the worst first; with --record a new table of spills."""
+    """Print a line per compiled kernel, the worst first; with --record write a new table of spills."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("part", nargs="?", default="", help="part of a specimen's or a kernel's name")
     parser.add_argument("--target", action="append", choices=list(TARGETS))
@@ -321,12 +321,12 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.record and asked.part:
         parser.error("expected --record for all kernels: a part's table would replace the whole one")
-    wanted = []
+    expected = []
     for name, specimen in SPECIMENS.items():
         for target in asked.target or specimen.targets:
             found = jobs(specimen.on("cpu"), target)
-            wanted += [job for job in found if asked.part in name or asked.part in job.kernel.__name__]
-    reports = compile_all(wanted)
+            expected += [job for job in found if asked.part in name or asked.part in job.kernel.__name__]
+    reports = compile_all(expected)
     for job, r in sorted(reports.items(), key=lambda item: (item[1].spills, item[1].registers), reverse=True):
         rest = r.error.splitlines()[-1] if r.error else " ".join(r.complaints)
         size = f"{r.spills:6} spilled {r.registers:4} regs {r.shared:7} B {r.columns:4} columns"
@@ -334,7 +334,7 @@ def main() -> None:
     if asked.record:
         failed = [f"{job.name}: {r.error}" for job, r in reports.items() if r.error]
         if failed:
-            # they would count as kernels that spill nothing
+            # the table would list a failed kernel as one that spills nothing
             raise SystemExit("\n".join(failed))
         table = json.loads(TABLE.read_text())
         found = {job.target: {} for job in reports}

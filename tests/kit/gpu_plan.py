@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TABLE = Path(__file__).parent.parent / "gpu_seconds.json"
-UNIT_SECONDS = 12.0  # tests of one function that go to a worker together: they share compiled kernels
+UNIT_SECONDS = 12.0  # tests of one function that one worker runs in a row, since they share compiled kernels
 
 
 @dataclass(frozen=True)
 class Durations:
-    """The seconds that a test takes, by its function, and the order of the test files."""
+    """Hold the seconds that a test takes, by its function, and the order of the test files."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    files: tuple[str, ...] = ()  # files whose tests launch the same kernels are neighbors
+    files: tuple[str, ...] = ()  # files whose tests launch the same kernels are neighbours
     serial: tuple[str, ...] = ()  # functions whose tests run in one worker: each takes much GPU memory
 
     def of_test(self, name: str) -> float:

@@ -1,9 +1,9 @@
-"""Loads that overwrite what a product still reads: a fault of Triton 3.6's pipelines, seen in their TTGIR.
+"""Find loads that overwrite an operand of an MMA in flight, a fault of Triton 3.6's pipeliner, in TTGIR.
 
-A pipelined loop loads some turns ahead, into as many buffers as those turns and, for operands of wgmma, one
-more, as a product may be in flight when its turn ends. An operand that is also read into registers is not
-given that one: the next load goes where the product reads. On an H200 the gradient of k was wrong by 4 %, in
-large problems alone.
+A pipelined loop loads some iterations ahead, into as many buffers as iterations. An operand of WGMMA needs
+one buffer more, since the MMA may be in flight when its iteration ends. Triton 3.6 does not give that buffer
+to an operand that is also read into registers, so the next load overwrites what the MMA reads. On an H200 the
+gradient of k was wrong by 4 %, in large problems only.
 """
 
 import re
@@ -13,16 +13,16 @@ _VIEWS = ("ttg.memdesc_index ", "ttg.memdesc_trans ", "ttg.memdesc_reshape ", "t
 
 
 @dataclass
-class _Walk:
-    buffers: dict[str, tuple[int, int]] = field(default_factory=dict)  # allocation -> how many, in what depth
-    sources: dict[str, str] = field(default_factory=dict)  # view -> what it is a view of
+class _Trace:
+    buffers: dict[str, tuple[int, int]] = field(default_factory=dict)  # allocation -> number, loop depth
+    sources: dict[str, str] = field(default_factory=dict)  # view -> tensor of the view
     ahead: dict[str, int] = field(default_factory=dict)  # allocation -> loads into it before its loop
-    # products that nothing has waited for, the allocations they read, how many turns ago they began
+    # MMAs in flight: result, allocations that they read, iterations since their start
     running: list[tuple[str, set[str], int]] = field(default_factory=list)
     found: list[str] = field(default_factory=list)
 
     def lines(self, lines: list[str], depth: int = 0) -> None:
-        """Follow a block; what is in a loop is followed for two turns."""
+        """Follow a block of TTGIR; follow the body of a loop for two iterations."""
         at = 0
         while at < len(lines):
             line, at = lines[at], at + 1
@@ -60,8 +60,8 @@ class _Walk:
         if depth == place:
             self.ahead[into] += 1
             return
-        # turn t loads for turn t + ahead while turn t - turns may be read: the same buffer if these are as
-        # many turns apart as there are buffers
+        # iteration t loads for t + ahead while the operands of t - turns may be read: both share a buffer
+        # if they are as many iterations apart as there are buffers
         for name, reads, turns in self.running:
             if into in reads and self.ahead[into] + turns >= count:
                 self.found.append(f"a load into {into}, {count} buffers, meets {name}")
@@ -72,8 +72,8 @@ class _Walk:
         return value
 
 
-def overwritten(ttgir: str) -> list[str]:
-    """A line for each product and buffer that a load into it may find in flight."""
-    walk = _Walk()
-    walk.lines(ttgir.splitlines())
-    return list(dict.fromkeys(walk.found))
+def find_overwrites(ttgir: str) -> list[str]:
+    """Return a line for each MMA and buffer where a load may overwrite the operand in flight."""
+    trace = _Trace()
+    trace.lines(ttgir.splitlines())
+    return list(dict.fromkeys(trace.found))

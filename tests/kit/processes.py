@@ -1,4 +1,4 @@
-"""Processes of a test's own, for what compiled code may crash."""
+"""Run a test's code in a process of its own, since compiled code may crash."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run(command: Sequence[str], cwd: Path = ROOT) -> None:
-    """Fails with what the process said, and with its C frames where it crashed and a debugger is there."""
+    """Run a command; raise with its output, and with C frames if it crashed and a debugger is there."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
     said = f"exit status {done.returncode}\n{done.stderr[-6000:]}"
     debugger = shutil.which("cuda-gdb") or shutil.which("gdb")
@@ -22,10 +22,10 @@ def run(command: Sequence[str], cwd: Path = ROOT) -> None:
 
 
 def shared_cxx(folder: Path) -> str:
-    """The first C++ compiler whose libraries use the libstdc++ of the process that loads them.
+    """Return the first C++ compiler whose libraries share the libstdc++ of the process that loads them.
 
-    One that links it statically makes packages which crash: two copies number the facets of a locale apart,
-    and AOTInductor's loader matches the name of a device with std::regex.
+    A compiler that links libstdc++ statically makes packages that crash: each copy numbers the facets of a
+    locale, and AOTInductor's loader matches the name of a device with std::regex.
     """
     source, library = folder / "shared.cpp", folder / "shared.so"
     source.write_text("#include <string>\nstd::string twice(std::string x) { return x + x; }\n")

@@ -1,4 +1,4 @@
-"""What the serving tests share: inputs, and comparing what a call wrote with what it should have written."""
+"""Provide inputs for the serving tests, and compare what a call wrote with what it should have written."""
 
 from contextlib import contextmanager
 
@@ -9,7 +9,7 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2.5e-3, t
 
 
 def inputs(B, T, H=2, HV=4, K=16, V=24, dtype=torch.float32, raw=False):
-    """q, k, v and gates of a call, by name."""
+    """Return q, k, v and gates of a call, by name."""
     x = {
         "q": torch.randn(B, T, H, K, dtype=dtype),
         "k": torch.randn(B, T, H, K, dtype=dtype),
@@ -26,7 +26,7 @@ def inputs(B, T, H=2, HV=4, K=16, V=24, dtype=torch.float32, raw=False):
 
 @contextmanager
 def nothing_waits():
-    """What waits for the current GPU, or reads from it, raises."""
+    """Raise for every operation that waits for the current GPU or reads from it."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -36,7 +36,7 @@ def nothing_waits():
 
 
 def pool_of(*lead, HV=4, K=16, V=24, dtype=torch.float32, v_first=True):
-    """States [*lead, HV, V, K], or K first."""
+    """Return random states [*lead, HV, V, K], or with K first."""
     return torch.randn(*lead, HV, *((V, K) if v_first else (K, V))).to(dtype)
 
 
@@ -44,9 +44,10 @@ def step_of(
     B, H, HV, K, V, W, dtype=torch.float32, pool=torch.float32, *, slots=9, L=None, v_first=True,
     is_gated=True, conv_dtype=None,
 ):  # fmt: skip
-    """Tensors of a layer's whole step by name, every one but biases, z and the norm; and its options.
+    """Return the tensors of a layer's whole step by name, and its options.
 
-    Rows of the projection and slots lie apart. is_gated: with biases, z and a norm, on some slots.
+    Rows of the projection and slots are strided. With is_gated the step has biases, z and a norm, on some
+    slots.
     """
     D, L = 2 * H * K + HV * V, W - 1 if L is None else L
     apart = torch.full((slots, HV * K * V + 64), float("nan"), dtype=pool)
@@ -67,7 +68,7 @@ def step_of(
     return x, options
 
 
-# what a step is asked for where nothing else is said, as its problem is made
+# the default options of a step, by which its problem is created
 STEP = {
     "conv_activation": "silu", "z": None, "norm_weight": None, "norm_eps": 1e-6, "norm_activation": "silu",
     "scale": None, "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True,
@@ -77,7 +78,7 @@ STEP = {
 
 
 def protocols(index=torch.int64, v_first=True, dtype=torch.float32):
-    """name -> what to add to the inputs of a call of B rows of T tokens."""
+    """Return for each protocol what to add to the inputs of a call of B rows of T tokens."""
     at = lambda *values: torch.tensor(values, dtype=index)  # noqa: E731
     pool, ring = pool_of(SLOTS, dtype=dtype, v_first=v_first), pool_of(SLOTS, R, dtype=dtype, v_first=v_first)
     kept = pool_of(B + 2, T + 2, dtype=dtype, v_first=v_first)
@@ -122,7 +123,7 @@ NAMES = list(protocols())
 
 
 def moved(x, device):
-    """Copies on a device of all tensors of a call, each in memory like its own: strides, offset and gaps."""
+    """Copy all tensors of a call to a device, each with the strides, offset and gaps that it had."""
     return {name: _moved(v, device) if isinstance(v, torch.Tensor) else v for name, v in x.items()}
 
 
@@ -131,29 +132,29 @@ def _moved(x, device):
     return memory.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def error(x, wanted):
-    """Relative RMS error; infinite for NaN."""
-    if wanted.numel() == 0:
+def error(x, expected):
+    """Return the relative RMS error, or infinity if the result holds NaN."""
+    if expected.numel() == 0:
         return 0.0
-    x, wanted = x.cpu(), wanted.cpu()
-    e = (x.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
+    x, expected = x.cpu(), expected.cpu()
+    e = (x.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
     return float("inf") if e.isnan() else float(e)
 
 
 def same_bits(x, y):
-    """Equal to the bit, NaN and signed zero included."""
+    """Return True if all bits are equal, including those of NaN and signed zeros."""
     as_ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     x, y = x.cpu().contiguous(), y.cpu().contiguous()
     return x.dtype == y.dtype and torch.equal(x.view(as_ints), y.view(as_ints))
 
 
-def stored_wrong(x, wanted, before, tolerance, lead=1):
-    """What is wrong with a written tensor: a place that should have been left alone, or a wrong state."""
-    x, wanted, before = (t.flatten(0, lead - 1) for t in (x, wanted, before))
+def find_wrong_state(x, expected, before, tolerance, lead=1):
+    """Return what is wrong with a written tensor: a place that changed, or a wrong state; or None."""
+    x, expected, before = (t.flatten(0, lead - 1) for t in (x, expected, before))
     for i in range(x.shape[0]):
-        if same_bits(wanted[i], before[i]):
+        if same_bits(expected[i], before[i]):
             if not same_bits(x[i], before[i]):
                 return f"place {i} was touched"
-        elif error(x[i], wanted[i]) > tolerance:
-            return f"place {i} is off by {error(x[i], wanted[i]):.1e}"
+        elif error(x[i], expected[i]) > tolerance:
+            return f"place {i} is off by {error(x[i], expected[i]):.1e}"
     return None

@@ -30,7 +30,7 @@ def file_lock(folder: Path, *key: object) -> Iterator[None]:
 
 
 def install() -> None:
-    """Wrap what Triton calls on a miss of its in-memory caches: `compile`, and the build of a launcher."""
+    """Lock what Triton calls on a miss of its in-memory caches: `compile`, and the launcher's build."""
     import triton
     from triton import compiler
     from triton.backends.nvidia import driver
@@ -55,7 +55,7 @@ def install() -> None:
         name = src if isinstance(src, str) else src.hash()
         return "kernel", name, str(target), sorted((options or {}).items(), key=str)
 
-    # a JITFunction takes `compile` from here when it is first launched on a device
+    # a JITFunction imports `compile` from here at its first launch on a device
     compiler.compile = locked(compiler.compile, variant)
     driver.compile_module_from_src = locked(
         driver.compile_module_from_src, lambda src, name, *rest, **more: ("module", name, src)

@@ -1,11 +1,11 @@
-"""What engines call today: parameters and defaults of the functions that gdn stands in for.
+"""Record the signatures of today's engines: parameters and defaults of the functions that gdn replaces.
 
-Recorded from the packages' sources, with version and date; where a package can be imported,
-tests/test_integrations*.py hold the record against it. Names, order, kinds and defaults count.
+They are recorded from the packages' sources, with version and date. If a package can be imported,
+tests/test_integrations*.py compare the record with it. Names, order, kinds and defaults count.
 
-FLA is 1.5 MB of Python, and `make test` has it (`make fla`). The others are not installed for a test: the
-wheel of vLLM 0.33.0 has 336 MB, that of lmdeploy 0.18.0 107 MB, and SGLang 0.5.23, 39 MB, wants torch 2.14.1,
-sglang-kernel and FlashInfer beside it.
+FLA is 1.5 MB of Python, and `make test` installs it (`make fla`). The others are not installed for a test:
+the wheel of vLLM 0.33.0 has 336 MB, that of lmdeploy 0.18.0 107 MB, and SGLang 0.5.23, 39 MB, needs torch
+2.14.1, sglang-kernel and FlashInfer as well.
 """
 
 import importlib
@@ -111,8 +111,8 @@ SGLANG = {  # sglang 0.5.23, recorded 2026-11-22; sgl-kernel-npu at 07aa7757
         "head_first=False, use_qk_l2norm_in_kernel=False"
     ),
 }
-# of the class TritonGDNKernel, the same version; kwargs is what else the backend passes. Of it extend reads
-# track_state and track_chunk_idx where a kernel has supports_track_state_snapshot
+# the class TritonGDNKernel of the same version; kwargs are the backend's other arguments, of which extend
+# reads track_state and track_chunk_idx if a kernel has supports_track_state_snapshot
 SGLANG_KERNEL = {
     "decode": "q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **kwargs",
     "packed_decode": (
@@ -173,14 +173,14 @@ LMDEPLOY_METHODS = {
 
 
 def parameters(function):
-    """ "a, b=1, *, c, **kwargs" of a function; of a method without self."""
+    """Return "a, b=1, *, c, **kwargs" of a function, or of a method without self."""
     found = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
     text = str(inspect.Signature([p for p in found if p.name != "self"]))
     return text[1:-1]
 
 
 def real(module, function):
-    """A function of an installed package, or None."""
+    """Return a function of an installed package, or None."""
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError):

@@ -1,7 +1,7 @@
-"""Public calls on small tensors, one for whatever picks another binary, function by function.
+"""Provide public calls on small tensors, one for every choice of another binary, function by function.
 
-Compiled without a GPU, and run where there is one. A row of a table is one specimen; its last column says for
-which GPUs it is compiled: everywhere, or what is tuned for.
+They compile without a GPU, and run on one. A row of a table is one specimen; its last column names the GPUs
+that it is compiled for: all, or those that have tuned sizes.
 """
 
 import math
@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 
 import gdn
-from gdn.bench.accuracy import run
-from gdn.bench.cases import Case, inputs, packed, rows
 from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
+from gdn.testing.accuracy import run
 from kit import api
 from kit.serving import inputs as rows_of
 from kit.serving import pool_of, step_of
@@ -31,7 +31,7 @@ class Specimen(NamedTuple):
     targets: tuple[str, ...]
 
     def on(self, device: str) -> Callable[[], Any]:
-        """The call, its tensors on a device."""
+        """Return the call, with its tensors on a device."""
         with torch.device(device):
             return self.make()
 
@@ -49,7 +49,7 @@ ALL = {
     "state_v_first": True, "is_strided": True,
 }  # fmt: skip
 LADDER = packed(0, 5, 64, 130)
-# name -> case, dtype, targets: forward with and without what a backward wants, then the backward
+# name -> case, dtype, targets: forward with and without saved tensors, then the backward
 RULE = {
     "bf16 128": (Case(sizes=(128, 128), heads=(2, 4)), BF16, EVERYWHERE),
     "bf16 128 all packed": (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), BF16, EVERYWHERE),
@@ -82,12 +82,12 @@ def rule(provider: Callable[..., Any], case: Case, dtype: torch.dtype) -> Callab
 
 
 def slots(*shape: int) -> torch.Tensor:
-    """A slot of its own for every place."""
+    """Return one slot for every place."""
     return torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
 
 
 def protocol(name: str, B: int, T: int, pool: torch.Tensor) -> dict[str, Any]:
-    """How the rows of a decode find their states."""
+    """Return the arguments by which the rows of a decode find their states."""
     ring = torch.randn(B, 4, *pool.shape[1:]).to(pool.dtype)
     kept = torch.empty(B, T, *pool.shape[1:], dtype=pool.dtype)
     states, rows, table = {"state": pool}, {"read_index": slots(B)}, slots(B, T)
@@ -176,7 +176,7 @@ def commit(dtype: torch.dtype, has_extra: bool) -> Callable[[], Any]:
 def replay(
     B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, kept: Any, v_first: bool, is_packed: bool
 ) -> Callable[[], Any]:
-    """A verification and its end, on histories of 20 places."""
+    """Return a verification and its commit, on histories of 20 places."""
     x = rows_of(1 if is_packed else B, B * T if is_packed else T, K=K, V=V, dtype=dtype, raw=True)
     if is_packed:
         x |= {"cu_seqlens": torch.arange(B + 1, dtype=torch.int32), "max_seqlen": T}
@@ -219,7 +219,7 @@ def norm(dtype: torch.dtype, D: int, activation: str | None, is_gated: bool) -> 
 def conv(
     dtype: torch.dtype, W: int, activation: str | None, is_packed: bool, is_whole: bool
 ) -> Callable[[], Any]:
-    """is_whole: bias, an initial state and a final one."""
+    """Return a convolution; is_whole adds a bias, an initial state and a final one."""
     N = 3 if is_packed else 1
     shapes = ((1, 150, 96), (96, W), (96,), (N, 96, W - 1))
     leaves = [torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes[: 4 if is_whole else 2]]
@@ -252,13 +252,13 @@ def conv_update(dtype: torch.dtype, T: int, place: str | None) -> Callable[[], A
 
 
 def whole_step(dtype: Any, pool_dtype: Any, sizes: tuple[int, int], v_first: bool) -> Callable[[], Any]:
-    """A layer's step, with biases and slots."""
+    """Return a layer's step, with biases and slots."""
     x, options = step_of(4, 2, 4, *sizes, 4, dtype, pool_dtype, v_first=v_first)
     return lambda: api.decode_step(**x | options, backend="triton")
 
 
 def stages(dtype: torch.dtype, K: int, V: int, is_packed: bool) -> Callable[[], Any]:
-    """Each stage on what the one before it made, then its adjoint."""
+    """Run each stage on the results of the previous one, then its adjoint."""
     q, k, v = torch.randn(1, 150, 2, K), torch.randn(1, 150, 2, K) / K**0.5, torch.randn(1, 150, 4, V)
     q, k, v, S = (x.to(dtype) for x in (q, k, v, torch.randn(3 if is_packed else 1, 4, K, V)))
     g, beta, bias = -torch.rand(1, 150, 4), torch.rand(1, 150, 4), torch.zeros(4)
@@ -284,7 +284,7 @@ def stages(dtype: torch.dtype, K: int, V: int, is_packed: bool) -> Callable[[], 
 
 
 def operator_on_packed_rows() -> Callable[[], Any]:
-    """The forward as a compiler calls it, with all that it saves."""
+    """Return the forward as a compiler calls it, with all saved tensors."""
     case = Case(lengths=LADDER, heads=(2, 4), use_qk_l2norm_in_kernel=True, state="wide")
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="triton")
@@ -294,19 +294,20 @@ def operator_on_packed_rows() -> Callable[[], Any]:
 def hopper_forward(
     case: Case, segment: int | None = None, kept: torch.dtype | None = None, fast_path: bool = False
 ) -> Callable[[], Any]:
-    """Make the forward of `hopper`, by CTAs of one consumer and of two.
+    """Return the Hopper forward, with one and with two consumer warpgroups.
 
-    `segment`: chunks of a segment, None: sequences are not cut; `kept`: dtype of the saved states.
+    `segment` is the number of chunks in a segment (None: sequences are not cut), `kept` the dtype of stored
+    states, `fast_path` allows the fast path.
     """
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
 
     def call() -> None:
         from gdn.backends.hopper import cost, rule
-        from gdn.backends.triton.launch import Plans
+        from gdn.backends.triton.launch import PlanCache
 
-        # plans do not know that they differ
-        plans = patch.object(rule, "_forwards", Plans())
+        # the plan cache's key has no cuts and no number of warpgroups
+        plans = patch.object(rule, "_forwards", PlanCache())
         cuts = None if segment is None else cost.equal_cuts(segment)
         with (
             patch.object(cost, "cuts_of", lambda problem: cuts),

@@ -1,6 +1,6 @@
-"""Stand-ins for the peers: their signatures, copied by hand, over gdn's arithmetic, strict in what they take.
+"""Imitate the peers: their signatures, copied by hand, over gdn's arithmetic, strict in their arguments.
 
-What a stand-in refuses here is what the real one refuses, or silently gets wrong.
+A stand-in raises where the real function raises, or where it is silently wrong.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from kit import api
 
 
 class FLA:
-    """flash-linear-attention 0.6.0."""
+    """Imitate flash-linear-attention 0.6.0."""
 
     PATHS = {  # function -> the file that defines it
         "chunk_gated_delta_rule": "fla/ops/gated_delta_rule/chunk.py",
@@ -29,7 +29,7 @@ class FLA:
         state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None,
         **kwargs,
     ):  # fmt: skip
-        # it swallows unknown names: only these four mean anything
+        # it ignores unknown names, and uses these four only
         assert set(kwargs) <= {"use_gate_in_kernel", "A_log", "dt_bias", "chunk_size"}
         assert kwargs.pop("chunk_size", 64) in (16, 32, 64)
         return gdn.chunk_gated_delta_rule(
@@ -56,7 +56,7 @@ class FLA:
 
 
 class FLAStages:
-    """flash-linear-attention's stages: gates summed to base 2, states by chunk, any chunk size of three."""
+    """Imitate FLA's stages: gates summed to base 2, states by chunk, any of three chunk sizes."""
 
     PATHS = {
         "chunk_local_cumsum": "fla/ops/utils/cumsum.py",
@@ -73,26 +73,28 @@ class FLAStages:
         chunk_indices=None, use_graph=False, **kwargs,
     ):  # fmt: skip
         assert not kwargs and not reverse
-        with of_size(chunk_size):
+        with stages_of_size(chunk_size):
             return (stages.chunk_cumsum(g.double(), cu_seqlens) * scale).to(output_dtype)
 
     @staticmethod
     def chunk_scaled_dot_kkt_fwd(
         k, g=None, beta=None, cu_seqlens=None, chunk_size=64, output_dtype=torch.float32, chunk_indices=None,
     ):  # fmt: skip
-        with of_size(chunk_size):
-            return stages.chunk_kkt(k.float(), beta.float(), natural(g), cu_seqlens).to(output_dtype)
+        with stages_of_size(chunk_size):
+            return stages.chunk_kkt(k.float(), beta.float(), to_natural_log(g), cu_seqlens).to(output_dtype)
 
     @staticmethod
     def solve_tril(A, cu_seqlens=None, chunk_indices=None, output_dtype=torch.float):
         assert A.shape[-1] in (16, 32, 64)
-        with of_size(A.shape[-1]):
+        with stages_of_size(A.shape[-1]):
             return stages.solve_tril(A.float(), cu_seqlens).to(output_dtype)
 
     @staticmethod
     def recompute_w_u_fwd(k, v, beta, A, g=None, cu_seqlens=None, chunk_indices=None):
-        with of_size(A.shape[-1]):
-            found = stages.wy_transform(*(x.float() for x in (k, v, beta)), natural(g), A.float(), cu_seqlens)
+        with stages_of_size(A.shape[-1]):
+            found = stages.wy_transform(
+                *(x.float() for x in (k, v, beta)), to_natural_log(g), A.float(), cu_seqlens
+            )
         return tuple(x.to(k.dtype) for x in found)
 
     @staticmethod
@@ -102,9 +104,9 @@ class FLAStages:
         chunk_offsets=None,
     ):  # fmt: skip
         assert gk is None and output_final_state and not state_v_first
-        with of_size(chunk_size):
+        with stages_of_size(chunk_size):
             h, v_new, final = stages.chunk_state(
-                k.float(), w.float(), u.float(), natural(g), initial_state, cu_seqlens
+                k.float(), w.float(), u.float(), to_natural_log(g), initial_state, cu_seqlens
             )
             count = sum(1 for _ in stages.chunks(1, k.shape[1], cu_seqlens))
         return h[None, :count].to(k.dtype), v_new.to(k.dtype), final
@@ -115,14 +117,14 @@ class FLAStages:
         chunk_indices=None,
     ):  # fmt: skip
         assert g_gamma is None and not state_v_first
-        with of_size(chunk_size):
+        with stages_of_size(chunk_size):
             return stages.chunk_output(
-                *(x.float() for x in (q, k, v)), natural(g), h[0].float(), scale, cu_seqlens
+                *(x.float() for x in (q, k, v)), to_natural_log(g), h[0].float(), scale, cu_seqlens
             ).to(q.dtype)
 
 
 class FLALayer(torch.nn.Module):
-    """fla.layers.GatedDeltaNet: its parameters by name; q, k and v have projections and taps of their own."""
+    """Imitate fla.layers.GatedDeltaNet: its parameter names; separate projections and taps of q, k, v."""
 
     def __init__(
         self, hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode="chunk",
@@ -165,20 +167,20 @@ class FLALayer(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def of_size(chunk_size):
-    """The reference's stages in chunks of another size."""
+def stages_of_size(chunk_size):
+    """Return the reference's stages in chunks of another size."""
     before, stages.C = stages.C, chunk_size
     yield
     stages.C = before
 
 
-def natural(g):
-    """Gates from base 2."""
+def to_natural_log(g):
+    """Convert gates from base 2 to natural logarithms."""
     return g * math.log(2)
 
 
 class FlashQLABackend:
-    """How FLA comes to call FlashQLA."""
+    """Imitate the backend by which FLA calls FlashQLA."""
 
     default_enable = True
     forced = False
@@ -188,7 +190,7 @@ class FlashQLABackend:
 
 
 class FlashQLA:
-    """FlashQLA 0.1.3."""
+    """Imitate FlashQLA 0.1.3."""
 
     PATHS = {"chunk_gated_delta_rule": "flash_qla/ops/gated_delta_rule/chunk/__init__.py"}
 
@@ -208,7 +210,7 @@ class FlashQLA:
 
 
 class FlashInfer:
-    """FlashInfer 0.7.2."""
+    """Imitate FlashInfer 0.7.2."""
 
     PATHS = {
         "chunk_gated_delta_rule": "flashinfer/gdn_prefill.py",
@@ -260,7 +262,7 @@ class FlashInfer:
     ):  # fmt: skip
         assert not cache_replayssm
         assert initial_state.dtype == A_log.dtype == torch.float32
-        # without it, a warning, and another meaning from 0.8 on
+        # without it FlashInfer warns, and 0.8 changes the meaning
         assert disable_state_update is not None
         kept = intermediate_states_buffer
         if kept is not None:
@@ -276,7 +278,7 @@ class FlashInfer:
 
 
 class FlashInferOutputOnly:
-    """FlashInfer 0.7.2, the kernel that reads bf16 states and writes none."""
+    """Imitate the kernel of FlashInfer 0.7.2 that reads bf16 states and writes none."""
 
     PATHS = {"gated_delta_rule_mtp": "flashinfer/gdn_kernels/gdn_decode_bf16_wy_output_only.py"}
 
@@ -291,7 +293,7 @@ class FlashInferOutputOnly:
         tensors = (A_log, a, dt_bias, q, k, v, b, initial_state_source)
         assert all(x.dtype == torch.bfloat16 and x.is_contiguous() for x in tensors)
         assert use_qk_l2norm_in_kernel and initial_state_indices.dtype == torch.int32
-        # into a given one it copies
+        # it copies the result into a given buffer
         assert output is None
         return api.decode(
             q, k, v, initial_state_source, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
@@ -300,7 +302,7 @@ class FlashInferOutputOnly:
 
 
 class FlashInferReplay:
-    """FlashInfer 0.7.2, the kernel with a ring of 16 places: keys normalised, d, and their decay."""
+    """Imitate the kernel of FlashInfer 0.7.2 with a ring of 16 places: normalised keys, d, their decay."""
 
     PATHS = {"gated_delta_rule_mtp_ucache": "flashinfer/gdn_kernels/gdn_decode_bf16_wy_ucache.py"}
 
@@ -332,7 +334,7 @@ class FlashInferReplay:
 
 
 def modules() -> dict[str, ModuleType]:
-    """What `import` should find, by dotted name."""
+    """Return the modules that `import` should find, by dotted name."""
     holders = {
         "fla": None, "fla.ops": None, "fla.ops.gated_delta_rule": FLA, "flash_qla": FlashQLA,
         "fla.ops.gated_delta_rule.backends": None, "flashinfer": None, "flashinfer.gdn_prefill": FlashInfer,

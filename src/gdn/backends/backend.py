@@ -3,8 +3,8 @@
 A backend for another GPU is a folder with some kernels and a `dataclasses.replace` of an existing backend.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,6 +64,8 @@ class Backend:
     saves(problem)           -> (shape, dtype) of each tensor of Saved, in order; None for one not saved
     chunk_forward(problem, save)             -> o, final_state or None, Saved
     chunk_backward(problem, saved, do, dS)   -> Gradients; do or dS (gradient of final_state) may be None
+    forward_launches(problem, dtype of S_in) -> launches, with their tensors, of forwards of this kind at any
+                                                size; other backends compile them ahead (`other_launches`)
     recurrent_forward(problem)               -> o, final_state or None
     The other functions are the stages of `gdn.stages`, the serving functions, and the convolution, gate and
     norm of a layer. Their signatures are those of the public functions in `ops`, after checking.
@@ -74,6 +76,7 @@ class Backend:
     saves: Callable[[Problem], tuple[Shape | None, ...]]
     chunk_forward: Callable[[Problem, bool], tuple[Values, State | None, Saved]]
     chunk_backward: Callable[[Problem, Saved, Tensor | None, Tensor | None], Gradients]
+    forward_launches: Callable[[Problem, torch.dtype | None], Iterable[Any]]
     recurrent_forward: Callable[[Problem], tuple[Values, State | None]]
     chunk_cumsum: Callable[..., Any]
     chunk_cumsum_bwd: Callable[..., Any]
@@ -102,13 +105,3 @@ class Backend:
     causal_conv1d_update: Callable[..., Any]
     rms_norm_gated: Callable[..., Any]
     rms_norm_gated_bwd: Callable[..., Any]
-
-
-def absent(name: str, reason: str) -> Backend:
-    """Return a backend that has a name only, and refuses every problem for the same reason."""
-
-    def missing(*_args: Any, **_kwargs: Any) -> Any:
-        raise NotImplementedError(f"{name}: {reason}")
-
-    slots = {f.name: missing for f in fields(Backend) if f.name not in ("name", "refuses")}
-    return Backend(name=name, refuses=lambda problem: reason, **slots)  # type: ignore[arg-type]

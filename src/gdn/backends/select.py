@@ -4,12 +4,16 @@ The dispatch order is ORDER, and the first backend that supports the problem is 
 a backend, only that one is tried, and the call fails if it does not support the problem.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from gdn import settings
 from gdn.backends.backend import Backend
+from gdn.problem import Problem
 from gdn.problem.check import BACKENDS as ORDER
 
 
@@ -45,6 +49,18 @@ def select(problem: Named) -> Backend:
             return backend
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no backend takes this problem: " + "; ".join(reasons))
+
+
+def other_launches(problem: Problem, kept: torch.dtype | None, name: str) -> Iterator[Any]:
+    """Yield the forward launches of the backends to which this kind of problem may go at another size.
+
+    The backend `name` compiles them ahead with its own, so that a longer prompt finds them compiled. There
+    are none if the caller named a backend. `kept` is the dtype of S_in, or None where S_in is not kept.
+    """
+    if settings.backend(problem.backend) is None:
+        for other in ORDER:
+            if other != name:
+                yield from load(other).forward_launches(problem, kept)
 
 
 @dataclass(frozen=True)

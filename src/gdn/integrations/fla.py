@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gdn.integrations.fallback import warn_caller
+from gdn.ops.rule import ContextParallel
 from gdn.ops.rule import chunk_gated_delta_rule as chunk_rule
 from gdn.ops.rule import fused_recurrent_gated_delta_rule as recurrent_rule
 
@@ -45,17 +46,20 @@ def chunk_gated_delta_rule(
     Returns: o [B, T, HV, V] in the dtype of q; final_state [N, HV, K, V] fp32 ([N, HV, V, K] with
         state_v_first), or None.
     Raises: as `gdn.chunk_gated_delta_rule`; TypeError for a name that neither library knows, which FLA
-        ignores; NotImplementedError with cp_context.
+        ignores; NotImplementedError for a context of FLA's own: cp_context is a `gdn.ContextParallel`.
     """
     options = rule_options(kwargs, state_v_first)
-    if cp_context is not None:
-        raise NotImplementedError("cp_context: expected None, got a context (no context parallelism yet)")
+    if cp_context is not None and not isinstance(cp_context, ContextParallel):
+        # FLA's own context holds local offsets; gdn's calls have global ones
+        raise NotImplementedError(
+            f"cp_context: expected a gdn.ContextParallel or None, got {type(cp_context).__name__}"
+        )
     outputs = chunk_rule(
         q, k, v, g, beta, scale=scale, initial_state=initial_state,
         output_final_state=bool(output_final_state),
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu, **options,
+        cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, **options,
     )  # fmt: skip
     warn_of_old_names(kwargs)
     return outputs

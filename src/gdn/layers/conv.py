@@ -5,6 +5,7 @@ from torch import nn
 
 from gdn.notation import Channels, ConvState, Offsets
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
+from gdn.problem import ContextParallel
 
 
 class ShortConvolution(nn.Module):
@@ -34,12 +35,13 @@ class ShortConvolution(nn.Module):
         output_final_state: bool = False,
         cu_seqlens: Offsets | None = None,
         cu_seqlens_cpu: Offsets | None = None,
+        cp_context: ContextParallel | None = None,
     ) -> tuple[Channels, ConvState | None]:
         """Convolve whole sequences; return y and, with output_final_state, the last W - 1 inputs of each."""
         return causal_conv1d(
             x, self.weight, self.bias, activation="silu", initial_state=initial_state,
             output_final_state=output_final_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
-            backend=self.backend,
+            cp_context=cp_context, backend=self.backend,
         )  # fmt: skip
 
     def step(self, x: Channels, window: ConvState) -> tuple[Channels, ConvState]:

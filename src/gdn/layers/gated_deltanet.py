@@ -12,6 +12,7 @@ from gdn.layers.norm import GatedRMSNorm
 from gdn.layers.weights import from_transformers
 from gdn.notation import Mask, Offsets
 from gdn.ops.rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from gdn.problem import ContextParallel, check_context
 from gdn.problem.layer import check_cache, check_hidden, check_layer
 
 SHORT = 16  # up to so many tokens, a cached call without gradient runs token by token: a quarter of a chunk
@@ -142,6 +143,7 @@ class GatedDeltaNet(nn.Module):
         cu_seqlens: Offsets | None = None,
         cu_seqlens_cpu: Offsets | None = None,
         cache: GatedDeltaNetCache | None = None,
+        cp_context: ContextParallel | None = None,
     ) -> Tensor:
         """Mix the tokens of each sequence.
 
@@ -153,12 +155,16 @@ class GatedDeltaNet(nn.Module):
             cu_seqlens_cpu   a copy of cu_seqlens on the CPU, if the caller has one
             cache            the recurrent memory of N sequences (N = B if not packed). The call reads it and
                              stores the new memory in it. With an empty cache the sequences start here.
+            cp_context       hidden holds the tokens of this rank, offsets are global: `gdn.ContextParallel`;
+                             neither with a mask nor with a cache
         Returns [B, T, hidden_size]: zero at padding and past cu_seqlens[-1].
         Raises: TypeError and ValueError for inputs that do not fit, before anything is computed.
 
         A call of up to 16 tokens with a cache and without gradient runs token by token. Any other call runs
         in chunks of 64.
         """
+        if cp_context is not None:
+            check_context(cp_context, attention_mask=attention_mask, cache=cache)
         check_hidden(hidden, attention_mask, cu_seqlens, self.hidden_size, self._weight_dtype())
         B, T, _ = hidden.shape
         check_cache(
@@ -167,7 +173,7 @@ class GatedDeltaNet(nn.Module):
         )  # fmt: skip
         is_short = cache is not None and T <= SHORT and not torch.is_grad_enabled()
         if attention_mask is None:
-            return self._mix(hidden, cu_seqlens, cu_seqlens_cpu, cache, is_short)
+            return self._mix(hidden, cu_seqlens, cu_seqlens_cpu, cache, is_short, cp_context)
         mask = attention_mask[:, attention_mask.shape[1] - T :] != 0
         order, place, cu_seqlens = pack(mask)
         # padding may hold any value, also NaN; masked_fill makes its gradient zero as well
@@ -177,7 +183,7 @@ class GatedDeltaNet(nn.Module):
 
     def _mix(
         self, hidden: Tensor, cu_seqlens: Offsets | None, cu_seqlens_cpu: Offsets | None,
-        cache: GatedDeltaNetCache | None, is_short: bool,
+        cache: GatedDeltaNetCache | None, is_short: bool, cp_context: ContextParallel | None = None,
     ) -> Tensor:  # fmt: skip
         qkv = self.in_proj_qkv(hidden)
         window, state = (None, None) if cache is None else (cache.conv_state, cache.state)
@@ -186,7 +192,7 @@ class GatedDeltaNet(nn.Module):
         else:
             qkv, window = self.conv1d(
                 qkv, window, output_final_state=cache is not None, cu_seqlens=cu_seqlens,
-                cu_seqlens_cpu=cu_seqlens_cpu,
+                cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context,
             )  # fmt: skip
         q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         rule = fused_recurrent_gated_delta_rule if is_short else chunk_gated_delta_rule
@@ -206,6 +212,7 @@ class GatedDeltaNet(nn.Module):
             allow_neg_eigval=self.allow_neg_eigval,
             cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu,
+            cp_context=cp_context,
             backend=self.backend,
         )
         if cache is not None:

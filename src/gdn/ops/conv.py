@@ -12,14 +12,16 @@ from gdn.backends import select
 from gdn.notation import Channels, ConvPool, ConvState, ConvWeight, Index, Mask, Offsets
 from gdn.ops.library import (
     Signature,
+    as_output,
     check_offsets,
     define,
+    define_writer,
     guarded,
     library,
     no_second_derivative,
-    present,
+    requested,
 )
-from gdn.problem import check
+from gdn.problem import ContextParallel, check, check_context
 from gdn.problem.layer import ConvProblem, ConvUpdateProblem, parse_conv, parse_conv_update
 
 
@@ -37,6 +39,7 @@ def causal_conv1d(
     state_index: Index | None = None,
     has_initial_state: Mask | None = None,
     null_slot: int | None = None,
+    cp_context: ContextParallel | None = None,
     backend: str | None = None,
 ) -> tuple[Channels, ConvState | None]:
     """Compute the causal depthwise convolution of whole sequences, for training and prefill.
@@ -64,6 +67,8 @@ def causal_conv1d(
         has_initial_state   [N] bool or None        False: start from zeros and do not read the slot; None:
                                                     all True
         null_slot           None or 0               0: slot 0 is padding as well
+        cp_context          ContextParallel or      x holds the tokens of this rank, offsets are global; see
+                            None                    `gdn.ContextParallel`
         backend             str or None             None: chosen automatically; a named one never falls back
 
     With `state`, a sequence whose slot is below the lowest valid one or past the pool outputs zeros, and no
@@ -88,23 +93,26 @@ def causal_conv1d(
         >>> y.shape, torch.equal(window, x[:, -3:].transpose(1, 2))
         (torch.Size([2, 10, 6]), True)
     """
+    if cp_context is not None:
+        check_context(
+            cp_context, state=state, state_index=state_index, has_initial_state=has_initial_state,
+            null_slot=null_slot,
+        )  # fmt: skip
+        return cp_context.causal_conv1d(
+            x, weight, bias, activation=activation, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
+            backend=backend,
+        )  # fmt: skip
     p = parse_conv(
-        x, weight, bias, activation=activation, initial_state=initial_state,
+        x=x, weight=weight, bias=bias, activation=activation, initial_state=initial_state,
         output_final_state=output_final_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
         state=state, state_index=state_index, has_initial_state=has_initial_state, null_slot=null_slot,
         backend=backend,
     )  # fmt: skip
     if p.state is not None:
-        y = pool_operator(
-            p.x, p.weight, p.bias, p.state, p.state_index, p.has_initial_state, p.cu_seqlens,
-            p.cu_seqlens_cpu, p.activation, p.null_slot, p.backend,
-        )  # fmt: skip
-        return y, None
+        return pool_operator(*_POOL.arguments_of(p)), None
     check.no_tangent("causal_conv1d", x=p.x, weight=p.weight, bias=p.bias, initial_state=p.initial_state)
-    y, final_state = conv_operator(
-        p.x, p.weight, p.bias, p.initial_state, p.cu_seqlens, p.cu_seqlens_cpu, p.activation,
-        p.output_final_state, p.backend,
-    )  # fmt: skip
+    y, final_state = conv_operator(*_CONV.arguments_of(p))
     return y, final_state if output_final_state else None
 
 
@@ -162,8 +170,8 @@ def causal_conv1d_update(
     Cost: 2 W flop per element; reads and writes each slot once.
     """
     problem = parse_conv_update(
-        x, state, weight, bias, activation=activation, state_index=state_index, ring_pos=ring_pos,
-        num_accepted=num_accepted, null_slot=null_slot, out=out, backend=backend,
+        x=x, state=state, weight=weight, bias=bias, activation=activation, state_index=state_index,
+        ring_pos=ring_pos, num_accepted=num_accepted, null_slot=null_slot, out=out, backend=backend,
     )  # fmt: skip
     update_operator(*problem.arguments())
     if out is not None:
@@ -171,120 +179,109 @@ def causal_conv1d_update(
     return problem.out.squeeze(1) if x.dim() == 2 else problem.out
 
 
-def _conv_problem(args: tuple[Any, ...]) -> ConvProblem:
-    """Return the ConvProblem of the arguments of gdn::causal_conv1d."""
-    x, weight, bias, initial_state, cu_seqlens, cu_seqlens_cpu, activation, output_final_state, backend = args
-    return ConvProblem(
-        x, weight, bias, initial_state, None, None, None, cu_seqlens, cu_seqlens_cpu, activation,
-        output_final_state, None, backend,
-    )  # fmt: skip
+# one problem, two operators: of whole sequences, with gradients, and of sequences whose windows are in a pool
+_CONV = ConvProblem.declaration.without("state", "state_index", "has_initial_state", "null_slot")
+_POOL = ConvProblem.declaration.without("initial_state", "output_final_state", required=("state",))
 
 
 def _conv(*args: Any) -> tuple[Tensor, Tensor]:
-    problem = _conv_problem(args)
+    given, _ = _CONV.split(args)
+    problem = ConvProblem(**given)
     check_offsets(problem)
 
     def run() -> tuple[Tensor, Tensor]:
         y, final = select(problem).causal_conv1d(problem)
-        return present(y, y), present(final, y)
+        return as_output(y, y), as_output(final, y)
 
-    return guarded(_FORWARD, problem.x.device, args[:4], run)
+    return guarded(_FORWARD, problem.x.device, run, problem)
 
 
 def _conv_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    problem = _conv_problem(args)
+    given, _ = _CONV.split(args)
+    problem = ConvProblem(**given)
     y = problem.x.new_empty(problem.x.shape)
     return y, y.new_empty(problem.state_shape) if problem.output_final_state else y.new_empty(0)
 
 
 def _conv_backward(*args: Any) -> tuple[Tensor, ...]:
-    problem, (dy, dfinal) = _conv_problem(args[:NUM_FIELDS]), args[NUM_FIELDS:]
+    given, (dy, dfinal) = _CONV.split(args)
+    problem = ConvProblem(**given)
 
     def run() -> tuple[Tensor, ...]:
         gradients = select(problem).causal_conv1d_bwd(problem, dy, dfinal)
-        return tuple(present(x, problem.x) for x in gradients)
+        return tuple(as_output(x, problem.x) for x in gradients)
 
-    return guarded(_BACKWARD, problem.x.device, (dy, dfinal), run)
+    return guarded(_BACKWARD, problem.x.device, run, tensors=(dy, dfinal))
 
 
 def _conv_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    x = args[0]
-    return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in args[:4])
+    given, _ = _CONV.split(args)
+    x, primals = given["x"], (given[name] for name in _FORWARD.inputs)
+    return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in primals)
 
 
 def _pool(*args: Any) -> Tensor:
-    x, weight, bias, state, state_index, has_initial_state, cu_seqlens, cu_seqlens_cpu = args[:8]
-    activation, null_slot, backend = args[8:]
-    problem = ConvProblem(
-        x, weight, bias, None, state, state_index, has_initial_state, cu_seqlens, cu_seqlens_cpu, activation,
-        False, null_slot, backend,
-    )  # fmt: skip
+    given, _ = _POOL.split(args)
+    problem = ConvProblem(**given)
     check_offsets(problem)
-    run = select(problem).causal_conv1d
+    function = select(problem).causal_conv1d
+
+    def run() -> tuple[Tensor]:
+        y, _ = function(problem)
+        return (y,)
+
     # unused slots of a pool may hold any value, so debug mode does not test the pool for NaN
-    return guarded(_POOL, x.device, (x, weight, bias), lambda: run(problem)[:1], problem)[0]
+    (y,) = guarded(_POOL_SIGNATURE, problem.x.device, run, problem)
+    return y
 
 
 def _update(*args: Any) -> None:
     problem = ConvUpdateProblem(*args)
-    run = select(problem).causal_conv1d_update
+    function = select(problem).causal_conv1d_update
 
-    def write() -> tuple[Tensor]:
-        run(problem)
+    def run() -> tuple[Tensor]:
+        function(problem)
         return (problem.out,)
 
-    p = problem
-    guarded(_UPDATE, p.x.device, (p.x, p.weight, p.bias), write, p)
+    guarded(_UPDATE, problem.x.device, run, problem)
 
 
 _FORWARD = Signature("causal_conv1d", ("x", "weight", "bias", "initial_state"), ("y", "final_state"))
 _BACKWARD = Signature(
     "causal_conv1d_backward", ("dy", "dfinal_state"), ("dx", "dweight", "dbias", "dinitial_state")
 )
-_POOL = Signature("causal_conv1d", ("x", "weight", "bias"), ("y",))
+_POOL_SIGNATURE = Signature("causal_conv1d", ("x", "weight", "bias"), ("y",))
 _UPDATE = Signature("causal_conv1d_update", ("x", "weight", "bias"), ("y",))
-NUM_FIELDS = 9  # the number of arguments of gdn::causal_conv1d
-_CONV = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? cu_seqlens, "
-    "Tensor? cu_seqlens_cpu, str? activation, bool output_final_state, str? backend"
+conv_operator = define(
+    "causal_conv1d", f"({_CONV.schema}) -> (Tensor y, Tensor final_state)", _conv, _conv_fake
 )
-conv_operator = define("causal_conv1d", f"({_CONV}) -> (Tensor y, Tensor final_state)", _conv, _conv_fake)
 conv_backward_operator = define(
     "causal_conv1d_backward",
-    f"({_CONV}, Tensor dy, Tensor? dfinal_state) -> "
+    f"({_CONV.schema}, Tensor dy, Tensor? dfinal_state) -> "
     "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_state)",
     _conv_backward,
     _conv_backward_fake,
 )
 pool_operator = define(
-    "causal_conv1d_pool",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? state_index, "
-    "Tensor? has_initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, str? activation, int? null_slot, "
-    "str? backend) -> Tensor",
-    _pool,
-    lambda x, *_: x.new_empty(x.shape),
+    "causal_conv1d_pool", f"({_POOL.schema}) -> Tensor", _pool, lambda x, *_: x.new_empty(x.shape)
 )
-update_operator = define(
-    "causal_conv1d_update",
-    "(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? state_index, Tensor? ring_pos, "
-    "Tensor? num_accepted, Tensor(b!) out, str? activation, int? null_slot, str? backend) -> ()",
-    _update,
-    lambda *_: None,
-)
+update_operator = define_writer("causal_conv1d_update", ConvUpdateProblem.declaration, _update)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.options = inputs[6:]
+    given, _ = _CONV.split(inputs)
+    ctx.save_for_backward(*(given[name] for name in _CONV.tensors))
+    ctx.options = {name: given[name] for name in _CONV.options}
 
 
 def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
-    _, output_final_state, _ = ctx.options
     gradients = conv_backward_operator(
-        *ctx.saved_tensors, *ctx.options, dy, dfinal if output_final_state else None
+        *ctx.saved_tensors,
+        *ctx.options.values(),
+        dy,
+        dfinal if ctx.options["output_final_state"] else None,
     )
-    wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
-    return (*wanted, *(None,) * (NUM_FIELDS - 4))
+    return requested(gradients, ctx.needs_input_grad)
 
 
 torch.library.register_autograd("gdn::causal_conv1d", _differentiate, setup_context=_keep, lib=library)

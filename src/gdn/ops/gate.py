@@ -7,7 +7,15 @@ from torch import Tensor
 
 from gdn.backends import select
 from gdn.notation import HeadParam, PerHead
-from gdn.ops.library import Signature, define, guarded, library, no_second_derivative, present
+from gdn.ops.library import (
+    Signature,
+    as_output,
+    define,
+    guarded,
+    library,
+    no_second_derivative,
+    requested,
+)
 from gdn.problem import check
 from gdn.problem.stages import parse_gate
 
@@ -49,12 +57,11 @@ def gate(
 
 def _forward(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor | None, backend: str | None) -> Any:
     problem = parse_gate(a, b, A_log, dt_bias, backend)
-    return guarded(
-        _SIGNATURE,
-        a.device,
-        (a, b),
-        lambda: tuple(present(x, a) for x in select(problem).gate(a, b, A_log, dt_bias)),
-    )
+
+    def run() -> tuple[Tensor, ...]:
+        return tuple(as_output(x, a) for x in select(problem).gate(a, b, A_log, dt_bias))
+
+    return guarded(_SIGNATURE, a.device, run, tensors=(a, b))
 
 
 def _forward_fake(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor | None, backend: str | None) -> Any:
@@ -75,9 +82,9 @@ def _backward(
 
     def run() -> tuple[Tensor, ...]:
         gradients = select(problem).gate_bwd(a, b, A_log, dt_bias, dg, dbeta)
-        return tuple(present(x, a) for x in gradients)
+        return tuple(as_output(x, a) for x in gradients)
 
-    return guarded(_BACKWARD_SIGNATURE, a.device, (a, b, dg, dbeta), run)
+    return guarded(_BACKWARD_SIGNATURE, a.device, run, tensors=(a, b, dg, dbeta))
 
 
 def _backward_fake(
@@ -112,13 +119,13 @@ _gate_backward = define(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.backend = inputs[4]
+    *tensors, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, dg: Tensor, dbeta: Tensor) -> tuple[Tensor | None, ...]:
     gradients = _gate_backward(*ctx.saved_tensors, dg, dbeta, ctx.backend)
-    return (*(x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=False)), None)
+    return requested(gradients, ctx.needs_input_grad)
 
 
 torch.library.register_autograd("gdn::gate", _differentiate, setup_context=_keep, lib=library)

@@ -1,42 +1,29 @@
 """Define the rule as torch operators: gdn::chunk_forward, gdn::chunk_backward, gdn::recurrent_forward.
 
-Each operator has the fields of Problem as arguments, in order. It returns an empty tensor for an output that
-is not required. The name of the backend is an argument; the operator selects the backend when it runs. The
-fake of chunk_forward also selects one, since the shapes of the saved tensors depend on the backend.
+Each operator has the fields of Problem as arguments, in order, and its schema is derived from them. It
+returns an empty tensor for an output that is not required. The name of the backend is an argument; the
+operator selects the backend when it runs. The fake of chunk_forward also selects one, since the shapes of
+the saved tensors depend on the backend.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gdn import settings
-from gdn.backends import Saved, select
+from gdn._torch_compat import intercepts_operators, is_plain
+from gdn.backends import Gradients, Saved, select
 from gdn.problem import Problem, host_offsets
-from gdn.problem.check import intercepts_operators
+from gdn.problem.declaration import Declaration, schema_of
 from gdn.problem.inspection import inspect_problem
 from gdn.problem.layer import ConvProblem
 
 logger = logging.getLogger("gdn")
 library = torch.library.Library("gdn", "DEF")
-
-RULE = (
-    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? beta, Tensor? A_log, Tensor? dt_bias, "
-    "Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, "
-    "bool output_final_state, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel, "
-    "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool state_v_first, "
-    "bool exact, bool batch_invariant, str? backend"
-)
-SAVED = "Tensor? G, Tensor? A_inv, Tensor? S_in, Tensor? v_new, Tensor? q_rstd, Tensor? k_rstd"
-NUM_FIELDS = 20  # fields of Problem without `form`
-NUM_TENSORS = 10  # tensors among these fields; they come first
-NUM_SAVED = 6  # tensors of Saved
-NUM_DIFFERENTIABLE = 8
 
 
 def define(name: str, schema: str, implementation: Any, fake: Any) -> Any:
@@ -45,6 +32,11 @@ def define(name: str, schema: str, implementation: Any, fake: Any) -> Any:
     library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gdn::{name}", fake, lib=library)
     return getattr(torch.ops.gdn, name).default
+
+
+def define_writer(name: str, declaration: Declaration, run: Callable[..., Any]) -> Any:
+    """Register an operator that only writes tensors among its arguments; return the overload."""
+    return define(name, f"({declaration.schema}) -> ()", run, lambda *_: None)
 
 
 @dataclass(frozen=True)
@@ -59,17 +51,21 @@ class Signature:
 def guarded(
     signature: Signature,
     device: torch.device,
-    tensors: Sequence[Tensor | None],
-    run: Any,
+    run: Callable[[], Any],
     problem: Any = None,
+    tensors: Sequence[Tensor | None] | None = None,
 ) -> Any:
     """Run the body of an operator without autocast; in debug mode inspect `problem`, log, test finiteness.
 
-    `tensors` are the inputs of the signature, in order; `run` returns its outputs, in order.
+    `run` returns the outputs of the signature, in order. `tensors` are its inputs, in order; without them the
+    inputs are fields of `problem`.
     """
     if not settings.debug():
         return _without_autocast(device, run)
-    shapes = {name: list(x.shape) for name, x in zip(signature.inputs, tensors, strict=True) if x is not None}
+    if tensors is None:
+        tensors = [getattr(problem, name) for name in signature.inputs]
+    inputs = dict(zip(signature.inputs, tensors, strict=True))
+    shapes = {name: list(x.shape) for name, x in inputs.items() if x is not None}
     logger.warning("gdn::%s on %s: %s", signature.name, device, shapes)
     for finding in inspect_problem(problem):
         logger.warning("gdn::%s: %s", signature.name, finding)
@@ -80,7 +76,7 @@ def guarded(
     outputs = (out,) if isinstance(out, Tensor) else out
     bad = [name for name, x in zip(signature.outputs, outputs, strict=False) if not _is_finite(x)]
     if bad:
-        given = [name for name, x in zip(signature.inputs, tensors, strict=True) if not _is_finite(x)]
+        given = [name for name, x in inputs.items() if not _is_finite(x)]
         cause = "no input holds any; keys that are not normalised and g > 0 let the state grow without bound"
         if given:
             cause = f"inputs that hold them: {', '.join(given)}"
@@ -90,16 +86,11 @@ def guarded(
     return out
 
 
-_TENSORS = (
-    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu",
-)  # fmt: skip
-CHUNK_FORWARD = Signature("chunk_forward", _TENSORS, ("o", "final_state"))
-RECURRENT_FORWARD = Signature("recurrent_forward", _TENSORS, ("o", "final_state"))
-CHUNK_BACKWARD = Signature(
-    "chunk_backward",
-    ("do", "dfinal_state"),
-    ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state"),
-)
+_GRADIENTS = tuple(f.name for f in fields(Gradients))
+DIFFERENTIABLE = tuple(name.removeprefix("d") for name in _GRADIENTS)  # names of tensors that have gradients
+CHUNK_FORWARD = Signature("chunk_forward", Problem.declaration.tensors, ("o", "final_state"))
+RECURRENT_FORWARD = Signature("recurrent_forward", Problem.declaration.tensors, ("o", "final_state"))
+CHUNK_BACKWARD = Signature("chunk_backward", ("do", "dfinal_state"), _GRADIENTS)
 
 
 def _is_finite(x: Tensor | None) -> bool:
@@ -124,21 +115,6 @@ def are_plain(*tensors: Tensor | None) -> bool:
     return is_plain(first) and not any(x is not None and intercepts_operators(x) for x in tensors)
 
 
-def is_plain(x: Tensor) -> bool:
-    """Return True if no tracer, transform or dispatch mode is active for x.
-
-    An operator without gradient may then call its body directly, which saves 40 us.
-    """
-    return (
-        type(x) is Tensor
-        and not x.is_meta
-        and not torch.compiler.is_compiling()
-        and forward_ad._current_level < 0
-        and _get_current_dispatch_mode() is None
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
-
-
 def no_second_derivative(name: str) -> None:
     """Register an autograd formula of gdn::name, a backward, that raises NotImplementedError.
 
@@ -151,12 +127,12 @@ def no_second_derivative(name: str) -> None:
     torch.library.register_autograd(f"gdn::{name}", refuse, lib=library)
 
 
-def present(x: Tensor | None, like: Tensor) -> Tensor:
+def as_output(x: Tensor | None, like: Tensor) -> Tensor:
     """Return x contiguous, as the fake declares it; return an empty tensor for None."""
     return like.new_empty(0) if x is None else x.contiguous()
 
 
-def settled(x: Tensor | None) -> Tensor | None:
+def make_contiguous(x: Tensor | None) -> Tensor | None:
     """Return x contiguous, or None."""
     return None if x is None else x.contiguous()
 
@@ -167,24 +143,33 @@ def check_offsets(problem: Problem | ConvProblem) -> None:
         host_offsets(problem.cu_seqlens, problem.cu_seqlens_cpu, problem.T, read_device=settings.debug())
 
 
+def check_backend(problem: Problem) -> None:
+    """Raise NotImplementedError unless a backend supports the problem."""
+    select(problem)
+
+
 def _chunk_forward(*args: Any) -> tuple[Tensor | None, ...]:
-    problem, save = Problem(*args[:NUM_FIELDS]), args[NUM_FIELDS]
+    problem, (save,) = Problem.split(args)
     check_offsets(problem)
 
     def run() -> tuple[Tensor | None, ...]:
         o, final, saved = select(problem).chunk_forward(problem, save)
-        return tuple(map(settled, (o, final, *saved)))
+        return tuple(map(make_contiguous, (o, final, *saved)))
 
-    return guarded(CHUNK_FORWARD, problem.device, args[:NUM_TENSORS], run, problem)
+    return guarded(CHUNK_FORWARD, problem.device, run, problem)
 
 
 def _chunk_forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    problem, save = Problem(*args[:NUM_FIELDS]), args[NUM_FIELDS]
+    problem, (save,) = Problem.split(args)
     o, final = _outputs_fake(problem)
-    shapes = select(problem).saves(problem) if save else (None,) * NUM_SAVED
+    shapes = select(problem).saves(problem) if save else [None for _ in fields(Saved)]
     q = problem.q
-    saved = (q.new_empty(0) if s is None else q.new_empty(s[0], dtype=s[1]) for s in shapes)
+    saved = (q.new_empty(0) if shape is None else _empty(q, *shape) for shape in shapes)
     return (o, final, *saved)
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)
 
 
 def _outputs_fake(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -199,55 +184,52 @@ def _recurrent_forward(*args: Any) -> tuple[Tensor | None, ...]:
     check_offsets(problem)
 
     def run() -> tuple[Tensor | None, ...]:
-        return tuple(map(settled, select(problem).recurrent_forward(problem)))
+        return tuple(map(make_contiguous, select(problem).recurrent_forward(problem)))
 
-    return guarded(RECURRENT_FORWARD, problem.device, args[:NUM_TENSORS], run, problem)
+    return guarded(RECURRENT_FORWARD, problem.device, run, problem)
 
 
 def _chunk_backward(*args: Any) -> tuple[Tensor | None, ...]:
-    problem = Problem(*args[:NUM_FIELDS])
-    end = NUM_FIELDS + NUM_SAVED
-    saved, (do, dS) = Saved(*args[NUM_FIELDS:end]), args[end:]
+    problem, (*saved, do, dS) = Problem.split(args)
 
     def run() -> tuple[Tensor | None, ...]:
-        return tuple(map(settled, select(problem).chunk_backward(problem, saved, do, dS)))
+        return tuple(map(make_contiguous, select(problem).chunk_backward(problem, Saved(*saved), do, dS)))
 
-    return guarded(CHUNK_BACKWARD, problem.device, (do, dS), run)
+    return guarded(CHUNK_BACKWARD, problem.device, run, tensors=(do, dS))
 
 
-def _as_operator(body: Any) -> Any:
+def _as_operator(body: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """Wrap a body for registration: replace None by an empty tensor, since an operator returns no None."""
 
-    def run(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(present(x, args[0]) for x in body(*args))
+    def run(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        return tuple(as_output(x, q) for x in body(q, *args))
 
     return run
 
 
 def _chunk_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    problem = Problem(*args[:NUM_FIELDS])
+    problem, _ = Problem.split(args)
     q = problem.q
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in problem.differentiable)
 
 
+_RULE = Problem.declaration.schema
 _OUTPUTS = "Tensor o, Tensor final_state"
 chunk_forward = define(
     "chunk_forward",
-    f"({RULE}, bool save) -> ({_OUTPUTS}, {SAVED.replace('?', '')})",
+    f"({_RULE}, bool save) -> ({_OUTPUTS}, {schema_of(Saved)})",
     _as_operator(_chunk_forward),
     _chunk_forward_fake,
 )
 chunk_backward = define(
     "chunk_backward",
-    f"({RULE}, {SAVED}, Tensor? do, Tensor? dfinal_state) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor dA_log, Tensor ddt_bias, "
-    "Tensor dinitial_state)",
+    f"({_RULE}, {schema_of(Saved, '?')}, Tensor? do, Tensor? dfinal_state) -> ({schema_of(Gradients)})",
     _as_operator(_chunk_backward),
     _chunk_backward_fake,
 )
 recurrent_forward = define(
     "recurrent_forward",
-    f"({RULE}) -> ({_OUTPUTS})",
+    f"({_RULE}) -> ({_OUTPUTS})",
     _as_operator(_recurrent_forward),
     lambda *args: _outputs_fake(Problem(*args)),
 )
@@ -255,33 +237,32 @@ recurrent_forward = define(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     """Save the tensors of the problem and, after a chunk_forward with save=True, its saved tensors."""
-    args = inputs[:NUM_FIELDS]
-    outputs = output[2:] if len(output) > 2 and inputs[NUM_FIELDS] else (None,) * NUM_SAVED
-    saved = tuple(None if x is None or x.dim() == 1 else x for x in outputs)
-    ctx.options = args[10:]
-    ctx.save_for_backward(*args[:10], *saved)
+    problem, rest = Problem.split(inputs)
+    _, _, *saved = output
+    # gdn::recurrent_forward has no `save`
+    kept = Saved(*(None if x is None or x.dim() == 1 else x for x in saved)) if any(rest) else Saved()
+    ctx.problem = problem.without_tensors()
+    ctx.save_for_backward(*problem.tensors(), *kept)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dS: Tensor | None, *_saved: Tensor | None) -> tuple[Any, ...]:
     """Run the chunked backward, which serves both forms: the two compute the same function."""
-    tensors = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    with_final_state = ctx.options[1]
-    if not with_final_state:
+    tensors, saved = Problem.split_tensors(ctx.saved_tensors)
+    problem, needs = ctx.problem.with_tensors(tensors), ctx.needs_input_grad
+    if not problem.output_final_state:
         dS = None
     if do is None and dS is None:
         return (None,) * len(needs)
-    is_direct = not torch.is_grad_enabled() and are_plain(*tensors, do, dS)
+    is_direct = not torch.is_grad_enabled() and are_plain(*tensors, *saved, do, dS)
     backward = _chunk_backward if is_direct else chunk_backward
-    gradients = backward(*tensors[:10], *ctx.options, *tensors[10:], do, dS)
-    return wanted(gradients, needs)
+    return requested(backward(*problem.arguments(), *saved, do, dS), needs)
 
 
-def wanted(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Return the gradient of each argument that needs one, else None."""
-    asked = [x if need else None for x, need in zip(gradients, needs, strict=False)]
-    return (*asked, *(None,) * (len(needs) - NUM_DIFFERENTIABLE))
+def requested(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Return the gradient of each argument that needs one, else None; `gradients` are of the first ones."""
+    chosen = [x if need else None for x, need in zip(gradients, needs, strict=False)]
+    return (*chosen, *(None,) * (len(needs) - len(chosen)))
 
 
 def rule(problem: Problem, *, is_recurrent: bool) -> tuple[Tensor, Tensor]:

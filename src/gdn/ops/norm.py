@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from gdn.backends import select
-from gdn.ops.library import Signature, define, guarded, library, no_second_derivative, present
+from gdn.ops.library import (
+    Signature,
+    as_output,
+    define,
+    guarded,
+    library,
+    no_second_derivative,
+    requested,
+)
 from gdn.problem import check
 from gdn.problem.layer import NormProblem, parse_norm
 
@@ -43,54 +51,57 @@ def rms_norm_gated(
         >>> gdn.rms_norm_gated(torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8)).shape
         torch.Size([2, 5, 8])
     """
-    problem = parse_norm(x, z, weight, eps=eps, activation=activation, backend=backend)
+    problem = parse_norm(x=x, z=z, weight=weight, eps=eps, activation=activation, backend=backend)
     check.no_tangent("rms_norm_gated", x=x, z=z, weight=weight)
     return norm_operator(*problem.arguments())
 
 
 def _norm(*args: Any) -> Tensor:
     problem = NormProblem(*args)
-    run = select(problem).rms_norm_gated
-    x = problem.x
-    return guarded(_NORM_SIGNATURE, x.device, args[:3], lambda: (present(run(problem), x),))[0]
+    function = select(problem).rms_norm_gated
+    (y,) = guarded(_SIGNATURE, problem.x.device, lambda: (as_output(function(problem), problem.x),), problem)
+    return y
 
 
 def _norm_backward(*args: Any) -> tuple[Tensor, ...]:
-    problem, dy = NormProblem(*args[:6]), args[6]
+    problem, (dy,) = NormProblem.split(args)
 
     def run() -> tuple[Tensor, ...]:
         gradients = select(problem).rms_norm_gated_bwd(problem, dy)
-        return tuple(present(x, problem.x) for x in gradients)
+        return tuple(as_output(x, problem.x) for x in gradients)
 
-    return guarded(_BACKWARD_SIGNATURE, problem.x.device, (dy,), run)
+    return guarded(_BACKWARD_SIGNATURE, problem.x.device, run, tensors=(dy,))
 
 
 def _norm_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    x = args[0]
-    return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in args[:3])
+    problem, _ = NormProblem.split(args)
+    x = problem.x
+    return tuple(x.new_empty(0) if t is None else t.new_empty(t.shape) for t in problem.tensors())
 
 
-_NORM_SIGNATURE = Signature("rms_norm_gated", ("x", "z", "weight"), ("y",))
+_NORM = NormProblem.declaration
+_SIGNATURE = Signature("rms_norm_gated", _NORM.tensors, ("y",))
 _BACKWARD_SIGNATURE = Signature("rms_norm_gated_backward", ("dy",), ("dx", "dz", "dweight"))
-_NORM = "Tensor x, Tensor? z, Tensor? weight, float eps, str? activation, str? backend"
-norm_operator = define("rms_norm_gated", f"({_NORM}) -> Tensor", _norm, lambda x, *_: x.new_empty(x.shape))
+norm_operator = define(
+    "rms_norm_gated", f"({_NORM.schema}) -> Tensor", _norm, lambda x, *_: x.new_empty(x.shape)
+)
 norm_backward_operator = define(
     "rms_norm_gated_backward",
-    f"({_NORM}, Tensor dy) -> (Tensor dx, Tensor dz, Tensor dweight)",
+    f"({_NORM.schema}, Tensor dy) -> (Tensor dx, Tensor dz, Tensor dweight)",
     _norm_backward,
     _norm_backward_fake,
 )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:]
+    problem = NormProblem(*inputs)
+    ctx.save_for_backward(*problem.tensors())
+    ctx.options = problem.options()
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     gradients = norm_backward_operator(*ctx.saved_tensors, *ctx.options, dy)
-    wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
-    return (*wanted, None, None, None)
+    return requested(gradients, ctx.needs_input_grad)
 
 
 torch.library.register_autograd("gdn::rms_norm_gated", _differentiate, setup_context=_keep, lib=library)

@@ -7,8 +7,8 @@ from torch import Tensor
 from gdn import settings
 from gdn.backends import select
 from gdn.notation import HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
-from gdn.ops.library import Signature, define, guarded
-from gdn.ops.serving import GATES, TOKENS, nothing
+from gdn.ops.library import Signature, define_writer, guarded
+from gdn.ops.serving import TOKENS
 from gdn.problem import CommitProblem, PrefillProblem
 from gdn.problem.serving import parse_commit, parse_prefill
 
@@ -85,13 +85,13 @@ def prefill(
     Source: arXiv:2412.06464, section 3.3.
     """
     problem = parse_prefill(
-        q, k, v, state, cu_seqlens=cu_seqlens, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias,
-        allow_neg_eigval=allow_neg_eigval, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        state_v_first=state_v_first, batch_invariant=batch_invariant, state_index=state_index,
-        out_state_index=out_state_index, has_initial_state=has_initial_state, update_state=update_state,
-        checkpoints=checkpoints, checkpoint_every=checkpoint_every, checkpoint_offsets=checkpoint_offsets,
-        snapshot_pos=snapshot_pos, snapshot_index=snapshot_index, null_slot=null_slot, out=out,
-        backend=backend,
+        q=q, k=k, v=v, state=state, cu_seqlens=cu_seqlens, g=g, beta=beta, a=a, b=b, A_log=A_log,
+        dt_bias=dt_bias, allow_neg_eigval=allow_neg_eigval, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first,
+        batch_invariant=batch_invariant, state_index=state_index, out_state_index=out_state_index,
+        has_initial_state=has_initial_state, update_state=update_state, checkpoints=checkpoints,
+        checkpoint_every=checkpoint_every, checkpoint_offsets=checkpoint_offsets, snapshot_pos=snapshot_pos,
+        snapshot_index=snapshot_index, null_slot=null_slot, out=out, backend=backend,
     )  # fmt: skip
     _prefill_op(*problem.arguments())
     return problem.out
@@ -124,7 +124,10 @@ def commit(
     Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; no tensor has been modified then.
     Cost:   one read and one write per copied state.
     """
-    problem = parse_commit(dst, src, dst_index, src_row, step, extra_dst_index, extra_step)
+    problem = parse_commit(
+        dst=dst, src=src, dst_index=dst_index, src_row=src_row, step=step, extra_dst_index=extra_dst_index,
+        extra_step=extra_step,
+    )  # fmt: skip
     _commit_op(*problem.arguments())
 
 
@@ -136,9 +139,7 @@ def _prefill(*args: Any) -> None:
         select(problem).prefill(problem)
         return (problem.out,)
 
-    p = problem
-    given = (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias)
-    guarded(_PREFILL, p.q.device, given, run, p)
+    guarded(_PREFILL, problem.q.device, run, problem)
 
 
 def _commit(*args: Any) -> None:
@@ -148,25 +149,10 @@ def _commit(*args: Any) -> None:
         select(problem).commit(problem)
         return ()
 
-    guarded(_COMMIT, problem.dst.device, (), run, problem)
+    guarded(_COMMIT, problem.dst.device, run, problem)
 
 
 _PREFILL = Signature("prefill", TOKENS, ("o",))
 _COMMIT = Signature("commit", ())
-_prefill_op = define(
-    "prefill",
-    f"(Tensor q, Tensor k, Tensor v, Tensor(a!) state, {GATES}, Tensor cu_seqlens, Tensor state_index, "
-    "Tensor? out_state_index, Tensor? has_initial_state, Tensor(b!)? checkpoints, "
-    "Tensor? checkpoint_offsets, Tensor? snapshot_pos, Tensor? snapshot_index, Tensor(c!) out, float scale, "
-    "bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, bool state_v_first, bool batch_invariant, "
-    "bool update_state, int checkpoint_every, int? null_slot, str? backend) -> ()",
-    _prefill,
-    nothing,
-)
-_commit_op = define(
-    "commit",
-    "(Tensor(a!) dst, Tensor src, Tensor dst_index, Tensor src_row, Tensor step, Tensor? extra_dst_index, "
-    "Tensor? extra_step) -> ()",
-    _commit,
-    nothing,
-)
+_prefill_op = define_writer("prefill", PrefillProblem.declaration, _prefill)
+_commit_op = define_writer("commit", CommitProblem.declaration, _commit)

@@ -5,15 +5,14 @@ is 1.2 % of that at 16/32 heads of 128 x 128. Drafts are therefore verified with
 a cursor rolls back the rejected tokens, and a full history of accepted tokens is added to the state.
 """
 
-from typing import Any
-
 from torch import Tensor
 
+from gdn._torch_compat import is_plain
 from gdn.backends import select
 from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
-from gdn.ops.library import Signature, define, guarded, is_plain
-from gdn.ops.repeats import remember, seen_before
-from gdn.ops.serving import GATES, nothing, run_checked, unchecked
+from gdn.ops.fastpath import PoolFunction
+from gdn.ops.library import Signature, define_writer, guarded
+from gdn.ops.serving import TOKENS
 from gdn.problem import KeepProblem, ReplayProblem
 from gdn.problem.replay import parse_keep, parse_replay
 
@@ -92,27 +91,9 @@ def replay_decode(
         read_index,
     )  # fmt: skip
     options = (
-        "replay_decode", max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first,
-        null_slot, backend,
+        max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot, backend,
     )  # fmt: skip
-    key, again = seen_before((*tensors, out), cu_seqlens, options, (history_u, history_k, history_G, out))
-    if again is not None:
-        out = v.new_empty(v.shape) if out is None else out
-        again(*tensors, out)
-        return out
-    problem = parse_replay(
-        q, k, v, state, history_u, history_k, history_G, cursor, g=g, beta=beta, a=a, b=b, A_log=A_log,
-        dt_bias=dt_bias, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen, read_index=read_index, null_slot=null_slot, out=out, backend=backend,
-    )  # fmt: skip
-    if is_plain(q):
-        again = run_checked("replay_decode", problem)
-        if key is not None:
-            remember(key, unchecked("replay_decode", problem, _AFTER_OUT) if again is None else again)
-    else:
-        _replay_decode_op(*problem.arguments())
-    return problem.out
+    return _replay_decode(q, tensors, out, options)
 
 
 def replay_commit(
@@ -158,45 +139,26 @@ def replay_commit(
     Source: as `replay_decode`.
     """
     problem = parse_keep(
-        state, history_u, history_k, history_G, cursor, index, accepted, room, update_cursor, state_v_first,
-        null_slot, backend,
+        state=state, history_u=history_u, history_k=history_k, history_G=history_G, cursor=cursor,
+        index=index, accepted=accepted, room=room, update_cursor=update_cursor, state_v_first=state_v_first,
+        null_slot=null_slot, backend=backend,
     )  # fmt: skip
     if is_plain(state):
-        _replay_commit(*problem.arguments())
+        _commit(problem)
     else:
-        _replay_commit_op(*problem.arguments())
+        _COMMIT_OPERATOR(*problem.arguments())
 
 
-def _replay_decode(*args: Any) -> None:
-    run_checked("replay_decode", ReplayProblem(*args))
-
-
-def _replay_commit(*args: Any) -> None:
-    problem = KeepProblem(*args)
-
+def _commit(problem: KeepProblem) -> None:
     def run() -> tuple[()]:
         select(problem).replay_commit(problem)
         return ()
 
-    guarded(_COMMIT, problem.state.device, (), run, problem)
+    guarded(_COMMIT, problem.state.device, run, problem)
 
 
 _COMMIT = Signature("replay_commit", ())
-_AFTER_OUT = 17  # position of the first option in ReplayProblem
-_replay_decode_op = define(
-    "replay_decode",
-    "(Tensor q, Tensor k, Tensor v, Tensor state, Tensor(a!) history_u, Tensor(b!) history_k, "
-    f"Tensor(c!) history_G, Tensor cursor, {GATES}, Tensor? cu_seqlens, Tensor? read_index, Tensor(d!) out, "
-    "SymInt? max_seqlen, float scale, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, "
-    "bool state_v_first, int? null_slot, str? backend) -> ()",
-    _replay_decode,
-    nothing,
+_COMMIT_OPERATOR = define_writer(
+    "replay_commit", KeepProblem.declaration, lambda *args: _commit(KeepProblem(*args))
 )
-_replay_commit_op = define(
-    "replay_commit",
-    "(Tensor(a!) state, Tensor history_u, Tensor history_k, Tensor history_G, Tensor(b!) cursor, "
-    "Tensor index, Tensor accepted, int room, bool update_cursor, bool state_v_first, int? null_slot, "
-    "str? backend) -> ()",
-    _replay_commit,
-    nothing,
-)
+_replay_decode = PoolFunction(Signature("replay_decode", TOKENS, ("o",)), ReplayProblem, parse_replay)

@@ -12,9 +12,9 @@ from torch import Tensor
 from gdn import settings
 from gdn.backends import Report, report
 from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
-from gdn.ops import direct, library
-from gdn.ops.repeats import remember
-from gdn.problem import ContextParallel, Problem, check, parse
+from gdn.ops.fastpath import RuleFunction
+from gdn.ops.library import CHUNK_FORWARD, RECURRENT_FORWARD, is_autocasting
+from gdn.problem import ContextParallel, Problem, check_context, parse
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,7 +87,8 @@ def chunk_gated_delta_rule(
                                                           only batch row are sequence n, which may be empty
         cu_seqlens_cpu              [N+1] int32, int64    a copy on the CPU, if the caller has one, so that
                                                           the launch can be planned without a device read
-        cp_context                  None                  reserved for context parallelism
+        cp_context                  ContextParallel or    tensors hold the tokens of this rank, offsets are
+                                    None                  global; see `gdn.ContextParallel`
         exact                       bool                  False: history decayed below exp(-20) may be dropped
                                                           when k is normalised in the kernel
         batch_invariant             bool                  True: the bits of a sequence do not depend on the
@@ -122,7 +123,10 @@ def chunk_gated_delta_rule(
         scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
     )  # fmt: skip
-    return _rule("chunk_gated_delta_rule", tensors, options)
+    if cp_context is not None:
+        check_context(cp_context)
+        return cp_context.rule(_arguments(tensors, options) | {"cp_context": None})
+    return _chunk(q, tensors, options)
 
 
 @with_fla_hint
@@ -164,7 +168,7 @@ def fused_recurrent_gated_delta_rule(
         scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
     )  # fmt: skip
-    return _rule("fused_recurrent_gated_delta_rule", tensors, options)
+    return _recurrent(q, tensors, options)
 
 
 def explain(
@@ -175,11 +179,11 @@ def explain(
     Returns a Report: print it, or read `chosen` and `refusals`, the reason of each backend that does not
     support the call. Raises as `chunk_gated_delta_rule` does for an invalid call.
     """
-    known = inspect.signature(chunk_gated_delta_rule).parameters
+    arguments = inspect.signature(chunk_gated_delta_rule).parameters
     for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+        if name not in arguments:
+            near = difflib.get_close_matches(name, arguments, 1)
+            hint = "".join(f" (did you mean {match}?)" for match in near)
             raise TypeError(
                 f"explain: expected options of chunk_gated_delta_rule, got the unexpected {name}{hint}"
             )
@@ -204,51 +208,31 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, K: int, V: int, asked:
     return asked == "eager" or explain(q, q, v).chosen not in (None, "eager")
 
 
-def _rule(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
-    """Check and run a call; run it as a torch operator where a tracer or transform is active."""
-    is_recurrent = name.startswith("fused_recurrent")
-    key, call = direct.known(tensors, (*options, is_recurrent))
-    if call is not None:
-        return call(tensors)
-    problem = _parse(tensors, options)
-    p = problem
-    check.no_tangent(
-        name, q=p.q, k=p.k, v=p.v, g=p.g, beta=p.beta, A_log=p.A_log, dt_bias=p.dt_bias,
-        initial_state=p.initial_state,
-    )  # fmt: skip
-    if library.is_plain(problem.q):
-        call = direct.call_of(problem, is_recurrent=is_recurrent, is_known=key is not None)
-        outputs = call(problem.arguments()[: library.NUM_TENSORS])
-        if key is not None:
-            remember(key, call)
-        return outputs
-    o, final_state = library.rule(problem, is_recurrent=is_recurrent)
-    return o, final_state if problem.output_final_state else None
+_ARGUMENTS = (*Problem.declaration.names, "cp_context")
 
 
 def _parse(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Problem:
-    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
-    (
-        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
-    ) = options  # fmt: skip
-    q, k, v = _autocast(q, k, v)
-    return parse(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
-        dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, exact=exact, batch_invariant=batch_invariant,
-        backend=backend,
-    )  # fmt: skip
+    """Check the arguments of a call."""
+    return parse(**_arguments(tensors, options))
+
+
+def _arguments(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments of `parse` by name; under autocast q, k and v are cast first."""
+    given = dict(zip(_ARGUMENTS, (*tensors, *options), strict=True))
+    given["q"], given["k"], given["v"] = _autocast(given["q"], given["k"], given["v"])
+    return given
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v in the autocast dtype under autocast, as torch does for attention; else unchanged."""
-    if isinstance(q, Tensor) and library.is_autocasting(q.device):
+    if isinstance(q, Tensor) and is_autocasting(q.device):
         dtype = torch.get_autocast_dtype(q.device.type)
         if q.is_floating_point() and q.dtype != torch.float64:
             q, k, v = (
                 x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in (q, k, v)
             )
     return q, k, v
+
+
+_chunk = RuleFunction("chunk_gated_delta_rule", CHUNK_FORWARD, _parse)
+_recurrent = RuleFunction("fused_recurrent_gated_delta_rule", RECURRENT_FORWARD, _parse)

@@ -4,24 +4,18 @@ The operators have the fields of their problem as arguments, in order. They writ
 schema, and have no gradient.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config as _functorch
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from gdn import settings
+from gdn._torch_compat import FunctionalTensorMode, decomposes_kernels
 from gdn.backends import select
 from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
-from gdn.ops.library import Signature, define, guarded, is_plain, library
-from gdn.ops.repeats import remember, seen_before
-from gdn.problem import DecodeProblem, ReplayProblem
-from gdn.problem.serving import one_state_per_row, parse_decode, parse_packed
-from gdn.problem.step import StepProblem
-
-Repeatable = DecodeProblem | ReplayProblem | StepProblem
+from gdn.ops.fastpath import CachedCall, PoolFunction, Tensors
+from gdn.ops.library import Signature, define, library
+from gdn.problem import DecodeProblem
+from gdn.problem.serving import PackedCall, one_state_per_row, parse_decode, parse_packed
 
 
 def decode(
@@ -130,26 +124,7 @@ def decode(
         max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write, null_slot,
         round_state, exact_packet, backend,
     )  # fmt: skip
-    key, again = seen_before((*tensors, out), cu_seqlens, options, (state, intermediate, out))
-    if again is not None:
-        out = v.new_empty(v.shape) if out is None else out
-        again(*tensors, out)
-        return out
-    problem = parse_decode(
-        q, k, v, state, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, read_index=read_index,
-        num_accepted=num_accepted, ring_pos=ring_pos, write_index=write_index, intermediate=intermediate,
-        intermediate_row=intermediate_row, parent=parent, write=write, null_slot=null_slot,
-        round_state=round_state, exact_packet=exact_packet, out=out, backend=backend,
-    )  # fmt: skip
-    if is_plain(q):
-        again = run_checked("decode", problem)
-        if key is not None:
-            remember(key, unchecked("decode", problem, _AFTER_OUT) if again is None else again)
-    else:
-        _decode_op(*problem.arguments())
-    return problem.out
+    return _decode(q, tensors, out, options)
 
 
 def decode_packed(
@@ -200,39 +175,15 @@ def decode_packed(
     Returns: o [tokens, HV, V], dtype of mixed_qkv.
     Raises, cost, source: as `decode`.
     """
-    rest = (
-        A_log, dt_bias, cu_seqlens, read_index, num_accepted, ring_pos, write_index, intermediate,
-        intermediate_row, parent,
+    tensors = (
+        mixed_qkv, state, a, b, A_log, dt_bias, cu_seqlens, read_index, num_accepted, ring_pos, write_index,
+        intermediate, intermediate_row, parent,
     )  # fmt: skip
     options = (
         max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write, null_slot,
         round_state, exact_packet, backend, num_k_heads, head_k_dim, head_v_dim,
     )  # fmt: skip
-    key, again = seen_before(
-        (mixed_qkv, state, a, b, *rest, out), cu_seqlens, options, (state, intermediate, out)
-    )
-    if again is not None:
-        out = mixed_qkv.new_empty(*a.shape, head_v_dim) if out is None else out
-        again(mixed_qkv, mixed_qkv, mixed_qkv, state, None, None, a, b, *rest, out)
-        return out
-    q, k, v, a, b, out = parse_packed(
-        mixed_qkv, a, b, num_k_heads, head_k_dim, head_v_dim, out, is_dense=cu_seqlens is None
-    )
-    problem = parse_decode(
-        q, k, v, state, g=None, beta=None, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, read_index=read_index,
-        num_accepted=num_accepted, ring_pos=ring_pos, write_index=write_index, intermediate=intermediate,
-        intermediate_row=intermediate_row, parent=parent, write=write, null_slot=null_slot,
-        round_state=round_state, exact_packet=exact_packet, out=out, backend=backend,
-    )  # fmt: skip
-    if is_plain(q):
-        again = run_checked("decode", problem)
-        if key is not None and again is not None:
-            remember(key, again.packed(problem, mixed_qkv))
-    else:
-        _decode_op(*problem.arguments())
-    return problem.out.squeeze(1 if cu_seqlens is None else 0)
+    return _decode_packed(mixed_qkv, tensors, out, options)
 
 
 def decode_functional(
@@ -266,68 +217,46 @@ def decode_functional(
         new_state  shape and dtype of state, contiguous; bit for bit the state that `decode` writes
     Raises, cost, source: as `decode`; the cost includes one copy of the state.
     """
-    problem = parse_decode(
-        q, k, v, state, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, read_index=None,
-        num_accepted=None, ring_pos=None, write_index=None, intermediate=None, intermediate_row=None,
-        parent=None,
-        write="final", null_slot=None, round_state=round_state, exact_packet=exact_packet, out=None,
-        backend=backend,
-    )  # fmt: skip
-    args = one_state_per_row(problem).arguments()
-    o, new_state = _decode_functional_op(*args[:11], *args[_AFTER_OUT:])
+    given = {
+        "q": q, "k": k, "v": v, "state": state, "g": g, "beta": beta, "a": a, "b": b, "A_log": A_log,
+        "dt_bias": dt_bias, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "scale": scale,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "allow_neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first, "write": "final", "null_slot": None, "round_state": round_state,
+        "exact_packet": exact_packet, "backend": backend,
+    }  # fmt: skip
+    problem = one_state_per_row(parse_decode(**given, **_FUNCTIONAL.absent))
+    o, new_state = _decode_functional_op(*_FUNCTIONAL.arguments_of(problem))
     return o, new_state
 
 
-def _decode(*args: Any) -> None:
-    run_checked("decode", DecodeProblem(*args))
+class _PackedFunction(PoolFunction):
+    """Run decode_packed, whose problem is a decode of views of mixed_qkv."""
 
+    def result(self, problem: Any) -> Tensor:
+        out: Tensor = problem.out.squeeze(1 if problem.cu_seqlens is None else 0)
+        return out
 
-def run_checked(name: str, problem: DecodeProblem | ReplayProblem) -> Any:
-    """Check the offsets of packed rows, then call `run_backend`."""
-    p = problem
-    if p.cu_seqlens is not None:
-        p.spans(read_device=settings.debug())
-    given = (p.q, p.k, p.v, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias)
-    return run_backend(Signature(name, TOKENS, ("o",)), p, given)
-
-
-def run_backend(signature: Signature, problem: Repeatable, given: tuple[Tensor | None, ...]) -> Any:
-    """Run the function of the backend; return its result, None or a launch to repeat (`gdn.ops.repeats`).
-
-    given: the inputs that debug mode tests for NaN.
-    """
-    again = None
-
-    def run() -> tuple[Tensor]:
-        nonlocal again
-        again = getattr(select(problem), signature.name)(problem)
-        return (problem.out,)
-
-    guarded(signature, problem.out.device, given, run, problem)
-    return again
-
-
-def unchecked(name: str, problem: Repeatable, first_option: int) -> Callable[..., None]:
-    """Return a function that repeats the call without checks, for a backend that returned no launch."""
-    kind, device, function = type(problem), problem.out.device, getattr(select(problem), name)
-    options: tuple[Any, ...] = problem.arguments()[first_option:]
-    signature = Signature(name, ())
-
-    def run(*tensors: Tensor | None) -> None:
-        other = kind(*tensors, *options)  # type: ignore[arg-type]
-        guarded(signature, device, (), lambda: function(other))
-
-    return run
+    def cache(self, problem: Any, launch: Any, given: Tensors) -> CachedCall | None:
+        """Return a launch that takes mixed_qkv; None without one, where the views are made in every call."""
+        if launch is None:
+            return None
+        mixed_qkv, *_ = given
+        packed, output = launch.packed(problem, mixed_qkv), self.result(problem).shape
+        return CachedCall(self.signature, problem.without_tensors(), select(problem), packed, output)
 
 
 def _decode_functional(*args: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, state, *rest = args
-    state = state.clone(memory_format=torch.contiguous_format)
-    out = v.new_empty(v.shape)
-    _decode(q, k, v, state, *rest[:7], *(None,) * 7, out, *rest[7:])
-    return out, state
+    given, _ = _FUNCTIONAL.split(args)
+    v, state = given["v"], given["state"].clone(memory_format=torch.contiguous_format)
+    problem = DecodeProblem(**{**given, "state": state, "out": v.new_empty(v.shape)})
+    _decode.run(problem)
+    return problem.out, state
+
+
+def _decode_functional_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    given, _ = _FUNCTIONAL.split(args)
+    v, state = given["v"], given["state"]
+    return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
 def _embed(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -336,21 +265,21 @@ def _embed(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -
     An AOTInductor package then runs without this library. The operator remains in an exported program, for
     tensors on the CPU, for tensors with unknown strides, and for problems that only `eager` supports.
     """
-    q, k, v, state, *rest = args
-    gates, options = rest[:7], list(rest[7:])
-    known = all(isinstance(s, int) for x in args if isinstance(x, Tensor) for s in x.stride())
-    if q.device.type == "cpu" or not known or not _functorch.decompose_custom_triton_ops:
+    given, _ = _FUNCTIONAL.split(args)
+    q, v, state = given["q"], given["v"], given["state"]
+    has_strides = all(isinstance(s, int) for x in args if isinstance(x, Tensor) for s in x.stride())
+    if q.device.type == "cpu" or not has_strides or not decomposes_kernels():
         return mode.__torch_dispatch__(op, types, args, kwargs)
     with mode:
-        o, new_state, kept = v.new_empty(v.shape), state, None
-        if isinstance(q.shape[1], int) and q.shape[1] == 1 and gates[-1] is None:
+        o, new_state = v.new_empty(v.shape), state
+        _, T, _, _ = q.shape
+        if isinstance(T, int) and T == 1 and given["cu_seqlens"] is None:
             # the state after the only token is new_state, so the kernel writes it there without a copy first
             new_state = torch.empty_like(state, memory_format=torch.contiguous_format)
-            kept, options[_WRITE] = new_state.unsqueeze(1), "none"
+            given |= {"intermediate": new_state.unsqueeze(1), "write": "none"}
         else:
-            new_state = state = state.clone(memory_format=torch.contiguous_format)
-        where = (None, None, None, None, kept, None, None, o)
-        problem = DecodeProblem(q, k, v, state, *gates, *where, *options)  # type: ignore[call-arg]
+            new_state = given["state"] = state.clone(memory_format=torch.contiguous_format)
+        problem = DecodeProblem(**{**given, "out": o})
         backend = select(problem)
         if backend.name != "eager":
             backend.decode(problem)
@@ -358,31 +287,18 @@ def _embed(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -
     return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
-def nothing(*args: Any) -> None:
-    """Do nothing: the fake of an operator that only writes its arguments."""
-
-
-TOKENS = ("q", "k", "v", "g", "beta", "a", "b", "A_log", "dt_bias")
-GATES = "Tensor? g, Tensor? beta, Tensor? a, Tensor? b, Tensor? A_log, Tensor? dt_bias"
-_ROW_OPTIONS = (
-    "SymInt? max_seqlen, float scale, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, "
-    "bool state_v_first, str write, int? null_slot, bool round_state, bool exact_packet, str? backend"
-)
-_AFTER_OUT = 19  # position of the first option in DecodeProblem
-_decode_op = define(
-    "decode",
-    f"(Tensor q, Tensor k, Tensor v, Tensor(a!) state, {GATES}, Tensor? cu_seqlens, Tensor? read_index, "
-    "Tensor? num_accepted, Tensor? ring_pos, Tensor? write_index, Tensor(b!)? intermediate, "
-    f"Tensor? intermediate_row, Tensor? parent, Tensor(c!) out, {_ROW_OPTIONS}) -> ()",
-    _decode,
-    nothing,
-)
-_WRITE = 5  # position of `write` in _ROW_OPTIONS
+TOKENS = ("q", "k", "v", "g", "beta", "a", "b", "A_log", "dt_bias")  # inputs that debug mode tests for NaN
+_SIGNATURE = Signature("decode", TOKENS, ("o",))
+_decode = PoolFunction(_SIGNATURE, DecodeProblem, parse_decode)
+_decode_packed = _PackedFunction(_SIGNATURE, PackedCall, parse_packed, _decode.operator)
+_FUNCTIONAL = DecodeProblem.declaration.without(
+    "read_index", "num_accepted", "ring_pos", "write_index", "intermediate", "intermediate_row", "parent",
+    "out", written=False,
+)  # fmt: skip
 _decode_functional_op = define(
     "decode_functional",
-    f"(Tensor q, Tensor k, Tensor v, Tensor state, {GATES}, Tensor? cu_seqlens, {_ROW_OPTIONS}) -> "
-    "(Tensor o, Tensor new_state)",
+    f"({_FUNCTIONAL.schema}) -> (Tensor o, Tensor new_state)",
     _decode_functional,
-    lambda q, k, v, state, *rest: (v.new_empty(v.shape), state.new_empty(state.shape)),
+    _decode_functional_fake,
 )
 torch.library.register_torch_dispatch("gdn::decode_functional", FunctionalTensorMode, _embed, lib=library)

@@ -347,4 +347,4 @@ def _run(
     # -inf is a valid log decay and a valid A_log
     finite = {name: x for name, x in tensors.items() if name not in ("g", "A_log")}
     signature = Signature(stage, tuple(finite), _OUTPUTS[stage])
-    return guarded(signature, problem.device, tuple(finite.values()), lambda: run(*args, cu_seqlens))
+    return guarded(signature, problem.device, lambda: run(*args, cu_seqlens), tensors=tuple(finite.values()))

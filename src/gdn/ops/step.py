@@ -1,13 +1,10 @@
 """Provide gdn::decode_step: the whole decode step of a layer on the pools of an engine."""
 
-from typing import Any
-
 from torch import Tensor
 
 from gdn.notation import ConvPool, ConvWeight, HeadParam, Index, Pool
-from gdn.ops.library import Signature, define, is_plain
-from gdn.ops.repeats import remember, seen_before
-from gdn.ops.serving import run_backend, unchecked
+from gdn.ops.fastpath import PoolFunction
+from gdn.ops.library import Signature
 from gdn.problem.step import StepProblem, parse_step
 
 
@@ -102,49 +99,10 @@ def decode_step(
         num_k_heads, head_k_dim, head_v_dim, conv_activation, norm_eps, norm_activation, scale,
         use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot, backend,
     )  # fmt: skip
-    key, again = seen_before((*tensors, out), None, ("decode_step", *options), (conv_state, state, out))
-    if again is not None:
-        out = mixed_qkv.new_empty(*a.shape, head_v_dim) if out is None else out
-        again(*tensors, out)
-        return out
-    problem = parse_step(
-        *tensors[:9], num_k_heads=num_k_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim,
-        conv_activation=conv_activation, z=z, norm_weight=norm_weight, norm_eps=norm_eps,
-        norm_activation=norm_activation, scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, conv_index=conv_index,
-        read_index=read_index, write_index=write_index, null_slot=null_slot, out=out, backend=backend,
-    )  # fmt: skip
-    if not is_plain(mixed_qkv):
-        _step_op(*problem.arguments())
-        return problem.out
-    again = _run(problem)
-    if key is not None:
-        remember(key, unchecked("decode_step", problem, _AFTER_OUT) if again is None else again)
-    return problem.out
-
-
-def _step(*args: Any) -> None:
-    _run(StepProblem(*args))
-
-
-def _run(problem: StepProblem) -> Any:
-    p = problem
-    given = (p.mixed_qkv, p.conv_weight, p.conv_bias, p.a, p.b, p.A_log, p.dt_bias, p.z, p.norm_weight)
-    return run_backend(_SIGNATURE, p, given)
+    return _decode_step(mixed_qkv, tensors, out, options)
 
 
 _SIGNATURE = Signature(
     "decode_step", ("mixed_qkv", "conv_weight", "conv_bias", "a", "b", "A_log", "dt_bias", "z", "norm_weight")
 )
-_AFTER_OUT = 15  # position of the first option in StepProblem
-_step_op = define(
-    "decode_step",
-    "(Tensor mixed_qkv, Tensor(a!) conv_state, Tensor conv_weight, Tensor? conv_bias, Tensor a, Tensor b, "
-    "Tensor A_log, Tensor? dt_bias, Tensor(b!) state, Tensor? conv_index, Tensor? read_index, "
-    "Tensor? write_index, Tensor? z, Tensor? norm_weight, Tensor(c!) out, SymInt num_k_heads, "
-    "SymInt head_k_dim, SymInt head_v_dim, str? conv_activation, float norm_eps, str? norm_activation, "
-    "float scale, bool use_qk_l2norm_in_kernel, bool allow_neg_eigval, bool state_v_first, int? null_slot, "
-    "str? backend) -> ()",
-    _step,
-    lambda *_: None,
-)
+_decode_step = PoolFunction(_SIGNATURE, StepProblem, parse_step)

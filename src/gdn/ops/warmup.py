@@ -102,9 +102,9 @@ def _listening(device: torch.device) -> AbstractContextManager[list[str]]:
     if device.type == "cpu":
         return nullcontext([])
     try:
-        found: AbstractContextManager[list[str]] = import_module(
+        listing: AbstractContextManager[list[str]] = import_module(
             "gdn.backends.triton.launch.compilations"
         ).compilations()
     except ImportError:
         return nullcontext([])
-    return found
+    return listing

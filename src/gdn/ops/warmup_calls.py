@@ -100,8 +100,8 @@ class Sizes:
 
     def prompts(self) -> list[tuple[int, int]]:
         """Return (number of prompts, tokens of each); on a GPU the last is one long prompt."""
-        found = [(N, LENGTH) for N in self.batches()]
-        return [*found, (1, LONG)] if self.device.type == "cuda" else found
+        prompts = [(N, LENGTH) for N in self.batches()]
+        return [*prompts, (1, LONG)] if self.device.type == "cuda" else prompts
 
     def packets(self) -> list[int]:
         """Return the packet lengths that need their own kernels: powers of two up to the longest packet."""

@@ -4,8 +4,9 @@ All validation is in this folder; no module below it validates again.
 """
 
 from gdn.problem.replay import KeepProblem, ReplayProblem
-from gdn.problem.rule import CHUNK, RESET, ContextParallel, Problem, host_offsets, parse
+from gdn.problem.rule import RESET, ContextParallel, Problem, check_context, host_offsets, parse
 from gdn.problem.serving import CommitProblem, DecodeProblem, PrefillProblem
+from gdn.problem.shapes import CHUNK
 
 __all__ = [
     "CHUNK",
@@ -17,6 +18,7 @@ __all__ = [
     "PrefillProblem",
     "Problem",
     "ReplayProblem",
+    "check_context",
     "host_offsets",
     "parse",
 ]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gdn.problem import check
-from gdn.problem.rule import CHUNK
+from gdn.problem.declaration import Declared
+from gdn.problem.shapes import CHUNK
 
 WRITES = ("final", "all", "none")
 
@@ -32,9 +33,8 @@ def tokens(q: Any, k: Any, v: Any) -> dict[str, int]:
     return dims
 
 
-def gates(
-    g: Any, beta: Any, a: Any, b: Any, A_log: Any, dt_bias: Any, negative: bool, dims: dict[str, int]
-) -> None:
+def gates(p: Any, dims: dict[str, int]) -> None:
+    g, beta, a, b, A_log, dt_bias = p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias
     is_raw = a is not None or b is not None
     for name, x in (("g", g), ("beta", beta)):
         if x is not None:
@@ -46,7 +46,7 @@ def gates(
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
             if x is not None:
                 raise ValueError(f"{name}: expected None without the raw logits a and b, got a tensor")
-        if negative:
+        if p.allow_neg_eigval:
             raise ValueError("allow_neg_eigval: expected the raw logits a and b with it, got none")
         return
     for name, x in (("a", a), ("b", b), ("A_log", A_log)):
@@ -83,22 +83,21 @@ def packing(q: Tensor, cu_seqlens: Any, max_seqlen: Any, dims: dict[str, int]) -
         raise ValueError(f"max_seqlen: expected an int with cu_seqlens on {cu_seqlens.device}, got None")
 
 
-def pool(
-    name: str, q: Tensor, state: Any, is_ring: bool, v_first: bool, null_slot: Any, dims: dict[str, int]
-) -> None:
-    check.floating(name, state)
-    axes = ("slots R " if is_ring else "slots ") + ("HV V K" if v_first else "HV K V")
+def pool(p: Any, is_ring: bool, dims: dict[str, int]) -> None:
+    q, state = p.q, p.state
+    check.floating("state", state)
+    axes = ("slots R " if is_ring else "slots ") + ("HV V K" if p.state_v_first else "HV K V")
     if state.dim() == 5 and not is_ring:
-        raise ValueError(f"{name}: expected [{axes}] without ring_pos, got {list(state.shape)}")
-    check.shape(name, state, axes, dims)
+        raise ValueError(f"state: expected [{axes}] without ring_pos, got {list(state.shape)}")
+    check.shape("state", state, axes, dims)
     if is_ring and dims["R"] < 1:
-        raise ValueError(f"{name}: expected a ring of R >= 1 entries, got R={dims['R']}")
+        raise ValueError(f"state: expected a ring of R >= 1 entries, got R={dims['R']}")
     if state.dtype == torch.float64 and q.dtype != torch.float64:
         raise ValueError(
-            f"{name}: expected float32, bfloat16 or float16 with q in {q.dtype}, got {state.dtype}"
+            f"state: expected float32, bfloat16 or float16 with q in {q.dtype}, got {state.dtype}"
         )
-    check.writable(name, state)
-    null(null_slot)
+    check.writable("state", state)
+    null(p.null_slot)
 
 
 def null(null_slot: Any) -> None:
@@ -160,11 +159,11 @@ def writing(write: str, write_index: Any, ring_pos: Any, dims: dict[str, int]) -
 
 def spans(offsets: list[int], max_seqlen: int | None) -> list[tuple[int, int]]:
     """Return (first token, number of tokens) of every packed row; ValueError for one over max_seqlen."""
-    found = [(start, end - start) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
-    longest = max((count for _, count in found), default=0)
+    rows = [(start, end - start) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    longest = max((count for _, count in rows), default=0)
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(f"max_seqlen: expected at least {longest} (the longest row), got {max_seqlen}")
-    return found
+    return rows
 
 
 def columns(name: str, x: Tensor | None, count: int | None) -> None:
@@ -195,9 +194,8 @@ def intermediate(
         columns("parent", parent, dims.get("M"))
 
 
-def checkpoints(
-    q: Tensor, checkpoints: Any, every: Any, offsets: Any, v_first: bool, dims: dict[str, int]
-) -> None:
+def checkpoints(p: Any, dims: dict[str, int]) -> None:
+    checkpoints, every, offsets = p.checkpoints, p.checkpoint_every, p.checkpoint_offsets
     if isinstance(every, bool) or not isinstance(every, int):
         raise TypeError(f"checkpoint_every: expected an int, got {type(every).__name__}")
     if checkpoints is None:
@@ -208,8 +206,8 @@ def checkpoints(
     if every < CHUNK or every % CHUNK:
         raise ValueError(f"checkpoint_every: expected a positive multiple of {CHUNK}, got {every}")
     check.floating("checkpoints", checkpoints)
-    check.shape("checkpoints", checkpoints, "rows HV V K" if v_first else "rows HV K V", dims)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    check.shape("checkpoints", checkpoints, "rows HV V K" if p.state_v_first else "rows HV K V", dims)
+    dtype = torch.float64 if p.q.dtype == torch.float64 else torch.float32
     if checkpoints.dtype not in (torch.float32, dtype):
         raise ValueError(f"checkpoints: expected dtype {dtype}, got {checkpoints.dtype}")
     check.writable("checkpoints", checkpoints)
@@ -226,9 +224,17 @@ def out(q: Tensor, v: Tensor, out: Any) -> None:
     check.writable("out", out)
 
 
-def places(function: str, q: Tensor, **tensors: Tensor | None) -> None:
+def output(v: Tensor, out: Tensor | None) -> Tensor:
+    """Return `out`, or a new tensor of its shape."""
+    return v.new_empty(v.shape) if out is None else out
+
+
+def devices(function: str, q: Tensor, p: Declared) -> None:
+    """Check that all tensors of p but cu_seqlens can be operands beside q, and that none has a gradient."""
+    names = [name for name in p.declaration.tensors if name != "cu_seqlens"]
+    tensors = {"q": q, **{name: getattr(p, name) for name in names}}
     check.companions(q, "q", **tensors)
-    check.no_gradient(function, q=q, **tensors)
+    check.no_gradient(function, **tensors)
 
 
 def scale(scale: Any, dims: dict[str, int]) -> float:

@@ -4,12 +4,13 @@ Every message reads `name: expected ..., got ...`.
 """
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from gdn._torch_compat import forward_tangent, intercepts_operators, is_forward_mode
 
 BACKENDS = ("hopper", "triton", "eager")  # fastest first
 LARGEST = torch.finfo(torch.float32).max
@@ -63,12 +64,14 @@ def choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def flags(**values: Any) -> list[bool]:
-    """Return the values as Python bools, in order; raise TypeError unless each is a bool or a NumPy bool."""
-    for name, value in values.items():
-        if not isinstance(value, bool) and not _is_numpy_bool(value):
-            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
-    return [bool(value) for value in values.values()]
+def flags(given: dict[str, Any], names: Sequence[str]) -> None:
+    """Make the values of these names Python bools; raise TypeError unless each is a bool or a NumPy bool."""
+    for name in names:
+        value = given[name]
+        if not isinstance(value, bool):
+            if not _is_numpy_bool(value):
+                raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+            given[name] = bool(value)
 
 
 def _is_numpy_bool(value: Any) -> bool:
@@ -94,17 +97,6 @@ def companions(reference: Tensor, reference_name: str, **tensors: Tensor | None)
                 f"{name}: expected a plain tensor like {reference_name}, got {type(x).__name__}, "
                 "which intercepts operators"
             )
-
-
-def intercepts_operators(x: Tensor) -> bool:
-    """Return True if the class of x has a `__torch_dispatch__`; return False while a compiler traces.
-
-    The fake tensors of a compiler replace the tensors of the caller, and may appear beside real constants.
-    """
-    kind = type(x)
-    if kind is Tensor or torch.compiler.is_compiling():
-        return False
-    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def same_dtype(reference: Tensor, reference_name: str, **tensors: Tensor) -> None:
@@ -174,10 +166,10 @@ def enough_slots(name: str, slots: int, rows: int, index: str) -> None:
 
 def no_tangent(function: str, **tensors: Tensor | None) -> None:
     """Raise NotImplementedError under forward-mode differentiation, which would see a constant silently."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if torch.compiler.is_compiling() or not is_forward_mode():
         return
     for name, x in tensors.items():
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+        if x is not None and forward_tangent(x) is not None:
             raise NotImplementedError(
                 f"{function}: expected reverse-mode differentiation, got a forward-mode tangent of {name}"
             )

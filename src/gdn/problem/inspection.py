@@ -37,17 +37,17 @@ def _rule(p: Problem) -> list[str]:
     beta = p.beta
     if beta is not None and p.use_beta_sigmoid_in_kernel:
         beta = _write_strength(beta, p.allow_neg_eigval)
-    found = _tokens(p.k, g, beta, spans, p.use_qk_l2norm_in_kernel)
+    messages = _tokens(p.k, g, beta, spans, p.use_qk_l2norm_in_kernel)
     if p.H > p.T > 1 and p.HV == p.H and p.cu_seqlens is None:
-        found.append(f"q: T={p.T} tokens and H={p.H} heads; expected [B, T, H, K], tokens before heads")
-    return found
+        messages.append(f"q: T={p.T} tokens and H={p.H} heads; expected [B, T, H, K], tokens before heads")
+    return messages
 
 
 def _decode(p: DecodeProblem) -> list[str]:
     spans = p.spans(read_device=True) or ()
     rows = range(p.N)
     slots = _selected(p, rows)
-    found = _past_the_pool("read_index", slots, p.state.shape[0])
+    messages = _past_the_pool("read_index", slots, p.state.shape[0])
     valid = [n for n in rows if p.is_slot(slots[n]) and spans[n][1] > 0]
     R = 1 if p.ring_pos is None else p.state.shape[1]
     start = [0] * p.N if p.ring_pos is None else p.ring_pos.tolist()
@@ -60,28 +60,28 @@ def _decode(p: DecodeProblem) -> list[str]:
         writes = [(n, (slots[n], (start[n] + 1 + t) % R)) for n in valid for t in range(spans[n][1])]
     elif p.write_index is not None:
         targets = p.write_index.reshape(p.N, -1).tolist()
-        found += _past_the_pool(name, [x for row in targets for x in row], p.state.shape[0])
+        messages += _past_the_pool(name, [x for row in targets for x in row], p.state.shape[0])
         count = {n: spans[n][1] if p.write == "all" else 1 for n in valid}
         writes = [(n, (x, 0)) for n in valid for x in targets[n][: count[n]] if p.is_slot(x)]
     _require_own_slots(name, writes, reads)
     if p.intermediate is not None and p.intermediate_row is not None:
         kept = p.intermediate_row.tolist()
-        found += _past_the_pool("intermediate_row", kept, p.intermediate.shape[0], "rows")
+        messages += _past_the_pool("intermediate_row", kept, p.intermediate.shape[0], "rows")
         room = range(p.intermediate.shape[0])
         _require_own_slots("intermediate_row", [(n, kept[n]) for n in valid if kept[n] in room])
     live = [spans[n] for n in valid]
-    return found + _pool_tokens(p, live)
+    return messages + _pool_tokens(p, live)
 
 
 def _prefill(p: PrefillProblem) -> list[str]:
     offsets = p.offsets(read_device=True) or [0]
     spans = [(a, b - a) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     slots, size = p.state_index.tolist(), p.state.shape[0]
-    found = _past_the_pool("state_index", slots, size)
+    messages = _past_the_pool("state_index", slots, size)
     targets, name = slots, "state_index"
     if p.out_state_index is not None:
         targets, name = p.out_state_index.tolist(), "out_state_index"
-        found += _past_the_pool(name, targets, size)
+        messages += _past_the_pool(name, targets, size)
     valid = [n for n in range(p.N) if p.is_slot(slots[n])]
     continues = [True] * p.N if p.has_initial_state is None else p.has_initial_state.tolist()
     reads = [(n, slots[n]) for n in valid if continues[n] and spans[n][1] > 0]
@@ -91,10 +91,10 @@ def _prefill(p: PrefillProblem) -> list[str]:
     if p.snapshot_pos is not None and p.snapshot_index is not None:
         positions, kept = p.snapshot_pos.tolist(), p.snapshot_index.tolist()
         taken = [n for n in valid if 0 <= positions[n] <= spans[n][1]]
-        found += _past_the_pool("snapshot_index", [kept[n] for n in taken], size)
+        messages += _past_the_pool("snapshot_index", [kept[n] for n in taken], size)
         snapshots = [(n, kept[n]) for n in taken if p.is_slot(kept[n])]
         _require_own_slots("snapshot_index", [*snapshots, *writes], reads)
-    return found + _pool_tokens(p, [spans[n] for n in valid])
+    return messages + _pool_tokens(p, [spans[n] for n in valid])
 
 
 def _replay(p: ReplayProblem) -> list[str]:
@@ -102,8 +102,8 @@ def _replay(p: ReplayProblem) -> list[str]:
     slots = _selected(p, range(p.N))
     valid = [n for n in range(p.N) if p.is_slot(slots[n]) and spans[n][1] > 0]
     _require_own_slots("read_index", [(n, slots[n]) for n in valid])
-    found = _past_the_pool("read_index", slots, p.state.shape[0])
-    return found + _pool_tokens(p, [spans[n] for n in valid])
+    messages = _past_the_pool("read_index", slots, p.state.shape[0])
+    return messages + _pool_tokens(p, [spans[n] for n in valid])
 
 
 def _keep(p: KeepProblem) -> list[str]:
@@ -111,23 +111,23 @@ def _keep(p: KeepProblem) -> list[str]:
 
 
 def _commit(p: CommitProblem) -> list[str]:
-    found, writes = [], []
+    messages, writes = [], []
     for name, index, step in (
         ("dst_index", p.dst_index, p.step),
         ("extra_dst_index", p.extra_dst_index, p.extra_step),
     ):
         if index is None or step is None:
             continue
-        found += _past_the_pool(name, index.tolist(), p.dst.shape[1])
+        messages += _past_the_pool(name, index.tolist(), p.dst.shape[1])
         for n, (slot, t) in enumerate(zip(index.tolist(), step.tolist(), strict=True)):
             if 0 <= slot < p.dst.shape[1] and 0 <= t < p.src.shape[2]:
                 writes.append((n, slot))
         _require_own_slots(name, writes)
-    return found
+    return messages
 
 
 def _step(p: StepProblem) -> list[str]:
-    found: list[str] = []
+    messages: list[str] = []
     for name, index, pool in (
         ("read_index", p.read_index, p.state),
         ("write_index", p.write_index, p.state),
@@ -136,10 +136,10 @@ def _step(p: StepProblem) -> list[str]:
         if index is None:
             continue
         if name == "read_index" and p.write_index is not None:
-            found += _past_the_pool(name, index.tolist(), pool.shape[0])
+            messages += _past_the_pool(name, index.tolist(), pool.shape[0])
         else:
-            found += _slot_vector(name, index, pool.shape[0], p.null_slot)
-    return found
+            messages += _slot_vector(name, index, pool.shape[0], p.null_slot)
+    return messages
 
 
 def _conv(p: ConvProblem | ConvUpdateProblem) -> list[str]:

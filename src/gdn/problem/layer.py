@@ -1,26 +1,29 @@
 """Check the calls around the rule in a layer: causal convolution, gated norm, arguments of the layer."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from gdn.notation import Channels, ConvPool, ConvState, ConvWeight, Index, Mask, Offsets
 from gdn.problem import check
+from gdn.problem.declaration import WRITTEN, Declared, declared
+from gdn.problem.shapes import Sequences
 
 GATES = (None, "silu", "sigmoid")  # activations of the gated norm
 
 
+@declared
 @dataclass(frozen=True)
-class ConvProblem:
+class ConvProblem(Declared, Sequences):
     """Hold one checked causal convolution. `state` excludes `initial_state`; packed tokens have B = 1."""
 
     x: Channels
     weight: ConvWeight
     bias: Tensor | None
     initial_state: ConvState | None
-    state: ConvPool | None
+    state: Annotated[ConvPool | None, WRITTEN]
     state_index: Index | None
     has_initial_state: Mask | None
     cu_seqlens: Offsets | None
@@ -29,6 +32,10 @@ class ConvProblem:
     output_final_state: bool
     null_slot: int | None
     backend: str | None
+
+    @property
+    def B(self) -> int:
+        return self.x.shape[0]
 
     @property
     def T(self) -> int:
@@ -40,38 +47,31 @@ class ConvProblem:
         return self.weight.shape[1]
 
     @property
-    def N(self) -> int:
-        """Return N, the number of sequences."""
-        return self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-
-    @property
     def state_shape(self) -> tuple[int, int, int]:
         return (self.N, self.x.shape[2], self.W - 1)
 
 
+@declared
 @dataclass(frozen=True)
-class ConvUpdateProblem:
-    """Hold one checked step of the convolution on a pool; x, out [B, T, D]. Writes `state` and `out`."""
+class ConvUpdateProblem(Declared):
+    """Hold one checked step of the convolution on a pool; x, out [B, T, D]."""
 
     x: Channels
-    state: ConvPool
+    state: Annotated[ConvPool, WRITTEN]
     weight: ConvWeight
     bias: Tensor | None
     state_index: Index | None
     ring_pos: Index | None
     num_accepted: Index | None
-    out: Channels
+    out: Annotated[Channels, WRITTEN]
     activation: str | None
     null_slot: int | None
     backend: str | None
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Return the fields in order, the arguments of the torch operator."""
-        return tuple(getattr(self, f.name) for f in fields(self))
 
-
+@declared
 @dataclass(frozen=True)
-class NormProblem:
+class NormProblem(Declared):
     """Hold one checked gated RMS norm: x and z [..., D], weight [D]."""
 
     x: Tensor
@@ -81,131 +81,98 @@ class NormProblem:
     activation: str | None
     backend: str | None
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Return the fields in order, the arguments of the torch operator."""
-        return tuple(getattr(self, f.name) for f in fields(self))
 
-
-def parse_conv(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    *,
-    activation: Any,
-    initial_state: Any,
-    output_final_state: Any,
-    cu_seqlens: Any,
-    cu_seqlens_cpu: Any,
-    state: Any,
-    state_index: Any,
-    has_initial_state: Any,
-    null_slot: Any,
-    backend: Any,
-) -> ConvProblem:
+def parse_conv(**given: Any) -> ConvProblem:
     """Check a call of `causal_conv1d` without reading tensor contents; raise like `gdn.problem.parse`."""
-    (output_final_state,) = check.flags(output_final_state=output_final_state)
-    check.backend(backend)
-    check.choice("activation", activation, (None, "silu"))
+    p = ConvProblem.draft(given)
+    check.backend(p.backend)
+    check.choice("activation", p.activation, (None, "silu"))
     dims: dict[str, int] = {}
-    _check_channels(x, "B T D", weight, bias, dims)
+    _check_channels(p, "B T D", dims)
+    x, cu_seqlens, cu_seqlens_cpu = p.x, p.cu_seqlens, p.cu_seqlens_cpu
     dims["N"] = dims["B"] if cu_seqlens is None else check.offsets("x", cu_seqlens, cu_seqlens_cpu, dims)
     if cu_seqlens is None and cu_seqlens_cpu is not None:
         raise ValueError("cu_seqlens_cpu: expected None without cu_seqlens, got a tensor")
-    if initial_state is not None:
-        check.floating("initial_state", initial_state)
-        check.shape("initial_state", initial_state, "N D W-1", dims | {"W-1": dims["W"] - 1})
-    if state is None:
-        for name, value in (
-            ("state_index", state_index),
-            ("has_initial_state", has_initial_state),
-            ("null_slot", null_slot),
-        ):
+    if p.initial_state is not None:
+        check.floating("initial_state", p.initial_state)
+        check.shape("initial_state", p.initial_state, "N D W-1", dims | {"W-1": dims["W"] - 1})
+    if p.state is None:
+        for name in ("state_index", "has_initial_state", "null_slot"):
+            value = getattr(p, name)
             if value is not None:
                 raise ValueError(f"{name}: expected None without state, got {_kind(value)}")
     else:
-        if initial_state is not None:
-            raise ValueError("initial_state: expected None with state (the pool holds it), got a tensor")
-        if output_final_state:
-            raise ValueError("output_final_state: expected False with state (the pool takes it), got True")
-        _check_pool(state, dims, dims["W"] - 1, "W-1", null_slot)
-        _check_rows("state_index", state_index, "N", dims)
-        if state_index is None:
-            check.enough_slots("state", dims["slots"], dims["N"], "state_index")
-        if has_initial_state is not None:
-            check.tensor("has_initial_state", has_initial_state)
-            if has_initial_state.dtype != torch.bool:
-                raise TypeError(f"has_initial_state: expected a bool tensor, got {has_initial_state.dtype}")
-            check.shape("has_initial_state", has_initial_state, "N", dims)
-        check.no_gradient("causal_conv1d with state", x=x, weight=weight, bias=bias, state=state)
+        _check_conv_pool(p, dims)
     check.companions(
-        x, "x", weight=weight, bias=bias, initial_state=initial_state, state=state, state_index=state_index,
-        has_initial_state=has_initial_state,
+        x, "x", weight=p.weight, bias=p.bias, initial_state=p.initial_state, state=p.state,
+        state_index=p.state_index, has_initial_state=p.has_initial_state,
     )  # fmt: skip
     if cu_seqlens is not None and cu_seqlens.device.type != "cpu":
         check.companions(x, "x", cu_seqlens=cu_seqlens)
-    return ConvProblem(
-        x, weight, bias, initial_state, state, state_index, has_initial_state, cu_seqlens, cu_seqlens_cpu,
-        activation, output_final_state, null_slot, backend,
-    )  # fmt: skip
+    return p
 
 
-def parse_conv_update(
-    x: Any,
-    state: Any,
-    weight: Any,
-    bias: Any,
-    *,
-    activation: Any,
-    state_index: Any,
-    ring_pos: Any,
-    num_accepted: Any,
-    null_slot: Any,
-    out: Any,
-    backend: Any,
-) -> ConvUpdateProblem:
+def _check_conv_pool(p: ConvProblem, dims: dict[str, int]) -> None:
+    if p.initial_state is not None:
+        raise ValueError("initial_state: expected None with state (the pool holds it), got a tensor")
+    if p.output_final_state:
+        raise ValueError("output_final_state: expected False with state (the pool takes it), got True")
+    _check_pool(p, dims, dims["W"] - 1, "W-1")
+    _check_rows("state_index", p.state_index, "N", dims)
+    if p.state_index is None:
+        check.enough_slots("state", dims["slots"], dims["N"], "state_index")
+    if p.has_initial_state is not None:
+        check.tensor("has_initial_state", p.has_initial_state)
+        if p.has_initial_state.dtype != torch.bool:
+            raise TypeError(f"has_initial_state: expected a bool tensor, got {p.has_initial_state.dtype}")
+        check.shape("has_initial_state", p.has_initial_state, "N", dims)
+    check.no_gradient("causal_conv1d with state", x=p.x, weight=p.weight, bias=p.bias, state=p.state)
+
+
+def parse_conv_update(**given: Any) -> ConvUpdateProblem:
     """Check a call of `causal_conv1d_update`, reading no tensor contents; allocate `out` if it is None."""
-    check.backend(backend)
-    check.choice("activation", activation, (None, "silu"))
+    p = ConvUpdateProblem.draft(given)
+    check.backend(p.backend)
+    check.choice("activation", p.activation, (None, "silu"))
+    x, out = p.x, p.out
     check.tensor("x", x)
     dims: dict[str, int] = {}
-    _check_channels(x, "B D" if x.dim() == 2 else "B T D", weight, bias, dims)
-    if ring_pos is not None and num_accepted is not None:
+    axes = "B D" if x.dim() == 2 else "B T D"
+    _check_channels(p, axes, dims)
+    if p.ring_pos is not None and p.num_accepted is not None:
         raise ValueError("num_accepted: expected None with ring_pos, got a tensor")
     T = dims.get("T", 1)
-    if num_accepted is not None:
-        _check_pool(state, dims, dims["W"] - 1 + max(T - 1, 0), "W-1+T-1 with num_accepted", null_slot)
+    if p.num_accepted is not None:
+        _check_pool(p, dims, dims["W"] - 1 + max(T - 1, 0), "W-1+T-1 with num_accepted")
     else:
-        _check_pool(state, dims, dims["W"] - 1, "W-1", null_slot)
-    for name, index in (
-        ("state_index", state_index),
-        ("ring_pos", ring_pos),
-        ("num_accepted", num_accepted),
-    ):
-        _check_rows(name, index, "B", dims)
-    if state_index is None:
+        _check_pool(p, dims, dims["W"] - 1, "W-1")
+    for name in ("state_index", "ring_pos", "num_accepted"):
+        _check_rows(name, getattr(p, name), "B", dims)
+    if p.state_index is None:
         check.enough_slots("state", dims["slots"], dims["B"], "state_index")
     if out is not None:
         check.floating("out", out)
         check.writable("out", out)
-        check.shape("out", out, "B D" if x.dim() == 2 else "B T D", dims)
+        check.shape("out", out, axes, dims)
         check.same_dtype(x, "x", out=out)
     check.companions(
-        x, "x", state=state, weight=weight, bias=bias, state_index=state_index, ring_pos=ring_pos,
-        num_accepted=num_accepted, out=out,
+        x, "x", state=p.state, weight=p.weight, bias=p.bias, state_index=p.state_index, ring_pos=p.ring_pos,
+        num_accepted=p.num_accepted, out=out,
     )  # fmt: skip
-    check.no_gradient("causal_conv1d_update", x=x, state=state, weight=weight, bias=bias, out=out)
+    check.no_gradient("causal_conv1d_update", x=x, state=p.state, weight=p.weight, bias=p.bias, out=out)
     out = x.new_empty(x.shape) if out is None else out
     if x.dim() == 2:
         x, out = x.unsqueeze(1), out.unsqueeze(1)
-    return ConvUpdateProblem(
-        x, state, weight, bias, state_index, ring_pos, num_accepted, out, activation, null_slot, backend
-    )
+    p.complete(x=x, out=out)
+    return p
 
 
-def parse_norm(x: Any, z: Any, weight: Any, *, eps: Any, activation: Any, backend: Any) -> NormProblem:
+def parse_norm(**given: Any) -> NormProblem:
     """Check a call of `rms_norm_gated` without reading tensor contents."""
-    check.backend(backend)
-    check.choice("activation", activation, GATES)
+    p = NormProblem.draft(given)
+    x, z, weight = p.x, p.z, p.weight
+    check.backend(p.backend)
+    check.choice("activation", p.activation, GATES)
     check.floating("x", x)
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x: expected shape [..., D] with D >= 1, got {list(x.shape)}")
@@ -217,8 +184,9 @@ def parse_norm(x: Any, z: Any, weight: Any, *, eps: Any, activation: Any, backen
         check.floating("weight", weight)
         check.shape("weight", weight, "D", {"D": x.shape[-1]})
     check.companions(x, "x", z=z, weight=weight)
-    check.number("eps", eps)
-    return NormProblem(x, z, weight, float(eps), activation, backend)
+    check.number("eps", p.eps)
+    p.complete(eps=float(p.eps))
+    return p
 
 
 def check_layer(gate: Any, backend: Any, **sizes: Any) -> None:
@@ -270,8 +238,8 @@ def check_cache(cache: Any, kind: type, N: int, weight: Tensor, heads: tuple[int
         return
     if not isinstance(cache, kind):
         raise TypeError(f"cache: expected a {kind.__name__} or None, got {type(cache).__name__}")
-    wanted = {"conv_state": (N, weight.shape[0], weight.shape[1] - 1), "state": (N, *heads)}
-    for name, shape in wanted.items():
+    shapes = {"conv_state": (N, weight.shape[0], weight.shape[1] - 1), "state": (N, *heads)}
+    for name, shape in shapes.items():
         x = getattr(cache, name)
         if x is None:
             continue
@@ -282,26 +250,26 @@ def check_cache(cache: Any, kind: type, N: int, weight: Tensor, heads: tuple[int
             )
 
 
-def _check_channels(x: Any, axes: str, weight: Any, bias: Any, dims: dict[str, int]) -> None:
-    check.floating("x", x)
-    check.floating("weight", weight)
-    check.shape("x", x, axes, dims)
-    check.shape("weight", weight, "D W", dims)
+def _check_channels(p: ConvProblem | ConvUpdateProblem, axes: str, dims: dict[str, int]) -> None:
+    check.floating("x", p.x)
+    check.floating("weight", p.weight)
+    check.shape("x", p.x, axes, dims)
+    check.shape("weight", p.weight, "D W", dims)
     if dims["D"] < 1 or dims["W"] < 1:
         raise ValueError(f"weight: expected D >= 1 and W >= 1, got D={dims['D']}, W={dims['W']}")
-    if bias is not None:
-        check.floating("bias", bias)
-        check.shape("bias", bias, "D", dims)
+    if p.bias is not None:
+        check.floating("bias", p.bias)
+        check.shape("bias", p.bias, "D", dims)
 
 
-def _check_pool(state: Any, dims: dict[str, int], columns: int, formula: str, null_slot: Any) -> None:
-    check.floating("state", state)
-    check.shape("state", state, "slots D L", dims)
+def _check_pool(p: Any, dims: dict[str, int], columns: int, formula: str) -> None:
+    check.floating("state", p.state)
+    check.shape("state", p.state, "slots D L", dims)
     if dims["L"] < columns:
         raise ValueError(f"state: expected L >= {formula} = {columns} columns, got L={dims['L']}")
-    check.writable("state", state)
-    if null_slot is not None and (isinstance(null_slot, bool) or null_slot != 0):
-        raise ValueError(f"null_slot: expected None or 0, got {null_slot!r}")
+    check.writable("state", p.state)
+    if p.null_slot is not None and (isinstance(p.null_slot, bool) or p.null_slot != 0):
+        raise ValueError(f"null_slot: expected None or 0, got {p.null_slot!r}")
 
 
 def _check_rows(name: str, index: Any, axes: str, dims: dict[str, int]) -> None:

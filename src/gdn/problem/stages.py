@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gdn.notation import Offsets
 from gdn.problem import check
-from gdn.problem.rule import CHUNK
+from gdn.problem.shapes import CHUNK, count_chunks
 
 AXES = {
     "q": "B T H K",
@@ -129,8 +129,5 @@ def _is_state(name: str) -> bool:
 
 def _count(first: str, cu_seqlens: Any, sizes: dict[str, int]) -> tuple[int, int]:
     """Return N and NC, the numbers of sequences and of chunks."""
-    B, T = sizes["B"], sizes["T"]
-    if cu_seqlens is None:
-        return B, B * ((T + CHUNK - 1) // CHUNK)
-    N = check.offsets(first, cu_seqlens, None, sizes)
-    return N, (T + N * (CHUNK - 1)) // CHUNK
+    N = sizes["B"] if cu_seqlens is None else check.offsets(first, cu_seqlens, None, sizes)
+    return N, count_chunks(sizes["B"], sizes["T"], None if cu_seqlens is None else N)

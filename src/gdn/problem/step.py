@@ -3,46 +3,50 @@
 The fields have the names of the arguments of `gdn.decode_step`, where they are documented.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from gdn.notation import ConvPool, ConvWeight, HeadParam, Index, Pool
 from gdn.problem import addressing, check
+from gdn.problem.declaration import WRITTEN, Declared, SymInt, declared
 from gdn.problem.layer import GATES, ConvUpdateProblem, NormProblem
-from gdn.problem.serving import DecodeProblem, parse_packed
+from gdn.problem.serving import DecodeProblem, Numerics, check_packed, packed_views
 
 
 @dataclass(frozen=True)
-class StepProblem:
-    """Hold one checked decode step of a layer. `conv_state`, `state` and `out` are written."""
+class Layer:
+    """Declare the tensors of a layer's decode step, and the sizes and activations of its parts."""
 
     mixed_qkv: Tensor
-    conv_state: ConvPool
+    conv_state: Annotated[ConvPool, WRITTEN]
     conv_weight: ConvWeight
     conv_bias: Tensor | None
     a: Tensor
     b: Tensor
     A_log: HeadParam
     dt_bias: HeadParam | None
-    state: Pool
+    state: Annotated[Pool, WRITTEN]
     conv_index: Index | None
     read_index: Index | None
     write_index: Index | None
     z: Tensor | None
     norm_weight: Tensor | None
-    out: Tensor
-    num_k_heads: int
-    head_k_dim: int
-    head_v_dim: int
+    out: Annotated[Tensor, WRITTEN]
+    num_k_heads: SymInt
+    head_k_dim: SymInt
+    head_v_dim: SymInt
     conv_activation: str | None
     norm_eps: float
     norm_activation: str | None
-    scale: float
-    use_qk_l2norm_in_kernel: bool
-    allow_neg_eigval: bool
-    state_v_first: bool
+
+
+@declared
+@dataclass(frozen=True)
+class StepProblem(Declared, Numerics, Layer):
+    """Hold one checked decode step of a layer."""
+
     null_slot: int | None
     backend: str | None
 
@@ -75,28 +79,25 @@ class StepProblem:
     def has_norm(self) -> bool:
         return self.z is not None or self.norm_weight is not None
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Return the fields in order, the arguments of the torch operator."""
-        return tuple([getattr(self, name) for name in _FIELDS])
-
     def conv(self, out: Tensor) -> ConvUpdateProblem:
         """Return the first stage: the convolution of mixed_qkv, written to `out` [B, D]."""
         return ConvUpdateProblem(
-            self.mixed_qkv.unsqueeze(1), self.conv_state, self.conv_weight, self.conv_bias, self.conv_slots,
-            None, None, out.unsqueeze(1), self.conv_activation, self.null_slot, self.backend,
+            x=self.mixed_qkv.unsqueeze(1), state=self.conv_state, weight=self.conv_weight,
+            bias=self.conv_bias, state_index=self.conv_slots, ring_pos=None, num_accepted=None,
+            out=out.unsqueeze(1), activation=self.conv_activation, null_slot=self.null_slot,
+            backend=self.backend,
         )  # fmt: skip
 
-    def decode(self, mixed: Tensor, out: Tensor) -> DecodeProblem:
+    def decode(self, mixed: Tensor, out: Tensor | None) -> DecodeProblem:
         """Return the second stage: the decode of `mixed`, the convolved tokens, to `out` [B, HV, V]."""
-        keys = self.H * self.K
-        q, k, v = mixed.unsqueeze(1).split([keys, keys, self.HV * self.V], 2)
+        views = packed_views({**vars(self), "mixed_qkv": mixed, "out": out}, is_dense=True)
         return DecodeProblem(
-            q.unflatten(2, (self.H, self.K)), k.unflatten(2, (self.H, self.K)),
-            v.unflatten(2, (self.HV, self.V)), self.state, None, None, self.a.unsqueeze(1),
-            self.b.unsqueeze(1), self.A_log, self.dt_bias, None, self.read_index, None, None,
-            self.write_index, None, None, None, out.unsqueeze(1), None, self.scale,
-            self.use_qk_l2norm_in_kernel, self.allow_neg_eigval, self.state_v_first, "final", self.null_slot,
-            False, True, self.backend,
+            **views, state=self.state, g=None, beta=None, A_log=self.A_log, dt_bias=self.dt_bias,
+            cu_seqlens=None, read_index=self.read_index, num_accepted=None, ring_pos=None,
+            write_index=self.write_index, intermediate=None, intermediate_row=None, parent=None,
+            max_seqlen=None, scale=self.scale, use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
+            allow_neg_eigval=self.allow_neg_eigval, state_v_first=self.state_v_first, write="final",
+            null_slot=self.null_slot, round_state=False, exact_packet=True, backend=self.backend,
         )  # fmt: skip
 
     def norm(self, o: Tensor) -> NormProblem:
@@ -109,56 +110,33 @@ class StepProblem:
         return self.read_index if self.conv_index is None else self.conv_index
 
 
-_FIELDS = tuple(f.name for f in fields(StepProblem))
-
-
-def parse_step(
-    mixed_qkv: Any, conv_state: Any, conv_weight: Any, conv_bias: Any, a: Any, b: Any, A_log: Any,
-    dt_bias: Any, state: Any, *, num_k_heads: Any, head_k_dim: Any, head_v_dim: Any, conv_activation: Any,
-    z: Any, norm_weight: Any, norm_eps: Any, norm_activation: Any, scale: Any, use_qk_l2norm_in_kernel: Any,
-    allow_neg_eigval: Any, state_v_first: Any, conv_index: Any, read_index: Any, write_index: Any,
-    null_slot: Any, out: Any, backend: Any,
-) -> StepProblem:  # fmt: skip
+def parse_step(**given: Any) -> StepProblem:
     """Check a call of `decode_step` without reading tensor contents; allocate `out` if it is None."""
-    use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first = check.flags(
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-    )  # fmt: skip
-    check.backend(backend)
-    check.choice("conv_activation", conv_activation, GATES[:2])
-    check.choice("norm_activation", norm_activation, GATES)
-    check.number("norm_eps", norm_eps)
-    q, k, v, raw_a, raw_b, o = parse_packed(
-        mixed_qkv, a, b, num_k_heads, head_k_dim, head_v_dim, out, is_dense=True
-    )
-    dims = addressing.tokens(q, k, v)
-    addressing.gates(None, None, raw_a, raw_b, A_log, dt_bias, allow_neg_eigval, dims)
-    addressing.packing(q, None, None, dims)
-    addressing.pool("state", q, state, False, state_v_first, null_slot, dims)
-    for name, index in (
-        ("conv_index", conv_index), ("read_index", read_index), ("write_index", write_index)
-    ):  # fmt: skip
-        if index is not None:
-            addressing.index(name, index, "N", dims)
-    _convolution(conv_state, conv_weight, conv_bias, mixed_qkv.shape[1])
-    if read_index is None:
+    p = StepProblem.draft(given)
+    check.backend(p.backend)
+    check.choice("conv_activation", p.conv_activation, GATES[:2])
+    check.choice("norm_activation", p.norm_activation, GATES)
+    check.number("norm_eps", p.norm_eps)
+    check_packed(given)
+    views = p.decode(p.mixed_qkv, p.out)
+    dims = addressing.tokens(views.q, views.k, views.v)
+    addressing.gates(views, dims)
+    addressing.packing(views.q, None, None, dims)
+    addressing.pool(views, False, dims)
+    for name in ("conv_index", "read_index", "write_index"):
+        if getattr(p, name) is not None:
+            addressing.index(name, getattr(p, name), "N", dims)
+    _convolution(p.conv_state, p.conv_weight, p.conv_bias, p.mixed_qkv.shape[1])
+    if p.read_index is None:
         check.enough_slots("state", dims["slots"], dims["N"], "read_index")
-        if conv_index is None:
-            check.enough_slots("conv_state", conv_state.shape[0], dims["N"], "conv_index")
-    _norm(z, norm_weight, v.shape)
-    addressing.out(q, v, o)
-    addressing.places(
-        "decode_step", q, mixed_qkv=mixed_qkv, conv_state=conv_state, conv_weight=conv_weight,
-        conv_bias=conv_bias, a=a, b=b, A_log=A_log, dt_bias=dt_bias, state=state, conv_index=conv_index,
-        read_index=read_index, write_index=write_index, z=z, norm_weight=norm_weight, out=out,
-    )  # fmt: skip
-    return StepProblem(
-        mixed_qkv, conv_state, conv_weight, conv_bias, a, b, A_log, dt_bias, state, conv_index, read_index,
-        write_index, z, norm_weight, v.new_empty(*a.shape, v.shape[3]) if out is None else out, num_k_heads,
-        head_k_dim, head_v_dim, conv_activation, float(norm_eps), norm_activation,
-        addressing.scale(scale, dims), use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot,
-        backend,
-    )  # fmt: skip
+        if p.conv_index is None:
+            check.enough_slots("conv_state", p.conv_state.shape[0], dims["N"], "conv_index")
+    _norm(p.z, p.norm_weight, views.v.shape)
+    addressing.out(views.q, views.v, views.out)
+    addressing.devices("decode_step", views.q, p)
+    out = views.v.new_empty(*p.a.shape, views.v.shape[3]) if p.out is None else p.out
+    p.complete(out=out, scale=addressing.scale(p.scale, dims), norm_eps=float(p.norm_eps))
+    return p
 
 
 def _convolution(state: Any, weight: Any, bias: Any, channels: int) -> None:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from gdn.notation import Offsets
 from gdn.problem import CHUNK
+from gdn.problem.shapes import Sequences
 
 
 @dataclass(frozen=True)
-class Tiling:
+class Tiling(Sequences):
     """Hold how B x T tokens with H (key) heads are cut into chunks; tiles are computed in `dtype`."""
 
     B: int
@@ -31,17 +32,6 @@ class Tiling:
         """Return the tiling of tokens x [B, T, H, ...], computing in fp32, or in fp64 for an fp64 x."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         return Tiling(x.shape[0], x.shape[1], x.shape[2], dtype, x.device, cu_seqlens)
-
-    @property
-    def N(self) -> int:
-        return self.B if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-
-    @property
-    def num_chunks(self) -> int:
-        """Return `Problem.num_chunks`; the surplus chunks of a packed batch are empty."""
-        if self.cu_seqlens is None:
-            return self.B * ((self.T + CHUNK - 1) // CHUNK)
-        return (self.T + self.N * (CHUNK - 1)) // CHUNK
 
     @cached_property
     def _offsets(self) -> Tensor:

@@ -100,20 +100,19 @@ def _prefill(problem: PrefillProblem) -> None:
     import_module("gdn.backends.triton.serving.prefill").prefill(problem, forward)
 
 
-def _launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Any]:
-    """Yield the launches of this backend that a larger problem of the kind would use: see `triton.beside`."""
+def _forward_launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Any]:
+    """Yield the launches that a larger problem of the kind would use; none if it is not supported here."""
     has_tokens = problem.q.numel() > 0 and problem.N > 0
     if has_tokens and not problem.batch_invariant and _lacks(problem) is None:
         yield from import_module("gdn.backends.hopper.rule").launches(problem, kept)
 
 
-# `triton` compiles these launches ahead with the first call of a kind: a longer prompt finds them compiled
-triton.beside.append(_launches)
 BACKEND = replace(
     triton.BACKEND,
     name="hopper",
     refuses=refuses,
     chunk_forward=_chunk_forward,
     chunk_backward=_chunk_backward,
+    forward_launches=_forward_launches,
     prefill=_prefill,
 )

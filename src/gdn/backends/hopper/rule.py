@@ -34,9 +34,10 @@ from gdn.backends.hopper.scan.kernel import persistent_scan_kernel
 from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.hopper.segments import PROPAGATE, Segments, plan_launches, propagation_width
 from gdn.backends.hopper.solve.kernel import solve_kernel
+from gdn.backends.select import other_launches
 from gdn.backends.triton.launch import (
     Launch,
-    Plans,
+    PlanCache,
     Step,
     TensorSpec,
     allocate,
@@ -46,10 +47,10 @@ from gdn.backends.triton.launch import (
     tensor_spec,
 )
 from gdn.backends.triton.launch.pdl import PDL
-from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule import describe as rules
 from gdn.backends.triton.rule import run as chunked
-from gdn.backends.triton.rule import whole
-from gdn.backends.triton.rule.run import to_kernel_layout
+from gdn.backends.triton.rule.describe import to_kernel_layout
+from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import CHUNK, Problem
 
 FAST_PATH = True  # well-conditioned chunks take the fast path: see `scan.chunk`
@@ -110,18 +111,18 @@ class Forward:
             yield self.scan, (q_d, *tiles, *out, states, final, None, items, o, factors, next_item)
 
 
-_forwards: Plans[Forward] = Plans()
+_forwards: PlanCache[Forward] = PlanCache()
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
     """Implement `Backend.chunk_forward`."""
-    o, final, saved = forward(to_kernel_layout(problem), plans.operand(problem) if save else None)
+    o, final, saved = forward(to_kernel_layout(problem), rules.operand_dtype(problem) if save else None)
     if save:
         A_inv = saved.A_inv
         # K = 64: `triton`'s backward reads A_inv in fp32, not as split bf16
         if A_inv is not None and A_inv.dim() > 4:
             saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
-        whole.zero_unused_tiles(problem, saved)
+        zero_unused_tiles(problem, saved)
     return o, final, saved
 
 
@@ -138,7 +139,7 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
         cuts = cost.cuts_of(p)
         consumers = cost.consumers_of(p, cuts)
         plan = _forwards.get(
-            (plans.key(p), cuts, consumers, kept), lambda: _plan_first(p, cuts, consumers, kept)
+            (rules.problem_key(p), cuts, consumers, kept), lambda: _plan_first(p, cuts, consumers, kept)
         )
         new = allocate(p.device, plan.specs)
         for launch, tensors in plan.steps(p, new):
@@ -164,16 +165,15 @@ class Variant(NamedTuple):
 
 def _plan_first(p: Problem, cuts: cost.Cuts | None, consumers: int, kept: torch.dtype | None) -> Forward:
     # compile ahead, then plan the first forward of a kind
-    a = plans.arguments(p)
+    a = rules.describe(p)
     # with no backend named, `triton` may get a smaller problem of the kind: compile its launches ahead, too
     is_shared = settings.backend(p.backend) is None
 
     def steps() -> Iterator[Step]:
         yield from launches(p, kept)
-        if is_shared:
-            yield from plans.launches(p, kept)
+        yield from other_launches(p, kept, "hopper")
 
-    compile_ahead(p.device, ("hopper", kept, plans.kind_of(p, a), is_shared), steps)
+    compile_ahead(p.device, ("hopper", kept, rules.kind_key(p, a), is_shared), steps)
     is_single_tile = a.entries * p.HV <= _num_solve_ctas(p)
     return _plan(p, a, Variant(cuts, consumers, propagation_width(p), is_single_tile), kept)
 
@@ -184,8 +184,8 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
     if not all(map(is_aligned, tensors)):
         # the forward will copy them; to compile, one token has all that a binary depends on
         q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
-        p = replace(p, form=None, q=q, k=k, v=v)
-    a = plans.arguments(p)
+        p = replace(p, layout_key=None, q=q, k=k, v=v)
+    a = rules.describe(p)
     widths, _ = PROPAGATE[p.K]
     for cuts, is_single_tile in itertools.product((None, cost.equal_cuts(1)), (True, False)):
         consumers, width = (1, widths[0]) if is_single_tile else (2, widths[-1])
@@ -203,10 +203,10 @@ def _num_solve_ctas(p: Problem) -> int:
     return CTAS_PER_SM[p.K] * cost.num_sms(p.device)
 
 
-def _plan(p: Problem, a: plans.Arguments, variant: Variant, kept: torch.dtype | None) -> Forward:
+def _plan(p: Problem, a: rules.Description, variant: Variant, kept: torch.dtype | None) -> Forward:
     """Plan the launches of a forward; `kept` as in `forward`."""
-    numbers, tiles = plans.numbers_of(p), (p.num_chunks, p.HV)
-    G, _, _, _, q_rstd, k_rstd = plans.saves(p)
+    scalars, tiles = rules.shape_scalars(p), (p.num_chunks, p.HV)
+    G, _, _, _, q_rstd, k_rstd = rules.saves(p)
     # A forward for a backward (states in q's dtype at K = 128) stores A_inv whole. Any other at K = 128 omits
     # the zero upper right quarter, 32 HBM bytes a token and head, and has B for well-conditioned chunks.
     is_spare = p.K == 2 * STRIP and kept is not p.q.dtype
@@ -215,11 +215,11 @@ def _plan(p: Problem, a: plans.Arguments, variant: Variant, kept: torch.dtype | 
     fast_path = FAST_PATH and is_spare
     S_in = None if kept is None else ((*tiles, p.K, p.V), kept)
     gates, solve = _plan_tiles(p, a, kept, fast_path, variant.is_single_tile)
-    numbers = (*numbers, a.entries)
+    scalars = (*scalars, a.entries)
     segments = None
     if variant.cuts is not None:
         has_decays = gates is not None
-        segments = plan_launches(p, variant.cuts, numbers, variant.width, fast_path, has_decays)
+        segments = plan_launches(p, variant.cuts, scalars, variant.width, fast_path, has_decays)
     num_items = p.N * p.HV if segments is None else segments.num_items
     consumers = min(variant.consumers, p.V // STRIP)
     # with one consumer a CTA and V = 128, two CTAs share a work item
@@ -228,11 +228,11 @@ def _plan(p: Problem, a: plans.Arguments, variant: Variant, kept: torch.dtype | 
         persistent_scan_kernel,
         # persistent: 1 CTA an SM, as a CTA takes nearly all of an SM's shared memory
         min(num_items, cost.num_sms(p.device)),
-        (*numbers, num_items),
+        (*scalars, num_items),
         {"V_FIRST": p.state_v_first, "FAST_PATH": fast_path, "CONSUMERS": consumers, "D": p.K},
         4,
         options={"maxnreg": REGISTERS[consumers], **PDL},
-        described=8,
+        num_descriptors=8,
         seconds=2.0 * consumers,
     )
     specs = (
@@ -249,14 +249,14 @@ def _plan(p: Problem, a: plans.Arguments, variant: Variant, kept: torch.dtype | 
 
 
 def _plan_tiles(
-    p: Problem, a: plans.Arguments, kept: torch.dtype | None, fast_path: bool, is_single_tile: bool
+    p: Problem, a: rules.Description, kept: torch.dtype | None, fast_path: bool, is_single_tile: bool
 ) -> tuple[Launch | None, Launch]:
     """Plan `gates`, or None where `solve` reads the gates itself, and `solve`; arguments as in `_plan`."""
-    T, HV, ratio, per_row = plans.numbers_of(p)
+    T, HV, ratio, per_row = rules.shape_scalars(p)
     count = a.entries * HV
     # a backward needs G; with batch_invariant the kernel that sums G may not depend on the batch
     has_decays = kept is not None or not is_single_tile or p.batch_invariant
-    strides, activation = plans.gate_strides(p.g, p.beta), {**a.activation, "RESET": MIN_G}
+    strides, activation = rules.gate_strides(p.g, p.beta), {**a.activation, "RESET": MIN_G}
     gates = Launch(
         gates_kernel,
         a.entries * -(-HV // GATE_HEADS),
@@ -273,7 +273,7 @@ def _plan_tiles(
         {"HAS_DECAYS": has_decays, **activation, **kind},
         1,
         options={"maxnreg": 168, **PDL},
-        described=4,
+        num_descriptors=4,
         seconds=2.2,
     )
     return gates if has_decays else None, solve

@@ -41,7 +41,7 @@ from gdn.backends.triton.chunks import chunks_of, sequence
 from gdn.backends.triton.launch import Launch, Step, TensorSpec, kernel, tensor_spec
 from gdn.backends.triton.launch.pdl import PDL, wait_then_launch_dependents
 from gdn.backends.triton.lib import dot, split_bf16, state_tile
-from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.rule.describe import gate_strides
 from gdn.backends.triton.rule.prepare import log_decay
 from gdn.problem import CHUNK, Problem
 
@@ -87,14 +87,14 @@ def propagation_width(p: Problem) -> int:
 
 
 def plan_launches(
-    p: Problem, cuts: cost.Cuts, numbers: tuple[int, ...], width: int, fast_path: bool, has_decays: bool
+    p: Problem, cuts: cost.Cuts, scalars: tuple[int, ...], width: int, fast_path: bool, has_decays: bool
 ) -> Segments:
     """Plan the segment launches of a problem; the device takes one of two cuts.
 
-    `numbers` are the scan's T, HV, ratio, chunks_per_row, bound; `width` value columns of a CTA of
+    `scalars` are the scan's T, HV, ratio, chunks_per_row, bound; `width` value columns of a CTA of
     `propagate_states`; `has_decays`: `gates` stores the decays of chunks.
     """
-    T, HV, ratio, per_row, bound = numbers
+    T, HV, ratio, per_row, bound = scalars
     # the most segments that either cut can have: packed lengths are only on the device
     if p.cu_seqlens is None or p.N == 1:
         segments = p.N * max(1 + sum(count for count, _ in cut.segments(per_row)[0]) for cut in cuts)
@@ -115,7 +115,7 @@ def plan_launches(
         plan=Launch(
             plan_segments_kernel,
             num_items,
-            (*plans.gate_strides(p.g), T, HV, p.N, per_row, bound, *cuts.many, *cuts.few),
+            (*gate_strides(p.g), T, HV, p.N, per_row, bound, *cuts.many, *cuts.few),
             {
                 "C": CHUNK,
                 "FACTORS": NUM_ROWS.value * CHUNK,
@@ -135,7 +135,7 @@ def plan_launches(
             {"V_FIRST": p.state_v_first, "FAST_PATH": fast_path, "D": p.K},
             4,
             options={"maxnreg": 168 if p.K == 128 else 128, **PDL},
-            described=5,
+            num_descriptors=5,
             seconds=2.0,
         ),
         propagate=Launch(

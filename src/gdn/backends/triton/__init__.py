@@ -4,7 +4,7 @@ This file imports no Triton: `refuses` rejects a CPU problem before anything is 
 its kernels at its first call.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -21,8 +21,9 @@ LARGEST = 256  # largest K and V
 LONGEST = 16  # most tokens of a packet that is replayed
 # The module here that implements each slot of Backend. The adjoints of single stages are those of `eager`.
 SLOTS = {
-    "saves": "rule.run",
-    "chunk_forward": "rule.whole",
+    "saves": "rule.describe",
+    "forward_launches": "rule.run",
+    "chunk_forward": "rule.run",
     "chunk_backward": "rule.run",
     "recurrent_forward": "serving.recurrent",
     "decode": "serving.decode",
@@ -48,10 +49,6 @@ SLOTS = {
     "chunk_state": "stages.chunk",
     "chunk_output": "stages.chunk",
 }
-
-# Each function maps (problem, dtype of S_in) to launches of another backend, to which another length or batch
-# may be dispatched. They are compiled ahead together with the launches here.
-beside: list[Callable[[Any, torch.dtype | None], Iterable[Any]]] = []
 
 
 @cache

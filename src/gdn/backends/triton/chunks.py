@@ -116,14 +116,14 @@ def _table_kernel(
         is_mine = index < tl.where(is_tail, bound - base, count)
         tl.store(table_ptr + 2 * (base + index), start, mask=is_mine)
         tl.store(table_ptr + 2 * (base + index) + 1, length, mask=is_mine)
-    numbers = table_ptr + 2 * bound
+    per_sequence_ptr = table_ptr + 2 * bound
     # sorted by length: if a persistent kernel took the longest one last, other SMs would idle at the end
-    tl.store(numbers + SEQUENCE * n, base, mask=n < N)
-    numbers += SEQUENCE * place
-    tl.store(numbers + 1, n, mask=n < N)
-    tl.store(numbers + 2, first, mask=n < N)
-    tl.store(numbers + 3, end - first, mask=n < N)
-    tl.store(numbers + 4, base, mask=n < N)
+    tl.store(per_sequence_ptr + SEQUENCE * n, base, mask=n < N)
+    per_sequence_ptr += SEQUENCE * place
+    tl.store(per_sequence_ptr + 1, n, mask=n < N)
+    tl.store(per_sequence_ptr + 2, first, mask=n < N)
+    tl.store(per_sequence_ptr + 3, end - first, mask=n < N)
+    tl.store(per_sequence_ptr + 4, base, mask=n < N)
 
 
 class Table:

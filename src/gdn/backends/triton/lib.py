@@ -1,7 +1,26 @@
 """Provide what kernels share: MMAs, split bf16, gates, norms, tiles."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Span(NamedTuple):
+    """Say which tokens a chunk has: its row of the batch, the first token in it, and how many."""
+
+    row: Any
+    first: Any
+    length: Any
+
+
+class Rows(NamedTuple):
+    """Hold a tensor [B, T, heads, .]: its pointer, None if absent, and its strides of row, token and head."""
+
+    ptr: Any
+    b: Any
+    t: Any
+    h: Any
 
 
 @triton.jit
@@ -124,17 +143,16 @@ def exist(columns, D: tl.constexpr):
 
 @triton.jit
 def load_beta(
-    beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C: tl.constexpr, SIGMOID: tl.constexpr,
-    NEGATIVE: tl.constexpr,
+    beta, span, head, C: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr
 ):  # fmt: skip
     """Load beta of a chunk's tokens; 0 past its end."""
     tokens = tl.arange(0, C)
-    if beta_ptr is None:
-        return tl.where(tokens < length, 1.0, 0.0)
+    if beta.ptr is None:
+        return tl.where(tokens < span.length, 1.0, 0.0)
     else:
-        base = beta_ptr + row.to(tl.int64) * beta_b + first.to(tl.int64) * beta_t + head * beta_h
-        beta = tl.load(base + tokens * beta_t, mask=tokens < length, other=0.0)
-        return tl.where(tokens < length, activate_beta(beta, SIGMOID, NEGATIVE), 0.0)
+        base = beta.ptr + span.row.to(tl.int64) * beta.b + span.first.to(tl.int64) * beta.t + head * beta.h
+        x = tl.load(base + tokens * beta.t, mask=tokens < span.length, other=0.0)
+        return tl.where(tokens < span.length, activate_beta(x, SIGMOID, NEGATIVE), 0.0)
 
 
 @triton.jit
@@ -149,16 +167,13 @@ def load_rstd(rstd_ptr, row, first, length, head, T, H, C: tl.constexpr):
 
 
 @triton.jit
-def rows_of(
-    x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D: tl.constexpr, C: tl.constexpr,
-    UNIT: tl.constexpr,
-):  # fmt: skip
+def rows_of(x, span, head, columns, D: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):
     """Load a chunk's rows of x [C, len(columns)]; zeros past its end and past column D."""
     tokens = tl.arange(0, C)
-    base = x_ptr + (row.to(tl.int64) * x_b + first.to(tl.int64) * x_t + head * x_h) * UNIT
-    mask = (tokens < length)[:, None] & exist(columns, D)[None, :]
-    # x_t * UNIT: a constant factor of the stride lets Triton emit 16-byte loads
-    return tl.load(base + tokens[:, None] * (x_t * UNIT) + columns[None, :], mask=mask, other=0.0)
+    base = x.ptr + (span.row.to(tl.int64) * x.b + span.first.to(tl.int64) * x.t + head * x.h) * UNIT
+    mask = (tokens < span.length)[:, None] & exist(columns, D)[None, :]
+    # x.t * UNIT: a constant factor of the stride lets Triton emit 16-byte loads
+    return tl.load(base + tokens[:, None] * (x.t * UNIT) + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit

@@ -47,6 +47,6 @@ def add(
     """
     # strides of the partial sums: by program and by row
     apart = (D, num_partials * D) if is_row_first else (rows * D, D)
-    numbers = (num_partials, D, *apart, *strides)
+    scalars = (num_partials, D, *apart, *strides)
     constants = {"ROWS": rows, "BP": BP, "BD": BD}
-    return Launch(add_kernel, triton.cdiv(D, BD) * rows, numbers, constants, num_warps=4)
+    return Launch(add_kernel, triton.cdiv(D, BD) * rows, scalars, constants, num_warps=4)

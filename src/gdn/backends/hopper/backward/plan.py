@@ -26,15 +26,24 @@ from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
-from gdn.backends.hopper.descriptors import FACTOR_ROWS, TOKENS, _aligned, align, make_descriptor
+from gdn.backends.hopper.descriptors import FACTOR_ROWS, TOKENS, align, make_aligned, make_descriptor
 from gdn.backends.hopper.factors import MIN_G
 from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, Plans, Step, TensorSpec, allocate, device_guard, tensor_spec
-from gdn.backends.triton.rule import build as plans
+from gdn.backends.triton.launch import (
+    Launch,
+    PlanCache,
+    Step,
+    TensorSpec,
+    allocate,
+    device_guard,
+    tensor_spec,
+)
+from gdn.backends.triton.rule import build
+from gdn.backends.triton.rule import describe as rules
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.gates_bwd import gates_bwd_kernel
-from gdn.backends.triton.rule.steps import Backward
+from gdn.backends.triton.rule.launches import Backward
 from gdn.problem import CHUNK, RESET, Problem
 
 # Whether `hopper` runs this backward. It has not been measured on a GPU, so Triton's is used.
@@ -85,7 +94,7 @@ class Plan:
             yield self.sums, (partial, *((None, dA_log) if ddt_bias is None else (dA_log, ddt_bias)))
 
 
-_plans: Plans[Plan] = Plans()
+_plans: PlanCache[Plan] = PlanCache()
 
 
 def _tokens(x: Tensor) -> Any:
@@ -120,16 +129,16 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Te
     """Implement `Backend.chunk_backward`; fall back to Triton's where `lacks` has a reason."""
     if lacks(problem, saved) is not None:
         return chunked.chunk_backward(problem, saved, do, dfinal)
-    p = align(chunked.to_kernel_layout(problem))
-    if saved.G is None or saved.A_inv is None or saved.S_in is None or chunked._lacks_norms(p, saved):
-        saved = chunked.chunk_forward(p, True)[2]
-    do = torch.zeros_like(p.v) if do is None else _aligned(chunked._rows(do.to(p.v.dtype)))
+    p = align(rules.to_kernel_layout(problem))
+    if saved.G is None or saved.A_inv is None or saved.S_in is None or chunked.lacks_norms(p, saved):
+        saved = chunked.forward(p, rules.operand_dtype(p))[2]
+    do = torch.zeros_like(p.v) if do is None else make_aligned(rules.with_dense_rows(do.to(p.v.dtype)))
     dfinal = None if dfinal is None else dfinal.contiguous()
     with device_guard(p.device):
         plan = _plan_of(p, saved, do, dfinal)
         new = allocate(p.device, plan.specs)
         if plan.before is not None:
-            plan.before.run([*plans.tensors_of(p), *saved, do, dfinal, *new])
+            plan.before.run([*rules.tensors_of(p), *saved, do, dfinal, *new])
         # free P and P_rest before dq and dk are allocated: this lowers peak memory
         del new[-2:]
         late = allocate(p.device, plan.late)
@@ -142,9 +151,9 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Te
 
 
 def _plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Plan:
-    before = None if HAS_SCAN else plans.backward_plan(p, saved, do, dfinal)
+    before = None if HAS_SCAN else chunked.backward_plan(p, saved, do, dfinal)
     consumers = consumers_of(p)
-    key = (plans.key(p), do.stride(), dfinal is None, HAS_SCAN, consumers)
+    key = (rules.problem_key(p), do.stride(), dfinal is None, HAS_SCAN, consumers)
     return _plans.get(key, lambda: _plan(p, before, consumers))
 
 
@@ -154,14 +163,14 @@ def consumers_of(p: Problem) -> int:
 
 
 def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
-    a = plans.arguments(p)
-    numbers = plans.numbers_of(p)
-    specs = plans._backward_specs(p, a)
+    a = rules.describe(p)
+    numbers = rules.shape_scalars(p)
+    specs = build.backward_specs(p, a)
     num_sms = cost.num_sms(p.device)
     factors = Launch(
         backward_factors_kernel,
         a.entries * -(-p.HV // HEADS),
-        (*plans.gate_strides(p.beta), *numbers, p.scale),
+        (*rules.gate_strides(p.beta), *numbers, p.scale),
         {"C": CHUNK, "BH": HEADS, **a.activation, "RESET": MIN_G},
         4,
     )
@@ -176,7 +185,7 @@ def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
             {"V_FIRST": p.state_v_first, "CHAINS": consumers, "D": p.K},
             4,
             options={"maxnreg": REGISTERS[consumers]},
-            described=7,
+            num_descriptors=7,
             seconds=4.0,
         )
         # P and its low half stay in shared memory
@@ -189,14 +198,14 @@ def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
         {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": before is not None, "D": p.K},
         4,
         options={"maxnreg": 168},
-        described=11,
+        num_descriptors=11,
         seconds=4.0,
     )
-    strips = 1 if before is None else before.gates.numbers[-1]
+    strips = 1 if before is None else before.gates.scalars[-1]
     gates = Launch(
         gates_bwd_kernel,
         a.entries * p.HV,
-        (*plans.gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1], strips),
+        (*rules.gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1], strips),
         {"C": CHUNK, **a.activation, "RESET": RESET},
         1,
     )

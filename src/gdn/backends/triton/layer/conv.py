@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends import eager
-from gdn.backends.triton.launch import Launch, Machine, Plans, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, Machine, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.notation import Channels, ConvState
 from gdn.problem.layer import ConvProblem
 
@@ -225,7 +225,7 @@ def tile(problem: ConvProblem, vector: int, U: int, least: int, most: int, gpu: 
     return Tiling(BD, num_warps, U, tokens, blocks, strips)
 
 
-_plans: Plans[Launch] = Plans()
+_plans: PlanCache[Launch] = PlanCache()
 
 
 def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
@@ -300,7 +300,7 @@ def _plan(p: ConvProblem, held: Tensor | None, kept: Tensor | None) -> Launch:
     vector = 16 // p.x.element_size() if held is None and kept is None else 4
     tiling = tile(p, vector, 4, max(16, p.W), 256, machine(p.x.device))
     L = p.W - 1 if p.state is None else p.state.shape[2]
-    numbers = (
+    scalars = (
         p.x.stride(0) // unit, p.x.stride(1) // unit, D // unit, T, p.N, *strides_of(held, 3),
         *strides_of(kept, 3), *strides_of(p.state_index, 1), *strides_of(p.has_initial_state, 1), L,
         p.N if p.state is None else p.state.shape[0], tiling.tokens, tiling.blocks,
@@ -310,4 +310,4 @@ def _plan(p: ConvProblem, held: Tensor | None, kept: Tensor | None) -> Launch:
         "SILU": p.activation == "silu", "U": tiling.U,
         "BD": tiling.BD, "UNIT": unit,
     }  # fmt: skip
-    return Launch(_conv_kernel, B * tiling.blocks * tiling.strips, numbers, constants, tiling.num_warps)
+    return Launch(_conv_kernel, B * tiling.blocks * tiling.strips, scalars, constants, tiling.num_warps)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gdn.backends import eager
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.layer.conv import (
     WIDEST,
     filled,
@@ -154,7 +154,7 @@ class _Plan:
     num_blocks: int
 
 
-_plans: Plans[_Plan] = Plans()
+_plans: PlanCache[_Plan] = PlanCache()
 
 
 def causal_conv1d_bwd(
@@ -183,13 +183,13 @@ def _plan(p: ConvProblem, dy: Tensor, dfinal: Tensor | None) -> _Plan:
     # registers: 8 channels per thread spill, and so do 4 tokens ahead next to the addresses of states
     ahead = 4 if p.initial_state is None and dfinal is None else 2
     tiling = tile(p, 4, ahead, max(64, p.W), 1 << 20, machine(p.x.device))
-    numbers = (
+    scalars = (
         *(s // unit for x in (p.x, dy) for s in x.stride()[:2]), D // unit, T, p.N,
         *strides_of(p.initial_state, 3), *strides_of(dfinal, 3), tiling.tokens, tiling.blocks,
     )  # fmt: skip
     constants = {"W": p.W, "SILU": p.activation == "silu", "U": tiling.U, "BD": tiling.BD, "UNIT": unit}
     # one partial sum per block of tokens: long blocks keep them few
     num_blocks = B * tiling.blocks
-    walk = Launch(_conv_bwd_kernel, num_blocks * tiling.strips, numbers, constants, tiling.num_warps)
+    walk = Launch(_conv_bwd_kernel, num_blocks * tiling.strips, scalars, constants, tiling.num_warps)
     add = sums.add(num_blocks, p.W + 1, D, (1, p.W))
     return _Plan(walk, add, num_blocks)

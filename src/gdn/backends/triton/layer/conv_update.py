@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gdn.backends import eager
-from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
 from gdn.backends.triton.layer.conv import WIDEST, filled, filtered, layout, load_bias, load_taps, strides_of
 from gdn.problem.layer import ConvUpdateProblem
@@ -107,7 +107,7 @@ def _update_kernel(
             window = window[1:]
 
 
-_plans: Plans[Launch] = Plans()
+_plans: PlanCache[Launch] = PlanCache()
 
 
 def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
@@ -139,7 +139,7 @@ def plan_of(p: ConvUpdateProblem) -> Launch:
     mode = "window" if place is None else "ring_pos" if p.num_accepted is None else "num_accepted"
     # one channel a thread: with several, x and slots would have different layouts, and be converted
     BD, gpu = 128, machine(p.x.device)
-    numbers = (
+    scalars = (
         *p.x.stride(), *p.out.stride(), D, T, *p.state.stride(),
         *strides_of(p.state_index, 1), *strides_of(place, 1), L, slots,
     )  # fmt: skip
@@ -149,4 +149,4 @@ def plan_of(p: ConvUpdateProblem) -> Launch:
         "PDL": supports_pdl(gpu),
     }  # fmt: skip
     grid = B * triton.cdiv(D, BD)
-    return Launch(_update_kernel, grid, numbers, constants, num_warps=4, options=pdl_options(gpu))
+    return Launch(_update_kernel, grid, scalars, constants, num_warps=4, options=pdl_options(gpu))

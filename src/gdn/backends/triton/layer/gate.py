@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.lib import log1p, split
 from gdn.notation import HeadParam, PerHead
 
@@ -141,8 +141,8 @@ class _Backward:
     num_partials: int
 
 
-_forwards: Plans[Launch] = Plans()
-_backwards: Plans[_Backward] = Plans()
+_forwards: PlanCache[Launch] = PlanCache()
+_backwards: PlanCache[_Backward] = PlanCache()
 
 
 def gate(a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> tuple[PerHead, PerHead]:
@@ -195,21 +195,21 @@ def _arguments(*tensors: Tensor) -> tuple[tuple[int, ...], dict[str, Any], int]:
     strides = [x.stride(-2) if x.dim() > 1 else 0 for x in tensors]
     unit = unit_of(HV, *strides)
     BH = min(HEADS, triton.next_power_of_2(max(1, HV)))
-    numbers = (tensors[0].numel() // max(1, HV), HV // unit, *(s // unit for s in strides))
-    return numbers, {"BR": ELEMENTS // BH, "BH": BH, "UNIT": unit}, triton.cdiv(HV, BH)
+    scalars = (tensors[0].numel() // max(1, HV), HV // unit, *(s // unit for s in strides))
+    return scalars, {"BR": ELEMENTS // BH, "BH": BH, "UNIT": unit}, triton.cdiv(HV, BH)
 
 
 def _plan(a: Tensor, b: Tensor) -> Launch:
-    numbers, constants, strips = _arguments(a, b)
-    return Launch(_gate_kernel, triton.cdiv(numbers[0], constants["BR"]) * strips, numbers, constants, 4)
+    scalars, constants, strips = _arguments(a, b)
+    return Launch(_gate_kernel, triton.cdiv(scalars[0], constants["BR"]) * strips, scalars, constants, 4)
 
 
 def _plan_bwd(a: Tensor, b: Tensor, dg: Tensor, dbeta: Tensor) -> _Backward:
-    numbers, constants, strips = _arguments(a, b, dg, dbeta)
-    num_rows, BR, HV = numbers[0], constants["BR"], a.shape[-1]
+    scalars, constants, strips = _arguments(a, b, dg, dbeta)
+    num_rows, BR, HV = scalars[0], constants["BR"], a.shape[-1]
     # two programs per SM, each of which stores one partial sum
     blocks = triton.cdiv(triton.cdiv(num_rows, BR) * strips, 2 * machine(a.device).num_sms)
     rows = max(1, blocks) * BR
     num_partials = triton.cdiv(num_rows, rows)
-    walk = Launch(_gate_bwd_kernel, num_partials * strips, (*numbers, rows), constants, 4)
+    walk = Launch(_gate_bwd_kernel, num_partials * strips, (*scalars, rows), constants, 4)
     return _Backward(walk, sums.add(num_partials, 2, HV, (HV, 1)), num_partials)

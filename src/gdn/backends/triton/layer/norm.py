@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gdn.backends import eager
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
 from gdn.backends.triton.lib import exist, sigmoid
 from gdn.problem.layer import NormProblem
@@ -133,8 +133,8 @@ class _Backward:
     num_partials: int
 
 
-_forwards: Plans[Launch] = Plans()
-_backwards: Plans[_Backward] = Plans()
+_forwards: PlanCache[Launch] = PlanCache()
+_backwards: PlanCache[_Backward] = PlanCache()
 
 
 def rms_norm_gated(problem: NormProblem) -> Tensor:
@@ -213,9 +213,9 @@ def _arguments(
     # a constant unit lets Triton load 16 bytes of a row at once
     unit = unit_of(*strides)
     BD = triton.next_power_of_2(D)
-    numbers = (x.numel() // D, x.shape[-2] if x.dim() > 1 else 1, *(s // unit for s in strides))
+    scalars = (x.numel() // D, x.shape[-2] if x.dim() > 1 else 1, *(s // unit for s in strides))
     gate = "none" if p.activation is None else p.activation
-    return numbers, {"GATE": gate, "D": D, "BR": max(1, elements // BD), "BD": BD, "UNIT": unit}
+    return scalars, {"GATE": gate, "D": D, "BR": max(1, elements // BD), "BD": BD, "UNIT": unit}
 
 
 def _num_warps(p: NormProblem) -> int:
@@ -223,20 +223,20 @@ def _num_warps(p: NormProblem) -> int:
 
 
 def plan_of(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
-    numbers, constants = _arguments(p, ELEMENTS, x, z)
+    scalars, constants = _arguments(p, ELEMENTS, x, z)
     # blocks of rows are independent: registers decide how many an SM holds
-    grid = triton.cdiv(numbers[0], constants["BR"])
+    grid = triton.cdiv(scalars[0], constants["BR"])
     gpu = machine(x.device)
     constants["PDL"] = supports_pdl(gpu)
-    return Launch(_norm_kernel, grid, (*numbers, p.eps), constants, _num_warps(p), options=pdl_options(gpu))
+    return Launch(_norm_kernel, grid, (*scalars, p.eps), constants, _num_warps(p), options=pdl_options(gpu))
 
 
 def _plan_bwd(p: NormProblem, x: Tensor, z: Tensor | None, dy: Tensor) -> _Backward:
-    numbers, constants = _arguments(p, ELEMENTS // 2, x, z, dy)
-    num_rows, BR = numbers[0], constants["BR"]
+    scalars, constants = _arguments(p, ELEMENTS // 2, x, z, dy)
+    num_rows, BR = scalars[0], constants["BR"]
     # four programs per SM, each of which stores one partial sum
     blocks = triton.cdiv(triton.cdiv(num_rows, BR), 4 * machine(x.device).num_sms)
     rows = max(1, blocks) * BR
     num_partials = triton.cdiv(num_rows, rows)
-    walk = Launch(_norm_bwd_kernel, num_partials, (*numbers, rows, p.eps), constants, _num_warps(p))
+    walk = Launch(_norm_bwd_kernel, num_partials, (*scalars, rows, p.eps), constants, _num_warps(p))
     return _Backward(walk, sums.add(num_partials, 1, p.x.shape[-1]), num_partials)

@@ -10,12 +10,12 @@ from gdn.backends.triton.launch import Machine
 from gdn.problem import Problem
 
 # us that a state scan takes per chunk, by the columns of its strips: H200, 128 keys, bf16, in one wave
-STATE = {16: 1.1, 32: 1.4}
-STATE_BWD = {16: 2.3, 32: 2.9, 64: 5.2}
+STATE_US = {16: 1.1, 32: 1.4}
+STATE_BWD_US = {16: 2.3, 32: 2.9, 64: 5.2}
 
 
 @dataclass(frozen=True)
-class Tile:
+class OutputTile:
     """Hold the value columns and warps of a program."""
 
     BV: int
@@ -23,7 +23,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Pass:
+class StripTile:
     """Hold a state pass's strip width, warps and depth of the load pipeline (shared memory)."""
 
     BV: int
@@ -32,21 +32,23 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class ForwardTiles(Pass):
+class ForwardTiles(StripTile):
     """Hold the tiles of a forward. `is_fused`: the state pass computes the outputs."""
 
     is_fused: bool
-    output: Tile
+    output: OutputTile
 
 
 @dataclass(frozen=True)
-class BackwardTiles(Pass):
+class BackwardTiles(StripTile):
     """Hold the tiles of a backward."""
 
     BK: int  # key columns of a program of the gradient kernels
-    pairs: Pass
-    rows: Pass
-    part: int  # chunks of a group that runs through both gradient kernels before the next: bounds peak memory
+    pairs_bwd: StripTile
+    rows_bwd: StripTile
+    group: (
+        int  # chunks of a group that runs through both gradient kernels before the next: bounds peak memory
+    )
 
 
 def fp32_state_operands(p: Problem) -> bool:
@@ -64,7 +66,7 @@ def fp32_mma(p: Problem) -> bool:
     return p.K <= 32 and fp32_state_operands(p)
 
 
-def is_wide(p: Problem) -> bool:
+def has_fp32_operands(p: Problem) -> bool:
     """Return True if MMAs that read the state have fp32 operands."""
     return fp32_state_operands(p) or p.q.dtype == torch.float32
 
@@ -75,77 +77,80 @@ def split_operands(p: Problem, machine: Machine) -> bool:
     It needs operands in shared memory: sm_80 and sm_120 would hold them in registers and spill 2 to 26 KB a
     thread.
     """
-    has_room = machine.kind == "cuda" and machine.capability // 10 in (9, 10) and p.K <= 128
-    return has_room and not is_wide(p)
+    is_allowed = machine.kind == "cuda" and machine.capability // 10 in (9, 10) and p.K <= 128
+    return is_allowed and not has_fp32_operands(p)
 
 
-def forward(p: Problem, machine: Machine) -> ForwardTiles:
+def forward_tiles(p: Problem, machine: Machine) -> ForwardTiles:
     """Return the tiles of a forward."""
-    return _forward(p, machine, p.N * p.HV)
+    return _choose_forward(p, machine, p.N * p.HV)
 
 
-def forwards(p: Problem, machine: Machine) -> list[ForwardTiles]:
-    """Return all tiles that `forward` chooses for problems that differ from p only in size."""
-    return list(dict.fromkeys(_forward(p, machine, pairs) for pairs in _fills(machine)))
+def all_forward_tiles(p: Problem, machine: Machine) -> list[ForwardTiles]:
+    """Return all tiles that `forward_tiles` chooses for problems that differ from p only in size."""
+    return list(dict.fromkeys(_choose_forward(p, machine, n) for n in _all_num_states(machine)))
 
 
-def fused(p: Problem, machine: Machine) -> ForwardTiles:
+def fused_tiles(p: Problem, machine: Machine) -> ForwardTiles:
     """Return the tiles of a forward whose state scan computes the outputs."""
-    return ForwardTiles(_strip(p, 64), *_walk(p, machine, 2), True, Tile(_strip(p, 64), 4))
+    columns = _strip_columns(p, 64)
+    return ForwardTiles(columns, *_warps_and_stages(p, machine, 2), True, OutputTile(columns, 4))
 
 
-def backward(p: Problem, machine: Machine) -> BackwardTiles:
-    """Return the tiles of a backward; its `part` does not affect which binaries are compiled."""
-    return replace(_backward(p, machine, p.N * p.HV), part=_part(p, machine))
+def backward_tiles(p: Problem, machine: Machine) -> BackwardTiles:
+    """Return the tiles of a backward; its `group` does not affect which binaries are compiled."""
+    return replace(_choose_backward(p, machine, p.N * p.HV), group=_group_size(p, machine))
 
 
-def backwards(p: Problem, machine: Machine) -> list[BackwardTiles]:
-    """Return all tiles that `backward` chooses for problems that differ from p only in size."""
-    return list(dict.fromkeys(_backward(p, machine, pairs) for pairs in _fills(machine)))
+def all_backward_tiles(p: Problem, machine: Machine) -> list[BackwardTiles]:
+    """Return all tiles that `backward_tiles` chooses for problems that differ from p only in size."""
+    return list(dict.fromkeys(_choose_backward(p, machine, n) for n in _all_num_states(machine)))
 
 
-def _fills(machine: Machine) -> range:
+def _all_num_states(machine: Machine) -> range:
     """Return sequences times value heads from 1 to a number that fills the GPU for any V."""
     return range(1, 2 * machine.num_sms + 1)
 
 
-def _forward(p: Problem, machine: Machine, pairs: int) -> ForwardTiles:
+def _choose_forward(p: Problem, machine: Machine, num_states: int) -> ForwardTiles:
     """Fuse scan and outputs if there are more strips of 64 columns than SMs; else run them as two kernels.
 
     On an H200 a chunk takes 4.9 us in scan, two programs an SM, and 2.9 and 1.5 us in two waves of state and
     of output. scan at 8 x 1024 tokens, 16/32 heads: 130 us; with three stages 253; with 128 columns and 8
     warps 142.
     """
-    output = Tile(_strip(p, 64), 4)
+    output = OutputTile(_strip_columns(p, 64), 4)
     # batch invariance: the choice must not depend on the number of sequences
-    if not p.batch_invariant and pairs * triton.cdiv(p.V, 64) > machine.num_sms:
-        return fused(p, machine)
-    warps, stages = _walk(p, machine, 4)
-    return ForwardTiles(_strip(p, _columns(p, machine, pairs, STATE)), warps, stages, False, output)
+    if not p.batch_invariant and num_states * triton.cdiv(p.V, 64) > machine.num_sms:
+        return fused_tiles(p, machine)
+    warps, stages = _warps_and_stages(p, machine, 4)
+    columns = _strip_columns(p, _fastest_strip(p, machine, num_states, STATE_US))
+    return ForwardTiles(columns, warps, stages, False, output)
 
 
-def _backward(p: Problem, machine: Machine, pairs: int) -> BackwardTiles:
+def _choose_backward(p: Problem, machine: Machine, num_states: int) -> BackwardTiles:
     """Choose the backward's tiles. 64 columns spill on sm_80 (20 KB a thread), sm_100 (1.5 KB) and sm_120."""
-    has_room = machine.kind == "hip" or machine.capability == 90
-    turns = {most: turn for most, turn in STATE_BWD.items() if most < 64 or has_room}
-    most = _columns(p, machine, pairs, turns)
+    is_allowed = machine.kind == "hip" or machine.capability == 90
+    us_per_chunk = {most: us for most, us in STATE_BWD_US.items() if most < 64 or is_allowed}
+    most = _fastest_strip(p, machine, num_states, us_per_chunk)
     # shared memory: three stages of 64 columns leave no space for split bf16 operands
-    warps, stages = _walk(p, machine, 2 if most == 64 else 3)
-    # one group of all chunks; `backward` sets the real size
-    return BackwardTiles(_strip(p, most), warps, stages, *_gradients(p, machine), 1 << 30)
+    warps, stages = _warps_and_stages(p, machine, 2 if most == 64 else 3)
+    # one group of all chunks; `backward_tiles` sets the real size
+    return BackwardTiles(_strip_columns(p, most), warps, stages, *_gradient_tiles(p, machine), 1 << 30)
 
 
-def _columns(p: Problem, machine: Machine, pairs: int, turns: Mapping[int, float]) -> int:
+def _fastest_strip(p: Problem, machine: Machine, num_states: int, us_per_chunk: Mapping[int, float]) -> int:
     """Return the strip width with the shortest state pass, counted in waves of one program per SM."""
     if p.batch_invariant:
         return 32
     # a strip is a program, and S of a strip is in its registers
-    strips = {most: triton.cdiv(p.V, _strip(p, most)) for most in turns}
+    strips = {most: triton.cdiv(p.V, _strip_columns(p, most)) for most in us_per_chunk}
     # wider strips take longer per chunk but need fewer waves over the SMs
-    return min(turns, key=lambda most: triton.cdiv(pairs * strips[most], machine.num_sms) * turns[most])
+    waves = {most: triton.cdiv(num_states * strips[most], machine.num_sms) for most in us_per_chunk}
+    return min(us_per_chunk, key=lambda most: waves[most] * us_per_chunk[most])
 
 
-def _part(p: Problem, machine: Machine) -> int:
+def _group_size(p: Problem, machine: Machine) -> int:
     """Return the chunks of a group: a quarter of all, rounded to full waves of two programs per SM.
 
     On an H200 at 16/32 heads and 8192 tokens, four groups of two waves save a tenth of a training step's peak
@@ -156,7 +161,7 @@ def _part(p: Problem, machine: Machine) -> int:
     return max(1, waves * at_once // p.H)
 
 
-def _gradients(p: Problem, machine: Machine) -> tuple[int, Pass, Pass]:
+def _gradient_tiles(p: Problem, machine: Machine) -> tuple[int, StripTile, StripTile]:
     """Return the key columns of a program of the gradient kernels, and the strips of both.
 
     H200, 16/32 heads of 128 x 128, 8192 tokens, us of pairs_bwd + rows_bwd: 32 columns in 1, 2, 3 or 4 stages
@@ -167,36 +172,36 @@ def _gradients(p: Problem, machine: Machine) -> tuple[int, Pass, Pass]:
     columns or four warps: on sm_80 ptxas falls back to 32 registers and spills 44 KB a thread. sm_100 lacks
     tensor memory for more.
     """
-    wide = is_wide(p)
+    is_wide = has_fp32_operands(p)
     if machine.kind == "hip":
-        strips = Pass(_strip(p, 64) if wide else 64, 4, 1)
-        return (32 if wide else 64 if p.K > 128 else 128), strips, strips
-    if machine.capability == 90 and (wide or p.K > 128):
-        strips = Pass(_strip(p, 64) if wide else 64, 4, 1)
+        strips = StripTile(_strip_columns(p, 64) if is_wide else 64, 4, 1)
+        return (32 if is_wide else 64 if p.K > 128 else 128), strips, strips
+    if machine.capability == 90 and (is_wide or p.K > 128):
+        strips = StripTile(_strip_columns(p, 64) if is_wide else 64, 4, 1)
         return 64, strips, strips
     if machine.capability == 90:
         # Hopper in 16 bits: a program has whole rows of K, and its loads to shared memory are 3 stages deep
-        return 128, Pass(32, 4, 3), Pass(32, 4, 3)
-    strips = Pass(16, 8, 1) if wide else Pass(32, 8, 1)
-    return (32 if wide else 64), strips, strips
+        return 128, StripTile(32, 4, 3), StripTile(32, 4, 3)
+    strips = StripTile(16, 8, 1) if is_wide else StripTile(32, 8, 1)
+    return (32 if is_wide else 64), strips, strips
 
 
-def _walk(p: Problem, machine: Machine, stages: int) -> tuple[int, int]:
+def _warps_and_stages(p: Problem, machine: Machine, stages: int) -> tuple[int, int]:
     """Return the warps of a state pass and its pipeline depth: `stages` if shared memory allows."""
-    wide = is_wide(p)
+    is_wide = has_fp32_operands(p)
     if machine.kind == "hip":
         return 4, 1
-    if wide and machine.capability != 90:
+    if is_wide and machine.capability != 90:
         # 16 warps use mma instead of tcgen05, which would need 528 columns of tensor memory
         return (16 if p.K > 128 and machine.capability // 10 == 10 else 8), 1
     # no shared memory for a second chunk
     if machine.shared < 128 * 1024:
         return 4, 1
-    return 4, 2 if wide or p.K > 128 else stages
+    return 4, 2 if is_wide or p.K > 128 else stages
 
 
-def _strip(p: Problem, most: int) -> int:
+def _strip_columns(p: Problem, most: int) -> int:
     """Return the columns of S per program: fewer if elements are wide or K large, to keep S in registers."""
-    wide = 2 if is_wide(p) else 1
+    is_wide = 2 if has_fp32_operands(p) else 1
     large = 2 if p.K > 128 else 1
-    return max(16, min(most // (wide * large), triton.next_power_of_2(p.V)))
+    return max(16, min(most // (is_wide * large), triton.next_power_of_2(p.V)))

@@ -31,6 +31,8 @@ import triton.language as tl
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import (
+    Rows,
+    Span,
     decay,
     dot,
     dot_split_left,
@@ -127,6 +129,7 @@ def pairs_bwd_kernel(
     key_head = head // ratio
     num_heads = HV // ratio
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    span = Span(row, first, length)
     operand: tl.constexpr = operand_of(k_ptr, REFINE)
     tokens = tl.arange(0, C)
     place = row.to(tl.int64) * T + first + tokens
@@ -143,8 +146,8 @@ def pairs_bwd_kernel(
     # if one block holds all of K, k and q are loaded once from HBM for all strips
     ks = tl.arange(0, BK)
     tile = chunk.to(tl.int64) * HV + head
-    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
-    q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
+    k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
+    q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(operand)
     beta = factor(shares_ptr, tile, BETA, C)
     into = factor(shares_ptr, tile, INTO, C)
     out = factor(shares_ptr, tile, OUT, C)
@@ -159,17 +162,17 @@ def pairs_bwd_kernel(
     from_k = tl.zeros([C], tl.float32)
     for strip in tl.range(0, V, BV, num_stages=STAGES):
         vs = strip + tl.arange(0, BV)
-        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT).to(operand)
+        do = rows_of(Rows(do_ptr, do_b, do_t, do_h), span, head, vs, V, C, UNIT).to(operand)
         dr_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
         dr_mask = is_token[:, None] & exist(vs, V)[None, :]
         dr = tl.load(dr_place, mask=dr_mask, other=0.0).to(operand)
-        v = rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
+        v = rows_of(Rows(v_ptr, v_b, v_t, v_h), span, head, vs, V, C, UNIT)
         S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
         kS = tl.zeros([C, BV], tl.float32)
         for block in tl.range(0, blocks, loop_unroll_factor=at_once):
             if blocks > 1:
                 ks = block * BK + tl.arange(0, BK)
-                k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
+                k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
                 S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             kS = dot(k, S, kS, PRECISION)
         kS *= into[:, None]
@@ -190,7 +193,7 @@ def pairs_bwd_kernel(
         for block in tl.range(0, blocks, loop_unroll_factor=at_once):
             if blocks > 1:
                 ks = block * BK + tl.arange(0, BK)
-                q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
+                q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(operand)
                 S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             qS = dot(q, S, qS, PRECISION)
         from_q += tl.sum(do.to(tl.float32) * qS, 1)
@@ -222,8 +225,8 @@ def pairs_bwd_kernel(
     for block in tl.range(0, blocks, loop_unroll_factor=at_once):
         if blocks > 1:
             ks = block * BK + tl.arange(0, BK)
-            k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
-            q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
+            k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
+            q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(operand)
         qk = dot(k, tl.trans(q), qk, PRECISION)
         kk = dot(k, tl.trans(k), kk, PRECISION)
     E = E * qk
@@ -246,17 +249,14 @@ def pairs_bwd_kernel(
 
 
 @triton.jit
-def through_norm(
-    dx, along, x_ptr, rstd, row, first, length, head, x_b, x_t, x_h, columns,
-    D: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+def through_norm(dx, along, x, rstd, D: tl.constexpr):
     """Return the gradient of raw rows x from dx = rstd dn, with dn that of n = x rstd: dx - x rstd^2 <n, dn>.
 
     For whole rows <n, dn> = <x, dx> is summed here, with dx's own rounding, so that the part along x cancels.
     For a block of a row, `along` holds it.
     """
-    x = rows_of(x_ptr, row, first, length, head, x_b, x_t, x_h, columns, D, C, UNIT).to(tl.float32)
-    if columns.shape[0] >= D:
+    x = x.to(tl.float32)
+    if x.shape[1] >= D:
         along = tl.sum(x * dx, 1)
     return dx - x * (along * rstd * rstd)[:, None]
 
@@ -280,6 +280,7 @@ def rows_bwd_kernel(
     part = tl.program_id(0) // (blocks * num_heads)
     chunk = begin + part
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    span = Span(row, first, length)
     operand: tl.constexpr = operand_of(k_ptr, REFINE)
     tokens = tl.arange(0, C)
     at_once: tl.constexpr = unrolled(operand, blocks)
@@ -294,7 +295,7 @@ def rows_bwd_kernel(
         tl.store(dk_ptr + key_place, tl.zeros([C, BK], k_ptr.dtype.element_ty), mask=is_past)
         return
 
-    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
+    k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
     # gradients of the normalised rows, times rstd
     dq = tl.zeros([C, BK], tl.float32)
     dk = tl.zeros([C, BK], tl.float32)
@@ -311,7 +312,7 @@ def rows_bwd_kernel(
             vs = strip + tl.arange(0, BV)
             S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             dS = state_block(dS_ptr, tile, ks, vs, K, V).to(operand)
-            do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT)
+            do = rows_of(Rows(do_ptr, do_b, do_t, do_h), span, head, vs, V, C, UNIT)
             dv_mask = is_token[:, None] & exist(vs, V)[None, :]
             dv = tl.load(dv_ptr + (place * HV + head)[:, None] * V + vs[None, :], mask=dv_mask, other=0.0)
             grown_place = (part.to(tl.int64) * HV + head) * (C * V) + tokens[:, None] * V + vs[None, :]
@@ -328,7 +329,7 @@ def rows_bwd_kernel(
                 through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
             for other in tl.range(1, blocks, loop_unroll_factor=at_once):
                 js = (own + other) % blocks * BK + tl.arange(0, BK)
-                k_other = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, js, K, C, UNIT)
+                k_other = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, js, K, C, UNIT)
                 dS_other = state_block(dS_ptr, tile, js, vs, K, V)
                 if not FINE:
                     S_other = state_block(S_in_ptr, tile, js, vs, K, V)
@@ -356,7 +357,7 @@ def rows_bwd_kernel(
     F_t = tl.where(is_query, 0.0, pairs).to(of_pairs)
     E = tl.where(is_query, pairs, 0.0).to(of_pairs)
     pairs_k = k.to(of_pairs)
-    q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(of_pairs)
+    q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(of_pairs)
     dk = dot(F_t, pairs_k, dk, PRECISION)
     dk = dot(tl.trans(F_t), pairs_k, dk, PRECISION)
     dq = dot(E, pairs_k, dq, PRECISION)
@@ -367,11 +368,9 @@ def rows_bwd_kernel(
     if q_rstd_ptr is not None:
         k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
         q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-        dq = through_norm(
-            dq, q_along, q_ptr, q_rstd, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT
-        )
-        dk = through_norm(
-            dk, k_along, k_ptr, k_rstd, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT
-        )
+        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT)
+        dq = through_norm(dq, q_along, q, q_rstd, K)
+        k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT)
+        dk = through_norm(dk, k_along, k, k_rstd, K)
     tl.store(dq_ptr + key_place, dq.to(dq_ptr.dtype.element_ty), mask=mask)
     tl.store(dk_ptr + key_place, dk.to(dk_ptr.dtype.element_ty), mask=mask)

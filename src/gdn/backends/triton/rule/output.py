@@ -9,7 +9,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, operand_of, rows_of
+from gdn.backends.triton.lib import Rows, Span, dot, exist, operand_of, rows_of
 from gdn.backends.triton.rule.pairs import READ, factor
 
 
@@ -29,6 +29,7 @@ def output_kernel(
     head = (tl.program_id(0) // strips) % HV
     chunk = tl.program_id(0) // (strips * HV)
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    span = Span(row, first, length)
     if length <= 0:
         # an entry of no tokens; prepare has zeroed the outputs past the last sequence
         return
@@ -40,7 +41,7 @@ def output_kernel(
     # K is taken in blocks, so that q and S_in fit in registers and shared memory
     for block in range(0, K, BK):
         ks = block + tl.arange(0, BK)
-        q = rows_of(q_ptr, row, first, length, head // ratio, q_b, q_t, q_h, ks, K, C, UNIT)
+        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, head // ratio, ks, K, C, UNIT)
         S_place = tile * (K * V) + ks[:, None] * V + vs[None, :]
         S = tl.load(S_in_ptr + S_place, mask=exist(ks, K)[:, None] & exist(vs, V)[None, :], other=0.0)
         o = dot(q.to(operand), S.to(operand), o, PRECISION)

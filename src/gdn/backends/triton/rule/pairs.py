@@ -17,7 +17,17 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import decay, dot, load_beta, load_rstd, load_sums, rows_of, split_bf16
+from gdn.backends.triton.lib import (
+    Rows,
+    Span,
+    decay,
+    dot,
+    load_beta,
+    load_rstd,
+    load_sums,
+    rows_of,
+    split_bf16,
+)
 
 # rows of a chunk's factors [ROWS, C], fp32 in HBM
 OUT, READ, INTO, BETA, END = (tl.constexpr(i) for i in range(5))
@@ -38,11 +48,12 @@ def decays(high, low, k_rstd, C: tl.constexpr):
 
 
 @triton.jit
-def store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C: tl.constexpr):
+def store_factors(factors_ptr, tile, beta, q_scale, k_rstd, sums, C: tl.constexpr):
     """Store the factors of a chunk; END is one scalar per chunk."""
     tokens = tl.arange(0, C)
     base = factors_ptr + tile * (ROWS * C) + tokens
     # computed once per chunk here: each strip of the state pass would otherwise repeat the exponentials
+    high, low, end_high, end_low = sums
     into = tl.exp(high)
     tl.store(base + OUT * C, decay(high, low, end_high, end_low) * k_rstd)
     tl.store(base + READ * C, into * q_scale)
@@ -77,6 +88,7 @@ def pairs_kernel(
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    span = Span(row, first, length)
     if length <= 0:
         return
     key_head = head // ratio
@@ -86,15 +98,15 @@ def pairs_kernel(
     # raw q and k go into the MMA on tensor cores; the norms scale its result in registers
     for block in range(0, K, BK):
         ks = block + tl.arange(0, BK)
-        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
-        k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT)
+        k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT)
         qk = dot(q, tl.trans(k), qk, PRECISION)
     q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
-    beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
+    beta = load_beta(Rows(beta_ptr, beta_b, beta_t, beta_h), span, head, C, SIGMOID, NEGATIVE)
     tile = chunk.to(tl.int64) * HV + head
-    store_factors(factors_ptr, tile, beta, scale * q_rstd, k_rstd, high, low, end_high, end_low, C)
+    store_factors(factors_ptr, tile, beta, scale * q_rstd, k_rstd, (high, low, end_high, end_low), C)
     P = qk * decays(high, low, k_rstd, C) * (scale * q_rstd)[:, None]
     square = tokens[:, None] * C + tokens[None, :]
     if P_rest_ptr is not None:

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, load_beta, rows_of, rstd_of, softplus, split, squares
+from gdn.backends.triton.lib import Rows, Span, dot, load_beta, rows_of, rstd_of, softplus, split, squares
 from gdn.backends.triton.rule.pairs import decays, store_factors
 from gdn.backends.triton.rule.tril import inverse
 
@@ -46,19 +46,16 @@ def clear_outputs(o_ptr, place, count, head, HV, V: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def chunk_sums(
-    g_ptr, A_log_ptr, dt_bias_ptr, row, first, length, head, g_b, g_t, g_h, C: tl.constexpr,
-    RESET: tl.constexpr,
-):  # fmt: skip
+def chunk_sums(g, A_log_ptr, dt_bias_ptr, span, head, C: tl.constexpr, RESET: tl.constexpr):
     """Return G of a chunk's tokens in fp64; past the chunk's end that of the last token."""
     tokens = tl.arange(0, C)
-    if g_ptr is None:
+    if g.ptr is None:
         return tl.zeros([C], tl.float64)
     else:
-        base = g_ptr + row.to(tl.int64) * g_b + first.to(tl.int64) * g_t + head * g_h
-        g = tl.load(base + tokens * g_t, mask=tokens < length, other=0.0)
-        g = tl.where(tokens < length, log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET), 0.0)
-        return tl.cumsum(g.to(tl.float64), 0)
+        base = g.ptr + span.row.to(tl.int64) * g.b + span.first.to(tl.int64) * g.t + head * g.h
+        x = tl.load(base + tokens * g.t, mask=tokens < span.length, other=0.0)
+        x = tl.where(tokens < span.length, log_decay(x, A_log_ptr, dt_bias_ptr, head, RESET), 0.0)
+        return tl.cumsum(x.to(tl.float64), 0)
 
 
 @kernel
@@ -77,6 +74,7 @@ def prepare_kernel(
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    span = Span(row, first, length)
     tokens = tl.arange(0, C)
     place = row.to(tl.int64) * T + first
     if length <= 0:
@@ -86,9 +84,9 @@ def prepare_kernel(
         return
     is_token = tokens < length
 
-    G = chunk_sums(g_ptr, A_log_ptr, dt_bias_ptr, row, first, length, head, g_b, g_t, g_h, C, RESET)
+    G = chunk_sums(Rows(g_ptr, g_b, g_t, g_h), A_log_ptr, dt_bias_ptr, span, head, C, RESET)
     tl.store(G_ptr + (place + tokens) * HV + head, G, mask=is_token)
-    beta = load_beta(beta_ptr, row, first, length, head, beta_b, beta_t, beta_h, C, SIGMOID, NEGATIVE)
+    beta = load_beta(Rows(beta_ptr, beta_b, beta_t, beta_h), span, head, C, SIGMOID, NEGATIVE)
 
     key_head = head // ratio
     num_heads = HV // ratio
@@ -96,12 +94,12 @@ def prepare_kernel(
     q_squares = tl.zeros([C], tl.float32)
     qk = tl.zeros([C, C], tl.float32)
     # if one block holds all of K, k is loaded once and kept in registers or shared memory for both loops
-    k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, tl.arange(0, BK), K, C, UNIT)
+    k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, tl.arange(0, BK), K, C, UNIT)
     for block in range(0, K, BK):
         ks = block + tl.arange(0, BK)
-        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT)
+        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT)
         if BK < K:
-            k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+            k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT)
         if k_rstd_ptr is not None:
             k_squares += squares(k)
             q_squares += squares(q)
@@ -124,12 +122,12 @@ def prepare_kernel(
     D = decays(high, low, k_rstd, C)
     P = qk * D * q_scale[:, None]
     tl.store(P_ptr + square, P.to(P_ptr.dtype.element_ty))
-    store_factors(factors_ptr, tile, beta, q_scale, k_rstd, high, low, end_high, end_low, C)
+    store_factors(factors_ptr, tile, beta, q_scale, k_rstd, (high, low, end_high, end_low), C)
     kk = tl.zeros([C, C], tl.float32)
     for block in range(0, K, BK):
         if BK < K:
             ks = block + tl.arange(0, BK)
-            k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT)
+            k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT)
         kk = dot(k, tl.trans(k), kk, PRECISION)
     A = kk * D * (beta * k_rstd)[:, None]
     A_inv = inverse(A, PRECISION)

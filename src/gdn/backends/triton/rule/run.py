@@ -1,38 +1,67 @@
-"""Run the chunked rule: allocate the tensors and launch the kernels of the forward and backward.
+"""Run the chunked rule: describe, choose, build once per problem; then allocate, launch, return.
 
 Forward: `prepare`, the state pass, then all outputs in parallel; or, where sequences and heads fill the GPU,
 `prepare` and one state scan that also computes the outputs. Backward: P and factors (`pairs`), the state pass
 backwards (`state_bwd`), then the gradients per value head, per key head and of the gates. Packed sequences
 need one more small launch, which makes the table of chunks.
 
+A plan is built once for a problem's shapes, strides, dtypes and options. The first plan of its kind also
+compiles, in parallel, the binaries that other numbers of heads, sequences and tokens would use.
+
 Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward 810 + 1430 + 1410 = 3650, or
 810 + 1300 = 2110 (with S kept for a backward 2620); backward 830 + 2450 + 2730 + 3070 + 50 = 9130.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from gdn import settings
 from gdn.backends.backend import Gradients, Saved
-from gdn.backends.triton.launch import allocate, device_guard
-from gdn.backends.triton.rule import build as plans
-from gdn.backends.triton.rule.build import operand, saves, tensors_of
+from gdn.backends.select import other_launches
+from gdn.backends.triton.launch import (
+    PlanCache,
+    Step,
+    allocate,
+    allocate_placeholders,
+    compile_ahead,
+    device_guard,
+    machine,
+)
+from gdn.backends.triton.rule import choose
+from gdn.backends.triton.rule.build import build_backward, build_forward
+from gdn.backends.triton.rule.describe import (
+    describe,
+    kind_key,
+    operand_dtype,
+    problem_key,
+    tensors_of,
+    to_kernel_layout,
+    with_dense_rows,
+)
+from gdn.backends.triton.rule.launches import Backward, Forward
+from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import Problem
 
-__all__ = ["chunk_backward", "chunk_forward", "forward", "saves", "to_kernel_layout"]
+_forwards: PlanCache[Forward] = PlanCache()
+_backwards: PlanCache[Backward] = PlanCache()
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
     """See `Backend`."""
-    o, final, saved = forward(to_kernel_layout(problem), operand(problem) if save else None)
-    return o, final, saved if save else Saved()
+    p = to_kernel_layout(problem)
+    o, final, saved = forward(p, operand_dtype(p) if save else None)
+    if not save:
+        return o, final, Saved()
+    zero_unused_tiles(p, saved)
+    return o, final, saved
 
 
 def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
     """Run the forward of a problem in kernel layout. `kept`: the dtype of S_in; None: S_in is not kept."""
     with device_guard(p.device):
-        plan = plans.forward_plan(p, kept)
+        plan = _forwards.get((problem_key(p), kept), lambda: first_forward(p, kept))
         new = allocate(p.device, plan.specs)
         plan.run([*tensors_of(p), *new])
     # the order is that of `Forward.specs`
@@ -45,13 +74,13 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     """See `Backend`."""
     p = to_kernel_layout(problem)
     # what the forward did not keep in HBM is computed again
-    if saved.G is None or saved.A_inv is None or saved.S_in is None or _lacks_norms(p, saved):
-        saved = chunk_forward(p, True)[2]
+    if saved.G is None or saved.A_inv is None or saved.S_in is None or lacks_norms(p, saved):
+        saved = forward(p, operand_dtype(p))[2]
     # a missing do counts as zero: the kernels have no path without it
-    do = torch.zeros_like(p.v) if do is None else _rows(do.to(p.v.dtype))
+    do = torch.zeros_like(p.v) if do is None else with_dense_rows(do.to(p.v.dtype))
     dS = None if dS is None else dS.contiguous()
     with device_guard(p.device):
-        plan = plans.backward_plan(p, saved, do, dS)
+        plan = backward_plan(p, saved, do, dS)
         new = allocate(p.device, plan.specs)
         given = (*tensors_of(p), *saved, do, dS)
         plan.run([*given, *new])
@@ -65,30 +94,58 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     return Gradients(dq, dk, dv.to(p.v.dtype), dg, dbeta, dA_log, ddt_bias, dS0)
 
 
-def to_kernel_layout(problem: Problem) -> Problem:
-    """Return the problem with tensors in the layout that the kernels read; copy only unusual layouts.
-
-    Loads of q, k and v are vectorised along the last axis, which must therefore have stride 1.
-    """
-    p = problem
-    changed: dict[str, Tensor] = {}
-    for name in ("q", "k", "v"):
-        x = getattr(p, name)
-        if x.stride(-1) != 1:
-            changed[name] = _rows(x)
-    for name in ("A_log", "dt_bias", "initial_state", "cu_seqlens"):
-        x = getattr(p, name)
-        if x is not None and not x.is_contiguous():
-            changed[name] = x.contiguous()
-    # an asynchronous copy: the host does not wait for the GPU
-    if p.cu_seqlens is not None and p.cu_seqlens.device != p.device:
-        changed["cu_seqlens"] = p.cu_seqlens.to(p.device, non_blocking=True)
-    return replace(p, **changed) if changed else p  # type: ignore[arg-type]
+def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
+    """Return the plan of a backward, from the cache or built."""
+    # keyed by layout and dtype only: the addresses of tensors are arguments of the launch
+    key = (problem_key(p), do.stride(), None if dS is None else dS.dtype, *_dtypes(saved))
+    return _backwards.get(key, lambda: _first_backward(p, saved, do, dS))
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
+    """Build a forward; if it is the first of its kind, compile those of other sizes in parallel."""
+    description = describe(p)
+
+    def steps() -> Iterator[Step]:
+        yield from forward_launches(p, kept)
+        yield from other_launches(p, kept, "triton")
+
+    # another backend's launches are among them only if the caller named no backend
+    is_shared = settings.backend(p.backend) is None
+    compile_ahead(p.device, ("forward", kind_key(p, description), kept, is_shared), steps)
+    return build_forward(p, kept, description, choose.forward_tiles(p, machine(p.device)))
 
 
-def _lacks_norms(p: Problem, saved: Saved) -> bool:
+def forward_launches(p: Problem, kept: torch.dtype | None) -> Iterator[Step]:
+    """Yield the launches of forwards of this kind, of any size, on placeholders for allocated tensors."""
+    description = describe(p)
+    for tiles in choose.all_forward_tiles(p, machine(p.device)):
+        plan = build_forward(p, kept, description, tiles)
+        yield from plan.steps([*tensors_of(p), *allocate_placeholders(p.device, plan.specs)])
+
+
+def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
+    """Build a backward; if it is the first of its kind, compile those of other sizes in parallel."""
+    description, gpu = describe(p, do), machine(p.device)
+
+    def steps() -> Iterator[Step]:
+        for tiles in choose.all_backward_tiles(p, gpu):
+            plan = build_backward(p, do, description, tiles)
+            new, late = (allocate_placeholders(p.device, specs) for specs in (plan.specs, plan.late))
+            given = (*tensors_of(p), *saved, do, dS)
+            yield from plan.steps([*given, *new])
+            yield from plan.late_steps([*given, *new[:-2], *late])
+
+    dtypes = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved)))
+    compile_ahead(p.device, ("backward", kind_key(p, description), *dtypes), steps)
+    return build_backward(p, do, description, choose.backward_tiles(p, gpu))
+
+
+def lacks_norms(p: Problem, saved: Saved) -> bool:
+    """Return True if the backward needs norms that the forward did not save."""
     return p.use_qk_l2norm_in_kernel and (saved.q_rstd is None or saved.k_rstd is None)
+
+
+def _dtypes(saved: Saved) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of saved tensors that differ between forwards: a backward is compiled for them."""
+    assert saved.A_inv is not None and saved.S_in is not None
+    return saved.A_inv.dtype, saved.S_in.dtype

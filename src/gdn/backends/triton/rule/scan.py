@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, dot_split_left, exist, operand_of, rows_of, state_tile
+from gdn.backends.triton.lib import Rows, Span, dot, dot_split_left, exist, operand_of, rows_of, state_tile
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, factor, through
 
 
@@ -56,10 +56,11 @@ def scan_kernel(
     for done in tl.range(0, total, C, num_stages=STAGES):
         first = start + done
         length = tl.minimum(total - done, C)
+        span = Span(row, first, length)
         tile = (chunk + done // C).to(tl.int64) * HV + head
-        k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
-        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
-        v = tl.trans(rows_of(v_ptr, row, first, length, head, v_b, v_t, v_h, vs, V, C, UNIT))
+        k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
+        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(operand)
+        v = tl.trans(rows_of(Rows(v_ptr, v_b, v_t, v_h), span, head, vs, V, C, UNIT))
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + square).to(operand)
         P = tl.load(P_ptr + tile * (C * C) + square).to(operand)
 

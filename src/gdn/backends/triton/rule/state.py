@@ -15,7 +15,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, exist, operand_of, rows_of, solved, state_tile
+from gdn.backends.triton.lib import Rows, Span, dot, exist, operand_of, rows_of, solved, state_tile
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, factor, through
 
 
@@ -52,9 +52,10 @@ def state_kernel(
         length = tl.minimum(total - done, C)
         tile = (chunk + done // C).to(tl.int64) * HV + head
         # these loads do not depend on S: Triton issues them STAGES - 1 chunks ahead, into shared memory
-        k = rows_of(k_ptr, row, start + done, length, head // ratio, k_b, k_t, k_h, ks, K, C, UNIT)
+        span = Span(row, start + done, length)
+        k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, head // ratio, ks, K, C, UNIT)
         k = k.to(operand)
-        v = rows_of(v_ptr, row, start + done, length, head, v_b, v_t, v_h, vs, V, C, UNIT)
+        v = rows_of(Rows(v_ptr, v_b, v_t, v_h), span, head, vs, V, C, UNIT)
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
         beta = factor(factors_ptr, tile, BETA, C)
         into = factor(factors_ptr, tile, INTO, C)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import dot, dot_split, exist, operand_of, rows_of, solved, state_tile
+from gdn.backends.triton.lib import Rows, Span, dot, dot_split, exist, operand_of, rows_of, solved, state_tile
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, ROWS, THROUGH, factor, through
 
 
@@ -60,10 +60,11 @@ def state_bwd_kernel(
         i = num_chunks - 1 - step
         first = start + i * C
         length = tl.minimum(total - i * C, C)
+        span = Span(row, first, length)
         tile = (chunk + i).to(tl.int64) * HV + head
-        k = rows_of(k_ptr, row, first, length, key_head, k_b, k_t, k_h, ks, K, C, UNIT).to(operand)
-        q = rows_of(q_ptr, row, first, length, key_head, q_b, q_t, q_h, ks, K, C, UNIT).to(operand)
-        do = rows_of(do_ptr, row, first, length, head, do_b, do_t, do_h, vs, V, C, UNIT).to(operand)
+        k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
+        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(operand)
+        do = rows_of(Rows(do_ptr, do_b, do_t, do_h), span, head, vs, V, C, UNIT).to(operand)
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + square).to(operand)
         P = tl.load(P_ptr + tile * (C * C) + square).to(operand)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, unit_of
 from gdn.problem import CommitProblem
 
 BYTES = 8192  # bytes that a program writes: 4 stores of 16 bytes for each of its 128 threads
@@ -71,7 +71,7 @@ def commit_kernel(
     )
 
 
-_plans: Plans[Launch] = Plans()
+_plans: PlanCache[Launch] = PlanCache()
 
 
 def commit(problem: CommitProblem) -> None:
@@ -119,7 +119,7 @@ def _plan(p: CommitProblem, axes: list[tuple[int, int, int]]) -> Launch:
     unit = unit_of(*p.dst.stride()[:2], *p.src.stride()[:3], size)
     padded = [*axes, *[(1, 0, 0)] * (MOST_AXES - len(axes))]
     indices = (p.dst_index, p.src_row, p.step, p.extra_dst_index, p.extra_step)
-    numbers = (
+    scalars = (
         *(s // unit for s in (*p.dst.stride()[:2], *p.src.stride()[:3])),
         *(0 if x is None else x.stride(0) for x in indices), n, L, slots, rows, T, blocks, size // unit,
         *(a[0] for a in padded[1:]), *(a[1] for a in padded), *(a[2] for a in padded),
@@ -128,4 +128,4 @@ def _plan(p: CommitProblem, axes: list[tuple[int, int, int]]) -> Launch:
         "BLOCK": block, "AXES": len(axes), "DENSE": axes[-1][1:] == (1, 1), "UNIT": unit,
     }  # fmt: skip
     entries = n if p.extra_dst_index is None else 2 * n
-    return Launch(commit_kernel, entries * L * blocks, numbers, constants, 4)
+    return Launch(commit_kernel, entries * L * blocks, scalars, constants, 4)

@@ -22,13 +22,14 @@ import triton.language as tl
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from gdn.backends.triton import launch
 from gdn.backends.triton.launch import (
+    CachedLaunch,
     Launch,
     Machine,
-    Plans,
+    PlanCache,
     compile_ahead,
     device_guard,
+    is_recording,
     kernel,
     machine,
     unit_of,
@@ -41,25 +42,28 @@ from gdn.backends.triton.launch.pdl import (
     wait_previous,
 )
 from gdn.backends.triton.serving import packet
-from gdn.backends.triton.serving.packet import longest_of, strides_of, takes
-from gdn.backends.triton.serving.packet_lib import slot_of
-from gdn.backends.triton.serving.recurrent import (
+from gdn.backends.triton.serving.packet import index_strides, longest_of, supports_packet
+from gdn.backends.triton.serving.packet_lib import load_slot
+from gdn.backends.triton.serving.recurrent_lib import (
+    advance_token,
+    divide,
+    key_offsets,
+    load_token,
+    locate_program,
+    tile_indices,
+    tile_pointers,
+    token_range,
+)
+from gdn.backends.triton.serving.state_tiles import (
     RESIDENT,
     SHARES,
-    Tile,
-    along_keys,
-    divide,
-    inverse,
+    StateTile,
+    magic_numbers,
     offsets_on,
-    owner,
-    places,
     pool_of,
-    read,
-    span,
-    step,
-    tile,
     tile_of,
 )
+from gdn.backends.triton.serving.structs import Slots, Token, Tokens, group_constants
 from gdn.problem import DecodeProblem
 
 # maxnreg of the largest tiles of 16-bit states: for one token; for several, whose next one is in registers
@@ -67,13 +71,18 @@ REGISTERS = {True: 128, False: 160}
 
 
 @triton.jit
-def call_in(ptr, columns, v, COLUMNS: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr):
+def prefetch_columns(ptr, columns, v, COLUMNS: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr):
     """Prefetch V-first columns of a state into L2; they are `v` UNITs apart and LINES * 128 bytes long."""
     lines = tl.arange(0, LINES) * (128 * 8 // ptr.dtype.element_ty.primitive_bitwidth)
-    places = ptr + ((columns + tl.arange(0, COLUMNS)).to(tl.int64) * (v * UNIT))[:, None] + lines[None, :]
+    pointers = ptr + ((columns + tl.arange(0, COLUMNS)).to(tl.int64) * (v * UNIT))[:, None] + lines[None, :]
     if ON_GPU:
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
 
@@ -86,7 +95,7 @@ def decode_kernel(
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h,
     state_n, state_r, state_h, state_k, state_v, kept_n, kept_t, kept_h, kept_k, kept_v,
     read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
-    N, T, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, columns, entries, kept_rows, scale,
+    N, T, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, columns, entries, kept_rows, scale,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
     UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
@@ -97,32 +106,36 @@ def decode_kernel(
     # Program (row, head, block): A * B value columns of S in fp32 registers. Grid: (N, + 1 if packed) * HV *
     # BLOCKS; 1 warp. Reads the tile of S once from the pool, and q, k, v and gates per token.
     # Writes o per token; S to the pool once (WRITE "final") or per token ("all"), and to `intermediate`.
+    C: tl.constexpr = group_constants(
+        NORM=NORM, DECAY=(a_ptr is not None) or (g_ptr is not None), GATE=a_ptr is not None,
+        SIGMOID=a_ptr is not None, NEGATIVE=NEGATIVE,
+    )  # fmt: skip
     if PDL:
         wait_previous()
     BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
-    row, head, block = owner(HV, HV_inverse, HV_s, BLOCKS)
-    first, count = span(cu_seqlens_ptr, row, N, T)
+    row, head, block = locate_program(HV, HV_magic, HV_s, BLOCKS)
+    first, count = token_range(cu_seqlens_ptr, row, N, T)
     if IS_SINGLE:
         # a constant count removes the loop and the registers of a next token
         count = 1
-    slot, entry = slot_of(
-        row, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n,
-        ring_n,
-    )  # fmt: skip
+    slots_read = Slots(
+        read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n, ring_n, columns, entries
+    )
+    slot, entry = load_slot(row, N, slots_read)
     kept_row = row
     if intermediate_row_ptr is not None:
         kept_row = tl.load(intermediate_row_ptr + row * kept_row_n, mask=row < N, other=-1).to(tl.int64)
     is_kept = (kept_row >= 0) & (kept_row < kept_rows)
 
-    keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
+    keys, values = tile_indices(block, A, J, B, W, AXIS, R_FIRST)
     has_key, has_value = keys < K, values < V
     in_state = has_key & has_value[:, None, :, None]
-    key_head = divide(head, ratio_inverse, ratio_s)
+    key_head = divide(head, ratio_magic, ratio_s)
     q_at = q_ptr + (row * q_b + first * q_t + key_head * q_h + q_0) * UNIT
     k_at = k_ptr + (row * k_b + first * k_t + key_head * k_h + k_0) * UNIT
-    q_at += along_keys(keys, q_k, A, B, AXIS, R_FIRST, DENSE)
+    q_at += key_offsets(keys, q_k, A, B, AXIS, R_FIRST, DENSE)
     # these loads are issued before S: the latency of q, k, v and gates overlaps that of the slot index
-    k_at += along_keys(keys, k_k, A, B, AXIS, R_FIRST, DENSE)
+    k_at += key_offsets(keys, k_k, A, B, AXIS, R_FIRST, DENSE)
     v_at = v_ptr + row * v_b + first * v_t + head * v_h + values * v_v + v_0
     o_at = o_ptr + row * o_b + first * o_t + head * o_h + values * o_v
     if a_ptr is not None:
@@ -132,10 +145,8 @@ def decode_kernel(
     if beta_ptr is not None:
         beta_ptr += row * beta_b + first * beta_t + head * beta_h
     at = tl.full([], 0, tl.int64)
-    q, k, v, g, beta = read(
-        q_at, k_at, v_at, g_ptr, beta_ptr, at, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t, at < count,
-        has_key, has_value,
-    )  # fmt: skip
+    tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
+    q, k, v, g, beta = load_token(tokens, at, count, has_key, has_value, UNIT)
     rate, bias = 0.0, 0.0
     if A_log_ptr is not None:
         rate = tl.exp(tl.load(A_log_ptr + head * A_log_h).to(tl.float32))
@@ -154,20 +165,19 @@ def decode_kernel(
     else:
         pool = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
         source = pool + (slot * state_n + entry * state_r) * STATE_UNIT
-        S = tl.load(tile(source, keys, values, state_k, state_v, STATE_UNIT, AXIS), mask=in_state, other=0.0)
+        S = tl.load(
+            tile_pointers(source, keys, values, state_k, state_v, STATE_UNIT, AXIS), mask=in_state, other=0.0
+        )
         if PDL:
             launch_dependents()
         # L2: the program AHEAD ids later runs when this one's registers are free; prefetch its state tile
         if AHEAD > 0:  # noqa: SIM102 - a constant, and what only then is compiled
             if tl.program_id(0) + AHEAD < tl.num_programs(0):
-                row_then, head_then, block_then = owner(HV, HV_inverse, HV_s, BLOCKS, AHEAD)
-                slot_then, entry_then = slot_of(
-                    row_then, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n,
-                    read_c, accepted_n, ring_n,
-                )  # fmt: skip
+                row_then, head_then, block_then = locate_program(HV, HV_magic, HV_s, BLOCKS, AHEAD)
+                slot_then, entry_then = load_slot(row_then, N, slots_read)
                 if (slot_then >= lowest) & (slot_then < slots):
                     then = slot_then * state_n + entry_then * state_r + head_then * state_h
-                    call_in(
+                    prefetch_columns(
                         state_ptr + then * STATE_UNIT, block_then * (A * B), state_v, A * B,
                         K * state_ptr.dtype.element_ty.primitive_bitwidth // (8 * 128), STATE_UNIT,
                     )  # fmt: skip
@@ -178,10 +188,9 @@ def decode_kernel(
 
         for _ in range(count):
             # load the next token from HBM while this one is computed in registers
-            q_next, k_next, v_next, g_next, beta_next = read(
-                q_at, k_at, v_at, g_ptr, beta_ptr, at + 1, q_t * UNIT, k_t * UNIT, v_t, g_t, beta_t,
-                at + 1 < count, has_key, has_value,
-            )  # fmt: skip
+            q_next, k_next, v_next, g_next, beta_next = load_token(
+                tokens, at + 1, count, has_key, has_value, UNIT
+            )
             if parent_ptr is not None:
                 # the parent of the first token is ignored
                 before = tl.load(parent_ptr + row * parent_n + at * parent_t, mask=at > 0, other=-1)
@@ -189,19 +198,16 @@ def decode_kernel(
                 if before < 0:
                     S = root
                 else:
-                    before_place = tile(
+                    before_place = tile_pointers(
                         kept + before * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
                     )
                     S = tl.load(before_place, mask=in_state, other=0.0).to(tl.float32)
-            S, o = step(
-                S, q, k, v, g, beta, rate, bias, scale,
-                NORM, g_ptr is not None, a_ptr is not None, a_ptr is not None, NEGATIVE,
-            )  # fmt: skip
+            S, o = advance_token(S, Token(q, k, v, g, beta), rate, bias, scale, C)
             if ROUND:
                 S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
             tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
             if intermediate_ptr is not None:
-                kept_place = tile(
+                kept_place = tile_pointers(
                     kept + at * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
                 )
                 if is_kept:
@@ -216,7 +222,7 @@ def decode_kernel(
                 else:
                     target = tl.load(write_index_ptr + row * write_n + at * write_t).to(tl.int64)
                 if (target >= lowest) & (target < slots):
-                    slot_place = tile(
+                    slot_place = tile_pointers(
                         pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k,
                         state_v, STATE_UNIT, AXIS,
                     )  # fmt: skip
@@ -228,7 +234,7 @@ def decode_kernel(
             if write_index_ptr is not None:
                 target = tl.load(write_index_ptr + row * write_n).to(tl.int64)
             if (target >= lowest) & (target < slots) & (count > 0):
-                final_place = tile(
+                final_place = tile_pointers(
                     pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k, state_v,
                     STATE_UNIT, AXIS,
                 )  # fmt: skip
@@ -236,28 +242,30 @@ def decode_kernel(
 
 
 @dataclass(frozen=True)
-class CachedLaunch:
-    """Repeat the launch of a decode for calls that differ only in the addresses of tensors."""
+class CachedDecode(CachedLaunch):
+    """Repeat the launch of a decode."""
 
-    launch: Launch
-    device: torch.device
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch with the tensors of a problem, in its order."""
-        with device_guard(self.device):
-            self.launch(*tensors)
-
-    def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "CachedLaunch":
-        """Return the launch for calls that give one tensor for q, k and v, at the problem's places in it."""
+    def packed(self, problem: DecodeProblem, mixed_qkv: Tensor) -> "CachedPacked":
+        """Return the launch for calls that give one tensor for q, k and v, at the problem's offsets in it."""
         p, first = problem, mixed_qkv.storage_offset()
         starts = [int(x.storage_offset() - first) for x in (p.q, p.k, p.v)]
-        return CachedLaunch(plan_of(p, starts), self.device)
+        return CachedPacked(plan_of(p, starts), self.device)
 
 
-_plans: Plans[CachedLaunch] = Plans()
+class CachedPacked(CachedLaunch):
+    """Repeat the launch of a decode whose q, k and v are in one tensor."""
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch with the tensors of `decode_packed`, in its order."""
+        mixed_qkv, state, a, b, *rest = tensors
+        with device_guard(self.device):
+            self.launch(mixed_qkv, mixed_qkv, mixed_qkv, state, None, None, a, b, *rest)
 
 
-def decode(problem: DecodeProblem) -> CachedLaunch | None:
+_plans: PlanCache[CachedDecode] = PlanCache()
+
+
+def decode(problem: DecodeProblem) -> CachedDecode | None:
     """Decode into problem.state, problem.intermediate and problem.out (see `Backend`).
 
     Return the launch for later calls. Under a compiler's trace the kernel itself becomes part of the graph.
@@ -266,19 +274,23 @@ def decode(problem: DecodeProblem) -> CachedLaunch | None:
     if isinstance(p.q, FunctionalTensor):
         _trace(plan_of(p), tensors_of(p))
         return None
-    again = _plans.get(_key(p), lambda: _first(p))
+    cached = _plans.get(_key(p), lambda: _first(p))
     # the host passes addresses only: nothing is read from the GPU
-    again(*tensors_of(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)))
+    cached(*tensors_of(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)))
     # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
-    if offsets is not p.cu_seqlens or launch.recorder is not None:
+    if offsets is not p.cu_seqlens or is_recording():
         return None
-    return again
+    return cached
 
 
-def _first(p: DecodeProblem) -> CachedLaunch:
+def _first(p: DecodeProblem) -> CachedDecode:
     one, tensors = plan_of(p), tensors_of(p)
-    compile_ahead(p.q.device, one.binary(tensors), lambda: [(other, tensors) for other in siblings(p)])
-    return CachedLaunch(one, p.q.device)
+    compile_ahead(
+        p.q.device,
+        one.binary_key(tensors),
+        lambda: [(other, tensors) for other in launches_of_other_sizes(p)],
+    )
+    return CachedDecode(one, p.q.device)
 
 
 def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
@@ -286,7 +298,7 @@ def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
     # False and 0: neither PDL nor prefetches into L2
     plain = {name: type(x)() if name in ("PDL", "AHEAD") else x for name, x in one.constants.items()}
     wrapped = torch.library.wrap_triton(one.kernel)[(one.grid,)]
-    wrapped(*tensors, *one.numbers, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
+    wrapped(*tensors, *one.scalars, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
 
 
 def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:
@@ -306,26 +318,26 @@ def _key(p: DecodeProblem) -> Hashable:
     )  # fmt: skip
 
 
-def siblings(p: DecodeProblem) -> list[Launch]:
+def launches_of_other_sizes(p: DecodeProblem) -> list[Launch]:
     """Return the launches for few and for many rows: other numbers of rows and heads use these binaries."""
-    return [plan_of(p, pairs=pairs) for pairs in packet.fills(machine(p.q.device))]
+    return [plan_of(p, num_states=num_states) for num_states in packet.sample_num_states(machine(p.q.device))]
 
 
-def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | None = None) -> Launch:
+def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states: int | None = None) -> Launch:
     """Return the launch of a decode. `starts`: offsets of q, k and v in the tensors that will be given.
 
-    `pairs`: rows times heads for which tiles are chosen, if not the problem's.
+    `num_states`: rows times heads for which tiles are chosen, if not the problem's.
     """
-    if takes(p):
-        return packet.plan(p, starts, pairs)
+    if supports_packet(p):
+        return packet.plan(p, starts, num_states)
     axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
     kept_axis, kept_unit, kept = (
         ("", 1, (0,) * 5) if p.intermediate is None else pool_of(p.intermediate, p.K, p.V, p.state_v_first)
     )
     # fp32 and 16-bit states have different tiles: the registers of a tile are what counts
     width, gpu = p.state.element_size(), machine(p.q.device)
-    pairs = p.N * p.HV if pairs is None else pairs
-    part = tile_of(p.K, p.V, axis or "k", width, state_unit if axis else 1, gpu, pairs=pairs)
+    num_states = p.N * p.HV if num_states is None else num_states
+    part = tile_of(p.K, p.V, axis or "k", width, state_unit if axis else 1, gpu, num_states=num_states)
     is_packed, is_dense = p.cu_seqlens is not None, p.q.stride(3) == p.k.stride(3) == 1
     # loads of q and k as wide as those of the state give each lane the same keys: no shuffles
     unit = min(16 // width, state_unit, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2]))
@@ -333,13 +345,13 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
         (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), *x.stride()[1:3])
         for x in (p.q, p.k, p.v, p.out, p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
     )
-    numbers = (
+    scalars = (
         *(s // unit for s in (*q, starts[0], *k, starts[1])), p.q.stride(3), p.k.stride(3),
-        *v, p.v.stride(3), starts[2], *o, p.out.stride(3), *g, *beta, *strides_of(p.A_log, 1),
-        *strides_of(p.dt_bias, 1), *state, *kept, *strides_of(p.read_index, 2),
-        *strides_of(p.num_accepted, 1), *strides_of(p.ring_pos, 1), *strides_of(p.write_index, 2),
-        *strides_of(p.intermediate_row, 1), *strides_of(p.parent, 2),
-        p.N, p.q.shape[1], p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.state.shape[0],
+        *v, p.v.stride(3), starts[2], *o, p.out.stride(3), *g, *beta, *index_strides(p.A_log, 1),
+        *index_strides(p.dt_bias, 1), *state, *kept, *index_strides(p.read_index, 2),
+        *index_strides(p.num_accepted, 1), *index_strides(p.ring_pos, 1), *index_strides(p.write_index, 2),
+        *index_strides(p.intermediate_row, 1), *index_strides(p.parent, 2),
+        p.N, p.q.shape[1], p.HV, *magic_numbers(p.HV), *magic_numbers(p.HV // p.H), p.state.shape[0],
         0 if p.null_slot is None else 1,
         p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
         p.state.shape[1] if p.ring_pos is not None else 1,
@@ -358,14 +370,14 @@ def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), pairs: int | No
     return Launch(
         decode_kernel,
         (p.N + int(is_packed)) * p.HV * part.blocks(p.V),
-        numbers,
+        scalars,
         constants,
         part.num_warps,
         options=pdl_options(gpu) | ({"maxnreg": REGISTERS[is_single]} if is_full and width == 2 else {}),
     )
 
 
-def _is_full(part: Tile, p: DecodeProblem, axis: str, gpu: Machine) -> bool:
+def _is_full(part: StateTile, p: DecodeProblem, axis: str, gpu: Machine) -> bool:
     """Return True if tiles are the largest and of whole 128-byte lines: programs then prefetch into L2."""
     is_even = p.K in (64, 128, 256) and p.V % (part.R * part.P) == 0
     return (

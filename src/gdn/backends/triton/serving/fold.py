@@ -16,19 +16,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.launch import Launch, Plans, compile_ahead, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import (
+    Launch,
+    PlanCache,
+    compile_ahead,
+    device_guard,
+    kernel,
+    machine,
+    unit_of,
+)
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.packet import (
     are_near,
-    fills,
+    index_strides,
     line_of,
     precisions,
     reach_of_state,
-    strides_of,
+    sample_num_states,
 )
-from gdn.backends.triton.serving.packet_lib import exist_in, from_column, grown_by, rows_at, tile_at
-from gdn.backends.triton.serving.recurrent import divide, inverse, owner, pool_of
+from gdn.backends.triton.serving.packet_lib import (
+    add_outer_product,
+    column_pointer,
+    output_strip_pointers,
+    row_pointers,
+    strip_mask,
+)
+from gdn.backends.triton.serving.recurrent_lib import divide, locate_program
+from gdn.backends.triton.serving.state_tiles import magic_numbers, pool_of
+from gdn.backends.triton.serving.structs import History, Strip, Sums, group_constants
 from gdn.problem import KeepProblem
 
 PLACES = 16  # places of a history that one MMA takes
@@ -38,47 +54,43 @@ FOLDED = {True: (128, 16), False: (64, 16)}
 
 
 @triton.jit
-def past(G_ptr, places, count, G_t):
+def load_history_G(G_ptr, places, count, G_t):
     """Load G of a history's places, split into hi + lo; 0 past its end."""
     return split(tl.load(G_ptr + places.to(tl.int64) * G_t, mask=places < count, other=0.0).to(tl.float64))
 
 
 @triton.jit
-def u_of(
-    u_history_ptr, start, base, vs, has_value, u_p, BP: tl.constexpr, PAST_UNIT: tl.constexpr,
-    NEAR: tl.constexpr,
-):  # fmt: skip
-    """Load u of BP places [BP, vs]."""
-    old = start + tl.arange(0, BP)
-    place = rows_at(u_history_ptr, old, vs, u_p, 1, PAST_UNIT, True, NEAR)
-    return tl.load(place, mask=(old < base)[:, None] & has_value, other=0.0)
+def load_history_u(history, u_ptr, start, vs, has_value, C: tl.constexpr):
+    """Load u of BP places [BP, vs]; u_ptr points to the strip's first column."""
+    old = start + tl.arange(0, C.BP)
+    place = row_pointers(u_ptr, old, vs, history.u_p, 1, C.PAST_UNIT, True, C.NEAR)
+    return tl.load(place, mask=(old < history.count)[:, None] & has_value, other=0.0)
 
 
 @triton.jit
-def ending(cursor, accepted, room, places):
+def history_length(cursor, accepted, room, places):
     """Return how many places are in use after the accepted tokens are added."""
     start = tl.minimum(tl.maximum(cursor.to(tl.int64), 0), places)
     return tl.minimum(start + tl.minimum(tl.maximum(accepted.to(tl.int64), 0), room), places)
 
 
 @triton.jit
-def kept_of(
-    k_ptr, G_ptr, start, end, high, low, ks, k_p, G_p, K: tl.constexpr, BP: tl.constexpr,
-    UNIT: tl.constexpr, NEAR: tl.constexpr,
-):  # fmt: skip
+def load_history_k(history, start, end, ks, C: tl.constexpr):
     """Load k of BP places [BP, ks], and return the decay of each up to the end."""
-    old = start + tl.arange(0, BP)
-    mask = (old < end)[:, None] & exist(ks, K)[None, :]
-    k = tl.load(rows_at(k_ptr, old, ks, k_p, 1, UNIT, True, NEAR), mask=mask, other=0.0)
-    old_high, old_low = past(G_ptr, old, end, G_p)
-    return k, decay(old_high, old_low, high, low)
+    old = start + tl.arange(0, C.BP)
+    mask = (old < history.count)[:, None] & exist(ks, C.K)[None, :]
+    k = tl.load(
+        row_pointers(history.k_ptr, old, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR), mask=mask, other=0.0
+    )
+    old_high, old_low = load_history_G(history.G_ptr, old, history.count, history.G_p)
+    return k, decay(old_high, old_low, end.high, end.low)
 
 
 @kernel
 def fold_kernel(
     state_ptr, u_ptr, k_ptr, G_ptr, cursor_ptr, index_ptr, accepted_ptr,
     state_l, state_n, state_h, state_k, state_v, u_l, u_n, u_p, u_h, k_l, k_n, k_p, k_h, G_l, G_n, G_p, G_h,
-    cursor_n, index_n, accepted_n, layers, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest,
+    cursor_n, index_n, accepted_n, layers, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest,
     places, room,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BP: tl.constexpr,
     PASTS: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, NEAR: tl.constexpr,
@@ -87,49 +99,52 @@ def fold_kernel(
     # S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T for one block of keys and columns of one state.
     # Program (entry, layer, head, block); 1 warp; grid: entries * layers * HV * blocks of K and V.
     # Reads S and P rows of k and u; writes S. It does nothing if the history has space for another packet.
+    C: tl.constexpr = group_constants(
+        K=K, V=V, BP=BP, STRIPS=STRIPS, AXIS=AXIS, NEAR=NEAR, LINE=LINE, STATE_UNIT=STATE_UNIT, PAST_UNIT=UNIT
+    )
     BLOCKS: tl.constexpr = (V + BV * STRIPS - 1) // (BV * STRIPS)
-    layer_and_entry, head, block = owner(HV, HV_inverse, HV_s, BLOCKS * ((K + BK - 1) // BK))
+    layer_and_entry, head, block = locate_program(HV, HV_magic, HV_s, BLOCKS * ((K + BK - 1) // BK))
     entry, layer = layer_and_entry // layers, layer_and_entry % layers
     slot = tl.load(index_ptr + entry * index_n).to(tl.int64)
     if (slot < lowest) | (slot >= slots):
         return
-    end = ending(
+    end = history_length(
         tl.load(cursor_ptr + slot * cursor_n), tl.load(accepted_ptr + entry * accepted_n), room, places
     )
     if (end == 0) | (end + room <= places):
         return
-    key_head = divide(head, ratio_inverse, ratio_s)
+    key_head = divide(head, ratio_magic, ratio_s)
     ks, vs = block // BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
     state_ptr += (layer * state_l + slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
     u_ptr += (layer * u_l + slot * u_n + head * u_h) * UNIT
     k_ptr += (layer * k_l + slot * k_n + key_head * k_h) * UNIT
     G_ptr += layer * G_l + slot * G_n + head * G_h
+    history = History(u_ptr, k_ptr, G_ptr, end, u_p, k_p, G_p)
     high, low = split(tl.load(G_ptr + (end - 1) * G_p).to(tl.float64))
+    total = Sums(high, low)
     # k and decays stay in registers over all strips: they are the same for every column of S
     held = ()
     for part in tl.static_range(PASTS):
-        held = held + (kept_of(k_ptr, G_ptr, part * BP, end, high, low, ks, k_p, G_p, K, BP, UNIT, NEAR),)
+        held = held + (load_history_k(history, part * BP, total, ks, C),)
     # the pipeliner keeps STAGES - 1 strips of S in flight from HBM
     for strip in tl.range(0, STRIPS, num_stages=STAGES):
         column = (block % BLOCKS * STRIPS + strip) * BV
         left = V - column
-        has_value = exist_in(vs, left, V, STRIPS)[None, :]
-        strip_ptr = from_column(state_ptr, column, state_v * STATE_UNIT, AXIS == "v")
-        place, in_state = tile_at(
-            strip_ptr, ks, vs, left, state_k, state_v, K, V, LINE, STATE_UNIT, AXIS, NEAR, STRIPS
-        )
+        has_value = strip_mask(vs, left, V, STRIPS)[None, :]
+        strip_ptr = column_pointer(state_ptr, column, state_v * STATE_UNIT, AXIS == "v")
+        place, in_state = output_strip_pointers(Strip(strip_ptr, vs, left, state_k, state_v), ks, C)
         S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(high)
         # MMAs on tensor cores accumulate onto S in registers
         for part in tl.static_range(PASTS):
             k, still = held[part]
-            u = u_of(u_ptr + column, part * BP, end, vs, has_value, u_p, BP, UNIT, NEAR)
-            S = grown_by(S, k, u.to(tl.float32) * still[:, None], AXIS, PRECISION)
+            u = load_history_u(history, u_ptr + column, part * BP, vs, has_value, C)
+            S = add_outer_product(S, k, u.to(tl.float32) * still[:, None], AXIS, PRECISION)
         # a long history: its k are loaded again for each strip, from L2
         if PASTS == 0:
             for start in range(0, end, BP):
-                k, still = kept_of(k_ptr, G_ptr, start, end, high, low, ks, k_p, G_p, K, BP, UNIT, NEAR)
-                u = u_of(u_ptr + column, start, end, vs, has_value, u_p, BP, UNIT, NEAR)
-                S = grown_by(S, k, u.to(tl.float32) * still[:, None], AXIS, PRECISION)
+                k, still = load_history_k(history, start, total, ks, C)
+                u = load_history_u(history, u_ptr + column, start, vs, has_value, C)
+                S = add_outer_product(S, k, u.to(tl.float32) * still[:, None], AXIS, PRECISION)
         # one store of S to HBM
         tl.store(place, S.to(state_ptr.dtype.element_ty), mask=in_state)
 
@@ -144,12 +159,12 @@ def cursor_kernel(
     slot = tl.load(index_ptr + entry * index_n, mask=entry < n, other=-1).to(tl.int64)
     is_slot = (slot >= lowest) & (slot < slots) & (entry < n)
     accepted = tl.load(accepted_ptr + entry * accepted_n, mask=is_slot, other=0)
-    end = ending(tl.load(cursor_ptr + slot * cursor_n, mask=is_slot, other=0), accepted, room, places)
+    end = history_length(tl.load(cursor_ptr + slot * cursor_n, mask=is_slot, other=0), accepted, room, places)
     end = tl.where(end + room > places, 0, end)
     tl.store(cursor_ptr + slot * cursor_n, end.to(cursor_ptr.dtype.element_ty), mask=is_slot)
 
 
-def pasts(places: int) -> int:
+def history_blocks(places: int) -> int:
     """Return the blocks of PLACES for so many places, a power of two, so that few binaries are needed.
 
     Return 0 for many places: their k are then loaded again, and scores computed again, for each strip.
@@ -159,48 +174,48 @@ def pasts(places: int) -> int:
 
 
 @dataclass(frozen=True)
-class Keep:
+class FoldLaunches:
     """Hold the launches of one commit."""
 
     fold: Launch
     cursor: Launch
 
 
-_keeps: Plans[Keep] = Plans()
+_folds: PlanCache[FoldLaunches] = PlanCache()
 
 
 def replay_commit(problem: KeepProblem) -> None:
     """See `Backend`; writes problem.state and problem.cursor."""
     p = problem
     with device_guard(p.state.device):
-        plan = _keeps.get(_keep_key(p), lambda: _first(p))
-        plan.fold(*_folded(p))
+        plan = _folds.get(_fold_key(p), lambda: _first(p))
+        plan.fold(*_fold_tensors(p))
         if p.update_cursor:
             plan.cursor(p.cursor, p.index, p.accepted)
 
 
-def _folded(p: KeepProblem) -> tuple[Tensor, ...]:
+def _fold_tensors(p: KeepProblem) -> tuple[Tensor, ...]:
     return p.state, p.history_u, p.history_k, p.history_G, p.cursor, p.index, p.accepted
 
 
-def _keep_key(p: KeepProblem) -> Hashable:
+def _fold_key(p: KeepProblem) -> Hashable:
     return (
-        *((x.shape, x.stride(), x.dtype) for x in _folded(p)), p.state.device, p.room, p.state_v_first,
+        *((x.shape, x.stride(), x.dtype) for x in _fold_tensors(p)), p.state.device, p.room, p.state_v_first,
         p.null_slot,
     )  # fmt: skip
 
 
-def _first(p: KeepProblem) -> Keep:
-    one, tensors, gpu = _plan_fold(p), _folded(p), machine(p.state.device)
-    others = lambda: [(_plan_fold(p, pairs), tensors) for pairs in fills(gpu)]  # noqa: E731
-    compile_ahead(p.state.device, one.binary(tensors), others)
-    n, where = p.index.shape[0], _where(p)
-    numbers = (*where, n, p.state.shape[1], _lowest(p), p.places, p.room)
-    return Keep(one, Launch(cursor_kernel, triton.cdiv(n, 128), numbers, {"BLOCK": 128}, 4))
+def _first(p: KeepProblem) -> FoldLaunches:
+    one, tensors, gpu = _plan_fold(p), _fold_tensors(p), machine(p.state.device)
+    others = lambda: [(_plan_fold(p, num_states), tensors) for num_states in sample_num_states(gpu)]  # noqa: E731
+    compile_ahead(p.state.device, one.binary_key(tensors), others)
+    n, where = p.index.shape[0], _index_strides(p)
+    scalars = (*where, n, p.state.shape[1], _lowest(p), p.places, p.room)
+    return FoldLaunches(one, Launch(cursor_kernel, triton.cdiv(n, 128), scalars, {"BLOCK": 128}, 4))
 
 
-def _where(p: KeepProblem) -> tuple[int, ...]:
-    return (*strides_of(p.cursor, 1), *strides_of(p.index, 1), *strides_of(p.accepted, 1))
+def _index_strides(p: KeepProblem) -> tuple[int, ...]:
+    return (*index_strides(p.cursor, 1), *index_strides(p.index, 1), *index_strides(p.accepted, 1))
 
 
 def _lowest(p: KeepProblem) -> int:
@@ -208,8 +223,8 @@ def _lowest(p: KeepProblem) -> int:
     return 0 if p.null_slot is None else 1
 
 
-def _plan_fold(p: KeepProblem, pairs: int | None = None) -> Launch:
-    """Plan a fold. `pairs`: entries times layers and heads for the choice of tiles, if not the problem's."""
+def _plan_fold(p: KeepProblem, num_states: int | None = None) -> Launch:
+    """Build a fold. `num_states`: entries x layers x heads that tiles are chosen for (None: its own)."""
     axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
     layers, slots = p.state.shape[:2]
     HV, H, gpu = p.history_u.shape[3], p.history_k.shape[3], machine(p.state.device)
@@ -220,17 +235,18 @@ def _plan_fold(p: KeepProblem, pairs: int | None = None) -> Launch:
         for most, size in zip(FOLDED[axis == "k"], (p.K, p.V), strict=True)
     )
     dtypes = p.history_u.dtype, p.history_k.dtype
-    takes_all = (entries if pairs is None else pairs) >= packet.FILLED * gpu.num_sms
+    takes_all = (entries if num_states is None else num_states) >= packet.FILLED * gpu.num_sms
     strips = triton.cdiv(p.V, BV) if takes_all else 1
     return Launch(
         fold_kernel,
         entries * triton.cdiv(p.K, BK) * triton.cdiv(p.V, BV * strips),
         (
-            *state, *(s // unit for s in kept), *p.history_G.stride(), *_where(p), layers, HV, *inverse(HV),
-            *inverse(HV // H), slots, _lowest(p), p.places, p.room,
+            *state, *(s // unit for s in kept), *p.history_G.stride(), *_index_strides(p), layers, HV,
+            *magic_numbers(HV), *magic_numbers(HV // H), slots, _lowest(p), p.places, p.room,
         ),
         {
-            "K": p.K, "V": p.V, "BK": BK, "BV": BV, "BP": PLACES, "PASTS": pasts(p.places), "STRIPS": strips,
+            "K": p.K, "V": p.V, "BK": BK, "BV": BV, "BP": PLACES, "PASTS": history_blocks(p.places),
+            "STRIPS": strips,
             "STAGES": 2 if gpu.kind == "hip" else 3, "AXIS": axis,
             "NEAR": are_near(
                 *reach_of_state(state, state_unit, p), *(p.places * s for s in (kept[2], kept[6]))

@@ -22,24 +22,33 @@ from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_opti
 from gdn.backends.triton.lib import decay, exist, split
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
-    among,
-    answered,
-    by_rows,
-    clear,
-    exist_in,
-    from_column,
-    gates_of,
-    grown_by,
-    operands,
-    row,
-    rows_at,
-    scaled,
-    seen_of,
-    slot_of,
+    add_outer_product,
+    column_pointer,
+    compute_outputs,
+    load_gates,
+    load_operands,
+    load_slot,
+    multiply_state,
+    output_strip_pointers,
+    row_pointers,
+    scale_rows,
+    solve_packet,
+    spread_over_rows,
     store_outputs,
-    tile_at,
+    store_zeros,
+    strip_mask,
+    tokens_of_rows,
 )
-from gdn.backends.triton.serving.recurrent import RESIDENT, divide, inverse, owner, pool_of, span
+from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
+from gdn.backends.triton.serving.state_tiles import RESIDENT, magic_numbers, pool_of
+from gdn.backends.triton.serving.structs import (
+    Gates,
+    GateStrides,
+    Packet,
+    Slots,
+    Strip,
+    group_constants,
+)
 from gdn.problem import RESET, DecodeProblem, KeepProblem, ReplayProblem
 
 MOST = 16  # tokens of a packet
@@ -58,7 +67,7 @@ def packet_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, q_0, k_0, v_0, q_k, k_k, v_v, o_v,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h, state_n, state_r, state_h, state_k, state_v,
     read_n, read_c, accepted_n, ring_n, write_n,
-    N, T, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, columns, entries, scale,
+    N, T, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, columns, entries, scale,
     K: tl.constexpr, V: tl.constexpr, BU: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
     BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr,
     NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
@@ -71,37 +80,42 @@ def packet_kernel(
     or two `warps`. Reads q, k, v, gates of up to 16 tokens and the state; writes o, and the last state if
     WRITE is "final".
     """
+    C: tl.constexpr = group_constants(
+        K=K, V=V, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
+        LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, NORM=NORM, NEGATIVE=NEGATIVE, LEVELS=LEVELS,
+        PRECISION=PRECISION, FINE=FINE, RESET=RESET,
+    )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()
-    n, head, block = owner(HV, HV_inverse, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
-    first, count = span(cu_seqlens_ptr, n, N, T)
-    slot, entry = slot_of(
-        n, N, columns, entries, read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n,
-        ring_n,
-    )  # fmt: skip
+    n, head, block = locate_program(HV, HV_magic, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
+    first, count = token_range(cu_seqlens_ptr, n, N, T)
+    slots_read = Slots(
+        read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n, ring_n, columns, entries
+    )
+    slot, entry = load_slot(n, N, slots_read)
     # no integer division before the first load
-    key_head = divide(head, ratio_inverse, ratio_s)
+    key_head = divide(head, ratio_magic, ratio_s)
     o_ptr += (n * o_b + first * o_t + head * o_h) * UNIT
     q_ptr += (n * q_b + first * q_t + key_head * q_h + q_0) * UNIT
     k_ptr += (n * k_b + first * k_t + key_head * k_h + k_0) * UNIT
     v_ptr += (n * v_b + first * v_t + head * v_h + v_0) * UNIT
     # q, k and gates are loaded before the slot index arrives, so their latencies overlap
     PARTS: tl.constexpr = 2 * BT // ROWS
-    X, XK, QQ = operands(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k, K, BS, BT, UNIT, DENSE, NEAR, PRECISION)
+    packet = Packet(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k)
+    X, XK, QQ = load_operands(packet, C)
     now = tl.arange(0, BT)
-    G, beta = gates_of(
-        g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, n, first, head, count, g_b, g_t, g_h, beta_b,
-        beta_t, beta_h, A_log_h, dt_bias_h, BT, NEGATIVE, RESET,
-    )  # fmt: skip
+    gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
+    gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
+    G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
-        clear(o_ptr, count, block * STRIPS, o_t, o_v, V, BT, BV, STRIPS, UNIT, DENSE)
+        store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
     else:
-        high, low = split(by_rows(G))
-        strength = by_rows(beta)
+        high, low = split(spread_over_rows(G))
+        beta_rows = spread_over_rows(beta)
         # W is computed once and stays in registers over all strips
-        W, rates = among(XK, QQ, high, low, strength, scale, BT, LEVELS, NORM, FINE)
-        grown = tl.exp(high)
+        W, row_scales = solve_packet(XK, QQ, high, low, beta_rows, scale, C)
+        decays = tl.exp(high)
         end_high, end_low = split(tl.sum(tl.where(now == BT - 1, G, 0.0), 0))
         at_end = decay(high, low, end_high, end_low)
         start_ptr = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
@@ -117,33 +131,31 @@ def packet_kernel(
         for strip in tl.range(0, STRIPS, num_stages=STAGES):
             column, vs = (block * STRIPS + strip) * BV, tl.arange(0, BV)
             left = V - column
-            tokens, is_k = row(PARTS - 1, BT)
-            has_both = (tokens < count)[:, None] & exist_in(vs, left, V, STRIPS)[None, :]
-            v_at = rows_at(from_column(v_ptr, column, v_v, DENSE), tokens, vs, v_t, v_v, UNIT, DENSE, NEAR)
+            tokens, is_k = tokens_of_rows(PARTS - 1, BT)
+            has_both = (tokens < count)[:, None] & strip_mask(vs, left, V, STRIPS)[None, :]
+            v_at = row_pointers(
+                column_pointer(v_ptr, column, v_v, DENSE), tokens, vs, v_t, v_v, UNIT, DENSE, NEAR
+            )
             v = tl.load(v_at, mask=has_both & is_k[:, None], other=0.0)
-            strip_ptr = from_column(start_ptr, column, state_v * STATE_UNIT, AXIS == "v")
-            seen = seen_of(
-                X, q_ptr, k_ptr, strip_ptr, vs, left, count, q_t, k_t, q_k, k_k, state_k, state_v, K, V, BS,
-                BT, STRIPS, STAGES, LINE, UNIT, STATE_UNIT, AXIS, DENSE, NEAR, PRECISION,
-            )  # fmt: skip
+            strip_ptr = column_pointer(start_ptr, column, state_v * STATE_UNIT, AXIS == "v")
+            state = Strip(strip_ptr, vs, left, state_k, state_v)
+            XS = multiply_state(X, packet, state, C)
             # norms and decays scale MMA results in registers, instead of q and k
-            seen = scaled(seen, rates, grown)
-            found = answered(seen, v, strength, W, BT, FINE)
-            o_strip_ptr = from_column(o_ptr, column, o_v, DENSE)
-            store_outputs(o_strip_ptr, found, vs, left, count, o_t, o_v, V, BT, STRIPS, UNIT, DENSE, NEAR)
+            XS = scale_rows(XS, row_scales, decays)
+            outputs = compute_outputs(XS, v, beta_rows, W, BT, FINE)
+            o = Strip(column_pointer(o_ptr, column, o_v, DENSE), vs, left, o_t, o_v)
+            store_outputs(o, outputs, count, C)
             if WRITE == "final":
-                u = tl.where(is_k[:, None], found[PARTS - 1] * at_end[:, None], 0.0)
+                u = tl.where(is_k[:, None], outputs[PARTS - 1] * at_end[:, None], 0.0)
                 # in blocks of BU keys: S is still in L2, and all of it would not fit into registers
                 for start in tl.static_range(0, K, BU):
                     ks = start + tl.arange(0, BU)
-                    place, in_state = tile_at(
-                        strip_ptr, ks, vs, left, state_k, state_v, K, V, LINE, STATE_UNIT, AXIS, NEAR, STRIPS
-                    )
+                    place, in_state = output_strip_pointers(state, ks, C)
                     S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end_high)
-                    k_at = rows_at(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
+                    k_at = row_pointers(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
                     has_key = (is_k & (tokens < count))[:, None] & exist(ks, K)[None, :]
                     k = tl.load(k_at, mask=has_key, other=0.0)
-                    S = grown_by(S, k, u, AXIS, PRECISION).to(state_ptr.dtype.element_ty)
+                    S = add_outer_product(S, k, u, AXIS, PRECISION).to(state_ptr.dtype.element_ty)
                     tl.store(place + there, S, mask=in_state & is_written)
 
 
@@ -153,21 +165,25 @@ def levels(longest: int) -> int:
 
 
 def precisions(is_wide: bool, machine: Machine) -> dict[str, str]:
-    """Return the precision of large fp32 MMAs, and of those of the triangular system (`packet_lib.close`)."""
+    """Return the precision of large fp32 MMAs, and of those of the triangular system (`dot_precise`)."""
     fine = "ieee" if machine.kind == "hip" else "tf32x3" if is_wide else "bf16"
     return {"PRECISION": fine if is_wide else "tf32", "FINE": fine}
 
 
 def blocks(
-    K: int, V: int, width: int, longest: int, pairs: int, machine: Machine, state_width: int, is_written: bool
+    K: int, V: int, width: int, longest: int, num_states: int, machine: Machine, state_width: int,
+    is_written: bool,
 ) -> dict[str, int]:  # fmt: skip
-    """Return the sizes of a program's tiles for `pairs` rows times heads, and the depth of its load pipeline.
+    """Return the sizes of a program's tiles for `num_states` rows x heads, and its pipeline depth.
 
     A program takes all columns if there are rows and heads for every warp. It takes few columns if programs
     of many columns would leave SMs idle. On NVIDIA no bit depends on this: a column is summed by itself.
     """
     # waves over the SMs: few programs with all strips, or many with one strip
-    takes_all, few = pairs >= FILLED * machine.num_sms, triton.cdiv(V, FEW) * pairs <= 2 * machine.num_sms
+    takes_all, few = (
+        num_states >= FILLED * machine.num_sms,
+        triton.cdiv(V, FEW) * num_states <= 2 * machine.num_sms,
+    )
     is_small = few or takes_all and (longest <= 8 or is_written or state_width > 2)
     BV = min(FEW if is_small else MANY, max(16, triton.next_power_of_2(V)))
     return {
@@ -215,7 +231,7 @@ def line_of(axis: str, strides: Sequence[int], unit: int, p: Kept) -> int:
     return size if line * unit == size else 0
 
 
-def fills(machine: Machine) -> tuple[int, ...]:
+def sample_num_states(machine: Machine) -> tuple[int, ...]:
     """Return rows times heads that leave the GPU almost empty, that nearly fill it, and that do fill it."""
     return 1, FILLED * machine.num_sms - 1, 2 * RESIDENT * machine.num_sms
 
@@ -225,21 +241,21 @@ def token_strides(x: Tensor | None, is_packed: bool) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), x.stride(1), x.stride(2))
 
 
-def strides_of(x: Tensor | None, count: int) -> tuple[int, ...]:
+def index_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     """Return the first strides of an index tensor, padded with zeros."""
-    found = () if x is None else x.stride()[:count]
-    return (*found, *(0,) * (count - len(found)))
+    strides = () if x is None else x.stride()[:count]
+    return (*strides, *(0,) * (count - len(strides)))
 
 
 def longest_of(p: DecodeProblem) -> int | None:
     """Return the tokens of the longest row, or None if unknown, as while tracing."""
-    found = p.q.shape[1] if p.cu_seqlens is None else p.max_seqlen
-    if p.cu_seqlens is not None and found is None:
-        found = max((count for _, count in p.spans(read_device=False) or ()), default=0)
-    return found if isinstance(found, int) else None
+    longest = p.q.shape[1] if p.cu_seqlens is None else p.max_seqlen
+    if p.cu_seqlens is not None and longest is None:
+        longest = max((count for _, count in p.spans(read_device=False) or ()), default=0)
+    return longest if isinstance(longest, int) else None
 
 
-def takes(p: DecodeProblem) -> bool:
+def supports_packet(p: DecodeProblem) -> bool:
     """Return True if this form supports the decode and the caller allows its rounding."""
     if p.exact_packet or p.write == "all" or p.intermediate is not None:
         return False
@@ -247,7 +263,7 @@ def takes(p: DecodeProblem) -> bool:
     return longest is not None and 1 < longest <= MOST
 
 
-def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> Launch:
+def plan(p: DecodeProblem, starts: Sequence[int], num_states: int | None = None) -> Launch:
     """Return the launch; arguments as for `decode.plan_of`."""
     axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
     is_packed, gpu = p.cu_seqlens is not None, machine(p.q.device)
@@ -255,17 +271,17 @@ def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> L
     gates = [
         token_strides(x, is_packed) for x in (p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
     ]
-    pairs, longest = p.N * p.HV if pairs is None else pairs, longest_of(p) or MOST
+    num_states, longest = p.N * p.HV if num_states is None else num_states, longest_of(p) or MOST
     is_written = p.write != "none"
-    sizes = blocks(p.K, p.V, p.q.element_size(), longest, pairs, gpu, p.state.element_size(), is_written)
+    sizes = blocks(p.K, p.V, p.q.element_size(), longest, num_states, gpu, p.state.element_size(), is_written)
     # the unit of strides decides the width of loads from HBM
     unit = unit_of(*rows, *starts)
     tails = (p.q.stride(3), p.k.stride(3), p.v.stride(3), p.out.stride(3))
-    numbers = (
+    scalars = (
         *(s // unit for s in (*rows, *starts)), *tails, *(s for x in gates for s in x),
-        *strides_of(p.A_log, 1), *strides_of(p.dt_bias, 1), *state, *strides_of(p.read_index, 2),
-        *strides_of(p.num_accepted, 1), *strides_of(p.ring_pos, 1), *strides_of(p.write_index, 1), p.N,
-        p.q.shape[1], p.HV, *inverse(p.HV), *inverse(p.HV // p.H), p.state.shape[0],
+        *index_strides(p.A_log, 1), *index_strides(p.dt_bias, 1), *state, *index_strides(p.read_index, 2),
+        *index_strides(p.num_accepted, 1), *index_strides(p.ring_pos, 1), *index_strides(p.write_index, 1),
+        p.N, p.q.shape[1], p.HV, *magic_numbers(p.HV), *magic_numbers(p.HV // p.H), p.state.shape[0],
         0 if p.null_slot is None else 1,
         p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
         p.state.shape[1] if p.ring_pos is not None else 1, p.scale,
@@ -281,4 +297,4 @@ def plan(p: DecodeProblem, starts: Sequence[int], pairs: int | None = None) -> L
     }  # fmt: skip
     programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
     rest = options(sizes, p, is_written)
-    return Launch(packet_kernel, programs, numbers, constants, warps(sizes), options=rest)
+    return Launch(packet_kernel, programs, scalars, constants, warps(sizes), options=rest)

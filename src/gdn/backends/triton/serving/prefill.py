@@ -18,20 +18,20 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.backend import Saved
-from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.rule import run as chunked
-from gdn.backends.triton.serving.recurrent import (
-    along_keys,
+from gdn.backends.triton.rule.describe import to_kernel_layout
+from gdn.backends.triton.serving.recurrent_lib import (
+    advance_token,
     divide,
-    inverse,
-    owner,
-    places,
-    pool_of,
-    read,
-    step,
-    tile,
-    tile_of,
+    key_offsets,
+    load_token,
+    locate_program,
+    tile_indices,
+    tile_pointers,
 )
+from gdn.backends.triton.serving.state_tiles import magic_numbers, pool_of, tile_of
+from gdn.backends.triton.serving.structs import Token, Tokens, group_constants
 from gdn.problem import CHUNK, PrefillProblem, Problem
 
 
@@ -52,51 +52,55 @@ def first_chunk(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
 def gather_kernel(
     state_ptr, index_ptr, has_initial_ptr, initial_ptr,
     state_n, state_h, state_k, state_v, index_n, has_initial_n,
-    HV, HV_inverse, HV_s, slots, lowest,
+    HV, HV_magic, HV_s, slots, lowest,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     # initial[n] = pool[slot], or zeros. Program (n, head, block of V): one tile; grid: N * HV * blocks.
     # Reads a tile in the pool's dtype and order; writes it in fp32, contiguous, for the chunked rule.
-    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, A * B))
-    keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
+    n, head, block = locate_program(HV, HV_magic, HV_s, tl.cdiv(V, A * B))
+    keys, values = tile_indices(block, A, J, B, W, AXIS, R_FIRST)
     mask = (keys < K) & (values < V)[:, None, :, None]
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
     is_read = (slot >= lowest) & (slot < slots)
     if has_initial_ptr is not None:
         is_read &= tl.load(has_initial_ptr + n * has_initial_n) != 0
-    place = tile(
+    place = tile_pointers(
         state_ptr + (slot * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS
     )
     S = tl.load(place, mask=mask & is_read, other=0.0).to(tl.float32)
-    tl.store(tile(initial_ptr + (n * HV + head) * (K * V), keys, values, V, K, 1, OWN_AXIS), S, mask=mask)
+    tl.store(
+        tile_pointers(initial_ptr + (n * HV + head) * (K * V), keys, values, V, K, 1, OWN_AXIS), S, mask=mask
+    )
 
 
 @kernel
 def scatter_kernel(
     final_ptr, S_in_ptr, cu_seqlens_ptr, index_ptr, out_index_ptr, offsets_ptr, state_ptr, checkpoints_ptr,
     state_n, state_h, state_k, state_v, kept_n, kept_h, kept_k, kept_v, index_n, out_index_n, offsets_n,
-    HV, HV_inverse, HV_s, slots, lowest, rows, every,
+    HV, HV_magic, HV_s, slots, lowest, rows, every,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr,
     UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, UPDATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # pool[slot] = final[n], and checkpoints every `every` tokens from S_in. Program (n, head, block of V):
     # one tile; grid: N * HV * blocks. A checkpoint at the end of a sequence is the final state.
-    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, A * B))
-    keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
+    n, head, block = locate_program(HV, HV_magic, HV_s, tl.cdiv(V, A * B))
+    keys, values = tile_indices(block, A, J, B, W, AXIS, R_FIRST)
     mask = (keys < K) & (values < V)[:, None, :, None]
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
     count = (tl.load(cu_seqlens_ptr + n + 1) - tl.load(cu_seqlens_ptr + n)).to(tl.int64)
     if (slot < lowest) | (slot >= slots) | (count <= 0):
         return
     # loaded once into registers, for the pool and for a checkpoint at the end
-    S = tl.load(tile(final_ptr + (n * HV + head) * (K * V), keys, values, V, K, 1, OWN_AXIS), mask=mask)
+    S = tl.load(
+        tile_pointers(final_ptr + (n * HV + head) * (K * V), keys, values, V, K, 1, OWN_AXIS), mask=mask
+    )
     if UPDATE:
         # the state may go to another slot than the one it came from
         if out_index_ptr is not None:
             slot = tl.load(out_index_ptr + n * out_index_n).to(tl.int64)
-        place = tile(
+        place = tile_pointers(
             state_ptr + (slot * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS
         )
         is_written = (slot >= lowest) & (slot < slots)
@@ -108,9 +112,11 @@ def scatter_kernel(
         done = tl.full([], 0, tl.int64) + every
         for _ in range(tl.where(row < 0, 0, tl.minimum(count // every, rows - row))):
             at = S_in_ptr + ((chunk + done // C) * HV + head) * (K * V)
-            S_chunk = tl.load(tile(at, keys, values, V, K, 1, "v"), mask=mask & (done < count), other=0.0)
+            S_chunk = tl.load(
+                tile_pointers(at, keys, values, V, K, 1, "v"), mask=mask & (done < count), other=0.0
+            )
             state = tl.where(done < count, S_chunk.to(tl.float32), S)
-            kept_place = tile(
+            kept_place = tile_pointers(
                 checkpoints_ptr + (row * kept_n + head * kept_h) * KEPT_UNIT, keys, values, kept_k, kept_v,
                 KEPT_UNIT, KEPT_AXIS,
             )  # fmt: skip
@@ -124,7 +130,7 @@ def snapshot_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, S_in_ptr,
     cu_seqlens_ptr, index_ptr, pos_ptr, snapshot_index_ptr, state_ptr,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, one, state_n, state_h, state_k, state_v,
-    index_n, pos_n, snapshot_index_n, HV, HV_inverse, HV_s, ratio_inverse, ratio_s, slots, lowest, scale,
+    index_n, pos_n, snapshot_index_n, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, scale,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
     TOKEN_UNIT: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, NEGATIVE: tl.constexpr, C: tl.constexpr,
@@ -132,8 +138,11 @@ def snapshot_kernel(
 ):  # fmt: skip
     # pool[target] = state after pos tokens. Program (n, head, block of V): one tile; grid: N * HV * blocks.
     # Reads one of initial, final and S_in, then up to C - 1 tokens; writes the tile of the snapshot.
-    n, head, block = owner(HV, HV_inverse, HV_s, tl.cdiv(V, A * B))
-    keys, values = places(block, A, J, B, W, AXIS, R_FIRST)
+    constants: tl.constexpr = group_constants(
+        NORM=NORM, DECAY=g_ptr is not None, GATE=RAW, SIGMOID=RAW, NEGATIVE=NEGATIVE
+    )
+    n, head, block = locate_program(HV, HV_magic, HV_s, tl.cdiv(V, A * B))
+    keys, values = tile_indices(block, A, J, B, W, AXIS, R_FIRST)
     has_key, has_value = keys < K, values < V
     mask = has_key & has_value[:, None, :, None]
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
@@ -150,20 +159,22 @@ def snapshot_kernel(
     chunk = first_chunk(cu_seqlens_ptr, n, C, BLOCK) + pos // C
     # three masked loads and a select: one of them reads HBM, the others are predicated off
     S_start = tl.load(
-        tile(initial_ptr + state, keys, values, V, K, 1, OWN_AXIS), mask=mask & (pos < C), other=0.0
+        tile_pointers(initial_ptr + state, keys, values, V, K, 1, OWN_AXIS), mask=mask & (pos < C), other=0.0
     )
     S_end = tl.load(
-        tile(final_ptr + state, keys, values, V, K, 1, OWN_AXIS), mask=mask & (pos == count), other=0.0
+        tile_pointers(final_ptr + state, keys, values, V, K, 1, OWN_AXIS),
+        mask=mask & (pos == count),
+        other=0.0,
     )
     S_chunk = tl.load(
-        tile(S_in_ptr + (chunk * HV + head) * (K * V), keys, values, V, K, 1, "v"),
+        tile_pointers(S_in_ptr + (chunk * HV + head) * (K * V), keys, values, V, K, 1, "v"),
         mask=mask & (pos >= C) & (pos < count), other=0.0,
     )  # fmt: skip
     S = tl.where(pos == count, S_end, tl.where(pos < C, S_start, S_chunk.to(tl.float32)))
 
     first += pos - steps
-    key_head = divide(head, ratio_inverse, ratio_s)
-    along = along_keys(keys, one, A, B, AXIS, R_FIRST, True)
+    key_head = divide(head, ratio_magic, ratio_s)
+    along = key_offsets(keys, one, A, B, AXIS, R_FIRST, True)
     q_at = q_ptr + (first * q_t + key_head * q_h) * TOKEN_UNIT + along
     k_at = k_ptr + (first * k_t + key_head * k_h) * TOKEN_UNIT + along
     v_at = v_ptr + first * v_t + head * v_h + values
@@ -178,14 +189,12 @@ def snapshot_kernel(
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
     # the token recurrence with S in registers, from the start of the chunk that contains pos
     at = tl.full([], 0, tl.int64)
+    tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
     for _ in range(steps):
-        q, k, v, g, beta = read(
-            q_at, k_at, v_at, g_ptr, beta_ptr, at, q_t * TOKEN_UNIT, k_t * TOKEN_UNIT, v_t, g_t, beta_t,
-            at < steps, has_key, has_value,
-        )  # fmt: skip
-        S, _o = step(S, q, k, v, g, beta, rate, bias, scale, NORM, g_ptr is not None, RAW, RAW, NEGATIVE)
+        q, k, v, g, beta = load_token(tokens, at, steps, has_key, has_value, TOKEN_UNIT)
+        S, _o = advance_token(S, Token(q, k, v, g, beta), rate, bias, scale, constants)
         at += 1
-    place = tile(
+    place = tile_pointers(
         state_ptr + (target * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS
     )
     tl.store(place, S.to(state_ptr.dtype.element_ty), mask=mask)
@@ -193,11 +202,11 @@ def snapshot_kernel(
 
 @kernel
 def clear_kernel(
-    out_ptr, cu_seqlens_ptr, index_ptr, o_t, o_h, o_v, index_n, HV, HV_inverse, HV_s, slots, lowest,
+    out_ptr, cu_seqlens_ptr, index_ptr, o_t, o_h, o_v, index_n, HV, HV_magic, HV_s, slots, lowest,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     # out = 0 where a sequence has no slot. Program (n, head); grid: N * HV; 4 warps.
-    n, head, _block = owner(HV, HV_inverse, HV_s, 1)
+    n, head, _block = locate_program(HV, HV_magic, HV_s, 1)
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
     first = tl.load(cu_seqlens_ptr + n).to(tl.int64)
     end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int64)
@@ -223,7 +232,7 @@ class Prefill:
     clear: Launch
 
 
-_plans: Plans[Prefill] = Plans()
+_plans: PlanCache[Prefill] = PlanCache()
 Forward = Callable[[Problem, torch.dtype | None], tuple[Tensor, Tensor | None, Saved]]
 
 
@@ -234,7 +243,7 @@ def prefill(problem: PrefillProblem, forward: Forward = chunked.forward) -> None
     is fp32: a state from which an engine resumes must not be rounded more than one that is carried on.
     """
     p = problem
-    rule = chunked.to_kernel_layout(p.rule)
+    rule = to_kernel_layout(p.rule)
     with device_guard(p.q.device):
         plan = _plans.get(_key(p, rule), lambda: _plan(p, rule))
         initial = p.q.new_empty(rule.state_shape, dtype=torch.float32)
@@ -284,7 +293,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
     counting = {"C": CHUNK, "BLOCK": 256}  # BLOCK: offsets of cu_seqlens loaded at once
     slots = (p.state.shape[0], 0 if p.null_slot is None else 1)
     programs = p.N * p.HV * part.blocks(p.V)
-    index, heads = p.state_index.stride(0), (p.HV, *inverse(p.HV))
+    index, heads = p.state_index.stride(0), (p.HV, *magic_numbers(p.HV))
     gather = Launch(
         gather_kernel,
         programs,
@@ -323,7 +332,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
             *(s // token_unit for s in (*rule.q.stride()[1:3], *rule.k.stride()[1:3])),
             *rule.v.stride()[1:3], *(s for x in (rule.g, rule.beta) for s in _token_strides(x)), 1,
             n, h, k, v, index, _stride(p.snapshot_pos), _stride(p.snapshot_index), *heads,
-            *inverse(p.HV // p.H), *slots, p.scale,
+            *magic_numbers(p.HV // p.H), *slots, p.scale,
         ),
         constants
         | counting

@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from gdn.backends.eager.step import composed
-from gdn.backends.triton import launch
-from gdn.backends.triton.launch import Launch, Plans, Step, compile_ahead, device_guard, machine
+from gdn.backends.triton.launch import (
+    Launch,
+    PlanCache,
+    Step,
+    compile_ahead,
+    device_guard,
+    is_recording,
+    machine,
+)
 from gdn.backends.triton.layer import conv_update, norm
 from gdn.backends.triton.layer.conv import WIDEST, filled
 from gdn.backends.triton.serving import decode, packet
@@ -25,7 +32,7 @@ from gdn.problem.step import StepProblem
 
 
 @dataclass(frozen=True)
-class CachedLaunch:
+class CachedStep:
     """Repeat the launches of a step for calls that differ only in the addresses of tensors."""
 
     launches: tuple[Launch, ...]
@@ -52,18 +59,18 @@ class CachedLaunch:
         return list(zip(self.launches, given, strict=False))
 
 
-_plans: Plans[CachedLaunch] = Plans()
+_plans: PlanCache[CachedStep] = PlanCache()
 
 
-def decode_step(problem: StepProblem) -> CachedLaunch | None:
+def decode_step(problem: StepProblem) -> CachedStep | None:
     """See `Backend`."""
     p = problem
     if needs_copies(p):
         composed(p, conv_update.causal_conv1d_update, decode.decode, norm.rms_norm_gated)
         return None
-    again = _plans.get(_key(p), lambda: _first(p))
-    again(*tensors_of(p))
-    return None if launch.recorder is not None else again
+    cached = _plans.get(_key(p), lambda: _first(p))
+    cached(*tensors_of(p))
+    return None if is_recording() else cached
 
 
 def tensors_of(p: StepProblem) -> tuple[Tensor | None, ...]:
@@ -86,25 +93,26 @@ def needs_copies(p: StepProblem) -> bool:
     )
 
 
-def plan_of(p: StepProblem, pairs: int | None = None) -> CachedLaunch:
-    """Return the launches. `pairs`: rows times heads for the tiles of `decode`, if not the problem's."""
+def plan_of(p: StepProblem, num_states: int | None = None) -> CachedStep:
+    """Return the launches. `num_states`: rows times heads for the tiles of `decode`, if not the problem's."""
     # only the layout of the convolution's output counts here: it is allocated anew for each step
     mixed, o, keys = p.mixed_qkv.new_empty(p.mixed_qkv.shape), p.out, p.H * p.K
     launches = [
-        conv_update.plan_of(p.conv(mixed)), decode.plan_of(p.decode(mixed, o), (0, keys, 2 * keys), pairs)
+        conv_update.plan_of(p.conv(mixed)),
+        decode.plan_of(p.decode(mixed, o), (0, keys, 2 * keys), num_states),
     ]  # fmt: skip
     if p.has_norm:
         launches.append(norm.plan_of(p.norm(o), o, p.z))
-    return CachedLaunch(tuple(launches), p.x.device)
+    return CachedStep(tuple(launches), p.x.device)
 
 
-def _first(p: StepProblem) -> CachedLaunch:
-    again, tensors = plan_of(p), tensors_of(p)
-    kind = tuple(one.binary(given) for one, given in again.steps(*tensors))
+def _first(p: StepProblem) -> CachedStep:
+    cached, tensors = plan_of(p), tensors_of(p)
+    kind = tuple(one.binary_key(given) for one, given in cached.steps(*tensors))
     # binaries for other numbers of rows
-    others = [plan_of(p, pairs) for pairs in packet.fills(machine(p.x.device))]
+    others = [plan_of(p, num_states) for num_states in packet.sample_num_states(machine(p.x.device))]
     compile_ahead(p.x.device, kind, lambda: [one for other in others for one in other.steps(*tensors)])
-    return again
+    return cached
 
 
 def _key(p: StepProblem) -> Hashable:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gdn.backends.triton.chunks import locate, sequence
 from gdn.backends.triton.launch import kernel, machine
-from gdn.backends.triton.lib import decay, dot, exist, load_beta, load_sums, rows_of, state_tile
+from gdn.backends.triton.lib import Rows, Span, decay, dot, exist, load_beta, load_sums, rows_of, state_tile
 from gdn.backends.triton.rule.tril import inverse_of_blocks
 from gdn.backends.triton.stages.cumsum import entries_of, launch_stage, offsets, room
 from gdn.notation import (
@@ -33,17 +33,19 @@ from gdn.problem import CHUNK
 
 
 @triton.jit
-def _rows(x_ptr, row, first, length, head, T, heads, columns, D: tl.constexpr, C: tl.constexpr):
+def _rows(x_ptr, span, head, T, heads, columns, D: tl.constexpr, C: tl.constexpr):
     """Load a chunk's rows of a contiguous x [B, T, heads, D]; zeros past its end and past column D."""
     x_t = heads * D
-    return rows_of(x_ptr, row, first, length, head, T.to(tl.int64) * x_t, x_t, D, columns, D, C, 1)
+    return rows_of(Rows(x_ptr, T.to(tl.int64) * x_t, x_t, D), span, head, columns, D, C, 1)
 
 
 @triton.jit
-def _store_rows(x_ptr, x, row, first, length, head, T, heads, columns, D: tl.constexpr, C: tl.constexpr):
-    tokens = tl.arange(0, C)
-    places = ((row * T.to(tl.int64) + first + tokens) * heads + head)[:, None] * D + columns[None, :]
-    mask = (tokens < length)[:, None] & exist(columns, D)[None, :]
+def _store_rows(x_ptr, x, span, head, T, heads, columns, D: tl.constexpr):
+    """Store a chunk's rows of a contiguous tensor [B, T, heads, D]; none past the chunk's end or column D."""
+    tokens = tl.arange(0, x.shape[0])
+    places = (span.row * T.to(tl.int64) + span.first + tokens) * heads + head
+    places = places[:, None] * D + columns[None, :]
+    mask = (tokens < span.length)[:, None] & exist(columns, D)[None, :]
     tl.store(x_ptr + places, x.to(x_ptr.dtype.element_ty), mask=mask)
 
 
@@ -56,18 +58,19 @@ def _kkt_kernel(
     # warps. Reads k, beta, G of 64 tokens; writes A [C, C] in fp32.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
+    span = Span(row, first, length)
     if length <= 0:
         return
     tokens = tl.arange(0, C)
     A = tl.zeros([C, C], tl.float32)
     for i in range(0, K, BK):
-        k = _rows(k_ptr, row, first, length, head // ratio, T, HV // ratio, i + tl.arange(0, BK), K, C)
+        k = _rows(k_ptr, span, head // ratio, T, HV // ratio, i + tl.arange(0, BK), K, C)
         A = dot(k, tl.trans(k), A, PRECISION)
-    beta = load_beta(beta_ptr, row, first, length, head, T.to(tl.int64) * HV, HV, 1, C, False, False)
+    beta = load_beta(Rows(beta_ptr, T.to(tl.int64) * HV, HV, 1), span, head, C, False, False)
     high, low, _, _ = load_sums(G_ptr, row, first, length, head, T, HV, C)
     A = A * beta[:, None] * decay(high[None, :], low[None, :], high[:, None], low[:, None])
     A = tl.where(tokens[:, None] > tokens[None, :], A, 0.0)
-    _store_rows(A_ptr, A, row, first, length, head, T, HV, tokens, C, C)
+    _store_rows(A_ptr, A, span, head, T, HV, tokens, C)
 
 
 @kernel
@@ -77,6 +80,7 @@ def _tril_kernel(
     # A_inv = (I + A)^-1. Program (chunk, head); grid: chunks * HV; 4 warps. Reads and writes C * C values.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
+    span = Span(row, first, length)
     if length <= 0:
         return
     # blocks as `tril` takes them, in registers; entries past the chunk's end are masked
@@ -86,7 +90,7 @@ def _tril_kernel(
     E = _square(A_ptr, tl.arange(0, 4)[:, None, None] * 16, 16, length, pitch, 16)
     F = tl.reshape(_square(A_ptr, tl.full([1, 1, 1], 32, tl.int32), 32, length, pitch, 32), (32, 32))
     A_inv = inverse_of_blocks(D, E, F, PRECISION)
-    _store_rows(A_inv_ptr, A_inv, row, first, length, head, T, HV, tl.arange(0, C), C, C)
+    _store_rows(A_inv_ptr, A_inv, span, head, T, HV, tl.arange(0, C), C)
 
 
 @triton.jit
@@ -108,24 +112,25 @@ def _wy_kernel(
     # Reads k, v, beta, G, A_inv of 64 tokens; writes w [C, K] and u [C, V] in fp32.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
+    span = Span(row, first, length)
     if length <= 0:
         return
     tokens = tl.arange(0, C)
-    A_inv = _rows(A_inv_ptr, row, first, length, head, T, HV, tokens, C, C).to(tl.float32)
+    A_inv = _rows(A_inv_ptr, span, head, T, HV, tokens, C, C).to(tl.float32)
     A_inv = tl.where(tokens[:, None] >= tokens[None, :], A_inv, 0.0)
-    beta = load_beta(beta_ptr, row, first, length, head, T.to(tl.int64) * HV, HV, 1, C, False, False)
+    beta = load_beta(Rows(beta_ptr, T.to(tl.int64) * HV, HV, 1), span, head, C, False, False)
     high, _, _, _ = load_sums(G_ptr, row, first, length, head, T, HV, C)
     into = beta * tl.exp(high)
     for i in range(0, K, BK):
         ks = i + tl.arange(0, BK)
-        k = _rows(k_ptr, row, first, length, head // ratio, T, HV // ratio, ks, K, C).to(tl.float32)
+        k = _rows(k_ptr, span, head // ratio, T, HV // ratio, ks, K, C).to(tl.float32)
         w = dot(A_inv, into[:, None] * k, None, PRECISION)
-        _store_rows(w_ptr, w, row, first, length, head, T, HV, ks, K, C)
+        _store_rows(w_ptr, w, span, head, T, HV, ks, K)
     for i in range(0, V, BV):
         vs = i + tl.arange(0, BV)
-        v = _rows(v_ptr, row, first, length, head, T, HV, vs, V, C).to(tl.float32)
+        v = _rows(v_ptr, span, head, T, HV, vs, V, C).to(tl.float32)
         u = dot(A_inv, beta[:, None] * v, None, PRECISION)
-        _store_rows(u_ptr, u, row, first, length, head, T, HV, vs, V, C)
+        _store_rows(u_ptr, u, span, head, T, HV, vs, V)
 
 
 @kernel
@@ -160,13 +165,14 @@ def _state_kernel(
         tl.debug_barrier()
         first = begin + i
         length = tl.minimum(num_tokens - i, C)
-        v_new = _rows(u_ptr, row, first, length, head, T, HV, vs, V, C).to(tl.float32)
+        span = Span(row, first, length)
+        v_new = _rows(u_ptr, span, head, T, HV, vs, V, C).to(tl.float32)
         for k0 in range(0, K, BK):
             ks = k0 + tl.arange(0, BK)
-            w = _rows(w_ptr, row, first, length, head, T, HV, ks, K, C).to(tl.float32)
+            w = _rows(w_ptr, span, head, T, HV, ks, K, C).to(tl.float32)
             tile, mask = state_tile(here, ks, vs, K, V, False)
             v_new -= dot(w, tl.load(tile, mask=mask, other=0.0), None, PRECISION)
-        _store_rows(v_new_ptr, v_new, row, first, length, head, T, HV, vs, V, C)
+        _store_rows(v_new_ptr, v_new, span, head, T, HV, vs, V)
         high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
         out = tl.where(tokens < length, decay(high, low, end_high, end_low), 0.0)
         # decays scale rows of v_new: one multiplication per value in registers
@@ -174,7 +180,7 @@ def _state_kernel(
         there = tl.where(i + C < num_tokens, here + HV.to(tl.int64) * (K * V), final)
         for k0 in range(0, K, BK):
             ks = k0 + tl.arange(0, BK)
-            k = _rows(k_ptr, row, first, length, head // ratio, T, HV // ratio, ks, K, C).to(tl.float32)
+            k = _rows(k_ptr, span, head // ratio, T, HV // ratio, ks, K, C).to(tl.float32)
             tile, mask = state_tile(here, ks, vs, K, V, False)
             S = tl.exp(end_high) * tl.load(tile, mask=mask, other=0.0)
             tile, mask = state_tile(there, ks, vs, K, V, False)
@@ -194,6 +200,7 @@ def _output_kernel(
     head = (tl.program_id(0) // STRIPS) % HV
     chunk = tl.program_id(0) // (STRIPS * HV)
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
+    span = Span(row, first, length)
     if length <= 0:
         return
     tokens = tl.arange(0, C)
@@ -204,8 +211,8 @@ def _output_kernel(
     # chain P's MMA to the last one: with 8 warps, fp32 and K = 8 an H200 then gave wrong outputs
     for i in range(0, keys, BK):
         ks = i + tl.arange(0, BK)
-        q = _rows(q_ptr, row, first, length, head // ratio, T, HV // ratio, ks, K, C)
-        k = _rows(k_ptr, row, first, length, head // ratio, T, HV // ratio, ks, K, C)
+        q = _rows(q_ptr, span, head // ratio, T, HV // ratio, ks, K, C)
+        k = _rows(k_ptr, span, head // ratio, T, HV // ratio, ks, K, C)
         tile = (chunk.to(tl.int64) * HV + head) * (K * V) + ks[:, None] * V + vs[None, :]
         mask = exist(ks, K)[:, None] & exist(vs, V)[None, :]
         S = tl.load(S_in_ptr + tile, mask=mask, other=0.0).to(tl.float32)
@@ -214,9 +221,9 @@ def _output_kernel(
     high, low, _, _ = load_sums(G_ptr, row, first, length, head, T, HV, C)
     P = P * decay(high[None, :], low[None, :], high[:, None], low[:, None])
     P = tl.where(tokens[:, None] >= tokens[None, :], P, 0.0)
-    v_new = _rows(v_new_ptr, row, first, length, head, T, HV, vs, V, C).to(tl.float32)
+    v_new = _rows(v_new_ptr, span, head, T, HV, vs, V, C).to(tl.float32)
     o = dot(P, v_new, o * tl.exp(high)[:, None], PRECISION) * scale
-    _store_rows(o_ptr, o, row, first, length, head, T, HV, vs, V, C)
+    _store_rows(o_ptr, o, span, head, T, HV, vs, V)
 
 
 def _precision(x: Tensor) -> str:
@@ -291,9 +298,9 @@ def chunk_state(
     initial = None if initial_state is None else initial_state.contiguous()
     tensors = (*(x.contiguous() for x in (k, w, u, G)), initial, cu_seqlens, S_in, v_new, final_state)
     programs = N * HV * triton.cdiv(V, constants["BV"])
-    numbers = (HV // k.shape[2], entries_of(k, cu_seqlens))
+    scalars = (HV // k.shape[2], entries_of(k, cu_seqlens))
     launch_stage(
-        _state_kernel, cu_seqlens, tensors, HV, constants, lambda chunks: programs, numbers, _num_warps(k)
+        _state_kernel, cu_seqlens, tensors, HV, constants, lambda chunks: programs, scalars, _num_warps(k)
     )
     return S_in, v_new, final_state
 
@@ -310,7 +317,7 @@ def chunk_output(
     constants = {"K": K, "V": V, "BK": BK, "BV": BV, "PRECISION": _precision(q)}
     tensors = (*(x.contiguous() for x in (q, k, v_new, G, S_in)), o)
     strips = triton.cdiv(V, constants["BV"])
-    numbers = (HV // q.shape[2], K, float(scale))
+    scalars = (HV // q.shape[2], K, float(scale))
     launch_stage(
         _output_kernel,
         cu_seqlens,
@@ -318,7 +325,7 @@ def chunk_output(
         HV,
         constants,
         lambda chunks: chunks * HV * strips,
-        numbers,
+        scalars,
         _num_warps(q),
     )
     return o

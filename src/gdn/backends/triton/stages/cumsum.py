@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gdn.backends.triton import sums
 from gdn.backends.triton.chunks import Table, locate
-from gdn.backends.triton.launch import Launch, Plans, device_guard, kernel, machine
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine
 from gdn.backends.triton.layer.gate import decay_rate, load_heads
 from gdn.notation import GSum, HeadParam, Offsets, PerHead
 from gdn.problem import CHUNK, RESET
@@ -102,7 +102,7 @@ class _Stage:
     launch: Launch
 
 
-_stages: Plans[_Stage] = Plans()
+_stages: PlanCache[_Stage] = PlanCache()
 
 
 def entries_of(x: Tensor, cu_seqlens: Offsets | None) -> int:
@@ -120,7 +120,7 @@ def launch_stage(
     HV: int,
     constants: dict[str, Any],
     grid: Callable[[int], int],
-    numbers: tuple[float, ...] = (),
+    scalars: tuple[float, ...] = (),
     num_warps: int = 4,
 ) -> None:
     """Launch kernel(table, *tensors, T, HV, chunks_per_row, *numbers, C=64, **constants).
@@ -133,12 +133,12 @@ def launch_stage(
     N = None if cu_seqlens is None else len(cu_seqlens) - 1
     dtypes = tuple(None if t is None else t.dtype for t in tensors)
     # a launch is kept per shape and dtype: the tensors are contiguous, so strides follow
-    key = (kernel.__name__, B, T, HV, N, dtypes, tuple(constants.items()), numbers, num_warps, x.device)
+    key = (kernel.__name__, B, T, HV, N, dtypes, tuple(constants.items()), scalars, num_warps, x.device)
 
     def make() -> _Stage:
         table = None if N is None else Table(_Packed(T, N, HV), machine(x.device))  # type: ignore[arg-type]
         entries = entries_of(x, cu_seqlens)
-        all_numbers = (T, HV, triton.cdiv(T, CHUNK), *numbers)
+        all_numbers = (T, HV, triton.cdiv(T, CHUNK), *scalars)
         launch = Launch(kernel, grid(entries), all_numbers, {"C": CHUNK, **constants}, num_warps)
         return _Stage(table, entries, launch)
 

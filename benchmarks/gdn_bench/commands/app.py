@@ -1,0 +1,10 @@
+"""Gather the commands: one for each benchmark, `cpu`, `compare`, `verify` and `plot`."""
+
+from gdn_bench.commands.bench import app
+from gdn_bench.commands.plot import plot
+from gdn_bench.commands.verify import verify
+
+app.command()(verify)
+app.command()(plot)
+
+__all__ = ["app"]

@@ -1,0 +1,1 @@
+"""Errors of many providers on the same inputs."""

@@ -1,0 +1,1 @@
+"""Implementations of the gated delta rule, each called in its own conventions."""

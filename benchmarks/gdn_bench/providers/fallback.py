@@ -1,0 +1,35 @@
+"""Transformers' plain PyTorch functions as its file defines them, neither patched nor decorated."""
+
+import ast
+import inspect
+from functools import cache
+from importlib import import_module
+
+from gdn.testing.accuracy import Provider
+
+FILE = "transformers.models.qwen3_5.modeling_qwen3_5"
+
+
+@cache
+def function(name: str) -> Provider:
+    """Compile a function of the model file without its decorator, which may pick another package's."""
+    module = import_module(FILE)
+    tree = ast.parse(inspect.getsource(module))
+    found = next((x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name), None)
+    if found is None:
+        raise ImportError(f"transformers: expected a version whose {FILE} defines {name}, got none")
+    found.decorator_list.clear()
+    namespace = dict(vars(module))
+    exec(compile(ast.Module([found], []), inspect.getfile(module), "exec"), namespace)
+    provider: Provider = namespace[name]
+    return provider
+
+
+def chunk() -> Provider:
+    """Return torch_chunk_gated_delta_rule: training and prefill."""
+    return function("torch_chunk_gated_delta_rule")
+
+
+def recurrent() -> Provider:
+    """Return torch_recurrent_gated_delta_rule: decoding."""
+    return function("torch_recurrent_gated_delta_rule")

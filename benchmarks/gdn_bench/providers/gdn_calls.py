@@ -1,0 +1,118 @@
+"""gdn as a provider: its public functions on the tensors of a benchmark's problem."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gdn
+from gdn_bench.providers.provider import TOKENS, Bind, Bound, Options, Provider, Tensors
+
+MAX_PACKET = 16  # tokens of a row that one replay_decode takes
+
+
+def gdn_provider(backend: str | None = None) -> Provider:
+    """Return gdn, on the backend that it chooses or on one by name (`gdn:NAME`)."""
+
+    def chunk(tensors: Tensors, options: Options) -> Bound:
+        arguments: dict[str, Any] = {**tensors, **options, "backend": backend}
+        if "cu_seqlens" in tensors:
+            # an engine has the offsets on the CPU, too
+            arguments["cu_seqlens_cpu"] = tensors["cu_seqlens"].cpu()
+        return Bound(lambda: gdn.chunk_gated_delta_rule(**arguments))
+
+    def decode(tensors: Tensors, options: Options) -> Bound:
+        pool, index, arguments = tensors["pool"], tensors["read_index"].long(), _on_pool(tensors, options)
+        return Bound(lambda: gdn.decode(**arguments, backend=backend), lambda o: (o, pool[index].float()))
+
+    name = f"gdn:{backend}" if backend else "gdn"
+    return Provider(name, {"prefill": chunk, "train": chunk, "decode": decode, **_packets(backend)})
+
+
+def _packets(backend: str | None) -> dict[str, Bind]:
+    """Return the jobs of `packets.WAYS`."""
+
+    def states(tensors: Tensors, options: Options) -> Bound:
+        pool, arguments = tensors["pool"], _on_pool(tensors, options)
+        kept = pool.new_empty(*tensors["v"].shape[:2], *pool.shape[1:])
+
+        def run() -> tuple[Tensor, Tensor]:
+            return gdn.decode(**arguments, write="none", intermediate=kept, backend=backend), kept
+
+        return Bound(run, lambda found: (found[0], found[1].flatten(0, 1).float()))
+
+    def written(tensors: Tensors, options: Options, write: str, is_exact: bool) -> Bound:
+        pool, index, arguments = tensors["pool"], tensors["read_index"].long(), _on_pool(tensors, options)
+
+        def run() -> Tensor:
+            return gdn.decode(**arguments, write=write, exact_packet=is_exact, backend=backend)
+
+        return Bound(run, lambda o: (o, None if write == "none" else pool[index].float()))
+
+    def replay(tensors: Tensors, options: Options) -> Bound:
+        pool, index = tensors["pool"], tensors["read_index"].long()
+        commit, arguments = _history(tensors, options, backend)
+
+        def restore(o: Tensor) -> tuple[Tensor, Tensor | None]:
+            commit()
+            return o, pool[index].float()
+
+        return Bound(lambda: gdn.replay_decode(**arguments, backend=backend), restore)
+
+    def fold(tensors: Tensors, options: Options) -> Bound:
+        pool, index = tensors["pool"], tensors["read_index"].long()
+        commit, arguments = _history(tensors, options, backend)
+        o = gdn.replay_decode(**arguments, backend=backend)
+        return Bound(commit, lambda _: (o, pool[index].float()))
+
+    return {
+        "states": states,
+        "final": partial(written, write="final", is_exact=True),
+        "chunk": partial(written, write="none", is_exact=False),
+        "chunk final": partial(written, write="final", is_exact=False),
+        "replay": replay,
+        "fold": fold,
+    }
+
+
+def _on_pool(tensors: Tensors, options: Options) -> dict[str, Any]:
+    """Return the arguments of `decode`, with memory for its output."""
+    return {
+        **_tokens(tensors), **{name: tensors[name] for name in ("A_log", "dt_bias", "read_index")},
+        **{name: options[name] for name in ("scale", "use_qk_l2norm_in_kernel", "state_v_first")},
+        "state": tensors["pool"], "out": torch.empty_like(tensors["v"]),
+    }  # fmt: skip
+
+
+def _tokens(tensors: Tensors, prefix: str = "") -> dict[str, Tensor]:
+    """Return q, k, v, a, b; with a prefix, those of the tokens before."""
+    return {own: tensors[prefix + name] for own, name in zip("qkvab", TOKENS, strict=True)}
+
+
+def _history(
+    tensors: Tensors, options: Options, backend: str | None
+) -> tuple[Callable[[], tuple[()]], dict[str, Any]]:
+    """Return a function that folds a history and the packet after it, and arguments of `replay_decode`."""
+    x, index = tensors, tensors["read_index"].long()
+    arguments = _on_pool(tensors, options)
+    arguments |= {name: x[name] for name in ("history_u", "history_k", "history_G", "cursor")}
+    T, cursor = x["q"].shape[1], x["cursor"]
+    for start in range(0, x["past_q"].shape[1], MAX_PACKET):
+        cursor[index] = start
+        past = {name: y[:, start : start + MAX_PACKET] for name, y in _tokens(x, "past_").items()}
+        gdn.replay_decode(**{**arguments, **past, "out": None}, backend=backend)
+    cursor[index] = x["accepted"].to(cursor.dtype)
+    pool, u, k, G = (x[name][None] for name in ("pool", "history_u", "history_k", "history_G"))
+    whole, v_first = torch.full_like(x["read_index"], T), options["state_v_first"]
+
+    def commit() -> tuple[()]:
+        # room of all places: every history is folded; the cursors stay, so that each call does equal work
+        gdn.replay_commit(
+            pool, u, k, G, cursor, x["read_index"], whole, room=u.shape[2], update_cursor=False,
+            state_v_first=v_first, backend=backend,
+        )  # fmt: skip
+        return ()
+
+    return commit, arguments

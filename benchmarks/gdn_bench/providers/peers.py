@@ -1,0 +1,328 @@
+"""Peers in their own conventions, with the inputs that their callers have:
+
+FLA         int32 offsets, states K first; decode reads states of its own and leaves new ones in new memory
+FlashQLA    int32 offsets; gates are computed by torch operators where the problem holds raw logits
+FlashInfer  tokens without a batch axis, int64 offsets and the longest length, decay as exp(g), gates in
+            fp32, states V first; decode writes the caller's pool, from 16-bit logits and fp32 parameters;
+            it has one function of several tokens for fp32 pools and one for bf16, and for bf16 pools that
+            are only read a kernel without states and one with a ring
+Transformers  plain PyTorch: a sequence at a time, a key head for every value head, gates by torch operators,
+            states read from the cache and copied back into it
+
+Conversions are not timed, except the activation of raw logits, which is part of the job.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn_bench.providers import fallback
+from gdn_bench.providers.provider import TOKENS, Bind, Bound, Options, Provider, Tensors
+
+
+def fla() -> Provider:
+    """Return flash-linear-attention with its forwarding to FlashQLA switched off."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
+
+    FlashQLABackend.default_enable = False
+    if FlashQLABackend().is_enabled():
+        raise RuntimeError("expected FLA_FLASH_QLA unset or 0, got a value that makes FLA call FlashQLA")
+
+    def chunk(tensors: Tensors, options: Options) -> Bound:
+        q, k, v, g, beta = _required(tensors, "q", "k", "v", "g", "beta")
+        flags = {name: x for name, x in options.items() if name not in ("exact", "batch_invariant")}
+        rest = {name: tensors.get(name) for name in ("initial_state", "A_log", "dt_bias")}
+        offsets = _offsets(tensors, torch.int32)
+        return Bound(lambda: chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=offsets, **rest, **flags))
+
+    def decode(tensors: Tensors, options: Options) -> Bound:
+        pool = tensors["pool"]
+        if pool.dtype != torch.float32:
+            raise NotImplementedError("fla: returns its states in fp32 only")
+        states = pool[tensors["read_index"].long()]
+        arguments: dict[str, Any] = {
+            **{name: tensors[name] for name in ("q", "k", "v", "g", "beta")},
+            **{name: tensors[name].float() for name in ("A_log", "dt_bias")},
+            **{name: options[name] for name in ("scale", "use_qk_l2norm_in_kernel", "state_v_first")},
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "output_final_state": True,
+        }
+        return Bound(lambda: fused_recurrent_gated_delta_rule(initial_state=states, **arguments))
+
+    return Provider("fla", {"prefill": chunk, "train": chunk, "decode": decode})
+
+
+def flash_qla() -> Provider:
+    """Return FlashQLA: forward and backward, no decode."""
+    from flash_qla import chunk_gated_delta_rule
+
+    def chunk(tensors: Tensors, options: Options) -> Bound:
+        q, k, v = _required(tensors, "q", "k", "v")
+        _require_half(q, v)
+        names = ("scale", "output_final_state", "use_qk_l2norm_in_kernel", "state_v_first")
+        flags = {name: options[name] for name in names}
+        offsets, state = _offsets(tensors, torch.int32), tensors.get("initial_state")
+
+        def run() -> Any:
+            g, beta = _activated(tensors, options)
+            return chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, cu_seqlens=offsets, **flags)
+
+        return Bound(run)
+
+    return Provider("flash_qla", {"prefill": chunk, "train": chunk})
+
+
+def flashinfer() -> Provider:
+    """Return FlashInfer: prefill, decode and speculation, no gradients."""
+    from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    return Provider(
+        "flashinfer",
+        {
+            "prefill": _flashinfer_chunk(chunk_gated_delta_rule),
+            "decode": _flashinfer_decode(gated_delta_rule_decode_pretranspose),
+            **_flashinfer_packets(gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp),
+            "replay": _flashinfer_replay,
+        },
+    )
+
+
+def _flashinfer_chunk(chunk_gated_delta_rule: Any) -> Bind:
+    def chunk(tensors: Tensors, options: Options) -> Bound:
+        q, k, v = _required(tensors, "q", "k", "v")
+        _require_half(q, v)
+        offsets = _offsets(tensors, torch.int64)
+        if offsets is None:
+            offsets = q.shape[1] * torch.arange(q.shape[0] + 1, device=q.device)
+        is_raw = options["use_gate_in_kernel"] or options["use_beta_sigmoid_in_kernel"]
+        state = tensors.get("initial_state")
+        if state is not None:
+            state = (state if options["state_v_first"] else state.transpose(-1, -2)).contiguous()
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        arguments: dict[str, Any] = {
+            "scale": options["scale"],
+            "initial_state": state,
+            "output_final_state": options["output_final_state"],
+            "cu_seqlens": offsets,
+            "use_qk_l2norm_in_kernel": options["use_qk_l2norm_in_kernel"],
+            "max_seqlen": int(offsets.diff().max()),
+        }
+
+        def linear() -> tuple[Tensor, Tensor]:
+            g, beta = _activated(tensors, options)
+            return g.float().exp().flatten(0, 1), beta.float().flatten(0, 1)
+
+        ready = None if is_raw else linear()
+
+        def run() -> Any:
+            return chunk_gated_delta_rule(*flat, *(ready or linear()), **arguments)
+
+        def restore(results: Any) -> tuple[Tensor, Tensor]:
+            o, final = results
+            return o.view(v.shape), final if options["state_v_first"] else final.transpose(-1, -2)
+
+        return Bound(run, restore)
+
+    return chunk
+
+
+def _flashinfer_pool(tensors: Tensors, options: Options) -> dict[str, Any]:
+    """Return the arguments of FlashInfer's decode and multi-token functions."""
+    q, k, v, a, b = _required(tensors, "q", "k", "v", "g", "beta")
+    if not options["state_v_first"]:
+        raise NotImplementedError("flashinfer: decodes on pools with V first only")
+    return {
+        "q": q, "k": k, "v": v, "a": a.to(q.dtype), "b": b.to(q.dtype),
+        "A_log": tensors["A_log"].float(), "dt_bias": tensors["dt_bias"].float(),
+        "scale": options["scale"], "use_qk_l2norm": options["use_qk_l2norm_in_kernel"],
+        "initial_state": tensors["pool"], "initial_state_indices": tensors["read_index"],
+        "output": torch.empty_like(v),
+    }  # fmt: skip
+
+
+def _flashinfer_decode(gated_delta_rule_decode_pretranspose: Any) -> Bind:
+    def decode(tensors: Tensors, options: Options) -> Bound:
+        arguments = _flashinfer_pool(tensors, options)
+
+        def run() -> Tensor:
+            o: Tensor = gated_delta_rule_decode_pretranspose(state=None, **arguments)[0]
+            return o
+
+        pool, index = tensors["pool"], tensors["read_index"]
+        return Bound(run, lambda o: (o, pool[index].float()))
+
+    return decode
+
+
+def _flashinfer_packets(
+    gated_delta_rule_decode_pretranspose: Any, gated_delta_rule_mtp: Any
+) -> dict[str, Bind]:
+    """Return the ways with several tokens a row: all states kept, the last one written, none written."""
+
+    def through(pool: Tensor, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if pool.dtype == torch.bfloat16:
+            return gated_delta_rule_decode_pretranspose, {**arguments, "state": None}
+        return gated_delta_rule_mtp, arguments
+
+    def states(tensors: Tensors, options: Options) -> Bound:
+        arguments, pool = _flashinfer_pool(tensors, options), tensors["pool"]
+        kept = pool.new_empty(*tensors["v"].shape[:2], *pool.shape[1:])
+        arguments |= {"intermediate_states_buffer": kept, "disable_state_update": True}
+        verify, arguments = through(pool, arguments)
+
+        def run() -> tuple[Tensor, Tensor]:
+            return verify(**arguments)[0], kept
+
+        return Bound(run, lambda found: (found[0], found[1].flatten(0, 1).float()))
+
+    def final(tensors: Tensors, options: Options) -> Bound:
+        pool, index = tensors["pool"], tensors["read_index"]
+        arguments = _flashinfer_pool(tensors, options) | {"disable_state_update": False}
+        verify, arguments = through(pool, arguments)
+        return Bound(lambda: verify(**arguments)[0], lambda o: (o, pool[index].float()))
+
+    def chunk(tensors: Tensors, options: Options) -> Bound:
+        if tensors["pool"].dtype == torch.bfloat16:
+            from flashinfer.gdn_kernels import gdn_decode_bf16_wy_output_only as kernel
+
+            verify, arguments = kernel.gated_delta_rule_mtp, _flashinfer_kernel(tensors, options)
+            # without `output`: with it, packets of less than 16 tokens are copied
+            return Bound(lambda: verify(**arguments, disable_state_update=True), lambda o: (o, None))
+        arguments = _flashinfer_pool(tensors, options) | {"disable_state_update": True}
+        return Bound(lambda: gated_delta_rule_mtp(**arguments)[0], lambda o: (o, None))
+
+    return {"states": states, "final": final, "chunk": chunk, "chunk final": final}
+
+
+def _flashinfer_kernel(tensors: Tensors, options: Options) -> dict[str, Any]:
+    """Return the arguments of the kernels that only read bf16 pools; parameters of gates in bf16."""
+    arguments = _flashinfer_pool(tensors, options)
+    return {
+        **{name: arguments[name] for name in ("q", "k", "v", "a", "b", "scale")},
+        **{name: tensors[name].bfloat16() for name in ("A_log", "dt_bias")},
+        "use_qk_l2norm_in_kernel": arguments["use_qk_l2norm"],
+        "initial_state_source": arguments["initial_state"],
+        "initial_state_indices": arguments["initial_state_indices"],
+    }
+
+
+def _flashinfer_replay(tensors: Tensors, options: Options) -> Bound:
+    """Bind FlashInfer's replay; its ring is filled by the tokens before the packet, packet by packet."""
+    pool, k, v = _required(tensors, "pool", "k", "v")
+    if pool.dtype != torch.bfloat16:
+        raise NotImplementedError("flashinfer: replays on bf16 pools only, before Blackwell")
+    from flashinfer.gdn_kernels.gdn_decode_bf16_wy_ucache import gated_delta_rule_mtp_ucache
+
+    (T, H, K), (HV, V), slots = k.shape[1:], v.shape[2:], len(pool)
+    ring = {
+        "k_cache": pool.new_zeros(slots, H, 16, K), "u_cache": pool.new_zeros(slots, HV, 16, V),
+        "g_cache": pool.new_zeros(slots, HV, 16, dtype=torch.float32), "output": torch.empty_like(v),
+        "hist_len": torch.zeros_like(tensors["accepted"]),
+    }  # fmt: skip
+    for start in range(0, tensors["past_q"].shape[1], T):
+        past = {x: tensors[f"past_{x}"][:, start : start + T].contiguous() for x in TOKENS}
+        ring["hist_len"].fill_(start)
+        gated_delta_rule_mtp_ucache(**_flashinfer_kernel({**tensors, **past}, options), **ring)
+    ring["hist_len"].copy_(tensors["accepted"])
+    arguments = _flashinfer_kernel(tensors, options) | ring
+    return Bound(lambda: gated_delta_rule_mtp_ucache(**arguments), lambda o: (o, None))
+
+
+def transformers() -> Provider:
+    """Return Transformers' plain PyTorch functions, which a model runs on without other packages."""
+    whole, recurrent = fallback.chunk(), fallback.recurrent()
+
+    def arranged(tensors: Tensors, options: Options) -> list[Tensor]:
+        """Return q, k, v and gates as its layer passes them, a key head to each value head."""
+        q, k, v = _required(tensors, "q", "k", "v")
+        if options["scale"] is not None:
+            raise NotImplementedError("transformers: has no scale but its own")
+        group = v.shape[2] // q.shape[2]
+        return [*(x.repeat_interleave(group, dim=2) for x in (q, k)), v, *_activated(tensors, options)]
+
+    def chunk(tensors: Tensors, options: Options) -> Bound:
+        flags = {
+            "output_final_state": True,
+            "use_qk_l2norm_in_kernel": options["use_qk_l2norm_in_kernel"],
+        }
+        offsets, state = tensors.get("cu_seqlens"), tensors.get("initial_state")
+        ends = None if offsets is None else offsets.tolist()
+        if ends is not None and (ends[-1] != tensors["q"].shape[1] or min(map(_length, pairwise(ends))) == 0):
+            raise NotImplementedError("transformers: has no empty sequences and no tokens past the last")
+
+        def run() -> tuple[Tensor, Tensor]:
+            given = arranged(tensors, options)
+            first = state.transpose(-1, -2) if state is not None and options["state_v_first"] else state
+            if ends is None:
+                o, final = whole(*given, initial_state=first, **flags)
+            else:
+                found = [
+                    whole(
+                        *(x[:, a:b] for x in given),
+                        initial_state=None if first is None else first[[n]],
+                        **flags,
+                    )
+                    for n, (a, b) in enumerate(pairwise(ends))
+                ]
+                o, final = (
+                    torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), (1, 0), strict=True)
+                )
+            assert final is not None
+            return o, final.transpose(-1, -2) if options["state_v_first"] else final
+
+        return Bound(run)
+
+    def decode(tensors: Tensors, options: Options) -> Bound:
+        pool, index = tensors["pool"], tensors["read_index"].long()
+
+        def run() -> Tensor:
+            states = pool[index].transpose(-1, -2) if options["state_v_first"] else pool[index]
+            o, final = recurrent(
+                *arranged(tensors, options), initial_state=states.float(), output_final_state=True,
+                use_qk_l2norm_in_kernel=options["use_qk_l2norm_in_kernel"],
+            )  # fmt: skip
+            assert final is not None
+            pool[index] = (final.transpose(-1, -2) if options["state_v_first"] else final).to(pool.dtype)
+            return o
+
+        return Bound(run, lambda o: (o, pool[index].float()))
+
+    return Provider("transformers", {"prefill": chunk, "train": chunk, "decode": decode})
+
+
+def _length(ends: tuple[int, int]) -> int:
+    return ends[1] - ends[0]
+
+
+def _required(tensors: Tensors, *names: str) -> list[Tensor]:
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise NotImplementedError(f"needs {', '.join(missing)}")
+    return [tensors[name] for name in names]
+
+
+def _require_half(q: Tensor, v: Tensor) -> None:
+    if q.dtype not in (torch.bfloat16, torch.float16) or (q.shape[3], v.shape[3]) != (128, 128):
+        raise NotImplementedError("supports bf16 and fp16 with K = V = 128 only")
+
+
+def _offsets(tensors: Tensors, dtype: torch.dtype) -> Tensor | None:
+    """Return cu_seqlens in a dtype: the same object if it has it, since peers cache by identity."""
+    offsets = tensors.get("cu_seqlens")
+    return None if offsets is None else offsets.to(dtype)
+
+
+def _activated(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Return log decay and beta, from raw logits by PyTorch operators if the options say so."""
+    g, beta = _required(tensors, "g", "beta")
+    if options["use_gate_in_kernel"]:
+        a = g.float() if tensors.get("dt_bias") is None else g.float() + tensors["dt_bias"]
+        g = -tensors["A_log"].exp() * torch.nn.functional.softplus(a)
+    if options["use_beta_sigmoid_in_kernel"]:
+        beta = beta.float().sigmoid() * (2 if options["allow_neg_eigval"] else 1)
+    return g, beta

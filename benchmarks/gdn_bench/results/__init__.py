@@ -1,0 +1,1 @@
+"""Rows of results files, and what is made of them: tables, pictures, pages, comparisons."""

@@ -1,0 +1,1 @@
+"""Measure times: CUDA graphs, events, the host, new processes."""

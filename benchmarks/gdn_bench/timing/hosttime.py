@@ -1,0 +1,68 @@
+"""Host time of an eager call: Python and launches, while the GPU is never waited for.
+
+Calls come in bursts on problems so small that the GPU keeps up.
+"""
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import gdn
+from gdn.problem import parse
+from gdn.problem.serving import parse_decode
+from gdn.testing.cases import Case, packed
+from gdn.testing.tensors import Inputs
+from gdn_bench.problems.catalog import MIXED, VARIANTS, step
+from gdn_bench.timing.measure import Times, times
+
+CALLS, BURSTS = 10, 25
+# gates and l2norm in the kernel, as a layer calls it; 16/32 heads
+FULL = replace(MIXED, **VARIANTS["gated"], heads=(16, 32), lengths=packed(256))  # type: ignore[arg-type]
+CASES: dict[str, tuple[str, Case]] = {  # name -> job, problem
+    "decode": ("decode", step(8)),
+    "forward": ("prefill", FULL),
+    "forward+backward": ("train", FULL),
+}
+
+
+def burst(call: Callable[[], Any], device: torch.device) -> Times:
+    """Return the seconds of host time per call, in bursts that the host does not wait for."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    call()
+    call()
+    found = []
+    for _ in range(BURSTS):
+        wait()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        found.append((time.perf_counter() - start) / CALLS)
+    wait()
+    return times(found)
+
+
+def rule_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
+    """Return a function that checks a call of the rule and returns its Problem."""
+    arguments: dict[str, Any] = {**given.tensors, **given.options, "backend": backend}
+    return lambda: parse(**arguments)
+
+
+def decode_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
+    """Return a function that checks a decode on a pool and returns its DecodeProblem."""
+    x, options = given.tensors, given.options
+    call = inspect.signature(gdn.decode).bind(
+        x["q"], x["k"], x["v"], x["pool"], a=x["g"], b=x["beta"], A_log=x["A_log"], dt_bias=x["dt_bias"],
+        scale=options["scale"], use_qk_l2norm_in_kernel=options["use_qk_l2norm_in_kernel"],
+        state_v_first=options["state_v_first"], read_index=x["read_index"], out=torch.empty_like(x["v"]),
+        backend=backend,
+    )  # fmt: skip
+    call.apply_defaults()
+    return lambda: parse_decode(**call.arguments)

@@ -1,0 +1,104 @@
+"""Gather what this package uses of PyTorch's private interface, with the reason; no other module does.
+
+Each name here may move or go with a new version of PyTorch. None has a public counterpart:
+
+    forward_ad._current_level            the level of forward-mode differentiation, which our operators lack
+    _get_current_dispatch_mode           an active TorchDispatchMode must see an operator, not its parts
+    _functorch.peek_interpreter_stack    so must a transform of torch.func
+    _disabled_torch_dispatch_impl        the mark of tensor subclasses that do not intercept operators
+    decompose_custom_triton_ops          True while a compiler asks for the kernels inside an operator
+    FunctionalTensor, -Mode              the tensors and the mode of AOTAutograd's trace
+    _functional_collectives              collectives that a compiler can trace; imported with a context
+    _get_process_group_store             where the ranks of a group meet, for a second group of the same ranks
+    ProcessGroup._get_backend, _timeout  the timeout that the second group shares
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import config as _functorch
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+__all__ = [
+    "FunctionalTensor",
+    "FunctionalTensorMode",
+    "decomposes_kernels",
+    "forward_tangent",
+    "functional_collectives",
+    "group_store",
+    "group_timeout",
+    "intercepts_operators",
+    "is_forward_mode",
+    "is_plain",
+]
+
+
+def is_forward_mode() -> bool:
+    """Return True inside forward-mode differentiation."""
+    return forward_ad._current_level >= 0
+
+
+def forward_tangent(x: Tensor) -> Tensor | None:
+    """Return the forward-mode tangent of x, or None."""
+    tangent: Tensor | None = forward_ad.unpack_dual(x).tangent
+    return tangent
+
+
+def intercepts_operators(x: Tensor) -> bool:
+    """Return True if the class of x has a `__torch_dispatch__`; return False while a compiler traces.
+
+    The fake tensors of a compiler replace the tensors of the caller, and may appear beside real constants.
+    """
+    kind = type(x)
+    if kind is Tensor or torch.compiler.is_compiling():
+        return False
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return True if no tracer, transform or dispatch mode is active for x.
+
+    An operator without gradient may then call its body directly, which saves 40 us.
+    """
+    return (
+        type(x) is Tensor
+        and not x.is_meta
+        and not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0
+        and _get_current_dispatch_mode() is None
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def decomposes_kernels() -> bool:
+    """Return True while a compiler replaces operators by the kernels that they launch."""
+    return bool(_functorch.decompose_custom_triton_ops)
+
+
+def functional_collectives() -> Any:
+    """Return torch's functional collectives as operators, whose names are those of every version."""
+    import torch.distributed._functional_collectives
+
+    return torch.ops._c10d_functional
+
+
+def group_store(group: Any) -> Any:
+    """Return the store in which the ranks of a process group met."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_process_group_store(group)
+
+
+def group_timeout(group: Any) -> timedelta:
+    """Return the timeout that a process group was made with, or torch's default where no backend says it."""
+    from torch import distributed
+
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout  # type: ignore[no-any-return]
+    return distributed.default_pg_timeout

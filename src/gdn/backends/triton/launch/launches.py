@@ -1,0 +1,183 @@
+"""Run kernels with little host time: everything but the addresses of tensors is fixed in advance.
+
+A `Launch` is one kernel with its grid, scalars and constants. A `LaunchSequence` runs several on the tensors
+of one call. A `CachedLaunch` repeats the launch of a public call for later calls with other addresses.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import itemgetter, or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.backends.triton.launch.device import device_guard
+from gdn.backends.triton.launch.kernels import INTERPRETED
+
+ALIGNMENT = 16  # bytes: if every pointer is a multiple, the compiled handle of the first launch can be reused
+
+
+@dataclass
+class Launch:
+    """Run kernel[grid](*tensors, *scalars, **constants) with some 6 us of host time from the second call on.
+
+    A plan holds launches for one set of shapes, strides, dtypes and one device, so only the addresses of
+    tensors can differ from call to call. The compiled handle is kept after the first launch whose tensors are
+    all aligned; unaligned tensors go through Triton's own dispatch.
+    """
+
+    kernel: Any
+    grid: int
+    scalars: tuple[int | float, ...]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int = 1
+    options: dict[str, Any] = field(default_factory=dict)  # further compiler options, such as maxnreg
+    num_descriptors: int = 0  # leading arguments that are tensor descriptors (for TMA), aligned for any dtype
+    seconds: float = 0.0  # about how long compilation takes after tracing, where that is long
+    _compiled: Any = field(default=None, repr=False)
+    _function: tuple[Any, ...] = ()
+    _trailing: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Run on the current stream of the first tensor's device, which must be the current device."""
+        if self.grid == 0:
+            return
+        if _recorder is not None:
+            _recorder.append((self, tensors))
+            return
+        if self._compiled is None:
+            self._launch_first(tensors)
+            return
+        # the address of every tensor, and the OR of all addresses, so that one test checks alignment
+        pointers: list[Any] = list(tensors[: self.num_descriptors])
+        bits = 0
+        for x in tensors[self.num_descriptors :]:
+            if x is None:
+                pointers.append(None)
+            else:
+                pointer = x.data_ptr()
+                bits |= pointer
+                pointers.append(pointer)
+        # Triton compiled for aligned pointers; others need a binary with narrower loads
+        if bits % ALIGNMENT:
+            self._dispatch(tensors)
+            return
+        device, run, function, metadata = self._function
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(self.grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *self._trailing)
+
+    @property
+    def _constants(self) -> dict[str, Any]:
+        """Return the constants of the kernel with the options of the compiler."""
+        return {
+            **self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages, **self.options,
+        }  # fmt: skip
+
+    def _dispatch(self, tensors: tuple[Tensor | None, ...]) -> Any:
+        return self.kernel[(self.grid,)](*tensors, *self.scalars, **self._constants)
+
+    def binary_key(self, tensors: tuple[Tensor | None, ...]) -> Hashable:
+        """Return what identifies the binary that tensors of these dtypes need."""
+        dtypes = tuple([None if x is None else x.dtype for x in tensors])
+        return (self.kernel, *self.constants.items(), self.num_warps, *self.options.items(), dtypes)
+
+    def compile(self, tensors: tuple[Tensor | None, ...]) -> Any:
+        """Compile the binary for tensors of these dtypes, all aligned, without running it."""
+        descriptors, plain = tensors[: self.num_descriptors], tensors[self.num_descriptors :]
+        aligned = [x if x is None or x.data_ptr() % ALIGNMENT == 0 else x.new_empty(1) for x in plain]
+        return self.kernel.warmup(*descriptors, *aligned, *self.scalars, grid=(1,), **self._constants)
+
+    def _launch_first(self, tensors: tuple[Tensor | None, ...]) -> None:
+        compiled = self._dispatch(tensors)
+        plain = tensors[self.num_descriptors :]
+        is_aligned = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in plain)
+        # integers beyond 32 bits would need another signature; leave them to Triton
+        is_small = all(isinstance(x, float) or -(2**31) <= x < 2**31 for x in self.scalars)
+        if INTERPRETED or not is_aligned or not is_small:
+            return
+        device = next(x.device.index for x in plain if x is not None)
+        self._trailing = (*self.scalars, *(None for _ in self.constants))
+        self._function = (device, compiled.run, compiled.function, compiled.packed_metadata)
+        self._compiled = compiled
+
+
+Step = tuple[Launch, tuple[Tensor | None, ...]]
+
+
+class LaunchSequence:
+    """Run launches one after another on the tensors of one call, taking each tensor's address once.
+
+    `steps`: maps a call's tensors to the launches and the tensors of each. The same tensors must be None in
+    every call, each launch must take at least two tensors, and none may be a tensor descriptor. Once all
+    launches are compiled, `steps` is called once more, with positions in place of tensors.
+    """
+
+    def __init__(self, steps: Callable[[Sequence[Any]], Iterable[tuple[Launch, tuple[Any, ...]]]]) -> None:
+        self.steps = steps
+        self._used: Callable[[Sequence[Any]], tuple[Tensor, ...]] = tuple
+        self._ready: list[tuple[Any, ...]] = []
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        """Run on the current stream of the tensors' device, which must be the current device."""
+        if self._ready and _recorder is None:
+            pointers = [x.data_ptr() for x in self._used(tensors)]
+            if reduce(or_, pointers) % ALIGNMENT == 0:
+                arguments = (*pointers, None)
+                stream = torch._C._cuda_getCurrentRawStream(self._ready[0][1])
+                for grid, _, run, function, metadata, take, scalars in self._ready:
+                    run(grid, 1, 1, stream, function, metadata, None, None, None, *take(arguments), *scalars)
+                return
+        for launch, given in self.steps(tensors):
+            launch(*given)
+        if not self._ready:
+            self._prepare([None if x is None else i for i, x in enumerate(tensors)])
+
+    def _prepare(self, positions: Sequence[int | None]) -> None:
+        # positions instead of tensors: the result is which tensor each launch takes
+        steps = [step for step in self.steps(positions) if step[0].grid != 0]
+        if steps and all(launch._compiled is not None for launch, _ in steps):
+            used = sorted({i for _, given in steps for i in given if i is not None})
+            # position -> index into the addresses of the tensors that are used, each taken once; -1: None
+            index = {None: -1, **{position: i for i, position in enumerate(used)}}
+            self._used = itemgetter(*used)
+            self._ready = [
+                (launch.grid, *launch._function, itemgetter(*(index[i] for i in given)), launch._trailing)
+                for launch, given in steps
+            ]
+
+
+@dataclass(frozen=True)
+class CachedLaunch:
+    """Repeat the launch of a call for later calls that differ only in the addresses of tensors."""
+
+    launch: Launch
+    device: torch.device
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch with the tensors of a problem, in its order."""
+        with device_guard(self.device):
+            self.launch(*tensors)
+
+
+# if set, launches are recorded here instead of run: kernels can be compiled for GPUs that are not present
+_recorder: list[tuple[Launch, tuple[Tensor | None, ...]]] | None = None
+
+
+@contextmanager
+def record_launches(into: list[Any]) -> Iterator[list[Any]]:
+    """Append every launch and its tensors to `into` instead of running it, while the context is open."""
+    global _recorder
+    before, _recorder = _recorder, into
+    try:
+        yield into
+    finally:
+        _recorder = before
+
+
+def is_recording() -> bool:
+    """Return True if launches are recorded: what they would write is not written."""
+    return _recorder is not None

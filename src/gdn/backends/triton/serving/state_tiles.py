@@ -1,0 +1,91 @@
+"""Choose the tile of a state that a program keeps in registers, and describe a pool of states to kernels."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from gdn.backends.triton.launch import Machine, unit_of
+
+
+@dataclass(frozen=True)
+class StateTile:
+    """Describe the tile of a state that a program keeps in registers, and the warps that share it."""
+
+    R: int
+    P: int
+    J: int
+    W: int
+    num_warps: int
+
+    @property
+    def share(self) -> int:
+        """Return the state elements per lane."""
+        return self.R * self.P * self.J * self.W // (32 * self.num_warps)
+
+    def blocks(self, V: int) -> int:
+        return triton.cdiv(V, self.R * self.P)
+
+    def constants(self) -> dict[str, int]:
+        A, B = (self.R, self.P) if _R_FIRST else (self.P, self.R)
+        return {"A": A, "J": self.J, "B": B, "W": self.W, "R_FIRST": _R_FIRST}
+
+
+# Triton puts lanes along the first axis of a tensor up to 3.6, and along the last from 3.7 on
+_R_FIRST = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7)
+# (contiguous axis, bytes of an element) -> state elements in a thread's registers. 16-bit states load faster,
+# so a program amortises q, k and gates over more columns: 640 instructions for 8 columns, 920 for 16
+SHARES = {("k", 4): 32, ("k", 2): 64, ("v", 4): 32, ("v", 2): 32}
+WARPS = 1  # warps share no data; with more of them a program's q and k are merely loaded together
+RESIDENT = 16  # programs of the largest tile that an SM holds at a time: 128 registers a thread
+
+
+def tile_of(
+    K: int, V: int, axis: str, width: int, unit: int, machine: Machine, warps: int = WARPS,
+    num_states: int | None = None,
+) -> StateTile:  # fmt: skip
+    """Choose the tile for states of `width` bytes per element, which are loaded `unit` elements at a time.
+
+    J and W, which decide the order of sums over K, depend on K, axis and width alone. `num_states`: rows x
+    heads; tiles have half the columns while all programs are resident at once: at B = 1, 32 heads of
+    128 x 128 in bf16 2.7 us and not 2.9, at B = 8 7.6 and not 7.1 (H200).
+    """
+    lanes, vector = 64 if machine.kind == "hip" else 32, min(16 // width, unit)  # 16-byte loads
+    K, V = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    columns = max(1, min(SHARES[axis, width] * lanes * warps // K, V))
+    if num_states is not None and SHARES[axis, width] == max(SHARES.values()):
+        half = max(1, columns // 2)
+        columns = half if num_states * (V // half) <= RESIDENT * machine.num_sms else columns
+    if axis == "v":
+        P = min(vector, columns)
+        return StateTile(columns // P, P, K, 1, warps)
+    W = min(K, 128 // width)
+    R = max(1, lanes * warps * vector // W)
+    return StateTile(R, max(1, columns // R), K // W, W, warps)
+
+
+def pool_of(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tuple[int, ...]]:
+    """Return the axis along which states are contiguous ("k", "v" or ""), the unit of strides, the strides.
+
+    x is [slots, HV, V, K] or [slots, R, HV, V, K], or K first. Strides: slot, R, head, K, V.
+    """
+    v, k = x.stride()[-2:] if is_v_first else x.stride()[:-3:-1]
+    axis = "k" if k == 1 or K == 1 else "v" if v == 1 or V == 1 else ""
+    lead = (x.stride(0), x.stride(1) if x.dim() == 5 else 0, x.stride(-3))
+    strides = (*lead, 0 if axis == "k" else k, 0 if axis == "v" else v)
+    unit = unit_of(*strides)
+    return axis, unit, tuple(s // unit for s in strides)
+
+
+def magic_numbers(n: int) -> tuple[int, int]:
+    """Return the constants with which `divide` divides by n below 2**30: ceil(2**s / n) and s."""
+    s = 30 + (n - 1).bit_length()
+    return -(-(1 << s) // n), s
+
+
+def offsets_on(device: torch.device, cu_seqlens: Tensor | None) -> Tensor | None:
+    """Return cu_seqlens as the kernels read it: contiguous, on the device."""
+    if cu_seqlens is None:
+        return None
+    return cu_seqlens.contiguous().to(device, non_blocking=True)

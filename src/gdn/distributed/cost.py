@@ -1,0 +1,148 @@
+"""Predict what an exchange costs, and choose one. Plain Python; the numbers are a model, not a measurement.
+
+    step        latency of a collective's step: log2 R steps of an all-gather, 1 + log2(R)/2 of an all-to-all
+    wire        bytes that a rank receives, over the bandwidth of its link
+    fold        one product of a map and a state, J - 1 of them; in two levels above 32 runs
+
+    exchange   bytes received, forward / backward     kept for the backward
+    gather     (R-1) P / (R-1) s                      M of runs that pass a state on, all heads
+    owner      (R-1)/R (P + s) / (R-1)/R 2 s          the same for the heads of this rank
+    scan       log2(R) P / log2(R) P                  not built: as good as owner to 8 ranks, worse above
+    relay      s / s, R-1 times one after another     not built: serial
+    nodes      owner in a node, owner between nodes   not built yet
+    heads      (R-1)/R of all tokens and outputs      nothing
+
+P = 4 HV K (K + V) bytes is a run's transfer, s = 4 HV K V bytes a state (8 in place of 4 for fp64).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hold the links of a machine. latency: seconds a step; bandwidth: bytes/s a rank; node: ranks in a node.
+
+    The defaults are assumptions about 8 GPUs a node on NVLink and InfiniBand between nodes.
+    """
+
+    latency: float = 8e-6
+    bandwidth: float = 450e9
+    node: int = 8
+    latency_between: float = 15e-6
+    bandwidth_between: float = 50e9
+    fold: float = 2.5e-6
+
+    def link(self, num_ranks: int) -> tuple[float, float]:
+        """Return latency and bandwidth among so many ranks: the slower link as soon as they leave a node."""
+        if num_ranks <= self.node:
+            return self.latency, self.bandwidth
+        return self.latency_between, self.bandwidth_between
+
+
+class Form(NamedTuple):
+    """Hold the sizes of a call: heads, dims, global tokens, bytes of an element of q and of a state."""
+
+    H: int
+    HV: int
+    K: int = 128
+    V: int = 128
+    num_tokens: int = 0
+    width: int = 2
+    state_width: int = 4
+
+    @property
+    def transfer(self) -> int:
+        """Return P, the bytes of N | M of one run."""
+        return self.HV * self.K * (self.K + self.V) * self.state_width
+
+    @property
+    def state(self) -> int:
+        """Return s, the bytes of one state."""
+        return self.HV * self.K * self.V * self.state_width
+
+    @property
+    def token(self) -> int:
+        """Return the bytes of one token of q, k, v, g, beta and o."""
+        return (2 * self.H * self.K + 2 * self.HV * self.V) * self.width + 2 * self.HV * 4
+
+
+class Times(NamedTuple):
+    """Hold seconds of an exchange that nothing hides, forward and backward."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of a training step's exchanges."""
+        return self.forward + self.backward
+
+
+BUILT = ("gather", "owner")  # the exchanges of states that `choose` may return
+
+
+def exchange_times(form: Form, num_ranks: int, exchange: str, machine: Machine, num_runs: int = 1) -> Times:
+    """Return what an exchange costs. num_runs: the largest number of runs that a rank has."""
+    R = num_ranks
+    if R == 1:
+        return Times(0.0, 0.0)
+    P, s, J = form.transfer * num_runs, form.state * num_runs, R * num_runs
+    latency, bandwidth = machine.link(R)
+    folds = machine.fold * num_folds(J)
+    if exchange == "gather":
+        # every rank folds all heads, one run after another
+        chain = machine.fold * (J - 1)
+        return Times(*(all_gather_time(x, R, latency, bandwidth) + chain for x in (P, s)))
+    if exchange == "owner":
+        out, back = (all_to_all_time(x, R, latency, bandwidth) for x in (P, s))
+        return Times(out + back + folds, 2 * back + folds)
+    if exchange == "scan":
+        steps = math.ceil(math.log2(R))
+        return Times(*[steps * (latency + P / bandwidth + 2 * machine.fold)] * 2)
+    if exchange == "relay":
+        return Times(*[(R - 1) * (latency + s / bandwidth + machine.fold)] * 2)
+    if exchange == "nodes":
+        return Times(*[_nodes_time(form, R, machine)] * 2)
+    if exchange == "heads":
+        return Times(*[heads_bytes(form, R) / bandwidth + 2 * latency] * 2)
+    raise ValueError(f"exchange: expected gather, owner, scan, relay, nodes or heads, got {exchange!r}")
+
+
+def heads_bytes(form: Form, num_ranks: int) -> float:
+    """Return the bytes that a rank receives in the exchange of heads, forward or backward."""
+    return form.num_tokens / num_ranks * form.token * (num_ranks - 1) / num_ranks
+
+
+def choose(form: Form, num_ranks: int, machine: Machine | None = None, num_runs: int = 1) -> str:
+    """Return the exchange of states with the least time of forward and backward."""
+    machine = Machine() if machine is None else machine
+    return min(BUILT, key=lambda name: exchange_times(form, num_ranks, name, machine, num_runs).total)
+
+
+def num_folds(num_runs: int) -> int:
+    """Return how many products are computed one after another: in groups of sqrt(J) above 32 runs."""
+    return num_runs - 1 if num_runs <= 32 else 2 * math.ceil(math.sqrt(num_runs))
+
+
+def all_gather_time(size: float, R: int, latency: float, bandwidth: float) -> float:
+    """Return seconds of an all-gather of `size` bytes a rank."""
+    return latency * math.ceil(math.log2(R)) + size * (R - 1) / bandwidth
+
+
+def all_to_all_time(size: float, R: int, latency: float, bandwidth: float) -> float:
+    """Return seconds of an all-to-all of `size` bytes a rank."""
+    return latency * (1 + math.log2(R) / 2) + size * (R - 1) / R / bandwidth
+
+
+def _nodes_time(form: Form, R: int, machine: Machine) -> float:
+    """Return seconds of a forward by `owner` in a node, between nodes on a part of the heads, and back."""
+    g, P, s = machine.node, form.transfer, form.state
+    nodes = R // g
+    if nodes < 2:
+        return math.inf
+    near, far = (machine.latency, machine.bandwidth), (machine.latency_between, machine.bandwidth_between)
+    inside = all_to_all_time(P, g, *near) + all_to_all_time(s, g, *near) + 2 * machine.fold * (g - 1)
+    between = all_to_all_time(P / g, nodes, *far) + all_to_all_time(s / g, nodes, *far)
+    return inside + between + machine.fold * num_folds(nodes)

@@ -1,0 +1,106 @@
+"""Bring each run the W-1 inputs of the short convolution that precede it.
+
+The window of a run holds the last W-1 inputs before its first token, of the same sequence. They may lie on
+several ranks where runs are shorter than W-1, and reach into the sequence's initial state. One all-to-all
+moves them; it is differentiable. The local convolution reads them as the initial state of the run's first
+piece.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gdn.distributed.collectives import swap
+from gdn.distributed.plan import Plan, index, make_plan
+
+
+@dataclass(frozen=True)
+class Halo:
+    """Hold which inputs one rank sends and where it puts those that it receives.
+
+    source     places among its tokens [B * T], then its columns of initial states [rows * (W-1)], by receiver
+    target     places among the columns of its windows [rows * (W-1)], by sender
+    num_sent   how many inputs each rank gets from this one
+    num_got    how many inputs this rank gets from each one
+    """
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    num_sent: tuple[int, ...]
+    num_got: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def make_halo(plan: Plan, offsets: tuple[int, ...] | None, width: int, with_initial: bool) -> Halo:
+    """Return what the rank of the plan sends and gets. with_initial: sequences have initial states."""
+    table, me, W = plan.table, plan.rank, width
+    cuts = (0, table.num_tokens) if offsets is None else offsets
+    plans = [make_plan(table, offsets, plan.batch, r) for r in range(table.num_ranks)]
+    sent: list[list[int]] = [[] for _ in plans]
+    got: list[list[int]] = [[] for _ in plans]
+    for to, other in enumerate(plans):
+        for place in other.entering:
+            piece = other.pieces[place.row]
+            begin = cuts[piece.sequence if offsets is not None else 0]
+            for column in range(W - 1):
+                token = piece.start - (W - 1) + column
+                if token < begin and not with_initial:
+                    continue
+                owner, local = table.locate(max(token, begin))
+                if to == me:
+                    got[owner].append(place.row * (W - 1) + column)
+                if owner == me and token >= begin:
+                    sent[to].append(piece.batch * plan.num_local + local)
+                elif owner == me:
+                    row = _first_row(plan, piece.batch, piece.sequence)
+                    states = plan.batch * plan.num_local + row * (W - 1)
+                    sent[to].append(states + token - begin + W - 1)
+    return Halo(
+        tuple(x for block in sent for x in block),
+        tuple(x for block in got for x in block),
+        tuple(map(len, sent)),
+        tuple(map(len, got)),
+    )
+
+
+def _first_row(plan: Plan, batch: int, sequence: int) -> int:
+    """Return the row of the piece that begins a sequence."""
+    found = (
+        row
+        for row, piece in enumerate(plan.pieces)
+        if (piece.batch, piece.sequence, piece.is_first) == (batch, sequence, True)
+    )
+    return next(found)
+
+
+def windows(
+    x: Tensor, initial_state: Tensor | None, plan: Plan, offsets: tuple[int, ...] | None, width: int,
+    group: ProcessGroup,
+) -> Tensor:  # fmt: skip
+    """Return the initial state of each local piece, [rows, D, W-1], with a gradient for x and initial_state.
+
+    x              [B, local T, D]      inputs of the convolution
+    initial_state  [rows, D, W-1]       read where a sequence begins here; None: zeros
+    """
+    D, W, rows = x.shape[-1], width, len(plan.pieces)
+    halo = make_halo(plan, offsets, W, initial_state is not None)
+    columns = [x.reshape(-1, D)]
+    dtype = x.dtype
+    if initial_state is None:
+        base = x.new_zeros(rows * (W - 1), D)
+    else:
+        dtype = torch.promote_types(x.dtype, initial_state.dtype)
+        base = initial_state.to(dtype).mT.reshape(-1, D)
+        columns.append(base)
+        # windows that another rank fills: the caller's row is not read, and may hold NaN
+        filled = [p.row * (W - 1) + c for p in plan.entering for c in range(W - 1)]
+        base = base.index_fill(0, index(filled, x.device), 0)
+    inputs = torch.cat([part.to(dtype) for part in columns])
+    send = inputs[index(list(halo.source), x.device)]
+    got = swap(send, list(halo.num_got), list(halo.num_sent), group)
+    # an index without entries keeps the exchange in the graph of a rank that receives nothing
+    found = base.index_copy(0, index(list(halo.target), x.device), got)
+    return found.view(rows, W - 1, D).mT

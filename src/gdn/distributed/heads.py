@@ -1,0 +1,203 @@
+"""Compute the gated delta rule on whole sequences, a part of the heads on each rank: the all-to-all form.
+
+Every rank sends each other rank the heads that the other one owns, computes its own heads over all tokens,
+and gets its tokens of all heads back. Each head is computed as on one device, so with `batch_invariant=True`
+the bits are those of one device. It moves more bytes than an exchange of states from some 256 tokens a rank
+on, and needs at least one key head a rank.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from gdn.distributed import local
+from gdn.distributed.collectives import all_to_all
+from gdn.distributed.exchange import split_heads
+from gdn.distributed.local import NAMES
+from gdn.distributed.plan import Plan, index, make_plan
+from gdn.distributed.rule import differentiate, run
+from gdn.problem import Problem
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Move tokens and states between shards of tokens and shards of heads.
+
+    plans   the plan of every rank
+    ranges  the key heads of every rank
+    """
+
+    plans: tuple[Plan, ...]
+    rank: int
+    group: ProcessGroup
+    ranges: tuple[range, ...]
+
+    @property
+    def num_local(self) -> tuple[int, ...]:
+        """Return the number of tokens of each rank."""
+        return self.plans[0].table.num_local
+
+    def heads_of(self, rank: int, ratio: int) -> range:
+        """Return a rank's heads, where `ratio` of them go with each key head."""
+        return range(self.ranges[rank].start * ratio, self.ranges[rank].stop * ratio)
+
+    def to_heads(self, x: Tensor, ratio: int) -> Tensor:
+        """Return [B, T, own heads, ...] from [B, local T, heads, ...] on each rank."""
+        B, n, _, *size = x.shape
+        # heads first: the blocks for the ranks are then rows of one tensor
+        send = x.movedim(2, 0).contiguous()
+        widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
+        own, row = widths[self.rank], math.prod(size)
+        got = all_to_all(
+            send.flatten(), [own * B * m * row for m in self.num_local], [w * B * n * row for w in widths],
+            self.group,
+        )  # fmt: skip
+        blocks = got.split([own * B * m * row for m in self.num_local])
+        whole = torch.cat([x.view(own, B, m, *size) for x, m in zip(blocks, self.num_local, strict=True)], 2)
+        return to_global_order(whole, self.plans[0], 2).movedim(0, 2).contiguous()
+
+    def to_tokens(self, x: Tensor, ratio: int) -> Tensor:
+        """Return [B, local T, heads, ...] from [B, T, own heads, ...] on each rank: undo `to_heads`."""
+        B, _, own, *size = x.shape
+        x = to_rank_order(x, self.plans[0], 1).movedim(2, 0)
+        send = torch.cat([block.flatten() for block in x.split(list(self.num_local), 2)])
+        widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
+        n, row = self.num_local[self.rank], math.prod(size)
+        got = all_to_all(
+            send, [w * B * n * row for w in widths], [own * B * m * row for m in self.num_local], self.group
+        )
+        return got.view(sum(widths), B, n, *size).movedim(0, 2).contiguous()
+
+    def rows_to_heads(self, rows: Tensor, is_first: bool, ratio: int) -> Tensor:
+        """Return [N, own heads, ...] from the rows of local states where a sequence begins (or ends)."""
+        counts = [len(border_rows(plan, is_first)) for plan in self.plans]
+        mine = [row for row, _ in border_rows(self.plans[self.rank], is_first)]
+        send = rows[index(mine, rows.device)].movedim(1, 0)
+        widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
+        own, row = widths[self.rank], math.prod(rows.shape[2:])
+        got = all_to_all(
+            send.flatten(), [own * c * row for c in counts], [w * len(mine) * row for w in widths], self.group
+        )
+        blocks = got.split([own * c * row for c in counts])
+        whole = torch.cat([x.view(own, c, *rows.shape[2:]) for x, c in zip(blocks, counts, strict=True)], 1)
+        order = [n for plan in self.plans for _, n in border_rows(plan, is_first)]
+        out = whole.new_zeros(self.plans[0].num_sequences, own, *rows.shape[2:])
+        out[index(order, rows.device)] = whole.movedim(0, 1)
+        return out
+
+    def rows_to_tokens(self, states: Tensor, is_first: bool, ratio: int) -> Tensor:
+        """Return rows of local states from [N, own heads, ...]; zero where no sequence begins (or ends)."""
+        own, size = states.shape[1], states.shape[2:]
+        counts = [len(border_rows(plan, is_first)) for plan in self.plans]
+        order = [n for plan in self.plans for _, n in border_rows(plan, is_first)]
+        send = states[index(order, states.device)].flatten()
+        widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
+        plan, row = self.plans[self.rank], math.prod(size)
+        mine = [row for row, _ in border_rows(plan, is_first)]
+        got = all_to_all(
+            send, [w * len(mine) * row for w in widths], [own * c * row for c in counts], self.group
+        )
+        blocks = got.split([w * len(mine) * row for w in widths])
+        out = states.new_zeros(len(plan.pieces), sum(widths), *size)
+        out[index(mine, states.device)] = torch.cat(
+            [x.view(len(mine), w, *size) for x, w in zip(blocks, widths, strict=True)], 1
+        )
+        return out
+
+
+def make_heads(plan: Plan, offsets: tuple[int, ...] | None, H: int, group: ProcessGroup) -> Heads:
+    """Return the exchange of heads; raise ValueError where a rank would own no key head."""
+    R = plan.table.num_ranks
+    if R > H:
+        raise ValueError(
+            f"exchange: expected at most {H} ranks for {H} key heads, got {R}; 'owner' has no such limit"
+        )
+    plans = tuple(make_plan(plan.table, offsets, plan.batch, r) for r in range(R))
+    return Heads(plans, plan.rank, group, tuple(split_heads(H, R)))
+
+
+def border_rows(plan: Plan, is_first: bool) -> list[tuple[int, int]]:
+    """Return (row of the local states, sequence) where a sequence begins, or ends."""
+    return [
+        (row, piece.sequence)
+        for row, piece in enumerate(plan.pieces)
+        if (piece.is_first if is_first else piece.is_last)
+    ]
+
+
+def to_global_order(x: Tensor, plan: Plan, axis: int) -> Tensor:
+    """Return tokens in global order from the tokens of all ranks side by side."""
+    table = plan.table
+    before = [sum(table.num_local[:r]) for r in range(table.num_ranks)]
+    places = zip(table.runs, table.local_start, strict=True)
+    parts = [x.narrow(axis, before[run.rank] + at, run.stop - run.start) for run, at in places]
+    return torch.cat(parts, axis)
+
+
+def to_rank_order(x: Tensor, plan: Plan, axis: int) -> Tensor:
+    """Return the tokens of all ranks side by side from tokens in global order."""
+    runs = [plan.table.runs[j] for mine in plan.table.runs_of for j in mine]
+    return torch.cat([x.narrow(axis, run.start, run.stop - run.start) for run in runs], axis)
+
+
+def rule(problem: Problem, heads: Heads) -> tuple[Tensor, Tensor | None]:
+    """Return o and local states, with gradients. The problem has global offsets and local tokens and states.
+
+    A row of the state whose sequence goes on elsewhere is zero: no rank computes the state at a border.
+    """
+    without = local.with_tensors(problem, (None,) * len(NAMES))
+    return _Rule.apply(without, heads, *problem.differentiable)  # type: ignore[no-any-return]
+
+
+class _Rule(torch.autograd.Function):
+    """Differentiate `rule`."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, heads: Heads, *tensors: Tensor | None) -> Any:
+        q, k, v, g, beta, A_log, dt_bias, state = tensors
+        assert q is not None and v is not None
+        ratio = v.shape[2] // q.shape[2]
+        ratios = (1, 1, ratio, ratio, ratio)
+        moved = [
+            None if x is None else heads.to_heads(x, r) for x, r in zip(tensors[:5], ratios, strict=True)
+        ]
+        own = heads.heads_of(heads.rank, ratio)
+        parameters = [None if x is None else x[own.start : own.stop] for x in (A_log, dt_bias)]
+        rows = None if state is None else heads.rows_to_heads(state, True, ratio)
+        whole = local.with_tensors(problem, (*moved, *parameters, rows))
+        o, final, saved = run(whole, problem.output_final_state, any(ctx.needs_input_grad))
+        ctx.problem, ctx.heads, ctx.ratios, ctx.num_heads = problem, heads, ratios, v.shape[2]
+        ctx.save_for_backward(*whole.differentiable, *saved)
+        ctx.set_materialize_grads(False)
+        o = heads.to_tokens(o, ratio)
+        return o, heads.rows_to_tokens(final, False, ratio) if problem.output_final_state else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Any, ...]:
+        heads, (*_, ratio) = ctx.heads, ctx.ratios
+        tensors, saved = ctx.saved_tensors[: len(NAMES)], ctx.saved_tensors[len(NAMES) :]
+        whole = local.with_tensors(ctx.problem, tensors)
+        plan, v, S = heads.plans[heads.rank], whole.v, whole.state_shape[2:]
+        # a rank whose output is not used sends zeros: the other ranks wait for its part
+        if do is None:
+            do = v.new_zeros(v.shape[0], plan.num_local, ctx.num_heads, v.shape[3])
+        do = heads.to_heads(do, ratio)
+        if whole.output_final_state:
+            if dS is None:
+                dS = v.new_zeros(len(plan.pieces), ctx.num_heads, *S, dtype=whole.state_dtype)
+            dS = heads.rows_to_heads(dS, False, ratio)
+        *moved, dA_log, ddt_bias, rows = differentiate(whole, saved, do, dS)
+        found = [None if x is None else heads.to_tokens(x, r) for x, r in zip(moved, ctx.ratios, strict=True)]
+        # the other ranks have the gradients of the other heads
+        own = heads.heads_of(heads.rank, ratio)
+        around = (own.start, ctx.num_heads - own.stop)
+        found += [None if x is None else torch.nn.functional.pad(x, around) for x in (dA_log, ddt_bias)]
+        found.append(None if rows is None else heads.rows_to_tokens(rows, True, ratio))
+        needs = ctx.needs_input_grad[2:]
+        return (None, None, *(x if need else None for x, need in zip(found, needs, strict=True)))
