@@ -321,6 +321,24 @@ def hopper_forward(
     return call
 
 
+def hopper_backward(case: Case, has_scan: bool = True) -> Callable[[], Any]:
+    """Make the backward of `hopper`, by CTAs of one consumer and of two, or on Triton's state pass."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+
+    def call() -> None:
+        from gdn.backends.hopper.backward import plan
+        from gdn.backends.triton.rule import run
+
+        saved = run.chunk_forward(problem, True)[2]
+        on, scan = patch.object(plan, "IS_ON", True), patch.object(plan, "HAS_SCAN", has_scan)
+        for consumers in (1, 2):
+            with on, scan, patch.object(plan, "consumers_of", lambda problem, consumers=consumers: consumers):
+                plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
+
+    return call
+
+
 # name -> function, arguments, targets
 OTHERS = {
     "hopper": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
@@ -386,6 +404,17 @@ OTHERS = {
     "hopper 64 in segments": (
         hopper_forward,
         (Case(sizes=(64, 64), heads=(2, 4), state="wide"), 1, FP32),
+        TUNED,
+    ),
+    "hopper backward": (hopper_backward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
+    "hopper backward all packed": (
+        hopper_backward,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),),
+        TUNED,
+    ),
+    "hopper backward on Triton's state pass": (
+        hopper_backward,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), False),
         TUNED,
     ),
     "operator on packed rows": (operator_on_packed_rows, (), EVERYWHERE),

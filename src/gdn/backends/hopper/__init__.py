@@ -1,7 +1,8 @@
 """Replace the Triton kernels of the chunked forward on sm_90 by Gluon kernels: bf16, K = V = 128 or 64.
 
 `select` chooses this backend where the cost model predicts that it is faster, or where the caller names it.
-The backward is `triton`'s, and every other problem is refused. docs/design/hopper.md describes the kernels.
+The backward is `triton`'s: the kernels of `backward` are off until they have been measured. Every other
+problem is refused. docs/design/hopper.md describes the kernels.
 This file imports no Triton, so that a CPU user does not need it. Files in reading order:
 
     cost         predict the time of a forward: which backend, which segments, how many consumer warpgroups
@@ -10,6 +11,7 @@ This file imports no Triton, so that a CPU user does not need it. Files in readi
     gates        G and beta of many heads at once, in Triton
     solve/       A_inv and the factors of each chunk: one warp a CTA, persistent, in Gluon
     scan/        the state scan: outputs and final states, persistent and warp-specialised, in Gluon
+    backward/    the reverse state scan and the gradient kernel in Gluon, and the launches of a backward
     segments     cut long sequences: plan the segments, pass states from one to the next, in Triton
     gluon        names of Gluon in all supported versions of Triton, and `struct`
 """
@@ -23,7 +25,7 @@ import torch
 
 from gdn import settings
 from gdn.backends import triton
-from gdn.backends.backend import Saved
+from gdn.backends.backend import Gradients, Saved
 from gdn.backends.hopper import cost
 from gdn.problem import PrefillProblem, Problem
 
@@ -84,6 +86,14 @@ def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Te
     return found
 
 
+def _chunk_backward(
+    problem: Problem, saved: Saved, do: torch.Tensor | None, dS: torch.Tensor | None
+) -> Gradients:
+    found: Gradients
+    found = import_module("gdn.backends.hopper.backward.plan").chunk_backward(problem, saved, do, dS)
+    return found
+
+
 def _prefill(problem: PrefillProblem) -> None:
     # the gather from the pool and the scatter into it are `triton`'s; only the forward between them differs
     forward = import_module("gdn.backends.hopper.rule").forward
@@ -102,6 +112,7 @@ BACKEND = replace(
     name="hopper",
     refuses=refuses,
     chunk_forward=_chunk_forward,
+    chunk_backward=_chunk_backward,
     forward_launches=_forward_launches,
     prefill=_prefill,
 )

@@ -63,12 +63,13 @@ def align(p: Problem) -> Problem:
     TMA needs addresses and strides that are multiples of 16 bytes. NVIDIA does not document strides of 0, so
     those are copied, too.
     """
-    q, k, v = _aligned(p.q), _aligned(p.k), _aligned(p.v)
+    q, k, v = make_aligned(p.q), make_aligned(p.k), make_aligned(p.v)
     # `layout_key` covers neither addresses nor the strides of copies: without it, launches are looked up anew
     return p if q is p.q and k is p.k and v is p.v else replace(p, layout_key=None, q=q, k=k, v=v)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def make_aligned(x: Tensor) -> Tensor:
+    """Return a tensor [B, T, heads, columns] where TMA can read it: itself, or a copy."""
     # clone, not contiguous(): an axis of one element is contiguous with any stride, and would not be copied
     return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 

@@ -153,10 +153,10 @@ def build_backward(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles)
         # partial sums of all chunks, added in a fixed order
         add = sums.add(d.entries, num_sums, p.HV, (0, 1), is_row_first=True)
     late = _late_specs(p, min(tiles.group, d.entries), None if is_in_dq else width)
-    return Backward(_backward_specs(p, d), late, d.launch, pairs, state, tuple(gradients), gates, add)
+    return Backward(backward_specs(p, d), late, d.launch, pairs, state, tuple(gradients), gates, add)
 
 
-def _backward_specs(p: Problem, d: Description) -> tuple[TensorSpec | None, ...]:
+def backward_specs(p: Problem, d: Description) -> tuple[TensorSpec | None, ...]:
     """Return the buffer specs of a backward, in the order of `Backward.specs`.
 
     P and its low half come last, because `chunk_backward` frees them first.

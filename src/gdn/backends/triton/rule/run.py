@@ -74,14 +74,13 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     """See `Backend`."""
     p = to_kernel_layout(problem)
     # what the forward did not keep in HBM is computed again
-    if saved.G is None or saved.A_inv is None or saved.S_in is None or _lacks_norms(p, saved):
+    if saved.G is None or saved.A_inv is None or saved.S_in is None or lacks_norms(p, saved):
         saved = forward(p, operand_dtype(p))[2]
     # a missing do counts as zero: the kernels have no path without it
     do = torch.zeros_like(p.v) if do is None else with_dense_rows(do.to(p.v.dtype))
     dS = None if dS is None else dS.contiguous()
     with device_guard(p.device):
-        key = (problem_key(p), do.stride(), None if dS is None else dS.dtype, *_dtypes(saved))
-        plan = _backwards.get(key, lambda: _first_backward(p, saved, do, dS))
+        plan = backward_plan(p, saved, do, dS)
         new = allocate(p.device, plan.specs)
         given = (*tensors_of(p), *saved, do, dS)
         plan.run([*given, *new])
@@ -93,6 +92,13 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     dq, dk, *_ = late
     assert dq is not None and dk is not None and dv is not None
     return Gradients(dq, dk, dv.to(p.v.dtype), dg, dbeta, dA_log, ddt_bias, dS0)
+
+
+def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
+    """Return the plan of a backward, from the cache or built."""
+    # keyed by layout and dtype only: the addresses of tensors are arguments of the launch
+    key = (problem_key(p), do.stride(), None if dS is None else dS.dtype, *_dtypes(saved))
+    return _backwards.get(key, lambda: _first_backward(p, saved, do, dS))
 
 
 def first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
@@ -134,7 +140,7 @@ def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> 
     return build_backward(p, do, description, choose.backward_tiles(p, gpu))
 
 
-def _lacks_norms(p: Problem, saved: Saved) -> bool:
+def lacks_norms(p: Problem, saved: Saved) -> bool:
     """Return True if the backward needs norms that the forward did not save."""
     return p.use_qk_l2norm_in_kernel and (saved.q_rstd is None or saved.k_rstd is None)
 

@@ -1,0 +1,73 @@
+"""Run the producer warp of the gradient kernel: issue the TMA loads of strips, heads and items."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.backward.factors import ROWS
+from gdn.backends.hopper.backward.shared import place_of, wait_empty
+from gdn.backends.hopper.factors import C
+from gdn.backends.hopper.gluon import mbarrier, tma_load
+from gdn.backends.hopper.scan.scheduler import STRIP
+
+
+@gluon.jit
+def load_items(w):
+    """Load the chunks of all items of this CTA, as far ahead as stages are empty.
+
+    The first head of an item is loaded before its q and k: these wait until the item before is done, and the
+    strips need not.
+    """
+    item_count = 0
+    head_count = 0
+    for item in range(gl.program_id(0), w.problem.items, gl.num_programs(0)):
+        place = place_of(item, w.problem)
+        if place.length > 0:
+            for j in range(w.problem.ratio):
+                load_head(w, place, j, head_count)
+                if j == 0:
+                    load_keys(w, place, item_count)
+                head_count += 1
+            item_count += 1
+
+
+@gluon.jit
+def load_head(w, place, j, count):
+    """Load A_inv and the factors of one value head, then its strips."""
+    head = place.key_head * w.problem.ratio + j
+    tile = place.chunk * w.problem.HV + head
+    stage = wait_empty(count, w.turns.head_empty)
+    ready = w.turns.head_full.index(stage)
+    mbarrier.expect(ready, w.inputs.A_inv.block_type.nbytes + w.inputs.factors.block_type.nbytes)
+    tma_load(w.inputs.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
+    tma_load(w.inputs.factors, [tile * ROWS, 0], ready, w.tiles.boxes.index(stage))
+    STRIPS: gl.constexpr = w.D // STRIP
+    for strip in range(STRIPS):
+        load_strip(w, place, head, tile, strip, count * STRIPS + strip)
+
+
+@gluon.jit
+def load_strip(w, place, head, tile, strip, count):
+    """Load 64 value columns of S, dS, v, do and dv (or dr)."""
+    x = w.inputs
+    stage = wait_empty(count, w.turns.empty)
+    ready = w.turns.full.index(stage)
+    BYTES: gl.constexpr = 2 * x.S.block_type.nbytes + 3 * x.v.block_type.nbytes
+    mbarrier.expect(ready, BYTES)
+    corner = [place.row, place.first, head, strip * STRIP]
+    tma_load(x.S, [tile * w.D, strip * STRIP], ready, w.tiles.S.index(stage))
+    tma_load(x.v, corner, ready, w.tiles.v.index(stage))
+    tma_load(x.dS, [tile * w.D, strip * STRIP], ready, w.tiles.dS.index(stage))
+    tma_load(x.d, corner, ready, w.tiles.d.index(stage))
+    tma_load(x.do, corner, ready, w.tiles.do.index(stage))
+
+
+@gluon.jit
+def load_keys(w, place, count):
+    """Load q and k of an item, 64 keys each."""
+    stage = wait_empty(count, w.turns.keys_empty)
+    ready = w.turns.keys_full.index(stage)
+    mbarrier.expect(ready, 2 * (w.D // STRIP) * w.inputs.q.block_type.nbytes)
+    for i in gl.static_range(w.D // STRIP):
+        corner = [place.row, place.first, place.key_head, i * STRIP]
+        tma_load(w.inputs.k, corner, ready, w.tiles.k.index(0).slice(i * STRIP, STRIP, 3))
+        tma_load(w.inputs.q, corner, ready, w.tiles.q.index(0).slice(i * STRIP, STRIP, 3))

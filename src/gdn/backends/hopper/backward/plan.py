@@ -1,0 +1,222 @@
+"""Launch the chunked backward: the reverse state scan and the gradient kernel in Gluon, the rest in Triton.
+
+    table               Triton   packed sequences only: first token and length of each chunk
+    backward_factors    Triton   per-token factors of the Gluon kernels
+    reverse_scan        Gluon    dS of every chunk, dv, and the gradient of the initial state
+    gradients           Gluon    dq, dk, and the terms of the gates' gradients
+    gates_bwd, sums     Triton   dg, dbeta, dA_log, ddt_bias
+
+They take the place of Triton's `pairs`, `state_bwd`, `pairs_bwd` and `rows_bwd`, and P, E, F and v_new need
+no HBM. With HAS_SCAN off, Triton's `pairs` and `state_bwd` run instead of `reverse_scan`; the gradient kernel
+then reads dr, and stores dv.
+
+HBM bytes per token and value head, K = V = 128 in bf16, HV = 2 H: factors 50, scan 1440, gradients 2484,
+gates 50: 4024. Triton's backward: 7850.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.backends.backend import Gradients, Saved
+from gdn.backends.hopper import cost
+from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
+from gdn.backends.hopper.backward.gradients import gradients_kernel
+from gdn.backends.hopper.backward.scan import reverse_scan_kernel
+from gdn.backends.hopper.descriptors import FACTOR_ROWS, TOKENS, align, make_aligned, make_descriptor
+from gdn.backends.hopper.factors import MIN_G
+from gdn.backends.hopper.scan.operands import BF16_TILE
+from gdn.backends.triton import sums
+from gdn.backends.triton.launch import (
+    Launch,
+    PlanCache,
+    Step,
+    TensorSpec,
+    allocate,
+    device_guard,
+    tensor_spec,
+)
+from gdn.backends.triton.rule import build
+from gdn.backends.triton.rule import describe as rules
+from gdn.backends.triton.rule import run as chunked
+from gdn.backends.triton.rule.gates_bwd import gates_bwd_kernel
+from gdn.backends.triton.rule.launches import Backward
+from gdn.problem import CHUNK, RESET, Problem
+
+# Whether `hopper` runs this backward. It has not been measured on a GPU, so Triton's is used.
+IS_ON = False
+HAS_SCAN = True  # the reverse state scan in Gluon, not Triton's state pass
+HEADS = 8  # value heads of a program of backward_factors_kernel
+STRIP = 64  # value columns of a TMA block
+REGISTERS = {2: 128, 1: 120}  # maxnreg of the scan by consumers a CTA; warp_specialize distributes them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Hold the launches of one backward, and the specs of the tensors they write."""
+
+    before: Backward | None  # Triton's launches up to dr and dS, or None with a scan of our own
+    # dv, dg, dbeta, dS0, dS, dA_log, ddt_bias, partial, shares, table, P, P_rest
+    specs: tuple[TensorSpec | None, ...]
+    late: tuple[TensorSpec, ...]  # factors, dq, dk
+    table: Launch | None
+    factors: Launch
+    scan: Launch | None
+    gradients: Launch
+    gates: Launch
+    sums: Launch | None
+
+    def steps(
+        self, p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, new: list[Any], late: list[Any]
+    ) -> Iterator[Step]:
+        """Yield the launches in order; `new` and `late`: the tensors of `specs` and of `late`."""
+        dv, dg, dbeta, dinitial, dS, dA_log, ddt_bias, partial, shares, table, *_ = new
+        factors, dq, dk = late
+        assert saved.S_in is not None and saved.A_inv is not None
+        if self.table is not None:
+            yield self.table, (p.cu_seqlens, table)
+        yield self.factors, (p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, factors)
+        q_d, k_d, v_d, do_d, dv_d = (_tokens(x) for x in (p.q, p.k, p.v, do, dv))
+        S_d, dS_d = _states(saved.S_in), _states(dS)
+        A_inv_d = make_descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), BF16_TILE.value)
+        factors_d = make_descriptor(factors.view(-1, CHUNK), (ROWS.value, CHUNK), FACTOR_ROWS)
+        if self.scan is not None:
+            given: tuple[Any, ...] = (q_d, k_d, do_d, A_inv_d, factors_d, dS_d, _rows(dv))
+            yield self.scan, (*given, table, dfinal, dinitial, dv)
+        given = (q_d, k_d, v_d, do_d, dv_d, S_d, dS_d, A_inv_d, factors_d, _rows(dq), _rows(dk))
+        yield self.gradients, (*given, table, dq, dk, dv, shares)
+        gates = (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, shares)
+        yield self.gates, (*gates, dg, dbeta, partial)
+        if self.sums is not None:
+            yield self.sums, (partial, *((None, dA_log) if ddt_bias is None else (dA_log, ddt_bias)))
+
+
+_plans: PlanCache[Plan] = PlanCache()
+
+
+def _tokens(x: Tensor) -> Any:
+    """Return the TMA descriptor that loads 64 tokens and 64 columns of [B, T, heads, columns]."""
+    return make_descriptor(x, (1, CHUNK, 1, STRIP), TOKENS)
+
+
+def _states(x: Tensor) -> Any:
+    """Return the TMA descriptor that moves all keys and 64 value columns of the states of chunks."""
+    return make_descriptor(x.view(-1, x.shape[-1]), (x.shape[-2], STRIP), BF16_TILE.value)
+
+
+def _rows(x: Tensor) -> Any:
+    """Return the TMA descriptor that stores 64 tokens and 64 columns of a contiguous tensor."""
+    return make_descriptor(x.view(-1, x.shape[-1] * x.shape[-2]), (CHUNK, STRIP), BF16_TILE.value)
+
+
+def lacks(p: Problem, saved: Saved) -> str | None:
+    """Return why this backward does not support a problem, or None if it does."""
+    if not IS_ON:
+        return "expected the Gluon backward to be on"
+    if p.K != 2 * STRIP or p.V != p.K or p.q.dtype != torch.bfloat16:
+        return f"expected K = V = 128 in bf16, got K={p.K}, V={p.V}, {p.q.dtype}"
+    if any(x is not None and x.dtype != torch.bfloat16 for x in (saved.A_inv, saved.S_in)):
+        return "expected A_inv and the states to be saved in bf16"
+    if p.q.numel() == 0 or p.N == 0:
+        return "expected tokens"
+    return None
+
+
+def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Tensor | None) -> Gradients:
+    """Implement `Backend.chunk_backward`; fall back to Triton's where `lacks` has a reason."""
+    if lacks(problem, saved) is not None:
+        return chunked.chunk_backward(problem, saved, do, dfinal)
+    p = align(rules.to_kernel_layout(problem))
+    if saved.G is None or saved.A_inv is None or saved.S_in is None or chunked.lacks_norms(p, saved):
+        saved = chunked.forward(p, rules.operand_dtype(p))[2]
+    do = torch.zeros_like(p.v) if do is None else make_aligned(rules.with_dense_rows(do.to(p.v.dtype)))
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    with device_guard(p.device):
+        plan = _plan_of(p, saved, do, dfinal)
+        new = allocate(p.device, plan.specs)
+        if plan.before is not None:
+            plan.before.run([*rules.tensors_of(p), *saved, do, dfinal, *new])
+        # free P and P_rest before dq and dk are allocated: this lowers peak memory
+        del new[-2:]
+        late = allocate(p.device, plan.late)
+        for launch, tensors in plan.steps(p, saved, do, dfinal, new, late):
+            launch(*tensors)
+    dv, dg, dbeta, dinitial, _, dA_log, ddt_bias, *_ = new
+    _, dq, dk = late
+    assert dq is not None and dk is not None and dv is not None
+    return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
+
+
+def _plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Plan:
+    before = None if HAS_SCAN else chunked.backward_plan(p, saved, do, dfinal)
+    consumers = consumers_of(p)
+    key = (rules.problem_key(p), do.stride(), dfinal is None, HAS_SCAN, consumers)
+    return _plans.get(key, lambda: _plan(p, before, consumers))
+
+
+def consumers_of(p: Problem) -> int:
+    """Return the consumer warpgroups of a CTA of the scan: one if two CTAs a head fit the SMs."""
+    return 1 if cost.num_sms(p.device) >= 2 * p.N * p.HV else 2
+
+
+def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
+    a = rules.describe(p)
+    numbers = rules.shape_scalars(p)
+    specs = build.backward_specs(p, a)
+    num_sms = cost.num_sms(p.device)
+    factors = Launch(
+        backward_factors_kernel,
+        a.entries * -(-p.HV // HEADS),
+        (*rules.gate_strides(p.beta), *numbers, p.scale),
+        {"C": CHUNK, "BH": HEADS, **a.activation, "RESET": MIN_G},
+        4,
+    )
+    # both Gluon kernels are persistent: 1 CTA an SM, as a CTA takes nearly all of an SM's shared memory
+    scan = None
+    if before is None:
+        items = p.N * p.HV * (p.V // STRIP // consumers)
+        scan = Launch(
+            reverse_scan_kernel,
+            min(items, num_sms),
+            (*numbers, a.entries, items),
+            {"V_FIRST": p.state_v_first, "CHAINS": consumers, "D": p.K},
+            4,
+            options={"maxnreg": REGISTERS[consumers]},
+            num_descriptors=7,
+            seconds=4.0,
+        )
+        # P and its low half stay in shared memory
+        specs = (*specs[:-2], None, None)
+    items = a.entries * p.H
+    gradients = Launch(
+        gradients_kernel,
+        min(items, num_sms),
+        (*numbers, items),
+        {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": before is not None, "D": p.K},
+        4,
+        options={"maxnreg": 168},
+        num_descriptors=11,
+        seconds=4.0,
+    )
+    strips = 1 if before is None else before.gates.scalars[-1]
+    gates = Launch(
+        gates_bwd_kernel,
+        a.entries * p.HV,
+        (*rules.gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1], strips),
+        {"C": CHUNK, **a.activation, "RESET": RESET},
+        1,
+    )
+    add = None
+    if p.A_log is not None:
+        # partial sums of all chunks, added in a fixed order
+        add = sums.add(a.entries, 1 if p.dt_bias is None else 2, p.HV, (0, 1), is_row_first=True)
+    late = (
+        tensor_spec((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
+        tensor_spec(p.q.shape, p.q.dtype),
+        tensor_spec(p.k.shape, p.k.dtype),
+    )
+    table = a.launch if before is None else None
+    return Plan(before, specs, late, table, factors, scan, gradients, gates, add)

@@ -1,0 +1,201 @@
+"""Run the row warpgroup of the gradient kernel: dq and dk, added up over value heads in registers.
+
+    dq = scale e^G do S^T + E k;   dk = w dS^T - e^G dv S^T + E^T q + (F + F^T) k
+    entering += scale e^G <do, q S>;   through = <S, dS>
+
+The factors of do and dv are multiplied in before the MMA, so that it adds to dq and dk themselves. With
+l2norm the gradient x' of a raw row x is x' - x <x, x'> / <x, x>, with x' as it would be without a norm of x.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.backward.factors import INTO, READ
+from gdn.backends.hopper.backward.shared import arrive, factor, gains, place_of, wait_full, zero_of
+from gdn.backends.hopper.factors import C
+from gdn.backends.hopper.gluon import (
+    fence_async_shared,
+    opaque,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from gdn.backends.hopper.scan.operands import A_OPERAND, ACC_STATE, ACC_TOKENS, PER_ROW, TOKEN_ROWS
+from gdn.backends.hopper.scan.scheduler import STRIP
+from gdn.backends.triton.rule.pairs import ENTERING, THROUGH
+from gdn.backends.triton.rule.pairs import ROWS as SHARES
+
+PIECE = gl.constexpr(32)  # rows of S and dS that are multiplied at once for <S, dS>
+
+
+@gluon.jit
+def compute_rows(w):
+    """Run the row warpgroup over all items of this CTA."""
+    item_count = 0
+    head_count = 0
+    for item in range(gl.program_id(0), w.problem.items, gl.num_programs(0)):
+        place = place_of(item, w.problem)
+        if place.length > 0:
+            wait_full(item_count, w.turns.keys_full)
+            over_item(w, place, item_count, head_count)
+            head_count += w.problem.ratio
+            item_count += 1
+        elif place.length < 0:
+            clear_rows(w, place)
+    # shared memory must outlive the last TMA store that reads it
+    tma_store_wait(0)
+
+
+@gluon.jit
+def over_item(w, place, item_count, head_count):
+    """Compute dq and dk of one chunk and key head, and store them."""
+    q = w.tiles.q.index(0).reshape([C, w.D])
+    k = w.tiles.k.index(0).reshape([C, w.D])
+    if place.length < C:
+        # E^T q and the like sum over tokens: zero the rows past the end. The value warpgroup's MMAs may read
+        # them at the same time, but use none of them.
+        is_token = (opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS))) < place.length)[:, None]
+        q.store(gl.where(is_token, q.load(TOKEN_ROWS), 0.0))
+        k.store(gl.where(is_token, k.load(TOKEN_ROWS), 0.0))
+        fence_async_shared()
+    dq = gl.zeros((C, w.D), gl.float32, ACC_STATE)
+    dk = gl.zeros((C, w.D), gl.float32, ACC_STATE)
+    for n in range(w.problem.ratio):
+        dq, dk = over_head(w, place, place.key_head * w.problem.ratio + n, head_count + n, dq, dk)
+    if w.NORM:
+        dq = subtract_along(q, dq)
+        dk = subtract_along(k, dk)
+    # the producer may load the next q and k; E's and F's shared memory holds dq, then dk
+    fence_async_shared()
+    arrive(item_count, w.turns.keys_empty)
+    store_rows(w, place, dq, w.out.dq_d, w.out.dq_ptr)
+    store_rows(w, place, dk, w.out.dk_d, w.out.dk_ptr)
+    fence_async_shared()
+    arrive(head_count + w.problem.ratio - 1, w.turns.pairs_empty)
+
+
+@gluon.jit
+def over_head(w, place, head, count, dq, dk):
+    """Add one value head to dq and dk."""
+    tiles = w.tiles
+    stage = wait_full(count, w.turns.head_full)
+    entering = gl.zeros((C,), gl.float32, PER_ROW)
+    through = gl.zeros((PIECE, STRIP), gl.float32, TOKEN_ROWS)
+    STRIPS: gl.constexpr = w.D // STRIP
+    for strip in range(STRIPS):
+        dq, dk, entering, through = over_strip(w, stage, count * STRIPS + strip, dq, dk, entering, through)
+    entering = entering * factor(tiles, stage, READ, PER_ROW)
+    fence_async_shared()
+    arrive(count, w.turns.head_empty)
+    zero = zero_of(count)
+    q = tiles.q.index(zero).reshape([C, w.D])
+    k = tiles.k.index(zero).reshape([C, w.D])
+    wait_full(count, w.turns.pairs_full)
+    E = tiles.pairs.index(zero)
+    F = tiles.pairs.index(zero + 1)
+    dq = warpgroup_mma(E, k, dq, is_async=True)
+    dk = warpgroup_mma(E.permute((1, 0)), q, dk, is_async=True)
+    dk = warpgroup_mma(F, k, dk, is_async=True)
+    dk = warpgroup_mma(F.permute((1, 0)), k, dk, is_async=True)
+    tile = (place.chunk * w.problem.HV + head).to(gl.int64)
+    shares = w.out.shares_ptr + tile * (SHARES * C)
+    i = opaque(gl.arange(0, C, PER_ROW))
+    entering += tiles.entering.load(PER_ROW)
+    gl.store(shares + ENTERING * C + i, entering, mask=i < place.length)
+    if not w.GIVEN_DR:
+        gl.store(shares + (THROUGH * C + 1), gl.sum(gl.sum(through, 1), 0))
+    dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
+    if (count + 1) % w.problem.ratio != 0:
+        # after the last head the same shared memory holds dq and dk first
+        fence_async_shared()
+        arrive(count, w.turns.pairs_empty)
+    return dq, dk
+
+
+@gluon.jit
+def over_strip(w, head_stage, count, dq, dk, entering, through):
+    """Add 64 value columns of a head to dq, dk and the gate terms."""
+    tiles = w.tiles
+    stage = wait_full(count, w.turns.full)
+    zeros = gl.zeros((C, STRIP), gl.float32, ACC_TOKENS)
+    S = tiles.S.index(stage)
+    dS = tiles.dS.index(stage)
+    q = tiles.q.index(zero_of(count)).reshape([C, w.D])
+    qS = warpgroup_mma(q, S, zeros, use_acc=False, is_async=True)
+    _, gain, _ = gains(tiles, head_stage, w.GIVEN_DR)
+    gain = gain * factor(tiles, head_stage, INTO, PER_ROW)
+    d = tiles.d.index(stage).reshape([C, STRIP]).load(ACC_TOKENS).to(gl.float32)
+    scaled = (d * gain[:, None]).to(gl.bfloat16)
+    dk = warpgroup_mma(gl.convert_layout(scaled, A_OPERAND), S.permute((1, 0)), dk, is_async=True)
+    # the MMA of dk may still run on the tensor cores
+    qS = warpgroup_mma_wait(1, deps=(qS,))
+    do = tiles.do.index(stage).reshape([C, STRIP]).load(ACC_TOKENS).to(gl.float32)
+    entering += gl.sum(do * qS, 1)
+    scaled = (do * factor(tiles, head_stage, READ, PER_ROW)[:, None]).to(gl.bfloat16)
+    dq = warpgroup_mma(gl.convert_layout(scaled, A_OPERAND), S.permute((1, 0)), dq, is_async=True)
+    w_stage = wait_full(count, w.turns.w_full)
+    dk = warpgroup_mma(tiles.w.index(w_stage), dS.permute((1, 0)), dk, is_async=True)
+    if not w.GIVEN_DR:
+        # while the tensor cores multiply; Triton's state pass has stored <S, dS> with dS in fp32
+        through = add_through(S, dS, through, w.D)
+    dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
+    fence_async_shared()
+    arrive(count, w.turns.w_empty)
+    arrive(count, w.turns.empty)
+    return dq, dk, entering, through
+
+
+@gluon.jit
+def add_through(S, dS, through, D: gl.constexpr):
+    """Add the products of S and dS, 32 keys at a time."""
+    for n in gl.static_range(D // PIECE):
+        x = S.slice(n * PIECE, PIECE).load(TOKEN_ROWS).to(gl.float32)
+        through += x * dS.slice(n * PIECE, PIECE).load(TOKEN_ROWS).to(gl.float32)
+    return through
+
+
+@gluon.jit
+def subtract_along(x_tile, dx):
+    """Subtract from the gradients dx of raw rows x their part along x, as the adjoint of the norm does."""
+    x = x_tile.load(ACC_STATE).to(gl.float32)
+    along = gl.sum(x * dx, 1) / (gl.sum(x * x, 1) + 1e-6)
+    return dx - x * along[:, None]
+
+
+@gluon.jit
+def store_rows(w, place, x, x_d, x_ptr):
+    """Store the rows of dq or dk to HBM through shared memory: by TMA, or row by row in a ragged chunk."""
+    tma_store_wait(0)
+    half = gl.permute(gl.reshape(x.to(gl.bfloat16), (C, 2, STRIP)), (0, 2, 1))
+    left, right = gl.split(half)
+    w.tiles.pairs.index(0).store(gl.convert_layout(left, ACC_TOKENS))
+    w.tiles.pairs.index(1).store(gl.convert_layout(right, ACC_TOKENS))
+    token = place.row * w.problem.T + place.first
+    if place.length < C:
+        i = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))[:, None]
+        j = gl.arange(0, STRIP, gl.SliceLayout(0, TOKEN_ROWS))[None, :]
+        num_heads = w.problem.HV // w.problem.ratio
+        where = x_ptr + ((token + i).to(gl.int64) * num_heads + place.key_head) * w.D + j
+        for n in gl.static_range(w.D // STRIP):
+            rows = w.tiles.pairs.index(n).load(TOKEN_ROWS)
+            gl.store(where + n * STRIP, rows, mask=i < place.length)
+    else:
+        fence_async_shared()
+        for n in gl.static_range(w.D // STRIP):
+            tma_store(x_d, [token, place.key_head * w.D + n * STRIP], w.tiles.pairs.index(n))
+        tma_store_wait(0)
+
+
+@gluon.jit
+def clear_rows(w, place):
+    """Store zeros to dq and dk at tokens of no sequence."""
+    i = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))[:, None]
+    j = gl.arange(0, STRIP, gl.SliceLayout(0, TOKEN_ROWS))[None, :]
+    none = gl.zeros((C, STRIP), gl.bfloat16, TOKEN_ROWS)
+    token = place.row.to(gl.int64) * w.problem.T + place.first
+    num_heads = w.problem.HV // w.problem.ratio
+    rows = ((token + i) * num_heads + place.key_head) * w.D
+    for strip in gl.static_range(w.D // STRIP):
+        gl.store(w.out.dq_ptr + (rows + strip * STRIP + j), none, mask=i < -place.length)
+        gl.store(w.out.dk_ptr + (rows + strip * STRIP + j), none, mask=i < -place.length)

@@ -1,0 +1,128 @@
+"""Scan the gradient of the state backwards through the chunks of each sequence: dS of every chunk, and dv.
+
+    dv_new = P^T do + e^(G_C - G) k dS;   dv = beta A_inv^T dv_new
+    dS <- e^(G_C) dS + (scale e^G q)^T do - (e^G k)^T dv
+
+The mirror of the forward's state scan: persistent and warp-specialised, dS^T in registers in fp32.
+
+    load_chunks     producer warp, 1 warp: the TMA loads of each chunk
+    compute_scores  score warpgroup, 4 warps: P for every consumer
+    consume         consumer warpgroup, 4 warps, once or twice: 64 value rows of dS^T
+
+HBM bytes per token and value head at K = V = 128 in bf16, HV = 2 H: q, k 256, do 256, A_inv 128, factors 32;
+dS 512, dv 256: 1440. MMAs of 64 x 64 x 128 per chunk and value head: 1 for P, 15 of the consumers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.backward.factors import ROWS
+from gdn.backends.hopper.backward.scan_consumer import consume
+from gdn.backends.hopper.backward.scan_scores import compute_scores
+from gdn.backends.hopper.backward.scan_shared import (
+    Scan,
+    ScanInputs,
+    ScanOutputs,
+    ScanTiles,
+    ScanTurns,
+    Sequences,
+    chunks_in,
+    item_of,
+)
+from gdn.backends.hopper.backward.shared import wait_empty
+from gdn.backends.hopper.factors import C
+from gdn.backends.hopper.gluon import fence_async_shared, kernel, mbarrier, recast, tma_load
+from gdn.backends.hopper.scan.operands import BF16_TILE
+from gdn.backends.hopper.scan.scheduler import STRIP
+
+
+@gluon.jit
+def load_chunks(w):
+    """Run the producer warp: load the chunks of all work items of this CTA, last chunk of an item first."""
+    at = 0
+    for number in range(gl.program_id(0), w.sequences.items, gl.num_programs(0)):
+        item = item_of(number, w)
+        chunks = chunks_in(item)
+        for i in range(chunks):
+            load_chunk(w, item, chunks - 1 - i, at + i)
+        at += chunks
+
+
+@gluon.jit
+def load_chunk(w, item, c, i):
+    """Wait until the stage of the CTA's chunk i is empty, then issue its TMA loads."""
+    x = w.inputs
+    stage = wait_empty(i, w.turns.empty)
+    ready = w.turns.full.index(stage)
+    BYTES: gl.constexpr = (
+        2 * (w.D // STRIP) * x.q.block_type.nbytes + w.CHAINS * x.do.block_type.nbytes
+        + x.A_inv.block_type.nbytes + x.factors.block_type.nbytes
+    )  # fmt: skip
+    mbarrier.expect(ready, BYTES)
+    token = item.first + c * C
+    tile = (item.chunk + c) * w.sequences.HV + item.head
+    key_head = item.head // w.sequences.ratio
+    for n in gl.static_range(w.D // STRIP):
+        corner = [item.row, token, key_head, n * STRIP]
+        tma_load(x.k, corner, ready, w.tiles.k.index(stage).slice(n * STRIP, STRIP, 3))
+    tma_load(x.factors, [tile * ROWS, 0], ready, w.tiles.boxes.index(stage))
+    for n in gl.static_range(w.D // STRIP):
+        corner = [item.row, token, key_head, n * STRIP]
+        tma_load(x.q, corner, ready, w.tiles.q.index(stage).slice(n * STRIP, STRIP, 3))
+    for n in gl.static_range(w.CHAINS):
+        corner = [item.row, token, item.head, (item.strip + n) * STRIP]
+        tma_load(x.do, corner, ready, w.tiles.do.index(w.CHAINS * stage + n))
+    tma_load(x.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
+
+
+@kernel
+def reverse_scan_kernel(
+    q_d, k_d, do_d, A_inv_d, factors_d, dS_d, dv_d,
+    table_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, T, HV, ratio, chunks_per_row, bound, items,
+    V_FIRST: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    # One CTA: work items b, b + grid, ...: 64 or 128 value rows of dS^T through all chunks, and their dv.
+    # Grid: min(work items, SMs), persistent, 1 CTA an SM.
+    # Warps: 4 for each of CHAINS consumers, 4 for scores, 1 producer.
+    # Shared memory: STAGES stages of q, k, do, A_inv, factors and P (hi and lo); dS and dv of each consumer.
+    # The producer fills a stage by TMA. The score warpgroup reads q, k and factors, and writes P. A consumer
+    # reads all of the stage, and stores dS and dv by TMA, dinitial from registers.
+    # mbarriers: full[s], 1 arrival by the producer and its TMA bytes; P_full[s], 1 by the score warpgroup;
+    # empty[s], 1 + CHAINS by the score warpgroup and each consumer.
+    STAGES: gl.constexpr = 2 if CHAINS == 2 else 3
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    boxes = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, C], factors_d.layout)
+    tiles = ScanTiles(
+        q=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout),
+        k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout),
+        do=gl.allocate_shared_memory(gl.bfloat16, [CHAINS * STAGES, 1, C, 1, STRIP], q_d.layout),
+        A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], BF16_TILE),
+        boxes=boxes,
+        factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], factors_d.layout),
+        P=gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, C, C], BF16_TILE),
+        dS=gl.allocate_shared_memory(gl.bfloat16, [CHAINS, D, STRIP], BF16_TILE),
+        dv=gl.allocate_shared_memory(gl.bfloat16, [CHAINS, C, STRIP], BF16_TILE),
+    )
+    turns = ScanTurns(
+        full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        P_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+    )
+    for i in gl.static_range(STAGES):
+        mbarrier.init(turns.full.index(i), count=1)
+        mbarrier.init(turns.empty.index(i), count=1 + CHAINS)
+        mbarrier.init(turns.P_full.index(i), count=1)
+    # mbarriers are initialised in the generic proxy; TMA arrives on them in the async proxy
+    fence_async_shared()
+    inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
+    out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr)
+    sequences = Sequences(table_ptr, T, HV, ratio, chunks_per_row, bound, items)
+    w = Scan(inputs, out, tiles, turns, sequences, V_FIRST, CHAINS, D)
+    # registers of the first consumer: what the others leave of 512 (maxnreg 128 x 4), or of 360 (120 x 3)
+    if CHAINS == 1:
+        gl.warp_specialize([(consume, (0, w)), (compute_scores, (w,)), (load_chunks, (w,))], [4, 1], [88, 24])
+    else:
+        gl.warp_specialize(
+            [(consume, (0, w)), (consume, (1, w)), (compute_scores, (w,)), (load_chunks, (w,))],
+            [4, 4, 1], [200, 88, 24],
+        )  # fmt: skip

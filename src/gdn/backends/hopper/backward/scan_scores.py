@@ -1,0 +1,53 @@
+"""Run the score warpgroup of the reverse state scan: P of each chunk, as split bf16, for every consumer.
+
+    P_ij = scale e^(G_i - G_j) <q_i, k_j> for j <= i
+
+Rounding P once would cause half of dbeta's error where little passes through the state.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.backward.factors import DECAY, FROM, Q_SCALE
+from gdn.backends.hopper.backward.scan_shared import chunks_in, item_of
+from gdn.backends.hopper.backward.shared import arrive, factor, split_bf16, wait_full
+from gdn.backends.hopper.factors import C
+from gdn.backends.hopper.gluon import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from gdn.backends.hopper.scan.operands import ACC_TOKENS, PER_COLUMN, PER_ROW
+
+
+@gluon.jit
+def compute_scores(w):
+    """Run the score warpgroup over all work items of this CTA."""
+    at = 0
+    for number in range(gl.program_id(0), w.sequences.items, gl.num_programs(0)):
+        item = item_of(number, w)
+        chunks = chunks_in(item)
+        for i in range(chunks):
+            over_chunk(w, at + i, item.length - (chunks - 1 - i) * C)
+        at += chunks
+
+
+@gluon.jit
+def over_chunk(w, i, left):
+    """Compute P of the CTA's chunk i; only its first `left` tokens are the sequence's."""
+    zeros = gl.zeros((C, C), gl.float32, ACC_TOKENS)
+    stage = wait_full(i, w.turns.full)
+    q = w.tiles.q.index(stage).reshape([C, w.D])
+    k = w.tiles.k.index(stage).reshape([C, w.D])
+    qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    rows = gl.arange(0, C, PER_ROW)
+    columns = gl.arange(0, C, PER_COLUMN)
+    # while the tensor cores multiply: one exponential a pair
+    decay = (
+        factor(w.tiles, stage, DECAY, PER_ROW)[:, None] - factor(w.tiles, stage, FROM, PER_COLUMN)[None, :]
+    )
+    scale = gl.exp2(decay) * factor(w.tiles, stage, Q_SCALE, PER_ROW)[:, None]
+    is_kept = (columns[None, :] <= rows[:, None]) & (rows < left)[:, None]
+    hi, lo = split_bf16(gl.where(is_kept, warpgroup_mma_wait(0, deps=(qk,)) * scale, 0.0))
+    # P needs no `empty` barrier of its own: full[s] completes only after each consumer has released the stage
+    w.tiles.P.index(2 * stage).store(hi)
+    w.tiles.P.index(2 * stage + 1).store(lo)
+    fence_async_shared()
+    arrive(i, w.turns.P_full)
+    arrive(i, w.turns.empty)

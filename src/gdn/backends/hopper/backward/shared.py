@@ -1,0 +1,194 @@
+"""Define what the partitions of the gradient kernel share: structs, barriers' order, rows of factors.
+
+A CTA takes items (chunk, key head) b, b + grid, ...; an item has `ratio` value heads, a head two strips of
+64 value columns. Each partition counts them by itself, as items are known without a scheduler.
+"""
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.backward.factors import BETA, ROWS
+from gdn.backends.hopper.factors import C
+from gdn.backends.hopper.gluon import mbarrier, struct
+from gdn.backends.hopper.scan.operands import PER_ROW
+from gdn.backends.hopper.scan.scheduler import stage_and_phase
+
+# below this beta the state scan stores dr = dv / beta in the place of dv, which bf16 would not hold
+TINY = gl.constexpr(2.0**-100)
+
+
+@struct
+class Inputs:
+    """Hold the TMA descriptors of what the gradient kernel loads."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    d: Any  # dv, or dr
+    S: Any
+    dS: Any
+    A_inv: Any
+    factors: Any
+
+
+@struct
+class Outputs:
+    """Hold the TMA descriptors and pointers of what the gradient kernel stores."""
+
+    dq_d: Any
+    dk_d: Any
+    dq_ptr: Any
+    dk_ptr: Any
+    dv_ptr: Any
+    shares_ptr: Any
+
+
+@struct
+class Tiles:
+    """Hold the shared memory of a CTA: two stages of strips and of heads, one of everything else."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    d: Any
+    S: Any
+    dS: Any
+    A_inv: Any
+    boxes: Any  # factors, as one TMA load writes them
+    factors: Any  # the same, row by row
+    parts: Any  # the value warpgroup's own: hi and lo of u, then of v_new
+    w: Any  # OUT v_new, from the value to the row warpgroup
+    pairs: Any  # E and F of a head, from the value to the row warpgroup; later dq and dk for TMA
+    ones: Any  # 1 above the diagonal
+    entering: Any  # gate terms of a head, from the value to the row warpgroup
+
+
+@struct
+class Turns:
+    """Hold the mbarriers, by the shared memory that they protect."""
+
+    full: Any  # a strip
+    empty: Any
+    head_full: Any
+    head_empty: Any
+    keys_full: Any  # q and k of an item
+    keys_empty: Any
+    w_full: Any
+    w_empty: Any
+    pairs_full: Any
+    pairs_empty: Any
+
+
+@struct
+class Problem:
+    """Hold the numbers of a problem that a partition needs."""
+
+    table_ptr: Any
+    T: Any
+    HV: Any
+    ratio: Any
+    chunks_per_row: Any
+    items: Any
+
+
+@struct
+class Work:
+    """Hold everything that a partition of the gradient kernel gets."""
+
+    inputs: Inputs
+    out: Outputs
+    tiles: Tiles
+    turns: Turns
+    problem: Problem
+    NORM: Any  # l2norm in the kernel
+    GIVEN_DR: Any  # `d` is dr everywhere
+    D: Any
+
+
+@struct
+class Place:
+    """Hold where an item lies: row, first token in it, tokens of its sequence, chunk, key head."""
+
+    row: Any
+    first: Any
+    length: Any  # below 0: tokens of no sequence; 0: nothing
+    chunk: Any
+    key_head: Any
+
+
+@gluon.jit
+def place_of(item, problem):
+    """Return the place of an item: see `triton.chunks.locate`."""
+    num_heads = problem.HV // problem.ratio
+    chunk = item // num_heads
+    key_head = item % num_heads
+    if problem.table_ptr is None:
+        first = chunk % problem.chunks_per_row * C
+        return Place(
+            chunk // problem.chunks_per_row, first, gl.minimum(problem.T - first, C), chunk, key_head
+        )
+    else:
+        entry = problem.table_ptr + 2 * chunk
+        return Place(chunk * 0, gl.load(entry), gl.load(entry + 1), chunk, key_head)
+
+
+@gluon.jit
+def zero_of(count):
+    """Return 0, which the compiler does not know, from a counter.
+
+    Of shared memory that has one buffer the compiler would make all WGMMA descriptors before the loops, two
+    registers for each 16 columns, and hold or spill them. Indexed by this they are made where they are used.
+    """
+    return count >> 30
+
+
+@gluon.jit
+def wait_full(i, barriers):
+    """Wait until the stage of i is filled, and return the stage."""
+    stage, phase = stage_and_phase(i, barriers)
+    mbarrier.wait(barriers.index(stage), phase)
+    return stage
+
+
+@gluon.jit
+def wait_empty(i, barriers):
+    """Wait until the stage of i has been released, and return the stage; the first pass does not block."""
+    stage, phase = stage_and_phase(i, barriers)
+    mbarrier.wait(barriers.index(stage), phase ^ 1)
+    return stage
+
+
+@gluon.jit
+def arrive(i, barriers):
+    """Arrive once at the barrier of i's stage."""
+    stage, _ = stage_and_phase(i, barriers)
+    mbarrier.arrive(barriers.index(stage), count=1)
+
+
+@gluon.jit
+def factor(tiles, stage, ROW: gl.constexpr, layout: gl.constexpr):
+    """Load one row of a head's factors [C] from shared memory."""
+    return tiles.factors.index(ROWS * stage + ROW).reshape([C]).load(layout)
+
+
+@gluon.jit
+def gains(tiles, stage, GIVEN_DR: gl.constexpr):
+    """Return beta, and by what `d` is multiplied for dv and for dr."""
+    beta = factor(tiles, stage, BETA, PER_ROW)
+    if GIVEN_DR:
+        return beta, beta, beta * 0.0 + 1.0
+    else:
+        is_dr = gl.abs(beta) < TINY
+        return beta, gl.where(is_dr, beta, 1.0), 1.0 / gl.where(is_dr, 1.0, beta)
+
+
+@gluon.jit
+def split_bf16(x):
+    """Split fp32 x into hi + lo in bf16. hi is rounded, so that it may be used alone."""
+    # rounded by integers: ptxas would convert a rounded value back to fp32 with F2F, eight cycles a warp
+    hi = ((x.to(gl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(gl.float32, bitcast=True)
+    return hi.to(gl.bfloat16), (x - hi).to(gl.bfloat16)

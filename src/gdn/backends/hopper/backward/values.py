@@ -1,0 +1,212 @@
+"""Run the value warpgroup of the gradient kernel: v_new, E and F of each value head, and gate terms.
+
+    X = v - e^G k S;   u = beta X;   v_new = A_inv u;   w = e^(G_C - G) v_new
+    E_ij = scale D_ij <do_i, v_new_j>, j <= i;   F_ij = -D_ij <dv_i, v_new_j>, j < i;   D_ij = e^(G_i - G_j)
+    dbeta = <dr, v_new> / beta, or <dr, X> + row sums of F kk / beta where beta is small
+    crossing_t = sum_{i >= t > j} (E qk + F kk)_ij;   leaving = <w, k dS>;   entering = -e^G <dv, k S>
+
+w goes to the row warpgroup for dk; E and F, with both norms in them, for dq and dk.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.backward.factors import DECAY, FROM, INTO, K_RSTD, OUT, Q_SCALE
+from gdn.backends.hopper.backward.shared import (
+    TINY,
+    arrive,
+    factor,
+    gains,
+    place_of,
+    split_bf16,
+    wait_empty,
+    wait_full,
+    zero_of,
+)
+from gdn.backends.hopper.factors import C
+from gdn.backends.hopper.gluon import fence_async_shared, opaque, warpgroup_mma, warpgroup_mma_wait
+from gdn.backends.hopper.scan.operands import A_OPERAND, ACC_TOKENS, PER_COLUMN, PER_ROW, TOKEN_ROWS
+from gdn.backends.hopper.scan.scheduler import STRIP
+from gdn.backends.triton.rule.gradients import SMALL
+from gdn.backends.triton.rule.pairs import CROSSING, DBETA, LEAVING
+from gdn.backends.triton.rule.pairs import ROWS as SHARES
+
+
+@gluon.jit
+def compute_values(w):
+    """Run the value warpgroup over all items of this CTA."""
+    i = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, TOKEN_ROWS))[None, :]
+    w.tiles.ones.index(0).store((i < j).to(gl.bfloat16))
+    fence_async_shared()
+    item_count = 0
+    head_count = 0
+    for item in range(gl.program_id(0), w.problem.items, gl.num_programs(0)):
+        place = place_of(item, w.problem)
+        if place.length > 0:
+            wait_full(item_count, w.turns.keys_full)
+            for n in range(w.problem.ratio):
+                over_head(w, place, place.key_head * w.problem.ratio + n, head_count)
+                head_count += 1
+            fence_async_shared()
+            arrive(item_count, w.turns.keys_empty)
+            item_count += 1
+        elif place.length < 0:
+            clear_values(w, place)
+
+
+@gluon.jit
+def over_head(w, place, head, count):
+    """Compute one value head: its strips, then E, F and the gate terms."""
+    stage = wait_full(count, w.turns.head_full)
+    E = gl.zeros((C, C), gl.float32, ACC_TOKENS)
+    F = gl.zeros((C, C), gl.float32, ACC_TOKENS)
+    whole = gl.zeros((C,), gl.float32, PER_ROW)
+    apart = gl.zeros((C,), gl.float32, PER_ROW)
+    entering = gl.zeros((C,), gl.float32, PER_ROW)
+    leaving = gl.zeros((C,), gl.float32, PER_ROW)
+    STRIPS: gl.constexpr = w.D // STRIP
+    for strip in range(STRIPS):
+        E, F, whole, apart, entering, leaving = over_strip(
+            w, place, head, strip, stage, count * STRIPS + strip, E, F, whole, apart, entering, leaving
+        )
+    finish_head(w, place, head, stage, count, E, F, whole, apart, entering, leaving)
+
+
+@gluon.jit
+def over_strip(w, place, head, strip, head_stage, count, E, F, whole, apart, entering, leaving):
+    """Add 64 value columns to E, F and the gate terms; publish w of these columns."""
+    tiles = w.tiles
+    stage = wait_full(count, w.turns.full)
+    is_token = opaque(gl.arange(0, C, PER_ROW)) < place.length
+    zeros = gl.zeros((C, STRIP), gl.float32, ACC_TOKENS)
+    zero = zero_of(count)
+    k = tiles.k.index(zero).reshape([C, w.D])
+    kS = warpgroup_mma(k, tiles.S.index(stage), zeros, use_acc=False, is_async=True)
+    d_tile = tiles.d.index(stage).reshape([C, STRIP])
+    d = d_tile.load(ACC_TOKENS).to(gl.float32)
+    v = tiles.v.index(stage).reshape([C, STRIP]).load(ACC_TOKENS).to(gl.float32)
+    beta, gain, _ = gains(tiles, head_stage, w.GIVEN_DR)
+    kS = warpgroup_mma_wait(0, deps=(kS,)) * factor(tiles, head_stage, INTO, PER_ROW)[:, None]
+    entering += gl.sum(d * kS, 1)
+    X = v + kS
+    apart += gl.sum(d * X, 1)
+    # rows past the end are another sequence's, and may be NaN: A_inv would spread them
+    u = gl.where(is_token[:, None], beta[:, None] * X, 0.0)
+    put_parts(w, u, zero)
+    A_inv = tiles.A_inv.index(head_stage)
+    v_new = warpgroup_mma(A_inv, tiles.parts.index(zero), u, is_async=True)
+    v_new = warpgroup_mma(A_inv, tiles.parts.index(zero + 1), v_new, is_async=True)
+    # not with k S: the registers of both, of E and F and of u would be more than there are
+    kdS = warpgroup_mma(k, tiles.dS.index(stage), zeros, use_acc=False, is_async=True)
+    v_new, kdS = warpgroup_mma_wait(0, deps=(v_new, kdS))
+    whole += gl.sum(d * v_new, 1)
+    leaving += gl.sum(v_new * kdS, 1)
+    w_stage = wait_empty(count, w.turns.w_empty)
+    out = factor(tiles, head_stage, OUT, PER_ROW)
+    tiles.w.index(w_stage).store((v_new * out[:, None]).to(gl.bfloat16))
+    # its fence also orders the writes of w before the other warpgroup's MMA reads them
+    put_parts(w, v_new, zero)
+    arrive(count, w.turns.w_full)
+    hi = tiles.parts.index(zero).permute((1, 0))
+    lo = tiles.parts.index(zero + 1).permute((1, 0))
+    do = tiles.do.index(stage).reshape([C, STRIP])
+    E = warpgroup_mma(do, hi, E, is_async=True)
+    E = warpgroup_mma(do, lo, E, is_async=True)
+    F = warpgroup_mma(d_tile, hi, F, is_async=True)
+    if w.GIVEN_DR:
+        store_dv(w, place, head, strip, d, gain, is_token)
+    else:
+        is_dr = (gl.abs(beta) < TINY) & is_token
+        if gl.max(is_dr.to(gl.int32), 0) > 0:
+            store_dv(w, place, head, strip, d, gain, is_dr)
+    E, F = warpgroup_mma_wait(0, deps=(E, F))
+    fence_async_shared()
+    arrive(count, w.turns.empty)
+    return E, F, whole, apart, entering, leaving
+
+
+@gluon.jit
+def put_parts(w, x, zero):
+    """Store fp32 x [C, 64] to shared memory as split bf16, for this warpgroup's own MMAs."""
+    hi, lo = split_bf16(x)
+    w.tiles.parts.index(zero).store(hi)
+    w.tiles.parts.index(zero + 1).store(lo)
+    fence_async_shared()
+
+
+@gluon.jit
+def store_dv(w, place, head, strip, d, gain, mask):
+    """Store dv = gain d over d in HBM, which no other CTA reads, for the rows of a mask."""
+    tokens = opaque(gl.arange(0, C, PER_ROW))
+    columns = gl.arange(0, STRIP, PER_COLUMN)
+    token = place.row.to(gl.int64) * w.problem.T + place.first
+    rows = ((token + tokens) * w.problem.HV + head) * w.D + strip * STRIP
+    where = w.out.dv_ptr + (rows[:, None] + columns[None, :])
+    gl.store(where, (d * gain[:, None]).to(gl.bfloat16), mask=mask[:, None])
+
+
+@gluon.jit
+def finish_head(w, place, head, stage, count, E, F, whole, apart, entering, leaving):
+    """Scale E and F and publish them; store the gate terms of a head."""
+    tiles = w.tiles
+    zeros = gl.zeros((C, C), gl.float32, ACC_TOKENS)
+    zero = zero_of(count)
+    q = tiles.q.index(zero).reshape([C, w.D])
+    k = tiles.k.index(zero).reshape([C, w.D])
+    qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    kk = warpgroup_mma(k, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    # opaque: else masks of pairs are made before the loops, and hold registers in all of them
+    i = opaque(gl.arange(0, C, PER_ROW))
+    j = opaque(gl.arange(0, C, PER_COLUMN))
+    is_token = i < place.length
+    beta, gain, inverse = gains(tiles, stage, w.GIVEN_DR)
+    # one exponential a pair; it includes the norm of k_j
+    D = gl.exp2(
+        factor(tiles, stage, DECAY, PER_ROW)[:, None] - factor(tiles, stage, FROM, PER_COLUMN)[None, :]
+    )
+    is_kept = (j[None, :] <= i[:, None]) & is_token[:, None]
+    is_below = (j[None, :] < i[:, None]) & is_token[:, None]
+    E = gl.where(is_kept, E * D * factor(tiles, stage, Q_SCALE, PER_ROW)[:, None], 0.0)
+    F = gl.where(is_below, -F * D * factor(tiles, stage, K_RSTD, PER_ROW)[:, None], 0.0)
+    # the row warpgroup has read E and F of the head before
+    wait_empty(count, w.turns.pairs_empty)
+    tiles.pairs.index(zero).store(E.to(gl.bfloat16))
+    tiles.pairs.index(zero + 1).store((F * gain[:, None]).to(gl.bfloat16))
+    tiles.entering.store(entering * gain)
+    fence_async_shared()
+    arrive(count, w.turns.pairs_full)
+    qk, kk = warpgroup_mma_wait(0, deps=(qk, kk))
+    F = gl.where(is_below, F * kk, 0.0)
+    H = gl.where(is_below, E * qk, 0.0) + F * gain[:, None]
+    # sums over j < t by MMAs with ones, then over i >= t; hi + lo keeps H to 2^-16
+    hi, lo = split_bf16(H)
+    sums = warpgroup_mma(
+        gl.convert_layout(hi, A_OPERAND), tiles.ones.index(zero), zeros, use_acc=False, is_async=True
+    )
+    sums = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), tiles.ones.index(zero), sums, is_async=True)
+    is_small = beta < SMALL
+    # <dr, v_new> / beta has no cancellation; for a tiny beta use the sum of the two terms instead
+    dbeta = gl.where(is_small, apart + gl.sum(F, 1), whole / gl.where(is_small, 1.0, beta)) * inverse
+    tile = (place.chunk * w.problem.HV + head).to(gl.int64)
+    shares = w.out.shares_ptr + tile * (SHARES * C)
+    gl.store(shares + DBETA * C + i, dbeta, mask=is_token)
+    gl.store(shares + LEAVING * C + i, leaving * factor(tiles, stage, OUT, PER_ROW), mask=is_token)
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    crossing = gl.sum(gl.where(j[None, :] <= i[:, None], sums, 0.0), 0)
+    gl.store(shares + CROSSING * C + j, crossing, mask=j < place.length)
+    fence_async_shared()
+    arrive(count, w.turns.head_empty)
+
+
+@gluon.jit
+def clear_values(w, place):
+    """Store zeros to dv at tokens of no sequence, for all value heads of a key head."""
+    i = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))[:, None]
+    j = gl.arange(0, STRIP, gl.SliceLayout(0, TOKEN_ROWS))[None, :]
+    none = gl.zeros((C, STRIP), gl.bfloat16, TOKEN_ROWS)
+    token = place.row.to(gl.int64) * w.problem.T + place.first
+    for n in range(w.problem.ratio):
+        rows = ((token + i) * w.problem.HV + place.key_head * w.problem.ratio + n) * w.D
+        for strip in gl.static_range(w.D // STRIP):
+            gl.store(w.out.dv_ptr + (rows + strip * STRIP + j), none, mask=i < -place.length)

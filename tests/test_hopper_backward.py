@@ -1,0 +1,218 @@
+"""The Gluon backward of Hopper: simulated on the CPU against the reference, and on a GPU against Triton's."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import HAS_TRITON
+
+from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
+
+if not HAS_TRITON:
+    pytest.skip("expected Triton", allow_module_level=True)
+
+from kit import gluon_simulator
+from test_hopper import Simulated, error, law, simulated
+
+from gdn.backends.hopper import cost
+from gdn.backends.hopper.backward import plan
+from gdn.backends.triton.launch import PlanCache
+from gdn.backends.triton.rule import run as chunked
+
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
+CASES = {
+    "one chunk": replace(BASE, lengths=rows(64)),
+    "rows with ragged ends": replace(BASE, lengths=rows(129)),
+    "one short chunk": replace(BASE, lengths=rows(15), state="none"),
+    "one value head": replace(BASE, lengths=rows(129), heads=(2, 2), gate="strong"),
+    "four value heads": replace(BASE, lengths=rows(129), heads=(1, 4), gate="none"),
+    "packed": replace(BASE, lengths=packed(70, 0, 33, 128, tail=29), keys="correlated"),
+    "packed, l2norm": replace(BASE, lengths=packed(65, 1, 130), use_qk_l2norm_in_kernel=True, beta="sigmoid"),
+    "no gates": replace(BASE, lengths=rows(129), gate="absent", beta="absent"),
+    "states V first": replace(BASE, lengths=packed(128, 0, 64), state="narrow", state_v_first=True),
+    "resets": replace(BASE, lengths=rows(129), gate="reset"),
+    "options": replace(
+        BASE, lengths=packed(65, 1, 130), use_qk_l2norm_in_kernel=True, raw_gate="on", beta="negative",
+        state="narrow", state_v_first=True, is_strided=True, is_scaled=True,
+    ),
+    "gate without a bias": replace(BASE, lengths=rows(192), raw_gate="no_bias", has_narrow_gates=True),
+    "identical keys": replace(BASE, lengths=rows(129), heads=(1, 4), keys="identical", gate="none"),
+}  # fmt: skip
+# relative RMS error of q, k, v and the states, and of the gates
+LIMITS = {"random": (8e-3, 6e-3), "correlated": (2e-2, 2e-2), "identical": (6e-2, 6e-2)}
+
+pytestmark = [pytest.mark.interpret, simulated]
+
+
+@pytest.fixture(autouse=True)
+def on(monkeypatch):
+    """Turn the backward on, with its Gluon kernels simulated on the CPU."""
+    monkeypatch.setattr(plan, "IS_ON", True)
+    monkeypatch.setattr(plan, "_plans", PlanCache())
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(plan, "Launch", Simulated)
+
+
+def with_consumers(monkeypatch, count):
+    """Give each CTA of the scan so many consumer warpgroups."""
+    monkeypatch.setattr(plan, "consumers_of", lambda problem: count)
+    monkeypatch.setattr(plan, "_plans", PlanCache())
+
+
+def expected_gradients(given, do, dfinal):
+    """Differentiate the reference recurrence in fp64."""
+    wide = given.double()
+    leaves = {name: wide.tensors[name].requires_grad_() for name in NAMES if name in wide.tensors}
+    outputs = [(x, y.double()) for x, y in zip(law(given, wide), (do, dfinal), strict=True) if y is not None]
+    values, gradients = zip(*outputs, strict=True)
+    found = torch.autograd.grad(values, list(leaves.values()), gradients, allow_unused=True)
+    by_name = dict(zip(leaves, found, strict=True))
+    return [by_name.get(name) for name in NAMES]
+
+
+def run(given, do, dfinal, saves=True):
+    """Return the gradients of this backward, and of Triton's."""
+    problem = parse(**given.tensors, **given.options, backend="triton")
+    saved = chunked.chunk_forward(problem, saves)[2]
+    assert plan.lacks(problem, saved) is None
+    return [f(problem, saved, do, dfinal) for f in (plan.chunk_backward, chunked.chunk_backward)]
+
+
+def check(given, case, do, dfinal):
+    """Compare all gradients with the reference: within the limits, or as near as Triton's."""
+    here, triton = run(given, do, dfinal)
+    expected = expected_gradients(given, do, dfinal)
+    rows_limit, gates_limit = LIMITS[case.keys]
+    for name, x, y, z in zip(NAMES, here, triton, expected, strict=True):
+        assert (x is None) == (y is None), name
+        if x is None:
+            continue
+        assert not x.isnan().any(), name
+        if z is None or z.norm() == 0:
+            assert not x.any(), name
+            continue
+        limit = gates_limit if name in ("g", "beta", "A_log", "dt_bias") else rows_limit
+        # few tokens: the sums over them may cancel
+        assert error(x, z) < max(limit, 1.6 * error(y, z)), f"{name}: {error(x, z)}, Triton {error(y, z)}"
+
+
+@pytest.mark.parametrize("name, consumers", [(name, 1 + i % 2) for i, name in enumerate(CASES)])
+def test_gradients(monkeypatch, name, consumers):
+    """Gradients of every option match the reference."""
+    with_consumers(monkeypatch, consumers)
+    given = inputs(CASES[name], torch.bfloat16)
+    dfinal = None if CASES[name].state == "none" else given.dfinal_state
+    check(given, CASES[name], given.do, dfinal)
+
+
+@pytest.mark.parametrize("name", ["packed", "options", "four value heads"])
+def test_gradients_on_the_state_pass_of_triton(monkeypatch, name):
+    """The gradient kernel reads dr, and stores dv over it."""
+    monkeypatch.setattr(plan, "HAS_SCAN", False)
+    given = inputs(CASES[name], torch.bfloat16)
+    check(given, CASES[name], given.do, given.dfinal_state)
+
+
+@pytest.mark.parametrize("name", ["rows with ragged ends", "packed"])
+@pytest.mark.parametrize("absent", ["do", "dfinal"])
+def test_one_gradient_is_absent(name, absent):
+    """A missing gradient of an output counts as zero."""
+    given = inputs(CASES[name], torch.bfloat16)
+    do, dfinal = (None, given.dfinal_state) if absent == "do" else (given.do, None)
+    check(given, CASES[name], do, dfinal)
+
+
+def test_nothing_is_saved():
+    """The backward recomputes what the forward did not save."""
+    given = inputs(CASES["packed, l2norm"], torch.bfloat16)
+    first, second = (run(given, given.do, given.dfinal_state, saves)[0] for saves in (True, False))
+    assert all(x is None if y is None else torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("name", ["packed", "options"])
+def test_one_cta_has_the_bits_of_many(monkeypatch, name):
+    """CTAs go on from item to item; stages and phases count over all of them."""
+    given = inputs(replace(CASES[name], heads=(2, 4)), torch.bfloat16)
+    many = run(given, given.do, given.dfinal_state)[0]
+    monkeypatch.setattr(cost, "num_sms", lambda device: 1)
+    for consumers in (1, 2):
+        with_consumers(monkeypatch, consumers)
+        one = run(given, given.do, given.dfinal_state)[0]
+        assert all(torch.equal(x, y) for x, y in zip(one, many, strict=True) if y is not None)
+
+
+@pytest.mark.parametrize("has_scan", [False, True])
+def test_nan_stays_in_its_sequence(monkeypatch, has_scan):
+    """NaN of a sequence reaches none of its neighbours in memory."""
+    monkeypatch.setattr(plan, "HAS_SCAN", has_scan)
+    given = inputs(replace(BASE, lengths=packed(40, 30, 70)), torch.bfloat16)
+    for x in (*(given.tensors[name] for name in ("q", "k", "v")), given.do):
+        x[:, 40:70] = float("nan")
+    here = run(given, given.do, given.dfinal_state)[0]
+    for x in (here.dq, here.dk, here.dv, here.dg, here.dbeta):
+        assert not x[:, :40].isnan().any() and not x[:, 70:].isnan().any()
+    assert not here.dinitial_state[[0, 2]].isnan().any() and here.dinitial_state[1].isnan().any()
+
+
+@pytest.mark.parametrize("beta", [0.0, 2.0**-110, 2.0**-60, 5e-4])
+def test_small_beta(beta):
+    """dbeta does not lose its digits where beta, and with it dv, is small or zero."""
+    case = replace(BASE, lengths=rows(129))
+    given = inputs(case, torch.bfloat16)
+    given.tensors["beta"][:, 3::7] = beta
+    here, _ = run(given, given.do, given.dfinal_state)
+    expected = expected_gradients(given, given.do, given.dfinal_state)
+    assert error(here.dbeta[:, 3::7], expected[4][:, 3::7]) < 6e-3
+    if beta > 2.0**-100:
+        assert error(here.dv[:, 3::7], expected[2][:, 3::7]) < 8e-3
+
+
+def test_the_check_can_fail(monkeypatch):
+    """A gradient without one value head, or without the through-state part, is seen."""
+    given = inputs(CASES["rows with ragged ends"], torch.bfloat16)
+    expected = expected_gradients(given, given.do, given.dfinal_state)
+    whole_k = run(given, given.do, given.dfinal_state)[0].dk
+    without = inputs(CASES["rows with ragged ends"], torch.bfloat16)
+    without.do[:, :, 0] = 0
+    assert error(whole_k, expected[1]) < 8e-3
+    assert error(run(without, without.do, None)[0].dk, expected[1]) > 0.1
+
+
+BARRIERS = ("empty", "head_empty", "keys_empty", "w_empty", "pairs_empty", "w_full", "pairs_full")
+
+
+@pytest.mark.parametrize("missing", BARRIERS)
+def test_a_missing_arrival_is_seen(monkeypatch, missing):
+    """The simulator reports a barrier that a partition does not arrive at."""
+    monkeypatch.setattr(gluon_simulator, "SECONDS", 0.5)
+    monkeypatch.setattr(cost, "num_sms", lambda device: 1)
+    monkeypatch.setattr(plan, "HAS_SCAN", False)
+    given = inputs(replace(BASE, lengths=rows(192), heads=(1, 4)), torch.bfloat16)
+    init = gluon_simulator.STANDINS["mbarrier"].init
+    order = itertools.count()
+    # barriers in the order that the gradient kernel initialises them
+    names = ("full", "empty", "head_full", "head_empty", "w_full", "w_empty") * 2
+    names += ("keys_full", "keys_empty", "pairs_full", "pairs_empty")
+
+    def more(barrier, count):
+        init(barrier, count + (names[next(order) % len(names)] == missing))
+
+    monkeypatch.setattr(gluon_simulator.STANDINS["mbarrier"], "init", staticmethod(more))
+    with pytest.raises(AssertionError, match="nobody completes"):
+        run(given, given.do, given.dfinal_state)
+
+
+def test_where_it_does_not_run(monkeypatch):
+    """Other sizes and dtypes are Triton's, and so is everything until the backward is on."""
+    given = inputs(replace(BASE, sizes=(64, 64)), torch.bfloat16)
+    problem = parse(**given.tensors, **given.options, backend="triton")
+    saved = chunked.chunk_forward(problem, True)[2]
+    assert "K = V = 128" in plan.lacks(problem, saved)
+    here = plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
+    triton = chunked.chunk_backward(problem, saved, given.do, given.dfinal_state)
+    assert all(torch.equal(x, y) for x, y in zip(here, triton, strict=True) if y is not None)
+    monkeypatch.setattr(plan, "IS_ON", False)
+    assert "to be on" in plan.lacks(problem, saved)
