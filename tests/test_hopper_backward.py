@@ -14,7 +14,7 @@ if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
 
 from kit import gluon_simulator
-from test_hopper import Simulated, error, law, simulated
+from kit.hopper import Simulated, error, reference, simulated
 
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward import plan
@@ -66,7 +66,9 @@ def expected_gradients(given, do, dfinal):
     """Differentiate the reference recurrence in fp64."""
     wide = given.double()
     leaves = {name: wide.tensors[name].requires_grad_() for name in NAMES if name in wide.tensors}
-    outputs = [(x, y.double()) for x, y in zip(law(given, wide), (do, dfinal), strict=True) if y is not None]
+    outputs = [
+        (x, y.double()) for x, y in zip(reference(given, wide), (do, dfinal), strict=True) if y is not None
+    ]
     values, gradients = zip(*outputs, strict=True)
     found = torch.autograd.grad(values, list(leaves.values()), gradients, allow_unused=True)
     by_name = dict(zip(leaves, found, strict=True))

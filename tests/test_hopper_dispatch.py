@@ -69,14 +69,14 @@ def test_supported_problems(monkeypatch):
 def test_unaligned_tensors_are_copied(shape, strides):
     """Copy what TMA cannot read: strides that are no multiples of 16 bytes, or 0."""
     x = torch.randn(4000 + 70 * 128).as_strided(shape, strides)
-    copy = descriptors._aligned(x)
+    copy = descriptors.make_aligned(x)
     assert torch.equal(copy, x) and descriptors.make_descriptor(
         copy.bfloat16(), (1, 64, 1, 128), descriptors.TOKENS
     )
     spread = torch.zeros(2, 5, 1, 128).expand(2, 5, 4, 128)
-    assert descriptors._aligned(spread).stride() == (2560, 512, 128, 1)
+    assert descriptors.make_aligned(spread).stride() == (2560, 512, 128, 1)
     good = torch.zeros(2, 5, 2, 128)
-    assert descriptors._aligned(good) is good
+    assert descriptors.make_aligned(good) is good
 
 
 @pytest.mark.parametrize("kept", [None, torch.bfloat16, torch.float32])
@@ -137,7 +137,7 @@ def test_compiling_ahead_copies_no_tensor_and_needs_no_token(monkeypatch):
     given = inputs(CASES["packed"], torch.bfloat16)
     spread = given.tensors | {"v": given.tensors["v"][:, :1].expand_as(given.tensors["v"])}
     odd = given.tensors | {"v": torch.nn.functional.pad(given.tensors["v"], (0, 1))[..., :-1]}
-    monkeypatch.setattr(descriptors, "_aligned", None)
+    monkeypatch.setattr(descriptors, "make_aligned", None)
     with recording(TARGETS["cuda:90"].machine):
         for tensors in (given.tensors, spread, odd):
             problem = parse(**tensors, **given.options)
