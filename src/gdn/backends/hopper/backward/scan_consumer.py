@@ -26,6 +26,7 @@ from gdn.backends.hopper.gluon import (
 from gdn.backends.hopper.scan.consumer import state_pointers
 from gdn.backends.hopper.scan.operands import A_OPERAND, ACC_STATE, ACC_TOKENS, PER_COLUMN, TOKEN_ROWS
 from gdn.backends.hopper.scan.scheduler import ONE_WARPGROUP, STRIP
+from gdn.backends.hopper.scan.structs import Position
 
 
 @gluon.jit
@@ -52,17 +53,17 @@ def over_item(WG: gl.constexpr, w, item, at):
     chunks = chunks_in(item)
     for i in range(chunks):
         c = chunks - 1 - i
-        dS = over_chunk(
-            dS, WG, w, at + i, item.length - c * C, item.row * w.sequences.T + item.first + c * C,
-            (item.chunk + c) * w.sequences.HV + item.head, item.head, first_v,
-        )  # fmt: skip
+        token = item.row * w.sequences.T + item.first + c * C
+        tile = (item.chunk + c) * w.sequences.HV + item.head
+        position = Position(token, tile, item.head, first_v)
+        dS = over_chunk(dS, WG, w, at + i, item.length - c * C, position)
     if w.out.dinitial_ptr is not None:
         where = state_pointers(w.out.dinitial_ptr, state, first_v, w.V_FIRST, w.D)
         gl.store(where, dS)
 
 
 @gluon.jit
-def over_chunk(dS, WG: gl.constexpr, w, i, left, token, tile, head, first_v):
+def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     """Take dS^T through the CTA's chunk i; `left` tokens of it are the sequence's. Stores dS and dv."""
     tiles = w.tiles
     stage = wait_full(i, w.turns.full)
@@ -86,7 +87,7 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, token, tile, head, first_v):
     tma_store_wait(0)
     tiles.dS.index(WG).permute((1, 0)).store(hi)
     fence_async_shared()
-    tma_store(w.out.dS_d, [tile * w.D, first_v], tiles.dS.index(WG))
+    tma_store(w.out.dS_d, [position.tile * w.D, position.first_v], tiles.dS.index(WG))
     out = factor(tiles, stage, OUT, PER_COLUMN)[None, :]
     if w.CHAINS == 1:
         z, Pdo = warpgroup_mma_wait(0, deps=(z, Pdo))
@@ -114,12 +115,12 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, token, tile, head, first_v):
     # bf16 would not hold dv of a beta next to 0, which the gradient kernel knows
     dv = gl.where((gl.abs(beta) < TINY)[None, :], dr, dv)
     tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))
-    column = head * w.D + first_v
+    column = position.head * w.D + position.first_v
     if left < C:
-        store_values(w, tiles.dv.index(WG), token, column, left)
+        store_values(w, tiles.dv.index(WG), position.token, column, left)
     else:
         fence_async_shared()
-        tma_store(w.out.dv_d, [token, column], tiles.dv.index(WG))
+        tma_store(w.out.dv_d, [position.token, column], tiles.dv.index(WG))
     dS = warpgroup_mma_wait(0, deps=(dS,))
     # order this warpgroup's reads of the stage before the TMA loads that overwrite it
     fence_async_shared()

@@ -110,6 +110,18 @@ class Work:
 
 
 @struct
+class Sums:
+    """Hold what the value warpgroup adds up over the strips of a head, in registers."""
+
+    E: Any  # <do_i, v_new_j>
+    F: Any  # <d_i, v_new_j>
+    whole: Any  # <d, v_new>
+    apart: Any  # <d, X>
+    entering: Any
+    leaving: Any
+
+
+@struct
 class Place:
     """Hold where an item lies: row, first token in it, tokens of its sequence, chunk, key head."""
 

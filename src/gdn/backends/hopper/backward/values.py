@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from gdn.backends.hopper.backward.factors import DECAY, FROM, INTO, K_RSTD, OUT, Q_SCALE
 from gdn.backends.hopper.backward.shared import (
     TINY,
+    Sums,
     arrive,
     factor,
     gains,
@@ -59,22 +60,17 @@ def compute_values(w):
 def over_head(w, place, head, count):
     """Compute one value head: its strips, then E, F and the gate terms."""
     stage = wait_full(count, w.turns.head_full)
-    E = gl.zeros((C, C), gl.float32, ACC_TOKENS)
-    F = gl.zeros((C, C), gl.float32, ACC_TOKENS)
-    whole = gl.zeros((C,), gl.float32, PER_ROW)
-    apart = gl.zeros((C,), gl.float32, PER_ROW)
-    entering = gl.zeros((C,), gl.float32, PER_ROW)
-    leaving = gl.zeros((C,), gl.float32, PER_ROW)
+    square = gl.zeros((C, C), gl.float32, ACC_TOKENS)
+    row = gl.zeros((C,), gl.float32, PER_ROW)
+    sums = Sums(square, square, row, row, row, row)
     STRIPS: gl.constexpr = w.D // STRIP
     for strip in range(STRIPS):
-        E, F, whole, apart, entering, leaving = over_strip(
-            w, place, head, strip, stage, count * STRIPS + strip, E, F, whole, apart, entering, leaving
-        )
-    finish_head(w, place, head, stage, count, E, F, whole, apart, entering, leaving)
+        sums = over_strip(w, place, head, strip, stage, count * STRIPS + strip, sums)
+    finish_head(w, place, head, stage, count, sums)
 
 
 @gluon.jit
-def over_strip(w, place, head, strip, head_stage, count, E, F, whole, apart, entering, leaving):
+def over_strip(w, place, head, strip, head_stage, count, sums):
     """Add 64 value columns to E, F and the gate terms; publish w of these columns."""
     tiles = w.tiles
     stage = wait_full(count, w.turns.full)
@@ -88,9 +84,9 @@ def over_strip(w, place, head, strip, head_stage, count, E, F, whole, apart, ent
     v = tiles.v.index(stage).reshape([C, STRIP]).load(ACC_TOKENS).to(gl.float32)
     beta, gain, _ = gains(tiles, head_stage, w.GIVEN_DR)
     kS = warpgroup_mma_wait(0, deps=(kS,)) * factor(tiles, head_stage, INTO, PER_ROW)[:, None]
-    entering += gl.sum(d * kS, 1)
+    entering = sums.entering + gl.sum(d * kS, 1)
     X = v + kS
-    apart += gl.sum(d * X, 1)
+    apart = sums.apart + gl.sum(d * X, 1)
     # rows past the end are another sequence's, and may be NaN: A_inv would spread them
     u = gl.where(is_token[:, None], beta[:, None] * X, 0.0)
     put_parts(w, u, zero)
@@ -100,8 +96,8 @@ def over_strip(w, place, head, strip, head_stage, count, E, F, whole, apart, ent
     # not with k S: the registers of both, of E and F and of u would be more than there are
     kdS = warpgroup_mma(k, tiles.dS.index(stage), zeros, use_acc=False, is_async=True)
     v_new, kdS = warpgroup_mma_wait(0, deps=(v_new, kdS))
-    whole += gl.sum(d * v_new, 1)
-    leaving += gl.sum(v_new * kdS, 1)
+    whole = sums.whole + gl.sum(d * v_new, 1)
+    leaving = sums.leaving + gl.sum(v_new * kdS, 1)
     w_stage = wait_empty(count, w.turns.w_empty)
     out = factor(tiles, head_stage, OUT, PER_ROW)
     tiles.w.index(w_stage).store((v_new * out[:, None]).to(gl.bfloat16))
@@ -111,9 +107,9 @@ def over_strip(w, place, head, strip, head_stage, count, E, F, whole, apart, ent
     hi = tiles.parts.index(zero).permute((1, 0))
     lo = tiles.parts.index(zero + 1).permute((1, 0))
     do = tiles.do.index(stage).reshape([C, STRIP])
-    E = warpgroup_mma(do, hi, E, is_async=True)
+    E = warpgroup_mma(do, hi, sums.E, is_async=True)
     E = warpgroup_mma(do, lo, E, is_async=True)
-    F = warpgroup_mma(d_tile, hi, F, is_async=True)
+    F = warpgroup_mma(d_tile, hi, sums.F, is_async=True)
     if w.GIVEN_DR:
         store_dv(w, place, head, strip, d, gain, is_token)
     else:
@@ -123,7 +119,7 @@ def over_strip(w, place, head, strip, head_stage, count, E, F, whole, apart, ent
     E, F = warpgroup_mma_wait(0, deps=(E, F))
     fence_async_shared()
     arrive(count, w.turns.empty)
-    return E, F, whole, apart, entering, leaving
+    return Sums(E, F, whole, apart, entering, leaving)
 
 
 @gluon.jit
@@ -147,7 +143,7 @@ def store_dv(w, place, head, strip, d, gain, mask):
 
 
 @gluon.jit
-def finish_head(w, place, head, stage, count, E, F, whole, apart, entering, leaving):
+def finish_head(w, place, head, stage, count, sums):
     """Scale E and F and publish them; store the gate terms of a head."""
     tiles = w.tiles
     zeros = gl.zeros((C, C), gl.float32, ACC_TOKENS)
@@ -167,13 +163,13 @@ def finish_head(w, place, head, stage, count, E, F, whole, apart, entering, leav
     )
     is_kept = (j[None, :] <= i[:, None]) & is_token[:, None]
     is_below = (j[None, :] < i[:, None]) & is_token[:, None]
-    E = gl.where(is_kept, E * D * factor(tiles, stage, Q_SCALE, PER_ROW)[:, None], 0.0)
-    F = gl.where(is_below, -F * D * factor(tiles, stage, K_RSTD, PER_ROW)[:, None], 0.0)
+    E = gl.where(is_kept, sums.E * D * factor(tiles, stage, Q_SCALE, PER_ROW)[:, None], 0.0)
+    F = gl.where(is_below, -sums.F * D * factor(tiles, stage, K_RSTD, PER_ROW)[:, None], 0.0)
     # the row warpgroup has read E and F of the head before
     wait_empty(count, w.turns.pairs_empty)
     tiles.pairs.index(zero).store(E.to(gl.bfloat16))
     tiles.pairs.index(zero + 1).store((F * gain[:, None]).to(gl.bfloat16))
-    tiles.entering.store(entering * gain)
+    tiles.entering.store(sums.entering * gain)
     fence_async_shared()
     arrive(count, w.turns.pairs_full)
     qk, kk = warpgroup_mma_wait(0, deps=(qk, kk))
@@ -181,19 +177,19 @@ def finish_head(w, place, head, stage, count, E, F, whole, apart, entering, leav
     H = gl.where(is_below, E * qk, 0.0) + F * gain[:, None]
     # sums over j < t by MMAs with ones, then over i >= t; hi + lo keeps H to 2^-16
     hi, lo = split_bf16(H)
-    sums = warpgroup_mma(
-        gl.convert_layout(hi, A_OPERAND), tiles.ones.index(zero), zeros, use_acc=False, is_async=True
-    )
-    sums = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), tiles.ones.index(zero), sums, is_async=True)
+    ones = tiles.ones.index(zero)
+    before = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), ones, zeros, use_acc=False, is_async=True)
+    before = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), ones, before, is_async=True)
     is_small = beta < SMALL
     # <dr, v_new> / beta has no cancellation; for a tiny beta use the sum of the two terms instead
-    dbeta = gl.where(is_small, apart + gl.sum(F, 1), whole / gl.where(is_small, 1.0, beta)) * inverse
+    quotient = sums.whole / gl.where(is_small, 1.0, beta)
+    dbeta = gl.where(is_small, sums.apart + gl.sum(F, 1), quotient) * inverse
     tile = (place.chunk * w.problem.HV + head).to(gl.int64)
     shares = w.out.shares_ptr + tile * (SHARES * C)
     gl.store(shares + DBETA * C + i, dbeta, mask=is_token)
-    gl.store(shares + LEAVING * C + i, leaving * factor(tiles, stage, OUT, PER_ROW), mask=is_token)
-    sums = warpgroup_mma_wait(0, deps=(sums,))
-    crossing = gl.sum(gl.where(j[None, :] <= i[:, None], sums, 0.0), 0)
+    gl.store(shares + LEAVING * C + i, sums.leaving * factor(tiles, stage, OUT, PER_ROW), mask=is_token)
+    before = warpgroup_mma_wait(0, deps=(before,))
+    crossing = gl.sum(gl.where(j[None, :] <= i[:, None], before, 0.0), 0)
     gl.store(shares + CROSSING * C + j, crossing, mask=j < place.length)
     fence_async_shared()
     arrive(count, w.turns.head_empty)
