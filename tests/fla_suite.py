@@ -263,7 +263,7 @@ def environment(options):
     """Return what a results row says of the machine, the packages and the source of the tests."""
     import torch
 
-    sys.path.insert(0, str(ROOT / "src"))
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
     from gdn_bench.timing import measure
 
     where = measure.on_gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

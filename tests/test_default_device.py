@@ -16,7 +16,14 @@ ENDS = (0, 30, 30, 70)
 H, HV, K, V = 2, 4, 16, 24
 L2 = {"use_qk_l2norm_in_kernel": True}
 # functions that take no tensors, and `warmup`, which has its own test
-WITHOUT_TENSORS = {"GatedDeltaNetCache", "patch_fla", "patch_transformers", "warmup", "stages"}
+WITHOUT_TENSORS = {
+    "ContextParallel",
+    "GatedDeltaNetCache",
+    "patch_fla",
+    "patch_transformers",
+    "warmup",
+    "stages",
+}
 
 
 def with_gradients(function, *x, **options):

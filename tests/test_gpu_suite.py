@@ -70,7 +70,7 @@ def suite(folder: Path, body: str, *options: str, workers: int = 2) -> tuple[dic
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "gpu_suite", "-p", "no:cacheprovider", "-q", "-rN"]
     command += ["--tb=short", "-n", str(workers), "--results", "rows.jsonl", "--commit", "abc"]
-    paths = [str(processes.ROOT / "tests"), str(processes.ROOT / "src")]
+    paths = [str(processes.ROOT / name) for name in ("tests", "src", "benchmarks")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(
