@@ -6,7 +6,7 @@
 
 Each line runs in a process of its own with a limit of 150 s, so that a kernel that hangs costs one line.
 check: relative RMS error in 1e-3, ours / Triton's, against autograd through the reference in fp64;
-`bits`: reruns with other bits, of 20. time: us of each launch by CUDA-graph replays (median of 5 graphs of 20),
+`bits`: reruns with other bits, of 20. time: us of each launch by CUDA-graph replays (median of 5 of 20),
 L2 warm.
 """
 
