@@ -96,6 +96,7 @@ def _table_kernel(
     # table: (first, length) of every chunk, and SEQUENCE integers per sequence.
     # Program n writes the entries of sequence n; program N those of the tokens past the last sequence, and
     # zeros in the rest of the table. Grid: N + 1; 1 warp.
+    # PDL: it waits for the previous kernel before its first load, and then lets the next one start.
     # Reads cu_seqlens; writes 8 bytes per chunk and 20 per sequence.
     if PDL:
         wait_then_launch_dependents()

@@ -19,7 +19,8 @@ def add_kernel(
 ):  # fmt: skip
     """Add num_partials times [ROWS, D]; store all rows but the last to first_ptr, the last to last_ptr.
 
-    Program (column block, row): BD columns of one row. Grid: cdiv(D, BD) * ROWS; 4 warps.
+    Program (column block, row): BD columns of one row. Grid: cdiv(D, BD) * ROWS, rows fastest; 4 warps; no
+    PDL. Reads every partial sum once, [BP, BD] at a time into registers; writes BD sums.
     """
     row = tl.program_id(0) % ROWS
     columns = (tl.program_id(0) // ROWS) * BD + tl.arange(0, BD)

@@ -146,7 +146,9 @@ def _conv_kernel(
 ):  # fmt: skip
     # y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}).
     # Program (row, block of tokens, strip of channels), strips fastest; grid: B * blocks * strips; 1, 2 or 4
-    # warps. Reads x once; writes y, and for each sequence that starts in the block its final window.
+    # warps; no PDL. The W taps and the last W inputs of each channel stay in registers.
+    # Reads x once, and W - 1 tokens before the block; writes y: 4 bytes per token and channel in bf16. For
+    # each sequence that starts in the block it also writes the final window.
     row, first, channels, is_channel = where(D * UNIT, tokens, blocks, BD)
     taps = load_taps(weight_ptr, channels, is_channel, W)
     bias = load_bias(bias_ptr, channels, is_channel)

@@ -69,7 +69,9 @@ def _conv_bwd_kernel(
 ):  # fmt: skip
     # dx, and partial sums of dweight and dbias; formulas at the top of the file.
     # Program (row, block of tokens, strip of channels), strips fastest; grid: B * blocks * strips; 1, 2 or 4
-    # warps. Reads x and dy once; writes dx, gradients of held windows, and W + 1 fp32 sums per channel.
+    # warps; no PDL. Taps, the last W inputs, the last W of dpre and the sums stay in registers.
+    # Reads x and dy once, and W - 1 tokens of the next block; writes dx: 6 bytes per token and channel in
+    # bf16. It also writes gradients of held windows, and W + 1 fp32 sums per channel and program.
     row, first, channels, is_channel = where(D * UNIT, tokens, blocks, BD)
     taps = load_taps(weight_ptr, channels, is_channel, W)
     bias = load_bias(bias_ptr, channels, is_channel)

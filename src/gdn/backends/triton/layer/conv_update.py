@@ -34,6 +34,8 @@ def _update_kernel(
 ):  # fmt: skip
     # y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}) for the tokens of a packet, and the next window.
     # Program (row, strip of BD channels), strips fastest; grid: B * cdiv(D, BD); 4 warps, a channel a thread.
+    # The window and the taps stay in registers: W scalars of each per thread.
+    # PDL: it lets the next kernel start at once, and waits for the previous one before its first load.
     # Reads x, the taps and the slot's window; writes out, and the slot in place.
     if PDL:
         launch_dependents_then_wait()

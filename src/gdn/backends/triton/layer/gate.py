@@ -78,8 +78,10 @@ def _gate_kernel(
     num_rows, HV, a_r, b_r,
     BR: tl.constexpr, BH: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    # g = -exp(A_log) softplus(a + dt_bias);  beta = sigmoid(b). Program (block of BR rows, strip of BH
-    # heads); grid: cdiv(rows, BR) * strips; 4 warps. Reads a, b from HBM; writes g, beta in fp32.
+    # g = -exp(A_log) softplus(a + dt_bias);  beta = sigmoid(b), elementwise.
+    # Program (block of BR rows, strip of BH heads); BR * BH = ELEMENTS, 8 per thread in registers.
+    # Grid: cdiv(rows, BR) * strips, strips fastest; 4 warps; no PDL.
+    # Reads a and b once from HBM; writes g and beta in fp32: 12 bytes per token and head in bf16.
     strips = tl.cdiv(HV * UNIT, BH)
     rows = (tl.program_id(0) // strips) * BR + tl.arange(0, BR)
     heads = (tl.program_id(0) % strips) * BH + tl.arange(0, BH)
@@ -100,8 +102,10 @@ def _gate_bwd_kernel(
     num_rows, HV, a_r, b_r, dg_r, dbeta_r, rows_per_program,
     BR: tl.constexpr, BH: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    # da, db, and partial sums of dA_log and ddt_bias. Program (group of rows, strip of BH heads); 4 warps;
-    # grid: about two programs per SM. Reads a, b, dg, dbeta; writes da, db, and 8 bytes per head.
+    # da, db, and partial sums of dA_log and ddt_bias.
+    # Program (group of rows, strip of BH heads), BR rows at a time; the sums [BR, BH] stay in registers.
+    # Grid: num_partials * strips, strips fastest, about two programs per SM; 4 warps; no PDL.
+    # Reads a, b, dg, dbeta once; writes da and db, and two fp32 sums (8 bytes) per program and head.
     strips = tl.cdiv(HV * UNIT, BH)
     block = tl.program_id(0) // strips
     heads = (tl.program_id(0) % strips) * BH + tl.arange(0, BH)

@@ -75,8 +75,11 @@ def _norm_kernel(
     GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # y = weight * n * act(z). Program: BR rows; grid: cdiv(rows, BR); 4 to 16 warps.
-    # Reads x, z and weight; writes y. y may be x: a program loads its rows before it stores them.
+    # y = weight * n * act(z).
+    # Program: BR whole rows, max(ELEMENTS, BD) elements in registers. Grid: cdiv(rows, BR); 4 to 16 warps.
+    # PDL: it lets the next kernel start at once, and waits for the previous one before its first load.
+    # Reads x and z once, and weight; writes y: 6 bytes per element in bf16 with a gate. y may be x: a
+    # program loads its rows before it stores them.
     if PDL:
         launch_dependents_then_wait()
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
@@ -97,8 +100,11 @@ def _norm_bwd_kernel(
     num_rows, inner, x_o, x_i, z_o, z_i, dy_o, dy_i, rows_per_program, eps,
     GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    # dx, dz, and partial sums of dweight. Program: a group of rows, BR at a time; grid: about four programs
-    # per SM; 4 to 16 warps. Reads x, z, dy, weight; writes dx, dz and D fp32 partial sums.
+    # dx, dz, and partial sums of dweight.
+    # Program: a group of rows, BR at a time; dweight [BR, BD] is a sum in registers over the group.
+    # Grid: num_partials, about four programs per SM; 4 to 16 warps; no PDL.
+    # Reads x, z and dy once, and weight; writes dx and dz: 10 bytes per element in bf16 with a gate. Each
+    # program also writes D fp32 partial sums.
     weight = _load_weight(weight_ptr, D, BD)
     dweight = tl.zeros([BR, BD], tl.float32)
     first = tl.program_id(0) * rows_per_program

@@ -23,7 +23,8 @@ def output_kernel(
     # o = scale e^G q S_in + P v_new for one chunk.
     # Program (chunk, head, strip): the C x BV outputs of BV value columns. Grid: entries * HV * cdiv(V, BV),
     # strips fastest, so that the programs of a chunk find q and P in L2; warps and BV from `choose`.
-    # Reads q, P, factors and a strip of S_in and v_new; writes a strip of o.
+    # Reads q, P, factors and a strip of S_in and v_new; writes a strip of o. o [C, BV] is an accumulator in
+    # registers; no PDL.
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips
     head = (tl.program_id(0) // strips) % HV

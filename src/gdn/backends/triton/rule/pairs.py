@@ -83,7 +83,7 @@ def pairs_kernel(
 ):  # fmt: skip
     # P_ij = scale e^(G_i - G_j) <q_i, k_j> for j <= i, and the factors, for one chunk and value head.
     # Program (chunk, head). Grid: entries * HV, heads fastest, so that the value heads of a key head find q
-    # and k in L2; 4 warps.
+    # and k in L2; 4 warps; no PDL. q k^T is an accumulator in registers over blocks of K.
     # Reads q, k, G, beta and norms of 64 tokens; writes P (and its low half) [C, C] and five rows of factors.
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV

@@ -31,7 +31,8 @@ def state_kernel(
     # v_new = A_inv beta (v - e^G k S);  S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk.
     # Program (n, head, strip): BV value columns of S, kept in registers in fp32 over all chunks.
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`.
-    # Reads per chunk k, a strip of v, A_inv and factors; writes a strip of S_in and v_new.
+    # Reads per chunk k, a strip of v, A_inv and factors; writes a strip of S_in and v_new. No PDL: the launch
+    # begins when `prepare_kernel` has finished.
     strips = tl.cdiv(V, BV)
     strip = tl.program_id(0) % strips
     head = (tl.program_id(0) // strips) % HV

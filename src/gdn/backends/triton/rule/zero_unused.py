@@ -24,7 +24,7 @@ def _clear_kernel(
 ):  # fmt: skip
     # G, A_inv, S_in, q_rstd, k_rstd = 0 in chunks of no sequence and at tokens past the last sequence.
     # Program (own, head) zeros every `programs`-th unused chunk of one value head, and every `programs`-th
-    # block of BLOCK tokens past the end. Grid: min(N, _PROGRAMS) * HV; 4 warps.
+    # block of BLOCK tokens past the end. Grid: min(N, _PROGRAMS) * HV, heads fastest; 4 warps; no PDL.
     # Reads cu_seqlens; writes, per head, C * C + K * V elements an unused chunk and 8 to 16 bytes a token.
     own = tl.program_id(0) // HV
     head = tl.program_id(0) % HV

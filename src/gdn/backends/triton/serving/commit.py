@@ -30,8 +30,9 @@ def commit_kernel(
 ):  # fmt: skip
     """Copy dst[layer, slot] = src[layer, row, step] for one block of one entry.
 
-    Program (entry, layer, block), blocks fastest; grid: entries * L * blocks; 4 warps. Element e of an entry
-    has coordinates (i0, i1, i2, i3), of which the last AXES are used.
+    Program (entry, layer, block), blocks fastest; grid: entries * L * blocks; 4 warps; no PDL. Reads up to
+    BLOCK elements from HBM into registers and writes as many: at most BYTES bytes. Element e of an entry has
+    coordinates (i0, i1, i2, i3), of which the last AXES are used.
     """
     block = tl.program_id(0) % blocks
     layer = (tl.program_id(0) // blocks % L).to(tl.int64)
@@ -46,11 +47,11 @@ def commit_kernel(
             slot = tl.load(extra_dst_index_ptr + entry * extra_index_n).to(tl.int64)
             step = tl.load(extra_step_ptr + entry * extra_step_n).to(tl.int64)
     if (slot < 0) | (slot >= slots) | (row < 0) | (row >= rows) | (step < 0) | (step >= T):
-        # contiguous in both: no divisions, and 16-byte loads and stores
         return
     e = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = e < size * UNIT
     if DENSE and AXES == 1:
+        # contiguous in both: no divisions, and 16-byte loads and stores
         at_dst, at_src = e, e
     else:
         at_dst, at_src = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)

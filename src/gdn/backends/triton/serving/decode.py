@@ -106,6 +106,8 @@ def decode_kernel(
     # Program (row, head, block): A * B value columns of S in fp32 registers. Grid: (N, + 1 if packed) * HV *
     # BLOCKS; 1 warp. Reads the tile of S once from the pool, and q, k, v and gates per token.
     # Writes o per token; S to the pool once (WRITE "final") or per token ("all"), and to `intermediate`.
+    # PDL: it waits for the previous kernel before its first load, and lets the next one start after its load
+    # of S.
     C: tl.constexpr = group_constants(
         NORM=NORM, DECAY=(a_ptr is not None) or (g_ptr is not None), GATE=a_ptr is not None,
         SIGMOID=a_ptr is not None, NEGATIVE=NEGATIVE,

@@ -97,8 +97,11 @@ def fold_kernel(
     LINE: tl.constexpr, STATE_UNIT: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T for one block of keys and columns of one state.
-    # Program (entry, layer, head, block); 1 warp; grid: entries * layers * HV * blocks of K and V.
-    # Reads S and P rows of k and u; writes S. It does nothing if the history has space for another packet.
+    # Program (entry, layer, head, block): BK keys by STRIPS strips of BV columns of S, a strip at a time in
+    # fp32 registers. Grid: entries * layers * HV * blocks of K and V; 1 warp; no PDL.
+    # k of the history stays in registers over all strips, unless PASTS is 0.
+    # Reads S once and P rows of k and u; writes S once. It does nothing if the history has space for
+    # another packet.
     C: tl.constexpr = group_constants(
         K=K, V=V, BP=BP, STRIPS=STRIPS, AXIS=AXIS, NEAR=NEAR, LINE=LINE, STATE_UNIT=STATE_UNIT, PAST_UNIT=UNIT
     )
@@ -154,7 +157,10 @@ def cursor_kernel(
     cursor_ptr, index_ptr, accepted_ptr, cursor_n, index_n, accepted_n, n, slots, lowest, places, room,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # cursor <- places in use, or 0 if they are folded. Program: BLOCK entries; grid: cdiv(n, BLOCK); 4 warps.
+    # cursor <- places in use, or 0 if they are folded.
+    # Program: BLOCK entries, one a thread. Grid: cdiv(n, BLOCK); 4 warps; no PDL.
+    # Its launch follows that of `fold_kernel`, whose programs all read the cursor.
+    # Reads index, accepted and cursor of each entry; writes cursor.
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(index_ptr + entry * index_n, mask=entry < n, other=-1).to(tl.int64)
     is_slot = (slot >= lowest) & (slot < slots) & (entry < n)

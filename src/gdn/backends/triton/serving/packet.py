@@ -77,8 +77,8 @@ def packet_kernel(
     """Run one row's tokens as `decode` does, where at most the last state is written.
 
     Program (row, head, block): STRIPS strips of BV value columns. Grid: (N, + 1 if packed) * HV * blocks; one
-    or two `warps`. Reads q, k, v, gates of up to 16 tokens and the state; writes o, and the last state if
-    WRITE is "final".
+    or two `warps`. PDL: it lets the next kernel start at once, and waits before its first load. Reads q, k,
+    v, gates of up to 16 tokens and the state; writes o, and the last state if WRITE is "final".
     """
     C: tl.constexpr = group_constants(
         K=K, V=V, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,

@@ -56,7 +56,9 @@ def gather_kernel(
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    # initial[n] = pool[slot], or zeros. Program (n, head, block of V): one tile; grid: N * HV * blocks.
+    # initial[n] = pool[slot], or zeros.
+    # Program (n, head, block of V): a tile of A * B value columns, in registers.
+    # Grid: N * HV * blocks, blocks fastest; warps of `tile_of`, which is 1; no PDL.
     # Reads a tile in the pool's dtype and order; writes it in fp32, contiguous, for the chunked rule.
     n, head, block = locate_program(HV, HV_magic, HV_s, tl.cdiv(V, A * B))
     keys, values = tile_indices(block, A, J, B, W, AXIS, R_FIRST)
@@ -83,8 +85,11 @@ def scatter_kernel(
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr,
     UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, UPDATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # pool[slot] = final[n], and checkpoints every `every` tokens from S_in. Program (n, head, block of V):
-    # one tile; grid: N * HV * blocks. A checkpoint at the end of a sequence is the final state.
+    # pool[slot] = final[n], and checkpoints every `every` tokens from S_in.
+    # Program (n, head, block of V): a tile of A * B value columns; the final state stays in fp32 registers.
+    # Grid: N * HV * blocks, blocks fastest; warps of `tile_of`, which is 1; no PDL.
+    # Reads the final state, and S_in at each checkpoint; writes the pool's slot and the checkpoints. A
+    # checkpoint at the end of a sequence is the final state.
     n, head, block = locate_program(HV, HV_magic, HV_s, tl.cdiv(V, A * B))
     keys, values = tile_indices(block, A, J, B, W, AXIS, R_FIRST)
     mask = (keys < K) & (values < V)[:, None, :, None]
@@ -136,7 +141,9 @@ def snapshot_kernel(
     TOKEN_UNIT: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, NEGATIVE: tl.constexpr, C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # pool[target] = state after pos tokens. Program (n, head, block of V): one tile; grid: N * HV * blocks.
+    # pool[target] = state after pos tokens.
+    # Program (n, head, block of V): a tile of A * B value columns of S, in fp32 registers over all tokens.
+    # Grid: N * HV * blocks, blocks fastest; warps of `tile_of`, which is 1; no PDL.
     # Reads one of initial, final and S_in, then up to C - 1 tokens; writes the tile of the snapshot.
     constants: tl.constexpr = group_constants(
         NORM=NORM, DECAY=g_ptr is not None, GATE=RAW, SIGMOID=RAW, NEGATIVE=NEGATIVE
@@ -205,7 +212,9 @@ def clear_kernel(
     out_ptr, cu_seqlens_ptr, index_ptr, o_t, o_h, o_v, index_n, HV, HV_magic, HV_s, slots, lowest,
     V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    # out = 0 where a sequence has no slot. Program (n, head); grid: N * HV; 4 warps.
+    # out = 0 where a sequence has no slot.
+    # Program (n, head): all tokens of one head, C at a time. Grid: N * HV; 4 warps; no PDL.
+    # Reads a slot index and two offsets; writes V zeros per token, or nothing if the slot is valid.
     n, head, _block = locate_program(HV, HV_magic, HV_s, 1)
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
     first = tl.load(cu_seqlens_ptr + n).to(tl.int64)

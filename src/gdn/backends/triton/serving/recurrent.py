@@ -39,8 +39,11 @@ def recurrent_kernel(
     UNIT: tl.constexpr, INITIAL_UNIT: tl.constexpr, NORM: tl.constexpr, SIGMOID: tl.constexpr,
     NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    # Program (row, head, block of V): A * B columns of S in registers, through all tokens of the row. Grid:
-    # (N, + 1 if packed) * HV * BLOCKS; 1 warp. Reads S once and tokens; writes o per token and S at the end.
+    # S <- e^g S + k d^T and o, token after token of a row.
+    # Program (row, head, block of V): A * B columns of S in fp32 registers, through all tokens of the row.
+    # Grid: (N, + 1 if packed) * HV * BLOCKS, blocks fastest; 1 warp; no PDL.
+    # Reads S once, and q, k, v and gates per token; writes o per token and S at the end. Row N of a packed
+    # batch zeros the outputs of tokens past the last sequence.
     C: tl.constexpr = group_constants(
         NORM=NORM, DECAY=g_ptr is not None, GATE=A_log_ptr is not None, SIGMOID=SIGMOID, NEGATIVE=NEGATIVE
     )

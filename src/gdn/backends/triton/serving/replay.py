@@ -176,7 +176,9 @@ def replay_kernel(
 ):  # fmt: skip
     # S_t = e^(G_t) S + sum_j e^(G_t - G_j) k_j u_j^T, then o and u of the packet as in `packet`.
     # Program (row, head, block): STRIPS strips of BV value columns; grid: (N, + 1 if packed) * HV * blocks; 1
-    # or 2 warps. Reads S, the history and the packet; writes o, and appends u, k and G of the packet.
+    # or 2 warps. Up to PASTS blocks of scores with the history stay in registers over all strips.
+    # PDL: it lets the next kernel start at once, and waits for the previous one before its first load.
+    # Reads S once, the history and the packet; writes o, and appends u, k and G of the packet.
     C: tl.constexpr = group_constants(
         K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, NORM=NORM, NEGATIVE=NEGATIVE,

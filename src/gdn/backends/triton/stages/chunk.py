@@ -54,8 +54,10 @@ def _kkt_kernel(
     table_ptr, k_ptr, beta_ptr, G_ptr, A_ptr, T, HV, chunks_per_row, ratio,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for j < i. Program (chunk, head); grid: chunks * HV; 4 or 8
-    # warps. Reads k, beta, G of 64 tokens; writes A [C, C] in fp32.
+    # A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for j < i.
+    # Program (chunk, head): A [C, C] is an accumulator in registers over blocks of K.
+    # Grid: chunks * HV, heads fastest; 4 warps, 8 for fp32 inputs; no PDL.
+    # Reads k, beta, G of 64 tokens; writes A [C, C] in fp32: 256 bytes per token.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
     span = Span(row, first, length)
@@ -77,7 +79,9 @@ def _kkt_kernel(
 def _tril_kernel(
     table_ptr, A_ptr, A_inv_ptr, T, HV, chunks_per_row, C: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    # A_inv = (I + A)^-1. Program (chunk, head); grid: chunks * HV; 4 warps. Reads and writes C * C values.
+    # A_inv = (I + A)^-1, in registers (see `tril`).
+    # Program (chunk, head). Grid: chunks * HV, heads fastest; 4 warps, one per 16 x 16 diagonal block of A;
+    # no PDL. Reads A below its diagonal; writes A_inv [C, C] in fp32: 256 bytes per token.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
     span = Span(row, first, length)
@@ -108,7 +112,9 @@ def _wy_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # w = A_inv (beta e^G k);  u = A_inv (beta v). Program (chunk, head); grid: chunks * HV; 4 or 8 warps.
+    # w = A_inv (beta e^G k);  u = A_inv (beta v).
+    # Program (chunk, head): A_inv is loaded once for all blocks of K and V.
+    # Grid: chunks * HV, heads fastest; 4 warps, 8 for fp32 inputs; no PDL.
     # Reads k, v, beta, G, A_inv of 64 tokens; writes w [C, K] and u [C, V] in fp32.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
@@ -141,8 +147,9 @@ def _state_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     # v_new = u - w S;  S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk of one sequence.
-    # Program (n, head, strip of V); grid: N * HV * STRIPS; 4 or 8 warps.
-    # Reads k, w, G and strips of u; writes S_in, v_new, and the final state, in fp32.
+    # Program (n, head, strip of V). Grid: N * HV * STRIPS, strips fastest; 4 warps, 8 for fp32 inputs.
+    # Reads k, w, G, a strip of u, and S twice per chunk; writes S_in, v_new, and the final state, in fp32.
+    # S is in HBM between chunks, not in registers; no PDL.
     STRIPS: tl.constexpr = (V + BV - 1) // BV
     head = (tl.program_id(0) // STRIPS) % HV
     n = tl.program_id(0) // (STRIPS * HV)
@@ -194,8 +201,10 @@ def _output_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # o = scale (e^G q S_in + P v_new), P masked and without scale. Program (chunk, head, strip of V);
-    # grid: chunks * HV * STRIPS; 4 or 8 warps. Reads q, k, G, S_in, v_new; writes o.
+    # o = scale (e^G q S_in + P v_new), P masked and without scale.
+    # Program (chunk, head, strip of V): o [C, BV] and P [C, C] are accumulators in registers over K.
+    # Grid: chunks * HV * STRIPS, strips fastest; 4 warps, 8 for fp32 inputs; no PDL.
+    # Reads q, k, G, and a strip of S_in and v_new; writes a strip of o in q's dtype.
     STRIPS: tl.constexpr = (V + BV - 1) // BV
     head = (tl.program_id(0) // STRIPS) % HV
     chunk = tl.program_id(0) // (STRIPS * HV)

@@ -43,8 +43,9 @@ def _cumsum_kernel(
     table_ptr, g_ptr, A_log_ptr, dt_bias_ptr, G_ptr, T, HV, chunks_per_row,
     C: tl.constexpr, BH: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
-    # G for one chunk and BH heads. Program (chunk, strip of heads); grid: entries * cdiv(HV, BH); 4 warps.
-    # Reads g or a logit [C, BH]; writes fp64 sums [C, BH].
+    # G for one chunk and BH heads.
+    # Program (chunk, strip of heads): a tile [C, BH]. Grid: entries * cdiv(HV, BH), strips fastest; 4 warps;
+    # no PDL. Reads g or a logit once; writes sums in fp64, 8 bytes per token and head.
     heads, places, mask = _tile(table_ptr, T, HV, chunks_per_row, C, BH)
     g = tl.load(g_ptr + places, mask=mask, other=0.0).to(tl.float32)
     if A_log_ptr is not None:
@@ -62,8 +63,8 @@ def _cumsum_bwd_kernel(
     C: tl.constexpr, BH: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
     # dg or da for one chunk and BH heads, with partial sums of dA_log and ddt_bias over the chunk.
-    # Program (chunk, strip of heads); grid: entries * cdiv(HV, BH); 4 warps.
-    # Reads dG in fp64 and g or a; writes dg or da, and two fp32 values per head.
+    # Program (chunk, strip of heads): a tile [C, BH]. Grid: entries * cdiv(HV, BH), strips fastest; 4 warps;
+    # no PDL. Reads dG and g or a once; writes dg or da, and, with A_log, two fp32 sums per chunk and head.
     heads, places, mask = _tile(table_ptr, T, HV, chunks_per_row, C, BH)
     g = tl.load(g_ptr + places, mask=mask, other=0.0).to(tl.float32)
     # the adjoint of a prefix sum is a suffix sum, along tokens in registers and shared memory
