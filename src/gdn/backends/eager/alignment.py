@@ -16,12 +16,14 @@ ALIGNMENT = 64  # bytes: where torch allocates, and the widest vector register
 
 def zero_aligned_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros [N, ...] whose N rows are contiguous and begin at multiples of ALIGNMENT."""
+    # at most 63 bytes of padding per row
     size = math.prod(shape[1:])
     return torch.zeros(shape[0], _row_stride(size, dtype), dtype=dtype, device=device)[:, :size].view(shape)
 
 
 def align_rows(x: Tensor) -> Tensor:
     """Return a new contiguous x [N, ...] as it is, or a copy whose rows begin at multiples of ALIGNMENT."""
+    # the only row begins where torch allocates, at a multiple of 64 bytes
     if x.shape[0] < 2:
         return x
     size = math.prod(x.shape[1:])

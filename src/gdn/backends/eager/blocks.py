@@ -55,6 +55,7 @@ class DenseBlock:
         """Return the block's tokens of x [B, T, ...] as [R, M, C, ...]."""
         end = self.r1 * self.C
         y = x[self.b0 : self.b1, self.r0 * self.C : min(end, self.T)]
+        # a length that is no multiple of C: only its last block is copied by the padding, others are views
         if end > self.T:
             y = F.pad(y, (0, 0) * (x.dim() - 2) + (0, end - self.T))
         return y.unflatten(1, (self.r1 - self.r0, self.C)).transpose(0, 1)
@@ -99,6 +100,7 @@ class PackedBlock:
 
     def take(self, x: Tensor) -> Tensor:
         """Return the block's tokens of x [1, T, ...] as [1, M, C, ...]."""
+        # index_select copies whole rows of tokens, and the mask zeroes that copy: no second temporary
         y = x[0].index_select(0, self.tokens.flatten()).unflatten(0, self.tokens.shape)
         return y.masked_fill_(~self.is_token.view(*self.tokens.shape, *(1,) * (x.dim() - 2)), 0).unsqueeze(0)
 
@@ -152,10 +154,12 @@ def plan(problem: Problem) -> Plan:
     width = 1 if p.batch_invariant else size
     if p.cu_seqlens is None:
         return Plan(list(_dense(p, size, width)), None)
+    # lengths on a device are not read: the host would wait for the device's queue
     offsets = host_offsets(p.cu_seqlens, p.cu_seqlens_cpu, p.T, read_device=False)
     if offsets is None:
         return Plan(list(_chain(p, p.cu_seqlens, size)), None)
     lengths = [b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    # longest first: the sequences of a step are a slice of the states, so S[rows] is a view, not a copy
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
     blocks = list(_packed(p, offsets, order, size, width))
     return Plan(blocks, torch.tensor(order, dtype=torch.long, device=p.device))
@@ -168,6 +172,7 @@ def _dense(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
     ranks = -(-p.T // C)
     for b0 in range(0, p.B, width):
         b1 = min(p.B, b0 + width)
+        # fewer sequences leave more chunks of each: the block still has `size` chunks for its matmuls
         run = max(1, size // (b1 - b0))
         for r0 in range(0, ranks, run):
             yield DenseBlock(b0, b1, r0, min(ranks, r0 + run), C, p.T)
@@ -200,6 +205,7 @@ def _packed(p: Problem, offsets: list[int], order: list[int], size: int, width: 
 def _block(problem: Problem, rows: Tensor, steps: list[Step], *, known: bool) -> PackedBlock:
     start, length, ids = rows.to(problem.device).unbind(1)
     place = torch.arange(CHUNK, device=problem.device)
+    # clamped, so that the gather stays inside x; `is_token` masks what is read there
     tokens = (start[:, None] + place).clamp_(max=problem.T - 1)
     return PackedBlock(tokens, place < length[:, None], ids, steps, known)
 
@@ -210,6 +216,7 @@ def _chain(p: Problem, cu_seqlens: Tensor, size: int) -> Iterator[PackedBlock]:
     chunks = (offsets.diff() + CHUNK - 1) // CHUNK
     ends = chunks.cumsum(0)
     i = torch.arange(p.num_chunks, device=p.device)
+    # chunks beyond the last sequence get length 0: their k is zero and e^(G_C) = 1, so S does not change
     n = torch.searchsorted(ends, i, right=True).clamp_(max=max(0, p.N - 1))
     start = offsets[n] + (i - (ends - chunks)[n]) * CHUNK
     length = (offsets[n + 1] - start).clamp_(0, CHUNK)

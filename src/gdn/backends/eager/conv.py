@@ -87,8 +87,10 @@ def correlate(x: Tensor, taps: Tensor, bias: Tensor | None, is_silu: bool, out: 
     W = taps.shape[0]
     in_place = out.dtype == taps.dtype and x.stride(2) == 1
     for b, t, d in blocks(x, out.shape[1]):
+        # one conversion for all taps: W multiply-adds read the block from the CPU cache, not from memory
         block = x[b, t.start : t.stop + W - 1, d].to(taps.dtype)
         num, target = t.stop - t.start, out[b, t, d]
+        # accumulate in y's memory where it has the dtype of sums: no pass for a copy
         total = torch.mul(block[:, :num], taps[0, d], out=target if in_place else None)
         for j in range(1, W):
             total.addcmul_(block[:, j : j + num], taps[j, d])
@@ -110,11 +112,13 @@ def windows(x: Channels, spans: Spans, n: Index, p: Index, held: Tensor | None, 
     if T == 0:
         rows = x.new_zeros(*p.shape, x.shape[2], dtype=dtype)
     else:
+        # the gather needs valid indices, so positions are clamped and rows outside the sequence zeroed
         inside = (p >= start) & (p < end)
         rows = x[spans.row[n][:, None], p.clamp(0, T - 1)].to(dtype)
         rows = torch.where(inside[..., None], rows, 0)
     if held is None or held.shape[2] == 0:
         return rows
+    # position start - 1 is the newest column of a window, L - 1
     column = (p - start + held.shape[2]).clamp(0, held.shape[2] - 1)
     return torch.where((p < start)[..., None], held[n[:, None], :, column].to(dtype), rows)
 
@@ -126,11 +130,13 @@ def forward(
     """Write y for every token of every sequence; other rows of y are undefined."""
     W, T = taps.shape[0], x.shape[1]
     if T >= W:
+        # all tokens as one sequence, in cache blocks; below, the first W - 1 of each sequence are overwritten
         correlate(x, taps, bias, is_silu, y[:, W - 1 :])
     if W == 1 or T == 0:
         return
     n, p, _ = spans.edge(W - 1, at_end=False)
     steps = torch.arange(1 - W, 1, device=x.device)
+    # a window has W x D elements: a part of them is as large as a block, and stays in the CPU cache
     for part in chunks(n, p, block_elements(x) // (W * x.shape[2])):
         m, at = n[part], p[part]
         head = torch.empty(len(m), 1, x.shape[2], dtype=taps.dtype, device=x.device)
@@ -149,6 +155,7 @@ def clear_tail(y: Channels, problem: ConvProblem) -> None:
     if problem.cu_seqlens is None:
         return
     if y.device.type == "cpu":
+        # a slice writes the tail only; the mask below is a pass over all of y, but the host does not wait
         y[:, int(problem.cu_seqlens[-1]) :] = 0
     else:
         tail = torch.arange(problem.T, device=y.device) >= problem.cu_seqlens[-1].to(y.device)
@@ -172,6 +179,7 @@ def valid_slots(
             return slice(rows), None
         index = torch.arange(rows, device=state.device)
     valid = (index >= (0 if null_slot is None else 1)) & (index < slots)
+    # read on the CPU only: the host would wait for a device. None spares the caller masked passes over y
     if valid.device.type == "cpu" and bool(valid.all()):
         return index.to(torch.long), None
     return index.to(torch.long).clamp(0, slots - 1), valid
@@ -183,6 +191,7 @@ def store(state: ConvPool, slot: Index | slice, valid: Mask | None, new: Tensor,
     if valid is not None:
         slot = torch.arange(len(new), device=new.device) if isinstance(slot, slice) else slot
         new = torch.where(valid[:, None, None], new, old)
+        # invalid rows repeat the write of a valid one: the same slot and values, so no order matters
         slot, row = repeat_valid(valid, slot, torch.arange(len(slot), device=slot.device))
         new = new[row]
     state[slot] = new
@@ -240,6 +249,7 @@ def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
     past = (old if valid is None else torch.where(valid[:, None, None], old, 0)).to(dtype)
     if problem.ring_pos is not None or problem.num_accepted is not None:
         past = past.gather(2, _read_columns(problem)[:, None].expand(-1, past.shape[1], -1))
+    # history and packet as one line: `correlate` sums in the same order as for whole sequences
     line = torch.cat([past.transpose(1, 2), x.to(dtype)], dim=1)
     bias = None if problem.bias is None else problem.bias.to(dtype)
     taps = problem.weight.t().to(dtype)
@@ -249,6 +259,7 @@ def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
     if problem.ring_pos is not None:
         if L == 0:
             return
+        # only the last L tokens: earlier ones share a column, and scatter writes duplicates in no order
         kept = min(T, L)
         step = torch.arange(T - kept, T, device=x.device)
         column = (problem.ring_pos.long()[:, None] + step) % L
@@ -281,6 +292,7 @@ def causal_conv1d_bwd(
     bias = None if problem.bias is None else problem.bias.to(dtype)
     dpre = torch.empty(x.shape, dtype=dtype, device=x.device)
     if problem.activation == "silu":
+        # pre goes to dpre's memory; the next pass replaces it by act'(pre) dy, block by block in cache
         forward(x, taps, bias, False, spans, problem.initial_state, dpre)
         for b, t, d in blocks(dpre, problem.T):
             part = dpre[b, t, d]
@@ -306,6 +318,7 @@ def _dx(
     """Return dx_t = sum_j taps[j] dpre_{t+W-1-j}: all tokens, then the last W - 1 of each sequence again."""
     W, T, dx = problem.W, problem.T, problem.x.new_empty(problem.x.shape)
     if T >= W:
+        # the forward's pass with reversed taps: the same cache blocks, mirrored in time
         correlate(dpre, taps.flip(0), None, False, dx[:, : T - W + 1])
     if W > 1 and T > 0:
         n, p, _ = spans.edge(W - 1, at_end=True)
@@ -348,6 +361,7 @@ def _dweight(problem: ConvProblem, spans: Spans, dpre: Channels) -> Tensor:
             head = windows(x, spans, m, at[:, None] + steps, problem.initial_state, dtype)
             grad = dpre[spans.row[m], at].masked_fill_(~exists[part][:, None], 0)
             total += (head * grad[:, None]).sum(0)
+        # zero, so that the pass below cannot add them again with inputs of the sequence before
         dpre[spans.row[n], p] = 0
     # 0 * NaN is NaN: tokens past the last sequence must not be read
     if problem.cu_seqlens is not None:
@@ -363,6 +377,7 @@ def _dweight(problem: ConvProblem, spans: Spans, dpre: Channels) -> Tensor:
             x[b, t.start : t.stop + W - 1, d].to(dtype),
             dpre[b, t.start + W - 1 : t.stop + W - 1, d],
         )
+        # W products of a block in the CPU cache: x and dpre are read from memory once
         for j in range(W):
             total[j, d] += (block[:, j : j + t.stop - t.start] * grad).sum((0, 1))
     return total

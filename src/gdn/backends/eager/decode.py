@@ -43,6 +43,7 @@ class Row:
 def decode(problem: DecodeProblem) -> None:
     """Implement `Backend.decode`: write problem.state, problem.intermediate and problem.out."""
     p = problem
+    # in the computing dtype: the last pass scales and rounds once; rows without a slot stay zero
     o = torch.zeros(p.out.shape, dtype=p.dtype, device=p.q.device)
     steps = _tokens(p, o)
     scratch: Tensor | None = None
@@ -50,9 +51,11 @@ def decode(problem: DecodeProblem) -> None:
         if row.is_in_place:
             S = row.source
         else:
+            # one buffer for the states of all rows: only the first row touches new memory
             if scratch is None:
                 scratch = torch.empty(row.source.shape, dtype=p.dtype, device=p.q.device)
             S = scratch.copy_(row.source)
+        # branches of a tree start again from this state, and a step overwrites S
         root = S.clone() if row.parents is not None else S
         for t in range(row.count):
             if row.parents is not None and t > 0:
@@ -74,8 +77,10 @@ def _step(S: Tensor, token: Token, is_v_first: bool) -> None:
     kq, k, beta_v, o, beta, qk, *decay = token
     if decay:
         S.mul_(decay[0])
+    # k S and q S in one BLAS call: a single read of the state
     products = torch.bmm(kq, S.mT if is_v_first else S)
     d = torch.addcmul(beta_v, beta, products.narrow(1, 0, 1), value=-1)
+    # o = q S + <q, k> d needs no read of the updated state
     torch.addcmul(products.narrow(1, 1, 1), qk, d, out=o)
     if is_v_first:
         S.addcmul_(d.mT, k)
@@ -89,6 +94,7 @@ def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
     kq = torch.stack((p.k, p.q), 3).view(-1, H, 2, K).to(p.dtype)
     if p.use_qk_l2norm_in_kernel:
         l2norm_(kq)
+    # <q, k> per key head, before the repeat: H sums over K, not HV
     qk = (kq.select(2, 0) * kq.select(2, 1)).sum(-1)
     if HV != H:
         kq, qk = kq.repeat_interleave(HV // H, 1), qk.repeat_interleave(HV // H, 1)
@@ -123,8 +129,10 @@ def _rows(p: DecodeProblem) -> Iterator[Row]:
     spans = p.spans(read_device=True)
     assert spans is not None
     indices = (p.read_index, p.num_accepted, p.ring_pos, p.write_index, p.intermediate_row, p.parent)
+    # one transfer to the host per index tensor, not one per row
     numbers: list[Any] = [None if x is None else x.tolist() for x in indices]
     read, accepted, ring, write, rows, parents = numbers
+    # a contiguous matrix in the computing dtype: the three passes can run on the pool, without a copy
     is_dense = p.state.dtype == p.dtype and p.state.stride()[-2:] == p.state.shape[-1:] + (1,)
     for n, (first, count) in enumerate(spans):
         slot = n if read is None else read[n]

@@ -82,9 +82,11 @@ def activate(problem: Problem) -> tuple[PerHead, PerHead]:
     if p.beta is None:
         beta = torch.ones(shape, dtype=p.state_dtype, device=p.device)
     elif p.use_beta_sigmoid_in_kernel:
+        # 2 sigmoid is in (0, 2): for |k| = 1 the eigenvalue 1 - beta of I - beta k k^T may be negative
         beta = sigmoid(p.beta.to(wide(p.device))).mul_(2 if p.allow_neg_eigval else 1).to(p.state_dtype)
     else:
         beta = p.beta.to(p.state_dtype)
+    # e^-1000 is 0 in every dtype, and chunk sums of such g keep the resolution of the other tokens
     return g.clamp(min=RESET), beta
 
 

@@ -24,9 +24,11 @@ def rms_norm_gated(problem: NormProblem) -> Tensor:
         assert xs is not None
         n, _ = _normalised(xs.to(dtype), problem.eps)
         if weight is not None:
+            # in place: the block stays in the CPU cache, and no new memory is touched
             n = n.mul_(weight)
         if zs is not None:
             n = n.mul_(_activated(zs.to(dtype), problem.activation))
+        # rounded while it is in cache: the fp32 result never exists as a whole in memory
         part.copy_(n)
     return y
 
@@ -49,6 +51,7 @@ def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor
             dzs.copy_(_activation_bwd(dgate, zs.to(dtype), problem.activation))
             dn = dn * gate
         if weight is not None and dweight is not None:
+            # dweight = sum n act(z) dy: added before dn takes the weight
             dweight += (dn * n).flatten(0, -2).sum(0)
             dn = dn * weight
         part.copy_(rstd * (dn - n * (n * dn).mean(-1, keepdim=True)))
@@ -62,6 +65,7 @@ def _blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Tensor, lis
     # the head axis is kept where folding it would copy, as in a slice of one projection
     keep = 1 if all(x is None or _folds(x) for x in (first, *others)) else 2
     flat = [None if x is None else x.reshape(-1, *x.shape[-keep:]) for x in (first, *others)]
+    # a CPU works on one block per thread in its cache; a device takes all rows at once
     size = BLOCK * torch.get_num_threads() if first.device.type == "cpu" else first.numel()
     rows = flat[0].shape[0]  # type: ignore[union-attr]
     step = max(1, size * rows // first.numel())

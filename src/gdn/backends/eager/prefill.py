@@ -38,6 +38,7 @@ class Run:
         S = S.mT if self.rule.state_v_first else S
         if count % CHUNK == 0:
             return S
+        # at most 63 tokens from the saved state at the chunk's start, instead of the whole prefix
         rest = _cut(self.rule, start + count // CHUNK * CHUNK, start + count)
         final = chunk_forward(replace(rest, initial_state=S[None], cu_seqlens=None), False)[1]
         assert final is not None
@@ -52,6 +53,7 @@ def prefill(problem: PrefillProblem) -> None:
     slots = p.state_index.tolist()
     live = [n for n in range(p.N) if p.is_slot(slots[n])]
     groups = [(n, n + 1) for n in live] if p.batch_invariant else [(0, p.N)] if live else []
+    # tokens of sequences without a slot keep these zeros
     o = torch.zeros(p.out.shape, dtype=p.out.dtype, device=p.q.device)
     writes: list[tuple[Tensor, Tensor]] = []
     for first, last in groups:
@@ -62,6 +64,7 @@ def prefill(problem: PrefillProblem) -> None:
                 o[0, bounds[n] : bounds[n + 1]] = out[0, tokens]
                 writes += _writes(p, run, n, n - first, bounds[n + 1] - bounds[n])
     p.out.copy_(o)
+    # after all reads of the pool: a slot may be one sequence's target and another one's source
     for target, S in writes:
         target.copy_(S)
 
@@ -74,6 +77,7 @@ def _run(p: PrefillProblem, slots: list[int], bounds: list[int], first: int, las
         if has_state[n] and p.is_slot(slots[n]):
             initial[n - first].copy_(p.state[slots[n]])
     own = [x - bounds[first] for x in bounds[first : last + 1]]
+    # one sequence is a dense batch: its blocks are views, those of a packed one are gathered copies
     cu_seqlens = None if len(own) == 2 else torch.tensor(own, device="cpu")
     rule = replace(_cut(p.rule, bounds[first], bounds[last]), initial_state=initial, cu_seqlens=cu_seqlens)
     out, final, saved = chunk_forward(rule, p.keeps_states)

@@ -22,15 +22,18 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """Implement `Backend.recurrent_forward`: T steps of 6 K V flop per sequence and value head."""
     p = problem
     g, beta = activate(p)
+    # the exponentials of all tokens in one call: a step of the loop has none
     decay = g.exp().to(p.state_dtype)
     o = torch.zeros(p.v.shape, dtype=p.v.dtype, device=p.device)
     order, steps = _schedule(p)
     S = _start(p, order)
     q, k, v, e, b, out = (x.flatten(0, 1) for x in (p.q, p.k, p.v, decay, beta, o))
     for rows, tokens in steps:
+        # k and q as one operand: one BLAS call reads the state once for both products
         X = torch.stack([k[tokens], q[tokens]], dim=2).to(S.dtype)
         if p.use_qk_l2norm_in_kernel:
             l2norm_(X)
+        # a slice is a view, which `step` updates in place; an index makes a copy, which is written back
         S_t = S[rows]
         out[tokens] = step(X, v[tokens].to(S.dtype), e[tokens], b[tokens], S_t, p.scale).to(o.dtype)
         if isinstance(rows, Tensor):
@@ -53,10 +56,12 @@ def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: fl
     """
     (M, H), (HV, V) = X.shape[:2], v.shape[1:]
     decay, beta = decay[..., None], beta[..., None]
+    # <q, k> per key head, before the repeat: H sums over K, not HV
     qk = (X[:, :, 0] * X[:, :, 1]).sum(-1, keepdim=True)
     if HV != H:
         X, qk = X.repeat_interleave(HV // H, dim=1), qk.repeat_interleave(HV // H, dim=1)
     XS = torch.bmm(X.flatten(0, 1), S.flatten(0, 1)).view(M, HV, 2, V)
+    # e^g scales k S and q S, 2 V values, so the state need not be decayed before the BLAS call
     d = torch.addcmul(v, decay, XS[:, :, 0], value=-1).mul_(beta)
     o = torch.addcmul(qk * d, decay, XS[:, :, 1]).mul_(scale)
     S.mul_(decay[..., None]).addcmul_(X[:, :, 0, :, None], d[:, :, None])
@@ -83,6 +88,7 @@ def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
     if p.batch_invariant:
         spans = enumerate(zip(offsets[:-1], offsets[1:], strict=True))
         return None, ((slice(n, n + 1), slice(t, t + 1)) for n, (a, b) in spans for t in range(a, b))
+    # longest first: the sequences that still run are a slice of S, a view and not a copy
     order = sorted(range(p.N), key=lambda n: -lengths[n])
     start = torch.tensor([offsets[n] for n in order], dtype=torch.long, device=p.device)
     running = [sum(length > t for length in lengths) for t in range(max(lengths, default=0))]

@@ -32,9 +32,11 @@ def replay_decode(problem: ReplayProblem) -> None:
         tokens = slice(first, first + count)
         G = g[tokens].cumsum(0)
         if base > 0:
+            # G goes on from the history's last sum: e^(G_t - G_j) then holds for its tokens, too
             G += p.history_G[slot, base - 1]
         row = (x[tokens] for x in (q, k, v, k_rstd, beta))
         o[tokens], u = _packet(p, slot, base, G, *row)
+        # tokens past the last place of the history are not stored; their outputs are computed all the same
         fits = min(count, p.places - base)
         places = slice(base, base + fits)
         p.history_u[slot, places].copy_(u[:fits])
@@ -51,7 +53,9 @@ def _packet(
     T, H = q.shape[:2]
     S = align_start(p.state[slot].to(p.dtype))
     S = S.mT if p.state_v_first else S
+    # k above q: a BLAS call reads the state, and another one the history, once for both
     kq = _of_heads(torch.cat((k * k_rstd.unsqueeze(-1), q)), p.HV // H)  # [HV, 2 T, K]
+    # e^G scales the products, 2 V values per token, not the K V values of the state
     seen = torch.bmm(kq, S) * torch.cat((G, G)).exp().to(p.dtype).T.unsqueeze(-1)
     if base > 0:
         past = p.history_G[slot, :base]
@@ -65,6 +69,7 @@ def _packet(
     pairs = torch.bmm(kq, kq[:, :T].mT)
     A = (beta * D * pairs[:, :T]).tril(-1)
     r = beta * (v.transpose(0, 1) - seen[:, :T])
+    # unitriangular: the solver takes the diagonal as 1, so A stands for I + A
     d = torch.linalg.solve_triangular(A, r, upper=False, unitriangular=True)
     o = seen[:, T:] + torch.bmm((D * pairs[:, T:]).tril(), d)
     u = d * k_rstd.T.repeat_interleave(p.HV // H, 0).unsqueeze(-1)
@@ -127,5 +132,6 @@ def _fold(p: KeepProblem, layer: int, slot: int, end: int) -> None:
     k = _of_heads(p.history_k[layer, slot, :end].to(p.dtype), S.shape[0] // p.history_k.shape[3])
     u = align_start(p.history_u[layer, slot, :end].to(p.dtype)).transpose(0, 1)
     weights = _weights(G[-1:], G, p.dtype)
+    # one BLAS call adds the outer products of all tokens: the state is written once, not per token
     S = G[-1].exp().to(p.dtype)[:, None, None] * S + torch.bmm(k.mT * weights, u)
     state.copy_(S.mT if p.state_v_first else S)

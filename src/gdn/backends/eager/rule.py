@@ -70,8 +70,10 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
     S = _states(p, p.initial_state, the_plan.order)
     for block in the_plan.blocks:
         c = _load(p, block, g, beta)
+        # A = beta D k k^T in one new tile per value head, up to 16 KB in fp32: beta multiplies it in place
         A_inv = _inverse((c.D * c.kk).mul_(c.beta))
         XS, v_new = _forward_states(p, block, c, A_inv, S, saved.S_in)
+        # e^G q S is the accumulator of the BLAS call for D q k^T v_new: no further pass adds the two
         o_block = torch.mul(c.into, _per_head(XS[:, :, : c.C], p), out=_fresh(v_new))
         _baddbmm(o_block, c.D * c.qk, v_new, alpha=p.scale, beta=p.scale)
         block.put(o, _tokens(o_block, block))
@@ -85,6 +87,7 @@ def _forward_states(
     p: Problem, block: Block, c: Chunks, A_inv: Tensor, S: Tensor, S_in: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Advance S through the block, step by step; returns X S [P, H, 2C, r V] and v_new [P, H, r, C, V]."""
+    # r = beta v - (beta e^G) k S: factors of the whole block at once, so a step adds one addcmul
     beta_v, carry = torch.mul(c.beta, c.v, out=_fresh(c.v)), -c.beta * c.into
     XS = torch.empty(*c.X.shape[:3], S.shape[-1], dtype=S.dtype, device=S.device)
     v_new, grown = _fresh(c.v), _columns(c)
@@ -93,10 +96,12 @@ def _forward_states(
         S_i = S[step.rows]
         if S_in is not None:
             block.keep_step(S_in, step, _per_head(S_i, p).flatten(1, 2))
+        # q S and k S in one BLAS call: a matmul of 64 rows runs at half the speed of one of 128
         _bmm(c.X[i], S_i, out=XS[i])
         kS = _per_head(XS[i, :, c.C :], p)
         _bmm(A_inv[i], torch.addcmul(beta_v[i], carry[i], kS, out=beta_v[i]), out=v_new[i])
         torch.mul(c.out[i], v_new[i], out=_per_head(grown[i], p))
+        # in place: the BLAS call accumulates onto the decayed S, without a temporary of its size
         _decay(S_i, c.through[i])
         _baddbmm(S_i, c.k[i].mT, grown[i])
         _put_back(S, step, S_i)
@@ -134,11 +139,13 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
             for x in (saved.A_inv[..., : c.C, : c.C], saved.v_new[..., : c.C, :], saved.S_in)
         )
         Y = torch.empty(*c.v.shape[:3], 2 * c.C, p.V, dtype=dstate.dtype, device=p.device)
+        # scale multiplies do once, so that every gradient below includes it
         torch.mul(_heads(p, block, do), p.scale, out=Y[..., : c.C, :])
         t = _backward_states(p, block, c, A_inv, v_new, S, Y, dstate)
         dg_block = _backward_within(c, v_new, Y, t)
         dX = t.dX
         dX[:, :, c.C :] += t.dk
+        # adjoint of n = x rstd: dx = rstd (dn - n <n, dn>), for q and k in the same passes
         if c.rstd is not None:
             dX.addcmul_(c.X, (c.X * dX).sum(-1, keepdim=True), value=-1).mul_(c.rstd)
         block.put(dq, _tokens(dX[:, :, None, : c.C], block))
@@ -173,6 +180,7 @@ def _backward_states(
     """
     C, do = c.C, Y[..., : c.C, :]
     Z = torch.empty(*c.X.shape[:3], dstate.shape[-1], dtype=Y.dtype, device=Y.device)  # [e^G do; -e^G dr]
+    # value heads as columns: one matmul per key head serves all of its value heads
     grown, kdS, W = _columns(c), _columns(c), _columns(c)
     torch.mul(c.out, v_new, out=_per_head(grown, p))
     torch.mul(c.into, do, out=_per_head(Z[:, :, :C], p))
@@ -191,6 +199,7 @@ def _backward_states(
         torch.mul(dr, minus[i], out=_per_head(Zk, p))
         torch.mul(_apart(Zk, p), beta_columns[i], out=_apart(W[i], p))
         _bmm(grown[i], dS_i.mT, out=dk[i])
+        # the product for <S, dS> takes a buffer that all steps reuse: no page faults of new memory
         product = torch.mul(S[i], _per_head(dS_i, p), out=overlap[: step.stop - step.start])
         dG_end[i] = product.sum((-1, -2)) * c.through[i, :, 0, :, 0]
         _decay(dS_i, c.through[i])
@@ -201,6 +210,7 @@ def _backward_states(
     dbeta = along[..., C:] + (Y[..., C:, :] * c.v).sum(-1)
     d_out = _apart(kdS.mul_(grown), p).sum(-1).transpose(2, 3)[..., :-1].double()
     dG = along[..., :C].double() + c.beta[..., 0] * along[..., C:]
+    # e^(G_C - G_t) is 1 at the last token: its gradient, + in G_C and - in G_t, is left out there
     dG[..., :-1] -= d_out
     dG[..., -1] += dG_end + d_out.sum(-1)
     return Through(dX, dk, dbeta, dG)
@@ -213,6 +223,7 @@ def _through_entry(c: Chunks, Z: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     the results are [P, H, 2C, K] and [P, H, r, 2C].
     """
     parts, along = [], []
+    # a BLAS call per value head: <X, Z S^T> of each head is needed before the sum over heads
     for j, Z_j in enumerate(Z.unbind(3)):
         part = _bmm(Z_j, S[:, :, j].mT)
         along.append((part * c.X).sum(-1))
@@ -227,6 +238,7 @@ def _backward_within(c: Chunks, v_new: Tensor, Y: Tensor, t: Through) -> Tensor:
     d(D q k^T) = do v_new^T and dA = -dr v_new^T below the diagonal. Every g_t with j < t <= i decays pair
     (i, j), so dg_t is a sum over i >= t and then over j < t, without cancellation.
     """
+    # do v_new^T and dr v_new^T in one BLAS call of 2 C = 128 rows
     E = _bmm(Y, v_new.mT).unflatten(3, (2, c.C)).mul_(c.D[:, :, :, None])  # [P, H, r, 2, C, C]
     Eq, Ek = E.unbind(3)
     Ek.neg_().diagonal(dim1=-2, dim2=-1).zero_()
@@ -237,6 +249,7 @@ def _backward_within(c: Chunks, v_new: Tensor, Y: Tensor, t: Through) -> Tensor:
     dXK = (E[:, :, 0] if E.shape[2] == 1 else E.sum(2)).flatten(2, 3)
     _baddbmm(t.dX, dXK, c.k)
     _baddbmm(t.dk, dXK.mT, c.X)
+    # the sum over i >= t is a BLAS call with a triangle of ones; tril_ keeps j < t
     after = torch.ones(c.C, c.C, dtype=E.dtype, device=E.device).triu_()
     dg = _bmm(after.expand_as(pairs), pairs).tril_(-1).sum(-1).double()
     # g_t is a term of G of token t and of every later token of the chunk: add the sum of their dG
@@ -259,6 +272,7 @@ def _load(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Chunks:
         X[:, :, :C] = _by_head(q.to(dtype, copy=True))
         X[:, :, C:] = _by_head(k.to(dtype, copy=True))
     G = _heads(p, block, g[..., None], g.dtype).cumsum(3)  # [P, H, r, C, 1]
+    # g is zero past a short chunk's end, so the last row of G is always G_C
     end = G[:, :, :, -1:]
     # clamped on both sides: no exponent is positive, and exp is ten times slower where it underflows
     D = (G - G.mT).to(dtype).clamp_(-104 if dtype == torch.float32 else -746, 0).exp_().tril_()
@@ -271,6 +285,7 @@ def _load(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Chunks:
         out=(end - G).exp().to(dtype),
         through=end.exp().to(dtype).transpose(2, 3),
         D=D,
+        # q k^T and k k^T in one BLAS call of 2 C = 128 rows
         XK=_bmm(X, X[:, :, C:].mT),
     )
 

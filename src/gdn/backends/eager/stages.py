@@ -37,6 +37,7 @@ def chunk_cumsum(g: PerHead, cu_seqlens: Offsets | None) -> GSum:
 def chunk_cumsum_bwd(g: PerHead, dG: GSum, cu_seqlens: Offsets | None) -> PerHead:
     dG = dG.to(wide(dG.device))
     t = Tiling.of(dG, cu_seqlens)
+    # the adjoint of a prefix sum is a suffix sum
     dg = t.join(t.cut(dG).flip(-1).cumsum(-1).flip(-1))
     return dg.masked_fill_(g < RESET, 0).to(g.dtype)
 
@@ -68,6 +69,7 @@ def chunk_kkt_bwd(
     # dA times A = beta D <k, k> without one of its factors
     without_kk = t.cut(dA) * _decay(t.cut_sums(G), t.dtype, diagonal=-1)
     without_beta = without_kk * (k_c @ k_c.mT)
+    # value heads are summed before the matmuls: H BLAS batches of [C, C] [C, K], not HV
     dkk = (beta_c * without_kk).sum(2, keepdim=True)
     dlog = beta_c * without_beta
     return (
@@ -88,6 +90,7 @@ def solve_tril(A: AStrict, cu_seqlens: Offsets | None) -> AInv:
 def solve_tril_bwd(A_inv: AInv, dA_inv: AInv, cu_seqlens: Offsets | None) -> AStrict:
     t = Tiling.of(A_inv, cu_seqlens)
     inverse = t.cut(A_inv).tril()
+    # d(X^-1) = -X^-1 dX X^-1, so dA = -A_inv^T dA_inv A_inv^T, below the diagonal
     dA = -(inverse.mT @ t.cut(dA_inv) @ inverse.mT)
     return t.join(dA.tril(-1), A_inv.dtype)
 
@@ -133,6 +136,7 @@ def chunk_state(
     t = Tiling.of(k, cu_seqlens)
     w_c, u_c = t.cut(w), t.cut(u)
     out, through = _decay_out(t.cut_sums(G), t.dtype)
+    # the decays to the end of all chunks in one pass: a step of the loop is two BLAS calls
     k_out = out[..., None] * t.cut(k)
     states = t.carry(initial_state, (*u_c.shape[1:3], k.shape[3], u.shape[3]))
     S_in, v_new = states.new_empty(t.num_chunks, *states.shape[1:]), torch.empty_like(u_c)
@@ -169,6 +173,7 @@ def chunk_state_bwd(
         dS_out[i] = dstates[n]
         dv_c[i] += k_out[i] @ dstates[n]
         dstates[n] = dS_in_c[i] + through[i] * dstates[n] - w_c[i].mT @ dv_c[i]
+    # all chunks in one BLAS call: only dS depends on the chunk after it
     dk_out = t.cut(v_new) @ dS_out.mT
     along_k = (dk_out * k_out).sum(-1)
     dG_end = along_k.sum(-1) + through[..., 0, 0] * (S * dS_out).sum((-1, -2))
@@ -189,6 +194,7 @@ def chunk_output(
     q: Q, k: Keys, v_new: Values, G: GSum, S_in: ChunkStates, scale: float, cu_seqlens: Offsets | None
 ) -> Values:
     t = Tiling.of(q, cu_seqlens)
+    # scale on q: one pass over [C, K] serves both terms of o
     q_c, G_c = t.cut(q) * scale, t.cut_sums(G)
     within = _decay(G_c, t.dtype, diagonal=0) * (q_c @ t.cut(k).mT)
     into = G_c.to(t.dtype).exp()[..., None]
@@ -211,6 +217,7 @@ def chunk_output_bwd(
     do_into = G_c.to(t.dtype).exp()[..., None] * do_c
     D, qk = _decay(G_c, t.dtype, diagonal=0), q_c @ k_c.mT
     dqk_heads = D * (do_c @ t.cut(v_new).mT)
+    # value heads are summed before the matmuls with k and q: H BLAS batches, not HV
     dqk = dqk_heads.sum(2, keepdim=True)
     dlog = dqk_heads * qk
     return (
@@ -225,7 +232,9 @@ def chunk_output_bwd(
 def _decay(G_c: Tensor, dtype: torch.dtype, *, diagonal: int) -> Tensor:
     """Return D [..., C, C]: e^(G_i - G_j) for j <= i + diagonal, else 0."""
     is_before = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=G_c.device).tril(diagonal)
+    # subtracted in G's dtype (fp64 where the device has it), then rounded: only the difference counts
     difference = (G_c[..., :, None] - G_c[..., None, :]).to(dtype)
+    # masked before exp: above the diagonal e^(G_i - G_j) may overflow, and inf times 0 is NaN
     return difference.masked_fill_(~is_before, -torch.inf).exp_()
 
 

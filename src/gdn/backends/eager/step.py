@@ -27,6 +27,7 @@ def composed(
     p = problem
     mixed = p.mixed_qkv.new_empty(p.mixed_qkv.shape)
     conv(p.conv(mixed))
+    # without a norm decode writes p.out itself: no pass for a copy
     o = p.out.new_empty(p.out.shape) if p.has_norm else p.out
     decode(p.decode(mixed, o))
     if p.has_norm:

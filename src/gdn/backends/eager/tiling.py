@@ -52,6 +52,7 @@ class Tiling(Sequences):
     def sequence(self) -> Tensor:
         """Return [NC], the sequence of each chunk; N for a surplus one."""
         chunk = torch.arange(self.num_chunks, device=self.device)
+        # looked up on the device: the host does not wait for the lengths
         return torch.searchsorted(self._first[1:], chunk, right=True).clamp_(max=self.N)
 
     @cached_property
@@ -98,6 +99,7 @@ class Tiling(Sequences):
 
     def _gather(self, x: Tensor) -> Tensor:
         heads, rest = (self.H, x.shape[2] // max(1, self.H)), x.shape[3:]
+        # no token has a valid index here, so index_select cannot gather
         if self.B * self.T == 0:
             return x.new_zeros(self.num_chunks, *heads, CHUNK, *rest)
         y = x.flatten(0, 1).index_select(0, self._tokens)
@@ -110,6 +112,7 @@ class Tiling(Sequences):
             return y.new_zeros(self.B, self.T, heads, *rest, dtype=dtype)
         place, is_held = self._places
         y = y.to(dtype or y.dtype).movedim(3, 1).reshape(-1, heads, *rest).index_select(0, place)
+        # tokens of no sequence have gathered a clamped index, and become zero
         y.masked_fill_(~is_held.view(-1, *(1,) * (y.dim() - 1)), 0)
         return y.view(self.B, self.T, heads, *rest)
 
@@ -129,4 +132,5 @@ class Tiling(Sequences):
         chunk = torch.arange(self.num_chunks, device=self.device)
         if self.num_chunks == 0:
             return []
+        # dense sequences have equal lengths: chunk i of all of them is one batch of a BLAS call
         return list(chunk.view(1 if self.cu_seqlens is not None else self.B, -1).unbind(1))
