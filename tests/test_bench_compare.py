@@ -208,6 +208,7 @@ def test_a_side_runs_its_own_package(tmp_path, monkeypatch):
     (package / "__init__.py").write_text("")
     bench = tmp_path / "benchmarks" / "gdn_bench"
     bench.mkdir(parents=True)
+    (bench / "__init__.py").write_text("")
     (bench / "__main__.py").write_text(
         "import subprocess, sys\n"
         "child = [sys.executable, '-c', 'import gdn; print(gdn.__file__)']\n"
