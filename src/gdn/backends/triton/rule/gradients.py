@@ -123,6 +123,7 @@ def pairs_bwd_kernel(
     # Program (chunk of the group, head); grid: entries of the group * HV; warps and strips from `choose`.
     # Reads q, k, v, do, dr, S_in, A_inv, G, norms and factors; writes dv over dr, E and F, v_new, three or
     # five rows of terms. E and F [C, C] are accumulators in registers over all strips of value columns.
+    # No PDL.
     head = tl.program_id(0) % HV
     part = tl.program_id(0) // HV
     chunk = begin + part
@@ -272,7 +273,7 @@ def rows_bwd_kernel(
     # dq and dk of one chunk and key head, and terms of dg that need dS.
     # Program (chunk of the group, key head, block of K); grid: entries of the group * H * blocks; warps and
     # strips from `choose`. Reads per value head S_in, dS, do, dv, scaled v_new, E and F; once q and k. Writes
-    # dq and dk, which are accumulators in registers over value heads and strips.
+    # dq and dk, which are accumulators in registers over value heads and strips. No PDL.
     num_heads = HV // ratio
     blocks: tl.constexpr = (K + BK - 1) // BK
     own = tl.program_id(0) % blocks

@@ -69,7 +69,7 @@ def prepare_kernel(
 ):  # fmt: skip
     # A_inv, P, G, factors and norms of one chunk and value head; formulas at the top of the file.
     # Program (chunk, head). Grid: entries * HV, heads fastest, so that the value heads of a key head find q
-    # and k in L2; 4 warps, one per 16 x 16 diagonal block of A (see `tril`).
+    # and k in L2; 4 warps, one per 16 x 16 diagonal block of A (see `tril`); no PDL.
     # Reads q, k, g and beta of 64 tokens; writes A_inv and P [C, C], ROWS factors per token, G, and norms.
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV

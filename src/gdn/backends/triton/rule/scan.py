@@ -30,7 +30,7 @@ def scan_kernel(
 ):  # fmt: skip
     # S <- e^(G_C) S + (e^(G_C - G) k)^T v_new and o, chunk after chunk of one sequence.
     # Program (n, head, strip): BV value columns of S^T, kept in registers in fp32 over all chunks.
-    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`.
+    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
     # Reads per chunk q, k, a strip of v, A_inv, P and factors; writes a strip of o, and of S_in if kept.
     # Triton's pipeliner copies the next STAGES - 1 chunks to shared memory while this one is computed.
     strips = tl.cdiv(V, BV)

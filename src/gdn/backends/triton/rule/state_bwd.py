@@ -33,7 +33,7 @@ def state_bwd_kernel(
 ):  # fmt: skip
     # dS <- e^(G_C) dS + (e^G q)^T (scale do) - (beta e^G k)^T dr, last chunk to first.
     # Program (n, head, strip): BV value columns of dS [K, BV], kept in registers in fp32 over all chunks.
-    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`.
+    # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
     # Reads per chunk q, k, A_inv, P (hi + lo if FINE), factors, a strip of do and, if FINE, of S_in; writes a
     # strip of dr and dS.
     strips = tl.cdiv(V, BV)
