@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from gdn._torch_compat import group_store, group_timeout
 from gdn.distributed.plan import Plan
 from gdn.problem import Problem
+from gdn.problem.check import records_gradient
 
 VERSION = 1
 NUM_WORDS = 16
@@ -136,20 +137,21 @@ def hashed(text: str) -> int:
 
 def shape_words(x: Tensor, dim: int) -> tuple[tuple[str, Any], ...]:
     others = [size for axis, size in enumerate(x.shape) if axis != dim % x.dim()]
-    is_recorded = torch.is_grad_enabled() and x.requires_grad
     return (
         ("dim", dim % x.dim()),
         ("shape", Hashed(tuple(others))),
         ("dtype", x.dtype),
-        ("requires_grad", is_recorded),
+        ("requires_grad", records_gradient(x)),
     )
 
 
 def rule_words(p: Problem, plan: Plan) -> tuple[tuple[str, Any], ...]:
     """Return the words of a signature that describe a call of the rule."""
-    is_recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in p.differentiable)
     flags = {name: getattr(p, name) for name in FLAGS}
-    flags |= {"initial_state": p.initial_state is not None, "requires_grad": is_recorded}
+    flags |= {
+        "initial_state": p.initial_state is not None,
+        "requires_grad": records_gradient(*p.differentiable),
+    }
     dtypes = tuple(None if x is None else x.dtype for x in (p.g, p.beta, p.initial_state))
     return (
         ("num_tokens", plan.table.num_tokens), ("B", plan.batch), ("H", p.H), ("HV", p.HV), ("K", p.K),
@@ -162,12 +164,10 @@ def rule_words(p: Problem, plan: Plan) -> tuple[tuple[str, Any], ...]:
 def conv_words(
     x: Tensor, weight: Tensor, initial_state: Tensor | None, plan: Plan
 ) -> tuple[tuple[str, Any], ...]:
-    given = (x, initial_state)
-    is_recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     return (
         ("num_tokens", plan.table.num_tokens), ("B", plan.batch), ("D", x.shape[2]), ("W", weight.shape[1]),
         ("dtype", x.dtype), ("dtype of initial_state", getattr(initial_state, "dtype", None)),
-        ("requires_grad", is_recorded), ("runs", Hashed(plan.table.runs)),
+        ("requires_grad", records_gradient(x, initial_state)), ("runs", Hashed(plan.table.runs)),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from gdn.distributed.collectives import all_to_all
 from gdn.distributed.exchange import split_heads
 from gdn.distributed.local import NAMES
 from gdn.distributed.plan import Plan, index, make_plan
+from gdn.distributed.redistribute import to_global_order, to_rank_order
 from gdn.distributed.rule import differentiate, run
 from gdn.problem import Problem
 
@@ -59,12 +60,12 @@ class Heads:
         )  # fmt: skip
         blocks = got.split([own * B * m * row for m in self.num_local])
         whole = torch.cat([x.view(own, B, m, *size) for x, m in zip(blocks, self.num_local, strict=True)], 2)
-        return to_global_order(whole, self.plans[0], 2).movedim(0, 2).contiguous()
+        return to_global_order(whole, self.plans[0].table, 2).movedim(0, 2).contiguous()
 
     def to_tokens(self, x: Tensor, ratio: int) -> Tensor:
         """Return [B, local T, heads, ...] from [B, T, own heads, ...] on each rank: undo `to_heads`."""
         B, _, own, *size = x.shape
-        x = to_rank_order(x, self.plans[0], 1).movedim(2, 0)
+        x = to_rank_order(x, self.plans[0].table, 1).movedim(2, 0)
         send = torch.cat([block.flatten() for block in x.split(list(self.num_local), 2)])
         widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
         n, row = self.num_local[self.rank], math.prod(size)
@@ -128,21 +129,6 @@ def border_rows(plan: Plan, is_first: bool) -> list[tuple[int, int]]:
         for row, piece in enumerate(plan.pieces)
         if (piece.is_first if is_first else piece.is_last)
     ]
-
-
-def to_global_order(x: Tensor, plan: Plan, axis: int) -> Tensor:
-    """Return tokens in global order from the tokens of all ranks side by side."""
-    table = plan.table
-    before = [sum(table.num_local[:r]) for r in range(table.num_ranks)]
-    places = zip(table.runs, table.local_start, strict=True)
-    parts = [x.narrow(axis, before[run.rank] + at, run.stop - run.start) for run, at in places]
-    return torch.cat(parts, axis)
-
-
-def to_rank_order(x: Tensor, plan: Plan, axis: int) -> Tensor:
-    """Return the tokens of all ranks side by side from tokens in global order."""
-    runs = [plan.table.runs[j] for mine in plan.table.runs_of for j in mine]
-    return torch.cat([x.narrow(axis, run.start, run.stop - run.start) for run in runs], axis)
 
 
 def rule(problem: Problem, heads: Heads) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ from gdn.problem import Problem
 MAX_COLUMNS = 256  # value columns of one call: the limit of the kernels
 
 # the tensors of a problem that have gradients, in the order of Problem.differentiable
-NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+NAMES = library.DIFFERENTIABLE
 
 Saved: TypeAlias = tuple[Tensor | None, ...]
 

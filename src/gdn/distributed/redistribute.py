@@ -22,10 +22,21 @@ def unshard(x: Tensor, table: Table, rank: int, dim: int, group: ProcessGroup) -
     # one copy for each rank, so that its gradient comes back apart and is summed in the order of ranks
     copies = tokens.expand(R, *tokens.shape).flatten(0, 1)
     got = swap(copies, counts, [counts[rank]] * R, group)
-    before = [sum(counts[:r]) for r in range(R)]
+    return to_global_order(got, table, 0).movedim(0, dim)
+
+
+def to_global_order(x: Tensor, table: Table, axis: int) -> Tensor:
+    """Return tokens in global order from the tokens of all ranks side by side."""
+    before = [sum(table.num_local[:r]) for r in range(table.num_ranks)]
     places = zip(table.runs, table.local_start, strict=True)
-    parts = [got.narrow(0, before[run.rank] + at, run.stop - run.start) for run, at in places]
-    return torch.cat(parts).movedim(0, dim)
+    parts = [x.narrow(axis, before[run.rank] + at, run.stop - run.start) for run, at in places]
+    return torch.cat(parts, axis)
+
+
+def to_rank_order(x: Tensor, table: Table, axis: int) -> Tensor:
+    """Return the tokens of all ranks side by side from tokens in global order."""
+    runs = [table.runs[j] for mine in table.runs_of for j in mine]
+    return torch.cat([x.narrow(axis, run.start, run.stop - run.start) for run in runs], axis)
 
 
 def convert(x: Tensor, source: Table, target: Table, rank: int, dim: int, group: ProcessGroup) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from gdn import settings
 from gdn._torch_compat import intercepts_operators, is_plain
 from gdn.backends import Gradients, Saved, select
-from gdn.problem import Problem, host_offsets
+from gdn.problem import Problem, check, host_offsets
 from gdn.problem.declaration import Declaration, schema_of
 from gdn.problem.inspection import inspect_problem
 from gdn.problem.layer import ConvProblem
@@ -270,7 +270,7 @@ def rule(problem: Problem, *, is_recurrent: bool) -> tuple[Tensor, Tensor]:
     p = problem
     if is_recurrent:
         return recurrent_forward(*p.arguments())  # type: ignore[no-any-return]
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in p.differentiable)
+    save = check.records_gradient(*p.differentiable)
     o, final_state, *_ = chunk_forward(*p.arguments(), save)
     return o, final_state
 

@@ -213,6 +213,11 @@ def overlaps_itself(x: Tensor) -> bool:
     return False
 
 
+def records_gradient(*tensors: Tensor | None) -> bool:
+    """Return True if autograd records a call with these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def no_gradient(function: str, **tensors: Tensor | None) -> None:
     """Raise ValueError if autograd would record the call: the serving functions have no gradient."""
     no_tangent(function, **tensors)
