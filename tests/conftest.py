@@ -134,6 +134,14 @@ def strict_poison():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def simulated_launches(monkeypatch):
+    """Let the forward of the Hopper backend run on the CPU."""
+    from kit.hopper import simulate_launches
+
+    simulate_launches(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def shared_ranks() -> Iterator[list[Any]]:
     """Hold the ranks that tests share, and end them; none are started until a test asks."""

@@ -22,15 +22,9 @@ from kit.hopper import (
     set_consumers,
     set_fast_path,
     set_segments,
-    simulate_launches,
     simulated,
     watch_flags,
 )
-
-
-@pytest.fixture
-def simulated_launches(monkeypatch):
-    simulate_launches(monkeypatch)
 
 
 @pytest.mark.interpret

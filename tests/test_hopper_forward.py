@@ -25,7 +25,6 @@ from kit.hopper import (
     set_consumers,
     set_fast_path,
     set_segments,
-    simulate_launches,
     simulated,
     watch_flags,
 )
@@ -36,11 +35,6 @@ from gdn.backends.triton.launch import PlanCache, machine
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import saves
 from gdn.backends.triton.rule.run import chunk_backward as backward
-
-
-@pytest.fixture
-def simulated_launches(monkeypatch):
-    simulate_launches(monkeypatch)
 
 
 @pytest.mark.interpret

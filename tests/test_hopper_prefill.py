@@ -16,16 +16,10 @@ from kit.hopper import (
     set_consumers,
     set_fast_path,
     set_segments,
-    simulate_launches,
     simulated,
 )
 
 from gdn.backends import hopper
-
-
-@pytest.fixture
-def simulated_launches(monkeypatch):
-    simulate_launches(monkeypatch)
 
 
 @pytest.mark.interpret

@@ -24,7 +24,6 @@ from kit.hopper import (
     reference,
     set_consumers,
     set_segments,
-    simulate_launches,
     simulated,
 )
 
@@ -32,11 +31,6 @@ from gdn.backends.hopper import cost, segments
 from gdn.backends.hopper.cost import Cut, Cuts
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import allocate, machine
-
-
-@pytest.fixture
-def simulated_launches(monkeypatch):
-    simulate_launches(monkeypatch)
 
 
 @pytest.mark.interpret
