@@ -17,7 +17,7 @@ if not HAS_TRITON:
 from kit import gluon_simulator
 from kit.hopper import Simulated, error, reference, simulated
 
-from gdn.backends.hopper import cost
+from gdn.backends.hopper import BACKEND, backward, cost
 from gdn.backends.hopper.backward import plan
 from gdn.backends.triton.launch import PlanCache
 from gdn.backends.triton.rule import run as chunked
@@ -61,7 +61,7 @@ IN_SUITE = (
 @pytest.fixture(autouse=True)
 def on(monkeypatch):
     """Turn the backward on, with its Gluon kernels simulated on the CPU."""
-    monkeypatch.setattr(plan, "IS_ON", True)
+    monkeypatch.setattr(backward, "IS_ON", True)
     monkeypatch.setattr(plan, "_plans", PlanCache())
     if not torch.cuda.is_available():
         monkeypatch.setattr(plan, "Launch", Simulated)
@@ -235,5 +235,9 @@ def test_where_it_does_not_run(monkeypatch):
     here = plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
     triton = chunked.chunk_backward(problem, saved, given.do, given.dfinal_state)
     assert all(torch.equal(x, y) for x, y in zip(here, triton, strict=True) if y is not None)
-    monkeypatch.setattr(plan, "IS_ON", False)
-    assert "to be on" in plan.lacks(problem, saved)
+    monkeypatch.setattr(plan, "chunk_backward", None)
+    with pytest.raises(TypeError):
+        BACKEND.chunk_backward(problem, saved, given.do, given.dfinal_state)
+    monkeypatch.setattr(backward, "IS_ON", False)
+    here = BACKEND.chunk_backward(problem, saved, given.do, given.dfinal_state)
+    assert all(torch.equal(x, y) for x, y in zip(here, triton, strict=True) if y is not None)

@@ -69,7 +69,7 @@ def error(x, y):
 
 
 def ours(problem, saved, do, dfinal, has_scan=True):
-    plan.IS_ON, plan.HAS_SCAN = True, has_scan
+    plan.HAS_SCAN = has_scan
     assert plan.lacks(problem, saved) is None, plan.lacks(problem, saved)
     return plan.chunk_backward(problem, saved, do, dfinal)
 

@@ -2,7 +2,7 @@
 
 A pipelined loop loads some iterations ahead, into as many buffers as iterations. An operand of WGMMA needs
 one buffer more, since the MMA may be in flight when its iteration ends. Triton 3.6 does not give that buffer
-to an operand that is also read into registers, so the next load overwrites what the MMA reads. On an H200 the
+to an operand that is also read into registers, so the next load overwrites an operand in use. On an H200 the
 gradient of k was wrong by 4 %, in large problems only.
 """
 

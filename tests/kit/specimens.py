@@ -331,9 +331,9 @@ def hopper_backward(case: Case, has_scan: bool = True) -> Callable[[], Any]:
         from gdn.backends.triton.rule import run
 
         saved = run.chunk_forward(problem, True)[2]
-        on, scan = patch.object(plan, "IS_ON", True), patch.object(plan, "HAS_SCAN", has_scan)
+        scan = patch.object(plan, "HAS_SCAN", has_scan)
         for consumers in (1, 2):
-            with on, scan, patch.object(plan, "consumers_of", lambda problem, consumers=consumers: consumers):
+            with scan, patch.object(plan, "consumers_of", lambda problem, consumers=consumers: consumers):
                 plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
     return call

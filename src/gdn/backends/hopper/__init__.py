@@ -26,7 +26,7 @@ import torch
 from gdn import settings
 from gdn.backends import triton
 from gdn.backends.backend import Gradients, Saved
-from gdn.backends.hopper import cost
+from gdn.backends.hopper import backward, cost
 from gdn.problem import PrefillProblem, Problem
 
 SIZES = (64, 128)  # values of K = V that the kernels are written for
@@ -89,6 +89,8 @@ def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Te
 def _chunk_backward(
     problem: Problem, saved: Saved, do: torch.Tensor | None, dS: torch.Tensor | None
 ) -> Gradients:
+    if not backward.IS_ON:
+        return triton.BACKEND.chunk_backward(problem, saved, do, dS)
     found: Gradients
     found = import_module("gdn.backends.hopper.backward.plan").chunk_backward(problem, saved, do, dS)
     return found

@@ -13,13 +13,13 @@ HBM bytes per token and value head: G 8, beta 2, norms 8, factors 32: 50.
 
 import triton.language as tl
 
+from gdn.backends.hopper.factors import LOG2_E
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import activate_beta
 
 DECAY, FROM, BETA, Q_SCALE, K_RSTD, READ, INTO, OUT = (tl.constexpr(i) for i in range(8))
 ROWS = tl.constexpr(8)
-PER_LOG2 = tl.constexpr(1.4426950408889634)
 
 
 @kernel
@@ -47,8 +47,8 @@ def backward_factors_kernel(
     # in fp64, so that a reset on one token leaves the other tokens' differences of G exact
     g = tl.where(G - before < RESET, RESET, G - before)
     G = tl.cumsum(tl.where(is_token, g, 0.0), 0)
-    end = (tl.sum(tl.where(tokens == C - 1, G, 0.0), 0) * PER_LOG2).to(tl.float32)[None, :]
-    decay = (G * PER_LOG2).to(tl.float32)
+    end = (tl.sum(tl.where(tokens == C - 1, G, 0.0), 0) * LOG2_E).to(tl.float32)[None, :]
+    decay = (G * LOG2_E).to(tl.float32)
     # 1 past the chunk's end where a logarithm is taken, else 0
     k_rstd = tl.where(is_token, 1.0, 0.0)
     q_scale = tl.where(is_token, scale, 0.0)

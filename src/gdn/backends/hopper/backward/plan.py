@@ -28,6 +28,7 @@ from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
 from gdn.backends.hopper.descriptors import FACTOR_ROWS, TOKENS, align, make_aligned, make_descriptor
 from gdn.backends.hopper.factors import MIN_G
+from gdn.backends.hopper.rule import REGISTERS, STRIP
 from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import (
@@ -46,12 +47,8 @@ from gdn.backends.triton.rule.gates_bwd import gates_bwd_kernel
 from gdn.backends.triton.rule.launches import Backward
 from gdn.problem import CHUNK, RESET, Problem
 
-# Whether `hopper` runs this backward. It has not been measured on a GPU, so Triton's is used.
-IS_ON = False
 HAS_SCAN = True  # the reverse state scan in Gluon, not Triton's state pass
 HEADS = 8  # value heads of a program of backward_factors_kernel
-STRIP = 64  # value columns of a TMA block
-REGISTERS = {2: 128, 1: 120}  # maxnreg of the scan by consumers a CTA; warp_specialize distributes them
 
 
 @dataclass(frozen=True)
@@ -114,8 +111,6 @@ def _rows(x: Tensor) -> Any:
 
 def lacks(p: Problem, saved: Saved) -> str | None:
     """Return why this backward does not support a problem, or None if it does."""
-    if not IS_ON:
-        return "expected the Gluon backward to be on"
     if p.K != 2 * STRIP or p.V != p.K or p.q.dtype != torch.bfloat16:
         return f"expected K = V = 128 in bf16, got K={p.K}, V={p.V}, {p.q.dtype}"
     if any(x is not None and x.dtype != torch.bfloat16 for x in (saved.A_inv, saved.S_in)):
@@ -182,7 +177,7 @@ def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
             reverse_scan_kernel,
             min(items, num_sms),
             (*numbers, a.entries, items),
-            {"V_FIRST": p.state_v_first, "CHAINS": consumers, "D": p.K},
+            {"V_FIRST": p.state_v_first, "CONSUMERS": consumers, "D": p.K},
             4,
             options={"maxnreg": REGISTERS[consumers]},
             num_descriptors=7,

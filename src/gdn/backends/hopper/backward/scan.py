@@ -5,9 +5,9 @@
 
 The mirror of the forward's state scan: persistent and warp-specialised, dS^T in registers in fp32.
 
-    load_chunks     producer warp, 1 warp: the TMA loads of each chunk
+    run_producer    producer warp, 1 warp: the TMA loads of each chunk
     compute_scores  score warpgroup, 4 warps: P for every consumer
-    consume         consumer warpgroup, 4 warps, once or twice: 64 value rows of dS^T
+    run_consumer    consumer warpgroup, 4 warps, once or twice: 64 value rows of dS^T
 
 HBM bytes per token and value head at K = V = 128 in bf16, HV = 2 H: q, k 256, do 256, A_inv 128, factors 32;
 dS 512, dv 256: 1440. MMAs of 64 x 64 x 128 per chunk and value head: 1 for P, 15 of the consumers.
@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import ROWS
-from gdn.backends.hopper.backward.scan_consumer import consume
+from gdn.backends.hopper.backward.scan_consumer import run_consumer
 from gdn.backends.hopper.backward.scan_scores import compute_scores
 from gdn.backends.hopper.backward.scan_shared import (
     Scan,
@@ -37,7 +37,7 @@ from gdn.backends.hopper.scan.scheduler import STRIP
 
 
 @gluon.jit
-def load_chunks(w):
+def run_producer(w):
     """Run the producer warp: load the chunks of all work items of this CTA, last chunk of an item first."""
     at = 0
     for number in range(gl.program_id(0), w.sequences.items, gl.num_programs(0)):
@@ -55,7 +55,7 @@ def load_chunk(w, item, c, i):
     stage = wait_empty(i, w.turns.empty)
     ready = w.turns.full.index(stage)
     BYTES: gl.constexpr = (
-        2 * (w.D // STRIP) * x.q.block_type.nbytes + w.CHAINS * x.do.block_type.nbytes
+        2 * (w.D // STRIP) * x.q.block_type.nbytes + w.CONSUMERS * x.do.block_type.nbytes
         + x.A_inv.block_type.nbytes + x.factors.block_type.nbytes
     )  # fmt: skip
     mbarrier.expect(ready, BYTES)
@@ -69,9 +69,9 @@ def load_chunk(w, item, c, i):
     for n in gl.static_range(w.D // STRIP):
         corner = [item.row, token, key_head, n * STRIP]
         tma_load(x.q, corner, ready, w.tiles.q.index(stage).slice(n * STRIP, STRIP, 3))
-    for n in gl.static_range(w.CHAINS):
+    for n in gl.static_range(w.CONSUMERS):
         corner = [item.row, token, item.head, (item.strip + n) * STRIP]
-        tma_load(x.do, corner, ready, w.tiles.do.index(w.CHAINS * stage + n))
+        tma_load(x.do, corner, ready, w.tiles.do.index(w.CONSUMERS * stage + n))
     tma_load(x.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
 
 
@@ -79,29 +79,29 @@ def load_chunk(w, item, c, i):
 def reverse_scan_kernel(
     q_d, k_d, do_d, A_inv_d, factors_d, dS_d, dv_d,
     table_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, T, HV, ratio, chunks_per_row, bound, items,
-    V_FIRST: gl.constexpr, CHAINS: gl.constexpr, D: gl.constexpr,
+    V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     # One CTA: work items b, b + grid, ...: 64 or 128 value rows of dS^T through all chunks, and their dv.
     # Grid: min(work items, SMs), persistent, 1 CTA an SM.
-    # Warps: 4 for each of CHAINS consumers, 4 for scores, 1 producer.
+    # Warps: 4 for each of CONSUMERS consumers, 4 for scores, 1 producer.
     # Shared memory: STAGES stages of q, k, do, A_inv, factors and P (hi and lo); dS and dv of each consumer.
     # The producer fills a stage by TMA. The score warpgroup reads q, k and factors, and writes P. A consumer
     # reads all of the stage, and stores dS and dv by TMA, dinitial from registers.
     # mbarriers: full[s], 1 arrival by the producer and its TMA bytes; P_full[s], 1 by the score warpgroup;
-    # empty[s], 1 + CHAINS by the score warpgroup and each consumer.
-    STAGES: gl.constexpr = 2 if CHAINS == 2 else 3
+    # empty[s], 1 + CONSUMERS by the score warpgroup and each consumer.
+    STAGES: gl.constexpr = 2 if CONSUMERS == 2 else 3
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     boxes = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, C], factors_d.layout)
     tiles = ScanTiles(
         q=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout),
         k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout),
-        do=gl.allocate_shared_memory(gl.bfloat16, [CHAINS * STAGES, 1, C, 1, STRIP], q_d.layout),
+        do=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS * STAGES, 1, C, 1, STRIP], q_d.layout),
         A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], BF16_TILE),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], factors_d.layout),
         P=gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, C, C], BF16_TILE),
-        dS=gl.allocate_shared_memory(gl.bfloat16, [CHAINS, D, STRIP], BF16_TILE),
-        dv=gl.allocate_shared_memory(gl.bfloat16, [CHAINS, C, STRIP], BF16_TILE),
+        dS=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, D, STRIP], BF16_TILE),
+        dv=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, C, STRIP], BF16_TILE),
     )
     turns = ScanTurns(
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
@@ -110,19 +110,21 @@ def reverse_scan_kernel(
     )
     for i in gl.static_range(STAGES):
         mbarrier.init(turns.full.index(i), count=1)
-        mbarrier.init(turns.empty.index(i), count=1 + CHAINS)
+        mbarrier.init(turns.empty.index(i), count=1 + CONSUMERS)
         mbarrier.init(turns.P_full.index(i), count=1)
     # mbarriers are initialised in the generic proxy; TMA arrives on them in the async proxy
     fence_async_shared()
     inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
     out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr)
     sequences = Sequences(table_ptr, T, HV, ratio, chunks_per_row, bound, items)
-    w = Scan(inputs, out, tiles, turns, sequences, V_FIRST, CHAINS, D)
-    # registers of the first consumer: what the others leave of 512 (maxnreg 128 x 4), or of 360 (120 x 3)
-    if CHAINS == 1:
-        gl.warp_specialize([(consume, (0, w)), (compute_scores, (w,)), (load_chunks, (w,))], [4, 1], [88, 24])
+    w = Scan(inputs, out, tiles, turns, sequences, V_FIRST, CONSUMERS, D)
+    # The first consumer gets the registers that the others leave of 512 (maxnreg 128 x 4), of 360 (120 x 3)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [(run_consumer, (0, w)), (compute_scores, (w,)), (run_producer, (w,))], [4, 1], [88, 24]
+        )
     else:
         gl.warp_specialize(
-            [(consume, (0, w)), (consume, (1, w)), (compute_scores, (w,)), (load_chunks, (w,))],
+            [(run_consumer, (0, w)), (run_consumer, (1, w)), (compute_scores, (w,)), (run_producer, (w,))],
             [4, 4, 1], [200, 88, 24],
         )  # fmt: skip

@@ -30,7 +30,7 @@ from gdn.backends.hopper.scan.structs import Position
 
 
 @gluon.jit
-def consume(WG: gl.constexpr, w):
+def run_consumer(WG: gl.constexpr, w):
     """Run consumer warpgroup WG over all work items of this CTA."""
     at = 0
     for number in range(gl.program_id(0), w.sequences.items, gl.num_programs(0)):
@@ -69,7 +69,7 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     stage = wait_full(i, w.turns.full)
     q = tiles.q.index(stage).reshape([C, w.D])
     k = tiles.k.index(stage).reshape([C, w.D])
-    do = tiles.do.index(w.CHAINS * stage + WG).reshape([C, STRIP])
+    do = tiles.do.index(w.CONSUMERS * stage + WG).reshape([C, STRIP])
     if left < C:
         clear_past(q, k, do, left)
     zeros = gl.zeros((STRIP, C), gl.float32, ACC_TOKENS)
@@ -78,7 +78,7 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     # A lone consumer has registers for P^T do beside k dS: that needs no dS, so it is multiplied while dS is
     # split. With two consumers the other one keeps the tensor cores busy.
     Pdo = zeros
-    if w.CHAINS == 1:
+    if w.CONSUMERS == 1:
         Pdo = issue_scores_mma(do_t, tiles, stage, i, zeros, w)
     hi, lo = split_bf16(dS)
     z = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), k_t, zeros, use_acc=False, is_async=True)
@@ -89,7 +89,7 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     fence_async_shared()
     tma_store(w.out.dS_d, [position.tile * w.D, position.first_v], tiles.dS.index(WG))
     out = factor(tiles, stage, OUT, PER_COLUMN)[None, :]
-    if w.CHAINS == 1:
+    if w.CONSUMERS == 1:
         z, Pdo = warpgroup_mma_wait(0, deps=(z, Pdo))
         z = mask_past(z * out + Pdo, left)
     else:
@@ -99,7 +99,7 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     dS = dS * gl.exp2(last_of(tiles, stage, DECAY))
     read = do_t.load(ACC_TOKENS).to(gl.float32) * factor(tiles, stage, READ, PER_COLUMN)[None, :]
     hi, lo = split_bf16(read)
-    if w.CHAINS == 2:
+    if w.CONSUMERS == 2:
         z = warpgroup_mma_wait(0, deps=(z,))
     rounded = gl.convert_layout(z.to(gl.bfloat16), A_OPERAND)
     dr = warpgroup_mma(rounded, tiles.A_inv.index(stage), z, is_async=True)
@@ -155,7 +155,7 @@ def last_of(tiles, stage, ROW: gl.constexpr):
 def clear_past(q, k, do, left):
     """Zero q, k and do past the sequence's end: they may be NaN, and MMAs sum over tokens.
 
-    Both consumers write the same zeros over q and k, and the score warpgroup masks what it reads there.
+    Both consumers write the same zeros over q and k, and the score warpgroup masks the rows that it reads.
     """
     is_token = (opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS))) < left)[:, None]
     q.store(gl.where(is_token, q.load(TOKEN_ROWS), 0.0))

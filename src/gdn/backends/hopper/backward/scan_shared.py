@@ -84,7 +84,7 @@ class Scan:
     turns: ScanTurns
     sequences: Sequences
     V_FIRST: Any
-    CHAINS: Any  # consumer warpgroups of a CTA
+    CONSUMERS: Any  # consumer warpgroups of a CTA
     D: Any
 
 
@@ -105,12 +105,12 @@ class Item:
 def item_of(number, w):
     """Return a work item."""
     # with one consumer a CTA, two consecutive numbers are the two halves of a head's values
-    PIECES: gl.constexpr = w.D // STRIP // w.CHAINS
+    PIECES: gl.constexpr = w.D // STRIP // w.CONSUMERS
     x = w.sequences
-    job = number // PIECES
+    pair = number // PIECES  # sequence and head
     strip = number % PIECES
-    n = job // x.HV
-    head = job % x.HV
+    n = pair // x.HV
+    head = pair % x.HV
     if x.table_ptr is None:
         return Item(n, n, n * 0, x.T + n * 0, n * x.chunks_per_row, head, strip)
     else:

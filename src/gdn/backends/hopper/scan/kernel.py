@@ -124,8 +124,8 @@ def persistent_scan_kernel(
         pipeline=Pipeline(full=full, empty=empty, P_full=P_full),
         queue=Queue(items=items, full=item_full, empty=item_empty, next_ptr=next_ptr),
     )  # fmt: skip
-    # The first partition is the consumer with WG = 0. Its registers are what the others leave of 512 for a
-    # lane of each warpgroup (maxnreg 128 x 4), or of 360 with one consumer (120 x 3).
+    # The first partition is the consumer with WG = 0. It gets the registers that the others leave of 512 for
+    # a lane of each warpgroup (maxnreg 128 x 4), or of 360 with one consumer (120 x 3).
     if CONSUMERS == 1:
         gl.warp_specialize([
             (run_consumer, (0, scan)), (compute_scores, (scan,)), (run_producer, (scan,)),
