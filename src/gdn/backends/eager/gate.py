@@ -13,7 +13,7 @@ from gdn.notation import HeadParam, PerHead
 from gdn.problem import RESET, Problem
 
 
-def wide(device: torch.device) -> torch.dtype:
+def gate_dtype(device: torch.device) -> torch.dtype:
     """Return float64, or float32 on devices that have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -29,8 +29,8 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def log_decay(a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> PerHead:
-    """Return g = -exp(A_log) softplus(a + dt_bias) [..., HV] in `wide`."""
-    x = _shifted(a, dt_bias)
+    """Return g = -exp(A_log) softplus(a + dt_bias) [..., HV] in `gate_dtype`."""
+    x = _add_bias(a, dt_bias)
     return -A_log.to(x.dtype).exp() * softplus(x)
 
 
@@ -38,7 +38,7 @@ def log_decay_bwd(
     a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, dg: PerHead
 ) -> tuple[PerHead, HeadParam, HeadParam | None]:
     """Return dx = -e^A sigmoid(x) dg, dA_log = sum g dg, ddt_bias = sum dx, each in its tensor's dtype."""
-    x = _shifted(a, dt_bias)
+    x = _add_bias(a, dt_bias)
     dg = dg.to(x.dtype)
     # 0 times NaN or inf must not reach the sums: a token of no sequence is undefined, a reset has g = -inf
     is_zero = dg == 0
@@ -48,9 +48,9 @@ def log_decay_bwd(
     return dx.to(a.dtype), dA_log.to(A_log.dtype), ddt_bias
 
 
-def strength_bwd(b: PerHead, dbeta: PerHead) -> PerHead:
+def beta_bwd(b: PerHead, dbeta: PerHead) -> PerHead:
     """Return db of beta = sigmoid(b)."""
-    y, dbeta = b.to(wide(b.device)), dbeta.to(wide(b.device))
+    y, dbeta = b.to(gate_dtype(b.device)), dbeta.to(gate_dtype(b.device))
     # sigmoid(-y), not 1 - sigmoid(y): the difference cancels for large y
     return (dbeta * sigmoid(y) * sigmoid(-y)).masked_fill_(dbeta == 0, 0).to(b.dtype)
 
@@ -58,7 +58,7 @@ def strength_bwd(b: PerHead, dbeta: PerHead) -> PerHead:
 def gate(a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> tuple[PerHead, PerHead]:
     """Return g and beta of `gdn.gate`."""
     dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
-    return log_decay(a, A_log, dt_bias).to(dtype), sigmoid(b.to(wide(b.device))).to(dtype)
+    return log_decay(a, A_log, dt_bias).to(dtype), sigmoid(b.to(gate_dtype(b.device))).to(dtype)
 
 
 def gate_bwd(
@@ -66,24 +66,24 @@ def gate_bwd(
 ) -> tuple[PerHead, PerHead, HeadParam, HeadParam | None]:
     """Return da, db, dA_log, ddt_bias."""
     da, dA_log, ddt_bias = log_decay_bwd(a, A_log, dt_bias, dg)
-    return da, strength_bwd(b, dbeta), dA_log, ddt_bias
+    return da, beta_bwd(b, dbeta), dA_log, ddt_bias
 
 
 def activate(problem: Problem) -> tuple[PerHead, PerHead]:
-    """Return the gates of the rule: g in `wide`, at least RESET, and beta in the computing dtype."""
+    """Return the gates of the rule: g in `gate_dtype`, at least RESET, and beta in the computing dtype."""
     p, shape = problem, (problem.B, problem.T, problem.HV)
     if p.g is None:
-        g = torch.zeros(shape, dtype=wide(p.device), device=p.device)
+        g = torch.zeros(shape, dtype=gate_dtype(p.device), device=p.device)
     elif p.use_gate_in_kernel:
         assert p.A_log is not None
         g = log_decay(p.g, p.A_log, p.dt_bias)
     else:
-        g = p.g.to(wide(p.device))
+        g = p.g.to(gate_dtype(p.device))
     if p.beta is None:
         beta = torch.ones(shape, dtype=p.state_dtype, device=p.device)
     elif p.use_beta_sigmoid_in_kernel:
         # 2 sigmoid is in (0, 2): for |k| = 1 the eigenvalue 1 - beta of I - beta k k^T may be negative
-        beta = sigmoid(p.beta.to(wide(p.device))).mul_(2 if p.allow_neg_eigval else 1).to(p.state_dtype)
+        beta = sigmoid(p.beta.to(gate_dtype(p.device))).mul_(2 if p.allow_neg_eigval else 1).to(p.state_dtype)
     else:
         beta = p.beta.to(p.state_dtype)
     # e^-1000 is 0 in every dtype, and chunk sums of such g keep the resolution of the other tokens
@@ -106,10 +106,10 @@ def activate_bwd(
     if p.beta is None:
         return dg_given, None, dA_log, ddt_bias
     if p.use_beta_sigmoid_in_kernel:
-        dbeta = strength_bwd(p.beta, 2 * dbeta if p.allow_neg_eigval else dbeta)
+        dbeta = beta_bwd(p.beta, 2 * dbeta if p.allow_neg_eigval else dbeta)
     return dg_given, dbeta.to(p.beta.dtype), dA_log, ddt_bias
 
 
-def _shifted(a: PerHead, dt_bias: HeadParam | None) -> PerHead:
-    x = a.to(wide(a.device))
+def _add_bias(a: PerHead, dt_bias: HeadParam | None) -> PerHead:
+    x = a.to(gate_dtype(a.device))
     return x if dt_bias is None else x + dt_bias.to(x.dtype)
