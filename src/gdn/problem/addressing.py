@@ -155,7 +155,7 @@ def writing(write: str, write_index: Any, ring_pos: Any, dims: dict[str, int]) -
         columns("write_index", write_index, dims.get("M"))
 
 
-def spans(offsets: list[int], max_seqlen: int | None) -> list[tuple[int, int]]:
+def token_ranges(offsets: list[int], max_seqlen: int | None) -> list[tuple[int, int]]:
     """Return (first token, number of tokens) of every packed row; ValueError for one over max_seqlen."""
     rows = [(start, end - start) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
     longest = max((count for _, count in rows), default=0)

@@ -53,9 +53,9 @@ class ReplayProblem(Declared, Numerics, Packet, Rows, Gates, History, PoolTokens
         if self.max_seqlen is not None:
             return self.max_seqlen
         # max_seqlen is required for offsets on a device, so these are on the CPU
-        return max((count for _, count in self.spans(read_device=False) or ()), default=0)
+        return max((count for _, count in self.token_ranges(read_device=False) or ()), default=0)
 
-    def spans(self, *, read_device: bool) -> list[tuple[int, int]] | None:
+    def token_ranges(self, *, read_device: bool) -> list[tuple[int, int]] | None:
         """Return (first token, number of tokens) of every row, tokens numbered through the batch.
 
         Returns None if the offsets are on a device and read_device is False.
@@ -64,7 +64,7 @@ class ReplayProblem(Declared, Numerics, Packet, Rows, Gates, History, PoolTokens
             T = self.q.shape[1]
             return [(row * T, T) for row in range(self.q.shape[0])]
         offsets = host_offsets(self.cu_seqlens, None, self.q.shape[1], read_device=read_device)
-        return None if offsets is None else addressing.spans(offsets, self.max_seqlen)
+        return None if offsets is None else addressing.token_ranges(offsets, self.max_seqlen)
 
 
 @declared

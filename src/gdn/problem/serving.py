@@ -119,7 +119,7 @@ class DecodeOptions:
 class DecodeProblem(Declared, DecodeOptions, Numerics, Packet, Addressing, Rows, Gates, PoolTokens, OnPool):
     """Hold one checked decode; dense [B, T, ...], or packed [1, total, ...] with cu_seqlens."""
 
-    def spans(self, *, read_device: bool) -> list[tuple[int, int]] | None:
+    def token_ranges(self, *, read_device: bool) -> list[tuple[int, int]] | None:
         """Return (first token, number of tokens) of every row, tokens numbered through the batch.
 
         Returns None if the offsets are on a device and read_device is False. Raises ValueError for bad
@@ -131,13 +131,13 @@ class DecodeProblem(Declared, DecodeOptions, Numerics, Packet, Addressing, Rows,
         offsets = host_offsets(self.cu_seqlens, None, self.q.shape[1], read_device=read_device)
         if offsets is None:
             return None
-        spans = addressing.spans(offsets, self.max_seqlen)
-        longest = max((count for _, count in spans), default=0)
+        token_ranges = addressing.token_ranges(offsets, self.max_seqlen)
+        longest = max((count for _, count in token_ranges), default=0)
         for name, x in (("intermediate", self.intermediate), ("parent", self.parent)):
             addressing.columns(name, x, longest)
         if self.write == "all":
             addressing.columns("write_index", self.write_index, longest)
-        return spans
+        return token_ranges
 
 
 @dataclass(frozen=True)

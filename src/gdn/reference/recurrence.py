@@ -116,15 +116,15 @@ def gated_delta_rule(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, dtype=dtype,
     )  # fmt: skip
     if cu_seqlens is None:
-        spans = [(b, 0, T) for b in range(B)]
+        ranges = [(b, 0, T) for b in range(B)]
     else:
         ends = cu_seqlens.tolist()
-        spans = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        ranges = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
     o = [[torch.zeros(HV, V, dtype=dtype, device=q.device)] * T for _ in range(B)]
     # unbind: indexing x[b, t] would give every token a gradient tensor of the size of x
     qs, ks, vs, gs, betas = ([row.unbind(0) for row in x.unbind(0)] for x in (q, k, v, g, beta))
     finals = []
-    for n, (b, start, end) in enumerate(spans):
+    for n, (b, start, end) in enumerate(ranges):
         S = torch.zeros(HV, K, V, dtype=dtype, device=q.device)
         if initial_state is not None:
             S = initial_state[n].to(dtype)

@@ -32,12 +32,12 @@ C = 64
 def chunks(B: int, T: int, cu_seqlens: Offsets | None) -> Iterator[tuple[int, int, int, slice]]:
     """Yield (chunk, sequence, batch row, slice of tokens) in order."""
     if cu_seqlens is None:
-        spans = [(b, 0, T) for b in range(B)]
+        ranges = [(b, 0, T) for b in range(B)]
     else:
         ends = cu_seqlens.tolist()
-        spans = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        ranges = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
     chunk = 0
-    for n, (b, start, end) in enumerate(spans):
+    for n, (b, start, end) in enumerate(ranges):
         for first in range(start, end, C):
             yield chunk, n, b, slice(first, min(first + C, end))
             chunk += 1

@@ -20,7 +20,7 @@ from gdn.notation import Decay, GateBias, HeadParam, PerHead
 from gdn.problem import RESET, Problem
 
 
-def wide(device: torch.device) -> torch.dtype:
+def gate_dtype(device: torch.device) -> torch.dtype:
     """Return float64, or float32 on devices that have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -61,7 +61,7 @@ class Gate:
 
 def gate_of(p: Any, a: Decay, dtype: torch.dtype) -> Gate:
     """Return the gate of a problem with logits a; dtype: that of the rule."""
-    dtype = dtype if p.is_per_channel else wide(a.device)
+    dtype = dtype if p.is_per_channel else gate_dtype(a.device)
     return Gate(p.A_log, p.dt_bias, p.lower_bound, p.is_per_channel, dtype)
 
 
@@ -107,9 +107,9 @@ def log_decay_bwd(
     return dx.to(a.dtype), dA_log, ddt_bias
 
 
-def strength_bwd(b: PerHead, dbeta: PerHead) -> PerHead:
+def beta_bwd(b: PerHead, dbeta: PerHead) -> PerHead:
     """Return db of beta = sigmoid(b)."""
-    y, dbeta = b.to(wide(b.device)), dbeta.to(wide(b.device))
+    y, dbeta = b.to(gate_dtype(b.device)), dbeta.to(gate_dtype(b.device))
     # sigmoid(-y), not 1 - sigmoid(y): the difference cancels for large y
     return (dbeta * sigmoid(y) * sigmoid(-y)).masked_fill_(dbeta == 0, 0).to(b.dtype)
 
@@ -119,7 +119,7 @@ def gate(
 ) -> tuple[Decay, PerHead]:
     """Return g and beta of `gdn.gate`."""
     form = _form(a, b, A_log, dt_bias, lower_bound)
-    return log_decay(a, form).to(_output_dtype(a)), sigmoid(b.to(wide(b.device))).to(_output_dtype(a))
+    return log_decay(a, form).to(_output_dtype(a)), sigmoid(b.to(gate_dtype(b.device))).to(_output_dtype(a))
 
 
 def gate_bwd(
@@ -128,14 +128,14 @@ def gate_bwd(
 ) -> tuple[Decay, PerHead, HeadParam | None, GateBias | None]:  # fmt: skip
     """Return da, db, dA_log, ddt_bias."""
     da, dA_log, ddt_bias = log_decay_bwd(a, _form(a, b, A_log, dt_bias, lower_bound), dg)
-    return da, strength_bwd(b, dbeta), dA_log, ddt_bias
+    return da, beta_bwd(b, dbeta), dA_log, ddt_bias
 
 
 def _form(
     a: Decay, b: PerHead, A_log: HeadParam | None, dt_bias: GateBias | None, lower_bound: float | None
 ) -> Gate:
     is_per_channel = a.dim() > b.dim()
-    dtype = _output_dtype(a) if is_per_channel else wide(a.device)
+    dtype = _output_dtype(a) if is_per_channel else gate_dtype(a.device)
     return Gate(A_log, dt_bias, lower_bound, is_per_channel, dtype)
 
 
@@ -146,20 +146,20 @@ def _output_dtype(a: Tensor) -> torch.dtype:
 def activate(problem: Problem) -> tuple[Decay, PerHead]:
     """Return the gates of the rule, g at least RESET, and beta in the computing dtype.
 
-    A g per head is in `wide`, a g per key channel in the computing dtype.
+    A g per head is in `gate_dtype`, a g per key channel in the computing dtype.
     """
     p, shape = problem, (problem.B, problem.T, problem.HV)
     if p.g is None:
-        g = torch.zeros(shape, dtype=wide(p.device), device=p.device)
+        g = torch.zeros(shape, dtype=gate_dtype(p.device), device=p.device)
     elif p.use_gate_in_kernel:
         g = log_decay(p.g, gate_of(p, p.g, p.state_dtype))
     else:
-        g = p.g.to(p.state_dtype if p.is_per_channel else wide(p.device))
+        g = p.g.to(p.state_dtype if p.is_per_channel else gate_dtype(p.device))
     if p.beta is None:
         beta = torch.ones(shape, dtype=p.state_dtype, device=p.device)
     elif p.use_beta_sigmoid_in_kernel:
         # 2 sigmoid is in (0, 2): for |k| = 1 the eigenvalue 1 - beta of I - beta k k^T may be negative
-        beta = sigmoid(p.beta.to(wide(p.device))).mul_(2 if p.allow_neg_eigval else 1).to(p.state_dtype)
+        beta = sigmoid(p.beta.to(gate_dtype(p.device))).mul_(2 if p.allow_neg_eigval else 1).to(p.state_dtype)
     else:
         beta = p.beta.to(p.state_dtype)
     # e^-1000 is 0 in every dtype, and chunk sums of such g keep the resolution of the other tokens
@@ -181,6 +181,6 @@ def activate_bwd(
     if p.beta is None:
         return dg_given, None, dA_log, ddt_bias
     if p.use_beta_sigmoid_in_kernel:
-        dbeta = strength_bwd(p.beta, 2 * dbeta if p.allow_neg_eigval else dbeta)
+        dbeta = beta_bwd(p.beta, 2 * dbeta if p.allow_neg_eigval else dbeta)
     return dg_given, dbeta.to(p.beta.dtype), dA_log, ddt_bias
 

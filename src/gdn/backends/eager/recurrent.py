@@ -15,7 +15,7 @@ from gdn.backends.eager.gate import activate
 from gdn.backends.eager.norm import l2norm_
 from gdn.problem import Problem, host_offsets
 
-Pick = slice | Tensor
+RowIndex = slice | Tensor
 
 
 def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
@@ -25,17 +25,17 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     # the exponentials of all tokens in one call: a step of the loop has none
     decay = g.exp().to(p.state_dtype)
     o = torch.zeros(p.v.shape, dtype=p.v.dtype, device=p.device)
-    order, steps = _schedule(p)
-    S = _start(p, order)
+    order, steps = _plan_steps(p)
+    S = _initial_states(p, order)
     q, k, v, e, b, out = (x.flatten(0, 1) for x in (p.q, p.k, p.v, decay, beta, o))
     for rows, tokens in steps:
         # k and q as one operand: one BLAS call reads the state once for both products
         X = torch.stack([k[tokens], q[tokens]], dim=2).to(S.dtype)
         if p.use_qk_l2norm_in_kernel:
             l2norm_(X)
-        # a slice is a view, which `step` updates in place; an index makes a copy, which is written back
+        # a slice is a view, updated in place; an index makes a copy, which is written back
         S_t = S[rows]
-        out[tokens] = step(X, v[tokens].to(S.dtype), e[tokens], b[tokens], S_t, p.scale).to(o.dtype)
+        out[tokens] = advance_token(X, v[tokens].to(S.dtype), e[tokens], b[tokens], S_t, p.scale).to(o.dtype)
         if isinstance(rows, Tensor):
             S.index_copy_(0, rows, S_t)
     if p.cu_seqlens is not None:
@@ -48,7 +48,7 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     return o, torch.empty_like(final).index_copy_(0, order, final)
 
 
-def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: float) -> Tensor:
+def advance_token(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: float) -> Tensor:
     """Advance each row by one token.
 
     X [M, H, 2, K] holds k and q; v [M, HV, V]; decay, beta [M, HV]; S [M, HV, K, V].
@@ -68,7 +68,7 @@ def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: fl
     return o
 
 
-def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
+def _plan_steps(p: Problem) -> tuple[Tensor | None, Iterator[tuple[RowIndex, RowIndex]]]:
     """Return the order of the states (None: the caller's), and the state rows and tokens of each step."""
     if p.cu_seqlens is None and p.batch_invariant:
         # the bits of a matmul may depend on its batch, so each sequence advances alone
@@ -86,8 +86,8 @@ def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
         return None, ((owner[t : t + 1], slice(t, t + 1)) for t in range(p.T))
     lengths = [b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     if p.batch_invariant:
-        spans = enumerate(zip(offsets[:-1], offsets[1:], strict=True))
-        return None, ((slice(n, n + 1), slice(t, t + 1)) for n, (a, b) in spans for t in range(a, b))
+        ranges = enumerate(zip(offsets[:-1], offsets[1:], strict=True))
+        return None, ((slice(n, n + 1), slice(t, t + 1)) for n, (a, b) in ranges for t in range(a, b))
     # longest first: the sequences that still run are a slice of S, a view and not a copy
     order = sorted(range(p.N), key=lambda n: -lengths[n])
     start = torch.tensor([offsets[n] for n in order], dtype=torch.long, device=p.device)
@@ -98,7 +98,7 @@ def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
     )
 
 
-def _start(p: Problem, order: Tensor | None) -> Tensor:
+def _initial_states(p: Problem, order: Tensor | None) -> Tensor:
     """Return a copy of the initial states [N, HV, K, V], K and V in the caller's memory order.
 
     A packed batch without an order has one spare row for tokens past the last sequence. With

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.eager.alignment import align_start
-from gdn.backends.eager.gate import log_decay, sigmoid, wide
+from gdn.backends.eager.gate import gate_dtype, log_decay, sigmoid
 from gdn.problem import RESET, KeepProblem, ReplayProblem
 
 
@@ -27,25 +27,25 @@ def replay_decode(problem: ReplayProblem) -> None:
     if not p.use_qk_l2norm_in_kernel:
         q_rstd, k_rstd = torch.ones_like(q_rstd), torch.ones_like(k_rstd)
     q = q * (p.scale * q_rstd).unsqueeze(-1)
-    g, beta = _gates(p)
-    for slot, base, first, count in _rows(p):
+    g, beta = _load_gates(p)
+    for slot, base, first, count in _active_rows(p):
         tokens = slice(first, first + count)
         G = g[tokens].cumsum(0)
         if base > 0:
             # G goes on from the history's last sum: e^(G_t - G_j) then holds for its tokens, too
             G += p.history_G[slot, base - 1]
         row = (x[tokens] for x in (q, k, v, k_rstd, beta))
-        o[tokens], u = _packet(p, slot, base, G, *row)
+        o[tokens], u = _run_packet(p, slot, base, G, *row)
         # tokens past the last place of the history are not stored; their outputs are computed all the same
-        fits = min(count, p.places - base)
-        places = slice(base, base + fits)
-        p.history_u[slot, places].copy_(u[:fits])
-        p.history_k[slot, places].copy_(k[tokens][:fits])
-        p.history_G[slot, places].copy_(G[:fits])
+        num_stored = min(count, p.places - base)
+        places = slice(base, base + num_stored)
+        p.history_u[slot, places].copy_(u[:num_stored])
+        p.history_k[slot, places].copy_(k[tokens][:num_stored])
+        p.history_G[slot, places].copy_(G[:num_stored])
     p.out.copy_(o.view(p.out.shape))
 
 
-def _packet(
+def _run_packet(
     p: ReplayProblem, slot: int, base: int, G: Tensor, q: Tensor, k: Tensor, v: Tensor, k_rstd: Tensor,
     beta: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -54,41 +54,41 @@ def _packet(
     S = align_start(p.state[slot].to(p.dtype))
     S = S.mT if p.state_v_first else S
     # k above q: a BLAS call reads the state, and another one the history, once for both
-    kq = _of_heads(torch.cat((k * k_rstd.unsqueeze(-1), q)), p.HV // H)  # [HV, 2 T, K]
+    kq = _repeat_heads(torch.cat((k * k_rstd.unsqueeze(-1), q)), p.HV // H)  # [HV, 2 T, K]
     # e^G scales the products, 2 V values per token, not the K V values of the state
-    seen = torch.bmm(kq, S) * torch.cat((G, G)).exp().to(p.dtype).T.unsqueeze(-1)
+    state_read = torch.bmm(kq, S) * torch.cat((G, G)).exp().to(p.dtype).T.unsqueeze(-1)
     if base > 0:
         past = p.history_G[slot, :base]
-        weights = _weights(torch.cat((G, G)), past, p.dtype) * torch.bmm(
-            kq, _of_heads(p.history_k[slot, :base].to(p.dtype), p.HV // H).mT
+        weights = _decay_weights(torch.cat((G, G)), past, p.dtype) * torch.bmm(
+            kq, _repeat_heads(p.history_k[slot, :base].to(p.dtype), p.HV // H).mT
         )
         past_u = align_start(p.history_u[slot, :base].to(p.dtype))
-        seen = seen + torch.bmm(weights, past_u.transpose(0, 1))
+        state_read = state_read + torch.bmm(weights, past_u.transpose(0, 1))
     beta = beta.T.unsqueeze(-1)
-    D = _weights(G, G, p.dtype)
+    D = _decay_weights(G, G, p.dtype)
     pairs = torch.bmm(kq, kq[:, :T].mT)
     A = (beta * D * pairs[:, :T]).tril(-1)
-    r = beta * (v.transpose(0, 1) - seen[:, :T])
+    r = beta * (v.transpose(0, 1) - state_read[:, :T])
     # unitriangular: the solver takes the diagonal as 1, so A stands for I + A
     d = torch.linalg.solve_triangular(A, r, upper=False, unitriangular=True)
-    o = seen[:, T:] + torch.bmm((D * pairs[:, T:]).tril(), d)
+    o = state_read[:, T:] + torch.bmm((D * pairs[:, T:]).tril(), d)
     u = d * k_rstd.T.repeat_interleave(p.HV // H, 0).unsqueeze(-1)
     return o.transpose(0, 1), u.transpose(0, 1)
 
 
-def _of_heads(x: Tensor, ratio: int) -> Tensor:
+def _repeat_heads(x: Tensor, ratio: int) -> Tensor:
     """Repeat x [T, H, K] for the value heads: [HV, T, K]."""
     return x.transpose(0, 1).repeat_interleave(ratio, 0)
 
 
-def _weights(to: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
+def _decay_weights(to: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
     """Return e^(to - start) [HV, T, P] of sums [T, HV] and [P, HV]; 1 where the difference is positive."""
     return (to.T.unsqueeze(-1) - start.T.unsqueeze(-2).to(to.dtype)).clamp(max=0).exp().to(dtype)
 
 
-def _gates(p: ReplayProblem) -> tuple[Tensor, Tensor]:
-    """Return g >= RESET in `wide`, and beta, both [tokens, HV]."""
-    shape, dtype = p.v.shape[:3], wide(p.q.device)
+def _load_gates(p: ReplayProblem) -> tuple[Tensor, Tensor]:
+    """Return g >= RESET in `gate_dtype`, and beta, both [tokens, HV]."""
+    shape, dtype = p.v.shape[:3], gate_dtype(p.q.device)
     g, beta = p.g, p.beta
     if p.a is not None and p.b is not None and p.A_log is not None:
         g = log_decay(p.a, p.A_log, p.dt_bias)
@@ -98,12 +98,12 @@ def _gates(p: ReplayProblem) -> tuple[Tensor, Tensor]:
     return g.clamp(min=RESET).flatten(0, 1), beta.flatten(0, 1)
 
 
-def _rows(p: ReplayProblem) -> Iterator[tuple[int, int, int, int]]:
+def _active_rows(p: ReplayProblem) -> Iterator[tuple[int, int, int, int]]:
     """Yield (slot, tokens in its history, first token, tokens) of the rows that compute anything."""
-    spans, cursors = p.spans(read_device=True), p.cursor.tolist()
-    assert spans is not None
-    slots = range(len(spans)) if p.read_index is None else p.read_index.tolist()
-    for slot, (first, count) in zip(slots, spans, strict=True):
+    ranges, cursors = p.token_ranges(read_device=True), p.cursor.tolist()
+    assert ranges is not None
+    slots = range(len(ranges)) if p.read_index is None else p.read_index.tolist()
+    for slot, (first, count) in zip(slots, ranges, strict=True):
         if count > 0 and p.is_slot(slot):
             yield slot, min(max(cursors[slot], 0), p.places), first, count
 
@@ -118,20 +118,20 @@ def replay_commit(problem: KeepProblem) -> None:
         end = min(min(max(cursors[slot], 0), p.places) + min(max(accepted, 0), p.room), p.places)
         if end + p.room > p.places:
             for layer in range(p.state.shape[0]) if end > 0 else ():
-                _fold(p, layer, slot, end)
+                _fold_history(p, layer, slot, end)
             end = 0
         if p.update_cursor:
             p.cursor[slot] = end
 
 
-def _fold(p: KeepProblem, layer: int, slot: int, end: int) -> None:
+def _fold_history(p: KeepProblem, layer: int, slot: int, end: int) -> None:
     """Fold the first `end` tokens of its history into one state."""
     G = p.history_G[layer, slot, :end]
     state = p.state[layer, slot]
     S = (state.mT if p.state_v_first else state).to(p.dtype)
-    k = _of_heads(p.history_k[layer, slot, :end].to(p.dtype), S.shape[0] // p.history_k.shape[3])
+    k = _repeat_heads(p.history_k[layer, slot, :end].to(p.dtype), S.shape[0] // p.history_k.shape[3])
     u = align_start(p.history_u[layer, slot, :end].to(p.dtype)).transpose(0, 1)
-    weights = _weights(G[-1:], G, p.dtype)
+    weights = _decay_weights(G[-1:], G, p.dtype)
     # one BLAS call adds the outer products of all tokens: the state is written once, not per token
     S = G[-1].exp().to(p.dtype)[:, None, None] * S + torch.bmm(k.mT * weights, u)
     state.copy_(S.mT if p.state_v_first else S)

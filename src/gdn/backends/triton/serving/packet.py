@@ -251,7 +251,7 @@ def longest_of(p: DecodeProblem) -> int | None:
     """Return the tokens of the longest row, or None if unknown, as while tracing."""
     longest = p.q.shape[1] if p.cu_seqlens is None else p.max_seqlen
     if p.cu_seqlens is not None and longest is None:
-        longest = max((count for _, count in p.spans(read_device=False) or ()), default=0)
+        longest = max((count for _, count in p.token_ranges(read_device=False) or ()), default=0)
     return longest if isinstance(longest, int) else None
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdn.backends.eager.step import composed
+from gdn.backends.eager.step import compose_step
 from gdn.backends.triton.launch import (
     Launch,
     PlanCache,
@@ -66,7 +66,7 @@ def decode_step(problem: StepProblem) -> CachedStep | None:
     """See `Backend`."""
     p = problem
     if needs_copies(p):
-        composed(p, conv_update.causal_conv1d_update, decode.decode, norm.rms_norm_gated)
+        compose_step(p, conv_update.causal_conv1d_update, decode.decode, norm.rms_norm_gated)
         return None
     cached = _plans.get(_key(p), lambda: _first(p))
     cached(*tensors_of(p))
