@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 # the version is defined here only: pyproject.toml reads it from this line
 __version__ = "0.2.0.dev0"
 
-chunk_gdn = chunk_gated_delta_rule
-fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+# the rank of g chooses between a decay per head (GDN) and one per key channel (KDA)
+chunk_gdn = chunk_kda = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_kda = fused_recurrent_gated_delta_rule
 
 __all__ = [
     "ContextParallel",
@@ -38,6 +39,7 @@ __all__ = [
     "rms_norm_gated",
     "chunk_gated_delta_rule",
     "chunk_gdn",
+    "chunk_kda",
     "commit",
     "decode",
     "decode_functional",
@@ -46,6 +48,7 @@ __all__ = [
     "explain",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "fused_recurrent_kda",
     "gate",
     "patch_fla",
     "patch_transformers",
