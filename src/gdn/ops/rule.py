@@ -75,8 +75,8 @@ def chunk_gated_delta_rule(
         q, k                        [B, T, H, K]          bf16, fp16, fp32 (fp64 on eager), one for q, k, v
         v                           [B, T, HV, V]         dtype of q; value head j reads key head
                                                           j // (HV // H)
-        g                           [B, T, HV] or         any float; natural log of the decay, <= 0: of a head,
-                                    [B, T, HV, K] or None or of each key channel of a head; None: 0
+        g                           [B, T, HV] or         any float; natural log of the decay, <= 0, of a
+                                    [B, T, HV, K] or None head or of each of its key channels; None: 0
         beta                        [B, T, HV] or None    any float; write strength; None: 1
         scale                       number or None        None: K ** -0.5
         initial_state               [N, HV, K, V] or None any float; None: zero
@@ -128,7 +128,8 @@ def chunk_gated_delta_rule(
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
     options = (
         scale, lower_bound, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, exact, batch_invariant, backend,
+        cp_context,
     )  # fmt: skip
     if cp_context is not None:
         check_context(cp_context)
@@ -174,7 +175,8 @@ def fused_recurrent_gated_delta_rule(
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
     options = (
         scale, lower_bound, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, exact, batch_invariant, backend,
+        cp_context,
     )  # fmt: skip
     return _recurrent(q, tensors, options)
 

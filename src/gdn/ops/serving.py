@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gdn._torch_compat import FunctionalTensorMode, decomposes_kernels
 from gdn.backends import select
-from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
+from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
 from gdn.ops.fastpath import CachedCall, PoolFunction, Tensors
 from gdn.ops.library import Signature, define, library
 from gdn.problem import DecodeProblem
@@ -24,12 +24,13 @@ def decode(
     v: Values,
     state: Pool,
     *,
-    g: PerHead | None = None,
+    g: Decay | None = None,
     beta: PerHead | None = None,
-    a: PerHead | None = None,
+    a: Decay | None = None,
     b: PerHead | None = None,
     A_log: HeadParam | None = None,
-    dt_bias: HeadParam | None = None,
+    dt_bias: GateBias | None = None,
+    lower_bound: float | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
@@ -121,8 +122,8 @@ def decode(
         write_index, intermediate, intermediate_row, parent,
     )  # fmt: skip
     options = (
-        max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write, null_slot,
-        round_state, exact_packet, backend,
+        max_seqlen, scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write,
+        null_slot, round_state, exact_packet, backend,
     )  # fmt: skip
     return _decode(q, tensors, out, options)
 
@@ -131,14 +132,15 @@ def decode_packed(
     mixed_qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    A_log: HeadParam,
-    dt_bias: HeadParam | None,
+    A_log: HeadParam | None,
+    dt_bias: GateBias | None,
     state: Pool,
     *,
     num_k_heads: int,
     head_k_dim: int,
     head_v_dim: int,
     scale: float | None = None,
+    lower_bound: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
@@ -180,8 +182,8 @@ def decode_packed(
         intermediate, intermediate_row, parent,
     )  # fmt: skip
     options = (
-        max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write, null_slot,
-        round_state, exact_packet, backend, num_k_heads, head_k_dim, head_v_dim,
+        max_seqlen, scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write,
+        null_slot, round_state, exact_packet, backend, num_k_heads, head_k_dim, head_v_dim,
     )  # fmt: skip
     return _decode_packed(mixed_qkv, tensors, out, options)
 
@@ -192,12 +194,13 @@ def decode_functional(
     v: Values,
     state: Pool,
     *,
-    g: PerHead | None = None,
+    g: Decay | None = None,
     beta: PerHead | None = None,
-    a: PerHead | None = None,
+    a: Decay | None = None,
     b: PerHead | None = None,
     A_log: HeadParam | None = None,
-    dt_bias: HeadParam | None = None,
+    dt_bias: GateBias | None = None,
+    lower_bound: float | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
@@ -219,7 +222,7 @@ def decode_functional(
     """
     problem = parse_decode(
         q=q, k=k, v=v, state=state, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias,
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scale,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scale, lower_bound=lower_bound,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, write="final", null_slot=None, round_state=round_state,
         exact_packet=exact_packet, backend=backend, **_FUNCTIONAL.absent,

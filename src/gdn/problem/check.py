@@ -123,15 +123,13 @@ def shape(name: str, x: Tensor, axes: str, dims: dict[str, int]) -> None:
 
 
 def decay(name: str, x: Any, axes: str, dims: dict[str, int]) -> None:
-    """Check log decays or their logits: `axes` for a decay per head, "K" after them for one per key channel."""
+    """Check log decays or their logits: of a head with `axes`, or of each key channel with one axis more."""
     floating(name, x)
     per_channel = f"{axes} K"
     shape(name, x, per_channel if x.dim() == len(per_channel.split()) else axes, dims)
 
 
-def gate_parameters(
-    A_log: Any, dt_bias: Any, lower_bound: Any, bias_axes: str, dims: dict[str, int]
-) -> None:
+def gate_parameters(A_log: Any, dt_bias: Any, lower_bound: Any, bias_axes: str, dims: dict[str, int]) -> None:
     """Check the parameters of a call that computes the gate; each of them may be None."""
     for name, x, axes in (("A_log", A_log, "HV"), ("dt_bias", dt_bias, bias_axes)):
         if x is not None:

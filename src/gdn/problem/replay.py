@@ -20,14 +20,13 @@ from gdn.problem.serving import Gates, Numerics, OnPool, Packet, PoolTokens, Row
 class History:
     """Declare the updates of each slot's accepted tokens, and the number of them.
 
-    The history of the decay is sums, history_G, for a decay per head. It is the decays themselves, history_g,
-    for one per key channel: sums in fp32 would lose digits, and the newest tokens' would then be wrong.
+    history_G holds the sums of g for a decay per head, and g itself for one per key channel: K sums in fp64
+    would be too many bytes, and sums in fp32 too coarse after a reset.
     """
 
     history_u: Annotated[Tensor, WRITTEN]
     history_k: Annotated[Tensor, WRITTEN]
-    history_G: Annotated[Tensor | None, WRITTEN]
-    history_g: Annotated[Tensor | None, WRITTEN]
+    history_G: Annotated[Tensor, WRITTEN]
     cursor: Tensor
 
 
@@ -43,7 +42,7 @@ class ReplayProblem(Declared, Numerics, Packet, Rows, Gates, History, PoolTokens
     @property
     def places(self) -> int:
         """Return the number of tokens that the history of a slot can hold."""
-        return self.history_u.shape[1]
+        return self.history_G.shape[1]
 
     @property
     def longest(self) -> int:
@@ -75,8 +74,7 @@ class KeepProblem(Declared):
     state: Annotated[Tensor, WRITTEN]
     history_u: Tensor
     history_k: Tensor
-    history_G: Tensor | None
-    history_g: Tensor | None
+    history_G: Tensor
     cursor: Annotated[Tensor, WRITTEN]
     index: Index
     accepted: Index
@@ -96,12 +94,12 @@ class KeepProblem(Declared):
 
     @property
     def places(self) -> int:
-        return self.history_u.shape[2]
+        return self.history_G.shape[2]
 
     @property
     def is_per_channel(self) -> bool:
-        """Return True if the history is of decays per key channel, False if it is of a head."""
-        return self.history_g is not None
+        """Return True if the history is of decays per key channel, False if it is of sums per head."""
+        return self.history_G.dim() == 5
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,19 +116,13 @@ def parse_replay(**given: Any) -> ReplayProblem:
     addressing.packing(p.q, p.cu_seqlens, p.max_seqlen, dims)
     addressing.pool(p, False, dims)
     _history(p, "", dims)
-    if p.q.dtype != torch.float64 and p.history_g is not None and p.history_g.dtype == torch.float64:
-        raise ValueError(f"history_g: expected dtype float32 with q in {p.q.dtype}, got {p.history_g.dtype}")
-    if p.is_per_channel != (p.history_g is not None):
-        expected, other = ("history_g", "history_G") if p.is_per_channel else ("history_G", "history_g")
-        rank = "key channel" if p.is_per_channel else "head"
-        raise ValueError(f"{expected}: expected a tensor with a decay per {rank}, got {other}")
     for name, x in (("history_u", p.history_u), ("history_k", p.history_k)):
         if x.dtype == torch.float64 and p.q.dtype != torch.float64:
             raise ValueError(f"{name}: expected at most float32 with q in {p.q.dtype}, got {x.dtype}")
     if dims.get("M") is not None and dims["M"] > dims["places"]:
-        history = "history_g" if p.is_per_channel else "history_G"
-        places = list(getattr(p, history).shape)
-        raise ValueError(f"{history}: expected room for {dims['M']} tokens on axis 1, got {places}")
+        raise ValueError(
+            f"history_G: expected room for {dims['M']} tokens on axis 1, got {list(p.history_G.shape)}"
+        )
     if p.read_index is None:
         check.enough_slots("state", dims["slots"], dims["N"], "read_index")
     else:
@@ -160,8 +152,7 @@ def parse_keep(**given: Any) -> KeepProblem:
     if not 1 <= p.room <= dims["places"]:
         raise ValueError(f"room: expected 1 to {dims['places']} (the places of a history), got {p.room}")
     histories = {
-        "history_u": p.history_u, "history_k": p.history_k, "history_G": p.history_G,
-        "history_g": p.history_g, "cursor": p.cursor,
+        "history_u": p.history_u, "history_k": p.history_k, "history_G": p.history_G, "cursor": p.cursor,
     }  # fmt: skip
     check.companions(p.state, "state", index=p.index, accepted=p.accepted, **histories)
     check.no_gradient("replay_commit", state=p.state, **histories)
@@ -170,22 +161,18 @@ def parse_keep(**given: Any) -> KeepProblem:
 
 def _history(p: ReplayProblem | KeepProblem, lead: str, dims: dict[str, int]) -> None:
     """Check the history of each slot and the cursor, the number of its places in use."""
-    u, k, cursor = p.history_u, p.history_k, p.cursor
-    if p.history_G is not None and p.history_g is not None:
-        raise ValueError("history_g: expected None with history_G, got a tensor")
-    decay, D, axes = "history_G", p.history_G, "HV"
-    if p.history_g is not None:
-        decay, D, axes = "history_g", p.history_g, "HV K"
-    for name, x in (("history_u", u), ("history_k", k), (decay, D)):
+    u, k, G, cursor = p.history_u, p.history_k, p.history_G, p.cursor
+    for name, x in (("history_u", u), ("history_k", k)):
         check.floating(name, x)
-    assert D is not None  # `floating` has raised for None
-    if D.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{decay}: expected dtype float64 or float32, got {D.dtype}")
+    check.floating("history_G", G)
+    if G.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"history_G: expected dtype float64 or float32, got {G.dtype}")
     check.shape("history_u", u, f"{lead}slots places HV V", dims)
     check.shape("history_k", k, f"{lead}slots places H K", dims)
-    check.shape(decay, D, f"{lead}slots places {axes}", dims)
-    for name, x in (("history_u", u), ("history_k", k), (decay, D)):
-        if name != "history_G" and x.numel() and x.stride(-1) != 1 and x.shape[-1] > 1:
+    axes = f"{lead}slots places HV"
+    check.shape("history_G", G, f"{axes} K" if p.is_per_channel else axes, dims)
+    for name, x in (("history_u", u), ("history_k", k), ("history_G", G)):
+        if (x is not G or p.is_per_channel) and x.numel() and x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: expected a contiguous last axis, got strides {list(x.stride())}")
         check.writable(name, x)
     check.integral("cursor", cursor)

@@ -205,7 +205,8 @@ class PrefillProblem(Declared, Numerics, Prompts, Gates, PoolTokens, OnPool):
         return Problem(
             q=self.q, k=self.k, v=self.v, g=g, beta=beta, A_log=self.A_log, dt_bias=self.dt_bias,
             initial_state=None, cu_seqlens=self.cu_seqlens, cu_seqlens_cpu=None, scale=self.scale,
-            lower_bound=self.lower_bound, output_final_state=True, use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
+            lower_bound=self.lower_bound, output_final_state=True,
+            use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
             use_gate_in_kernel=is_raw, use_beta_sigmoid_in_kernel=is_raw,
             allow_neg_eigval=self.allow_neg_eigval, state_v_first=self.state_v_first, exact=True,
             batch_invariant=self.batch_invariant, backend=self.backend,

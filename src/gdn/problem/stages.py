@@ -102,9 +102,7 @@ def parse_stage(
     return StageProblem(stage, tensors, sizes, cu_seqlens, backend)
 
 
-def parse_gate(
-    a: Any, b: Any, A_log: Any, dt_bias: Any, lower_bound: Any, backend: Any
-) -> StageProblem:
+def parse_gate(a: Any, b: Any, A_log: Any, dt_bias: Any, lower_bound: Any, backend: Any) -> StageProblem:
     """Check a call of the gate; a and b may have any leading axes. Raises like `parse_stage`."""
     tensors = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
     _check_kinds(tensors, backend)
@@ -118,7 +116,9 @@ def parse_gate(
     problem.sizes.update({"HV": HV, "K": a.shape[-1]} if problem.is_per_channel else {"HV": HV})
     if A_log is None and lower_bound is None:
         raise TypeError("A_log: expected a tensor without lower_bound, got NoneType")
-    check.gate_parameters(A_log, dt_bias, lower_bound, "HV K" if problem.is_per_channel else "HV", problem.sizes)
+    check.gate_parameters(
+        A_log, dt_bias, lower_bound, "HV K" if problem.is_per_channel else "HV", problem.sizes
+    )
     check.companions(a, "a", b=b, A_log=A_log, dt_bias=dt_bias)
     return problem
 

@@ -100,7 +100,8 @@ class StepProblem(Declared, Numerics, Layer):
             **views, state=self.state, g=None, beta=None, A_log=self.A_log, dt_bias=self.dt_bias,
             cu_seqlens=None, read_index=self.read_index, num_accepted=None, ring_pos=None,
             write_index=self.write_index, intermediate=None, intermediate_row=None, parent=None,
-            max_seqlen=None, scale=self.scale, lower_bound=self.lower_bound, use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
+            max_seqlen=None, scale=self.scale, lower_bound=self.lower_bound,
+            use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
             allow_neg_eigval=self.allow_neg_eigval, state_v_first=self.state_v_first, write="final",
             null_slot=self.null_slot, round_state=False, exact_packet=True, backend=self.backend,
         )  # fmt: skip

@@ -24,8 +24,8 @@ def gate(
 ) -> Decay:
     """Compute the log decay from raw logits a [..., HV], or [..., HV, K] with is_per_channel.
 
-        g = -exp(A_log) softplus(a + dt_bias)              softplus(x) = log(1 + e^x)
-        g = lower_bound sigmoid(exp(A_log) (a + dt_bias))  with lower_bound; A_log=None: exp(A_log) = 1
+    g = -exp(A_log) softplus(a + dt_bias)              softplus(x) = log(1 + e^x)
+    g = lower_bound sigmoid(exp(A_log) (a + dt_bias))  with lower_bound; A_log=None: exp(A_log) = 1
     """
     x = a if dt_bias is None else a + dt_bias
     if is_per_channel and A_log is not None:
@@ -100,8 +100,8 @@ def gated_delta_rule(
 
         S <- Diag(e^g) S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
-    g [B, T, HV] is the same number in all key channels, g [B, T, HV, K] one for each. The other arguments are those of `gdn.chunk_gated_delta_rule`. Everything is computed in
-    `dtype`. Gradients come from autograd.
+    g [B, T, HV] is the same number in all key channels, g [B, T, HV, K] one for each. The arguments are those
+    of `gdn.chunk_gated_delta_rule`. Everything is computed in `dtype`. Gradients come from autograd.
 
     Returns:
         o            [B, T, HV, V]   outputs; zero past cu_seqlens[-1]

@@ -188,13 +188,12 @@ def prefill(
 
 @dataclass(frozen=True)
 class Replayed:
-    """Hold the results of `replay_decode`: the outputs and the history; its G or its g is None."""
+    """Hold the results of `replay_decode`: the outputs and the three history tensors."""
 
     o: Values
     u: Tensor
     k: Tensor
-    G: Tensor | None
-    g: Tensor | None = None
+    G: Tensor
 
 
 def replay_decode(
@@ -204,10 +203,9 @@ def replay_decode(
     state: Pool,
     history_u: Tensor,
     history_k: Tensor,
-    history_G: Tensor | None,
+    history_G: Tensor,
     cursor: Tensor,
     *,
-    history_g: Tensor | None = None,
     g: Decay | None = None,
     beta: PerHead | None = None,
     a: Decay | None = None,
@@ -231,7 +229,7 @@ def replay_decode(
     )  # fmt: skip
     kept = Replayed(
         torch.zeros(tokens.v.shape, dtype=dtype, device=q.device), history_u.clone(), history_k.clone(),
-        *(None if x is None else x.clone() for x in (history_G, history_g)),
+        history_G.clone(),
     )  # fmt: skip
     raw = k.flatten(0, 1).to(dtype)
     # with the l2norm inside, the history holds k before the norm, so u is divided by the norm of k
@@ -246,8 +244,8 @@ def replay_decode(
             continue
         base = min(max(int(cursor[slot]), 0), places)
         S = _logical(state[slot], state_v_first, dtype)
-        past = (None if x is None else x[slot, :base].to(dtype) for x in (history_G, history_g))
-        S, G = replayed(S, history_u[slot, :base], history_k[slot, :base], increments(*past))
+        past = increments(history_G[slot, :base].to(dtype))
+        S, G = replayed(S, history_u[slot, :base], history_k[slot, :base], past)
         for t in range(start, end):
             before = torch.exp(tokens.g[t])[:, :, None] * S
             kept.o[t], S = tokens.step(t, S)
@@ -257,18 +255,15 @@ def replay_decode(
             at = base + t - start
             if at < places:
                 kept.u[slot, at], kept.k[slot, at] = rstd[t][:, None] * d, raw[t]
-                if kept.G is not None:
-                    kept.G[slot, at] = G
-                if kept.g is not None:
-                    kept.g[slot, at] = g_t
-    return Replayed(kept.o.view(v.shape), kept.u, kept.k, kept.G, kept.g)
+                # sums for a decay per head, the decays themselves for one per key channel
+                kept.G[slot, at] = g_t if history_G.dim() == 4 else G
+    return Replayed(kept.o.view(v.shape), kept.u, kept.k, kept.G)
 
 
-def increments(G: Tensor | None, g: Tensor | None) -> Tensor:
-    """Return the log decays of a history [P, HV, K or 1]: its g, or the differences of its sums G [P, HV]."""
-    if g is not None:
-        return g
-    assert G is not None
+def increments(G: Tensor) -> Tensor:
+    """Return the log decays of a history [P, HV, K or 1]: itself, or the differences of sums G [P, HV]."""
+    if G.dim() == 3:
+        return G
     return G.diff(dim=0, prepend=torch.zeros_like(G[:1]))[..., None]
 
 
@@ -285,13 +280,12 @@ def replay_commit(
     state: Tensor,
     history_u: Tensor,
     history_k: Tensor,
-    history_G: Tensor | None,
+    history_G: Tensor,
     cursor: Tensor,
     index: Index,
     accepted: Index,
     *,
     room: int,
-    history_g: Tensor | None = None,
     update_cursor: bool = True,
     state_v_first: bool = False,
     null_slot: int | None = None,
@@ -305,10 +299,9 @@ def replay_commit(
         end = min(min(max(int(cursor[slot]), 0), places) + min(max(count, 0), room), places)
         if end + room > places:
             for layer in range(state.shape[0]) if end > 0 else ():
-                u, k = (x[layer, slot, :end] for x in (history_u, history_k))
-                past = (None if x is None else x[layer, slot, :end].to(dtype) for x in (history_G, history_g))
+                u, k, G = (x[layer, slot, :end] for x in (history_u, history_k, history_G))
                 S = _logical(state[layer, slot], state_v_first, dtype)
-                S, _ = replayed(S, u, k, increments(*past))
+                S, _ = replayed(S, u, k, increments(G.to(dtype)))
                 pool[layer, slot] = _stored(S, state_v_first)
             end = 0
         if update_cursor:

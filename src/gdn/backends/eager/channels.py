@@ -2,10 +2,10 @@
 
     A_ij = beta_i sum_c k_ic k_jc D_ijc, i > j;    P_ij = scale sum_c q_ic k_jc D_ijc, i >= j
 
-D_ijc is e to the sum of g over the tokens j + 1 .. i of channel c. Pairs are grouped by level: at the level of
-width w the chunk is cut into pieces of 2 w tokens, i is in the second half of its piece and j in the first.
-Then D is the product of the decay from the middle to i and the decay from j to the middle, and the pairs of a
-piece are one matmul:
+D_ijc is e to the sum of g over the tokens j + 1 .. i of channel c. Pairs are grouped by level: at the level
+of width w the chunk is cut into pieces of 2 w tokens, where i is in the second half and j in the first. Then
+D is the product of the decay from the middle to i and the decay from j to the middle, and the pairs of a piece
+are one matmul:
 
     (decay from the middle) [q; k]  times  ((decay to the middle) k)^T
 
@@ -57,7 +57,9 @@ class ChannelChunks(Chunks):
     decay_in: Tensor  # [P, H, C, K] from the chunk's start to the token
     decay_out: Tensor  # [P, H, C, K] from the token to the chunk's end
     levels: Sequence[Level]  # of width 1, 2, 4, ...
-    pairs: Tensor  # [P, H, 2, C, C] products of q above those of k with k, with their decays; k strictly lower
+    pairs: (
+        Tensor  # [P, H, 2, C, C] products of q above those of k with k, with their decays; k strictly lower
+    )
 
     def scores(self) -> Tensor:
         return self.pairs[:, :, :1]
@@ -108,7 +110,7 @@ def load_channel_chunks(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Ch
     """Load a block: normalised q and k, v, beta, rows, and the products of all pairs."""
     X, rstd = load_rows(p, block)
     C = X.shape[2] // 2
-    levels, decay_in, decay_out = _levels(X.unflatten(2, (2, C)), load_heads(p, block, g)[:, :, 0])
+    levels, decay_in, decay_out = make_levels(X.unflatten(2, (2, C)), load_heads(p, block, g)[:, :, 0])
     one = torch.ones((), dtype=X.dtype, device=X.device).expand(X.shape[0], X.shape[1], 1, C, 1)
     return ChannelChunks(
         X=X,
@@ -124,11 +126,11 @@ def load_channel_chunks(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Ch
         decay_in=decay_in,
         decay_out=decay_out,
         levels=levels,
-        pairs=_pairs(X.unflatten(2, (2, C)), levels),
+        pairs=make_pairs(X.unflatten(2, (2, C)), levels),
     )
 
 
-def _levels(X: Tensor, g: Tensor) -> tuple[list[Level], Tensor, Tensor]:
+def make_levels(X: Tensor, g: Tensor) -> tuple[list[Level], Tensor, Tensor]:
     """Return all levels of X [P, H, 2, C, K], and the decays from the chunk's start and to its end."""
     lowest = -104 if g.dtype == torch.float32 else -746
     # sums over the tokens of a piece up to this one, and over those after it; pieces of one token first
@@ -162,8 +164,8 @@ def _sums_bwd(level: Level, before: Tensor, after: Tensor) -> tuple[Tensor, Tens
     return before, after
 
 
-def _pairs(X: Tensor, levels: Sequence[Level]) -> Tensor:
-    """Return the products of q and of k with k [P, H, 2, C, C], with their decays; zero above the diagonal."""
+def make_pairs(X: Tensor, levels: Sequence[Level]) -> Tensor:
+    """Return the decayed products of q and of k with k [P, H, 2, C, C]; zero above the diagonal."""
     C = X.shape[3]
     pairs = torch.zeros(*X.shape[:3], C, C, dtype=X.dtype, device=X.device)
     for level in levels:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.eager.alignment import align_rows
-from gdn.backends.eager.gate import gate_dtype, log_decay, sigmoid
+from gdn.backends.eager.gate import gate_dtype, load_decay, sigmoid
 from gdn.backends.eager.norm import l2norm_
 from gdn.problem import DecodeProblem
 
@@ -89,7 +89,10 @@ def _advance_token(S: Tensor, token: Token, is_v_first: bool) -> None:
 
 
 def _token_operands(p: DecodeProblem, o: Tensor) -> list[Token]:
-    """Return the operands: [k; q] [HV, 2, K], k [HV, 1, K], beta v, o [HV, 1, V], others [HV, 1, 1]."""
+    """Return the operands: [k; q] [HV, 2, K], k [HV, 1, K], beta v, o [HV, 1, V], others [HV, 1, 1].
+
+    The last one, the decay, has one number for a head or one for each row of the state.
+    """
     H, HV, K, V = p.H, p.HV, p.K, p.V
     kq = torch.stack((p.k, p.q), 3).view(-1, H, 2, K).to(p.dtype)
     if p.use_qk_l2norm_in_kernel:
@@ -107,20 +110,21 @@ def _token_operands(p: DecodeProblem, o: Tensor) -> list[Token]:
     # each token's gemm operand begins where that of a single token does
     kq = align_rows(kq).view(*lead, 2, K)
     lists = [kq, kq.narrow(-2, 0, 1), beta_v.reshape(*lead, 1, V), o.view(*lead, 1, V)]
-    for x in (beta, qk) if decay is None else (beta, qk, decay):
-        lists.append(x.reshape(*lead, 1, 1))
+    lists += [x.reshape(*lead, 1, 1) for x in (beta, qk)]
+    if decay is not None:
+        n = decay.shape[-1]
+        lists.append(decay.reshape(*lead, *((1, n) if p.state_v_first else (n, 1))))
     return [tuple(lists)] if len(lead) == 1 else list(zip(*(x.unbind(0) for x in lists), strict=True))
 
 
 def _load_gates(p: DecodeProblem) -> tuple[Tensor | None, Tensor | None]:
-    """Return e^g and beta [..., HV, 1] of every token; None for no decay, and for ones."""
-    g, beta = p.g, p.beta
-    if p.a is not None and p.b is not None and p.A_log is not None:
-        g = log_decay(p.a, p.A_log, p.dt_bias)
+    """Return e^g [..., HV, 1 or K] and beta [..., HV, 1] of every token; None for no decay, and for ones."""
+    g, beta = load_decay(p, p.a, p.dtype), p.beta
+    if p.b is not None:
         beta = sigmoid(p.b.to(gate_dtype(p.b.device))).mul_(2 if p.allow_neg_eigval else 1)
     elif g is not None:
         g = g.to(p.dtype)
-    decay = None if g is None else g.exp().to(p.dtype).unsqueeze(-1)
+    decay = None if g is None else g.exp().to(p.dtype)
     return decay, None if beta is None else beta.to(p.dtype).unsqueeze(-1)
 
 

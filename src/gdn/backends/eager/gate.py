@@ -74,13 +74,11 @@ def log_decay(a: Decay, gate: Gate) -> Decay:
     return -rate * softplus(x)
 
 
-def log_decay_bwd(
-    a: Decay, gate: Gate, dg: Decay
-) -> tuple[Decay, HeadParam | None, GateBias | None]:
+def log_decay_bwd(a: Decay, gate: Gate, dg: Decay) -> tuple[Decay, HeadParam | None, GateBias | None]:
     """Return the gradients of a, A_log and dt_bias, each in its tensor's dtype.
 
-        softplus     dx = -e^A sigmoid(x) dg              dA_log = sum g dg
-        bounded      dx = lower_bound e^A y' dg           dA_log = sum x dx      y' = sigmoid'(e^A x)
+    softplus     dx = -e^A sigmoid(x) dg              dA_log = sum g dg
+    bounded      dx = lower_bound e^A y' dg           dA_log = sum x dx      y' = sigmoid'(e^A x)
     """
     x, rate = gate.shifted(a), gate.rate()
     dg = dg.to(x.dtype)
@@ -143,18 +141,27 @@ def _output_dtype(a: Tensor) -> torch.dtype:
     return torch.float64 if a.dtype == torch.float64 else torch.float32
 
 
-def activate(problem: Problem) -> tuple[Decay, PerHead]:
-    """Return the gates of the rule, g at least RESET, and beta in the computing dtype.
+def load_decay(p: Any, logits: Decay | None, dtype: torch.dtype) -> Tensor | None:
+    """Return g [..., HV, 1 or K] of a problem, of its logits where it has any; dtype: that of the rule.
 
-    A g per head is in `gate_dtype`, a g per key channel in the computing dtype.
+    A g per head is in `gate_dtype`, a g per key channel in `dtype`. With the last axis both broadcast over
+    the rows of a state, and no caller has to know the rank. None where the problem has no g.
     """
-    p, shape = problem, (problem.B, problem.T, problem.HV)
-    if p.g is None:
-        g = torch.zeros(shape, dtype=gate_dtype(p.device), device=p.device)
-    elif p.use_gate_in_kernel:
-        g = log_decay(p.g, gate_of(p, p.g, p.state_dtype))
+    if logits is not None:
+        g = log_decay(logits, gate_of(p, logits, dtype))
+    elif p.g is not None:
+        g = p.g.to(dtype if p.is_per_channel else gate_dtype(p.g.device))
     else:
-        g = p.g.to(p.state_dtype if p.is_per_channel else gate_dtype(p.device))
+        return None
+    return g if p.is_per_channel else g.unsqueeze(-1)
+
+
+def activate(problem: Problem) -> tuple[Tensor, PerHead]:
+    """Return g [B, T, HV, 1 or K], at least RESET, and beta in the computing dtype."""
+    p, shape = problem, (problem.B, problem.T, problem.HV)
+    g = load_decay(p, p.g if p.use_gate_in_kernel else None, p.state_dtype)
+    if g is None:
+        g = torch.zeros((*shape, 1), dtype=gate_dtype(p.device), device=p.device)
     if p.beta is None:
         beta = torch.ones(shape, dtype=p.state_dtype, device=p.device)
     elif p.use_beta_sigmoid_in_kernel:
@@ -167,10 +174,14 @@ def activate(problem: Problem) -> tuple[Decay, PerHead]:
 
 
 def activate_bwd(
-    problem: Problem, dg: Decay, dbeta: PerHead
+    problem: Problem, dg: Tensor, dbeta: PerHead
 ) -> tuple[Decay | None, PerHead | None, HeadParam | None, GateBias | None]:
-    """Return dg, dbeta, dA_log, ddt_bias of the caller's tensors from the gradients of the rule's gates."""
+    """Return dg, dbeta, dA_log, ddt_bias of the caller's tensors from the gradients of the rule's gates.
+
+    dg is [B, T, HV, 1 or K].
+    """
     p = problem
+    dg = dg if p.is_per_channel else dg.squeeze(-1)
     dA_log = ddt_bias = None
     if p.g is None:
         dg_given = None
@@ -183,4 +194,3 @@ def activate_bwd(
     if p.use_beta_sigmoid_in_kernel:
         dbeta = beta_bwd(p.beta, 2 * dbeta if p.allow_neg_eigval else dbeta)
     return dg_given, dbeta.to(p.beta.dtype), dA_log, ddt_bias
-

@@ -51,19 +51,20 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
 def advance_token(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: float) -> Tensor:
     """Advance each row by one token.
 
-    X [M, H, 2, K] holds k and q; v [M, HV, V]; decay, beta [M, HV]; S [M, HV, K, V].
+    X [M, H, 2, K] holds k and q; v [M, HV, V]; decay [M, HV, 1 or K]; beta [M, HV]; S [M, HV, K, V].
     Returns o [M, HV, V] and leaves the new state in S.
     """
     (M, H), (HV, V) = X.shape[:2], v.shape[1:]
-    decay, beta = decay[..., None], beta[..., None]
+    beta = beta[..., None]
     # <q, k> per key head, before the repeat: H sums over K, not HV
     qk = (X[:, :, 0] * X[:, :, 1]).sum(-1, keepdim=True)
     if HV != H:
         X, qk = X.repeat_interleave(HV // H, dim=1), qk.repeat_interleave(HV // H, dim=1)
-    XS = torch.bmm(X.flatten(0, 1), S.flatten(0, 1)).view(M, HV, 2, V)
-    # e^g scales k S and q S, 2 V values, so the state need not be decayed before the BLAS call
-    d = torch.addcmul(v, decay, XS[:, :, 0], value=-1).mul_(beta)
-    o = torch.addcmul(qk * d, decay, XS[:, :, 1]).mul_(scale)
+    # e^g scales k S and q S, 2 V values, or the rows k and q, so the state need not be decayed before
+    rows, read_decay = (X, decay) if decay.shape[-1] == 1 else (X * decay.unsqueeze(2), torch.ones_like(beta))
+    XS = torch.bmm(rows.flatten(0, 1), S.flatten(0, 1)).view(M, HV, 2, V)
+    d = torch.addcmul(v, read_decay, XS[:, :, 0], value=-1).mul_(beta)
+    o = torch.addcmul(qk * d, read_decay, XS[:, :, 1]).mul_(scale)
     S.mul_(decay[..., None]).addcmul_(X[:, :, 0, :, None], d[:, :, None])
     return o
 

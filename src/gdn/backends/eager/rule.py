@@ -131,7 +131,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         block.put(dbeta[..., None], view_tokens(t.dbeta[..., None], block))
     # a reset passes no gradient: the rounding error of a zero dg, times a g of -1e6, would reach dA_log
     dg.masked_fill_(g <= RESET, 0)
-    dg_in, dbeta_in, dA_log, ddt_bias = activate_bwd(p, dg if p.is_per_channel else dg[..., 0], dbeta)
+    dg_in, dbeta_in, dA_log, ddt_bias = activate_bwd(p, dg, dbeta)
     dS0 = None if p.initial_state is None else _final_states(p, dstate, plan.order).to(p.initial_state.dtype)
     dq, dk = (x if x.shape == problem.q.shape else _sum_repeated(x, problem.q) for x in (dq, dk))
     return Gradients(dq, dk, dv, dg_in, dbeta_in, dA_log, ddt_bias, dS0)
@@ -146,7 +146,9 @@ def _states_bwd(
     right-hand side (I + A) v_new. One operand for both makes the matmuls nearly twice as fast as two.
     """
     C, do = c.C, Y[..., : c.C, :]
-    Z = torch.empty(*c.rows_in.shape[:3], dstate.shape[-1], dtype=Y.dtype, device=Y.device)  # [e^G do; -e^G dr]
+    Z = torch.empty(
+        *c.rows_in.shape[:3], dstate.shape[-1], dtype=Y.dtype, device=Y.device
+    )  # [e^G do; -e^G dr]
     # value heads as columns: one matmul per key head serves all of its value heads
     decayed_v, kdS, W = _allocate_columns(c), _allocate_columns(c), _allocate_columns(c)
     torch.mul(c.end_decay, v_new, out=split_heads_first(decayed_v, p))
@@ -200,14 +202,11 @@ def _prepare(problem: Problem) -> tuple[Problem, Tensor, Tensor]:
 
     Value heads with a decay per key channel share no rows, so each gets its own copy of q and k.
     """
-    g, beta = activate(problem)
-    if not problem.is_per_channel:
-        return problem, g[..., None], beta
-    ratio = problem.HV // problem.H
-    if ratio == 1:
-        return problem, g, beta
-    q, k = (x.repeat_interleave(ratio, 2) for x in (problem.q, problem.k))
-    return replace(problem, q=q, k=k), g, beta
+    p, (g, beta) = problem, activate(problem)
+    if p.is_per_channel and p.HV != p.H:
+        q, k = (x.repeat_interleave(p.HV // p.H, 2) for x in (p.q, p.k))
+        p = replace(p, q=q, k=k)
+    return p, g, beta
 
 
 def _sum_repeated(dx: Tensor, x: Tensor) -> Tensor:

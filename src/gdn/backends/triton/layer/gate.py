@@ -149,8 +149,10 @@ _forwards: PlanCache[Launch] = PlanCache()
 _backwards: PlanCache[_Backward] = PlanCache()
 
 
-def gate(a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> tuple[PerHead, PerHead]:
-    """See `Backend`: g and beta in fp32."""
+def gate(
+    a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, lower_bound: None
+) -> tuple[PerHead, PerHead]:
+    """See `Backend`: g and beta in fp32. `refuses` lets no lower bound pass."""
     a, b, A_log, dt_bias = _rows(a), _rows(b), A_log.contiguous(), _packed(dt_bias)
     with device_guard(a.device):
         launch = _forwards.get(_key(a, b, A_log, dt_bias), lambda: _plan(a, b))
@@ -160,7 +162,13 @@ def gate(a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) ->
 
 
 def gate_bwd(
-    a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, dg: PerHead, dbeta: PerHead
+    a: PerHead,
+    b: PerHead,
+    A_log: HeadParam,
+    dt_bias: HeadParam | None,
+    lower_bound: None,
+    dg: PerHead,
+    dbeta: PerHead,
 ) -> tuple[PerHead, PerHead, HeadParam, HeadParam | None]:
     """Return da, db, dA_log, ddt_bias, each in its tensor's dtype."""
     a, b, A_log, dt_bias, dg, dbeta = (
