@@ -4,8 +4,8 @@
 
 D_ijc is e to the sum of g over the tokens j + 1 .. i of channel c. Pairs are grouped by level: at the level
 of width w the chunk is cut into pieces of 2 w tokens, where i is in the second half and j in the first. Then
-D is the product of the decay from the middle to i and the decay from j to the middle, and the pairs of a piece
-are one matmul:
+D is the product of the decay from the middle to i and the decay from j to the middle, and the pairs of a
+piece are one matmul:
 
     (decay from the middle) [q; k]  times  ((decay to the middle) k)^T
 
