@@ -67,7 +67,7 @@ class Case:
         heads            (H, HV), HV a multiple of H
         sizes            (K, V)
         raw_gate         off, on, no_bias: logits for use_gate_in_kernel, with and without dt_bias;
-                         lower_bound, bound_alone: logits for a bound of -5, with A_log and dt_bias and without
+                         lower_bound, bound_alone: logits for a bound of -5, the first with A_log and dt_bias
         beta             given, absent, sigmoid, negative: the last two are logits
         state            none, wide (fp32 or wider), narrow (the dtype of q): initial_state
         is_scaled        scale = 0.3 instead of K ** -0.5

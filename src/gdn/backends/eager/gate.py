@@ -65,6 +65,11 @@ def gate_of(p: Any, a: Decay, dtype: torch.dtype) -> Gate:
     return Gate(p.A_log, p.dt_bias, p.lower_bound, p.is_per_channel, dtype)
 
 
+def gate_of_heads(a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> Gate:
+    """Return the gate of logits of heads, without a lower bound."""
+    return Gate(A_log, dt_bias, None, is_per_channel=False, dtype=gate_dtype(a.device))
+
+
 def log_decay(a: Decay, gate: Gate) -> Decay:
     """Return g [..., HV] or [..., HV, K] of raw logits in the computing dtype of the gate."""
     x, rate = gate.shifted(a), gate.rate()

@@ -8,7 +8,7 @@ e^(G_i - G_j) is computed for i >= j only.
 import torch
 from torch import Tensor
 
-from gdn.backends.eager.gate import Gate, gate_dtype, log_decay, log_decay_bwd
+from gdn.backends.eager.gate import gate_dtype, gate_of_heads, log_decay, log_decay_bwd
 from gdn.backends.eager.tiling import Tiling
 from gdn.notation import (
     AInv,
@@ -45,20 +45,16 @@ def chunk_cumsum_bwd(g: PerHead, dG: GSum, cu_seqlens: Offsets | None) -> PerHea
 def chunk_gate_cumsum(
     a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, cu_seqlens: Offsets | None
 ) -> GSum:
-    return chunk_cumsum(log_decay(a, _gate_of_heads(a, A_log, dt_bias)), cu_seqlens)
+    return chunk_cumsum(log_decay(a, gate_of_heads(a, A_log, dt_bias)), cu_seqlens)
 
 
 def chunk_gate_cumsum_bwd(
     a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, dG: GSum, cu_seqlens: Offsets | None
 ) -> tuple[PerHead, HeadParam, HeadParam | None]:
-    gate = _gate_of_heads(a, A_log, dt_bias)
+    gate = gate_of_heads(a, A_log, dt_bias)
     da, dA_log, ddt_bias = log_decay_bwd(a, gate, chunk_cumsum_bwd(log_decay(a, gate), dG, cu_seqlens))
     assert dA_log is not None
     return da, dA_log, ddt_bias
-
-
-def _gate_of_heads(a: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> Gate:
-    return Gate(A_log, dt_bias, None, is_per_channel=False, dtype=gate_dtype(a.device))
 
 
 def chunk_kkt(k: Keys, beta: PerHead, G: GSum, cu_seqlens: Offsets | None) -> AStrict:
