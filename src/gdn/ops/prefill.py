@@ -55,8 +55,9 @@ def prefill(
         state               [slots, HV, K, V]     as in `decode`; read and updated in place
         cu_seqlens          [N+1] int             sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1]; it may
                                                   be empty
-        g, beta, a, b, A_log, dt_bias, allow_neg_eigval, scale, use_qk_l2norm_in_kernel, state_v_first,
-        null_slot, out, backend                   as in `decode`, gates [1, total, HV]
+        g, beta, a, b, A_log, dt_bias, lower_bound, allow_neg_eigval, scale, use_qk_l2norm_in_kernel,
+        state_v_first, null_slot, out, backend    as in `decode`, gates [1, total, HV], or [1, total, HV, K]
+                                                  for g and a
         batch_invariant     bool                  True: the bits of a sequence do not depend on the others
         state_index         [N] int               the slot of each sequence
         out_state_index     [N] int or None       the slot that gets the final state; None: state_index

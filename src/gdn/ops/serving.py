@@ -67,6 +67,9 @@ def decode(
                                                 None: no decay, ones
         a, b              [B, T, HV]            any float; raw logits in place of g and beta:
         A_log, dt_bias    [HV], [HV] or None    g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
+        lower_bound       number < 0 or None    g = lower_bound sigmoid(exp(A_log) (a + dt_bias)); A_log may
+                                                be None with it: exp(A_log) = 1
+        With a decay per key channel g and a are [B, T, HV, K] and dt_bias is [HV, K].
         allow_neg_eigval  bool                  True: beta = 2 sigmoid(b)
     Where to read:
         state             [slots, HV, K, V]     fp32, bf16, fp16 (fp64 only with fp64 q), any slot stride;
@@ -168,6 +171,8 @@ def decode_packed(
         mixed_qkv                [tokens, 2 H K + HV V]      bf16, fp16, fp32; any row stride; not copied
         a, b                     [tokens, HV]                any float; raw logits
         A_log, dt_bias           [HV]                        any float; dt_bias may be None
+        lower_bound              number < 0 or None          as in `decode`; a [tokens, HV, K] and
+                                                             dt_bias [HV, K] decay key channels
         state                    [slots, HV, K, V]           as in `decode`
         num_k_heads              int                         H
         head_k_dim, head_v_dim   int                         K, V

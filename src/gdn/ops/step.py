@@ -53,7 +53,8 @@ def decode_step(
         conv_weight              [D, W]                      any float; conv_weight[:, W-1] multiplies the
                                                              newest input
         conv_bias                [D] or None                 any float
-        a, b                     [B, HV]                     any float; raw logits of the gates
+        a, b                     [B, HV]                     any float; raw logits of the gates; a [B, HV, K]
+                                                             and dt_bias [HV, K] decay key channels
         A_log, dt_bias           [HV]                        any float; dt_bias may be None
         state                    [slots, HV, K, V]           as in `decode`; updated in place
         num_k_heads              int                         H
