@@ -140,6 +140,19 @@ def test_other_tokens_keep_their_digits_beside_a_reset():
     assert torch.equal(run(gdn.chunk_kda, given, False)["o"], found["o"])
 
 
+def test_heads_do_not_depend_on_the_gates_of_others():
+    """A chunk with strong decays scales its operands by powers of 2; the bits of mild heads stay."""
+    given = draw("mild", rows(70), torch.float32)
+    before = run(gdn.chunk_kda, given)
+    given.tensors["g"][:, :, 3] *= 1e4
+    after = run(gdn.chunk_kda, given)
+    # value head 3 reads key head 1, whose gradients are sums over its value heads
+    for name in ("o", "dv", "dg", "dbeta"):
+        assert torch.equal(before[name][:, :, :3], after[name][:, :, :3]), name
+        assert not torch.equal(before[name][:, :, 3], after[name][:, :, 3]), name
+    assert torch.equal(before["dq"][:, :, 0], after["dq"][:, :, 0])
+
+
 def test_padding_holds_any_value():
     """NaN past the last sequence reaches no output and no gradient of a parameter."""
     given = draw("model", packed(5, 64, tail=7), raw_gate="on", beta="sigmoid")

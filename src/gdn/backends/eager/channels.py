@@ -15,15 +15,36 @@ width 2 w come from those of width w by one addition. The backward adds up dg by
 whole chunk down to single tokens, and subtracts nothing either.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gdn.backends.eager.blocks import Block
-from gdn.backends.eager.chunks import Chunks, StateGradients, bmm, load_heads, load_rows
+from gdn.backends.eager.chunks import Chunks, StateGradients, bmm, load_heads, load_rows, solve_tril
 from gdn.problem import Problem
+
+
+class Range(NamedTuple):
+    """Hold what keeps the operands and results of matmuls out of the subnormal numbers of a dtype.
+
+    A CPU multiplies subnormal numbers a hundred times slower. A decay below e^lowest counts as 0, operands of
+    pairs are multiplied by `scale`, a power of 2, and pairs below `least` count as 0.
+    """
+
+    lowest: float
+    scale: float
+    least: float
+
+
+RANGES = {
+    torch.float32: Range(-70.0, 2.0**38, 2.0**-120),
+    torch.float64: Range(-600.0, 2.0**400, 2.0**-1000),
+}
 
 
 @dataclass(frozen=True)
@@ -31,8 +52,9 @@ class Level:
     """Hold the operands of the pairs of one level: n pieces of 2 w tokens a chunk."""
 
     decays: Tensor  # [P, H, n, 2, w, K] to the middle in the first half, from the middle in the second
-    rows: Tensor  # [P, H, n, 2, w, K] q and k of the second halves, with their decays
-    columns: Tensor  # [P, H, n, w, K] k of the first halves, with their decays
+    rows: Tensor  # [P, H, n, 2, w, K] q and k of the second halves, with their decays, times the scale
+    columns: Tensor  # [P, H, n, w, K] k of the first halves, with their decays, times the scale
+    scale: float
 
     @property
     def w(self) -> int:
@@ -64,8 +86,12 @@ class ChannelChunks(Chunks):
     def scores(self) -> Tensor:
         return self.pairs[:, :, :1]
 
-    def coupling(self) -> Tensor:
-        return self.pairs[:, :, 1:] * self.beta
+    def solve(self) -> Tensor:
+        A_inv = solve_tril(self.pairs[:, :, 1:] * self.beta)
+        if self.levels and self.levels[0].scale == 1:
+            return A_inv
+        # a product of pairs may be subnormal, and the matmul with A_inv slow
+        return F.hardshrink(A_inv, RANGES[A_inv.dtype].least)
 
     def chunk_decay_bwd(self, SdS: Tensor, i: slice) -> Tensor:
         return SdS.sum(-1) * self.chunk_decay[i, ..., 0].transpose(2, 3)
@@ -93,11 +119,13 @@ class ChannelChunks(Chunks):
             drows = bmm(d, level.columns).unflatten(3, (2, level.w))
             dcolumns = bmm(d.mT, rows)
             to_middle, from_middle = level.decays.unbind(3)
+            # rows and columns have the factor `scale`, so a product of one of them and a decay has it, too
+            unscale = 1 / level.scale
             first, second = level.halves(dX)
-            first[:, :, 1].addcmul_(dcolumns, to_middle)
-            second.addcmul_(drows.transpose(2, 3), from_middle.unsqueeze(2))
-            level.halves(after)[0].addcmul_(dcolumns, level.columns)
-            level.halves(before)[1].add_(drows.mul_(level.rows).sum(3))
+            first[:, :, 1].addcmul_(dcolumns, to_middle, value=unscale)
+            second.addcmul_(drows.transpose(2, 3), from_middle.unsqueeze(2), value=unscale)
+            level.halves(after)[0].addcmul_(dcolumns, level.columns, value=unscale**2)
+            level.halves(before)[1].add_(drows.mul_(level.rows).sum(3), alpha=unscale**2)
         # a token's own pair has no decay
         own = Eq.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         dq.addcmul_(own, self.k)
@@ -132,27 +160,40 @@ def load_channel_chunks(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Ch
 
 def make_levels(X: Tensor, g: Tensor) -> tuple[list[Level], Tensor, Tensor]:
     """Return all levels of X [P, H, 2, C, K], and the decays from the chunk's start and to its end."""
-    lowest = -104 if g.dtype == torch.float32 else -746
+    lowest, scale, _ = RANGES[g.dtype]
+    # a chunk that decays less in every channel has no smaller factor; other devices are not read by the host
+    is_mild = g.device.type == "cpu" and g.numel() > 0 and float(g.sum(2).amin()) >= lowest
+    if is_mild:
+        scale = 1.0
+    else:
+        X = X * scale
     # sums over the tokens of a piece up to this one, and over those after it; pieces of one token first
     before, after, levels, w = g.clone(), torch.zeros_like(g), [], 1
     while w < g.shape[2]:
         befores, afters = (x.unflatten(2, (-1, 2, w)) for x in (before, after))
-        # exp is ten times slower where it underflows
         decays = torch.empty_like(befores)
-        torch.clamp(afters[:, :, :, 0], min=lowest, out=decays[:, :, :, 0])
-        torch.clamp(befores[:, :, :, 1], min=lowest, out=decays[:, :, :, 1])
-        decays.exp_()
         to_middle, from_middle = decays.unbind(3)
+        _exp(afters[:, :, :, 0], lowest, is_mild, to_middle)
+        _exp(befores[:, :, :, 1], lowest, is_mild, from_middle)
         second = X.unflatten(3, (-1, 2, w))[:, :, :, :, 1].transpose(2, 3)
         rows = torch.empty(second.shape, dtype=X.dtype, device=X.device)
         torch.mul(second, from_middle.unsqueeze(3), out=rows)
         columns = X[:, :, 1].unflatten(2, (-1, 2, w))[:, :, :, 0] * to_middle
-        levels.append(Level(decays, rows, columns))
+        levels.append(Level(decays, rows, columns, scale))
         whole = befores[..., -1:, :]  # the sum over each half
         afters[:, :, :, 0] += whole[:, :, :, 1]
         befores[:, :, :, 1] += whole[:, :, :, 0]
         w *= 2
-    return levels, before.clamp_(min=lowest).exp_(), after.clamp_(min=lowest).exp_()
+    return levels, _exp(before, lowest, is_mild, before), _exp(after, lowest, is_mild, after)
+
+
+def _exp(sums: Tensor, lowest: float, is_mild: bool, out: Tensor) -> Tensor:
+    """Write e^sums to `out`, 0 below `lowest`; is_mild: no sum is lower."""
+    if is_mild:
+        return torch.exp(sums, out=out)
+    # exp is fifty times slower where it underflows
+    torch.clamp(sums, min=lowest - 1, out=out)
+    return torch.threshold_(out.exp_(), math.exp(lowest), 0.0)
 
 
 def _sums_bwd(level: Level, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,6 +211,9 @@ def make_pairs(X: Tensor, levels: Sequence[Level]) -> Tensor:
     pairs = torch.zeros(*X.shape[:3], C, C, dtype=X.dtype, device=X.device)
     for level in levels:
         products = bmm(level.rows.flatten(3, 4), level.columns.mT).unflatten(3, (2, level.w))
+        if level.scale != 1:
+            least = RANGES[X.dtype].least * level.scale**2
+            products = F.hardshrink(products, least).mul_(level.scale**-2)
         level.place_of(pairs).copy_(products.permute(0, 1, 3, 4, 5, 2))
     pairs[:, :, 0].diagonal(dim1=-2, dim2=-1).copy_((X[:, :, 0] * X[:, :, 1]).sum(-1))
     return pairs

@@ -55,8 +55,8 @@ class Chunks:
         """Return P / scale [P, H, r, C, C], the products of q and k with their decays, else 0."""
         raise NotImplementedError
 
-    def coupling(self) -> Tensor:
-        """Return A [P, H, r, C, C], a new tensor, below the diagonal."""
+    def solve(self) -> Tensor:
+        """Return A_inv = (I + A)^-1 [P, H, r, C, C]."""
         raise NotImplementedError
 
     def chunk_decay_bwd(self, SdS: Tensor, i: slice) -> Tensor:
@@ -147,6 +147,12 @@ def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.bmm(x, y).view(*lead, a.shape[-2], b.shape[-1])
     torch.bmm(x, y, out=out.view(-1, *out.shape[-2:]))
     return out
+
+
+def solve_tril(A: Tensor) -> Tensor:
+    """Return (I + A)^-1, reading A below the diagonal only."""
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    return torch.linalg.solve_triangular(A, eye.expand_as(A), upper=False, unitriangular=True)
 
 
 def baddbmm(acc: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> None:

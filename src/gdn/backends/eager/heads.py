@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.eager.blocks import Block
-from gdn.backends.eager.chunks import Chunks, StateGradients, baddbmm, bmm, load_heads, load_rows
+from gdn.backends.eager.chunks import Chunks, StateGradients, baddbmm, bmm, load_heads, load_rows, solve_tril
 from gdn.problem import Problem
 
 
@@ -34,9 +34,9 @@ class HeadChunks(Chunks):
     def scores(self) -> Tensor:
         return self.D * self.qk
 
-    def coupling(self) -> Tensor:
-        # one new tile per value head, up to 16 KB in fp32: beta multiplies it in place
-        return (self.D * self.kk).mul_(self.beta)
+    def solve(self) -> Tensor:
+        # A is one new tile per value head, up to 16 KB in fp32: beta multiplies it in place
+        return solve_tril((self.D * self.kk).mul_(self.beta))
 
     def chunk_decay_bwd(self, SdS: Tensor, i: slice) -> Tensor:
         return SdS.sum((-1, -2)) * self.chunk_decay[i, :, 0, :, 0]

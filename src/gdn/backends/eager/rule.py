@@ -47,7 +47,7 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
     S = _initial_states(p, p.initial_state, plan.order)
     for block in plan.blocks:
         c = _load_block(p, block, g, beta)
-        A_inv = _solve_tril(c.coupling())
+        A_inv = c.solve()
         XS, v_new = _forward_states(p, block, c, A_inv, S, saved.S_in)
         # e^G q S is the accumulator of the BLAS call for D q k^T v_new: no further pass adds the two
         o_block = torch.mul(c.start_decay, split_heads_first(XS[:, :, : c.C], p), out=allocate_like(v_new))
@@ -230,12 +230,6 @@ def _allocate_columns(c: Chunks) -> Tensor:
     """Allocate one row per token with the value heads as columns [P, H, C, r V]."""
     P, H, r, C, V = c.v.shape
     return torch.empty(P, H, C, r * V, dtype=c.v.dtype, device=c.v.device)
-
-
-def _solve_tril(A: Tensor) -> Tensor:
-    """Return (I + A)^-1, reading A below the diagonal only."""
-    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-    return torch.linalg.solve_triangular(A, eye.expand_as(A), upper=False, unitriangular=True)
 
 
 def _apply_decay(S_i: Tensor, chunk_decay: Tensor) -> None:
