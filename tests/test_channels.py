@@ -453,7 +453,7 @@ def subtracted(X, g, make_levels=channels.make_levels):
         to_middle, from_middle = decays.unbind(3)
         second = X.unflatten(3, (-1, 2, level.w))[:, :, :, :, 1].transpose(2, 3)
         first = X[:, :, 1].unflatten(2, (-1, 2, level.w))[:, :, :, 0]
-        levels[i] = channels.Level(decays, second * from_middle.unsqueeze(3), first * to_middle)
+        levels[i] = channels.Level(decays, second * from_middle.unsqueeze(3), first * to_middle, 1.0)
     return levels, decay_in, decay_out
 
 
