@@ -9,6 +9,7 @@ from gdn.integrations.fla_patch import patch_fla
 from gdn.integrations.transformers import patch_transformers
 from gdn.layers.cache import GatedDeltaNetCache
 from gdn.layers.gated_deltanet import GatedDeltaNet
+from gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from gdn.ops import stages
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
@@ -34,6 +35,7 @@ __all__ = [
     "ContextParallel",
     "GatedDeltaNet",
     "GatedDeltaNetCache",
+    "KimiDeltaAttention",
     "causal_conv1d",
     "causal_conv1d_update",
     "rms_norm_gated",
