@@ -140,6 +140,17 @@ def test_other_tokens_keep_their_digits_beside_a_reset():
     assert torch.equal(run(gdn.chunk_kda, given, False)["o"], found["o"])
 
 
+def test_a_reset_leaves_nothing():
+    """Of a state of 1e25 nothing is left, not even e^-70 of it."""
+    given = draw("mild", rows(20), torch.float32)
+    x = [given.tensors[name] for name in ("q", "k", "v", "g", "beta")]
+    given.tensors["g"][:, 3] = -1e6
+    S = torch.zeros(len(x[0]), HV, K, V)
+    o, final = gdn.chunk_kda(*x, initial_state=S, output_final_state=True)
+    again, final_again = gdn.chunk_kda(*x, initial_state=S + 1e25, output_final_state=True)
+    assert torch.equal(final, final_again) and torch.equal(o[:, 10:], again[:, 10:])
+
+
 def test_heads_do_not_depend_on_the_gates_of_others():
     """A chunk with strong decays scales its operands by powers of 2; the bits of mild heads stay."""
     given = draw("mild", rows(70), torch.float32)
@@ -178,6 +189,8 @@ def test_bounded_gate_at_extremes(A_log, dtype):
     bias = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
     g, _ = gdn.gate(a, b, rate, bias, lower_bound=-5.0)
     assert bool(((g <= 0) & (g >= -5)).all())
+    zero = torch.zeros(1, 1, 2, 3, dtype=dtype)
+    assert bool((gdn.gate(zero, b[:, :1], rate, lower_bound=-5.0)[0] == -2.5).all())
     for x in torch.autograd.grad(g.sum(), [x for x in (a, rate, bias) if x is not None]):
         assert bool(x.isfinite().all())
     # the gradient of a g that nobody uses is zero, whatever the logits are
@@ -204,11 +217,13 @@ def test_gate(shape, lower_bound):
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 @pytest.mark.parametrize("is_raw", [True, False])
-def test_serving(lower_bound, is_raw):
+@pytest.mark.parametrize("v_first", [True, False])
+def test_serving(lower_bound, is_raw, v_first):
     """Decode, packets, packed rows and prefill, with either form of the gate."""
     q, k, v, pool, logits = engine_call()
+    pool = pool if v_first else pool.mT.contiguous()
     gates = {**logits, "lower_bound": lower_bound} if is_raw else activated(logits, lower_bound)
-    state, more = pool.clone(), {**SERVING, **gates}
+    state, more = pool.clone(), {**SERVING, **gates, "state_v_first": v_first}
     o = gdn.decode(q, k, v, state, **more, **ROWS)
     ref = serving.decode(q, k, v, pool, **more, **ROWS)
     assert error(o, ref.o) < 1e-12 and error(state, ref.state) < 1e-12

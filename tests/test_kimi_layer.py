@@ -1,4 +1,4 @@
-"""Test KimiDeltaAttention: its reference, caches, packing, padding, and weights of three Transformers files."""
+"""Test KimiDeltaAttention: its reference, caches, packing, padding, weights of three Transformers files."""
 
 import doctest
 import importlib
