@@ -457,19 +457,13 @@ def test_only_these_files_ask_for_the_rank():
     assert not asks_for_the_rank("x = g.shape")
 
 
-def subtracted(X, g, make_levels=channels.make_levels):
-    """Return levels whose decays come from differences of sums, as a textbook has them."""
-    levels, decay_in, decay_out = make_levels(X, g)
+def subtracted(X, g, *, keep):
+    """Return pairs whose decays come from differences of sums, as a textbook has them."""
     G = g.cumsum(2)
-    for i, level in enumerate(levels):
-        sums = G.unflatten(2, (-1, 2, level.w))
-        middle = sums[:, :, :, 0, -1:]
-        decays = torch.stack([middle - sums[:, :, :, 0], sums[:, :, :, 1] - middle], 3).exp()
-        to_middle, from_middle = decays.unbind(3)
-        second = X.unflatten(3, (-1, 2, level.w))[:, :, :, :, 1].transpose(2, 3)
-        first = X[:, :, 1].unflatten(2, (-1, 2, level.w))[:, :, :, 0]
-        levels[i] = channels.Level(decays, second * from_middle.unsqueeze(3), first * to_middle, 1.0)
-    return levels, decay_in, decay_out
+    D = (G.unsqueeze(3) - G.unsqueeze(2)).clamp(max=0).exp()
+    products = torch.einsum("phxik,phjk,phijk->phxij", X, X[:, :, 1], D).tril()
+    products[:, :, 1].diagonal(dim1=-2, dim2=-1).zero_()
+    return channels.Pairs(products, G.exp(), (G[:, :, -1:] - G).exp(), [], is_mild=True)
 
 
 def test_subtracted_sums_are_seen(monkeypatch):
@@ -477,5 +471,5 @@ def test_subtracted_sums_are_seen(monkeypatch):
     given = draw("reset", rows(64), torch.float32)
     ref = run(reference_rule, given.double(), False)["o"]
     assert error(run(gdn.chunk_kda, given, False)["o"], ref) < 5e-7
-    monkeypatch.setattr(channels, "make_levels", subtracted)
+    monkeypatch.setattr(channels, "make_pairs", subtracted)
     assert error(run(gdn.chunk_kda, given, False)["o"], ref) > 5e-6

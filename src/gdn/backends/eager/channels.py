@@ -42,8 +42,8 @@ class Range(NamedTuple):
 
 
 RANGES = {
-    torch.float32: Range(-70.0, 2.0**38, 2.0**-120),
-    torch.float64: Range(-600.0, 2.0**400, 2.0**-1000),
+    torch.float32: Range(-70.0, 2.0**38, 2.0**-100),
+    torch.float64: Range(-600.0, 2.0**400, 2.0**-860),
 }
 
 
@@ -72,23 +72,28 @@ class Level:
         return x[:, :, :, :, 1, :, :, 0].diagonal(dim1=3, dim2=5)
 
 
+class Pairs(NamedTuple):
+    """Hold the pairs of tokens of a block, and the decays of its rows."""
+
+    products: Tensor  # [P, H, 2, C, C] of q, and below the diagonal of k, with k, decayed; zero above it
+    decay_in: Tensor  # [P, H, C, K] from the chunk's start to the token
+    decay_out: Tensor  # [P, H, C, K] from the token to the chunk's end
+    levels: Sequence[Level]  # of width 1, 2, 4, ..., for a backward
+    is_mild: bool  # no factor and no product is near the subnormal numbers
+
+
 @dataclass(frozen=True)
 class ChannelChunks(Chunks):
     """Hold a block with a decay per key channel, whose rows hold the decays; H is HV, and r is 1."""
 
-    decay_in: Tensor  # [P, H, C, K] from the chunk's start to the token
-    decay_out: Tensor  # [P, H, C, K] from the token to the chunk's end
-    levels: Sequence[Level]  # of width 1, 2, 4, ...
-    pairs: (
-        Tensor  # [P, H, 2, C, C] products of q above those of k with k, with their decays; k strictly lower
-    )
+    pairs: Pairs
 
     def scores(self) -> Tensor:
-        return self.pairs[:, :, :1]
+        return self.pairs.products[:, :, :1]
 
     def solve(self) -> Tensor:
-        A_inv = solve_tril(self.pairs[:, :, 1:] * self.beta)
-        if self.levels and self.levels[0].scale == 1:
+        A_inv = solve_tril(self.pairs.products[:, :, 1:] * self.beta)
+        if self.pairs.is_mild:
             return A_inv
         # a product of pairs may be subnormal, and the matmul with A_inv slow
         return F.hardshrink(A_inv, RANGES[A_inv.dtype].least)
@@ -103,16 +108,16 @@ class ChannelChunks(Chunks):
         Eq, Ek = E.unbind(2)
         # no level holds a pair above the diagonal, and the products of k there are zero
         Ek.neg_()
-        t.dbeta.add_((Ek * self.pairs[:, :, 1]).sum(-1).unsqueeze(2))
+        t.dbeta.add_((Ek * self.pairs.products[:, :, 1]).sum(-1).unsqueeze(2))
         Ek.mul_(self.beta[:, :, 0])
         # the rows' own decays first, and the gradient of the log of each: before and after are of g's sums
         before = _along(self.rows_in, t.drows_in)
         before[:, :, -1] += t.d_through[:, :, 0]
         after = self.rows_out * t.drows_out
-        dX = t.drows_in.unflatten(2, (2, C)).mul_(self.decay_in.unsqueeze(2))
+        dX = t.drows_in.unflatten(2, (2, C)).mul_(self.pairs.decay_in.unsqueeze(2))
         dq, dk = dX.unbind(2)
-        dk.addcmul_(t.drows_out, self.decay_out)
-        for level in reversed(self.levels):
+        dk.addcmul_(t.drows_out, self.pairs.decay_out)
+        for level in reversed(self.pairs.levels):
             before, after = _sums_bwd(level, before, after)
             d = level.place_of(E).permute(0, 1, 5, 2, 3, 4).flatten(3, 4)  # [P, H, n, 2w, w]
             rows = level.rows.flatten(3, 4)
@@ -134,39 +139,37 @@ class ChannelChunks(Chunks):
         return dX.flatten(2, 3), before.unsqueeze(2)
 
 
-def load_channel_chunks(p: Problem, block: Block, g: Tensor, beta: Tensor) -> ChannelChunks:
+def load_channel_chunks(
+    p: Problem, block: Block, g: Tensor, beta: Tensor, for_backward: bool
+) -> ChannelChunks:
     """Load a block: normalised q and k, v, beta, rows, and the products of all pairs."""
     X, rstd = load_rows(p, block)
     C = X.shape[2] // 2
-    levels, decay_in, decay_out = make_levels(X.unflatten(2, (2, C)), load_heads(p, block, g)[:, :, 0])
+    halves = X.unflatten(2, (2, C))
+    pairs = make_pairs(halves, load_heads(p, block, g)[:, :, 0], keep=for_backward)
     one = torch.ones((), dtype=X.dtype, device=X.device).expand(X.shape[0], X.shape[1], 1, C, 1)
     return ChannelChunks(
         X=X,
         rstd=rstd,
         v=load_heads(p, block, p.v),
         beta=load_heads(p, block, beta[..., None]),
-        rows_in=(X.unflatten(2, (2, C)) * decay_in.unsqueeze(2)).flatten(2, 3),
-        rows_out=X[:, :, C:] * decay_out,
+        rows_in=(halves * pairs.decay_in.unsqueeze(2)).flatten(2, 3),
+        rows_out=X[:, :, C:] * pairs.decay_out,
         start_decay=one,
         end_decay=one,
         # g is zero past a short chunk's end, so the last row is the decay of the whole chunk
-        chunk_decay=decay_in[:, :, -1, :, None, None],
-        decay_in=decay_in,
-        decay_out=decay_out,
-        levels=levels,
-        pairs=make_pairs(X.unflatten(2, (2, C)), levels),
+        chunk_decay=pairs.decay_in[:, :, -1, :, None, None],
+        pairs=pairs,
     )
 
 
-def make_levels(X: Tensor, g: Tensor) -> tuple[list[Level], Tensor, Tensor]:
-    """Return all levels of X [P, H, 2, C, K], and the decays from the chunk's start and to its end."""
-    lowest, scale, _ = RANGES[g.dtype]
+def make_pairs(X: Tensor, g: Tensor, *, keep: bool) -> Pairs:
+    """Return the pairs of X [P, H, 2, C, K], q above k, and g [P, H, C, K]; keep: with the levels."""
+    lowest, scale, least = RANGES[g.dtype]
     # a chunk that decays less in every channel has no smaller factor; other devices are not read by the host
     is_mild = g.device.type == "cpu" and g.numel() > 0 and float(g.sum(2).amin()) >= lowest
-    if is_mild:
-        scale = 1.0
-    else:
-        X = X * scale
+    scaled, scale = (X, 1.0) if is_mild else (X * scale, scale)
+    products = torch.zeros(*X.shape[:3], X.shape[3], X.shape[3], dtype=X.dtype, device=X.device)
     # sums over the tokens of a piece up to this one, and over those after it; pieces of one token first
     before, after, levels, w = g.clone(), torch.zeros_like(g), [], 1
     while w < g.shape[2]:
@@ -175,16 +178,25 @@ def make_levels(X: Tensor, g: Tensor) -> tuple[list[Level], Tensor, Tensor]:
         to_middle, from_middle = decays.unbind(3)
         _exp(afters[:, :, :, 0], lowest, is_mild, to_middle)
         _exp(befores[:, :, :, 1], lowest, is_mild, from_middle)
-        second = X.unflatten(3, (-1, 2, w))[:, :, :, :, 1].transpose(2, 3)
+        second = scaled.unflatten(3, (-1, 2, w))[:, :, :, :, 1].transpose(2, 3)
         rows = torch.empty(second.shape, dtype=X.dtype, device=X.device)
         torch.mul(second, from_middle.unsqueeze(3), out=rows)
-        columns = X[:, :, 1].unflatten(2, (-1, 2, w))[:, :, :, 0] * to_middle
-        levels.append(Level(decays, rows, columns, scale))
+        columns = scaled[:, :, 1].unflatten(2, (-1, 2, w))[:, :, :, 0] * to_middle
+        level = Level(decays, rows, columns, scale)
+        # at once, while rows and columns are in the CPU cache
+        found = bmm(rows.flatten(3, 4), columns.mT).unflatten(3, (2, w))
+        if not is_mild:
+            found = F.hardshrink(found, least * scale**2).mul_(scale**-2)
+        level.place_of(products).copy_(found.permute(0, 1, 3, 4, 5, 2))
+        if keep:
+            levels.append(level)
         whole = befores[..., -1:, :]  # the sum over each half
         afters[:, :, :, 0] += whole[:, :, :, 1]
         befores[:, :, :, 1] += whole[:, :, :, 0]
         w *= 2
-    return levels, _exp(before, lowest, is_mild, before), _exp(after, lowest, is_mild, after)
+    products[:, :, 0].diagonal(dim1=-2, dim2=-1).copy_((X[:, :, 0] * X[:, :, 1]).sum(-1))
+    decay_in, decay_out = (_exp(x, lowest, is_mild, x) for x in (before, after))
+    return Pairs(products, decay_in, decay_out, levels, is_mild)
 
 
 def _exp(sums: Tensor, lowest: float, is_mild: bool, out: Tensor) -> Tensor:
@@ -203,20 +215,6 @@ def _sums_bwd(level: Level, before: Tensor, after: Tensor) -> tuple[Tensor, Tens
     befores[:, :, :, 1, -1] += afters[:, :, :, 0].sum(3)
     befores[:, :, :, 0, -1] += to_first
     return before, after
-
-
-def make_pairs(X: Tensor, levels: Sequence[Level]) -> Tensor:
-    """Return the decayed products of q and of k with k [P, H, 2, C, C]; zero above the diagonal."""
-    C = X.shape[3]
-    pairs = torch.zeros(*X.shape[:3], C, C, dtype=X.dtype, device=X.device)
-    for level in levels:
-        products = bmm(level.rows.flatten(3, 4), level.columns.mT).unflatten(3, (2, level.w))
-        if level.scale != 1:
-            least = RANGES[X.dtype].least * level.scale**2
-            products = F.hardshrink(products, least).mul_(level.scale**-2)
-        level.place_of(pairs).copy_(products.permute(0, 1, 3, 4, 5, 2))
-    pairs[:, :, 0].diagonal(dim1=-2, dim2=-1).copy_((X[:, :, 0] * X[:, :, 1]).sum(-1))
-    return pairs
 
 
 def _along(rows: Tensor, drows: Tensor) -> Tensor:

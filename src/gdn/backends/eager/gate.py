@@ -162,7 +162,7 @@ def load_decay(p: Any, logits: Decay | None, dtype: torch.dtype) -> Tensor | Non
 
 
 def activate(problem: Problem) -> tuple[Tensor, PerHead]:
-    """Return g [B, T, HV, 1 or K], at least RESET, and beta in the computing dtype."""
+    """Return g [B, T, HV, 1 or K] and beta in the computing dtype; g of a head is at least RESET."""
     p, shape = problem, (problem.B, problem.T, problem.HV)
     g = load_decay(p, p.g if p.use_gate_in_kernel else None, p.state_dtype)
     if g is None:
@@ -175,7 +175,7 @@ def activate(problem: Problem) -> tuple[Tensor, PerHead]:
     else:
         beta = p.beta.to(p.state_dtype)
     # e^-1000 is 0 in every dtype, and chunk sums of such g keep the resolution of the other tokens
-    return g.clamp(min=RESET), beta
+    return g if p.is_per_channel else g.clamp(min=RESET), beta
 
 
 def activate_bwd(

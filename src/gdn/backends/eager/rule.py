@@ -46,7 +46,7 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
     plan = plan_blocks(p)
     S = _initial_states(p, p.initial_state, plan.order)
     for block in plan.blocks:
-        c = _load_block(p, block, g, beta)
+        c = _load_block(p, block, g, beta, for_backward=False)
         A_inv = c.solve()
         XS, v_new = _forward_states(p, block, c, A_inv, S, saved.S_in)
         # e^G q S is the accumulator of the BLAS call for D q k^T v_new: no further pass adds the two
@@ -111,7 +111,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     plan = plan_blocks(p)
     dstate = _initial_states(p, dS, plan.order)
     for block in reversed(plan.blocks):
-        c = _load_block(p, block, g, beta)
+        c = _load_block(p, block, g, beta, for_backward=True)
         A_inv, v_new, S = (
             _load_saved(p, block, x, dstate.dtype)
             for x in (saved.A_inv[..., : c.C, : c.C], saved.v_new[..., : c.C, :], saved.S_in)
@@ -214,10 +214,11 @@ def _sum_repeated(dx: Tensor, x: Tensor) -> Tensor:
     return dx.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype)
 
 
-def _load_block(p: Problem, block: Block, g: Tensor, beta: Tensor) -> Chunks:
+def _load_block(p: Problem, block: Block, g: Tensor, beta: Tensor, *, for_backward: bool) -> Chunks:
     """Load a block and compute the decays and the products of its pairs of tokens."""
-    load = load_channel_chunks if p.is_per_channel else load_head_chunks
-    return load(p, block, g, beta)
+    if p.is_per_channel:
+        return load_channel_chunks(p, block, g, beta, for_backward)
+    return load_head_chunks(p, block, g, beta)
 
 
 def _load_saved(p: Problem, block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
