@@ -141,7 +141,7 @@ def test_other_tokens_keep_their_digits_beside_a_reset():
 
 
 def test_a_reset_leaves_nothing():
-    """Of a state of 1e25 nothing is left, not even e^-70 of it."""
+    """Leave nothing of a state of 1e25, not even e^-70 of it."""
     given = draw("mild", rows(20), torch.float32)
     x = [given.tensors[name] for name in ("q", "k", "v", "g", "beta")]
     given.tensors["g"][:, 3] = -1e6
