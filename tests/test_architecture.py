@@ -278,8 +278,8 @@ def _python(code: str) -> str:
 BUDGET = 8
 # functions above the budget, and by how much: a number may only fall, and an entry within the budget goes
 BACKENDS_OVER_BUDGET = {
-    "backends/triton/layer/conv.py::history": 10,
-    "backends/triton/layer/conv.py::input_at": 9,
+    "backends/triton/layer/conv.py::load_window": 10,
+    "backends/triton/layer/conv.py::load_input": 9,
     "backends/triton/layer/norm.py::_load": 9,
 }
 TENSORS = {"Tensor", *(name for name, x in vars(notation).items() if hasattr(x, "array_type"))}
