@@ -12,7 +12,7 @@ Bytes per token and channel in bf16: 4.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -24,6 +24,16 @@ from gdn.notation import Channels, ConvState
 from gdn.problem.layer import ConvProblem
 
 MAX_TAPS = 8  # taps that fit in registers; `eager` runs wider windows
+
+
+class Source(NamedTuple):
+    """Hold where a program reads inputs: its channels in a row, and in a slot of L columns, newest last."""
+
+    x_ptr: Any
+    x_t: Any
+    initial_ptr: Any  # None: zeros before each sequence
+    initial_l: Any
+    L: Any
 
 
 @triton.jit
@@ -114,26 +124,24 @@ def owned_range(start, end, first, tokens, W: tl.constexpr):
 
 
 @triton.jit
-def load_window(x_ptr, x_t, initial_ptr, initial_l, L, start, begin, is_read, has_initial, W: tl.constexpr):
-    """Return the W - 1 inputs before token `begin`, oldest first; those before `start` are held in a window.
-
-    Pointers are to a row's and to a slot's channels; a slot has L columns, the newest last.
-    """
+def load_window(source, start, begin, is_read, has_initial, W: tl.constexpr):
+    """Return the W - 1 inputs before token `begin`, oldest first; those before `start` are in the slot."""
     window = ()
     for j in tl.static_range(W - 1):
         token = begin - (W - 1) + j
-        window = window + (
-            load_input(x_ptr, x_t, initial_ptr, initial_l, L, token, start, is_read, has_initial),
-        )
+        window = window + (load_input(source, token, start, is_read, has_initial),)
     return window
 
 
 @triton.jit
-def load_input(x_ptr, x_t, initial_ptr, initial_l, L, token, start, is_read, has_initial):
-    value = tl.load(x_ptr + token * x_t, mask=is_read & (token >= start), other=0.0).to(tl.float32)
-    if initial_ptr is not None:
+def load_input(source, token, start, is_read, has_initial):
+    """Load the input of a token, from the slot if the token is before the sequence's first, `start`."""
+    mask = is_read & (token >= start)
+    value = tl.load(source.x_ptr + token * source.x_t, mask=mask, other=0.0).to(tl.float32)
+    if source.initial_ptr is not None:
         is_initial = is_read & has_initial & (token < start)
-        initial = tl.load(initial_ptr + (L + token - start) * initial_l, mask=is_initial, other=0.0)
+        column = source.initial_ptr + (source.L + token - start) * source.initial_l
+        initial = tl.load(column, mask=is_initial, other=0.0)
         value = tl.where(token < start, initial.to(tl.float32), value)
     return value
 
@@ -173,9 +181,8 @@ def _conv_kernel(
         initial = initial_ptr
         if initial_ptr is not None:
             initial = initial_ptr + slot * initial_n + channels * initial_d.to(tl.int64)
-        window = load_window(
-            x_ptr, x_t, initial, initial_l, L, start, begin, is_channel & is_valid, has_initial, W
-        )
+        source = Source(x_ptr, x_t, initial, initial_l, L)
+        window = load_window(source, start, begin, is_channel & is_valid, has_initial, W)
         # U tokens are loaded from HBM before the first is used: U loads in flight per thread
         for t in range(begin, stop, U):
             inputs = ()
@@ -196,9 +203,7 @@ def _conv_kernel(
                 is_stored = is_stored & (end > start)
             final = final_ptr + slot * final_n + channels * final_d.to(tl.int64)
             for c in range(tl.where(is_stored, L, 0)):
-                last = load_input(
-                    x_ptr, x_t, initial, initial_l, L, end - L + c, start, is_channel, has_initial
-                )
+                last = load_input(source, end - L + c, start, is_channel, has_initial)
                 # in place: column c is stored after all threads have loaded a later one
                 tl.debug_barrier()
                 tl.store(final + c * final_l, last.to(final_ptr.dtype.element_ty), mask=is_channel)

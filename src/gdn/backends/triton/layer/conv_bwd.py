@@ -23,6 +23,7 @@ from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.layer.conv import (
     MAX_TAPS,
+    Source,
     apply_filter,
     choose_tiling,
     conv_key,
@@ -93,7 +94,8 @@ def _conv_bwd_kernel(
         initial = initial_ptr
         if initial_ptr is not None:
             initial = initial_ptr + n.to(tl.int64) * initial_n + channels * initial_d.to(tl.int64)
-        window = load_window(x_ptr, x_t, initial, initial_l, W - 1, start, begin, is_read, is_valid, W)
+        source = Source(x_ptr, x_t, initial, initial_l, W - 1)
+        window = load_window(source, start, begin, is_read, is_valid, W)
         past = _zeros(W - 1, BD)
         for t in range(begin, stop + W - 1, U):
             inputs = ()

@@ -8,7 +8,7 @@ bf16 with a gate: forward 6, backward 10.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,19 +22,26 @@ from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_opti
 from gdn.backends.triton.lib import column_mask, sigmoid
 from gdn.problem.layer import NormProblem
 
-ELEMENTS = (
-    2048  # elements of a block of rows, at least one row; half in the backward, which needs more registers
-)
+# elements of a block of rows, at least one row; half in the backward, which needs more registers
+ELEMENTS = 2048
 MAX_COLUMNS = 8192  # columns of a row that fit in registers; `eager` runs wider rows
 
 
+class StridedRows(NamedTuple):
+    """Hold a tensor of rows: its pointer, and the strides of outer rows and of the rows within them."""
+
+    ptr: Any
+    outer: Any
+    inner: Any
+
+
 @triton.jit
-def _load(x_ptr, rows, num_rows, inner, x_o, x_i, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr):
+def _load(x, rows, num_rows, inner, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr):
     """Load rows of x in fp32; zeros past the last row and column."""
     columns = tl.arange(0, BD)
-    indices = ((rows // inner).to(tl.int64) * x_o + (rows % inner).to(tl.int64) * x_i) * UNIT
+    indices = ((rows // inner).to(tl.int64) * x.outer + (rows % inner).to(tl.int64) * x.inner) * UNIT
     mask = (rows < num_rows)[:, None] & column_mask(columns, D)[None, :]
-    return tl.load(x_ptr + indices[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.load(x.ptr + indices[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -83,13 +90,15 @@ def _norm_kernel(
     if PDL:
         launch_dependents_then_wait()
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
-    x = _load(x_ptr, rows, num_rows, inner, x_o, x_i, D, BD, UNIT)
+    x = _load(StridedRows(x_ptr, x_o, x_i), rows, num_rows, inner, D, BD, UNIT)
     # rows are in registers: the mean needs no second read of x
     y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     if weight_ptr is not None:
         y = y * _load_weight(weight_ptr, D, BD)[None, :]
     if z_ptr is not None:
-        gate, _ = gate_and_derivative(_load(z_ptr, rows, num_rows, inner, z_o, z_i, D, BD, UNIT), GATE)
+        gate, _ = gate_and_derivative(
+            _load(StridedRows(z_ptr, z_o, z_i), rows, num_rows, inner, D, BD, UNIT), GATE
+        )
         y = y * gate
     _store(y_ptr, y, rows, num_rows, D, BD)
 
@@ -110,13 +119,13 @@ def _norm_bwd_kernel(
     first = tl.program_id(0) * rows_per_program
     for i in range(first, tl.minimum(first + rows_per_program, num_rows), BR):
         rows = i + tl.arange(0, BR)
-        x = _load(x_ptr, rows, num_rows, inner, x_o, x_i, D, BD, UNIT)
-        dn = _load(dy_ptr, rows, num_rows, inner, dy_o, dy_i, D, BD, UNIT)
+        x = _load(StridedRows(x_ptr, x_o, x_i), rows, num_rows, inner, D, BD, UNIT)
+        dn = _load(StridedRows(dy_ptr, dy_o, dy_i), rows, num_rows, inner, D, BD, UNIT)
         # rstd is recomputed from the registers: saving it would cost HBM traffic in the forward
         rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         n = x * rstd
         if z_ptr is not None:
-            z = _load(z_ptr, rows, num_rows, inner, z_o, z_i, D, BD, UNIT)
+            z = _load(StridedRows(z_ptr, z_o, z_i), rows, num_rows, inner, D, BD, UNIT)
             gate, slope = gate_and_derivative(z, GATE)
             _store(dz_ptr, dn * n * weight[None, :] * slope, rows, num_rows, D, BD)
             dn = dn * gate
