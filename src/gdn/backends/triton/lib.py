@@ -197,6 +197,26 @@ def state_pointers(
 
 
 @triton.jit
+def locate_strip(HV, V: tl.constexpr, BV: tl.constexpr):
+    """Return sequence, value head and strip of BV value columns of this program; strips vary fastest."""
+    strips = tl.cdiv(V, BV)
+    strip = tl.program_id(0) % strips
+    head = (tl.program_id(0) // strips) % HV
+    n = tl.program_id(0) // (strips * HV)
+    return n, head, strip
+
+
+@triton.jit
+def load_state(state_ptr, place, mask):
+    """Load a block of a state in fp32, in registers; zeros where there is no tensor."""
+    if state_ptr is None:
+        S = tl.zeros(mask.shape, tl.float32)
+    else:
+        S = tl.load(state_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    return S
+
+
+@triton.jit
 def store_wide(x_ptr, rest_ptr, place, x, mask):
     """Store fp32 values in 24 bits: bf16 in x, ready as an MMA operand, and 8 more bits in `rest`, signed.
 

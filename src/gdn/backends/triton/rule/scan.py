@@ -22,6 +22,8 @@ from gdn.backends.triton.lib import (
     dot,
     dot_split_left,
     load_rows,
+    load_state,
+    locate_strip,
     operand_dtype,
     state_pointers,
 )
@@ -42,10 +44,7 @@ def scan_kernel(
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
     # Reads per chunk q, k, a strip of v, A_inv, P and factors; writes a strip of o, and of S_in if kept.
     # Triton's pipeliner copies the next STAGES - 1 chunks to shared memory while this one is computed.
-    strips = tl.cdiv(V, BV)
-    strip = tl.program_id(0) % strips
-    head = (tl.program_id(0) // strips) % HV
-    n = tl.program_id(0) // (strips * HV)
+    n, head, strip = locate_strip(HV, V, BV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
     key_head = head // ratio
     operand: tl.constexpr = operand_dtype(k_ptr, FP32_STATE)
@@ -57,10 +56,7 @@ def scan_kernel(
     # HBM holds states V first or K first; S is transposed here, hence `not V_FIRST`
     state = (n.to(tl.int64) * HV + head) * (K * V)
     state_place, state_mask = state_pointers(state, vs, ks, V, K, not V_FIRST)
-    if initial_ptr is None:
-        S = tl.zeros([BV, BK], tl.float32)
-    else:
-        S = tl.load(initial_ptr + state_place, mask=state_mask, other=0.0).to(tl.float32)
+    S = load_state(initial_ptr, state_place, state_mask)
 
     for done in tl.range(0, total, C, num_stages=STAGES):
         first = start + done

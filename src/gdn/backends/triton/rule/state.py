@@ -22,6 +22,8 @@ from gdn.backends.triton.lib import (
     column_mask,
     dot,
     load_rows,
+    load_state,
+    locate_strip,
     operand_dtype,
     state_pointers,
 )
@@ -42,10 +44,7 @@ def state_kernel(
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`.
     # Reads per chunk k, a strip of v, A_inv and factors; writes a strip of S_in and v_new. No PDL: the launch
     # begins when `prepare_kernel` has finished.
-    strips = tl.cdiv(V, BV)
-    strip = tl.program_id(0) % strips
-    head = (tl.program_id(0) // strips) % HV
-    n = tl.program_id(0) // (strips * HV)
+    n, head, strip = locate_strip(HV, V, BV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
     operand: tl.constexpr = operand_dtype(k_ptr, FP32_STATE)
 
@@ -53,10 +52,7 @@ def state_kernel(
     ks = tl.arange(0, BK)
     tokens = tl.arange(0, C)
     state_place, state_mask = state_pointers((n.to(tl.int64) * HV + head) * (K * V), ks, vs, K, V, V_FIRST)
-    if initial_ptr is None:
-        S = tl.zeros([BK, BV], tl.float32)
-    else:
-        S = tl.load(initial_ptr + state_place, mask=state_mask, other=0.0).to(tl.float32)
+    S = load_state(initial_ptr, state_place, state_mask)
 
     for done in tl.range(0, total, C, num_stages=STAGES):
         length = tl.minimum(total - done, C)

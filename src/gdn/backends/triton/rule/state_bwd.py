@@ -26,6 +26,8 @@ from gdn.backends.triton.lib import (
     dot,
     dot_split,
     load_rows,
+    load_state,
+    locate_strip,
     operand_dtype,
     state_pointers,
 )
@@ -46,10 +48,7 @@ def state_bwd_kernel(
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
     # Reads per chunk q, k, A_inv, P (hi + lo if SPLIT), factors, a strip of do and, if SPLIT, of S_in; writes
     # a strip of dr and dS.
-    strips = tl.cdiv(V, BV)
-    strip = tl.program_id(0) % strips
-    head = (tl.program_id(0) // strips) % HV
-    n = tl.program_id(0) // (strips * HV)
+    n, head, strip = locate_strip(HV, V, BV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
     key_head = head // ratio
     operand: tl.constexpr = operand_dtype(k_ptr, FP32_STATE)
@@ -60,10 +59,7 @@ def state_bwd_kernel(
     square = tokens[:, None] * C + tokens[None, :]
     state = (n.to(tl.int64) * HV + head) * (K * V)
     state_place, state_mask = state_pointers(state, ks, vs, K, V, V_FIRST)
-    if dfinal_ptr is None:
-        dS = tl.zeros([BK, BV], tl.float32)
-    else:
-        dS = tl.load(dfinal_ptr + state_place, mask=state_mask, other=0.0).to(tl.float32)
+    dS = load_state(dfinal_ptr, state_place, state_mask)
 
     num_chunks = tl.cdiv(total, C)
     for step in tl.range(0, num_chunks, num_stages=STAGES):
