@@ -96,7 +96,7 @@ bench:
 
 # parts of under 9 minutes each: prefill train decode step spec stages layer host cold e2e accuracy
 PART ?= prefill
-WHAT = $(if $(filter accuracy,$(PART)),verify --set regimes --append --minutes 5,$(PART))
+WHAT = $(if $(filter accuracy,$(PART)),verify --set distributions --append --minutes 5,$(PART))
 bench-gpu:
 	$(DEMO_PYTHON) -m gdn_bench $(WHAT) --resume $(if $(COMMIT),--commit $(COMMIT))
 

@@ -227,7 +227,7 @@ def test_accuracy_beside_peers_is_a_statement():
     assert (
         "0.50 (mild: o) to 0.50 (mild: o) times those of FLA 0.6.0, of dg and dbeta 0.50 to 0.50" in sentence
     )
-    assert "`gdn verify --set regimes --append`" in sentence
+    assert "`gdn verify --set distributions --append`" in sentence
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_accuracy_beside_peers_is_a_statement():
     [
         ("prefill", None, "gdn bench prefill"), ("prefill:gated", None, "gdn bench prefill --variant gated"),
         ("decode:eager", "B=1", "gdn bench decode --only B=1 --eager"), ("cpu", "x", "gdn bench cpu"),
-        ("accuracy", None, "gdn verify --set regimes --append"),
+        ("accuracy", None, "gdn verify --set distributions --append"),
         ("accuracy:ladders", None, "gdn verify --set ladders --append"),
         ("accuracy:pto:gdn", None, "gdn verify --set pto --profile gdn --append"),
     ],
@@ -436,7 +436,7 @@ def test_ways_of_speculation_are_columns():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["fp32\nchunk final", "fp32\nstates"]
 
 
-def test_regimes_have_their_limits():
+def test_distributions_have_their_limits():
     assert pictures.limit("mild", "o") == 5e-3 and pictures.limit("mild identical keys", "dg") == 6e-2
 
 

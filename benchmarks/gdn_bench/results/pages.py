@@ -232,7 +232,7 @@ def command(name: str, case: str | None = None) -> str:
     """Return the command that measures a pass, or one case of it, again."""
     job, _, variant = name.partition(":")
     if job == "accuracy":
-        problems, _, profile = (variant or "regimes").partition(":")
+        problems, _, profile = (variant or "distributions").partition(":")
         judged = ["--profile", profile] if profile else []
         return shlex.join(["gdn", "verify", "--set", problems, *judged, "--append"])
     options = [] if job == "cpu" or case is None else ["--only", case]
