@@ -251,7 +251,7 @@ class CachedDecode(CachedLaunch):
         """Return the launch for calls that give one tensor for q, k and v, at the problem's offsets in it."""
         p, first = problem, mixed_qkv.storage_offset()
         starts = [int(x.storage_offset() - first) for x in (p.q, p.k, p.v)]
-        return CachedPacked(plan_of(p, starts), self.device)
+        return CachedPacked(plan_launch(p, starts), self.device)
 
 
 class CachedPacked(CachedLaunch):
@@ -274,7 +274,7 @@ def decode(problem: DecodeProblem) -> CachedDecode | None:
     """
     p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
     if isinstance(p.q, FunctionalTensor):
-        _trace(plan_of(p), tensors_of(p))
+        _trace(plan_launch(p), tensors_of(p))
         return None
     cached = _plans.get(_key(p), lambda: _first(p))
     # the host passes addresses only: nothing is read from the GPU
@@ -286,7 +286,7 @@ def decode(problem: DecodeProblem) -> CachedDecode | None:
 
 
 def _first(p: DecodeProblem) -> CachedDecode:
-    one, tensors = plan_of(p), tensors_of(p)
+    one, tensors = plan_launch(p), tensors_of(p)
     compile_ahead(
         p.q.device,
         one.binary_key(tensors),
@@ -322,10 +322,12 @@ def _key(p: DecodeProblem) -> Hashable:
 
 def launches_of_other_sizes(p: DecodeProblem) -> list[Launch]:
     """Return the launches for few and for many rows: other numbers of rows and heads use these binaries."""
-    return [plan_of(p, num_states=num_states) for num_states in packet.sample_num_states(machine(p.q.device))]
+    return [
+        plan_launch(p, num_states=num_states) for num_states in packet.sample_num_states(machine(p.q.device))
+    ]
 
 
-def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states: int | None = None) -> Launch:
+def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states: int | None = None) -> Launch:
     """Return the launch of a decode. `starts`: offsets of q, k and v in the tensors that will be given.
 
     `num_states`: rows times heads for which tiles are chosen, if not the problem's.

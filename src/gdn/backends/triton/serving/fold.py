@@ -25,7 +25,7 @@ from gdn.backends.triton.launch import (
     machine,
     unit_of,
 )
-from gdn.backends.triton.lib import decay, exist, split
+from gdn.backends.triton.lib import column_mask, decay, split_fp64
 from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.packet import (
     are_near,
@@ -56,7 +56,9 @@ FOLDED = {True: (128, 16), False: (64, 16)}
 @triton.jit
 def load_history_G(G_ptr, places, count, G_t):
     """Load G of a history's places, split into hi + lo; 0 past its end."""
-    return split(tl.load(G_ptr + places.to(tl.int64) * G_t, mask=places < count, other=0.0).to(tl.float64))
+    return split_fp64(
+        tl.load(G_ptr + places.to(tl.int64) * G_t, mask=places < count, other=0.0).to(tl.float64)
+    )
 
 
 @triton.jit
@@ -78,7 +80,7 @@ def history_length(cursor, accepted, room, places):
 def load_history_k(history, start, end, ks, C: tl.constexpr):
     """Load k of BP places [BP, ks], and return the decay of each up to the end."""
     old = start + tl.arange(0, C.BP)
-    mask = (old < history.count)[:, None] & exist(ks, C.K)[None, :]
+    mask = (old < history.count)[:, None] & column_mask(ks, C.K)[None, :]
     k = tl.load(
         row_pointers(history.k_ptr, old, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR), mask=mask, other=0.0
     )
@@ -123,7 +125,7 @@ def fold_kernel(
     k_ptr += (layer * k_l + slot * k_n + key_head * k_h) * UNIT
     G_ptr += layer * G_l + slot * G_n + head * G_h
     history = History(u_ptr, k_ptr, G_ptr, end, u_p, k_p, G_p)
-    high, low = split(tl.load(G_ptr + (end - 1) * G_p).to(tl.float64))
+    high, low = split_fp64(tl.load(G_ptr + (end - 1) * G_p).to(tl.float64))
     total = Sums(high, low)
     # k and decays stay in registers over all strips: they are the same for every column of S
     held = ()

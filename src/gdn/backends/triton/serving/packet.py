@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gdn.backends.triton.launch import Launch, Machine, kernel, machine, unit_of
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
-from gdn.backends.triton.lib import decay, exist, split
+from gdn.backends.triton.lib import column_mask, decay, split_fp64
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     add_outer_product,
@@ -72,7 +72,7 @@ def packet_kernel(
     BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr,
     NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     WRITE: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Run one row's tokens as `decode` does, where at most the last state is written.
 
@@ -83,7 +83,7 @@ def packet_kernel(
     C: tl.constexpr = group_constants(
         K=K, V=V, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, NORM=NORM, NEGATIVE=NEGATIVE, LEVELS=LEVELS,
-        PRECISION=PRECISION, FINE=FINE, RESET=RESET,
+        PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET,
     )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()
@@ -111,12 +111,12 @@ def packet_kernel(
     if (slot < lowest) | (slot >= slots) | (n >= N):
         store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
     else:
-        high, low = split(spread_over_rows(G))
+        high, low = split_fp64(spread_over_rows(G))
         beta_rows = spread_over_rows(beta)
         # W is computed once and stays in registers over all strips
         W, row_scales = solve_packet(XK, QQ, high, low, beta_rows, scale, C)
         decays = tl.exp(high)
-        end_high, end_low = split(tl.sum(tl.where(now == BT - 1, G, 0.0), 0))
+        end_high, end_low = split_fp64(tl.sum(tl.where(now == BT - 1, G, 0.0), 0))
         at_end = decay(high, low, end_high, end_low)
         start_ptr = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
         start_ptr += (slot * state_n + entry * state_r) * STATE_UNIT
@@ -142,7 +142,7 @@ def packet_kernel(
             XS = multiply_state(X, packet, state, C)
             # norms and decays scale MMA results in registers, instead of q and k
             XS = scale_rows(XS, row_scales, decays)
-            outputs = compute_outputs(XS, v, beta_rows, W, BT, FINE)
+            outputs = compute_outputs(XS, v, beta_rows, W, BT, FP32_PRECISION)
             o = Strip(column_pointer(o_ptr, column, o_v, DENSE), vs, left, o_t, o_v)
             store_outputs(o, outputs, count, C)
             if WRITE == "final":
@@ -153,7 +153,7 @@ def packet_kernel(
                     place, in_state = output_strip_pointers(state, ks, C)
                     S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end_high)
                     k_at = row_pointers(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
-                    has_key = (is_k & (tokens < count))[:, None] & exist(ks, K)[None, :]
+                    has_key = (is_k & (tokens < count))[:, None] & column_mask(ks, K)[None, :]
                     k = tl.load(k_at, mask=has_key, other=0.0)
                     S = add_outer_product(S, k, u, AXIS, PRECISION).to(state_ptr.dtype.element_ty)
                     tl.store(place + there, S, mask=in_state & is_written)
@@ -166,8 +166,8 @@ def levels(longest: int) -> int:
 
 def precisions(is_wide: bool, machine: Machine) -> dict[str, str]:
     """Return the precision of large fp32 MMAs, and of those of the triangular system (`dot_precise`)."""
-    fine = "ieee" if machine.kind == "hip" else "tf32x3" if is_wide else "bf16"
-    return {"PRECISION": fine if is_wide else "tf32", "FINE": fine}
+    fp32_precision = "ieee" if machine.kind == "hip" else "tf32x3" if is_wide else "bf16"
+    return {"PRECISION": fp32_precision if is_wide else "tf32", "FP32_PRECISION": fp32_precision}
 
 
 def blocks(
@@ -264,7 +264,7 @@ def supports_packet(p: DecodeProblem) -> bool:
 
 
 def plan(p: DecodeProblem, starts: Sequence[int], num_states: int | None = None) -> Launch:
-    """Return the launch; arguments as for `decode.plan_of`."""
+    """Return the launch; arguments as for `decode.plan_launch`."""
     axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
     is_packed, gpu = p.cu_seqlens is not None, machine(p.q.device)
     rows = [s for x in (p.q, p.k, p.v, p.out) for s in token_strides(x, is_packed)]
