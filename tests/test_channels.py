@@ -17,7 +17,7 @@ from gdn import reference
 from gdn.backends import eager, hopper, triton
 from gdn.backends.eager import channels
 from gdn.problem import parse
-from gdn.reference import serving
+from gdn.reference import serving, stages
 from gdn.testing import Case, check, covering, inputs, packed, rows
 from gdn.testing.accuracy import reference_rule, run
 from gdn.testing.cases import CHANNEL_FACTORS
@@ -241,6 +241,18 @@ def test_serving(lower_bound, is_raw, v_first):
     assert error(o, ref.o) < 1e-12 and error(state, ref.state) < 1e-12
 
 
+def test_reference_stages():
+    """The stages of the reference give the recurrence with either rank; `gdn.stages` has one per head."""
+    x = draw("mild", packed(70, 3)).tensors
+    q, k, v, g, beta = (x[name] for name in ("q", "k", "v", "g", "beta"))
+    for gate in (g, g[..., 0]):
+        o, S = stages.rule_by_stages(q, k, v, gate, beta, cu_seqlens=x["cu_seqlens"])
+        ref = reference.gated_delta_rule(q, k, v, gate, beta, cu_seqlens=x["cu_seqlens"])
+        assert error(o, ref[0]) < 1e-12 and error(S, ref[1]) < 1e-12
+    with pytest.raises(ValueError, match=r"g: expected shape \[B, T, HV\]"):
+        gdn.stages.chunk_cumsum(g)
+
+
 def test_packed_rows_and_the_step_of_a_layer():
     q, k, v, pool, logits = engine_call(T=1)
     mixed = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
@@ -434,6 +446,7 @@ MAY_ASK = {
     "problem/step.py",
     "reference/recurrence.py",
     "reference/serving.py",
+    "reference/stages.py",
     "testing/cases.py",
     "testing/tensors.py",
 }
@@ -441,7 +454,7 @@ MAY_ASK = {
 
 def asks_for_the_rank(source: str) -> bool:
     """Return True for code that names the rank of the gate, or compares the number of axes of g or a."""
-    return re.search(r"\bis_per_channel\b|\b[ga]\.dim\(\) [=><]", source) is not None
+    return re.search(r"\bis_per_channel\b|\b[gGa]\.dim\(\) [=><]", source) is not None
 
 
 def test_only_these_files_ask_for_the_rank():

@@ -147,18 +147,13 @@ def _output_dtype(a: Tensor) -> torch.dtype:
 
 
 def load_decay(p: Any, logits: Decay | None, dtype: torch.dtype) -> Tensor | None:
-    """Return g [..., HV, 1 or K] of a problem, of its logits where it has any; dtype: that of the rule.
+    """Return g [..., HV, 1 or K] of a problem: as given, or of its logits where it has any.
 
-    A g per head is in `gate_dtype`, a g per key channel in `dtype`. With the last axis both broadcast over
-    the rows of a state, and no caller has to know the rank. None where the problem has no g.
+    With the last axis it broadcasts over the rows of a state, and no caller has to know the rank. A g of
+    logits is in the dtype of `gate_of`; dtype: that of the rule. None where the problem has no g.
     """
-    if logits is not None:
-        g = log_decay(logits, gate_of(p, logits, dtype))
-    elif p.g is not None:
-        g = p.g.to(dtype if p.is_per_channel else gate_dtype(p.g.device))
-    else:
-        return None
-    return g if p.is_per_channel else g.unsqueeze(-1)
+    g = p.g if logits is None else log_decay(logits, gate_of(p, logits, dtype))
+    return g if g is None or p.is_per_channel else g.unsqueeze(-1)
 
 
 def activate(problem: Problem) -> tuple[Tensor, PerHead]:
@@ -167,6 +162,8 @@ def activate(problem: Problem) -> tuple[Tensor, PerHead]:
     g = load_decay(p, p.g if p.use_gate_in_kernel else None, p.state_dtype)
     if g is None:
         g = torch.zeros((*shape, 1), dtype=gate_dtype(p.device), device=p.device)
+    else:
+        g = g.to(p.state_dtype if p.is_per_channel else gate_dtype(p.device))
     if p.beta is None:
         beta = torch.ones(shape, dtype=p.state_dtype, device=p.device)
     elif p.use_beta_sigmoid_in_kernel:

@@ -137,7 +137,10 @@ def _load_gates(p: ReplayProblem) -> tuple[Tensor, Tensor]:
     g, beta = load_decay(p, p.a, p.dtype), p.beta
     if p.b is not None:
         beta = sigmoid(p.b.to(dtype)).mul_(2 if p.allow_neg_eigval else 1)
-    g = torch.zeros((*shape, 1), dtype=dtype, device=p.q.device) if g is None else g
+    if g is None:
+        g = torch.zeros((*shape, 1), dtype=dtype, device=p.q.device)
+    else:
+        g = g.to(p.dtype if p.is_per_channel else dtype)
     beta = torch.ones(shape, dtype=p.dtype, device=p.q.device) if beta is None else beta.to(p.dtype)
     return g.clamp(min=RESET).flatten(0, 1), beta.flatten(0, 1)
 
