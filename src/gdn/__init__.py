@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gdn.distributed.context import ContextParallel
 
 # the version is defined here only: pyproject.toml reads it from this line
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
