@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gdn.distributed.context import ContextParallel
 
 # the version is defined here only: pyproject.toml reads it from this line
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 # the rank of g chooses between a decay per head (GDN) and one per key channel (KDA)
 chunk_gdn = chunk_kda = chunk_gated_delta_rule

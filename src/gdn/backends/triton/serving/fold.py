@@ -28,12 +28,12 @@ from gdn.backends.triton.launch import (
 from gdn.backends.triton.lib import column_mask, decay, split_fp64
 from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.packet import (
-    are_near,
+    fits_32_bits,
     index_strides,
-    line_of,
+    line_stride,
     precisions,
-    reach_of_state,
     sample_num_states,
+    state_extents,
 )
 from gdn.backends.triton.serving.packet_lib import (
     add_outer_product,
@@ -43,7 +43,7 @@ from gdn.backends.triton.serving.packet_lib import (
     strip_mask,
 )
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program
-from gdn.backends.triton.serving.state_tiles import magic_numbers, pool_of
+from gdn.backends.triton.serving.state_tiles import magic_numbers, pool_strides
 from gdn.backends.triton.serving.structs import History, Strip, Sums, group_constants
 from gdn.problem import KeepProblem
 
@@ -233,7 +233,7 @@ def _lowest(p: KeepProblem) -> int:
 
 def _plan_fold(p: KeepProblem, num_states: int | None = None) -> Launch:
     """Build a fold. `num_states`: entries x layers x heads that tiles are chosen for (None: its own)."""
-    axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
+    axis, state_unit, state = pool_strides(p.state, p.K, p.V, p.state_v_first)
     layers, slots = p.state.shape[:2]
     HV, H, gpu = p.history_u.shape[3], p.history_k.shape[3], machine(p.state.device)
     kept = (*p.history_u.stride()[:4], *p.history_k.stride()[:4])
@@ -256,10 +256,10 @@ def _plan_fold(p: KeepProblem, num_states: int | None = None) -> Launch:
             "K": p.K, "V": p.V, "BK": BK, "BV": BV, "BP": PLACES, "PASTS": history_blocks(p.places),
             "STRIPS": strips,
             "STAGES": 2 if gpu.kind == "hip" else 3, "AXIS": axis,
-            "NEAR": are_near(
-                *reach_of_state(state, state_unit, p), *(p.places * s for s in (kept[2], kept[6]))
+            "NEAR": fits_32_bits(
+                *state_extents(state, state_unit, p), *(p.places * s for s in (kept[2], kept[6]))
             ),
-            "LINE": line_of(axis, state, state_unit, p), "STATE_UNIT": state_unit, "UNIT": unit,
+            "LINE": line_stride(axis, state, state_unit, p), "STATE_UNIT": state_unit, "UNIT": unit,
             # bf16 history: split bf16 MMAs (hi + lo), unless that would convert u
             "PRECISION": precisions(axis != "k" or set(dtypes) != {torch.bfloat16}, gpu)["PRECISION"],
         },

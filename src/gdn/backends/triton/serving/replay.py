@@ -28,17 +28,17 @@ from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, supports
 from gdn.backends.triton.lib import column_mask, decay, split_fp64
 from gdn.backends.triton.serving.fold import PLACES, history_blocks, load_history_G, load_history_u
 from gdn.backends.triton.serving.packet import (
-    MOST,
-    are_near,
+    MAX_TOKENS,
     blocks,
+    fits_32_bits,
     index_strides,
     levels,
-    line_of,
+    line_stride,
     options,
     precisions,
-    reach_of_rows,
-    reach_of_state,
+    row_extents,
     sample_num_states,
+    state_extents,
     token_strides,
     warps,
 )
@@ -62,7 +62,7 @@ from gdn.backends.triton.serving.packet_lib import (
     tokens_of_rows,
 )
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
-from gdn.backends.triton.serving.state_tiles import magic_numbers, offsets_on, pool_of
+from gdn.backends.triton.serving.state_tiles import kernel_offsets, magic_numbers, pool_strides
 from gdn.backends.triton.serving.structs import (
     Appended,
     Gates,
@@ -254,7 +254,7 @@ _replays: PlanCache[CachedLaunch] = PlanCache()
 
 def replay_decode(problem: ReplayProblem) -> CachedLaunch | None:
     """See `Backend`; writes the history and problem.out."""
-    p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
+    p, offsets = problem, kernel_offsets(problem.q.device, problem.cu_seqlens)
     cached = _replays.get(_replay_key(p), lambda: _first(p))
     cached(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).tensors())
     # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
@@ -280,7 +280,7 @@ def _replay_key(p: ReplayProblem) -> Hashable:
 
 def _plan_replay(p: ReplayProblem, num_states: int | None = None) -> Launch:
     """Plan a replay. `num_states`: rows times heads for which tiles are chosen, if not the problem's."""
-    axis, state_unit, (n, _, h, k, v) = pool_of(p.state, p.K, p.V, p.state_v_first)
+    axis, state_unit, (n, _, h, k, v) = pool_strides(p.state, p.K, p.V, p.state_v_first)
     is_packed = p.cu_seqlens is not None
     rows = [s for x in (p.q, p.k, p.v, p.out) for s in token_strides(x, is_packed)]
     gates = [
@@ -301,16 +301,16 @@ def _plan_replay(p: ReplayProblem, num_states: int | None = None) -> Launch:
     )  # fmt: skip
     # With more than 8 tokens and 16-bit states, the main path is for 16 places less, which most histories do
     # not exceed; longer ones take the path of IS_LONG, which is worth its registers
-    shorter = MOST if sizes["BT"] == MOST and p.state.element_size() == 2 else 0
+    shorter = MAX_TOKENS if sizes["BT"] == MAX_TOKENS and p.state.element_size() == 2 else 0
     held = history_blocks(p.places - shorter)
     constants = {
         "K": p.K, "V": p.V, "BP": PLACES, "PASTS": held, **sizes, "AXIS": axis,
         "DENSE": tails == (1, 1, 1, 1),
-        "NEAR": are_near(
-            *reach_of_rows(rows, tails, p), *reach_of_state((n, 0, h, k, v), state_unit, p),
+        "NEAR": fits_32_bits(
+            *row_extents(rows, tails, p), *state_extents((n, 0, h, k, v), state_unit, p),
             *(p.places * s for s in (kept[1], kept[4])),
         ),
-        "LINE": line_of(axis, (n, 0, h, k, v), state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
+        "LINE": line_stride(axis, (n, 0, h, k, v), state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
         "PAST_UNIT": past_unit, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(p.longest),
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu),

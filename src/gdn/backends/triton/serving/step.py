@@ -77,11 +77,11 @@ def decode_step(problem: StepProblem) -> CachedStep | None:
         compose_step(p, conv_update.causal_conv1d_update, decode.decode, norm.rms_norm_gated)
         return None
     cached = _plans.get(_key(p), lambda: _first(p))
-    cached(*tensors_of(p))
+    cached(*launch_tensors(p))
     return None if is_recording() else cached
 
 
-def tensors_of(p: StepProblem) -> tuple[Tensor | None, ...]:
+def launch_tensors(p: StepProblem) -> tuple[Tensor | None, ...]:
     """Return the problem's tensors in its order."""
     return (
         p.mixed_qkv, p.conv_state, p.conv_weight, p.conv_bias, p.a, p.b, p.A_log, p.dt_bias, p.state,
@@ -115,7 +115,7 @@ def plan_step(p: StepProblem, num_states: int | None = None) -> CachedStep:
 
 
 def _first(p: StepProblem) -> CachedStep:
-    cached, tensors = plan_step(p), tensors_of(p)
+    cached, tensors = plan_step(p), launch_tensors(p)
     kind = tuple(one.binary_key(given) for one, given in cached.steps(*tensors))
     # binaries for other numbers of rows
     others = [plan_step(p, num_states) for num_states in packet.sample_num_states(machine(p.x.device))]
@@ -126,7 +126,7 @@ def _first(p: StepProblem) -> CachedStep:
 def _key(p: StepProblem) -> Hashable:
     """Return everything that the launches depend on, except the addresses of tensors."""
     return (
-        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors_of(p)), p.x.device,
+        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in launch_tensors(p)), p.x.device,
         p.num_k_heads, p.head_k_dim, p.conv_activation, p.norm_eps, p.norm_activation, p.scale,
         p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.null_slot,
     )  # fmt: skip
