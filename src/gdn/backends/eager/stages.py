@@ -58,7 +58,7 @@ def chunk_gate_cumsum_bwd(
 def chunk_kkt(k: Keys, beta: PerHead, G: GSum, cu_seqlens: Offsets | None) -> AStrict:
     t = Tiling.of(k, cu_seqlens)
     k_c = t.cut(k)
-    return t.join(t.cut(beta)[..., None] * _decay(t.cut_sums(G), t.dtype, diagonal=-1) * (k_c @ k_c.mT))
+    return t.join(t.cut(beta)[..., None] * decay_within(t.cut_sums(G), t.dtype, diagonal=-1) * (k_c @ k_c.mT))
 
 
 def chunk_kkt_bwd(
@@ -67,7 +67,7 @@ def chunk_kkt_bwd(
     t = Tiling.of(k, cu_seqlens)
     k_c, beta_c = t.cut(k), t.cut(beta)[..., None]
     # dA times A = beta D <k, k> without one of its factors
-    without_kk = t.cut(dA) * _decay(t.cut_sums(G), t.dtype, diagonal=-1)
+    without_kk = t.cut(dA) * decay_within(t.cut_sums(G), t.dtype, diagonal=-1)
     without_beta = without_kk * (k_c @ k_c.mT)
     # value heads are summed before the matmuls: H BLAS batches of [C, C] [C, K], not HV
     dkk = (beta_c * without_kk).sum(2, keepdim=True)
@@ -135,7 +135,7 @@ def chunk_state(
 ) -> tuple[ChunkStates, Values, State]:
     t = Tiling.of(k, cu_seqlens)
     w_c, u_c = t.cut(w), t.cut(u)
-    out, through = _decay_out(t.cut_sums(G), t.dtype)
+    out, through = decay_out(t.cut_sums(G), t.dtype)
     # the decays to the end of all chunks in one pass: a step of the loop is two BLAS calls
     k_out = out[..., None] * t.cut(k)
     states = t.carry(initial_state, (*u_c.shape[1:3], k.shape[3], u.shape[3]))
@@ -163,7 +163,7 @@ def chunk_state_bwd(
 ) -> tuple[Keys, WKeys, UValues, GSum, State | None]:
     t = Tiling.of(k, cu_seqlens)
     w_c, S, dS_in_c = t.cut(w), t.split_state(S_in), t.split_state(dS_in)
-    out, through = _decay_out(t.cut_sums(G), t.dtype)
+    out, through = decay_out(t.cut_sums(G), t.dtype)
     k_out = out[..., None] * t.cut(k)
     # gradients of the state that leaves each chunk, and of v_new through both of its uses
     dS_out, dv_c = torch.empty_like(S), t.cut(dv_new)
@@ -196,7 +196,7 @@ def chunk_output(
     t = Tiling.of(q, cu_seqlens)
     # scale on q: one pass over [C, K] serves both terms of o
     q_c, G_c = t.cut(q) * scale, t.cut_sums(G)
-    within = _decay(G_c, t.dtype, diagonal=0) * (q_c @ t.cut(k).mT)
+    within = decay_within(G_c, t.dtype, diagonal=0) * (q_c @ t.cut(k).mT)
     into = G_c.to(t.dtype).exp()[..., None]
     return t.join(into * (q_c @ t.split_state(S_in)) + within @ t.cut(v_new), q.dtype)
 
@@ -215,7 +215,7 @@ def chunk_output_bwd(
     q_c, k_c, S, G_c = t.cut(q), t.cut(k), t.split_state(S_in), t.cut_sums(G)
     do_c = t.cut(do) * scale
     do_into = G_c.to(t.dtype).exp()[..., None] * do_c
-    D, qk = _decay(G_c, t.dtype, diagonal=0), q_c @ k_c.mT
+    D, qk = decay_within(G_c, t.dtype, diagonal=0), q_c @ k_c.mT
     dqk_heads = D * (do_c @ t.cut(v_new).mT)
     # value heads are summed before the matmuls with k and q: H BLAS batches, not HV
     dqk = dqk_heads.sum(2, keepdim=True)
@@ -229,7 +229,7 @@ def chunk_output_bwd(
     )
 
 
-def _decay(G_c: Tensor, dtype: torch.dtype, *, diagonal: int) -> Tensor:
+def decay_within(G_c: Tensor, dtype: torch.dtype, *, diagonal: int) -> Tensor:
     """Return D [..., C, C]: e^(G_i - G_j) for j <= i + diagonal, else 0."""
     is_before = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=G_c.device).tril(diagonal)
     # subtracted in G's dtype (fp64 where the device has it), then rounded: only the difference counts
@@ -238,7 +238,7 @@ def _decay(G_c: Tensor, dtype: torch.dtype, *, diagonal: int) -> Tensor:
     return difference.masked_fill_(~is_before, -torch.inf).exp_()
 
 
-def _decay_out(G_c: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def decay_out(G_c: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return e^(G_C - G) [..., C], to the chunk's end, and e^(G_C) [..., 1, 1], through the chunk."""
     end = G_c[..., -1:]
     return (end - G_c).to(dtype).exp(), end.to(dtype).exp()[..., None]
