@@ -86,7 +86,7 @@ class Backend:
     forward_begin(problem, borders, save)    -> transfers N | M [leaving, HV, K, V+K] or None, finish. A row's
                                                 S_end = M S_start + N; M = 0 where it does not enter.
                                                 finish(initial_state) -> o, final_state or None, kept
-    backward_begin(problem, kept, do, dS, borders) -> C [entering, HV, K, V] or None, finish. C is the gradient
+    backward_begin(problem, kept, do, dS, borders) -> C [entering, HV, K, V] or None, finish. C: the gradient
                                                 of the initial state; finish(dS) -> Gradients, with the
                                                 gradients that other ranks have for leaving rows added to dS
     The other functions are the stages of `gdn.stages`, the serving functions, and the convolution, gate and

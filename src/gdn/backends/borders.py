@@ -14,7 +14,7 @@ from gdn.problem import Problem
 
 @functools.lru_cache(maxsize=256)
 def row_index(rows: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the rows as an int64 index on a device. Equal rows share one tensor: a new one stops the host."""
+    """Return the rows as an int64 index on a device, one tensor for equal rows: a new one stops the host."""
     # autograd may save an index: one made in inference mode could not be saved later
     with torch.inference_mode(False):
         return torch.tensor(rows, dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
 """Run a call of the rule in two steps, between which a rank of context parallelism exchanges states.
 
-    transfers, finish = forward_begin(problem, borders, save);        o, final_state, kept = finish(initial_state)
-    C, finish = backward_begin(problem, kept, do, dS, borders);       gradients = finish(dS)
+    transfers, finish = forward_begin(problem, borders, save);    o, final_state, kept = finish(initial_state)
+    C, finish = backward_begin(problem, kept, do, dS, borders);   gradients = finish(dS)
 
 `Backend` describes the steps. They have no torch operator: nothing is recorded, and no compiler traces them.
 """
