@@ -13,6 +13,7 @@ This file imports no Triton, so that a CPU user does not need it. Files in readi
     scan/        the state scan: outputs and final states, persistent and warp-specialised, in Gluon
     backward/    the reverse state scan and the gradient kernel in Gluon, and the launches of a backward
     segments     cut long sequences: plan the segments, pass states from one to the next, in Triton
+    borders      cut a forward between M, N and the scan, where a rank exchanges states with others
     gluon        names of Gluon in all supported versions of Triton, and `struct`
 """
 
@@ -25,7 +26,7 @@ import torch
 
 from gdn import settings
 from gdn.backends import triton
-from gdn.backends.backend import Gradients, Saved
+from gdn.backends.backend import Borders, FinishForward, Gradients, Saved
 from gdn.backends.hopper import backward, cost
 from gdn.problem import PrefillProblem, Problem
 
@@ -96,6 +97,14 @@ def _chunk_backward(
     return found
 
 
+def _forward_begin(
+    problem: Problem, borders: Borders, save: bool
+) -> tuple[torch.Tensor | None, FinishForward]:
+    found: tuple[torch.Tensor | None, FinishForward]
+    found = import_module("gdn.backends.hopper.borders").forward_begin(problem, borders, save)
+    return found
+
+
 def _prefill(problem: PrefillProblem) -> None:
     # the gather from the pool and the scatter into it are `triton`'s; only the forward between them differs
     forward = import_module("gdn.backends.hopper.rule").forward
@@ -115,6 +124,7 @@ BACKEND = replace(
     refuses=refuses,
     chunk_forward=_chunk_forward,
     chunk_backward=_chunk_backward,
+    forward_begin=_forward_begin,
     forward_launches=_forward_launches,
     prefill=_prefill,
 )
