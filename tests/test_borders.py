@@ -51,7 +51,7 @@ def relative(x: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def compare(
-    backend: str, case: str, dtype: torch.dtype, K: int, has_backward: bool = True
+    backend: str, case: str, dtype: torch.dtype, K: int, with_backward: bool = True
 ) -> dict[str, float]:
     """Return the errors of N, M and C, and of the outputs and gradients that follow."""
     offsets, is_v_first, entering, leaving = CASES[case]
@@ -63,7 +63,7 @@ def compare(
     transfers, finish = kernels.forward_begin(replace(p, initial_state=before), borders, True)
     o, final, kept = finish(S)
     tensors = (p.q, p.k, p.v, p.g, p.beta, S)
-    leaves = [t.double().requires_grad_() for t in tensors]
+    leaves = [t.double().clone().requires_grad_() for t in tensors]
     wanted = law(p, *leaves)
     found = {"o": relative(o, wanted[0].detach()), "S": relative(final, wanted[1].detach())}
     rows = torch.tensor(leaving, dtype=torch.int64)
@@ -81,7 +81,7 @@ def compare(
                 found["M"] = relative(M @ start[row], end[row])
             else:
                 assert not M.any()
-    if not has_backward:
+    if not with_backward:
         return found
     do, dS, d = (torch.randn(x.shape, dtype=torch.float64) for x in (wanted[0], *[wanted[1]] * 2))
     do = do.to(dtype)
@@ -124,5 +124,5 @@ def test_hopper(case, monkeypatch):
     from gdn.backends.hopper import borders
 
     monkeypatch.setattr(borders, "Launch", Simulated)
-    found = compare("hopper", case, torch.bfloat16, 128, has_backward=False)
+    found = compare("hopper", case, torch.bfloat16, 128, with_backward=False)
     assert max(found.values()) <= 5e-3, found

@@ -153,7 +153,8 @@ def scale(args, gdn, torch, dist):
         context = gdn.ContextParallel(dist.group.WORLD, exchange=exchange)
         two = worst(measure(T // 2, context, backend))
         lines.append(
-            f"{args.backend} 1x{T} {exchange}: train {one[0]:.2f} -> {two[0]:.2f} ms, {one[0] / two[0]:.2f}x; "
+            f"{args.backend} 1x{T} {exchange}: "
+            f"train {one[0]:.2f} -> {two[0]:.2f} ms, {one[0] / two[0]:.2f}x; "
             f"forward {one[1]:.3f} -> {two[1]:.3f} ms, {one[1] / two[1]:.2f}x; "
             f"weak {two[0] / half[0]:.2f}, {two[1] / half[1]:.2f} of one GPU; "
             f"MiB {one[2]:.0f} -> {two[2]:.0f}"
