@@ -6,6 +6,8 @@ import pytest
 import torch
 from conftest import HAS_TRITON, INTERPRETED
 
+import gdn
+from gdn import backends
 from gdn.problem import parse
 from gdn.problem.serving import PrefillProblem, parse_prefill
 from gdn.testing import inputs, rows
@@ -60,6 +62,40 @@ def test_supported_problems(monkeypatch):
     assert list(hopper._forward_launches(few, None)) and not list(
         hopper._forward_launches(replace(few, batch_invariant=True), None)
     )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected no interpreter")
+def test_the_backward_of_a_problem(monkeypatch):
+    """Choose this backward on sm_90 whichever backend runs the forward; `explain` names it."""
+    given = inputs(BASE, torch.bfloat16)
+
+    def backward(case=BASE, dtype=torch.bfloat16, **changed):
+        made = inputs(case, dtype)
+        report = gdn.explain(**made.tensors, **made.options | changed)
+        assert report.backward is None or f"backward {report.backward}" in str(report)
+        return report.chosen, report.backward
+
+    assert backward() == ("eager", "eager")
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    monkeypatch.setattr(
+        backends.triton,
+        "BACKEND",
+        replace(backends.triton.BACKEND, refuses=lambda p: None, refuses_backward=lambda p: None),
+    )
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    assert backward() == ("triton", "hopper")
+    assert backward(backend="hopper") == ("hopper", "hopper")
+    assert backward(backend="triton") == ("triton", "triton")
+    assert backward(backend="eager") == ("eager", "eager")
+    small = replace(BASE, sizes=(64, 64))
+    assert backward(small, backend="hopper") == ("hopper", "triton")
+    assert backward(dtype=torch.float16) == ("triton", "triton")
+    assert backward(batch_invariant=True) == ("triton", "triton")
+    assert backward(batch_invariant=True, backend="hopper") == ("hopper", "hopper")
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+    with pytest.raises(ValueError, match="GDN_BACKEND"):
+        monkeypatch.setenv("GDN_BACKEND", "hoper")
+        backends.select_backward(replace(problem, backend=None))
 
 
 @pytest.mark.parametrize("shape, strides", [

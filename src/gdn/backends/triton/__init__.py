@@ -106,5 +106,6 @@ BACKEND = replace(
     eager.BACKEND,
     name="triton",
     refuses=refuses,
+    refuses_backward=refuses,
     **{slot: _late(module, slot) for slot, module in SLOTS.items()},
 )
