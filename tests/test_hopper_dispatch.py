@@ -10,16 +10,17 @@ import gdn
 from gdn import backends
 from gdn.problem import parse
 from gdn.problem.serving import PrefillProblem, parse_prefill
-from gdn.testing import inputs, rows
+from gdn.testing import inputs, packed, rows
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
 
-from kit.compiling import TARGETS, recording
+from kit.compiling import TARGETS, jobs_of, recording
 from kit.hopper import BASE, CASES, checkpoint_options, make_prefill
 
 from gdn.backends import hopper
 from gdn.backends.hopper import cost, descriptors, rule, segments
+from gdn.backends.hopper.backward import plan
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import operand_dtype, to_kernel_layout
 
@@ -165,6 +166,29 @@ def test_other_backends_are_compiled_ahead(monkeypatch, named, save):
     assert theirs <= found["forward"] and own <= found["hopper"]
     assert found["forward"] & own == (own if named is None else set())
     assert found["hopper"] & theirs == (theirs if named is None else set())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
+@pytest.mark.parametrize("name", ["packed", "options", "one chunk"])
+def test_the_backward_is_compiled_ahead(monkeypatch, name):
+    """Compile all binaries of backwards of a kind with the first one; those of other sizes are among them."""
+    kinds = {}
+    monkeypatch.setattr(plan, "compile_ahead", lambda device, kind, steps: kinds.update({kind: steps}))
+    launched = set()
+    with recording(TARGETS["cuda:90"].machine) as launches:
+        for heads, repeats in (((1, 2), 1), ((8, 64), 1), ((2, 2), 40)):
+            case = CASES[name]
+            lengths = rows(65)._replace(B=repeats) if case.lengths.ends is None else packed(*[65] * repeats)
+            given = inputs(replace(case, heads=heads, lengths=lengths), torch.bfloat16)
+            problem = parse(**given.tensors, **given.options, backend="triton")
+            saved = chunked.chunk_forward(problem, True)[2]
+            launches.clear()
+            plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
+            launched |= set(jobs_of(launches, "cuda:90"))
+        compiled = set().union(*(jobs_of(steps(), "cuda:90") for steps in kinds.values()))
+    assert len(kinds) == 1 and launched <= compiled
+    assert {job.kernel.__name__ for job in launched} >= {"reverse_scan_kernel", "gradients_kernel"}
+    assert len([job for job in launched if job.kernel is plan.reverse_scan_kernel]) == 2
 
 
 def test_compiling_ahead_copies_no_tensor_and_needs_no_token(monkeypatch):
