@@ -78,11 +78,8 @@ def test_the_backward_of_a_problem(monkeypatch):
 
     assert backward() == ("eager", "eager")
     monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
-    monkeypatch.setattr(
-        backends.triton,
-        "BACKEND",
-        replace(backends.triton.BACKEND, refuses=lambda p: None, refuses_backward=lambda p: None),
-    )
+    supporting = replace(backends.triton.BACKEND, refuses=lambda problem: None)
+    monkeypatch.setattr(backends.triton, "BACKEND", supporting)
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     assert backward() == ("triton", "hopper")
     assert backward(backend="hopper") == ("hopper", "hopper")

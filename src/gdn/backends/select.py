@@ -59,7 +59,7 @@ def select_backward(problem: Problem) -> Backend:
     """
     asked = settings.backend(problem.backend)
     backends = map(load, ORDER[ORDER.index(load(asked).name) if asked else 0 :])
-    return next(x for x in backends if x.refuses_backward(problem) is None)
+    return next(x for x in backends if (x.refuses_backward or x.refuses)(problem) is None)
 
 
 def other_launches(problem: Problem, kept: torch.dtype | None, name: str) -> Iterator[Any]:

@@ -15,7 +15,6 @@ from gdn.backends.eager.step import decode_step
 BACKEND = Backend(
     name="eager",
     refuses=lambda problem: None,
-    refuses_backward=lambda problem: None,
     saves=saves,
     chunk_forward=chunk_forward,
     chunk_backward=chunk_backward,

@@ -106,6 +106,5 @@ BACKEND = replace(
     eager.BACKEND,
     name="triton",
     refuses=refuses,
-    refuses_backward=refuses,
     **{slot: _late(module, slot) for slot, module in SLOTS.items()},
 )
