@@ -117,12 +117,14 @@ def test_triton(case):
 @pytest.mark.interpret
 @pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be interpreted")
 @pytest.mark.usefixtures("simulated_launches")
-@pytest.mark.parametrize("case", ["packed, V first", "one enters, one leaves", "nothing leaves"])
+@pytest.mark.parametrize("case", ["one row", "packed, V first", "one enters, one leaves", "nothing leaves"])
 def test_hopper(case, monkeypatch):
     from kit.hopper import Simulated
 
     from gdn.backends.hopper import borders
+    from gdn.backends.hopper.backward import plan
 
-    monkeypatch.setattr(borders, "Launch", Simulated)
-    found = compare("hopper", case, torch.bfloat16, 128, with_backward=False)
+    for module in (borders, plan):
+        monkeypatch.setattr(module, "Launch", Simulated)
+    found = compare("hopper", case, torch.bfloat16, 128)
     assert max(found.values()) <= 5e-3, found

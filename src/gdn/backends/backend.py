@@ -77,6 +77,8 @@ class Backend:
     """Hold one function per operation. Each gets a checked problem and returns new tensors, unless in place.
 
     refuses(problem)         -> None if the backend supports the problem, else the reason
+    refuses_backward(problem)                -> the same of chunk_backward after any backend's forward, where
+                                                it differs from `refuses`
     saves(problem)           -> (shape, dtype) of each tensor of Saved, in order; None for one not saved
     chunk_forward(problem, save)             -> o, final_state or None, Saved
     chunk_backward(problem, saved, do, dS)   -> Gradients; do or dS (gradient of final_state) may be None
@@ -131,3 +133,4 @@ class Backend:
     causal_conv1d_update: Callable[..., Any]
     rms_norm_gated: Callable[..., Any]
     rms_norm_gated_bwd: Callable[..., Any]
+    refuses_backward: Callable[[Problem], str | None] | None = None

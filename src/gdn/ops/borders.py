@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gdn.backends import Borders, FinishForward, Kept, select
+from gdn.backends import Borders, FinishForward, Kept, select, select_backward
 from gdn.notation import State, Values
 from gdn.ops import library
 from gdn.problem import Problem
@@ -52,7 +52,7 @@ def backward_begin(
     The rest returns the gradients of `problem.differentiable`, in order; None for an argument that is None.
     """
     device = problem.device
-    backend = select(problem)
+    backend = select_backward(problem)
     C, finish = library.without_autocast(
         device, lambda: backend.backward_begin(problem, kept, do, dS, borders)
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn._torch_compat import intercepts_operators, is_plain
-from gdn.backends import Gradients, Saved, select
+from gdn.backends import Gradients, Saved, select, select_backward
 from gdn.problem import Problem, check, host_offsets
 from gdn.problem.declaration import Declaration, schema_of
 from gdn.problem.inspection import inspect_problem
@@ -193,7 +193,8 @@ def _chunk_backward(*args: Any) -> tuple[Tensor | None, ...]:
     problem, (*saved, do, dS) = Problem.split(args)
 
     def run() -> tuple[Tensor | None, ...]:
-        return tuple(map(make_contiguous, select(problem).chunk_backward(problem, Saved(*saved), do, dS)))
+        backward = select_backward(problem).chunk_backward
+        return tuple(map(make_contiguous, backward(problem, Saved(*saved), do, dS)))
 
     return guarded(CHUNK_BACKWARD, problem.device, run, tensors=(do, dS))
 

@@ -50,7 +50,7 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
     p = replace(p, layout_key=None, initial_state=start.float())
     kept = operand_dtype(p) if save else None
     with device_guard(p.device):
-        plan = _plans.get((problem_key(p), kept, borders, _cuts(p)), lambda: _plan(p, borders, kept))
+        plan = _plans.get((problem_key(p), kept, borders, rank_cuts(p)), lambda: _plan(p, borders, kept))
         forward, segments = plan.forward, plan.segments
         new = allocate(p.device, forward.specs)
         for launch, tensors in forward.steps(p, new):
@@ -68,7 +68,9 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
             for launch, tensors in itertools.dropwhile(lambda step: step[0] is not segments.propagate, steps):
                 launch(*tensors)
         o, final, saved = results(new, kept)
-        return o, final, tuple(for_backward(p, saved)) if save else ()
+        *_, kept_transfers = new
+        # the backward passes gradients from segment to segment by the same M
+        return o, final, (*for_backward(p, saved), kept_transfers) if save else ()
 
     return transfers, finish
 
@@ -83,7 +85,7 @@ def _fold(p: Problem, plan: Plan, borders: Borders, new: list[Tensor | None]) ->
     return folded
 
 
-def _cuts(p: Problem) -> cost.Cuts:
+def rank_cuts(p: Problem) -> cost.Cuts:
     """Return equal cuts: about as many segments and heads as there are SMs, at least one segment of a row."""
     longest = p.T if p.cu_seqlens_cpu is None else int(p.cu_seqlens_cpu.diff().max())
     count = max(1, cost.num_sms(p.device) // (p.N * p.HV))
@@ -96,7 +98,7 @@ def _plan(p: Problem, borders: Borders, kept: torch.dtype | None) -> Plan:
         bits[row] |= ENTERING.value
     for row in borders.leaving:
         bits[row] |= LEAVING.value
-    cuts = _cuts(p)
+    cuts = rank_cuts(p)
     forward = plan_first(p, cuts, cost.consumers_of(p, cuts), kept)
     assert forward.segments is not None
     # without PDL: the kernel before writes the state that entered, and `propagate_states` reads it at once
