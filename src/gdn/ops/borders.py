@@ -7,7 +7,6 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -31,14 +30,15 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
     )
 
     def run(initial_state: State | None) -> tuple[Values, State | None, Kept]:
-        found: list[Any] = []
+        found: list[Kept] = []
 
         def outputs() -> Results:
-            found.extend(finish(initial_state))
-            return found[:2]
+            o, final, kept = finish(initial_state)
+            found.append(kept)
+            return o, final
 
-        library.guarded(library.CHUNK_FORWARD, device, outputs, problem)
-        o, final, kept = found
+        o, final = library.guarded(library.CHUNK_FORWARD, device, outputs, problem)
+        (kept,) = found
         return o.contiguous(), library.make_contiguous(final), kept
 
     return transfers, run

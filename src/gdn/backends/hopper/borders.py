@@ -12,6 +12,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.backend import Borders, FinishForward, Kept
@@ -19,13 +20,50 @@ from gdn.backends.borders import row_index
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.descriptors import align
 from gdn.backends.hopper.rule import Forward, for_backward, plan_first, results
-from gdn.backends.hopper.segments import ENTERING, LEAVING, PROPAGATE, Segments, fold_transfers_kernel
-from gdn.backends.triton.launch import Launch, PlanCache, allocate, device_guard, tensor_spec
-from gdn.backends.triton.launch.pdl import PDL
+from gdn.backends.hopper.segments import ENTERING, LEAVING, PROPAGATE, Segments, pass_segment
+from gdn.backends.triton.launch import Launch, PlanCache, allocate, device_guard, kernel, tensor_spec
+from gdn.backends.triton.launch.pdl import PDL, wait_then_launch_dependents
 from gdn.backends.triton.rule import borders as triton_borders
 from gdn.backends.triton.rule.describe import operand_dtype, problem_key, to_kernel_layout
 from gdn.notation import State, Values
 from gdn.problem import CHUNK, Problem
+
+
+@kernel
+def fold_transfers_kernel(
+    transfers_ptr, ranges_ptr, borders_ptr, rows_ptr, folded_ptr,
+    HV,
+    D: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Fold M and N of all segments of a sequence into one N | M: S_end = M S_start + N over its tokens.
+
+    One CTA: one sequence of `rows`, value head and BV of the D + D columns, segment after segment; they stay
+    in registers. M is zero where no state comes from another rank.
+    Grid: rows x HV x 2 D / BV.  Warps: 8 at K = 128, 4 at K = 64.  Shared memory: Triton's, for MMA operands.
+    """
+    strips: tl.constexpr = 2 * D // BV
+    strip = tl.program_id(0) % strips
+    head = (tl.program_id(0) // strips) % HV
+    row = tl.program_id(0) // (strips * HV)
+    n = tl.load(rows_ptr + row)
+    is_map = (strip >= D // BV).to(tl.int32)
+    is_entering = tl.load(borders_ptr + n) & ENTERING
+    # `segment_transfer` writes M and N to HBM
+    wait_then_launch_dependents()
+    first = tl.load(ranges_ptr + 2 * n).to(tl.int64)
+    num_segments = tl.load(ranges_ptr + 2 * n + 1)
+    ks = tl.arange(0, D)
+    column = strip * BV + tl.arange(0, BV)
+    place = ks[:, None] * D + (column - is_map * D)[None, :]
+    # the M of a first segment that no state enters is not written: it may hold anything
+    is_read = (is_map == 0) | (is_entering == 1)
+    S = tl.load(transfers_ptr + ((2 * first + is_map) * HV + head) * (D * D) + place, mask=is_read, other=0.0)
+    for i in range(1, num_segments):
+        tile = 2 * (first + i) * HV + head
+        N = tl.load(transfers_ptr + tile * (D * D) + place, mask=is_map == 0, other=0.0)
+        S = pass_segment(transfers_ptr, tile + HV, S, N, D)
+    place = ks[:, None] * (2 * D) + column[None, :]
+    tl.store(folded_ptr + (row.to(tl.int64) * HV + head) * (2 * D * D) + place, S)
 
 
 @dataclass(frozen=True)
