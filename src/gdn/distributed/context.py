@@ -57,8 +57,8 @@ class ContextParallel:
 
     Raises: TypeError and ValueError for arguments that do not fit. A call raises ValueError with the same
             message on every rank if the calls differ, RuntimeError if another rank refuses its call.
-    Cost:   4 HV K (K + V) bytes a border in the forward, 4 HV K V in the backward. No rank computes its tokens
-            twice; where a sequence comes in and goes on, the states alone are scanned twice.
+    Cost:   4 HV K (K + V) bytes a border in the forward, 4 HV K V in the backward. No rank computes outputs
+            or token gradients twice; where a sequence comes in and goes on, states are scanned twice.
 
     Example:
         >>> import torch, gdn
