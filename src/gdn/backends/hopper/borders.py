@@ -60,8 +60,9 @@ def fold_transfers_kernel(
     S = tl.load(transfers_ptr + ((2 * first + is_map) * HV + head) * (D * D) + place, mask=is_read, other=0.0)
     for i in range(1, num_segments):
         tile = 2 * (first + i) * HV + head
+        M = tl.load(transfers_ptr + (tile + HV) * (D * D) + ks[:, None] * D + ks[None, :])
         N = tl.load(transfers_ptr + tile * (D * D) + place, mask=is_map == 0, other=0.0)
-        S = pass_segment(transfers_ptr, tile + HV, S, N, D)
+        S = pass_segment(M, S, N, D)
     place = ks[:, None] * (2 * D) + column[None, :]
     tl.store(folded_ptr + (row.to(tl.int64) * HV + head) * (2 * D * D) + place, S)
 

@@ -308,10 +308,8 @@ def plan_segments_kernel(
 
 
 @triton.jit
-def pass_segment(transfers_ptr, tile, S, N, D: tl.constexpr):
-    """Return M S + N, with M the given tile [D, D] of the transfers in HBM."""
-    ks = tl.arange(0, D)
-    M = tl.load(transfers_ptr + tile * (D * D) + ks[:, None] * D + ks[None, :])
+def pass_segment(M, S, N, D: tl.constexpr):
+    """Return M S + N in fp32."""
     if D == 64:
         return dot(M, S, N, "tf32x3")
     else:
@@ -352,6 +350,7 @@ def propagate_states_kernel(
     # one segment: the scan only needs the initial state
     if num_segments == 1:
         return
+    square = ks[:, None] * D + ks[None, :]
     columns = ks[:, None] * D + vs[None, :]
     begin = 1
     if borders_ptr is not None:
@@ -362,8 +361,10 @@ def propagate_states_kernel(
     for i in tl.range(begin, num_segments - 1, num_stages=STAGES):
         segment = (first + i).to(tl.int64)
         tl.store(states_ptr + (segment * HV + head) * (D * D) + place, S, mask=mask)
-        N = tl.load(transfers_ptr + (2 * segment * HV + head) * (D * D) + columns)
-        S = pass_segment(transfers_ptr, segment * HV * 2 + HV + head, S, N, D)
+        zero = 2 * segment * HV + head
+        M = tl.load(transfers_ptr + (zero + HV) * (D * D) + square)
+        N = tl.load(transfers_ptr + zero * (D * D) + columns)
+        S = pass_segment(M, S, N, D)
     tl.store(
         states_ptr + ((first + num_segments - 1).to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask
     )
