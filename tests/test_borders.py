@@ -14,6 +14,7 @@ from gdn.problem import Problem, parse
 # offsets, V first, rows that enter, rows that leave
 CASES = {
     "one row": (None, False, (0,), (0,)),
+    "two rows of a batch": (None, True, (0, 1), (0,)),
     "packed, V first": ((0, 70, 200), True, (0, 1), (0, 1)),
     "one enters, one leaves": ((0, 70, 200), False, (0,), (1,)),
     "nothing enters": ((0, 70, 200), True, (), (1,)),
@@ -21,18 +22,21 @@ CASES = {
 }
 
 
-def problem_of(offsets: tuple[int, ...] | None, is_v_first: bool, dtype: torch.dtype, K: int) -> Problem:
+def problem_of(
+    offsets: tuple[int, ...] | None, is_v_first: bool, dtype: torch.dtype, sizes: tuple[int, int]
+) -> Problem:
+    B, K = sizes
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    q, k, v = (draw(1, 200, heads, K).to(dtype) for heads in (1, 1, 2))
+    q, k, v = (draw(B, 200, heads, K).to(dtype) for heads in (1, 1, 2))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    g, beta = torch.nn.functional.logsigmoid(draw(1, 200, 2)) / 16, draw(1, 200, 2).sigmoid()
+    g, beta = torch.nn.functional.logsigmoid(draw(B, 200, 2)) / 16, draw(B, 200, 2).sigmoid()
     cu_seqlens = None if offsets is None else torch.tensor(offsets)
     return parse(
-        q, k, v, g.to(wide), beta.to(wide), initial_state=draw(1 if offsets is None else 2, 2, K, K).to(wide),
+        q, k, v, g.to(wide), beta.to(wide), initial_state=draw(B if offsets is None else 2, 2, K, K).to(wide),
         output_final_state=True, use_qk_l2norm_in_kernel=True, state_v_first=is_v_first,
         cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens,
     )  # fmt: skip
@@ -54,7 +58,9 @@ def relative(x: torch.Tensor, want: torch.Tensor) -> float:
 def compare(backend: str, case: str, dtype: torch.dtype, K: int) -> dict[str, float]:
     """Return the errors of N, M and C, and of the outputs and gradients that follow."""
     offsets, is_v_first, entering, leaving = CASES[case]
-    p, borders, kernels = problem_of(offsets, is_v_first, dtype, K), Borders(entering, leaving), load(backend)
+    B = 1 if offsets is not None else len({*entering, *leaving})
+    p, borders = problem_of(offsets, is_v_first, dtype, (B, K)), Borders(entering, leaving)
+    kernels = load(backend)
     S = p.initial_state
     assert S is not None
     # rows that enter may hold anything before the exchange

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.backend import Borders, FinishBackward, Gradients, Kept, Saved
+from gdn.backends.borders import row_index
 from gdn.backends.hopper.backward import plan as backward
 from gdn.backends.hopper.borders import rank_cuts
 from gdn.backends.hopper.descriptors import align
@@ -44,9 +45,9 @@ def backward_begin(
     # from no gradient where one will come from another rank, so that C is right for any
     ends = _like_states(p, p.N).clone()
     if dS is not None:
-        for row, (_, last) in enumerate(rows):
-            if cut is None or row not in borders.leaving:
-                ends[last] = dS[row]
+        final = tuple(row for row in range(len(rows)) if cut is None or row not in borders.leaving)
+        lasts = row_index(tuple(rows[row][1] for row in final), p.device)
+        ends.index_copy_(0, lasts, dS[row_index(final, p.device)].float())
     with device_guard(p.device):
         plan = backward.plan_of(p, saved, do, ends)
         new, late = allocate(p.device, plan.specs), allocate(p.device, plan.late)
@@ -84,8 +85,8 @@ def backward_begin(
         if problem.initial_state is None:
             return replace(gradients, dinitial_state=None)
         assert gradients.dinitial_state is not None
-        first_rows = torch.stack([gradients.dinitial_state[first] for first, _ in rows])
-        return replace(gradients, dinitial_state=first_rows.to(problem.initial_state.dtype))
+        firsts = gradients.dinitial_state[row_index(tuple(first for first, _ in rows), p.device)]
+        return replace(gradients, dinitial_state=firsts.to(problem.initial_state.dtype))
 
     return found, finish
 
@@ -104,7 +105,7 @@ def _cut(p: Problem) -> Cut | None:
         return None
     ends = (0, p.T) if p.cu_seqlens_cpu is None else tuple(p.cu_seqlens_cpu.tolist())
     offsets, rows = _segments(ends, rank_cuts(p).many.long * CHUNK)
-    device, host = _offsets(offsets, p.device), _offsets(offsets, torch.device("cpu"))
+    device, host = row_index(offsets, p.device), row_index(offsets, torch.device("cpu"))
     states = _like_states(p, len(offsets) - 1)
     cut = replace(p, layout_key=None, cu_seqlens=device, cu_seqlens_cpu=host, initial_state=states)
     return Cut(cut, rows)
@@ -119,13 +120,6 @@ def _segments(ends: tuple[int, ...], length: int) -> tuple[tuple[int, ...], tupl
         offsets += [*range(start + length, stop, length), stop]
         rows.append((first, len(offsets) - 2))
     return tuple(offsets), tuple(rows)
-
-
-@lru_cache(maxsize=256)
-def _offsets(values: tuple[int, ...], device: torch.device) -> Tensor:
-    # a tensor made anew would stop the host until the GPU has it
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def _like_states(p: Problem, count: int) -> Tensor:
