@@ -125,7 +125,7 @@ def test_compiling_ahead_takes_any_strides(monkeypatch, of_heads, kept):
     v = of_heads(torch.zeros(2 * 75 * 4 * 384, dtype=torch.bfloat16))
     q = torch.zeros(2, v.shape[1], 2, v.shape[3], dtype=torch.bfloat16)
     problem = parse(q=q, k=q, v=v, g=None, beta=None, backend="triton")
-    rule._plan_first(problem, None, 2, kept)
+    rule.plan_first(problem, None, 2, kept)
     found = [launch for launch, _ in launches]
     widths = {launch.constants["BV"] for launch in found if launch.kernel is segments.propagate_states_kernel}
     assert widths == set(segments.PROPAGATE[problem.K][0])
