@@ -47,13 +47,13 @@ def trains(test):
 @pytest.fixture
 def gluon(monkeypatch):
     """Count the backwards that run the Gluon kernels; the test must run one."""
-    count, of = [0], plan._plan_of
+    count, of = [0], plan.plan_of
 
     def counted(*args):
         count[0] += 1
         return of(*args)
 
-    monkeypatch.setattr(plan, "_plan_of", counted)
+    monkeypatch.setattr(plan, "plan_of", counted)
     yield
     assert count[0] > 0, "expected the backward to run the Gluon kernels"
 
