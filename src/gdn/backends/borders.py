@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
-from gdn.backends.backend import Borders, FinishForward, Kept
+from gdn.backends.backend import Borders, FinishForward, Kept, Saved
 from gdn.notation import State, Values
 from gdn.problem import Problem
 
@@ -18,6 +18,11 @@ def row_index(rows: tuple[int, ...], device: torch.device) -> Tensor:
     # autograd may save an index: one made in inference mode could not be saved later
     with torch.inference_mode(False):
         return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def saved_of(kept: Kept) -> Saved:
+    """Return the saved tensors among those that a forward kept: another backend's may have kept more."""
+    return Saved(*kept[: len(fields(Saved))])
 
 
 def states_at(states: State, rows: tuple[int, ...], is_v_first: bool) -> Tensor:

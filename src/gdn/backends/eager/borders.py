@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradients, Kept, Saved
-from gdn.backends.borders import begin_whole, row_index, start_columns, states_at, with_initial
+from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradients, Kept
+from gdn.backends.borders import begin_whole, row_index, saved_of, start_columns, states_at, with_initial
 from gdn.backends.eager import stages
 from gdn.backends.eager.gate import activate
 from gdn.backends.eager.rule import chunk_backward, chunk_forward
@@ -52,7 +52,7 @@ def backward_begin(
 
 
 def _differentiate(problem: Problem, kept: Kept, do: Tensor | None, dS: Tensor | None) -> Gradients:
-    return chunk_backward(problem, Saved(*kept), do, dS)
+    return chunk_backward(problem, saved_of(kept), do, dS)
 
 
 def _operands(p: Problem) -> tuple[Q, Keys, GSum, WKeys, UValues]:

@@ -16,8 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gdn.backends.backend import Borders, FinishBackward, Gradients, Kept, Saved
-from gdn.backends.borders import row_index
+from gdn.backends.backend import Borders, FinishBackward, Gradients, Kept
+from gdn.backends.borders import row_index, saved_of
 from gdn.backends.hopper.backward import plan as backward
 from gdn.backends.hopper.borders import rank_cuts
 from gdn.backends.hopper.descriptors import align
@@ -26,16 +26,15 @@ from gdn.backends.triton.rule import borders as triton_borders
 from gdn.backends.triton.rule.describe import to_kernel_layout
 from gdn.problem import CHUNK, Problem
 
-NUM_SAVED = len(tuple(Saved()))
-
 
 def backward_begin(
     problem: Problem, kept: Kept, do: Tensor | None, dS: Tensor | None, borders: Borders
 ) -> tuple[Tensor | None, FinishBackward]:
     """Implement `Backend.backward_begin`."""
-    saved, (*rest,) = Saved(*kept[:NUM_SAVED]), kept[NUM_SAVED:]
+    saved = saved_of(kept)
+    rest = kept[len(tuple(saved)) :]
     if backward.lacks(problem, saved) is not None or not backward.HAS_SCAN:
-        return triton_borders.backward_begin(problem, kept[:NUM_SAVED], do, dS, borders)
+        return triton_borders.backward_begin(problem, kept, do, dS, borders)
     p = align(to_kernel_layout(problem))
     saved, do = backward.backward_inputs(p, saved, do)
     transfers = rest[0] if rest else None

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradients, Kept, Saved
-from gdn.backends.borders import begin_whole, row_index, start_columns, states_at
+from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradients, Kept
+from gdn.backends.borders import begin_whole, row_index, saved_of, start_columns, states_at
 from gdn.backends.triton.launch import allocate, device_guard, machine
 from gdn.backends.triton.rule import choose, run
 from gdn.backends.triton.rule.build import build_transfer
@@ -80,7 +80,7 @@ def backward_begin(
 ) -> tuple[Tensor | None, FinishBackward]:
     """See `Backend`."""
     p = to_kernel_layout(problem)
-    saved, do, dS = run.backward_inputs(p, Saved(*kept), do, dS)
+    saved, do, dS = run.backward_inputs(p, saved_of(kept), do, dS)
     given = (*tensors_of(p), *saved, do)
     C = None
     with device_guard(p.device):
