@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gdn
 from gdn.distributed import exchange, halo, rule
 from gdn.distributed.table import equal_runs
+from gdn.ops import borders
 from gdn.reference.layer import causal_conv1d as reference_conv
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
@@ -89,8 +90,10 @@ def swap_runs() -> Any:
 
 def forget_state_gradient() -> Any:
     """Return a patch that computes gradients without those of the returned states."""
-    right = rule.differentiate
-    return mock.patch.object(rule, "differentiate", lambda p, saved, do, dS: right(p, saved, do, None))
+    right = borders.backward_begin
+    return mock.patch.object(
+        borders, "backward_begin", lambda p, kept, do, dS, rows: right(p, kept, do, None, rows)
+    )
 
 
 def forget_entering() -> Any:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gdn import reference
 from gdn.distributed import cost, exchange, halo
 from gdn.distributed.plan import make_plan
+from gdn.distributed.simulate import HALVES, Work, simulate
 from gdn.distributed.table import Run, Table, equal_runs, make_table
 
 
@@ -246,3 +247,29 @@ def test_the_model_of_costs_is_monotonic_and_chooses_the_least():
     assert [cost.choose(cost.Form(16, 32), R) for R in (2, 8, 64)] == ["gather", "owner", "owner"]
     with pytest.raises(ValueError, match="exchange: expected gather, owner"):
         cost.exchange_times(cost.Form(16, 32), 2, "ring", machine)
+
+
+def step(R: int, T: int = 1 << 20, delays: list[float] | None = None) -> float:
+    """Return the seconds of a simulated step of T tokens on R ranks."""
+    return simulate(cost.Form(16, 32), [T // R] * R, delays=delays).end
+
+
+def test_simulated_steps_scale_until_the_exchange_is_the_step():
+    local = sum(Work().halves(cost.Form(16, 32), 1 << 20))
+    assert step(1) == pytest.approx(local)
+    times = {R: step(R) for R in (1, 2, 4, 8, 64, 512)}
+    assert list(times.values()) == sorted(times.values(), reverse=True)
+    assert times[1] / times[8] > 7.8
+    # 128K tokens do not fill 512 ranks: the exchanges are most of the step
+    exchanges = cost.exchange_times(cost.Form(16, 32), 512, "owner", cost.Machine()).total
+    assert step(512, 1 << 17) < 1.1 * (exchanges + local / 8 / 512)
+    assert exchanges > 0.9 * step(512, 1 << 17)
+
+
+def test_a_simulated_delay_arrives_once():
+    assert step(8, delays=[0.0] * 7 + [1e-3]) == pytest.approx(step(8) + 1e-3)
+    # of unequal ranks the slowest is the step, and the others wait
+    unequal = simulate(cost.Form(16, 32), [1 << 19, 1 << 18])
+    assert unequal.end == pytest.approx(step(2)) and unequal.busy(0) > 0.99 > 0.6 > unequal.busy(1)
+    bad = simulate(cost.Form(16, 32), [1 << 19] * 2, machine=cost.Machine(latency=1e-2))
+    assert bad.end > unequal.end + 1.5e-2 and {e.name for e in bad.events} == {*HALVES, "exchange"}

@@ -17,7 +17,7 @@ if not HAS_TRITON:
 from kit import gluon_simulator
 from kit.hopper import Simulated, error, reference, simulated
 
-from gdn.backends.hopper import BACKEND, backward, cost
+from gdn.backends.hopper import BACKEND, cost
 from gdn.backends.hopper.backward import plan
 from gdn.backends.triton.launch import PlanCache
 from gdn.backends.triton.rule import run as chunked
@@ -59,9 +59,8 @@ IN_SUITE = (
 
 
 @pytest.fixture(autouse=True)
-def on(monkeypatch):
-    """Turn the backward on, with its Gluon kernels simulated on the CPU."""
-    monkeypatch.setattr(backward, "IS_ON", True)
+def simulated_backward(monkeypatch):
+    """Simulate the Gluon kernels on the CPU."""
     monkeypatch.setattr(plan, "_plans", PlanCache())
     if not torch.cuda.is_available():
         monkeypatch.setattr(plan, "Launch", Simulated)
@@ -226,8 +225,8 @@ def test_a_missing_arrival_is_seen(monkeypatch, missing):
         run(given, given.do, given.dfinal_state)
 
 
-def test_where_it_does_not_run(monkeypatch):
-    """Other sizes and dtypes are Triton's, and so is everything until the backward is on."""
+def test_where_it_does_not_run():
+    """The gradients of other sizes have the bits of Triton's."""
     given = inputs(replace(BASE, sizes=(64, 64)), torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="triton")
     saved = chunked.chunk_forward(problem, True)[2]
@@ -235,9 +234,5 @@ def test_where_it_does_not_run(monkeypatch):
     here = plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
     triton = chunked.chunk_backward(problem, saved, given.do, given.dfinal_state)
     assert all(torch.equal(x, y) for x, y in zip(here, triton, strict=True) if y is not None)
-    monkeypatch.setattr(plan, "chunk_backward", None)
-    with pytest.raises(TypeError):
-        BACKEND.chunk_backward(problem, saved, given.do, given.dfinal_state)
-    monkeypatch.setattr(backward, "IS_ON", False)
     here = BACKEND.chunk_backward(problem, saved, given.do, given.dfinal_state)
     assert all(torch.equal(x, y) for x, y in zip(here, triton, strict=True) if y is not None)

@@ -6,18 +6,21 @@ import pytest
 import torch
 from conftest import HAS_TRITON, INTERPRETED
 
+import gdn
+from gdn import backends
 from gdn.problem import parse
 from gdn.problem.serving import PrefillProblem, parse_prefill
-from gdn.testing import inputs, rows
+from gdn.testing import inputs, packed, rows
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
 
-from kit.compiling import TARGETS, recording
+from kit.compiling import TARGETS, jobs_of, recording
 from kit.hopper import BASE, CASES, checkpoint_options, make_prefill
 
 from gdn.backends import hopper
 from gdn.backends.hopper import cost, descriptors, rule, segments
+from gdn.backends.hopper.backward import plan
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import operand_dtype, to_kernel_layout
 
@@ -62,6 +65,37 @@ def test_supported_problems(monkeypatch):
     )
 
 
+@pytest.mark.skipif(INTERPRETED, reason="expected no interpreter")
+def test_the_backward_of_a_problem(monkeypatch):
+    """Choose this backward on sm_90 whichever backend runs the forward; `explain` names it."""
+    given = inputs(BASE, torch.bfloat16)
+
+    def backward(case=BASE, dtype=torch.bfloat16, **changed):
+        made = inputs(case, dtype)
+        report = gdn.explain(**made.tensors, **made.options | changed)
+        assert report.backward is None or f"backward {report.backward}" in str(report)
+        return report.chosen, report.backward
+
+    assert backward() == ("eager", "eager")
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    supporting = replace(backends.triton.BACKEND, refuses=lambda problem: None)
+    monkeypatch.setattr(backends.triton, "BACKEND", supporting)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    assert backward() == ("triton", "hopper")
+    assert backward(backend="hopper") == ("hopper", "hopper")
+    assert backward(backend="triton") == ("triton", "triton")
+    assert backward(backend="eager") == ("eager", "eager")
+    small = replace(BASE, sizes=(64, 64))
+    assert backward(small, backend="hopper") == ("hopper", "triton")
+    assert backward(dtype=torch.float16) == ("triton", "triton")
+    assert backward(batch_invariant=True) == ("triton", "triton")
+    assert backward(batch_invariant=True, backend="hopper") == ("hopper", "hopper")
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+    with pytest.raises(ValueError, match="GDN_BACKEND"):
+        monkeypatch.setenv("GDN_BACKEND", "hoper")
+        backends.select_backward(replace(problem, backend=None))
+
+
 @pytest.mark.parametrize("shape, strides", [
     ((1, 1, 2, 128), (999, 777, 128, 1)), ((1, 5, 2, 128), (7, 256, 128, 1)),
     ((1, 70, 1, 128), (8960, 128, 3, 1)), ((2, 5, 2, 128), (2000, 300, 130, 1)),
@@ -91,7 +125,7 @@ def test_compiling_ahead_takes_any_strides(monkeypatch, of_heads, kept):
     v = of_heads(torch.zeros(2 * 75 * 4 * 384, dtype=torch.bfloat16))
     q = torch.zeros(2, v.shape[1], 2, v.shape[3], dtype=torch.bfloat16)
     problem = parse(q=q, k=q, v=v, g=None, beta=None, backend="triton")
-    rule._plan_first(problem, None, 2, kept)
+    rule.plan_first(problem, None, 2, kept)
     found = [launch for launch, _ in launches]
     widths = {launch.constants["BV"] for launch in found if launch.kernel is segments.propagate_states_kernel}
     assert widths == set(segments.PROPAGATE[problem.K][0])
@@ -129,6 +163,29 @@ def test_other_backends_are_compiled_ahead(monkeypatch, named, save):
     assert theirs <= found["forward"] and own <= found["hopper"]
     assert found["forward"] & own == (own if named is None else set())
     assert found["hopper"] & theirs == (theirs if named is None else set())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
+@pytest.mark.parametrize("name", ["packed", "options", "one chunk"])
+def test_the_backward_is_compiled_ahead(monkeypatch, name):
+    """Compile all binaries of backwards of a kind with the first one; those of other sizes are among them."""
+    kinds = {}
+    monkeypatch.setattr(plan, "compile_ahead", lambda device, kind, steps: kinds.update({kind: steps}))
+    launched = set()
+    with recording(TARGETS["cuda:90"].machine) as launches:
+        for heads, repeats in (((1, 2), 1), ((8, 64), 1), ((2, 2), 40)):
+            case = CASES[name]
+            lengths = rows(65)._replace(B=repeats) if case.lengths.ends is None else packed(*[65] * repeats)
+            given = inputs(replace(case, heads=heads, lengths=lengths), torch.bfloat16)
+            problem = parse(**given.tensors, **given.options, backend="triton")
+            saved = chunked.chunk_forward(problem, True)[2]
+            launches.clear()
+            plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
+            launched |= set(jobs_of(launches, "cuda:90"))
+        compiled = set().union(*(jobs_of(steps(), "cuda:90") for steps in kinds.values()))
+    assert len(kinds) == 1 and launched <= compiled
+    assert {job.kernel.__name__ for job in launched} >= {"reverse_scan_kernel", "gradients_kernel"}
+    assert len([job for job in launched if job.kernel is plan.reverse_scan_kernel]) == 2
 
 
 def test_compiling_ahead_copies_no_tensor_and_needs_no_token(monkeypatch):

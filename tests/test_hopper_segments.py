@@ -106,7 +106,16 @@ def test_work_items_cover_all_chunks(cut):
     plan = segments.plan_launches(p, Cuts(cut, Cut(1, 9, 1)), (p.T, 1, 1, 0, table.bound), 16, False, False)
     _, scan_items, transfer_items, ranges, _ = allocate(p.device, plan.specs)
     plan.plan(
-        None, None, None, None, p.cu_seqlens, table.make(p.cu_seqlens), scan_items, transfer_items, ranges
+        None,
+        None,
+        None,
+        None,
+        p.cu_seqlens,
+        table.make(p.cu_seqlens),
+        scan_items,
+        transfer_items,
+        ranges,
+        None,
     )
     scan_items, transfer_items, ranges = scan_items.tolist(), transfer_items.tolist(), ranges.tolist()
     num_segments, chunk = 0, 0

@@ -168,7 +168,7 @@ def measure(name):
         launch(*tensors)
         key = "T " + launch.kernel.__name__.replace("_kernel", "")
         line[key] = line.get(key, 0.0) + timed(partial(launch, *tensors))
-    mine = plan._plan_of(p, saved, do, None)
+    mine = plan.plan_of(p, saved, do, None)
     new2, late2 = allocate(p.device, mine.specs), allocate(p.device, mine.late)
     for launch, tensors in [*mine.steps(p, saved, do, None, new2, late2)]:
         launch(*tensors)

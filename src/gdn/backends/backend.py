@@ -53,7 +53,23 @@ class Gradients:
         return iter((self.dq, self.dk, self.dv, *gates, self.dinitial_state))
 
 
+@dataclass(frozen=True)
+class Borders:
+    """Hold the rows of states that cross the borders of a rank in context parallelism, in order.
+
+    The initial state of an `entering` row comes from another rank; the final state of a `leaving` row goes to
+    one. A row may be both.
+    """
+
+    entering: tuple[int, ...]
+    leaving: tuple[int, ...]
+
+
 Shape = tuple[tuple[int, ...], torch.dtype]
+# the tensors that a backward needs: those of Saved, in order, and further ones of the backend
+Kept = tuple[Tensor | None, ...]
+FinishForward = Callable[[State | None], tuple[Values, State | None, Kept]]
+FinishBackward = Callable[[Tensor | None], Gradients]
 
 
 @dataclass(frozen=True)
@@ -61,12 +77,20 @@ class Backend:
     """Hold one function per operation. Each gets a checked problem and returns new tensors, unless in place.
 
     refuses(problem)         -> None if the backend supports the problem, else the reason
+    refuses_backward(problem)                -> the same of chunk_backward after any backend's forward, where
+                                                it differs from `refuses`
     saves(problem)           -> (shape, dtype) of each tensor of Saved, in order; None for one not saved
     chunk_forward(problem, save)             -> o, final_state or None, Saved
     chunk_backward(problem, saved, do, dS)   -> Gradients; do or dS (gradient of final_state) may be None
     forward_launches(problem, dtype of S_in) -> launches, with their tensors, of forwards of this kind at any
                                                 size; other backends compile them ahead (`other_launches`)
     recurrent_forward(problem)               -> o, final_state or None
+    forward_begin(problem, borders, save)    -> transfers N | M [leaving, HV, K, V+K] or None, finish. A row's
+                                                S_end = M S_start + N; M = 0 where it does not enter.
+                                                finish(initial_state) -> o, final_state or None, kept
+    backward_begin(problem, kept, do, dS, borders) -> C [entering, HV, K, V] or None, finish. C: the gradient
+                                                of the initial state; finish(dS) -> Gradients, with the
+                                                gradients that other ranks have for leaving rows added to dS
     The other functions are the stages of `gdn.stages`, the serving functions, and the convolution, gate and
     norm of a layer. Their signatures are those of the public functions in `ops`, after checking.
     """
@@ -78,6 +102,10 @@ class Backend:
     chunk_backward: Callable[[Problem, Saved, Tensor | None, Tensor | None], Gradients]
     forward_launches: Callable[[Problem, torch.dtype | None], Iterable[Any]]
     recurrent_forward: Callable[[Problem], tuple[Values, State | None]]
+    forward_begin: Callable[[Problem, Borders, bool], tuple[Tensor | None, FinishForward]]
+    backward_begin: Callable[
+        [Problem, Kept, Tensor | None, Tensor | None, Borders], tuple[Tensor | None, FinishBackward]
+    ]
     chunk_cumsum: Callable[..., Any]
     chunk_cumsum_bwd: Callable[..., Any]
     chunk_gate_cumsum: Callable[..., Any]
@@ -105,3 +133,4 @@ class Backend:
     causal_conv1d_update: Callable[..., Any]
     rms_norm_gated: Callable[..., Any]
     rms_norm_gated_bwd: Callable[..., Any]
+    refuses_backward: Callable[[Problem], str | None] | None = None

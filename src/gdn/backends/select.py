@@ -51,6 +51,17 @@ def select(problem: Named) -> Backend:
     raise NotImplementedError("no backend takes this problem: " + "; ".join(reasons))
 
 
+def select_backward(problem: Problem) -> Backend:
+    """Return the first backend that computes the backward of a problem, whichever one ran its forward.
+
+    Of the dispatch order, it starts with the backend that the caller named: one without a backward for the
+    problem has that of the next one.
+    """
+    asked = settings.backend(problem.backend)
+    backends = map(load, ORDER[ORDER.index(load(asked).name) if asked else 0 :])
+    return next(x for x in backends if (x.refuses_backward or x.refuses)(problem) is None)
+
+
 def other_launches(problem: Problem, kept: torch.dtype | None, name: str) -> Iterator[Any]:
     """Yield the forward launches of the backends to which this kind of problem may go at another size.
 
@@ -65,11 +76,15 @@ def other_launches(problem: Problem, kept: torch.dtype | None, name: str) -> Ite
 
 @dataclass(frozen=True)
 class Report:
-    """Hold the selected backend (None: there is none), and the reasons for which others were not selected."""
+    """Hold the selected backend (None: there is none), and the reasons for which others were not selected.
+
+    `backward` is the backend of the backward, which may be another one: any backward follows any forward.
+    """
 
     asked: str | None
     chosen: str | None
     refusals: dict[str, str]
+    backward: str | None = None
 
     def __str__(self) -> str:
         asked = f"asked for: {self.asked or 'the best that takes it'}"
@@ -77,6 +92,8 @@ class Report:
         for name in ORDER:
             mark = "->" if name == self.chosen else "  "
             rows.append(f"{mark} {name:8} {self.refusals.get(name, 'takes it')}")
+        if self.backward is not None:
+            rows.append(f"   backward {self.backward}")
         return "\n".join(rows)
 
 
@@ -87,4 +104,5 @@ def report(problem: Named) -> Report:
     if asked is not None:
         load(asked)
     takers = [name for name in ((asked,) if asked else ORDER) if name not in refusals]
-    return Report(asked, takers[0] if takers else None, refusals)
+    backward = select_backward(problem).name if takers and isinstance(problem, Problem) else None
+    return Report(asked, takers[0] if takers else None, refusals, backward)

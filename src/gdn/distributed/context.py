@@ -57,9 +57,8 @@ class ContextParallel:
 
     Raises: TypeError and ValueError for arguments that do not fit. A call raises ValueError with the same
             message on every rank if the calls differ, RuntimeError if another rank refuses its call.
-    Cost:   4 HV K (K + V) bytes a border in the forward, 4 HV K V in the backward. A rank where a sequence
-            comes in and goes on computes one more local forward, with V + K value columns, and one more local
-            backward: no kernel of its own computes the transfers yet.
+    Cost:   4 HV K (K + V) bytes a border in the forward, 4 HV K V in the backward. No rank computes outputs
+            or token gradients twice; where a sequence comes in and goes on, states are scanned twice.
 
     Example:
         >>> import torch, gdn

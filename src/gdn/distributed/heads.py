@@ -21,7 +21,6 @@ from gdn.distributed.exchange import split_heads
 from gdn.distributed.local import NAMES
 from gdn.distributed.plan import Plan, index, make_plan
 from gdn.distributed.redistribute import to_global_order, to_rank_order
-from gdn.distributed.rule import differentiate, run
 from gdn.problem import Problem
 
 
@@ -156,12 +155,12 @@ class _Rule(torch.autograd.Function):
         parameters = [None if x is None else x[own.start : own.stop] for x in (A_log, dt_bias)]
         rows = None if state is None else heads.rows_to_heads(state, True, ratio)
         whole = local.with_tensors(problem, (*moved, *parameters, rows))
-        o, final, saved = run(whole, problem.output_final_state, any(ctx.needs_input_grad))
+        o, final, saved = local.forward(whole, any(ctx.needs_input_grad))
         ctx.problem, ctx.heads, ctx.ratios, ctx.num_heads = problem, heads, ratios, v.shape[2]
         ctx.save_for_backward(*whole.differentiable, *saved)
         ctx.set_materialize_grads(False)
         o = heads.to_tokens(o, ratio)
-        return o, heads.rows_to_tokens(final, False, ratio) if problem.output_final_state else None
+        return o, None if final is None else heads.rows_to_tokens(final, False, ratio)
 
     @staticmethod
     @once_differentiable
@@ -178,7 +177,7 @@ class _Rule(torch.autograd.Function):
             if dS is None:
                 dS = v.new_zeros(len(plan.pieces), ctx.num_heads, *S, dtype=whole.state_dtype)
             dS = heads.rows_to_heads(dS, False, ratio)
-        *moved, dA_log, ddt_bias, rows = differentiate(whole, saved, do, dS)
+        *moved, dA_log, ddt_bias, rows = local.backward(whole, tuple(saved), do, dS)
         found = [None if x is None else heads.to_tokens(x, r) for x, r in zip(moved, ctx.ratios, strict=True)]
         # the other ranks have the gradients of the other heads
         own = heads.heads_of(heads.rank, ratio)

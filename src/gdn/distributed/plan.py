@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gdn.distributed.table import Table
+from gdn.ops.borders import Borders
 
 
 class Piece(NamedTuple):
@@ -73,6 +74,11 @@ class Plan:
                 self.has_entering, self.has_leaving, self.num_pieces, strict=True
             )
         )
+
+    @cached_property
+    def borders(self) -> Borders:
+        """Return the local state rows that another run begins or continues."""
+        return Borders(tuple(x.row for x in self.entering), tuple(x.row for x in self.leaving))
 
     @property
     def num_local(self) -> int:

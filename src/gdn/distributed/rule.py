@@ -1,16 +1,16 @@
 """Compute the gated delta rule on the tokens of one rank, with states exchanged between runs.
 
-    begin     N | M of the runs of this rank; exchange; S_in of these runs
-    finish    o, S_out = rule(local tokens, first pieces start from S_in)
-    backward  C of the runs; exchange; dS_out; the gradients of the local call, where dS_out is added
+    forward     begin: N | M of the runs of this rank; exchange; finish: o, S_out from the S_in of these runs
+    backward    begin: C of the runs; exchange; finish: the gradients, from the dS_out of these runs
 
-One autograd node does all of it. Every rank reaches it, also a rank without tokens and one whose gradients
-nobody wants, so that a collective is in the backward of all ranks or of none.
+The backend does both halves (`gdn.ops.borders`), and keeps what they share on the device between them. One
+autograd node does all of it. Every rank reaches it, also a rank without tokens and one whose gradients nobody
+wants, so that a collective is in the backward of all ranks or of none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from gdn.distributed import local
 from gdn.distributed.exchange import Exchange
 from gdn.distributed.local import NAMES
 from gdn.distributed.plan import Place, Plan, index
+from gdn.ops import borders
 from gdn.problem import Problem
+
+Outputs: TypeAlias = tuple[Tensor, Tensor | None, local.Saved]
 
 
 @dataclass(frozen=True)
@@ -49,25 +52,18 @@ class _Rule(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
         plan, exchange = call.plan, call.exchange
         problem = local.with_tensors(call.problem, tensors)
-        save, with_final = any(ctx.needs_input_grad), problem.output_final_state
-        maps = None
-        if exchange is None:
-            o, final, saved = run(problem, with_final, save)
-        elif plan.entering:
-            N_M = local.transfers(problem, plan) if plan.leaving else None
-            states, maps = exchange.states(to_slots(problem, plan, N_M), problem.V)
-            problem = replace(problem, initial_state=entering_rows(problem, plan, states))
-            o, final, saved = run(problem, with_final, save)
-        else:
-            # all sequences of this rank begin here: the local call gives the states that leave
-            o, final, saved = run(problem, with_final or bool(plan.leaving), save)
-            N = take(final, plan.leaving, problem) if plan.leaving else None
-            _, maps = exchange.states(to_slots(problem, plan, N), problem.V)
+        save, maps = any(ctx.needs_input_grad), None
+        transfers, finish = begin(problem, plan, exchange, save)
+        if exchange is not None:
+            states, maps = exchange.states(to_slots(problem, plan, transfers), problem.V)
+            if plan.entering:
+                problem = replace(problem, initial_state=entering_rows(problem, plan, states))
+        o, final, saved = finish(problem.initial_state)
         given = problem.initial_state if tensors[-1] is None else tensors[-1]
         ctx.call, ctx.dtype = call, None if given is None else given.dtype
         ctx.save_for_backward(*tensors[:-1], problem.initial_state, maps, *saved)
         ctx.set_materialize_grads(False)
-        return o, final if with_final else None
+        return o, final
 
     @staticmethod
     @once_differentiable
@@ -75,18 +71,12 @@ class _Rule(torch.autograd.Function):
         call, plan, exchange = ctx.call, ctx.call.plan, ctx.call.exchange
         tensors, (maps, *saved) = ctx.saved_tensors[: len(NAMES)], ctx.saved_tensors[len(NAMES) :]
         problem = local.with_tensors(call.problem, tensors)
-        gradients = None
+        C, finish = begin_backward(problem, call, saved, do, dS)
         if exchange is not None:
-            C = None
-            if plan.entering:
-                gradients = differentiate(problem, saved, do, dS)
-                C = take(gradients[-1], plan.entering, problem)
             d = exchange.gradients(maps, to_slots(problem, plan, C, plan.entering, num_maps=0))
             if plan.leaving:
                 dS = add_rows(problem, plan, dS, d)
-                gradients = None
-        if gradients is None:
-            gradients = differentiate(problem, saved, do, dS)
+        gradients = finish(dS)
         if gradients[-1] is not None:
             # the state of these rows came from another rank: the caller's rows were not read
             entering = index([place.row for place in plan.entering], problem.device)
@@ -95,22 +85,22 @@ class _Rule(torch.autograd.Function):
         return (None, *(x if need else None for x, need in zip(gradients, needs, strict=True)))
 
 
-def run(problem: Problem, with_final: bool, save: bool) -> tuple[Tensor, Tensor, local.Saved]:
-    """Run the local call; a rank without pieces has nothing to run."""
-    p = replace(problem, output_final_state=with_final)
-    if p.N == 0:
-        return p.v.new_zeros(p.v.shape), p.v.new_zeros(p.state_shape, dtype=p.state_dtype), ()
-    return local.forward(p, save)
+def begin(
+    problem: Problem, plan: Plan, exchange: Exchange | None, save: bool
+) -> tuple[Tensor | None, Callable[[Tensor | None], Outputs]]:
+    """Begin the forward; return N | M of the rows that leave (None: there is none), and the rest of it."""
+    if exchange is None or problem.N == 0:
+        return None, lambda initial_state: local.forward(problem, save)
+    return borders.forward_begin(problem, plan.borders, save)
 
 
-def differentiate(
-    problem: Problem, saved: Sequence[Tensor | None], do: Tensor | None, dS: Tensor | None
-) -> list[Tensor | None]:
-    """Return the gradients of the local call, in the order of NAMES; None for a tensor that is None."""
-    p = problem
-    if p.N == 0 or (do is None and dS is None):
-        return [None if x is None else torch.zeros_like(x) for x in p.differentiable]
-    return local.backward(replace(p, output_final_state=dS is not None), tuple(saved), do, dS)
+def begin_backward(
+    problem: Problem, call: Call, saved: Sequence[Tensor | None], do: Tensor | None, dS: Tensor | None
+) -> tuple[Tensor | None, Callable[[Tensor | None], list[Tensor | None]]]:
+    """Begin the backward; return C of the rows that enter, and the rest of it: from dS, the gradients."""
+    if call.exchange is None or problem.N == 0:
+        return None, lambda dS: local.backward(problem, tuple(saved), do, dS)
+    return borders.backward_begin(problem, tuple(saved), do, dS, call.plan.borders)
 
 
 def to_slots(

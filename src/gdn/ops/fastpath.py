@@ -40,7 +40,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn._torch_compat import is_plain
-from gdn.backends import Backend, Saved, select
+from gdn.backends import Backend, Saved, select, select_backward
 from gdn.ops.library import (
     CHUNK_BACKWARD,
     CHUNK_FORWARD,
@@ -71,6 +71,7 @@ class CachedCall:
 
     `launch` takes the tensors of a call in order and writes its results; None if the backend has none to
     repeat. `is_repeated` is False for a call that is not stored: it may be in debug mode or under autocast.
+    `backward` is the backend of the rule's backward, None for other functions.
     """
 
     signature: Signature
@@ -80,6 +81,7 @@ class CachedCall:
     output: torch.Size | None = None  # shape of `out`, for calls that pass none
     is_repeated: bool = True
     reads_offsets: bool = False
+    backward: Backend | None = None
 
     def write(self, *tensors: Tensor | None) -> None:
         """Run a function of the backend that writes its results and has returned no launch."""
@@ -132,6 +134,7 @@ class _Rule(torch.autograd.Function):
         if do is None and dS is None:
             return (None, *(None for _ in needs))
         call = ctx.call
+        assert call.backward is not None
         tensors, saved = Problem.split_tensors(ctx.saved_tensors)
         # no layout key: saved-tensor hooks may have changed the strides
         problem = call.problem.with_tensors(tensors, layout_key=None)
@@ -140,7 +143,7 @@ class _Rule(torch.autograd.Function):
         else:
 
             def run() -> Tensors:
-                gradients = call.backend.chunk_backward(problem, Saved(*saved), do, dS)
+                gradients = call.backward.chunk_backward(problem, Saved(*saved), do, dS)
                 return tuple([make_contiguous(x) for x in gradients])
 
             gradients = guarded(CHUNK_BACKWARD, problem.device, run, tensors=(do, dS))
@@ -203,6 +206,7 @@ class RuleFunction:
             select(p),
             is_repeated=is_repeated,
             reads_offsets=is_on_host or has_offsets,
+            backward=select_backward(p),
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn._torch_compat import intercepts_operators, is_plain
-from gdn.backends import Gradients, Saved, select
+from gdn.backends import Gradients, Saved, select, select_backward
 from gdn.problem import Problem, check, host_offsets
 from gdn.problem.declaration import Declaration, schema_of
 from gdn.problem.inspection import inspect_problem
@@ -61,7 +61,7 @@ def guarded(
     inputs are fields of `problem`.
     """
     if not settings.debug():
-        return _without_autocast(device, run)
+        return without_autocast(device, run)
     if tensors is None:
         tensors = [getattr(problem, name) for name in signature.inputs]
     inputs = dict(zip(signature.inputs, tensors, strict=True))
@@ -69,7 +69,7 @@ def guarded(
     logger.warning("gdn::%s on %s: %s", signature.name, device, shapes)
     for finding in inspect_problem(problem):
         logger.warning("gdn::%s: %s", signature.name, finding)
-    out = _without_autocast(device, run)
+    out = without_autocast(device, run)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     # test outputs only: inputs may hold any value in padding, and -inf in g
@@ -102,7 +102,7 @@ def is_autocasting(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def _without_autocast(device: torch.device, run: Any) -> Any:
+def without_autocast(device: torch.device, run: Any) -> Any:
     if not is_autocasting(device):
         return run()
     with torch.autocast(device.type, enabled=False):
@@ -193,7 +193,8 @@ def _chunk_backward(*args: Any) -> tuple[Tensor | None, ...]:
     problem, (*saved, do, dS) = Problem.split(args)
 
     def run() -> tuple[Tensor | None, ...]:
-        return tuple(map(make_contiguous, select(problem).chunk_backward(problem, Saved(*saved), do, dS)))
+        backward = select_backward(problem).chunk_backward
+        return tuple(map(make_contiguous, backward(problem, Saved(*saved), do, dS)))
 
     return guarded(CHUNK_BACKWARD, problem.device, run, tensors=(do, dS))
 

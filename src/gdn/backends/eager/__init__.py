@@ -2,6 +2,7 @@
 
 from gdn.backends.backend import Backend
 from gdn.backends.eager import stages
+from gdn.backends.eager.borders import backward_begin, forward_begin
 from gdn.backends.eager.conv import causal_conv1d, causal_conv1d_bwd, causal_conv1d_update
 from gdn.backends.eager.decode import decode
 from gdn.backends.eager.gate import gate, gate_bwd
@@ -20,6 +21,8 @@ BACKEND = Backend(
     chunk_backward=chunk_backward,
     forward_launches=lambda problem, S_in_dtype: (),
     recurrent_forward=recurrent_forward,
+    forward_begin=forward_begin,
+    backward_begin=backward_begin,
     causal_conv1d=causal_conv1d,
     causal_conv1d_bwd=causal_conv1d_bwd,
     causal_conv1d_update=causal_conv1d_update,

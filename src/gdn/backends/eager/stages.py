@@ -62,7 +62,7 @@ def chunk_kkt(k: Keys, beta: PerHead, G: GSum, cu_seqlens: Offsets | None) -> AS
     k_c = t.to_chunks(k)
     return t.from_chunks(
         t.to_chunks(beta)[..., None]
-        * _decay_matrix(t.sums_to_chunks(G), t.dtype, diagonal=-1)
+        * decay_matrix(t.sums_to_chunks(G), t.dtype, diagonal=-1)
         * (k_c @ k_c.mT)
     )
 
@@ -73,7 +73,7 @@ def chunk_kkt_bwd(
     t = Tiling.from_tokens(k, cu_seqlens)
     k_c, beta_c = t.to_chunks(k), t.to_chunks(beta)[..., None]
     # dA times A = beta D <k, k> without one of its factors
-    without_kk = t.to_chunks(dA) * _decay_matrix(t.sums_to_chunks(G), t.dtype, diagonal=-1)
+    without_kk = t.to_chunks(dA) * decay_matrix(t.sums_to_chunks(G), t.dtype, diagonal=-1)
     without_beta = without_kk * (k_c @ k_c.mT)
     # value heads are summed before the matmuls: H BLAS batches of [C, C] [C, K], not HV
     dkk = (beta_c * without_kk).sum(2, keepdim=True)
@@ -150,7 +150,7 @@ def chunk_state(
 ) -> tuple[ChunkStates, Values, State]:
     t = Tiling.from_tokens(k, cu_seqlens)
     w_c, u_c = t.to_chunks(w), t.to_chunks(u)
-    end_decay, chunk_decay = _end_decays(t.sums_to_chunks(G), t.dtype)
+    end_decay, chunk_decay = end_decays(t.sums_to_chunks(G), t.dtype)
     # the decays to the end of all chunks in one pass: a step of the loop is two BLAS calls
     k_decayed = end_decay[..., None] * t.to_chunks(k)
     states = t.copy_states(initial_state, (*u_c.shape[1:3], k.shape[3], u.shape[3]))
@@ -178,7 +178,7 @@ def chunk_state_bwd(
 ) -> tuple[Keys, WKeys, UValues, GSum, State | None]:
     t = Tiling.from_tokens(k, cu_seqlens)
     w_c, S, dS_in_c = t.to_chunks(w), t.split_state(S_in), t.split_state(dS_in)
-    end_decay, chunk_decay = _end_decays(t.sums_to_chunks(G), t.dtype)
+    end_decay, chunk_decay = end_decays(t.sums_to_chunks(G), t.dtype)
     k_decayed = end_decay[..., None] * t.to_chunks(k)
     # gradients of the state that leaves each chunk, and of v_new through both of its uses
     dS_out, dv_c = torch.empty_like(S), t.to_chunks(dv_new)
@@ -211,7 +211,7 @@ def chunk_output(
     t = Tiling.from_tokens(q, cu_seqlens)
     # scale on q: one pass over [C, K] serves both terms of o
     q_c, G_c = t.to_chunks(q) * scale, t.sums_to_chunks(G)
-    scores = _decay_matrix(G_c, t.dtype, diagonal=0) * (q_c @ t.to_chunks(k).mT)
+    scores = decay_matrix(G_c, t.dtype, diagonal=0) * (q_c @ t.to_chunks(k).mT)
     start_decay = G_c.to(t.dtype).exp()[..., None]
     return t.from_chunks(start_decay * (q_c @ t.split_state(S_in)) + scores @ t.to_chunks(v_new), q.dtype)
 
@@ -230,7 +230,7 @@ def chunk_output_bwd(
     q_c, k_c, S, G_c = t.to_chunks(q), t.to_chunks(k), t.split_state(S_in), t.sums_to_chunks(G)
     do_c = t.to_chunks(do) * scale
     do_decayed = G_c.to(t.dtype).exp()[..., None] * do_c
-    D, qk = _decay_matrix(G_c, t.dtype, diagonal=0), q_c @ k_c.mT
+    D, qk = decay_matrix(G_c, t.dtype, diagonal=0), q_c @ k_c.mT
     dqk_heads = D * (do_c @ t.to_chunks(v_new).mT)
     # value heads are summed before the matmuls with k and q: H BLAS batches, not HV
     dqk = dqk_heads.sum(2, keepdim=True)
@@ -244,7 +244,7 @@ def chunk_output_bwd(
     )
 
 
-def _decay_matrix(G_c: Tensor, dtype: torch.dtype, *, diagonal: int) -> Tensor:
+def decay_matrix(G_c: Tensor, dtype: torch.dtype, *, diagonal: int) -> Tensor:
     """Return D [..., C, C]: e^(G_i - G_j) for j <= i + diagonal, else 0."""
     is_before = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=G_c.device).tril(diagonal)
     # subtracted in G's dtype (fp64 where the device has it), then rounded: only the difference counts
@@ -253,7 +253,7 @@ def _decay_matrix(G_c: Tensor, dtype: torch.dtype, *, diagonal: int) -> Tensor:
     return difference.masked_fill_(~is_before, -torch.inf).exp_()
 
 
-def _end_decays(G_c: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def end_decays(G_c: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return e^(G_C - G) [..., C], to the chunk's end, and e^(G_C) [..., 1, 1], through the chunk."""
     end = G_c[..., -1:]
     return (end - G_c).to(dtype).exp(), end.to(dtype).exp()[..., None]

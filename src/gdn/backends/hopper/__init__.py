@@ -1,8 +1,8 @@
 """Replace the Triton kernels of the chunked forward on sm_90 by Gluon kernels: bf16, K = V = 128 or 64.
 
 `select` chooses this backend where the cost model predicts that it is faster, or where the caller names it.
-The backward is `triton`'s: the kernels of `backward` are off until they have been measured. Every other
-problem is refused. docs/design/hopper.md describes the kernels.
+It has a backward for K = V = 128, which follows the forward of any backend; others have `triton`'s. Every
+other problem is refused. docs/design/hopper.md describes the kernels.
 This file imports no Triton, so that a CPU user does not need it. Files in reading order:
 
     cost         predict the time of a forward: which backend, which segments, how many consumer warpgroups
@@ -13,6 +13,7 @@ This file imports no Triton, so that a CPU user does not need it. Files in readi
     scan/        the state scan: outputs and final states, persistent and warp-specialised, in Gluon
     backward/    the reverse state scan and the gradient kernel in Gluon, and the launches of a backward
     segments     cut long sequences: plan the segments, pass states from one to the next, in Triton
+    borders      cut a forward between M, N and the scan, where a rank exchanges states with others
     gluon        names of Gluon in all supported versions of Triton, and `struct`
 """
 
@@ -25,11 +26,12 @@ import torch
 
 from gdn import settings
 from gdn.backends import triton
-from gdn.backends.backend import Gradients, Saved
-from gdn.backends.hopper import backward, cost
+from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradients, Kept, Saved
+from gdn.backends.hopper import cost
 from gdn.problem import PrefillProblem, Problem
 
 SIZES = (64, 128)  # values of K = V that the kernels are written for
+BACKWARD_SIZE = 128  # of those of the backward
 
 
 def refuses(problem: Any) -> str | None:
@@ -44,6 +46,19 @@ def refuses(problem: Any) -> str | None:
     if not cost.is_faster(problem):
         sizes = f"N={problem.N}, HV={problem.HV}, T={problem.T}"
         return f"expected a problem that it is faster at than triton, got {sizes}"
+    return None
+
+
+def refuses_backward(problem: Problem) -> str | None:
+    """Return why the backward is not supported or not predicted to be faster here; None if it is chosen."""
+    reason = _lacks(problem)
+    if reason is not None:
+        return reason
+    if problem.K != BACKWARD_SIZE:
+        return f"expected K = V of {BACKWARD_SIZE}, got K=V={problem.K}"
+    # the two backends round differently: see `refuses`
+    if problem.batch_invariant and settings.backend(problem.backend) != "hopper":
+        return "expected no batch_invariant, or backend='hopper'"
     return None
 
 
@@ -89,10 +104,26 @@ def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Te
 def _chunk_backward(
     problem: Problem, saved: Saved, do: torch.Tensor | None, dS: torch.Tensor | None
 ) -> Gradients:
-    if not backward.IS_ON:
-        return triton.BACKEND.chunk_backward(problem, saved, do, dS)
     found: Gradients
     found = import_module("gdn.backends.hopper.backward.plan").chunk_backward(problem, saved, do, dS)
+    return found
+
+
+def _forward_begin(
+    problem: Problem, borders: Borders, save: bool
+) -> tuple[torch.Tensor | None, FinishForward]:
+    found: tuple[torch.Tensor | None, FinishForward]
+    found = import_module("gdn.backends.hopper.borders").forward_begin(problem, borders, save)
+    return found
+
+
+def _backward_begin(
+    problem: Problem, kept: Kept, do: torch.Tensor | None, dS: torch.Tensor | None, borders: Borders
+) -> tuple[torch.Tensor | None, FinishBackward]:
+    found: tuple[torch.Tensor | None, FinishBackward]
+    found = import_module("gdn.backends.hopper.backward.borders").backward_begin(
+        problem, kept, do, dS, borders
+    )
     return found
 
 
@@ -113,8 +144,11 @@ BACKEND = replace(
     triton.BACKEND,
     name="hopper",
     refuses=refuses,
+    refuses_backward=refuses_backward,
     chunk_forward=_chunk_forward,
     chunk_backward=_chunk_backward,
+    forward_begin=_forward_begin,
+    backward_begin=_backward_begin,
     forward_launches=_forward_launches,
     prefill=_prefill,
 )

@@ -117,13 +117,17 @@ _forwards: PlanCache[Forward] = PlanCache()
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
     """Implement `Backend.chunk_forward`."""
     o, final, saved = forward(to_kernel_layout(problem), rules.operand_dtype(problem) if save else None)
-    if save:
-        A_inv = saved.A_inv
-        # K = 64: `triton`'s backward reads A_inv in fp32, not as split bf16
-        if A_inv is not None and A_inv.dim() > 4:
-            saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
-        zero_unused_tiles(problem, saved)
-    return o, final, saved
+    return o, final, for_backward(problem, saved) if save else saved
+
+
+def for_backward(problem: Problem, saved: Saved) -> Saved:
+    """Return the saved tensors of a forward as every backward reads them."""
+    A_inv = saved.A_inv
+    # K = 64: `triton`'s backward reads A_inv in fp32, not as split bf16
+    if A_inv is not None and A_inv.dim() > 4:
+        saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
+    zero_unused_tiles(problem, saved)
+    return saved
 
 
 def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
@@ -139,11 +143,16 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
         cuts = cost.cuts_of(p)
         consumers = cost.consumers_of(p, cuts)
         plan = _forwards.get(
-            (rules.problem_key(p), cuts, consumers, kept), lambda: _plan_first(p, cuts, consumers, kept)
+            (rules.problem_key(p), cuts, consumers, kept), lambda: plan_first(p, cuts, consumers, kept)
         )
         new = allocate(p.device, plan.specs)
         for launch, tensors in plan.steps(p, new):
             launch(*tensors)
+    return results(new, kept)
+
+
+def results(new: list[Tensor | None], kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
+    """Return o, the final state and the saved tensors among the tensors that a forward wrote."""
     A_inv, _, final, o, _, _, G, S_in, q_rstd, k_rstd, *_ = new
     assert o is not None
     if kept is None:
@@ -163,8 +172,8 @@ class Variant(NamedTuple):
     is_single_tile: bool  # no CTA of `solve` has more than one tile
 
 
-def _plan_first(p: Problem, cuts: cost.Cuts | None, consumers: int, kept: torch.dtype | None) -> Forward:
-    # compile ahead, then plan the first forward of a kind
+def plan_first(p: Problem, cuts: cost.Cuts | None, consumers: int, kept: torch.dtype | None) -> Forward:
+    """Compile the binaries of forwards of this kind ahead, and plan one."""
     a = rules.describe(p)
     # with no backend named, `triton` may get a smaller problem of the kind: compile its launches ahead, too
     is_shared = settings.backend(p.backend) is None

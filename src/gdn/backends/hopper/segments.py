@@ -50,6 +50,7 @@ from gdn.problem import CHUNK, Problem
 PROPAGATE = {128: ((16, 32), 8), 64: ((64,), 4)}
 LOG_ZERO = tl.constexpr(-104.0)  # e^LOG_ZERO is 0 in fp32
 ALIVE = tl.constexpr(cost.ALIVE)
+ENTERING, LEAVING = tl.constexpr(1), tl.constexpr(2)  # the state comes from another rank, goes to one
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Segments:
     plan: Launch
     transfer: Launch
     propagate: Launch
+    borders: Tensor | None = None  # [N] ENTERING and LEAVING bits of sequences; None: none crosses a border
 
     def steps(
         self,
@@ -75,9 +77,9 @@ class Segments:
         """Yield the launches and their tensors in order; `tiles`: TMA descriptors of k, v, A_inv, factors."""
         states, scan_items, transfer_items, ranges, transfers = new
         decays = (factors if self.has_decays else None, p.g, p.A_log, p.dt_bias)
-        yield self.plan, (*decays, p.cu_seqlens, table, scan_items, transfer_items, ranges)
+        yield self.plan, (*decays, p.cu_seqlens, table, scan_items, transfer_items, ranges, self.borders)
         yield self.transfer, (*tiles, factors, p.initial_state, transfers, transfer_items)
-        yield self.propagate, (transfers, ranges, p.initial_state, states)
+        yield self.propagate, (transfers, ranges, p.initial_state, states, self.borders)
 
 
 def propagation_width(p: Problem) -> int:
@@ -203,7 +205,7 @@ def locate_segment(i, cu_seqlens_ptr, N, long, longs, short, C: tl.constexpr, BL
 @kernel
 def plan_segments_kernel(
     factors_ptr, g_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr, table_ptr, scan_items_ptr,
-    transfer_items_ptr, ranges_ptr,
+    transfer_items_ptr, ranges_ptr, borders_ptr,
     g_b, g_t, g_h, T, HV, N, chunks_per_row, bound, long, longs, short, few_long, few_longs, few_short,
     C: tl.constexpr, FACTORS: tl.constexpr, DECAY: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, RESET: tl.constexpr,
@@ -257,8 +259,17 @@ def plan_segments_kernel(
         tl.store(ranges_ptr + 2 * n + 1, num_segments)
 
     # nothing follows a last segment, so it needs neither M nor N; the first starts from a known state: only N
-    has_end = exists & (is_last == 0)
-    has_map = has_end & (index > 0)
+    if borders_ptr is None:
+        has_end = exists & (is_last == 0)
+        has_map = has_end & (index > 0)
+        is_known = has_end & (index == 0)
+    else:
+        # a sequence that goes on at another rank needs both of its last segment; one that comes from there
+        # both of its first
+        bits = tl.load(borders_ptr + tl.minimum(n, N - 1))
+        has_end = exists & ((is_last == 0) | ((bits & LEAVING) != 0))
+        has_map = has_end & ((index > 0) | ((bits & ENTERING) != 0))
+        is_known = has_end & (index == 0) & ((bits & ENTERING) == 0)
     # fp64 sums in registers, LANES at a time: the test below decides if M is exactly 0
     G = tl.zeros([LANES], tl.float64)
     if factors_ptr is not None:
@@ -291,14 +302,26 @@ def plan_segments_kernel(
         tl.store(item + LENGTH, tl.where(is_scanned, length, 0))
         tl.store(item + FIRST_CHUNK, chunk)
         tl.store(item + STORE_TO, tl.where(has_goal, 2 * i + is_map, -1))
-        tl.store(item + START_FROM, -1 if is_map else tl.where(has_end & (index == 0), n, -1))
+        tl.store(item + START_FROM, -1 if is_map else tl.where(is_known, n, -1))
     # only now: the next launch may then rely on `solve` and all before it
     wait_then_launch_dependents()
 
 
+@triton.jit
+def pass_segment(M, S, N, D: tl.constexpr):
+    """Return M S + N in fp32."""
+    if D == 64:
+        return dot(M, S, N, "tf32x3")
+    else:
+        # split bf16 on the tensor cores: hi hi + hi lo + lo hi; without lo lo the error is 1e-5
+        M_high, M_low = split_bf16(M, tl.bfloat16)
+        S_high, S_low = split_bf16(S, tl.bfloat16)
+        return tl.dot(M_high, S_high, tl.dot(M_high, S_low, tl.dot(M_low, S_high, N)))
+
+
 @kernel
 def propagate_states_kernel(
-    transfers_ptr, ranges_ptr, initial_ptr, states_ptr,
+    transfers_ptr, ranges_ptr, initial_ptr, states_ptr, borders_ptr,
     HV,
     D: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -329,20 +352,19 @@ def propagate_states_kernel(
         return
     square = ks[:, None] * D + ks[None, :]
     columns = ks[:, None] * D + vs[None, :]
-    S = tl.load(transfers_ptr + (2 * first.to(tl.int64) * HV + head) * (D * D) + columns)
-    for i in tl.range(1, num_segments - 1, num_stages=STAGES):
+    begin = 1
+    if borders_ptr is not None:
+        # a state that comes from another rank passes through the first segment, too
+        begin = 1 - (tl.load(borders_ptr + n) & ENTERING)
+    if begin == 1:
+        S = tl.load(transfers_ptr + (2 * first.to(tl.int64) * HV + head) * (D * D) + columns)
+    for i in tl.range(begin, num_segments - 1, num_stages=STAGES):
         segment = (first + i).to(tl.int64)
         tl.store(states_ptr + (segment * HV + head) * (D * D) + place, S, mask=mask)
         zero = 2 * segment * HV + head
         M = tl.load(transfers_ptr + (zero + HV) * (D * D) + square)
         N = tl.load(transfers_ptr + zero * (D * D) + columns)
-        if D == 64:
-            S = dot(M, S, N, "tf32x3")
-        else:
-            # split bf16 on the tensor cores: hi hi + hi lo + lo hi; without lo lo the error is 1e-5
-            M_high, M_low = split_bf16(M, tl.bfloat16)
-            S_high, S_low = split_bf16(S, tl.bfloat16)
-            S = tl.dot(M_high, S_high, tl.dot(M_high, S_low, tl.dot(M_low, S_high, N)))
+        S = pass_segment(M, S, N, D)
     tl.store(
         states_ptr + ((first + num_segments - 1).to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask
     )

@@ -25,6 +25,8 @@ SLOTS = {
     "forward_launches": "rule.run",
     "chunk_forward": "rule.run",
     "chunk_backward": "rule.run",
+    "forward_begin": "rule.borders",
+    "backward_begin": "rule.borders",
     "recurrent_forward": "serving.recurrent",
     "decode": "serving.decode",
     "decode_step": "serving.step",

@@ -2,6 +2,3 @@
 
 `plan` lists the launches and says which problems they support; every other file is a part of a kernel.
 """
-
-# Let `hopper` run this backward. It has not been measured on a GPU, so Triton's is used.
-IS_ON = False

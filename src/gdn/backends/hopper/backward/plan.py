@@ -37,9 +37,12 @@ from gdn.backends.triton.launch import (
     Step,
     TensorSpec,
     allocate,
+    allocate_placeholders,
+    compile_ahead,
     device_guard,
     tensor_spec,
 )
+from gdn.backends.triton.launch.launches import ALIGNMENT
 from gdn.backends.triton.rule import build
 from gdn.backends.triton.rule import describe as rules
 from gdn.backends.triton.rule import run as chunked
@@ -110,14 +113,25 @@ def _rows(x: Tensor) -> Any:
 
 
 def lacks(p: Problem, saved: Saved) -> str | None:
-    """Return why this backward does not support a problem, or None if it does."""
+    """Return why this backward does not support a problem and its saved tensors, or None if it does."""
     if p.K != 2 * STRIP or p.V != p.K or p.q.dtype != torch.bfloat16:
         return f"expected K = V = 128 in bf16, got K={p.K}, V={p.V}, {p.q.dtype}"
-    if any(x is not None and x.dtype != torch.bfloat16 for x in (saved.A_inv, saved.S_in)):
-        return "expected A_inv and the states to be saved in bf16"
     if p.q.numel() == 0 or p.N == 0:
         return "expected tokens"
+    if is_complete(p, saved) and not all(map(_can_load, (saved.A_inv, saved.S_in))):
+        return "expected A_inv and the states to be saved in bf16, contiguous and aligned for TMA"
     return None
+
+
+def is_complete(p: Problem, saved: Saved) -> bool:
+    """Return True if the forward saved all that this backward reads; else it is computed again."""
+    is_saved = all(x is not None for x in (saved.G, saved.A_inv, saved.S_in))
+    return is_saved and not chunked.lacks_norms(p, saved)
+
+
+def _can_load(x: Tensor | None) -> bool:
+    """Return True if TMA can load a saved tensor: hooks on saved tensors may return any strides."""
+    return x is not None and x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
 def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Tensor | None) -> Gradients:
@@ -125,12 +139,10 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Te
     if lacks(problem, saved) is not None:
         return chunked.chunk_backward(problem, saved, do, dfinal)
     p = align(rules.to_kernel_layout(problem))
-    if saved.G is None or saved.A_inv is None or saved.S_in is None or chunked.lacks_norms(p, saved):
-        saved = chunked.forward(p, rules.operand_dtype(p))[2]
-    do = torch.zeros_like(p.v) if do is None else make_aligned(rules.with_dense_rows(do.to(p.v.dtype)))
+    saved, do = backward_inputs(p, saved, do)
     dfinal = None if dfinal is None else dfinal.contiguous()
     with device_guard(p.device):
-        plan = _plan_of(p, saved, do, dfinal)
+        plan = plan_of(p, saved, do, dfinal)
         new = allocate(p.device, plan.specs)
         if plan.before is not None:
             plan.before.run([*rules.tensors_of(p), *saved, do, dfinal, *new])
@@ -139,22 +151,66 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Te
         late = allocate(p.device, plan.late)
         for launch, tensors in plan.steps(p, saved, do, dfinal, new, late):
             launch(*tensors)
+    return backward_results(new, late)
+
+
+def backward_inputs(p: Problem, saved: Saved, do: Tensor | None) -> tuple[Saved, Tensor]:
+    """Return the saved tensors, complete, and do as TMA loads it."""
+    if not is_complete(p, saved):
+        saved = chunked.forward(p, rules.operand_dtype(p))[2]
+    do = torch.zeros_like(p.v) if do is None else make_aligned(rules.with_dense_rows(do.to(p.v.dtype)))
+    return saved, do
+
+
+def backward_results(new: list[Any], late: list[Any]) -> Gradients:
+    """Return the gradients among the tensors that a backward wrote."""
     dv, dg, dbeta, dinitial, _, dA_log, ddt_bias, *_ = new
     _, dq, dk = late
     assert dq is not None and dk is not None and dv is not None
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
-def _plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Plan:
+def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Plan:
     before = None if HAS_SCAN else chunked.backward_plan(p, saved, do, dfinal)
     consumers = consumers_of(p)
-    key = (rules.problem_key(p), do.stride(), dfinal is None, HAS_SCAN, consumers)
-    return _plans.get(key, lambda: _plan(p, before, consumers))
+    dtype = None if dfinal is None else dfinal.dtype
+    key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, consumers)
+
+    def make() -> Plan:
+        if before is None:
+            kind = ("hopper backward", rules.kind_key(p, rules.describe(p)), dtype)
+            compile_ahead(p.device, kind, lambda: _all_steps(p, saved, do, dfinal))
+        return _plan(p, before, consumers)
+
+    return _plans.get(key, make)
+
+
+def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
+    """Yield the launches of backwards of this kind at any size, on placeholders for what they write."""
+    for consumers in (1, 2):
+        plan = _plan(p, None, consumers)
+        new = allocate_placeholders(p.device, plan.specs)
+        # TMA descriptors need real strides: one tile of each tensor that has a descriptor
+        for i in (0, 4):
+            x = plan.specs[i]
+            assert x is not None
+            new[i] = allocate(p.device, [_tile_spec(x)])[0]
+        late = allocate(p.device, map(_tile_spec, plan.late))
+        yield from plan.steps(p, saved, do, dfinal, new, late)
+
+
+def _tile_spec(spec: TensorSpec) -> TensorSpec:
+    """Return the spec of a single tile of a tensor [., ., heads or rows, columns]."""
+    shape, _, dtype = spec
+    return tensor_spec((1, 1, *shape[2:]), dtype)
 
 
 def consumers_of(p: Problem) -> int:
-    """Return the consumer warpgroups of a CTA of the scan: one if two CTAs a head fit the SMs."""
-    return 1 if cost.num_sms(p.device) >= 2 * p.N * p.HV else 2
+    """Return the consumer warpgroups of a CTA of the scan: one if two CTAs a head fit the SMs.
+
+    One adds up dv_new in another order than two, so with batch_invariant there are always two.
+    """
+    return 1 if cost.num_sms(p.device) >= 2 * p.N * p.HV and not p.batch_invariant else 2
 
 
 def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:

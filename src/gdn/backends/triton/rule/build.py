@@ -73,6 +73,20 @@ def build_forward(p: Problem, kept: torch.dtype | None, d: Description, tiles: F
     return Forward(_forward_specs(p, kept or operand_dtype(p), False, d), d.launch, prepare, state, output)
 
 
+def build_transfer(p: Problem, d: Description, tiles: StripTile) -> Launch:
+    """Build the state pass that computes final states from initial ones, both K first, and nothing else."""
+    return Launch(
+        state_kernel,
+        p.N * p.HV * triton.cdiv(p.V, tiles.BV),
+        (*unit_strides(d.unit, p.k, p.v), *shape_scalars(p), d.entries),
+        {
+            "K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "V_FIRST": False,
+            **_strip_constants(p, tiles), "FINE": split_operands(p, machine(p.device)),
+        },
+        tiles.num_warps,
+    )  # fmt: skip
+
+
 def _forward_specs(
     p: Problem, kept: torch.dtype | None, is_fused: bool, d: Description
 ) -> tuple[TensorSpec | None, ...]:

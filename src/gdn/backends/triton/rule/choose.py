@@ -91,6 +91,11 @@ def all_forward_tiles(p: Problem, machine: Machine) -> list[ForwardTiles]:
     return list(dict.fromkeys(_choose_forward(p, machine, n) for n in _all_num_states(machine)))
 
 
+def transfer_tiles(p: Problem, machine: Machine) -> StripTile:
+    """Return the strips of a state pass that stores no S_in and no v_new: N | M of a rank."""
+    return StripTile(_strip_columns(p, 32), *_warps_and_stages(p, machine, 4))
+
+
 def fused_tiles(p: Problem, machine: Machine) -> ForwardTiles:
     """Return the tiles of a forward whose state scan computes the outputs."""
     columns = _strip_columns(p, 64)

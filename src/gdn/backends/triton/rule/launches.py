@@ -29,14 +29,24 @@ class Forward:
 
     def steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the launches with their tensors. `tensors`: the problem's, then those of `specs`."""
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *new = tensors
-        G, A_inv, P, factors, q_rstd, k_rstd, S_in, v_new, final, o, table = new
+        yield from self.prepare_steps(tensors)
+        yield from self.state_steps(tensors)
+
+    def prepare_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """Yield the launches that need no state. `tensors`: as in `steps`."""
+        q, k, _, g, beta, A_log, dt_bias, _, cu_seqlens, *new = tensors
+        G, A_inv, P, factors, q_rstd, k_rstd, _, _, _, o, table = new
         if self.table is not None:
             yield self.table, (cu_seqlens, table)
         # prepare zeros the outputs of tokens past the last sequence, which only packed problems have
         tail = None if table is None else o
         inputs = (q, k, g, beta, A_log, dt_bias, table)
         yield self.prepare, (*inputs, G, A_inv, P, factors, q_rstd, k_rstd, tail)
+
+    def state_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """Yield the launches from the initial state on. `tensors`: as in `steps`."""
+        q, k, v, _, _, _, _, initial_state, cu_seqlens, *new = tensors
+        _, A_inv, P, factors, _, _, S_in, v_new, final, o, table = new
         ends = (initial_state, cu_seqlens, table)
         # fused: v_new stays in registers; S_in goes to HBM only if a backward needs it
         if self.output is None:
@@ -50,6 +60,16 @@ class Forward:
     def run(self) -> LaunchSequence:
         """Return a callable that runs all launches of the forward."""
         return LaunchSequence(self.steps)
+
+    @cached_property
+    def run_prepare(self) -> LaunchSequence:
+        """Return a callable that runs the launches of `prepare_steps`."""
+        return LaunchSequence(self.prepare_steps)
+
+    @cached_property
+    def run_state(self) -> LaunchSequence:
+        """Return a callable that runs the launches of `state_steps`."""
+        return LaunchSequence(self.state_steps)
 
 
 @dataclass(frozen=True)
@@ -72,11 +92,21 @@ class Backward:
 
         `tensors`: the problem's, those of Saved, do, dS, then those of `specs`.
         """
-        q, k, _, _, beta, _, _, _, cu_seqlens, G, A_inv, S_in, _, q_rstd, k_rstd, do, dS, *new = tensors
-        dv, _, _, dS0, dS_out, _, _, _, factors, table, P, P_rest = new
+        yield from self.pair_steps(tensors)
+        yield from self.state_steps(tensors)
+
+    def pair_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """Yield the launches that need no gradient of a state. `tensors`: as in `steps`."""
+        q, k, _, _, beta, _, _, _, cu_seqlens, G, _, _, _, q_rstd, k_rstd, _, _, *new = tensors
+        _, _, _, _, _, _, _, _, factors, table, P, P_rest = new
         if self.table is not None:
             yield self.table, (cu_seqlens, table)
         yield self.pairs, (q, k, beta, G, q_rstd, k_rstd, table, P, P_rest, factors)
+
+    def state_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """Yield the backward state pass. `tensors`: as in `steps`."""
+        q, k, _, _, _, _, _, _, cu_seqlens, _, A_inv, S_in, _, _, _, do, dS, *new = tensors
+        dv, _, _, dS0, dS_out, _, _, _, factors, table, P, P_rest = new
         read = (q, k, A_inv, P, P_rest, factors, S_in, do, dS, cu_seqlens, table)
         yield self.state, (*read, dS_out, dv, dS0)
 
@@ -102,6 +132,16 @@ class Backward:
     def run(self) -> LaunchSequence:
         """Return a callable that runs the launches of `steps`."""
         return LaunchSequence(self.steps)
+
+    @cached_property
+    def run_pairs(self) -> LaunchSequence:
+        """Return a callable that runs the launches of `pair_steps`."""
+        return LaunchSequence(self.pair_steps)
+
+    @cached_property
+    def run_state(self) -> LaunchSequence:
+        """Return a callable that runs the launch of `state_steps`."""
+        return LaunchSequence(self.state_steps)
 
     @cached_property
     def run_late(self) -> LaunchSequence:

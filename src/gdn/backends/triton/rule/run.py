@@ -12,7 +12,7 @@ Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward
 810 + 1300 = 2110 (with S kept for a backward 2620); backward 830 + 2450 + 2730 + 3070 + 50 = 9130.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -61,9 +61,19 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
 def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
     """Run the forward of a problem in kernel layout. `kept`: the dtype of S_in; None: S_in is not kept."""
     with device_guard(p.device):
-        plan = _forwards.get((problem_key(p), kept), lambda: first_forward(p, kept))
+        plan = forward_plan(p, kept)
         new = allocate(p.device, plan.specs)
         plan.run([*tensors_of(p), *new])
+    return forward_results(new)
+
+
+def forward_plan(p: Problem, kept: torch.dtype | None) -> Forward:
+    """Return the plan of a forward, from the cache or built; `kept` as in `forward`."""
+    return _forwards.get((problem_key(p), kept), lambda: first_forward(p, kept))
+
+
+def forward_results(new: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None, Saved]:
+    """Return o, the final state and the saved tensors among the tensors that a forward wrote."""
     # the order is that of `Forward.specs`
     G, A_inv, _, _, q_rstd, k_rstd, S_in, _, final, o, _ = new
     assert o is not None
@@ -73,12 +83,7 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
 def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor | None) -> Gradients:
     """See `Backend`."""
     p = to_kernel_layout(problem)
-    # what the forward did not keep in HBM is computed again
-    if saved.G is None or saved.A_inv is None or saved.S_in is None or lacks_norms(p, saved):
-        saved = forward(p, operand_dtype(p))[2]
-    # a missing do counts as zero: the kernels have no path without it
-    do = torch.zeros_like(p.v) if do is None else with_dense_rows(do.to(p.v.dtype))
-    dS = None if dS is None else dS.contiguous()
+    saved, do, dS = backward_inputs(p, saved, do, dS)
     with device_guard(p.device):
         plan = backward_plan(p, saved, do, dS)
         new = allocate(p.device, plan.specs)
@@ -88,6 +93,23 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         del new[-2:]
         late = allocate(p.device, plan.late)
         plan.run_late([*given, *new, *late])
+    return backward_results(p, new, late)
+
+
+def backward_inputs(
+    p: Problem, saved: Saved, do: Tensor | None, dS: Tensor | None
+) -> tuple[Saved, Tensor, Tensor | None]:
+    """Return the saved tensors and the gradients of the outputs as the kernels read them."""
+    # what the forward did not keep in HBM is computed again
+    if saved.G is None or saved.A_inv is None or saved.S_in is None or lacks_norms(p, saved):
+        saved = forward(p, operand_dtype(p))[2]
+    # a missing do counts as zero: the kernels have no path without it
+    do = torch.zeros_like(p.v) if do is None else with_dense_rows(do.to(p.v.dtype))
+    return saved, do, None if dS is None else dS.contiguous()
+
+
+def backward_results(p: Problem, new: Sequence[Tensor | None], late: Sequence[Tensor | None]) -> Gradients:
+    """Return the gradients among the tensors that a backward wrote."""
     dv, dg, dbeta, dS0, _, dA_log, ddt_bias, *_ = new
     dq, dk, *_ = late
     assert dq is not None and dk is not None and dv is not None

@@ -42,8 +42,9 @@ def state_kernel(
     # v_new = A_inv beta (v - e^G k S);  S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk.
     # Program (n, head, strip): BV value columns of S, kept in registers in fp32 over all chunks.
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`.
-    # Reads per chunk k, a strip of v, A_inv and factors; writes a strip of S_in and v_new. No PDL: the launch
-    # begins when `prepare_kernel` has finished.
+    # Reads per chunk k, a strip of v, A_inv and factors; writes a strip of S_in and v_new, unless they
+    # are None (transfers of a rank: only the final state counts). No PDL: the launch begins when
+    # `prepare_kernel` has finished.
     n, head, strip = locate_strip(HV, V, BV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
     operand: tl.constexpr = operand_dtype(k_ptr, FP32_STATE)
@@ -69,17 +70,18 @@ def state_kernel(
 
         # the state that enters the chunk goes to HBM for `output_kernel` and for a backward
         S_operand = S.to(operand)
-        place, mask = state_pointers(tile * (K * V), ks, vs, K, V, False)
-        tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
+        if S_in_ptr is not None:
+            place, mask = state_pointers(tile * (K * V), ks, vs, K, V, False)
+            tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(k, S_operand, None, PRECISION)
         # the terms of r cancel, so it is computed in fp32, from the MMA's accumulator in registers
         r = beta[:, None] * (v.to(tl.float32) - into[:, None] * kS)
         v_new = apply_inverse(A_inv, r, PRECISION, SPLIT)
-        tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
-        # past the chunk's end v_new is zero: whole tiles are stored, without a mask of tokens
-        tl.store(
-            v_new_ptr + tile_place, v_new.to(v_new_ptr.dtype.element_ty), mask=column_mask(vs, V)[None, :]
-        )
+        if v_new_ptr is not None:
+            tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
+            # past the chunk's end v_new is zero: whole tiles are stored, without a mask of tokens
+            mask = column_mask(vs, V)[None, :]
+            tl.store(v_new_ptr + tile_place, v_new.to(v_new_ptr.dtype.element_ty), mask=mask)
         grown = (v_new * out[:, None]).to(operand)
         # the decayed S is the accumulator of the MMA, so S needs no second copy in registers
         S = dot(tl.trans(k), grown, S * through(factors_ptr, tile, C), PRECISION)

@@ -1,0 +1,147 @@
+"""Compare what a rank exchanges, and what follows, with the reference recurrence: each backend, no ranks."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import INTERPRETED
+
+from gdn import reference
+from gdn.backends import Borders, load
+from gdn.problem import Problem, parse
+
+# offsets, V first, rows that enter, rows that leave
+CASES = {
+    "one row": (None, False, (0,), (0,)),
+    "two rows of a batch": (None, True, (0, 1), (0,)),
+    "packed, V first": ((0, 70, 200), True, (0, 1), (0, 1)),
+    "one enters, one leaves": ((0, 70, 200), False, (0,), (1,)),
+    "nothing enters": ((0, 70, 200), True, (), (1,)),
+    "nothing leaves": ((0, 70, 200), True, (1,), ()),
+}
+
+
+def problem_of(
+    offsets: tuple[int, ...] | None, is_v_first: bool, dtype: torch.dtype, sizes: tuple[int, int]
+) -> Problem:
+    B, K = sizes
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = (draw(B, 200, heads, K).to(dtype) for heads in (1, 1, 2))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    g, beta = torch.nn.functional.logsigmoid(draw(B, 200, 2)) / 16, draw(B, 200, 2).sigmoid()
+    cu_seqlens = None if offsets is None else torch.tensor(offsets)
+    return parse(
+        q, k, v, g.to(wide), beta.to(wide), initial_state=draw(B if offsets is None else 2, 2, K, K).to(wide),
+        output_final_state=True, use_qk_l2norm_in_kernel=True, state_v_first=is_v_first,
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens,
+    )  # fmt: skip
+
+
+def law(p: Problem, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the reference recurrence on q, k, v, g, beta, initial_state."""
+    *x, S = (t.double() for t in tensors)
+    return reference.gated_delta_rule(
+        *x, initial_state=S, cu_seqlens=p.cu_seqlens, use_qk_l2norm_in_kernel=True,
+        state_v_first=p.state_v_first,
+    )  # fmt: skip
+
+
+def relative(x: torch.Tensor, want: torch.Tensor) -> float:
+    return ((x.double() - want).norm() / want.norm()).item()
+
+
+def compare(backend: str, case: str, dtype: torch.dtype, K: int) -> dict[str, float]:
+    """Return the errors of N, M and C, and of the outputs and gradients that follow."""
+    offsets, is_v_first, entering, leaving = CASES[case]
+    B = 1 if offsets is not None else len({*entering, *leaving})
+    p, borders = problem_of(offsets, is_v_first, dtype, (B, K)), Borders(entering, leaving)
+    kernels = load(backend)
+    S = p.initial_state
+    assert S is not None
+    # rows that enter may hold anything before the exchange
+    before = S.index_fill(0, torch.tensor(entering, dtype=torch.int64), torch.nan)
+    transfers, finish = kernels.forward_begin(replace(p, initial_state=before), borders, True)
+    o, final, kept = finish(S)
+    tensors = (p.q, p.k, p.v, p.g, p.beta, S)
+    leaves = [t.double().clone().requires_grad_() for t in tensors]
+    wanted = law(p, *leaves)
+    found = {"o": relative(o, wanted[0].detach()), "S": relative(final, wanted[1].detach())}
+    rows = torch.tensor(leaving, dtype=torch.int64)
+    if leaving:
+        assert transfers is not None and transfers.shape == (len(leaving), 2, K, 2 * K)
+        zero = S.index_fill(0, torch.tensor(entering, dtype=torch.int64), 0)
+        N = law(p, *tensors[:-1], zero)[1]
+        found["N"] = relative(transfers[..., :K], (N.mT if is_v_first else N)[rows])
+        # M times a state is where this state goes without values
+        end = law(p, p.q, p.k, torch.zeros_like(p.v), p.g, p.beta, S)[1]
+        start, end = (x.mT if is_v_first else x for x in (S.double(), end))
+        for i, row in enumerate(leaving):
+            M = transfers[i, ..., K:].double()
+            if row in entering:
+                found["M"] = relative(M @ start[row], end[row])
+            else:
+                assert not M.any()
+    generator = torch.Generator().manual_seed(1)
+    do, dS, d = (
+        torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (wanted[0], *[wanted[1]] * 2)
+    )
+    do = do.to(dtype)
+    after = dS.index_add(0, rows, d[rows])
+    wide = S.dtype
+    if backend != "hopper":
+        # the forward of another backend may have kept more
+        kept = (*kept, torch.empty(0))
+    C, finish_backward = kernels.backward_begin(p, kept, do, dS.to(wide), borders)
+    gradients = finish_backward(after.to(wide) if leaving else dS.to(wide))
+    if entering:
+        (dinitial,) = torch.autograd.grad(wanted, leaves[-1:], [do.double(), dS], retain_graph=True)
+        dinitial = dinitial.mT if is_v_first else dinitial
+        found["C"] = relative(C, dinitial[list(entering)])
+    want = torch.autograd.grad(wanted, leaves, [do.double(), after])
+    got = [x for x in gradients if x is not None]
+    for name, x, y in zip(("q", "k", "v", "g", "beta", "initial_state"), got, want, strict=True):
+        found[f"d{name}"] = relative(x, y)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_eager(case):
+    found = compare("eager", case, torch.float64, 12)
+    assert max(found.values()) <= 1e-10, found
+
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be interpreted")
+thorough = pytest.mark.skipif("GDN_TEST_SEEDS" not in os.environ, reason="expected GDN_TEST_SEEDS")
+# a case takes 3 to 9 s: the suite runs the one that has all, GDN_TEST_SEEDS=1 each
+SOME_CASES = [
+    pytest.param(case, marks=() if case == "packed, V first" else thorough, id=case) for case in CASES
+]
+
+
+@pytest.mark.interpret
+@interpreted
+@pytest.mark.parametrize("case", SOME_CASES)
+def test_triton(case):
+    found = compare("triton", case, torch.float32, 16)
+    assert max(found.values()) <= 1e-5, found
+
+
+@pytest.mark.interpret
+@interpreted
+@pytest.mark.usefixtures("simulated_launches")
+@pytest.mark.parametrize("case", SOME_CASES)
+def test_hopper(case, monkeypatch):
+    from kit.hopper import Simulated
+
+    from gdn.backends.hopper import borders
+    from gdn.backends.hopper.backward import plan
+
+    for module in (borders, plan):
+        monkeypatch.setattr(module, "Launch", Simulated)
+    found = compare("hopper", case, torch.bfloat16, 128)
+    assert max(found.values()) <= 5e-3, found
