@@ -235,7 +235,9 @@ def test_nan_stays_in_its_sequence_on_a_gpu():
     for name in ("dq", "dk", "dv", "dg", "dbeta"):
         for part in (slice(0, 40), slice(70, 140)):
             assert torch.equal(found[name][:, part], expected[name][:, part]), name
-        assert found[name][:, 40:70].isnan().any() and not found[name][:, 140:].any(), name
+        # a g that is NaN has no gradient, as one below the reset
+        assert name == "dg" or found[name][:, 40:70].isnan().any(), name
+        assert not found[name][:, 140:].any(), name
     assert torch.equal(found["dh0"][[0, 2]], expected["dh0"][[0, 2]]) and found["dh0"][1].isnan().any()
 
 
