@@ -96,13 +96,13 @@ bench:
 
 # parts of under 9 minutes each: prefill train decode step spec stages layer host cold e2e accuracy
 PART ?= prefill
-WHAT = $(if $(filter accuracy,$(PART)),verify --set regimes --append --minutes 5,$(PART))
+WHAT = $(if $(filter accuracy,$(PART)),verify --set distributions --append --minutes 5,$(PART))
 bench-gpu:
 	$(DEMO_PYTHON) -m gdn_bench $(WHAT) --resume $(if $(COMMIT),--commit $(COMMIT))
 
 test: lint types
 	$(PYTEST) -n $(WORKERS) -m "not compile"
-	if $(HAS_TRITON); then $(MAKE) interpret compile && { $(HAS_FLA) || $(MAKE) fla; }; fi
+	if $(HAS_TRITON); then $(MAKE) interpret && $(MAKE) compile && { $(HAS_FLA) || $(MAKE) fla; }; fi
 
 # the tests marked gpu, or a part of them: PART=1/3, 2/3, 3/3 on machines that are lent by the minute. A part ends
 # after TIMEOUT seconds, a test's process after TEST_TIMEOUT; the outcome is appended to RESULTS
@@ -118,7 +118,7 @@ interpret:
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpret
 
 compile:
-	$(PYTEST) -m compile
+	$(PYTEST) tests/test_compile.py
 
 fla: build/fla/.done
 	PYTHONPATH=build/fla:$(PYTHONPATH) $(PYTEST) tests/test_integrations_fla.py
@@ -130,7 +130,7 @@ matrix-%: build/triton-%/.done
 	$(over) $(TEST_PYTHON) -c "import triton; assert triton.__version__ == '$*', triton.__version__"
 	$(over) TRITON_INTERPRET=1 $(PYTEST) tests/test_interpreter.py
 	$(over) $(PYTEST) tests/test_launch.py
-	$(over) $(PYTEST) -m compile -k cuda:90
+	$(over) $(PYTEST) tests/test_compile.py -k cuda:90
 
 spills: $(OTHER_TRITONS:%=build/triton-%/.done)
 	PYTHONPATH=.:tests:$(PYTHONPATH) $(TEST_PYTHON) -m kit.compiling --record

@@ -35,9 +35,9 @@ def test_covering_meets_every_pair(factors, max_cost):
 
 def test_pairs_are_those_that_accuracy_asks_for():
     names = {frozenset((a, b)) for (a, _), (b, _) in cases.pairs(cases.QUICK)}
-    regime, shape = {"gate", "keys"}, {"lengths", "heads", "sizes"}
-    options = set(cases.FACTORS) - regime - shape
-    wanted = [{a, b} for a in regime for b in shape | options] + [set(p) for p in combinations(options, 2)]
+    inputs, shape = {"gate", "keys"}, {"lengths", "heads", "sizes"}
+    options = set(cases.FACTORS) - inputs - shape
+    wanted = [{a, b} for a in inputs for b in shape | options] + [set(p) for p in combinations(options, 2)]
     assert names >= {frozenset(pair) for pair in wanted}
 
 

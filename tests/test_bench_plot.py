@@ -163,12 +163,17 @@ def test_a_row_without_a_state_is_of_the_same_thing():
     assert not Results("h200", [failed, new]).without_time and Results("h200", [new, failed]).without_time
 
 
+def every_page(found, drawn=None):
+    """Return the page of all results and those of the passes as one text."""
+    return "\n".join([pages.page(found, drawn or {}), *pages.pass_pages(found).values()])
+
+
 def test_a_peer_of_an_older_commit_keeps_its_column():
     old = timed(workloads.PREFILL[6], 2.0, ratio={"fla": 1.5}, commit="old")
     new = timed(workloads.PREFILL[6], 1.0)
     one = Results("h200", [old, timed(workloads.PREFILL[6], 3.0, "fla", commit="old"), new])
     assert one.ours("prefill")[0]["ratio"] == {} and not pages.statements(one)
-    page = pages.page([one], {})
+    page = every_page([one])
     assert "| FLA (ratio) |" in page and "| 3 ms (1.50 at old) |" in page
 
 
@@ -193,7 +198,7 @@ def test_a_peer_without_a_time_has_a_reason(says, cell, note):
         timed(first, 2.0, ratio={"fla": 1.5}, commit="old"), timed(first, 3.0, "fla", commit="old"),
         timed(first, 1.0), told, timed(second, 1.0, ratio={"fla": 2.0}),
     ])  # fmt: skip
-    page = pages.page([one], {})
+    page = every_page([one])
     assert f"| {cell} | triton | abc |" in page and f"no time of FLA in {first.name}: {note}" in page
     assert "1.50" not in page
 
@@ -201,7 +206,7 @@ def test_a_peer_without_a_time_has_a_reason(says, cell, note):
 def test_rates_and_memory_are_shown():
     target = workloads.TRAIN[0]
     rows = [timed(target, 1.0, ratio={"fla": 2.0}, peak_mb=548.1), timed(target, 2.0, "fla", peak_mb=947.9)]
-    page = pages.page([Results("h200", rows)], {})
+    page = every_page([Results("h200", rows)])
     assert "| limit | GB/s | TFLOP/s | MB | FLA (ratio) |" in page
     assert f"| {rows[0]['gb_per_s']:.0f} | {rows[0]['tflop_per_s']:.3g} | 548 | 2 ms (2.00), 948 MB |" in page
 
@@ -214,7 +219,7 @@ def accurate(provider, error, name="accuracy", **others):
 def test_other_sets_and_profiles_stand_apart():
     pto = {"name": "accuracy:pto", "set": "pto", "profile": "pto"}
     one = Results("h200", [accurate("gdn", 1e-3), accurate("gdn", 9e-3, **pto), accurate("fla", 9e-3, **pto)])
-    page = pages.page([one], {})
+    page = every_page([one])
     assert "### accuracy\n" in page and "### accuracy:pto\n" in page and "by pto-kernels' gates" in page
     assert "`gdn verify --set pto --append`" in page and not pages.statements(one)
     (axes, *_) = pictures.errors(one).axes
@@ -227,7 +232,7 @@ def test_accuracy_beside_peers_is_a_statement():
     assert (
         "0.50 (mild: o) to 0.50 (mild: o) times those of FLA 0.6.0, of dg and dbeta 0.50 to 0.50" in sentence
     )
-    assert "`gdn verify --set regimes --append`" in sentence
+    assert "`gdn verify --set distributions --append`" in sentence
 
 
 @pytest.mark.parametrize(
@@ -235,7 +240,7 @@ def test_accuracy_beside_peers_is_a_statement():
     [
         ("prefill", None, "gdn bench prefill"), ("prefill:gated", None, "gdn bench prefill --variant gated"),
         ("decode:eager", "B=1", "gdn bench decode --only B=1 --eager"), ("cpu", "x", "gdn bench cpu"),
-        ("accuracy", None, "gdn verify --set regimes --append"),
+        ("accuracy", None, "gdn verify --set distributions --append"),
         ("accuracy:ladders", None, "gdn verify --set ladders --append"),
         ("accuracy:pto:gdn", None, "gdn verify --set pto --profile gdn --append"),
     ],
@@ -246,7 +251,7 @@ def test_commands_measure_it_again(name, case, command):
 
 def test_a_page_holds_every_row_of_ours(folder):
     (one,) = pages.load(folder)
-    page = pages.page([one], {"h200": [("Roofline", "results/h200-roofline.png")]})
+    page = every_page([one], {"h200": [("Roofline", "results/h200-roofline.png")]})
     for row in one.ours("prefill", "train", "decode"):
         assert f"| {row['case']} | {tables.format_time(row['ms'])} |" in page
     assert "![Roofline](results/h200-roofline.png)" in page and "## NVIDIA H200" in page
@@ -263,7 +268,7 @@ def test_other_passes_have_tables_of_their_own():
     cold["seconds"] = {"first: forward": 3.81, "first: backward": 6.3}
     e2e = {**head, "pass": "e2e", "case": "512+128", "provider": "gdn", "tokens_per_s": 100.0}
     e2e |= {"first_token_ms": 12.5, "logit_error": 1e-3, "same_tokens": 1.0}
-    page = pages.page([Results("h200", [cold, e2e])], {})
+    page = every_page([Results("h200", [cold, e2e])])
     assert (
         "| gdn | 3.8 s | 6.3 s |  | 2 |" in page
         and "| 512+128, gdn | 100 | 12.5 ms | 1.0e-03 |  |  | 100% |  |  |  |" in page
@@ -277,7 +282,7 @@ def test_other_passes_have_tables_of_their_own():
         "share_of_limit": 0.5,
         "same_plain": 0.5,
     }
-    page = pages.page([Results("h200", [{**e2e, **more}, {**wrong, "decided_plain": 0.5}])], {})
+    page = every_page([Results("h200", [{**e2e, **more}, {**wrong, "decided_plain": 0.5}])])
     assert "| 100 | 12.5 ms | 1.0e-03 | 2.0e-02 | 25% | 100% | 50% | 100% | 75% |" in page
     assert "| 512+128, fla | wrong |  | 1.0e-03 |  |  | 100% | 50% | 50% |  |" in page
     assert "no time of FLA in 512+128: wrong, another token than the reference's" in page
@@ -286,7 +291,7 @@ def test_other_passes_have_tables_of_their_own():
 def test_stages_say_what_is_inside():
     row = timed(workloads.PREFILL[-1], 1.0, ratio={"fla": 2.0}, best_chunk=32, inside="kernels")
     rows = [{**row, "pass": "stages", "case": f"16/16 16x16384 {stage}"} for stage in ("kkt", "solve")]
-    page = pages.page([Results("h200", rows)], {})
+    page = every_page([Results("h200", rows)])
     assert "2 ms (2.00, chunks of 32)" in page and "inside the time of kkt, solve: kernels." in page
 
 
@@ -308,6 +313,8 @@ def test_committed_pages_are_what_the_files_say():
     drawn = re.findall(r"^!\[(.*)\]\((results/([a-z0-9]+)-.*)\)$", page, re.M)
     held = {one.name: [(title, path) for title, path, name in drawn if name == one.name] for one in found}
     assert limits and pages.page(found, held) == page
+    written = {path.stem: path.read_text() for path in (measure.ROOT / "docs" / "results").glob("*.md")}
+    assert written == pages.pass_pages(found)
     readme = (measure.ROOT / "README.md").read_text()
     assert pages.between(readme, summary.readme(found)) == readme
 
@@ -344,10 +351,11 @@ def test_pictures_of_an_untouched_clone_stay_as_they_are(tmp_path):
     page, readme = tmp_path / "results.md", tmp_path / "README.md"
     shutil.copytree(committed, tmp_path / "results")
     shutil.copy(measure.ROOT / "README.md", readme)
-    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "results").iterdir()}
+    drawn = lambda: {x: (x.read_bytes(), x.stat().st_mtime_ns) for x in (tmp_path / "results").glob("*.svg")}  # noqa: E731
+    before = drawn()
     arguments = ["--results", str(measure.RESULTS), "--page", str(page), "--readme", str(readme)]
     assert CliRunner().invoke(build_app(), ["bench", "plot", *arguments]).exit_code == 0
-    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "results").iterdir()}
+    after = drawn()
     assert [path.name for path in before | after if before.get(path) != after.get(path)] == []
 
 
@@ -436,7 +444,7 @@ def test_ways_of_speculation_are_columns():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["fp32\nchunk final", "fp32\nstates"]
 
 
-def test_regimes_have_their_limits():
+def test_distributions_have_their_limits():
     assert pictures.limit("mild", "o") == 5e-3 and pictures.limit("mild identical keys", "dg") == 6e-2
 
 

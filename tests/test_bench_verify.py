@@ -341,8 +341,8 @@ def test_peers_take_their_part_and_rows_are_kept(monkeypatch, tmp_path):
         module.__spec__ = importlib.util.spec_from_loader(name, None)
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     small = replace(readings.DISTRIBUTIONS["mild"], heads=(1, 2), lengths=packed(70))
-    monkeypatch.setitem(readings.NAMED, "regimes", {"mild": small, "slow": replace(small, gate="slow")})
-    done = run("verify", "--set", "regimes", "--only", "mild", "--append", "--device", "cpu")
+    monkeypatch.setitem(readings.NAMED, "distributions", {"mild": small, "slow": replace(small, gate="slow")})
+    done = run("verify", "--set", "distributions", "--only", "mild", "--append", "--device", "cpu")
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
     assert [row["provider"] for row in rows] == list(PROVIDERS)
@@ -358,11 +358,11 @@ def test_a_part_goes_on_where_it_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr("gdn.cli.environment.commit", lambda: "abc")
     small = replace(readings.DISTRIBUTIONS["mild"], heads=(1, 2), lengths=packed(20))
-    monkeypatch.setitem(readings.NAMED, "regimes", {"mild": small, "slow": replace(small, gate="slow")})
+    monkeypatch.setitem(readings.NAMED, "distributions", {"mild": small, "slow": replace(small, gate="slow")})
     arguments = [
         "verify",
         "--set",
-        "regimes",
+        "distributions",
         "--providers",
         "gdn",
         "--append",
@@ -399,19 +399,19 @@ def test_who_refuses_or_fails_is_not_asked_again(monkeypatch, tmp_path):
 
 
 def test_rows_say_their_set_and_profile(monkeypatch, tmp_path):
-    """One name in three sets is three problems; rows of `regimes` keep the pass accuracy."""
+    """One name in three sets is three problems; rows of `distributions` keep the pass accuracy."""
     tiny = {"16/16 20,30": replace(CASE, gate="strong")}
-    for name in ("regimes", "ladders", "pto"):
+    for name in ("distributions", "ladders", "pto"):
         monkeypatch.setitem(readings.NAMED, name, tiny)
     arguments = ["--device", "cpu", "--providers", "gdn", "--results", str(tmp_path / "x.jsonl"), "--dtype"]
     arguments += ["bf16", "--commit", "abc", "--resume"]
-    sets = (["regimes"], ["ladders"], ["pto"], ["regimes", "--profile", "pto"])
+    sets = (["distributions"], ["ladders"], ["pto"], ["distributions", "--profile", "pto"])
     for _ in range(2):
         assert [run("verify", "--set", *one, *arguments).exit_code for one in sets] == [0] * 4
     rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
     assert [(row["pass"], row["set"], row["profile"]) for row in rows] == [
-        ("accuracy", "regimes", "gdn"), ("accuracy:ladders", "ladders", "gdn"),
-        ("accuracy:pto", "pto", "pto"), ("accuracy:regimes:pto", "regimes", "pto"),
+        ("accuracy", "distributions", "gdn"), ("accuracy:ladders", "ladders", "gdn"),
+        ("accuracy:pto", "pto", "pto"), ("accuracy:distributions:pto", "distributions", "pto"),
     ]  # fmt: skip
 
 

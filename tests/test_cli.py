@@ -135,7 +135,7 @@ def run_script(monkeypatch, capsys, *args):
         ("bench prefill --device cuda:99", "device: expected .*cpu.*, got cuda:99"),
         ("verify --device meta", "device: expected .*cpu.*, got meta"),
         ("verify --only zzz", "only: expected a part of one of [0-9]+ names, such as strong/.*, got 'zzz'"),
-        ("verify --set regimes --only zzz,yyy", "expected a part of one of mixed, strong.*, got 'zzz,yyy'"),
+        ("verify --set distributions --only zzz,yyy", "a part of one of mixed, strong.*, got 'zzz,yyy'"),
         ("verify --set full --only zzz", "only: expected a part of one of [0-9]+ names.*, got 'zzz'"),
         ("bench prefill --device cpu --only zzz", "one of 2/8 1x32768, .*, got 'zzz'"),
         ("bench spec --device cpu --only zzz", "[0-9]+ names, such as B=1 T=1 fp32 decode, .*, got 'zzz'"),

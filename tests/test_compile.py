@@ -1,6 +1,7 @@
 """Check every compiled kernel, for GPUs that need not be there: spills, shared memory, serialised WGMMA."""
 
 import ast
+import functools
 import os
 from pathlib import Path
 
@@ -19,18 +20,24 @@ BOTH = [(target, name) for target in TARGETS for name, s in SPECIMENS.items() if
 pytestmark = pytest.mark.compile
 
 
+@functools.cache
+def jobs_of(name, target):
+    """Return the jobs of a specimen, whose launches are recorded once for all tests."""
+    return jobs(SPECIMENS[name].on("cpu"), target)
+
+
 @pytest.fixture(scope="session")
 def reports(request):
     """Return the reports of all selected tests, compiled together, so that no core waits for one."""
     wanted = [
         item.callspec.params for item in request.session.items if item.name.startswith("test_compiles[")
     ]
-    return compile_all([job for x in wanted for job in jobs(SPECIMENS[x["name"]].on("cpu"), x["target"])])
+    return compile_all([job for x in wanted for job in jobs_of(x["name"], x["target"])])
 
 
 @pytest.mark.parametrize("target, name", BOTH, ids=[f"{target}-{name}" for target, name in BOTH])
 def test_compiles(reports, target, name):
-    wanted = jobs(SPECIMENS[name].on("cpu"), target)
+    wanted = jobs_of(name, target)
     assert wanted, "expected a kernel to be launched"
     found = [f"{job.name}: {what}" for job in wanted for what in wrong(job, reports[job])]
     assert not found, "\n".join(found)
@@ -43,7 +50,7 @@ def test_every_kernel_has_a_specimen():
             if isinstance(node, ast.FunctionDef):
                 names = {ast.unparse(d).split("(")[0].split(".")[-1] for d in node.decorator_list}
                 written |= {node.name} if "kernel" in names else set()
-    met = {job.kernel.__name__ for s in SPECIMENS.values() for job in jobs(s.on("cpu"), "cuda:90")}
+    met = {job.kernel.__name__ for name in SPECIMENS for job in jobs_of(name, "cuda:90")}
     assert written and written == met
 
 

@@ -571,9 +571,9 @@ def test_operators():
 
 
 OPTIONAL = (
-    "g", "beta", "a", "b", "A_log", "dt_bias", "scale", "cu_seqlens", "max_seqlen", "read_index",
-    "num_accepted", "ring_pos", "write_index", "intermediate", "intermediate_row", "parent", "null_slot",
-    "out", "backend",
+    "g", "beta", "a", "b", "A_log", "dt_bias", "scale", "lower_bound", "cu_seqlens", "max_seqlen",
+    "read_index", "num_accepted", "ring_pos", "write_index", "intermediate", "intermediate_row", "parent",
+    "null_slot", "out", "backend",
 )  # fmt: skip
 DEFAULTS = {
     "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True, "write": "final",

@@ -181,9 +181,9 @@ def gate():
     return lambda: with_gradients(gdn.gate, *x)
 
 
-def layer(has_cache):
+def layer(has_cache, kind=gdn.GatedDeltaNet):
     """Return a layer's forward and backward on packed rows, or its steps with a cache."""
-    net = gdn.GatedDeltaNet(32, num_k_heads=H, num_v_heads=HV, head_k_dim=8, head_v_dim=8)
+    net = kind(32, num_k_heads=H, num_v_heads=HV, head_k_dim=8, head_v_dim=8)
     x, offsets = torch.randn(1, 70, 32), torch.tensor(ENDS)
 
     def trained():
@@ -256,6 +256,7 @@ CALLS = {
     "gate": gate,
     "GatedDeltaNet": lambda: layer(False),
     "GatedDeltaNet with a cache": lambda: layer(True),
+    "KimiDeltaAttention": lambda: layer(False, gdn.KimiDeltaAttention),
     "stages": lambda: stages(False),
     "stages packed": lambda: stages(True),
 }
@@ -264,7 +265,7 @@ CALLS = {
 def test_every_public_function_has_a_call():
     """Every public function has a call here, also one that is added later."""
     named = {word for name in CALLS for word in name.replace(",", "").split()}
-    aliases = {"chunk_gdn", "fused_recurrent_gdn"}
+    aliases = {"chunk_gdn", "chunk_kda", "fused_recurrent_gdn", "fused_recurrent_kda"}
     assert set(gdn.__all__) - aliases - WITHOUT_TENSORS - named == set()
 
 

@@ -49,6 +49,14 @@ def test_the_workflow_calls_the_scripts_of_this_repository():
     assert any(torch in command for command in commands)
 
 
+def test_one_file_has_the_tests_that_compile():
+    """`make compile` collects this file alone: the imports of all others take longer than many kernels."""
+    mark = "pytest.mark." + "compile"
+    assert [path.name for path in (ROOT / "tests").rglob("*.py") if mark in path.read_text()] == [
+        "test_compile.py"
+    ]
+
+
 def test_the_hooks_check_what_make_checks():
     """The commands of the hooks are those of make. The paths that mypy checks are in pyproject.toml."""
     (local,) = load(ROOT / ".pre-commit-config.yaml")["repos"]

@@ -167,7 +167,7 @@ def test_portable_decode_is_the_operator(v_first, gates):
     options = {"state_v_first": v_first, "allow_neg_eigval": gates == "raw"}
     expected = api.decode_functional(**x, state=state, **options)
     names = ("g", "beta", "a", "b", "A_log", "dt_bias")
-    rest = (None, None, 16**-0.5, True, gates == "raw", v_first, "final", None, False, True, None)
+    rest = (None, None, 16**-0.5, None, True, gates == "raw", v_first, "final", None, False, True, None)
     got = portable.decode_functional(x["q"], x["k"], x["v"], state, *(x.get(n) for n in names), *rest)
     assert all(error(a, b) < 1e-6 and a.dtype == b.dtype for a, b in zip(got, expected, strict=True))
     with pytest.raises(NotImplementedError, match="one token per row"):

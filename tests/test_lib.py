@@ -6,7 +6,7 @@ import triton.language as tl
 
 from gdn.backends.triton import launch
 from gdn.backends.triton.launch import Launch
-from gdn.backends.triton.lib import store_wide, widened
+from gdn.backends.triton.lib import load_wide, store_wide
 
 
 @launch.kernel
@@ -16,7 +16,7 @@ def _round_trip(x_ptr, upper_ptr, rest_ptr, y_ptr, n, BLOCK: tl.constexpr):
     store_wide(upper_ptr, rest_ptr, i, tl.load(x_ptr + i), mask)
     tl.debug_barrier()
     upper = tl.load(upper_ptr + i, mask=mask, other=0.0)
-    tl.store(y_ptr + i, widened(upper, rest_ptr, i, mask))
+    tl.store(y_ptr + i, load_wide(upper, rest_ptr, i, mask))
 
 
 @pytest.mark.interpret

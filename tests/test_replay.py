@@ -497,8 +497,8 @@ def test_compile_and_operators(backend, device):
 def test_operators_match_their_schemas():
     """The schemas name exactly the tensors that are written, and the fakes match the outputs."""
     absent = dict.fromkeys(
-        ("g", "beta", "a", "b", "A_log", "dt_bias", "scale", "cu_seqlens", "max_seqlen", "null_slot", "out",
-         "backend")
+        ("g", "beta", "a", "b", "A_log", "dt_bias", "scale", "lower_bound", "cu_seqlens", "max_seqlen",
+         "null_slot", "out", "backend")
     )  # fmt: skip
     flags = {"use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True}
     problem = parse_replay(**absent | flags | call() | {"out": torch.empty(B, T, 4, 24)})

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gdn
 from gdn.backends import Saved, load
-from gdn.backends.eager.blocks import plan
+from gdn.backends.eager.blocks import plan_blocks
 from gdn.ops import library
 from gdn.problem import parse
 from gdn.testing import Case, inputs, packed, rows
@@ -327,7 +327,7 @@ def test_a_batch_invariant_block_holds_one_sequence(options):
     x = [t[:1] for t in tensors()] if options else tensors()
 
     def widest(**more):
-        blocks = plan(parse(*x, **options, **more)).blocks
+        blocks = plan_blocks(parse(*x, **options, **more)).blocks
         return max(step.stop - step.start for block in blocks for step in block.steps)
 
     assert widest(batch_invariant=True) == 1 < widest()

@@ -129,7 +129,7 @@ def test_the_reference_has_every_public_name():
         for page in (ROOT / "docs" / "reference").glob("*.md")
         for name in re.findall(r"^::: (gdn\.\S+)", page.read_text(), re.M)
     }
-    aliases = {"chunk_gdn", "fused_recurrent_gdn"}
+    aliases = {"chunk_gdn", "chunk_kda", "fused_recurrent_gdn", "fused_recurrent_kda"}
     assert set(gdn.__all__) - aliases <= found
 
 

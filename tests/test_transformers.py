@@ -668,7 +668,7 @@ def test_whatever_gdn_rejects_goes_to_the_originals(monkeypatch, error):
                 assert torch.equal(model(ids, use_cache=False).logits, logits)
             with pytest.raises(error, match="q: expected this"):
                 model(ids, use_cache=False, cu_seq_lens_q=torch.tensor([0, 4, 9]))
-    monkeypatch.setattr(importlib.import_module("gdn.backends.eager.conv"), "forward", reject)
+    monkeypatch.setattr(importlib.import_module("gdn.backends.eager.conv"), "convolve_sequences", reject)
     with gdn.patch_transformers(), pytest.raises(error, match="q: expected this"):
         model(ids, use_cache=False)
 

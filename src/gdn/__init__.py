@@ -9,6 +9,7 @@ from gdn.integrations.fla_patch import patch_fla
 from gdn.integrations.transformers import patch_transformers
 from gdn.layers.cache import GatedDeltaNetCache
 from gdn.layers.gated_deltanet import GatedDeltaNet
+from gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from gdn.ops import stages
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
@@ -24,20 +25,23 @@ if TYPE_CHECKING:
     from gdn.distributed.context import ContextParallel
 
 # the version is defined here only: pyproject.toml reads it from this line
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
-chunk_gdn = chunk_gated_delta_rule
-fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+# the rank of g chooses between a decay per head (GDN) and one per key channel (KDA)
+chunk_gdn = chunk_kda = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_kda = fused_recurrent_gated_delta_rule
 
 __all__ = [
     "ContextParallel",
     "GatedDeltaNet",
     "GatedDeltaNetCache",
+    "KimiDeltaAttention",
     "causal_conv1d",
     "causal_conv1d_update",
     "rms_norm_gated",
     "chunk_gated_delta_rule",
     "chunk_gdn",
+    "chunk_kda",
     "commit",
     "decode",
     "decode_functional",
@@ -46,6 +50,7 @@ __all__ = [
     "explain",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "fused_recurrent_kda",
     "gate",
     "patch_fla",
     "patch_transformers",

@@ -15,7 +15,11 @@ Q = Float[Tensor, "B T H K"]  # queries
 Keys = Float[Tensor, "B T H K"]  # keys
 Values = Float[Tensor, "B T HV V"]  # values v, outputs o, corrected values v_new
 PerHead = Float[Tensor, "B T HV"]  # g: log decay per token; beta: write strength; a, b: their raw logits
+PerChannel = Float[Tensor, "B T HV K"]  # g: log decay per token and key channel; a: its raw logits
+Decay = PerHead | PerChannel  # g or its raw logits a, whose rank says what one of them decays
 HeadParam = Float[Tensor, "HV"]  # A_log, dt_bias
+ChannelParam = Float[Tensor, "HV K"]  # dt_bias of a decay per key channel
+GateBias = HeadParam | ChannelParam
 GSum = Float[Tensor, "B T HV"]  # inclusive sum of g from the start of the token's chunk, float64
 AStrict = Float[
     Tensor, "B T HV C"

@@ -34,6 +34,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import triton_key
 
 from gdn.backends import triton as room
 from gdn.backends.triton import launch
@@ -256,6 +257,9 @@ def compile_all(expected: list[Job], workers: int | None = None) -> dict[Job, Re
         else:
             waiting.append(job)
     CACHE.mkdir(parents=True, exist_ok=True)
+    if waiting:
+        # Triton hashes its own library, 300 MB, once per process: a forked child inherits the cached hash
+        triton_key()
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < (workers or os.cpu_count() or 1):

@@ -132,6 +132,29 @@ def index_scalars(patch):
     return wrapped
 
 
+def patch_once_per_launch(patch):
+    """Wrap the patch of a function's modules: a device function patches no module again within a launch.
+
+    Triton patches the language at every call of a device function, though the launch has done it. Listing the
+    members of its modules took a third of the time of an interpreted kernel.
+    """
+    patched = set()
+
+    @wraps(patch)
+    def wrapped(fn):
+        modules = {id(x) for x in fn.__globals__.values() if x is tl or x is tl.core}
+        if patched and modules <= patched:
+            return interpreter._LangPatchScope()
+        scope, is_launch = patch(fn), not patched
+        patched.update(modules)
+        if is_launch:
+            restore = scope.restore
+            scope.restore = lambda: (restore(), patched.clear())
+        return scope
+
+    return wrapped
+
+
 def bf16_constant(self, value):
     return round_to_bf16(Handle(np.array([value], dtype=np.float32), tl.float32))
 
@@ -169,3 +192,4 @@ def install():
     scope = interpreter.ReduceScanOpInterface
     scope.apply = reduce_in_fp32(scope.apply)
     interpreter._patch_lang_tensor = index_scalars(interpreter._patch_lang_tensor)
+    interpreter._patch_lang = patch_once_per_launch(interpreter._patch_lang)

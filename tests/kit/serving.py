@@ -71,9 +71,9 @@ def step_of(
 # the default options of a step, by which its problem is created
 STEP = {
     "conv_activation": "silu", "z": None, "norm_weight": None, "norm_eps": 1e-6, "norm_activation": "silu",
-    "scale": None, "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True,
-    "conv_index": None, "read_index": None, "write_index": None, "null_slot": None, "out": None,
-    "backend": None,
+    "scale": None, "lower_bound": None, "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False,
+    "state_v_first": True, "conv_index": None, "read_index": None, "write_index": None, "null_slot": None,
+    "out": None, "backend": None,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`gdn bench plot`: make pictures, docs/results.md and the README's table from results files alone."""
+"""`gdn bench plot`: make pictures, the pages of docs/results and the README's table from results files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,9 @@ README = measure.ROOT / "README.md" if CLONE else None
 
 def plot(
     results: Annotated[Path, typer.Option(help="The folder with the JSON-lines files.")] = measure.RESULTS,
-    page: Annotated[Path, typer.Option(help="The page; pictures go into a folder of its name.")] = DOCS,
+    page: Annotated[
+        Path, typer.Option(help="The page; pictures and other pages go into a folder of its name.")
+    ] = DOCS,
     readme: Annotated[
         Path | None, typer.Option(help="A page whose table between two marks is remade.")
     ] = README,
@@ -38,7 +40,9 @@ def plot(
         for one in found
     }
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(files.page(found, drawn), encoding="ascii")
+    page.write_text(files.page(found, drawn, folder.name), encoding="ascii")
+    for job, text in files.pass_pages(found).items():
+        (folder / f"{job}.md").write_text(text.replace("../results.md", f"../{page.name}"), encoding="ascii")
     if readme is not None and readme.exists():
         readme.write_text(files.between(readme.read_text(), summary.readme(found)))
     for name, titles in drawn.items():

@@ -43,7 +43,7 @@ DISTRIBUTIONS: dict[str, Case] = {
     "all options": replace(_BASE, **catalog.VARIANTS["gated"]),  # type: ignore[arg-type]
 }
 NAMED: dict[str, dict[str, Case]] = {
-    "regimes": DISTRIBUTIONS,
+    "distributions": DISTRIBUTIONS,
     "ladders": {name: replace(catalog.case(name), gate="mild") for name in catalog.SETS["ladders"]},
     **pto.SETS,
 }
@@ -163,9 +163,9 @@ def profile_of(problems: str) -> str:
 
 
 def label(problems: str, profile: str) -> dict[str, str]:
-    """Return set, profile and pass of the rows of a run; the pass of `regimes` under `gdn` is accuracy."""
+    """Return set, profile and pass of the rows of a run; `distributions` under `gdn` is the pass accuracy."""
     words = [problems, *([profile] if profile != profile_of(problems) else [])]
-    name = ":".join(["accuracy", *([] if words == ["regimes"] else words)])
+    name = ":".join(["accuracy", *([] if words == ["distributions"] else words)])
     return {"pass": name, "set": problems, "profile": profile}
 
 

@@ -196,7 +196,7 @@ def sets(shape: Shape, B: int, dtype: torch.dtype, device: torch.device, count: 
 def _problem(x: Tensors) -> StepProblem:
     return parse_step(
         **x, **CONVENTIONS, conv_activation="silu", norm_eps=1e-6, norm_activation="silu", scale=None,
-        allow_neg_eigval=False, conv_index=None, write_index=None, null_slot=None,
+        lower_bound=None, allow_neg_eigval=False, conv_index=None, write_index=None, null_slot=None,
         out=torch.empty_like(x["z"]), backend=None,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Make docs/results.md from results files alone; `summary` makes the README's table.
+"""Make docs/results.md and a page of each pass from results files; `summary` makes the README's table.
 
 The last row of each problem and provider counts. A row of gdn has the ratios of the peers timed in its own
 run. A peer timed beside the same commit in another run, since both compile too long for one, has the ratio of
@@ -122,26 +122,52 @@ def load(folder: Path, limits: Mapping[str, int] | None = None) -> list[Results]
     return found
 
 
-def page(found: Iterable[Results], pictures: Mapping[str, Sequence[tuple[str, str]]]) -> str:
-    """Return the text of docs/results.md. pictures: name of results -> (title, path) of each."""
+def page(
+    found: Iterable[Results], pictures: Mapping[str, Sequence[tuple[str, str]]], folder: str = "results"
+) -> str:
+    """Return the text of docs/results.md: statements, pictures, and links to the pages of the passes.
+
+    pictures: name of results -> (title, path) of each. folder: the folder of the other pages.
+    """
     found = list(found)
     made_from = ", ".join(f"{len(one.rows)} rows of {one.name}.jsonl" for one in found)
+    links = ", ".join(f"[{job}]({folder}/{job}.md)" for job in pass_pages(found))
     text = [
         "# Results", "",
         f"Made by `gdn bench plot` from {made_from} (`benchmarks/results/`), not by hand.",
         "How a number comes about: [measuring.md](measuring.md). A ratio is a peer's time over ours in the",
         "same run: above 1, ours is faster. Where peers were timed beside one commit in several runs, ours",
         "is of the last one, and a peer's time is its ratio times that; one last timed beside an older",
-        "commit stands with that commit. Limit: the share of what bytes and products allow at the highest",
-        "rates seen on that GPU. MB: the most that a call allocates beyond its inputs.", "",
+        "commit stands with that commit.", "",
+        f"All rows, one page for each pass: {links}.", "",
     ]  # fmt: skip
     for one in found:
         text += [f"## {machine(one)}", ""]
         text += [line for sentence in statements(one) for line in (f"- {sentence}",)]
         text += ["", *(f"![{title}]({path})" for title, path in pictures.get(one.name, ())), ""]
-        for name in one.passes:
-            text += section(one, name)
     return "\n".join(text).rstrip() + "\n"
+
+
+def pass_pages(found: Iterable[Results]) -> dict[str, str]:
+    """Return the page of each pass, by its name: the tables of its variants on each machine."""
+    found = list(found)
+    texts = {}
+    for job, about in ABOUT.items():
+        lines = []
+        for one in found:
+            tables_of_job = [section(one, name) for name in one.passes if name.partition(":")[0] == job]
+            if any(tables_of_job):
+                lines += [f"## {machine(one)}", "", *(line for table in tables_of_job for line in table)]
+        if lines:
+            head = [
+                f"# Results of {job}", "",
+                f"`{job}`: {about}.", "",
+                "Made by `gdn bench plot`, not by hand. [All results](../results.md) says what a ratio is.",
+                "Limit: the share of what bytes and products allow at the highest rates seen on that GPU.",
+                "MB: the most that a call allocates beyond its inputs.", "",
+            ]  # fmt: skip
+            texts[job] = "\n".join([*head, *lines]).rstrip() + "\n"
+    return texts
 
 
 def between(text: str, made: str) -> str:
@@ -232,7 +258,7 @@ def command(name: str, case: str | None = None) -> str:
     """Return the command that measures a pass, or one case of it, again."""
     job, _, variant = name.partition(":")
     if job == "accuracy":
-        problems, _, profile = (variant or "regimes").partition(":")
+        problems, _, profile = (variant or "distributions").partition(":")
         judged = ["--profile", profile] if profile else []
         return shlex.join(["gdn", "verify", "--set", problems, *judged, "--append"])
     options = [] if job == "cpu" or case is None else ["--only", case]

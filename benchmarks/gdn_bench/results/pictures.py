@@ -197,10 +197,10 @@ def errors(one: Results) -> Any:
 
     # other sets and profiles are passes of their own
     found = [row for row in one.last("accuracy") if (row["pass"], row["dtype"]) == ("accuracy", "bfloat16")]
-    regimes = list(dict.fromkeys(row["case"] for row in found))
-    if not regimes:
+    distributions = list(dict.fromkeys(row["case"] for row in found))
+    if not distributions:
         return None
-    figure, panels = _panels(len(CLASSES), width=3.4, height=1.4 + 0.36 * len(regimes))
+    figure, panels = _panels(len(CLASSES), width=3.4, height=1.4 + 0.36 * len(distributions))
     there = [p for p in LOOKS if any(owner_of(row["provider"]) == p for row in found)]
     worst = {outputs: [_worst(row, outputs) for row in found] for outputs in CLASSES.values()}
     lowest = min((x for values in worst.values() for x in values if x), default=1e-4)
@@ -209,23 +209,25 @@ def errors(one: Results) -> Any:
             colour, mark, _ = LOOKS[provider]
             offset = (i - (len(there) - 1) / 2) * 0.7 / len(there)
             points = [
-                (x, regimes.index(row["case"]) + offset)
+                (x, distributions.index(row["case"]) + offset)
                 for row, x in zip(found, worst[outputs], strict=True)
                 if x and owner_of(row["provider"]) == provider
             ]
             if points:
                 xs, ys = zip(*points, strict=True)
                 axes.scatter(xs, ys, s=24, marker=mark, color=colour, label=title_of(provider))
-        for j, regime in enumerate(regimes):
-            axes.plot([limit(regime, outputs[0])] * 2, [j - 0.4, j + 0.4], color="black", linewidth=1.5)
+        for j, name in enumerate(distributions):
+            axes.plot([limit(name, outputs[0])] * 2, [j - 0.4, j + 0.4], color="black", linewidth=1.5)
         axes.set_xscale("log")
         axes.set_xlim(10.0 ** math.floor(math.log10(0.8 * lowest)), 0.1)
         axes.xaxis.set_major_locator(LogLocator(numticks=9))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("relative RMS error; line: limit", fontsize=9)
-        axes.set_yticks(range(len(regimes)), regimes if axes is panels[0] else [""] * len(regimes))
-        axes.set_ylim(len(regimes) - 0.5, -0.5)
+        axes.set_yticks(
+            range(len(distributions)), distributions if axes is panels[0] else [""] * len(distributions)
+        )
+        axes.set_ylim(len(distributions) - 0.5, -0.5)
         _grid(axes)
     _name(figure, "Errors by distribution of gates and keys", one, found)
     _legend(figure, panels)
@@ -239,7 +241,7 @@ def _worst(row: Row, outputs: tuple[str, ...]) -> float | None:
 
 
 def limit(name: str, output: str) -> float:
-    """Return the limit of a bf16 output under a distribution of `gdn verify --set regimes`, by its name."""
+    """Return the limit of a bf16 output under a distribution of that name in `gdn verify`."""
     import torch
 
     kinds = ("correlated", "identical", "negative")

@@ -270,6 +270,11 @@ class ContextParallel:
                 given[name] = _flat(given[name], plan)
         problem = parse(**given, **_local_offsets(plan, q.device))
         p = problem
+        if p.is_per_channel or p.lower_bound is not None:
+            got = "one per key channel" if p.is_per_channel else f"lower_bound={p.lower_bound}"
+            raise NotImplementedError(
+                f"g: expected a decay per head without lower_bound with cp_context, got {got}"
+            )
         argument.no_tangent("chunk_gated_delta_rule", **dict(zip(NAMES, p.differentiable, strict=True)))
         library.check_backend(problem)
         return problem, plan, offsets

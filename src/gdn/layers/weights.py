@@ -1,4 +1,4 @@
-"""Convert the weights of the Transformers layers Qwen3NextGatedDeltaNet and Qwen3_5GatedDeltaNet.
+"""Convert the weights of the Transformers layers of Qwen3-Next and Qwen3.5, and of those with KDA.
 
 The names in the state_dict distinguish the two layers; Transformers is not imported.
 """
@@ -83,3 +83,64 @@ def _split_interleaved(weights: dict[str, Tensor], sizes: Mapping[str, int]) -> 
         "in_proj_b.weight": b,
         "in_proj_a.weight": a,
     }
+
+
+KIMI = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "b_proj.weight", "conv1d.weight"}
+KIMI |= {"forget_gate.A_log", "forget_gate.dt_bias", "o_norm.weight", "o_proj.weight"}
+LOW_RANK = {
+    "forget_gate.f_a_proj.weight",
+    "forget_gate.f_b_proj.weight",
+    "g_a_proj.weight",
+    "g_b_proj.weight",
+}
+FULL_RANK = {"forget_gate.f_proj.weight", "g_proj.weight"}
+
+
+def from_kimi(
+    source: nn.Module | Mapping[str, Tensor], lower_bound: float | None, norm_eps: float | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the constructor arguments and the state_dict of the KimiDeltaAttention that equals `source`."""
+    found = dict(source.state_dict() if isinstance(source, nn.Module) else source)
+    if set(found) not in (KIMI | LOW_RANK, KIMI | FULL_RANK):
+        raise ValueError(
+            "source: expected the tensors of a KimiLinear, Glm5NextText or BailingHybrid layer, got "
+            + (", ".join(sorted(found)) or "none")
+        )
+    if isinstance(source, nn.Module):
+        if source.activation not in ("silu", "swish"):
+            raise ValueError(f"source: expected the activation silu, got {source.activation!r}")
+        norm_eps = source.o_norm.variance_epsilon if norm_eps is None else norm_eps  # type: ignore
+        lower_bound = _lower_bound(source.forget_gate) if lower_bound is None else lower_bound
+    HV, K = found["forget_gate.A_log"].numel(), found["o_norm.weight"].shape[0]
+    weights = {
+        "in_proj_qkv.weight": torch.cat([found[f"{name}_proj.weight"] for name in "qkv"]),
+        "in_proj_b.weight": found["b_proj.weight"],
+        "conv1d.weight": found["conv1d.weight"].flatten(1),
+        "A_log": found["forget_gate.A_log"].flatten(),
+        "dt_bias": found["forget_gate.dt_bias"].view(HV, K),
+        "norm.weight": found["o_norm.weight"],
+        "out_proj.weight": found["o_proj.weight"],
+    }
+    gate_rank = None
+    if "g_proj.weight" in found:
+        weights["in_proj_a.weight"] = found["forget_gate.f_proj.weight"]
+        weights["in_proj_z.weight"] = found["g_proj.weight"]
+    else:
+        gate_rank = found["g_a_proj.weight"].shape[0]
+        for i, letter in enumerate("ab"):
+            weights[f"in_proj_a.{i}.weight"] = found[f"forget_gate.f_{letter}_proj.weight"]
+            weights[f"in_proj_z.{i}.weight"] = found[f"g_{letter}_proj.weight"]
+    sizes = {
+        "hidden_size": found["o_proj.weight"].shape[0], "num_k_heads": HV, "head_k_dim": K,
+        "conv_size": found["conv1d.weight"].shape[-1], "gate_rank": gate_rank, "lower_bound": lower_bound,
+        "norm_eps": 1e-6 if norm_eps is None else norm_eps,
+    }  # fmt: skip
+    return sizes, weights
+
+
+def _lower_bound(gate: Any) -> float | None:
+    """Return the lower bound of the forget gate of a layer; None for the gate with softplus."""
+    if not getattr(gate, "safe_gate", True):
+        return None
+    bound: float | None = getattr(gate, "safe_gate_lower_bound", getattr(gate, "lower_bound", None))
+    return bound

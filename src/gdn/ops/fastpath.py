@@ -296,7 +296,7 @@ class PoolFunction:
         This is the body of the torch operator, too.
         """
         if self._offsets is not None and problem.cu_seqlens is not None:
-            problem.spans(read_device=settings.debug())
+            problem.token_ranges(read_device=settings.debug())
         launch = None
 
         def run() -> Tensors:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import select
-from gdn.notation import HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
+from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
 from gdn.ops.library import Signature, define_writer, guarded
 from gdn.ops.serving import TOKENS
 from gdn.problem import CommitProblem, PrefillProblem
@@ -20,12 +20,13 @@ def prefill(
     state: Pool,
     *,
     cu_seqlens: Offsets,
-    g: PerHead | None = None,
+    g: Decay | None = None,
     beta: PerHead | None = None,
-    a: PerHead | None = None,
+    a: Decay | None = None,
     b: PerHead | None = None,
     A_log: HeadParam | None = None,
-    dt_bias: HeadParam | None = None,
+    dt_bias: GateBias | None = None,
+    lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
@@ -54,8 +55,9 @@ def prefill(
         state               [slots, HV, K, V]     as in `decode`; read and updated in place
         cu_seqlens          [N+1] int             sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1]; it may
                                                   be empty
-        g, beta, a, b, A_log, dt_bias, allow_neg_eigval, scale, use_qk_l2norm_in_kernel, state_v_first,
-        null_slot, out, backend                   as in `decode`, gates [1, total, HV]
+        g, beta, a, b, A_log, dt_bias, lower_bound, allow_neg_eigval, scale, use_qk_l2norm_in_kernel,
+        state_v_first, null_slot, out, backend    as in `decode`, gates [1, total, HV], or [1, total, HV, K]
+                                                  for g and a
         batch_invariant     bool                  True: the bits of a sequence do not depend on the others
         state_index         [N] int               the slot of each sequence
         out_state_index     [N] int or None       the slot that gets the final state; None: state_index
@@ -86,7 +88,7 @@ def prefill(
     """
     problem = parse_prefill(
         q=q, k=k, v=v, state=state, cu_seqlens=cu_seqlens, g=g, beta=beta, a=a, b=b, A_log=A_log,
-        dt_bias=dt_bias, allow_neg_eigval=allow_neg_eigval, scale=scale,
+        dt_bias=dt_bias, lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval, scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first,
         batch_invariant=batch_invariant, state_index=state_index, out_state_index=out_state_index,
         has_initial_state=has_initial_state, update_state=update_state, checkpoints=checkpoints,

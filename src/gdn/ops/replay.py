@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gdn._torch_compat import is_plain
 from gdn.backends import select
-from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
+from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
 from gdn.ops.fastpath import PoolFunction
 from gdn.ops.library import Signature, define_writer, guarded
 from gdn.ops.serving import TOKENS
@@ -27,12 +27,13 @@ def replay_decode(
     history_G: Tensor,
     cursor: Tensor,
     *,
-    g: PerHead | None = None,
+    g: Decay | None = None,
     beta: PerHead | None = None,
-    a: PerHead | None = None,
+    a: Decay | None = None,
     b: PerHead | None = None,
     A_log: HeadParam | None = None,
-    dt_bias: HeadParam | None = None,
+    dt_bias: GateBias | None = None,
+    lower_bound: float | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
@@ -56,7 +57,9 @@ def replay_decode(
         history_u   [slots, places, HV, V]     any float (fp64 only with fp64 q); holds d, with
                                                use_qk_l2norm_in_kernel divided by the norm of k
         history_k   [slots, places, H, K]      any float (fp64 only with fp64 q); holds k as passed
-        history_G   [slots, places, HV]        fp64; or fp32, which is coarse after a reset (g = -1e6)
+        history_G   [slots, places, HV]        fp64; or fp32, which is coarse after a reset (g = -1e6). With a
+                                               decay per key channel [slots, places, HV, K], fp32: holds g
+                                               itself, no sums
         cursor      [slots] int                number of places in use, clamped to 0 .. places; 0 after the
                                                state itself was written. All layers share one cursor
         read_index  [B] int or None            the slot of each row; None: the row's number
@@ -91,7 +94,8 @@ def replay_decode(
         read_index,
     )  # fmt: skip
     options = (
-        max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot, backend,
+        max_seqlen, scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot,
+        backend,
     )  # fmt: skip
     return _replay_decode(q, tensors, out, options)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import Report, report
-from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
+from gdn.notation import Decay, GateBias, HeadParam, Keys, Offsets, PerHead, Q, State, Values
 from gdn.ops.fastpath import RuleFunction
 from gdn.ops.library import CHUNK_FORWARD, RECURRENT_FORWARD, is_autocasting
 from gdn.problem import ContextParallel, Problem, check_context, parse
@@ -44,7 +44,7 @@ def chunk_gated_delta_rule(
     q: Q,
     k: Keys,
     v: Values,
-    g: PerHead | None = None,
+    g: Decay | None = None,
     beta: PerHead | None = None,
     *,
     scale: float | None = None,
@@ -53,7 +53,8 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
     A_log: HeadParam | None = None,
-    dt_bias: HeadParam | None = None,
+    dt_bias: GateBias | None = None,
+    lower_bound: float | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
@@ -68,18 +69,24 @@ def chunk_gated_delta_rule(
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
+    A decay per head multiplies S; a decay per key channel (KDA) multiplies its rows, S <- Diag(e^g) S.
+
     Args:                           shape                 dtype
         q, k                        [B, T, H, K]          bf16, fp16, fp32 (fp64 on eager), one for q, k, v
         v                           [B, T, HV, V]         dtype of q; value head j reads key head
                                                           j // (HV // H)
-        g                           [B, T, HV] or None    any float; natural log of the decay, <= 0; None: 0
+        g                           [B, T, HV] or         any float; natural log of the decay, <= 0, of a
+                                    [B, T, HV, K] or None head or of each of its key channels; None: 0
         beta                        [B, T, HV] or None    any float; write strength; None: 1
         scale                       number or None        None: K ** -0.5
         initial_state               [N, HV, K, V] or None any float; None: zero
         output_final_state          bool                  True: return the state after each sequence
         use_qk_l2norm_in_kernel     bool                  q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
         use_gate_in_kernel          bool                  raw logits: g <- -exp(A_log) softplus(g + dt_bias)
-        A_log, dt_bias              [HV], [HV] or None    any float; only with use_gate_in_kernel
+        A_log                       [HV] or None          any float; only with use_gate_in_kernel
+        dt_bias                     [HV] or None          any float; [HV, K] with a decay per key channel
+        lower_bound                 number < 0 or None    g <- lower_bound sigmoid(exp(A_log) (g + dt_bias));
+                                                          A_log may be None with it: exp(A_log) = 1
         use_beta_sigmoid_in_kernel  bool                  raw logits: beta <- sigmoid(beta)
         allow_neg_eigval            bool                  beta <- 2 sigmoid(beta); requires the line above
         state_v_first               bool                  states are [N, HV, V, K] in memory
@@ -106,7 +113,7 @@ def chunk_gated_delta_rule(
     Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem.parse`, before anything is computed.
     Cost:   about (6 K V + 4 C (K + V)) flop per token and value head forward, twice that backward;
             memory linear in T.
-    Source: arXiv:2412.06464, section 3.3.
+    Source: arXiv:2412.06464, section 3.3; arXiv:2510.26692 for a decay per key channel.
 
     Example:
         >>> import torch, gdn
@@ -120,8 +127,9 @@ def chunk_gated_delta_rule(
     """
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
     options = (
-        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
+        scale, lower_bound, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, exact, batch_invariant, backend,
+        cp_context,
     )  # fmt: skip
     if cp_context is not None:
         check_context(cp_context)
@@ -135,7 +143,7 @@ def fused_recurrent_gated_delta_rule(
     k: Keys,
     v: Values,
     *,
-    g: PerHead | None = None,
+    g: Decay | None = None,
     beta: PerHead | None = None,
     scale: float | None = None,
     initial_state: State | None = None,
@@ -143,7 +151,8 @@ def fused_recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
     A_log: HeadParam | None = None,
-    dt_bias: HeadParam | None = None,
+    dt_bias: GateBias | None = None,
+    lower_bound: float | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
@@ -165,14 +174,15 @@ def fused_recurrent_gated_delta_rule(
     """
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
     options = (
-        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, exact, batch_invariant, backend, cp_context,
+        scale, lower_bound, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, exact, batch_invariant, backend,
+        cp_context,
     )  # fmt: skip
     return _recurrent(q, tensors, options)
 
 
 def explain(
-    q: Q, k: Keys, v: Values, g: PerHead | None = None, beta: PerHead | None = None, **options: Any
+    q: Q, k: Keys, v: Values, g: Decay | None = None, beta: PerHead | None = None, **options: Any
 ) -> Report:
     """Explain which backend `chunk_gated_delta_rule(q, k, v, g, beta, **options)` gets, and why.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gdn._torch_compat import FunctionalTensorMode, decomposes_kernels
 from gdn.backends import select
-from gdn.notation import HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
+from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
 from gdn.ops.fastpath import CachedCall, PoolFunction, Tensors
 from gdn.ops.library import Signature, define, library
 from gdn.problem import DecodeProblem
@@ -24,12 +24,13 @@ def decode(
     v: Values,
     state: Pool,
     *,
-    g: PerHead | None = None,
+    g: Decay | None = None,
     beta: PerHead | None = None,
-    a: PerHead | None = None,
+    a: Decay | None = None,
     b: PerHead | None = None,
     A_log: HeadParam | None = None,
-    dt_bias: HeadParam | None = None,
+    dt_bias: GateBias | None = None,
+    lower_bound: float | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
@@ -66,6 +67,9 @@ def decode(
                                                 None: no decay, ones
         a, b              [B, T, HV]            any float; raw logits in place of g and beta:
         A_log, dt_bias    [HV], [HV] or None    g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
+        lower_bound       number < 0 or None    g = lower_bound sigmoid(exp(A_log) (a + dt_bias)); A_log may
+                                                be None with it: exp(A_log) = 1
+        With a decay per key channel g and a are [B, T, HV, K] and dt_bias is [HV, K].
         allow_neg_eigval  bool                  True: beta = 2 sigmoid(b)
     Where to read:
         state             [slots, HV, K, V]     fp32, bf16, fp16 (fp64 only with fp64 q), any slot stride;
@@ -121,8 +125,8 @@ def decode(
         write_index, intermediate, intermediate_row, parent,
     )  # fmt: skip
     options = (
-        max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write, null_slot,
-        round_state, exact_packet, backend,
+        max_seqlen, scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write,
+        null_slot, round_state, exact_packet, backend,
     )  # fmt: skip
     return _decode(q, tensors, out, options)
 
@@ -131,14 +135,15 @@ def decode_packed(
     mixed_qkv: Tensor,
     a: Tensor,
     b: Tensor,
-    A_log: HeadParam,
-    dt_bias: HeadParam | None,
+    A_log: HeadParam | None,
+    dt_bias: GateBias | None,
     state: Pool,
     *,
     num_k_heads: int,
     head_k_dim: int,
     head_v_dim: int,
     scale: float | None = None,
+    lower_bound: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
@@ -166,6 +171,8 @@ def decode_packed(
         mixed_qkv                [tokens, 2 H K + HV V]      bf16, fp16, fp32; any row stride; not copied
         a, b                     [tokens, HV]                any float; raw logits
         A_log, dt_bias           [HV]                        any float; dt_bias may be None
+        lower_bound              number < 0 or None          as in `decode`; a [tokens, HV, K] and
+                                                             dt_bias [HV, K] decay key channels
         state                    [slots, HV, K, V]           as in `decode`
         num_k_heads              int                         H
         head_k_dim, head_v_dim   int                         K, V
@@ -180,8 +187,8 @@ def decode_packed(
         intermediate, intermediate_row, parent,
     )  # fmt: skip
     options = (
-        max_seqlen, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write, null_slot,
-        round_state, exact_packet, backend, num_k_heads, head_k_dim, head_v_dim,
+        max_seqlen, scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write,
+        null_slot, round_state, exact_packet, backend, num_k_heads, head_k_dim, head_v_dim,
     )  # fmt: skip
     return _decode_packed(mixed_qkv, tensors, out, options)
 
@@ -192,12 +199,13 @@ def decode_functional(
     v: Values,
     state: Pool,
     *,
-    g: PerHead | None = None,
+    g: Decay | None = None,
     beta: PerHead | None = None,
-    a: PerHead | None = None,
+    a: Decay | None = None,
     b: PerHead | None = None,
     A_log: HeadParam | None = None,
-    dt_bias: HeadParam | None = None,
+    dt_bias: GateBias | None = None,
+    lower_bound: float | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
@@ -219,7 +227,7 @@ def decode_functional(
     """
     problem = parse_decode(
         q=q, k=k, v=v, state=state, g=g, beta=beta, a=a, b=b, A_log=A_log, dt_bias=dt_bias,
-        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scale,
+        cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scale, lower_bound=lower_bound,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
         state_v_first=state_v_first, write="final", null_slot=None, round_state=round_state,
         exact_packet=exact_packet, backend=backend, **_FUNCTIONAL.absent,

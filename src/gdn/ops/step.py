@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gdn.notation import ConvPool, ConvWeight, HeadParam, Index, Pool
+from gdn.notation import ConvPool, ConvWeight, GateBias, HeadParam, Index, Pool
 from gdn.ops.fastpath import PoolFunction
 from gdn.ops.library import Signature
 from gdn.problem.step import StepProblem, parse_step
@@ -15,8 +15,8 @@ def decode_step(
     conv_bias: Tensor | None,
     a: Tensor,
     b: Tensor,
-    A_log: HeadParam,
-    dt_bias: HeadParam | None,
+    A_log: HeadParam | None,
+    dt_bias: GateBias | None,
     state: Pool,
     *,
     num_k_heads: int,
@@ -28,6 +28,7 @@ def decode_step(
     norm_eps: float = 1e-6,
     norm_activation: str | None = "silu",
     scale: float | None = None,
+    lower_bound: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
@@ -52,7 +53,8 @@ def decode_step(
         conv_weight              [D, W]                      any float; conv_weight[:, W-1] multiplies the
                                                              newest input
         conv_bias                [D] or None                 any float
-        a, b                     [B, HV]                     any float; raw logits of the gates
+        a, b                     [B, HV]                     any float; raw logits of the gates; a [B, HV, K]
+                                                             and dt_bias [HV, K] decay key channels
         A_log, dt_bias           [HV]                        any float; dt_bias may be None
         state                    [slots, HV, K, V]           as in `decode`; updated in place
         num_k_heads              int                         H
@@ -66,7 +68,7 @@ def decode_step(
         read_index, write_index  [B] int or None             slots of `state`, as in `decode`
         null_slot                None or 0                   0: slot 0 of both pools is padding as well
         out                      [B, HV, V] or None          gets the result and is returned
-        scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend: as in `decode`
+        scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend: as in `decode`
 
     Returns: out [B, HV, V], dtype of mixed_qkv.
 
@@ -97,7 +99,7 @@ def decode_step(
     )  # fmt: skip
     options = (
         num_k_heads, head_k_dim, head_v_dim, conv_activation, norm_eps, norm_activation, scale,
-        use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot, backend,
+        lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot, backend,
     )  # fmt: skip
     return _decode_step(mixed_qkv, tensors, out, options)
 

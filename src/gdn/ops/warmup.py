@@ -29,6 +29,8 @@ def warmup(
     max_rows: int = 256,
     engines: Sequence[str] = ("gdn",),
     gates: Sequence[str] = ("raw",),
+    decay: str = "head",
+    lower_bound: float | None = None,
     index_dtype: torch.dtype = torch.int32,
     use_qk_l2norm_in_kernel: bool = False,
     state_v_first: bool = False,
@@ -51,6 +53,8 @@ def warmup(
                                     "vllm", "sglang", "lmdeploy" (gdn.integrations: their index types, gates
                                     and layouts)
         gates                       for engine "gdn": "raw" (a, b, A_log, dt_bias), "active" (g, beta) or both
+        decay, lower_bound          for engine "gdn": what a number of g decays, a "head" or a "channel", and
+                                    the lower bound of raw gates
         index_dtype                 for engine "gdn": int32 or int64, dtype of indices, offsets and counts
         use_qk_l2norm_in_kernel,    for engine "gdn": the values in its later calls
         state_v_first
@@ -66,6 +70,7 @@ def warmup(
     """
     check_names("engines", engines, ENGINES)
     check_names("gates", gates, ("raw", "active"))
+    check_names("decay", (decay,), ("head", "channel"))
     check_index_dtype(index_dtype)
     lines = []
     for dtype in dtypes:
@@ -75,6 +80,7 @@ def warmup(
         )  # fmt: skip
         s = replace(usual, gates=tuple(gates), index_dtype=index_dtype)
         s = replace(s, v_first=state_v_first, l2norm=use_qk_l2norm_in_kernel)
+        s = replace(s, is_per_channel=decay == "channel", lower_bound=lower_bound)
         sizes = {name: s if name == "gdn" else usual for name in engines}
         calls = [*layer(s, training), *(call for name in engines for call in windows(sizes[name], name))]
         lines += [_met(f"{function} {dtype} {form}", call, s.device) for function, form, call in calls]

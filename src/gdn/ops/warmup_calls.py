@@ -43,6 +43,13 @@ class Sizes:
     index_dtype: torch.dtype = torch.int32
     v_first: bool = True
     l2norm: bool = True
+    is_per_channel: bool = False
+    lower_bound: float | None = None
+
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Return the axes of a decay after those of the tokens."""
+        return (self.HV, self.K) if self.is_per_channel else (self.HV,)
 
     @property
     def conventions(self) -> dict[str, Any]:
@@ -71,14 +78,16 @@ class Sizes:
 
     def raw(self, *lead: int) -> dict[str, Any]:
         """Return the raw logits of the gates and their parameters."""
-        a = torch.zeros(*lead, self.HV, dtype=self.dtype, device=self.device)
+        a = torch.zeros(*lead, *self.decay_shape, dtype=self.dtype, device=self.device)
+        b = torch.zeros(*lead, self.HV, dtype=self.dtype, device=self.device)
         A_log = torch.zeros(self.HV, device=self.device)
-        return {"a": a, "b": a.clone(), "A_log": A_log, "dt_bias": A_log.to(self.dt_bias_dtype, copy=True)}
+        dt_bias = torch.zeros(self.decay_shape, dtype=self.dt_bias_dtype, device=self.device)
+        return {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": self.lower_bound}
 
     def active(self, *lead: int) -> dict[str, Any]:
         """Return g and beta in the dtype of the results of `gate`."""
-        g = torch.zeros(*lead, self.HV, device=self.device)
-        return {"g": g, "beta": g.clone()}
+        g = torch.zeros(*lead, *self.decay_shape, device=self.device)
+        return {"g": g, "beta": torch.zeros(*lead, self.HV, device=self.device)}
 
     def pool(self, dtype: torch.dtype, *lead: int) -> Tensor:
         last = (self.V, self.K) if self.v_first else (self.K, self.V)
@@ -296,7 +305,8 @@ def _packets(s: Sizes, dtype: torch.dtype, gates: str, T: int) -> Iterator[Call]
         pool, rows = s.pool(dtype, N), s.index(N)
         u = torch.zeros(N, max(PLACES), s.HV, s.V, dtype=s.dtype, device=s.device)
         k = torch.zeros(N, max(PLACES), s.H, s.K, dtype=s.dtype, device=s.device)
-        G = torch.zeros(N, max(PLACES), s.HV, dtype=torch.float64, device=s.device)
+        wide = torch.float32 if s.is_per_channel else torch.float64
+        G = torch.zeros(N, max(PLACES), *s.decay_shape, dtype=wide, device=s.device)
         history: dict[str, Any] = {"history_u": u, "history_k": k, "history_G": G}
         more: dict[str, Any] = {"state_v_first": s.v_first, "backend": s.backend}
         where: dict[str, Any] = {"state": pool, "read_index": rows, **s.conventions}

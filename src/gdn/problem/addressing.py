@@ -34,33 +34,31 @@ def tokens(q: Any, k: Any, v: Any) -> dict[str, int]:
 
 
 def gates(p: Any, dims: dict[str, int]) -> None:
-    g, beta, a, b, A_log, dt_bias = p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias
+    g, beta, a, b, A_log = p.g, p.beta, p.a, p.b, p.A_log
     is_raw = a is not None or b is not None
     for name, x in (("g", g), ("beta", beta)):
         if x is not None:
             if is_raw:
                 raise ValueError(f"{name}: expected None with the raw logits a and b, got both")
             check.floating(name, x)
-            check.shape(name, x, "B T HV", dims)
+    if g is not None:
+        check.decay("g", g, "B T HV", dims)
+    if beta is not None:
+        check.shape("beta", beta, "B T HV", dims)
     if not is_raw:
-        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-            if x is not None:
-                raise ValueError(f"{name}: expected None without the raw logits a and b, got a tensor")
+        check.no_gate_parameters(p, "the raw logits a and b")
         if p.allow_neg_eigval:
             raise ValueError("allow_neg_eigval: expected the raw logits a and b with it, got none")
         return
     for name, x in (("a", a), ("b", b), ("A_log", A_log)):
-        if x is None:
+        if x is None and (name != "A_log" or p.lower_bound is None):
             raise ValueError(
                 f"{name}: expected a tensor, since a and b come together and with A_log; got None"
             )
-    for name, x in (("a", a), ("b", b)):
-        check.floating(name, x)
-        check.shape(name, x, "B T HV", dims)
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if x is not None:
-            check.floating(name, x)
-            check.shape(name, x, "HV", dims)
+    check.decay("a", a, "B T HV", dims)
+    check.floating("b", b)
+    check.shape("b", b, "B T HV", dims)
+    check.gate_parameters(p.A_log, p.dt_bias, p.lower_bound, "HV K" if p.is_per_channel else "HV", dims)
 
 
 def packing(q: Tensor, cu_seqlens: Any, max_seqlen: Any, dims: dict[str, int]) -> None:
@@ -157,7 +155,7 @@ def writing(write: str, write_index: Any, ring_pos: Any, dims: dict[str, int]) -
         columns("write_index", write_index, dims.get("M"))
 
 
-def spans(offsets: list[int], max_seqlen: int | None) -> list[tuple[int, int]]:
+def token_ranges(offsets: list[int], max_seqlen: int | None) -> list[tuple[int, int]]:
     """Return (first token, number of tokens) of every packed row; ValueError for one over max_seqlen."""
     rows = [(start, end - start) for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
     longest = max((count for _, count in rows), default=0)

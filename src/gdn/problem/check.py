@@ -122,6 +122,34 @@ def shape(name: str, x: Tensor, axes: str, dims: dict[str, int]) -> None:
         raise ValueError(f"{name}: expected shape [{describe(letters, dims)}], got {list(x.shape)}")
 
 
+def decay(name: str, x: Any, axes: str, dims: dict[str, int]) -> None:
+    """Check log decays or their logits: of a head with `axes`, or of each key channel with one axis more."""
+    floating(name, x)
+    per_channel = f"{axes} K"
+    shape(name, x, per_channel if x.dim() == len(per_channel.split()) else axes, dims)
+
+
+def gate_parameters(A_log: Any, dt_bias: Any, lower_bound: Any, bias_axes: str, dims: dict[str, int]) -> None:
+    """Check the parameters of a call that computes the gate; each of them may be None."""
+    for name, x, axes in (("A_log", A_log, "HV"), ("dt_bias", dt_bias, bias_axes)):
+        if x is not None:
+            floating(name, x)
+            shape(name, x, axes, dims)
+    if lower_bound is not None:
+        number("lower_bound", lower_bound)
+        if not lower_bound < 0:
+            raise ValueError(f"lower_bound: expected a number below 0, got {lower_bound}")
+
+
+def no_gate_parameters(p: Any, condition: str) -> None:
+    """Raise ValueError for an argument of the gate in a call that does not compute it."""
+    for name in ("A_log", "dt_bias", "lower_bound"):
+        value = getattr(p, name)
+        if value is not None:
+            got = "a tensor" if isinstance(value, Tensor) else value
+            raise ValueError(f"{name}: expected None without {condition}, got {got}")
+
+
 def time_first(v: Tensor, dims: Mapping[str, int]) -> None:
     """Raise ValueError if the shape of v shows that heads precede tokens in q, k and v."""
     T, H = dims["T"], dims["H"]

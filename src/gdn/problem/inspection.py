@@ -17,7 +17,7 @@ from gdn.problem.rule import Problem
 from gdn.problem.serving import CommitProblem, DecodeProblem, PrefillProblem
 from gdn.problem.step import StepProblem
 
-Spans = Sequence[
+Ranges = Sequence[
     tuple[int, int]
 ]  # (first token, number of tokens) of each row, tokens counted over the batch
 Places = Iterable[tuple[int, Any]]  # (row, the place that it reads or writes)
@@ -32,23 +32,23 @@ def inspect_problem(problem: Any) -> list[str]:
 
 def _rule(p: Problem) -> list[str]:
     T = p.T if p.cu_seqlens is None else int(p.cu_seqlens[-1])
-    spans = [(row * p.T, T) for row in range(p.B)]
+    ranges = [(row * p.T, T) for row in range(p.B)]
     g = None if p.use_gate_in_kernel else p.g
     beta = p.beta
     if beta is not None and p.use_beta_sigmoid_in_kernel:
         beta = _write_strength(beta, p.allow_neg_eigval)
-    messages = _tokens(p.k, g, beta, spans, p.use_qk_l2norm_in_kernel)
+    messages = _tokens(p.k, g, beta, ranges, p.use_qk_l2norm_in_kernel)
     if p.H > p.T > 1 and p.HV == p.H and p.cu_seqlens is None:
         messages.append(f"q: T={p.T} tokens and H={p.H} heads; expected [B, T, H, K], tokens before heads")
     return messages
 
 
 def _decode(p: DecodeProblem) -> list[str]:
-    spans = p.spans(read_device=True) or ()
+    ranges = p.token_ranges(read_device=True) or ()
     rows = range(p.N)
     slots = _selected(p, rows)
     messages = _past_the_pool("read_index", slots, p.state.shape[0])
-    valid = [n for n in rows if p.is_slot(slots[n]) and spans[n][1] > 0]
+    valid = [n for n in rows if p.is_slot(slots[n]) and ranges[n][1] > 0]
     R = 1 if p.ring_pos is None else p.state.shape[1]
     start = [0] * p.N if p.ring_pos is None else p.ring_pos.tolist()
     reads = [(n, (slots[n], start[n] % R)) for n in valid]
@@ -57,11 +57,11 @@ def _decode(p: DecodeProblem) -> list[str]:
     if p.write == "final" and p.write_index is None:
         writes = reads
     elif p.write == "all" and p.write_index is None:
-        writes = [(n, (slots[n], (start[n] + 1 + t) % R)) for n in valid for t in range(spans[n][1])]
+        writes = [(n, (slots[n], (start[n] + 1 + t) % R)) for n in valid for t in range(ranges[n][1])]
     elif p.write_index is not None:
         targets = p.write_index.reshape(p.N, -1).tolist()
         messages += _past_the_pool(name, [x for row in targets for x in row], p.state.shape[0])
-        count = {n: spans[n][1] if p.write == "all" else 1 for n in valid}
+        count = {n: ranges[n][1] if p.write == "all" else 1 for n in valid}
         writes = [(n, (x, 0)) for n in valid for x in targets[n][: count[n]] if p.is_slot(x)]
     _require_own_slots(name, writes, reads)
     if p.intermediate is not None and p.intermediate_row is not None:
@@ -69,13 +69,13 @@ def _decode(p: DecodeProblem) -> list[str]:
         messages += _past_the_pool("intermediate_row", kept, p.intermediate.shape[0], "rows")
         room = range(p.intermediate.shape[0])
         _require_own_slots("intermediate_row", [(n, kept[n]) for n in valid if kept[n] in room])
-    live = [spans[n] for n in valid]
+    live = [ranges[n] for n in valid]
     return messages + _pool_tokens(p, live)
 
 
 def _prefill(p: PrefillProblem) -> list[str]:
     offsets = p.offsets(read_device=True) or [0]
-    spans = [(a, b - a) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    ranges = [(a, b - a) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     slots, size = p.state_index.tolist(), p.state.shape[0]
     messages = _past_the_pool("state_index", slots, size)
     targets, name = slots, "state_index"
@@ -84,26 +84,26 @@ def _prefill(p: PrefillProblem) -> list[str]:
         messages += _past_the_pool(name, targets, size)
     valid = [n for n in range(p.N) if p.is_slot(slots[n])]
     continues = [True] * p.N if p.has_initial_state is None else p.has_initial_state.tolist()
-    reads = [(n, slots[n]) for n in valid if continues[n] and spans[n][1] > 0]
-    stored = [n for n in valid if spans[n][1] > 0 and p.is_slot(targets[n])] if p.update_state else []
+    reads = [(n, slots[n]) for n in valid if continues[n] and ranges[n][1] > 0]
+    stored = [n for n in valid if ranges[n][1] > 0 and p.is_slot(targets[n])] if p.update_state else []
     writes = [(n, targets[n]) for n in stored]
     _require_own_slots(name, writes, reads)
     if p.snapshot_pos is not None and p.snapshot_index is not None:
         positions, kept = p.snapshot_pos.tolist(), p.snapshot_index.tolist()
-        taken = [n for n in valid if 0 <= positions[n] <= spans[n][1]]
+        taken = [n for n in valid if 0 <= positions[n] <= ranges[n][1]]
         messages += _past_the_pool("snapshot_index", [kept[n] for n in taken], size)
         snapshots = [(n, kept[n]) for n in taken if p.is_slot(kept[n])]
         _require_own_slots("snapshot_index", [*snapshots, *writes], reads)
-    return messages + _pool_tokens(p, [spans[n] for n in valid])
+    return messages + _pool_tokens(p, [ranges[n] for n in valid])
 
 
 def _replay(p: ReplayProblem) -> list[str]:
-    spans = p.spans(read_device=True) or ()
+    ranges = p.token_ranges(read_device=True) or ()
     slots = _selected(p, range(p.N))
-    valid = [n for n in range(p.N) if p.is_slot(slots[n]) and spans[n][1] > 0]
+    valid = [n for n in range(p.N) if p.is_slot(slots[n]) and ranges[n][1] > 0]
     _require_own_slots("read_index", [(n, slots[n]) for n in valid])
     messages = _past_the_pool("read_index", slots, p.state.shape[0])
-    return messages + _pool_tokens(p, [spans[n] for n in valid])
+    return messages + _pool_tokens(p, [ranges[n] for n in valid])
 
 
 def _keep(p: KeepProblem) -> list[str]:
@@ -191,9 +191,9 @@ def _require_own_slots(name: str, writes: Places, reads: Places = ()) -> None:
             )
 
 
-def _pool_tokens(p: DecodeProblem | PrefillProblem | ReplayProblem, spans: Spans) -> list[str]:
+def _pool_tokens(p: DecodeProblem | PrefillProblem | ReplayProblem, ranges: Ranges) -> list[str]:
     beta = p.beta if p.b is None else _write_strength(p.b, p.allow_neg_eigval)
-    return _tokens(p.k, p.g, beta, spans, p.use_qk_l2norm_in_kernel)
+    return _tokens(p.k, p.g, beta, ranges, p.use_qk_l2norm_in_kernel)
 
 
 def _write_strength(logits: Tensor, allow_neg_eigval: bool) -> Tensor:
@@ -201,9 +201,11 @@ def _write_strength(logits: Tensor, allow_neg_eigval: bool) -> Tensor:
     return logits.float().sigmoid() * (2 if allow_neg_eigval else 1)
 
 
-def _tokens(k: Tensor, g: Tensor | None, beta: Tensor | None, spans: Spans, is_normalised: bool) -> list[str]:
+def _tokens(
+    k: Tensor, g: Tensor | None, beta: Tensor | None, ranges: Ranges, is_normalised: bool
+) -> list[str]:
     """Inspect the tokens of the rows that are computed; padding may hold any value."""
-    chosen = [torch.arange(start, start + count, device=k.device) for start, count in spans if count > 0]
+    chosen = [torch.arange(start, start + count, device=k.device) for start, count in ranges if count > 0]
     if not chosen:
         return []
     live = torch.cat(chosen)

@@ -203,6 +203,16 @@ def check_layer(gate: Any, backend: Any, **sizes: Any) -> None:
     check.choice("output_gate", gate, GATES[1:])
 
 
+def check_kimi(gate_rank: Any, lower_bound: Any) -> None:
+    """Raise unless gate_rank is a positive int or None, and lower_bound a number below 0 or None."""
+    if gate_rank is not None:
+        if isinstance(gate_rank, bool) or not isinstance(gate_rank, int):
+            raise TypeError(f"gate_rank: expected an int or None, got {type(gate_rank).__name__}")
+        if gate_rank < 1:
+            raise ValueError(f"gate_rank: expected a positive size, got {gate_rank}")
+    check.gate_parameters(None, None, lower_bound, "", {})
+
+
 def check_hidden(
     hidden: Any, attention_mask: Any, cu_seqlens: Any, hidden_size: int, dtype: torch.dtype | None
 ) -> None:

@@ -18,7 +18,11 @@ from gdn.problem.serving import Gates, Numerics, OnPool, Packet, PoolTokens, Row
 
 @dataclass(frozen=True)
 class History:
-    """Declare the updates of each slot's accepted tokens, and the number of them."""
+    """Declare the updates of each slot's accepted tokens, and the number of them.
+
+    history_G holds the sums of g for a decay per head, and g itself for one per key channel: K sums in fp64
+    would be too many bytes, and sums in fp32 too coarse after a reset.
+    """
 
     history_u: Annotated[Tensor, WRITTEN]
     history_k: Annotated[Tensor, WRITTEN]
@@ -48,9 +52,9 @@ class ReplayProblem(Declared, Numerics, Packet, Rows, Gates, History, PoolTokens
         if self.max_seqlen is not None:
             return self.max_seqlen
         # max_seqlen is required for offsets on a device, so these are on the CPU
-        return max((count for _, count in self.spans(read_device=False) or ()), default=0)
+        return max((count for _, count in self.token_ranges(read_device=False) or ()), default=0)
 
-    def spans(self, *, read_device: bool) -> list[tuple[int, int]] | None:
+    def token_ranges(self, *, read_device: bool) -> list[tuple[int, int]] | None:
         """Return (first token, number of tokens) of every row, tokens numbered through the batch.
 
         Returns None if the offsets are on a device and read_device is False.
@@ -59,7 +63,7 @@ class ReplayProblem(Declared, Numerics, Packet, Rows, Gates, History, PoolTokens
             T = self.q.shape[1]
             return [(row * T, T) for row in range(self.q.shape[0])]
         offsets = host_offsets(self.cu_seqlens, None, self.q.shape[1], read_device=read_device)
-        return None if offsets is None else addressing.spans(offsets, self.max_seqlen)
+        return None if offsets is None else addressing.token_ranges(offsets, self.max_seqlen)
 
 
 @declared
@@ -91,6 +95,11 @@ class KeepProblem(Declared):
     @property
     def places(self) -> int:
         return self.history_G.shape[2]
+
+    @property
+    def is_per_channel(self) -> bool:
+        """Return True if the history is of decays per key channel, False if it is of sums per head."""
+        return self.history_G.dim() == 5
 
     @property
     def dtype(self) -> torch.dtype:
@@ -160,9 +169,10 @@ def _history(p: ReplayProblem | KeepProblem, lead: str, dims: dict[str, int]) ->
         raise ValueError(f"history_G: expected dtype float64 or float32, got {G.dtype}")
     check.shape("history_u", u, f"{lead}slots places HV V", dims)
     check.shape("history_k", k, f"{lead}slots places H K", dims)
-    check.shape("history_G", G, f"{lead}slots places HV", dims)
+    axes = f"{lead}slots places HV"
+    check.shape("history_G", G, f"{axes} K" if p.is_per_channel else axes, dims)
     for name, x in (("history_u", u), ("history_k", k), ("history_G", G)):
-        if x is not G and x.numel() and x.stride(-1) != 1 and x.shape[-1] > 1:
+        if (x is not G or p.is_per_channel) and x.numel() and x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: expected a contiguous last axis, got strides {list(x.stride())}")
         check.writable(name, x)
     check.integral("cursor", cursor)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gdn.notation import HeadParam, Keys, Offsets, PerHead, Q, State, Values
+from gdn.notation import Decay, GateBias, HeadParam, Keys, Offsets, PerHead, Q, State, Values
 from gdn.problem import check
 from gdn.problem.declaration import Declared, declared
 from gdn.problem.shapes import Shapes
@@ -63,14 +63,15 @@ class Problem(Declared, Shapes):
     q: Q
     k: Keys
     v: Values
-    g: PerHead | None
+    g: Decay | None
     beta: PerHead | None
     A_log: HeadParam | None
-    dt_bias: HeadParam | None
+    dt_bias: GateBias | None
     initial_state: State | None
     cu_seqlens: Offsets | None
     cu_seqlens_cpu: Offsets | None
     scale: float
+    lower_bound: float | None
     output_final_state: bool
     use_qk_l2norm_in_kernel: bool
     use_gate_in_kernel: bool
@@ -85,6 +86,11 @@ class Problem(Declared, Shapes):
     @property
     def device(self) -> torch.device:
         return self.q.device
+
+    @property
+    def is_per_channel(self) -> bool:
+        """Return True if g decays each key channel by itself, False if it decays a head."""
+        return self.g is not None and self.g.dim() == 4
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -166,25 +172,23 @@ def _check_tokens(p: Problem) -> dict[str, int]:
         raise ValueError(f"v: expected K >= 1 and V >= 1, got K={dims['K']}, V={dims['V']}")
     if dims["H"] < 1 or dims["HV"] < dims["H"] or dims["HV"] % dims["H"]:
         raise ValueError(f"v: expected HV to be a multiple of H={dims['H']}, got HV={dims['HV']}")
-    for name, logits in (("g", p.g), ("beta", p.beta)):
-        if logits is not None:
-            check.floating(name, logits)
-            check.shape(name, logits, "B T HV", dims)
+    if p.g is not None:
+        check.decay("g", p.g, "B T HV", dims)
+    if p.beta is not None:
+        check.floating("beta", p.beta)
+        check.shape("beta", p.beta, "B T HV", dims)
     return dims
 
 
 def _check_gates(p: Problem, dims: dict[str, int]) -> None:
     if p.use_gate_in_kernel and p.g is None:
         raise ValueError("g: expected the raw logits [B, T, HV] with use_gate_in_kernel=True, got None")
-    if p.use_gate_in_kernel and p.A_log is None:
-        raise ValueError("A_log: expected a tensor [HV] with use_gate_in_kernel=True, got None")
-    for name, x in (("A_log", p.A_log), ("dt_bias", p.dt_bias)):
-        if x is None:
-            continue
-        if not p.use_gate_in_kernel:
-            raise ValueError(f"{name}: expected None without use_gate_in_kernel=True, got a tensor")
-        check.floating(name, x)
-        check.shape(name, x, "HV", dims)
+    if p.use_gate_in_kernel:
+        if p.A_log is None and p.lower_bound is None:
+            raise ValueError("A_log: expected a tensor [HV] with use_gate_in_kernel=True, got None")
+        check.gate_parameters(p.A_log, p.dt_bias, p.lower_bound, "HV K" if p.is_per_channel else "HV", dims)
+    else:
+        check.no_gate_parameters(p, "use_gate_in_kernel=True")
     if p.use_beta_sigmoid_in_kernel and p.beta is None:
         raise ValueError(
             "beta: expected the logits [B, T, HV] with use_beta_sigmoid_in_kernel=True, got None"

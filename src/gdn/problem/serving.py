@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from gdn.notation import HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
+from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
 from gdn.problem import addressing, check
 from gdn.problem.declaration import WRITTEN, Declared, SymInt, declared
 from gdn.problem.rule import Problem, host_offsets
@@ -32,12 +32,12 @@ class PoolTokens:
 class Gates:
     """Declare the gates: g and beta, or the raw logits a and b with A_log, or all None."""
 
-    g: PerHead | None
+    g: Decay | None
     beta: PerHead | None
-    a: PerHead | None
+    a: Decay | None
     b: PerHead | None
     A_log: HeadParam | None
-    dt_bias: HeadParam | None
+    dt_bias: GateBias | None
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,25 @@ class Numerics:
     """Declare the options of the recurrence that every serving call has."""
 
     scale: float
+    lower_bound: float | None
     use_qk_l2norm_in_kernel: bool
     allow_neg_eigval: bool
     state_v_first: bool
 
 
 class OnPool(Shapes):
-    """Provide the dtype and the slot test that decode, prefill and replay share."""
+    """Provide the dtype, the slot test and the rank of the gate that decode, prefill and replay share."""
 
     state: Pool
     null_slot: int | None
+    g: Decay | None
+    a: Decay | None
+
+    @property
+    def is_per_channel(self) -> bool:
+        """Return True if g or a is of each key channel, False if it is of a head."""
+        given = self.a if self.g is None else self.g
+        return given is not None and given.dim() == 4
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,7 +119,7 @@ class DecodeOptions:
 class DecodeProblem(Declared, DecodeOptions, Numerics, Packet, Addressing, Rows, Gates, PoolTokens, OnPool):
     """Hold one checked decode; dense [B, T, ...], or packed [1, total, ...] with cu_seqlens."""
 
-    def spans(self, *, read_device: bool) -> list[tuple[int, int]] | None:
+    def token_ranges(self, *, read_device: bool) -> list[tuple[int, int]] | None:
         """Return (first token, number of tokens) of every row, tokens numbered through the batch.
 
         Returns None if the offsets are on a device and read_device is False. Raises ValueError for bad
@@ -122,13 +131,13 @@ class DecodeProblem(Declared, DecodeOptions, Numerics, Packet, Addressing, Rows,
         offsets = host_offsets(self.cu_seqlens, None, self.q.shape[1], read_device=read_device)
         if offsets is None:
             return None
-        spans = addressing.spans(offsets, self.max_seqlen)
-        longest = max((count for _, count in spans), default=0)
+        token_ranges = addressing.token_ranges(offsets, self.max_seqlen)
+        longest = max((count for _, count in token_ranges), default=0)
         for name, x in (("intermediate", self.intermediate), ("parent", self.parent)):
             addressing.columns(name, x, longest)
         if self.write == "all":
             addressing.columns("write_index", self.write_index, longest)
-        return spans
+        return token_ranges
 
 
 @dataclass(frozen=True)
@@ -139,8 +148,8 @@ class PackedTokens:
     state: Annotated[Pool, WRITTEN]
     a: Tensor
     b: Tensor
-    A_log: HeadParam
-    dt_bias: HeadParam | None
+    A_log: HeadParam | None
+    dt_bias: GateBias | None
 
 
 @declared
@@ -196,7 +205,8 @@ class PrefillProblem(Declared, Numerics, Prompts, Gates, PoolTokens, OnPool):
         return Problem(
             q=self.q, k=self.k, v=self.v, g=g, beta=beta, A_log=self.A_log, dt_bias=self.dt_bias,
             initial_state=None, cu_seqlens=self.cu_seqlens, cu_seqlens_cpu=None, scale=self.scale,
-            output_final_state=True, use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
+            lower_bound=self.lower_bound, output_final_state=True,
+            use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
             use_gate_in_kernel=is_raw, use_beta_sigmoid_in_kernel=is_raw,
             allow_neg_eigval=self.allow_neg_eigval, state_v_first=self.state_v_first, exact=True,
             batch_invariant=self.batch_invariant, backend=self.backend,
@@ -266,11 +276,11 @@ def check_packed(given: Mapping[str, Any]) -> None:
     H, K, V = given["num_k_heads"], given["head_k_dim"], given["head_v_dim"]
     mixed_qkv, out = given["mixed_qkv"], given["out"]
     check.floating("mixed_qkv", mixed_qkv)
-    dims: dict[str, int] = {}
+    dims = {"K": K}
     check.shape("mixed_qkv", mixed_qkv, "tokens columns", dims)
-    for name in ("a", "b"):
-        check.floating(name, given[name])
-        check.shape(name, given[name], "tokens HV", dims)
+    check.decay("a", given["a"], "tokens HV", dims)
+    check.floating("b", given["b"])
+    check.shape("b", given["b"], "tokens HV", dims)
     if dims["columns"] != 2 * H * K + dims["HV"] * V:
         raise ValueError(
             f"mixed_qkv: expected 2 * {H} * {K} + {dims['HV']} * {V} = {2 * H * K + dims['HV'] * V} columns, "

@@ -33,7 +33,7 @@ AXES = {
     "S_in": "NC HV K V",
     "final_state": "N HV K V",
 }
-OPTIONAL = ("dt_bias", "initial_state", "dfinal_state")
+OPTIONAL = ("A_log", "dt_bias", "initial_state", "dfinal_state")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,13 @@ class StageProblem:
     sizes: dict[str, int]
     cu_seqlens: Offsets | None
     backend: str | None
+    lower_bound: float | None = None
+
+    @property
+    def is_per_channel(self) -> bool:
+        """Return True for a gate with logits of each key channel; a stage takes a decay per head."""
+        a, b = self.tensors.get("a"), self.tensors.get("b")
+        return a is not None and b is not None and a.dim() > b.dim()
 
     @property
     def device(self) -> torch.device:
@@ -95,20 +102,25 @@ def parse_stage(
     return StageProblem(stage, tensors, sizes, cu_seqlens, backend)
 
 
-def parse_gate(a: Any, b: Any, A_log: Any, dt_bias: Any, backend: Any) -> StageProblem:
+def parse_gate(a: Any, b: Any, A_log: Any, dt_bias: Any, lower_bound: Any, backend: Any) -> StageProblem:
     """Check a call of the gate; a and b may have any leading axes. Raises like `parse_stage`."""
     tensors = {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias}
     _check_kinds(tensors, backend)
-    if a.dim() < 1:
+    problem = StageProblem("gate", tensors, {}, None, backend, lower_bound)
+    if a.dim() < 1 or b.dim() < 1:
         raise ValueError(f"a: expected shape [..., HV], got {list(a.shape)}")
-    if b.shape != a.shape:
+    *lead, HV = b.shape
+    expected = [*lead, HV, a.shape[-1]] if problem.is_per_channel else list(a.shape)
+    if list(a.shape if problem.is_per_channel else b.shape) != expected:
         raise ValueError(f"b: expected shape {list(a.shape)} (that of a), got {list(b.shape)}")
-    sizes = {"HV": a.shape[-1]}
-    check.shape("A_log", A_log, "HV", sizes)
-    if dt_bias is not None:
-        check.shape("dt_bias", dt_bias, "HV", sizes)
+    problem.sizes.update({"HV": HV, "K": a.shape[-1]} if problem.is_per_channel else {"HV": HV})
+    if A_log is None and lower_bound is None:
+        raise TypeError("A_log: expected a tensor without lower_bound, got NoneType")
+    check.gate_parameters(
+        A_log, dt_bias, lower_bound, "HV K" if problem.is_per_channel else "HV", problem.sizes
+    )
     check.companions(a, "a", b=b, A_log=A_log, dt_bias=dt_bias)
-    return StageProblem("gate", tensors, sizes, None, backend)
+    return problem
 
 
 def _check_kinds(tensors: dict[str, Any], backend: Any) -> None:

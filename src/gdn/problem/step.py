@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from gdn.notation import ConvPool, ConvWeight, HeadParam, Index, Pool
+from gdn.notation import ConvPool, ConvWeight, GateBias, HeadParam, Index, Pool
 from gdn.problem import addressing, check
 from gdn.problem.declaration import WRITTEN, Declared, SymInt, declared
 from gdn.problem.layer import GATES, ConvUpdateProblem, NormProblem
@@ -25,8 +25,8 @@ class Layer:
     conv_bias: Tensor | None
     a: Tensor
     b: Tensor
-    A_log: HeadParam
-    dt_bias: HeadParam | None
+    A_log: HeadParam | None
+    dt_bias: GateBias | None
     state: Annotated[Pool, WRITTEN]
     conv_index: Index | None
     read_index: Index | None
@@ -72,6 +72,11 @@ class StepProblem(Declared, Numerics, Layer):
         return self.a.shape[1]
 
     @property
+    def is_per_channel(self) -> bool:
+        """Return True if a is of each key channel [B, HV, K], False if it is of a head."""
+        return self.a.dim() == 3
+
+    @property
     def W(self) -> int:
         return self.conv_weight.shape[1]
 
@@ -95,7 +100,8 @@ class StepProblem(Declared, Numerics, Layer):
             **views, state=self.state, g=None, beta=None, A_log=self.A_log, dt_bias=self.dt_bias,
             cu_seqlens=None, read_index=self.read_index, num_accepted=None, ring_pos=None,
             write_index=self.write_index, intermediate=None, intermediate_row=None, parent=None,
-            max_seqlen=None, scale=self.scale, use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
+            max_seqlen=None, scale=self.scale, lower_bound=self.lower_bound,
+            use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
             allow_neg_eigval=self.allow_neg_eigval, state_v_first=self.state_v_first, write="final",
             null_slot=self.null_slot, round_state=False, exact_packet=True, backend=self.backend,
         )  # fmt: skip
@@ -134,7 +140,7 @@ def parse_step(**given: Any) -> StepProblem:
     _norm(p.z, p.norm_weight, views.v.shape)
     addressing.out(views.q, views.v, views.out)
     addressing.devices("decode_step", views.q, p)
-    out = views.v.new_empty(*p.a.shape, views.v.shape[3]) if p.out is None else p.out
+    out = views.v.new_empty(*p.b.shape, views.v.shape[3]) if p.out is None else p.out
     p.complete(out=out, scale=addressing.scale(p.scale, dims), norm_eps=float(p.norm_eps))
     return p
 

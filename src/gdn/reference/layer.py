@@ -27,12 +27,12 @@ def causal_conv1d(
     x, weight = x.to(dtype), weight.to(dtype)
     y = [[torch.zeros(D, dtype=dtype, device=x.device)] * T for _ in range(B)]
     if cu_seqlens is None:
-        spans = [(b, 0, T) for b in range(B)]
+        ranges = [(b, 0, T) for b in range(B)]
     else:
         ends = cu_seqlens.tolist()
-        spans = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        ranges = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
     finals = []
-    for n, (b, start, end) in enumerate(spans):
+    for n, (b, start, end) in enumerate(ranges):
         before = x.new_zeros(D, W - 1) if initial_state is None else initial_state[n].to(dtype)
         inputs = torch.cat([before, x[b, start:end].t()], dim=1)
         for t in range(start, end):

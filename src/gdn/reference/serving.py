@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdn.notation import HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
+from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
 from gdn.reference.recurrence import gate, l2norm
 
 
@@ -27,7 +27,10 @@ class Served:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Hold all tokens of a call, each [tokens, HV, ...]: gates activated, heads of q and k repeated."""
+    """Hold all tokens of a call, each [tokens, HV, ...]: gates activated, heads of q and k repeated.
+
+    g is [tokens, HV, K], or [tokens, HV, 1] for a decay per head.
+    """
 
     q: Tensor
     k: Tensor
@@ -37,7 +40,7 @@ class _Tokens:
 
     def step(self, t: int, S: Tensor) -> tuple[Tensor, Tensor]:
         """Return o [HV, V] of token t and the state after it, from the state S [HV, K, V] before it."""
-        S = torch.exp(self.g[t])[:, None, None] * S
+        S = torch.exp(self.g[t])[:, :, None] * S
         d = self.beta[t][:, None] * (self.v[t] - torch.einsum("hkv,hk->hv", S, self.k[t]))
         S = S + self.k[t][:, :, None] * d[:, None, :]
         return torch.einsum("hkv,hk->hv", S, self.q[t]), S
@@ -49,12 +52,13 @@ def decode(
     v: Values,
     state: Pool,
     *,
-    g: PerHead | None = None,
+    g: Decay | None = None,
     beta: PerHead | None = None,
-    a: PerHead | None = None,
+    a: Decay | None = None,
     b: PerHead | None = None,
     A_log: HeadParam | None = None,
-    dt_bias: HeadParam | None = None,
+    dt_bias: GateBias | None = None,
+    lower_bound: float | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
@@ -74,8 +78,9 @@ def decode(
 ) -> Served:
     """Compute `gdn.decode` row by row; return copies and leave the arguments unchanged."""
     tokens = _activate(
-        q, k, v, g, beta, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, dtype
-    )
+        q, k, v, g, beta, a, b, A_log, dt_bias, lower_bound, scale, use_qk_l2norm_in_kernel,
+        allow_neg_eigval, dtype,
+    )  # fmt: skip
     pool, kept = state.clone(), None if intermediate is None else intermediate.clone()
     o = torch.zeros(tokens.v.shape, dtype=dtype, device=q.device)
     lowest, slots = 0 if null_slot is None else null_slot + 1, state.shape[0]
@@ -123,12 +128,13 @@ def prefill(
     state: Pool,
     *,
     cu_seqlens: Offsets,
-    g: PerHead | None = None,
+    g: Decay | None = None,
     beta: PerHead | None = None,
-    a: PerHead | None = None,
+    a: Decay | None = None,
     b: PerHead | None = None,
     A_log: HeadParam | None = None,
-    dt_bias: HeadParam | None = None,
+    dt_bias: GateBias | None = None,
+    lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
@@ -147,8 +153,9 @@ def prefill(
 ) -> Served:
     """Compute `gdn.prefill` token by token; return copies and leave the arguments unchanged."""
     tokens = _activate(
-        q, k, v, g, beta, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, dtype
-    )
+        q, k, v, g, beta, a, b, A_log, dt_bias, lower_bound, scale, use_qk_l2norm_in_kernel,
+        allow_neg_eigval, dtype,
+    )  # fmt: skip
     pool, kept = state.clone(), None if checkpoints is None else checkpoints.clone()
     o = torch.zeros(tokens.v.shape, dtype=dtype, device=q.device)
     lowest, slots = 0 if null_slot is None else null_slot + 1, state.shape[0]
@@ -199,12 +206,13 @@ def replay_decode(
     history_G: Tensor,
     cursor: Tensor,
     *,
-    g: PerHead | None = None,
+    g: Decay | None = None,
     beta: PerHead | None = None,
-    a: PerHead | None = None,
+    a: Decay | None = None,
     b: PerHead | None = None,
     A_log: HeadParam | None = None,
-    dt_bias: HeadParam | None = None,
+    dt_bias: GateBias | None = None,
+    lower_bound: float | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
@@ -216,8 +224,9 @@ def replay_decode(
 ) -> Replayed:
     """Compute `gdn.replay_decode` row by row: history, then packet, token by token; return copies."""
     tokens = _activate(
-        q, k, v, g, beta, a, b, A_log, dt_bias, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, dtype
-    )
+        q, k, v, g, beta, a, b, A_log, dt_bias, lower_bound, scale, use_qk_l2norm_in_kernel,
+        allow_neg_eigval, dtype,
+    )  # fmt: skip
     kept = Replayed(
         torch.zeros(tokens.v.shape, dtype=dtype, device=q.device), history_u.clone(), history_k.clone(),
         history_G.clone(),
@@ -228,34 +237,43 @@ def replay_decode(
         torch.rsqrt((raw * raw).sum(-1) + 1e-6) if use_qk_l2norm_in_kernel else torch.ones_like(raw[..., 0])
     )
     rstd = rstd.repeat_interleave(v.shape[2] // k.shape[2], dim=1)
-    lowest, (slots, places) = 0 if null_slot is None else null_slot + 1, history_G.shape[:2]
+    lowest, (slots, places) = 0 if null_slot is None else null_slot + 1, history_u.shape[:2]
     for n, (start, end) in enumerate(_spans(q, cu_seqlens)):
         slot = n if read_index is None else int(read_index[n])
         if not lowest <= slot < slots:
             continue
         base = min(max(int(cursor[slot]), 0), places)
         S = _logical(state[slot], state_v_first, dtype)
-        S, G = replayed(S, history_u[slot, :base], history_k[slot, :base], history_G[slot, :base])
+        past = increments(history_G[slot, :base].to(dtype))
+        S, G = replayed(S, history_u[slot, :base], history_k[slot, :base], past)
         for t in range(start, end):
-            before = torch.exp(tokens.g[t])[:, None, None] * S
+            before = torch.exp(tokens.g[t])[:, :, None] * S
             kept.o[t], S = tokens.step(t, S)
             d = tokens.beta[t][:, None] * (tokens.v[t] - torch.einsum("hkv,hk->hv", before, tokens.k[t]))
-            G = G + tokens.g[t].clamp(min=-1000.0)
+            g_t = tokens.g[t].clamp(min=-1000.0)
+            G = G + g_t[:, 0]
             at = base + t - start
             if at < places:
-                kept.u[slot, at], kept.k[slot, at], kept.G[slot, at] = rstd[t][:, None] * d, raw[t], G
+                kept.u[slot, at], kept.k[slot, at] = rstd[t][:, None] * d, raw[t]
+                # sums for a decay per head, the decays themselves for one per key channel
+                kept.G[slot, at] = g_t if history_G.dim() == 4 else G
     return Replayed(kept.o.view(v.shape), kept.u, kept.k, kept.G)
 
 
-def replayed(S: Tensor, u: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """Return S [HV, K, V] after a history u [P, HV, V], k [P, H, K], G [P, HV], and the last G [HV]."""
-    past = torch.zeros_like(S[:, 0, 0])
+def increments(G: Tensor) -> Tensor:
+    """Return the log decays of a history [P, HV, K or 1]: itself, or the differences of sums G [P, HV]."""
+    if G.dim() == 3:
+        return G
+    return G.diff(dim=0, prepend=torch.zeros_like(G[:1]))[..., None]
+
+
+def replayed(S: Tensor, u: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return S [HV, K, V] after a history u [P, HV, V], k [P, H, K], g [P, HV, K or 1], and sums g [HV]."""
     for t in range(u.shape[0]):
         wide = k[t].to(S.dtype).repeat_interleave(S.shape[0] // k.shape[1], dim=0)
-        S = torch.exp(G[t].to(S.dtype) - past)[:, None, None] * S
+        S = torch.exp(g[t])[:, :, None] * S
         S = S + wide[:, :, None] * u[t].to(S.dtype)[:, None, :]
-        past = G[t].to(S.dtype)
-    return S, past
+    return S, g[..., 0].sum(0)
 
 
 def replay_commit(
@@ -274,15 +292,16 @@ def replay_commit(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Compute `gdn.replay_commit` slot by slot; return copies of state and cursor."""
-    pool, moved, (slots, places) = state.clone(), cursor.clone(), history_G.shape[1:3]
+    pool, moved, (slots, places) = state.clone(), cursor.clone(), history_u.shape[1:3]
     for slot, count in zip(index.tolist(), accepted.tolist(), strict=True):
         if not (0 if null_slot is None else null_slot + 1) <= slot < slots:
             continue
         end = min(min(max(int(cursor[slot]), 0), places) + min(max(count, 0), room), places)
         if end + room > places:
             for layer in range(state.shape[0]) if end > 0 else ():
-                history = (x[layer, slot, :end] for x in (history_u, history_k, history_G))
-                S, _ = replayed(_logical(state[layer, slot], state_v_first, dtype), *history)
+                u, k, G = (x[layer, slot, :end] for x in (history_u, history_k, history_G))
+                S = _logical(state[layer, slot], state_v_first, dtype)
+                S, _ = replayed(S, u, k, increments(G.to(dtype)))
                 pool[layer, slot] = _stored(S, state_v_first)
             end = 0
         if update_cursor:
@@ -314,8 +333,8 @@ def commit(
 
 def _activate(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, a: Tensor | None,
-    b: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, scale: float | None, with_norm: bool,
-    negative: bool, dtype: torch.dtype,
+    b: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None,
+    scale: float | None, with_norm: bool, negative: bool, dtype: torch.dtype,
 ) -> _Tokens:  # fmt: skip
     (H, K), HV = q.shape[2:], v.shape[2]
     q, k, v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
@@ -325,10 +344,11 @@ def _activate(
     q = q * (K**-0.5 if scale is None else scale)
     g = v.new_zeros(v.shape[:2]) if g is None else g.flatten(0, 1).to(dtype)
     beta = v.new_ones(v.shape[:2]) if beta is None else beta.flatten(0, 1).to(dtype)
-    if a is not None and b is not None and A_log is not None:
-        bias = None if dt_bias is None else dt_bias.to(dtype)
-        g = gate(a.flatten(0, 1).to(dtype), A_log.to(dtype), bias)
+    if a is not None and b is not None:
+        A_log, dt_bias = (None if x is None else x.to(dtype) for x in (A_log, dt_bias))
+        g = gate(a.flatten(0, 1).to(dtype), A_log, dt_bias, lower_bound, is_per_channel=a.dim() == 4)
         beta = torch.sigmoid(b.flatten(0, 1).to(dtype)) * (2 if negative else 1)
+    g = g if g.dim() == 3 else g[..., None]
     return _Tokens(q, k, v, g, beta)
 
 

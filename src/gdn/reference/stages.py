@@ -2,6 +2,7 @@
 
 Autograd through these functions is the reference for the adjoint stages, and `rule_by_stages` equals the
 reference recurrence. The shapes are those of `gdn.stages`; everything is computed in the dtype of the inputs.
+g and G may also be [B, T, HV, K], a decay per key channel, which no stage of a backend has.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from gdn.notation import (
     AInv,
     AStrict,
     ChunkStates,
+    Decay,
     GSum,
     HeadParam,
     Keys,
@@ -32,18 +34,18 @@ C = 64
 def chunks(B: int, T: int, cu_seqlens: Offsets | None) -> Iterator[tuple[int, int, int, slice]]:
     """Yield (chunk, sequence, batch row, slice of tokens) in order."""
     if cu_seqlens is None:
-        spans = [(b, 0, T) for b in range(B)]
+        ranges = [(b, 0, T) for b in range(B)]
     else:
         ends = cu_seqlens.tolist()
-        spans = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        ranges = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
     chunk = 0
-    for n, (b, start, end) in enumerate(spans):
+    for n, (b, start, end) in enumerate(ranges):
         for first in range(start, end, C):
             yield chunk, n, b, slice(first, min(first + C, end))
             chunk += 1
 
 
-def chunk_cumsum(g: PerHead, cu_seqlens: Offsets | None = None) -> GSum:
+def chunk_cumsum(g: Decay, cu_seqlens: Offsets | None = None) -> GSum:
     """Compute G_i = sum of g_j over j <= i in the chunk of i.
 
     A g below -1000 counts as -1000, because e^-1000 is already 0.
@@ -66,7 +68,7 @@ def chunk_kkt(k: Keys, beta: PerHead, G: GSum, cu_seqlens: Offsets | None = None
     A = beta.new_zeros(*beta.shape, C)
     for _, _, b, t in chunks(k.shape[0], k.shape[1], cu_seqlens):
         keys = _per_value_head(k[b, t], beta.shape[2])
-        products = torch.einsum("ihk,jhk->ihj", keys, keys) * _decay(G[b, t])
+        products = _decayed_products(keys, keys, G[b, t])
         A[b, t, :, : keys.shape[0]] = beta[b, t][..., None] * _lower(products, -1)
     return A
 
@@ -91,7 +93,7 @@ def wy_transform(
     w, u = v.new_zeros(*v.shape[:3], k.shape[3]), torch.zeros_like(v)
     for _, _, b, t in chunks(k.shape[0], k.shape[1], cu_seqlens):
         inverse = _lower(A_inv[b, t, :, : t.stop - t.start], 0)
-        keys = (beta[b, t] * G[b, t].exp())[..., None] * _per_value_head(k[b, t], v.shape[2])
+        keys = beta[b, t][..., None] * _columns(G[b, t]).exp() * _per_value_head(k[b, t], v.shape[2])
         w[b, t] = torch.einsum("ihj,jhk->ihk", inverse, keys)
         u[b, t] = torch.einsum("ihj,jhv->ihv", inverse, beta[b, t][..., None] * v[b, t])
     return w, u
@@ -117,10 +119,10 @@ def chunk_state(
     for chunk, n, b, t in chunks(B, T, cu_seqlens):
         S = states[n]
         new = u[b, t] - torch.einsum("ihk,hkv->ihv", w[b, t], S)
-        end = G[b, t][-1]
-        keys = (end - G[b, t]).exp()[..., None] * _per_value_head(k[b, t], HV)
+        end = _columns(G[b, t])[-1]
+        keys = (end - _columns(G[b, t])).exp() * _per_value_head(k[b, t], HV)
         S_in[chunk], v_new[b, t] = S, new
-        states[n] = end.exp()[:, None, None] * S + torch.einsum("ihk,ihv->hkv", keys, new)
+        states[n] = end.exp()[:, :, None] * S + torch.einsum("ihk,ihv->hkv", keys, new)
     return S_in, v_new, torch.stack(states) if states else u.new_zeros(0, HV, K, V)
 
 
@@ -138,8 +140,8 @@ def chunk_output(
     o = torch.zeros_like(v_new)
     for chunk, _, b, t in chunks(q.shape[0], q.shape[1], cu_seqlens):
         queries, keys = (_per_value_head(x[b, t], v_new.shape[2]) for x in (q, k))
-        before = torch.einsum("ihk,hkv->ihv", G[b, t].exp()[..., None] * queries, S_in[chunk])
-        products = _lower(torch.einsum("ihk,jhk->ihj", queries, keys) * _decay(G[b, t]), 0)
+        before = torch.einsum("ihk,hkv->ihv", _columns(G[b, t]).exp() * queries, S_in[chunk])
+        products = _lower(_decayed_products(queries, keys, G[b, t]), 0)
         o[b, t] = scale * (before + torch.einsum("ihj,jhv->ihv", products, v_new[b, t]))
     return o
 
@@ -148,7 +150,7 @@ def rule_by_stages(
     q: Q,
     k: Keys,
     v: Values,
-    g: PerHead,
+    g: Decay,
     beta: PerHead,
     *,
     scale: float | None = None,
@@ -166,6 +168,19 @@ def rule_by_stages(
 def _per_value_head(x: Tensor, HV: int) -> Tensor:
     """Repeat x [L, H, K] to [L, HV, K]: value head j reads key head j // (HV // H)."""
     return x.repeat_interleave(HV // x.shape[1], dim=1)
+
+
+def _columns(G: Tensor) -> Tensor:
+    """Return G [L, HV, 1] for a decay per head, [L, HV, K] for one per key channel."""
+    return G if G.dim() == 3 else G[..., None]
+
+
+def _decayed_products(x: Tensor, k: Tensor, G: Tensor) -> Tensor:
+    """Return sum_c x_ic k_jc e^(G_ic - G_jc) as [L, HV, L] for i >= j; callers mask the rest."""
+    if G.dim() == 2:
+        return torch.einsum("ihk,jhk->ihj", x, k) * _decay(G)
+    D = torch.stack([_decay(G_c) for G_c in G.unbind(-1)], -1)
+    return torch.einsum("ihk,jhk,ihjk->ihj", x, k, D)
 
 
 def _decay(G: Tensor) -> Tensor:

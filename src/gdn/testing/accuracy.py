@@ -111,7 +111,7 @@ def reference_by_heads(
             options[name] = beside(options[name])
     for name in ("A_log", "dt_bias"):
         if options.get(name) is not None:
-            options[name] = options[name].repeat(N)
+            options[name] = torch.cat([options[name]] * N)
     S = options.get("initial_state")
     if S is not None:
         options["initial_state"] = S.flatten(0, 1)[None]

@@ -37,6 +37,9 @@ def packed(*lengths: int, tail: int = 0) -> Lengths:
 
 
 GATES = ("strong", "mild", "slow", "none", "absent", "reset", "model")  # absent: g=None
+# of a decay per key channel only: a rate for each channel, up to thousands of nats a token, halves of the
+# channels that take turns to decay, and between -5 and 0
+CHANNEL_GATES = (*GATES, "rates", "wild", "turns", "bounded")
 # "mixed", the gates of the benchmarks, is not among them: every fourth head is 'none', the others 'mild'
 KEYS = ("random", "correlated", "identical", "negative")
 SINGLE = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 447, 512, 640, 1000, 1920, 4096)
@@ -57,17 +60,20 @@ class Case:
     """Choose one problem: distributions of gates and keys, shape, then the options of the call.
 
     Parameters:
-        gate             strong, mild, slow, none, absent (g is None), reset (some g = -1e6), model (Mamba's)
+        gate             strong, mild, slow, none, absent (g is None), reset (some g = -1e6), model (Mamba's);
+                         with is_per_channel also rates, wild, turns, bounded
         keys             random, correlated (cosine 0.8), identical (beta = 1), negative (beta = 1.9)
         lengths          `rows(T)` or `packed(T0, T1, ...)`
         heads            (H, HV), HV a multiple of H
         sizes            (K, V)
-        raw_gate         off, on, no_bias: logits for use_gate_in_kernel, with and without dt_bias
+        raw_gate         off, on, no_bias: logits for use_gate_in_kernel, with and without dt_bias;
+                         lower_bound, bound_alone: logits for a bound of -5, the first with A_log and dt_bias
         beta             given, absent, sigmoid, negative: the last two are logits
         state            none, wide (fp32 or wider), narrow (the dtype of q): initial_state
         is_scaled        scale = 0.3 instead of K ** -0.5
         is_strided       q, k, v are views of one projection
         has_narrow_gates g, beta, A_log and dt_bias have the dtype of q
+        is_per_channel   g decays each key channel by itself: g [B, T, HV, K], dt_bias [HV, K]
     """
 
     gate: str = "mild"
@@ -76,7 +82,7 @@ class Case:
     heads: tuple[int, int] = (2, 2)
     sizes: tuple[int, int] = (64, 64)
     use_qk_l2norm_in_kernel: bool = False  # False: keys come normalised, queries do not
-    raw_gate: str = "off"  # off, on, no_bias: use_gate_in_kernel, with and without dt_bias
+    raw_gate: str = "off"  # off, on, no_bias, lower_bound, bound_alone: use_gate_in_kernel
     beta: str = "given"  # given, absent, sigmoid, negative (the two in-kernel sigmoids)
     state: str = "none"  # none, wide (fp32 or better), narrow (the dtype of q)
     state_v_first: bool = False
@@ -85,6 +91,7 @@ class Case:
     has_narrow_gates: bool = False  # g, beta and the gate's parameters in the dtype of q
     exact: bool = True
     batch_invariant: bool = False
+    is_per_channel: bool = False
 
     @property
     def cost(self) -> int:
@@ -126,6 +133,12 @@ QUICK = {
     "lengths": (rows(1), rows(63), rows(65), packed(0, 5, 0, 64, 70, 0)),
     "heads": ((2, 4), (1, 3)),
     "sizes": ((32, 32), (60, 20)),
+}
+# problems with a decay per key channel
+CHANNEL_FACTORS: dict[str, tuple[Any, ...]] = FACTORS | {
+    "gate": CHANNEL_GATES,
+    "raw_gate": (*FACTORS["raw_gate"], "lower_bound", "bound_alone"),
+    "is_per_channel": (True,),
 }
 _REGIME, _SHAPE = ("gate", "keys"), ("lengths", "heads", "sizes")
 Pair = tuple[tuple[str, Any], tuple[str, Any]]

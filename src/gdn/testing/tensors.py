@@ -6,6 +6,7 @@ inputs.
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,14 +107,15 @@ def inputs(
     else:
         q, k, v = (x.to(dtype) for x in (q, k, v))
     tensors = {"q": q, "k": k, "v": v}
-    tensors |= {name: _finite(x, gate_dtype) for name, x in _gates(case, draw, B, T, HV).items()}
+    tensors |= {name: _finite(x, gate_dtype) for name, x in _gates(case, draw, (B, T, HV)).items()}
     last = (V, K) if case.state_v_first else (K, V)
     shape = (case.lengths.N, HV, *last)
     if case.state != "none":
         tensors["initial_state"] = draw.normal(*shape).to(dtype if case.state == "narrow" else wide)
     if ends is not None:
         tensors["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32 if case.is_strided else torch.int64)
-    options: dict[str, Any] = {
+    options: dict[str, Any] = {"lower_bound": -5.0} if case.raw_gate in BOUNDED else {}
+    options |= {
         "output_final_state": True,
         "scale": 0.3 if case.is_scaled else None,
         "use_qk_l2norm_in_kernel": case.use_qk_l2norm_in_kernel,
@@ -127,6 +129,9 @@ def inputs(
     do, dS = draw.normal(B, T, HV, V).to(dtype), draw.normal(*shape).to(wide)
     moved = {name: x.to(device) for name, x in tensors.items()}
     return Inputs(moved, options, do.to(device), dS.to(device))
+
+
+BOUNDED = ("lower_bound", "bound_alone")  # values of raw_gate
 
 
 class _Draw:
@@ -153,26 +158,35 @@ def _keys(case: Case, draw: _Draw, B: int, T: int, H: int, K: int) -> Tensor:
     return torch.nn.functional.normalize(math.sqrt(1 - cosine) * own + math.sqrt(cosine) * shared, dim=-1)
 
 
-def _gates(case: Case, draw: _Draw, B: int, T: int, HV: int) -> dict[str, Tensor]:
-    """Return g, beta, A_log and dt_bias of a case in fp64."""
+def _gates(case: Case, draw: _Draw, shape: tuple[int, int, int]) -> dict[str, Tensor]:
+    """Return g, beta, A_log and dt_bias of a case in fp64; beta is [B, T, HV], `shape`."""
     tensors = {}
-    A_log, dt_bias = _model_parameters(draw, HV)
+    channels = (case.sizes[0],) if case.is_per_channel else ()
+    A_log, dt_bias = _model_parameters(draw, shape[2], channels)
     if case.gate != "absent":
-        g = _decay(case.gate, draw, A_log, dt_bias, B, T, HV)
-        if case.raw_gate == "off":
+        g = _decay(case.gate, draw, A_log, dt_bias, (*shape, *channels))
+        rate = A_log[:, None] if channels else A_log
+        if case.raw_gate in BOUNDED:
+            # any logits: the bounded gate of normal ones is neither 0 nor the bound
+            tensors["g"] = draw.normal(*g.shape)
+            if case.raw_gate == "lower_bound":
+                tensors |= {"A_log": A_log.clamp(-1, 1), "dt_bias": dt_bias}
+        elif case.raw_gate == "off":
             tensors["g"] = g
         else:
             if case.gate == "none":
                 A_log = torch.full_like(A_log, -math.inf)
+                rate = torch.full_like(rate, -math.inf)
             bias = dt_bias if case.raw_gate == "on" else torch.zeros_like(dt_bias)
             # the logit a with g = -exp(A_log) softplus(a + bias); any logit does where A_log = -inf
-            rate = torch.where(A_log.isinf(), torch.ones_like(g), -g * torch.exp(-A_log))
-            tensors["g"] = torch.where(rate > 20, rate, torch.log(torch.expm1(rate.clamp(max=20)))) - bias
+            speed = torch.where(rate.isinf(), torch.ones_like(g), -g * torch.exp(-rate))
+            logit = torch.log(torch.expm1(speed.clamp(max=20)))
+            tensors["g"] = torch.where(speed > 20, speed, logit) - bias
             tensors["A_log"] = A_log
             if case.raw_gate == "on":
                 tensors["dt_bias"] = dt_bias
     if case.beta != "absent":
-        logit = draw.normal(B, T, HV)
+        logit = draw.normal(*shape)
         if case.keys in ("identical", "negative"):
             value = 1.0 if case.keys == "identical" else 1.9
             logit = torch.full_like(logit, math.log(value / (2 - value)))
@@ -181,27 +195,56 @@ def _gates(case: Case, draw: _Draw, B: int, T: int, HV: int) -> dict[str, Tensor
     return tensors
 
 
-def _model_parameters(draw: _Draw, HV: int) -> tuple[Tensor, Tensor]:
+def _model_parameters(draw: _Draw, HV: int, channels: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return Mamba's initial A_log = log U(0, 16) and dt_bias = softplus^-1 of a step in [0.001, 0.1]."""
-    step = torch.exp(draw.uniform(math.log(0.001), math.log(0.1), HV)).clamp(min=1e-4)
+    step = torch.exp(draw.uniform(math.log(0.001), math.log(0.1), HV, *channels)).clamp(min=1e-4)
     return torch.log(draw.uniform(0, 16, HV)), step + torch.log(-torch.expm1(-step))
 
 
-def _decay(gate: str, draw: _Draw, A_log: Tensor, dt_bias: Tensor, B: int, T: int, HV: int) -> Tensor:
-    """Return the log decays of a distribution of gates."""
-    x = torch.nn.functional.logsigmoid(draw.normal(B, T, HV))
+def _decay(gate: str, draw: _Draw, A_log: Tensor, dt_bias: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the log decays [B, T, HV] or [B, T, HV, K] of a distribution of gates."""
+    T, is_per_channel = shape[1], len(shape) == 4
+    if gate in _CHANNEL_DECAYS:
+        return _CHANNEL_DECAYS[gate](draw.normal(*shape))
+    x = torch.nn.functional.logsigmoid(draw.normal(*shape))
     if gate == "model":
-        return -torch.exp(A_log) * torch.nn.functional.softplus(draw.normal(B, T, HV) + dt_bias)
+        rate = torch.exp(A_log[:, None] if is_per_channel else A_log)
+        return -rate * torch.nn.functional.softplus(draw.normal(*shape) + dt_bias)
     rates = {"strong": 1.0, "mild": 1 / 16, "slow": 1 / 1024, "none": 0.0, "reset": 1 / 16, "mixed": 1 / 16}
     g = x * rates[gate]
     if gate == "mixed":
-        g[..., 3::4] = 0
+        g[:, :, 3::4] = 0
     if gate == "reset" and T > 0:
-        # some tokens of some heads, and one token of every head, as an engine marks the start of a sequence
-        is_start = draw.uniform(0, 1, B, T, HV) < 0.01
+        # some tokens of some heads or channels, and one token of all, as an engine marks a sequence's start
+        is_start = draw.uniform(0, 1, *shape) < (0.05 if is_per_channel else 0.01)
         is_start[:, T // 2] = True
         g = torch.where(is_start, torch.full_like(g, -1e6), g)
     return g
+
+
+def _rates(x: Tensor) -> Tensor:
+    """Return decays with a rate for each channel, e^-10 to e nats a token."""
+    exponents = torch.linspace(-10, 1, x.shape[-1], dtype=x.dtype, device=x.device)
+    return exponents.exp() * torch.nn.functional.logsigmoid(x)
+
+
+def _turns(x: Tensor) -> Tensor:
+    """Return decays of -2.1 in one half of the channels at even tokens and in the other half at odd ones.
+
+    No channel keeps anything for long, yet the state survives: what one half hands to the other does.
+    """
+    g = torch.zeros_like(x)
+    g[:, 0::2, :, : x.shape[-1] // 2] = -2.1
+    g[:, 1::2, :, x.shape[-1] // 2 :] = -2.1
+    return g
+
+
+_CHANNEL_DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rates": _rates,
+    "turns": _turns,
+    "wild": lambda x: -torch.exp(4 * x),
+    "bounded": lambda x: -5 * torch.sigmoid(x),
+}
 
 
 def _finite(x: Tensor, dtype: torch.dtype) -> Tensor:

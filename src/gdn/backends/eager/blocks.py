@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gdn.problem import CHUNK, Problem, host_offsets
 
-Rows = slice | Tensor  # rows of the state array: a slice, or an index tensor
+RowIndex = slice | Tensor  # rows of the state array: a slice, or an index tensor
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Step:
 
     start: int
     stop: int
-    rows: Rows
+    rows: RowIndex
     rank: int
 
 
@@ -67,20 +67,20 @@ class DenseBlock:
             :, : end - self.r0 * self.C
         ]
 
-    def kept(self, x: Tensor) -> Tensor:
+    def load_chunks(self, x: Tensor) -> Tensor:
         """Return the block's chunks of x [NC, ...] as [R M, ...], a view for one sequence or one rank."""
-        return self._of(x)[self.b0 : self.b1, self.r0 : self.r1].transpose(0, 1).flatten(0, 1)
+        return self._by_sequence(x)[self.b0 : self.b1, self.r0 : self.r1].transpose(0, 1).flatten(0, 1)
 
-    def keep(self, x: Tensor, values: Tensor) -> None:
+    def save_chunks(self, x: Tensor, values: Tensor) -> None:
         """Write the block's chunks [R M, ...] into x [NC, ...]."""
-        place = self._of(x)[self.b0 : self.b1, self.r0 : self.r1]
+        place = self._by_sequence(x)[self.b0 : self.b1, self.r0 : self.r1]
         place.copy_(values.unflatten(0, self.grid).transpose(0, 1))
 
-    def keep_step(self, x: Tensor, step: Step, values: Tensor) -> None:
+    def save_step(self, x: Tensor, step: Step, values: Tensor) -> None:
         """Write the chunks [M, ...] of a step into x [NC, ...]."""
-        self._of(x)[self.b0 : self.b1, step.rank] = values
+        self._by_sequence(x)[self.b0 : self.b1, step.rank] = values
 
-    def _of(self, x: Tensor) -> Tensor:
+    def _by_sequence(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (-1, -(-self.T // self.C)))
 
 
@@ -92,7 +92,7 @@ class PackedBlock:
     is_token: Tensor  # [M, C] False past a chunk's end
     ids: Tensor  # [M]
     steps: list[Step]
-    known: bool  # the lengths are known on the host, so masks may be read
+    has_host_lengths: bool  # the lengths are known on the host, so masks may be read
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class PackedBlock:
     def put(self, out: Tensor, values: Tensor) -> None:
         """Write [1, M, C, ...] to its tokens in out [1, T, ...], which starts as zeros."""
         y = values.flatten(0, 2).to(out.dtype)
-        if self.known:
+        if self.has_host_lengths:
             place = self.is_token.flatten().nonzero().squeeze(1)
             out[0].index_copy_(0, self.tokens.flatten()[place], y[place])
         else:
@@ -115,15 +115,15 @@ class PackedBlock:
             y = y.masked_fill(~self.is_token.view(-1, *(1,) * (y.dim() - 1)), 0)
             out[0].index_add_(0, self.tokens.flatten(), y)
 
-    def kept(self, x: Tensor) -> Tensor:
+    def load_chunks(self, x: Tensor) -> Tensor:
         """Return the block's chunks of x [NC, ...] as [M, ...], a copy."""
         return x.index_select(0, self.ids)
 
-    def keep(self, x: Tensor, values: Tensor) -> None:
+    def save_chunks(self, x: Tensor, values: Tensor) -> None:
         """Write the block's chunks [M, ...] into x [NC, ...]."""
         x.index_copy_(0, self.ids, values)
 
-    def keep_step(self, x: Tensor, step: Step, values: Tensor) -> None:
+    def save_step(self, x: Tensor, step: Step, values: Tensor) -> None:
         """Write the chunks of a step into x [NC, ...]."""
         x.index_copy_(0, self.ids[step.start : step.stop], values)
 
@@ -132,14 +132,14 @@ Block = DenseBlock | PackedBlock
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """Hold all blocks in order, and the order of the sequences in the state array (None: the caller's)."""
 
     blocks: Sequence[Block]
     order: Tensor | None
 
 
-def plan(problem: Problem) -> Plan:
+def plan_blocks(problem: Problem) -> BlockPlan:
     """Cut a problem into blocks.
 
     On the CPU a block holds about 32 chunks x value heads, 8 MB of fp32 at K = V = 128: half as many are
@@ -149,23 +149,23 @@ def plan(problem: Problem) -> Plan:
     """
     p = problem
     if p.T == 0 or p.N == 0:
-        return Plan([], None)
+        return BlockPlan([], None)
     size = max(1, (32 if p.device.type == "cpu" else 4096) // p.HV)
     width = 1 if p.batch_invariant else size
     if p.cu_seqlens is None:
-        return Plan(list(_dense(p, size, width)), None)
+        return BlockPlan(list(_dense_blocks(p, size, width)), None)
     # lengths on a device are not read: the host would wait for the device's queue
     offsets = host_offsets(p.cu_seqlens, p.cu_seqlens_cpu, p.T, read_device=False)
     if offsets is None:
-        return Plan(list(_chain(p, p.cu_seqlens, size)), None)
+        return BlockPlan(list(_blocks_in_token_order(p, p.cu_seqlens, size)), None)
     lengths = [b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     # longest first: the sequences of a step are a slice of the states, so S[rows] is a view, not a copy
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-    blocks = list(_packed(p, offsets, order, size, width))
-    return Plan(blocks, torch.tensor(order, dtype=torch.long, device=p.device))
+    blocks = list(_packed_blocks(p, offsets, order, size, width))
+    return BlockPlan(blocks, torch.tensor(order, dtype=torch.long, device=p.device))
 
 
-def _dense(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
+def _dense_blocks(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
     """Yield blocks of about `size` chunks from at most `width` sequences."""
     # a short sequence gets a short chunk
     C = CHUNK if p.T > CHUNK // 2 else max(8, 1 << max(0, p.T - 1).bit_length())
@@ -178,7 +178,9 @@ def _dense(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
             yield DenseBlock(b0, b1, r0, min(ranks, r0 + run), C, p.T)
 
 
-def _packed(p: Problem, offsets: list[int], order: list[int], size: int, width: int) -> Iterator[PackedBlock]:
+def _packed_blocks(
+    p: Problem, offsets: list[int], order: list[int], size: int, width: int
+) -> Iterator[PackedBlock]:
     """Yield blocks of packed sequences, longest first, in groups of `width`.
 
     In that order the sequences that still have chunks are the first rows of their group.
@@ -196,21 +198,23 @@ def _packed(p: Problem, offsets: list[int], order: list[int], size: int, width: 
                 start = offsets[n] + rank * CHUNK
                 rows.append((start, min(CHUNK, offsets[n + 1] - start), first[n] + rank))
             if len(rows) >= size:
-                yield _block(p, torch.tensor(rows, device="cpu"), steps, known=True)
+                yield _packed_block(p, torch.tensor(rows, device="cpu"), steps, has_host_lengths=True)
                 rows, steps = [], []
         if rows:
-            yield _block(p, torch.tensor(rows, device="cpu"), steps, known=True)
+            yield _packed_block(p, torch.tensor(rows, device="cpu"), steps, has_host_lengths=True)
 
 
-def _block(problem: Problem, rows: Tensor, steps: list[Step], *, known: bool) -> PackedBlock:
+def _packed_block(
+    problem: Problem, rows: Tensor, steps: list[Step], *, has_host_lengths: bool
+) -> PackedBlock:
     start, length, ids = rows.to(problem.device).unbind(1)
     place = torch.arange(CHUNK, device=problem.device)
     # clamped, so that the gather stays inside x; `is_token` masks what is read there
     tokens = (start[:, None] + place).clamp_(max=problem.T - 1)
-    return PackedBlock(tokens, place < length[:, None], ids, steps, known)
+    return PackedBlock(tokens, place < length[:, None], ids, steps, has_host_lengths)
 
 
-def _chain(p: Problem, cu_seqlens: Tensor, size: int) -> Iterator[PackedBlock]:
+def _blocks_in_token_order(p: Problem, cu_seqlens: Tensor, size: int) -> Iterator[PackedBlock]:
     """Yield blocks with one chunk a step, in token order; the device looks up the sequence of each chunk."""
     offsets = cu_seqlens.long()
     chunks = (offsets.diff() + CHUNK - 1) // CHUNK
@@ -224,4 +228,4 @@ def _chain(p: Problem, cu_seqlens: Tensor, size: int) -> Iterator[PackedBlock]:
     for c0 in range(0, p.num_chunks, size):
         c1 = min(p.num_chunks, c0 + size)
         steps = [Step(c - c0, c - c0 + 1, n[c : c + 1], c) for c in range(c0, c1)]
-        yield _block(p, rows[c0:c1], steps, known=False)
+        yield _packed_block(p, rows[c0:c1], steps, has_host_lengths=False)

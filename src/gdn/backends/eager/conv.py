@@ -23,7 +23,7 @@ STRIP = 64  # channels of a block when time is the contiguous axis: 256 bytes of
 
 
 @dataclass(frozen=True)
-class Spans:
+class TokenRanges:
     """Hold the places of the N sequences: sequence n is tokens start[n] : end[n] of batch row row[n]."""
 
     row: Index
@@ -31,15 +31,15 @@ class Spans:
     end: Index
 
     @staticmethod
-    def of(problem: ConvProblem) -> "Spans":
+    def from_problem(problem: ConvProblem) -> "Spans":
         device, N = problem.x.device, problem.N
         if problem.cu_seqlens is not None:
             offsets = problem.cu_seqlens.to(device, torch.long)
-            return Spans(torch.zeros(N, dtype=torch.long, device=device), offsets[:-1], offsets[1:])
+            return TokenRanges(torch.zeros(N, dtype=torch.long, device=device), offsets[:-1], offsets[1:])
         row = torch.arange(N, device=device)
-        return Spans(row, torch.zeros_like(row), torch.full_like(row, problem.T))
+        return TokenRanges(row, torch.zeros_like(row), torch.full_like(row, problem.T))
 
-    def edge(self, count: int, at_end: bool) -> tuple[Index, Index, Mask]:
+    def edge_tokens(self, count: int, at_end: bool) -> tuple[Index, Index, Mask]:
         """Return sequence, position and existence of the first (or last) `count` tokens of each sequence.
 
         A token that does not exist repeats one that does, so writing all of them needs no mask.
@@ -47,10 +47,10 @@ class Spans:
         n = torch.arange(len(self.row), device=self.row.device).repeat_interleave(count)
         i = torch.arange(count, device=self.row.device).repeat(len(self.row))
         p = self.end[n] - 1 - i if at_end else self.start[n] + i
-        exists = (p >= self.start[n]) & (p < self.end[n])
+        is_token = (p >= self.start[n]) & (p < self.end[n])
         if len(n):
-            n, p = repeat_valid(exists, n, p)
-        return n, p, exists
+            n, p = repeat_valid(is_token, n, p)
+        return n, p, is_token
 
 
 def repeat_valid(valid: Mask, *indices: Index) -> tuple[Index, ...]:
@@ -59,7 +59,7 @@ def repeat_valid(valid: Mask, *indices: Index) -> tuple[Index, ...]:
     return tuple(torch.where(valid, i, i[first]) for i in indices)
 
 
-def accumulator(x: Tensor) -> torch.dtype:
+def accumulator_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of sums: fp64 for an fp64 x, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -69,7 +69,7 @@ def block_elements(x: Tensor) -> int:
     return BLOCK * torch.get_num_threads() if x.device.type == "cpu" else max(1, x.numel())
 
 
-def blocks(x: Channels, T: int) -> Iterator[tuple[slice, slice, slice]]:
+def cache_blocks(x: Channels, T: int) -> Iterator[tuple[slice, slice, slice]]:
     """Cut [B, T, D] into blocks along x's contiguous axis: rows of channels, or strips of them over time."""
     B, _, D = x.shape
     size = block_elements(x)
@@ -86,7 +86,7 @@ def correlate(x: Tensor, taps: Tensor, bias: Tensor | None, is_silu: bool, out: 
     """Write out[b, t] = act(bias + sum_j taps[j] x[b, t + j]); x [B, T + W - 1, D], taps [W, D]."""
     W = taps.shape[0]
     in_place = out.dtype == taps.dtype and x.stride(2) == 1
-    for b, t, d in blocks(x, out.shape[1]):
+    for b, t, d in cache_blocks(x, out.shape[1]):
         # one conversion for all taps: W multiply-adds read the block from the CPU cache, not from memory
         block = x[b, t.start : t.stop + W - 1, d].to(taps.dtype)
         num, target = t.stop - t.start, out[b, t, d]
@@ -103,29 +103,31 @@ def correlate(x: Tensor, taps: Tensor, bias: Tensor | None, is_silu: bool, out: 
             target.copy_(total if total.stride(2) == 1 else total.to(out.dtype))
 
 
-def windows(x: Channels, spans: Spans, n: Index, p: Index, held: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x [m, w, D] at positions p [m, w] of sequences n [m]: zero after a sequence, `held` before it.
+def gather_windows(
+    x: Channels, ranges: TokenRanges, n: Index, p: Index, initial: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return x [m, w, D] at positions p [m, w] of sequences n [m]: `initial` before a sequence, 0 after it.
 
-    held [N, D, L] are the L inputs before each sequence's first, newest last; None: zeros.
+    initial [N, D, L] are the L inputs before each sequence's first, newest last; None: zeros.
     """
-    start, end, T = spans.start[n][:, None], spans.end[n][:, None], x.shape[1]
+    start, end, T = ranges.start[n][:, None], ranges.end[n][:, None], x.shape[1]
     if T == 0:
         rows = x.new_zeros(*p.shape, x.shape[2], dtype=dtype)
     else:
         # the gather needs valid indices, so positions are clamped and rows outside the sequence zeroed
         inside = (p >= start) & (p < end)
-        rows = x[spans.row[n][:, None], p.clamp(0, T - 1)].to(dtype)
+        rows = x[ranges.row[n][:, None], p.clamp(0, T - 1)].to(dtype)
         rows = torch.where(inside[..., None], rows, 0)
-    if held is None or held.shape[2] == 0:
+    if initial is None or initial.shape[2] == 0:
         return rows
     # position start - 1 is the newest column of a window, L - 1
-    column = (p - start + held.shape[2]).clamp(0, held.shape[2] - 1)
-    return torch.where((p < start)[..., None], held[n[:, None], :, column].to(dtype), rows)
+    column = (p - start + initial.shape[2]).clamp(0, initial.shape[2] - 1)
+    return torch.where((p < start)[..., None], initial[n[:, None], :, column].to(dtype), rows)
 
 
-def forward(
-    x: Channels, taps: Tensor, bias: Tensor | None, is_silu: bool, spans: Spans, held: Tensor | None,
-    y: Channels,
+def convolve_sequences(
+    x: Channels, taps: Tensor, bias: Tensor | None, is_silu: bool, ranges: TokenRanges,
+    initial: Tensor | None, y: Channels,
 ) -> None:  # fmt: skip
     """Write y for every token of every sequence; other rows of y are undefined."""
     W, T = taps.shape[0], x.shape[1]
@@ -134,17 +136,19 @@ def forward(
         correlate(x, taps, bias, is_silu, y[:, W - 1 :])
     if W == 1 or T == 0:
         return
-    n, p, _ = spans.edge(W - 1, at_end=False)
+    n, p, _ = ranges.edge_tokens(W - 1, at_end=False)
     steps = torch.arange(1 - W, 1, device=x.device)
     # a window has W x D elements: a part of them is as large as a block, and stays in the CPU cache
-    for part in chunks(n, p, block_elements(x) // (W * x.shape[2])):
+    for part in row_slices(n, p, block_elements(x) // (W * x.shape[2])):
         m, at = n[part], p[part]
         head = torch.empty(len(m), 1, x.shape[2], dtype=taps.dtype, device=x.device)
-        correlate(windows(x, spans, m, at[:, None] + steps, held, taps.dtype), taps, bias, is_silu, head)
-        y[spans.row[m], at] = head[:, 0].to(y.dtype)
+        correlate(
+            gather_windows(x, ranges, m, at[:, None] + steps, initial, taps.dtype), taps, bias, is_silu, head
+        )
+        y[ranges.row[m], at] = head[:, 0].to(y.dtype)
 
 
-def chunks(n: Index, p: Index, size: int) -> Iterator[slice]:
+def row_slices(n: Index, p: Index, size: int) -> Iterator[slice]:
     """Yield slices of at most `size` of the rows of n and p."""
     for i in range(0, len(n), max(1, size)):
         yield slice(i, i + max(1, size))
@@ -162,11 +166,15 @@ def clear_tail(y: Channels, problem: ConvProblem) -> None:
         y.masked_fill_(tail[:, None], 0)
 
 
-def last_inputs(x: Channels, spans: Spans, held: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return the last `columns` inputs of each sequence, held ones included: [N, D, columns], newest last."""
-    n = torch.arange(len(spans.row), device=x.device)
-    p = spans.end[:, None] + torch.arange(-columns, 0, device=x.device)
-    return windows(x, spans, n, p, held, accumulator(x)).transpose(1, 2).to(dtype).contiguous()
+def last_inputs(
+    x: Channels, ranges: TokenRanges, initial: Tensor | None, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the last `columns` inputs of each sequence and of `initial` [N, D, columns], newest last."""
+    n = torch.arange(len(ranges.row), device=x.device)
+    p = ranges.end[:, None] + torch.arange(-columns, 0, device=x.device)
+    return (
+        gather_windows(x, ranges, n, p, initial, accumulator_dtype(x)).transpose(1, 2).to(dtype).contiguous()
+    )
 
 
 def valid_slots(
@@ -185,7 +193,7 @@ def valid_slots(
     return index.to(torch.long).clamp(0, slots - 1), valid
 
 
-def store(state: ConvPool, slot: Index | slice, valid: Mask | None, new: Tensor, old: Tensor) -> None:
+def store_slots(state: ConvPool, slot: Index | slice, valid: Mask | None, new: Tensor, old: Tensor) -> None:
     """Write state[slot] = new where valid. If no row is valid, row 0 writes back the `old` that was read."""
     new = new.to(state.dtype)
     if valid is not None:
@@ -199,21 +207,21 @@ def store(state: ConvPool, slot: Index | slice, valid: Mask | None, new: Tensor,
 
 def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
     """Return y, and on request the last W - 1 inputs of each sequence; update a pool's slots in place."""
-    x, spans, dtype = problem.x, Spans.of(problem), accumulator(problem.x)
+    x, ranges, dtype = problem.x, TokenRanges.from_problem(problem), accumulator_dtype(problem.x)
     taps = problem.weight.t().to(dtype).contiguous()
     bias = None if problem.bias is None else problem.bias.to(dtype)
     y = x.new_empty(x.shape)
-    held = problem.initial_state
+    initial = problem.initial_state
     if problem.state is not None:
-        return _conv_pool(problem, spans, taps, bias, y), None
-    forward(x, taps, bias, problem.activation == "silu", spans, held, y)
+        return _conv_pool(problem, ranges, taps, bias, y), None
+    convolve_sequences(x, taps, bias, problem.activation == "silu", ranges, initial, y)
     clear_tail(y, problem)
-    final = last_inputs(x, spans, held, problem.W - 1, x.dtype) if problem.output_final_state else None
+    final = last_inputs(x, ranges, initial, problem.W - 1, x.dtype) if problem.output_final_state else None
     return y, final
 
 
 def _conv_pool(
-    problem: ConvProblem, spans: Spans, taps: Tensor, bias: Tensor | None, y: Channels
+    problem: ConvProblem, ranges: TokenRanges, taps: Tensor, bias: Tensor | None, y: Channels
 ) -> Channels:
     state, x = problem.state, problem.x
     assert state is not None
@@ -221,26 +229,26 @@ def _conv_pool(
         return y.zero_()
     slot, valid = valid_slots(problem.state_index, problem.N, state, problem.null_slot)
     old = state[slot]
-    held = old
+    initial = old
     for is_read in (valid, problem.has_initial_state):
-        held = held if is_read is None else torch.where(is_read[:, None, None], held, 0)
-    forward(x, taps, bias, problem.activation == "silu", spans, held, y)
+        initial = initial if is_read is None else torch.where(is_read[:, None, None], initial, 0)
+    convolve_sequences(x, taps, bias, problem.activation == "silu", ranges, initial, y)
     clear_tail(y, problem)
     if valid is not None:
         token = torch.arange(problem.T, device=x.device)
-        n = spans.row if problem.cu_seqlens is None else torch.searchsorted(spans.end, token, right=True)
+        n = ranges.row if problem.cu_seqlens is None else torch.searchsorted(ranges.end, token, right=True)
         has_slot = valid[n.clamp(max=problem.N - 1)]
         y.masked_fill_(~(has_slot[:, None, None] if problem.cu_seqlens is None else has_slot[:, None]), 0)
-    new = last_inputs(x, spans, held, state.shape[2], accumulator(x))
-    is_written = spans.end > spans.start
-    store(state, slot, is_written if valid is None else is_written & valid, new, old)
+    new = last_inputs(x, ranges, initial, state.shape[2], accumulator_dtype(x))
+    is_written = ranges.end > ranges.start
+    store_slots(state, slot, is_written if valid is None else is_written & valid, new, old)
     return y
 
 
 def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
     """Write `out` and advance the windows; history and packet are concatenated and convolved together."""
     x, state, out, W = problem.x, problem.state, problem.out, problem.weight.shape[1]
-    (B, T, _), L, dtype = x.shape, state.shape[2], accumulator(problem.x)
+    (B, T, _), L, dtype = x.shape, state.shape[2], accumulator_dtype(problem.x)
     if B == 0 or T == 0 or state.shape[0] == 0:
         out.zero_()
         return
@@ -260,17 +268,17 @@ def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
         if L == 0:
             return
         # only the last L tokens: earlier ones share a column, and scatter writes duplicates in no order
-        kept = min(T, L)
-        step = torch.arange(T - kept, T, device=x.device)
+        num_stored = min(T, L)
+        step = torch.arange(T - num_stored, T, device=x.device)
         column = (problem.ring_pos.long()[:, None] + step) % L
-        packet = line[:, line.shape[1] - kept :].transpose(1, 2).to(state.dtype)
+        packet = line[:, line.shape[1] - num_stored :].transpose(1, 2).to(state.dtype)
         new = old.scatter(2, column[:, None].expand_as(packet), packet)
     elif problem.num_accepted is not None:
         new = old.clone()
         new[:, :, : W + T - 2] = line[:, 1:].transpose(1, 2)
     else:
         new = line[:, T:].transpose(1, 2)
-    store(state, slot, valid, new, old)
+    store_slots(state, slot, valid, new, old)
 
 
 def _read_columns(problem: ConvUpdateProblem) -> Tensor:
@@ -287,33 +295,42 @@ def causal_conv1d_bwd(
     problem: ConvProblem, dy: Channels, dfinal: ConvState | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return dx, dweight, dbias, dinitial_state, each in its tensor's dtype; sums are in fp32 or fp64."""
-    x, W, spans, dtype = problem.x, problem.W, Spans.of(problem), accumulator(problem.x)
+    x, W, ranges, dtype = (
+        problem.x,
+        problem.W,
+        TokenRanges.from_problem(problem),
+        accumulator_dtype(problem.x),
+    )
     taps = problem.weight.t().to(dtype).contiguous()
     bias = None if problem.bias is None else problem.bias.to(dtype)
     dpre = torch.empty(x.shape, dtype=dtype, device=x.device)
     if problem.activation == "silu":
         # pre goes to dpre's memory; the next pass replaces it by act'(pre) dy, block by block in cache
-        forward(x, taps, bias, False, spans, problem.initial_state, dpre)
-        for b, t, d in blocks(dpre, problem.T):
+        convolve_sequences(x, taps, bias, False, ranges, problem.initial_state, dpre)
+        for b, t, d in cache_blocks(dpre, problem.T):
             part = dpre[b, t, d]
             part.copy_(torch.ops.aten.silu_backward(dy[b, t, d].to(dtype), part))
     else:
         dpre.copy_(dy)
     clear_tail(dpre, problem)
     dbias = None if problem.bias is None else dpre.sum((0, 1)).to(problem.bias.dtype)
-    dx = _dx(problem, spans, taps, dpre, dfinal)
-    held, dheld = problem.initial_state, None
-    if held is not None:
+    dx = _input_gradient(problem, ranges, taps, dpre, dfinal)
+    initial, dinitial = problem.initial_state, None
+    if initial is not None:
         n = torch.arange(problem.N, device=x.device).repeat_interleave(W - 1)
-        p = spans.start[n] + torch.arange(1 - W, 0, device=x.device).repeat(problem.N)
-        dheld = _dx_at(spans, taps, dpre, dfinal, n, p).view(problem.N, W - 1, x.shape[2]).transpose(1, 2)
-        dheld = dheld.to(held.dtype).contiguous()
-    dweight = _dweight(problem, spans, dpre)
-    return dx, dweight.t().to(problem.weight.dtype).contiguous(), dbias, dheld
+        p = ranges.start[n] + torch.arange(1 - W, 0, device=x.device).repeat(problem.N)
+        dinitial = (
+            _input_gradient_at(ranges, taps, dpre, dfinal, n, p)
+            .view(problem.N, W - 1, x.shape[2])
+            .transpose(1, 2)
+        )
+        dinitial = dinitial.to(initial.dtype).contiguous()
+    dweight = _weight_gradient(problem, ranges, dpre)
+    return dx, dweight.t().to(problem.weight.dtype).contiguous(), dbias, dinitial
 
 
-def _dx(
-    problem: ConvProblem, spans: Spans, taps: Tensor, dpre: Channels, dfinal: ConvState | None
+def _input_gradient(
+    problem: ConvProblem, ranges: TokenRanges, taps: Tensor, dpre: Channels, dfinal: ConvState | None
 ) -> Channels:
     """Return dx_t = sum_j taps[j] dpre_{t+W-1-j}: all tokens, then the last W - 1 of each sequence again."""
     W, T, dx = problem.W, problem.T, problem.x.new_empty(problem.x.shape)
@@ -321,30 +338,30 @@ def _dx(
         # the forward's pass with reversed taps: the same cache blocks, mirrored in time
         correlate(dpre, taps.flip(0), None, False, dx[:, : T - W + 1])
     if W > 1 and T > 0:
-        n, p, _ = spans.edge(W - 1, at_end=True)
-        for part in chunks(n, p, block_elements(dpre) // (W * dpre.shape[2])):
-            rows = _dx_at(spans, taps, dpre, dfinal, n[part], p[part])
-            dx[spans.row[n[part]], p[part]] = rows.to(dx.dtype)
+        n, p, _ = ranges.edge_tokens(W - 1, at_end=True)
+        for part in row_slices(n, p, block_elements(dpre) // (W * dpre.shape[2])):
+            rows = _input_gradient_at(ranges, taps, dpre, dfinal, n[part], p[part])
+            dx[ranges.row[n[part]], p[part]] = rows.to(dx.dtype)
     clear_tail(dx, problem)
     return dx
 
 
-def _dx_at(
-    spans: Spans, taps: Tensor, dpre: Channels, dfinal: ConvState | None, n: Index, p: Index
+def _input_gradient_at(
+    ranges: TokenRanges, taps: Tensor, dpre: Channels, dfinal: ConvState | None, n: Index, p: Index
 ) -> Tensor:
     """Return the gradient [m, D] of the inputs at positions p; before the start is the initial state."""
     W, dtype = taps.shape[0], taps.dtype
-    after = windows(dpre, spans, n, p[:, None] + torch.arange(W, device=p.device), None, dtype)
+    inputs = gather_windows(dpre, ranges, n, p[:, None] + torch.arange(W, device=p.device), None, dtype)
     rows = torch.empty(len(n), 1, dpre.shape[2], dtype=dtype, device=dpre.device)
-    correlate(after, taps.flip(0), None, False, rows)
+    correlate(inputs, taps.flip(0), None, False, rows)
     if dfinal is not None and W > 1:
-        column = p - spans.end[n] + W - 1
-        kept = dfinal[n, :, column.clamp(0, W - 2)].to(dtype)
-        rows[:, 0] += kept.masked_fill_(((column < 0) | (column > W - 2))[:, None], 0)
+        column = p - ranges.end[n] + W - 1
+        from_final = dfinal[n, :, column.clamp(0, W - 2)].to(dtype)
+        rows[:, 0] += from_final.masked_fill_(((column < 0) | (column > W - 2))[:, None], 0)
     return rows[:, 0]
 
 
-def _dweight(problem: ConvProblem, spans: Spans, dpre: Channels) -> Tensor:
+def _weight_gradient(problem: ConvProblem, ranges: TokenRanges, dpre: Channels) -> Tensor:
     """Return [W, D], the sum over tokens of dpre_t x_{t-W+1+j}.
 
     The first W - 1 tokens of each sequence are added first, and then zeroed in dpre.
@@ -354,15 +371,15 @@ def _dweight(problem: ConvProblem, spans: Spans, dpre: Channels) -> Tensor:
     if T == 0:
         return total
     if W > 1:
-        n, p, exists = spans.edge(W - 1, at_end=False)
+        n, p, is_token = ranges.edge_tokens(W - 1, at_end=False)
         steps = torch.arange(1 - W, 1, device=x.device)
-        for part in chunks(n, p, block_elements(x) // (W * x.shape[2])):
+        for part in row_slices(n, p, block_elements(x) // (W * x.shape[2])):
             m, at = n[part], p[part]
-            head = windows(x, spans, m, at[:, None] + steps, problem.initial_state, dtype)
-            grad = dpre[spans.row[m], at].masked_fill_(~exists[part][:, None], 0)
+            head = gather_windows(x, ranges, m, at[:, None] + steps, problem.initial_state, dtype)
+            grad = dpre[ranges.row[m], at].masked_fill_(~is_token[part][:, None], 0)
             total += (head * grad[:, None]).sum(0)
         # zero, so that the pass below cannot add them again with inputs of the sequence before
-        dpre[spans.row[n], p] = 0
+        dpre[ranges.row[n], p] = 0
     # 0 * NaN is NaN: tokens past the last sequence must not be read
     if problem.cu_seqlens is not None:
         if x.device.type == "cpu":
@@ -372,7 +389,7 @@ def _dweight(problem: ConvProblem, spans: Spans, dpre: Channels) -> Tensor:
             x = x.masked_fill(tail[:, None], 0)
     if T < W:
         return total
-    for b, t, d in blocks(x, T - W + 1):
+    for b, t, d in cache_blocks(x, T - W + 1):
         block, grad = (
             x[b, t.start : t.stop + W - 1, d].to(dtype),
             dpre[b, t.start + W - 1 : t.stop + W - 1, d],

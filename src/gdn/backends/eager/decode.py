@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.eager.alignment import align_rows
-from gdn.backends.eager.gate import log_decay, sigmoid, wide
+from gdn.backends.eager.gate import gate_dtype, load_decay, sigmoid
 from gdn.backends.eager.norm import l2norm_
 from gdn.problem import DecodeProblem
 
@@ -45,9 +45,9 @@ def decode(problem: DecodeProblem) -> None:
     p = problem
     # in the computing dtype: the last pass scales and rounds once; rows without a slot stay zero
     o = torch.zeros(p.out.shape, dtype=p.dtype, device=p.q.device)
-    steps = _tokens(p, o)
+    steps = _token_operands(p, o)
     scratch: Tensor | None = None
-    for row in _rows(p):
+    for row in _active_rows(p):
         if row.is_in_place:
             S = row.source
         else:
@@ -62,7 +62,7 @@ def decode(problem: DecodeProblem) -> None:
                 parent = min(row.parents[t], t - 1)
                 assert row.history is not None
                 S.copy_(root if parent < 0 else row.history[parent])
-            _step(S, steps[row.first + t], p.state_v_first)
+            _advance_token(S, steps[row.first + t], p.state_v_first)
             if p.round_state and S.dtype != p.state.dtype:
                 S.copy_(S.to(p.state.dtype))
             for target in row.after[t] if row.after else ():
@@ -72,7 +72,7 @@ def decode(problem: DecodeProblem) -> None:
     torch.mul(o, p.scale, out=p.out)
 
 
-def _step(S: Tensor, token: Token, is_v_first: bool) -> None:
+def _advance_token(S: Tensor, token: Token, is_v_first: bool) -> None:
     """Advance S [HV, V, K] (or [HV, K, V]) of one row by one token in place, and write o."""
     kq, k, beta_v, o, beta, qk, *decay = token
     if decay:
@@ -88,8 +88,11 @@ def _step(S: Tensor, token: Token, is_v_first: bool) -> None:
         S.addcmul_(k.mT, d)
 
 
-def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
-    """Return `_step`'s operands: [k; q] [HV, 2, K], k [HV, 1, K], beta v, o [HV, 1, V], others [HV, 1, 1]."""
+def _token_operands(p: DecodeProblem, o: Tensor) -> list[Token]:
+    """Return the operands: [k; q] [HV, 2, K], k [HV, 1, K], beta v, o [HV, 1, V], others [HV, 1, 1].
+
+    The last one, the decay, has one number for a head or one for each row of the state.
+    """
     H, HV, K, V = p.H, p.HV, p.K, p.V
     kq = torch.stack((p.k, p.q), 3).view(-1, H, 2, K).to(p.dtype)
     if p.use_qk_l2norm_in_kernel:
@@ -98,7 +101,7 @@ def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
     qk = (kq.select(2, 0) * kq.select(2, 1)).sum(-1)
     if HV != H:
         kq, qk = kq.repeat_interleave(HV // H, 1), qk.repeat_interleave(HV // H, 1)
-    decay, beta = _gates(p)
+    decay, beta = _load_gates(p)
     v = p.v.to(p.dtype)
     beta_v = v if beta is None else beta * v
     beta = torch.ones_like(qk) if beta is None else beta
@@ -107,34 +110,35 @@ def _tokens(p: DecodeProblem, o: Tensor) -> list[Token]:
     # each token's gemm operand begins where that of a single token does
     kq = align_rows(kq).view(*lead, 2, K)
     lists = [kq, kq.narrow(-2, 0, 1), beta_v.reshape(*lead, 1, V), o.view(*lead, 1, V)]
-    for x in (beta, qk) if decay is None else (beta, qk, decay):
-        lists.append(x.reshape(*lead, 1, 1))
+    lists += [x.reshape(*lead, 1, 1) for x in (beta, qk)]
+    if decay is not None:
+        n = decay.shape[-1]
+        lists.append(decay.reshape(*lead, *((1, n) if p.state_v_first else (n, 1))))
     return [tuple(lists)] if len(lead) == 1 else list(zip(*(x.unbind(0) for x in lists), strict=True))
 
 
-def _gates(p: DecodeProblem) -> tuple[Tensor | None, Tensor | None]:
-    """Return e^g and beta [..., HV, 1] of every token; None for no decay, and for ones."""
-    g, beta = p.g, p.beta
-    if p.a is not None and p.b is not None and p.A_log is not None:
-        g = log_decay(p.a, p.A_log, p.dt_bias)
-        beta = sigmoid(p.b.to(wide(p.b.device))).mul_(2 if p.allow_neg_eigval else 1)
+def _load_gates(p: DecodeProblem) -> tuple[Tensor | None, Tensor | None]:
+    """Return e^g [..., HV, 1 or K] and beta [..., HV, 1] of every token; None for no decay, and for ones."""
+    g, beta = load_decay(p, p.a, p.dtype), p.beta
+    if p.b is not None:
+        beta = sigmoid(p.b.to(gate_dtype(p.b.device))).mul_(2 if p.allow_neg_eigval else 1)
     elif g is not None:
         g = g.to(p.dtype)
-    decay = None if g is None else g.exp().to(p.dtype).unsqueeze(-1)
+    decay = None if g is None else g.exp().to(p.dtype)
     return decay, None if beta is None else beta.to(p.dtype).unsqueeze(-1)
 
 
-def _rows(p: DecodeProblem) -> Iterator[Row]:
+def _active_rows(p: DecodeProblem) -> Iterator[Row]:
     """Yield the rows with tokens and a valid slot to read; the others compute nothing."""
-    spans = p.spans(read_device=True)
-    assert spans is not None
+    ranges = p.token_ranges(read_device=True)
+    assert ranges is not None
     indices = (p.read_index, p.num_accepted, p.ring_pos, p.write_index, p.intermediate_row, p.parent)
     # one transfer to the host per index tensor, not one per row
     numbers: list[Any] = [None if x is None else x.tolist() for x in indices]
     read, accepted, ring, write, rows, parents = numbers
     # a contiguous matrix in the computing dtype: the three passes can run on the pool, without a copy
     is_dense = p.state.dtype == p.dtype and p.state.stride()[-2:] == p.state.shape[-1:] + (1,)
-    for n, (first, count) in enumerate(spans):
+    for n, (first, count) in enumerate(ranges):
         slot = n if read is None else read[n]
         if isinstance(slot, list):
             slot = slot[min(max(accepted[n] if accepted else 1, 1), len(slot)) - 1]

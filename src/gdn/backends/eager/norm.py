@@ -20,14 +20,14 @@ def rms_norm_gated(problem: NormProblem) -> Tensor:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     weight = None if problem.weight is None else problem.weight.to(dtype)
     y = x.new_empty(x.shape)
-    for part, (xs, zs) in _blocks(y, x, z):
+    for part, (xs, zs) in _row_blocks(y, x, z):
         assert xs is not None
-        n, _ = _normalised(xs.to(dtype), problem.eps)
+        n, _ = _normalise(xs.to(dtype), problem.eps)
         if weight is not None:
             # in place: the block stays in the CPU cache, and no new memory is touched
             n = n.mul_(weight)
         if zs is not None:
-            n = n.mul_(_activated(zs.to(dtype), problem.activation))
+            n = n.mul_(_activate(zs.to(dtype), problem.activation))
         # rounded while it is in cache: the fp32 result never exists as a whole in memory
         part.copy_(n)
     return y
@@ -41,12 +41,12 @@ def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor
     dx = x.new_empty(x.shape)
     dz = None if z is None else z.new_empty(z.shape)
     dweight = None if weight is None else torch.zeros_like(weight)
-    for part, (xs, zs, dys, dzs) in _blocks(dx, x, z, dy, dz):
+    for part, (xs, zs, dys, dzs) in _row_blocks(dx, x, z, dy, dz):
         assert xs is not None and dys is not None
-        n, rstd = _normalised(xs.to(dtype), problem.eps)
+        n, rstd = _normalise(xs.to(dtype), problem.eps)
         dn = dys.to(dtype)
         if zs is not None and dzs is not None:
-            gate = _activated(zs.to(dtype), problem.activation)
+            gate = _activate(zs.to(dtype), problem.activation)
             dgate = dn * n if weight is None else dn * n * weight
             dzs.copy_(_activation_bwd(dgate, zs.to(dtype), problem.activation))
             dn = dn * gate
@@ -58,13 +58,13 @@ def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor
     return dx, dz, None if dweight is None else dweight.to(problem.weight.dtype)  # type: ignore[union-attr]
 
 
-def _blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Tensor, list[Tensor | None]]]:
+def _row_blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Tensor, list[Tensor | None]]]:
     """Yield the same blocks of rows of tensors of one shape [..., D]; None for a tensor that is None."""
     if first.numel() == 0:
         return
     # the head axis is kept where folding it would copy, as in a slice of one projection
-    keep = 1 if all(x is None or _folds(x) for x in (first, *others)) else 2
-    flat = [None if x is None else x.reshape(-1, *x.shape[-keep:]) for x in (first, *others)]
+    num_axes = 1 if all(x is None or _is_foldable(x) for x in (first, *others)) else 2
+    flat = [None if x is None else x.reshape(-1, *x.shape[-num_axes:]) for x in (first, *others)]
     # a CPU works on one block per thread in its cache; a device takes all rows at once
     size = BLOCK * torch.get_num_threads() if first.device.type == "cpu" else first.numel()
     rows = flat[0].shape[0]  # type: ignore[union-attr]
@@ -74,16 +74,16 @@ def _blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Tensor, lis
         yield part, rest  # type: ignore[misc]
 
 
-def _folds(x: Tensor) -> bool:
+def _is_foldable(x: Tensor) -> bool:
     return all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.dim() - 2))
 
 
-def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     return x * rstd, rstd
 
 
-def _activated(z: Tensor, activation: str | None) -> Tensor:
+def _activate(z: Tensor, activation: str | None) -> Tensor:
     if activation == "silu":
         return torch.nn.functional.silu(z)
     return torch.sigmoid(z) if activation == "sigmoid" else z

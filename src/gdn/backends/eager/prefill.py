@@ -16,7 +16,7 @@ from gdn.problem import CHUNK, CommitProblem, PrefillProblem, Problem
 
 
 @dataclass(frozen=True)
-class Run:
+class RuleCall:
     """Hold one call of the rule on neighbouring sequences: their offsets, and states in the pool's layout."""
 
     rule: Problem
@@ -39,7 +39,7 @@ class Run:
         if count % CHUNK == 0:
             return S
         # at most 63 tokens from the saved state at the chunk's start, instead of the whole prefix
-        rest = _cut(self.rule, start + count // CHUNK * CHUNK, start + count)
+        rest = _slice_tokens(self.rule, start + count // CHUNK * CHUNK, start + count)
         final = chunk_forward(replace(rest, initial_state=S[None], cu_seqlens=None), False)[1]
         assert final is not None
         return final[0]
@@ -51,59 +51,65 @@ def prefill(problem: PrefillProblem) -> None:
     bounds = p.offsets(read_device=True)
     assert bounds is not None
     slots = p.state_index.tolist()
-    live = [n for n in range(p.N) if p.is_slot(slots[n])]
-    groups = [(n, n + 1) for n in live] if p.batch_invariant else [(0, p.N)] if live else []
+    valid = [n for n in range(p.N) if p.is_slot(slots[n])]
+    groups = [(n, n + 1) for n in valid] if p.batch_invariant else [(0, p.N)] if valid else []
     # tokens of sequences without a slot keep these zeros
     o = torch.zeros(p.out.shape, dtype=p.out.dtype, device=p.q.device)
     writes: list[tuple[Tensor, Tensor]] = []
     for first, last in groups:
-        out, run = _run(p, slots, bounds, first, last)
+        out, call = _run_rule(p, slots, bounds, first, last)
         for n in range(first, last):
             if p.is_slot(slots[n]):
                 tokens = slice(bounds[n] - bounds[first], bounds[n + 1] - bounds[first])
                 o[0, bounds[n] : bounds[n + 1]] = out[0, tokens]
-                writes += _writes(p, run, n, n - first, bounds[n + 1] - bounds[n])
+                writes += _state_writes(p, call, n, n - first, bounds[n + 1] - bounds[n])
     p.out.copy_(o)
     # after all reads of the pool: a slot may be one sequence's target and another one's source
     for target, S in writes:
         target.copy_(S)
 
 
-def _run(p: PrefillProblem, slots: list[int], bounds: list[int], first: int, last: int) -> tuple[Tensor, Run]:
+def _run_rule(
+    p: PrefillProblem, slots: list[int], bounds: list[int], first: int, last: int
+) -> tuple[Tensor, RuleCall]:
     """Run sequences first:last; one without a valid slot starts from zero, and its results are not used."""
     has_state = [True] * p.N if p.has_initial_state is None else p.has_initial_state.tolist()
     initial = torch.zeros(last - first, *p.state.shape[1:], dtype=p.dtype, device=p.q.device)
     for n in range(first, last):
         if has_state[n] and p.is_slot(slots[n]):
             initial[n - first].copy_(p.state[slots[n]])
-    own = [x - bounds[first] for x in bounds[first : last + 1]]
+    offsets = [x - bounds[first] for x in bounds[first : last + 1]]
     # one sequence is a dense batch: its blocks are views, those of a packed one are gathered copies
-    cu_seqlens = None if len(own) == 2 else torch.tensor(own, device="cpu")
-    rule = replace(_cut(p.rule, bounds[first], bounds[last]), initial_state=initial, cu_seqlens=cu_seqlens)
+    cu_seqlens = None if len(offsets) == 2 else torch.tensor(offsets, device="cpu")
+    rule = replace(
+        _slice_tokens(p.rule, bounds[first], bounds[last]), initial_state=initial, cu_seqlens=cu_seqlens
+    )
     out, final, saved = chunk_forward(rule, p.keeps_states)
     assert final is not None
-    return out, Run(rule, own, initial, final, saved)
+    return out, RuleCall(rule, offsets, initial, final, saved)
 
 
-def _writes(p: PrefillProblem, run: Run, n: int, i: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (view of the caller's tensor, new state) for sequence n, the run's i-th, of `count` tokens."""
+def _state_writes(
+    p: PrefillProblem, call: RuleCall, n: int, i: int, count: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (view of the caller's tensor, new state) for sequence n, the call's i-th, of `count` tokens."""
     if p.checkpoints is not None and p.checkpoint_offsets is not None:
         row = int(p.checkpoint_offsets[n])
-        for done in range(p.checkpoint_every, count + 1, p.checkpoint_every) if row >= 0 else ():
+        for end in range(p.checkpoint_every, count + 1, p.checkpoint_every) if row >= 0 else ():
             if row < p.checkpoints.shape[0]:
-                yield p.checkpoints[row], run.state_after(i, done)
+                yield p.checkpoints[row], call.state_after(i, end)
             row += 1
     if p.snapshot_pos is not None and p.snapshot_index is not None:
         position, slot = int(p.snapshot_pos[n]), int(p.snapshot_index[n])
         if 0 <= position <= count and p.is_slot(slot):
-            yield p.state[slot], run.state_after(i, position)
+            yield p.state[slot], call.state_after(i, position)
     if p.update_state and count > 0:
         slot = int((p.state_index if p.out_state_index is None else p.out_state_index)[n])
         if p.is_slot(slot):
-            yield p.state[slot], run.final[i]
+            yield p.state[slot], call.final[i]
 
 
-def _cut(rule: Problem, start: int, end: int) -> Problem:
+def _slice_tokens(rule: Problem, start: int, end: int) -> Problem:
     """Return the problem with only tokens start:end."""
     q, k, v = (x[:, start:end] for x in (rule.q, rule.k, rule.v))
     g, beta = (None if x is None else x[:, start:end] for x in (rule.g, rule.beta))
@@ -114,10 +120,10 @@ def commit(problem: CommitProblem) -> None:
     """Implement `Backend.commit`: write problem.dst, one strided copy of all layers per row, no temporary."""
     p = problem
     slots, (rows, T) = p.dst.shape[1], p.src.shape[1:3]
-    jobs = [(p.dst_index, p.step)]
+    copies = [(p.dst_index, p.step)]
     if p.extra_dst_index is not None and p.extra_step is not None:
-        jobs.append((p.extra_dst_index, p.extra_step))
-    for dst_index, step in jobs:
+        copies.append((p.extra_dst_index, p.extra_step))
+    for dst_index, step in copies:
         for d, r, t in zip(dst_index.tolist(), p.src_row.tolist(), step.tolist(), strict=True):
             if 0 <= d < slots and 0 <= r < rows and 0 <= t < T:
                 p.dst[:, d].copy_(p.src[:, r, t])

@@ -15,7 +15,7 @@ from gdn.backends.eager.gate import activate
 from gdn.backends.eager.norm import l2norm_
 from gdn.problem import Problem, host_offsets
 
-Pick = slice | Tensor
+RowIndex = slice | Tensor
 
 
 def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
@@ -25,17 +25,17 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     # the exponentials of all tokens in one call: a step of the loop has none
     decay = g.exp().to(p.state_dtype)
     o = torch.zeros(p.v.shape, dtype=p.v.dtype, device=p.device)
-    order, steps = _schedule(p)
-    S = _start(p, order)
+    order, steps = _plan_steps(p)
+    S = _initial_states(p, order)
     q, k, v, e, b, out = (x.flatten(0, 1) for x in (p.q, p.k, p.v, decay, beta, o))
     for rows, tokens in steps:
         # k and q as one operand: one BLAS call reads the state once for both products
         X = torch.stack([k[tokens], q[tokens]], dim=2).to(S.dtype)
         if p.use_qk_l2norm_in_kernel:
             l2norm_(X)
-        # a slice is a view, which `step` updates in place; an index makes a copy, which is written back
+        # a slice is a view, updated in place; an index makes a copy, which is written back
         S_t = S[rows]
-        out[tokens] = step(X, v[tokens].to(S.dtype), e[tokens], b[tokens], S_t, p.scale).to(o.dtype)
+        out[tokens] = advance_token(X, v[tokens].to(S.dtype), e[tokens], b[tokens], S_t, p.scale).to(o.dtype)
         if isinstance(rows, Tensor):
             S.index_copy_(0, rows, S_t)
     if p.cu_seqlens is not None:
@@ -48,27 +48,28 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
     return o, torch.empty_like(final).index_copy_(0, order, final)
 
 
-def step(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: float) -> Tensor:
+def advance_token(X: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor, scale: float) -> Tensor:
     """Advance each row by one token.
 
-    X [M, H, 2, K] holds k and q; v [M, HV, V]; decay, beta [M, HV]; S [M, HV, K, V].
+    X [M, H, 2, K] holds k and q; v [M, HV, V]; decay [M, HV, 1 or K]; beta [M, HV]; S [M, HV, K, V].
     Returns o [M, HV, V] and leaves the new state in S.
     """
     (M, H), (HV, V) = X.shape[:2], v.shape[1:]
-    decay, beta = decay[..., None], beta[..., None]
+    beta = beta[..., None]
     # <q, k> per key head, before the repeat: H sums over K, not HV
     qk = (X[:, :, 0] * X[:, :, 1]).sum(-1, keepdim=True)
     if HV != H:
         X, qk = X.repeat_interleave(HV // H, dim=1), qk.repeat_interleave(HV // H, dim=1)
-    XS = torch.bmm(X.flatten(0, 1), S.flatten(0, 1)).view(M, HV, 2, V)
-    # e^g scales k S and q S, 2 V values, so the state need not be decayed before the BLAS call
-    d = torch.addcmul(v, decay, XS[:, :, 0], value=-1).mul_(beta)
-    o = torch.addcmul(qk * d, decay, XS[:, :, 1]).mul_(scale)
+    # e^g scales k S and q S, 2 V values, or the rows k and q, so the state need not be decayed before
+    rows, read_decay = (X, decay) if decay.shape[-1] == 1 else (X * decay.unsqueeze(2), torch.ones_like(beta))
+    XS = torch.bmm(rows.flatten(0, 1), S.flatten(0, 1)).view(M, HV, 2, V)
+    d = torch.addcmul(v, read_decay, XS[:, :, 0], value=-1).mul_(beta)
+    o = torch.addcmul(qk * d, read_decay, XS[:, :, 1]).mul_(scale)
     S.mul_(decay[..., None]).addcmul_(X[:, :, 0, :, None], d[:, :, None])
     return o
 
 
-def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
+def _plan_steps(p: Problem) -> tuple[Tensor | None, Iterator[tuple[RowIndex, RowIndex]]]:
     """Return the order of the states (None: the caller's), and the state rows and tokens of each step."""
     if p.cu_seqlens is None and p.batch_invariant:
         # the bits of a matmul may depend on its batch, so each sequence advances alone
@@ -86,8 +87,8 @@ def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
         return None, ((owner[t : t + 1], slice(t, t + 1)) for t in range(p.T))
     lengths = [b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     if p.batch_invariant:
-        spans = enumerate(zip(offsets[:-1], offsets[1:], strict=True))
-        return None, ((slice(n, n + 1), slice(t, t + 1)) for n, (a, b) in spans for t in range(a, b))
+        ranges = enumerate(zip(offsets[:-1], offsets[1:], strict=True))
+        return None, ((slice(n, n + 1), slice(t, t + 1)) for n, (a, b) in ranges for t in range(a, b))
     # longest first: the sequences that still run are a slice of S, a view and not a copy
     order = sorted(range(p.N), key=lambda n: -lengths[n])
     start = torch.tensor([offsets[n] for n in order], dtype=torch.long, device=p.device)
@@ -98,7 +99,7 @@ def _schedule(p: Problem) -> tuple[Tensor | None, Iterator[tuple[Pick, Pick]]]:
     )
 
 
-def _start(p: Problem, order: Tensor | None) -> Tensor:
+def _initial_states(p: Problem, order: Tensor | None) -> Tensor:
     """Return a copy of the initial states [N, HV, K, V], K and V in the caller's memory order.
 
     A packed batch without an order has one spare row for tokens past the last sequence. With

@@ -4,6 +4,9 @@
     r_t = beta_t (v_t - S_t^T k_t);    A_tj = beta_t e^(G_t - G_j) <k_t, k_j> for j < t;    (I + A) d = r
     o_t = scale (S_t^T q_t + sum_(j <= t) e^(G_t - G_j) <q_t, k_j> d_j)
 
+That is for a decay per head, whose history is the sums G. For a decay per key channel the history is g
+itself: it is first folded into a copy of the state, and the packet is a chunk of `channels`.
+
 With the norm in the kernel the history holds the caller's k and u = d / |k|: k u^T is the same, and a k of
 the history's dtype is stored exactly. Index tensors are read on the host.
 """
@@ -14,7 +17,8 @@ import torch
 from torch import Tensor
 
 from gdn.backends.eager.alignment import align_start
-from gdn.backends.eager.gate import log_decay, sigmoid, wide
+from gdn.backends.eager.channels import make_pairs
+from gdn.backends.eager.gate import gate_dtype, load_decay, sigmoid
 from gdn.problem import RESET, KeepProblem, ReplayProblem
 
 
@@ -27,83 +31,126 @@ def replay_decode(problem: ReplayProblem) -> None:
     if not p.use_qk_l2norm_in_kernel:
         q_rstd, k_rstd = torch.ones_like(q_rstd), torch.ones_like(k_rstd)
     q = q * (p.scale * q_rstd).unsqueeze(-1)
-    g, beta = _gates(p)
-    for slot, base, first, count in _rows(p):
+    g, beta = _load_gates(p)
+    for slot, base, first, count in _active_rows(p):
         tokens = slice(first, first + count)
-        G = g[tokens].cumsum(0)
-        if base > 0:
-            # G goes on from the history's last sum: e^(G_t - G_j) then holds for its tokens, too
-            G += p.history_G[slot, base - 1]
-        row = (x[tokens] for x in (q, k, v, k_rstd, beta))
-        o[tokens], u = _packet(p, slot, base, G, *row)
+        row = (x[tokens] for x in (g, q, k, v, k_rstd, beta))
+        run = _run_channel_packet if p.is_per_channel else _run_packet
+        o[tokens], u, history = run(p, slot, base, *row)
         # tokens past the last place of the history are not stored; their outputs are computed all the same
-        fits = min(count, p.places - base)
-        places = slice(base, base + fits)
-        p.history_u[slot, places].copy_(u[:fits])
-        p.history_k[slot, places].copy_(k[tokens][:fits])
-        p.history_G[slot, places].copy_(G[:fits])
+        num_stored = min(count, p.places - base)
+        places = slice(base, base + num_stored)
+        p.history_u[slot, places].copy_(u[:num_stored])
+        p.history_k[slot, places].copy_(k[tokens][:num_stored])
+        p.history_G[slot, places].copy_(history[:num_stored])
     p.out.copy_(o.view(p.out.shape))
 
 
-def _packet(
-    p: ReplayProblem, slot: int, base: int, G: Tensor, q: Tensor, k: Tensor, v: Tensor, k_rstd: Tensor,
+def _run_packet(
+    p: ReplayProblem, slot: int, base: int, g: Tensor, q: Tensor, k: Tensor, v: Tensor, k_rstd: Tensor,
     beta: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return o and u [T, HV, V] of one row; q is scaled, k is the caller's."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return o and u [T, HV, V] of one row, and G [T, HV]; q is scaled, k is the caller's."""
+    G = g.squeeze(-1).cumsum(0)
+    if base > 0:
+        # G goes on from the history's last sum: e^(G_t - G_j) then holds for its tokens, too
+        G += p.history_G[slot, base - 1]
     T, H = q.shape[:2]
     S = align_start(p.state[slot].to(p.dtype))
     S = S.mT if p.state_v_first else S
     # k above q: a BLAS call reads the state, and another one the history, once for both
-    kq = _of_heads(torch.cat((k * k_rstd.unsqueeze(-1), q)), p.HV // H)  # [HV, 2 T, K]
+    kq = _repeat_heads(torch.cat((k * k_rstd.unsqueeze(-1), q)), p.HV // H)  # [HV, 2 T, K]
     # e^G scales the products, 2 V values per token, not the K V values of the state
-    seen = torch.bmm(kq, S) * torch.cat((G, G)).exp().to(p.dtype).T.unsqueeze(-1)
+    state_read = torch.bmm(kq, S) * torch.cat((G, G)).exp().to(p.dtype).T.unsqueeze(-1)
     if base > 0:
         past = p.history_G[slot, :base]
-        weights = _weights(torch.cat((G, G)), past, p.dtype) * torch.bmm(
-            kq, _of_heads(p.history_k[slot, :base].to(p.dtype), p.HV // H).mT
+        weights = _decay_weights(torch.cat((G, G)), past, p.dtype) * torch.bmm(
+            kq, _repeat_heads(p.history_k[slot, :base].to(p.dtype), p.HV // H).mT
         )
         past_u = align_start(p.history_u[slot, :base].to(p.dtype))
-        seen = seen + torch.bmm(weights, past_u.transpose(0, 1))
+        state_read = state_read + torch.bmm(weights, past_u.transpose(0, 1))
     beta = beta.T.unsqueeze(-1)
-    D = _weights(G, G, p.dtype)
+    D = _decay_weights(G, G, p.dtype)
     pairs = torch.bmm(kq, kq[:, :T].mT)
     A = (beta * D * pairs[:, :T]).tril(-1)
-    r = beta * (v.transpose(0, 1) - seen[:, :T])
+    r = beta * (v.transpose(0, 1) - state_read[:, :T])
     # unitriangular: the solver takes the diagonal as 1, so A stands for I + A
     d = torch.linalg.solve_triangular(A, r, upper=False, unitriangular=True)
-    o = seen[:, T:] + torch.bmm((D * pairs[:, T:]).tril(), d)
+    o = state_read[:, T:] + torch.bmm((D * pairs[:, T:]).tril(), d)
     u = d * k_rstd.T.repeat_interleave(p.HV // H, 0).unsqueeze(-1)
-    return o.transpose(0, 1), u.transpose(0, 1)
+    return o.transpose(0, 1), u.transpose(0, 1), G
 
 
-def _of_heads(x: Tensor, ratio: int) -> Tensor:
+def _run_channel_packet(
+    p: ReplayProblem, slot: int, base: int, g: Tensor, q: Tensor, k: Tensor, v: Tensor, k_rstd: Tensor,
+    beta: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return o and u [T, HV, V] of one row with a decay per key channel, and its g [T, HV, K]."""
+    T, ratio = q.shape[0], p.HV // p.H
+    S = align_start(p.state[slot].to(p.dtype))
+    S = S.mT if p.state_v_first else S
+    if base > 0:
+        past = (x[slot, :base] for x in (p.history_u, p.history_k, p.history_G))
+        S = _fold_channels(S, *past)
+    # a chunk of 1, 2, 4, ... tokens; those past the packet are zero and do nothing
+    C = 1 << (T - 1).bit_length()
+    X = torch.zeros(1, p.HV, 2, C, p.K, dtype=p.dtype, device=q.device)
+    X[0, :, 0, :T] = _repeat_heads(q, ratio)
+    X[0, :, 1, :T] = _repeat_heads(k * k_rstd.unsqueeze(-1), ratio)
+    decays = torch.zeros(1, p.HV, C, p.K, dtype=p.dtype, device=q.device)
+    decays[0, :, :T] = g.transpose(0, 1)
+    pairs = make_pairs(X, decays, keep=False)
+    scores, coupling = pairs.products[0, ..., :T, :T].unbind(1)
+    state_read = torch.bmm((X * pairs.decay_in.unsqueeze(2))[0].flatten(1, 2), S).unflatten(1, (2, C))
+    beta = beta.T.unsqueeze(-1)
+    r = beta * (v.transpose(0, 1) - state_read[:, 1, :T])
+    d = torch.linalg.solve_triangular(beta * coupling, r, upper=False, unitriangular=True)
+    o = state_read[:, 0, :T] + torch.bmm(scores, d)
+    u = d * k_rstd.T.repeat_interleave(ratio, 0).unsqueeze(-1)
+    return o.transpose(0, 1), u.transpose(0, 1), g
+
+
+def _fold_channels(S: Tensor, u: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """Return S [HV, K, V] after a history u [P, HV, V], k [P, H, K], g [P, HV, K], in S's dtype."""
+    g = g.to(S.dtype).transpose(0, 1)
+    # sums from the newest token backwards: of one sign, and exact where a token further back is a reset
+    to_end = g.flip(1).cumsum(1).flip(1)
+    after = torch.cat((to_end[:, 1:], torch.zeros_like(g[:, :1])), 1)
+    k_out = _repeat_heads(k.to(S.dtype), S.shape[0] // k.shape[1]) * after.exp()
+    u = align_start(u.to(S.dtype)).transpose(0, 1)
+    return to_end[:, 0].exp().unsqueeze(-1) * S + torch.bmm(k_out.mT, u)
+
+
+def _repeat_heads(x: Tensor, ratio: int) -> Tensor:
     """Repeat x [T, H, K] for the value heads: [HV, T, K]."""
     return x.transpose(0, 1).repeat_interleave(ratio, 0)
 
 
-def _weights(to: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
+def _decay_weights(to: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
     """Return e^(to - start) [HV, T, P] of sums [T, HV] and [P, HV]; 1 where the difference is positive."""
     return (to.T.unsqueeze(-1) - start.T.unsqueeze(-2).to(to.dtype)).clamp(max=0).exp().to(dtype)
 
 
-def _gates(p: ReplayProblem) -> tuple[Tensor, Tensor]:
-    """Return g >= RESET in `wide`, and beta, both [tokens, HV]."""
-    shape, dtype = p.v.shape[:3], wide(p.q.device)
-    g, beta = p.g, p.beta
-    if p.a is not None and p.b is not None and p.A_log is not None:
-        g = log_decay(p.a, p.A_log, p.dt_bias)
+def _load_gates(p: ReplayProblem) -> tuple[Tensor, Tensor]:
+    """Return g >= RESET [tokens, HV, 1 or K], and beta [tokens, HV]."""
+    shape, dtype = p.v.shape[:3], gate_dtype(p.q.device)
+    g, beta = load_decay(p, p.a, p.dtype), p.beta
+    if p.b is not None:
         beta = sigmoid(p.b.to(dtype)).mul_(2 if p.allow_neg_eigval else 1)
-    g = torch.zeros(shape, dtype=dtype, device=p.q.device) if g is None else g.to(dtype)
+    if g is None:
+        g = torch.zeros((*shape, 1), dtype=dtype, device=p.q.device)
+    else:
+        g = g.to(p.dtype if p.is_per_channel else dtype)
     beta = torch.ones(shape, dtype=p.dtype, device=p.q.device) if beta is None else beta.to(p.dtype)
     return g.clamp(min=RESET).flatten(0, 1), beta.flatten(0, 1)
 
 
-def _rows(p: ReplayProblem) -> Iterator[tuple[int, int, int, int]]:
+def _active_rows(p: ReplayProblem) -> Iterator[tuple[int, int, int, int]]:
     """Yield (slot, tokens in its history, first token, tokens) of the rows that compute anything."""
-    spans, cursors = p.spans(read_device=True), p.cursor.tolist()
-    assert spans is not None
-    slots = range(len(spans)) if p.read_index is None else p.read_index.tolist()
-    for slot, (first, count) in zip(slots, spans, strict=True):
+    ranges, cursors = p.token_ranges(read_device=True), p.cursor.tolist()
+    assert ranges is not None
+    slots = range(len(ranges)) if p.read_index is None else p.read_index.tolist()
+    for slot, (first, count) in zip(slots, ranges, strict=True):
         if count > 0 and p.is_slot(slot):
             yield slot, min(max(cursors[slot], 0), p.places), first, count
 
@@ -118,20 +165,25 @@ def replay_commit(problem: KeepProblem) -> None:
         end = min(min(max(cursors[slot], 0), p.places) + min(max(accepted, 0), p.room), p.places)
         if end + p.room > p.places:
             for layer in range(p.state.shape[0]) if end > 0 else ():
-                _fold(p, layer, slot, end)
+                _fold_history(p, layer, slot, end)
             end = 0
         if p.update_cursor:
             p.cursor[slot] = end
 
 
-def _fold(p: KeepProblem, layer: int, slot: int, end: int) -> None:
+def _fold_history(p: KeepProblem, layer: int, slot: int, end: int) -> None:
     """Fold the first `end` tokens of its history into one state."""
-    G = p.history_G[layer, slot, :end]
     state = p.state[layer, slot]
     S = (state.mT if p.state_v_first else state).to(p.dtype)
-    k = _of_heads(p.history_k[layer, slot, :end].to(p.dtype), S.shape[0] // p.history_k.shape[3])
+    if p.is_per_channel:
+        past = (x[layer, slot, :end] for x in (p.history_u, p.history_k, p.history_G))
+        S = _fold_channels(S, *past)
+        state.copy_(S.mT if p.state_v_first else S)
+        return
+    G = p.history_G[layer, slot, :end]
+    k = _repeat_heads(p.history_k[layer, slot, :end].to(p.dtype), S.shape[0] // p.history_k.shape[3])
     u = align_start(p.history_u[layer, slot, :end].to(p.dtype)).transpose(0, 1)
-    weights = _weights(G[-1:], G, p.dtype)
+    weights = _decay_weights(G[-1:], G, p.dtype)
     # one BLAS call adds the outer products of all tokens: the state is written once, not per token
     S = G[-1].exp().to(p.dtype)[:, None, None] * S + torch.bmm(k.mT * weights, u)
     state.copy_(S.mT if p.state_v_first else S)

@@ -14,10 +14,10 @@ from gdn.problem.step import StepProblem
 
 def decode_step(problem: StepProblem) -> None:
     """Implement `Backend.decode_step`: write problem.conv_state, problem.state and problem.out."""
-    composed(problem, causal_conv1d_update, decode, rms_norm_gated)
+    compose_step(problem, causal_conv1d_update, decode, rms_norm_gated)
 
 
-def composed(
+def compose_step(
     problem: StepProblem,
     conv: Callable[..., Any],
     decode: Callable[..., Any],

@@ -37,10 +37,10 @@ from gdn.backends.hopper.scan.scheduler import (
     START_FROM,
     STORE_TO,
 )
-from gdn.backends.triton.chunks import chunks_of, sequence
+from gdn.backends.triton.chunks import count_chunks, sequence
 from gdn.backends.triton.launch import Launch, Step, TensorSpec, kernel, tensor_spec
 from gdn.backends.triton.launch.pdl import PDL, wait_then_launch_dependents
-from gdn.backends.triton.lib import dot, split_bf16, state_tile
+from gdn.backends.triton.lib import dot, split_bf16, state_pointers
 from gdn.backends.triton.rule.describe import gate_strides
 from gdn.backends.triton.rule.prepare import log_decay
 from gdn.problem import CHUNK, Problem
@@ -191,7 +191,7 @@ def locate_segment(i, cu_seqlens_ptr, N, long, longs, short, C: tl.constexpr, BL
     total = 0
     for m in range(0, N, BLOCK):
         lanes = m + tl.arange(0, BLOCK)
-        num_segments = count_segments(chunks_of(cu_seqlens_ptr, lanes, lanes < N, C), long, longs, short)
+        num_segments = count_segments(count_chunks(cu_seqlens_ptr, lanes, lanes < N, C), long, longs, short)
         num_segments = tl.where(lanes < N, num_segments, 0)
         is_before = (lanes < N) & (total + tl.cumsum(num_segments, 0) <= i)
         n += tl.sum(is_before.to(tl.int32))
@@ -315,7 +315,7 @@ def propagate_states_kernel(
     num_segments = tl.load(ranges_ptr + 2 * n + 1)
     ks = tl.arange(0, D)
     vs = strip * BV + tl.arange(0, BV)
-    place, mask = state_tile(0, ks, vs, D, D, V_FIRST)
+    place, mask = state_pointers(0, ks, vs, D, D, V_FIRST)
     if initial_ptr is None:
         S = tl.zeros([D, BV], tl.float32)
     else:

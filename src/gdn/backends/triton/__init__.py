@@ -67,6 +67,10 @@ def refuses(problem: Any) -> str | None:
         return f"expected tensors on a CUDA device, got {device}"
     if not _is_installed():
         return "expected Triton, got no package of that name"
+    if getattr(problem, "is_per_channel", False):
+        return "expected a decay per head, got one per key channel"
+    if getattr(problem, "lower_bound", None) is not None:
+        return f"expected lower_bound=None, got {problem.lower_bound}"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
     if any(getattr(problem, name, x).dtype == torch.float64 for name in ("history_u", "history_k")):

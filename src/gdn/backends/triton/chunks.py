@@ -51,25 +51,25 @@ def sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C: tl.const
 
 
 @triton.jit
-def chunks_of(cu_seqlens_ptr, n, is_one, C: tl.constexpr):
+def count_chunks(cu_seqlens_ptr, n, is_sequence, C: tl.constexpr):
     """Return the number of chunks of each sequence in n; 0 where is_one is false."""
-    start = tl.load(cu_seqlens_ptr + n, mask=is_one, other=0)
-    end = tl.load(cu_seqlens_ptr + n + 1, mask=is_one, other=0)
+    start = tl.load(cu_seqlens_ptr + n, mask=is_sequence, other=0)
+    end = tl.load(cu_seqlens_ptr + n + 1, mask=is_sequence, other=0)
     return tl.cdiv((end - start).to(tl.int32), C)
 
 
 @triton.jit
-def chunks_before(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
+def count_chunks_before(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
     """Return the number of chunks of all sequences before n; BLOCK offsets are loaded at once."""
     lanes = tl.arange(0, BLOCK)
-    found = tl.zeros([BLOCK], tl.int32)
+    counts = tl.zeros([BLOCK], tl.int32)
     for m in range(0, n, BLOCK):
-        found += chunks_of(cu_seqlens_ptr, m + lanes, m + lanes < n, C)
-    return tl.sum(found)
+        counts += count_chunks(cu_seqlens_ptr, m + lanes, m + lanes < n, C)
+    return tl.sum(counts)
 
 
 @triton.jit
-def places_of(cu_seqlens_ptr, n, chunks, N, shift, C: tl.constexpr, BLOCK: tl.constexpr):
+def first_chunk_and_rank(cu_seqlens_ptr, n, chunks, N, shift, C: tl.constexpr, BLOCK: tl.constexpr):
     """Return how many chunks precede sequence n, and how many sequences come before it in order of length.
 
     `chunks` is the number of chunks of sequence n. Sequences with equal chunks >> shift keep their order.
@@ -79,7 +79,7 @@ def places_of(cu_seqlens_ptr, n, chunks, N, shift, C: tl.constexpr, BLOCK: tl.co
     longer = tl.zeros([BLOCK], tl.int32)
     # every program reads all offsets, after the first one from L2; a sort would need more launches
     for m in range(0, N, BLOCK):
-        others = chunks_of(cu_seqlens_ptr, m + lanes, m + lanes < N, C)
+        others = count_chunks(cu_seqlens_ptr, m + lanes, m + lanes < N, C)
         is_before = m + lanes < n
         before += tl.where(is_before, others, 0)
         # lanes past the last sequence have no chunks, and never count as longer
@@ -107,16 +107,16 @@ def _table_kernel(
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int32)
     end = tl.where(is_tail, T, end)
     count = tl.cdiv(end - first, C)
-    base, place = places_of(cu_seqlens_ptr, n, count, N, shift, C, BLOCK)
+    base, place = first_chunk_and_rank(cu_seqlens_ptr, n, count, N, shift, C, BLOCK)
     # program N also writes the unused entries, so that every entry of the bound is defined
     for i in range(0, tl.where(is_tail, bound - base, count), BLOCK):
         index = i + lanes
         start = first + index * C
         length = tl.maximum(tl.minimum(end - start, C), 0)
         length = tl.where(is_tail, -length, length)
-        is_mine = index < tl.where(is_tail, bound - base, count)
-        tl.store(table_ptr + 2 * (base + index), start, mask=is_mine)
-        tl.store(table_ptr + 2 * (base + index) + 1, length, mask=is_mine)
+        is_owned = index < tl.where(is_tail, bound - base, count)
+        tl.store(table_ptr + 2 * (base + index), start, mask=is_owned)
+        tl.store(table_ptr + 2 * (base + index) + 1, length, mask=is_owned)
     per_sequence_ptr = table_ptr + 2 * bound
     # sorted by length: if a persistent kernel took the longest one last, other SMs would idle at the end
     tl.store(per_sequence_ptr + SEQUENCE * n, base, mask=n < N)

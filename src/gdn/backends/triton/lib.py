@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-class Span(NamedTuple):
+class TokenRange(NamedTuple):
     """Say which tokens a chunk has: its row of the batch, the first token in it, and how many."""
 
     row: Any
@@ -51,9 +51,9 @@ def split_bf16(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def dot_split(a, x, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
-    """Return a x + acc with x in fp32. FINE: x is split into hi + lo of a's 16-bit dtype, two MMAs."""
-    if FINE:
+def dot_split(a, x, acc, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
+    """Return a x + acc with x in fp32. SPLIT: x is split into hi + lo of a's 16-bit dtype, two MMAs."""
+    if SPLIT:
         high = truncate(x, a.dtype)
         # two MMAs keep x to 2^-16; one tf32 MMA would keep 2^-11, and would need a in fp32
         acc = dot(a, high.to(a.dtype), acc, PRECISION)
@@ -63,9 +63,9 @@ def dot_split(a, x, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
 
 
 @triton.jit
-def dot_split_left(x, b, acc, PRECISION: tl.constexpr, FINE: tl.constexpr):
+def dot_split_left(x, b, acc, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
     """Return x b + acc as `dot_split`, with x on the left: hi and lo stay in registers."""
-    if FINE:
+    if SPLIT:
         high, low = split_bf16(x, b.dtype)
         return dot(low, b, dot(high, b, acc, PRECISION), PRECISION)
     else:
@@ -106,7 +106,7 @@ def activate_beta(x, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr):
 
 
 @triton.jit
-def split(x):
+def split_fp64(x):
     """Split an fp64 value into two fp32 values, hi + lo, which keep some 48 bits."""
     # fp64 exponentials are slow on a GPU: later differences and exponentials are fp32
     high = x.to(tl.float32)
@@ -120,8 +120,8 @@ def load_sums(G_ptr, row, first, length, head, T, HV, C: tl.constexpr):
     base = G_ptr + (row.to(tl.int64) * T + first) * HV + head
     # 8 bytes per token, strided by HV: the heads of a token share sectors in L2
     G = tl.load(base + tokens * HV, mask=tokens < length, other=0.0)
-    high, low = split(G)
-    end_high, end_low = split(tl.load(base + (length - 1) * HV))
+    high, low = split_fp64(G)
+    end_high, end_low = split_fp64(tl.load(base + (length - 1) * HV))
     return high, low, end_high, end_low
 
 
@@ -133,7 +133,7 @@ def decay(from_high, from_low, to_high, to_low):
 
 
 @triton.jit
-def exist(columns, D: tl.constexpr):
+def column_mask(columns, D: tl.constexpr):
     """Return a mask of columns below D; a constant True if all are, so that loads need no predicate."""
     if (columns.shape[0] + D) % columns.shape[0] == 0:
         return tl.full(columns.shape, True, tl.int1)
@@ -143,16 +143,21 @@ def exist(columns, D: tl.constexpr):
 
 @triton.jit
 def load_beta(
-    beta, span, head, C: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr
+    beta, token_range, head, C: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr
 ):  # fmt: skip
     """Load beta of a chunk's tokens; 0 past its end."""
     tokens = tl.arange(0, C)
     if beta.ptr is None:
-        return tl.where(tokens < span.length, 1.0, 0.0)
+        return tl.where(tokens < token_range.length, 1.0, 0.0)
     else:
-        base = beta.ptr + span.row.to(tl.int64) * beta.b + span.first.to(tl.int64) * beta.t + head * beta.h
-        x = tl.load(base + tokens * beta.t, mask=tokens < span.length, other=0.0)
-        return tl.where(tokens < span.length, activate_beta(x, SIGMOID, NEGATIVE), 0.0)
+        base = (
+            beta.ptr
+            + token_range.row.to(tl.int64) * beta.b
+            + token_range.first.to(tl.int64) * beta.t
+            + head * beta.h
+        )
+        x = tl.load(base + tokens * beta.t, mask=tokens < token_range.length, other=0.0)
+        return tl.where(tokens < token_range.length, activate_beta(x, SIGMOID, NEGATIVE), 0.0)
 
 
 @triton.jit
@@ -167,23 +172,48 @@ def load_rstd(rstd_ptr, row, first, length, head, T, H, C: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, span, head, columns, D: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):
+def load_rows(x, token_range, head, columns, D: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):
     """Load a chunk's rows of x [C, len(columns)]; zeros past its end and past column D."""
     tokens = tl.arange(0, C)
-    base = x.ptr + (span.row.to(tl.int64) * x.b + span.first.to(tl.int64) * x.t + head * x.h) * UNIT
-    mask = (tokens < span.length)[:, None] & exist(columns, D)[None, :]
+    base = (
+        x.ptr
+        + (token_range.row.to(tl.int64) * x.b + token_range.first.to(tl.int64) * x.t + head * x.h) * UNIT
+    )
+    mask = (tokens < token_range.length)[:, None] & column_mask(columns, D)[None, :]
     # x.t * UNIT: a constant factor of the stride lets Triton emit 16-byte loads
     return tl.load(base + tokens[:, None] * (x.t * UNIT) + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def state_tile(base, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, TURNED: tl.constexpr):
-    """Return pointers, mask of a block [rows, columns] of a matrix stored by rows, or by columns (TURNED)."""
-    mask = exist(rows, NUM_ROWS)[:, None] & exist(columns, NUM_COLUMNS)[None, :]
-    if TURNED:
+def state_pointers(
+    base, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Return pointers, mask of a block of a matrix stored by rows, or by columns (TRANSPOSED)."""
+    mask = column_mask(rows, NUM_ROWS)[:, None] & column_mask(columns, NUM_COLUMNS)[None, :]
+    if TRANSPOSED:
         return base + columns[None, :] * NUM_ROWS + rows[:, None], mask
     else:
         return base + rows[:, None] * NUM_COLUMNS + columns[None, :], mask
+
+
+@triton.jit
+def locate_strip(HV, V: tl.constexpr, BV: tl.constexpr):
+    """Return sequence, value head and strip of BV value columns of this program; strips vary fastest."""
+    strips = tl.cdiv(V, BV)
+    strip = tl.program_id(0) % strips
+    head = (tl.program_id(0) // strips) % HV
+    n = tl.program_id(0) // (strips * HV)
+    return n, head, strip
+
+
+@triton.jit
+def load_state(state_ptr, place, mask):
+    """Load a block of a state in fp32, in registers; zeros where there is no tensor."""
+    if state_ptr is None:
+        S = tl.zeros(mask.shape, tl.float32)
+    else:
+        S = tl.load(state_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    return S
 
 
 @triton.jit
@@ -203,7 +233,7 @@ def store_wide(x_ptr, rest_ptr, place, x, mask):
 
 
 @triton.jit
-def widened(x, rest_ptr, place, mask):
+def load_wide(x, rest_ptr, place, mask):
     """Return in fp32 what `store_wide` stored, given the loaded x; 0 where masked."""
     if rest_ptr is None:
         return x.to(tl.float32)
@@ -214,7 +244,7 @@ def widened(x, rest_ptr, place, mask):
 
 
 @triton.jit
-def squares(x):
+def sum_squares(x):
     """Return sum(x x) of each row, in fp32."""
     # products of bf16 are exact in fp32
     wide = x.to(tl.float32)
@@ -222,28 +252,28 @@ def squares(x):
 
 
 @triton.jit
-def rstd_of(total):
+def inverse_norm(total):
     """Return the inverse norms of rows from the sums of their squares."""
     # one instruction (MUFU) per row, instead of a square root and a division
     return tl.rsqrt(total + 1e-6)
 
 
 @triton.jit
-def solved(A_inv, r, PRECISION: tl.constexpr, FINE: tl.constexpr):
+def apply_inverse(A_inv, r, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
     """Return A_inv r from A_inv - 1 as `prepare` stores it; the unit diagonal takes r unrounded.
 
-    FINE: r is split into hi + lo for the other entries, because its terms cancel where keys are alike.
+    SPLIT: r is split into hi + lo for the other entries, because its terms cancel where keys are alike.
     """
     # r is also the accumulator of the MMA: the unit diagonal costs no registers
-    return dot_split(A_inv, r, r, PRECISION, FINE)
+    return dot_split(A_inv, r, r, PRECISION, SPLIT)
 
 
 @triton.constexpr_function
-def operand_of(x_ptr, REFINE):
-    """Return the dtype of MMA operands that read the state; REFINE: fp32 for 16-bit inputs, in tf32 MMAs.
+def operand_dtype(x_ptr, FP32_STATE):
+    """Return the dtype of MMA operands that read the state; FP32_STATE: fp32 for 16-bit inputs, in tf32 MMAs.
 
     It is worth its time where K is small. A state of 32 x V that holds thousands of tokens is written and
     read with errors that add up: 5.4e-3 at the end in bf16 where 5e-3 is allowed. With identical keys the
     error is 5.2e-2 where 3e-2 is allowed, from r = beta (v - k S), whose terms cancel, and from A_inv.
     """
-    return tl.float32 if REFINE else x_ptr.dtype.element_ty
+    return tl.float32 if FP32_STATE else x_ptr.dtype.element_ty

@@ -68,7 +68,7 @@ def advance(S, i, left, position, WG: gl.constexpr, scan):
     outputs = scan.outputs
     D: gl.constexpr = scan.config.D
     HAS_OUTPUT: gl.constexpr = outputs.o is not None
-    # K = 64: bf16 is too coarse for S, A_inv, v_new and the update, so all are split: `triton.lib.operand_of`
+    # K = 64: bf16 is too coarse for S, A_inv, v_new and the update, so all are split (`lib.operand_dtype`)
     SPLIT: gl.constexpr = D == STRIP
     stage, phase = stage_and_phase(i, scan.pipeline.empty)
     column = position.head * D + position.first_v

@@ -12,7 +12,7 @@ Bytes per token and channel in bf16: 4.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -23,7 +23,17 @@ from gdn.backends.triton.launch import Launch, Machine, PlanCache, device_guard,
 from gdn.notation import Channels, ConvState
 from gdn.problem.layer import ConvProblem
 
-WIDEST = 8  # taps that fit in registers; `eager` runs wider windows
+MAX_TAPS = 8  # taps that fit in registers; `eager` runs wider windows
+
+
+class Source(NamedTuple):
+    """Hold where a program reads inputs: its channels in a row, and in a slot of L columns, newest last."""
+
+    x_ptr: Any
+    x_t: Any
+    initial_ptr: Any  # None: zeros before each sequence
+    initial_l: Any
+    L: Any
 
 
 @triton.jit
@@ -46,7 +56,7 @@ def load_bias(bias_ptr, channels, is_channel):
 
 
 @triton.jit
-def filtered(window, taps, bias, W: tl.constexpr, SILU: tl.constexpr):
+def apply_filter(window, taps, bias, W: tl.constexpr, SILU: tl.constexpr):
     """Return act(bias + sum_j taps[j] window[j]), in the same order for whole sequences and for steps."""
     y = bias
     for j in tl.static_range(W):
@@ -58,16 +68,16 @@ def filtered(window, taps, bias, W: tl.constexpr, SILU: tl.constexpr):
 
 
 @triton.jit
-def where(D, tokens, blocks, BD: tl.constexpr):
+def program_block(D, tokens, num_blocks, BD: tl.constexpr):
     """Return row, first token and channels of this program; channels vary fastest."""
     strips = tl.cdiv(D, BD)
     block = tl.program_id(0) // strips
     channels = (tl.program_id(0) % strips) * BD + tl.arange(0, BD)
-    return block // blocks, (block % blocks) * tokens, channels, channels < D
+    return block // num_blocks, (block % num_blocks) * tokens, channels, channels < D
 
 
 @triton.jit
-def sequence_at(cu_seqlens_ptr, N, row, token):
+def find_sequence(cu_seqlens_ptr, N, row, token):
     """Return the sequence of a block's first token: the last one that begins before `token`, or 0."""
     n = row
     if cu_seqlens_ptr is not None:
@@ -84,7 +94,7 @@ def sequence_at(cu_seqlens_ptr, N, row, token):
 
 
 @triton.jit
-def following(cu_seqlens_ptr, N, n):
+def next_sequence(cu_seqlens_ptr, N, n):
     """Return the sequence after n in its row; more than N if there is none."""
     if cu_seqlens_ptr is None:
         return N + 1
@@ -93,7 +103,7 @@ def following(cu_seqlens_ptr, N, n):
 
 
 @triton.jit
-def span(cu_seqlens_ptr, N, n, T):
+def sequence_range(cu_seqlens_ptr, N, n, T):
     """Return first token and end of sequence n; number N has the tokens past the last sequence."""
     if cu_seqlens_ptr is None:
         start = n * 0
@@ -106,7 +116,7 @@ def span(cu_seqlens_ptr, N, n, T):
 
 
 @triton.jit
-def share(start, end, first, tokens, W: tl.constexpr):
+def owned_range(start, end, first, tokens, W: tl.constexpr):
     """Return the tokens of sequence start : end that the block of `tokens` tokens at `first` owns."""
     begin = tl.where(start < first, tl.maximum(first, start + W - 1), start)
     # the first W - 1 tokens need the held window, which one program reads
@@ -114,33 +124,33 @@ def share(start, end, first, tokens, W: tl.constexpr):
 
 
 @triton.jit
-def history(x_ptr, x_t, held_ptr, held_l, L, start, begin, is_read, has_held, W: tl.constexpr):
-    """Return the W - 1 inputs before token `begin`, oldest first; those before `start` are held in a window.
-
-    Pointers are to a row's and to a slot's channels; a slot has L columns, the newest last.
-    """
+def load_window(source, start, begin, is_read, has_initial, W: tl.constexpr):
+    """Return the W - 1 inputs before token `begin`, oldest first; those before `start` are in the slot."""
     window = ()
     for j in tl.static_range(W - 1):
         token = begin - (W - 1) + j
-        window = window + (input_at(x_ptr, x_t, held_ptr, held_l, L, token, start, is_read, has_held),)
+        window = window + (load_input(source, token, start, is_read, has_initial),)
     return window
 
 
 @triton.jit
-def input_at(x_ptr, x_t, held_ptr, held_l, L, token, start, is_read, has_held):
-    value = tl.load(x_ptr + token * x_t, mask=is_read & (token >= start), other=0.0).to(tl.float32)
-    if held_ptr is not None:
-        is_held = is_read & has_held & (token < start)
-        held = tl.load(held_ptr + (L + token - start) * held_l, mask=is_held, other=0.0)
-        value = tl.where(token < start, held.to(tl.float32), value)
+def load_input(source, token, start, is_read, has_initial):
+    """Load the input of a token, from the slot if the token is before the sequence's first, `start`."""
+    mask = is_read & (token >= start)
+    value = tl.load(source.x_ptr + token * source.x_t, mask=mask, other=0.0).to(tl.float32)
+    if source.initial_ptr is not None:
+        is_initial = is_read & has_initial & (token < start)
+        column = source.initial_ptr + (source.L + token - start) * source.initial_l
+        initial = tl.load(column, mask=is_initial, other=0.0)
+        value = tl.where(token < start, initial.to(tl.float32), value)
     return value
 
 
 @kernel
 def _conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, held_ptr, cu_seqlens_ptr, index_ptr, has_ptr, y_ptr, final_ptr,
-    x_b, x_t, D, T, N, held_n, held_d, held_l, final_n, final_d, final_l, index_n, has_n, L, slots, tokens,
-    blocks,
+    x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_seqlens_ptr, index_ptr, has_ptr, y_ptr, final_ptr,
+    x_b, x_t, D, T, N, initial_n, initial_d, initial_l, final_n, final_d, final_l, index_n, has_n, L, slots,
+    tokens, num_blocks,
     LOWEST: tl.constexpr, IN_PLACE: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr,
     BD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -149,29 +159,30 @@ def _conv_kernel(
     # warps; no PDL. The W taps and the last W inputs of each channel stay in registers.
     # Reads x once, and W - 1 tokens before the block; writes y: 4 bytes per token and channel in bf16. For
     # each sequence that starts in the block it also writes the final window.
-    row, first, channels, is_channel = where(D * UNIT, tokens, blocks, BD)
+    row, first, channels, is_channel = program_block(D * UNIT, tokens, num_blocks, BD)
     taps = load_taps(weight_ptr, channels, is_channel, W)
     bias = load_bias(bias_ptr, channels, is_channel)
     x_t = x_t.to(tl.int64) * UNIT
     y_t = D.to(tl.int64) * UNIT
     x_ptr += row.to(tl.int64) * x_b * UNIT + channels
     y_ptr += row.to(tl.int64) * T * y_t + channels
-    n = sequence_at(cu_seqlens_ptr, N, row, first)
-    start, end = span(cu_seqlens_ptr, N, n, T)
+    n = find_sequence(cu_seqlens_ptr, N, row, first)
+    start, end = sequence_range(cu_seqlens_ptr, N, n, T)
     while (n <= N) & (start < first + tokens):
-        begin, stop = share(start, end, first, tokens, W)
+        begin, stop = owned_range(start, end, first, tokens, W)
         is_sequence = n < N
         slot = n.to(tl.int64)
         if index_ptr is not None:
             slot = tl.load(index_ptr + slot * index_n, mask=is_sequence, other=-1).to(tl.int64)
         is_valid = is_sequence & (slot >= LOWEST) & (slot < slots)
-        has_held = is_valid
+        has_initial = is_valid
         if has_ptr is not None:
-            has_held = is_valid & (tl.load(has_ptr + n * has_n, mask=is_sequence, other=0) != 0)
-        held = held_ptr
-        if held_ptr is not None:
-            held = held_ptr + slot * held_n + channels * held_d.to(tl.int64)
-        window = history(x_ptr, x_t, held, held_l, L, start, begin, is_channel & is_valid, has_held, W)
+            has_initial = is_valid & (tl.load(has_ptr + n * has_n, mask=is_sequence, other=0) != 0)
+        initial = initial_ptr
+        if initial_ptr is not None:
+            initial = initial_ptr + slot * initial_n + channels * initial_d.to(tl.int64)
+        source = Source(x_ptr, x_t, initial, initial_l, L)
+        window = load_window(source, start, begin, is_channel & is_valid, has_initial, W)
         # U tokens are loaded from HBM before the first is used: U loads in flight per thread
         for t in range(begin, stop, U):
             inputs = ()
@@ -181,21 +192,23 @@ def _conv_kernel(
             for u in tl.static_range(U):
                 window = window + (inputs[u].to(tl.float32),)
                 # padding slots get zero outputs
-                y = tl.where(is_valid, filtered(window, taps, bias, W, SILU), 0.0).to(y_ptr.dtype.element_ty)
+                y = tl.where(is_valid, apply_filter(window, taps, bias, W, SILU), 0.0).to(
+                    y_ptr.dtype.element_ty
+                )
                 tl.store(y_ptr + (t + u) * y_t, y, mask=is_channel & (t + u < stop))
                 window = window[1:]
         if final_ptr is not None:
-            is_kept = is_valid & (begin == start)
+            is_stored = is_valid & (begin == start)
             if IN_PLACE:
-                is_kept = is_kept & (end > start)
+                is_stored = is_stored & (end > start)
             final = final_ptr + slot * final_n + channels * final_d.to(tl.int64)
-            for c in range(tl.where(is_kept, L, 0)):
-                last = input_at(x_ptr, x_t, held, held_l, L, end - L + c, start, is_channel, has_held)
+            for c in range(tl.where(is_stored, L, 0)):
+                last = load_input(source, end - L + c, start, is_channel, has_initial)
                 # in place: column c is stored after all threads have loaded a later one
                 tl.debug_barrier()
                 tl.store(final + c * final_l, last.to(final_ptr.dtype.element_ty), mask=is_channel)
-        n = following(cu_seqlens_ptr, N, n)
-        start, end = span(cu_seqlens_ptr, N, n, T)
+        n = next_sequence(cu_seqlens_ptr, N, n)
+        start, end = sequence_range(cu_seqlens_ptr, N, n, T)
 
 
 @dataclass(frozen=True)
@@ -206,12 +219,14 @@ class Tiling:
     num_warps: int
     U: int
     tokens: int
-    blocks: int
+    num_blocks: int
     strips: int
 
 
-def tile(problem: ConvProblem, vector: int, U: int, least: int, most: int, gpu: Machine) -> Tiling:
-    """Choose a tiling: `vector` channels a thread, `least` to `most` tokens a program; fill the GPU."""
+def choose_tiling(
+    problem: ConvProblem, vector: int, U: int, min_tokens: int, max_tokens: int, gpu: Machine
+) -> Tiling:
+    """Choose a tiling: `vector` channels a thread, and so many tokens a program that they fill the GPU."""
     B, T, D = problem.x.shape
     # the widest block of channels whose last strip wastes no lanes
     widths = [(-triton.cdiv(D, 32 * vector * n) * n, n) for n in (1, 2, 4)]
@@ -219,12 +234,12 @@ def tile(problem: ConvProblem, vector: int, U: int, least: int, most: int, gpu: 
     BD = 32 * vector * num_warps
     strips = triton.cdiv(D, BD)
     # 32 warps per SM, twice
-    wanted = 2 * 32 // num_warps * gpu.num_sms
-    tokens = triton.next_power_of_2(triton.cdiv(max(1, T) * max(1, B) * strips, wanted))
-    tokens = max(least, min(most, tokens))
+    num_programs = 2 * 32 // num_warps * gpu.num_sms
+    tokens = triton.next_power_of_2(triton.cdiv(max(1, T) * max(1, B) * strips, num_programs))
+    tokens = max(min_tokens, min(max_tokens, tokens))
     # trailing empty sequences begin at T, and need a program
-    blocks = T // tokens + 1 if problem.cu_seqlens is not None else max(1, triton.cdiv(T, tokens))
-    return Tiling(BD, num_warps, U, tokens, blocks, strips)
+    num_blocks = T // tokens + 1 if problem.cu_seqlens is not None else max(1, triton.cdiv(T, tokens))
+    return Tiling(BD, num_warps, U, tokens, num_blocks, strips)
 
 
 _plans: PlanCache[Launch] = PlanCache()
@@ -233,31 +248,31 @@ _plans: PlanCache[Launch] = PlanCache()
 def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
     """See `Backend`; slots of a pool are updated in place."""
     p = problem
-    if p.W > WIDEST:
+    if p.W > MAX_TAPS:
         return eager.BACKEND.causal_conv1d(p)  # type: ignore[no-any-return]
-    p = tidy(p)
+    p = to_kernel_layout(p)
     with device_guard(p.x.device):
         # every token is written by some program, padding included
         y = p.x.new_empty(p.x.shape)
         final = p.x.new_empty(p.state_shape) if p.output_final_state else None
-        held = p.initial_state if p.state is None else p.state
-        kept = final if p.state is None else p.state
-        launch = _plans.get(key_of(p), lambda: _plan(p, held, kept))
+        initial = p.initial_state if p.state is None else p.state
+        final_window = final if p.state is None else p.state
+        launch = _plans.get(conv_key(p), lambda: _plan(p, initial, final_window))
         launch(
             p.x,
             p.weight,
             p.bias,
-            filled(held),
+            drop_empty(initial),
             p.cu_seqlens,
             p.state_index,
             p.has_initial_state,
             y,
-            filled(kept),
+            drop_empty(final_window),
         )
     return y, final
 
 
-def tidy(problem: ConvProblem) -> ConvProblem:
+def to_kernel_layout(problem: ConvProblem) -> ConvProblem:
     """Return the problem as the kernels read it, with contiguous channels; copy only other layouts."""
     p = problem
     changed: dict[str, Any] = {}
@@ -272,44 +287,45 @@ def tidy(problem: ConvProblem) -> ConvProblem:
     return replace(p, **changed) if changed else p
 
 
-def filled(x: Tensor | None) -> Tensor | None:
+def drop_empty(x: Tensor | None) -> Tensor | None:
     """Return None for a tensor without elements, which has no address."""
     return None if x is None or x.numel() == 0 else x
 
 
-def layout(x: Tensor | None) -> tuple[object, ...]:
+def layout_key(x: Tensor | None) -> tuple[object, ...]:
     """Return what a launch depends on of an optional tensor."""
     return () if x is None else (x.shape, x.stride(), x.dtype)
 
 
-def key_of(p: ConvProblem) -> tuple[object, ...]:
+def conv_key(p: ConvProblem) -> tuple[object, ...]:
     optional = (p.bias, p.initial_state, p.state, p.cu_seqlens, p.state_index, p.has_initial_state)
     return (
         p.x.shape, p.x.stride(), p.x.dtype, p.x.device, p.weight.shape, p.weight.dtype, p.activation,
-        p.output_final_state, p.null_slot, *map(layout, optional),
+        p.output_final_state, p.null_slot, *map(layout_key, optional),
     )  # fmt: skip
 
 
-def strides_of(x: Tensor | None, count: int) -> tuple[int, ...]:
+def strides_or_zeros(x: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if x is None else x.stride()
 
 
-def _plan(p: ConvProblem, held: Tensor | None, kept: Tensor | None) -> Launch:
+def _plan(p: ConvProblem, initial: Tensor | None, final_window: Tensor | None) -> Launch:
     B, T, D = p.x.shape
     # a constant unit lets Triton load 16 bytes of channels at once
     unit = unit_of(*p.x.stride()[:2], D)
     # 8 channels per thread next to the addresses of a slot spill 24 bytes of registers on sm_90
-    vector = 16 // p.x.element_size() if held is None and kept is None else 4
-    tiling = tile(p, vector, 4, max(16, p.W), 256, machine(p.x.device))
+    vector = 16 // p.x.element_size() if initial is None and final_window is None else 4
+    tiling = choose_tiling(p, vector, 4, max(16, p.W), 256, machine(p.x.device))
     L = p.W - 1 if p.state is None else p.state.shape[2]
     scalars = (
-        p.x.stride(0) // unit, p.x.stride(1) // unit, D // unit, T, p.N, *strides_of(held, 3),
-        *strides_of(kept, 3), *strides_of(p.state_index, 1), *strides_of(p.has_initial_state, 1), L,
-        p.N if p.state is None else p.state.shape[0], tiling.tokens, tiling.blocks,
+        p.x.stride(0) // unit, p.x.stride(1) // unit, D // unit, T, p.N, *strides_or_zeros(initial, 3),
+        *strides_or_zeros(final_window, 3), *strides_or_zeros(p.state_index, 1),
+        *strides_or_zeros(p.has_initial_state, 1), L,
+        p.N if p.state is None else p.state.shape[0], tiling.tokens, tiling.num_blocks,
     )  # fmt: skip
     constants = {
         "LOWEST": 0 if p.null_slot is None else 1, "IN_PLACE": p.state is not None, "W": p.W,
         "SILU": p.activation == "silu", "U": tiling.U,
         "BD": tiling.BD, "UNIT": unit,
     }  # fmt: skip
-    return Launch(_conv_kernel, B * tiling.blocks * tiling.strips, scalars, constants, tiling.num_warps)
+    return Launch(_conv_kernel, B * tiling.num_blocks * tiling.strips, scalars, constants, tiling.num_warps)

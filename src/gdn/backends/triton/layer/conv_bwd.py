@@ -22,22 +22,23 @@ from gdn.backends import eager
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.layer.conv import (
-    WIDEST,
-    filled,
-    filtered,
-    following,
-    history,
-    key_of,
-    layout,
+    MAX_TAPS,
+    Source,
+    apply_filter,
+    choose_tiling,
+    conv_key,
+    drop_empty,
+    find_sequence,
+    layout_key,
     load_bias,
     load_taps,
-    sequence_at,
-    share,
-    span,
-    strides_of,
-    tidy,
-    tile,
-    where,
+    load_window,
+    next_sequence,
+    owned_range,
+    program_block,
+    sequence_range,
+    strides_or_zeros,
+    to_kernel_layout,
 )
 from gdn.backends.triton.lib import sigmoid
 from gdn.notation import Channels, ConvState
@@ -53,7 +54,7 @@ def _zeros(COUNT: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _lagging(past, taps, W: tl.constexpr):
+def _filter_transposed(past, taps, W: tl.constexpr):
     """Return dx of the token W - 1 before the newest of dpre `past`."""
     dx = taps[W - 1] * past[0]
     for i in tl.static_range(1, W):
@@ -63,8 +64,9 @@ def _lagging(past, taps, W: tl.constexpr):
 
 @kernel
 def _conv_bwd_kernel(
-    x_ptr, weight_ptr, bias_ptr, held_ptr, cu_seqlens_ptr, dy_ptr, dfinal_ptr, dx_ptr, dheld_ptr, partial_ptr,
-    x_b, x_t, dy_b, dy_t, D, T, N, held_n, held_d, held_l, dfinal_n, dfinal_d, dfinal_l, tokens, blocks,
+    x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_seqlens_ptr, dy_ptr, dfinal_ptr, dx_ptr, dinitial_ptr,
+    partial_ptr, x_b, x_t, dy_b, dy_t, D, T, N, initial_n, initial_d, initial_l, dfinal_n, dfinal_d, dfinal_l,
+    tokens, num_blocks,
     W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     # dx, and partial sums of dweight and dbias; formulas at the top of the file.
@@ -72,7 +74,7 @@ def _conv_bwd_kernel(
     # warps; no PDL. Taps, the last W inputs, the last W of dpre and the sums stay in registers.
     # Reads x and dy once, and W - 1 tokens of the next block; writes dx: 6 bytes per token and channel in
     # bf16. It also writes gradients of held windows, and W + 1 fp32 sums per channel and program.
-    row, first, channels, is_channel = where(D * UNIT, tokens, blocks, BD)
+    row, first, channels, is_channel = program_block(D * UNIT, tokens, num_blocks, BD)
     taps = load_taps(weight_ptr, channels, is_channel, W)
     bias = load_bias(bias_ptr, channels, is_channel)
     x_t = x_t.to(tl.int64) * UNIT
@@ -83,16 +85,17 @@ def _conv_bwd_kernel(
     dx_ptr += row.to(tl.int64) * T * dx_t + channels
     dtaps = _zeros(W, BD)
     dbias = tl.zeros([BD], tl.float32)
-    n = sequence_at(cu_seqlens_ptr, N, row, first)
-    start, end = span(cu_seqlens_ptr, N, n, T)
+    n = find_sequence(cu_seqlens_ptr, N, row, first)
+    start, end = sequence_range(cu_seqlens_ptr, N, n, T)
     while (n <= N) & (start < first + tokens):
-        begin, stop = share(start, end, first, tokens, W)
+        begin, stop = owned_range(start, end, first, tokens, W)
         is_valid = n < N
         is_read = is_channel & is_valid
-        held = held_ptr
-        if held_ptr is not None:
-            held = held_ptr + n.to(tl.int64) * held_n + channels * held_d.to(tl.int64)
-        window = history(x_ptr, x_t, held, held_l, W - 1, start, begin, is_read, is_valid, W)
+        initial = initial_ptr
+        if initial_ptr is not None:
+            initial = initial_ptr + n.to(tl.int64) * initial_n + channels * initial_d.to(tl.int64)
+        source = Source(x_ptr, x_t, initial, initial_l, W - 1)
+        window = load_window(source, start, begin, is_read, is_valid, W)
         past = _zeros(W - 1, BD)
         for t in range(begin, stop + W - 1, U):
             inputs = ()
@@ -107,18 +110,18 @@ def _conv_bwd_kernel(
                 dpre = seeds[u].to(tl.float32)
                 if SILU:
                     # pre from the window in registers: loading it from HBM would cost 2 bytes per input
-                    pre = filtered(window, taps, bias, W, False)
+                    pre = apply_filter(window, taps, bias, W, False)
                     s = sigmoid(pre)
                     dpre = dpre * s * (1.0 + pre * (1.0 - s))
                 past = past + (dpre,)
-                dx = _lagging(past, taps, W)
+                dx = _filter_transposed(past, taps, W)
                 # tokens of the next block are summed by its program
-                mine = tl.where(t + u < stop, dpre, 0.0)
+                dpre_owned = tl.where(t + u < stop, dpre, 0.0)
                 for j in tl.static_range(W):
-                    dtaps = dtaps[1:] + (tl.fma(mine, window[j], dtaps[0]),)
-                dbias += mine
+                    dtaps = dtaps[1:] + (tl.fma(dpre_owned, window[j], dtaps[0]),)
+                dbias += dpre_owned
                 token = t + u - (W - 1)
-                is_mine = is_channel & (token < stop)
+                is_owned = is_channel & (token < stop)
                 if dfinal_ptr is not None:
                     column = token - end + W - 1
                     dfinal = (
@@ -127,19 +130,21 @@ def _conv_bwd_kernel(
                         + channels * dfinal_d.to(tl.int64)
                         + column * dfinal_l
                     )
-                    dx += tl.load(dfinal, mask=is_read & is_mine & (column >= 0), other=0.0).to(tl.float32)
+                    dx += tl.load(dfinal, mask=is_read & is_owned & (column >= 0), other=0.0).to(tl.float32)
                 tl.store(
-                    dx_ptr + token * dx_t, dx.to(dx_ptr.dtype.element_ty), mask=is_mine & (token >= begin)
+                    dx_ptr + token * dx_t, dx.to(dx_ptr.dtype.element_ty), mask=is_owned & (token >= begin)
                 )
-                if dheld_ptr is not None:
+                if dinitial_ptr is not None:
                     # tokens before the sequence exist only in the program that owns its start
-                    dheld = dheld_ptr + (n.to(tl.int64) * dx_t + channels) * (W - 1) + (token - start + W - 1)
+                    dinitial = (
+                        dinitial_ptr + (n.to(tl.int64) * dx_t + channels) * (W - 1) + (token - start + W - 1)
+                    )
                     is_before = is_read & (token < start) & (begin == start)
-                    tl.store(dheld, dx.to(dheld_ptr.dtype.element_ty), mask=is_before)
+                    tl.store(dinitial, dx.to(dinitial_ptr.dtype.element_ty), mask=is_before)
                 window = window[1:]
                 past = past[1:]
-        n = following(cu_seqlens_ptr, N, n)
-        start, end = span(cu_seqlens_ptr, N, n, T)
+        n = next_sequence(cu_seqlens_ptr, N, n)
+        start, end = sequence_range(cu_seqlens_ptr, N, n, T)
     block = tl.program_id(0) // tl.cdiv(D * UNIT, BD)
     # partial sums to HBM, without atomics: `sums` adds them in a fixed order
     for j in tl.static_range(W):
@@ -150,48 +155,59 @@ def _conv_bwd_kernel(
 
 
 @dataclass(frozen=True)
-class _Plan:
-    walk: Launch
+class _BackwardPlan:
+    gradients: Launch
     add: Launch
     num_blocks: int
 
 
-_plans: PlanCache[_Plan] = PlanCache()
+_plans: PlanCache[_BackwardPlan] = PlanCache()
 
 
 def causal_conv1d_bwd(
     problem: ConvProblem, dy: Channels, dfinal: ConvState | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, weight, bias and initial state, each in its tensor's dtype."""
-    if problem.W > WIDEST:
+    if problem.W > MAX_TAPS:
         return eager.BACKEND.causal_conv1d_bwd(problem, dy, dfinal)  # type: ignore[no-any-return]
-    p = tidy(problem)
+    p = to_kernel_layout(problem)
     dy = dy if dy.stride(2) == 1 else dy.contiguous()
-    held = filled(p.initial_state)
+    initial = drop_empty(p.initial_state)
     with device_guard(p.x.device):
-        key = (key_of(p), dy.stride(), dy.dtype, layout(dfinal))
+        key = (conv_key(p), dy.stride(), dy.dtype, layout_key(dfinal))
         plan = _plans.get(key, lambda: _plan(p, dy, dfinal))
         dx, dweight = p.x.new_empty(p.x.shape), p.weight.new_empty(p.weight.shape)
-        dbias, dheld = (None if x is None else x.new_empty(x.shape) for x in (p.bias, p.initial_state))
+        dbias, dinitial = (None if x is None else x.new_empty(x.shape) for x in (p.bias, p.initial_state))
         partial = p.x.new_empty(plan.num_blocks, p.W + 1, p.x.shape[2], dtype=torch.float32)
-        plan.walk(p.x, p.weight, p.bias, held, p.cu_seqlens, dy, filled(dfinal), dx, filled(dheld), partial)
+        plan.gradients(
+            p.x,
+            p.weight,
+            p.bias,
+            initial,
+            p.cu_seqlens,
+            dy,
+            drop_empty(dfinal),
+            dx,
+            drop_empty(dinitial),
+            partial,
+        )
         plan.add(partial, dweight, dbias)
-    return dx, dweight, dbias, dheld
+    return dx, dweight, dbias, dinitial
 
 
-def _plan(p: ConvProblem, dy: Tensor, dfinal: Tensor | None) -> _Plan:
+def _plan(p: ConvProblem, dy: Tensor, dfinal: Tensor | None) -> _BackwardPlan:
     B, T, D = p.x.shape
     unit = unit_of(*p.x.stride()[:2], *dy.stride()[:2], D)
     # registers: 8 channels per thread spill, and so do 4 tokens ahead next to the addresses of states
-    ahead = 4 if p.initial_state is None and dfinal is None else 2
-    tiling = tile(p, 4, ahead, max(64, p.W), 1 << 20, machine(p.x.device))
+    unroll = 4 if p.initial_state is None and dfinal is None else 2
+    tiling = choose_tiling(p, 4, unroll, max(64, p.W), 1 << 20, machine(p.x.device))
     scalars = (
         *(s // unit for x in (p.x, dy) for s in x.stride()[:2]), D // unit, T, p.N,
-        *strides_of(p.initial_state, 3), *strides_of(dfinal, 3), tiling.tokens, tiling.blocks,
+        *strides_or_zeros(p.initial_state, 3), *strides_or_zeros(dfinal, 3), tiling.tokens, tiling.num_blocks,
     )  # fmt: skip
     constants = {"W": p.W, "SILU": p.activation == "silu", "U": tiling.U, "BD": tiling.BD, "UNIT": unit}
     # one partial sum per block of tokens: long blocks keep them few
-    num_blocks = B * tiling.blocks
-    walk = Launch(_conv_bwd_kernel, num_blocks * tiling.strips, scalars, constants, tiling.num_warps)
+    num_blocks = B * tiling.num_blocks
+    gradients = Launch(_conv_bwd_kernel, num_blocks * tiling.strips, scalars, constants, tiling.num_warps)
     add = sums.add(num_blocks, p.W + 1, D, (1, p.W))
-    return _Plan(walk, add, num_blocks)
+    return _BackwardPlan(gradients, add, num_blocks)

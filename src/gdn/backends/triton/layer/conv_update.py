@@ -13,7 +13,15 @@ import triton.language as tl
 from gdn.backends import eager
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
-from gdn.backends.triton.layer.conv import WIDEST, filled, filtered, layout, load_bias, load_taps, strides_of
+from gdn.backends.triton.layer.conv import (
+    MAX_TAPS,
+    apply_filter,
+    drop_empty,
+    layout_key,
+    load_bias,
+    load_taps,
+    strides_or_zeros,
+)
 from gdn.problem.layer import ConvUpdateProblem
 
 
@@ -27,9 +35,9 @@ def _modulo(x, L):
 
 @kernel
 def _update_kernel(
-    x_ptr, state_ptr, weight_ptr, bias_ptr, index_ptr, place_ptr, out_ptr,
-    x_b, x_t, x_d, out_b, out_t, out_d, D, T, state_n, state_d, state_l, index_b, place_b, L, slots,
-    PLACE: tl.constexpr, LOWEST: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr,
+    x_ptr, state_ptr, weight_ptr, bias_ptr, index_ptr, position_ptr, out_ptr,
+    x_b, x_t, x_d, out_b, out_t, out_d, D, T, state_n, state_d, state_l, index_b, position_b, L, slots,
+    MODE: tl.constexpr, LOWEST: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr,
     BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # y_t = act(bias + sum_j weight[:, j] x_{t-W+1+j}) for the tokens of a packet, and the next window.
@@ -53,41 +61,43 @@ def _update_kernel(
     x_ptr += row * x_b + channels * x_d.to(tl.int64)
     out_ptr += row * out_b + channels * out_d.to(tl.int64)
     # columns of the slot: of the oldest input before the packet, and of the packet's first token
-    if PLACE == "ring_pos":
-        put = _modulo(tl.load(place_ptr + row * place_b).to(tl.int64), L).to(tl.int32)
-        take = _modulo(put - (W - 1), L)
-    elif PLACE == "num_accepted":
-        accepted = tl.load(place_ptr + row * place_b).to(tl.int64)
-        take = (tl.minimum(tl.maximum(accepted, 1), L - W + 2) - 1).to(tl.int32)
-        put = take * 0 + W - 2
+    if MODE == "ring_pos":
+        write_column = _modulo(tl.load(position_ptr + row * position_b).to(tl.int64), L).to(tl.int32)
+        read_column = _modulo(write_column - (W - 1), L)
+    elif MODE == "num_accepted":
+        accepted = tl.load(position_ptr + row * position_b).to(tl.int64)
+        read_column = (tl.minimum(tl.maximum(accepted, 1), L - W + 2) - 1).to(tl.int32)
+        write_column = read_column * 0 + W - 2
     else:
-        take = L - (W - 1)
-        put = L - T
+        read_column = L - (W - 1)
+        write_column = L - T
     taps = load_taps(weight_ptr, channels, is_channel, W)
     bias = load_bias(bias_ptr, channels, is_channel)
     window = ()
     if state_ptr is not None:
-        kind = state_ptr.dtype.element_ty
+        state_dtype = state_ptr.dtype.element_ty
         state_ptr += slot * state_n + channels * state_d.to(tl.int64)
         for j in tl.static_range(W - 1):
-            column = take + j
-            if PLACE == "ring_pos":
+            column = read_column + j
+            if MODE == "ring_pos":
                 column = _modulo(column, L)
             window = window + (tl.load(state_ptr + column * state_l, mask=is_read, other=0.0).to(tl.float32),)
-        if PLACE == "window":
+        if MODE == "window":
             # columns older than the filter's: column c is stored after all threads have loaded a later one
             for c in range(L - (W - 1) - T):
-                older = tl.load(state_ptr + (c + T) * state_l, mask=is_read, other=0.0)
+                column_value = tl.load(state_ptr + (c + T) * state_l, mask=is_read, other=0.0)
                 tl.debug_barrier()
-                tl.store(state_ptr + c * state_l, older, mask=is_read)
+                tl.store(state_ptr + c * state_l, column_value, mask=is_read)
         # all threads load the slot before any of them stores to it
         tl.debug_barrier()
         for j in tl.static_range(W - 1):
-            if PLACE == "window":
-                column = take + j - T
-                tl.store(state_ptr + column * state_l, window[j].to(kind), mask=is_read & (column >= 0))
-            if PLACE == "num_accepted" and j > 0:
-                tl.store(state_ptr + (j - 1) * state_l, window[j].to(kind), mask=is_read)
+            if MODE == "window":
+                column = read_column + j - T
+                tl.store(
+                    state_ptr + column * state_l, window[j].to(state_dtype), mask=is_read & (column >= 0)
+                )
+            if MODE == "num_accepted" and j > 0:
+                tl.store(state_ptr + (j - 1) * state_l, window[j].to(state_dtype), mask=is_read)
     for t in range(0, T, U):
         # U tokens are loaded from HBM before the first is used
         inputs = ()
@@ -97,15 +107,17 @@ def _update_kernel(
             x = inputs[u].to(tl.float32)
             # the window is W scalars in a thread's registers: shifting it is renaming
             window = window + (x,)
-            y = tl.where(is_valid, filtered(window, taps, bias, W, SILU), 0.0).to(out_ptr.dtype.element_ty)
+            y = tl.where(is_valid, apply_filter(window, taps, bias, W, SILU), 0.0).to(
+                out_ptr.dtype.element_ty
+            )
             tl.store(out_ptr + (t + u) * out_t, y, mask=is_channel & (t + u < T))
             if state_ptr is not None:
-                column = put + t + u
-                is_kept = is_read & (t + u < T) & (column >= 0)
-                if PLACE == "ring_pos":
+                column = write_column + t + u
+                is_stored = is_read & (t + u < T) & (column >= 0)
+                if MODE == "ring_pos":
                     column = _modulo(column, L)
-                    is_kept = is_kept & (t + u >= T - L)
-                tl.store(state_ptr + column * state_l, x.to(kind), mask=is_kept)
+                    is_stored = is_stored & (t + u >= T - L)
+                tl.store(state_ptr + column * state_l, x.to(state_dtype), mask=is_stored)
             window = window[1:]
 
 
@@ -115,7 +127,7 @@ _plans: PlanCache[Launch] = PlanCache()
 def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
     """See `Backend`: writes `out` and advances the windows."""
     p = problem
-    if p.weight.shape[1] > WIDEST:
+    if p.weight.shape[1] > MAX_TAPS:
         eager.BACKEND.causal_conv1d_update(p)
         return
     if p.state.shape[0] == 0:
@@ -123,30 +135,30 @@ def causal_conv1d_update(problem: ConvUpdateProblem) -> None:
         return
     weight = p.weight if p.weight.is_contiguous() else p.weight.contiguous()
     bias = p.bias if p.bias is None or p.bias.is_contiguous() else p.bias.contiguous()
-    place = p.ring_pos if p.num_accepted is None else p.num_accepted
+    position = p.ring_pos if p.num_accepted is None else p.num_accepted
     with device_guard(p.x.device):
         key = (
             p.x.shape, p.x.stride(), p.x.dtype, p.x.device, p.state.shape, p.state.stride(), p.state.dtype,
             weight.shape, weight.dtype, p.out.stride(), p.activation, p.null_slot, p.ring_pos is None,
-            None if bias is None else bias.dtype, layout(p.state_index), layout(place),
+            None if bias is None else bias.dtype, layout_key(p.state_index), layout_key(position),
         )  # fmt: skip
-        launch = _plans.get(key, lambda: plan_of(p))
-        launch(p.x, filled(p.state), weight, bias, p.state_index, place, p.out)
+        launch = _plans.get(key, lambda: plan_launch(p))
+        launch(p.x, drop_empty(p.state), weight, bias, p.state_index, position, p.out)
 
 
-def plan_of(p: ConvUpdateProblem) -> Launch:
+def plan_launch(p: ConvUpdateProblem) -> Launch:
     B, T, D = p.x.shape
     slots, _, L = p.state.shape
-    place = p.ring_pos if p.num_accepted is None else p.num_accepted
-    mode = "window" if place is None else "ring_pos" if p.num_accepted is None else "num_accepted"
+    position = p.ring_pos if p.num_accepted is None else p.num_accepted
+    mode = "window" if position is None else "ring_pos" if p.num_accepted is None else "num_accepted"
     # one channel a thread: with several, x and slots would have different layouts, and be converted
     BD, gpu = 128, machine(p.x.device)
     scalars = (
         *p.x.stride(), *p.out.stride(), D, T, *p.state.stride(),
-        *strides_of(p.state_index, 1), *strides_of(place, 1), L, slots,
+        *strides_or_zeros(p.state_index, 1), *strides_or_zeros(position, 1), L, slots,
     )  # fmt: skip
     constants = {
-        "PLACE": mode, "LOWEST": 0 if p.null_slot is None else 1, "W": p.weight.shape[1],
+        "MODE": mode, "LOWEST": 0 if p.null_slot is None else 1, "W": p.weight.shape[1],
         "SILU": p.activation == "silu", "U": 1 if T == 1 else 4, "BD": BD,
         "PDL": supports_pdl(gpu),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
-from gdn.backends.triton.lib import log1p, split
+from gdn.backends.triton.lib import log1p, split_fp64
 from gdn.notation import HeadParam, PerHead
 
 ELEMENTS = 1024  # tokens times heads of a block: 8 a thread
@@ -30,7 +30,7 @@ def _exp(x):
 
     A GPU's exp2 is 0 below 2^-126, where fp32 has subnormal numbers; there 2^64 times the result is computed.
     """
-    high, low = split(tl.where(x < -200.0, -200.0, x) * 1.4426950408889634)
+    high, low = split_fp64(tl.where(x < -200.0, -200.0, x) * 1.4426950408889634)
     is_tiny = high < -100.0
     power = tl.exp2(tl.where(is_tiny, high + 64.0, high)) * (1.0 + low * 0.6931471805599453)
     return power * tl.where(is_tiny, 2.0**-64, 1.0)
@@ -68,7 +68,7 @@ def load_heads(A_log_ptr, dt_bias_ptr, heads, is_head):
 
 
 @triton.jit
-def _place(rows, row_stride, heads, UNIT: tl.constexpr):
+def _row_indices(rows, row_stride, heads, UNIT: tl.constexpr):
     return rows.to(tl.int64)[:, None] * (row_stride * UNIT) + heads[None, :]
 
 
@@ -87,11 +87,11 @@ def _gate_kernel(
     heads = (tl.program_id(0) % strips) * BH + tl.arange(0, BH)
     mask = (rows < num_rows)[:, None] & (heads < HV * UNIT)[None, :]
     A_log, bias = load_heads(A_log_ptr, dt_bias_ptr, heads, heads < HV * UNIT)
-    a = tl.load(a_ptr + _place(rows, a_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + _place(rows, b_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + _row_indices(rows, a_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + _row_indices(rows, b_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
     decay, _ = decay_rate(a, A_log, bias)
     _, beta, _ = _softplus_sigmoid(b)
-    out = _place(rows, HV, heads, UNIT)
+    out = _row_indices(rows, HV, heads, UNIT)
     tl.store(g_ptr + out, -decay, mask=mask)
     tl.store(beta_ptr + out, beta, mask=mask)
 
@@ -118,10 +118,12 @@ def _gate_bwd_kernel(
     for i in range(first, tl.minimum(first + rows_per_program, num_rows), BR):
         rows = i + tl.arange(0, BR)
         mask = (rows < num_rows)[:, None] & is_head[None, :]
-        a = tl.load(a_ptr + _place(rows, a_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(b_ptr + _place(rows, b_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
-        dg = tl.load(dg_ptr + _place(rows, dg_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
-        dbeta = tl.load(dbeta_ptr + _place(rows, dbeta_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + _row_indices(rows, a_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + _row_indices(rows, b_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
+        dg = tl.load(dg_ptr + _row_indices(rows, dg_r, heads, UNIT), mask=mask, other=0.0).to(tl.float32)
+        dbeta = tl.load(dbeta_ptr + _row_indices(rows, dbeta_r, heads, UNIT), mask=mask, other=0.0).to(
+            tl.float32
+        )
         decay, slope_a = decay_rate(a, A_log, bias)
         _, _, slope_b = _softplus_sigmoid(b)
         # 0 times NaN or inf must not reach the sums
@@ -129,7 +131,7 @@ def _gate_bwd_kernel(
         dA_log += tl.where(dg == 0.0, 0.0, -decay * dg)
         ddt_bias += da
         db = tl.where(dbeta == 0.0, 0.0, dbeta * slope_b)
-        out = _place(rows, HV, heads, UNIT)
+        out = _row_indices(rows, HV, heads, UNIT)
         tl.store(da_ptr + out, da.to(da_ptr.dtype.element_ty), mask=mask)
         tl.store(db_ptr + out, db.to(db_ptr.dtype.element_ty), mask=mask)
     # partial sums to HBM, without atomics: `sums` adds them in a fixed order
@@ -139,61 +141,72 @@ def _gate_bwd_kernel(
 
 
 @dataclass(frozen=True)
-class _Backward:
-    walk: Launch
+class _BackwardPlan:
+    gradients: Launch
     add: Launch
     num_partials: int
 
 
 _forwards: PlanCache[Launch] = PlanCache()
-_backwards: PlanCache[_Backward] = PlanCache()
+_backwards: PlanCache[_BackwardPlan] = PlanCache()
 
 
-def gate(a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None) -> tuple[PerHead, PerHead]:
-    """See `Backend`: g and beta in fp32."""
-    a, b, A_log, dt_bias = _rows(a), _rows(b), A_log.contiguous(), _packed(dt_bias)
+def gate(
+    a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, lower_bound: None
+) -> tuple[PerHead, PerHead]:
+    """See `Backend`: g and beta in fp32. `refuses` lets no lower bound pass."""
+    a, b, A_log, dt_bias = _to_foldable(a), _to_foldable(b), A_log.contiguous(), _to_contiguous(dt_bias)
     with device_guard(a.device):
-        launch = _forwards.get(_key(a, b, A_log, dt_bias), lambda: _plan(a, b))
+        launch = _forwards.get(_launch_key(a, b, A_log, dt_bias), lambda: _plan(a, b))
         g, beta = (x.new_empty(x.shape, dtype=torch.float32) for x in (a, b))
         launch(a, b, A_log, dt_bias, g, beta)
     return g, beta
 
 
 def gate_bwd(
-    a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, dg: PerHead, dbeta: PerHead
+    a: PerHead,
+    b: PerHead,
+    A_log: HeadParam,
+    dt_bias: HeadParam | None,
+    lower_bound: None,
+    dg: PerHead,
+    dbeta: PerHead,
 ) -> tuple[PerHead, PerHead, HeadParam, HeadParam | None]:
     """Return da, db, dA_log, ddt_bias, each in its tensor's dtype."""
     a, b, A_log, dt_bias, dg, dbeta = (
-        _rows(a), _rows(b), A_log.contiguous(), _packed(dt_bias), _rows(dg), _rows(dbeta)
+        _to_foldable(a), _to_foldable(b), A_log.contiguous(), _to_contiguous(dt_bias),
+        _to_foldable(dg), _to_foldable(dbeta)
     )  # fmt: skip
     with device_guard(a.device):
-        plan = _backwards.get(_key(a, b, A_log, dt_bias, dg, dbeta), lambda: _plan_bwd(a, b, dg, dbeta))
+        plan = _backwards.get(
+            _launch_key(a, b, A_log, dt_bias, dg, dbeta), lambda: _plan_bwd(a, b, dg, dbeta)
+        )
         da, db, dA_log = (x.new_empty(x.shape) for x in (a, b, A_log))
         ddt_bias = None if dt_bias is None else dt_bias.new_empty(dt_bias.shape)
         partial = a.new_empty(plan.num_partials, 2, a.shape[-1], dtype=torch.float32)
-        plan.walk(a, b, A_log, dt_bias, dg, dbeta, da, db, partial)
+        plan.gradients(a, b, A_log, dt_bias, dg, dbeta, da, db, partial)
         plan.add(partial, dA_log, ddt_bias)
     return da, db, dA_log, ddt_bias
 
 
-def _rows(x: Tensor) -> Tensor:
+def _to_foldable(x: Tensor) -> Tensor:
     """Return x as the kernels read it: heads contiguous, and all other axes foldable into one."""
     sizes, strides = x.shape, x.stride()
-    folds = all(strides[i] == sizes[i + 1] * strides[i + 1] for i in range(x.dim() - 2))
-    return x if folds and strides[-1] == 1 else x.contiguous()
+    is_foldable = all(strides[i] == sizes[i + 1] * strides[i + 1] for i in range(x.dim() - 2))
+    return x if is_foldable and strides[-1] == 1 else x.contiguous()
 
 
-def _packed(x: Tensor | None) -> Tensor | None:
+def _to_contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _key(*tensors: Tensor | None) -> tuple[object, ...]:
+def _launch_key(*tensors: Tensor | None) -> tuple[object, ...]:
     first = tensors[0]
     assert first is not None
     return first.shape, first.device, *(None if x is None else (x.stride(), x.dtype) for x in tensors)
 
 
-def _arguments(*tensors: Tensor) -> tuple[tuple[int, ...], dict[str, Any], int]:
+def _launch_arguments(*tensors: Tensor) -> tuple[tuple[int, ...], dict[str, Any], int]:
     """Return rows, heads and row strides; block sizes; the number of strips of heads."""
     HV = tensors[0].shape[-1]
     strides = [x.stride(-2) if x.dim() > 1 else 0 for x in tensors]
@@ -204,16 +217,16 @@ def _arguments(*tensors: Tensor) -> tuple[tuple[int, ...], dict[str, Any], int]:
 
 
 def _plan(a: Tensor, b: Tensor) -> Launch:
-    scalars, constants, strips = _arguments(a, b)
+    scalars, constants, strips = _launch_arguments(a, b)
     return Launch(_gate_kernel, triton.cdiv(scalars[0], constants["BR"]) * strips, scalars, constants, 4)
 
 
-def _plan_bwd(a: Tensor, b: Tensor, dg: Tensor, dbeta: Tensor) -> _Backward:
-    scalars, constants, strips = _arguments(a, b, dg, dbeta)
+def _plan_bwd(a: Tensor, b: Tensor, dg: Tensor, dbeta: Tensor) -> _BackwardPlan:
+    scalars, constants, strips = _launch_arguments(a, b, dg, dbeta)
     num_rows, BR, HV = scalars[0], constants["BR"], a.shape[-1]
     # two programs per SM, each of which stores one partial sum
     blocks = triton.cdiv(triton.cdiv(num_rows, BR) * strips, 2 * machine(a.device).num_sms)
     rows = max(1, blocks) * BR
     num_partials = triton.cdiv(num_rows, rows)
-    walk = Launch(_gate_bwd_kernel, num_partials * strips, (*scalars, rows), constants, 4)
-    return _Backward(walk, sums.add(num_partials, 2, HV, (HV, 1)), num_partials)
+    gradients = Launch(_gate_bwd_kernel, num_partials * strips, (*scalars, rows), constants, 4)
+    return _BackwardPlan(gradients, sums.add(num_partials, 2, HV, (HV, 1)), num_partials)

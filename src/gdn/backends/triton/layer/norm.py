@@ -8,7 +8,7 @@ bf16 with a gate: forward 6, backward 10.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,30 +19,37 @@ from gdn.backends import eager
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
-from gdn.backends.triton.lib import exist, sigmoid
+from gdn.backends.triton.lib import column_mask, sigmoid
 from gdn.problem.layer import NormProblem
 
-ELEMENTS = (
-    2048  # elements of a block of rows, at least one row; half in the backward, which needs more registers
-)
-WIDEST = 8192  # columns of a row that fit in registers; `eager` runs wider rows
+# elements of a block of rows, at least one row; half in the backward, which needs more registers
+ELEMENTS = 2048
+MAX_COLUMNS = 8192  # columns of a row that fit in registers; `eager` runs wider rows
+
+
+class StridedRows(NamedTuple):
+    """Hold a tensor of rows: its pointer, and the strides of outer rows and of the rows within them."""
+
+    ptr: Any
+    outer: Any
+    inner: Any
 
 
 @triton.jit
-def _load(x_ptr, rows, num_rows, inner, x_o, x_i, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr):
+def _load(x, rows, num_rows, inner, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr):
     """Load rows of x in fp32; zeros past the last row and column."""
     columns = tl.arange(0, BD)
-    place = ((rows // inner).to(tl.int64) * x_o + (rows % inner).to(tl.int64) * x_i) * UNIT
-    mask = (rows < num_rows)[:, None] & exist(columns, D)[None, :]
-    return tl.load(x_ptr + place[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    indices = ((rows // inner).to(tl.int64) * x.outer + (rows % inner).to(tl.int64) * x.inner) * UNIT
+    mask = (rows < num_rows)[:, None] & column_mask(columns, D)[None, :]
+    return tl.load(x.ptr + indices[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(y_ptr, y, rows, num_rows, D: tl.constexpr, BD: tl.constexpr):
     columns = tl.arange(0, BD)
-    mask = (rows < num_rows)[:, None] & exist(columns, D)[None, :]
-    place = y_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
-    tl.store(place, y.to(y_ptr.dtype.element_ty), mask=mask)
+    mask = (rows < num_rows)[:, None] & column_mask(columns, D)[None, :]
+    indices = y_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
+    tl.store(indices, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -51,12 +58,12 @@ def _load_weight(weight_ptr, D: tl.constexpr, BD: tl.constexpr):
     if weight_ptr is None:
         weight = tl.full([BD], 1.0, tl.float32)
     else:
-        weight = tl.load(weight_ptr + columns, mask=exist(columns, D), other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + columns, mask=column_mask(columns, D), other=0.0).to(tl.float32)
     return weight
 
 
 @triton.jit
-def gated(z, GATE: tl.constexpr):
+def gate_and_derivative(z, GATE: tl.constexpr):
     """Return act(z) and act'(z)."""
     if GATE == "none":
         return z, z * 0.0 + 1.0
@@ -83,13 +90,15 @@ def _norm_kernel(
     if PDL:
         launch_dependents_then_wait()
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
-    x = _load(x_ptr, rows, num_rows, inner, x_o, x_i, D, BD, UNIT)
+    x = _load(StridedRows(x_ptr, x_o, x_i), rows, num_rows, inner, D, BD, UNIT)
     # rows are in registers: the mean needs no second read of x
     y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     if weight_ptr is not None:
         y = y * _load_weight(weight_ptr, D, BD)[None, :]
     if z_ptr is not None:
-        gate, _ = gated(_load(z_ptr, rows, num_rows, inner, z_o, z_i, D, BD, UNIT), GATE)
+        gate, _ = gate_and_derivative(
+            _load(StridedRows(z_ptr, z_o, z_i), rows, num_rows, inner, D, BD, UNIT), GATE
+        )
         y = y * gate
     _store(y_ptr, y, rows, num_rows, D, BD)
 
@@ -110,14 +119,14 @@ def _norm_bwd_kernel(
     first = tl.program_id(0) * rows_per_program
     for i in range(first, tl.minimum(first + rows_per_program, num_rows), BR):
         rows = i + tl.arange(0, BR)
-        x = _load(x_ptr, rows, num_rows, inner, x_o, x_i, D, BD, UNIT)
-        dn = _load(dy_ptr, rows, num_rows, inner, dy_o, dy_i, D, BD, UNIT)
+        x = _load(StridedRows(x_ptr, x_o, x_i), rows, num_rows, inner, D, BD, UNIT)
+        dn = _load(StridedRows(dy_ptr, dy_o, dy_i), rows, num_rows, inner, D, BD, UNIT)
         # rstd is recomputed from the registers: saving it would cost HBM traffic in the forward
         rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         n = x * rstd
         if z_ptr is not None:
-            z = _load(z_ptr, rows, num_rows, inner, z_o, z_i, D, BD, UNIT)
-            gate, slope = gated(z, GATE)
+            z = _load(StridedRows(z_ptr, z_o, z_i), rows, num_rows, inner, D, BD, UNIT)
+            gate, slope = gate_and_derivative(z, GATE)
             _store(dz_ptr, dn * n * weight[None, :] * slope, rows, num_rows, D, BD)
             dn = dn * gate
         dweight += dn * n
@@ -128,31 +137,40 @@ def _norm_bwd_kernel(
     # one partial sum per program to HBM, without atomics: `sums` adds them in a fixed order
     if partial_ptr is not None:
         columns = tl.arange(0, BD)
-        place = partial_ptr + tl.program_id(0).to(tl.int64) * D + columns
-        tl.store(place, tl.sum(dweight, 0), mask=exist(columns, D))
+        indices = partial_ptr + tl.program_id(0).to(tl.int64) * D + columns
+        tl.store(indices, tl.sum(dweight, 0), mask=column_mask(columns, D))
 
 
 @dataclass(frozen=True)
-class _Backward:
-    walk: Launch
+class _BackwardPlan:
+    gradients: Launch
     add: Launch
     num_partials: int
 
 
 _forwards: PlanCache[Launch] = PlanCache()
-_backwards: PlanCache[_Backward] = PlanCache()
+_backwards: PlanCache[_BackwardPlan] = PlanCache()
 
 
 def rms_norm_gated(problem: NormProblem) -> Tensor:
     """See `Backend`."""
     p = problem
-    if p.x.shape[-1] > WIDEST:
+    if p.x.shape[-1] > MAX_COLUMNS:
         return eager.BACKEND.rms_norm_gated(p)  # type: ignore[no-any-return]
-    x, weight = _rows(p.x), _packed(p.weight)
-    z = None if p.z is None else _rows(p.z)
+    x, weight = _to_foldable(p.x), _to_contiguous(p.weight)
+    z = None if p.z is None else _to_foldable(p.z)
     with device_guard(x.device):
-        key = (x.shape, x.stride(), x.dtype, x.device, _layout(z), _dtype(weight), p.eps, p.activation)
-        launch = _forwards.get(key, lambda: plan_of(p, x, z))
+        key = (
+            x.shape,
+            x.stride(),
+            x.dtype,
+            x.device,
+            _layout_key(z),
+            _dtype_key(weight),
+            p.eps,
+            p.activation,
+        )
+        launch = _forwards.get(key, lambda: plan_launch(p, x, z))
         y = x.new_empty(x.shape)
         launch(x, z, weight, y)
     return y
@@ -161,14 +179,14 @@ def rms_norm_gated(problem: NormProblem) -> Tensor:
 def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, z and weight, each in its tensor's dtype."""
     p = problem
-    if p.x.shape[-1] > WIDEST:
+    if p.x.shape[-1] > MAX_COLUMNS:
         return eager.BACKEND.rms_norm_gated_bwd(p, dy)  # type: ignore[no-any-return]
-    x, weight, dy = _rows(p.x), _packed(p.weight), _rows(dy)
-    z = None if p.z is None else _rows(p.z)
+    x, weight, dy = _to_foldable(p.x), _to_contiguous(p.weight), _to_foldable(dy)
+    z = None if p.z is None else _to_foldable(p.z)
     with device_guard(x.device):
         key = (
-            x.shape, x.stride(), x.dtype, x.device, _layout(z), _dtype(weight), p.eps, p.activation,
-            _layout(dy),
+            x.shape, x.stride(), x.dtype, x.device, _layout_key(z), _dtype_key(weight), p.eps, p.activation,
+            _layout_key(dy),
         )  # fmt: skip
         plan = _backwards.get(key, lambda: _plan_bwd(p, x, z, dy))
         dx = x.new_empty(x.shape)
@@ -176,31 +194,31 @@ def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor
         partial = None
         if weight is not None:
             partial = x.new_empty(plan.num_partials, x.shape[-1], dtype=torch.float32)
-        plan.walk(x, z, weight, dy, dx, dz, partial)
+        plan.gradients(x, z, weight, dy, dx, dz, partial)
         if partial is not None:
             plan.add(partial, None, dweight)
     return dx, dz, dweight
 
 
-def _rows(x: Tensor) -> Tensor:
+def _to_foldable(x: Tensor) -> Tensor:
     """Return x as the kernels read it: columns contiguous, all axes before the last two foldable into one."""
-    return x if x.stride(-1) == 1 and _folds(x) else x.contiguous()
+    return x if x.stride(-1) == 1 and _is_foldable(x) else x.contiguous()
 
 
-def _folds(x: Tensor) -> bool:
+def _is_foldable(x: Tensor) -> bool:
     sizes, strides = x.shape, x.stride()
     return all(strides[i] == sizes[i + 1] * strides[i + 1] for i in range(x.dim() - 3))
 
 
-def _packed(x: Tensor | None) -> Tensor | None:
+def _to_contiguous(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.is_contiguous() else x.contiguous()
 
 
-def _layout(x: Tensor | None) -> object:
+def _layout_key(x: Tensor | None) -> object:
     return None if x is None else (x.stride(), x.dtype)
 
 
-def _dtype(x: Tensor | None) -> object:
+def _dtype_key(x: Tensor | None) -> object:
     return None if x is None else x.dtype
 
 
@@ -211,7 +229,7 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
     return (0 if x.dim() == 2 else x.stride(-3)), x.stride(-2)
 
 
-def _arguments(
+def _launch_arguments(
     p: NormProblem, elements: int, *tensors: Tensor | None
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     x, D = p.x, p.x.shape[-1]
@@ -228,8 +246,8 @@ def _num_warps(p: NormProblem) -> int:
     return max(4, min(16, triton.next_power_of_2(p.x.shape[-1]) // 512))
 
 
-def plan_of(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
-    scalars, constants = _arguments(p, ELEMENTS, x, z)
+def plan_launch(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
+    scalars, constants = _launch_arguments(p, ELEMENTS, x, z)
     # blocks of rows are independent: registers decide how many an SM holds
     grid = triton.cdiv(scalars[0], constants["BR"])
     gpu = machine(x.device)
@@ -237,12 +255,12 @@ def plan_of(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
     return Launch(_norm_kernel, grid, (*scalars, p.eps), constants, _num_warps(p), options=pdl_options(gpu))
 
 
-def _plan_bwd(p: NormProblem, x: Tensor, z: Tensor | None, dy: Tensor) -> _Backward:
-    scalars, constants = _arguments(p, ELEMENTS // 2, x, z, dy)
+def _plan_bwd(p: NormProblem, x: Tensor, z: Tensor | None, dy: Tensor) -> _BackwardPlan:
+    scalars, constants = _launch_arguments(p, ELEMENTS // 2, x, z, dy)
     num_rows, BR = scalars[0], constants["BR"]
     # four programs per SM, each of which stores one partial sum
     blocks = triton.cdiv(triton.cdiv(num_rows, BR), 4 * machine(x.device).num_sms)
     rows = max(1, blocks) * BR
     num_partials = triton.cdiv(num_rows, rows)
-    walk = Launch(_norm_bwd_kernel, num_partials, (*scalars, rows, p.eps), constants, _num_warps(p))
-    return _Backward(walk, sums.add(num_partials, 1, p.x.shape[-1]), num_partials)
+    gradients = Launch(_norm_bwd_kernel, num_partials, (*scalars, rows, p.eps), constants, _num_warps(p))
+    return _BackwardPlan(gradients, sums.add(num_partials, 1, p.x.shape[-1]), num_partials)

@@ -52,7 +52,7 @@ def build_forward(p: Problem, kept: torch.dtype | None, d: Description, tiles: F
     # one program per sequence, head and strip: S stays in its registers for all chunks
     programs = p.N * p.HV * triton.cdiv(p.V, tiles.BV)
     is_split = split_operands(p, machine(p.device))
-    constants = {**shared, "V_FIRST": p.state_v_first, **_strip_constants(p, tiles), "FINE": is_split}
+    constants = {**shared, "V_FIRST": p.state_v_first, **_strip_constants(p, tiles), "SPLIT": is_split}
     if tiles.is_fused:
         strides = unit_strides(d.unit, p.q, p.k, p.v)
         scan = Launch(
@@ -67,7 +67,7 @@ def build_forward(p: Problem, kept: torch.dtype | None, d: Description, tiles: F
         output_kernel,
         d.entries * p.HV * triton.cdiv(p.V, tiles.output.BV),
         (*unit_strides(d.unit, p.q), *scalars),
-        {**shared, "BK": d.block, "BV": tiles.output.BV, "REFINE": fp32_state_operands(p)},
+        {**shared, "BK": d.block, "BV": tiles.output.BV, "FP32_STATE": fp32_state_operands(p)},
         tiles.output.num_warps,
     )
     return Forward(_forward_specs(p, kept or operand_dtype(p), False, d), d.launch, prepare, state, output)
@@ -112,7 +112,7 @@ def build_backward(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles)
         state_bwd_kernel,
         p.N * p.HV * triton.cdiv(p.V, tiles.BV),
         (*unit_strides(d.unit, p.q, p.k, do), *scalars, d.entries),
-        {**shared, "V_FIRST": p.state_v_first, **_strip_constants(p, tiles), "FINE": is_split},
+        {**shared, "V_FIRST": p.state_v_first, **_strip_constants(p, tiles), "SPLIT": is_split},
         tiles.num_warps,
     )
     # blocks of K per program bound the registers of dq and dk
@@ -127,14 +127,14 @@ def build_backward(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles)
             pairs_bwd_kernel,
             entries * p.HV,
             (*unit_strides(d.unit, p.q, p.k, p.v, do), *scalars, p.scale, width // 16, begin),
-            {**shared, "BK": BK, **_strip_constants(p, tiles.pairs_bwd), "FINE": is_split},
+            {**shared, "BK": BK, **_strip_constants(p, tiles.pairs_bwd), "SPLIT": is_split},
             tiles.pairs_bwd.num_warps,
         )
         rows_bwd = Launch(
             rows_bwd_kernel,
             entries * p.H * blocks,
             (*unit_strides(d.unit, p.q, p.k, do), *scalars, width // 16, begin),
-            {**shared, "BK": BK, **_strip_constants(p, tiles.rows_bwd), "FINE": is_split},
+            {**shared, "BK": BK, **_strip_constants(p, tiles.rows_bwd), "SPLIT": is_split},
             tiles.rows_bwd.num_warps,
         )
         gradients.append((pairs_bwd, rows_bwd))
@@ -199,7 +199,7 @@ def _late_specs(p: Problem, count: int, width: int | None) -> tuple[TensorSpec |
 
 def _strip_constants(p: Problem, tile: StripTile) -> dict[str, Any]:
     """Return the constants of a kernel that takes the value columns in strips."""
-    return {"BV": tile.BV, "STAGES": tile.stages, "REFINE": fp32_state_operands(p)}
+    return {"BV": tile.BV, "STAGES": tile.stages, "FP32_STATE": fp32_state_operands(p)}
 
 
 def _EF_width(p: Problem, blocks: int) -> tuple[int, bool]:

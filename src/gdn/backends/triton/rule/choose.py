@@ -52,7 +52,7 @@ class BackwardTiles(StripTile):
 
 
 def fp32_state_operands(p: Problem) -> bool:
-    """Return True if 16-bit inputs are multiplied with states in fp32: see `lib.operand_of`."""
+    """Return True if 16-bit inputs are multiplied with states in fp32: see `lib.operand_dtype`."""
     return p.K <= 64 and p.q.dtype != torch.float32
 
 

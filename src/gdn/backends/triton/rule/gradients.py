@@ -13,7 +13,7 @@ For tokens j <= i of a chunk
 and nothing cancels. `pairs_bwd_kernel` computes v_new, E, F, dv and the terms of the gates that need S_in. It
 stores e^(G_C - G) v_new in bf16 and 8 more bits: rounding to bf16 caused a third of the variance of dg's
 error where <k, dk through dS> is most of it. `rows_bwd_kernel` computes dq and dk, summed over value heads in
-registers, and the terms that need dS (<S_in, dS> too, unless FINE: see `state_bwd`). None of its MMAs waits
+registers, and the terms that need dS (<S_in, dS> too, unless SPLIT: see `state_bwd`). None of its MMAs waits
 for another, and E and F of all value heads are summed before their MMAs. Both kernels loop over strips of
 value columns and load the next strip while one is multiplied. E and F^T, one below and one above the diagonal
 of a tile, are stored in dq's memory until the second kernel overwrites it: rows i, and a block of columns j
@@ -32,19 +32,19 @@ from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import (
     Rows,
-    Span,
+    TokenRange,
+    apply_inverse,
+    column_mask,
     decay,
     dot,
     dot_split_left,
-    exist,
+    load_rows,
     load_rstd,
     load_sums,
-    operand_of,
-    rows_of,
-    solved,
+    load_wide,
+    operand_dtype,
     split_bf16,
     store_wide,
-    widened,
 )
 from gdn.backends.triton.rule.pairs import (
     ALONG_K,
@@ -83,7 +83,7 @@ def keeps_norms(x_ptr):
 @triton.jit
 def state_block(S_ptr, tile, ks, vs, K: tl.constexpr, V: tl.constexpr):
     """Load a block [ks, vs] of the state at a chunk."""
-    mask = exist(ks, K)[:, None] & exist(vs, V)[None, :]
+    mask = column_mask(ks, K)[:, None] & column_mask(vs, V)[None, :]
     return tl.load(S_ptr + tile * (K * V) + ks[:, None] * V + vs[None, :], mask=mask, other=0.0)
 
 
@@ -117,7 +117,7 @@ def pairs_bwd_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     T, HV, ratio, chunks_per_row, scale, width, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr, FINE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     # E, F, dv, scaled v_new, and terms of dbeta and dg for one chunk and value head.
     # Program (chunk of the group, head); grid: entries of the group * HV; warps and strips from `choose`.
@@ -130,15 +130,15 @@ def pairs_bwd_kernel(
     key_head = head // ratio
     num_heads = HV // ratio
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
-    span = Span(row, first, length)
-    operand: tl.constexpr = operand_of(k_ptr, REFINE)
+    token_range = TokenRange(row, first, length)
+    operand: tl.constexpr = operand_dtype(k_ptr, FP32_STATE)
     tokens = tl.arange(0, C)
     place = row.to(tl.int64) * T + first + tokens
     if length <= 0:
         # tokens of no sequence have zero gradients
         for strip in range(0, V, BV):
             vs = strip + tl.arange(0, BV)
-            is_past = (tokens < -length)[:, None] & exist(vs, V)[None, :]
+            is_past = (tokens < -length)[:, None] & column_mask(vs, V)[None, :]
             dv_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
             tl.store(dv_place, tl.zeros([C, BV], k_ptr.dtype.element_ty), mask=is_past)
         return
@@ -147,8 +147,8 @@ def pairs_bwd_kernel(
     # if one block holds all of K, k and q are loaded once from HBM for all strips
     ks = tl.arange(0, BK)
     tile = chunk.to(tl.int64) * HV + head
-    k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
-    q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(operand)
+    k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT).to(operand)
+    q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT).to(operand)
     beta = factor(shares_ptr, tile, BETA, C)
     into = factor(shares_ptr, tile, INTO, C)
     out = factor(shares_ptr, tile, OUT, C)
@@ -163,17 +163,17 @@ def pairs_bwd_kernel(
     from_k = tl.zeros([C], tl.float32)
     for strip in tl.range(0, V, BV, num_stages=STAGES):
         vs = strip + tl.arange(0, BV)
-        do = rows_of(Rows(do_ptr, do_b, do_t, do_h), span, head, vs, V, C, UNIT).to(operand)
+        do = load_rows(Rows(do_ptr, do_b, do_t, do_h), token_range, head, vs, V, C, UNIT).to(operand)
         dr_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
-        dr_mask = is_token[:, None] & exist(vs, V)[None, :]
+        dr_mask = is_token[:, None] & column_mask(vs, V)[None, :]
         dr = tl.load(dr_place, mask=dr_mask, other=0.0).to(operand)
-        v = rows_of(Rows(v_ptr, v_b, v_t, v_h), span, head, vs, V, C, UNIT)
+        v = load_rows(Rows(v_ptr, v_b, v_t, v_h), token_range, head, vs, V, C, UNIT)
         S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
         kS = tl.zeros([C, BV], tl.float32)
         for block in tl.range(0, blocks, loop_unroll_factor=at_once):
             if blocks > 1:
                 ks = block * BK + tl.arange(0, BK)
-                k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
+                k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT).to(operand)
                 S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             kS = dot(k, S, kS, PRECISION)
         kS *= into[:, None]
@@ -181,12 +181,12 @@ def pairs_bwd_kernel(
         from_k -= tl.sum(wide_dr * kS, 1)
         error = v.to(tl.float32) - kS
         apart += tl.sum(wide_dr * error, 1)
-        v_new = solved(A_inv, beta[:, None] * error, PRECISION, FINE)
+        v_new = apply_inverse(A_inv, beta[:, None] * error, PRECISION, SPLIT)
         whole += tl.sum(wide_dr * v_new, 1)
         grown_place = (part.to(tl.int64) * HV + head) * (C * V) + tokens[:, None] * V + vs[None, :]
-        store_wide(grown_ptr, rest_ptr, grown_place, v_new * out[:, None], exist(vs, V)[None, :])
+        store_wide(grown_ptr, rest_ptr, grown_place, v_new * out[:, None], column_mask(vs, V)[None, :])
         # hi + lo in registers: rounding v_new caused most of dg's error where little passes through the state
-        E = dot_split_left(v_new, tl.trans(do), E, PRECISION, FINE)
+        E = dot_split_left(v_new, tl.trans(do), E, PRECISION, SPLIT)
         F = dot(v_new.to(operand), tl.trans(dr), F, PRECISION)
         # last in the loop, because its sum waits for all MMAs: the next loads overwrite their shared memory
         # (tests: `in_flight`)
@@ -194,7 +194,7 @@ def pairs_bwd_kernel(
         for block in tl.range(0, blocks, loop_unroll_factor=at_once):
             if blocks > 1:
                 ks = block * BK + tl.arange(0, BK)
-                q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(operand)
+                q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT).to(operand)
                 S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             qS = dot(q, S, qS, PRECISION)
         from_q += tl.sum(do.to(tl.float32) * qS, 1)
@@ -226,8 +226,8 @@ def pairs_bwd_kernel(
     for block in tl.range(0, blocks, loop_unroll_factor=at_once):
         if blocks > 1:
             ks = block * BK + tl.arange(0, BK)
-            k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
-            q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(operand)
+            k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT).to(operand)
+            q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT).to(operand)
         qk = dot(k, tl.trans(q), qk, PRECISION)
         kk = dot(k, tl.trans(k), kk, PRECISION)
     E = E * qk
@@ -268,7 +268,7 @@ def rows_bwd_kernel(
     pairs_ptr, shares_ptr, dq_ptr, dk_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, width, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr, FINE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     # dq and dk of one chunk and key head, and terms of dg that need dS.
     # Program (chunk of the group, key head, block of K); grid: entries of the group * H * blocks; warps and
@@ -281,22 +281,22 @@ def rows_bwd_kernel(
     part = tl.program_id(0) // (blocks * num_heads)
     chunk = begin + part
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
-    span = Span(row, first, length)
-    operand: tl.constexpr = operand_of(k_ptr, REFINE)
+    token_range = TokenRange(row, first, length)
+    operand: tl.constexpr = operand_dtype(k_ptr, FP32_STATE)
     tokens = tl.arange(0, C)
     at_once: tl.constexpr = unrolled(operand, blocks)
-    of_pairs: tl.constexpr = operand_of(k_ptr, REFINE or keeps_norms(k_ptr))
+    of_pairs: tl.constexpr = operand_dtype(k_ptr, FP32_STATE or keeps_norms(k_ptr))
     is_token = tokens < length
     place = row.to(tl.int64) * T + first + tokens
     ks = own * BK + tl.arange(0, BK)
     key_place = (place * num_heads + key_head)[:, None] * K + ks[None, :]
     if length <= 0:
-        is_past = (tokens < -length)[:, None] & exist(ks, K)[None, :]
+        is_past = (tokens < -length)[:, None] & column_mask(ks, K)[None, :]
         tl.store(dq_ptr + key_place, tl.zeros([C, BK], k_ptr.dtype.element_ty), mask=is_past)
         tl.store(dk_ptr + key_place, tl.zeros([C, BK], k_ptr.dtype.element_ty), mask=is_past)
         return
 
-    k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
+    k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT).to(operand)
     # gradients of the normalised rows, times rstd
     dq = tl.zeros([C, BK], tl.float32)
     dk = tl.zeros([C, BK], tl.float32)
@@ -313,33 +313,33 @@ def rows_bwd_kernel(
             vs = strip + tl.arange(0, BV)
             S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             dS = state_block(dS_ptr, tile, ks, vs, K, V).to(operand)
-            do = rows_of(Rows(do_ptr, do_b, do_t, do_h), span, head, vs, V, C, UNIT)
-            dv_mask = is_token[:, None] & exist(vs, V)[None, :]
+            do = load_rows(Rows(do_ptr, do_b, do_t, do_h), token_range, head, vs, V, C, UNIT)
+            dv_mask = is_token[:, None] & column_mask(vs, V)[None, :]
             dv = tl.load(dv_ptr + (place * HV + head)[:, None] * V + vs[None, :], mask=dv_mask, other=0.0)
             grown_place = (part.to(tl.int64) * HV + head) * (C * V) + tokens[:, None] * V + vs[None, :]
-            grown_mask = exist(vs, V)[None, :]
+            grown_mask = column_mask(vs, V)[None, :]
             grown = tl.load(grown_ptr + grown_place, mask=grown_mask, other=0.0)
-            wide_grown = widened(grown, rest_ptr, grown_place, grown_mask)
+            wide_grown = load_wide(grown, rest_ptr, grown_place, grown_mask)
             grown = grown.to(operand)
             dq = dot((do.to(tl.float32) * of_q[:, None]).to(operand), tl.trans(S), dq, PRECISION)
             dk = dot((dv.to(tl.float32) * of_k[:, None]).to(operand), tl.trans(S), dk, PRECISION)
             dk = dot(grown, tl.trans(dS), dk, PRECISION)
             # last in the loop, as in pairs_bwd_kernel
             kdS = dot(k, dS, None, PRECISION)
-            if not FINE:
+            if not SPLIT:
                 through += tl.sum(S.to(tl.float32) * dS.to(tl.float32))
             for other in tl.range(1, blocks, loop_unroll_factor=at_once):
                 js = (own + other) % blocks * BK + tl.arange(0, BK)
-                k_other = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, js, K, C, UNIT)
+                k_other = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, js, K, C, UNIT)
                 dS_other = state_block(dS_ptr, tile, js, vs, K, V)
-                if not FINE:
+                if not SPLIT:
                     S_other = state_block(S_in_ptr, tile, js, vs, K, V)
                     through += tl.sum(S_other.to(tl.float32) * dS_other.to(tl.float32))
                 kdS = dot(k_other.to(operand), dS_other.to(operand), kdS, PRECISION)
             leaving += tl.sum(wide_grown * kdS, 1)
         shares = shares_ptr + tile * (ROWS * C) + tokens
         tl.store(shares + LEAVING * C, leaving, mask=is_token & (own == 0))
-        if not FINE:
+        if not SPLIT:
             tl.store(shares_ptr + tile * (ROWS * C) + THROUGH * C + 1, through, mask=own == 0)
         if q_rstd_ptr is not None and blocks > 1:
             q_along += tl.load(shares + ALONG_Q * C)
@@ -358,20 +358,20 @@ def rows_bwd_kernel(
     F_t = tl.where(is_query, 0.0, pairs).to(of_pairs)
     E = tl.where(is_query, pairs, 0.0).to(of_pairs)
     pairs_k = k.to(of_pairs)
-    q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(of_pairs)
+    q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT).to(of_pairs)
     dk = dot(F_t, pairs_k, dk, PRECISION)
     dk = dot(tl.trans(F_t), pairs_k, dk, PRECISION)
     dq = dot(E, pairs_k, dq, PRECISION)
     dk = dot(tl.trans(E), q, dk, PRECISION)
     # all threads have read E and F: dq may now overwrite them in HBM
     tl.debug_barrier()
-    mask = is_token[:, None] & exist(ks, K)[None, :]
+    mask = is_token[:, None] & column_mask(ks, K)[None, :]
     if q_rstd_ptr is not None:
         k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
         q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT)
+        q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT)
         dq = through_norm(dq, q_along, q, q_rstd, K)
-        k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT)
+        k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
         dk = through_norm(dk, k_along, k, k_rstd, K)
     tl.store(dq_ptr + key_place, dq.to(dq_ptr.dtype.element_ty), mask=mask)
     tl.store(dk_ptr + key_place, dk.to(dk_ptr.dtype.element_ty), mask=mask)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import Rows, Span, dot, exist, operand_of, rows_of
+from gdn.backends.triton.lib import Rows, TokenRange, column_mask, dot, load_rows, operand_dtype
 from gdn.backends.triton.rule.pairs import READ, factor
 
 
@@ -18,7 +18,7 @@ def output_kernel(
     q_ptr, P_ptr, factors_ptr, S_in_ptr, v_new_ptr, table_ptr, o_ptr,
     q_b, q_t, q_h, T, HV, ratio, chunks_per_row,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, REFINE: tl.constexpr,
+    PRECISION: tl.constexpr, FP32_STATE: tl.constexpr,
 ):  # fmt: skip
     # o = scale e^G q S_in + P v_new for one chunk.
     # Program (chunk, head, strip): the C x BV outputs of BV value columns. Grid: entries * HV * cdiv(V, BV),
@@ -30,11 +30,11 @@ def output_kernel(
     head = (tl.program_id(0) // strips) % HV
     chunk = tl.program_id(0) // (strips * HV)
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
-    span = Span(row, first, length)
+    token_range = TokenRange(row, first, length)
     if length <= 0:
         # an entry of no tokens; prepare has zeroed the outputs past the last sequence
         return
-    operand: tl.constexpr = operand_of(q_ptr, REFINE)
+    operand: tl.constexpr = operand_dtype(q_ptr, FP32_STATE)
     vs = strip * BV + tl.arange(0, BV)
     tokens = tl.arange(0, C)
     tile = chunk.to(tl.int64) * HV + head
@@ -42,16 +42,18 @@ def output_kernel(
     # K is taken in blocks, so that q and S_in fit in registers and shared memory
     for block in range(0, K, BK):
         ks = block + tl.arange(0, BK)
-        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, head // ratio, ks, K, C, UNIT)
+        q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, head // ratio, ks, K, C, UNIT)
         S_place = tile * (K * V) + ks[:, None] * V + vs[None, :]
-        S = tl.load(S_in_ptr + S_place, mask=exist(ks, K)[:, None] & exist(vs, V)[None, :], other=0.0)
+        S = tl.load(
+            S_in_ptr + S_place, mask=column_mask(ks, K)[:, None] & column_mask(vs, V)[None, :], other=0.0
+        )
         o = dot(q.to(operand), S.to(operand), o, PRECISION)
     P = tl.load(P_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :])
     v_new_place = v_new_ptr + tile * (C * V) + tokens[:, None] * V + vs[None, :]
-    v_new = tl.load(v_new_place, mask=exist(vs, V)[None, :], other=0.0)
+    v_new = tl.load(v_new_place, mask=column_mask(vs, V)[None, :], other=0.0)
     read = factor(factors_ptr, tile, READ, C)
     # scale e^G multiplies rows of the accumulator once, instead of every q
     o = dot(P, v_new, o * read[:, None], PRECISION)
     place = (row.to(tl.int64) * T + first + tokens) * HV + head
-    o_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
+    o_mask = (tokens < length)[:, None] & column_mask(vs, V)[None, :]
     tl.store(o_ptr + place[:, None] * V + vs[None, :], o.to(o_ptr.dtype.element_ty), mask=o_mask)

@@ -19,20 +19,20 @@ from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import (
     Rows,
-    Span,
+    TokenRange,
     decay,
     dot,
     load_beta,
+    load_rows,
     load_rstd,
     load_sums,
-    rows_of,
     split_bf16,
 )
 
 # rows of a chunk's factors [ROWS, C], fp32 in HBM
 OUT, READ, INTO, BETA, END = (tl.constexpr(i) for i in range(5))
 # Terms of the gates' gradients, which the backward stores in the same array. CROSSING replaces OUT. THROUGH
-# is in END's row, after its one scalar: one value per strip of `state_bwd_kernel` if FINE, else one value.
+# is in END's row, after its one scalar: one value per strip of `state_bwd_kernel` if SPLIT, else one value.
 CROSSING, THROUGH, ENTERING, LEAVING, DBETA, ALONG_Q, ALONG_K = (
     tl.constexpr(i) for i in (0, 4, 5, 6, 7, 8, 9)
 )
@@ -88,7 +88,7 @@ def pairs_kernel(
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
-    span = Span(row, first, length)
+    token_range = TokenRange(row, first, length)
     if length <= 0:
         return
     key_head = head // ratio
@@ -98,13 +98,13 @@ def pairs_kernel(
     # raw q and k go into the MMA on tensor cores; the norms scale its result in registers
     for block in range(0, K, BK):
         ks = block + tl.arange(0, BK)
-        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT)
-        k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT)
+        q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT)
+        k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
         qk = dot(q, tl.trans(k), qk, PRECISION)
     q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
     high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
-    beta = load_beta(Rows(beta_ptr, beta_b, beta_t, beta_h), span, head, C, SIGMOID, NEGATIVE)
+    beta = load_beta(Rows(beta_ptr, beta_b, beta_t, beta_h), token_range, head, C, SIGMOID, NEGATIVE)
     tile = chunk.to(tl.int64) * HV + head
     store_factors(factors_ptr, tile, beta, scale * q_rstd, k_rstd, (high, low, end_high, end_low), C)
     P = qk * decays(high, low, k_rstd, C) * (scale * q_rstd)[:, None]

@@ -17,7 +17,17 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import Rows, Span, dot, load_beta, rows_of, rstd_of, softplus, split, squares
+from gdn.backends.triton.lib import (
+    Rows,
+    TokenRange,
+    dot,
+    inverse_norm,
+    load_beta,
+    load_rows,
+    softplus,
+    split_fp64,
+    sum_squares,
+)
 from gdn.backends.triton.rule.pairs import decays, store_factors
 from gdn.backends.triton.rule.tril import inverse
 
@@ -46,15 +56,15 @@ def clear_outputs(o_ptr, place, count, head, HV, V: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def chunk_sums(g, A_log_ptr, dt_bias_ptr, span, head, C: tl.constexpr, RESET: tl.constexpr):
+def chunk_sums(g, A_log_ptr, dt_bias_ptr, token_range, head, C: tl.constexpr, RESET: tl.constexpr):
     """Return G of a chunk's tokens in fp64; past the chunk's end that of the last token."""
     tokens = tl.arange(0, C)
     if g.ptr is None:
         return tl.zeros([C], tl.float64)
     else:
-        base = g.ptr + span.row.to(tl.int64) * g.b + span.first.to(tl.int64) * g.t + head * g.h
-        x = tl.load(base + tokens * g.t, mask=tokens < span.length, other=0.0)
-        x = tl.where(tokens < span.length, log_decay(x, A_log_ptr, dt_bias_ptr, head, RESET), 0.0)
+        base = g.ptr + token_range.row.to(tl.int64) * g.b + token_range.first.to(tl.int64) * g.t + head * g.h
+        x = tl.load(base + tokens * g.t, mask=tokens < token_range.length, other=0.0)
+        x = tl.where(tokens < token_range.length, log_decay(x, A_log_ptr, dt_bias_ptr, head, RESET), 0.0)
         return tl.cumsum(x.to(tl.float64), 0)
 
 
@@ -74,7 +84,7 @@ def prepare_kernel(
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
-    span = Span(row, first, length)
+    token_range = TokenRange(row, first, length)
     tokens = tl.arange(0, C)
     place = row.to(tl.int64) * T + first
     if length <= 0:
@@ -84,9 +94,9 @@ def prepare_kernel(
         return
     is_token = tokens < length
 
-    G = chunk_sums(Rows(g_ptr, g_b, g_t, g_h), A_log_ptr, dt_bias_ptr, span, head, C, RESET)
+    G = chunk_sums(Rows(g_ptr, g_b, g_t, g_h), A_log_ptr, dt_bias_ptr, token_range, head, C, RESET)
     tl.store(G_ptr + (place + tokens) * HV + head, G, mask=is_token)
-    beta = load_beta(Rows(beta_ptr, beta_b, beta_t, beta_h), span, head, C, SIGMOID, NEGATIVE)
+    beta = load_beta(Rows(beta_ptr, beta_b, beta_t, beta_h), token_range, head, C, SIGMOID, NEGATIVE)
 
     key_head = head // ratio
     num_heads = HV // ratio
@@ -94,15 +104,15 @@ def prepare_kernel(
     q_squares = tl.zeros([C], tl.float32)
     qk = tl.zeros([C, C], tl.float32)
     # if one block holds all of K, k is loaded once and kept in registers or shared memory for both loops
-    k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, tl.arange(0, BK), K, C, UNIT)
+    k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, tl.arange(0, BK), K, C, UNIT)
     for block in range(0, K, BK):
         ks = block + tl.arange(0, BK)
-        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT)
+        q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT)
         if BK < K:
-            k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT)
+            k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
         if k_rstd_ptr is not None:
-            k_squares += squares(k)
-            q_squares += squares(q)
+            k_squares += sum_squares(k)
+            q_squares += sum_squares(q)
         qk = dot(q, tl.trans(k), qk, PRECISION)
     rstd_place = (place + tokens) * num_heads + key_head
     # norms exist per key head: its first value head stores them
@@ -110,13 +120,13 @@ def prepare_kernel(
     k_rstd = tl.where(is_token, 1.0, 0.0)
     q_scale = tl.full([C], scale, tl.float32)
     if k_rstd_ptr is not None:
-        k_rstd = rstd_of(k_squares)
+        k_rstd = inverse_norm(k_squares)
         tl.store(k_rstd_ptr + rstd_place, k_rstd, mask=is_mine)
-        q_rstd = rstd_of(q_squares)
+        q_rstd = inverse_norm(q_squares)
         tl.store(q_rstd_ptr + rstd_place, q_rstd, mask=is_mine)
         q_scale *= q_rstd
-    high, low = split(G)
-    end_high, end_low = split(tl.sum(tl.where(tokens == length - 1, G, 0.0), 0))
+    high, low = split_fp64(G)
+    end_high, end_low = split_fp64(tl.sum(tl.where(tokens == length - 1, G, 0.0), 0))
     tile = chunk.to(tl.int64) * HV + head
     square = tile * (C * C) + tokens[:, None] * C + tokens[None, :]
     D = decays(high, low, k_rstd, C)
@@ -127,7 +137,7 @@ def prepare_kernel(
     for block in range(0, K, BK):
         if BK < K:
             ks = block + tl.arange(0, BK)
-            k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT)
+            k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
         kk = dot(k, tl.trans(k), kk, PRECISION)
     A = kk * D * (beta * k_rstd)[:, None]
     A_inv = inverse(A, PRECISION)

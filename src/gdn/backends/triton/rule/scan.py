@@ -15,7 +15,18 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import Rows, Span, dot, dot_split_left, exist, operand_of, rows_of, state_tile
+from gdn.backends.triton.lib import (
+    Rows,
+    TokenRange,
+    column_mask,
+    dot,
+    dot_split_left,
+    load_rows,
+    load_state,
+    locate_strip,
+    operand_dtype,
+    state_pointers,
+)
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, factor, through
 
 
@@ -25,21 +36,18 @@ def scan_kernel(
     o_ptr, final_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
-    FINE: tl.constexpr,
+    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     # S <- e^(G_C) S + (e^(G_C - G) k)^T v_new and o, chunk after chunk of one sequence.
     # Program (n, head, strip): BV value columns of S^T, kept in registers in fp32 over all chunks.
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
     # Reads per chunk q, k, a strip of v, A_inv, P and factors; writes a strip of o, and of S_in if kept.
     # Triton's pipeliner copies the next STAGES - 1 chunks to shared memory while this one is computed.
-    strips = tl.cdiv(V, BV)
-    strip = tl.program_id(0) % strips
-    head = (tl.program_id(0) // strips) % HV
-    n = tl.program_id(0) // (strips * HV)
+    n, head, strip = locate_strip(HV, V, BV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
     key_head = head // ratio
-    operand: tl.constexpr = operand_of(k_ptr, REFINE)
+    operand: tl.constexpr = operand_dtype(k_ptr, FP32_STATE)
 
     vs = strip * BV + tl.arange(0, BV)
     ks = tl.arange(0, BK)
@@ -47,20 +55,17 @@ def scan_kernel(
     square = tokens[:, None] * C + tokens[None, :]
     # HBM holds states V first or K first; S is transposed here, hence `not V_FIRST`
     state = (n.to(tl.int64) * HV + head) * (K * V)
-    state_place, state_mask = state_tile(state, vs, ks, V, K, not V_FIRST)
-    if initial_ptr is None:
-        S = tl.zeros([BV, BK], tl.float32)
-    else:
-        S = tl.load(initial_ptr + state_place, mask=state_mask, other=0.0).to(tl.float32)
+    state_place, state_mask = state_pointers(state, vs, ks, V, K, not V_FIRST)
+    S = load_state(initial_ptr, state_place, state_mask)
 
     for done in tl.range(0, total, C, num_stages=STAGES):
         first = start + done
         length = tl.minimum(total - done, C)
-        span = Span(row, first, length)
+        token_range = TokenRange(row, first, length)
         tile = (chunk + done // C).to(tl.int64) * HV + head
-        k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
-        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(operand)
-        v = tl.trans(rows_of(Rows(v_ptr, v_b, v_t, v_h), span, head, vs, V, C, UNIT))
+        k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT).to(operand)
+        q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT).to(operand)
+        v = tl.trans(load_rows(Rows(v_ptr, v_b, v_t, v_h), token_range, head, vs, V, C, UNIT))
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + square).to(operand)
         P = tl.load(P_ptr + tile * (C * C) + square).to(operand)
 
@@ -68,22 +73,22 @@ def scan_kernel(
         S_operand = S.to(operand)
         if S_in_ptr is not None:
             # S_in is always stored [K, V], hence transposed
-            place, mask = state_tile(tile * (K * V), vs, ks, V, K, True)
+            place, mask = state_pointers(tile * (K * V), vs, ks, V, K, True)
             tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(S_operand, tl.trans(k), None, PRECISION)
         beta = factor(factors_ptr, tile, BETA, C)
         into = factor(factors_ptr, tile, INTO, C)
         # r of tokens past the chunk's end is zero: beta is
         r = beta[None, :] * (v.to(tl.float32) - into[None, :] * kS)
-        # `lib.solved`, transposed: r is the left operand in registers, and the diagonal takes r unrounded
-        v_new = dot_split_left(r, tl.trans(A_inv), r, PRECISION, FINE)
+        # `apply_inverse` transposed: r is the left operand in registers, and the diagonal takes r unrounded
+        v_new = dot_split_left(r, tl.trans(A_inv), r, PRECISION, SPLIT)
         read = factor(factors_ptr, tile, READ, C)
         o = dot(S_operand, tl.trans(q), None, PRECISION)
         o = o * read[None, :]
         # v_new stays in registers between its two MMAs
         o = dot(v_new.to(operand), tl.trans(P), o, PRECISION)
         o_base = o_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
-        o_mask = exist(vs, V)[:, None] & (tokens < length)[None, :]
+        o_mask = column_mask(vs, V)[:, None] & (tokens < length)[None, :]
         tl.store(o_base + tokens[None, :] * (HV * V) + vs[:, None], o.to(o_ptr.dtype.element_ty), mask=o_mask)
         out = factor(factors_ptr, tile, OUT, C)
         # the decay of S is the accumulator of the MMA: no extra pass over the registers of S

@@ -15,7 +15,18 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import Rows, Span, dot, exist, operand_of, rows_of, solved, state_tile
+from gdn.backends.triton.lib import (
+    Rows,
+    TokenRange,
+    apply_inverse,
+    column_mask,
+    dot,
+    load_rows,
+    load_state,
+    locate_strip,
+    operand_dtype,
+    state_pointers,
+)
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, factor, through
 
 
@@ -25,38 +36,32 @@ def state_kernel(
     final_ptr,
     k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
-    FINE: tl.constexpr,
+    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     # v_new = A_inv beta (v - e^G k S);  S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk.
     # Program (n, head, strip): BV value columns of S, kept in registers in fp32 over all chunks.
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`.
     # Reads per chunk k, a strip of v, A_inv and factors; writes a strip of S_in and v_new. No PDL: the launch
     # begins when `prepare_kernel` has finished.
-    strips = tl.cdiv(V, BV)
-    strip = tl.program_id(0) % strips
-    head = (tl.program_id(0) // strips) % HV
-    n = tl.program_id(0) // (strips * HV)
+    n, head, strip = locate_strip(HV, V, BV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
-    operand: tl.constexpr = operand_of(k_ptr, REFINE)
+    operand: tl.constexpr = operand_dtype(k_ptr, FP32_STATE)
 
     vs = strip * BV + tl.arange(0, BV)
     ks = tl.arange(0, BK)
     tokens = tl.arange(0, C)
-    state_place, state_mask = state_tile((n.to(tl.int64) * HV + head) * (K * V), ks, vs, K, V, V_FIRST)
-    if initial_ptr is None:
-        S = tl.zeros([BK, BV], tl.float32)
-    else:
-        S = tl.load(initial_ptr + state_place, mask=state_mask, other=0.0).to(tl.float32)
+    state_place, state_mask = state_pointers((n.to(tl.int64) * HV + head) * (K * V), ks, vs, K, V, V_FIRST)
+    S = load_state(initial_ptr, state_place, state_mask)
 
     for done in tl.range(0, total, C, num_stages=STAGES):
         length = tl.minimum(total - done, C)
         tile = (chunk + done // C).to(tl.int64) * HV + head
         # these loads do not depend on S: Triton issues them STAGES - 1 chunks ahead, into shared memory
-        span = Span(row, start + done, length)
-        k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, head // ratio, ks, K, C, UNIT)
+        token_range = TokenRange(row, start + done, length)
+        k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, head // ratio, ks, K, C, UNIT)
         k = k.to(operand)
-        v = rows_of(Rows(v_ptr, v_b, v_t, v_h), span, head, vs, V, C, UNIT)
+        v = load_rows(Rows(v_ptr, v_b, v_t, v_h), token_range, head, vs, V, C, UNIT)
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
         beta = factor(factors_ptr, tile, BETA, C)
         into = factor(factors_ptr, tile, INTO, C)
@@ -64,15 +69,17 @@ def state_kernel(
 
         # the state that enters the chunk goes to HBM for `output_kernel` and for a backward
         S_operand = S.to(operand)
-        place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
+        place, mask = state_pointers(tile * (K * V), ks, vs, K, V, False)
         tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(k, S_operand, None, PRECISION)
         # the terms of r cancel, so it is computed in fp32, from the MMA's accumulator in registers
         r = beta[:, None] * (v.to(tl.float32) - into[:, None] * kS)
-        v_new = solved(A_inv, r, PRECISION, FINE)
+        v_new = apply_inverse(A_inv, r, PRECISION, SPLIT)
         tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
         # past the chunk's end v_new is zero: whole tiles are stored, without a mask of tokens
-        tl.store(v_new_ptr + tile_place, v_new.to(v_new_ptr.dtype.element_ty), mask=exist(vs, V)[None, :])
+        tl.store(
+            v_new_ptr + tile_place, v_new.to(v_new_ptr.dtype.element_ty), mask=column_mask(vs, V)[None, :]
+        )
         grown = (v_new * out[:, None]).to(operand)
         # the decayed S is the accumulator of the MMA, so S needs no second copy in registers
         S = dot(tl.trans(k), grown, S * through(factors_ptr, tile, C), PRECISION)

@@ -5,10 +5,10 @@
     dS <- e^(G_C) dS + (e^G q)^T (scale do) - (beta e^G k)^T dr
 
 It stores dr in the memory of dv (dv = beta dr), and for each chunk the gradient of the state that leaves it.
-With 16-bit inputs, FINE splits all operands but A_inv into hi + lo (split bf16). Rounding P caused half of
+With 16-bit inputs, SPLIT splits all operands but A_inv into hi + lo (split bf16). Rounding P caused half of
 the variance of dbeta's error where little passes through the state, and rounding dS a third of it elsewhere.
 Rounding e^G do caused all of dinitial_state's error under strong decay, and rounding beta e^G dr most of it
-elsewhere. FINE also stores the part of dg that is <S_in, dS> of a strip: the 16-bit dS that the next kernel
+elsewhere. SPLIT also stores the part of dg that is <S_in, dS> of a strip: the 16-bit dS that the next kernel
 reads caused a quarter of the variance of dg's error where much passes through the state.
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv and P 384, S_in and dS
 1024: 2450.
@@ -18,7 +18,19 @@ import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
 from gdn.backends.triton.launch import kernel
-from gdn.backends.triton.lib import Rows, Span, dot, dot_split, exist, operand_of, rows_of, solved, state_tile
+from gdn.backends.triton.lib import (
+    Rows,
+    TokenRange,
+    apply_inverse,
+    column_mask,
+    dot,
+    dot_split,
+    load_rows,
+    load_state,
+    locate_strip,
+    operand_dtype,
+    state_pointers,
+)
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, ROWS, THROUGH, factor, through
 
 
@@ -28,73 +40,67 @@ def state_bwd_kernel(
     table_ptr, dS_out_ptr, dr_ptr, dinitial_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, REFINE: tl.constexpr,
-    FINE: tl.constexpr,
+    V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     # dS <- e^(G_C) dS + (e^G q)^T (scale do) - (beta e^G k)^T dr, last chunk to first.
     # Program (n, head, strip): BV value columns of dS [K, BV], kept in registers in fp32 over all chunks.
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
-    # Reads per chunk q, k, A_inv, P (hi + lo if FINE), factors, a strip of do and, if FINE, of S_in; writes a
-    # strip of dr and dS.
-    strips = tl.cdiv(V, BV)
-    strip = tl.program_id(0) % strips
-    head = (tl.program_id(0) // strips) % HV
-    n = tl.program_id(0) // (strips * HV)
+    # Reads per chunk q, k, A_inv, P (hi + lo if SPLIT), factors, a strip of do and, if SPLIT, of S_in; writes
+    # a strip of dr and dS.
+    n, head, strip = locate_strip(HV, V, BV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
     key_head = head // ratio
-    operand: tl.constexpr = operand_of(k_ptr, REFINE)
+    operand: tl.constexpr = operand_dtype(k_ptr, FP32_STATE)
 
     vs = strip * BV + tl.arange(0, BV)
     ks = tl.arange(0, BK)
     tokens = tl.arange(0, C)
     square = tokens[:, None] * C + tokens[None, :]
     state = (n.to(tl.int64) * HV + head) * (K * V)
-    state_place, state_mask = state_tile(state, ks, vs, K, V, V_FIRST)
-    if dfinal_ptr is None:
-        dS = tl.zeros([BK, BV], tl.float32)
-    else:
-        dS = tl.load(dfinal_ptr + state_place, mask=state_mask, other=0.0).to(tl.float32)
+    state_place, state_mask = state_pointers(state, ks, vs, K, V, V_FIRST)
+    dS = load_state(dfinal_ptr, state_place, state_mask)
 
     num_chunks = tl.cdiv(total, C)
     for step in tl.range(0, num_chunks, num_stages=STAGES):
         i = num_chunks - 1 - step
         first = start + i * C
         length = tl.minimum(total - i * C, C)
-        span = Span(row, first, length)
+        token_range = TokenRange(row, first, length)
         tile = (chunk + i).to(tl.int64) * HV + head
-        k = rows_of(Rows(k_ptr, k_b, k_t, k_h), span, key_head, ks, K, C, UNIT).to(operand)
-        q = rows_of(Rows(q_ptr, q_b, q_t, q_h), span, key_head, ks, K, C, UNIT).to(operand)
-        do = rows_of(Rows(do_ptr, do_b, do_t, do_h), span, head, vs, V, C, UNIT).to(operand)
+        k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT).to(operand)
+        q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT).to(operand)
+        do = load_rows(Rows(do_ptr, do_b, do_t, do_h), token_range, head, vs, V, C, UNIT).to(operand)
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + square).to(operand)
         P = tl.load(P_ptr + tile * (C * C) + square).to(operand)
 
         # the gradient of the state that leaves chunk i, for the gradient kernels
-        place, mask = state_tile(tile * (K * V), ks, vs, K, V, False)
+        place, mask = state_pointers(tile * (K * V), ks, vs, K, V, False)
         tl.store(dS_out_ptr + place, dS.to(dS_out_ptr.dtype.element_ty), mask=mask)
-        if FINE:
+        if SPLIT:
             # dS is still fp32 in registers here; the copy in HBM is rounded
             S = tl.load(S_in_ptr + place, mask=mask, other=0.0)
             share = tl.sum(S.to(tl.float32) * dS)
             tl.store(factors_ptr + tile * (ROWS * C) + THROUGH * C + 1 + strip, share)
         out = factor(factors_ptr, tile, OUT, C)
-        dv_new = dot_split(k, dS, None, PRECISION, FINE)
+        dv_new = dot_split(k, dS, None, PRECISION, SPLIT)
         dv_new = dot(tl.trans(P), do, dv_new * out[:, None], PRECISION)
         # P's low half: another MMA on tensor cores, instead of P in fp32 and tf32 MMAs
-        if FINE:
+        if SPLIT:
             rest = tl.load(P_rest_ptr + tile * (C * C) + square).to(operand)
             dv_new = dot(tl.trans(rest), do, dv_new, PRECISION)
         # A_inv^T is a transposed view in shared memory; nothing is moved
-        dr = solved(tl.trans(A_inv), dv_new, PRECISION, False)
+        dr = apply_inverse(tl.trans(A_inv), dv_new, PRECISION, False)
         dr_place = dr_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
         dr_place += tokens[:, None] * (HV * V) + vs[None, :]
-        dr_mask = (tokens < length)[:, None] & exist(vs, V)[None, :]
+        dr_mask = (tokens < length)[:, None] & column_mask(vs, V)[None, :]
         tl.store(dr_place, dr.to(dr_ptr.dtype.element_ty), mask=dr_mask)
         read = factor(factors_ptr, tile, READ, C)
         from_q = do.to(tl.float32) * read[:, None]
         # the decayed dS is the accumulator of the first MMA
-        dS = dot_split(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION, FINE)
+        dS = dot_split(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION, SPLIT)
         carry = factor(factors_ptr, tile, BETA, C) * factor(factors_ptr, tile, INTO, C)
-        dS = dot_split(tl.trans(k), dr * -carry[:, None], dS, PRECISION, FINE)
+        dS = dot_split(tl.trans(k), dr * -carry[:, None], dS, PRECISION, SPLIT)
 
     if dinitial_ptr is not None:
         tl.store(dinitial_ptr + state_place, dS.to(dinitial_ptr.dtype.element_ty), mask=state_mask)

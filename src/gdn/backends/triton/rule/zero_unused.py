@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.backend import Saved
-from gdn.backends.triton.chunks import chunks_before
+from gdn.backends.triton.chunks import count_chunks_before
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel
 from gdn.problem import CHUNK, Problem
 
@@ -30,7 +30,7 @@ def _clear_kernel(
     head = tl.program_id(0) % HV
     lanes = tl.arange(0, BLOCK)
     # the number of used chunks is summed on the device: reading it on the host would stall the stream
-    for i in range(chunks_before(cu_seqlens_ptr, N, C, BLOCK) + own, tiles, programs):
+    for i in range(count_chunks_before(cu_seqlens_ptr, N, C, BLOCK) + own, tiles, programs):
         # int64: the offset of a chunk in HBM may exceed 32 bits
         tile = tl.full([1], i, tl.int64) * HV + head
         for x in range(0, C * C, BLOCK):
@@ -47,9 +47,9 @@ def _clear_kernel(
         if q_rstd_ptr is not None:
             place = tokens * (HV // ratio) + head // ratio
             # norms exist per key head: only its first value head stores them to HBM
-            is_mine = is_past & (head % ratio == 0)
-            tl.store(q_rstd_ptr + place, tl.zeros([BLOCK], tl.float32), mask=is_mine)
-            tl.store(k_rstd_ptr + place, tl.zeros([BLOCK], tl.float32), mask=is_mine)
+            is_owned = is_past & (head % ratio == 0)
+            tl.store(q_rstd_ptr + place, tl.zeros([BLOCK], tl.float32), mask=is_owned)
+            tl.store(k_rstd_ptr + place, tl.zeros([BLOCK], tl.float32), mask=is_owned)
 
 
 _launches: PlanCache[Launch] = PlanCache()

@@ -42,7 +42,7 @@ from gdn.backends.triton.launch.pdl import (
     wait_previous,
 )
 from gdn.backends.triton.serving import packet
-from gdn.backends.triton.serving.packet import index_strides, longest_of, supports_packet
+from gdn.backends.triton.serving.packet import index_strides, max_row_tokens, supports_packet
 from gdn.backends.triton.serving.packet_lib import load_slot
 from gdn.backends.triton.serving.recurrent_lib import (
     advance_token,
@@ -58,10 +58,10 @@ from gdn.backends.triton.serving.state_tiles import (
     RESIDENT,
     SHARES,
     StateTile,
+    kernel_offsets,
     magic_numbers,
-    offsets_on,
-    pool_of,
-    tile_of,
+    pick_tile,
+    pool_strides,
 )
 from gdn.backends.triton.serving.structs import Slots, Token, Tokens, group_constants
 from gdn.problem import DecodeProblem
@@ -251,7 +251,7 @@ class CachedDecode(CachedLaunch):
         """Return the launch for calls that give one tensor for q, k and v, at the problem's offsets in it."""
         p, first = problem, mixed_qkv.storage_offset()
         starts = [int(x.storage_offset() - first) for x in (p.q, p.k, p.v)]
-        return CachedPacked(plan_of(p, starts), self.device)
+        return CachedPacked(plan_launch(p, starts), self.device)
 
 
 class CachedPacked(CachedLaunch):
@@ -272,13 +272,13 @@ def decode(problem: DecodeProblem) -> CachedDecode | None:
 
     Return the launch for later calls. Under a compiler's trace the kernel itself becomes part of the graph.
     """
-    p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
+    p, offsets = problem, kernel_offsets(problem.q.device, problem.cu_seqlens)
     if isinstance(p.q, FunctionalTensor):
-        _trace(plan_of(p), tensors_of(p))
+        _trace(plan_launch(p), launch_tensors(p))
         return None
     cached = _plans.get(_key(p), lambda: _first(p))
     # the host passes addresses only: nothing is read from the GPU
-    cached(*tensors_of(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)))
+    cached(*launch_tensors(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)))
     # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
     if offsets is not p.cu_seqlens or is_recording():
         return None
@@ -286,7 +286,7 @@ def decode(problem: DecodeProblem) -> CachedDecode | None:
 
 
 def _first(p: DecodeProblem) -> CachedDecode:
-    one, tensors = plan_of(p), tensors_of(p)
+    one, tensors = plan_launch(p), launch_tensors(p)
     compile_ahead(
         p.q.device,
         one.binary_key(tensors),
@@ -303,7 +303,7 @@ def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
     wrapped(*tensors, *one.scalars, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
 
 
-def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:
+def launch_tensors(p: DecodeProblem) -> tuple[Tensor | None, ...]:
     """Return the problem's tensors in the order of the kernel's parameters."""
     return (
         p.q, p.k, p.v, p.state, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias, p.cu_seqlens, p.read_index,
@@ -314,32 +314,36 @@ def tensors_of(p: DecodeProblem) -> tuple[Tensor | None, ...]:
 def _key(p: DecodeProblem) -> Hashable:
     """Return everything that the launch depends on, except the addresses of tensors."""
     return (
-        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors_of(p)), p.q.device, p.scale,
-        p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.write, p.null_slot, p.round_state, p.state_v_first,
-        p.exact_packet or longest_of(p),
+        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in launch_tensors(p)),
+        p.q.device, p.scale, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.write, p.null_slot,
+        p.round_state, p.state_v_first, p.exact_packet or max_row_tokens(p),
     )  # fmt: skip
 
 
 def launches_of_other_sizes(p: DecodeProblem) -> list[Launch]:
     """Return the launches for few and for many rows: other numbers of rows and heads use these binaries."""
-    return [plan_of(p, num_states=num_states) for num_states in packet.sample_num_states(machine(p.q.device))]
+    return [
+        plan_launch(p, num_states=num_states) for num_states in packet.sample_num_states(machine(p.q.device))
+    ]
 
 
-def plan_of(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states: int | None = None) -> Launch:
+def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states: int | None = None) -> Launch:
     """Return the launch of a decode. `starts`: offsets of q, k and v in the tensors that will be given.
 
     `num_states`: rows times heads for which tiles are chosen, if not the problem's.
     """
     if supports_packet(p):
         return packet.plan(p, starts, num_states)
-    axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
+    axis, state_unit, state = pool_strides(p.state, p.K, p.V, p.state_v_first)
     kept_axis, kept_unit, kept = (
-        ("", 1, (0,) * 5) if p.intermediate is None else pool_of(p.intermediate, p.K, p.V, p.state_v_first)
+        ("", 1, (0,) * 5)
+        if p.intermediate is None
+        else pool_strides(p.intermediate, p.K, p.V, p.state_v_first)
     )
     # fp32 and 16-bit states have different tiles: the registers of a tile are what counts
     width, gpu = p.state.element_size(), machine(p.q.device)
     num_states = p.N * p.HV if num_states is None else num_states
-    part = tile_of(p.K, p.V, axis or "k", width, state_unit if axis else 1, gpu, num_states=num_states)
+    part = pick_tile(p.K, p.V, axis or "k", width, state_unit if axis else 1, gpu, num_states=num_states)
     is_packed, is_dense = p.cu_seqlens is not None, p.q.stride(3) == p.k.stride(3) == 1
     # loads of q and k as wide as those of the state give each lane the same keys: no shuffles
     unit = min(16 // width, state_unit, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2]))

@@ -25,15 +25,15 @@ from gdn.backends.triton.launch import (
     machine,
     unit_of,
 )
-from gdn.backends.triton.lib import decay, exist, split
+from gdn.backends.triton.lib import column_mask, decay, split_fp64
 from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.packet import (
-    are_near,
+    fits_32_bits,
     index_strides,
-    line_of,
+    line_stride,
     precisions,
-    reach_of_state,
     sample_num_states,
+    state_extents,
 )
 from gdn.backends.triton.serving.packet_lib import (
     add_outer_product,
@@ -43,7 +43,7 @@ from gdn.backends.triton.serving.packet_lib import (
     strip_mask,
 )
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program
-from gdn.backends.triton.serving.state_tiles import magic_numbers, pool_of
+from gdn.backends.triton.serving.state_tiles import magic_numbers, pool_strides
 from gdn.backends.triton.serving.structs import History, Strip, Sums, group_constants
 from gdn.problem import KeepProblem
 
@@ -56,7 +56,9 @@ FOLDED = {True: (128, 16), False: (64, 16)}
 @triton.jit
 def load_history_G(G_ptr, places, count, G_t):
     """Load G of a history's places, split into hi + lo; 0 past its end."""
-    return split(tl.load(G_ptr + places.to(tl.int64) * G_t, mask=places < count, other=0.0).to(tl.float64))
+    return split_fp64(
+        tl.load(G_ptr + places.to(tl.int64) * G_t, mask=places < count, other=0.0).to(tl.float64)
+    )
 
 
 @triton.jit
@@ -78,7 +80,7 @@ def history_length(cursor, accepted, room, places):
 def load_history_k(history, start, end, ks, C: tl.constexpr):
     """Load k of BP places [BP, ks], and return the decay of each up to the end."""
     old = start + tl.arange(0, C.BP)
-    mask = (old < history.count)[:, None] & exist(ks, C.K)[None, :]
+    mask = (old < history.count)[:, None] & column_mask(ks, C.K)[None, :]
     k = tl.load(
         row_pointers(history.k_ptr, old, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR), mask=mask, other=0.0
     )
@@ -123,7 +125,7 @@ def fold_kernel(
     k_ptr += (layer * k_l + slot * k_n + key_head * k_h) * UNIT
     G_ptr += layer * G_l + slot * G_n + head * G_h
     history = History(u_ptr, k_ptr, G_ptr, end, u_p, k_p, G_p)
-    high, low = split(tl.load(G_ptr + (end - 1) * G_p).to(tl.float64))
+    high, low = split_fp64(tl.load(G_ptr + (end - 1) * G_p).to(tl.float64))
     total = Sums(high, low)
     # k and decays stay in registers over all strips: they are the same for every column of S
     held = ()
@@ -231,7 +233,7 @@ def _lowest(p: KeepProblem) -> int:
 
 def _plan_fold(p: KeepProblem, num_states: int | None = None) -> Launch:
     """Build a fold. `num_states`: entries x layers x heads that tiles are chosen for (None: its own)."""
-    axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
+    axis, state_unit, state = pool_strides(p.state, p.K, p.V, p.state_v_first)
     layers, slots = p.state.shape[:2]
     HV, H, gpu = p.history_u.shape[3], p.history_k.shape[3], machine(p.state.device)
     kept = (*p.history_u.stride()[:4], *p.history_k.stride()[:4])
@@ -254,10 +256,10 @@ def _plan_fold(p: KeepProblem, num_states: int | None = None) -> Launch:
             "K": p.K, "V": p.V, "BK": BK, "BV": BV, "BP": PLACES, "PASTS": history_blocks(p.places),
             "STRIPS": strips,
             "STAGES": 2 if gpu.kind == "hip" else 3, "AXIS": axis,
-            "NEAR": are_near(
-                *reach_of_state(state, state_unit, p), *(p.places * s for s in (kept[2], kept[6]))
+            "NEAR": fits_32_bits(
+                *state_extents(state, state_unit, p), *(p.places * s for s in (kept[2], kept[6]))
             ),
-            "LINE": line_of(axis, state, state_unit, p), "STATE_UNIT": state_unit, "UNIT": unit,
+            "LINE": line_stride(axis, state, state_unit, p), "STATE_UNIT": state_unit, "UNIT": unit,
             # bf16 history: split bf16 MMAs (hi + lo), unless that would convert u
             "PRECISION": precisions(axis != "k" or set(dtypes) != {torch.bfloat16}, gpu)["PRECISION"],
         },

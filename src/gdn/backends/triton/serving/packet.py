@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gdn.backends.triton.launch import Launch, Machine, kernel, machine, unit_of
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
-from gdn.backends.triton.lib import decay, exist, split
+from gdn.backends.triton.lib import column_mask, decay, split_fp64
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     add_outer_product,
@@ -40,7 +40,7 @@ from gdn.backends.triton.serving.packet_lib import (
     tokens_of_rows,
 )
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
-from gdn.backends.triton.serving.state_tiles import RESIDENT, magic_numbers, pool_of
+from gdn.backends.triton.serving.state_tiles import RESIDENT, magic_numbers, pool_strides
 from gdn.backends.triton.serving.structs import (
     Gates,
     GateStrides,
@@ -51,7 +51,7 @@ from gdn.backends.triton.serving.structs import (
 )
 from gdn.problem import RESET, DecodeProblem, KeepProblem, ReplayProblem
 
-MOST = 16  # tokens of a packet
+MAX_TOKENS = 16  # tokens of a packet
 HELD = {2: 128, 4: 32}  # bytes of an element -> keys of q and k that a program holds in registers
 FEW, MANY = 16, 32  # columns of a state that a program has in registers at a time
 FILLED = 6  # warps per SM from which a program takes all strips of columns instead of one
@@ -72,7 +72,7 @@ def packet_kernel(
     BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr,
     NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     WRITE: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Run one row's tokens as `decode` does, where at most the last state is written.
 
@@ -83,7 +83,7 @@ def packet_kernel(
     C: tl.constexpr = group_constants(
         K=K, V=V, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, NORM=NORM, NEGATIVE=NEGATIVE, LEVELS=LEVELS,
-        PRECISION=PRECISION, FINE=FINE, RESET=RESET,
+        PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET,
     )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()
@@ -111,12 +111,12 @@ def packet_kernel(
     if (slot < lowest) | (slot >= slots) | (n >= N):
         store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
     else:
-        high, low = split(spread_over_rows(G))
+        high, low = split_fp64(spread_over_rows(G))
         beta_rows = spread_over_rows(beta)
         # W is computed once and stays in registers over all strips
         W, row_scales = solve_packet(XK, QQ, high, low, beta_rows, scale, C)
         decays = tl.exp(high)
-        end_high, end_low = split(tl.sum(tl.where(now == BT - 1, G, 0.0), 0))
+        end_high, end_low = split_fp64(tl.sum(tl.where(now == BT - 1, G, 0.0), 0))
         at_end = decay(high, low, end_high, end_low)
         start_ptr = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
         start_ptr += (slot * state_n + entry * state_r) * STATE_UNIT
@@ -142,7 +142,7 @@ def packet_kernel(
             XS = multiply_state(X, packet, state, C)
             # norms and decays scale MMA results in registers, instead of q and k
             XS = scale_rows(XS, row_scales, decays)
-            outputs = compute_outputs(XS, v, beta_rows, W, BT, FINE)
+            outputs = compute_outputs(XS, v, beta_rows, W, BT, FP32_PRECISION)
             o = Strip(column_pointer(o_ptr, column, o_v, DENSE), vs, left, o_t, o_v)
             store_outputs(o, outputs, count, C)
             if WRITE == "final":
@@ -153,7 +153,7 @@ def packet_kernel(
                     place, in_state = output_strip_pointers(state, ks, C)
                     S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end_high)
                     k_at = row_pointers(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
-                    has_key = (is_k & (tokens < count))[:, None] & exist(ks, K)[None, :]
+                    has_key = (is_k & (tokens < count))[:, None] & column_mask(ks, K)[None, :]
                     k = tl.load(k_at, mask=has_key, other=0.0)
                     S = add_outer_product(S, k, u, AXIS, PRECISION).to(state_ptr.dtype.element_ty)
                     tl.store(place + there, S, mask=in_state & is_written)
@@ -166,8 +166,8 @@ def levels(longest: int) -> int:
 
 def precisions(is_wide: bool, machine: Machine) -> dict[str, str]:
     """Return the precision of large fp32 MMAs, and of those of the triangular system (`dot_precise`)."""
-    fine = "ieee" if machine.kind == "hip" else "tf32x3" if is_wide else "bf16"
-    return {"PRECISION": fine if is_wide else "tf32", "FINE": fine}
+    fp32_precision = "ieee" if machine.kind == "hip" else "tf32x3" if is_wide else "bf16"
+    return {"PRECISION": fp32_precision if is_wide else "tf32", "FP32_PRECISION": fp32_precision}
 
 
 def blocks(
@@ -188,7 +188,7 @@ def blocks(
     BV = min(FEW if is_small else MANY, max(16, triton.next_power_of_2(V)))
     return {
         "BV": BV, "BS": min(HELD[width], max(16, triton.next_power_of_2(K))),
-        "BT": 8 if longest <= 8 else MOST, "STRIPS": triton.cdiv(V, BV) if takes_all else 1,
+        "BT": 8 if longest <= 8 else MAX_TOKENS, "STRIPS": triton.cdiv(V, BV) if takes_all else 1,
         "STAGES": 2 if is_written or state_width > 2 or machine.kind == "hip" else 3,
     }  # fmt: skip
 
@@ -206,26 +206,26 @@ def options(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, is_writt
     return pdl_options(gpu) | ({"maxnreg": REGISTERS} if is_limited else {})
 
 
-def are_near(*reaches: int) -> bool:
-    """Return True if offsets within tiles fit into 32 bits; a reach is a stride times its number of steps."""
-    return all(abs(x) < 2**30 for x in reaches)
+def fits_32_bits(*extents: int) -> bool:
+    """Return True if offsets within tiles fit into 32 bits; an extent is a stride times its steps."""
+    return all(abs(x) < 2**30 for x in extents)
 
 
-def reach_of_rows(rows: Sequence[int], tails: Sequence[int], p: DecodeProblem | ReplayProblem) -> list[int]:
-    """Return the reach of a packet's tiles along tokens and along keys or columns."""
+def row_extents(rows: Sequence[int], tails: Sequence[int], p: DecodeProblem | ReplayProblem) -> list[int]:
+    """Return the extents of a packet's tiles along tokens and along keys or columns."""
     sizes = p.K, p.K, p.V, p.V
-    return [MOST * s for s in rows[1::3]] + [size * s for size, s in zip(sizes, tails, strict=True)]
+    return [MAX_TOKENS * s for s in rows[1::3]] + [size * s for size, s in zip(sizes, tails, strict=True)]
 
 
-Kept = DecodeProblem | ReplayProblem | KeepProblem
+AnyProblem = DecodeProblem | ReplayProblem | KeepProblem
 
 
-def reach_of_state(strides: Sequence[int], unit: int, p: Kept) -> list[int]:
-    """Return the reach of a state's tiles; strides as `pool_of` gives them."""
+def state_extents(strides: Sequence[int], unit: int, p: AnyProblem) -> list[int]:
+    """Return the extents of a state's tiles; strides as `pool_strides` gives them."""
     return [strides[3] * unit * p.K, strides[4] * unit * p.V]
 
 
-def line_of(axis: str, strides: Sequence[int], unit: int, p: Kept) -> int:
+def line_stride(axis: str, strides: Sequence[int], unit: int, p: AnyProblem) -> int:
     """Return the stride of a state's other axis if the state is contiguous in memory, else 0."""
     line, size = {"k": (strides[4], p.K), "v": (strides[3], p.V)}.get(axis, (0, 1))
     return size if line * unit == size else 0
@@ -247,11 +247,11 @@ def index_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     return (*strides, *(0,) * (count - len(strides)))
 
 
-def longest_of(p: DecodeProblem) -> int | None:
+def max_row_tokens(p: DecodeProblem) -> int | None:
     """Return the tokens of the longest row, or None if unknown, as while tracing."""
     longest = p.q.shape[1] if p.cu_seqlens is None else p.max_seqlen
     if p.cu_seqlens is not None and longest is None:
-        longest = max((count for _, count in p.spans(read_device=False) or ()), default=0)
+        longest = max((count for _, count in p.token_ranges(read_device=False) or ()), default=0)
     return longest if isinstance(longest, int) else None
 
 
@@ -259,19 +259,19 @@ def supports_packet(p: DecodeProblem) -> bool:
     """Return True if this form supports the decode and the caller allows its rounding."""
     if p.exact_packet or p.write == "all" or p.intermediate is not None:
         return False
-    longest = longest_of(p)
-    return longest is not None and 1 < longest <= MOST
+    longest = max_row_tokens(p)
+    return longest is not None and 1 < longest <= MAX_TOKENS
 
 
 def plan(p: DecodeProblem, starts: Sequence[int], num_states: int | None = None) -> Launch:
-    """Return the launch; arguments as for `decode.plan_of`."""
-    axis, state_unit, state = pool_of(p.state, p.K, p.V, p.state_v_first)
+    """Return the launch; arguments as for `decode.plan_launch`."""
+    axis, state_unit, state = pool_strides(p.state, p.K, p.V, p.state_v_first)
     is_packed, gpu = p.cu_seqlens is not None, machine(p.q.device)
     rows = [s for x in (p.q, p.k, p.v, p.out) for s in token_strides(x, is_packed)]
     gates = [
         token_strides(x, is_packed) for x in (p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
     ]
-    num_states, longest = p.N * p.HV if num_states is None else num_states, longest_of(p) or MOST
+    num_states, longest = p.N * p.HV if num_states is None else num_states, max_row_tokens(p) or MAX_TOKENS
     is_written = p.write != "none"
     sizes = blocks(p.K, p.V, p.q.element_size(), longest, num_states, gpu, p.state.element_size(), is_written)
     # the unit of strides decides the width of loads from HBM
@@ -289,8 +289,8 @@ def plan(p: DecodeProblem, starts: Sequence[int], num_states: int | None = None)
     constants = {
         "K": p.K, "V": p.V, "BU": min(UPDATED, sizes["BS"]), **sizes, "AXIS": axis,
         "DENSE": tails == (1, 1, 1, 1),
-        "NEAR": are_near(*reach_of_rows(rows, tails, p), *reach_of_state(state, state_unit, p)),
-        "LINE": line_of(axis, state, state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
+        "NEAR": fits_32_bits(*row_extents(rows, tails, p), *state_extents(state, state_unit, p)),
+        "LINE": line_stride(axis, state, state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
         "WRITE": p.write, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(longest),
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu),

@@ -18,7 +18,7 @@ is rounded to 2^-11 (tf32), and u to 2^-16 as split bf16 (hi + lo); a single bf1
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.lib import activate_beta, decay, dot, exist, softplus, split_bf16
+from gdn.backends.triton.lib import activate_beta, column_mask, decay, dot, softplus, split_bf16
 
 ROWS = tl.constexpr(16)  # rows of an MMA on tensor cores
 
@@ -84,7 +84,7 @@ def strip_pointers(strip, ks, C: tl.constexpr):
 
     LINE: the stride of the other axis in elements if it is known to the compiler, else 0.
     """
-    mask = exist(ks, C.K)[:, None] & strip_mask(strip.vs, strip.left, C.V, C.STRIPS)[None, :]
+    mask = column_mask(ks, C.K)[:, None] & strip_mask(strip.vs, strip.left, C.V, C.STRIPS)[None, :]
     vs = strip.vs
     if C.AXIS != "k":
         ks = ks * C.LINE if C.LINE > 0 else _offsets(ks, strip.inner, C.STATE_UNIT, C.NEAR)
@@ -97,7 +97,7 @@ def strip_pointers(strip, ks, C: tl.constexpr):
 def output_strip_pointers(strip, ks, C: tl.constexpr):
     """Return pointers and mask of a tile to write: [vs, ks] if keys are contiguous, else [ks, vs]."""
     if C.AXIS == "k":
-        mask = strip_mask(strip.vs, strip.left, C.V, C.STRIPS)[:, None] & exist(ks, C.K)[None, :]
+        mask = strip_mask(strip.vs, strip.left, C.V, C.STRIPS)[:, None] & column_mask(ks, C.K)[None, :]
         vs = strip.vs
         vs = vs * C.LINE if C.LINE > 0 else _offsets(vs, strip.outer, C.STATE_UNIT, C.NEAR)
         return strip.ptr + (vs[:, None] + ks[None, :]), mask
@@ -115,16 +115,16 @@ def add_outer_product(S, k, u, AXIS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def dot_precise(x, y, acc, FINE: tl.constexpr):
-    """Return x y + acc of fp32 operands, to 2^-16 if FINE is "bf16": three MMAs of hi and lo halves."""
-    if FINE == "bf16":
+def dot_precise(x, y, acc, FP32_PRECISION: tl.constexpr):
+    """Return x y + acc of fp32 operands; "bf16" is three MMAs of hi and lo halves, exact to 2^-16."""
+    if FP32_PRECISION == "bf16":
         x_high, x_low = split_bf16(x, tl.bfloat16)
         y_high, y_low = split_bf16(y, tl.bfloat16)
         acc = dot(x_low, y_high, acc, "tf32")  # small terms first
         acc = dot(x_high, y_low, acc, "tf32")
         return dot(x_high, y_high, acc, "tf32")
     else:
-        return dot(x, y, acc, FINE)
+        return dot(x, y, acc, FP32_PRECISION)
 
 
 @triton.jit
@@ -202,7 +202,9 @@ def tokens_of_rows(part: tl.constexpr, BT: tl.constexpr):
 def load_rows(part: tl.constexpr, packet, ks, C: tl.constexpr):
     """Load some keys of a part [16, ks]; zeros past the packet's end."""
     tokens, is_k = tokens_of_rows(part, C.BT)
-    mask = (tokens < packet.count)[:, None] & exist(ks, C.K)[None, :]  # masked lanes load nothing from HBM
+    mask = (tokens < packet.count)[:, None] & column_mask(ks, C.K)[
+        None, :
+    ]  # masked lanes load nothing from HBM
     q_at = row_pointers(packet.q_ptr, tokens, ks, packet.q_t, packet.q_k, C.UNIT, C.DENSE, C.NEAR)
     k_at = row_pointers(packet.k_ptr, tokens, ks, packet.k_t, packet.k_k, C.UNIT, C.DENSE, C.NEAR)
     if C.BT == ROWS:
@@ -266,15 +268,15 @@ def solve_packet(XK, QQ, high, low, beta, scale, C: tl.constexpr):
     _tokens, is_k = tokens_of_rows(PARTS - 1, C.BT)
     # A, its inverse and P are 16 x 16 in the registers of one warp
     A = XK[PARTS - 1] * D * (beta * row_scales[PARTS - 1])[:, None] * row_scales[PARTS - 1][None, :]
-    A_inv = invert_unit_lower(tl.where(is_k[None, :] & (j < i), A, 0.0), C.LEVELS, C.FINE)
+    A_inv = invert_unit_lower(tl.where(is_k[None, :] & (j < i), A, 0.0), C.LEVELS, C.FP32_PRECISION)
     P = XK[0] * D * row_scales[PARTS - 1][None, :]
     if PARTS == 2:
-        W = dot_precise(tl.where(j <= i, P, 0.0), A_inv, None, C.FINE)
+        W = dot_precise(tl.where(j <= i, P, 0.0), A_inv, None, C.FP32_PRECISION)
         return (W * row_scales[0][:, None], A_inv * row_scales[1][:, None]), row_scales
     else:
         # in q's columns, where r is zero, A_inv is the identity
         P = tl.where(is_k[None, :] & (j <= i + C.BT) & (i < C.BT), P, 0.0)
-        return (dot_precise(P, A_inv, A_inv, C.FINE) * row_scales[0][:, None],), row_scales
+        return (dot_precise(P, A_inv, A_inv, C.FP32_PRECISION) * row_scales[0][:, None],), row_scales
 
 
 @triton.jit
@@ -319,17 +321,17 @@ def scale_rows(XS, row_scales, decays):
 
 
 @triton.jit
-def compute_outputs(XS, v, beta, W, BT: tl.constexpr, FINE: tl.constexpr):
+def compute_outputs(XS, v, beta, W, BT: tl.constexpr, FP32_PRECISION: tl.constexpr):
     """Return by parts o in q's rows and u in k's rows, from v and the scaled products of rows and state."""
     PARTS: tl.constexpr = 2 * BT // ROWS
     _tokens, is_k = tokens_of_rows(PARTS - 1, BT)
     r = beta[:, None] * (v.to(tl.float32) - XS[PARTS - 1])
     if PARTS == 2:
-        return dot_precise(W[0], r, XS[0], FINE), dot_precise(W[1], r, None, FINE)
+        return dot_precise(W[0], r, XS[0], FP32_PRECISION), dot_precise(W[1], r, None, FP32_PRECISION)
     else:
         # the products of q's rows may be NaN, and must not reach k's rows
         r = tl.where(is_k[:, None], r, 0.0)
-        return (dot_precise(W[0], r, tl.where(is_k[:, None], 0.0, XS[0]), FINE),)
+        return (dot_precise(W[0], r, tl.where(is_k[:, None], 0.0, XS[0]), FP32_PRECISION),)
 
 
 @triton.jit
@@ -344,7 +346,7 @@ def store_outputs(strip, outputs, count, C: tl.constexpr):
 
 
 @triton.jit
-def invert_unit_lower(A, LEVELS: tl.constexpr, FINE: tl.constexpr):
+def invert_unit_lower(A, LEVELS: tl.constexpr, FP32_PRECISION: tl.constexpr):
     """Return (I + A)^-1 by doubling, as in `tril`, of blocks of 2^LEVELS rows; A is zero beyond them."""
     i = tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, ROWS)[None, :]
@@ -353,7 +355,9 @@ def invert_unit_lower(A, LEVELS: tl.constexpr, FINE: tl.constexpr):
         X = tl.where((i ^ j) == 1, -A, X)
     for level in tl.static_range(1, LEVELS):
         L = tl.where((i ^ j) >> level == 1, A, 0.0)
-        X -= dot_precise(dot_precise(X, L, None, FINE), X, None, FINE)  # 16 x 16 MMAs by one warp
+        X -= dot_precise(
+            dot_precise(X, L, None, FP32_PRECISION), X, None, FP32_PRECISION
+        )  # 16 x 16 MMAs by one warp
     return X
 
 

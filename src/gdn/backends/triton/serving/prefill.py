@@ -30,7 +30,7 @@ from gdn.backends.triton.serving.recurrent_lib import (
     tile_indices,
     tile_pointers,
 )
-from gdn.backends.triton.serving.state_tiles import magic_numbers, pool_of, tile_of
+from gdn.backends.triton.serving.state_tiles import magic_numbers, pick_tile, pool_strides
 from gdn.backends.triton.serving.structs import Token, Tokens, group_constants
 from gdn.problem import CHUNK, PrefillProblem, Problem
 
@@ -58,7 +58,7 @@ def gather_kernel(
 ):  # fmt: skip
     # initial[n] = pool[slot], or zeros.
     # Program (n, head, block of V): a tile of A * B value columns, in registers.
-    # Grid: N * HV * blocks, blocks fastest; warps of `tile_of`, which is 1; no PDL.
+    # Grid: N * HV * blocks, blocks fastest; warps of `pick_tile`, which is 1; no PDL.
     # Reads a tile in the pool's dtype and order; writes it in fp32, contiguous, for the chunked rule.
     n, head, block = locate_program(HV, HV_magic, HV_s, tl.cdiv(V, A * B))
     keys, values = tile_indices(block, A, J, B, W, AXIS, R_FIRST)
@@ -87,7 +87,7 @@ def scatter_kernel(
 ):  # fmt: skip
     # pool[slot] = final[n], and checkpoints every `every` tokens from S_in.
     # Program (n, head, block of V): a tile of A * B value columns; the final state stays in fp32 registers.
-    # Grid: N * HV * blocks, blocks fastest; warps of `tile_of`, which is 1; no PDL.
+    # Grid: N * HV * blocks, blocks fastest; warps of `pick_tile`, which is 1; no PDL.
     # Reads the final state, and S_in at each checkpoint; writes the pool's slot and the checkpoints. A
     # checkpoint at the end of a sequence is the final state.
     n, head, block = locate_program(HV, HV_magic, HV_s, tl.cdiv(V, A * B))
@@ -143,7 +143,7 @@ def snapshot_kernel(
 ):  # fmt: skip
     # pool[target] = state after pos tokens.
     # Program (n, head, block of V): a tile of A * B value columns of S, in fp32 registers over all tokens.
-    # Grid: N * HV * blocks, blocks fastest; warps of `tile_of`, which is 1; no PDL.
+    # Grid: N * HV * blocks, blocks fastest; warps of `pick_tile`, which is 1; no PDL.
     # Reads one of initial, final and S_in, then up to C - 1 tokens; writes the tile of the snapshot.
     constants: tl.constexpr = group_constants(
         NORM=NORM, DECAY=g_ptr is not None, GATE=RAW, SIGMOID=RAW, NEGATIVE=NEGATIVE
@@ -289,12 +289,12 @@ def _key(p: PrefillProblem, rule: Problem) -> Hashable:
 
 
 def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
-    axis, unit, (n, _, h, k, v) = pool_of(p.state, p.K, p.V, p.state_v_first)
+    axis, unit, (n, _, h, k, v) = pool_strides(p.state, p.K, p.V, p.state_v_first)
     kept: tuple[int, ...] = (0, 0, 0, 0, 0)
     kept_axis, kept_unit = "", 1
     if p.checkpoints is not None:
-        kept_axis, kept_unit, kept = pool_of(p.checkpoints, p.K, p.V, p.state_v_first)
-    part = tile_of(p.K, p.V, axis or "k", p.state.element_size(), unit if axis else 1, machine(p.q.device))
+        kept_axis, kept_unit, kept = pool_strides(p.checkpoints, p.K, p.V, p.state_v_first)
+    part = pick_tile(p.K, p.V, axis or "k", p.state.element_size(), unit if axis else 1, machine(p.q.device))
     constants = {
         "K": p.K, "V": p.V, **part.constants(), "AXIS": axis, "OWN_AXIS": "k" if p.state_v_first else "v",
         "UNIT": unit,

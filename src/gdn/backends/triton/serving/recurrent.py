@@ -22,7 +22,7 @@ from gdn.backends.triton.serving.recurrent_lib import (
     tile_pointers,
     token_range,
 )
-from gdn.backends.triton.serving.state_tiles import magic_numbers, offsets_on, pool_of, tile_of
+from gdn.backends.triton.serving.state_tiles import kernel_offsets, magic_numbers, pick_tile, pool_strides
 from gdn.backends.triton.serving.structs import Token, Tokens, group_constants
 from gdn.problem import Problem
 
@@ -106,7 +106,7 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
         launch = _plans.get(_key(p), lambda: _plan(p))
         o = p.v.new_empty(p.v.shape)
         final = p.q.new_empty(p.state_shape, dtype=torch.float32) if p.output_final_state else None
-        offsets = offsets_on(p.device, p.cu_seqlens)
+        offsets = kernel_offsets(p.device, p.cu_seqlens)
         launch(p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, offsets, o, final)
     return o, final
 
@@ -123,10 +123,10 @@ def _key(p: Problem) -> Hashable:
 
 def _plan(p: Problem) -> Launch:
     axis, is_packed = "k" if p.state_v_first else "v", p.cu_seqlens is not None
-    part = tile_of(p.K, p.V, axis, 4, 4, machine(p.device))
+    part = pick_tile(p.K, p.V, axis, 4, 4, machine(p.device))
     start: tuple[str, int, tuple[int, ...]] = ("", 1, (0,) * 5)
     if p.initial_state is not None:
-        start = pool_of(p.initial_state, p.K, p.V, p.state_v_first)
+        start = pool_strides(p.initial_state, p.K, p.V, p.state_v_first)
     # loads of q and k as wide as those of the state give each lane the same keys: no shuffles
     unit = min(4, unit_of(*p.q.stride()[:3], *p.k.stride()[:3]))
     o = (p.T * p.HV * p.V, p.HV * p.V, p.V)

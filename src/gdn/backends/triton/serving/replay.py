@@ -25,20 +25,20 @@ from gdn.backends.triton.launch import (
     unit_of,
 )
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, supports_pdl
-from gdn.backends.triton.lib import decay, exist, split
+from gdn.backends.triton.lib import column_mask, decay, split_fp64
 from gdn.backends.triton.serving.fold import PLACES, history_blocks, load_history_G, load_history_u
 from gdn.backends.triton.serving.packet import (
-    MOST,
-    are_near,
+    MAX_TOKENS,
     blocks,
+    fits_32_bits,
     index_strides,
     levels,
-    line_of,
+    line_stride,
     options,
     precisions,
-    reach_of_rows,
-    reach_of_state,
+    row_extents,
     sample_num_states,
+    state_extents,
     token_strides,
     warps,
 )
@@ -62,7 +62,7 @@ from gdn.backends.triton.serving.packet_lib import (
     tokens_of_rows,
 )
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
-from gdn.backends.triton.serving.state_tiles import magic_numbers, offsets_on, pool_of
+from gdn.backends.triton.serving.state_tiles import kernel_offsets, magic_numbers, pool_strides
 from gdn.backends.triton.serving.structs import (
     Appended,
     Gates,
@@ -88,7 +88,7 @@ def score_history(X, row_scales, packet, history, start, sums, C: tl.constexpr):
         ks = key + tl.arange(0, C.BS)
         past_k = tl.load(
             row_pointers(history.k_ptr, old, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR),
-            mask=(old < history.count)[:, None] & exist(ks, C.K)[None, :], other=0.0,
+            mask=(old < history.count)[:, None] & column_mask(ks, C.K)[None, :], other=0.0,
         )  # fmt: skip
         for part in tl.static_range(PARTS):
             if C.BS < C.K:
@@ -150,7 +150,7 @@ def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PA
                 score = score_history(X, row_scales, packet, history, start, sums, C)
                 u_old = load_history_u(history, past_u_ptr, start, vs, has_value, C)
                 XS = add_history(XS, score, u_old, C.PRECISION)
-        outputs = compute_outputs(XS, values, beta, W, C.BT, C.FINE)
+        outputs = compute_outputs(XS, values, beta, W, C.BT, C.FP32_PRECISION)
         o_ptr = column_pointer(o.ptr, column, o.outer, C.DENSE)
         store_outputs(Strip(o_ptr, vs, left, o.inner, o.outer), outputs, packet.count, C)
         u_at = row_pointers(past_u_ptr, new.places, vs, history.u_p, 1, C.PAST_UNIT, True, C.NEAR)
@@ -171,7 +171,7 @@ def replay_kernel(
     BS: tl.constexpr, BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr,
     DENSE: tl.constexpr, NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     PAST_UNIT: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr, FINE: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
     IS_LONG: tl.constexpr,
 ):  # fmt: skip
     # S_t = e^(G_t) S + sum_j e^(G_t - G_j) k_j u_j^T, then o and u of the packet as in `packet`.
@@ -182,7 +182,7 @@ def replay_kernel(
     C: tl.constexpr = group_constants(
         K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, NORM=NORM, NEGATIVE=NEGATIVE,
-        LEVELS=LEVELS, PRECISION=PRECISION, FINE=FINE, RESET=RESET,
+        LEVELS=LEVELS, PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET,
     )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()
@@ -213,7 +213,7 @@ def replay_kernel(
         k_history_ptr += (slot * past_n + key_head * past_h) * PAST_UNIT
         G_history_ptr += slot * G_n + head * G_h
         G += tl.load(G_history_ptr + (base - 1).to(tl.int64) * G_p, mask=base > 0, other=0.0).to(tl.float64)
-        high, low = split(spread_over_rows(G))
+        high, low = split_fp64(spread_over_rows(G))
         beta_rows = spread_over_rows(beta)
         W, row_scales = solve_packet(XK, QQ, high, low, beta_rows, scale, C)
         tokens, is_k = tokens_of_rows(PARTS - 1, BT)
@@ -244,7 +244,8 @@ def replay_kernel(
                         k = X[PARTS - 1]
                     tl.store(
                         row_pointers(k_history_ptr, new, ks, past_p, 1, PAST_UNIT, True, NEAR),
-                        k.to(k_history_ptr.dtype.element_ty), mask=is_kept[:, None] & exist(ks, K)[None, :],
+                        k.to(k_history_ptr.dtype.element_ty),
+                        mask=is_kept[:, None] & column_mask(ks, K)[None, :],
                     )  # fmt: skip
 
 
@@ -253,7 +254,7 @@ _replays: PlanCache[CachedLaunch] = PlanCache()
 
 def replay_decode(problem: ReplayProblem) -> CachedLaunch | None:
     """See `Backend`; writes the history and problem.out."""
-    p, offsets = problem, offsets_on(problem.q.device, problem.cu_seqlens)
+    p, offsets = problem, kernel_offsets(problem.q.device, problem.cu_seqlens)
     cached = _replays.get(_replay_key(p), lambda: _first(p))
     cached(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).tensors())
     # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
@@ -279,7 +280,7 @@ def _replay_key(p: ReplayProblem) -> Hashable:
 
 def _plan_replay(p: ReplayProblem, num_states: int | None = None) -> Launch:
     """Plan a replay. `num_states`: rows times heads for which tiles are chosen, if not the problem's."""
-    axis, state_unit, (n, _, h, k, v) = pool_of(p.state, p.K, p.V, p.state_v_first)
+    axis, state_unit, (n, _, h, k, v) = pool_strides(p.state, p.K, p.V, p.state_v_first)
     is_packed = p.cu_seqlens is not None
     rows = [s for x in (p.q, p.k, p.v, p.out) for s in token_strides(x, is_packed)]
     gates = [
@@ -300,16 +301,16 @@ def _plan_replay(p: ReplayProblem, num_states: int | None = None) -> Launch:
     )  # fmt: skip
     # With more than 8 tokens and 16-bit states, the main path is for 16 places less, which most histories do
     # not exceed; longer ones take the path of IS_LONG, which is worth its registers
-    shorter = MOST if sizes["BT"] == MOST and p.state.element_size() == 2 else 0
+    shorter = MAX_TOKENS if sizes["BT"] == MAX_TOKENS and p.state.element_size() == 2 else 0
     held = history_blocks(p.places - shorter)
     constants = {
         "K": p.K, "V": p.V, "BP": PLACES, "PASTS": held, **sizes, "AXIS": axis,
         "DENSE": tails == (1, 1, 1, 1),
-        "NEAR": are_near(
-            *reach_of_rows(rows, tails, p), *reach_of_state((n, 0, h, k, v), state_unit, p),
+        "NEAR": fits_32_bits(
+            *row_extents(rows, tails, p), *state_extents((n, 0, h, k, v), state_unit, p),
             *(p.places * s for s in (kept[1], kept[4])),
         ),
-        "LINE": line_of(axis, (n, 0, h, k, v), state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
+        "LINE": line_stride(axis, (n, 0, h, k, v), state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
         "PAST_UNIT": past_unit, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(p.longest),
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu),

@@ -41,7 +41,7 @@ WARPS = 1  # warps share no data; with more of them a program's q and k are mere
 RESIDENT = 16  # programs of the largest tile that an SM holds at a time: 128 registers a thread
 
 
-def tile_of(
+def pick_tile(
     K: int, V: int, axis: str, width: int, unit: int, machine: Machine, warps: int = WARPS,
     num_states: int | None = None,
 ) -> StateTile:  # fmt: skip
@@ -65,7 +65,7 @@ def tile_of(
     return StateTile(R, max(1, columns // R), K // W, W, warps)
 
 
-def pool_of(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tuple[int, ...]]:
+def pool_strides(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tuple[int, ...]]:
     """Return the axis along which states are contiguous ("k", "v" or ""), the unit of strides, the strides.
 
     x is [slots, HV, V, K] or [slots, R, HV, V, K], or K first. Strides: slot, R, head, K, V.
@@ -84,7 +84,7 @@ def magic_numbers(n: int) -> tuple[int, int]:
     return -(-(1 << s) // n), s
 
 
-def offsets_on(device: torch.device, cu_seqlens: Tensor | None) -> Tensor | None:
+def kernel_offsets(device: torch.device, cu_seqlens: Tensor | None) -> Tensor | None:
     """Return cu_seqlens as the kernels read it: contiguous, on the device."""
     if cu_seqlens is None:
         return None

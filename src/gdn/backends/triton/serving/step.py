@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdn.backends.eager.step import composed
+from gdn.backends.eager.step import compose_step
 from gdn.backends.triton.launch import (
     Launch,
     PlanCache,
@@ -26,7 +26,7 @@ from gdn.backends.triton.launch import (
     machine,
 )
 from gdn.backends.triton.layer import conv_update, norm
-from gdn.backends.triton.layer.conv import WIDEST, filled
+from gdn.backends.triton.layer.conv import MAX_TAPS, drop_empty
 from gdn.backends.triton.serving import decode, packet
 from gdn.problem.step import StepProblem
 
@@ -49,7 +49,15 @@ class CachedStep:
         x, conv, weight, bias, a, b, A_log, dt_bias, state, conv_index, read, write, z, gain, out = tensors
         assert x is not None and conv is not None and out is not None
         mixed, gates = x.new_empty(x.shape), (a, b, A_log, dt_bias)
-        convolution = (x, filled(conv), weight, bias, read if conv_index is None else conv_index, None, mixed)
+        convolution = (
+            x,
+            drop_empty(conv),
+            weight,
+            bias,
+            read if conv_index is None else conv_index,
+            None,
+            mixed,
+        )
         rows = (None, read, None, None, write, None, None, None)
         # the norm runs in place: a program loads its rows into registers before it stores them
         given = [
@@ -66,14 +74,14 @@ def decode_step(problem: StepProblem) -> CachedStep | None:
     """See `Backend`."""
     p = problem
     if needs_copies(p):
-        composed(p, conv_update.causal_conv1d_update, decode.decode, norm.rms_norm_gated)
+        compose_step(p, conv_update.causal_conv1d_update, decode.decode, norm.rms_norm_gated)
         return None
     cached = _plans.get(_key(p), lambda: _first(p))
-    cached(*tensors_of(p))
+    cached(*launch_tensors(p))
     return None if is_recording() else cached
 
 
-def tensors_of(p: StepProblem) -> tuple[Tensor | None, ...]:
+def launch_tensors(p: StepProblem) -> tuple[Tensor | None, ...]:
     """Return the problem's tensors in its order."""
     return (
         p.mixed_qkv, p.conv_state, p.conv_weight, p.conv_bias, p.a, p.b, p.A_log, p.dt_bias, p.state,
@@ -84,7 +92,7 @@ def tensors_of(p: StepProblem) -> tuple[Tensor | None, ...]:
 def needs_copies(p: StepProblem) -> bool:
     """Return True if the launches cannot be repeated on other tensors of these layouts."""
     # the convolution then runs in `eager`, or its output is zero
-    if p.W > WIDEST or p.conv_state.shape[0] == 0:
+    if p.W > MAX_TAPS or p.conv_state.shape[0] == 0:
         return True
     # a repeated launch takes addresses only, so nothing may be copied on the way
     packed = (p.conv_weight, p.conv_bias, p.norm_weight, p.out)
@@ -93,24 +101,24 @@ def needs_copies(p: StepProblem) -> bool:
     )
 
 
-def plan_of(p: StepProblem, num_states: int | None = None) -> CachedStep:
+def plan_step(p: StepProblem, num_states: int | None = None) -> CachedStep:
     """Return the launches. `num_states`: rows times heads for the tiles of `decode`, if not the problem's."""
     # only the layout of the convolution's output counts here: it is allocated anew for each step
     mixed, o, keys = p.mixed_qkv.new_empty(p.mixed_qkv.shape), p.out, p.H * p.K
     launches = [
-        conv_update.plan_of(p.conv(mixed)),
-        decode.plan_of(p.decode(mixed, o), (0, keys, 2 * keys), num_states),
+        conv_update.plan_launch(p.conv(mixed)),
+        decode.plan_launch(p.decode(mixed, o), (0, keys, 2 * keys), num_states),
     ]  # fmt: skip
     if p.has_norm:
-        launches.append(norm.plan_of(p.norm(o), o, p.z))
+        launches.append(norm.plan_launch(p.norm(o), o, p.z))
     return CachedStep(tuple(launches), p.x.device)
 
 
 def _first(p: StepProblem) -> CachedStep:
-    cached, tensors = plan_of(p), tensors_of(p)
+    cached, tensors = plan_step(p), launch_tensors(p)
     kind = tuple(one.binary_key(given) for one, given in cached.steps(*tensors))
     # binaries for other numbers of rows
-    others = [plan_of(p, num_states) for num_states in packet.sample_num_states(machine(p.x.device))]
+    others = [plan_step(p, num_states) for num_states in packet.sample_num_states(machine(p.x.device))]
     compile_ahead(p.x.device, kind, lambda: [one for other in others for one in other.steps(*tensors)])
     return cached
 
@@ -118,7 +126,7 @@ def _first(p: StepProblem) -> CachedStep:
 def _key(p: StepProblem) -> Hashable:
     """Return everything that the launches depend on, except the addresses of tensors."""
     return (
-        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors_of(p)), p.x.device,
+        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in launch_tensors(p)), p.x.device,
         p.num_k_heads, p.head_k_dim, p.conv_activation, p.norm_eps, p.norm_activation, p.scale,
         p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.null_slot,
     )  # fmt: skip

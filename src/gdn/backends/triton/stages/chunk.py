@@ -12,9 +12,19 @@ from torch import Tensor
 
 from gdn.backends.triton.chunks import locate, sequence
 from gdn.backends.triton.launch import kernel, machine
-from gdn.backends.triton.lib import Rows, Span, decay, dot, exist, load_beta, load_sums, rows_of, state_tile
+from gdn.backends.triton.lib import (
+    Rows,
+    TokenRange,
+    column_mask,
+    decay,
+    dot,
+    load_beta,
+    load_rows,
+    load_sums,
+    state_pointers,
+)
 from gdn.backends.triton.rule.tril import inverse_of_blocks
-from gdn.backends.triton.stages.cumsum import entries_of, launch_stage, offsets, room
+from gdn.backends.triton.stages.cumsum import allocate_output, count_entries, kernel_offsets, launch_stage
 from gdn.notation import (
     AInv,
     AStrict,
@@ -33,20 +43,20 @@ from gdn.problem import CHUNK
 
 
 @triton.jit
-def _rows(x_ptr, span, head, T, heads, columns, D: tl.constexpr, C: tl.constexpr):
+def _load_rows(x_ptr, token_range, head, T, heads, columns, D: tl.constexpr, C: tl.constexpr):
     """Load a chunk's rows of a contiguous x [B, T, heads, D]; zeros past its end and past column D."""
     x_t = heads * D
-    return rows_of(Rows(x_ptr, T.to(tl.int64) * x_t, x_t, D), span, head, columns, D, C, 1)
+    return load_rows(Rows(x_ptr, T.to(tl.int64) * x_t, x_t, D), token_range, head, columns, D, C, 1)
 
 
 @triton.jit
-def _store_rows(x_ptr, x, span, head, T, heads, columns, D: tl.constexpr):
+def _store_rows(x_ptr, x, token_range, head, T, heads, columns, D: tl.constexpr):
     """Store a chunk's rows of a contiguous tensor [B, T, heads, D]; none past the chunk's end or column D."""
     tokens = tl.arange(0, x.shape[0])
-    places = (span.row * T.to(tl.int64) + span.first + tokens) * heads + head
-    places = places[:, None] * D + columns[None, :]
-    mask = (tokens < span.length)[:, None] & exist(columns, D)[None, :]
-    tl.store(x_ptr + places, x.to(x_ptr.dtype.element_ty), mask=mask)
+    indices = (token_range.row * T.to(tl.int64) + token_range.first + tokens) * heads + head
+    indices = indices[:, None] * D + columns[None, :]
+    mask = (tokens < token_range.length)[:, None] & column_mask(columns, D)[None, :]
+    tl.store(x_ptr + indices, x.to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -60,19 +70,19 @@ def _kkt_kernel(
     # Reads k, beta, G of 64 tokens; writes A [C, C] in fp32: 256 bytes per token.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
-    span = Span(row, first, length)
+    token_range = TokenRange(row, first, length)
     if length <= 0:
         return
     tokens = tl.arange(0, C)
     A = tl.zeros([C, C], tl.float32)
     for i in range(0, K, BK):
-        k = _rows(k_ptr, span, head // ratio, T, HV // ratio, i + tl.arange(0, BK), K, C)
+        k = _load_rows(k_ptr, token_range, head // ratio, T, HV // ratio, i + tl.arange(0, BK), K, C)
         A = dot(k, tl.trans(k), A, PRECISION)
-    beta = load_beta(Rows(beta_ptr, T.to(tl.int64) * HV, HV, 1), span, head, C, False, False)
+    beta = load_beta(Rows(beta_ptr, T.to(tl.int64) * HV, HV, 1), token_range, head, C, False, False)
     high, low, _, _ = load_sums(G_ptr, row, first, length, head, T, HV, C)
     A = A * beta[:, None] * decay(high[None, :], low[None, :], high[:, None], low[:, None])
     A = tl.where(tokens[:, None] > tokens[None, :], A, 0.0)
-    _store_rows(A_ptr, A, span, head, T, HV, tokens, C)
+    _store_rows(A_ptr, A, token_range, head, T, HV, tokens, C)
 
 
 @kernel
@@ -84,21 +94,21 @@ def _tril_kernel(
     # no PDL. Reads A below its diagonal; writes A_inv [C, C] in fp32: 256 bytes per token.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
-    span = Span(row, first, length)
+    token_range = TokenRange(row, first, length)
     if length <= 0:
         return
     # blocks as `tril` takes them, in registers; entries past the chunk's end are masked
     A_ptr += ((row * T.to(tl.int64) + first) * HV + head) * C
     pitch = HV * C
-    D = _square(A_ptr, tl.arange(0, 4)[:, None, None] * 16, 0, length, pitch, 16)
-    E = _square(A_ptr, tl.arange(0, 4)[:, None, None] * 16, 16, length, pitch, 16)
-    F = tl.reshape(_square(A_ptr, tl.full([1, 1, 1], 32, tl.int32), 32, length, pitch, 32), (32, 32))
+    D = _load_blocks(A_ptr, tl.arange(0, 4)[:, None, None] * 16, 0, length, pitch, 16)
+    E = _load_blocks(A_ptr, tl.arange(0, 4)[:, None, None] * 16, 16, length, pitch, 16)
+    F = tl.reshape(_load_blocks(A_ptr, tl.full([1, 1, 1], 32, tl.int32), 32, length, pitch, 32), (32, 32))
     A_inv = inverse_of_blocks(D, E, F, PRECISION)
-    _store_rows(A_inv_ptr, A_inv, span, head, T, HV, tl.arange(0, C), C)
+    _store_rows(A_inv_ptr, A_inv, token_range, head, T, HV, tl.arange(0, C), C)
 
 
 @triton.jit
-def _square(A_ptr, start, SHIFT: tl.constexpr, length, pitch, B: tl.constexpr):
+def _load_blocks(A_ptr, start, SHIFT: tl.constexpr, length, pitch, B: tl.constexpr):
     """Load blocks [n, B, B] at rows start [n, 1, 1], SHIFT columns to the left; 0 on, above the diagonal."""
     rows = start + tl.arange(0, B)[None, :, None]
     columns = start - SHIFT + tl.arange(0, B)[None, None, :]
@@ -118,25 +128,25 @@ def _wy_kernel(
     # Reads k, v, beta, G, A_inv of 64 tokens; writes w [C, K] and u [C, V] in fp32.
     head = tl.program_id(0) % HV
     row, first, length = locate(tl.program_id(0) // HV, table_ptr, T, chunks_per_row, C)
-    span = Span(row, first, length)
+    token_range = TokenRange(row, first, length)
     if length <= 0:
         return
     tokens = tl.arange(0, C)
-    A_inv = _rows(A_inv_ptr, span, head, T, HV, tokens, C, C).to(tl.float32)
+    A_inv = _load_rows(A_inv_ptr, token_range, head, T, HV, tokens, C, C).to(tl.float32)
     A_inv = tl.where(tokens[:, None] >= tokens[None, :], A_inv, 0.0)
-    beta = load_beta(Rows(beta_ptr, T.to(tl.int64) * HV, HV, 1), span, head, C, False, False)
+    beta = load_beta(Rows(beta_ptr, T.to(tl.int64) * HV, HV, 1), token_range, head, C, False, False)
     high, _, _, _ = load_sums(G_ptr, row, first, length, head, T, HV, C)
-    into = beta * tl.exp(high)
+    start_decay = beta * tl.exp(high)
     for i in range(0, K, BK):
         ks = i + tl.arange(0, BK)
-        k = _rows(k_ptr, span, head // ratio, T, HV // ratio, ks, K, C).to(tl.float32)
-        w = dot(A_inv, into[:, None] * k, None, PRECISION)
-        _store_rows(w_ptr, w, span, head, T, HV, ks, K)
+        k = _load_rows(k_ptr, token_range, head // ratio, T, HV // ratio, ks, K, C).to(tl.float32)
+        w = dot(A_inv, start_decay[:, None] * k, None, PRECISION)
+        _store_rows(w_ptr, w, token_range, head, T, HV, ks, K)
     for i in range(0, V, BV):
         vs = i + tl.arange(0, BV)
-        v = _rows(v_ptr, span, head, T, HV, vs, V, C).to(tl.float32)
+        v = _load_rows(v_ptr, token_range, head, T, HV, vs, V, C).to(tl.float32)
         u = dot(A_inv, beta[:, None] * v, None, PRECISION)
-        _store_rows(u_ptr, u, span, head, T, HV, vs, V)
+        _store_rows(u_ptr, u, token_range, head, T, HV, vs, V)
 
 
 @kernel
@@ -158,13 +168,15 @@ def _state_kernel(
     tokens = tl.arange(0, C)
     # the state is in HBM, in S_in of each chunk: in registers, fp32 MMAs would spill
     final = final_ptr + (n.to(tl.int64) * HV + head) * (K * V)
-    here = tl.where(num_tokens > 0, S_in_ptr + (chunk.to(tl.int64) * HV + head) * (K * V), final)
+    state_ptr = tl.where(num_tokens > 0, S_in_ptr + (chunk.to(tl.int64) * HV + head) * (K * V), final)
     for k0 in range(0, K, BK):
         ks = k0 + tl.arange(0, BK)
-        tile, mask = state_tile(here, ks, vs, K, V, False)
+        tile, mask = state_pointers(state_ptr, ks, vs, K, V, False)
         S = tl.zeros([BK, BV], tl.float32)
         if initial_ptr is not None:
-            initial, _ = state_tile(initial_ptr + (n.to(tl.int64) * HV + head) * (K * V), ks, vs, K, V, False)
+            initial, _ = state_pointers(
+                initial_ptr + (n.to(tl.int64) * HV + head) * (K * V), ks, vs, K, V, False
+            )
             S = tl.load(initial, mask=mask, other=0.0).to(tl.float32)
         tl.store(tile, S, mask=mask)
     for i in range(0, num_tokens, C):
@@ -172,27 +184,27 @@ def _state_kernel(
         tl.debug_barrier()
         first = begin + i
         length = tl.minimum(num_tokens - i, C)
-        span = Span(row, first, length)
-        v_new = _rows(u_ptr, span, head, T, HV, vs, V, C).to(tl.float32)
+        token_range = TokenRange(row, first, length)
+        v_new = _load_rows(u_ptr, token_range, head, T, HV, vs, V, C).to(tl.float32)
         for k0 in range(0, K, BK):
             ks = k0 + tl.arange(0, BK)
-            w = _rows(w_ptr, span, head, T, HV, ks, K, C).to(tl.float32)
-            tile, mask = state_tile(here, ks, vs, K, V, False)
+            w = _load_rows(w_ptr, token_range, head, T, HV, ks, K, C).to(tl.float32)
+            tile, mask = state_pointers(state_ptr, ks, vs, K, V, False)
             v_new -= dot(w, tl.load(tile, mask=mask, other=0.0), None, PRECISION)
-        _store_rows(v_new_ptr, v_new, span, head, T, HV, vs, V)
+        _store_rows(v_new_ptr, v_new, token_range, head, T, HV, vs, V)
         high, low, end_high, end_low = load_sums(G_ptr, row, first, length, head, T, HV, C)
-        out = tl.where(tokens < length, decay(high, low, end_high, end_low), 0.0)
+        end_decay = tl.where(tokens < length, decay(high, low, end_high, end_low), 0.0)
         # decays scale rows of v_new: one multiplication per value in registers
-        v_out = out[:, None] * v_new
-        there = tl.where(i + C < num_tokens, here + HV.to(tl.int64) * (K * V), final)
+        v_decayed = end_decay[:, None] * v_new
+        next_ptr = tl.where(i + C < num_tokens, state_ptr + HV.to(tl.int64) * (K * V), final)
         for k0 in range(0, K, BK):
             ks = k0 + tl.arange(0, BK)
-            k = _rows(k_ptr, span, head // ratio, T, HV // ratio, ks, K, C).to(tl.float32)
-            tile, mask = state_tile(here, ks, vs, K, V, False)
+            k = _load_rows(k_ptr, token_range, head // ratio, T, HV // ratio, ks, K, C).to(tl.float32)
+            tile, mask = state_pointers(state_ptr, ks, vs, K, V, False)
             S = tl.exp(end_high) * tl.load(tile, mask=mask, other=0.0)
-            tile, mask = state_tile(there, ks, vs, K, V, False)
-            tl.store(tile, dot(tl.trans(k), v_out, S, PRECISION), mask=mask)
-        here = there
+            tile, mask = state_pointers(next_ptr, ks, vs, K, V, False)
+            tl.store(tile, dot(tl.trans(k), v_decayed, S, PRECISION), mask=mask)
+        state_ptr = next_ptr
 
 
 @kernel
@@ -209,7 +221,7 @@ def _output_kernel(
     head = (tl.program_id(0) // STRIPS) % HV
     chunk = tl.program_id(0) // (STRIPS * HV)
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
-    span = Span(row, first, length)
+    token_range = TokenRange(row, first, length)
     if length <= 0:
         return
     tokens = tl.arange(0, C)
@@ -220,19 +232,19 @@ def _output_kernel(
     # chain P's MMA to the last one: with 8 warps, fp32 and K = 8 an H200 then gave wrong outputs
     for i in range(0, keys, BK):
         ks = i + tl.arange(0, BK)
-        q = _rows(q_ptr, span, head // ratio, T, HV // ratio, ks, K, C)
-        k = _rows(k_ptr, span, head // ratio, T, HV // ratio, ks, K, C)
+        q = _load_rows(q_ptr, token_range, head // ratio, T, HV // ratio, ks, K, C)
+        k = _load_rows(k_ptr, token_range, head // ratio, T, HV // ratio, ks, K, C)
         tile = (chunk.to(tl.int64) * HV + head) * (K * V) + ks[:, None] * V + vs[None, :]
-        mask = exist(ks, K)[:, None] & exist(vs, V)[None, :]
+        mask = column_mask(ks, K)[:, None] & column_mask(vs, V)[None, :]
         S = tl.load(S_in_ptr + tile, mask=mask, other=0.0).to(tl.float32)
         o = dot(q.to(tl.float32), S, o, PRECISION)
         P = dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), P, PRECISION)
     high, low, _, _ = load_sums(G_ptr, row, first, length, head, T, HV, C)
     P = P * decay(high[None, :], low[None, :], high[:, None], low[:, None])
     P = tl.where(tokens[:, None] >= tokens[None, :], P, 0.0)
-    v_new = _rows(v_new_ptr, span, head, T, HV, vs, V, C).to(tl.float32)
+    v_new = _load_rows(v_new_ptr, token_range, head, T, HV, vs, V, C).to(tl.float32)
     o = dot(P, v_new, o * tl.exp(high)[:, None], PRECISION) * scale
-    _store_rows(o_ptr, o, span, head, T, HV, vs, V)
+    _store_rows(o_ptr, o, token_range, head, T, HV, vs, V)
 
 
 def _precision(x: Tensor) -> str:
@@ -241,12 +253,12 @@ def _precision(x: Tensor) -> str:
     return "ieee" if machine(x.device).kind == "hip" else "tf32x3"
 
 
-def _block(x: Tensor, size: int) -> int:
+def _block_columns(x: Tensor, size: int) -> int:
     """Return the columns that a program loads at once: fewer in fp32: its MMAs take thrice the registers."""
-    return min(32 if x.dtype == torch.float32 else 64, _power(size))
+    return min(32 if x.dtype == torch.float32 else 64, _block_size(size))
 
 
-def _power(size: int) -> int:
+def _block_size(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
@@ -256,9 +268,9 @@ def _num_warps(x: Tensor) -> int:
 
 def chunk_kkt(k: Keys, beta: PerHead, G: GSum, cu_seqlens: Offsets | None) -> AStrict:
     """See `gdn.stages`."""
-    cu_seqlens, HV, K = offsets(cu_seqlens, k), beta.shape[2], k.shape[3]
-    A = room(k, (*beta.shape, CHUNK), torch.float32, cu_seqlens)
-    constants = {"K": K, "BK": _block(k, K), "PRECISION": _precision(k)}
+    cu_seqlens, HV, K = kernel_offsets(cu_seqlens, k), beta.shape[2], k.shape[3]
+    A = allocate_output(k, (*beta.shape, CHUNK), torch.float32, cu_seqlens)
+    constants = {"K": K, "BK": _block_columns(k, K), "PRECISION": _precision(k)}
     tensors = (k.contiguous(), beta.contiguous(), G.contiguous(), A)
     ratio = HV // k.shape[2]
     launch_stage(
@@ -269,8 +281,8 @@ def chunk_kkt(k: Keys, beta: PerHead, G: GSum, cu_seqlens: Offsets | None) -> AS
 
 def solve_tril(A: AStrict, cu_seqlens: Offsets | None) -> AInv:
     """See `gdn.stages`."""
-    cu_seqlens, HV = offsets(cu_seqlens, A), A.shape[2]
-    A_inv = room(A, A.shape, torch.float32, cu_seqlens)
+    cu_seqlens, HV = kernel_offsets(cu_seqlens, A), A.shape[2]
+    A_inv = allocate_output(A, A.shape, torch.float32, cu_seqlens)
     constants = {"PRECISION": _precision(A)}
     launch_stage(_tril_kernel, cu_seqlens, (A.contiguous(), A_inv), HV, constants, lambda chunks: chunks * HV)
     return A_inv
@@ -280,12 +292,18 @@ def wy_transform(
     k: Keys, v: Values, beta: PerHead, G: GSum, A_inv: AInv, cu_seqlens: Offsets | None
 ) -> tuple[WKeys, UValues]:
     """See `gdn.stages`."""
-    cu_seqlens, HV = offsets(cu_seqlens, k), v.shape[2]
-    w = room(k, (*beta.shape, k.shape[3]), torch.float32, cu_seqlens)
-    u = room(k, v.shape, torch.float32, cu_seqlens)
+    cu_seqlens, HV = kernel_offsets(cu_seqlens, k), v.shape[2]
+    w = allocate_output(k, (*beta.shape, k.shape[3]), torch.float32, cu_seqlens)
+    u = allocate_output(k, v.shape, torch.float32, cu_seqlens)
     tensors = (*(x.contiguous() for x in (k, v, beta, G, A_inv)), w, u)
     K, V = k.shape[3], v.shape[3]
-    constants = {"K": K, "V": V, "BK": _block(k, K), "BV": _block(k, V), "PRECISION": _precision(k)}
+    constants = {
+        "K": K,
+        "V": V,
+        "BK": _block_columns(k, K),
+        "BV": _block_columns(k, V),
+        "PRECISION": _precision(k),
+    }
     ratio = HV // k.shape[2]
     launch_stage(
         _wy_kernel, cu_seqlens, tensors, HV, constants, lambda chunks: chunks * HV, (ratio,), _num_warps(k)
@@ -297,17 +315,23 @@ def chunk_state(
     k: Keys, w: WKeys, u: UValues, G: GSum, initial_state: State | None, cu_seqlens: Offsets | None
 ) -> tuple[ChunkStates, Values, State]:
     """See `gdn.stages`."""
-    cu_seqlens, (B, T, HV, V), K = offsets(cu_seqlens, k), u.shape, k.shape[3]
+    cu_seqlens, (B, T, HV, V), K = kernel_offsets(cu_seqlens, k), u.shape, k.shape[3]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     num_chunks = B * triton.cdiv(T, CHUNK) if cu_seqlens is None else (T + N * (CHUNK - 1)) // CHUNK
-    S_in = room(k, (num_chunks, HV, K, V), torch.float32, cu_seqlens)
-    v_new = room(k, u.shape, torch.float32, cu_seqlens)
+    S_in = allocate_output(k, (num_chunks, HV, K, V), torch.float32, cu_seqlens)
+    v_new = allocate_output(k, u.shape, torch.float32, cu_seqlens)
     final_state = k.new_empty((N, HV, K, V), dtype=torch.float32)
-    constants = {"K": K, "V": V, "BK": _block(k, K), "BV": _block(k, V), "PRECISION": _precision(k)}
+    constants = {
+        "K": K,
+        "V": V,
+        "BK": _block_columns(k, K),
+        "BV": _block_columns(k, V),
+        "PRECISION": _precision(k),
+    }
     initial = None if initial_state is None else initial_state.contiguous()
     tensors = (*(x.contiguous() for x in (k, w, u, G)), initial, cu_seqlens, S_in, v_new, final_state)
     programs = N * HV * triton.cdiv(V, constants["BV"])
-    scalars = (HV // k.shape[2], entries_of(k, cu_seqlens))
+    scalars = (HV // k.shape[2], count_entries(k, cu_seqlens))
     launch_stage(
         _state_kernel, cu_seqlens, tensors, HV, constants, lambda chunks: programs, scalars, _num_warps(k)
     )
@@ -318,11 +342,11 @@ def chunk_output(
     q: Q, k: Keys, v_new: Values, G: GSum, S_in: ChunkStates, scale: float, cu_seqlens: Offsets | None
 ) -> Values:
     """See `gdn.stages`."""
-    cu_seqlens, HV = offsets(cu_seqlens, q), v_new.shape[2]
-    o = room(q, v_new.shape, q.dtype, cu_seqlens)
+    cu_seqlens, HV = kernel_offsets(cu_seqlens, q), v_new.shape[2]
+    o = allocate_output(q, v_new.shape, q.dtype, cu_seqlens)
     K, V = q.shape[3], v_new.shape[3]
     # an H200 gave wrong outputs with blocks of 16 (see the kernel), and right ones with these
-    BK, BV = max(32, _block(q, K)), max(32, _block(q, V))
+    BK, BV = max(32, _block_columns(q, K)), max(32, _block_columns(q, V))
     constants = {"K": K, "V": V, "BK": BK, "BV": BV, "PRECISION": _precision(q)}
     tensors = (*(x.contiguous() for x in (q, k, v_new, G, S_in)), o)
     strips = triton.cdiv(V, constants["BV"])

@@ -28,14 +28,14 @@ HEADS = 16  # heads of a program: 32 bytes of 16-bit gates per token, one sector
 
 
 @triton.jit
-def _tile(table_ptr, T, HV, chunks_per_row, C: tl.constexpr, BH: tl.constexpr):
+def _locate_tile(table_ptr, T, HV, chunks_per_row, C: tl.constexpr, BH: tl.constexpr):
     """Return this program's heads, and offsets and mask [C, BH] of its chunk's tokens and heads."""
     strips = tl.cdiv(HV, BH)
     row, first, length = locate(tl.program_id(0) // strips, table_ptr, T, chunks_per_row, C)
     heads = (tl.program_id(0) % strips) * BH + tl.arange(0, BH)
     tokens = tl.arange(0, C)
-    places = (row * T.to(tl.int64) + first + tokens)[:, None] * HV + heads[None, :]
-    return heads, places, (tokens < length)[:, None] & (heads < HV)[None, :]
+    indices = (row * T.to(tl.int64) + first + tokens)[:, None] * HV + heads[None, :]
+    return heads, indices, (tokens < length)[:, None] & (heads < HV)[None, :]
 
 
 @kernel
@@ -46,15 +46,15 @@ def _cumsum_kernel(
     # G for one chunk and BH heads.
     # Program (chunk, strip of heads): a tile [C, BH]. Grid: entries * cdiv(HV, BH), strips fastest; 4 warps;
     # no PDL. Reads g or a logit once; writes sums in fp64, 8 bytes per token and head.
-    heads, places, mask = _tile(table_ptr, T, HV, chunks_per_row, C, BH)
-    g = tl.load(g_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    heads, indices, mask = _locate_tile(table_ptr, T, HV, chunks_per_row, C, BH)
+    g = tl.load(g_ptr + indices, mask=mask, other=0.0).to(tl.float32)
     if A_log_ptr is not None:
         A_log, bias = load_heads(A_log_ptr, dt_bias_ptr, heads, heads < HV)
         g, _ = decay_rate(g, A_log, bias)
         g = tl.where(mask, -g, 0.0)
     g = tl.where(g < RESET, RESET, g).to(tl.float64)
     # fp64: a difference of sums is the exponent of a decay, and fp32 sums would lose it
-    tl.store(G_ptr + places, tl.cumsum(g, 0), mask=mask)
+    tl.store(G_ptr + indices, tl.cumsum(g, 0), mask=mask)
 
 
 @kernel
@@ -65,10 +65,10 @@ def _cumsum_bwd_kernel(
     # dg or da for one chunk and BH heads, with partial sums of dA_log and ddt_bias over the chunk.
     # Program (chunk, strip of heads): a tile [C, BH]. Grid: entries * cdiv(HV, BH), strips fastest; 4 warps;
     # no PDL. Reads dG and g or a once; writes dg or da, and, with A_log, two fp32 sums per chunk and head.
-    heads, places, mask = _tile(table_ptr, T, HV, chunks_per_row, C, BH)
-    g = tl.load(g_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    heads, indices, mask = _locate_tile(table_ptr, T, HV, chunks_per_row, C, BH)
+    g = tl.load(g_ptr + indices, mask=mask, other=0.0).to(tl.float32)
     # the adjoint of a prefix sum is a suffix sum, along tokens in registers and shared memory
-    dg = tl.cumsum(tl.load(dG_ptr + places, mask=mask, other=0.0).to(tl.float64), 0, reverse=True)
+    dg = tl.cumsum(tl.load(dG_ptr + indices, mask=mask, other=0.0).to(tl.float64), 0, reverse=True)
     dg = dg.to(tl.float32)
     if A_log_ptr is None:
         dg = tl.where(g < RESET, 0.0, dg)
@@ -84,11 +84,11 @@ def _cumsum_bwd_kernel(
         partial = partial_ptr + chunk.to(tl.int64) * (2 * HV) + heads
         tl.store(partial, tl.sum(dA_log, 0), mask=heads < HV)
         tl.store(partial + HV, tl.sum(dg, 0), mask=heads < HV)
-    tl.store(dg_ptr + places, dg.to(dg_ptr.dtype.element_ty), mask=mask)
+    tl.store(dg_ptr + indices, dg.to(dg_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
-class _Packed:
+class _PackedSizes:
     """Describe the packed problem that a table is made for."""
 
     T: int
@@ -106,7 +106,7 @@ class _Stage:
 _stages: PlanCache[_Stage] = PlanCache()
 
 
-def entries_of(x: Tensor, cu_seqlens: Offsets | None) -> int:
+def count_entries(x: Tensor, cu_seqlens: Offsets | None) -> int:
     """Return the chunks that a grid covers."""
     B, T = x.shape[:2]
     if cu_seqlens is None:
@@ -124,7 +124,7 @@ def launch_stage(
     scalars: tuple[float, ...] = (),
     num_warps: int = 4,
 ) -> None:
-    """Launch kernel(table, *tensors, T, HV, chunks_per_row, *numbers, C=64, **constants).
+    """Launch kernel(table, *tensors, T, HV, chunks_per_row, *scalars, C=64, **constants).
 
     tensors[0] is [B, T, ...]; all tensors are contiguous. grid: maps the number of chunks to programs.
     """
@@ -137,10 +137,10 @@ def launch_stage(
     key = (kernel.__name__, B, T, HV, N, dtypes, tuple(constants.items()), scalars, num_warps, x.device)
 
     def make() -> _Stage:
-        table = None if N is None else Table(_Packed(T, N, HV), machine(x.device))  # type: ignore[arg-type]
-        entries = entries_of(x, cu_seqlens)
-        all_numbers = (T, HV, triton.cdiv(T, CHUNK), *scalars)
-        launch = Launch(kernel, grid(entries), all_numbers, {"C": CHUNK, **constants}, num_warps)
+        table = None if N is None else Table(_PackedSizes(T, N, HV), machine(x.device))  # type: ignore[arg-type]
+        entries = count_entries(x, cu_seqlens)
+        all_scalars = (T, HV, triton.cdiv(T, CHUNK), *scalars)
+        launch = Launch(kernel, grid(entries), all_scalars, {"C": CHUNK, **constants}, num_warps)
         return _Stage(table, entries, launch)
 
     with device_guard(x.device):
@@ -151,17 +151,19 @@ def launch_stage(
         stage.launch(table, *tensors)
 
 
-def offsets(cu_seqlens: Offsets | None, x: Tensor) -> Offsets | None:
+def kernel_offsets(cu_seqlens: Offsets | None, x: Tensor) -> Offsets | None:
     """Return cu_seqlens as the kernels read it: contiguous, on x's device."""
     return None if cu_seqlens is None else cu_seqlens.to(x.device, non_blocking=True).contiguous()
 
 
-def room(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, cu_seqlens: Offsets | None) -> Tensor:
+def allocate_output(
+    x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, cu_seqlens: Offsets | None
+) -> Tensor:
     """Allocate an output; it is zero for packed problems, where no program writes tokens of no sequence."""
     return x.new_empty(shape, dtype=dtype) if cu_seqlens is None else x.new_zeros(shape, dtype=dtype)
 
 
-def _strips(HV: int) -> Callable[[int], int]:
+def _strip_grid(HV: int) -> Callable[[int], int]:
     return lambda entries: entries * triton.cdiv(HV, HEADS)
 
 
@@ -180,10 +182,10 @@ def chunk_gate_cumsum(
 def _cumsum(
     g: PerHead, A_log: HeadParam | None, dt_bias: HeadParam | None, cu_seqlens: Offsets | None
 ) -> GSum:
-    g, cu_seqlens, HV = g.contiguous(), offsets(cu_seqlens, g), g.shape[2]
-    G = room(g, g.shape, torch.float64, cu_seqlens)
+    g, cu_seqlens, HV = g.contiguous(), kernel_offsets(cu_seqlens, g), g.shape[2]
+    G = allocate_output(g, g.shape, torch.float64, cu_seqlens)
     constants = {"BH": HEADS, "RESET": RESET}
-    launch_stage(_cumsum_kernel, cu_seqlens, (g, A_log, dt_bias, G), HV, constants, _strips(HV))
+    launch_stage(_cumsum_kernel, cu_seqlens, (g, A_log, dt_bias, G), HV, constants, _strip_grid(HV))
     return G
 
 
@@ -209,10 +211,10 @@ def _cumsum_bwd(
     g: PerHead, A_log: HeadParam | None, dt_bias: HeadParam | None, dG: GSum, cu_seqlens: Offsets | None
 ) -> tuple[PerHead, Tensor]:
     """Return dg and the partial sums per chunk [entries, 2, HV]."""
-    g, dG, cu_seqlens, HV = g.contiguous(), dG.contiguous(), offsets(cu_seqlens, g), g.shape[2]
-    dg = room(g, g.shape, g.dtype, cu_seqlens)
-    partial = g.new_empty(entries_of(g, cu_seqlens), 2, HV, dtype=torch.float32)
+    g, dG, cu_seqlens, HV = g.contiguous(), dG.contiguous(), kernel_offsets(cu_seqlens, g), g.shape[2]
+    dg = allocate_output(g, g.shape, g.dtype, cu_seqlens)
+    partial = g.new_empty(count_entries(g, cu_seqlens), 2, HV, dtype=torch.float32)
     constants = {"BH": HEADS, "RESET": RESET}
     tensors = (g, A_log, dt_bias, dG, dg, partial)
-    launch_stage(_cumsum_bwd_kernel, cu_seqlens, tensors, HV, constants, _strips(HV))
+    launch_stage(_cumsum_bwd_kernel, cu_seqlens, tensors, HV, constants, _strip_grid(HV))
     return dg, partial
