@@ -3,6 +3,7 @@
 Every letter and tensor is defined in `gdn.notation`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gdn.integrations.fla_patch import patch_fla
@@ -64,4 +65,6 @@ if not TYPE_CHECKING:
             from gdn.distributed.context import ContextParallel
 
             return ContextParallel
+        if name == "distributed":
+            return import_module("gdn.distributed")
         raise AttributeError(f"module 'gdn' has no attribute {name!r}")
