@@ -1,6 +1,5 @@
 """Compare layers that are split over the heads with whole ones, on gloo and CPUs."""
 
-
 import pytest
 import torch
 from kit.sharded import relative

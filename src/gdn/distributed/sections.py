@@ -15,17 +15,17 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 LETTERS = ("q", "k", "v")
 
 
-def replace_parameter(module: nn.Module, name: str, parts: Sequence[DTensor], requires_grad: bool) -> None:
+def replace_parameter(module: Any, name: str, parts: Sequence[DTensor], requires_grad: bool) -> None:
     """Replace a parameter by the parameters name_q, name_k and name_v."""
     del module._parameters[name]
     for letter, part in zip(LETTERS, parts, strict=True):
         module.register_parameter(f"{name}_{letter}", nn.Parameter(part, requires_grad))
     add_base(module, object, {name: property(lambda self: torch.cat(_read_sections(self, name)))})
     if "gdn_sections" not in vars(module):
-        module.gdn_sections = {}  # type: ignore[assignment]
+        module.gdn_sections = {}
         module.register_state_dict_post_hook(_merge_saved)
         module.register_load_state_dict_pre_hook(_split_loaded)
-    module.gdn_sections[name] = [part.shape[0] for part in parts]  # type: ignore[index]
+    module.gdn_sections[name] = [part.shape[0] for part in parts]
 
 
 def read_locally(module: nn.Module, name: str) -> None:

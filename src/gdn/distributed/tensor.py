@@ -48,8 +48,8 @@ def tensor_parallel(
     A `state_dict` keeps the names and shapes of the whole layer, as DTensors. The parameters q, k, v of
     in_proj_qkv and conv1d have names of their own for an optimizer, whose state `gdn.distributed.state_dict`
     saves under the names of the whole layer.
-    Raises: TypeError for a mesh that is none; ValueError if no layer is found, if H is no multiple of R, or if
-            a layer has other parameters (adapters come later). Nothing is changed then.
+    Raises: TypeError for a mesh that is none; ValueError if no layer is found, H is no multiple of R, or a
+            layer has other parameters (adapters come later). Nothing is changed then.
     Cost:   the layer's output is summed over the ranks in the forward, its input's gradient in the backward;
             with sequence_parallel a gather and a scatter of tokens each.
 
@@ -80,28 +80,37 @@ def tensor_parallel(
 
 def is_layer(module: nn.Module) -> bool:
     """Return True for a GatedDeltaNet of this package or of Transformers, known by its members."""
-    names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "A_log", "dt_bias", "conv1d", "out_proj")
+    names = (
+        "num_k_heads",
+        "num_v_heads",
+        "head_k_dim",
+        "head_v_dim",
+        "A_log",
+        "dt_bias",
+        "conv1d",
+        "out_proj",
+    )
     return all(hasattr(module, name) for name in names)
 
 
-def _check(name: str, layer: nn.Module, mesh: DeviceMesh) -> None:
+def _check(name: str, layer: Any, mesh: DeviceMesh) -> None:
     """Raise ValueError unless the layer can be split."""
     where = f"{name}: " if name else ""
     H = layer.num_k_heads
-    if H % mesh.size():  # type: ignore[operator]
+    if H % mesh.size():
         raise ValueError(f"{where}expected key heads divisible by tp, got {H} and {mesh.size()}")
     for parameter, x in layer.named_parameters():
         if isinstance(x, DTensor) or isinstance(layer, _Split):
             raise ValueError(
-                f"{where}expected a layer that is not split, got a DTensor as {parameter}; split over tp first"
+                f"{where}expected a whole layer, got a DTensor as {parameter}; split over tp first"
             )
         if parameter not in PLACEMENTS and parameter not in SECTIONS:
             raise ValueError(f"{where}expected the parameters of GatedDeltaNet alone, got {parameter}")
 
 
-def _split(layer: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, src_data_rank: int | None) -> None:
+def _split(layer: Any, mesh: DeviceMesh, sequence_parallel: bool, src_data_rank: int | None) -> None:
     R, K, V = mesh.size(), layer.head_k_dim, layer.head_v_dim
-    rows = (layer.num_k_heads * K, layer.num_k_heads * K, layer.num_v_heads * V)  # type: ignore[operator]
+    rows = (layer.num_k_heads * K, layer.num_k_heads * K, layer.num_v_heads * V)
     for name, parameter in list(layer.named_parameters()):
         path, _, leaf = name.rpartition(".")
         owner = layer.get_submodule(path)
@@ -118,7 +127,7 @@ def _split(layer: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, src_data
     if isinstance(layer.conv1d, nn.Conv1d):
         channels = sum(rows) // R
         layer.conv1d.in_channels = layer.conv1d.out_channels = layer.conv1d.groups = channels
-    layer.gdn_tensor_parallel = (mesh, Shard(1) if sequence_parallel else Replicate())  # type: ignore[assignment]
+    layer.gdn_tensor_parallel = (mesh, Shard(1) if sequence_parallel else Replicate())
     sections.add_base(layer, _Split)
 
 
@@ -143,11 +152,12 @@ class _Split:
         )
         local = whole.to_local(grad_placements=[Partial()])
         y = super().forward(*(local, *args[1:]), **kwargs)  # type: ignore[misc]
-        summed = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[placement])
+        summed = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(
+            placements=[placement]
+        )
         return summed.to_local()
 
 
 def is_split(layer: nn.Module) -> bool:
     """Return True for a layer that `tensor_parallel` has split."""
     return isinstance(layer, _Split)
-
