@@ -87,7 +87,7 @@ def place(x: Tensor, like: Tensor) -> Tensor:
         mesh = like.device_mesh
         x = DTensor.from_local(x.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     # a copy, since parameters that FSDP2 has split as well have a placement that redistribute does not make
-    return torch.empty_like(like).copy_(x)
+    return torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
 def _read_sections(module: nn.Module, name: str) -> list[Tensor]:

@@ -46,8 +46,8 @@ def tensor_parallel(
         src_data_rank       weights are those of this rank of the mesh; None: each rank has the same already
 
     A `state_dict` keeps the names and shapes of the whole layer, as DTensors. The parameters q, k, v of
-    in_proj_qkv and conv1d have names of their own for an optimizer, whose state `gdn.distributed.state_dict`
-    saves under the names of the whole layer.
+    in_proj_qkv and conv1d have names of their own for an optimizer, whose state `gdn.distributed.get_state_dict`
+    returns under the names of the whole layer.
     Raises: TypeError for a mesh that is none; ValueError if no layer is found, H is no multiple of R, or a
             layer has other parameters (adapters come later). Nothing is changed then.
     Cost:   the layer's output is summed over the ranks in the forward, its input's gradient in the backward;
