@@ -1,4 +1,4 @@
-"""Call FSDP2's fully_shard on GatedDeltaNet layers such that a mixed precision policy leaves the gates fp32."""
+"""Call fully_shard of FSDP2 on GatedDeltaNet layers; a mixed precision policy leaves their gates fp32."""
 
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,8 +17,8 @@ def fully_shard_layers(
     """Call `fully_shard` on every GatedDeltaNet layer of a module, A_log and dt_bias in a group of their own.
 
     `fully_shard` gathers parameters in `mp_policy.param_dtype`, and 16 bits are too few for a log decay. Here
-    the projections, the convolution and the norm are one group with this policy; A_log and dt_bias are another
-    one that no policy narrows. Call `fully_shard` on blocks and on the model afterwards.
+    the projections, the convolution and the norm are one group with this policy; A_log and dt_bias are one
+    that no policy narrows. Call `fully_shard` on blocks and on the model afterwards.
 
     Args:
         module       a layer or a model; `tensor_parallel` comes first

@@ -19,7 +19,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class Sections(NamedTuple):
-    """Hold a parameter of the whole layer, those that replace it, their numbers of rows and the parameters."""
+    """Hold the name of a parameter of the whole layer, and of those that replace it names, rows, tensors."""
 
     whole: str
     names: list[str]
@@ -33,7 +33,8 @@ def get_state_dict(model: nn.Module, optimizer: Optimizer) -> tuple[State, State
     It calls `torch.distributed.checkpoint.state_dict.get_state_dict`, and joins the optimizer's states of
     q | k | v. All ranks call it. `torch.distributed.checkpoint.load` fills the tensors that it returns.
     """
-    state, optimizer_state = torch_state.get_state_dict(model, optimizer)
+    found: tuple[State, Any] = torch_state.get_state_dict(model, optimizer)
+    state, optimizer_state = found
     states, groups = optimizer_state["state"], optimizer_state["param_groups"]
     for whole, names, _, _ in _sections(model):
         parts = [states.pop(name) for name in names if name in states]
@@ -87,8 +88,11 @@ def _parts(state: State, section: Sections) -> list[State]:
     """Return the states of q, k and v from that of q | k | v."""
     found: list[State] = [{} for _ in section.names]
     for key, value in state.items():
-        is_split = isinstance(value, Tensor) and value.dim() > 0
-        values = sections.split(value, section.rows, section.parameters) if is_split else [value] * 3
+        if isinstance(value, Tensor) and value.dim() > 0:
+            values = sections.split(value, section.rows, section.parameters)
+        else:
+            # copies: an optimizer adds to a number of steps in place
+            values = [value.clone() if isinstance(value, Tensor) else value for _ in found]
         for one, part in zip(found, values, strict=True):
             one[key] = part
     return found

@@ -46,8 +46,8 @@ def tensor_parallel(
         src_data_rank       weights are those of this rank of the mesh; None: each rank has the same already
 
     A `state_dict` keeps the names and shapes of the whole layer, as DTensors. The parameters q, k, v of
-    in_proj_qkv and conv1d have names of their own for an optimizer, whose state `gdn.distributed.get_state_dict`
-    returns under the names of the whole layer.
+    in_proj_qkv and conv1d have names of their own for an optimizer; `gdn.distributed.get_state_dict` returns
+    its state under the names of the whole layer.
     Raises: TypeError for a mesh that is none; ValueError if no layer is found, H is no multiple of R, or a
             layer has other parameters (adapters come later). Nothing is changed then.
     Cost:   the layer's output is summed over the ranks in the forward, its input's gradient in the backward;
@@ -96,16 +96,17 @@ def is_layer(module: nn.Module) -> bool:
 def _check(name: str, layer: Any, mesh: DeviceMesh) -> None:
     """Raise ValueError unless the layer can be split."""
     where = f"{name}: " if name else ""
-    H = layer.num_k_heads
-    if H % mesh.size():
-        raise ValueError(f"{where}expected key heads divisible by tp, got {H} and {mesh.size()}")
     for parameter, x in layer.named_parameters():
-        if isinstance(x, DTensor) or isinstance(layer, _Split):
+        if isinstance(x, DTensor):
             raise ValueError(
                 f"{where}expected a whole layer, got a DTensor as {parameter}; split over tp first"
             )
         if parameter not in PLACEMENTS and parameter not in SECTIONS:
             raise ValueError(f"{where}expected the parameters of GatedDeltaNet alone, got {parameter}")
+    if layer.num_k_heads % mesh.size():
+        raise ValueError(
+            f"{where}expected key heads divisible by tp, got {layer.num_k_heads} and {mesh.size()}"
+        )
 
 
 def _split(layer: Any, mesh: DeviceMesh, sequence_parallel: bool, src_data_rank: int | None) -> None:
@@ -141,7 +142,7 @@ class _Split:
     gdn_tensor_parallel: tuple[DeviceMesh, Placement]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        name = "hidden" if "hidden" in kwargs else "hidden_states"
+        name = "hidden_states" if "hidden_states" in kwargs else "hidden"
         hidden = args[0] if args else kwargs.pop(name)
         if isinstance(hidden, DTensor) or not isinstance(hidden, Tensor):
             raise TypeError(f"{name}: expected a local tensor, got a {type(hidden).__name__}")
@@ -156,8 +157,3 @@ class _Split:
             placements=[placement]
         )
         return summed.to_local()
-
-
-def is_split(layer: nn.Module) -> bool:
-    """Return True for a layer that `tensor_parallel` has split."""
-    return isinstance(layer, _Split)
