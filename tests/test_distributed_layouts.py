@@ -1,10 +1,15 @@
 """Train one model under several layouts of four ranks: context and tensor parallelism, FSDP2, checkpoints."""
 
+import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from kit import ranks as kit
+from kit.processes import ROOT
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -122,3 +127,24 @@ def test_a_checkpoint_of_one_layout_continues_under_another(four_ranks, tmp_path
         assert run_on(four_ranks, load, saved, folder) == losses[2:], saved
         for loaded in others:
             assert distance(run_on(four_ranks, load, loaded, folder), losses[2:]) <= 1e-5, (saved, loaded)
+
+
+@pytest.mark.slow
+def test_the_example_continues_after_a_kill(tmp_path):
+    """The last rank is killed after step 3; torchrun starts both again, which repeat step 3."""
+    options = ["--steps", "4", "--every", "2", "--kill-at", "3", "--folder", str(tmp_path), "--tp", "2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "examples/train_many.py", *options],
+        cwd=ROOT,
+        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"begins after step (\d)", done.stdout) == ["0", "2"]
+    losses = re.findall(r"step (\d): loss (\S+)", done.stdout)
+    assert [step for step, _ in losses] == ["1", "2", "3", "3", "4"]
+    assert losses[2] == losses[3], "step 3 again, from the checkpoint of step 2"
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["2", "4"]
