@@ -45,7 +45,8 @@ def add_base(module: nn.Module, base: type, members: dict[str, Any] | None = Non
     cls = type(module)
     bases = (cls,) if base is object else (base, cls)
     prefix = "" if cls.__name__.startswith("TensorParallel") else "TensorParallel"
-    module.__class__ = type(prefix + cls.__name__, bases, members or {})
+    # the module of the class stays: a Transformers layer is known by its file
+    module.__class__ = type(prefix + cls.__name__, bases, {"__module__": cls.__module__, **(members or {})})
 
 
 def to_local(x: Tensor) -> Tensor:
