@@ -189,3 +189,23 @@ def test_activation_checkpointing_repeats_no_exchange_that_a_policy_keeps(ranks,
         assert sum(full[rank][0].values()) > sum(counts.values()), "without a policy the forward runs again"
         for found in (full, selective):
             assert all(map(torch.equal, found[rank][1], gradients))
+
+
+def compiled(rank: int) -> list[Tensor]:
+    """Return the outputs and gradients of a compiled layer with a context, and of the layer itself."""
+    context, model = gdn.ContextParallel(dist.group.WORLD, num_tokens=T), layer(torch.float32)
+    found = []
+    for run in (torch.compile(model, backend="eager"), model):
+        mine = context.shard(torch.ones(1, T, 16), 1).requires_grad_()
+        y = run(mine, cp_context=context)
+        y.square().sum().backward()
+        found += [y.detach(), mine.grad]
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="the exchanges of gdn.ContextParallel are not compiled"):
+        torch.compile(model, backend="eager", fullgraph=True)(mine, cp_context=context)
+    return found
+
+
+def test_a_compiled_layer_exchanges_outside_the_graph(ranks):
+    for y, dx, y_want, dx_want in ranks.run(compiled):
+        torch.testing.assert_close([y, dx], [y_want, dx_want])

@@ -134,9 +134,11 @@ def train(rank: int, family: str, num_tokens: int, recompute: bool, has_context:
     """Return the errors of the loss and of all gradients, and check what is restored."""
     from gdn.integrations import transformers_cp
 
-    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
-    alone, model = model_of(family), model_of(family)
+    meshes = init_device_mesh("cpu", (3, 1), mesh_dim_names=("cp", "tp"))
+    mesh, alone, model = meshes["cp"], model_of(family), model_of(family)
     if recompute:
+        # layers whose parameters are DTensors, as under tensor parallelism
+        gdn.distributed.tensor_parallel(model, meshes["tp"])
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
     x, before = batch(num_tokens), batch(num_tokens)
     with gdn.patch_transformers():
@@ -157,10 +159,11 @@ def train(rank: int, family: str, num_tokens: int, recompute: bool, has_context:
     total = loss.detach().clone()
     dist.all_reduce(total)
     errors = [abs(float(total - want.detach())) / float(want.detach())]
-    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-        dist.all_reduce(one.grad)
-        errors.append(relative(one.grad, other.grad))
-    return errors
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        dist.all_reduce(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
+    original = gradients(alone)
+    return errors + [relative(whole(x), original[name]) for name, x in gradients(model).items()]
 
 
 @pytest.mark.parametrize(
