@@ -143,7 +143,7 @@ class _Split:
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         name = "hidden_states" if "hidden_states" in kwargs else "hidden"
-        hidden = args[0] if args else kwargs.pop(name)
+        hidden = args[0] if args else kwargs.pop(name, None)
         if isinstance(hidden, DTensor) or not isinstance(hidden, Tensor):
             raise TypeError(f"{name}: expected a local tensor, got a {type(hidden).__name__}")
         mesh, placement = self.gdn_tensor_parallel
