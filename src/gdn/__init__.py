@@ -3,6 +3,7 @@
 Every letter and tensor is defined in `gdn.notation`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gdn.integrations.fla_patch import patch_fla
@@ -23,6 +24,7 @@ from gdn.ops.warmup import warmup
 
 if TYPE_CHECKING:
     from gdn.distributed.context import ContextParallel
+    from gdn.integrations.transformers_cp import context_parallel
 
 # the version is defined here only: pyproject.toml reads it from this line
 __version__ = "0.2.0"
@@ -43,6 +45,7 @@ __all__ = [
     "chunk_gdn",
     "chunk_kda",
     "commit",
+    "context_parallel",
     "decode",
     "decode_functional",
     "decode_packed",
@@ -64,9 +67,15 @@ __all__ = [
 if not TYPE_CHECKING:
     # a type checker would take every misspelt name for an attribute that this function returns
     def __getattr__(name: str) -> Any:
-        """Import the context of many ranks, and torch's collectives with it, when it is first used."""
+        """Import what is about many ranks, and torch's collectives with it, when it is first used."""
         if name == "ContextParallel":
             from gdn.distributed.context import ContextParallel
 
             return ContextParallel
+        if name == "context_parallel":
+            from gdn.integrations.transformers_cp import context_parallel
+
+            return context_parallel
+        if name == "distributed":
+            return import_module("gdn.distributed")
         raise AttributeError(f"module 'gdn' has no attribute {name!r}")

@@ -37,7 +37,9 @@ class Ranks:
         self.is_sound = True  # False: a function failed, and the group may be out of step
         self.folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "gdn", "kit.ranks"])
+        context.set_forkserver_preload(
+            ["torch", "torch.distributed.fsdp", "torch._dynamo", "gdn", "kit.ranks"]
+        )
         self.pipes, self.processes = [], []
         for rank in range(num_ranks):
             here, there = context.Pipe()

@@ -26,6 +26,8 @@ from gdn.problem.layer import parse_conv
 
 CHECKS = ("plan", "call", "never")
 NUM_SEEN = 256  # calls that a context remembers as compared
+# A compiler would trace an exchange apart on each rank, and may drop or repeat a collective on one of them
+_uncompiled = torch.compiler.disable(reason="the exchanges of gdn.ContextParallel are not compiled")
 _LARGEST = 2**62  # offsets are compared with the table and not with a number of local tokens
 
 
@@ -196,6 +198,7 @@ class ContextParallel:
             )
         return redistribute.gather_states(states, plan, offsets, self._group)
 
+    @_uncompiled
     def rule(self, arguments: Mapping[str, Any]) -> tuple[Values, State | None]:
         """Compute `chunk_gated_delta_rule` for the tokens of this rank; arguments: those of `parse`."""
         with self._comparing("chunk_gated_delta_rule") as compare:
@@ -217,6 +220,7 @@ class ContextParallel:
             o, final = rule.rule(problem, plan, exchange)
         return o.view(arguments["v"].shape), final
 
+    @_uncompiled
     def causal_conv1d(
         self,
         x: Channels,

@@ -166,7 +166,8 @@ class _Rule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Any, ...]:
         heads, (*_, ratio) = ctx.heads, ctx.ratios
-        tensors, saved = ctx.saved_tensors[: len(NAMES)], ctx.saved_tensors[len(NAMES) :]
+        kept = ctx.saved_tensors  # read once: activation checkpointing unpacks each tensor once
+        tensors, saved = kept[: len(NAMES)], kept[len(NAMES) :]
         whole = local.with_tensors(ctx.problem, tensors)
         plan, v, S = heads.plans[heads.rank], whole.v, whole.state_shape[2:]
         # a rank whose output is not used sends zeros: the other ranks wait for its part

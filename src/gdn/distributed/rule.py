@@ -69,7 +69,8 @@ class _Rule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Any, ...]:
         call, plan, exchange = ctx.call, ctx.call.plan, ctx.call.exchange
-        tensors, (maps, *saved) = ctx.saved_tensors[: len(NAMES)], ctx.saved_tensors[len(NAMES) :]
+        kept = ctx.saved_tensors  # read once: activation checkpointing unpacks each tensor once
+        tensors, (maps, *saved) = kept[: len(NAMES)], kept[len(NAMES) :]
         problem = local.with_tensors(call.problem, tensors)
         C, finish = begin_backward(problem, call, saved, do, dS)
         if exchange is not None:

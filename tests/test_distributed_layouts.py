@@ -1,0 +1,150 @@
+"""Train one model under several layouts of four ranks: context and tensor parallelism, FSDP2, checkpoints."""
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from kit import ranks as kit
+from kit.processes import ROOT
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import gdn
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
+
+T, VOCAB = 64, 32
+LAYOUTS = {"tp x cp": (2, 2), "tp": (1, 4)}  # ranks of context (and FSDP2), of heads
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    with kit.started(4) as ranks:
+        yield ranks
+
+
+class Model(nn.Module):
+    """Predict tokens with two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.mixers = nn.ModuleList(gdn.GatedDeltaNet(16, 4, 8, 4, 4, with_conv_bias=True) for _ in range(2))
+
+    def forward(self, ids: Tensor, context: Any = None) -> Tensor:
+        x = self.embed(ids)
+        for mixer in self.mixers:
+            x = x + mixer(F.rms_norm(x, (16,)), cp_context=context)
+        return self.head(F.rms_norm(x, (16,)))
+
+
+class Run:
+    """Hold a model under a layout, its optimizer and its losses."""
+
+    def __init__(self, layout: str | None, **policy: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        self.model, self.context = Model(), None
+        if layout is not None:
+            num_contexts, num_heads = LAYOUTS[layout]
+            mesh = init_device_mesh("cpu", (num_contexts, num_heads), mesh_dim_names=("cp", "tp"))
+            self.context = gdn.ContextParallel(mesh["cp"], num_tokens=T)
+            gdn.distributed.tensor_parallel(self.model, mesh["tp"])
+            gdn.distributed.fully_shard_layers(self.model, mesh=mesh["cp"], **policy)
+            fully_shard(self.model, mesh=mesh["cp"], **policy)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
+
+    def step(self) -> float:
+        ids = torch.randint(0, VOCAB, (1, T + 1), generator=torch.Generator().manual_seed(6))
+        inputs, labels, context = ids[:, :-1], ids[:, 1:], self.context
+        if context is not None:
+            inputs, labels = context.shard(inputs, 1), context.shard(labels, 1)
+        logits = self.model(inputs, context)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / T
+        total = loss.detach().clone()
+        if context is not None:
+            dist.all_reduce(total, group=context._group)
+            loss = loss * context.world_size  # FSDP2 averages gradients over the ranks of tokens
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return float(total)
+
+
+def states(run: Run) -> dict[str, Any]:
+    model, optimizer = gdn.distributed.get_state_dict(run.model, run.optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+def save(rank: int, layout: str | None, folder: str) -> list[float]:
+    """Train two steps, save, train two more; return the losses."""
+    import torch.distributed.checkpoint as dcp
+
+    run = Run(layout)
+    losses = [run.step() for _ in range(2)]
+    dcp.save(states(run), checkpoint_id=folder, no_dist=layout is None)
+    return losses + [run.step() for _ in range(2)]
+
+
+def load(rank: int, layout: str | None, folder: str) -> list[float]:
+    """Load, train two steps, and return the losses."""
+    import torch.distributed.checkpoint as dcp
+
+    run = Run(layout)
+    state = states(run)
+    dcp.load(state, checkpoint_id=folder, no_dist=layout is None)
+    gdn.distributed.set_state_dict(run.model, run.optimizer, state["model"], state["optimizer"])
+    return [run.step() for _ in range(2)]
+
+
+def distance(losses: list[float], want: list[float]) -> float:
+    return max(abs(a - b) / b for a, b in zip(losses, want, strict=True))
+
+
+def run_on(ranks: kit.Ranks, function: Any, layout: str | None, folder: str) -> list[float]:
+    """Return the losses of a layout, which are the same on all its ranks; None is one process."""
+    outcomes = ranks.outcomes(function, layout, folder, only=None if layout else [0])
+    assert all(is_done for is_done, _ in outcomes), outcomes
+    losses = [x for _, x in outcomes]
+    assert losses.count(losses[0]) == len(losses)
+    return losses[0]
+
+
+def test_a_checkpoint_of_one_layout_continues_under_another(four_ranks, tmp_path):
+    want = run_on(four_ranks, save, None, str(tmp_path / "None"))
+    assert want[-1] < 0.99 * want[1]
+    for saved, others in (("tp x cp", ["tp", None]), (None, ["tp x cp"])):
+        folder = str(tmp_path / str(saved))
+        losses = want if saved is None else run_on(four_ranks, save, saved, folder)
+        assert distance(losses, want) <= 1e-5, saved
+        assert run_on(four_ranks, load, saved, folder) == losses[2:], saved
+        for loaded in others:
+            assert distance(run_on(four_ranks, load, loaded, folder), losses[2:]) <= 1e-5, (saved, loaded)
+
+
+@pytest.mark.slow
+def test_the_example_continues_after_a_kill(tmp_path):
+    """The last rank is killed after step 3; torchrun starts both again, which repeat step 3."""
+    options = ["--steps", "4", "--every", "2", "--kill-at", "3", "--folder", str(tmp_path), "--tp", "2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "examples/train_many.py", *options],
+        cwd=ROOT,
+        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"begins after step (\d)", done.stdout) == ["0", "2"]
+    losses = re.findall(r"step (\d): loss (\S+)", done.stdout)
+    assert [step for step, _ in losses] == ["1", "2", "3", "3", "4"]
+    assert losses[2] == losses[3], "step 3 again, from the checkpoint of step 2"
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["2", "4"]

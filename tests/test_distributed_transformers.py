@@ -1,0 +1,246 @@
+"""Compare unmodified Transformers models on three ranks with one process."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from kit.sharded import relative
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import gdn
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
+
+VOCAB = 32
+FAMILIES = ("qwen3_5", "qwen3_next")
+
+
+def model_of(family: str) -> nn.Module:
+    """Return a tiny random model of three layers, one of which has attention, in fp64."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(3)
+    options: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 4,
+        "initializer_range": 0.2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }  # fmt: skip
+    if family == "qwen3_5":
+        return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**options)).double()
+    options["mlp_only_layers"] = [0, 1, 2]  # experts need fp32
+    return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**options)).double()
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def split(rank: int, family: str) -> list[float]:
+    """Return the errors of logits, gradients and state_dict of a model whose heads are on three ranks."""
+    alone, model = model_of(family), model_of(family)
+    gdn.distributed.tensor_parallel(model, init_device_mesh("cpu", (3,), mesh_dim_names=("tp",)))
+    ids = torch.randint(3, VOCAB, (2, 70))
+    y, want = model(ids).logits, alone(ids).logits
+    y.square().mean().backward()
+    want.square().mean().backward()
+    errors = [relative(y.detach(), want.detach())]
+    # a cache holds the states of the heads of this rank
+    with torch.no_grad():
+        pair = [x(ids, use_cache=True).past_key_values for x in (model, alone)]
+        y, want = (x(ids[:, :1], past_key_values=c).logits for x, c in zip((model, alone), pair, strict=True))
+    errors.append(relative(y, want))
+    assert (
+        pair[0].layers[0].recurrent_states[0].shape[1] * 3 == pair[1].layers[0].recurrent_states[0].shape[1]
+    )
+    for read in (nn.Module.state_dict, gradients):
+        found, original = read(model), read(alone)
+        assert {n: x.shape for n, x in found.items()} == {n: x.shape for n, x in original.items()}
+        errors += [relative(whole(x), original[name]) for name, x in found.items()]
+    mixer = model.model.layers[0].linear_attn
+    assert mixer.out_proj.weight.shape == (24, 8), "a rank computes a third of the heads"
+    assert type(mixer).forward is not type(alone.model.layers[0].linear_attn).forward
+    return errors
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of all parameters by the names of the whole layer; they replace the parameters."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.grad)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_on_ranks_compute_as_one_process(ranks, family):
+    for errors in ranks.run(split, family):
+        assert max(errors) <= 1e-5  # Transformers runs the rule in fp32
+
+
+def attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend to the keys and values of all ranks: torch's ring attention does not run on a CPU."""
+    from torch.distributed.nn.functional import all_gather
+
+    assert all(x is None for x in args), "a mask"
+    positions = kwargs["position_ids"].contiguous()
+    k, v = (torch.cat(all_gather(x.contiguous()), 2) for x in (k, v))
+    order = [torch.empty_like(positions) for _ in range(dist.get_world_size())]
+    dist.all_gather(order, positions)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * kwargs["scaling"]
+    is_later = torch.cat(order, 1)[:, None, None, :] > positions[:, None, :, None]
+    o = scores.masked_fill(is_later, float("-inf")).softmax(-1) @ v
+    return o.transpose(1, 2).contiguous(), None
+
+
+def batch(num_tokens: int) -> dict[str, Tensor]:
+    """Return what a model is called with: two rows of tokens, their positions, and the tokens after them."""
+    ids = torch.randint(3, VOCAB, (2, num_tokens + 1), generator=torch.Generator().manual_seed(4))
+    positions = torch.arange(num_tokens).repeat(2, 1)
+    return {"input_ids": ids[:, :-1].clone(), "position_ids": positions, "shift_labels": ids[:, 1:].clone()}
+
+
+def loss_of(model: nn.Module, x: dict[str, Tensor], num_tokens: int) -> Tensor:
+    labels = x["shift_labels"]
+    return model(**x, labels=labels, use_cache=False, num_items_in_batch=2 * num_tokens).loss
+
+
+@contextmanager
+def attention_on_ranks() -> Iterator[None]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    yield
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = original
+
+
+def run_alone(rule: Any, *args: Any, cp_context: Any, **options: Any) -> Any:
+    return rule(*args, **options)
+
+
+def train(rank: int, family: str, num_tokens: int, recompute: bool, has_context: bool = True) -> list[float]:
+    """Return the errors of the loss and of all gradients, and check what is restored."""
+    from gdn.integrations import transformers_cp
+
+    meshes = init_device_mesh("cpu", (3, 1), mesh_dim_names=("cp", "tp"))
+    mesh, alone, model = meshes["cp"], model_of(family), model_of(family)
+    if recompute:
+        # layers whose parameters are DTensors, as under tensor parallelism
+        gdn.distributed.tensor_parallel(model, meshes["tp"])
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    x, before = batch(num_tokens), batch(num_tokens)
+    with gdn.patch_transformers():
+        want = loss_of(alone, x, num_tokens)
+        want.backward()
+        options: dict[str, Any] = {"buffers": list(x.values()), "buffer_seq_dims": [1, 1, 1]}
+        with ExitStack() as stack:
+            context = stack.enter_context(gdn.context_parallel(model, mesh, **options))
+            assert len(context.runs) == (5 if num_tokens % 6 == 0 else 3), "zig-zag only where it divides"
+            if not has_context:
+                rule = functools.partial(run_alone, transformers_cp.chunk_gated_delta_rule)
+                stack.enter_context(mock.patch.object(transformers_cp, "chunk_gated_delta_rule", rule))
+            stack.enter_context(attention_on_ranks())
+            loss = loss_of(model, x, num_tokens)
+            assert x["input_ids"].shape == (2, num_tokens // 3)
+            loss.backward()
+    assert all(map(torch.equal, x.values(), before.values())), "buffers are restored"
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    errors = [abs(float(total - want.detach())) / float(want.detach())]
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        dist.all_reduce(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
+    original = gradients(alone)
+    return errors + [relative(whole(x), original[name]) for name, x in gradients(model).items()]
+
+
+@pytest.mark.parametrize(
+    "family, num_tokens, recompute",
+    [("qwen3_5", 60, False), ("qwen3_5", 63, True), ("qwen3_next", 60, True)],
+)
+def test_tokens_on_ranks_train_as_one_process(ranks, family, num_tokens, recompute):
+    for errors in ranks.run(train, family, num_tokens, recompute):
+        assert max(errors) <= 1e-5
+
+
+def test_layers_without_a_context_are_seen(ranks):
+    """A layer that takes its shard for a sequence gives other gradients."""
+    for errors in ranks.run(train, "qwen3_5", 60, False, False):
+        assert max(errors[1:]) > 1e-2
+
+
+def refuse(rank: int) -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as file
+
+    mesh, model, x = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",)), model_of("qwen3_5"), batch(60)
+    original = file.torch_chunk_gated_delta_rule
+    options: dict[str, Any] = {"buffers": list(x.values()), "buffer_seq_dims": [1, 1, 1]}
+    enter = functools.partial(gdn.context_parallel, model, mesh)
+    for make, error, message in (
+        (
+            lambda: gdn.context_parallel(nn.Linear(1, 1), mesh, **options),
+            ValueError,
+            "model: expected gated delt",
+        ),
+        (
+            lambda: gdn.context_parallel(model, dist.group.WORLD, **options),
+            TypeError,
+            "mesh: expected a DeviceM",
+        ),
+        (
+            lambda: enter(buffers=[torch.zeros(2, 61)], buffer_seq_dims=[1]),
+            ValueError,
+            "divisible by the 3 ranks",
+        ),
+        (lambda: enter(buffers=[], buffer_seq_dims=[]), ValueError, "buffer_seq_dims: expected one for each"),
+        (
+            lambda: enter(buffers=[torch.zeros(6), torch.zeros(9)], buffer_seq_dims=[0, 0]),
+            ValueError,
+            "one number",
+        ),
+    ):
+        with pytest.raises(error, match=message), make():
+            pass
+    with enter(**options), attention_on_ranks():
+        with pytest.raises(RuntimeError, match="expected no other one in this process"), enter(**options):
+            pass
+        zeros = torch.zeros_like(x["input_ids"])
+        call = {"use_cache": False, **x}
+        for change, error, message in (
+            ({"use_cache": None}, NotImplementedError, "use_cache: expected False"),
+            ({"attention_mask": zeros}, NotImplementedError, "attention_mask: expected None or no padding"),
+            ({"cu_seq_lens_q": zeros}, NotImplementedError, "cu_seq_lens_q: expected None"),
+            ({"past_key_values": zeros}, NotImplementedError, "past_key_values: expected None"),
+            ({"labels": zeros, "shift_labels": None}, ValueError, "labels: expected shift_labels as well"),
+            ({"position_ids": None}, ValueError, "position_ids: expected one of the buffers"),
+            ({"position_ids": x["position_ids"] % 7}, ValueError, "position_ids: expected 0 .. T"),
+        ):
+            with pytest.raises(error, match=message):
+                model(**call | change)
+        loss = model(**call).logits.sum()
+    assert file.torch_chunk_gated_delta_rule is original
+    with pytest.raises(RuntimeError, match="expected the backward within it, got one after its end"):
+        loss.backward()
+    model.set_attn_implementation("eager")
+    with pytest.raises(NotImplementedError, match="attn_implementation: expected 'sdpa', got 'eager'"):
+        enter(**options).__enter__()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(NotImplementedError, match="use_reentrant: expected False"):
+        enter(**options).__enter__()
+
+
+def test_errors_of_the_context_name_the_argument(ranks):
+    ranks.run(refuse)
