@@ -2,6 +2,7 @@
 
     table               Triton   packed sequences only: first token and length of each chunk
     backward_factors    Triton   per-token factors of the Gluon kernels
+    segments            both     few long sequences only: cut them into segments that are scanned at once
     reverse_scan        Gluon    dS of every chunk, dv, and the gradient of the initial state
     gradients           Gluon    dq, dk, and the terms of the gates' gradients
     gates_bwd, sums     Triton   dg, dbeta, dA_log, ddt_bias
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from gdn.backends.backend import Gradients, Saved
 from gdn.backends.hopper import cost
+from gdn.backends.hopper.backward import segments
+from gdn.backends.hopper.backward.cost import Segmentation, segmentation_of
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
@@ -58,9 +61,10 @@ class Plan:
     before: Backward | None  # Triton's launches up to dr and dS, or None with a scan of our own
     # dv, dg, dbeta, dS0, dS, dA_log, ddt_bias, partial, shares, table, P, P_rest
     specs: tuple[TensorSpec | None, ...]
-    late: tuple[TensorSpec, ...]  # factors, dq, dk
+    late: tuple[TensorSpec, ...]  # factors, dq, dk, those of `segments`
     table: Launch | None
     factors: Launch
+    segments: segments.Segments | None
     scan: Launch | None
     gradients: Launch
     gates: Launch
@@ -71,7 +75,7 @@ class Plan:
     ) -> Iterator[Step]:
         """Yield the launches in order; `new` and `late`: the tensors of `specs` and of `late`."""
         dv, dg, dbeta, dinitial, dS, dA_log, ddt_bias, partial, shares, table, *_ = new
-        factors, dq, dk = late
+        factors, dq, dk, *rest = late
         assert saved.S_in is not None and saved.A_inv is not None
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
@@ -80,9 +84,13 @@ class Plan:
         S_d, dS_d = _states(saved.S_in), _states(dS)
         A_inv_d = make_descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), BF16_TILE.value)
         factors_d = make_descriptor(factors.view(-1, CHUNK), (ROWS.value, CHUNK), FACTOR_ROWS)
+        given: tuple[Any, ...] = (q_d, k_d, do_d, A_inv_d, factors_d)
+        items = None
+        if self.segments is not None:
+            yield from self.segments.steps(p, given, factors, table, dfinal, rest)
+            dfinal, items, *_ = rest
         if self.scan is not None:
-            given: tuple[Any, ...] = (q_d, k_d, do_d, A_inv_d, factors_d, dS_d, _rows(dv))
-            yield self.scan, (*given, table, dfinal, dinitial, dv)
+            yield self.scan, (*given, dS_d, _rows(dv), table, items, dfinal, dinitial, dv)
         given = (q_d, k_d, v_d, do_d, dv_d, S_d, dS_d, A_inv_d, factors_d, _rows(dq), _rows(dk))
         yield self.gradients, (*given, table, dq, dk, dv, shares)
         gates = (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, shares)
@@ -140,16 +148,17 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Te
         for launch, tensors in plan.steps(p, saved, do, dfinal, new, late):
             launch(*tensors)
     dv, dg, dbeta, dinitial, _, dA_log, ddt_bias, *_ = new
-    _, dq, dk = late
+    _, dq, dk, *_ = late
     assert dq is not None and dk is not None and dv is not None
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
 def _plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Plan:
     before = None if HAS_SCAN else chunked.backward_plan(p, saved, do, dfinal)
-    consumers = consumers_of(p)
-    key = (rules.problem_key(p), do.stride(), dfinal is None, HAS_SCAN, consumers)
-    return _plans.get(key, lambda: _plan(p, before, consumers))
+    cut = segmentation_of(p) if HAS_SCAN else None
+    consumers = consumers_of(p) if cut is None else cut.consumers
+    key = (rules.problem_key(p), do.stride(), dfinal is None, HAS_SCAN, consumers, cut)
+    return _plans.get(key, lambda: _plan(p, before, consumers, cut))
 
 
 def consumers_of(p: Problem) -> int:
@@ -157,7 +166,9 @@ def consumers_of(p: Problem) -> int:
     return 1 if cost.num_sms(p.device) >= 2 * p.N * p.HV else 2
 
 
-def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
+def _plan(
+    p: Problem, before: Backward | None, consumers: int, segmentation: Segmentation | None = None
+) -> Plan:
     a = rules.describe(p)
     numbers = rules.shape_scalars(p)
     specs = build.backward_specs(p, a)
@@ -170,12 +181,15 @@ def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
         4,
     )
     # both Gluon kernels are persistent: 1 CTA an SM, as a CTA takes nearly all of an SM's shared memory
-    scan = None
+    scan, parts = None, None
+    if segmentation is not None:
+        parts = segments.plan_launches(p, segmentation, (*numbers, a.entries))
     if before is None:
-        items = p.N * p.HV * (p.V // STRIP // consumers)
+        items = (p.N * p.HV if parts is None else parts.num_items) * (p.V // STRIP // consumers)
         scan = Launch(
             reverse_scan_kernel,
-            min(items, num_sms),
+            # of segments one item a CTA, as many may be empty: the GPU then balances the others
+            min(items, num_sms) if parts is None else items,
             (*numbers, a.entries, items),
             {"V_FIRST": p.state_v_first, "CONSUMERS": consumers, "D": p.K},
             4,
@@ -212,6 +226,7 @@ def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
         tensor_spec((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
         tensor_spec(p.q.shape, p.q.dtype),
         tensor_spec(p.k.shape, p.k.dtype),
+        *(() if parts is None else parts.specs),
     )
     table = a.launch if before is None else None
-    return Plan(before, specs, late, table, factors, scan, gradients, gates, add)
+    return Plan(before, specs, late, table, factors, parts, scan, gradients, gates, add)

@@ -27,6 +27,7 @@ from gdn.backends.hopper.backward.scan_shared import (
     ScanTurns,
     Sequences,
     chunks_in,
+    is_map,
     item_of,
 )
 from gdn.backends.hopper.backward.shared import wait_empty
@@ -69,39 +70,36 @@ def load_chunk(w, item, c, i):
     for n in gl.static_range(w.D // STRIP):
         corner = [item.row, token, key_head, n * STRIP]
         tma_load(x.q, corner, ready, w.tiles.q.index(stage).slice(n * STRIP, STRIP, 3))
+    if w.out.dS_d is None and is_map(item):
+        # M is scanned with do = 0: past T a TMA load fills shared memory with zeros
+        token += w.sequences.T
     for n in gl.static_range(w.CONSUMERS):
         corner = [item.row, token, item.head, (item.strip + n) * STRIP]
         tma_load(x.do, corner, ready, w.tiles.do.index(w.CONSUMERS * stage + n))
     tma_load(x.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
 
 
-@kernel
-def reverse_scan_kernel(
-    q_d, k_d, do_d, A_inv_d, factors_d, dS_d, dv_d,
-    table_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, T, HV, ratio, chunks_per_row, bound, items,
-    V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    # One CTA: work items b, b + grid, ...: 64 or 128 value rows of dS^T through all chunks, and their dv.
-    # Grid: min(work items, SMs), persistent, 1 CTA an SM.
-    # Warps: 4 for each of CONSUMERS consumers, 4 for scores, 1 producer.
-    # Shared memory: STAGES stages of q, k, do, A_inv, factors and P (hi and lo); dS and dv of each consumer.
-    # The producer fills a stage by TMA. The score warpgroup reads q, k and factors, and writes P. A consumer
-    # reads all of the stage, and stores dS and dv by TMA, dinitial from registers.
-    # mbarriers: full[s], 1 arrival by the producer and its TMA bytes; P_full[s], 1 by the score warpgroup;
-    # empty[s], 1 + CONSUMERS by the score warpgroup and each consumer.
-    STAGES: gl.constexpr = 2 if CONSUMERS == 2 else 3
+@gluon.jit
+def run_partitions(x, out, sequences, STAGES: gl.constexpr, V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr,
+                   D: gl.constexpr):  # fmt: skip
+    """Allocate the shared memory of a CTA, initialise the mbarriers, and run the partitions."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    boxes = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, C], factors_d.layout)
+    boxes = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, C], x.factors.layout)
+    dS_s = None
+    dv_s = None
+    if out.dS_d is not None:
+        dS_s = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, D, STRIP], BF16_TILE)
+        dv_s = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, C, STRIP], BF16_TILE)
     tiles = ScanTiles(
-        q=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout),
-        k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout),
-        do=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS * STAGES, 1, C, 1, STRIP], q_d.layout),
+        q=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
+        k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
+        do=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS * STAGES, 1, C, 1, STRIP], x.q.layout),
         A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], BF16_TILE),
         boxes=boxes,
-        factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], factors_d.layout),
+        factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], x.factors.layout),
         P=gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, C, C], BF16_TILE),
-        dS=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, D, STRIP], BF16_TILE),
-        dv=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, C, STRIP], BF16_TILE),
+        dS=dS_s,
+        dv=dv_s,
     )
     turns = ScanTurns(
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
@@ -114,10 +112,7 @@ def reverse_scan_kernel(
         mbarrier.init(turns.P_full.index(i), count=1)
     # mbarriers are initialised in the generic proxy; TMA arrives on them in the async proxy
     fence_async_shared()
-    inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
-    out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr)
-    sequences = Sequences(table_ptr, T, HV, ratio, chunks_per_row, bound, items)
-    w = Scan(inputs, out, tiles, turns, sequences, V_FIRST, CONSUMERS, D)
+    w = Scan(x, out, tiles, turns, sequences, V_FIRST, CONSUMERS, D)
     # The first consumer gets the registers that the others leave of 512 (maxnreg 128 x 4), of 360 (120 x 3)
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -128,3 +123,39 @@ def reverse_scan_kernel(
             [(run_consumer, (0, w)), (run_consumer, (1, w)), (compute_scores, (w,)), (run_producer, (w,))],
             [4, 4, 1], [200, 88, 24],
         )  # fmt: skip
+
+
+@kernel
+def reverse_scan_kernel(
+    q_d, k_d, do_d, A_inv_d, factors_d, dS_d, dv_d,
+    table_ptr, items_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, T, HV, ratio, chunks_per_row, bound, items,
+    V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    # One CTA: work items b, b + grid, ...: 64 or 128 value rows of dS^T through all chunks, and their dv.
+    # Grid: min(work items, SMs), persistent, 1 CTA an SM.
+    # Warps: 4 for each of CONSUMERS consumers, 4 for scores, 1 producer.
+    # Shared memory: STAGES stages of q, k, do, A_inv, factors and P (hi and lo); dS and dv of each consumer.
+    # The producer fills a stage by TMA. The score warpgroup reads q, k and factors, and writes P. A consumer
+    # reads all of the stage, and stores dS and dv by TMA, dinitial from registers.
+    # mbarriers: full[s], 1 arrival by the producer and its TMA bytes; P_full[s], 1 by the score warpgroup;
+    # empty[s], 1 + CONSUMERS by the score warpgroup and each consumer.
+    STAGES: gl.constexpr = 2 if CONSUMERS == 2 else 3
+    inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
+    out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr)
+    sequences = Sequences(table_ptr, items_ptr, T, HV, ratio, chunks_per_row, bound, items)
+    run_partitions(inputs, out, sequences, STAGES, V_FIRST, CONSUMERS, D)
+
+
+@kernel
+def reverse_transfer_kernel(
+    q_d, k_d, do_d, A_inv_d, factors_d, items_ptr, dfinal_ptr, transfers_ptr, T, HV, ratio, items,
+    V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    # One CTA: M or N of one segment and value head, 64 or 128 value columns: see `segments`.
+    # Grid: work items, of which many may be empty.  Warps: as in reverse_scan_kernel.
+    # Shared memory: three stages of what reverse_scan_kernel has two or three of; no dS, no dv.
+    # mbarriers: as in reverse_scan_kernel.
+    inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
+    out = ScanOutputs(None, None, None, dfinal_ptr, transfers_ptr)
+    sequences = Sequences(None, items_ptr, T, HV, ratio, 0, 0, items)
+    run_partitions(inputs, out, sequences, 3, V_FIRST, CONSUMERS, D)

@@ -5,14 +5,15 @@
 
 dS^T [V, K] stays in registers in fp32, so dS, dv_new, do and dv are A operands of WGMMA straight from the
 registers. All but dv_new are split bf16 (hi + lo), two MMAs each: see `triton.rule.state_bwd` for what each
-part is worth. dS of the state that leaves a chunk is stored for the gradient kernel, and so is dv.
+part is worth. dS of the state that leaves a chunk is stored for the gradient kernel, and so is dv. The
+transfer of segments stores neither, but what leaves the first chunk: M or N, see `segments`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import BETA, DECAY, INTO, OUT, READ, ROWS
-from gdn.backends.hopper.backward.scan_shared import chunks_in, item_of
+from gdn.backends.hopper.backward.scan_shared import chunks_in, is_map, item_of
 from gdn.backends.hopper.backward.shared import TINY, arrive, factor, split_bf16, wait_full
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import (
@@ -37,19 +38,16 @@ def run_consumer(WG: gl.constexpr, w):
         item = item_of(number, w)
         over_item(WG, w, item, at)
         at += chunks_in(item)
-    # shared memory must outlive the last TMA store that reads it
-    tma_store_wait(0)
+    if w.out.dS_d is not None:
+        # shared memory must outlive the last TMA store that reads it
+        tma_store_wait(0)
 
 
 @gluon.jit
 def over_item(WG: gl.constexpr, w, item, at):
     """Scan one work item whose last chunk is chunk `at` of the CTA."""
     first_v = (item.strip + WG) * STRIP
-    state = item.n.to(gl.int64) * w.sequences.HV + item.head
-    if w.out.dfinal_ptr is None:
-        dS = gl.zeros((STRIP, w.D), gl.float32, ACC_STATE)
-    else:
-        dS = gl.load(state_pointers(w.out.dfinal_ptr, state, first_v, w.V_FIRST, w.D)).to(gl.float32)
+    dS = load_gradient(w, item, first_v)
     chunks = chunks_in(item)
     for i in range(chunks):
         c = chunks - 1 - i
@@ -57,9 +55,31 @@ def over_item(WG: gl.constexpr, w, item, at):
         tile = (item.chunk + c) * w.sequences.HV + item.head
         position = Position(token, tile, item.head, first_v)
         dS = over_chunk(dS, WG, w, at + i, item.length - c * C, position)
-    if w.out.dinitial_ptr is not None:
-        where = state_pointers(w.out.dinitial_ptr, state, first_v, w.V_FIRST, w.D)
-        gl.store(where, dS)
+    if w.out.dinitial_ptr is not None and item.goal >= 0:
+        state = item.goal.to(gl.int64) * w.sequences.HV + item.head
+        # M and N of segments are stored keys down
+        IS_V_FIRST: gl.constexpr = w.V_FIRST and w.out.dS_d is not None
+        gl.store(state_pointers(w.out.dinitial_ptr, state, first_v, IS_V_FIRST, w.D), dS)
+
+
+@gluon.jit
+def load_gradient(w, item, first_v):
+    """Return dS^T behind an item's last chunk: zero, the identity for M of a segment, or loaded from HBM."""
+    dfinal_ptr = w.out.dfinal_ptr
+    state = item.start.to(gl.int64) * w.sequences.HV + item.head
+    if w.out.dS_d is None:
+        v = first_v + gl.arange(0, STRIP, gl.SliceLayout(1, ACC_STATE))
+        k = gl.arange(0, w.D, gl.SliceLayout(0, ACC_STATE))
+        # an empty item leaves M zero
+        has_ones = is_map(item) & (item.length > 0)
+        dS = (v[:, None] == k[None, :]).to(gl.float32) * has_ones.to(gl.float32)
+        if dfinal_ptr is not None and item.start >= 0:
+            dS = gl.load(state_pointers(dfinal_ptr, state, first_v, w.V_FIRST, w.D)).to(gl.float32)
+    elif dfinal_ptr is None:
+        dS = gl.zeros((STRIP, w.D), gl.float32, ACC_STATE)
+    else:
+        dS = gl.load(state_pointers(dfinal_ptr, state, first_v, w.V_FIRST, w.D)).to(gl.float32)
+    return dS
 
 
 @gluon.jit
@@ -83,11 +103,12 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     hi, lo = split_bf16(dS)
     z = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), k_t, zeros, use_acc=False, is_async=True)
     z = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), k_t, z, is_async=True)
-    # the TMA stores before must have read the buffers
-    tma_store_wait(0)
-    tiles.dS.index(WG).permute((1, 0)).store(hi)
-    fence_async_shared()
-    tma_store(w.out.dS_d, [position.tile * w.D, position.first_v], tiles.dS.index(WG))
+    if w.out.dS_d is not None:
+        # the TMA stores before must have read the buffers
+        tma_store_wait(0)
+        tiles.dS.index(WG).permute((1, 0)).store(hi)
+        fence_async_shared()
+        tma_store(w.out.dS_d, [position.tile * w.D, position.first_v], tiles.dS.index(WG))
     out = factor(tiles, stage, OUT, PER_COLUMN)[None, :]
     if w.CONSUMERS == 1:
         z, Pdo = warpgroup_mma_wait(0, deps=(z, Pdo))
@@ -112,15 +133,16 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     hi, lo = split_bf16(dv * factor(tiles, stage, INTO, PER_COLUMN)[None, :])
     dS = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), k, dS, is_async=True)
     dS = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), k, dS, is_async=True)
-    # bf16 would not hold dv of a beta next to 0, which the gradient kernel knows
-    dv = gl.where((gl.abs(beta) < TINY)[None, :], dr, dv)
-    tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))
-    column = position.head * w.D + position.first_v
-    if left < C:
-        store_values(w, tiles.dv.index(WG), position.token, column, left)
-    else:
-        fence_async_shared()
-        tma_store(w.out.dv_d, [position.token, column], tiles.dv.index(WG))
+    if w.out.dv_d is not None:
+        # bf16 would not hold dv of a beta next to 0, which the gradient kernel knows
+        dv = gl.where((gl.abs(beta) < TINY)[None, :], dr, dv)
+        tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))
+        column = position.head * w.D + position.first_v
+        if left < C:
+            store_values(w, tiles.dv.index(WG), position.token, column, left)
+        else:
+            fence_async_shared()
+            tma_store(w.out.dv_d, [position.token, column], tiles.dv.index(WG))
     dS = warpgroup_mma_wait(0, deps=(dS,))
     # order this warpgroup's reads of the stage before the TMA loads that overwrite it
     fence_async_shared()
