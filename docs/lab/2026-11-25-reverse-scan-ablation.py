@@ -55,20 +55,20 @@ ONE_ACC_LONE_END = (
 )
 DS_STORE = (
     CONSUMER,
-    "    tiles.dS.index(WG).permute((1, 0)).store(hi)\n    fence_async_shared()\n"
-    "    tma_store(w.out.dS_d, [position.tile * w.D, position.first_v], tiles.dS.index(WG))\n",
+    "        tiles.dS.index(WG).permute((1, 0)).store(hi)\n        fence_async_shared()\n"
+    "        tma_store(w.out.dS_d, [position.tile * w.D, position.first_v], tiles.dS.index(WG))\n",
     "",
 )
 DS_TMA = (
     CONSUMER,
-    "    tma_store(w.out.dS_d, [position.tile * w.D, position.first_v], tiles.dS.index(WG))\n",
+    "        tma_store(w.out.dS_d, [position.tile * w.D, position.first_v], tiles.dS.index(WG))\n",
     "",
 )
 DV_STORE = (
     CONSUMER,
-    "        fence_async_shared()\n"
-    "        tma_store(w.out.dv_d, [position.token, column], tiles.dv.index(WG))\n",
-    "        fence_async_shared()\n",
+    "            fence_async_shared()\n"
+    "            tma_store(w.out.dv_d, [position.token, column], tiles.dv.index(WG))\n",
+    "            fence_async_shared()\n",
 )
 READ_SCALE = (
     CONSUMER,
@@ -83,8 +83,8 @@ SCALE_DO = (
 EXPONENTIALS = (SCORES, "gl.exp2(decay)", "decay")
 FENCE = (
     CONSUMER,
-    "    tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))\n",
-    "    if left < C:\n        tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))\n",
+    "        tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))\n",
+    "        if left < C:\n            tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))\n",
 )
 ONE_PART = (Q_LOW, Q_WAIT, DV_LOW, DS_LOW, P_LOW)
 ACC = (ONE_ACC, ONE_ACC_END, ONE_ACC_LONE, ONE_ACC_LONE_END)
@@ -153,7 +153,7 @@ def measure(lock):
         G = -0.05 * (torch.arange(T, device="cuda").double() % 64 + 1)[None, :, None].expand(B, T, HV)
         A_inv = (torch.randn(B * T // 64, HV, 64, 64, **x) / 30).tril(-1)
         saved = Saved(G.contiguous(), A_inv, torch.empty(B * T // 64, HV, 128, 128, **x), None, None, None)
-        made = plan._plan(p, None, consumers)
+        made = plan._plan(p, None, consumers, None)
         new, late = allocate(p.device, made.specs), allocate(p.device, made.late)
         for launch, tensors in made.steps(p, saved, do, None, new, late):
             launch(*tensors)
