@@ -4,7 +4,8 @@
 
 check: relative RMS error in 1e-3, in segments / without / Triton's, against autograd through the reference in
 fp64; `bits`: reruns with other bits, of 20. long: relative RMS difference in 1e-3 from the backward without
-segments. time: us of each launch by CUDA-graph replays, median of 5. Each case has a process of its own with
+segments. beside: reruns of the gradient kernel beside the scan, of 200, with other bits than after it, and
+replays of a CUDA graph, of 20. time: us of each launch by CUDA-graph replays, median of 5. Each case has a process of its own with
 a limit; checks run at the same time.
 """
 
@@ -16,7 +17,7 @@ from functools import partial
 import torch
 
 from gdn.backends.hopper.backward import plan
-from gdn.backends.hopper.backward.cost import Segmentation, segmentation_of
+from gdn.backends.hopper.backward.cost import Segmentation, items_beside, segmentation_of
 from gdn.backends.hopper.cost import Cut
 from gdn.backends.triton.launch import PlanCache, allocate
 from gdn.backends.triton.rule import describe as rules
@@ -49,6 +50,10 @@ LONG = {
     "long, mixed": replace(BASE, heads=(4, 8), lengths=rows(16383), gate="mixed", state="none"),
 }
 CUTS = (Segmentation(Cut(2, 9, 2), 1, 2), Segmentation(Cut(3, 1, 1), 2, 1))
+BESIDE = {
+    "beside": replace(BASE, heads=(4, 8), lengths=rows(1000)._replace(B=1)),
+    "beside 16/32": replace(BASE, heads=(16, 32), lengths=rows(4096)._replace(B=1), gate="slow"),
+}
 TIMES = {  # heads, sequences x tokens, chunks of equal segments to try
     "16/32 1x8192": ((16, 32), 1, 8192, (32, 43)),
     "16/32 1x32768": ((16, 32), 1, 32768, (128, 172)),
@@ -75,6 +80,7 @@ def reference(given):
 
 def backward(given, saved, problem, segmentation):
     plan.segmentation_of = lambda p: segmentation
+    plan.items_beside = lambda p, consumers: 0
     plan._plans = PlanCache()
 
     def run():
@@ -118,6 +124,41 @@ def check(name):
         print(f"{name:12s} {segmentation.cut.long} chunks, bits {other} | {' '.join(cells)}{bad}")
 
 
+def check_beside(name):
+    given = inputs(BESIDE[name], torch.bfloat16, device="cuda")
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+    saved = chunked.chunk_forward(problem, True)[2]
+    whole, other = backward(given, saved, problem, None)
+    cells = []
+    chosen = items_beside(problem, plan.consumers_of(problem))
+    for items in (chosen, 7, problem.num_chunks * problem.H):
+        plan.items_beside = lambda p, consumers, items=items: items
+        plan._plans = PlanCache()
+
+        def run():
+            return plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
+
+        bad = 0
+        for _ in range(200):
+            bad += any(x is not None and not torch.equal(x, y) for x, y in zip(run(), whole, strict=True))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = [run() for _ in range(3)]
+        replays = 0
+        for _ in range(20):
+            for x in found[-1]:
+                if x is not None:
+                    x.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            for one in found[-1:]:
+                replays += any(
+                    x is not None and not torch.equal(x, y) for x, y in zip(one, whole, strict=True)
+                )
+        cells.append(f"{items} items {bad}, {replays}")
+    print(f"{name:12s} after the scan {other} | {' | '.join(cells)}")
+
+
 def timed(run, reps=10):
     run()
     torch.cuda.synchronize()
@@ -149,26 +190,35 @@ def measure(name):
     saved = chunked.chunk_forward(problem, True)[2]
     p = rules.to_kernel_layout(problem)
     chosen = segmentation_of(p)
-    tried = [None, *([chosen] if chosen else [])]
+    at_once = items_beside(p, plan.consumers_of(p))
+    tried = [None, *(at_once * n // 8 for n in (6, 7, 8, 9, 10)), *([chosen] if chosen else [])]
     for size in sizes:
         cut = Cut(size, 1 << 16, size)
         tried += [Segmentation(cut, a, b) for a, b in ((1, 1), (1, 2), (2, 2))]
     for segmentation in tried:
-        made = plan._plan(p, None, segmentation.consumers if segmentation else 1, segmentation)
-        if segmentation is None:
-            made = plan._plan(p, None, plan.consumers_of(p), None)
+        if isinstance(segmentation, Segmentation):
+            made = plan._plan(p, None, segmentation.consumers, segmentation)
+        if segmentation is None or isinstance(segmentation, int):
+            most = p.num_chunks * p.H
+            made = plan._plan(p, None, plan.consumers_of(p), None, min(segmentation or 0, most))
         new, late = allocate(p.device, made.specs), allocate(p.device, made.late)
         steps = [*made.steps(p, saved, do, None, new, late)]
         cells = {}
         for launch, tensors in steps:
             launch(*tensors)
+            if isinstance(segmentation, int):
+                continue  # the gradient kernel waits for flags: only all together
             cells[launch.kernel.__name__.replace("_kernel", "")] = timed(partial(launch, *tensors))
 
         def run(steps=steps):
             for launch, tensors in steps:
                 launch(*tensors)
 
-        total, rest = timed(run), cells["gradients"] + cells["gates_bwd"] + cells["backward_factors"]
+        total = timed(run)
+        if isinstance(segmentation, int):
+            print(f"{name:14s} beside {segmentation:6d} items {'':22s} backward {total:7.1f}", flush=True)
+            continue
+        rest = cells["gradients"] + cells["gates_bwd"] + cells["backward_factors"]
         for kernel in ("gradients", "gates_bwd", "backward_factors"):
             del cells[kernel]
         label = (*segmentation.cut, *segmentation[1:]) if segmentation else "whole"
@@ -183,10 +233,10 @@ def measure(name):
 if __name__ == "__main__":
     if "--one" in sys.argv:
         name = sys.argv[sys.argv.index("--one") + 1]
-        (check if name in CHECKS | LONG else measure)(name)
+        (check if name in CHECKS | LONG else check_beside if name in BESIDE else measure)(name)
         sys.exit()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    for group in ([*CHECKS, *LONG], *([name] for name in TIMES)):
+    for group in ([*CHECKS, *LONG], [*BESIDE], *([name] for name in TIMES)):
         running = {
             name: subprocess.Popen(
                 [sys.executable, __file__, "--one", name],

@@ -25,6 +25,7 @@ from gdn.problem import Problem
 SCAN_COSTS = {1: ScanCost(6.0, 2.0, 2.33, 2.35), 2: ScanCost(6.0, 2.0, 3.6, 3.95)}
 TRANSFER_COSTS = {1: ScanCost(4.0, 4.0, 2.25, 2.3), 2: ScanCost(4.0, 4.0, 3.4, 3.6)}
 PLAN_TIME = 3.0  # us of `plan_reverse_segments`
+GRADIENT_TIME, GRADIENT_LAUNCH = 11.3, 4.0  # us of the gradient kernel: a chunk and value head; a launch
 
 
 class Segmentation(NamedTuple):
@@ -39,6 +40,38 @@ def segmentation_of(p: Problem) -> Segmentation | None:
     """Return how sequences are cut into segments, or None if they are not."""
     # a cut depends on the other sequences of the batch, and it changes the rounding of dS
     return None if p.batch_invariant else _best_segmentation(*sizes_of(p))
+
+
+def items_beside(p: Problem, consumers: int) -> int:
+    """Return how many items of the gradient kernel, the last ones, run while the reverse scan runs.
+
+    They run on the SMs that the scan leaves idle. Bits do not depend on it.
+    """
+    if p.N != 1 or p.cu_seqlens is not None:
+        return 0
+    HV, distributions, num_sms = sizes_of(p)
+    return _items_beside(HV, p.H, distributions[0], num_sms, consumers)
+
+
+@lru_cache(4096)
+def _items_beside(HV: int, H: int, distribution: Distribution, num_sms: int, consumers: int) -> int:
+    """Return the number of items that gives the shortest time of scan and gradients together."""
+    *_, chunks = distribution
+    ctas = HV * (2 // consumers)
+    idle, items, each = num_sms - ctas, chunks * H, GRADIENT_TIME * HV / H
+    if idle <= 0:
+        return 0
+    scan = makespan(SCAN_COSTS[consumers], ((ctas, chunks),), 0.0, num_sms)
+
+    def total(rounds: int) -> float:
+        left = max(0, items - rounds * idle)
+        beside = rounds * each + GRADIENT_LAUNCH if rounds else 0.0
+        # of a chunk that is scanned last the gradients come after the scan
+        end = scan + (each if left == 0 else 0.0)
+        return max(end, beside) + (GRADIENT_LAUNCH if left else 0.0) + each * -(-left // num_sms)
+
+    best = min(range(-(-items // idle) + 1), key=total)
+    return min(items, best * idle)
 
 
 @lru_cache(4096)

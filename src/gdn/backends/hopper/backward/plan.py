@@ -25,7 +25,7 @@ from torch import Tensor
 from gdn.backends.backend import Gradients, Saved
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward import segments
-from gdn.backends.hopper.backward.cost import Segmentation, segmentation_of
+from gdn.backends.hopper.backward.cost import Segmentation, items_beside, segmentation_of
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
@@ -43,6 +43,7 @@ from gdn.backends.triton.launch import (
     device_guard,
     tensor_spec,
 )
+from gdn.backends.triton.launch.pdl import PDL
 from gdn.backends.triton.rule import build
 from gdn.backends.triton.rule import describe as rules
 from gdn.backends.triton.rule import run as chunked
@@ -61,11 +62,12 @@ class Plan:
     before: Backward | None  # Triton's launches up to dr and dS, or None with a scan of our own
     # dv, dg, dbeta, dS0, dS, dA_log, ddt_bias, partial, shares, table, P, P_rest
     specs: tuple[TensorSpec | None, ...]
-    late: tuple[TensorSpec, ...]  # factors, dq, dk, those of `segments`
+    late: tuple[TensorSpec, ...]  # factors, dq, dk, flags of chunks for `beside` or those of `segments`
     table: Launch | None
     factors: Launch
     segments: segments.Segments | None
     scan: Launch | None
+    beside: Launch | None  # the gradients of the last chunks, while the scan runs
     gradients: Launch
     gates: Launch
     sums: Launch | None
@@ -79,7 +81,8 @@ class Plan:
         assert saved.S_in is not None and saved.A_inv is not None
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
-        yield self.factors, (p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, factors)
+        flags = None if self.beside is None else rest[0]
+        yield self.factors, (p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, factors, flags)
         q_d, k_d, v_d, do_d, dv_d = (_tokens(x) for x in (p.q, p.k, p.v, do, dv))
         S_d, dS_d = _states(saved.S_in), _states(dS)
         A_inv_d = make_descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), BF16_TILE.value)
@@ -90,9 +93,11 @@ class Plan:
             yield from self.segments.steps(p, given, factors, table, dfinal, rest)
             dfinal, items, *_ = rest
         if self.scan is not None:
-            yield self.scan, (*given, dS_d, _rows(dv), table, items, dfinal, dinitial, dv)
+            yield self.scan, (*given, dS_d, _rows(dv), table, items, dfinal, dinitial, dv, flags)
         given = (q_d, k_d, v_d, do_d, dv_d, S_d, dS_d, A_inv_d, factors_d, _rows(dq), _rows(dk))
-        yield self.gradients, (*given, table, dq, dk, dv, shares)
+        if self.beside is not None:
+            yield self.beside, (*given, table, dq, dk, dv, shares, flags)
+        yield self.gradients, (*given, table, dq, dk, dv, shares, None)
         gates = (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, shares)
         yield self.gates, (*gates, dg, dbeta, partial)
         if self.sums is not None:
@@ -157,8 +162,9 @@ def _plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Pla
     before = None if HAS_SCAN else chunked.backward_plan(p, saved, do, dfinal)
     cut = segmentation_of(p) if HAS_SCAN else None
     consumers = consumers_of(p) if cut is None else cut.consumers
-    key = (rules.problem_key(p), do.stride(), dfinal is None, HAS_SCAN, consumers, cut)
-    return _plans.get(key, lambda: _plan(p, before, consumers, cut))
+    beside = items_beside(p, consumers) if HAS_SCAN and cut is None else 0
+    key = (rules.problem_key(p), do.stride(), dfinal is None, HAS_SCAN, consumers, cut, beside)
+    return _plans.get(key, lambda: _plan(p, before, consumers, cut, beside))
 
 
 def consumers_of(p: Problem) -> int:
@@ -167,8 +173,13 @@ def consumers_of(p: Problem) -> int:
 
 
 def _plan(
-    p: Problem, before: Backward | None, consumers: int, segmentation: Segmentation | None = None
+    p: Problem,
+    before: Backward | None,
+    consumers: int,
+    segmentation: Segmentation | None = None,
+    beside: int = 0,
 ) -> Plan:
+    """Plan the launches of a backward; `beside`: items of the gradient kernel that run beside the scan."""
     a = rules.describe(p)
     numbers = rules.shape_scalars(p)
     specs = build.backward_specs(p, a)
@@ -199,17 +210,21 @@ def _plan(
         )
         # P and its low half stay in shared memory
         specs = (*specs[:-2], None, None)
-    items = a.entries * p.H
-    gradients = Launch(
-        gradients_kernel,
-        min(items, num_sms),
-        (*numbers, items),
-        {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": before is not None, "D": p.K},
-        4,
-        options={"maxnreg": 168},
-        num_descriptors=11,
-        seconds=4.0,
-    )
+
+    def gradients_of(items: int, num_sms: int, options: dict[str, Any]) -> Launch:
+        return Launch(
+            gradients_kernel,
+            min(items, num_sms),
+            (*numbers, items, a.entries * p.H - 1),
+            {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": before is not None, "D": p.K},
+            4,
+            options={"maxnreg": 168, **options},
+            num_descriptors=11,
+            seconds=4.0,
+        )
+
+    at_once = None if scan is None or not beside else gradients_of(beside, num_sms - scan.grid, PDL)
+    gradients = gradients_of(a.entries * p.H - beside, num_sms, {})
     strips = 1 if before is None else before.gates.scalars[-1]
     gates = Launch(
         gates_bwd_kernel,
@@ -227,6 +242,7 @@ def _plan(
         tensor_spec(p.q.shape, p.q.dtype),
         tensor_spec(p.k.shape, p.k.dtype),
         *(() if parts is None else parts.specs),
+        *((tensor_spec((a.entries, p.HV), torch.int32),) if beside else ()),
     )
     table = a.launch if before is None else None
-    return Plan(before, specs, late, table, factors, parts, scan, gradients, gates, add)
+    return Plan(before, specs, late, table, factors, parts, scan, at_once, gradients, gates, add)
