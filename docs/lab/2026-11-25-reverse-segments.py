@@ -5,8 +5,8 @@
 check: relative RMS error in 1e-3, in segments / without / Triton's, against autograd through the reference in
 fp64; `bits`: reruns with other bits, of 20. long: relative RMS difference in 1e-3 from the backward without
 segments. beside: reruns of the gradient kernel beside the scan, of 200, with other bits than after it, and
-replays of a CUDA graph, of 20. time: us of each launch by CUDA-graph replays, median of 5. Each case has a process of its own with
-a limit; checks run at the same time.
+replays of a CUDA graph, of 20. time: us of each launch by CUDA-graph replays, median of 5. Each case has a
+process of its own with a limit; checks run at the same time.
 """
 
 import subprocess

@@ -120,32 +120,18 @@ def complete_tma_stores(PENDING: gl.constexpr):
     gl.static_assert(PENDING == 0 or PENDING == 2)
     lanes = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     if PENDING == 0:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
-            "=r,r",
-            [lanes],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        code: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
     else:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 2; mov.b32 $0, $1;",
-            "=r,r",
-            [lanes],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        code: gl.constexpr = "cp.async.bulk.wait_group 2; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(code, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def fence_async_global():
     """Order what a warp has acquired from HBM before its TMA loads, which read through the async proxy."""
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1
-    )
+    code: gl.constexpr = "fence.proxy.async.global; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(code, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
 
 
 def kernel(function: Any) -> Any:
