@@ -111,6 +111,9 @@ def opaque(x):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
+WAIT_GROUP = gl.constexpr({n: f"cp.async.bulk.wait_group {n}; mov.b32 $0, $1;" for n in (0, 2)})
+
+
 @gluon.jit
 def complete_tma_stores(PENDING: gl.constexpr):
     """Wait until the data of this thread's TMA stores, all but the PENDING newest (0 or 2), are in HBM.
@@ -119,10 +122,7 @@ def complete_tma_stores(PENDING: gl.constexpr):
     """
     gl.static_assert(PENDING == 0 or PENDING == 2)
     lanes = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    if PENDING == 0:
-        code: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
-    else:
-        code: gl.constexpr = "cp.async.bulk.wait_group 2; mov.b32 $0, $1;"
+    code: gl.constexpr = WAIT_GROUP[PENDING]
     gl.inline_asm_elementwise(code, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
 
 
