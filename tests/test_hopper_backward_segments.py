@@ -163,11 +163,11 @@ def test_items_beside_the_scan():
     """Use idle SMs only, and at most all items."""
     for H, R, chunks in itertools.product((1, 4, 16, 32, 64), (1, 2, 4), (1, 7, 128, 512)):
         consumers = 1 if 2 * H * R <= 132 else 2
-        found = cost._items_beside(H * R, H, equal_lengths(1, chunks), 132, consumers)
+        found, _ = cost._best_beside(H * R, H, equal_lengths(1, chunks), 132, consumers)
         assert 0 <= found <= chunks * H
         assert found == 0 or H * R * (2 // consumers) < 132
     # half of the SMs are idle: a third to a half of the items
-    found = cost._items_beside(32, 16, equal_lengths(1, 128), 132, 1)
+    found, _ = cost._best_beside(32, 16, equal_lengths(1, 128), 132, 1)
     assert 128 * 16 // 3 < found < 128 * 16 // 2
     given = inputs(replace(BASE, lengths=packed(64, 64)), torch.bfloat16)
     assert cost.items_beside(parse(**given.tensors, **given.options), 1) == 0

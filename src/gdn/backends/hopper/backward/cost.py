@@ -39,7 +39,16 @@ class Segmentation(NamedTuple):
 def segmentation_of(p: Problem) -> Segmentation | None:
     """Return how sequences are cut into segments, or None if they are not."""
     # a cut depends on the other sequences of the batch, and it changes the rounding of dS
-    return None if p.batch_invariant else _best_segmentation(*sizes_of(p))
+    if p.batch_invariant:
+        return None
+    HV, distributions, num_sms = sizes_of(p)
+    found = _best_segmentation(HV, distributions, num_sms)
+    if found is None or not _is_alone(p):
+        return found
+    # without segments the gradient kernel could run beside the scan
+    apart = _cut_time(HV, distributions[0], found, num_sms) + _gradient_time(p, num_sms)
+    _, beside = _best_beside(HV, p.H, distributions[0], num_sms, _whole_consumers(p.N * HV, num_sms))
+    return found if apart < beside else None
 
 
 def items_beside(p: Problem, consumers: int) -> int:
@@ -47,31 +56,41 @@ def items_beside(p: Problem, consumers: int) -> int:
 
     They run on the SMs that the scan leaves idle. Bits do not depend on it.
     """
-    if p.N != 1 or p.cu_seqlens is not None:
+    if not _is_alone(p):
         return 0
     HV, distributions, num_sms = sizes_of(p)
-    return _items_beside(HV, p.H, distributions[0], num_sms, consumers)
+    return _best_beside(HV, p.H, distributions[0], num_sms, consumers)[0]
+
+
+def _is_alone(p: Problem) -> bool:
+    """Return True for one sequence, not packed: its last chunks are the last in memory, too."""
+    return p.N == 1 and p.cu_seqlens is None
+
+
+def _gradient_time(p: Problem, num_sms: int) -> float:
+    """Return the us of the gradient kernel on all SMs."""
+    return GRADIENT_LAUNCH + GRADIENT_TIME * p.HV / p.H * -(-p.num_chunks * p.H // num_sms)
 
 
 @lru_cache(4096)
-def _items_beside(HV: int, H: int, distribution: Distribution, num_sms: int, consumers: int) -> int:
-    """Return the number of items that gives the shortest time of scan and gradients together."""
+def _best_beside(
+    HV: int, H: int, distribution: Distribution, num_sms: int, consumers: int
+) -> tuple[int, float]:
+    """Return the items beside the scan for which scan and gradients end first, and the us of both."""
     *_, chunks = distribution
     ctas = HV * (2 // consumers)
     idle, items, each = num_sms - ctas, chunks * H, GRADIENT_TIME * HV / H
-    if idle <= 0:
-        return 0
     scan = makespan(SCAN_COSTS[consumers], ((ctas, chunks),), 0.0, num_sms)
 
     def total(rounds: int) -> float:
         left = max(0, items - rounds * idle)
         beside = rounds * each + GRADIENT_LAUNCH if rounds else 0.0
-        # of a chunk that is scanned last the gradients come after the scan
-        end = scan + (each if left == 0 else 0.0)
+        # of the chunk that is scanned last the gradients come after the scan
+        end = scan + (0.0 if left else each)
         return max(end, beside) + (GRADIENT_LAUNCH if left else 0.0) + each * -(-left // num_sms)
 
-    best = min(range(-(-items // idle) + 1), key=total)
-    return min(items, best * idle)
+    best = min(range(-(-items // idle) + 1 if idle > 0 else 1), key=total)
+    return min(items, best * idle), total(best)
 
 
 @lru_cache(4096)
@@ -105,10 +124,15 @@ def _rest(HV: int, distribution: Distribution, num_sms: int) -> float:
     return (chunks - count_longest(*distribution) * longest) * HV / num_sms
 
 
+def _whole_consumers(heads: int, num_sms: int) -> int:
+    """Return the consumers of a CTA without segments: one if two CTAs a head fit the SMs."""
+    return 1 if num_sms >= 2 * heads else 2
+
+
 def _whole_time(HV: int, distribution: Distribution, num_sms: int) -> float:
     """Return the us of the scan without segments."""
     N, _, longest = distribution
-    consumers = 1 if num_sms >= 2 * N * HV else 2
+    consumers = _whole_consumers(N * HV, num_sms)
     items = ((2 // consumers * HV * count_longest(*distribution), longest),)
     return makespan(SCAN_COSTS[consumers], items, _rest(HV, distribution, num_sms), num_sms)
 
