@@ -86,6 +86,23 @@ FENCE = (
     "        tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))\n",
     "        if left < C:\n            tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))\n",
 )
+EARLY = (
+    CONSUMER,
+    "    if w.CONSUMERS == 1:\n        z, Pdo = warpgroup_mma_wait(0, deps=(z, Pdo))\n",
+    "    if w.CONSUMERS == 1:\n        dS = dS * gl.exp2(last_of(tiles, stage, DECAY))\n"
+    "        read = do_t.load(ACC_TOKENS).to(gl.float32) * factor(tiles, stage, READ, PER_COLUMN)[None, :]\n"
+    "        hi, lo = split_bf16(read)\n        z, Pdo = warpgroup_mma_wait(0, deps=(z, Pdo))\n",
+)
+EARLY_END = (
+    CONSUMER,
+    "    dS = dS * gl.exp2(last_of(tiles, stage, DECAY))\n"
+    "    read = do_t.load(ACC_TOKENS).to(gl.float32) * factor(tiles, stage, READ, PER_COLUMN)[None, :]\n"
+    "    hi, lo = split_bf16(read)\n    if w.CONSUMERS == 2:\n",
+    "    if w.CONSUMERS == 2:\n        dS = dS * gl.exp2(last_of(tiles, stage, DECAY))\n"
+    "        read = do_t.load(ACC_TOKENS).to(gl.float32) * factor(tiles, stage, READ, PER_COLUMN)[None, :]\n"
+    "        hi, lo = split_bf16(read)\n",
+)
+CLEAR = (CONSUMER, "    if left < C:\n        clear_past(q, k, do, left)\n", "")
 ONE_PART = (Q_LOW, Q_WAIT, DV_LOW, DS_LOW, P_LOW)
 ACC = (ONE_ACC, ONE_ACC_END, ONE_ACC_LONE, ONE_ACC_LONE_END)
 VARIANTS = {
@@ -106,6 +123,9 @@ VARIANTS = {
     "nothing stored": (DS_STORE, DV_STORE, FENCE),
     "e^G do not made": (SCALE_DO,),
     "no exponentials": (EXPONENTIALS,),
+    "e^G do made while k dS is multiplied": (EARLY_END, EARLY),
+    "the same, e^G dv in one part": (EARLY_END, EARLY, DV_LOW),
+    "no ragged chunks": (CLEAR,),
 }
 SHAPES = {  # heads, sequences x tokens, consumers
     "16/32 8x4096": ((16, 32), 8, 4096, 2),
