@@ -62,11 +62,16 @@ def load_chunk(w, item, c, i):
     x = w.inputs
     stage = wait_empty(i, w.turns.empty)
     ready = w.turns.full.index(stage)
-    BYTES: gl.constexpr = (
-        2 * (w.D // STRIP) * x.q.block_type.nbytes + w.CONSUMERS * x.do.block_type.nbytes
-        + x.A_inv.block_type.nbytes + x.factors.block_type.nbytes
-    )  # fmt: skip
-    mbarrier.expect(ready, BYTES)
+    KEYS: gl.constexpr = (w.D // STRIP) * x.k.block_type.nbytes
+    BYTES: gl.constexpr = KEYS + x.A_inv.block_type.nbytes + x.factors.block_type.nbytes
+    # M of a segment is scanned with do = 0, and needs no q
+    has_q = True
+    if w.out.dS_d is None:
+        has_q = is_map(item) == 0
+    if has_q:
+        mbarrier.expect(ready, BYTES + KEYS + w.CONSUMERS * x.do.block_type.nbytes)
+    else:
+        mbarrier.expect(ready, BYTES)
     token = item.first + c * C
     tile = (item.chunk + c) * w.sequences.HV + item.head
     key_head = item.head // w.sequences.ratio
@@ -74,15 +79,13 @@ def load_chunk(w, item, c, i):
         corner = [item.row, token, key_head, n * STRIP]
         tma_load(x.k, corner, ready, w.tiles.k.index(stage).slice(n * STRIP, STRIP, 3))
     tma_load(x.factors, [tile * ROWS, 0], ready, w.tiles.boxes.index(stage))
-    for n in gl.static_range(w.D // STRIP):
-        corner = [item.row, token, key_head, n * STRIP]
-        tma_load(x.q, corner, ready, w.tiles.q.index(stage).slice(n * STRIP, STRIP, 3))
-    if w.out.dS_d is None and is_map(item):
-        # M is scanned with do = 0: past T a TMA load fills shared memory with zeros
-        token += w.sequences.T
-    for n in gl.static_range(w.CONSUMERS):
-        corner = [item.row, token, item.head, (item.strip + n) * STRIP]
-        tma_load(x.do, corner, ready, w.tiles.do.index(w.CONSUMERS * stage + n))
+    if has_q:
+        for n in gl.static_range(w.D // STRIP):
+            corner = [item.row, token, key_head, n * STRIP]
+            tma_load(x.q, corner, ready, w.tiles.q.index(stage).slice(n * STRIP, STRIP, 3))
+        for n in gl.static_range(w.CONSUMERS):
+            corner = [item.row, token, item.head, (item.strip + n) * STRIP]
+            tma_load(x.do, corner, ready, w.tiles.do.index(w.CONSUMERS * stage + n))
     tma_load(x.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
 
 

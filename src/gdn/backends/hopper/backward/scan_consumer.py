@@ -56,7 +56,10 @@ def over_item(WG: gl.constexpr, w, item, at):
         token = item.row * w.sequences.T + item.first + c * C
         tile = (item.chunk + c) * w.sequences.HV + item.head
         position = Position(token, tile, item.head, first_v)
-        dS = over_chunk(dS, WG, w, at + i, item.length - c * C, position)
+        if w.out.dS_d is None and is_map(item):
+            dS = over_map_chunk(dS, w, at + i)
+        else:
+            dS = over_chunk(dS, WG, w, at + i, item.length - c * C, position)
         if w.out.flags_ptr is not None and i > 0:
             # of the chunk before: the stores of this one, two, may be under way
             publish_chunk(w, tile + w.sequences.HV, 2)
@@ -164,6 +167,36 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     fence_async_shared()
     arrive(i, w.turns.empty)
     return dS
+
+
+@gluon.jit
+def over_map_chunk(dS, w, i):
+    """Take dS^T through the CTA's chunk i where do is 0, for M of a segment, whose chunks are all whole."""
+    tiles = w.tiles
+    stage = wait_full(i, w.turns.full)
+    k = tiles.k.index(stage).reshape([C, w.D])
+    z = gl.zeros((STRIP, C), gl.float32, ACC_TOKENS)
+    z = mma_rounded_split(dS, k.permute((1, 0)), z)
+    gain = factor(tiles, stage, BETA, PER_COLUMN) * factor(tiles, stage, INTO, PER_COLUMN)
+    z = warpgroup_mma_wait(0, deps=(z,)) * factor(tiles, stage, OUT, PER_COLUMN)[None, :]
+    rounded = gl.convert_layout(z.to(gl.bfloat16), A_OPERAND)
+    dr = warpgroup_mma(rounded, tiles.A_inv.index(stage), z, is_async=True)
+    # while the tensor cores compute dr
+    dS = dS * gl.exp2(last_of(tiles, stage, DECAY))
+    dr = warpgroup_mma_wait(0, deps=(dr,))
+    dS = mma_rounded_split(dr * gain[None, :], k, dS)
+    dS = warpgroup_mma_wait(0, deps=(dS,))
+    fence_async_shared()
+    arrive(i, w.turns.empty)
+    return dS
+
+
+@gluon.jit
+def mma_rounded_split(x, b, acc):
+    """Issue acc + x b as two asynchronous MMAs, x as split bf16."""
+    hi, lo = split_bf16(x)
+    acc = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), b, acc, is_async=True)
+    return warpgroup_mma(gl.convert_layout(lo, A_OPERAND), b, acc, is_async=True)
 
 
 @gluon.jit

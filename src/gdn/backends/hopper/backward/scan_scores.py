@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import DECAY, FROM, Q_SCALE
-from gdn.backends.hopper.backward.scan_shared import chunks_in, item_of
+from gdn.backends.hopper.backward.scan_shared import chunks_in, is_map, item_of
 from gdn.backends.hopper.backward.shared import arrive, factor, split_bf16, wait_full
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -24,7 +24,13 @@ def compute_scores(w):
         item = item_of(number, w)
         chunks = chunks_in(item)
         for i in range(chunks):
-            over_chunk(w, at + i, item.length - (chunks - 1 - i) * C)
+            if w.out.dS_d is None and is_map(item):
+                # M of a segment needs no P
+                wait_full(at + i, w.turns.full)
+                arrive(at + i, w.turns.P_full)
+                arrive(at + i, w.turns.empty)
+            else:
+                over_chunk(w, at + i, item.length - (chunks - 1 - i) * C)
         at += chunks
 
 
