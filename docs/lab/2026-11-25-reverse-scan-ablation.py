@@ -34,8 +34,8 @@ NO_P = (
 ONE_ACC = (
     CONSUMER,
     "        z = mask_past(warpgroup_mma_wait(0, deps=(z,)) * out, left)\n"
-    "        z = issue_scores_mma(do_t, tiles, stage, i, z, w)\n",
-    "        z = issue_scores_mma(do_t, tiles, stage, i, z, w)\n",
+    "        z = issue_scores_mma(do_t, tiles, i, z, w)\n",
+    "        z = issue_scores_mma(do_t, tiles, i, z, w)\n",
 )
 ONE_ACC_END = (
     CONSUMER,
@@ -44,14 +44,16 @@ ONE_ACC_END = (
 )
 ONE_ACC_LONE = (
     CONSUMER,
-    "        Pdo = issue_scores_mma(do_t, tiles, stage, i, zeros, w)\n",
+    "        Pdo = issue_scores_mma(do_t, tiles, i, zeros, w)\n",
     "        Pdo = zeros\n",
 )
 ONE_ACC_LONE_END = (
     CONSUMER,
-    "        z, Pdo = warpgroup_mma_wait(0, deps=(z, Pdo))\n        z = mask_past(z * out + Pdo, left)\n",
-    "        z = issue_scores_mma(do_t, tiles, stage, i, z, w)\n"
-    "        z = mask_past(warpgroup_mma_wait(0, deps=(z,)) * out, left)\n",
+    "        z, Pdo = warpgroup_mma_wait(0, deps=(z, Pdo))\n        arrive(i, w.turns.P_empty)\n"
+    "        z = mask_past(z * out + Pdo, left)\n",
+    "        z = issue_scores_mma(do_t, tiles, i, z, w)\n"
+    "        z = mask_past(warpgroup_mma_wait(0, deps=(z,)) * out, left)\n"
+    "        arrive(i, w.turns.P_empty)\n",
 )
 DS_STORE = (
     CONSUMER,
@@ -67,7 +69,7 @@ DS_TMA = (
 DV_STORE = (
     CONSUMER,
     "            fence_async_shared()\n"
-    "            tma_store(w.out.dv_d, [position.token, column], tiles.dv.index(WG))\n",
+    "            tma_store(w.out.dv_d, [position.token, column], dv_tile)\n",
     "            fence_async_shared()\n",
 )
 READ_SCALE = (
@@ -83,8 +85,8 @@ SCALE_DO = (
 EXPONENTIALS = (SCORES, "gl.exp2(decay)", "decay")
 FENCE = (
     CONSUMER,
-    "        tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))\n",
-    "        if left < C:\n            tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))\n",
+    "        dv_tile.permute((1, 0)).store(dv.to(gl.bfloat16))\n",
+    "        if left < C:\n            dv_tile.permute((1, 0)).store(dv.to(gl.bfloat16))\n",
 )
 EARLY = (
     CONSUMER,

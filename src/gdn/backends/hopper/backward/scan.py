@@ -90,16 +90,16 @@ def load_chunk(w, item, c, i):
 
 
 @gluon.jit
-def run_partitions(x, out, sequences, STAGES: gl.constexpr, V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr,
-                   D: gl.constexpr):  # fmt: skip
+def run_partitions(x, out, sequences, V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr):
     """Allocate the shared memory of a CTA, initialise the mbarriers, and run the partitions."""
+    STAGES: gl.constexpr = 3
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     boxes = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, C], x.factors.layout)
     dS_s = None
-    dv_s = None
     if out.dS_d is not None:
         dS_s = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, D, STRIP], BF16_TILE)
-        dv_s = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, C, STRIP], BF16_TILE)
+    # two consumers leave shared memory for three stages if P has one buffer
+    P_STAGES: gl.constexpr = 1 if CONSUMERS == 2 else STAGES
     tiles = ScanTiles(
         q=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
         k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
@@ -107,19 +107,21 @@ def run_partitions(x, out, sequences, STAGES: gl.constexpr, V_FIRST: gl.constexp
         A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], BF16_TILE),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], x.factors.layout),
-        P=gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, C, C], BF16_TILE),
+        P=gl.allocate_shared_memory(gl.bfloat16, [2 * P_STAGES, C, C], BF16_TILE),
         dS=dS_s,
-        dv=dv_s,
     )
     turns = ScanTurns(
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        P_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        P_full=gl.allocate_shared_memory(gl.int64, [P_STAGES, 1], barrier),
+        P_empty=gl.allocate_shared_memory(gl.int64, [P_STAGES, 1], barrier),
     )
     for i in gl.static_range(STAGES):
         mbarrier.init(turns.full.index(i), count=1)
         mbarrier.init(turns.empty.index(i), count=1 + CONSUMERS)
+    for i in gl.static_range(P_STAGES):
         mbarrier.init(turns.P_full.index(i), count=1)
+        mbarrier.init(turns.P_empty.index(i), count=CONSUMERS)
     # mbarriers are initialised in the generic proxy; TMA arrives on them in the async proxy
     fence_async_shared()
     w = Scan(x, out, tiles, turns, sequences, V_FIRST, CONSUMERS, D)
@@ -145,19 +147,18 @@ def reverse_scan_kernel(
     # One CTA: work items b, b + grid, ...: 64 or 128 value rows of dS^T through all chunks, and their dv.
     # Grid: min(work items, SMs), persistent, 1 CTA an SM.
     # Warps: 4 for each of CONSUMERS consumers, 4 for scores, 1 producer.
-    # Shared memory: STAGES stages of q, k, do, A_inv, factors and P (hi and lo); dS and dv of each consumer.
+    # Shared memory: three stages of q, k, do, A_inv and factors; P (hi and lo); dS, then dv of each consumer.
     # The producer fills a stage by TMA. The score warpgroup reads q, k and factors, and writes P. A consumer
     # reads all of the stage, and stores dS and dv by TMA, dinitial from registers.
-    # mbarriers: full[s], 1 arrival by the producer and its TMA bytes; P_full[s], 1 by the score warpgroup;
-    # empty[s], 1 + CONSUMERS by the score warpgroup and each consumer.
+    # mbarriers: full[s], 1 arrival by the producer and its TMA bytes; empty[s], 1 + CONSUMERS by the score
+    # warpgroup and each consumer; P_full[p], 1 by the score warpgroup; P_empty[p], 1 by each consumer.
     # PDL: with flags, CTAs of the gradient kernel run on the SMs that have no CTA of this one, see `load`
     if flags_ptr is not None:
         gdc_launch_dependents()
-    STAGES: gl.constexpr = 2 if CONSUMERS == 2 else 3
     inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
     out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr, flags_ptr)
     sequences = Sequences(table_ptr, items_ptr, T, HV, ratio, chunks_per_row, bound, items)
-    run_partitions(inputs, out, sequences, STAGES, V_FIRST, CONSUMERS, D)
+    run_partitions(inputs, out, sequences, V_FIRST, CONSUMERS, D)
 
 
 @kernel
@@ -166,10 +167,11 @@ def reverse_transfer_kernel(
     V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     # One CTA: M or N of one segment and value head, 64 or 128 value columns: see `segments`.
-    # Grid: work items, of which many may be empty.  Warps: as in reverse_scan_kernel.
-    # Shared memory: three stages of what reverse_scan_kernel has two or three of; no dS, no dv.
+    # Grid: work items, of which many may be empty; one a CTA, as those for M skip P's mbarriers.
+    # Warps: as in reverse_scan_kernel.
+    # Shared memory: as in reverse_scan_kernel, but no dS.
     # mbarriers: as in reverse_scan_kernel.
     inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
     out = ScanOutputs(None, None, None, dfinal_ptr, transfers_ptr, None)
     sequences = Sequences(None, items_ptr, T, HV, ratio, 0, 0, items)
-    run_partitions(inputs, out, sequences, 3, V_FIRST, CONSUMERS, D)
+    run_partitions(inputs, out, sequences, V_FIRST, CONSUMERS, D)

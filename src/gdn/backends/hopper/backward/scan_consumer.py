@@ -118,7 +118,7 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     # split. With two consumers the other one keeps the tensor cores busy.
     Pdo = zeros
     if w.CONSUMERS == 1:
-        Pdo = issue_scores_mma(do_t, tiles, stage, i, zeros, w)
+        Pdo = issue_scores_mma(do_t, tiles, i, zeros, w)
     hi, lo = split_bf16(dS)
     z = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), k_t, zeros, use_acc=False, is_async=True)
     z = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), k_t, z, is_async=True)
@@ -131,16 +131,19 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     out = factor(tiles, stage, OUT, PER_COLUMN)[None, :]
     if w.CONSUMERS == 1:
         z, Pdo = warpgroup_mma_wait(0, deps=(z, Pdo))
+        arrive(i, w.turns.P_empty)
         z = mask_past(z * out + Pdo, left)
     else:
         z = mask_past(warpgroup_mma_wait(0, deps=(z,)) * out, left)
-        z = issue_scores_mma(do_t, tiles, stage, i, z, w)
+        z = issue_scores_mma(do_t, tiles, i, z, w)
     # while the tensor cores compute z
     dS = dS * gl.exp2(last_of(tiles, stage, DECAY))
     read = do_t.load(ACC_TOKENS).to(gl.float32) * factor(tiles, stage, READ, PER_COLUMN)[None, :]
     hi, lo = split_bf16(read)
     if w.CONSUMERS == 2:
         z = warpgroup_mma_wait(0, deps=(z,))
+        # the score warpgroup may overwrite P
+        arrive(i, w.turns.P_empty)
     rounded = gl.convert_layout(z.to(gl.bfloat16), A_OPERAND)
     dr = warpgroup_mma(rounded, tiles.A_inv.index(stage), z, is_async=True)
     # behind A_inv^T dv_new in the tensor cores, and while dv is made
@@ -155,13 +158,16 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     if w.out.dv_d is not None:
         # bf16 would not hold dv of a beta next to 0, which the gradient kernel knows
         dv = gl.where((gl.abs(beta) < TINY)[None, :], dr, dv)
-        tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))
+        # TMA has read dS by now
+        tma_store_wait(0)
+        dv_tile = tiles.dS.index(WG).slice(0, C)
+        dv_tile.permute((1, 0)).store(dv.to(gl.bfloat16))
         column = position.head * w.D + position.first_v
         if left < C:
-            store_values(w, tiles.dv.index(WG), position.token, column, left)
+            store_values(w, dv_tile, position.token, column, left)
         else:
             fence_async_shared()
-            tma_store(w.out.dv_d, [position.token, column], tiles.dv.index(WG))
+            tma_store(w.out.dv_d, [position.token, column], dv_tile)
     dS = warpgroup_mma_wait(0, deps=(dS,))
     # order this warpgroup's reads of the stage before the TMA loads that overwrite it
     fence_async_shared()
@@ -200,9 +206,9 @@ def mma_rounded_split(x, b, acc):
 
 
 @gluon.jit
-def issue_scores_mma(do_t, tiles, stage, i, acc, w):
+def issue_scores_mma(do_t, tiles, i, acc, w):
     """Wait for P of the CTA's chunk i and issue acc + do^T P as asynchronous MMAs."""
-    wait_full(i, w.turns.P_full)
+    stage = wait_full(i, w.turns.P_full)
     acc = warpgroup_mma(do_t, tiles.P.index(2 * stage), acc, is_async=True)
     return warpgroup_mma(do_t, tiles.P.index(2 * stage + 1), acc, is_async=True)
 

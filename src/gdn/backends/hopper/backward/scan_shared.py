@@ -58,8 +58,7 @@ class ScanTiles:
     boxes: Any  # factors, as one TMA load writes them
     factors: Any  # the same, row by row
     P: Any  # hi and lo
-    dS: Any
-    dv: Any  # or None, as dS
+    dS: Any  # of each consumer; later in a chunk the first rows hold dv. None: neither is stored
 
 
 @struct
@@ -69,6 +68,7 @@ class ScanTurns:
     full: Any
     empty: Any
     P_full: Any
+    P_empty: Any
 
 
 @struct
