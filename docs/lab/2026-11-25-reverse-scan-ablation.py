@@ -128,6 +128,7 @@ VARIANTS = {
     "e^G do made while k dS is multiplied": (EARLY_END, EARLY),
     "the same, e^G dv in one part": (EARLY_END, EARLY, DV_LOW),
     "no ragged chunks": (CLEAR,),
+    "two stages": ((SCAN, "STAGES: gl.constexpr = 3", "STAGES: gl.constexpr = 2"),),
 }
 SHAPES = {  # heads, sequences x tokens, consumers
     "16/32 8x4096": ((16, 32), 8, 4096, 2),
