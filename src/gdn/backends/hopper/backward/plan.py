@@ -210,21 +210,9 @@ def _plan(
         )
         # P and its low half stay in shared memory
         specs = (*specs[:-2], None, None)
-
-    def gradients_of(items: int, num_sms: int, options: dict[str, Any]) -> Launch:
-        return Launch(
-            gradients_kernel,
-            min(items, num_sms),
-            (*numbers, items, a.entries * p.H - 1),
-            {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": before is not None, "D": p.K},
-            4,
-            options={"maxnreg": 168, **options},
-            num_descriptors=11,
-            seconds=4.0,
-        )
-
-    at_once = None if scan is None or not beside else gradients_of(beside, num_sms - scan.grid, PDL)
-    gradients = gradients_of(a.entries * p.H - beside, num_sms, {})
+    # on the SMs that have no CTA of the scan
+    at_once = _plan_gradients(p, a, beside, num_sms - scan.grid, PDL) if scan and beside else None
+    gradients = _plan_gradients(p, a, a.entries * p.H - beside, num_sms, {}, before is not None)
     strips = 1 if before is None else before.gates.scalars[-1]
     gates = Launch(
         gates_bwd_kernel,
@@ -246,3 +234,24 @@ def _plan(
     )
     table = a.launch if before is None else None
     return Plan(before, specs, late, table, factors, parts, scan, at_once, gradients, gates, add)
+
+
+def _plan_gradients(
+    p: Problem,
+    a: rules.Description,
+    items: int,
+    num_sms: int,
+    options: dict[str, Any],
+    is_dr_given: bool = False,
+) -> Launch:
+    """Plan the gradient kernel for so many items (chunk, key head), as a persistent kernel on num_sms SMs."""
+    return Launch(
+        gradients_kernel,
+        min(items, num_sms),
+        (*rules.shape_scalars(p), items, a.entries * p.H - 1),
+        {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": is_dr_given, "D": p.K},
+        4,
+        options={"maxnreg": 168, **options},
+        num_descriptors=11,
+        seconds=4.0,
+    )
