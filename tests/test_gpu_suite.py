@@ -276,6 +276,6 @@ def test_make_runs_the_part_that_is_asked_for():
     said = command("PART=2/3", "WORKERS=20", "TIMEOUT=100", "RESULTS=x/y.jsonl", "COMMIT=abc")
     expected = "-m gpu", "-n 20", "--part 2/3", "--part-seconds 100", "--results x/y.jsonl", "--commit abc"
     assert all(option in said for option in expected)
-    # 3,000 drawn problems of test_hopper: two tests a seed
+    # 3,000 drawn problems each of test_hopper_gpu and test_hopper_training: two tests a seed
     assert "GDN_TEST_SEEDS=30 GDN_TEST_PROBLEMS=50" in said
     assert "--part 1/1" in command() and "--commit" not in command()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import gdn
 from gdn.problem import parse
 from gdn.testing import Case, accuracy, inputs, packed, rows
+from gdn.testing.cases import is_contradiction
 from gdn.testing.memory import poison_memory
 
 if not HAS_TRITON:
@@ -22,7 +23,7 @@ from kit import one_launch
 from kit.hopper import error, on_hopper, simulated
 from kit.serving import nothing_waits
 from test_hopper_backward import CASES, NAMES, expected_gradients
-from test_hopper_gpu import PROBLEMS, SEEDS, draw_kind, draw_problem, is_as_close
+from test_hopper_gpu import PROBLEMS, SEEDS, draw_kind, draw_problem
 
 from gdn.backends import Saved, eager
 from gdn.backends.hopper import rule
@@ -98,7 +99,9 @@ def check_gradients(here, triton, expected, keys):
             assert y is None or not y.any(), name
             continue
         limit = limits[accuracy.GRADIENTS[name]]
-        is_near = is_as_close(x, y, z, limit) or (x - z).norm() <= 1.6 * (y - z).norm()
+        # a sum over tokens may cancel: its error is that of its terms
+        terms = expected[NAMES.index("g")].norm() if name in ("A_log", "dt_bias") else z.norm()
+        is_near = (x - z).norm() <= max(1.6 * (y - z).norm(), limit * max(z.norm(), terms))
         if not is_near or x.isnan().any():
             bad.append(f"{name}: {error(x, z):.1e}, Triton {error(y, z):.1e}")
     return bad
@@ -114,7 +117,7 @@ def test_gradients_of_any_problem_on_a_gpu(monkeypatch, forward, seed):
     for number in PROBLEMS:
         case = draw_problem(source, kind)[0]
         # the reference keeps the states of all tokens: at most 1 GB
-        while case.cost > 2**27:
+        while case.cost > 2**27 or is_contradiction(vars(case)):
             case = draw_problem(source, kind)[0]
         consumers = 1 + number % 2
         monkeypatch.setattr(plan, "consumers_of", lambda problem, n=consumers: n)
@@ -235,7 +238,9 @@ def test_nan_stays_in_its_sequence_on_a_gpu():
     for name in ("dq", "dk", "dv", "dg", "dbeta"):
         for part in (slice(0, 40), slice(70, 140)):
             assert torch.equal(found[name][:, part], expected[name][:, part]), name
-        assert found[name][:, 40:70].isnan().any() and not found[name][:, 140:].any(), name
+        # a g that is NaN has no gradient, as one below the reset
+        assert name == "dg" or found[name][:, 40:70].isnan().any(), name
+        assert not found[name][:, 140:].any(), name
     assert torch.equal(found["dh0"][[0, 2]], expected["dh0"][[0, 2]]) and found["dh0"][1].isnan().any()
 
 
