@@ -160,11 +160,18 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Te
 
 def _plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Plan:
     before = None if HAS_SCAN else chunked.backward_plan(p, saved, do, dfinal)
-    cut = segmentation_of(p) if HAS_SCAN else None
-    consumers = consumers_of(p) if cut is None else cut.consumers
-    beside = items_beside(p, consumers) if HAS_SCAN and cut is None else 0
-    key = (rules.problem_key(p), do.stride(), dfinal is None, HAS_SCAN, consumers, cut, beside)
-    return _plans.get(key, lambda: _plan(p, before, consumers, cut, beside))
+    schedule = schedule_of(p) if HAS_SCAN else (2, None, 0)
+    key = (rules.problem_key(p), do.stride(), dfinal is None, HAS_SCAN, schedule)
+    return _plans.get(key, lambda: _plan(p, before, *schedule))
+
+
+def schedule_of(p: Problem) -> tuple[int, Segmentation | None, int]:
+    """Return consumers of a CTA of the scan, its segments, and items of the gradient kernel beside it."""
+    cut = segmentation_of(p)
+    if cut is not None:
+        return cut.consumers, cut, 0
+    consumers = consumers_of(p)
+    return consumers, None, items_beside(p, consumers)
 
 
 def consumers_of(p: Problem) -> int:
