@@ -52,6 +52,8 @@ from gdn.backends.triton.rule.launches import Backward
 from gdn.problem import CHUNK, RESET, Problem
 
 HAS_SCAN = True  # the reverse state scan in Gluon, not Triton's state pass
+# few long sequences: in segments, or the gradient kernel beside the scan. Off until a GPU has run them
+FILLS_SMS = False
 HEADS = 8  # value heads of a program of backward_factors_kernel
 
 
@@ -167,11 +169,11 @@ def _plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Pla
 
 def schedule_of(p: Problem) -> tuple[int, Segmentation | None, int]:
     """Return consumers of a CTA of the scan, its segments, and items of the gradient kernel beside it."""
-    cut = segmentation_of(p)
+    cut = segmentation_of(p) if FILLS_SMS else None
     if cut is not None:
         return cut.consumers, cut, 0
     consumers = consumers_of(p)
-    return consumers, None, items_beside(p, consumers)
+    return consumers, None, items_beside(p, consumers) if FILLS_SMS else 0
 
 
 def consumers_of(p: Problem) -> int:
