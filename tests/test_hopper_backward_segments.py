@@ -34,9 +34,7 @@ CASES = {
 
 def set_schedule(monkeypatch, segmentation=None, beside=0, consumers=2):
     """Set how the backward is scheduled, whatever the cost model says."""
-    monkeypatch.setattr(plan, "segmentation_of", lambda p: segmentation)
-    monkeypatch.setattr(plan, "items_beside", lambda p, consumers: beside)
-    monkeypatch.setattr(plan, "consumers_of", lambda p: consumers)
+    monkeypatch.setattr(plan, "schedule_of", lambda p: (consumers, segmentation, beside))
     monkeypatch.setattr(plan, "_plans", PlanCache())
 
 

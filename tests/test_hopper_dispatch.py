@@ -166,10 +166,12 @@ def test_other_backends_are_compiled_ahead(monkeypatch, named, save):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
+@pytest.mark.parametrize("fills", [False, True])
 @pytest.mark.parametrize("name", ["packed", "options", "one chunk"])
-def test_the_backward_is_compiled_ahead(monkeypatch, name):
+def test_the_backward_is_compiled_ahead(monkeypatch, name, fills):
     """Compile all binaries of backwards of a kind with the first one; those of other sizes are among them."""
     kinds = {}
+    monkeypatch.setattr(plan, "FILLS_SMS", fills)
     monkeypatch.setattr(plan, "compile_ahead", lambda device, kind, steps: kinds.update({kind: steps}))
     launched = set()
     with recording(TARGETS["cuda:90"].machine) as launches:

@@ -79,8 +79,8 @@ def reference(given):
 
 
 def backward(given, saved, problem, segmentation):
-    plan.segmentation_of = lambda p: segmentation
-    plan.items_beside = lambda p, consumers: 0
+    consumers = segmentation.consumers if segmentation else plan.consumers_of(problem)
+    plan.schedule_of = lambda p: (consumers, segmentation, 0)
     plan._plans = PlanCache()
 
     def run():
@@ -132,7 +132,7 @@ def check_beside(name):
     cells = []
     chosen = items_beside(problem, plan.consumers_of(problem))
     for items in (chosen, 7, problem.num_chunks * problem.H):
-        plan.items_beside = lambda p, consumers, items=items: items
+        plan.schedule_of = lambda p, items=items: (plan.consumers_of(p), None, items)
         plan._plans = PlanCache()
 
         def run():

@@ -352,11 +352,9 @@ def hopper_backward_of_few_heads(case: Case) -> Callable[[], Any]:
 
         saved = run.chunk_forward(problem, True)[2]
         cut = Cut(1, 9, 1)
-        for segmentation, beside in ((Segmentation(cut, 1, 1), 0), (Segmentation(cut, 2, 2), 0), (None, 1)):
-            with (
-                patch.object(plan, "segmentation_of", lambda p, found=segmentation: found),
-                patch.object(plan, "items_beside", lambda p, consumers, found=beside: found),
-            ):
+        segmentations = (Segmentation(cut, 1, 1), Segmentation(cut, 2, 2))
+        for schedule in ((1, segmentations[0], 0), (2, segmentations[1], 0), (1, None, 1)):
+            with patch.object(plan, "schedule_of", lambda p, found=schedule: found):
                 plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
     return call

@@ -57,6 +57,8 @@ from gdn.backends.triton.rule.launches import Backward
 from gdn.problem import CHUNK, RESET, Problem
 
 HAS_SCAN = True  # the reverse state scan in Gluon, not Triton's state pass
+# few long sequences: in segments, or the gradient kernel beside the scan. Off until a GPU has run them
+FILLS_SMS = False
 HEADS = 8  # value heads of a program of backward_factors_kernel
 
 
@@ -176,25 +178,32 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Te
 
 def _plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Plan:
     before = None if HAS_SCAN else chunked.backward_plan(p, saved, do, dfinal)
-    cut = segmentation_of(p) if HAS_SCAN else None
-    consumers = consumers_of(p) if cut is None else cut.consumers
-    beside = items_beside(p, consumers) if HAS_SCAN and cut is None else 0
+    schedule = schedule_of(p) if HAS_SCAN else (2, None, 0)
     dtype = None if dfinal is None else dfinal.dtype
-    key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, consumers, cut, beside)
+    key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, schedule)
 
     def make() -> Plan:
         if before is None:
             kind = ("hopper backward", rules.kind_key(p, rules.describe(p)), dtype)
             compile_ahead(p.device, kind, lambda: _all_steps(p, saved, do, dfinal))
-        return _plan(p, before, consumers, cut, beside)
+        return _plan(p, before, *schedule)
 
     return _plans.get(key, make)
 
 
+def schedule_of(p: Problem) -> tuple[int, Segmentation | None, int]:
+    """Return consumers of a CTA of the scan, its segments, and items of the gradient kernel beside it."""
+    cut = segmentation_of(p) if FILLS_SMS else None
+    if cut is not None:
+        return cut.consumers, cut, 0
+    consumers = consumers_of(p)
+    return consumers, None, items_beside(p, consumers) if FILLS_SMS else 0
+
+
 def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
     """Yield the launches of backwards of this kind at any size, on placeholders for what they write."""
-    for consumers, cut, beside in _all_choices(p):
-        plan = _plan(p, None, consumers, cut, beside)
+    for schedule in _all_schedules(p):
+        plan = _plan(p, None, *schedule)
         new = allocate_placeholders(p.device, plan.specs)
         # TMA descriptors need real strides: one tile of each tensor that has a descriptor
         for i in (0, 4):
@@ -209,13 +218,13 @@ def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> I
                 yield from ((replace(launch, constants=constants), tensors) for constants in others)
 
 
-def _all_choices(p: Problem) -> Iterator[tuple[int, Segmentation | None, int]]:
-    """Yield (consumers, segmentation, items beside the scan) for every binary that a size may need."""
+def _all_schedules(p: Problem) -> Iterator[tuple[int, Segmentation | None, int]]:
+    """Yield the schedules of all binaries that a problem of another size may need."""
     for consumers in (1, 2):
         yield consumers, None, 0
-        if p.cu_seqlens is None:
+        if FILLS_SMS and p.cu_seqlens is None:
             yield consumers, None, 1
-        if not p.batch_invariant:
+        if FILLS_SMS and not p.batch_invariant:
             yield consumers, Segmentation(Cut(1, 1 << 16, 1), consumers, consumers), 0
 
 
