@@ -166,16 +166,19 @@ def test_other_backends_are_compiled_ahead(monkeypatch, named, save):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
+@pytest.mark.parametrize("fills", [False, True])
 @pytest.mark.parametrize("name", ["packed", "options", "one chunk"])
-def test_the_backward_is_compiled_ahead(monkeypatch, name):
+def test_the_backward_is_compiled_ahead(monkeypatch, name, fills):
     """Compile all binaries of backwards of a kind with the first one; those of other sizes are among them."""
     kinds = {}
+    monkeypatch.setattr(plan, "FILLS_SMS", fills)
     monkeypatch.setattr(plan, "compile_ahead", lambda device, kind, steps: kinds.update({kind: steps}))
     launched = set()
     with recording(TARGETS["cuda:90"].machine) as launches:
-        for heads, repeats in (((1, 2), 1), ((8, 64), 1), ((2, 2), 40)):
+        sizes = (((1, 2), 1, 65), ((8, 64), 3, 65), ((2, 2), 40, 65), ((1, 2), 1, 1500))
+        for heads, B, T in sizes:
             case = CASES[name]
-            lengths = rows(65)._replace(B=repeats) if case.lengths.ends is None else packed(*[65] * repeats)
+            lengths = rows(T)._replace(B=B) if case.lengths.ends is None else packed(*[T] * B)
             given = inputs(replace(case, heads=heads, lengths=lengths), torch.bfloat16)
             problem = parse(**given.tensors, **given.options, backend="triton")
             saved = chunked.chunk_forward(problem, True)[2]
@@ -185,7 +188,8 @@ def test_the_backward_is_compiled_ahead(monkeypatch, name):
         compiled = set().union(*(jobs_of(steps(), "cuda:90") for steps in kinds.values()))
     assert len(kinds) == 1 and launched <= compiled
     assert {job.kernel.__name__ for job in launched} >= {"reverse_scan_kernel", "gradients_kernel"}
-    assert len([job for job in launched if job.kernel is plan.reverse_scan_kernel]) == 2
+    scans = [dict(job.constants) for job in launched if job.kernel is plan.reverse_scan_kernel]
+    assert {scan["CONSUMERS"] for scan in scans} == {1, 2}
 
 
 def test_compiling_ahead_copies_no_tensor_and_needs_no_token(monkeypatch):

@@ -339,6 +339,27 @@ def hopper_backward(case: Case, has_scan: bool = True) -> Callable[[], Any]:
     return call
 
 
+def hopper_backward_of_few_heads(case: Case) -> Callable[[], Any]:
+    """Make the reverse scan in segments, by CTAs of one consumer and of two, and beside the gradients."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+
+    def call() -> None:
+        from gdn.backends.hopper.backward import plan
+        from gdn.backends.hopper.backward.cost import Segmentation
+        from gdn.backends.hopper.cost import Cut
+        from gdn.backends.triton.rule import run
+
+        saved = run.chunk_forward(problem, True)[2]
+        cut = Cut(1, 9, 1)
+        segmentations = (Segmentation(cut, 1, 1), Segmentation(cut, 2, 2))
+        for schedule in ((1, segmentations[0], 0), (2, segmentations[1], 0), (1, None, 1)):
+            with patch.object(plan, "schedule_of", lambda p, found=schedule: found):
+                plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
+
+    return call
+
+
 # name -> function, arguments, targets
 OTHERS = {
     "hopper": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
@@ -410,6 +431,11 @@ OTHERS = {
     "hopper backward all packed": (
         hopper_backward,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),),
+        TUNED,
+    ),
+    "hopper backward of few heads": (
+        hopper_backward_of_few_heads,
+        (Case(sizes=(128, 128), heads=(2, 4), state="wide", lengths=rows(257)),),
         TUNED,
     ),
     "hopper backward on Triton's state pass": (

@@ -87,21 +87,21 @@ def equal_cuts(chunks: int) -> Cuts:
 def cuts_of(p: Problem) -> Cuts | None:
     """Return how sequences are cut into segments, or None if they are not."""
     # a cut depends on the other sequences of the batch, and it changes the rounding of S
-    return None if p.batch_invariant else _best_cuts(*_sizes(p))
+    return None if p.batch_invariant else _best_cuts(*sizes_of(p))
 
 
 def consumers_of(p: Problem, cuts: Cuts | None) -> int:
     """Return the consumers of a CTA of the scan at K = V = 128: one if two CTAs a work item fit the SMs."""
-    HV, distributions, num_sms = _sizes(p)
+    HV, distributions, num_sms = sizes_of(p)
     return max(_consumers(HV, distributions, cut, num_sms) for cut in cuts or (None,))
 
 
 def is_faster(p: Problem) -> bool:
     """Return True if `hopper` is predicted to be at least 10 % faster than `triton`."""
-    return _is_faster(*_sizes(p))
+    return _is_faster(*sizes_of(p))
 
 
-def _sizes(p: Problem) -> tuple[int, tuple[Distribution, ...], int]:
+def sizes_of(p: Problem) -> tuple[int, tuple[Distribution, ...], int]:
     """Return value heads, the distributions of chunks over sequences that are possible, and SMs."""
     return p.HV, _distributions(p), num_sms(p.device)
 
@@ -137,7 +137,7 @@ def num_sms(device: torch.device) -> int:
 def _best_cuts(HV: int, distributions: tuple[Distribution, ...], num_sms: int) -> Cuts | None:
     """Return the fastest cuts over all distributions, or None if they gain less than 10 %."""
     longest = max(longest for *_, longest in distributions)
-    longest_heads = [_count_longest(*distribution) * HV for distribution in distributions]
+    longest_heads = [count_longest(*distribution) * HV for distribution in distributions]
     # every SM has a work item already without segments
     if min(longest_heads) == 0 or num_sms <= max(longest_heads):
         return None
@@ -145,7 +145,7 @@ def _best_cuts(HV: int, distributions: tuple[Distribution, ...], num_sms: int) -
     def total(cut: Cut | None, alive: float) -> float:
         return sum(_scan_time(HV, distribution, cut, num_sms, alive) for distribution in distributions)
 
-    possible = list(_candidate_cuts(longest, num_sms // max(longest_heads), num_sms // min(longest_heads)))
+    possible = list(candidate_cuts(longest, num_sms // max(longest_heads), num_sms // min(longest_heads)))
     times = {cut: total(cut, 1.0) for cut in possible}
     # segments below FADING chunks keep every M
     faded = {cut: total(cut, ALIVE) if cut.long >= FADING else time for cut, time in times.items()}
@@ -160,7 +160,7 @@ def _best_cuts(HV: int, distributions: tuple[Distribution, ...], num_sms: int) -
     return best if times[best.many] < GAIN * total(None, 1.0) else None
 
 
-def _candidate_cuts(longest: int, least: int, most: int) -> Iterator[Cut]:
+def candidate_cuts(longest: int, least: int, most: int) -> Iterator[Cut]:
     """Yield cuts with about as many long segments as there are SMs for each head, from `least` to `most`."""
     longs = max(1, least // 2 - 1)
     while longs <= most:
@@ -197,10 +197,10 @@ def _count_items(HV: int, distribution: Distribution, cut: Cut | None) -> int:
     """Return the work items of the scan: N sequences, and the further segments of the longest ones."""
     N, _, longest = distribution
     before, _ = cut.segments(longest) if cut else ((), 0)
-    return HV * (N + _count_longest(*distribution) * sum(count for count, _ in before))
+    return HV * (N + count_longest(*distribution) * sum(count for count, _ in before))
 
 
-def _count_longest(N: int, chunks: int, longest: int) -> int:
+def count_longest(N: int, chunks: int, longest: int) -> int:
     """Return how many sequences as long as the longest would have all the chunks."""
     return chunks // max(1, longest)
 
@@ -210,7 +210,7 @@ def _scan_time(
 ) -> float:
     """Return the us of the scan and segment kernels; `alive`: share of heads with an M in long segments."""
     _, chunks, longest = distribution
-    n = _count_longest(*distribution)
+    n = count_longest(*distribution)
     # chunks of shorter sequences, spread evenly over the SMs
     rest = (chunks - n * longest) * HV / num_sms
     before: Items = ()
@@ -220,7 +220,7 @@ def _scan_time(
     n *= HV
     consumers = _consumers(HV, (distribution,), cut, num_sms)
     items = [(2 // consumers * n * count, segment) for count, segment in ((1, last), *before)]
-    scan = _makespan(SCAN_COSTS[consumers], items, rest, num_sms)
+    scan = makespan(SCAN_COSTS[consumers], items, rest, num_sms)
     if not before:
         return scan
     transfers = []
@@ -229,14 +229,14 @@ def _scan_time(
         transfers.append((int(n * (count + maps)), segment))
     once, each = PROPAGATE_TIME
     return (
-        _makespan(TRANSFER_COST, transfers, rest, num_sms)
+        makespan(TRANSFER_COST, transfers, rest, num_sms)
         + once
         + each * sum(count for count, _ in before)
         + scan
     )
 
 
-def _makespan(cost: ScanCost, items: Items, rest: float, num_sms: int) -> float:
+def makespan(cost: ScanCost, items: Items, rest: float, num_sms: int) -> float:
     """Return the us of greedily scheduling `jobs` on num_sms CTAs, with `rest` further chunks on each."""
     longest = max(chunks for _, chunks in items)
     busy = sum(count * chunks for count, chunks in items) / max(1, longest)

@@ -2,6 +2,7 @@
 
     table               Triton   packed sequences only: first token and length of each chunk
     backward_factors    Triton   per-token factors of the Gluon kernels
+    segments            both     few long sequences only: cut them into segments that are scanned at once
     reverse_scan        Gluon    dS of every chunk, dv, and the gradient of the initial state
     gradients           Gluon    dq, dk, and the terms of the gates' gradients
     gates_bwd, sums     Triton   dg, dbeta, dA_log, ddt_bias
@@ -15,7 +16,7 @@ gates 50: 4024. Triton's backward: 7850.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,13 +24,17 @@ from torch import Tensor
 
 from gdn.backends.backend import Gradients, Saved
 from gdn.backends.hopper import cost
+from gdn.backends.hopper.backward import segments
+from gdn.backends.hopper.backward.cost import Segmentation, items_beside, segmentation_of
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
+from gdn.backends.hopper.cost import Cut
 from gdn.backends.hopper.descriptors import FACTOR_ROWS, TOKENS, align, make_aligned, make_descriptor
 from gdn.backends.hopper.factors import MIN_G
 from gdn.backends.hopper.rule import REGISTERS, STRIP
 from gdn.backends.hopper.scan.operands import BF16_TILE
+from gdn.backends.hopper.segments import PROPAGATE, propagate_states_kernel
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import (
     Launch,
@@ -43,6 +48,7 @@ from gdn.backends.triton.launch import (
     tensor_spec,
 )
 from gdn.backends.triton.launch.launches import ALIGNMENT
+from gdn.backends.triton.launch.pdl import PDL
 from gdn.backends.triton.rule import build
 from gdn.backends.triton.rule import describe as rules
 from gdn.backends.triton.rule import run as chunked
@@ -51,6 +57,8 @@ from gdn.backends.triton.rule.launches import Backward
 from gdn.problem import CHUNK, RESET, Problem
 
 HAS_SCAN = True  # the reverse state scan in Gluon, not Triton's state pass
+# few long sequences: in segments, or the gradient kernel beside the scan. Off until a GPU has run them
+FILLS_SMS = False
 HEADS = 8  # value heads of a program of backward_factors_kernel
 
 
@@ -61,10 +69,12 @@ class Plan:
     before: Backward | None  # Triton's launches up to dr and dS, or None with a scan of our own
     # dv, dg, dbeta, dS0, dS, dA_log, ddt_bias, partial, shares, table, P, P_rest
     specs: tuple[TensorSpec | None, ...]
-    late: tuple[TensorSpec, ...]  # factors, dq, dk
+    late: tuple[TensorSpec, ...]  # factors, dq, dk, flags of chunks for `beside` or those of `segments`
     table: Launch | None
     factors: Launch
+    segments: segments.Segments | None
     scan: Launch | None
+    beside: Launch | None  # the gradients of the last chunks, while the scan runs
     gradients: Launch
     gates: Launch
     sums: Launch | None
@@ -74,20 +84,27 @@ class Plan:
     ) -> Iterator[Step]:
         """Yield the launches in order; `new` and `late`: the tensors of `specs` and of `late`."""
         dv, dg, dbeta, dinitial, dS, dA_log, ddt_bias, partial, shares, table, *_ = new
-        factors, dq, dk = late
+        factors, dq, dk, *rest = late
         assert saved.S_in is not None and saved.A_inv is not None
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
-        yield self.factors, (p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, factors)
+        flags = None if self.beside is None else rest[0]
+        yield self.factors, (p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, factors, flags)
         q_d, k_d, v_d, do_d, dv_d = (_tokens(x) for x in (p.q, p.k, p.v, do, dv))
         S_d, dS_d = _states(saved.S_in), _states(dS)
         A_inv_d = make_descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), BF16_TILE.value)
         factors_d = make_descriptor(factors.view(-1, CHUNK), (ROWS.value, CHUNK), FACTOR_ROWS)
+        given: tuple[Any, ...] = (q_d, k_d, do_d, A_inv_d, factors_d)
+        items = None
+        if self.segments is not None:
+            yield from self.segments.steps(p, given, factors, table, dfinal, rest)
+            dfinal, items, *_ = rest
         if self.scan is not None:
-            given: tuple[Any, ...] = (q_d, k_d, do_d, A_inv_d, factors_d, dS_d, _rows(dv))
-            yield self.scan, (*given, table, dfinal, dinitial, dv)
+            yield self.scan, (*given, dS_d, _rows(dv), table, items, dfinal, dinitial, dv, flags)
         given = (q_d, k_d, v_d, do_d, dv_d, S_d, dS_d, A_inv_d, factors_d, _rows(dq), _rows(dk))
-        yield self.gradients, (*given, table, dq, dk, dv, shares)
+        if self.beside is not None:
+            yield self.beside, (*given, table, dq, dk, dv, shares, flags)
+        yield self.gradients, (*given, table, dq, dk, dv, shares, None)
         gates = (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, shares)
         yield self.gates, (*gates, dg, dbeta, partial)
         if self.sums is not None:
@@ -165,30 +182,39 @@ def backward_inputs(p: Problem, saved: Saved, do: Tensor | None) -> tuple[Saved,
 def backward_results(new: list[Any], late: list[Any]) -> Gradients:
     """Return the gradients among the tensors that a backward wrote."""
     dv, dg, dbeta, dinitial, _, dA_log, ddt_bias, *_ = new
-    _, dq, dk = late
+    _, dq, dk, *_ = late
     assert dq is not None and dk is not None and dv is not None
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
 def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Plan:
     before = None if HAS_SCAN else chunked.backward_plan(p, saved, do, dfinal)
-    consumers = consumers_of(p)
+    schedule = schedule_of(p) if HAS_SCAN else (2, None, 0)
     dtype = None if dfinal is None else dfinal.dtype
-    key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, consumers)
+    key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, schedule)
 
     def make() -> Plan:
         if before is None:
             kind = ("hopper backward", rules.kind_key(p, rules.describe(p)), dtype)
             compile_ahead(p.device, kind, lambda: _all_steps(p, saved, do, dfinal))
-        return _plan(p, before, consumers)
+        return _plan(p, before, *schedule)
 
     return _plans.get(key, make)
 
 
+def schedule_of(p: Problem) -> tuple[int, Segmentation | None, int]:
+    """Return consumers of a CTA of the scan, its segments, and items of the gradient kernel beside it."""
+    cut = segmentation_of(p) if FILLS_SMS else None
+    if cut is not None:
+        return cut.consumers, cut, 0
+    consumers = consumers_of(p)
+    return consumers, None, items_beside(p, consumers) if FILLS_SMS else 0
+
+
 def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
     """Yield the launches of backwards of this kind at any size, on placeholders for what they write."""
-    for consumers in (1, 2):
-        plan = _plan(p, None, consumers)
+    for schedule in _all_schedules(p):
+        plan = _plan(p, None, *schedule)
         new = allocate_placeholders(p.device, plan.specs)
         # TMA descriptors need real strides: one tile of each tensor that has a descriptor
         for i in (0, 4):
@@ -196,7 +222,21 @@ def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> I
             assert x is not None
             new[i] = allocate(p.device, [_tile_spec(x)])[0]
         late = allocate(p.device, map(_tile_spec, plan.late))
-        yield from plan.steps(p, saved, do, dfinal, new, late)
+        for launch, tensors in plan.steps(p, saved, do, dfinal, new, late):
+            yield launch, tensors
+            if launch.kernel is propagate_states_kernel:
+                others = ({**launch.constants, "BV": width} for width in PROPAGATE[p.K][0])
+                yield from ((replace(launch, constants=constants), tensors) for constants in others)
+
+
+def _all_schedules(p: Problem) -> Iterator[tuple[int, Segmentation | None, int]]:
+    """Yield the schedules of all binaries that a problem of another size may need."""
+    for consumers in (1, 2):
+        yield consumers, None, 0
+        if FILLS_SMS and p.cu_seqlens is None:
+            yield consumers, None, 1
+        if FILLS_SMS and not p.batch_invariant:
+            yield consumers, Segmentation(Cut(1, 1 << 16, 1), consumers, consumers), 0
 
 
 def _tile_spec(spec: TensorSpec) -> TensorSpec:
@@ -213,7 +253,14 @@ def consumers_of(p: Problem) -> int:
     return 1 if cost.num_sms(p.device) >= 2 * p.N * p.HV and not p.batch_invariant else 2
 
 
-def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
+def _plan(
+    p: Problem,
+    before: Backward | None,
+    consumers: int,
+    segmentation: Segmentation | None = None,
+    beside: int = 0,
+) -> Plan:
+    """Plan the launches of a backward; `beside`: items of the gradient kernel that run beside the scan."""
     a = rules.describe(p)
     numbers = rules.shape_scalars(p)
     specs = build.backward_specs(p, a)
@@ -226,12 +273,15 @@ def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
         4,
     )
     # both Gluon kernels are persistent: 1 CTA an SM, as a CTA takes nearly all of an SM's shared memory
-    scan = None
+    scan, parts = None, None
+    if segmentation is not None:
+        parts = segments.plan_launches(p, segmentation, (*numbers, a.entries))
     if before is None:
-        items = p.N * p.HV * (p.V // STRIP // consumers)
+        items = (p.N * p.HV if parts is None else parts.num_items) * (p.V // STRIP // consumers)
         scan = Launch(
             reverse_scan_kernel,
-            min(items, num_sms),
+            # of segments one item a CTA, as many may be empty: the GPU then balances the others
+            min(items, num_sms) if parts is None else items,
             (*numbers, a.entries, items),
             {"V_FIRST": p.state_v_first, "CONSUMERS": consumers, "D": p.K},
             4,
@@ -241,17 +291,9 @@ def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
         )
         # P and its low half stay in shared memory
         specs = (*specs[:-2], None, None)
-    items = a.entries * p.H
-    gradients = Launch(
-        gradients_kernel,
-        min(items, num_sms),
-        (*numbers, items),
-        {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": before is not None, "D": p.K},
-        4,
-        options={"maxnreg": 168},
-        num_descriptors=11,
-        seconds=4.0,
-    )
+    # on the SMs that have no CTA of the scan
+    at_once = _plan_gradients(p, a, beside, num_sms - scan.grid, PDL) if scan and beside else None
+    gradients = _plan_gradients(p, a, a.entries * p.H - beside, num_sms, {}, before is not None)
     strips = 1 if before is None else before.gates.scalars[-1]
     gates = Launch(
         gates_bwd_kernel,
@@ -268,6 +310,29 @@ def _plan(p: Problem, before: Backward | None, consumers: int) -> Plan:
         tensor_spec((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
         tensor_spec(p.q.shape, p.q.dtype),
         tensor_spec(p.k.shape, p.k.dtype),
+        *(() if parts is None else parts.specs),
+        *((tensor_spec((a.entries, p.HV), torch.int32),) if beside else ()),
     )
     table = a.launch if before is None else None
-    return Plan(before, specs, late, table, factors, scan, gradients, gates, add)
+    return Plan(before, specs, late, table, factors, parts, scan, at_once, gradients, gates, add)
+
+
+def _plan_gradients(
+    p: Problem,
+    a: rules.Description,
+    items: int,
+    num_sms: int,
+    options: dict[str, Any],
+    is_dr_given: bool = False,
+) -> Launch:
+    """Plan the gradient kernel for so many items (chunk, key head), as a persistent kernel on num_sms SMs."""
+    return Launch(
+        gradients_kernel,
+        min(items, num_sms),
+        (*rules.shape_scalars(p), items, a.entries * p.H - 1),
+        {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": is_dr_given, "D": p.K},
+        4,
+        options={"maxnreg": 168, **options},
+        num_descriptors=11,
+        seconds=4.0,
+    )

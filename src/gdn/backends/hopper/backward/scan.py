@@ -27,11 +27,19 @@ from gdn.backends.hopper.backward.scan_shared import (
     ScanTurns,
     Sequences,
     chunks_in,
+    is_map,
     item_of,
 )
 from gdn.backends.hopper.backward.shared import wait_empty
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import fence_async_shared, kernel, mbarrier, recast, tma_load
+from gdn.backends.hopper.gluon import (
+    fence_async_shared,
+    gdc_launch_dependents,
+    kernel,
+    mbarrier,
+    recast,
+    tma_load,
+)
 from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.hopper.scan.scheduler import STRIP
 
@@ -54,11 +62,16 @@ def load_chunk(w, item, c, i):
     x = w.inputs
     stage = wait_empty(i, w.turns.empty)
     ready = w.turns.full.index(stage)
-    BYTES: gl.constexpr = (
-        2 * (w.D // STRIP) * x.q.block_type.nbytes + w.CONSUMERS * x.do.block_type.nbytes
-        + x.A_inv.block_type.nbytes + x.factors.block_type.nbytes
-    )  # fmt: skip
-    mbarrier.expect(ready, BYTES)
+    KEYS: gl.constexpr = (w.D // STRIP) * x.k.block_type.nbytes
+    BYTES: gl.constexpr = KEYS + x.A_inv.block_type.nbytes + x.factors.block_type.nbytes
+    # M of a segment is scanned with do = 0, and needs no q
+    has_q = True
+    if w.out.dS_d is None:
+        has_q = is_map(item) == 0
+    if has_q:
+        mbarrier.expect(ready, BYTES + KEYS + w.CONSUMERS * x.do.block_type.nbytes)
+    else:
+        mbarrier.expect(ready, BYTES)
     token = item.first + c * C
     tile = (item.chunk + c) * w.sequences.HV + item.head
     key_head = item.head // w.sequences.ratio
@@ -66,58 +79,52 @@ def load_chunk(w, item, c, i):
         corner = [item.row, token, key_head, n * STRIP]
         tma_load(x.k, corner, ready, w.tiles.k.index(stage).slice(n * STRIP, STRIP, 3))
     tma_load(x.factors, [tile * ROWS, 0], ready, w.tiles.boxes.index(stage))
-    for n in gl.static_range(w.D // STRIP):
-        corner = [item.row, token, key_head, n * STRIP]
-        tma_load(x.q, corner, ready, w.tiles.q.index(stage).slice(n * STRIP, STRIP, 3))
-    for n in gl.static_range(w.CONSUMERS):
-        corner = [item.row, token, item.head, (item.strip + n) * STRIP]
-        tma_load(x.do, corner, ready, w.tiles.do.index(w.CONSUMERS * stage + n))
+    if has_q:
+        for n in gl.static_range(w.D // STRIP):
+            corner = [item.row, token, key_head, n * STRIP]
+            tma_load(x.q, corner, ready, w.tiles.q.index(stage).slice(n * STRIP, STRIP, 3))
+        for n in gl.static_range(w.CONSUMERS):
+            corner = [item.row, token, item.head, (item.strip + n) * STRIP]
+            tma_load(x.do, corner, ready, w.tiles.do.index(w.CONSUMERS * stage + n))
     tma_load(x.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
 
 
-@kernel
-def reverse_scan_kernel(
-    q_d, k_d, do_d, A_inv_d, factors_d, dS_d, dv_d,
-    table_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, T, HV, ratio, chunks_per_row, bound, items,
-    V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    # One CTA: work items b, b + grid, ...: 64 or 128 value rows of dS^T through all chunks, and their dv.
-    # Grid: min(work items, SMs), persistent, 1 CTA an SM.
-    # Warps: 4 for each of CONSUMERS consumers, 4 for scores, 1 producer.
-    # Shared memory: STAGES stages of q, k, do, A_inv, factors and P (hi and lo); dS and dv of each consumer.
-    # The producer fills a stage by TMA. The score warpgroup reads q, k and factors, and writes P. A consumer
-    # reads all of the stage, and stores dS and dv by TMA, dinitial from registers.
-    # mbarriers: full[s], 1 arrival by the producer and its TMA bytes; P_full[s], 1 by the score warpgroup;
-    # empty[s], 1 + CONSUMERS by the score warpgroup and each consumer.
-    STAGES: gl.constexpr = 2 if CONSUMERS == 2 else 3
+@gluon.jit
+def run_partitions(x, out, sequences, V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr):
+    """Allocate the shared memory of a CTA, initialise the mbarriers, and run the partitions."""
+    STAGES: gl.constexpr = 3
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    boxes = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, C], factors_d.layout)
+    boxes = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, C], x.factors.layout)
+    dS_s = None
+    if out.dS_d is not None:
+        dS_s = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, D, STRIP], BF16_TILE)
+    # two consumers leave shared memory for three stages if P has one buffer
+    P_STAGES: gl.constexpr = 1 if CONSUMERS == 2 else STAGES
     tiles = ScanTiles(
-        q=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout),
-        k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout),
-        do=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS * STAGES, 1, C, 1, STRIP], q_d.layout),
+        q=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
+        k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
+        do=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS * STAGES, 1, C, 1, STRIP], x.q.layout),
         A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], BF16_TILE),
         boxes=boxes,
-        factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], factors_d.layout),
-        P=gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, C, C], BF16_TILE),
-        dS=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, D, STRIP], BF16_TILE),
-        dv=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, C, STRIP], BF16_TILE),
+        factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], x.factors.layout),
+        P=gl.allocate_shared_memory(gl.bfloat16, [2 * P_STAGES, C, C], BF16_TILE),
+        dS=dS_s,
     )
     turns = ScanTurns(
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        P_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        P_full=gl.allocate_shared_memory(gl.int64, [P_STAGES, 1], barrier),
+        P_empty=gl.allocate_shared_memory(gl.int64, [P_STAGES, 1], barrier),
     )
     for i in gl.static_range(STAGES):
         mbarrier.init(turns.full.index(i), count=1)
         mbarrier.init(turns.empty.index(i), count=1 + CONSUMERS)
+    for i in gl.static_range(P_STAGES):
         mbarrier.init(turns.P_full.index(i), count=1)
+        mbarrier.init(turns.P_empty.index(i), count=CONSUMERS)
     # mbarriers are initialised in the generic proxy; TMA arrives on them in the async proxy
     fence_async_shared()
-    inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
-    out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr)
-    sequences = Sequences(table_ptr, T, HV, ratio, chunks_per_row, bound, items)
-    w = Scan(inputs, out, tiles, turns, sequences, V_FIRST, CONSUMERS, D)
+    w = Scan(x, out, tiles, turns, sequences, V_FIRST, CONSUMERS, D)
     # The first consumer gets the registers that the others leave of 512 (maxnreg 128 x 4), of 360 (120 x 3)
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -128,3 +135,43 @@ def reverse_scan_kernel(
             [(run_consumer, (0, w)), (run_consumer, (1, w)), (compute_scores, (w,)), (run_producer, (w,))],
             [4, 4, 1], [200, 88, 24],
         )  # fmt: skip
+
+
+@kernel
+def reverse_scan_kernel(
+    q_d, k_d, do_d, A_inv_d, factors_d, dS_d, dv_d,
+    table_ptr, items_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, flags_ptr, T, HV, ratio, chunks_per_row, bound,
+    items,
+    V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    # One CTA: work items b, b + grid, ...: 64 or 128 value rows of dS^T through all chunks, and their dv.
+    # Grid: min(work items, SMs), persistent, 1 CTA an SM.
+    # Warps: 4 for each of CONSUMERS consumers, 4 for scores, 1 producer.
+    # Shared memory: three stages of q, k, do, A_inv and factors; P (hi and lo); dS, then dv of each consumer.
+    # The producer fills a stage by TMA. The score warpgroup reads q, k and factors, and writes P. A consumer
+    # reads all of the stage, and stores dS and dv by TMA, dinitial from registers.
+    # mbarriers: full[s], 1 arrival by the producer and its TMA bytes; empty[s], 1 + CONSUMERS by the score
+    # warpgroup and each consumer; P_full[p], 1 by the score warpgroup; P_empty[p], 1 by each consumer.
+    # PDL: with flags, CTAs of the gradient kernel run on the SMs that have no CTA of this one, see `load`
+    if flags_ptr is not None:
+        gdc_launch_dependents()
+    inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
+    out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr, flags_ptr)
+    sequences = Sequences(table_ptr, items_ptr, T, HV, ratio, chunks_per_row, bound, items)
+    run_partitions(inputs, out, sequences, V_FIRST, CONSUMERS, D)
+
+
+@kernel
+def reverse_transfer_kernel(
+    q_d, k_d, do_d, A_inv_d, factors_d, items_ptr, dfinal_ptr, transfers_ptr, T, HV, ratio, items,
+    V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    # One CTA: M or N of one segment and value head, 64 or 128 value columns: see `segments`.
+    # Grid: work items, of which many may be empty; one a CTA, as those for M skip P's mbarriers.
+    # Warps: as in reverse_scan_kernel.
+    # Shared memory: as in reverse_scan_kernel, but no dS.
+    # mbarriers: as in reverse_scan_kernel.
+    inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
+    out = ScanOutputs(None, None, None, dfinal_ptr, transfers_ptr, None)
+    sequences = Sequences(None, items_ptr, T, HV, ratio, 0, 0, items)
+    run_partitions(inputs, out, sequences, V_FIRST, CONSUMERS, D)

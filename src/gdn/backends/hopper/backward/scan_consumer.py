@@ -5,17 +5,20 @@
 
 dS^T [V, K] stays in registers in fp32, so dS, dv_new, do and dv are A operands of WGMMA straight from the
 registers. All but dv_new are split bf16 (hi + lo), two MMAs each: see `triton.rule.state_bwd` for what each
-part is worth. dS of the state that leaves a chunk is stored for the gradient kernel, and so is dv.
+part is worth. dS of the state that leaves a chunk is stored for the gradient kernel, and so is dv. The
+transfer of segments stores neither, but what leaves the first chunk: M or N, see `segments`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import BETA, DECAY, INTO, OUT, READ, ROWS
-from gdn.backends.hopper.backward.scan_shared import chunks_in, item_of
+from gdn.backends.hopper.backward.scan_shared import chunks_in, is_map, item_of
 from gdn.backends.hopper.backward.shared import TINY, arrive, factor, split_bf16, wait_full
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import (
+    barrier,
+    complete_tma_stores,
     fence_async_shared,
     opaque,
     tma_store,
@@ -37,29 +40,65 @@ def run_consumer(WG: gl.constexpr, w):
         item = item_of(number, w)
         over_item(WG, w, item, at)
         at += chunks_in(item)
-    # shared memory must outlive the last TMA store that reads it
-    tma_store_wait(0)
+    if w.out.dS_d is not None:
+        # shared memory must outlive the last TMA store that reads it
+        tma_store_wait(0)
 
 
 @gluon.jit
 def over_item(WG: gl.constexpr, w, item, at):
     """Scan one work item whose last chunk is chunk `at` of the CTA."""
     first_v = (item.strip + WG) * STRIP
-    state = item.n.to(gl.int64) * w.sequences.HV + item.head
-    if w.out.dfinal_ptr is None:
-        dS = gl.zeros((STRIP, w.D), gl.float32, ACC_STATE)
-    else:
-        dS = gl.load(state_pointers(w.out.dfinal_ptr, state, first_v, w.V_FIRST, w.D)).to(gl.float32)
+    dS = load_gradient(w, item, first_v)
     chunks = chunks_in(item)
     for i in range(chunks):
         c = chunks - 1 - i
         token = item.row * w.sequences.T + item.first + c * C
         tile = (item.chunk + c) * w.sequences.HV + item.head
         position = Position(token, tile, item.head, first_v)
-        dS = over_chunk(dS, WG, w, at + i, item.length - c * C, position)
-    if w.out.dinitial_ptr is not None:
-        where = state_pointers(w.out.dinitial_ptr, state, first_v, w.V_FIRST, w.D)
-        gl.store(where, dS)
+        if w.out.dS_d is None and is_map(item):
+            dS = over_map_chunk(dS, w, at + i)
+        else:
+            dS = over_chunk(dS, WG, w, at + i, item.length - c * C, position)
+        if w.out.flags_ptr is not None and i > 0:
+            # of the chunk before: the stores of this one, two, may be under way
+            publish_chunk(w, tile + w.sequences.HV, 2)
+    if w.out.flags_ptr is not None and chunks > 0:
+        publish_chunk(w, item.chunk * w.sequences.HV + item.head, 0)
+    if w.out.dinitial_ptr is not None and item.goal >= 0:
+        state = item.goal.to(gl.int64) * w.sequences.HV + item.head
+        # M and N of segments are stored keys down
+        IS_V_FIRST: gl.constexpr = w.V_FIRST and w.out.dS_d is not None
+        gl.store(state_pointers(w.out.dinitial_ptr, state, first_v, IS_V_FIRST, w.D), dS)
+
+
+@gluon.jit
+def publish_chunk(w, tile, PENDING: gl.constexpr):
+    """Count up the flag of a chunk and head, once dS and dv of this consumer are in HBM."""
+    complete_tma_stores(PENDING)
+    # one thread has stored by TMA, and in a ragged chunk all threads have stored dv
+    barrier()
+    gl.atomic_add(w.out.flags_ptr + tile, 1, sem="release")
+
+
+@gluon.jit
+def load_gradient(w, item, first_v):
+    """Return dS^T behind an item's last chunk: zero, the identity for M of a segment, or loaded from HBM."""
+    dfinal_ptr = w.out.dfinal_ptr
+    state = item.start.to(gl.int64) * w.sequences.HV + item.head
+    if w.out.dS_d is None:
+        v = first_v + gl.arange(0, STRIP, gl.SliceLayout(1, ACC_STATE))
+        k = gl.arange(0, w.D, gl.SliceLayout(0, ACC_STATE))
+        # an empty item leaves M zero
+        has_ones = is_map(item) & (item.length > 0)
+        dS = (v[:, None] == k[None, :]).to(gl.float32) * has_ones.to(gl.float32)
+        if dfinal_ptr is not None and item.start >= 0:
+            dS = gl.load(state_pointers(dfinal_ptr, state, first_v, w.V_FIRST, w.D)).to(gl.float32)
+    elif dfinal_ptr is None:
+        dS = gl.zeros((STRIP, w.D), gl.float32, ACC_STATE)
+    else:
+        dS = gl.load(state_pointers(dfinal_ptr, state, first_v, w.V_FIRST, w.D)).to(gl.float32)
+    return dS
 
 
 @gluon.jit
@@ -79,28 +118,32 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     # split. With two consumers the other one keeps the tensor cores busy.
     Pdo = zeros
     if w.CONSUMERS == 1:
-        Pdo = issue_scores_mma(do_t, tiles, stage, i, zeros, w)
+        Pdo = issue_scores_mma(do_t, tiles, i, zeros, w)
     hi, lo = split_bf16(dS)
     z = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), k_t, zeros, use_acc=False, is_async=True)
     z = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), k_t, z, is_async=True)
-    # the TMA stores before must have read the buffers
-    tma_store_wait(0)
-    tiles.dS.index(WG).permute((1, 0)).store(hi)
-    fence_async_shared()
-    tma_store(w.out.dS_d, [position.tile * w.D, position.first_v], tiles.dS.index(WG))
+    if w.out.dS_d is not None:
+        # the TMA stores before must have read the buffers
+        tma_store_wait(0)
+        tiles.dS.index(WG).permute((1, 0)).store(hi)
+        fence_async_shared()
+        tma_store(w.out.dS_d, [position.tile * w.D, position.first_v], tiles.dS.index(WG))
     out = factor(tiles, stage, OUT, PER_COLUMN)[None, :]
     if w.CONSUMERS == 1:
         z, Pdo = warpgroup_mma_wait(0, deps=(z, Pdo))
+        arrive(i, w.turns.P_empty)
         z = mask_past(z * out + Pdo, left)
     else:
         z = mask_past(warpgroup_mma_wait(0, deps=(z,)) * out, left)
-        z = issue_scores_mma(do_t, tiles, stage, i, z, w)
+        z = issue_scores_mma(do_t, tiles, i, z, w)
     # while the tensor cores compute z
     dS = dS * gl.exp2(last_of(tiles, stage, DECAY))
     read = do_t.load(ACC_TOKENS).to(gl.float32) * factor(tiles, stage, READ, PER_COLUMN)[None, :]
     hi, lo = split_bf16(read)
     if w.CONSUMERS == 2:
         z = warpgroup_mma_wait(0, deps=(z,))
+        # the score warpgroup may overwrite P
+        arrive(i, w.turns.P_empty)
     rounded = gl.convert_layout(z.to(gl.bfloat16), A_OPERAND)
     dr = warpgroup_mma(rounded, tiles.A_inv.index(stage), z, is_async=True)
     # behind A_inv^T dv_new in the tensor cores, and while dv is made
@@ -112,15 +155,19 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     hi, lo = split_bf16(dv * factor(tiles, stage, INTO, PER_COLUMN)[None, :])
     dS = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), k, dS, is_async=True)
     dS = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), k, dS, is_async=True)
-    # bf16 would not hold dv of a beta next to 0, which the gradient kernel knows
-    dv = gl.where((gl.abs(beta) < TINY)[None, :], dr, dv)
-    tiles.dv.index(WG).permute((1, 0)).store(dv.to(gl.bfloat16))
-    column = position.head * w.D + position.first_v
-    if left < C:
-        store_values(w, tiles.dv.index(WG), position.token, column, left)
-    else:
-        fence_async_shared()
-        tma_store(w.out.dv_d, [position.token, column], tiles.dv.index(WG))
+    if w.out.dv_d is not None:
+        # bf16 would not hold dv of a beta next to 0, which the gradient kernel knows
+        dv = gl.where((gl.abs(beta) < TINY)[None, :], dr, dv)
+        # TMA has read dS by now
+        tma_store_wait(0)
+        dv_tile = tiles.dS.index(WG).slice(0, C)
+        dv_tile.permute((1, 0)).store(dv.to(gl.bfloat16))
+        column = position.head * w.D + position.first_v
+        if left < C:
+            store_values(w, dv_tile, position.token, column, left)
+        else:
+            fence_async_shared()
+            tma_store(w.out.dv_d, [position.token, column], dv_tile)
     dS = warpgroup_mma_wait(0, deps=(dS,))
     # order this warpgroup's reads of the stage before the TMA loads that overwrite it
     fence_async_shared()
@@ -129,9 +176,39 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
 
 
 @gluon.jit
-def issue_scores_mma(do_t, tiles, stage, i, acc, w):
+def over_map_chunk(dS, w, i):
+    """Take dS^T through the CTA's chunk i where do is 0, for M of a segment, whose chunks are all whole."""
+    tiles = w.tiles
+    stage = wait_full(i, w.turns.full)
+    k = tiles.k.index(stage).reshape([C, w.D])
+    z = gl.zeros((STRIP, C), gl.float32, ACC_TOKENS)
+    z = mma_rounded_split(dS, k.permute((1, 0)), z)
+    gain = factor(tiles, stage, BETA, PER_COLUMN) * factor(tiles, stage, INTO, PER_COLUMN)
+    z = warpgroup_mma_wait(0, deps=(z,)) * factor(tiles, stage, OUT, PER_COLUMN)[None, :]
+    rounded = gl.convert_layout(z.to(gl.bfloat16), A_OPERAND)
+    dr = warpgroup_mma(rounded, tiles.A_inv.index(stage), z, is_async=True)
+    # while the tensor cores compute dr
+    dS = dS * gl.exp2(last_of(tiles, stage, DECAY))
+    dr = warpgroup_mma_wait(0, deps=(dr,))
+    dS = mma_rounded_split(dr * gain[None, :], k, dS)
+    dS = warpgroup_mma_wait(0, deps=(dS,))
+    fence_async_shared()
+    arrive(i, w.turns.empty)
+    return dS
+
+
+@gluon.jit
+def mma_rounded_split(x, b, acc):
+    """Issue acc + x b as two asynchronous MMAs, x as split bf16."""
+    hi, lo = split_bf16(x)
+    acc = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), b, acc, is_async=True)
+    return warpgroup_mma(gl.convert_layout(lo, A_OPERAND), b, acc, is_async=True)
+
+
+@gluon.jit
+def issue_scores_mma(do_t, tiles, i, acc, w):
     """Wait for P of the CTA's chunk i and issue acc + do^T P as asynchronous MMAs."""
-    wait_full(i, w.turns.P_full)
+    stage = wait_full(i, w.turns.P_full)
     acc = warpgroup_mma(do_t, tiles.P.index(2 * stage), acc, is_async=True)
     return warpgroup_mma(do_t, tiles.P.index(2 * stage + 1), acc, is_async=True)
 

@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import DECAY, FROM, Q_SCALE
-from gdn.backends.hopper.backward.scan_shared import chunks_in, item_of
-from gdn.backends.hopper.backward.shared import arrive, factor, split_bf16, wait_full
+from gdn.backends.hopper.backward.scan_shared import chunks_in, is_map, item_of
+from gdn.backends.hopper.backward.shared import arrive, factor, split_bf16, wait_empty, wait_full
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from gdn.backends.hopper.scan.operands import ACC_TOKENS, PER_COLUMN, PER_ROW
@@ -24,7 +24,12 @@ def compute_scores(w):
         item = item_of(number, w)
         chunks = chunks_in(item)
         for i in range(chunks):
-            over_chunk(w, at + i, item.length - (chunks - 1 - i) * C)
+            if w.out.dS_d is None and is_map(item):
+                # M of a segment needs no P
+                wait_full(at + i, w.turns.full)
+                arrive(at + i, w.turns.empty)
+            else:
+                over_chunk(w, at + i, item.length - (chunks - 1 - i) * C)
         at += chunks
 
 
@@ -45,9 +50,9 @@ def over_chunk(w, i, left):
     scale = gl.exp2(decay) * factor(w.tiles, stage, Q_SCALE, PER_ROW)[:, None]
     is_kept = (columns[None, :] <= rows[:, None]) & (rows < left)[:, None]
     hi, lo = split_bf16(gl.where(is_kept, warpgroup_mma_wait(0, deps=(qk,)) * scale, 0.0))
-    # P needs no `empty` barrier of its own: full[s] completes only after each consumer has released the stage
-    w.tiles.P.index(2 * stage).store(hi)
-    w.tiles.P.index(2 * stage + 1).store(lo)
+    place = wait_empty(i, w.turns.P_empty)
+    w.tiles.P.index(2 * place).store(hi)
+    w.tiles.P.index(2 * place + 1).store(lo)
     fence_async_shared()
     arrive(i, w.turns.P_full)
     arrive(i, w.turns.empty)

@@ -1,7 +1,7 @@
 """Define what the partitions of the reverse state scan share: structs and work items.
 
-A work item is a sequence and a value head (or half of its values), longest sequences first. CTA b takes items
-b, b + grid, ..., so every partition knows them without a scheduler.
+A work item is a sequence (or a segment of one, see `segments`) and a value head (or half of its values),
+longest sequences first. CTA b takes items b, b + grid, ..., so that partitions know them without a scheduler.
 """
 
 from typing import Any
@@ -11,7 +11,16 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import struct
-from gdn.backends.hopper.scan.scheduler import STRIP
+from gdn.backends.hopper.scan.scheduler import (
+    FIRST_CHUNK,
+    FIRST_TOKEN,
+    ITEM_FIELDS,
+    LENGTH,
+    ROW,
+    START_FROM,
+    STORE_TO,
+    STRIP,
+)
 from gdn.backends.triton.chunks import SEQUENCE
 
 
@@ -30,11 +39,12 @@ class ScanInputs:
 class ScanOutputs:
     """Hold the TMA descriptors and pointers of the states and values that enter and leave the scan."""
 
-    dS_d: Any
+    dS_d: Any  # or None, as dv_d and dv_ptr: only what leaves the first chunk is stored
     dv_d: Any
     dv_ptr: Any
     dfinal_ptr: Any  # or None: zero
     dinitial_ptr: Any  # or None: not stored
+    flags_ptr: Any  # or None: of each chunk and head, how many strips of dS and dv are in HBM
 
 
 @struct
@@ -48,8 +58,7 @@ class ScanTiles:
     boxes: Any  # factors, as one TMA load writes them
     factors: Any  # the same, row by row
     P: Any  # hi and lo
-    dS: Any
-    dv: Any
+    dS: Any  # of each consumer; later in a chunk the first rows hold dv. None: neither is stored
 
 
 @struct
@@ -59,6 +68,7 @@ class ScanTurns:
     full: Any
     empty: Any
     P_full: Any
+    P_empty: Any
 
 
 @struct
@@ -66,6 +76,7 @@ class Sequences:
     """Hold the numbers of a problem that a partition needs."""
 
     table_ptr: Any
+    items_ptr: Any  # the work items of segments, or None
     T: Any
     HV: Any
     ratio: Any
@@ -90,9 +101,10 @@ class Scan:
 
 @struct
 class Item:
-    """Hold a work item: its sequence, where its tokens and chunks lie, its head and first strip of values."""
+    """Hold a work item: its states, where its tokens and chunks lie, its head and first strip of values."""
 
-    n: Any
+    start: Any  # the state that dS starts from, counted without heads; below 0: none
+    goal: Any  # the state that dS is stored to; below 0: none
     row: Any
     first: Any
     length: Any
@@ -107,18 +119,30 @@ def item_of(number, w):
     # with one consumer a CTA, two consecutive numbers are the two halves of a head's values
     PIECES: gl.constexpr = w.D // STRIP // w.CONSUMERS
     x = w.sequences
-    pair = number // PIECES  # sequence and head
+    pair = number // PIECES  # sequence (or segment) and head
     strip = number % PIECES
     n = pair // x.HV
     head = pair % x.HV
-    if x.table_ptr is None:
-        return Item(n, n, n * 0, x.T + n * 0, n * x.chunks_per_row, head, strip)
+    if x.items_ptr is not None:
+        # `plan_reverse_segments` has written them to HBM
+        fields = x.items_ptr + pair * ITEM_FIELDS
+        start, goal = gl.load(fields + START_FROM), gl.load(fields + STORE_TO)
+        row, first = gl.load(fields + ROW), gl.load(fields + FIRST_TOKEN)
+        length, chunk = gl.load(fields + LENGTH), gl.load(fields + FIRST_CHUNK)
+        return Item(start, goal, row, first, length, chunk, head, strip)
+    elif x.table_ptr is None:
+        return Item(n, n, n, n * 0, x.T + n * 0, n * x.chunks_per_row, head, strip)
     else:
         numbers = x.table_ptr + 2 * x.bound + SEQUENCE * n
-        first = gl.load(numbers + 2)
-        return Item(
-            gl.load(numbers + 1), n * 0, first, gl.load(numbers + 3), gl.load(numbers + 4), head, strip
-        )
+        sequence = gl.load(numbers + 1)
+        first, length, chunk = gl.load(numbers + 2), gl.load(numbers + 3), gl.load(numbers + 4)
+        return Item(sequence, sequence, n * 0, first, length, chunk, head, strip)
+
+
+@gluon.jit
+def is_map(item):
+    """Return True if an item of the transfer is a segment's M: its goal is odd (or -1)."""
+    return (item.goal & 1) == 1
 
 
 @gluon.jit

@@ -1,0 +1,157 @@
+"""Predict the time of the reverse state scan in us on an H200, and choose its segments.
+
+As `hopper.cost` does for the forward. M and N take the same scan as a segment does, so a cut pays only where
+few heads leave most of the SMs idle.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from gdn.backends.hopper.cost import (
+    GAIN,
+    PROPAGATE_TIME,
+    Cut,
+    Distribution,
+    ScanCost,
+    candidate_cuts,
+    count_longest,
+    makespan,
+    sizes_of,
+)
+from gdn.problem import Problem
+
+# us of the reverse scan, and of that of M and N, which stores no chunk, by the consumer warpgroups of a CTA
+SCAN_COSTS = {1: ScanCost(6.0, 2.0, 2.33, 2.35), 2: ScanCost(6.0, 2.0, 3.6, 3.95)}
+TRANSFER_COSTS = {1: ScanCost(4.0, 4.0, 2.25, 2.3), 2: ScanCost(4.0, 4.0, 3.4, 3.6)}
+PLAN_TIME = 3.0  # us of `plan_reverse_segments`
+GRADIENT_TIME, GRADIENT_LAUNCH = 11.3, 4.0  # us of the gradient kernel: a chunk and value head; a launch
+
+
+class Segmentation(NamedTuple):
+    """Hold how the reverse scan cuts sequences into segments, counted from a sequence's end."""
+
+    cut: Cut
+    consumers: int  # consumer warpgroups of a CTA of the scan
+    transfer_consumers: int  # of a CTA that scans M or N
+
+
+def segmentation_of(p: Problem) -> Segmentation | None:
+    """Return how sequences are cut into segments, or None if they are not."""
+    # a cut depends on the other sequences of the batch, and it changes the rounding of dS
+    if p.batch_invariant:
+        return None
+    HV, distributions, num_sms = sizes_of(p)
+    found = _best_segmentation(HV, distributions, num_sms)
+    if found is None or not _is_alone(p):
+        return found
+    # without segments the gradient kernel could run beside the scan
+    apart = _cut_time(HV, distributions[0], found, num_sms) + _gradient_time(p, num_sms)
+    _, beside = _best_beside(HV, p.H, distributions[0], num_sms, _whole_consumers(p.N * HV, num_sms))
+    return found if apart < beside else None
+
+
+def items_beside(p: Problem, consumers: int) -> int:
+    """Return how many items of the gradient kernel, the last ones, run while the reverse scan runs.
+
+    They run on the SMs that the scan leaves idle. Bits do not depend on it.
+    """
+    if not _is_alone(p):
+        return 0
+    HV, distributions, num_sms = sizes_of(p)
+    return _best_beside(HV, p.H, distributions[0], num_sms, consumers)[0]
+
+
+def _is_alone(p: Problem) -> bool:
+    """Return True for one sequence, not packed: its last chunks are the last in memory, too."""
+    return p.N == 1 and p.cu_seqlens is None
+
+
+def _gradient_time(p: Problem, num_sms: int) -> float:
+    """Return the us of the gradient kernel on all SMs."""
+    return GRADIENT_LAUNCH + GRADIENT_TIME * p.HV / p.H * -(-p.num_chunks * p.H // num_sms)
+
+
+@lru_cache(4096)
+def _best_beside(
+    HV: int, H: int, distribution: Distribution, num_sms: int, consumers: int
+) -> tuple[int, float]:
+    """Return the items beside the scan for which scan and gradients end first, and the us of both."""
+    *_, chunks = distribution
+    ctas = HV * (2 // consumers)
+    idle, items, each = num_sms - ctas, chunks * H, GRADIENT_TIME * HV / H
+    scan = makespan(SCAN_COSTS[consumers], ((ctas, chunks),), 0.0, num_sms)
+
+    def total(rounds: int) -> float:
+        left = max(0, items - rounds * idle)
+        beside = rounds * each + GRADIENT_LAUNCH if rounds else 0.0
+        # of the chunk that is scanned last the gradients come after the scan
+        end = scan + (0.0 if left else each)
+        return max(end, beside) + (GRADIENT_LAUNCH if left else 0.0) + each * -(-left // num_sms)
+
+    best = min(range(-(-items // idle) + 1 if idle > 0 else 1), key=total)
+    return min(items, best * idle), total(best)
+
+
+@lru_cache(4096)
+def _best_segmentation(HV: int, distributions: tuple[Distribution, ...], num_sms: int) -> Segmentation | None:
+    """Return the fastest segmentation over all distributions, or None if it gains less than 10 %."""
+    heads = [HV * count_longest(*distribution) for distribution in distributions]
+    # every SM has a work item already without segments
+    if min(heads) == 0 or num_sms <= max(heads):
+        return None
+    longest = max(longest for *_, longest in distributions)
+    times = {
+        choice: sum(_cut_time(HV, distribution, choice, num_sms) for distribution in distributions)
+        for choice in _candidates(longest, num_sms, min(heads), max(heads))
+    }
+    whole = sum(_whole_time(HV, distribution, num_sms) for distribution in distributions)
+    best = min(times, key=times.__getitem__)
+    return best if times[best] < GAIN * whole else None
+
+
+def _candidates(longest: int, num_sms: int, fewest: int, most: int) -> Iterator[Segmentation]:
+    """Yield segmentations of the longest sequence, where `fewest` to `most` heads have one."""
+    for cut in candidate_cuts(longest, num_sms // most, num_sms // fewest):
+        for consumers in (1, 2):
+            for transfer_consumers in (1, 2):
+                yield Segmentation(cut, consumers, transfer_consumers)
+
+
+def _rest(HV: int, distribution: Distribution, num_sms: int) -> float:
+    """Return the chunks of an SM that belong to sequences that are not the longest."""
+    _, chunks, longest = distribution
+    return (chunks - count_longest(*distribution) * longest) * HV / num_sms
+
+
+def _whole_consumers(heads: int, num_sms: int) -> int:
+    """Return the consumers of a CTA without segments: one if two CTAs a head fit the SMs."""
+    return 1 if num_sms >= 2 * heads else 2
+
+
+def _whole_time(HV: int, distribution: Distribution, num_sms: int) -> float:
+    """Return the us of the scan without segments."""
+    N, _, longest = distribution
+    consumers = _whole_consumers(N * HV, num_sms)
+    items = ((2 // consumers * HV * count_longest(*distribution), longest),)
+    return makespan(SCAN_COSTS[consumers], items, _rest(HV, distribution, num_sms), num_sms)
+
+
+def _cut_time(HV: int, distribution: Distribution, choice: Segmentation, num_sms: int) -> float:
+    """Return the us of the scan of segments, and of all launches before it."""
+    *_, longest = distribution
+    before, last = choice.cut.segments(longest)
+    if not before:
+        return _whole_time(HV, distribution, num_sms)
+    heads = HV * count_longest(*distribution)
+    rest = _rest(HV, distribution, num_sms)
+    pieces = heads * (2 // choice.consumers)
+    items = [(pieces * count, chunks) for count, chunks in ((1, last), *before)]
+    scan = makespan(SCAN_COSTS[choice.consumers], items, rest, num_sms)
+    # N of each segment, and M of all but the first
+    pieces = heads * (2 // choice.transfer_consumers)
+    transfers = [(pieces * (2 * count - (i == 0)), chunks) for i, (count, chunks) in enumerate(before)]
+    transfer = makespan(TRANSFER_COSTS[choice.transfer_consumers], transfers, rest, num_sms)
+    once, each = PROPAGATE_TIME
+    segments = sum(count for count, _ in before)
+    return PLAN_TIME + transfer + once + each * segments + scan
