@@ -1,4 +1,4 @@
-"""The reverse state scan in segments, and beside the gradient kernel: simulated on the CPU, and its cost."""
+"""The reverse state scan in segments: simulated on the CPU, and its cost."""
 
 import itertools
 from dataclasses import replace
@@ -32,9 +32,9 @@ CASES = {
 }  # fmt: skip
 
 
-def set_schedule(monkeypatch, segmentation=None, beside=0, consumers=2):
+def set_schedule(monkeypatch, segmentation=None, consumers=2):
     """Set how the backward is scheduled, whatever the cost model says."""
-    monkeypatch.setattr(plan, "schedule_of", lambda p: (consumers, segmentation, beside))
+    monkeypatch.setattr(plan, "schedule_of", lambda p: (consumers, segmentation))
     monkeypatch.setattr(plan, "_plans", PlanCache())
 
 
@@ -126,19 +126,6 @@ def test_work_items_cover_all_chunks(cut):
     assert all(item[2] == 0 and item[4:] == [-1, -1] for item in transfer_items[2 * num_segments :])
 
 
-@pytest.mark.interpret
-@simulated
-@pytest.mark.usefixtures("simulated_kernels")
-def test_gradients_beside_the_scan(monkeypatch):
-    """Gradients that are computed while the scan runs have the bits of those after it."""
-    given = inputs(replace(BASE, lengths=rows(140)), torch.bfloat16)
-    monkeypatch.setattr(forward_cost, "num_sms", lambda device: 4)
-    set_schedule(monkeypatch, consumers=1)
-    whole = backward(given)
-    set_schedule(monkeypatch, beside=2, consumers=1)
-    assert all(torch.equal(x, y) for x, y in zip(backward(given), whole, strict=True) if y is not None)
-
-
 def test_a_full_gpu_is_not_cut():
     """Cut long sequences of few heads only, and where that is at least 10 % faster."""
     for HV, N, chunks in itertools.product((1, 8, 16, 32, 64, 132), (1, 8), (1, 2, 64, 512)):
@@ -155,17 +142,3 @@ def test_a_full_gpu_is_not_cut():
     problem = parse(**given.tensors, **given.options)
     assert cost.segmentation_of(problem) is not None
     assert cost.segmentation_of(replace(problem, batch_invariant=True)) is None
-
-
-def test_items_beside_the_scan():
-    """Use idle SMs only, and at most all items."""
-    for H, R, chunks in itertools.product((1, 4, 16, 32, 64), (1, 2, 4), (1, 7, 128, 512)):
-        consumers = 1 if 2 * H * R <= 132 else 2
-        found, _ = cost._best_beside(H * R, H, equal_lengths(1, chunks), 132, consumers)
-        assert 0 <= found <= chunks * H
-        assert found == 0 or H * R * (2 // consumers) < 132
-    # half of the SMs are idle: a third to a half of the items
-    found, _ = cost._best_beside(32, 16, equal_lengths(1, 128), 132, 1)
-    assert 128 * 16 // 3 < found < 128 * 16 // 2
-    given = inputs(replace(BASE, lengths=packed(64, 64)), torch.bfloat16)
-    assert cost.items_beside(parse(**given.tensors, **given.options), 1) == 0

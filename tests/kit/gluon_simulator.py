@@ -305,7 +305,6 @@ STANDINS: dict[str, Any] = {
     "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
     "recast": lambda shared, dtype, shape, layout: Shared(shared.x.view(dtype).view([int(n) for n in shape])),
     "barrier": lambda: None, "opaque": lambda x: x,
-    "complete_tma_stores": lambda pending: None, "fence_async_global": lambda: None,
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
 }  # fmt: skip
 

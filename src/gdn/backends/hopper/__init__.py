@@ -28,6 +28,7 @@ from gdn import settings
 from gdn.backends import triton
 from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradients, Kept, Saved
 from gdn.backends.hopper import cost
+from gdn.backends.hopper.backward.cost import is_worth_launching
 from gdn.problem import PrefillProblem, Problem
 
 SIZES = (64, 128)  # values of K = V that the kernels are written for
@@ -59,6 +60,8 @@ def refuses_backward(problem: Problem) -> str | None:
     # the two backends round differently: see `refuses`
     if problem.batch_invariant and settings.backend(problem.backend) != "hopper":
         return "expected no batch_invariant, or backend='hopper'"
+    if settings.backend(problem.backend) != "hopper" and not is_worth_launching(problem):
+        return "expected more chunks or heads: here launches take longer than Triton's backward"
     return None
 
 

@@ -20,8 +20,6 @@ from triton.runtime.jit import JITCallable
 
 __all__ = [
     "barrier",
-    "complete_tma_stores",
-    "fence_async_global",
     "fence_async_shared",
     "gdc_launch_dependents",
     "gdc_wait",
@@ -109,29 +107,6 @@ def opaque(x):
     """
     # a move in inline assembly that is declared impure: neither Triton nor LLVM looks into it
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
-
-
-WAIT_GROUP = gl.constexpr({n: f"cp.async.bulk.wait_group {n}; mov.b32 $0, $1;" for n in (0, 2)})
-
-
-@gluon.jit
-def complete_tma_stores(PENDING: gl.constexpr):
-    """Wait until the data of this thread's TMA stores, all but the PENDING newest (0 or 2), are in HBM.
-
-    `tma_store_wait` only waits until they have read shared memory.
-    """
-    gl.static_assert(PENDING == 0 or PENDING == 2)
-    lanes = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    code: gl.constexpr = WAIT_GROUP[PENDING]
-    gl.inline_asm_elementwise(code, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def fence_async_global():
-    """Order what a warp has acquired from HBM before its TMA loads, which read through the async proxy."""
-    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    code: gl.constexpr = "fence.proxy.async.global; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(code, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
 
 
 def kernel(function: Any) -> Any:

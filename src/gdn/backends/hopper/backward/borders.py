@@ -48,7 +48,8 @@ def backward_begin(
         lasts = row_index(tuple(rows[row][1] for row in final), p.device)
         ends.index_copy_(0, lasts, dS[row_index(final, p.device)].float())
     with device_guard(p.device):
-        plan = backward.plan_of(p, saved, do, ends)
+        # no segments of the plan's own: `finish` runs the scan again, from other ends
+        plan = backward.plan_of(p, saved, do, ends, is_cut=True)
         new, late = allocate(p.device, plan.specs), allocate(p.device, plan.late)
         for launch, tensors in plan.steps(p, saved, do, ends, new, late):
             launch(*tensors)

@@ -25,7 +25,20 @@ from gdn.problem import Problem
 SCAN_COSTS = {1: ScanCost(6.0, 2.0, 2.33, 2.35), 2: ScanCost(6.0, 2.0, 3.6, 3.95)}
 TRANSFER_COSTS = {1: ScanCost(4.0, 4.0, 2.25, 2.3), 2: ScanCost(4.0, 4.0, 3.4, 3.6)}
 PLAN_TIME = 3.0  # us of `plan_reverse_segments`
-GRADIENT_TIME, GRADIENT_LAUNCH = 11.3, 4.0  # us of the gradient kernel: a chunk and value head; a launch
+# us of Triton's backward: a launch of all its kernels, a chunk of its state pass, a chunk and value head
+TRITON_LAUNCHES, TRITON_CHUNK, TRITON_TILE = 25.0, 2.4, 0.147
+HOST_TIME = 200.0  # us in which the host launches this backward, twice that of Triton's
+
+
+def is_worth_launching(p: Problem) -> bool:
+    """Return True if Triton's backward would keep the GPU busy for longer than the host launches this one.
+
+    On the GPU this backward is faster at nearly all sizes. In a short one the host is the slower of the two.
+    """
+    HV, distributions, _ = sizes_of(p)
+    longest = max(longest for *_, longest in distributions)
+    time = TRITON_LAUNCHES + TRITON_CHUNK * longest + TRITON_TILE * p.num_chunks * HV
+    return time >= HOST_TIME
 
 
 class Segmentation(NamedTuple):
@@ -42,55 +55,7 @@ def segmentation_of(p: Problem) -> Segmentation | None:
     if p.batch_invariant:
         return None
     HV, distributions, num_sms = sizes_of(p)
-    found = _best_segmentation(HV, distributions, num_sms)
-    if found is None or not _is_alone(p):
-        return found
-    # without segments the gradient kernel could run beside the scan
-    apart = _cut_time(HV, distributions[0], found, num_sms) + _gradient_time(p, num_sms)
-    _, beside = _best_beside(HV, p.H, distributions[0], num_sms, _whole_consumers(p.N * HV, num_sms))
-    return found if apart < beside else None
-
-
-def items_beside(p: Problem, consumers: int) -> int:
-    """Return how many items of the gradient kernel, the last ones, run while the reverse scan runs.
-
-    They run on the SMs that the scan leaves idle. Bits do not depend on it.
-    """
-    if not _is_alone(p):
-        return 0
-    HV, distributions, num_sms = sizes_of(p)
-    return _best_beside(HV, p.H, distributions[0], num_sms, consumers)[0]
-
-
-def _is_alone(p: Problem) -> bool:
-    """Return True for one sequence, not packed: its last chunks are the last in memory, too."""
-    return p.N == 1 and p.cu_seqlens is None
-
-
-def _gradient_time(p: Problem, num_sms: int) -> float:
-    """Return the us of the gradient kernel on all SMs."""
-    return GRADIENT_LAUNCH + GRADIENT_TIME * p.HV / p.H * -(-p.num_chunks * p.H // num_sms)
-
-
-@lru_cache(4096)
-def _best_beside(
-    HV: int, H: int, distribution: Distribution, num_sms: int, consumers: int
-) -> tuple[int, float]:
-    """Return the items beside the scan for which scan and gradients end first, and the us of both."""
-    *_, chunks = distribution
-    ctas = HV * (2 // consumers)
-    idle, items, each = num_sms - ctas, chunks * H, GRADIENT_TIME * HV / H
-    scan = makespan(SCAN_COSTS[consumers], ((ctas, chunks),), 0.0, num_sms)
-
-    def total(rounds: int) -> float:
-        left = max(0, items - rounds * idle)
-        beside = rounds * each + GRADIENT_LAUNCH if rounds else 0.0
-        # of the chunk that is scanned last the gradients come after the scan
-        end = scan + (0.0 if left else each)
-        return max(end, beside) + (GRADIENT_LAUNCH if left else 0.0) + each * -(-left // num_sms)
-
-    best = min(range(-(-items // idle) + 1 if idle > 0 else 1), key=total)
-    return min(items, best * idle), total(best)
+    return _best_segmentation(HV, distributions, num_sms)
 
 
 @lru_cache(4096)

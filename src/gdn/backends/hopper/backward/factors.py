@@ -24,7 +24,7 @@ ROWS = tl.constexpr(8)
 
 @kernel
 def backward_factors_kernel(
-    beta_ptr, G_ptr, q_rstd_ptr, k_rstd_ptr, table_ptr, factors_ptr, flags_ptr,
+    beta_ptr, G_ptr, q_rstd_ptr, k_rstd_ptr, table_ptr, factors_ptr,
     beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale,
     C: tl.constexpr, BH: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
@@ -38,10 +38,6 @@ def backward_factors_kernel(
     if length <= 0:
         return
     tokens = tl.arange(0, C)[:, None]
-    if flags_ptr is not None:
-        # the reverse state scan, the next kernel, counts them up
-        lanes = (tl.program_id(0) % blocks) * BH + tl.arange(0, BH)
-        tl.store(flags_ptr + chunk.to(tl.int64) * HV + lanes, 0, mask=lanes < HV)
     heads = (tl.program_id(0) % blocks) * BH + tl.arange(0, BH)[None, :]
     is_head = heads < HV
     is_token = is_head & (tokens < length)

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from gdn.backends.hopper.backward.factors import ROWS
 from gdn.backends.hopper.backward.shared import place_of, wait_empty
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import fence_async_global, gdc_wait, mbarrier, tma_load
+from gdn.backends.hopper.gluon import mbarrier, tma_load
 from gdn.backends.hopper.scan.scheduler import STRIP
 
 
@@ -28,9 +28,6 @@ def load_items(w):
                     load_keys(w, place, item_count)
                 head_count += 1
             item_count += 1
-    if w.problem.flags_ptr is not None:
-        # the next kernel relies on the scan to have completed, too
-        gdc_wait()
 
 
 @gluon.jit
@@ -38,8 +35,6 @@ def load_head(w, place, j, count):
     """Load A_inv and the factors of one value head, then its strips."""
     head = place.key_head * w.problem.ratio + j
     tile = place.chunk * w.problem.HV + head
-    if w.problem.flags_ptr is not None:
-        wait_for_scan(w, tile)
     stage = wait_empty(count, w.turns.head_empty)
     ready = w.turns.head_full.index(stage)
     mbarrier.expect(ready, w.inputs.A_inv.block_type.nbytes + w.inputs.factors.block_type.nbytes)
@@ -48,20 +43,6 @@ def load_head(w, place, j, count):
     STRIPS: gl.constexpr = w.D // STRIP
     for strip in range(STRIPS):
         load_strip(w, place, head, tile, strip, count * STRIPS + strip)
-
-
-@gluon.jit
-def wait_for_scan(w, tile):
-    """Wait until the reverse state scan, which runs at the same time, has stored dS and dv of a head.
-
-    Every CTA of the scan has an SM by then: this kernel starts only when they have all run
-    `gdc_launch_dependents`.
-    """
-    STRIPS: gl.constexpr = w.D // STRIP
-    count = gl.atomic_add(w.problem.flags_ptr + tile, 0, sem="acquire")
-    while count < STRIPS:
-        count = gl.atomic_add(w.problem.flags_ptr + tile, 0, sem="acquire")
-    fence_async_global()
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from torch import Tensor
 from gdn.backends.backend import Gradients, Saved
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward import segments
-from gdn.backends.hopper.backward.cost import Segmentation, items_beside, segmentation_of
+from gdn.backends.hopper.backward.cost import Segmentation, segmentation_of
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
@@ -48,7 +48,6 @@ from gdn.backends.triton.launch import (
     tensor_spec,
 )
 from gdn.backends.triton.launch.launches import ALIGNMENT
-from gdn.backends.triton.launch.pdl import PDL
 from gdn.backends.triton.rule import build
 from gdn.backends.triton.rule import describe as rules
 from gdn.backends.triton.rule import run as chunked
@@ -57,8 +56,6 @@ from gdn.backends.triton.rule.launches import Backward
 from gdn.problem import CHUNK, RESET, Problem
 
 HAS_SCAN = True  # the reverse state scan in Gluon, not Triton's state pass
-# few long sequences: in segments, or the gradient kernel beside the scan. Off until a GPU has run them
-FILLS_SMS = False
 HEADS = 8  # value heads of a program of backward_factors_kernel
 
 
@@ -69,12 +66,11 @@ class Plan:
     before: Backward | None  # Triton's launches up to dr and dS, or None with a scan of our own
     # dv, dg, dbeta, dS0, dS, dA_log, ddt_bias, partial, shares, table, P, P_rest
     specs: tuple[TensorSpec | None, ...]
-    late: tuple[TensorSpec, ...]  # factors, dq, dk, flags of chunks for `beside` or those of `segments`
+    late: tuple[TensorSpec, ...]  # factors, dq, dk, and those of `segments`
     table: Launch | None
     factors: Launch
     segments: segments.Segments | None
     scan: Launch | None
-    beside: Launch | None  # the gradients of the last chunks, while the scan runs
     gradients: Launch
     gates: Launch
     sums: Launch | None
@@ -88,8 +84,7 @@ class Plan:
         assert saved.S_in is not None and saved.A_inv is not None
         if self.table is not None:
             yield self.table, (p.cu_seqlens, table)
-        flags = None if self.beside is None else rest[0]
-        yield self.factors, (p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, factors, flags)
+        yield self.factors, (p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, factors)
         q_d, k_d, v_d, do_d, dv_d = (_tokens(x) for x in (p.q, p.k, p.v, do, dv))
         S_d, dS_d = _states(saved.S_in), _states(dS)
         A_inv_d = make_descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), BF16_TILE.value)
@@ -100,11 +95,9 @@ class Plan:
             yield from self.segments.steps(p, given, factors, table, dfinal, rest)
             dfinal, items, *_ = rest
         if self.scan is not None:
-            yield self.scan, (*given, dS_d, _rows(dv), table, items, dfinal, dinitial, dv, flags)
+            yield self.scan, (*given, dS_d, _rows(dv), table, items, dfinal, dinitial, dv)
         given = (q_d, k_d, v_d, do_d, dv_d, S_d, dS_d, A_inv_d, factors_d, _rows(dq), _rows(dk))
-        if self.beside is not None:
-            yield self.beside, (*given, table, dq, dk, dv, shares, flags)
-        yield self.gradients, (*given, table, dq, dk, dv, shares, None)
+        yield self.gradients, (*given, table, dq, dk, dv, shares)
         gates = (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, shares)
         yield self.gates, (*gates, dg, dbeta, partial)
         if self.sums is not None:
@@ -187,9 +180,10 @@ def backward_results(new: list[Any], late: list[Any]) -> Gradients:
     return Gradients(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dinitial)
 
 
-def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Plan:
+def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, *, is_cut: bool = False) -> Plan:
+    """Return the plan of a backward; `is_cut`: the sequences are segments already, so none is cut again."""
     before = None if HAS_SCAN else chunked.backward_plan(p, saved, do, dfinal)
-    schedule = schedule_of(p) if HAS_SCAN else (2, None, 0)
+    schedule = (consumers_of(p), None) if is_cut else schedule_of(p) if HAS_SCAN else (2, None)
     dtype = None if dfinal is None else dfinal.dtype
     key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, schedule)
 
@@ -202,13 +196,10 @@ def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Plan
     return _plans.get(key, make)
 
 
-def schedule_of(p: Problem) -> tuple[int, Segmentation | None, int]:
-    """Return consumers of a CTA of the scan, its segments, and items of the gradient kernel beside it."""
-    cut = segmentation_of(p) if FILLS_SMS else None
-    if cut is not None:
-        return cut.consumers, cut, 0
-    consumers = consumers_of(p)
-    return consumers, None, items_beside(p, consumers) if FILLS_SMS else 0
+def schedule_of(p: Problem) -> tuple[int, Segmentation | None]:
+    """Return the consumer warpgroups of a CTA of the scan, and its segments."""
+    cut = segmentation_of(p)
+    return (consumers_of(p), None) if cut is None else (cut.consumers, cut)
 
 
 def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
@@ -229,14 +220,12 @@ def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> I
                 yield from ((replace(launch, constants=constants), tensors) for constants in others)
 
 
-def _all_schedules(p: Problem) -> Iterator[tuple[int, Segmentation | None, int]]:
+def _all_schedules(p: Problem) -> Iterator[tuple[int, Segmentation | None]]:
     """Yield the schedules of all binaries that a problem of another size may need."""
     for consumers in (1, 2):
-        yield consumers, None, 0
-        if FILLS_SMS and p.cu_seqlens is None:
-            yield consumers, None, 1
-        if FILLS_SMS and not p.batch_invariant:
-            yield consumers, Segmentation(Cut(1, 1 << 16, 1), consumers, consumers), 0
+        yield consumers, None
+        if not p.batch_invariant:
+            yield consumers, Segmentation(Cut(1, 1 << 16, 1), consumers, consumers)
 
 
 def _tile_spec(spec: TensorSpec) -> TensorSpec:
@@ -254,13 +243,9 @@ def consumers_of(p: Problem) -> int:
 
 
 def _plan(
-    p: Problem,
-    before: Backward | None,
-    consumers: int,
-    segmentation: Segmentation | None = None,
-    beside: int = 0,
+    p: Problem, before: Backward | None, consumers: int, segmentation: Segmentation | None = None
 ) -> Plan:
-    """Plan the launches of a backward; `beside`: items of the gradient kernel that run beside the scan."""
+    """Plan the launches of a backward."""
     a = rules.describe(p)
     numbers = rules.shape_scalars(p)
     specs = build.backward_specs(p, a)
@@ -291,9 +276,17 @@ def _plan(
         )
         # P and its low half stay in shared memory
         specs = (*specs[:-2], None, None)
-    # on the SMs that have no CTA of the scan
-    at_once = _plan_gradients(p, a, beside, num_sms - scan.grid, PDL) if scan and beside else None
-    gradients = _plan_gradients(p, a, a.entries * p.H - beside, num_sms, {}, before is not None)
+    items = a.entries * p.H
+    gradients = Launch(
+        gradients_kernel,
+        min(items, num_sms),
+        (*numbers, items),
+        {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": before is not None, "D": p.K},
+        4,
+        options={"maxnreg": 168},
+        num_descriptors=11,
+        seconds=4.0,
+    )
     strips = 1 if before is None else before.gates.scalars[-1]
     gates = Launch(
         gates_bwd_kernel,
@@ -311,28 +304,6 @@ def _plan(
         tensor_spec(p.q.shape, p.q.dtype),
         tensor_spec(p.k.shape, p.k.dtype),
         *(() if parts is None else parts.specs),
-        *((tensor_spec((a.entries, p.HV), torch.int32),) if beside else ()),
     )
     table = a.launch if before is None else None
-    return Plan(before, specs, late, table, factors, parts, scan, at_once, gradients, gates, add)
-
-
-def _plan_gradients(
-    p: Problem,
-    a: rules.Description,
-    items: int,
-    num_sms: int,
-    options: dict[str, Any],
-    is_dr_given: bool = False,
-) -> Launch:
-    """Plan the gradient kernel for so many items (chunk, key head), as a persistent kernel on num_sms SMs."""
-    return Launch(
-        gradients_kernel,
-        min(items, num_sms),
-        (*rules.shape_scalars(p), items, a.entries * p.H - 1),
-        {"NORM": p.use_qk_l2norm_in_kernel, "GIVEN_DR": is_dr_given, "D": p.K},
-        4,
-        options={"maxnreg": 168, **options},
-        num_descriptors=11,
-        seconds=4.0,
-    )
+    return Plan(before, specs, late, table, factors, parts, scan, gradients, gates, add)

@@ -32,14 +32,7 @@ from gdn.backends.hopper.backward.scan_shared import (
 )
 from gdn.backends.hopper.backward.shared import wait_empty
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import (
-    fence_async_shared,
-    gdc_launch_dependents,
-    kernel,
-    mbarrier,
-    recast,
-    tma_load,
-)
+from gdn.backends.hopper.gluon import fence_async_shared, kernel, mbarrier, recast, tma_load
 from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.hopper.scan.scheduler import STRIP
 
@@ -140,8 +133,7 @@ def run_partitions(x, out, sequences, V_FIRST: gl.constexpr, CONSUMERS: gl.const
 @kernel
 def reverse_scan_kernel(
     q_d, k_d, do_d, A_inv_d, factors_d, dS_d, dv_d,
-    table_ptr, items_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, flags_ptr, T, HV, ratio, chunks_per_row, bound,
-    items,
+    table_ptr, items_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, T, HV, ratio, chunks_per_row, bound, items,
     V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     # One CTA: work items b, b + grid, ...: 64 or 128 value rows of dS^T through all chunks, and their dv.
@@ -152,11 +144,8 @@ def reverse_scan_kernel(
     # reads all of the stage, and stores dS and dv by TMA, dinitial from registers.
     # mbarriers: full[s], 1 arrival by the producer and its TMA bytes; empty[s], 1 + CONSUMERS by the score
     # warpgroup and each consumer; P_full[p], 1 by the score warpgroup; P_empty[p], 1 by each consumer.
-    # PDL: with flags, CTAs of the gradient kernel run on the SMs that have no CTA of this one, see `load`
-    if flags_ptr is not None:
-        gdc_launch_dependents()
     inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
-    out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr, flags_ptr)
+    out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr)
     sequences = Sequences(table_ptr, items_ptr, T, HV, ratio, chunks_per_row, bound, items)
     run_partitions(inputs, out, sequences, V_FIRST, CONSUMERS, D)
 
@@ -172,6 +161,6 @@ def reverse_transfer_kernel(
     # Shared memory: as in reverse_scan_kernel, but no dS.
     # mbarriers: as in reverse_scan_kernel.
     inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
-    out = ScanOutputs(None, None, None, dfinal_ptr, transfers_ptr, None)
+    out = ScanOutputs(None, None, None, dfinal_ptr, transfers_ptr)
     sequences = Sequences(None, items_ptr, T, HV, ratio, 0, 0, items)
     run_partitions(inputs, out, sequences, V_FIRST, CONSUMERS, D)

@@ -17,8 +17,6 @@ from gdn.backends.hopper.backward.scan_shared import chunks_in, is_map, item_of
 from gdn.backends.hopper.backward.shared import TINY, arrive, factor, split_bf16, wait_full
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import (
-    barrier,
-    complete_tma_stores,
     fence_async_shared,
     opaque,
     tma_store,
@@ -60,25 +58,11 @@ def over_item(WG: gl.constexpr, w, item, at):
             dS = over_map_chunk(dS, w, at + i)
         else:
             dS = over_chunk(dS, WG, w, at + i, item.length - c * C, position)
-        if w.out.flags_ptr is not None and i > 0:
-            # of the chunk before: the stores of this one, two, may be under way
-            publish_chunk(w, tile + w.sequences.HV, 2)
-    if w.out.flags_ptr is not None and chunks > 0:
-        publish_chunk(w, item.chunk * w.sequences.HV + item.head, 0)
     if w.out.dinitial_ptr is not None and item.goal >= 0:
         state = item.goal.to(gl.int64) * w.sequences.HV + item.head
         # M and N of segments are stored keys down
         IS_V_FIRST: gl.constexpr = w.V_FIRST and w.out.dS_d is not None
         gl.store(state_pointers(w.out.dinitial_ptr, state, first_v, IS_V_FIRST, w.D), dS)
-
-
-@gluon.jit
-def publish_chunk(w, tile, PENDING: gl.constexpr):
-    """Count up the flag of a chunk and head, once dS and dv of this consumer are in HBM."""
-    complete_tma_stores(PENDING)
-    # one thread has stored by TMA, and in a ragged chunk all threads have stored dv
-    barrier()
-    gl.atomic_add(w.out.flags_ptr + tile, 1, sem="release")
 
 
 @gluon.jit

@@ -44,7 +44,6 @@ class ScanOutputs:
     dv_ptr: Any
     dfinal_ptr: Any  # or None: zero
     dinitial_ptr: Any  # or None: not stored
-    flags_ptr: Any  # or None: of each chunk and head, how many strips of dS and dv are in HBM
 
 
 @struct

@@ -75,7 +75,7 @@ class Segments:
         states, scan_items, transfer_items, ranges, transfers = new
         yield self.plan, (factors, p.cu_seqlens, table, scan_items, transfer_items, ranges)
         yield self.transfer, (*described, transfer_items, dfinal, transfers)
-        yield self.propagate, (transfers, ranges, dfinal, states)
+        yield self.propagate, (transfers, ranges, dfinal, states, None)
 
 
 def plan_launches(p: Problem, segmentation: Segmentation, scalars: tuple[int, ...]) -> Segments:

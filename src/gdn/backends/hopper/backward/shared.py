@@ -93,8 +93,6 @@ class Problem:
     ratio: Any
     chunks_per_row: Any
     items: Any
-    last: Any  # with flags, item j is item last - j
-    flags_ptr: Any  # or None; see `load.wait_for_scan`
 
 
 @struct
@@ -137,9 +135,6 @@ class Place:
 @gluon.jit
 def place_of(item, problem):
     """Return the place of an item: see `triton.chunks.locate`."""
-    if problem.flags_ptr is not None:
-        # the order in which the reverse state scan stores dS
-        item = problem.last - item
     num_heads = problem.HV // problem.ratio
     chunk = item // num_heads
     key_head = item % num_heads

@@ -81,7 +81,7 @@ def build_transfer(p: Problem, d: Description, tiles: StripTile) -> Launch:
         (*unit_strides(d.unit, p.k, p.v), *shape_scalars(p), d.entries),
         {
             "K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "V_FIRST": False,
-            **_strip_constants(p, tiles), "FINE": split_operands(p, machine(p.device)),
+            **_strip_constants(p, tiles), "SPLIT": split_operands(p, machine(p.device)),
         },
         tiles.num_warps,
     )  # fmt: skip
