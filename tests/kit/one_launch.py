@@ -123,5 +123,6 @@ def reference_recurrence(
     S = q.new_zeros(len(bounds), HV, K, V, dtype=torch.float64)
     if initial_state is not None:
         S = (initial_state.mT if state_v_first else initial_state).to(S.dtype)
-    o, S = _Recurrence.apply(bounds, *effective(q, k, v, g, beta, **options), S)
+    q, k, v, g, beta = effective(q, k, v, g, beta, **options)
+    o, S = _Recurrence.apply(bounds, q, k, v, g.squeeze(-1), beta, S)
     return o, S.mT if state_v_first else S

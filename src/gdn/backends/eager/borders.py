@@ -61,7 +61,7 @@ def _operands(p: Problem) -> tuple[Q, Keys, GSum, WKeys, UValues]:
     if p.use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     g, beta = activate(p)
-    G = stages.chunk_cumsum(g, p.cu_seqlens)
+    G = stages.chunk_cumsum(g.squeeze(-1), p.cu_seqlens)  # the exchange refuses a decay per key channel
     A_inv = stages.solve_tril(stages.chunk_kkt(k, beta, G, p.cu_seqlens), p.cu_seqlens)
     return q, k, G, *stages.wy_transform(k, p.v.to(p.state_dtype), beta, G, A_inv, p.cu_seqlens)
 
