@@ -1,5 +1,7 @@
 """Check and time the reverse state scan in segments on an sm_90 GPU, beside the scan without segments.
 
+It runs at commit d784b61, which also had the gradient kernel beside the scan.
+
     PYTHONPATH=src:tests python docs/lab/2026-11-25-reverse-segments.py
 
 check: relative RMS error in 1e-3, in segments / without / Triton's, against autograd through the reference in
