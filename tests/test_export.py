@@ -1,9 +1,13 @@
 """Test exported programs, and packages that run without this library."""
 
+import builtins
+import dis
+import importlib
 import sys
 
 import pytest
 import torch
+from conftest import INTERPRETED
 from kit import api, processes
 from kit.serving import moved, pool_of, same_bits
 
@@ -51,6 +55,25 @@ def decode_in_place(x, backend=None):
     state = state.clone()
     sizes = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V}
     return api.decode_packed(*rest, state, **sizes, backend=backend), state
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
+def test_the_source_that_inductor_copies_is_complete(tmp_path, monkeypatch):
+    """Find each name of the kernel and of what it calls in the file that Inductor writes for it."""
+    pytest.importorskip("triton")
+    from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
+    from triton.runtime.jit import JITFunction
+
+    from gdn.backends.triton.serving.decode import decode_kernel
+
+    source = user_defined_triton_kernel_transitive_closure_source_code(decode_kernel)
+    head = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
+    (tmp_path / "copied_kernel.py").write_text(head + source)
+    monkeypatch.syspath_prepend(tmp_path)
+    copied = vars(importlib.import_module("copied_kernel"))
+    functions = [x for x in copied.values() if isinstance(x, JITFunction)]
+    used = {x.argval for f in functions for x in dis.get_instructions(f.fn) if x.opname == "LOAD_GLOBAL"}
+    assert len(functions) > 3 and used <= {*copied, *dir(builtins)}
 
 
 def test_an_exported_program_keeps_the_operator():

@@ -11,8 +11,8 @@ apart, in a `Constants` object that `group_constants` returns.
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
+from triton.runtime.jit import ConstexprFunction
 
 
 class Slots(NamedTuple):
@@ -153,7 +153,20 @@ STRUCTS = (Slots, Gates, GateStrides, Packet, Strip, History, Sums, Appended, To
 FIELDS = tl.constexpr(str([(x.__name__, x._fields) for x in STRUCTS]))
 
 
-@triton.constexpr_function
+class StructsFunction(ConstexprFunction):
+    """Bring the structs along where Inductor copies the source of a kernel into a file of its own.
+
+    It copies the device functions and constexpr functions that a kernel calls, but no classes.
+    """
+
+    @property
+    def src(self) -> str:
+        """Return the function's source, and the import of all structs."""
+        names = ", ".join(x.__name__ for x in (*STRUCTS, Constants))
+        return f"{self._src}\nfrom {__name__} import {names}\n"
+
+
+@StructsFunction
 def group_constants(**values):
     """Return the constants as one object: C.K, C.V and so on are constants in any device function."""
     return Constants(values) if FIELDS else None
