@@ -18,6 +18,7 @@ L2 = {"use_qk_l2norm_in_kernel": True}
 # functions that take no tensors, and `warmup`, which has its own test
 WITHOUT_TENSORS = {
     "ContextParallel",
+    "context_parallel",
     "GatedDeltaNetCache",
     "patch_fla",
     "patch_transformers",
