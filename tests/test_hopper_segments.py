@@ -172,7 +172,7 @@ def test_decays_decide_on_the_cut(monkeypatch, gate, has_open, has_decays, is_fe
     def watched(launch, *tensors):
         call(launch, *tensors)
         if launch.kernel is segments.plan_segments_kernel:
-            *_, scan_items, _, ranges = tensors
+            *_, scan_items, _, ranges, _ = tensors
             found.extend([ranges[0, 1].item(), scan_items.view(-1, 2, scan_items.shape[1])[1, 0, 2].item()])
 
     monkeypatch.setattr(Simulated, "__call__", watched)
