@@ -484,5 +484,5 @@ def test_subtracted_sums_are_seen(monkeypatch):
     given = draw("reset", rows(64), torch.float32)
     ref = run(reference_rule, given.double(), False)["o"]
     assert error(run(gdn.chunk_kda, given, False)["o"], ref) < 5e-7
-    monkeypatch.setattr(channels, "make_pairs", subtracted)
+    monkeypatch.setattr(channels, "compute_products", subtracted)
     assert error(run(gdn.chunk_kda, given, False)["o"], ref) > 5e-6

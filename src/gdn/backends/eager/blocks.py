@@ -67,7 +67,7 @@ class DenseBlock:
             :, : end - self.r0 * self.C
         ]
 
-    def load_chunks(self, x: Tensor) -> Tensor:
+    def read_chunks(self, x: Tensor) -> Tensor:
         """Return the block's chunks of x [NC, ...] as [R M, ...], a view for one sequence or one rank."""
         return self._by_sequence(x)[self.b0 : self.b1, self.r0 : self.r1].transpose(0, 1).flatten(0, 1)
 
@@ -115,7 +115,7 @@ class PackedBlock:
             y = y.masked_fill(~self.is_token.view(-1, *(1,) * (y.dim() - 1)), 0)
             out[0].index_add_(0, self.tokens.flatten(), y)
 
-    def load_chunks(self, x: Tensor) -> Tensor:
+    def read_chunks(self, x: Tensor) -> Tensor:
         """Return the block's chunks of x [NC, ...] as [M, ...], a copy."""
         return x.index_select(0, self.ids)
 

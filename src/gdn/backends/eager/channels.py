@@ -146,7 +146,7 @@ def load_channel_chunks(
     X, rstd = load_rows(p, block)
     C = X.shape[2] // 2
     halves = X.unflatten(2, (2, C))
-    pairs = make_pairs(halves, load_heads(p, block, g)[:, :, 0], keep=for_backward)
+    pairs = compute_products(halves, load_heads(p, block, g)[:, :, 0], keep=for_backward)
     one = torch.ones((), dtype=X.dtype, device=X.device).expand(X.shape[0], X.shape[1], 1, C, 1)
     return ChannelChunks(
         X=X,
@@ -163,7 +163,7 @@ def load_channel_chunks(
     )
 
 
-def make_pairs(X: Tensor, g: Tensor, *, keep: bool) -> Pairs:
+def compute_products(X: Tensor, g: Tensor, *, keep: bool) -> Pairs:
     """Return the pairs of X [P, H, 2, C, K], q above k, and g [P, H, C, K]; keep: with the levels."""
     lowest, scale, least = RANGES[g.dtype]
     # a chunk that decays less in every channel has no smaller factor; other devices are not read by the host

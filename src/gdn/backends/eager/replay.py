@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.eager.alignment import align_start
-from gdn.backends.eager.channels import make_pairs
+from gdn.backends.eager.channels import compute_products
 from gdn.backends.eager.gate import gate_dtype, load_decay, sigmoid
 from gdn.problem import RESET, KeepProblem, ReplayProblem
 
@@ -99,7 +99,7 @@ def _run_channel_packet(
     X[0, :, 1, :T] = _repeat_heads(k * k_rstd.unsqueeze(-1), ratio)
     decays = torch.zeros(1, p.HV, C, p.K, dtype=p.dtype, device=q.device)
     decays[0, :, :T] = g.transpose(0, 1)
-    pairs = make_pairs(X, decays, keep=False)
+    pairs = compute_products(X, decays, keep=False)
     scores, coupling = pairs.products[0, ..., :T, :T].unbind(1)
     state_read = torch.bmm((X * pairs.decay_in.unsqueeze(2))[0].flatten(1, 2), S).unflatten(1, (2, C))
     beta = beta.T.unsqueeze(-1)

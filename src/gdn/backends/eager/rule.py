@@ -223,7 +223,7 @@ def _load_block(p: Problem, block: Block, g: Tensor, beta: Tensor, *, for_backwa
 
 def _load_saved(p: Problem, block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a block's chunks of x [NC, HV, ...] as [P, H, r, ...] in the computing dtype."""
-    x = block.load_chunks(x).to(dtype)
+    x = block.read_chunks(x).to(dtype)
     return (align_start(x) if p.batch_invariant else x).unflatten(1, (p.H, -1))
 
 

@@ -89,7 +89,7 @@ def _rest(HV: int, distribution: Distribution, num_sms: int) -> float:
     return (chunks - count_longest(*distribution) * longest) * HV / num_sms
 
 
-def _whole_consumers(heads: int, num_sms: int) -> int:
+def whole_consumers(heads: int, num_sms: int) -> int:
     """Return the consumers of a CTA without segments: one if two CTAs a head fit the SMs."""
     return 1 if num_sms >= 2 * heads else 2
 
@@ -97,7 +97,7 @@ def _whole_consumers(heads: int, num_sms: int) -> int:
 def _whole_time(HV: int, distribution: Distribution, num_sms: int) -> float:
     """Return the us of the scan without segments."""
     N, _, longest = distribution
-    consumers = _whole_consumers(N * HV, num_sms)
+    consumers = whole_consumers(N * HV, num_sms)
     items = ((2 // consumers * HV * count_longest(*distribution), longest),)
     return makespan(SCAN_COSTS[consumers], items, _rest(HV, distribution, num_sms), num_sms)
 

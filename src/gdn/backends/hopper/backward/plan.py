@@ -25,7 +25,7 @@ from torch import Tensor
 from gdn.backends.backend import Gradients, Saved
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward import segments
-from gdn.backends.hopper.backward.cost import Segmentation, segmentation_of
+from gdn.backends.hopper.backward.cost import Segmentation, segmentation_of, whole_consumers
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
@@ -235,11 +235,11 @@ def _tile_spec(spec: TensorSpec) -> TensorSpec:
 
 
 def consumers_of(p: Problem) -> int:
-    """Return the consumer warpgroups of a CTA of the scan: one if two CTAs a head fit the SMs.
+    """Return the consumer warpgroups of a CTA of the scan without segments.
 
     One adds up dv_new in another order than two, so with batch_invariant there are always two.
     """
-    return 1 if cost.num_sms(p.device) >= 2 * p.N * p.HV and not p.batch_invariant else 2
+    return 2 if p.batch_invariant else whole_consumers(p.N * p.HV, cost.num_sms(p.device))
 
 
 def _plan(
