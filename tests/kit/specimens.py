@@ -321,6 +321,22 @@ def hopper_forward(
     return call
 
 
+def hopper_between_ranks(case: Case) -> Callable[[], Any]:
+    """Return the Hopper forward of a rank: every row receives a state and passes one on."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+
+    def call() -> None:
+        from gdn.backends import Borders
+        from gdn.backends.hopper import borders
+
+        rows = tuple(range(problem.N))
+        _, finish = borders.forward_begin(problem, Borders(rows, rows), True)
+        finish(problem.initial_state)
+
+    return call
+
+
 def hopper_backward(case: Case, has_scan: bool = True) -> Callable[[], Any]:
     """Make the backward of `hopper`, by CTAs of one consumer and of two, or on Triton's state pass."""
     given = inputs(case, BF16, device=torch.get_default_device())
@@ -424,6 +440,16 @@ OTHERS = {
     "hopper 64 in segments": (
         hopper_forward,
         (Case(sizes=(64, 64), heads=(2, 4), state="wide"), 1, FP32),
+        TUNED,
+    ),
+    "hopper between ranks": (
+        hopper_between_ranks,
+        (Case(sizes=(128, 128), heads=(2, 4), state="wide"),),
+        TUNED,
+    ),
+    "hopper 64 between ranks": (
+        hopper_between_ranks,
+        (Case(sizes=(64, 64), heads=(2, 4), state="wide"),),
         TUNED,
     ),
     "hopper backward": (hopper_backward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
