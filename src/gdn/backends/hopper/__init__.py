@@ -12,7 +12,8 @@ This file imports no Triton, so that a CPU user does not need it. Files in readi
     solve/       A_inv and the factors of each chunk: one warp a CTA, persistent, in Gluon
     scan/        the state scan: outputs and final states, persistent and warp-specialised, in Gluon
     backward/    the reverse state scan and the gradient kernel in Gluon, and the launches of a backward
-    segments     cut long sequences: plan the segments, pass states from one to the next, in Triton
+    segments     cut long sequences: plan the segments, in Triton
+    propagate    pass states from one segment to the next, in Triton
     borders      cut a forward between M, N and the scan, where a rank exchanges states with others
     gluon        names of Gluon in all supported versions of Triton, and `struct`
 """
@@ -41,10 +42,9 @@ def refuses(problem: Any) -> str | None:
     if reason is not None or settings.backend(problem.backend) == "hopper":
         return reason
     problem = problem.rule if isinstance(problem, PrefillProblem) else problem
-    # the two backends round differently, and the choice depends on the batch
-    if problem.batch_invariant:
-        return "expected no batch_invariant, or backend='hopper': who is faster depends on the batch"
-    if not cost.is_faster(problem):
+    # the two backends round differently, and the faster one depends on the batch: with batch_invariant every
+    # size is computed here
+    if not problem.batch_invariant and not cost.is_faster(problem):
         sizes = f"N={problem.N}, HV={problem.HV}, T={problem.T}"
         return f"expected a problem that it is faster at than triton, got {sizes}"
     return None

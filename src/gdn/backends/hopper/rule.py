@@ -166,21 +166,24 @@ def results(new: list[Tensor | None], kept: torch.dtype | None) -> tuple[Tensor,
 class Variant(NamedTuple):
     """Hold what distinguishes the binaries of two forwards of a kind."""
 
-    cuts: cost.Cuts | None  # of sequences into segments; None: they are not cut
+    cuts: cost.Cuts | cost.OwnCuts | None  # of sequences into segments; None: they are not cut
     consumers: int  # consumer warpgroups of a CTA of the scan, at most one for each 64 values
     width: int  # value columns of a CTA of `propagate_states`
     is_single_tile: bool  # no CTA of `solve` has more than one tile
 
 
-def plan_first(p: Problem, cuts: cost.Cuts | None, consumers: int, kept: torch.dtype | None) -> Forward:
+def plan_first(
+    p: Problem, cuts: cost.Cuts | cost.OwnCuts | None, consumers: int, kept: torch.dtype | None
+) -> Forward:
     """Compile the binaries of forwards of this kind ahead, and plan one."""
     a = rules.describe(p)
     # with no backend named, `triton` may get a smaller problem of the kind: compile its launches ahead, too
-    is_shared = settings.backend(p.backend) is None
+    is_shared = settings.backend(p.backend) is None and not p.batch_invariant
 
     def steps() -> Iterator[Step]:
         yield from launches(p, kept)
-        yield from other_launches(p, kept, "hopper")
+        if is_shared:
+            yield from other_launches(p, kept, "hopper")
 
     compile_ahead(p.device, ("hopper", kept, rules.kind_key(p, a), is_shared), steps)
     is_single_tile = a.entries * p.HV <= _num_solve_ctas(p)
@@ -196,7 +199,8 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         p = replace(p, layout_key=None, q=q, k=k, v=v)
     a = rules.describe(p)
     widths, _ = PROPAGATE[p.K]
-    for cuts, is_single_tile in itertools.product((None, cost.equal_cuts(1)), (True, False)):
+    some = cost.own_cuts(p.HV) if p.batch_invariant else cost.equal_cuts(1)
+    for cuts, is_single_tile in itertools.product(dict.fromkeys((None, some)), (True, False)):
         consumers, width = (1, widths[0]) if is_single_tile else (2, widths[-1])
         plan = _plan(p, a, Variant(cuts, consumers, width, is_single_tile), kept)
         new = allocate_placeholders(p.device, plan.specs)
