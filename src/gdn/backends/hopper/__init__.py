@@ -133,16 +133,18 @@ def _backward_begin(
 
 
 def _prefill(problem: PrefillProblem) -> None:
-    # the gather from the pool and the scatter into it are `triton`'s; only the forward between them differs
+    # the gather from the pool and the scatter into it are `triton`'s; only the forward between them differs.
+    # Sequences that are not cut into segments read and update the pool in place.
     forward = import_module("gdn.backends.hopper.rule").forward
-    import_module("gdn.backends.triton.serving.prefill").prefill(problem, forward)
+    is_in_place = cost.cuts_of(problem.rule) is None
+    import_module("gdn.backends.triton.serving.prefill").prefill(problem, forward, is_in_place)
 
 
-def _forward_launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Any]:
+def _forward_launches(problem: Problem, kept: torch.dtype | None, pool: Any = None) -> Iterator[Any]:
     """Yield the launches that a larger problem of the kind would use; none if it is not supported here."""
     has_tokens = problem.q.numel() > 0 and problem.N > 0
     if has_tokens and not problem.batch_invariant and _lacks(problem) is None:
-        yield from import_module("gdn.backends.hopper.rule").launches(problem, kept)
+        yield from import_module("gdn.backends.hopper.rule").launches(problem, kept, pool)
 
 
 BACKEND = replace(

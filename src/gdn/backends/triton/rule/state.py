@@ -22,19 +22,20 @@ from gdn.backends.triton.lib import (
     column_mask,
     dot,
     load_rows,
-    load_state,
     locate_strip,
     operand_dtype,
     state_pointers,
 )
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, factor, through
+from gdn.backends.triton.rule.pool import Slots, load_initial, store_final
 
 
 @kernel
 def state_kernel(
     k_ptr, v_ptr, A_inv_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr, S_in_ptr, v_new_ptr,
-    final_ptr,
+    final_ptr, index_ptr, out_index_ptr, has_initial_ptr,
     k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
+    state_n, state_h, index_n, out_index_n, has_initial_n, slots, lowest,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -52,8 +53,11 @@ def state_kernel(
     vs = strip * BV + tl.arange(0, BV)
     ks = tl.arange(0, BK)
     tokens = tl.arange(0, C)
-    state_place, state_mask = state_pointers((n.to(tl.int64) * HV + head) * (K * V), ks, vs, K, V, V_FIRST)
-    S = load_state(initial_ptr, state_place, state_mask)
+    pool = Slots(
+        index_ptr, out_index_ptr, has_initial_ptr, state_n, state_h, index_n, out_index_n, has_initial_n,
+        slots, lowest,
+    )  # fmt: skip
+    S = load_initial(initial_ptr, pool, n, head, HV, ks, vs, K, V, V_FIRST)
 
     for done in tl.range(0, total, C, num_stages=STAGES):
         length = tl.minimum(total - done, C)
@@ -87,4 +91,4 @@ def state_kernel(
         S = dot(tl.trans(k), grown, S * through(factors_ptr, tile, C), PRECISION)
 
     if final_ptr is not None:
-        tl.store(final_ptr + state_place, S, mask=state_mask)
+        store_final(final_ptr, pool, n, head, HV, total, S, ks, vs, K, V, V_FIRST)
