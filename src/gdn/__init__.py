@@ -12,6 +12,7 @@ from gdn.layers.cache import GatedDeltaNetCache
 from gdn.layers.gated_deltanet import GatedDeltaNet
 from gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from gdn.ops import stages
+from gdn.ops.chunk_decoder import ChunkDecoder
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
 from gdn.ops.norm import rms_norm_gated
@@ -34,6 +35,7 @@ chunk_gdn = chunk_kda = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_kda = fused_recurrent_gated_delta_rule
 
 __all__ = [
+    "ChunkDecoder",
     "ContextParallel",
     "GatedDeltaNet",
     "GatedDeltaNetCache",
