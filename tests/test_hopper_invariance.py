@@ -6,12 +6,22 @@ import pytest
 import torch
 from conftest import HAS_TRITON
 
+import gdn
 from gdn.testing import inputs, packed
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
 
-from kit.hopper import BASE, forward, make_prefill, run_prefill, set_fast_path, simulated
+from kit.hopper import (
+    BASE,
+    error,
+    forward,
+    make_prefill,
+    on_hopper,
+    run_prefill,
+    set_fast_path,
+    simulated,
+)
 from kit.serving import same_bits
 
 from gdn.backends import hopper
@@ -100,3 +110,96 @@ def token_bounds(lengths, begin, size):
     return [end + a for end, (a, _) in zip(ends, counts, strict=False)], [
         end + b for end, (_, b) in zip(ends, counts, strict=False)
     ]
+
+
+def run_rule(tensors, options):
+    """Return o and the final state of a batch-invariant forward that names no backend."""
+    return gdn.chunk_gated_delta_rule(**tensors, **options)
+
+
+def select_sequences(given, order, lengths, is_known=True):
+    """Return tokens of some sequences, and the tensors of a call on them, offsets on the host if known."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    tokens = torch.cat([torch.arange(ends[n], ends[n + 1]) for n in order]).to(given.do.device)
+    names = ("q", "k", "v", "g", "beta")
+    tensors = given.tensors | {name: given.tensors[name][:, tokens] for name in names}
+    offsets = torch.tensor([0, *(lengths[n] for n in order)]).cumsum(0)
+    tensors["cu_seqlens"] = offsets.to(tokens.device)
+    tensors["initial_state"] = given.tensors["initial_state"][list(order)]
+    return tokens, tensors | ({"cu_seqlens_cpu": offsets} if is_known else {})
+
+
+# heads, lengths: of few heads sequences of 96 and 400 chunks are cut, of many one of 260
+BATCHES = {
+    "2/8": ((2, 8), (6200, 70, 0, 25600, 1, 6144, 6080, 64)),
+    "16/32": ((16, 32), (16640, 70, 0, 2047, 64, 300)),
+    "16/64": ((16, 64), (4000, 70, 0, 2047, 64, 300)),
+    "64 keys": ((4, 8), (6200, 70, 0, 9000, 64)),
+}
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("gate", ["mild", "none", "reset", "strong"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_on_a_gpu(name, gate):
+    """Compare a batch with it permuted, with some sequences removed, with each alone, lengths known or not.
+
+    Every call runs `hopper`.
+    """
+    heads, lengths = BATCHES[name]
+    size = 64 if name == "64 keys" else 128
+    case = replace(
+        BASE, heads=heads, sizes=(size, size), lengths=packed(*lengths), gate=gate, batch_invariant=True
+    )
+    given = inputs(case, torch.bfloat16, device="cuda", is_drawn_there=True)
+    options = given.options
+    report = gdn.explain(**select_sequences(given, (1,), lengths)[1], **options)
+    assert report.chosen == "hopper"
+    o, final = run_rule(given.tensors, options)
+    everything = range(len(lengths))
+    for order in ([*reversed(everything)], [0, 3], *([n] for n in everything if lengths[n])):
+        for is_known in (True, False):
+            tokens, tensors = select_sequences(given, order, lengths, is_known)
+            found = run_rule(tensors, options)
+            assert same_bits(found[0], o[:, tokens]) and same_bits(found[1], final[order])
+    other = run_rule(given.tensors, options | {"batch_invariant": False, "backend": "hopper"})
+    assert error(o, other[0].double()) < 5e-3 and error(final, other[1].double()) < 5e-3
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("size", [64, 128, 192, 1024])
+@pytest.mark.parametrize("heads, length, is_cut", [((16, 32), 3000, False), ((2, 8), 7000, True)])
+def test_pieces_on_a_gpu(monkeypatch, heads, length, is_cut, size):
+    """Prefill in pieces equals prefill as a whole where the whole is not cut; GDN_SEGMENTS=0 forbids cuts."""
+    if is_cut:
+        monkeypatch.setenv("GDN_SEGMENTS", "0")
+    lengths = (length, 100, 500)
+    given = inputs(replace(BASE, heads=heads, lengths=packed(*lengths)), torch.bfloat16, device="cuda")
+    x = {name: given.tensors[name] for name in ("q", "k", "v", "g", "beta")}
+    slots = torch.tensor([3, 0, 2], device="cuda")
+    pool = torch.randn(4, heads[1], 128, 128, device="cuda")
+
+    def run(pool, tokens, ends):
+        offsets = torch.tensor(ends, device="cuda", dtype=torch.int32)
+        part = {name: y[:, tokens] for name, y in x.items()}
+        return gdn.prefill(
+            **part,
+            state=pool,
+            cu_seqlens=offsets,
+            state_index=slots,
+            state_v_first=True,
+            batch_invariant=True,
+        )
+
+    whole, pieces = pool.clone(), pool.clone()
+    everything = torch.arange(sum(lengths), device="cuda")
+    o = run(whole, everything, [0, *torch.tensor(lengths).cumsum(0).tolist()])
+    found = torch.empty_like(o)
+    for begin in range(0, length, size):
+        firsts, lasts = token_bounds(lengths, begin, size)
+        tokens = torch.cat([torch.arange(a, b, device="cuda") for a, b in zip(firsts, lasts, strict=True)])
+        ends = [0, *torch.tensor([b - a for a, b in zip(firsts, lasts, strict=True)]).cumsum(0).tolist()]
+        found[:, tokens] = run(pieces, tokens, ends)
+    assert same_bits(found, o) and same_bits(pieces, whole)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.lib import load_state, state_pointers
+from gdn.backends.triton.lib import state_pointers
 from gdn.problem import PrefillProblem
 
 UNIT = tl.constexpr(16)  # elements; a constant factor of the strides, so that loads of states are vectorised
@@ -91,14 +91,15 @@ class Slots(NamedTuple):
 
 
 @triton.jit
-def load_initial(
-    states_ptr, slots, n, head, HV, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr,
+def locate_state(
+    slots, n, head, HV, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Load a block of a sequence's initial state from HBM in fp32; zeros without a tensor or a slot."""
+    """Return the offsets in HBM and the mask of a block of a sequence's initial state."""
     if slots.index is None:
         base = (n.to(tl.int64) * HV + head) * (NUM_ROWS * NUM_COLUMNS)
         place, mask = state_pointers(base, rows, columns, NUM_ROWS, NUM_COLUMNS, TRANSPOSED)
+        return place, mask
     else:
         slot = tl.load(slots.index + n * slots.index_n).to(tl.int64)
         is_read = (slot >= slots.lowest) & (slot < slots.slots)
@@ -106,19 +107,20 @@ def load_initial(
             is_read &= tl.load(slots.has_initial + n * slots.has_initial_n) != 0
         base = (slot * slots.state_n + head * slots.state_h) * UNIT
         place, mask = state_pointers(base, rows, columns, NUM_ROWS, NUM_COLUMNS, TRANSPOSED)
-        mask = mask & is_read
-    return load_state(states_ptr, place, mask)
+        return place, mask & is_read
 
 
 @triton.jit
-def store_final(
-    states_ptr, slots, n, head, HV, total, S, rows, columns, NUM_ROWS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr,
+def locate_final(
+    slots, n, head, total, place, mask, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Store a block of a sequence's final state to HBM; a pool gets none of an empty sequence."""
+    """Return the offsets and the mask of a sequence's final state: `place` and `mask` without a pool.
+
+    A pool gets no state of an empty sequence.
+    """
     if slots.index is None:
-        base = (n.to(tl.int64) * HV + head) * (NUM_ROWS * NUM_COLUMNS)
-        place, mask = state_pointers(base, rows, columns, NUM_ROWS, NUM_COLUMNS, TRANSPOSED)
+        return place, mask
     else:
         slot = tl.load(slots.index + n * slots.index_n).to(tl.int64)
         is_written = (slot >= slots.lowest) & (slot < slots.slots) & (total > 0)
@@ -127,5 +129,4 @@ def store_final(
             is_written &= (slot >= slots.lowest) & (slot < slots.slots)
         base = (slot * slots.state_n + head * slots.state_h) * UNIT
         place, mask = state_pointers(base, rows, columns, NUM_ROWS, NUM_COLUMNS, TRANSPOSED)
-        mask = mask & is_written
-    tl.store(states_ptr + place, S.to(states_ptr.dtype.element_ty), mask=mask)
+        return place, mask & is_written

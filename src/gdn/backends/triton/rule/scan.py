@@ -22,12 +22,13 @@ from gdn.backends.triton.lib import (
     dot,
     dot_split_left,
     load_rows,
+    load_state,
     locate_strip,
     operand_dtype,
     state_pointers,
 )
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, factor, through
-from gdn.backends.triton.rule.pool import Slots, load_initial, store_final
+from gdn.backends.triton.rule.pool import Slots, locate_final, locate_state
 
 
 @kernel
@@ -59,7 +60,8 @@ def scan_kernel(
         slots, lowest,
     )  # fmt: skip
     # HBM holds states V first or K first; S is transposed here, hence `not V_FIRST`
-    S = load_initial(initial_ptr, pool, n, head, HV, vs, ks, V, K, not V_FIRST)
+    state_place, state_mask = locate_state(pool, n, head, HV, vs, ks, V, K, not V_FIRST)
+    S = load_state(initial_ptr, state_place, state_mask)
 
     for done in tl.range(0, total, C, num_stages=STAGES):
         first = start + done
@@ -98,4 +100,5 @@ def scan_kernel(
         S = dot((v_new * out[None, :]).to(operand), k, S * through(factors_ptr, tile, C), PRECISION)
 
     if final_ptr is not None:
-        store_final(final_ptr, pool, n, head, HV, total, S, vs, ks, V, K, not V_FIRST)
+        place, mask = locate_final(pool, n, head, total, state_place, state_mask, vs, ks, V, K, not V_FIRST)
+        tl.store(final_ptr + place, S.to(final_ptr.dtype.element_ty), mask=mask)

@@ -22,12 +22,13 @@ from gdn.backends.triton.lib import (
     column_mask,
     dot,
     load_rows,
+    load_state,
     locate_strip,
     operand_dtype,
     state_pointers,
 )
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, factor, through
-from gdn.backends.triton.rule.pool import Slots, load_initial, store_final
+from gdn.backends.triton.rule.pool import Slots, locate_final, locate_state
 
 
 @kernel
@@ -57,7 +58,8 @@ def state_kernel(
         index_ptr, out_index_ptr, has_initial_ptr, state_n, state_h, index_n, out_index_n, has_initial_n,
         slots, lowest,
     )  # fmt: skip
-    S = load_initial(initial_ptr, pool, n, head, HV, ks, vs, K, V, V_FIRST)
+    state_place, state_mask = locate_state(pool, n, head, HV, ks, vs, K, V, V_FIRST)
+    S = load_state(initial_ptr, state_place, state_mask)
 
     for done in tl.range(0, total, C, num_stages=STAGES):
         length = tl.minimum(total - done, C)
@@ -91,4 +93,5 @@ def state_kernel(
         S = dot(tl.trans(k), grown, S * through(factors_ptr, tile, C), PRECISION)
 
     if final_ptr is not None:
-        store_final(final_ptr, pool, n, head, HV, total, S, ks, vs, K, V, V_FIRST)
+        place, mask = locate_final(pool, n, head, total, state_place, state_mask, ks, vs, K, V, V_FIRST)
+        tl.store(final_ptr + place, S.to(final_ptr.dtype.element_ty), mask=mask)
