@@ -1,6 +1,7 @@
 """Decode with the bits of the chunked forward: compute a row's chunk again for each of its tokens."""
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,34 @@ from torch import Tensor
 from gdn.notation import Decay, Keys, Offsets, PerHead, Q, State, Values
 from gdn.ops.rule import chunk_gated_delta_rule
 from gdn.problem import CHUNK
+
+
+class _Row(NamedTuple):
+    """Say where the first tokens of a row are, and how many of them fill whole chunks."""
+
+    batch_row: int
+    first: int
+    whole: int
+    rest: int
+
+    def take_whole(self, x: Tensor) -> Tensor:
+        """Return the view of the tokens in whole chunks, [1, whole, ...]."""
+        return x.narrow(0, self.batch_row, 1).narrow(1, self.first, self.whole)
+
+    def take_rest(self, x: Tensor) -> Tensor:
+        """Return the view of the tokens behind them, [rest, ...]."""
+        return x.select(0, self.batch_row).narrow(0, self.first + self.whole, self.rest)
+
+
+def _rows(q: Tensor, cu_seqlens: Tensor | None) -> list[_Row]:
+    """Return the rows of a dense batch, or of packed sequences, whose offsets are read on the host."""
+    B, T, *_ = q.shape
+    bounds = [(row, 0, T) for row in range(B)]
+    if cu_seqlens is not None:
+        bounds = [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
+    return [
+        _Row(row, start, (end - start) // CHUNK * CHUNK, (end - start) % CHUNK) for row, start, end in bounds
+    ]
 
 
 class ChunkDecoder:
@@ -67,33 +96,27 @@ class ChunkDecoder:
         if self._tokens:
             raise ValueError("prefill: expected the first call of a decoder")
         given, B = [q, k, v, g, beta], self.state.shape[0]
-        o, total = torch.zeros_like(v), q.shape[1]
-        # (batch row, first token, length) of each row
-        rows = [(row, 0, total) for row in range(B)]
-        if cu_seqlens is not None:
-            ends = cu_seqlens.tolist()
-            rows = [(0, a, b - a) for a, b in zip(ends, ends[1:], strict=False)]
-        if len(rows) != B or q.shape[0] != (1 if cu_seqlens is not None else B):
+        rows = _rows(q, cu_seqlens)
+        if len(rows) != B:
             raise ValueError(f"q: expected {B} rows as in state, got {len(rows)} in {list(q.shape)}")
-        whole = [length // CHUNK * CHUNK for *_, length in rows]
-        pick = [(row, slice(a, a + n)) for (row, a, _), n in zip(rows, whole, strict=True)]
-        if sum(whole):
-            offsets = torch.tensor([0, *whole], device=q.device).cumsum(0)
-            part = [None if x is None else torch.cat([x[i][None] for i in pick], 1) for x in given]
-            some, final = self._run(part, cu_seqlens=offsets)
+        o = torch.zeros_like(v)
+        whole = [row for row in rows if row.whole > 0]
+        if whole:
+            offsets = torch.tensor([0, *(row.whole for row in rows)], device=q.device).cumsum(0)
+            part = [None if x is None else torch.cat([row.take_whole(x) for row in rows], 1) for x in given]
+            found, final = self._run(part, cu_seqlens=offsets)
             self.state.copy_(final)
-            for i, piece in zip(pick, some[0].split(whole), strict=True):
-                o[i] = piece
+            for row, piece in zip(rows, found.split([row.whole for row in rows], 1), strict=True):
+                row.take_whole(o).copy_(piece)
         self._tokens = [None if x is None else x.new_zeros(B, CHUNK, *x.shape[2:]) for x in given]
-        left = [(row, slice(a + n, a + m)) for (row, a, m), n in zip(rows, whole, strict=True)]
         for buffer, x in zip(self._tokens, given, strict=True):
-            for n, i in enumerate(left):
-                if buffer is not None and x is not None:
-                    buffer[n, : i[1].stop - i[1].start] = x[i]
-        self.count.copy_(torch.tensor([i[1].stop - i[1].start for i in left]))
-        some, _ = self._run(self._tokens)
-        for n, i in enumerate(left):
-            o[i] = some[n, : i[1].stop - i[1].start]
+            if buffer is not None and x is not None:
+                for target, row in zip(buffer, rows, strict=True):
+                    target[: row.rest].copy_(row.take_rest(x))
+        self.count.copy_(torch.tensor([row.rest for row in rows]))
+        found, _ = self._run(self._tokens)
+        for piece, row in zip(found, rows, strict=True):
+            row.take_rest(o).copy_(piece[: row.rest])
         return o
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ read 64 Ki by each CTA of `propagate_states`; states written and read 128 Ki. Pe
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -100,16 +100,7 @@ def plan_launches(
     """
     T, HV, ratio, per_row, bound = scalars
     is_own = isinstance(cuts, cost.OwnCuts)
-    # the most segments that either cut can have: packed lengths are only on the device
-    if isinstance(cuts, cost.OwnCuts):
-        segments = cuts.most(p.N, p.num_chunks)
-        numbers: tuple[int, ...] = (*cuts.below, *cuts.above, cuts.least)
-    elif p.cu_seqlens is None or p.N == 1:
-        segments = p.N * max(1 + sum(count for count, _ in cut.segments(per_row)[0]) for cut in cuts)
-    else:
-        segments = max(cut.most(p.N, p.num_chunks) for cut in cuts)
-    if not isinstance(cuts, cost.OwnCuts):
-        numbers = (*cuts.many, *cuts.few, 0)
+    segments, numbers = _bound_segments(p, cuts, per_row)
     num_items = segments * HV
     # with cuts of their own most sequences may be whole: only the segments before the last have M and N
     num_transfers = 2 * (segments - p.N if is_own else segments)
@@ -162,6 +153,20 @@ def plan_launches(
     )
 
 
+def _bound_segments(
+    p: Problem, cuts: cost.Cuts | cost.OwnCuts, chunks_per_row: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the most segments that either cut can have, and the cuts as scalars of `plan_segments`."""
+    if isinstance(cuts, cost.OwnCuts):
+        return cuts.most(p.N, p.num_chunks), (*cuts.below, *cuts.above, cuts.least)
+    numbers = (*cuts.many, *cuts.few, 0)
+    if p.cu_seqlens is None or p.N == 1:
+        most = max(1 + sum(count for count, _ in cut.segments(chunks_per_row)[0]) for cut in cuts)
+        return p.N * most, numbers
+    # packed lengths are only on the device
+    return max(cut.most(p.N, p.num_chunks) for cut in cuts), numbers
+
+
 @triton.jit
 def count_segments(chunks, long, longs, short):
     """Return the number of segments of a sequence of `chunks` chunks, see `cost.Cut`: 1 if it is empty."""
@@ -170,16 +175,28 @@ def count_segments(chunks, long, longs, short):
     return tl.where(left > 0, most, tl.maximum(tl.cdiv(chunks, long), 1))
 
 
+class CutScalars(NamedTuple):
+    """Hold a `cost.Cut` and the one for few M; or, where each sequence has its own, a `cost.OwnCuts`."""
+
+    long: Any  # own: longs, halves and short of sequences below OWN_FROM chunks
+    longs: Any
+    short: Any
+    few_long: Any = 0  # own: the same of longer sequences
+    few_longs: Any = 0
+    few_short: Any = 0
+    least: Any = 0
+
+
 @triton.jit
-def own_cut(chunks, longs, halves, short, long_longs, long_halves, long_short, least, FROM: tl.constexpr):
+def own_cut(chunks, cuts, FROM: tl.constexpr):
     """Return `long`, `longs` and `short` of sequences of `chunks` chunks, see `cost.OwnCuts.cut_of`."""
     is_long = chunks >= FROM
-    longs = tl.where(is_long, long_longs, longs)
-    long = tl.cdiv(2 * chunks, tl.where(is_long, long_halves, halves))
-    is_equal = tl.where(is_long, long_short, short) == 2
+    longs = tl.where(is_long, cuts.few_long, cuts.long)
+    long = tl.cdiv(2 * chunks, tl.where(is_long, cuts.few_longs, cuts.longs))
+    is_equal = tl.where(is_long, cuts.few_short, cuts.short) == 2
     short = tl.where(is_equal, long, tl.cdiv(long, 2))
     # a sequence that is not cut is one long segment
-    return tl.maximum(tl.where(chunks >= least, long, chunks), 1), longs, short
+    return tl.maximum(tl.where(chunks >= cuts.least, long, chunks), 1), longs, short
 
 
 @triton.jit
@@ -210,8 +227,7 @@ def has_few_maps(
 
 @triton.jit
 def locate_segment(
-    i, cu_seqlens_ptr, N, long, longs, short, C: tl.constexpr, BLOCK: tl.constexpr,
-    few_long=0, few_longs=0, few_short=0, least=0, OWN_FROM: tl.constexpr = None,
+    i, cu_seqlens_ptr, N, cuts, C: tl.constexpr, BLOCK: tl.constexpr, OWN_FROM: tl.constexpr = None
 ):  # fmt: skip
     """Return the sequence of segment i (N past the last), and the number of segments before that sequence."""
     n = 0
@@ -221,10 +237,10 @@ def locate_segment(
         lanes = m + tl.arange(0, BLOCK)
         chunks = count_chunks(cu_seqlens_ptr, lanes, lanes < N, C)
         if OWN_FROM is None:
-            num_segments = count_segments(chunks, long, longs, short)
+            num_segments = count_segments(chunks, cuts.long, cuts.longs, cuts.short)
         else:
-            a, b, c = own_cut(chunks, long, longs, short, few_long, few_longs, few_short, least, OWN_FROM)
-            num_segments = count_segments(chunks, a, b, c)
+            long, longs, short = own_cut(chunks, cuts, OWN_FROM)
+            num_segments = count_segments(chunks, long, longs, short)
         num_segments = tl.where(lanes < N, num_segments, 0)
         is_before = (lanes < N) & (total + tl.cumsum(num_segments, 0) <= i)
         n += tl.sum(is_before.to(tl.int32))
@@ -254,6 +270,7 @@ def plan_segments_kernel(
     """
     i = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
+    cuts = CutScalars(long, longs, short, few_long, few_longs, few_short, least)
     if OWN_FROM is None and factors_ptr is not None:
         _, _, total, chunk = sequence(N - 1, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
         if has_few_maps(factors_ptr, chunk + tl.cdiv(total, C), HV, few_long, FACTORS, DECAY, 32):
@@ -262,25 +279,20 @@ def plan_segments_kernel(
             short = few_short
     if table_ptr is None:
         if OWN_FROM is not None:
-            long, longs, short = own_cut(
-                chunks_per_row, long, longs, short, few_long, few_longs, few_short, least, OWN_FROM
-            )
+            long, longs, short = own_cut(chunks_per_row, cuts, OWN_FROM)
         num_segments = count_segments(chunks_per_row, long, longs, short)
         n = i // num_segments
         base = n * num_segments
     else:
-        n, base = locate_segment(
-            i, cu_seqlens_ptr, N, long, longs, short, C, BLOCK,
-            few_long, few_longs, few_short, least, OWN_FROM,
-        )  # fmt: skip
+        if OWN_FROM is None:
+            cuts = CutScalars(long, longs, short)
+        n, base = locate_segment(i, cu_seqlens_ptr, N, cuts, C, BLOCK, OWN_FROM)
     exists = n < N
     row, first, total, chunk = sequence(
         tl.minimum(n, N - 1), table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C
     )
     if OWN_FROM is not None and table_ptr is not None:
-        long, longs, short = own_cut(
-            tl.cdiv(total, C), long, longs, short, few_long, few_longs, few_short, least, OWN_FROM
-        )
+        long, longs, short = own_cut(tl.cdiv(total, C), cuts, OWN_FROM)
     index = i - base
     num_segments = count_segments(tl.cdiv(total, C), long, longs, short)
     is_last = index == num_segments - 1

@@ -40,6 +40,7 @@ from gdn.backends.hopper.scan.scheduler import (
 from gdn.backends.hopper.segments import (
     LOG_ZERO,
     PROPAGATE,
+    CutScalars,
     count_segments,
     first_chunk_of,
     locate_segment,
@@ -160,7 +161,7 @@ def plan_reverse_segments_kernel(
         n = i // num_segments
         base = n * num_segments
     else:
-        n, base = locate_segment(i, cu_seqlens_ptr, N, long, longs, short, C, BLOCK)
+        n, base = locate_segment(i, cu_seqlens_ptr, N, CutScalars(long, longs, short), C, BLOCK)
     exists = n < N
     row, first, total, chunk = sequence(
         tl.minimum(n, N - 1), table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C

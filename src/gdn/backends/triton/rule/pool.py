@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.triton.lib import state_pointers
 from gdn.problem import PrefillProblem
 
 UNIT = tl.constexpr(16)  # elements; a constant factor of the strides, so that loads of states are vectorised
@@ -91,42 +90,27 @@ class Slots(NamedTuple):
 
 
 @triton.jit
-def locate_state(
-    slots, n, head, HV, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """Return the offsets in HBM and the mask of a block of a sequence's initial state."""
+def locate_initial(slots, n, head, HV, SIZE: tl.constexpr):
+    """Return the first element of a sequence's initial state of SIZE elements, and if it is read."""
     if slots.index is None:
-        base = (n.to(tl.int64) * HV + head) * (NUM_ROWS * NUM_COLUMNS)
-        place, mask = state_pointers(base, rows, columns, NUM_ROWS, NUM_COLUMNS, TRANSPOSED)
-        return place, mask
+        return (n.to(tl.int64) * HV + head) * SIZE, True
     else:
         slot = tl.load(slots.index + n * slots.index_n).to(tl.int64)
         is_read = (slot >= slots.lowest) & (slot < slots.slots)
         if slots.has_initial is not None:
             is_read &= tl.load(slots.has_initial + n * slots.has_initial_n) != 0
-        base = (slot * slots.state_n + head * slots.state_h) * UNIT
-        place, mask = state_pointers(base, rows, columns, NUM_ROWS, NUM_COLUMNS, TRANSPOSED)
-        return place, mask & is_read
+        return (slot * slots.state_n + head * slots.state_h) * UNIT, is_read
 
 
 @triton.jit
-def locate_final(
-    slots, n, head, total, place, mask, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """Return the offsets and the mask of a sequence's final state: `place` and `mask` without a pool.
+def locate_final(slots, n, head, total):
+    """Return the first element in the pool of a sequence's final state, and if it is written.
 
-    A pool gets no state of an empty sequence.
+    That of an empty sequence is not.
     """
-    if slots.index is None:
-        return place, mask
-    else:
-        slot = tl.load(slots.index + n * slots.index_n).to(tl.int64)
-        is_written = (slot >= slots.lowest) & (slot < slots.slots) & (total > 0)
-        if slots.out_index is not None:
-            slot = tl.load(slots.out_index + n * slots.out_index_n).to(tl.int64)
-            is_written &= (slot >= slots.lowest) & (slot < slots.slots)
-        base = (slot * slots.state_n + head * slots.state_h) * UNIT
-        place, mask = state_pointers(base, rows, columns, NUM_ROWS, NUM_COLUMNS, TRANSPOSED)
-        return place, mask & is_written
+    slot = tl.load(slots.index + n * slots.index_n).to(tl.int64)
+    is_written = (slot >= slots.lowest) & (slot < slots.slots) & (total > 0)
+    if slots.out_index is not None:
+        slot = tl.load(slots.out_index + n * slots.out_index_n).to(tl.int64)
+        is_written &= (slot >= slots.lowest) & (slot < slots.slots)
+    return (slot * slots.state_n + head * slots.state_h) * UNIT, is_written

@@ -28,7 +28,7 @@ from gdn.backends.triton.lib import (
     state_pointers,
 )
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, factor, through
-from gdn.backends.triton.rule.pool import Slots, locate_final, locate_state
+from gdn.backends.triton.rule.pool import Slots, locate_final, locate_initial
 
 
 @kernel
@@ -60,7 +60,10 @@ def scan_kernel(
         slots, lowest,
     )  # fmt: skip
     # HBM holds states V first or K first; S is transposed here, hence `not V_FIRST`
-    state_place, state_mask = locate_state(pool, n, head, HV, vs, ks, V, K, not V_FIRST)
+    state, is_read = locate_initial(pool, n, head, HV, K * V)
+    state_place, state_mask = state_pointers(state, vs, ks, V, K, not V_FIRST)
+    if index_ptr is not None:
+        state_mask = state_mask & is_read
     S = load_state(initial_ptr, state_place, state_mask)
 
     for done in tl.range(0, total, C, num_stages=STAGES):
@@ -100,5 +103,8 @@ def scan_kernel(
         S = dot((v_new * out[None, :]).to(operand), k, S * through(factors_ptr, tile, C), PRECISION)
 
     if final_ptr is not None:
-        place, mask = locate_final(pool, n, head, total, state_place, state_mask, vs, ks, V, K, not V_FIRST)
-        tl.store(final_ptr + place, S.to(final_ptr.dtype.element_ty), mask=mask)
+        if index_ptr is not None:
+            state, is_written = locate_final(pool, n, head, total)
+            state_place, state_mask = state_pointers(state, vs, ks, V, K, not V_FIRST)
+            state_mask = state_mask & is_written
+        tl.store(final_ptr + state_place, S.to(final_ptr.dtype.element_ty), mask=state_mask)

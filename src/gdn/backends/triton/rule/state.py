@@ -28,7 +28,7 @@ from gdn.backends.triton.lib import (
     state_pointers,
 )
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, factor, through
-from gdn.backends.triton.rule.pool import Slots, locate_final, locate_state
+from gdn.backends.triton.rule.pool import Slots, locate_final, locate_initial
 
 
 @kernel
@@ -58,7 +58,10 @@ def state_kernel(
         index_ptr, out_index_ptr, has_initial_ptr, state_n, state_h, index_n, out_index_n, has_initial_n,
         slots, lowest,
     )  # fmt: skip
-    state_place, state_mask = locate_state(pool, n, head, HV, ks, vs, K, V, V_FIRST)
+    state, is_read = locate_initial(pool, n, head, HV, K * V)
+    state_place, state_mask = state_pointers(state, ks, vs, K, V, V_FIRST)
+    if index_ptr is not None:
+        state_mask = state_mask & is_read
     S = load_state(initial_ptr, state_place, state_mask)
 
     for done in tl.range(0, total, C, num_stages=STAGES):
@@ -93,5 +96,8 @@ def state_kernel(
         S = dot(tl.trans(k), grown, S * through(factors_ptr, tile, C), PRECISION)
 
     if final_ptr is not None:
-        place, mask = locate_final(pool, n, head, total, state_place, state_mask, ks, vs, K, V, V_FIRST)
-        tl.store(final_ptr + place, S.to(final_ptr.dtype.element_ty), mask=mask)
+        if index_ptr is not None:
+            state, is_written = locate_final(pool, n, head, total)
+            state_place, state_mask = state_pointers(state, ks, vs, K, V, V_FIRST)
+            state_mask = state_mask & is_written
+        tl.store(final_ptr + state_place, S.to(final_ptr.dtype.element_ty), mask=state_mask)
