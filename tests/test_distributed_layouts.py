@@ -70,7 +70,7 @@ class Run:
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / T
         total = loss.detach().clone()
         if context is not None:
-            dist.all_reduce(total, group=context._group)
+            dist.all_reduce(total, group=context._groups.whole)
             loss = loss * context.world_size  # FSDP2 averages gradients over the ranks of tokens
         self.optimizer.zero_grad()
         loss.backward()
