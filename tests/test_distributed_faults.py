@@ -12,6 +12,7 @@ import pytest
 import torch
 from kit import ranks as kit
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn
@@ -274,7 +275,7 @@ class Wire(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("name", "R"), [("gather", 64), ("owner", 512)])
+@pytest.mark.parametrize(("name", "R"), [("gather", 64), ("owner", 512), ("nodes", 512)])
 def test_one_rank_of_many_sends_what_the_table_of_costs_says(name, R):
     """Run one of 64 or 512 ranks on torch's fake group: one exchange forward, one backward."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -283,7 +284,10 @@ def test_one_rank_of_many_sends_what_the_table_of_costs_says(name, R):
     H, HV, K, V, T = 2, R, 4, 4, 3
     dist.init_process_group("fake", rank=5, world_size=R, store=FakeStore())
     try:
-        context = gdn.ContextParallel(dist.group.WORLD, exchange=name, check="never", num_tokens=R * T)
+        mesh: Any = dist.group.WORLD
+        if name == "nodes":
+            mesh = init_device_mesh("cpu", (R // 8, 8), mesh_dim_names=("nodes", "ranks"))
+        context = gdn.ContextParallel(mesh, exchange=name, check="never", num_tokens=R * T)
         q = torch.randn(1, T, H, K, requires_grad=True)
         with Wire() as forward:
             o, _ = gdn.chunk_gated_delta_rule(q, q, torch.randn(1, T, HV, V), cp_context=context)
@@ -295,6 +299,11 @@ def test_one_rank_of_many_sends_what_the_table_of_costs_says(name, R):
     if name == "gather":
         assert forward.sent == [("all_gather_into_tensor", R * P)]
         assert backward.sent == [("all_gather_into_tensor", R * s)]
+    elif name == "nodes":
+        # an eighth of the heads of the node's ranks, of which 1/64 of all nodes; all states of this rank back
+        there = [("all_to_all_single", x) for x in (P, P // 8, s // 8, s)]
+        back = [("all_to_all_single", x) for x in (s, s // 8, s // 8, s)]
+        assert (forward.sent, backward.sent) == (there, back)
     else:
         # one head of all ranks, then all heads of this rank
         assert forward.sent == [("all_to_all_single", P), ("all_to_all_single", s)]

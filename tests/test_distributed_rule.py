@@ -32,6 +32,11 @@ CASES = {
     "packed without a crossing": Sharded({"num_tokens": 90}, offsets=(0, 30, 30, 60, 70, 90)),
     "zigzag, packed": Sharded({"runs": ZIGZAG}, offsets=(0, 0, 12, 40, 90, 90), options=GATES),
     "zigzag of two rows": Sharded({"runs": ZIGZAG}, B=2, options={"state_v_first": True, "scale": 0.3}),
+    "a decay per key channel, headtail": Sharded(
+        {"order": "headtail", "num_tokens": 90}, offsets=(0, 20, 90), options={**GATES, "lower_bound": -5.0},
+        has_channels=True,
+    ),
+    "a decay per key channel, two rows": Sharded({"num_tokens": 90}, B=2, has_channels=True),
     "two rows": Sharded({"num_tokens": 90}, B=2, absent=("initial_state", "g")),
     "a run of two tokens": Sharded({"runs": [(0, 0, 50), (1, 50, 52), (2, 52, 90)]}),
     "a rank without tokens": Sharded({"runs": [(0, 0, 44), (2, 44, 90)]}, offsets=(0, 70, 90)),

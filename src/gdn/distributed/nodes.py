@@ -10,9 +10,9 @@ Between nodes a rank receives 1/g of the bytes of `owner`, g ranks a node. The s
 those of `gather` and `owner`, so that states differ by roundings of fp32.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,6 +23,55 @@ from gdn.distributed.exchange import from_owners, split_heads, start_to_owners
 from gdn.distributed.folds import fold, fold_first, fold_gradients, fold_transfers, kept_maps
 from gdn.distributed.plan import Plan, index
 from gdn.distributed.table import Table, make_table
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """Hold which runs a node has, and how they form groups.
+
+    table          the groups over the nodes: neighbouring runs of one node are one group
+    mine           the runs of this node, in order
+    slots          their places among the slots of the ranks of this node
+    groups         the places of each group's runs among those of this node
+    group_passes   for each group of all nodes: every run of it passes a state on
+    """
+
+    plan: Plan
+    table: Table
+    mine: tuple[int, ...]
+    slots: list[int]
+    groups: tuple[slice, ...]
+    group_passes: tuple[bool, ...]
+
+    def passes(self, places: slice) -> list[bool]:
+        """Return `Plan.passes` of some runs of this node."""
+        return [self.plan.passes[j] for j in self.mine[places]]
+
+    def maps_of_groups(self, maps: Tensor) -> Sequence[Tensor]:
+        """Return the M of each group's runs from those of all runs of this node that pass a state on."""
+        return maps.split([sum(self.passes(places)) for places in self.groups])
+
+
+@functools.lru_cache(maxsize=256)
+def make_node_plan(plan: Plan, g: int, num_nodes: int) -> NodePlan:
+    """Return what the node of the plan's rank does; g: the ranks of a node."""
+    runs, node = plan.table.runs, plan.rank // g
+    table = make_table([(r // g, a, b) for r, a, b in runs], num_nodes)
+    members: list[list[int]] = [[] for _ in table.runs]
+    group = 0
+    for j, run in enumerate(runs):
+        group += run.start >= table.runs[group].stop
+        members[group].append(j)
+    mine = tuple(j for j, run in enumerate(runs) if run.rank // g == node)
+    first = plan.table.num_slots * g * node
+    return NodePlan(
+        plan,
+        table,
+        mine,
+        [plan.table.slots_of_runs[j] - first for j in mine],
+        tuple(slice(mine.index(members[i][0]), mine.index(members[i][-1]) + 1) for i in table.runs_of[node]),
+        tuple(all(plan.passes[j] for j in group) for group in members),
+    )
 
 
 @dataclass(frozen=True)
@@ -38,16 +87,20 @@ class Nodes:
 
     def finish_states(self, pending: Pending, V: int) -> tuple[Tensor, Tensor]:
         runs = self._runs_of_node(pending.wait())
-        whole = self._to_slots([fold_transfers(runs[i], self._passes(i), V) for i in self._groups], runs)
+        whole = self._to_slots(
+            [fold_transfers(runs[i], self._node.passes(i), V) for i in self._node.groups], runs
+        )
         wanted = start_to_owners(whole, self.between)
         groups = self._in_order(wanted.wait())
-        first = self._from_other_nodes(fold(groups, self._group_passes, V), wanted.num_heads)
-        inside = [fold(runs[i], self._passes(i), V, first[slot]) for slot, i in enumerate(self._groups)]
-        maps = [kept_maps(runs, self._passes(slice(None)), V)]
-        maps.append(kept_maps(groups, self._group_passes, V))
+        first = self._from_other_nodes(fold(groups, self._node.group_passes, V), wanted.num_heads)
+        inside = [
+            fold(runs[i], self._node.passes(i), V, first[slot]) for slot, i in enumerate(self._node.groups)
+        ]
+        maps = [kept_maps(runs, self._node.passes(slice(None)), V)]
+        maps.append(kept_maps(groups, self._node.group_passes, V))
         # one tensor for the backward: maps of the node, then those of the groups, which have fewer heads
         kept = torch.cat([x.flatten(0, 2) for x in maps])
-        return self._from_node(torch.cat(inside), pending.num_heads), kept
+        return self._from_node(_join(inside, runs[..., :V]), pending.num_heads), kept
 
     def start_gradients(self, C: Tensor) -> Pending:
         return start_to_owners(C, self.within)
@@ -56,87 +109,57 @@ class Nodes:
         runs = self._runs_of_node(pending.wait())
         _, B, heads, K, _ = runs.shape
         own = len(split_heads(heads, self.between.size())[self.between.rank()])
-        num_inside, num_groups = sum(self._passes(slice(None))), sum(self._group_passes)
+        num_inside, num_groups = sum(self._node.passes(slice(None))), sum(self._node.group_passes)
         inside, outside = maps.split([num_inside * B * heads, num_groups * B * own])
-        inside, outside = inside.view(-1, B, heads, K, K), outside.view(-1, B, own, K, K)
-        pairs = list(zip(self._groups, self._maps_of_groups(inside), strict=True))
-        whole = self._to_slots([fold_first(runs[i], part, self._passes(i)) for i, part in pairs], runs)
+        inside = inside.view(num_inside, B, heads, K, K)
+        outside = outside.view(num_groups, B, own, K, K)
+        pairs = list(zip(self._node.groups, self._node.maps_of_groups(inside), strict=True))
+        whole = self._to_slots([fold_first(runs[i], part, self._node.passes(i)) for i, part in pairs], runs)
         wanted = start_to_owners(whole, self.between)
-        d = fold_gradients(self._in_order(wanted.wait()), outside, self._group_passes)
+        d = fold_gradients(self._in_order(wanted.wait()), outside, self._node.group_passes)
         last = self._from_other_nodes(d, wanted.num_heads)
         found = [
-            fold_gradients(runs[i], part, self._passes(i), last[slot]) for slot, (i, part) in enumerate(pairs)
+            fold_gradients(runs[i], part, self._node.passes(i), last[slot])
+            for slot, (i, part) in enumerate(pairs)
         ]
-        return self._from_node(torch.cat(found), pending.num_heads)
+        return self._from_node(_join(found, runs), pending.num_heads)
 
     def maps_shape(self, HV: int, K: int) -> tuple[int, ...]:
         heads = len(split_heads(HV, self.within.size())[self.within.rank()])
         own = len(split_heads(heads, self.between.size())[self.between.rank()])
-        inside, outside = sum(self._passes(slice(None))), sum(self._group_passes)
+        inside, outside = sum(self._node.passes(slice(None))), sum(self._node.group_passes)
         return (inside * heads + outside * own) * self.plan.batch, K, K
 
-    @cached_property
-    def _table(self) -> Table:
-        """Return the table of groups over the nodes: neighbouring runs of one node are one group."""
-        g = self.within.size()
-        return make_table([(r // g, a, b) for r, a, b in self.plan.table.runs], self.between.size())
-
     @property
-    def _mine(self) -> list[int]:
-        """Return the runs of this node, in order."""
-        g, node = self.within.size(), self.between.rank()
-        return [j for j, run in enumerate(self.plan.table.runs) if run.rank // g == node]
-
-    @cached_property
-    def _groups(self) -> list[slice]:
-        """Return the places of each group's runs among those of this node."""
-        runs, mine = self.plan.table.runs, self._mine
-        found = []
-        for group in (self._table.runs[j] for j in self._table.runs_of[self.between.rank()]):
-            places = [i for i, j in enumerate(mine) if group.start <= runs[j].start < group.stop]
-            found.append(slice(places[0], places[-1] + 1))
-        return found
-
-    def _passes(self, places: slice) -> list[bool]:
-        """Return `Plan.passes` of some runs of this node."""
-        return [self.plan.passes[j] for j in self._mine[places]]
-
-    @cached_property
-    def _group_passes(self) -> list[bool]:
-        """Return for each group of all nodes whether every run of it passes a state on."""
-        pairs = list(zip(self.plan.table.runs, self.plan.passes, strict=True))
-        return [
-            all(does_pass for run, does_pass in pairs if group.start <= run.start < group.stop)
-            for group in self._table.runs
-        ]
-
-    def _maps_of_groups(self, maps: Tensor) -> Sequence[Tensor]:
-        return maps.split([sum(self._passes(places)) for places in self._groups])
+    def _node(self) -> "NodePlan":
+        return make_node_plan(self.plan, self.within.size(), self.between.size())
 
     def _runs_of_node(self, got: Tensor) -> Tensor:
         """Return [runs of the node, B, own heads, K, ...] in order, from [g, slots, ...]."""
-        g, node, slots = self.within.size(), self.between.rank(), self.plan.table.num_slots
-        places = [self.plan.table.slots_of_runs[j] - node * g * slots for j in self._mine]
-        return got.flatten(0, 1)[index(places, got.device)]
+        return got.flatten(0, 1)[index(self._node.slots, got.device)]
 
     def _to_slots(self, groups: list[Tensor], like: Tensor) -> Tensor:
         """Return what the groups of this node have at their slots, [slots of nodes, B, heads, K, ...]."""
         empty = like.new_zeros(like.shape[1:])
-        return torch.stack([*groups, *[empty] * (self._table.num_slots - len(groups))])
+        return torch.stack([*groups, *[empty] * (self._node.table.num_slots - len(groups))])
 
     def _in_order(self, got: Tensor) -> Tensor:
-        return got.flatten(0, 1)[index(self._table.slots_of_runs, got.device)]
+        return got.flatten(0, 1)[index(self._node.table.slots_of_runs, got.device)]
 
     def _from_other_nodes(self, groups: Tensor, heads: int) -> Tensor:
-        table = self._table
+        table = self._node.table
         slots = groups.new_zeros(table.num_ranks * table.num_slots, *groups.shape[1:])
         slots[index(table.slots_of_runs, groups.device)] = groups
         return from_owners(slots.unflatten(0, (table.num_ranks, table.num_slots)), heads, self.between)
 
     def _from_node(self, runs: Tensor, heads: int) -> Tensor:
-        g, node, num_slots = self.within.size(), self.between.rank(), self.plan.table.num_slots
-        places = [self.plan.table.slots_of_runs[j] - node * g * num_slots for j in self._mine]
+        g, num_slots = self.within.size(), self.plan.table.num_slots
         slots = runs.new_zeros(g * num_slots, *runs.shape[1:])
-        slots[index(places, runs.device)] = runs
+        slots[index(self._node.slots, runs.device)] = runs
         got = from_owners(slots.unflatten(0, (g, num_slots)), heads, self.within)
         return got[: len(self.plan.table.runs_of[self.plan.rank])]
+
+
+def _join(groups: list[Tensor], runs: Tensor) -> Tensor:
+    """Return the runs of all groups of a node; `runs`, which is empty, where it has none."""
+    return torch.cat(groups) if groups else runs
