@@ -1,7 +1,7 @@
 """Compare the rule and the convolution on three ranks with the reference on all tokens. gloo, no GPU."""
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -12,8 +12,10 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import gdn
+from gdn import reference
 from gdn.distributed import exchange, folds, halo, rule
 from gdn.distributed.table import equal_runs
+from gdn.integrations import fla, fla_cp
 from gdn.ops import borders
 from gdn.reference.layer import causal_conv1d as reference_conv
 
@@ -133,6 +135,49 @@ def test_wrong_answers_fail(ranks, name):
     assert max(ranks.run(worst, case, name, None)) <= LIMITS[torch.float64]
     for wrong in WRONG:
         assert max(ranks.run(worst, case, name, wrong)) > 1e-3, wrong
+
+
+@dataclass
+class FLAContext:
+    """Be FLA's context: the offsets of this rank, and how many ranks have the ends of its sequences."""
+
+    group: Any
+    cu_seqlens: torch.Tensor
+    is_first_rank: bool
+    pre_num_ranks: int = 0
+    post_num_ranks: int = 0
+    layout: str = "contiguous"
+
+
+def take_fla(rank: int) -> None:
+    """Compare a call with FLA's context with one of the reference on all tokens."""
+    p = Sharded(offsets=(0, 20, 70, 90), absent=("initial_state",))
+    local = [[0, 20, 30], [0, 30], [0, 10, 30]][rank]
+    context = gdn.ContextParallel(dist.group.WORLD, num_tokens=90)
+    given = FLAContext(dist.group.WORLD, torch.tensor(local, dtype=torch.int32), rank == 0)
+    x, do, _ = inputs(p)
+    for _ in range(2):
+        leaves = {n: context.shard(t, 1).clone().requires_grad_() for n, t in x.items()}
+        o, _ = fla.chunk_gated_delta_rule(**leaves, cu_seqlens=given.cu_seqlens, cp_context=given)
+        o.backward(context.shard(do, 1))
+        whole = {n: t.clone().requires_grad_() for n, t in x.items()}
+        want, _ = reference.gated_delta_rule(**whole, cu_seqlens=p.cu_seqlens)
+        want.backward(do)
+        assert relative(context.unshard(o.detach(), 1), want.detach()) <= 1e-10
+        for n, t in leaves.items():
+            assert relative(context.unshard(t.grad, 1), whole[n].grad) <= 1e-10, n
+    with pytest.raises(NotImplementedError, match="cp_context: expected layout='contiguous', got 'zigzag'"):
+        fla.chunk_gated_delta_rule(**leaves, cp_context=replace(given, layout="zigzag"))
+    alone = replace(given, group=None)
+    o, _ = fla.chunk_gated_delta_rule(**leaves, cp_context=alone)
+    want, _ = gdn.chunk_gated_delta_rule(**leaves, cu_seqlens=given.cu_seqlens)
+    assert torch.equal(o, want)
+    del given, alone
+    assert not fla_cp._known
+
+
+def test_the_context_of_fla_is_taken(ranks):
+    ranks.run(take_fla)
 
 
 def repeat(rank: int, p: Sharded) -> None:

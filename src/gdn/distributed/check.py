@@ -221,6 +221,15 @@ def refuse(error: Exception, group: dist.ProcessGroupGloo) -> None:
         return
 
 
+def gather_rows(values: Sequence[int], group: dist.ProcessGroupGloo) -> list[list[int]]:
+    """Return the ints of every rank, which may have different numbers of them."""
+    counts = _gather(torch.tensor([len(values)]), group).flatten().tolist()
+    padded = torch.zeros(max(counts), dtype=torch.int64)
+    padded[: len(values)] = torch.tensor(values)
+    rows = _gather(padded, group).tolist()
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+
 def _gather(x: Tensor, group: dist.ProcessGroupGloo, timeout: timedelta | None = None) -> Tensor:
     out = [torch.empty_like(x) for _ in range(group.size())]
     work = group.allgather([out], [x])  # type: ignore[attr-defined]
