@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn
-from gdn.distributed import check
+from gdn.distributed import check, cost
+from gdn.distributed.simulate import Work
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
 
@@ -258,6 +259,43 @@ def test_a_signature_has_a_fixed_size_and_reads_back():
     other = [*encoded[:8], encoded[8] ^ 2, *encoded[9:]]
     message = check.Signature("unshard", words).differences([encoded, other, encoded])
     assert message is not None and message.endswith("got b=False on ranks 0, 2 and b=True on rank 1")
+
+
+def test_explain_says_what_an_exchange_costs():
+    """One rank of eight on torch's fake group: the model's times, bytes and local work; nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=8, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("nodes", "ranks"))
+        q, v = (
+            torch.empty(1, 1 << 17, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 32)
+        )
+        flat, other = (gdn.ContextParallel(x, check="never") for x in (dist.group.WORLD, mesh))
+        with Wire() as wire:
+            found = gdn.explain(q, q, v, cp_context=flat)
+            packed = gdn.explain(q, q, v, cp_context=flat, cu_seqlens=torch.arange(9) * (1 << 17))
+            by_nodes = gdn.explain(q, q, v, cp_context=other)
+        small = gdn.explain(q[..., :64], q[..., :64], v[..., :64], cp_context=flat)
+    finally:
+        dist.destroy_process_group()
+    assert not wire.sent
+    exchange = found.exchange
+    assert exchange.exchange == "owner" and set(exchange.times) == {"gather", "owner", "heads"}
+    assert [round(x / 2**20, 2) for x in exchange.received] == [5.25, 3.5]
+    want = cost.exchange_times(cost.Form(16, 32), 8, "owner", cost.Machine())
+    assert exchange.times["owner"] == want
+    local = sum(Work().halves(cost.Form(16, 32), 1 << 17))
+    assert exchange.share == pytest.approx(want.total / local) and f"{exchange.share:.1%}" in str(found)
+    assert "exchange owner of 8 ranks: 70, 66 us forward and backward; each receives 5.2, 3.5 MiB" in str(
+        found
+    )
+    assert "exchange none: no sequence crosses" in str(packed)
+    assert set(by_nodes.exchange.times) == {"gather", "owner", "nodes", "heads"}
+    # the links within a node of the mesh are NVLink, those between its nodes InfiniBand
+    nodes = cost.exchange_times(cost.Form(16, 32), 8, "nodes", cost.Machine(node=4))
+    assert by_nodes.exchange.times["nodes"] == nodes
+    assert small.exchange.local is None and "local" not in str(small).splitlines()[-2]
 
 
 class Wire(TorchDispatchMode):

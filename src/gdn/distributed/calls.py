@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from gdn._torch_compat import flat_group
 from gdn.distributed import check as comparison
 from gdn.distributed import cost, halo, heads, rule
 from gdn.distributed.exchange import Exchange, Gather, Owner
@@ -39,6 +41,23 @@ class Groups(NamedTuple):
     whole: ProcessGroup
     between: ProcessGroup | None = None
     within: ProcessGroup | None = None
+
+
+def groups_of(mesh: Any) -> Groups:
+    """Return the process groups of a mesh; raise TypeError or ValueError for one that is no sequence's."""
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim == 2 and mesh.mesh_dim_names is not None:
+            between, within = mesh.mesh_dim_names
+            return Groups(flat_group(mesh), mesh.get_group(between), mesh.get_group(within))
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh: expected one dimension, or two with names (nodes, ranks of a node), got {mesh.ndim}; "
+                "pass mesh['cp'], for instance"
+            )
+        return Groups(mesh.get_group())
+    if not isinstance(mesh, ProcessGroup):
+        raise TypeError(f"mesh: expected a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
+    return Groups(mesh)
 
 
 class Checked(NamedTuple):

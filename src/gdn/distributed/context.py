@@ -11,15 +11,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from gdn import settings
-from gdn._torch_compat import flat_group
 from gdn.distributed import calls, operators, redistribute
 from gdn.distributed import check as comparison
 from gdn.distributed.calls import Groups
+from gdn.distributed.explain import ExchangeReport, explain
 from gdn.distributed.plan import Piece, Plan, make_plan
 from gdn.distributed.table import ORDERS, Table, equal_runs, make_table
 from gdn.notation import Channels, ConvState, ConvWeight, Offsets, State, Values
+from gdn.problem import Problem, host_offsets
 from gdn.problem import check as argument
-from gdn.problem import host_offsets
 
 CHECKS = ("plan", "call", "never")
 NUM_SEEN = 256  # calls that a context remembers as compared
@@ -87,7 +87,7 @@ class ContextParallel:
     )
 
     def __post_init__(self) -> None:
-        groups = _groups_of(self.mesh)
+        groups = calls.groups_of(self.mesh)
         group = groups.whole
         argument.choice("order", self.order, (None, *ORDERS))
         argument.choice("exchange", self.exchange, (None, *comparison.EXCHANGES))
@@ -259,6 +259,10 @@ class ContextParallel:
         _run(work)
         return finish()
 
+    def explain(self, arguments: Mapping[str, Any]) -> tuple[Problem, ExchangeReport]:
+        """Return the problem of this rank and the model of its exchange, for `gdn.explain`."""
+        return explain(self, arguments)
+
     def overlap(self, work: Callable[[], Any]) -> "ContextParallel | Overlap":
         """Return a context for one call that runs `work` while the exchange of the call is on its way.
 
@@ -362,6 +366,9 @@ class Overlap:
     ) -> tuple[Channels, ConvState | None]:
         return self.context.causal_conv1d(x, weight, bias, work=self.work, **options)
 
+    def explain(self, arguments: Mapping[str, Any]) -> tuple[Problem, ExchangeReport]:
+        return self.context.explain(arguments)
+
     def overlap(self, work: Callable[[], Any]) -> "ContextParallel | Overlap":
         return self.context.overlap(work)
 
@@ -369,23 +376,6 @@ class Overlap:
 def _run(work: Callable[[], Any] | None) -> None:
     if work is not None:
         work()
-
-
-def _groups_of(mesh: Any) -> Groups:
-    """Return the process groups of a mesh; raise TypeError or ValueError for one that is no sequence's."""
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim == 2 and mesh.mesh_dim_names is not None:
-            between, within = mesh.mesh_dim_names
-            return Groups(flat_group(mesh), mesh.get_group(between), mesh.get_group(within))
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"mesh: expected one dimension, or two with names (nodes, ranks of a node), got {mesh.ndim}; "
-                "pass mesh['cp'], for instance"
-            )
-        return Groups(mesh.get_group())
-    if not isinstance(mesh, ProcessGroup):
-        raise TypeError(f"mesh: expected a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
-    return Groups(mesh)
 
 
 def _positive(num_tokens: Any) -> int:

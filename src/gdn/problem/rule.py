@@ -37,6 +37,10 @@ class ContextParallel(Protocol):
         """Return y and the local windows of `causal_conv1d`."""
         ...
 
+    def explain(self, arguments: Mapping[str, Any]) -> tuple["Problem", Any]:
+        """Return the problem of this rank and a report of its exchange, without asking another rank."""
+        ...
+
     def overlap(self, work: Callable[[], Any]) -> "ContextParallel":
         """Return a context for one call that runs `work` while the exchange of the call is on its way."""
         ...
