@@ -270,6 +270,12 @@ def test_simulated_steps_scale_until_the_exchange_is_the_step():
     exchanges = cost.exchange_times(cost.Form(16, 32), 512, "owner", cost.Machine()).total
     assert step(512, 1 << 17) < 1.1 * (exchanges + local / 8 / 512)
     assert exchanges > 0.9 * step(512, 1 << 17)
+    # by nodes an exchange between nodes of 8 takes less, and all else the same
+    for R in (64, 512):
+        form, sizes = cost.Form(16, 32), [(1 << 20) // R] * R
+        by_nodes = simulate(form, sizes, exchange="nodes").end
+        owner, nodes = (cost.exchange_times(form, R, n, cost.Machine()).total for n in ("owner", "nodes"))
+        assert step(R) - by_nodes == pytest.approx(owner - nodes) and nodes < owner
 
 
 def test_a_simulated_delay_arrives_once():
