@@ -322,9 +322,9 @@ class Engine:
         for buffer, value in ((self.tokens, packets), (self.slots, slots), (self.seen, seen)):
             buffer.copy_(torch.tensor(value))
         self._run()
-        for request, packet, found in zip(self.running, packets, self.next.tolist(), strict=True):
+        for request, packet, token in zip(self.running, packets, self.next.tolist(), strict=True):
             if request is not None and not request.is_done:
-                self._accept(request, packet, found)
+                self._accept(request, packet, token)
 
     def _packet(self, request: Request) -> list[int]:
         """The last token, and what followed it when it, and the one before it, last came up."""
