@@ -107,13 +107,13 @@ def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Te
 
 
 def _saves(problem: Problem) -> tuple[Shape | None, ...]:
-    found: tuple[Shape | None, ...] = import_module("gdn.backends.hopper.rule").saves(problem)
-    return found
+    shapes: tuple[Shape | None, ...] = import_module("gdn.backends.hopper.rule").saves(problem)
+    return shapes
 
 
 def _recompute_saved(problem: Problem, saved: Saved) -> Saved:
-    found: Saved = import_module("gdn.backends.hopper.rule").recompute_saved(problem, saved)
-    return found
+    complete: Saved = import_module("gdn.backends.hopper.rule").recompute_saved(problem, saved)
+    return complete
 
 
 def _chunk_backward(
