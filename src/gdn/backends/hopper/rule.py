@@ -28,7 +28,7 @@ from gdn.backends.hopper.descriptors import (
     make_descriptor,
     state_layout,
 )
-from gdn.backends.hopper.factors import BOX_ROWS, MIN_G, NUM_ROWS
+from gdn.backends.hopper.factors import BOX_ROWS, MIN_G, NUM_ROWS, WITH_A_INV
 from gdn.backends.hopper.gates import gates_kernel
 from gdn.backends.hopper.scan.kernel import persistent_scan_kernel
 from gdn.backends.hopper.scan.operands import BF16_TILE
@@ -54,6 +54,7 @@ from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import CHUNK, Problem
 
 FAST_PATH = True  # well-conditioned chunks take the fast path: see `scan.chunk`
+SAVING_FAST_PATH = False  # also in forwards that save A_inv and states in bf16 for a backward; not measured
 STRIP = 64  # value rows of S^T of a consumer warpgroup
 REGISTERS = {2: 128, 1: 120}  # maxnreg of the scan by consumers a CTA; warp_specialize distributes them
 # CTAs (of one warp) of `solve` that fit an SM, with 168 registers a thread and 18 or 26 KB each, by K = V
@@ -181,7 +182,7 @@ def plan_of(p: Problem, kept: torch.dtype | None) -> Forward:
     """Return the plan of a forward, from the cache or built; `kept` as in `forward`."""
     cuts = cost.cuts_of(p)
     consumers = cost.consumers_of(p, cuts)
-    key = (rules.problem_key(p), cuts, consumers, kept)
+    key = (rules.problem_key(p), cuts, consumers, kept, SAVING_FAST_PATH)
     return _forwards.get(key, lambda: plan_first(p, cuts, consumers, kept))
 
 
@@ -266,13 +267,15 @@ def _plan(p: Problem, a: rules.Description, variant: Variant, kept: torch.dtype 
     tile = (3 * CHUNK // 2, CHUNK // 2) if is_spare else (CHUNK, CHUNK)
     parts = (2,) if p.K == CHUNK else ()
     fast_path = FAST_PATH and is_spare
+    if SAVING_FAST_PATH and kept is p.q.dtype and p.K == 2 * STRIP:
+        fast_path = WITH_A_INV.value
     S_in = None if kept is None or p.recompute else ((*tiles, p.K, p.V), kept)
     gates, solve = _plan_tiles(p, a, kept, fast_path, variant.is_single_tile)
     scalars = (*scalars, a.entries)
     segments = None
     if variant.cuts is not None:
         has_decays = gates is not None
-        segments = plan_launches(p, variant.cuts, scalars, variant.width, fast_path, has_decays)
+        segments = plan_launches(p, variant.cuts, scalars, variant.width, fast_path is True, has_decays)
     num_items = p.N * p.HV if segments is None else segments.num_items
     consumers = min(variant.consumers, p.V // STRIP)
     # with one consumer a CTA and V = 128, two CTAs share a work item
@@ -302,7 +305,7 @@ def _plan(p: Problem, a: rules.Description, variant: Variant, kept: torch.dtype 
 
 
 def _plan_tiles(
-    p: Problem, a: rules.Description, kept: torch.dtype | None, fast_path: bool, is_single_tile: bool
+    p: Problem, a: rules.Description, kept: torch.dtype | None, fast_path: bool | int, is_single_tile: bool
 ) -> tuple[Launch | None, Launch]:
     """Plan `gates`, or None where `solve` reads the gates itself, and `solve`; arguments as in `_plan`."""
     T, HV, ratio, per_row = rules.shape_scalars(p)
