@@ -278,6 +278,8 @@ class ContextParallel:
             raise NotImplementedError(
                 f"g: expected a decay per head without lower_bound with cp_context, got {got}"
             )
+        if p.recompute:
+            raise NotImplementedError("recompute: expected False with cp_context, got True")
         argument.no_tangent("chunk_gated_delta_rule", **dict(zip(NAMES, p.differentiable, strict=True)))
         library.check_backend(problem)
         return problem, plan, offsets

@@ -26,7 +26,7 @@ import torch
 
 from gdn import settings
 from gdn.backends import triton
-from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradients, Kept, Saved
+from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradients, Kept, Saved, Shape
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward.cost import is_worth_launching
 from gdn.problem import PrefillProblem, Problem
@@ -106,6 +106,16 @@ def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Te
     return results
 
 
+def _saves(problem: Problem) -> tuple[Shape | None, ...]:
+    shapes: tuple[Shape | None, ...] = import_module("gdn.backends.hopper.rule").saves(problem)
+    return shapes
+
+
+def _recompute_saved(problem: Problem, saved: Saved) -> Saved:
+    complete: Saved = import_module("gdn.backends.hopper.rule").recompute_saved(problem, saved)
+    return complete
+
+
 def _chunk_backward(
     problem: Problem, saved: Saved, do: torch.Tensor | None, dS: torch.Tensor | None
 ) -> Gradients:
@@ -151,6 +161,8 @@ BACKEND = replace(
     refuses=refuses,
     refuses_backward=refuses_backward,
     chunk_forward=_chunk_forward,
+    saves=_saves,
+    recompute_saved=_recompute_saved,
     chunk_backward=_chunk_backward,
     forward_begin=_forward_begin,
     backward_begin=_backward_begin,

@@ -24,6 +24,7 @@ SLOTS = {
     "saves": "rule.describe",
     "forward_launches": "rule.run",
     "chunk_forward": "rule.run",
+    "recompute_saved": "rule.run",
     "chunk_backward": "rule.run",
     "forward_begin": "rule.borders",
     "backward_begin": "rule.borders",
