@@ -79,6 +79,7 @@ class Backend:
     refuses(problem)         -> None if the backend supports the problem, else the reason
     refuses_backward(problem)                -> the same of chunk_backward after any backend's forward, where
                                                 it differs from `refuses`
+    refuses_recurrent(problem)               -> the same of recurrent_forward
     saves(problem)           -> (shape, dtype) of each tensor of Saved, in order; None for one not saved
     chunk_forward(problem, save)             -> o, final_state or None, Saved
     chunk_backward(problem, saved, do, dS)   -> Gradients; do or dS (gradient of final_state) may be None
@@ -134,3 +135,4 @@ class Backend:
     rms_norm_gated: Callable[..., Any]
     rms_norm_gated_bwd: Callable[..., Any]
     refuses_backward: Callable[[Problem], str | None] | None = None
+    refuses_recurrent: Callable[[Problem], str | None] | None = None

@@ -150,6 +150,7 @@ BACKEND = replace(
     name="hopper",
     refuses=refuses,
     refuses_backward=refuses_backward,
+    refuses_recurrent=None,
     chunk_forward=_chunk_forward,
     chunk_backward=_chunk_backward,
     forward_begin=_forward_begin,
