@@ -80,6 +80,7 @@ class Backend:
     refuses(problem)         -> None if the backend supports the problem, else the reason
     refuses_backward(problem)                -> the same of chunk_backward after any backend's forward, where
                                                 it differs from `refuses`
+    refuses_recurrent(problem)               -> the same of recurrent_forward
     saves(problem)           -> (shape, dtype) of each tensor of Saved, in order; None for one not saved
     chunk_forward(problem, save)             -> o, final_state or None, Saved
     recompute_saved(problem, saved)          -> Saved as without `recompute`, to the bit, from what
@@ -138,3 +139,4 @@ class Backend:
     rms_norm_gated: Callable[..., Any]
     rms_norm_gated_bwd: Callable[..., Any]
     refuses_backward: Callable[[Problem], str | None] | None = None
+    refuses_recurrent: Callable[[Problem], str | None] | None = None

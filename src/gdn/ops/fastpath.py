@@ -40,7 +40,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn._torch_compat import is_plain
-from gdn.backends import Backend, Saved, select, select_backward
+from gdn.backends import Backend, Saved, select, select_backward, select_recurrent
 from gdn.ops.library import (
     CHUNK_BACKWARD,
     CHUNK_FORWARD,
@@ -205,7 +205,7 @@ class RuleFunction:
         return CachedCall(
             self.signature,
             replace(p, layout_key=layout_key).without_tensors(),
-            select(p),
+            select_recurrent(p) if self.signature is RECURRENT_FORWARD else select(p),
             is_repeated=is_repeated,
             reads_offsets=is_on_host or has_offsets,
             backward=select_backward(p),

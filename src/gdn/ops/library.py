@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn._torch_compat import intercepts_operators, is_plain
-from gdn.backends import Backend, Gradients, Saved, select, select_backward
+from gdn.backends import Backend, Gradients, Saved, select, select_backward, select_recurrent
 from gdn.problem import Problem, check, host_offsets
 from gdn.problem.declaration import Declaration, schema_of
 from gdn.problem.inspection import inspect_problem
@@ -184,7 +184,7 @@ def _recurrent_forward(*args: Any) -> tuple[Tensor | None, ...]:
     check_offsets(problem)
 
     def run() -> tuple[Tensor | None, ...]:
-        return tuple(map(make_contiguous, select(problem).recurrent_forward(problem)))
+        return tuple(map(make_contiguous, select_recurrent(problem).recurrent_forward(problem)))
 
     return guarded(RECURRENT_FORWARD, problem.device, run, problem)
 

@@ -160,6 +160,7 @@ BACKEND = replace(
     name="hopper",
     refuses=refuses,
     refuses_backward=refuses_backward,
+    refuses_recurrent=None,
     chunk_forward=_chunk_forward,
     saves=_saves,
     recompute_saved=_recompute_saved,
