@@ -25,7 +25,7 @@ endif
 
 VENV := .venv
 DEMO_NEEDS := torch, jaxtyping, typer, rich, matplotlib, transformers
-TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy
+TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy, starlette, uvicorn
 # a GPU machine without network needs no linter, no type checker and no package of the demo
 GPU_TEST_NEEDS := torch, triton, jaxtyping, expecttest, hypothesis, numpy, pytest, xdist
 DOCS_NEEDS := mkdocs, material, mkdocstrings_handlers.python, ruff
