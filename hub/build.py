@@ -1,8 +1,8 @@
 """Build the tree that the package `kernels` loads: python hub/build.py FOLDER (make kernels).
 
 FOLDER/build.toml and FOLDER/build/torch-universal with its metadata.json are what `kernels` expects of a
-repository. The sources are those of src/gdn that the layers need, with three changes, since the tree is loaded
-under a name that the loader chooses, beside an installed gdn, with no package but PyTorch and Triton:
+repository. The sources are those of src/gdn that the layers need. The tree is loaded under a name that the
+loader chooses, beside an installed gdn, with no package but PyTorch and Triton, so three things change:
 
     imports       relative
     operators     in the namespace of the name under which the tree is loaded
@@ -25,7 +25,7 @@ PARTS = (
 )  # fmt: skip
 # the package's own name, known when a module runs
 NAME = '__name__.partition(".")[0]'
-INIT = '''"""Run the gated delta rule of Transformers models on gdn {version}, loaded by the package `kernels`."""
+INIT = '''"""Run the gated delta rule of Transformers models on gdn {version}, by the package `kernels`."""
 
 from . import layers
 from .ops.conv import causal_conv1d, causal_conv1d_update

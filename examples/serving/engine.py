@@ -233,8 +233,8 @@ class Engine:
         packets = [r.drafter.packet(self.limits.drafts) for r in requests]
         logits = self._run(packets, requests)
         accepted = [1] * len(requests)
-        found = self._sample(logits, requests)
-        for n, (request, packet, tokens) in enumerate(zip(requests, packets, found, strict=True)):
+        choices = self._sample(logits, requests)
+        for n, (request, packet, tokens) in enumerate(zip(requests, packets, choices, strict=True)):
             # drafts hold as long as the model says the same
             while accepted[n] < self.packet and packet[accepted[n]] == tokens[accepted[n] - 1]:
                 accepted[n] += 1
@@ -246,7 +246,7 @@ class Engine:
             count = len(requests)
             steps = torch.tensor(accepted, device=self.rows.device) - 1
             gdn.commit(self.pool.states, self.drafted_states, self.slots[:count], self.rows[:count], steps)
-        for request, tokens in zip(requests, found, strict=True):
+        for request, tokens in zip(requests, choices, strict=True):
             self._emit(request, tokens[: request.accepted])
 
     def _sample(self, logits: Tensor, requests: list[Request]) -> list[list[int]]:
