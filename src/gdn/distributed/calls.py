@@ -193,6 +193,8 @@ def local_problem(
         if isinstance(given.get(name), Tensor):
             given[name] = flat(given[name], plan)
     problem = parse(**given, **local_offsets(plan, q.device))
+    if problem.recompute:
+        raise NotImplementedError("recompute: expected False with cp_context, got True")
     argument.no_tangent("chunk_gated_delta_rule", **dict(zip(NAMES, problem.differentiable, strict=True)))
     library.check_backend(problem)
     return problem, plan, offsets

@@ -69,12 +69,12 @@ def make_halo(plan: Plan, offsets: tuple[int, ...] | None, width: int, with_init
 
 def _first_row(plan: Plan, batch: int, sequence: int) -> int:
     """Return the row of the piece that begins a sequence."""
-    found = (
+    matches = (
         row
         for row, piece in enumerate(plan.pieces)
         if (piece.batch, piece.sequence, piece.is_first) == (batch, sequence, True)
     )
-    return next(found)
+    return next(matches)
 
 
 def start_windows(
@@ -107,8 +107,8 @@ def start_windows(
 
     def finish() -> Tensor:
         # an index without entries keeps the exchange in the graph of a rank that receives nothing
-        found = base.index_copy(0, index(list(halo.target), x.device), wait())
-        return found.view(rows, W - 1, D).mT
+        filled_rows = base.index_copy(0, index(list(halo.target), x.device), wait())
+        return filled_rows.view(rows, W - 1, D).mT
 
     return finish
 
