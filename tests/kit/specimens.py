@@ -310,7 +310,7 @@ def hopper_forward(
     """Return the Hopper forward, with one and with two consumer warpgroups.
 
     `segment` is the number of chunks in a segment (None: sequences are not cut), `kept` the dtype of stored
-    states, `fast_path` allows the fast path.
+    states, `fast_path` allows the fast path, also in forwards for a backward.
     """
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
@@ -325,6 +325,7 @@ def hopper_forward(
         with (
             patch.object(cost, "cuts_of", lambda problem: cuts),
             patch.object(rule, "FAST_PATH", fast_path),
+            patch.object(rule, "SAVING_FAST_PATH", fast_path),
             plans,
         ):
             for count in (1, 2):
@@ -442,6 +443,11 @@ OTHERS = {
     "hopper on the fast path in a prefill": (
         hopper_forward,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, FP32, True),
+        TUNED,
+    ),
+    "hopper that saves on the fast path": (
+        hopper_forward,
+        (Case(sizes=(128, 128), heads=(2, 4)), None, BF16, True),
         TUNED,
     ),
     "hopper 64": (hopper_forward, (Case(sizes=(64, 64), heads=(2, 4)),), TUNED),

@@ -50,6 +50,7 @@ from gdn.ops.library import (
     are_plain,
     check_offsets,
     chunk_backward,
+    complete_saved,
     define_writer,
     guarded,
     make_contiguous,
@@ -143,7 +144,8 @@ class _Rule(torch.autograd.Function):
         else:
 
             def run() -> Tensors:
-                gradients = call.backward.chunk_backward(problem, Saved(*saved), do, dS)
+                kept = complete_saved(problem, Saved(*saved), call.backend)
+                gradients = call.backward.chunk_backward(problem, kept, do, dS)
                 return tuple([make_contiguous(x) for x in gradients])
 
             gradients = guarded(CHUNK_BACKWARD, problem.device, run, tensors=(do, dS))
