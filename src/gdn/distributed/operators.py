@@ -175,9 +175,9 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
         shape = exchange.maps_shape(p.HV, p.K)
         maps = maps[: math.prod(shape[:-2])].view(shape)
     do = None if do is None else calls.flat(do, plan)
-    gradients = rule.begin_backward(rule.Call(problem, plan, exchange), maps, saved, do, dS)()
+    local = rule.begin_backward(rule.Call(problem, plan, exchange), maps, saved, do, dS)()
     gradients = []
-    for x, d in zip(p.differentiable, gradients, strict=True):
+    for x, d in zip(p.differentiable, local, strict=True):
         gradients.append(None if x is None or d is None else d.reshape(x.shape).to(x.dtype))
     return tuple(as_output(d, p.q) for d in gradients)
 
