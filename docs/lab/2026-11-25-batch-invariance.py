@@ -1,15 +1,15 @@
 """Check and time batch invariance, pieces, prefill on the pool and ChunkDecoder on an sm_90 GPU.
 
-    PYTHONPATH=src python docs/lab/2026-11-25-batch-invariance.py            checks, then times, then the table
-    PYTHONPATH=src python docs/lab/2026-11-25-batch-invariance.py --check    only the checks
-    PYTHONPATH=src python docs/lab/2026-11-25-batch-invariance.py --one NAME one line, in this process
+    PYTHONPATH=src python docs/lab/2026-11-25-batch-invariance.py    checks, then times, then the table
+    ... --check or --times         only these
+    ... --one NAME                 one line, in this process
     ... --device cpu --one NAME    the logic of a check, on `eager` and a few tokens
 
 Each line runs in a process of its own with a limit of 150 s, so that a kernel that hangs costs one line.
 check: `bits` counts comparisons that are not equal bit for bit, of all; 0 is right. error: relative RMS in
 1e-3 against the recurrence in fp64, of a batch-invariant forward / one without. time: us by CUDA-graph
 replays (median of 5 of 20), L2 warm, in the table's columns:
-    default     as it is chosen, lengths on the host       no lengths  batch-invariant, offsets on the GPU only
+    default     as it is chosen, lengths on the host       no lengths  the same with offsets on the GPU only
     invariant   batch_invariant=True, lengths on the host  uncut       the same with GDN_SEGMENTS=0
     gathered    prefill on gathered states, o copied       in place    prefill on the pool
 """
@@ -39,7 +39,8 @@ GATES = ("mild", "none", "reset", "strong")
 ROWS = {
     "2/8 1x32768": (2, 8, [32768]), "2/8 1x8192": (2, 8, [8192]), "2/8 8x4096": (2, 8, [4096] * 8),
     "16/64 1x32768": (16, 64, [32768]), "16/64 4x8192": (16, 64, [8192] * 4),
-    "16/32 1x32768": (16, 32, [32768]), "16/32 1x8192": (16, 32, [8192]), "16/32 4x8192": (16, 32, [8192] * 4),
+    "16/32 1x32768": (16, 32, [32768]), "16/32 1x8192": (16, 32, [8192]),
+    "16/32 4x8192": (16, 32, [8192] * 4),
     "16/32 8x4096": (16, 32, [4096] * 8), "16/32 8x1024": (16, 32, [1024] * 8),
     "16/32 1x2048": (16, 32, [2048]), "16/16 16x16384": (16, 16, [16384] * 16),
     # outside the twelve: what the rule costs where many sequences are long
@@ -55,8 +56,7 @@ POOLED = {
     "16/32 8x1024": (16, 32, [1024] * 8), "16/32 1x512": (16, 32, [512]),
 }  # fmt: skip
 CHECKS = [
-    *(f"batch {name} {gate}" for name in BATCHES for gate in GATES),
-    *(f"pieces {heads} of {size}" for heads in ("16/32", "2/8 uncut") for size in (64, 128, 192, 1024)),
+    *(f"batch {name}" for name in BATCHES), "pieces 16/32", "pieces 2/8 uncut",
     "fp64 2/8", "fp64 16/32", "decoder triton", "decoder eager",
     *(f"pool {kind}" for kind in ("fp32 V first", "fp32 K first", "bf16 V first", "bf16 K first")),
 ]  # fmt: skip
@@ -92,7 +92,11 @@ def part_of(given, order, lengths, is_known):
     return tokens, x | ({"cu_seqlens_cpu": offsets} if is_known else {})
 
 
-def batch(name, gate):
+def batch(name):
+    print("; ".join(f"{gate}: {batch_of(name, gate)}" for gate in GATES))
+
+
+def batch_of(name, gate):
     """Compare a batch with it permuted, with some sequences removed, and with each alone."""
     heads, lengths = BATCHES[name]
     lengths = shorten(lengths)
@@ -107,10 +111,14 @@ def batch(name, gate):
             wrong += not same(found[0], o[:, tokens])
             wrong += not same(found[1], final[order])
             count += 2
-    print(f"{chosen}: bits {wrong} of {count}{' BAD' if wrong or chosen == 'triton' else ''}")
+    return f"{chosen}, bits {wrong} of {count}{' BAD' if wrong or chosen == 'triton' else ''}"
 
 
-def pieces(heads, size):
+def pieces(heads):
+    print("; ".join(f"{size}: {pieces_of(heads, size)}" for size in (64, 128, 192, 1024)))
+
+
+def pieces_of(heads, size):
     """Compare a prefill in pieces with the whole; with few heads and GDN_SEGMENTS=0 it is not cut."""
     H, HV = (16, 32) if heads == "16/32" else (2, 8)
     if heads != "16/32":
@@ -134,7 +142,7 @@ def pieces(heads, size):
         tokens = torch.cat([torch.arange(a, b, device=DEVICE) for a, b in spans])
         found[:, tokens] = run(cut, tokens, ends_of([b - a for a, b in spans]).tolist())
     wrong = (not same(found, o)) + (not same(cut, whole))
-    print(f"bits {wrong} of 2{' BAD' if wrong else ''}")
+    return f"bits {wrong} of 2{' BAD' if wrong else ''}"
 
 
 def fp64(name):
@@ -277,15 +285,8 @@ def measure_pooled(name):
 def one(name):
     kind, _, rest = name.partition(" ")
     torch.manual_seed(0)
-    if kind == "batch":
-        batch(*rest.rsplit(" ", 1))
-    elif kind == "pieces":
-        heads, _, size = rest.partition(" of ")
-        pieces(heads, int(size))
-    else:
-        {"fp64": fp64, "decoder": decoder, "pool": pool, "time": measure, "pooled": measure_pooled}[kind](
-            rest
-        )
+    checks = {"batch": batch, "pieces": pieces, "fp64": fp64, "decoder": decoder, "pool": pool}
+    (checks | {"time": measure, "pooled": measure_pooled})[kind](rest)
 
 
 def launch(name):
@@ -306,7 +307,7 @@ def main():
         return
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     bad = []
-    for name in CHECKS:
+    for name in () if "--times" in sys.argv else CHECKS:
         said = launch(name)
         bad += [name] if any(word in said for word in ("BAD", "HUNG", "FAILED")) else []
         print(f"{name:28s} {said}", flush=True)
