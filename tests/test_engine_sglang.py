@@ -353,6 +353,12 @@ def test_what_decides_in_sglang(package, flags, monkeypatch):
     assert "cfg.linear_attn_decode_backend is None" in hook and "get_platform().is_sm100" in hook
     assert 'decode_allowed = {"triton", "flashinfer"}' in inspect.getsource(kv_cache_hook)
     assert 'return view.linear_attn_backend == "triton"' in inspect.getsource(overrides)
+    assert 'if decode not in {"triton", "helion"}' in hook
+    monkeypatch.setattr(
+        backend, "get_exec", lambda: SimpleNamespace(features=SimpleNamespace(enable_mis=True))
+    )
+    with pytest.raises(ValueError, match="requires the Triton linear-attention prefill"):
+        backend.validate_gdn_mis_backend(package.utils.LinearAttnKernelBackend("gdn"))
 
 
 def test_registering_twice_does_nothing(package):

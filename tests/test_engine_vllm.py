@@ -267,6 +267,8 @@ def test_the_norm_is_part_of_the_step_where_vllm_has_an_operator_for_it(package)
     """In bf16 vLLM's layer calls one operator with the gate; a whole forward equals the reference."""
     layer, builder = build(package, dtype=torch.bfloat16)
     assert layer.enable_fused_gdn_spec_decode and package.config.speculative_config is None
+    assert not build(package, dtype=torch.bfloat16, interleaved=True)[0].enable_fused_gdn_spec_decode
+    layer, builder = build(package, dtype=torch.bfloat16)
     table, x = torch.tensor([[3]], dtype=torch.int32), torch.randn(9, HIDDEN).bfloat16()
     parts = []
     for start, stop in ((0, 6), (6, 7), (7, 8), (8, 9)):

@@ -426,3 +426,15 @@ def test_a_whole_layer_on_pools():
         assert error(out[n][:end], o[0]) < 1e-5
     assert torch.equal(windows[9, :, :3], x[0][0][61:64].t()) and not pools[1][9].isnan().any()
     assert pools[1][0].isnan().all() and windows[0].isnan().all()
+
+
+def test_layers_that_stay_vllms():
+    """The reasons are structural, so they are decided when a layer is built."""
+    made, fp32 = SimpleNamespace(head_k_dim=128, head_v_dim=128, activation="silu"), (torch.float32,) * 2
+    assert vllm_layer.reason_to_reject(made, fp32, True) is None
+    assert "CUDA" in vllm_layer.reason_to_reject(made, fp32, False)
+    assert "float8" in vllm_layer.reason_to_reject(made, (torch.float32, torch.float8_e4m3fn), True)
+    made.head_v_dim = 512
+    assert "512" in vllm_layer.reason_to_reject(made, fp32, True)
+    made.head_v_dim, made.activation = 128, "gelu"
+    assert "gelu" in vllm_layer.reason_to_reject(made, fp32, True)
