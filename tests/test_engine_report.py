@@ -17,6 +17,7 @@ def clean(monkeypatch):
     """Forget counts, and set no variable that decides."""
     for name in ("GDN_ENGINES", "GDN_CALLS", "VLLM_GDN_DECODE_KERNEL"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(vllm_layer, "is_registered", lambda: False)
     usage.reset()
     yield
     usage.reset()

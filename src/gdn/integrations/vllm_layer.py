@@ -45,17 +45,19 @@ def reason_to_reject(layer: Any, states: tuple[torch.dtype, ...], is_cuda: bool)
     return None
 
 
+def metadata(layer: Any) -> Any:
+    """Return vLLM's metadata of this step for a layer, None in a profile run."""
+    from vllm.forward_context import get_forward_context
+
+    every = get_forward_context().attn_metadata
+    return every.get(layer.prefix) if isinstance(every, dict) else None
+
+
 def make_layer(original: type) -> type:
     """Return a subclass of one of vLLM's layer classes, of the same constructor."""
     from vllm import envs
-    from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
     from vllm.platforms import current_platform
-
-    def metadata(layer: Any) -> Any:
-        """Return the metadata of this step, None in a profile run."""
-        every = get_forward_context().attn_metadata
-        return every.get(layer.prefix) if isinstance(every, dict) else None
 
     class Layer(original):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
