@@ -30,13 +30,13 @@ def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def engines(known: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the engines named in GDN_ENGINES; ValueError for a name that is not known."""
+def engines(supported: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the engines named in GDN_ENGINES; ValueError for another name."""
     named = [name.strip() for name in os.environ.get("GDN_ENGINES", "").split(",") if name.strip()]
     for name in named:
-        if name not in (*known, "all"):
-            raise ValueError(f"GDN_ENGINES: expected some of {', '.join(known)} or all, got {name!r}")
-    return known if "all" in named else tuple(named)
+        if name not in (*supported, "all"):
+            raise ValueError(f"GDN_ENGINES: expected some of {', '.join(supported)} or all, got {name!r}")
+    return supported if "all" in named else tuple(named)
 
 
 def calls_folder() -> str | None:

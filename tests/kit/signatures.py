@@ -25,6 +25,19 @@ FLA = {  # fla-core 0.6.0, recorded 2026-11-21
         "dt_bias=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, "
         "cu_seqlens=None, **kwargs"
     ),
+    ("fla.ops.kda.chunk", "chunk_kda"): (
+        "q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, "
+        "use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, "
+        "allow_neg_eigval=False, safe_gate=False, lower_bound=None, disable_recompute=False, "
+        "return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, "
+        "cp_context=None, use_graph=False, max_num_seqs=None, **kwargs"
+    ),
+    ("fla.ops.kda.fused_recurrent", "fused_recurrent_kda"): (
+        "q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, "
+        "output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, "
+        "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, lower_bound=None, state_v_first=False, "
+        "cu_seqlens=None, **kwargs"
+    ),
     ("fla.modules.causal_conv1d.ops", "causal_conv1d"): (
         "x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, "
         "activation=None, backend='triton', cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, "
