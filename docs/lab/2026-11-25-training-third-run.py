@@ -81,7 +81,7 @@ FINISH = [
     E = gl.where(is_kept, sums.E * D * factor(tiles, stage, Q_SCALE, PER_ROW)[:, None], 0.0)
     F = gl.where(is_below, -sums.F * D * factor(tiles, stage, K_RSTD, PER_ROW)[:, None], 0.0)
 """,
-        """    # masked here alone: products with E and F need no mask then, but where rows past the end are NaN
+        """    # masked here alone: products with E and F need no mask, but for NaN in rows past the end
     E = sums.E
     F = sums.F
     if place.length < C:
@@ -116,7 +116,8 @@ FINISH = [
     ),
     (
         "values.py",
-        "    gl.store(shares + LEAVING * C + i, sums.leaving * factor(tiles, stage, OUT, PER_ROW), mask=is_token"
+        "    gl.store(shares + LEAVING * C + i, sums.leaving * factor(tiles, stage, OUT, PER_ROW), "
+        "mask=is_token"
         """)
     before = warpgroup_mma_wait(0, deps=(before,))
     crossing = gl.sum(gl.where(j[None, :] <= i[:, None], before, 0.0), 0)
