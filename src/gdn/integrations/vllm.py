@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.integrations import vllm_kda
 from gdn.integrations.engines import check_gating, first, packed, per_token
 from gdn.integrations.patching import Package, Patch
 from gdn.integrations.vllm_conv import NULL_BLOCK_ID, causal_conv1d_fn, causal_conv1d_update
@@ -217,7 +218,8 @@ PACKAGE = Package(
         (f"{_OPS}.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
         (_CONV, "causal_conv1d_fn", causal_conv1d_fn),
         (_CONV, "causal_conv1d_update", causal_conv1d_update),
-    )
+    ),
+    loaded=vllm_kda.SERVED,
 )
 
 
