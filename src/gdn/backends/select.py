@@ -88,12 +88,14 @@ class Report:
     """Hold the selected backend (None: there is none), and the reasons for which others were not selected.
 
     `backward` is the backend of the backward, which may be another one: any backward follows any forward.
+    `exchange` is the model of what a call with `cp_context` exchanges, else None.
     """
 
     asked: str | None
     chosen: str | None
     refusals: dict[str, str]
     backward: str | None = None
+    exchange: Any = None
 
     def __str__(self) -> str:
         asked = f"asked for: {self.asked or 'the best that takes it'}"
@@ -103,6 +105,8 @@ class Report:
             rows.append(f"{mark} {name:8} {self.refusals.get(name, 'takes it')}")
         if self.backward is not None:
             rows.append(f"   backward {self.backward}")
+        if self.exchange is not None:
+            rows.append(str(self.exchange))
         return "\n".join(rows)
 
 

@@ -3,6 +3,7 @@
 Signatures are those of FLA 0.6.0; `fla_patch` has the patch. `gdn.chunk_gated_delta_rule` documents the rule.
 """
 
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -46,11 +47,16 @@ def chunk_gated_delta_rule(
     Returns: o [B, T, HV, V] in the dtype of q; final_state [N, HV, K, V] fp32 ([N, HV, V, K] with
         state_v_first), or None.
     Raises: as `gdn.chunk_gated_delta_rule`; TypeError for a name that neither library knows, which FLA
-        ignores; NotImplementedError for a context of FLA's own: cp_context is a `gdn.ContextParallel`.
+        ignores; NotImplementedError for FLA's zig-zag context. `cp_context` is FLA's own otherwise, whose
+        first call gathers the offsets of all ranks, or a `gdn.ContextParallel`. Rows of states are those of
+        the pieces on this rank, as in `gdn.ContextParallel`.
     """
     options = rule_options(kwargs, state_v_first)
+    if cp_context is not None and not isinstance(cp_context, ContextParallel) and _is_fla(cp_context):
+        # FLA's own context holds the offsets of this rank; gdn's calls have those of all tokens
+        cp_context, cu_seqlens = import_module("gdn.integrations.fla_cp").read_context(cp_context)
+        cu_seqlens_cpu = None
     if cp_context is not None and not isinstance(cp_context, ContextParallel):
-        # FLA's own context holds local offsets; gdn's calls have global ones
         raise NotImplementedError(
             f"cp_context: expected a gdn.ContextParallel or None, got {type(cp_context).__name__}"
         )
@@ -200,6 +206,13 @@ def fused_recurrent_kda(
 
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def _is_fla(context: Any) -> bool:
+    """Return True for FLA's own context; torch.distributed is imported for one alone."""
+    return hasattr(context, "is_first_rank") and import_module("gdn.integrations.fla_cp").is_fla_context(
+        context
+    )
 
 
 def warn_of_old_names(kwargs: dict[str, Any]) -> None:

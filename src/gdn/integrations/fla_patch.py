@@ -10,7 +10,7 @@ FLA's other functions are replaced in every module that holds them:
     causal_conv1d_update(x, cache [N, D, W], residual, weight, bias, activation)   one token, cache in place
     rms_norm_gated(x, g, weight, bias, activation, residual, prenorm, ...)
 
-A call that gdn rejects goes to FLA's own function (`gdn.integrations.fallback`): context parallelism, decays
+A call that gdn rejects goes to FLA's own function (`gdn.integrations.fallback`): a zig-zag context, decays
 per value channel, residuals in the convolution, and whatever else FLA accepts.
 """
 

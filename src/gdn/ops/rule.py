@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -191,7 +192,9 @@ def explain(
     """Explain which backend `chunk_gated_delta_rule(q, k, v, g, beta, **options)` gets, and why.
 
     Returns a Report: print it, or read `chosen` and `refusals`, the reason of each backend that does not
-    support the call. Raises as `chunk_gated_delta_rule` does for an invalid call.
+    support the call. With `cp_context` it is about the tokens of this rank, and `exchange` says what the
+    exchange of states costs by a model; no rank is asked. Raises as `chunk_gated_delta_rule` does for an
+    invalid call.
     """
     arguments = inspect.signature(chunk_gated_delta_rule).parameters
     for name in options:
@@ -201,8 +204,13 @@ def explain(
             raise TypeError(
                 f"explain: expected options of chunk_gated_delta_rule, got the unexpected {name}{hint}"
             )
-    problem: Problem = parse(q, k, v, g, beta, **options)
-    return report(problem)
+    context = options.pop("cp_context", None)
+    if context is None:
+        problem: Problem = parse(q, k, v, g, beta, **options)
+        return report(problem)
+    check_context(context)
+    problem, exchange = context.explain({"q": q, "k": k, "v": v, "g": g, "beta": beta, **options})
+    return replace(report(problem), exchange=exchange)
 
 
 def has_kernel(q: Tensor, v: Tensor, g: Tensor | None = None, *, is_recurrent: bool = False) -> bool:
