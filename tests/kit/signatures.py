@@ -121,6 +121,10 @@ SGLANG = {  # sglang 0.5.23, recorded 2026-11-22; sgl-kernel-npu at 07aa7757
         "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, "
         "use_qk_l2norm_in_kernel=False"
     ),
+    (f"{_SGL}.attention.fla.fused_recurrent", "fused_recurrent_kda_packed_decode"): (
+        "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, "
+        "use_qk_l2norm_in_kernel=False, lower_bound=None"
+    ),
     (f"{_SGL}.attention.fla.chunk", "chunk_gated_delta_rule"): (
         "q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None, "
         "head_first=False, use_qk_l2norm_in_kernel=False, inplace_update=True"
