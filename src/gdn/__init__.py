@@ -14,6 +14,7 @@ from gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from gdn.ops import stages
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
+from gdn.ops.history import HistoryPool, allocate_history_pool, decode_with_history, fold_history
 from gdn.ops.norm import rms_norm_gated
 from gdn.ops.prefill import commit, prefill
 from gdn.ops.replay import replay_commit, replay_decode
@@ -37,7 +38,9 @@ __all__ = [
     "ContextParallel",
     "GatedDeltaNet",
     "GatedDeltaNetCache",
+    "HistoryPool",
     "KimiDeltaAttention",
+    "allocate_history_pool",
     "causal_conv1d",
     "causal_conv1d_update",
     "rms_norm_gated",
@@ -50,7 +53,9 @@ __all__ = [
     "decode_functional",
     "decode_packed",
     "decode_step",
+    "decode_with_history",
     "explain",
+    "fold_history",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_kda",
