@@ -25,7 +25,7 @@ endif
 
 VENV := .venv
 DEMO_NEEDS := torch, jaxtyping, typer, rich, matplotlib, transformers
-TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy
+TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy, starlette, uvicorn
 # a GPU machine without network needs no linter, no type checker and no package of the demo
 GPU_TEST_NEEDS := torch, triton, jaxtyping, expecttest, hypothesis, numpy, pytest, xdist
 DOCS_NEEDS := mkdocs, material, mkdocstrings_handlers.python, ruff
@@ -34,7 +34,7 @@ can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 # the package and its benchmarks, also for a python that has everything but them
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/benchmarks$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test test-gpu lint types docs interpret compile fla matrix spills bench bench-gpu clean
+.PHONY: help demo test test-gpu lint types docs kernels interpret compile fla matrix spills bench bench-gpu clean
 
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
@@ -42,6 +42,7 @@ help:
 	@echo "make test-gpu PART=1/3   a part of the tests that need a GPU (benchmarks/results/tests/gpu.jsonl)"
 	@echo "make docs    the documentation in build/site/index.html; a broken link or another warning is an error"
 	@echo "make fla     the tests of our side of FLA, on FLA itself; with a GPU and FLA_TESTS=checkout FLA's own tests"
+	@echo "make kernels the tree that the package kernels loads, in build/kernels (docs/transformers.md)"
 	@echo "make matrix  the kernels compiled and interpreted with other versions of Triton, too"
 	@echo "make spills  record anew what each kernel spills (tests/spills.json)"
 	@echo "make bench   the CPU benchmark against Transformers (benchmarks/results/cpu.jsonl)"
@@ -90,6 +91,9 @@ over = PYTHONPATH=build/triton-$*:$(PYTHONPATH)
 
 demo:
 	$(DEMO_PYTHON) examples/train_small.py
+
+kernels:
+	$(PYTHON) hub/build.py build/kernels
 
 bench:
 	$(DEMO_PYTHON) -m gdn_bench cpu

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "ops": {"backends", "problem", "reference", "notation", "settings", "_torch_compat"},
     "distributed": {"ops", "problem", "notation", "settings", "_torch_compat"},
     "layers": {"ops", "distributed", "problem", "notation"},
-    "integrations": {"layers", "distributed", "ops"},
+    "integrations": {"layers", "distributed", "ops", "settings"},
     "testing": {"reference"},
     "cli": {"testing", "backends", "gdn"},
     "__main__": {"cli"},

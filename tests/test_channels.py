@@ -14,7 +14,7 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.backends import eager, hopper, triton
+from gdn.backends import eager, hopper, select_backward, select_recurrent, triton
 from gdn.backends.eager import channels
 from gdn.problem import parse
 from gdn.reference import serving, stages
@@ -348,7 +348,7 @@ class OnCuda(torch.Tensor):
     device = torch.device("cuda")
 
 
-def test_kernels_refuse_the_rank_and_the_bound_by_name(monkeypatch):
+def test_kernels_of_chunks_refuse_the_rank_and_the_bound_by_name(monkeypatch):
     """Until they have it, so that a call on a GPU falls through to eager and is never half done."""
     monkeypatch.setattr(triton, "_is_installed", lambda: True)
     monkeypatch.setattr(triton.settings, "interprets", lambda: True)
@@ -364,24 +364,26 @@ def test_kernels_refuse_the_rank_and_the_bound_by_name(monkeypatch):
         assert triton.refuses(problem) == reason
         assert reason is None or hopper.refuses(problem) == reason
         assert eager.BACKEND.refuses(problem) is None
+        # the kernel of the recurrent form has both; any backward follows it
+        assert select_recurrent(problem).name == "triton"
+        assert reason is None or select_backward(problem).name == "eager"
     with pytest.raises(
         NotImplementedError, match="triton: expected a decay per head, got one per key channel"
     ):
         gdn.chunk_kda(q, q, v, per_channel, backend="triton")
     assert gdn.explain(q, q, v, per_channel).chosen == "eager"
-    _, _, _, pool, logits = engine_call()
+    _, _, _, pool, logits = engine_call(torch.float32)
     u, k, G = pool.new_zeros(1, 5, 9, HV, V), pool.new_zeros(1, 5, 9, H, K), pool.new_zeros(1, 5, 9, HV, K)
     index = torch.tensor([0])
     a, b = logits["a"][:, 0], logits["b"][:, 0]
     calls = [
         lambda: gdn.gate(a, b, logits["A_log"], backend="triton"),
-        lambda: gdn.decode(q, q, v, torch.zeros(1, 4, 16, 16), g=per_channel, backend="triton"),
         lambda: gdn.prefill(
             q, q, v, torch.zeros(1, 4, 16, 16), g=per_channel, cu_seqlens=torch.tensor([0, 5]),
             state_index=index, backend="triton",
         ),
         lambda: gdn.replay_commit(
-            pool[None].float(), u, k, G, torch.zeros(5, dtype=torch.int32), index, index, room=4,
+            pool[None], u, k, G, torch.zeros(5, dtype=torch.int32), index, index, room=4,
             state_v_first=True, backend="triton",
         ),
     ]  # fmt: skip
@@ -434,6 +436,8 @@ MAY_ASK = {
     "backends/eager/replay.py",
     "backends/eager/rule.py",
     "backends/triton/__init__.py",
+    "backends/triton/serving/gates.py",
+    "backends/triton/serving/packet.py",
     "distributed/context.py",
     "ops/portable.py",
     "ops/warmup.py",

@@ -50,11 +50,18 @@ def modules(monkeypatch):
     """Return modules with the packages' names, each function of which returns its arguments."""
     made = {}
     for adapter in PACKAGES.values():
-        for module, name, _ in adapter.PACKAGE.served:
+        for module, name, serve in adapter.PACKAGE.served:
             own = made.setdefault(module, types.ModuleType(module))
             methods = [m for _, _, n, m in METHODS if n == name]
-            value = package_class(name, methods) if methods else lambda *args, **kwargs: ("own", args, kwargs)
+            is_class = isinstance(serve, type)
+            value = (
+                package_class(name, methods) if is_class else lambda *args, **kwargs: ("own", args, kwargs)
+            )
             setattr(own, name, value)
+        for module, name, method, _ in adapter.PACKAGE.wrapped:
+            own = made.setdefault(module, types.ModuleType(module))
+            vars(own).setdefault(name, type(name, (), {}))
+            setattr(vars(own)[name], method, lambda *args: args)
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
     return made

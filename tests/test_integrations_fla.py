@@ -1,8 +1,12 @@
 """Test FLA's signatures, and patch_fla() with FLA if it is installed, else with a stand-in."""
 
 import importlib.util
+import os
+import shutil
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from torch import nn
 
 from gdn.integrations import fallback, fla_patch
 from gdn.integrations import fla as ours
-from gdn.integrations.fla_patch import patch_fla
+from gdn.integrations.fla_patch import patch_fla, register_backend
 from gdn.ops.rule import has_kernel
 from gdn.reference import layer as reference_layers
 from gdn.reference.recurrence import gated_delta_rule as reference
@@ -139,10 +143,10 @@ class Dispatch:
     """Imitate FLA's choice among backends, as far as a backend sees it."""
 
     class BaseBackend:
-        priority = 5
+        priority, env_var = 5, None
 
         def is_enabled(self):
-            return True
+            return self.env_var is None or os.environ.get(self.env_var, "1") != "0"
 
     def __init__(self):
         self.backends = {}
@@ -262,6 +266,64 @@ def test_the_last_undo_restores_everything(fla):
     second.undo()
     assert [function(fla, name) for name in names] == before
     assert not sys.modules["fla.backends"].BaseBackend.__subclasses__()[-1]().is_enabled()
+
+
+def test_flas_convention_switches_the_backend(monkeypatch):
+    """A registered backend serves without a patch and outlives patches; FLA_GDN=0 turns it off."""
+    modules = stand_in()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    chunk, x = modules["fla.ops.gated_delta_rule.chunk"].chunk_gated_delta_rule, problem(B=1, T=5)
+    assert chunk(*x) == "fla's own"
+    with patch_fla():
+        register_backend()
+        assert torch.is_tensor(chunk(*x)[0])
+    register_backend()
+    with patch_fla():
+        pass
+    assert torch.is_tensor(chunk(*x)[0]) and chunk(*x, cp_context=object()) == "fla's own"
+    monkeypatch.setenv("FLA_GDN", "0")
+    assert chunk(*x) == "fla's own"
+    with patch_fla():
+        assert chunk(*x) == "fla's own"
+    (backend,) = modules["fla.backends"].BaseBackend.__subclasses__()[-1:]
+    assert (backend.backend_type, backend.package_name, backend.env_var) == ("gdn", "gdn", "FLA_GDN")
+    monkeypatch.setenv("FLA_GDN", "1")
+    assert torch.is_tensor(chunk(*x)[0])
+
+
+PLUGGED = """
+import os, sys, torch
+# FLA leaves out what cannot be imported: its layers and models take seconds
+sys.modules |= {"fla.layers": None, "fla.models": None}
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+x = [torch.ones(1, 5, 2, 8) for _ in range(3)] + [-torch.ones(1, 5, 2), torch.ones(1, 5, 2)]
+served = chunk_gated_delta_rule(*x)[0].shape
+os.environ["FLA_GDN"] = "0"
+try:
+    chunk_gated_delta_rule(*x)
+except Exception as error:
+    print(list(served), type(error).__module__.split(".")[0] != "gdn")
+"""
+
+
+@needs_fla
+def test_fla_finds_gdn_by_itself(tmp_path):
+    """With one file more in a copy of FLA, a CPU call that names gdn nowhere runs on gdn."""
+    (package,) = importlib.util.find_spec("fla").submodule_search_locations
+    shutil.copytree(package, tmp_path / "fla")
+    folder = tmp_path / "fla" / "ops" / "gated_delta_rule" / "backends"
+    (folder / "gdn.py").write_text(
+        "from gdn.integrations.fla_patch import register_backend\n\nregister_backend()\n"
+    )
+    with (folder / "__init__.py").open("a") as file:
+        file.write("from fla.ops.gated_delta_rule.backends import gdn\n")
+    paths = (tmp_path, Path(fla_patch.__file__).parents[2], os.environ.get("PYTHONPATH", ""))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    done = subprocess.run(
+        [sys.executable, "-c", PLUGGED], env=environment, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0 and done.stdout.split("\n")[-2] == "[1, 5, 2, 8] True", done.stderr
 
 
 def test_the_deprecation_warning_of_fla_is_kept(fla):

@@ -363,13 +363,47 @@ def test_conv_step(T, with_ring):
 
 
 def test_patch(monkeypatch):
-    modules = {m[0]: types.ModuleType(m[0]) for m in lmdeploy.PACKAGE.served}
+    """Our classes are subclasses of lmdeploy's, its layers' methods are ours, and undo restores all."""
+    modules = {m[0]: types.ModuleType(m[0]) for m in (*lmdeploy.PACKAGE.served, *lmdeploy.PACKAGE.wrapped)}
     for module, name, _ in lmdeploy.PACKAGE.served:
         vars(modules[module])[name] = type(name, (), {})
-    theirs = modules["lmdeploy.pytorch.backends.cuda.gated_delta_rule"].CudaGatedDeltaRuleImpl
+    for module, name, method, _ in lmdeploy.PACKAGE.wrapped:
+        setattr(vars(modules[module]).setdefault(name, type(name, (), {})), method, lambda *args: args)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     backend = modules["lmdeploy.pytorch.backends.cuda.gated_delta_rule"]
+    theirs, layer = backend.CudaGatedDeltaRuleImpl, modules["lmdeploy.pytorch.models.qwen3_5"]
+    forward = layer.Qwen3_5GatedDeltaNet.forward
     with lmdeploy.patch_lmdeploy() as patch:
-        assert patch.is_active and isinstance(backend.CudaGatedDeltaRuleImpl(), lmdeploy.GatedDeltaRule)
-    assert backend.CudaGatedDeltaRuleImpl is theirs
+        made = backend.CudaGatedDeltaRuleImpl()
+        assert patch.is_active and isinstance(made, lmdeploy.GatedDeltaRule) and isinstance(made, theirs)
+        assert layer.Qwen3_5GatedDeltaNet.forward is not forward
+    assert backend.CudaGatedDeltaRuleImpl is theirs and layer.Qwen3_5GatedDeltaNet.forward is forward
+
+
+def test_register_asks_the_environment(monkeypatch):
+    """GDN_ENGINES switches the start-up hook; a name that is not known is an error."""
+    calls = []
+    monkeypatch.setattr(lmdeploy, "patch_lmdeploy", lambda: calls.append(1))
+    for value, count in (("", 0), ("vllm", 0), ("vllm, lmdeploy", 1), ("all", 2)):
+        monkeypatch.setenv("GDN_ENGINES", value)
+        lmdeploy.register()
+        assert len(calls) == count
+    monkeypatch.setenv("GDN_ENGINES", "lmdeply")
+    with pytest.raises(ValueError, match="GDN_ENGINES: expected some of vllm, sglang, lmdeploy or all"):
+        lmdeploy.register()
+
+
+def test_what_is_computed_once_a_step():
+    """The second layer of a step reuses the first one's mask and ring indices."""
+    info = prompt_meta(torch.tensor([3, 1]), [4, 2], [0, 4], 2)
+    x, weight, pool = torch.randn(1, 6, D), torch.randn(D, 1, W), pool_of(SLOTS, 3)
+    for _ in range(2):
+        CONV.forward(x, weight, None, torch.randn(SLOTS, D, W + 2), info, "silu")
+        mask, rings = info.has_initial_state, dict(info._gdn_windows)
+        RULE._prompts(
+            tuple(inputs(1, 6)[name] for name in "qkv"), {}, pool, info.origin_state_ids, info.cu_seqlens,
+            info.spec_state_offsets, meta=info, has_initial_state=mask, state_v_first=True,
+        )  # fmt: skip
+    assert info.has_initial_state is mask and len(info._gdn_ring) == 1
+    assert all(info._gdn_windows[key] is ring for key, ring in rings.items())

@@ -12,6 +12,7 @@ from gdn.layers.cache import GatedDeltaNetCache
 from gdn.layers.gated_deltanet import GatedDeltaNet
 from gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from gdn.ops import stages
+from gdn.ops.binaries import load_kernels
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
 from gdn.ops.history import HistoryPool, allocate_history_pool, decode_with_history, fold_history
@@ -60,6 +61,7 @@ __all__ = [
     "fused_recurrent_gdn",
     "fused_recurrent_kda",
     "gate",
+    "load_kernels",
     "patch_fla",
     "patch_transformers",
     "prefill",

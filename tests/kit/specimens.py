@@ -70,7 +70,10 @@ RECURRENT = {
     "bf16 128 all packed": (Case(sizes=(128, 128), lengths=LADDER, **ALL), BF16, EVERYWHERE),
     "fp32 256": (Case(sizes=(256, 256), gate="absent", beta="absent", state="wide"), FP32, TUNED),
     "fp16 60": (Case(sizes=(60, 60), raw_gate="no_bias", beta="sigmoid"), FP16, TUNED),
-}
+    "bf16 128 of channels": (
+        Case("bounded", sizes=(128, 128), lengths=LADDER, is_per_channel=True, **ALL), BF16, TUNED,
+    ),
+}  # fmt: skip
 
 
 def rule(provider: Callable[..., Any], case: Case, dtype: torch.dtype) -> Callable[[], Any]:
@@ -122,14 +125,24 @@ DECODE = {
     "fp32 256": ("final", 4, 1, 256, 256, FP32, FP32, False, True, EVERYWHERE),
     "fp32 64, K first": ("P4", 4, 3, 64, 64, FP32, BF16, True, False, TUNED),
 }
+# the same with a decay per key channel
+DECODE_OF_CHANNELS = {
+    "many rows, bf16 pool": ("index", 256, 1, 128, 128, BF16, BF16, True, True, EVERYWHERE),
+    "K first": ("final", 4, 1, 128, 128, BF16, FP32, False, False, TUNED),
+    "P4": ("P4", 4, 4, 128, 128, BF16, FP32, True, True, TUNED),
+}
 
 
 def decode(
-    name: str, B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, raw: bool, v_first: bool
-) -> Callable[[], Any]:
+    name: str, B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, raw: bool, v_first: bool,
+    is_per_channel: bool = False,
+) -> Callable[[], Any]:  # fmt: skip
     pool = pool_of(B * T, K=K, V=V, dtype=pool_dtype, v_first=v_first)
-    x = rows_of(B, T, K=K, V=V, dtype=dtype, raw=raw)
+    x = rows_of(B, T, K=K, V=V, dtype=dtype, raw=raw, is_per_channel=is_per_channel)
     x |= protocol(name, B, T, pool)
+    if raw and is_per_channel:
+        # logits of a projection, and the bounded form
+        x |= {"a": x["a"].to(dtype), "lower_bound": -5.0}
     return lambda: api.decode(**x, state_v_first=v_first, backend="triton")
 
 
@@ -317,7 +330,7 @@ def hopper_forward(
     """Return the Hopper forward, with one and with two consumer warpgroups.
 
     `segment` is the number of chunks in a segment (None: sequences are not cut), `kept` the dtype of stored
-    states, `fast_path` allows the fast path.
+    states, `fast_path` allows the fast path, also in forwards for a backward.
     """
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
@@ -332,6 +345,7 @@ def hopper_forward(
         with (
             patch.object(cost, "cuts_of", lambda problem: cuts),
             patch.object(rule, "FAST_PATH", fast_path),
+            patch.object(rule, "SAVING_FAST_PATH", fast_path),
             plans,
         ):
             for count in (1, 2):
@@ -451,6 +465,11 @@ OTHERS = {
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, FP32, True),
         TUNED,
     ),
+    "hopper that saves on the fast path": (
+        hopper_forward,
+        (Case(sizes=(128, 128), heads=(2, 4)), None, BF16, True),
+        TUNED,
+    ),
     "hopper 64": (hopper_forward, (Case(sizes=(64, 64), heads=(2, 4)),), TUNED),
     "hopper 64 in a prefill": (
         hopper_forward,
@@ -531,6 +550,8 @@ def _table() -> dict[str, Specimen]:
             table[f"{label} {name}"] = Specimen(lambda a=(provider, case, dtype): rule(*a), targets)
     for name, (*arguments, targets) in DECODE.items():
         table[f"decode {name}"] = Specimen(lambda a=tuple(arguments): decode(*a), targets)
+    for name, (*arguments, targets) in DECODE_OF_CHANNELS.items():
+        table[f"decode of channels {name}"] = Specimen(lambda a=(*arguments, True): decode(*a), targets)
     for name, (function, arguments, targets) in OTHERS.items():
         table[name] = Specimen(lambda f=function, a=arguments: f(*a), targets)
     return table

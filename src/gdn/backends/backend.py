@@ -30,9 +30,10 @@ class Saved:
     v_new: ChunkValues | None = None  # A_inv (beta v) - A_inv (beta e^G k) S_in; zero past the chunk's end
     q_rstd: InverseNorm | None = None  # with l2norm in the kernel
     k_rstd: InverseNorm | None = None
+    factors: Tensor | None = None  # [NC, HV, rows, C], of the backend that saved it: only with `recompute`
 
     def __iter__(self) -> Iterator[Tensor | None]:
-        return iter((self.G, self.A_inv, self.S_in, self.v_new, self.q_rstd, self.k_rstd))
+        return iter((self.G, self.A_inv, self.S_in, self.v_new, self.q_rstd, self.k_rstd, self.factors))
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,11 @@ class Backend:
     refuses(problem)         -> None if the backend supports the problem, else the reason
     refuses_backward(problem)                -> the same of chunk_backward after any backend's forward, where
                                                 it differs from `refuses`
+    refuses_recurrent(problem)               -> the same of recurrent_forward
     saves(problem)           -> (shape, dtype) of each tensor of Saved, in order; None for one not saved
     chunk_forward(problem, save)             -> o, final_state or None, Saved
+    recompute_saved(problem, saved)          -> Saved as without `recompute`, to the bit, from what
+                                                chunk_forward saves with it
     chunk_backward(problem, saved, do, dS)   -> Gradients; do or dS (gradient of final_state) may be None
     forward_launches(problem, dtype of S_in) -> launches, with their tensors, of forwards of this kind at any
                                                 size; other backends compile them ahead (`other_launches`)
@@ -101,6 +105,7 @@ class Backend:
     refuses: Callable[[Any], str | None]
     saves: Callable[[Problem], tuple[Shape | None, ...]]
     chunk_forward: Callable[[Problem, bool], tuple[Values, State | None, Saved]]
+    recompute_saved: Callable[[Problem, Saved], Saved]
     chunk_backward: Callable[[Problem, Saved, Tensor | None, Tensor | None], Gradients]
     forward_launches: Callable[[Problem, torch.dtype | None], Iterable[Any]]
     recurrent_forward: Callable[[Problem], tuple[Values, State | None]]
@@ -139,3 +144,4 @@ class Backend:
     rms_norm_gated: Callable[..., Any]
     rms_norm_gated_bwd: Callable[..., Any]
     refuses_backward: Callable[[Problem], str | None] | None = None
+    refuses_recurrent: Callable[[Problem], str | None] | None = None

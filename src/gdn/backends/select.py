@@ -4,7 +4,7 @@ The dispatch order is ORDER, and the first backend that supports the problem is 
 a backend, only that one is tried, and the call fails if it does not support the problem.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -40,11 +40,20 @@ def select(problem: Named) -> Backend:
         ValueError           no backend has the requested name
         NotImplementedError  the named backend, or no backend, supports the problem; lists each one's reason
     """
+    return _select(problem, lambda backend: backend.refuses)
+
+
+def select_recurrent(problem: Problem) -> Backend:
+    """Return the first backend that computes the recurrent form of a problem; raises as `select`."""
+    return _select(problem, lambda backend: backend.refuses_recurrent or backend.refuses)
+
+
+def _select(problem: Named, refuses: Callable[[Backend], Callable[[Any], str | None]]) -> Backend:
     asked = settings.backend(problem.backend)
     reasons = []
     for name in (asked,) if asked else ORDER:
         backend = load(name)
-        reason = backend.refuses(problem)
+        reason = refuses(backend)(problem)
         if reason is None:
             return backend
         reasons.append(f"{name}: {reason}")

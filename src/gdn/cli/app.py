@@ -18,6 +18,7 @@ from gdn import testing
 from gdn.backends import ORDER
 from gdn.cli.console import Device, Json, console, find_device, run_app, write_json
 from gdn.cli.environment import environment
+from gdn.cli.warmup import warmup
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 # commands of gdn_bench, which lies in benchmarks/ of a clone and is no part of the wheel
@@ -36,6 +37,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(common)
     app.command()(info)
+    app.command()(warmup)
     add_benchmarks(app)
     return app
 

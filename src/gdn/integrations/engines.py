@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
+from gdn import settings
 from gdn.ops.serving import decode_packed
+
+ENGINES = ("vllm", "sglang", "lmdeploy")
+
+
+def is_enabled(engine: str) -> bool:
+    """Return True if GDN_ENGINES names the engine."""
+    return engine in settings.engines(ENGINES)
 
 
 def first(x: Tensor | None, count: int) -> Tensor | None:

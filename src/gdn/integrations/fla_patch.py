@@ -14,7 +14,9 @@ per channel, residuals in the convolution, and whatever else FLA accepts.
 
 import functools
 import threading
+import weakref
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ from gdn.ops.rule import has_kernel
 OLDEST = (0, 6)
 CHUNK = "fla.ops.gated_delta_rule.chunk"
 _dispatch = threading.local()  # is_fallback: this thread runs FLA's dispatch for a call that gdn rejected
+# the modules fla.backends in which `register_backend` was called: one, but for tests
+_registered: weakref.WeakSet[ModuleType] = weakref.WeakSet()
 
 
 def patch_fla() -> Patch:
@@ -42,8 +46,30 @@ def patch_fla() -> Patch:
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Patches may be nested.
     Raises:  ImportError without FLA 0.6 or newer; RuntimeError where FLA_DISABLE_BACKEND_DISPATCH=1 has
              turned FLA's dispatch off.
-    Cost:    imports fla. Process-wide.
+    Cost:    imports fla. Process-wide. FLA_GDN=0 in the environment leaves the chunked rule to FLA.
     """
+    backends = _import_backends()
+    if not PACKAGE.is_patched:
+        _register(backends)
+    return PACKAGE.patch()
+
+
+def register_backend() -> None:
+    """Register gdn with FLA's own dispatch of `chunk_gated_delta_rule`, for the rest of the process.
+
+    Nothing in FLA is replaced; its dispatch tries gdn first, unless the environment has FLA_GDN=0. FLA finds
+    gdn by itself if a file of its folder `fla/ops/gated_delta_rule/backends` calls this function.
+
+    Raises: as `patch_fla`. A second call changes nothing.
+    Cost:   imports fla. Process-wide.
+    """
+    backends = _import_backends()
+    _register(backends)
+    _registered.add(backends)
+
+
+def _import_backends() -> ModuleType:
+    """Return fla.backends of FLA 0.6 or newer, whose dispatch is on."""
     try:
         package = import_module("fla")
     except ModuleNotFoundError as error:
@@ -57,22 +83,32 @@ def patch_fla() -> Patch:
     backends = import_module("fla.backends")
     if backends._DISPATCH_DISABLED:
         raise RuntimeError("fla: expected its dispatch to be on, got FLA_DISABLE_BACKEND_DISPATCH=1")
-    if not PACKAGE.is_patched:
-        import_module("fla.ops.gated_delta_rule.backends")
-        backends.register("gated_delta_rule")(_dispatched(backends.BaseBackend))
-    return PACKAGE.patch()
+    return backends
 
 
-def _dispatched(base: type) -> type:
-    """Return gdn as a backend of FLA's dispatch; it is enabled while a patch is in force."""
+def _register(backends: ModuleType) -> None:
+    """Register gdn with FLA's registry, which holds one backend of each type."""
+    # FLA's own backends register themselves when their package is imported
+    import_module("fla.ops.gated_delta_rule.backends")
+    if backends not in _registered:
+        backends.register("gated_delta_rule")(_dispatched(backends))
 
-    class GdnBackend(base):  # type: ignore[misc]
+
+def _dispatched(backends: ModuleType) -> type:
+    """Return gdn as a backend of FLA's dispatch; it is enabled while it is registered or patched."""
+
+    class GdnBackend(backends.BaseBackend):  # type: ignore[misc, name-defined]
         backend_type = "gdn"
+        package_name = "gdn"
+        # FLA's convention: FLA_GDN=0 turns the backend off
+        env_var = "FLA_GDN"
         # lowest first in the dispatch order; FLA's own begin at 0
         priority = -1
 
         def is_enabled(self) -> bool:
-            return PACKAGE.is_patched and not getattr(_dispatch, "is_fallback", False)
+            if getattr(_dispatch, "is_fallback", False):
+                return False
+            return (PACKAGE.is_patched or backends in _registered) and bool(super().is_enabled())
 
         @staticmethod
         def chunk_gated_delta_rule(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

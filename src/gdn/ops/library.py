@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn._torch_compat import intercepts_operators, is_plain
-from gdn.backends import Gradients, Saved, select, select_backward
+from gdn.backends import Backend, Gradients, Saved, select, select_backward, select_recurrent
 from gdn.problem import Problem, check, host_offsets
 from gdn.problem.declaration import Declaration, schema_of
 from gdn.problem.inspection import inspect_problem
@@ -184,19 +184,28 @@ def _recurrent_forward(*args: Any) -> tuple[Tensor | None, ...]:
     check_offsets(problem)
 
     def run() -> tuple[Tensor | None, ...]:
-        return tuple(map(make_contiguous, select(problem).recurrent_forward(problem)))
+        return tuple(map(make_contiguous, select_recurrent(problem).recurrent_forward(problem)))
 
     return guarded(RECURRENT_FORWARD, problem.device, run, problem)
 
 
 def _chunk_backward(*args: Any) -> tuple[Tensor | None, ...]:
-    problem, (*saved, do, dS) = Problem.split(args)
+    problem, (*kept, do, dS) = Problem.split(args)
 
     def run() -> tuple[Tensor | None, ...]:
         backward = select_backward(problem).chunk_backward
-        return tuple(map(make_contiguous, backward(problem, Saved(*saved), do, dS)))
+        saved = complete_saved(problem, Saved(*kept), select(problem) if problem.recompute else None)
+        return tuple(map(make_contiguous, backward(problem, saved, do, dS)))
 
     return guarded(CHUNK_BACKWARD, problem.device, run, tensors=(do, dS))
+
+
+def complete_saved(problem: Problem, saved: Saved, forward: Backend | None) -> Saved:
+    """Return the saved tensors of a forward; with `recompute`, also those that `forward` computes again."""
+    if not problem.recompute:
+        return saved
+    assert forward is not None
+    return forward.recompute_saved(problem, saved)
 
 
 def _as_operator(body: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor, ...]]:

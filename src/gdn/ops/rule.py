@@ -63,6 +63,7 @@ def chunk_gated_delta_rule(
     cp_context: ContextParallel | None = None,
     exact: bool = True,
     batch_invariant: bool = False,
+    recompute: bool = False,
     backend: str | None = None,
 ) -> tuple[Values, State | None]:
     """Compute the gated delta rule in chunks of 64 tokens, for training and prefill.
@@ -100,6 +101,8 @@ def chunk_gated_delta_rule(
                                                           when k is normalised in the kernel
         batch_invariant             bool                  True: the bits of a sequence do not depend on the
                                                           other sequences of the batch
+        recompute                   bool                  True: keep no states for the backward, which
+                                                          computes them again: less memory, the same bits
         backend                     str or None           None: chosen automatically; a named one never falls
                                                           back
 
@@ -128,8 +131,8 @@ def chunk_gated_delta_rule(
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
     options = (
         scale, lower_bound, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, exact, batch_invariant, backend,
-        cp_context,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, exact, batch_invariant, recompute,
+        backend, cp_context,
     )  # fmt: skip
     if cp_context is not None:
         check_context(cp_context)
@@ -173,10 +176,11 @@ def fused_recurrent_gated_delta_rule(
     Source: arXiv:2412.06464, equation 10.
     """
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    # it keeps nothing but its inputs, so `recompute` is not an argument
     options = (
         scale, lower_bound, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, exact, batch_invariant, backend,
-        cp_context,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, exact, batch_invariant, False,
+        backend, cp_context,
     )  # fmt: skip
     return _recurrent(q, tensors, options)
 

@@ -65,6 +65,7 @@ def warmup(
 
     Returns: one line for each call: function, dtypes, form, and, if kernels were compiled for it, their
         names, their number and the seconds. A second warmup with the same arguments names none.
+    `gdn warmup --save` does the same and ships the kernels to other machines: see `load_kernels`.
     No tensor of the caller is read or written. On `eager` no kernel is compiled; only torch initialises.
     Raises: as the functions themselves; ValueError for an unknown engine.
     Cost:   the compile time; memory for max_rows prompts of 65 tokens and as many states, and for one prompt

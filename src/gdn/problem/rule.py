@@ -80,6 +80,7 @@ class Problem(Declared, Shapes):
     state_v_first: bool
     exact: bool
     batch_invariant: bool
+    recompute: bool
     backend: str | None
     layout_key: Hashable = field(default=None, compare=False, repr=False)
 

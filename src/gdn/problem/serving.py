@@ -209,7 +209,7 @@ class PrefillProblem(Declared, Numerics, Prompts, Gates, PoolTokens, OnPool):
             use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
             use_gate_in_kernel=is_raw, use_beta_sigmoid_in_kernel=is_raw,
             allow_neg_eigval=self.allow_neg_eigval, state_v_first=self.state_v_first, exact=True,
-            batch_invariant=self.batch_invariant, backend=self.backend,
+            batch_invariant=self.batch_invariant, recompute=False, backend=self.backend,
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from gdn.backends.eager.norm import rms_norm_gated, rms_norm_gated_bwd
 from gdn.backends.eager.prefill import commit, prefill
 from gdn.backends.eager.recurrent import recurrent_forward
 from gdn.backends.eager.replay import replay_commit, replay_decode
-from gdn.backends.eager.rule import chunk_backward, chunk_forward, saves
+from gdn.backends.eager.rule import chunk_backward, chunk_forward, recompute_saved, saves
 from gdn.backends.eager.step import decode_step
 
 BACKEND = Backend(
@@ -19,6 +19,7 @@ BACKEND = Backend(
     refuses=lambda problem: None,
     saves=saves,
     chunk_forward=chunk_forward,
+    recompute_saved=recompute_saved,
     chunk_backward=chunk_backward,
     forward_launches=lambda problem, S_in_dtype: (),
     recurrent_forward=recurrent_forward,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gdn import settings
-from gdn.backends.backend import Saved
+from gdn.backends.backend import Saved, Shape
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.descriptors import (
     A_INV_HALF,
@@ -28,7 +28,7 @@ from gdn.backends.hopper.descriptors import (
     make_descriptor,
     state_layout,
 )
-from gdn.backends.hopper.factors import BOX_ROWS, MIN_G, NUM_ROWS
+from gdn.backends.hopper.factors import BOX_ROWS, MIN_G, NUM_ROWS, WITH_A_INV
 from gdn.backends.hopper.gates import gates_kernel
 from gdn.backends.hopper.scan.kernel import persistent_scan_kernel
 from gdn.backends.hopper.scan.operands import BF16_TILE
@@ -54,6 +54,7 @@ from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import CHUNK, Problem
 
 FAST_PATH = True  # well-conditioned chunks take the fast path: see `scan.chunk`
+SAVING_FAST_PATH = False  # also in forwards that save A_inv and states in bf16 for a backward; not measured
 STRIP = 64  # value rows of S^T of a consumer warpgroup
 REGISTERS = {2: 128, 1: 120}  # maxnreg of the scan by consumers a CTA; warp_specialize distributes them
 # CTAs (of one warp) of `solve` that fit an SM, with 168 registers a thread and 18 or 26 KB each, by K = V
@@ -120,13 +121,37 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
     return o, final, for_backward(problem, saved) if save else saved
 
 
+def recompute_saved(problem: Problem, saved: Saved) -> Saved:
+    """Implement `Backend.recompute_saved`: run the state scan again, from the saved A_inv and factors."""
+    p = replace(to_kernel_layout(problem), recompute=False, layout_key=None)
+    if saved.factors is None or p.q.numel() == 0 or p.N == 0:
+        return chunk_forward(p, True)[2]
+    kept, p = rules.operand_dtype(p), align(p)
+    with device_guard(p.device):
+        plan = plan_of(p, kept)
+        given = {0: saved.A_inv, 1: saved.factors, 6: saved.G, 8: saved.q_rstd, 9: saved.k_rstd}
+        new = allocate(p.device, [None if given.get(i) is not None else s for i, s in enumerate(plan.specs)])
+        for i, x in given.items():
+            new[i] = None if x is None else x.contiguous()
+        for launch, tensors in plan.steps(p, new):
+            if launch is plan.solve:
+                # `solve` also clears the scan's counter. By a kernel that ends before the next begins: PDL
+                # lets the scan read the table of a packed batch before it waits for the launch before.
+                assert new[5] is not None
+                new[5].zero_()
+            elif launch is not plan.gates:
+                launch(*tensors)
+    return results(new, kept)[2]
+
+
 def for_backward(problem: Problem, saved: Saved) -> Saved:
     """Return the saved tensors of a forward as every backward reads them."""
     A_inv = saved.A_inv
     # K = 64: `triton`'s backward reads A_inv in fp32, not as split bf16
     if A_inv is not None and A_inv.dim() > 4:
         saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
-    zero_unused_tiles(problem, saved)
+    if A_inv is not None:
+        zero_unused_tiles(problem, saved)
     return saved
 
 
@@ -140,15 +165,35 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
         return chunked.forward(p, kept)
     p = align(p)
     with device_guard(p.device):
-        cuts = cost.cuts_of(p)
-        consumers = cost.consumers_of(p, cuts)
-        plan = _forwards.get(
-            (rules.problem_key(p), cuts, consumers, kept), lambda: plan_first(p, cuts, consumers, kept)
-        )
+        plan = plan_of(p, kept)
         new = allocate(p.device, plan.specs)
         for launch, tensors in plan.steps(p, new):
             launch(*tensors)
-    return results(new, kept)
+    o, final, saved = results(new, kept)
+    # at K = 64 the backward gets A_inv in another form, and `recompute_saved` runs the whole forward again
+    if p.recompute and kept is not None:
+        assert new[1] is not None
+        # without the entries of tokens that belong to no sequence
+        saved = replace(saved, factors=new[1][: p.num_chunks]) if p.K == 2 * STRIP else Saved()
+    return o, final, saved
+
+
+def plan_of(p: Problem, kept: torch.dtype | None) -> Forward:
+    """Return the plan of a forward, from the cache or built; `kept` as in `forward`."""
+    cuts = cost.cuts_of(p)
+    consumers = cost.consumers_of(p, cuts)
+    key = (rules.problem_key(p), cuts, consumers, kept, SAVING_FAST_PATH)
+    return _forwards.get(key, lambda: plan_first(p, cuts, consumers, kept))
+
+
+def saves(problem: Problem) -> tuple[Shape | None, ...]:
+    """Implement `Backend.saves`: as `triton`, but for the factors that `recompute_saved` reads."""
+    shapes = rules.saves(problem)
+    if not problem.recompute or problem.q.numel() == 0 or problem.N == 0:
+        return shapes
+    if problem.K != 2 * STRIP:
+        return (None,) * len(shapes)
+    return (*shapes[:-1], ((problem.num_chunks, problem.HV, NUM_ROWS.value, CHUNK), torch.float32))
 
 
 def results(new: list[Tensor | None], kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
@@ -215,20 +260,22 @@ def _num_solve_ctas(p: Problem) -> int:
 def _plan(p: Problem, a: rules.Description, variant: Variant, kept: torch.dtype | None) -> Forward:
     """Plan the launches of a forward; `kept` as in `forward`."""
     scalars, tiles = rules.shape_scalars(p), (p.num_chunks, p.HV)
-    G, _, _, _, q_rstd, k_rstd = rules.saves(p)
+    G, _, _, _, q_rstd, k_rstd, _ = rules.saves(p)
     # A forward for a backward (states in q's dtype at K = 128) stores A_inv whole. Any other at K = 128 omits
     # the zero upper right quarter, 32 HBM bytes a token and head, and has B for well-conditioned chunks.
     is_spare = p.K == 2 * STRIP and kept is not p.q.dtype
     tile = (3 * CHUNK // 2, CHUNK // 2) if is_spare else (CHUNK, CHUNK)
     parts = (2,) if p.K == CHUNK else ()
     fast_path = FAST_PATH and is_spare
-    S_in = None if kept is None else ((*tiles, p.K, p.V), kept)
+    if SAVING_FAST_PATH and kept is p.q.dtype and p.K == 2 * STRIP:
+        fast_path = WITH_A_INV.value
+    S_in = None if kept is None or p.recompute else ((*tiles, p.K, p.V), kept)
     gates, solve = _plan_tiles(p, a, kept, fast_path, variant.is_single_tile)
     scalars = (*scalars, a.entries)
     segments = None
     if variant.cuts is not None:
         has_decays = gates is not None
-        segments = plan_launches(p, variant.cuts, scalars, variant.width, fast_path, has_decays)
+        segments = plan_launches(p, variant.cuts, scalars, variant.width, fast_path is True, has_decays)
     num_items = p.N * p.HV if segments is None else segments.num_items
     consumers = min(variant.consumers, p.V // STRIP)
     # with one consumer a CTA and V = 128, two CTAs share a work item
@@ -258,7 +305,7 @@ def _plan(p: Problem, a: rules.Description, variant: Variant, kept: torch.dtype 
 
 
 def _plan_tiles(
-    p: Problem, a: rules.Description, kept: torch.dtype | None, fast_path: bool, is_single_tile: bool
+    p: Problem, a: rules.Description, kept: torch.dtype | None, fast_path: bool | int, is_single_tile: bool
 ) -> tuple[Launch | None, Launch]:
     """Plan `gates`, or None where `solve` reads the gates itself, and `solve`; arguments as in `_plan`."""
     T, HV, ratio, per_row = rules.shape_scalars(p)

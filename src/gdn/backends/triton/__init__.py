@@ -16,7 +16,11 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
+from gdn.problem import DecodeProblem
+from gdn.problem.step import StepProblem
 
+# problems whose kernels run token by token, and support a decay per key channel and a lower bound
+ANY_GATE = (DecodeProblem, StepProblem)
 LARGEST = 256  # largest K and V
 LONGEST = 16  # most tokens of a packet that is replayed
 # The module here that implements each slot of Backend. The adjoints of single stages are those of `eager`.
@@ -24,6 +28,7 @@ SLOTS = {
     "saves": "rule.describe",
     "forward_launches": "rule.run",
     "chunk_forward": "rule.run",
+    "recompute_saved": "rule.run",
     "chunk_backward": "rule.run",
     "forward_begin": "rule.borders",
     "backward_begin": "rule.borders",
@@ -66,16 +71,31 @@ def refuses(problem: Any) -> str | None:
 
     It supports CUDA tensors (CPU tensors where Triton interprets) of at most fp32, with K, V of at most 256.
     """
+    reason = refuses_any_gate(problem)
+    # a step on slots with histories has the kernel of these
+    has_history = getattr(problem, "cursor", None) is not None
+    if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
+        reason = _refuses_gate(problem)
+    return reason
+
+
+def _refuses_gate(problem: Any) -> str | None:
+    """Return why the kernels of whole chunks do not support the gate of a problem, or None."""
+    if getattr(problem, "is_per_channel", False):
+        return "expected a decay per head, got one per key channel"
+    if getattr(problem, "lower_bound", None) is not None:
+        return f"expected lower_bound=None, got {problem.lower_bound}"
+    return None
+
+
+def refuses_any_gate(problem: Any) -> str | None:
+    """Return why the kernels that run token by token do not support a problem, or None."""
     x = _leading(problem)
     device = x.device.type
     if device != "cuda" and not (device == "cpu" and settings.interprets()):
         return f"expected tensors on a CUDA device, got {device}"
     if not _is_installed():
         return "expected Triton, got no package of that name"
-    if getattr(problem, "is_per_channel", False):
-        return "expected a decay per head, got one per key channel"
-    if getattr(problem, "lower_bound", None) is not None:
-        return f"expected lower_bound=None, got {problem.lower_bound}"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
     if any(getattr(problem, name, x).dtype == torch.float64 for name in ("history_u", "history_k")):
@@ -101,12 +121,12 @@ def _leading(problem: Any) -> Tensor:
 
 def _late(module: str, name: str) -> Callable[..., Any]:
     """Return a function that imports `name` from a module here at its first call."""
-    found: list[Callable[..., Any]] = []
+    imported: list[Callable[..., Any]] = []
 
     def call(*args: Any) -> Any:
-        if not found:
-            found.append(getattr(import_module(f"{__name__}.{module}"), name))
-        return found[0](*args)
+        if not imported:
+            imported.append(getattr(import_module(f"{__name__}.{module}"), name))
+        return imported[0](*args)
 
     return call
 
@@ -115,5 +135,6 @@ BACKEND = replace(
     eager.BACKEND,
     name="triton",
     refuses=refuses,
+    refuses_recurrent=refuses_any_gate,
     **{slot: _late(module, slot) for slot, module in SLOTS.items()},
 )

@@ -7,9 +7,9 @@ Triton traces the body of a loop twice and that of a nested loop four times, but
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.factors import C
+from gdn.backends.hopper.factors import WITH_A_INV, C
 from gdn.backends.hopper.gluon import gdc_wait, tma_store_wait
-from gdn.backends.hopper.scan.chunk import advance, advance_fast, advance_fast_single
+from gdn.backends.hopper.scan.chunk import advance, advance_fast, advance_fast_saving, advance_fast_single
 from gdn.backends.hopper.scan.operands import ACC_STATE, ACC_TOKENS
 from gdn.backends.hopper.scan.scheduler import (
     ITEM_FIELDS,
@@ -85,7 +85,9 @@ def scan_fast_chunks(S, i, end, position, WG: gl.constexpr, scan):
     """Advance S through chunks on the fast path until one is not well-conditioned, or the work item ends."""
     while is_next_chunk(True, True, i, end, scan):
         # a lone consumer has more registers (248, not 200), and a version of the fast path that uses them
-        if scan.config.CONSUMERS == 1:
+        if scan.config.FAST_PATH == WITH_A_INV:
+            S = advance_fast_saving(S, i, position.advance_by(i, scan.geometry.HV), WG, scan)
+        elif scan.config.CONSUMERS == 1:
             S = advance_fast_single(S, i, position.advance_by(i, scan.geometry.HV), scan)
         else:
             S = advance_fast(S, i, position.advance_by(i, scan.geometry.HV), WG, scan)

@@ -44,7 +44,7 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
         assert initial_state is not None
         with device_guard(p.device):
             plan.run_state([*tensors_of(replace(p, initial_state=initial_state.contiguous())), *new])
-        o, final, saved = run.forward_results(new)
+        o, final, saved = run.forward_results(new, p)
         if save:
             zero_unused_tiles(p, saved)
         return o, final, tuple(saved) if save else ()

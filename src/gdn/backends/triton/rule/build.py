@@ -1,5 +1,6 @@
 """Build the launches of a forward or backward from a description and the tiles that were tiles."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def _forward_specs(
     p: Problem, kept: torch.dtype | None, is_fused: bool, d: Description
 ) -> tuple[TensorSpec | None, ...]:
     """Return the buffer specs of a forward, in the order of `Forward.specs`."""
-    G, A_inv, _, _, q_rstd, k_rstd = saves(p)
+    G, A_inv, _, _, q_rstd, k_rstd, _ = saves(p)
     # tensors that only later kernels read are in the input's dtype, to save HBM traffic
     narrow, tiles = intermediate_dtype(p), (p.num_chunks, p.HV)
     shapes = (
@@ -101,7 +102,8 @@ def _forward_specs(
         ((*tiles, ROWS.value, CHUNK), torch.float32),
         q_rstd,
         k_rstd,
-        None if kept is None else ((*tiles, p.K, p.V), kept),
+        # with `recompute` only what `output_kernel` reads
+        None if kept is None or (is_fused and p.recompute) else ((*tiles, p.K, p.V), kept),
         None if is_fused else ((*tiles, CHUNK, p.V), narrow),
         (p.state_shape, torch.float32) if p.output_final_state else None,
         (p.v.shape, p.v.dtype),
@@ -178,7 +180,7 @@ def backward_specs(p: Problem, d: Description) -> tuple[TensorSpec | None, ...]:
     tiles = (p.num_chunks, p.HV)
     # fp64 sums per chunk: their total may cancel
     partial = [x for x in (p.A_log, p.dt_bias) if x is not None]
-    S_in, P = saves(p)[2], tensor_spec((*tiles, CHUNK, CHUNK), operand_dtype(p))
+    S_in, P = saves(replace(p, recompute=False))[2], tensor_spec((*tiles, CHUNK, CHUNK), operand_dtype(p))
     assert S_in is not None
     return (
         tensor_spec(p.v.shape, intermediate_dtype(p)),

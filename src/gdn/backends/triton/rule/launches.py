@@ -97,7 +97,7 @@ class Backward:
 
     def pair_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the launches that need no gradient of a state. `tensors`: as in `steps`."""
-        q, k, _, _, beta, _, _, _, cu_seqlens, G, _, _, _, q_rstd, k_rstd, _, _, *new = tensors
+        q, k, _, _, beta, _, _, _, cu_seqlens, G, _, _, _, q_rstd, k_rstd, _, _, _, *new = tensors
         _, _, _, _, _, _, _, _, factors, table, P, P_rest = new
         if self.table is not None:
             yield self.table, (cu_seqlens, table)
@@ -105,14 +105,14 @@ class Backward:
 
     def state_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the backward state pass. `tensors`: as in `steps`."""
-        q, k, _, _, _, _, _, _, cu_seqlens, _, A_inv, S_in, _, _, _, do, dS, *new = tensors
+        q, k, _, _, _, _, _, _, cu_seqlens, _, A_inv, S_in, _, _, _, _, do, dS, *new = tensors
         dv, _, _, dS0, dS_out, _, _, _, factors, table, P, P_rest = new
         read = (q, k, A_inv, P, P_rest, factors, S_in, do, dS, cu_seqlens, table)
         yield self.state, (*read, dS_out, dv, dS0)
 
     def late_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the other launches. `tensors`: as in `steps` without P and P_rest, then those of `late`."""
-        q, k, v, g, beta, A_log, dt_bias, _, _, G, A_inv, S_in, _, q_rstd, k_rstd, do, _, *new = tensors
+        q, k, v, g, beta, A_log, dt_bias, _, _, G, A_inv, S_in, _, q_rstd, k_rstd, _, do, _, *new = tensors
         dv, dg, dbeta, _, dS_out, dA_log, ddt_bias, partial, factors, table, *late = new
         dq, dk, grown, rest, tiles = late
         # E and F are stored in dq's memory if the C columns of each value head of a key head fit into its row

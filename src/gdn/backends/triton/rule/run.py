@@ -13,6 +13,8 @@ Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -58,13 +60,30 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
     return o, final, saved
 
 
+def recompute_saved(problem: Problem, saved: Saved) -> Saved:
+    """Implement `Backend.recompute_saved`: run the state pass again, from the saved A_inv and factors."""
+    p = replace(to_kernel_layout(problem), recompute=False, layout_key=None)
+    kept = operand_dtype(p)
+    given = (saved.G, saved.A_inv, None, saved.factors, saved.q_rstd, saved.k_rstd)
+    with device_guard(p.device):
+        plan = forward_plan(p, kept)
+        # P stays unwritten: only o depends on it, which nobody reads
+        new = allocate(p.device, [s if x is None else None for s, x in zip_longest(plan.specs, given)])
+        new = [y if x is None else x.contiguous() for y, x in zip_longest(new, given)]
+        if plan.table is not None:
+            plan.table(p.cu_seqlens, new[-1])
+        state, tensors = next(plan.state_steps([*tensors_of(p), *new]))
+        state(*tensors)
+    return forward_results(new, p)[2]
+
+
 def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
     """Run the forward of a problem in kernel layout. `kept`: the dtype of S_in; None: S_in is not kept."""
     with device_guard(p.device):
         plan = forward_plan(p, kept)
         new = allocate(p.device, plan.specs)
         plan.run([*tensors_of(p), *new])
-    return forward_results(new)
+    return forward_results(new, p)
 
 
 def forward_plan(p: Problem, kept: torch.dtype | None) -> Forward:
@@ -72,12 +91,14 @@ def forward_plan(p: Problem, kept: torch.dtype | None) -> Forward:
     return _forwards.get((problem_key(p), kept), lambda: first_forward(p, kept))
 
 
-def forward_results(new: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None, Saved]:
-    """Return o, the final state and the saved tensors among the tensors that a forward wrote."""
+def forward_results(new: Sequence[Tensor | None], p: Problem) -> tuple[Tensor, Tensor | None, Saved]:
+    """Return o, the final state and the saved tensors among the tensors that a forward of p wrote."""
     # the order is that of `Forward.specs`
-    G, A_inv, _, _, q_rstd, k_rstd, S_in, _, final, o, _ = new
+    G, A_inv, _, factors, q_rstd, k_rstd, S_in, _, final, o, _ = new
     assert o is not None
-    return o, final, Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
+    saved = Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
+    # without `output_kernel` the plan has stored no states; else they are freed here
+    return o, final, replace(saved, S_in=None, factors=factors) if p.recompute else saved
 
 
 def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor | None) -> Gradients:

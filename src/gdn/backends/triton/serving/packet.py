@@ -260,6 +260,9 @@ def supports_packet(p: DecodeProblem) -> bool:
     """Return True if this form supports the decode and the caller allows its rounding."""
     if p.exact_packet or p.write == "all" or p.intermediate is not None:
         return False
+    # token by token is exact, too: `decode` runs the gates that this form lacks
+    if p.is_per_channel or p.lower_bound is not None:
+        return False
     longest = max_row_tokens(p)
     return longest is not None and 1 < longest <= MAX_TOKENS
 

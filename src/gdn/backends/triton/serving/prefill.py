@@ -31,7 +31,7 @@ from gdn.backends.triton.serving.recurrent_lib import (
     tile_pointers,
 )
 from gdn.backends.triton.serving.state_tiles import magic_numbers, pick_tile, pool_strides
-from gdn.backends.triton.serving.structs import Token, Tokens, group_constants
+from gdn.backends.triton.serving.structs import GateParameters, Token, Tokens, group_constants
 from gdn.problem import CHUNK, PrefillProblem, Problem
 
 
@@ -39,13 +39,13 @@ from gdn.problem import CHUNK, PrefillProblem, Problem
 def first_chunk(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
     """Return the number of chunks of all sequences before n."""
     lanes = tl.arange(0, BLOCK)
-    found = tl.zeros([BLOCK], tl.int64)
+    count = tl.zeros([BLOCK], tl.int64)
     # the offsets come from L2 after the first program has read them
     for m in range(0, n, BLOCK):
         starts = tl.load(cu_seqlens_ptr + m + lanes, mask=m + lanes < n, other=0).to(tl.int64)
         ends = tl.load(cu_seqlens_ptr + m + lanes + 1, mask=m + lanes < n, other=0).to(tl.int64)
-        found += (ends - starts + C - 1) // C
-    return tl.sum(found)
+        count += (ends - starts + C - 1) // C
+    return tl.sum(count)
 
 
 @kernel
@@ -146,7 +146,7 @@ def snapshot_kernel(
     # Grid: N * HV * blocks, blocks fastest; warps of `pick_tile`, which is 1; no PDL.
     # Reads one of initial, final and S_in, then up to C - 1 tokens; writes the tile of the snapshot.
     constants: tl.constexpr = group_constants(
-        NORM=NORM, DECAY=g_ptr is not None, GATE=RAW, SIGMOID=RAW, NEGATIVE=NEGATIVE
+        NORM=NORM, DECAY=g_ptr is not None, GATE=RAW, SIGMOID=RAW, NEGATIVE=NEGATIVE, CHANNELS=0
     )
     n, head, block = locate_program(HV, HV_magic, HV_s, tl.cdiv(V, A * B))
     keys, values = tile_indices(block, A, J, B, W, AXIS, R_FIRST)
@@ -194,12 +194,13 @@ def snapshot_kernel(
         rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
     if dt_bias_ptr is not None:
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    gate = GateParameters(rate, bias, None)
     # the token recurrence with S in registers, from the start of the chunk that contains pos
     at = tl.full([], 0, tl.int64)
     tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
     for _ in range(steps):
         q, k, v, g, beta = load_token(tokens, at, steps, has_key, has_value, TOKEN_UNIT)
-        S, _o = advance_token(S, Token(q, k, v, g, beta), rate, bias, scale, constants)
+        S, _o = advance_token(S, Token(q, k, v, g, beta), gate, scale, constants)
         at += 1
     place = tile_pointers(
         state_ptr + (target * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS

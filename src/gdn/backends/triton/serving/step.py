@@ -141,6 +141,6 @@ def _key(p: StepProblem) -> Hashable:
     """Return everything that the launches depend on, except the addresses of tensors."""
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in launch_tensors(p)), p.x.device,
-        p.num_k_heads, p.head_k_dim, p.conv_activation, p.norm_eps, p.norm_activation, p.scale,
+        p.num_k_heads, p.head_k_dim, p.conv_activation, p.norm_eps, p.norm_activation, p.scale, p.lower_bound,
         p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.room, p.use_history, p.null_slot,
     )  # fmt: skip
