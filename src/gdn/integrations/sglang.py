@@ -5,12 +5,15 @@ verified with protocols P3 and P4: the pool is read, the state after each token 
 buffer, and accepted states are moved into the pool for all layers at once.
 """
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdn.integrations.engines import check_gating, first, gate_of_channels, packed, per_token
+from gdn.integrations import sglang_dispatch, usage
+from gdn.integrations.engines import check_gating, first, gate_of_channels, is_enabled, packed, per_token
+from gdn.integrations.fallback import class_with_fallback, warn_caller
 from gdn.integrations.patching import Package, Patch
 from gdn.integrations.sglang_prefill import chunk_gated_delta_rule, chunk_gated_delta_rule_npu, tracked
 from gdn.integrations.vllm import fused_gdn_gating
@@ -273,9 +276,11 @@ class GDNKernel:
         ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """Decode one token per request; o has the shape of v."""
-        return fused_sigmoid_gating_delta_rule_update(
+        o = fused_sigmoid_gating_delta_rule_update(
             A_log, a, dt_bias, 1.0, 20.0, q, k, v, b, ssm_states, cache_indices, None, True, query_start_loc
         )
+        usage.count_served("sglang", "decode")
+        return o
 
     def packed_decode(
         self, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, scale: float,
@@ -286,6 +291,7 @@ class GDNKernel:
             raise NotImplementedError("packed_decode: expected no ReplaySSM rings, got some")
         out = mixed_qkv.new_empty(mixed_qkv.shape[0], 1, num_v_heads, head_v_dim)
         packed(mixed_qkv, a, b, A_log, dt_bias, scale, ssm_states, out, cache_indices, True, None)
+        usage.count_served("sglang", "decode")
         return out.transpose(0, 1)
 
     def target_verify(
@@ -295,12 +301,14 @@ class GDNKernel:
         cache_steps: int | None, retrieve_parent_token: Tensor | None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """Run drafts of each request; store their states in the buffer, not the pool; o has v's shape."""
-        return fused_sigmoid_gating_delta_rule_update(
+        o = fused_sigmoid_gating_delta_rule_update(
             A_log, a, dt_bias, 1.0, 20.0, q, k, v, b, ssm_states, cache_indices, None, True, query_start_loc,
             disable_state_update=True, intermediate_states_buffer=intermediate_states_buffer,
             intermediate_state_indices=intermediate_state_indices, cache_steps=cache_steps,
             retrieve_parent_token=retrieve_parent_token,
         )  # fmt: skip
+        usage.count_served("sglang", "verify")
+        return o
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor,
@@ -319,6 +327,7 @@ class GDNKernel:
                 (q, k, v, g, beta), ssm_states, slots, query_start_loc, track, kwargs["track_chunk_idx"],
                 inplace_update, use_qk_l2norm_in_kernel=True,
             )  # fmt: skip
+        usage.count_served("sglang", "prefill")
         return o, None, None
 
 
@@ -358,10 +367,43 @@ PACKAGE = Package(
 def patch_sglang() -> Patch:
     """Run SGLang's gated delta rule layers on gdn, in this process: before the attention backend is made.
 
-    The kernel class that its dispatcher creates for `--linear-attn-backend triton` becomes GDNKernel; the
-    functions are replaced in every imported module. Calls that gdn rejects go to SGLang's own functions. Of
-    a decay per key channel the decode and the verification of `TritonKDAKernel` are among the functions.
+    The kernel class that its dispatcher creates for `--linear-attn-backend triton` becomes GDNKernel, a
+    subclass of it; the functions are replaced in every imported module. Calls that gdn rejects go to SGLang's
+    own functions. Of a decay per key channel the decode and the verification of `TritonKDAKernel` are among
+    the functions. On some GPUs SGLang's defaults name another kernel: the patch warns and names the flag.
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without SGLang.
     """
+    if torch.cuda.is_available():
+        cuda = int((torch.version.cuda or "0").split(".")[0])
+        for sentence in sglang_dispatch.needed_flags(torch.cuda.get_device_capability(), cuda):
+            warn_caller(f"patch_sglang: {sentence}", UserWarning)
     return PACKAGE.patch()
+
+
+def register() -> None:
+    """Register gdn with SGLang, if GDN_ENGINES names it: the entry point of `sglang.srt.plugins`."""
+    if is_enabled("sglang"):
+        register_backend()
+
+
+def register_backend() -> None:
+    """Add "gdn" to SGLang's kernel backends of linear attention; a second call does nothing.
+
+    --linear-attn-decode-backend gdn, --linear-attn-prefill-backend gdn and --linear-attn-verify-backend gdn
+    then select gdn's kernel, whatever SGLang's defaults are; without them nothing changes. Call it before
+    SGLang's arguments are parsed. Raises ImportError without SGLang.
+    """
+    choices = import_module("sglang.srt.arg_groups.choices")
+    if sglang_dispatch.NAME in choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    choices.add_linear_attn_kernel_backend_choices([sglang_dispatch.NAME])
+    backend = import_module(sglang_dispatch.BACKEND)
+    kernel = class_with_fallback(GDNKernel, backend.TritonGDNKernel)
+    HookRegistry.register(
+        f"{sglang_dispatch.BACKEND}.GDNKernelDispatcher",
+        sglang_dispatch.make_dispatcher(backend.GDNKernelDispatcher, kernel),
+        HookType.REPLACE,
+    )

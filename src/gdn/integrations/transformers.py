@@ -16,6 +16,7 @@ from torch import nn
 
 from gdn.integrations import transformers_calls as calls
 from gdn.integrations import transformers_packing as packing
+from gdn.integrations import transformers_step as steps
 
 OLDEST = (5, 17)
 # both forms of the rule in a model file: with a decay per head, or per key channel
@@ -200,6 +201,8 @@ def _serve_class(cls: type) -> None:
         and not _is_ours(cls, "forward")
     ):
         _replace(cls, "forward", packing.watched(vars(cls)["forward"], _watch))
+    elif is_served and steps.is_layer(cls) and not _is_ours(cls, "forward"):
+        _replace(cls, "forward", steps.with_step(vars(cls)["forward"], _active))
 
 
 def _is_ours(owner: Any, name: str) -> bool:
