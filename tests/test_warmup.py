@@ -54,7 +54,9 @@ def test_the_callers_tensors_and_gradients_are_left_alone():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="engines: expected some of gdn, vllm, sglang, lmdeploy, history, got 'vlm'"):
+    with pytest.raises(
+        ValueError, match="engines: expected some of gdn, vllm, sglang, lmdeploy, history, got 'vlm'"
+    ):
         api.warmup("cpu", **TINY, engines=("vlm",))
     with pytest.raises(TypeError, match="engines: expected a sequence of names"):
         api.warmup("cpu", **TINY, engines="vllm")
