@@ -13,6 +13,7 @@ from gdn.layers.gated_deltanet import GatedDeltaNet
 from gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from gdn.ops import stages
 from gdn.ops.binaries import load_kernels
+from gdn.ops.chunk_decoder import ChunkDecoder
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
 from gdn.ops.history import HistoryPool, allocate_history_pool, decode_with_history, fold_history
@@ -36,6 +37,7 @@ chunk_gdn = chunk_kda = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_kda = fused_recurrent_gated_delta_rule
 
 __all__ = [
+    "ChunkDecoder",
     "ContextParallel",
     "GatedDeltaNet",
     "GatedDeltaNetCache",

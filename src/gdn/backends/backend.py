@@ -86,8 +86,9 @@ class Backend:
     recompute_saved(problem, saved)          -> Saved as without `recompute`, to the bit, from what
                                                 chunk_forward saves with it
     chunk_backward(problem, saved, do, dS)   -> Gradients; do or dS (gradient of final_state) may be None
-    forward_launches(problem, dtype of S_in) -> launches, with their tensors, of forwards of this kind at any
-                                                size; other backends compile them ahead (`other_launches`)
+    forward_launches(problem, dtype of S_in, pool) -> launches, with their tensors, of forwards of this kind
+                                                at any size; other backends compile them ahead
+                                                (`other_launches`); pool: see `triton.rule.pool`, or None
     recurrent_forward(problem)               -> o, final_state or None
     forward_begin(problem, borders, save)    -> transfers N | M [leaving, HV, K, V+K] or None, finish. A row's
                                                 S_end = M S_start + N; M = 0 where it does not enter.
@@ -107,7 +108,7 @@ class Backend:
     chunk_forward: Callable[[Problem, bool], tuple[Values, State | None, Saved]]
     recompute_saved: Callable[[Problem, Saved], Saved]
     chunk_backward: Callable[[Problem, Saved, Tensor | None, Tensor | None], Gradients]
-    forward_launches: Callable[[Problem, torch.dtype | None], Iterable[Any]]
+    forward_launches: Callable[[Problem, torch.dtype | None, Any], Iterable[Any]]
     recurrent_forward: Callable[[Problem], tuple[Values, State | None]]
     forward_begin: Callable[[Problem, Borders, bool], tuple[Tensor | None, FinishForward]]
     backward_begin: Callable[

@@ -7,16 +7,18 @@ from torch import Tensor
 
 from gdn.backends.eager.conv import causal_conv1d_update
 from gdn.backends.eager.decode import decode
+from gdn.backends.eager.dense_step import plan_dense_step
 from gdn.backends.eager.history import decode_with_history
 from gdn.backends.eager.norm import rms_norm_gated
 from gdn.problem.layer import NormProblem
 from gdn.problem.step import StepProblem
 
 
-def decode_step(problem: StepProblem) -> None:
+def decode_step(problem: StepProblem) -> Callable[..., None] | None:
     """Implement `Backend.decode_step`: write problem.conv_state, problem.state and problem.out."""
     rule = decode_with_history if problem.has_history else decode
     compose_step(problem, causal_conv1d_update, rule, rms_norm_gated)
+    return None if problem.has_history else plan_dense_step(problem)
 
 
 def compose_step(
