@@ -4,8 +4,8 @@ The forward of a layer class in a patched model file calls some 20 functions for
 holds a state, all between the input projections and the output projection is one decode_step here, also
 inside a compiled graph, where it is an operator that writes the cache's buffers: no new state, no copy.
 
-Left to the class's own forward: several tokens, tokens without a state, padding masks, offsets of documents, a
-cache that records its past, gradients, export, layers with hooks, adapters or other linear layers.
+Left to the class's own forward: several tokens, tokens without a state, padding masks, offsets of documents,
+a cache that records its past, gradients, export, layers with hooks, adapters or other linear layers.
 """
 
 import functools
