@@ -261,10 +261,6 @@ def choice(options: Options, text: str, finish: str | None, *, is_delta: bool) -
     return {"object": kind + ".chunk" * (is_delta and options.is_chat), "choices": [entry]}
 
 
-def finish_reason(request: Request) -> str | None:
-    return request.finish
-
-
 def usage(request: Request) -> dict[str, Any]:
     prompt, new = len(request.prompt), len(request.tokens)
     cached = {"cached_tokens": request.reused}

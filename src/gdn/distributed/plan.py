@@ -1,7 +1,7 @@
 """Derive from a table and the global offsets what one rank does for one call. Cached by value."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -79,6 +79,13 @@ class Plan:
     def borders(self) -> Borders:
         """Return the local state rows that another run begins or continues."""
         return Borders(tuple(x.row for x in self.entering), tuple(x.row for x in self.leaving))
+
+    def padded(self, num_rows: int) -> "Plan":
+        """Return the plan of packed sequences with so many rows of states: the last ones are empty pieces."""
+        assert self.offsets is not None
+        end, count = self.offsets[-1], num_rows - len(self.pieces)
+        empty = Piece(len(self.table.runs), 0, self.num_sequences, end, end, False, False)
+        return replace(self, pieces=(*self.pieces, *[empty] * count), offsets=(*self.offsets, *[end] * count))
 
     @property
     def num_local(self) -> int:

@@ -2,8 +2,8 @@
 
 One token takes a CPU some 50 operators of a microsecond or two, so problems, slots and blocks of rows cost
 more than the arithmetic. This form is for the call that a plain model makes: row n has slot n, nothing is
-padding, and all tensors are fp32 with contiguous states. The operators are those of `causal_conv1d_update`, `decode` and
-`rms_norm_gated`, in their order, so the bits are theirs.
+padding, and all tensors are fp32 with contiguous states. The operators are those of `causal_conv1d_update`,
+`decode` and `rms_norm_gated`, in their order, so the bits are theirs.
 """
 
 from collections.abc import Callable
