@@ -150,11 +150,11 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, link: Link, begun: Tensor) -> tuple[Tensor, Tensor | None]:
         tensors, finish = link.take()
-        found: Forward = finish()
+        results: Forward = finish()
         ctx.call, ctx.link = call, link
-        ctx.save_for_backward(*tensors[:-1], found.initial_state, found.maps, *found.saved)
+        ctx.save_for_backward(*tensors[:-1], results.initial_state, found.maps, *found.saved)
         ctx.set_materialize_grads(False)
-        return found.o, found.final
+        return results.o, found.final
 
     @staticmethod
     @once_differentiable

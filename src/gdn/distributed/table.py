@@ -76,11 +76,11 @@ class Table:
     @cached_property
     def slots_of_runs(self) -> list[int]:
         """Return for each run its place among the slots of all ranks side by side."""
-        found = [0] * len(self.runs)
+        slots = [0] * len(self.runs)
         for rank, mine in enumerate(self.runs_of):
             for slot, j in enumerate(mine):
-                found[j] = rank * self.num_slots + slot
-        return found
+                slots[j] = rank * self.num_slots + slot
+        return slots
 
     @cached_property
     def _starts(self) -> list[int]:

@@ -43,17 +43,17 @@ def read_context(given: Any) -> Read:
             f"cp_context: expected layout='contiguous', got {layout!r}; "
             "gdn.ContextParallel(order='headtail') is that order"
         )
-    found = _known.get(id(given))
-    if found is None:
-        found = _known[id(given)] = _read(given)
+    read = _known.get(id(given))
+    if read is None:
+        read = _known[id(given)] = _read(given)
         weakref.finalize(given, _known.pop, id(given), None)
-    return found
+    return read
 
 
 def _read(given: Any) -> Read:
-    local = given.cu_seqlens.tolist()
     if given.group is None:
         return Read(None, given.cu_seqlens)
+    local = given.cu_seqlens.tolist()
     rows = gather_rows([int(given.is_first_rank), *local], signature_group(given.group))
     offsets, runs, base = [0], [], 0
     for rank, (is_first, *cuts) in enumerate(rows):
