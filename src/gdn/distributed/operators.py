@@ -133,7 +133,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
             maps[: len(flat)] = flat
         saved = (*results.saved, *[None] * NUM_SAVED)[:NUM_SAVED]
         kept = [states if states is None else states.to(p.state_dtype), maps, *saved]
-    return tuple(as_output(x, p.q) for x in (results.o.view(p.v.shape), found.final, *kept))
+    return tuple(as_output(x, p.q) for x in (results.o.view(p.v.shape), results.final, *kept))
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:

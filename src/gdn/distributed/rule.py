@@ -152,9 +152,9 @@ class _Finish(torch.autograd.Function):
         tensors, finish = link.take()
         results: Forward = finish()
         ctx.call, ctx.link = call, link
-        ctx.save_for_backward(*tensors[:-1], results.initial_state, found.maps, *found.saved)
+        ctx.save_for_backward(*tensors[:-1], results.initial_state, results.maps, *results.saved)
         ctx.set_materialize_grads(False)
-        return results.o, found.final
+        return results.o, results.final
 
     @staticmethod
     @once_differentiable
