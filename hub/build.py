@@ -19,10 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "gdn"
 LAYERS = Path(__file__).parent / "layers.py"
-PARTS = (
-    "notation.py", "settings.py", "_torch_compat.py", "problem", "reference", "backends", "ops",
-    "integrations/__init__.py", "integrations/fallback.py", "integrations/transformers_calls.py",
-)  # fmt: skip
+# whole, since backends import by name; of integrations/ only what layers.py imports
+PARTS = ("notation.py", "settings.py", "_torch_compat.py", "problem", "reference", "backends", "ops")
+INTEGRATIONS = SOURCE / "integrations"
 # the package's own name, known when a module runs
 NAME = '__name__.partition(".")[0]'
 INIT = '''"""Run the gated delta rule of Transformers models on gdn {version}, by the package `kernels`."""
@@ -69,11 +68,10 @@ def main(folder: Path) -> None:
     """Write the tree."""
     version = re.search(r'__version__ = "([^"]+)"', (SOURCE / "__init__.py").read_text())[1]
     files = {"__init__.py": INIT.format(version=version), "layers.py": rewrite(LAYERS.read_text(), 0)}
-    for part in PARTS:
-        paths = [SOURCE / part] if part.endswith(".py") else sorted((SOURCE / part).rglob("*.py"))
-        for path in paths:
-            name = path.relative_to(SOURCE)
-            files[str(name)] = rewrite(path.read_text(), len(name.parts) - 1)
+    paths = [p for x in PARTS for p in ([SOURCE / x] if x.endswith(".py") else (SOURCE / x).rglob("*.py"))]
+    for path in [*paths, INTEGRATIONS / "__init__.py", *integrations(LAYERS)]:
+        name = path.relative_to(SOURCE)
+        files[str(name)] = rewrite(path.read_text(), len(name.parts) - 1)
     digest = hashlib.sha256("".join(f"{n}\n{text}" for n, text in sorted(files.items())).encode()).hexdigest()
     metadata = {
         "id": f"_gdn_torch_universal_{digest[:12]}", "name": "gdn", "version": 1, "license": "MIT",
@@ -86,6 +84,16 @@ def main(folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (folder / "build.toml").write_text(BUILD)
+
+
+def integrations(path: Path) -> set[Path]:
+    """Return the files of integrations/ that a file imports, directly or through one another."""
+    imports = re.findall(r"^\s*from gdn\.integrations(\.\w+)? import (.*)$", path.read_text(), flags=re.M)
+    names = set()
+    for module, listed in imports:
+        names |= {module[1:]} if module else set(re.findall(r"(\w+)(?: as \w+)?", listed))
+    direct = {INTEGRATIONS / f"{name}.py" for name in names} - {path}
+    return direct.union(*map(integrations, direct))
 
 
 def rewrite(text: str, depth: int) -> str:

@@ -118,11 +118,11 @@ class Nodes:
         wanted = start_to_owners(whole, self.between)
         d = fold_gradients(self._in_order(wanted.wait()), outside, self._node.group_passes)
         last = self._from_other_nodes(d, wanted.num_heads)
-        leaving = [
+        gradients = [
             fold_gradients(runs[i], part, self._node.passes(i), last[slot])
             for slot, (i, part) in enumerate(pairs)
         ]
-        return self._from_node(_join(leaving, runs), pending.num_heads)
+        return self._from_node(_join(gradients, runs), pending.num_heads)
 
     def maps_shape(self, HV: int, K: int) -> tuple[int, ...]:
         heads = len(split_heads(HV, self.within.size())[self.within.rank()])

@@ -120,20 +120,20 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     checked = calls.check_rule(context, _fields(p), save, _pad(context, p.q, p.cu_seqlens))
     exchange = calls.make_exchange(checked.exchange, checked.plan, context._groups)
     local = checked.problem
-    results = rule.begin_forward(rule.Call(local, checked.plan, exchange), save)()
+    forward = rule.begin_forward(rule.Call(local, checked.plan, exchange), save)()
     kept: list[Tensor | None] = [None] * (2 + NUM_SAVED)
     if save:
-        states = results.initial_state
+        states = forward.initial_state
         if states is None and p.cu_seqlens is not None:
             # whether a state enters depends on the offsets, the shapes of results do not
             states = p.v.new_zeros(local.state_shape, dtype=local.state_dtype)
         maps = p.v.new_zeros(_num_maps(context, checked.exchange, p), p.K, p.K, dtype=p.state_dtype)
-        if results.maps is not None:
-            flat = results.maps.reshape(-1, p.K, p.K)
+        if forward.maps is not None:
+            flat = forward.maps.reshape(-1, p.K, p.K)
             maps[: len(flat)] = flat
-        saved = (*results.saved, *[None] * NUM_SAVED)[:NUM_SAVED]
+        saved = (*forward.saved, *[None] * NUM_SAVED)[:NUM_SAVED]
         kept = [states if states is None else states.to(p.state_dtype), maps, *saved]
-    return tuple(as_output(x, p.q) for x in (results.o.view(p.v.shape), results.final, *kept))
+    return tuple(as_output(x, p.q) for x in (forward.o.view(p.v.shape), forward.final, *kept))
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -175,9 +175,9 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
         shape = exchange.maps_shape(p.HV, p.K)
         maps = maps[: math.prod(shape[:-2])].view(shape)
     do = None if do is None else calls.flat(do, plan)
-    computed = rule.begin_backward(rule.Call(problem, plan, exchange), maps, saved, do, dS)()
+    local = rule.begin_backward(rule.Call(problem, plan, exchange), maps, saved, do, dS)()
     gradients = []
-    for x, d in zip(p.differentiable, computed, strict=True):
+    for x, d in zip(p.differentiable, local, strict=True):
         gradients.append(None if x is None or d is None else d.reshape(x.shape).to(x.dtype))
     return tuple(as_output(d, p.q) for d in gradients)
 

@@ -150,11 +150,11 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, link: Link, begun: Tensor) -> tuple[Tensor, Tensor | None]:
         tensors, finish = link.take()
-        results: Forward = finish()
+        forward: Forward = finish()
         ctx.call, ctx.link = call, link
-        ctx.save_for_backward(*tensors[:-1], results.initial_state, results.maps, *results.saved)
+        ctx.save_for_backward(*tensors[:-1], forward.initial_state, forward.maps, *forward.saved)
         ctx.set_materialize_grads(False)
-        return results.o, results.final
+        return forward.o, forward.final
 
     @staticmethod
     @once_differentiable

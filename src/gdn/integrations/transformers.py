@@ -1,6 +1,7 @@
 """patch_transformers(): run Transformers models with gated delta rule layers on gdn, by one call.
 
-A model file calls four functions through its own globals. These are replaced in files that are already
+A model file calls four functions through its own globals: the two forms of the rule, with a decay per head or
+per key channel, and the two of the short convolution. These are replaced in files that are already
 imported, and in files imported later: every model file defines a PreTrainedModel, and the patch runs when
 that class is created.
 """
@@ -15,13 +16,24 @@ from torch import nn
 
 from gdn.integrations import transformers_calls as calls
 from gdn.integrations import transformers_packing as packing
+from gdn.integrations import transformers_step as steps
 
 OLDEST = (5, 17)
-RULES = {
+# both forms of the rule in a model file: with a decay per head, or per key channel
+PER_HEAD = {
     "torch_chunk_gated_delta_rule": calls.chunk,
     "torch_recurrent_gated_delta_rule": calls.recurrent,
 }
-FUNCTIONS = {**RULES, "causal_conv1d_fn": calls.conv, "causal_conv1d_update": calls.conv_update}
+PER_CHANNEL = {
+    "chunk_kimi_delta_attention": calls.chunk,
+    "recurrent_kimi_delta_attention": calls.recurrent,
+}
+FUNCTIONS = {
+    **PER_HEAD,
+    **PER_CHANNEL,
+    "causal_conv1d_fn": calls.conv,
+    "causal_conv1d_update": calls.conv_update,
+}
 
 
 @dataclass(frozen=True)
@@ -89,10 +101,12 @@ class Patch:
 def patch_transformers(*, infer_packing: bool = False) -> Patch:
     """Run the gated delta rule and the short convolution of Transformers models on gdn, on any device.
 
-    It replaces the functions in qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, and in every other
-    model file, imported before or later, that has torch_chunk_gated_delta_rule and
-    torch_recurrent_gated_delta_rule; existing models run on gdn, too. torch.export, meta tensors and calls
-    that gdn rejects use the originals, with a RuntimeWarning; packed sequences that gdn rejects are an error,
+    It replaces the functions in qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, in kimi_linear,
+    glm5_next and bailing_hybrid, which have a decay per key channel, and in every other model file, imported
+    before or later, that has torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule, or
+    chunk_kimi_delta_attention and recurrent_kimi_delta_attention; existing models run on gdn, too.
+    torch.export, meta tensors and calls that gdn rejects use the originals, with a RuntimeWarning; packed
+    sequences that gdn rejects are an error,
     because the originals would mix the documents.
 
     Args:
@@ -165,9 +179,10 @@ def _scan() -> None:
 
 
 def _is_model_file(name: str, module: ModuleType) -> bool:
-    """Return True for a module with both functions of the rule and own layers; scripts only import them."""
+    """Return True for a module with both functions of a rule and own layers; scripts only import them."""
     names = vars(module)
-    if not all(callable(names.get(rule)) for rule in RULES) or name.split(".")[0] == "gdn":
+    has_rule = any(all(callable(names.get(x)) for x in rule) for rule in (PER_HEAD, PER_CHANNEL))
+    if not has_rule or name.split(".")[0] == "gdn":
         return False
     return any(
         isinstance(x, type) and issubclass(x, nn.Module) and x.__module__ == name
@@ -178,7 +193,7 @@ def _is_model_file(name: str, module: ModuleType) -> bool:
 def _serve_class(cls: type) -> None:
     """Wrap the forward of a text model of a patched file, to watch its positions."""
     module = sys.modules.get(cls.__module__)
-    is_served = module is not None and _is_ours(module, next(iter(RULES)))
+    is_served = module is not None and any(_is_ours(module, x) for x in (*PER_HEAD, *PER_CHANNEL))
     if (
         is_served
         and issubclass(cls, nn.Module)
@@ -186,6 +201,8 @@ def _serve_class(cls: type) -> None:
         and not _is_ours(cls, "forward")
     ):
         _replace(cls, "forward", packing.watched(vars(cls)["forward"], _watch))
+    elif is_served and steps.is_layer(cls) and not _is_ours(cls, "forward"):
+        _replace(cls, "forward", steps.with_step(vars(cls)["forward"], _active))
 
 
 def _is_ours(owner: Any, name: str) -> bool:
