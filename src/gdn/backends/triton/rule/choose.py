@@ -81,6 +81,11 @@ def split_operands(p: Problem, machine: Machine) -> bool:
     return is_allowed and not has_fp32_operands(p)
 
 
+def channel_block(p: Problem) -> int:
+    """Return the key channels that `prepare_channels_kernel` takes at once: [64, channels] in registers."""
+    return 32 if p.q.dtype == torch.float32 else 64
+
+
 def forward_tiles(p: Problem, machine: Machine) -> ForwardTiles:
     """Return the tiles of a forward."""
     return _choose_forward(p, machine, p.N * p.HV)

@@ -75,7 +75,7 @@ def forward_plan(p: Problem, kept: torch.dtype | None) -> Forward:
 def forward_results(new: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None, Saved]:
     """Return o, the final state and the saved tensors among the tensors that a forward wrote."""
     # the order is that of `Forward.specs`
-    G, A_inv, _, _, q_rstd, k_rstd, S_in, _, final, o, _ = new
+    G, A_inv, _, _, q_rstd, k_rstd, S_in, _, final, o, *_ = new
     assert o is not None
     return o, final, Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
 

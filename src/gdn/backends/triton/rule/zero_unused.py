@@ -43,7 +43,8 @@ def _clear_kernel(
     for t in range(end + own * BLOCK, T, programs * BLOCK):
         tokens = (t + lanes).to(tl.int64)
         is_past = tokens < T
-        tl.store(G_ptr + tokens * HV + head, tl.zeros([BLOCK], tl.float64), mask=is_past)
+        if G_ptr is not None:
+            tl.store(G_ptr + tokens * HV + head, tl.zeros([BLOCK], tl.float64), mask=is_past)
         if q_rstd_ptr is not None:
             place = tokens * (HV // ratio) + head // ratio
             # norms exist per key head: only its first value head stores them to HBM
@@ -69,7 +70,8 @@ def _zero_on_device(p: Problem, cu_seqlens: Tensor, saved: Saved) -> None:
     A_inv, S_in, norms = saved.A_inv, saved.S_in, (saved.q_rstd, saved.k_rstd)
     assert A_inv is not None and S_in is not None
     # everything that the launch depends on, except the addresses of tensors
-    key = (p.q.shape, p.v.shape, p.N, p.device, cu_seqlens.dtype, A_inv.dtype, S_in.dtype, norms[0] is None)
+    has = (saved.G is None, norms[0] is None)
+    key = (p.q.shape, p.v.shape, p.N, p.device, cu_seqlens.dtype, A_inv.dtype, S_in.dtype, *has)
     _launches.get(key, lambda: _plan(p))(cu_seqlens, saved.G, A_inv, S_in, *norms)
 
 
