@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
+from gdn.problem import Problem
 
 LARGEST = 256  # largest K and V
 LONGEST = 16  # most tokens of a packet that is replayed
@@ -27,7 +28,6 @@ SLOTS = {
     "chunk_backward": "rule.run",
     "forward_begin": "rule.borders",
     "backward_begin": "rule.borders",
-    "recurrent_forward": "serving.recurrent",
     "decode": "serving.decode",
     "decode_step": "serving.step",
     "prefill": "serving.prefill",
@@ -69,10 +69,12 @@ def refuses(problem: Any) -> str | None:
         return f"expected tensors on a CUDA device, got {device}"
     if not _is_installed():
         return "expected Triton, got no package of that name"
-    if getattr(problem, "is_per_channel", False):
+    # the chunked rule has kernels for both ranks of the gate
+    is_rule = isinstance(problem, Problem) and problem.is_per_channel
+    if getattr(problem, "is_per_channel", False) and not is_rule:
         return "expected a decay per head, got one per key channel"
-    if getattr(problem, "lower_bound", None) is not None:
-        return f"expected lower_bound=None, got {problem.lower_bound}"
+    if getattr(problem, "lower_bound", None) is not None and not is_rule:
+        return f"expected lower_bound=None with a decay per head, got {problem.lower_bound}"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
     if any(getattr(problem, name, x).dtype == torch.float64 for name in ("history_u", "history_k")):
@@ -108,9 +110,17 @@ def _late(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
+def _recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """Return o and the final state of the recurrent form; eager's with a decay per key channel."""
+    if problem.is_per_channel:
+        return eager.BACKEND.recurrent_forward(problem)
+    return import_module("gdn.backends.triton.serving.recurrent").recurrent_forward(problem)
+
+
 BACKEND = replace(
     eager.BACKEND,
     name="triton",
     refuses=refuses,
+    recurrent_forward=_recurrent_forward,
     **{slot: _late(module, slot) for slot, module in SLOTS.items()},
 )

@@ -8,7 +8,11 @@ from torch import Tensor
 
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, TensorSpec, machine, tensor_spec
-from gdn.backends.triton.rule.build_channels import build_prepare_channels, row_specs
+from gdn.backends.triton.rule.build_channels import (
+    build_channel_backward,
+    build_prepare_channels,
+    row_specs,
+)
 from gdn.backends.triton.rule.choose import (
     BackwardTiles,
     ForwardTiles,
@@ -30,7 +34,7 @@ from gdn.backends.triton.rule.describe import (
 from gdn.backends.triton.rule.gates_bwd import gates_bwd_kernel
 from gdn.backends.triton.rule.gradients import pairs_bwd_kernel, rows_bwd_kernel
 from gdn.backends.triton.rule.launches import Backward, Forward
-from gdn.backends.triton.rule.launches_channels import ChannelForward
+from gdn.backends.triton.rule.launches_channels import ChannelBackward, ChannelForward
 from gdn.backends.triton.rule.output import output_kernel
 from gdn.backends.triton.rule.pairs import ROWS, pairs_kernel
 from gdn.backends.triton.rule.prepare import prepare_kernel
@@ -123,10 +127,15 @@ def _forward_specs(
     return (*(None if x is None else tensor_spec(*x) for x in shapes), d.spec, *rows)
 
 
-def build_backward(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles) -> Backward:
+def build_backward(
+    p: Problem, do: Tensor, d: Description, tiles: BackwardTiles
+) -> Backward | ChannelBackward:
     """Build the launches of a backward; only the layout of do counts, as its address is an argument."""
     scalars = shape_scalars(p)
     shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision}
+    state = _build_state_bwd(p, do, d, tiles)
+    if p.is_per_channel:
+        return build_channel_backward(p, do, d, tiles, state)
     # P and factors again, instead of keeping them in HBM from forward to backward
     pairs = Launch(
         pairs_kernel,
@@ -136,16 +145,6 @@ def build_backward(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles)
         4,
     )
     is_split = split_operands(p, machine(p.device))
-    state = Launch(
-        state_bwd_kernel,
-        p.N * p.HV * triton.cdiv(p.V, tiles.BV),
-        (*unit_strides(d.unit, p.q, p.k, do), *scalars, d.entries),
-        {
-            **shared, "V_FIRST": p.state_v_first, **_strip_constants(p, tiles), "SPLIT": is_split,
-            "CHANNELS": False,
-        },
-        tiles.num_warps,
-    )  # fmt: skip
     # blocks of K per program bound the registers of dq and dk
     BK = min(d.BK, tiles.BK)
     blocks = triton.cdiv(p.K, BK)
@@ -185,6 +184,21 @@ def build_backward(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles)
         add = sums.add(d.entries, num_sums, p.HV, (0, 1), is_row_first=True)
     late = _late_specs(p, min(tiles.group, d.entries), None if is_in_dq else width)
     return Backward(backward_specs(p, d), late, d.launch, pairs, state, tuple(gradients), gates, add)
+
+
+def _build_state_bwd(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles) -> Launch:
+    q_strides, k_strides = state_strides(p, d.unit)
+    return Launch(
+        state_bwd_kernel,
+        p.N * p.HV * triton.cdiv(p.V, tiles.BV),
+        (*q_strides, *k_strides, *unit_strides(d.unit, do), *state_scalars(p), d.entries),
+        {
+            "K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "V_FIRST": p.state_v_first,
+            **_strip_constants(p, tiles), "SPLIT": split_operands(p, machine(p.device)),
+            "CHANNELS": p.is_per_channel,
+        },
+        tiles.num_warps,
+    )  # fmt: skip
 
 
 def backward_specs(p: Problem, d: Description) -> tuple[TensorSpec | None, ...]:

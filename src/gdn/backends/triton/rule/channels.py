@@ -67,20 +67,20 @@ def of_tokens(x):
 
 
 @triton.jit
-def is_second(x, LEVEL: tl.constexpr):
+def is_second(x, LEVEL):
     """Return [1, 16, 1]: True for tokens of a block in the second half of their piece."""
     i = tl.arange(0, 16)[None, :, None]
     return (i >> LEVEL) & 1 == 1
 
 
 @triton.jit
-def level_decays(before, after, LEVEL: tl.constexpr):
+def level_decays(before, after, LEVEL):
     """Return d [4, 16, N] of a level in blocks. before, after: the sums over pieces of 2^LEVEL tokens."""
     return tl.exp(tl.where(is_second(before, LEVEL), before, after))
 
 
 @triton.jit
-def double_pieces(before, after, LEVEL: tl.constexpr):
+def double_pieces(before, after, LEVEL):
     """Return the sums over pieces of 2^(LEVEL + 1) tokens from those of 2^LEVEL.
 
     before: the sum of g from the piece's start to the token; after: from the next token to the piece's end.
@@ -94,7 +94,7 @@ def double_pieces(before, after, LEVEL: tl.constexpr):
 
 
 @triton.jit
-def pairs_of_level(LEVEL: tl.constexpr):
+def pairs_of_level(LEVEL):
     """Return [1, 16, 16]: True for pairs i > j of a block that belong to a level."""
     i = tl.arange(0, 16)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
@@ -134,6 +134,12 @@ def is_late_block():
 def halves(x):
     """Return the first and the second 32 tokens [32, N] of x [4, 16, N]."""
     return tl.split(tl.permute(tl.reshape(x, (2, 32, x.shape[2])), (1, 2, 0)))
+
+
+@triton.jit
+def join_halves(first, second):
+    """Return [4, 16, N] from its first and its second 32 tokens [32, N]."""
+    return tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), (4, 16, first.shape[1]))
 
 
 @triton.jit

@@ -83,7 +83,20 @@ def split_operands(p: Problem, machine: Machine) -> bool:
 
 def channel_block(p: Problem) -> int:
     """Return the key channels that `prepare_channels_kernel` takes at once: [64, channels] in registers."""
-    return 32 if p.q.dtype == torch.float32 else 64
+    return 16
+
+
+@dataclass(frozen=True)
+class ChannelStrip:
+    """Hold the key channels of a program of `rows_bwd_channels_kernel`, and its value columns at once."""
+
+    BK: int
+    BV: int
+
+
+def channel_strip(p: Problem, BK: int) -> ChannelStrip:
+    """Return the strip of the gradients per key channel: some ten [64, BK] are in registers."""
+    return ChannelStrip(min(BK, 32), max(16, min(32 if has_fp32_operands(p) else 64, triton.next_power_of_2(p.V))))
 
 
 def forward_tiles(p: Problem, machine: Machine) -> ForwardTiles:

@@ -66,7 +66,7 @@ def add_pairs(q, k, g, within, beside, across, PRECISION: tl.constexpr):
     within_q += tl.where(i == j, tl.sum(q * k, 2)[:, :, None], 0.0)
     before = g
     after = tl.zeros_like(g)
-    for level in tl.static_range(0, 4):
+    for level in range(0, 4):
         d = level_decays(before, after, level)
         columns = k * d
         is_pair = pairs_of_level(level)
@@ -94,15 +94,18 @@ def store_pairs(x_ptr, rest_ptr, tile, within, beside, across, C: tl.constexpr):
     n = tl.arange(0, 4)[:, None, None]
     i = tl.arange(0, 16)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
-    base = tile * (C * C)
-    _store_part(x_ptr, rest_ptr, base + (16 * n + i) * C + 16 * n + j, within)
+    # offsets within a tile are 32 bits wide: 64 would take twice the registers
+    x_ptr += tile * (C * C)
+    if rest_ptr is not None:
+        rest_ptr += tile * (C * C)
+    _store_part(x_ptr, rest_ptr, (16 * n + i) * C + 16 * n + j, within)
     # blocks 1 and 3 have their pairs with the block before, blocks 0 and 2 zeros for the block after
     beside = tl.where(is_odd_block(), beside, 0.0)
-    _store_part(x_ptr, rest_ptr, base + (16 * n + i) * C + 16 * (n ^ 1) + j, beside)
+    _store_part(x_ptr, rest_ptr, (16 * n + i) * C + 16 * (n ^ 1) + j, beside)
     i = tl.arange(0, 32)[:, None]
     j = tl.arange(0, 32)[None, :]
-    _store_part(x_ptr, rest_ptr, base + (32 + i) * C + j, across)
-    _store_part(x_ptr, rest_ptr, base + i * C + 32 + j, tl.zeros_like(across))
+    _store_part(x_ptr, rest_ptr, (32 + i) * C + j, across)
+    _store_part(x_ptr, rest_ptr, i * C + 32 + j, tl.zeros_like(across))
 
 
 @triton.jit
@@ -187,10 +190,10 @@ def prepare_channels_kernel(
         decay_in = tl.exp(before + earlier)
         i = tl.reshape(tokens, (4, 16))[:, :, None]
         mask = (i < length) & column_mask(ks, K)[None, None, :]
-        rows = (place + i) * HV + head
-        tl.store(q_in_ptr + rows * K + ks[None, None, :], (q * decay_in).to(q_in_ptr.dtype.element_ty), mask)
+        q_in = q_in_ptr + (place * HV + head) * K + (i * (HV * K) + ks[None, None, :])
+        tl.store(q_in, (q * decay_in).to(q_in_ptr.dtype.element_ty), mask)
         # k_in and k_out of a token and head are neighbours in HBM
-        k_rows = k_rows_ptr + rows * (2 * K) + ks[None, None, :]
+        k_rows = k_rows_ptr + (place * HV + head) * (2 * K) + (i * (HV * 2 * K) + ks[None, None, :])
         tl.store(k_rows, (k * decay_in).to(k_rows_ptr.dtype.element_ty), mask)
         tl.store(k_rows + K, (k * tl.exp(after + later)).to(k_rows_ptr.dtype.element_ty), mask)
         through = tl.exp(tl.sum(tl.sum(total, 1), 0))

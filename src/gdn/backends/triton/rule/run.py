@@ -90,7 +90,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         given = (*tensors_of(p), *saved, do, dS)
         plan.run([*given, *new])
         # free P and P_rest before the late tensors are allocated: this lowers peak memory
-        del new[-2:]
+        del new[-plan.num_early :]
         late = allocate(p.device, plan.late)
         plan.run_late([*given, *new, *late])
     return backward_results(p, new, late)
@@ -101,7 +101,7 @@ def backward_inputs(
 ) -> tuple[Saved, Tensor, Tensor | None]:
     """Return the saved tensors and the gradients of the outputs as the kernels read them."""
     # what the forward did not keep in HBM is computed again
-    if saved.G is None or saved.A_inv is None or saved.S_in is None or lacks_norms(p, saved):
+    if is_foreign(p, saved) or saved.A_inv is None or saved.S_in is None or lacks_norms(p, saved):
         saved = forward(p, operand_dtype(p))[2]
     # a missing do counts as zero: the kernels have no path without it
     do = torch.zeros_like(p.v) if do is None else with_dense_rows(do.to(p.v.dtype))
@@ -160,6 +160,14 @@ def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> 
     dtypes = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved)))
     compile_ahead(p.device, ("backward", kind_key(p, description), *dtypes), steps)
     return build_backward(p, do, description, choose.backward_tiles(p, gpu))
+
+
+def is_foreign(p: Problem, saved: Saved) -> bool:
+    """Return True if another backend's forward saved these tensors: A_inv has other values there.
+
+    A forward here saves G, or with a decay per key channel neither G nor v_new.
+    """
+    return saved.v_new is not None if p.is_per_channel else saved.G is None
 
 
 def lacks_norms(p: Problem, saved: Saved) -> bool:
