@@ -322,9 +322,9 @@ class Engine:
         for buffer, value in ((self.tokens, packets), (self.slots, slots), (self.seen, seen)):
             buffer.copy_(torch.tensor(value))
         self._run()
-        for request, packet, found in zip(self.running, packets, self.next.tolist(), strict=True):
+        for request, packet, tokens in zip(self.running, packets, self.next.tolist(), strict=True):
             if request is not None and not request.is_done:
-                self._accept(request, packet, found)
+                self._accept(request, packet, tokens)
 
     def _packet(self, request: Request) -> list[int]:
         """The last token, and what followed it when it, and the one before it, last came up."""
@@ -337,16 +337,16 @@ class Engine:
                     return [text[-1], *drafts, *[0] * (self.drafts - len(drafts))]
         return [text[-1], *[0] * self.drafts]
 
-    def _accept(self, request: Request, packet: list[int], found: list[int]) -> None:
+    def _accept(self, request: Request, packet: list[int], tokens: list[int]) -> None:
         """Drafts hold as long as the model says the same."""
         count = 1
-        while count < len(packet) and packet[count] == found[count - 1]:
+        while count < len(packet) and packet[count] == tokens[count - 1]:
             count += 1
         request.drafted += self.drafts
         request.accepted += count - 1
         count = min(count, request.max_new - len(request.tokens))
         request.seen += count
-        self._emit(request, found[:count])
+        self._emit(request, tokens[:count])
 
     def _emit(self, request: Request, tokens: list[int]) -> None:
         request.tokens += tokens

@@ -181,10 +181,10 @@ def compare(model: Any, text: Tensor, report: Report) -> tuple[list[tuple[str, f
     for done, (name, (job, count, runs)) in enumerate(jobs.items()):
         report("compare", done, len(jobs), name)
         functions = {side: within(context, job) for side, context in contexts.items()}
-        found = measure.interleaved(
+        times = measure.interleaved(
             functions, dict.fromkeys(functions, runs), cold=functions if runs == 1 else ()
         )
-        speeds.append((name, count / found["gdn"].p50, count / found["transformers"].p50))
+        speeds.append((name, count / times["gdn"].p50, count / times["transformers"].p50))
     logits = [within(context, forward)() for context in contexts.values()]
     report("compare", len(jobs), len(jobs), "")
     return speeds, float((logits[0] - logits[1]).abs().max())

@@ -264,7 +264,7 @@ def test_a_title_is_whole_and_fits(monkeypatch, tmp_path):
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
     case = max(cases.covering(cases.QUICK), key=lambda case: len(str(case)))
     one = readings.examine("x", CASE, torch.float32, {"gdn": load_provider("gdn")}, device=CPU)
-    only = replace(one, found={"gdn": {"o": one.found["gdn"]["o"]}})
+    only = replace(one, outputs={"gdn": {"o": one.outputs["gdn"]["o"]}})
     for examined in (one, only):
         verify._draw(tmp_path, f"000 {case} fp32", examined, CASE)
     assert len(drawn) == 4

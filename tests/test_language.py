@@ -39,6 +39,8 @@ RETIRED = {
     r"hears?|heard": "reads",
 }
 BEGINNINGS = ("What", "Whether", "Of", "As", "Who", "The same")
+# a variable or parameter is named by what it is, not by how it was obtained
+VAGUE_NAMES = {"found", "known"}
 
 WORDS = {re.compile(rf"\b(?:{key})\b".replace(" ", r"\s+"), re.I): word for key, word in RETIRED.items()}
 BEGINS_BADLY = re.compile(rf"(?:{'|'.join(BEGINNINGS)})\b")
@@ -78,6 +80,14 @@ def docstrings(source: str) -> list[tuple[int, str]]:
     return sorted(found)
 
 
+def vague_names(source: str) -> list[str]:
+    """Return "line: name" for each assignment to a vague name, and each parameter with one."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = [(n.lineno, n.id) for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    names += [(n.lineno, n.arg) for n in nodes if isinstance(n, ast.arg)]
+    return [f"{line}: {name}" for line, name in sorted(names) if name in VAGUE_NAMES]
+
+
 def violations(path: Path) -> dict[str, list[str]]:
     """Return the violations of a page or module by kind, as messages."""
     text = path.read_text()
@@ -88,7 +98,8 @@ def violations(path: Path) -> dict[str, list[str]]:
     begins = [
         f"{line}: begins with {doc.split()[0]!r}" for line, doc in texts if BEGINS_BADLY.match(doc.lstrip())
     ]
-    return {"words": words, "docstrings": begins}
+    names = [] if path.is_relative_to(ROOT / "tests") else vague_names(text)
+    return {"words": words, "docstrings": begins, "names": names}
 
 
 def files() -> list[Path]:
@@ -102,7 +113,7 @@ def files() -> list[Path]:
 
 def counted() -> dict[str, dict[str, int]]:
     """Return the number of violations by kind and file, without the files that have none."""
-    found: dict[str, dict[str, int]] = {"words": {}, "docstrings": {}}
+    found: dict[str, dict[str, int]] = {"words": {}, "docstrings": {}, "names": {}}
     for path in files():
         for kind, messages in violations(path).items():
             if messages:
@@ -171,6 +182,12 @@ def test_beginnings_of_docstrings_are_found():
     assert not any(map(BEGINS_BADLY.match, ("Offsets", "Assert", "The sum", "Return")))
     source = '"""One."""\nclass X:\n    """Two."""\n    def f():\n        """Three."""\n'
     assert docstrings(source) == [(1, "One."), (3, "Two."), (5, "Three.")]
+
+
+def test_vague_names_are_found():
+    """The check finds variables and parameters, and no attribute, keyword or text."""
+    source = "def f(known, x):\n    found: int = x.found\n    for found in g(known=1): 'found'\n"
+    assert vague_names(source) == ["1: known", "2: found", "3: found"]
 
 
 def lower() -> int:

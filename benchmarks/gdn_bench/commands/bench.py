@@ -146,27 +146,27 @@ def _measure(session: Any, label: str, file: Path, about: dict[str, Any], json_f
     from gdn_bench.commands import row_names
     from gdn_bench.passes import gpu
 
-    found: list[dict[str, Any]] = []
+    measured: list[dict[str, Any]] = []
     # other passes have several rows of a name
     is_counted = label.partition(":")[0] in (*gpu.WORKLOADS, "spec", "layer", "host")
     names = [name for name in row_names.list_rows(session, label) if session.wants(name)]
     with open_progress() as report:
         report(label, 0, len(names) if is_counted else None, "")
         for row in _rows(session, label):
-            found.append(row)
+            measured.append(row)
             # a problem that was not begun has no row, so that a later run measures it
             measure.append(file, [] if "skipped" in row else [{**row, **about}])
-            done = len({row["case"] for row in found})
+            done = len({row["case"] for row in measured})
             report(label, done, len(names) if is_counted else None, row["case"])
             status.print(tables.summarize(row), markup=False, highlight=False)
-    name_file(file, sum("skipped" not in row for row in found))
-    if write_json(json_file, measure.plain({"about": about, "absent": session.absent, "rows": found})):
+    name_file(file, sum("skipped" not in row for row in measured))
+    if write_json(json_file, measure.plain({"about": about, "absent": session.absent, "rows": measured})):
         return
-    table = tables.build_table(label, [{**row, **about} for row in found], more=tables.SCREEN)
+    table = tables.build_table(label, [{**row, **about} for row in measured], more=tables.SCREEN)
     if table.lines:
         place = about.get("gpu") or "cpu"
         show_table(table.columns, table.lines, f"{label}, {place}, {about['date']}, {about['commit']}")
-    for note in [*(f"{name}: {why}" for name, why in session.absent.items()), *tables.notes(found)]:
+    for note in [*(f"{name}: {why}" for name, why in session.absent.items()), *tables.notes(measured)]:
         console.print(note, markup=False, highlight=False)
     console.print(EXPLAINED, style="dim")
 
@@ -182,14 +182,14 @@ def _rows(session: Any, label: str) -> Iterator[dict[str, Any]]:
     try:
         if label == "stages":
             chains, absent = stage_chains.load(session.names)
-            found = stages.run(session, chains)
+            produced = stages.run(session, chains)
         else:
             served, absent = models.serving(session.names)
-            found = end_to_end.run(session, served)
+            produced = end_to_end.run(session, served)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     session.absent.update(absent)
-    return found
+    return produced
 
 
 @app.command()
@@ -208,11 +208,11 @@ def cpu(
     rows: list[dict[str, Any]] = []
     file = out or measure.RESULTS / "cpu.jsonl"
     with measure.threads(threads), open_progress() as report:
-        found = cpu_bench.jobs(is_quick=is_quick)
-        for done, job in enumerate(found):
-            report("bench cpu", done, len(found), f"{job.name} {job.B}x{job.T}")
+        selected = cpu_bench.jobs(is_quick=is_quick)
+        for done, job in enumerate(selected):
+            report("bench cpu", done, len(selected), f"{job.name} {job.B}x{job.T}")
             rows += ({**row, **environment()} for row in cpu_bench.run(job))
-        report("bench cpu", len(found), len(found), "")
+        report("bench cpu", len(selected), len(selected), "")
     measure.append(file, rows)
     name_file(file, len(rows))
     if write_json(json_file, rows):
@@ -256,13 +256,13 @@ def compare(options: CompareOptions) -> None:
     try:
         with open_progress() as report:
             both = comparing.sides(names, arguments, rounds=options.rounds, report=report)
-        found = comparing.changes(*both, threshold=options.threshold, by=options.by)
+        changed = comparing.changes(*both, threshold=options.threshold, by=options.by)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    is_bad = comparing.is_regression(found) or not found
-    if not write_json(options.json_file, {"ok": not is_bad, "changes": [vars(x) for x in found]}):
-        table = comparing.build_table(found, options.by)
+    is_bad = comparing.is_regression(changed) or not changed
+    if not write_json(options.json_file, {"ok": not is_bad, "changes": [vars(x) for x in changed]}):
+        table = comparing.build_table(changed, options.by)
         show_table(table.columns, table.lines)
-        if not found:
+        if not changed:
             console.print("nothing that both sides have")
     raise typer.Exit(1 if is_bad else 0)

@@ -29,22 +29,22 @@ def plot(
     from gdn_bench.results import pictures, summary
 
     try:
-        found = files.load(results)
+        loaded = files.load(results)
     except ValueError as error:
         raise typer.BadParameter(f"results: {error}") from error
-    if not found:
+    if not loaded:
         raise typer.BadParameter(f"results: expected a folder with JSON-lines files, got {results}")
     folder = page.with_suffix("")
     drawn = {
         one.name: [(title, f"{folder.name}/{file}") for title, file in pictures.draw(one, folder)]
-        for one in found
+        for one in loaded
     }
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(files.page(found, drawn, folder.name), encoding="ascii")
-    for job, text in files.pass_pages(found).items():
+    page.write_text(files.page(loaded, drawn, folder.name), encoding="ascii")
+    for job, text in files.pass_pages(loaded).items():
         (folder / f"{job}.md").write_text(text.replace("../results.md", f"../{page.name}"), encoding="ascii")
     if readme is not None and readme.exists():
-        readme.write_text(files.between(readme.read_text(), summary.readme(found)))
+        readme.write_text(files.between(readme.read_text(), summary.readme(loaded)))
     for name, titles in drawn.items():
         console.print(f"{name}: {len(titles)} pictures in {folder}", markup=False, highlight=False)
     console.print(f"{page}", markup=False, highlight=False)

@@ -148,11 +148,11 @@ def verify(options: VerifyOptions) -> None:
             report("verify", total, total, "")
     if appends:
         name_file(file, len(outcome.rows))
-    found = {**about, "ok": outcome.is_good, "profile": profile, "absent": outcome.absent, **outcome.aside}
-    found["rows"] = [readings.flat(r) for r in outcome.readings]
+    document = {**about, "ok": outcome.is_good, "profile": profile, "absent": outcome.absent, **outcome.aside}
+    document["rows"] = [readings.flat(r) for r in outcome.readings]
     if options.out:
-        _write_tables(options.out, found)
-    if not write_json(options.json_file, found):
+        _write_tables(options.out, document)
+    if not write_json(options.json_file, document):
         _print(outcome)
     raise typer.Exit(0 if outcome.is_good else 1)
 
@@ -193,15 +193,15 @@ def _cases(
         everything = ((str(case), case) for case in cases.product())
         return (pair for pair in everything if is_wanted(pair[0]))
     if problems in readings.NAMED:
-        found = list(readings.NAMED[problems].items())
+        named = list(readings.NAMED[problems].items())
     elif problems == "full":
-        found = [(str(case), case) for case in cases.sample(max_cases or 0, seed=seed)]
+        named = [(str(case), case) for case in cases.sample(max_cases or 0, seed=seed)]
     else:
         covering = cases.covering(cases.QUICK) if problems == "quick" else cases.covering(max_cost=CI_COST)
-        found = [(str(case), case) for case in covering]
-    if found:
-        require_match(only, [name for name, _ in found])
-    return [pair for pair in found if is_wanted(pair[0])][:max_cases]
+        named = [(str(case), case) for case in covering]
+    if named:
+        require_match(only, [name for name, _ in named])
+    return [pair for pair in named if is_wanted(pair[0])][:max_cases]
 
 
 def _providers(names: str, entry: str) -> tuple[dict[str, Provider], dict[str, str]]:
@@ -210,13 +210,13 @@ def _providers(names: str, entry: str) -> tuple[dict[str, Provider], dict[str, s
     absent: dict[str, str] = {}
     for name in split_words(names):
         try:
-            found = load_provider(name)
+            loaded = load_provider(name)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-        if isinstance(found, str):
-            absent[name] = found
+        if isinstance(loaded, str):
+            absent[name] = loaded
         else:
-            able[name] = _entered(name, entry) if name.startswith("gdn") else found
+            able[name] = _entered(name, entry) if name.startswith("gdn") else loaded
     return able, absent
 
 
@@ -231,19 +231,19 @@ def _entered(name: str, entry: str) -> Provider:
     return Provider(name, {"prefill": bind, "train": bind})
 
 
-def _write_tables(out: Path, found: Mapping[str, Any]) -> None:
+def _write_tables(out: Path, document: Mapping[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    write_json(str(out / "readings.json"), found)
+    write_json(str(out / "readings.json"), document)
     with (out / "readings.csv").open("w", newline="", encoding="ascii") as file:
-        writer = csv.DictWriter(file, list(found["rows"][0]) if found["rows"] else ["name"])
+        writer = csv.DictWriter(file, list(document["rows"][0]) if document["rows"] else ["name"])
         writer.writeheader()
-        writer.writerows(found["rows"])
+        writer.writerows(document["rows"])
 
 
 def _draw(out: Path, name: str, one: readings.Examined, case: Case) -> None:
     from gdn_bench.judging import portraits
 
-    if one.found:
+    if one.outputs:
         stem = "".join(c if c.isalnum() else "-" for c in name[:STEM_WIDTH])
         title = name.partition(" ")[2]
         portraits.scatter(out / f"{stem}-scatter.png", title, one)
@@ -252,9 +252,9 @@ def _draw(out: Path, name: str, one: readings.Examined, case: Case) -> None:
 
 def _print(outcome: Outcome) -> None:
     """Print the worst error of each output, the narrowest passes, refusals and failures."""
-    found = outcome.readings
-    _print_worst(found)
-    ours = [r for r in found if r.provider.startswith("gdn")]
+    judged = outcome.readings
+    _print_worst(judged)
+    ours = [r for r in judged if r.provider.startswith("gdn")]
     for dtype in sorted({r.dtype for r in ours}):
         nearest = max((r for r in ours if r.dtype == dtype), key=_share)
         console.print(f"nearest to its limit: {dtype} {nearest.output}, {nearest.case}")
@@ -270,17 +270,17 @@ def _print(outcome: Outcome) -> None:
         if row.get("worse"):
             what = ", ".join(row["worse"])
             console.print(f"[red]less accurate than a peer[/] in {what}: {row['dtype']} {row['case']}")
-    failed = [r for r in found if not r.ok]
+    failed = [r for r in judged if not r.ok]
     for r in failed[:20]:
         where = f"{r.provider} {r.dtype} {r.output}"
         console.print(f"[red]fails[/] {where} {r.error:.2e} > {r.limit:.0e}: {r.case}")
-    console.print(f"{len(found) - len(failed)} of {len(found)} outputs within their limits")
+    console.print(f"{len(judged) - len(failed)} of {len(judged)} outputs within their limits")
 
 
-def _print_worst(found: list[Reading]) -> None:
+def _print_worst(judged: list[Reading]) -> None:
     columns = ("provider", "dtype", "output", "cases", "worst error", "limit", "share")
     groups: dict[tuple[str, str, str], list[Reading]] = {}
-    for r in found:
+    for r in judged:
         groups.setdefault((r.provider, r.dtype, r.output), []).append(r)
     cells = []
     for (provider, dtype, output), group in sorted(groups.items(), key=lambda item: _order(item[0])):

@@ -24,7 +24,7 @@ MARKS = ("o", "^", "s", "D", "v", "P", "X")
 
 def scatter(path: Path, title: str, one: Examined) -> None:
     """Draw a panel for each output: reference on x, provider on y, a colour for each, the line x = y."""
-    outputs = [name for name in OUTPUTS if any(name in found for found in one.found.values())]
+    outputs = [name for name in OUTPUTS if any(name in outputs_of for outputs_of in one.outputs.values())]
     figure, panels = _panels(outputs, 3.0)
     generator = torch.Generator().manual_seed(0)
     for output, axes in zip(outputs, panels, strict=True):
@@ -32,9 +32,9 @@ def scatter(path: Path, title: str, one: Examined) -> None:
         index = torch.randperm(len(ref), generator=generator)[:POINTS]
         low, high = (float(x) for x in (ref.min(), ref.max())) if len(ref) else (0.0, 0.0)
         axes.plot([low, high], [low, high], color="#999999", linewidth=0.8, zorder=0)
-        for i, (who, found) in enumerate(one.found.items()):
-            if output in found:
-                x = found[output].double().flatten().cpu()
+        for i, (who, outputs_of) in enumerate(one.outputs.items()):
+            if output in outputs_of:
+                x = outputs_of[output].double().flatten().cpu()
                 axes.scatter(
                     ref[index], x[index], s=max(18 - 5 * i, 3), alpha=0.6, linewidths=0, label=who,
                     color=COLOURS[i % len(COLOURS)], marker=MARKS[i % len(MARKS)], rasterized=True,
@@ -47,13 +47,13 @@ def scatter(path: Path, title: str, one: Examined) -> None:
 
 def over_time(path: Path, title: str, one: Examined, lengths: Lengths) -> None:
     """Draw each bin's RMS error over the output's RMS along the tokens; vertical lines end sequences."""
-    outputs = [name for name in TIMED if any(name in found for found in one.found.values())]
+    outputs = [name for name in TIMED if any(name in outputs_of for outputs_of in one.outputs.values())]
     figure, panels = _panels(outputs, 4.2)
     for output, axes in zip(outputs, panels, strict=True):
         ref = one.expected[output].double()
-        for i, (who, found) in enumerate(one.found.items()):
-            if output in found:
-                places, errors = by_bin(found[output].double(), ref)
+        for i, (who, outputs_of) in enumerate(one.outputs.items()):
+            if output in outputs_of:
+                places, errors = by_bin(outputs_of[output].double(), ref)
                 axes.plot(
                     places,
                     errors,

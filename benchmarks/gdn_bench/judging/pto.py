@@ -95,45 +95,45 @@ def read_stages(name: str, case: Case, provider: str, given: Inputs) -> Iterator
     """Yield the reading of every stage on the backend of a provider, then that of one call beside them."""
     backend, dtype = provider.partition(":")[2] or None, str(given.tensors["q"].dtype)
     for output, x, ref in run_stages(given, backend):
-        found, is_whole = metrics(x, ref), output == WHOLE
-        limit, ok = (CALL, passes_call(found)) if is_whole else (STAGE, passes_stage(found))
+        scores, is_whole = metrics(x, ref), output == WHOLE
+        limit, ok = (CALL, passes_call(scores)) if is_whole else (STAGE, passes_stage(scores))
         error = accuracy.measure_error(x, ref, limit, lambda: 0.0)[0]
         who = f"{provider} stages"
-        yield Reading(name, case, who, backend, dtype, output, error, limit, found, ok)
+        yield Reading(name, case, who, backend, dtype, output, error, limit, scores, ok)
 
 
 def read_pairs(
-    name: str, case: Case, dtype: str, found: Mapping[str, Mapping[str, Tensor]]
+    name: str, case: Case, dtype: str, outputs: Mapping[str, Mapping[str, Tensor]]
 ) -> Iterator[Reading]:
     """Yield the readings of gdn against every peer."""
-    pairs = itertools.product(found, found)
+    pairs = itertools.product(outputs, outputs)
     for own, peer in pairs:
         if not own.startswith("gdn") or peer.startswith("gdn"):
             continue
-        for output in found[own].keys() & found[peer].keys():
-            x, ref = found[own][output], found[peer][output]
+        for output in outputs[own].keys() & outputs[peer].keys():
+            x, ref = outputs[own][output], outputs[peer][output]
             read = metrics(x, ref)
             error = accuracy.measure_error(x, ref.double(), PAIR, lambda: 0.0)[0]
             ok = passes(read, PAIR, 0.999, 0.999)
             yield Reading(name, case, f"{own} ~ {peer}", None, dtype, output, error, PAIR, read, ok)
 
 
-def passes(found: Metrics, ratio: float, r2: float = 0.99, pearson: float = 0.995) -> bool:
+def passes(scores: Metrics, ratio: float, r2: float = 0.99, pearson: float = 0.995) -> bool:
     """Return True within the limits of a whole output: RMSE / mean|ref|, R2, |Pearson|; NaN fails."""
-    return found.rmse_over_mean <= ratio and found.r2 >= r2 and abs(found.pearson) >= pearson
+    return scores.rmse_over_mean <= ratio and scores.r2 >= r2 and abs(scores.pearson) >= pearson
 
 
-def passes_end_to_end(found: Metrics, provider: str) -> bool:
+def passes_end_to_end(scores: Metrics, provider: str) -> bool:
     """Return True within the limits of a provider's output beside the reference."""
-    return passes(found, OWN if provider.startswith("gdn") else PEER)
+    return passes(scores, OWN if provider.startswith("gdn") else PEER)
 
 
-def passes_stage(found: Metrics) -> bool:
+def passes_stage(scores: Metrics) -> bool:
     """Return True within the limits of a stage; a constant reference has no R2 (NaN), then RMSE decides."""
-    is_close = found.rmse_over_mean <= STAGE and not found.r2 < 0.99
-    return found.max_abs <= 1 and (found.close == 1 or is_close)
+    is_close = scores.rmse_over_mean <= STAGE and not scores.r2 < 0.99
+    return scores.max_abs <= 1 and (scores.close == 1 or is_close)
 
 
-def passes_call(found: Metrics) -> bool:
+def passes_call(scores: Metrics) -> bool:
     """Return True within the limits of one call beside its stages."""
-    return found.rmse_over_mean < CALL or found.r2 > 0.9999
+    return scores.rmse_over_mean < CALL or scores.r2 > 0.9999

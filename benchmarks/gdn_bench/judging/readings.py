@@ -57,7 +57,7 @@ class Examined:
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     expected: dict[str, Tensor] = field(default_factory=dict)
-    found: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 def examine(
@@ -106,14 +106,14 @@ def examine(
             result.failed[who] = f"{type(error).__name__}: {_words(error)}"
             continue
         own = replace(expected, outputs={x: expected.outputs[x] for x in answers})
-        result.found[who] = {
+        result.outputs[who] = {
             output: x for output, x, _ in accuracy.pair_outputs(answers, own) if x is not None
         }
         backend = jobs.backend(who, "train" if has_backward else "prefill", given)
         result.readings += _read(name, case, (who, backend), answers, own, profile)
     if profile == "pto":
-        result.readings += list(pto.read_pairs(name, case, str(dtype), result.found))
-        for who in [who for who in result.found if who.startswith("gdn") and pto.has_stages(case)]:
+        result.readings += list(pto.read_pairs(name, case, str(dtype), result.outputs))
+        for who in [who for who in result.outputs if who.startswith("gdn") and pto.has_stages(case)]:
             try:
                 # readings before an error count
                 for reading in pto.read_stages(name, case, who, given):
@@ -135,9 +135,9 @@ def _read(
 ) -> Iterator[Reading]:
     judged = accuracy.compare_outputs(answers, expected, case)
     for row, (output, x, ref) in zip(judged, accuracy.pair_outputs(answers, expected), strict=True):
-        found = metrics(x, ref)
-        ok = row.ok if profile == "gdn" else pto.passes_end_to_end(found, who[0])
-        yield Reading(name, case, *who, row.dtype, output, row.error, row.limit, found, ok)
+        scores = metrics(x, ref)
+        ok = row.ok if profile == "gdn" else pto.passes_end_to_end(scores, who[0])
+        yield Reading(name, case, *who, row.dtype, output, row.error, row.limit, scores, ok)
 
 
 def over_peer(own: float, peer: float) -> float:
@@ -145,12 +145,12 @@ def over_peer(own: float, peer: float) -> float:
     return max(own, ROUNDING) / max(peer, ROUNDING)
 
 
-def against_peers(ours: Mapping[str, float], found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def against_peers(ours: Mapping[str, float], errors_of: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """Return gdn's errors over the best peer's and FLA's, and the outputs that are worse than allowed."""
-    peers = [errors for name, errors in found.items() if not name.startswith("gdn")]
+    peers = [errors for name, errors in errors_of.items() if not name.startswith("gdn")]
     best = {output: min((e[output] for e in peers if output in e), default=None) for output in ours}
     ratios = {x: over_peer(ours[x], least) for x, least in best.items() if least is not None}
-    fla = found.get("fla", {})
+    fla = errors_of.get("fla", {})
     of_fla = {x: ours[x] / fla[x] for x in OF_FLA if ours.get(x, 0) > ROUNDING and fla.get(x, 0) > ROUNDING}
     worse = [x for x, ratio in ratios.items() if ratio > WORSE]
     worse += [f"{x} of fla's" for x, ratio in of_fla.items() if ratio > OF_FLA[x]]
@@ -171,9 +171,9 @@ def label(problems: str, profile: str) -> dict[str, str]:
 
 def rows(one: Examined, head: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return one case as rows of a results file, one per provider. head: `label`, and the case and dtype."""
-    found: dict[str, dict[str, Any]] = {}
+    rows_of: dict[str, dict[str, Any]] = {}
     for r in one.readings:
-        row = found.setdefault(
+        row = rows_of.setdefault(
             r.provider,
             {
                 **head, "provider": r.provider, "backend": r.backend, "ok": True, "error": 0.0,
@@ -184,17 +184,17 @@ def rows(one: Examined, head: Mapping[str, str]) -> list[dict[str, Any]]:
         row["errors"][r.output] = r.error
         row["error"] = max(row["error"], r.error)
         row["share_of_limit"] = max(row["share_of_limit"], r.error / r.limit)
-    beside = {who: row["errors"] for who, row in found.items() if "~" not in who}
+    beside = {who: row["errors"] for who, row in rows_of.items() if "~" not in who}
     for who, errors in beside.items():
         # the profile pto compares gdn with peers by itself
         if who.startswith("gdn") and head["profile"] == "gdn":
-            found[who] |= against_peers(errors, beside)
+            rows_of[who] |= against_peers(errors, beside)
     for kind, reasons in (("refused", one.refused), ("failed", one.failed)):
-        found |= {
+        rows_of |= {
             who: {**head, "provider": who, "backend": None, "ok": False, kind: why}
             for who, why in reasons.items()
         }
-    return list(found.values())
+    return list(rows_of.values())
 
 
 def flat(reading: Reading) -> dict[str, Any]:

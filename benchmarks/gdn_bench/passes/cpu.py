@@ -57,18 +57,18 @@ def jobs(*, is_quick: bool = False) -> list[Job]:
         count = max(3, count // 4) if is_quick else count
         return dict.fromkeys(providers, count) | ({FALLBACK: of_fallback} if of_fallback else {})
 
-    found = [
+    selected = [
         Job("forward", 2048, 1, chunks, runs(chunks, 15)),
         Job("forward+backward", 2048, 1, chunks, runs(chunks, 9)),
         *(Job("decode", 1, B, steps, runs(steps, 60)) for B in (1, 8)),
     ]
     if is_quick:
-        return found
+        return selected
     # the fallback's backward is quadratic in T: 20 s and more for one run at 8192
-    found.append(Job("forward+backward", 8192, 1, chunks, runs(chunks, 7, of_fallback=3)))
-    found += [Job("forward", T, 1, ours, runs(ours, 7)) for T in (4096, 8192, 16384)]
-    found += [Job("forward+backward", T, 1, ours, runs(ours, 5)) for T in (4096, 16384)]
-    return found
+    selected.append(Job("forward+backward", 8192, 1, chunks, runs(chunks, 7, of_fallback=3)))
+    selected += [Job("forward", T, 1, ours, runs(ours, 7)) for T in (4096, 8192, 16384)]
+    selected += [Job("forward+backward", T, 1, ours, runs(ours, 5)) for T in (4096, 16384)]
+    return selected
 
 
 def run(job: Job) -> Iterator[dict[str, Any]]:
@@ -78,7 +78,7 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
     sound = {name: timed(job.providers[name], given, job) for name, error in errors.items() if error <= 1}
     cold = [FALLBACK] if job.T > 2048 else []
     burst = 20 if job.name == "decode" else 1
-    found = measure.interleaved(sound, job.runs, cold=cold, burst=burst) if sound else {}
+    seconds = measure.interleaved(sound, job.runs, cold=cold, burst=burst) if sound else {}
     for name, error in errors.items():
         row: dict[str, Any] = {
             "pass": "cpu", "case": f"{job.name} {job.B}x{job.T}", "provider": name, "T": job.T, "N": job.B,
@@ -86,11 +86,11 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
             "K": CASE.sizes[0], "V": CASE.sizes[1], "dtype": "float32", "ok": error <= 1,
             "share_of_limit": round(error, 4),
         }  # fmt: skip
-        if name in found:
-            t = found[name]
+        if name in seconds:
+            t = seconds[name]
             row |= {"ms": 1e3 * t.p50, "p20": 1e3 * t.p20, "p80": 1e3 * t.p80, "runs": t.runs}
-            if FALLBACK in found and name != FALLBACK:
-                row["ratio"] = {FALLBACK: found[FALLBACK].p50 / t.p50}
+            if FALLBACK in seconds and name != FALLBACK:
+                row["ratio"] = {FALLBACK: seconds[FALLBACK].p50 / t.p50}
         yield row
 
 

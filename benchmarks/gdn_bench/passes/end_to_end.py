@@ -99,8 +99,8 @@ def run(session: Session, served: Mapping[str, Serving], size: Size = SIZE) -> I
         if session.is_over:
             yield {"pass": "e2e", "case": cases[prompt], "provider": "all", "skipped": "out of time"}
             continue
-        found = swept(session, served, (model, exact), prompt, catalog.STEPS)
-        yield from ({"pass": "e2e", "case": cases[prompt], **row} for row in found)
+        rows_of = swept(session, served, (model, exact), prompt, catalog.STEPS)
+        yield from ({"pass": "e2e", "case": cases[prompt], **row} for row in rows_of)
 
 
 def swept(
@@ -114,11 +114,11 @@ def swept(
     with models.plain():
         reference = forced(exact, tokens, prompt)
         plain_row = compared(forced(model, tokens, prompt), reference)
-    found: dict[str, Row] = {}
+    by_name: dict[str, Row] = {}
     weights = sum(p.numel() for p in model.parameters())
     timed: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {}
     for name, context in served.items():
-        row = found[name] = {"provider": name, "dtype": "bfloat16", "T": prompt, "steps": steps, "N": 1}
+        row = by_name[name] = {"provider": name, "dtype": "bfloat16", "T": prompt, "steps": steps, "N": 1}
         row["backend"] = jobs.default_backend(name, SIZE.heads, session.device)
         # every weight is read for the prompt and for each step, and meets every token
         row |= {"bytes": 2 * weights * steps, "flop": 2 * weights * (prompt + steps)}
@@ -134,16 +134,16 @@ def swept(
                 )
     for name, (first, whole) in _interleaved(timed).items():
         speed = steps / whole.p50
-        found[name] |= {
+        by_name[name] |= {
             "ms": 1e3 * whole.p50,
             "p20": 1e3 * whole.p20,
             "p80": 1e3 * whole.p80,
             "timer": "host",
         }
-        found[name] |= {"tokens_per_s": speed, "first_token_ms": 1e3 * first.p50, "runs": whole.runs}
-        found[name]["step_ms"] = 1e3 * (whole.p50 - first.p50) / max(steps - 1, 1)
-    rows.add_ratios(found)
-    return list(found.values())
+        by_name[name] |= {"tokens_per_s": speed, "first_token_ms": 1e3 * first.p50, "runs": whole.runs}
+        by_name[name]["step_ms"] = 1e3 * (whole.p50 - first.p50) / max(steps - 1, 1)
+    rows.add_ratios(by_name)
+    return list(by_name.values())
 
 
 def forced(model: Any, tokens: Tensor, prompt: int) -> Tensor:

@@ -52,11 +52,11 @@ class Session:
 
     def __post_init__(self) -> None:
         for name in self.names:
-            found = load_provider(name)
-            if isinstance(found, str):
-                self.absent[name] = found
+            loaded = load_provider(name)
+            if isinstance(loaded, str):
+                self.absent[name] = loaded
             else:
-                self.providers[name] = found
+                self.providers[name] = loaded
 
     def workloads(self, name: str) -> list[Workload]:
         """Return the wanted workloads of a pass such as prefill or prefill:slow."""
@@ -101,8 +101,8 @@ def run(session: Session, passes: Sequence[str]) -> Iterator[Row]:
         session.ceilings = graph.ceilings(session.device)
     others: dict[str, Callable[[Session], Iterator[Row]]] = {"host": host, "cold": cold}
     for name in passes:
-        found = others[name](session) if name in others else _all_timed(session, name)
-        for row in found:
+        measured = others[name](session) if name in others else _all_timed(session, name)
+        for row in measured:
             yield {"pass": session.label(name), **row}
 
 
@@ -121,31 +121,31 @@ def timed(session: Session, workload: Workload) -> list[Row]:
         return [_late(workload.name, name) for name in able]
     device, job = session.device, workload.job
     given = jobs.given(workload.case, device)
-    found = {
+    by_name = {
         name: rows.head(workload) | {"provider": name, "backend": jobs.backend(name, job, given)}
         for name in able
     }
-    judge(session, workload, given, able, found)
+    judge(session, workload, given, able, by_name)
     footprint = workload.cost.bytes / (2 if job == "decode" else 1)
     problems = jobs.sets(job, given, graph.copies(footprint, device))
     prepared: dict[str, graph.Prepared] = {}
     for name, provider in able.items():
-        if found[name].get("ok"):
-            with noted(found[name]):
+        if by_name[name].get("ok"):
+            with noted(by_name[name]):
                 calls = [jobs.call(provider, job, one) for one in problems]
                 if job != "decode":
-                    found[name]["peak_mb"] = round(graph.peak_memory(calls[0], device) / 1e6, 1)
+                    by_name[name]["peak_mb"] = round(graph.peak_memory(calls[0], device) / 1e6, 1)
                 moved = [x for name, x in problems[0].tensors.items() if name == "pool"]
                 prepared[name] = graph.prepare(calls, device, is_eager=session.is_eager, moved=moved)
     times = graph.interleaved(prepared, device) if prepared else {}
     for name, seconds in times.items():
-        found[name] |= rows.speed(workload.cost, session.ceilings, seconds, prepared[name])
-    rows.add_ratios(found)
-    return list(found.values())
+        by_name[name] |= rows.speed(workload.cost, session.ceilings, seconds, prepared[name])
+    rows.add_ratios(by_name)
+    return list(by_name.values())
 
 
 def judge(
-    session: Session, workload: Workload, given: Inputs, able: Mapping[str, Provider], found: dict[str, Row]
+    session: Session, workload: Workload, given: Inputs, able: Mapping[str, Provider], by_name: dict[str, Row]
 ) -> None:
     """Compare every provider with the reference: add errors and `ok` to its row, or the reason of none."""
     with_backward, lengths = workload.job == "train", workload.case.lengths
@@ -161,10 +161,10 @@ def judge(
         small, without_decay, JUDGED_HEADS, with_backward, accuracy.reference_by_heads
     )
     for name, provider in able.items():
-        with noted(found[name]):
+        with noted(by_name[name]):
             results = accuracy.run_poisoned(provider.function(workload.job), small, with_backward)
-            found[name] |= rows.verdict(accuracy.compare_outputs(results, expected, workload.case))
-            found[name] |= {"judged_tokens": tokens, "judged_heads": len(expected.index)}
+            by_name[name] |= rows.verdict(accuracy.compare_outputs(results, expected, workload.case))
+            by_name[name] |= {"judged_tokens": tokens, "judged_heads": len(expected.index)}
 
 
 def host(session: Session) -> Iterator[Row]:
@@ -177,20 +177,20 @@ def host(session: Session) -> Iterator[Row]:
             yield _late(what)
             continue
         workload, first = Workload(job, what, case), jobs.given(case, session.device)
-        found = {
+        by_name = {
             name: rows.head(workload) | {"provider": name, "backend": jobs.backend(name, job, first)}
             for name in able
         }
-        judge(session, workload, first, able, found)
+        judge(session, workload, first, able, by_name)
         given = jobs.sets(job, first, 1)[0]
         for name, provider in able.items():
-            if found[name].get("ok"):
-                with noted(found[name]):
+            if by_name[name].get("ok"):
+                with noted(by_name[name]):
                     t = hosttime.burst(jobs.call(provider, job, given), session.device)
                     ms = {"ms": 1e3 * t.p50, "p20": 1e3 * t.p20, "p80": 1e3 * t.p80}
-                    found[name] |= {**ms, "runs": t.runs, "timer": "host"}
-        rows.add_ratios(found)
-        yield from found.values()
+                    by_name[name] |= {**ms, "runs": t.runs, "timer": "host"}
+        rows.add_ratios(by_name)
+        yield from by_name.values()
 
 
 def cold(session: Session) -> Iterator[Row]:

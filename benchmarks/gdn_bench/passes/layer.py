@@ -87,11 +87,11 @@ def measured(session: Session, shape: Shape, job: str, makers: Mapping[str, Make
     x = torch.randn(1, shape.tokens, shape.hidden, device=device, dtype=DTYPE)
     dy = torch.randn_like(x)
     wanted = answers(lambda x: layer_reference(first, x), _start(x).double(), _start(dy).double())
-    found: dict[str, Row] = {}
+    by_name: dict[str, Row] = {}
     prepared: dict[str, graph.Prepared] = {}
     for name, make in makers.items():
         head = {"case": f"{shape} {job}", "provider": name, "dtype": "bfloat16", "T": shape.tokens, "N": 1}
-        row = found[name] = {**head, "H": shape.heads[0], "HV": shape.heads[1], "K": shape.size}
+        row = by_name[name] = {**head, "H": shape.heads[0], "HV": shape.heads[1], "K": shape.size}
         row["backend"] = jobs.default_backend(name, shape.heads, device)
         with noted(row):
             layer = make(first, shape)
@@ -102,9 +102,9 @@ def measured(session: Session, shape: Shape, job: str, makers: Mapping[str, Make
                     row["peak_mb"] = round(graph.peak_memory(call, device) / 1e6, 1)
                     prepared[name] = graph.prepare([call], device, is_eager=session.is_eager)
     for name, seconds in (graph.interleaved(prepared, device) if prepared else {}).items():
-        found[name] |= rows.speed(cost(shape, with_backward), session.ceilings, seconds, prepared[name])
-    rows.add_ratios(found)
-    return list(found.values())
+        by_name[name] |= rows.speed(cost(shape, with_backward), session.ceilings, seconds, prepared[name])
+    rows.add_ratios(by_name)
+    return list(by_name.values())
 
 
 def layer_reference(layer: gdn.GatedDeltaNet, x: Tensor) -> Tensor:
@@ -131,11 +131,11 @@ def answers(call: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> dict[str
     return {"y": y.detach(), GRADIENT: torch.autograd.grad(y, x, dy)[0]}
 
 
-def verdict(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Row:
+def verdict(outputs: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Row:
     """Return the errors beside the reference; y may have twice the limit of o, dx twice that of dq."""
     gates = accuracy.error_limits(DTYPE, "random")
     limits = {"y": FACTOR * gates["o"], GRADIENT: FACTOR * gates["dq"]}
-    errors = {x: accuracy.measure_error(found[x], wanted[x], limits[x], lambda: 0.0)[0] for x in limits}
+    errors = {x: accuracy.measure_error(outputs[x], wanted[x], limits[x], lambda: 0.0)[0] for x in limits}
     share = max(errors[x] / limits[x] for x in limits)
     return {"ok": share <= 1, "error": max(errors.values()), "errors": errors, "share_of_limit": share}
 

@@ -40,8 +40,8 @@ def run(session: Session) -> Iterator[Row]:
             yield {"pass": name, "case": case, "provider": "all", "skipped": "out of time"}
             continue
         # one token is timed again with the packets that are left
-        found = measured(session, packets.SHAPE, list(dict.fromkeys([group[0], *left])))
-        yield from ({"pass": name, **row} for row in found)
+        measured_rows = measured(session, packets.SHAPE, list(dict.fromkeys([group[0], *left])))
+        yield from ({"pass": name, **row} for row in measured_rows)
         graph.release()
 
 
@@ -60,17 +60,17 @@ def measured(session: Session, shape: Shape, group: Sequence[Packet]) -> list[Ro
         first, lambda: jobs.given(replace(case, gate="none"), device), JUDGED_HEADS, False,
         packets.reference_of_packets,
     )  # fmt: skip
-    found: Rows = {}
+    by_packet: Rows = {}
     for packet in group:
         for name, provider in session.providers.items():
             if packet.way in provider.binds:
                 row = head | {"case": packet.name, "provider": name, "T": packet.T}
-                found[packet, name] = row = row | {"backend": backends[name]}
+                by_packet[packet, name] = row = row | {"backend": backends[name]}
                 with noted(row), torch.no_grad():
                     row |= judged(provider, packet, case, first, reference)
     problems = jobs.sets(SINGLE, first, graph.copies(group[0].cost(shape).bytes / 2, device))
     prepared: dict[tuple[Packet, str], graph.Prepared] = {}
-    for (packet, name), row in found.items():
+    for (packet, name), row in by_packet.items():
         if row.get("ok"):
             with noted(row), torch.no_grad():
                 provider = session.providers[name]
@@ -79,11 +79,11 @@ def measured(session: Session, shape: Shape, group: Sequence[Packet]) -> list[Ro
                     calls, device, is_eager=session.is_eager, moved=[problems[0].tensors["pool"]]
                 )
     for what, seconds in (graph.interleaved(prepared, device) if prepared else {}).items():
-        found[what] |= rows.speed(what[0].cost(shape), session.ceilings, seconds, prepared[what])
+        by_packet[what] |= rows.speed(what[0].cost(shape), session.ceilings, seconds, prepared[what])
     for packet in group:
-        rows.add_ratios({name: row for (one, name), row in found.items() if one == packet})
-    _against_one_token(found)
-    return list(found.values())
+        rows.add_ratios({name: row for (one, name), row in by_packet.items() if one == packet})
+    _against_one_token(by_packet)
+    return list(by_packet.values())
 
 
 def judged(provider: Provider, packet: Packet, case: Case, first: Inputs, reference: Expected) -> Row:
@@ -102,14 +102,14 @@ def judged(provider: Provider, packet: Packet, case: Case, first: Inputs, refere
     return rows.verdict(accuracy.compare_outputs(results, expected, case)) | judged_by
 
 
-def _against_one_token(found: Rows) -> None:
+def _against_one_token(by_packet: Rows) -> None:
     """Add to each row its time over that of one token, with_folds for a replay with its share of folds."""
-    for (packet, name), row in found.items():
-        single = found.get((replace(packet, T=1, way=SINGLE), name), {})
+    for (packet, name), row in by_packet.items():
+        single = by_packet.get((replace(packet, T=1, way=SINGLE), name), {})
         if packet.way == SINGLE or "ms" not in row or "ms" not in single:
             continue
         row["to_single"] = row["ms"] / single["ms"]
-        fold = found.get((replace(packet, way="fold"), name), {})
+        fold = by_packet.get((replace(packet, way="fold"), name), {})
         if packet.way == "replay" and "ms" in fold:
             share = packet.T / places(packet.T)
             row["with_folds"] = (row["ms"] + share * fold["ms"]) / single["ms"]

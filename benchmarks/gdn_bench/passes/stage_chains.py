@@ -26,20 +26,20 @@ RCP_LN2 = 1.4426950216  # 1 / ln 2 in fp32, as FLA passes it
 
 def load(names: tuple[str, ...]) -> tuple[dict[str, Chain], dict[str, str]]:
     """Return chains by provider, and why others are absent. Providers without stages are left out."""
-    found: dict[str, Chain] = {}
+    chains: dict[str, Chain] = {}
     absent: dict[str, str] = {}
     for name in names:
         if name == "gdn" or name.startswith("gdn:"):
-            found[name] = ours(name)
+            chains[name] = ours(name)
         elif name == "fla":
-            held = load_provider(name)
-            if isinstance(held, str):
-                absent[name] = held
+            loaded = load_provider(name)
+            if isinstance(loaded, str):
+                absent[name] = loaded
             else:
-                found[name] = fla()
+                chains[name] = fla()
         elif name not in PEERS:
             raise ValueError(f"providers: expected gdn, gdn:BACKEND or fla, got {name!r}")
-    return found, absent
+    return chains, absent
 
 
 def ours(name: str) -> Chain:
@@ -50,8 +50,8 @@ def ours(name: str) -> Chain:
     def tuples(function: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
         def call(*arguments: Any) -> tuple[Tensor, ...]:
             *tensors, offsets = arguments
-            found = function(*tensors, cu_seqlens=offsets, backend=backend)
-            return found if isinstance(found, tuple) else (found,)
+            results = function(*tensors, cu_seqlens=offsets, backend=backend)
+            return results if isinstance(results, tuple) else (results,)
 
         return call
 

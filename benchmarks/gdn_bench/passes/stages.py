@@ -97,10 +97,10 @@ def measured(session: Session, workload: Workload, chains: Mapping[str, Chain]) 
     verdicts = {name: compare_stages(chain, given) for name, chain in chains.items()}
     for stage, (_, made) in TABLE.items():
         about = {"case": f"{workload.name} {stage}", "inside": INSIDE}
-        found = {name: {**heads[name], **about} for name in chains}
+        by_name = {name: {**heads[name], **about} for name in chains}
         prepared: dict[str, graph.Prepared] = {}
         for name, course in courses.items():
-            row = found[name]
+            row = by_name[name]
             row |= verdicts[name].get(stage, {"ok": False, "failed": "a stage before it did"})
             course.is_right &= bool(row["ok"])
             course.share_of_limit = max(course.share_of_limit, row.get("share_of_limit", 0.0))
@@ -108,8 +108,8 @@ def measured(session: Session, workload: Workload, chains: Mapping[str, Chain]) 
                 with noted(row):
                     prepared[name] = graph.prepare([_call(course, stage, given)], session.device)
             course.is_right &= name in prepared
-        _time(session, stage_cost(stage, workload), prepared, courses, found, stage)
-        yield from found.values()
+        _time(session, stage_cost(stage, workload), prepared, courses, by_name, stage)
+        yield from by_name.values()
         for course in courses.values():
             if course.is_right:
                 _advance(course, stage, made, given)
@@ -129,10 +129,10 @@ def compare_stages(chain: Chain, given: Inputs) -> dict[str, Row]:
     limit = accuracy.error_limits(small.tensors["q"].dtype, "random")["o"]
     H = small.tensors["q"].shape[2]
     index = sorted({0, H - 1})[:JUDGED_HEADS]
-    course, found = Course(chain, dict(small.tensors)), {}
+    course, verdicts = Course(chain, dict(small.tensors)), {}
     for stage, (taken, made) in TABLE.items():
         row: Row = {"judged_tokens": JUDGED_TOKENS, "judged_heads": len(index)}
-        found[stage] = row
+        verdicts[stage] = row
         with noted(row), poison_memory():
             results = _call(course, stage, small)()
             inputs = [_judged(chain, name, course.values[name], index, small) for name in taken]
@@ -147,8 +147,8 @@ def compare_stages(chain: Chain, given: Inputs) -> dict[str, Row]:
             _keep(course, made, results)
             row |= _verdict(errors, limit)
         if not row["ok"]:
-            return found
-    return found
+            return verdicts
+    return verdicts
 
 
 def stage_cost(stage: str, workload: Workload) -> Cost:
@@ -200,15 +200,15 @@ def _time(
     cost: Cost,
     prepared: Mapping[str, graph.Prepared],
     courses: Mapping[str, Course],
-    found: Mapping[str, Row],
+    by_name: Mapping[str, Row],
     stage: str,
 ) -> None:
     times = graph.interleaved(prepared, session.device) if prepared else {}
     for name, seconds in times.items():
         if name in courses:
             courses[name].seconds[stage] = seconds.p50
-        found[name].update(rows.speed(cost, session.ceilings, seconds, prepared[name]))
-    rows.add_ratios(found)
+        by_name[name].update(rows.speed(cost, session.ceilings, seconds, prepared[name]))
+    rows.add_ratios(by_name)
 
 
 def _sums(
@@ -217,7 +217,7 @@ def _sums(
     """Yield the sum of the six stages' medians where all six have one."""
     costs = [stage_cost(stage, workload) for stage in TABLE]
     cost = Cost(sum(c.bytes for c in costs), sum(c.flop for c in costs))
-    found = {}
+    by_name = {}
     for name, course in courses.items():
         if len(course.seconds) == len(TABLE):
             words = {
@@ -228,10 +228,10 @@ def _sums(
             total = sum(course.seconds.values())
             added = graph.Prepared(lambda: None, 1, "sum", ())
             times = measure.Times(total, total, total, len(TABLE))
-            found[name] = {**heads[name], **words, **rows.speed(cost, session.ceilings, times, added)}
-            found[name] |= {"share_of_limit": course.share_of_limit}
-    rows.add_ratios(found)
-    yield from found.values()
+            by_name[name] = {**heads[name], **words, **rows.speed(cost, session.ceilings, times, added)}
+            by_name[name] |= {"share_of_limit": course.share_of_limit}
+    rows.add_ratios(by_name)
+    yield from by_name.values()
 
 
 def _whole(
@@ -243,21 +243,21 @@ def _whole(
         return jobs.given(replace(workload.case, gate="none"), session.device)
 
     expected = accuracy.expect_outputs(given, without_decay, JUDGED_HEADS, False, accuracy.reference_by_heads)
-    found = {name: {**heads[name], "case": f"{workload.name} whole", "inside": WHOLE} for name in chains}
+    by_name = {name: {**heads[name], "case": f"{workload.name} whole", "inside": WHOLE} for name in chains}
     prepared = {}
     for name, chain in chains.items():
-        with noted(found[name]):
+        with noted(by_name[name]):
             call = chain.whole(given)
             with poison_memory():
                 o, final = call()
             answers = {"o": o, "final_state": final}
-            found[name] |= rows.verdict(accuracy.compare_outputs(answers, expected, workload.case))
+            by_name[name] |= rows.verdict(accuracy.compare_outputs(answers, expected, workload.case))
             del o, final, answers
-            if found[name]["ok"]:
-                found[name]["peak_mb"] = round(graph.peak_memory(call, session.device) / 1e6, 1)
+            if by_name[name]["ok"]:
+                by_name[name]["peak_mb"] = round(graph.peak_memory(call, session.device) / 1e6, 1)
                 prepared[name] = graph.prepare([call], session.device)
-    _time(session, workload.cost, prepared, {}, found, "whole")
-    yield from found.values()
+    _time(session, workload.cost, prepared, {}, by_name, "whole")
+    yield from by_name.values()
 
 
 def _judged(chain: Chain, name: str, x: Tensor, index: list[int], given: Inputs) -> Tensor:

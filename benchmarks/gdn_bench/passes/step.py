@@ -73,12 +73,12 @@ def measured(session: Session, shape: Shape, B: int, dtype: str) -> list[Row]:
     cost = _cost(shape, B, size)
     problems = sets(shape, B, STATES[dtype], device, graph.copies(cost.bytes / 2, device))
     wanted = reference_step(problems[0])
-    found: dict[str, Row] = {}
+    by_name: dict[str, Row] = {}
     prepared: dict[str, graph.Prepared] = {}
     H, HV = shape.heads
     backend = select(_problem(problems[0])).name
     for name, bind in WAYS.items():
-        row = found[name] = {
+        row = by_name[name] = {
             "case": f"B={B} {dtype} {name}", "provider": "gdn", "backend": backend, "dtype": "bfloat16",
             "state": dtype, "H": H, "HV": HV, "K": shape.size, "V": shape.size, "N": B, "T": 1,
         }  # fmt: skip
@@ -86,18 +86,18 @@ def measured(session: Session, shape: Shape, B: int, dtype: str) -> list[Row]:
             row |= judged(bind, problems[0], wanted)
     # timing changes the states, so all comparisons come first
     for name, bind in WAYS.items():
-        if found[name].get("ok"):
-            with noted(found[name]), torch.no_grad():
+        if by_name[name].get("ok"):
+            with noted(by_name[name]), torch.no_grad():
                 calls = [bind(one) for one in problems]
                 moved = [problems[0][x] for x in ("conv_state", "state")]
                 prepared[name] = graph.prepare(calls, device, is_eager=session.is_eager, moved=moved)
     for name, seconds in (graph.interleaved(prepared, device) if prepared else {}).items():
-        found[name] |= rows.speed(cost, session.ceilings, seconds, prepared[name]) | {"ratio": {}}
+        by_name[name] |= rows.speed(cost, session.ceilings, seconds, prepared[name]) | {"ratio": {}}
     if FUNCTIONS in prepared:
-        for row in found.values():
+        for row in by_name.values():
             if "ms" in row:
-                row["to_functions"] = found[FUNCTIONS]["ms"] / row["ms"]
-    return list(found.values())
+                row["to_functions"] = by_name[FUNCTIONS]["ms"] / row["ms"]
+    return list(by_name.values())
 
 
 def functions(x: Tensors) -> Run:
@@ -146,9 +146,9 @@ def reference_step(x: Tensors) -> dict[str, Tensor]:
     """Return output, states and windows in fp64; each stage reads its inputs rounded to their dtype."""
     slots, W = x["read_index"].long(), x["conv_weight"].shape[1]
     H, K, V, HV = x["num_k_heads"], x["head_k_dim"], x["head_v_dim"], x["a"].shape[1]
-    held, new = x["conv_state"][slots], x["mixed_qkv"]
+    window, new = x["conv_state"][slots], x["mixed_qkv"]
     mixed, windows = causal_conv1d(
-        new[:, None], x["conv_weight"], x["conv_bias"], activation="silu", initial_state=held
+        new[:, None], x["conv_weight"], x["conv_bias"], activation="silu", initial_state=window
     )
     assert windows.shape[2] == W - 1
     q, k, v = mixed.to(new.dtype).split([H * K, H * K, HV * V], 2)

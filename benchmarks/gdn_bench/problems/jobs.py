@@ -19,9 +19,9 @@ _OWN = ("q", "k", "v", "g", "beta", "initial_state")  # tensors that each set of
 
 def given(case: Case, device: torch.device) -> Inputs:
     """Return the tensors of a case, drawn on the device, offsets in int32."""
-    found = inputs(case, DTYPE, device=device, is_drawn_there=True)
-    tensors = {name: x.int() if name == "cu_seqlens" else x for name, x in found.tensors.items()}
-    return replace(found, tensors=tensors)
+    drawn = inputs(case, DTYPE, device=device, is_drawn_there=True)
+    tensors = {name: x.int() if name == "cu_seqlens" else x for name, x in drawn.tensors.items()}
+    return replace(drawn, tensors=tensors)
 
 
 def sets(job: str, first: Inputs, count: int) -> list[Inputs]:
@@ -30,11 +30,11 @@ def sets(job: str, first: Inputs, count: int) -> list[Inputs]:
     Peers cache what they compute from offsets by the tensor's identity. The states of a decode lie in one
     pool, each set's in slots of its own, in random order.
     """
-    found = [first]
+    problems = [first]
     for _ in range(count - 1):
         own = {name: x.clone() if name in _OWN else x for name, x in first.tensors.items()}
-        found.append(replace(first, tensors=own))
-    return _pooled(found) if job == "decode" else found
+        problems.append(replace(first, tensors=own))
+    return _pooled(problems) if job == "decode" else problems
 
 
 def call(provider: Provider, job: str, given: Inputs) -> Callable[[], Any]:
@@ -73,14 +73,14 @@ def default_backend(provider: str, heads: tuple[int, int], device: torch.device)
     return backend(provider, "prefill", given(case, device))
 
 
-def _pooled(found: list[Inputs]) -> list[Inputs]:
-    states = [x.tensors["initial_state"] for x in found]
+def _pooled(problems: list[Inputs]) -> list[Inputs]:
+    states = [x.tensors["initial_state"] for x in problems]
     (B, *shape), device = states[0].shape, states[0].device
     generator = torch.Generator(device).manual_seed(0)
-    slots = torch.randperm(B * len(found), generator=generator, device=device)
+    slots = torch.randperm(B * len(problems), generator=generator, device=device)
     pool = states[0].new_empty(len(slots), *shape)
     pooled = []
-    for one, state, index in zip(found, states, slots.split(B), strict=True):
+    for one, state, index in zip(problems, states, slots.split(B), strict=True):
         pool[index] = state
         own = {name: x for name, x in one.tensors.items() if name != "initial_state"}
         pooled.append(replace(one, tensors={**own, "pool": pool, "read_index": index.int()}))

@@ -69,9 +69,9 @@ class Packet:
     @property
     def accepted(self) -> Tensor:
         """Return [B] tokens in each row's history: whole packets that leave space for one more."""
-        held = places(self.T) // self.T
-        rows = torch.arange(1, self.B + 1) if self.way == "replay" else torch.full((self.B,), held - 1)
-        return self.T * (rows % held)
+        packets = places(self.T) // self.T
+        rows = torch.arange(1, self.B + 1) if self.way == "replay" else torch.full((self.B,), packets - 1)
+        return self.T * (rows % packets)
 
     def cost(self, shape: Shape) -> Cost:
         """Return the bytes of states, tokens and history, each read or written once."""
@@ -91,17 +91,17 @@ def places(T: int) -> int:
 
 def groups(shape: Shape, wants: Callable[[str], bool]) -> list[list[Packet]]:
     """Return the wanted packets of each group, one token first; groups without any are left out."""
-    found = []
+    selected = []
     for B, dtype in ((B, dtype) for B in shape.rows for dtype in STATES):
         packets = [Packet(B, T, dtype, way) for T in shape.tokens for way in WAYS]
         wanted = [packet for packet in packets if wants(packet.name)]
         single = Packet(B, 1, dtype, SINGLE)
         if wanted or wants(single.name):
-            found.append([single, *wanted])
-    return found
+            selected.append([single, *wanted])
+    return selected
 
 
-def problems(packet: Packet, found: Sequence[Inputs]) -> list[Inputs]:
+def problems(packet: Packet, rows: Sequence[Inputs]) -> list[Inputs]:
     """Return the problems of a packet on rows of a pool. Problems with a history share one, which is empty.
 
     q, k, v, g, beta are the packet's tokens. With a history, past_q and so on are the tokens before them, of
@@ -109,9 +109,9 @@ def problems(packet: Packet, found: Sequence[Inputs]) -> list[Inputs]:
     """
     if not packet.with_history:
         return [
-            replace(one, tensors={**one.tensors, **_tokens(one.tensors, slice(packet.T))}) for one in found
+            replace(one, tensors={**one.tensors, **_tokens(one.tensors, slice(packet.T))}) for one in rows
         ]
-    x, P = found[0].tensors, places(packet.T)
+    x, P = rows[0].tensors, places(packet.T)
     slots, (H, K), (HV, V) = len(x["pool"]), x["k"].shape[2:], x["v"].shape[2:]
     shared = {
         "history_u": x["v"].new_empty(slots, P, HV, V), "history_k": x["k"].new_empty(slots, P, H, K),
@@ -127,7 +127,7 @@ def problems(packet: Packet, found: Sequence[Inputs]) -> list[Inputs]:
                 **{f"past_{name}": y for name, y in _tokens(one.tensors, slice(P - packet.T)).items()},
             },
         )
-        for one in found
+        for one in rows
     ]  # fmt: skip
 
 

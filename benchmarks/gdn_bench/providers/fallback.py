@@ -15,12 +15,12 @@ def function(name: str) -> Provider:
     """Compile a function of the model file without its decorator, which may pick another package's."""
     module = import_module(FILE)
     tree = ast.parse(inspect.getsource(module))
-    found = next((x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name), None)
-    if found is None:
+    definition = next((x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == name), None)
+    if definition is None:
         raise ImportError(f"transformers: expected a version whose {FILE} defines {name}, got none")
-    found.decorator_list.clear()
+    definition.decorator_list.clear()
     namespace = dict(vars(module))
-    exec(compile(ast.Module([found], []), inspect.getfile(module), "exec"), namespace)
+    exec(compile(ast.Module([definition], []), inspect.getfile(module), "exec"), namespace)
     provider: Provider = namespace[name]
     return provider
 

@@ -41,7 +41,7 @@ def _packets(backend: str | None) -> dict[str, Bind]:
         def run() -> tuple[Tensor, Tensor]:
             return gdn.decode(**arguments, write="none", intermediate=kept, backend=backend), kept
 
-        return Bound(run, lambda found: (found[0], found[1].flatten(0, 1).float()))
+        return Bound(run, lambda results: (results[0], results[1].flatten(0, 1).float()))
 
     def written(tensors: Tensors, options: Options, write: str, is_exact: bool) -> Bound:
         pool, index, arguments = tensors["pool"], tensors["read_index"].long(), _on_pool(tensors, options)

@@ -21,13 +21,13 @@ Serving = Callable[[], AbstractContextManager[object]]
 def plain() -> Iterator[None]:
     """Give the model file the four functions that it defines, within a `with` block."""
     module = import_module(fallback.FILE)
-    held = {name: getattr(module, name) for name in FUNCTIONS}
+    originals = {name: getattr(module, name) for name in FUNCTIONS}
     try:
         for name in FUNCTIONS:
             setattr(module, name, fallback.function(name))
         yield
     finally:
-        for name, function in held.items():
+        for name, function in originals.items():
             setattr(module, name, function)
 
 
@@ -40,21 +40,21 @@ def as_imported() -> Iterator[None]:
 
 def serving(names: tuple[str, ...]) -> tuple[dict[str, Serving], dict[str, str]]:
     """Return a context for each provider that runs models, and why others are absent."""
-    found: dict[str, Serving] = {}
+    contexts: dict[str, Serving] = {}
     absent: dict[str, str] = {}
     if find_spec("transformers") is None:
-        return found, dict.fromkeys(names, "needs transformers, which is not installed")
+        return contexts, dict.fromkeys(names, "needs transformers, which is not installed")
     for name in names:
         if name == "gdn":
-            found[name] = gdn.patch_transformers
+            contexts[name] = gdn.patch_transformers
         elif name == "transformers":
-            found[name] = plain
+            contexts[name] = plain
         elif name == "fla":
-            held = load_provider(name)
-            if isinstance(held, str):
-                absent[name] = held
+            loaded = load_provider(name)
+            if isinstance(loaded, str):
+                absent[name] = loaded
             else:
-                found[name] = as_imported
+                contexts[name] = as_imported
         elif name not in PEERS:
             raise ValueError(f"providers: expected some of gdn, fla, transformers, got {name!r}")
-    return found, absent
+    return contexts, absent

@@ -178,7 +178,7 @@ def _flashinfer_packets(
         def run() -> tuple[Tensor, Tensor]:
             return verify(**arguments)[0], kept
 
-        return Bound(run, lambda found: (found[0], found[1].flatten(0, 1).float()))
+        return Bound(run, lambda results: (results[0], results[1].flatten(0, 1).float()))
 
     def final(tensors: Tensors, options: Options) -> Bound:
         pool, index = tensors["pool"], tensors["read_index"]
@@ -261,7 +261,7 @@ def transformers() -> Provider:
             if ends is None:
                 o, final = whole(*given, initial_state=first, **flags)
             else:
-                found = [
+                sequences = [
                     whole(
                         *(x[:, a:b] for x in given),
                         initial_state=None if first is None else first[[n]],
@@ -270,7 +270,8 @@ def transformers() -> Provider:
                     for n, (a, b) in enumerate(pairwise(ends))
                 ]
                 o, final = (
-                    torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), (1, 0), strict=True)
+                    torch.cat(parts, dim)
+                    for parts, dim in zip(zip(*sequences, strict=True), (1, 0), strict=True)
                 )
             assert final is not None
             return o, final.transpose(-1, -2) if options["state_v_first"] else final

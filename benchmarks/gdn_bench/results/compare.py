@@ -56,25 +56,25 @@ def changes(
     A problem with a time before and a row without one after (refused, failed, wrong) is lost.
     """
     old, new = medians(_plainly(before), by), medians(_plainly(after), by)
-    found = []
+    changed = []
     for what in dict.fromkeys([*old, *new]):
         x, y = old.get(what), new.get(what)
         if x is None and y is None:
             continue
         if x is None or y is None:
             if what in old and what in new:
-                found.append(Change(what, x, y, "new" if x is None else "lost"))
+                changed.append(Change(what, x, y, "new" if x is None else "lost"))
             continue
         is_slower, is_faster = y > x * (1 + threshold), x > y * (1 + threshold)
-        found.append(Change(what, x, y, "slower" if is_slower else "faster" if is_faster else "same"))
-    return found
+        changed.append(Change(what, x, y, "slower" if is_slower else "faster" if is_faster else "same"))
+    return changed
 
 
-def medians(found: Iterable[Row], by: str | None = None) -> dict[Key, float | None]:
+def medians(measured: Iterable[Row], by: str | None = None) -> dict[Key, float | None]:
     """Return the median time of each problem; None where its last row has none."""
     times: dict[Key, list[float]] = {}
     last: dict[Key, Row] = {}
-    for row in found:
+    for row in measured:
         last[rows.key(row)] = row
         if "ms" in row:
             times.setdefault(rows.key(row), []).append(row["ms"])
@@ -91,17 +91,17 @@ def medians(found: Iterable[Row], by: str | None = None) -> dict[Key, float | No
     return scaled
 
 
-def _plainly(found: Iterable[Row]) -> list[Row]:
+def _plainly(measured: Iterable[Row]) -> list[Row]:
     """Rename gdn:BACKEND to gdn on a side that has rows of one backend only."""
-    found = list(found)
-    names = {row["provider"] for row in found if row["provider"].partition(":")[0] == "gdn"}
-    return [{**row, "provider": "gdn"} if names == {row["provider"]} else row for row in found]
+    measured = list(measured)
+    names = {row["provider"] for row in measured if row["provider"].partition(":")[0] == "gdn"}
+    return [{**row, "provider": "gdn"} if names == {row["provider"]} else row for row in measured]
 
 
-def is_regression(found: Sequence[Change]) -> bool:
+def is_regression(changed: Sequence[Change]) -> bool:
     """Return True if a row of gdn became slower or lost its time."""
     provider = rows.SAME.index("provider")
-    return any(c.verdict in ("slower", "lost") and c.what[provider].startswith("gdn") for c in found)
+    return any(c.verdict in ("slower", "lost") and c.what[provider].startswith("gdn") for c in changed)
 
 
 def sides(
@@ -134,10 +134,10 @@ def is_file(name: str) -> bool:
 def recorded(name: str) -> list[Row]:
     """Return the rows of FILE or FILE@COMMIT."""
     path, _, commit = name.partition("@")
-    found = [row for row in rows.read(Path(path)) if not commit or row.get("commit") == commit]
-    if not found:
+    selected = [row for row in rows.read(Path(path)) if not commit or row.get("commit") == commit]
+    if not selected:
         raise ValueError(f"expected rows in {name}, got none")
-    return found
+    return selected
 
 
 def checkout(name: str, home: Path, root: Path) -> None:
@@ -193,12 +193,12 @@ def _measured(home: Path, name: str, arguments: Sequence[str]) -> list[Row]:
     return rows.read(out)
 
 
-def build_table(found: Sequence[Change], by: str | None = None) -> Table:
+def build_table(changed: Sequence[Change], by: str | None = None) -> Table:
     """Return the changes as a table, verdicts coloured in rich's markup."""
     colours: Mapping[str, str] = {"slower": "red", "lost": "red", "faster": "green"}
     unit = "ms" if by is None else f"x {by}"
     cells = []
-    for c in found:
+    for c in changed:
         colour = colours.get(c.verdict, "dim")
         numbers = ["" if x is None else f"{x:.4g}" for x in (c.before, c.after, c.ratio)]
         cells.append([*(str(part or "") for part in c.what), *numbers, f"[{colour}]{c.verdict}[/]"])

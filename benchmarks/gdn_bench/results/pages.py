@@ -75,10 +75,10 @@ class Results:
     @property
     def passes(self) -> list[str]:
         """Return the passes that have rows, each variant by itself, in the order of ABOUT."""
-        found = dict.fromkeys(row["pass"] for row in self.rows if rows.is_measured(row))
+        names = dict.fromkeys(row["pass"] for row in self.rows if rows.is_measured(row))
         order = {job: i for i, job in enumerate(ABOUT)}
-        known = [(order[job], name) for name in found if (job := name.partition(":")[0]) in order]
-        return [name for _, name in sorted(known)]
+        ordered = [(order[job], name) for name in names if (job := name.partition(":")[0]) in order]
+        return [name for _, name in sorted(ordered)]
 
     @property
     def ceilings(self) -> tuple[float, float]:
@@ -101,10 +101,10 @@ def _after(row: Row, before: Row) -> Row:
     """Return a row with the peers of the row before it: in `ratio` those of its commit, others in `then`."""
     if "ms" not in row:
         return {**row, "ratio": {}, "then": {}}
-    ratio, held = row.get("ratio", {}), before.get("ratio", {})
+    ratio, earlier = row.get("ratio", {}), before.get("ratio", {})
     if before.get("commit") == row.get("commit"):
-        ratio = {**held, **ratio}
-    then = {**before.get("then", {}), **dict.fromkeys(held, before)}
+        ratio = {**earlier, **ratio}
+    then = {**before.get("then", {}), **dict.fromkeys(earlier, before)}
     return {**row, "ratio": ratio, "then": {p: x for p, x in then.items() if p not in ratio}}
 
 
@@ -115,23 +115,23 @@ def _is_timed(row: Row) -> bool:
 
 def load(folder: Path, limits: Mapping[str, int] | None = None) -> list[Results]:
     """Return the results of each file of a folder. limits: name -> number of first rows to read."""
-    found = []
+    loaded = []
     for path in sorted(folder.glob("*.jsonl"), key=lambda p: (p.stem == "cpu", p.stem)):
-        held = rows.read(path)
-        found.append(Results(path.stem, held[: (limits or {}).get(path.stem, len(held))]))
-    return found
+        lines = rows.read(path)
+        loaded.append(Results(path.stem, lines[: (limits or {}).get(path.stem, len(lines))]))
+    return loaded
 
 
 def page(
-    found: Iterable[Results], pictures: Mapping[str, Sequence[tuple[str, str]]], folder: str = "results"
+    results: Iterable[Results], pictures: Mapping[str, Sequence[tuple[str, str]]], folder: str = "results"
 ) -> str:
     """Return the text of docs/results.md: statements, pictures, and links to the pages of the passes.
 
     pictures: name of results -> (title, path) of each. folder: the folder of the other pages.
     """
-    found = list(found)
-    made_from = ", ".join(f"{len(one.rows)} rows of {one.name}.jsonl" for one in found)
-    links = ", ".join(f"[{job}]({folder}/{job}.md)" for job in pass_pages(found))
+    results = list(results)
+    made_from = ", ".join(f"{len(one.rows)} rows of {one.name}.jsonl" for one in results)
+    links = ", ".join(f"[{job}]({folder}/{job}.md)" for job in pass_pages(results))
     text = [
         "# Results", "",
         f"Made by `gdn bench plot` from {made_from} (`benchmarks/results/`), not by hand.",
@@ -141,20 +141,20 @@ def page(
         "commit stands with that commit.", "",
         f"All rows, one page for each pass: {links}.", "",
     ]  # fmt: skip
-    for one in found:
+    for one in results:
         text += [f"## {machine(one)}", ""]
         text += [line for sentence in statements(one) for line in (f"- {sentence}",)]
         text += ["", *(f"![{title}]({path})" for title, path in pictures.get(one.name, ())), ""]
     return "\n".join(text).rstrip() + "\n"
 
 
-def pass_pages(found: Iterable[Results]) -> dict[str, str]:
+def pass_pages(results: Iterable[Results]) -> dict[str, str]:
     """Return the page of each pass, by its name: the tables of its variants on each machine."""
-    found = list(found)
+    results = list(results)
     texts = {}
     for job, about in ABOUT.items():
         lines = []
-        for one in found:
+        for one in results:
             tables_of_job = [section(one, name) for name in one.passes if name.partition(":")[0] == job]
             if any(tables_of_job):
                 lines += [f"## {machine(one)}", "", *(line for table in tables_of_job for line in table)]
@@ -186,16 +186,16 @@ def machine(one: Results) -> str:
 
 def statements(one: Results) -> list[str]:
     """Return sentences on each pass and peer: ratios, problems, versions, dates, commits, command."""
-    found = []
+    sentences = []
     for name in one.passes:
         ours = [row for row in one.ours(name.partition(":")[0]) if row["pass"] == name and row.get("ratio")]
         for peer in dict.fromkeys(p for row in ours for p in row["ratio"]):
             with_peer = [row for row in ours if peer in row["ratio"]]
             ordered = sorted(with_peer, key=lambda row, peer=peer: row["ratio"][peer])  # type: ignore[misc]
-            found.append(_statement(machine(one), name, peer, ordered))
+            sentences.append(_statement(machine(one), name, peer, ordered))
         if name.partition(":")[0] == "accuracy":
-            found += _accuracy_statements(one, name)
-    return found
+            sentences += _accuracy_statements(one, name)
+    return sentences
 
 
 def _statement(where: str, name: str, peer: str, ordered: Sequence[Row]) -> str:
@@ -215,11 +215,13 @@ def _statement(where: str, name: str, peer: str, ordered: Sequence[Row]) -> str:
 
 def _accuracy_statements(one: Results, name: str) -> list[str]:
     """Return sentences on gdn's errors over those of each peer on equal inputs."""
-    held = [row for row in one.last("accuracy") if row["pass"] == name and row.get("profile", "gdn") == "gdn"]
-    ours = {(row["case"], row["dtype"]): row for row in held if owner_of(row["provider"]) == "gdn"}
-    found = []
+    judged = [
+        row for row in one.last("accuracy") if row["pass"] == name and row.get("profile", "gdn") == "gdn"
+    ]
+    ours = {(row["case"], row["dtype"]): row for row in judged if owner_of(row["provider"]) == "gdn"}
+    sentences = []
     for peer in PEERS:
-        theirs = {(row["case"], row["dtype"]): row for row in held if row["provider"] == peer}
+        theirs = {(row["case"], row["dtype"]): row for row in judged if row["provider"] == peer}
         both = [(row, theirs[what]) for what, row in ours.items() if what in theirs]
         ratios = {
             (row["case"], x, row["dtype"]): over_peer(row["errors"][x], other["errors"][x])
@@ -233,20 +235,22 @@ def _accuracy_statements(one: Results, name: str) -> list[str]:
         range_ = " to ".join(f"{ratios[end]:.2f} ({end[0]}: {end[1]})" for end in ends)
         gates = [ratio for (_, x, _), ratio in ratios.items() if x in OF_FLA]
         of_gates = f", of {' and '.join(OF_FLA)} {min(gates):.2f} to {max(gates):.2f}" if gates else ""
-        found.append(
+        sentences.append(
             f"`{name}`: errors of outputs and gradients {range_} times those of {title_of(peer)} "
             f"{version(both[-1][1], peer)}{of_gates}, in {len(both)} problems; {machine(one)}, "
             f"{provenance([row for row, _ in both])}; `{command(name)}`"
         )
-    return found
+    return sentences
 
 
-def provenance(found: Sequence[Row]) -> str:
+def provenance(measured: Sequence[Row]) -> str:
     """Return commits, versions and dates of some rows as text."""
-    last = found[-1]
-    held = [f"gdn at {spread(row.get('commit') or '?' for row in found)}"]
-    held += [f"{name} {last['versions'][name]}" for name in ("torch", "triton") if name in last["versions"]]
-    return ", ".join([*held, spread(row["date"] for row in found)])
+    last = measured[-1]
+    versions = [f"gdn at {spread(row.get('commit') or '?' for row in measured)}"]
+    versions += [
+        f"{name} {last['versions'][name]}" for name in ("torch", "triton") if name in last["versions"]
+    ]
+    return ", ".join([*versions, spread(row["date"] for row in measured)])
 
 
 def version(row: Row, provider: str) -> str:
@@ -269,20 +273,20 @@ def command(name: str, case: str | None = None) -> str:
 def section(one: Results, name: str) -> list[str]:
     """Return the heading, table, command and notes of one pass."""
     job = name.partition(":")[0]
-    held = [row for row in one.last(job) if row["pass"] == name]
+    measured = [row for row in one.last(job) if row["pass"] == name]
     without = [row for row in one.without_time if row["pass"] == name]
-    table = tables.build_table(name, held, without, one.of_limit)
+    table = tables.build_table(name, measured, without, one.of_limit)
     if not table.lines:
         return []
     about = ABOUT[job]
-    if held[0].get("profile") == "pto":
+    if measured[0].get("profile") == "pto":
         about += ", judged by pto-kernels' gates; ~: gdn against a peer"
-    below = (*tables.timed_regions(held), *tables.reasons(without))
-    head = [f"### {name}", "", f"{about}; {provenance(held)}; `{command(name)}`", ""]
+    below = (*tables.timed_regions(measured), *tables.reasons(without))
+    head = [f"### {name}", "", f"{about}; {provenance(measured)}; `{command(name)}`", ""]
     return [*head, *tables.to_markdown(table), "", *(line for note in below for line in (f"{note}.", ""))]
 
 
-def spread(found: Iterable[str]) -> str:
+def spread(values: Iterable[str]) -> str:
     """Return one value, or the first and the last of several."""
-    ordered = sorted(set(found))
+    ordered = sorted(set(values))
     return ordered[0] if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"

@@ -48,31 +48,31 @@ def draw(one: Results, folder: Path) -> list[tuple[str, str]]:
 def lengths(one: Results) -> Any:
     """Draw tokens per second against the length of one sequence, a panel for each head count and pass."""
     groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    held = [row for row in one.last("prefill", "train", "cpu") if "ms" in row and row.get("N") == 1]
-    for row in held:
+    measured = [row for row in one.last("prefill", "train", "cpu") if "ms" in row and row.get("N") == 1]
+    for row in measured:
         if row.get("T", 0) > 1:
             what = row["case"].rpartition(" ")[0] if row["pass"] == "cpu" else f"{row['H']}/{row['HV']} heads"
             title = f"{row['pass']}, {what}"
             points = groups.setdefault(title, {}).setdefault(owner_of(row["provider"]), [])
             points.append((row["T"], row["T"] / row["ms"] / (1e3 if "gpu" in row else 1)))
     groups = {t: g for t, g in groups.items() if any(len(points) > 1 for points in g.values())}
-    up = f"{'million' if any('gpu' in row for row in held) else 'thousand'} tokens per second"
-    return _curves(groups, "tokens in one sequence", up, "Speed against sequence length", one, held)
+    up = f"{'million' if any('gpu' in row for row in measured) else 'thousand'} tokens per second"
+    return _curves(groups, "tokens in one sequence", up, "Speed against sequence length", one, measured)
 
 
 def prefill(one: Results) -> Any:
     """Draw tokens per second of a prefill against the length of one sequence: the README's picture."""
-    held = [
+    measured = [
         row
         for row in one.last("prefill")
         if row["pass"] == "prefill" and "ms" in row and row.get("N") == 1 and row.get("T", 0) > 1
     ]
-    heads = [name for name in ((16, 32), (2, 8)) if any((row["H"], row["HV"]) == name for row in held)]
+    heads = [name for name in ((16, 32), (2, 8)) if any((row["H"], row["HV"]) == name for row in measured)]
     if not heads:
         return None
     figure, panels = _panels(len(heads), width=4.2, height=3.4)
     for (H, HV), axes in zip(heads, panels, strict=True):
-        of_heads = [row for row in held if (row["H"], row["HV"]) == (H, HV)]
+        of_heads = [row for row in measured if (row["H"], row["HV"]) == (H, HV)]
         for provider, (colour, mark, style) in LOOKS.items():
             points = sorted(
                 (row["T"], row["T"] / row["ms"] / 1e3)
@@ -93,7 +93,7 @@ def prefill(one: Results) -> Any:
         axes.set_title(f"{H} key heads, {HV} value heads of 128 x 128", fontsize=10)
         _grid(axes)
     panels[0].set_ylabel("million tokens per second")
-    _name(figure, "Prefill of one sequence", one, held)
+    _name(figure, "Prefill of one sequence", one, measured)
     _legend(figure, panels)
     return figure
 
@@ -101,21 +101,21 @@ def prefill(one: Results) -> Any:
 def batches(one: Results) -> Any:
     """Draw microseconds of a decode call against its rows, a panel for each dtype of states."""
     groups: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    held = [row for row in one.last("decode") if "ms" in row]
-    for row in held:
+    measured = [row for row in one.last("decode") if "ms" in row]
+    for row in measured:
         points = groups.setdefault(f"decode, {row['state']} states", {})
         points.setdefault(owner_of(row["provider"]), []).append((row["N"], 1e3 * row["ms"]))
-    return _curves(groups, "rows", "us a call", "Time of a decode call", one, held)
+    return _curves(groups, "rows", "us a call", "Time of a decode call", one, measured)
 
 
 def roofline(one: Results) -> Any:
     """Draw flop per second against flop per byte, under the highest rates seen on that machine."""
-    found = [row for row in one.last("prefill", "train") if row.get("flop") and "copy_gb_per_s" in row]
-    if not found:
+    measured = [row for row in one.last("prefill", "train") if row.get("flop") and "copy_gb_per_s" in row]
+    if not measured:
         return None
     figure, (axes,) = _panels(1, width=7.4, height=3.8)
     copy, matmul = one.ceilings
-    low, high = (f([row["flop"] / row["bytes"] for row in found]) for f in (min, max))
+    low, high = (f([row["flop"] / row["bytes"] for row in measured]) for f in (min, max))
     low, high = min(low, 1e3 * matmul / copy) / 3, max(high, 1e3 * matmul / copy) * 3
     ridge = 1e3 * matmul / copy
     axes.plot(
@@ -125,7 +125,9 @@ def roofline(one: Results) -> Any:
     for provider in LOOKS:
         for job in ("prefill", "train"):
             of = [
-                r for r in found if owner_of(r["provider"]) == provider and r["pass"].partition(":")[0] == job
+                r
+                for r in measured
+                if owner_of(r["provider"]) == provider and r["pass"].partition(":")[0] == job
             ]
             if of:
                 colour, mark, _ = LOOKS[provider]
@@ -141,7 +143,7 @@ def roofline(one: Results) -> Any:
     axes.set_xlabel("flop per byte that the job must move")
     axes.set_ylabel("TFLOP/s")
     _grid(axes)
-    _name(figure, "Roofline", one, found)
+    _name(figure, "Roofline", one, measured)
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
     return figure
 
@@ -150,9 +152,9 @@ def ratios(one: Results, *, job: str) -> Any:
     """Draw each peer's time over gdn's in one run: blue where gdn is faster, red where it is slower."""
     from matplotlib.colors import TwoSlopeNorm
 
-    found = [row for row in one.ours(job) if row.get("ratio")]
+    measured = [row for row in one.ours(job) if row.get("ratio")]
     cells: dict[tuple[str, str], float] = {}
-    for row in found:
+    for row in measured:
         for peer, ratio in row["ratio"].items():
             line, column = _place(row, peer)
             cells[line, column] = float(ratio)
@@ -175,7 +177,7 @@ def ratios(one: Results, *, job: str) -> Any:
     axes.set_xticks(range(len(columns)), columns, fontsize=8)
     axes.tick_params(length=0, labeltop=True, labelbottom=False)
     axes.set_xlabel("peer's time / gdn's time; bold: gdn is slower", fontsize=9)
-    _name(figure, f"Peers' times over gdn's, {job}", one, found)
+    _name(figure, f"Peers' times over gdn's, {job}", one, measured)
     return figure
 
 
@@ -196,13 +198,13 @@ def errors(one: Results) -> Any:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     # other sets and profiles are passes of their own
-    found = [row for row in one.last("accuracy") if (row["pass"], row["dtype"]) == ("accuracy", "bfloat16")]
-    distributions = list(dict.fromkeys(row["case"] for row in found))
+    judged = [row for row in one.last("accuracy") if (row["pass"], row["dtype"]) == ("accuracy", "bfloat16")]
+    distributions = list(dict.fromkeys(row["case"] for row in judged))
     if not distributions:
         return None
     figure, panels = _panels(len(CLASSES), width=3.4, height=1.4 + 0.36 * len(distributions))
-    there = [p for p in LOOKS if any(owner_of(row["provider"]) == p for row in found)]
-    worst = {outputs: [_worst(row, outputs) for row in found] for outputs in CLASSES.values()}
+    there = [p for p in LOOKS if any(owner_of(row["provider"]) == p for row in judged)]
+    worst = {outputs: [_worst(row, outputs) for row in judged] for outputs in CLASSES.values()}
     lowest = min((x for values in worst.values() for x in values if x), default=1e-4)
     for (title, outputs), axes in zip(CLASSES.items(), panels, strict=True):
         for i, provider in enumerate(there):
@@ -210,7 +212,7 @@ def errors(one: Results) -> Any:
             offset = (i - (len(there) - 1) / 2) * 0.7 / len(there)
             points = [
                 (x, distributions.index(row["case"]) + offset)
-                for row, x in zip(found, worst[outputs], strict=True)
+                for row, x in zip(judged, worst[outputs], strict=True)
                 if x and owner_of(row["provider"]) == provider
             ]
             if points:
@@ -229,15 +231,15 @@ def errors(one: Results) -> Any:
         )
         axes.set_ylim(len(distributions) - 0.5, -0.5)
         _grid(axes)
-    _name(figure, "Errors by distribution of gates and keys", one, found)
+    _name(figure, "Errors by distribution of gates and keys", one, judged)
     _legend(figure, panels)
     return figure
 
 
 def _worst(row: Row, outputs: tuple[str, ...]) -> float | None:
     """Return the largest error of some outputs; None where a row has none of them, or no finite number."""
-    held = [row["errors"][name] for name in outputs if name in row["errors"]]
-    return None if not held or None in held else max(held)
+    values = [row["errors"][name] for name in outputs if name in row["errors"]]
+    return None if not values or None in values else max(values)
 
 
 def limit(name: str, output: str) -> float:
@@ -262,17 +264,17 @@ PICTURES: Mapping[str, tuple[str, Callable[[Results], Any]]] = {
 }
 
 
-def _name(figure: Any, title: str, one: Results, held: Sequence[Row]) -> None:
+def _name(figure: Any, title: str, one: Results, measured: Sequence[Row]) -> None:
     """Set a title with machine, dtypes and dates."""
-    dates = sorted({str(row["date"]) for row in held})
+    dates = sorted({str(row["date"]) for row in measured})
     day = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    dtypes = ", ".join(sorted({str(row["dtype"]) for row in held if row.get("dtype")}))
+    dtypes = ", ".join(sorted({str(row["dtype"]) for row in measured if row.get("dtype")}))
     figure.suptitle(f"{title}: {machine(one)}, {dtypes}, {day}", fontsize=11)
 
 
 def _curves(
     groups: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], across: str, up: str, about: str,
-    one: Results, held: Sequence[Row],
+    one: Results, measured: Sequence[Row],
 ) -> Any:  # fmt: skip
     """Draw a panel for each group and a line for each provider, on two logarithmic axes."""
     if not groups:
@@ -300,7 +302,7 @@ def _curves(
         axes.set_ylabel(up)
         axes.set_title(title, fontsize=10)
         _grid(axes)
-    _name(figure, about, one, held)
+    _name(figure, about, one, measured)
     _legend(figure, panels)
     return figure
 
@@ -316,8 +318,8 @@ def _panels(count: int, *, width: float, height: float) -> tuple[Any, list[Any]]
 
 def _legend(figure: Any, panels: Sequence[Any]) -> None:
     """Add one legend for all panels, under them."""
-    held = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels)
-    handles = {label: handle for pairs in held for handle, label in pairs}
+    entries = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels)
+    handles = {label: handle for pairs in entries for handle, label in pairs}
     figure.legend(
         handles.values(),
         handles.keys(),

@@ -69,7 +69,7 @@ def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def read(*paths: Path) -> list[Row]:
     """Return the rows of some files in order. ValueError, with file and line, for a line that is no row."""
-    found = []
+    rows = []
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="ascii").splitlines(), 1):
             try:
@@ -79,8 +79,8 @@ def read(*paths: Path) -> list[Row]:
                 raise ValueError(
                     f"{path}:{number}: expected a row with pass, case and provider, got {line[:60]!r}"
                 ) from error
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def is_measured(row: Mapping[str, Any]) -> bool:
@@ -88,10 +88,10 @@ def is_measured(row: Mapping[str, Any]) -> bool:
     return any(name in row for name in ("ms", "errors", "seconds", "tokens_per_s"))
 
 
-def done(found: Iterable[Row], about: Mapping[str, Any]) -> set[tuple[Any, ...]]:
+def done(rows: Iterable[Row], about: Mapping[str, Any]) -> set[tuple[Any, ...]]:
     """Return the keys of the rows of this commit on this kind of GPU, for `--resume`."""
     commit = about.get("commit")
     if not commit or commit.endswith("+"):
         return set()
-    same = [row for row in found if (row.get("commit"), row.get("gpu")) == (commit, about.get("gpu"))]
+    same = [row for row in rows if (row.get("commit"), row.get("gpu")) == (commit, about.get("gpu"))]
     return {key(row) for row in same}

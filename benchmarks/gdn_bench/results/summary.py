@@ -23,17 +23,17 @@ COLUMNS = ("job", "problems", "best peer", "best peer's time / gdn's", "gdn is s
 MOST_NAMED = 3  # slower problems that a cell names
 
 
-def readme(found: Iterable[Results]) -> str:
+def readme(results: Iterable[Results]) -> str:
     """Return the table, and a line on GPU, dtype and versions for each machine under it."""
     table, notes = [], []
-    for one in found:
+    for one in results:
         measured = [(name, _compared(one, name)) for name in JOBS]
-        measured = [(name, held) for name, held in measured if held]
-        table += [f"| {' | '.join(_cells(name, held))} |" for name, held in measured]
+        measured = [(name, timed) for name, timed in measured if timed]
+        table += [f"| {' | '.join(_cells(name, timed))} |" for name, timed in measured]
         if measured:
-            held = [row for _, rows in measured for row in rows]
-            kind = "GPU" if any("gpu" in row for row in held) else "CPU"
-            notes.append(f"{kind}: {machine(one)}, {_conditions(held)}.")
+            timed = [row for _, rows in measured for row in rows]
+            kind = "GPU" if any("gpu" in row for row in timed) else "CPU"
+            notes.append(f"{kind}: {machine(one)}, {_conditions(timed)}.")
     head = [f"| {' | '.join(COLUMNS)} |", "|---|---:|---|---|---|"]
     return "\n".join([*head, *table, "", *notes]) + "\n" if table else ""
 
@@ -48,10 +48,10 @@ def _best(row: Row) -> float:
     return float(min(row["ratio"].values()))
 
 
-def _cells(name: str, held: Sequence[Row]) -> list[str]:
-    least, most = (f(_best(row) for row in held) for f in (min, max))
-    span = [_factor(least)] if len(held) == 1 else [_factor(least), _factor(most)]
-    return [JOBS[name], str(len(held)), _peers(held), " to ".join(span), _slower(held)]
+def _cells(name: str, measured: Sequence[Row]) -> list[str]:
+    least, most = (f(_best(row) for row in measured) for f in (min, max))
+    span = [_factor(least)] if len(measured) == 1 else [_factor(least), _factor(most)]
+    return [JOBS[name], str(len(measured)), _peers(measured), " to ".join(span), _slower(measured)]
 
 
 def _factor(ratio: float) -> str:
@@ -59,27 +59,27 @@ def _factor(ratio: float) -> str:
     return f"**{ratio:.2f}**" if ratio < 1 else f"{ratio:.2f}"
 
 
-def _peers(held: Sequence[Row]) -> str:
+def _peers(measured: Sequence[Row]) -> str:
     """Return the peers that are the fastest in some problem, the most frequent first."""
-    fastest = [min(row["ratio"], key=row["ratio"].__getitem__) for row in held]
+    fastest = [min(row["ratio"], key=row["ratio"].__getitem__) for row in measured]
     peers = sorted(dict.fromkeys(fastest), key=lambda peer: -fastest.count(peer))
-    return ", ".join(f"{title_of(peer)} {version(held[-1], peer)}" for peer in peers)
+    return ", ".join(f"{title_of(peer)} {version(measured[-1], peer)}" for peer in peers)
 
 
-def _slower(held: Sequence[Row]) -> str:
+def _slower(measured: Sequence[Row]) -> str:
     """Return in bold the problems that the best peer solves faster; all of them where they are few."""
-    slower = sorted((row for row in held if _best(row) < 1), key=_best)
+    slower = sorted((row for row in measured if _best(row) < 1), key=_best)
     if not slower:
         return "none"
     named = ", ".join(str(row["case"]) for row in slower[:MOST_NAMED])
     more = ", ..." if len(slower) > MOST_NAMED else ""
-    return f"**{len(slower)} of {len(held)}: {named}{more}**"
+    return f"**{len(slower)} of {len(measured)}: {named}{more}**"
 
 
-def _conditions(held: Sequence[Row]) -> str:
+def _conditions(measured: Sequence[Row]) -> str:
     """Return dtypes, versions and dates; the commits are in docs/results.md."""
-    found = sorted({str(row["dtype"]) for row in held if row.get("dtype")})
+    conditions = sorted({str(row["dtype"]) for row in measured if row.get("dtype")})
     for name in ("torch", "triton"):
-        versions = sorted({str(row["versions"][name]) for row in held if name in row["versions"]})
-        found += [f"{name} {' and '.join(versions)}"] if versions else []
-    return ", ".join([*found, spread(str(row["date"]) for row in held)])
+        versions = sorted({str(row["versions"][name]) for row in measured if name in row["versions"]})
+        conditions += [f"{name} {' and '.join(versions)}"] if versions else []
+    return ", ".join([*conditions, spread(str(row["date"]) for row in measured)])

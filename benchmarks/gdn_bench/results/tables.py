@@ -37,22 +37,22 @@ def to_markdown(table: Table) -> list[str]:
 
 def build_table(
     name: str,
-    held: Sequence[Row],
+    measured: Sequence[Row],
     without: Sequence[Row] = (),
     of_limit: Callable[[Row], float | None] = lambda row: row.get("of_limit"),
     more: Mapping[str, Number] | None = None,
 ) -> Table:
     """Return the table of a pass.
 
-    held: its rows with numbers. without: its last rows that have none. of_limit: share of what bytes and flop
-    allow. more: further columns of a table of times.
+    measured: its rows with numbers. without: its last rows that have none. of_limit: share of what bytes and
+    flop allow. more: further columns of a table of times.
     """
     make = {"cold": _cold, "accuracy": _accuracy, "e2e": _end_to_end}.get(name.partition(":")[0])
-    return make(held) if make else _times(held, without, of_limit, more or {})
+    return make(measured) if make else _times(measured, without, of_limit, more or {})
 
 
 def _times(
-    held: Sequence[Row],
+    measured: Sequence[Row],
     without: Sequence[Row],
     of_limit: Callable[[Row], float | None],
     more: Mapping[str, Number],
@@ -61,12 +61,12 @@ def _times(
 
     A run of peers alone has a line for each of their rows.
     """
-    timed = [row for row in held if "ms" in row]
+    timed = [row for row in measured if "ms" in row]
     ours = [row for row in timed if owner_of(row["provider"]) == "gdn"]
     is_alone = len({row["case"] for row in ours}) == len(ours) and bool(ours)
     ours = ours or timed
     peers = [p for p in PEERS if any(p in row["ratio"] or p in row.get("then", {}) for row in ours)]
-    beside = {(row["case"], row["provider"]): row for row in (*held, *without)}
+    beside = {(row["case"], row["provider"]): row for row in (*measured, *without)}
     numbers: dict[str, Number] = {
         "limit": lambda row: f"{share:.0%}" if (share := of_limit(row)) else "",
         "GB/s": lambda row: f"{row['gb_per_s']:.0f}" if row.get("gb_per_s") else "",
@@ -105,7 +105,7 @@ def _peer(row: Row, peer: str, last: Row) -> str:
     return reason(last)[0]
 
 
-def _cold(held: Sequence[Row]) -> Table:
+def _cold(measured: Sequence[Row]) -> Table:
     parts = ("first: forward", "first: backward", "first: decode")
     lines = [
         [
@@ -113,15 +113,15 @@ def _cold(held: Sequence[Row]) -> Table:
             *(f"{row['seconds'][part]:.1f} s" if part in row["seconds"] else "" for part in parts),
             str(row.get("compiled_again", "")),
         ]
-        for row in held
+        for row in measured
         if "seconds" in row
     ]
     columns = ["", "first forward", "first backward", "first decode", "compiled again for other problems"]
     return Table(columns, lines)
 
 
-def _accuracy(held: Sequence[Row]) -> Table:
-    there = dict.fromkeys(name for row in held for name in row["errors"])
+def _accuracy(judged: Sequence[Row]) -> Table:
+    there = dict.fromkeys(name for row in judged for name in row["errors"])
     # outputs of the rule in their order, then those of stages
     outputs = [*(name for name in OUTPUTS if name in there), *(name for name in there if name not in OUTPUTS)]
     lines = [
@@ -130,12 +130,12 @@ def _accuracy(held: Sequence[Row]) -> Table:
             *(_error(row["errors"].get(name, "")) for name in outputs),
             "yes" if row["ok"] else "no",
         ]
-        for row in held
+        for row in judged
     ]
     return Table(["", *outputs, "within limits"], lines)
 
 
-def _end_to_end(held: Sequence[Row]) -> Table:
+def _end_to_end(measured: Sequence[Row]) -> Table:
     shares = ("decided", "same_tokens", "decided_plain", "same_plain", "same_all")
     lines = [
         [
@@ -145,7 +145,7 @@ def _end_to_end(held: Sequence[Row]) -> Table:
             *(_error(row.get(name, "")) for name in ("logit_error", "rms_error")),
             *(f"{row[name]:.0%}" if row.get(name) is not None else "" for name in shares),
         ]
-        for row in held
+        for row in measured
     ]
     columns = ["", "tokens/s", "first token", "logit error", "RMS error", "decided", "same of these"]
     return Table([*columns, "decided by plain torch's error", "same of these", "same of all"], lines)
@@ -153,17 +153,17 @@ def _end_to_end(held: Sequence[Row]) -> Table:
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """Return a line for each row without numbers, and for each one timed or judged in an unusual way."""
-    found = []
+    lines = []
     for row in rows:
         where = f"{row['pass']} {row['case']}, {row['provider']}"
         kind, words = reason(row)
         if kind:
-            found.append(f"{where}: {kind}: {words}")
+            lines.append(f"{where}: {kind}: {words}")
         if row.get("why"):
-            found.append(f"{where}: timed by {row['timer']}: {row['why']}")
+            lines.append(f"{where}: timed by {row['timer']}: {row['why']}")
         if row.get("worse"):
-            found.append(f"{where}: less accurate than a peer in {', '.join(row['worse'])}")
-    return [*found, *timed_regions(rows)]
+            lines.append(f"{where}: less accurate than a peer in {', '.join(row['worse'])}")
+    return [*lines, *timed_regions(rows)]
 
 
 def reason(row: Row) -> tuple[str, str]:
@@ -180,7 +180,7 @@ def reason(row: Row) -> tuple[str, str]:
 
 def reasons(without: Sequence[Row]) -> list[str]:
     """Return the providers without a time, with problems and reasons; equal reasons share a line."""
-    found: dict[tuple[str, str], list[str]] = {}
+    cases_of: dict[tuple[str, str], list[str]] = {}
     for row in without:
         kind, words = reason(row)
         if kind == "wrong":
@@ -190,20 +190,20 @@ def reasons(without: Sequence[Row]) -> list[str]:
                 words = "another token than the reference's where that is decided"
         name, _, rest = row["provider"].partition(":")
         who = f"{title_of(name)}{f' ({rest})' if rest else ''}"
-        found.setdefault((who, f"{kind}, {words}"), []).append(row["case"])
-    return [f"no time of {who} in {', '.join(cases)}: {why}" for (who, why), cases in found.items()]
+        cases_of.setdefault((who, f"{kind}, {words}"), []).append(row["case"])
+    return [f"no time of {who} in {', '.join(cases)}: {why}" for (who, why), cases in cases_of.items()]
 
 
 def timed_regions(rows: Sequence[Row]) -> list[str]:
     """Return what the times of stages include; stages with equal texts share a line."""
-    held: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for row in rows:
         if row.get("inside"):
-            names = held.setdefault(row["inside"], [])
+            names = names_of.setdefault(row["inside"], [])
             stage = row["case"].rpartition(" ")[2]
             if stage not in names:
                 names.append(stage)
-    return [f"inside the time of {', '.join(names)}: {what}" for what, names in held.items()]
+    return [f"inside the time of {', '.join(names)}: {what}" for what, names in names_of.items()]
 
 
 def summarize(row: Row) -> str:

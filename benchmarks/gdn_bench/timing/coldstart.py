@@ -58,8 +58,8 @@ def cold(provider: str) -> dict[str, Any]:
         done = _child(caches, "cold", provider, folder, str(time.time()))
     if done.returncode != 0:
         return {"error_message": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    measured: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return measured
 
 
 def warm(
@@ -99,7 +99,7 @@ def _cold(name: str, folder: Path, since: float) -> dict[str, Any]:
     if isinstance(provider, str):
         return {"absent": provider}
     # of Python, torch, gdn, gdn_bench and the provider
-    found: dict[str, Any] = {"start_s": time.time() - since, "seconds": {}, "compilations": {}}
+    measured: dict[str, Any] = {"start_s": time.time() - since, "seconds": {}, "compilations": {}}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.zeros(1, device=device)
     before = _entries(folder)
@@ -110,9 +110,9 @@ def _cold(name: str, folder: Path, since: float) -> dict[str, Any]:
         result = run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found["seconds"][what] = round(time.perf_counter() - start, 4)
+        measured["seconds"][what] = round(time.perf_counter() - start, 4)
         now = _entries(folder)
-        found["compilations"][what] = now - before
+        measured["compilations"][what] = now - before
         before = now
         return result
 
@@ -121,7 +121,7 @@ def _cold(name: str, folder: Path, since: float) -> dict[str, Any]:
     for what, case in STEPS.items() if "decode" in provider.binds else ():
         given = jobs.sets("decode", jobs.given(case, device), 1)[0]
         note(f"{what}: decode", jobs.call(provider, "decode", given))
-    return found | {"ok": _is_right(provider, device)}
+    return measured | {"ok": _is_right(provider, device)}
 
 
 def _differentiate(provider: Provider, what: str, case: Case, device: torch.device, note: Any) -> None:

@@ -128,9 +128,9 @@ def ceilings(device: torch.device) -> dict[str, float]:
         "kernel": prepare([lambda: torch.neg(x, out=y)], device),
         "matmul": prepare([lambda: torch.mm(a, b, out=c)], device),
     }
-    found = interleaved(jobs, device, budget=0.5)
-    copy = min(found[name].p50 for name in ("engine", "kernel"))
-    return {"copy": 2 * size / copy, "matmul": 2 * n**3 / found["matmul"].p50}
+    seconds = interleaved(jobs, device, budget=0.5)
+    copy = min(seconds[name].p50 for name in ("engine", "kernel"))
+    return {"copy": 2 * size / copy, "matmul": 2 * n**3 / seconds["matmul"].p50}
 
 
 def copies(num_bytes: float, device: torch.device) -> int:
@@ -168,13 +168,13 @@ def _captured(queue: Call, repeats: int, moved: Sequence[torch.Tensor]) -> torch
     release()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        found = run()
-    for x in found:
+        written = run()
+    for x in written:
         x.fill_(math.nan)
     for x, start in zip(moved, before, strict=True):
         x.copy_(start)
     graph.replay()
-    for x, right in zip(found, wanted, strict=True):
+    for x, right in zip(written, wanted, strict=True):
         norms = [torch.linalg.vector_norm(y, dtype=torch.float32) for y in (x - right, right)]
         if not norms[0] <= AGREES * norms[1]:
             raise RuntimeError("expected a replay to write what the calls do, got a graph of other work")

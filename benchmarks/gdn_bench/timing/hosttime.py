@@ -38,15 +38,15 @@ def burst(call: Callable[[], Any], device: torch.device) -> Times:
 
     call()
     call()
-    found = []
+    seconds = []
     for _ in range(BURSTS):
         wait()
         start = time.perf_counter()
         for _ in range(CALLS):
             call()
-        found.append((time.perf_counter() - start) / CALLS)
+        seconds.append((time.perf_counter() - start) / CALLS)
     wait()
-    return times(found)
+    return times(seconds)
 
 
 def rule_check(given: Inputs, backend: str | None) -> Callable[[], Any]:

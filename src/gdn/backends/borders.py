@@ -27,8 +27,8 @@ def saved_of(kept: Kept) -> Saved:
 
 def states_at(states: State, rows: tuple[int, ...], is_v_first: bool) -> Tensor:
     """Return the rows of states in the caller's layout as [rows, HV, K, V]."""
-    found = states[row_index(rows, states.device)]
-    return found.mT if is_v_first else found
+    selected = states[row_index(rows, states.device)]
+    return selected.mT if is_v_first else selected
 
 
 def with_initial(problem: Problem, initial_state: State | None) -> Problem:

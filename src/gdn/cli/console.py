@@ -66,12 +66,12 @@ def find_device(name: str | None) -> torch.device:
 
 def available_devices() -> list[str]:
     """Return the devices that --device accepts on this machine."""
-    found = ["cpu"]
+    devices = ["cpu"]
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
-        found += [kind.type, *(f"{kind.type}:{i}" for i in range(torch.accelerator.device_count()))]
-    return found
+        devices += [kind.type, *(f"{kind.type}:{i}" for i in range(torch.accelerator.device_count()))]
+    return devices
 
 
 def need_packages(extra: str, *packages: str) -> None:
@@ -93,10 +93,10 @@ def list_names(names: Sequence[str]) -> str:
     return f"{of} {shown[count - 1]}"
 
 
-def check_choice(option: str, value: str, known: Iterable[str]) -> str:
+def check_choice(option: str, value: str, choices: Iterable[str]) -> str:
     """Return the value of an option, or raise a usage error that lists the known ones."""
-    if value not in known:
-        raise typer.BadParameter(f"{option}: expected one of {', '.join(known)}, got {value}")
+    if value not in choices:
+        raise typer.BadParameter(f"{option}: expected one of {', '.join(choices)}, got {value}")
     return value
 
 

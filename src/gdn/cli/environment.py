@@ -24,19 +24,19 @@ CLONE = find_clone()
 
 def versions() -> dict[str, str]:
     """Return the versions of all packages that change a time or an error, missing ones left out."""
-    found = {"python": platform.python_version()}
+    versions_of = {"python": platform.python_version()}
     # commits before 0.2, which `gdn bench compare` measures with this file, have none
     if own := getattr(gdn, "__version__", None):
-        found["gdn"] = own
+        versions_of["gdn"] = own
     for name in (
         "torch", "triton", "transformers", "flash-linear-attention", "flash-qla", "tilelang",
         "flashinfer-python", "nvidia-cutlass-dsl",
     ):  # fmt: skip
         try:
-            found[name] = metadata.version(name)
+            versions_of[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions_of
 
 
 def commit() -> str | None:

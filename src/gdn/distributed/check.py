@@ -70,9 +70,9 @@ class Signature:
     def encode(self) -> list[int]:
         """Return NUM_WORDS ints of 64 bits."""
         names = hashed(",".join(name for name, _ in self.words))
-        found = [VERSION, OPERATIONS.index(self.operation), names, *(encode(x) for _, x in self.words)]
-        assert len(found) <= NUM_WORDS, found
-        return found + [0] * (NUM_WORDS - len(found))
+        code = [VERSION, OPERATIONS.index(self.operation), names, *(encode(x) for _, x in self.words)]
+        assert len(code) <= NUM_WORDS, code
+        return code + [0] * (NUM_WORDS - len(code))
 
     def differences(self, rows: Sequence[Sequence[int]]) -> str | None:
         """Return the message about ranks whose words differ from one another, or None."""
@@ -177,12 +177,12 @@ def signature_group(group: ProcessGroup) -> dist.ProcessGroupGloo:
     It meets in the store of `group` and has its timeout. (`torch.distributed.new_group` would need every rank
     of the job, or equally many groups on all ranks of this one.)
     """
-    found = _groups.get(group)
-    if found is None:
+    gloo = _groups.get(group)
+    if gloo is None:
         store = dist.PrefixStore("gdn_signatures", group_store(group))
-        found = dist.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(group))
-        _groups[group] = found
-    return found
+        gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(group))
+        _groups[group] = gloo
+    return gloo
 
 
 def agree(signature: Signature, group: dist.ProcessGroupGloo) -> None:

@@ -294,8 +294,8 @@ class ContextParallel:
         offsets = None
         if cu_seqlens is not None:
             argument.offsets(name, cu_seqlens, cu_seqlens_cpu, {"B": batch})
-            found = host_offsets(cu_seqlens, cu_seqlens_cpu, _LARGEST, read_device=cu_seqlens_cpu is None)
-            offsets = None if found is None else tuple(found)
+            ends = host_offsets(cu_seqlens, cu_seqlens_cpu, _LARGEST, read_device=cu_seqlens_cpu is None)
+            offsets = None if ends is None else tuple(ends)
         elif cu_seqlens_cpu is not None:
             raise ValueError("cu_seqlens_cpu: expected None without cu_seqlens, got a tensor")
         if offsets is not None:
@@ -341,11 +341,11 @@ class ContextParallel:
             if self.check != "never":
                 comparison.refuse(error, comparison.signature_group(self._group))
             raise
-        (found,) = signature
-        if self.check == "never" or (found in self._seen and self.check == "plan" and not settings.debug()):
+        (sent,) = signature
+        if self.check == "never" or (sent in self._seen and self.check == "plan" and not settings.debug()):
             return
-        comparison.agree(found, comparison.signature_group(self._group))
-        self._seen[found] = None
+        comparison.agree(sent, comparison.signature_group(self._group))
+        self._seen[sent] = None
         if len(self._seen) > NUM_SEEN:
             # all ranks forget the same one: they made the same calls in the same order
             self._seen.pop(next(iter(self._seen)))

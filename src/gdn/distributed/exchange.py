@@ -112,11 +112,11 @@ def split_heads(num_heads: int, num_ranks: int) -> list[range]:
 def slots_of_runs(plan: Plan) -> list[int]:
     """Return for each run its place among the slots of all ranks side by side."""
     table = plan.table
-    found = [0] * len(table.runs)
+    slots = [0] * len(table.runs)
     for rank, mine in enumerate(table.runs_of):
         for slot, j in enumerate(mine):
-            found[j] = rank * table.num_slots + slot
-    return found
+            slots[j] = rank * table.num_slots + slot
+    return slots
 
 
 def fold(transfers: Tensor, plan: Plan, V: int) -> Tensor:

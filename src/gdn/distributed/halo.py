@@ -68,12 +68,12 @@ def make_halo(plan: Plan, offsets: tuple[int, ...] | None, width: int, with_init
 
 def _first_row(plan: Plan, batch: int, sequence: int) -> int:
     """Return the row of the piece that begins a sequence."""
-    found = (
+    matches = (
         row
         for row, piece in enumerate(plan.pieces)
         if (piece.batch, piece.sequence, piece.is_first) == (batch, sequence, True)
     )
-    return next(found)
+    return next(matches)
 
 
 def windows(
@@ -102,5 +102,5 @@ def windows(
     send = inputs[index(list(halo.source), x.device)]
     got = swap(send, list(halo.num_got), list(halo.num_sent), group)
     # an index without entries keeps the exchange in the graph of a rank that receives nothing
-    found = base.index_copy(0, index(list(halo.target), x.device), got)
-    return found.view(rows, W - 1, D).mT
+    filled_rows = base.index_copy(0, index(list(halo.target), x.device), got)
+    return filled_rows.view(rows, W - 1, D).mT

@@ -179,11 +179,13 @@ class _Rule(torch.autograd.Function):
                 dS = v.new_zeros(len(plan.pieces), ctx.num_heads, *S, dtype=whole.state_dtype)
             dS = heads.rows_to_heads(dS, False, ratio)
         *moved, dA_log, ddt_bias, rows = local.backward(whole, tuple(saved), do, dS)
-        found = [None if x is None else heads.to_tokens(x, r) for x, r in zip(moved, ctx.ratios, strict=True)]
+        gradients = [
+            None if x is None else heads.to_tokens(x, r) for x, r in zip(moved, ctx.ratios, strict=True)
+        ]
         # the other ranks have the gradients of the other heads
         own = heads.heads_of(heads.rank, ratio)
         around = (own.start, ctx.num_heads - own.stop)
-        found += [None if x is None else torch.nn.functional.pad(x, around) for x in (dA_log, ddt_bias)]
-        found.append(None if rows is None else heads.rows_to_tokens(rows, True, ratio))
+        gradients += [None if x is None else torch.nn.functional.pad(x, around) for x in (dA_log, ddt_bias)]
+        gradients.append(None if rows is None else heads.rows_to_tokens(rows, True, ratio))
         needs = ctx.needs_input_grad[2:]
-        return (None, None, *(x if need else None for x, need in zip(found, needs, strict=True)))
+        return (None, None, *(x if need else None for x, need in zip(gradients, needs, strict=True)))

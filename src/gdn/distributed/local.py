@@ -39,5 +39,5 @@ def backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor | Non
     given = problem.differentiable
     if problem.N == 0 or (do is None and dS is None):
         return [None if x is None else torch.zeros_like(x) for x in given]
-    found = library.chunk_backward(*problem.arguments(), *saved, do, dS)
-    return [None if x is None else y for x, y in zip(given, found, strict=True)]
+    gradients = library.chunk_backward(*problem.arguments(), *saved, do, dS)
+    return [None if x is None else y for x, y in zip(given, gradients, strict=True)]

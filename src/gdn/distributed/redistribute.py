@@ -78,17 +78,17 @@ def _extent(table: Table, j: int) -> tuple[int, int]:
 
 def _common(source: Table, owner: int, target: Table, to: int) -> list[tuple[int, int]]:
     """Return the ranges of global tokens that `owner` has by the source and `to` by the target, in order."""
-    found = []
+    ranges = []
     for i in source.runs_of[owner]:
         for j in target.runs_of[to]:
             a = max(source.runs[i].start, target.runs[j].start)
             b = min(source.runs[i].stop, target.runs[j].stop)
             if a < b:
-                found.append((a, b))
-    return sorted(found)
+                ranges.append((a, b))
+    return sorted(ranges)
 
 
 def _slices(tokens: Tensor, table: Table, rank: int, parts: list[tuple[int, int]]) -> Tensor:
     """Return ranges of global tokens from the local tokens of a rank, side by side."""
-    found = [tokens.narrow(0, table.locate(a)[1], b - a) for a, b in parts]
-    return torch.cat(found) if found else tokens[:0]
+    slices = [tokens.narrow(0, table.locate(a)[1], b - a) for a, b in parts]
+    return torch.cat(slices) if slices else tokens[:0]

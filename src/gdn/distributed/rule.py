@@ -150,6 +150,6 @@ def _put(rows: Tensor, places: Sequence[Place], states: Tensor, is_v_first: bool
     slots, batch, row = (
         index([getattr(x, name) for x in places], rows.device) for name in ("slot", "batch", "row")
     )
-    found = states[slots, batch]
-    rows[row] = found.mT if is_v_first else found
+    received = states[slots, batch]
+    rows[row] = received.mT if is_v_first else received
     return rows

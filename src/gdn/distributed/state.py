@@ -33,8 +33,8 @@ def get_state_dict(model: nn.Module, optimizer: Optimizer) -> tuple[State, State
     It calls `torch.distributed.checkpoint.state_dict.get_state_dict`, and joins the optimizer's states of
     q | k | v. All ranks call it. `torch.distributed.checkpoint.load` fills the tensors that it returns.
     """
-    found: tuple[State, Any] = torch_state.get_state_dict(model, optimizer)
-    state, optimizer_state = found
+    states_of: tuple[State, Any] = torch_state.get_state_dict(model, optimizer)
+    state, optimizer_state = states_of
     states, groups = optimizer_state["state"], optimizer_state["param_groups"]
     for whole, names, _, _ in _sections(model):
         parts = [states.pop(name) for name in names if name in states]
@@ -86,13 +86,13 @@ def _merged(values: list[Any]) -> Any:
 
 def _parts(state: State, section: Sections) -> list[State]:
     """Return the states of q, k and v from that of q | k | v."""
-    found: list[State] = [{} for _ in section.names]
+    states_of: list[State] = [{} for _ in section.names]
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() > 0:
             values = sections.split(value, section.rows, section.parameters)
         else:
             # copies: an optimizer adds to a number of steps in place
-            values = [value.clone() if isinstance(value, Tensor) else value for _ in found]
-        for one, part in zip(found, values, strict=True):
+            values = [value.clone() if isinstance(value, Tensor) else value for _ in states_of]
+        for one, part in zip(states_of, values, strict=True):
             one[key] = part
-    return found
+    return states_of

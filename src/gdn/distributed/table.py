@@ -47,10 +47,10 @@ class Table:
     @cached_property
     def runs_of(self) -> tuple[tuple[int, ...], ...]:
         """Return the numbers of the runs of each rank, in local order."""
-        found: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        numbers: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for j, run in enumerate(self.runs):
-            found[run.rank].append(j)
-        return tuple(map(tuple, found))
+            numbers[run.rank].append(j)
+        return tuple(map(tuple, numbers))
 
     @cached_property
     def num_slots(self) -> int:
@@ -118,22 +118,22 @@ def make_table(runs: Iterable[Any], num_ranks: int) -> Table:
     Raises TypeError for an entry that is no triple of ints; ValueError unless every token of 0 .. T is in one
     run and the runs are in the order of their tokens.
     """
-    found: list[Run] = []
+    merged: list[Run] = []
     for entry in runs:
         run = _checked(entry, num_ranks)
-        before = found[-1] if found else None
+        before = merged[-1] if merged else None
         end = 0 if before is None else before.stop
         if run.start != end:
             raise ValueError(_gap(run, before))
         if run.start == run.stop:
             continue
         if before is not None and before.rank == run.rank:
-            found[-1] = Run(run.rank, before.start, run.stop)
+            merged[-1] = Run(run.rank, before.start, run.stop)
         else:
-            found.append(run)
-    if not found:
+            merged.append(run)
+    if not merged:
         raise ValueError("runs: expected at least one token on all ranks together, got 0")
-    return Table(tuple(found), num_ranks)
+    return Table(tuple(merged), num_ranks)
 
 
 def _checked(entry: Any, num_ranks: int) -> Run:

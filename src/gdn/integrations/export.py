@@ -123,9 +123,9 @@ def export(session: Session, *, max_tokens: int = 4096, portable: bool = False) 
     with torch.no_grad():
         for name in METHODS:
             given = session.example(name)
-            found = torch.export.export(_Method(session, name), given, dynamic_shapes=shapes[name])
+            program = torch.export.export(_Method(session, name), given, dynamic_shapes=shapes[name])
             programs[name] = (
-                found.run_decompositions(forms.table()) if portable and name == "decode" else found
+                program.run_decompositions(forms.table()) if portable and name == "decode" else program
             )
     return programs
 
@@ -183,6 +183,6 @@ def load(source: Mapping[str, ExportedProgram] | Path | str, state: Tensor) -> L
     from torch._inductor.package import load_package
 
     for name in METHODS:
-        methods[name] = found = load_package(str(source), name)
-        found.load_constants({STATE: state}, check_full_update=False, user_managed=True)
+        methods[name] = runner = load_package(str(source), name)
+        runner.load_constants({STATE: state}, check_full_update=False, user_managed=True)
     return Loaded(methods, state)

@@ -123,8 +123,8 @@ def warn_of_old_names(kwargs: dict[str, Any]) -> None:
 
 def rule_options(kwargs: dict[str, Any], state_v_first: bool) -> dict[str, Any]:
     """Return FLA's **kwargs under gdn's names; raise TypeError for names that FLA would silently ignore."""
-    known = {*GATE, "chunk_size", "transpose_state_layout", "head_first"}
-    unknown = sorted(set(kwargs) - known)
+    supported = {*GATE, "chunk_size", "transpose_state_layout", "head_first"}
+    unknown = sorted(set(kwargs) - supported)
     if unknown:
         raise TypeError(f"{unknown[0]}: expected no such argument, got one (FLA would ignore it)")
     if kwargs.get("head_first"):

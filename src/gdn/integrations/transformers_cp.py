@@ -222,24 +222,24 @@ def _arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
 def _model_files(model: nn.Module) -> list[ModuleType]:
     """Return the modules with the functions that the model's gated delta rule layers call."""
     classes = [cls for layer in model.modules() if is_layer(layer) for cls in type(layer).__mro__]
-    found = {sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
-    return [x for x in found if callable(vars(x).get(RULE)) and callable(vars(x).get(CONV))]
+    modules = {sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
+    return [x for x in modules if callable(vars(x).get(RULE)) and callable(vars(x).get(CONV))]
 
 
 def _text_models(model: nn.Module) -> list[nn.Module]:
     """Return the modules that make masks for decoder layers, of which some have the gated delta rule."""
-    found = [
+    models = [
         x
         for x in model.modules()
         if isinstance(getattr(x, "layers", None), nn.ModuleList)
         and "position_ids" in inspect.signature(x.forward).parameters
     ]
-    for module in found:
+    for module in models:
         names = inspect.unwrap(type(module).forward).__code__.co_names
         if "dict" not in names:
             kind = type(module).__name__
             raise NotImplementedError(f"model: expected masks by kind of layer, got {kind} without them")
-    return found
+    return models
 
 
 def _observed(order: Tensor, num_tokens: int, mesh: DeviceMesh) -> ContextParallel:
@@ -248,8 +248,8 @@ def _observed(order: Tensor, num_tokens: int, mesh: DeviceMesh) -> ContextParall
     cuts = between(order[1:] != order[:-1] + 1).long()
     starts = tuple(order[cuts[:-1]].tolist())
     key = (num_tokens, starts, tuple(cuts.tolist()))
-    known = _contexts.setdefault(group, {})
-    if key not in known:
+    contexts = _contexts.setdefault(group, {})
+    if key not in contexts:
         shards = [torch.empty_like(order) for _ in range(mesh.size())]
         dist.all_gather(shards, order, group=group)
         runs = []
@@ -261,5 +261,5 @@ def _observed(order: Tensor, num_tokens: int, mesh: DeviceMesh) -> ContextParall
             begins = [i for i, x in enumerate(shard) if i == 0 or x != shard[i - 1] + 1]
             ends = [*begins[1:], len(shard)]
             runs += [(rank, shard[a], shard[b - 1] + 1) for a, b in zip(begins, ends, strict=True)]
-        known[key] = ContextParallel(mesh, runs=sorted(runs, key=lambda run: run[1]))
-    return known[key]
+        contexts[key] = ContextParallel(mesh, runs=sorted(runs, key=lambda run: run[1]))
+    return contexts[key]

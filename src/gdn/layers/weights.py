@@ -100,39 +100,39 @@ def from_kimi(
     source: nn.Module | Mapping[str, Tensor], lower_bound: float | None, norm_eps: float | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the constructor arguments and the state_dict of the KimiDeltaAttention that equals `source`."""
-    found = dict(source.state_dict() if isinstance(source, nn.Module) else source)
-    if set(found) not in (KIMI | LOW_RANK, KIMI | FULL_RANK):
+    tensors = dict(source.state_dict() if isinstance(source, nn.Module) else source)
+    if set(tensors) not in (KIMI | LOW_RANK, KIMI | FULL_RANK):
         raise ValueError(
             "source: expected the tensors of a KimiLinear, Glm5NextText or BailingHybrid layer, got "
-            + (", ".join(sorted(found)) or "none")
+            + (", ".join(sorted(tensors)) or "none")
         )
     if isinstance(source, nn.Module):
         if source.activation not in ("silu", "swish"):
             raise ValueError(f"source: expected the activation silu, got {source.activation!r}")
         norm_eps = source.o_norm.variance_epsilon if norm_eps is None else norm_eps  # type: ignore
         lower_bound = _lower_bound(source.forget_gate) if lower_bound is None else lower_bound
-    HV, K = found["forget_gate.A_log"].numel(), found["o_norm.weight"].shape[0]
+    HV, K = tensors["forget_gate.A_log"].numel(), tensors["o_norm.weight"].shape[0]
     weights = {
-        "in_proj_qkv.weight": torch.cat([found[f"{name}_proj.weight"] for name in "qkv"]),
-        "in_proj_b.weight": found["b_proj.weight"],
-        "conv1d.weight": found["conv1d.weight"].flatten(1),
-        "A_log": found["forget_gate.A_log"].flatten(),
-        "dt_bias": found["forget_gate.dt_bias"].view(HV, K),
-        "norm.weight": found["o_norm.weight"],
-        "out_proj.weight": found["o_proj.weight"],
+        "in_proj_qkv.weight": torch.cat([tensors[f"{name}_proj.weight"] for name in "qkv"]),
+        "in_proj_b.weight": tensors["b_proj.weight"],
+        "conv1d.weight": tensors["conv1d.weight"].flatten(1),
+        "A_log": tensors["forget_gate.A_log"].flatten(),
+        "dt_bias": tensors["forget_gate.dt_bias"].view(HV, K),
+        "norm.weight": tensors["o_norm.weight"],
+        "out_proj.weight": tensors["o_proj.weight"],
     }
     gate_rank = None
-    if "g_proj.weight" in found:
-        weights["in_proj_a.weight"] = found["forget_gate.f_proj.weight"]
-        weights["in_proj_z.weight"] = found["g_proj.weight"]
+    if "g_proj.weight" in tensors:
+        weights["in_proj_a.weight"] = tensors["forget_gate.f_proj.weight"]
+        weights["in_proj_z.weight"] = tensors["g_proj.weight"]
     else:
-        gate_rank = found["g_a_proj.weight"].shape[0]
+        gate_rank = tensors["g_a_proj.weight"].shape[0]
         for i, letter in enumerate("ab"):
-            weights[f"in_proj_a.{i}.weight"] = found[f"forget_gate.f_{letter}_proj.weight"]
-            weights[f"in_proj_z.{i}.weight"] = found[f"g_{letter}_proj.weight"]
+            weights[f"in_proj_a.{i}.weight"] = tensors[f"forget_gate.f_{letter}_proj.weight"]
+            weights[f"in_proj_z.{i}.weight"] = tensors[f"g_{letter}_proj.weight"]
     sizes = {
-        "hidden_size": found["o_proj.weight"].shape[0], "num_k_heads": HV, "head_k_dim": K,
-        "conv_size": found["conv1d.weight"].shape[-1], "gate_rank": gate_rank, "lower_bound": lower_bound,
+        "hidden_size": tensors["o_proj.weight"].shape[0], "num_k_heads": HV, "head_k_dim": K,
+        "conv_size": tensors["conv1d.weight"].shape[-1], "gate_rank": gate_rank, "lower_bound": lower_bound,
         "norm_eps": 1e-6 if norm_eps is None else norm_eps,
     }  # fmt: skip
     return sizes, weights

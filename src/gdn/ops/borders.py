@@ -30,15 +30,15 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
     )
 
     def run(initial_state: State | None) -> tuple[Values, State | None, Kept]:
-        found: list[Kept] = []
+        saved: list[Kept] = []
 
         def outputs() -> Results:
             o, final, kept = finish(initial_state)
-            found.append(kept)
+            saved.append(kept)
             return o, final
 
         o, final = library.guarded(library.CHUNK_FORWARD, device, outputs, problem)
-        (kept,) = found
+        (kept,) = saved
         return o.contiguous(), library.make_contiguous(final), kept
 
     return transfers, run
@@ -58,10 +58,10 @@ def backward_begin(
     )
 
     def run(dS: Tensor | None) -> list[Tensor | None]:
-        found: Results = library.guarded(
+        gradients: Results = library.guarded(
             library.CHUNK_BACKWARD, device, lambda: tuple(finish(dS)), tensors=(do, dS)
         )
         given = problem.differentiable
-        return [None if x is None else y for x, y in zip(given, found, strict=True)]
+        return [None if x is None else y for x, y in zip(given, gradients, strict=True)]
 
     return C, run

@@ -192,11 +192,11 @@ def _schema_type(hint: Any) -> tuple[str, list[Any]]:
         is_symbolic = hint == SymInt
         return ("SymInt" if is_symbolic else kind), [*marks, *others]
     if get_origin(hint) in (Union, types.UnionType):
-        found = [_schema_type(x) for x in get_args(hint) if x is not type(None)]
+        members = [_schema_type(x) for x in get_args(hint) if x is not type(None)]
         # named tensors of two ranks, such as those of a decay, are one type
-        (kind,) = {kind for kind, _ in found}
+        (kind,) = {kind for kind, _ in members}
         optional = "?" if type(None) in get_args(hint) else ""
-        return f"{kind}{optional}", [mark for _, marks in found for mark in marks]
+        return f"{kind}{optional}", [mark for _, marks in members for mark in marks]
     # the named tensors of `notation` know the class of their arrays
     kind = getattr(hint, "array_type", hint)
     return ("Tensor" if issubclass(kind, Tensor) else _SCHEMA_TYPES[kind]), []

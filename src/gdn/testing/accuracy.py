@@ -203,8 +203,8 @@ def expect_outputs(
 
     def floor(output: str) -> float:
         if not floors:
-            found = run(rule, calm().heads(index).double(), with_backward)
-            floors.update({name: 1e-6 * _norm(x) for name, x in found.items()})
+            outputs = run(rule, calm().heads(index).double(), with_backward)
+            floors.update({name: 1e-6 * _norm(x) for name, x in outputs.items()})
         return floors.get(output, 0.0)
 
     return Expected(given, index, run(rule, given.heads(index).double(), with_backward), floor)
@@ -282,13 +282,13 @@ def run(provider: Provider, given: Inputs, with_backward: bool = True) -> dict[s
     results = {"o": o.detach(), "final_state": final_state.detach()}
     if with_backward:
         names = [name for name in leaves if name in GRADIENTS]
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             [o, final_state],
             [leaves[name] for name in names],
             [given.do.to(o.dtype), given.dfinal_state.to(final_state.dtype)],
             allow_unused=True,
         )
-        for name, x in zip(names, found, strict=True):
+        for name, x in zip(names, gradients, strict=True):
             results[GRADIENTS[name]] = torch.zeros_like(leaves[name]) if x is None else x
     return results
 

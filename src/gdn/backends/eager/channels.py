@@ -184,10 +184,10 @@ def compute_products(X: Tensor, g: Tensor, *, keep: bool) -> Pairs:
         columns = scaled[:, :, 1].unflatten(2, (-1, 2, w))[:, :, :, 0] * to_middle
         level = Level(decays, rows, columns, scale)
         # at once, while rows and columns are in the CPU cache
-        found = bmm(rows.flatten(3, 4), columns.mT).unflatten(3, (2, w))
+        values = bmm(rows.flatten(3, 4), columns.mT).unflatten(3, (2, w))
         if not is_mild:
-            found = F.hardshrink(found, least * scale**2).mul_(scale**-2)
-        level.place_of(products).copy_(found.permute(0, 1, 3, 4, 5, 2))
+            values = F.hardshrink(values, least * scale**2).mul_(scale**-2)
+        level.place_of(products).copy_(values.permute(0, 1, 3, 4, 5, 2))
         if keep:
             levels.append(level)
         whole = befores[..., -1:, :]  # the sum over each half

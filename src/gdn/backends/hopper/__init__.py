@@ -84,9 +84,9 @@ def _lacks(problem: Any) -> str | None:
         return f"expected bf16, got {problem.q.dtype}"
     if problem.scale < 0:
         return f"expected a scale of at least 0, got {problem.scale}"
-    found = _capability(problem.q.device)
-    if found != (9, 0):
-        return f"expected a GPU of compute capability (9, 0), got {found or problem.q.device.type}"
+    capability = _capability(problem.q.device)
+    if capability != (9, 0):
+        return f"expected a GPU of compute capability (9, 0), got {capability or problem.q.device.type}"
     try:
         # Gluon's mbarriers, TMA and WGMMA came with Triton 3.6: older ones fail while importing
         import_module("gdn.backends.hopper.rule")
@@ -103,35 +103,35 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Tensor | None, Saved]:
-    found: tuple[torch.Tensor, torch.Tensor | None, Saved]
-    found = import_module("gdn.backends.hopper.rule").chunk_forward(problem, save)
-    return found
+    results: tuple[torch.Tensor, torch.Tensor | None, Saved]
+    results = import_module("gdn.backends.hopper.rule").chunk_forward(problem, save)
+    return results
 
 
 def _chunk_backward(
     problem: Problem, saved: Saved, do: torch.Tensor | None, dS: torch.Tensor | None
 ) -> Gradients:
-    found: Gradients
-    found = import_module("gdn.backends.hopper.backward.plan").chunk_backward(problem, saved, do, dS)
-    return found
+    gradients: Gradients
+    gradients = import_module("gdn.backends.hopper.backward.plan").chunk_backward(problem, saved, do, dS)
+    return gradients
 
 
 def _forward_begin(
     problem: Problem, borders: Borders, save: bool
 ) -> tuple[torch.Tensor | None, FinishForward]:
-    found: tuple[torch.Tensor | None, FinishForward]
-    found = import_module("gdn.backends.hopper.borders").forward_begin(problem, borders, save)
-    return found
+    begun: tuple[torch.Tensor | None, FinishForward]
+    begun = import_module("gdn.backends.hopper.borders").forward_begin(problem, borders, save)
+    return begun
 
 
 def _backward_begin(
     problem: Problem, kept: Kept, do: torch.Tensor | None, dS: torch.Tensor | None, borders: Borders
 ) -> tuple[torch.Tensor | None, FinishBackward]:
-    found: tuple[torch.Tensor | None, FinishBackward]
-    found = import_module("gdn.backends.hopper.backward.borders").backward_begin(
+    begun: tuple[torch.Tensor | None, FinishBackward]
+    begun = import_module("gdn.backends.hopper.backward.borders").backward_begin(
         problem, kept, do, dS, borders
     )
-    return found
+    return begun
 
 
 def _prefill(problem: PrefillProblem) -> None:

@@ -100,12 +100,12 @@ def _leading(problem: Any) -> Tensor:
 
 def _late(module: str, name: str) -> Callable[..., Any]:
     """Return a function that imports `name` from a module here at its first call."""
-    found: list[Callable[..., Any]] = []
+    imported: list[Callable[..., Any]] = []
 
     def call(*args: Any) -> Any:
-        if not found:
-            found.append(getattr(import_module(f"{__name__}.{module}"), name))
-        return found[0](*args)
+        if not imported:
+            imported.append(getattr(import_module(f"{__name__}.{module}"), name))
+        return imported[0](*args)
 
     return call
 

@@ -61,13 +61,13 @@ def backward_begin(
         fold = Fold(
             rows, borders, None if cut is None else transfers, C.clone(memory_format=torch.contiguous_format)
         )
-        found = None
+        entering = None
         if borders.entering:
             given = [None if dS is None else dS[row] for row in borders.entering]
             if p.state_v_first:
                 given = [None if x is None else x.mT for x in given]
             passed = [fold.pass_back(row, d) for row, d in zip(borders.entering, given, strict=True)]
-            found = torch.stack([start for _, start in passed if start is not None])
+            entering = torch.stack([start for _, start in passed if start is not None])
 
     def finish(dS: Tensor | None) -> Gradients:
         with device_guard(p.device):
@@ -88,7 +88,7 @@ def backward_begin(
         firsts = gradients.dinitial_state[row_index(tuple(first for first, _ in rows), p.device)]
         return replace(gradients, dinitial_state=firsts.to(problem.initial_state.dtype))
 
-    return found, finish
+    return entering, finish
 
 
 @dataclass(frozen=True)

@@ -91,16 +91,16 @@ def commit(problem: CommitProblem) -> None:
 
 def _axes(dst: Tensor, src: Tensor) -> list[tuple[int, int, int]]:
     """Return (size, stride in dst, stride in src) of a slot's axes; merge neighbours contiguous in both."""
-    found: list[tuple[int, int, int]] = []
+    axes: list[tuple[int, int, int]] = []
     for size, d, s in zip(dst.shape[2:], dst.stride()[2:], src.stride()[3:], strict=True):
         if size == 1:
             continue
-        if found and found[-1][1:] == (size * d, size * s):
+        if axes and axes[-1][1:] == (size * d, size * s):
             # one axis less is one division less per element
-            found[-1] = (found[-1][0] * size, d, s)
+            axes[-1] = (axes[-1][0] * size, d, s)
         else:
-            found.append((size, d, s))
-    return found or [(1, 1, 1)]
+            axes.append((size, d, s))
+    return axes or [(1, 1, 1)]
 
 
 def _key(p: CommitProblem) -> Hashable:

@@ -177,8 +177,8 @@ def history_blocks(places: int) -> int:
 
     Return 0 for many places: their k are then loaded again, and scores computed again, for each strip.
     """
-    found = 1 << (max(1, triton.cdiv(places, PLACES)) - 1).bit_length()
-    return found if found <= MOST_PASTS else 0
+    blocks = 1 << (max(1, triton.cdiv(places, PLACES)) - 1).bit_length()
+    return blocks if blocks <= MOST_PASTS else 0
 
 
 @dataclass(frozen=True)

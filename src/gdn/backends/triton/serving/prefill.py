@@ -39,13 +39,13 @@ from gdn.problem import CHUNK, PrefillProblem, Problem
 def first_chunk(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
     """Return the number of chunks of all sequences before n."""
     lanes = tl.arange(0, BLOCK)
-    found = tl.zeros([BLOCK], tl.int64)
+    count = tl.zeros([BLOCK], tl.int64)
     # the offsets come from L2 after the first program has read them
     for m in range(0, n, BLOCK):
         starts = tl.load(cu_seqlens_ptr + m + lanes, mask=m + lanes < n, other=0).to(tl.int64)
         ends = tl.load(cu_seqlens_ptr + m + lanes + 1, mask=m + lanes < n, other=0).to(tl.int64)
-        found += (ends - starts + C - 1) // C
-    return tl.sum(found)
+        count += (ends - starts + C - 1) // C
+    return tl.sum(count)
 
 
 @kernel
