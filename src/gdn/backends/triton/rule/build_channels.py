@@ -93,7 +93,7 @@ def build_channel_backward(
         # 4 warps: one per block of 16 tokens
         rows_bwd = Launch(
             rows_bwd_channels_kernel,
-            entries * p.H * strips,
+            entries * p.HV * strips,
             (
                 *unit_strides(d.unit, p.q, p.k, p.g, do), *shape_scalars(p), p.scale, bound_scalar(p),
                 begin,
@@ -151,12 +151,14 @@ def _backward_specs(p: Problem, d: Description, strips: int) -> tuple[TensorSpec
 
 def _late_specs(p: Problem, count: int) -> tuple[TensorSpec | None, ...]:
     """Return the specs of `ChannelBackward.late`. `count`: chunks of a group."""
-    norm = tensor_spec(p.q.shape, torch.float32) if p.use_qk_l2norm_in_kernel else None
+    # gradients of rows in fp32, where `finish_bwd` reads them
+    is_final = p.HV == p.H and not p.use_qk_l2norm_in_kernel
+    rows = None if is_final else tensor_spec((p.B, p.T, p.HV, p.K), torch.float32)
     return (
         tensor_spec(p.q.shape, p.q.dtype),
         tensor_spec(p.k.shape, p.k.dtype),
-        norm,
-        norm,
+        rows,
+        rows,
         tensor_spec((count, p.HV, CHUNK, CHUNK), torch.float32),
         tensor_spec((count, p.HV, CHUNK, p.V), operand_dtype(p)),
     )

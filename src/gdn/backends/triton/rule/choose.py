@@ -157,7 +157,8 @@ def _choose_backward(p: Problem, machine: Machine, num_states: int) -> BackwardT
     us_per_chunk = {most: us for most, us in STATE_BWD_US.items() if most < 64 or is_allowed}
     most = _fastest_strip(p, machine, num_states, us_per_chunk)
     # shared memory: three stages of 64 columns leave no space for split bf16 operands
-    warps, stages = _warps_and_stages(p, machine, 2 if most == 64 else 3)
+    # or for rows k_out beside k_in
+    warps, stages = _warps_and_stages(p, machine, 2 if most == 64 or p.is_per_channel else 3)
     # one group of all chunks; `backward_tiles` sets the real size
     return BackwardTiles(_strip_columns(p, most), warps, stages, *_gradient_tiles(p, machine), 1 << 30)
 

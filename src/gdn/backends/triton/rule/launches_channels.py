@@ -39,7 +39,7 @@ class ChannelBackward:
     # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial sums of rates, of biases and of dbeta, factors, table,
     # k_rows, q_in, P, P_rest
     specs: tuple[TensorSpec | None, ...]
-    # dq, dk, the gradients of the normalised rows, tiles of E and F, v_new
+    # dq, dk, the gradients of the rows of each value head, or None, tiles of E and F, v_new
     late: tuple[TensorSpec | None, ...]
     table: Launch | None
     prepare: Launch
@@ -69,15 +69,15 @@ class ChannelBackward:
         """Yield the other launches. `tensors`: as in `steps` without the last three, then those of `late`."""
         q, k, v, g, beta, A_log, dt_bias, _, _, _, A_inv, S_in, _, q_rstd, k_rstd, do, _, *new = tensors
         dv, dg, dbeta, _, dS_out, dA_log, ddt_bias, rates, biases, shares, factors, table, k_rows, *late = new
-        dq, dk, dq_norm, dk_norm, pairs, v_new = late
+        dq, dk, dq_rows, dk_rows, pairs, v_new = late
         norms = (q_rstd, k_rstd)
         given = (q, k, g, A_log, dt_bias, *norms, S_in, dS_out, do, dv, v_new, table, pairs, factors)
-        rows = (dq, dk) if dq_norm is None else (dq_norm, dk_norm)
+        rows = (dq, dk) if dq_rows is None else (dq_rows, dk_rows)
         # group by group: E, F and v_new hold one group, which lowers peak memory in HBM
         for values_bwd, rows_bwd in self.gradients:
             yield values_bwd, (k_rows, v, A_inv, S_in, do, table, pairs, dv, v_new, factors)
             yield rows_bwd, (*given, *rows, dg, shares, rates, biases)
-        yield self.finish, (q, k, beta, *norms, table, factors, shares, dq_norm, dk_norm, dq, dk, dbeta)
+        yield self.finish, (q, k, beta, *norms, table, factors, shares, dq_rows, dk_rows, dq, dk, dbeta)
         # partial sums per chunk in HBM, added in a fixed order and without atomics
         if self.add_rates is not None:
             yield self.add_rates, (rates, None, dA_log)

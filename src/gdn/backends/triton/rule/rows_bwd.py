@@ -8,7 +8,8 @@ With d_i, d_j of `channels`, E and F of `values_bwd`, and for a level X = d q, Y
 
 No channel needs another one, so a program has a strip of K. A level's dg adds up the terms of its pairs from
 the middle outwards, so no two large sums are subtracted; the textbook's suffix sum of q dq - k dk cancels. With
-l2norm dq and dk leave in fp32, as gradients of the normalised rows: `finish_bwd` has whole rows.
+l2norm, or value heads that share a key head, dq and dk leave in fp32, as gradients of the normalised rows of
+each value head: `finish_bwd` adds them up and has whole rows.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H, g in fp32, strips of 32: do, dv, v_new 3072 (768
 from HBM, the rest from L2), S_in and dS 1024, E and F 1024 (256), q, k 512, g and dg 1024, dq and dk 512.
@@ -199,123 +200,120 @@ def rows_bwd_channels_kernel(
     RAW: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
     FP32_STATE: tl.constexpr,
 ):  # fmt: skip
-    # dq, dk and dg of one chunk, key head and strip of BK channels; formulas at the top of the file.
-    # Program (chunk of the group, key head, strip), strips fastest: those of a chunk find do, dv, v_new, E
-    # and F in L2. Grid: entries of the group * H * strips; 4 warps, one per block of 16 tokens; no PDL.
-    # Reads q, k, g, E, F, S_in, dS, do, dv and v_new; writes dq, dk, which are sums in registers over the
-    # value heads, and dg, and partial sums: of dbeta over the strip's channels, of dA_log and of ddt_bias
-    # over the chunk's tokens.
-    num_heads = HV // ratio
+    # dq, dk and dg of one chunk, value head and strip of BK channels; formulas at the top of the file.
+    # Program (chunk of the group, head, strip), strips fastest: those of a chunk find do, dv, v_new, E and F
+    # in L2. Grid: entries of the group * HV * strips; 4 warps, one per block of 16 tokens; no PDL.
+    # Reads q, k, g, E, F, S_in, dS, do, dv and v_new; writes dq, dk and dg, and partial sums: of dbeta over
+    # the strip's channels, of dA_log and of ddt_bias over the chunk's tokens. A loop over the value heads of
+    # a key head would hoist addresses and masks, and spill them.
     blocks: tl.constexpr = (K + BK - 1) // BK
     own = tl.program_id(0) % blocks
-    key_head = (tl.program_id(0) // blocks) % num_heads
-    part = tl.program_id(0) // (blocks * num_heads)
+    head = (tl.program_id(0) // blocks) % HV
+    part = tl.program_id(0) // (blocks * HV)
     chunk = begin + part
+    key_head = head // ratio
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
     token_range = TokenRange(row, first, length)
     operand: tl.constexpr = operand_dtype(k_ptr, FP32_STATE)
     tokens = tl.arange(0, C)
     ks = own * BK + tl.arange(0, BK)
     is_channel = column_mask(ks, K)
-    is_token = tokens < length
     # tokens of no sequence get zero gradients, and chunks of no sequence zero partial sums
     is_given = (tokens < tl.abs(length))[:, None] & is_channel[None, :]
     place = row.to(tl.int64) * T + first
-    dq = tl.zeros([4, 16, BK], tl.float32)
-    dk = tl.zeros([4, 16, BK], tl.float32)
-    q_rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-    k_rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
-    for j in range(ratio):
-        head = key_head * ratio + j
-        tile = chunk.to(tl.int64) * HV + head
-        group_tile = part.to(tl.int64) * HV + head
-        dg_place = (place * HV + head) * K + (tokens[:, None] * (HV * K) + ks[None, :])
-        rates_place = (chunk.to(tl.int64) * blocks + own) * HV + head
-        biases_place = tile * K + ks
-        if length <= 0:
-            tl.store(dg_ptr + dg_place, tl.zeros([C, BK], dg_ptr.dtype.element_ty), mask=is_given)
-            if rates_ptr is not None:
-                tl.store(rates_ptr + rates_place, 0.0)
-            if biases_ptr is not None:
-                tl.store(biases_ptr + biases_place, tl.zeros([BK], tl.float64), mask=is_channel)
-        else:
-            rate = gate_rate(A_log_ptr, head)
-            of_g = Rows(g_ptr, g_b, g_t, g_h)
-            x = load_logits(of_g, dt_bias_ptr, token_range, head, ks, K, C, UNIT)
-            g = in_blocks(channel_decays(x, rate, lower_bound, is_token, RAW, BOUNDED, RESET))
-            q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT)
-            k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
-            q = in_blocks(q).to(tl.float32) * of_tokens(q_rstd)
-            k = in_blocks(k).to(tl.float32) * of_tokens(k_rstd)
-            beta = of_tokens(factor(factors_ptr, tile, BETA, C))
-            E_F = pairs_ptr + group_tile * (C * C)
-            dq_new, dk_new, dg, share, before, after = levels_in_blocks(q, k, g, E_F, beta, C, PRECISION)
-            dq += dq_new
-            dk += dk_new
-            total, earlier, later, between = block_totals(g)
-            # the gradients of `before` and `after`: of tokens whose decay has them
-            d = tl.exp(tl.where(is_odd_block(), before, after))
-            dq_new, dk_new, change, part_share = level_of_neighbours(q, k, d, E_F, beta, C, PRECISION)
-            dq += dq_new
-            dk += dk_new
-            share += part_share
-            dbefore = tl.where(is_odd_block(), change, 0.0)
-            dafter = tl.where(is_odd_block(), 0.0, change)
-            d = tl.exp(tl.where(is_late_block(), before, after) + between)
-            dq_new, dk_new, dbetween, part_share = level_of_halves(q, k, d, E_F, beta, C, PRECISION)
-            dq += dq_new
-            dk += dk_new
-            share += part_share
-            dbefore += tl.where(is_late_block(), dbetween, 0.0)
-            dafter += tl.where(is_late_block(), 0.0, dbetween)
-            tl.store(shares_ptr + (tile * blocks + own) * C + tokens, tl.reshape(share, (C,)))
+    tile = chunk.to(tl.int64) * HV + head
+    row_place = (place * HV + head) * K + (tokens[:, None] * (HV * K) + ks[None, :])
+    rates_place = (chunk.to(tl.int64) * blocks + own) * HV + head
+    biases_place = tile * K + ks
+    if length <= 0:
+        tl.store(dq_ptr + row_place, tl.zeros([C, BK], dq_ptr.dtype.element_ty), mask=is_given)
+        tl.store(dk_ptr + row_place, tl.zeros([C, BK], dk_ptr.dtype.element_ty), mask=is_given)
+        tl.store(dg_ptr + row_place, tl.zeros([C, BK], dg_ptr.dtype.element_ty), mask=is_given)
+        if rates_ptr is not None:
+            tl.store(rates_ptr + rates_place, 0.0)
+        if biases_ptr is not None:
+            tl.store(biases_ptr + biases_place, tl.zeros([BK], tl.float64), mask=is_channel)
+        return
 
-            do_S = tl.zeros([BK, C], tl.float32)
-            dv_S = tl.zeros([BK, C], tl.float32)
-            v_dS = tl.zeros([BK, C], tl.float32)
-            SdS = tl.zeros([BK], tl.float32)
-            for strip in range(0, V, BV):
-                vs = strip + tl.arange(0, BV)
-                # channels down: a product of fewer than 64 rows uses mma.sync, not WGMMA with few columns
-                S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
-                dS = state_block(dS_ptr, tile, ks, vs, K, V).to(operand)
-                do = load_rows(Rows(do_ptr, do_b, do_t, do_h), token_range, head, vs, V, C, UNIT)
-                do_S = dot(S, tl.trans(do.to(operand)), do_S, PRECISION)
-                is_value = column_mask(vs, V)[None, :]
-                dv_place = (place * HV + head) * V + (tokens[:, None] * (HV * V) + vs[None, :])
-                dv = tl.load(dv_ptr + dv_place, mask=is_token[:, None] & is_value, other=0.0)
-                dv_S = dot(S, tl.trans(dv.to(operand)), dv_S, PRECISION)
-                v_new_place = group_tile * (C * V) + tokens[:, None] * V + vs[None, :]
-                v_new = tl.load(v_new_ptr + v_new_place, mask=is_value, other=0.0)
-                v_dS = dot(dS, tl.trans(v_new.to(operand)), v_dS, PRECISION)
-                SdS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-            decay_in = tl.exp(before + earlier)
-            decay_out = tl.exp(after + later)
-            dq_new = in_blocks(tl.trans(do_S)) * (decay_in * scale)
-            dk_new = in_blocks(tl.trans(dv_S)) * -decay_in
-            change = q * dq_new + k * dk_new
-            dq += dq_new
-            dk += dk_new
-            dk_new = in_blocks(tl.trans(v_dS)) * decay_out
-            dk += dk_new
-            through = SdS * tl.exp(tl.sum(tl.sum(total, 1), 0))
-            dtotal = totals_bwd(change, k * dk_new, dbetween, through)
-            # within a block: sums over the tokens from one on, and over those before one
-            dg = add_within_block(in_level(4), dafter + k * dk_new, dg + dtotal, PRECISION)
-            a = tl.arange(0, 16)
-            dg = add_within_block(a[None, :] <= a[:, None], dbefore + change, dg, PRECISION)
+    is_token = tokens < length
+    rate = gate_rate(A_log_ptr, head)
+    of_g = Rows(g_ptr, g_b, g_t, g_h)
+    x = load_logits(of_g, dt_bias_ptr, token_range, head, ks, K, C, UNIT)
+    g = in_blocks(channel_decays(x, rate, lower_bound, is_token, RAW, BOUNDED, RESET))
+    num_heads = HV // ratio
+    q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT)
+    k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
+    rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    q = in_blocks(q).to(tl.float32) * of_tokens(rstd)
+    rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    k = in_blocks(k).to(tl.float32) * of_tokens(rstd)
+    beta = of_tokens(factor(factors_ptr, tile, BETA, C))
+    group_tile = part.to(tl.int64) * HV + head
+    E_F = pairs_ptr + group_tile * (C * C)
+    dq, dk, dg, share, before, after = levels_in_blocks(q, k, g, E_F, beta, C, PRECISION)
+    total, earlier, later, between = block_totals(g)
+    # the gradients of `before` and `after`: of tokens whose decay has them
+    d = tl.exp(tl.where(is_odd_block(), before, after))
+    dq_new, dk_new, change, part_share = level_of_neighbours(q, k, d, E_F, beta, C, PRECISION)
+    dq += dq_new
+    dk += dk_new
+    share += part_share
+    dbefore = tl.where(is_odd_block(), change, 0.0)
+    dafter = tl.where(is_odd_block(), 0.0, change)
+    d = tl.exp(tl.where(is_late_block(), before, after) + between)
+    dq_new, dk_new, dbetween, part_share = level_of_halves(q, k, d, E_F, beta, C, PRECISION)
+    dq += dq_new
+    dk += dk_new
+    share += part_share
+    dbefore += tl.where(is_late_block(), dbetween, 0.0)
+    dafter += tl.where(is_late_block(), 0.0, dbetween)
+    tl.store(shares_ptr + (tile * blocks + own) * C + tokens, tl.reshape(share, (C,)))
 
-            dg = tl.reshape(dg, (C, BK))
-            x = load_logits(of_g, dt_bias_ptr, token_range, head, ks, K, C, UNIT)
-            g = channel_decays(x, rate, lower_bound, is_token, RAW, BOUNDED, RESET)
-            dx, along = gate_bwd(dg, g, x, rate, lower_bound, RAW, BOUNDED, RESET)
-            dx = tl.where(is_token[:, None], dx, 0.0)
-            along = tl.where(is_token[:, None], along, 0.0)
-            tl.store(dg_ptr + dg_place, dx.to(dg_ptr.dtype.element_ty), mask=is_given)
-            if rates_ptr is not None:
-                tl.store(rates_ptr + rates_place, tl.sum(tl.sum(along.to(tl.float64), 1), 0))
-            if biases_ptr is not None:
-                tl.store(biases_ptr + biases_place, tl.sum(dx.to(tl.float64), 0), mask=is_channel)
-    key_place = (place * num_heads + key_head) * K + (tokens[:, None] * (num_heads * K) + ks[None, :])
-    tl.store(dq_ptr + key_place, tl.reshape(dq, (C, BK)).to(dq_ptr.dtype.element_ty), mask=is_given)
-    tl.store(dk_ptr + key_place, tl.reshape(dk, (C, BK)).to(dk_ptr.dtype.element_ty), mask=is_given)
+    do_S = tl.zeros([BK, C], tl.float32)
+    dv_S = tl.zeros([BK, C], tl.float32)
+    v_dS = tl.zeros([BK, C], tl.float32)
+    SdS = tl.zeros([BK], tl.float32)
+    for strip in range(0, V, BV):
+        vs = strip + tl.arange(0, BV)
+        is_value = column_mask(vs, V)[None, :]
+        # channels down: a product of fewer than 64 rows uses mma.sync, not WGMMA with few columns
+        S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+        dS = state_block(dS_ptr, tile, ks, vs, K, V).to(operand)
+        do = load_rows(Rows(do_ptr, do_b, do_t, do_h), token_range, head, vs, V, C, UNIT)
+        do_S = dot(S, tl.trans(do.to(operand)), do_S, PRECISION)
+        dv_place = (place * HV + head) * V + (tokens[:, None] * (HV * V) + vs[None, :])
+        dv = tl.load(dv_ptr + dv_place, mask=is_token[:, None] & is_value, other=0.0)
+        dv_S = dot(S, tl.trans(dv.to(operand)), dv_S, PRECISION)
+        v_new_place = group_tile * (C * V) + (tokens[:, None] * V + vs[None, :])
+        v_new = tl.load(v_new_ptr + v_new_place, mask=is_value, other=0.0)
+        v_dS = dot(dS, tl.trans(v_new.to(operand)), v_dS, PRECISION)
+        SdS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+    decay_in = tl.exp(before + earlier)
+    dq_new = in_blocks(tl.trans(do_S)) * (decay_in * scale)
+    dk_new = in_blocks(tl.trans(dv_S)) * -decay_in
+    change = q * dq_new + k * dk_new
+    dq += dq_new
+    dk += dk_new
+    dk_new = in_blocks(tl.trans(v_dS)) * tl.exp(after + later)
+    dk += dk_new
+    through = SdS * tl.exp(tl.sum(tl.sum(total, 1), 0))
+    dtotal = totals_bwd(change, k * dk_new, dbetween, through)
+    # within a block: sums over the tokens from one on, and over those before one
+    dg = add_within_block(in_level(4), dafter + k * dk_new, dg + dtotal, PRECISION)
+    a = tl.arange(0, 16)
+    dg = add_within_block(a[None, :] <= a[:, None], dbefore + change, dg, PRECISION)
+    tl.store(dq_ptr + row_place, tl.reshape(dq, (C, BK)).to(dq_ptr.dtype.element_ty), mask=is_given)
+    tl.store(dk_ptr + row_place, tl.reshape(dk, (C, BK)).to(dk_ptr.dtype.element_ty), mask=is_given)
+
+    dg = tl.reshape(dg, (C, BK))
+    # loaded again, so that no register holds the logits meanwhile
+    x = load_logits(of_g, dt_bias_ptr, token_range, head, ks, K, C, UNIT)
+    g = channel_decays(x, rate, lower_bound, is_token, RAW, BOUNDED, RESET)
+    dx, along = gate_bwd(dg, g, x, rate, lower_bound, RAW, BOUNDED, RESET)
+    dx = tl.where(is_token[:, None], dx, 0.0)
+    tl.store(dg_ptr + row_place, dx.to(dg_ptr.dtype.element_ty), mask=is_given)
+    if rates_ptr is not None:
+        along = tl.where(is_token[:, None], along, 0.0)
+        tl.store(rates_ptr + rates_place, tl.sum(tl.sum(along.to(tl.float64), 1), 0))
+    if biases_ptr is not None:
+        tl.store(biases_ptr + biases_place, tl.sum(dx.to(tl.float64), 0), mask=is_channel)

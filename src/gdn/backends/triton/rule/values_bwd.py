@@ -101,7 +101,9 @@ def values_bwd_kernel(
         )
         # [j, i]: key j down, query i across. hi + lo in registers, as in `gradients`
         E = dot_split_left(v_new, tl.trans(do), E, PRECISION, SPLIT)
-        F = dot_split_left(v_new, tl.trans(dr), F, PRECISION, SPLIT)
+        # added in registers, so that no MMA is in flight when the next loads overwrite its operands in shared
+        # memory (tests: `in_flight`)
+        F += dot_split_left(v_new, tl.trans(dr), None, PRECISION, SPLIT)
         # dr has been copied to shared memory for its MMA, so dv may overwrite it in HBM
         tl.store(dr_place, (wide_dr * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=dr_mask)
     # at [a, b]: E of key a and query b if a <= b, else F of key b and query a
