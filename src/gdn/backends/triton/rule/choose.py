@@ -96,7 +96,7 @@ class ChannelStrip:
 
 def channel_strip(p: Problem, BK: int) -> ChannelStrip:
     """Return the strip of the gradients per key channel: some ten [64, BK] are in registers."""
-    return ChannelStrip(min(BK, 32), max(16, min(32 if has_fp32_operands(p) else 64, triton.next_power_of_2(p.V))))
+    return ChannelStrip(min(BK, 16), max(16, min(32, triton.next_power_of_2(p.V))))
 
 
 def forward_tiles(p: Problem, machine: Machine) -> ForwardTiles:
