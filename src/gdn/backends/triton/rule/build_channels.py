@@ -85,8 +85,9 @@ def build_channel_backward(
             entries * p.HV,
             (*k_strides, *unit_strides(d.unit, p.v, do), *state_scalars(p), p.scale, begin),
             {
-                **shared, "BK": min(d.BK, tiles.BK), "BV": tiles.pairs_bwd.BV, "STAGES": tiles.pairs_bwd.stages,
-                "FP32_STATE": fp32_state_operands(p), "SPLIT": split_operands(p, machine(p.device)),
+                **shared, "BK": min(d.BK, tiles.BK), "BV": tiles.pairs_bwd.BV,
+                "STAGES": tiles.pairs_bwd.stages, "FP32_STATE": fp32_state_operands(p),
+                "SPLIT": split_operands(p, machine(p.device)),
             },
             tiles.pairs_bwd.num_warps,
         )  # fmt: skip

@@ -144,7 +144,8 @@ def kind_key(p: Problem, description: Description) -> Hashable:
     )
     return (
         *dtypes, p.is_per_channel, p.lower_bound is None, p.K, p.V, description.unit, p.output_final_state,
-        p.use_qk_l2norm_in_kernel, p.use_beta_sigmoid_in_kernel, p.allow_neg_eigval, p.state_v_first, p.batch_invariant,
+        p.use_qk_l2norm_in_kernel, p.use_beta_sigmoid_in_kernel, p.allow_neg_eigval, p.state_v_first,
+        p.batch_invariant,
     )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def state_strides(p: Problem, unit: int) -> tuple[tuple[int, ...], tuple[int, ..
     """Return the strides, in units, of what a state pass reads as q and k: these, or rows per value head."""
     if not p.is_per_channel:
         return unit_strides(unit, p.q), unit_strides(unit, p.k)
-    # q_in [B, T, HV, K]; k_in and k_out [B, T, HV, 2, K]
+    # the row k_out of a token and head follows its k_in in HBM
     q_in = (p.T * p.HV * p.K // unit, p.HV * p.K // unit, p.K // unit)
     return q_in, tuple(2 * s for s in q_in)
 

@@ -14,7 +14,7 @@ from gdn.backends.triton.chunks import locate
 from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import Rows, TokenRange, column_mask, load_rows, load_rstd, sigmoid
 from gdn.backends.triton.rule.gradients import SMALL
-from gdn.backends.triton.rule.pairs import BETA, ROWS, factor
+from gdn.backends.triton.rule.pairs import BETA, ROWS
 from gdn.backends.triton.rule.values_bwd import APART, WHOLE
 
 
@@ -97,7 +97,7 @@ def finish_bwd_kernel(
         dbeta = tl.where(is_token, dbeta, 0.0)
         dbeta_place = dbeta_ptr + (place + tokens) * HV + head
         tl.store(dbeta_place, dbeta.to(dbeta_ptr.dtype.element_ty), mask=tokens < tl.abs(length))
-    if dq_rows_ptr is not None:
+    if dq_rows_ptr is not None:  # noqa: SIM102 - a constant, and what only then is compiled
         if head % ratio == 0:
             own = head // ratio
             token_range = TokenRange(row, first, length)

@@ -1,4 +1,4 @@
-"""List the launches of the chunked rule with a decay per key channel: other tensors around the same passes."""
+"""List the launches of the chunked rule with a decay per key channel."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class ChannelForward(Forward):
 class ChannelBackward:
     """Launch one backward. `add_rates` and `add_biases` are None where there is no A_log and no dt_bias."""
 
-    # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial sums of rates, of biases and of dbeta, factors, table,
-    # k_rows, q_in, P, P_rest
+    # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial sums of dA_log, ddt_bias and dbeta, factors,
+    # table, k_rows, q_in, P, P_rest
     specs: tuple[TensorSpec | None, ...]
     # dq, dk, the gradients of the rows of each value head, or None, tiles of E and F, v_new
     late: tuple[TensorSpec | None, ...]

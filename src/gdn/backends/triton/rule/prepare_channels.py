@@ -1,6 +1,7 @@
-"""Compute per chunk and value head everything that does not depend on the state, with a decay per key channel.
+"""Compute what does not depend on the state, per chunk and value head, with a decay per key channel.
 
-    A_ij = beta_i sum_c k_ic k_jc D_ijc, i > j;   P_ij = scale sum_c q_ic k_jc D_ijc, i >= j;   A_inv = (I + A)^-1
+    A_ij = beta_i sum_c k_ic k_jc D_ijc, i > j;   A_inv = (I + A)^-1
+    P_ij = scale sum_c q_ic k_jc D_ijc, i >= j
     q_in = scale e^G q;   k_in = e^G k;   k_out = e^(G_C - G) k;   e^(G_C) per channel
 
 D_ijc is e to the sum of g_c over the tokens j + 1 .. i, which `channels` computes exactly for any gate. The
@@ -66,7 +67,7 @@ def add_pairs(q, k, g, within, beside, across, PRECISION: tl.constexpr):
     within_q += tl.where(i == j, tl.sum(q * k, 2)[:, :, None], 0.0)
     before = g
     after = tl.zeros_like(g)
-    for level in range(0, 4):
+    for level in range(4):
         d = level_decays(before, after, level)
         columns = k * d
         is_pair = pairs_of_level(level)
@@ -90,8 +91,8 @@ def add_pairs(q, k, g, within, beside, across, PRECISION: tl.constexpr):
 
 @triton.jit
 def store_pairs(x_ptr, rest_ptr, tile, within, beside, across, C: tl.constexpr):
-    """Store pairs [C, C] of a tile from its parts, with zeros above the diagonal; rest_ptr: their low half."""
-    n = tl.arange(0, 4)[:, None, None]
+    """Store pairs [C, C] of a tile from its parts, zeros above the diagonal; rest_ptr: their low half."""
+    n = tl.arange(4)[:, None, None]
     i = tl.arange(0, 16)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
     # offsets within a tile are 32 bits wide: 64 would take twice the registers

@@ -7,12 +7,12 @@ With d_i, d_j of `channels`, E and F of `values_bwd`, and for a level X = d q, Y
     dg = sums of q dq and k dk of each level, over the tokens whose decay is in d
 
 No channel needs another one, so a program has a strip of K. A level's dg adds up the terms of its pairs from
-the middle outwards, so no two large sums are subtracted; the textbook's suffix sum of q dq - k dk cancels. With
-l2norm, or value heads that share a key head, dq and dk leave in fp32, as gradients of the normalised rows of
-each value head: `finish_bwd` adds them up and has whole rows.
+the middle outwards, so no two large sums are subtracted; the textbook's suffix sum of q dq - k dk cancels.
+With l2norm, or value heads that share a key head, dq and dk leave in fp32, as gradients of the normalised
+rows of each value head: `finish_bwd` adds them up and has whole rows.
 
-Bytes per token and value head at K = V = 128 in bf16, HV = H, g in fp32, strips of 32: do, dv, v_new 3072 (768
-from HBM, the rest from L2), S_in and dS 1024, E and F 1024 (256), q, k 512, g and dg 1024, dq and dk 512.
+Bytes per token and value head at K = V = 128 in bf16, HV = H, g in fp32, strips of 16: do, dv, v_new 768
+and E and F 256 (eight times from L2), S_in and dS 1024, q, k 512, g and dg 1024, dq and dk 512.
 """
 
 import triton
@@ -66,7 +66,7 @@ def levels_in_blocks(q, k, g, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.co
 
     Also returns the sums of g in a block up to a token, and after it.
     """
-    n = tl.arange(0, 4)[:, None, None]
+    n = tl.arange(4)[:, None, None]
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     # at [a, b]: E of key a and query b if a <= b, else F of query a and key b
@@ -79,7 +79,7 @@ def levels_in_blocks(q, k, g, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.co
     share = tl.zeros([4, 16], tl.float32)
     before = g
     after = tl.zeros_like(g)
-    for level in range(0, 4):
+    for level in range(4):
         d = level_decays(before, after, level)
         rows, columns = q * d, k * d
         is_level = (a ^ b) >> level == 1
@@ -103,7 +103,7 @@ def levels_in_blocks(q, k, g, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.co
 @triton.jit
 def level_of_neighbours(q, k, d, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, the gradient of log d and the share of dbeta of pairs between neighbouring blocks."""
-    n = tl.arange(0, 4)[:, None, None]
+    n = tl.arange(4)[:, None, None]
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     odd = is_odd_block()
@@ -154,8 +154,8 @@ def totals_bwd(dearlier, dlater, dbetween, dall):
     """
     N: tl.constexpr = dearlier.shape[2]
     # [receiving block, block of the token, channel]
-    m = tl.arange(0, 4)[:, None, None]
-    n = tl.arange(0, 4)[None, :, None]
+    m = tl.arange(4)[:, None, None]
+    n = tl.arange(4)[None, :, None]
     earlier = tl.broadcast_to(tl.sum(dearlier, 1)[None, :, :], (4, 4, N))
     later = tl.broadcast_to(tl.sum(dlater, 1)[None, :, :], (4, 4, N))
     between = tl.broadcast_to(tl.sum(dbetween, 1)[None, :, :], (4, 4, N))

@@ -13,6 +13,7 @@ Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,11 +42,12 @@ from gdn.backends.triton.rule.describe import (
     with_dense_rows,
 )
 from gdn.backends.triton.rule.launches import Backward, Forward
+from gdn.backends.triton.rule.launches_channels import ChannelBackward
 from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import Problem
 
 _forwards: PlanCache[Forward] = PlanCache()
-_backwards: PlanCache[Backward] = PlanCache()
+_backwards: PlanCache[Backward | ChannelBackward] = PlanCache()
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
@@ -116,8 +118,8 @@ def backward_results(p: Problem, new: Sequence[Tensor | None], late: Sequence[Te
     return Gradients(dq, dk, dv.to(p.v.dtype), dg, dbeta, dA_log, ddt_bias, dS0)
 
 
-def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
-    """Return the plan of a backward, from the cache or built."""
+def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Any:
+    """Return the plan of a backward, cached or built: Backward, or ChannelBackward per key channel."""
     # keyed by layout and dtype only: the addresses of tensors are arguments of the launch
     key = (problem_key(p), do.stride(), None if dS is None else dS.dtype, *_dtypes(saved))
     return _backwards.get(key, lambda: _first_backward(p, saved, do, dS))
@@ -145,7 +147,7 @@ def forward_launches(p: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         yield from plan.steps([*tensors_of(p), *allocate_placeholders(p.device, plan.specs)])
 
 
-def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
+def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward | ChannelBackward:
     """Build a backward; if it is the first of its kind, compile those of other sizes in parallel."""
     description, gpu = describe(p, do), machine(p.device)
 
@@ -155,7 +157,7 @@ def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> 
             new, late = (allocate_placeholders(p.device, specs) for specs in (plan.specs, plan.late))
             given = (*tensors_of(p), *saved, do, dS)
             yield from plan.steps([*given, *new])
-            yield from plan.late_steps([*given, *new[:-2], *late])
+            yield from plan.late_steps([*given, *new[: -plan.num_early], *late])
 
     dtypes = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved)))
     compile_ahead(p.device, ("backward", kind_key(p, description), *dtypes), steps)

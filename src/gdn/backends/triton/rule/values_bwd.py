@@ -1,7 +1,8 @@
 """Compute v_new again, and the gradients of pairs of tokens and of v, with a decay per key channel.
 
-    v_new = A_inv beta (v - k_in S_in);   E_ij = scale <do_i, v_new_j>, i >= j;   F_ij = -<dr_i, v_new_j>, i > j
-    dv = beta dr;   dbeta_i = <dr_i, v_new_i> / beta_i = <dr_i, (v - k_in S_in)_i> + sum_j F_ij A_ij / beta_i
+    v_new = A_inv beta (v - k_in S_in);   dv = beta dr
+    E_ij = scale <do_i, v_new_j>, i >= j;   F_ij = -<dr_i, v_new_j>, i > j
+    dbeta_i = <dr_i, v_new_i> / beta_i = <dr_i, (v - k_in S_in)_i> + sum_j F_ij A_ij / beta_i
 
 dr is in the memory of dv: `state_bwd` left it. E and F have no decays, which differ from channel to channel:
 `rows_bwd` multiplies them by keys and queries with their decays, and adds up the last sum of dbeta, which is
