@@ -92,7 +92,7 @@ def add_pairs(q, k, g, within, beside, across, PRECISION: tl.constexpr):
 @triton.jit
 def store_pairs(x_ptr, rest_ptr, tile, within, beside, across, C: tl.constexpr):
     """Store pairs [C, C] of a tile from its parts, zeros above the diagonal; rest_ptr: their low half."""
-    n = tl.arange(4)[:, None, None]
+    n = tl.arange(0, 4)[:, None, None]
     i = tl.arange(0, 16)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
     # offsets within a tile are 32 bits wide: 64 would take twice the registers

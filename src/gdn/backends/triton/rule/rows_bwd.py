@@ -66,7 +66,7 @@ def levels_in_blocks(q, k, g, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.co
 
     Also returns the sums of g in a block up to a token, and after it.
     """
-    n = tl.arange(4)[:, None, None]
+    n = tl.arange(0, 4)[:, None, None]
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     # at [a, b]: E of key a and query b if a <= b, else F of query a and key b
@@ -103,7 +103,7 @@ def levels_in_blocks(q, k, g, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.co
 @triton.jit
 def level_of_neighbours(q, k, d, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, the gradient of log d and the share of dbeta of pairs between neighbouring blocks."""
-    n = tl.arange(4)[:, None, None]
+    n = tl.arange(0, 4)[:, None, None]
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     odd = is_odd_block()
@@ -154,8 +154,8 @@ def totals_bwd(dearlier, dlater, dbetween, dall):
     """
     N: tl.constexpr = dearlier.shape[2]
     # [receiving block, block of the token, channel]
-    m = tl.arange(4)[:, None, None]
-    n = tl.arange(4)[None, :, None]
+    m = tl.arange(0, 4)[:, None, None]
+    n = tl.arange(0, 4)[None, :, None]
     earlier = tl.broadcast_to(tl.sum(dearlier, 1)[None, :, :], (4, 4, N))
     later = tl.broadcast_to(tl.sum(dlater, 1)[None, :, :], (4, 4, N))
     between = tl.broadcast_to(tl.sum(dbetween, 1)[None, :, :], (4, 4, N))
