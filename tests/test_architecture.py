@@ -30,9 +30,9 @@ MAY_IMPORT = {
     "ops": {"backends", "problem", "reference", "notation", "settings", "_torch_compat"},
     "distributed": {"ops", "problem", "notation", "settings", "_torch_compat"},
     "layers": {"ops", "distributed", "problem", "notation"},
-    "integrations": {"layers", "distributed", "ops"},
+    "integrations": {"layers", "distributed", "ops", "settings"},
     "testing": {"reference"},
-    "cli": {"testing", "backends", "gdn"},
+    "cli": {"testing", "backends", "integrations", "gdn"},
     "__main__": {"cli"},
     "__init__": {"layers", "ops", "integrations", "distributed"},
 }

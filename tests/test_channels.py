@@ -14,7 +14,7 @@ import torch
 
 import gdn
 from gdn import reference
-from gdn.backends import eager, hopper, triton
+from gdn.backends import eager, hopper, select_backward, select_recurrent, triton
 from gdn.backends.eager import channels
 from gdn.problem import parse
 from gdn.reference import serving, stages
@@ -367,22 +367,24 @@ def test_kernels_refuse_the_rank_and_the_bound_by_name(monkeypatch):
         assert reason is None if not ours else ours in reason
         assert hoppers in hopper.refuses(problem)
         assert eager.BACKEND.refuses(problem) is None
+        # the kernel of the recurrent form has both; any backward follows it
+        assert select_recurrent(problem).name == "triton"
+        assert select_backward(problem).name == ("triton" if reason is None else "eager")
     with pytest.raises(NotImplementedError, match=f"hopper: {rank}"):
         gdn.chunk_kda(q, q, v, per_channel, backend="hopper")
     assert gdn.explain(q, q, v, per_channel).chosen == "triton"
-    _, _, _, pool, logits = engine_call()
+    _, _, _, pool, logits = engine_call(torch.float32)
     u, k, G = pool.new_zeros(1, 5, 9, HV, V), pool.new_zeros(1, 5, 9, H, K), pool.new_zeros(1, 5, 9, HV, K)
     index = torch.tensor([0])
     a, b = logits["a"][:, 0], logits["b"][:, 0]
     calls = [
         lambda: gdn.gate(a, b, logits["A_log"], backend="triton"),
-        lambda: gdn.decode(q, q, v, torch.zeros(1, 4, 16, 16), g=per_channel, backend="triton"),
         lambda: gdn.prefill(
             q, q, v, torch.zeros(1, 4, 16, 16), g=per_channel, cu_seqlens=torch.tensor([0, 5]),
             state_index=index, backend="triton",
         ),
         lambda: gdn.replay_commit(
-            pool[None].float(), u, k, G, torch.zeros(5, dtype=torch.int32), index, index, room=4,
+            pool[None], u, k, G, torch.zeros(5, dtype=torch.int32), index, index, room=4,
             state_v_first=True, backend="triton",
         ),
     ]  # fmt: skip
@@ -431,11 +433,14 @@ def test_names():
 # the rank of the gate may be asked where a problem is parsed, where the gate is computed, where the pairs of
 # tokens and rows are made, and where a history is written: everything else sees rows and states
 MAY_ASK = {
+    "backends/eager/borders.py",
     "backends/eager/gate.py",
     "backends/eager/replay.py",
     "backends/eager/rule.py",
     "backends/triton/__init__.py",
-    "distributed/context.py",
+    "backends/triton/serving/gates.py",
+    "backends/triton/serving/packet.py",
+    "distributed/check.py",
     "ops/portable.py",
     "ops/warmup.py",
     "ops/warmup_calls.py",

@@ -50,11 +50,18 @@ def modules(monkeypatch):
     """Return modules with the packages' names, each function of which returns its arguments."""
     made = {}
     for adapter in PACKAGES.values():
-        for module, name, _ in adapter.PACKAGE.served:
+        for module, name, serve in adapter.PACKAGE.served:
             own = made.setdefault(module, types.ModuleType(module))
             methods = [m for _, _, n, m in METHODS if n == name]
-            value = package_class(name, methods) if methods else lambda *args, **kwargs: ("own", args, kwargs)
+            is_class = isinstance(serve, type)
+            value = (
+                package_class(name, methods) if is_class else lambda *args, **kwargs: ("own", args, kwargs)
+            )
             setattr(own, name, value)
+        for module, name, method, _ in adapter.PACKAGE.wrapped:
+            own = made.setdefault(module, types.ModuleType(module))
+            vars(own).setdefault(name, type(name, (), {}))
+            setattr(vars(own)[name], method, lambda *args: args)
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
     return made
@@ -108,7 +115,7 @@ def test_an_error_of_a_backend_at_work_does_not_fall_back(modules, monkeypatch, 
     monkeypatch.setenv("GDN_BACKEND", "eager")
     x, state = inputs(1, 3), pool_of(1)
     five = [x[name] for name in ("q", "k", "v", "g", "beta")]
-    for module, name in (("decode", "_advance_token"), ("prefill", "_run_rule")):
+    for module, name in (("decode", "advance_token"), ("prefill", "_run_rule")):
         monkeypatch.setattr(importlib.import_module(f"gdn.backends.eager.{module}"), name, raising(error))
     step = modules["vllm.third_party.flash_linear_attention.ops.fused_recurrent"]
     chunk = modules["sglang.kernels.ops.attention.fla.chunk"]

@@ -127,7 +127,8 @@ def recording(machine: launch.Machine) -> Iterator[list[Any]]:
     """Record the launches on an imagined GPU; the backend accepts CPU tensors and caches no plan."""
     users = [module for module in MODULES if hasattr(module, "machine")]
     before = room.BACKEND, launch.machine, launch.PlanCache.get
-    room.BACKEND = dataclasses.replace(room.BACKEND, refuses=lambda problem: None, refuses_backward=None)
+    supports = {"refuses": lambda problem: None, "refuses_backward": None, "refuses_recurrent": None}
+    room.BACKEND = dataclasses.replace(room.BACKEND, **supports)
     launch.PlanCache.get = lambda self, key, make: make()
     for module in users:
         module.machine = lambda device: machine
@@ -155,8 +156,10 @@ def jobs_of(launches: Iterable[Any], target: str) -> list[Job]:
 def _job(one: launch.Launch, tensors: tuple[torch.Tensor | None, ...], target: str) -> Job:
     types = ["constexpr" if x is None else _type(x) for x in tensors]
     for number in one.scalars:
-        is_int = isinstance(number, int)
-        types.append("fp32" if not is_int else "i32" if -(2**31) <= number < 2**31 else "i64")
+        if isinstance(number, int):
+            types.append("i32" if -(2**31) <= number < 2**31 else "i64")
+        else:
+            types.append("constexpr" if number is None else "fp32")
     count = len(one.kernel.arg_names) - len(one.constants)
     assert count == len(types), (
         f"{one.kernel.__name__}: expected {count} tensors and numbers, got {len(types)}"

@@ -8,8 +8,9 @@ B, T, SLOTS, R = 5, 3, 9, 4  # rows, tokens, slots and ring entries of the calls
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2.5e-3, torch.bfloat16: 5e-3}
 
 
-def inputs(B, T, H=2, HV=4, K=16, V=24, dtype=torch.float32, raw=False):
+def inputs(B, T, H=2, HV=4, K=16, V=24, dtype=torch.float32, raw=False, is_per_channel=False):
     """Return q, k, v and gates of a call, by name."""
+    decay = (HV, K) if is_per_channel else (HV,)
     x = {
         "q": torch.randn(B, T, H, K, dtype=dtype),
         "k": torch.randn(B, T, H, K, dtype=dtype),
@@ -17,11 +18,11 @@ def inputs(B, T, H=2, HV=4, K=16, V=24, dtype=torch.float32, raw=False):
     }
     if not raw:
         return x | {
-            "g": torch.nn.functional.logsigmoid(torch.randn(B, T, HV)) / 16,
+            "g": torch.nn.functional.logsigmoid(torch.randn(B, T, *decay)) / 16,
             "beta": torch.rand(B, T, HV),
         }
-    gates = {"a": torch.randn(B, T, HV), "b": torch.randn(B, T, HV)}
-    return x | gates | {"A_log": torch.randn(HV), "dt_bias": torch.randn(HV)}
+    gates = {"a": torch.randn(B, T, *decay), "b": torch.randn(B, T, HV)}
+    return x | gates | {"A_log": torch.randn(HV), "dt_bias": torch.randn(decay)}
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def pool_of(*lead, HV=4, K=16, V=24, dtype=torch.float32, v_first=True):
 
 def step_of(
     B, H, HV, K, V, W, dtype=torch.float32, pool=torch.float32, *, slots=9, L=None, v_first=True,
-    is_gated=True, conv_dtype=None,
+    is_gated=True, conv_dtype=None, is_per_channel=False,
 ):  # fmt: skip
     """Return the tensors of a layer's whole step by name, and its options.
 
@@ -50,6 +51,7 @@ def step_of(
     slots.
     """
     D, L = 2 * H * K + HV * V, W - 1 if L is None else L
+    decay = (HV, K) if is_per_channel else (HV,)
     apart = torch.full((slots, HV * K * V + 64), float("nan"), dtype=pool)
     last = (V, K) if v_first else (K, V)
     state = apart[:, : HV * K * V].unflatten(1, (HV, *last)).copy_(torch.randn(slots, HV, *last))
@@ -58,8 +60,8 @@ def step_of(
         "mixed_qkv": torch.randn(B, D + 32).to(dtype)[:, :D], "conv_state": windows,
         "conv_weight": torch.randn(D, W).to(dtype),
         "conv_bias": torch.randn(D).to(dtype) if is_gated else None,
-        "a": torch.randn(B, HV).to(dtype), "b": torch.randn(B, HV).to(dtype), "A_log": torch.randn(HV),
-        "dt_bias": torch.randn(HV) if is_gated else None, "state": state,
+        "a": torch.randn(B, *decay).to(dtype), "b": torch.randn(B, HV).to(dtype), "A_log": torch.randn(HV),
+        "dt_bias": torch.randn(decay) if is_gated else None, "state": state,
     }  # fmt: skip
     options = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V, "state_v_first": v_first}
     if is_gated:
@@ -73,7 +75,8 @@ STEP = {
     "conv_activation": "silu", "z": None, "norm_weight": None, "norm_eps": 1e-6, "norm_activation": "silu",
     "scale": None, "lower_bound": None, "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False,
     "state_v_first": True, "conv_index": None, "read_index": None, "write_index": None, "null_slot": None,
-    "out": None, "backend": None,
+    "out": None, "backend": None, "history_u": None, "history_k": None, "history_G": None, "cursor": None,
+    "room": None, "use_history": None,
 }  # fmt: skip
 
 

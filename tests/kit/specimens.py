@@ -6,6 +6,7 @@ that it is compiled for: all, or those that have tuned sizes.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -82,7 +83,10 @@ RECURRENT = {
     "bf16 128 all packed": (Case(sizes=(128, 128), lengths=LADDER, **ALL), BF16, EVERYWHERE),
     "fp32 256": (Case(sizes=(256, 256), gate="absent", beta="absent", state="wide"), FP32, TUNED),
     "fp16 60": (Case(sizes=(60, 60), raw_gate="no_bias", beta="sigmoid"), FP16, TUNED),
-}
+    "bf16 128 of channels": (
+        Case("bounded", sizes=(128, 128), lengths=LADDER, is_per_channel=True, **ALL), BF16, TUNED,
+    ),
+}  # fmt: skip
 
 
 def rule(provider: Callable[..., Any], case: Case, dtype: torch.dtype) -> Callable[[], Any]:
@@ -134,14 +138,24 @@ DECODE = {
     "fp32 256": ("final", 4, 1, 256, 256, FP32, FP32, False, True, EVERYWHERE),
     "fp32 64, K first": ("P4", 4, 3, 64, 64, FP32, BF16, True, False, TUNED),
 }
+# the same with a decay per key channel
+DECODE_OF_CHANNELS = {
+    "many rows, bf16 pool": ("index", 256, 1, 128, 128, BF16, BF16, True, True, EVERYWHERE),
+    "K first": ("final", 4, 1, 128, 128, BF16, FP32, False, False, TUNED),
+    "P4": ("P4", 4, 4, 128, 128, BF16, FP32, True, True, TUNED),
+}
 
 
 def decode(
-    name: str, B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, raw: bool, v_first: bool
-) -> Callable[[], Any]:
+    name: str, B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, raw: bool, v_first: bool,
+    is_per_channel: bool = False,
+) -> Callable[[], Any]:  # fmt: skip
     pool = pool_of(B * T, K=K, V=V, dtype=pool_dtype, v_first=v_first)
-    x = rows_of(B, T, K=K, V=V, dtype=dtype, raw=raw)
+    x = rows_of(B, T, K=K, V=V, dtype=dtype, raw=raw, is_per_channel=is_per_channel)
     x |= protocol(name, B, T, pool)
+    if raw and is_per_channel:
+        # logits of a projection, and the bounded form
+        x |= {"a": x["a"].to(dtype), "lower_bound": -5.0}
     return lambda: api.decode(**x, state_v_first=v_first, backend="triton")
 
 
@@ -166,6 +180,15 @@ def decode_of_a_projection() -> Callable[[], Any]:
     rest, pool = torch.zeros(2, 4), pool_of(4, K=128, V=128)
     sizes = {"num_k_heads": 2, "head_k_dim": 128, "head_v_dim": 128}
     return lambda: api.decode_packed(x, a, a, *rest, pool, **sizes, backend="triton")
+
+
+def prefill_in_place(dtype: torch.dtype, pool_dtype: torch.dtype, v_first: bool) -> Callable[[], Any]:
+    x = rows_of(1, 199, K=128, V=128, dtype=dtype) | {
+        "state": pool_of(6, K=128, V=128, dtype=pool_dtype, v_first=v_first), "state_index": slots(3),
+        "cu_seqlens": torch.tensor([0, 65, 65, 199], dtype=torch.int32), "has_initial_state": slots(3).bool(),
+        "out_state_index": slots(3) + 3,
+    }  # fmt: skip
+    return lambda: api.prefill(**x, state_v_first=v_first, backend="triton")
 
 
 def prefill(dtype: torch.dtype, pool_dtype: torch.dtype, raw: bool, v_first: bool) -> Callable[[], Any]:
@@ -201,6 +224,26 @@ def replay(
         api.replay_decode(**x, state=state[0], history_u=u[0], history_k=k[0], history_G=G[0],
                              cursor=cursor, read_index=rows, **options)  # fmt: skip
         api.replay_commit(state, u, k, G, cursor, rows, rows, room=T, **options)
+
+    return call
+
+
+def history(
+    B: int, T: int, D: int, dtype: Any, pool_dtype: Any, places: int, v_first: bool, has_drafts: bool
+) -> Callable[[], Any]:
+    """Return a step that appends to histories, and a fold of these."""
+    sizes = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": D, "head_v_dim": D, "state_v_first": v_first}
+    pool = gdn.allocate_history_pool(
+        B, **sizes, places=places, room=T, state_dtype=pool_dtype, history_dtype=dtype
+    )
+    x = rows_of(B, T, K=D, V=D, dtype=dtype, raw=True)
+    options, drafts = {"state_v_first": v_first, "backend": "triton"}, {}
+    if has_drafts:
+        drafts["num_accepted"] = slots(B)
+
+    def call() -> None:
+        api.decode_with_history(**x, pool=pool, read_index=slots(B), **options, **drafts, use_history=True)
+        api.fold_history(pool, slots(B), **options, **drafts)
 
     return call
 
@@ -309,7 +352,7 @@ def hopper_forward(
     """Return the Hopper forward, with one and with two consumer warpgroups.
 
     `segment` is the number of chunks in a segment (None: sequences are not cut), `kept` the dtype of stored
-    states, `fast_path` allows the fast path.
+    states, `fast_path` allows the fast path, also in forwards for a backward.
     """
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
@@ -324,11 +367,33 @@ def hopper_forward(
         with (
             patch.object(cost, "cuts_of", lambda problem: cuts),
             patch.object(rule, "FAST_PATH", fast_path),
+            patch.object(rule, "SAVING_FAST_PATH", fast_path),
             plans,
         ):
             for count in (1, 2):
                 with patch.object(cost, "consumers_of", lambda problem, cuts, count=count: count):
                     rule.forward(rule.to_kernel_layout(problem), kept)
+
+    return call
+
+
+def hopper_on_a_pool(case: Case) -> Callable[[], Any]:
+    """Return the Hopper forward on the fast path that reads and updates slots of a pool."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+    pool = pool_of(6, HV=problem.HV, K=problem.K, V=problem.V)
+
+    def call() -> None:
+        from gdn.backends.hopper import cost, rule
+        from gdn.backends.triton.rule.pool import StatePool
+
+        out = torch.empty_like(problem.v, memory_format=torch.contiguous_format)
+        slot, mask = slots(problem.N), slots(problem.N).bool()
+        with patch.object(cost, "consumers_of", lambda problem, cuts: 2):
+            on_pool = replace(problem, initial_state=pool, output_final_state=False)
+            rule.forward(
+                rule.to_kernel_layout(on_pool), None, StatePool(pool, slot, None, mask, True, 1, out)
+            )
 
     return call
 
@@ -443,6 +508,11 @@ OTHERS = {
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, FP32, True),
         TUNED,
     ),
+    "hopper that saves on the fast path": (
+        hopper_forward,
+        (Case(sizes=(128, 128), heads=(2, 4)), None, BF16, True),
+        TUNED,
+    ),
     "hopper 64": (hopper_forward, (Case(sizes=(64, 64), heads=(2, 4)),), TUNED),
     "hopper 64 in a prefill": (
         hopper_forward,
@@ -452,6 +522,11 @@ OTHERS = {
     "hopper 64 in segments": (
         hopper_forward,
         (Case(sizes=(64, 64), heads=(2, 4), state="wide"), 1, FP32),
+        TUNED,
+    ),
+    "hopper on a pool": (
+        hopper_on_a_pool,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),),
         TUNED,
     ),
     "hopper between ranks": (
@@ -489,6 +564,7 @@ OTHERS = {
     "chunk form fp16 60": (decode_in_chunk_form, (4, 5, 60, FP16, FP16, True, True), TUNED),
     "prefill bf16": (prefill, (BF16, FP32, True, True), EVERYWHERE),
     "prefill fp32": (prefill, (FP32, BF16, False, False), TUNED),
+    "prefill in place": (prefill_in_place, (BF16, FP32, True), TUNED),
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),
     "stages bf16 packed": (stages, (BF16, 64, 60, True), TUNED),
     "commit": (commit, (FP32, False), EVERYWHERE),
@@ -497,6 +573,9 @@ OTHERS = {
     "replay many rows": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False), EVERYWHERE),
     "replay one token": (replay, (3, 1, 128, 128, BF16, FP32, BF16, True, False), TUNED),
     "replay fp32 256, K first": (replay, (3, 8, 256, 256, FP32, FP32, FP32, False, False), EVERYWHERE),
+    "history": (history, (256, 1, 128, BF16, FP32, 16, True, False), TUNED),
+    "history 64": (history, (256, 1, 64, BF16, BF16, 16, True, False), EVERYWHERE),
+    "history of drafts, K first": (history, (3, 4, 64, BF16, FP32, 20, False, True), TUNED),
     "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),
     "gate fp32": (gate, (FP32, True), EVERYWHERE),
@@ -520,6 +599,8 @@ def _table() -> dict[str, Specimen]:
             table[f"{label} {name}"] = Specimen(lambda a=(provider, case, dtype): rule(*a), targets)
     for name, (*arguments, targets) in DECODE.items():
         table[f"decode {name}"] = Specimen(lambda a=tuple(arguments): decode(*a), targets)
+    for name, (*arguments, targets) in DECODE_OF_CHANNELS.items():
+        table[f"decode of channels {name}"] = Specimen(lambda a=(*arguments, True): decode(*a), targets)
     for name, (function, arguments, targets) in OTHERS.items():
         table[name] = Specimen(lambda f=function, a=arguments: f(*a), targets)
     return table

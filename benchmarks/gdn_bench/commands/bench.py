@@ -10,6 +10,7 @@ import typer
 
 from gdn.cli.console import Device, Json, check_choice, console, need_packages, status, write_json
 from gdn.cli.environment import environment
+from gdn.cli.options import take_options
 from gdn_bench.commands.console import (
     find_gpu,
     name_file,
@@ -18,7 +19,6 @@ from gdn_bench.commands.console import (
     show_table,
     split_words,
 )
-from gdn_bench.commands.options import take_options
 from gdn_bench.problems import catalog
 from gdn_bench.results import compare as comparing
 from gdn_bench.results import tables
@@ -138,6 +138,8 @@ def _label(job: str, variant: str) -> str:
         return job
     if job not in ("prefill", "train"):
         raise typer.BadParameter(f"variant: expected one of prefill and train only, got {job}")
+    if (job, variant) == ("train", "pool"):
+        raise typer.BadParameter("variant: expected pool with prefill only, got train")
     return f"{job}:{check_choice('variant', variant, catalog.VARIANTS)}"
 
 

@@ -15,10 +15,10 @@ from rich.markup import escape
 
 import gdn
 from gdn.cli.console import Device, Json, check_choice, console, find_device, need_packages, write_json
+from gdn.cli.options import take_options
 from gdn.testing import accuracy, cases
 from gdn.testing.cases import Case
 from gdn_bench.commands.console import name_file, open_progress, require_match, show_table, split_words
-from gdn_bench.commands.options import take_options
 from gdn_bench.judging import readings
 from gdn_bench.judging.readings import Reading
 from gdn_bench.providers.load import load_provider

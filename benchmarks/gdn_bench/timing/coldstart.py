@@ -1,8 +1,7 @@
 """Time the first call in a new process with empty caches; count the compilations of other problems.
 
-    python -m gdn_bench.timing.coldstart cold PROVIDER FOLDER SINCE   prints one line of JSON; caches are in
-    FOLDER python -m gdn_bench.timing.coldstart warm PROVIDER JOB NAME...    runs each problem once, to fill
-    the caches
+    python -m gdn_bench.timing.coldstart cold PROVIDER FOLDER SINCE    print JSON; FOLDER has the caches
+    python -m gdn_bench.timing.coldstart warm PROVIDER JOB NAME...     run each problem, to fill caches
 
 A compilation is counted by the folder of files that it leaves in a cache.
 """

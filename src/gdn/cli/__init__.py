@@ -1,1 +1,1 @@
-"""The command line: `app` has the commands, `console` the options and outputs that they share."""
+"""The command line: `app` has the commands, `warmup` one of them, `console` and `options` what they share."""

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from gdn.integrations import usage
+
 Result = TypeVar("Result")
 Function = Callable[..., Any]
 REJECTIONS = (NotImplementedError, TypeError, ValueError)
@@ -38,6 +40,7 @@ def call_with_fallback(
         if not is_rejection(error):
             raise
         (report or log_rejection)(name, error)
+        usage.count_rejected(name, str(error))
         return original()
 
 
@@ -84,9 +87,10 @@ def function_with_fallback(serve: Function, original: Function, is_active: Calla
 
 
 def class_with_fallback(serve: type, original: type) -> type:
-    """Return a subclass of `serve` whose methods fall back to those of an instance of `original`.
+    """Return a subclass of `serve` and `original`; methods of `serve` fall back to those of an `original`.
 
-    That instance is made at the first rejection. `serve` may have a static method
+    What an engine asks of its own class it finds in ours: isinstance, attributes, methods that `serve` lacks.
+    The instance that serves rejected calls is made at the first rejection. `serve` may have a static method
     arguments_of_original(original, name, args, kwargs): it returns the arguments for the method of the
     original, or None where the original would compute something else; the rejection is raised then.
     """
@@ -120,7 +124,7 @@ def class_with_fallback(serve: type, original: type) -> type:
         for name, method in vars(serve).items()
         if callable(method) and not name.startswith("_") and callable(getattr(original, name, None))
     }
-    return type(serve.__name__, (serve,), methods | {"__module__": serve.__module__})
+    return type(serve.__name__, (serve, original), methods | {"__module__": serve.__module__})
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:

@@ -1,4 +1,4 @@
-"""Provide lmdeploy's gated delta rule backend on gdn: three methods and the convolution (0.16 to 0.18).
+"""Provide lmdeploy's gated delta rule backend on gdn, and patch_lmdeploy() (lmdeploy 0.18).
 
 States are [slots, HV, V, K], or [slots, HV, K, V] with transpose_state_layout=False. With speculation they
 are a ring [slots, R, HV, V, K], where entry p % R is the state after p tokens (protocol P1). Slots below 0 or
@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.integrations.engines import activation_name
+from gdn.integrations import lmdeploy_layer as layer
+from gdn.integrations import usage
+from gdn.integrations.engines import is_enabled
+from gdn.integrations.lmdeploy_conv import CausalConv1d, causal_conv1d_fn, causal_conv1d_update
+from gdn.integrations.lmdeploy_step import StepMeta, has_initial_state, once, register_graphs, role
 from gdn.integrations.patching import Package, Patch
-from gdn.ops import conv as short_conv
 from gdn.ops.gate import gate
 from gdn.ops.prefill import prefill
 from gdn.ops.serving import decode
 
+__all__ = ["CausalConv1d", "causal_conv1d_fn", "causal_conv1d_update"]
 NEW = -1e6  # g of the first token of a new sequence: lmdeploy's mark for a slot that must not be read
 
 
@@ -67,6 +71,10 @@ class GatedDeltaRule:
 
     Queries and keys are neither copied to every value head nor normalised beforehand: the kernel does both.
     """
+
+    def __init__(self) -> None:
+        register_graphs(self)
+        self._rates: tuple[Any, Any] = (None, None)
 
     @staticmethod
     def arguments_of_original(
@@ -167,14 +175,19 @@ class GatedDeltaRule:
         cu_seqlens, is_init and spec_state_offsets.
         """
         meta, five = gated_delta_meta, (query, key, value, _heads(a), _heads(b))
-        raw: dict[str, Any] = {"A_log": _A_log(a_log_exp), "dt_bias": dt_bias}
+        if self._rates[0] is not a_log_exp:
+            # lmdeploy computes -exp(A_log) once as well
+            self._rates = (a_log_exp, _A_log(a_log_exp))
+        raw: dict[str, Any] = {"A_log": self._rates[1], "dt_bias": dt_bias}
         if not meta.is_decoding:
-            return self._prompts(
+            o = self._prompts(
                 five[:3], raw | dict(zip("ab", five[3:], strict=True)), recurrent_state,
-                meta.origin_state_ids, meta.cu_seqlens, meta.spec_state_offsets,
-                has_initial_state=None if meta.is_init is None else ~meta.is_init, state_v_first=True,
+                meta.origin_state_ids, meta.cu_seqlens, meta.spec_state_offsets, meta=meta,
+                has_initial_state=has_initial_state(meta), state_v_first=True,
                 use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             )  # fmt: skip
+            usage.count_served("lmdeploy", "prefill")
+            return o
         rows = meta.origin_state_ids.shape[0]
         q, k, v, a, b = (x[0].unflatten(0, (rows, -1)) for x in five)
         where: dict[str, Any] = {}
@@ -184,18 +197,23 @@ class GatedDeltaRule:
             q, k, v, recurrent_state, a=a, b=b, **raw, read_index=meta.origin_state_ids, **where,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=True,
         )  # fmt: skip
+        usage.count_served("lmdeploy", role(meta))
         return o.flatten(0, 1).unsqueeze(0)
 
     def _prompts(
         self, tokens: tuple[Tensor, ...], gates: dict[str, Any], pool: Any, slots: Any, offsets: Any,
-        entries: tuple[Tensor, Tensor] | None, **options: Any,
+        entries: tuple[Tensor, Tensor] | None, meta: Any = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         q, k, v = tokens
         given = {**gates, "cu_seqlens": offsets, **options}
         if entries is None:
             return prefill(q, k, v, pool, state_index=slots, **given)
         flat, step = _flat(pool)
-        read, write = (_flat_index(slots, entry, pool.shape, step) for entry in entries)
+
+        def indices() -> tuple[Tensor, ...]:
+            return tuple(_flat_index(slots, entry, pool.shape, step) for entry in entries)
+
+        read, write = indices() if meta is None else once(meta, "ring", (pool.shape, step), indices)
         inner = zip(flat.shape[1:], flat.stride()[1:], strict=True)
         if flat.stride(0) > sum((size - 1) * stride for size, stride in inner):
             return prefill(q, k, v, flat, state_index=read, out_state_index=write, **given)
@@ -238,147 +256,43 @@ def _A_log(a_log_exp: Tensor) -> Tensor:
     return a_log_exp.neg().log()
 
 
-def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    final_states_out: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
-    """Run the convolution of packed prompts: `gdn.causal_conv1d`.
-
-    x [1, dim, tokens]; weight [dim, W]; seq_idx [tokens] or [1, tokens], the ascending sequence number of
-    each token; initial_states [N, dim, W-1] of sequences 0 .. N-1, or None: zeros. Returns [1, dim, tokens].
-    NotImplementedError for final states, which lmdeploy's own function does not return either.
-    """
-    if return_final_states or final_states_out is not None:
-        raise NotImplementedError("return_final_states: expected False, got True")
-    offsets = None
-    if seq_idx is not None:
-        # without initial states the number of sequences is unknown: at most one for each token
-        N = seq_idx.shape[-1] if initial_states is None else initial_states.shape[0]
-        numbers = torch.arange(N + 1, device=x.device, dtype=seq_idx.dtype)
-        offsets = torch.searchsorted(seq_idx.reshape(-1).contiguous(), numbers)
-    y, _ = short_conv.causal_conv1d(
-        x.transpose(1, 2), weight, bias, activation=activation_name(activation),
-        initial_state=initial_states, cu_seqlens=offsets,
-    )  # fmt: skip
-    return y.transpose(1, 2)
-
-
-def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cache_seqlens: Tensor | None = None,
-    conv_state_indices: Tensor | None = None,
-) -> Tensor:
-    """Run one step of the convolution: `gdn.causal_conv1d_update`.
-
-    x [B, dim] or [B, dim, T]; conv_state [slots, dim, L], updated in place, newest input in the last column;
-    with cache_seqlens [B] a ring, token t in column (cache_seqlens + t) % L. Returns the shape of x.
-    """
-    y = short_conv.causal_conv1d_update(
-        x if x.dim() == 2 else x.transpose(1, 2), conv_state, weight, bias,
-        activation=activation_name(activation), state_index=conv_state_indices, ring_pos=cache_seqlens,
-    )  # fmt: skip
-    return y if x.dim() == 2 else y.transpose(1, 2)
-
-
-class CausalConv1d:
-    """Implement lmdeploy's CausalConv1dImpl: its two functions, and `forward`."""
-
-    def conv1d_fn(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        initial_states: Tensor | None = None,
-        return_final_states: bool = False,
-        activation: str | None = None,
-    ) -> Tensor:
-        return causal_conv1d_fn(
-            x, weight, bias, seq_idx, initial_states, return_final_states, None, activation
-        )
-
-    def update_fn(
-        self,
-        x: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        conv_state_indices: Tensor | None = None,
-        cache_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        return causal_conv1d_update(
-            x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
-        )
-
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, gated_delta_meta: Any,
-        activation: str,
-    ) -> Tensor:  # fmt: skip
-        """Run the convolution on x [1, tokens, dim] and update conv_state (lmdeploy 0.18).
-
-        If a part of a prompt is shorter than the window, the window keeps earlier inputs.
-        """
-        meta, name = gated_delta_meta, activation_name(activation)
-        weight = weight[:, 0] if weight.dim() == 3 else weight
-        if meta.is_decoding:
-            rows = meta.conv_state_indices.shape[0]
-            y = short_conv.causal_conv1d_update(
-                x[0].unflatten(0, (rows, -1)), conv_state, weight, bias, activation=name,
-                state_index=meta.conv_state_indices, ring_pos=meta.cache_seqlens,
-            )  # fmt: skip
-            return y.flatten(0, 1).unsqueeze(0)
-        options: dict[str, Any] = {"activation": name, "cu_seqlens": meta.cu_seqlens}
-        if meta.spec_conv_offsets is None:
-            y, _ = short_conv.causal_conv1d(
-                x, weight, bias, **options, state=conv_state, state_index=meta.conv_state_indices,
-                has_initial_state=~meta.is_init,
-            )  # fmt: skip
-            return y
-        # a ring: one tap of zero in front of the others makes the window as wide as lmdeploy's
-        read, write = meta.spec_conv_offsets
-        slots = meta.conv_state_indices.long()
-        rows, channels = torch.arange(len(slots), device=x.device), torch.arange(x.shape[2], device=x.device)
-        is_valid = (slots >= 0) & (slots < conv_state.shape[0])
-        columns = torch.cat([(read[:, :1] - 1) % conv_state.shape[2], read], 1)
-        # adding padding repeats the write of the first other row; a mask would need the host to count rows
-        rows_written = torch.where(is_valid, rows, is_valid.int().argmax() if len(slots) else 0)
-        slots = slots.clamp(0, conv_state.shape[0] - 1)
-        window = conv_state[slots[:, None, None], channels[:, None], columns[:, None]]
-        y, _ = short_conv.causal_conv1d(
-            x, torch.nn.functional.pad(weight, (1, 0)), bias, **options, state=window,
-            state_index=torch.where(is_valid, rows, -1), has_initial_state=~meta.is_init,
-        )  # fmt: skip
-        at = (slots[rows_written, None, None], channels[:, None], write[rows_written, None])
-        final = window[rows_written].to(x.dtype).to(conv_state.dtype)
-        conv_state[at] = torch.where(is_valid.any(), final, conv_state[at])
-        return y
-
-
+_CUDA, _MODELS = "lmdeploy.pytorch.backends.cuda", "lmdeploy.pytorch.models"
 PACKAGE = Package(
     (
-        ("lmdeploy.pytorch.backends.cuda.gated_delta_rule", "CudaGatedDeltaRuleImpl", GatedDeltaRule),
-        ("lmdeploy.pytorch.backends.cuda.causal_conv1d", "CausalConv1dTilelangImpl", CausalConv1d),
-    )
+        (f"{_CUDA}.gated_delta_rule", "CudaGatedDeltaRuleImpl", GatedDeltaRule),
+        (f"{_CUDA}.causal_conv1d", "CausalConv1dTilelangImpl", CausalConv1d),
+        (f"{_CUDA}.causal_conv1d", "_build_causal_conv1d", layer.build_causal_conv1d),
+        ("lmdeploy.pytorch.backends.gated_delta_rule", "GatedDeltaMeta", StepMeta),
+        ("lmdeploy.pytorch.nn.gated_delta", "build_rmsnorm_gated", layer.build_rmsnorm_gated),
+        ("lmdeploy.pytorch.configurations.qwen3_next", "_check_env_qwen3_next", layer.check_environment),
+    ),
+    (
+        (f"{_MODELS}.qwen3_next", "Qwen3NextGatedDeltaNet", "forward", layer.decode_of_qwen3_next),
+        (
+            f"{_MODELS}.qwen3_next",
+            "Qwen3NextGatedDeltaNet",
+            "fix_query_key_value_ordering",
+            layer.ordering_of_qwen3_next,
+        ),
+        (f"{_MODELS}.qwen3_5", "Qwen3_5GatedDeltaNet", "forward", layer.decode_of_qwen3_5),
+    ),
 )
 
 
 def patch_lmdeploy() -> Patch:
     """Run lmdeploy's gated delta rule layers on gdn, in this process: before the model is built.
 
-    The two classes that its CUDA backend creates are replaced; these layers then need no FLA and no TileLang.
-    Piecewise CUDA graphs, for which lmdeploy's classes register themselves, are not supported.
+    The rule, the convolution, the gated norm, a step's metadata and the decode step of a layer are replaced,
+    and the check for FLA is dropped: these layers need no FLA and no TileLang. Our classes are subclasses
+    of lmdeploy's and register for its piecewise CUDA graphs. Only the PyTorch engine is affected: lmdeploy
+    chooses TurboMind for Qwen3.5 unless it gets a PytorchEngineConfig (docs/lmdeploy.md).
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without lmdeploy.
     """
     return PACKAGE.patch()
+
+
+def register() -> None:
+    """Call `patch_lmdeploy` if GDN_ENGINES names lmdeploy: for a start-up hook of worker processes."""
+    if is_enabled("lmdeploy"):
+        patch_lmdeploy()

@@ -18,11 +18,17 @@ class Package:
 
     served: (module, name, our function or class of the same signature). A call that ours rejects goes to the
     package's own function, or to the method of that name of its class (`gdn.integrations.fallback`).
-    Process-wide.
+    wrapped: (module, class, method, function of the original method that returns ours): ours decides itself
+    what goes to the original. loaded: as `served`, where the module is imported already. Process-wide.
     """
 
-    def __init__(self, served: tuple[tuple[str, str, Function], ...]) -> None:
-        self.served = served
+    def __init__(
+        self,
+        served: tuple[tuple[str, str, Function], ...],
+        wrapped: tuple[tuple[str, str, str, Function], ...] = (),
+        loaded: tuple[tuple[str, str, Function], ...] = (),
+    ) -> None:
+        self.served, self.wrapped, self.loaded = served, wrapped, loaded
         self._lock = threading.RLock()
         self._active: list[Patch] = []
         self._replaced: list[Replaced] = []
@@ -35,8 +41,17 @@ class Package:
         """Replace the functions from now on; import their modules, which must be installed."""
         with self._lock:
             if not self._active:
-                for module, name, serve in self.served:
+                # import every module before the first name is replaced, so that undo() reaches all of them
+                for module in [e[0] for e in self.served] + [e[0] for e in self.wrapped]:
+                    import_module(module)
+                loaded = [entry for entry in self.loaded if entry[0] in sys.modules]
+                for module, name, serve in (*self.served, *loaded):
                     self._replace(vars(import_module(module))[name], serve)
+                for module, name, method, wrap in self.wrapped:
+                    owner = getattr(import_module(module), name)
+                    original = vars(owner)[method]
+                    self._replaced.append(Replaced(owner, method, original, wrap(original)))
+                    setattr(owner, method, self._replaced[-1].replacement)
             self._active.append(Patch(self))
             return self._active[-1]
 

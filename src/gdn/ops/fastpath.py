@@ -40,7 +40,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn._torch_compat import is_plain
-from gdn.backends import Backend, Saved, select, select_backward
+from gdn.backends import Backend, Saved, select, select_backward, select_recurrent
 from gdn.ops.library import (
     CHUNK_BACKWARD,
     CHUNK_FORWARD,
@@ -50,6 +50,7 @@ from gdn.ops.library import (
     are_plain,
     check_offsets,
     chunk_backward,
+    complete_saved,
     define_writer,
     guarded,
     make_contiguous,
@@ -143,7 +144,8 @@ class _Rule(torch.autograd.Function):
         else:
 
             def run() -> Tensors:
-                gradients = call.backward.chunk_backward(problem, Saved(*saved), do, dS)
+                kept = complete_saved(problem, Saved(*saved), call.backend)
+                gradients = call.backward.chunk_backward(problem, kept, do, dS)
                 return tuple([make_contiguous(x) for x in gradients])
 
             gradients = guarded(CHUNK_BACKWARD, problem.device, run, tensors=(do, dS))
@@ -203,7 +205,7 @@ class RuleFunction:
         return CachedCall(
             self.signature,
             replace(p, layout_key=layout_key).without_tensors(),
-            select(p),
+            select_recurrent(p) if self.signature is RECURRENT_FORWARD else select(p),
             is_repeated=is_repeated,
             reads_offsets=is_on_host or has_offsets,
             backward=select_backward(p),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn._torch_compat import intercepts_operators, is_plain
-from gdn.backends import Gradients, Saved, select, select_backward
+from gdn.backends import Backend, Gradients, Saved, select, select_backward, select_recurrent
 from gdn.problem import Problem, check, host_offsets
 from gdn.problem.declaration import Declaration, schema_of
 from gdn.problem.inspection import inspect_problem
@@ -127,6 +127,11 @@ def no_second_derivative(name: str) -> None:
     torch.library.register_autograd(f"gdn::{name}", refuse, lib=library)
 
 
+def define_autograd(name: str, function: type[torch.autograd.Function]) -> None:
+    """Register an autograd function, which takes all arguments, as the formula of gdn::name."""
+    library.impl(name, lambda *args: function.apply(*args), "Autograd")
+
+
 def as_output(x: Tensor | None, like: Tensor) -> Tensor:
     """Return x contiguous, as the fake declares it; return an empty tensor for None."""
     return like.new_empty(0) if x is None else x.contiguous()
@@ -161,11 +166,14 @@ def _chunk_forward(*args: Any) -> tuple[Tensor | None, ...]:
 
 def _chunk_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     problem, (save,) = Problem.split(args)
-    o, final = _outputs_fake(problem)
+    return (*_outputs_fake(problem), *saved_fake(problem, save))
+
+
+def saved_fake(problem: Problem, save: bool) -> list[Tensor]:
+    """Return the tensors of Saved, in order, without contents; an empty one for each that is not saved."""
     shapes = select(problem).saves(problem) if save else [None for _ in fields(Saved)]
     q = problem.q
-    saved = (q.new_empty(0) if shape is None else _empty(q, *shape) for shape in shapes)
-    return (o, final, *saved)
+    return [q.new_empty(0) if shape is None else _empty(q, *shape) for shape in shapes]
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -184,19 +192,28 @@ def _recurrent_forward(*args: Any) -> tuple[Tensor | None, ...]:
     check_offsets(problem)
 
     def run() -> tuple[Tensor | None, ...]:
-        return tuple(map(make_contiguous, select(problem).recurrent_forward(problem)))
+        return tuple(map(make_contiguous, select_recurrent(problem).recurrent_forward(problem)))
 
     return guarded(RECURRENT_FORWARD, problem.device, run, problem)
 
 
 def _chunk_backward(*args: Any) -> tuple[Tensor | None, ...]:
-    problem, (*saved, do, dS) = Problem.split(args)
+    problem, (*kept, do, dS) = Problem.split(args)
 
     def run() -> tuple[Tensor | None, ...]:
         backward = select_backward(problem).chunk_backward
-        return tuple(map(make_contiguous, backward(problem, Saved(*saved), do, dS)))
+        saved = complete_saved(problem, Saved(*kept), select(problem) if problem.recompute else None)
+        return tuple(map(make_contiguous, backward(problem, saved, do, dS)))
 
     return guarded(CHUNK_BACKWARD, problem.device, run, tensors=(do, dS))
+
+
+def complete_saved(problem: Problem, saved: Saved, forward: Backend | None) -> Saved:
+    """Return the saved tensors of a forward; with `recompute`, also those that `forward` computes again."""
+    if not problem.recompute:
+        return saved
+    assert forward is not None
+    return forward.recompute_saved(problem, saved)
 
 
 def _as_operator(body: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -210,21 +227,27 @@ def _as_operator(body: Callable[..., tuple[Tensor | None, ...]]) -> Callable[...
 
 def _chunk_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     problem, _ = Problem.split(args)
+    return gradients_fake(problem)
+
+
+def gradients_fake(problem: Problem) -> tuple[Tensor, ...]:
+    """Return the gradients of a problem without contents; an empty one for each tensor that is None."""
     q = problem.q
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in problem.differentiable)
 
 
 _RULE = Problem.declaration.schema
 _OUTPUTS = "Tensor o, Tensor final_state"
+SAVED, GIVEN, GRADIENTS = schema_of(Saved), schema_of(Saved, "?"), schema_of(Gradients)
 chunk_forward = define(
     "chunk_forward",
-    f"({_RULE}, bool save) -> ({_OUTPUTS}, {schema_of(Saved)})",
+    f"({_RULE}, bool save) -> ({_OUTPUTS}, {SAVED})",
     _as_operator(_chunk_forward),
     _chunk_forward_fake,
 )
 chunk_backward = define(
     "chunk_backward",
-    f"({_RULE}, {schema_of(Saved, '?')}, Tensor? do, Tensor? dfinal_state) -> ({schema_of(Gradients)})",
+    f"({_RULE}, {GIVEN}, Tensor? do, Tensor? dfinal_state) -> ({GRADIENTS})",
     _as_operator(_chunk_backward),
     _chunk_backward_fake,
 )

@@ -53,10 +53,28 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         o_block = torch.mul(c.start_decay, split_heads_first(XS[:, :, : c.C], p), out=allocate_like(v_new))
         baddbmm(o_block, c.scores(), v_new, alpha=p.scale, beta=p.scale)
         block.put(o, view_tokens(o_block, block))
-        if saved.A_inv is not None and saved.v_new is not None:
+        if saved.A_inv is not None:
             block.save_chunks(saved.A_inv[..., : c.C, : c.C], A_inv.flatten(1, 2))
+        if saved.v_new is not None:
             block.save_chunks(saved.v_new[..., : c.C, :], v_new.flatten(1, 2))
     return o, _final_states(p, S, plan.order) if p.output_final_state else None, saved
+
+
+def recompute_saved(problem: Problem, saved: Saved) -> Saved:
+    """Implement `Backend.recompute_saved`: pass S through the chunks again, with the saved A_inv."""
+    p, g, beta = _prepare(replace(problem, recompute=False))
+    given = saved.A_inv
+    assert given is not None
+    full = Saved(*(allocate_result(p, *s) if s else None for s in saves(p)))
+    plan = plan_blocks(p)
+    S = _initial_states(p, p.initial_state, plan.order)
+    for block in plan.blocks:
+        c = _load_block(p, block, g, beta, for_backward=False)
+        A_inv = _load_saved(p, block, given[..., : c.C, : c.C], S.dtype)
+        _, v_new = _forward_states(p, block, c, A_inv, S, full.S_in)
+        assert full.v_new is not None
+        block.save_chunks(full.v_new[..., : c.C, :], v_new.flatten(1, 2))
+    return replace(full, A_inv=given)
 
 
 def _forward_states(
@@ -90,8 +108,9 @@ def saves(problem: Problem) -> tuple[Shape | None, ...]:
     return (
         None,
         ((p.num_chunks, p.HV, CHUNK, CHUNK), dtype),
-        ((p.num_chunks, p.HV, p.K, p.V), dtype),
-        ((p.num_chunks, p.HV, CHUNK, p.V), dtype),
+        None if p.recompute else ((p.num_chunks, p.HV, p.K, p.V), dtype),
+        None if p.recompute else ((p.num_chunks, p.HV, CHUNK, p.V), dtype),
+        None,
         None,
         None,
     )

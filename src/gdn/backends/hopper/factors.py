@@ -21,6 +21,9 @@ UPDATE_DECAY, BETA, LOG2_K, LOG2_Q = (gl.constexpr(i) for i in (4, 5, 6, 7))
 NUM_ROWS, BOX_ROWS = gl.constexpr(8), gl.constexpr(4)
 # its index among the chunk's factors: the element after CHUNK_DECAY
 WELL_CONDITIONED = gl.constexpr(CHUNK_DECAY.value * C.value + 1)
+# values of FAST_PATH of `solve` and the scan, if it is on: `solve` stores B of well-conditioned chunks in the
+# place of A_inv, or A_inv of all chunks, which a backward reads
+WITH_B, WITH_A_INV = gl.constexpr(True), gl.constexpr(2)
 MIN_G = -128.0  # e^MIN_G is 0 in fp32
 MIN_LOG2_DECAY = gl.constexpr(
     -92.0

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
-from gdn.problem import Problem
+from gdn.problem import DecodeProblem, Problem
+from gdn.problem.step import StepProblem
 
+# problems whose kernels run token by token, and support a decay per key channel and a lower bound
+ANY_GATE = (DecodeProblem, StepProblem)
 LARGEST = 256  # largest K and V
 LARGEST_CHANNELS = 128  # largest K of a backward with a decay per key channel
 LONGEST = 16  # most tokens of a packet that is replayed
@@ -26,15 +29,20 @@ SLOTS = {
     "saves": "rule.describe",
     "forward_launches": "rule.run",
     "chunk_forward": "rule.run",
+    "recompute_saved": "rule.run",
     "chunk_backward": "rule.run",
     "forward_begin": "rule.borders",
     "backward_begin": "rule.borders",
+    "recurrent_forward": "serving.recurrent",
     "decode": "serving.decode",
     "decode_step": "serving.step",
     "prefill": "serving.prefill",
     "commit": "serving.commit",
     "replay_decode": "serving.replay",
     "replay_commit": "serving.fold",
+    "decode_with_history": "serving.history",
+    "fold_history": "serving.fold_history",
+    "appends_history": "serving.history",
     "causal_conv1d": "layer.conv",
     "causal_conv1d_bwd": "layer.conv_bwd",
     "causal_conv1d_update": "layer.conv_update",
@@ -64,18 +72,34 @@ def refuses(problem: Any) -> str | None:
 
     It supports CUDA tensors (CPU tensors where Triton interprets) of at most fp32, with K, V of at most 256.
     """
+    reason = refuses_any_gate(problem)
+    # a step on slots with histories has the kernel of these
+    has_history = getattr(problem, "cursor", None) is not None
+    if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
+        reason = _refuses_gate(problem)
+    return reason
+
+
+def _refuses_gate(problem: Any) -> str | None:
+    """Return why the kernels of whole chunks do not support the gate of a problem, or None."""
+    if isinstance(problem, Problem) and problem.is_per_channel:
+        # the chunked rule has kernels for both ranks of the gate
+        return None
+    if getattr(problem, "is_per_channel", False):
+        return "expected a decay per head, got one per key channel"
+    if getattr(problem, "lower_bound", None) is not None:
+        return f"expected lower_bound=None, got {problem.lower_bound}"
+    return None
+
+
+def refuses_any_gate(problem: Any) -> str | None:
+    """Return why the kernels that run token by token do not support a problem, or None."""
     x = _leading(problem)
     device = x.device.type
     if device != "cuda" and not (device == "cpu" and settings.interprets()):
         return f"expected tensors on a CUDA device, got {device}"
     if not _is_installed():
         return "expected Triton, got no package of that name"
-    # the chunked rule has kernels for both ranks of the gate
-    is_rule = isinstance(problem, Problem) and problem.is_per_channel
-    if getattr(problem, "is_per_channel", False) and not is_rule:
-        return "expected a decay per head, got one per key channel"
-    if getattr(problem, "lower_bound", None) is not None and not is_rule:
-        return f"expected lower_bound=None with a decay per head, got {problem.lower_bound}"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
     if any(getattr(problem, name, x).dtype == torch.float64 for name in ("history_u", "history_k")):
@@ -120,18 +144,11 @@ def _late(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def _recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """Return o and the final state of the recurrent form; eager's with a decay per key channel."""
-    if problem.is_per_channel:
-        return eager.BACKEND.recurrent_forward(problem)
-    return import_module("gdn.backends.triton.serving.recurrent").recurrent_forward(problem)
-
-
 BACKEND = replace(
     eager.BACKEND,
     name="triton",
     refuses=refuses,
     refuses_backward=refuses_backward,
-    recurrent_forward=_recurrent_forward,
+    refuses_recurrent=refuses_any_gate,
     **{slot: _late(module, slot) for slot, module in SLOTS.items()},
 )

@@ -9,6 +9,10 @@ well-conditioned chunks. It has B in the place of A_inv, so that little but roun
     w = e^(G_C - G) v_new = B (v - e^G k S);   B = e^(G_C - G) A_inv beta
     o = scale e^G q S + P w;   P = scale e^(G - G_C) q k^T;   S <- e^(G_C) S + k^T w
 
+A forward for a backward stores A_inv, not B. `advance_fast_saving`, off by default, is its fast path:
+
+    v_new = r + (A_inv - 1) r;   w = e^(G_C - G) v_new;   o and S as above
+
 `solve` tests each chunk. A chunk is well-conditioned, and the fast path accurate, if it has 64 tokens, its A
 is small, as it is where keys differ, and its decay is such that e^(G_i - G_C) fits fp32.
 """
@@ -36,6 +40,7 @@ from gdn.backends.hopper.scan.operands import (
     join_columns,
     key_tiles,
     mma_split_bf16,
+    split_bf16,
     split_columns,
     wait_key_mma,
 )
@@ -183,6 +188,52 @@ def advance_fast(S, i, position, WG: gl.constexpr, scan):
         o_tile.permute((1, 0)).store(o)
         fence_async_shared()
         tma_store(outputs.o, [position.token, position.head * D + WG * STRIP], o_tile)
+    return finish_chunk(S, stage, scan.pipeline)
+
+
+@gluon.jit
+def advance_fast_saving(S, i, position, WG: gl.constexpr, scan):
+    """Advance S through a well-conditioned chunk of a forward for a backward; store S, which entered, and o.
+
+    The backward reads A_inv, so `solve` stores no B. r is the accumulator's first value in fp32, and is
+    rounded only where the small A_inv - 1 multiplies it. w is split bf16 in the update of S, whose rounding
+    reaches the gradients of all later chunks.
+    """
+    tiles = scan.tiles
+    outputs = scan.outputs
+    D: gl.constexpr = scan.config.D
+    gl.static_assert(D == 2 * STRIP and (outputs.S is None or outputs.S.dtype == gl.bfloat16))
+    stage, phase = stage_and_phase(i, scan.pipeline.empty)
+    qk_tile, k_tile = key_tiles(tiles.qk, stage, True, D)
+    qkS = issue_key_mma(S, qk_tile, True, False)
+    if outputs.S is not None:
+        store_entering_state(S, position.tile, position.first_v, WG, scan)
+    v_tile = tiles.v.index(scan.config.CONSUMERS * stage + WG).reshape([C, STRIP])
+    v_tile = v_tile.permute((1, 0)).load(ACC_TOKENS)
+    o, kS = wait_key_mma(qkS, True)
+    r = v_tile.to(gl.float32) + tiles.load_row(stage, K_DECAY, PER_COLUMN)[None, :] * kS
+    r = r * tiles.load_row(stage, BETA, PER_COLUMN)[None, :]
+    early, late = split_columns(r, C // 2, ACC_HALF)
+    early, late = issue_lower_mma(r.to(gl.bfloat16), tiles.A.index(stage), early, late, True)
+    # while the tensor cores compute v_new
+    S = S * tiles.load_scalar(stage, CHUNK_DECAY * C)
+    o = o * tiles.load_row(stage, Q_DECAY, PER_COLUMN)[None, :]
+    o_early, o_late = split_columns(o, C // 2, ACC_HALF)
+    early, late = warpgroup_mma_wait(0, deps=(early, late))
+    w = join_columns(early, late) * tiles.load_row(stage, UPDATE_DECAY, PER_COLUMN)[None, :]
+    hi, lo = split_bf16(w)
+    scan.pipeline.wait_scores(stage, phase)
+    o_early, o_late = issue_lower_mma(hi, tiles.P.index(stage), o_early, o_late, True)
+    S = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), k_tile, S, is_async=True)
+    S = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), k_tile, S, is_async=True)
+    # until TMA has read S, or the previous outputs, in the buffer
+    tma_store_wait(0)
+    # the MMAs that update S stay in flight
+    o_early, o_late = warpgroup_mma_wait(2, deps=(o_early, o_late))
+    o_tile = tiles.o.index(WG).slice(0, C)
+    o_tile.permute((1, 0)).store(join_columns(o_early.to(gl.bfloat16), o_late.to(gl.bfloat16)))
+    fence_async_shared()
+    tma_store(outputs.o, [position.token, position.head * D + position.first_v], o_tile)
     return finish_chunk(S, stage, scan.pipeline)
 
 

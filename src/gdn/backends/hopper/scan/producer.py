@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.factors import BOX_ROWS, NUM_ROWS, WELL_CONDITIONED, C
+from gdn.backends.hopper.factors import BOX_ROWS, NUM_ROWS, WELL_CONDITIONED, WITH_B, C
 from gdn.backends.hopper.gluon import gdc_wait, mbarrier, tma_load
 from gdn.backends.hopper.scan.scheduler import STRIP, split_work, stage_and_phase
 from gdn.backends.triton.chunks import SEQUENCE
@@ -76,8 +76,8 @@ def load_item(number, turn, num_chunks, scan):
 def load_chunk(i, corner, corner_of_v, tile, scan):
     """Wait until the stage of chunk i is empty, then issue the chunk's TMA loads; full[s] counts their bytes.
 
-    A well-conditioned chunk needs only the first box of factors, so the second is not loaded. Of the scan's
-    first chunk both are: its `WELL_CONDITIONED` in HBM may not be read before `solve` has completed.
+    A well-conditioned chunk that has B needs only the first box of factors: the second is not loaded. Of the
+    scan's first chunk both are: its `WELL_CONDITIONED` in HBM may not be read before `solve` has completed.
     """
     inputs = scan.inputs
     tiles = scan.tiles
@@ -92,7 +92,7 @@ def load_chunk(i, corner, corner_of_v, tile, scan):
     ready = scan.pipeline.full.index(stage)
     has_both = True
     # read the flag from HBM before the wait for `empty`, which hides its latency
-    if scan.config.FAST_PATH and (inputs.q is None or i > 0):
+    if scan.config.FAST_PATH == WITH_B and (inputs.q is None or i > 0):
         flag = inputs.factors_ptr + tile.to(gl.int64) * (NUM_ROWS * C) + WELL_CONDITIONED
         has_both = gl.load(flag) == 0.0
     scan.pipeline.wait_empty(stage, phase)

@@ -1,7 +1,7 @@
 """Compute A_inv and the factors of each chunk and value head.
 
     A_ij = beta_i e^(G_i - G_j) <k_i, k_j> for i > j;     A_inv = (I + A)^-1, stored as A_inv - 1
-    well-conditioned chunk, fast path on: B_ij = e^(G_C - G_i) A_inv_ij beta_j in its place; see `scan.chunk`
+    well-conditioned chunk, if FAST_PATH is WITH_B: B_ij = e^(G_C - G_i) A_inv_ij beta_j; see `scan.chunk`
 
 The kernel also zeroes the outputs of tokens that belong to no sequence, and the scan's work-item counter.
 
@@ -19,7 +19,7 @@ them), A_inv 96, factors 8 of a well-conditioned chunk, else 24: 368 or 384; l2n
 # mypy: disable-error-code="attr-defined"
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.factors import BETA, BOX_ROWS, LOG2_K, LOG2_Q, NUM_ROWS, C
+from gdn.backends.hopper.factors import BETA, BOX_ROWS, LOG2_K, LOG2_Q, NUM_ROWS, WITH_B, C
 from gdn.backends.hopper.gluon import (
     barrier,
     fence_async_shared,
@@ -182,12 +182,12 @@ def solve_kernel(
         if FAST_PATH:
             is_well_conditioned = store_flag(factors, total, has_fp32_decay, tokens)
         X = invert(L, L_aa, L_aa_t)
-        if is_well_conditioned:
+        if FAST_PATH == WITH_B and is_well_conditioned:
             store_B(tiles, X, shared)
         else:
             store_second_box(factors, shared)
             store_A_inv(tiles, X, PARTS)
-        store_zeros(tiles, PARTS, FAST_PATH)
+        store_zeros(tiles, PARTS, FAST_PATH == WITH_B)
         # make the writes of A_inv to shared memory visible to TMA
         fence_async_shared()
         for part in gl.static_range(PARTS):

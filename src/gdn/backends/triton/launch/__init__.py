@@ -13,6 +13,7 @@ Read in this order:
     pdl           programmatic dependent launch
     precompile    compile what a problem of another size will need, in parallel
     compilations  count what Triton compiles
+    binaries      ship compiled kernels to another process or machine
 """
 
 from gdn.backends.triton.launch.device import Machine, device_guard, machine

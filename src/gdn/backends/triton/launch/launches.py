@@ -31,7 +31,7 @@ class Launch:
 
     kernel: Any
     grid: int
-    scalars: tuple[int | float, ...]
+    scalars: tuple[int | float | None, ...]  # None: not a parameter of the binary
     constants: dict[str, Any]
     num_warps: int
     num_stages: int = 1
@@ -96,7 +96,7 @@ class Launch:
         plain = tensors[self.num_descriptors :]
         is_aligned = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in plain)
         # integers beyond 32 bits would need another signature; leave them to Triton
-        is_small = all(isinstance(x, float) or -(2**31) <= x < 2**31 for x in self.scalars)
+        is_small = all(not isinstance(x, int) or -(2**31) <= x < 2**31 for x in self.scalars)
         if INTERPRETED or not is_aligned or not is_small:
             return
         device = next(x.device.index for x in plain if x is not None)

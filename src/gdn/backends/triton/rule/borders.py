@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gdn.backends import eager
 from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradients, Kept
 from gdn.backends.borders import begin_whole, row_index, saved_of, start_columns, states_at
 from gdn.backends.triton.launch import allocate, device_guard, machine
@@ -25,6 +26,8 @@ from gdn.problem import Problem
 
 def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tensor | None, FinishForward]:
     """See `Backend`."""
+    if problem.is_per_channel:
+        return eager.BACKEND.forward_begin(problem, borders, save)
     if borders.leaving and not borders.entering:
         return begin_whole(problem, borders, lambda p: _forward(p, save))
     p = to_kernel_layout(problem)
@@ -44,7 +47,7 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
         assert initial_state is not None
         with device_guard(p.device):
             plan.run_state([*tensors_of(replace(p, initial_state=initial_state.contiguous())), *new])
-        o, final, saved = run.forward_results(new)
+        o, final, saved = run.forward_results(new, p)
         if save:
             zero_unused_tiles(p, saved)
         return o, final, tuple(saved) if save else ()
@@ -62,7 +65,7 @@ def _transfers(p: Problem, start: tuple[Tensor, Tensor], new: list[Tensor | None
 
     new: the tensors of the forward, of which `prepare` has written A_inv and the factors.
     """
-    _, A_inv, _, factors, *_, table = new
+    _, A_inv, _, factors, _, _, _, _, _, _, table, *none = new
     # M is the state of columns without values: one row of zeros in HBM serves all tokens
     zeros = p.v.new_zeros(p.K).expand(*p.v.shape[:3], p.K)
     ends = []
@@ -70,7 +73,7 @@ def _transfers(p: Problem, start: tuple[Tensor, Tensor], new: list[Tensor | None
         columns = replace(p, layout_key=None, v=v)
         end = torch.empty_like(initial_state)
         launch = build_transfer(columns, describe(columns), choose.transfer_tiles(columns, machine(p.device)))
-        launch(p.k, v, A_inv, factors, initial_state, p.cu_seqlens, table, None, None, end)
+        launch(p.k, v, A_inv, factors, initial_state, p.cu_seqlens, table, None, None, end, *none)
         ends.append(end)
     return torch.cat(ends, -1)
 
@@ -79,6 +82,8 @@ def backward_begin(
     problem: Problem, kept: Kept, do: Tensor | None, dS: Tensor | None, borders: Borders
 ) -> tuple[Tensor | None, FinishBackward]:
     """See `Backend`."""
+    if problem.is_per_channel:
+        return eager.BACKEND.backward_begin(problem, kept, do, dS, borders)
     p = to_kernel_layout(problem)
     saved, do, dS = run.backward_inputs(p, saved_of(kept), do, dS)
     given = (*tensors_of(p), *saved, do)

@@ -1,5 +1,6 @@
 """Build the launches of a forward or backward from a description and the tiles that were tiles."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from gdn.backends.triton.rule.launches import Backward, Forward
 from gdn.backends.triton.rule.launches_channels import ChannelBackward, ChannelForward
 from gdn.backends.triton.rule.output import output_kernel
 from gdn.backends.triton.rule.pairs import ROWS, pairs_kernel
+from gdn.backends.triton.rule.pool import NO_POOL, StatePool
 from gdn.backends.triton.rule.prepare import prepare_kernel
 from gdn.backends.triton.rule.scan import scan_kernel
 from gdn.backends.triton.rule.state import state_kernel
@@ -44,9 +46,12 @@ from gdn.backends.triton.rule.state_bwd import state_bwd_kernel
 from gdn.problem import CHUNK, RESET, Problem
 
 
-def build_forward(p: Problem, kept: torch.dtype | None, d: Description, tiles: ForwardTiles) -> Forward:
+def build_forward(
+    p: Problem, kept: torch.dtype | None, d: Description, tiles: ForwardTiles, pool: StatePool | None = None
+) -> Forward:
     """Build the launches of a forward. `kept`: the dtype of S_in, or None where S_in is not kept."""
-    scalars = state_scalars(p)
+    # of the state pass: with those of the pool
+    scalars = (*state_scalars(p), d.entries, *(NO_POOL[1] if pool is None else pool.scalars))
     shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "CHANNELS": p.is_per_channel}
     prepare = build_prepare_channels(p, d) if p.is_per_channel else _build_prepare(p, d)
     plan = ChannelForward if p.is_per_channel else Forward
@@ -57,22 +62,21 @@ def build_forward(p: Problem, kept: torch.dtype | None, d: Description, tiles: F
     constants = {**shared, "V_FIRST": p.state_v_first, **_strip_constants(p, tiles), "SPLIT": is_split}
     if tiles.is_fused:
         strides = (*q_strides, *k_strides, *unit_strides(d.unit, p.v))
-        scan = Launch(
-            scan_kernel, programs, (*strides, *scalars, d.entries), constants, tiles.num_warps, seconds=1.3
-        )
-        return plan(_forward_specs(p, kept, True, d), d.launch, prepare, scan, None)
+        scan = Launch(scan_kernel, programs, (*strides, *scalars), constants, tiles.num_warps, seconds=1.3)
+        return plan(_forward_specs(p, kept, True, d, pool), d.launch, prepare, scan, None)
     strides = (*k_strides, *unit_strides(d.unit, p.v))
     # few sequences and heads: the state pass is the critical path, and a second kernel, which fills all SMs,
     # computes the outputs
-    state = Launch(state_kernel, programs, (*strides, *scalars, d.entries), constants, tiles.num_warps)
+    state = Launch(state_kernel, programs, (*strides, *scalars), constants, tiles.num_warps)
     output = Launch(
         output_kernel,
         d.entries * p.HV * triton.cdiv(p.V, tiles.output.BV),
-        (*q_strides, *scalars),
+        (*q_strides, *state_scalars(p)),
         {**shared, "BK": d.block, "BV": tiles.output.BV, "FP32_STATE": fp32_state_operands(p)},
         tiles.output.num_warps,
     )
-    return plan(_forward_specs(p, kept or operand_dtype(p), False, d), d.launch, prepare, state, output)
+    specs = _forward_specs(p, kept or operand_dtype(p), False, d, pool)
+    return plan(specs, d.launch, prepare, state, output)
 
 
 def _build_prepare(p: Problem, d: Description) -> Launch:
@@ -95,7 +99,7 @@ def build_transfer(p: Problem, d: Description, tiles: StripTile) -> Launch:
     return Launch(
         state_kernel,
         p.N * p.HV * triton.cdiv(p.V, tiles.BV),
-        (*unit_strides(d.unit, p.k, p.v), *shape_scalars(p), d.entries),
+        (*unit_strides(d.unit, p.k, p.v), *shape_scalars(p), d.entries, *NO_POOL[1]),
         {
             "K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "V_FIRST": False,
             **_strip_constants(p, tiles), "SPLIT": split_operands(p, machine(p.device)), "CHANNELS": False,
@@ -105,10 +109,10 @@ def build_transfer(p: Problem, d: Description, tiles: StripTile) -> Launch:
 
 
 def _forward_specs(
-    p: Problem, kept: torch.dtype | None, is_fused: bool, d: Description
+    p: Problem, kept: torch.dtype | None, is_fused: bool, d: Description, pool: StatePool | None
 ) -> tuple[TensorSpec | None, ...]:
-    """Return the buffer specs of a forward, in the order of `Forward.specs`."""
-    G, A_inv, _, _, q_rstd, k_rstd = saves(p)
+    """Return the buffer specs of a forward, in the order of `Forward.specs`; None: the caller has them."""
+    G, A_inv, _, _, q_rstd, k_rstd, _ = saves(p)
     # tensors that only later kernels read are in the input's dtype, to save HBM traffic
     narrow, tiles = intermediate_dtype(p), (p.num_chunks, p.HV)
     shapes = (
@@ -118,13 +122,14 @@ def _forward_specs(
         ((*tiles, ROWS.value, CHUNK), torch.float32),
         q_rstd,
         k_rstd,
-        None if kept is None else ((*tiles, p.K, p.V), kept),
+        # with `recompute` only what `output_kernel` reads
+        None if kept is None or (is_fused and p.recompute) else ((*tiles, p.K, p.V), kept),
         None if is_fused else ((*tiles, CHUNK, p.V), narrow),
-        (p.state_shape, torch.float32) if p.output_final_state else None,
-        (p.v.shape, p.v.dtype),
+        (p.state_shape, torch.float32) if p.output_final_state and pool is None else None,
+        (p.v.shape, p.v.dtype) if pool is None or pool.out is None else None,
     )
     rows = row_specs(p) if p.is_per_channel else ()
-    return (*(None if x is None else tensor_spec(*x) for x in shapes), d.spec, *rows)
+    return (*(None if x is None else tensor_spec(*x) for x in shapes), d.spec, *NO_POOL[0], *rows)
 
 
 def build_backward(
@@ -209,7 +214,7 @@ def backward_specs(p: Problem, d: Description) -> tuple[TensorSpec | None, ...]:
     tiles = (p.num_chunks, p.HV)
     # fp64 sums per chunk: their total may cancel
     partial = [x for x in (p.A_log, p.dt_bias) if x is not None]
-    S_in, P = saves(p)[2], tensor_spec((*tiles, CHUNK, CHUNK), operand_dtype(p))
+    S_in, P = saves(replace(p, recompute=False))[2], tensor_spec((*tiles, CHUNK, CHUNK), operand_dtype(p))
     assert S_in is not None
     return (
         tensor_spec(p.v.shape, intermediate_dtype(p)),

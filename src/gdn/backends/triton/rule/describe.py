@@ -11,6 +11,7 @@ from gdn.backends.backend import Shape
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import Launch, TensorSpec, machine, unit_of
 from gdn.backends.triton.rule.choose import fp32_mma, fp32_state_operands
+from gdn.backends.triton.rule.pairs import ROWS
 from gdn.problem import CHUNK, Problem
 
 
@@ -92,18 +93,24 @@ def with_dense_rows(x: Tensor) -> Tensor:
 
 
 def saves(problem: Problem) -> tuple[Shape | None, ...]:
-    """Return the shapes of Saved: all but v_new, which the backward recomputes from S_in with two MMAs."""
+    """Return the shapes of Saved: all but v_new, which the backward recomputes from S_in with two MMAs.
+
+    With `recompute` there are factors in the place of S_in.
+    """
     p, dtype = problem, operand_dtype(problem)
+    tiles = (p.num_chunks, p.HV)
     # norms are per key head
     rstd = ((p.B, p.T, p.H), torch.float32) if p.use_qk_l2norm_in_kernel else None
     return (
         # sums per key channel would be 8 K bytes a token; the backward adds g up again
         None if p.is_per_channel else ((p.B, p.T, p.HV), torch.float64),
-        ((p.num_chunks, p.HV, CHUNK, CHUNK), dtype),
-        ((p.num_chunks, p.HV, p.K, p.V), dtype),
+        ((*tiles, CHUNK, CHUNK), dtype),
+        None if p.recompute else ((*tiles, p.K, p.V), dtype),
         None,
         rstd,
         rstd,
+        # the rows of a decay per key channel are no smaller than S_in: the whole forward runs again
+        ((*tiles, ROWS.value, CHUNK), torch.float32) if p.recompute and not p.is_per_channel else None,
     )
 
 
@@ -132,7 +139,7 @@ def problem_key(p: Problem) -> Hashable:
         None if p.dt_bias is None else p.dt_bias.dtype,
         None if p.initial_state is None else p.initial_state.dtype,
         p.scale, p.lower_bound, p.output_final_state, p.use_qk_l2norm_in_kernel,
-        p.use_beta_sigmoid_in_kernel, p.allow_neg_eigval, p.state_v_first, p.batch_invariant,
+        p.use_beta_sigmoid_in_kernel, p.allow_neg_eigval, p.state_v_first, p.batch_invariant, p.recompute,
     )  # fmt: skip
 
 
@@ -145,7 +152,7 @@ def kind_key(p: Problem, description: Description) -> Hashable:
     return (
         *dtypes, p.is_per_channel, p.lower_bound is None, p.K, p.V, description.unit, p.output_final_state,
         p.use_qk_l2norm_in_kernel, p.use_beta_sigmoid_in_kernel, p.allow_neg_eigval, p.state_v_first,
-        p.batch_invariant,
+        p.batch_invariant, p.recompute,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ class ChannelForward(Forward):
     def prepare_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the launches that need no state. `tensors`: the problem's, then those of `specs`."""
         q, k, _, g, beta, A_log, dt_bias, _, cu_seqlens, *new = tensors
-        _, A_inv, P, factors, q_rstd, k_rstd, _, _, _, o, table, q_in, k_rows = new
+        _, A_inv, P, factors, q_rstd, k_rstd, _, _, _, o, table, _, _, _, q_in, k_rows = new
         if self.table is not None:
             yield self.table, (cu_seqlens, table)
         tail = None if table is None else o
@@ -55,7 +55,8 @@ class ChannelBackward:
 
         `tensors`: the problem's, those of Saved, do, dS, then those of `specs`.
         """
-        q, k, _, g, beta, A_log, dt_bias, _, cu_seqlens, _, A_inv, S_in, _, _, _, do, dS, *new = tensors
+        q, k, _, g, beta, A_log, dt_bias, _, cu_seqlens, *rest = tensors
+        _, A_inv, S_in, _, _, _, _, do, dS, *new = rest
         dv, _, _, dS0, dS_out, _, _, _, _, _, factors, table, k_rows, q_in, P, P_rest = new
         if self.table is not None:
             yield self.table, (cu_seqlens, table)
@@ -67,7 +68,8 @@ class ChannelBackward:
 
     def late_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the other launches. `tensors`: as in `steps` without the last three, then those of `late`."""
-        q, k, v, g, beta, A_log, dt_bias, _, _, _, A_inv, S_in, _, q_rstd, k_rstd, do, _, *new = tensors
+        q, k, v, g, beta, A_log, dt_bias, _, _, *rest = tensors
+        _, A_inv, S_in, _, q_rstd, k_rstd, _, do, _, *new = rest
         dv, dg, dbeta, _, dS_out, dA_log, ddt_bias, rates, biases, shares, factors, table, k_rows, *late = new
         dq, dk, dq_rows, dk_rows, pairs, v_new = late
         norms = (q_rstd, k_rstd)

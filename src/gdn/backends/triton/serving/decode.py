@@ -17,7 +17,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -35,21 +34,24 @@ from gdn.backends.triton.launch import (
     unit_of,
 )
 from gdn.backends.triton.launch.pdl import (
-    ON_GPU,
     launch_dependents,
     pdl_options,
     supports_pdl,
     wait_previous,
 )
 from gdn.backends.triton.serving import packet
+from gdn.backends.triton.serving.gates import gate_layout
 from gdn.backends.triton.serving.packet import index_strides, max_row_tokens, supports_packet
 from gdn.backends.triton.serving.packet_lib import load_slot
 from gdn.backends.triton.serving.recurrent_lib import (
     advance_token,
+    decay_pointers,
     divide,
     key_offsets,
+    load_gate_parameters,
     load_token,
     locate_program,
+    prefetch_columns,
     tile_indices,
     tile_pointers,
     token_range,
@@ -63,27 +65,20 @@ from gdn.backends.triton.serving.state_tiles import (
     pick_tile,
     pool_strides,
 )
-from gdn.backends.triton.serving.structs import Slots, Token, Tokens, group_constants
+from gdn.backends.triton.serving.structs import (
+    GateParameters,
+    Gates,
+    GateStrides,
+    Slots,
+    Token,
+    Tokens,
+    group_constants,
+)
 from gdn.problem import DecodeProblem
 
-# maxnreg of the largest tiles of 16-bit states: for one token; for several, whose next one is in registers
-REGISTERS = {True: 128, False: 160}
-
-
-@triton.jit
-def prefetch_columns(ptr, columns, v, COLUMNS: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr):
-    """Prefetch V-first columns of a state into L2; they are `v` UNITs apart and LINES * 128 bytes long."""
-    lines = tl.arange(0, LINES) * (128 * 8 // ptr.dtype.element_ty.primitive_bitwidth)
-    pointers = ptr + ((columns + tl.arange(0, COLUMNS)).to(tl.int64) * (v * UNIT))[:, None] + lines[None, :]
-    if ON_GPU:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+# maxnreg of the largest tiles of 16-bit states, by (one token a row, decay per key channel): registers hold
+# the next token of several, and the decays of a lane's keys
+REGISTERS = {(True, False): 128, (False, False): 160, (False, True): 160, (True, True): 152}
 
 
 @kernel
@@ -96,13 +91,15 @@ def decode_kernel(
     state_n, state_r, state_h, state_k, state_v, kept_n, kept_t, kept_h, kept_k, kept_v,
     read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
     N, T, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, columns, entries, kept_rows, scale,
+    g_k, dt_bias_k, lower_bound,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
     UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
     ROUND: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
-    PDL: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    # S <- e^g S + k d^T,  d = beta (v - e^g k S),  o = scale q S, for each token of a row.
+    # S <- e^g S + k d^T,  d = beta (v - e^g k S),  o = scale q S, for each token of a row; Diag(e^g) S with
+    # CHANNELS, the unit of the strides of a decay per key channel.
     # Program (row, head, block): A * B value columns of S in fp32 registers. Grid: (N, + 1 if packed) * HV *
     # BLOCKS; 1 warp. Reads the tile of S once from the pool, and q, k, v and gates per token.
     # Writes o per token; S to the pool once (WRITE "final") or per token ("all"), and to `intermediate`.
@@ -110,7 +107,7 @@ def decode_kernel(
     # of S.
     C: tl.constexpr = group_constants(
         NORM=NORM, DECAY=(a_ptr is not None) or (g_ptr is not None), GATE=a_ptr is not None,
-        SIGMOID=a_ptr is not None, NEGATIVE=NEGATIVE,
+        SIGMOID=a_ptr is not None, NEGATIVE=NEGATIVE, CHANNELS=CHANNELS,
     )  # fmt: skip
     if PDL:
         wait_previous()
@@ -140,20 +137,21 @@ def decode_kernel(
     k_at += key_offsets(keys, k_k, A, B, AXIS, R_FIRST, DENSE)
     v_at = v_ptr + row * v_b + first * v_t + head * v_h + values * v_v + v_0
     o_at = o_ptr + row * o_b + first * o_t + head * o_h + values * o_v
+    gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
+    strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     if a_ptr is not None:
         g_ptr, beta_ptr = a_ptr, b_ptr
     if g_ptr is not None:
-        g_ptr += row * g_b + first * g_t + head * g_h
+        along = key_offsets(keys, g_k, A, B, AXIS, R_FIRST, DENSE) if CHANNELS else 0
+        g_ptr = decay_pointers(g_ptr, row * g_b + first * g_t + head * g_h, along, CHANNELS)
     if beta_ptr is not None:
         beta_ptr += row * beta_b + first * beta_t + head * beta_h
     at = tl.full([], 0, tl.int64)
     tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
-    q, k, v, g, beta = load_token(tokens, at, count, has_key, has_value, UNIT)
-    rate, bias = 0.0, 0.0
-    if A_log_ptr is not None:
-        rate = tl.exp(tl.load(A_log_ptr + head * A_log_h).to(tl.float32))
-    if dt_bias_ptr is not None:
-        bias = tl.load(dt_bias_ptr + head * dt_bias_h).to(tl.float32)
+    q, k, v, g, beta = load_token(tokens, at, count, has_key, has_value, UNIT, CHANNELS)
+    along = key_offsets(keys, dt_bias_k, A, B, AXIS, R_FIRST, DENSE) if CHANNELS else 0
+    rate, bias = load_gate_parameters(gates, strides, head, along, has_key, lower_bound, CHANNELS)
+    gate = GateParameters(rate, bias, lower_bound)
 
     # row N, the tokens past the last sequence, has no slot: output zero
     is_idle = (slot < lowest) | (slot >= slots) | (row >= N)
@@ -191,7 +189,7 @@ def decode_kernel(
         for _ in range(count):
             # load the next token from HBM while this one is computed in registers
             q_next, k_next, v_next, g_next, beta_next = load_token(
-                tokens, at + 1, count, has_key, has_value, UNIT
+                tokens, at + 1, count, has_key, has_value, UNIT, CHANNELS
             )
             if parent_ptr is not None:
                 # the parent of the first token is ignored
@@ -204,7 +202,7 @@ def decode_kernel(
                         kept + before * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
                     )
                     S = tl.load(before_place, mask=in_state, other=0.0).to(tl.float32)
-            S, o = advance_token(S, Token(q, k, v, g, beta), rate, bias, scale, C)
+            S, o = advance_token(S, Token(q, k, v, g, beta), gate, scale, C)
             if ROUND:
                 S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
             tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
@@ -315,8 +313,8 @@ def _key(p: DecodeProblem) -> Hashable:
     """Return everything that the launch depends on, except the addresses of tensors."""
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in launch_tensors(p)),
-        p.q.device, p.scale, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.write, p.null_slot,
-        p.round_state, p.state_v_first, p.exact_packet or max_row_tokens(p),
+        p.q.device, p.scale, p.lower_bound, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.write,
+        p.null_slot, p.round_state, p.state_v_first, p.exact_packet or max_row_tokens(p),
     )  # fmt: skip
 
 
@@ -344,24 +342,24 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     width, gpu = p.state.element_size(), machine(p.q.device)
     num_states = p.N * p.HV if num_states is None else num_states
     part = pick_tile(p.K, p.V, axis or "k", width, state_unit if axis else 1, gpu, num_states=num_states)
-    is_packed, is_dense = p.cu_seqlens is not None, p.q.stride(3) == p.k.stride(3) == 1
+    is_packed = p.cu_seqlens is not None
     # loads of q and k as wide as those of the state give each lane the same keys: no shuffles
     unit = min(16 // width, state_unit, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2]))
-    q, k, v, o, g, beta = (
-        (0, 0, 0) if x is None else (0 if is_packed else x.stride(0), *x.stride()[1:3])
-        for x in (p.q, p.k, p.v, p.out, p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
-    )
+    q, k, v, o = ((0 if is_packed else x.stride(0), *x.stride()[1:3]) for x in (p.q, p.k, p.v, p.out))
+    given = (p.g, p.beta) if p.a is None else (p.a, p.b)
+    gates = gate_layout(p, *given, min(16 // width, state_unit))
+    is_dense = p.q.stride(3) == p.k.stride(3) == 1 and gates.is_dense
     scalars = (
         *(s // unit for s in (*q, starts[0], *k, starts[1])), p.q.stride(3), p.k.stride(3),
-        *v, p.v.stride(3), starts[2], *o, p.out.stride(3), *g, *beta, *index_strides(p.A_log, 1),
-        *index_strides(p.dt_bias, 1), *state, *kept, *index_strides(p.read_index, 2),
+        *v, p.v.stride(3), starts[2], *o, p.out.stride(3), *gates.g, *gates.beta, gates.A_log, gates.dt_bias,
+        *state, *kept, *index_strides(p.read_index, 2),
         *index_strides(p.num_accepted, 1), *index_strides(p.ring_pos, 1), *index_strides(p.write_index, 2),
         *index_strides(p.intermediate_row, 1), *index_strides(p.parent, 2),
         p.N, p.q.shape[1], p.HV, *magic_numbers(p.HV), *magic_numbers(p.HV // p.H), p.state.shape[0],
         0 if p.null_slot is None else 1,
         p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
         p.state.shape[1] if p.ring_pos is not None else 1,
-        0 if p.intermediate is None else p.intermediate.shape[0], p.scale,
+        0 if p.intermediate is None else p.intermediate.shape[0], p.scale, *gates.rest,
     )  # fmt: skip
     is_single, is_full = not is_packed and p.q.shape[1] == 1, _is_full(part, p, axis, gpu)
     # where every token writes a state, these stores take the time, and the space in L2
@@ -371,15 +369,16 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
         "UNIT": unit, "STATE_UNIT": state_unit, "KEPT_UNIT": kept_unit, "WRITE": p.write,
         "ROUND": p.round_state and p.state.dtype != torch.float32, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "IS_SINGLE": is_single, "PDL": supports_pdl(gpu),
-        "AHEAD": RESIDENT * gpu.num_sms if calls else 0,
+        "AHEAD": RESIDENT * gpu.num_sms if calls else 0, "CHANNELS": gates.channels,
     }  # fmt: skip
+    limit = {"maxnreg": REGISTERS[is_single, gates.channels > 0]}
     return Launch(
         decode_kernel,
         (p.N + int(is_packed)) * p.HV * part.blocks(p.V),
         scalars,
         constants,
         part.num_warps,
-        options=pdl_options(gpu) | ({"maxnreg": REGISTERS[is_single]} if is_full and width == 2 else {}),
+        options=pdl_options(gpu) | (limit if is_full and width == 2 else {}),
     )
 
 

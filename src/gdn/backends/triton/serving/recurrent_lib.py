@@ -16,7 +16,10 @@ axis gets lanes after the contiguous one: the first up to 3.6, then the last. So
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.lib import activate_beta, softplus
+from gdn.backends.triton.launch.pdl import ON_GPU
+from gdn.backends.triton.lib import activate_beta, sigmoid, softplus
+
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 
 
 @triton.jit
@@ -140,8 +143,68 @@ def tile_pointers(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexp
 
 
 @triton.jit
-def load_token(tokens, t, count, has_key, has_value, UNIT: tl.constexpr):
-    """Load token t as the caller gave it: q, k [., J, ., W], v [A, B], g, beta; zeros from `count` on."""
+def prefetch_columns(ptr, columns, v, COLUMNS: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr):
+    """Prefetch V-first columns of a state into L2; they are `v` UNITs apart and LINES * 128 bytes long."""
+    lines = tl.arange(0, LINES) * (128 * 8 // ptr.dtype.element_ty.primitive_bitwidth)
+    pointers = ptr + ((columns + tl.arange(0, COLUMNS)).to(tl.int64) * (v * UNIT))[:, None] + lines[None, :]
+    if ON_GPU:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def decay_pointers(g_ptr, place, along, CHANNELS: tl.constexpr):
+    """Return the pointer to g at a place, or with CHANNELS the pointers to its keys at the offsets `along`.
+
+    CHANNELS: the unit of g's strides if it is a decay per key channel; 0 for a decay per head.
+    """
+    if CHANNELS:
+        # a constant factor of the strides lets Triton load 16 bytes of channels at once
+        return g_ptr + place * CHANNELS + along
+    else:
+        return g_ptr + place
+
+
+@triton.jit
+def load_gate_parameters(gates, strides, head, along, has_key, lower_bound, CHANNELS: tl.constexpr):
+    """Return exp(A_log) and dt_bias of a head, or of its keys at the offsets `along`; 1 and 0 if absent."""
+    rate, bias = 1.0, 0.0
+    if gates.A_log_ptr is not None:
+        rate = tl.exp(tl.load(gates.A_log_ptr + head * strides.A_log_h).to(tl.float32))
+        if lower_bound is not None:
+            # infinity would make NaN of a logit 0; not tl.minimum, which drops NaN on a GPU
+            rate = tl.where(rate > LARGEST, LARGEST, rate)
+    if gates.dt_bias_ptr is not None:
+        if CHANNELS:
+            place = decay_pointers(gates.dt_bias_ptr, head * strides.dt_bias_h, along, CHANNELS)
+            bias = tl.load(place, mask=has_key, other=0.0).to(tl.float32)
+        else:
+            bias = tl.load(gates.dt_bias_ptr + head * strides.dt_bias_h).to(tl.float32)
+    return rate, bias
+
+
+@triton.jit
+def activate_decay(x, gate):
+    """Return the log decay g of raw logits x, of a head or of its keys."""
+    x += gate.bias
+    if gate.lower_bound is None:
+        return -gate.rate * softplus(x)
+    else:
+        return gate.lower_bound * sigmoid(gate.rate * x)
+
+
+@triton.jit
+def load_token(tokens, t, count, has_key, has_value, UNIT: tl.constexpr, CHANNELS: tl.constexpr = 0):
+    """Load token t as the caller gave it: q, k [., J, ., W], v [A, B], g, beta; zeros from `count` on.
+
+    g is a number, or with CHANNELS [., J, ., W] in the lanes of k.
+    """
     q_t, k_t = tokens.q_t * UNIT, tokens.k_t * UNIT
     is_token = t < count
     q = tl.load(tokens.q_ptr + t * q_t, mask=has_key & is_token, other=0.0)
@@ -149,6 +212,8 @@ def load_token(tokens, t, count, has_key, has_value, UNIT: tl.constexpr):
     v = tl.load(tokens.v_ptr + t * tokens.v_t, mask=has_value & is_token, other=0.0)
     if tokens.g_ptr is None:
         g = tl.full([], 0.0, tl.float32)
+    elif CHANNELS:
+        g = tl.load(tokens.g_ptr + t * (tokens.g_t * CHANNELS), mask=has_key & is_token, other=0.0)
     else:
         g = tl.load(tokens.g_ptr + t * tokens.g_t, mask=is_token, other=0.0)
     if tokens.beta_ptr is None:
@@ -159,10 +224,11 @@ def load_token(tokens, t, count, has_key, has_value, UNIT: tl.constexpr):
 
 
 @triton.jit
-def advance_token(S, token, rate, bias, scale, C: tl.constexpr):
-    """Advance S by one token as loaded; return S and o [A, B]. rate = exp(A_log) and bias are for GATE.
+def advance_token(S, token, gate, scale, C: tl.constexpr):
+    """Advance S by one token as loaded; return S and o [A, B]. The parameters of the gate are for GATE.
 
-    Every multiply-add is an explicit fma, so the code around a step cannot change its bits.
+    Every multiply-add is an explicit fma, so the code around a step cannot change its bits. A decay per head
+    scales both products of S; one per key channel scales the rows of S before them.
     """
     q, k, v, g = (
         token.q.to(tl.float32),
@@ -171,6 +237,11 @@ def advance_token(S, token, rate, bias, scale, C: tl.constexpr):
         token.g.to(tl.float32),
     )
     beta = activate_beta(token.beta, C.SIGMOID, C.NEGATIVE)
+    if C.CHANNELS:
+        if C.GATE:
+            g = activate_decay(g, gate)
+        # each lane has the decays of its own keys in registers: 16 exponentials for 8 columns of 128 keys
+        S *= tl.exp(g)
     kS, qS, qk = (
         inner_product(S, k),
         inner_product(S, q),
@@ -182,9 +253,9 @@ def advance_token(S, token, rate, bias, scale, C: tl.constexpr):
         k_rstd = tl.rsqrt(inner_product(k, k) + 1e-6)
         q_rstd = tl.rsqrt(inner_product(q, q) + 1e-6)
         kS, qS, qk = kS * k_rstd, qS * q_rstd, qk * q_rstd * k_rstd
-    if C.DECAY:
+    if C.DECAY and not C.CHANNELS:
         if C.GATE:
-            g = -rate * softplus(g + bias)
+            g = activate_decay(g, gate)
         decay = tl.exp(g)
         S *= decay  # in place, after both products have used S
     d = beta * tl.fma(-decay, kS, v)

@@ -53,6 +53,14 @@ class GateStrides(NamedTuple):
     dt_bias_h: Any
 
 
+class GateParameters(NamedTuple):
+    """Hold the parameters of the gate of raw logits, in registers."""
+
+    rate: Any  # exp(A_log)
+    bias: Any
+    lower_bound: Any  # None: the softplus form
+
+
 class Packet(NamedTuple):
     """Say where q and k of a row and head begin in HBM, how many tokens there are, and their strides."""
 
@@ -88,6 +96,8 @@ class History(NamedTuple):
     u_p: Any
     k_p: Any
     G_p: Any
+    first: Any  # of a ring: the place of the first token, and the number of places; else None
+    places: Any
 
 
 class Sums(NamedTuple):
@@ -147,7 +157,9 @@ class Constants:
         return hash(repr(self))
 
 
-STRUCTS = (Slots, Gates, GateStrides, Packet, Strip, History, Sums, Appended, Tokens, Token)
+STRUCTS = (
+    Slots, Gates, GateStrides, GateParameters, Packet, Strip, History, Sums, Appended, Tokens, Token,
+)  # fmt: skip
 # a constant that `group_constants` reads, because Triton's cache key of a kernel has no fields of structs:
 # with two fields swapped, the stale binary would be found in the cache on disk
 FIELDS = tl.constexpr(str([(x.__name__, x._fields) for x in STRUCTS]))

@@ -1,0 +1,120 @@
+"""Ship compiled kernels: from Triton's cache to a folder, and from a folder to the cache of another machine.
+
+Triton names an entry of its cache by a hash of the kernel's source and of all functions that it calls, the
+types and constants of the call, the compiler's options, Triton's own files and the GPU's architecture. So a
+shipped binary serves exactly the calls that it was compiled for, and no other call can ever find it. The
+manifest names what a folder was made for, so that a folder that no call would use is refused.
+"""
+
+import hashlib
+import json
+import platform
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.cache import FileCacheManager
+
+MANIFEST = "manifest.json"
+GROUP = "__grp__"  # Triton's prefix of a file that lists the files of one binary by their absolute paths
+
+
+@contextmanager
+def separate_cache(folder: Path) -> Iterator[None]:
+    """Compile into `folder`, and keep binaries without their intermediate code, while the context is open.
+
+    A binary that this process has compiled or loaded before is not compiled again, so not written there.
+    """
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
+        triton.knobs.cache.dir = str(folder)
+        triton.knobs.compilation.store_binary_only = True
+        yield
+
+
+def pack(cache: Path, folder: Path) -> int:
+    """Copy the entries of a cache filled by `separate_cache` to `folder`; return how many binaries there are.
+
+    Raises ValueError for a folder that holds other files: two sets of binaries would be mixed.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"folder: expected an empty or new one, got files in {folder}")
+    entries, count = {}, 0
+    for source in sorted(path for path in cache.iterdir() if path.is_dir()):
+        groups = {}
+        for file in sorted(path for path in source.iterdir() if path.is_file() and path.name != "lock"):
+            if file.name.startswith(GROUP):
+                children = json.loads(file.read_text())["child_paths"]
+                groups[file.name.removeprefix(GROUP)] = sorted(x for x in children if not _is_source(x))
+                continue
+            if _is_source(file.name):
+                continue
+            target = folder / source.name / file.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+        entries[source.name] = groups
+        count += len(groups)
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = {**identity(), "entries": entries}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    return count
+
+
+def unpack(folder: Path) -> int:
+    """Copy the binaries of `folder` into Triton's cache and return how many it holds; keep what is there.
+
+    Each file is written beside its place and moved there, as Triton does, so that several processes may do
+    this at once. Raises ValueError for a folder made for another GPU, Triton, Python or source of kernels.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(
+            f"folder: expected one written by `gdn warmup --save`, got {folder} without {MANIFEST}"
+        )
+    manifest: dict[str, Any] = json.loads(path.read_text())
+    for name, value in identity().items():
+        if value is not None and manifest.get(name) != value:
+            raise ValueError(f"folder: expected kernels for {name} {value}, got {name} {manifest.get(name)}")
+    entries: dict[str, dict[str, list[str]]] = manifest["entries"]
+    manager_class = triton.knobs.cache.manager_class or FileCacheManager
+    for entry, groups in entries.items():
+        manager = manager_class(entry)
+        paths = {}
+        for file in sorted((folder / entry).iterdir()):
+            there = manager.get_file(file.name)
+            paths[file.name] = manager.put(file.read_bytes(), file.name) if there is None else there
+        for group, children in groups.items():
+            manager.put_group(group, {child: paths[child] for child in children})
+    return sum(map(len, entries.values()))
+
+
+def identity() -> dict[str, str | None]:
+    """Return what binaries depend on; the GPU is None on a machine without one, as where images are built."""
+    gpu = None
+    if torch.cuda.is_available():
+        target = triton.runtime.driver.active.get_current_target()
+        gpu = f"{target.backend}:{target.arch}"
+    return {
+        "gpu": gpu,
+        "triton": triton.__version__,
+        # Triton's launchers are extension modules
+        "python": f"{platform.machine()} {sysconfig.get_config_var('EXT_SUFFIX')}",
+        "kernels": _source_hash(),
+    }
+
+
+def _is_source(name: str) -> bool:
+    """Return True for a kernel's first intermediate code, which Triton keeps beside a binary, unread."""
+    return name.endswith(".source")
+
+
+def _source_hash() -> str:
+    """Return a hash of all modules of the backends."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

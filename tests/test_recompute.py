@@ -1,0 +1,112 @@
+"""Training with recompute=True: no saved states, the same bits of outputs and gradients."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import HAS_TRITON, INTERPRETED
+
+import gdn
+from gdn.backends import load
+from gdn.ops import library
+from gdn.problem import parse
+from gdn.testing import Case, inputs, packed, rows
+
+FAKE = "test_faketensor"
+ALL = {"use_qk_l2norm_in_kernel": True, "raw_gate": "on", "beta": "negative"}
+CASES = {
+    "ragged rows": Case(lengths=rows(129), sizes=(32, 32)),
+    "packed": Case(lengths=packed(5, 0, 70, 130, tail=3), sizes=(32, 16), heads=(1, 2), state="wide", **ALL),
+    "per channel": Case(lengths=rows(200), sizes=(16, 16), is_per_channel=True),
+    "batch invariant": Case(lengths=packed(65, 200), sizes=(32, 32), batch_invariant=True),
+}
+
+
+def train(given, backend, recompute):
+    """Return outputs and gradients of one call, and the bytes of the tensors that it saves."""
+    leaves = {
+        name: x.clone().requires_grad_() if x.is_floating_point() else x for name, x in given.tensors.items()
+    }
+    sizes = []
+
+    def pack(x):
+        sizes.append(x.numel() * x.element_size())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        o, S = gdn.chunk_gated_delta_rule(**leaves, **given.options, backend=backend, recompute=recompute)
+    loss = (o * given.do).sum() + (0 if S is None else (S * given.dfinal_state).sum())
+    found = torch.autograd.grad(loss, [x for x in leaves.values() if x.requires_grad])
+    return [o, *([] if S is None else [S]), *found], sum(sizes)
+
+
+def check(given, backend, bytes_of_states):
+    (first, more), (second, less) = (train(given, backend, x) for x in (False, True))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    assert more - less > bytes_of_states / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_of_less_memory(backend, device, name, dtype):
+    """Outputs and gradients are those of a call that keeps the states."""
+    case = CASES[name]
+    if case.is_per_channel and backend != "eager":
+        pytest.skip("expected a backend with a decay per key channel")
+    (K, V), HV = case.sizes, case.heads[1]
+    given = inputs(case, dtype, device=device)
+    chunks = parse(**given.tensors, **given.options).num_chunks
+    check(given, backend, chunks * HV * K * V * given.do.element_size())
+
+
+def test_the_operator_recomputes_too(device):
+    """The operators, which a compiler traces, keep no states either."""
+    given = inputs(CASES["packed"], torch.float32, device=device)
+    found = []
+    for recompute in (False, True):
+        problem = parse(**given.tensors, **given.options, recompute=recompute)
+        o, S, *saved = library.chunk_forward(*problem.arguments(), True)
+        saved = [x if x.numel() else None for x in saved]
+        assert (saved[2] is None) == recompute
+        torch.library.opcheck(
+            library.chunk_forward, (*problem.arguments(), True), test_utils="test_faketensor"
+        )
+        found.append(library.chunk_backward(*problem.arguments(), *saved, given.do, given.dfinal_state))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    with pytest.raises(TypeError, match="recompute: expected a bool"):
+        parse(**given.tensors, **given.options, recompute=1)
+
+
+def forward(backend, given, recompute):
+    """Return the outputs and the saved tensors that a backward gets."""
+    problem = parse(**given.tensors, **given.options, backend="triton", recompute=recompute)
+    o, S, saved = backend.chunk_forward(problem, True)
+    assert (saved.S_in is None) == recompute
+    shapes = [None if x is None else (x.shape, x.dtype) for x in saved]
+    assert shapes == [None if x is None else (torch.Size(x[0]), x[1]) for x in backend.saves(problem)]
+    return [o, S, *(backend.recompute_saved(problem, saved) if recompute else saved)]
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(not INTERPRETED or not HAS_TRITON, reason="expected kernels to be interpreted")
+@pytest.mark.parametrize("name", ["hopper", "hopper in segments", "hopper, few keys", "triton"])
+def test_kernels_save_the_same_bits(monkeypatch, name):
+    """S_in comes from the saved A_inv and factors with the bits that the forward would have stored."""
+    from kit.hopper import set_segments, simulate_launches
+
+    # each chunk is used: nothing zeroes the others, which nothing reads
+    case = Case(sizes=(128, 128), heads=(1, 1), lengths=packed(70, 33, tail=5), state="wide", **ALL)
+    if name == "triton":
+        case = replace(case, sizes=(32, 32))
+    else:
+        simulate_launches(monkeypatch)
+        set_segments(monkeypatch, 1 if "segments" in name else None)
+    if "segments" in name:
+        case = replace(case, lengths=packed(130, tail=5))
+    if "few" in name:
+        case = replace(case, sizes=(64, 64), lengths=rows(64))
+    given = inputs(case, torch.bfloat16)
+    backend = load(name.split()[0].rstrip(","))
+    first, second = (forward(backend, given, x) for x in (False, True))
+    for x, y in zip(first, second, strict=True):
+        assert (x is None) == (y is None) and (x is None or torch.equal(x, y))
