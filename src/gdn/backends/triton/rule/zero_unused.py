@@ -49,7 +49,8 @@ def _clear_kernel(
     for t in range(end + own * BLOCK, T, programs * BLOCK):
         tokens = (t + lanes).to(tl.int64)
         is_past = tokens < T
-        tl.store(G_ptr + tokens * HV + head, tl.zeros([BLOCK], tl.float64), mask=is_past)
+        if G_ptr is not None:
+            tl.store(G_ptr + tokens * HV + head, tl.zeros([BLOCK], tl.float64), mask=is_past)
         if q_rstd_ptr is not None:
             place = tokens * (HV // ratio) + head // ratio
             # norms exist per key head: only its first value head stores them to HBM
@@ -77,7 +78,8 @@ def _zero_on_device(p: Problem, cu_seqlens: Tensor, saved: Saved) -> None:
     rows = 0 if saved.factors is None else saved.factors.shape[-2]
     dtypes = (cu_seqlens.dtype, A_inv.dtype, None if S_in is None else S_in.dtype)
     # everything that the launch depends on, except the addresses of tensors
-    key = (p.q.shape, p.v.shape, p.N, p.device, *dtypes, saved.q_rstd is None, rows)
+    has = (G is None, saved.q_rstd is None)
+    key = (p.q.shape, p.v.shape, p.N, p.device, *dtypes, *has, rows)
     _launches.get(key, lambda: _plan(p, rows))(cu_seqlens, G, A_inv, S_in, *rest)
 
 
