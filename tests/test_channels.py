@@ -435,6 +435,7 @@ def test_names():
 MAY_ASK = {
     "backends/eager/borders.py",
     "backends/eager/gate.py",
+    "backends/eager/history.py",
     "backends/eager/replay.py",
     "backends/eager/rule.py",
     "backends/triton/__init__.py",
@@ -444,7 +445,9 @@ MAY_ASK = {
     "ops/portable.py",
     "ops/warmup.py",
     "ops/warmup_calls.py",
+    "ops/warmup_history.py",
     "problem/addressing.py",
+    "problem/history.py",
     "problem/replay.py",
     "problem/rule.py",
     "problem/serving.py",
