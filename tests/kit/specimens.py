@@ -216,6 +216,26 @@ def replay(
     return call
 
 
+def history(
+    B: int, T: int, D: int, dtype: Any, pool_dtype: Any, places: int, v_first: bool, has_drafts: bool
+) -> Callable[[], Any]:
+    """Return a step that appends to histories, and a fold of these."""
+    sizes = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": D, "head_v_dim": D, "state_v_first": v_first}
+    pool = gdn.allocate_history_pool(
+        B, **sizes, places=places, room=T, state_dtype=pool_dtype, history_dtype=dtype
+    )
+    x = rows_of(B, T, K=D, V=D, dtype=dtype, raw=True)
+    options, drafts = {"state_v_first": v_first, "backend": "triton"}, {}
+    if has_drafts:
+        drafts["num_accepted"] = slots(B)
+
+    def call() -> None:
+        api.decode_with_history(**x, pool=pool, read_index=slots(B), **options, **drafts, use_history=True)
+        api.fold_history(pool, slots(B), **options, **drafts)
+
+    return call
+
+
 def gate(dtype: torch.dtype, has_bias: bool) -> Callable[[], Any]:
     a, b, A_log = (torch.randn(s, dtype=dtype, requires_grad=True) for s in ((2, 70, 4), (2, 70, 4), (4,)))
     bias = torch.zeros(4, requires_grad=True) if has_bias else None
@@ -541,6 +561,9 @@ OTHERS = {
     "replay many rows": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False), EVERYWHERE),
     "replay one token": (replay, (3, 1, 128, 128, BF16, FP32, BF16, True, False), TUNED),
     "replay fp32 256, K first": (replay, (3, 8, 256, 256, FP32, FP32, FP32, False, False), EVERYWHERE),
+    "history": (history, (256, 1, 128, BF16, FP32, 16, True, False), TUNED),
+    "history 64": (history, (256, 1, 64, BF16, BF16, 16, True, False), EVERYWHERE),
+    "history of drafts, K first": (history, (3, 4, 64, BF16, FP32, 20, False, True), TUNED),
     "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),
     "gate fp32": (gate, (FP32, True), EVERYWHERE),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gdn.notation import ChunkInverse, ChunkStates, ChunkValues, GSum, InverseNorm, State, Values
-from gdn.problem import Problem
+from gdn.problem import HistoryProblem, Problem
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class Backend:
     backward_begin(problem, kept, do, dS, borders) -> C [entering, HV, K, V] or None, finish. C: the gradient
                                                 of the initial state; finish(dS) -> Gradients, with the
                                                 gradients that other ranks have for leaving rows added to dS
+    appends_history(problem)                 -> True if decode_with_history appends to the histories, False if
+                                                it folds them and decodes plainly
     The other functions are the stages of `gdn.stages`, the serving functions, and the convolution, gate and
     norm of a layer. Their signatures are those of the public functions in `ops`, after checking.
     """
@@ -132,6 +134,9 @@ class Backend:
     commit: Callable[..., Any]
     replay_decode: Callable[..., Any]
     replay_commit: Callable[..., Any]
+    decode_with_history: Callable[..., Any]
+    fold_history: Callable[..., Any]
+    appends_history: Callable[[HistoryProblem], bool]
     gate: Callable[..., Any]
     gate_bwd: Callable[..., Any]
     causal_conv1d: Callable[..., Any]
