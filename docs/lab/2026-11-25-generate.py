@@ -1,15 +1,15 @@
 """Check and time generation in plain Transformers on a GPU: dynamic cache, static cache, recorded graphs.
 
-    PYTHONPATH=src:WHEELS python docs/lab/2026-11-25-transformers-generate.py            checks, then times
-    PYTHONPATH=src:WHEELS python docs/lab/2026-11-25-transformers-generate.py --check    only the checks
-    PYTHONPATH=src:WHEELS python docs/lab/2026-11-25-transformers-generate.py --one NAME one line, in this process
+    PYTHONPATH=src:WHEELS python docs/lab/2026-11-25-generate.py            checks, then times
+    PYTHONPATH=src:WHEELS python docs/lab/2026-11-25-generate.py --check    only the checks
+    PYTHONPATH=src:WHEELS python docs/lab/2026-11-25-generate.py --one NAME one line, here
 
 A GPU machine without network has no Transformers. Carry it in an ignored folder WHEELS of the repository (some
 40 MB): on a machine with a package index, with Python 3.12,
 
     pip download --only-binary :all: --python-version 3.12 --no-deps -d wheels transformers==5.17.0 \\
-        huggingface_hub==1.33.0 tokenizers safetensors regex pyyaml tqdm requests filelock packaging httpx httpcore \\
-        h11 anyio sniffio idna certifi typer click shellingham rich
+        huggingface_hub==1.33.0 tokenizers safetensors regex pyyaml tqdm requests filelock packaging httpx \\
+        httpcore h11 anyio sniffio idna certifi typer click shellingham rich
     pip install --no-deps --no-index --target WHEELS wheels/*.whl      (drop what the GPU machine has)
 
 Each line runs in a process of its own with a limit, so that a hang costs one line. The model has Qwen3.5's
