@@ -10,6 +10,8 @@ TRITON ?= triton==3.6.0
 OTHER_TRITONS := 3.7.1 3.8.0 3.9.0
 # 1.5 MB of Python; laid over the environment, for where Transformers finds it, it calls it, on a CPU in vain
 FLA ?= flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
+# read, not installed: 482 MB of wheels, of which the tests need the Python files
+ENGINES ?= vllm==0.33.0 sglang==0.5.23 lmdeploy==0.18.0
 # what builds the documentation, in an environment of its own, which needs no torch: docstrings are read, not imported
 DOCS ?= mkdocs==1.6.1 mkdocs-material==9.8.2 "mkdocstrings[python]==1.0.8" ruff
 # a checkout of FLA, for its tests, which no released archive holds
@@ -25,7 +27,7 @@ endif
 
 VENV := .venv
 DEMO_NEEDS := torch, jaxtyping, typer, rich, matplotlib, transformers
-TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy
+TEST_NEEDS := $(DEMO_NEEDS), accelerate, expecttest, hypothesis, numpy, pytest, xdist, ruff, mypy, starlette, uvicorn
 # a GPU machine without network needs no linter, no type checker and no package of the demo
 GPU_TEST_NEEDS := torch, triton, jaxtyping, expecttest, hypothesis, numpy, pytest, xdist
 DOCS_NEEDS := mkdocs, material, mkdocstrings_handlers.python, ruff
@@ -34,14 +36,16 @@ can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 # the package and its benchmarks, also for a python that has everything but them
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/benchmarks$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test test-gpu lint types docs interpret compile fla matrix spills bench bench-gpu clean
+.PHONY: help demo test test-gpu lint types docs kernels interpret compile fla engines matrix spills bench bench-gpu clean
 
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
 	@echo "make test    lint, types, the whole test suite; with Triton its kernels interpreted, and compiled for five GPUs"
 	@echo "make test-gpu PART=1/3   a part of the tests that need a GPU (benchmarks/results/tests/gpu.jsonl)"
 	@echo "make docs    the documentation in build/site/index.html; a broken link or another warning is an error"
+	@echo "make engines the plug-ins on the own modules of vLLM, SGLang and lmdeploy, from their wheels (482 MB)"
 	@echo "make fla     the tests of our side of FLA, on FLA itself; with a GPU and FLA_TESTS=checkout FLA's own tests"
+	@echo "make kernels the tree that the package kernels loads, in build/kernels (docs/transformers.md)"
 	@echo "make matrix  the kernels compiled and interpreted with other versions of Triton, too"
 	@echo "make spills  record anew what each kernel spills (tests/spills.json)"
 	@echo "make bench   the CPU benchmark against Transformers (benchmarks/results/cpu.jsonl)"
@@ -64,7 +68,7 @@ DOCS_PYTHON := build/docs/bin/python
 docs: build/docs/.done
 endif
 
-TESTS := test lint types interpret compile fla matrix spills
+TESTS := test lint types interpret compile fla engines matrix spills
 ifeq ($(filter $(TESTS),$(MAKECMDGOALS)),)
 else ifeq ($(call can,$(TEST_NEEDS)),yes)
 TEST_PYTHON := $(PYTHON)
@@ -90,6 +94,9 @@ over = PYTHONPATH=build/triton-$*:$(PYTHONPATH)
 
 demo:
 	$(DEMO_PYTHON) examples/train_small.py
+
+kernels:
+	$(PYTHON) hub/build.py build/kernels
 
 bench:
 	$(DEMO_PYTHON) -m gdn_bench cpu
@@ -123,6 +130,11 @@ compile:
 fla: build/fla/.done
 	PYTHONPATH=build/fla:$(PYTHONPATH) $(PYTEST) tests/test_integrations_fla.py
 	if $(HAS_GPU); then $(FLA_SUITE); fi
+
+# each engine's own modules in a process of its own, since some of them can be imported only once
+engines: build/engines/.done
+	for engine in vllm sglang lmdeploy; do \
+		GDN_ENGINE_SOURCES=$(CURDIR)/build/engines $(PYTEST) tests/test_engine_$$engine.py || exit 1; done
 
 matrix: compile $(OTHER_TRITONS:%=matrix-%)
 
@@ -174,6 +186,15 @@ build/docs/.done: Makefile
 
 build/triton-%/.done:
 	$(TEST_PYTHON) -m pip install --quiet --no-deps --target build/triton-$* triton==$*
+	touch $@
+
+build/engines/.done:
+	for engine in $(ENGINES); do \
+		$(TEST_PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
+			--platform manylinux_2_28_x86_64 --platform manylinux_2_34_x86_64 --dest build/engines/wheels $$engine && \
+		$(TEST_PYTHON) -m zipfile -e build/engines/wheels/*.whl build/engines/$${engine%%==*} && \
+		find build/engines/$${engine%%==*} -name "*.so*" -delete && rm -r build/engines/wheels || exit 1; done
+	$(TEST_PYTHON) -m pip install --quiet --no-deps --target build/engines/deps msgspec==0.22.0
 	touch $@
 
 build/fla/.done:

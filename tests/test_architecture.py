@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "layers": {"ops", "distributed", "problem", "notation"},
     "integrations": {"layers", "distributed", "ops", "settings"},
     "testing": {"reference"},
-    "cli": {"testing", "backends", "gdn"},
+    "cli": {"testing", "backends", "integrations", "gdn"},
     "__main__": {"cli"},
     "__init__": {"layers", "ops", "integrations", "distributed"},
 }

@@ -23,7 +23,11 @@ CASES = {
 
 
 def problem_of(
-    offsets: tuple[int, ...] | None, is_v_first: bool, dtype: torch.dtype, sizes: tuple[int, int]
+    offsets: tuple[int, ...] | None,
+    is_v_first: bool,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    channels: tuple[int, ...] = (),
 ) -> Problem:
     B, K = sizes
     generator = torch.Generator().manual_seed(0)
@@ -33,7 +37,7 @@ def problem_of(
 
     q, k, v = (draw(B, 200, heads, K).to(dtype) for heads in (1, 1, 2))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    g, beta = torch.nn.functional.logsigmoid(draw(B, 200, 2)) / 16, draw(B, 200, 2).sigmoid()
+    g, beta = torch.nn.functional.logsigmoid(draw(B, 200, 2, *channels)) / 16, draw(B, 200, 2).sigmoid()
     cu_seqlens = None if offsets is None else torch.tensor(offsets)
     return parse(
         q, k, v, g.to(wide), beta.to(wide), initial_state=draw(B if offsets is None else 2, 2, K, K).to(wide),
@@ -55,11 +59,13 @@ def relative(x: torch.Tensor, want: torch.Tensor) -> float:
     return ((x.double() - want).norm() / want.norm()).item()
 
 
-def compare(backend: str, case: str, dtype: torch.dtype, K: int) -> dict[str, float]:
+def compare(
+    backend: str, case: str, dtype: torch.dtype, K: int, channels: tuple[int, ...] = ()
+) -> dict[str, float]:
     """Return the errors of N, M and C, and of the outputs and gradients that follow."""
     offsets, is_v_first, entering, leaving = CASES[case]
     B = 1 if offsets is not None else len({*entering, *leaving})
-    p, borders = problem_of(offsets, is_v_first, dtype, (B, K)), Borders(entering, leaving)
+    p, borders = problem_of(offsets, is_v_first, dtype, (B, K), channels), Borders(entering, leaving)
     kernels = load(backend)
     S = p.initial_state
     assert S is not None
@@ -111,8 +117,9 @@ def compare(backend: str, case: str, dtype: torch.dtype, K: int) -> dict[str, fl
 
 @pytest.mark.parametrize("case", CASES)
 def test_eager(case):
-    found = compare("eager", case, torch.float64, 12)
-    assert max(found.values()) <= 1e-10, found
+    for channels in ((), (12,)):
+        found = compare("eager", case, torch.float64, 12, channels)
+        assert max(found.values()) <= 1e-10, found
 
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be interpreted")

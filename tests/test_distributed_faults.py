@@ -12,10 +12,12 @@ import pytest
 import torch
 from kit import ranks as kit
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn
-from gdn.distributed import check
+from gdn.distributed import check, cost
+from gdn.distributed.simulate import Work
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
 
@@ -50,6 +52,8 @@ DISAGREEMENTS: list[tuple[dict[str, Any], str]] = [
     ({"requires_grad": False}, "got requires_grad=True on ranks 0, 2 and requires_grad=False on rank 1"),
     ({"output_final_state": True}, "got output_final_state=False on ranks 0, 2 and output_final_state=True"),
     ({"scale": 0.5}, r"got scale=0\.35\d* on ranks 0, 2 and scale=0\.5 on rank 1"),
+    ({"g": torch.zeros(1, 10, 4, 8)},
+     "got decay per key channel=False on ranks 0, 2 and decay per key channel=True on rank 1"),
     ({"exchange": "owner"}, "got exchange=gather on ranks 0, 2 and exchange=owner on rank 1"),
     ({"cu_seqlens": (0, 12, 30)}, "got one cu_seqlens on ranks 0, 2 and another cu_seqlens on rank 1"),
     ({"runs": [(1, 0, 10), (0, 10, 20), (2, 20, 30)]},
@@ -60,7 +64,8 @@ DISAGREEMENTS: list[tuple[dict[str, Any], str]] = [
 
 def disagree(rank: int, change: dict[str, Any]) -> str:
     """Make one call, which rank 1 changes; return what it raises."""
-    change = dict(change) if rank == 1 else {}
+    same = {"g": torch.zeros(1, 10, 4)} if "g" in change else {}
+    change = dict(change) if rank == 1 else same
     runs = change.pop("runs", [(0, 0, 10), (1, 10, 20), (2, 20, 30)])
     order = {"runs": runs} if change.get("T") is None and rank != 1 or "T" not in change else {}
     context = gdn.ContextParallel(dist.group.WORLD, exchange=change.pop("exchange", "gather"), **order)
@@ -114,7 +119,8 @@ def refused_arguments(rank: int) -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: make("cp"), "TypeError: mesh: expected a DeviceMesh or a ProcessGroup, got str"),
         (lambda: make(world, order="ring"), "ValueError: order: expected one of None, 'contiguous'"),
-        (lambda: make(world, exchange="nodes"), "ValueError: exchange: expected one of None"),
+        (lambda: make(world, exchange="ring"), "ValueError: exchange: expected one of None"),
+        (lambda: make(world, exchange="nodes"), "ValueError: exchange: expected a mesh of two dimensions"),
         (lambda: make(world, check="often"), "ValueError: check: expected one of 'plan'"),
         (lambda: make(world, num_tokens=0), "ValueError: num_tokens: expected at least 1, got 0"),
         (lambda: make(world, num_tokens=1.5), "TypeError: num_tokens: expected an int, got float"),
@@ -132,10 +138,6 @@ def refused_arguments(rank: int) -> None:
         (lambda: call(make(world, exchange="heads", num_tokens=30)),
          "ValueError: exchange: expected at most 2 ranks for 2 key heads, got 3; 'owner' has no such limit"),
         (lambda: call(context, backend="hopper"), "NotImplementedError: no backend takes this problem"),
-        (lambda: call(context, g=torch.zeros(1, 10, 4, 8)),
-         "NotImplementedError: g: expected a decay per head without lower_bound with cp_context, got one"),
-        (lambda: call(context, g=torch.zeros(1, 10, 4), use_gate_in_kernel=True, lower_bound=-5.0),
-         "NotImplementedError: g: expected a decay per head without lower_bound with cp_context, got lower"),
         (lambda: context.gather_states(torch.zeros(2, 3)),
          f"ValueError: states: expected 1 rows, pieces of rank {rank} in cp_context, got 2"),
         (lambda: context.convert(torch.zeros(10), 0, to=make(world, num_tokens=31)),
@@ -262,6 +264,43 @@ def test_a_signature_has_a_fixed_size_and_reads_back():
     assert message is not None and message.endswith("got b=False on ranks 0, 2 and b=True on rank 1")
 
 
+def test_explain_says_what_an_exchange_costs():
+    """One rank of eight on torch's fake group: the model's times, bytes and local work; nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=8, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("nodes", "ranks"))
+        q, v = (
+            torch.empty(1, 1 << 17, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 32)
+        )
+        flat, other = (gdn.ContextParallel(x, check="never") for x in (dist.group.WORLD, mesh))
+        with Wire() as wire:
+            found = gdn.explain(q, q, v, cp_context=flat)
+            packed = gdn.explain(q, q, v, cp_context=flat, cu_seqlens=torch.arange(9) * (1 << 17))
+            by_nodes = gdn.explain(q, q, v, cp_context=other)
+        small = gdn.explain(q[..., :64], q[..., :64], v[..., :64], cp_context=flat)
+    finally:
+        dist.destroy_process_group()
+    assert not wire.sent
+    exchange = found.exchange
+    assert exchange.exchange == "owner" and set(exchange.times) == {"gather", "owner", "heads"}
+    assert [round(x / 2**20, 2) for x in exchange.received] == [5.25, 3.5]
+    want = cost.exchange_times(cost.Form(16, 32), 8, "owner", cost.Machine())
+    assert exchange.times["owner"] == want
+    local = sum(Work().halves(cost.Form(16, 32), 1 << 17))
+    assert exchange.share == pytest.approx(want.total / local) and f"{exchange.share:.1%}" in str(found)
+    assert "exchange owner of 8 ranks: 70, 66 us forward and backward; each receives 5.2, 3.5 MiB" in str(
+        found
+    )
+    assert "exchange none: no sequence crosses" in str(packed)
+    assert set(by_nodes.exchange.times) == {"gather", "owner", "nodes", "heads"}
+    # the links within a node of the mesh are NVLink, those between its nodes InfiniBand
+    nodes = cost.exchange_times(cost.Form(16, 32), 8, "nodes", cost.Machine(node=4))
+    assert by_nodes.exchange.times["nodes"] == nodes
+    assert small.exchange.local is None and "local" not in str(small).splitlines()[-2]
+
+
 class Wire(TorchDispatchMode):
     """Record (operator, bytes that a rank receives) of each collective."""
 
@@ -277,7 +316,7 @@ class Wire(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("name", "R"), [("gather", 64), ("owner", 512)])
+@pytest.mark.parametrize(("name", "R"), [("gather", 64), ("owner", 512), ("nodes", 512)])
 def test_one_rank_of_many_sends_what_the_table_of_costs_says(name, R):
     """Run one of 64 or 512 ranks on torch's fake group: one exchange forward, one backward."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -286,18 +325,31 @@ def test_one_rank_of_many_sends_what_the_table_of_costs_says(name, R):
     H, HV, K, V, T = 2, R, 4, 4, 3
     dist.init_process_group("fake", rank=5, world_size=R, store=FakeStore())
     try:
-        context = gdn.ContextParallel(dist.group.WORLD, exchange=name, check="never", num_tokens=R * T)
+        mesh: Any = dist.group.WORLD
+        if name == "nodes":
+            mesh = init_device_mesh("cpu", (R // 8, 8), mesh_dim_names=("nodes", "ranks"))
+        context = gdn.ContextParallel(mesh, exchange=name, check="never", num_tokens=R * T)
         q = torch.randn(1, T, H, K, requires_grad=True)
         with Wire() as forward:
             o, _ = gdn.chunk_gated_delta_rule(q, q, torch.randn(1, T, HV, V), cp_context=context)
         with Wire() as backward:
             o.sum().backward()
+        x = torch.randn(1, T, 5, requires_grad=True)
+        with Wire() as halo:
+            gdn.causal_conv1d(x, torch.randn(5, 4), cp_context=context)[0].sum().backward()
     finally:
         dist.destroy_process_group()
+    # three inputs of this rank before those of the next one, and their gradients back
+    assert halo.sent == [("all_to_all_single", 3 * 5 * 4)] * 2
     P, s = 4 * HV * K * (K + V), 4 * HV * K * V
     if name == "gather":
         assert forward.sent == [("all_gather_into_tensor", R * P)]
         assert backward.sent == [("all_gather_into_tensor", R * s)]
+    elif name == "nodes":
+        # an eighth of the heads of the node's ranks, of which 1/64 of all nodes; all states of this rank back
+        there = [("all_to_all_single", x) for x in (P, P // 8, s // 8, s)]
+        back = [("all_to_all_single", x) for x in (s, s // 8, s // 8, s)]
+        assert (forward.sent, backward.sent) == (there, back)
     else:
         # one head of all ranks, then all heads of this rank
         assert forward.sent == [("all_to_all_single", P), ("all_to_all_single", s)]

@@ -12,6 +12,7 @@ from kit.sharded import relative
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn
 
@@ -56,6 +57,62 @@ def mix(rank: int, name: str) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_mix_as_one_process(ranks, name):
     assert max(ranks.run(mix, name)) <= 1e-10
+
+
+class Order(TorchDispatchMode):
+    """Record the order of collectives, waits and matmuls; these by the largest size of their operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Any] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split("::")[1]
+        if func.namespace == "_c10d_functional":
+            self.events.append("wait" if name == "wait_tensor" else "start")
+        elif name in ("mm", "addmm"):
+            self.events.append(max(size for x in args for size in x.shape))
+        return func(*args, **(kwargs or {}))
+
+
+def during(events: list[Any]) -> list[list[int]]:
+    """Return the matmuls that are launched while each collective is on its way."""
+    found, is_under_way = [], False
+    for event in events:
+        if event == "start":
+            assert not is_under_way
+            found.append([])
+        if event in ("start", "wait"):
+            is_under_way = event == "start"
+        elif is_under_way:
+            found[-1].append(event)
+    assert not is_under_way
+    return found
+
+
+def overlap(rank: int) -> tuple[list[Any], list[Any]]:
+    """Return the events of a forward and of a backward of a layer."""
+    context, model = (
+        gdn.ContextParallel(dist.group.WORLD, num_tokens=30, exchange="gather"),
+        layer(torch.float32),
+    )
+    x = torch.randn(1, 10, 16, requires_grad=True)
+    model(x, cp_context=context)  # compares the calls of all ranks
+    with Order() as forward:
+        y = model(x, cp_context=context)
+    with Order() as backward:
+        y.sum().backward()
+    return forward.events, backward.events
+
+
+def test_exchanges_hide_under_the_projections(ranks):
+    """The halo is on its way under in_proj_a and in_proj_b, the states under in_proj_z; back in reverse."""
+    for forward, backward in ranks.run(overlap):
+        # hidden_size is 16; the projections have 96 (q, k, v), 6 + 6 (a, b) and 48 (z) outputs
+        assert forward[0] == 96
+        assert during(forward) == [[16, 16], [48]], forward
+        # two matmuls of a projection: the gradients of its input and of its weight
+        assert during(backward) == [[48, 48], [16] * 4], backward
 
 
 def refuse(rank: int) -> None:

@@ -1,21 +1,24 @@
-"""Train one model under several layouts of four ranks: context and tensor parallelism, FSDP2, checkpoints."""
+"""Run four ranks: nodes of two, and a model under context and tensor parallelism, FSDP2, checkpoints."""
 
 import os
 import re
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from kit import ranks as kit
 from kit.processes import ROOT
+from kit.sharded import Sharded, errors
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import gdn
+from gdn.distributed import nodes
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
 
@@ -27,6 +30,42 @@ LAYOUTS = {"tp x cp": (2, 2), "tp": (1, 4)}  # ranks of context (and FSDP2), of 
 def four_ranks():
     with kit.started(4) as ranks:
         yield ranks
+
+
+RUNS = [(1, 0, 9), (0, 9, 20), (2, 20, 31), (3, 31, 44), (0, 44, 52), (3, 52, 60), (1, 60, 75), (2, 75, 90)]
+NODES = {
+    "contiguous": Sharded({"num_tokens": 90}, B=2),
+    "headtail, packed": Sharded({"order": "headtail", "num_tokens": 90}, offsets=(0, 2, 41, 41, 77, 90)),
+    "drawn": Sharded({"runs": RUNS}, H=1, HV=3),
+    "ranks without tokens": Sharded({"runs": [(3, 0, 40), (0, 40, 90)]}, offsets=(0, 10, 90)),
+    "a node without tokens": Sharded({"runs": [(3, 0, 40), (2, 40, 90)]}, offsets=(0, 10, 90)),
+}
+
+
+def fold_by_nodes(rank: int, wrong: bool) -> dict[str, float]:
+    """Return the largest error of each case; wrong: with an M of a whole group of runs that is dropped."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "ranks"))
+    right = nodes.fold_transfers
+
+    def drop(transfers: Tensor, passes: Any, V: int) -> Tensor:
+        found = right(transfers, passes, V)
+        found[..., V:] = 0
+        return found
+
+    found = {}
+    for name, case in NODES.items():
+        context = gdn.ContextParallel(mesh, exchange="nodes", **case.context)
+        assert (context.world_size, context.rank) == (4, rank)
+        with mock.patch.object(nodes, "fold_transfers", drop if wrong else right):
+            found[name] = max(errors(case, context).values(), default=0.0)
+    return found
+
+
+def test_nodes_fold_the_states_of_the_reference_recurrence(four_ranks):
+    found, *_ = four_ranks.run(fold_by_nodes, False)
+    assert max(found.values()) <= 1e-10, found
+    found, *_ = four_ranks.run(fold_by_nodes, True)
+    assert found["drawn"] > 1e-3, "a dropped M of a node"
 
 
 class Model(nn.Module):
@@ -70,7 +109,7 @@ class Run:
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / T
         total = loss.detach().clone()
         if context is not None:
-            dist.all_reduce(total, group=context._group)
+            dist.all_reduce(total, group=context._groups.whole)
             loss = loss * context.world_size  # FSDP2 averages gradients over the ranks of tokens
         self.optimizer.zero_grad()
         loss.backward()

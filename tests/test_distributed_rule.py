@@ -1,7 +1,7 @@
 """Compare the rule and the convolution on three ranks with the reference on all tokens. gloo, no GPU."""
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -12,8 +12,10 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import gdn
-from gdn.distributed import exchange, halo, rule
+from gdn import reference
+from gdn.distributed import exchange, folds, halo, rule
 from gdn.distributed.table import equal_runs
+from gdn.integrations import fla, fla_cp
 from gdn.ops import borders
 from gdn.reference.layer import causal_conv1d as reference_conv
 
@@ -32,6 +34,11 @@ CASES = {
     "packed without a crossing": Sharded({"num_tokens": 90}, offsets=(0, 30, 30, 60, 70, 90)),
     "zigzag, packed": Sharded({"runs": ZIGZAG}, offsets=(0, 0, 12, 40, 90, 90), options=GATES),
     "zigzag of two rows": Sharded({"runs": ZIGZAG}, B=2, options={"state_v_first": True, "scale": 0.3}),
+    "a decay per key channel, headtail": Sharded(
+        {"order": "headtail", "num_tokens": 90}, offsets=(0, 20, 90), options={**GATES, "lower_bound": -5.0},
+        has_channels=True,
+    ),
+    "a decay per key channel, two rows": Sharded({"num_tokens": 90}, B=2, has_channels=True),
     "two rows": Sharded({"num_tokens": 90}, B=2, absent=("initial_state", "g")),
     "a run of two tokens": Sharded({"runs": [(0, 0, 50), (1, 50, 52), (2, 52, 90)]}),
     "a rank without tokens": Sharded({"runs": [(0, 0, 44), (2, 44, 90)]}, offsets=(0, 70, 90)),
@@ -77,7 +84,7 @@ def worst(rank: int, p: Sharded, name: str, wrong: str | None) -> float:
 
 def drop_map() -> Any:
     """Return a patch that makes M zero in forward and backward."""
-    return mock.patch.object(exchange, "multiply", lambda M, S: torch.zeros_like(S))
+    return mock.patch.object(folds, "multiply", lambda M, S: torch.zeros_like(S))
 
 
 def swap_runs() -> Any:
@@ -128,6 +135,49 @@ def test_wrong_answers_fail(ranks, name):
     assert max(ranks.run(worst, case, name, None)) <= LIMITS[torch.float64]
     for wrong in WRONG:
         assert max(ranks.run(worst, case, name, wrong)) > 1e-3, wrong
+
+
+@dataclass
+class FLAContext:
+    """Be FLA's context: the offsets of this rank, and how many ranks have the ends of its sequences."""
+
+    group: Any
+    cu_seqlens: torch.Tensor
+    is_first_rank: bool
+    pre_num_ranks: int = 0
+    post_num_ranks: int = 0
+    layout: str = "contiguous"
+
+
+def take_fla(rank: int) -> None:
+    """Compare a call with FLA's context with one of the reference on all tokens."""
+    p = Sharded(offsets=(0, 20, 70, 90), absent=("initial_state",))
+    local = [[0, 20, 30], [0, 30], [0, 10, 30]][rank]
+    context = gdn.ContextParallel(dist.group.WORLD, num_tokens=90)
+    given = FLAContext(dist.group.WORLD, torch.tensor(local, dtype=torch.int32), rank == 0)
+    x, do, _ = inputs(p)
+    for _ in range(2):
+        leaves = {n: context.shard(t, 1).clone().requires_grad_() for n, t in x.items()}
+        o, _ = fla.chunk_gated_delta_rule(**leaves, cu_seqlens=given.cu_seqlens, cp_context=given)
+        o.backward(context.shard(do, 1))
+        whole = {n: t.clone().requires_grad_() for n, t in x.items()}
+        want, _ = reference.gated_delta_rule(**whole, cu_seqlens=p.cu_seqlens)
+        want.backward(do)
+        assert relative(context.unshard(o.detach(), 1), want.detach()) <= 1e-10
+        for n, t in leaves.items():
+            assert relative(context.unshard(t.grad, 1), whole[n].grad) <= 1e-10, n
+    with pytest.raises(NotImplementedError, match="cp_context: expected layout='contiguous', got 'zigzag'"):
+        fla.chunk_gated_delta_rule(**leaves, cp_context=replace(given, layout="zigzag"))
+    alone = replace(given, group=None)
+    o, _ = fla.chunk_gated_delta_rule(**leaves, cp_context=alone)
+    want, _ = gdn.chunk_gated_delta_rule(**leaves, cu_seqlens=given.cu_seqlens)
+    assert torch.equal(o, want)
+    del given, alone
+    assert not fla_cp._known
+
+
+def test_the_context_of_fla_is_taken(ranks):
+    ranks.run(take_fla)
 
 
 def repeat(rank: int, p: Sharded) -> None:
@@ -294,7 +344,9 @@ def convolve(rank: int, p: Sharded, W: int, with_initial: bool, wrong: bool = Fa
         state[[i for i, piece in enumerate(pieces) if not piece.is_first]] = torch.nan
         state.requires_grad_()
     options = {"activation": "silu", "output_final_state": True, "cu_seqlens": p.cu_seqlens}
-    lost = mock.patch.object(halo, "swap", lambda x, receive, *_: x.new_zeros(sum(receive), D) + 0 * x.sum())
+    lost = mock.patch.object(
+        halo, "start_swap", lambda x, receive, *_: lambda: x.new_zeros(sum(receive), D) + 0 * x.sum()
+    )
     with lost if wrong else ExitStack():
         y, final = gdn.causal_conv1d(*leaves, initial_state=state, cp_context=context, **options)
     local = context.shard_states(dfinal, p.cu_seqlens).clone()

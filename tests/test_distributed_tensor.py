@@ -189,27 +189,3 @@ def test_activation_checkpointing_repeats_no_exchange_that_a_policy_keeps(ranks,
         assert sum(full[rank][0].values()) > sum(counts.values()), "without a policy the forward runs again"
         for found in (full, selective):
             assert all(map(torch.equal, found[rank][1], gradients))
-
-
-def compiled(rank: int) -> list[Tensor]:
-    """Return the outputs and gradients of a compiled convolution with a context, and of one in eager mode."""
-    context, weight, found = gdn.ContextParallel(dist.group.WORLD, num_tokens=T), torch.randn(6, 4), []
-
-    def call(x: Tensor) -> Tensor:
-        return gdn.causal_conv1d(x * 2, weight, cp_context=context)[0] + 1
-
-    for run in (torch.compile(call, backend="eager"), call):
-        x = torch.randn(1, T, 6, generator=torch.Generator().manual_seed(3))
-        mine = context.shard(x, 1).requires_grad_()
-        y = run(mine)
-        y.square().sum().backward()
-        found += [y.detach(), mine.grad]
-    torch.compiler.reset()
-    with pytest.raises(Exception, match="the exchanges of gdn.ContextParallel are not compiled"):
-        torch.compile(call, backend="eager", fullgraph=True)(mine)
-    return found
-
-
-def test_a_compiled_call_exchanges_outside_the_graph(ranks):
-    for y, dx, y_want, dx_want in ranks.run(compiled):
-        torch.testing.assert_close([y, dx], [y_want, dx_want])

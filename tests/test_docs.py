@@ -18,6 +18,7 @@ LAB = ROOT / "docs" / "lab"
 FOREIGN = {
     "tests/ops/test_gdn.py", "tests/layers/test_gated_deltanet.py",
     "tests/models/test_modeling_gated_deltanet.py", "src/gdn/backends/xpu/__init__.py", "xpu/rule.py",
+    "fla/ops/gated_delta_rule/backends/gdn.py",
 }  # fmt: skip
 MODULES = [m.name for m in pkgutil.walk_packages(gdn.__path__, "gdn.") if "__main__" not in m.name]
 

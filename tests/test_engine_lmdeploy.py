@@ -334,6 +334,7 @@ def test_defaults_that_decide(package, tmp_path):
     assert "is_supported" in source and "turbomind" in source
     names = supported_models.SUPPORTED_ARCHS
     assert "Qwen3_5ForConditionalGeneration" in names and "Qwen3_5MoeForConditionalGeneration" in names
+    assert "Qwen3NextForCausalLM" not in names
     config = messages.PytorchEngineConfig()
     assert config.piecewise_cudagraph_max_tokens is None and config.eager_mode is False
     assert config.tp == 1 and not envs.enable_decode_torch_compile

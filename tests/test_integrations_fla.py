@@ -1,8 +1,12 @@
 """Test FLA's signatures, and patch_fla() with FLA if it is installed, else with a stand-in."""
 
 import importlib.util
+import os
+import shutil
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from torch import nn
 
 from gdn.integrations import fallback, fla_patch
 from gdn.integrations import fla as ours
-from gdn.integrations.fla_patch import patch_fla
+from gdn.integrations.fla_patch import patch_fla, register_backend
 from gdn.ops.rule import has_kernel
 from gdn.reference import layer as reference_layers
 from gdn.reference.recurrence import gated_delta_rule as reference
@@ -139,33 +143,37 @@ class Dispatch:
     """Imitate FLA's choice among backends, as far as a backend sees it."""
 
     class BaseBackend:
-        priority = 5
+        priority, env_var = 5, None
 
         def is_enabled(self):
-            return True
+            return self.env_var is None or os.environ.get(self.env_var, "1") != "0"
 
     def __init__(self):
-        self.backends = {}
+        self.backends = {"gated_delta_rule": {}, self.chunk_kda: {}}
 
     def register(self, operation):
-        assert operation == "gated_delta_rule"
-
         def add(cls):
-            self.backends[cls.backend_type] = cls()
+            self.backends[operation][cls.backend_type] = cls()
             return cls
 
         return add
 
     def chunk_gated_delta_rule(self, *args, **kwargs):
-        for backend in sorted(self.backends.values(), key=lambda b: b.priority):
+        return self.choose("gated_delta_rule", "chunk_gated_delta_rule", args, kwargs)
+
+    def chunk_kda(self, *args, **kwargs):
+        return self.choose(self.chunk_kda, "chunk_kda", args, kwargs)
+
+    def choose(self, operation, name, args, kwargs):
+        for backend in sorted(self.backends[operation].values(), key=lambda b: b.priority):
             if backend.is_enabled():
-                verifier = getattr(backend, "chunk_gated_delta_rule_verifier", None)
+                verifier = getattr(backend, f"{name}_verifier", None)
                 try:
                     accepted, _ = (True, None) if verifier is None else verifier(*args, **kwargs)
                 except Exception:
                     accepted = False
                 if accepted:
-                    return backend.chunk_gated_delta_rule(*args, **kwargs)
+                    return getattr(backend, name)(*args, **kwargs)
         return "fla's own"
 
 
@@ -178,6 +186,7 @@ def stand_in():
     for module, name in FLA:
         vars(modules[module])[name] = lambda *args, **kwargs: "fla's own"
     modules["fla.ops.gated_delta_rule.chunk"].chunk_gated_delta_rule = dispatch.chunk_gated_delta_rule
+    modules["fla.ops.kda.chunk"].chunk_kda = dispatch.chunk_kda
     modules["fla"].__version__ = "0.6.0"
     backends = modules["fla.backends"]
     backends.BaseBackend, backends.register = dispatch.BaseBackend, dispatch.register
@@ -211,6 +220,50 @@ def test_the_rule_is_served(fla):
             got = function(fla, name)(**named, **options)
             assert all(error(a, b) < 1e-5 for a, b in zip(got, expected, strict=True)), name
     assert not patch.is_active
+
+
+def channel_problem(B=2, T=5):
+    """Return the tensors of a call, and its options for FLA and for the reference."""
+    q, k, v, _, b = problem(B=B, T=T)
+    bias = torch.randn(HV, K)
+    raw = {**RAW, "A_log": torch.randn(HV), "initial_state": torch.randn(B, HV, V, K)}
+    ours_too = raw | {"dt_bias": bias.flatten(), "lower_bound": -5.0, "output_final_state": True}
+    return (q, k, v, torch.randn(B, T, HV, K), b), ours_too, raw | {"dt_bias": bias, "lower_bound": -5.0}
+
+
+def test_the_rule_of_key_channels_is_served(fla):
+    """chunk_kda through FLA's dispatch, fused_recurrent_kda wherever it is held; hints change nothing."""
+    (q, k, v, g, beta), options, same = channel_problem()
+    expected = reference(q, k, v, g, beta, **same)
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, **options}
+    hints = {"safe_gate": True, "disable_recompute": True, "use_graph": True, "max_num_seqs": 2}
+    with patch_fla():
+        for name, more in (("chunk_kda", hints | {"chunk_size": 32}), ("fused_recurrent_kda", {})):
+            got = function(fla, name)(**named, **more)
+            assert all(error(a, b) < 1e-5 for a, b in zip(got, expected, strict=True)), name
+        # without raw logits the bound is a hint, too, and A_log is not read
+        plain = {"q": q, "k": k / 9, "v": v, "g": -g.abs(), "beta": beta.sigmoid(), "A_log": g[0, 0, :, 0]}
+        wanted, _ = reference(*(plain[name] for name in ("q", "k", "v", "g", "beta")))
+        for name in ("chunk_kda", "fused_recurrent_kda"):
+            assert error(function(fla, name)(**plain, lower_bound=-5.0)[0], wanted) < 1e-5
+
+
+def test_calls_of_key_channels_that_stay_with_fla(monkeypatch):
+    for name, module in stand_in().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    x, options, _ = channel_problem()
+    chunk = sys.modules["fla.ops.kda.chunk"].chunk_kda
+    recurrent = sys.modules["fla.ops.kda.fused_recurrent"]
+    rest = {"return_intermediate_states": True}, {"cp_context": object()}, {"chunk_size": 16}, {"unknown": 1}
+    with patch_fla():
+        assert torch.is_tensor(chunk(*x, **options)[0])
+        for more in rest:
+            assert chunk(*x, **options, **more) == "fla's own", more
+        assert recurrent.fused_recurrent_kda(*x, **options, unknown=1) == "fla's own"
+        monkeypatch.setattr(fla_patch, "has_kernel", lambda q, v, g, is_recurrent: is_recurrent)
+        assert chunk(*x, **options) == "fla's own"
+        assert torch.is_tensor(recurrent.fused_recurrent_kda(*x, **options)[0])
+    assert chunk(*x, **options) == "fla's own"
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -252,7 +305,7 @@ def test_the_norm_is_served(fla):
 
 
 def test_the_last_undo_restores_everything(fla):
-    names = [name for name in (n for _, n in FLA) if name != "chunk_gated_delta_rule"]
+    names = [name for name in (n for _, n in FLA) if name not in fla_patch.CHUNKED]
     before = [function(fla, name) for name in names]
     first, second = patch_fla(), patch_fla()
     kept = [function(fla, name) for name in names]
@@ -262,6 +315,64 @@ def test_the_last_undo_restores_everything(fla):
     second.undo()
     assert [function(fla, name) for name in names] == before
     assert not sys.modules["fla.backends"].BaseBackend.__subclasses__()[-1]().is_enabled()
+
+
+def test_flas_convention_switches_the_backend(monkeypatch):
+    """A registered backend serves without a patch and outlives patches; FLA_GDN=0 turns it off."""
+    modules = stand_in()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    chunk, x = modules["fla.ops.gated_delta_rule.chunk"].chunk_gated_delta_rule, problem(B=1, T=5)
+    assert chunk(*x) == "fla's own"
+    with patch_fla():
+        register_backend()
+        assert torch.is_tensor(chunk(*x)[0])
+    register_backend()
+    with patch_fla():
+        pass
+    assert torch.is_tensor(chunk(*x)[0]) and chunk(*x, cp_context=object()) == "fla's own"
+    monkeypatch.setenv("FLA_GDN", "0")
+    assert chunk(*x) == "fla's own"
+    with patch_fla():
+        assert chunk(*x) == "fla's own"
+    (backend,) = modules["fla.backends"].BaseBackend.__subclasses__()[-1:]
+    assert (backend.backend_type, backend.package_name, backend.env_var) == ("gdn", "gdn", "FLA_GDN")
+    monkeypatch.setenv("FLA_GDN", "1")
+    assert torch.is_tensor(chunk(*x)[0])
+
+
+PLUGGED = """
+import os, sys, torch
+# FLA leaves out what cannot be imported: its layers and models take seconds
+sys.modules |= {"fla.layers": None, "fla.models": None}
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+x = [torch.ones(1, 5, 2, 8) for _ in range(3)] + [-torch.ones(1, 5, 2), torch.ones(1, 5, 2)]
+served = chunk_gated_delta_rule(*x)[0].shape
+os.environ["FLA_GDN"] = "0"
+try:
+    chunk_gated_delta_rule(*x)
+except Exception as error:
+    print(list(served), type(error).__module__.split(".")[0] != "gdn")
+"""
+
+
+@needs_fla
+def test_fla_finds_gdn_by_itself(tmp_path):
+    """With one file more in a copy of FLA, a CPU call that names gdn nowhere runs on gdn."""
+    (package,) = importlib.util.find_spec("fla").submodule_search_locations
+    shutil.copytree(package, tmp_path / "fla")
+    folder = tmp_path / "fla" / "ops" / "gated_delta_rule" / "backends"
+    (folder / "gdn.py").write_text(
+        "from gdn.integrations.fla_patch import register_backend\n\nregister_backend()\n"
+    )
+    with (folder / "__init__.py").open("a") as file:
+        file.write("from fla.ops.gated_delta_rule.backends import gdn\n")
+    paths = (tmp_path, Path(fla_patch.__file__).parents[2], os.environ.get("PYTHONPATH", ""))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    done = subprocess.run(
+        [sys.executable, "-c", PLUGGED], env=environment, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0 and done.stdout.split("\n")[-2] == "[1, 5, 2, 8] True", done.stderr
 
 
 def test_the_deprecation_warning_of_fla_is_kept(fla):
@@ -314,7 +425,7 @@ def test_sizes_without_a_kernel_stay_with_fla(monkeypatch):
     chunk = modules["fla.ops.gated_delta_rule.chunk"].chunk_gated_delta_rule
     with patch_fla():
         assert torch.is_tensor(chunk(*x)[0])
-        monkeypatch.setattr(fla_patch, "has_kernel", lambda q, v: False)
+        monkeypatch.setattr(fla_patch, "has_kernel", lambda *_, **__: False)
         assert chunk(*x) == modules["fla.layers"].renamed(*x[:4]) == "fla's own"
 
 
@@ -343,21 +454,33 @@ def test_versions_and_switches(monkeypatch):
 
 
 def reference_layer(layer, hidden):
-    """Compute FLA's GatedDeltaNet in fp64 from its weights."""
+    """Compute FLA's GatedDeltaNet, or its KimiDeltaAttention, in fp64 from its weights."""
     p = {name: x.detach().double() for name, x in layer.state_dict().items()}
     x = hidden.double()
 
+    def project(name):
+        y = x
+        for part in ("", ".0", ".1"):
+            if f"{name}_proj{part}.weight" in p:
+                y = nn.functional.linear(y, p[f"{name}_proj{part}.weight"], p.get(f"{name}_proj{part}.bias"))
+        return y
+
     def mixed(name):
         y, _ = reference_layers.causal_conv1d(
-            x @ p[f"{name}_proj.weight"].T, p[f"{name}_conv1d.weight"][:, 0], activation="silu"
+            project(name), p[f"{name}_conv1d.weight"][:, 0], activation="silu"
         )
         return y.unflatten(-1, (-1, V if name == "v" else K))
 
     raw = {name: value for name, value in RAW.items() if name != "allow_neg_eigval"}
-    a, b = (x @ p[f"{name}_proj.weight"].T for name in "ab")
-    o, _ = reference(*map(mixed, "qkv"), a, b, A_log=p["A_log"], dt_bias=p["dt_bias"], **raw)
-    z = (x @ p["g_proj.weight"].T).unflatten(-1, (-1, V))
-    o = reference_layers.rms_norm_gated(o, z, p["o_norm.weight"], eps=layer.o_norm.eps)
+    raw |= {"A_log": p["A_log"], "dt_bias": p["dt_bias"]}
+    if "a_proj.weight" in p:
+        a, activation = project("a"), "silu"
+    else:
+        a, activation = project("f").unflatten(-1, (HV, K)), "sigmoid"
+        raw |= {"dt_bias": p["dt_bias"].view(HV, K), "lower_bound": layer.lower_bound}
+    o, _ = reference(*map(mixed, "qkv"), a, project("b"), **raw)
+    z = project("g").unflatten(-1, (-1, V))
+    o = reference_layers.rms_norm_gated(o, z, p["o_norm.weight"], eps=layer.o_norm.eps, activation=activation)
     return o.flatten(-2) @ p["o_proj.weight"].T
 
 
@@ -379,6 +502,25 @@ def test_flas_layer_agrees_with_the_reference():
             got, _, _ = layer(x[:, :20], attention_mask=mask)
             assert error(got[0], reference_layer(layer, x[:1, :20])[0]) < 1e-5
             assert error(got[1, 7:], reference_layer(layer, x[1:, 7:20])[0]) < 1e-5
+
+
+@needs_fla
+@pytest.mark.parametrize("options", [{}, {"safe_gate": True, "lower_bound": -5.0}])
+def test_flas_layer_of_key_channels_agrees_with_the_reference(options):
+    from fla.layers import KimiDeltaAttention
+
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(32, expand_v=V / K, head_dim=K, num_heads=H, num_v_heads=HV, **options)
+    x = torch.randn(2, T, 32)
+    expected = reference_layer(layer, x)
+    with patch_fla():
+        assert error(layer(x)[0].detach(), expected) < 1e-5
+        layer(x)[0].square().sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+        layer.eval()
+        with torch.no_grad():
+            # the recurrent form
+            assert error(layer(x[:, :20])[0], reference_layer(layer, x[:, :20])) < 1e-5
 
 
 @needs_fla

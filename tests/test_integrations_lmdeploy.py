@@ -11,6 +11,7 @@ from kit.serving import error, inputs, pool_of, same_bits
 from kit.signatures import LMDEPLOY, LMDEPLOY_METHODS, parameters, real
 
 from gdn.integrations import lmdeploy
+from gdn.integrations import lmdeploy_layer as layer
 from gdn.reference import layer as reference_layers
 from gdn.reference.recurrence import gated_delta_rule
 
@@ -372,13 +373,13 @@ def test_patch(monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     backend = modules["lmdeploy.pytorch.backends.cuda.gated_delta_rule"]
-    theirs, layer = backend.CudaGatedDeltaRuleImpl, modules["lmdeploy.pytorch.models.qwen3_5"]
-    forward = layer.Qwen3_5GatedDeltaNet.forward
+    theirs, model = backend.CudaGatedDeltaRuleImpl, modules["lmdeploy.pytorch.models.qwen3_5"]
+    forward = model.Qwen3_5GatedDeltaNet.forward
     with lmdeploy.patch_lmdeploy() as patch:
         made = backend.CudaGatedDeltaRuleImpl()
         assert patch.is_active and isinstance(made, lmdeploy.GatedDeltaRule) and isinstance(made, theirs)
-        assert layer.Qwen3_5GatedDeltaNet.forward is not forward
-    assert backend.CudaGatedDeltaRuleImpl is theirs and layer.Qwen3_5GatedDeltaNet.forward is forward
+        assert model.Qwen3_5GatedDeltaNet.forward is not forward
+    assert backend.CudaGatedDeltaRuleImpl is theirs and model.Qwen3_5GatedDeltaNet.forward is forward
 
 
 def test_register_asks_the_environment(monkeypatch):
@@ -407,3 +408,62 @@ def test_what_is_computed_once_a_step():
         )  # fmt: skip
     assert info.has_initial_state is mask and len(info._gdn_ring) == 1
     assert all(info._gdn_windows[key] is ring for key, ring in rings.items())
+
+
+def layer_of(activation="silu"):
+    """Return what lmdeploy's layer has, and its projections as identities on given tensors."""
+    D2 = 2 * H * K + HV * V
+    conv = SimpleNamespace(weight=torch.randn(D2, 1, W), bias=None)
+    conv.causal_conv1d_func = SimpleNamespace(activation=activation)
+    return SimpleNamespace(
+        conv1d=conv, norm=layer.build_rmsnorm_gated(V, 1e-5, activation="swish"), A_log=torch.randn(HV),
+        dt_bias=torch.randn(HV), head_k_dim=K, head_v_dim=V, kv_ratio=HV // H, key_dim=H * K,
+        value_dim=HV * V, gated_delta=SimpleNamespace(use_qk_l2norm_in_kernel=True), out_proj=lambda x: x,
+    )  # fmt: skip
+
+
+def test_a_decode_step_of_a_layer_is_one_call():
+    """A layer's forward is one decode_step, with the bits of its parts; prompts and drafts are lmdeploy's."""
+    made, B = layer_of(), 3
+    D2 = 2 * H * K + HV * V
+    mixed, z = torch.randn(1, B, D2), torch.randn(1, B, HV, V)
+    b, a = torch.randn(1, B, H, HV // H), torch.randn(1, B, HV)
+    windows, states = torch.randn(SLOTS, D2, W), pool_of(SLOTS)
+    ids, copies = torch.tensor([3, -1, 5]), (windows.clone(), states.clone())
+    forward = layer._decode_by(lambda self, x: (mixed, z, b, a), lambda *args, **kwargs: "lmdeploy")
+    with torch.no_grad():
+        y = forward(
+            made, torch.zeros(1, B, 8), (windows, states), meta(is_decoding=True, origin_state_ids=ids)
+        )
+        info = meta(is_decoding=True, origin_state_ids=ids)
+        convolved = CONV.forward(mixed, made.conv1d.weight, None, copies[0], info, "silu")
+        q, k, v = convolved.split([H * K, H * K, HV * V], 2)
+        o = RULE.forward(
+            q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V)), b, a, made.dt_bias,
+            -made.A_log.exp(), copies[1], info, HV // H, True,
+        )  # fmt: skip
+        expected = made.norm(o, z)
+    assert error(y, expected.flatten(2)) < 1e-5 and not y[0, 1].any()
+    assert error(windows, copies[0]) < 1e-6 and error(states, copies[1]) < 1e-5
+    for other in (
+        prompt_meta(ids, [1, 1, 1], [0, 4, 7], 0), meta(is_decoding=True, origin_state_ids=ids[:1]),
+        meta(is_decoding=True, origin_state_ids=ids, cache_seqlens=torch.tensor([1, 2, 3]).int()),
+    ):  # fmt: skip
+        assert forward(made, torch.zeros(1, B, 8), (windows, states), other) == "lmdeploy"
+    # a rejected step goes to lmdeploy, and nothing has been written
+    made.conv1d.causal_conv1d_func.activation, before = "gelu", states.clone()
+    info = meta(is_decoding=True, origin_state_ids=ids)
+    assert forward(made, torch.zeros(1, B, 8), (windows, states), info) == "lmdeploy"
+    assert same_bits(states, before)
+
+
+def test_the_order_of_qwen3_nexts_projection():
+    """q | k | v of all heads, z, b and a come from the groups of key heads, as lmdeploy splits them."""
+    made, ratio = layer_of(), HV // H
+    groups, ba = torch.randn(1, 5, H, 2 * K + 2 * ratio * V), torch.randn(1, 5, H, 2, ratio)
+    mixed, z, b, a = layer.ordering_of_qwen3_next(lambda *args: None)(made, groups.flatten(2), ba.flatten(2))
+    q, k, v, gate = groups.split([K, K, ratio * V, ratio * V], -1)
+    assert torch.equal(mixed, torch.cat([x.flatten(2) for x in (q, k, v)], -1))
+    assert torch.equal(z, gate.reshape(1, 5, HV, V))
+    assert torch.equal(b, ba[..., 0, :]) and torch.equal(a, ba[..., 1, :])
+    assert b.flatten(2).data_ptr() == b.data_ptr()

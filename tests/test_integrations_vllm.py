@@ -2,6 +2,7 @@
 
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from kit.api import reference
 from kit.serving import error, inputs, pool_of, same_bits
 from kit.signatures import VLLM, parameters, real
 
-from gdn.integrations import vllm
+from gdn.integrations import vllm, vllm_layer
 from gdn.reference import layer as reference_layers
 from gdn.reference.recurrence import gated_delta_rule
 
@@ -358,3 +359,82 @@ def test_patch(monkeypatch):
         assert step(*gates, is_kda=True, initial_state=state) == "vllm's own"
         assert torch.is_tensor(step(*gates, initial_state=state)[0])
     assert layer.fla_chunk_gated_delta_rule is prefill and step(*gates) == "vllm's own"
+
+
+# a whole layer, as the plug-in runs it
+
+
+def vllm_layer_of():
+    D2 = 2 * H * K + HV * V
+    return SimpleNamespace(
+        conv1d=SimpleNamespace(weight=torch.randn(D2, 1, 4), bias=None), activation="silu",
+        A_log=torch.randn(HV), dt_bias=torch.randn(HV),
+    )  # fmt: skip
+
+
+def vllm_meta(**fields):
+    """Return the fields of vLLM's GDNAttentionMetadata that the layer reads."""
+    names = ("spec_sequence_masks", "checkpoint", "num_prefills", "num_decodes", "num_decode_tokens")
+    return SimpleNamespace(**dict.fromkeys(names[:2]) | dict.fromkeys(names[2:], 0) | fields)
+
+
+def test_a_whole_layer_on_pools():
+    """Prompts with a snapshot, a mixed batch, drafts and steps on vLLM's pools equal one pass in fp64."""
+    layer, D2, drafts = vllm_layer_of(), 2 * H * K + HV * V, 2
+    windows = torch.full((12, 3 + drafts, D2), NAN).transpose(1, 2)
+    pools, total = (windows, torch.full((12, HV, V, K), NAN)), 80
+    x = [(torch.randn(total, D2), torch.randn(total, HV), torch.randn(total, HV)) for _ in range(2)]
+    out = [torch.zeros(total, HV, V) for _ in x]
+
+    def step(spans, **fields):
+        counts = [s.stop - s.start for s in spans]
+        tokens = tuple(torch.cat([x[n][p][s] for n, s in enumerate(spans)]) for p in range(3))
+        y = torch.zeros(sum(counts), HV, V)
+        vllm_layer.run_step(layer, vllm_meta(num_actual_tokens=len(y), **fields), pools, tokens, y, True)
+        for n, part in enumerate(y.split(counts)):
+            out[n][spans[n]] = part
+
+    prompts = {"num_prefills": 1, "prefill_has_initial_state": torch.tensor([False])}
+    checkpoint = SimpleNamespace(checkpoint_offsets=torch.tensor([64]).int(), state_indices=torch.tensor([9]))
+    step(
+        [slice(0, 70), slice(0, 0)], **prompts, prefill_query_start_loc=torch.tensor([0, 70]).int(),
+        prefill_state_indices=torch.tensor([1]).int(), checkpoint=checkpoint,
+    )  # fmt: skip
+    # request 0 decodes beside the prompt of request 1
+    step(
+        [slice(70, 71), slice(0, 66)], **prompts, prefill_query_start_loc=torch.tensor([0, 66]).int(),
+        prefill_state_indices=torch.tensor([4]).int(), num_decodes=1, num_decode_tokens=1,
+        non_spec_state_indices_tensor=torch.tensor([1, 4]).int(),
+    )  # fmt: skip
+    at, accepted = [71, 66], torch.tensor([1, 1]).int()
+    table = torch.tensor([[1, 2, 3], [4, 5, 6]]).int()
+    for keep in ([2, 3], [1, 2]):
+        step(
+            [slice(p, p + 3) for p in at], spec_sequence_masks=torch.ones(2).bool(), num_spec_decodes=2,
+            spec_query_start_loc=torch.tensor([0, 3, 6]).int(), spec_state_indices_tensor=table,
+            num_accepted_tokens=accepted,
+        )  # fmt: skip
+        at, accepted = [p + n for p, n in zip(at, keep, strict=True)], torch.tensor(keep).int()
+    for n, end in enumerate(at):
+        mixed, b, a = (t[:end] for t in x[n])
+        mixed, _ = reference_layers.causal_conv1d(mixed[None], layer.conv1d.weight[:, 0], activation="silu")
+        q, k, v = vllm_layer.split_heads(mixed, pools[1])
+        o, _ = gated_delta_rule(
+            q, k, v, a[None], b[None], A_log=layer.A_log, dt_bias=layer.dt_bias, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, state_v_first=True,
+        )  # fmt: skip
+        assert error(out[n][:end], o[0]) < 1e-5
+    assert torch.equal(windows[9, :, :3], x[0][0][61:64].t()) and not pools[1][9].isnan().any()
+    assert pools[1][0].isnan().all() and windows[0].isnan().all()
+
+
+def test_layers_that_stay_vllms():
+    """The reasons are structural, so they are decided when a layer is built."""
+    made, fp32 = SimpleNamespace(head_k_dim=128, head_v_dim=128, activation="silu"), (torch.float32,) * 2
+    assert vllm_layer.reason_to_reject(made, fp32, True) is None
+    assert "CUDA" in vllm_layer.reason_to_reject(made, fp32, False)
+    assert "float8" in vllm_layer.reason_to_reject(made, (torch.float32, torch.float8_e4m3fn), True)
+    made.head_v_dim = 512
+    assert "512" in vllm_layer.reason_to_reject(made, fp32, True)
+    made.head_v_dim, made.activation = 128, "gelu"
+    assert "gelu" in vllm_layer.reason_to_reject(made, fp32, True)

@@ -82,7 +82,7 @@ def test_a_wheel_holds_the_package_alone(built):
     assert modules | {"gdn/py.typed"} == {name for name in names if name.startswith("gdn/")}
     assert "gdn/testing/__init__.py" in modules and not any("bench" in name for name in names)
     extras = about.get_all("Provides-Extra")
-    assert extras == ["cli", "transformers", "triton", "bench", "docs", "dev"]
+    assert extras == ["cli", "transformers", "triton", "serve", "bench", "docs", "dev"]
     assert any(name.endswith("/LICENSE") for name in names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"gdn"}
     assert (about["Name"], about["Version"], about["Author"]) == ("gdn", gdn.__version__, "The gdn authors")

@@ -8,7 +8,10 @@ Each name here may move or go with a new version of PyTorch. None has a public c
     _disabled_torch_dispatch_impl        the mark of tensor subclasses that do not intercept operators
     decompose_custom_triton_ops          True while a compiler asks for the kernels inside an operator
     FunctionalTensor, -Mode              the tensors and the mode of AOTAutograd's trace
+    fx.traceback.current_meta            the mark of operators that a compiler may not repeat
+    _AutoDispatchBelowAutograd           an operator within its own autograd formula
     _functional_collectives              collectives that a compiler can trace; imported with a context
+    DeviceMesh._flatten                  the group of all ranks of a mesh of two dimensions
     _get_process_group_store             where the ranks of a group meet, for a second group of the same ranks
     ProcessGroup._get_backend, _timeout  the timeout that the second group shares
 """
@@ -26,6 +29,7 @@ __all__ = [
     "FunctionalTensor",
     "FunctionalTensorMode",
     "decomposes_kernels",
+    "flat_group",
     "forward_tangent",
     "functional_collectives",
     "group_store",
@@ -33,6 +37,7 @@ __all__ = [
     "intercepts_operators",
     "is_forward_mode",
     "is_plain",
+    "run_once",
 ]
 
 
@@ -83,6 +88,34 @@ def functional_collectives() -> Any:
     import torch.distributed._functional_collectives
 
     return torch.ops._c10d_functional
+
+
+def run_once(op: Any, *args: Any) -> tuple[Tensor, ...]:
+    """Run an operator within its own autograd formula; a compiler does not run it again in the backward.
+
+    Within activation checkpointing its policy decides, alike on all ranks.
+    Raises NotImplementedError where the compiler would decide by sizes, which may differ between ranks.
+    """
+    from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    with torch._C._AutoDispatchBelowAutograd():
+        meta = traceback.current_meta
+        if not meta or "recompute" in meta:
+            return op(*args)  # type: ignore[no-any-return]
+        if _functorch.activation_memory_budget not in (0, 1):
+            budget = _functorch.activation_memory_budget
+            raise NotImplementedError(f"activation_memory_budget: expected 1 with cp_context, got {budget}")
+        meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        try:
+            return op(*args)  # type: ignore[no-any-return]
+        finally:
+            del meta["recompute"]
+
+
+def flat_group(mesh: Any) -> Any:
+    """Return the process group of all ranks of a DeviceMesh; its first call is collective."""
+    return mesh._flatten("_".join(("gdn", *mesh.mesh_dim_names))).get_group()
 
 
 def group_store(group: Any) -> Any:

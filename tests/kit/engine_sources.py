@@ -9,8 +9,10 @@ compiled extensions.
 import importlib.machinery
 import importlib.util
 import os
+import pickle
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,47 @@ from typing import Any
 # packages that an engine imports at import time, beside torch, Transformers and Triton
 STUBS = {
     "lmdeploy": ("mmengine", "pybase64", "requests", "urllib3", "zmq"),
+    "sglang": (
+        "IPython",
+        "aiohttp",
+        "compressed_tensors",
+        "einops",
+        "fastapi",
+        "gguf",
+        "openai",
+        "orjson",
+        "partial_json_parser",
+        "pybase64",
+        "requests",
+        "sentencepiece",
+        "starlette",
+        "torchvision",
+        "tvm_ffi",
+        "uvicorn",
+        "zmq",
+    ),
+    "vllm": (
+        "aiohttp",
+        "cachetools",
+        "cbor2",
+        "cloudpickle",
+        "compressed_tensors",
+        "cpuinfo",
+        "einops",
+        "fastapi",
+        "llguidance",
+        "msgspec",
+        "openai",
+        "openai_harmony",
+        "partial_json_parser",
+        "prometheus_client",
+        "pybase64",
+        "requests",
+        "urllib3",
+        "uvloop",
+        "xgrammar",
+        "zmq",
+    ),
 }
 
 
@@ -93,7 +136,21 @@ def provide(engine: str) -> Path:
     """Make an engine importable in this process, for good: some of it can be imported only once."""
     folder = find(engine)
     assert folder is not None
-    sys.path.insert(0, str(folder))
+    # Transformers looks for packages that are stubs afterwards
+    importlib.import_module("transformers.models.auto.processing_auto")
+    # and what no stub can stand for, such as msgspec's structs
+    sys.path[:0] = [str(folder), str(folder.parent / "deps")]
+    # SGLang writes classes to text while it is imported
+    sys.modules.setdefault("dill", pickle)
     # last, so that what is installed is taken as it is
     sys.meta_path.append(StubFinder(STUBS[engine]))  # type: ignore[arg-type]
     return folder
+
+
+def entry_points(group: str) -> list[EntryPoint]:
+    """Return the entry points that pyproject.toml declares in a group; the package need not be installed."""
+    text = (Path(__file__).parent.parent.parent / "pyproject.toml").read_text()
+    _, _, rest = text.partition(f'[project.entry-points."{group}"]\n')
+    lines = rest.split("\n\n")[0].splitlines()
+    pairs = [line.replace('"', "").split(" = ") for line in lines if line]
+    return [EntryPoint(name, value, group) for name, value in pairs]

@@ -32,6 +32,7 @@ class Sharded:
     V: int = 12
     dtype: torch.dtype = torch.float64
     options: Mapping[str, Any] = field(default_factory=dict)
+    has_channels: bool = False  # a decay per key channel
     absent: tuple[str, ...] = ()  # tensors that are None
 
     @property
@@ -55,9 +56,10 @@ def inputs(p: Sharded) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     x = {"q": draw(p.B, p.T, p.H, p.K), "k": draw(p.B, p.T, p.H, p.K), "v": draw(p.B, p.T, p.HV, p.V)}
     if not p.options.get("use_qk_l2norm_in_kernel"):
         x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
-    x["g"] = draw(p.B, p.T, p.HV) - 2
+    channels = (p.K,) if p.has_channels else ()
+    x["g"] = draw(p.B, p.T, p.HV, *channels) - 2
     if p.options.get("use_gate_in_kernel"):
-        x |= {"A_log": draw(p.HV) / 4, "dt_bias": draw(p.HV) / 4}
+        x |= {"A_log": draw(p.HV) / 4, "dt_bias": draw(p.HV, *channels) / 4}
     else:
         x["g"] = torch.nn.functional.logsigmoid(x["g"] + 2) / 16
     x["beta"] = draw(p.B, p.T, p.HV)

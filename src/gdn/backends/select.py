@@ -71,16 +71,17 @@ def select_backward(problem: Problem) -> Backend:
     return next(x for x in backends if (x.refuses_backward or x.refuses)(problem) is None)
 
 
-def other_launches(problem: Problem, kept: torch.dtype | None, name: str) -> Iterator[Any]:
+def other_launches(problem: Problem, kept: torch.dtype | None, pool: Any, name: str) -> Iterator[Any]:
     """Yield the forward launches of the backends to which this kind of problem may go at another size.
 
     The backend `name` compiles them ahead with its own, so that a longer prompt finds them compiled. There
-    are none if the caller named a backend. `kept` is the dtype of S_in, or None where S_in is not kept.
+    are none if the caller named a backend. `kept` is the dtype of S_in, or None where S_in is not kept;
+    `pool` the `StatePool` of a prefill, or None.
     """
     if settings.backend(problem.backend) is None:
         for other in ORDER:
             if other != name:
-                yield from load(other).forward_launches(problem, kept)
+                yield from load(other).forward_launches(problem, kept, pool)
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,14 @@ class Report:
     """Hold the selected backend (None: there is none), and the reasons for which others were not selected.
 
     `backward` is the backend of the backward, which may be another one: any backward follows any forward.
+    `exchange` is the model of what a call with `cp_context` exchanges, else None.
     """
 
     asked: str | None
     chosen: str | None
     refusals: dict[str, str]
     backward: str | None = None
+    exchange: Any = None
 
     def __str__(self) -> str:
         asked = f"asked for: {self.asked or 'the best that takes it'}"
@@ -103,6 +106,8 @@ class Report:
             rows.append(f"{mark} {name:8} {self.refusals.get(name, 'takes it')}")
         if self.backward is not None:
             rows.append(f"   backward {self.backward}")
+        if self.exchange is not None:
+            rows.append(str(self.exchange))
         return "\n".join(rows)
 
 

@@ -19,6 +19,7 @@ from gdn.backends import ORDER
 from gdn.cli.console import Device, Json, console, find_device, run_app, write_json
 from gdn.cli.environment import environment
 from gdn.cli.warmup import warmup
+from gdn.integrations import engine_report
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 # commands of gdn_bench, which lies in benchmarks/ of a clone and is no part of the wheel
@@ -83,8 +84,40 @@ def common(
     """Take the options of `gdn` itself."""
 
 
-def info(device: Device = None, json_file: Json = None) -> None:
+def print_engines(json_file: str | None) -> None:
+    """Print for each installed engine who serves prefill, decode and verification, and what changes it."""
+    rows, rejected = engine_report.report()
+    facts = {
+        "engines": [asdict(row) for row in rows],
+        "rejected": [{"function": name, "reason": why, "calls": n} for (name, why), n in rejected.items()],
+    }
+    if write_json(json_file, facts):
+        return
+    if not rows:
+        console.print("no engine is installed: vllm, sglang, lmdeploy")
+    table = Table("engine", "layer", "phase", "served by", "calls of gdn", "changed by")
+    for row in rows:
+        tested = engine_report.TESTED[row.engine]
+        version = row.version if row.version == tested else f"{row.version} (tested: {tested})"
+        engine = f"{row.engine} {version}"
+        table.add_row(engine, row.layer, row.phase, row.server, str(row.calls or "-"), row.setting)
+    if rows:
+        console.print(table)
+    for (name, reason), calls in rejected.items():
+        console.print(f"{calls} calls of {name} went to the engine: {reason}")
+
+
+def info(
+    device: Device = None,
+    json_file: Json = None,
+    engines: Annotated[
+        bool, typer.Option("--engines", help="Who serves the layers of vLLM, SGLang and lmdeploy here.")
+    ] = False,
+) -> None:
     """Print versions, devices, threads, and the backend of a call of each dtype."""
+    if engines:
+        print_engines(json_file)
+        return
     where = find_device(device)
     devices = ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))]
     reports = {}

@@ -32,7 +32,7 @@ PATIENCE = timedelta(seconds=5)  # how long a rank that refuses waits for the ot
 
 OPERATIONS = (REFUSED, "chunk_gated_delta_rule", "causal_conv1d", "unshard", "convert", "gather_states")
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-EXCHANGES = ("gather", "owner", "heads")
+EXCHANGES = ("gather", "owner", "nodes", "heads")
 
 FLAGS = (
     "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
@@ -145,29 +145,32 @@ def shape_words(x: Tensor, dim: int) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def rule_words(p: Problem, plan: Plan) -> tuple[tuple[str, Any], ...]:
+def rule_words(p: Problem, plan: Plan, records: bool) -> tuple[tuple[str, Any], ...]:
     """Return the words of a signature that describe a call of the rule."""
     flags = {name: getattr(p, name) for name in FLAGS}
     flags |= {
         "initial_state": p.initial_state is not None,
-        "requires_grad": records_gradient(*p.differentiable),
+        "requires_grad": records,
+        "decay per key channel": p.is_per_channel,
     }
-    dtypes = tuple(None if x is None else x.dtype for x in (p.g, p.beta, p.initial_state))
+    others = (*(None if x is None else x.dtype for x in (p.g, p.beta, p.initial_state)), p.lower_bound)
     return (
         ("num_tokens", plan.table.num_tokens), ("B", plan.batch), ("H", p.H), ("HV", p.HV), ("K", p.K),
-        ("V", p.V), ("dtype", p.q.dtype), ("set of dtypes of g, beta and initial_state", Hashed(dtypes)),
+        ("V", p.V), ("dtype", p.q.dtype),
+        ("set of lower_bound and dtypes of g, beta and initial_state", Hashed(others)),
         ("flags", Flags(tuple(flags), tuple(flags.values()))), ("scale", p.scale),
         ("runs", Hashed(plan.table.runs)),
     )  # fmt: skip
 
 
 def conv_words(
-    x: Tensor, weight: Tensor, initial_state: Tensor | None, plan: Plan
+    x: Tensor, width: int, initial_state: Tensor | None, plan: Plan, records: bool
 ) -> tuple[tuple[str, Any], ...]:
+    """Return the words of a signature that describe a call of the convolution with filters of `width`."""
     return (
-        ("num_tokens", plan.table.num_tokens), ("B", plan.batch), ("D", x.shape[2]), ("W", weight.shape[1]),
+        ("num_tokens", plan.table.num_tokens), ("B", plan.batch), ("D", x.shape[2]), ("W", width),
         ("dtype", x.dtype), ("dtype of initial_state", getattr(initial_state, "dtype", None)),
-        ("requires_grad", records_gradient(x, initial_state)), ("runs", Hashed(plan.table.runs)),
+        ("requires_grad", records), ("runs", Hashed(plan.table.runs)),
     )  # fmt: skip
 
 
@@ -216,6 +219,15 @@ def refuse(error: Exception, group: dist.ProcessGroupGloo) -> None:
     except RuntimeError:
         # the others are not there: they know the plan, and wait in the payload for their timeout
         return
+
+
+def gather_rows(values: Sequence[int], group: dist.ProcessGroupGloo) -> list[list[int]]:
+    """Return the ints of every rank, which may have different numbers of them."""
+    counts = _gather(torch.tensor([len(values)]), group).flatten().tolist()
+    padded = torch.zeros(max(counts), dtype=torch.int64)
+    padded[: len(values)] = torch.tensor(values)
+    rows = _gather(padded, group).tolist()
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
 def _gather(x: Tensor, group: dist.ProcessGroupGloo, timeout: timedelta | None = None) -> Tensor:

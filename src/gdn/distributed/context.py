@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,22 +11,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from gdn import settings
+from gdn.distributed import calls, operators, redistribute
 from gdn.distributed import check as comparison
-from gdn.distributed import cost, halo, heads, redistribute, rule
-from gdn.distributed.exchange import EXCHANGES
-from gdn.distributed.local import NAMES
+from gdn.distributed.calls import Groups
+from gdn.distributed.explain import ExchangeReport, explain
 from gdn.distributed.plan import Piece, Plan, make_plan
 from gdn.distributed.table import ORDERS, Table, equal_runs, make_table
 from gdn.notation import Channels, ConvState, ConvWeight, Offsets, State, Values
-from gdn.ops import library
-from gdn.ops.conv import causal_conv1d
-from gdn.problem import Problem, host_offsets, parse
+from gdn.problem import Problem, host_offsets
 from gdn.problem import check as argument
-from gdn.problem.layer import parse_conv
 
 CHECKS = ("plan", "call", "never")
 NUM_SEEN = 256  # calls that a context remembers as compared
-# A compiler would trace an exchange apart on each rank, and may drop or repeat a collective on one of them
+# A compiler may drop or repeat a collective on some ranks: those that are not in `operators` it may not see
 _uncompiled = torch.compiler.disable(reason="the exchanges of gdn.ContextParallel are not compiled")
 _LARGEST = 2**62  # offsets are compared with the table and not with a number of local tokens
 
@@ -41,15 +38,17 @@ class ContextParallel:
     state in the backward, whatever the number of tokens. The result is that of one device up to rounding.
 
     Args:
-        mesh        1-D DeviceMesh, or ProcessGroup: the ranks of one sequence
+        mesh        DeviceMesh, or ProcessGroup: the ranks of one sequence. A mesh of two named dimensions is
+                    (nodes, ranks of a node); rank r of the sequence is rank r % g of node r // g
         order       "contiguous": rank r holds block r of R. "headtail": blocks r and 2R-1-r of 2R, the order
                     of torch's ring attention. Blocks have ceil(T / R) or ceil(T / 2R) tokens, the last fewer
         runs        in place of `order`: (rank, start, stop) in the order of the tokens, every token of 0 .. T
                     once. A rank keeps its runs side by side in this order; it may have none
         num_tokens  T, the tokens on all ranks; needed with `order` if T is neither R times the local number
                     nor the last of the offsets on the host
-        exchange    None: "gather" or "owner", by `gdn.distributed.cost`. "gather": every rank gets all maps.
-                    "owner": each rank folds some heads for all. "heads": all-to-all of tokens and outputs, at
+        exchange    None: "gather", "owner" or, on a mesh of two dimensions, "nodes", by their costs.
+                    "gather": every rank gets all maps. "owner": each rank folds some heads for all. "nodes":
+                    that within each node, then between nodes. "heads": all-to-all of tokens and outputs, at
                     most H ranks; final states only where a sequence ends, zero elsewhere
         check       "plan": all ranks compare their calls before the first one of a kind. "call": before each
                     call (also with GDN_DEBUG=1). "never": not at all
@@ -80,16 +79,22 @@ class ContextParallel:
     num_tokens: int | None = None
     exchange: str | None = None
     check: str = "plan"
-    _group: ProcessGroup = field(init=False, repr=False)
+    _groups: Groups = field(init=False, repr=False)
     _table: Table | None = field(init=False, repr=False)
+    _name: str = field(init=False, repr=False, compare=False)
     _seen: dict[comparison.Signature, None] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
 
     def __post_init__(self) -> None:
-        group = _group_of(self.mesh)
+        groups = calls.groups_of(self.mesh)
+        group = groups.whole
         argument.choice("order", self.order, (None, *ORDERS))
-        argument.choice("exchange", self.exchange, (None, *EXCHANGES, "heads"))
+        argument.choice("exchange", self.exchange, (None, *comparison.EXCHANGES))
+        if self.exchange == "nodes" and groups.within is None:
+            raise ValueError(
+                "exchange: expected a mesh of two dimensions (nodes, ranks of a node) for 'nodes'"
+            )
         argument.choice("check", self.check, CHECKS)
         table = None
         if self.runs is not None:
@@ -103,25 +108,28 @@ class ContextParallel:
         elif self.num_tokens is not None:
             table = equal_runs(self.order or ORDERS[0], _positive(self.num_tokens), group.size())
         object.__setattr__(self, "runs", None if self.runs is None or table is None else table.runs)
-        object.__setattr__(self, "_group", group)
+        object.__setattr__(self, "_groups", groups)
         object.__setattr__(self, "_table", table)
+        values = (self.order, self.runs, self.num_tokens, self.exchange, self.check)
+        object.__setattr__(self, "_name", operators.name_context(self, values))
         if self.check != "never":
             comparison.signature_group(group)
 
     @property
     def rank(self) -> int:
         """Return the rank of this process within the mesh."""
-        return self._group.rank()
+        return self._groups.whole.rank()
 
     @property
     def world_size(self) -> int:
         """Return R, the number of ranks of the mesh."""
-        return self._group.size()
+        return self._groups.whole.size()
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """Return the tokens of this rank along `dim`, in local order, from all tokens. No rank is asked."""
         return redistribute.shard(x, self._table_of(x.shape[dim]), self.rank, dim)
 
+    @_uncompiled
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Return all tokens along `dim` on every rank, from those of each rank.
 
@@ -131,8 +139,9 @@ class ContextParallel:
         with self._comparing("unshard") as compare:
             table = self._local_table("x", x.shape[dim])
             compare(*comparison.shape_words(x, dim), ("runs", comparison.Hashed(table.runs)))
-        return redistribute.unshard(x, table, self.rank, dim, self._group)
+        return redistribute.unshard(x, table, self.rank, dim, self._groups.whole)
 
+    @_uncompiled
     def convert(self, x: Tensor, dim: int, *, to: "ContextParallel") -> Tensor:
         """Return the tokens that this rank holds by another context of the same mesh, in one all-to-all."""
         with self._comparing("convert") as compare:
@@ -148,7 +157,7 @@ class ContextParallel:
                 ("runs", comparison.Hashed(table.runs)),
                 ("runs of `to`", comparison.Hashed(target.runs)),
             )
-        return redistribute.convert(x, table, target, self.rank, dim, self._group)
+        return redistribute.convert(x, table, target, self.rank, dim, self._groups.whole)
 
     def pieces(
         self, cu_seqlens: Offsets | None = None, cu_seqlens_cpu: Offsets | None = None, *, batch: int = 1
@@ -175,6 +184,7 @@ class ContextParallel:
         pieces = self.pieces(cu_seqlens, cu_seqlens_cpu, batch=1 if cu_seqlens is not None else len(states))
         return states[torch.tensor([p.sequence for p in pieces], dtype=torch.int64, device=states.device)]
 
+    @_uncompiled
     def gather_states(
         self, states: State, cu_seqlens: Offsets | None = None, cu_seqlens_cpu: Offsets | None = None, *,
         batch: int = 1,
@@ -196,31 +206,25 @@ class ContextParallel:
                 ("runs", comparison.Hashed(plan.table.runs)),
                 ("cu_seqlens", comparison.Hashed(offsets)),
             )
-        return redistribute.gather_states(states, plan, offsets, self._group)
+        return redistribute.gather_states(states, plan, offsets, self._groups.whole)
+
+    def rule(
+        self, arguments: Mapping[str, Any], work: Callable[[], Any] | None = None
+    ) -> tuple[Values, State | None]:
+        """Compute `chunk_gated_delta_rule` for the tokens of this rank; arguments: those of `parse`.
+
+        work: runs while the exchange is on its way
+        """
+        if torch.compiler.is_compiling() and operators.can_trace(self, arguments):
+            return operators.compiled_rule(self._name, arguments)
+        return self._rule(arguments, work)
 
     @_uncompiled
-    def rule(self, arguments: Mapping[str, Any]) -> tuple[Values, State | None]:
-        """Compute `chunk_gated_delta_rule` for the tokens of this rank; arguments: those of `parse`."""
-        with self._comparing("chunk_gated_delta_rule") as compare:
-            problem, plan, offsets = self._problem(arguments)
-            name = self.exchange or self._cheapest(problem, plan)
-            whole = heads.make_heads(plan, offsets, problem.H, self._group) if name == "heads" else None
-            compare(
-                *comparison.rule_words(problem, plan),
-                ("exchange", name),
-                ("cu_seqlens", comparison.Hashed(offsets)),
-            )
-        if whole is not None:
-            # whole sequences: the batch rows are not side by side, and offsets are global
-            tokens = {x: arguments[x] for x in ("q", "k", "v", "g", "beta")}
-            tokens["cu_seqlens"] = arguments.get("cu_seqlens")
-            o, final = heads.rule(replace(problem, **tokens, cu_seqlens_cpu=None), whole)
-        else:
-            exchange = EXCHANGES[name](plan, self._group) if plan.has_exchange else None
-            o, final = rule.rule(problem, plan, exchange)
-        return o.view(arguments["v"].shape), final
+    def _rule(self, arguments: Mapping[str, Any], work: Callable[[], Any] | None) -> calls.Results:
+        finish = calls.begin_rule(self, arguments)
+        _run(work)
+        return finish()
 
-    @_uncompiled
     def causal_conv1d(
         self,
         x: Channels,
@@ -233,61 +237,44 @@ class ContextParallel:
         cu_seqlens: Offsets | None = None,
         cu_seqlens_cpu: Offsets | None = None,
         backend: str | None = None,
+        work: Callable[[], Any] | None = None,
     ) -> tuple[Channels, ConvState | None]:
         """Compute `gdn.causal_conv1d` for the tokens of this rank, after fetching W-1 inputs before each run.
 
         Arguments and results are those of `gdn.causal_conv1d`; offsets are global, and states have a row for
-        each local piece as in `pieces`. Cost: W-1 inputs a border, in one all-to-all, forward and backward.
+        each local piece as in `pieces`. `work` runs while the inputs are on their way.
+        Cost: W-1 inputs a border, in one all-to-all, forward and backward.
         """
-        options: dict[str, Any] = {"activation": activation, "backend": backend}
-        with self._comparing("causal_conv1d") as compare:
-            argument.shape("x", _tensor("x", x), "B T D", {})
-            plan, offsets = self._plan("x", x.shape[0], x.shape[1], cu_seqlens, cu_seqlens_cpu)
-            local = _flat(x, plan)
-            options |= _local_offsets(plan, x.device)
-            parse_conv(
-                x=local, weight=weight, bias=bias, initial_state=initial_state,
-                output_final_state=output_final_state, state=None, state_index=None, has_initial_state=None,
-                null_slot=None, **options,
-            )  # fmt: skip
-            compare(
-                *comparison.conv_words(x, weight, initial_state, plan),
-                ("cu_seqlens", comparison.Hashed(offsets)),
-            )
-        if plan.has_exchange and weight.shape[1] > 1:
-            initial_state = halo.windows(local, initial_state, plan, offsets, weight.shape[1], self._group)
-        y, final = causal_conv1d(
-            local, weight, bias, initial_state=initial_state, output_final_state=output_final_state, **options
-        )
-        return y.view(x.shape), final
+        options = {
+            "activation": activation, "initial_state": initial_state, "cu_seqlens": cu_seqlens,
+            "output_final_state": output_final_state, "cu_seqlens_cpu": cu_seqlens_cpu, "backend": backend,
+        }  # fmt: skip
+        if torch.compiler.is_compiling() and operators.can_trace(self, options):
+            return operators.compiled_conv(self._name, x, weight, bias, options)
+        return self._conv(x, weight, bias, options, work)
 
-    def _problem(self, arguments: Mapping[str, Any]) -> tuple[Problem, Plan, tuple[int, ...] | None]:
-        """Check a call; return the problem of this rank: local tokens and offsets, a row for each piece."""
-        given = dict(arguments)
-        cu_seqlens, cu_seqlens_cpu = given.pop("cu_seqlens", None), given.pop("cu_seqlens_cpu", None)
-        q = _tensor("q", given["q"])
-        argument.shape("q", q, "B T H K", {})
-        plan, offsets = self._plan("q", q.shape[0], q.shape[1], cu_seqlens, cu_seqlens_cpu)
-        for name in ("q", "k", "v", "g", "beta"):
-            if isinstance(given.get(name), Tensor):
-                given[name] = _flat(given[name], plan)
-        problem = parse(**given, **_local_offsets(plan, q.device))
-        p = problem
-        if p.is_per_channel or p.lower_bound is not None:
-            got = "one per key channel" if p.is_per_channel else f"lower_bound={p.lower_bound}"
-            raise NotImplementedError(
-                f"g: expected a decay per head without lower_bound with cp_context, got {got}"
-            )
-        if p.recompute:
-            raise NotImplementedError("recompute: expected False with cp_context, got True")
-        argument.no_tangent("chunk_gated_delta_rule", **dict(zip(NAMES, p.differentiable, strict=True)))
-        library.check_backend(problem)
-        return problem, plan, offsets
+    @_uncompiled
+    def _conv(
+        self, x: Channels, weight: ConvWeight, bias: Tensor | None, options: Mapping[str, Any],
+        work: Callable[[], Any] | None,
+    ) -> calls.Results:  # fmt: skip
+        finish = calls.begin_conv(self, x, weight, bias, options)
+        _run(work)
+        return finish()
 
-    def _cheapest(self, problem: Problem, plan: Plan) -> str:
-        width = 8 if problem.q.dtype == torch.float64 else 4
-        form = cost.Form(problem.H, problem.HV, problem.K, problem.V, state_width=width)
-        return cost.choose(form, self.world_size, num_runs=plan.table.num_slots)
+    def explain(self, arguments: Mapping[str, Any]) -> tuple[Problem, ExchangeReport]:
+        """Return the problem of this rank and the model of its exchange, for `gdn.explain`."""
+        return explain(self, arguments)
+
+    def overlap(self, work: Callable[[], Any]) -> "ContextParallel | Overlap":
+        """Return a context for one call that runs `work` while the exchange of the call is on its way.
+
+        In a compiled graph an exchange is one operator: `work` runs before it.
+        """
+        if torch.compiler.is_compiling():
+            work()
+            return self
+        return Overlap(self, work)
 
     def _plan(
         self, name: str, batch: int, num_local: int | None, cu_seqlens: Any, cu_seqlens_cpu: Any
@@ -315,6 +302,13 @@ class ContextParallel:
         self._check_local(name, table, num_local)
         return make_plan(table, offsets, batch, self.rank), offsets
 
+    @property
+    def _num_slots(self) -> int:
+        """Return the largest number of runs that a rank may have."""
+        if self._table is not None:
+            return self._table.num_slots
+        return 2 if self.order == "headtail" else 1
+
     def _table_of(self, num_tokens: int) -> Table:
         if self._table is not None:
             return self._table
@@ -341,27 +335,50 @@ class ContextParallel:
             yield lambda *words: signature.append(comparison.Signature(operation, words))
         except Exception as error:
             if self.check != "never":
-                comparison.refuse(error, comparison.signature_group(self._group))
+                comparison.refuse(error, comparison.signature_group(self._groups.whole))
             raise
         (sent,) = signature
         if self.check == "never" or (sent in self._seen and self.check == "plan" and not settings.debug()):
             return
-        comparison.agree(sent, comparison.signature_group(self._group))
+        comparison.agree(sent, comparison.signature_group(self._groups.whole))
         self._seen[sent] = None
         if len(self._seen) > NUM_SEEN:
             # all ranks forget the same one: they made the same calls in the same order
             self._seen.pop(next(iter(self._seen)))
 
 
-def _group_of(mesh: Any) -> ProcessGroup:
-    """Return the process group of a mesh; raise TypeError or ValueError unless it is one-dimensional."""
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; pass mesh['cp'], for instance")
-        return mesh.get_group()
-    if not isinstance(mesh, ProcessGroup):
-        raise TypeError(f"mesh: expected a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
-    return mesh
+class Overlap:
+    """Run `work` during one call of a context, while its exchange is on its way."""
+
+    def __init__(self, context: ContextParallel, work: Callable[[], Any]) -> None:
+        self.context, self.work = context, work
+
+    @property
+    def rank(self) -> int:
+        return self.context.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.context.world_size
+
+    def rule(self, arguments: Mapping[str, Any]) -> tuple[Values, State | None]:
+        return self.context.rule(arguments, self.work)
+
+    def causal_conv1d(
+        self, x: Channels, weight: ConvWeight, bias: Tensor | None = None, **options: Any
+    ) -> tuple[Channels, ConvState | None]:
+        return self.context.causal_conv1d(x, weight, bias, work=self.work, **options)
+
+    def explain(self, arguments: Mapping[str, Any]) -> tuple[Problem, ExchangeReport]:
+        return self.context.explain(arguments)
+
+    def overlap(self, work: Callable[[], Any]) -> "ContextParallel | Overlap":
+        return self.context.overlap(work)
+
+
+def _run(work: Callable[[], Any] | None) -> None:
+    if work is not None:
+        work()
 
 
 def _positive(num_tokens: Any) -> int:
@@ -370,18 +387,3 @@ def _positive(num_tokens: Any) -> int:
     if num_tokens < 1:
         raise ValueError(f"num_tokens: expected at least 1, got {num_tokens}")
     return num_tokens
-
-
-def _tensor(name: str, x: Any) -> Tensor:
-    argument.tensor(name, x)
-    return x  # type: ignore[no-any-return]
-
-
-def _flat(x: Tensor, plan: Plan) -> Tensor:
-    """Return the batch rows side by side where the local call is packed; else x."""
-    return x if plan.offsets is None or plan.batch == 1 else x.flatten(0, 1)[None]
-
-
-def _local_offsets(plan: Plan, device: torch.device) -> dict[str, Any]:
-    cpu = plan.cu_seqlens(torch.device("cpu"))
-    return {"cu_seqlens": plan.cu_seqlens(device), "cu_seqlens_cpu": cpu}

@@ -9,13 +9,14 @@
     owner      (R-1)/R (P + s) / (R-1)/R 2 s          the same for the heads of this rank
     scan       log2(R) P / log2(R) P                  not built: as good as owner to 8 ranks, worse above
     relay      s / s, R-1 times one after another     not built: serial
-    nodes      owner in a node, owner between nodes   not built yet
+    nodes      owner in a node, owner between nodes   M of its runs and of the groups, of a part of the heads
     heads      (R-1)/R of all tokens and outputs      nothing
 
 P = 4 HV K (K + V) bytes is a run's transfer, s = 4 HV K V bytes a state (8 in place of 4 for fp64).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,7 +81,8 @@ class Times(NamedTuple):
         return self.forward + self.backward
 
 
-BUILT = ("gather", "owner")  # the exchanges of states that `choose` may return
+FLAT = ("gather", "owner")  # the exchanges of states on any ranks
+BUILT = (*FLAT, "nodes")  # those on a mesh of two dimensions
 
 
 def exchange_times(form: Form, num_ranks: int, exchange: str, machine: Machine, num_runs: int = 1) -> Times:
@@ -104,7 +106,7 @@ def exchange_times(form: Form, num_ranks: int, exchange: str, machine: Machine, 
     if exchange == "relay":
         return Times(*[(R - 1) * (latency + s / bandwidth + machine.fold)] * 2)
     if exchange == "nodes":
-        return Times(*[_nodes_time(form, R, machine)] * 2)
+        return Times(*(_nodes_time(x, s, R, machine, num_runs) for x in (P, s)))
     if exchange == "heads":
         return Times(*[heads_bytes(form, R) / bandwidth + 2 * latency] * 2)
     raise ValueError(f"exchange: expected gather, owner, scan, relay, nodes or heads, got {exchange!r}")
@@ -115,10 +117,13 @@ def heads_bytes(form: Form, num_ranks: int) -> float:
     return form.num_tokens / num_ranks * form.token * (num_ranks - 1) / num_ranks
 
 
-def choose(form: Form, num_ranks: int, machine: Machine | None = None, num_runs: int = 1) -> str:
-    """Return the exchange of states with the least time of forward and backward."""
+def choose(
+    form: Form, num_ranks: int, machine: Machine | None = None, num_runs: int = 1,
+    names: Sequence[str] = FLAT,
+) -> str:  # fmt: skip
+    """Return the exchange of states with the least time of forward and backward, of those that are named."""
     machine = Machine() if machine is None else machine
-    return min(BUILT, key=lambda name: exchange_times(form, num_ranks, name, machine, num_runs).total)
+    return min(names, key=lambda name: exchange_times(form, num_ranks, name, machine, num_runs).total)
 
 
 def num_folds(num_runs: int) -> int:
@@ -136,13 +141,17 @@ def all_to_all_time(size: float, R: int, latency: float, bandwidth: float) -> fl
     return latency * (1 + math.log2(R) / 2) + size * (R - 1) / R / bandwidth
 
 
-def _nodes_time(form: Form, R: int, machine: Machine) -> float:
-    """Return seconds of a forward by `owner` in a node, between nodes on a part of the heads, and back."""
-    g, P, s = machine.node, form.transfer, form.state
+def _nodes_time(sent: float, s: float, R: int, machine: Machine, num_runs: int) -> float:
+    """Return seconds of `owner` in a node, between nodes on a part of the heads, and back.
+
+    sent: the bytes that a rank sends first, P forward and s backward; s: those that come back.
+    """
+    g = machine.node
     nodes = R // g
     if nodes < 2:
         return math.inf
     near, far = (machine.latency, machine.bandwidth), (machine.latency_between, machine.bandwidth_between)
-    inside = all_to_all_time(P, g, *near) + all_to_all_time(s, g, *near) + 2 * machine.fold * (g - 1)
-    between = all_to_all_time(P / g, nodes, *far) + all_to_all_time(s / g, nodes, *far)
-    return inside + between + machine.fold * num_folds(nodes)
+    folds = machine.fold * (2 * (g * num_runs - 1) + num_folds(nodes * num_runs))
+    inside = all_to_all_time(sent, g, *near) + all_to_all_time(s, g, *near)
+    between = all_to_all_time(sent / g, nodes, *far) + all_to_all_time(s / g, nodes, *far)
+    return inside + between + folds

@@ -7,13 +7,14 @@ piece.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gdn.distributed.collectives import swap
+from gdn.distributed.collectives import all_to_all, start_swap
 from gdn.distributed.plan import Plan, index, make_plan
 
 
@@ -76,11 +77,13 @@ def _first_row(plan: Plan, batch: int, sequence: int) -> int:
     return next(matches)
 
 
-def windows(
+def start_windows(
     x: Tensor, initial_state: Tensor | None, plan: Plan, offsets: tuple[int, ...] | None, width: int,
     group: ProcessGroup,
-) -> Tensor:  # fmt: skip
-    """Return the initial state of each local piece, [rows, D, W-1], with a gradient for x and initial_state.
+) -> Callable[[], Tensor]:  # fmt: skip
+    """Start to fetch the inputs before each run; return the function that waits for them.
+
+    It returns the initial state of each local piece, [rows, D, W-1], with a gradient for x and initial_state.
 
     x              [B, local T, D]      inputs of the convolution
     initial_state  [rows, D, W-1]       read where a sequence begins here; None: zeros
@@ -100,7 +103,34 @@ def windows(
         base = base.index_fill(0, index(filled, x.device), 0)
     inputs = torch.cat([part.to(dtype) for part in columns])
     send = inputs[index(list(halo.source), x.device)]
-    got = swap(send, list(halo.num_got), list(halo.num_sent), group)
-    # an index without entries keeps the exchange in the graph of a rank that receives nothing
-    filled_rows = base.index_copy(0, index(list(halo.target), x.device), got)
-    return filled_rows.view(rows, W - 1, D).mT
+    wait = start_swap(send, list(halo.num_got), list(halo.num_sent), group)
+
+    def finish() -> Tensor:
+        # an index without entries keeps the exchange in the graph of a rank that receives nothing
+        filled_rows = base.index_copy(0, index(list(halo.target), x.device), wait())
+        return filled_rows.view(rows, W - 1, D).mT
+
+    return finish
+
+
+def windows_bwd(
+    dwindows: Tensor, x: Tensor, initial_state: Tensor | None, plan: Plan, offsets: tuple[int, ...] | None,
+    group: ProcessGroup,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradients of x and initial_state from that of the result of `start_windows`."""
+    D, W = x.shape[-1], dwindows.shape[-1] + 1
+    halo = make_halo(plan, offsets, W, initial_state is not None)
+    d = dwindows.mT.reshape(-1, D)
+    target = index(list(halo.target), x.device)
+    back = all_to_all(d[target], list(halo.num_sent), list(halo.num_got), group)
+    num_tokens = x.numel() // D
+    num_inputs = num_tokens + (0 if initial_state is None else len(d))
+    # an input may have gone to several ranks: this sum has one order, also on a GPU
+    source = index(list(halo.source), x.device)
+    dinputs = d.new_zeros(num_inputs, D).index_put_((source,), back, accumulate=True)
+    dx = dinputs[:num_tokens].view(x.shape).to(x.dtype)
+    if initial_state is None:
+        return dx, None
+    filled = [p.row * (W - 1) + c for p in plan.entering for c in range(W - 1)]
+    drows = dinputs[num_tokens:] + d.index_fill(0, index(filled, x.device), 0)
+    return dx, drows.view(-1, W - 1, D).mT.to(initial_state.dtype)

@@ -111,14 +111,18 @@ class Heads:
 
 
 def make_heads(plan: Plan, offsets: tuple[int, ...] | None, H: int, group: ProcessGroup) -> Heads:
-    """Return the exchange of heads; raise ValueError where a rank would own no key head."""
+    """Return the exchange of heads of a call that `check_heads` passes."""
     R = plan.table.num_ranks
+    plans = tuple(make_plan(plan.table, offsets, plan.batch, r) for r in range(R))
+    return Heads(plans, plan.rank, group, tuple(split_heads(H, R)))
+
+
+def check_heads(H: int, R: int) -> None:
+    """Raise ValueError where a rank would own no key head."""
     if R > H:
         raise ValueError(
             f"exchange: expected at most {H} ranks for {H} key heads, got {R}; 'owner' has no such limit"
         )
-    plans = tuple(make_plan(plan.table, offsets, plan.batch, r) for r in range(R))
-    return Heads(plans, plan.rank, group, tuple(split_heads(H, R)))
 
 
 def border_rows(plan: Plan, is_first: bool) -> list[tuple[int, int]]:
@@ -184,8 +188,10 @@ class _Rule(torch.autograd.Function):
         ]
         # the other ranks have the gradients of the other heads
         own = heads.heads_of(heads.rank, ratio)
-        around = (own.start, ctx.num_heads - own.stop)
-        gradients += [None if x is None else torch.nn.functional.pad(x, around) for x in (dA_log, ddt_bias)]
+        for x in (dA_log, ddt_bias):
+            # dt_bias has an axis of key channels where each of them decays by itself
+            around = (0, 0) * (0 if x is None else x.dim() - 1) + (own.start, ctx.num_heads - own.stop)
+            gradients.append(None if x is None else torch.nn.functional.pad(x, around))
         gradients.append(None if rows is None else heads.rows_to_tokens(rows, True, ratio))
         needs = ctx.needs_input_grad[2:]
         return (None, None, *(x if need else None for x, need in zip(gradients, needs, strict=True)))

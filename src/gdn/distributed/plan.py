@@ -1,14 +1,14 @@
 """Derive from a table and the global offsets what one rank does for one call. Cached by value."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gdn.distributed.table import Table
+from gdn.distributed.table import Fragment, Table
 from gdn.ops.borders import Borders
 
 
@@ -80,6 +80,13 @@ class Plan:
         """Return the local state rows that another run begins or continues."""
         return Borders(tuple(x.row for x in self.entering), tuple(x.row for x in self.leaving))
 
+    def padded(self, num_rows: int) -> "Plan":
+        """Return the plan of packed sequences with so many rows of states: the last ones are empty pieces."""
+        assert self.offsets is not None
+        end, count = self.offsets[-1], num_rows - len(self.pieces)
+        empty = Piece(len(self.table.runs), 0, self.num_sequences, end, end, False, False)
+        return replace(self, pieces=(*self.pieces, *[empty] * count), offsets=(*self.offsets, *[end] * count))
+
     @property
     def num_local(self) -> int:
         """Return the number of tokens that this rank holds of each batch row."""
@@ -102,11 +109,17 @@ def index(values: list[int], device: torch.device) -> Tensor:
     return _tensor(tuple(values), device)
 
 
+@functools.lru_cache(maxsize=64)
+def _fragments(table: Table, cuts: tuple[int, ...]) -> list[tuple[Fragment, ...]]:
+    """Return the fragments of every run: once for the plans of all ranks, which a halo and `heads` need."""
+    return [tuple(table.fragments(j, cuts)) for j in range(len(table.runs))]
+
+
 @functools.lru_cache(maxsize=256)
 def make_plan(table: Table, offsets: tuple[int, ...] | None, batch: int, rank: int) -> Plan:
     """Return the plan of a rank. offsets: the global cu_seqlens of the only batch row, or None."""
     cuts = (0, table.num_tokens) if offsets is None else offsets
-    fragments = [tuple(table.fragments(j, cuts)) for j in range(len(table.runs))]
+    fragments = _fragments(table, cuts)
     mine = table.runs_of[rank]
     pieces: list[Piece] = []
     entering, leaving = [], []

@@ -3,20 +3,22 @@
     forward     begin: N | M of the runs of this rank; exchange; finish: o, S_out from the S_in of these runs
     backward    begin: C of the runs; exchange; finish: the gradients, from the dS_out of these runs
 
-The backend does both halves (`gdn.ops.borders`), and keeps what they share on the device between them. One
-autograd node does all of it. Every rank reaches it, also a rank without tokens and one whose gradients nobody
-wants, so that a collective is in the backward of all ranks or of none.
+The backend does both halves (`gdn.ops.borders`), and keeps what they share on the device between them. Two
+autograd nodes hold them, so that other work can be launched while the exchange is on its way: in the backward
+autograd runs the nodes of that work between the two as well. Every rank reaches both, also a rank without
+tokens and one whose gradients nobody wants, so that a collective is in the backward of all ranks or of none.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gdn.distributed import local
+from gdn.distributed.collectives import Link
 from gdn.distributed.exchange import Exchange
 from gdn.distributed.local import NAMES
 from gdn.distributed.plan import Place, Plan, index
@@ -24,13 +26,15 @@ from gdn.ops import borders
 from gdn.problem import Problem
 
 Outputs: TypeAlias = tuple[Tensor, Tensor | None, local.Saved]
+Gradients: TypeAlias = list[Tensor | None]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Hold one checked call on the tokens of one rank, without the tensors of NAMES.
+    """Hold one checked call on the tokens of one rank.
 
-    problem    offsets are local, and states have a row for each piece
+    problem    offsets are local, and states have a row for each piece; autograd nodes hold it without the
+               tensors of NAMES
     exchange   None: no sequence crosses a border; every rank knows this, and there is no collective
     """
 
@@ -38,52 +42,128 @@ class Call:
     plan: Plan
     exchange: Exchange | None
 
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> "Call":
+        """Return the call with other tensors of NAMES."""
+        return replace(self, problem=local.with_tensors(self.problem, tensors))
 
-def rule(problem: Problem, plan: Plan, exchange: Exchange | None) -> tuple[Tensor, Tensor | None]:
-    """Return o and the state after each local piece (None unless the problem asks for it), with gradients."""
-    call = Call(local.with_tensors(problem, (None,) * len(NAMES)), plan, exchange)
-    return _Rule.apply(call, *problem.differentiable)  # type: ignore[no-any-return]
+    def without_tensors(self) -> "Call":
+        return self.with_tensors((None,) * len(NAMES))
 
 
-class _Rule(torch.autograd.Function):
-    """Differentiate `rule`."""
+class Forward(NamedTuple):
+    """Hold the results of a forward and what its backward reads.
+
+    initial_state   the rows that the pieces began from; None: zeros
+    maps            M of the exchange; None without one
+    """
+
+    o: Tensor
+    final: Tensor | None
+    initial_state: Tensor | None
+    maps: Tensor | None
+    saved: local.Saved
+
+
+def begin_forward(call: Call, save: bool) -> Callable[[], Forward]:
+    """Compute N | M of the runs and start the exchange; return the rest of the forward."""
+    p, plan, exchange = call.problem, call.plan, call.exchange
+    transfers, finish = begin(p, plan, exchange, save)
+    pending = None if exchange is None else exchange.start_states(to_slots(p, plan, transfers))
+
+    def rest() -> Forward:
+        initial_state, maps = p.initial_state, None
+        if exchange is not None and pending is not None:
+            states, maps = exchange.finish_states(pending, p.V)
+            if plan.entering:
+                initial_state = entering_rows(p, plan, states)
+        o, final, saved = finish(initial_state)
+        return Forward(o, final, initial_state, maps, saved)
+
+    return rest
+
+
+def begin_backward(
+    call: Call, maps: Tensor | None, saved: Sequence[Tensor | None], do: Tensor | None, dS: Tensor | None
+) -> Callable[[], Gradients]:
+    """Compute C of the runs and start the exchange; return the rest of the backward.
+
+    The initial state of the call's problem is that of `Forward`. A row of its gradient is zero where the
+    state came from another rank: the caller's row was not read.
+    """
+    p, plan, exchange = call.problem, call.plan, call.exchange
+    C, finish = begin_gradients(call, saved, do, dS)
+    pending = None
+    if exchange is not None:
+        pending = exchange.start_gradients(to_slots(p, plan, C, plan.entering, num_maps=0))
+
+    def rest() -> Gradients:
+        leaving = dS
+        if exchange is not None and pending is not None:
+            assert maps is not None
+            d = exchange.finish_gradients(pending, maps)
+            if plan.leaving:
+                leaving = add_rows(p, plan, dS, d)
+        gradients = finish(leaving)
+        if gradients[-1] is not None:
+            entering = index([place.row for place in plan.entering], p.device)
+            gradients[-1] = gradients[-1].index_fill(0, entering, 0)
+        return gradients
+
+    return rest
+
+
+def begin_rule(call: Call) -> Callable[[], tuple[Tensor, Tensor | None]]:
+    """Begin a call; return the function that finishes it: o and the state after each local piece.
+
+    The state is None unless the problem asks for it. Both have gradients.
+    """
+    link, without = Link(), call.without_tensors()
+    begun = _Begin.apply(without, link, *call.problem.differentiable)
+    return lambda: _Finish.apply(without, link, begun)  # type: ignore[no-any-return]
+
+
+class _Begin(torch.autograd.Function):
+    """Begin the forward; in the backward, finish what `_Finish` has begun."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        plan, exchange = call.plan, call.exchange
-        problem = local.with_tensors(call.problem, tensors)
-        save, maps = any(ctx.needs_input_grad), None
-        transfers, finish = begin(problem, plan, exchange, save)
-        if exchange is not None:
-            states, maps = exchange.states(to_slots(problem, plan, transfers), problem.V)
-            if plan.entering:
-                problem = replace(problem, initial_state=entering_rows(problem, plan, states))
-        o, final, saved = finish(problem.initial_state)
-        given = problem.initial_state if tensors[-1] is None else tensors[-1]
-        ctx.call, ctx.dtype = call, None if given is None else given.dtype
-        ctx.save_for_backward(*tensors[:-1], problem.initial_state, maps, *saved)
+    def forward(ctx: Any, call: Call, link: Link, *tensors: Tensor | None) -> Tensor:
+        q, given = tensors[0], tensors[-1]
+        assert q is not None
+        ctx.link, ctx.dtype = link, None if given is None else given.dtype
+        save = any(ctx.needs_input_grad)
+        link.put((tensors, begin_forward(call.with_tensors(tensors), save)))
+        return q.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        gradients = ctx.link.take()()
+        if gradients[-1] is not None:
+            gradients[-1] = None if ctx.dtype is None else gradients[-1].to(ctx.dtype)
+        needs = ctx.needs_input_grad[2:]
+        return (None, None, *(x if need else None for x, need in zip(gradients, needs, strict=True)))
+
+
+class _Finish(torch.autograd.Function):
+    """Finish the forward; in the backward, begin the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, link: Link, begun: Tensor) -> tuple[Tensor, Tensor | None]:
+        tensors, finish = link.take()
+        forward: Forward = finish()
+        ctx.call, ctx.link = call, link
+        ctx.save_for_backward(*tensors[:-1], forward.initial_state, forward.maps, *forward.saved)
         ctx.set_materialize_grads(False)
-        return o, final
+        return forward.o, forward.final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Any, ...]:
-        call, plan, exchange = ctx.call, ctx.call.plan, ctx.call.exchange
         kept = ctx.saved_tensors  # read once: activation checkpointing unpacks each tensor once
         tensors, (maps, *saved) = kept[: len(NAMES)], kept[len(NAMES) :]
-        problem = local.with_tensors(call.problem, tensors)
-        C, finish = begin_backward(problem, call, saved, do, dS)
-        if exchange is not None:
-            d = exchange.gradients(maps, to_slots(problem, plan, C, plan.entering, num_maps=0))
-            if plan.leaving:
-                dS = add_rows(problem, plan, dS, d)
-        gradients = finish(dS)
-        if gradients[-1] is not None:
-            # the state of these rows came from another rank: the caller's rows were not read
-            entering = index([place.row for place in plan.entering], problem.device)
-            gradients[-1] = gradients[-1].index_fill(0, entering, 0).to(ctx.dtype)
-        needs = ctx.needs_input_grad[1:]
-        return (None, *(x if need else None for x, need in zip(gradients, needs, strict=True)))
+        call = ctx.call.with_tensors(tensors)
+        ctx.link.put(begin_backward(call, maps, saved, do, dS))
+        return None, None, call.problem.q.new_zeros(0)
 
 
 def begin(
@@ -95,10 +175,11 @@ def begin(
     return borders.forward_begin(problem, plan.borders, save)
 
 
-def begin_backward(
-    problem: Problem, call: Call, saved: Sequence[Tensor | None], do: Tensor | None, dS: Tensor | None
-) -> tuple[Tensor | None, Callable[[Tensor | None], list[Tensor | None]]]:
+def begin_gradients(
+    call: Call, saved: Sequence[Tensor | None], do: Tensor | None, dS: Tensor | None
+) -> tuple[Tensor | None, Callable[[Tensor | None], Gradients]]:
     """Begin the backward; return C of the rows that enter, and the rest of it: from dS, the gradients."""
+    problem = call.problem
     if call.exchange is None or problem.N == 0:
         return None, lambda dS: local.backward(problem, tuple(saved), do, dS)
     return borders.backward_begin(problem, tuple(saved), do, dS, call.plan.borders)

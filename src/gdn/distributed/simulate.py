@@ -73,14 +73,16 @@ def simulate(
     machine: Machine | None = None,
     work: Work | None = None,
     delays: Sequence[float] | None = None,
+    exchange: str | None = None,
 ) -> Timeline:
     """Simulate a training step.
 
-    num_local: the tokens of each rank; delays: seconds by which each rank starts late, none by default.
+    num_local: the tokens of each rank; delays: seconds by which each rank starts late, none by default;
+    exchange: its name, that of the least time by default.
     """
     machine, work = machine or Machine(), work or Work()
     R = len(num_local)
-    times = exchange_times(form, R, choose(form, R, machine), machine)
+    times = exchange_times(form, R, exchange or choose(form, R, machine), machine)
     # the backward begins where the forward ends, without an exchange between
     waits = (times.forward, 0.0, times.backward, 0.0)
     clocks = list(delays or [0.0] * R)

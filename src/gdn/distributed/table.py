@@ -74,6 +74,15 @@ class Table:
         return tuple(places)
 
     @cached_property
+    def slots_of_runs(self) -> list[int]:
+        """Return for each run its place among the slots of all ranks side by side."""
+        slots = [0] * len(self.runs)
+        for rank, mine in enumerate(self.runs_of):
+            for slot, j in enumerate(mine):
+                slots[j] = rank * self.num_slots + slot
+        return slots
+
+    @cached_property
     def _starts(self) -> list[int]:
         return [run.start for run in self.runs]
 

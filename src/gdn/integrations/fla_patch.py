@@ -1,20 +1,24 @@
 """patch_fla(): run FLA's layers and models on gdn, on any device, without a change to them.
 
-FLA 0.6.0 chooses among backends for `chunk_gated_delta_rule`: gdn becomes the first in the dispatch order.
+FLA 0.6.0 chooses among backends for `chunk_gated_delta_rule` and `chunk_kda`: gdn becomes the first in the
+dispatch order.
 FLA's other functions are replaced in every module that holds them:
 
     fused_recurrent_gated_delta_rule(q, k, v, g, gk, gv, beta, ...)                up to 64 tokens
+    fused_recurrent_kda(q, k, v, g, beta, A_log, dt_bias, ...)                     up to 64 tokens
     causal_conv1d(x [B, T, D], weight [D, W], bias, residual, initial_state [N, D, W], ...)
     causal_conv1d_update(x, cache [N, D, W], residual, weight, bias, activation)   one token, cache in place
     rms_norm_gated(x, g, weight, bias, activation, residual, prenorm, ...)
 
-A call that gdn rejects goes to FLA's own function (`gdn.integrations.fallback`): context parallelism, decays
-per channel, residuals in the convolution, and whatever else FLA accepts.
+A call that gdn rejects goes to FLA's own function (`gdn.integrations.fallback`): a zig-zag context, decays
+per value channel, residuals in the convolution, and whatever else FLA accepts.
 """
 
 import functools
 import threading
+import weakref
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,22 +32,48 @@ from gdn.ops.norm import rms_norm_gated
 from gdn.ops.rule import has_kernel
 
 OLDEST = (0, 6)
-CHUNK = "fla.ops.gated_delta_rule.chunk"
+# the functions that FLA dispatches, and their modules
+CHUNKED = {"chunk_gated_delta_rule": "fla.ops.gated_delta_rule.chunk", "chunk_kda": "fla.ops.kda.chunk"}
 _dispatch = threading.local()  # is_fallback: this thread runs FLA's dispatch for a call that gdn rejected
+# the modules fla.backends in which `register_backend` was called: one, but for tests
+_registered: weakref.WeakSet[ModuleType] = weakref.WeakSet()
 
 
 def patch_fla() -> Patch:
-    """Run FLA's GatedDeltaNet layers and models on gdn: the rule, the short convolution, the gated norm.
+    """Run FLA's GatedDeltaNet and KimiDeltaAttention layers and models on gdn.
 
-    The chunked rule is registered with FLA's own dispatch, ahead of its other backends. The other functions
-    (see the head of this file) are replaced wherever an imported module holds them. A call that gdn rejects,
-    for whatever reason, goes to FLA's own function.
+    They are the rule, the short convolution and the gated norm. The chunked rule is registered with FLA's own
+    dispatch, ahead of its other backends. The other functions (see the head of this file) are replaced
+    wherever an imported module holds them. A call that gdn rejects, for whatever reason, goes to FLA's own
+    function.
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Patches may be nested.
     Raises:  ImportError without FLA 0.6 or newer; RuntimeError where FLA_DISABLE_BACKEND_DISPATCH=1 has
              turned FLA's dispatch off.
-    Cost:    imports fla. Process-wide.
+    Cost:    imports fla. Process-wide. FLA_GDN=0 in the environment leaves the chunked rule to FLA.
     """
+    backends = _import_backends()
+    if not PACKAGE.is_patched:
+        _register(backends)
+    return PACKAGE.patch()
+
+
+def register_backend() -> None:
+    """Register gdn with FLA's own dispatch of the chunked rule, for the rest of the process.
+
+    Nothing in FLA is replaced; its dispatch tries gdn first, unless the environment has FLA_GDN=0. FLA finds
+    gdn by itself if a file of its folder `fla/ops/gated_delta_rule/backends` calls this function.
+
+    Raises: as `patch_fla`. A second call changes nothing.
+    Cost:   imports fla. Process-wide.
+    """
+    backends = _import_backends()
+    _register(backends)
+    _registered.add(backends)
+
+
+def _import_backends() -> ModuleType:
+    """Return fla.backends of FLA 0.6 or newer, whose dispatch is on."""
     try:
         package = import_module("fla")
     except ModuleNotFoundError as error:
@@ -57,29 +87,50 @@ def patch_fla() -> Patch:
     backends = import_module("fla.backends")
     if backends._DISPATCH_DISABLED:
         raise RuntimeError("fla: expected its dispatch to be on, got FLA_DISABLE_BACKEND_DISPATCH=1")
-    if not PACKAGE.is_patched:
-        import_module("fla.ops.gated_delta_rule.backends")
-        backends.register("gated_delta_rule")(_dispatched(backends.BaseBackend))
-    return PACKAGE.patch()
+    return backends
 
 
-def _dispatched(base: type) -> type:
-    """Return gdn as a backend of FLA's dispatch; it is enabled while a patch is in force."""
+def _register(backends: ModuleType) -> None:
+    """Register gdn with FLA's registry, which holds one backend of each type."""
+    # FLA's own backends register themselves when their package is imported
+    import_module("fla.ops.gated_delta_rule.backends")
+    if backends not in _registered:
+        backend = _dispatched(backends)
+        backends.register("gated_delta_rule")(backend)
+        # FLA registers the backends of this one by the function
+        backends.register(import_module(CHUNKED["chunk_kda"]).chunk_kda)(backend)
 
-    class GdnBackend(base):  # type: ignore[misc]
+
+def _dispatched(backends: ModuleType) -> type:
+    """Return gdn as a backend of FLA's dispatch; it is enabled while it is registered or patched."""
+
+    class GdnBackend(backends.BaseBackend):  # type: ignore[misc, name-defined]
         backend_type = "gdn"
+        package_name = "gdn"
+        # FLA's convention: FLA_GDN=0 turns the backend off
+        env_var = "FLA_GDN"
         # lowest first in the dispatch order; FLA's own begin at 0
         priority = -1
 
         def is_enabled(self) -> bool:
-            return PACKAGE.is_patched and not getattr(_dispatch, "is_fallback", False)
+            if getattr(_dispatch, "is_fallback", False):
+                return False
+            return (PACKAGE.is_patched or backends in _registered) and bool(super().is_enabled())
 
         @staticmethod
         def chunk_gated_delta_rule(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
             return call_with_fallback(
                 "chunk_gated_delta_rule",
                 functools.partial(_chunk, *args, **kwargs),
-                functools.partial(_chunk_without_gdn, *args, **kwargs),
+                functools.partial(_chunk_without_gdn, "chunk_gated_delta_rule", *args, **kwargs),
+            )
+
+        @staticmethod
+        def chunk_kda(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            return call_with_fallback(
+                "chunk_kda",
+                functools.partial(_chunk_kda, *args, **kwargs),
+                functools.partial(_chunk_without_gdn, "chunk_kda", *args, **kwargs),
             )
 
     return GdnBackend
@@ -99,19 +150,36 @@ def _fused_recurrent(
     return ours.fused_recurrent_gated_delta_rule(q, k, v, *args, **kwargs)
 
 
-def _require_kernel(q: Tensor, v: Tensor) -> None:
-    """Raise NotImplementedError on a GPU for sizes that only `eager` supports: FLA has kernels for them."""
-    if not has_kernel(q, v):
+@functools.wraps(ours.chunk_kda)
+def _chunk_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    _require_kernel(q, v, g)
+    return ours.chunk_kda(q, k, v, g, *args, **kwargs)
+
+
+@functools.wraps(ours.fused_recurrent_kda)
+def _fused_recurrent_kda(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    _require_kernel(q, v, g, is_recurrent=True)
+    return ours.fused_recurrent_kda(q, k, v, g, *args, **kwargs)
+
+
+def _require_kernel(q: Tensor, v: Tensor, g: Tensor | None = None, *, is_recurrent: bool = False) -> None:
+    """Raise NotImplementedError on a GPU for a call that only `eager` supports: FLA has kernels for it."""
+    if not has_kernel(q, v, g, is_recurrent=is_recurrent):
         raise NotImplementedError(
-            f"v: expected K and V that a kernel of gdn supports, got K={q.shape[-1]}, V={v.shape[-1]}"
+            f"v: expected a call that a kernel of gdn supports, got K={q.shape[-1]}, V={v.shape[-1]}"
+            + ("" if g is None else f", g {list(g.shape)}")
         )
 
 
-def _chunk_without_gdn(*args: Any, **kwargs: Any) -> Any:
+def _chunk_without_gdn(name: str, *args: Any, **kwargs: Any) -> Any:
     """Call FLA's function again, with gdn left out of its dispatch."""
     _dispatch.is_fallback = True
     try:
-        return import_module(CHUNK).chunk_gated_delta_rule(*args, **kwargs)
+        return getattr(import_module(CHUNKED[name]), name)(*args, **kwargs)
     finally:
         _dispatch.is_fallback = False
 
@@ -184,6 +252,7 @@ PACKAGE = Package(
             "fused_recurrent_gated_delta_rule",
             _fused_recurrent,
         ),
+        ("fla.ops.kda.fused_recurrent", "fused_recurrent_kda", _fused_recurrent_kda),
         ("fla.modules.causal_conv1d.ops", "causal_conv1d", _conv),
         ("fla.modules.causal_conv1d.ops", "causal_conv1d_update", _conv_update),
         ("fla.modules.norm.fused_norm_gate", "rms_norm_gated", _norm),

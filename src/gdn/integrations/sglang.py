@@ -5,12 +5,15 @@ verified with protocols P3 and P4: the pool is read, the state after each token 
 buffer, and accepted states are moved into the pool for all layers at once.
 """
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdn.integrations.engines import check_gating, first, packed, per_token
+from gdn.integrations import sglang_dispatch, usage
+from gdn.integrations.engines import check_gating, first, gate_of_channels, is_enabled, packed, per_token
+from gdn.integrations.fallback import class_with_fallback, warn_caller
 from gdn.integrations.patching import Package, Patch
 from gdn.integrations.sglang_prefill import chunk_gated_delta_rule, chunk_gated_delta_rule_npu, tracked
 from gdn.integrations.vllm import fused_gdn_gating
@@ -62,18 +65,53 @@ def fused_sigmoid_gating_delta_rule_update(
         cache_steps                 not needed: the buffer's own strides count
         retrieve_parent_token       [N, T]: token t starts from the state after token parent[t] < t
 
-    Returns o, the shape of v. NotImplementedError with is_kda, lower_bound, cache_ring, match_cutedsl_decode,
+        is_kda, lower_bound         a decay per key channel: a [.., HV K] or [.., HV, K], dt_bias [HV K]; its
+                                    gate with a lower bound
+
+    Returns o, the shape of v. NotImplementedError with lower_bound alone, cache_ring, match_cutedsl_decode,
     or another softplus than gdn's.
     """
-    check_gating(softplus_beta, softplus_threshold, is_kda or lower_bound is not None)
+    if lower_bound is not None and not is_kda:
+        raise NotImplementedError(f"lower_bound: expected is_kda with it, got {lower_bound} alone")
+    check_gating(softplus_beta, softplus_threshold)
     if cache_ring or match_cutedsl_decode:
         raise NotImplementedError("cache_ring, match_cutedsl_decode: expected False, got True")
-    gates = {"a": per_token(a, q), "b": per_token(b, q), "A_log": A_log, "dt_bias": dt_bias}
+    gates: dict[str, Any] = {"a": a, "A_log": A_log, "dt_bias": dt_bias}
+    if is_kda:
+        gates = gate_of_channels(a, A_log, dt_bias, torch.Size((v.shape[2], q.shape[3])))
+        gates["lower_bound"] = lower_bound
+    gates["a"], gates["b"] = per_token(gates["a"], q, 4 if is_kda else 3), per_token(b, q)
     return _decode(
         (q, k, v, scale, use_qk_l2norm_in_kernel), gates, initial_state_source, initial_state_indices,
         cu_seqlens, disable_state_update, intermediate_states_buffer, intermediate_state_indices,
         retrieve_parent_token,
     )  # fmt: skip
+
+
+def fused_recurrent_kda_packed_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Decode one token per request, with a decay per key channel: `gdn.decode_packed`, nothing copied.
+
+    a [B, HV K], dt_bias [HV K]; the rest as `fused_recurrent_gated_delta_rule_packed_decode`.
+    """
+    HV, _, K = initial_state.shape[-3:]
+    gate = gate_of_channels(a, A_log, dt_bias, torch.Size((HV, K)))
+    packed(
+        mixed_qkv, gate["a"], b, gate["A_log"], gate["dt_bias"], scale, initial_state, out, ssm_state_indices,
+        use_qk_l2norm_in_kernel, None, lower_bound,
+    )  # fmt: skip
+    return out, initial_state
 
 
 def fused_recurrent_gated_delta_rule_update(
@@ -238,9 +276,11 @@ class GDNKernel:
         ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """Decode one token per request; o has the shape of v."""
-        return fused_sigmoid_gating_delta_rule_update(
+        o = fused_sigmoid_gating_delta_rule_update(
             A_log, a, dt_bias, 1.0, 20.0, q, k, v, b, ssm_states, cache_indices, None, True, query_start_loc
         )
+        usage.count_served("sglang", "decode")
+        return o
 
     def packed_decode(
         self, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, scale: float,
@@ -251,6 +291,7 @@ class GDNKernel:
             raise NotImplementedError("packed_decode: expected no ReplaySSM rings, got some")
         out = mixed_qkv.new_empty(mixed_qkv.shape[0], 1, num_v_heads, head_v_dim)
         packed(mixed_qkv, a, b, A_log, dt_bias, scale, ssm_states, out, cache_indices, True, None)
+        usage.count_served("sglang", "decode")
         return out.transpose(0, 1)
 
     def target_verify(
@@ -260,12 +301,14 @@ class GDNKernel:
         cache_steps: int | None, retrieve_parent_token: Tensor | None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """Run drafts of each request; store their states in the buffer, not the pool; o has v's shape."""
-        return fused_sigmoid_gating_delta_rule_update(
+        o = fused_sigmoid_gating_delta_rule_update(
             A_log, a, dt_bias, 1.0, 20.0, q, k, v, b, ssm_states, cache_indices, None, True, query_start_loc,
             disable_state_update=True, intermediate_states_buffer=intermediate_states_buffer,
             intermediate_state_indices=intermediate_state_indices, cache_steps=cache_steps,
             retrieve_parent_token=retrieve_parent_token,
         )  # fmt: skip
+        usage.count_served("sglang", "verify")
+        return o
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor,
@@ -284,6 +327,7 @@ class GDNKernel:
                 (q, k, v, g, beta), ssm_states, slots, query_start_loc, track, kwargs["track_chunk_idx"],
                 inplace_update, use_qk_l2norm_in_kernel=True,
             )  # fmt: skip
+        usage.count_served("sglang", "prefill")
         return o, None, None
 
 
@@ -308,6 +352,11 @@ PACKAGE = Package(
             "fused_recurrent_gated_delta_rule_update",
             fused_recurrent_gated_delta_rule_update,
         ),
+        (
+            f"{_FLA}.fused_recurrent",
+            "fused_recurrent_kda_packed_decode",
+            fused_recurrent_kda_packed_decode,
+        ),
         (f"{_FLA}.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
         (_SCATTER, "fused_mamba_state_scatter_with_mask", fused_mamba_state_scatter_with_mask),
         (_SCATTER, "scatter_mamba_states_after_mtp_verify", scatter_mamba_states_after_mtp_verify),
@@ -318,10 +367,43 @@ PACKAGE = Package(
 def patch_sglang() -> Patch:
     """Run SGLang's gated delta rule layers on gdn, in this process: before the attention backend is made.
 
-    The kernel class that its dispatcher creates for `--linear-attn-backend triton` becomes GDNKernel; the
-    functions are replaced in every imported module. Calls that gdn rejects go to SGLang's own functions, for
-    example a decay per channel.
+    The kernel class that its dispatcher creates for `--linear-attn-backend triton` becomes GDNKernel, a
+    subclass of it; the functions are replaced in every imported module. Calls that gdn rejects go to SGLang's
+    own functions. Of a decay per key channel the decode and the verification of `TritonKDAKernel` are among
+    the functions. On some GPUs SGLang's defaults name another kernel: the patch warns and names the flag.
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without SGLang.
     """
+    if torch.cuda.is_available():
+        cuda = int((torch.version.cuda or "0").split(".")[0])
+        for sentence in sglang_dispatch.needed_flags(torch.cuda.get_device_capability(), cuda):
+            warn_caller(f"patch_sglang: {sentence}", UserWarning)
     return PACKAGE.patch()
+
+
+def register() -> None:
+    """Register gdn with SGLang, if GDN_ENGINES names it: the entry point of `sglang.srt.plugins`."""
+    if is_enabled("sglang"):
+        register_backend()
+
+
+def register_backend() -> None:
+    """Add "gdn" to SGLang's kernel backends of linear attention; a second call does nothing.
+
+    --linear-attn-decode-backend gdn, --linear-attn-prefill-backend gdn and --linear-attn-verify-backend gdn
+    then select gdn's kernel, whatever SGLang's defaults are; without them nothing changes. Call it before
+    SGLang's arguments are parsed. Raises ImportError without SGLang.
+    """
+    choices = import_module("sglang.srt.arg_groups.choices")
+    if sglang_dispatch.NAME in choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    choices.add_linear_attn_kernel_backend_choices([sglang_dispatch.NAME])
+    backend = import_module(sglang_dispatch.BACKEND)
+    kernel = class_with_fallback(GDNKernel, backend.TritonGDNKernel)
+    HookRegistry.register(
+        f"{sglang_dispatch.BACKEND}.GDNKernelDispatcher",
+        sglang_dispatch.make_dispatcher(backend.GDNKernelDispatcher, kernel),
+        HookType.REPLACE,
+    )

@@ -1,6 +1,7 @@
 """patch_transformers(): run Transformers models with gated delta rule layers on gdn, by one call.
 
-A model file calls four functions through its own globals. These are replaced in files that are already
+A model file calls four functions through its own globals: the two forms of the rule, with a decay per head or
+per key channel, and the two of the short convolution. These are replaced in files that are already
 imported, and in files imported later: every model file defines a PreTrainedModel, and the patch runs when
 that class is created.
 """
@@ -14,14 +15,26 @@ from typing import Any
 from torch import nn
 
 from gdn.integrations import transformers_calls as calls
+from gdn.integrations import transformers_graphs as graphing
 from gdn.integrations import transformers_packing as packing
+from gdn.integrations import transformers_step as steps
 
 OLDEST = (5, 17)
-RULES = {
+# both forms of the rule in a model file: with a decay per head, or per key channel
+PER_HEAD = {
     "torch_chunk_gated_delta_rule": calls.chunk,
     "torch_recurrent_gated_delta_rule": calls.recurrent,
 }
-FUNCTIONS = {**RULES, "causal_conv1d_fn": calls.conv, "causal_conv1d_update": calls.conv_update}
+PER_CHANNEL = {
+    "chunk_kimi_delta_attention": calls.chunk,
+    "recurrent_kimi_delta_attention": calls.recurrent,
+}
+FUNCTIONS = {
+    **PER_HEAD,
+    **PER_CHANNEL,
+    "causal_conv1d_fn": calls.conv,
+    "causal_conv1d_update": calls.conv_update,
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,7 @@ class Replaced:
 # patching is process-wide by nature: the patches in force, and the originals
 _lock = threading.RLock()
 _active: list["Patch"] = []
+_graphing: list["Patch"] = []  # those with graphs
 _replaced: list[Replaced] = []
 _watch = packing.Watch()
 
@@ -49,8 +63,8 @@ _watch = packing.Watch()
 class Patch:
     """Keep a patch in force until `undo()` or the end of `with`. The last to end restores the originals."""
 
-    def __init__(self, *, infer_packing: bool) -> None:
-        self.infer_packing = infer_packing
+    def __init__(self, *, infer_packing: bool, graphs: bool = False) -> None:
+        self.infer_packing, self.graphs = infer_packing, graphs
 
     @property
     def is_active(self) -> bool:
@@ -66,6 +80,7 @@ class Patch:
         """End this patch; a second call does nothing. Patches may end in any order."""
         with _lock:
             _active[:] = [patch for patch in _active if patch is not self]
+            _graphing[:] = [patch for patch in _active if patch.graphs]
             _watch.is_inferring = any(patch.infer_packing for patch in _active)
             if not _active:
                 for entry in reversed(_replaced):
@@ -83,26 +98,33 @@ class Patch:
     def __repr__(self) -> str:
         if not self.is_active:
             return "Patch(undone)"
-        return f"Patch(infer_packing={self.infer_packing}, modules={self.modules})"
+        graphs = ", graphs=True" if self.graphs else ""
+        return f"Patch(infer_packing={self.infer_packing}{graphs}, modules={self.modules})"
 
 
-def patch_transformers(*, infer_packing: bool = False) -> Patch:
+def patch_transformers(*, infer_packing: bool = False, graphs: bool = False) -> Patch:
     """Run the gated delta rule and the short convolution of Transformers models on gdn, on any device.
 
-    It replaces the functions in qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, and in every other
-    model file, imported before or later, that has torch_chunk_gated_delta_rule and
-    torch_recurrent_gated_delta_rule; existing models run on gdn, too. torch.export, meta tensors and calls
-    that gdn rejects use the originals, with a RuntimeWarning; packed sequences that gdn rejects are an error,
+    It replaces the functions in qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, in kimi_linear,
+    glm5_next and bailing_hybrid, which have a decay per key channel, and in every other model file, imported
+    before or later, that has torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule, or
+    chunk_kimi_delta_attention and recurrent_kimi_delta_attention; existing models run on gdn, too.
+    torch.export, meta tensors and calls that gdn rejects use the originals, with a RuntimeWarning; packed
+    sequences that gdn rejects are an error,
     because the originals would mix the documents.
 
     Args:
         infer_packing    bool    True: where a batch of one row has restarting position_ids and neither
                                  cu_seq_lens_q nor seq_idx, derive both, so that documents stay apart (one
                                  host sync per forward). False: warn once
+        graphs           bool    True: `generate(cache_implementation="static")` on a GPU replays one CUDA
+                                 graph per cache instead of compiling the model; the bits are those of eager
+                                 steps. Beam search, models with hooks, and steps that ask for attentions or
+                                 hidden states run without a graph
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Patches may be nested and end in any
         order; with several in force, packing is inferred if any asked for it. The last to end restores all.
-    Raises:  ImportError without Transformers 5.17 or newer; TypeError if infer_packing is no bool.
+    Raises:  ImportError without Transformers 5.17 or newer; TypeError if an option is no bool.
     Cost:    imports transformers.modeling_utils. Process-wide.
 
     Example:
@@ -111,8 +133,9 @@ def patch_transformers(*, infer_packing: bool = False) -> Patch:
         ...     patch.is_active
         True
     """
-    if not isinstance(infer_packing, bool):
-        raise TypeError(f"infer_packing: expected a bool, got {type(infer_packing).__name__}")
+    for name, value in {"infer_packing": infer_packing, "graphs": graphs}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
     try:
         import transformers
         from transformers.modeling_utils import PreTrainedModel
@@ -125,14 +148,20 @@ def patch_transformers(*, infer_packing: bool = False) -> Patch:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < OLDEST:
         raise ImportError(f"transformers: expected version 5.17 or newer, got {transformers.__version__}")
-    patch = Patch(infer_packing=infer_packing)
+    patch = Patch(infer_packing=infer_packing, graphs=graphs)
     with _lock:
         if not _active:
             _watch.has_warned, _watch.num_calls = False, 0
             _replace(
                 PreTrainedModel, "__init_subclass__", _scan_on_subclass(PreTrainedModel.__init_subclass__)
             )
+            original = PreTrainedModel.get_compiled_call
+            _replace(
+                PreTrainedModel, "get_compiled_call",
+                graphing.get_compiled_call(original, _graphing, _has_layers),
+            )  # fmt: skip
         _active.append(patch)
+        _graphing[:] = [patch for patch in _active if patch.graphs]
         _watch.is_inferring = any(patch.infer_packing for patch in _active)
         _scan()
     return patch
@@ -165,9 +194,10 @@ def _scan() -> None:
 
 
 def _is_model_file(name: str, module: ModuleType) -> bool:
-    """Return True for a module with both functions of the rule and own layers; scripts only import them."""
+    """Return True for a module with both functions of a rule and own layers; scripts only import them."""
     names = vars(module)
-    if not all(callable(names.get(rule)) for rule in RULES) or name.split(".")[0] == "gdn":
+    has_rule = any(all(callable(names.get(x)) for x in rule) for rule in (PER_HEAD, PER_CHANNEL))
+    if not has_rule or name.split(".")[0] == "gdn":
         return False
     return any(
         isinstance(x, type) and issubclass(x, nn.Module) and x.__module__ == name
@@ -178,7 +208,7 @@ def _is_model_file(name: str, module: ModuleType) -> bool:
 def _serve_class(cls: type) -> None:
     """Wrap the forward of a text model of a patched file, to watch its positions."""
     module = sys.modules.get(cls.__module__)
-    is_served = module is not None and _is_ours(module, next(iter(RULES)))
+    is_served = module is not None and any(_is_ours(module, x) for x in (*PER_HEAD, *PER_CHANNEL))
     if (
         is_served
         and issubclass(cls, nn.Module)
@@ -186,6 +216,13 @@ def _serve_class(cls: type) -> None:
         and not _is_ours(cls, "forward")
     ):
         _replace(cls, "forward", packing.watched(vars(cls)["forward"], _watch))
+    elif is_served and steps.is_layer(cls) and not _is_ours(cls, "forward"):
+        _replace(cls, "forward", steps.with_step(vars(cls)["forward"], _active))
+
+
+def _has_layers(model: nn.Module) -> bool:
+    """Return True for a model with layers of a patched file."""
+    return any(steps.is_layer(type(module)) for module in model.modules())
 
 
 def _is_ours(owner: Any, name: str) -> bool:

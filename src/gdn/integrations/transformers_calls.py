@@ -6,6 +6,8 @@ Call sites (the layer's forward in every model file, Transformers 5.17 to 5.24):
     causal_conv1d_update(x [B, D, 1], conv_state [B, D, W], weight, bias, activation)  one token, in place
     torch_chunk_gated_delta_rule(q, k, v, g=, beta=, initial_state=, ..., cu_seqlens=, **kwargs)
     torch_recurrent_gated_delta_rule(the same)                                         one token, with a state
+    chunk_kimi_delta_attention, recurrent_kimi_delta_attention: the same with g [B, T, H, K], and the offsets
+    of documents under their name in kwargs, cu_seq_lens_q
 
 With a cache the convolution sees the W cached columns in front of the new ones. 5.17 expands q and k to the
 value heads, 5.23 does not. kwargs are the model's: cu_seq_lens_q, seq_idx, use_cache, ...
@@ -68,7 +70,7 @@ def recurrent(original: Function, active: Sized) -> Function:
         tensors = (query, key, value, g, beta)
         options = (initial_state, output_final_state, use_qk_l2norm_in_kernel)
         serve: Function = fused_recurrent_gated_delta_rule
-        may_write = output_final_state and kwargs.get("cu_seqlens") is None and kwargs.get("seq_idx") is None
+        may_write = output_final_state and _given_offsets(kwargs) is None and kwargs.get("seq_idx") is None
         if may_write and _is_cache_buffer(initial_state) and not _needs_gradient(*tensors, initial_state):
             serve = _decode_in_place
         return _rule(serve, original, active, tensors, options, kwargs)
@@ -103,7 +105,7 @@ def conv(original: Function, active: Sized) -> Function:
         def run_original() -> Tensor:
             return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
 
-        report = _warn if cu_seqlens is None else _raise
+        report = warn if cu_seqlens is None else _raise
         return call_with_fallback("causal_conv1d_fn", serve, run_original, report)
 
     return causal_conv1d_fn
@@ -135,7 +137,7 @@ def conv_update(original: Function, active: Sized) -> Function:
         def run_original() -> Tensor:
             return original(*arguments, **kwargs)  # type: ignore[no-any-return]
 
-        return call_with_fallback("causal_conv1d_update", serve, run_original, _warn)
+        return call_with_fallback("causal_conv1d_update", serve, run_original, warn)
 
     return causal_conv1d_update
 
@@ -153,7 +155,7 @@ def _rule(
     names = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
     named: dict[str, Any] = dict(zip(names, options, strict=True))
     q, k, v, g, beta = tensors
-    cu_seqlens = _offsets(kwargs.get("cu_seqlens"), kwargs.get("seq_idx"))
+    cu_seqlens = _offsets(_given_offsets(kwargs), kwargs.get("seq_idx"))
     if cu_seqlens is None and _belongs_to_original(q, active):
         return original(q, k, v, g=g, beta=beta, **named, **own, **kwargs)
 
@@ -167,7 +169,7 @@ def _rule(
     def run_original() -> tuple[Tensor, Tensor | None]:
         return original(q, k, v, g=g, beta=beta, **named, **own, **kwargs)  # type: ignore[no-any-return]
 
-    report = _warn if cu_seqlens is None else _raise
+    report = warn if cu_seqlens is None else _raise
     return call_with_fallback("the gated delta rule", serve_rule, run_original, report)
 
 
@@ -213,7 +215,7 @@ def _belongs_to_original(x: Tensor, active: Sized) -> bool:
     return len(active) == 0 or x.is_meta or torch.compiler._is_exporting_flag
 
 
-def _warn(name: str, error: Exception) -> None:
+def warn(name: str, error: Exception) -> None:
     """Warn that the original runs; Python shows such a warning once for each line of a model file."""
     warnings.warn(f"{name} is left to Transformers: {error}", RuntimeWarning, stacklevel=4)
 
@@ -221,6 +223,12 @@ def _warn(name: str, error: Exception) -> None:
 def _raise(name: str, error: Exception) -> None:
     """Raise for packed sequences: the original would silently mix documents."""
     raise error
+
+
+def _given_offsets(kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the offsets of documents among the arguments of a function of the rule."""
+    cu_seqlens: Tensor | None = kwargs.get("cu_seqlens")
+    return kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
 
 
 def _offsets(cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:

@@ -5,12 +5,16 @@ protocol P2: a table of blocks per row, read at column num_accepted - 1; token t
 of padding give zeros; vLLM's own functions do not write some of them.
 """
 
+import functools
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdn.integrations.engines import check_gating, first, packed, per_token
+from gdn.integrations import vllm_kda, vllm_layer
+from gdn.integrations.engines import check_gating, first, is_enabled, packed, per_token
+from gdn.integrations.fallback import call_with_fallback, warn_caller
 from gdn.integrations.patching import Package, Patch
 from gdn.integrations.vllm_conv import NULL_BLOCK_ID, causal_conv1d_fn, causal_conv1d_update
 from gdn.ops.gate import gate
@@ -217,16 +221,91 @@ PACKAGE = Package(
         (f"{_OPS}.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
         (_CONV, "causal_conv1d_fn", causal_conv1d_fn),
         (_CONV, "causal_conv1d_update", causal_conv1d_update),
-    )
+    ),
+    loaded=vllm_kda.SERVED,
 )
 
 
 def patch_vllm() -> Patch:
-    """Run vLLM's gated delta rule layers on gdn, in this process: import vllm's model files first.
+    """Replace vLLM's gated delta rule functions by gdn's, in this process: import vllm's model files first.
 
-    Every imported module that holds one of the six functions gets ours; calls that gdn rejects (a decay per
-    channel) go to vLLM's own. Call it in each worker, for instance from a plugin (docs/vllm.md).
+    Every imported module that holds one of the six functions gets ours, the convolution of other models
+    included; calls that gdn rejects (a decay per channel) go to vLLM's own. Call it in each worker. vLLM's
+    defaults take prefill on Hopper and drafts past these functions: the plug-in (`register`) does not depend
+    on them, and this patch warns and names the flags.
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without vLLM.
     """
+    if torch.cuda.is_available() and not vllm_layer.is_registered():
+        cuda = int((torch.version.cuda or "0").split(".")[0])
+        for sentence in vllm_layer.needed_flags(torch.cuda.get_device_capability(), cuda):
+            warn_caller(f"patch_vllm: {sentence}", UserWarning)
     return PACKAGE.patch()
+
+
+def register() -> None:
+    """Register gdn with vLLM, if GDN_ENGINES names it: the entry point of `vllm.general_plugins`."""
+    if is_enabled("vllm"):
+        register_layers()
+
+
+def register_layers() -> None:
+    """Register gdn's layers, rule and attention backend with vLLM's registries; a second call does nothing.
+
+    vLLM then builds subclasses of its own classes that run on gdn, whatever --gdn-prefill-backend and
+    VLLM_GDN_DECODE_KERNEL say. Call it before a model is built. Raises ImportError without vLLM.
+    """
+    if vllm_layer.is_registered():
+        return
+    from vllm.model_executor.custom_op import CustomOp, PluggableLayer
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
+
+    for module, name in vllm_layer.LAYERS:
+        original = getattr(import_module(module), name)
+        PluggableLayer.register_oot(vllm_layer.make_layer(original), name=name)
+    rule = import_module(vllm_layer.LAYERS[0][0]).ChunkGatedDeltaRule
+    CustomOp.register_oot(_make_rule(rule), name="ChunkGatedDeltaRule")
+    register_backend(
+        MambaAttentionBackendEnum.GDN_ATTN, "gdn.integrations.vllm_backend.GatedDeltaBackend", is_mamba=True
+    )
+
+
+def _make_rule(original: type) -> type:
+    """Return a subclass of vLLM's operator for prompts: layers that are not gdn's call it."""
+
+    class GdnChunkGatedDeltaRule(original):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            own: Any = self._forward_method  # type: ignore[has-type]
+
+            def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+                def serve() -> tuple[Tensor, Tensor | None]:
+                    # AITER's metadata is of no use here
+                    return _rule_of_vllm(*args, **{k: v for k, v in kwargs.items() if k != _AITER})
+
+                return call_with_fallback(
+                    "ChunkGatedDeltaRule", serve, functools.partial(own, *args, **kwargs)
+                )
+
+            if current_platform.is_cuda():
+                self._forward_method = forward
+
+    from vllm.platforms import current_platform
+
+    return GdnChunkGatedDeltaRule
+
+
+_AITER = "aiter_prefill_metadata"
+
+
+def _rule_of_vllm(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor,
+    output_final_state: bool, cu_seqlens: Tensor | None = None, chunk_indices: Tensor | None = None,
+    chunk_offsets: Tensor | None = None, use_qk_l2norm_in_kernel: bool = True,
+    core_attn_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Run `chunk_gated_delta_rule` with the arguments in the order of vLLM's operator."""
+    return chunk_gated_delta_rule(
+        q, k, v, g, beta, None, initial_state, output_final_state, cu_seqlens,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, core_attn_out=core_attn_out,
+    )  # fmt: skip

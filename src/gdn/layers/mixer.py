@@ -1,6 +1,8 @@
 """Share what layers of the gated delta rule have in common: masks, packing, caches, convolution, rule."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +103,8 @@ class DeltaRuleMixer(nn.Module):
         self, hidden: Tensor, cu_seqlens: Offsets | None, cu_seqlens_cpu: Offsets | None,
         cache: GatedDeltaNetCache | None, is_short: bool, cp_context: ContextParallel | None = None,
     ) -> Tensor:  # fmt: skip
+        gates = Once(lambda: (self.in_proj_a(hidden), self.in_proj_b(hidden)))
+        gating = Once(lambda: self.in_proj_z(hidden))
         qkv = self.in_proj_qkv(hidden)
         window, state = (None, None) if cache is None else (cache.conv_state, cache.state)
         if is_short and window is not None and cu_seqlens is None:
@@ -108,16 +112,17 @@ class DeltaRuleMixer(nn.Module):
         else:
             qkv, window = self.conv1d(
                 qkv, window, output_final_state=cache is not None, cu_seqlens=cu_seqlens,
-                cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context,
+                cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context and cp_context.overlap(gates),
             )  # fmt: skip
         q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         rule = fused_recurrent_gated_delta_rule if is_short else chunk_gated_delta_rule
+        a, b = gates()
         o, state = rule(
             q.unflatten(-1, (self.num_k_heads, self.head_k_dim)),
             k.unflatten(-1, (self.num_k_heads, self.head_k_dim)),
             v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-            g=self.in_proj_a(hidden).unflatten(-1, self.dt_bias.shape),
-            beta=self.in_proj_b(hidden),
+            g=a.unflatten(-1, self.dt_bias.shape),
+            beta=b,
             initial_state=state,
             output_final_state=cache is not None,
             use_qk_l2norm_in_kernel=True,
@@ -129,12 +134,12 @@ class DeltaRuleMixer(nn.Module):
             allow_neg_eigval=self.allow_neg_eigval,
             cu_seqlens=cu_seqlens,
             cu_seqlens_cpu=cu_seqlens_cpu,
-            cp_context=cp_context,
+            cp_context=cp_context and cp_context.overlap(gating),
             backend=self.backend,
         )
         if cache is not None:
             cache.conv_state, cache.state = window, state
-        z = self.in_proj_z(hidden).unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        z = gating().unflatten(-1, (self.num_v_heads, self.head_v_dim))
         return self.out_proj(self.norm(o, z).flatten(-2))
 
     def _weight_dtype(self) -> torch.dtype | None:
@@ -149,6 +154,18 @@ class DeltaRuleMixer(nn.Module):
         heads = f"num_k_heads={self.num_k_heads}, num_v_heads={self.num_v_heads}"
         dims = f"head_k_dim={self.head_k_dim}, head_v_dim={self.head_v_dim}"
         return f"{self.hidden_size}, {heads}, {dims}, allow_neg_eigval={self.allow_neg_eigval}"
+
+
+class Once:
+    """Compute a value when it is first needed: during an exchange of context parallelism, or later."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self._compute, self._value = compute, None
+
+    def __call__(self) -> Any:
+        if self._value is None:
+            self._value = self._compute()
+        return self._value
 
 
 def pack(mask: Mask) -> tuple[Tensor, Tensor, Offsets]:

@@ -127,6 +127,11 @@ def no_second_derivative(name: str) -> None:
     torch.library.register_autograd(f"gdn::{name}", refuse, lib=library)
 
 
+def define_autograd(name: str, function: type[torch.autograd.Function]) -> None:
+    """Register an autograd function, which takes all arguments, as the formula of gdn::name."""
+    library.impl(name, lambda *args: function.apply(*args), "Autograd")
+
+
 def as_output(x: Tensor | None, like: Tensor) -> Tensor:
     """Return x contiguous, as the fake declares it; return an empty tensor for None."""
     return like.new_empty(0) if x is None else x.contiguous()
@@ -161,11 +166,14 @@ def _chunk_forward(*args: Any) -> tuple[Tensor | None, ...]:
 
 def _chunk_forward_fake(*args: Any) -> tuple[Tensor, ...]:
     problem, (save,) = Problem.split(args)
-    o, final = _outputs_fake(problem)
+    return (*_outputs_fake(problem), *saved_fake(problem, save))
+
+
+def saved_fake(problem: Problem, save: bool) -> list[Tensor]:
+    """Return the tensors of Saved, in order, without contents; an empty one for each that is not saved."""
     shapes = select(problem).saves(problem) if save else [None for _ in fields(Saved)]
     q = problem.q
-    saved = (q.new_empty(0) if shape is None else _empty(q, *shape) for shape in shapes)
-    return (o, final, *saved)
+    return [q.new_empty(0) if shape is None else _empty(q, *shape) for shape in shapes]
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -219,21 +227,27 @@ def _as_operator(body: Callable[..., tuple[Tensor | None, ...]]) -> Callable[...
 
 def _chunk_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     problem, _ = Problem.split(args)
+    return gradients_fake(problem)
+
+
+def gradients_fake(problem: Problem) -> tuple[Tensor, ...]:
+    """Return the gradients of a problem without contents; an empty one for each tensor that is None."""
     q = problem.q
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in problem.differentiable)
 
 
 _RULE = Problem.declaration.schema
 _OUTPUTS = "Tensor o, Tensor final_state"
+SAVED, GIVEN, GRADIENTS = schema_of(Saved), schema_of(Saved, "?"), schema_of(Gradients)
 chunk_forward = define(
     "chunk_forward",
-    f"({_RULE}, bool save) -> ({_OUTPUTS}, {schema_of(Saved)})",
+    f"({_RULE}, bool save) -> ({_OUTPUTS}, {SAVED})",
     _as_operator(_chunk_forward),
     _chunk_forward_fake,
 )
 chunk_backward = define(
     "chunk_backward",
-    f"({_RULE}, {schema_of(Saved, '?')}, Tensor? do, Tensor? dfinal_state) -> ({schema_of(Gradients)})",
+    f"({_RULE}, {GIVEN}, Tensor? do, Tensor? dfinal_state) -> ({GRADIENTS})",
     _as_operator(_chunk_backward),
     _chunk_backward_fake,
 )

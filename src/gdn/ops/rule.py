@@ -4,13 +4,14 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from gdn import settings
-from gdn.backends import Report, report
+from gdn.backends import Report, report, select_recurrent
 from gdn.notation import Decay, GateBias, HeadParam, Keys, Offsets, PerHead, Q, State, Values
 from gdn.ops.fastpath import RuleFunction
 from gdn.ops.library import CHUNK_FORWARD, RECURRENT_FORWARD, is_autocasting
@@ -191,7 +192,9 @@ def explain(
     """Explain which backend `chunk_gated_delta_rule(q, k, v, g, beta, **options)` gets, and why.
 
     Returns a Report: print it, or read `chosen` and `refusals`, the reason of each backend that does not
-    support the call. Raises as `chunk_gated_delta_rule` does for an invalid call.
+    support the call. With `cp_context` it is about the tokens of this rank, and `exchange` says what the
+    exchange of states costs by a model; no rank is asked. Raises as `chunk_gated_delta_rule` does for an
+    invalid call.
     """
     arguments = inspect.signature(chunk_gated_delta_rule).parameters
     for name in options:
@@ -201,25 +204,43 @@ def explain(
             raise TypeError(
                 f"explain: expected options of chunk_gated_delta_rule, got the unexpected {name}{hint}"
             )
-    problem: Problem = parse(q, k, v, g, beta, **options)
-    return report(problem)
+    context = options.pop("cp_context", None)
+    if context is None:
+        problem: Problem = parse(q, k, v, g, beta, **options)
+        return report(problem)
+    check_context(context)
+    problem, exchange = context.explain({"q": q, "k": k, "v": v, "g": g, "beta": beta, **options})
+    return replace(report(problem), exchange=exchange)
 
 
-def has_kernel(q: Tensor, v: Tensor) -> bool:
-    """Return True unless `eager` is the only backend for calls of these sizes and dtype on a GPU.
+def has_kernel(q: Tensor, v: Tensor, g: Tensor | None = None, *, is_recurrent: bool = False) -> bool:
+    """Return True unless `eager` alone computes calls of these sizes and dtype on a GPU, or their backward.
 
-    The patches of other packages call this, since on a GPU the kernels of a patched package are faster than
-    `eager`.
+    g: a decay whose rank matters. The patches of other packages call this, since on a GPU the kernels of a
+    patched package are faster than `eager`.
     """
     if q.device.type == "cpu" or torch.compiler.is_compiling():
         return True
-    return _has_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], settings.backend())
+    channels = () if g is None else tuple(g.shape[3:])
+    sizes = q.shape[-1], v.shape[-1], channels
+    return _has_kernel(q.device, q.dtype, sizes, settings.backend(), is_recurrent)
 
 
 @functools.cache
-def _has_kernel(device: torch.device, dtype: torch.dtype, K: int, V: int, asked: str | None) -> bool:
-    q, v = (torch.empty(1, 1, 1, size, dtype=dtype, device=device) for size in (K, V))
-    return asked == "eager" or explain(q, q, v).chosen not in (None, "eager")
+def _has_kernel(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, tuple[int, ...]], asked: str | None,
+    is_recurrent: bool,
+) -> bool:  # fmt: skip
+    K, V, channels = sizes
+    shapes = (1, 1, 1, K), (1, 1, 1, V), (1, 1, 1, *channels)
+    q, v, g = (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+    if asked == "eager":
+        return True
+    if is_recurrent:
+        # its backward is that of the chunked form; other packages have none
+        return select_recurrent(parse(q, q, v, g)).name != "eager"
+    dispatched = explain(q, q, v, g)
+    return "eager" not in (dispatched.chosen, dispatched.backward) and dispatched.chosen is not None
 
 
 _ARGUMENTS = (*Problem.declaration.names, "cp_context")

@@ -1,6 +1,6 @@
 """Check the tensors and options of one call of the gated delta rule; return one frozen Problem."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,6 +35,14 @@ class ContextParallel(Protocol):
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return y and the local windows of `causal_conv1d`."""
+        ...
+
+    def explain(self, arguments: Mapping[str, Any]) -> tuple["Problem", Any]:
+        """Return the problem of this rank and a report of its exchange, without asking another rank."""
+        ...
+
+    def overlap(self, work: Callable[[], Any]) -> "ContextParallel":
+        """Return a context for one call that runs `work` while the exchange of the call is on its way."""
         ...
 
 

@@ -3,9 +3,11 @@
     N | M   the state scan of columns [v | 0] from [S_0 | 0] or [0 | I]: no queries, no outputs
     C       the reverse state scan alone: no gradient of a token
 
-Only rows that enter and leave need these scans besides the rule itself.
+Only rows that enter and leave need these scans besides the rule itself. With a decay per key channel the rule
+and its backward are run in their place: the stages have a decay per head.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -43,6 +45,10 @@ def backward_begin(
     if not borders.entering:
         return None, finish
     if borders.leaving:
+        if problem.is_per_channel:
+            before = finish(dS) if do is not None or dS is not None else finish(_no_gradient(problem))
+            assert before.dinitial_state is not None
+            return states_at(before.dinitial_state, borders.entering, problem.state_v_first), finish
         return _entering_gradient(problem, do, dS, borders), finish
     # nothing comes from another rank: the gradients are final
     gradients = finish(dS)
@@ -55,21 +61,30 @@ def _differentiate(problem: Problem, kept: Kept, do: Tensor | None, dS: Tensor |
     return chunk_backward(problem, saved_of(kept), do, dS)
 
 
+def _no_gradient(p: Problem) -> Tensor:
+    return p.v.new_zeros(p.state_shape, dtype=p.state_dtype)
+
+
 def _operands(p: Problem) -> tuple[Q, Keys, GSum, WKeys, UValues]:
     """Return q and k, normalised, G, w and u of the rule, in the computing dtype."""
     q, k = p.q.to(p.state_dtype), p.k.to(p.state_dtype)
     if p.use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     g, beta = activate(p)
-    G = stages.chunk_cumsum(g.squeeze(-1), p.cu_seqlens)  # the exchange refuses a decay per key channel
+    G = stages.chunk_cumsum(g.squeeze(-1), p.cu_seqlens)
     A_inv = stages.solve_tril(stages.chunk_kkt(k, beta, G, p.cu_seqlens), p.cu_seqlens)
     return q, k, G, *stages.wy_transform(k, p.v.to(p.state_dtype), beta, G, A_inv, p.cu_seqlens)
 
 
 def _transfers(p: Problem, borders: Borders) -> Tensor:
     """Return N | M [leaving, HV, K, V+K]: columns of a state do not mix, so one scan computes both."""
-    _, k, G, w, u = _operands(p)
     start = torch.cat(start_columns(p, borders), -1)
+    if p.is_per_channel:
+        columns = replace(p, v=F.pad(p.v, (0, p.K)), state_v_first=False, output_final_state=True)
+        _, final, _ = chunk_forward(with_initial(columns, start), False)
+        assert final is not None
+        return final[row_index(borders.leaving, final.device)]
+    _, k, G, w, u = _operands(p)
     _, _, ends = stages.chunk_state(k, w, F.pad(u, (0, p.K)), G, start, p.cu_seqlens)
     return ends[row_index(borders.leaving, ends.device)]
 

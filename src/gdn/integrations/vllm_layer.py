@@ -1,0 +1,277 @@
+"""Build a layer class for vLLM's own registry: the convolution, the rule and the norm of a layer on gdn.
+
+vLLM instantiates a class that was registered with `PluggableLayer.register_oot` in the place of its own. Ours
+is a subclass that overrides what runs between a layer's projections, so that no flag of vLLM's kernels
+decides: prompts run in place on the pool, with the snapshot that prefix caching wants, a token per row is one
+`decode_step`, and drafts follow protocol P2.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn import settings
+from gdn.integrations import usage
+from gdn.integrations.engines import activation_name
+from gdn.integrations.vllm_conv import NULL_BLOCK_ID, causal_conv1d_update
+from gdn.ops import conv as short_conv
+from gdn.ops.norm import rms_norm_gated
+from gdn.ops.prefill import prefill
+from gdn.ops.serving import decode
+from gdn.ops.step import decode_step
+
+CHECKPOINT_ALIGNMENT = 64  # tokens: vLLM places snapshots on this grid, as for FlashInfer
+# True for each layer of ours that was built and that gdn serves, False for one that it does not
+built: list[bool] = []
+
+
+def reason_to_reject(layer: Any, states: tuple[torch.dtype, ...], is_cuda: bool) -> str | None:
+    """Return None if gdn serves every call of this layer, else the reason.
+
+    It is decided once: vLLM's own functions cannot take over in the middle of a layer, after the convolution.
+    """
+    if not is_cuda:
+        return "expected a CUDA device"
+    if not set(states) <= {torch.float32, torch.bfloat16, torch.float16}:
+        return f"expected states in fp32, bf16 or fp16, got {[str(x) for x in states]}"
+    if max(layer.head_k_dim, layer.head_v_dim) > 256:
+        return f"expected K and V of at most 256, got {layer.head_k_dim} and {layer.head_v_dim}"
+    try:
+        activation_name(layer.activation)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def metadata(layer: Any) -> Any:
+    """Return vLLM's metadata of this step for a layer, None in a profile run."""
+    from vllm.forward_context import get_forward_context
+
+    every = get_forward_context().attn_metadata
+    return every.get(layer.prefix) if isinstance(every, dict) else None
+
+
+def make_layer(original: type) -> type:
+    """Return a subclass of one of vLLM's layer classes, of the same constructor."""
+    from vllm import envs
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    from vllm.platforms import current_platform
+
+    class Layer(original):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            reason = reason_to_reject(self, self.get_state_dtype(), current_platform.is_cuda())
+            self.is_served = reason is None
+            built.append(self.is_served)
+            if reason is not None:
+                usage.count_rejected(original.__name__, reason)
+                return
+            # one operator with the norm inside; a quantised projection is left to vLLM's fusion with the norm
+            if hasattr(self, "_forward_core_fused_norm_packed"):
+                is_flat = not self.gqa_interleaved_layout and self.quant_config is None
+                self.enable_fused_gdn_spec_decode = is_flat
+            # vLLM's warm-up then compiles no kernel of FlashInfer
+            self.gdn_prefill_backend = "triton"
+            if hasattr(self, "_checkpoint_alignment") and self.cache_config.mamba_cache_mode == "align":
+                self._checkpoint_alignment = CHECKPOINT_ALIGNMENT
+                # snapshots go from the kernel to their blocks: no buffer of states is reserved
+                self._checkpoint_buffer_spec = ((1,), torch.float32)
+
+        def _pools(self) -> tuple[Tensor, Tensor]:
+            windows, states = self.kv_cache[:2]
+            return windows if is_conv_state_dim_first() else windows.transpose(-1, -2), states
+
+        def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+            meta = metadata(self) if self.is_served else None
+            if meta is None:
+                super()._forward_core(mixed_qkv, b, a, core_attn_out)
+                return
+            run_step(self, meta, self._pools(), (mixed_qkv, b, a), core_attn_out, envs.VLLM_BATCH_INVARIANT)
+
+        def _forward_core_fused_norm(
+            self, mixed_qkv: Tensor, b: Tensor, a: Tensor, output_gate: Tensor, core_attn_out: Tensor
+        ) -> None:
+            meta = metadata(self) if self.is_served else None
+            if meta is None:
+                super()._forward_core_fused_norm(mixed_qkv, b, a, output_gate, core_attn_out)
+                return
+            n = meta.num_actual_tokens
+            if meta.spec_sequence_masks is None and meta.num_prefills == 0:
+                norm = {"z": output_gate[:n], "norm_weight": self.norm.weight, "norm_eps": self.norm.eps}
+                norm["norm_activation"] = activation_name_of_gate(self.norm.activation)
+                decode_tokens(self, meta, self._pools(), (mixed_qkv, b, a), core_attn_out, n, **norm)
+                return
+            run_step(self, meta, self._pools(), (mixed_qkv, b, a), core_attn_out, envs.VLLM_BATCH_INVARIANT)
+            core_attn_out[:n] = rms_norm_gated(
+                core_attn_out[:n], output_gate[:n], self.norm.weight, eps=self.norm.eps,
+                activation=activation_name_of_gate(self.norm.activation),
+            )  # fmt: skip
+
+    Layer.__name__ = Layer.__qualname__ = "Gdn" + original.__name__
+    return Layer
+
+
+def activation_name_of_gate(name: str) -> str | None:
+    """Return gdn's name of the activation of an output gate."""
+    return name if name == "sigmoid" else activation_name(name)
+
+
+def run_step(
+    layer: Any, meta: Any, pools: tuple[Tensor, Tensor], tokens: tuple[Tensor, ...], out: Tensor,
+    is_invariant: bool,
+) -> None:  # fmt: skip
+    """Run the tokens of one step: drafts, or single tokens, and prompts; write to out [tokens, HV, V]."""
+    if meta.spec_sequence_masks is None:
+        if meta.num_decodes > 0:
+            count = meta.num_decode_tokens if meta.num_prefills else meta.num_actual_tokens
+            decode_tokens(layer, meta, pools, tokens, out, count)
+        if meta.num_prefills > 0:
+            span = slice(meta.num_decode_tokens, meta.num_actual_tokens)
+            prompts = tuple(x[span] for x in tokens)
+            run_prompts(layer, meta, pools, prompts, out[span].unsqueeze(0), is_invariant)
+        return
+    tokens = tuple(x[: meta.num_actual_tokens] for x in tokens)
+    if meta.num_prefills == 0:
+        out[: meta.num_actual_tokens] = verify(layer, meta, pools, tokens)
+        return
+    # drafts and prompts lie between one another
+    for run, places in ((verify, meta.spec_token_indx), (run_prompts, meta.non_spec_token_indx)):
+        some = tuple(x.index_select(0, places) for x in tokens)
+        options = () if run is verify else (None, is_invariant)
+        out.index_copy_(0, places, run(layer, meta, pools, some, *options))  # type: ignore[operator]
+
+
+def decode_tokens(
+    layer: Any, meta: Any, pools: tuple[Tensor, Tensor], tokens: tuple[Tensor, ...], out: Tensor, count: int,
+    **norm: Any,
+) -> None:  # fmt: skip
+    """Run one token of each of the first `count` rows: `gdn.decode_step`."""
+    (windows, states), (mixed, b, a) = pools, (x[:count] for x in tokens)
+    weight, bias = filters(layer)
+    HV, V, K = states.shape[1:]
+    decode_step(
+        mixed, windows[..., : weight.shape[1] - 1], weight, bias, a, b, layer.A_log, layer.dt_bias, states,
+        num_k_heads=(mixed.shape[1] - HV * V) // (2 * K), head_k_dim=K, head_v_dim=V,
+        conv_activation=activation_name(layer.activation), use_qk_l2norm_in_kernel=True, state_v_first=True,
+        allow_neg_eigval=getattr(layer, "allow_neg_eigval", False), out=out[:count],
+        read_index=meta.non_spec_state_indices_tensor[:count], null_slot=NULL_BLOCK_ID, **norm,
+    )  # fmt: skip
+    usage.count_served("vllm", "decode")
+
+
+def run_prompts(
+    layer: Any, meta: Any, pools: tuple[Tensor, Tensor], tokens: tuple[Tensor, ...], out: Tensor | None,
+    is_invariant: bool,
+) -> Tensor:  # fmt: skip
+    """Run packed prompts in place: `gdn.causal_conv1d`, then `gdn.prefill`; return o [tokens, HV, V]."""
+    (windows, states), (mixed, b, a) = pools, tokens
+    weight, bias = filters(layer)
+    offsets, slots = meta.prefill_query_start_loc, meta.prefill_state_indices
+    N, mask = offsets.shape[0] - 1, meta.prefill_has_initial_state
+    where: dict[str, Any] = {"state_index": slots[:N], "has_initial_state": mask[:N]}
+    snapshot: dict[str, Any] = {}
+    window = windows[..., : weight.shape[1] - 1]
+    if meta.checkpoint is not None:
+        # the checkpoints of a mixed batch begin with the rows that decode
+        position, index = meta.checkpoint.checkpoint_offsets[-N:], meta.checkpoint.state_indices[-N:]
+        position = torch.where(position > 0, position, -1)
+        snapshot = {"snapshot_pos": position, "snapshot_index": index}
+        store_windows(mixed, window, offsets, position, index)
+    convolved, _ = short_conv.causal_conv1d(
+        mixed.unsqueeze(0), weight, bias, activation=activation_name(layer.activation), cu_seqlens=offsets,
+        state=window, null_slot=NULL_BLOCK_ID, **where,
+    )  # fmt: skip
+    q, k, v = split_heads(convolved, states)
+    o = prefill(
+        q, k, v, states, a=a.unsqueeze(0), b=b.unsqueeze(0), A_log=layer.A_log, dt_bias=layer.dt_bias,
+        cu_seqlens=offsets, use_qk_l2norm_in_kernel=True, state_v_first=True, null_slot=NULL_BLOCK_ID,
+        allow_neg_eigval=getattr(layer, "allow_neg_eigval", False), batch_invariant=is_invariant, out=out,
+        **where, **snapshot,
+    )  # fmt: skip
+    usage.count_served("vllm", "prefill")
+    return o[0]
+
+
+def verify(
+    layer: Any, meta: Any, pools: tuple[Tensor, Tensor], tokens: tuple[Tensor, ...]
+) -> Tensor:  # fmt: skip
+    """Run the drafts of each row: protocol P2 on a table of blocks; return o [tokens, HV, V]."""
+    (windows, states), (mixed, b, a) = pools, tokens
+    weight, bias = filters(layer)
+    N, table = meta.num_spec_decodes, meta.spec_state_indices_tensor
+    offsets, accepted = meta.spec_query_start_loc[: N + 1], meta.num_accepted_tokens[:N]
+    convolved = causal_conv1d_update(
+        mixed, windows, weight, bias, layer.activation, table[:N, 0], accepted, offsets, table.shape[1],
+        out=torch.empty_like(mixed),
+    )  # fmt: skip
+    q, k, v = split_heads(convolved.unsqueeze(0), states)
+    o = decode(
+        q, k, v, states, a=a.unsqueeze(0), b=b.unsqueeze(0), A_log=layer.A_log, dt_bias=layer.dt_bias,
+        cu_seqlens=offsets, max_seqlen=table.shape[1], read_index=table[:N], num_accepted=accepted,
+        write="all", write_index=table[:N], use_qk_l2norm_in_kernel=True, state_v_first=True,
+        allow_neg_eigval=getattr(layer, "allow_neg_eigval", False), null_slot=NULL_BLOCK_ID,
+    )  # fmt: skip
+    usage.count_served("vllm", "verify")
+    return o[0]
+
+
+def store_windows(x: Tensor, window: Tensor, offsets: Tensor, position: Tensor, index: Tensor) -> None:
+    """Store the inputs before token position[n] of sequence n in window[index[n]]; -1: store none.
+
+    x [tokens, D] is the input of the convolution. Positions are at least the window's length: they lie on a
+    grid of 64 tokens. The host reads nothing, so a row that stores none writes what its slot has.
+    """
+    is_stored = ((position > 0) & (index != NULL_BLOCK_ID)).view(-1, 1, 1)
+    length = window.shape[2]
+    steps = torch.arange(-length, 0, device=x.device)
+    places = (offsets[:-1] + position)[:, None] + steps
+    values = x[places.clamp(0, max(x.shape[0] - 1, 0))].transpose(1, 2).to(window.dtype)
+    slots = index.long().clamp(0, window.shape[0] - 1)
+    slots = torch.where(is_stored[:, 0, 0], slots, NULL_BLOCK_ID)
+    window[slots] = torch.where(is_stored, values, window[slots])
+
+
+def filters(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the filters [D, W] and the bias of a layer's convolution."""
+    return layer.conv1d.weight.flatten(1), getattr(layer.conv1d, "bias", None)
+
+
+def split_heads(mixed: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+    """Return rows of q | k | v [1, tokens, D] as q, k [1, tokens, H, K] and v [1, tokens, HV, V], views."""
+    HV, V, K = states.shape[1:]
+    keys = (mixed.shape[2] - HV * V) // 2
+    q, k, v = mixed.split([keys, keys, HV * V], 2)
+    return q.unflatten(2, (-1, K)), k.unflatten(2, (-1, K)), v.unflatten(2, (HV, V))
+
+
+LAYERS = (
+    ("vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn", "QwenGatedDeltaNetAttention"),
+    ("vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn", "OlmoHybridGatedDeltaNetAttention"),
+)
+
+
+def is_registered() -> bool:
+    """Return True if vLLM would build our layer for its Qwen models."""
+    registry = getattr(sys.modules.get("vllm.model_executor.custom_op"), "op_registry_oot", {})
+    return "QwenGatedDeltaNetAttention" in registry
+
+
+def needed_flags(capability: tuple[int, int], cuda: int) -> list[str]:
+    """Return a sentence for each kernel of vLLM that takes calls away from `patch_vllm`, with its flag.
+
+    capability: of the GPU. cuda: the major version of the CUDA runtime.
+    """
+    major, flags = capability[0], []
+    if capability == (9, 0) or (major in (10, 12) and cuda >= 13):
+        flags.append(
+            "prefill runs on FlashInfer unless vLLM gets --gdn-prefill-backend triton "
+            '(additional_config={"gdn_prefill_backend": "triton"})'
+        )
+    if (settings.of_engine("VLLM_GDN_DECODE_KERNEL") or "cuda").strip().lower() == "cuda":
+        flags.append(
+            "drafts of models with K = V = 128 in bf16 run on torch.ops._C.fused_gdn_decode_post_conv_mtp "
+            "unless VLLM_GDN_DECODE_KERNEL=triton is set"
+        )
+    return flags
