@@ -433,7 +433,9 @@ def test_names():
 # tokens and rows are made, and where a history is written: everything else sees rows and states
 MAY_ASK = {
     "backends/eager/borders.py",
+    "backends/eager/dense_step.py",
     "backends/eager/gate.py",
+    "backends/eager/history.py",
     "backends/eager/replay.py",
     "backends/eager/rule.py",
     "backends/triton/__init__.py",
@@ -443,7 +445,9 @@ MAY_ASK = {
     "ops/portable.py",
     "ops/warmup.py",
     "ops/warmup_calls.py",
+    "ops/warmup_history.py",
     "problem/addressing.py",
+    "problem/history.py",
     "problem/replay.py",
     "problem/rule.py",
     "problem/serving.py",
