@@ -434,6 +434,7 @@ def test_names():
 # tokens and rows are made, and where a history is written: everything else sees rows and states
 MAY_ASK = {
     "backends/eager/borders.py",
+    "backends/eager/dense_step.py",
     "backends/eager/gate.py",
     "backends/eager/history.py",
     "backends/eager/replay.py",

@@ -19,6 +19,7 @@ from gdn.integrations.sglang_commit import (
     fused_mamba_state_scatter_with_mask,
     scatter_mamba_states_after_mtp_verify,
 )
+from gdn.integrations.sglang_kda import fused_recurrent_kda_packed_decode
 from gdn.integrations.sglang_prefill import chunk_gated_delta_rule, chunk_gated_delta_rule_npu, tracked
 from gdn.integrations.vllm import fused_gdn_gating
 from gdn.ops.prefill import prefill
@@ -90,32 +91,6 @@ def fused_sigmoid_gating_delta_rule_update(
         cu_seqlens, disable_state_update, intermediate_states_buffer, intermediate_state_indices,
         retrieve_parent_token,
     )  # fmt: skip
-
-
-def fused_recurrent_kda_packed_decode(
-    mixed_qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    scale: float,
-    initial_state: Tensor,
-    out: Tensor,
-    ssm_state_indices: Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    lower_bound: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Decode one token per request, with a decay per key channel: `gdn.decode_packed`, nothing copied.
-
-    a [B, HV K], dt_bias [HV K]; the rest as `fused_recurrent_gated_delta_rule_packed_decode`.
-    """
-    HV, _, K = initial_state.shape[-3:]
-    gate = gate_of_channels(a, A_log, dt_bias, torch.Size((HV, K)))
-    packed(
-        mixed_qkv, gate["a"], b, gate["A_log"], gate["dt_bias"], scale, initial_state, out, ssm_state_indices,
-        use_qk_l2norm_in_kernel, None, lower_bound,
-    )  # fmt: skip
-    return out, initial_state
 
 
 def fused_recurrent_gated_delta_rule_update(
