@@ -22,6 +22,7 @@ from gdn_bench.problems import catalog, jobs, workloads
 from gdn_bench.providers.gdn_calls import gdn_provider
 from gdn_bench.providers.load import load_provider
 from gdn_bench.providers.names import PEERS, PROVIDERS
+from gdn_bench.providers.peers import gather_pool
 from gdn_bench.providers.provider import Bound, Provider
 from gdn_bench.results import rows as rows_of
 from gdn_bench.results import tables
@@ -80,6 +81,23 @@ def test_a_variant_has_other_gates_or_options():
     first = workloads.PREFILL[0]
     assert first.with_variant("slow").case.gate == "slow"
     assert first.with_variant("gated").case.raw_gate == "on" and first.with_variant("slow").name == first.name
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_prompts_on_a_pool(is_raw):
+    """gdn's prefill and a peer with gathered states read and write the same slots of a pool."""
+    first = workloads.PREFILL[0].with_variant("pool")
+    assert (first.job, first.case.state_v_first) == ("pool", True) and first.cost == workloads.PREFILL[0].cost
+    gates = {"raw_gate": "on", "beta": "sigmoid"} if is_raw else {}
+    given = inputs(replace(TINY, lengths=packed(70, 3), state="wide", state_v_first=True, **gates), BF16)
+    own = load_provider("gdn:eager")
+    peer = Provider("peer", {"pool": gather_pool(own.binds["prefill"])})
+    expected = accuracy.run(own.function("prefill"), given, False)
+    for provider in (own, peer):
+        found = accuracy.run(provider.function("pool"), given, False)
+        assert all(torch.equal(found[name], expected[name]) for name in ("o", "final_state"))
+    one, two = jobs.sets("pool", given, 2)
+    assert one.tensors["pool"] is two.tensors["pool"] and jobs.backend("gdn", "pool", one) == "eager"
 
 
 def test_every_fourth_head_of_the_timed_gates_does_not_decay():

@@ -432,13 +432,14 @@ def test_names():
 # the rank of the gate may be asked where a problem is parsed, where the gate is computed, where the pairs of
 # tokens and rows are made, and where a history is written: everything else sees rows and states
 MAY_ASK = {
+    "backends/eager/borders.py",
     "backends/eager/gate.py",
     "backends/eager/replay.py",
     "backends/eager/rule.py",
     "backends/triton/__init__.py",
     "backends/triton/serving/gates.py",
     "backends/triton/serving/packet.py",
-    "distributed/context.py",
+    "distributed/check.py",
     "ops/portable.py",
     "ops/warmup.py",
     "ops/warmup_calls.py",

@@ -52,6 +52,8 @@ DISAGREEMENTS: list[tuple[dict[str, Any], str]] = [
     ({"requires_grad": False}, "got requires_grad=True on ranks 0, 2 and requires_grad=False on rank 1"),
     ({"output_final_state": True}, "got output_final_state=False on ranks 0, 2 and output_final_state=True"),
     ({"scale": 0.5}, r"got scale=0\.35\d* on ranks 0, 2 and scale=0\.5 on rank 1"),
+    ({"g": torch.zeros(1, 10, 4, 8)},
+     "got decay per key channel=False on ranks 0, 2 and decay per key channel=True on rank 1"),
     ({"exchange": "owner"}, "got exchange=gather on ranks 0, 2 and exchange=owner on rank 1"),
     ({"cu_seqlens": (0, 12, 30)}, "got one cu_seqlens on ranks 0, 2 and another cu_seqlens on rank 1"),
     ({"runs": [(1, 0, 10), (0, 10, 20), (2, 20, 30)]},
@@ -62,7 +64,8 @@ DISAGREEMENTS: list[tuple[dict[str, Any], str]] = [
 
 def disagree(rank: int, change: dict[str, Any]) -> str:
     """Make one call, which rank 1 changes; return what it raises."""
-    change = dict(change) if rank == 1 else {}
+    same = {"g": torch.zeros(1, 10, 4)} if "g" in change else {}
+    change = dict(change) if rank == 1 else same
     runs = change.pop("runs", [(0, 0, 10), (1, 10, 20), (2, 20, 30)])
     order = {"runs": runs} if change.get("T") is None and rank != 1 or "T" not in change else {}
     context = gdn.ContextParallel(dist.group.WORLD, exchange=change.pop("exchange", "gather"), **order)
@@ -331,8 +334,13 @@ def test_one_rank_of_many_sends_what_the_table_of_costs_says(name, R):
             o, _ = gdn.chunk_gated_delta_rule(q, q, torch.randn(1, T, HV, V), cp_context=context)
         with Wire() as backward:
             o.sum().backward()
+        x = torch.randn(1, T, 5, requires_grad=True)
+        with Wire() as halo:
+            gdn.causal_conv1d(x, torch.randn(5, 4), cp_context=context)[0].sum().backward()
     finally:
         dist.destroy_process_group()
+    # three inputs of this rank before those of the next one, and their gradients back
+    assert halo.sent == [("all_to_all_single", 3 * 5 * 4)] * 2
     P, s = 4 * HV * K * (K + V), 4 * HV * K * V
     if name == "gather":
         assert forward.sent == [("all_gather_into_tensor", R * P)]

@@ -12,6 +12,7 @@ from kit.sharded import relative
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 import gdn
 
@@ -86,22 +87,36 @@ def test_heads_on_ranks_compute_as_one_process(ranks, family):
         assert max(errors) <= 1e-5  # Transformers runs the rule in fp32
 
 
+class Ring(torch.autograd.Function):
+    """Run torch's ring attention with the attention kernel of CPUs, which torch does not register for it."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        o, lse = ring._templated_ring_attention(
+            dist.group.WORLD, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v,
+            is_causal=True, dropout_p=0.0, scale=scale,
+        )  # fmt: skip
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        gradients = ring._templated_ring_attention_backward(
+            dist.group.WORLD, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            do.contiguous(), "grad_out", q, k, v, o, lse.to(q.dtype), True, dropout_p=0.0, scale=ctx.scale,
+        )  # fmt: skip
+        return (*gradients, None)
+
+
 def attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend to the keys and values of all ranks: torch's ring attention does not run on a CPU."""
-    from torch.distributed.nn.functional import all_gather
-
+    """Attend by torch's ring, in the order of tokens that torch's context_parallel has chosen."""
     assert all(x is None for x in args), "a mask"
-    positions = kwargs["position_ids"].contiguous()
-    k, v = (torch.cat(all_gather(x.contiguous()), 2) for x in (k, v))
-    order = [torch.empty_like(positions) for _ in range(dist.get_world_size())]
-    dist.all_gather(order, positions)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = q @ k.mT * kwargs["scaling"]
-    is_later = torch.cat(order, 1)[:, None, None, :] > positions[:, None, :, None]
-    o = scores.masked_fill(is_later, float("-inf")).softmax(-1) @ v
-    return o.transpose(1, 2).contiguous(), None
+    return Ring.apply(q.contiguous(), k, v, kwargs["scaling"]).transpose(1, 2).contiguous(), None
 
 
 def batch(num_tokens: int) -> dict[str, Tensor]:

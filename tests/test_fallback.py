@@ -115,7 +115,7 @@ def test_an_error_of_a_backend_at_work_does_not_fall_back(modules, monkeypatch, 
     monkeypatch.setenv("GDN_BACKEND", "eager")
     x, state = inputs(1, 3), pool_of(1)
     five = [x[name] for name in ("q", "k", "v", "g", "beta")]
-    for module, name in (("decode", "_advance_token"), ("prefill", "_run_rule")):
+    for module, name in (("decode", "advance_token"), ("prefill", "_run_rule")):
         monkeypatch.setattr(importlib.import_module(f"gdn.backends.eager.{module}"), name, raising(error))
     step = modules["vllm.third_party.flash_linear_attention.ops.fused_recurrent"]
     chunk = modules["sglang.kernels.ops.attention.fla.chunk"]

@@ -26,7 +26,7 @@ def distributions(N, chunks, is_packed):
 
 
 def test_a_full_gpu_is_not_cut():
-    """Cut long sequences only: not where the SMs are busy, nor with batch_invariant."""
+    """Cut long sequences only: not where the SMs are busy."""
     for pairs in (132, 133, 264, 4000):
         for chunks, is_packed in itertools.product((1, 64, 2048), (False, True)):
             for N in (1, 2, pairs):
@@ -48,7 +48,6 @@ def test_a_full_gpu_is_not_cut():
     given = inputs(replace(BASE, lengths=rows(20000)), torch.bfloat16)
     problem = parse(**given.tensors, **given.options)
     assert cost.cuts_of(problem) is not None
-    assert cost.cuts_of(replace(problem, batch_invariant=True)) is None
 
 
 def test_ctas_of_one_consumer():
@@ -82,6 +81,42 @@ def test_lengths_on_the_host_decide_on_segments():
     assert cuts([2048] * 4) is None
     assert cuts([8192, 0, 0, 0]) is not None and cuts([8000, 64, 64, 64]) is not None
     assert cost.cuts_of(parse(**tensors, cu_seqlens=offsets.to("meta"))) is not None
+
+
+def test_cuts_of_a_batch_invariant_call(monkeypatch):
+    """Decide by a sequence's own length and the heads alone, on any GPU; GDN_SEGMENTS=0 forbids cuts."""
+    least = {1: 96, 8: 96, 9: 257, 16: 257, 32: 257, 33: 257}
+    assert {HV: cost.own_cuts(HV).least for HV in least} == least
+    assert cost.own_cuts(34) is None and cost.own_cuts(64) is None
+    for HV, n in itertools.product((1, 4, 8), (96, 128, 383, 384, 2048)):
+        shape = (cost.own_cuts(HV).below, cost.own_cuts(HV).above)[n >= cost.LONG_FROM]
+        before, last = cost.own_cuts(HV).cut_of(n).segments(n)
+        assert sum(count * chunks for count, chunks in before) + last == n and last > 0
+        assert sum(count for count, _ in before) <= 1 + shape.longs
+
+    def problem(HV, *lengths, is_known=True, num_sms=132):
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        made = inputs(replace(BASE, heads=(1, HV), lengths=packed(64)), torch.bfloat16).tensors
+        tensors = {
+            name: made[name].new_empty(1, sum(lengths), *made[name].shape[2:], device="meta")
+            for name in ("q", "k", "v", "g", "beta")
+        }
+        monkeypatch.setattr(cost, "num_sms", lambda device: num_sms)
+        cpu = offsets if is_known else None
+        return parse(
+            **tensors, cu_seqlens=offsets.to("meta"), cu_seqlens_cpu=cpu, batch_invariant=True
+        )  # fmt: skip
+
+    long, short = 96 * 64, 95 * 64
+    assert cost.cuts_of(problem(8, long)) is cost.own_cuts(8)
+    assert cost.cuts_of(problem(8, *[64] * 500, long, num_sms=66)) is cost.own_cuts(8)
+    assert cost.cuts_of(problem(8, *[short] * 4)) is None
+    # one of the sequences may have all tokens: the device decides
+    assert cost.cuts_of(problem(8, *[short] * 4, is_known=False)) is cost.own_cuts(8)
+    assert cost.own_cuts(8).most(4, 4 * 95) == 4 + 3 * 14
+    monkeypatch.setenv("GDN_SEGMENTS", "0")
+    assert cost.cuts_of(problem(8, long)) is None
+    assert cost.cuts_of(replace(problem(8, long), batch_invariant=False)) is None
 
 
 def test_sizes_it_is_faster_at():

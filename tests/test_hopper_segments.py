@@ -28,9 +28,12 @@ from kit.hopper import (
 )
 
 from gdn.backends.hopper import cost, segments
-from gdn.backends.hopper.cost import Cut, Cuts
+from gdn.backends.hopper.cost import Cut, Cuts, OwnCut, OwnCuts
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import allocate, machine
+
+# two segments of sequences of 3 to 9 chunks, then two long ones, a short one and a rest
+OWN = OwnCuts(OwnCut(1, 4, 2), OwnCut(2, 7, 1), 3)
 
 
 @pytest.mark.interpret
@@ -93,17 +96,24 @@ def test_zero_maps_are_not_scanned(monkeypatch, gate, zero_maps, has_decays):
 
 @pytest.mark.interpret
 @simulated
-@pytest.mark.parametrize("cut", [Cut(2, 9, 2), Cut(3, 2, 1), Cut(2, 1, 3)])
-def test_work_items_cover_all_chunks(cut):
-    """Cover each token of many sequences once, and each final state; other CTAs get empty work items."""
+@pytest.mark.parametrize("cut", [Cut(2, 9, 2), Cut(3, 2, 1), Cut(2, 1, 3), OWN])
+def test_work_items_cover_all_chunks(monkeypatch, cut):
+    """Cover each token of many sequences once, and each final state; other CTAs get empty work items.
+
+    Where each sequence has a cut of its own, the segments before the last alone have items of the transfer.
+    """
+    monkeypatch.setattr(cost, "LONG_FROM", 10)
+    is_own = isinstance(cut, OwnCuts)
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(0, 4, (70,), generator=generator) * 70
-    lengths[[7, 69]] = torch.tensor([1000, 0])
+    # own cuts: 12 sequences, as the interpreter takes a second for 30 work items
+    lengths = torch.randint(0, 4, (12 if is_own else 70,), generator=generator) * 70
+    lengths[[7, -1]] = torch.tensor([1000, 0])
     given = inputs(replace(BASE, heads=(1, 1), lengths=packed(*lengths.tolist())), torch.bfloat16)
     p = parse(**given.tensors, **given.options, backend="triton")
     table = Table(p, machine(p.device))
     # the tensors hold the segments of the other cut, too
-    plan = segments.plan_launches(p, Cuts(cut, Cut(1, 9, 1)), (p.T, 1, 1, 0, table.bound), 16, False, False)
+    cuts = cut if is_own else Cuts(cut, Cut(1, 9, 1))
+    plan = segments.plan_launches(p, cuts, (p.T, 1, 1, 0, table.bound), 16, False, False)
     _, scan_items, transfer_items, ranges, _ = allocate(p.device, plan.specs)
     plan.plan(
         None,
@@ -118,9 +128,10 @@ def test_work_items_cover_all_chunks(cut):
         None,
     )
     scan_items, transfer_items, ranges = scan_items.tolist(), transfer_items.tolist(), ranges.tolist()
-    num_segments, chunk = 0, 0
+    num_segments, chunk, num_transfers = 0, 0, 0
     for n, length in enumerate(lengths.tolist()):
-        before, _ = cut.segments(-(-length // 64))
+        chosen = cut.cut_of(-(-length // 64)) if is_own else cut
+        before, _ = ((), 0) if chosen is None else chosen.segments(-(-length // 64))
         sizes = [segment for count, segment in before for _ in range(count)]
         count = 1 + len(sizes)
         assert ranges[n] == [num_segments, count]
@@ -137,17 +148,18 @@ def test_work_items_cover_all_chunks(cut):
         ]
         # N of the first, N and M of each but the last; no other has a goal
         expected = [
-            [*found[i], 2 * (num_segments + i) + is_map, n if i == 0 else -1]
+            [*found[i], 2 * (num_transfers + i) + is_map, n if i == 0 else -1]
             for i, is_map in itertools.product(range(count - 1), (0, 1))
             if i > 0 or not is_map
         ]
-        own = transfer_items[2 * num_segments : 2 * (num_segments + count)]
+        own = transfer_items[2 * num_transfers : 2 * (num_transfers + count - is_own)]
         assert own[: len(expected)] == expected
         assert all(item[2] == 0 and item[4:] == [-1, -1] for item in own[len(expected) :])
         num_segments += count
+        num_transfers += count - is_own
     assert len(scan_items) >= num_segments
     assert all(item[2] == 0 and item[4] == -1 for item in scan_items[num_segments:])
-    assert all(item[2] == 0 and item[4:] == [-1, -1] for item in transfer_items[2 * num_segments :])
+    assert all(item[2] == 0 and item[4:] == [-1, -1] for item in transfer_items[2 * num_transfers :])
 
 
 @pytest.mark.interpret

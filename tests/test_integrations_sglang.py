@@ -95,6 +95,65 @@ def test_packed_decode():
         sglang.GDNKernel().packed_decode(mixed, a, b, **kernel, replayssm_d=mixed)
 
 
+def channel_call(T, rows):
+    """Return tokens of rows with a decay per key channel, the reference's gate, and SGLang's flat one."""
+    x = inputs(1, rows * T, raw=True, is_per_channel=True)
+    gate = {name: x.pop(name) for name in ("a", "b", "A_log", "dt_bias")}
+    flat = {
+        "a": gate["a"][0].flatten(1), "b": gate["b"][0], "dt_bias": gate["dt_bias"].flatten(),
+        "A_log": gate["A_log"].view(1, 1, HV, 1),
+    }  # fmt: skip
+    return x, gate, flat, torch.arange(rows + 1).int() * T
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_key_channels(bound):
+    """Decode and verification with is_kda, whatever axes the logits have."""
+    rest = {"softplus_beta": 1.0, "softplus_threshold": 20.0, "lower_bound": bound, "is_kda": True, **L2}
+    x, gate, flat, offsets = channel_call(1, 3)
+    index, state = torch.tensor([3, -1, 7]).int(), pool_of(SLOTS)
+    expected = reference.decode(
+        **x, **gate, lower_bound=bound, state=state, read_index=index, cu_seqlens=offsets
+    )
+    for a in (flat["a"], gate["a"], gate["a"][0], flat["a"][None]):
+        pool = state.clone()
+        o = sglang.fused_sigmoid_gating_delta_rule_update(
+            **x, **flat | {"a": a}, initial_state_source=pool, initial_state_indices=index,
+            cu_seqlens=offsets, **rest,
+        )  # fmt: skip
+        assert error(o, expected.o) < 1e-5 and error(pool, expected.state) < 1e-5 and not o[0, 1].any()
+    x, gate, flat, offsets = channel_call(3, 3)
+    kept, before = torch.zeros(4, 5, HV, V, K), state.clone()
+    rows = torch.tensor([1, 0, 3]).int()
+    expected = reference.decode(
+        **x, **gate, lower_bound=bound, state=state, read_index=index, cu_seqlens=offsets, write="none",
+        intermediate=kept, intermediate_row=rows,
+    )  # fmt: skip
+    o = sglang.fused_sigmoid_gating_delta_rule_update(
+        **x, **flat, initial_state_source=state, initial_state_indices=index, cu_seqlens=offsets,
+        disable_state_update=True, intermediate_states_buffer=kept, intermediate_state_indices=rows, **rest,
+    )  # fmt: skip
+    assert error(o, expected.o) < 1e-5 and error(kept, expected.extra) < 1e-5 and same_bits(state, before)
+
+
+def test_packed_decode_of_key_channels():
+    x, gate, flat, _ = channel_call(1, 3)
+    index, state = torch.tensor([2, -1, 5]).int(), pool_of(SLOTS)
+    expected = reference.decode(
+        **{name: value.transpose(0, 1) for name, value in x.items()}, A_log=gate["A_log"],
+        a=gate["a"].transpose(0, 1), b=gate["b"].transpose(0, 1), dt_bias=gate["dt_bias"], state=state,
+        read_index=index, lower_bound=-5.0,
+    )  # fmt: skip
+    mixed = torch.cat([x[name][0].flatten(1) for name in ("q", "k", "v")], 1)
+    out = torch.full((3, 1, HV, V), NAN)
+    got, same = sglang.fused_recurrent_kda_packed_decode(
+        mixed, flat["a"], flat["b"], flat["A_log"].view(-1), flat["dt_bias"], K**-0.5, state, out, index,
+        True, -5.0,
+    )  # fmt: skip
+    assert got is out and same is state
+    assert error(out, expected.o) < 1e-5 and error(state, expected.state) < 1e-5
+
+
 def verify_call(tree=False, pitch=5):
     """Return a verification of three requests of three drafts, one padding, with rows out of order."""
     x, offsets = inputs(1, 9, raw=True), torch.tensor([0, 3, 6, 9]).int()
@@ -296,7 +355,6 @@ def test_npu_signature_on_packed_prompts():
 def test_what_gdn_does_not_have():
     x, state, index = inputs(1, 1, raw=True), pool_of(2), torch.tensor([1])
     for options in (
-        {"is_kda": True},
         {"lower_bound": -5.0},
         {"cache_ring": True},
         {"match_cutedsl_decode": True},

@@ -12,6 +12,7 @@ from kit.serving import STEP, TOLERANCE, error, find_wrong_state, moved, same_bi
 
 import gdn
 import gdn.ops.step
+from gdn.backends.eager import dense_step
 from gdn.problem.step import parse_step
 from gdn.reference.layer import causal_conv1d, rms_norm_gated
 
@@ -231,6 +232,39 @@ def test_a_cached_call(backend, device):
         mine = moved(x, device)
         assert same_bits(api.decode_step(**mine, backend=backend), expected)
         assert all(same_bits(mine[n], own[n]) for n in WRITTEN)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("L", [3, 4, 6])
+@pytest.mark.parametrize("name", ["usual", "value first", "plain", "autocast"])
+def test_a_repeated_dense_step_has_the_bits_of_the_three_functions(monkeypatch, name, L, rows):
+    """A CPU repeats a call of whole fp32 tensors without problems: the same bits, and the same buffers."""
+    runs = []
+    run_dense = dense_step._run
+    monkeypatch.setattr(dense_step, "_run", lambda p: runs.append(p) or run_dense(p))
+    changes = {
+        "value first": {"state_v_first": True, "allow_neg_eigval": True, "norm_activation": "sigmoid"},
+        "plain": {
+            "z": None,
+            "norm_weight": None,
+            "conv_activation": None,
+            "conv_bias": None,
+            "dt_bias": None,
+        },
+    }
+    for _ in range(3):
+        x, sizes = step_of(rows, 2, 4, 16, 24, 4, F32, F32, L=L, conv_dtype=F32)
+        x = x | sizes | changes.get(name, {})
+        x.pop("read_index")
+        if not x.get("state_v_first", True):
+            x["state"] = x["state"].mT.contiguous()
+        own, mine = moved(x, "cpu"), moved(x, "cpu")
+        expected = compose_step(own, "eager")
+        with torch.autocast("cpu", enabled=name == "autocast"):
+            out = api.decode_step(**mine, backend="eager")
+        assert same_bits(out, expected) and all(same_bits(mine[x], own[x]) for x in WRITTEN)
+    # the first call of a kind in this process is checked
+    assert len(runs) >= 2
 
 
 def test_the_gate_can_fail(backend, device):

@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 import gdn  # noqa: E402
 from gdn.integrations import transformers_calls as calls  # noqa: E402
+from gdn.integrations import transformers_step as steps  # noqa: E402
 from gdn.integrations.transformers_packing import (  # noqa: E402
     CACHES,
     cache_of,
@@ -37,6 +38,7 @@ TEXT_MODELS = {
 # the names of a model's arguments and outputs in the installed version
 PARAMETERS = inspect.signature(transformers.Qwen3_5ForCausalLM.forward).parameters
 (CACHE,) = [name for name in CACHES if name in PARAMETERS]
+CACHE_OF_LAYER = "cache" if CACHE == "cache" else "cache_params"
 
 transformers.logging.set_verbosity_error()
 
@@ -153,7 +155,10 @@ SERVED = (
     (calls, "decode"),
     (calls.short_conv, "causal_conv1d"),
     (calls.short_conv, "causal_conv1d_update"),
+    (steps, "decode_step"),
 )
+# families whose layers run a token by decode_step
+STEPPED = tuple(family for family in FAMILIES if family != "olmo_hybrid")
 
 
 # results agree with the original functions
@@ -209,8 +214,11 @@ def test_generation_is_that_of_the_originals(family, counts):
     with gdn.patch_transformers():
         for way, options in ways.items():
             assert torch.equal(generate(model, ids, **options), words[way]), way
-    for _, name in SERVED:
-        assert counts[name] > 0, name
+    if family in STEPPED:
+        # a token for each row and layer with a state, in all four ways
+        assert set(counts) == {"chunk_gated_delta_rule", "causal_conv1d", "decode_step"}
+    else:
+        assert set(counts) == {name for _, name in SERVED} - {"decode_step"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -244,7 +252,7 @@ def test_decoding_outside_of_no_grad(counts):
 
 def test_only_the_buffers_of_a_cache_are_written():
     """A decode step updates a cache's state in place, and no state from elsewhere."""
-    model, ids, file = make_model("qwen3_5"), tokens(2, 9), model_file("qwen3_5")
+    model, ids, file = make_model("olmo_hybrid"), tokens(2, 9), model_file("olmo_hybrid")
     with gdn.patch_transformers(), torch.no_grad():
         cache = model(ids[:, :-1], use_cache=True)[CACHE]
         buffer = cache.layers[0].recurrent_states[0]
@@ -263,6 +271,60 @@ def test_only_the_buffers_of_a_cache_are_written():
             x, x, torch.randn(2, 1, 4, 12), **gates, initial_state=S, output_final_state=True
         )
         assert torch.equal(S, before) and error(after, before) > 1e-3
+
+
+@pytest.mark.parametrize("family", STEPPED)
+def test_a_step_of_a_layer_writes_the_buffers_of_its_cache(family, counts):
+    """One token runs by decode_step on the cache's own window and state, which are those of the original."""
+    model, ids = make_model(family), tokens(2, 9)
+
+    def step():
+        cache = model(ids[:, :-1], use_cache=True)[CACHE]
+        layer = cache.layers[0]
+        buffers = layer.conv_states[0], layer.recurrent_states[0]
+        logits = model(ids[:, -1:], **{CACHE: cache}).logits
+        assert layer.conv_states[0] is buffers[0] and layer.recurrent_states[0] is buffers[1]
+        return logits, *buffers
+
+    with torch.no_grad():
+        expected = step()
+        with gdn.patch_transformers():
+            for one, other in zip(step(), expected, strict=True):
+                assert error(one, other) <= 2e-5
+    assert counts["decode_step"] == sum(t == "linear_attention" for t in model.config.layer_types)
+
+
+REASONS = ("hook", "pre-hook", "adapter", "replaced forward", "recorded past", "padding", "several tokens")
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_step_with_something_special_is_the_classs_own(reason, counts):
+    model, ids = copy.deepcopy(make_model("qwen3_5")), tokens(2, 9)
+    layer, calls_of_hook = model.model.layers[0].linear_attn, []
+    with gdn.patch_transformers(), torch.no_grad():
+        cache = model(ids[:, :-1], use_cache=True)[CACHE]
+        if reason == "hook":
+            layer.norm.register_forward_hook(lambda *args: calls_of_hook.append(args))
+        elif reason == "pre-hook":
+            layer.in_proj_z.register_forward_pre_hook(lambda *args: calls_of_hook.append(args))
+        elif reason == "adapter":
+            layer.out_proj = torch.nn.Sequential(layer.out_proj)
+        elif reason == "replaced forward":
+            layer.norm.forward = type(layer.norm).forward.__get__(layer.norm)
+        elif reason == "recorded past":
+            if not hasattr(cache, "activate_past_recording"):
+                pytest.skip("this version of Transformers records no past")
+            cache.activate_past_recording()
+        elif reason == "padding":
+            x, mask = torch.randn(2, 1, 32), torch.ones(2, 1)
+            layer(hidden_states=x, attention_mask=mask, **{CACHE_OF_LAYER: cache})
+        last = ids[:, -2:] if reason == "several tokens" else ids[:, -1:]
+        if reason != "padding":
+            model(last, **{CACHE: cache})
+    # the second layer is special only by its cache and by the number of tokens
+    own = {"recorded past", "several tokens", "padding"}
+    assert counts.get("decode_step", 0) == (0 if reason in own else 1)
+    assert len(calls_of_hook) == ("hook" in reason)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -596,7 +658,11 @@ def test_a_compiled_decode_step():
         assert error(torch.cat(rows, 1), model(ids, use_cache=False).logits) <= 2e-5
     torch._dynamo.reset()
     assert len(graphs) == 1
-    assert graphs[0].count("gdn.recurrent_forward") == graphs[0].count("gdn.causal_conv1d_update") == 2
+    # an operator that writes the cache's buffers: no state is returned, none is copied
+    assert graphs[0].count("gdn.decode_step") == 2
+    assert not any(
+        name in graphs[0] for name in ("gdn.recurrent_forward", "gdn.causal_conv1d_update", ".copy_(")
+    )
 
 
 def test_packing_is_never_inferred_inside_a_graph():

@@ -54,7 +54,9 @@ def test_the_callers_tensors_and_gradients_are_left_alone():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="engines: expected some of gdn, vllm, sglang, lmdeploy, got 'vlm'"):
+    with pytest.raises(
+        ValueError, match="engines: expected some of gdn, vllm, sglang, lmdeploy, history, got 'vlm'"
+    ):
         api.warmup("cpu", **TINY, engines=("vlm",))
     with pytest.raises(TypeError, match="engines: expected a sequence of names"):
         api.warmup("cpu", **TINY, engines="vllm")
@@ -364,7 +366,29 @@ def own_prompts(pool, gates, index_dtype, state_v_first):
             yield lambda x=x, more=more: api.prefill(**x, **more, state_v_first=state_v_first)
 
 
-CALLS = {"gdn": own_calls, "vllm": vllm_calls, "sglang": sglang_calls, "lmdeploy": lmdeploy_calls}
+def history_calls(pool, gates=("raw",), index_dtype=torch.int32, state_v_first=True):
+    """Yield steps on histories: single tokens, drafts in dense and in packed rows, layers' steps, folds."""
+    sizes = {"num_k_heads": H, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V}
+    layout = {"state_v_first": state_v_first}
+    for N, T, P in ((1, 1, 16), (32, 1, 20), (3, 4, 16), (32, 4, 20), (5, 2, 12)):
+        held = gdn.allocate_history_pool(32, **sizes, **layout, places=P, room=T, state_dtype=pool.dtype)
+        index = torch.arange(N).to(index_dtype)
+        packed = {"cu_seqlens": torch.arange(N + 1).to(index_dtype) * T, "max_seqlen": T}
+        for lead, rows in (((N, T), {}), ((1, N * T), packed)):
+            x, a, b = tokens(*lead, gates="raw")
+            x |= {"a": a, "b": b, "A_log": HEADS[0], "dt_bias": HEADS[1], "pool": held, "read_index": index}
+            for more in ({"use_history": True}, {"use_history": False}, {"num_accepted": index}, {}):
+                yield lambda x=x | rows | more: api.decode_with_history(**x, **layout)
+        yield lambda held=held, index=index: gdn.fold_history(held, index, **layout)
+
+
+CALLS = {
+    "history": history_calls,
+    "gdn": own_calls,
+    "vllm": vllm_calls,
+    "sglang": sglang_calls,
+    "lmdeploy": lmdeploy_calls,
+}
 
 
 @needs_triton
@@ -381,6 +405,7 @@ CALLS = {"gdn": own_calls, "vllm": vllm_calls, "sglang": sglang_calls, "lmdeploy
         ("sglang", BF16, {}),
         ("lmdeploy", torch.float32, {}),
         ("lmdeploy", BF16, {}),
+        ("history", torch.float32, {}),
     ],
 )
 def test_nothing_is_left_to_compile(record_binaries, engine, state_dtype, options):

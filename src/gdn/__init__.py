@@ -13,8 +13,10 @@ from gdn.layers.gated_deltanet import GatedDeltaNet
 from gdn.layers.kimi_delta_attention import KimiDeltaAttention
 from gdn.ops import stages
 from gdn.ops.binaries import load_kernels
+from gdn.ops.chunk_decoder import ChunkDecoder
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
+from gdn.ops.history import HistoryPool, allocate_history_pool, decode_with_history, fold_history
 from gdn.ops.norm import rms_norm_gated
 from gdn.ops.prefill import commit, prefill
 from gdn.ops.replay import replay_commit, replay_decode
@@ -35,10 +37,13 @@ chunk_gdn = chunk_kda = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_kda = fused_recurrent_gated_delta_rule
 
 __all__ = [
+    "ChunkDecoder",
     "ContextParallel",
     "GatedDeltaNet",
     "GatedDeltaNetCache",
+    "HistoryPool",
     "KimiDeltaAttention",
+    "allocate_history_pool",
     "causal_conv1d",
     "causal_conv1d_update",
     "rms_norm_gated",
@@ -51,7 +56,9 @@ __all__ = [
     "decode_functional",
     "decode_packed",
     "decode_step",
+    "decode_with_history",
     "explain",
+    "fold_history",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_kda",

@@ -1,6 +1,7 @@
 """Read the environment variables of this package; no other module reads the environment.
 
 GDN_BACKEND   the backend of a call that names none (as if `backend=` had been passed: there is no fallback)
+GDN_SEGMENTS  0: no forward on Hopper cuts a sequence into segments (docs/bits.md)
 GDN_DEBUG     1: log each operator before it runs, synchronise after it, check lengths and finiteness
 GDN_ENGINES   the engines whose plug-in is active: names with commas between, or `all`; unset: none
 GDN_CALLS     a folder, to which each process with an active patch writes how many calls gdn served
@@ -12,6 +13,11 @@ import os
 def backend(named: str | None = None) -> str | None:
     """Return the backend that the call names, else the one in GDN_BACKEND, else None."""
     return named or os.environ.get("GDN_BACKEND") or None
+
+
+def allows_segments() -> bool:
+    """Return False when GDN_SEGMENTS is 0: then no forward cuts a sequence into segments."""
+    return os.environ.get("GDN_SEGMENTS", "1") != "0"
 
 
 def debug() -> bool:

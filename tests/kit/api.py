@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import gdn
-from gdn.reference import serving
+from gdn.reference import history, serving
 
 LAYOUT = {"state_v_first": True}
 CONVENTIONS = {"use_qk_l2norm_in_kernel": True, **LAYOUT}
@@ -16,6 +16,8 @@ decode = partial(gdn.decode, **CONVENTIONS)
 decode_packed = partial(gdn.decode_packed, **CONVENTIONS)
 decode_functional = partial(gdn.decode_functional, **CONVENTIONS)
 decode_step = partial(gdn.decode_step, **CONVENTIONS)
+decode_with_history = partial(gdn.decode_with_history, **CONVENTIONS)
+fold_history = partial(gdn.fold_history, **LAYOUT)
 prefill = partial(gdn.prefill, **CONVENTIONS)
 replay_decode = partial(gdn.replay_decode, **CONVENTIONS)
 replay_commit = partial(gdn.replay_commit, **LAYOUT)
@@ -24,6 +26,8 @@ warmup = partial(gdn.warmup, **CONVENTIONS)
 reference = SimpleNamespace(
     commit=serving.commit,
     decode=partial(serving.decode, **CONVENTIONS),
+    decode_with_history=partial(history.decode_with_history, **CONVENTIONS),
+    fold_history=partial(history.fold_history, **LAYOUT),
     prefill=partial(serving.prefill, **CONVENTIONS),
     replay_commit=partial(serving.replay_commit, **LAYOUT),
     replay_decode=partial(serving.replay_decode, **CONVENTIONS),

@@ -63,7 +63,7 @@ def _operator(name: str, of: Callable[..., Any]) -> None:
 
 for _name in ("add", "sub", "mul", "truediv", "mod", "floordiv", "xor", "or_", "rshift"):
     _operator(_name, getattr(operator, _name))
-for _name in ("lt", "le", "gt", "ge", "eq"):
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _operator(_name, getattr(operator, _name))
 
 
@@ -72,6 +72,7 @@ class Pointer:
 
     def __init__(self, flat: torch.Tensor, places: Any = 0) -> None:
         self.flat, self.places = flat, places
+        self.dtype = types.SimpleNamespace(element_ty=flat.dtype)
 
     @staticmethod
     def to(x: torch.Tensor) -> "Pointer":

@@ -75,7 +75,8 @@ STEP = {
     "conv_activation": "silu", "z": None, "norm_weight": None, "norm_eps": 1e-6, "norm_activation": "silu",
     "scale": None, "lower_bound": None, "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False,
     "state_v_first": True, "conv_index": None, "read_index": None, "write_index": None, "null_slot": None,
-    "out": None, "backend": None,
+    "out": None, "backend": None, "history_u": None, "history_k": None, "history_G": None, "cursor": None,
+    "room": None, "use_history": None,
 }  # fmt: skip
 
 

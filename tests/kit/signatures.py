@@ -85,6 +85,22 @@ VLLM = {  # vllm 0.33.0, recorded 2026-11-21; fused_gdn_gating is of earlier ver
     ),
 }
 
+_KDA = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
+VLLM_KDA = {  # vllm 0.33.0, recorded 2026-11-25: what the layers of Kimi-Linear and Kimi K3 call
+    (f"{_KDA}.fused_recurrent", "fused_recurrent_kda"): (
+        "q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, "
+        "ssm_state_indices, num_accepted_tokens=None, out=None, fuse_gate=None"
+    ),
+    (f"{_KDA}.fused_recurrent", "fused_recurrent_kda_packed_decode"): (
+        "mixed_qkv, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, state_indices, scale=None, "
+        "out=None"
+    ),
+    (f"{_KDA}.chunk", "chunk_kda_with_fused_gate"): (
+        "q, k, v, raw_g, raw_beta, A_log, g_bias, scale=None, initial_state=None, output_final_state=False, "
+        "lower_bound=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, out=None, **kwargs"
+    ),
+}
+
 _SGL = "sglang.kernels.ops"
 SGLANG = {  # sglang 0.5.23, recorded 2026-11-22; sgl-kernel-npu at 07aa7757
     (f"{_SGL}.attention.linear.fused_sigmoid_gating_recurrent", "fused_sigmoid_gating_delta_rule_update"): (
@@ -104,6 +120,10 @@ SGLANG = {  # sglang 0.5.23, recorded 2026-11-22; sgl-kernel-npu at 07aa7757
     (f"{_SGL}.attention.fla.fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode"): (
         "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, "
         "use_qk_l2norm_in_kernel=False"
+    ),
+    (f"{_SGL}.attention.fla.fused_recurrent", "fused_recurrent_kda_packed_decode"): (
+        "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, "
+        "use_qk_l2norm_in_kernel=False, lower_bound=None"
     ),
     (f"{_SGL}.attention.fla.chunk", "chunk_gated_delta_rule"): (
         "q, k, v, g, beta, scale=None, initial_state=None, initial_state_indices=None, cu_seqlens=None, "

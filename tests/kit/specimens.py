@@ -6,6 +6,7 @@ that it is compiled for: all, or those that have tuned sizes.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -169,6 +170,15 @@ def decode_of_a_projection() -> Callable[[], Any]:
     return lambda: api.decode_packed(x, a, a, *rest, pool, **sizes, backend="triton")
 
 
+def prefill_in_place(dtype: torch.dtype, pool_dtype: torch.dtype, v_first: bool) -> Callable[[], Any]:
+    x = rows_of(1, 199, K=128, V=128, dtype=dtype) | {
+        "state": pool_of(6, K=128, V=128, dtype=pool_dtype, v_first=v_first), "state_index": slots(3),
+        "cu_seqlens": torch.tensor([0, 65, 65, 199], dtype=torch.int32), "has_initial_state": slots(3).bool(),
+        "out_state_index": slots(3) + 3,
+    }  # fmt: skip
+    return lambda: api.prefill(**x, state_v_first=v_first, backend="triton")
+
+
 def prefill(dtype: torch.dtype, pool_dtype: torch.dtype, raw: bool, v_first: bool) -> Callable[[], Any]:
     x = rows_of(1, 199, K=128, V=128, dtype=dtype, raw=raw) | {
         "state": pool_of(6, K=128, V=128, dtype=pool_dtype, v_first=v_first), "state_index": torch.arange(3),
@@ -202,6 +212,26 @@ def replay(
         api.replay_decode(**x, state=state[0], history_u=u[0], history_k=k[0], history_G=G[0],
                              cursor=cursor, read_index=rows, **options)  # fmt: skip
         api.replay_commit(state, u, k, G, cursor, rows, rows, room=T, **options)
+
+    return call
+
+
+def history(
+    B: int, T: int, D: int, dtype: Any, pool_dtype: Any, places: int, v_first: bool, has_drafts: bool
+) -> Callable[[], Any]:
+    """Return a step that appends to histories, and a fold of these."""
+    sizes = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": D, "head_v_dim": D, "state_v_first": v_first}
+    pool = gdn.allocate_history_pool(
+        B, **sizes, places=places, room=T, state_dtype=pool_dtype, history_dtype=dtype
+    )
+    x = rows_of(B, T, K=D, V=D, dtype=dtype, raw=True)
+    options, drafts = {"state_v_first": v_first, "backend": "triton"}, {}
+    if has_drafts:
+        drafts["num_accepted"] = slots(B)
+
+    def call() -> None:
+        api.decode_with_history(**x, pool=pool, read_index=slots(B), **options, **drafts, use_history=True)
+        api.fold_history(pool, slots(B), **options, **drafts)
 
     return call
 
@@ -335,6 +365,27 @@ def hopper_forward(
     return call
 
 
+def hopper_on_a_pool(case: Case) -> Callable[[], Any]:
+    """Return the Hopper forward on the fast path that reads and updates slots of a pool."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+    pool = pool_of(6, HV=problem.HV, K=problem.K, V=problem.V)
+
+    def call() -> None:
+        from gdn.backends.hopper import cost, rule
+        from gdn.backends.triton.rule.pool import StatePool
+
+        out = torch.empty_like(problem.v, memory_format=torch.contiguous_format)
+        slot, mask = slots(problem.N), slots(problem.N).bool()
+        with patch.object(cost, "consumers_of", lambda problem, cuts: 2):
+            on_pool = replace(problem, initial_state=pool, output_final_state=False)
+            rule.forward(
+                rule.to_kernel_layout(on_pool), None, StatePool(pool, slot, None, mask, True, 1, out)
+            )
+
+    return call
+
+
 def hopper_between_ranks(case: Case) -> Callable[[], Any]:
     """Return the Hopper forward of a rank: every row receives a state and passes one on."""
     given = inputs(case, BF16, device=torch.get_default_device())
@@ -461,6 +512,11 @@ OTHERS = {
         (Case(sizes=(64, 64), heads=(2, 4), state="wide"), 1, FP32),
         TUNED,
     ),
+    "hopper on a pool": (
+        hopper_on_a_pool,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),),
+        TUNED,
+    ),
     "hopper between ranks": (
         hopper_between_ranks,
         (Case(sizes=(128, 128), heads=(2, 4), state="wide"),),
@@ -496,6 +552,7 @@ OTHERS = {
     "chunk form fp16 60": (decode_in_chunk_form, (4, 5, 60, FP16, FP16, True, True), TUNED),
     "prefill bf16": (prefill, (BF16, FP32, True, True), EVERYWHERE),
     "prefill fp32": (prefill, (FP32, BF16, False, False), TUNED),
+    "prefill in place": (prefill_in_place, (BF16, FP32, True), TUNED),
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),
     "stages bf16 packed": (stages, (BF16, 64, 60, True), TUNED),
     "commit": (commit, (FP32, False), EVERYWHERE),
@@ -504,6 +561,9 @@ OTHERS = {
     "replay many rows": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False), EVERYWHERE),
     "replay one token": (replay, (3, 1, 128, 128, BF16, FP32, BF16, True, False), TUNED),
     "replay fp32 256, K first": (replay, (3, 8, 256, 256, FP32, FP32, FP32, False, False), EVERYWHERE),
+    "history": (history, (256, 1, 128, BF16, FP32, 16, True, False), TUNED),
+    "history 64": (history, (256, 1, 64, BF16, BF16, 16, True, False), EVERYWHERE),
+    "history of drafts, K first": (history, (3, 4, 64, BF16, FP32, 20, False, True), TUNED),
     "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),
     "gate fp32": (gate, (FP32, True), EVERYWHERE),

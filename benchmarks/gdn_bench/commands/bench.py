@@ -138,6 +138,8 @@ def _label(job: str, variant: str) -> str:
         return job
     if job not in ("prefill", "train"):
         raise typer.BadParameter(f"variant: expected one of prefill and train only, got {job}")
+    if (job, variant) == ("train", "pool"):
+        raise typer.BadParameter("variant: expected pool with prefill only, got train")
     return f"{job}:{check_choice('variant', variant, catalog.VARIANTS)}"
 
 

@@ -22,6 +22,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "strong": {"gate": "strong"},
     "l2norm": {"use_qk_l2norm_in_kernel": True},
     "inexact": {"use_qk_l2norm_in_kernel": True, "exact": False},
+    # states in an engine's pool, V first, read and updated at an index: `prefill`
+    "pool": {"state_v_first": True},
     "gated": {"gate": "model", "raw_gate": "on", "beta": "sigmoid", "use_qk_l2norm_in_kernel": True},
 }
 

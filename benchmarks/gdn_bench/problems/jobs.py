@@ -27,14 +27,14 @@ def given(case: Case, device: torch.device) -> Inputs:
 def sets(job: str, first: Inputs, count: int) -> list[Inputs]:
     """Return `count` problems with equal numbers in different memory; they share one tensor of offsets.
 
-    Peers cache what they compute from offsets by the tensor's identity. The states of a decode lie in one
-    pool, each set's in slots of its own, in random order.
+    Peers cache what they compute from offsets by the tensor's identity. The states of a decode, and
+    of prompts on a pool, lie in one pool, each set's in slots of its own, in random order.
     """
     problems = [first]
     for _ in range(count - 1):
         own = {name: x.clone() if name in _OWN else x for name, x in first.tensors.items()}
         problems.append(replace(first, tensors=own))
-    return _pooled(problems) if job == "decode" else problems
+    return _pooled(problems) if job in ("decode", "pool") else problems
 
 
 def call(provider: Provider, job: str, given: Inputs) -> Callable[[], Any]:
@@ -58,9 +58,10 @@ def backend(provider: str, job: str, given: Inputs) -> str | None:
     name, _, forced = provider.partition(":")
     if name != "gdn" or forced:
         return forced or None
-    if job == "decode" and "pool" not in given.tensors:
+    if job in ("decode", "pool") and "pool" not in given.tensors:
         given = _pooled([given])[0]
-    check = hosttime.decode_check if job == "decode" else hosttime.rule_check
+    checks = {"decode": hosttime.decode_check, "pool": hosttime.prefill_check}
+    check = checks.get(job, hosttime.rule_check)
     try:
         return select(check(given, None)()).name
     except NotImplementedError:

@@ -1,4 +1,4 @@
-"""Workloads: a job (prefill, train, decode) on a problem, with the least bytes and flop that it takes."""
+"""Workloads: a job (prefill, pool, train, decode) on a problem, and the least bytes and flop it takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Workload:
-    """A job on a problem. job: prefill, train or decode; spec and step have costs of their own."""
+    """A job on a problem. job: prefill, train, decode or pool; spec and step have costs of their own."""
 
     job: str
     name: str
@@ -38,7 +38,7 @@ class Workload:
         forward = Cost(
             tokens * (4 * V + 8 + 4 * K / group) + 8 * state, tokens * (4 * CHUNK * (K + V) + 6 * K * V)
         )
-        if self.job == "prefill":
+        if self.job in ("prefill", "pool"):
             return forward
         # v, do, dv; g, beta and their gradients; A_inv; q, k, dq, dk; the state, its gradient, and dh0
         backward = tokens * (6 * V + 16 + 2 * CHUNK + 8 * K / group) + 12 * state
@@ -46,7 +46,8 @@ class Workload:
 
     def with_variant(self, name: str) -> "Workload":
         """Return the same shape with the gates or options of a variant."""
-        return replace(self, case=replace(self.case, **catalog.VARIANTS[name]))  # type: ignore[arg-type]
+        job = "pool" if name == "pool" else self.job
+        return replace(self, job=job, case=replace(self.case, **catalog.VARIANTS[name]))  # type: ignore[arg-type]
 
 
 def choose_workloads(job: str, names: Sequence[str]) -> list[Workload]:

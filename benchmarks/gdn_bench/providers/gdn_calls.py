@@ -27,12 +27,43 @@ def gdn_provider(backend: str | None = None) -> Provider:
         pool, index, arguments = tensors["pool"], tensors["read_index"].long(), _on_pool(tensors, options)
         return Bound(lambda: gdn.decode(**arguments, backend=backend), lambda o: (o, pool[index].float()))
 
+    def pool(tensors: Tensors, options: Options) -> Bound:
+        arguments, index = prefill_arguments(tensors, options), tensors["read_index"].long()
+        states = tensors["pool"]
+        return Bound(lambda: gdn.prefill(**arguments, backend=backend), lambda o: (o, states[index].float()))
+
     name = f"gdn:{backend}" if backend else "gdn"
-    return Provider(name, {"prefill": chunk, "train": chunk, "decode": decode, **_packets(backend)})
+    found = {"prefill": chunk, "train": chunk, "decode": decode, "pool": pool, **_packets(backend)}
+    return Provider(name, found)
+
+
+def prefill_arguments(tensors: Tensors, options: Options) -> dict[str, Any]:
+    """Return the arguments of gdn.prefill; dense rows are packed."""
+    q, k, v = (tensors[name].flatten(0, 1)[None] for name in ("q", "k", "v"))
+    gates = {name: tensors[name].flatten(0, 1)[None] for name in ("g", "beta") if name in tensors}
+    if options["use_gate_in_kernel"] != options["use_beta_sigmoid_in_kernel"]:
+        raise NotImplementedError("prefill: takes raw logits of both gates, or of none")
+    if options["use_gate_in_kernel"]:
+        gates = {
+            "a": gates["g"],
+            "b": gates["beta"],
+            "A_log": tensors["A_log"],
+            "dt_bias": tensors["dt_bias"],
+        }
+    offsets = tensors.get("cu_seqlens")
+    if offsets is None:
+        rows, length = tensors["q"].shape[:2]
+        offsets = length * torch.arange(rows + 1, device=q.device)
+    names = ("scale", "use_qk_l2norm_in_kernel", "allow_neg_eigval", "state_v_first")
+    return {
+        "q": q, "k": k, "v": v, "state": tensors["pool"], "cu_seqlens": offsets,
+        "state_index": tensors["read_index"], "out": v.new_empty(v.shape),
+        **gates, **{name: options[name] for name in names},
+    }  # fmt: skip
 
 
 def _packets(backend: str | None) -> dict[str, Bind]:
-    """Return the jobs of `packets.WAYS`."""
+    """Return the jobs of `packets.WAYS`, and of `packets.HISTORY`."""
 
     def states(tensors: Tensors, options: Options) -> Bound:
         pool, arguments = tensors["pool"], _on_pool(tensors, options)
@@ -68,6 +99,7 @@ def _packets(backend: str | None) -> dict[str, Bind]:
         return Bound(commit, lambda _: (o, pool[index].float()))
 
     return {
+        "history": partial(_with_history, backend=backend),
         "states": states,
         "final": partial(written, write="final", is_exact=True),
         "chunk": partial(written, write="none", is_exact=False),
@@ -75,6 +107,30 @@ def _packets(backend: str | None) -> dict[str, Bind]:
         "replay": replay,
         "fold": fold,
     }
+
+
+def _with_history(tensors: Tensors, options: Options, backend: str | None) -> Bound:
+    """Return the job of `packets.HISTORY`."""
+    x, index = tensors, tensors["read_index"].long()
+    _, arguments = _history(tensors, options, backend)
+    start = x["cursor"].new_zeros(len(x["cursor"]), 3, dtype=torch.int32)
+    _, used, _ = start.unbind(1)
+    used[index] = x["accepted"].int()
+    pool, u, k, G = (arguments.pop(name) for name in ("state", "history_u", "history_k", "history_G"))
+    held = gdn.HistoryPool(pool, u, k, G, start.clone())
+    del arguments["cursor"]
+
+    def run() -> Tensor:
+        # each call does equal work: some rows are folded; the copy of the cursors is timed with it
+        held.cursor.copy_(start)
+        return gdn.decode_with_history(**arguments, pool=held, use_history=True, backend=backend)
+
+    def restore(o: Tensor) -> tuple[Tensor, Tensor]:
+        v_first = options["state_v_first"]
+        gdn.fold_history(held, x["read_index"], state_v_first=v_first, backend=backend)
+        return o, pool[index].float()
+
+    return Bound(run, restore)
 
 
 def _on_pool(tensors: Tensors, options: Options) -> dict[str, Any]:

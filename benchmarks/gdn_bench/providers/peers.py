@@ -4,14 +4,18 @@ FLA         int32 offsets, states K first; decode reads states of its own and le
 FlashQLA    int32 offsets; gates are computed by torch operators where the problem holds raw logits
 FlashInfer  tokens without a batch axis, int64 offsets and the longest length, decay as exp(g), gates in
             fp32, states V first; decode writes the caller's pool, from 16-bit logits and fp32 parameters;
+            prompts read and write it by `state_indices` where the version has that argument;
             it has one function of several tokens for fp32 pools and one for bf16, and for bf16 pools that
             are only read a kernel without states and one with a ring
 Transformers  plain PyTorch: a sequence at a time, a key head for every value head, gates by torch operators,
             states read from the cache and copied back into it
 
-Conversions are not timed, except the activation of raw logits, which is part of the job.
+On a pool (prefill:pool) a peer that takes states of its own has them gathered and scattered by torch
+operators, as its callers do, and that is timed. Other conversions are not timed, except the activation of raw
+logits, which is part of the job.
 """
 
+import inspect
 from itertools import pairwise
 from typing import Any
 
@@ -53,7 +57,7 @@ def fla() -> Provider:
         }
         return Bound(lambda: fused_recurrent_gated_delta_rule(initial_state=states, **arguments))
 
-    return Provider("fla", {"prefill": chunk, "train": chunk, "decode": decode})
+    return Provider("fla", {"prefill": chunk, "train": chunk, "decode": decode, "pool": gather_pool(chunk)})
 
 
 def flash_qla() -> Provider:
@@ -73,7 +77,28 @@ def flash_qla() -> Provider:
 
         return Bound(run)
 
-    return Provider("flash_qla", {"prefill": chunk, "train": chunk})
+    return Provider("flash_qla", {"prefill": chunk, "train": chunk, "pool": gather_pool(chunk)})
+
+
+def gather_pool(chunk: Bind) -> Bind:
+    """Return prompts on a pool as callers of a peer without one run them: gather, forward, scatter."""
+
+    def pool(tensors: Tensors, options: Options) -> Bound:
+        states, index = tensors["pool"], tensors["read_index"].long()
+        initial = states[index]
+        own = {name: x for name, x in tensors.items() if name not in ("pool", "read_index")}
+        bound = chunk({**own, "initial_state": initial}, {**options, "output_final_state": True})
+
+        def run() -> Any:
+            torch.index_select(states, 0, index, out=initial)
+            o, final = bound()
+            assert final is not None
+            states.index_copy_(0, index, final.to(states.dtype))
+            return o
+
+        return Bound(run, lambda o: (o, states[index].float()))
+
+    return pool
 
 
 def flashinfer() -> Provider:
@@ -85,6 +110,7 @@ def flashinfer() -> Provider:
         "flashinfer",
         {
             "prefill": _flashinfer_chunk(chunk_gated_delta_rule),
+            "pool": _flashinfer_prompts(chunk_gated_delta_rule),
             "decode": _flashinfer_decode(gated_delta_rule_decode_pretranspose),
             **_flashinfer_packets(gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp),
             "replay": _flashinfer_replay,
@@ -129,6 +155,25 @@ def _flashinfer_chunk(chunk_gated_delta_rule: Any) -> Bind:
         return Bound(run, restore)
 
     return chunk
+
+
+def _flashinfer_prompts(chunk_gated_delta_rule: Any) -> Bind:
+    if "state_indices" not in inspect.signature(chunk_gated_delta_rule).parameters:
+        return gather_pool(_flashinfer_chunk(chunk_gated_delta_rule))
+
+    def pool(tensors: Tensors, options: Options) -> Bound:
+        states, index = tensors["pool"], tensors["read_index"]
+        if not options["state_v_first"]:
+            raise NotImplementedError("flashinfer: takes pools with V first only")
+
+        def indexed(*given: Any, **arguments: Any) -> Any:
+            arguments |= {"initial_state": states, "output_state": states, "state_indices": index}
+            return chunk_gated_delta_rule(*given, **arguments)
+
+        bound = _flashinfer_chunk(indexed)(tensors, {**options, "output_final_state": True})
+        return Bound(bound, lambda found: (found[0], states[index.long()].float()))
+
+    return pool
 
 
 def _flashinfer_pool(tensors: Tensors, options: Options) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class Provider:
     binds: job -> function of tensors and options; raises NotImplementedError for unsupported problems.
         prefill, train    the whole rule, without gradients and with
         decode            a token per row; its states lie in `pool` at `read_index`
+        pool              prompts, whose states lie in `pool` at `read_index` before and after
         states, ...       several tokens per row, one job for each of `packets.WAYS`; restore() returns None
         for
                           states that are not kept, those of `states` as [B * T, HV, ...]
@@ -55,7 +56,7 @@ class Provider:
             given = {"q": q, "k": k, "v": v, **arguments}
             tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
             options = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
-            if job == "decode":
+            if job in ("decode", "pool"):
                 tensors |= put_in_pool(tensors.pop("initial_state"))
             return self.binds[job](tensors, options)()
 

@@ -10,6 +10,7 @@ JOBS = {
     "prefill": "prefill: forward, packed",
     "prefill:gated": "prefill, gates and l2norm in the kernel",
     "prefill:slow": "prefill, slowly decaying gates",
+    "prefill:pool": "prefill on an engine's pool of states",
     "train": "train: forward and backward",
     "decode": "decode: one token",
     "spec": "speculation: 4 or 16 tokens",

@@ -13,10 +13,11 @@ import torch
 
 import gdn
 from gdn.problem import parse
-from gdn.problem.serving import parse_decode
+from gdn.problem.serving import parse_decode, parse_prefill
 from gdn.testing.cases import Case, packed
 from gdn.testing.tensors import Inputs
 from gdn_bench.problems.catalog import MIXED, VARIANTS, step
+from gdn_bench.providers.gdn_calls import prefill_arguments
 from gdn_bench.timing.measure import Times, times
 
 CALLS, BURSTS = 10, 25
@@ -66,3 +67,11 @@ def decode_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
     )  # fmt: skip
     call.apply_defaults()
     return lambda: parse_decode(**call.arguments)
+
+
+def prefill_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
+    """Return a function that checks a prefill on a pool and returns its PrefillProblem."""
+    arguments = prefill_arguments(given.tensors, given.options)
+    call = inspect.signature(gdn.prefill).bind(**arguments, backend=backend)
+    call.apply_defaults()
+    return lambda: parse_prefill(**call.arguments)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gdn.notation import ChunkInverse, ChunkStates, ChunkValues, GSum, InverseNorm, State, Values
-from gdn.problem import Problem
+from gdn.problem import HistoryProblem, Problem
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,9 @@ class Backend:
     recompute_saved(problem, saved)          -> Saved as without `recompute`, to the bit, from what
                                                 chunk_forward saves with it
     chunk_backward(problem, saved, do, dS)   -> Gradients; do or dS (gradient of final_state) may be None
-    forward_launches(problem, dtype of S_in) -> launches, with their tensors, of forwards of this kind at any
-                                                size; other backends compile them ahead (`other_launches`)
+    forward_launches(problem, dtype of S_in, pool) -> launches, with their tensors, of forwards of this kind
+                                                at any size; other backends compile them ahead
+                                                (`other_launches`); pool: see `triton.rule.pool`, or None
     recurrent_forward(problem)               -> o, final_state or None
     forward_begin(problem, borders, save)    -> transfers N | M [leaving, HV, K, V+K] or None, finish. A row's
                                                 S_end = M S_start + N; M = 0 where it does not enter.
@@ -95,6 +96,8 @@ class Backend:
     backward_begin(problem, kept, do, dS, borders) -> C [entering, HV, K, V] or None, finish. C: the gradient
                                                 of the initial state; finish(dS) -> Gradients, with the
                                                 gradients that other ranks have for leaving rows added to dS
+    appends_history(problem)                 -> True if decode_with_history appends to the histories, False if
+                                                it folds them and decodes plainly
     The other functions are the stages of `gdn.stages`, the serving functions, and the convolution, gate and
     norm of a layer. Their signatures are those of the public functions in `ops`, after checking.
     """
@@ -105,7 +108,7 @@ class Backend:
     chunk_forward: Callable[[Problem, bool], tuple[Values, State | None, Saved]]
     recompute_saved: Callable[[Problem, Saved], Saved]
     chunk_backward: Callable[[Problem, Saved, Tensor | None, Tensor | None], Gradients]
-    forward_launches: Callable[[Problem, torch.dtype | None], Iterable[Any]]
+    forward_launches: Callable[[Problem, torch.dtype | None, Any], Iterable[Any]]
     recurrent_forward: Callable[[Problem], tuple[Values, State | None]]
     forward_begin: Callable[[Problem, Borders, bool], tuple[Tensor | None, FinishForward]]
     backward_begin: Callable[
@@ -131,6 +134,9 @@ class Backend:
     commit: Callable[..., Any]
     replay_decode: Callable[..., Any]
     replay_commit: Callable[..., Any]
+    decode_with_history: Callable[..., Any]
+    fold_history: Callable[..., Any]
+    appends_history: Callable[[HistoryProblem], bool]
     gate: Callable[..., Any]
     gate_bwd: Callable[..., Any]
     causal_conv1d: Callable[..., Any]

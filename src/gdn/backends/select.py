@@ -71,16 +71,17 @@ def select_backward(problem: Problem) -> Backend:
     return next(x for x in backends if (x.refuses_backward or x.refuses)(problem) is None)
 
 
-def other_launches(problem: Problem, kept: torch.dtype | None, name: str) -> Iterator[Any]:
+def other_launches(problem: Problem, kept: torch.dtype | None, pool: Any, name: str) -> Iterator[Any]:
     """Yield the forward launches of the backends to which this kind of problem may go at another size.
 
     The backend `name` compiles them ahead with its own, so that a longer prompt finds them compiled. There
-    are none if the caller named a backend. `kept` is the dtype of S_in, or None where S_in is not kept.
+    are none if the caller named a backend. `kept` is the dtype of S_in, or None where S_in is not kept;
+    `pool` the `StatePool` of a prefill, or None.
     """
     if settings.backend(problem.backend) is None:
         for other in ORDER:
             if other != name:
-                yield from load(other).forward_launches(problem, kept)
+                yield from load(other).forward_launches(problem, kept, pool)
 
 
 @dataclass(frozen=True)

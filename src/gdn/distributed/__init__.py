@@ -1,8 +1,9 @@
 """Provide context and tensor parallelism over torch.distributed.
 
 Reading order: `table` (which rank holds which tokens), `plan` (what one rank does for one call), `context`
-(the public class), `rule` and `exchange` (the gated delta rule), `halo` (the short convolution), `heads` (the
-all-to-all form), `check` (ranks that disagree), `cost` (the model that chooses an exchange). Tensor
+(the public class), `calls` (its calls in two steps), `rule`, `exchange`, `folds` and `nodes` (the gated delta
+rule), `halo` (the short convolution), `heads` (the all-to-all form), `operators` (compiled calls), `check`
+(ranks that disagree), `cost`, `simulate` and `explain` (the model that chooses an exchange). Tensor
 parallelism is `tensor` (which rank holds which heads) and `sections` (q | k | v as three parameters); `fsdp`
 and `state` are about FSDP2 and checkpoints.
 """

@@ -23,7 +23,7 @@ from gdn.problem import check as argument
 
 CHECKS = ("plan", "call", "never")
 NUM_SEEN = 256  # calls that a context remembers as compared
-# A compiler would trace an exchange apart on each rank, and may drop or repeat a collective on one of them
+# A compiler may drop or repeat a collective on some ranks: those that are not in `operators` it may not see
 _uncompiled = torch.compiler.disable(reason="the exchanges of gdn.ContextParallel are not compiled")
 _LARGEST = 2**62  # offsets are compared with the table and not with a number of local tokens
 
@@ -129,6 +129,7 @@ class ContextParallel:
         """Return the tokens of this rank along `dim`, in local order, from all tokens. No rank is asked."""
         return redistribute.shard(x, self._table_of(x.shape[dim]), self.rank, dim)
 
+    @_uncompiled
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Return all tokens along `dim` on every rank, from those of each rank.
 
@@ -140,6 +141,7 @@ class ContextParallel:
             compare(*comparison.shape_words(x, dim), ("runs", comparison.Hashed(table.runs)))
         return redistribute.unshard(x, table, self.rank, dim, self._groups.whole)
 
+    @_uncompiled
     def convert(self, x: Tensor, dim: int, *, to: "ContextParallel") -> Tensor:
         """Return the tokens that this rank holds by another context of the same mesh, in one all-to-all."""
         with self._comparing("convert") as compare:
@@ -182,6 +184,7 @@ class ContextParallel:
         pieces = self.pieces(cu_seqlens, cu_seqlens_cpu, batch=1 if cu_seqlens is not None else len(states))
         return states[torch.tensor([p.sequence for p in pieces], dtype=torch.int64, device=states.device)]
 
+    @_uncompiled
     def gather_states(
         self, states: State, cu_seqlens: Offsets | None = None, cu_seqlens_cpu: Offsets | None = None, *,
         batch: int = 1,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdn.distributed.table import Table
+from gdn.distributed.table import Fragment, Table
 from gdn.ops.borders import Borders
 
 
@@ -109,11 +109,17 @@ def index(values: list[int], device: torch.device) -> Tensor:
     return _tensor(tuple(values), device)
 
 
+@functools.lru_cache(maxsize=64)
+def _fragments(table: Table, cuts: tuple[int, ...]) -> list[tuple[Fragment, ...]]:
+    """Return the fragments of every run: once for the plans of all ranks, which a halo and `heads` need."""
+    return [tuple(table.fragments(j, cuts)) for j in range(len(table.runs))]
+
+
 @functools.lru_cache(maxsize=256)
 def make_plan(table: Table, offsets: tuple[int, ...] | None, batch: int, rank: int) -> Plan:
     """Return the plan of a rank. offsets: the global cu_seqlens of the only batch row, or None."""
     cuts = (0, table.num_tokens) if offsets is None else offsets
-    fragments = [tuple(table.fragments(j, cuts)) for j in range(len(table.runs))]
+    fragments = _fragments(table, cuts)
     mine = table.runs_of[rank]
     pieces: list[Piece] = []
     entering, leaving = [], []

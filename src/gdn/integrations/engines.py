@@ -1,5 +1,7 @@
 """Translate arguments that several engines have in common, without arithmetic on values."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -59,13 +61,14 @@ def packed(
     indices: Tensor,
     l2norm: bool,
     null: int | None,
+    lower_bound: float | None = None,
 ) -> None:
     """Run `gdn.decode_packed`, with the number of key heads computed from the columns; gdn checks them."""
     HV, V, K = state.shape[-3:]
     decode_packed(
         mixed_qkv, a, b, A_log, dt_bias, state, num_k_heads=max(1, (mixed_qkv.shape[-1] - HV * V) // (2 * K)),
         head_k_dim=K, head_v_dim=V, scale=scale, use_qk_l2norm_in_kernel=l2norm, state_v_first=True,
-        read_index=indices, null_slot=null, out=out.squeeze(1),
+        read_index=indices, null_slot=null, out=out.squeeze(1), lower_bound=lower_bound,
     )  # fmt: skip
 
 
@@ -89,9 +92,23 @@ def check_gating(beta: float, threshold: float, is_kda: bool = False) -> None:
         )
 
 
-def per_token(gates: Tensor, q: Tensor) -> Tensor:
-    """Return logits [tokens, HV] or [B, T, HV] as [B, T, HV]; engines pass more tokens than q has."""
-    if gates.dim() == 3:
+def per_token(gates: Tensor, q: Tensor, axes: int = 3) -> Tensor:
+    """Return logits [tokens, ...] or [B, T, ...] as [B, T, ...], which has so many axes.
+
+    Engines pass more tokens than q has.
+    """
+    if gates.dim() == axes:
         return gates
     B, T = q.shape[:2]
     return gates[: B * T].unflatten(0, (B, T))
+
+
+def gate_of_channels(a: Tensor, A_log: Tensor, dt_bias: Tensor | None, sizes: torch.Size) -> dict[str, Any]:
+    """Return a, A_log and dt_bias of a decay per key channel, whose heads and keys engines store flat.
+
+    a [..., HV K] or [..., HV, K]; A_log [HV], or with axes of size 1; dt_bias [HV K] or [HV, K].
+    sizes: (HV, K)
+    """
+    flat = a if a.shape[-2:] == sizes else a.unflatten(-1, tuple(sizes))
+    bias = None if dt_bias is None else dt_bias.view(sizes)
+    return {"a": flat, "A_log": A_log.view(-1), "dt_bias": bias}

@@ -51,9 +51,9 @@ def read_context(given: Any) -> Read:
 
 
 def _read(given: Any) -> Read:
-    local = given.cu_seqlens.tolist()
     if given.group is None:
         return Read(None, given.cu_seqlens)
+    local = given.cu_seqlens.tolist()
     rows = gather_rows([int(given.is_first_rank), *local], signature_group(given.group))
     offsets, runs, base = [0], [], 0
     for rank, (is_first, *cuts) in enumerate(rows):

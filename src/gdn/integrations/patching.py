@@ -19,15 +19,16 @@ class Package:
     served: (module, name, our function or class of the same signature). A call that ours rejects goes to the
     package's own function, or to the method of that name of its class (`gdn.integrations.fallback`).
     wrapped: (module, class, method, function of the original method that returns ours): ours decides itself
-    what goes to the original. Process-wide.
+    what goes to the original. loaded: as `served`, where the module is imported already. Process-wide.
     """
 
     def __init__(
         self,
         served: tuple[tuple[str, str, Function], ...],
         wrapped: tuple[tuple[str, str, str, Function], ...] = (),
+        loaded: tuple[tuple[str, str, Function], ...] = (),
     ) -> None:
-        self.served, self.wrapped = served, wrapped
+        self.served, self.wrapped, self.loaded = served, wrapped, loaded
         self._lock = threading.RLock()
         self._active: list[Patch] = []
         self._replaced: list[Replaced] = []
@@ -43,7 +44,8 @@ class Package:
                 # import every module before the first name is replaced, so that undo() reaches all of them
                 for module in [e[0] for e in self.served] + [e[0] for e in self.wrapped]:
                     import_module(module)
-                for module, name, serve in self.served:
+                loaded = [entry for entry in self.loaded if entry[0] in sys.modules]
+                for module, name, serve in (*self.served, *loaded):
                     self._replace(vars(import_module(module))[name], serve)
                 for module, name, method, wrap in self.wrapped:
                     owner = getattr(import_module(module), name)

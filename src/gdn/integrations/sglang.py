@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gdn.integrations import sglang_dispatch, usage
-from gdn.integrations.engines import check_gating, first, is_enabled, packed, per_token
+from gdn.integrations.engines import check_gating, first, gate_of_channels, is_enabled, packed, per_token
 from gdn.integrations.fallback import class_with_fallback, warn_caller
 from gdn.integrations.patching import Package, Patch
 from gdn.integrations.sglang_prefill import chunk_gated_delta_rule, chunk_gated_delta_rule_npu, tracked
@@ -65,18 +65,53 @@ def fused_sigmoid_gating_delta_rule_update(
         cache_steps                 not needed: the buffer's own strides count
         retrieve_parent_token       [N, T]: token t starts from the state after token parent[t] < t
 
-    Returns o, the shape of v. NotImplementedError with is_kda, lower_bound, cache_ring, match_cutedsl_decode,
+        is_kda, lower_bound         a decay per key channel: a [.., HV K] or [.., HV, K], dt_bias [HV K]; its
+                                    gate with a lower bound
+
+    Returns o, the shape of v. NotImplementedError with lower_bound alone, cache_ring, match_cutedsl_decode,
     or another softplus than gdn's.
     """
-    check_gating(softplus_beta, softplus_threshold, is_kda or lower_bound is not None)
+    if lower_bound is not None and not is_kda:
+        raise NotImplementedError(f"lower_bound: expected is_kda with it, got {lower_bound} alone")
+    check_gating(softplus_beta, softplus_threshold)
     if cache_ring or match_cutedsl_decode:
         raise NotImplementedError("cache_ring, match_cutedsl_decode: expected False, got True")
-    gates = {"a": per_token(a, q), "b": per_token(b, q), "A_log": A_log, "dt_bias": dt_bias}
+    gates: dict[str, Any] = {"a": a, "A_log": A_log, "dt_bias": dt_bias}
+    if is_kda:
+        gates = gate_of_channels(a, A_log, dt_bias, torch.Size((v.shape[2], q.shape[3])))
+        gates["lower_bound"] = lower_bound
+    gates["a"], gates["b"] = per_token(gates["a"], q, 4 if is_kda else 3), per_token(b, q)
     return _decode(
         (q, k, v, scale, use_qk_l2norm_in_kernel), gates, initial_state_source, initial_state_indices,
         cu_seqlens, disable_state_update, intermediate_states_buffer, intermediate_state_indices,
         retrieve_parent_token,
     )  # fmt: skip
+
+
+def fused_recurrent_kda_packed_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    lower_bound: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Decode one token per request, with a decay per key channel: `gdn.decode_packed`, nothing copied.
+
+    a [B, HV K], dt_bias [HV K]; the rest as `fused_recurrent_gated_delta_rule_packed_decode`.
+    """
+    HV, _, K = initial_state.shape[-3:]
+    gate = gate_of_channels(a, A_log, dt_bias, torch.Size((HV, K)))
+    packed(
+        mixed_qkv, gate["a"], b, gate["A_log"], gate["dt_bias"], scale, initial_state, out, ssm_state_indices,
+        use_qk_l2norm_in_kernel, None, lower_bound,
+    )  # fmt: skip
+    return out, initial_state
 
 
 def fused_recurrent_gated_delta_rule_update(
@@ -317,6 +352,11 @@ PACKAGE = Package(
             "fused_recurrent_gated_delta_rule_update",
             fused_recurrent_gated_delta_rule_update,
         ),
+        (
+            f"{_FLA}.fused_recurrent",
+            "fused_recurrent_kda_packed_decode",
+            fused_recurrent_kda_packed_decode,
+        ),
         (f"{_FLA}.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
         (_SCATTER, "fused_mamba_state_scatter_with_mask", fused_mamba_state_scatter_with_mask),
         (_SCATTER, "scatter_mamba_states_after_mtp_verify", scatter_mamba_states_after_mtp_verify),
@@ -329,8 +369,8 @@ def patch_sglang() -> Patch:
 
     The kernel class that its dispatcher creates for `--linear-attn-backend triton` becomes GDNKernel, a
     subclass of it; the functions are replaced in every imported module. Calls that gdn rejects go to SGLang's
-    own functions, for example a decay per channel. On some GPUs SGLang's defaults name another kernel: the
-    patch warns and names the flag.
+    own functions. Of a decay per key channel the decode and the verification of `TritonKDAKernel` are among
+    the functions. On some GPUs SGLang's defaults name another kernel: the patch warns and names the flag.
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without SGLang.
     """

@@ -105,7 +105,7 @@ def conv(original: Function, active: Sized) -> Function:
         def run_original() -> Tensor:
             return original(hidden_states, weight, bias, activation=activation, **kwargs)  # type: ignore[no-any-return]
 
-        report = _warn if cu_seqlens is None else _raise
+        report = warn if cu_seqlens is None else _raise
         return call_with_fallback("causal_conv1d_fn", serve, run_original, report)
 
     return causal_conv1d_fn
@@ -137,7 +137,7 @@ def conv_update(original: Function, active: Sized) -> Function:
         def run_original() -> Tensor:
             return original(*arguments, **kwargs)  # type: ignore[no-any-return]
 
-        return call_with_fallback("causal_conv1d_update", serve, run_original, _warn)
+        return call_with_fallback("causal_conv1d_update", serve, run_original, warn)
 
     return causal_conv1d_update
 
@@ -169,7 +169,7 @@ def _rule(
     def run_original() -> tuple[Tensor, Tensor | None]:
         return original(q, k, v, g=g, beta=beta, **named, **own, **kwargs)  # type: ignore[no-any-return]
 
-    report = _warn if cu_seqlens is None else _raise
+    report = warn if cu_seqlens is None else _raise
     return call_with_fallback("the gated delta rule", serve_rule, run_original, report)
 
 
@@ -215,7 +215,7 @@ def _belongs_to_original(x: Tensor, active: Sized) -> bool:
     return len(active) == 0 or x.is_meta or torch.compiler._is_exporting_flag
 
 
-def _warn(name: str, error: Exception) -> None:
+def warn(name: str, error: Exception) -> None:
     """Warn that the original runs; Python shows such a warning once for each line of a model file."""
     warnings.warn(f"{name} is left to Transformers: {error}", RuntimeWarning, stacklevel=4)
 

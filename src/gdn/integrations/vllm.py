@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.integrations import vllm_layer
+from gdn.integrations import vllm_kda, vllm_layer
 from gdn.integrations.engines import check_gating, first, is_enabled, packed, per_token
 from gdn.integrations.fallback import call_with_fallback, warn_caller
 from gdn.integrations.patching import Package, Patch
@@ -221,7 +221,8 @@ PACKAGE = Package(
         (f"{_OPS}.chunk", "chunk_gated_delta_rule", chunk_gated_delta_rule),
         (_CONV, "causal_conv1d_fn", causal_conv1d_fn),
         (_CONV, "causal_conv1d_update", causal_conv1d_update),
-    )
+    ),
+    loaded=vllm_kda.SERVED,
 )
 
 

@@ -36,7 +36,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
     Parameters: in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d, A_log [HV], dt_bias [HV, K], norm,
             out_proj. The two linear maps of a gate_rank are in_proj_a.0 and in_proj_a.1, and so for z.
     Raises: ValueError for a size that is not positive, or if num_v_heads is not a multiple of num_k_heads.
-    Source: arXiv:2510.26692. The cache is a `GatedDeltaNetCache`; `cp_context` is not supported.
+    Source: arXiv:2510.26692. The cache is a `GatedDeltaNetCache`.
 
     Example:
         >>> import torch, gdn

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from gdn.notation import ConvPool, ConvWeight, GateBias, HeadParam, Index, Pool
 from gdn.ops.fastpath import PoolFunction
+from gdn.ops.history import HistoryPool
 from gdn.ops.library import Signature
 from gdn.problem.step import StepProblem, parse_step
 
@@ -17,7 +18,7 @@ def decode_step(
     b: Tensor,
     A_log: HeadParam | None,
     dt_bias: GateBias | None,
-    state: Pool,
+    state: Pool | HistoryPool,
     *,
     num_k_heads: int,
     head_k_dim: int,
@@ -35,6 +36,7 @@ def decode_step(
     conv_index: Index | None = None,
     read_index: Index | None = None,
     write_index: Index | None = None,
+    use_history: bool | None = None,
     null_slot: int | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -42,7 +44,7 @@ def decode_step(
     """Run one token per row through a layer between its projections, on the two pools of an engine.
 
         mixed <- causal_conv1d_update(mixed_qkv, conv_state, conv_weight, conv_bias)
-        o     <- decode_packed(mixed, a, b, A_log, dt_bias, state)
+        o     <- decode_packed(mixed, a, b, A_log, dt_bias, state), or decode_with_history
         out   <- rms_norm_gated(o, z, norm_weight)          if z or norm_weight is given
 
     Args:                        shape                       dtype
@@ -56,7 +58,8 @@ def decode_step(
         a, b                     [B, HV]                     any float; raw logits of the gates; a [B, HV, K]
                                                              and dt_bias [HV, K] decay key channels
         A_log, dt_bias           [HV]                        any float; dt_bias may be None
-        state                    [slots, HV, K, V]           as in `decode`; updated in place
+        state                    [slots, HV, K, V]           as in `decode`; updated in place. A HistoryPool
+                                                             of one layer: decode with a history
         num_k_heads              int                         H
         head_k_dim, head_v_dim   int                         K, V
         conv_activation          "silu" or None
@@ -66,6 +69,8 @@ def decode_step(
         norm_activation          "silu", "sigmoid" or None   act(z) in `rms_norm_gated`
         conv_index               [B] int or None             the slot of each row's window; None: read_index
         read_index, write_index  [B] int or None             slots of `state`, as in `decode`
+        use_history              bool or None                only with a HistoryPool, as in
+                                                             `decode_with_history`; write_index is then None
         null_slot                None or 0                   0: slot 0 of both pools is padding as well
         out                      [B, HV, V] or None          gets the result and is returned
         scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend: as in `decode`
@@ -93,17 +98,24 @@ def decode_step(
         >>> o.shape, bool(o[1].any()), states.flatten(1).any(1).nonzero().tolist()
         (torch.Size([2, 4, 16]), False, [[7]])
     """
+    history, room = _NO_HISTORY, None
+    if isinstance(state, HistoryPool):
+        room = state.room
+        history = (state.history_u, state.history_k, state.history_G, state.cursor)
+        state = state.state
     tensors = (
         mixed_qkv, conv_state, conv_weight, conv_bias, a, b, A_log, dt_bias, state, conv_index, read_index,
-        write_index, z, norm_weight,
+        write_index, z, norm_weight, *history,
     )  # fmt: skip
     options = (
         num_k_heads, head_k_dim, head_v_dim, conv_activation, norm_eps, norm_activation, scale,
-        lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, null_slot, backend,
+        lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, room, use_history, null_slot,
+        backend,
     )  # fmt: skip
     return _decode_step(mixed_qkv, tensors, out, options)
 
 
+_NO_HISTORY: tuple[Tensor | None, ...] = (None,) * 4
 _SIGNATURE = Signature(
     "decode_step", ("mixed_qkv", "conv_weight", "conv_bias", "a", "b", "A_log", "dt_bias", "z", "norm_weight")
 )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gdn.ops.warmup_calls import ENGINES, Sizes, layer, windows
+from gdn.ops.warmup_history import history
 from gdn.problem.warmup import check_index_dtype, check_names
 
 
@@ -50,6 +51,7 @@ def warmup(
         max_rows                    most prompts in one batch: tile sizes depend on their number
         engines                     the engines whose calls are run: "gdn" (the public functions: protocols P1
                                     to P6, dense and packed rows; prefill with every state that it can store),
+                                    "history" (decode_with_history and decode_step on a HistoryPool),
                                     "vllm", "sglang", "lmdeploy" (gdn.integrations: their index types, gates
                                     and layouts)
         gates                       for engine "gdn": "raw" (a, b, A_log, dt_bias), "active" (g, beta) or both
@@ -69,7 +71,7 @@ def warmup(
     Cost:   the compile time; memory for max_rows prompts of 65 tokens and as many states, and for one prompt
             of 4096 tokens.
     """
-    check_names("engines", engines, ENGINES)
+    check_names("engines", engines, _ENGINES)
     check_names("gates", gates, ("raw", "active"))
     check_names("decay", (decay,), ("head", "channel"))
     check_index_dtype(index_dtype)
@@ -82,14 +84,17 @@ def warmup(
         s = replace(usual, gates=tuple(gates), index_dtype=index_dtype)
         s = replace(s, v_first=state_v_first, l2norm=use_qk_l2norm_in_kernel)
         s = replace(s, is_per_channel=decay == "channel", lower_bound=lower_bound)
-        sizes = {name: s if name == "gdn" else usual for name in engines}
+        sizes = {name: s if name in ("gdn", "history") else usual for name in engines}
         calls = [*layer(s, training), *(call for name in engines for call in windows(sizes[name], name))]
         lines += [_met(f"{function} {dtype} {form}", call, s.device) for function, form, call in calls]
         for state_dtype in state_dtypes:
-            calls = [call for name in engines for call in ENGINES[name](sizes[name], state_dtype)]
+            calls = [call for name in engines for call in _ENGINES[name](sizes[name], state_dtype)]
             about = f"{dtype} {state_dtype}"
             lines += [_met(f"{function} {about} {form}", call, s.device) for function, form, call in calls]
     return lines
+
+
+_ENGINES = {**ENGINES, "history": history}
 
 
 def _met(label: str, call: Callable[[], Any], device: torch.device) -> str:

@@ -264,15 +264,20 @@ def _protocols(s: Sizes, dtype: torch.dtype, gates: str) -> Iterator[Call]:
 def _prefills(s: Sizes, gates: str, pool: Tensor) -> Iterator[Call]:
     """Yield prefill calls.
 
-    The kernels of the rule depend on the number of prompts: run every number, with snapshots and without. The
-    kernels around it do not: run every choice of slots and stored states for one prompt only.
+    The kernels of the rule depend on the number of prompts, and where they update the pool in place on the
+    choice of slots: run all of these, and snapshots, for every number. The kernels around the rule depend on
+    what is stored: run every choice of stored states for one prompt only.
     """
-    yield from _prefill(s, gates, pool, begins=True)
+    writes: tuple[dict[str, Any], ...] = ({}, {"splits": True}, {"update_state": False})
+    for begins, more in product((False, True), writes):
+        yield from _prefill(s, gates, pool, begins=begins, **more)
     yield from _prefill(s, gates, pool, snapshots=True)
-    for begins, checkpoints, snapshots in product((False, True), repeat=3):
-        asked: dict[str, Any] = {"begins": begins, "checkpoints": checkpoints, "snapshots": snapshots}
-        for more in ({}, {"splits": True}, {"update_state": False}):
-            yield from _prefill(s, gates, pool, [(1, LENGTH)], **(asked | more))
+    for begins, (checkpoints, snapshots) in product(
+        (False, True), ((True, False), (False, True), (True, True))
+    ):
+        stored = {"begins": begins, "checkpoints": checkpoints, "snapshots": snapshots}
+        for more in writes:
+            yield from _prefill(s, gates, pool, [(1, LENGTH)], **(stored | more))
 
 
 def _steps(s: Sizes, pool: Tensor, row: Tensor, **options: Any) -> Iterator[Call]:
@@ -371,7 +376,7 @@ def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
                 for moved in ((pool[None], kept[None]), *windows):
                     yield "commit", f"sglang T={s.T}", partial(commit, *moved, row, rows, step, **more)
     yield from _prefill(s, "active", pool)
-    yield from _prefill(s, "active", pool, [(1, LENGTH)], update_state=False)
+    yield from _prefill(s, "active", pool, update_state=False)
     yield from _prefill(s, "active", pool, checkpoints=True)
     # tracked states pass through a pool in fp32
     between = s.pool(torch.float32, 2)

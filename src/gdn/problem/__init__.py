@@ -3,6 +3,7 @@
 All validation is in this folder; no module below it validates again.
 """
 
+from gdn.problem.history import FoldProblem, HistoryProblem
 from gdn.problem.replay import KeepProblem, ReplayProblem
 from gdn.problem.rule import RESET, ContextParallel, Problem, check_context, host_offsets, parse
 from gdn.problem.serving import CommitProblem, DecodeProblem, PrefillProblem
@@ -14,6 +15,8 @@ __all__ = [
     "CommitProblem",
     "ContextParallel",
     "DecodeProblem",
+    "FoldProblem",
+    "HistoryProblem",
     "KeepProblem",
     "PrefillProblem",
     "Problem",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.problem.history import FoldProblem, HistoryProblem
 from gdn.problem.layer import ConvProblem, ConvUpdateProblem
 from gdn.problem.replay import KeepProblem, ReplayProblem
 from gdn.problem.rule import Problem
@@ -97,7 +98,7 @@ def _prefill(p: PrefillProblem) -> list[str]:
     return messages + _pool_tokens(p, [ranges[n] for n in valid])
 
 
-def _replay(p: ReplayProblem) -> list[str]:
+def _replay(p: ReplayProblem | HistoryProblem) -> list[str]:
     ranges = p.token_ranges(read_device=True) or ()
     slots = _selected(p, range(p.N))
     valid = [n for n in range(p.N) if p.is_slot(slots[n]) and ranges[n][1] > 0]
@@ -108,6 +109,10 @@ def _replay(p: ReplayProblem) -> list[str]:
 
 def _keep(p: KeepProblem) -> list[str]:
     return _slot_vector("index", p.index, p.state.shape[1], p.null_slot)
+
+
+def _fold(p: FoldProblem) -> list[str]:
+    return [] if p.index is None else _slot_vector("index", p.index, p.state.shape[0], p.null_slot)
 
 
 def _commit(p: CommitProblem) -> list[str]:
@@ -154,7 +159,7 @@ def _slot_vector(name: str, index: Tensor, slots: int, null_slot: int | None) ->
     return _past_the_pool(name, given, slots)
 
 
-def _selected(p: DecodeProblem | ReplayProblem, rows: range) -> list[int]:
+def _selected(p: DecodeProblem | ReplayProblem | HistoryProblem, rows: range) -> list[int]:
     """Return the slot that each row reads, valid or not."""
     if p.read_index is None:
         return list(rows)
@@ -191,7 +196,9 @@ def _require_own_slots(name: str, writes: Places, reads: Places = ()) -> None:
             )
 
 
-def _pool_tokens(p: DecodeProblem | PrefillProblem | ReplayProblem, ranges: Ranges) -> list[str]:
+def _pool_tokens(
+    p: DecodeProblem | PrefillProblem | ReplayProblem | HistoryProblem, ranges: Ranges
+) -> list[str]:
     beta = p.beta if p.b is None else _write_strength(p.b, p.allow_neg_eigval)
     return _tokens(p.k, p.g, beta, ranges, p.use_qk_l2norm_in_kernel)
 
@@ -236,6 +243,8 @@ _INSPECT: dict[type, Callable[[Any], list[str]]] = {
     DecodeProblem: _decode,
     PrefillProblem: _prefill,
     ReplayProblem: _replay,
+    HistoryProblem: _replay,
+    FoldProblem: _fold,
     KeepProblem: _keep,
     CommitProblem: _commit,
     StepProblem: _step,

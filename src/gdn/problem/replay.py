@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from gdn.notation import Index, Pool
+from gdn.notation import Index, Offsets, Pool
 from gdn.problem import addressing, check
 from gdn.problem.declaration import WRITTEN, Declared, declared
 from gdn.problem.rule import host_offsets
@@ -30,14 +30,12 @@ class History:
     cursor: Tensor
 
 
-@declared
-@dataclass(frozen=True)
-class ReplayProblem(Declared, Numerics, Packet, Rows, Gates, History, PoolTokens, OnPool):
-    """Hold one checked packet per row."""
+class OnHistory(OnPool):
+    """Provide the places of a history, and the tokens of the rows of a call on it."""
 
-    state: Pool  # only read, unlike that of PoolTokens, whose place among the arguments it keeps
-    null_slot: int | None
-    backend: str | None
+    history_G: Tensor
+    cu_seqlens: Offsets | None
+    max_seqlen: int | None
 
     @property
     def places(self) -> int:
@@ -64,6 +62,16 @@ class ReplayProblem(Declared, Numerics, Packet, Rows, Gates, History, PoolTokens
             return [(row * T, T) for row in range(self.q.shape[0])]
         offsets = host_offsets(self.cu_seqlens, None, self.q.shape[1], read_device=read_device)
         return None if offsets is None else addressing.token_ranges(offsets, self.max_seqlen)
+
+
+@declared
+@dataclass(frozen=True)
+class ReplayProblem(Declared, Numerics, Packet, Rows, Gates, History, PoolTokens, OnHistory):
+    """Hold one checked packet per row."""
+
+    state: Pool  # only read, unlike that of PoolTokens, whose place among the arguments it keeps
+    null_slot: int | None
+    backend: str | None
 
 
 @declared
@@ -115,10 +123,8 @@ def parse_replay(**given: Any) -> ReplayProblem:
     addressing.gates(p, dims)
     addressing.packing(p.q, p.cu_seqlens, p.max_seqlen, dims)
     addressing.pool(p, False, dims)
-    _history(p, "", dims)
-    for name, x in (("history_u", p.history_u), ("history_k", p.history_k)):
-        if x.dtype == torch.float64 and p.q.dtype != torch.float64:
-            raise ValueError(f"{name}: expected at most float32 with q in {p.q.dtype}, got {x.dtype}")
+    check_history(p, "", dims)
+    check_history_dtypes(p)
     if dims.get("M") is not None and dims["M"] > dims["places"]:
         raise ValueError(
             f"history_G: expected room for {dims['M']} tokens on axis 1, got {list(p.history_G.shape)}"
@@ -142,7 +148,7 @@ def parse_keep(**given: Any) -> KeepProblem:
     check.shape("state", p.state, "layers slots HV V K" if p.state_v_first else "layers slots HV K V", dims)
     check.writable("state", p.state)
     addressing.null(p.null_slot)
-    _history(p, "layers ", dims)
+    check_history(p, "layers ", dims)
     if dims["H"] < 1 or dims["HV"] < dims["H"] or dims["HV"] % dims["H"]:
         raise ValueError(f"history_k: expected H to divide HV={dims['HV']}, got {list(p.history_k.shape)}")
     addressing.index("index", p.index, "n", dims)
@@ -159,8 +165,15 @@ def parse_keep(**given: Any) -> KeepProblem:
     return p
 
 
-def _history(p: ReplayProblem | KeepProblem, lead: str, dims: dict[str, int]) -> None:
-    """Check the history of each slot and the cursor, the number of its places in use."""
+def check_history_dtypes(p: Any) -> None:
+    """Raise ValueError for a history in fp64 beside tokens in another dtype."""
+    for name, x in (("history_u", p.history_u), ("history_k", p.history_k)):
+        if x.dtype == torch.float64 and p.q.dtype != torch.float64:
+            raise ValueError(f"{name}: expected at most float32 with q in {p.q.dtype}, got {x.dtype}")
+
+
+def check_history(p: Any, lead: str, dims: dict[str, int], cursor_axes: str = "slots") -> None:
+    """Check the history of each slot and the cursor, which says what places are in use."""
     u, k, G, cursor = p.history_u, p.history_k, p.history_G, p.cursor
     for name, x in (("history_u", u), ("history_k", k)):
         check.floating(name, x)
@@ -176,5 +189,5 @@ def _history(p: ReplayProblem | KeepProblem, lead: str, dims: dict[str, int]) ->
             raise ValueError(f"{name}: expected a contiguous last axis, got strides {list(x.stride())}")
         check.writable(name, x)
     check.integral("cursor", cursor)
-    check.shape("cursor", cursor, "slots", dims)
+    check.shape("cursor", cursor, cursor_axes, dims)
     check.writable("cursor", cursor)

@@ -202,9 +202,12 @@ class PrefillProblem(Declared, Numerics, Prompts, Gates, PoolTokens, OnPool):
         """Return the Problem of the rule for the whole prefill, without initial states."""
         is_raw = self.a is not None
         g, beta = (self.a, self.b) if is_raw else (self.g, self.beta)
+        # lengths that the host knows anyway; without batch_invariant they would change the choice of segments
+        is_known = self.batch_invariant and self.cu_seqlens.device.type == "cpu"
         return Problem(
             q=self.q, k=self.k, v=self.v, g=g, beta=beta, A_log=self.A_log, dt_bias=self.dt_bias,
-            initial_state=None, cu_seqlens=self.cu_seqlens, cu_seqlens_cpu=None, scale=self.scale,
+            initial_state=None, cu_seqlens=self.cu_seqlens,
+            cu_seqlens_cpu=self.cu_seqlens if is_known else None, scale=self.scale,
             lower_bound=self.lower_bound, output_final_state=True,
             use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
             use_gate_in_kernel=is_raw, use_beta_sigmoid_in_kernel=is_raw,

@@ -11,7 +11,9 @@ from torch import Tensor
 from gdn.notation import ConvPool, ConvWeight, GateBias, HeadParam, Index, Pool
 from gdn.problem import addressing, check
 from gdn.problem.declaration import WRITTEN, Declared, SymInt, declared
+from gdn.problem.history import HistoryProblem, check_ring, check_use_history
 from gdn.problem.layer import GATES, ConvUpdateProblem, NormProblem
+from gdn.problem.replay import check_history_dtypes
 from gdn.problem.serving import DecodeProblem, Numerics, check_packed, packed_views
 
 
@@ -33,6 +35,10 @@ class Layer:
     write_index: Index | None
     z: Tensor | None
     norm_weight: Tensor | None
+    history_u: Annotated[Tensor | None, WRITTEN]
+    history_k: Annotated[Tensor | None, WRITTEN]
+    history_G: Annotated[Tensor | None, WRITTEN]
+    cursor: Annotated[Tensor | None, WRITTEN]
     out: Annotated[Tensor, WRITTEN]
     num_k_heads: SymInt
     head_k_dim: SymInt
@@ -45,8 +51,10 @@ class Layer:
 @declared
 @dataclass(frozen=True)
 class StepProblem(Declared, Numerics, Layer):
-    """Hold one checked decode step of a layer."""
+    """Hold one checked decode step of a layer, on a pool of states or of states with histories."""
 
+    room: int | None
+    use_history: bool | None
     null_slot: int | None
     backend: str | None
 
@@ -106,6 +114,26 @@ class StepProblem(Declared, Numerics, Layer):
             null_slot=self.null_slot, round_state=False, exact_packet=True, backend=self.backend,
         )  # fmt: skip
 
+    @property
+    def has_history(self) -> bool:
+        """Return True if the slots have histories."""
+        return self.cursor is not None
+
+    def with_history(self, mixed: Tensor, out: Tensor | None) -> HistoryProblem:
+        """Return the second stage for slots with histories: `decode_with_history` of one token per row."""
+        p = self.decode(mixed, out)
+        assert self.history_u is not None and self.history_k is not None and self.room is not None
+        assert self.history_G is not None and self.cursor is not None
+        return HistoryProblem(
+            q=p.q, k=p.k, v=p.v, state=p.state, history_u=self.history_u, history_k=self.history_k,
+            history_G=self.history_G, cursor=self.cursor, g=None, beta=None, a=p.a, b=p.b, A_log=p.A_log,
+            dt_bias=p.dt_bias, cu_seqlens=None, read_index=p.read_index, num_accepted=None, out=p.out,
+            max_seqlen=None, scale=p.scale, lower_bound=p.lower_bound,
+            use_qk_l2norm_in_kernel=p.use_qk_l2norm_in_kernel, allow_neg_eigval=p.allow_neg_eigval,
+            state_v_first=p.state_v_first, room=self.room, use_history=self.use_history,
+            null_slot=self.null_slot, backend=self.backend,
+        )  # fmt: skip
+
     def norm(self, o: Tensor) -> NormProblem:
         """Return the third stage, if there is one: the gated norm of o [B, HV, V]."""
         return NormProblem(o, self.z, self.norm_weight, self.norm_eps, self.norm_activation, self.backend)
@@ -132,6 +160,7 @@ def parse_step(**given: Any) -> StepProblem:
     for name in ("conv_index", "read_index", "write_index"):
         if getattr(p, name) is not None:
             addressing.index(name, getattr(p, name), "N", dims)
+    _history(p, dims)
     _convolution(p.conv_state, p.conv_weight, p.conv_bias, p.mixed_qkv.shape[1])
     if p.read_index is None:
         check.enough_slots("state", dims["slots"], dims["N"], "read_index")
@@ -143,6 +172,20 @@ def parse_step(**given: Any) -> StepProblem:
     out = views.v.new_empty(*p.b.shape, views.v.shape[3]) if p.out is None else p.out
     p.complete(out=out, scale=addressing.scale(p.scale, dims), norm_eps=float(p.norm_eps))
     return p
+
+
+def _history(p: StepProblem, dims: dict[str, int]) -> None:
+    """Check the histories of the slots, if there are any."""
+    check_use_history(p.use_history)
+    if not p.has_history:
+        if p.use_history is not None:
+            raise ValueError(f"use_history: expected None without a HistoryPool, got {p.use_history}")
+        return
+    if p.write_index is not None:
+        raise ValueError("write_index: expected None with a HistoryPool, got a tensor")
+    rule = p.with_history(p.mixed_qkv, p.out)
+    check_ring(rule, dims)
+    check_history_dtypes(rule)
 
 
 def _convolution(state: Any, weight: Any, bias: Any, channels: int) -> None:

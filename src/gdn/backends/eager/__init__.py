@@ -6,6 +6,7 @@ from gdn.backends.eager.borders import backward_begin, forward_begin
 from gdn.backends.eager.conv import causal_conv1d, causal_conv1d_bwd, causal_conv1d_update
 from gdn.backends.eager.decode import decode
 from gdn.backends.eager.gate import gate, gate_bwd
+from gdn.backends.eager.history import appends_history, decode_with_history, fold_history
 from gdn.backends.eager.norm import rms_norm_gated, rms_norm_gated_bwd
 from gdn.backends.eager.prefill import commit, prefill
 from gdn.backends.eager.recurrent import recurrent_forward
@@ -20,7 +21,7 @@ BACKEND = Backend(
     chunk_forward=chunk_forward,
     recompute_saved=recompute_saved,
     chunk_backward=chunk_backward,
-    forward_launches=lambda problem, S_in_dtype: (),
+    forward_launches=lambda problem, S_in_dtype, pool: (),
     recurrent_forward=recurrent_forward,
     forward_begin=forward_begin,
     backward_begin=backward_begin,
@@ -49,6 +50,9 @@ BACKEND = Backend(
     commit=commit,
     replay_decode=replay_decode,
     replay_commit=replay_commit,
+    decode_with_history=decode_with_history,
+    fold_history=fold_history,
+    appends_history=appends_history,
     gate=gate,
     gate_bwd=gate_bwd,
 )

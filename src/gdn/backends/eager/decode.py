@@ -62,7 +62,7 @@ def decode(problem: DecodeProblem) -> None:
                 parent = min(row.parents[t], t - 1)
                 assert row.history is not None
                 S.copy_(root if parent < 0 else row.history[parent])
-            _advance_token(S, steps[row.first + t], p.state_v_first)
+            advance_token(S, steps[row.first + t], p.state_v_first)
             if p.round_state and S.dtype != p.state.dtype:
                 S.copy_(S.to(p.state.dtype))
             for target in row.after[t] if row.after else ():
@@ -72,7 +72,7 @@ def decode(problem: DecodeProblem) -> None:
     torch.mul(o, p.scale, out=p.out)
 
 
-def _advance_token(S: Tensor, token: Token, is_v_first: bool) -> None:
+def advance_token(S: Tensor, token: Token, is_v_first: bool) -> None:
     """Advance S [HV, V, K] (or [HV, K, V]) of one row by one token in place, and write o."""
     kq, k, beta_v, o, beta, qk, *decay = token
     if decay:

@@ -22,12 +22,12 @@ def rms_norm_gated(problem: NormProblem) -> Tensor:
     y = x.new_empty(x.shape)
     for part, (xs, zs) in _row_blocks(y, x, z):
         assert xs is not None
-        n, _ = _normalise(xs.to(dtype), problem.eps)
+        n, _ = normalise(xs.to(dtype), problem.eps)
         if weight is not None:
             # in place: the block stays in the CPU cache, and no new memory is touched
             n = n.mul_(weight)
         if zs is not None:
-            n = n.mul_(_activate(zs.to(dtype), problem.activation))
+            n = n.mul_(activate_gate(zs.to(dtype), problem.activation))
         # rounded while it is in cache: the fp32 result never exists as a whole in memory
         part.copy_(n)
     return y
@@ -43,10 +43,10 @@ def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor
     dweight = None if weight is None else torch.zeros_like(weight)
     for part, (xs, zs, dys, dzs) in _row_blocks(dx, x, z, dy, dz):
         assert xs is not None and dys is not None
-        n, rstd = _normalise(xs.to(dtype), problem.eps)
+        n, rstd = normalise(xs.to(dtype), problem.eps)
         dn = dys.to(dtype)
         if zs is not None and dzs is not None:
-            gate = _activate(zs.to(dtype), problem.activation)
+            gate = activate_gate(zs.to(dtype), problem.activation)
             dgate = dn * n if weight is None else dn * n * weight
             dzs.copy_(_activation_bwd(dgate, zs.to(dtype), problem.activation))
             dn = dn * gate
@@ -78,12 +78,12 @@ def _is_foldable(x: Tensor) -> bool:
     return all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.dim() - 2))
 
 
-def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     return x * rstd, rstd
 
 
-def _activate(z: Tensor, activation: str | None) -> Tensor:
+def activate_gate(z: Tensor, activation: str | None) -> Tensor:
     if activation == "silu":
         return torch.nn.functional.silu(z)
     return torch.sigmoid(z) if activation == "sigmoid" else z

@@ -12,6 +12,7 @@ the history's dtype is stored exactly. Index tensors are read on the host.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,42 +20,63 @@ from torch import Tensor
 from gdn.backends.eager.alignment import align_start
 from gdn.backends.eager.channels import compute_products
 from gdn.backends.eager.gate import gate_dtype, load_decay, sigmoid
-from gdn.problem import RESET, KeepProblem, ReplayProblem
+from gdn.problem import RESET, HistoryProblem, KeepProblem, ReplayProblem
+
+OnReplay = ReplayProblem | HistoryProblem
+History = tuple[Tensor, Tensor, Tensor]  # u, k and G (or g) of some tokens
 
 
 def replay_decode(problem: ReplayProblem) -> None:
     """Implement `Backend.replay_decode`: write the history and problem.out."""
-    p = problem
-    o = torch.zeros(p.out.shape, dtype=p.dtype, device=p.q.device).flatten(0, 1)
-    q, k, v = (x.flatten(0, 1).to(p.dtype) for x in (p.q, p.k, p.v))
-    q_rstd, k_rstd = ((x * x).sum(-1).add_(1e-6).rsqrt_() for x in (q, k))
-    if not p.use_qk_l2norm_in_kernel:
-        q_rstd, k_rstd = torch.ones_like(q_rstd), torch.ones_like(k_rstd)
-    q = q * (p.scale * q_rstd).unsqueeze(-1)
-    g, beta = _load_gates(p)
-    for slot, base, first, count in _active_rows(p):
-        tokens = slice(first, first + count)
-        row = (x[tokens] for x in (g, q, k, v, k_rstd, beta))
-        run = _run_channel_packet if p.is_per_channel else _run_packet
-        o[tokens], u, history = run(p, slot, base, *row)
+    p, cursors = problem, problem.cursor.tolist()
+    rows = RowsOnHistory(p)
+    for slot, first, count in active_rows(p):
+        base = min(max(cursors[slot], 0), p.places)
+        past = (p.history_u[slot, :base], p.history_k[slot, :base], p.history_G[slot, :base])
+        new = rows.run(slot, past, slice(first, first + count))
         # tokens past the last place of the history are not stored; their outputs are computed all the same
         num_stored = min(count, p.places - base)
         places = slice(base, base + num_stored)
-        p.history_u[slot, places].copy_(u[:num_stored])
-        p.history_k[slot, places].copy_(k[tokens][:num_stored])
-        p.history_G[slot, places].copy_(history[:num_stored])
-    p.out.copy_(o.view(p.out.shape))
+        for held, x in zip((p.history_u, p.history_k, p.history_G), new, strict=True):
+            held[slot, places].copy_(x[:num_stored])
+    rows.store()
+
+
+class RowsOnHistory:
+    """Hold the tokens of a call, activated and scaled, and its outputs, for rows that run one by one."""
+
+    def __init__(self, p: OnReplay) -> None:
+        self.p = p
+        self.o = torch.zeros(p.out.shape, dtype=p.dtype, device=p.q.device).flatten(0, 1)
+        q, self.k, self.v = (x.flatten(0, 1).to(p.dtype) for x in (p.q, p.k, p.v))
+        q_rstd, self.k_rstd = ((x * x).sum(-1).add_(1e-6).rsqrt_() for x in (q, self.k))
+        if not p.use_qk_l2norm_in_kernel:
+            q_rstd, self.k_rstd = torch.ones_like(q_rstd), torch.ones_like(self.k_rstd)
+        self.q = q * (p.scale * q_rstd).unsqueeze(-1)
+        self.g, self.beta = _load_gates(p)
+
+    def run(self, slot: int, past: History, tokens: slice) -> History:
+        """Run a row's tokens on the state of a slot and its history; return u, k and G of each token."""
+        row = (x[tokens] for x in (self.g, self.q, self.k, self.v, self.k_rstd, self.beta))
+        run = _run_channel_packet if self.p.is_per_channel else _run_packet
+        self.o[tokens], u, history = run(self.p, slot, past, *row)
+        return u, self.k[tokens], history
+
+    def store(self) -> None:
+        """Write problem.out."""
+        self.p.out.copy_(self.o.view(self.p.out.shape))
 
 
 def _run_packet(
-    p: ReplayProblem, slot: int, base: int, g: Tensor, q: Tensor, k: Tensor, v: Tensor, k_rstd: Tensor,
+    p: OnReplay, slot: int, past: History, g: Tensor, q: Tensor, k: Tensor, v: Tensor, k_rstd: Tensor,
     beta: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o and u [T, HV, V] of one row, and G [T, HV]; q is scaled, k is the caller's."""
+    past_u, past_k, past_G = past
     G = g.squeeze(-1).cumsum(0)
-    if base > 0:
+    if len(past_G) > 0:
         # G goes on from the history's last sum: e^(G_t - G_j) then holds for its tokens, too
-        G += p.history_G[slot, base - 1]
+        G += past_G[-1]
     T, H = q.shape[:2]
     S = align_start(p.state[slot].to(p.dtype))
     S = S.mT if p.state_v_first else S
@@ -62,12 +84,11 @@ def _run_packet(
     kq = _repeat_heads(torch.cat((k * k_rstd.unsqueeze(-1), q)), p.HV // H)  # [HV, 2 T, K]
     # e^G scales the products, 2 V values per token, not the K V values of the state
     state_read = torch.bmm(kq, S) * torch.cat((G, G)).exp().to(p.dtype).T.unsqueeze(-1)
-    if base > 0:
-        past = p.history_G[slot, :base]
-        weights = _decay_weights(torch.cat((G, G)), past, p.dtype) * torch.bmm(
-            kq, _repeat_heads(p.history_k[slot, :base].to(p.dtype), p.HV // H).mT
+    if len(past_G) > 0:
+        weights = _decay_weights(torch.cat((G, G)), past_G, p.dtype) * torch.bmm(
+            kq, _repeat_heads(past_k.to(p.dtype), p.HV // H).mT
         )
-        past_u = align_start(p.history_u[slot, :base].to(p.dtype))
+        past_u = align_start(past_u.to(p.dtype))
         state_read = state_read + torch.bmm(weights, past_u.transpose(0, 1))
     beta = beta.T.unsqueeze(-1)
     D = _decay_weights(G, G, p.dtype)
@@ -82,15 +103,15 @@ def _run_packet(
 
 
 def _run_channel_packet(
-    p: ReplayProblem, slot: int, base: int, g: Tensor, q: Tensor, k: Tensor, v: Tensor, k_rstd: Tensor,
+    p: OnReplay, slot: int, past: History, g: Tensor, q: Tensor, k: Tensor, v: Tensor, k_rstd: Tensor,
     beta: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o and u [T, HV, V] of one row with a decay per key channel, and its g [T, HV, K]."""
     T, ratio = q.shape[0], p.HV // p.H
     S = align_start(p.state[slot].to(p.dtype))
     S = S.mT if p.state_v_first else S
-    if base > 0:
-        past = (x[slot, :base] for x in (p.history_u, p.history_k, p.history_G))
+    _, _, past_g = past
+    if len(past_g) > 0:
         S = _fold_channels(S, *past)
     # a chunk of 1, 2, 4, ... tokens; those past the packet are zero and do nothing
     C = 1 << (T - 1).bit_length()
@@ -131,7 +152,7 @@ def _decay_weights(to: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
     return (to.T.unsqueeze(-1) - start.T.unsqueeze(-2).to(to.dtype)).clamp(max=0).exp().to(dtype)
 
 
-def _load_gates(p: ReplayProblem) -> tuple[Tensor, Tensor]:
+def _load_gates(p: OnReplay) -> tuple[Tensor, Tensor]:
     """Return g >= RESET [tokens, HV, 1 or K], and beta [tokens, HV]."""
     shape, dtype = p.v.shape[:3], gate_dtype(p.q.device)
     g, beta = load_decay(p, p.a, p.dtype), p.beta
@@ -145,14 +166,14 @@ def _load_gates(p: ReplayProblem) -> tuple[Tensor, Tensor]:
     return g.clamp(min=RESET).flatten(0, 1), beta.flatten(0, 1)
 
 
-def _active_rows(p: ReplayProblem) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (slot, tokens in its history, first token, tokens) of the rows that compute anything."""
-    ranges, cursors = p.token_ranges(read_device=True), p.cursor.tolist()
+def active_rows(p: OnReplay) -> Iterator[tuple[int, int, int]]:
+    """Yield (slot, first token, tokens) of the rows that compute anything."""
+    ranges = p.token_ranges(read_device=True)
     assert ranges is not None
     slots = range(len(ranges)) if p.read_index is None else p.read_index.tolist()
     for slot, (first, count) in zip(slots, ranges, strict=True):
         if count > 0 and p.is_slot(slot):
-            yield slot, min(max(cursors[slot], 0), p.places), first, count
+            yield slot, first, count
 
 
 def replay_commit(problem: KeepProblem) -> None:
@@ -165,25 +186,23 @@ def replay_commit(problem: KeepProblem) -> None:
         end = min(min(max(cursors[slot], 0), p.places) + min(max(accepted, 0), p.room), p.places)
         if end + p.room > p.places:
             for layer in range(p.state.shape[0]) if end > 0 else ():
-                _fold_history(p, layer, slot, end)
+                u, k, G = (x[layer, slot, :end] for x in (p.history_u, p.history_k, p.history_G))
+                fold_past(p, p.state[layer, slot], (u, k, G))
             end = 0
         if p.update_cursor:
             p.cursor[slot] = end
 
 
-def _fold_history(p: KeepProblem, layer: int, slot: int, end: int) -> None:
-    """Fold the first `end` tokens of its history into one state."""
-    state = p.state[layer, slot]
+def fold_past(p: Any, state: Tensor, past: History) -> None:
+    """Fold a history, u [P, HV, V], k [P, H, K] and G, into one state of a pool."""
     S = (state.mT if p.state_v_first else state).to(p.dtype)
+    u, k, G = past
     if p.is_per_channel:
-        past = (x[layer, slot, :end] for x in (p.history_u, p.history_k, p.history_G))
         S = _fold_channels(S, *past)
-        state.copy_(S.mT if p.state_v_first else S)
-        return
-    G = p.history_G[layer, slot, :end]
-    k = _repeat_heads(p.history_k[layer, slot, :end].to(p.dtype), S.shape[0] // p.history_k.shape[3])
-    u = align_start(p.history_u[layer, slot, :end].to(p.dtype)).transpose(0, 1)
-    weights = _decay_weights(G[-1:], G, p.dtype)
-    # one BLAS call adds the outer products of all tokens: the state is written once, not per token
-    S = G[-1].exp().to(p.dtype)[:, None, None] * S + torch.bmm(k.mT * weights, u)
+    else:
+        k = _repeat_heads(k.to(p.dtype), S.shape[0] // k.shape[1])
+        u = align_start(u.to(p.dtype)).transpose(0, 1)
+        weights = _decay_weights(G[-1:], G, p.dtype)
+        # one BLAS call adds the outer products of all tokens: the state is written once, not per token
+        S = G[-1].exp().to(p.dtype)[:, None, None] * S + torch.bmm(k.mT * weights, u)
     state.copy_(S.mT if p.state_v_first else S)

@@ -12,7 +12,8 @@ This file imports no Triton, so that a CPU user does not need it. Files in readi
     solve/       A_inv and the factors of each chunk: one warp a CTA, persistent, in Gluon
     scan/        the state scan: outputs and final states, persistent and warp-specialised, in Gluon
     backward/    the reverse state scan and the gradient kernel in Gluon, and the launches of a backward
-    segments     cut long sequences: plan the segments, pass states from one to the next, in Triton
+    segments     cut long sequences: plan the segments, in Triton
+    propagate    pass states from one segment to the next, in Triton
     borders      cut a forward between M, N and the scan, where a rank exchanges states with others
     gluon        names of Gluon in all supported versions of Triton, and `struct`
 """
@@ -41,10 +42,9 @@ def refuses(problem: Any) -> str | None:
     if reason is not None or settings.backend(problem.backend) == "hopper":
         return reason
     problem = problem.rule if isinstance(problem, PrefillProblem) else problem
-    # the two backends round differently, and the choice depends on the batch
-    if problem.batch_invariant:
-        return "expected no batch_invariant, or backend='hopper': who is faster depends on the batch"
-    if not cost.is_faster(problem):
+    # the two backends round differently, and the faster one depends on the batch: with batch_invariant every
+    # size is computed here
+    if not problem.batch_invariant and not cost.is_faster(problem):
         sizes = f"N={problem.N}, HV={problem.HV}, T={problem.T}"
         return f"expected a problem that it is faster at than triton, got {sizes}"
     return None
@@ -143,16 +143,18 @@ def _backward_begin(
 
 
 def _prefill(problem: PrefillProblem) -> None:
-    # the gather from the pool and the scatter into it are `triton`'s; only the forward between them differs
+    # the gather from the pool and the scatter into it are `triton`'s; only the forward between them differs.
+    # Sequences that are not cut into segments read and update the pool in place.
     forward = import_module("gdn.backends.hopper.rule").forward
-    import_module("gdn.backends.triton.serving.prefill").prefill(problem, forward)
+    is_in_place = cost.cuts_of(problem.rule) is None
+    import_module("gdn.backends.triton.serving.prefill").prefill(problem, forward, is_in_place)
 
 
-def _forward_launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Any]:
+def _forward_launches(problem: Problem, kept: torch.dtype | None, pool: Any = None) -> Iterator[Any]:
     """Yield the launches that a larger problem of the kind would use; none if it is not supported here."""
     has_tokens = problem.q.numel() > 0 and problem.N > 0
     if has_tokens and not problem.batch_invariant and _lacks(problem) is None:
-        yield from import_module("gdn.backends.hopper.rule").launches(problem, kept)
+        yield from import_module("gdn.backends.hopper.rule").launches(problem, kept, pool)
 
 
 BACKEND = replace(

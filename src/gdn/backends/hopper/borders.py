@@ -19,8 +19,9 @@ from gdn.backends.backend import Borders, FinishForward, Kept
 from gdn.backends.borders import row_index
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.descriptors import align
+from gdn.backends.hopper.propagate import ENTERING, LEAVING, pass_segment
 from gdn.backends.hopper.rule import Forward, for_backward, plan_first, results
-from gdn.backends.hopper.segments import ENTERING, LEAVING, PROPAGATE, Segments, pass_segment
+from gdn.backends.hopper.segments import PROPAGATE, Segments
 from gdn.backends.triton.launch import Launch, PlanCache, allocate, device_guard, kernel, tensor_spec
 from gdn.backends.triton.launch.pdl import PDL, wait_then_launch_dependents
 from gdn.backends.triton.rule import borders as triton_borders

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from gdn import settings
 from gdn.problem import CHUNK, Problem
 
 
@@ -36,6 +37,9 @@ PROPAGATE_TIME = 3.0, 1.15
 # with the cut for few M: segments shorter than FADING chunks all have an M, as a g of -1/21 a token leaves
 # some decay over them; of longer segments a share ALIVE of the heads has one
 FADING, ALIVE = 34, 0.25
+# batch invariance: one sequence is cut from so many chunks on, by the least number of such sequences that
+# fill the SMs of an H200; LONG_FROM chunks or more have a cut of their own
+H200_SMS, OWN_CUT_FROM, LONG_FROM = 132, ((8, 96), (2, 257)), 384
 GAIN = 0.9  # at most, of the time without segments, or of `triton`: more launches take the host longer
 # `triton`, us: launches; a chunk and head in prepare, and as much in output; a chunk in the state pass by the
 # number of value strips, and in the fused scan
@@ -78,21 +82,99 @@ class Cuts(NamedTuple):
     few: Cut
 
 
+class OwnCut(NamedTuple):
+    """Cut a sequence into `longs` long segments and a rest, in proportion to its own length.
+
+    Its length is `halves` halves of a long segment; `short` halves are the short segment of `Cut`.
+    """
+
+    longs: int
+    halves: int
+    short: int
+
+    def cut_of(self, chunks: int) -> Cut:
+        """Return the cut of a sequence of `chunks` chunks: `segments.own_cut` on the device."""
+        long = max(1, _cdiv(2 * chunks, self.halves))
+        return Cut(long, self.longs, long if self.short == 2 else _cdiv(long, 2))
+
+
+class OwnCuts(NamedTuple):
+    """Cut each sequence by its own length and the number of heads alone, for batch invariance."""
+
+    below: OwnCut  # of sequences below LONG_FROM chunks
+    above: OwnCut
+    least: int  # sequences of fewer chunks are not cut
+
+    def cut_of(self, chunks: int) -> Cut | None:
+        """Return the cut of a sequence of `chunks` chunks, or None if it is not cut."""
+        if chunks < self.least:
+            return None
+        return (self.above if chunks >= LONG_FROM else self.below).cut_of(chunks)
+
+    def most(self, N: int, chunks: int) -> int:
+        """Return an upper bound on the segments of N sequences with `chunks` chunks in all."""
+        return N + min(N, chunks // self.least) * (1 + max(self.below.longs, self.above.longs))
+
+
 def equal_cuts(chunks: int) -> Cuts:
     """Return cuts into segments of `chunks` chunks each, however long the sequences are."""
     cut = Cut(chunks, 1 << 16, chunks)
     return Cuts(cut, cut)
 
 
-def cuts_of(p: Problem) -> Cuts | None:
+def cuts_of(p: Problem) -> Cuts | OwnCuts | None:
     """Return how sequences are cut into segments, or None if they are not."""
-    # a cut depends on the other sequences of the batch, and it changes the rounding of S
-    return None if p.batch_invariant else _best_cuts(*sizes_of(p))
+    if not settings.allows_segments():
+        return None
+    if not p.batch_invariant:
+        return _best_cuts(*sizes_of(p))
+    # a cut changes the rounding of S, so it may not depend on the other sequences of the batch
+    cuts = own_cuts(p.HV)
+    longest = max(longest for *_, longest in _distributions(p))
+    return cuts if cuts is not None and longest >= cuts.least else None
 
 
-def consumers_of(p: Problem, cuts: Cuts | None) -> int:
-    """Return the consumers of a CTA of the scan at K = V = 128: one if two CTAs a work item fit the SMs."""
+@lru_cache
+def own_cuts(HV: int) -> OwnCuts | None:
+    """Return how a sequence of HV heads is cut by its own length; None: however long it is, it is not cut.
+
+    The cuts are those that the model finds best for one sequence alone, in shape, on an H200 whatever the
+    GPU.
+    """
+    filling = H200_SMS / (2 * HV)  # sequences that fill the SMs, with two consumers of 64 values each
+    least = next((chunks for sequences, chunks in OWN_CUT_FROM if filling >= sequences), None)
+    if least is None:
+        return None
+    return OwnCuts(_best_own_cut(HV, LONG_FROM // 3), _best_own_cut(HV, LONG_FROM * 4 // 3), least)
+
+
+def _best_own_cut(HV: int, chunks: int) -> OwnCut:
+    """Return the fastest shape of a cut of one sequence of `chunks` chunks, few M and many M alike."""
+    distribution = equal_lengths(1, chunks)
+
+    def total(shape: OwnCut) -> float:
+        cut = shape.cut_of(chunks)
+        return sum(
+            _scan_time(HV, distribution, cut, H200_SMS, alive if cut.long >= FADING else 1.0)
+            for alive in (1.0, ALIVE)
+        )
+
+    shapes = (
+        OwnCut(longs, *shape)
+        for longs in range(1, H200_SMS // HV)
+        for shape in ((2 * longs + 2, 2), (2 * longs + 3, 1), (2 * longs + 4, 1))
+    )
+    return min(shapes, key=total)
+
+
+def consumers_of(p: Problem, cuts: Cuts | OwnCuts | None) -> int:
+    """Return the consumers of a CTA of the scan at K = V = 128: one if two CTAs a work item fit the SMs.
+
+    The number does not change bits, so it may depend on the batch.
+    """
     HV, distributions, num_sms = sizes_of(p)
+    if isinstance(cuts, OwnCuts):
+        return max(_consumers(HV, (x,), cuts.cut_of(x[2]), num_sms) for x in distributions)
     return max(_consumers(HV, distributions, cut, num_sms) for cut in cuts or (None,))
 
 

@@ -50,6 +50,7 @@ from gdn.backends.triton.launch.pdl import PDL
 from gdn.backends.triton.rule import describe as rules
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import to_kernel_layout
+from gdn.backends.triton.rule.pool import NO_POOL, StatePool
 from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import CHUNK, Problem
 
@@ -74,8 +75,10 @@ class Forward:
     segments: Segments | None
     scan: Launch
 
-    def steps(self, p: Problem, new: list[Tensor | None]) -> Iterator[Step]:
-        """Yield the launches and their tensors, in order."""
+    def steps(
+        self, p: Problem, new: list[Tensor | None], pool: tuple[Tensor | None, ...] = NO_POOL[0]
+    ) -> Iterator[Step]:
+        """Yield the launches and their tensors, in order; `pool`: which slots sequences read and write."""
         A_inv, factors, final, o, table, next_item, G, S_in, q_rstd, k_rstd, *rest = new
         assert A_inv is not None and factors is not None and o is not None
         if self.table is not None:
@@ -105,11 +108,12 @@ class Forward:
         )
         if self.segments is None:
             ends = (p.initial_state, final, p.cu_seqlens, table)
-            yield self.scan, (q_d, *tiles, *out, *ends, o, factors, next_item)
+            yield self.scan, (q_d, *tiles, *out, *ends, o, factors, *pool, next_item)
         else:
             yield from self.segments.steps(p, tiles, factors, table, rest)
             states, items, *_ = rest
-            yield self.scan, (q_d, *tiles, *out, states, final, None, items, o, factors, next_item)
+            ends = (states, final, None, items)
+            yield self.scan, (q_d, *tiles, *out, *ends, o, factors, *pool, next_item)
 
 
 _forwards: PlanCache[Forward] = PlanCache()
@@ -155,19 +159,21 @@ def for_backward(problem: Problem, saved: Saved) -> Saved:
     return saved
 
 
-def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
+def forward(
+    p: Problem, kept: torch.dtype | None, pool: StatePool | None = None
+) -> tuple[Tensor, Tensor | None, Saved]:
     """Compute o, the final state and the saved tensors like triton's forward, which runs empty problems.
 
     `kept` is the dtype of the saved states; None: nothing is saved. At K = 64 the saved A_inv is split bf16,
-    [.., 2, C, C].
+    [.., 2, C, C]. `pool` as in triton's forward, for sequences that are not cut into segments.
     """
     if p.q.numel() == 0 or p.N == 0:
-        return chunked.forward(p, kept)
+        return chunked.forward(p, kept, pool)
     p = align(p)
     with device_guard(p.device):
-        plan = plan_of(p, kept)
-        new = allocate(p.device, plan.specs)
-        for launch, tensors in plan.steps(p, new):
+        plan = plan_of(p, kept, pool)
+        new = with_pool(allocate(p.device, plan.specs), pool)
+        for launch, tensors in plan.steps(p, new, NO_POOL[0] if pool is None else pool.tensors):
             launch(*tensors)
     o, final, saved = results(new, kept)
     # at K = 64 the backward gets A_inv in another form, and `recompute_saved` runs the whole forward again
@@ -178,12 +184,12 @@ def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None
     return o, final, saved
 
 
-def plan_of(p: Problem, kept: torch.dtype | None) -> Forward:
-    """Return the plan of a forward, from the cache or built; `kept` as in `forward`."""
-    cuts = cost.cuts_of(p)
+def plan_of(p: Problem, kept: torch.dtype | None, pool: StatePool | None = None) -> Forward:
+    """Return the plan of a forward, from the cache or built; `kept` and `pool` as in `forward`."""
+    cuts = None if pool is not None else cost.cuts_of(p)
     consumers = cost.consumers_of(p, cuts)
-    key = (rules.problem_key(p), cuts, consumers, kept, SAVING_FAST_PATH)
-    return _forwards.get(key, lambda: plan_first(p, cuts, consumers, kept))
+    key = (rules.problem_key(p), cuts, consumers, kept, SAVING_FAST_PATH, None if pool is None else pool.key)
+    return _forwards.get(key, lambda: plan_first(p, cuts, consumers, kept, pool))
 
 
 def saves(problem: Problem) -> tuple[Shape | None, ...]:
@@ -194,6 +200,14 @@ def saves(problem: Problem) -> tuple[Shape | None, ...]:
     if problem.K != 2 * STRIP:
         return (None,) * len(shapes)
     return (*shapes[:-1], ((problem.num_chunks, problem.HV, NUM_ROWS.value, CHUNK), torch.float32))
+
+
+def with_pool(new: list[Tensor | None], pool: StatePool | None) -> list[Tensor | None]:
+    """Return the tensors of `Forward.specs` with the pool as the final state, and its output."""
+    if pool is None:
+        return new
+    o = new[3] if pool.out is None else pool.out
+    return [*new[:2], pool.state if pool.is_updated else None, o, *new[4:]]
 
 
 def results(new: list[Tensor | None], kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
@@ -211,29 +225,43 @@ def results(new: list[Tensor | None], kept: torch.dtype | None) -> tuple[Tensor,
 class Variant(NamedTuple):
     """Hold what distinguishes the binaries of two forwards of a kind."""
 
-    cuts: cost.Cuts | None  # of sequences into segments; None: they are not cut
+    cuts: cost.Cuts | cost.OwnCuts | None  # of sequences into segments; None: they are not cut
     consumers: int  # consumer warpgroups of a CTA of the scan, at most one for each 64 values
     width: int  # value columns of a CTA of `propagate_states`
     is_single_tile: bool  # no CTA of `solve` has more than one tile
 
 
-def plan_first(p: Problem, cuts: cost.Cuts | None, consumers: int, kept: torch.dtype | None) -> Forward:
+def plan_first(
+    p: Problem, cuts: cost.Cuts | cost.OwnCuts | None, consumers: int, kept: torch.dtype | None,
+    pool: StatePool | None = None,
+) -> Forward:  # fmt: skip
     """Compile the binaries of forwards of this kind ahead, and plan one."""
     a = rules.describe(p)
     # with no backend named, `triton` may get a smaller problem of the kind: compile its launches ahead, too
-    is_shared = settings.backend(p.backend) is None
+    is_shared = settings.backend(p.backend) is None and not p.batch_invariant
 
     def steps() -> Iterator[Step]:
-        yield from launches(p, kept)
-        yield from other_launches(p, kept, "hopper")
+        yield from launches(p, kept, pool)
+        if is_shared:
+            yield from other_launches(p, kept, pool, "hopper")
 
-    compile_ahead(p.device, ("hopper", kept, rules.kind_key(p, a), is_shared), steps)
+    kind = ("hopper", kept, rules.kind_key(p, a), None if pool is None else pool.kind, is_shared)
+    compile_ahead(p.device, kind, steps)
     is_single_tile = a.entries * p.HV <= _num_solve_ctas(p)
-    return _plan(p, a, Variant(cuts, consumers, propagation_width(p), is_single_tile), kept)
+    return _plan(p, a, Variant(cuts, consumers, propagation_width(p), is_single_tile), kept, pool)
 
 
-def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
+def launches(problem: Problem, kept: torch.dtype | None, pool: StatePool | None = None) -> Iterator[Step]:
     """Yield the launches of forwards of this kind at any size, with stand-ins for the tensors they write."""
+    if pool is not None:
+        # a longer prompt is cut into segments, on states that are gathered from the pool
+        initial = pool.state.new_empty((1, *pool.state.shape[1:]), dtype=torch.float32)
+        gathered = replace(problem, layout_key=None, initial_state=initial, output_final_state=True)
+        yield from _launches(gathered, kept, None)
+    yield from _launches(problem, kept, pool)
+
+
+def _launches(problem: Problem, kept: torch.dtype | None, pool: StatePool | None) -> Iterator[Step]:
     p, tensors = problem, (problem.q, problem.k, problem.v)
     if not all(map(is_aligned, tensors)):
         # the forward will copy them; to compile, one token has all that a binary depends on
@@ -241,15 +269,18 @@ def launches(problem: Problem, kept: torch.dtype | None) -> Iterator[Step]:
         p = replace(p, layout_key=None, q=q, k=k, v=v)
     a = rules.describe(p)
     widths, _ = PROPAGATE[p.K]
-    for cuts, is_single_tile in itertools.product((None, cost.equal_cuts(1)), (True, False)):
+    some = cost.own_cuts(p.HV) if p.batch_invariant else cost.equal_cuts(1)
+    all_cuts = (None,) if pool is not None else dict.fromkeys((None, some))
+    for cuts, is_single_tile in itertools.product(all_cuts, (True, False)):
         consumers, width = (1, widths[0]) if is_single_tile else (2, widths[-1])
-        plan = _plan(p, a, Variant(cuts, consumers, width, is_single_tile), kept)
-        new = allocate_placeholders(p.device, plan.specs)
+        plan = _plan(p, a, Variant(cuts, consumers, width, is_single_tile), kept, pool)
+        new = with_pool(allocate_placeholders(p.device, plan.specs), pool)
         # TMA descriptors need real strides: one tile of each tensor that has a descriptor
         for i in (0, 1, 3, 7):
             x = plan.specs[i]
-            new[i] = None if x is None else allocate(p.device, [tensor_spec((1, 1, *x[0][2:]), x[2])])[0]
-        yield from plan.steps(p, new)
+            if x is not None:
+                new[i] = allocate(p.device, [tensor_spec((1, 1, *x[0][2:]), x[2])])[0]
+        yield from plan.steps(p, new, NO_POOL[0] if pool is None else pool.tensors)
 
 
 def _num_solve_ctas(p: Problem) -> int:
@@ -257,8 +288,10 @@ def _num_solve_ctas(p: Problem) -> int:
     return CTAS_PER_SM[p.K] * cost.num_sms(p.device)
 
 
-def _plan(p: Problem, a: rules.Description, variant: Variant, kept: torch.dtype | None) -> Forward:
-    """Plan the launches of a forward; `kept` as in `forward`."""
+def _plan(
+    p: Problem, a: rules.Description, variant: Variant, kept: torch.dtype | None, pool: StatePool | None
+) -> Forward:
+    """Plan the launches of a forward; `kept` and `pool` as in `forward`."""
     scalars, tiles = rules.shape_scalars(p), (p.num_chunks, p.HV)
     G, _, _, _, q_rstd, k_rstd, _ = rules.saves(p)
     # A forward for a backward (states in q's dtype at K = 128) stores A_inv whole. Any other at K = 128 omits
@@ -284,7 +317,7 @@ def _plan(p: Problem, a: rules.Description, variant: Variant, kept: torch.dtype 
         persistent_scan_kernel,
         # persistent: 1 CTA an SM, as a CTA takes nearly all of an SM's shared memory
         min(num_items, cost.num_sms(p.device)),
-        (*scalars, num_items),
+        (*scalars, num_items, *(NO_POOL[1] if pool is None else pool.scalars)),
         {"V_FIRST": p.state_v_first, "FAST_PATH": fast_path, "CONSUMERS": consumers, "D": p.K},
         4,
         options={"maxnreg": REGISTERS[consumers], **PDL},
@@ -294,8 +327,8 @@ def _plan(p: Problem, a: rules.Description, variant: Variant, kept: torch.dtype 
     specs = (
         tensor_spec((*tiles, *parts, *tile), p.q.dtype),
         tensor_spec((a.entries, p.HV, NUM_ROWS.value, CHUNK), torch.float32),
-        tensor_spec(p.state_shape, torch.float32) if p.output_final_state else None,
-        tensor_spec(p.v.shape, p.v.dtype),
+        tensor_spec(p.state_shape, torch.float32) if p.output_final_state and pool is None else None,
+        tensor_spec(p.v.shape, p.v.dtype) if pool is None or pool.out is None else None,
         a.spec,
         tensor_spec((1,), torch.int32),
         *(None if kept is None or x is None else tensor_spec(*x) for x in (G, S_in, q_rstd, k_rstd)),

@@ -18,7 +18,7 @@ read 64 Ki by each CTA of `propagate_states`; states written and read 128 Ki. Pe
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.factors import CHUNK_DECAY, MIN_G, NUM_ROWS
+from gdn.backends.hopper.propagate import ENTERING, LEAVING, propagate_states_kernel
 from gdn.backends.hopper.scan.kernel import segment_transfer_kernel
 from gdn.backends.hopper.scan.scheduler import (
     FIRST_CHUNK,
@@ -40,7 +41,6 @@ from gdn.backends.hopper.scan.scheduler import (
 from gdn.backends.triton.chunks import count_chunks, sequence
 from gdn.backends.triton.launch import Launch, Step, TensorSpec, kernel, tensor_spec
 from gdn.backends.triton.launch.pdl import PDL, wait_then_launch_dependents
-from gdn.backends.triton.lib import dot, split_bf16, state_pointers
 from gdn.backends.triton.rule.describe import gate_strides
 from gdn.backends.triton.rule.prepare import log_decay
 from gdn.problem import CHUNK, Problem
@@ -50,7 +50,6 @@ from gdn.problem import CHUNK, Problem
 PROPAGATE = {128: ((16, 32), 8), 64: ((64,), 4)}
 LOG_ZERO = tl.constexpr(-104.0)  # e^LOG_ZERO is 0 in fp32
 ALIVE = tl.constexpr(cost.ALIVE)
-ENTERING, LEAVING = tl.constexpr(1), tl.constexpr(2)  # the state comes from another rank, goes to one
 
 
 @dataclass(frozen=True)
@@ -85,39 +84,41 @@ class Segments:
 def propagation_width(p: Problem) -> int:
     """Return the value columns of a CTA of `propagate_states`: few if all CTAs then fit the SMs at once."""
     widths, _ = PROPAGATE[p.K]
-    return widths[0] if p.N * p.HV * (p.V // widths[0]) <= cost.num_sms(p.device) else widths[-1]
+    # an MMA of other columns may add up in another order: batch invariance counts one sequence, on an H200
+    N, num_sms = (1, cost.H200_SMS) if p.batch_invariant else (p.N, cost.num_sms(p.device))
+    return widths[0] if N * p.HV * (p.V // widths[0]) <= num_sms else widths[-1]
 
 
 def plan_launches(
-    p: Problem, cuts: cost.Cuts, scalars: tuple[int, ...], width: int, fast_path: bool, has_decays: bool
-) -> Segments:
+    p: Problem, cuts: cost.Cuts | cost.OwnCuts, scalars: tuple[int, ...], width: int, fast_path: bool,
+    has_decays: bool,
+) -> Segments:  # fmt: skip
     """Plan the segment launches of a problem; the device takes one of two cuts.
 
     `scalars` are the scan's T, HV, ratio, chunks_per_row, bound; `width` value columns of a CTA of
     `propagate_states`; `has_decays`: `gates` stores the decays of chunks.
     """
     T, HV, ratio, per_row, bound = scalars
-    # the most segments that either cut can have: packed lengths are only on the device
-    if p.cu_seqlens is None or p.N == 1:
-        segments = p.N * max(1 + sum(count for count, _ in cut.segments(per_row)[0]) for cut in cuts)
-    else:
-        segments = max(cut.most(p.N, p.num_chunks) for cut in cuts)
+    is_own = isinstance(cuts, cost.OwnCuts)
+    segments, numbers = _bound_segments(p, cuts, per_row)
     num_items = segments * HV
+    # with cuts of their own most sequences may be whole: only the segments before the last have M and N
+    num_transfers = 2 * (segments - p.N if is_own else segments)
     states = (HV, p.K, p.V)
     return Segments(
         specs=(
             tensor_spec((segments, *states), torch.float32),
             tensor_spec((num_items, ITEM_FIELDS.value), torch.int32),
-            tensor_spec((2 * num_items, ITEM_FIELDS.value), torch.int32),
+            tensor_spec((num_transfers * HV, ITEM_FIELDS.value), torch.int32),
             tensor_spec((p.N, 2), torch.int32),
-            tensor_spec((2 * segments, *states), torch.float32),
+            tensor_spec((num_transfers, *states), torch.float32),
         ),
         num_items=num_items,
         has_decays=has_decays,
         plan=Launch(
             plan_segments_kernel,
             num_items,
-            (*gate_strides(p.g), T, HV, p.N, per_row, bound, *cuts.many, *cuts.few),
+            (*gate_strides(p.g), T, HV, p.N, per_row, bound, *numbers),
             {
                 "C": CHUNK,
                 "FACTORS": NUM_ROWS.value * CHUNK,
@@ -126,13 +127,14 @@ def plan_launches(
                 "BLOCK": 64,
                 "LANES": 512,
                 "RESET": MIN_G,
+                "OWN_FROM": cost.LONG_FROM if is_own else None,
             },  # fmt: skip
             1,
             options=PDL,
         ),
         transfer=Launch(
             segment_transfer_kernel,
-            2 * num_items,
+            num_transfers * HV,
             (T, HV, ratio),
             {"V_FIRST": p.state_v_first, "FAST_PATH": fast_path, "D": p.K},
             4,
@@ -144,11 +146,25 @@ def plan_launches(
             propagate_states_kernel,
             p.N * HV * (p.V // width),
             (HV,),
-            {"D": p.K, "BV": width, "V_FIRST": p.state_v_first, "STAGES": 3},
+            {"D": p.K, "BV": width, "V_FIRST": p.state_v_first, "STAGES": 3, "OWN": is_own},
             PROPAGATE[p.K][1],
             options=PDL,
         ),
     )
+
+
+def _bound_segments(
+    p: Problem, cuts: cost.Cuts | cost.OwnCuts, chunks_per_row: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the most segments that either cut can have, and the cuts as scalars of `plan_segments`."""
+    if isinstance(cuts, cost.OwnCuts):
+        return cuts.most(p.N, p.num_chunks), (*cuts.below, *cuts.above, cuts.least)
+    numbers = (*cuts.many, *cuts.few, 0)
+    if p.cu_seqlens is None or p.N == 1:
+        most = max(1 + sum(count for count, _ in cut.segments(chunks_per_row)[0]) for cut in cuts)
+        return p.N * most, numbers
+    # packed lengths are only on the device
+    return max(cut.most(p.N, p.num_chunks) for cut in cuts), numbers
 
 
 @triton.jit
@@ -157,6 +173,30 @@ def count_segments(chunks, long, longs, short):
     left = chunks - longs * long
     most = longs + 1 + (left > short).to(tl.int32)
     return tl.where(left > 0, most, tl.maximum(tl.cdiv(chunks, long), 1))
+
+
+class CutScalars(NamedTuple):
+    """Hold a `cost.Cut` and the one for few M; or, where each sequence has its own, a `cost.OwnCuts`."""
+
+    long: Any  # own: longs, halves and short of sequences below OWN_FROM chunks
+    longs: Any
+    short: Any
+    few_long: Any = 0  # own: the same of longer sequences
+    few_longs: Any = 0
+    few_short: Any = 0
+    least: Any = 0
+
+
+@triton.jit
+def own_cut(chunks, cuts, FROM: tl.constexpr):
+    """Return `long`, `longs` and `short` of sequences of `chunks` chunks, see `cost.OwnCuts.cut_of`."""
+    is_long = chunks >= FROM
+    longs = tl.where(is_long, cuts.few_long, cuts.long)
+    long = tl.cdiv(2 * chunks, tl.where(is_long, cuts.few_longs, cuts.longs))
+    is_equal = tl.where(is_long, cuts.few_short, cuts.short) == 2
+    short = tl.where(is_equal, long, tl.cdiv(long, 2))
+    # a sequence that is not cut is one long segment
+    return tl.maximum(tl.where(chunks >= cuts.least, long, chunks), 1), longs, short
 
 
 @triton.jit
@@ -186,14 +226,21 @@ def has_few_maps(
 
 
 @triton.jit
-def locate_segment(i, cu_seqlens_ptr, N, long, longs, short, C: tl.constexpr, BLOCK: tl.constexpr):
+def locate_segment(
+    i, cu_seqlens_ptr, N, cuts, C: tl.constexpr, BLOCK: tl.constexpr, OWN_FROM: tl.constexpr = None
+):  # fmt: skip
     """Return the sequence of segment i (N past the last), and the number of segments before that sequence."""
     n = 0
     first = 0
     total = 0
     for m in range(0, N, BLOCK):
         lanes = m + tl.arange(0, BLOCK)
-        num_segments = count_segments(count_chunks(cu_seqlens_ptr, lanes, lanes < N, C), long, longs, short)
+        chunks = count_chunks(cu_seqlens_ptr, lanes, lanes < N, C)
+        if OWN_FROM is None:
+            num_segments = count_segments(chunks, cuts.long, cuts.longs, cuts.short)
+        else:
+            long, longs, short = own_cut(chunks, cuts, OWN_FROM)
+            num_segments = count_segments(chunks, long, longs, short)
         num_segments = tl.where(lanes < N, num_segments, 0)
         is_before = (lanes < N) & (total + tl.cumsum(num_segments, 0) <= i)
         n += tl.sum(is_before.to(tl.int32))
@@ -206,9 +253,9 @@ def locate_segment(i, cu_seqlens_ptr, N, long, longs, short, C: tl.constexpr, BL
 def plan_segments_kernel(
     factors_ptr, g_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr, table_ptr, scan_items_ptr,
     transfer_items_ptr, ranges_ptr, borders_ptr,
-    g_b, g_t, g_h, T, HV, N, chunks_per_row, bound, long, longs, short, few_long, few_longs, few_short,
+    g_b, g_t, g_h, T, HV, N, chunks_per_row, bound, long, longs, short, few_long, few_longs, few_short, least,
     C: tl.constexpr, FACTORS: tl.constexpr, DECAY: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, RESET: tl.constexpr,
+    LANES: tl.constexpr, RESET: tl.constexpr, OWN_FROM: tl.constexpr,
 ):  # fmt: skip
     """Write the work items of both scans, and (first segment, segments) of each sequence.
 
@@ -216,27 +263,36 @@ def plan_segments_kernel(
     Grid: the most segments that there can be x HV.  Warps: 1.  No TMA, no mbarrier: the CTA reads decays (or
     gates) from HBM and writes int32 fields to HBM.
     Cut: `few` if only a few heads have an M in its segments and decays of chunks are stored, else `many`.
+    OWN_FROM: each sequence has a cut of its own; the scalars are then those of `cost.OwnCuts`, and items of
+    `segment_transfer` are of the segments before the last alone.
     Order: a sequence's last segment, which may be the longest, is scanned first, short ones last.
     PDL: it waits at its end, as it needs nothing of `solve`, the launch before.
     """
     i = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
-    if factors_ptr is not None:
+    cuts = CutScalars(long, longs, short, few_long, few_longs, few_short, least)
+    if OWN_FROM is None and factors_ptr is not None:
         _, _, total, chunk = sequence(N - 1, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
         if has_few_maps(factors_ptr, chunk + tl.cdiv(total, C), HV, few_long, FACTORS, DECAY, 32):
             long = few_long
             longs = few_longs
             short = few_short
     if table_ptr is None:
+        if OWN_FROM is not None:
+            long, longs, short = own_cut(chunks_per_row, cuts, OWN_FROM)
         num_segments = count_segments(chunks_per_row, long, longs, short)
         n = i // num_segments
         base = n * num_segments
     else:
-        n, base = locate_segment(i, cu_seqlens_ptr, N, long, longs, short, C, BLOCK)
+        if OWN_FROM is None:
+            cuts = CutScalars(long, longs, short)
+        n, base = locate_segment(i, cu_seqlens_ptr, N, cuts, C, BLOCK, OWN_FROM)
     exists = n < N
     row, first, total, chunk = sequence(
         tl.minimum(n, N - 1), table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C
     )
+    if OWN_FROM is not None and table_ptr is not None:
+        long, longs, short = own_cut(tl.cdiv(total, C), cuts, OWN_FROM)
     index = i - base
     num_segments = count_segments(tl.cdiv(total, C), long, longs, short)
     is_last = index == num_segments - 1
@@ -287,6 +343,16 @@ def plan_segments_kernel(
             G += tl.where(tokens < length, g, 0.0)
     # false for NaN, which M must propagate
     is_gone = tl.sum(G, 0) < LOG_ZERO
+    # the segment whose place its items and M and N take, and the first of its sequence
+    target = i
+    start = base
+    has_items = True
+    if OWN_FROM is not None:
+        # without the last segments of the sequences before; past the last sequence, after all others
+        target -= tl.where(exists, n, N)
+        start -= n
+        num_segments -= 1
+        has_items = (exists & is_last) == 0
     for is_map in tl.static_range(2):
         # an item without tokens leaves M zero, and costs `segment_transfer` no chunk
         is_scanned = has_map & (is_gone == 0) if is_map else has_end
@@ -295,76 +361,14 @@ def plan_segments_kernel(
         place = 2 * index + is_map - (index > 0).to(tl.int32)
         if is_map:
             place = tl.where(index == 0, 2 * num_segments - 1, place)
-        place = tl.where(exists, 2 * base + place, 2 * i + is_map)
-        item = transfer_items_ptr + (place * HV + head) * FIELDS
-        tl.store(item + ROW, row)
-        tl.store(item + FIRST_TOKEN, first + begin * C)
-        tl.store(item + LENGTH, tl.where(is_scanned, length, 0))
-        tl.store(item + FIRST_CHUNK, chunk)
-        tl.store(item + STORE_TO, tl.where(has_goal, 2 * i + is_map, -1))
-        tl.store(item + START_FROM, -1 if is_map else tl.where(is_known, n, -1))
+        place = tl.where(exists, 2 * start + place, 2 * target + is_map)
+        if has_items:
+            item = transfer_items_ptr + (place * HV + head) * FIELDS
+            tl.store(item + ROW, row)
+            tl.store(item + FIRST_TOKEN, first + begin * C)
+            tl.store(item + LENGTH, tl.where(is_scanned, length, 0))
+            tl.store(item + FIRST_CHUNK, chunk)
+            tl.store(item + STORE_TO, tl.where(has_goal, 2 * target + is_map, -1))
+            tl.store(item + START_FROM, -1 if is_map else tl.where(is_known, n, -1))
     # only now: the next launch may then rely on `solve` and all before it
     wait_then_launch_dependents()
-
-
-@triton.jit
-def pass_segment(M, S, N, D: tl.constexpr):
-    """Return M S + N in fp32."""
-    if D == 64:
-        return dot(M, S, N, "tf32x3")
-    else:
-        # split bf16 on the tensor cores: hi hi + hi lo + lo hi; without lo lo the error is 1e-5
-        M_high, M_low = split_bf16(M, tl.bfloat16)
-        S_high, S_low = split_bf16(S, tl.bfloat16)
-        return tl.dot(M_high, S_high, tl.dot(M_high, S_low, tl.dot(M_low, S_high, N)))
-
-
-@kernel
-def propagate_states_kernel(
-    transfers_ptr, ranges_ptr, initial_ptr, states_ptr, borders_ptr,
-    HV,
-    D: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute the states that enter the segments of a sequence, BV value columns of them.
-
-    One CTA: one sequence, value head and BV columns, segment after segment; S stays in registers.
-    Grid: sequences x HV x D / BV.  Warps: 8 at K = 128, 4 at K = 64.
-    Shared memory: Triton's, for STAGES pipeline stages of the loop that loads M and N, and for MMA operands.
-    """
-    strip = tl.program_id(0) % (D // BV)
-    head = (tl.program_id(0) // (D // BV)) % HV
-    n = tl.program_id(0) // (D // BV * HV)
-    first = tl.load(ranges_ptr + 2 * n)
-    num_segments = tl.load(ranges_ptr + 2 * n + 1)
-    ks = tl.arange(0, D)
-    vs = strip * BV + tl.arange(0, BV)
-    place, mask = state_pointers(0, ks, vs, D, D, V_FIRST)
-    if initial_ptr is None:
-        S = tl.zeros([D, BV], tl.float32)
-    else:
-        S = tl.load(initial_ptr + (n.to(tl.int64) * HV + head) * (D * D) + place).to(tl.float32)
-    # `segment_transfer` writes M and N to HBM; above, the caller's state and the ranges, two launches old,
-    # need no wait
-    wait_then_launch_dependents()
-    tl.store(states_ptr + (first.to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask)
-    # one segment: the scan only needs the initial state
-    if num_segments == 1:
-        return
-    square = ks[:, None] * D + ks[None, :]
-    columns = ks[:, None] * D + vs[None, :]
-    begin = 1
-    if borders_ptr is not None:
-        # a state that comes from another rank passes through the first segment, too
-        begin = 1 - (tl.load(borders_ptr + n) & ENTERING)
-    if begin == 1:
-        S = tl.load(transfers_ptr + (2 * first.to(tl.int64) * HV + head) * (D * D) + columns)
-    for i in tl.range(begin, num_segments - 1, num_stages=STAGES):
-        segment = (first + i).to(tl.int64)
-        tl.store(states_ptr + (segment * HV + head) * (D * D) + place, S, mask=mask)
-        zero = 2 * segment * HV + head
-        M = tl.load(transfers_ptr + (zero + HV) * (D * D) + square)
-        N = tl.load(transfers_ptr + zero * (D * D) + columns)
-        S = pass_segment(M, S, N, D)
-    tl.store(
-        states_ptr + ((first + num_segments - 1).to(tl.int64) * HV + head) * (D * D) + place, S, mask=mask
-    )

@@ -39,6 +39,9 @@ SLOTS = {
     "commit": "serving.commit",
     "replay_decode": "serving.replay",
     "replay_commit": "serving.fold",
+    "decode_with_history": "serving.history",
+    "fold_history": "serving.fold_history",
+    "appends_history": "serving.history",
     "causal_conv1d": "layer.conv",
     "causal_conv1d_bwd": "layer.conv_bwd",
     "causal_conv1d_update": "layer.conv_update",
@@ -69,7 +72,9 @@ def refuses(problem: Any) -> str | None:
     It supports CUDA tensors (CPU tensors where Triton interprets) of at most fp32, with K, V of at most 256.
     """
     reason = refuses_any_gate(problem)
-    if reason is None and not isinstance(problem, ANY_GATE):
+    # a step on slots with histories has the kernel of these
+    has_history = getattr(problem, "cursor", None) is not None
+    if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
         reason = _refuses_gate(problem)
     return reason
 

@@ -32,9 +32,10 @@ from gdn.backends.hopper.backward.scan import reverse_scan_kernel
 from gdn.backends.hopper.cost import Cut
 from gdn.backends.hopper.descriptors import FACTOR_ROWS, TOKENS, align, make_aligned, make_descriptor
 from gdn.backends.hopper.factors import MIN_G
+from gdn.backends.hopper.propagate import propagate_states_kernel
 from gdn.backends.hopper.rule import REGISTERS, STRIP
 from gdn.backends.hopper.scan.operands import BF16_TILE
-from gdn.backends.hopper.segments import PROPAGATE, propagate_states_kernel
+from gdn.backends.hopper.segments import PROPAGATE
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import (
     Launch,

@@ -26,6 +26,7 @@ from gdn.backends.hopper.backward.cost import Segmentation
 from gdn.backends.hopper.backward.factors import DECAY, ROWS
 from gdn.backends.hopper.backward.scan import reverse_transfer_kernel
 from gdn.backends.hopper.factors import LOG2_E
+from gdn.backends.hopper.propagate import propagate_states_kernel
 from gdn.backends.hopper.rule import REGISTERS, STRIP
 from gdn.backends.hopper.scan.scheduler import (
     FIRST_CHUNK,
@@ -39,10 +40,10 @@ from gdn.backends.hopper.scan.scheduler import (
 from gdn.backends.hopper.segments import (
     LOG_ZERO,
     PROPAGATE,
+    CutScalars,
     count_segments,
     first_chunk_of,
     locate_segment,
-    propagate_states_kernel,
     propagation_width,
 )
 from gdn.backends.triton.chunks import sequence
@@ -130,7 +131,7 @@ def plan_launches(p: Problem, segmentation: Segmentation, scalars: tuple[int, ..
             propagate_states_kernel,
             p.N * HV * (p.V // width),
             (HV,),
-            {"D": p.K, "BV": width, "V_FIRST": p.state_v_first, "STAGES": 3},
+            {"D": p.K, "BV": width, "V_FIRST": p.state_v_first, "STAGES": 3, "OWN": False},
             PROPAGATE[p.K][1],
             # the forward's binary; it waits for the transfer, which lets it start only when it is done
             options=PDL,
@@ -160,7 +161,7 @@ def plan_reverse_segments_kernel(
         n = i // num_segments
         base = n * num_segments
     else:
-        n, base = locate_segment(i, cu_seqlens_ptr, N, long, longs, short, C, BLOCK)
+        n, base = locate_segment(i, cu_seqlens_ptr, N, CutScalars(long, longs, short), C, BLOCK)
     exists = n < N
     row, first, total, chunk = sequence(
         tl.minimum(n, N - 1), table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C

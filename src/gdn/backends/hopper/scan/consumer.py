@@ -59,7 +59,7 @@ def scan_item(number, i, WG: gl.constexpr, scan):
     position = Position(token=token, tile=tile, head=head, first_v=first_v)
     S, i = scan_chunks(S, i, end, i * C + length, position, WG, scan)
     if scan.outputs.final_ptr is not None:
-        store_final_state(S, item, head, first_v, scan)
+        store_final_state(S, item, length, head, first_v, scan)
     return i
 
 
@@ -149,6 +149,18 @@ def load_initial_state(item, length, head, first_v, scan):
                 S = gl.load(state_pointers(initial_ptr, state, first_v, V_FIRST, D)).to(gl.float32)
     elif initial_ptr is None:
         S = gl.zeros((STRIP, D), gl.float32, layout)
+    elif scan.slots is not None:
+        # the pool is the caller's: launches before `solve` have completed, so this needs no `gdc_wait`
+        n = item // geometry.HV
+        slot = gl.load(scan.slots.index_ptr + n * scan.slots.index_n).to(gl.int64)
+        is_read = scan.slots.is_slot(slot)
+        if scan.slots.has_initial_ptr is not None:
+            has_initial = gl.load(scan.slots.has_initial_ptr + n * scan.slots.has_initial_n) != 0
+            is_read = is_read & has_initial
+        S = gl.zeros((STRIP, D), gl.float32, layout)
+        if is_read:
+            states_ptr = initial_ptr + scan.slots.offset(slot, head)
+            S = gl.load(state_pointers(states_ptr, 0, first_v, V_FIRST, D)).to(gl.float32)
     else:
         state = item.to(gl.int64)
         if scan.config.IN_SEGMENTS:
@@ -161,8 +173,11 @@ def load_initial_state(item, length, head, first_v, scan):
 
 
 @gluon.jit
-def store_final_state(S, item, head, first_v, scan):
-    """Store S^T after the last chunk of a work item to HBM; M and N are stored keys down."""
+def store_final_state(S, item, length, head, first_v, scan):
+    """Store S^T after the last chunk of a work item to HBM; M and N are stored keys down.
+
+    A pool gets no state of an empty sequence.
+    """
     geometry = scan.geometry
     final_ptr = scan.outputs.final_ptr
     D: gl.constexpr = scan.config.D
@@ -173,5 +188,17 @@ def store_final_state(S, item, head, first_v, scan):
         if goal >= 0:
             state = goal * geometry.HV + head
             gl.store(state_pointers(final_ptr, state, first_v, V_FIRST and scan.outputs.o is not None, D), S)
+    elif scan.slots is not None:
+        n = item // geometry.HV
+        slot = gl.load(scan.slots.index_ptr + n * scan.slots.index_n).to(gl.int64)
+        is_written = scan.slots.is_slot(slot) & (length > 0)
+        if scan.slots.out_index_ptr is not None:
+            slot = gl.load(scan.slots.out_index_ptr + n * scan.slots.out_index_n).to(gl.int64)
+            is_written = is_written & scan.slots.is_slot(slot)
+        if is_written:
+            states_ptr = final_ptr + scan.slots.offset(slot, head)
+            # each consumer stores the value rows that it has loaded: no other one reads them
+            place = state_pointers(states_ptr, 0, first_v, V_FIRST, D)
+            gl.store(place, S.to(final_ptr.dtype.element_ty))
     else:
         gl.store(state_pointers(final_ptr, item.to(gl.int64), first_v, V_FIRST, D), S)

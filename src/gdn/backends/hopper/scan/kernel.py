@@ -32,7 +32,7 @@ from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.hopper.scan.producer import run_producer
 from gdn.backends.hopper.scan.scheduler import SLOTS, STRIP, Geometry, Queue
 from gdn.backends.hopper.scan.scores import compute_scores
-from gdn.backends.hopper.scan.structs import Config, Inputs, Outputs, Pipeline, Scan, Tiles
+from gdn.backends.hopper.scan.structs import Config, Inputs, Outputs, Pipeline, Scan, Slots, Tiles
 
 
 @gluon.jit
@@ -73,7 +73,9 @@ def allocate_tiles(inputs, outputs, HAS_Q: gl.constexpr, STAGES: gl.constexpr, c
 @kernel
 def persistent_scan_kernel(
     q_d, k_d, v_d, upper_d, lower_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr,
-    o_ptr, factors_ptr, next_ptr, T, HV, ratio, chunks_per_row, bound, num_items,
+    o_ptr, factors_ptr, index_ptr, out_index_ptr, has_initial_ptr, next_ptr,
+    T, HV, ratio, chunks_per_row, bound, num_items,
+    state_n, state_h, index_n, out_index_n, has_initial_n, slots, lowest,
     V_FIRST: gl.constexpr, FAST_PATH: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     # One CTA: work item after work item, 64 or 128 value rows of S^T through all chunks, and their outputs o.
@@ -81,7 +83,8 @@ def persistent_scan_kernel(
     # Warps: 4 for each consumer, 4 for scores, 1 producer.
     # Shared memory: STAGES stages of q, k, v, A_inv, factors and P; o (and S) of each consumer; 2 work items.
     # The producer fills a stage by TMA. The score warpgroup reads q, k and factors, and writes P. A consumer
-    # reads all of the stage, stores o by TMA, and the final S from registers to HBM.
+    # reads all of the stage, stores o by TMA, and the final S from registers to HBM. With index_ptr the
+    # initial and final states are slots of a pool.
     # mbarriers: full[s], 1 arrival by the producer and its TMA bytes; P_full[s], 1 by the score warpgroup;
     # empty[s], 1 + CONSUMERS by the score warpgroup and each consumer; of the queue full[j], 1 by the
     # producer, and empty[j], 1 + CONSUMERS by the score warpgroup and each consumer.
@@ -94,6 +97,13 @@ def persistent_scan_kernel(
         factors_ptr=factors_ptr, initial_ptr=initial_ptr,
     )  # fmt: skip
     outputs = Outputs(o=o_d, S=S_d, o_ptr=o_ptr, final_ptr=final_ptr)
+    pool = None
+    if index_ptr is not None:
+        pool = Slots(
+            index_ptr=index_ptr, out_index_ptr=out_index_ptr, has_initial_ptr=has_initial_ptr,
+            state_n=state_n, state_h=state_h, index_n=index_n, out_index_n=out_index_n,
+            has_initial_n=has_initial_n, slots=slots, lowest=lowest,
+        )  # fmt: skip
     geometry = Geometry(
         cu_seqlens_ptr=cu_seqlens_ptr, table_ptr=table_ptr, T=T, HV=HV, ratio=ratio,
         chunks_per_row=chunks_per_row, bound=bound, num_items=num_items,
@@ -122,7 +132,7 @@ def persistent_scan_kernel(
     scan = Scan(
         inputs=inputs, outputs=outputs, tiles=tiles, geometry=geometry, config=config,
         pipeline=Pipeline(full=full, empty=empty, P_full=P_full),
-        queue=Queue(items=items, full=item_full, empty=item_empty, next_ptr=next_ptr),
+        queue=Queue(items=items, full=item_full, empty=item_empty, next_ptr=next_ptr), slots=pool,
     )  # fmt: skip
     # The first partition is the consumer with WG = 0. It gets the registers that the others leave of 512 for
     # a lane of each warpgroup (maxnreg 128 x 4), or of 360 with one consumer (120 x 3).
@@ -176,7 +186,7 @@ def segment_transfer_kernel(
     pipeline = Pipeline(full=full, empty=empty, P_full=None)
     scan = Scan(
         inputs=inputs, outputs=outputs, tiles=tiles, pipeline=pipeline, queue=None, geometry=geometry,
-        config=config,
+        config=config, slots=None,
     )  # fmt: skip
     # registers of the consumers: what the producer's 24 leave of 168 x 3 a lane, of 128 x 2 with one consumer
     if CONSUMERS == 1:

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from gdn.backends.hopper.factors import NUM_ROWS, WELL_CONDITIONED, C
 from gdn.backends.hopper.gluon import fence_async_shared, mbarrier, struct
 from gdn.backends.hopper.scan.scheduler import ONE_WARPGROUP, stage_and_phase
+from gdn.backends.triton.rule.pool import UNIT
 
 
 @struct
@@ -46,6 +47,32 @@ class Outputs:
     S: Any  # descriptor [K, 64] of the states that enter the chunks, keys down
     o_ptr: Any
     final_ptr: Any
+
+
+@struct
+class Slots:
+    """Hold which slots of a pool in HBM the sequences read and write: see `triton.rule.pool`."""
+
+    index_ptr: Any
+    out_index_ptr: Any  # or None
+    has_initial_ptr: Any  # or None
+    state_n: Any  # strides of the pool in UNIT elements
+    state_h: Any
+    index_n: Any
+    out_index_n: Any
+    has_initial_n: Any
+    slots: Any
+    lowest: Any
+
+    @gluon.jit
+    def is_slot(self, slot):
+        """Return True if the pool has the slot."""
+        return (slot >= self.lowest) & (slot < self.slots)
+
+    @gluon.jit
+    def offset(self, slot, head):
+        """Return the first element of a state."""
+        return (slot * self.state_n + head * self.state_h) * UNIT
 
 
 @struct
@@ -149,3 +176,4 @@ class Scan:
     queue: Any  # published work items; None: each CTA has one
     geometry: Any
     config: Any
+    slots: Any  # of a pool; None: states are [N, HV, D, D]

@@ -62,7 +62,7 @@ def _transfers(p: Problem, start: tuple[Tensor, Tensor], new: list[Tensor | None
 
     new: the tensors of the forward, of which `prepare` has written A_inv and the factors.
     """
-    _, A_inv, _, factors, *_, table = new
+    _, A_inv, _, factors, _, _, _, _, _, _, table, *none = new
     # M is the state of columns without values: one row of zeros in HBM serves all tokens
     zeros = p.v.new_zeros(p.K).expand(*p.v.shape[:3], p.K)
     ends = []
@@ -70,7 +70,7 @@ def _transfers(p: Problem, start: tuple[Tensor, Tensor], new: list[Tensor | None
         columns = replace(p, layout_key=None, v=v)
         end = torch.empty_like(initial_state)
         launch = build_transfer(columns, describe(columns), choose.transfer_tiles(columns, machine(p.device)))
-        launch(p.k, v, A_inv, factors, initial_state, p.cu_seqlens, table, None, None, end)
+        launch(p.k, v, A_inv, factors, initial_state, p.cu_seqlens, table, None, None, end, *none)
         ends.append(end)
     return torch.cat(ends, -1)
 

@@ -30,6 +30,7 @@ from gdn.backends.triton.rule.gradients import pairs_bwd_kernel, rows_bwd_kernel
 from gdn.backends.triton.rule.launches import Backward, Forward
 from gdn.backends.triton.rule.output import output_kernel
 from gdn.backends.triton.rule.pairs import ROWS, pairs_kernel
+from gdn.backends.triton.rule.pool import NO_POOL, StatePool
 from gdn.backends.triton.rule.prepare import prepare_kernel
 from gdn.backends.triton.rule.scan import scan_kernel
 from gdn.backends.triton.rule.state import state_kernel
@@ -37,9 +38,13 @@ from gdn.backends.triton.rule.state_bwd import state_bwd_kernel
 from gdn.problem import CHUNK, RESET, Problem
 
 
-def build_forward(p: Problem, kept: torch.dtype | None, d: Description, tiles: ForwardTiles) -> Forward:
+def build_forward(
+    p: Problem, kept: torch.dtype | None, d: Description, tiles: ForwardTiles, pool: StatePool | None = None
+) -> Forward:
     """Build the launches of a forward. `kept`: the dtype of S_in, or None where S_in is not kept."""
     scalars = shape_scalars(p)
+    # of the state pass: with those of the pool
+    state_scalars = (*scalars, d.entries, *(NO_POOL[1] if pool is None else pool.scalars))
     shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision}
     # 4 warps: one per 16 x 16 diagonal block of A, which `tril` inverts in registers
     prepare = Launch(
@@ -57,13 +62,13 @@ def build_forward(p: Problem, kept: torch.dtype | None, d: Description, tiles: F
     if tiles.is_fused:
         strides = unit_strides(d.unit, p.q, p.k, p.v)
         scan = Launch(
-            scan_kernel, programs, (*strides, *scalars, d.entries), constants, tiles.num_warps, seconds=1.3
+            scan_kernel, programs, (*strides, *state_scalars), constants, tiles.num_warps, seconds=1.3
         )
-        return Forward(_forward_specs(p, kept, True, d), d.launch, prepare, scan, None)
+        return Forward(_forward_specs(p, kept, True, d, pool), d.launch, prepare, scan, None)
     strides = unit_strides(d.unit, p.k, p.v)
     # few sequences and heads: the state pass is the critical path, and a second kernel, which fills all SMs,
     # computes the outputs
-    state = Launch(state_kernel, programs, (*strides, *scalars, d.entries), constants, tiles.num_warps)
+    state = Launch(state_kernel, programs, (*strides, *state_scalars), constants, tiles.num_warps)
     output = Launch(
         output_kernel,
         d.entries * p.HV * triton.cdiv(p.V, tiles.output.BV),
@@ -71,7 +76,8 @@ def build_forward(p: Problem, kept: torch.dtype | None, d: Description, tiles: F
         {**shared, "BK": d.block, "BV": tiles.output.BV, "FP32_STATE": fp32_state_operands(p)},
         tiles.output.num_warps,
     )
-    return Forward(_forward_specs(p, kept or operand_dtype(p), False, d), d.launch, prepare, state, output)
+    specs = _forward_specs(p, kept or operand_dtype(p), False, d, pool)
+    return Forward(specs, d.launch, prepare, state, output)
 
 
 def build_transfer(p: Problem, d: Description, tiles: StripTile) -> Launch:
@@ -79,7 +85,7 @@ def build_transfer(p: Problem, d: Description, tiles: StripTile) -> Launch:
     return Launch(
         state_kernel,
         p.N * p.HV * triton.cdiv(p.V, tiles.BV),
-        (*unit_strides(d.unit, p.k, p.v), *shape_scalars(p), d.entries),
+        (*unit_strides(d.unit, p.k, p.v), *shape_scalars(p), d.entries, *NO_POOL[1]),
         {
             "K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "V_FIRST": False,
             **_strip_constants(p, tiles), "SPLIT": split_operands(p, machine(p.device)),
@@ -89,9 +95,9 @@ def build_transfer(p: Problem, d: Description, tiles: StripTile) -> Launch:
 
 
 def _forward_specs(
-    p: Problem, kept: torch.dtype | None, is_fused: bool, d: Description
+    p: Problem, kept: torch.dtype | None, is_fused: bool, d: Description, pool: StatePool | None
 ) -> tuple[TensorSpec | None, ...]:
-    """Return the buffer specs of a forward, in the order of `Forward.specs`."""
+    """Return the buffer specs of a forward, in the order of `Forward.specs`; None: the caller has them."""
     G, A_inv, _, _, q_rstd, k_rstd, _ = saves(p)
     # tensors that only later kernels read are in the input's dtype, to save HBM traffic
     narrow, tiles = intermediate_dtype(p), (p.num_chunks, p.HV)
@@ -105,10 +111,10 @@ def _forward_specs(
         # with `recompute` only what `output_kernel` reads
         None if kept is None or (is_fused and p.recompute) else ((*tiles, p.K, p.V), kept),
         None if is_fused else ((*tiles, CHUNK, p.V), narrow),
-        (p.state_shape, torch.float32) if p.output_final_state else None,
-        (p.v.shape, p.v.dtype),
+        (p.state_shape, torch.float32) if p.output_final_state and pool is None else None,
+        (p.v.shape, p.v.dtype) if pool is None or pool.out is None else None,
     )
-    return (*(None if x is None else tensor_spec(*x) for x in shapes), d.spec)
+    return (*(None if x is None else tensor_spec(*x) for x in shapes), d.spec, *NO_POOL[0])
 
 
 def build_backward(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles) -> Backward:

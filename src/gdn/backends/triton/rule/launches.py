@@ -20,7 +20,8 @@ Steps = Iterator[tuple[Launch, tuple[T | None, ...]]]
 class Forward:
     """Launch one forward. `output` is None where `scan_kernel` computes the outputs itself."""
 
-    # G, A_inv, P, factors, q_rstd, k_rstd, S_in, v_new, final, o, table
+    # G, A_inv, P, factors, q_rstd, k_rstd, S_in, v_new, final, o, table; index, out_index and has_initial
+    # of a pool, whose tensor is both the initial and the final state
     specs: tuple[TensorSpec | None, ...]
     table: Launch | None
     prepare: Launch
@@ -35,7 +36,7 @@ class Forward:
     def prepare_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the launches that need no state. `tensors`: as in `steps`."""
         q, k, _, g, beta, A_log, dt_bias, _, cu_seqlens, *new = tensors
-        G, A_inv, P, factors, q_rstd, k_rstd, _, _, _, o, table = new
+        G, A_inv, P, factors, q_rstd, k_rstd, _, _, _, o, table, *_ = new
         if self.table is not None:
             yield self.table, (cu_seqlens, table)
         # prepare zeros the outputs of tokens past the last sequence, which only packed problems have
@@ -46,14 +47,14 @@ class Forward:
     def state_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the launches from the initial state on. `tensors`: as in `steps`."""
         q, k, v, _, _, _, _, initial_state, cu_seqlens, *new = tensors
-        _, A_inv, P, factors, _, _, S_in, v_new, final, o, table = new
+        _, A_inv, P, factors, _, _, S_in, v_new, final, o, table, *pool = new
         ends = (initial_state, cu_seqlens, table)
         # fused: v_new stays in registers; S_in goes to HBM only if a backward needs it
         if self.output is None:
-            yield self.state, (q, k, v, A_inv, P, factors, *ends, S_in, o, final)
+            yield self.state, (q, k, v, A_inv, P, factors, *ends, S_in, o, final, *pool)
         else:
             # unfused: S_in and v_new pass through HBM (or L2) to output_kernel, which is parallel over chunks
-            yield self.state, (k, v, A_inv, factors, *ends, S_in, v_new, final)
+            yield self.state, (k, v, A_inv, factors, *ends, S_in, v_new, final, *pool)
             yield self.output, (q, P, factors, S_in, v_new, table, o)
 
     @cached_property

@@ -43,6 +43,7 @@ from gdn.backends.triton.rule.describe import (
     with_dense_rows,
 )
 from gdn.backends.triton.rule.launches import Backward, Forward
+from gdn.backends.triton.rule.pool import StatePool
 from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import Problem
 
@@ -70,31 +71,39 @@ def recompute_saved(problem: Problem, saved: Saved) -> Saved:
         # P stays unwritten: only o depends on it, which nobody reads
         new = allocate(p.device, [s if x is None else None for s, x in zip_longest(plan.specs, given)])
         new = [y if x is None else x.contiguous() for y, x in zip_longest(new, given)]
+        *_, table, _, _, _ = new  # before the slots of a pool
         if plan.table is not None:
-            plan.table(p.cu_seqlens, new[-1])
+            plan.table(p.cu_seqlens, table)
         state, tensors = next(plan.state_steps([*tensors_of(p), *new]))
         state(*tensors)
     return forward_results(new, p)[2]
 
 
-def forward(p: Problem, kept: torch.dtype | None) -> tuple[Tensor, Tensor | None, Saved]:
-    """Run the forward of a problem in kernel layout. `kept`: the dtype of S_in; None: S_in is not kept."""
+def forward(
+    p: Problem, kept: torch.dtype | None, pool: StatePool | None = None
+) -> tuple[Tensor, Tensor | None, Saved]:
+    """Run the forward of a problem in kernel layout. `kept`: the dtype of S_in; None: S_in is not kept.
+
+    With a pool, which is then the problem's initial state, sequences read and write their slots, and o may
+    be the pool's `out`.
+    """
     with device_guard(p.device):
-        plan = forward_plan(p, kept)
-        new = allocate(p.device, plan.specs)
+        plan = forward_plan(p, kept, pool)
+        new = with_pool(allocate(p.device, plan.specs), pool)
         plan.run([*tensors_of(p), *new])
     return forward_results(new, p)
 
 
-def forward_plan(p: Problem, kept: torch.dtype | None) -> Forward:
-    """Return the plan of a forward, from the cache or built; `kept` as in `forward`."""
-    return _forwards.get((problem_key(p), kept), lambda: first_forward(p, kept))
+def forward_plan(p: Problem, kept: torch.dtype | None, pool: StatePool | None = None) -> Forward:
+    """Return the plan of a forward, from the cache or built; `kept` and `pool` as in `forward`."""
+    key = (problem_key(p), kept, None if pool is None else pool.key)
+    return _forwards.get(key, lambda: first_forward(p, kept, pool))
 
 
 def forward_results(new: Sequence[Tensor | None], p: Problem) -> tuple[Tensor, Tensor | None, Saved]:
     """Return o, the final state and the saved tensors among the tensors that a forward of p wrote."""
     # the order is that of `Forward.specs`
-    G, A_inv, _, factors, q_rstd, k_rstd, S_in, _, final, o, _ = new
+    G, A_inv, _, factors, q_rstd, k_rstd, S_in, _, final, o, *_ = new
     assert o is not None
     saved = Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
     # without `output_kernel` the plan has stored no states; else they are freed here
@@ -144,26 +153,36 @@ def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Ba
     return _backwards.get(key, lambda: _first_backward(p, saved, do, dS))
 
 
-def first_forward(p: Problem, kept: torch.dtype | None) -> Forward:
+def first_forward(p: Problem, kept: torch.dtype | None, pool: StatePool | None = None) -> Forward:
     """Build a forward; if it is the first of its kind, compile those of other sizes in parallel."""
     description = describe(p)
 
     def steps() -> Iterator[Step]:
-        yield from forward_launches(p, kept)
-        yield from other_launches(p, kept, "triton")
+        yield from forward_launches(p, kept, pool)
+        yield from other_launches(p, kept, pool, "triton")
 
     # another backend's launches are among them only if the caller named no backend
     is_shared = settings.backend(p.backend) is None
-    compile_ahead(p.device, ("forward", kind_key(p, description), kept, is_shared), steps)
-    return build_forward(p, kept, description, choose.forward_tiles(p, machine(p.device)))
+    kind = ("forward", kind_key(p, description), kept, None if pool is None else pool.kind, is_shared)
+    compile_ahead(p.device, kind, steps)
+    return build_forward(p, kept, description, choose.forward_tiles(p, machine(p.device)), pool)
 
 
-def forward_launches(p: Problem, kept: torch.dtype | None) -> Iterator[Step]:
+def forward_launches(p: Problem, kept: torch.dtype | None, pool: StatePool | None = None) -> Iterator[Step]:
     """Yield the launches of forwards of this kind, of any size, on placeholders for allocated tensors."""
     description = describe(p)
     for tiles in choose.all_forward_tiles(p, machine(p.device)):
-        plan = build_forward(p, kept, description, tiles)
-        yield from plan.steps([*tensors_of(p), *allocate_placeholders(p.device, plan.specs)])
+        plan = build_forward(p, kept, description, tiles, pool)
+        new = with_pool(allocate_placeholders(p.device, plan.specs), pool)
+        yield from plan.steps([*tensors_of(p), *new])
+
+
+def with_pool(new: list[Tensor | None], pool: StatePool | None) -> list[Tensor | None]:
+    """Return the tensors of `Forward.specs` with those of a pool in their places."""
+    if pool is None:
+        return new
+    o = new[9] if pool.out is None else pool.out
+    return [*new[:8], pool.state if pool.is_updated else None, o, new[10], *pool.tensors]
 
 
 def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:

@@ -28,13 +28,15 @@ from gdn.backends.triton.lib import (
     state_pointers,
 )
 from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, factor, through
+from gdn.backends.triton.rule.pool import Slots, locate_final, locate_initial
 
 
 @kernel
 def scan_kernel(
     q_ptr, k_ptr, v_ptr, A_inv_ptr, P_ptr, factors_ptr, initial_ptr, cu_seqlens_ptr, table_ptr, S_in_ptr,
-    o_ptr, final_ptr,
+    o_ptr, final_ptr, index_ptr, out_index_ptr, has_initial_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, T, HV, ratio, chunks_per_row, bound,
+    state_n, state_h, index_n, out_index_n, has_initial_n, slots, lowest,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -53,9 +55,15 @@ def scan_kernel(
     ks = tl.arange(0, BK)
     tokens = tl.arange(0, C)
     square = tokens[:, None] * C + tokens[None, :]
+    pool = Slots(
+        index_ptr, out_index_ptr, has_initial_ptr, state_n, state_h, index_n, out_index_n, has_initial_n,
+        slots, lowest,
+    )  # fmt: skip
     # HBM holds states V first or K first; S is transposed here, hence `not V_FIRST`
-    state = (n.to(tl.int64) * HV + head) * (K * V)
+    state, is_read = locate_initial(pool, n, head, HV, K * V)
     state_place, state_mask = state_pointers(state, vs, ks, V, K, not V_FIRST)
+    if index_ptr is not None:
+        state_mask = state_mask & is_read
     S = load_state(initial_ptr, state_place, state_mask)
 
     for done in tl.range(0, total, C, num_stages=STAGES):
@@ -95,4 +103,8 @@ def scan_kernel(
         S = dot((v_new * out[None, :]).to(operand), k, S * through(factors_ptr, tile, C), PRECISION)
 
     if final_ptr is not None:
-        tl.store(final_ptr + state_place, S, mask=state_mask)
+        if index_ptr is not None:
+            state, is_written = locate_final(pool, n, head, total)
+            state_place, state_mask = state_pointers(state, vs, ks, V, K, not V_FIRST)
+            state_mask = state_mask & is_written
+        tl.store(final_ptr + state_place, S.to(final_ptr.dtype.element_ty), mask=state_mask)

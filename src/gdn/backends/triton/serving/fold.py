@@ -54,10 +54,21 @@ FOLDED = {True: (128, 16), False: (64, 16)}
 
 
 @triton.jit
-def load_history_G(G_ptr, places, count, G_t):
-    """Load G of a history's places, split into hi + lo; 0 past its end."""
+def ring_places(old, history):
+    """Return the places of a history's tokens `old`, which are counted from its first one."""
+    if history.first is None:
+        return old
+    else:
+        places = old + history.first
+        return tl.where(places >= history.places, places - history.places, places)
+
+
+@triton.jit
+def load_history_G(history, old):
+    """Load G of a history's tokens, split into hi + lo; 0 past its end."""
+    places = ring_places(old, history).to(tl.int64)
     return split_fp64(
-        tl.load(G_ptr + places.to(tl.int64) * G_t, mask=places < count, other=0.0).to(tl.float64)
+        tl.load(history.G_ptr + places * history.G_p, mask=old < history.count, other=0.0).to(tl.float64)
     )
 
 
@@ -65,7 +76,8 @@ def load_history_G(G_ptr, places, count, G_t):
 def load_history_u(history, u_ptr, start, vs, has_value, C: tl.constexpr):
     """Load u of BP places [BP, vs]; u_ptr points to the strip's first column."""
     old = start + tl.arange(0, C.BP)
-    place = row_pointers(u_ptr, old, vs, history.u_p, 1, C.PAST_UNIT, True, C.NEAR)
+    places = ring_places(old, history)
+    place = row_pointers(u_ptr, places, vs, history.u_p, 1, C.PAST_UNIT, True, C.NEAR)
     return tl.load(place, mask=(old < history.count)[:, None] & has_value, other=0.0)
 
 
@@ -81,10 +93,13 @@ def load_history_k(history, start, end, ks, C: tl.constexpr):
     """Load k of BP places [BP, ks], and return the decay of each up to the end."""
     old = start + tl.arange(0, C.BP)
     mask = (old < history.count)[:, None] & column_mask(ks, C.K)[None, :]
+    places = ring_places(old, history)
     k = tl.load(
-        row_pointers(history.k_ptr, old, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR), mask=mask, other=0.0
+        row_pointers(history.k_ptr, places, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR),
+        mask=mask,
+        other=0.0,
     )
-    old_high, old_low = load_history_G(history.G_ptr, old, history.count, history.G_p)
+    old_high, old_low = load_history_G(history, old)
     return k, decay(old_high, old_low, end.high, end.low)
 
 
@@ -124,7 +139,7 @@ def fold_kernel(
     u_ptr += (layer * u_l + slot * u_n + head * u_h) * UNIT
     k_ptr += (layer * k_l + slot * k_n + key_head * k_h) * UNIT
     G_ptr += layer * G_l + slot * G_n + head * G_h
-    history = History(u_ptr, k_ptr, G_ptr, end, u_p, k_p, G_p)
+    history = History(u_ptr, k_ptr, G_ptr, end, u_p, k_p, G_p, None, None)
     high, low = split_fp64(tl.load(G_ptr + (end - 1) * G_p).to(tl.float64))
     total = Sums(high, low)
     # k and decays stay in registers over all strips: they are the same for every column of S

@@ -49,7 +49,7 @@ from gdn.backends.triton.serving.structs import (
     Strip,
     group_constants,
 )
-from gdn.problem import RESET, DecodeProblem, KeepProblem, ReplayProblem
+from gdn.problem import RESET, DecodeProblem, FoldProblem, HistoryProblem, KeepProblem, ReplayProblem
 
 MAX_TOKENS = 16  # tokens of a packet
 HELD = {2: 128, 4: 32}  # bytes of an element -> keys of q and k that a program holds in registers
@@ -198,7 +198,7 @@ def warps(sizes: Mapping[str, int]) -> int:
     return 2 if sizes["BV"] == MANY and sizes["STRIPS"] == 1 and sizes["BT"] == 8 else 1
 
 
-def options(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, is_written: bool) -> dict[str, Any]:
+def options(sizes: Mapping[str, int], p: "AnyRows", is_written: bool) -> dict[str, Any]:
     """Return the options of a launch: PDL, and a register limit if occupancy counts and nothing spills."""
     gpu = machine(p.q.device)
     is_small = sizes["BT"] == 8 and p.q.element_size() == p.state.element_size() == 2 and not is_written
@@ -211,13 +211,14 @@ def fits_32_bits(*extents: int) -> bool:
     return all(abs(x) < 2**30 for x in extents)
 
 
-def row_extents(rows: Sequence[int], tails: Sequence[int], p: DecodeProblem | ReplayProblem) -> list[int]:
+def row_extents(rows: Sequence[int], tails: Sequence[int], p: "AnyRows") -> list[int]:
     """Return the extents of a packet's tiles along tokens and along keys or columns."""
     sizes = p.K, p.K, p.V, p.V
     return [MAX_TOKENS * s for s in rows[1::3]] + [size * s for size, s in zip(sizes, tails, strict=True)]
 
 
-AnyProblem = DecodeProblem | ReplayProblem | KeepProblem
+AnyRows = DecodeProblem | ReplayProblem | HistoryProblem
+AnyProblem = AnyRows | KeepProblem | FoldProblem
 
 
 def state_extents(strides: Sequence[int], unit: int, p: AnyProblem) -> list[int]:

@@ -1,4 +1,7 @@
-"""Prefill: gather states from the engine's pool, run the chunked rule, scatter states back, all on the GPU.
+"""Prefill: run the chunked rule on the states of an engine's pool, in place or on copies, all on the GPU.
+
+A pool of dense states is read and updated in place, and o is stored in the caller's tensor (`rule.pool`).
+Otherwise, and where checkpoints or snapshots are stored, or `hopper` cuts sequences into segments:
 
     gather     pool slots -> initial states, fp32; zeros for a new sequence or an invalid slot
     the rule   its forward; it keeps S_in of each chunk if checkpoints or snapshots need it
@@ -21,6 +24,7 @@ from gdn.backends.backend import Saved
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import to_kernel_layout
+from gdn.backends.triton.rule.pool import StatePool, pool_of
 from gdn.backends.triton.serving.recurrent_lib import (
     advance_token,
     divide,
@@ -243,23 +247,29 @@ class Prefill:
 
 
 _plans: PlanCache[Prefill] = PlanCache()
-Forward = Callable[[Problem, torch.dtype | None], tuple[Tensor, Tensor | None, Saved]]
+Forward = Callable[[Problem, torch.dtype | None, StatePool | None], tuple[Tensor, Tensor | None, Saved]]
 
 
-def prefill(problem: PrefillProblem, forward: Forward = chunked.forward) -> None:
+def prefill(problem: PrefillProblem, forward: Forward = chunked.forward, is_in_place: bool = True) -> None:
     """See `Backend`; writes problem.state, problem.checkpoints and problem.out.
 
     forward: a function like `rule.forward`, of a problem in kernel layout and the dtype of S_in. That dtype
     is fp32: a state from which an engine resumes must not be rounded more than one that is carried on.
+    is_in_place: the forward can read and update a pool in place. The bits are the same either way.
     """
     p = problem
     rule = to_kernel_layout(p.rule)
     with device_guard(p.q.device):
         plan = _plans.get(_key(p, rule), lambda: _plan(p, rule))
+        pool = pool_of(p) if is_in_place else None
+        if pool is not None:
+            o, _, _ = forward(replace(rule, initial_state=p.state, output_final_state=False), None, pool)
+            _store_outputs(p, rule, plan, o)
+            return
         initial = p.q.new_empty(rule.state_shape, dtype=torch.float32)
         plan.gather(p.state, p.state_index, p.has_initial_state, initial)
         kept = torch.float32 if p.keeps_states else None
-        o, final, saved = forward(replace(rule, initial_state=initial), kept)
+        o, final, saved = forward(replace(rule, initial_state=initial), kept, None)
         S_in = None if kept is None else saved.S_in
         if plan.snapshot is not None:
             plan.snapshot(
@@ -270,9 +280,15 @@ def prefill(problem: PrefillProblem, forward: Forward = chunked.forward) -> None
             final, S_in, rule.cu_seqlens, p.state_index, p.out_state_index, p.checkpoint_offsets,
             p.state, p.checkpoints,
         )  # fmt: skip
+        _store_outputs(p, rule, plan, o)
+
+
+def _store_outputs(p: PrefillProblem, rule: Problem, plan: Prefill, o: Tensor) -> None:
+    """Copy o to the caller's tensor, unless it is there already; clear it where a sequence has no slot."""
+    if o is not p.out:
         # the caller's tensor may have any strides
         p.out.copy_(o)
-        plan.clear(p.out, rule.cu_seqlens, p.state_index)
+    plan.clear(p.out, rule.cu_seqlens, p.state_index)
 
 
 def _key(p: PrefillProblem, rule: Problem) -> Hashable:

@@ -7,8 +7,9 @@ Bytes of a verification per row at 16/32 heads of 128 x 128, fp32 state, bf16 hi
 state read, 12.5 KB for each token of history read or written; `decode` with 4 states kept moves 10.5 MB.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +27,14 @@ from gdn.backends.triton.launch import (
 )
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, supports_pdl
 from gdn.backends.triton.lib import column_mask, decay, split_fp64
-from gdn.backends.triton.serving.fold import PLACES, history_blocks, load_history_G, load_history_u
+from gdn.backends.triton.serving.fold import (
+    PLACES,
+    history_blocks,
+    load_history_G,
+    load_history_u,
+    ring_places,
+)
+from gdn.backends.triton.serving.history_lib import compute_token, fold_strip
 from gdn.backends.triton.serving.packet import (
     MAX_TOKENS,
     blocks,
@@ -74,7 +82,7 @@ from gdn.backends.triton.serving.structs import (
     Sums,
     group_constants,
 )
-from gdn.problem import RESET, ReplayProblem
+from gdn.problem import RESET, HistoryProblem, ReplayProblem
 
 
 @triton.jit
@@ -82,12 +90,13 @@ def score_history(X, row_scales, packet, history, start, sums, C: tl.constexpr):
     """Return scores of rows and BP places of a history, by parts: <row, k_j> e^(G - G_j), scaled [16, BP]."""
     PARTS: tl.constexpr = 2 * C.BT // ROWS
     old = start + tl.arange(0, C.BP)
+    places = ring_places(old, history)
     last = tl.zeros([ROWS, C.BP], tl.float32)
     first = last
     for key in tl.range(0, C.K, C.BS):
         ks = key + tl.arange(0, C.BS)
         past_k = tl.load(
-            row_pointers(history.k_ptr, old, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR),
+            row_pointers(history.k_ptr, places, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR),
             mask=(old < history.count)[:, None] & column_mask(ks, C.K)[None, :], other=0.0,
         )  # fmt: skip
         for part in tl.static_range(PARTS):
@@ -99,7 +108,7 @@ def score_history(X, row_scales, packet, history, start, sums, C: tl.constexpr):
                 last = dot_mixed(x, tl.trans(past_k), last, C.PRECISION)
             else:
                 first = dot_mixed(x, tl.trans(past_k), first, C.PRECISION)
-    old_high, old_low = load_history_G(history.G_ptr, old, history.count, history.G_p)
+    old_high, old_low = load_history_G(history, old)
     # decays up to each row of the packet, from hi + lo sums
     D = decay(old_high[None, :], old_low[None, :], sums.high[:, None], sums.low[:, None])
     if PARTS == 2:
@@ -121,7 +130,7 @@ def add_history(XS, scores, u, PRECISION: tl.constexpr):
 def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PASTS: tl.constexpr):
     """Compute o and u for all columns of a program, with PASTS blocks of a history, or all if PASTS is 0."""
     PARTS: tl.constexpr = 2 * C.BT // ROWS
-    X, W, row_scales, beta, sums = solved
+    X, W, row_scales, beta, sums, end = solved
     v, state, o = tensors
     # scores with the history stay in registers over all strips of columns
     scores = ()
@@ -150,13 +159,20 @@ def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PA
                 score = score_history(X, row_scales, packet, history, start, sums, C)
                 u_old = load_history_u(history, past_u_ptr, start, vs, has_value, C)
                 XS = add_history(XS, score, u_old, C.PRECISION)
-        outputs = compute_outputs(XS, values, beta, W, C.BT, C.FP32_PRECISION)
+        if C.IS_SINGLE:
+            outputs = compute_token(XS, values, beta, W)
+        else:
+            outputs = compute_outputs(XS, values, beta, W, C.BT, C.FP32_PRECISION)
         o_ptr = column_pointer(o.ptr, column, o.outer, C.DENSE)
         store_outputs(Strip(o_ptr, vs, left, o.inner, o.outer), outputs, packet.count, C)
         u_at = row_pointers(past_u_ptr, new.places, vs, history.u_p, 1, C.PAST_UNIT, True, C.NEAR)
         u = outputs[PARTS - 1].to(history.u_ptr.dtype.element_ty)
         # u of places beyond the history is dropped
         tl.store(u_at, u, mask=new.is_kept[:, None] & has_value)
+        if C.FOLDS:
+            # S of this strip is still in L2: it is loaded again, in the layout of its store
+            columns = Strip(strip_ptr, vs, left, state.inner, state.outer)
+            fold_strip(columns, history, end, column, C)
 
 
 @kernel
@@ -182,7 +198,8 @@ def replay_kernel(
     C: tl.constexpr = group_constants(
         K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, NORM=NORM, NEGATIVE=NEGATIVE,
-        LEVELS=LEVELS, PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET,
+        LEVELS=LEVELS, PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET, IS_SINGLE=False,
+        FOLDS=False,
     )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()
@@ -220,8 +237,8 @@ def replay_kernel(
         new = base + tokens
         is_kept = is_k & (tokens < count) & (new < places)
         state_ptr += (slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
-        history = History(u_history_ptr, k_history_ptr, G_history_ptr, base, u_p, past_p, G_p)
-        solved = (X, W, row_scales, beta_rows, Sums(high, low))
+        history = History(u_history_ptr, k_history_ptr, G_history_ptr, base, u_p, past_p, G_p, None, None)
+        solved = (X, W, row_scales, beta_rows, Sums(high, low), None)
         # all columns: `run_strips` takes a strip of them at a time
         v, state = Strip(v_ptr, None, None, v_t, v_v), Strip(state_ptr, None, None, state_k, state_v)
         tensors = (v, state, Strip(o_ptr, None, None, o_t, o_v))
@@ -280,6 +297,29 @@ def _replay_key(p: ReplayProblem) -> Hashable:
 
 def _plan_replay(p: ReplayProblem, num_states: int | None = None) -> Launch:
     """Plan a replay. `num_states`: rows times heads for which tiles are chosen, if not the problem's."""
+    sizes, scalars, constants = describe_replay(p, (0, 0, 0), num_states)
+    # With more than 8 tokens and 16-bit states, the main path is for 16 places less, which most histories do
+    # not exceed; longer ones take the path of IS_LONG, which is worth its registers
+    shorter = MAX_TOKENS if sizes["BT"] == MAX_TOKENS and p.state.element_size() == 2 else 0
+    held = history_blocks(p.places - shorter)
+    constants |= {"PASTS": held, "IS_LONG": 0 < held * PLACES < p.places}
+    grid, rest = num_programs(p, sizes), options(sizes, p, False)
+    return Launch(replay_kernel, grid, scalars, constants, warps(sizes), options=rest)
+
+
+def num_programs(p: ReplayProblem | HistoryProblem, sizes: Mapping[str, int]) -> int:
+    """Return the programs of a launch: STRIPS strips of columns of each row and head, with a surplus row."""
+    is_packed = p.cu_seqlens is not None
+    return (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
+
+
+def describe_replay(
+    p: ReplayProblem | HistoryProblem, starts: Sequence[int], num_states: int | None
+) -> tuple[dict[str, int], tuple[int | float, ...], dict[str, Any]]:
+    """Return the sizes of tiles, the scalars and the constants that a launch on a history has.
+
+    `starts`: offsets of q, k and v in the tensors that will be given. `num_states`: as for `blocks`.
+    """
     axis, state_unit, (n, _, h, k, v) = pool_strides(p.state, p.K, p.V, p.state_v_first)
     is_packed = p.cu_seqlens is not None
     rows = [s for x in (p.q, p.k, p.v, p.out) for s in token_strides(x, is_packed)]
@@ -287,7 +327,7 @@ def _plan_replay(p: ReplayProblem, num_states: int | None = None) -> Launch:
         token_strides(x, is_packed) for x in (p.g if p.a is None else p.a, p.beta if p.b is None else p.b)
     ]
     kept = (*p.history_u.stride()[:3], *p.history_k.stride()[:3])
-    unit, past_unit, gpu = unit_of(*rows), unit_of(*kept), machine(p.q.device)
+    unit, past_unit, gpu = unit_of(*rows, *starts), unit_of(*kept), machine(p.q.device)
     num_states = p.N * p.HV if num_states is None else num_states
     sizes = blocks(p.K, p.V, p.q.element_size(), p.longest, num_states, gpu, p.state.element_size(), False)
     tails = (p.q.stride(3), p.k.stride(3), p.v.stride(3), p.out.stride(3))
@@ -299,13 +339,8 @@ def _plan_replay(p: ReplayProblem, num_states: int | None = None) -> Launch:
         p.HV // p.H, *magic_numbers(p.HV // p.H), p.state.shape[0], 0 if p.null_slot is None else 1, p.places,
         p.scale,
     )  # fmt: skip
-    # With more than 8 tokens and 16-bit states, the main path is for 16 places less, which most histories do
-    # not exceed; longer ones take the path of IS_LONG, which is worth its registers
-    shorter = MAX_TOKENS if sizes["BT"] == MAX_TOKENS and p.state.element_size() == 2 else 0
-    held = history_blocks(p.places - shorter)
     constants = {
-        "K": p.K, "V": p.V, "BP": PLACES, "PASTS": held, **sizes, "AXIS": axis,
-        "DENSE": tails == (1, 1, 1, 1),
+        "K": p.K, "V": p.V, "BP": PLACES, **sizes, "AXIS": axis, "DENSE": tails == (1, 1, 1, 1),
         "NEAR": fits_32_bits(
             *row_extents(rows, tails, p), *state_extents((n, 0, h, k, v), state_unit, p),
             *(p.places * s for s in (kept[1], kept[4])),
@@ -314,7 +349,5 @@ def _plan_replay(p: ReplayProblem, num_states: int | None = None) -> Launch:
         "PAST_UNIT": past_unit, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(p.longest),
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu),
-        "IS_LONG": 0 < held * PLACES < p.places,
     }  # fmt: skip
-    programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
-    return Launch(replay_kernel, programs, scalars, constants, warps(sizes), options=options(sizes, p, False))
+    return sizes, scalars, constants

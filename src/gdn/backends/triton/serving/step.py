@@ -27,7 +27,8 @@ from gdn.backends.triton.launch import (
 )
 from gdn.backends.triton.layer import conv_update, norm
 from gdn.backends.triton.layer.conv import MAX_TAPS, drop_empty
-from gdn.backends.triton.serving import decode, packet
+from gdn.backends.triton.serving import decode, history, packet
+from gdn.backends.triton.serving.fold_history import plan_fold
 from gdn.problem.step import StepProblem
 
 
@@ -37,6 +38,7 @@ class CachedStep:
 
     launches: tuple[Launch, ...]
     device: torch.device
+    appends: bool | None  # None: slots without histories; False: these are folded before the decode
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch with the tensors of a problem, in its order."""
@@ -46,7 +48,8 @@ class CachedStep:
 
     def steps(self, *tensors: Tensor | None) -> list[Step]:
         """Return the launches and the tensors of each."""
-        x, conv, weight, bias, a, b, A_log, dt_bias, state, conv_index, read, write, z, gain, out = tensors
+        x, conv, weight, bias, a, b, A_log, dt_bias, state, conv_index, read, write, z, gain, *rest = tensors
+        *history, out = rest
         assert x is not None and conv is not None and out is not None
         mixed, gates = x.new_empty(x.shape), (a, b, A_log, dt_bias)
         convolution = (
@@ -59,10 +62,13 @@ class CachedStep:
             mixed,
         )
         rows = (None, read, None, None, write, None, None, None)
+        rule: list[tuple[Tensor | None, ...]] = [(mixed, mixed, mixed, state, None, None, *gates, *rows, out)]
+        if self.appends:
+            rule = [(mixed, mixed, mixed, state, *history, None, None, *gates, None, read, None, out)]
+        elif self.appends is not None:
+            rule = [(state, *history, read, None), *rule]
         # the norm runs in place: a program loads its rows into registers before it stores them
-        given = [
-            convolution, (mixed, mixed, mixed, state, None, None, *gates, *rows, out), (out, z, gain, out)
-        ]  # fmt: skip
+        given = [convolution, *rule, (out, z, gain, out)]
         # without a norm there is no third launch
         return list(zip(self.launches, given, strict=False))
 
@@ -74,7 +80,8 @@ def decode_step(problem: StepProblem) -> CachedStep | None:
     """See `Backend`."""
     p = problem
     if needs_copies(p):
-        compose_step(p, conv_update.causal_conv1d_update, decode.decode, norm.rms_norm_gated)
+        rule = history.decode_with_history if p.has_history else decode.decode
+        compose_step(p, conv_update.causal_conv1d_update, rule, norm.rms_norm_gated)
         return None
     cached = _plans.get(_key(p), lambda: _first(p))
     cached(*launch_tensors(p))
@@ -85,7 +92,8 @@ def launch_tensors(p: StepProblem) -> tuple[Tensor | None, ...]:
     """Return the problem's tensors in its order."""
     return (
         p.mixed_qkv, p.conv_state, p.conv_weight, p.conv_bias, p.a, p.b, p.A_log, p.dt_bias, p.state,
-        p.conv_index, p.read_index, p.write_index, p.z, p.norm_weight, p.out,
+        p.conv_index, p.read_index, p.write_index, p.z, p.norm_weight, p.history_u, p.history_k, p.history_G,
+        p.cursor, p.out,
     )  # fmt: skip
 
 
@@ -105,13 +113,19 @@ def plan_step(p: StepProblem, num_states: int | None = None) -> CachedStep:
     """Return the launches. `num_states`: rows times heads for the tiles of `decode`, if not the problem's."""
     # only the layout of the convolution's output counts here: it is allocated anew for each step
     mixed, o, keys = p.mixed_qkv.new_empty(p.mixed_qkv.shape), p.out, p.H * p.K
-    launches = [
-        conv_update.plan_launch(p.conv(mixed)),
-        decode.plan_launch(p.decode(mixed, o), (0, keys, 2 * keys), num_states),
-    ]  # fmt: skip
+    starts, appends = (0, keys, 2 * keys), None
+    launches = [conv_update.plan_launch(p.conv(mixed))]
+    if p.has_history:
+        rule = p.with_history(mixed, o)
+        appends = history.appends_history(rule)
+        launches.append(
+            history.plan_append(rule, starts, num_states) if appends else plan_fold(rule.fold(), num_states)
+        )
+    if not appends:
+        launches.append(decode.plan_launch(p.decode(mixed, o), starts, num_states))
     if p.has_norm:
         launches.append(norm.plan_launch(p.norm(o), o, p.z))
-    return CachedStep(tuple(launches), p.x.device)
+    return CachedStep(tuple(launches), p.x.device, appends)
 
 
 def _first(p: StepProblem) -> CachedStep:
@@ -128,5 +142,5 @@ def _key(p: StepProblem) -> Hashable:
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in launch_tensors(p)), p.x.device,
         p.num_k_heads, p.head_k_dim, p.conv_activation, p.norm_eps, p.norm_activation, p.scale, p.lower_bound,
-        p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.null_slot,
+        p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.room, p.use_history, p.null_slot,
     )  # fmt: skip

@@ -96,6 +96,8 @@ class History(NamedTuple):
     u_p: Any
     k_p: Any
     G_p: Any
+    first: Any  # of a ring: the place of the first token, and the number of places; else None
+    places: Any
 
 
 class Sums(NamedTuple):

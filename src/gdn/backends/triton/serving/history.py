@@ -1,0 +1,272 @@
+# mypy: disable-error-code="assignment, var-annotated"
+"""Decode with a history: read the state, append the tokens' u, k and G, and fold where the history is full.
+
+The kernel is `replay` on a ring of places; it also folds the rows whose history is full, in the same launch.
+Bytes of a token per row at 16/32 heads of 128 x 128, fp32 state, bf16 history of P tokens: 2.1 MB of state
+read, 12.5 KB for each token of history read or written; a fold, once in places - room tokens, also writes the
+state. `decode` moves 4.2 MB. With few rows the latency of the MMAs counts, not the bytes: `APPENDS_FROM` says
+from how many states on the history is the faster way. Below, `fold_history` empties it, and `decode` runs.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gdn.backends.triton.launch import (
+    CachedLaunch,
+    Launch,
+    PlanCache,
+    compile_ahead,
+    device_guard,
+    is_recording,
+    kernel,
+    machine,
+)
+from gdn.backends.triton.launch.launches import Step
+from gdn.backends.triton.launch.pdl import launch_dependents_then_wait
+from gdn.backends.triton.lib import column_mask, split_fp64
+from gdn.backends.triton.serving import decode as plain
+from gdn.backends.triton.serving.fold import ring_places
+from gdn.backends.triton.serving.fold_history import fold_constants, fold_tensors, plan_fold
+from gdn.backends.triton.serving.history_lib import load_cursor, solve_token, store_cursor
+from gdn.backends.triton.serving.packet import index_strides, options, sample_num_states
+from gdn.backends.triton.serving.packet_lib import (
+    ROWS,
+    load_gates,
+    load_operands,
+    load_rows,
+    load_slot,
+    row_pointers,
+    solve_packet,
+    spread_over_rows,
+    store_zeros,
+    tokens_of_rows,
+)
+from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
+from gdn.backends.triton.serving.replay import describe_replay, num_programs, run_strips
+from gdn.backends.triton.serving.state_tiles import kernel_offsets
+from gdn.backends.triton.serving.structs import (
+    Appended,
+    Gates,
+    GateStrides,
+    History,
+    Packet,
+    Slots,
+    Strip,
+    Sums,
+    group_constants,
+)
+from gdn.problem import HistoryProblem
+
+# compute capability, K, V -> rows x value heads from which a history is faster than `decode`. Measured on an
+# H200 with 32 heads: 0.70 of the time at 64 rows, and twice the time at one row. Nothing between is known
+APPENDS_FROM = {(90, 128, 128): 64 * 32}
+FOLDED = 32  # keys of a state in a program's registers: with 64 the fold would set the number of registers
+
+
+@kernel
+def history_kernel(
+    q_ptr, k_ptr, v_ptr, state_ptr, u_history_ptr, k_history_ptr, G_history_ptr, cursor_ptr, g_ptr, beta_ptr,
+    a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr, read_index_ptr, num_accepted_ptr, o_ptr,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, q_k, k_k, v_v, o_v,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h, state_n, state_h, state_k, state_v,
+    u_n, u_p, u_h, past_n, past_p, past_h, G_n, G_p, G_h, cursor_n, read_n,
+    N, T, HV, HV_magic, HV_s, ratio, ratio_magic, ratio_s, slots, lowest, places, scale,
+    accepted_n, room, q_0, k_0, v_0,
+    K: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, PASTS: tl.constexpr, BV: tl.constexpr,
+    BS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr,
+    AXIS: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr,
+    STATE_UNIT: tl.constexpr, PAST_UNIT: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr,
+    LEVELS: tl.constexpr, PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr,
+    FOLD_PRECISION: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr, IS_SINGLE: tl.constexpr,
+):  # fmt: skip
+    # S_t = e^(G_t) S + sum_j e^(G_t - G_j) k_j u_j^T, then o and u of the tokens as in `packet`. Where the
+    # history is full S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T, and the tokens begin the next one.
+    # Program (row, head, block): STRIPS strips of BV value columns; grid: (N, + 1 if packed) * HV * blocks; 1
+    # warp. Scores with the history, at most PASTS blocks, stay in registers over all strips.
+    # PDL: it lets the next kernel start at once, and waits for the previous one before its first load.
+    # Reads S, the history, the tokens; writes o, u, k and G of the tokens, the cursor, and a folded S.
+    # No program writes what another one of its row may still read: the new places are not in use, and the
+    # last program to finish stores the cursor.
+    C: tl.constexpr = group_constants(
+        K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
+        LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, NORM=NORM, NEGATIVE=NEGATIVE,
+        LEVELS=LEVELS, PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET, IS_SINGLE=IS_SINGLE,
+        FOLDS=False,
+    )  # fmt: skip
+    # the constants of rows whose history is full. Without stages, since the loop with a fold would need twice
+    # the shared memory, and so halve the programs on an SM for all rows
+    F: tl.constexpr = group_constants(
+        K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=1, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
+        LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, PRECISION=PRECISION,
+        FP32_PRECISION=FP32_PRECISION, IS_SINGLE=IS_SINGLE, FOLDS=True, BK=BK, PASTS=PASTS,
+        FOLD_PRECISION=FOLD_PRECISION,
+    )  # fmt: skip
+    if PDL:
+        launch_dependents_then_wait()
+    BLOCKS: tl.constexpr = (V + BV * STRIPS - 1) // (BV * STRIPS)
+    n, head, block = locate_program(HV, HV_magic, HV_s, BLOCKS)
+    first, count = token_range(cu_seqlens_ptr, n, N, T)
+    slot, _ = load_slot(n, N, Slots(read_index_ptr, None, None, read_n, 0, 0, 0, 1, 1))
+    key_head = divide(head, ratio_magic, ratio_s)
+    o_ptr += (n * o_b + first * o_t + head * o_h) * UNIT
+    q_ptr += (n * q_b + first * q_t + key_head * q_h + q_0) * UNIT
+    k_ptr += (n * k_b + first * k_t + key_head * k_h + k_0) * UNIT
+    v_ptr += (n * v_b + first * v_t + head * v_h + v_0) * UNIT
+    # q, k and gates are loaded before the slot index arrives, so their latencies overlap
+    PARTS: tl.constexpr = 2 * BT // ROWS
+    packet = Packet(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k)
+    X, XK, QQ = load_operands(packet, C)
+    now = tl.arange(0, BT)
+    gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
+    gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
+    G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
+    # not an early return: exporters look for the stores of a kernel, and do not follow jumps
+    if (slot < lowest) | (slot >= slots) | (n >= N):
+        store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
+    else:
+        cursor_ptr += slot * cursor_n
+        accepted_ptr = num_accepted_ptr
+        if num_accepted_ptr is not None:
+            accepted_ptr += n * accepted_n
+        ring, used = load_cursor(cursor_ptr, accepted_ptr, room, places)
+        is_full = (used + count > places - room) & (count > 0)
+        u_history_ptr += (slot * u_n + head * u_h) * PAST_UNIT
+        k_history_ptr += (slot * past_n + key_head * past_h) * PAST_UNIT
+        G_history_ptr += slot * G_n + head * G_h
+        history = History(u_history_ptr, k_history_ptr, G_history_ptr, used, u_p, past_p, G_p, ring, places)
+        # the sum of g over the history, 0 for an empty one, whose last place is not loaded
+        G_at = G_history_ptr + ring_places(used - 1, history).to(tl.int64) * G_p
+        G_end = tl.load(G_at, mask=used > 0, other=0.0).to(tl.float64)
+        high, low = split_fp64(spread_over_rows(G + G_end))
+        beta_rows = spread_over_rows(beta)
+        if IS_SINGLE:
+            W, row_scales = solve_token(XK, scale, C)
+        else:
+            W, row_scales = solve_packet(XK, QQ, high, low, beta_rows, scale, C)
+        tokens, is_k = tokens_of_rows(PARTS - 1, BT)
+        new, is_kept = ring_places(used + tokens, history), is_k & (tokens < count)
+        state_ptr += (slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
+        v, state = Strip(v_ptr, None, None, v_t, v_v), Strip(state_ptr, None, None, state_k, state_v)
+        tensors = (v, state, Strip(o_ptr, None, None, o_t, o_v))
+        end_high, end_low = split_fp64(G_end)
+        solved = (X, W, row_scales, beta_rows, Sums(high, low), Sums(end_high, end_low))
+        # one branch for all columns of a row and head: each loop is pipelined by itself
+        if is_full:
+            run_strips(solved, packet, history, tensors, Appended(new, is_kept), block, F, PASTS)
+        else:
+            run_strips(solved, packet, history, tensors, Appended(new, is_kept), block, C, PASTS)
+        if block == 0:
+            # after a fold the sums go on from the state that was just written
+            G += tl.where(is_full, 0.0, G_end)
+            new_G = G_history_ptr + ring_places(used + now, history).to(tl.int64) * G_p
+            tl.store(new_G, G.to(G_history_ptr.dtype.element_ty), mask=now < count)
+            # only one of the value heads that share a key head stores k
+            if key_head * ratio == head:
+                for start in tl.static_range(0, K, BS):
+                    ks = start + tl.arange(0, BS)
+                    if BS < K:
+                        k = load_rows(PARTS - 1, packet, ks, C)
+                    else:
+                        k = X[PARTS - 1]
+                    tl.store(
+                        row_pointers(k_history_ptr, new, ks, past_p, 1, PAST_UNIT, True, NEAR),
+                        k.to(k_history_ptr.dtype.element_ty),
+                        mask=is_kept[:, None] & column_mask(ks, K)[None, :],
+                    )  # fmt: skip
+        ring = tl.where(is_full, ring_places(used, history), ring)
+        used = tl.where(is_full, 0, used)
+        if num_accepted_ptr is None:
+            used += count
+        store_cursor(cursor_ptr, ring, used, HV * BLOCKS)
+
+
+@dataclass(frozen=True)
+class CachedFoldAndDecode:
+    """Repeat the two launches of the plain way: the fold of what the histories hold, and the decode."""
+
+    fold: Launch
+    decode: Launch
+    device: torch.device
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch with the tensors of a problem, in its order."""
+        with device_guard(self.device):
+            for one, given in self.steps(*tensors):
+                one(*given)
+
+    def steps(self, *tensors: Tensor | None) -> list[Step]:
+        """Return the launches and the tensors of each."""
+        q, k, v, state, u, past_k, G, cursor, *gates, offsets, index, accepted, out = tensors
+        decoded = (q, k, v, state, *gates, offsets, index, None, None, None, None, None, None, out)
+        return [
+            (self.fold, (state, u, past_k, G, cursor, index, accepted)),
+            (self.decode, decoded),
+        ]  # fmt: skip
+
+
+_plans: PlanCache[CachedLaunch | CachedFoldAndDecode] = PlanCache()
+
+
+def appends_history(p: HistoryProblem) -> bool:
+    """See `Backend`."""
+    if p.num_accepted is not None or p.use_history is not None:
+        return p.num_accepted is not None or bool(p.use_history)
+    gpu = machine(p.q.device)
+    least = APPENDS_FROM.get((gpu.capability, p.K, p.V)) if gpu.kind == "cuda" else None
+    return least is not None and least <= p.N * p.HV
+
+
+def decode_with_history(problem: HistoryProblem) -> CachedLaunch | CachedFoldAndDecode | None:
+    """See `Backend`."""
+    p, offsets = problem, kernel_offsets(problem.q.device, problem.cu_seqlens)
+    cached = _plans.get(_key(p), lambda: _first(p))
+    cached(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).tensors())
+    # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
+    if offsets is not p.cu_seqlens or is_recording():
+        return None
+    return cached
+
+
+def _first(p: HistoryProblem) -> CachedLaunch | CachedFoldAndDecode:
+    tensors, sizes = p.tensors(), sample_num_states(machine(p.q.device))
+    if appends_history(p):
+        one = plan_append(p)
+        others = lambda: [(plan_append(p, num_states=num), tensors) for num in sizes]  # noqa: E731
+        compile_ahead(p.q.device, one.binary_key(tensors), others)
+        return CachedLaunch(one, p.q.device)
+    both = CachedFoldAndDecode(plan_fold(p.fold()), plain.plan_launch(p.decode()), p.q.device)
+    kind = tuple(one.binary_key(given) for one, given in both.steps(*tensors))
+    given = plain.launch_tensors(p.decode())
+    folds = lambda: [(plan_fold(p.fold(), num), fold_tensors(p.fold())) for num in sizes]  # noqa: E731
+    compile_ahead(
+        p.q.device,
+        kind,
+        lambda: [*folds(), *((one, given) for one in plain.launches_of_other_sizes(p.decode()))],
+    )
+    return both
+
+
+def _key(p: HistoryProblem) -> Hashable:
+    """Return everything that the launches depend on, except the addresses of tensors."""
+    return (
+        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in p.tensors()), p.q.device, p.longest,
+        p.scale, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.room, p.null_slot,
+        appends_history(p),
+    )  # fmt: skip
+
+
+def plan_append(
+    p: HistoryProblem, starts: Sequence[int] = (0, 0, 0), num_states: int | None = None
+) -> Launch:
+    """Plan the launch that appends to the histories; arguments as for `decode.plan_launch`."""
+    sizes, scalars, constants = describe_replay(p, starts, num_states)
+    q_0, k_0, v_0 = (s // constants["UNIT"] for s in starts)
+    is_single = p.cu_seqlens is None and p.q.shape[1] == 1
+    constants |= fold_constants(p) | {"BK": min(FOLDED, constants["BS"]), "IS_SINGLE": is_single}
+    scalars = (*scalars, *index_strides(p.num_accepted, 1), p.room, q_0, k_0, v_0)
+    rest = options(sizes, p, False)
+    return Launch(history_kernel, num_programs(p, sizes), scalars, constants, 1, options=rest)

@@ -1,0 +1,98 @@
+# mypy: disable-error-code="assignment, var-annotated"
+"""Provide the parts of the kernels that decode with a history: cursor, fold of one strip, a single token."""
+
+import triton
+import triton.language as tl
+
+from gdn.backends.triton.serving.fold import load_history_k, load_history_u
+from gdn.backends.triton.serving.packet_lib import (
+    ROWS,
+    add_outer_product,
+    output_strip_pointers,
+    strip_mask,
+    tokens_of_rows,
+)
+
+
+@triton.jit
+def load_cursor(cursor_ptr, accepted_ptr, room, places):
+    """Load the first place of a slot's history, and the places in use with the drafts that are kept."""
+    first = tl.minimum(tl.maximum(tl.load(cursor_ptr), 0), places - 1)
+    used = tl.maximum(tl.load(cursor_ptr + 1), 0)
+    if accepted_ptr is not None:
+        # clamped before it becomes 32 bits wide: any count is safe
+        used += tl.minimum(tl.maximum(tl.load(accepted_ptr).to(tl.int64), 0), room).to(tl.int32)
+    return first, tl.minimum(used, places - room)
+
+
+@triton.jit
+def store_cursor(cursor_ptr, first, used, programs):
+    """Count one more of a row's programs as done; the last one stores the cursor.
+
+    Call it last. Every program has then used the cursor that it loaded from HBM, so the store reaches none of
+    them. Nothing else is read by other programs of the launch, so the atomic orders no other memory.
+    """
+    tl.debug_barrier()
+    done = tl.atomic_add(cursor_ptr + 2, 1, sem="relaxed")
+    if done == programs - 1:
+        tl.store(cursor_ptr, first)
+        tl.store(cursor_ptr + 1, used)
+        tl.store(cursor_ptr + 2, 0)
+
+
+@triton.jit
+def fold_strip(state, history, end, column, C: tl.constexpr):
+    """Fold a history into some value columns of a state: S <- e^(G_P) S + sum_j e^(G_P - G_j) k_j u_j^T.
+
+    A tile of BK keys is in fp32 registers at a time; k and u of the history come from L2.
+    """
+    has_value = strip_mask(state.vs, state.left, C.V, C.STRIPS)[None, :]
+    for start in range(0, C.K, C.BK):
+        ks = start + tl.arange(0, C.BK)
+        place, in_state = output_strip_pointers(state, ks, C)
+        S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end.high)
+        for part in tl.static_range(C.PASTS):
+            k, still = load_history_k(history, part * C.BP, end, ks, C)
+            u = load_history_u(history, history.u_ptr + column, part * C.BP, state.vs, has_value, C)
+            S = add_outer_product(S, k, u.to(tl.float32) * still[:, None], C.AXIS, C.FOLD_PRECISION)
+        tl.store(place, S.to(state.ptr.dtype.element_ty), mask=in_state)
+
+
+@triton.jit
+def solve_token(XK, scale, C: tl.constexpr):
+    """Return the scores <q, k> and the scales of u by rows, and the scales of rows, as `solve_packet`.
+
+    One token has no triangular system: r is d itself.
+    """
+    i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, ROWS)[None, :]
+    _tokens, is_k = tokens_of_rows(0, C.BT)
+    rate = tl.where(is_k, 1.0, scale)
+    if C.NORM:
+        rate *= tl.rsqrt(tl.sum(tl.where(i == j, XK[0], 0.0), 1) + 1e-6)
+    score = tl.sum(tl.where(j == i + C.BT, XK[0], 0.0), 1) * rate * swap_halves(tl.where(is_k, rate, 0.0))
+    return (tl.where(is_k, 0.0, score), rate), (rate,)
+
+
+@triton.jit
+def swap_halves(x):
+    """Return x, whose first 8 rows are zero, with its last 8 rows in both halves.
+
+    In the layout of an MMA's result a lane holds rows i and i + 8, so nothing moves between lanes.
+    """
+    if len(x.shape) == 1:
+        half = tl.sum(tl.reshape(x, [2, ROWS // 2]), 0)
+        return tl.reshape(tl.broadcast_to(half[None, :], [2, ROWS // 2]), [ROWS])
+    else:
+        half = tl.sum(tl.reshape(x, [2, ROWS // 2, x.shape[1]]), 0)
+        return tl.reshape(tl.broadcast_to(half[None, :, :], [2, ROWS // 2, x.shape[1]]), [ROWS, x.shape[1]])
+
+
+@triton.jit
+def compute_token(XS, v, beta, W):
+    """Return o in q's rows and u in k's rows, as `compute_outputs`, of one token: without an MMA."""
+    scores, u_scale = W
+    _tokens, is_k = tokens_of_rows(0, ROWS // 2)
+    # the products of q's rows may be NaN, and must not reach k's rows
+    r = tl.where(is_k[:, None], beta[:, None] * (v.to(tl.float32) - XS[0]), 0.0)
+    o = XS[0] + scores[:, None] * swap_halves(r)
+    return (tl.where(is_k[:, None], r * u_scale[:, None], o),)

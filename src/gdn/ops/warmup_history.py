@@ -1,0 +1,62 @@
+"""List the calls of decoding with a history for `warmup`: (function, form, call on small tensors)."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from gdn.ops.history import HistoryPool, allocate_history_pool, decode_with_history, fold_history
+from gdn.ops.step import decode_step
+from gdn.ops.warmup_calls import PLACES, Call, Sizes
+
+
+def history(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
+    """Yield calls that append to histories, with drafts and without, and calls that fold them and decode."""
+    for N in sorted({1, s.rows if len(s.batches()) > 1 else 1}):
+        for T in s.packets():
+            for places in (P for P in PLACES if 2 * T <= P):
+                pool = _pool(s, dtype, N, T, places)
+                for gates in s.gates:
+                    yield from _decodes(s, pool, gates, T)
+                options: dict[str, Any] = {"state_v_first": s.v_first, "backend": s.backend}
+                for drafts in (None, s.index(N)):
+                    called = partial(fold_history, pool, s.index(N), num_accepted=drafts, **options)
+                    yield "fold_history", f"N={N} T={T}, {places} places", called
+        for places in PLACES:
+            yield from _steps(s, _pool(s, dtype, N, 1, places))
+
+
+def _pool(s: Sizes, dtype: torch.dtype, N: int, T: int, places: int) -> HistoryPool:
+    return allocate_history_pool(
+        N, num_k_heads=s.H, num_v_heads=s.HV, head_k_dim=s.K, head_v_dim=s.V, places=places, room=T,
+        state_dtype=dtype, history_dtype=s.dtype, state_v_first=s.v_first,
+        decay="channel" if s.is_per_channel else "head", device=s.device,
+    )  # fmt: skip
+
+
+def _decodes(s: Sizes, pool: HistoryPool, gates: str, T: int) -> Iterator[Call]:
+    """Yield calls of T tokens for each slot, in dense rows and in packed ones."""
+    N, places = pool.cursor.shape[0], pool.history_u.shape[1]
+    where: dict[str, Any] = {"pool": pool, "read_index": s.index(N), **s.conventions}
+    by_offsets: dict[str, Any] = {"cu_seqlens": s.offsets(N, T), "max_seqlen": T}
+    for lead, packed in (((N, T), {}), ((1, N * T), by_offsets)):
+        given = {**s.tokens(*lead), **getattr(s, gates)(*lead), **where, **packed}
+        form = f"{gates} T={T} N={N}{' by offsets' if packed else ''}, {places} places"
+        for more in ({"use_history": True}, {"num_accepted": s.index(N)}, {"use_history": False}):
+            yield "decode_with_history", form, partial(decode_with_history, **given, **more)
+
+
+def _steps(s: Sizes, pool: HistoryPool) -> Iterator[Call]:
+    """Yield calls of decode_step, with a norm and without."""
+    N = pool.cursor.shape[0]
+    window = torch.zeros(N, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
+    weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
+    given: dict[str, Any] = {"conv_state": window, "conv_weight": weight, "conv_bias": None, "state": pool}
+    given |= {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V, "read_index": s.index(N)}
+    z = torch.zeros(N, s.HV, s.V, dtype=s.dtype, device=s.device)
+    norm: dict[str, Any] = {"z": z, "norm_weight": torch.ones(s.V, dtype=s.dtype, device=s.device)}
+    for uses in (True, False):
+        for more in ({}, norm):
+            called = partial(decode_step, s.mixed(N), **given, **s.raw(N), **s.conventions, **more)
+            yield "decode_step", f"N={N} with a history", partial(called, use_history=uses)

@@ -1,0 +1,116 @@
+"""Check that a chunk decoder has the bits of the training forward, row by row."""
+
+import pytest
+import torch
+from conftest import GPU, INTERPRETED
+from kit.serving import same_bits
+
+import gdn
+from gdn.testing import Case, inputs, packed
+
+PROMPTS, STEPS = (70, 0, 5), 70
+
+
+def make_rows(lengths, dtype, device, **options):
+    """Return the tokens of rows, of all lengths, packed, and their offsets."""
+    given = inputs(
+        Case(lengths=packed(*lengths), state="wide", batch_invariant=True, **options), dtype, device=device
+    )
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    names = [name for name in ("q", "k", "v", "g", "beta") if name in given.tensors]
+    return given, names, ends
+
+
+def check_bits(backend, device, prompts, steps, dtype, **options):
+    """Decode after prompts; compare o with the training forward's, and see that `decode` differs."""
+    lengths = [n + steps for n in prompts]
+    given, names, ends = make_rows(lengths, dtype, device, **options)
+    x = dict(given.tensors)
+    for name in ("q", "k", "v"):
+        x[name] = x[name].requires_grad_()
+    o, _ = gdn.chunk_gated_delta_rule(**x, **given.options, backend=backend)
+    x = {name: y.detach() for name, y in x.items()}
+    rest = {name: y for name, y in x.items() if name in ("A_log", "dt_bias")}
+    rest |= {n: y for n, y in given.options.items() if n not in ("batch_invariant", "output_final_state")}
+    decoder = gdn.ChunkDecoder(x["initial_state"], backend=backend, **rest)
+    first = [
+        torch.cat([x[name][:, a : a + n] for a, n in zip(ends, prompts, strict=False)], 1) for name in names
+    ]
+    offsets = torch.tensor([0, *prompts], device=device).cumsum(0)
+    parts = decoder.prefill(*first, cu_seqlens=offsets)[0].split(list(prompts))
+    found = [list(part.split(1)) for part in parts]
+    for step in range(steps):
+        token = [
+            torch.cat([x[name][:, a + n + step] for a, n in zip(ends, prompts, strict=False)])
+            for name in names
+        ]
+        some = decoder.decode(*(y[:, None] for y in token))
+        for row, y in zip(found, some, strict=True):
+            row.append(y)
+    for n, row in enumerate(found):
+        assert same_bits(torch.cat([y for y in row if len(y)]), o[0, ends[n] : ends[n + 1]].detach())
+    if backend == "eager":
+        # the check sees other roundings; `triton` computes this function in chunks
+        other = gdn.fused_recurrent_gated_delta_rule(**x, **given.options, backend=backend)[0]
+        assert not same_bits(o.detach(), other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"raw_gate": "on", "beta": "sigmoid", "use_qk_l2norm_in_kernel": True, "state_v_first": True},
+    {"is_per_channel": True, "gate": "rates"},
+], ids=["plain", "all", "per channel"])  # fmt: skip
+def test_eager(dtype, options):
+    check_bits("eager", "cpu", PROMPTS, STEPS, dtype, heads=(2, 4), sizes=(16, 24), **options)
+
+
+def test_a_row_does_not_depend_on_the_others():
+    """A row alone, without a prompt, has its bits among others; NaN stays in its row and chunk."""
+    q, k, v = (torch.nn.functional.normalize(torch.randn(2, 66, 2, 16), dim=-1) for _ in range(3))
+    nan = v.clone()
+    nan[1, 3] = float("nan")
+    state = torch.randn(2, 2, 16, 16)
+
+    def run(rows, v):
+        decoder = gdn.ChunkDecoder(state[rows])
+        return torch.cat([decoder.decode(*(x[rows, i : i + 1] for x in (q, k, v))) for i in range(66)], 1)
+
+    both = run(slice(0, 2), nan)
+    assert same_bits(both[:1], run(slice(0, 1), v)) and both[1, :3].isfinite().all()
+    # tokens of the chunk before are gone, and the state is the caller's again
+    decoder = gdn.ChunkDecoder(state)
+    for i in range(66):
+        decoder.decode(q[:, i : i + 1], k[:, i : i + 1], nan[:, i : i + 1])
+        if i == 63:
+            decoder.state.copy_(state)
+    assert decoder.decode(q[:, :1], k[:, :1], v[:, :1]).isfinite().all() and decoder.count.tolist() == [3, 3]
+
+
+def test_refusals():
+    """Refuse a backend whose chunks are not causal bit by bit, and rows that do not fit the state."""
+    state, x = torch.zeros(2, 2, 16, 16), torch.zeros(2, 3, 2, 16)
+    with pytest.raises(ValueError, match="backend: expected None, eager or triton, got hopper"):
+        gdn.ChunkDecoder(state, backend="hopper")
+    decoder = gdn.ChunkDecoder(state)
+    with pytest.raises(ValueError, match="q: expected 2 rows as in state, got 3"):
+        decoder.prefill(x[:1], x[:1], x[:1], cu_seqlens=torch.tensor([0, 1, 2, 3]))
+    decoder.prefill(x, x, x)
+    with pytest.raises(ValueError, match="prefill: expected the first call"):
+        decoder.prefill(x, x, x)
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be interpreted")
+def test_triton():
+    """Cross the end of a chunk."""
+    options = {"raw_gate": "on", "beta": "sigmoid", "use_qk_l2norm_in_kernel": True}
+    check_bits("triton", "cpu", (61,), 5, torch.bfloat16, heads=(1, 1), sizes=(16, 16), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_on_a_gpu(backend, dtype):
+    """Decode rows of a model's heads over two chunks."""
+    options = {"raw_gate": "on", "beta": "sigmoid", "use_qk_l2norm_in_kernel": True}
+    check_bits(backend, GPU, (130, 0, 37), 80, dtype, heads=(4, 8), sizes=(128, 128), **options)
