@@ -185,21 +185,16 @@ def _prefills(s: Sizes, gates: str, pool: Tensor) -> Iterator[Call]:
             yield from _prefill(s, gates, pool, [(1, LENGTH)], **(stored | more))
 
 
-def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
+def _steps(s: Sizes, pool: Tensor, row: Tensor, **options: Any) -> Iterator[Call]:
     """Yield calls of decode_step, with a norm and without; tile sizes depend on the number of rows."""
     for N in s.batches():
         weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
         windows = torch.zeros(2, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
         widths: dict[str, Any] = {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V}
-        widths |= s.conventions
-        given: dict[str, Any] = {
-            "conv_state": windows,
-            "conv_weight": weight,
-            "conv_bias": None,
-            "state": pool,
-        }
+        given: dict[str, Any] = {"conv_state": windows, "conv_weight": weight, "conv_bias": None}
+        given |= {"state": pool, **widths, **s.conventions, **options}
         # slot -1 makes every row padding
-        given |= {"mixed_qkv": s.mixed(N), "read_index": row.repeat(N) - 1, **s.raw(N), **widths}
+        given |= {"mixed_qkv": s.mixed(N), "read_index": row.repeat(N) - 1, **s.raw(N)}
         gate = torch.zeros(N, s.HV, s.V, dtype=s.dtype, device=s.device)
         norm: dict[str, Any] = {"z": gate, "norm_weight": torch.ones(s.V, dtype=s.dtype, device=s.device)}
         for form, more in (("normed", norm), ("bare", {})):
@@ -238,6 +233,9 @@ def vllm(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
     """Yield the calls of vLLM: packed decode, rows by index or block table, prompts with gathered states."""
     pool, row, table = s.pool(dtype, s.T + 1), s.index(1), s.index(1, s.T)
     yield _packed(s, pool, read_index=row, null_slot=0)
+    yield from _steps(s, pool, row, null_slot=0)
+    for snapshots in (False, True):
+        yield from _prefill(s, "raw", pool, begins=True, snapshots=snapshots, null_slot=0)
     for gates in ("raw", "active"):
         one: dict[str, Any] = {"cu_seqlens": s.offsets(1, 1), "max_seqlen": 1, "read_index": row}
         yield _decode(s, "vllm index", gates, (1, 1), state=pool, null_slot=0, **one)
@@ -294,6 +292,7 @@ def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
 def lmdeploy(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
     """Yield the calls of LMDeploy: dense rows with int64 slots, rings with int32 positions, split slots."""
     pool, ring, wide = s.pool(dtype, 2), s.pool(dtype, 2, max(2, s.T)), s.index(1, dtype=torch.int64)
+    yield from _steps(s, pool, wide)
     for gates in ("raw", "active"):
         yield _decode(s, "lmdeploy index", gates, (1, 1), state=pool, read_index=wide)
         where: dict[str, Any] = {"state": ring, "read_index": wide, "ring_pos": s.index(1)}
