@@ -4,8 +4,8 @@
     PYTHONPATH=src:WHEELS python docs/lab/2026-11-25-generate.py --check    only the checks
     PYTHONPATH=src:WHEELS python docs/lab/2026-11-25-generate.py --one NAME one line, here
 
-A GPU machine without network has no Transformers. Carry it in an ignored folder WHEELS of the repository (some
-40 MB): on a machine with a package index, with Python 3.12,
+A GPU machine without network has no Transformers. Carry it in an ignored folder WHEELS of the repository
+(some 40 MB): on a machine with a package index, with Python 3.12,
 
     pip download --only-binary :all: --python-version 3.12 --no-deps -d wheels transformers==5.17.0 \\
         huggingface_hub==1.33.0 tokenizers safetensors regex pyyaml tqdm requests filelock packaging httpx \\
