@@ -62,7 +62,10 @@ def name_context(context: "ContextParallel", values: tuple[Any, ...]) -> str:
 
 def find_context(name: str) -> "ContextParallel":
     """Return a living context of this name: any of them, since they have equal values."""
-    return next(iter(_contexts[name].values()))
+    context = next(iter(_contexts[name].values()), None)
+    if context is None:
+        raise RuntimeError("cp_context: expected the context to live until the backward, got a deleted one")
+    return context
 
 
 def can_trace(context: "ContextParallel", options: Mapping[str, Any]) -> bool:
@@ -150,23 +153,24 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     def states() -> Tensor:
         return q.new_empty(rows, p.HV, *state, dtype=p.state_dtype)
 
-    o, empty = p.v.new_empty(p.v.shape), q.new_empty(0)
-    final = states() if p.output_final_state else empty
+    o = p.v.new_empty(p.v.shape)
+    final = states() if p.output_final_state else q.new_empty(0)
     if not save:
-        return (o, final, empty, empty, *[empty] * NUM_SAVED)
+        return (o, final, *[q.new_empty(0) for _ in range(2 + NUM_SAVED)])
     chosen = context.exchange or calls.choose(context, calls.form_of(p), context._num_slots)
     maps = q.new_empty(_num_maps(context, chosen, p), p.K, p.K, dtype=p.state_dtype)
     plan = None if p.cu_seqlens is not None else context._plan("q", int(p.B), int(p.T), None, None)[0]
     has_states = plan is None or p.initial_state is not None or (plan.has_exchange and plan.entering)
+    entering = states() if has_states else q.new_empty(0)
     if plan is not None and not plan.pieces:
-        return (o, final, states() if has_states else empty, maps, *[empty] * NUM_SAVED)
+        return (o, final, entering, maps, *[q.new_empty(0) for _ in range(NUM_SAVED)])
     local = p
     if plan is None or plan.offsets is not None:
         # batch rows are side by side, and every one is cut into the pieces of this rank
         packed = [None if x is None else x.flatten(0, 1)[None] for x in (q, p.k, p.v, p.g, p.beta)]
         others = [*p.tensors()[5:7], None, q.new_empty(rows + 1, dtype=torch.int64), None]
         local = p.with_tensors((*packed, *others))
-    return (o, final, states() if has_states else empty, maps, *saved_fake(local, save))
+    return (o, final, entering, maps, *saved_fake(local, save))
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
