@@ -18,14 +18,14 @@ from gdn.testing import accuracy
 from gdn_bench.passes import spec
 from gdn_bench.passes.gpu import Session
 from gdn_bench.problems import jobs, packets
-from gdn_bench.problems.packets import SINGLE, WAYS, Packet
+from gdn_bench.problems.packets import HISTORY, SINGLE, WAYS, Packet
 from gdn_bench.providers.gdn_calls import gdn_provider
 from gdn_bench.providers.provider import Bound, Provider
 from gdn_bench.results import tables
 from gdn_bench.timing import graph
 
 CPU = torch.device("cpu")
-SMALL = packets.Shape(heads=(1, 2), size=16, rows=(3,), tokens=(4, 16))
+SMALL = packets.Shape(heads=(1, 2), size=16, rows=(3,), tokens=(4, 16), history_rows=(3,))
 
 
 @pytest.fixture
@@ -55,7 +55,8 @@ def group(dtype="fp32", shape=SMALL, only=""):
 
 def test_what_is_measured():
     found = packets.groups(packets.Shape(), lambda name: True)
-    assert len(found) == 8 and all(len(one) == 1 + 2 * len(WAYS) for one in found)
+    assert [len(one) for one in found] == 8 * [2 + 2 * len(WAYS)] + 4 * [2]
+    assert [one.name for one in found[-1]] == ["B=512 T=1 bf16 decode", "B=512 T=1 bf16 history"]
     (some,) = packets.groups(packets.Shape(), lambda name: name == "B=64 T=4 bf16 replay")
     assert [one.name for one in some] == ["B=64 T=1 bf16 decode", "B=64 T=4 bf16 replay"]
     assert packets.groups(packets.Shape(), lambda name: False) == []
@@ -69,6 +70,8 @@ def test_what_speculation_moves():
     history = 2 * 32 * 128 + 2 * 16 * 128 + 8 * 32
     assert cost["replay"] == state + tokens + (2 * (4 + 8 + 12 + 0) + 8 * 4) * history
     assert cost["fold"] == 2 * state + 8 * 16 * history
+    one = 64 * (4 * 16 * 128 + 4 * 32 * 128 + 4 * 32) + (4 * sum(range(16)) + 64) * history
+    assert Packet(64, 1, "fp32", HISTORY).cost(shape).bytes == (64 + 4) * 32 * 128 * 128 * 4 + one
     assert Packet(8, 4, "bf16", "chunk").cost(shape).bytes - tokens == state / 2
 
 
@@ -100,7 +103,7 @@ def test_every_way_has_a_time_over_one_token(backend, device, peers, monkeypatch
     if device != "cpu":
         pytest.skip("the command itself is for a GPU")
     monkeypatch.setenv("GDN_BACKEND", backend)
-    shape = replace(SMALL, rows=(1,), tokens=(4,)) if backend == "triton" else SMALL
+    shape = replace(SMALL, rows=(1,), tokens=(4,), history_rows=(1,)) if backend == "triton" else SMALL
     found = spec.measured(session("gdn", "flashinfer"), shape, group(dtype, shape))
     ours = {row["case"]: row for row in found if row["provider"] == "gdn"}
     assert all(row["ok"] and row["ms"] > 0 and row["backend"] == backend for row in ours.values()), found
@@ -165,12 +168,13 @@ def empty(bind, tensors, options):
 
 
 LIES = [  # of a way, what, how
-    *((way, "zeros", returning(lambda o, S: (0 * o, S))) for way in (SINGLE, *WAYS)),
+    *((way, "zeros", returning(lambda o, S: (0 * o, S))) for way in (SINGLE, *WAYS, HISTORY)),
     *((way, "dropped token", dropping) for way in WAYS),
     *((way, "old states", forgetting) for way in (SINGLE, "final", "chunk final", "replay", "fold")),
     ("states", "one state for all", returning(lambda o, S: (o, S[:1].expand_as(S)))),
     ("replay", "no history", empty),
     ("fold", "no history", empty),
+    (HISTORY, "no history", empty),
 ]
 
 

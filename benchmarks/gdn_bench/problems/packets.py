@@ -6,6 +6,7 @@
     chunk final   one chunk by MMAs; the state after the last token is written
     replay        a state that is only read, and a history of writes, to which the packet is added
     fold          a full history added to its state: once in places / T packets if all are accepted
+    history       one token by `decode_with_history`; rows whose history is full are folded in the same launch
 
 A group is B rows on states of one dtype: all its ways get equal tokens, on states of one pool.
 """
@@ -25,6 +26,7 @@ from gdn_bench.problems.workloads import Cost
 from gdn_bench.providers.provider import TOKENS
 
 WAYS = ("states", "final", "chunk", "chunk final", "replay", "fold")
+HISTORY = "history"  # for one token, and for more rows than the packets
 SINGLE = "decode"  # one token, its state written: the time that those of packets are divided by
 STATES = {"fp32": "wide", "bf16": "narrow"}
 
@@ -37,6 +39,7 @@ class Shape:
     size: int = 128
     rows: tuple[int, ...] = (1, 8, 64, 128)
     tokens: tuple[int, ...] = (4, 16)
+    history_rows: tuple[int, ...] = (1, 8, 64, 128, 256, 512)
 
     def case(self, B: int, dtype: str) -> Case:
         """Return the case of B rows with tokens for the longest history."""
@@ -64,24 +67,26 @@ class Packet:
     @property
     def with_history(self) -> bool:
         """Return True if the way reads a history."""
-        return self.way in ("replay", "fold")
+        return self.way in ("replay", "fold", HISTORY)
 
     @property
     def accepted(self) -> Tensor:
         """Return [B] tokens in each row's history: whole packets that leave space for one more."""
         packets = places(self.T) // self.T
-        rows = torch.arange(1, self.B + 1) if self.way == "replay" else torch.full((self.B,), packets - 1)
+        rows = torch.full((self.B,), packets - 1) if self.way == "fold" else torch.arange(1, self.B + 1)
         return self.T * (rows % packets)
 
     def cost(self, shape: Shape) -> Cost:
         """Return the bytes of states, tokens and history, each read or written once."""
         (H, HV), K = shape.heads, shape.size
-        states = {"states": 1 + self.T, "chunk": 1, "replay": 1}.get(self.way, 2)
+        states = {"states": 1 + self.T, "chunk": 1, "replay": 1, HISTORY: 1}.get(self.way, 2)
         state = HV * K * K * (4 if self.dtype == "fp32" else 2)
         tokens = 0 if self.way == "fold" else self.T * (4 * H * K + 4 * HV * K + 4 * HV)
-        kept = {"replay": int(self.accepted.sum()) + self.B * self.T, "fold": self.B * places(self.T)}
+        read = int(self.accepted.sum()) + self.B * self.T
+        kept = {"replay": read, HISTORY: read, "fold": self.B * places(self.T)}
         history = kept.get(self.way, 0) * (2 * HV * K + 2 * H * K + 8 * HV)
-        return Cost(self.B * (states * state + tokens) + history, 0)
+        folds = int((self.accepted + self.T == places(self.T)).sum()) if self.way == HISTORY else 0
+        return Cost(self.B * (states * state + tokens) + history + folds * state, 0)
 
 
 def places(T: int) -> int:
@@ -92,8 +97,10 @@ def places(T: int) -> int:
 def groups(shape: Shape, wants: Callable[[str], bool]) -> list[list[Packet]]:
     """Return the wanted packets of each group, one token first; groups without any are left out."""
     selected = []
-    for B, dtype in ((B, dtype) for B in shape.rows for dtype in STATES):
-        packets = [Packet(B, T, dtype, way) for T in shape.tokens for way in WAYS]
+    rows = sorted({*shape.rows, *shape.history_rows})
+    for B, dtype in ((B, dtype) for B in rows for dtype in STATES):
+        packets = [Packet(B, 1, dtype, HISTORY)] if B in shape.history_rows else []
+        packets += [Packet(B, T, dtype, way) for T in shape.tokens for way in WAYS if B in shape.rows]
         wanted = [packet for packet in packets if wants(packet.name)]
         single = Packet(B, 1, dtype, SINGLE)
         if wanted or wants(single.name):

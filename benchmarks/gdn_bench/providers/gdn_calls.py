@@ -33,8 +33,8 @@ def gdn_provider(backend: str | None = None) -> Provider:
         return Bound(lambda: gdn.prefill(**arguments, backend=backend), lambda o: (o, states[index].float()))
 
     name = f"gdn:{backend}" if backend else "gdn"
-    found = {"prefill": chunk, "train": chunk, "decode": decode, "pool": pool, **_packets(backend)}
-    return Provider(name, found)
+    binds = {"prefill": chunk, "train": chunk, "decode": decode, "pool": pool, **_packets(backend)}
+    return Provider(name, binds)
 
 
 def prefill_arguments(tensors: Tensors, options: Options) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def prefill_arguments(tensors: Tensors, options: Options) -> dict[str, Any]:
 
 
 def _packets(backend: str | None) -> dict[str, Bind]:
-    """Return the jobs of `packets.WAYS`."""
+    """Return the jobs of `packets.WAYS`, and of `packets.HISTORY`."""
 
     def states(tensors: Tensors, options: Options) -> Bound:
         pool, arguments = tensors["pool"], _on_pool(tensors, options)
@@ -99,6 +99,7 @@ def _packets(backend: str | None) -> dict[str, Bind]:
         return Bound(commit, lambda _: (o, pool[index].float()))
 
     return {
+        "history": partial(_with_history, backend=backend),
         "states": states,
         "final": partial(written, write="final", is_exact=True),
         "chunk": partial(written, write="none", is_exact=False),
@@ -106,6 +107,30 @@ def _packets(backend: str | None) -> dict[str, Bind]:
         "replay": replay,
         "fold": fold,
     }
+
+
+def _with_history(tensors: Tensors, options: Options, backend: str | None) -> Bound:
+    """Return the job of `packets.HISTORY`."""
+    x, index = tensors, tensors["read_index"].long()
+    _, arguments = _history(tensors, options, backend)
+    start = x["cursor"].new_zeros(len(x["cursor"]), 3, dtype=torch.int32)
+    _, used, _ = start.unbind(1)
+    used[index] = x["accepted"].int()
+    pool, u, k, G = (arguments.pop(name) for name in ("state", "history_u", "history_k", "history_G"))
+    held = gdn.HistoryPool(pool, u, k, G, start.clone())
+    del arguments["cursor"]
+
+    def run() -> Tensor:
+        # each call does equal work: some rows are folded; the copy of the cursors is timed with it
+        held.cursor.copy_(start)
+        return gdn.decode_with_history(**arguments, pool=held, use_history=True, backend=backend)
+
+    def restore(o: Tensor) -> tuple[Tensor, Tensor]:
+        v_first = options["state_v_first"]
+        gdn.fold_history(held, x["read_index"], state_v_first=v_first, backend=backend)
+        return o, pool[index].float()
+
+    return Bound(run, restore)
 
 
 def _on_pool(tensors: Tensors, options: Options) -> dict[str, Any]:

@@ -37,13 +37,13 @@ class Server:
 
 def installed() -> dict[str, str]:
     """Return the versions of the engines that are installed."""
-    found = {}
+    versions = {}
     for name in ENGINES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def find_gpu() -> Gpu | None:

@@ -52,16 +52,16 @@ def needed_flags(capability: tuple[int, int], cuda: int) -> list[str]:
     capability: of the GPU. cuda: the major version of the CUDA runtime. What SGLang decides depends on the
     model and the dtype of its states, too, which are not known yet.
     """
-    major, found = capability[0], []
+    major, flags = capability[0], []
     if major == 9 or (major == 10 and cuda >= 13):
         states = "fp32" if major == 9 else "bf16"
-        found.append(
+        flags.append(
             f"prefill of models with K = V = 128 and {states} states runs on FlashInfer unless SGLang gets "
             "--linear-attn-prefill-backend triton"
         )
     if major == 10:
-        found.append(
+        flags.append(
             "decode and verification with bf16 states run on FlashInfer unless SGLang gets "
             "--linear-attn-decode-backend triton"
         )
-    return found
+    return flags

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from gdn.integrations import transformers_calls as calls
+from gdn.integrations import transformers_graphs as graphing
 from gdn.integrations import transformers_packing as packing
 from gdn.integrations import transformers_step as steps
 
@@ -54,6 +55,7 @@ class Replaced:
 # patching is process-wide by nature: the patches in force, and the originals
 _lock = threading.RLock()
 _active: list["Patch"] = []
+_graphing: list["Patch"] = []  # those with graphs
 _replaced: list[Replaced] = []
 _watch = packing.Watch()
 
@@ -61,8 +63,8 @@ _watch = packing.Watch()
 class Patch:
     """Keep a patch in force until `undo()` or the end of `with`. The last to end restores the originals."""
 
-    def __init__(self, *, infer_packing: bool) -> None:
-        self.infer_packing = infer_packing
+    def __init__(self, *, infer_packing: bool, graphs: bool = False) -> None:
+        self.infer_packing, self.graphs = infer_packing, graphs
 
     @property
     def is_active(self) -> bool:
@@ -78,6 +80,7 @@ class Patch:
         """End this patch; a second call does nothing. Patches may end in any order."""
         with _lock:
             _active[:] = [patch for patch in _active if patch is not self]
+            _graphing[:] = [patch for patch in _active if patch.graphs]
             _watch.is_inferring = any(patch.infer_packing for patch in _active)
             if not _active:
                 for entry in reversed(_replaced):
@@ -95,10 +98,11 @@ class Patch:
     def __repr__(self) -> str:
         if not self.is_active:
             return "Patch(undone)"
-        return f"Patch(infer_packing={self.infer_packing}, modules={self.modules})"
+        graphs = ", graphs=True" if self.graphs else ""
+        return f"Patch(infer_packing={self.infer_packing}{graphs}, modules={self.modules})"
 
 
-def patch_transformers(*, infer_packing: bool = False) -> Patch:
+def patch_transformers(*, infer_packing: bool = False, graphs: bool = False) -> Patch:
     """Run the gated delta rule and the short convolution of Transformers models on gdn, on any device.
 
     It replaces the functions in qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, in kimi_linear,
@@ -113,10 +117,14 @@ def patch_transformers(*, infer_packing: bool = False) -> Patch:
         infer_packing    bool    True: where a batch of one row has restarting position_ids and neither
                                  cu_seq_lens_q nor seq_idx, derive both, so that documents stay apart (one
                                  host sync per forward). False: warn once
+        graphs           bool    True: `generate(cache_implementation="static")` on a GPU replays one CUDA
+                                 graph per cache instead of compiling the model; the bits are those of eager
+                                 steps. Beam search, models with hooks, and steps that ask for attentions or
+                                 hidden states run without a graph
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Patches may be nested and end in any
         order; with several in force, packing is inferred if any asked for it. The last to end restores all.
-    Raises:  ImportError without Transformers 5.17 or newer; TypeError if infer_packing is no bool.
+    Raises:  ImportError without Transformers 5.17 or newer; TypeError if an option is no bool.
     Cost:    imports transformers.modeling_utils. Process-wide.
 
     Example:
@@ -125,8 +133,9 @@ def patch_transformers(*, infer_packing: bool = False) -> Patch:
         ...     patch.is_active
         True
     """
-    if not isinstance(infer_packing, bool):
-        raise TypeError(f"infer_packing: expected a bool, got {type(infer_packing).__name__}")
+    for name, value in {"infer_packing": infer_packing, "graphs": graphs}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
     try:
         import transformers
         from transformers.modeling_utils import PreTrainedModel
@@ -139,14 +148,20 @@ def patch_transformers(*, infer_packing: bool = False) -> Patch:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < OLDEST:
         raise ImportError(f"transformers: expected version 5.17 or newer, got {transformers.__version__}")
-    patch = Patch(infer_packing=infer_packing)
+    patch = Patch(infer_packing=infer_packing, graphs=graphs)
     with _lock:
         if not _active:
             _watch.has_warned, _watch.num_calls = False, 0
             _replace(
                 PreTrainedModel, "__init_subclass__", _scan_on_subclass(PreTrainedModel.__init_subclass__)
             )
+            original = PreTrainedModel.get_compiled_call
+            _replace(
+                PreTrainedModel, "get_compiled_call",
+                graphing.get_compiled_call(original, _graphing, _has_layers),
+            )  # fmt: skip
         _active.append(patch)
+        _graphing[:] = [patch for patch in _active if patch.graphs]
         _watch.is_inferring = any(patch.infer_packing for patch in _active)
         _scan()
     return patch
@@ -203,6 +218,11 @@ def _serve_class(cls: type) -> None:
         _replace(cls, "forward", packing.watched(vars(cls)["forward"], _watch))
     elif is_served and steps.is_layer(cls) and not _is_ours(cls, "forward"):
         _replace(cls, "forward", steps.with_step(vars(cls)["forward"], _active))
+
+
+def _has_layers(model: nn.Module) -> bool:
+    """Return True for a model with layers of a patched file."""
+    return any(steps.is_layer(type(module)) for module in model.modules())
 
 
 def _is_ours(owner: Any, name: str) -> bool:

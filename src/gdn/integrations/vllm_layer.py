@@ -263,15 +263,15 @@ def needed_flags(capability: tuple[int, int], cuda: int) -> list[str]:
 
     capability: of the GPU. cuda: the major version of the CUDA runtime.
     """
-    major, found = capability[0], []
+    major, flags = capability[0], []
     if capability == (9, 0) or (major in (10, 12) and cuda >= 13):
-        found.append(
+        flags.append(
             "prefill runs on FlashInfer unless vLLM gets --gdn-prefill-backend triton "
             '(additional_config={"gdn_prefill_backend": "triton"})'
         )
     if (settings.of_engine("VLLM_GDN_DECODE_KERNEL") or "cuda").strip().lower() == "cuda":
-        found.append(
+        flags.append(
             "drafts of models with K = V = 128 in bf16 run on torch.ops._C.fused_gdn_decode_post_conv_mtp "
             "unless VLLM_GDN_DECODE_KERNEL=triton is set"
         )
-    return found
+    return flags

@@ -104,9 +104,9 @@ class ChunkDecoder:
         if whole:
             offsets = torch.tensor([0, *(row.whole for row in rows)], device=q.device).cumsum(0)
             part = [None if x is None else torch.cat([row.take_whole(x) for row in rows], 1) for x in given]
-            found, final = self._run(part, cu_seqlens=offsets)
+            outputs, final = self._run(part, cu_seqlens=offsets)
             self.state.copy_(final)
-            for row, piece in zip(rows, found.split([row.whole for row in rows], 1), strict=True):
+            for row, piece in zip(rows, outputs.split([row.whole for row in rows], 1), strict=True):
                 row.take_whole(o).copy_(piece)
         self._tokens = [None if x is None else x.new_zeros(B, CHUNK, *x.shape[2:]) for x in given]
         for buffer, x in zip(self._tokens, given, strict=True):
@@ -114,8 +114,8 @@ class ChunkDecoder:
                 for target, row in zip(buffer, rows, strict=True):
                     target[: row.rest].copy_(row.take_rest(x))
         self.count.copy_(torch.tensor([row.rest for row in rows]))
-        found, _ = self._run(self._tokens)
-        for piece, row in zip(found, rows, strict=True):
+        outputs, _ = self._run(self._tokens)
+        for piece, row in zip(outputs, rows, strict=True):
             row.take_rest(o).copy_(piece[: row.rest])
         return o
 

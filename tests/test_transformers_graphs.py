@@ -1,0 +1,175 @@
+"""Test gdn.patch_transformers(graphs=True), on a CPU with a stand-in for the recorder of graphs."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import test_transformers as families  # noqa: E402
+
+import gdn  # noqa: E402
+from gdn.integrations import transformers_graphs as graphing  # noqa: E402
+
+NEW = 9
+
+
+class Recorder:
+    """Stand for CUDA graphs: a replay runs the recorded step again, with what is in its inputs by then."""
+
+    def __init__(self, monkeypatch, fails=False):
+        self.num_graphs, self.num_replays, self.fails = 0, 0, fails
+        monkeypatch.setattr(graphing, "DEVICES", ("cpu",))
+        monkeypatch.setattr(graphing, "record", self.record)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def record(self, run, pool):
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.num_graphs += 1
+        output = transformers.modeling_outputs.CausalLMOutputWithPast()
+
+        def replay():
+            self.num_replays += 1
+            output["logits"] = run().logits
+
+        return replay, output
+
+
+def options(**more):
+    """Return the arguments of generate that make it ask for a compiled call, on a CPU too."""
+    compile_config = transformers.CompileConfig()
+    compile_config._compile_all_devices = True
+    static = {"cache_implementation": "static", "compile_config": compile_config}
+    greedy = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    return {**static, **greedy, **more}
+
+
+def eager(model, ids, **more):
+    """Return the tokens of steps that run as they are."""
+    given = options(**more)
+    del given["compile_config"]
+    return model.generate(ids, disable_compile=True, **given)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
+def test_steps_are_replayed_with_the_same_tokens(monkeypatch, family):
+    """One graph for each generate: two steps run as they are, the others replay the third."""
+    recorder, model = Recorder(monkeypatch), families.make_model(family)
+    with gdn.patch_transformers(graphs=True) as patch:
+        assert "graphs=True" in repr(patch)
+        for rows in (1, 3):
+            ids = families.tokens(rows, 12, seed=rows)
+            assert torch.equal(model.generate(ids, **options()), eager(model, ids))
+            assert recorder.num_graphs == 1 and recorder.num_replays == NEW - 1 - graphing.EAGER_STEPS
+            recorder.num_graphs = recorder.num_replays = 0
+        padded = torch.ones(2, 12, dtype=torch.long)
+        padded[1, :5] = 0
+        ids = families.tokens(2, 12)
+        more = {"attention_mask": padded, "output_scores": True, "return_dict_in_generate": True}
+        one, other = model.generate(ids, **options(**more)), eager(model, ids, **more)
+        assert torch.equal(one.sequences, other.sequences) and recorder.num_replays > 0
+        assert all(torch.equal(x, y) for x, y in zip(one.scores, other.scores, strict=True))
+
+
+@pytest.mark.parametrize(
+    "more", [{"num_beams": 3}, {"output_hidden_states": True}, {"output_attentions": True}], ids=str
+)
+def test_what_a_graph_cannot_give_runs_as_it_is(monkeypatch, more):
+    recorder, ids = Recorder(monkeypatch), families.tokens(2, 9)
+    model = copy.deepcopy(families.make_model("qwen3_5"))
+    model.set_attn_implementation("eager")
+    more = {**more, "return_dict_in_generate": True}
+    with gdn.patch_transformers(graphs=True):
+        served = model.generate(ids, **options(**more)).sequences
+        assert torch.equal(served, eager(model, ids, **more).sequences)
+    assert recorder.num_graphs == 0
+
+
+def test_hooks_training_and_other_models_get_the_compiled_call(monkeypatch):
+    """A replay would skip hooks; a model without layers of a patched file is none of ours."""
+    Recorder(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda call, **options: "compiled")
+    model = copy.deepcopy(families.make_model("qwen3_5"))
+    other = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+    )
+    with gdn.patch_transformers():
+        assert model.get_compiled_call(None) == "compiled"
+        with gdn.patch_transformers(graphs=True):
+            call = model.get_compiled_call(None)
+            assert isinstance(call, graphing.GraphedCall) and call is model.get_compiled_call(None)
+            assert copy.deepcopy(model).get_compiled_call(None) is not call
+            assert other.get_compiled_call(None) == "compiled"
+            hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+            assert model.get_compiled_call(None) == "compiled"
+            hook.remove()
+            assert model.get_compiled_call(None) is call
+        assert model.get_compiled_call(None) == "compiled"
+    ids, cache = families.tokens(1, 1), transformers.StaticCache(config=model.config, max_cache_len=16)
+    inputs = {"input_ids": ids, families.CACHE: cache}
+    with torch.no_grad():
+        assert call._is_graphable(model, inputs, cache)
+        assert not call._is_graphable(model, inputs, transformers.DynamicCache(config=model.config))
+        assert not call._is_graphable(model.train(), inputs, cache)
+        assert not call._is_graphable(model.eval(), {**inputs, "labels": ids}, cache)
+        assert not call._is_graphable(model, {"input_ids": families.tokens(1, 2)}, cache)
+    assert not call._is_graphable(model, inputs, cache)
+
+
+def test_a_step_that_cannot_be_recorded_runs_as_it_is(monkeypatch):
+    recorder, ids = Recorder(monkeypatch, fails=True), families.tokens(2, 9)
+    model = families.make_model("qwen3_5")
+    with gdn.patch_transformers(graphs=True):
+        with pytest.warns(RuntimeWarning, match="runs without a graph: operation not permitted") as caught:
+            text = model.generate(ids, **options())
+        assert torch.equal(text, eager(model, ids)) and len(caught) == 1
+    assert recorder.num_replays == 0
+
+
+def test_a_graph_ends_with_its_cache(monkeypatch):
+    """A cache of one's own is updated and returned; its graph is freed with it; outputs are one's own."""
+    recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
+    ids, outputs = families.tokens(2, 12), []
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        call = model.get_compiled_call(None)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        model(ids[:, :6], **{families.CACHE: cache})
+        for i in range(6, 12):
+            given = {"position_ids": torch.full((2, 1), i), families.CACHE: cache}
+            outputs.append(call(input_ids=ids[:, i : i + 1], **given))
+            assert outputs[-1][families.CACHE] is cache
+        logits = torch.cat([output.logits for output in outputs], 1)
+        assert families.error(logits, model(ids, use_cache=False).logits[:, 6:]) <= 2e-5
+        assert recorder.num_replays == 4 and len(call.steps) == 1
+        end = weakref.ref(cache)
+        del cache, given, outputs
+        gc.collect()
+        assert end() is None and len(call.steps) == 0
+
+
+def test_options_are_checked():
+    with pytest.raises(TypeError, match="graphs: expected a bool, got int"):
+        gdn.patch_transformers(graphs=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_a_graph_has_the_bits_of_eager_steps(family):
+    model, ids = copy.deepcopy(families.make_model(family)).cuda(), families.tokens(2, 12).cuda()
+    more = {"output_logits": True, "return_dict_in_generate": True}
+    given = options(**more)
+    del given["compile_config"]
+    with gdn.patch_transformers(graphs=True):
+        for _ in range(2):
+            one, other = model.generate(ids, **given), eager(model, ids, **more)
+            assert torch.equal(one.sequences, other.sequences)
+            assert all(torch.equal(x, y) for x, y in zip(one.logits, other.logits, strict=True))
+        steps = graphing._calls[model].steps
+        assert all(isinstance(s, graphing.Recording) for keys in steps.values() for s in keys.values())
