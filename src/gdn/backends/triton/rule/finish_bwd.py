@@ -7,6 +7,8 @@ Bytes per token at K = 128 in bf16: q, k, dq, dk 1024 a key head; the gradients 
 dbeta 24 a value head.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,43 +20,60 @@ from gdn.backends.triton.rule.pairs import BETA, ROWS
 from gdn.backends.triton.rule.values_bwd import APART, WHOLE
 
 
+class Gradient(NamedTuple):
+    """Hold pointers: gradients of rows of value heads, that of the key head's row, and the inverse norm."""
+
+    rows_ptr: Any
+    dx_ptr: Any
+    rstd_ptr: Any
+
+
+class KeyHead(NamedTuple):
+    """Say where a key head's rows of a chunk are: in the batch, and among the value heads."""
+
+    token_range: Any
+    place: Any
+    head: Any
+    T: Any
+    HV: Any
+    ratio: Any
+
+
 @triton.jit
-def sum_heads(x_ptr, place, head, HV, ratio, ks, token_range, K: tl.constexpr, C: tl.constexpr):
+def sum_heads(rows_ptr, at, ks, K: tl.constexpr, C: tl.constexpr):
     """Return the sum [C, channels] of rows [B, T, HV, K] in fp32 over the value heads of a key head."""
     tokens = tl.arange(0, C)
-    mask = (tokens < tl.abs(token_range.length))[:, None] & column_mask(ks, K)[None, :]
+    mask = (tokens < tl.abs(at.token_range.length))[:, None] & column_mask(ks, K)[None, :]
     total = tl.zeros([C, ks.shape[0]], tl.float32)
-    for j in range(ratio):
-        base = x_ptr + (place * HV + head * ratio + j) * K
-        total += tl.load(base + (tokens[:, None] * (HV * K) + ks[None, :]), mask=mask, other=0.0)
+    for j in range(at.ratio):
+        base = rows_ptr + (at.place * at.HV + at.head * at.ratio + j) * K
+        total += tl.load(base + (tokens[:, None] * (at.HV * K) + ks[None, :]), mask=mask, other=0.0)
     return total
 
 
 @triton.jit
-def rows_of_key_head(
-    x, rows_ptr, dx_ptr, rstd_ptr, token_range, place, head, T, HV, ratio,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+def finish_rows(x, to, at, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):
     """Store the gradient of raw rows x from those of the normalised rows of each value head, in fp32."""
     tokens = tl.arange(0, C)
-    num_heads = HV // ratio
-    rstd = load_rstd(rstd_ptr, token_range.row, token_range.first, token_range.length, head, T, num_heads, C)
+    num_heads = at.HV // at.ratio
+    span = at.token_range
+    rstd = load_rstd(to.rstd_ptr, span.row, span.first, span.length, at.head, at.T, num_heads, C)
     along = tl.zeros([C], tl.float32)
-    if rstd_ptr is not None:
+    if to.rstd_ptr is not None:
         for block in range(0, K, BK):
             ks = block + tl.arange(0, BK)
-            n = load_rows(x, token_range, head, ks, K, C, UNIT).to(tl.float32) * rstd[:, None]
-            along += tl.sum(n * sum_heads(rows_ptr, place, head, HV, ratio, ks, token_range, K, C), 1)
+            n = load_rows(x, span, at.head, ks, K, C, UNIT).to(tl.float32) * rstd[:, None]
+            along += tl.sum(n * sum_heads(to.rows_ptr, at, ks, K, C), 1)
     for block in range(0, K, BK):
         ks = block + tl.arange(0, BK)
-        dx = sum_heads(rows_ptr, place, head, HV, ratio, ks, token_range, K, C)
-        if rstd_ptr is not None:
-            n = load_rows(x, token_range, head, ks, K, C, UNIT).to(tl.float32) * rstd[:, None]
+        dx = sum_heads(to.rows_ptr, at, ks, K, C)
+        if to.rstd_ptr is not None:
+            n = load_rows(x, span, at.head, ks, K, C, UNIT).to(tl.float32) * rstd[:, None]
             dx = (dx - n * along[:, None]) * rstd[:, None]
-        mask = (tokens < tl.abs(token_range.length))[:, None] & column_mask(ks, K)[None, :]
-        base = dx_ptr + (place * num_heads + head) * K
+        mask = (tokens < tl.abs(span.length))[:, None] & column_mask(ks, K)[None, :]
+        base = to.dx_ptr + (at.place * num_heads + at.head) * K
         dx_place = base + (tokens[:, None] * (num_heads * K) + ks[None, :])
-        tl.store(dx_place, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_place, dx.to(to.dx_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -99,13 +118,8 @@ def finish_bwd_kernel(
         tl.store(dbeta_place, dbeta.to(dbeta_ptr.dtype.element_ty), mask=tokens < tl.abs(length))
     if dq_rows_ptr is not None:  # noqa: SIM102 - a constant, and what only then is compiled
         if head % ratio == 0:
-            own = head // ratio
-            token_range = TokenRange(row, first, length)
-            x = Rows(q_ptr, q_b, q_t, q_h)
-            rows_of_key_head(
-                x, dq_rows_ptr, dq_ptr, q_rstd_ptr, token_range, place, own, T, HV, ratio, K, BK, C, UNIT
-            )
-            x = Rows(k_ptr, k_b, k_t, k_h)
-            rows_of_key_head(
-                x, dk_rows_ptr, dk_ptr, k_rstd_ptr, token_range, place, own, T, HV, ratio, K, BK, C, UNIT
-            )
+            at = KeyHead(TokenRange(row, first, length), place, head // ratio, T, HV, ratio)
+            to = Gradient(dq_rows_ptr, dq_ptr, q_rstd_ptr)
+            finish_rows(Rows(q_ptr, q_b, q_t, q_h), to, at, K, BK, C, UNIT)
+            to = Gradient(dk_rows_ptr, dk_ptr, k_rstd_ptr)
+            finish_rows(Rows(k_ptr, k_b, k_t, k_h), to, at, K, BK, C, UNIT)
