@@ -348,30 +348,31 @@ class OnCuda(torch.Tensor):
     device = torch.device("cuda")
 
 
-def test_kernels_of_chunks_refuse_the_rank_and_the_bound_by_name(monkeypatch):
-    """Until they have it, so that a call on a GPU falls through to eager and is never half done."""
+def test_kernels_refuse_the_rank_and_the_bound_by_name(monkeypatch):
+    """A call on a GPU falls through to the next backend, and is never half done."""
     monkeypatch.setattr(triton, "_is_installed", lambda: True)
     monkeypatch.setattr(triton.settings, "interprets", lambda: True)
     q, v = torch.zeros(1, 5, 2, 16), torch.zeros(1, 5, 4, 16)
     per_head, per_channel = torch.zeros(1, 5, 4), torch.zeros(1, 5, 4, 16)
     raw = {"use_gate_in_kernel": True, "lower_bound": -5.0}
-    for options, reason in (
-        ({"g": per_channel}, "expected a decay per head, got one per key channel"),
-        ({"g": per_head, **raw}, "expected lower_bound=None, got -5.0"),
-        ({"g": per_head}, None),
+    rank, bound = "expected a decay per head, got one per key channel", "expected lower_bound=None"
+    for options, ours, hoppers in (
+        ({"g": per_channel}, "", rank),
+        ({"g": per_channel, **raw}, "", rank),
+        ({"g": per_head, **raw}, bound, bound),
+        ({"g": per_head}, "", "expected K = V"),
     ):
         problem = parse(q, q, v, **options)
-        assert triton.refuses(problem) == reason
-        assert reason is None or hopper.refuses(problem) == reason
+        reason = triton.refuses(problem)
+        assert reason is None if not ours else ours in reason
+        assert hoppers in hopper.refuses(problem)
         assert eager.BACKEND.refuses(problem) is None
         # the kernel of the recurrent form has both; any backward follows it
         assert select_recurrent(problem).name == "triton"
-        assert reason is None or select_backward(problem).name == "eager"
-    with pytest.raises(
-        NotImplementedError, match="triton: expected a decay per head, got one per key channel"
-    ):
-        gdn.chunk_kda(q, q, v, per_channel, backend="triton")
-    assert gdn.explain(q, q, v, per_channel).chosen == "eager"
+        assert select_backward(problem).name == ("triton" if reason is None else "eager")
+    with pytest.raises(NotImplementedError, match=f"hopper: {rank}"):
+        gdn.chunk_kda(q, q, v, per_channel, backend="hopper")
+    assert gdn.explain(q, q, v, per_channel).chosen == "triton"
     _, _, _, pool, logits = engine_call(torch.float32)
     u, k, G = pool.new_zeros(1, 5, 9, HV, V), pool.new_zeros(1, 5, 9, H, K), pool.new_zeros(1, 5, 9, HV, K)
     index = torch.tensor([0])
@@ -433,17 +434,28 @@ def test_names():
 # tokens and rows are made, and where a history is written: everything else sees rows and states
 MAY_ASK = {
     "backends/eager/borders.py",
+    "backends/eager/dense_step.py",
     "backends/eager/gate.py",
+    "backends/eager/history.py",
     "backends/eager/replay.py",
     "backends/eager/rule.py",
+    "backends/hopper/__init__.py",
     "backends/triton/__init__.py",
+    "backends/triton/rule/borders.py",
+    "backends/triton/rule/build.py",
+    "backends/triton/rule/choose.py",
+    "backends/triton/rule/describe.py",
+    "backends/triton/rule/run.py",
     "backends/triton/serving/gates.py",
     "backends/triton/serving/packet.py",
     "distributed/check.py",
     "ops/portable.py",
     "ops/warmup.py",
     "ops/warmup_calls.py",
+    "ops/warmup_history.py",
+    "ops/warmup_sizes.py",
     "problem/addressing.py",
+    "problem/history.py",
     "problem/replay.py",
     "problem/rule.py",
     "problem/serving.py",

@@ -127,7 +127,8 @@ def recording(machine: launch.Machine) -> Iterator[list[Any]]:
     """Record the launches on an imagined GPU; the backend accepts CPU tensors and caches no plan."""
     users = [module for module in MODULES if hasattr(module, "machine")]
     before = room.BACKEND, launch.machine, launch.PlanCache.get
-    room.BACKEND = dataclasses.replace(room.BACKEND, refuses=lambda problem: None, refuses_recurrent=None)
+    supports = {"refuses": lambda problem: None, "refuses_backward": None, "refuses_recurrent": None}
+    room.BACKEND = dataclasses.replace(room.BACKEND, **supports)
     launch.PlanCache.get = lambda self, key, make: make()
     for module in users:
         module.machine = lambda device: machine

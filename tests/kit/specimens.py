@@ -65,7 +65,19 @@ RULE = {
     "bf16 64 narrow": (Case(sizes=(64, 64), state="narrow", has_narrow_gates=True, exact=False), BF16, TUNED),
     "fp16 64/128 invariant": (Case(sizes=(64, 128), state="narrow", batch_invariant=True), FP16, TUNED),
     "fp16 192/60 packed": (Case(sizes=(192, 60), lengths=LADDER, beta="sigmoid"), FP16, TUNED),
-}
+    "bf16 128 channels": (
+        Case(sizes=(128, 128), heads=(2, 4), raw_gate="on", use_qk_l2norm_in_kernel=True,
+             is_per_channel=True), BF16, EVERYWHERE,
+    ),
+    "fp32 64 channels": (
+        Case(sizes=(64, 64), lengths=LADDER, raw_gate="lower_bound", state="wide", is_per_channel=True),
+        FP32, TUNED,
+    ),
+    "bf16 128 channels many": (
+        Case(sizes=(128, 128), heads=(16, 16), lengths=rows(64)._replace(B=32), is_per_channel=True),
+        BF16, TUNED,
+    ),
+}  # fmt: skip
 RECURRENT = {
     "bf16 128": (Case(sizes=(128, 128), heads=(2, 4)), BF16, EVERYWHERE),
     "bf16 128 all packed": (Case(sizes=(128, 128), lengths=LADDER, **ALL), BF16, EVERYWHERE),

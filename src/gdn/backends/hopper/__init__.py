@@ -76,6 +76,8 @@ def _lacks(problem: Any) -> str | None:
         problem = problem.rule
     if not isinstance(problem, Problem):
         return "expected the rule or a prefill, got a problem that has no kernel here"
+    if problem.is_per_channel:
+        return "expected a decay per head, got one per key channel"
     if problem.K != problem.V or problem.K not in SIZES:
         return f"expected K = V of 64 or 128, got K={problem.K}, V={problem.V}"
     if problem.q.dtype != torch.bfloat16:

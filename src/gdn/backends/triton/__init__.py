@@ -16,12 +16,13 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
-from gdn.problem import DecodeProblem
+from gdn.problem import DecodeProblem, Problem
 from gdn.problem.step import StepProblem
 
 # problems whose kernels run token by token, and support a decay per key channel and a lower bound
 ANY_GATE = (DecodeProblem, StepProblem)
 LARGEST = 256  # largest K and V
+LARGEST_CHANNELS = 128  # largest K of a backward with a decay per key channel
 LONGEST = 16  # most tokens of a packet that is replayed
 # The module here that implements each slot of Backend. The adjoints of single stages are those of `eager`.
 SLOTS = {
@@ -81,6 +82,9 @@ def refuses(problem: Any) -> str | None:
 
 def _refuses_gate(problem: Any) -> str | None:
     """Return why the kernels of whole chunks do not support the gate of a problem, or None."""
+    if isinstance(problem, Problem) and problem.is_per_channel:
+        # the chunked rule has kernels for both ranks of the gate
+        return None
     if getattr(problem, "is_per_channel", False):
         return "expected a decay per head, got one per key channel"
     if getattr(problem, "lower_bound", None) is not None:
@@ -98,7 +102,9 @@ def refuses_any_gate(problem: Any) -> str | None:
         return "expected Triton, got no package of that name"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
-    if any(getattr(problem, name, x).dtype == torch.float64 for name in ("history_u", "history_k")):
+    # a step may have no history
+    histories = [getattr(problem, name, None) for name in ("history_u", "history_k")]
+    if any(h is not None and h.dtype == torch.float64 for h in histories):
         return "expected histories of at most fp32, got float64"
     if getattr(problem, "longest", 0) > LONGEST:
         return f"expected packets of at most {LONGEST} tokens, got {problem.longest}"
@@ -106,6 +112,15 @@ def refuses_any_gate(problem: Any) -> str | None:
     if K > LARGEST or V > LARGEST:
         return f"expected K and V of at most {LARGEST}, got K={K}, V={V}"
     return None
+
+
+def refuses_backward(problem: Problem) -> str | None:
+    """Return why the backend does not support the backward of a problem, or None."""
+    reason = refuses(problem)
+    if reason is None and problem.is_per_channel and problem.K > LARGEST_CHANNELS:
+        # the state pass has three rows of each token in shared memory, two chunks deep
+        reason = f"expected K of at most {LARGEST_CHANNELS} with a decay per key channel, got K={problem.K}"
+    return reason
 
 
 def _leading(problem: Any) -> Tensor:
@@ -135,6 +150,7 @@ BACKEND = replace(
     eager.BACKEND,
     name="triton",
     refuses=refuses,
+    refuses_backward=refuses_backward,
     refuses_recurrent=refuses_any_gate,
     **{slot: _late(module, slot) for slot, module in SLOTS.items()},
 )

@@ -9,6 +9,11 @@ from torch import Tensor
 
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, TensorSpec, machine, tensor_spec
+from gdn.backends.triton.rule.build_channels import (
+    build_channel_backward,
+    build_prepare_channels,
+    row_specs,
+)
 from gdn.backends.triton.rule.choose import (
     BackwardTiles,
     ForwardTiles,
@@ -23,11 +28,14 @@ from gdn.backends.triton.rule.describe import (
     operand_dtype,
     saves,
     shape_scalars,
+    state_scalars,
+    state_strides,
     unit_strides,
 )
 from gdn.backends.triton.rule.gates_bwd import gates_bwd_kernel
 from gdn.backends.triton.rule.gradients import pairs_bwd_kernel, rows_bwd_kernel
 from gdn.backends.triton.rule.launches import Backward, Forward
+from gdn.backends.triton.rule.launches_channels import ChannelBackward, ChannelForward
 from gdn.backends.triton.rule.output import output_kernel
 from gdn.backends.triton.rule.pairs import ROWS, pairs_kernel
 from gdn.backends.triton.rule.pool import NO_POOL, StatePool
@@ -42,42 +50,48 @@ def build_forward(
     p: Problem, kept: torch.dtype | None, d: Description, tiles: ForwardTiles, pool: StatePool | None = None
 ) -> Forward:
     """Build the launches of a forward. `kept`: the dtype of S_in, or None where S_in is not kept."""
-    scalars = shape_scalars(p)
     # of the state pass: with those of the pool
-    state_scalars = (*scalars, d.entries, *(NO_POOL[1] if pool is None else pool.scalars))
-    shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision}
-    # 4 warps: one per 16 x 16 diagonal block of A, which `tril` inverts in registers
-    prepare = Launch(
-        prepare_kernel,
-        d.entries * p.HV,
-        (*unit_strides(d.unit, p.q, p.k), *gate_strides(p.g, p.beta), *scalars, p.scale),
-        {**shared, "BK": d.block, **d.activation, "RESET": RESET},
-        4,
-        seconds=2.0,
-    )
+    scalars = (*state_scalars(p), d.entries, *(NO_POOL[1] if pool is None else pool.scalars))
+    shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "CHANNELS": p.is_per_channel}
+    prepare = build_prepare_channels(p, d) if p.is_per_channel else _build_prepare(p, d)
+    plan = ChannelForward if p.is_per_channel else Forward
+    q_strides, k_strides = state_strides(p, d.unit)
     # one program per sequence, head and strip: S stays in its registers for all chunks
     programs = p.N * p.HV * triton.cdiv(p.V, tiles.BV)
     is_split = split_operands(p, machine(p.device))
     constants = {**shared, "V_FIRST": p.state_v_first, **_strip_constants(p, tiles), "SPLIT": is_split}
     if tiles.is_fused:
-        strides = unit_strides(d.unit, p.q, p.k, p.v)
-        scan = Launch(
-            scan_kernel, programs, (*strides, *state_scalars), constants, tiles.num_warps, seconds=1.3
-        )
-        return Forward(_forward_specs(p, kept, True, d, pool), d.launch, prepare, scan, None)
-    strides = unit_strides(d.unit, p.k, p.v)
+        strides = (*q_strides, *k_strides, *unit_strides(d.unit, p.v))
+        scan = Launch(scan_kernel, programs, (*strides, *scalars), constants, tiles.num_warps, seconds=1.3)
+        return plan(_forward_specs(p, kept, True, d, pool), d.launch, prepare, scan, None)
+    strides = (*k_strides, *unit_strides(d.unit, p.v))
     # few sequences and heads: the state pass is the critical path, and a second kernel, which fills all SMs,
     # computes the outputs
-    state = Launch(state_kernel, programs, (*strides, *state_scalars), constants, tiles.num_warps)
+    state = Launch(state_kernel, programs, (*strides, *scalars), constants, tiles.num_warps)
     output = Launch(
         output_kernel,
         d.entries * p.HV * triton.cdiv(p.V, tiles.output.BV),
-        (*unit_strides(d.unit, p.q), *scalars),
+        (*q_strides, *state_scalars(p)),
         {**shared, "BK": d.block, "BV": tiles.output.BV, "FP32_STATE": fp32_state_operands(p)},
         tiles.output.num_warps,
     )
     specs = _forward_specs(p, kept or operand_dtype(p), False, d, pool)
-    return Forward(specs, d.launch, prepare, state, output)
+    return plan(specs, d.launch, prepare, state, output)
+
+
+def _build_prepare(p: Problem, d: Description) -> Launch:
+    # 4 warps: one per 16 x 16 diagonal block of A, which `tril` inverts in registers
+    return Launch(
+        prepare_kernel,
+        d.entries * p.HV,
+        (*unit_strides(d.unit, p.q, p.k), *gate_strides(p.g, p.beta), *shape_scalars(p), p.scale),
+        {
+            "K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "BK": d.block, **d.activation,
+            "RESET": RESET,
+        },
+        4,
+        seconds=2.0,
+    )  # fmt: skip
 
 
 def build_transfer(p: Problem, d: Description, tiles: StripTile) -> Launch:
@@ -88,7 +102,7 @@ def build_transfer(p: Problem, d: Description, tiles: StripTile) -> Launch:
         (*unit_strides(d.unit, p.k, p.v), *shape_scalars(p), d.entries, *NO_POOL[1]),
         {
             "K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "V_FIRST": False,
-            **_strip_constants(p, tiles), "SPLIT": split_operands(p, machine(p.device)),
+            **_strip_constants(p, tiles), "SPLIT": split_operands(p, machine(p.device)), "CHANNELS": False,
         },
         tiles.num_warps,
     )  # fmt: skip
@@ -114,13 +128,19 @@ def _forward_specs(
         (p.state_shape, torch.float32) if p.output_final_state and pool is None else None,
         (p.v.shape, p.v.dtype) if pool is None or pool.out is None else None,
     )
-    return (*(None if x is None else tensor_spec(*x) for x in shapes), d.spec, *NO_POOL[0])
+    rows = row_specs(p) if p.is_per_channel else ()
+    return (*(None if x is None else tensor_spec(*x) for x in shapes), d.spec, *NO_POOL[0], *rows)
 
 
-def build_backward(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles) -> Backward:
+def build_backward(
+    p: Problem, do: Tensor, d: Description, tiles: BackwardTiles
+) -> Backward | ChannelBackward:
     """Build the launches of a backward; only the layout of do counts, as its address is an argument."""
     scalars = shape_scalars(p)
     shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision}
+    state = _build_state_bwd(p, do, d, tiles)
+    if p.is_per_channel:
+        return build_channel_backward(p, do, d, tiles, state)
     # P and factors again, instead of keeping them in HBM from forward to backward
     pairs = Launch(
         pairs_kernel,
@@ -130,13 +150,6 @@ def build_backward(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles)
         4,
     )
     is_split = split_operands(p, machine(p.device))
-    state = Launch(
-        state_bwd_kernel,
-        p.N * p.HV * triton.cdiv(p.V, tiles.BV),
-        (*unit_strides(d.unit, p.q, p.k, do), *scalars, d.entries),
-        {**shared, "V_FIRST": p.state_v_first, **_strip_constants(p, tiles), "SPLIT": is_split},
-        tiles.num_warps,
-    )
     # blocks of K per program bound the registers of dq and dk
     BK = min(d.BK, tiles.BK)
     blocks = triton.cdiv(p.K, BK)
@@ -176,6 +189,21 @@ def build_backward(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles)
         add = sums.add(d.entries, num_sums, p.HV, (0, 1), is_row_first=True)
     late = _late_specs(p, min(tiles.group, d.entries), None if is_in_dq else width)
     return Backward(backward_specs(p, d), late, d.launch, pairs, state, tuple(gradients), gates, add)
+
+
+def _build_state_bwd(p: Problem, do: Tensor, d: Description, tiles: BackwardTiles) -> Launch:
+    q_strides, k_strides = state_strides(p, d.unit)
+    return Launch(
+        state_bwd_kernel,
+        p.N * p.HV * triton.cdiv(p.V, tiles.BV),
+        (*q_strides, *k_strides, *unit_strides(d.unit, do), *state_scalars(p), d.entries),
+        {
+            "K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "V_FIRST": p.state_v_first,
+            **_strip_constants(p, tiles), "SPLIT": split_operands(p, machine(p.device)),
+            "CHANNELS": p.is_per_channel,
+        },
+        tiles.num_warps,
+    )  # fmt: skip
 
 
 def backward_specs(p: Problem, d: Description) -> tuple[TensorSpec | None, ...]:

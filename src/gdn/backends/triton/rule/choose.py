@@ -81,6 +81,24 @@ def split_operands(p: Problem, machine: Machine) -> bool:
     return is_allowed and not has_fp32_operands(p)
 
 
+def channel_block(p: Problem) -> int:
+    """Return the key channels that `prepare_channels_kernel` takes at once: [64, channels] in registers."""
+    return 16
+
+
+@dataclass(frozen=True)
+class ChannelStrip:
+    """Hold the key channels of a program of `rows_bwd_channels_kernel`, and its value columns at once."""
+
+    BK: int
+    BV: int
+
+
+def channel_strip(p: Problem, BK: int) -> ChannelStrip:
+    """Return the strip of the gradients per key channel: some ten [64, BK] are in registers."""
+    return ChannelStrip(min(BK, 16), max(16, min(32, triton.next_power_of_2(p.V))))
+
+
 def forward_tiles(p: Problem, machine: Machine) -> ForwardTiles:
     """Return the tiles of a forward."""
     return _choose_forward(p, machine, p.N * p.HV)
@@ -139,7 +157,8 @@ def _choose_backward(p: Problem, machine: Machine, num_states: int) -> BackwardT
     us_per_chunk = {most: us for most, us in STATE_BWD_US.items() if most < 64 or is_allowed}
     most = _fastest_strip(p, machine, num_states, us_per_chunk)
     # shared memory: three stages of 64 columns leave no space for split bf16 operands
-    warps, stages = _warps_and_stages(p, machine, 2 if most == 64 else 3)
+    # or for rows k_out beside k_in
+    warps, stages = _warps_and_stages(p, machine, 2 if most == 64 or p.is_per_channel else 3)
     # one group of all chunks; `backward_tiles` sets the real size
     return BackwardTiles(_strip_columns(p, most), warps, stages, *_gradient_tiles(p, machine), 1 << 30)
 

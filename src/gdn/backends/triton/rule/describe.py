@@ -49,6 +49,10 @@ def describe(p: Problem, *others: Tensor) -> Description:
     # packed sequences: the table of chunks is made on the device
     table = None if p.cu_seqlens is None else Table(p, gpu)
     strides = [s for x in (p.q, p.k, p.v, *others) for s in x.stride()[:3]]
+    if p.is_per_channel:
+        # rows of g, and of q_in and k_in, are loaded as those of q and k are
+        assert p.g is not None
+        strides += [*p.g.stride()[:3], p.K]
     BK = max(16, triton.next_power_of_2(p.K))
     is_half = intermediate_dtype(p).itemsize < 4
     return Description(
@@ -69,7 +73,7 @@ def to_kernel_layout(problem: Problem) -> Problem:
     """
     p = problem
     changed: dict[str, Tensor] = {}
-    for name in ("q", "k", "v"):
+    for name in ("q", "k", "v", "g") if p.is_per_channel else ("q", "k", "v"):
         x = getattr(p, name)
         if x.stride(-1) != 1:
             changed[name] = with_dense_rows(x)
@@ -98,13 +102,15 @@ def saves(problem: Problem) -> tuple[Shape | None, ...]:
     # norms are per key head
     rstd = ((p.B, p.T, p.H), torch.float32) if p.use_qk_l2norm_in_kernel else None
     return (
-        ((p.B, p.T, p.HV), torch.float64),
+        # sums per key channel would be 8 K bytes a token; the backward adds g up again
+        None if p.is_per_channel else ((p.B, p.T, p.HV), torch.float64),
         ((*tiles, CHUNK, CHUNK), dtype),
         None if p.recompute else ((*tiles, p.K, p.V), dtype),
         None,
         rstd,
         rstd,
-        ((*tiles, ROWS.value, CHUNK), torch.float32) if p.recompute else None,
+        # the rows of a decay per key channel are no smaller than S_in: the whole forward runs again
+        ((*tiles, ROWS.value, CHUNK), torch.float32) if p.recompute and not p.is_per_channel else None,
     )
 
 
@@ -132,8 +138,8 @@ def problem_key(p: Problem) -> Hashable:
         None if p.A_log is None else p.A_log.dtype,
         None if p.dt_bias is None else p.dt_bias.dtype,
         None if p.initial_state is None else p.initial_state.dtype,
-        p.scale, p.output_final_state, p.use_qk_l2norm_in_kernel, p.use_beta_sigmoid_in_kernel,
-        p.allow_neg_eigval, p.state_v_first, p.batch_invariant, p.recompute,
+        p.scale, p.lower_bound, p.output_final_state, p.use_qk_l2norm_in_kernel,
+        p.use_beta_sigmoid_in_kernel, p.allow_neg_eigval, p.state_v_first, p.batch_invariant, p.recompute,
     )  # fmt: skip
 
 
@@ -144,9 +150,9 @@ def kind_key(p: Problem, description: Description) -> Hashable:
         for x in (p.q, p.g, p.beta, p.A_log, p.dt_bias, p.initial_state, p.cu_seqlens)
     )
     return (
-        *dtypes, p.K, p.V, description.unit, p.output_final_state, p.use_qk_l2norm_in_kernel,
-        p.use_beta_sigmoid_in_kernel, p.allow_neg_eigval, p.state_v_first, p.batch_invariant,
-        p.recompute,
+        *dtypes, p.is_per_channel, p.lower_bound is None, p.K, p.V, description.unit, p.output_final_state,
+        p.use_qk_l2norm_in_kernel, p.use_beta_sigmoid_in_kernel, p.allow_neg_eigval, p.state_v_first,
+        p.batch_invariant, p.recompute,
     )  # fmt: skip
 
 
@@ -160,6 +166,15 @@ def unit_strides(unit: int, *tensors: Tensor) -> tuple[int, ...]:
     return tuple(s // unit for x in tensors for s in x.stride()[:3])
 
 
+def state_strides(p: Problem, unit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the strides, in units, of what a state pass reads as q and k: these, or rows per value head."""
+    if not p.is_per_channel:
+        return unit_strides(unit, p.q), unit_strides(unit, p.k)
+    # the row k_out of a token and head follows its k_in in HBM
+    q_in = (p.T * p.HV * p.K // unit, p.HV * p.K // unit, p.K // unit)
+    return q_in, tuple(2 * s for s in q_in)
+
+
 def gate_strides(*tensors: Tensor | None) -> tuple[int, ...]:
     """Return the strides of row, token and head of gates, in elements; zeros for one that is absent."""
     return tuple(s for x in tensors for s in ((0, 0, 0) if x is None else x.stride()))
@@ -168,3 +183,9 @@ def gate_strides(*tensors: Tensor | None) -> tuple[int, ...]:
 def shape_scalars(p: Problem) -> tuple[int, ...]:
     """Return T, HV, ratio, chunks_per_row, which every kernel takes."""
     return (p.T, p.HV, p.HV // p.H, (p.T + CHUNK - 1) // CHUNK)
+
+
+def state_scalars(p: Problem) -> tuple[int, ...]:
+    """Return the scalars of a state pass: those of `shape_scalars`; rows per value head share no key head."""
+    T, HV, ratio, chunks_per_row = shape_scalars(p)
+    return T, HV, 1 if p.is_per_channel else ratio, chunks_per_row

@@ -8,7 +8,7 @@ tensors.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from gdn.backends.triton.launch import Launch, LaunchSequence, TensorSpec
 
@@ -87,6 +87,7 @@ class Backward:
     gradients: tuple[tuple[Launch, Launch], ...]  # (pairs_bwd, rows_bwd) per group of chunks, in order
     gates: Launch
     sums: Launch | None
+    num_early: ClassVar[int] = 2  # tensors at the end of `specs` that only `steps` needs: P and P_rest
 
     def steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the launches up to the backward state pass, after which P and P_rest may be freed.

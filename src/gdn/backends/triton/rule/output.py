@@ -18,11 +18,12 @@ def output_kernel(
     q_ptr, P_ptr, factors_ptr, S_in_ptr, v_new_ptr, table_ptr, o_ptr,
     q_b, q_t, q_h, T, HV, ratio, chunks_per_row,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, FP32_STATE: tl.constexpr,
+    PRECISION: tl.constexpr, FP32_STATE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     # o = scale e^G q S_in + P v_new for one chunk.
     # Program (chunk, head, strip): the C x BV outputs of BV value columns. Grid: entries * HV * cdiv(V, BV),
     # strips fastest, so that the programs of a chunk find q and P in L2; warps and BV from `choose`.
+    # CHANNELS: a decay per key channel; q holds the rows q_in, which have the decays.
     # Reads q, P, factors and a strip of S_in and v_new; writes a strip of o. o [C, BV] is an accumulator in
     # registers; no PDL.
     strips = tl.cdiv(V, BV)
@@ -51,9 +52,10 @@ def output_kernel(
     P = tl.load(P_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :])
     v_new_place = v_new_ptr + tile * (C * V) + tokens[:, None] * V + vs[None, :]
     v_new = tl.load(v_new_place, mask=column_mask(vs, V)[None, :], other=0.0)
-    read = factor(factors_ptr, tile, READ, C)
-    # scale e^G multiplies rows of the accumulator once, instead of every q
-    o = dot(P, v_new, o * read[:, None], PRECISION)
+    if not CHANNELS:
+        # scale e^G multiplies rows of the accumulator once, instead of every q
+        o = o * factor(factors_ptr, tile, READ, C)[:, None]
+    o = dot(P, v_new, o, PRECISION)
     place = (row.to(tl.int64) * T + first + tokens) * HV + head
     o_mask = (tokens < length)[:, None] & column_mask(vs, V)[None, :]
     tl.store(o_ptr + place[:, None] * V + vs[None, :], o.to(o_ptr.dtype.element_ty), mask=o_mask)

@@ -20,6 +20,7 @@ from gdn.backends.triton.launch import kernel
 from gdn.backends.triton.lib import (
     Rows,
     TokenRange,
+    column_mask,
     decay,
     dot,
     load_beta,
@@ -72,6 +73,19 @@ def factor(factors_ptr, tile, row: tl.constexpr, C: tl.constexpr):
 def through(factors_ptr, tile, C: tl.constexpr):
     """Return e^(G_C), the decay of the state over the whole chunk."""
     return tl.load(factors_ptr + tile * (ROWS * C) + END * C)
+
+
+@triton.jit
+def channels_through(factors_ptr, tile, ks, K: tl.constexpr, C: tl.constexpr):
+    """Return e^(G_C) of key channels, which takes the place of END and of the rows after it."""
+    base = factors_ptr + tile * (ROWS * C) + END * C
+    return tl.load(base + ks, mask=column_mask(ks, K), other=0.0)
+
+
+@triton.jit
+def load_k_out(k, token_range, head, ks, K: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):
+    """Load the rows k_out [C, channels] of a chunk: each follows its k_in, at `k`, in HBM."""
+    return load_rows(Rows(k.ptr + K, k.b, k.t, k.h), token_range, head, ks, K, C, UNIT)
 
 
 @kernel

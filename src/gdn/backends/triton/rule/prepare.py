@@ -68,6 +68,23 @@ def chunk_sums(g, A_log_ptr, dt_bias_ptr, token_range, head, C: tl.constexpr, RE
         return tl.cumsum(x.to(tl.float64), 0)
 
 
+@triton.jit
+def store_inverse(A_inv_ptr, tile, A_inv, C: tl.constexpr):
+    """Store A_inv [C, C] of a tile, less 1.
+
+    A row of A_inv can sum to almost nothing where keys are identical, while the state sums thousands of such
+    rows. The diagonal is known to be 1, so its place holds what rounding took from the row's sum.
+    """
+    tokens = tl.arange(0, C)
+    A_inv = tl.where(tokens[:, None] > tokens[None, :], A_inv, 0.0)
+    kept = A_inv.to(A_inv_ptr.dtype.element_ty)
+    lost = tl.sum(A_inv - kept.to(tl.float32), 1)
+    on_diagonal = tokens[:, None] == tokens[None, :]
+    kept = tl.where(on_diagonal, lost[:, None].to(A_inv_ptr.dtype.element_ty), kept)
+    square = tile * (C * C) + tokens[:, None] * C + tokens[None, :]
+    tl.store(A_inv_ptr + square, kept)
+
+
 @kernel
 def prepare_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, G_ptr, A_inv_ptr, P_ptr,
@@ -140,12 +157,4 @@ def prepare_kernel(
             k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
         kk = dot(k, tl.trans(k), kk, PRECISION)
     A = kk * D * (beta * k_rstd)[:, None]
-    A_inv = inverse(A, PRECISION)
-    # A row of A_inv can sum to almost nothing where keys are identical, while the state sums thousands of
-    # such rows. The diagonal is known to be 1, so its place holds what rounding took from the row's sum.
-    A_inv = tl.where(tokens[:, None] > tokens[None, :], A_inv, 0.0)
-    kept = A_inv.to(A_inv_ptr.dtype.element_ty)
-    lost = tl.sum(A_inv - kept.to(tl.float32), 1)
-    on_diagonal = tokens[:, None] == tokens[None, :]
-    kept = tl.where(on_diagonal, lost[:, None].to(A_inv_ptr.dtype.element_ty), kept)
-    tl.store(A_inv_ptr + square, kept)
+    store_inverse(A_inv_ptr, tile, inverse(A, PRECISION), C)

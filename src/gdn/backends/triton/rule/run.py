@@ -15,6 +15,7 @@ Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,12 +44,13 @@ from gdn.backends.triton.rule.describe import (
     with_dense_rows,
 )
 from gdn.backends.triton.rule.launches import Backward, Forward
+from gdn.backends.triton.rule.launches_channels import ChannelBackward
 from gdn.backends.triton.rule.pool import StatePool
 from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import Problem
 
 _forwards: PlanCache[Forward] = PlanCache()
-_backwards: PlanCache[Backward] = PlanCache()
+_backwards: PlanCache[Backward | ChannelBackward] = PlanCache()
 
 
 def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:
@@ -65,6 +67,8 @@ def recompute_saved(problem: Problem, saved: Saved) -> Saved:
     """Implement `Backend.recompute_saved`: run the state pass again, from the saved A_inv and factors."""
     p = replace(to_kernel_layout(problem), recompute=False, layout_key=None)
     kept = operand_dtype(p)
+    if p.is_per_channel:
+        return forward(p, kept)[2]
     given = (saved.G, saved.A_inv, None, saved.factors, saved.q_rstd, saved.k_rstd)
     with device_guard(p.device):
         plan = forward_plan(p, kept)
@@ -107,6 +111,7 @@ def forward_results(new: Sequence[Tensor | None], p: Problem) -> tuple[Tensor, T
     assert o is not None
     saved = Saved(G=G, A_inv=A_inv, S_in=S_in, q_rstd=q_rstd, k_rstd=k_rstd)
     # without `output_kernel` the plan has stored no states; else they are freed here
+    factors = None if p.is_per_channel else factors
     return o, final, replace(saved, S_in=None, factors=factors) if p.recompute else saved
 
 
@@ -120,7 +125,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
         given = (*tensors_of(p), *saved, do, dS)
         plan.run([*given, *new])
         # free P and P_rest before the late tensors are allocated: this lowers peak memory
-        del new[-2:]
+        del new[-plan.num_early :]
         late = allocate(p.device, plan.late)
         plan.run_late([*given, *new, *late])
     return backward_results(p, new, late)
@@ -131,7 +136,7 @@ def backward_inputs(
 ) -> tuple[Saved, Tensor, Tensor | None]:
     """Return the saved tensors and the gradients of the outputs as the kernels read them."""
     # what the forward did not keep in HBM is computed again
-    if saved.G is None or saved.A_inv is None or saved.S_in is None or lacks_norms(p, saved):
+    if is_foreign(p, saved) or saved.A_inv is None or saved.S_in is None or lacks_norms(p, saved):
         saved = forward(p, operand_dtype(p))[2]
     # a missing do counts as zero: the kernels have no path without it
     do = torch.zeros_like(p.v) if do is None else with_dense_rows(do.to(p.v.dtype))
@@ -146,8 +151,8 @@ def backward_results(p: Problem, new: Sequence[Tensor | None], late: Sequence[Te
     return Gradients(dq, dk, dv.to(p.v.dtype), dg, dbeta, dA_log, ddt_bias, dS0)
 
 
-def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
-    """Return the plan of a backward, from the cache or built."""
+def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Any:
+    """Return the plan of a backward, cached or built: Backward, or ChannelBackward per key channel."""
     # keyed by layout and dtype only: the addresses of tensors are arguments of the launch
     key = (problem_key(p), do.stride(), None if dS is None else dS.dtype, *_dtypes(saved))
     return _backwards.get(key, lambda: _first_backward(p, saved, do, dS))
@@ -185,7 +190,7 @@ def with_pool(new: list[Tensor | None], pool: StatePool | None) -> list[Tensor |
     return [*new[:8], pool.state if pool.is_updated else None, o, new[10], *pool.tensors]
 
 
-def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward:
+def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward | ChannelBackward:
     """Build a backward; if it is the first of its kind, compile those of other sizes in parallel."""
     description, gpu = describe(p, do), machine(p.device)
 
@@ -195,11 +200,19 @@ def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> 
             new, late = (allocate_placeholders(p.device, specs) for specs in (plan.specs, plan.late))
             given = (*tensors_of(p), *saved, do, dS)
             yield from plan.steps([*given, *new])
-            yield from plan.late_steps([*given, *new[:-2], *late])
+            yield from plan.late_steps([*given, *new[: -plan.num_early], *late])
 
     dtypes = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved)))
     compile_ahead(p.device, ("backward", kind_key(p, description), *dtypes), steps)
     return build_backward(p, do, description, choose.backward_tiles(p, gpu))
+
+
+def is_foreign(p: Problem, saved: Saved) -> bool:
+    """Return True if another backend's forward saved these tensors: A_inv has other values there.
+
+    A forward here saves G, or with a decay per key channel neither G nor v_new.
+    """
+    return saved.v_new is not None if p.is_per_channel else saved.G is None
 
 
 def lacks_norms(p: Problem, saved: Saved) -> bool:

@@ -27,7 +27,16 @@ from gdn.backends.triton.lib import (
     operand_dtype,
     state_pointers,
 )
-from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, factor, through
+from gdn.backends.triton.rule.pairs import (
+    BETA,
+    INTO,
+    OUT,
+    READ,
+    channels_through,
+    factor,
+    load_k_out,
+    through,
+)
 from gdn.backends.triton.rule.pool import Slots, locate_final, locate_initial
 
 
@@ -39,11 +48,12 @@ def scan_kernel(
     state_n, state_h, index_n, out_index_n, has_initial_n, slots, lowest,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     # S <- e^(G_C) S + (e^(G_C - G) k)^T v_new and o, chunk after chunk of one sequence.
     # Program (n, head, strip): BV value columns of S^T, kept in registers in fp32 over all chunks.
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
+    # CHANNELS: a decay per key channel; q and k hold the rows q_in, k_in and k_out, which have the decays.
     # Reads per chunk q, k, a strip of v, A_inv, P and factors; writes a strip of o, and of S_in if kept.
     # Triton's pipeliner copies the next STAGES - 1 chunks to shared memory while this one is computed.
     n, head, strip = locate_strip(HV, V, BV)
@@ -85,22 +95,33 @@ def scan_kernel(
             tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(S_operand, tl.trans(k), None, PRECISION)
         beta = factor(factors_ptr, tile, BETA, C)
-        into = factor(factors_ptr, tile, INTO, C)
         # r of tokens past the chunk's end is zero: beta is
-        r = beta[None, :] * (v.to(tl.float32) - into[None, :] * kS)
+        if CHANNELS:
+            r = beta[None, :] * (v.to(tl.float32) - kS)
+        else:
+            into = factor(factors_ptr, tile, INTO, C)
+            r = beta[None, :] * (v.to(tl.float32) - into[None, :] * kS)
         # `apply_inverse` transposed: r is the left operand in registers, and the diagonal takes r unrounded
         v_new = dot_split_left(r, tl.trans(A_inv), r, PRECISION, SPLIT)
-        read = factor(factors_ptr, tile, READ, C)
-        o = dot(S_operand, tl.trans(q), None, PRECISION)
-        o = o * read[None, :]
+        if CHANNELS:
+            o = dot(S_operand, tl.trans(q), None, PRECISION)
+        else:
+            read = factor(factors_ptr, tile, READ, C)
+            o = dot(S_operand, tl.trans(q), None, PRECISION)
+            o = o * read[None, :]
         # v_new stays in registers between its two MMAs
         o = dot(v_new.to(operand), tl.trans(P), o, PRECISION)
         o_base = o_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
         o_mask = column_mask(vs, V)[:, None] & (tokens < length)[None, :]
         tl.store(o_base + tokens[None, :] * (HV * V) + vs[:, None], o.to(o_ptr.dtype.element_ty), mask=o_mask)
-        out = factor(factors_ptr, tile, OUT, C)
         # the decay of S is the accumulator of the MMA: no extra pass over the registers of S
-        S = dot((v_new * out[None, :]).to(operand), k, S * through(factors_ptr, tile, C), PRECISION)
+        if CHANNELS:
+            k_out = load_k_out(Rows(k_ptr, k_b, k_t, k_h), token_range, head, ks, K, C, UNIT).to(operand)
+            S *= channels_through(factors_ptr, tile, ks, K, C)[None, :]
+            S = dot(v_new.to(operand), k_out, S, PRECISION)
+        else:
+            out = factor(factors_ptr, tile, OUT, C)
+            S = dot((v_new * out[None, :]).to(operand), k, S * through(factors_ptr, tile, C), PRECISION)
 
     if final_ptr is not None:
         if index_ptr is not None:

@@ -27,7 +27,15 @@ from gdn.backends.triton.lib import (
     operand_dtype,
     state_pointers,
 )
-from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, factor, through
+from gdn.backends.triton.rule.pairs import (
+    BETA,
+    INTO,
+    OUT,
+    channels_through,
+    factor,
+    load_k_out,
+    through,
+)
 from gdn.backends.triton.rule.pool import Slots, locate_final, locate_initial
 
 
@@ -39,11 +47,12 @@ def state_kernel(
     state_n, state_h, index_n, out_index_n, has_initial_n, slots, lowest,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     # v_new = A_inv beta (v - e^G k S);  S <- e^(G_C) S + (e^(G_C - G) k)^T v_new, chunk after chunk.
     # Program (n, head, strip): BV value columns of S, kept in registers in fp32 over all chunks.
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`.
+    # CHANNELS: a decay per key channel; k holds the rows k_in and k_out, which have the decays.
     # Reads per chunk k, a strip of v, A_inv and factors; writes a strip of S_in and v_new, unless they
     # are None (transfers of a rank: only the final state counts). No PDL: the launch begins when
     # `prepare_kernel` has finished.
@@ -74,8 +83,11 @@ def state_kernel(
         v = load_rows(Rows(v_ptr, v_b, v_t, v_h), token_range, head, vs, V, C, UNIT)
         A_inv = tl.load(A_inv_ptr + tile * (C * C) + tokens[:, None] * C + tokens[None, :]).to(operand)
         beta = factor(factors_ptr, tile, BETA, C)
-        into = factor(factors_ptr, tile, INTO, C)
-        out = factor(factors_ptr, tile, OUT, C)
+        if CHANNELS:
+            k_out = load_k_out(Rows(k_ptr, k_b, k_t, k_h), token_range, head, ks, K, C, UNIT).to(operand)
+        else:
+            into = factor(factors_ptr, tile, INTO, C)
+            out = factor(factors_ptr, tile, OUT, C)
 
         # the state that enters the chunk goes to HBM for `output_kernel` and for a backward
         S_operand = S.to(operand)
@@ -84,16 +96,23 @@ def state_kernel(
             tl.store(S_in_ptr + place, S.to(S_in_ptr.dtype.element_ty), mask=mask)
         kS = dot(k, S_operand, None, PRECISION)
         # the terms of r cancel, so it is computed in fp32, from the MMA's accumulator in registers
-        r = beta[:, None] * (v.to(tl.float32) - into[:, None] * kS)
+        if CHANNELS:
+            r = beta[:, None] * (v.to(tl.float32) - kS)
+        else:
+            r = beta[:, None] * (v.to(tl.float32) - into[:, None] * kS)
         v_new = apply_inverse(A_inv, r, PRECISION, SPLIT)
         if v_new_ptr is not None:
             tile_place = tile * (C * V) + tokens[:, None] * V + vs[None, :]
             # past the chunk's end v_new is zero: whole tiles are stored, without a mask of tokens
             mask = column_mask(vs, V)[None, :]
             tl.store(v_new_ptr + tile_place, v_new.to(v_new_ptr.dtype.element_ty), mask=mask)
-        grown = (v_new * out[:, None]).to(operand)
         # the decayed S is the accumulator of the MMA, so S needs no second copy in registers
-        S = dot(tl.trans(k), grown, S * through(factors_ptr, tile, C), PRECISION)
+        if CHANNELS:
+            S *= channels_through(factors_ptr, tile, ks, K, C)[:, None]
+            S = dot(tl.trans(k_out), v_new.to(operand), S, PRECISION)
+        else:
+            grown = (v_new * out[:, None]).to(operand)
+            S = dot(tl.trans(k), grown, S * through(factors_ptr, tile, C), PRECISION)
 
     if final_ptr is not None:
         if index_ptr is not None:

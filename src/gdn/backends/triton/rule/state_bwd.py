@@ -31,7 +31,18 @@ from gdn.backends.triton.lib import (
     operand_dtype,
     state_pointers,
 )
-from gdn.backends.triton.rule.pairs import BETA, INTO, OUT, READ, ROWS, THROUGH, factor, through
+from gdn.backends.triton.rule.pairs import (
+    BETA,
+    INTO,
+    OUT,
+    READ,
+    ROWS,
+    THROUGH,
+    channels_through,
+    factor,
+    load_k_out,
+    through,
+)
 
 
 @kernel
@@ -41,11 +52,12 @@ def state_bwd_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     # dS <- e^(G_C) dS + (e^G q)^T (scale do) - (beta e^G k)^T dr, last chunk to first.
     # Program (n, head, strip): BV value columns of dS [K, BV], kept in registers in fp32 over all chunks.
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
+    # CHANNELS: a decay per key channel; q and k hold the rows q_in, k_in and k_out, which have the decays.
     # Reads per chunk q, k, A_inv, P (hi + lo if SPLIT), factors, a strip of do and, if SPLIT, of S_in; writes
     # a strip of dr and dS.
     n, head, strip = locate_strip(HV, V, BV)
@@ -77,14 +89,19 @@ def state_bwd_kernel(
         # the gradient of the state that leaves chunk i, for the gradient kernels
         place, mask = state_pointers(tile * (K * V), ks, vs, K, V, False)
         tl.store(dS_out_ptr + place, dS.to(dS_out_ptr.dtype.element_ty), mask=mask)
-        if SPLIT:
+        if SPLIT and not CHANNELS:
             # dS is still fp32 in registers here; the copy in HBM is rounded
             S = tl.load(S_in_ptr + place, mask=mask, other=0.0)
             share = tl.sum(S.to(tl.float32) * dS)
             tl.store(factors_ptr + tile * (ROWS * C) + THROUGH * C + 1 + strip, share)
-        out = factor(factors_ptr, tile, OUT, C)
-        dv_new = dot_split(k, dS, None, PRECISION, SPLIT)
-        dv_new = dot(tl.trans(P), do, dv_new * out[:, None], PRECISION)
+        if CHANNELS:
+            k_out = load_k_out(Rows(k_ptr, k_b, k_t, k_h), token_range, head, ks, K, C, UNIT).to(operand)
+            dv_new = dot_split(k_out, dS, None, PRECISION, SPLIT)
+            dv_new = dot(tl.trans(P), do, dv_new, PRECISION)
+        else:
+            out = factor(factors_ptr, tile, OUT, C)
+            dv_new = dot_split(k, dS, None, PRECISION, SPLIT)
+            dv_new = dot(tl.trans(P), do, dv_new * out[:, None], PRECISION)
         # P's low half: another MMA on tensor cores, instead of P in fp32 and tf32 MMAs
         if SPLIT:
             rest = tl.load(P_rest_ptr + tile * (C * C) + square).to(operand)
@@ -95,11 +112,17 @@ def state_bwd_kernel(
         dr_place += tokens[:, None] * (HV * V) + vs[None, :]
         dr_mask = (tokens < length)[:, None] & column_mask(vs, V)[None, :]
         tl.store(dr_place, dr.to(dr_ptr.dtype.element_ty), mask=dr_mask)
-        read = factor(factors_ptr, tile, READ, C)
-        from_q = do.to(tl.float32) * read[:, None]
-        # the decayed dS is the accumulator of the first MMA
-        dS = dot_split(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION, SPLIT)
-        carry = factor(factors_ptr, tile, BETA, C) * factor(factors_ptr, tile, INTO, C)
+        if CHANNELS:
+            # q_in has scale and decays, so do is an exact operand
+            dS *= channels_through(factors_ptr, tile, ks, K, C)[:, None]
+            dS = dot(tl.trans(q), do, dS, PRECISION)
+            carry = factor(factors_ptr, tile, BETA, C)
+        else:
+            read = factor(factors_ptr, tile, READ, C)
+            from_q = do.to(tl.float32) * read[:, None]
+            # the decayed dS is the accumulator of the first MMA
+            dS = dot_split(tl.trans(q), from_q, dS * through(factors_ptr, tile, C), PRECISION, SPLIT)
+            carry = factor(factors_ptr, tile, BETA, C) * factor(factors_ptr, tile, INTO, C)
         dS = dot_split(tl.trans(k), dr * -carry[:, None], dS, PRECISION, SPLIT)
 
     if dinitial_ptr is not None:

@@ -1,0 +1,139 @@
+"""Test the Triton kernels of the chunked rule with a decay per key channel: interpreted, and on a GPU."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gdn
+from gdn.backends import eager, select_backward, triton
+from gdn.backends.triton.rule import run as chunked
+from gdn.problem import parse
+from gdn.testing import Case, check, covering, inputs, packed, rows
+from gdn.testing.accuracy import reference_rule, run
+from gdn.testing.cases import CHANNEL_FACTORS
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+kda = functools.partial(gdn.chunk_kda, backend="triton")
+CHANNEL = functools.partial(Case, is_per_channel=True, heads=(1, 2), sizes=(16, 16))
+ONE = rows(1)._replace(B=1)
+# a reset of channels, thousands of nats, a rate for each channel; the other options differ from case to case
+SMALL = [
+    (CHANNEL("reset", lengths=packed(19, 0, 3, tail=2), raw_gate="lower_bound", beta="negative", state="wide",
+             use_qk_l2norm_in_kernel=True, is_strided=True), FP32),
+    (CHANNEL("wild", lengths=ONE._replace(T=67), sizes=(20, 16), state="narrow", state_v_first=True), FP16),
+    (CHANNEL("rates", lengths=ONE._replace(T=40), raw_gate="on", heads=(1, 1), beta="sigmoid",
+             use_qk_l2norm_in_kernel=True), BF16),
+]  # fmt: skip
+FACTORS = CHANNEL_FACTORS | {
+    "lengths": (*map(rows, (1, 15, 63, 65, 129)), packed(0, 5, 0, 64, 69, 3, tail=3)),
+    "heads": ((2, 2), (2, 4), (1, 4)),
+    "sizes": ((64, 64), (128, 128), (60, 20), (256, 64)),
+}
+CASES = covering(FACTORS, max_cost=2**22)
+PARTS = 6
+
+
+def error(x, ref):
+    return float((x.double() - ref.double()).norm() / ref.double().norm())
+
+
+def draw(gate, T, dtype, device, **options):
+    case = CHANNEL(gate, lengths=ONE._replace(T=T), heads=(1, 1), **options)
+    return inputs(case, dtype, device=device)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("case", "dtype"), SMALL, ids=lambda x: str(x))
+def test_small_problems(triton_device, case, dtype):
+    """Outputs and all gradients, whose memory is poisoned before, are those of the reference."""
+    bad = [v for v in check(kda, case, dtype, device=triton_device) if not v.ok]
+    assert not bad, bad
+
+
+@pytest.mark.interpret
+def test_other_tokens_keep_their_digits_beside_a_reset(triton_device):
+    """A reset of one channel leaves the error of fp32 in all results; sums of g are never subtracted."""
+    given = draw("slow", 34, FP32, triton_device, state="wide")
+    given.tensors["g"][:, 20, :, 0] = -1e6
+    found = run(kda, given)
+    for name, ref in run(reference_rule, given.double()).items():
+        assert error(found[name], ref) < 5e-7, name
+
+
+@pytest.mark.interpret
+def test_logits_at_extremes_have_finite_gradients(triton_device):
+    """Logits of any size give the gradients of `eager`: 0 times inf is 0, as the slope of the gate is."""
+    given = draw("mild", 8, FP32, triton_device, raw_gate="lower_bound")
+    extremes = torch.tensor([3.0, -3.0, 1e2, -1e2, 1e38, -1e38, torch.inf, -torch.inf])
+    given.tensors["g"][:] = extremes.to(triton_device)[None, :, None, None]
+    # the factor of the logits overflows, and is taken as the largest number
+    given.tensors["A_log"][:] = 100.0
+    given.tensors["dt_bias"][:] = 0.0
+    found, expected = run(kda, given), run(functools.partial(gdn.chunk_kda, backend="eager"), given)
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.interpret
+def test_each_backward_follows_each_forward(triton_device):
+    """`eager` and `triton` save other tensors, and recompute what the other did not save."""
+    given = draw("mild", 20, FP32, triton_device, state="wide")
+    problem = parse(**given.tensors, **given.options)
+    expected = eager.BACKEND.chunk_backward(
+        problem, eager.BACKEND.chunk_forward(problem, True)[2], given.do, None
+    )
+    ours, theirs = chunked.chunk_forward(problem, True)[2], eager.BACKEND.chunk_forward(problem, True)[2]
+    for found in (
+        chunked.chunk_backward(problem, theirs, given.do, None),
+        eager.BACKEND.chunk_backward(problem, ours, given.do, None),
+    ):
+        for x, ref in zip(found, expected, strict=True):
+            assert (x is None and ref is None) or error(x, ref) < 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(PARTS))
+def test_drawn_problems(part):
+    """Every pair of options, outputs and all gradients; the dtype changes from case to case."""
+    for i in range(part, len(CASES), PARTS):
+        bad = [v for v in check(kda, CASES[i], (BF16, FP32, FP16)[i % 3], seed=i, device="cuda") if not v.ok]
+        assert not bad, bad
+
+
+LARGE = CHANNEL("bounded", heads=(4, 4), sizes=(128, 128), lengths=packed(1000, 0, 64, 453), state="wide")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["slow", "bounded", "turns"])
+@pytest.mark.parametrize("heads", [(4, 4), (80, 80)], ids=["state pass", "scan"])
+def test_long_sequences(gate, heads):
+    """Many chunks: with few heads in two kernels, with many in one."""
+    case = replace(LARGE, gate=gate, heads=heads, use_qk_l2norm_in_kernel=True)
+    bad = [v for v in check(kda, case, BF16, device="cuda", budget=2**23) if not v.ok]
+    assert not bad, bad
+
+
+@pytest.mark.gpu
+def test_reruns_and_batches_give_the_same_bits():
+    given = inputs(replace(LARGE, batch_invariant=True), BF16, device="cuda")
+    first = run(kda, given)
+    for _ in range(20):
+        again = run(kda, given)
+        assert all(torch.equal(again[name], x) for name, x in first.items())
+    x = given.tensors
+    alone = [x[name][:, :1000] for name in ("q", "k", "v", "g", "beta")]
+    o, _ = kda(*alone, initial_state=x["initial_state"][:1], batch_invariant=True)
+    assert torch.equal(o, first["o"][:, :1000])
+
+
+@pytest.mark.gpu
+def test_a_gpu_selects_the_kernels():
+    given = inputs(LARGE, BF16, device="cuda")
+    x = [given.tensors[name] for name in ("q", "k", "v", "g", "beta")]
+    report = gdn.explain(*x)
+    assert report.chosen == report.backward == "triton"
+    assert "per key channel" in report.refusals["hopper"]
+    assert select_backward(parse(*x)).name == "triton"
+    assert triton.refuses(parse(*x)) is None
