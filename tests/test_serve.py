@@ -25,7 +25,7 @@ _models = {}
 def build(kind, device="cpu", dtype=torch.float32):
     """Return a random model: Qwen3.5 whose weights have a spread, or Qwen3-Next with experts."""
     if isinstance(kind, float):
-        return models.build_random_model(device, dtype, kind)
+        return remember(models.build_random_model(device, dtype, kind))
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
@@ -36,7 +36,16 @@ def build(kind, device="cpu", dtype=torch.float32):
         bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    return Qwen3NextForCausalLM(config).to(device, dtype).eval()
+    return remember(Qwen3NextForCausalLM(config).to(device, dtype).eval())
+
+
+def remember(model):
+    """Give a model decays of a few percent per token, so that a wrong state changes its text."""
+    draw = torch.Generator().manual_seed(5)
+    for name, p in model.named_parameters():
+        if name.endswith("A_log"):
+            p.data.copy_(torch.empty(p.shape).uniform_(-4, -1, generator=draw))
+    return model
 
 
 @pytest.fixture(params=[0.02, 0.2, "next"], ids=["repeats itself", "does not", "Qwen3-Next"])
