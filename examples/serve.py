@@ -3,6 +3,7 @@
     python examples/serve.py                     random weights: what is shown is the machinery, not the text
     python examples/serve.py --device cuda --requests 12 --drafts 3
     python examples/serve.py --spread 0.02       weights so small that the model repeats itself: drafts hold
+    python examples/serve.py --drafts 0 --history 16       states that are written once in 15 tokens
     python examples/serve.py --model DIR --prompt "Why is the sky blue?" --temperature 0.7
     python examples/serve.py --model DIR --http 8000       an OpenAI-style endpoint (pip install 'gdn[serve]')
 
@@ -71,7 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--http", type=int, metavar="PORT", help="serve on 127.0.0.1, 0: any free port")
     parser.add_argument("--prompt", action="append", help="what to ask instead of the built-in questions")
     sizes = ("requests", 8), ("new", 48), ("slots", 10), ("rows", 4), ("drafts", 2), ("max_len", 512)
-    for name, value in (*sizes, ("budget", 512), ("pages", 0)):
+    for name, value in (*sizes, ("budget", 512), ("pages", 0), ("history", 0)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -134,7 +135,7 @@ def main() -> None:
     model, tokenizer, stop_ids = load(args)
     limits = Limits(
         rows=args.rows, slots=args.slots, max_len=args.max_len, pages=args.pages, drafts=args.drafts,
-        budget=args.budget, state_dtype=getattr(torch, args.state_dtype),
+        budget=args.budget, state_dtype=getattr(torch, args.state_dtype), history=args.history,
     )  # fmt: skip
     engine, start = Engine(model, limits), time.perf_counter()
     calls = engine.warmup()

@@ -434,7 +434,9 @@ def test_names():
 # tokens and rows are made, and where a history is written: everything else sees rows and states
 MAY_ASK = {
     "backends/eager/borders.py",
+    "backends/eager/dense_step.py",
     "backends/eager/gate.py",
+    "backends/eager/history.py",
     "backends/eager/replay.py",
     "backends/eager/rule.py",
     "backends/hopper/__init__.py",
@@ -450,7 +452,10 @@ MAY_ASK = {
     "ops/portable.py",
     "ops/warmup.py",
     "ops/warmup_calls.py",
+    "ops/warmup_history.py",
+    "ops/warmup_sizes.py",
     "problem/addressing.py",
+    "problem/history.py",
     "problem/replay.py",
     "problem/rule.py",
     "problem/serving.py",

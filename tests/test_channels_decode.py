@@ -22,7 +22,8 @@ from kit.serving import (
 
 import gdn
 from gdn.ops import fastpath
-from gdn.ops.warmup_calls import ENGINES, Sizes
+from gdn.ops.warmup_calls import ENGINES
+from gdn.ops.warmup_sizes import Sizes
 from gdn.testing import Case, check, packed, rows
 from gdn.testing.cases import CHANNEL_FACTORS
 

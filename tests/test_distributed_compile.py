@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 import gdn
-from gdn.distributed import collectives
+from gdn.distributed import collectives, operators
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
 
@@ -92,6 +92,8 @@ def compare(rank: int, kind: str) -> list[list[Any]]:
         g = context.shard(-torch.rand(2, T, 3, generator=generator), 1)
         state = context.shard_states(torch.randn(2, 3, 8, 8, generator=generator))
         tensors, others = [context.shard(x, 1), weight, g, state], [context]
+    # a context of equal value comes and goes: the compiled call has the same name for both
+    gdn.ContextParallel(two_ranks(), runs=ZIGZAG, exchange="owner")
     torch.compiler.reset()
     compiled = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)
     # the partitioner would rather compute again than keep
@@ -108,3 +110,55 @@ def test_one_graph_exchanges_once(ranks, kind):
         assert want[0]["all_to_all_single"] == want[1]["all_to_all_single"] == 3
         assert got[:2] == want[:2], "each exchange once, forward and backward"
         torch.testing.assert_close(got[2:], want[2:], rtol=1e-4, atol=1e-5)
+
+
+# arguments of the context, offsets, rows, tokens of rank 1 of 3
+SHAPES: list[tuple[dict[str, Any], tuple[int, ...] | None, int, int]] = [
+    ({"exchange": "gather"}, None, 2, 70),
+    ({"order": "headtail"}, None, 2, 70),
+    ({"order": "headtail", "exchange": "owner"}, (0, 100, 100, 210), 1, 70),
+    ({"runs": [(0, 0, 50), (2, 50, 90)]}, None, 1, 0),
+]
+
+
+def test_operators_declare_the_shapes_of_their_results(backend, device):
+    """Compare the fakes, which a compiler reads, with what rank 1 of 3 computes on torch's fake group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    calls: list[Any] = []
+    contexts: list[Any] = []  # operators know a context by its name, as long as it lives
+
+    def recorded(name: str) -> Any:
+        op = getattr(operators, name)
+        return mock.patch.object(operators, name, lambda *args: calls.append((op, args)) or op(*args))
+
+    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    try:
+        for arguments, offsets, B, T in SHAPES:
+            context = gdn.ContextParallel(dist.group.WORLD, check="never", **arguments)
+            contexts.append(context)
+            cu_seqlens = None if offsets is None else torch.tensor(offsets, device=device)
+            q = torch.randn(B, T, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+            v = torch.randn(B, T, 4, 64, device=device, dtype=torch.bfloat16)
+            options = {"cu_seqlens": cu_seqlens, "use_qk_l2norm_in_kernel": True, "backend": backend}
+            with ExitStack() as stack:
+                names = ("rank_forward", "rank_backward", "rank_windows", "rank_windows_bwd")
+                for name in names:
+                    stack.enter_context(recorded(name))
+                o, _ = operators.compiled_rule(context._name, {"q": q, "k": q, "v": v, **options})
+                y, _ = operators.compiled_conv(
+                    context._name, q.flatten(2), torch.randn(128, 4, device=device), None,
+                    {"cu_seqlens": cu_seqlens, "activation": None},
+                )  # fmt: skip
+                (o.sum() + y.sum()).backward()
+        # an operator with an autograd formula is called again within it
+        assert len(calls) == 6 * len(SHAPES)
+        for op, args in calls:
+            torch.library.opcheck(op, args, test_utils="test_faketensor")
+        o, _ = operators.compiled_rule(contexts[-1]._name, {"q": q, "k": q, "v": v})
+        contexts.clear()
+        del context
+        with pytest.raises(RuntimeError, match="cp_context: expected the context to live until the backward"):
+            o.sum().backward()
+    finally:
+        dist.destroy_process_group()

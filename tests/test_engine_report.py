@@ -43,6 +43,14 @@ def test_without_a_setting_the_engines_serve(monkeypatch):
     assert "PytorchEngineConfig" in rows["lmdeploy", "decode"].setting
 
 
+def test_channels_are_served_by_the_patches():
+    """Layers with a decay per key channel have rows of their own, in engines that have such models."""
+    rows, _ = engine_report.report(VERSIONS, HOPPER)
+    channels = {(r.engine, r.phase): r.setting for r in rows if r.layer == engine_report.CHANNEL}
+    assert len(channels) == 6 and "lmdeploy" not in {engine for engine, _ in channels}
+    assert channels["sglang", "prefill"].startswith("none") and "patch" in channels["sglang", "decode"]
+
+
 def test_the_plugin_serves_vllm_whatever_its_flags_are(monkeypatch):
     monkeypatch.setenv("GDN_ENGINES", "vllm,sglang")
     rows = served(HOPPER)

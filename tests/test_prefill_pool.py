@@ -134,6 +134,28 @@ def test_on_a_gpu(monkeypatch, backend, D, name):
     check_in_place(monkeypatch, backend, x)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=on_hopper)])
+def test_a_captured_prefill_follows_its_slots(backend):
+    """Replay a graph with other slots, lengths and states: the pool is the caller's, in place."""
+    lengths = ((700, 0, 64, 1, 129), (1, 200, 493, 0, 200))
+    first, second = (
+        make_call("bf16, V first, other slots", 128, HV=8, lengths=some, device=GPU) for some in lengths
+    )
+    second["state_index"] = second["state_index"].roll(1)
+    expected = run_call(backend, second)
+    static = {key: y.clone() if isinstance(y, torch.Tensor) else y for key, y in first.items()}
+    api.prefill(**static, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        api.prefill(**static, backend=backend)
+    for key, y in second.items():
+        if isinstance(y, torch.Tensor):
+            static[key].copy_(y)
+    graph.replay()
+    assert same_bits(static["out"], expected[0]) and same_bits(static["state"], expected[1])
+
+
 @pytest.mark.parametrize("change, is_dense", [
     ({}, True), ({"state": torch.zeros(9, 1, 16, 32)[..., ::2]}, False),
     ({"state": torch.zeros(9, 264).as_strided((9, 1, 16, 16), (264, 264, 16, 1))}, False),

@@ -11,6 +11,7 @@ from gdn.backends import load
 from gdn.ops import library
 from gdn.problem import parse
 from gdn.testing import Case, inputs, packed, rows
+from gdn.testing.memory import poison_memory
 
 FAKE = "test_faketensor"
 ALL = {"use_qk_l2norm_in_kernel": True, "raw_gate": "on", "beta": "negative"}
@@ -110,3 +111,34 @@ def test_kernels_save_the_same_bits(monkeypatch, name):
     first, second = (forward(backend, given, x) for x in (False, True))
     for x, y in zip(first, second, strict=True):
         assert (x is None) == (y is None) and (x is None or torch.equal(x, y))
+
+
+@pytest.mark.interpret
+@pytest.mark.skipif(not INTERPRETED or not HAS_TRITON, reason="expected kernels to be interpreted")
+def test_unused_chunks_are_zero():
+    """An operator returns no unwritten memory, which may hold NaN."""
+    case = Case(sizes=(32, 32), heads=(1, 2), lengths=packed(5, 0, 2, tail=3), use_qk_l2norm_in_kernel=True)
+    given = inputs(case, torch.bfloat16)
+    problem = parse(**given.tensors, **given.options, backend="triton", recompute=True)
+    with poison_memory():
+        saved = load("triton").chunk_forward(problem, True)[2]
+    assert problem.num_chunks == 3 and not saved.A_inv[2].any()
+    for x in (saved.G, saved.A_inv, saved.q_rstd, saved.k_rstd, saved.factors[2]):
+        assert x.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_fast_path", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128)])
+def test_hopper_on_a_gpu(monkeypatch, sizes, has_fast_path):
+    """The Gluon kernels give the same bits, also on the fast path of forwards that save."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("expected sm_90")
+    from gdn.backends.hopper import rule
+
+    monkeypatch.setattr(rule, "SAVING_FAST_PATH", has_fast_path)
+    for lengths in (rows(1000), packed(900, 0, 70, 1, 2500, tail=3)):
+        case = Case(sizes=sizes, heads=(2, 4), lengths=lengths, state="wide", **ALL)
+        given = inputs(case, torch.bfloat16, device="cuda")
+        chunks = parse(**given.tensors, **given.options).num_chunks
+        check(given, "hopper", chunks * 4 * sizes[0] * sizes[1] * 2)

@@ -108,6 +108,17 @@ def test_words_are_those_of_transformers(model, drafts):
     assert {r.finish for r in requests} == {"length"} and "0 running" in str(engine.pool)
 
 
+def test_histories_give_the_same_words():
+    """States are read only, and folded in the step whose token finds no place; slots are used again."""
+    model, given = build(0.045), prompts(3)
+    engine, requests, _ = run(model, given, rows=2, slots=3, history=6)
+    assert [r.tokens for r in requests] == [r.tokens for r in run(model, given, rows=2, slots=3)[1]]
+    cursor = engine.pool.histories.cursor
+    assert bool((cursor[..., 1] > 0).any()) and bool((cursor[..., 0] > 0).any()), "rings turned at a fold"
+    with pytest.raises(ValueError, match="history: expected 0 with 2 drafts, got 6"):
+        make_engine(model, history=6, drafts=2)
+
+
 def test_drafts_save_steps():
     model, given = build(0.02), prompts(4)
     _, plain, steps = run(model, given, rows=4, slots=8, drafts=0)

@@ -1,4 +1,4 @@
-"""Test gdn.patch_transformers(graphs=True): on a CPU with a stand-in for the recorder, on a GPU with graphs."""
+"""Test gdn.patch_transformers(graphs=True), on a CPU with a stand-in for the recorder of graphs."""
 
 import copy
 import gc

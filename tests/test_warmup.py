@@ -10,7 +10,7 @@ from kit import api
 from kit.serving import pool_of
 
 import gdn
-from gdn.integrations import lmdeploy, sglang, vllm
+from gdn.integrations import lmdeploy, lmdeploy_layer, sglang, vllm, vllm_layer
 from gdn.ops import fastpath
 from gdn.ops.warmup_calls import ENGINES
 
@@ -134,6 +134,39 @@ def vllm_calls(pool):
     yield lambda: vllm.causal_conv1d_update(
         mixed, blocks, weight, None, "silu", row, ints(1, 2), offsets(4, 1), 4
     )
+    yield from vllm_layer_calls(pool)
+
+
+def vllm_layer_calls(pool):
+    """Yield the calls of the layer that the plug-in registers."""
+    layer = SimpleNamespace(
+        conv1d=SimpleNamespace(weight=torch.zeros(D, 1, W, dtype=BF16)), activation="silu", A_log=HEADS[0],
+        dt_bias=HEADS[1],
+    )  # fmt: skip
+    pools = (torch.zeros(32, W - 1 + 3, D, dtype=BF16).mT, pool)
+    for N in (1, 5, 32):
+        given = torch.randn(N, D).to(BF16), *torch.randn(2, N, HV).to(BF16)
+        meta = SimpleNamespace(non_spec_state_indices_tensor=torch.arange(N).int())
+        z, out = torch.randn(N, HV, V).to(BF16), torch.empty(N, HV, V, dtype=BF16)
+        norm = {"z": z, "norm_weight": torch.ones(V, dtype=BF16)}
+        for more in ({}, norm):
+            yield lambda x=given, meta=meta, out=out, more=more: vllm_layer.decode_tokens(
+                layer, meta, pools, x, out, len(out), **more
+            )
+        prompts = torch.randn(66 * N, D).to(BF16), *torch.randn(2, 66 * N, HV).to(BF16)
+        at = SimpleNamespace(checkpoint_offsets=torch.zeros(N).int(), state_indices=torch.zeros(N).int())
+        for checkpoint in (None, at):
+            meta = SimpleNamespace(
+                prefill_query_start_loc=offsets(*[66] * N), prefill_state_indices=torch.arange(N).int(),
+                prefill_has_initial_state=torch.ones(N).bool(), checkpoint=checkpoint,
+            )  # fmt: skip
+            yield lambda x=prompts, meta=meta: vllm_layer.run_prompts(layer, meta, pools, x, None, False)
+    drafts = SimpleNamespace(
+        num_spec_decodes=2, spec_state_indices_tensor=torch.arange(8).view(2, 4).int(),
+        spec_query_start_loc=offsets(4, 4), num_accepted_tokens=ints(1, 2),
+    )  # fmt: skip
+    given = torch.randn(8, D).to(BF16), *torch.randn(2, 8, HV).to(BF16)
+    yield lambda: vllm_layer.verify(layer, drafts, pools, given)
 
 
 def sglang_calls(pool):
@@ -211,6 +244,22 @@ def lmdeploy_calls(pool):
         mixed[..., 0], windows, weight, None, "silu", None, slots.int()
     )
     yield lambda: lmdeploy.causal_conv1d_update(mixed, windows, weight, None, "silu", seen, slots.int())
+    layer = SimpleNamespace(
+        conv1d=SimpleNamespace(
+            weight=weight[:, None], bias=None, causal_conv1d_func=SimpleNamespace(activation="silu")
+        ),
+        norm=lmdeploy_layer.build_rmsnorm_gated(V, dtype=BF16).requires_grad_(False), A_log=HEADS[0],
+        dt_bias=HEADS[1], head_k_dim=K, head_v_dim=V, kv_ratio=HV // H, out_proj=lambda x: x,
+        gated_delta=SimpleNamespace(use_qk_l2norm_in_kernel=True),
+    )  # fmt: skip
+    for N in (1, 5, 32):
+        x = (torch.randn(1, N, D).to(BF16), torch.randn(1, N, HV, V).to(BF16))
+        x += tuple(torch.randn(2, 1, N, HV).to(BF16))
+        meta = SimpleNamespace(origin_state_ids=torch.arange(N))
+        pools = (torch.zeros(32, D, W, dtype=BF16), pool)
+        yield lambda x=x, meta=meta, pools=pools: lmdeploy_layer._decode_layer(
+            layer, lambda *args: x, None, pools, meta
+        )
 
 
 def own_calls(pool, gates=("raw",), index_dtype=torch.int32, state_v_first=True):

@@ -38,12 +38,14 @@ class Engine:
             raise ValueError(
                 f"budget: expected at least rows * (1 + drafts) + {BLOCK} tokens, got {n.budget}"
             )
+        if n.history > 0 and n.drafts > 0:
+            raise ValueError(f"history: expected 0 with {n.drafts} drafts, got {n.history}")
         device = self.model.device
         self.pages_per_row = -(-n.max_len // BLOCK)
         pages = n.pages or self.pages_per_row * n.rows * 3 // 2
         self.pool = Pool(
             self.model.config, device, self.model.dtype,
-            slots=n.slots, pages=pages, drafts=n.drafts, state_dtype=n.state_dtype,
+            slots=n.slots, pages=pages, drafts=n.drafts, state_dtype=n.state_dtype, history=n.history,
         )  # fmt: skip
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -56,6 +58,8 @@ class Engine:
         self.rows = torch.arange(n.rows, device=device)
         layers, _, *state = self.pool.states.shape
         self.drafted_states = self.pool.states.new_zeros(layers, n.rows, self.packet, *state)
+        # an example shows what it was asked for: without this the number of states would choose
+        self.use_history = True if n.history > 0 else None
         self.graphs: dict[tuple[int, int], tuple[Any, Tensor]] = {}
 
     # requests
@@ -311,10 +315,12 @@ class Engine:
         weight, gates = m.conv1d.weight[:, 0], {"A_log": m.A_log, "dt_bias": m.dt_bias}
         if self.packet == 1:
             qkv, a, b, z = (x.squeeze(1) for x in (qkv, a, b, z))
+            # with histories the step appends what the token writes, and folds the rows whose history is full
+            held = states if self.pool.histories is None else self.pool.histories[index]
             o = gdn.decode_step(
-                qkv, windows, weight, None, a, b, **gates, state=states, num_k_heads=m.num_k_heads,
+                qkv, windows, weight, None, a, b, **gates, state=held, num_k_heads=m.num_k_heads,
                 head_k_dim=m.head_k_dim, head_v_dim=m.head_v_dim, z=z, norm_weight=m.norm.weight,
-                norm_eps=m.layer_norm_epsilon, read_index=slots, **CONVENTIONS,
+                norm_eps=m.layer_norm_epsilon, read_index=slots, use_history=self.use_history, **CONVENTIONS,
             )  # fmt: skip
             return o[:, None]
         mixed = gdn.causal_conv1d_update(
@@ -348,6 +354,7 @@ class Engine:
             head_k_dim=c.linear_key_head_dim, head_v_dim=c.linear_value_head_dim,
             conv_size=c.linear_conv_kernel_dim, dtypes=(dtype,), state_dtypes=(self.limits.state_dtype,),
             dt_bias_dtype=dtype, max_tokens=self.packet, max_rows=self.limits.rows, index_dtype=torch.int64,
+            engines=("gdn",) if self.limits.history == 0 else ("gdn", "history"),
             **CONVENTIONS,
         )  # fmt: skip
         self.slots.fill_(-1)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+import gdn
+
 BLOCK = 64  # tokens in a page, and in a block of a prefix
 
 
@@ -31,19 +33,27 @@ class Pool:
     """Allocate slots and pages. A page is shared by all requests and snapshots that begin with its tokens.
 
     states      [layers, slots, HV, V, K]          of each linear attention layer
+    histories   HistoryPool or None                with places for each slot; its states are `states`
     windows     [layers, slots, D, W - 1 + drafts] the newest W - 1 inputs of the convolution come first
     keys        [layers, pages + 1, BLOCK, heads, head_dim]; padding rows write the last page; values likewise
     """
 
     def __init__(
         self, config: Any, device: torch.device, dtype: torch.dtype, *,
-        slots: int, pages: int, drafts: int, state_dtype: torch.dtype,
+        slots: int, pages: int, drafts: int, state_dtype: torch.dtype, history: int = 0,
     ) -> None:  # fmt: skip
         linear, full = (config.layer_types.count(kind) for kind in ("linear_attention", "full_attention"))
         H, HV = config.linear_num_key_heads, config.linear_num_value_heads
         K, V, W = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
         self.num_slots, self.num_pages, self.hits = slots, pages, 0
-        self.states = torch.zeros(linear, slots, HV, V, K, device=device, dtype=state_dtype)
+        self.histories = None if history == 0 else gdn.allocate_history_pool(
+            linear, slots, num_k_heads=H, num_v_heads=HV, head_k_dim=K, head_v_dim=V, places=history,
+            state_dtype=state_dtype, history_dtype=dtype, state_v_first=True, device=device,
+        )  # fmt: skip
+        if self.histories is None:
+            self.states = torch.zeros(linear, slots, HV, V, K, device=device, dtype=state_dtype)
+        else:
+            self.states = self.histories.state
         self.windows = torch.zeros(
             linear, slots, 2 * H * K + HV * V, W - 1 + drafts, device=device, dtype=dtype
         )
@@ -73,6 +83,9 @@ class Pool:
             pages = snapshot.pages + pages
             for pool in (self.states, self.windows):
                 pool[:, slot] = pool[:, snapshot.slot]
+        if self.histories is not None:
+            # the state of the slot is that of a snapshot, or is written by the first piece of the prompt
+            self.histories.reset(torch.tensor([slot], device=self.states.device))
         self._use(pages)
         return slot, pages, blocks
 
@@ -112,7 +125,8 @@ class Pool:
         return True
 
     def num_bytes(self) -> int:
-        return sum(x.nbytes for x in (self.states, self.windows, self.keys, self.values))
+        states = (self.states,) if self.histories is None else self.histories.tensors()
+        return sum(x.nbytes for x in (*states, self.windows, self.keys, self.values))
 
     def __str__(self) -> str:
         free, prefixes = len(self.free_slots), len(self.snapshots)

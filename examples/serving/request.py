@@ -58,3 +58,4 @@ class Limits:
     budget: int = 512  # tokens of a step, decoded and prefilled
     snapshot_every: int = 4  # blocks; the state after the last whole block of a prompt is kept as well
     state_dtype: torch.dtype = torch.float32
+    history: int = 0  # places of each slot's history, 2 to 32; 0: every decode writes the states

@@ -33,8 +33,8 @@ def gdn_provider(backend: str | None = None) -> Provider:
         return Bound(lambda: gdn.prefill(**arguments, backend=backend), lambda o: (o, states[index].float()))
 
     name = f"gdn:{backend}" if backend else "gdn"
-    found = {"prefill": chunk, "train": chunk, "decode": decode, "pool": pool, **_packets(backend)}
-    return Provider(name, found)
+    binds = {"prefill": chunk, "train": chunk, "decode": decode, "pool": pool, **_packets(backend)}
+    return Provider(name, binds)
 
 
 def prefill_arguments(tensors: Tensors, options: Options) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def _flashinfer_prompts(chunk_gated_delta_rule: Any) -> Bind:
             return chunk_gated_delta_rule(*given, **arguments)
 
         bound = _flashinfer_chunk(indexed)(tensors, {**options, "output_final_state": True})
-        return Bound(bound, lambda found: (found[0], states[index.long()].float()))
+        return Bound(bound, lambda results: (results[0], states[index.long()].float()))
 
     return pool
 

@@ -2,8 +2,9 @@
 
 Every rank sends each other rank the heads that the other one owns, computes its own heads over all tokens,
 and gets its tokens of all heads back. Each head is computed as on one device, so with `batch_invariant=True`
-the bits are those of one device. It moves more bytes than an exchange of states from some 256 tokens a rank
-on, and needs at least one key head a rank.
+the bits are those of one device, unless `hopper` cuts a sequence by its length and the number of heads. It
+moves more bytes than an exchange of states from some 256 tokens a rank on, and needs at least one key head a
+rank.
 """
 
 import math

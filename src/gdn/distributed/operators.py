@@ -47,16 +47,25 @@ if TYPE_CHECKING:
     from gdn.distributed.context import ContextParallel
 
 NUM_SAVED = SAVED.count("Tensor")
-# name -> context; those of equal values share a name, so that a new one does not compile a call again
-_contexts: "weakref.WeakValueDictionary[str, ContextParallel]" = weakref.WeakValueDictionary()
+# name -> id -> context; those of equal values share a name, so that a new one does not compile a call again
+_contexts: "dict[str, weakref.WeakValueDictionary[int, ContextParallel]]" = {}
 
 
 def name_context(context: "ContextParallel", values: tuple[Any, ...]) -> str:
     """Return the name of a context among the arguments of the operators. `values` tell it from others."""
-    groups = (None if x is None else x.group_name for x in context._groups)
+    # a group that is made after another one has ended may have its name
+    groups = (None if x is None else id(x) for x in context._groups)
     name = f"{hashed(repr((tuple(groups), values))):016x}"
-    _contexts[name] = context
+    _contexts.setdefault(name, weakref.WeakValueDictionary())[id(context)] = context
     return name
+
+
+def find_context(name: str) -> "ContextParallel":
+    """Return a living context of this name: any of them, since they have equal values."""
+    context = next(iter(_contexts[name].values()), None)
+    if context is None:
+        raise RuntimeError("cp_context: expected the context to live until the backward, got a deleted one")
+    return context
 
 
 def can_trace(context: "ContextParallel", options: Mapping[str, Any]) -> bool:
@@ -116,7 +125,7 @@ def _fields(p: Problem) -> dict[str, Any]:
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     """Implement gdn::rank_forward: o, final_state, the states that the pieces began from, M, Saved."""
     p, (name, save) = Problem.split(args)
-    context = _contexts[name]
+    context = find_context(name)
     checked = calls.check_rule(context, _fields(p), save, _pad(context, p.q, p.cu_seqlens))
     exchange = calls.make_exchange(checked.exchange, checked.plan, context._groups)
     local = checked.problem
@@ -138,35 +147,36 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     p, (name, save) = Problem.split(args)
-    context, q = _contexts[name], p.q
+    context, q = find_context(name), p.q
     rows, state = _rows(context, q, p.cu_seqlens), (p.V, p.K) if p.state_v_first else (p.K, p.V)
 
     def states() -> Tensor:
         return q.new_empty(rows, p.HV, *state, dtype=p.state_dtype)
 
-    o, empty = p.v.new_empty(p.v.shape), q.new_empty(0)
-    final = states() if p.output_final_state else empty
+    o = p.v.new_empty(p.v.shape)
+    final = states() if p.output_final_state else q.new_empty(0)
     if not save:
-        return (o, final, empty, empty, *[empty] * NUM_SAVED)
+        return (o, final, *[q.new_empty(0) for _ in range(2 + NUM_SAVED)])
     chosen = context.exchange or calls.choose(context, calls.form_of(p), context._num_slots)
     maps = q.new_empty(_num_maps(context, chosen, p), p.K, p.K, dtype=p.state_dtype)
     plan = None if p.cu_seqlens is not None else context._plan("q", int(p.B), int(p.T), None, None)[0]
     has_states = plan is None or p.initial_state is not None or (plan.has_exchange and plan.entering)
+    entering = states() if has_states else q.new_empty(0)
     if plan is not None and not plan.pieces:
-        return (o, final, states() if has_states else empty, maps, *[empty] * NUM_SAVED)
+        return (o, final, entering, maps, *[q.new_empty(0) for _ in range(NUM_SAVED)])
     local = p
     if plan is None or plan.offsets is not None:
         # batch rows are side by side, and every one is cut into the pieces of this rank
         packed = [None if x is None else x.flatten(0, 1)[None] for x in (q, p.k, p.v, p.g, p.beta)]
         others = [*p.tensors()[5:7], None, q.new_empty(rows + 1, dtype=torch.int64), None]
         local = p.with_tensors((*packed, *others))
-    return (o, final, states() if has_states else empty, maps, *saved_fake(local, save))
+    return (o, final, entering, maps, *saved_fake(local, save))
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     """Implement gdn::rank_backward: the gradients of the problem."""
     p, (name, states, maps, *saved, do, dS) = Problem.split(args)
-    context = _contexts[name]
+    context = find_context(name)
     given = _fields(p) | {"initial_state": states}
     problem, plan, _ = calls.local_problem(context, given, _pad(context, p.q, p.cu_seqlens))
     chosen = context.exchange or calls.choose(context, calls.form_of(problem), context._num_slots)
@@ -240,7 +250,7 @@ def compiled_conv(
 def _windows(*args: Any) -> tuple[Tensor, Tensor]:
     """Implement gdn::rank_windows: the initial states of the local pieces, and their offsets."""
     x, initial_state, cu_seqlens, cpu, width, name, records = args
-    context = _contexts[name]
+    context = find_context(name)
     with context._comparing("causal_conv1d") as compare:
         plan, offsets = _conv_plan(context, x, cu_seqlens, cpu)
         words = conv_words(x, width, initial_state, plan, records)
@@ -268,7 +278,7 @@ def _conv_plan(
 
 def _windows_fake(*args: Any) -> tuple[Tensor, Tensor]:
     x, initial_state, cu_seqlens, _, width, name, _ = args
-    rows = _rows(_contexts[name], x, cu_seqlens)
+    rows = _rows(find_context(name), x, cu_seqlens)
     dtype = x.dtype if initial_state is None else torch.promote_types(x.dtype, initial_state.dtype)
     windows = x.new_empty(rows, x.shape[2], width - 1, dtype=dtype)
     return windows, x.new_empty(rows + 1, dtype=torch.int64)
@@ -276,7 +286,7 @@ def _windows_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _windows_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     d, x, initial_state, cu_seqlens, cpu, name = args
-    context = _contexts[name]
+    context = find_context(name)
     plan, offsets = _conv_plan(context, x, cu_seqlens, cpu)
     if plan.has_exchange and d.shape[-1] > 0:
         dx, drows = halo.windows_bwd(d, x, initial_state, plan, offsets, context._groups.whole)

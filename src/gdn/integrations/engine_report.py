@@ -14,7 +14,16 @@ from gdn.integrations import lmdeploy, sglang, sglang_dispatch, usage, vllm, vll
 from gdn.integrations.engines import ENGINES, is_enabled
 
 TESTED = {"vllm": "0.33.0", "sglang": "0.5.23", "lmdeploy": "0.18.0"}
-WITH_CHANNELS = ("vllm", "sglang")  # engines with models of a decay per key channel
+# engines with models of a decay per key channel, and what serves a phase of them
+CHANNELS = {
+    "vllm": dict.fromkeys(usage.ROLES, "patch_vllm(), after vllm.models.kimi_k3 is imported"),
+    "sglang": {
+        "prefill": "none: SGLang's own function",
+        "decode": "patch_sglang()",
+        "verify": "patch_sglang()",
+    },
+}
+PACKAGES = {"vllm": vllm.PACKAGE, "sglang": sglang.PACKAGE}
 RULE, CHANNEL = "one decay per head", "a decay per key channel"
 Gpu = tuple[tuple[int, int], int]  # compute capability, and the major version of CUDA
 
@@ -72,8 +81,9 @@ def report(
             if calls:
                 server = "gdn"
             rows.append(Server(engine, version, RULE, phase, server, setting, calls))
-        if engine in WITH_CHANNELS:
-            rows.append(Server(engine, version, CHANNEL, "all", engine, "none: gdn has no kernel for it yet"))
+        for phase, setting in CHANNELS.get(engine, {}).items():
+            is_served = PACKAGES[engine].is_patched and setting.startswith("patch")
+            rows.append(Server(engine, version, CHANNEL, phase, "gdn" if is_served else engine, setting))
     return rows, rejected
 
 

@@ -44,10 +44,10 @@ class StepMeta:
 
 def once(meta: Any, name: str, key: Hashable, build: Callable[[], Value]) -> Value:
     """Return build(), computed for the first layer of a step and kept in its metadata for the others."""
-    kept = vars(meta).setdefault("_gdn_" + name, {})
-    if key not in kept:
-        kept[key] = build()
-    return kept[key]
+    values = vars(meta).setdefault("_gdn_" + name, {})
+    if key not in values:
+        values[key] = build()
+    return values[key]
 
 
 def has_initial_state(meta: Any) -> Tensor | None:

@@ -15,9 +15,14 @@ from gdn.integrations import sglang_dispatch, usage
 from gdn.integrations.engines import check_gating, first, gate_of_channels, is_enabled, packed, per_token
 from gdn.integrations.fallback import class_with_fallback, warn_caller
 from gdn.integrations.patching import Package, Patch
+from gdn.integrations.sglang_commit import (
+    fused_mamba_state_scatter_with_mask,
+    scatter_mamba_states_after_mtp_verify,
+)
+from gdn.integrations.sglang_kda import fused_recurrent_kda_packed_decode
 from gdn.integrations.sglang_prefill import chunk_gated_delta_rule, chunk_gated_delta_rule_npu, tracked
 from gdn.integrations.vllm import fused_gdn_gating
-from gdn.ops.prefill import commit, prefill
+from gdn.ops.prefill import prefill
 from gdn.ops.serving import decode
 
 __all__ = ["chunk_gated_delta_rule", "chunk_gated_delta_rule_npu", "fused_gdn_gating"]
@@ -86,32 +91,6 @@ def fused_sigmoid_gating_delta_rule_update(
         cu_seqlens, disable_state_update, intermediate_states_buffer, intermediate_state_indices,
         retrieve_parent_token,
     )  # fmt: skip
-
-
-def fused_recurrent_kda_packed_decode(
-    mixed_qkv: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    scale: float,
-    initial_state: Tensor,
-    out: Tensor,
-    ssm_state_indices: Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    lower_bound: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Decode one token per request, with a decay per key channel: `gdn.decode_packed`, nothing copied.
-
-    a [B, HV K], dt_bias [HV K]; the rest as `fused_recurrent_gated_delta_rule_packed_decode`.
-    """
-    HV, _, K = initial_state.shape[-3:]
-    gate = gate_of_channels(a, A_log, dt_bias, torch.Size((HV, K)))
-    packed(
-        mixed_qkv, gate["a"], b, gate["A_log"], gate["dt_bias"], scale, initial_state, out, ssm_state_indices,
-        use_qk_l2norm_in_kernel, None, lower_bound,
-    )  # fmt: skip
-    return out, initial_state
 
 
 def fused_recurrent_gated_delta_rule_update(
@@ -192,58 +171,6 @@ def fused_recurrent_gated_delta_rule_packed_decode(
         use_qk_l2norm_in_kernel, None,
     )  # fmt: skip
     return out, initial_state
-
-
-def fused_mamba_state_scatter_with_mask(
-    dst: Tensor,
-    src: Tensor,
-    dst_indices_raw: Tensor,
-    step_indices_raw: Tensor,
-    src_indices_raw: Tensor | None = None,
-) -> None:
-    """Move the states of accepted tokens into the pool, for all layers in one launch: `gdn.commit`.
-
-    dst [L, slots, ...], src [L, rows, T, ...]; per request a slot, a step (negative: none) and a row of src
-    (None: its number).
-    """
-    if src_indices_raw is None:
-        src_indices_raw = torch.arange(step_indices_raw.shape[0], device=dst.device)
-    commit(dst, src, dst_indices_raw, src_indices_raw, step_indices_raw)
-
-
-def scatter_mamba_states_after_mtp_verify(
-    mamba_caches: Any,
-    state_indices_tensor: Tensor,
-    last_correct_step_indices: Tensor,
-    mamba_track_indices: Tensor | None,
-    mamba_steps_to_track: Tensor | None,
-    src_indices_raw: Tensor | None = None,
-) -> None:
-    """Move accepted states and windows into their pools, and tracked ones into slots of their own.
-
-    It runs `gdn.commit`: one launch for each pool, with all its layers and both slots.
-
-    Args:                       shape
-        mamba_caches            SGLang's SpeculativeState
-          .temporal             [L, slots, HV, V, K]; .intermediate_ssm [L, rows, T, HV, V, K]
-          .conv                 each [L, slots, D, W-1]; .intermediate_conv_window each [L, rows, T, D, W-1],
-                                one after another in memory or overlapping
-        state_indices_tensor    [n] slots; last_correct_step_indices [n] steps, negative: none
-        mamba_track_indices     [n] slots or None; mamba_steps_to_track [n] steps, negative: none
-        src_indices_raw         [n] rows; None: the request's number
-    """
-    c, steps, rows = mamba_caches, last_correct_step_indices, src_indices_raw
-    if rows is None:
-        rows = torch.arange(steps.shape[0], device=steps.device)
-    extra_step = None if mamba_track_indices is None else mamba_steps_to_track
-    pairs = [(c.temporal, c.intermediate_ssm), *zip(c.conv, c.intermediate_conv_window, strict=True)]
-    for dst, src in pairs:
-        if dst.numel() > 0:
-            # if a later pair is rejected, SGLang's own function writes the same states once more
-            commit(
-                dst, src, state_indices_tensor, rows, steps, extra_dst_index=mamba_track_indices,
-                extra_step=extra_step,
-            )  # fmt: skip
 
 
 class GDNKernel:

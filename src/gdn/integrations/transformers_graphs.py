@@ -1,9 +1,9 @@
 """Decode with one CUDA graph for each static cache of a Transformers model, without a compiler.
 
 `generate(cache_implementation="static")` on a GPU gets the callable of its decode steps from
-`model.get_compiled_call`, which compiles the model for half a minute. With `patch_transformers(graphs=True)` it
-gets a `GraphedCall`: the first steps run as they are, then one is recorded, and later ones replay it. The
-kernels are those of eager steps, so the bits are theirs.
+`model.get_compiled_call`, which compiles the model. With `patch_transformers(graphs=True)` it gets a
+`GraphedCall`: the first steps run as they are, then one is recorded, and later ones replay it. The kernels
+are those of eager steps, so the bits are theirs.
 """
 
 import warnings
@@ -25,7 +25,7 @@ REFUSED = ("output_attentions", "output_hidden_states", "labels", "inputs_embeds
 
 
 def get_compiled_call(original: Callable[..., Any], active: Sized, is_served: Callable[[Any], bool]) -> Any:
-    """Return a PreTrainedModel.get_compiled_call that serves graphs while `active` holds a patch with them."""
+    """Return a get_compiled_call of models that serves graphs while `active` holds a patch with them."""
 
     def get_compiled_call(self: Any, compile_config: Any) -> Any:
         if len(active) == 0 or self.device.type not in DEVICES or not is_served(self) or is_hooked(self):

@@ -83,7 +83,10 @@ def prefill(
             written twice, and no slot that one sequence reads may be written by another.
     Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; ValueError if a gradient is
             required; no tensor has been modified then.
-    Cost:   that of `chunk_gated_delta_rule`; a snapshot within a chunk computes up to 63 tokens again.
+    Cost:   that of `chunk_gated_delta_rule`. On a GPU dense states are read and updated in place and o is
+            stored in a contiguous `out`; with checkpoints, snapshots, other strides of a state, or where
+            `hopper` cuts a prompt into segments, states and o are copied. A snapshot within a chunk computes
+            up to 63 tokens again.
     Source: arXiv:2412.06464, section 3.3.
     """
     problem = parse_prefill(

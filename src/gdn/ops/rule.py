@@ -101,7 +101,7 @@ def chunk_gated_delta_rule(
         exact                       bool                  False: history decayed below exp(-20) may be dropped
                                                           when k is normalised in the kernel
         batch_invariant             bool                  True: the bits of a sequence do not depend on the
-                                                          other sequences of the batch
+                                                          other sequences of the batch (docs/bits.md)
         recompute                   bool                  True: keep no states for the backward, which
                                                           computes them again: less memory, the same bits
         backend                     str or None           None: chosen automatically; a named one never falls

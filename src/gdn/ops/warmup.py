@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from gdn.ops.warmup_calls import ENGINES, Sizes, layer, windows
+from gdn.ops.warmup_calls import ENGINES, layer, windows
 from gdn.ops.warmup_history import history
+from gdn.ops.warmup_sizes import Sizes
 from gdn.problem.warmup import check_index_dtype, check_names
 
 

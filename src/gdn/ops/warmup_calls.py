@@ -1,7 +1,6 @@
 """List the calls of each engine for `warmup`: (function, form, call on small tensors of its own)."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,104 +16,10 @@ from gdn.ops.replay import replay_commit, replay_decode
 from gdn.ops.rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from gdn.ops.serving import decode, decode_functional, decode_packed
 from gdn.ops.step import decode_step
+from gdn.ops.warmup_sizes import LENGTH, Sizes
 
 Call = tuple[str, str, Callable[[], Any]]
-LENGTH = 65  # tokens of a prompt: one whole chunk and one ragged chunk
-LONG = 4096  # tokens of a prompt so long that dispatch may choose other kernels
 PLACES = (16, 32)  # of a replay history: one block of the kernel, and two
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Hold the sizes, dtypes and options that all calls of a model share."""
-
-    H: int
-    HV: int
-    K: int
-    V: int
-    W: int
-    T: int
-    rows: int
-    device: torch.device
-    dtype: torch.dtype
-    dt_bias_dtype: torch.dtype
-    backend: str | None
-    gates: tuple[str, ...] = ("raw",)
-    index_dtype: torch.dtype = torch.int32
-    v_first: bool = True
-    l2norm: bool = True
-    is_per_channel: bool = False
-    lower_bound: float | None = None
-
-    @property
-    def decay_shape(self) -> tuple[int, ...]:
-        """Return the axes of a decay after those of the tokens."""
-        return (self.HV, self.K) if self.is_per_channel else (self.HV,)
-
-    @property
-    def conventions(self) -> dict[str, Any]:
-        """Return the options that every call on a pool shares."""
-        return {
-            "use_qk_l2norm_in_kernel": self.l2norm, "state_v_first": self.v_first, "backend": self.backend,
-        }  # fmt: skip
-
-    @property
-    def channels(self) -> int:
-        return 2 * self.H * self.K + self.HV * self.V
-
-    def mixed(self, *lead: int) -> Tensor:
-        """Return zeros of shape [*lead, D], rows of q | k | v."""
-        return torch.zeros(*lead, self.channels, dtype=self.dtype, device=self.device)
-
-    def tokens(self, *lead: int) -> dict[str, Any]:
-        """Return q, k, v as views of the rows of `mixed`."""
-        widths = [self.H * self.K, self.H * self.K, self.HV * self.V]
-        q, k, v = self.mixed(*lead).split(widths, -1)
-        return {
-            "q": q.unflatten(-1, (self.H, self.K)),
-            "k": k.unflatten(-1, (self.H, self.K)),
-            "v": v.unflatten(-1, (self.HV, self.V)),
-        }
-
-    def raw(self, *lead: int) -> dict[str, Any]:
-        """Return the raw logits of the gates and their parameters."""
-        a = torch.zeros(*lead, *self.decay_shape, dtype=self.dtype, device=self.device)
-        b = torch.zeros(*lead, self.HV, dtype=self.dtype, device=self.device)
-        A_log = torch.zeros(self.HV, device=self.device)
-        dt_bias = torch.zeros(self.decay_shape, dtype=self.dt_bias_dtype, device=self.device)
-        return {"a": a, "b": b, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": self.lower_bound}
-
-    def active(self, *lead: int) -> dict[str, Any]:
-        """Return g and beta in the dtype of the results of `gate`."""
-        g = torch.zeros(*lead, *self.decay_shape, device=self.device)
-        return {"g": g, "beta": torch.zeros(*lead, self.HV, device=self.device)}
-
-    def pool(self, dtype: torch.dtype, *lead: int) -> Tensor:
-        last = (self.V, self.K) if self.v_first else (self.K, self.V)
-        return torch.zeros(*lead, self.HV, *last, dtype=dtype, device=self.device)
-
-    def index(self, *lead: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return distinct slots 0, 1, 2, ... in the shape `lead`."""
-        count = torch.Size(lead).numel()
-        return torch.arange(count, dtype=dtype or self.index_dtype, device=self.device).view(*lead)
-
-    def offsets(self, N: int, T: int) -> Tensor:
-        return self.index(N + 1) * T
-
-    def batches(self) -> list[int]:
-        """Return numbers of prompts: powers of two, since tiles change once the GPU is full; 1 on a CPU."""
-        if self.device.type == "cpu" and self.backend != "triton":
-            return [1]
-        return [n for n in (1 << i for i in range(self.rows.bit_length())) if n <= self.rows]
-
-    def prompts(self) -> list[tuple[int, int]]:
-        """Return (number of prompts, tokens of each); on a GPU the last is one long prompt."""
-        prompts = [(N, LENGTH) for N in self.batches()]
-        return [*prompts, (1, LONG)] if self.device.type == "cuda" else prompts
-
-    def packets(self) -> list[int]:
-        """Return the packet lengths that need their own kernels: powers of two up to the longest packet."""
-        return sorted({min(1 << i, self.T) for i in range(self.T.bit_length() + 1)})
 
 
 def layer(s: Sizes, training: bool) -> Iterator[Call]:
@@ -264,32 +169,32 @@ def _protocols(s: Sizes, dtype: torch.dtype, gates: str) -> Iterator[Call]:
 def _prefills(s: Sizes, gates: str, pool: Tensor) -> Iterator[Call]:
     """Yield prefill calls.
 
-    The kernels of the rule depend on the number of prompts: run every number, with snapshots and without. The
-    kernels around it do not: run every choice of slots and stored states for one prompt only.
+    The kernels of the rule depend on the number of prompts, and where they update the pool in place on the
+    choice of slots: run all of these, and snapshots, for every number. The kernels around the rule depend on
+    what is stored: run every choice of stored states for one prompt only.
     """
-    yield from _prefill(s, gates, pool, begins=True)
+    writes: tuple[dict[str, Any], ...] = ({}, {"splits": True}, {"update_state": False})
+    for begins, more in product((False, True), writes):
+        yield from _prefill(s, gates, pool, begins=begins, **more)
     yield from _prefill(s, gates, pool, snapshots=True)
-    for begins, checkpoints, snapshots in product((False, True), repeat=3):
-        asked: dict[str, Any] = {"begins": begins, "checkpoints": checkpoints, "snapshots": snapshots}
-        for more in ({}, {"splits": True}, {"update_state": False}):
-            yield from _prefill(s, gates, pool, [(1, LENGTH)], **(asked | more))
+    for begins, (checkpoints, snapshots) in product(
+        (False, True), ((True, False), (False, True), (True, True))
+    ):
+        stored = {"begins": begins, "checkpoints": checkpoints, "snapshots": snapshots}
+        for more in writes:
+            yield from _prefill(s, gates, pool, [(1, LENGTH)], **(stored | more))
 
 
-def _steps(s: Sizes, pool: Tensor, row: Tensor) -> Iterator[Call]:
+def _steps(s: Sizes, pool: Tensor, row: Tensor, **options: Any) -> Iterator[Call]:
     """Yield calls of decode_step, with a norm and without; tile sizes depend on the number of rows."""
     for N in s.batches():
         weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
         windows = torch.zeros(2, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
         widths: dict[str, Any] = {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V}
-        widths |= s.conventions
-        given: dict[str, Any] = {
-            "conv_state": windows,
-            "conv_weight": weight,
-            "conv_bias": None,
-            "state": pool,
-        }
+        given: dict[str, Any] = {"conv_state": windows, "conv_weight": weight, "conv_bias": None}
+        given |= {"state": pool, **widths, **s.conventions, **options}
         # slot -1 makes every row padding
-        given |= {"mixed_qkv": s.mixed(N), "read_index": row.repeat(N) - 1, **s.raw(N), **widths}
+        given |= {"mixed_qkv": s.mixed(N), "read_index": row.repeat(N) - 1, **s.raw(N)}
         gate = torch.zeros(N, s.HV, s.V, dtype=s.dtype, device=s.device)
         norm: dict[str, Any] = {"z": gate, "norm_weight": torch.ones(s.V, dtype=s.dtype, device=s.device)}
         for form, more in (("normed", norm), ("bare", {})):
@@ -328,6 +233,9 @@ def vllm(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
     """Yield the calls of vLLM: packed decode, rows by index or block table, prompts with gathered states."""
     pool, row, table = s.pool(dtype, s.T + 1), s.index(1), s.index(1, s.T)
     yield _packed(s, pool, read_index=row, null_slot=0)
+    yield from _steps(s, pool, row, null_slot=0)
+    for snapshots in (False, True):
+        yield from _prefill(s, "raw", pool, begins=True, snapshots=snapshots, null_slot=0)
     for gates in ("raw", "active"):
         one: dict[str, Any] = {"cu_seqlens": s.offsets(1, 1), "max_seqlen": 1, "read_index": row}
         yield _decode(s, "vllm index", gates, (1, 1), state=pool, null_slot=0, **one)
@@ -373,7 +281,7 @@ def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
                 for moved in ((pool[None], kept[None]), *windows):
                     yield "commit", f"sglang T={s.T}", partial(commit, *moved, row, rows, step, **more)
     yield from _prefill(s, "active", pool)
-    yield from _prefill(s, "active", pool, [(1, LENGTH)], update_state=False)
+    yield from _prefill(s, "active", pool, update_state=False)
     yield from _prefill(s, "active", pool, checkpoints=True)
     # tracked states pass through a pool in fp32
     between = s.pool(torch.float32, 2)
@@ -384,6 +292,7 @@ def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
 def lmdeploy(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
     """Yield the calls of LMDeploy: dense rows with int64 slots, rings with int32 positions, split slots."""
     pool, ring, wide = s.pool(dtype, 2), s.pool(dtype, 2, max(2, s.T)), s.index(1, dtype=torch.int64)
+    yield from _steps(s, pool, wide)
     for gates in ("raw", "active"):
         yield _decode(s, "lmdeploy index", gates, (1, 1), state=pool, read_index=wide)
         where: dict[str, Any] = {"state": ring, "read_index": wide, "ring_pos": s.index(1)}

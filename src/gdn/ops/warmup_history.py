@@ -8,7 +8,8 @@ import torch
 
 from gdn.ops.history import HistoryPool, allocate_history_pool, decode_with_history, fold_history
 from gdn.ops.step import decode_step
-from gdn.ops.warmup_calls import PLACES, Call, Sizes
+from gdn.ops.warmup_calls import PLACES, Call
+from gdn.ops.warmup_sizes import Sizes
 
 
 def history(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:

@@ -102,7 +102,9 @@ def refuses_any_gate(problem: Any) -> str | None:
         return "expected Triton, got no package of that name"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
-    if any(getattr(problem, name, x).dtype == torch.float64 for name in ("history_u", "history_k")):
+    # a step may have no history
+    histories = [getattr(problem, name, None) for name in ("history_u", "history_k")]
+    if any(h is not None and h.dtype == torch.float64 for h in histories):
         return "expected histories of at most fp32, got float64"
     if getattr(problem, "longest", 0) > LONGEST:
         return f"expected packets of at most {LONGEST} tokens, got {problem.longest}"

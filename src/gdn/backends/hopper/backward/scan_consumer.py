@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import BETA, DECAY, INTO, OUT, READ, ROWS
 from gdn.backends.hopper.backward.scan_shared import chunks_in, is_map, item_of
-from gdn.backends.hopper.backward.shared import TINY, arrive, factor, wait_full
+from gdn.backends.hopper.backward.shared import TINY, arrive, factor, split_bf16, wait_full
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
@@ -25,14 +25,7 @@ from gdn.backends.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from gdn.backends.hopper.scan.consumer import state_pointers
-from gdn.backends.hopper.scan.operands import (
-    A_OPERAND,
-    ACC_STATE,
-    ACC_TOKENS,
-    PER_COLUMN,
-    TOKEN_ROWS,
-    split_bf16,
-)
+from gdn.backends.hopper.scan.operands import A_OPERAND, ACC_STATE, ACC_TOKENS, PER_COLUMN, TOKEN_ROWS
 from gdn.backends.hopper.scan.scheduler import ONE_WARPGROUP, STRIP
 from gdn.backends.hopper.scan.structs import Position
 

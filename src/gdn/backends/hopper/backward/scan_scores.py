@@ -10,10 +10,10 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import DECAY, FROM, Q_SCALE
 from gdn.backends.hopper.backward.scan_shared import chunks_in, is_map, item_of
-from gdn.backends.hopper.backward.shared import arrive, factor, wait_empty, wait_full
+from gdn.backends.hopper.backward.shared import arrive, factor, split_bf16, wait_empty, wait_full
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
-from gdn.backends.hopper.scan.operands import ACC_TOKENS, PER_COLUMN, PER_ROW, split_bf16
+from gdn.backends.hopper.scan.operands import ACC_TOKENS, PER_COLUMN, PER_ROW
 
 
 @gluon.jit

@@ -196,3 +196,11 @@ def gains(tiles, stage, GIVEN_DR: gl.constexpr):
     else:
         is_dr = gl.abs(beta) < TINY
         return beta, gl.where(is_dr, beta, 1.0), 1.0 / gl.where(is_dr, 1.0, beta)
+
+
+@gluon.jit
+def split_bf16(x):
+    """Split fp32 x into hi + lo in bf16. hi is rounded, so that it may be used alone."""
+    # rounded by integers: ptxas would convert a rounded value back to fp32 with F2F, eight cycles a warp
+    hi = ((x.to(gl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(gl.float32, bitcast=True)
+    return hi.to(gl.bfloat16), (x - hi).to(gl.bfloat16)

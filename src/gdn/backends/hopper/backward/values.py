@@ -19,20 +19,14 @@ from gdn.backends.hopper.backward.shared import (
     factor,
     gains,
     place_of,
+    split_bf16,
     wait_empty,
     wait_full,
     zero_of,
 )
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import fence_async_shared, opaque, warpgroup_mma, warpgroup_mma_wait
-from gdn.backends.hopper.scan.operands import (
-    A_OPERAND,
-    ACC_TOKENS,
-    PER_COLUMN,
-    PER_ROW,
-    TOKEN_ROWS,
-    split_bf16,
-)
+from gdn.backends.hopper.scan.operands import A_OPERAND, ACC_TOKENS, PER_COLUMN, PER_ROW, TOKEN_ROWS
 from gdn.backends.hopper.scan.scheduler import STRIP
 from gdn.backends.triton.rule.gradients import SMALL
 from gdn.backends.triton.rule.pairs import CROSSING, DBETA, LEAVING

@@ -20,6 +20,7 @@ is small, as it is where keys differ, and its decay is such that e^(G_i - G_C) f
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from gdn.backends.hopper.backward.shared import split_bf16
 from gdn.backends.hopper.factors import BETA, CHUNK_DECAY, K_DECAY, Q_DECAY, UPDATE_DECAY, C
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
@@ -40,7 +41,6 @@ from gdn.backends.hopper.scan.operands import (
     join_columns,
     key_tiles,
     mma_split_bf16,
-    split_bf16,
     split_columns,
     wait_key_mma,
 )

@@ -36,14 +36,6 @@ def mma_split_bf16(x, b, acc):
 
 
 @gluon.jit
-def split_bf16(x):
-    """Split fp32 x into hi + lo in bf16. hi is rounded, so that it may be used alone."""
-    # rounded by integers: ptxas would convert a rounded value back to fp32 with F2F, eight cycles a warp
-    hi = ((x.to(gl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(gl.float32, bitcast=True)
-    return hi.to(gl.bfloat16), (x - hi).to(gl.bfloat16)
-
-
-@gluon.jit
 def key_tiles(qk_s, stage, HAS_Q: gl.constexpr, D: gl.constexpr):
     """Return views of a stage in shared memory: q over k [2C, K] (without q, k alone), and k [C, K]."""
     if HAS_Q:

@@ -5,6 +5,7 @@ saved tensors of a packed problem therefore have chunks that no sequence uses. N
 operator returns them, and PyTorch's debug mode checks returned tensors for NaN.
 """
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -19,11 +20,10 @@ _PROGRAMS = 64  # most programs per value head; they share the unused chunks
 
 @kernel
 def _clear_kernel(
-    cu_seqlens_ptr, G_ptr, A_inv_ptr, S_in_ptr, q_rstd_ptr, k_rstd_ptr, factors_ptr,
-    N, T, HV, ratio, tiles, programs,
-    STATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    cu_seqlens_ptr, G_ptr, A_inv_ptr, S_in_ptr, q_rstd_ptr, k_rstd_ptr, N, T, HV, ratio, tiles, programs,
+    STATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # All saved tensors = 0 in chunks of no sequence, and at tokens past the last sequence.
+    # G, A_inv, S_in, q_rstd, k_rstd = 0 in chunks of no sequence and at tokens past the last sequence.
     # Program (own, head) zeros every `programs`-th unused chunk of one value head, and every `programs`-th
     # block of BLOCK tokens past the end. Grid: min(N, _PROGRAMS) * HV, heads fastest; 4 warps; no PDL.
     # Reads cu_seqlens; writes, per head, C * C + K * V elements an unused chunk and 8 to 16 bytes a token.
@@ -36,14 +36,9 @@ def _clear_kernel(
         tile = tl.full([1], i, tl.int64) * HV + head
         for x in range(0, C * C, BLOCK):
             tl.store(A_inv_ptr + tile * (C * C) + x + lanes, tl.zeros([BLOCK], A_inv_ptr.dtype.element_ty))
-        if S_in_ptr is not None:
-            for x in range(0, STATE, BLOCK):
-                places, mask = S_in_ptr + tile * STATE + x + lanes, x + lanes < STATE
-                tl.store(places, tl.zeros([BLOCK], S_in_ptr.dtype.element_ty), mask=mask)
-        if factors_ptr is not None:
-            for x in range(0, ROWS * C, BLOCK):
-                places, mask = factors_ptr + tile * (ROWS * C) + x + lanes, x + lanes < ROWS * C
-                tl.store(places, tl.zeros([BLOCK], tl.float32), mask=mask)
+        for x in range(0, STATE, BLOCK):
+            places, mask = S_in_ptr + tile * STATE + x + lanes, x + lanes < STATE
+            tl.store(places, tl.zeros([BLOCK], S_in_ptr.dtype.element_ty), mask=mask)
     end = tl.load(cu_seqlens_ptr + N).to(tl.int32)
     # tokens past the last sequence have no G and no norms
     for t in range(end + own * BLOCK, T, programs * BLOCK):
@@ -68,23 +63,35 @@ def zero_unused_tiles(problem: Problem, saved: Saved) -> None:
     # `layout_key` is None for calls of the operator and in debug mode; else nothing reads unused entries
     if cu_seqlens is not None and problem.layout_key is None:
         with device_guard(problem.device):
-            _zero_on_device(problem, cu_seqlens.to(problem.device, non_blocking=True).contiguous(), saved)
+            zero = _zero_on_device if saved.S_in is not None else _mask_unused
+            zero(problem, cu_seqlens.to(problem.device, non_blocking=True).contiguous(), saved)
 
 
 def _zero_on_device(p: Problem, cu_seqlens: Tensor, saved: Saved) -> None:
     """Launch the kernel that zeros chunks of no sequence and tokens of no sequence."""
-    G, A_inv, S_in, _, *rest = saved
-    assert A_inv is not None
-    rows = 0 if saved.factors is None else saved.factors.shape[-2]
-    dtypes = (cu_seqlens.dtype, A_inv.dtype, None if S_in is None else S_in.dtype)
+    A_inv, S_in, norms = saved.A_inv, saved.S_in, (saved.q_rstd, saved.k_rstd)
+    assert A_inv is not None and S_in is not None
     # everything that the launch depends on, except the addresses of tensors
-    has = (G is None, saved.q_rstd is None)
-    key = (p.q.shape, p.v.shape, p.N, p.device, *dtypes, *has, rows)
-    _launches.get(key, lambda: _plan(p, rows))(cu_seqlens, G, A_inv, S_in, *rest)
+    dtypes = (cu_seqlens.dtype, A_inv.dtype, S_in.dtype)
+    key = (p.q.shape, p.v.shape, p.N, p.device, *dtypes, saved.G is None, norms[0] is None)
+    _launches.get(key, lambda: _plan(p))(cu_seqlens, saved.G, A_inv, S_in, *norms)
 
 
-def _plan(p: Problem, rows: int) -> Launch:
+def _mask_unused(p: Problem, cu_seqlens: Tensor, saved: Saved) -> None:
+    """Zero the same entries of what `recompute` saves, without reading a length on the host."""
+    num_used = (cu_seqlens.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor").sum()
+    is_unused = torch.arange(p.num_chunks, device=p.device) >= num_used
+    is_past = torch.arange(p.T, device=p.device) >= cu_seqlens[-1]
+    for x in (saved.A_inv, saved.factors):
+        if x is not None:
+            x.masked_fill_(is_unused[:, None, None, None], 0)
+    for x in (saved.G, saved.q_rstd, saved.k_rstd):
+        if x is not None:
+            x.masked_fill_(is_past[None, :, None], 0)
+
+
+def _plan(p: Problem) -> Launch:
     programs = max(1, min(p.N, _PROGRAMS))
     scalars = (p.N, p.T, p.HV, p.HV // p.H, p.num_chunks, programs)
-    constants = {"STATE": p.K * p.V, "C": CHUNK, "BLOCK": _BLOCK, "ROWS": rows}
+    constants = {"STATE": p.K * p.V, "C": CHUNK, "BLOCK": _BLOCK}
     return Launch(_clear_kernel, programs * p.HV, scalars, constants, num_warps=4)
