@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gdn
 from gdn.backends import eager, select_backward, triton
@@ -129,11 +130,20 @@ def test_reruns_and_batches_give_the_same_bits():
 
 
 @pytest.mark.gpu
-def test_a_gpu_selects_the_kernels():
+def test_a_gpu_runs_the_kernels_by_name():
     given = inputs(LARGE, BF16, device="cuda")
     x = [given.tensors[name] for name in ("q", "k", "v", "g", "beta")]
-    report = gdn.explain(*x)
+    assert gdn.explain(*x).chosen == "eager"
+    report = gdn.explain(*x, backend="triton")
     assert report.chosen == report.backward == "triton"
-    assert "per key channel" in report.refusals["hopper"]
-    assert select_backward(parse(*x)).name == "triton"
-    assert triton.refuses(parse(*x)) is None
+    assert select_backward(parse(*x, backend="triton")).name == "triton"
+
+
+def test_only_named_calls_run_the_kernels_on_a_gpu():
+    """No test on a GPU has passed them: the backend of such a call is `eager`, unless it names another."""
+    with FakeTensorMode():
+        x = [torch.empty(1, 8, 2, 16, device="cuda") for _ in range(3)]
+        g, beta = torch.empty(1, 8, 2, 16, device="cuda"), torch.empty(1, 8, 2, device="cuda")
+        assert "by name" in triton.refuses(parse(*x, g, beta))
+        assert triton.refuses(parse(*x, g, beta, backend="triton")) is None
+        assert triton.refuses(parse(*x, torch.empty_like(beta), beta)) is None

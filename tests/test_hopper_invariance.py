@@ -153,7 +153,7 @@ def test_batches_on_a_gpu(name, gate):
         BASE, heads=heads, sizes=(size, size), lengths=packed(*lengths), gate=gate, batch_invariant=True
     )
     given = inputs(case, torch.bfloat16, device="cuda", is_drawn_there=True)
-    options = given.options
+    options = given.options | {"backend": "hopper"}
     report = gdn.explain(**select_sequences(given, (1,), lengths)[1], **options)
     assert report.chosen == "hopper"
     o, final = run_rule(given.tensors, options)
@@ -163,7 +163,7 @@ def test_batches_on_a_gpu(name, gate):
             tokens, tensors = select_sequences(given, order, lengths, is_known)
             found = run_rule(tensors, options)
             assert same_bits(found[0], o[:, tokens]) and same_bits(found[1], final[order])
-    other = run_rule(given.tensors, options | {"batch_invariant": False, "backend": "hopper"})
+    other = run_rule(given.tensors, options | {"batch_invariant": False})
     assert error(o, other[0].double()) < 5e-3 and error(final, other[1].double()) < 5e-3
 
 
@@ -191,6 +191,7 @@ def test_pieces_on_a_gpu(monkeypatch, heads, length, is_cut, size):
             state_index=slots,
             state_v_first=True,
             batch_invariant=True,
+            backend="hopper",
         )
 
     whole, pieces = pool.clone(), pool.clone()
