@@ -20,6 +20,9 @@ WITHOUT_TENSORS = {
     "ContextParallel",
     "context_parallel",
     "GatedDeltaNetCache",
+    "HistoryPool",
+    "allocate_history_pool",
+    "load_kernels",
     "patch_fla",
     "patch_transformers",
     "warmup",
@@ -147,6 +150,37 @@ def replay():
     return call
 
 
+def history():
+    """Return a decode that appends to histories, and the fold of some of them."""
+    x, index = inputs(3, 1, H, HV, K, V), torch.tensor([4, -1, 0])
+    sizes = {"num_k_heads": H, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V}
+    pool = gdn.allocate_history_pool(5, **sizes, places=4, state_v_first=True)
+    pool.state.copy_(pool_of(5, HV=HV, K=K, V=V))
+
+    def call():
+        mine = gdn.HistoryPool(*(t.clone() for t in pool.tensors()), pool.room)
+        o = api.decode_with_history(**x, pool=mine, read_index=index, use_history=True)
+        gdn.fold_history(mine, index[:1], state_v_first=True)
+        return o, *mine.tensors()
+
+    return call
+
+
+def chunk_decoder():
+    """Return the first tokens of two packed rows, and one more of each."""
+    x, state = inputs(1, 71, H, HV, K, V), pool_of(2, HV=HV, K=K, V=V, v_first=False)
+    q, k, v, g, beta = x.values()
+    offsets = torch.tensor([0, 66, 69])
+    one = [t[:, 69:].transpose(0, 1) for t in (q, k, v, g, beta)]
+
+    def call():
+        decoder = gdn.ChunkDecoder(state, **L2)
+        before = decoder.prefill(*(t[:, :69] for t in (q, k, v, g, beta)), cu_seqlens=offsets)
+        return before, decoder.decode(*one), decoder.state
+
+    return call
+
+
 def convolution(is_packed):
     x, weight, bias = torch.randn(1, 70, 6), torch.randn(6, 4), torch.randn(6)
     windows = torch.randn(3 if is_packed else 1, 6, 3)
@@ -250,6 +284,8 @@ CALLS = {
     "prefill alone": lambda: prefill(True),
     "commit": commit,
     "replay_decode and replay_commit": replay,
+    "decode_with_history and fold_history": history,
+    "ChunkDecoder": chunk_decoder,
     "causal_conv1d": lambda: convolution(False),
     "causal_conv1d packed": lambda: convolution(True),
     "causal_conv1d_update": convolution_step,
@@ -294,7 +330,7 @@ def test_adapters_under_another_default_device(name):
 def test_warmup_under_another_default_device():
     """`warmup` creates the tensors of all engines' calls on the device that it was given."""
     sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 8}
-    engines = ("gdn", "vllm", "sglang", "lmdeploy")
+    engines = ("gdn", "vllm", "sglang", "lmdeploy", "history")
     with torch.device("meta"):
         lines = api.warmup("cpu", **sizes, max_tokens=2, max_rows=2, engines=engines, training=True)
     assert lines

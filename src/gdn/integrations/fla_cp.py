@@ -62,4 +62,4 @@ def _read(given: Any) -> Read:
         offsets += [base + x for x in starts if base + x > 0]
         runs.append((rank, base, base + cuts[-1]))
         base += cuts[-1]
-    return Read(ContextParallel(given.group, runs=runs), torch.tensor([*offsets, base]))
+    return Read(ContextParallel(given.group, runs=runs), torch.tensor([*offsets, base], device="cpu"))

@@ -17,6 +17,7 @@ per value channel, residuals in the convolution, and whatever else FLA accepts.
 import functools
 import threading
 import weakref
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,7 @@ from gdn.ops.rule import has_kernel
 OLDEST = (0, 6)
 # the functions that FLA dispatches, and their modules
 CHUNKED = {"chunk_gated_delta_rule": "fla.ops.gated_delta_rule.chunk", "chunk_kda": "fla.ops.kda.chunk"}
+RECURRENT_KDA = "fla.ops.kda.fused_recurrent"
 _dispatch = threading.local()  # is_fallback: this thread runs FLA's dispatch for a call that gdn rejected
 # the modules fla.backends in which `register_backend` was called: one, but for tests
 _registered: weakref.WeakSet[ModuleType] = weakref.WeakSet()
@@ -97,8 +99,11 @@ def _register(backends: ModuleType) -> None:
     if backends not in _registered:
         backend = _dispatched(backends)
         backends.register("gated_delta_rule")(backend)
-        # FLA registers the backends of this one by the function
-        backends.register(import_module(CHUNKED["chunk_kda"]).chunk_kda)(backend)
+        # an FLA without a decay per key channel is served all the same
+        with suppress(ModuleNotFoundError):
+            import_module(RECURRENT_KDA)
+            # FLA registers the backends of this one by the function
+            backends.register(import_module(CHUNKED["chunk_kda"]).chunk_kda)(backend)
 
 
 def _dispatched(backends: ModuleType) -> type:
@@ -252,9 +257,9 @@ PACKAGE = Package(
             "fused_recurrent_gated_delta_rule",
             _fused_recurrent,
         ),
-        ("fla.ops.kda.fused_recurrent", "fused_recurrent_kda", _fused_recurrent_kda),
         ("fla.modules.causal_conv1d.ops", "causal_conv1d", _conv),
         ("fla.modules.causal_conv1d.ops", "causal_conv1d_update", _conv_update),
         ("fla.modules.norm.fused_norm_gate", "rms_norm_gated", _norm),
-    )
+    ),
+    loaded=((RECURRENT_KDA, "fused_recurrent_kda", _fused_recurrent_kda),),
 )

@@ -113,7 +113,7 @@ class ChunkDecoder:
             if buffer is not None and x is not None:
                 for target, row in zip(buffer, rows, strict=True):
                     target[: row.rest].copy_(row.take_rest(x))
-        self.count.copy_(torch.tensor([row.rest for row in rows]))
+        self.count.copy_(torch.tensor([row.rest for row in rows], device="cpu"))
         outputs, _ = self._run(self._tokens)
         for piece, row in zip(outputs, rows, strict=True):
             row.take_rest(o).copy_(piece[: row.rest])
