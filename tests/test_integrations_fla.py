@@ -367,8 +367,10 @@ def test_fla_finds_gdn_by_itself(tmp_path):
     )
     with (folder / "__init__.py").open("a") as file:
         file.write("from fla.ops.gated_delta_rule.backends import gdn\n")
-    paths = (tmp_path, Path(fla_patch.__file__).parents[2], os.environ.get("PYTHONPATH", ""))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    # what FLA needs may lie beside it, in a folder that PYTHONPATH names relative to this process
+    paths = (tmp_path, Path(fla_patch.__file__).parents[2], Path(package).resolve().parent)
+    inherited = os.environ.get("PYTHONPATH", "")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*map(str, paths), inherited])}
     done = subprocess.run(
         [sys.executable, "-c", PLUGGED], env=environment, capture_output=True, text=True, cwd=tmp_path
     )
