@@ -47,7 +47,7 @@ def test_supported_problems(monkeypatch):
         absent = dict.fromkeys(PrefillProblem.declaration.names)
         prefill = parse_prefill(**absent | flags | x | {"backend": backend})
         assert hopper.refuses(prefill) is None
-    # who is faster depends on the batch
+    # the faster backend depends on the batch
     assert "batch_invariant" in hopper.refuses(replace(named(backend=None), batch_invariant=True))
     assert hopper.refuses(replace(named(), batch_invariant=True)) is None
     wide = {name: x.float() for name, x in given.tensors.items()}

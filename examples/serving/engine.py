@@ -94,7 +94,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Decode for every running request, then prefill with what the budget leaves."""
+        """Decode for every request, then prefill with what the budget leaves."""
         for request in [r for r in self.running if r.is_cancelled]:
             self._end(request, "cancelled")
         self._admit()

@@ -110,6 +110,14 @@ def index(name: str, x: Any, axes: str, dims: dict[str, int]) -> None:
     check.shape(name, x, axes, dims)
 
 
+def one_slot_per_row(read_index: Any, dims: dict[str, int]) -> None:
+    """Check the slot that each row reads; None: the row's number, of which the pool needs enough slots."""
+    if read_index is None:
+        check.enough_slots("state", dims["slots"], dims["N"], "read_index")
+    else:
+        index("read_index", read_index, "N", dims)
+
+
 def reading(read_index: Any, num_accepted: Any, ring_pos: Any, dims: dict[str, int]) -> None:
     if read_index is None:
         check.enough_slots("state", dims["slots"], dims["N"], "read_index")

@@ -13,7 +13,13 @@ from torch import Tensor
 from gdn.notation import Index, Pool
 from gdn.problem import addressing, check
 from gdn.problem.declaration import WRITTEN, Declared, declared
-from gdn.problem.replay import History, OnHistory, check_history, check_history_dtypes
+from gdn.problem.replay import (
+    History,
+    OnHistory,
+    check_history,
+    check_history_dtypes,
+    check_history_heads,
+)
 from gdn.problem.serving import DecodeProblem, Gates, Numerics, Packet, PoolTokens, Rows
 
 MAX_PLACES = 32  # of a history: two blocks of 16, whose scores fit into the registers of one warp
@@ -135,10 +141,7 @@ def parse_history(**given: Any) -> HistoryProblem:
     check_history_dtypes(p)
     if dims.get("M") is not None and dims["M"] > p.room:
         raise ValueError(f"room: expected at least {dims['M']}, the most tokens of a row, got {p.room}")
-    if p.read_index is None:
-        check.enough_slots("state", dims["slots"], dims["N"], "read_index")
-    else:
-        addressing.index("read_index", p.read_index, "N", dims)
+    addressing.one_slot_per_row(p.read_index, dims)
     if p.num_accepted is not None:
         addressing.index("num_accepted", p.num_accepted, "N", dims)
     addressing.out(p.q, p.v, p.out)
@@ -157,8 +160,7 @@ def parse_fold(**given: Any) -> FoldProblem:
     check.writable("state", p.state)
     addressing.null(p.null_slot)
     check_ring(p, dims)
-    if dims["H"] < 1 or dims["HV"] < dims["H"] or dims["HV"] % dims["H"]:
-        raise ValueError(f"history_k: expected H to divide HV={dims['HV']}, got {list(p.history_k.shape)}")
+    check_history_heads(p, dims)
     addressing.index("index", p.index, "n", dims)
     if p.num_accepted is not None:
         addressing.index("num_accepted", p.num_accepted, "n", dims)

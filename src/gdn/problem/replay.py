@@ -129,10 +129,7 @@ def parse_replay(**given: Any) -> ReplayProblem:
         raise ValueError(
             f"history_G: expected room for {dims['M']} tokens on axis 1, got {list(p.history_G.shape)}"
         )
-    if p.read_index is None:
-        check.enough_slots("state", dims["slots"], dims["N"], "read_index")
-    else:
-        addressing.index("read_index", p.read_index, "N", dims)
+    addressing.one_slot_per_row(p.read_index, dims)
     addressing.out(p.q, p.v, p.out)
     addressing.devices("replay_decode", p.q, p)
     p.complete(out=addressing.output(p.v, p.out), scale=addressing.scale(p.scale, dims))
@@ -149,8 +146,7 @@ def parse_keep(**given: Any) -> KeepProblem:
     check.writable("state", p.state)
     addressing.null(p.null_slot)
     check_history(p, "layers ", dims)
-    if dims["H"] < 1 or dims["HV"] < dims["H"] or dims["HV"] % dims["H"]:
-        raise ValueError(f"history_k: expected H to divide HV={dims['HV']}, got {list(p.history_k.shape)}")
+    check_history_heads(p, dims)
     addressing.index("index", p.index, "n", dims)
     addressing.index("accepted", p.accepted, "n", dims)
     if isinstance(p.room, bool) or not isinstance(p.room, int):
@@ -163,6 +159,12 @@ def parse_keep(**given: Any) -> KeepProblem:
     check.companions(p.state, "state", index=p.index, accepted=p.accepted, **histories)
     check.no_gradient("replay_commit", state=p.state, **histories)
     return p
+
+
+def check_history_heads(p: Any, dims: dict[str, int]) -> None:
+    """Raise ValueError unless the key heads of a history divide the value heads."""
+    if dims["H"] < 1 or dims["HV"] < dims["H"] or dims["HV"] % dims["H"]:
+        raise ValueError(f"history_k: expected H to divide HV={dims['HV']}, got {list(p.history_k.shape)}")
 
 
 def check_history_dtypes(p: Any) -> None:
