@@ -194,7 +194,7 @@ def test_every_option_on_a_gpu(monkeypatch, name, consumers):
 @trains
 @pytest.mark.parametrize("name", [name for name, case in OPTIONS.items() if case.raw_gate != "off"])
 def test_sums_over_tokens_on_a_gpu(name):
-    """Pooled over seeds, dA_log and ddt_bias are within the limits or as near as those of Triton's backward."""
+    """Pooled over seeds, dA_log and ddt_bias are within the limits, or as near as Triton's."""
     case, sums = OPTIONS[name], Sums()
     for seed in range(8):
         given = inputs(case, torch.bfloat16, device="cuda", seed=seed)
