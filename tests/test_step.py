@@ -241,7 +241,7 @@ def test_a_repeated_dense_step_has_the_bits_of_the_three_functions(monkeypatch, 
     """A CPU repeats a call of whole fp32 tensors without problems: the same bits, and the same buffers."""
     runs = []
     run_dense = dense_step._run
-    monkeypatch.setattr(dense_step, "_run", lambda p: runs.append(p) or run_dense(p))
+    monkeypatch.setattr(dense_step, "_run", lambda *given: runs.append(given) or run_dense(*given))
     changes = {
         "value first": {"state_v_first": True, "allow_neg_eigval": True, "norm_activation": "sigmoid"},
         "plain": {
