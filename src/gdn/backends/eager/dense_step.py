@@ -109,10 +109,11 @@ def _run(p: StepProblem, constants: Constants) -> None:
 
 def _convolve(p: StepProblem) -> Tensor:
     """Return the convolved rows [B, D]; shift them into the windows."""
-    windows, W = p.conv_state.narrow(0, 0, p.mixed_qkv.shape[0]), p.W
+    windows, B = p.conv_state, p.mixed_qkv.shape[0]
+    windows = windows if windows.shape[0] == B else windows.narrow(0, 0, B)
     line = torch.cat((windows, p.mixed_qkv.unsqueeze(2)), 2)
     windows.copy_(line.narrow(2, 1, windows.shape[2]))
-    first, *inputs = line.unbind(2)[-W:]
+    first, *inputs = line.unbind(2)[-p.W :]
     tap, *taps = p.conv_weight.unbind(1)
     mixed = first * tap
     for x, tap in zip(inputs, taps, strict=True):
