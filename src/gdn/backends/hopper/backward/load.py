@@ -56,7 +56,8 @@ def load_strip(w, place, head, tile, strip, count):
     corner = [place.row, place.first, head, strip * STRIP]
     tma_load(x.S, [tile * w.D, strip * STRIP], ready, w.tiles.S.index(stage))
     tma_load(x.v, corner, ready, w.tiles.v.index(stage))
-    tma_load(x.dS, [tile * w.D, strip * STRIP], ready, w.tiles.dS.index(stage))
+    slot = place.slot * w.problem.HV + head
+    tma_load(x.dS, [slot * w.D, strip * STRIP], ready, w.tiles.dS.index(stage))
     tma_load(x.d, corner, ready, w.tiles.d.index(stage))
     tma_load(x.do, corner, ready, w.tiles.do.index(stage))
 
