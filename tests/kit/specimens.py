@@ -451,6 +451,22 @@ def hopper_backward_of_few_heads(case: Case) -> Callable[[], Any]:
     return call
 
 
+def hopper_backward_in_slabs(case: Case) -> Callable[[], Any]:
+    """Make the backward of `hopper` in passes of two chunks."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+
+    def call() -> None:
+        from gdn.backends.hopper.backward import plan
+        from gdn.backends.triton.rule import run
+
+        saved = run.chunk_forward(problem, True)[2]
+        with patch.object(plan, "slab_of", lambda p: 2), patch.object(plan, "consumers_of", lambda p: 2):
+            plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
+
+    return call
+
+
 # name -> function, arguments, targets
 OTHERS = {
     "hopper": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
@@ -546,6 +562,11 @@ OTHERS = {
     ),
     "hopper backward of few heads": (
         hopper_backward_of_few_heads,
+        (Case(sizes=(128, 128), heads=(2, 4), state="wide", lengths=rows(257)),),
+        TUNED,
+    ),
+    "hopper backward in slabs": (
+        hopper_backward_in_slabs,
         (Case(sizes=(128, 128), heads=(2, 4), state="wide", lengths=rows(257)),),
         TUNED,
     ),

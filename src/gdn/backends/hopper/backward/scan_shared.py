@@ -1,8 +1,8 @@
 """Define what the partitions of the reverse state scan share: structs and work items.
 
-A work item is a sequence (or a segment of one, see `segments`, or its chunks in a pass, see `slabs`) and a value
-head (or half of its values), longest sequences first. CTA b takes items b, b + grid, ..., so that partitions
-know them without a scheduler.
+A work item is a sequence (or a segment of one, see `segments`, or its chunks in a pass, see `slabs`) and a
+value head (or half of its values), longest sequences first. CTA b takes items b, b + grid, ..., so that
+partitions know them without a scheduler.
 """
 
 from typing import Any
