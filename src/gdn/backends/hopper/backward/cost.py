@@ -53,6 +53,11 @@ def slab_of(p: Problem) -> int | None:
     return size if SLABS and p.num_chunks >= LEAST_PASSES * size else None
 
 
+def slab_kinds() -> tuple[int | None, ...]:
+    """Return a size of a pass for each kind of binaries that a problem of any size may need."""
+    return (None, 1) if SLABS else (None,)
+
+
 class Segmentation(NamedTuple):
     """Hold how the reverse scan cuts sequences into segments, counted from a sequence's end."""
 

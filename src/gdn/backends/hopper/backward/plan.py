@@ -17,6 +17,7 @@ gates 50: 4024. Triton's backward: 7850.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,7 +26,13 @@ from torch import Tensor
 from gdn.backends.backend import Gradients, Saved
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward import segments, slabs
-from gdn.backends.hopper.backward.cost import Segmentation, segmentation_of, slab_of, whole_consumers
+from gdn.backends.hopper.backward.cost import (
+    Segmentation,
+    segmentation_of,
+    slab_kinds,
+    slab_of,
+    whole_consumers,
+)
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
@@ -199,7 +206,7 @@ def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, *, is_c
 
     def make() -> Plan:
         if before is None:
-            kind = ("hopper backward", rules.kind_key(p, rules.describe(p)), dtype)
+            kind = ("hopper backward", rules.kind_key(p, rules.describe(p)), dtype, slab_kinds())
             compile_ahead(p.device, kind, lambda: _all_steps(p, saved, do, dfinal))
         return _plan(p, before, *schedule, slab)
 
@@ -214,8 +221,8 @@ def schedule_of(p: Problem) -> tuple[int, Segmentation | None]:
 
 def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
     """Yield the launches of backwards of this kind at any size, on placeholders for what they write."""
-    for schedule in _all_schedules(p):
-        plan = _plan(p, None, *schedule)
+    for schedule, slab in product(_all_schedules(p), slab_kinds()):
+        plan = _plan(p, None, *schedule, slab)
         new = allocate_placeholders(p.device, plan.specs)
         # TMA descriptors need real strides: one tile of each tensor that has a descriptor
         for i in (0, 4):

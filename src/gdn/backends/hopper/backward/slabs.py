@@ -92,7 +92,7 @@ def plan_launches(p: Problem, size: int, group: int, strands: int | None, scalar
         plan=Launch(
             plan_slabs_kernel,
             passes * count,
-            (T, HV, count, per_row, bound, min(group, LANES), size),
+            (T, HV, count, per_row, bound, min(group, LANES), size, per_row.bit_length()),
             {"C": CHUNK, "LANES": LANES},
             1,
         ),
@@ -139,12 +139,12 @@ def count_slots(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound, C: 
 
 
 @triton.jit
-def count_before(slots, count):
-    """Return how many slots of each sequence are among the first `count` of their group."""
+def count_before(slots, count, bits):
+    """Return how many slots of each sequence are among the first `count` of their group; all have `bits`."""
     # the largest distance from the ends such that all chunks that are nearer are among the first `count`
     depth = 0
-    for i in range(24):
-        deeper = depth + (1 << (23 - i))
+    for i in range(bits):
+        deeper = depth + (1 << (bits - 1 - i))
         depth = tl.where(tl.sum(tl.minimum(slots, deeper)) <= count, deeper, depth)
     # what is left goes to the first sequences that have a chunk at this distance
     left = count - tl.sum(tl.minimum(slots, depth))
@@ -160,7 +160,7 @@ def pick_lane(x, lanes, lane):
 
 @kernel
 def plan_slabs_kernel(
-    table_ptr, items_ptr, work_ptr, chunks_ptr, T, HV, strands, chunks_per_row, bound, group, size,
+    table_ptr, items_ptr, work_ptr, chunks_ptr, T, HV, strands, chunks_per_row, bound, group, size, bits,
     C: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the work items of each pass after their number, and row, first token, length, chunk of its slots.
@@ -185,8 +185,8 @@ def plan_slabs_kernel(
     mask = (lanes < group) & (head + lanes < strands)
     slots = count_slots(head + lanes, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound, C)
     stop = base + tl.sum(slots)
-    low = count_before(slots, begin - base)
-    counts = count_before(slots, end - base) - low
+    low = count_before(slots, begin - base, bits)
+    counts = count_before(slots, end - base, bits) - low
     lane = index - head
     count = pick_lane(counts, lanes, lane)
     # earlier groups fill the slots of the pass that precede this group
