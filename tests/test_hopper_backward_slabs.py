@@ -86,16 +86,16 @@ def test_passes_cover_all_chunks(lengths, group, size):
             n, row, first, length, chunk = strands[s]
             distances = [distance for strand, distance in own if strand == s]
             end, begin = counts[s] - distances[0], max(counts[s] - distances[-1] - 1, 0)
-            start, goal = n if distances[0] == 0 else -1, n if begin == 0 else -2
+            start, goal = n if distances[0] == 0 else -1 - s, n if begin == 0 else -2 - s
             slot = sum(strand < s for strand, _ in own)
             tokens = min(end * CHUNK, length) - begin * CHUNK if counts[s] else 0
             place = [row, first + begin * CHUNK, tokens, chunk + begin]
-            expected.append([*place, goal, start, slot, s])
+            expected.append([*place, goal, start, slot])
             for j in range(len(distances)):
                 left = min(length - (begin + j) * CHUNK, CHUNK)
                 filled[slot + j] = [row, first + (begin + j) * CHUNK, left, chunk + begin + j]
         count = items[0][0]
-        assert [x for x in items[1 : 1 + count] if x[4:6] != [-1, -1]] == expected
+        assert [x[:7] for x in items[1 : 1 + count] if x[4:6] != [-1, -1]] == expected
         assert all(x[2] == 0 for x in items[1 : 1 + count] if x[4:6] == [-1, -1])
         assert slots[: len(own)] == filled
         after += slots[len(own) :]

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import BETA, DECAY, INTO, OUT, READ, ROWS
-from gdn.backends.hopper.backward.scan_shared import TO_CARRY, chunks_in, is_map, item_of
+from gdn.backends.hopper.backward.scan_shared import chunks_in, is_map, item_of
 from gdn.backends.hopper.backward.shared import TINY, arrive, factor, split_bf16, wait_full
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import (
@@ -51,7 +51,7 @@ def over_item(WG: gl.constexpr, w, item, at):
         dS = load_gradient(w, item, first_v)
     else:
         # the bits that the pass before has stored
-        state = item.carry.to(gl.int64) * w.sequences.HV + item.head
+        state = (-1 - item.start).to(gl.int64) * w.sequences.HV + item.head
         dS = gl.load(state_pointers(w.out.carry_ptr, state, first_v, True, w.D))
     chunks = chunks_in(item)
     for i in range(chunks):
@@ -68,8 +68,8 @@ def over_item(WG: gl.constexpr, w, item, at):
         # M and N of segments are stored keys down
         IS_V_FIRST: gl.constexpr = w.V_FIRST and w.out.dS_d is not None
         gl.store(state_pointers(w.out.dinitial_ptr, state, first_v, IS_V_FIRST, w.D), dS)
-    if w.out.carry_ptr is not None and item.goal == TO_CARRY:
-        state = item.carry.to(gl.int64) * w.sequences.HV + item.head
+    if w.out.carry_ptr is not None and item.goal < -1:
+        state = (-2 - item.goal).to(gl.int64) * w.sequences.HV + item.head
         gl.store(state_pointers(w.out.carry_ptr, state, first_v, True, w.D), dS)
 
 

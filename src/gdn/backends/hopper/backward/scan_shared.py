@@ -24,10 +24,9 @@ from gdn.backends.hopper.scan.scheduler import (
 )
 from gdn.backends.triton.chunks import SEQUENCE
 
-# int32 fields of a work item of a pass in HBM, after those of a segment's: the slot of the first chunk's dS,
-# and the state in the carry
-SLOT, CARRY, SLAB_FIELDS = (gl.constexpr(i) for i in range(6, 9))
-TO_CARRY = gl.constexpr(-2)  # in the place of the state to store: the next pass goes on from it
+# int32 fields of a work item of a pass in HBM: those of a segment's and the slot of the first chunk's dS.
+# START_FROM -1 - n: state n of the carry; STORE_TO -2 - n: also, for the next pass
+SLOT, SLAB_FIELDS = gl.constexpr(6), gl.constexpr(8)
 
 
 @struct
@@ -110,14 +109,13 @@ class Scan:
 class Item:
     """Hold a work item: its states, where its tokens and chunks lie, its head and first strip of values."""
 
-    start: Any  # the state that dS starts from, counted without heads; below 0: none, in a pass the carry
-    goal: Any  # the state that dS is stored to; below 0: none, TO_CARRY: the carry
+    start: Any  # the state that dS starts from, counted without heads; below 0: none, or one of the carry
+    goal: Any  # the state that dS is stored to; -1: none, below: one of the carry
     row: Any
     first: Any
     length: Any
     chunk: Any
     slot: Any  # of the first chunk's dS in HBM: the chunk itself, but in a pass
-    carry: Any  # of a pass: the state in the carry
     head: Any
     strip: Any
 
@@ -138,23 +136,22 @@ def item_of(number, w):
         start, goal = gl.load(fields + START_FROM), gl.load(fields + STORE_TO)
         row, first = gl.load(fields + ROW), gl.load(fields + FIRST_TOKEN)
         length, chunk = gl.load(fields + LENGTH), gl.load(fields + FIRST_CHUNK)
-        slot, carry = gl.load(fields + SLOT), gl.load(fields + CARRY)
-        return Item(start, goal, row, first, length, chunk, slot, carry, head, strip)
+        return Item(start, goal, row, first, length, chunk, gl.load(fields + SLOT), head, strip)
     elif x.items_ptr is not None:
         # `plan_reverse_segments` has written them to HBM
         fields = x.items_ptr + pair * ITEM_FIELDS
         start, goal = gl.load(fields + START_FROM), gl.load(fields + STORE_TO)
         row, first = gl.load(fields + ROW), gl.load(fields + FIRST_TOKEN)
         length, chunk = gl.load(fields + LENGTH), gl.load(fields + FIRST_CHUNK)
-        return Item(start, goal, row, first, length, chunk, chunk, start, head, strip)
+        return Item(start, goal, row, first, length, chunk, chunk, head, strip)
     elif x.table_ptr is None:
         chunk = n * x.chunks_per_row
-        return Item(n, n, n, n * 0, x.T + n * 0, chunk, chunk, n, head, strip)
+        return Item(n, n, n, n * 0, x.T + n * 0, chunk, chunk, head, strip)
     else:
         numbers = x.table_ptr + 2 * x.bound + SEQUENCE * n
         sequence = gl.load(numbers + 1)
         first, length, chunk = gl.load(numbers + 2), gl.load(numbers + 3), gl.load(numbers + 4)
-        return Item(sequence, sequence, n * 0, first, length, chunk, chunk, sequence, head, strip)
+        return Item(sequence, sequence, n * 0, first, length, chunk, chunk, head, strip)
 
 
 @gluon.jit

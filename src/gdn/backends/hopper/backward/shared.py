@@ -146,8 +146,8 @@ def place_of(item, problem):
         return Place(row, first, gl.load(entry + 2), gl.load(entry + 3), chunk, key_head)
     elif problem.table_ptr is None:
         first = chunk % problem.chunks_per_row * C
-        row = chunk // problem.chunks_per_row
-        return Place(row, first, gl.minimum(problem.T - first, C), chunk, chunk, key_head)
+        length = gl.minimum(problem.T - first, C)
+        return Place(chunk // problem.chunks_per_row, first, length, chunk, chunk, key_head)
     else:
         entry = problem.table_ptr + 2 * chunk
         return Place(chunk * 0, gl.load(entry), gl.load(entry + 1), chunk, chunk, key_head)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn.backends.hopper.backward.scan_shared import CARRY, SLAB_FIELDS, SLOT, TO_CARRY
+from gdn.backends.hopper.backward.scan_shared import SLAB_FIELDS, SLOT
 from gdn.backends.hopper.scan.scheduler import (
     FIRST_CHUNK,
     FIRST_TOKEN,
@@ -209,10 +209,9 @@ def plan_slabs_kernel(
         tl.store(item + FIRST_TOKEN, first + first_chunk * C)
         tl.store(item + LENGTH, last_token - first_chunk * C)
         tl.store(item + FIRST_CHUNK, chunk + first_chunk)
-        tl.store(item + STORE_TO, tl.where(is_done, goal, TO_CARRY))
-        tl.store(item + START_FROM, tl.where(skipped == 0, start, -1))
+        tl.store(item + STORE_TO, tl.where(is_done, goal, -2 - index))
+        tl.store(item + START_FROM, tl.where(skipped == 0, start, -1 - index))
         tl.store(item + SLOT, slot)
-        tl.store(item + CARRY, index)
         for i in range(0, count, LANES):
             is_owned = i + lanes < count
             c = first_chunk + i + lanes
@@ -228,7 +227,6 @@ def plan_slabs_kernel(
                 tl.store(empty + LENGTH, 0)
                 tl.store(empty + STORE_TO, -1)
                 tl.store(empty + START_FROM, -1)
-                tl.store(empty + CARRY, index)
             if stop >= end:
                 tl.store(work_ptr, place + 1)
     if (index == strands - 1) & (stop < end):
