@@ -102,8 +102,6 @@ def refuses_any_gate(problem: Any) -> str | None:
         return "expected Triton, got no package of that name"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
-    if device == "cuda" and _has_new_gate(problem) and settings.backend(problem.backend) != "triton":
-        return "expected backend='triton' by name: its kernels of this gate have not run on a GPU yet"
     # a step may have no history
     histories = [getattr(problem, name, None) for name in ("history_u", "history_k")]
     if any(h is not None and h.dtype == torch.float64 for h in histories):
@@ -114,12 +112,6 @@ def refuses_any_gate(problem: Any) -> str | None:
     if K > LARGEST or V > LARGEST:
         return f"expected K and V of at most {LARGEST}, got K={K}, V={V}"
     return None
-
-
-def _has_new_gate(problem: Any) -> bool:
-    """Return True for a decay per key channel or a lower bound, whose kernels no GPU test has passed."""
-    is_per_channel = getattr(problem, "is_per_channel", False)
-    return is_per_channel or getattr(problem, "lower_bound", None) is not None
 
 
 def refuses_backward(problem: Problem) -> str | None:
