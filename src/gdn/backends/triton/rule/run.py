@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends.backend import Gradients, Saved
-from gdn.backends.select import other_launches
+from gdn.backends.select import other_backward_launches, other_launches
 from gdn.backends.triton.launch import (
     PlanCache,
     Step,
@@ -199,19 +199,28 @@ def with_pool(new: list[Tensor | None], pool: StatePool | None) -> list[Tensor |
 
 def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward | ChannelBackward:
     """Build a backward; if it is the first of its kind, compile those of other sizes in parallel."""
-    description, gpu = describe(p, do), machine(p.device)
+    description = describe(p, do)
 
     def steps() -> Iterator[Step]:
-        for tiles in choose.all_backward_tiles(p, gpu):
-            plan = build_backward(p, do, description, tiles)
-            new, late = (allocate_placeholders(p.device, specs) for specs in (plan.specs, plan.late))
-            given = (*tensors_of(p), *saved, do, dS)
-            yield from plan.steps([*given, *new])
-            yield from plan.late_steps([*given, *new[: -plan.num_early], *late])
+        yield from backward_launches(p, saved, do, dS)
+        yield from other_backward_launches(p, saved, do, dS, "triton")
 
     dtypes = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved)))
-    compile_ahead(p.device, ("backward", kind_key(p, description), *dtypes), steps)
-    return build_backward(p, do, description, choose.backward_tiles(p, gpu))
+    # another backend's launches are among them only if the caller named no backend
+    is_shared = settings.backend(p.backend) is None
+    compile_ahead(p.device, ("backward", kind_key(p, description), *dtypes, is_shared), steps)
+    return build_backward(p, do, description, choose.backward_tiles(p, machine(p.device)))
+
+
+def backward_launches(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Iterator[Step]:
+    """Yield the launches of backwards of this kind, of any size, on placeholders for allocated tensors."""
+    description = describe(p, do)
+    for tiles in choose.all_backward_tiles(p, machine(p.device)):
+        plan = build_backward(p, do, description, tiles)
+        new, late = (allocate_placeholders(p.device, specs) for specs in (plan.specs, plan.late))
+        given = (*tensors_of(p), *saved, do, dS)
+        yield from plan.steps([*given, *new])
+        yield from plan.late_steps([*given, *new[: -plan.num_early], *late])
 
 
 def is_foreign(p: Problem, saved: Saved) -> bool:
