@@ -28,6 +28,7 @@ LONGEST = 16  # most tokens of a packet that is replayed
 SLOTS = {
     "saves": "rule.describe",
     "forward_launches": "rule.run",
+    "backward_launches": "rule.run",
     "chunk_forward": "rule.run",
     "recompute_saved": "rule.run",
     "chunk_backward": "rule.run",
