@@ -379,10 +379,6 @@ def test_kernels_refuse_the_rank_and_the_bound_by_name(monkeypatch):
     a, b = logits["a"][:, 0], logits["b"][:, 0]
     calls = [
         lambda: gdn.gate(a, b, logits["A_log"], backend="triton"),
-        lambda: gdn.prefill(
-            q, q, v, torch.zeros(1, 4, 16, 16), g=per_channel, cu_seqlens=torch.tensor([0, 5]),
-            state_index=index, backend="triton",
-        ),
         lambda: gdn.replay_commit(
             pool[None], u, k, G, torch.zeros(5, dtype=torch.int32), index, index, room=4,
             state_v_first=True, backend="triton",
