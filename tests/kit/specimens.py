@@ -269,13 +269,16 @@ def history(
     return call
 
 
-def gate(dtype: torch.dtype, has_bias: bool) -> Callable[[], Any]:
-    a, b, A_log = (torch.randn(s, dtype=dtype, requires_grad=True) for s in ((2, 70, 4), (2, 70, 4), (4,)))
-    bias = torch.zeros(4, requires_grad=True) if has_bias else None
+def gate(
+    dtype: torch.dtype, has_bias: bool, channels: tuple[int, ...] = (), bound: float | None = None
+) -> Callable[[], Any]:
+    shapes = ((2, 70, 4, *channels), (2, 70, 4), (4,))
+    a, b, A_log = (torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes)
+    bias = torch.zeros(4, *channels, requires_grad=True) if has_bias else None
     leaves = [x for x in (a, b, A_log, bias) if x is not None]
 
     def call() -> None:
-        g, beta = gdn.gate(a, b, A_log, bias, backend="triton")
+        g, beta = gdn.gate(a, b, A_log, bias, lower_bound=bound, backend="triton")
         torch.autograd.grad((g, beta), leaves, (g, beta))
 
     return call
@@ -602,6 +605,7 @@ OTHERS = {
     "commit to two places": (commit, (BF16, True), TUNED),
     "gate fp32": (gate, (FP32, True), EVERYWHERE),
     "gate bf16": (gate, (BF16, False), TUNED),
+    "gate of channels": (gate, (BF16, True, (128,), -5.0), TUNED),
     "norm bf16": (norm, (BF16, 128, "silu", True), EVERYWHERE),
     "norm fp32": (norm, (FP32, 60, "sigmoid", True), TUNED),
     "norm fp16": (norm, (FP16, 256, None, False), TUNED),
