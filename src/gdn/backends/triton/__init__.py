@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
-from gdn.problem import DecodeProblem, Problem
+from gdn.problem import DecodeProblem, PrefillProblem, Problem
+from gdn.problem.stages import StageProblem
 from gdn.problem.step import StepProblem
 
 # problems whose kernels run token by token, and support a decay per key channel and a lower bound
@@ -83,8 +84,8 @@ def refuses(problem: Any) -> str | None:
 
 def _refuses_gate(problem: Any) -> str | None:
     """Return why the kernels of whole chunks do not support the gate of a problem, or None."""
-    if isinstance(problem, Problem) and problem.is_per_channel:
-        # the chunked rule has kernels for both ranks of the gate
+    if isinstance(problem, (Problem, PrefillProblem, StageProblem)) and problem.is_per_channel:
+        # the chunked rule and `gate` have kernels for both ranks; a single stage takes a decay per head
         return None
     if getattr(problem, "is_per_channel", False):
         return "expected a decay per head, got one per key channel"
