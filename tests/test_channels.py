@@ -441,7 +441,6 @@ MAY_ASK = {
     "backends/eager/rule.py",
     "backends/hopper/__init__.py",
     "backends/triton/__init__.py",
-    "backends/triton/rule/borders.py",
     "backends/triton/rule/build.py",
     "backends/triton/rule/choose.py",
     "backends/triton/rule/describe.py",

@@ -26,6 +26,8 @@ SMALL = [
     (CHANNEL("wild", lengths=ONE._replace(T=67), sizes=(20, 16), state="narrow", state_v_first=True), FP16),
     (CHANNEL("rates", lengths=ONE._replace(T=40), raw_gate="on", heads=(1, 1), beta="sigmoid",
              use_qk_l2norm_in_kernel=True), BF16),
+    (CHANNEL("mild", lengths=ONE._replace(T=17), heads=(1, 1), sizes=(132, 16), state="wide",
+             use_qk_l2norm_in_kernel=True), FP16),
 ]  # fmt: skip
 FACTORS = CHANNEL_FACTORS | {
     "lengths": (*map(rows, (1, 15, 63, 65, 129)), packed(0, 5, 0, 64, 69, 3, tail=3)),
