@@ -194,7 +194,8 @@ def with_pool(new: list[Tensor | None], pool: StatePool | None) -> list[Tensor |
     if pool is None:
         return new
     o = new[9] if pool.out is None else pool.out
-    return [*new[:8], pool.state if pool.is_updated else None, o, new[10], *pool.tensors]
+    # a plan with a decay per key channel has rows after the slots
+    return [*new[:8], pool.state if pool.is_updated else None, o, new[10], *pool.tensors, *new[14:]]
 
 
 def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward | ChannelBackward:
