@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import ROWS
-from gdn.backends.hopper.backward.shared import place_of, wait_empty
+from gdn.backends.hopper.backward.shared import place_of, split_rows, wait_empty
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import mbarrier, tma_load
 from gdn.backends.hopper.scan.scheduler import STRIP
@@ -20,7 +20,7 @@ def load_items(w):
     item_count = 0
     head_count = 0
     for item in range(gl.program_id(0), w.problem.items, gl.num_programs(0)):
-        place = place_of(item, w.problem)
+        place = split_rows(place_of(item, w.problem), w.problem)
         if place.length > 0:
             for j in range(w.problem.ratio):
                 load_head(w, place, j, head_count)

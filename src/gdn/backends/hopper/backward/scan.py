@@ -29,6 +29,7 @@ from gdn.backends.hopper.backward.scan_shared import (
     chunks_in,
     is_map,
     item_of,
+    split_rows,
 )
 from gdn.backends.hopper.backward.shared import wait_empty
 from gdn.backends.hopper.factors import C
@@ -42,7 +43,7 @@ def run_producer(w):
     """Run the producer warp: load the chunks of all work items of this CTA, last chunk of an item first."""
     at = 0
     for number in range(gl.program_id(0), w.sequences.items, gl.num_programs(0)):
-        item = item_of(number, w)
+        item = split_rows(item_of(number, w), w.sequences)
         chunks = chunks_in(item)
         for i in range(chunks):
             load_chunk(w, item, chunks - 1 - i, at + i)

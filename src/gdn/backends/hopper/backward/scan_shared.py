@@ -25,7 +25,8 @@ from gdn.backends.hopper.scan.scheduler import (
 from gdn.backends.triton.chunks import SEQUENCE
 
 # int32 fields of a work item of a pass in HBM: those of a segment's and the slot of the first chunk's dS.
-# START_FROM -1 - n: state n of the carry; STORE_TO -2 - n: also, for the next pass
+# FIRST_TOKEN counts over all rows, which takes a register less; START_FROM -1 - n: state n of the carry;
+# STORE_TO -2 - n: also, for the next pass
 SLOT, SLAB_FIELDS = gl.constexpr(6), gl.constexpr(8)
 
 
@@ -134,9 +135,9 @@ def item_of(number, w):
         # `plan_slabs` has written them to HBM
         fields = x.slab_ptr + (1 + n) * SLAB_FIELDS
         start, goal = gl.load(fields + START_FROM), gl.load(fields + STORE_TO)
-        row, first = gl.load(fields + ROW), gl.load(fields + FIRST_TOKEN)
+        first, slot = gl.load(fields + FIRST_TOKEN), gl.load(fields + SLOT)
         length, chunk = gl.load(fields + LENGTH), gl.load(fields + FIRST_CHUNK)
-        return Item(start, goal, row, first, length, chunk, gl.load(fields + SLOT), head, strip)
+        return Item(start, goal, n * 0, first, length, chunk, slot, head, strip)
     elif x.items_ptr is not None:
         # `plan_reverse_segments` has written them to HBM
         fields = x.items_ptr + pair * ITEM_FIELDS
@@ -152,6 +153,19 @@ def item_of(number, w):
         sequence = gl.load(numbers + 1)
         first, length, chunk = gl.load(numbers + 2), gl.load(numbers + 3), gl.load(numbers + 4)
         return Item(sequence, sequence, n * 0, first, length, chunk, chunk, head, strip)
+
+
+@gluon.jit
+def split_rows(item, x):
+    """Return a work item with its row and the first token in it, as TMA needs them."""
+    if x.slab_ptr is None:
+        return item
+    else:
+        row = item.first // x.T
+        first = item.first - row * x.T
+        return Item(
+            item.start, item.goal, row, first, item.length, item.chunk, item.slot, item.head, item.strip
+        )
 
 
 @gluon.jit

@@ -140,10 +140,10 @@ def place_of(item, problem):
     chunk = item // num_heads
     key_head = item % num_heads
     if problem.slab_ptr is not None:
-        # `plan_slabs` has written row, first token, length and chunk of each slot to HBM
+        # `plan_slabs` has written first token, length and chunk of each slot to HBM
         entry = problem.slab_ptr + 4 * chunk
-        row, first = gl.load(entry), gl.load(entry + 1)
-        return Place(row, first, gl.load(entry + 2), gl.load(entry + 3), chunk, key_head)
+        first, length = gl.load(entry), gl.load(entry + 1)
+        return Place(chunk * 0, first, length, gl.load(entry + 2), chunk, key_head)
     elif problem.table_ptr is None:
         first = chunk % problem.chunks_per_row * C
         length = gl.minimum(problem.T - first, C)
@@ -151,6 +151,20 @@ def place_of(item, problem):
     else:
         entry = problem.table_ptr + 2 * chunk
         return Place(chunk * 0, gl.load(entry), gl.load(entry + 1), chunk, chunk, key_head)
+
+
+@gluon.jit
+def split_rows(place, problem):
+    """Return a place with its row and the first token in it, as TMA needs them.
+
+    A place of a pass counts tokens over all rows, so that the warpgroups hold a register less.
+    """
+    if problem.slab_ptr is None:
+        return place
+    else:
+        row = place.first // problem.T
+        first = place.first - row * problem.T
+        return Place(row, first, place.length, place.chunk, place.slot, place.key_head)
 
 
 @gluon.jit

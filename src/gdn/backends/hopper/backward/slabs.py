@@ -163,7 +163,7 @@ def plan_slabs_kernel(
     table_ptr, items_ptr, work_ptr, chunks_ptr, T, HV, strands, chunks_per_row, bound, group, size, bits,
     C: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write the work items of each pass after their number, and row, first token, length, chunk of its slots.
+    """Write the work items of each pass after their number, and first token, length, chunk of its slots.
 
     One program (CTA): one pass and one sequence or segment. Grid: passes x sequences.  Warps: 1.  No TMA, no
     mbarrier: it reads lengths from L2, and writes int32 fields to HBM.
@@ -205,8 +205,7 @@ def plan_slabs_kernel(
         last_token = tl.minimum(tl.maximum(chunks - skipped, 0) * C, length)
         is_done = skipped + count == pick_lane(slots, lanes, lane)
         item = work_ptr + (1 + place) * SLAB_FIELDS
-        tl.store(item + ROW, row)
-        tl.store(item + FIRST_TOKEN, first + first_chunk * C)
+        tl.store(item + FIRST_TOKEN, row * T + first + first_chunk * C)
         tl.store(item + LENGTH, last_token - first_chunk * C)
         tl.store(item + FIRST_CHUNK, chunk + first_chunk)
         tl.store(item + STORE_TO, tl.where(is_done, goal, -2 - index))
@@ -216,10 +215,9 @@ def plan_slabs_kernel(
             is_owned = i + lanes < count
             c = first_chunk + i + lanes
             entry = chunks_ptr + 4 * (slot + i + lanes)
-            tl.store(entry, row + lanes * 0, mask=is_owned)
-            tl.store(entry + 1, first + c * C, mask=is_owned)
-            tl.store(entry + 2, tl.minimum(length - c * C, C), mask=is_owned)
-            tl.store(entry + 3, chunk + c, mask=is_owned)
+            tl.store(entry, row * T + first + c * C, mask=is_owned)
+            tl.store(entry + 1, tl.minimum(length - c * C, C), mask=is_owned)
+            tl.store(entry + 2, chunk + c, mask=is_owned)
         if tl.sum(tl.where(lanes > lane, counts, 0)) == 0:
             # the group's last item: the next group's come after the slots of this one
             for i in range(place + 1, tl.minimum(stop, end) - begin):
@@ -249,7 +247,6 @@ def plan_slabs_kernel(
                 has_chunk = is_owned & (at + after < bound)
                 first = tl.load(table_ptr + 2 * (at + after), mask=has_chunk, other=0)
                 length = tl.load(table_ptr + 2 * (at + after) + 1, mask=has_chunk, other=0)
-            tl.store(entry, at * 0, mask=is_owned)
-            tl.store(entry + 1, first, mask=is_owned)
-            tl.store(entry + 2, length, mask=is_owned)
-            tl.store(entry + 3, at + after, mask=is_owned)
+            tl.store(entry, first, mask=is_owned)
+            tl.store(entry + 1, length, mask=is_owned)
+            tl.store(entry + 2, at + after, mask=is_owned)
