@@ -89,20 +89,20 @@ def test_passes_cover_all_chunks(lengths, group, size):
             start, goal = n if distances[0] == 0 else -1 - s, n if begin == 0 else -2 - s
             slot = sum(strand < s for strand, _ in own)
             tokens = min(end * CHUNK, length) - begin * CHUNK if counts[s] else 0
-            place = [row, first + begin * CHUNK, tokens, chunk + begin]
-            expected.append([*place, goal, start, slot])
+            token = row * p.T + first + begin * CHUNK
+            expected.append([token, tokens, chunk + begin, goal, start, slot])
             for j in range(len(distances)):
                 left = min(length - (begin + j) * CHUNK, CHUNK)
-                filled[slot + j] = [row, first + (begin + j) * CHUNK, left, chunk + begin + j]
+                filled[slot + j] = [token + j * CHUNK, left, chunk + begin + j]
         count = items[0][0]
-        assert [x[:7] for x in items[1 : 1 + count] if x[4:6] != [-1, -1]] == expected
+        assert [x[1:7] for x in items[1 : 1 + count] if x[4:6] != [-1, -1]] == expected
         assert all(x[2] == 0 for x in items[1 : 1 + count] if x[4:6] == [-1, -1])
-        assert slots[: len(own)] == filled
-        after += slots[len(own) :]
+        assert [x[:3] for x in slots[: len(own)]] == filled
+        after += [x[:2] for x in slots[len(own) :]]
     tail = [] if made is None else made[: 2 * bound].view(-1, 2)[sum(counts) :].tolist()
-    assert [x[1:3] for x in after[: len(tail)] if x[2]] == [x for x in tail if x[1]]
-    assert all(x[2] == 0 for x in after[len(tail) :])
-    assert (made is None) != any(x[2] < 0 for x in after)
+    assert [x for x in after[: len(tail)] if x[1]] == [x for x in tail if x[1]]
+    assert all(x[1] == 0 for x in after[len(tail) :])
+    assert (made is None) != any(x[1] < 0 for x in after)
 
 
 def backward(given, has_final=True):
