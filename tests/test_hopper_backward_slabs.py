@@ -93,12 +93,14 @@ def test_passes_cover_all_chunks(lengths, group, size):
             expected.append([token, tokens, chunk + begin, goal, start, slot])
             for j in range(len(distances)):
                 left = min(length - (begin + j) * CHUNK, CHUNK)
-                filled[slot + j] = [token + j * CHUNK, left, chunk + begin + j]
+                place = own.index((s, distances[-1 - j]))
+                filled[place] = [token + j * CHUNK, left, chunk + begin + j, slot + j]
         count = items[0][0]
         assert [x[1:7] for x in items[1 : 1 + count] if x[4:6] != [-1, -1]] == expected
         assert all(x[2] == 0 for x in items[1 : 1 + count] if x[4:6] == [-1, -1])
-        assert [x[:3] for x in slots[: len(own)]] == filled
-        after += [x[:2] for x in slots[len(own) :]]
+        # the chunks that are scanned last come first
+        assert slots[::-1][: len(own)] == filled
+        after += [x[:2] for x in slots[::-1][len(own) :]]
     tail = [] if made is None else made[: 2 * bound].view(-1, 2)[sum(counts) :].tolist()
     assert [x for x in after[: len(tail)] if x[1]] == [x for x in tail if x[1]]
     assert all(x[1] == 0 for x in after[len(tail) :])

@@ -140,10 +140,10 @@ def place_of(item, problem):
     chunk = item // num_heads
     key_head = item % num_heads
     if problem.slab_ptr is not None:
-        # `plan_slabs` has written first token, length and chunk of each slot to HBM
+        # `plan_slabs` has written first token, length, chunk and slot to HBM
         entry = problem.slab_ptr + 4 * chunk
         first, length = gl.load(entry), gl.load(entry + 1)
-        return Place(chunk * 0, first, length, gl.load(entry + 2), chunk, key_head)
+        return Place(chunk * 0, first, length, gl.load(entry + 2), gl.load(entry + 3), key_head)
     elif problem.table_ptr is None:
         first = chunk % problem.chunks_per_row * C
         length = gl.minimum(problem.T - first, C)

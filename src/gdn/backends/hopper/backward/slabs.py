@@ -163,7 +163,7 @@ def plan_slabs_kernel(
     table_ptr, items_ptr, work_ptr, chunks_ptr, T, HV, strands, chunks_per_row, bound, group, size, bits,
     C: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write the work items of each pass after their number, and first token, length, chunk of its slots.
+    """Write the work items of each pass after their number; first token, length, chunk, slot of its chunks.
 
     One program (CTA): one pass and one sequence or segment. Grid: passes x sequences.  Warps: 1.  No TMA, no
     mbarrier: it reads lengths from L2, and writes int32 fields to HBM.
@@ -211,13 +211,16 @@ def plan_slabs_kernel(
         tl.store(item + STORE_TO, tl.where(is_done, goal, -2 - index))
         tl.store(item + START_FROM, tl.where(skipped == 0, start, -1 - index))
         tl.store(item + SLOT, slot)
-        for i in range(0, count, LANES):
-            is_owned = i + lanes < count
-            c = first_chunk + i + lanes
-            entry = chunks_ptr + 4 * (slot + i + lanes)
-            tl.store(entry, row * T + first + c * C, mask=is_owned)
-            tl.store(entry + 1, tl.minimum(length - c * C, C), mask=is_owned)
-            tl.store(entry + 2, chunk + c, mask=is_owned)
+        for distance in range(skipped, skipped + count):
+            # chunks of the group that are scanned before it; the gradient kernel begins with the last of the
+            # pass, whose dS has been in L2 for the shortest time
+            rank = base + tl.sum(tl.minimum(slots, distance) + (is_before & (slots > distance)).to(tl.int32))
+            entry = chunks_ptr + 4 * (end - 1 - rank)
+            c = tl.maximum(chunks - 1 - distance, 0)
+            tl.store(entry, row * T + first + c * C)
+            tl.store(entry + 1, tl.minimum(length - c * C, C))
+            tl.store(entry + 2, chunk + c)
+            tl.store(entry + 3, slot + c - first_chunk)
         if tl.sum(tl.where(lanes > lane, counts, 0)) == 0:
             # the group's last item: the next group's come after the slots of this one
             for i in range(place + 1, tl.minimum(stop, end) - begin):
@@ -240,7 +243,7 @@ def plan_slabs_kernel(
         for i in range(tl.maximum(stop, begin), end, LANES):
             at = i + lanes
             is_owned = at < end
-            entry = chunks_ptr + 4 * (at - begin)
+            entry = chunks_ptr + 4 * (end - 1 - at)
             first = at * 0
             length = at * 0
             if table_ptr is not None:
@@ -250,3 +253,4 @@ def plan_slabs_kernel(
             tl.store(entry, first, mask=is_owned)
             tl.store(entry + 1, length, mask=is_owned)
             tl.store(entry + 2, at + after, mask=is_owned)
+            tl.store(entry + 3, at - begin, mask=is_owned)
