@@ -68,14 +68,14 @@ def test_passes_cover_all_chunks(lengths, group, size):
     made = None if table is None else table.make(p.cu_seqlens)
     launches.plan(made, None, work, chunks)
     if made is None:
-        strands = [(n, n, 0, p.T, n * per_row) for n in range(p.N)]
+        sequences = [(n, n, 0, p.T, n * per_row) for n in range(p.N)]
     else:
-        strands = [
+        sequences = [
             (n, 0, first, length, chunk)
             for _, n, first, length, chunk in made[2 * bound :].view(-1, 5).tolist()
         ]
-        assert [length for *_, length, _ in strands][:2] == [500, 130]
-    counts = [-(-length // CHUNK) for *_, length, _ in strands]
+        assert [length for *_, length, _ in sequences][:2] == [500, 130]
+    counts = [-(-length // CHUNK) for *_, length, _ in sequences]
     passes = expected_passes([max(x, 1) for x in counts], group, size)
     assert len(passes) <= len(work)
     after = []  # slots behind those of all sequences
@@ -83,11 +83,11 @@ def test_passes_cover_all_chunks(lengths, group, size):
         own = passes[i] if i < len(passes) else []
         expected, filled = [], [None] * len(own)
         for s in dict.fromkeys(s for s, _ in sorted(own, key=lambda x: x[0])):
-            n, row, first, length, chunk = strands[s]
-            distances = [distance for strand, distance in own if strand == s]
+            n, row, first, length, chunk = sequences[s]
+            distances = [distance for x, distance in own if x == s]
             end, begin = counts[s] - distances[0], max(counts[s] - distances[-1] - 1, 0)
             start, goal = n if distances[0] == 0 else -1 - s, n if begin == 0 else -2 - s
-            slot = sum(strand < s for strand, _ in own)
+            slot = sum(x < s for x, _ in own)
             tokens = min(end * CHUNK, length) - begin * CHUNK if counts[s] else 0
             token = row * p.T + first + begin * CHUNK
             expected.append([token, tokens, chunk + begin, goal, start, slot])
@@ -212,5 +212,5 @@ def test_passes_take_less_memory(monkeypatch):
             torch.autograd.grad(o, list(leaves.values()), do)
         peaks.append(torch.cuda.max_memory_allocated())
     dS = 4 * 64 * 32 * 128 * 128 * 2
-    # one pass, and the carry in fp32 of four sequences
+    # one pass, and the boundary states in fp32 of four sequences
     assert peaks[0] - peaks[1] > dS - (24 << 20) - 4 * 32 * 128 * 128 * 4 - (8 << 20)

@@ -309,8 +309,8 @@ def _plan(
         pieces = p.HV * (p.V // STRIP // consumers)
         items = (p.N if parts is None else parts.num_items // p.HV) * pieces
         if slab is not None:
-            strands = None if parts is None else parts.num_items // p.HV
-            passes = slabs.plan_launches(p, slab, max(1, num_sms // pieces), strands, (*numbers, a.entries))
+            group, count = max(1, num_sms // pieces), None if parts is None else parts.num_items // p.HV
+            passes = slabs.plan_launches(p, slab, group, count, (*numbers, a.entries))
             items = min(items, slab * pieces)
             specs = (*specs[:4], passes.dS, *specs[5:])
         scan = Launch(
@@ -337,18 +337,6 @@ def _plan(
         num_descriptors=11,
         seconds=4.0,
     )
-    strips = 1 if before is None else before.gates.scalars[-1]
-    gates = Launch(
-        gates_bwd_kernel,
-        a.entries * p.HV,
-        (*rules.gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1], strips),
-        {"C": CHUNK, **a.activation, "RESET": RESET},
-        1,
-    )
-    add = None
-    if p.A_log is not None:
-        # partial sums of all chunks, added in a fixed order
-        add = sums.add(a.entries, 1 if p.dt_bias is None else 2, p.HV, (0, 1), is_row_first=True)
     late = (
         tensor_spec((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
         tensor_spec(p.q.shape, p.q.dtype),
@@ -357,4 +345,20 @@ def _plan(
         *(() if passes is None else passes.specs),
     )
     table = a.launch if before is None else None
-    return Plan(before, specs, late, table, factors, parts, passes, scan, gradients, gates, add)
+    gates = _gate_launches(p, a, 1 if before is None else before.gates.scalars[-1])
+    return Plan(before, specs, late, table, factors, parts, passes, scan, gradients, *gates)
+
+
+def _gate_launches(p: Problem, a: rules.Description, strips: Any) -> tuple[Launch, Launch | None]:
+    """Plan the launches of the gates' gradients, and of the sums over tokens if there are any."""
+    gates = Launch(
+        gates_bwd_kernel,
+        a.entries * p.HV,
+        (*rules.gate_strides(p.g, p.beta), p.T, p.HV, rules.shape_scalars(p)[-1], strips),
+        {"C": CHUNK, **a.activation, "RESET": RESET},
+        1,
+    )
+    if p.A_log is None:
+        return gates, None
+    # partial sums of all chunks, added in a fixed order
+    return gates, sums.add(a.entries, 1 if p.dt_bias is None else 2, p.HV, (0, 1), is_row_first=True)

@@ -134,7 +134,7 @@ def run_partitions(x, out, sequences, V_FIRST: gl.constexpr, CONSUMERS: gl.const
 @kernel
 def reverse_scan_kernel(
     q_d, k_d, do_d, A_inv_d, factors_d, dS_d, dv_d,
-    table_ptr, items_ptr, slab_ptr, carry_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, T, HV, ratio,
+    table_ptr, items_ptr, slab_ptr, boundary_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, T, HV, ratio,
     chunks_per_row, bound, items,
     V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def reverse_scan_kernel(
     if slab_ptr is not None:
         # how many a pass has is on the device: see `slabs`
         items = gl.load(slab_ptr) * (HV * (D // STRIP // CONSUMERS))
-    out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr, carry_ptr)
+    out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr, boundary_ptr)
     sequences = Sequences(table_ptr, items_ptr, slab_ptr, T, HV, ratio, chunks_per_row, bound, items)
     run_partitions(inputs, out, sequences, V_FIRST, CONSUMERS, D)
 

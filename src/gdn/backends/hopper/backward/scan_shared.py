@@ -25,7 +25,7 @@ from gdn.backends.hopper.scan.scheduler import (
 from gdn.backends.triton.chunks import SEQUENCE
 
 # int32 fields of a work item of a pass in HBM: those of a segment's and the slot of the first chunk's dS.
-# FIRST_TOKEN counts over all rows, which takes a register less; START_FROM -1 - n: state n of the carry;
+# FIRST_TOKEN counts over all rows, which takes a register less; START_FROM -1 - n: boundary state n;
 # STORE_TO -2 - n: also, for the next pass
 SLOT, SLAB_FIELDS = gl.constexpr(6), gl.constexpr(8)
 
@@ -50,7 +50,7 @@ class ScanOutputs:
     dv_ptr: Any
     dfinal_ptr: Any  # or None: zero
     dinitial_ptr: Any  # or None: not stored
-    carry_ptr: Any  # dS between passes, values first in fp32, or None
+    boundary_ptr: Any  # dS between two passes, values first in fp32, or None
 
 
 @struct
@@ -110,8 +110,8 @@ class Scan:
 class Item:
     """Hold a work item: its states, where its tokens and chunks lie, its head and first strip of values."""
 
-    start: Any  # the state that dS starts from, counted without heads; below 0: none, or one of the carry
-    goal: Any  # the state that dS is stored to; -1: none, below: one of the carry
+    start: Any  # the state that dS starts from, counted without heads; below 0: none, or a boundary state
+    goal: Any  # the state that dS is stored to; -1: none, below: a boundary state
     row: Any
     first: Any
     length: Any

@@ -1,8 +1,8 @@
 """Run the backward in passes over the chunks, so that dS of one pass fits L2 and its memory is used again.
 
     plan_slabs      once: the work items and the chunks of every pass
-    reverse_scan    of a pass: dS and dv of its chunks; dS in fp32 goes from pass to pass in the carry
-    gradients       of the same chunks: it reads dS from L2
+    reverse_scan    of a pass: dS and dv of its chunks, from the boundary states that the pass before stored
+    gradients       of the same chunks, those first that were scanned last
 
 A pass has `size` chunks. Chunks are ordered by groups of sequences (or segments), as many as fill the SMs; in
 a group by their distance from the end of their sequence, then by sequence. So those of a group get shorter
@@ -10,8 +10,9 @@ together, a short sequence may lie in one pass, and the number of passes follows
 which the host has an upper bound. An empty sequence counts as one chunk: its gradient goes from dfinal to
 dinitial.
 
-dS has the bits that it has without passes: the order of the sums is the same, and the carry is fp32.
-HBM bytes per pass, sequence and value head at K = V = 128: 128 KB of the carry, which mostly stays in L2.
+dS has the bits that it has without passes: the order of the sums is the same, and boundary states are fp32.
+Bytes per pass, sequence and value head at K = V = 128: 128 KB of boundary states. Between the store and the
+load of dS at most 7.7 times the bytes of dS of a pass go through L2, all that both kernels read and write.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.hopper.backward.scan_shared import SLAB_FIELDS, SLOT
+from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.scan.scheduler import (
     FIRST_CHUNK,
     FIRST_TOKEN,
@@ -44,7 +46,7 @@ LANES = 128  # the most sequences of a group: a program loads them at once
 class Slabs:
     """Hold what passes need beyond the launches of a backward, and the specs of what is written."""
 
-    # work items of each pass, chunks of each pass, the carry
+    # work items of each pass, chunks of each pass, boundary states
     specs: tuple[TensorSpec, ...]
     dS: TensorSpec  # of one pass
     plan: Launch
@@ -62,26 +64,26 @@ class Slabs:
         scan, gradients: a launch, its tensors before the table, and from dfinal or dq on.
         items: of the scan of segments, or None.
         """
-        work, chunks, carry = new
+        work, chunks, boundary = new
         yield self.plan, (table, items, work, chunks)
         for work_of_pass, chunks_of_pass in zip(work, chunks, strict=True):
             launch, first, last = scan
-            yield launch, (*first, None, None, work_of_pass, carry, *last)
+            yield launch, (*first, None, None, work_of_pass, boundary, *last)
             launch, first, last = gradients
             yield launch, (*first, None, chunks_of_pass, *last)
 
 
-def plan_launches(p: Problem, size: int, group: int, strands: int | None, scalars: tuple[int, ...]) -> Slabs:
+def plan_launches(p: Problem, size: int, group: int, segments: int | None, scalars: tuple[int, ...]) -> Slabs:
     """Plan the passes of a backward, of `size` chunks each.
 
-    group: sequences that are scanned at once; strands: segments, or None if sequences are not cut.
+    group: sequences, or segments, that are scanned at once; segments: how many, or None if there are none.
     scalars: T, HV, ratio, chunks_per_row, table entries.
     """
     T, HV, _, per_row, bound = scalars
     # packed lengths are only on the device: besides whole chunks, one of each sequence and of the tail
     most = p.N * per_row if p.cu_seqlens is None else T // CHUNK + p.N + 1
     passes = -(-most // size)
-    count = p.N if strands is None else strands
+    count = p.N if segments is None else segments
     return Slabs(
         specs=(
             tensor_spec((passes, 1 + size, SLAB_FIELDS.value), torch.int32),
@@ -93,14 +95,14 @@ def plan_launches(p: Problem, size: int, group: int, strands: int | None, scalar
             plan_slabs_kernel,
             passes * count,
             (T, HV, count, per_row, bound, min(group, LANES), size, per_row.bit_length()),
-            {"C": CHUNK, "LANES": LANES},
+            {"LANES": LANES},
             1,
         ),
     )
 
 
 @triton.jit
-def load_strands(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound):
+def load_sequences(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound):
     """Return the state to start from and to store, row, first token, length and first chunk of sequences n.
 
     They are the segments of work items, or packed sequences in order of length, or rows.
@@ -132,9 +134,9 @@ def load_strands(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound):
 
 
 @triton.jit
-def count_slots(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound, C: tl.constexpr):
+def count_slots(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound):
     """Return the chunks of sequences n; 1 for an empty one whose gradient is stored."""
-    _, goal, _, _, length, _ = load_strands(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound)
+    _, goal, _, _, length, _ = load_sequences(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound)
     return tl.maximum(tl.cdiv(length, C), (goal >= 0).to(tl.int32))
 
 
@@ -160,8 +162,8 @@ def pick_lane(x, lanes, lane):
 
 @kernel
 def plan_slabs_kernel(
-    table_ptr, items_ptr, work_ptr, chunks_ptr, T, HV, strands, chunks_per_row, bound, group, size, bits,
-    C: tl.constexpr, LANES: tl.constexpr,
+    table_ptr, items_ptr, work_ptr, chunks_ptr, T, HV, sequences, chunks_per_row, bound, group, size, bits,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the work items of each pass after their number; first token, length, chunk, slot of its chunks.
 
@@ -169,21 +171,19 @@ def plan_slabs_kernel(
     mbarrier: it reads lengths from L2, and writes int32 fields to HBM.
     Items may be followed by empty ones, where a group ends within the pass.
     """
-    index = tl.program_id(0) % strands
-    begin = tl.program_id(0) // strands * size
+    index = tl.program_id(0) % sequences
+    begin = tl.program_id(0) // sequences * size
     end = begin + size
-    work_ptr += (tl.program_id(0) // strands).to(tl.int64) * ((1 + size) * SLAB_FIELDS)
-    chunks_ptr += (tl.program_id(0) // strands).to(tl.int64) * (4 * size)
+    work_ptr += (tl.program_id(0) // sequences).to(tl.int64) * ((1 + size) * SLAB_FIELDS)
+    chunks_ptr += (tl.program_id(0) // sequences).to(tl.int64) * (4 * size)
     lanes = tl.arange(0, LANES)
     head = index // group * group
     before = tl.zeros([LANES], tl.int32)
     for m in range(0, head, LANES):
-        before += count_slots(
-            m + lanes, m + lanes < head, table_ptr, items_ptr, T, HV, chunks_per_row, bound, C
-        )
+        before += count_slots(m + lanes, m + lanes < head, table_ptr, items_ptr, T, HV, chunks_per_row, bound)
     base = tl.sum(before)
-    mask = (lanes < group) & (head + lanes < strands)
-    slots = count_slots(head + lanes, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound, C)
+    mask = (lanes < group) & (head + lanes < sequences)
+    slots = count_slots(head + lanes, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound)
     stop = base + tl.sum(slots)
     low = count_before(slots, begin - base, bits)
     counts = count_before(slots, end - base, bits) - low
@@ -192,7 +192,7 @@ def plan_slabs_kernel(
     # earlier groups fill the slots of the pass that precede this group
     offset = tl.maximum(base - begin, 0)
     if count > 0:
-        start, goal, row, first, length, chunk = load_strands(
+        start, goal, row, first, length, chunk = load_sequences(
             index, True, table_ptr, items_ptr, T, HV, chunks_per_row, bound
         )
         is_before = lanes < lane
@@ -230,13 +230,13 @@ def plan_slabs_kernel(
                 tl.store(empty + START_FROM, -1)
             if stop >= end:
                 tl.store(work_ptr, place + 1)
-    if (index == strands - 1) & (stop < end):
+    if (index == sequences - 1) & (stop < end):
         # no group fills the pass: empty items, then tokens of no sequence, whose gradients are zeros
         tl.store(work_ptr, tl.maximum(stop - begin, 0))
         used = tl.zeros([LANES], tl.int32)
-        for m in range(0, strands, LANES):
-            _, _, _, _, length, _ = load_strands(
-                m + lanes, m + lanes < strands, table_ptr, items_ptr, T, HV, chunks_per_row, bound
+        for m in range(0, sequences, LANES):
+            _, _, _, _, length, _ = load_sequences(
+                m + lanes, m + lanes < sequences, table_ptr, items_ptr, T, HV, chunks_per_row, bound
             )
             used += tl.cdiv(length, C)
         after = tl.sum(used) - stop
