@@ -3,6 +3,7 @@
     table               Triton   packed sequences only: first token and length of each chunk
     backward_factors    Triton   per-token factors of the Gluon kernels
     segments            both     few long sequences only: cut them into segments that are scanned at once
+    plan_slabs          Triton   if SLABS is on: the next two launches in passes over the chunks, see `slabs`
     reverse_scan        Gluon    dS of every chunk, dv, and the gradient of the initial state
     gradients           Gluon    dq, dk, and the terms of the gates' gradients
     gates_bwd, sums     Triton   dg, dbeta, dA_log, ddt_bias
