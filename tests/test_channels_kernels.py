@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gdn
-from gdn.backends import eager, select_backward, triton
+from gdn.backends import eager, triton
 from gdn.backends.triton.rule import run as chunked
 from gdn.problem import parse
 from gdn.testing import Case, check, covering, inputs, packed, rows
@@ -129,21 +129,11 @@ def test_reruns_and_batches_give_the_same_bits():
     assert torch.equal(o, first["o"][:, :1000])
 
 
-@pytest.mark.gpu
-def test_a_gpu_runs_the_kernels_by_name():
-    given = inputs(LARGE, BF16, device="cuda")
-    x = [given.tensors[name] for name in ("q", "k", "v", "g", "beta")]
-    assert gdn.explain(*x).chosen == "eager"
-    report = gdn.explain(*x, backend="triton")
-    assert report.chosen == report.backward == "triton"
-    assert select_backward(parse(*x, backend="triton")).name == "triton"
-
-
-def test_only_named_calls_run_the_kernels_on_a_gpu():
-    """No test on a GPU has passed them: the backend of such a call is `eager`, unless it names another."""
+def test_a_gpu_runs_the_kernels():
+    """Calls of both ranks run on `triton`, with its backward, whether they name it or not."""
     with FakeTensorMode():
         x = [torch.empty(1, 8, 2, 16, device="cuda") for _ in range(3)]
         g, beta = torch.empty(1, 8, 2, 16, device="cuda"), torch.empty(1, 8, 2, device="cuda")
-        assert "by name" in triton.refuses(parse(*x, g, beta))
-        assert triton.refuses(parse(*x, g, beta, backend="triton")) is None
-        assert triton.refuses(parse(*x, torch.empty_like(beta), beta)) is None
+        for gate in (g, beta):
+            problem = parse(*x, gate, beta)
+            assert triton.refuses(problem) is None and triton.refuses_backward(problem) is None

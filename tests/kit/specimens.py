@@ -391,7 +391,6 @@ def hopper_forward(
         with (
             patch.object(cost, "cuts_of", lambda problem: cuts),
             patch.object(rule, "FAST_PATH", fast_path),
-            patch.object(rule, "SAVING_FAST_PATH", fast_path),
             plans,
         ):
             for count in (1, 2):

@@ -22,6 +22,8 @@ from gdn.problem.step import StepProblem
 
 # problems whose kernels run token by token, and support a decay per key channel and a lower bound
 ANY_GATE = (DecodeProblem, StepProblem)
+# problems whose kernels of a decay per key channel no GPU test has passed; of stages, the gate alone has both
+UNMEASURED = (PrefillProblem, StageProblem)
 LARGEST = 256  # largest K and V
 LARGEST_CHANNELS = 128  # largest K of a backward with a decay per key channel
 LONGEST = 16  # most tokens of a packet that is replayed
@@ -83,11 +85,13 @@ def refuses(problem: Any) -> str | None:
 
 def _refuses_gate(problem: Any) -> str | None:
     """Return why the kernels of whole chunks do not support the gate of a problem, or None."""
-    if isinstance(problem, (Problem, PrefillProblem, StageProblem)) and problem.is_per_channel:
-        # the chunked rule and `gate` have kernels for both ranks; a single stage takes a decay per head
-        return None
     if getattr(problem, "is_per_channel", False):
-        return "expected a decay per head, got one per key channel"
+        if not isinstance(problem, (Problem, *UNMEASURED)):
+            return "expected a decay per head, got one per key channel"
+        is_named = settings.backend(problem.backend) == "triton"
+        if isinstance(problem, UNMEASURED) and _leading(problem).device.type == "cuda" and not is_named:
+            return "expected backend='triton' by name: its kernels of this gate have not run on a GPU yet"
+        return None
     if getattr(problem, "lower_bound", None) is not None:
         return f"expected lower_bound=None, got {problem.lower_bound}"
     return None
@@ -103,8 +107,6 @@ def refuses_any_gate(problem: Any) -> str | None:
         return "expected Triton, got no package of that name"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
-    if device == "cuda" and _has_new_gate(problem) and settings.backend(problem.backend) != "triton":
-        return "expected backend='triton' by name: its kernels of this gate have not run on a GPU yet"
     # a step may have no history
     histories = [getattr(problem, name, None) for name in ("history_u", "history_k")]
     if any(h is not None and h.dtype == torch.float64 for h in histories):
@@ -115,12 +117,6 @@ def refuses_any_gate(problem: Any) -> str | None:
     if K > LARGEST or V > LARGEST:
         return f"expected K and V of at most {LARGEST}, got K={K}, V={V}"
     return None
-
-
-def _has_new_gate(problem: Any) -> bool:
-    """Return True for a decay per key channel or a lower bound, whose kernels no GPU test has passed."""
-    is_per_channel = getattr(problem, "is_per_channel", False)
-    return is_per_channel or getattr(problem, "lower_bound", None) is not None
 
 
 def refuses_backward(problem: Problem) -> str | None:
