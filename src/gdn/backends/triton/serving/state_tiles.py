@@ -78,6 +78,13 @@ def pool_strides(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int,
     return axis, unit, tuple(s // unit for s in strides)
 
 
+def scale_strides(x: Tensor | None) -> tuple[int | None, ...]:
+    """Return the strides of column scales: slot, R, head, V; None is no parameter of a binary."""
+    if x is None:
+        return (None,) * 4
+    return (x.stride(0), x.stride(1) if x.dim() == 4 else 0, *x.stride()[-2:])
+
+
 def magic_numbers(n: int) -> tuple[int, int]:
     """Return the constants with which `divide` divides by n below 2**30: ceil(2**s / n) and s."""
     s = 30 + (n - 1).bit_length()
