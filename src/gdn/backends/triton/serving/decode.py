@@ -24,7 +24,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from gdn.backends.triton.launch import (
     CachedLaunch,
     Launch,
-    Machine,
     PlanCache,
     compile_ahead,
     device_guard,
@@ -43,7 +42,13 @@ from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.gates import gate_layout
 from gdn.backends.triton.serving.packet import index_strides, max_row_tokens, supports_packet
 from gdn.backends.triton.serving.packet_lib import load_slot
-from gdn.backends.triton.serving.pool_lib import load_state, round_state, store_state, widen_state
+from gdn.backends.triton.serving.pool_lib import (
+    load_scales,
+    load_state,
+    round_columns,
+    scaled_state,
+    store_state,
+)
 from gdn.backends.triton.serving.recurrent_lib import (
     advance_token,
     decay_pointers,
@@ -59,8 +64,6 @@ from gdn.backends.triton.serving.recurrent_lib import (
 )
 from gdn.backends.triton.serving.state_tiles import (
     RESIDENT,
-    SHARES,
-    StateTile,
     kernel_offsets,
     magic_numbers,
     pick_tile,
@@ -175,7 +178,9 @@ def decode_kernel(
             scale_ptr, scale_n, scale_r, scale_v,
         )  # fmt: skip
         tile = TileColumns(keys, values, in_state, has_value)
-        S, column_scale = load_state(pool, tile, slot, entry, STATE_UNIT, AXIS)
+        S, column_scale = load_state(pool, tile, slot, entry, STATE_UNIT, AXIS), None
+        if column_scale_ptr is not None:
+            column_scale = load_scales(pool, tile, slot, entry)
         if PDL:
             launch_dependents()
         # L2: the program AHEAD ids later runs when this one's registers are free; prefetch its state tile
@@ -189,8 +194,8 @@ def decode_kernel(
                         state_ptr + then * STATE_UNIT, block_then * (A * B), state_v, A * B,
                         K * state_ptr.dtype.element_ty.primitive_bitwidth // (8 * 128), STATE_UNIT,
                     )  # fmt: skip
-        S = widen_state(S, column_scale, pool)
-        root = S
+        S = S.to(tl.float32)
+        root, root_scale = S, column_scale
         if intermediate_ptr is not None:
             kept = intermediate_ptr + (kept_row * kept_n + head.to(tl.int64) * kept_h) * KEPT_UNIT
 
@@ -205,21 +210,30 @@ def decode_kernel(
                 before = tl.minimum(before.to(tl.int64), at - 1)
                 if before < 0:
                     S = root
+                    if column_scale_ptr is not None:
+                        column_scale = root_scale
                 else:
                     before_place = tile_pointers(
                         kept + before * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
                     )
                     S = tl.load(before_place, mask=in_state, other=0.0).to(tl.float32)
-            S, o = advance_token(S, Token(q, k, v, g, beta), gate, scale, C)
-            if ROUND:
-                S = round_state(S, pool)
+                    if column_scale_ptr is not None:
+                        column_scale = tl.full([A, B], 1.0, tl.float32)
+            S, o = advance_token(S, Token(q, k, v, g, beta), gate, scale, C, column_scale)
+            if column_scale_ptr is not None:
+                column_scale = tl.full([A, B], 1.0, tl.float32)
+            if ROUND and column_scale_ptr is not None:
+                S, column_scale = round_columns(S)
+            elif ROUND:
+                S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
             tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
             if intermediate_ptr is not None:
                 kept_place = tile_pointers(
                     kept + at * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
                 )
                 if is_kept:
-                    tl.store(kept_place, S.to(intermediate_ptr.dtype.element_ty), mask=in_state)
+                    kept_state = scaled_state(S, column_scale).to(intermediate_ptr.dtype.element_ty)
+                    tl.store(kept_place, kept_state, mask=in_state)
                     if parent_ptr is not None:
                         # another thread of this program may read this state from HBM for a later token
                         tl.debug_barrier()
@@ -230,7 +244,7 @@ def decode_kernel(
                 else:
                     target = tl.load(write_index_ptr + row * write_n + at * write_t).to(tl.int64)
                 if (target >= lowest) & (target < slots):
-                    store_state(S, pool, tile, target, entry, STATE_UNIT, AXIS)
+                    store_state(scaled_state(S, column_scale), pool, tile, target, entry, STATE_UNIT, AXIS)
             at += 1
             q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
         if WRITE == "final":
@@ -238,7 +252,7 @@ def decode_kernel(
             if write_index_ptr is not None:
                 target = tl.load(write_index_ptr + row * write_n).to(tl.int64)
             if (target >= lowest) & (target < slots) & (count > 0):
-                store_state(S, pool, tile, target, entry, STATE_UNIT, AXIS)
+                store_state(scaled_state(S, column_scale), pool, tile, target, entry, STATE_UNIT, AXIS)
 
 
 @dataclass(frozen=True)
@@ -363,7 +377,7 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
         0 if p.intermediate is None else p.intermediate.shape[0], p.scale, *gates.rest,
         *scale_strides(p.column_scale),
     )  # fmt: skip
-    is_single, is_full = not is_packed and p.q.shape[1] == 1, _is_full(part, p, axis, gpu)
+    is_single, is_full = not is_packed and p.q.shape[1] == 1, part.is_largest(p.K, p.V, axis, width, gpu)
     # where every token writes a state, these stores take the time, and the space in L2
     calls = is_full and (is_single or p.write != "all" and p.intermediate is None)
     constants = {
@@ -381,12 +395,4 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
         constants,
         part.num_warps,
         options=pdl_options(gpu) | (limit if is_full and width == 2 else {}),
-    )
-
-
-def _is_full(part: StateTile, p: DecodeProblem, axis: str, gpu: Machine) -> bool:
-    """Return True if tiles are the largest and of whole 128-byte lines: programs then prefetch into L2."""
-    is_even = p.K in (64, 128, 256) and p.V % (part.R * part.P) == 0
-    return (
-        gpu.kind == "cuda" and axis == "k" and part.share == SHARES[axis, p.state.element_size()] and is_even
     )

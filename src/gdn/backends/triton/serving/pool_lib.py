@@ -1,9 +1,9 @@
 """Load and store tiles of the states of a pool: of floats, or of int16 with an fp32 scale per column of V.
 
 A program has all K elements of its columns in registers, so the largest one of a column is a maximum over
-registers and a few shuffles, and only the scales are read and written beside the state. The conversions are
-additions: an integer n below 2^22 is the low part of the fp32 number 1.5 * 2^23 + n, and conversion
-instructions have a quarter of the throughput.
+registers and a few shuffles, and only the scales are read and written beside the state. Integers become fp32
+by one conversion each. Adding 1.5 * 2^23 rounds to integers, which are the low bits of the sum: a conversion
+back would be another instruction of a quarter of the throughput.
 """
 
 import triton
@@ -14,29 +14,29 @@ from gdn.backends.triton.serving.recurrent_lib import LARGEST, tile_pointers
 LEVELS = tl.constexpr(32767.0)
 SMALLEST = tl.constexpr(2.0**-100)  # of a column that is not stored as zeros
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23, where the distance of fp32 numbers is 1
-MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
 def load_state(pool, tile, slot, entry, UNIT: tl.constexpr, AXIS: tl.constexpr):
-    """Load a state tile [A, J, B, W] as it is stored, and the scales [A, B] of its columns, 1 for floats."""
+    """Load a state tile [A, J, B, W] as it is stored."""
     source = pool.ptr + (slot * pool.slot_stride + entry * pool.entry_stride) * UNIT
     place = tile_pointers(source, tile.ks, tile.vs, pool.key_stride, pool.column_stride, UNIT, AXIS)
-    S = tl.load(place, mask=tile.in_state, other=0.0)
-    if pool.scale_ptr is None:
-        return S, 1.0
-    else:
-        return S, tl.load(scale_pointers(pool, tile, slot, entry), mask=tile.has_value, other=0.0)
+    return tl.load(place, mask=tile.in_state, other=0.0)
 
 
 @triton.jit
-def widen_state(S, column_scale, pool):
-    """Return a state tile in fp32, from what `load_state` returned."""
-    if pool.scale_ptr is None:
-        return S.to(tl.float32)
+def load_scales(pool, tile, slot, entry):
+    """Load the scales [A, B] of a tile's columns."""
+    return tl.load(scale_pointers(pool, tile, slot, entry), mask=tile.has_value, other=0.0)
+
+
+@triton.jit
+def scaled_state(S, column_scale):
+    """Return the state itself, of a tile and the scales of its columns."""
+    if column_scale is None:
+        return S
     else:
-        n = (S.to(tl.int32) + MAGIC_BITS).to(tl.float32, bitcast=True) - MAGIC
-        return n * column_scale[:, None, :, None]
+        return S * column_scale[:, None, :, None]
 
 
 @triton.jit
@@ -54,13 +54,10 @@ def store_state(S, pool, tile, slot, entry, UNIT: tl.constexpr, AXIS: tl.constex
 
 
 @triton.jit
-def round_state(S, pool):
-    """Return the state tile that is read after S has been stored."""
-    if pool.scale_ptr is None:
-        return S.to(pool.ptr.dtype.element_ty).to(tl.float32)
-    else:
-        n, column_scale = scale_columns(S)
-        return (n - MAGIC) * column_scale[:, None, :, None]
+def round_columns(S):
+    """Return the integers in fp32, and the scales of their columns, that are read after S has been stored."""
+    n, column_scale = scale_columns(S)
+    return n - MAGIC, column_scale
 
 
 @triton.jit
@@ -70,9 +67,10 @@ def scale_columns(S):
     Where a step makes NaN or infinity, d is one, and its outer product reaches all keys of the column: no
     NaN is alone beside finite elements, whose maximum would drop it.
     """
-    largest = tl.max(tl.max(tl.abs(S), 3), 1)
-    # rounded correctly: a state that was read gets the scale that it had
-    scale = tl.div_rn(largest, LEVELS)
+    largest = tl.max(tl.max(tl.abs(S), 1), 2)
+    # in fp64 the quotient is rounded correctly, with three instructions: a state that was read gets the scale
+    # that it had
+    scale = (largest.to(tl.float64) * (1.0 / LEVELS)).to(tl.float32)
     is_zero = largest < SMALLEST
     inverse = tl.where(is_zero, 0.0, LEVELS / largest)
     scale = tl.where(is_zero, 0.0, tl.where(largest <= LARGEST, scale, float("nan")))

@@ -27,6 +27,11 @@ class StateTile:
     def blocks(self, V: int) -> int:
         return triton.cdiv(V, self.R * self.P)
 
+    def is_largest(self, K: int, V: int, axis: str, width: int, gpu: Machine) -> bool:
+        """Return True for the largest tile of whole 128-byte lines: programs then prefetch into L2."""
+        is_even = K in (64, 128, 256) and V % (self.R * self.P) == 0
+        return gpu.kind == "cuda" and axis == "k" and self.share == SHARES[axis, width] and is_even
+
     def constants(self) -> dict[str, int]:
         A, B = (self.R, self.P) if _R_FIRST else (self.P, self.R)
         return {"A": A, "J": self.J, "B": B, "W": self.W, "R_FIRST": _R_FIRST}
