@@ -209,6 +209,8 @@ def prefill(dtype: torch.dtype, pool_dtype: torch.dtype, raw: bool, v_first: boo
         "checkpoints": torch.empty(3, 4, 128, 128), "checkpoint_offsets": torch.arange(3),
         "snapshot_pos": slots(3), "snapshot_index": slots(3) + 3,
     }  # fmt: skip
+    if pool_dtype == INT16:
+        x |= {"state": with_scales(x["state"], v_first)}
     return lambda: api.prefill(**x, checkpoint_every=64, state_v_first=v_first, backend="triton")
 
 
@@ -575,6 +577,7 @@ OTHERS = {
     "chunk form fp16 60": (decode_in_chunk_form, (4, 5, 60, FP16, FP16, True, True), TUNED),
     "prefill bf16": (prefill, (BF16, FP32, True, True), EVERYWHERE),
     "prefill fp32": (prefill, (FP32, BF16, False, False), TUNED),
+    "prefill int16 pool": (prefill, (BF16, INT16, True, True), TUNED),
     "prefill in place": (prefill_in_place, (BF16, FP32, True), TUNED),
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),
     "stages bf16 packed": (stages, (BF16, 64, 60, True), TUNED),
