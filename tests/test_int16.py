@@ -7,7 +7,19 @@ import pytest
 import torch
 from kit import api
 from kit.api import reference
-from kit.serving import NAMES, SLOTS, B, T, error, inputs, pool_of, protocols, same_bits, step_of
+from kit.serving import (
+    NAMES,
+    SLOTS,
+    B,
+    T,
+    error,
+    inputs,
+    moved,
+    pool_of,
+    protocols,
+    same_bits,
+    step_of,
+)
 
 import gdn
 import gdn.ops.int16
@@ -217,16 +229,16 @@ def test_packed_rows_and_the_layers_step(backend, device):
     want, expected = expect(tokens)
     assert error(o, want.o[:, 0]) <= 1e-6 and steps_apart(mine, expected) <= ONE_STEP
 
-    moved = {name: None if y is None else y.to(device, copy=True) for name, y in x.items()}
-    mine, windows = copy(pool, device), moved["conv_state"].clone()
-    o = api.decode_step(**moved, state=mine, backend=backend, **sizes)
+    given = moved(x, device)
+    mine, windows = copy(pool, device), given["conv_state"].clone()
+    o = api.decode_step(**given, state=mine, backend=backend, **sizes)
     mixed = gdn.causal_conv1d_update(
-        moved["mixed_qkv"][:, None], windows, moved["conv_weight"], moved["conv_bias"], activation="silu",
-        state_index=moved["read_index"], backend=backend,
+        given["mixed_qkv"][:, None], windows, given["conv_weight"], given["conv_bias"], activation="silu",
+        state_index=given["read_index"], backend=backend,
     )[:, 0]  # fmt: skip
     parts = copy(pool, device)
     raw = api.decode_packed(**packed | {"mixed_qkv": mixed}, state=parts, backend=backend, **sizes)
-    y = gdn.rms_norm_gated(raw, moved["z"], moved["norm_weight"], backend=backend)
+    y = gdn.rms_norm_gated(raw, given["z"], given["norm_weight"], backend=backend)
     assert error(o, y) <= 1e-6
     assert same_bits(mine.state, parts.state) and same_bits(mine.column_scale, parts.column_scale)
 
@@ -247,23 +259,29 @@ def test_slots_of_an_engine_may_be_strided(backend, device):
     assert same_bits(held.state, dense.state) and same_bits(held.column_scale, dense.column_scale)
 
 
-@pytest.mark.parametrize("v_first", LAYOUTS)
-def test_prefill(v_first):
-    x = inputs(1, 150) | {
-        "cu_seqlens": torch.tensor([0, 70, 70, 150]), "state_index": torch.tensor([4, 1, 6]),
+@pytest.mark.parametrize("v_first", [pytest.param(True, marks=pytest.mark.interpret), False])
+def test_prefill(backend, device, v_first):
+    sizes = {"HV": 2, "K": 16, "V": 8}
+    pool = rounded(pool_of(SLOTS, **sizes, v_first=v_first), v_first)
+    x = inputs(1, 140, H=1, **sizes) | {
+        "cu_seqlens": torch.tensor([0, 70, 70, 140]), "state_index": torch.tensor([4, 1, 6]),
         "out_state_index": torch.tensor([4, 2, 0]), "has_initial_state": torch.tensor([True, True, False]),
-        "checkpoints": torch.zeros(3, *pool_of(1, v_first=v_first).shape[1:]), "checkpoint_every": 64,
-        "checkpoint_offsets": torch.tensor([0, -1, 1]), "snapshot_pos": torch.tensor([33, 0, 80]),
-        "snapshot_index": torch.tensor([3, 5, 8]), "state": rounded(pool_of(SLOTS, v_first=v_first), v_first),
+        "checkpoints": torch.zeros(3, *pool.state.shape[1:]), "checkpoint_every": 64,
+        "checkpoint_offsets": torch.tensor([0, -1, 1]), "snapshot_pos": torch.tensor([3, 0, 70]),
+        "snapshot_index": torch.tensor([3, 5, 8]), "state": pool,
     }  # fmt: skip
     want, pool = expect(x, reference.prefill, v_first)
-    mine = copy(x["state"])
-    o = api.prefill(
-        **x | {"state": mine, "checkpoints": (kept := x["checkpoints"].clone())}, state_v_first=v_first
-    )
-    assert error(o, want.o) <= 1e-5 and error(kept, want.extra) <= 1e-5
+    mine, given = copy(x["state"], device), moved(x, device)
+    o = api.prefill(**given | {"state": mine}, state_v_first=v_first, backend=backend)
+    assert error(o, want.o) <= 1e-5 and error(given["checkpoints"], want.extra) <= 1e-5
+    mine = copy(mine)
     assert steps_apart(mine, pool, v_first) <= ONE_STEP
     assert same_bits(mine.state[[1, 2, 6, 7]], x["state"].state[[1, 2, 6, 7]])
+    # in place, a pool of floats is read and written by the rule's kernels; int16 is copied
+    plain = {name: y for name, y in given.items() if not name.startswith(("checkpoint", "snapshot"))}
+    again = copy(x["state"], device)
+    api.prefill(**plain | {"state": again}, state_v_first=v_first, backend=backend)
+    assert same_bits(copy(again).state[[0, 4]], mine.state[[0, 4]])
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
@@ -292,18 +310,18 @@ def test_histories_fold_into_int16(decay):
 
 
 @pytest.mark.interpret
-def test_what_triton_leaves_to_eager_is_refused_by_name(triton_device):
+def test_triton_leaves_histories_to_eager(triton_device):
     with torch.device(triton_device):
-        pool, x = gdn.allocate_int16_pool(2, num_v_heads=4, head_k_dim=16, head_v_dim=24), inputs(1, 3)
-        given = {"cu_seqlens": torch.tensor([0, 3]), "state_index": torch.tensor([0])}
         held = gdn.allocate_history_pool(
             1, num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=24, state_dtype=torch.int16, places=6,
             room=3,
         )  # fmt: skip
-        with pytest.raises(NotImplementedError, match="expected states in floats, got an Int16Pool"):
-            gdn.prefill(**x, **given, state=pool, backend="triton")
-        with pytest.raises(NotImplementedError, match="expected states in floats, got an Int16Pool"):
-            gdn.decode_with_history(**x, pool=held, backend="triton")
+        for call in (
+            lambda: gdn.decode_with_history(**inputs(1, 3), pool=held, backend="triton"),
+            lambda: gdn.fold_history(held, torch.tensor([0]), backend="triton"),
+        ):
+            with pytest.raises(NotImplementedError, match="expected a HistoryPool with states in floats"):
+                call()
 
 
 def test_refusals():

@@ -217,6 +217,8 @@ def with_snapshots(D: int) -> dict[str, Any]:
 
 def prefill(D: int, *arguments: Any) -> Callable[[], Any]:
     x = prompts(D, *arguments) | with_snapshots(D)
+    if x["state"].dtype == INT16:
+        x |= {"state": with_scales(x["state"], x["state_v_first"])}
     return lambda: api.prefill(**x, backend="triton")
 
 
@@ -619,6 +621,7 @@ OTHERS = {
     "chunk form fp16 60": (decode_in_chunk_form, (4, 5, 60, FP16, FP16, True, True), TUNED),
     "prefill bf16": (prefill, (128, BF16, FP32, True, True), EVERYWHERE),
     "prefill fp32": (prefill, (128, FP32, BF16, False, False), TUNED),
+    "prefill int16 pool": (prefill, (128, BF16, INT16, True, True), TUNED),
     "prefill in place": (prefill_in_place, (128, BF16, FP32, False, True), TUNED),
     "prefill of channels": (prefill_of_channels, (64, FP32, FP32, True, False), TUNED),
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),

@@ -74,8 +74,8 @@ from gdn.backends.triton.serving.structs import (
     GateParameters,
     Gates,
     GateStrides,
+    HeadStates,
     Slots,
-    StatePool,
     TileColumns,
     Token,
     Tokens,
@@ -173,7 +173,7 @@ def decode_kernel(
         scale_ptr = column_scale_ptr
         if column_scale_ptr is not None:
             scale_ptr += head.to(tl.int64) * scale_h
-        pool = StatePool(
+        pool = HeadStates(
             state_ptr + head.to(tl.int64) * state_h * STATE_UNIT, state_n, state_r, state_k, state_v,
             scale_ptr, scale_n, scale_r, scale_v,
         )  # fmt: skip

@@ -114,7 +114,7 @@ class Appended(NamedTuple):
     is_kept: Any
 
 
-class StatePool(NamedTuple):
+class HeadStates(NamedTuple):
     """Say where the states of a head begin in a pool, and the scales of their columns, with their strides."""
 
     ptr: Any
@@ -181,8 +181,8 @@ class Constants:
 
 
 STRUCTS = (
-    Slots, Gates, GateStrides, GateParameters, Packet, Strip, History, Sums, Appended, StatePool, TileColumns,
-    Tokens, Token,
+    Slots, Gates, GateStrides, GateParameters, Packet, Strip, History, Sums, Appended, HeadStates,
+    TileColumns, Tokens, Token,
 )  # fmt: skip
 # a constant that `group_constants` reads, because Triton's cache key of a kernel has no fields of structs:
 # with two fields swapped, the stale binary would be found in the cache on disk
