@@ -131,10 +131,14 @@ def test_reruns_and_batches_give_the_same_bits():
     assert torch.equal(o, first["o"][:, :1000])
 
 
-def test_a_gpu_runs_the_kernels():
-    """Calls of both ranks run on `triton`, whether they name it or not."""
+@pytest.mark.parametrize("K", [16, 136])
+def test_a_gpu_runs_the_kernels(K):
+    """Calls of both ranks run on `triton`; a backward that no GPU has run does if they name it."""
     with FakeTensorMode():
-        x = [torch.empty(1, 8, 2, 16, device="cuda") for _ in range(3)]
-        g, beta = torch.empty(1, 8, 2, 16, device="cuda"), torch.empty(1, 8, 2, device="cuda")
+        x = [torch.empty(1, 8, 2, K, device="cuda") for _ in range(3)]
+        g, beta = torch.empty(1, 8, 2, K, device="cuda"), torch.empty(1, 8, 2, device="cuda")
         for gate in (g, beta):
-            assert triton.refuses(parse(*x, gate, beta)) is None
+            problem = parse(*x, gate, beta)
+            assert triton.refuses(problem) is None
+            assert (triton.refuses_backward(problem) is None) == (gate is beta or K == 16)
+            assert triton.refuses_backward(parse(*x, gate, beta, backend="triton")) is None
