@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gdn
-from gdn.backends import eager, select_backward, triton
+from gdn.backends import eager, triton
 from gdn.backends.triton.rule import run as chunked
 from gdn.problem import parse
 from gdn.testing import Case, check, covering, inputs, packed, rows
@@ -119,6 +119,30 @@ def test_long_sequences(gate, heads):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(128, 128), (256, 256)], ids=str)
+def test_a_head_among_many_has_the_bits_that_it_has_alone(sizes):
+    """No load overwrites an operand of an MMA in flight; that shows only if all SMs are busy."""
+    case = CHANNEL(
+        "slow", lengths=rows(1024), heads=(48, 48), sizes=sizes, state="wide", batch_invariant=True
+    )
+    given = inputs(case, BF16, device="cuda")
+    found, alone = run(kda, given), run(kda, given.heads([5]))
+    for name, x in alone.items():
+        axis = 1 if name in ("final_state", "dh0") else 2
+        assert torch.equal(found[name].narrow(axis, 5 * x.shape[axis], x.shape[axis]), x), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_more_than_128_channels(dtype):
+    """The backward at K = 256 and many chunks, whose state pass has tiles of its own."""
+    lengths = packed(1000, 0, 64, 453) if dtype == BF16 else packed(130, 60)
+    case = replace(LARGE, sizes=(256, 128), lengths=lengths, use_qk_l2norm_in_kernel=True)
+    bad = [v for v in check(kda, case, dtype, device="cuda", budget=2**23) if not v.ok]
+    assert not bad, bad
+
+
+@pytest.mark.gpu
 def test_reruns_and_batches_give_the_same_bits():
     given = inputs(replace(LARGE, batch_invariant=True), BF16, device="cuda")
     first = run(kda, given)
@@ -131,21 +155,15 @@ def test_reruns_and_batches_give_the_same_bits():
     assert torch.equal(o, first["o"][:, :1000])
 
 
-@pytest.mark.gpu
-def test_a_gpu_runs_the_kernels_by_name():
-    given = inputs(LARGE, BF16, device="cuda")
-    x = [given.tensors[name] for name in ("q", "k", "v", "g", "beta")]
-    assert gdn.explain(*x).chosen == "eager"
-    report = gdn.explain(*x, backend="triton")
-    assert report.chosen == report.backward == "triton"
-    assert select_backward(parse(*x, backend="triton")).name == "triton"
-
-
-def test_only_named_calls_run_the_kernels_on_a_gpu():
-    """No test on a GPU has passed them: the backend of such a call is `eager`, unless it names another."""
+def test_a_gpu_runs_the_kernels():
+    """Calls of both ranks run on `triton`, with its backward, whether they name it or not."""
     with FakeTensorMode():
         x = [torch.empty(1, 8, 2, 16, device="cuda") for _ in range(3)]
         g, beta = torch.empty(1, 8, 2, 16, device="cuda"), torch.empty(1, 8, 2, device="cuda")
-        assert "by name" in triton.refuses(parse(*x, g, beta))
-        assert triton.refuses(parse(*x, g, beta, backend="triton")) is None
-        assert triton.refuses(parse(*x, torch.empty_like(beta), beta)) is None
+        for gate in (g, beta):
+            problem = parse(*x, gate, beta)
+            assert triton.refuses(problem) is None and triton.refuses_backward(problem) is None
+        large, g = torch.empty(1, 8, 2, 129, device="cuda"), torch.empty(1, 8, 2, 129, device="cuda")
+        assert "by name" in triton.refuses_backward(parse(large, large, x[2], g, beta))
+        assert triton.refuses_backward(parse(large, large, x[2], g, beta, backend="triton")) is None
+        assert triton.refuses_backward(parse(large, large, x[2], beta, beta)) is None

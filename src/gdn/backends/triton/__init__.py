@@ -22,6 +22,7 @@ from gdn.problem.step import StepProblem
 # problems whose kernels run token by token, and support a decay per key channel and a lower bound
 ANY_GATE = (DecodeProblem, StepProblem)
 LARGEST = 256  # largest K and V
+PROVEN_CHANNELS = 128  # largest K of a backward with a decay per key channel that has run on a GPU
 LONGEST = 16  # most tokens of a packet that is replayed
 # The module here that implements each slot of Backend. The adjoints of single stages are those of `eager`.
 SLOTS = {
@@ -101,8 +102,6 @@ def refuses_any_gate(problem: Any) -> str | None:
         return "expected Triton, got no package of that name"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
-    if device == "cuda" and _has_new_gate(problem) and settings.backend(problem.backend) != "triton":
-        return "expected backend='triton' by name: its kernels of this gate have not run on a GPU yet"
     # a step may have no history
     histories = [getattr(problem, name, None) for name in ("history_u", "history_k")]
     if any(h is not None and h.dtype == torch.float64 for h in histories):
@@ -115,10 +114,21 @@ def refuses_any_gate(problem: Any) -> str | None:
     return None
 
 
-def _has_new_gate(problem: Any) -> bool:
-    """Return True for a decay per key channel or a lower bound, whose kernels no GPU test has passed."""
-    is_per_channel = getattr(problem, "is_per_channel", False)
-    return is_per_channel or getattr(problem, "lower_bound", None) is not None
+def refuses_backward(problem: Problem) -> str | None:
+    """Return why the backend does not support the backward of a problem, or None."""
+    reason = refuses(problem)
+    if reason is None and is_unproven(problem) and problem.K > PROVEN_CHANNELS:
+        reason = f"expected backend='triton' by name for K above {PROVEN_CHANNELS}, which no GPU has run yet"
+    return reason
+
+
+def is_unproven(problem: Problem) -> bool:
+    """Return True for a decay per key channel on a GPU, unless the caller named this backend.
+
+    The kernels of a context and of a backward with many channels have compiled, but run on no GPU.
+    """
+    is_named = settings.backend(problem.backend) == "triton"
+    return problem.is_per_channel and problem.device.type == "cuda" and not is_named
 
 
 def _leading(problem: Any) -> Tensor:
@@ -148,6 +158,7 @@ BACKEND = replace(
     eager.BACKEND,
     name="triton",
     refuses=refuses,
+    refuses_backward=refuses_backward,
     refuses_recurrent=refuses_any_gate,
     **{slot: _late(module, slot) for slot, module in SLOTS.items()},
 )
