@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gdn
 from gdn.backends import eager, triton
+from gdn.backends.triton.launch import Machine
+from gdn.backends.triton.rule import choose
 from gdn.backends.triton.rule import run as chunked
 from gdn.problem import parse
 from gdn.testing import Case, check, covering, inputs, packed, rows
@@ -153,6 +155,17 @@ def test_reruns_and_batches_give_the_same_bits():
     alone = [x[name][:, :1000] for name in ("q", "k", "v", "g", "beta")]
     o, _ = kda(*alone, initial_state=x["initial_state"][:1], batch_invariant=True)
     assert torch.equal(o, first["o"][:, :1000])
+
+
+def test_large_rows_in_fp32_fit_into_shared_memory():
+    """In fp32 `scan` would take 268 KB of sm_90 at K = 256: such a call has two kernels, in 16 bits one."""
+    gpu = Machine("cuda", 90, 132, 227 * 1024)
+    with FakeTensorMode():
+        for dtype, is_fused in ((FP32, False), (BF16, True)):
+            x = [torch.empty(64, 64, 16, 256, device="cuda", dtype=dtype) for _ in range(3)]
+            g, beta = torch.empty(64, 64, 16, 256, device="cuda"), torch.empty(64, 64, 16, device="cuda")
+            assert choose.forward_tiles(parse(*x, g, beta), gpu).is_fused == is_fused
+            assert choose.forward_tiles(parse(*x, beta, beta), gpu).is_fused
 
 
 def test_a_gpu_runs_the_kernels():
