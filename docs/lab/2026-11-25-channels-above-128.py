@@ -5,8 +5,8 @@
 
 Each line runs in a process of its own with a limit of 60 s. A check compares with autograd through the
 reference in fp64: the largest error as a share of its limit, `BAD` above it. `tiles` times state_bwd with the
-tiles of `choose` and with others, us of one launch; `beside eager` a forward with backward, us; `transfers`
-N | M of a rank, us.
+tiles of `choose` and with others, `scan` scan_kernel with 4 and 8 warps, us of one launch; `eager` a forward
+with backward beside `eager`, us; `rank` N | M of a rank, us.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ import gdn
 from gdn.backends import Borders, eager
 from gdn.backends.triton.launch import allocate, machine
 from gdn.backends.triton.rule import borders, choose, run
-from gdn.backends.triton.rule.build import build_backward
+from gdn.backends.triton.rule.build import build_backward, build_forward
 from gdn.backends.triton.rule.describe import describe, tensors_of
 from gdn.problem import parse
 from gdn.testing import Case, check, inputs, packed, rows
@@ -95,6 +95,25 @@ def tiles():
         print(f"tiles {warps} warps {stages} stages: {us:.0f} us, dr {error:.1e} from the first line")
 
 
+def scans():
+    """Time scan with 4 warps, which spill 1.4 KB a thread in bf16, and with 8, which spill none."""
+    _, p = problem_of("triton")
+    first = None
+    for warps in (4, 8):
+        plan = build_forward(
+            p, None, describe(p), replace(choose.fused_tiles(p, machine(p.device)), num_warps=warps)
+        )
+        new = allocate(p.device, plan.specs)
+        tensors = [*tensors_of(p), *new]
+        plan.run_prepare(tensors)
+        plan.run_state(tensors)
+        o = new[9].clone()
+        first = o if first is None else first
+        error = float((o.double() - first.double()).norm() / first.double().norm())
+        us = timed(lambda plan=plan, tensors=tensors: plan.run_state(tensors))
+        print(f"scan {warps} warps: {us:.0f} us, o {error:.1e} from the first line")
+
+
 def beside_eager():
     for backend in ("triton", "eager"):
         given = inputs(LARGE, BF16, device=DEVICE)
@@ -116,6 +135,7 @@ def transfers():
 LINES = {
     **{n: lambda n=n: check_one(n) for n in CHECKS},
     "tiles": tiles,
+    "scan": scans,
     "eager": beside_eager,
     "rank": transfers,
 }
