@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn import settings
 from gdn.backends.backend import Gradients, Saved
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward import segments
@@ -30,12 +31,21 @@ from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
 from gdn.backends.hopper.cost import Cut
-from gdn.backends.hopper.descriptors import FACTOR_ROWS, TOKENS, align, make_aligned, make_descriptor
+from gdn.backends.hopper.descriptors import (
+    FACTOR_ROWS,
+    TOKENS,
+    align,
+    align_placeholders,
+    is_aligned,
+    make_aligned,
+    make_descriptor,
+)
 from gdn.backends.hopper.factors import MIN_G
 from gdn.backends.hopper.propagate import propagate_states_kernel
 from gdn.backends.hopper.rule import REGISTERS, STRIP
 from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.hopper.segments import PROPAGATE
+from gdn.backends.select import other_backward_launches
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import (
     Launch,
@@ -188,10 +198,16 @@ def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, *, is_c
     dtype = None if dfinal is None else dfinal.dtype
     key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, schedule)
 
+    def steps() -> Iterator[Step]:
+        yield from _all_steps(p, saved, do, dfinal)
+        yield from other_backward_launches(p, saved, do, dfinal, "hopper")
+
     def make() -> Plan:
         if before is None:
-            kind = ("hopper backward", rules.kind_key(p, rules.describe(p)), dtype)
-            compile_ahead(p.device, kind, lambda: _all_steps(p, saved, do, dfinal))
+            # with no backend named, `triton` may get a smaller backward of the kind
+            is_shared = settings.backend(p.backend) is None
+            kind = ("hopper backward", rules.kind_key(p, rules.describe(p)), dtype, is_shared)
+            compile_ahead(p.device, kind, steps)
         return _plan(p, before, *schedule)
 
     return _plans.get(key, make)
@@ -201,6 +217,13 @@ def schedule_of(p: Problem) -> tuple[int, Segmentation | None]:
     """Return the consumer warpgroups of a CTA of the scan, and its segments."""
     cut = segmentation_of(p)
     return (consumers_of(p), None) if cut is None else (cut.consumers, cut)
+
+
+def launches(problem: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
+    """Yield the launches of backwards of this kind at any size; none where `lacks` has a reason."""
+    if lacks(problem, saved) is None:
+        do = do if is_aligned(do) else do.new_empty((1, 1, *do.shape[2:]))
+        yield from _all_steps(align_placeholders(problem), saved, do, dfinal)
 
 
 def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:

@@ -12,10 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gdn.backends import eager
 from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradients, Kept
 from gdn.backends.borders import begin_whole, row_index, saved_of, start_columns, states_at
-from gdn.backends.triton import is_unproven
 from gdn.backends.triton.launch import allocate, device_guard, machine
 from gdn.backends.triton.rule import choose, run
 from gdn.backends.triton.rule.build import build_transfer
@@ -28,8 +26,6 @@ from gdn.problem import Problem
 
 def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tensor | None, FinishForward]:
     """See `Backend`."""
-    if is_unproven(problem):
-        return eager.BACKEND.forward_begin(problem, borders, save)
     if borders.leaving and not borders.entering:
         return begin_whole(problem, borders, lambda p: _forward(p, save))
     p = to_kernel_layout(problem)
@@ -87,8 +83,6 @@ def backward_begin(
     problem: Problem, kept: Kept, do: Tensor | None, dS: Tensor | None, borders: Borders
 ) -> tuple[Tensor | None, FinishBackward]:
     """See `Backend`."""
-    if is_unproven(problem):
-        return eager.BACKEND.backward_begin(problem, kept, do, dS, borders)
     p = to_kernel_layout(problem)
     saved, do, dS = run.backward_inputs(p, saved_of(kept), do, dS)
     given = (*tensors_of(p), *saved, do)
