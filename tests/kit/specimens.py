@@ -450,6 +450,43 @@ def hopper_between_ranks(case: Case) -> Callable[[], Any]:
     return call
 
 
+def between_ranks(case: Case) -> Callable[[], Any]:
+    """Return the forward of a rank of `triton`: every row receives a state and passes one on."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="triton")
+
+    def call() -> None:
+        from gdn.backends import Borders
+        from gdn.backends.triton.rule import borders
+
+        rows = tuple(range(problem.N))
+        borders.forward_begin(problem, Borders(rows, rows), True)
+
+    return call
+
+
+def backward_state_pass(case: Case, dtype: torch.dtype) -> Callable[[], Any]:
+    """Return the state pass of a backward alone, on tensors of zeros."""
+    given = inputs(case, dtype, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="triton")
+
+    def call() -> None:
+        from gdn.backends.backend import Saved
+        from gdn.backends.triton.launch import allocate
+        from gdn.backends.triton.rule import describe, run
+
+        p = describe.to_kernel_layout(problem)
+        shapes = describe.saves(p)
+        saved = Saved(
+            *[None if x is None else torch.zeros(x[0], dtype=x[1], device=p.device) for x in shapes]
+        )
+        plan = run.backward_plan(p, saved, given.do, given.dfinal_state)
+        tensors = (*describe.tensors_of(p), *saved, given.do, given.dfinal_state)
+        plan.run_state([*tensors, *allocate(p.device, plan.specs)])
+
+    return call
+
+
 def hopper_backward(case: Case, has_scan: bool = True) -> Callable[[], Any]:
     """Make the backward of `hopper`, by CTAs of one consumer and of two, or on Triton's state pass."""
     given = inputs(case, BF16, device=torch.get_default_device())
@@ -590,6 +627,16 @@ OTHERS = {
         hopper_between_ranks,
         (Case(sizes=(64, 64), heads=(2, 4), state="wide"),),
         TUNED,
+    ),
+    "between ranks, channels": (
+        between_ranks,
+        (Case(sizes=(128, 128), heads=(2, 4), is_per_channel=True),),
+        TUNED,
+    ),
+    "state pass of a backward, 256 channels": (
+        backward_state_pass,
+        (Case(sizes=(256, 256), is_per_channel=True, state="wide"), BF16),
+        EVERYWHERE,
     ),
     "hopper backward": (hopper_backward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
     "hopper backward all packed": (
