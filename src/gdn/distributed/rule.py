@@ -75,6 +75,7 @@ def begin_forward(call: Call, save: bool) -> Callable[[], Forward]:
         if exchange is not None and pending is not None:
             states, maps = exchange.finish_states(pending, p.V)
             if plan.entering:
+                assert states is not None
                 initial_state = entering_rows(p, plan, states)
         o, final, saved = finish(initial_state)
         return Forward(o, final, initial_state, maps, saved)
@@ -102,6 +103,7 @@ def begin_backward(
             assert maps is not None
             d = exchange.finish_gradients(pending, maps)
             if plan.leaving:
+                assert d is not None
                 leaving = add_rows(p, plan, dS, d)
         gradients = finish(leaving)
         if gradients[-1] is not None:
