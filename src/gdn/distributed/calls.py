@@ -81,7 +81,7 @@ def begin_rule(context: "ContextParallel", arguments: Mapping[str, Any]) -> Call
         given = replace(problem, **tokens, cu_seqlens_cpu=None)
         return lambda: heads.rule(given, whole)
     exchange = make_exchange(name, plan, context._groups, problem.backend)
-    finish = rule.begin_rule(rule.Call(problem, plan, exchange))
+    finish = rule.begin_rule(rule.Call(problem, plan, exchange, problem.initial_state is not None))
 
     def rest() -> Results:
         o, final = finish()

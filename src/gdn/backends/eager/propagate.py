@@ -17,7 +17,8 @@ def propagate_states(problem: PropagateProblem) -> None:
             matrix(p.dst, step.store).copy_(S)
         if step.add < 0:
             continue
-        N = F.pad(matrix(p.add, step.add), (0, W - p.V))
+        N = matrix(p.add, step.add)
+        N = F.pad(N, (0, W - p.V)) if W > p.V else N
         if step.map < 0:
             S = N
             continue
