@@ -14,6 +14,7 @@ import torch
 
 import gdn
 from gdn.problem import parse
+from gdn.problem.propagate import PropagateProblem, RunStep
 from gdn.testing import Case, inputs, packed, rows
 from gdn.testing.accuracy import run
 from kit import api
@@ -487,6 +488,28 @@ def backward_state_pass(case: Case, dtype: torch.dtype) -> Callable[[], Any]:
     return call
 
 
+def states_between_ranks(K: int, V: int, of_groups: bool) -> Callable[[], Any]:
+    """Return folds of states and of gradients of states; of_groups: also one of groups of runs."""
+    steps = (RunStep(-1, 1, 1), RunStep(0, -1, -1))
+    transfers = torch.empty(2, 1, 1, 2, K, V + K)
+    N, M = transfers[..., :V], transfers[..., V:]
+    C, maps = torch.empty(2, 1, 1, 2, K, V), torch.empty(2, 1, 1, 2, K, K)
+    problems = [
+        PropagateProblem(torch.empty_like(C), N, M, None, steps),
+        PropagateProblem(torch.empty_like(C), C, maps, None, steps, True),
+    ]
+    if of_groups:
+        problems.append(PropagateProblem(torch.empty_like(transfers), N, M, transfers[0, 0], steps))
+
+    def call() -> None:
+        from gdn.backends.triton.rule.propagate import propagate_states
+
+        for problem in problems:
+            propagate_states(problem)
+
+    return call
+
+
 def hopper_backward(case: Case, has_scan: bool = True) -> Callable[[], Any]:
     """Make the backward of `hopper`, by CTAs of one consumer and of two, or on Triton's state pass."""
     given = inputs(case, BF16, device=torch.get_default_device())
@@ -638,6 +661,8 @@ OTHERS = {
         (Case(sizes=(256, 256), is_per_channel=True, state="wide"), BF16),
         EVERYWHERE,
     ),
+    "states between ranks 128": (states_between_ranks, (128, 128, False), EVERYWHERE),
+    "states between ranks 60": (states_between_ranks, (60, 44, True), TUNED),
     "hopper backward": (hopper_backward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
     "hopper backward all packed": (
         hopper_backward,
