@@ -79,6 +79,11 @@ def refuses(problem: Any) -> str | None:
     reason = refuses_any_gate(problem)
     # a step on slots with histories has the kernel of these
     has_history = getattr(problem, "cursor", None) is not None
+    is_int16 = getattr(problem, "column_scale", None) is not None
+    if reason is None and is_int16 and (has_history or not isinstance(problem, ANY_GATE)):
+        reason = (
+            "expected states in floats, got an Int16Pool: only decode and decode_step have kernels for it"
+        )
     if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
         reason = _refuses_gate(problem)
     return reason
