@@ -425,7 +425,7 @@ def hopper_backward(case: Case, has_scan: bool = True) -> Callable[[], Any]:
 
         saved = run.chunk_forward(problem, True)[2]
         scan = patch.object(plan, "HAS_SCAN", has_scan)
-        for consumers in (1, 2):
+        for consumers in range(1, problem.V // 64 + 1):
             with scan, patch.object(plan, "consumers_of", lambda problem, consumers=consumers: consumers):
                 plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
@@ -445,7 +445,8 @@ def hopper_backward_of_few_heads(case: Case) -> Callable[[], Any]:
 
         saved = run.chunk_forward(problem, True)[2]
         cut = Cut(1, 9, 1)
-        for schedule in ((1, Segmentation(cut, 1, 1)), (2, Segmentation(cut, 2, 2))):
+        for consumers in range(1, problem.V // 64 + 1):
+            schedule = consumers, Segmentation(cut, consumers, consumers)
             with patch.object(plan, "schedule_of", lambda p, found=schedule: found):
                 plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
@@ -548,6 +549,17 @@ OTHERS = {
     "hopper backward of few heads": (
         hopper_backward_of_few_heads,
         (Case(sizes=(128, 128), heads=(2, 4), state="wide", lengths=rows(257)),),
+        TUNED,
+    ),
+    "hopper 64 backward": (hopper_backward, (Case(sizes=(64, 64), heads=(2, 4)),), TUNED),
+    "hopper 64 backward all packed": (
+        hopper_backward,
+        (Case(sizes=(64, 64), heads=(2, 4), lengths=LADDER, **ALL),),
+        TUNED,
+    ),
+    "hopper 64 backward of few heads": (
+        hopper_backward_of_few_heads,
+        (Case(sizes=(64, 64), heads=(2, 4), state="wide", lengths=rows(257)),),
         TUNED,
     ),
     "hopper backward on Triton's state pass": (

@@ -46,9 +46,9 @@ def gradients_kernel(
         v=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         do=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         d=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
-        S=gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, STRIP], BF16_TILE),
+        S=gl.allocate_shared_memory(S_d.dtype, [STAGES, D, STRIP], S_d.layout),
         dS=gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, STRIP], BF16_TILE),
-        A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], BF16_TILE),
+        A_inv=gl.allocate_shared_memory(A_inv_d.dtype, [STAGES, C, C], A_inv_d.layout),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], factors_d.layout),
         parts=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], BF16_TILE),
@@ -57,9 +57,15 @@ def gradients_kernel(
         ones=gl.allocate_shared_memory(gl.bfloat16, [1, C, C], BF16_TILE),
         entering=gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
+    S_full = None
+    if D == STRIP:
+        S_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(S_full.index(i), count=1)
     turns = Turns(
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        S_full=S_full,
         head_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         head_empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         keys_full=gl.allocate_shared_memory(gl.int64, [1, 1], barrier),

@@ -97,7 +97,7 @@ def run_partitions(x, out, sequences, V_FIRST: gl.constexpr, CONSUMERS: gl.const
         q=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
         k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
         do=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS * STAGES, 1, C, 1, STRIP], x.q.layout),
-        A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], BF16_TILE),
+        A_inv=gl.allocate_shared_memory(x.A_inv.dtype, [STAGES, C, C], x.A_inv.layout),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], x.factors.layout),
         P=gl.allocate_shared_memory(gl.bfloat16, [2 * P_STAGES, C, C], BF16_TILE),
@@ -121,7 +121,9 @@ def run_partitions(x, out, sequences, V_FIRST: gl.constexpr, CONSUMERS: gl.const
     # The first consumer gets the registers that the others leave of 512 (maxnreg 128 x 4), of 360 (120 x 3)
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(run_consumer, (0, w)), (compute_scores, (w,)), (run_producer, (w,))], [4, 1], [88, 24]
+            [(run_consumer, (0, w)), (compute_scores, (w,)), (run_producer, (w,))],
+            [4, 1],
+            [128 if D == STRIP else 88, 24],
         )
     else:
         gl.warp_specialize(
