@@ -90,7 +90,12 @@ def test_the_backward_of_a_problem(monkeypatch):
     assert backward(backend="triton") == ("triton", "triton")
     assert backward(backend="eager") == ("eager", "eager")
     small = replace(BASE, sizes=(64, 64))
-    assert backward(small, backend="hopper") == ("hopper", "triton")
+    assert backward(small, backend="hopper") == ("hopper", "hopper")
+    # not measured: calls that name no backend keep Triton's backward
+    small = replace(small, lengths=rows(64 * 80))
+    assert backward(small) == ("hopper", "triton")
+    monkeypatch.setattr(hopper, "MEASURED_BACKWARD", (64, 128))
+    assert backward(small) == ("hopper", "hopper")
     assert backward(dtype=torch.float16) == ("triton", "triton")
     assert backward(batch_invariant=True) == ("triton", "triton")
     assert backward(batch_invariant=True, backend="hopper") == ("hopper", "hopper")
@@ -170,7 +175,7 @@ def test_other_backends_are_compiled_ahead(monkeypatch, named, save):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
-@pytest.mark.parametrize("name", ["packed", "options", "one chunk"])
+@pytest.mark.parametrize("name", ["packed", "options", "one chunk", "few keys"])
 def test_the_backward_is_compiled_ahead(monkeypatch, name):
     """Compile all binaries of backwards of a kind with the first one; those of other sizes are among them."""
     kinds = {}
@@ -191,7 +196,7 @@ def test_the_backward_is_compiled_ahead(monkeypatch, name):
     assert len(kinds) == 1 and launched <= compiled
     assert {job.kernel.__name__ for job in launched} >= {"reverse_scan_kernel", "gradients_kernel"}
     scans = [dict(job.constants) for job in launched if job.kernel is plan.reverse_scan_kernel]
-    assert {scan["CONSUMERS"] for scan in scans} == {1, 2}
+    assert {scan["CONSUMERS"] for scan in scans} == ({1} if name == "few keys" else {1, 2})
 
 
 def test_compiling_ahead_copies_no_tensor_and_needs_no_token(monkeypatch):

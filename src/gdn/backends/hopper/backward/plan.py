@@ -287,9 +287,9 @@ def _plan(
             num_descriptors=7,
             seconds=4.0,
         )
-        assert specs[4] is not None
-        # dS of the chunks is bf16 at K = 64, too; P and its low half stay in shared memory
-        specs = (*specs[:4], tensor_spec(specs[4][0], p.q.dtype), *specs[5:-2], None, None)
+        # dS is bf16 at K = 64, too; P and its low half stay in shared memory
+        dS = tensor_spec((p.num_chunks, p.HV, p.K, p.V), p.q.dtype)
+        specs = (*specs[:4], dS, *specs[5:-2], None, None)
     items = a.entries * p.H
     gradients = Launch(
         gradients_kernel,

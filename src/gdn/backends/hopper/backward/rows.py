@@ -168,7 +168,7 @@ def over_strip(w, head_stage, count, dq, dk, entering, through):
 
 @gluon.jit
 def issue_transposed_state_mma(x, w, stage, acc):
-    """Issue acc + x S^T [C, K] as asynchronous MMAs, x [C, 64 values] in registers; at K = 64 S is split bf16."""
+    """Issue acc + x S^T [C, K] as asynchronous MMAs, x [C, 64] in registers; at K = 64 S is split bf16."""
     S = w.tiles.S.index(stage)
     x = gl.convert_layout(x, A_OPERAND)
     if w.D == STRIP:

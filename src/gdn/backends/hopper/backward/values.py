@@ -126,7 +126,7 @@ def over_strip(w, place, head, strip, head_stage, count, sums):
 
 @gluon.jit
 def issue_inverse_mma(w, head_stage, zero, u):
-    """Issue u + (A_inv - 1) u as asynchronous MMAs, u as split bf16; at K = 64 A_inv is split in registers."""
+    """Issue u + (A_inv - 1) u as asynchronous MMAs, u as split bf16; at K = 64 A_inv, too, in registers."""
     parts = w.tiles.parts
     if w.D == STRIP:
         hi, lo = split_bf16(w.tiles.A_inv.index(head_stage).load(ACC_TOKENS))
