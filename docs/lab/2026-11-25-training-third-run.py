@@ -34,119 +34,6 @@ FOLDER = "gdn/backends/hopper/backward/"
 WRONG = ("BAD", "HUNG", "FAILED", "OTHER BITS")
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
-# fewer instructions in the value warpgroup: u in one part, factors and masks once, crossing without MMAs
-ONE_PART = [
-    (
-        "values.py",
-        "    put_parts(w, u, zero)\n    A_inv",
-        "    tiles.parts.index(zero).store(u.to(gl.bfloat16))\n    fence_async_shared()\n    A_inv",
-    ),
-    (
-        "values.py",
-        "    v_new = warpgroup_mma(A_inv, tiles.parts.index(zero + 1), v_new, is_async=True)\n",
-        "",
-    ),
-]
-STRIP = [
-    (
-        "values.py",
-        """    kS = warpgroup_mma_wait(0, deps=(kS,)) * factor(tiles, head_stage, INTO, PER_ROW)[:, None]
-    entering = sums.entering + gl.sum(d * kS, 1)
-    X = v + kS
-""",
-        """    kS = warpgroup_mma_wait(0, deps=(kS,))
-    entering = sums.entering + gl.sum(d * kS, 1)
-    X = v + kS * factor(tiles, head_stage, INTO, PER_ROW)[:, None]
-""",
-    ),
-    (
-        "values.py",
-        "    u = gl.where(is_token[:, None], beta[:, None] * X, 0.0)\n",
-        """    u = beta[:, None] * X
-    if place.length < C:
-        u = gl.where(is_token[:, None], u, 0.0)
-""",
-    ),
-    (
-        "values.py",
-        "    tiles.entering.store(sums.entering * gain)\n",
-        "    tiles.entering.store(sums.entering * factor(tiles, stage, INTO, PER_ROW) * gain)\n",
-    ),
-]
-FINISH = [
-    (
-        "values.py",
-        """    is_kept = (j[None, :] <= i[:, None]) & is_token[:, None]
-    is_below = (j[None, :] < i[:, None]) & is_token[:, None]
-    E = gl.where(is_kept, sums.E * D * factor(tiles, stage, Q_SCALE, PER_ROW)[:, None], 0.0)
-    F = gl.where(is_below, -sums.F * D * factor(tiles, stage, K_RSTD, PER_ROW)[:, None], 0.0)
-""",
-        """    # masked here alone: products with E and F need no mask, but for NaN in rows past the end
-    E = sums.E
-    F = sums.F
-    if place.length < C:
-        E = gl.where(is_token[:, None], E, 0.0)
-        F = gl.where(is_token[:, None], F, 0.0)
-    below = gl.where(j[None, :] < i[:, None], D, 0.0)
-    D = gl.where(j[None, :] <= i[:, None], D, 0.0)
-    E = E * (D * factor(tiles, stage, Q_SCALE, PER_ROW)[:, None])
-    if w.NORM:
-        below = below * factor(tiles, stage, K_RSTD, PER_ROW)[:, None]
-    F = -F * below
-""",
-    ),
-    (
-        "values.py",
-        """    F = gl.where(is_below, F * kk, 0.0)
-    H = gl.where(is_below, E * qk, 0.0) + F * gain[:, None]
-    # sums over j < t by MMAs with ones, then over i >= t; hi + lo keeps H to 2^-16
-    hi, lo = split_bf16(H)
-    ones = tiles.ones.index(zero)
-    before = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), ones, zeros, use_acc=False, is_async=True)
-    before = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), ones, before, is_async=True)
-""",
-        """    if place.length < C:
-        qk = gl.where(is_token[:, None], qk, 0.0)
-        kk = gl.where(is_token[:, None], kk, 0.0)
-    F = F * kk
-    H = E * qk + F * gain[:, None]
-    # sum_{i >= t > j} H_ij = sum_{j < t} (sum_i H_ij - sum_i H_ji): a part of `leaving`, without a diagonal
-    crossing = gl.convert_layout(gl.sum(H, 0), PER_ROW) - gl.sum(H, 1)
-""",
-    ),
-    (
-        "values.py",
-        "    gl.store(shares + LEAVING * C + i, sums.leaving * factor(tiles, stage, OUT, PER_ROW), "
-        "mask=is_token"
-        """)
-    before = warpgroup_mma_wait(0, deps=(before,))
-    crossing = gl.sum(gl.where(j[None, :] <= i[:, None], before, 0.0), 0)
-    gl.store(shares + CROSSING * C + j, crossing, mask=j < place.length)
-""",
-        """    leaving = sums.leaving * factor(tiles, stage, OUT, PER_ROW) + crossing
-    gl.store(shares + LEAVING * C + i, leaving, mask=is_token)
-    gl.store(shares + CROSSING * C + i, crossing * 0.0, mask=is_token)
-""",
-    ),
-    (
-        "values.py",
-        """    i = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))[:, None]
-    j = gl.arange(0, C, gl.SliceLayout(0, TOKEN_ROWS))[None, :]
-    w.tiles.ones.index(0).store((i < j).to(gl.bfloat16))
-    fence_async_shared()
-    item_count = 0
-""",
-        "    item_count = 0\n",
-    ),
-    (
-        "gradients.py",
-        "        ones=gl.allocate_shared_memory(gl.bfloat16, [1, C, C], BF16_TILE),\n",
-        "",
-    ),
-    ("shared.py", "    ones: Any  # 1 above the diagonal\n", ""),
-]
-LEAN = [*ONE_PART, *STRIP, *FINISH]
-
 
 def stamp(file, anchor, part, event, count="count", before=False):
     """Return the edit that stores the clock at a line, for the first 64 strips (or heads) of CTA 0."""
@@ -207,12 +94,7 @@ def zero_of(count):''',
     stamp("rows.py", "    E = tiles.pairs.index(zero)\n", 3, 1, before=True),
     stamp("rows.py", "    if (count + 1) % w.problem.ratio != 0:\n", 3, 2, before=True),
 ]
-VARIANTS = {
-    "in use": [],
-    "u in one part": ONE_PART,
-    "fewer instructions, u in two parts": [*STRIP, *FINISH],
-    "fewer instructions": LEAN,
-}
+VARIANTS = {"in use": []}  # name: edits (file, old, new) of a copy of the package
 
 
 def make_copy(edits, folder, name):
@@ -286,7 +168,7 @@ def check(name):
     given = inputs(cases()[name], torch.bfloat16, device="cuda")
     o, final, expected = reference(given)
     for is_fast in (False, True):
-        rule.SAVING_FAST_PATH = is_fast
+        rule.FAST_PATH = is_fast
         problem = parse(**given.tensors, **given.options, backend="hopper")
         first, S, saved = rule.chunk_forward(problem, True)
         again, S_again, less = rule.chunk_forward(replace(problem, recompute=True), True)
@@ -337,7 +219,7 @@ def dg(gate):
         problem = parse(**given.tensors, **given.options, backend="hopper")
         expected = reference(given)[2][3]
         for is_fast in (False, True):
-            rule.SAVING_FAST_PATH = is_fast
+            rule.FAST_PATH = is_fast
             saved = rule.chunk_forward(problem, True)[2]
             for name, backend in (("Triton", chunked), ("Gluon", plan)):
                 x = backend.chunk_backward(problem, saved, given.do, given.dfinal_state).dg
@@ -436,12 +318,12 @@ def times(name, lock):
         # compile everything before taking the GPU
         forwards = {}
         for is_fast in (False, True):
-            rule.SAVING_FAST_PATH = is_fast
+            rule.FAST_PATH = is_fast
             forwards[is_fast] = rule.chunk_forward(problem, True)[2]
             kept = rule.chunk_forward(less, True)[2]
             rule.recompute_saved(less, kept)
             plan.chunk_backward(problem, forwards[is_fast], do, None)
-        rule.SAVING_FAST_PATH = False
+        rule.FAST_PATH = True
         kept, saved = rule.chunk_forward(less, True)[2], forwards[False]
         torch.cuda.synchronize()
         reps = 4 if name in ("16/32 8x4096", "16/32 1x32768", "16/64 4x8192") else 10
@@ -458,10 +340,10 @@ def times(name, lock):
                 continue
             us = {}
             for is_fast in (False, True):
-                rule.SAVING_FAST_PATH = is_fast
+                rule.FAST_PATH = is_fast
                 us[is_fast] = timed(lambda: rule.chunk_forward(problem, True), reps)  # noqa: B023
             short = timed(lambda: rule.chunk_forward(less, True), reps)  # noqa: B023
-            rule.SAVING_FAST_PATH = False
+            rule.FAST_PATH = True
             inference = timed(lambda: rule.chunk_forward(problem, False), reps)  # noqa: B023
             again = timed(lambda: rule.recompute_saved(less, kept), reps)  # noqa: B023
             goal = f"  goal {GOALS[name]}" if name in GOALS and kind == "mild" else ""
@@ -473,12 +355,12 @@ def times(name, lock):
             if kind == "mild":
                 print(" " * 21 + launches_of(steps, reps))
                 for is_fast in (False, True):
-                    rule.SAVING_FAST_PATH = is_fast
+                    rule.FAST_PATH = is_fast
                     made = rule.plan_of(rule.align(p), torch.bfloat16)
                     tensors = allocate(p.device, made.specs)
                     runs = list(made.steps(rule.align(p), tensors))
                     print(f"{'':21s}{'fast path' if is_fast else 'forward'}: {launches_of(runs, reps)}")
-                rule.SAVING_FAST_PATH = False
+                rule.FAST_PATH = True
             print(flush=True, end="")
             del new, late, steps
         del forwards, saved, kept
@@ -601,7 +483,7 @@ def jobs_of(parts, folder):
     clocked = {
         name: make_copy([*edits, *CLOCK], folder, f"clocks {name}")
         for name, edits in VARIANTS.items()
-        if name in ("in use", "fewer instructions")
+        if not edits
     }
     jobs = []
     for part in parts:

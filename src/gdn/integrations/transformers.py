@@ -196,7 +196,9 @@ def _scan() -> None:
 def _is_model_file(name: str, module: ModuleType) -> bool:
     """Return True for a module with both functions of a rule and own layers; scripts only import them."""
     names = vars(module)
-    has_rule = any(all(callable(names.get(x)) for x in rule) for rule in (PER_HEAD, PER_CHANNEL))
+    # the names first: a process with Transformers has thousands of modules
+    rules = [rule for rule in (PER_HEAD, PER_CHANNEL) if rule.keys() <= names.keys()]
+    has_rule = any(all(callable(names[x]) for x in rule) for rule in rules)
     if not has_rule or name.split(".")[0] == "gdn":
         return False
     return any(

@@ -16,18 +16,19 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
-from gdn.problem import DecodeProblem, Problem
+from gdn.problem import DecodeProblem, PrefillProblem, Problem
+from gdn.problem.stages import StageProblem
 from gdn.problem.step import StepProblem
 
 # problems whose kernels run token by token, and support a decay per key channel and a lower bound
 ANY_GATE = (DecodeProblem, StepProblem)
 LARGEST = 256  # largest K and V
-LARGEST_CHANNELS = 128  # largest K of a backward with a decay per key channel
 LONGEST = 16  # most tokens of a packet that is replayed
 # The module here that implements each slot of Backend. The adjoints of single stages are those of `eager`.
 SLOTS = {
     "saves": "rule.describe",
     "forward_launches": "rule.run",
+    "backward_launches": "rule.run",
     "chunk_forward": "rule.run",
     "recompute_saved": "rule.run",
     "chunk_backward": "rule.run",
@@ -82,8 +83,8 @@ def refuses(problem: Any) -> str | None:
 
 def _refuses_gate(problem: Any) -> str | None:
     """Return why the kernels of whole chunks do not support the gate of a problem, or None."""
-    if isinstance(problem, Problem) and problem.is_per_channel:
-        # the chunked rule has kernels for both ranks of the gate
+    if isinstance(problem, (Problem, PrefillProblem, StageProblem)) and problem.is_per_channel:
+        # the chunked rule and `gate` have kernels for both ranks; a single stage takes a decay per head
         return None
     if getattr(problem, "is_per_channel", False):
         return "expected a decay per head, got one per key channel"
@@ -102,8 +103,6 @@ def refuses_any_gate(problem: Any) -> str | None:
         return "expected Triton, got no package of that name"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
-    if device == "cuda" and _has_new_gate(problem) and settings.backend(problem.backend) != "triton":
-        return "expected backend='triton' by name: its kernels of this gate have not run on a GPU yet"
     # a step may have no history
     histories = [getattr(problem, name, None) for name in ("history_u", "history_k")]
     if any(h is not None and h.dtype == torch.float64 for h in histories):
@@ -114,21 +113,6 @@ def refuses_any_gate(problem: Any) -> str | None:
     if K > LARGEST or V > LARGEST:
         return f"expected K and V of at most {LARGEST}, got K={K}, V={V}"
     return None
-
-
-def _has_new_gate(problem: Any) -> bool:
-    """Return True for a decay per key channel or a lower bound, whose kernels no GPU test has passed."""
-    is_per_channel = getattr(problem, "is_per_channel", False)
-    return is_per_channel or getattr(problem, "lower_bound", None) is not None
-
-
-def refuses_backward(problem: Problem) -> str | None:
-    """Return why the backend does not support the backward of a problem, or None."""
-    reason = refuses(problem)
-    if reason is None and problem.is_per_channel and problem.K > LARGEST_CHANNELS:
-        # the state pass has three rows of each token in shared memory, two chunks deep
-        reason = f"expected K of at most {LARGEST_CHANNELS} with a decay per key channel, got K={problem.K}"
-    return reason
 
 
 def _leading(problem: Any) -> Tensor:
@@ -158,7 +142,6 @@ BACKEND = replace(
     eager.BACKEND,
     name="triton",
     refuses=refuses,
-    refuses_backward=refuses_backward,
     refuses_recurrent=refuses_any_gate,
     **{slot: _late(module, slot) for slot, module in SLOTS.items()},
 )

@@ -54,7 +54,6 @@ def gradients_kernel(
         parts=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], BF16_TILE),
         w=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], BF16_TILE),
         pairs=gl.allocate_shared_memory(gl.bfloat16, [2, C, C], BF16_TILE),
-        ones=gl.allocate_shared_memory(gl.bfloat16, [1, C, C], BF16_TILE),
         entering=gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     S_full = None

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn import settings
 from gdn.backends.backend import Gradients, Saved
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward import segments
@@ -34,6 +35,8 @@ from gdn.backends.hopper.descriptors import (
     FACTOR_ROWS,
     TOKENS,
     align,
+    align_placeholders,
+    is_aligned,
     make_aligned,
     make_descriptor,
     state_layout,
@@ -43,6 +46,7 @@ from gdn.backends.hopper.propagate import propagate_states_kernel
 from gdn.backends.hopper.rule import REGISTERS, STRIP
 from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.hopper.segments import PROPAGATE
+from gdn.backends.select import other_backward_launches
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import (
     Launch,
@@ -198,10 +202,16 @@ def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, *, is_c
     dtype = None if dfinal is None else dfinal.dtype
     key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, schedule)
 
+    def steps() -> Iterator[Step]:
+        yield from _all_steps(p, saved, do, dfinal)
+        yield from other_backward_launches(p, saved, do, dfinal, "hopper")
+
     def make() -> Plan:
         if before is None:
-            kind = ("hopper backward", rules.kind_key(p, rules.describe(p)), dtype)
-            compile_ahead(p.device, kind, lambda: _all_steps(p, saved, do, dfinal))
+            # with no backend named, `triton` may get a smaller backward of the kind
+            is_shared = settings.backend(p.backend) is None
+            kind = ("hopper backward", rules.kind_key(p, rules.describe(p)), dtype, is_shared)
+            compile_ahead(p.device, kind, steps)
         return _plan(p, before, *schedule)
 
     return _plans.get(key, make)
@@ -211,6 +221,13 @@ def schedule_of(p: Problem) -> tuple[int, Segmentation | None]:
     """Return the consumer warpgroups of a CTA of the scan, and its segments."""
     cut = segmentation_of(p)
     return (consumers_of(p), None) if cut is None else (cut.consumers, cut)
+
+
+def launches(problem: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
+    """Yield the launches of backwards of this kind at any size; none where `lacks` has a reason."""
+    if lacks(problem, saved) is None:
+        do = do if is_aligned(do) else do.new_empty((1, 1, *do.shape[2:]))
+        yield from _all_steps(align_placeholders(problem), saved, do, dfinal)
 
 
 def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
@@ -255,13 +272,21 @@ def consumers_of(p: Problem) -> int:
     return min(consumers, p.V // STRIP)
 
 
+def _specs(p: Problem, a: rules.Description) -> tuple[TensorSpec | None, ...]:
+    """Return the specs of `Plan.specs` with a scan of our own."""
+    specs = build.backward_specs(p, a)
+    # dS is bf16 at K = 64, too; P and its low half stay in shared memory
+    dS = tensor_spec((p.num_chunks, p.HV, p.K, p.V), p.q.dtype)
+    return (*specs[:4], dS, *specs[5:-2], None, None)
+
+
 def _plan(
     p: Problem, before: Backward | None, consumers: int, segmentation: Segmentation | None = None
 ) -> Plan:
     """Plan the launches of a backward."""
     a = rules.describe(p)
     numbers = rules.shape_scalars(p)
-    specs = build.backward_specs(p, a)
+    specs = build.backward_specs(p, a) if before is not None else _specs(p, a)
     num_sms = cost.num_sms(p.device)
     factors = Launch(
         backward_factors_kernel,
@@ -287,9 +312,6 @@ def _plan(
             num_descriptors=7,
             seconds=4.0,
         )
-        # dS is bf16 at K = 64, too; P and its low half stay in shared memory
-        dS = tensor_spec((p.num_chunks, p.HV, p.K, p.V), p.q.dtype)
-        specs = (*specs[:4], dS, *specs[5:-2], None, None)
     items = a.entries * p.H
     gradients = Launch(
         gradients_kernel,

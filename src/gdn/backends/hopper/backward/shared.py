@@ -63,7 +63,6 @@ class Tiles:
     parts: Any  # the value warpgroup's own: hi and lo of u, then of v_new
     w: Any  # OUT v_new, from the value to the row warpgroup
     pairs: Any  # E and F of a head, from the value to the row warpgroup; later dq and dk for TMA
-    ones: Any  # 1 above the diagonal
     entering: Any  # gate terms of a head, from the value to the row warpgroup
 
 
