@@ -124,21 +124,15 @@ def over_strip(w, place, head, strip, head_stage, count, sums):
 
 @gluon.jit
 def issue_inverse_mma(w, head_stage, zero, u):
-    """Issue u + (A_inv - 1) u as asynchronous MMAs; at K = 64 u and A_inv are split bf16.
-
-    Their own rounding is small, as u itself is the accumulator's first value in fp32.
-    """
+    """Issue u + (A_inv - 1) u as asynchronous MMAs, u rounded; at K = 64 A_inv is split bf16 in registers."""
     parts = w.tiles.parts
+    parts.index(zero).store(u.to(gl.bfloat16))
+    fence_async_shared()
     if w.D == STRIP:
-        put_parts(w, u, zero)
         hi, lo = split_bf16(w.tiles.A_inv.index(head_stage).load(ACC_TOKENS))
-        hi = gl.convert_layout(hi, A_OPERAND)
-        v_new = warpgroup_mma(hi, parts.index(zero), u, is_async=True)
-        v_new = warpgroup_mma(hi, parts.index(zero + 1), v_new, is_async=True)
+        v_new = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), parts.index(zero), u, is_async=True)
         return warpgroup_mma(gl.convert_layout(lo, A_OPERAND), parts.index(zero), v_new, is_async=True)
     else:
-        parts.index(zero).store(u.to(gl.bfloat16))
-        fence_async_shared()
         A_inv = w.tiles.A_inv.index(head_stage)
         return warpgroup_mma(A_inv, parts.index(zero), u, is_async=True)
 
