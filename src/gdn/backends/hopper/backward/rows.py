@@ -5,6 +5,7 @@
 
 The factors of do and dv are multiplied in before the MMA, so that it adds to dq and dk themselves. With
 l2norm the gradient x' of a raw row x is x' - x <x, x'> / <x, x>, with x' as it would be without a norm of x.
+At K = V = 64 S comes in fp32: it is split in shared memory first, for both warpgroups.
 """
 
 from triton.experimental import gluon

@@ -1,7 +1,8 @@
 """Define what the partitions of the gradient kernel share: structs, barriers' order, rows of factors.
 
 A CTA takes items (chunk, key head) b, b + grid, ...; an item has `ratio` value heads, a head two strips of
-64 value columns. Each partition counts them by itself, as items are known without a scheduler.
+64 value columns, or one at K = V = 64. Each partition counts them by itself, as items are known without a
+scheduler.
 """
 
 from typing import Any
