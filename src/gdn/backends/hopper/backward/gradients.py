@@ -36,8 +36,8 @@ def gradients_kernel(
     # Warps: 4 for values (v_new, E, F), 4 for rows (dq, dk), 1 producer.
     # Shared memory: two stages of strips (64 columns of S, dS, v, do, dv), two of heads (A_inv,
     # factors), q and k; split operands, ones; w, E and F from the value to the row warpgroup.
-    # K = V = 64: the row warpgroup splits S in shared memory (S_full, 1 arrival), the value warpgroup A_inv in
-    # registers.
+    # K = V = 64: the row warpgroup splits S in shared memory (S_full, 1 arrival), the value warpgroup
+    # A_inv in registers.
     # mbarriers: full, head_full, keys_full, 1 arrival by the producer and its TMA bytes; empty, head_empty,
     # keys_empty, 2, by both warpgroups; w_full, pairs_full, 1, by the value warpgroup; w_empty, pairs_empty,
     # 1, by the row warpgroup.

@@ -5,9 +5,9 @@
 
 dS^T [V, K] stays in registers in fp32, so dS, dv_new, do and dv are A operands of WGMMA straight from the
 registers. All but dv_new are split bf16 (hi + lo), two MMAs each: see `triton.rule.state_bwd` for what each
-part is worth. At K = V = 64 dv_new and A_inv are split, too. dS of the state that leaves a chunk is stored for
-the gradient kernel, and so is dv. The transfer of segments stores neither, but what leaves the first chunk: M
-or N, see `segments`.
+part is worth. At K = V = 64 dv_new and A_inv are split, too. dS of the state that leaves a chunk is stored
+for the gradient kernel, and so is dv. The transfer of segments stores neither, but what leaves the first
+chunk: M or N, see `segments`.
 """
 
 from triton.experimental import gluon
