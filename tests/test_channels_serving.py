@@ -4,8 +4,11 @@ import pytest
 import torch
 from kit import api
 from kit.serving import TOLERANCE, error, find_wrong_state, inputs, moved, pool_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gdn
+from gdn.backends import triton
+from gdn.problem.stages import parse_gate
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NAN = float("nan")
@@ -160,3 +163,13 @@ def test_a_gate_of_many_tokens(bound):
         for _ in range(10):
             again = run_gate("triton", given, dy, bound)
             assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_only_named_calls_run_unmeasured_kernels_on_a_gpu():
+    """No test on a GPU has passed them: the backend of such a call is `eager`, unless it names another."""
+    with FakeTensorMode():
+        a, b = torch.empty(2, HV, K, device="cuda"), torch.empty(2, HV, device="cuda")
+        for name, reason in ((None, "by name"), ("triton", None)):
+            found = triton.refuses(parse_gate(a, b, None, None, -5.0, name))
+            assert (found is None) if reason is None else (reason in found)
+        assert triton.refuses(parse_gate(b, b, b[0], None, None, None)) is None
