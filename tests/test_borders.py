@@ -190,8 +190,9 @@ def test_triton_on_a_gpu(K, case):
 @pytest.mark.interpret
 @interpreted
 @pytest.mark.usefixtures("simulated_launches")
+@pytest.mark.parametrize("K", [128, pytest.param(64, marks=thorough)])
 @pytest.mark.parametrize("case", SOME_CASES)
-def test_hopper(case, monkeypatch):
+def test_hopper(case, K, monkeypatch):
     from kit.hopper import Simulated
 
     from gdn.backends.hopper import borders
@@ -199,5 +200,5 @@ def test_hopper(case, monkeypatch):
 
     for module in (borders, plan):
         monkeypatch.setattr(module, "Launch", Simulated)
-    found = compare("hopper", case, torch.bfloat16, 128)
+    found = compare("hopper", case, torch.bfloat16, K)
     assert max(found.values()) <= 5e-3, found

@@ -42,6 +42,8 @@ CASES = {
     "gate without a bias": replace(BASE, lengths=rows(192), raw_gate="no_bias", has_narrow_gates=True),
     "identical keys": replace(BASE, lengths=rows(65), heads=(1, 4), keys="identical", gate="none"),
 }  # fmt: skip
+# at K = V = 64 the saved A_inv and states are fp32, and a CTA of the scan has one consumer
+FEW_KEYS = {name: replace(case, sizes=(64, 64)) for name, case in CASES.items()}
 # relative RMS error of q, k, v and the states, and of the gates
 LIMITS = {"random": (8e-3, 6e-3), "correlated": (2e-2, 2e-2), "identical": (6e-2, 6e-2)}
 
@@ -126,6 +128,15 @@ def test_gradients(monkeypatch, name, consumers):
     check(given, CASES[name], given.do, dfinal)
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x == "options" else thorough) for x in FEW_KEYS]
+)
+def test_gradients_of_few_keys(name):
+    """At K = V = 64 gradients of every option match the reference."""
+    given = inputs(FEW_KEYS[name], torch.bfloat16)
+    check(given, FEW_KEYS[name], given.do, None if FEW_KEYS[name].state == "none" else given.dfinal_state)
+
+
 @pytest.mark.parametrize("name", ["options", *(pytest.param(x, marks=thorough) for x in IN_SUITE[1:3])])
 def test_gradients_on_the_state_pass_of_triton(monkeypatch, name):
     """The gradient kernel reads dr, and stores dv over it."""
@@ -135,27 +146,41 @@ def test_gradients_on_the_state_pass_of_triton(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    "name, absent", [("packed", "do"), pytest.param("rows with ragged ends", "dfinal", marks=thorough)]
+    "case, absent",
+    [
+        (CASES["packed"], "do"),
+        pytest.param(CASES["rows with ragged ends"], "dfinal", marks=thorough),
+        (FEW_KEYS["one chunk"], "do"),
+        pytest.param(FEW_KEYS["rows with ragged ends"], "dfinal", marks=thorough),
+    ],
 )
-def test_one_gradient_is_absent(name, absent):
+def test_one_gradient_is_absent(case, absent):
     """A missing gradient of an output counts as zero."""
-    given = inputs(CASES[name], torch.bfloat16)
+    given = inputs(case, torch.bfloat16)
     do, dfinal = (None, given.dfinal_state) if absent == "do" else (given.do, None)
-    check(given, CASES[name], do, dfinal)
+    check(given, case, do, dfinal)
 
 
-def test_nothing_is_saved():
+@pytest.mark.parametrize("cases", [CASES, pytest.param(FEW_KEYS, marks=thorough)], ids=["128", "64"])
+def test_nothing_is_saved(cases):
     """The backward recomputes what the forward did not save."""
-    given = inputs(replace(CASES["packed, l2norm"], lengths=packed(33, 1)), torch.bfloat16)
+    given = inputs(replace(cases["packed, l2norm"], lengths=packed(33, 1)), torch.bfloat16)
     first, second = (run(given, given.do, given.dfinal_state, saves)[0] for saves in (True, False))
     assert all(x is None if y is None else torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("consumers", [pytest.param(1, marks=thorough), 2])
-def test_one_cta_has_the_bits_of_many(monkeypatch, consumers):
+@pytest.mark.parametrize(
+    "case, consumers",
+    [
+        pytest.param(CASES["packed"], 1, marks=thorough),
+        (CASES["packed"], 2),
+        pytest.param(FEW_KEYS["packed"], 1, marks=thorough),
+    ],
+)
+def test_one_cta_has_the_bits_of_many(monkeypatch, case, consumers):
     """CTAs go on from item to item; stages and phases count over all of them."""
     with_consumers(monkeypatch, consumers)
-    given = inputs(replace(CASES["packed"], heads=(2, 4)), torch.bfloat16)
+    given = inputs(replace(case, heads=(2, 4)), torch.bfloat16)
     many = run(given, given.do, given.dfinal_state)[0]
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
     with_consumers(monkeypatch, consumers)
@@ -163,11 +188,14 @@ def test_one_cta_has_the_bits_of_many(monkeypatch, consumers):
     assert all(torch.equal(x, y) for x, y in zip(one, many, strict=True) if y is not None)
 
 
-@pytest.mark.parametrize("has_scan", [pytest.param(False, marks=thorough), True])
-def test_nan_stays_in_its_sequence(monkeypatch, has_scan):
+@pytest.mark.parametrize(
+    "D, has_scan",
+    [pytest.param(128, False, marks=thorough), (128, True), pytest.param(64, True, marks=thorough)],
+)
+def test_nan_stays_in_its_sequence(monkeypatch, D, has_scan):
     """NaN of a sequence reaches none of its neighbours in memory."""
     monkeypatch.setattr(plan, "HAS_SCAN", has_scan)
-    given = inputs(replace(BASE, lengths=packed(40, 30, 70)), torch.bfloat16)
+    given = inputs(replace(BASE, sizes=(D, D), lengths=packed(40, 30, 70)), torch.bfloat16)
     for x in (*(given.tensors[name] for name in ("q", "k", "v")), given.do):
         x[:, 40:70] = float("nan")
     here = run(given, given.do, given.dfinal_state)[0]
@@ -176,9 +204,10 @@ def test_nan_stays_in_its_sequence(monkeypatch, has_scan):
     assert not here.dinitial_state[[0, 2]].isnan().any() and here.dinitial_state[1].isnan().any()
 
 
-def test_small_beta():
+@pytest.mark.parametrize("D", [128, pytest.param(64, marks=thorough)])
+def test_small_beta(D):
     """dbeta does not lose its digits where beta, and with it dv, is small or zero."""
-    given = inputs(replace(BASE, lengths=rows(129)), torch.bfloat16)
+    given = inputs(replace(BASE, sizes=(D, D), lengths=rows(129)), torch.bfloat16)
     tokens = {beta: slice(3 + 7 * i, None, 28) for i, beta in enumerate((0.0, 2.0**-110, 2.0**-60, 5e-4))}
     for beta, some in tokens.items():
         given.tensors["beta"][:, some] = beta
@@ -225,12 +254,29 @@ def test_a_missing_arrival_is_seen(monkeypatch, missing):
         run(given, given.do, given.dfinal_state)
 
 
+def test_the_split_of_a_state_is_waited_for(monkeypatch):
+    """At K = 64 the value warpgroup waits until the row warpgroup has split S in shared memory."""
+    monkeypatch.setattr(gluon_simulator, "SECONDS", 0.5)
+    given = inputs(FEW_KEYS["one chunk"], torch.bfloat16)
+    init = gluon_simulator.STANDINS["mbarrier"].init
+    order = itertools.count()
+
+    def more(barrier, count):
+        # S_full[0] is the first barrier that the gradient kernel initialises; the scan has initialised 12
+        init(barrier, count + (next(order) == 12))
+
+    monkeypatch.setattr(gluon_simulator.STANDINS["mbarrier"], "init", staticmethod(more))
+    monkeypatch.setattr(cost, "num_sms", lambda device: 1)
+    with pytest.raises(AssertionError, match="does not complete"):
+        run(given, given.do, given.dfinal_state)
+
+
 def test_where_it_does_not_run():
     """The gradients of other sizes have the bits of Triton's."""
-    given = inputs(replace(BASE, sizes=(64, 64)), torch.bfloat16)
+    given = inputs(replace(BASE, sizes=(32, 32), lengths=rows(64)), torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="triton")
     saved = chunked.chunk_forward(problem, True)[2]
-    assert "K = V = 128" in plan.lacks(problem, saved)
+    assert "K = V of 64 or 128" in plan.lacks(problem, saved)
     here = plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
     triton = chunked.chunk_backward(problem, saved, given.do, given.dfinal_state)
     assert all(torch.equal(x, y) for x, y in zip(here, triton, strict=True) if y is not None)

@@ -29,6 +29,7 @@ CASES = {
     "V first, narrow": (replace(BASE, lengths=rows(257), state="narrow", state_v_first=True), Cut(2, 1, 1)),
     # the decay of the segment in the middle is 0 in fp32
     "gone": (replace(BASE, lengths=rows(200), gate="slow"), Cut(1, 9, 1)),
+    "few keys": (replace(BASE, sizes=(64, 64), lengths=packed(200, 0, 70), gate="none"), Cut(1, 9, 1)),
 }  # fmt: skip
 
 
@@ -53,14 +54,14 @@ def backward(given):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("simulated_kernels")
-@pytest.mark.parametrize("name, transfer_consumers", zip(CASES, (1, 2, 1), strict=True))
-def test_segments(monkeypatch, name, transfer_consumers):
+@pytest.mark.parametrize("name, consumers", zip(CASES, ((2, 1), (2, 2), (2, 1), (1, 1)), strict=True))
+def test_segments(monkeypatch, name, consumers):
     """Segments change no gradient by more than the rounding of dS; the last tokens keep their bits."""
     case, cut = CASES[name]
     given = inputs(case, torch.bfloat16)
     if name == "gone":
         given.tensors["g"][:, 128:192] = -2.0
-    set_schedule(monkeypatch)
+    set_schedule(monkeypatch, consumers=consumers[0])
     whole = backward(given)
     maps, call = [], Simulated.__call__
 
@@ -70,7 +71,7 @@ def test_segments(monkeypatch, name, transfer_consumers):
             maps.append(tensors[-1].unflatten(0, (-1, 2))[1:, 1].abs().amax((1, 2, 3)))
 
     monkeypatch.setattr(Simulated, "__call__", watched)
-    set_schedule(monkeypatch, Segmentation(cut, 2, transfer_consumers))
+    set_schedule(monkeypatch, Segmentation(cut, *consumers), consumers[0])
     found = backward(given)
     for x, y in zip(found, whole, strict=True):
         assert (x is None) == (y is None) and (x is None or error(x, y.double()) < 3e-3)

@@ -18,7 +18,7 @@ if not HAS_TRITON:
 from kit.compiling import TARGETS, jobs_of, recording
 from kit.hopper import BASE, CASES, checkpoint_options, make_prefill
 
-from gdn.backends import hopper
+from gdn.backends import Saved, hopper
 from gdn.backends.hopper import cost, descriptors, rule, segments
 from gdn.backends.hopper.backward import cost as backward_cost
 from gdn.backends.hopper.backward import plan
@@ -91,7 +91,12 @@ def test_the_backward_of_a_problem(monkeypatch):
     assert backward(backend="triton") == ("triton", "triton")
     assert backward(backend="eager") == ("eager", "eager")
     small = replace(BASE, sizes=(64, 64))
-    assert backward(small, backend="hopper") == ("hopper", "triton")
+    assert backward(small, backend="hopper") == ("hopper", "hopper")
+    # not measured: calls that name no backend keep Triton's backward
+    small = replace(small, lengths=rows(64 * 80))
+    assert backward(small) == ("hopper", "triton")
+    monkeypatch.setattr(hopper, "MEASURED_BACKWARD", (64, 128))
+    assert backward(small) == ("hopper", "hopper")
     assert backward(dtype=torch.float16) == ("triton", "triton")
     assert backward(batch_invariant=True) == ("triton", "triton")
     assert backward(batch_invariant=True, backend="hopper") == ("hopper", "hopper")
@@ -193,12 +198,16 @@ def test_other_backwards_are_compiled_ahead(monkeypatch, named):
             launches.clear()
             run(problem, saved, given.do, given.dfinal_state)
             launched[name] = set(jobs_of(launches, "cuda:90"))
+        few = inputs(CASES["few keys"], torch.bfloat16)
+        problem = parse(**few.tensors, **few.options, backend=named)
+        # at K = V = 64 a call that names no backend has Triton's backward at all sizes
+        assert not list(hopper._backward_launches(problem, Saved(), few.do, None))
     for name, other in (("backward", "hopper backward"), ("hopper backward", "backward")):
         assert launched[name] <= jobs[name] and (launched[other] <= jobs[name]) == (named is None)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
-@pytest.mark.parametrize("name", ["packed", "options", "one chunk", "packed, in passes"])
+@pytest.mark.parametrize("name", ["packed", "options", "one chunk", "packed, in passes", "few keys"])
 def test_the_backward_is_compiled_ahead(monkeypatch, name):
     """Compile all binaries of backwards of a kind with the first one; those of other sizes are among them."""
     name, in_passes = name.removesuffix(", in passes"), name.endswith("in passes")
@@ -225,7 +234,7 @@ def test_the_backward_is_compiled_ahead(monkeypatch, name):
     assert names >= {"reverse_scan_kernel", "gradients_kernel"}
     assert ("plan_slabs_kernel" in names) == in_passes
     scans = [dict(job.constants) for job in launched if job.kernel is plan.reverse_scan_kernel]
-    assert {scan["CONSUMERS"] for scan in scans} == {1, 2}
+    assert {scan["CONSUMERS"] for scan in scans} == ({1} if name == "few keys" else {1, 2})
 
 
 def test_compiling_ahead_copies_no_tensor_and_needs_no_token(monkeypatch):

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 import gdn
-from gdn.problem import parse
+from gdn.problem import Problem, parse
 from gdn.problem.propagate import PropagateProblem, RunStep
 from gdn.testing import Case, inputs, packed, rows
 from gdn.testing.accuracy import run
@@ -451,6 +451,16 @@ def hopper_between_ranks(case: Case) -> Callable[[], Any]:
     return call
 
 
+def zero_saved(problem: Problem) -> Any:
+    """Return saved tensors without the forward, whose kernels other specimens launch."""
+    from gdn.backends import Saved
+    from gdn.backends.triton.rule.describe import saves
+
+    return Saved(
+        *(None if x is None else torch.zeros(x[0], dtype=x[1], device=problem.device) for x in saves(problem))
+    )
+
+
 def between_ranks(case: Case) -> Callable[[], Any]:
     """Return the forward of a rank of `triton`: every row receives a state and passes one on."""
     given = inputs(case, BF16, device=torch.get_default_device())
@@ -517,11 +527,10 @@ def hopper_backward(case: Case, has_scan: bool = True) -> Callable[[], Any]:
 
     def call() -> None:
         from gdn.backends.hopper.backward import plan
-        from gdn.backends.triton.rule import run
 
-        saved = run.chunk_forward(problem, True)[2]
+        saved = zero_saved(problem)
         scan = patch.object(plan, "HAS_SCAN", has_scan)
-        for consumers in (1, 2):
+        for consumers in range(1, problem.V // 64 + 1):
             with scan, patch.object(plan, "consumers_of", lambda problem, consumers=consumers: consumers):
                 plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
@@ -537,11 +546,11 @@ def hopper_backward_of_few_heads(case: Case) -> Callable[[], Any]:
         from gdn.backends.hopper.backward import plan
         from gdn.backends.hopper.backward.cost import Segmentation
         from gdn.backends.hopper.cost import Cut
-        from gdn.backends.triton.rule import run
 
-        saved = run.chunk_forward(problem, True)[2]
+        saved = zero_saved(problem)
         cut = Cut(1, 9, 1)
-        for schedule in ((1, Segmentation(cut, 1, 1)), (2, Segmentation(cut, 2, 2))):
+        for consumers in range(1, problem.V // 64 + 1):
+            schedule = consumers, Segmentation(cut, consumers, consumers)
             with patch.object(plan, "schedule_of", lambda p, found=schedule: found):
                 plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
@@ -672,6 +681,11 @@ OTHERS = {
     "hopper backward of few heads": (
         hopper_backward_of_few_heads,
         (Case(sizes=(128, 128), heads=(2, 4), state="wide", lengths=rows(257)),),
+        TUNED,
+    ),
+    "hopper 64 backward": (
+        hopper_backward_of_few_heads,
+        (Case(sizes=(64, 64), heads=(2, 4), lengths=LADDER, **ALL),),
         TUNED,
     ),
     "hopper backward in slabs": (

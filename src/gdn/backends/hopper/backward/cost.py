@@ -1,7 +1,8 @@
 """Predict the time of the reverse state scan in us on an H200, and choose its segments.
 
 As `hopper.cost` does for the forward. M and N take the same scan as a segment does, so a cut pays only where
-few heads leave most of the SMs idle.
+few heads leave most of the SMs idle. The constants are for K = V = 128. With 64 values, which have not been
+measured, a CTA has one consumer, and is predicted to take as long as with half of 128.
 """
 
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ TRANSFER_COSTS = {1: ScanCost(4.0, 4.0, 2.25, 2.3), 2: ScanCost(4.0, 4.0, 3.4, 3
 PLAN_TIME = 3.0  # us of `plan_reverse_segments`
 # us of Triton's backward: a launch of all its kernels, a chunk of its state pass, a chunk and value head
 TRITON_LAUNCHES, TRITON_CHUNK, TRITON_TILE = 25.0, 2.4, 0.147
+STRIP = 64  # value rows of dS^T of a consumer warpgroup
 SLABS = False  # run the backward in passes; off, as it has not been measured
 # bytes of dS of a pass, which stay in the 50 MB of L2, and the least number of passes
 SLAB_BYTES, LEAST_PASSES = 24 << 20, 4
@@ -74,22 +76,28 @@ def segmentation_of(p: Problem) -> Segmentation | None:
     if p.batch_invariant:
         return None
     HV, distributions, num_sms = sizes_of(p)
-    return _best_segmentation(HV, distributions, num_sms)
+    return _best_segmentation(HV, distributions, num_sms, p.V // STRIP)
 
 
 @lru_cache(4096)
-def _best_segmentation(HV: int, distributions: tuple[Distribution, ...], num_sms: int) -> Segmentation | None:
-    """Return the fastest segmentation over all distributions, or None if it gains less than 10 %."""
+def _best_segmentation(
+    HV: int, distributions: tuple[Distribution, ...], num_sms: int, strips: int = 2
+) -> Segmentation | None:
+    """Return the fastest segmentation over all distributions, or None if it gains less than 10 %.
+
+    `strips`: of 64 value rows of dS^T, as each consumer warpgroup has one.
+    """
     heads = [HV * count_longest(*distribution) for distribution in distributions]
     # every SM has a work item already without segments
     if min(heads) == 0 or num_sms <= max(heads):
         return None
     longest = max(longest for *_, longest in distributions)
     times = {
-        choice: sum(_cut_time(HV, distribution, choice, num_sms) for distribution in distributions)
+        choice: sum(_cut_time(HV, distribution, choice, num_sms, strips) for distribution in distributions)
         for choice in _candidates(longest, num_sms, min(heads), max(heads))
+        if max(choice.consumers, choice.transfer_consumers) <= strips
     }
-    whole = sum(_whole_time(HV, distribution, num_sms) for distribution in distributions)
+    whole = sum(_whole_time(HV, distribution, num_sms, strips) for distribution in distributions)
     best = min(times, key=times.__getitem__)
     return best if times[best] < GAIN * whole else None
 
@@ -113,27 +121,29 @@ def whole_consumers(heads: int, num_sms: int) -> int:
     return 1 if num_sms >= 2 * heads else 2
 
 
-def _whole_time(HV: int, distribution: Distribution, num_sms: int) -> float:
+def _whole_time(HV: int, distribution: Distribution, num_sms: int, strips: int = 2) -> float:
     """Return the us of the scan without segments."""
     N, _, longest = distribution
-    consumers = whole_consumers(N * HV, num_sms)
-    items = ((2 // consumers * HV * count_longest(*distribution), longest),)
+    consumers = min(strips, whole_consumers(N * HV, num_sms))
+    items = ((strips // consumers * HV * count_longest(*distribution), longest),)
     return makespan(SCAN_COSTS[consumers], items, _rest(HV, distribution, num_sms), num_sms)
 
 
-def _cut_time(HV: int, distribution: Distribution, choice: Segmentation, num_sms: int) -> float:
+def _cut_time(
+    HV: int, distribution: Distribution, choice: Segmentation, num_sms: int, strips: int = 2
+) -> float:
     """Return the us of the scan of segments, and of all launches before it."""
     *_, longest = distribution
     before, last = choice.cut.segments(longest)
     if not before:
-        return _whole_time(HV, distribution, num_sms)
+        return _whole_time(HV, distribution, num_sms, strips)
     heads = HV * count_longest(*distribution)
     rest = _rest(HV, distribution, num_sms)
-    pieces = heads * (2 // choice.consumers)
+    pieces = heads * (strips // choice.consumers)
     items = [(pieces * count, chunks) for count, chunks in ((1, last), *before)]
     scan = makespan(SCAN_COSTS[choice.consumers], items, rest, num_sms)
     # N of each segment, and M of all but the first
-    pieces = heads * (2 // choice.transfer_consumers)
+    pieces = heads * (strips // choice.transfer_consumers)
     transfers = [(pieces * (2 * count - (i == 0)), chunks) for i, (count, chunks) in enumerate(before)]
     transfer = makespan(TRANSFER_COSTS[choice.transfer_consumers], transfers, rest, num_sms)
     once, each = PROPAGATE_TIME

@@ -8,6 +8,8 @@ the reverse state scan stores it, or dr = dv / beta as Triton's does (GIVEN_DR);
 
 HBM bytes per token and value head at K = V = 128 in bf16, HV = 2 H: q, k, dq, dk 512, v, do, dv 768, S and dS
 1024, A_inv 128, factors 32, gate terms 20: 2484; 256 more with GIVEN_DR. MMAs of 64 x 64 x 128: 22 per tile.
+At K = V = 64: q, k, dq, dk 256, v, do, dv 384, S and A_inv in fp32 512, dS 128, factors 32, gate terms 20:
+1332. MMAs of 64 x 64 x 64: 21 per tile.
 """
 
 from triton.experimental.gluon import language as gl
@@ -34,6 +36,8 @@ def gradients_kernel(
     # Warps: 4 for values (v_new, E, F), 4 for rows (dq, dk), 1 producer.
     # Shared memory: two stages of strips (64 columns of S, dS, v, do, dv), two of heads (A_inv,
     # factors), q and k; split operands, ones; w, E and F from the value to the row warpgroup.
+    # K = V = 64: the row warpgroup splits S in shared memory (S_full, 1 arrival), the value warpgroup
+    # A_inv in registers.
     # mbarriers: full, head_full, keys_full, 1 arrival by the producer and its TMA bytes; empty, head_empty,
     # keys_empty, 2, by both warpgroups; w_full, pairs_full, 1, by the value warpgroup; w_empty, pairs_empty,
     # 1, by the row warpgroup.
@@ -46,9 +50,9 @@ def gradients_kernel(
         v=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         do=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         d=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
-        S=gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, STRIP], BF16_TILE),
+        S=gl.allocate_shared_memory(S_d.dtype, [STAGES, D, STRIP], S_d.layout),
         dS=gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, STRIP], BF16_TILE),
-        A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], BF16_TILE),
+        A_inv=gl.allocate_shared_memory(A_inv_d.dtype, [STAGES, C, C], A_inv_d.layout),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], factors_d.layout),
         parts=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], BF16_TILE),
@@ -56,9 +60,15 @@ def gradients_kernel(
         pairs=gl.allocate_shared_memory(gl.bfloat16, [2, C, C], BF16_TILE),
         entering=gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
+    S_full = None
+    if D == STRIP:
+        S_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(S_full.index(i), count=1)
     turns = Turns(
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        S_full=S_full,
         head_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         head_empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         keys_full=gl.allocate_shared_memory(gl.int64, [1, 1], barrier),

@@ -53,7 +53,7 @@ def load_strip(w, place, head, tile, strip, count):
     x = w.inputs
     stage = wait_empty(count, w.turns.empty)
     ready = w.turns.full.index(stage)
-    BYTES: gl.constexpr = 2 * x.S.block_type.nbytes + 3 * x.v.block_type.nbytes
+    BYTES: gl.constexpr = x.S.block_type.nbytes + x.dS.block_type.nbytes + 3 * x.v.block_type.nbytes
     mbarrier.expect(ready, BYTES)
     corner = [place.row, place.first, head, strip * STRIP]
     tma_load(x.S, [tile * w.D, strip * STRIP], ready, w.tiles.S.index(stage))

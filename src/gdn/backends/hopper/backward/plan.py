@@ -47,6 +47,7 @@ from gdn.backends.hopper.descriptors import (
     is_aligned,
     make_aligned,
     make_descriptor,
+    state_layout,
 )
 from gdn.backends.hopper.factors import MIN_G
 from gdn.backends.hopper.propagate import propagate_states_kernel
@@ -107,7 +108,7 @@ class Plan:
         yield self.factors, (p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, factors)
         q_d, k_d, v_d, do_d, dv_d = (_tokens(x) for x in (p.q, p.k, p.v, do, dv))
         S_d, dS_d = _states(saved.S_in), _states(dS)
-        A_inv_d = make_descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), BF16_TILE.value)
+        A_inv_d = make_descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), state_layout(saved.A_inv))
         factors_d = make_descriptor(factors.view(-1, CHUNK), (ROWS.value, CHUNK), FACTOR_ROWS)
         given: tuple[Any, ...] = (q_d, k_d, do_d, A_inv_d, factors_d)
         items = None
@@ -141,7 +142,7 @@ def _tokens(x: Tensor) -> Any:
 
 def _states(x: Tensor) -> Any:
     """Return the TMA descriptor that moves all keys and 64 value columns of the states of chunks."""
-    return make_descriptor(x.view(-1, x.shape[-1]), (x.shape[-2], STRIP), BF16_TILE.value)
+    return make_descriptor(x.view(-1, x.shape[-1]), (x.shape[-2], STRIP), state_layout(x))
 
 
 def _rows(x: Tensor) -> Any:
@@ -151,12 +152,15 @@ def _rows(x: Tensor) -> Any:
 
 def lacks(p: Problem, saved: Saved) -> str | None:
     """Return why this backward does not support a problem and its saved tensors, or None if it does."""
-    if p.K != 2 * STRIP or p.V != p.K or p.q.dtype != torch.bfloat16:
-        return f"expected K = V = 128 in bf16, got K={p.K}, V={p.V}, {p.q.dtype}"
+    if p.K not in (STRIP, 2 * STRIP) or p.V != p.K or p.q.dtype != torch.bfloat16:
+        return f"expected K = V of 64 or 128 in bf16, got K={p.K}, V={p.V}, {p.q.dtype}"
+    if p.K == STRIP and not HAS_SCAN:
+        return "expected the reverse state scan in Gluon at K = V = 64"
     if p.q.numel() == 0 or p.N == 0:
         return "expected tokens"
-    if is_complete(p, saved) and not all(map(_can_load, (saved.A_inv, saved.S_in))):
-        return "expected A_inv and the states to be saved in bf16, contiguous and aligned for TMA"
+    dtype = rules.operand_dtype(p)
+    if is_complete(p, saved) and not all(_can_load(x, dtype) for x in (saved.A_inv, saved.S_in)):
+        return f"expected A_inv and the states to be saved in {dtype}, contiguous and aligned for TMA"
     return None
 
 
@@ -166,9 +170,9 @@ def is_complete(p: Problem, saved: Saved) -> bool:
     return is_saved and not chunked.lacks_norms(p, saved)
 
 
-def _can_load(x: Tensor | None) -> bool:
+def _can_load(x: Tensor | None, dtype: torch.dtype) -> bool:
     """Return True if TMA can load a saved tensor: hooks on saved tensors may return any strides."""
-    return x is not None and x.dtype == torch.bfloat16 and x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+    return x is not None and x.dtype == dtype and x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
 def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Tensor | None) -> Gradients:
@@ -263,7 +267,7 @@ def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> I
 
 def _all_schedules(p: Problem) -> Iterator[tuple[int, Segmentation | None]]:
     """Yield the schedules of all binaries that a problem of another size may need."""
-    for consumers in (1, 2):
+    for consumers in range(1, p.V // STRIP + 1):
         yield consumers, None
         if not p.batch_invariant:
             yield consumers, Segmentation(Cut(1, 1 << 16, 1), consumers, consumers)
@@ -278,9 +282,19 @@ def _tile_spec(spec: TensorSpec) -> TensorSpec:
 def consumers_of(p: Problem) -> int:
     """Return the consumer warpgroups of a CTA of the scan without segments.
 
-    One adds up dv_new in another order than two, so with batch_invariant there are always two.
+    One adds up dv_new in another order than two, so with batch_invariant there are always two; at V = 64
+    there is always one.
     """
-    return 2 if p.batch_invariant else whole_consumers(p.N * p.HV, cost.num_sms(p.device))
+    consumers = 2 if p.batch_invariant else whole_consumers(p.N * p.HV, cost.num_sms(p.device))
+    return min(consumers, p.V // STRIP)
+
+
+def _specs(p: Problem, a: rules.Description) -> tuple[TensorSpec | None, ...]:
+    """Return the specs of `Plan.specs` with a scan of our own."""
+    specs = build.backward_specs(p, a)
+    # dS is bf16 at K = 64, too; P and its low half stay in shared memory
+    dS = tensor_spec((p.num_chunks, p.HV, p.K, p.V), p.q.dtype)
+    return (*specs[:4], dS, *specs[5:-2], None, None)
 
 
 def _plan(
@@ -293,7 +307,7 @@ def _plan(
     """Plan the launches of a backward; `slab`: the chunks of a pass, or None: all in one."""
     a = rules.describe(p)
     numbers = rules.shape_scalars(p)
-    specs = build.backward_specs(p, a)
+    specs = build.backward_specs(p, a) if before is not None else _specs(p, a)
     num_sms = cost.num_sms(p.device)
     factors = Launch(
         backward_factors_kernel,
@@ -325,8 +339,6 @@ def _plan(
             num_descriptors=7,
             seconds=4.0,
         )
-        # P and its low half stay in shared memory
-        specs = (*specs[:-2], None, None)
     items = (a.entries if slab is None else slab) * p.H
     gradients = Launch(
         gradients_kernel,

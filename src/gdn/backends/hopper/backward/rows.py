@@ -5,13 +5,24 @@
 
 The factors of do and dv are multiplied in before the MMA, so that it adds to dq and dk themselves. With
 l2norm the gradient x' of a raw row x is x' - x <x, x'> / <x, x>, with x' as it would be without a norm of x.
+At K = V = 64 S comes in fp32: it is split in shared memory first, for both warpgroups.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import INTO, READ
-from gdn.backends.hopper.backward.shared import arrive, factor, gains, place_of, wait_full, zero_of
+from gdn.backends.hopper.backward.shared import (
+    arrive,
+    factor,
+    gains,
+    issue_state_mma,
+    parts_of,
+    place_of,
+    split_tile,
+    wait_full,
+    zero_of,
+)
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
@@ -59,13 +70,14 @@ def over_item(w, place, item_count, head_count):
         q.store(gl.where(is_token, q.load(TOKEN_ROWS), 0.0))
         k.store(gl.where(is_token, k.load(TOKEN_ROWS), 0.0))
         fence_async_shared()
-    dq = gl.zeros((C, w.D), gl.float32, ACC_STATE)
-    dk = gl.zeros((C, w.D), gl.float32, ACC_STATE)
+    layout: gl.constexpr = ACC_TOKENS if w.D == C else ACC_STATE
+    dq = gl.zeros((C, w.D), gl.float32, layout)
+    dk = gl.zeros((C, w.D), gl.float32, layout)
     for n in range(w.problem.ratio):
         dq, dk = over_head(w, place, place.key_head * w.problem.ratio + n, head_count + n, dq, dk)
     if w.NORM:
-        dq = subtract_along(q, dq)
-        dk = subtract_along(k, dk)
+        dq = subtract_along(q, dq, w.D)
+        dk = subtract_along(k, dk, w.D)
     # the producer may load the next q and k; E's and F's shared memory holds dq, then dk
     fence_async_shared()
     arrive(item_count, w.turns.keys_empty)
@@ -81,7 +93,10 @@ def over_head(w, place, head, count, dq, dk):
     tiles = w.tiles
     stage = wait_full(count, w.turns.head_full)
     entering = gl.zeros((C,), gl.float32, PER_ROW)
-    through = gl.zeros((PIECE, STRIP), gl.float32, TOKEN_ROWS)
+    if w.D == STRIP:
+        through = gl.zeros((C,), gl.float32, gl.SliceLayout(1, TOKEN_ROWS))
+    else:
+        through = gl.zeros((PIECE, STRIP), gl.float32, TOKEN_ROWS)
     STRIPS: gl.constexpr = w.D // STRIP
     for strip in range(STRIPS):
         dq, dk, entering, through = over_strip(w, stage, count * STRIPS + strip, dq, dk, entering, through)
@@ -104,7 +119,9 @@ def over_head(w, place, head, count, dq, dk):
     entering += tiles.entering.load(PER_ROW)
     gl.store(shares + ENTERING * C + i, entering, mask=i < place.length)
     if not w.GIVEN_DR:
-        gl.store(shares + (THROUGH * C + 1), gl.sum(gl.sum(through, 1), 0))
+        if w.D != STRIP:
+            through = gl.sum(through, 1)
+        gl.store(shares + (THROUGH * C + 1), gl.sum(through, 0))
     dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
     if (count + 1) % w.problem.ratio != 0:
         # after the last head the same shared memory holds dq and dk first
@@ -119,31 +136,47 @@ def over_strip(w, head_stage, count, dq, dk, entering, through):
     tiles = w.tiles
     stage = wait_full(count, w.turns.full)
     zeros = gl.zeros((C, STRIP), gl.float32, ACC_TOKENS)
-    S = tiles.S.index(stage)
     dS = tiles.dS.index(stage)
+    if w.D == STRIP:
+        S = split_tile(tiles.S.index(stage))
+        fence_async_shared()
+        arrive(count, w.turns.S_full)
+        through = gl.sum(S * dS.load(TOKEN_ROWS).to(gl.float32), 1)
     q = tiles.q.index(zero_of(count)).reshape([C, w.D])
-    qS = warpgroup_mma(q, S, zeros, use_acc=False, is_async=True)
+    qS = issue_state_mma(q, w, stage, zeros)
     _, gain, _ = gains(tiles, head_stage, w.GIVEN_DR)
     gain = gain * factor(tiles, head_stage, INTO, PER_ROW)
     d = tiles.d.index(stage).reshape([C, STRIP]).load(ACC_TOKENS).to(gl.float32)
     scaled = (d * gain[:, None]).to(gl.bfloat16)
-    dk = warpgroup_mma(gl.convert_layout(scaled, A_OPERAND), S.permute((1, 0)), dk, is_async=True)
-    # the MMA of dk may still run on the tensor cores
-    qS = warpgroup_mma_wait(1, deps=(qS,))
+    dk = issue_transposed_state_mma(scaled, w, stage, dk)
+    # the MMAs of dk may still run on the tensor cores
+    qS = warpgroup_mma_wait(2 if w.D == STRIP else 1, deps=(qS,))
     do = tiles.do.index(stage).reshape([C, STRIP]).load(ACC_TOKENS).to(gl.float32)
     entering += gl.sum(do * qS, 1)
     scaled = (do * factor(tiles, head_stage, READ, PER_ROW)[:, None]).to(gl.bfloat16)
-    dq = warpgroup_mma(gl.convert_layout(scaled, A_OPERAND), S.permute((1, 0)), dq, is_async=True)
+    dq = issue_transposed_state_mma(scaled, w, stage, dq)
     w_stage = wait_full(count, w.turns.w_full)
     dk = warpgroup_mma(tiles.w.index(w_stage), dS.permute((1, 0)), dk, is_async=True)
-    if not w.GIVEN_DR:
+    if not w.GIVEN_DR and w.D != STRIP:
         # while the tensor cores multiply; Triton's state pass has stored <S, dS> with dS in fp32
-        through = add_through(S, dS, through, w.D)
+        through = add_through(tiles.S.index(stage), dS, through, w.D)
     dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
     fence_async_shared()
     arrive(count, w.turns.w_empty)
     arrive(count, w.turns.empty)
     return dq, dk, entering, through
+
+
+@gluon.jit
+def issue_transposed_state_mma(x, w, stage, acc):
+    """Issue acc + x S^T [C, K] as asynchronous MMAs, x [C, 64] in registers; at K = 64 S is split bf16."""
+    S = w.tiles.S.index(stage)
+    x = gl.convert_layout(x, A_OPERAND)
+    if w.D == STRIP:
+        acc = warpgroup_mma(x, parts_of(S).index(0).permute((1, 0)), acc, is_async=True)
+        return warpgroup_mma(x, parts_of(S).index(1).permute((1, 0)), acc, is_async=True)
+    else:
+        return warpgroup_mma(x, S.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
@@ -156,9 +189,10 @@ def add_through(S, dS, through, D: gl.constexpr):
 
 
 @gluon.jit
-def subtract_along(x_tile, dx):
+def subtract_along(x_tile, dx, D: gl.constexpr):
     """Subtract from the gradients dx of raw rows x their part along x, as the adjoint of the norm does."""
-    x = x_tile.load(ACC_STATE).to(gl.float32)
+    layout: gl.constexpr = ACC_TOKENS if D == C else ACC_STATE
+    x = x_tile.load(layout).to(gl.float32)
     along = gl.sum(x * dx, 1) / (gl.sum(x * x, 1) + 1e-6)
     return dx - x * along[:, None]
 
@@ -167,10 +201,13 @@ def subtract_along(x_tile, dx):
 def store_rows(w, place, x, x_d, x_ptr):
     """Store the rows of dq or dk to HBM through shared memory: by TMA, or row by row in a ragged chunk."""
     tma_store_wait(0)
-    half = gl.permute(gl.reshape(x.to(gl.bfloat16), (C, 2, STRIP)), (0, 2, 1))
-    left, right = gl.split(half)
-    w.tiles.pairs.index(0).store(gl.convert_layout(left, ACC_TOKENS))
-    w.tiles.pairs.index(1).store(gl.convert_layout(right, ACC_TOKENS))
+    if w.D == STRIP:
+        w.tiles.pairs.index(0).store(x.to(gl.bfloat16))
+    else:
+        half = gl.permute(gl.reshape(x.to(gl.bfloat16), (C, 2, STRIP)), (0, 2, 1))
+        left, right = gl.split(half)
+        w.tiles.pairs.index(0).store(gl.convert_layout(left, ACC_TOKENS))
+        w.tiles.pairs.index(1).store(gl.convert_layout(right, ACC_TOKENS))
     token = place.row * w.problem.T + place.first
     if place.length < C:
         i = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))[:, None]

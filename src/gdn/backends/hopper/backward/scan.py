@@ -10,7 +10,9 @@ The mirror of the forward's state scan: persistent and warp-specialised, dS^T in
     run_consumer    consumer warpgroup, 4 warps, once or twice: 64 value rows of dS^T
 
 HBM bytes per token and value head at K = V = 128 in bf16, HV = 2 H: q, k 256, do 256, A_inv 128, factors 32;
-dS 512, dv 256: 1440. MMAs of 64 x 64 x 128 per chunk and value head: 1 for P, 15 of the consumers.
+dS 512, dv 256: 1440. MMAs of 64 x 64 x 128 per chunk and value head: 1 for P, 15 of the consumers. At K = V =
+64: q, k 128, do 128, A_inv in fp32 256, factors 32; dS 128, dv 128: 800. There the score warpgroup splits
+A_inv, and MMAs of 64 x 64 x 64 are 1 and 11.
 """
 
 from triton.experimental import gluon
@@ -100,7 +102,7 @@ def run_partitions(x, out, sequences, V_FIRST: gl.constexpr, CONSUMERS: gl.const
         q=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
         k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
         do=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS * STAGES, 1, C, 1, STRIP], x.q.layout),
-        A_inv=gl.allocate_shared_memory(gl.bfloat16, [STAGES, C, C], BF16_TILE),
+        A_inv=gl.allocate_shared_memory(x.A_inv.dtype, [STAGES, C, C], x.A_inv.layout),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], x.factors.layout),
         P=gl.allocate_shared_memory(gl.bfloat16, [2 * P_STAGES, C, C], BF16_TILE),
@@ -121,10 +123,13 @@ def run_partitions(x, out, sequences, V_FIRST: gl.constexpr, CONSUMERS: gl.const
     # mbarriers are initialised in the generic proxy; TMA arrives on them in the async proxy
     fence_async_shared()
     w = Scan(x, out, tiles, turns, sequences, V_FIRST, CONSUMERS, D)
-    # The first consumer gets the registers that the others leave of 512 (maxnreg 128 x 4), of 360 (120 x 3)
+    # The first consumer gets the registers that the others leave of 512 (maxnreg 128 x 4), of 360 (120 x 3).
+    # The score warpgroup needs 128 where it splits A_inv: with 88 it spills.
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(run_consumer, (0, w)), (compute_scores, (w,)), (run_producer, (w,))], [4, 1], [88, 24]
+            [(run_consumer, (0, w)), (compute_scores, (w,)), (run_producer, (w,))],
+            [4, 1],
+            [128 if D == STRIP else 88, 24],
         )
     else:
         gl.warp_specialize(

@@ -5,8 +5,9 @@
 
 dS^T [V, K] stays in registers in fp32, so dS, dv_new, do and dv are A operands of WGMMA straight from the
 registers. All but dv_new are split bf16 (hi + lo), two MMAs each: see `triton.rule.state_bwd` for what each
-part is worth. dS of the state that leaves a chunk is stored for the gradient kernel, and so is dv. The
-transfer of segments stores neither, but what leaves the first chunk: M or N, see `segments`.
+part is worth. At K = V = 64 dv_new and A_inv are split, too. dS of the state that leaves a chunk is stored
+for the gradient kernel, and so is dv. The transfer of segments stores neither, but what leaves the first
+chunk: M or N, see `segments`.
 """
 
 from triton.experimental import gluon
@@ -14,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import BETA, DECAY, INTO, OUT, READ, ROWS
 from gdn.backends.hopper.backward.scan_shared import chunks_in, is_map, item_of
-from gdn.backends.hopper.backward.shared import TINY, arrive, factor, split_bf16, wait_full
+from gdn.backends.hopper.backward.shared import TINY, arrive, factor, parts_of, split_bf16, wait_full
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
@@ -77,17 +78,18 @@ def over_item(WG: gl.constexpr, w, item, at):
 def load_gradient(w, item, first_v):
     """Return dS^T behind an item's last chunk: zero, the identity for M of a segment, or loaded from HBM."""
     dfinal_ptr = w.out.dfinal_ptr
+    layout: gl.constexpr = ACC_TOKENS if w.D == C else ACC_STATE
     state = item.start.to(gl.int64) * w.sequences.HV + item.head
     if w.out.dS_d is None:
-        v = first_v + gl.arange(0, STRIP, gl.SliceLayout(1, ACC_STATE))
-        k = gl.arange(0, w.D, gl.SliceLayout(0, ACC_STATE))
+        v = first_v + gl.arange(0, STRIP, gl.SliceLayout(1, layout))
+        k = gl.arange(0, w.D, gl.SliceLayout(0, layout))
         # an empty item leaves M zero
         has_ones = is_map(item) & (item.length > 0)
         dS = (v[:, None] == k[None, :]).to(gl.float32) * has_ones.to(gl.float32)
         if dfinal_ptr is not None and item.start >= 0:
             dS = gl.load(state_pointers(dfinal_ptr, state, first_v, w.V_FIRST, w.D)).to(gl.float32)
     elif dfinal_ptr is None:
-        dS = gl.zeros((STRIP, w.D), gl.float32, ACC_STATE)
+        dS = gl.zeros((STRIP, w.D), gl.float32, layout)
     else:
         dS = gl.load(state_pointers(dfinal_ptr, state, first_v, w.V_FIRST, w.D)).to(gl.float32)
     return dS
@@ -136,8 +138,7 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
         z = warpgroup_mma_wait(0, deps=(z,))
         # the score warpgroup may overwrite P
         arrive(i, w.turns.P_empty)
-    rounded = gl.convert_layout(z.to(gl.bfloat16), A_OPERAND)
-    dr = warpgroup_mma(rounded, tiles.A_inv.index(stage), z, is_async=True)
+    dr = issue_inverse_mma(z, tiles, stage, w)
     # behind A_inv^T dv_new in the tensor cores, and while dv is made
     dS = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), q, dS, is_async=True)
     dS = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), q, dS, is_async=True)
@@ -177,8 +178,10 @@ def over_map_chunk(dS, w, i):
     z = mma_rounded_split(dS, k.permute((1, 0)), z)
     gain = factor(tiles, stage, BETA, PER_COLUMN) * factor(tiles, stage, INTO, PER_COLUMN)
     z = warpgroup_mma_wait(0, deps=(z,)) * factor(tiles, stage, OUT, PER_COLUMN)[None, :]
-    rounded = gl.convert_layout(z.to(gl.bfloat16), A_OPERAND)
-    dr = warpgroup_mma(rounded, tiles.A_inv.index(stage), z, is_async=True)
+    if w.D == STRIP:
+        # the score warpgroup has split A_inv
+        wait_full(i, w.turns.P_full)
+    dr = issue_inverse_mma(z, tiles, stage, w)
     # while the tensor cores compute dr
     dS = dS * gl.exp2(last_of(tiles, stage, DECAY))
     dr = warpgroup_mma_wait(0, deps=(dr,))
@@ -203,6 +206,21 @@ def issue_scores_mma(do_t, tiles, i, acc, w):
     stage = wait_full(i, w.turns.P_full)
     acc = warpgroup_mma(do_t, tiles.P.index(2 * stage), acc, is_async=True)
     return warpgroup_mma(do_t, tiles.P.index(2 * stage + 1), acc, is_async=True)
+
+
+@gluon.jit
+def issue_inverse_mma(z, tiles, stage, w):
+    """Issue z + z (A_inv - 1) [64, C] as asynchronous MMAs; at K = 64 z and A_inv are split bf16."""
+    if w.D == STRIP:
+        A_inv = parts_of(tiles.A_inv.index(stage))
+        hi, lo = split_bf16(z)
+        hi = gl.convert_layout(hi, A_OPERAND)
+        dr = warpgroup_mma(hi, A_inv.index(0), z, is_async=True)
+        dr = warpgroup_mma(hi, A_inv.index(1), dr, is_async=True)
+        return warpgroup_mma(gl.convert_layout(lo, A_OPERAND), A_inv.index(0), dr, is_async=True)
+    else:
+        rounded = gl.convert_layout(z.to(gl.bfloat16), A_OPERAND)
+        return warpgroup_mma(rounded, tiles.A_inv.index(stage), z, is_async=True)
 
 
 @gluon.jit

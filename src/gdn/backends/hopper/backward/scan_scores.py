@@ -10,10 +10,18 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import DECAY, FROM, Q_SCALE
 from gdn.backends.hopper.backward.scan_shared import chunks_in, is_map, item_of
-from gdn.backends.hopper.backward.shared import arrive, factor, split_bf16, wait_empty, wait_full
+from gdn.backends.hopper.backward.shared import (
+    arrive,
+    factor,
+    split_bf16,
+    split_tile,
+    wait_empty,
+    wait_full,
+)
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from gdn.backends.hopper.scan.operands import ACC_TOKENS, PER_COLUMN, PER_ROW
+from gdn.backends.hopper.scan.scheduler import STRIP
 
 
 @gluon.jit
@@ -26,7 +34,11 @@ def compute_scores(w):
         for i in range(chunks):
             if w.out.dS_d is None and is_map(item):
                 # M of a segment needs no P
-                wait_full(at + i, w.turns.full)
+                stage = wait_full(at + i, w.turns.full)
+                if w.D == STRIP:
+                    split_tile(w.tiles.A_inv.index(stage))
+                    fence_async_shared()
+                    arrive(at + i, w.turns.P_full)
                 arrive(at + i, w.turns.empty)
             else:
                 over_chunk(w, at + i, item.length - (chunks - 1 - i) * C)
@@ -41,6 +53,9 @@ def over_chunk(w, i, left):
     q = w.tiles.q.index(stage).reshape([C, w.D])
     k = w.tiles.k.index(stage).reshape([C, w.D])
     qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if w.D == STRIP:
+        # while the tensor cores multiply
+        split_tile(w.tiles.A_inv.index(stage))
     rows = gl.arange(0, C, PER_ROW)
     columns = gl.arange(0, C, PER_COLUMN)
     # while the tensor cores multiply: one exponential a pair

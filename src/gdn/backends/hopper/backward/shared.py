@@ -1,7 +1,8 @@
 """Define what the partitions of the gradient kernel share: structs, barriers' order, rows of factors.
 
 A CTA takes items (chunk, key head) b, b + grid, ...; an item has `ratio` value heads, a head two strips of
-64 value columns. Each partition counts them by itself, as items are known without a scheduler.
+64 value columns, or one at K = V = 64. Each partition counts them by itself, as items are known without a
+scheduler.
 """
 
 from typing import Any
@@ -11,9 +12,9 @@ from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import BETA, ROWS
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import mbarrier, struct
-from gdn.backends.hopper.scan.operands import PER_ROW
-from gdn.backends.hopper.scan.scheduler import stage_and_phase
+from gdn.backends.hopper.gluon import barrier, mbarrier, recast, struct, warpgroup_mma
+from gdn.backends.hopper.scan.operands import BF16_TILE, PER_ROW, TOKEN_ROWS
+from gdn.backends.hopper.scan.scheduler import STRIP, stage_and_phase
 
 # below this beta the state scan stores dr = dv / beta in the place of dv, which bf16 would not hold
 TINY = gl.constexpr(2.0**-100)
@@ -55,9 +56,9 @@ class Tiles:
     v: Any
     do: Any
     d: Any
-    S: Any
+    S: Any  # at K = 64 in fp32, which the row warpgroup splits in its place
     dS: Any
-    A_inv: Any
+    A_inv: Any  # fp32 at K = 64
     boxes: Any  # factors, as one TMA load writes them
     factors: Any  # the same, row by row
     parts: Any  # the value warpgroup's own: hi and lo of u, then of v_new
@@ -72,6 +73,7 @@ class Turns:
 
     full: Any  # a strip
     empty: Any
+    S_full: Any  # S of a strip in bf16, from the row to the value warpgroup; None but at K = 64
     head_full: Any
     head_empty: Any
     keys_full: Any  # q and k of an item
@@ -220,3 +222,33 @@ def split_bf16(x):
     # rounded by integers: ptxas would convert a rounded value back to fp32 with F2F, eight cycles a warp
     hi = ((x.to(gl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(gl.float32, bitcast=True)
     return hi.to(gl.bfloat16), (x - hi).to(gl.bfloat16)
+
+
+@gluon.jit
+def parts_of(tile):
+    """Return the shared memory of an fp32 tile [64, 64] as hi and lo in bf16: see `split_tile`."""
+    return recast(tile, gl.bfloat16, [2, C, STRIP], BF16_TILE)
+
+
+@gluon.jit
+def split_tile(tile):
+    """Overwrite an fp32 tile [64, 64] in shared memory by split bf16; return its values in registers."""
+    x = tile.load(TOKEN_ROWS)
+    hi, lo = split_bf16(x)
+    # all warps have read what hi and lo overwrite
+    barrier()
+    parts = parts_of(tile)
+    parts.index(0).store(hi)
+    parts.index(1).store(lo)
+    return x
+
+
+@gluon.jit
+def issue_state_mma(x, w, stage, zeros):
+    """Issue x S [C, 64 values] as asynchronous MMAs, x [C, K] in shared memory; at K = 64 S is split bf16."""
+    S = w.tiles.S.index(stage)
+    if w.D == STRIP:
+        acc = warpgroup_mma(x, parts_of(S).index(0), zeros, use_acc=False, is_async=True)
+        return warpgroup_mma(x, parts_of(S).index(1), acc, is_async=True)
+    else:
+        return warpgroup_mma(x, S, zeros, use_acc=False, is_async=True)

@@ -19,6 +19,7 @@ from gdn.backends.hopper.backward.shared import (
     arrive,
     factor,
     gains,
+    issue_state_mma,
     place_of,
     split_bf16,
     wait_empty,
@@ -27,7 +28,7 @@ from gdn.backends.hopper.backward.shared import (
 )
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import fence_async_shared, opaque, warpgroup_mma, warpgroup_mma_wait
-from gdn.backends.hopper.scan.operands import ACC_TOKENS, PER_COLUMN, PER_ROW, TOKEN_ROWS
+from gdn.backends.hopper.scan.operands import A_OPERAND, ACC_TOKENS, PER_COLUMN, PER_ROW, TOKEN_ROWS
 from gdn.backends.hopper.scan.scheduler import STRIP
 from gdn.backends.triton.rule.gradients import SMALL
 from gdn.backends.triton.rule.pairs import CROSSING, DBETA, LEAVING
@@ -75,7 +76,10 @@ def over_strip(w, place, head, strip, head_stage, count, sums):
     zeros = gl.zeros((C, STRIP), gl.float32, ACC_TOKENS)
     zero = zero_of(count)
     k = tiles.k.index(zero).reshape([C, w.D])
-    kS = warpgroup_mma(k, tiles.S.index(stage), zeros, use_acc=False, is_async=True)
+    if w.D == STRIP:
+        # the row warpgroup has split S
+        wait_full(count, w.turns.S_full)
+    kS = issue_state_mma(k, w, stage, zeros)
     d_tile = tiles.d.index(stage).reshape([C, STRIP])
     d = d_tile.load(ACC_TOKENS).to(gl.float32)
     v = tiles.v.index(stage).reshape([C, STRIP]).load(ACC_TOKENS).to(gl.float32)
@@ -88,10 +92,7 @@ def over_strip(w, place, head, strip, head_stage, count, sums):
     u = beta[:, None] * X
     if place.length < C:
         u = gl.where(is_token[:, None], u, 0.0)
-    tiles.parts.index(zero).store(u.to(gl.bfloat16))
-    fence_async_shared()
-    A_inv = tiles.A_inv.index(head_stage)
-    v_new = warpgroup_mma(A_inv, tiles.parts.index(zero), u, is_async=True)
+    v_new = issue_inverse_mma(w, head_stage, zero, u)
     # not with k S: the registers of both, of E and F and of u would be more than there are
     kdS = warpgroup_mma(k, tiles.dS.index(stage), zeros, use_acc=False, is_async=True)
     v_new, kdS = warpgroup_mma_wait(0, deps=(v_new, kdS))
@@ -119,6 +120,21 @@ def over_strip(w, place, head, strip, head_stage, count, sums):
     fence_async_shared()
     arrive(count, w.turns.empty)
     return Sums(E, F, whole, apart, entering, leaving)
+
+
+@gluon.jit
+def issue_inverse_mma(w, head_stage, zero, u):
+    """Issue u + (A_inv - 1) u as asynchronous MMAs, u rounded; at K = 64 A_inv is split bf16 in registers."""
+    parts = w.tiles.parts
+    parts.index(zero).store(u.to(gl.bfloat16))
+    fence_async_shared()
+    if w.D == STRIP:
+        hi, lo = split_bf16(w.tiles.A_inv.index(head_stage).load(ACC_TOKENS))
+        v_new = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), parts.index(zero), u, is_async=True)
+        return warpgroup_mma(gl.convert_layout(lo, A_OPERAND), parts.index(zero), v_new, is_async=True)
+    else:
+        A_inv = w.tiles.A_inv.index(head_stage)
+        return warpgroup_mma(A_inv, parts.index(zero), u, is_async=True)
 
 
 @gluon.jit
