@@ -16,14 +16,14 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
-from gdn.problem import DecodeProblem, PrefillProblem, Problem
+from gdn.problem import DecodeProblem, KeepProblem, PrefillProblem, Problem, ReplayProblem
 from gdn.problem.stages import StageProblem
 from gdn.problem.step import StepProblem
 
 # problems whose kernels run token by token, and support a decay per key channel and a lower bound
 ANY_GATE = (DecodeProblem, StepProblem)
 # problems whose kernels of a decay per key channel no GPU test has passed; of stages, the gate alone has both
-UNMEASURED = (PrefillProblem, StageProblem)
+UNMEASURED = (PrefillProblem, StageProblem, ReplayProblem, KeepProblem)
 LARGEST = 256  # largest K and V
 LARGEST_CHANNELS = 128  # largest K of a backward with a decay per key channel
 LONGEST = 16  # most tokens of a packet that is replayed
