@@ -435,7 +435,6 @@ MAY_ASK = {
     "backends/hopper/__init__.py",
     "backends/triton/__init__.py",
     "backends/triton/layer/gate.py",
-    "backends/triton/rule/borders.py",
     "backends/triton/rule/build.py",
     "backends/triton/rule/choose.py",
     "backends/triton/rule/describe.py",

@@ -26,6 +26,8 @@ SMALL = [
     (CHANNEL("wild", lengths=ONE._replace(T=67), sizes=(20, 16), state="narrow", state_v_first=True), FP16),
     (CHANNEL("rates", lengths=ONE._replace(T=40), raw_gate="on", heads=(1, 1), beta="sigmoid",
              use_qk_l2norm_in_kernel=True), BF16),
+    (CHANNEL("mild", lengths=ONE._replace(T=17), heads=(1, 1), sizes=(132, 16), state="wide",
+             use_qk_l2norm_in_kernel=True), FP16),
 ]  # fmt: skip
 FACTORS = CHANNEL_FACTORS | {
     "lengths": (*map(rows, (1, 15, 63, 65, 129)), packed(0, 5, 0, 64, 69, 3, tail=3)),
@@ -129,11 +131,14 @@ def test_reruns_and_batches_give_the_same_bits():
     assert torch.equal(o, first["o"][:, :1000])
 
 
-def test_a_gpu_runs_the_kernels():
-    """Calls of both ranks run on `triton`, with its backward, whether they name it or not."""
+@pytest.mark.parametrize("K", [16, 136])
+def test_a_gpu_runs_the_kernels(K):
+    """Calls of both ranks run on `triton`; a backward that no GPU has run does if they name it."""
     with FakeTensorMode():
-        x = [torch.empty(1, 8, 2, 16, device="cuda") for _ in range(3)]
-        g, beta = torch.empty(1, 8, 2, 16, device="cuda"), torch.empty(1, 8, 2, device="cuda")
+        x = [torch.empty(1, 8, 2, K, device="cuda") for _ in range(3)]
+        g, beta = torch.empty(1, 8, 2, K, device="cuda"), torch.empty(1, 8, 2, device="cuda")
         for gate in (g, beta):
             problem = parse(*x, gate, beta)
-            assert triton.refuses(problem) is None and triton.refuses_backward(problem) is None
+            assert triton.refuses(problem) is None
+            assert (triton.refuses_backward(problem) is None) == (gate is beta or K == 16)
+            assert triton.refuses_backward(parse(*x, gate, beta, backend="triton")) is None

@@ -24,7 +24,7 @@ EVERYWHERE = ("cuda:80", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942")
 # fp32 and K = 256 need more than the 64 KB of shared memory of a gfx942
 NVIDIA = EVERYWHERE[:-1]
 TUNED = ("cuda:90",)
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
 
 
 class Specimen(NamedTuple):
@@ -137,6 +137,9 @@ DECODE = {
     "fp16 60": ("index", 4, 2, 60, 60, FP16, FP16, False, True, TUNED),
     "fp32 256": ("final", 4, 1, 256, 256, FP32, FP32, False, True, EVERYWHERE),
     "fp32 64, K first": ("P4", 4, 3, 64, 64, FP32, BF16, True, False, TUNED),
+    "many rows, int16 pool": ("index", 256, 1, 128, 128, BF16, INT16, True, True, EVERYWHERE),
+    "P1, int16 pool": ("P1", 4, 4, 128, 128, BF16, INT16, True, True, TUNED),
+    "fp32, K first, int16 pool": ("P6", 4, 1, 64, 64, FP32, INT16, False, False, TUNED),
 }
 # the same with a decay per key channel
 DECODE_OF_CHANNELS = {
@@ -156,7 +159,15 @@ def decode(
     if raw and is_per_channel:
         # logits of a projection, and the bounded form
         x |= {"a": x["a"].to(dtype), "lower_bound": -5.0}
+    if pool_dtype == INT16:
+        x |= {"state": with_scales(x["state"], v_first)}
     return lambda: api.decode(**x, state_v_first=v_first, backend="triton")
+
+
+def with_scales(states: torch.Tensor, v_first: bool) -> gdn.Int16Pool:
+    """Return a pool of integers with scales of 1."""
+    shape = states.shape[:-1] if v_first else (*states.shape[:-2], states.shape[-1])
+    return gdn.Int16Pool(states, torch.ones(shape))
 
 
 def decode_in_chunk_form(
@@ -480,6 +491,22 @@ def hopper_backward_of_few_heads(case: Case) -> Callable[[], Any]:
     return call
 
 
+def hopper_backward_in_slabs(case: Case) -> Callable[[], Any]:
+    """Make the backward of `hopper` in passes of two chunks."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+
+    def call() -> None:
+        from gdn.backends.hopper.backward import plan
+        from gdn.backends.triton.rule import run
+
+        saved = run.chunk_forward(problem, True)[2]
+        with patch.object(plan, "slab_of", lambda p: 2), patch.object(plan, "consumers_of", lambda p: 2):
+            plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
+
+    return call
+
+
 # name -> function, arguments, targets
 OTHERS = {
     "hopper": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
@@ -575,6 +602,11 @@ OTHERS = {
     ),
     "hopper backward of few heads": (
         hopper_backward_of_few_heads,
+        (Case(sizes=(128, 128), heads=(2, 4), state="wide", lengths=rows(257)),),
+        TUNED,
+    ),
+    "hopper backward in slabs": (
+        hopper_backward_in_slabs,
         (Case(sizes=(128, 128), heads=(2, 4), state="wide", lengths=rows(257)),),
         TUNED,
     ),

@@ -25,12 +25,13 @@ ANY_GATE = (DecodeProblem, StepProblem)
 # problems whose kernels of a decay per key channel no GPU test has passed; of stages, the gate alone has both
 UNMEASURED = (PrefillProblem, StageProblem, ReplayProblem, KeepProblem)
 LARGEST = 256  # largest K and V
-LARGEST_CHANNELS = 128  # largest K of a backward with a decay per key channel
+MEASURED = 128  # largest K of backwards with a decay per key channel that GPU tests have passed
 LONGEST = 16  # most tokens of a packet that is replayed
 # The module here that implements each slot of Backend. The adjoints of single stages are those of `eager`.
 SLOTS = {
     "saves": "rule.describe",
     "forward_launches": "rule.run",
+    "backward_launches": "rule.run",
     "chunk_forward": "rule.run",
     "recompute_saved": "rule.run",
     "chunk_backward": "rule.run",
@@ -78,6 +79,11 @@ def refuses(problem: Any) -> str | None:
     reason = refuses_any_gate(problem)
     # a step on slots with histories has the kernel of these
     has_history = getattr(problem, "cursor", None) is not None
+    is_int16 = getattr(problem, "column_scale", None) is not None
+    if reason is None and is_int16 and (has_history or not isinstance(problem, ANY_GATE)):
+        reason = (
+            "expected states in floats, got an Int16Pool: only decode and decode_step have kernels for it"
+        )
     if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
         reason = _refuses_gate(problem)
     return reason
@@ -121,11 +127,10 @@ def refuses_any_gate(problem: Any) -> str | None:
 
 def refuses_backward(problem: Problem) -> str | None:
     """Return why the backend does not support the backward of a problem, or None."""
-    reason = refuses(problem)
-    if reason is None and problem.is_per_channel and problem.K > LARGEST_CHANNELS:
-        # the state pass has three rows of each token in shared memory, two chunks deep
-        reason = f"expected K of at most {LARGEST_CHANNELS} with a decay per key channel, got K={problem.K}"
-    return reason
+    is_unmeasured = problem.is_per_channel and problem.K > MEASURED and problem.q.device.type == "cuda"
+    if is_unmeasured and settings.backend(problem.backend) != "triton":
+        return f"expected backend='triton' by name: no backward with K={problem.K} has run on a GPU yet"
+    return refuses(problem)
 
 
 def _leading(problem: Any) -> Tensor:
