@@ -373,14 +373,13 @@ def test_kernels_refuse_the_rank_and_the_bound_by_name(monkeypatch):
     with pytest.raises(NotImplementedError, match=f"hopper: {rank}"):
         gdn.chunk_kda(q, q, v, per_channel, backend="hopper")
     assert gdn.explain(q, q, v, per_channel).chosen == "triton"
-    _, _, _, pool, logits = engine_call(torch.float32)
-    u, k, G = pool.new_zeros(1, 5, 9, HV, V), pool.new_zeros(1, 5, 9, H, K), pool.new_zeros(1, 5, 9, HV, K)
-    index = torch.tensor([0])
+    # a history in a ring, and its fold, take a decay per head
+    sizes = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 16}
+    pool = gdn.allocate_history_pool(3, **sizes, places=8, room=4, decay="channel")
+    g = per_channel[:, :4]
     calls = [
-        lambda: gdn.replay_commit(
-            pool[None], u, k, G, torch.zeros(5, dtype=torch.int32), index, index, room=4,
-            state_v_first=True, backend="triton",
-        ),
+        lambda: gdn.decode_with_history(*(x[:, :4] for x in (q, q, v)), pool, g=g, backend="triton"),
+        lambda: gdn.fold_history(pool, torch.tensor([0]), backend="triton"),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(NotImplementedError, match="got one per key channel"):
@@ -440,8 +439,10 @@ MAY_ASK = {
     "backends/triton/rule/choose.py",
     "backends/triton/rule/describe.py",
     "backends/triton/rule/run.py",
+    "backends/triton/serving/fold.py",
     "backends/triton/serving/gates.py",
     "backends/triton/serving/packet.py",
+    "backends/triton/serving/replay.py",
     "distributed/check.py",
     "ops/portable.py",
     "ops/warmup.py",

@@ -8,7 +8,10 @@ Each line runs in a process of its own with a limit of 120 s, so that a kernel t
 check: relative RMS error of outputs and states in 1e-3 against the reference in fp64; `bits`: a packet of
 four tokens against single steps. time: us of a launch by CUDA-graph replays of 20 (median of 5), each on
 another pool, so that states come from HBM; `host`: us of a call, of 2,000 in a row at B = 1. registers: the
-largest tiles of 16-bit states under other limits of registers, and tiles of half the columns.
+largest tiles of 16-bit states under other limits of registers, and tiles of half the columns. serving: a
+prefill of four prompts of 1,024 tokens, replay of 4 and 16 tokens on 64 rows with histories of 40 places, the
+fold, and the gate for 8,192 tokens; each first checked against the reference on two value heads.
+    PYTHONPATH=src python docs/lab/2026-11-25-channel-decode.py --serving    only these lines
 """
 
 import subprocess
@@ -39,6 +42,11 @@ LIMITS = {
     f"registers {limit} {tile}": (limit, tile)
     for limit, tile in ((128, "full"), (144, "full"), (152, "full"), (160, "full"), (128, "half"))
 }
+SERVING = [
+    f"serving {what} {gate}"
+    for what in ("prefill", "snapshots", "replay-4", "replay-16", "fold", "gate")
+    for gate in ("head", "channel")
+]
 HOST = {f"host {gate}": gate for gate in ("head", "channel")}
 
 
@@ -160,7 +168,107 @@ def host(name):
     print(f"{name:28s} {best:8.2f} us a call", flush=True)
 
 
-KINDS = {"check": check, "time": measure, "registers": registers, "host": host}
+def on_cpu(x):
+    return {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in x.items()}
+
+
+def prompts(per_channel, heads, lengths, has_snapshots):
+    x = call(1, sum(lengths), "raw", heads=heads, per_channel=per_channel)
+    N = len(lengths)
+    index = torch.arange(N, device="cuda")
+    x |= {
+        "cu_seqlens": torch.tensor([0, *lengths], device="cuda").cumsum(0).int(), "state_index": index,
+        "state": rn(2 * N, heads[1], V, K),
+    }  # fmt: skip
+    if has_snapshots:
+        x |= {"snapshot_pos": 0 * index + lengths[-1] - 3, "snapshot_index": index + N}
+    return x
+
+
+def histories(T, per_channel, heads, B, places=40):
+    """Return packets on histories of 33 tokens, of several blocks of 16."""
+    x = call(B, T, "raw", heads=heads, per_channel=per_channel)
+    decay = (heads[1], K) if per_channel else (heads[1],)
+    g = -rn(B, places, *decay).sigmoid() / 8
+    return x | {
+        "history_u": (rn(B, places, heads[1], V) / 8).bfloat16(),
+        "history_k": (rn(B, places, heads[0], K) / 8).bfloat16(),
+        "history_G": g if per_channel else g.double().cumsum(1), "state": rn(B, heads[1], V, K),
+        "cursor": torch.full((B,), min(33, places - T), device="cuda", dtype=torch.int32),
+    }  # fmt: skip
+
+
+def folding(x):
+    """Return the arguments of a commit that folds every history."""
+    names = ("state", "history_u", "history_k", "history_G")
+    B = x["cursor"].shape[0]
+    count = torch.full((B,), 33, device="cuda")
+    return {
+        **{n: x[n][None] for n in names}, "cursor": x["cursor"], "index": torch.arange(B, device="cuda"),
+        "accepted": 0 * count, "room": 40, "update_cursor": False, "state_v_first": True,
+    }  # fmt: skip
+
+
+def gate_call(per_channel, heads, tokens):
+    decay = (heads, K) if per_channel else (heads,)
+    x = [rn(tokens, *decay).bfloat16(), rn(tokens, heads).bfloat16(), rn(heads), rn(*decay)]
+    return [y.requires_grad_() for y in x]
+
+
+def gate_steps(x):
+    g, beta = gdn.gate(*x, backend="triton")
+    return g, beta, *torch.autograd.grad((g, beta), x, (g.detach(), beta.detach()))
+
+
+def check_serving(what, per_channel):
+    """Return the errors in 1e-3 of outputs and states, or gradients, on two value heads."""
+    heads = (1, 2)
+    if what == "gate":
+        x = gate_call(per_channel, 2, 300)
+        y = [t.detach().cpu().double().requires_grad_() for t in x]
+        g = gdn.reference.gate(y[0], y[2], y[3], is_per_channel=per_channel)
+        beta = y[1].sigmoid()
+        expected = (g, beta, *torch.autograd.grad((g, beta), y, (g.detach(), beta.detach())))
+        return [error(a.detach(), b.detach()) for a, b in zip(gate_steps(x), expected, strict=True)]
+    if what == "fold":
+        x = folding(histories(4, per_channel, heads, 5))
+        state, _ = reference.replay_commit(**on_cpu(x))
+        gdn.replay_commit(**x, backend="triton")
+        return [error(x["state"], state)]
+    if what.startswith("replay"):
+        x = histories(int(what[7:]), per_channel, heads, 5)
+        expected = reference.replay_decode(**on_cpu(x), **OPTIONS)
+        o = gdn.replay_decode(**x, backend="triton", **OPTIONS)
+        return [error(o, expected.o), error(x["history_u"], expected.u), error(x["history_G"], expected.G)]
+    x = prompts(per_channel, heads, (130, 70, 3), what == "snapshots")
+    x |= {"snapshot_pos": x["snapshot_pos"] % 3} if what == "snapshots" else {}
+    expected = reference.prefill(**on_cpu(x), **OPTIONS)
+    o = gdn.prefill(**x, backend="triton", **OPTIONS)
+    return [error(o, expected.o), error(x["state"], expected.state)]
+
+
+def serve(name):
+    _, what, gate = name.split()
+    per_channel, heads = gate == "channel", (H, HV)
+    errors = check_serving(what, per_channel)
+    if what == "gate":
+        x = gate_call(per_channel, HV, 8192)
+        run = lambda: gdn.gate(*(y.detach() for y in x), backend="triton")  # noqa: E731
+    elif what == "fold":
+        x = folding(histories(4, per_channel, heads, 64))
+        run = lambda: gdn.replay_commit(**x, backend="triton")  # noqa: E731
+    elif what.startswith("replay"):
+        x = histories(int(what[7:]), per_channel, heads, 64)
+        run = lambda: gdn.replay_decode(**x, backend="triton", **OPTIONS)  # noqa: E731
+    else:
+        x = prompts(per_channel, heads, (1024,) * 4, what == "snapshots")
+        run = lambda: gdn.prefill(**x, backend="triton", **OPTIONS)  # noqa: E731
+    cells = " ".join(f"{e:.3f}" for e in errors)
+    bad = "" if max(errors) < 6 else " BAD"
+    print(f"{name:28s} errors {cells}{bad} | {timed([run]):8.2f} us", flush=True)
+
+
+KINDS = {"check": check, "time": measure, "registers": registers, "host": host, "serving": serve}
 
 
 def main():
@@ -169,7 +277,8 @@ def main():
         KINDS[name.split()[0]](name)
         return
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    names = list(CHECKS) if "--check" in sys.argv else [*CHECKS, *TIMES, *LIMITS, *HOST]
+    names = list(CHECKS) if "--check" in sys.argv else [*CHECKS, *TIMES, *LIMITS, *HOST, *SERVING]
+    names = SERVING if "--serving" in sys.argv else names
     for name in names:
         try:
             done = subprocess.run([sys.executable, __file__, "--one", name], timeout=120)

@@ -244,15 +244,20 @@ def commit(dtype: torch.dtype, has_extra: bool) -> Callable[[], Any]:
 
 
 def replay(
-    B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, kept: Any, v_first: bool, is_packed: bool
-) -> Callable[[], Any]:
+    B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, kept: Any, v_first: bool, is_packed: bool,
+    is_per_channel: bool = False,
+) -> Callable[[], Any]:  # fmt: skip
     """Return a verification and its commit, on histories of 20 places."""
-    x = rows_of(1 if is_packed else B, B * T if is_packed else T, K=K, V=V, dtype=dtype, raw=True)
+    lead = (1, B * T) if is_packed else (B, T)
+    x = rows_of(*lead, K=K, V=V, dtype=dtype, raw=True, is_per_channel=is_per_channel)
     if is_packed:
         x |= {"cu_seqlens": torch.arange(B + 1, dtype=torch.int32), "max_seqlen": T}
     state = pool_of(1, B, K=K, V=V, dtype=pool_dtype, v_first=v_first)
     u, k = torch.randn(1, B, 20, 4, V).to(kept), torch.randn(1, B, 20, 2, K).to(kept)
     G, cursor, rows = torch.zeros(1, B, 20, 4, dtype=torch.float64), slots(B), slots(B)
+    if is_per_channel:
+        G = torch.zeros(1, B, 20, 4, K)
+        x |= {"a": x["a"].to(dtype), "lower_bound": -5.0}
     options = {"state_v_first": v_first, "backend": "triton"}
 
     def call() -> None:
@@ -721,6 +726,7 @@ OTHERS = {
     "history": (history, (256, 1, 128, BF16, FP32, 16, True, False), TUNED),
     "history 64": (history, (256, 1, 64, BF16, BF16, 16, True, False), EVERYWHERE),
     "history of drafts, K first": (history, (3, 4, 64, BF16, FP32, 20, False, True), TUNED),
+    "replay of channels": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False, True), TUNED),
     "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),
     "gate fp32": (gate, (FP32, True), EVERYWHERE),

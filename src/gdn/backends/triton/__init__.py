@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
-from gdn.problem import DecodeProblem, FoldProblem, PrefillProblem, Problem
+from gdn.problem import DecodeProblem, FoldProblem, KeepProblem, PrefillProblem, Problem, ReplayProblem
 from gdn.problem.propagate import PropagateProblem
 from gdn.problem.stages import StageProblem
 from gdn.problem.step import StepProblem
@@ -24,7 +24,7 @@ from gdn.problem.step import StepProblem
 # problems whose kernels run token by token, and support a decay per key channel and a lower bound
 ANY_GATE = (DecodeProblem, StepProblem)
 # problems whose kernels of a decay per key channel no GPU test has passed; of stages, the gate alone has both
-UNMEASURED = (PrefillProblem, StageProblem)
+UNMEASURED = (PrefillProblem, StageProblem, ReplayProblem, KeepProblem)
 LARGEST = 256  # largest K and V
 LARGEST_MAP = 128  # largest K of a map M [K, K] that a kernel holds in registers
 MEASURED = 128  # largest K of backwards with a decay per key channel that GPU tests have passed

@@ -25,8 +25,10 @@ from gdn.backends.triton.launch import (
     machine,
     unit_of,
 )
-from gdn.backends.triton.lib import column_mask, decay, split_fp64
+from gdn.backends.triton.lib import split_fp64
 from gdn.backends.triton.serving import packet
+from gdn.backends.triton.serving.fold_channels import plan_channels_fold
+from gdn.backends.triton.serving.history_lib import history_length, load_history_k, load_history_u
 from gdn.backends.triton.serving.packet import (
     fits_32_bits,
     index_strides,
@@ -39,7 +41,6 @@ from gdn.backends.triton.serving.packet_lib import (
     add_outer_product,
     column_pointer,
     output_strip_pointers,
-    row_pointers,
     strip_mask,
 )
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program
@@ -51,56 +52,6 @@ PLACES = 16  # places of a history that one MMA takes
 MOST_PASTS = 4  # most blocks of PLACES whose k (or scores) are held in registers over all strips of columns
 # V-first -> keys and columns of a state that a fold has in registers at a time
 FOLDED = {True: (128, 16), False: (64, 16)}
-
-
-@triton.jit
-def ring_places(old, history):
-    """Return the places of a history's tokens `old`, which are counted from its first one."""
-    if history.first is None:
-        return old
-    else:
-        places = old + history.first
-        return tl.where(places >= history.places, places - history.places, places)
-
-
-@triton.jit
-def load_history_G(history, old):
-    """Load G of a history's tokens, split into hi + lo; 0 past its end."""
-    places = ring_places(old, history).to(tl.int64)
-    return split_fp64(
-        tl.load(history.G_ptr + places * history.G_p, mask=old < history.count, other=0.0).to(tl.float64)
-    )
-
-
-@triton.jit
-def load_history_u(history, u_ptr, start, vs, has_value, C: tl.constexpr):
-    """Load u of BP places [BP, vs]; u_ptr points to the strip's first column."""
-    old = start + tl.arange(0, C.BP)
-    places = ring_places(old, history)
-    place = row_pointers(u_ptr, places, vs, history.u_p, 1, C.PAST_UNIT, True, C.NEAR)
-    return tl.load(place, mask=(old < history.count)[:, None] & has_value, other=0.0)
-
-
-@triton.jit
-def history_length(cursor, accepted, room, places):
-    """Return how many places are in use after the accepted tokens are added."""
-    start = tl.minimum(tl.maximum(cursor.to(tl.int64), 0), places)
-    return tl.minimum(start + tl.minimum(tl.maximum(accepted.to(tl.int64), 0), room), places)
-
-
-@triton.jit
-def load_history_k(history, start, end, ks, C: tl.constexpr):
-    """Load k of BP places [BP, ks], and return the decay of each up to the end."""
-    old = start + tl.arange(0, C.BP)
-    mask = (old < history.count)[:, None] & column_mask(ks, C.K)[None, :]
-    places = ring_places(old, history)
-    k = tl.load(
-        row_pointers(history.k_ptr, places, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR),
-        mask=mask,
-        other=0.0,
-    )
-    old_high, old_low = load_history_G(history, old)
-    return k, decay(old_high, old_low, end.high, end.low)
 
 
 @kernel
@@ -260,21 +211,27 @@ def _plan_fold(p: KeepProblem, num_states: int | None = None) -> Launch:
     dtypes = p.history_u.dtype, p.history_k.dtype
     takes_all = (entries if num_states is None else num_states) >= packet.FILLED * gpu.num_sms
     strips = triton.cdiv(p.V, BV) if takes_all else 1
+    scalars = (
+        *state, *(s // unit for s in kept), *p.history_G.stride(), *_index_strides(p), layers, HV,
+        *magic_numbers(HV), *magic_numbers(HV // H), slots, _lowest(p), p.places, p.room,
+    )  # fmt: skip
+    constants = {
+        "K": p.K, "V": p.V, "BP": PLACES, "AXIS": axis, "LINE": line_stride(axis, state, state_unit, p),
+        "NEAR": fits_32_bits(
+            *state_extents(state, state_unit, p), *(p.places * s for s in (kept[2], kept[6]))
+        ),
+        "STATE_UNIT": state_unit, "UNIT": unit,
+    }  # fmt: skip
+    if p.is_per_channel:
+        return plan_channels_fold(entries, scalars, constants, gpu)
     return Launch(
         fold_kernel,
         entries * triton.cdiv(p.K, BK) * triton.cdiv(p.V, BV * strips),
-        (
-            *state, *(s // unit for s in kept), *p.history_G.stride(), *_index_strides(p), layers, HV,
-            *magic_numbers(HV), *magic_numbers(HV // H), slots, _lowest(p), p.places, p.room,
-        ),
-        {
-            "K": p.K, "V": p.V, "BK": BK, "BV": BV, "BP": PLACES, "PASTS": history_blocks(p.places),
-            "STRIPS": strips,
-            "STAGES": 2 if gpu.kind == "hip" else 3, "AXIS": axis,
-            "NEAR": fits_32_bits(
-                *state_extents(state, state_unit, p), *(p.places * s for s in (kept[2], kept[6]))
-            ),
-            "LINE": line_stride(axis, state, state_unit, p), "STATE_UNIT": state_unit, "UNIT": unit,
+        scalars,
+        constants
+        | {
+            "BK": BK, "BV": BV, "PASTS": history_blocks(p.places), "STRIPS": strips,
+            "STAGES": 2 if gpu.kind == "hip" else 3,
             # bf16 history: split bf16 MMAs (hi + lo), unless that would convert u
             "PRECISION": precisions(axis != "k" or set(dtypes) != {torch.bfloat16}, gpu)["PRECISION"],
         },

@@ -25,8 +25,8 @@ from gdn.backends.triton.launch import (
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
 from gdn.backends.triton.lib import split_fp64
 from gdn.backends.triton.serving import packet
-from gdn.backends.triton.serving.fold import FOLDED, PLACES, history_blocks, ring_places
-from gdn.backends.triton.serving.history_lib import fold_strip, load_cursor, store_cursor
+from gdn.backends.triton.serving.fold import FOLDED, PLACES, history_blocks
+from gdn.backends.triton.serving.history_lib import fold_strip, load_cursor, ring_places, store_cursor
 from gdn.backends.triton.serving.packet import (
     fits_32_bits,
     index_strides,

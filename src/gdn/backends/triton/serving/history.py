@@ -29,9 +29,8 @@ from gdn.backends.triton.launch.launches import Step
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait
 from gdn.backends.triton.lib import column_mask, split_fp64
 from gdn.backends.triton.serving import decode as plain
-from gdn.backends.triton.serving.fold import ring_places
 from gdn.backends.triton.serving.fold_history import fold_constants, fold_tensors, plan_fold
-from gdn.backends.triton.serving.history_lib import load_cursor, solve_token, store_cursor
+from gdn.backends.triton.serving.history_lib import load_cursor, ring_places, solve_token, store_cursor
 from gdn.backends.triton.serving.packet import index_strides, options, sample_num_states
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,

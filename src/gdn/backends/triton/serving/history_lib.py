@@ -1,17 +1,68 @@
 # mypy: disable-error-code="assignment, var-annotated"
-"""Provide the parts of the kernels that decode with a history: cursor, fold of one strip, a single token."""
+"""Provide the parts of the kernels that read histories: places, cursor, fold of one strip, a single token."""
 
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.serving.fold import load_history_k, load_history_u
+from gdn.backends.triton.lib import column_mask, decay, split_fp64
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     add_outer_product,
     output_strip_pointers,
+    row_pointers,
     strip_mask,
     tokens_of_rows,
 )
+
+
+@triton.jit
+def ring_places(old, history):
+    """Return the places of a history's tokens `old`, which are counted from its first one."""
+    if history.first is None:
+        return old
+    else:
+        places = old + history.first
+        return tl.where(places >= history.places, places - history.places, places)
+
+
+@triton.jit
+def load_history_G(history, old):
+    """Load G of a history's tokens, split into hi + lo; 0 past its end."""
+    places = ring_places(old, history).to(tl.int64)
+    return split_fp64(
+        tl.load(history.G_ptr + places * history.G_p, mask=old < history.count, other=0.0).to(tl.float64)
+    )
+
+
+@triton.jit
+def load_history_u(history, u_ptr, start, vs, has_value, C: tl.constexpr):
+    """Load u of BP places [BP, vs]; u_ptr points to the strip's first column."""
+    old = start + tl.arange(0, C.BP)
+    places = ring_places(old, history)
+    place = row_pointers(u_ptr, places, vs, history.u_p, 1, C.PAST_UNIT, True, C.NEAR)
+    return tl.load(place, mask=(old < history.count)[:, None] & has_value, other=0.0)
+
+
+@triton.jit
+def history_length(cursor, accepted, room, places):
+    """Return how many places are in use after the accepted tokens are added."""
+    start = tl.minimum(tl.maximum(cursor.to(tl.int64), 0), places)
+    return tl.minimum(start + tl.minimum(tl.maximum(accepted.to(tl.int64), 0), room), places)
+
+
+@triton.jit
+def load_history_k(history, start, end, ks, C: tl.constexpr):
+    """Load k of BP places [BP, ks], and return the decay of each up to the end."""
+    old = start + tl.arange(0, C.BP)
+    mask = (old < history.count)[:, None] & column_mask(ks, C.K)[None, :]
+    places = ring_places(old, history)
+    k = tl.load(
+        row_pointers(history.k_ptr, places, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR),
+        mask=mask,
+        other=0.0,
+    )
+    old_high, old_low = load_history_G(history, old)
+    return k, decay(old_high, old_low, end.high, end.low)
 
 
 @triton.jit

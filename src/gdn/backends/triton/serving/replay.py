@@ -27,14 +27,14 @@ from gdn.backends.triton.launch import (
 )
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, supports_pdl
 from gdn.backends.triton.lib import column_mask, decay, split_fp64
-from gdn.backends.triton.serving.fold import (
-    PLACES,
-    history_blocks,
+from gdn.backends.triton.serving.fold import PLACES, history_blocks
+from gdn.backends.triton.serving.history_lib import (
+    compute_token,
+    fold_strip,
     load_history_G,
     load_history_u,
     ring_places,
 )
-from gdn.backends.triton.serving.history_lib import compute_token, fold_strip
 from gdn.backends.triton.serving.packet import (
     MAX_TOKENS,
     blocks,
@@ -70,6 +70,7 @@ from gdn.backends.triton.serving.packet_lib import (
     tokens_of_rows,
 )
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
+from gdn.backends.triton.serving.replay_channels import plan_channels_replay
 from gdn.backends.triton.serving.state_tiles import kernel_offsets, magic_numbers, pool_strides
 from gdn.backends.triton.serving.structs import (
     Appended,
@@ -291,13 +292,16 @@ def _replay_key(p: ReplayProblem) -> Hashable:
     """Return everything that the launch depends on, except the addresses of tensors."""
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in p.tensors()), p.q.device,
-        p.longest, p.scale, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.null_slot,
+        p.longest, p.scale, p.lower_bound, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first,
+        p.null_slot,
     )  # fmt: skip
 
 
 def _plan_replay(p: ReplayProblem, num_states: int | None = None) -> Launch:
     """Plan a replay. `num_states`: rows times heads for which tiles are chosen, if not the problem's."""
     sizes, scalars, constants = describe_replay(p, (0, 0, 0), num_states)
+    if p.is_per_channel:
+        return plan_channels_replay(p, scalars, constants, num_states)
     # With more than 8 tokens and 16-bit states, the main path is for 16 places less, which most histories do
     # not exceed; longer ones take the path of IS_LONG, which is worth its registers
     shorter = MAX_TOKENS if sizes["BT"] == MAX_TOKENS and p.state.element_size() == 2 else 0
