@@ -26,9 +26,9 @@ from typing import NamedTuple
 class Machine:
     """Hold the links of a machine. latency: seconds a step; bandwidth: bytes/s a rank; node: ranks in a node.
 
-    host: seconds a collective for which the GPU waits for the host; none where launches are queued behind other
-    work, as in the layers of a model. The defaults are assumptions about 8 GPUs a node on NVLink and InfiniBand
-    between nodes.
+    host: seconds a collective for which the GPU waits for the host; none where launches are queued behind
+    other work, as in the layers of a model. The defaults are assumptions about 8 GPUs a node on NVLink and
+    InfiniBand between nodes.
     """
 
     latency: float = 8e-6
