@@ -25,7 +25,7 @@ EVERYWHERE = ("cuda:80", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942")
 # fp32 and K = 256 need more than the 64 KB of shared memory of a gfx942
 NVIDIA = EVERYWHERE[:-1]
 TUNED = ("cuda:90",)
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
 
 
 class Specimen(NamedTuple):
@@ -138,6 +138,9 @@ DECODE = {
     "fp16 60": ("index", 4, 2, 60, 60, FP16, FP16, False, True, TUNED),
     "fp32 256": ("final", 4, 1, 256, 256, FP32, FP32, False, True, EVERYWHERE),
     "fp32 64, K first": ("P4", 4, 3, 64, 64, FP32, BF16, True, False, TUNED),
+    "many rows, int16 pool": ("index", 256, 1, 128, 128, BF16, INT16, True, True, EVERYWHERE),
+    "P1, int16 pool": ("P1", 4, 4, 128, 128, BF16, INT16, True, True, TUNED),
+    "fp32, K first, int16 pool": ("P6", 4, 1, 64, 64, FP32, INT16, False, False, TUNED),
 }
 # the same with a decay per key channel
 DECODE_OF_CHANNELS = {
@@ -157,7 +160,15 @@ def decode(
     if raw and is_per_channel:
         # logits of a projection, and the bounded form
         x |= {"a": x["a"].to(dtype), "lower_bound": -5.0}
+    if pool_dtype == INT16:
+        x |= {"state": with_scales(x["state"], v_first)}
     return lambda: api.decode(**x, state_v_first=v_first, backend="triton")
+
+
+def with_scales(states: torch.Tensor, v_first: bool) -> gdn.Int16Pool:
+    """Return a pool of integers with scales of 1."""
+    shape = states.shape[:-1] if v_first else (*states.shape[:-2], states.shape[-1])
+    return gdn.Int16Pool(states, torch.ones(shape))
 
 
 def decode_in_chunk_form(
@@ -207,6 +218,8 @@ def with_snapshots(D: int) -> dict[str, Any]:
 
 def prefill(D: int, *arguments: Any) -> Callable[[], Any]:
     x = prompts(D, *arguments) | with_snapshots(D)
+    if x["state"].dtype == INT16:
+        x |= {"state": with_scales(x["state"], x["state_v_first"])}
     return lambda: api.prefill(**x, backend="triton")
 
 
@@ -438,6 +451,43 @@ def hopper_between_ranks(case: Case) -> Callable[[], Any]:
     return call
 
 
+def between_ranks(case: Case) -> Callable[[], Any]:
+    """Return the forward of a rank of `triton`: every row receives a state and passes one on."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="triton")
+
+    def call() -> None:
+        from gdn.backends import Borders
+        from gdn.backends.triton.rule import borders
+
+        rows = tuple(range(problem.N))
+        borders.forward_begin(problem, Borders(rows, rows), True)
+
+    return call
+
+
+def backward_state_pass(case: Case, dtype: torch.dtype) -> Callable[[], Any]:
+    """Return the state pass of a backward alone, on tensors of zeros."""
+    given = inputs(case, dtype, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="triton")
+
+    def call() -> None:
+        from gdn.backends.backend import Saved
+        from gdn.backends.triton.launch import allocate
+        from gdn.backends.triton.rule import describe, run
+
+        p = describe.to_kernel_layout(problem)
+        shapes = describe.saves(p)
+        saved = Saved(
+            *[None if x is None else torch.zeros(x[0], dtype=x[1], device=p.device) for x in shapes]
+        )
+        plan = run.backward_plan(p, saved, given.do, given.dfinal_state)
+        tensors = (*describe.tensors_of(p), *saved, given.do, given.dfinal_state)
+        plan.run_state([*tensors, *allocate(p.device, plan.specs)])
+
+    return call
+
+
 def states_between_ranks(K: int, V: int, of_groups: bool) -> Callable[[], Any]:
     """Return folds of states and of gradients of states; of_groups: also one of groups of runs."""
     steps = (RunStep(-1, 1, 1), RunStep(0, -1, -1))
@@ -494,6 +544,22 @@ def hopper_backward_of_few_heads(case: Case) -> Callable[[], Any]:
         for schedule in ((1, Segmentation(cut, 1, 1)), (2, Segmentation(cut, 2, 2))):
             with patch.object(plan, "schedule_of", lambda p, found=schedule: found):
                 plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
+
+    return call
+
+
+def hopper_backward_in_slabs(case: Case) -> Callable[[], Any]:
+    """Make the backward of `hopper` in passes of two chunks."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+
+    def call() -> None:
+        from gdn.backends.hopper.backward import plan
+        from gdn.backends.triton.rule import run
+
+        saved = run.chunk_forward(problem, True)[2]
+        with patch.object(plan, "slab_of", lambda p: 2), patch.object(plan, "consumers_of", lambda p: 2):
+            plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
     return call
 
@@ -585,6 +651,16 @@ OTHERS = {
         (Case(sizes=(64, 64), heads=(2, 4), state="wide"),),
         TUNED,
     ),
+    "between ranks, channels": (
+        between_ranks,
+        (Case(sizes=(128, 128), heads=(2, 4), is_per_channel=True),),
+        TUNED,
+    ),
+    "state pass of a backward, 256 channels": (
+        backward_state_pass,
+        (Case(sizes=(256, 256), is_per_channel=True, state="wide"), BF16),
+        EVERYWHERE,
+    ),
     "states between ranks 128": (states_between_ranks, (128, 128, False), EVERYWHERE),
     "states between ranks 60": (states_between_ranks, (60, 44, True), TUNED),
     "hopper backward": (hopper_backward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
@@ -595,6 +671,11 @@ OTHERS = {
     ),
     "hopper backward of few heads": (
         hopper_backward_of_few_heads,
+        (Case(sizes=(128, 128), heads=(2, 4), state="wide", lengths=rows(257)),),
+        TUNED,
+    ),
+    "hopper backward in slabs": (
+        hopper_backward_in_slabs,
         (Case(sizes=(128, 128), heads=(2, 4), state="wide", lengths=rows(257)),),
         TUNED,
     ),
@@ -612,6 +693,7 @@ OTHERS = {
     "chunk form fp16 60": (decode_in_chunk_form, (4, 5, 60, FP16, FP16, True, True), TUNED),
     "prefill bf16": (prefill, (128, BF16, FP32, True, True), EVERYWHERE),
     "prefill fp32": (prefill, (128, FP32, BF16, False, False), TUNED),
+    "prefill int16 pool": (prefill, (128, BF16, INT16, True, True), TUNED),
     "prefill in place": (prefill_in_place, (128, BF16, FP32, False, True), TUNED),
     "prefill of channels": (prefill_of_channels, (64, FP32, FP32, True, False), TUNED),
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),

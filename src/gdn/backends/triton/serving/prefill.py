@@ -26,6 +26,7 @@ from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import to_kernel_layout
 from gdn.backends.triton.rule.pool import StatePool, pool_of
 from gdn.backends.triton.serving.gates import gate_layout
+from gdn.backends.triton.serving.pool_lib import load_scales, scaled_state, store_state
 from gdn.backends.triton.serving.recurrent_lib import (
     advance_token,
     decay_pointers,
@@ -37,11 +38,13 @@ from gdn.backends.triton.serving.recurrent_lib import (
     tile_indices,
     tile_pointers,
 )
-from gdn.backends.triton.serving.state_tiles import magic_numbers, pick_tile, pool_strides
+from gdn.backends.triton.serving.state_tiles import magic_numbers, pick_tile, pool_strides, scale_strides
 from gdn.backends.triton.serving.structs import (
     GateParameters,
     Gates,
     GateStrides,
+    HeadStates,
+    TileColumns,
     Token,
     Tokens,
     group_constants,
@@ -64,9 +67,9 @@ def first_chunk(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @kernel
 def gather_kernel(
-    state_ptr, index_ptr, has_initial_ptr, initial_ptr,
+    state_ptr, column_scale_ptr, index_ptr, has_initial_ptr, initial_ptr,
     state_n, state_h, state_k, state_v, index_n, has_initial_n,
-    HV, HV_magic, HV_s, slots, lowest,
+    HV, HV_magic, HV_s, slots, lowest, scale_n, scale_h, scale_v,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -85,6 +88,13 @@ def gather_kernel(
         state_ptr + (slot * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS
     )
     S = tl.load(place, mask=mask & is_read, other=0.0).to(tl.float32)
+    if column_scale_ptr is not None:
+        # a scale for each column of the tile, in registers; heads stand where a ring has its entries
+        states = HeadStates(
+            state_ptr, state_n, state_h, state_k, state_v, column_scale_ptr, scale_n, scale_h, scale_v
+        )
+        tile = TileColumns(keys, values, mask & is_read, (values < V) & is_read)
+        S = scaled_state(S, load_scales(states, tile, slot, head))
     tl.store(
         tile_pointers(initial_ptr + (n * HV + head) * (K * V), keys, values, V, K, 1, OWN_AXIS), S, mask=mask
     )
@@ -92,9 +102,10 @@ def gather_kernel(
 
 @kernel
 def scatter_kernel(
-    final_ptr, S_in_ptr, cu_seqlens_ptr, index_ptr, out_index_ptr, offsets_ptr, state_ptr, checkpoints_ptr,
+    final_ptr, S_in_ptr, cu_seqlens_ptr, index_ptr, out_index_ptr, offsets_ptr, state_ptr, column_scale_ptr,
+    checkpoints_ptr,
     state_n, state_h, state_k, state_v, kept_n, kept_h, kept_k, kept_v, index_n, out_index_n, offsets_n,
-    HV, HV_magic, HV_s, slots, lowest, rows, every,
+    HV, HV_magic, HV_s, slots, lowest, rows, every, scale_n, scale_h, scale_v,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr,
     UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, UPDATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
@@ -119,11 +130,12 @@ def scatter_kernel(
         # the state may go to another slot than the one it came from
         if out_index_ptr is not None:
             slot = tl.load(out_index_ptr + n * out_index_n).to(tl.int64)
-        place = tile_pointers(
-            state_ptr + (slot * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS
-        )
         is_written = (slot >= lowest) & (slot < slots)
-        tl.store(place, S.to(state_ptr.dtype.element_ty), mask=mask & is_written)
+        states = HeadStates(
+            state_ptr, state_n, state_h, state_k, state_v, column_scale_ptr, scale_n, scale_h, scale_v
+        )
+        tile = TileColumns(keys, values, mask & is_written, (values < V) & is_written)
+        store_state(S, states, tile, slot, head, UNIT, AXIS)
     if checkpoints_ptr is not None:
         # chunks before sequence n are counted on the device: the host does not know the lengths
         chunk = first_chunk(cu_seqlens_ptr, n, C, BLOCK)
@@ -147,10 +159,11 @@ def scatter_kernel(
 @kernel
 def snapshot_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, S_in_ptr,
-    cu_seqlens_ptr, index_ptr, pos_ptr, snapshot_index_ptr, state_ptr,
+    cu_seqlens_ptr, index_ptr, pos_ptr, snapshot_index_ptr, state_ptr, column_scale_ptr,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, dt_bias_h, one,
     state_n, state_h, state_k, state_v, index_n, pos_n, snapshot_index_n,
     HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, scale, lower_bound,
+    scale_n, scale_h, scale_v,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
     TOKEN_UNIT: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, NEGATIVE: tl.constexpr, C: tl.constexpr,
@@ -215,10 +228,10 @@ def snapshot_kernel(
         q, k, v, g, beta = load_token(tokens, at, steps, has_key, has_value, TOKEN_UNIT, CHANNELS)
         S, _o = advance_token(S, Token(q, k, v, g, beta), gate, scale, constants)
         at += 1
-    place = tile_pointers(
-        state_ptr + (target * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS
+    states = HeadStates(
+        state_ptr, state_n, state_h, state_k, state_v, column_scale_ptr, scale_n, scale_h, scale_v
     )
-    tl.store(place, S.to(state_ptr.dtype.element_ty), mask=mask)
+    store_state(S, states, TileColumns(keys, values, mask, has_value), target, head, UNIT, AXIS)
 
 
 @kernel
@@ -276,7 +289,7 @@ def prefill(problem: PrefillProblem, forward: Forward = chunked.forward, is_in_p
             _store_outputs(p, rule, plan, o)
             return
         initial = p.q.new_empty(rule.state_shape, dtype=torch.float32)
-        plan.gather(p.state, p.state_index, p.has_initial_state, initial)
+        plan.gather(p.state, p.column_scale, p.state_index, p.has_initial_state, initial)
         kept = torch.float32 if p.keeps_states else None
         o, final, saved = forward(replace(rule, initial_state=initial), kept, None)
         S_in = None if kept is None else saved.S_in
@@ -284,10 +297,11 @@ def prefill(problem: PrefillProblem, forward: Forward = chunked.forward, is_in_p
             plan.snapshot(
                 rule.q, rule.k, rule.v, rule.g, rule.beta, rule.A_log, rule.dt_bias, initial, final,
                 S_in, rule.cu_seqlens, p.state_index, p.snapshot_pos, p.snapshot_index, p.state,
+                p.column_scale,
             )  # fmt: skip
         plan.scatter(
             final, S_in, rule.cu_seqlens, p.state_index, p.out_state_index, p.checkpoint_offsets,
-            p.state, p.checkpoints,
+            p.state, p.column_scale, p.checkpoints,
         )  # fmt: skip
         _store_outputs(p, rule, plan, o)
 
@@ -305,7 +319,7 @@ def _key(p: PrefillProblem, rule: Problem) -> Hashable:
     tensors = (
         rule.q, rule.k, rule.v, rule.g, rule.beta, rule.A_log, rule.dt_bias, rule.cu_seqlens, p.state,
         p.state_index, p.out_state_index, p.has_initial_state, p.checkpoints, p.checkpoint_offsets,
-        p.snapshot_pos, p.snapshot_index, p.out,
+        p.snapshot_pos, p.snapshot_index, p.out, p.column_scale,
     )  # fmt: skip
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors), p.q.device, p.scale,
@@ -329,19 +343,19 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
     slots = (p.state.shape[0], 0 if p.null_slot is None else 1)
     programs = p.N * p.HV * part.blocks(p.V)
     index, heads = p.state_index.stride(0), (p.HV, *magic_numbers(p.HV))
+    scale_n, _, *scale = scale_strides(p.column_scale)
+    scales = (scale_n, *scale)
     gather = Launch(
-        gather_kernel,
-        programs,
-        (n, h, k, v, index, _stride(p.has_initial_state), *heads, *slots),
-        constants,
-        part.num_warps,
-    )
+        gather_kernel, programs, (n, h, k, v, index, _stride(p.has_initial_state), *heads, *slots, *scales),
+        constants, part.num_warps,
+    )  # fmt: skip
     scatter = Launch(
         scatter_kernel,
         programs,
         (
             n, h, k, v, kept[0], *kept[2:], index, _stride(p.out_state_index), _stride(p.checkpoint_offsets),
             *heads, *slots, 0 if p.checkpoints is None else p.checkpoints.shape[0], p.checkpoint_every,
+            *scales,
         ),
         constants
         | counting
@@ -367,7 +381,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
             *(s // token_unit for s in (*rule.q.stride()[1:3], *rule.k.stride()[1:3])),
             *rule.v.stride()[1:3], *gates.g[1:], *gates.beta[1:], gates.dt_bias, 1,
             n, h, k, v, index, _stride(p.snapshot_pos), _stride(p.snapshot_index), *heads,
-            *magic_numbers(p.HV // p.H), *slots, p.scale, p.lower_bound,
+            *magic_numbers(p.HV // p.H), *slots, p.scale, p.lower_bound, *scales,
         ),
         {
             **constants, **counting, "TOKEN_UNIT": token_unit, "NORM": p.use_qk_l2norm_in_kernel,
