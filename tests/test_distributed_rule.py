@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gdn
 from gdn import reference
 from gdn.backends.eager import propagate
-from gdn.distributed import exchange, halo, rule
+from gdn.distributed import check, exchange, halo, rule
 from gdn.distributed.table import equal_runs
 from gdn.integrations import fla, fla_cp
 from gdn.ops import borders
@@ -293,6 +293,30 @@ def poison(rank: int, name: str, tensor: str) -> None:
 def test_nan_stays_in_its_sequence(ranks, name):
     for tensor in ("v", "k", "g", "initial_state"):
         ranks.run(poison, name, tensor)
+
+
+def log_order(rank: int) -> list[str]:
+    """Return in which order a first call computes, compares and sends."""
+    order: list[str] = []
+
+    def logged(where: Any, name: str) -> Any:
+        right = getattr(where, name)
+
+        def run(*args: Any) -> Any:
+            order.append(name)
+            return right(*args)
+
+        return mock.patch.object(where, name, run)
+
+    p = Sharded({"num_tokens": 90})
+    with logged(rule, "begin"), logged(check, "_compare"), logged(exchange.Gather, "start_states"):
+        computed(p, replace(context_of(p, "gather"), check="call"))
+    return order
+
+
+def test_ranks_compare_a_call_while_they_compute_and_before_they_send(ranks):
+    for order in ranks.run(log_order):
+        assert order == ["begin", "_compare", "start_states"]
 
 
 def use_little(rank: int, name: str) -> None:

@@ -223,6 +223,18 @@ def test_costs_are_those_of_the_table(num_ranks):
         assert all(near(1e6 * x, y) for x, y in zip(got, want, strict=True)), (name, got)
 
 
+def test_costs_have_the_host_time_of_each_collective():
+    form, free, host = cost.Form(16, 32), cost.Machine(), cost.Machine(host=1e-4)
+    for R, name, count in ((2, "gather", 1), (8, "owner", 2), (16, "nodes", 4), (8, "relay", 7)):
+        before, after = (cost.exchange_times(form, R, name, machine) for machine in (free, host))
+        assert after.forward - before.forward == pytest.approx(count * 1e-4)
+        assert after.total - before.total == pytest.approx(2 * count * 1e-4)
+    # where the host is waited for, one collective is worth more bytes
+    assert [cost.choose(form, 8, machine) for machine in (free, host)] == ["owner", "gather"]
+    steps = [simulate(form, [1 << 16] * 2, machine=x, exchange="gather").end for x in (free, host)]
+    assert steps[1] - steps[0] == pytest.approx(2e-4)
+
+
 def test_costs_of_heads_grow_with_the_tokens():
     for (T, R), (microseconds, mebibytes) in HEADS.items():
         form = cost.Form(16, 32, num_tokens=T)
@@ -252,7 +264,7 @@ def test_the_model_of_costs_is_monotonic_and_chooses_the_least():
         "nodes",
         "nodes",
     ]
-    with pytest.raises(ValueError, match="exchange: expected gather, owner"):
+    with pytest.raises(ValueError, match="exchange: expected one of gather, owner"):
         cost.exchange_times(cost.Form(16, 32), 2, "ring", machine)
 
 

@@ -2,37 +2,43 @@
 
 Each case runs on two ranks in processes of their own with a time limit, so that a hang costs one line. Errors
 are relative: norm of the difference over norm of the fp64 reference (short) or of one GPU's result (long).
-NVLink multicast is off. It takes 280 s at most. `--cpu` runs every case with gloo at toy sizes: a check of
-this script alone, whose times say nothing.
+NVLink multicast is off. It takes 400 s at most; `--only scale,profile` runs some cases. `--cpu` runs every
+case with gloo at toy sizes: a check of this script alone, whose times say nothing.
 
     scale      training and forward: one GPU, two (strong), and as many tokens a rank as one GPU had (weak);
-               memory; bits of 20 runs; predicted beside measured
+               memory; bits of 20 runs; predicted beside measured. One call at a time, and 8 calls in a row:
+               the host then runs ahead of the GPU, as in a model
+    profile    the kernels of one forward and one step: when each begins, how long it runs, the idle time
+               before it, and when the host launched it
     check      two ranks against the reference, for runs of unequal length, packed and zig-zag
     exchange   the exchanges of states alone, predicted beside measured
     layer      GatedDeltaNet with its collectives, and with copies in their place: what is not hidden
-    fla        flash-linear-attention's context parallelism on the same sizes, if it can be imported
+    fla        flash-linear-attention's context parallelism on the same sizes, if it can be imported; it
+               tunes its kernels at the first call, and 60 s were too few for forward and backward
 """
 
 import argparse
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import time
 from unittest import mock
 
-TOTAL = 275  # seconds of all cases
+TOTAL = 400  # seconds of all cases
 # case, backend, dtype, seconds at most
 RUNS = [
-    ("check", "hopper", "bfloat16", 60), ("scale", "auto", "bfloat16", 90), ("layer", "auto", "bfloat16", 45),
-    ("exchange", "auto", "bfloat16", 30), ("fla", "auto", "bfloat16", 60),
+    ("scale", "auto", "bfloat16", 90), ("profile", "auto", "bfloat16", 45),
+    ("exchange", "auto", "bfloat16", 30), ("layer", "auto", "bfloat16", 45),
+    ("check", "hopper", "bfloat16", 70), ("fla", "auto", "bfloat16", 100),
     ("check", "triton", "bfloat16", 45), ("check", "eager", "float64", 45),
-    ("scale", "triton", "bfloat16", 90),
 ]  # fmt: skip
 CPU_RUNS = [
     ("check", "eager", "float64", 90), ("scale", "auto", "float32", 90), ("layer", "auto", "float32", 90),
-    ("exchange", "auto", "float32", 90), ("fla", "auto", "float32", 60),
+    ("exchange", "auto", "float32", 90), ("profile", "auto", "float32", 60), ("fla", "auto", "float32", 60),
 ]  # fmt: skip
+STACK = 8  # calls in a row, as the layers of a model
 NAMES = ("o", "S", "dq", "dk", "dv", "dg", "dbeta")
 
 
@@ -186,7 +192,7 @@ def step_of(r, T, context, seed=0):
 
 
 def measure(r, T, context):
-    """Return ms of a training step, ms of a forward, and MiB that the step needs above its inputs."""
+    """Return ms of a step and of a forward, MiB that the step needs, ms of both within STACK of them."""
     step, forward = step_of(r, T, context, r.args.rank)
     step()
     peak = 0.0
@@ -195,7 +201,11 @@ def measure(r, T, context):
         before = r.torch.cuda.memory_allocated()
         step()
         peak = (r.torch.cuda.max_memory_allocated() - before) / 2**20
-    return r.median(step), r.median(forward, 1.0), r.worst(peak)
+
+    def stack(run):
+        return r.median(lambda: [run() for _ in range(STACK)], 1.0) / STACK
+
+    return r.median(step), r.median(forward, 1.0), r.worst(peak), stack(step), stack(forward)
 
 
 def scale(r):
@@ -214,6 +224,12 @@ def scale(r):
             f"forward {one[1]:.3f} -> {two[1]:.3f} ms, {one[1] / two[1]:.2f}x; "
             f"weak {two[0] / half[0]:.3f}, {two[1] / half[1]:.3f} of one GPU; "
             f"MiB {one[2]:.0f} -> {two[2]:.0f}"
+        )
+        lines.append(
+            f"scale {r.args.backend} 1x{T} {exchange} {STACK} in a row: "
+            f"train {one[3]:.2f} -> {two[3]:.2f} ms, {one[3] / two[3]:.2f}x; "
+            f"forward {one[4]:.3f} -> {two[4]:.3f} ms, {one[4] / two[4]:.2f}x; "
+            f"weak {two[3] / half[3]:.3f}, {two[4] / half[4]:.3f} of one GPU"
         )
         if not r.cpu:
             form = Form(*r.heads)
@@ -264,11 +280,69 @@ def exchange(r):
             told = [
                 1e6 * x for x in cost.exchange_times(cost.Form(HV // 2, HV, K, K), 2, name, cost.Machine())
             ]
+            rest = [(x - y) / cost.num_collectives(name, 2) for x, y in zip(got, told, strict=True)]
             lines.append(
                 f"exchange {name} HV={HV}: forward {got[0]:.0f} us, predicted {told[0]:.0f}; "
-                f"backward {got[1]:.0f} us, predicted {told[1]:.0f}"
+                f"backward {got[1]:.0f} us, predicted {told[1]:.0f}; Machine.host of {rest[0]:.0f}, "
+                f"{rest[1]:.0f} us a collective would fit"
             )
     return lines
+
+
+def profile(r):
+    """Print the kernels of one forward and one step, without a context and with one, on each rank."""
+    context = r.gdn.ContextParallel(r.dist.group.WORLD)
+    for name, given in (("one GPU", None), ("gather", context)):
+        step, forward = step_of(r, r.T // 2, given, r.args.rank)
+        for what, run in (("forward", forward), ("step", step)):
+            for _ in range(3):
+                run()
+            r.dist.barrier()
+            r.sync()
+            yield from kernels_of(r, f"profile rank {r.args.rank} {name} {what}", run)
+
+
+def kernels_of(r, label, run):
+    """Return a line for each kernel of a call, and one of all: us since the call began.
+
+    Operators are not recorded: that would double the time of the host. The event that is recorded first marks
+    the beginning.
+    """
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recorded
+
+    began = time.perf_counter()
+    run()
+    host = 1e6 * (time.perf_counter() - began)
+    r.sync()
+    if r.cpu:
+        return [f"{label}: host {host:.0f} us"]
+    r.dist.barrier()
+    r.sync()
+    with recorded(activities=[ProfilerActivity.CUDA]) as recorder:
+        r.torch.cuda.Event(enable_timing=True).record()
+        run()
+        r.sync()
+    path = f"{r.args.store}-{r.args.rank}.json"
+    recorder.export_chrome_trace(path)
+    with open(path) as file:
+        events = [x for x in json.load(file)["traceEvents"] if x.get("ph") == "X"]
+    calls = [x for x in events if x.get("cat") in ("cuda_runtime", "cuda_driver")]
+    start = min(x["ts"] for x in calls)
+    correlated = {x["args"]["correlation"]: x["ts"] for x in calls if "correlation" in x.get("args", {})}
+    on_gpu = [x for x in events if x.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    lines, end, idle, busy = [], start, 0.0, 0.0
+    for x in sorted(on_gpu, key=lambda x: x["ts"]):
+        gap, stop = max(0.0, x["ts"] - end), x["ts"] + x["dur"]
+        idle, busy = idle + gap, busy + max(0.0, stop - max(end, x["ts"]))
+        launched = correlated.get(x["args"].get("correlation"), float("nan")) - start
+        lines.append(
+            f"{label}: at {x['ts'] - start:7.0f} us, launched {launched:7.0f}, idle before {gap:6.0f}, "
+            f"runs {x['dur']:6.0f}, stream {x['args'].get('stream')}: {x['name'][:70]}"
+        )
+        end = max(end, stop)
+    total = f"{len(on_gpu)} kernels, GPU busy {busy:.0f} us, idle {idle:.0f}, host {host:.0f} us"
+    return [*lines, f"{label}: {total}"]
 
 
 @contextlib.contextmanager
@@ -333,9 +407,11 @@ def fla(r):
         from fla.ops.cp import build_cp_context
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
-        return [f"fla: not importable ({error})"]
+        yield f"fla: not importable ({error})"
+        return
     if r.cpu:
-        return ["fla: needs a GPU"]
+        yield "fla: needs a GPU"
+        return
     cu = r.torch.tensor([0, r.T], dtype=r.torch.int32, device=r.device)
     theirs = build_cp_context(cu, group=r.dist.group.WORLD)
     x = r.inputs(r.T // 2, r.heads, r.args.rank)
@@ -354,12 +430,16 @@ def fla(r):
             run(x)
 
     ours = step_of(r, r.T // 2, r.gdn.ContextParallel(r.dist.group.WORLD), r.args.rank)
-    lines = []
-    for name, mine, their in (("train", ours[0], step), ("forward", ours[1], forward)):
+    for name, mine, their in (("forward", ours[1], forward), ("train", ours[0], step)):
+        began = time.time()
+        their()
+        r.sync()
+        tuning = time.time() - began
         pairs = [(r.median(mine, 1.5), r.median(their, 1.5)) for _ in range(2)]
         a, b = (sum(x) / len(pairs) for x in zip(*pairs, strict=True))
-        lines.append(f"fla 1x{r.T} {name}: gdn {a:.2f} ms, fla {b:.2f} ms, {b / a:.2f}x")
-    return lines
+        # at once: a time limit then costs the other line alone
+        times = f"gdn {a:.2f} ms, fla {b:.2f} ms, {b / a:.2f}x"
+        yield f"fla 1x{r.T} {name}: {times}; its first call {tuning:.0f} s"
 
 
 def on_rank(args):
@@ -374,8 +454,11 @@ def on_rank(args):
     else:
         torch.cuda.set_device(args.rank)
     store = dist.FileStore(args.store, 2)
-    dist.init_process_group("gloo" if args.cpu else "nccl", rank=args.rank, world_size=2, store=store)
-    cases = {"check": check, "scale": scale, "layer": layer, "exchange": exchange, "fla": fla}
+    backend, device = ("gloo", None) if args.cpu else ("nccl", torch.device("cuda", args.rank))
+    dist.init_process_group(backend, rank=args.rank, world_size=2, store=store, device_id=device)
+    cases = {
+        "check": check, "scale": scale, "profile": profile, "layer": layer, "exchange": exchange, "fla": fla,
+    }  # fmt: skip
     for line in cases[args.case](Rank(args, gdn, torch, dist)):
         # the lines of errors are of each rank, the times of the slower one
         if args.rank == 0 or " rank " in line:
@@ -384,10 +467,11 @@ def on_rank(args):
     os._exit(0)
 
 
-def main(cpu, T):
-    """Start the ranks of every case, and print all lines last."""
+def main(cpu, T, only):
+    """Start the ranks of every case, or of those named in `only`, and print all lines last."""
     found, start = [], time.time()
-    for number, (case, backend, dtype, limit) in enumerate(CPU_RUNS if cpu else RUNS):
+    chosen = [run for run in (CPU_RUNS if cpu else RUNS) if not only or run[0] in only.split(",")]
+    for number, (case, backend, dtype, limit) in enumerate(chosen):
         left = start + TOTAL - time.time()
         if left < 15:
             found.append(f"LEFT OUT {case} {backend}: no time")
@@ -428,8 +512,9 @@ if __name__ == "__main__":
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--T", type=int, default=131072)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--only", default="")
     args = parser.parse_args()
     if args.case:
         on_rank(args)
     else:
-        main(args.cpu, args.T)
+        main(args.cpu, args.T, args.only)

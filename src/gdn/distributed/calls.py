@@ -61,19 +61,24 @@ def groups_of(mesh: Any) -> Groups:
 
 
 class Checked(NamedTuple):
-    """Hold a call that all ranks have compared: its plan, the global offsets, the name of the exchange."""
+    """Hold a checked call: its plan, the global offsets, the name of the exchange.
+
+    agree: waits until all ranks have compared the call, and raises if they differ; call it before any payload
+    """
 
     problem: Problem
     plan: Plan
     offsets: Offsets
     exchange: str
+    agree: Callable[[], None]
 
 
 def begin_rule(context: "ContextParallel", arguments: Mapping[str, Any]) -> Callable[[], Results]:
     """Begin `chunk_gated_delta_rule` for the tokens of this rank; arguments: those of `parse`."""
     checked, shape = check_rule(context, arguments), arguments["v"].shape
-    problem, plan, offsets, name = checked
+    problem, plan, offsets, name, agree = checked
     if name == "heads":
+        agree()
         whole = heads.make_heads(plan, offsets, problem.H, context._groups.whole)
         # whole sequences: the batch rows are not side by side, and offsets are global
         tokens = {x: arguments[x] for x in ("q", "k", "v", "g", "beta")}
@@ -81,7 +86,8 @@ def begin_rule(context: "ContextParallel", arguments: Mapping[str, Any]) -> Call
         given = replace(problem, **tokens, cu_seqlens_cpu=None)
         return lambda: heads.rule(given, whole)
     exchange = make_exchange(name, plan, context._groups, problem.backend)
-    finish = rule.begin_rule(rule.Call(problem, plan, exchange, problem.initial_state is not None))
+    call = rule.Call(problem, plan, exchange, problem.initial_state is not None)
+    finish = rule.begin_rule(call, agree)
 
     def rest() -> Results:
         o, final = finish()
@@ -94,11 +100,12 @@ def check_rule(
     context: "ContextParallel", arguments: Mapping[str, Any], records: bool | None = None,
     pad: Callable[[Plan], Plan] | None = None,
 ) -> Checked:  # fmt: skip
-    """Check a call, and compare it on all ranks.
+    """Check a call, and start to compare it on all ranks.
 
     records: whether the call has a gradient, if autograd does not see it; pad: changes the plan
     """
-    with context._comparing("chunk_gated_delta_rule") as compare:
+    pending: list[Callable[[], None]] = []
+    with context._comparing("chunk_gated_delta_rule", pending) as compare:
         problem, plan, offsets = local_problem(context, arguments, pad)
         name = context.exchange or choose(context, form_of(problem), context._num_slots)
         if name == "heads":
@@ -109,7 +116,8 @@ def check_rule(
             ("exchange", name),
             ("cu_seqlens", comparison.Hashed(offsets)),
         )
-    return Checked(problem, plan, offsets, name)
+    (agree,) = pending or (lambda: None,)
+    return Checked(problem, plan, offsets, name, agree)
 
 
 def make_exchange(name: str, plan: Plan, groups: Groups, backend: str | None = None) -> Exchange | None:

@@ -9,7 +9,7 @@ payload of the others.
 import hashlib
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -188,12 +188,18 @@ def signature_group(group: ProcessGroup) -> dist.ProcessGroupGloo:
     return gloo
 
 
-def agree(signature: Signature, group: dist.ProcessGroupGloo) -> None:
-    """Raise ValueError, with the same message on every rank, unless all ranks have the same signature.
+def start_agreement(signature: Signature, group: dist.ProcessGroupGloo) -> Callable[[], None]:
+    """Start to gather the signatures of all ranks; return the function that waits for them and compares.
 
-    Raises RuntimeError on every other rank if a rank refuses its call, with the message of that rank.
+    It raises ValueError, with the same message on every rank, unless all ranks have the same signature, and
+    RuntimeError on every other rank if a rank refuses its call, with the message of that rank.
     """
-    rows = _gather(torch.tensor(signature.encode()), group).tolist()
+    wait = _start_gather(torch.tensor(signature.encode()), group)
+    return lambda: _compare(signature, wait().tolist(), group)
+
+
+def _compare(signature: Signature, rows: list[list[int]], group: dist.ProcessGroupGloo) -> None:
+    """Raise for ranks that differ or refuse; see `start_agreement`."""
     refused = [rank for rank, row in enumerate(rows) if row[1] == OPERATIONS.index(REFUSED)]
     if refused:
         texts = _gather(torch.zeros(NUM_TEXT, dtype=torch.uint8), group)
@@ -215,7 +221,8 @@ def refuse(error: Exception, group: dist.ProcessGroupGloo) -> None:
     signature = Signature(REFUSED, ())
     try:
         _gather(torch.tensor(signature.encode()), group, PATIENCE)
-        _gather(message, group, PATIENCE)
+        # the others are there; they read it after local work, which may compile kernels
+        _gather(message, group)
     except RuntimeError:
         # the others are not there: they know the plan, and wait in the payload for their timeout
         return
@@ -231,10 +238,19 @@ def gather_rows(values: Sequence[int], group: dist.ProcessGroupGloo) -> list[lis
 
 
 def _gather(x: Tensor, group: dist.ProcessGroupGloo, timeout: timedelta | None = None) -> Tensor:
+    return _start_gather(x, group)(timeout)
+
+
+def _start_gather(x: Tensor, group: dist.ProcessGroupGloo) -> Callable[..., Tensor]:
+    """Start to gather x, in a thread of gloo; return the function that waits for it."""
     out = [torch.empty_like(x) for _ in range(group.size())]
     work = group.allgather([out], [x])  # type: ignore[attr-defined]
-    if timeout is None:
-        work.wait()
-    else:
-        work.wait(timeout)
-    return torch.stack(out)
+
+    def wait(timeout: timedelta | None = None) -> Tensor:
+        if timeout is None:
+            work.wait()
+        else:
+            work.wait(timeout)
+        return torch.stack(out)
+
+    return wait

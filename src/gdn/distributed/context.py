@@ -328,8 +328,13 @@ class ContextParallel:
             )
 
     @contextmanager
-    def _comparing(self, operation: str) -> Iterator[Callable[..., None]]:
-        """Yield a function that compares the words of a call on all ranks; send an error to the others."""
+    def _comparing(
+        self, operation: str, pending: list[Callable[[], None]] | None = None
+    ) -> Iterator[Callable[..., None]]:
+        """Yield a function that compares the words of a call on all ranks; send an error to the others.
+
+        pending: gets the function that waits for the other ranks, which the caller calls before any payload
+        """
         signature: list[comparison.Signature] = []
         try:
             yield lambda *words: signature.append(comparison.Signature(operation, words))
@@ -340,11 +345,16 @@ class ContextParallel:
         (sent,) = signature
         if self.check == "never" or (sent in self._seen and self.check == "plan" and not settings.debug()):
             return
-        comparison.agree(sent, comparison.signature_group(self._groups.whole))
-        self._seen[sent] = None
-        if len(self._seen) > NUM_SEEN:
-            # all ranks forget the same one: they made the same calls in the same order
-            self._seen.pop(next(iter(self._seen)))
+        finish = comparison.start_agreement(sent, comparison.signature_group(self._groups.whole))
+
+        def agree() -> None:
+            finish()
+            self._seen[sent] = None
+            if len(self._seen) > NUM_SEEN:
+                # all ranks forget the same one: they made the same calls in the same order
+                self._seen.pop(next(iter(self._seen)))
+
+        agree() if pending is None else pending.append(agree)
 
 
 class Overlap:

@@ -3,6 +3,7 @@
     step        latency of a collective's step: log2 R steps of an all-gather, 1 + log2(R)/2 of an all-to-all
     wire        bytes that a rank receives, over the bandwidth of its link
     fold        one product of a map and a state, J - 1 of them; in two levels above 32 runs
+    host        host time and small launches of a collective that the GPU waits for; 0 until it is measured
 
     exchange   bytes received, forward / backward     kept for the backward
     gather     (R-1) P / (R-1) s                      M of runs that pass a state on, all heads
@@ -25,7 +26,9 @@ from typing import NamedTuple
 class Machine:
     """Hold the links of a machine. latency: seconds a step; bandwidth: bytes/s a rank; node: ranks in a node.
 
-    The defaults are assumptions about 8 GPUs a node on NVLink and InfiniBand between nodes.
+    host: seconds a collective for which the GPU waits for the host; none where launches are queued behind
+    other work, as in the layers of a model. The defaults are assumptions about 8 GPUs a node on NVLink and
+    InfiniBand between nodes.
     """
 
     latency: float = 8e-6
@@ -34,6 +37,7 @@ class Machine:
     latency_between: float = 15e-6
     bandwidth_between: float = 50e9
     fold: float = 2.5e-6
+    host: float = 0.0
 
     def link(self, num_ranks: int) -> tuple[float, float]:
         """Return latency and bandwidth among so many ranks: the slower link as soon as they leave a node."""
@@ -83,13 +87,29 @@ class Times(NamedTuple):
 
 FLAT = ("gather", "owner")  # the exchanges of states on any ranks
 BUILT = (*FLAT, "nodes")  # those on a mesh of two dimensions
+NAMES = (*FLAT, "scan", "relay", "nodes", "heads")
 
 
 def exchange_times(form: Form, num_ranks: int, exchange: str, machine: Machine, num_runs: int = 1) -> Times:
     """Return what an exchange costs. num_runs: the largest number of runs that a rank has."""
-    R = num_ranks
-    if R == 1:
+    if num_ranks == 1:
         return Times(0.0, 0.0)
+    if exchange not in NAMES:
+        raise ValueError(f"exchange: expected one of {', '.join(NAMES)}, got {exchange!r}")
+    host = machine.host * num_collectives(exchange, num_ranks)
+    return Times(*(host + x for x in _wire_and_folds(form, num_ranks, exchange, machine, num_runs)))
+
+
+def num_collectives(exchange: str, num_ranks: int) -> int:
+    """Return how many collectives an exchange starts one after another, forward or backward."""
+    if exchange == "scan":
+        return math.ceil(math.log2(num_ranks))
+    return {"gather": 1, "owner": 2, "nodes": 4, "heads": 2, "relay": num_ranks - 1}[exchange]
+
+
+def _wire_and_folds(form: Form, num_ranks: int, exchange: str, machine: Machine, num_runs: int) -> Times:
+    """Return what an exchange costs on the GPUs and between them."""
+    R = num_ranks
     P, s, J = form.transfer * num_runs, form.state * num_runs, R * num_runs
     latency, bandwidth = machine.link(R)
     folds = machine.fold * num_folds(J)
@@ -109,7 +129,7 @@ def exchange_times(form: Form, num_ranks: int, exchange: str, machine: Machine, 
         return Times(*(_nodes_time(x, s, R, machine, num_runs) for x in (P, s)))
     if exchange == "heads":
         return Times(*[heads_bytes(form, R) / bandwidth + 2 * latency] * 2)
-    raise ValueError(f"exchange: expected gather, owner, scan, relay, nodes or heads, got {exchange!r}")
+    raise AssertionError(exchange)
 
 
 def heads_bytes(form: Form, num_ranks: int) -> float:

@@ -129,7 +129,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     checked = calls.check_rule(context, _fields(p), save, _pad(context, p.q, p.cu_seqlens))
     exchange = calls.make_exchange(checked.exchange, checked.plan, context._groups, p.backend)
     local = checked.problem
-    forward = rule.begin_forward(rule.Call(local, checked.plan, exchange), save)()
+    forward = rule.begin_forward(rule.Call(local, checked.plan, exchange), save, checked.agree)()
     kept: list[Tensor | None] = [None] * (2 + NUM_SAVED)
     if save:
         states = forward.initial_state

@@ -66,10 +66,14 @@ class Forward(NamedTuple):
     saved: local.Saved
 
 
-def begin_forward(call: Call, save: bool) -> Callable[[], Forward]:
-    """Compute N | M of the runs and start the exchange; return the rest of the forward."""
+def begin_forward(call: Call, save: bool, agree: Callable[[], None]) -> Callable[[], Forward]:
+    """Compute N | M of the runs and start the exchange; return the rest of the forward.
+
+    agree: waits for the comparison of the call on all ranks, while the local work runs
+    """
     p, plan, exchange = call.problem, call.plan, call.exchange
     transfers, finish = begin(p, plan, exchange, save)
+    agree()
     pending = None if exchange is None else exchange.start_states(to_slots(p, plan, transfers))
 
     def rest() -> Forward:
@@ -116,12 +120,13 @@ def begin_backward(
     return rest
 
 
-def begin_rule(call: Call) -> Callable[[], tuple[Tensor, Tensor | None]]:
+def begin_rule(call: Call, agree: Callable[[], None]) -> Callable[[], tuple[Tensor, Tensor | None]]:
     """Begin a call; return the function that finishes it: o and the state after each local piece.
 
     The state is None unless the problem asks for it. Both have gradients.
     """
     link, without = Link(), call.without_tensors()
+    link.put(agree)
     begun = _Begin.apply(without, link, *call.problem.differentiable)
     return lambda: _Finish.apply(without, link, begun)  # type: ignore[no-any-return]
 
@@ -135,7 +140,8 @@ class _Begin(torch.autograd.Function):
         assert q is not None
         ctx.link, ctx.dtype = link, None if given is None else given.dtype
         save = any(ctx.needs_input_grad)
-        link.put((tensors, begin_forward(call.with_tensors(tensors), save)))
+        agree = link.take()
+        link.put((tensors, begin_forward(call.with_tensors(tensors), save, agree)))
         return q.new_empty(0)
 
     @staticmethod
