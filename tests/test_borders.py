@@ -132,9 +132,10 @@ SOME_CASES = [
 
 @pytest.mark.interpret
 @interpreted
+@pytest.mark.parametrize("channels", [(), (16,)], ids=["decay per head", "decay per channel"])
 @pytest.mark.parametrize("case", SOME_CASES)
-def test_triton(case):
-    found = compare("triton", case, torch.float32, 16)
+def test_triton(case, channels):
+    found = compare("triton", case, torch.float32, 16, channels)
     assert max(found.values()) <= 1e-5, found
 
 

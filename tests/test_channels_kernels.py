@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gdn
-from gdn.backends import eager, select_backward, triton
+from gdn.backends import eager, triton
 from gdn.backends.triton.rule import run as chunked
 from gdn.problem import parse
 from gdn.testing import Case, check, covering, inputs, packed, rows
@@ -26,6 +26,8 @@ SMALL = [
     (CHANNEL("wild", lengths=ONE._replace(T=67), sizes=(20, 16), state="narrow", state_v_first=True), FP16),
     (CHANNEL("rates", lengths=ONE._replace(T=40), raw_gate="on", heads=(1, 1), beta="sigmoid",
              use_qk_l2norm_in_kernel=True), BF16),
+    (CHANNEL("mild", lengths=ONE._replace(T=17), heads=(1, 1), sizes=(132, 16), state="wide",
+             use_qk_l2norm_in_kernel=True), FP16),
 ]  # fmt: skip
 FACTORS = CHANNEL_FACTORS | {
     "lengths": (*map(rows, (1, 15, 63, 65, 129)), packed(0, 5, 0, 64, 69, 3, tail=3)),
@@ -129,21 +131,14 @@ def test_reruns_and_batches_give_the_same_bits():
     assert torch.equal(o, first["o"][:, :1000])
 
 
-@pytest.mark.gpu
-def test_a_gpu_runs_the_kernels_by_name():
-    given = inputs(LARGE, BF16, device="cuda")
-    x = [given.tensors[name] for name in ("q", "k", "v", "g", "beta")]
-    assert gdn.explain(*x).chosen == "eager"
-    report = gdn.explain(*x, backend="triton")
-    assert report.chosen == report.backward == "triton"
-    assert select_backward(parse(*x, backend="triton")).name == "triton"
-
-
-def test_only_named_calls_run_the_kernels_on_a_gpu():
-    """No test on a GPU has passed them: the backend of such a call is `eager`, unless it names another."""
+@pytest.mark.parametrize("K", [16, 136])
+def test_a_gpu_runs_the_kernels(K):
+    """Calls of both ranks run on `triton`; a backward that no GPU has run does if they name it."""
     with FakeTensorMode():
-        x = [torch.empty(1, 8, 2, 16, device="cuda") for _ in range(3)]
-        g, beta = torch.empty(1, 8, 2, 16, device="cuda"), torch.empty(1, 8, 2, device="cuda")
-        assert "by name" in triton.refuses(parse(*x, g, beta))
-        assert triton.refuses(parse(*x, g, beta, backend="triton")) is None
-        assert triton.refuses(parse(*x, torch.empty_like(beta), beta)) is None
+        x = [torch.empty(1, 8, 2, K, device="cuda") for _ in range(3)]
+        g, beta = torch.empty(1, 8, 2, K, device="cuda"), torch.empty(1, 8, 2, device="cuda")
+        for gate in (g, beta):
+            problem = parse(*x, gate, beta)
+            assert triton.refuses(problem) is None
+            assert (triton.refuses_backward(problem) is None) == (gate is beta or K == 16)
+            assert triton.refuses_backward(parse(*x, gate, beta, backend="triton")) is None

@@ -589,7 +589,8 @@ def test_large_batches_agree_with_decode(state):
     sizes = {"H": 16, "HV": 32, "K": 128, "V": 128}
     x = pool(16, 1, state, BF16, device="cuda", slots=96, **sizes)
     x.state.div_(12)
-    plain = x.state.float()
+    # a copy: `float` returns the pool's own state in fp32, which both calls would then advance
+    plain = x.state.to(F32, copy=True)
     x.cursor[:, 0] = torch.arange(96, device="cuda") % 16
     for _ in range(33):
         given = moved(inputs(96, 1, **sizes, dtype=BF16, raw=True), "cuda")

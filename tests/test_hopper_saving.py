@@ -1,4 +1,4 @@
-"""Forwards for a backward whose well-conditioned chunks take the fast path (off by default): on the CPU."""
+"""Forwards for a backward whose well-conditioned chunks take the fast path: on the CPU."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def test_saving_on_the_fast_path(monkeypatch, name):
     o, S = reference(given)
     results = {}
     for is_fast in (True, False):
-        monkeypatch.setattr(rule, "SAVING_FAST_PATH", is_fast)
+        monkeypatch.setattr(rule, "FAST_PATH", is_fast)
         monkeypatch.setattr(rule, "_forwards", PlanCache())
         results[is_fast] = rule.chunk_forward(problem, True)
     chunks = flags[0][: len(expected_flags)]

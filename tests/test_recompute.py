@@ -125,18 +125,16 @@ def test_unused_chunks_are_zero():
     assert problem.num_chunks == 3 and not saved.A_inv[2].any()
     for x in (saved.G, saved.A_inv, saved.q_rstd, saved.k_rstd, saved.factors[2]):
         assert x.isfinite().all()
+    # nor does it keep a row that only a backward writes
+    assert saved.factors[:2, :, :, 0].isfinite().all()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("has_fast_path", [False, True])
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128)])
-def test_hopper_on_a_gpu(monkeypatch, sizes, has_fast_path):
-    """The Gluon kernels give the same bits, also on the fast path of forwards that save."""
+def test_hopper_on_a_gpu(sizes):
+    """The Gluon kernels give the same bits."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("expected sm_90")
-    from gdn.backends.hopper import rule
-
-    monkeypatch.setattr(rule, "SAVING_FAST_PATH", has_fast_path)
     for lengths in (rows(1000), packed(900, 0, 70, 1, 2500, tail=3)):
         case = Case(sizes=sizes, heads=(2, 4), lengths=lengths, state="wide", **ALL)
         given = inputs(case, torch.bfloat16, device="cuda")

@@ -218,6 +218,17 @@ def test_the_same_prompt_again_and_again(model):
     assert len(engine.pool.snapshots) == 1 and len(engine.pool.free_slots) == 7
 
 
+@pytest.mark.parametrize("kind, dims", [(0.2, 3), ("next", 2)], ids=["Qwen3.5", "Qwen3-Next"])
+def test_positions_have_dimensions_that_every_transformers_takes(kind, dims):
+    """Qwen3.5 rotates by [3, B, T]: Transformers 5.17 takes nothing else, later versions [B, T] as well."""
+    engine, seen = make_engine(build(kind), rows=1, slots=2), set()
+    engine.model.body.rotary_emb.register_forward_pre_hook(lambda module, given: seen.add(given[1].dim()))
+    engine.add(Request([1, 2, 3], 2))
+    while not engine.is_idle:
+        engine.step()
+    assert seen == {dims}
+
+
 def test_what_does_not_fit_is_refused():
     engine = make_engine(build("next"), max_len=40, pages=1, rows=2)
     for prompt in ([], [1] * 30):

@@ -10,6 +10,8 @@ times   us by CUDA-graph replays, L2 warm: forwards (general, fast path, recompu
         the states, backward, each launch; peak memory of a step
 cycles  where the gradient kernel waits: clock cycles between points of a strip and of a head, of one CTA
 host    us of the host for forward + backward: one call, a stack of 24 calls
+slabs   the backward in one pass and in passes of 8 to 32 MiB of dS: bits; us of the backward, of the host, of
+        all launches of each kernel; memory that the backward adds
 
 Variants of the gradient kernel are copies of the package with the edits below. Each line runs in a process
 of its own with a time limit, so that a kernel that hangs costs one line; processes compile side by side, and
@@ -33,119 +35,6 @@ SOURCE = Path(__file__).parents[2] / "src"
 FOLDER = "gdn/backends/hopper/backward/"
 WRONG = ("BAD", "HUNG", "FAILED", "OTHER BITS")
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-
-# fewer instructions in the value warpgroup: u in one part, factors and masks once, crossing without MMAs
-ONE_PART = [
-    (
-        "values.py",
-        "    put_parts(w, u, zero)\n    A_inv",
-        "    tiles.parts.index(zero).store(u.to(gl.bfloat16))\n    fence_async_shared()\n    A_inv",
-    ),
-    (
-        "values.py",
-        "    v_new = warpgroup_mma(A_inv, tiles.parts.index(zero + 1), v_new, is_async=True)\n",
-        "",
-    ),
-]
-STRIP = [
-    (
-        "values.py",
-        """    kS = warpgroup_mma_wait(0, deps=(kS,)) * factor(tiles, head_stage, INTO, PER_ROW)[:, None]
-    entering = sums.entering + gl.sum(d * kS, 1)
-    X = v + kS
-""",
-        """    kS = warpgroup_mma_wait(0, deps=(kS,))
-    entering = sums.entering + gl.sum(d * kS, 1)
-    X = v + kS * factor(tiles, head_stage, INTO, PER_ROW)[:, None]
-""",
-    ),
-    (
-        "values.py",
-        "    u = gl.where(is_token[:, None], beta[:, None] * X, 0.0)\n",
-        """    u = beta[:, None] * X
-    if place.length < C:
-        u = gl.where(is_token[:, None], u, 0.0)
-""",
-    ),
-    (
-        "values.py",
-        "    tiles.entering.store(sums.entering * gain)\n",
-        "    tiles.entering.store(sums.entering * factor(tiles, stage, INTO, PER_ROW) * gain)\n",
-    ),
-]
-FINISH = [
-    (
-        "values.py",
-        """    is_kept = (j[None, :] <= i[:, None]) & is_token[:, None]
-    is_below = (j[None, :] < i[:, None]) & is_token[:, None]
-    E = gl.where(is_kept, sums.E * D * factor(tiles, stage, Q_SCALE, PER_ROW)[:, None], 0.0)
-    F = gl.where(is_below, -sums.F * D * factor(tiles, stage, K_RSTD, PER_ROW)[:, None], 0.0)
-""",
-        """    # masked here alone: products with E and F need no mask, but for NaN in rows past the end
-    E = sums.E
-    F = sums.F
-    if place.length < C:
-        E = gl.where(is_token[:, None], E, 0.0)
-        F = gl.where(is_token[:, None], F, 0.0)
-    below = gl.where(j[None, :] < i[:, None], D, 0.0)
-    D = gl.where(j[None, :] <= i[:, None], D, 0.0)
-    E = E * (D * factor(tiles, stage, Q_SCALE, PER_ROW)[:, None])
-    if w.NORM:
-        below = below * factor(tiles, stage, K_RSTD, PER_ROW)[:, None]
-    F = -F * below
-""",
-    ),
-    (
-        "values.py",
-        """    F = gl.where(is_below, F * kk, 0.0)
-    H = gl.where(is_below, E * qk, 0.0) + F * gain[:, None]
-    # sums over j < t by MMAs with ones, then over i >= t; hi + lo keeps H to 2^-16
-    hi, lo = split_bf16(H)
-    ones = tiles.ones.index(zero)
-    before = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), ones, zeros, use_acc=False, is_async=True)
-    before = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), ones, before, is_async=True)
-""",
-        """    if place.length < C:
-        qk = gl.where(is_token[:, None], qk, 0.0)
-        kk = gl.where(is_token[:, None], kk, 0.0)
-    F = F * kk
-    H = E * qk + F * gain[:, None]
-    # sum_{i >= t > j} H_ij = sum_{j < t} (sum_i H_ij - sum_i H_ji): a part of `leaving`, without a diagonal
-    crossing = gl.convert_layout(gl.sum(H, 0), PER_ROW) - gl.sum(H, 1)
-""",
-    ),
-    (
-        "values.py",
-        "    gl.store(shares + LEAVING * C + i, sums.leaving * factor(tiles, stage, OUT, PER_ROW), "
-        "mask=is_token"
-        """)
-    before = warpgroup_mma_wait(0, deps=(before,))
-    crossing = gl.sum(gl.where(j[None, :] <= i[:, None], before, 0.0), 0)
-    gl.store(shares + CROSSING * C + j, crossing, mask=j < place.length)
-""",
-        """    leaving = sums.leaving * factor(tiles, stage, OUT, PER_ROW) + crossing
-    gl.store(shares + LEAVING * C + i, leaving, mask=is_token)
-    gl.store(shares + CROSSING * C + i, crossing * 0.0, mask=is_token)
-""",
-    ),
-    (
-        "values.py",
-        """    i = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))[:, None]
-    j = gl.arange(0, C, gl.SliceLayout(0, TOKEN_ROWS))[None, :]
-    w.tiles.ones.index(0).store((i < j).to(gl.bfloat16))
-    fence_async_shared()
-    item_count = 0
-""",
-        "    item_count = 0\n",
-    ),
-    (
-        "gradients.py",
-        "        ones=gl.allocate_shared_memory(gl.bfloat16, [1, C, C], BF16_TILE),\n",
-        "",
-    ),
-    ("shared.py", "    ones: Any  # 1 above the diagonal\n", ""),
-]
-LEAN = [*ONE_PART, *STRIP, *FINISH]
 
 
 def stamp(file, anchor, part, event, count="count", before=False):
@@ -207,12 +96,7 @@ def zero_of(count):''',
     stamp("rows.py", "    E = tiles.pairs.index(zero)\n", 3, 1, before=True),
     stamp("rows.py", "    if (count + 1) % w.problem.ratio != 0:\n", 3, 2, before=True),
 ]
-VARIANTS = {
-    "in use": [],
-    "u in one part": ONE_PART,
-    "fewer instructions, u in two parts": [*STRIP, *FINISH],
-    "fewer instructions": LEAN,
-}
+VARIANTS = {"in use": []}  # name: edits (file, old, new) of a copy of the package
 
 
 def make_copy(edits, folder, name):
@@ -286,7 +170,7 @@ def check(name):
     given = inputs(cases()[name], torch.bfloat16, device="cuda")
     o, final, expected = reference(given)
     for is_fast in (False, True):
-        rule.SAVING_FAST_PATH = is_fast
+        rule.FAST_PATH = is_fast
         problem = parse(**given.tensors, **given.options, backend="hopper")
         first, S, saved = rule.chunk_forward(problem, True)
         again, S_again, less = rule.chunk_forward(replace(problem, recompute=True), True)
@@ -337,7 +221,7 @@ def dg(gate):
         problem = parse(**given.tensors, **given.options, backend="hopper")
         expected = reference(given)[2][3]
         for is_fast in (False, True):
-            rule.SAVING_FAST_PATH = is_fast
+            rule.FAST_PATH = is_fast
             saved = rule.chunk_forward(problem, True)[2]
             for name, backend in (("Triton", chunked), ("Gluon", plan)):
                 x = backend.chunk_backward(problem, saved, given.do, given.dfinal_state).dg
@@ -436,12 +320,12 @@ def times(name, lock):
         # compile everything before taking the GPU
         forwards = {}
         for is_fast in (False, True):
-            rule.SAVING_FAST_PATH = is_fast
+            rule.FAST_PATH = is_fast
             forwards[is_fast] = rule.chunk_forward(problem, True)[2]
             kept = rule.chunk_forward(less, True)[2]
             rule.recompute_saved(less, kept)
             plan.chunk_backward(problem, forwards[is_fast], do, None)
-        rule.SAVING_FAST_PATH = False
+        rule.FAST_PATH = True
         kept, saved = rule.chunk_forward(less, True)[2], forwards[False]
         torch.cuda.synchronize()
         reps = 4 if name in ("16/32 8x4096", "16/32 1x32768", "16/64 4x8192") else 10
@@ -458,10 +342,10 @@ def times(name, lock):
                 continue
             us = {}
             for is_fast in (False, True):
-                rule.SAVING_FAST_PATH = is_fast
+                rule.FAST_PATH = is_fast
                 us[is_fast] = timed(lambda: rule.chunk_forward(problem, True), reps)  # noqa: B023
             short = timed(lambda: rule.chunk_forward(less, True), reps)  # noqa: B023
-            rule.SAVING_FAST_PATH = False
+            rule.FAST_PATH = True
             inference = timed(lambda: rule.chunk_forward(problem, False), reps)  # noqa: B023
             again = timed(lambda: rule.recompute_saved(less, kept), reps)  # noqa: B023
             goal = f"  goal {GOALS[name]}" if name in GOALS and kind == "mild" else ""
@@ -473,12 +357,12 @@ def times(name, lock):
             if kind == "mild":
                 print(" " * 21 + launches_of(steps, reps))
                 for is_fast in (False, True):
-                    rule.SAVING_FAST_PATH = is_fast
+                    rule.FAST_PATH = is_fast
                     made = rule.plan_of(rule.align(p), torch.bfloat16)
                     tensors = allocate(p.device, made.specs)
                     runs = list(made.steps(rule.align(p), tensors))
                     print(f"{'':21s}{'fast path' if is_fast else 'forward'}: {launches_of(runs, reps)}")
-                rule.SAVING_FAST_PATH = False
+                rule.FAST_PATH = True
             print(flush=True, end="")
             del new, late, steps
         del forwards, saved, kept
@@ -590,7 +474,81 @@ def host(lock):
                 print(f"host, {layers:2d} calls, {thread:20s} {cells}", flush=True)
 
 
-PARTS = {"check": check, "dg": dg, "times": times, "cycles": cycles, "host": host}
+SLAB_SIZES = (
+    "16/32 8x4096", "16/32 8x4096 packed", "16/32 1x32768", "16/64 4x8192", "2/8 8x4096",
+)  # fmt: skip
+
+
+def slabs(name, lock):
+    """Print bits, times and memory of the backward in one pass and in passes, by the dS of a pass."""
+    import torch
+
+    from gdn.backends.hopper import rule
+    from gdn.backends.hopper.backward import cost, plan
+    from gdn.backends.triton.launch import allocate
+    from gdn.backends.triton.rule import describe as rules
+    from gdn.problem import parse
+
+    size = name.removesuffix(" packed")
+    given, do = tensors_of(size)
+    if size != name:
+        _, _, B, T = SIZES[size]
+        given, do = {n: x.flatten(0, 1)[None] for n, x in given.items()}, do.flatten(0, 1)[None]
+        given["cu_seqlens"] = torch.arange(B + 1, device="cuda") * T
+    problem = parse(**given, backend="hopper")
+    p, saved = rules.to_kernel_layout(problem), rule.chunk_forward(problem, True)[2]
+    first = plan.chunk_backward(problem, saved, do, None)
+    mib = {"one pass": 24, **{f"{x} MiB": x for x in (8, 16, 24, 32)}}
+    bits = {}
+
+    def select(kind):
+        cost.SLABS, cost.SLAB_BYTES, cost.LEAST_PASSES = kind != "one pass", mib[kind] << 20, 2
+
+    for kind in mib:
+        select(kind)
+        other = sum(not same(first, plan.chunk_backward(problem, saved, do, None)) for _ in range(5))
+        bits[kind] = "same bits" if other == 0 else f"OTHER BITS {other} of 5"
+    torch.cuda.synchronize()
+    with open(lock, "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        for kind in (*mib, "one pass"):
+            select(kind)
+            us = timed(lambda: plan.chunk_backward(problem, saved, do, None), 4)
+            host = []
+            for _ in range(5):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                plan.chunk_backward(problem, saved, do, None)
+                host.append((time.perf_counter() - began) * 1e6)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            plan.chunk_backward(problem, saved, do, None)
+            torch.cuda.synchronize()
+            memory = (torch.cuda.max_memory_allocated() - before) / 2**20
+            mine = plan.plan_of(p, saved, do, None)
+            new, late = allocate(p.device, mine.specs), allocate(p.device, mine.late)
+            launches = {}
+            for launch, tensors in mine.steps(p, saved, do, None, new, late):
+                launch(*tensors)
+                launches.setdefault(launch.kernel.__name__.replace("_kernel", ""), []).append(
+                    (launch, tensors)
+                )
+
+            def run(pairs):
+                for launch, tensors in pairs:
+                    launch(*tensors)
+
+            cells = [f"{n} x{len(x)} {timed(partial(run, x), 4):.1f}" for n, x in launches.items()]
+            print(
+                f"{name:20s} {kind:8s} {bits[kind]}  backward {us:8.1f}  host {statistics.median(host):6.0f}"
+                f"  {memory:6.0f} MiB  {'  '.join(cells)}",
+                flush=True,
+            )
+            del new, late, launches
+
+
+PARTS = {"check": check, "dg": dg, "times": times, "cycles": cycles, "host": host, "slabs": slabs}
 
 
 def jobs_of(parts, folder):
@@ -601,7 +559,7 @@ def jobs_of(parts, folder):
     clocked = {
         name: make_copy([*edits, *CLOCK], folder, f"clocks {name}")
         for name, edits in VARIANTS.items()
-        if name in ("in use", "fewer instructions")
+        if not edits
     }
     jobs = []
     for part in parts:
@@ -614,6 +572,8 @@ def jobs_of(parts, folder):
             jobs += [(("times", s, lock), "in use", copies["in use"], 240) for s in SIZES]
             others = [n for n in copies if n != "in use"]
             jobs += [(("times", s, lock), n, copies[n], 240) for n in others for s in large[:2]]
+        elif part == "slabs":
+            jobs += [(("slabs", s, lock), "in use", copies["in use"], 120) for s in SLAB_SIZES]
         elif part == "cycles":
             jobs += [(("cycles", lock), n, path, 120) for n, path in clocked.items()]
         else:

@@ -53,7 +53,7 @@ class Model:
         """Return hidden states [B, T, hidden] of tokens at positions [B, T]."""
         counts = {"linear_attention": 0, "full_attention": 0}
         x = self.body.embed_tokens(tokens)
-        rope = self.body.rotary_emb(x, positions)
+        rope = self.body.rotary_emb(x, self._rope_positions(positions))
         for layer in self.body.layers:
             index = counts[layer.block_type]
             counts[layer.block_type] += 1
@@ -64,6 +64,11 @@ class Model:
                 x = x + self._attend(layer.self_attn, y, rope, partial(attention, index))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.body.norm(x)
+
+    def _rope_positions(self, positions: Tensor) -> Tensor:
+        # Qwen3.5 rotates by time, height and width, all equal for text: Transformers 5.17 takes only the
+        # three, [3, B, T], and 5.24 takes them too. Qwen3-Next has one
+        return positions if self.config.model_type == "qwen3_next" else positions.expand(3, -1, -1)
 
     def _mix_linear(self, index: int, m: Any, x: Tensor, mix: Callable[..., Tensor]) -> Tensor:
         sizes = [m.conv_dim, m.value_dim, m.num_v_heads, m.num_v_heads]

@@ -89,6 +89,8 @@ class Backend:
     forward_launches(problem, dtype of S_in, pool) -> launches, with their tensors, of forwards of this kind
                                                 at any size; other backends compile them ahead
                                                 (`other_launches`); pool: see `triton.rule.pool`, or None
+    backward_launches(problem, saved, do, dS) -> the same of backwards, on what `triton` makes of a backward's
+                                                arguments; none where this backend has another's backward
     recurrent_forward(problem)               -> o, final_state or None
     forward_begin(problem, borders, save)    -> transfers N | M [leaving, HV, K, V+K] or None, finish. A row's
                                                 S_end = M S_start + N; M = 0 where it does not enter.
@@ -109,6 +111,7 @@ class Backend:
     recompute_saved: Callable[[Problem, Saved], Saved]
     chunk_backward: Callable[[Problem, Saved, Tensor | None, Tensor | None], Gradients]
     forward_launches: Callable[[Problem, torch.dtype | None, Any], Iterable[Any]]
+    backward_launches: Callable[[Problem, Saved, Tensor, Tensor | None], Iterable[Any]]
     recurrent_forward: Callable[[Problem], tuple[Values, State | None]]
     forward_begin: Callable[[Problem, Borders, bool], tuple[Tensor | None, FinishForward]]
     backward_begin: Callable[

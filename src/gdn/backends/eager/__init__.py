@@ -22,6 +22,7 @@ BACKEND = Backend(
     recompute_saved=recompute_saved,
     chunk_backward=chunk_backward,
     forward_launches=lambda problem, S_in_dtype, pool: (),
+    backward_launches=lambda problem, saved, do, dS: (),
     recurrent_forward=recurrent_forward,
     forward_begin=forward_begin,
     backward_begin=backward_begin,

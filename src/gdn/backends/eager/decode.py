@@ -83,10 +83,10 @@ def advance_token(S: Tensor, token: Token, is_v_first: bool) -> None:
     if decay:
         S.mul_(decay[0])
     # k S and q S in one BLAS call: a single read of the state
-    products = torch.bmm(kq, S.mT if is_v_first else S)
-    d = torch.addcmul(beta_v, beta, products.narrow(1, 0, 1), value=-1)
+    kS, qS = torch.bmm(kq, S.mT if is_v_first else S).chunk(2, 1)
+    d = torch.addcmul(beta_v, beta, kS, value=-1)
     # o = q S + <q, k> d needs no read of the updated state
-    torch.addcmul(products.narrow(1, 1, 1), qk, d, out=o)
+    torch.addcmul(qS, qk, d, out=o)
     if is_v_first:
         S.addcmul_(d.mT, k)
     else:

@@ -78,7 +78,7 @@ def _is_foldable(x: Tensor) -> bool:
     return all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.dim() - 2))
 
 
-def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normalise(x: Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor]:
     rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     return x * rstd, rstd
 
@@ -97,6 +97,6 @@ def _activation_bwd(grad: Tensor, z: Tensor, activation: str | None) -> Tensor:
     return grad
 
 
-def l2norm_(x: Tensor) -> Tensor:
-    """Scale x by rsqrt(sum(x * x) + 1e-6) over its last axis in place; a row's bits depend on it alone."""
-    return x.mul_((x * x).sum(-1, keepdim=True).add_(1e-6).rsqrt_())
+def l2norm_(x: Tensor, eps: float | Tensor = 1e-6) -> Tensor:
+    """Scale x by rsqrt(sum(x * x) + eps) over its last axis in place; a row's bits depend on it alone."""
+    return x.mul_((x * x).sum(-1, keepdim=True).add_(eps).rsqrt_())

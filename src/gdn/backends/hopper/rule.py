@@ -23,8 +23,8 @@ from gdn.backends.hopper.descriptors import (
     FACTOR_ROWS,
     TOKENS,
     align,
+    align_placeholders,
     halves_of,
-    is_aligned,
     make_descriptor,
     state_layout,
 )
@@ -55,7 +55,6 @@ from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import CHUNK, Problem
 
 FAST_PATH = True  # well-conditioned chunks take the fast path: see `scan.chunk`
-SAVING_FAST_PATH = False  # also in forwards that save A_inv and states in bf16 for a backward; not measured
 STRIP = 64  # value rows of S^T of a consumer warpgroup
 REGISTERS = {2: 128, 1: 120}  # maxnreg of the scan by consumers a CTA; warp_specialize distributes them
 # CTAs (of one warp) of `solve` that fit an SM, with 168 registers a thread and 18 or 26 KB each, by K = V
@@ -188,7 +187,7 @@ def plan_of(p: Problem, kept: torch.dtype | None, pool: StatePool | None = None)
     """Return the plan of a forward, from the cache or built; `kept` and `pool` as in `forward`."""
     cuts = None if pool is not None else cost.cuts_of(p)
     consumers = cost.consumers_of(p, cuts)
-    key = (rules.problem_key(p), cuts, consumers, kept, SAVING_FAST_PATH, None if pool is None else pool.key)
+    key = (rules.problem_key(p), cuts, consumers, kept, FAST_PATH, None if pool is None else pool.key)
     return _forwards.get(key, lambda: plan_first(p, cuts, consumers, kept, pool))
 
 
@@ -262,11 +261,7 @@ def launches(problem: Problem, kept: torch.dtype | None, pool: StatePool | None 
 
 
 def _launches(problem: Problem, kept: torch.dtype | None, pool: StatePool | None) -> Iterator[Step]:
-    p, tensors = problem, (problem.q, problem.k, problem.v)
-    if not all(map(is_aligned, tensors)):
-        # the forward will copy them; to compile, one token has all that a binary depends on
-        q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
-        p = replace(p, layout_key=None, q=q, k=k, v=v)
+    p = align_placeholders(problem)
     a = rules.describe(p)
     widths, _ = PROPAGATE[p.K]
     some = cost.own_cuts(p.HV) if p.batch_invariant else cost.equal_cuts(1)
@@ -299,8 +294,8 @@ def _plan(
     is_spare = p.K == 2 * STRIP and kept is not p.q.dtype
     tile = (3 * CHUNK // 2, CHUNK // 2) if is_spare else (CHUNK, CHUNK)
     parts = (2,) if p.K == CHUNK else ()
-    fast_path = FAST_PATH and is_spare
-    if SAVING_FAST_PATH and kept is p.q.dtype and p.K == 2 * STRIP:
+    fast_path: bool | int = FAST_PATH and p.K == 2 * STRIP
+    if fast_path and not is_spare:
         fast_path = WITH_A_INV.value
     S_in = None if kept is None or p.recompute else ((*tiles, p.K, p.V), kept)
     gates, solve = _plan_tiles(p, a, kept, fast_path, variant.is_single_tile)

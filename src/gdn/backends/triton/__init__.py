@@ -16,18 +16,22 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
-from gdn.problem import DecodeProblem, FoldProblem, Problem
+from gdn.problem import DecodeProblem, FoldProblem, PrefillProblem, Problem
+from gdn.problem.stages import StageProblem
 from gdn.problem.step import StepProblem
 
 # problems whose kernels run token by token, and support a decay per key channel and a lower bound
 ANY_GATE = (DecodeProblem, StepProblem)
+# problems whose kernels of a decay per key channel no GPU test has passed; of stages, the gate alone has both
+UNMEASURED = (PrefillProblem, StageProblem)
 LARGEST = 256  # largest K and V
-LARGEST_CHANNELS = 128  # largest K of a backward with a decay per key channel
+MEASURED = 128  # largest K of backwards with a decay per key channel that GPU tests have passed
 LONGEST = 16  # most tokens of a packet that is replayed
 # The module here that implements each slot of Backend. The adjoints of single stages are those of `eager`.
 SLOTS = {
     "saves": "rule.describe",
     "forward_launches": "rule.run",
+    "backward_launches": "rule.run",
     "chunk_forward": "rule.run",
     "recompute_saved": "rule.run",
     "chunk_backward": "rule.run",
@@ -75,21 +79,31 @@ def refuses(problem: Any) -> str | None:
     reason = refuses_any_gate(problem)
     # a step on slots with histories has the kernel of these
     has_history = getattr(problem, "cursor", None) is not None
-    is_int16 = getattr(problem, "column_scale", None) is not None
-    if reason is None and is_int16 and (has_history or isinstance(problem, FoldProblem)):
-        reason = "expected a HistoryPool with states in floats, got int16"
+    if reason is None and getattr(problem, "column_scale", None) is not None:
+        reason = _refuses_int16(problem, has_history or isinstance(problem, FoldProblem))
     if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
         reason = _refuses_gate(problem)
     return reason
 
 
+def _refuses_int16(problem: Any, has_history: bool) -> str | None:
+    """Return why the kernels do not support a problem on a pool in int16, or None."""
+    if has_history:
+        return "expected a HistoryPool with states in floats, got int16"
+    if _leading(problem).device.type == "cuda" and settings.backend(problem.backend) is None:
+        return "expected a backend by name: the kernels of states in int16 have not run on a GPU yet"
+    return None
+
+
 def _refuses_gate(problem: Any) -> str | None:
     """Return why the kernels of whole chunks do not support the gate of a problem, or None."""
-    if isinstance(problem, Problem) and problem.is_per_channel:
-        # the chunked rule has kernels for both ranks of the gate
-        return None
     if getattr(problem, "is_per_channel", False):
-        return "expected a decay per head, got one per key channel"
+        if not isinstance(problem, (Problem, *UNMEASURED)):
+            return "expected a decay per head, got one per key channel"
+        is_named = settings.backend(problem.backend) == "triton"
+        if isinstance(problem, UNMEASURED) and _leading(problem).device.type == "cuda" and not is_named:
+            return "expected backend='triton' by name: its kernels of this gate have not run on a GPU yet"
+        return None
     if getattr(problem, "lower_bound", None) is not None:
         return f"expected lower_bound=None, got {problem.lower_bound}"
     return None
@@ -105,8 +119,6 @@ def refuses_any_gate(problem: Any) -> str | None:
         return "expected Triton, got no package of that name"
     if x.dtype == torch.float64:
         return "expected bf16, fp16 or fp32, got float64"
-    if device == "cuda" and _has_new_gate(problem) and settings.backend(problem.backend) != "triton":
-        return "expected backend='triton' by name: its kernels of this gate have not run on a GPU yet"
     # a step may have no history
     histories = [getattr(problem, name, None) for name in ("history_u", "history_k")]
     if any(h is not None and h.dtype == torch.float64 for h in histories):
@@ -119,19 +131,12 @@ def refuses_any_gate(problem: Any) -> str | None:
     return None
 
 
-def _has_new_gate(problem: Any) -> bool:
-    """Return True for a decay per key channel or a lower bound, whose kernels no GPU test has passed."""
-    is_per_channel = getattr(problem, "is_per_channel", False)
-    return is_per_channel or getattr(problem, "lower_bound", None) is not None
-
-
 def refuses_backward(problem: Problem) -> str | None:
     """Return why the backend does not support the backward of a problem, or None."""
-    reason = refuses(problem)
-    if reason is None and problem.is_per_channel and problem.K > LARGEST_CHANNELS:
-        # the state pass has three rows of each token in shared memory, two chunks deep
-        reason = f"expected K of at most {LARGEST_CHANNELS} with a decay per key channel, got K={problem.K}"
-    return reason
+    is_unmeasured = problem.is_per_channel and problem.K > MEASURED and problem.q.device.type == "cuda"
+    if is_unmeasured and settings.backend(problem.backend) != "triton":
+        return f"expected backend='triton' by name: no backward with K={problem.K} has run on a GPU yet"
+    return refuses(problem)
 
 
 def _leading(problem: Any) -> Tensor:

@@ -3,7 +3,8 @@
     X = v - e^G k S;   u = beta X;   v_new = A_inv u;   w = e^(G_C - G) v_new
     E_ij = scale D_ij <do_i, v_new_j>, j <= i;   F_ij = -D_ij <dv_i, v_new_j>, j < i;   D_ij = e^(G_i - G_j)
     dbeta = <dr, v_new> / beta, or <dr, X> + row sums of F kk / beta where beta is small
-    crossing_t = sum_{i >= t > j} (E qk + F kk)_ij;   leaving = <w, k dS>;   entering = -e^G <dv, k S>
+    H_ij = (E qk + F kk)_ij;   dg_t has sum_{i >= t > j} H_ij, a prefix sum of column sums less row sums of H
+    leaving_i = <w_i, k_i dS> + sum_j (H_ji - H_ij);   entering = -e^G <dv, k S>
 
 w goes to the row warpgroup for dk; E and F, with both norms in them, for dq and dk.
 """
@@ -26,7 +27,7 @@ from gdn.backends.hopper.backward.shared import (
 )
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import fence_async_shared, opaque, warpgroup_mma, warpgroup_mma_wait
-from gdn.backends.hopper.scan.operands import A_OPERAND, ACC_TOKENS, PER_COLUMN, PER_ROW, TOKEN_ROWS
+from gdn.backends.hopper.scan.operands import ACC_TOKENS, PER_COLUMN, PER_ROW, TOKEN_ROWS
 from gdn.backends.hopper.scan.scheduler import STRIP
 from gdn.backends.triton.rule.gradients import SMALL
 from gdn.backends.triton.rule.pairs import CROSSING, DBETA, LEAVING
@@ -36,10 +37,6 @@ from gdn.backends.triton.rule.pairs import ROWS as SHARES
 @gluon.jit
 def compute_values(w):
     """Run the value warpgroup over all items of this CTA."""
-    i = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))[:, None]
-    j = gl.arange(0, C, gl.SliceLayout(0, TOKEN_ROWS))[None, :]
-    w.tiles.ones.index(0).store((i < j).to(gl.bfloat16))
-    fence_async_shared()
     item_count = 0
     head_count = 0
     for item in range(gl.program_id(0), w.problem.items, gl.num_programs(0)):
@@ -83,16 +80,18 @@ def over_strip(w, place, head, strip, head_stage, count, sums):
     d = d_tile.load(ACC_TOKENS).to(gl.float32)
     v = tiles.v.index(stage).reshape([C, STRIP]).load(ACC_TOKENS).to(gl.float32)
     beta, gain, _ = gains(tiles, head_stage, w.GIVEN_DR)
-    kS = warpgroup_mma_wait(0, deps=(kS,)) * factor(tiles, head_stage, INTO, PER_ROW)[:, None]
+    kS = warpgroup_mma_wait(0, deps=(kS,))
     entering = sums.entering + gl.sum(d * kS, 1)
-    X = v + kS
+    X = v + kS * factor(tiles, head_stage, INTO, PER_ROW)[:, None]
     apart = sums.apart + gl.sum(d * X, 1)
     # rows past the end are another sequence's, and may be NaN: A_inv would spread them
-    u = gl.where(is_token[:, None], beta[:, None] * X, 0.0)
-    put_parts(w, u, zero)
+    u = beta[:, None] * X
+    if place.length < C:
+        u = gl.where(is_token[:, None], u, 0.0)
+    tiles.parts.index(zero).store(u.to(gl.bfloat16))
+    fence_async_shared()
     A_inv = tiles.A_inv.index(head_stage)
     v_new = warpgroup_mma(A_inv, tiles.parts.index(zero), u, is_async=True)
-    v_new = warpgroup_mma(A_inv, tiles.parts.index(zero + 1), v_new, is_async=True)
     # not with k S: the registers of both, of E and F and of u would be more than there are
     kdS = warpgroup_mma(k, tiles.dS.index(stage), zeros, use_acc=False, is_async=True)
     v_new, kdS = warpgroup_mma_wait(0, deps=(v_new, kdS))
@@ -161,25 +160,33 @@ def finish_head(w, place, head, stage, count, sums):
     D = gl.exp2(
         factor(tiles, stage, DECAY, PER_ROW)[:, None] - factor(tiles, stage, FROM, PER_COLUMN)[None, :]
     )
-    is_kept = (j[None, :] <= i[:, None]) & is_token[:, None]
-    is_below = (j[None, :] < i[:, None]) & is_token[:, None]
-    E = gl.where(is_kept, sums.E * D * factor(tiles, stage, Q_SCALE, PER_ROW)[:, None], 0.0)
-    F = gl.where(is_below, -sums.F * D * factor(tiles, stage, K_RSTD, PER_ROW)[:, None], 0.0)
+    # masked here alone: products with E and F need no mask, but for NaN in rows past the end
+    E = sums.E
+    F = sums.F
+    if place.length < C:
+        E = gl.where(is_token[:, None], E, 0.0)
+        F = gl.where(is_token[:, None], F, 0.0)
+    below = gl.where(j[None, :] < i[:, None], D, 0.0)
+    D = gl.where(j[None, :] <= i[:, None], D, 0.0)
+    E = E * (D * factor(tiles, stage, Q_SCALE, PER_ROW)[:, None])
+    if w.NORM:
+        below = below * factor(tiles, stage, K_RSTD, PER_ROW)[:, None]
+    F = -F * below
     # the row warpgroup has read E and F of the head before
     wait_empty(count, w.turns.pairs_empty)
     tiles.pairs.index(zero).store(E.to(gl.bfloat16))
     tiles.pairs.index(zero + 1).store((F * gain[:, None]).to(gl.bfloat16))
-    tiles.entering.store(sums.entering * gain)
+    tiles.entering.store(sums.entering * factor(tiles, stage, INTO, PER_ROW) * gain)
     fence_async_shared()
     arrive(count, w.turns.pairs_full)
     qk, kk = warpgroup_mma_wait(0, deps=(qk, kk))
-    F = gl.where(is_below, F * kk, 0.0)
-    H = gl.where(is_below, E * qk, 0.0) + F * gain[:, None]
-    # sums over j < t by MMAs with ones, then over i >= t; hi + lo keeps H to 2^-16
-    hi, lo = split_bf16(H)
-    ones = tiles.ones.index(zero)
-    before = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), ones, zeros, use_acc=False, is_async=True)
-    before = warpgroup_mma(gl.convert_layout(lo, A_OPERAND), ones, before, is_async=True)
+    if place.length < C:
+        qk = gl.where(is_token[:, None], qk, 0.0)
+        kk = gl.where(is_token[:, None], kk, 0.0)
+    F = F * kk
+    H = E * qk + F * gain[:, None]
+    # gates_bwd sums leaving_j over j < t in fp64: what crosses t is in it, and H's diagonal drops out
+    crossing = gl.convert_layout(gl.sum(H, 0), PER_ROW) - gl.sum(H, 1)
     is_small = beta < SMALL
     # <dr, v_new> / beta has no cancellation; for a tiny beta use the sum of the two terms instead
     quotient = sums.whole / gl.where(is_small, 1.0, beta)
@@ -187,10 +194,9 @@ def finish_head(w, place, head, stage, count, sums):
     tile = (place.chunk * w.problem.HV + head).to(gl.int64)
     shares = w.out.shares_ptr + tile * (SHARES * C)
     gl.store(shares + DBETA * C + i, dbeta, mask=is_token)
-    gl.store(shares + LEAVING * C + i, sums.leaving * factor(tiles, stage, OUT, PER_ROW), mask=is_token)
-    before = warpgroup_mma_wait(0, deps=(before,))
-    crossing = gl.sum(gl.where(j[None, :] <= i[:, None], before, 0.0), 0)
-    gl.store(shares + CROSSING * C + j, crossing, mask=j < place.length)
+    leaving = sums.leaving * factor(tiles, stage, OUT, PER_ROW) + crossing
+    gl.store(shares + LEAVING * C + i, leaving, mask=is_token)
+    gl.store(shares + CROSSING * C + i, gl.zeros((C,), gl.float32, PER_ROW), mask=is_token)
     fence_async_shared()
     arrive(count, w.turns.head_empty)
 

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdn import settings
 from gdn.problem import PrefillProblem
 
 UNIT = tl.constexpr(16)  # elements; a constant factor of the strides, so that loads of states are vectorised
@@ -54,12 +53,7 @@ NO_POOL: tuple[tuple[None, ...], tuple[int, ...]] = ((None,) * 3, (0,) * 7)  # t
 
 
 def pool_of(p: PrefillProblem) -> StatePool | None:
-    """Return the pool that a forward can read and update in place; None: its states have to be gathered.
-
-    On a GPU this is for calls that name their backend: no GPU test has passed these kernels yet.
-    """
-    if p.q.device.type == "cuda" and settings.backend(p.backend) is None:
-        return None
+    """Return the pool that a forward can read and update in place; None: its states have to be gathered."""
     inner = (p.K, 1) if p.state_v_first else (p.V, 1)
     is_dense = p.state.stride()[2:] == inner and not any(x % UNIT.value for x in p.state.stride()[:2])
     # a checkpoint at the end is the final state, a snapshot may be any state: both read copies. States in

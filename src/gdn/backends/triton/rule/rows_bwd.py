@@ -28,7 +28,6 @@ from gdn.backends.triton.lib import (
     load_rows,
     load_rstd,
     operand_dtype,
-    sigmoid,
 )
 from gdn.backends.triton.rule.channels import (
     add_within_block,
@@ -44,6 +43,7 @@ from gdn.backends.triton.rule.channels import (
     join_halves,
     level_decays,
     load_logits,
+    logits_bwd,
     of_tokens,
     swap_neighbours,
 )
@@ -170,24 +170,14 @@ def gate_bwd(
 ):  # fmt: skip
     """Return the gradient of logits x [C, channels], and its terms of dA_log, from dg; x as in `load_logits`.
 
-    0 times NaN or inf is 0: a reset and a saturated gate pass no gradient, whatever the logit is.
+    A reset passes no gradient.
     """
     # without the mask, a rounding error times g = -1e6 would show in dA_log
     dg = tl.where(g > RESET, dg, 0.0)
     if not RAW:
         return dg, tl.zeros_like(dg)
     else:
-        if BOUNDED:
-            # sigmoid(-y), not 1 - sigmoid(y), which cancels for large y
-            y = rate * x
-            slope = sigmoid(y) * sigmoid(-y)
-            is_zero = (dg == 0) | (slope == 0)
-            dx = tl.where(is_zero, 0.0, slope * dg * lower_bound * rate)
-            return dx, tl.where(is_zero, 0.0, x * dx)
-        else:
-            is_zero = dg == 0
-            dx = tl.where(is_zero, 0.0, -rate * sigmoid(x) * dg)
-            return dx, tl.where(is_zero, 0.0, g * dg)
+        return logits_bwd(dg, g, x, rate, lower_bound, BOUNDED)
 
 
 @kernel
