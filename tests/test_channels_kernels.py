@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gdn
 from gdn.backends import eager, triton
+from gdn.backends.triton.launch import Machine
+from gdn.backends.triton.rule import choose
 from gdn.backends.triton.rule import run as chunked
 from gdn.problem import parse
 from gdn.testing import Case, check, covering, inputs, packed, rows
@@ -119,6 +121,30 @@ def test_long_sequences(gate, heads):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(128, 128), (256, 256)], ids=str)
+def test_a_head_among_many_has_the_bits_that_it_has_alone(sizes):
+    """No load overwrites an operand of an MMA in flight; that shows only if all SMs are busy."""
+    case = CHANNEL(
+        "slow", lengths=rows(1024), heads=(48, 48), sizes=sizes, state="wide", batch_invariant=True
+    )
+    given = inputs(case, BF16, device="cuda")
+    found, alone = run(kda, given), run(kda, given.heads([5]))
+    for name, x in alone.items():
+        axis = 1 if name in ("final_state", "dh0") else 2
+        assert torch.equal(found[name].narrow(axis, 5 * x.shape[axis], x.shape[axis]), x), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_more_than_128_channels(dtype):
+    """The backward at K = 256 and many chunks, whose state pass has tiles of its own."""
+    lengths = packed(1000, 0, 64, 453) if dtype == BF16 else packed(130, 60)
+    case = replace(LARGE, sizes=(256, 128), lengths=lengths, use_qk_l2norm_in_kernel=True)
+    bad = [v for v in check(kda, case, dtype, device="cuda", budget=2**23) if not v.ok]
+    assert not bad, bad
+
+
+@pytest.mark.gpu
 def test_reruns_and_batches_give_the_same_bits():
     given = inputs(replace(LARGE, batch_invariant=True), BF16, device="cuda")
     first = run(kda, given)
@@ -129,6 +155,17 @@ def test_reruns_and_batches_give_the_same_bits():
     alone = [x[name][:, :1000] for name in ("q", "k", "v", "g", "beta")]
     o, _ = kda(*alone, initial_state=x["initial_state"][:1], batch_invariant=True)
     assert torch.equal(o, first["o"][:, :1000])
+
+
+def test_large_rows_in_fp32_fit_into_shared_memory():
+    """In fp32 `scan` would take 268 KB of sm_90 at K = 256: such a call has two kernels, in 16 bits one."""
+    gpu = Machine("cuda", 90, 132, 227 * 1024)
+    with FakeTensorMode():
+        for dtype, is_fused in ((FP32, False), (BF16, True)):
+            x = [torch.empty(64, 64, 16, 256, device="cuda", dtype=dtype) for _ in range(3)]
+            g, beta = torch.empty(64, 64, 16, 256, device="cuda"), torch.empty(64, 64, 16, device="cuda")
+            assert choose.forward_tiles(parse(*x, g, beta), gpu).is_fused == is_fused
+            assert choose.forward_tiles(parse(*x, beta, beta), gpu).is_fused
 
 
 @pytest.mark.parametrize("K", [16, 136])

@@ -20,6 +20,7 @@ from kit.hopper import BASE, CASES, checkpoint_options, make_prefill
 
 from gdn.backends import hopper
 from gdn.backends.hopper import cost, descriptors, rule, segments
+from gdn.backends.hopper.backward import cost as backward_cost
 from gdn.backends.hopper.backward import plan
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import operand_dtype, to_kernel_layout
@@ -197,9 +198,13 @@ def test_other_backwards_are_compiled_ahead(monkeypatch, named):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
-@pytest.mark.parametrize("name", ["packed", "options", "one chunk"])
+@pytest.mark.parametrize("name", ["packed", "options", "one chunk", "packed, in passes"])
 def test_the_backward_is_compiled_ahead(monkeypatch, name):
     """Compile all binaries of backwards of a kind with the first one; those of other sizes are among them."""
+    name, in_passes = name.removesuffix(", in passes"), name.endswith("in passes")
+    # some of the sizes then have one pass, and some many
+    monkeypatch.setattr(backward_cost, "SLABS", in_passes)
+    monkeypatch.setattr(backward_cost, "SLAB_BYTES", 1 << 18)
     kinds = {}
     monkeypatch.setattr(plan, "compile_ahead", lambda device, kind, steps: kinds.update({kind: steps}))
     launched = set()
@@ -216,7 +221,9 @@ def test_the_backward_is_compiled_ahead(monkeypatch, name):
             launched |= set(jobs_of(launches, "cuda:90"))
         compiled = set().union(*(jobs_of(steps(), "cuda:90") for steps in kinds.values()))
     assert len(kinds) == 1 and launched <= compiled
-    assert {job.kernel.__name__ for job in launched} >= {"reverse_scan_kernel", "gradients_kernel"}
+    names = {job.kernel.__name__ for job in launched}
+    assert names >= {"reverse_scan_kernel", "gradients_kernel"}
+    assert ("plan_slabs_kernel" in names) == in_passes
     scans = [dict(job.constants) for job in launched if job.kernel is plan.reverse_scan_kernel]
     assert {scan["CONSUMERS"] for scan in scans} == {1, 2}
 

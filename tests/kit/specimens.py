@@ -14,6 +14,7 @@ import torch
 
 import gdn
 from gdn.problem import parse
+from gdn.problem.propagate import PropagateProblem, RunStep
 from gdn.testing import Case, inputs, packed, rows
 from gdn.testing.accuracy import run
 from kit import api
@@ -450,6 +451,65 @@ def hopper_between_ranks(case: Case) -> Callable[[], Any]:
     return call
 
 
+def between_ranks(case: Case) -> Callable[[], Any]:
+    """Return the forward of a rank of `triton`: every row receives a state and passes one on."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="triton")
+
+    def call() -> None:
+        from gdn.backends import Borders
+        from gdn.backends.triton.rule import borders
+
+        rows = tuple(range(problem.N))
+        borders.forward_begin(problem, Borders(rows, rows), True)
+
+    return call
+
+
+def backward_state_pass(case: Case, dtype: torch.dtype) -> Callable[[], Any]:
+    """Return the state pass of a backward alone, on tensors of zeros."""
+    given = inputs(case, dtype, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="triton")
+
+    def call() -> None:
+        from gdn.backends.backend import Saved
+        from gdn.backends.triton.launch import allocate
+        from gdn.backends.triton.rule import describe, run
+
+        p = describe.to_kernel_layout(problem)
+        shapes = describe.saves(p)
+        saved = Saved(
+            *[None if x is None else torch.zeros(x[0], dtype=x[1], device=p.device) for x in shapes]
+        )
+        plan = run.backward_plan(p, saved, given.do, given.dfinal_state)
+        tensors = (*describe.tensors_of(p), *saved, given.do, given.dfinal_state)
+        plan.run_state([*tensors, *allocate(p.device, plan.specs)])
+
+    return call
+
+
+def states_between_ranks(K: int, V: int, of_groups: bool) -> Callable[[], Any]:
+    """Return folds of states and of gradients of states; of_groups: also one of groups of runs."""
+    steps = (RunStep(-1, 1, 1), RunStep(0, -1, -1))
+    transfers = torch.empty(2, 1, 1, 2, K, V + K)
+    N, M = transfers[..., :V], transfers[..., V:]
+    C, maps = torch.empty(2, 1, 1, 2, K, V), torch.empty(2, 1, 1, 2, K, K)
+    problems = [
+        PropagateProblem(torch.empty_like(C), N, M, None, steps),
+        PropagateProblem(torch.empty_like(C), C, maps, None, steps, True),
+    ]
+    if of_groups:
+        problems.append(PropagateProblem(torch.empty_like(transfers), N, M, transfers[0, 0], steps))
+
+    def call() -> None:
+        from gdn.backends.triton.rule.propagate import propagate_states
+
+        for problem in problems:
+            propagate_states(problem)
+
+    return call
+
+
 def hopper_backward(case: Case, has_scan: bool = True) -> Callable[[], Any]:
     """Make the backward of `hopper`, by CTAs of one consumer and of two, or on Triton's state pass."""
     given = inputs(case, BF16, device=torch.get_default_device())
@@ -591,6 +651,18 @@ OTHERS = {
         (Case(sizes=(64, 64), heads=(2, 4), state="wide"),),
         TUNED,
     ),
+    "between ranks, channels": (
+        between_ranks,
+        (Case(sizes=(128, 128), heads=(2, 4), is_per_channel=True),),
+        TUNED,
+    ),
+    "state pass of a backward, 256 channels": (
+        backward_state_pass,
+        (Case(sizes=(256, 256), is_per_channel=True, state="wide"), BF16),
+        EVERYWHERE,
+    ),
+    "states between ranks 128": (states_between_ranks, (128, 128, False), EVERYWHERE),
+    "states between ranks 60": (states_between_ranks, (60, 44, True), TUNED),
     "hopper backward": (hopper_backward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
     "hopper backward all packed": (
         hopper_backward,

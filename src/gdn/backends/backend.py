@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gdn.notation import ChunkInverse, ChunkStates, ChunkValues, GSum, InverseNorm, State, Values
 from gdn.problem import HistoryProblem, Problem
+from gdn.problem.propagate import PropagateProblem
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Backend:
     backward_begin(problem, kept, do, dS, borders) -> C [entering, HV, K, V] or None, finish. C: the gradient
                                                 of the initial state; finish(dS) -> Gradients, with the
                                                 gradients that other ranks have for leaving rows added to dS
+    propagate_states(problem)                -> None: writes the states of `PropagateProblem`
     appends_history(problem)                 -> True if decode_with_history appends to the histories, False if
                                                 it folds them and decodes plainly
     The other functions are the stages of `gdn.stages`, the serving functions, and the convolution, gate and
@@ -117,6 +119,7 @@ class Backend:
     backward_begin: Callable[
         [Problem, Kept, Tensor | None, Tensor | None, Borders], tuple[Tensor | None, FinishBackward]
     ]
+    propagate_states: Callable[[PropagateProblem], None]
     chunk_cumsum: Callable[..., Any]
     chunk_cumsum_bwd: Callable[..., Any]
     chunk_gate_cumsum: Callable[..., Any]

@@ -17,6 +17,7 @@ from torch import Tensor
 from gdn import settings
 from gdn.backends import eager
 from gdn.problem import DecodeProblem, FoldProblem, PrefillProblem, Problem
+from gdn.problem.propagate import PropagateProblem
 from gdn.problem.stages import StageProblem
 from gdn.problem.step import StepProblem
 
@@ -25,6 +26,7 @@ ANY_GATE = (DecodeProblem, StepProblem)
 # problems whose kernels of a decay per key channel no GPU test has passed; of stages, the gate alone has both
 UNMEASURED = (PrefillProblem, StageProblem)
 LARGEST = 256  # largest K and V
+LARGEST_MAP = 128  # largest K of a map M [K, K] that a kernel holds in registers
 MEASURED = 128  # largest K of backwards with a decay per key channel that GPU tests have passed
 LONGEST = 16  # most tokens of a packet that is replayed
 # The module here that implements each slot of Backend. The adjoints of single stages are those of `eager`.
@@ -37,6 +39,7 @@ SLOTS = {
     "chunk_backward": "rule.run",
     "forward_begin": "rule.borders",
     "backward_begin": "rule.borders",
+    "propagate_states": "rule.propagate",
     "recurrent_forward": "serving.recurrent",
     "decode": "serving.decode",
     "decode_step": "serving.step",
@@ -81,6 +84,8 @@ def refuses(problem: Any) -> str | None:
     has_history = getattr(problem, "cursor", None) is not None
     if reason is None and getattr(problem, "column_scale", None) is not None:
         reason = _refuses_int16(problem, has_history or isinstance(problem, FoldProblem))
+    if reason is None and isinstance(problem, PropagateProblem) and problem.K > LARGEST_MAP:
+        reason = f"expected K of at most {LARGEST_MAP}, got K={problem.K}"
     if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
         reason = _refuses_gate(problem)
     return reason

@@ -30,6 +30,7 @@ TRITON_LAUNCHES, TRITON_CHUNK, TRITON_TILE = 25.0, 2.4, 0.147
 SLABS = False  # run the backward in passes; off, as it has not been measured
 # bytes of dS of a pass, which stay in the 50 MB of L2, and the least number of passes
 SLAB_BYTES, LEAST_PASSES = 24 << 20, 4
+MOST_PLANS = 1 << 16  # passes x sequences, each a program of the kernel that plans the passes
 HOST_TIME = 200.0  # us in which the host launches this backward, twice that of Triton's
 
 
@@ -47,10 +48,11 @@ def is_worth_launching(p: Problem) -> bool:
 def slab_of(p: Problem) -> int | None:
     """Return the chunks of a pass, whose dS has SLAB_BYTES, or None if one pass has all.
 
-    Of few passes, dS of all needs little more memory, and much of it is in L2.
+    One pass has all where there would be few, or where many sequences would make their plan slow.
     """
     size = max(1, SLAB_BYTES // (p.HV * p.K * p.V * p.q.element_size()))
-    return size if SLABS and p.num_chunks >= LEAST_PASSES * size else None
+    passes = -(-p.num_chunks // size)
+    return size if SLABS and passes >= LEAST_PASSES and passes * p.N <= MOST_PLANS else None
 
 
 def slab_kinds() -> tuple[int | None, ...]:

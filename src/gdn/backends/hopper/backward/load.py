@@ -20,7 +20,9 @@ def load_items(w):
     item_count = 0
     head_count = 0
     for item in range(gl.program_id(0), w.problem.items, gl.num_programs(0)):
-        place = split_rows(place_of(item, w.problem), w.problem)
+        place = place_of(item, w.problem)
+        if w.problem.slab_ptr is not None:
+            place = split_rows(place, w.problem)
         if place.length > 0:
             for j in range(w.problem.ratio):
                 load_head(w, place, j, head_count)

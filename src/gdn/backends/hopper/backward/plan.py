@@ -223,8 +223,8 @@ def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, *, is_c
         if before is None:
             # with no backend named, `triton` may get a smaller backward of the kind
             is_shared = settings.backend(p.backend) is None
-            shared_key = rules.kind_key(p, rules.describe(p)), dtype, is_shared
-            compile_ahead(p.device, ("hopper backward", *shared_key, slab_kinds()), steps)
+            sizes = rules.kind_key(p, rules.describe(p)), slab_kinds()
+            compile_ahead(p.device, ("hopper backward", *sizes, dtype, is_shared), steps)
         return _plan(p, before, *schedule, slab)
 
     return _plans.get(key, make)

@@ -43,7 +43,9 @@ def run_producer(w):
     """Run the producer warp: load the chunks of all work items of this CTA, last chunk of an item first."""
     at = 0
     for number in range(gl.program_id(0), w.sequences.items, gl.num_programs(0)):
-        item = split_rows(item_of(number, w), w.sequences)
+        item = item_of(number, w)
+        if w.sequences.slab_ptr is not None:
+            item = split_rows(item, w.sequences)
         chunks = chunks_in(item)
         for i in range(chunks):
             load_chunk(w, item, chunks - 1 - i, at + i)

@@ -158,14 +158,9 @@ def item_of(number, w):
 @gluon.jit
 def split_rows(item, x):
     """Return a work item with its row and the first token in it, as TMA needs them."""
-    if x.slab_ptr is None:
-        return item
-    else:
-        row = item.first // x.T
-        first = item.first - row * x.T
-        return Item(
-            item.start, item.goal, row, first, item.length, item.chunk, item.slot, item.head, item.strip
-        )
+    row = item.first // x.T
+    first = item.first - row * x.T
+    return Item(item.start, item.goal, row, first, item.length, item.chunk, item.slot, item.head, item.strip)
 
 
 @gluon.jit

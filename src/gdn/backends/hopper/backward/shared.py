@@ -159,12 +159,9 @@ def split_rows(place, problem):
 
     A place of a pass counts tokens over all rows, so that the warpgroups hold a register less.
     """
-    if problem.slab_ptr is None:
-        return place
-    else:
-        row = place.first // problem.T
-        first = place.first - row * problem.T
-        return Place(row, first, place.length, place.chunk, place.slot, place.key_head)
+    row = place.first // problem.T
+    first = place.first - row * problem.T
+    return Place(row, first, place.length, place.chunk, place.slot, place.key_head)
 
 
 @gluon.jit

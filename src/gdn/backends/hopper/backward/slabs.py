@@ -185,10 +185,13 @@ def plan_slabs_kernel(
     mask = (lanes < group) & (head + lanes < sequences)
     slots = count_slots(head + lanes, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound)
     stop = base + tl.sum(slots)
+    # most programs have a group that is in other passes: they search nothing
+    is_here = (base < end) & (stop > begin)
+    bits = tl.where(is_here, bits, 0)
     low = count_before(slots, begin - base, bits)
     counts = count_before(slots, end - base, bits) - low
     lane = index - head
-    count = pick_lane(counts, lanes, lane)
+    count = tl.where(is_here, pick_lane(counts, lanes, lane), 0)
     # earlier groups fill the slots of the pass that precede this group
     offset = tl.maximum(base - begin, 0)
     if count > 0:
@@ -222,14 +225,14 @@ def plan_slabs_kernel(
             tl.store(entry + 2, chunk + c)
             tl.store(entry + 3, slot + c - first_chunk)
         if tl.sum(tl.where(lanes > lane, counts, 0)) == 0:
-            # the group's last item: the next group's come after the slots of this one
-            for i in range(place + 1, tl.minimum(stop, end) - begin):
+            # the group's last item: those of the next group come after the slots of this one
+            if stop >= end:
+                tl.store(work_ptr, place + 1)
+            for i in range(place + 1, tl.where(stop < end, stop - begin, 0)):
                 empty = work_ptr + (1 + i) * SLAB_FIELDS
                 tl.store(empty + LENGTH, 0)
                 tl.store(empty + STORE_TO, -1)
                 tl.store(empty + START_FROM, -1)
-            if stop >= end:
-                tl.store(work_ptr, place + 1)
     if (index == sequences - 1) & (stop < end):
         # no group fills the pass: empty items, then tokens of no sequence, whose gradients are zeros
         tl.store(work_ptr, tl.maximum(stop - begin, 0))

@@ -67,7 +67,7 @@ def first_chunk(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @kernel
 def gather_kernel(
-    state_ptr, scale_ptr, index_ptr, has_initial_ptr, initial_ptr,
+    state_ptr, column_scale_ptr, index_ptr, has_initial_ptr, initial_ptr,
     state_n, state_h, state_k, state_v, index_n, has_initial_n,
     HV, HV_magic, HV_s, slots, lowest, scale_n, scale_h, scale_v,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
@@ -81,8 +81,6 @@ def gather_kernel(
     keys, values = tile_indices(block, A, J, B, W, AXIS, R_FIRST)
     mask = (keys < K) & (values < V)[:, None, :, None]
     slot = tl.load(index_ptr + n * index_n).to(tl.int64)
-    # heads stand where a ring has its entries
-    pool = HeadStates(state_ptr, state_n, state_h, state_k, state_v, scale_ptr, scale_n, scale_h, scale_v)
     is_read = (slot >= lowest) & (slot < slots)
     if has_initial_ptr is not None:
         is_read &= tl.load(has_initial_ptr + n * has_initial_n) != 0
@@ -90,10 +88,13 @@ def gather_kernel(
         state_ptr + (slot * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS
     )
     S = tl.load(place, mask=mask & is_read, other=0.0).to(tl.float32)
-    if scale_ptr is not None:
-        # a scale for each column of the tile, in registers
+    if column_scale_ptr is not None:
+        # a scale for each column of the tile, in registers; heads stand where a ring has its entries
+        states = HeadStates(
+            state_ptr, state_n, state_h, state_k, state_v, column_scale_ptr, scale_n, scale_h, scale_v
+        )
         tile = TileColumns(keys, values, mask & is_read, (values < V) & is_read)
-        S = scaled_state(S, load_scales(pool, tile, slot, head))
+        S = scaled_state(S, load_scales(states, tile, slot, head))
     tl.store(
         tile_pointers(initial_ptr + (n * HV + head) * (K * V), keys, values, V, K, 1, OWN_AXIS), S, mask=mask
     )
@@ -101,7 +102,7 @@ def gather_kernel(
 
 @kernel
 def scatter_kernel(
-    final_ptr, S_in_ptr, cu_seqlens_ptr, index_ptr, out_index_ptr, offsets_ptr, state_ptr, scale_ptr,
+    final_ptr, S_in_ptr, cu_seqlens_ptr, index_ptr, out_index_ptr, offsets_ptr, state_ptr, column_scale_ptr,
     checkpoints_ptr,
     state_n, state_h, state_k, state_v, kept_n, kept_h, kept_k, kept_v, index_n, out_index_n, offsets_n,
     HV, HV_magic, HV_s, slots, lowest, rows, every, scale_n, scale_h, scale_v,
@@ -121,7 +122,6 @@ def scatter_kernel(
     count = (tl.load(cu_seqlens_ptr + n + 1) - tl.load(cu_seqlens_ptr + n)).to(tl.int64)
     if (slot < lowest) | (slot >= slots) | (count <= 0):
         return
-    pool = HeadStates(state_ptr, state_n, state_h, state_k, state_v, scale_ptr, scale_n, scale_h, scale_v)
     # loaded once into registers, for the pool and for a checkpoint at the end
     S = tl.load(
         tile_pointers(final_ptr + (n * HV + head) * (K * V), keys, values, V, K, 1, OWN_AXIS), mask=mask
@@ -131,8 +131,11 @@ def scatter_kernel(
         if out_index_ptr is not None:
             slot = tl.load(out_index_ptr + n * out_index_n).to(tl.int64)
         is_written = (slot >= lowest) & (slot < slots)
+        states = HeadStates(
+            state_ptr, state_n, state_h, state_k, state_v, column_scale_ptr, scale_n, scale_h, scale_v
+        )
         tile = TileColumns(keys, values, mask & is_written, (values < V) & is_written)
-        store_state(S, pool, tile, slot, head, UNIT, AXIS)
+        store_state(S, states, tile, slot, head, UNIT, AXIS)
     if checkpoints_ptr is not None:
         # chunks before sequence n are counted on the device: the host does not know the lengths
         chunk = first_chunk(cu_seqlens_ptr, n, C, BLOCK)
@@ -156,7 +159,7 @@ def scatter_kernel(
 @kernel
 def snapshot_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, S_in_ptr,
-    cu_seqlens_ptr, index_ptr, pos_ptr, snapshot_index_ptr, state_ptr, scale_ptr,
+    cu_seqlens_ptr, index_ptr, pos_ptr, snapshot_index_ptr, state_ptr, column_scale_ptr,
     q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, dt_bias_h, one,
     state_n, state_h, state_k, state_v, index_n, pos_n, snapshot_index_n,
     HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, scale, lower_bound,
@@ -225,8 +228,10 @@ def snapshot_kernel(
         q, k, v, g, beta = load_token(tokens, at, steps, has_key, has_value, TOKEN_UNIT, CHANNELS)
         S, _o = advance_token(S, Token(q, k, v, g, beta), gate, scale, constants)
         at += 1
-    pool = HeadStates(state_ptr, state_n, state_h, state_k, state_v, scale_ptr, scale_n, scale_h, scale_v)
-    store_state(S, pool, TileColumns(keys, values, mask, has_value), target, head, UNIT, AXIS)
+    states = HeadStates(
+        state_ptr, state_n, state_h, state_k, state_v, column_scale_ptr, scale_n, scale_h, scale_v
+    )
+    store_state(S, states, TileColumns(keys, values, mask, has_value), target, head, UNIT, AXIS)
 
 
 @kernel
@@ -338,8 +343,8 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
     slots = (p.state.shape[0], 0 if p.null_slot is None else 1)
     programs = p.N * p.HV * part.blocks(p.V)
     index, heads = p.state_index.stride(0), (p.HV, *magic_numbers(p.HV))
-    scale_n, _, *inner = scale_strides(p.column_scale)
-    scales = (scale_n, *inner)
+    scale_n, _, *scale = scale_strides(p.column_scale)
+    scales = (scale_n, *scale)
     gather = Launch(
         gather_kernel, programs, (n, h, k, v, index, _stride(p.has_initial_state), *heads, *slots, *scales),
         constants, part.num_warps,
