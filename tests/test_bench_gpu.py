@@ -100,6 +100,23 @@ def test_prompts_on_a_pool(is_raw):
     assert one.tensors["pool"] is two.tensors["pool"] and jobs.backend("gdn", "pool", one) == "eager"
 
 
+def test_a_decode_on_states_in_int16():
+    """The variant has one row for each number of rows; gdn's states stay within an int16's error."""
+    session = gpu.Session(("gdn:eager",), torch.device("cpu"))
+    found = session.all_workloads("decode:int16")
+    assert [(x.job, x.name) for x in found[:2]] == [("int16", "B=1 bf16"), ("int16", "B=8 bf16")]
+    assert 1 < found[0].cost.bytes / workloads.DECODE[1].cost.bytes < 1.02
+    for v_first in (True, False):
+        case = replace(
+            found[0].case, heads=(1, 2), sizes=(8, 16), lengths=Lengths(1, 3), state_v_first=v_first
+        )
+        given, own = inputs(case, BF16), load_provider("gdn:eager")
+        exact, results = (accuracy.run(own.function(job), given, False) for job in ("decode", "int16"))
+        assert all((results[name] - exact[name]).abs().max() < 2e-2 for name in ("o", "final_state"))
+        assert not torch.equal(results["final_state"], exact["final_state"])
+        assert jobs.backend("gdn", "int16", given) == "eager"
+
+
 def test_every_fourth_head_of_the_timed_gates_does_not_decay():
     g = inputs(replace(TINY, heads=(2, 8)), BF16).tensors["g"]
     assert (g[..., 3::4] == 0).all() and (g[..., [0, 1, 2, 4, 5, 6]] < 0).any((0, 1)).all()

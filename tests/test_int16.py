@@ -185,6 +185,9 @@ def test_reading_and_storing_again_keeps_the_bits():
     once = copy(pool)
     pool.write(slot, pool.read(slot, state_v_first=True), state_v_first=True)
     assert same_bits(pool.state, once.state) and same_bits(pool.column_scale, once.column_scale)
+    narrow = columns[None, None].bfloat16()
+    pool.write(slot, narrow, state_v_first=True)
+    assert error(pool.read(slot, state_v_first=True), narrow) < 2e-5
 
 
 def drift(state, T=3000):

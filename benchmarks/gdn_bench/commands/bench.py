@@ -133,11 +133,11 @@ for _job in HELP:
 
 
 def _label(job: str, variant: str) -> str:
-    """Return the pass of a job, or of a variant of prefill or train."""
+    """Return the pass of a job, or of a variant of prefill, train or decode."""
     if not variant:
         return job
-    if job not in ("prefill", "train"):
-        raise typer.BadParameter(f"variant: expected one of prefill and train only, got {job}")
+    if (job == "decode") != (variant == "int16") or job not in ("prefill", "train", "decode"):
+        raise typer.BadParameter(f"variant: expected one of prefill and train, or int16 of decode, got {job}")
     if (job, variant) == ("train", "pool"):
         raise typer.BadParameter("variant: expected pool with prefill only, got train")
     return f"{job}:{check_choice('variant', variant, catalog.VARIANTS)}"

@@ -68,6 +68,9 @@ class Session:
         of_job = WORKLOADS[job]
         if self.problems and job in ("prefill", "train"):
             of_job = tuple(choose_workloads(job, self.problems))
+        if variant == "int16":
+            # once for each number of rows, on the tokens and states that bf16 pools are timed with
+            of_job = tuple(x for x in of_job if x.case.state == "narrow")
         return [x.with_variant(variant) if variant else x for x in of_job]
 
     def label(self, name: str) -> str:
@@ -126,14 +129,14 @@ def timed(session: Session, workload: Workload) -> list[Row]:
         for name in able
     }
     judge(session, workload, given, able, by_name)
-    footprint = workload.cost.bytes / (2 if job == "decode" else 1)
+    footprint = workload.cost.bytes / (2 if job in ("decode", "int16") else 1)
     problems = jobs.sets(job, given, graph.copies(footprint, device))
     prepared: dict[str, graph.Prepared] = {}
     for name, provider in able.items():
         if by_name[name].get("ok"):
             with noted(by_name[name]):
                 calls = [jobs.call(provider, job, one) for one in problems]
-                if job != "decode":
+                if job not in ("decode", "int16"):
                     by_name[name]["peak_mb"] = round(graph.peak_memory(calls[0], device) / 1e6, 1)
                 moved = [x for name, x in problems[0].tensors.items() if name == "pool"]
                 prepared[name] = graph.prepare(calls, device, is_eager=session.is_eager, moved=moved)

@@ -24,6 +24,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "inexact": {"use_qk_l2norm_in_kernel": True, "exact": False},
     # states in an engine's pool, V first, read and updated at an index: `prefill`
     "pool": {"state_v_first": True},
+    # a decode whose states are in int16 with scales; the peers' are in bf16
+    "int16": {},
     "gated": {"gate": "model", "raw_gate": "on", "beta": "sigmoid", "use_qk_l2norm_in_kernel": True},
 }
 

@@ -10,7 +10,7 @@ from gdn.backends import select
 from gdn.testing import accuracy
 from gdn.testing.cases import Case, packed
 from gdn.testing.tensors import Inputs, inputs
-from gdn_bench.providers.provider import Provider
+from gdn_bench.providers.provider import POOLED, Provider
 from gdn_bench.timing import hosttime
 
 DTYPE = torch.bfloat16
@@ -34,7 +34,7 @@ def sets(job: str, first: Inputs, count: int) -> list[Inputs]:
     for _ in range(count - 1):
         own = {name: x.clone() if name in _OWN else x for name, x in first.tensors.items()}
         problems.append(replace(first, tensors=own))
-    return _pooled(problems) if job in ("decode", "pool") else problems
+    return _pooled(problems) if job in POOLED else problems
 
 
 def call(provider: Provider, job: str, given: Inputs) -> Callable[[], Any]:
@@ -58,9 +58,11 @@ def backend(provider: str, job: str, given: Inputs) -> str | None:
     name, _, forced = provider.partition(":")
     if name != "gdn" or forced:
         return forced or None
-    if job in ("decode", "pool") and "pool" not in given.tensors:
+    if job in POOLED and "pool" not in given.tensors:
         given = _pooled([given])[0]
-    checks = {"decode": hosttime.decode_check, "pool": hosttime.prefill_check}
+    checks = {
+        "decode": hosttime.decode_check, "pool": hosttime.prefill_check, "int16": hosttime.int16_check
+    }  # fmt: skip
     check = checks.get(job, hosttime.rule_check)
     try:
         return select(check(given, None)()).name

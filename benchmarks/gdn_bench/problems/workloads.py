@@ -19,7 +19,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Workload:
-    """A job on a problem. job: prefill, train, decode or pool; spec and step have costs of their own."""
+    """A job on a problem. job: prefill, train, decode, pool, int16; spec and step have costs of their own."""
 
     job: str
     name: str
@@ -33,6 +33,9 @@ class Workload:
         if self.job == "decode":
             # a state read and written
             return Cost(2 * state * (4 if self.case.state == "wide" else 2), 0)
+        if self.job == "int16":
+            # the same with the scales, four bytes for each column
+            return Cost(2 * (2 * state + 4 * state // K), 0)
         # per token and value head: v, o in two bytes, g and beta in four; q and k once per key head
         tokens, group = L.B * L.T * HV, HV / H
         forward = Cost(
@@ -46,7 +49,7 @@ class Workload:
 
     def with_variant(self, name: str) -> "Workload":
         """Return the same shape with the gates or options of a variant."""
-        job = "pool" if name == "pool" else self.job
+        job = name if name in ("pool", "int16") else self.job
         return replace(self, job=job, case=replace(self.case, **catalog.VARIANTS[name]))  # type: ignore[arg-type]
 
 

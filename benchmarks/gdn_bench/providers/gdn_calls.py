@@ -27,13 +27,30 @@ def gdn_provider(backend: str | None = None) -> Provider:
         pool, index, arguments = tensors["pool"], tensors["read_index"].long(), _on_pool(tensors, options)
         return Bound(lambda: gdn.decode(**arguments, backend=backend), lambda o: (o, pool[index].float()))
 
+    def int16(tensors: Tensors, options: Options) -> Bound:
+        # a pool of its own with two slots for each row, one read and one written: each call does equal work
+        states, v_first = tensors["pool"][tensors["read_index"].long()], options["state_v_first"]
+        (B, HV, *_), (V, K) = states.shape, states.shape[2:] if v_first else states.shape[:1:-1]
+        held = gdn.allocate_int16_pool(
+            2 * B, num_v_heads=HV, head_k_dim=K, head_v_dim=V, state_v_first=v_first, device=states.device
+        )
+        read, written = torch.randperm(2 * B, device=states.device).split(B)
+        held.write(read, states, state_v_first=v_first)
+        arguments = _on_pool(tensors, options) | {"state": held, "read_index": read.int()}
+        arguments |= {"write_index": written.int()}
+        return Bound(
+            lambda: gdn.decode(**arguments, backend=backend),
+            lambda o: (o, held.read(written, state_v_first=v_first)),
+        )
+
     def pool(tensors: Tensors, options: Options) -> Bound:
         arguments, index = prefill_arguments(tensors, options), tensors["read_index"].long()
         states = tensors["pool"]
         return Bound(lambda: gdn.prefill(**arguments, backend=backend), lambda o: (o, states[index].float()))
 
     name = f"gdn:{backend}" if backend else "gdn"
-    binds = {"prefill": chunk, "train": chunk, "decode": decode, "pool": pool, **_packets(backend)}
+    pooled = {"decode": decode, "pool": pool, "int16": int16}
+    binds = {"prefill": chunk, "train": chunk, **pooled, **_packets(backend)}
     return Provider(name, binds)
 
 

@@ -57,7 +57,8 @@ def fla() -> Provider:
         }
         return Bound(lambda: fused_recurrent_gated_delta_rule(initial_state=states, **arguments))
 
-    return Provider("fla", {"prefill": chunk, "train": chunk, "decode": decode, "pool": gather_pool(chunk)})
+    pooled = {"decode": decode, "int16": decode, "pool": gather_pool(chunk)}
+    return Provider("fla", {"prefill": chunk, "train": chunk, **pooled})
 
 
 def flash_qla() -> Provider:
@@ -112,6 +113,7 @@ def flashinfer() -> Provider:
             "prefill": _flashinfer_chunk(chunk_gated_delta_rule),
             "pool": _flashinfer_prompts(chunk_gated_delta_rule),
             "decode": _flashinfer_decode(gated_delta_rule_decode_pretranspose),
+            "int16": _flashinfer_decode(gated_delta_rule_decode_pretranspose),
             **_flashinfer_packets(gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp),
             "replay": _flashinfer_replay,
         },

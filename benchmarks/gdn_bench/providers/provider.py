@@ -15,6 +15,7 @@ from torch import Tensor
 from gdn.testing.accuracy import Provider as Function
 
 TOKENS = ("q", "k", "v", "g", "beta")  # tensors with an entry for each token
+POOLED = ("decode", "pool", "int16")  # jobs whose states lie in a pool
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
@@ -40,6 +41,7 @@ class Provider:
     binds: job -> function of tensors and options; raises NotImplementedError for unsupported problems.
         prefill, train    the whole rule, without gradients and with
         decode            a token per row; its states lie in `pool` at `read_index`
+        int16             the same on a copy of the states in int16; peers keep them in bf16
         pool              prompts, whose states lie in `pool` at `read_index` before and after
         states, ...       several tokens per row, one job for each of `packets.WAYS`; restore() returns None
         for
@@ -56,7 +58,7 @@ class Provider:
             given = {"q": q, "k": k, "v": v, **arguments}
             tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
             options = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
-            if job in ("decode", "pool"):
+            if job in POOLED:
                 tensors |= put_in_pool(tensors.pop("initial_state"))
             return self.binds[job](tensors, options)()
 

@@ -27,7 +27,7 @@ def head(workload: Workload) -> Row:
     return {
         "case": workload.name, "H": case.heads[0], "HV": case.heads[1], "K": case.sizes[0], "V":
         case.sizes[1], "N": L.N, "T": L.T // (L.N if L.ends else 1), "gate": case.gate, "dtype": "bfloat16",
-        "state": "fp32" if case.state == "wide" else "bf16",
+        "state": "int16" if workload.job == "int16" else "fp32" if case.state == "wide" else "bf16",
     }  # fmt: skip
 
 

@@ -66,7 +66,16 @@ def decode_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
         backend=backend,
     )  # fmt: skip
     call.apply_defaults()
-    return lambda: parse_decode(**call.arguments)
+    return lambda: parse_decode(**call.arguments, column_scale=None)
+
+
+def int16_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
+    """Return a function that checks a decode on a pool in int16 and returns its DecodeProblem."""
+    pool, options = given.tensors["pool"], given.options
+    problem = decode_check(given, backend)()
+    last = -1 if options["state_v_first"] else -2
+    scale = pool.new_empty(pool.select(last, 0).shape, dtype=torch.float32)
+    return lambda: replace(problem, state=pool.to(torch.int16), column_scale=scale)
 
 
 def prefill_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
@@ -74,4 +83,4 @@ def prefill_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
     arguments = prefill_arguments(given.tensors, given.options)
     call = inspect.signature(gdn.prefill).bind(**arguments, backend=backend)
     call.apply_defaults()
-    return lambda: parse_prefill(**call.arguments)
+    return lambda: parse_prefill(**call.arguments, column_scale=None)

@@ -70,7 +70,8 @@ class Int16Pool:
         index, held = index.long(), ColumnStates(self.state, self.column_scale, state_v_first)
         rounded = held[index]
         # an index makes copies, which are written back
-        rounded.copy_(states)
+        # 16-bit arithmetic has too few bits for the integers
+        rounded.copy_(states if states.dtype == torch.float64 else states.float())
         self.state[index], self.column_scale[index] = rounded.state, rounded.column_scale
 
 

@@ -82,14 +82,22 @@ def refuses(problem: Any) -> str | None:
     reason = refuses_any_gate(problem)
     # a step on slots with histories has the kernel of these
     has_history = getattr(problem, "cursor", None) is not None
-    is_int16 = getattr(problem, "column_scale", None) is not None
-    if reason is None and is_int16 and (has_history or isinstance(problem, FoldProblem)):
-        reason = "expected a HistoryPool with states in floats, got int16"
+    if reason is None and getattr(problem, "column_scale", None) is not None:
+        reason = _refuses_int16(problem, has_history or isinstance(problem, FoldProblem))
     if reason is None and isinstance(problem, PropagateProblem) and problem.K > LARGEST_MAP:
         reason = f"expected K of at most {LARGEST_MAP}, got K={problem.K}"
     if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
         reason = _refuses_gate(problem)
     return reason
+
+
+def _refuses_int16(problem: Any, has_history: bool) -> str | None:
+    """Return why the kernels do not support a problem on a pool in int16, or None."""
+    if has_history:
+        return "expected a HistoryPool with states in floats, got int16"
+    if _leading(problem).device.type == "cuda" and settings.backend(problem.backend) is None:
+        return "expected a backend by name: the kernels of states in int16 have not run on a GPU yet"
+    return None
 
 
 def _refuses_gate(problem: Any) -> str | None:
