@@ -8,6 +8,7 @@ from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, TensorSpec, machine, tensor_spec
 from gdn.backends.triton.rule.choose import (
     BackwardTiles,
+    adds_by_mma,
     channel_block,
     channel_strip,
     fp32_state_operands,
@@ -46,6 +47,7 @@ def build_prepare_channels(p: Problem, d: Description) -> Launch:
         {
             "K": p.K, "V": p.V, **d.sizes, "BK": min(d.BK, channel_block(p)), **d.activation,
             "NORM": p.use_qk_l2norm_in_kernel, **gate_constants(p), "PRECISION": d.precision, "RESET": RESET,
+            "BY_SUMS": adds_by_mma(p, machine(p.device)),
         },
         4,
         seconds=3.0,

@@ -86,6 +86,15 @@ def channel_block(p: Problem) -> int:
     return 16
 
 
+def adds_by_mma(p: Problem, machine: Machine) -> bool:
+    """Return True if kernels of a decay per key channel add up decays by MMA (`channel_sums`), 64 channels at once.
+
+    For 16-bit inputs: sums of split bf16 keep 2^-16. Other GPUs keep the levels until one has been measured.
+    """
+    is_allowed = machine.kind == "cuda" and machine.capability == 90
+    return is_allowed and p.q.dtype != torch.float32 and 32 < p.K <= 128
+
+
 @dataclass(frozen=True)
 class ChannelStrip:
     """Hold the key channels of a program of `rows_bwd_channels_kernel`, and its value columns at once."""
