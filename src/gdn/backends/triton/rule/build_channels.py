@@ -76,7 +76,7 @@ def build_channel_backward(
     """Build the launches of a backward around those of the state pass."""
     assert p.g is not None
     shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision}
-    strip = channel_strip(p, d.BK)
+    strip = channel_strip(p, machine(p.device), d.BK)
     strips = triton.cdiv(p.K, strip.BK)
     _, k_strides = state_strides(p, d.unit)
     gradients = []
@@ -103,7 +103,7 @@ def build_channel_backward(
             ),
             {
                 **shared, "BK": strip.BK, "BV": strip.BV, **gate_constants(p), "RESET": RESET,
-                "FP32_STATE": fp32_state_operands(p),
+                "FP32_STATE": fp32_state_operands(p), "BY_SUMS": adds_by_mma(p, machine(p.device)),
             },
             4,
         )  # fmt: skip

@@ -55,6 +55,32 @@ def channel_decays(
 
 
 @triton.jit
+def gate_bwd(
+    dg, g, x, rate, lower_bound, RAW: tl.constexpr, BOUNDED: tl.constexpr, RESET: tl.constexpr
+):  # fmt: skip
+    """Return the gradient of logits x [C, channels], and its terms of dA_log, from dg; x as in `load_logits`.
+
+    0 times NaN or inf is 0: a reset and a saturated gate pass no gradient, whatever the logit is.
+    """
+    # without the mask, a rounding error times g = -1e6 would show in dA_log
+    dg = tl.where(g > RESET, dg, 0.0)
+    if not RAW:
+        return dg, tl.zeros_like(dg)
+    else:
+        if BOUNDED:
+            # sigmoid(-y), not 1 - sigmoid(y), which cancels for large y
+            y = rate * x
+            slope = sigmoid(y) * sigmoid(-y)
+            is_zero = (dg == 0) | (slope == 0)
+            dx = tl.where(is_zero, 0.0, slope * dg * lower_bound * rate)
+            return dx, tl.where(is_zero, 0.0, x * dx)
+        else:
+            is_zero = dg == 0
+            dx = tl.where(is_zero, 0.0, -rate * sigmoid(x) * dg)
+            return dx, tl.where(is_zero, 0.0, g * dg)
+
+
+@triton.jit
 def in_blocks(x):
     """Return [4, 16, N] from [64, N]: blocks of 16 tokens."""
     return tl.reshape(x, (4, 16, x.shape[1]))

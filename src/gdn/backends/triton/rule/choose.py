@@ -103,9 +103,9 @@ class ChannelStrip:
     BV: int
 
 
-def channel_strip(p: Problem, BK: int) -> ChannelStrip:
+def channel_strip(p: Problem, machine: Machine, BK: int) -> ChannelStrip:
     """Return the strip of the gradients per key channel: some ten [64, BK] are in registers."""
-    return ChannelStrip(min(BK, 16), max(16, min(32, triton.next_power_of_2(p.V))))
+    return ChannelStrip(64 if adds_by_mma(p, machine) else min(BK, 16), max(16, min(32, triton.next_power_of_2(p.V))))
 
 
 def forward_tiles(p: Problem, machine: Machine) -> ForwardTiles:
