@@ -152,6 +152,13 @@ def _backward_specs(p: Problem, d: Description, strips: int) -> tuple[TensorSpec
     )
 
 
+def score_spec(p: Problem, count: int) -> TensorSpec:
+    """Return the spec of the tiles of E and F: one in fp32, or two in bf16, see `store_scores`."""
+    if adds_by_mma(p, machine(p.device)):
+        return tensor_spec((count, p.HV, 2, CHUNK, CHUNK), torch.bfloat16)
+    return tensor_spec((count, p.HV, CHUNK, CHUNK), torch.float32)
+
+
 def _late_specs(p: Problem, count: int) -> tuple[TensorSpec | None, ...]:
     """Return the specs of `ChannelBackward.late`. `count`: chunks of a group."""
     # gradients of rows in fp32, where `finish_bwd` reads them
@@ -162,6 +169,6 @@ def _late_specs(p: Problem, count: int) -> tuple[TensorSpec | None, ...]:
         tensor_spec(p.k.shape, p.k.dtype),
         rows,
         rows,
-        tensor_spec((count, p.HV, CHUNK, CHUNK), torch.float32),
+        score_spec(p, count),
         tensor_spec((count, p.HV, CHUNK, p.V), operand_dtype(p)),
     )

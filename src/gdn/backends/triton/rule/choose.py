@@ -86,13 +86,18 @@ def channel_block(p: Problem) -> int:
     return 16
 
 
-def adds_by_mma(p: Problem, machine: Machine) -> bool:
-    """Return True if kernels of a decay per key channel add up decays by MMA (`channel_sums`), 64 channels at once.
+# off until measured: `channel_sums` in the place of levels, on sm_90
+CHANNELS_BY_MMA = False
 
-    For 16-bit inputs: sums of split bf16 keep 2^-16. Other GPUs keep the levels until one has been measured.
+
+def adds_by_mma(p: Problem, machine: Machine) -> bool:
+    """Return True if kernels of a decay per key channel take 64 channels at once and add up g by MMA.
+
+    For 16-bit inputs: sums of split bf16 keep 2^-16. Each kernel still has the levels, for chunks whose
+    decays do not fit fp32.
     """
     is_allowed = machine.kind == "cuda" and machine.capability == 90
-    return is_allowed and p.q.dtype != torch.float32 and 32 < p.K <= 128
+    return CHANNELS_BY_MMA and is_allowed and p.q.dtype != torch.float32 and 32 < p.K <= 128
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,9 @@ class ChannelStrip:
 
 def channel_strip(p: Problem, machine: Machine, BK: int) -> ChannelStrip:
     """Return the strip of the gradients per key channel: some ten [64, BK] are in registers."""
-    return ChannelStrip(64 if adds_by_mma(p, machine) else min(BK, 16), max(16, min(32, triton.next_power_of_2(p.V))))
+    return ChannelStrip(
+        64 if adds_by_mma(p, machine) else min(BK, 16), max(16, min(32, triton.next_power_of_2(p.V)))
+    )
 
 
 def forward_tiles(p: Problem, machine: Machine) -> ForwardTiles:

@@ -31,7 +31,14 @@ from gdn.backends.triton.lib import (
     split_bf16,
     sum_squares,
 )
-from gdn.backends.triton.rule.channel_sums import LOG2_E, LOWEST, decay_in, decay_out, middle_decay, sum_from_middle
+from gdn.backends.triton.rule.channel_sums import (
+    LOG2_E,
+    LOWEST,
+    decay_in,
+    decay_out,
+    middle_decay,
+    sum_from_middle,
+)
 from gdn.backends.triton.rule.channels import (
     block_totals,
     channel_decays,
@@ -96,20 +103,20 @@ def add_pairs(q, k, g, within, beside, across, PRECISION: tl.constexpr):
 def add_chunk_pairs(q, k, g, pairs_q, pairs_k):
     """Add the products of q, k [64, N] with decays g / log(2) to pairs [64, 64] of q, and of k, with k.
 
-    Also returns the smallest sum of g over tokens of a block: the pairs i > j are right from LOWEST on, others
+    Also returns the smallest sum of g over tokens of a block: pairs i > j are right from LOWEST on, others
     never.
     """
     i = tl.arange(0, 64)[:, None]
     j = tl.arange(0, 64)[None, :]
     is_half = (i ^ j) < 32
-    a, lowest = sum_from_middle(g, i, j)
+    a, lowest = sum_from_middle(g, i)
     # bf16: an accumulator has its elements in the registers where the left operand of an MMA has them
     columns = tl.trans((k * tl.exp2(-a)).to(tl.bfloat16))
     decay = tl.exp2(a)
     # selected and not added by the MMA: pairs outside a half may be inf or NaN
     pairs_q += tl.where(is_half, dot_rows(q * decay, columns), 0.0)
     pairs_k += tl.where(is_half, dot_rows(k * decay, columns), 0.0)
-    decay = middle_decay(g, i, j)
+    decay = middle_decay(g, i)
     columns = tl.trans((k * decay).to(tl.bfloat16))
     pairs_q += tl.where(is_half, 0.0, dot_rows(q * decay, columns))
     pairs_k += tl.where(is_half, 0.0, dot_rows(k * decay, columns))
@@ -204,8 +211,14 @@ def normalize(q, k, rows):
 
 @triton.jit
 def store_rows(q_in_ptr, k_rows_ptr, at, tokens, ks, q_in, k_in, k_out, K: tl.constexpr):
-    """Store the rows of a chunk; tokens and ks: indices that broadcast to the shape of the rows."""
-    mask = (tokens < at.token_range.length) & column_mask(ks, K)
+    """Store the rows of a chunk [64, channels] or [4, 16, channels]; tokens broadcast to their shape."""
+    # a constant True where no channel is past K, so before it gets more axes
+    is_channel = column_mask(ks, K)
+    if len(q_in.shape) == 3:
+        ks, is_channel = ks[None, None, :], is_channel[None, None, :]
+    else:
+        ks, is_channel = ks[None, :], is_channel[None, :]
+    mask = (tokens < at.token_range.length) & is_channel
     q_place = q_in_ptr + (at.place * at.HV + at.head) * K + (tokens * (at.HV * K) + ks)
     tl.store(q_place, q_in.to(q_in_ptr.dtype.element_ty), mask)
     # k_in and k_out of a token and head are neighbours in HBM
@@ -244,8 +257,7 @@ def pairs_by_levels(
             decay_in = tl.exp(before + earlier)
             tokens = tl.reshape(tl.arange(0, C), (4, 16))[:, :, None]
             k_out = k * tl.exp(after + later)
-            columns = ks[None, None, :]
-            store_rows(q_in_ptr, k_rows_ptr, at, tokens, columns, q * decay_in, k * decay_in, k_out, K)
+            store_rows(q_in_ptr, k_rows_ptr, at, tokens, ks, q * decay_in, k * decay_in, k_out, K)
             store_through(factors_ptr, at.tile, ks, tl.exp(tl.sum(tl.sum(total, 1), 0)), K, C)
     return within, beside, across
 
@@ -281,9 +293,9 @@ def pairs_by_sums(
         store_through(factors_ptr, at.tile, ks, tl.exp2(tl.sum(g, 0)), K, C)
         # a token's own pair has no decay
         own += tl.sum(q * k, 1)
-        decay = decay_in(g, i, t)
-        k_out = k * decay_out(g, i, t)
-        store_rows(q_in_ptr, k_rows_ptr, at, i, ks[None, :], q * decay, k * decay, k_out, K)
+        decay = decay_in(g, i)
+        k_out = k * decay_out(g, i)
+        store_rows(q_in_ptr, k_rows_ptr, at, i, ks, q * decay, k * decay, k_out, K)
     pairs_q = tl.zeros([C, C], tl.float32)
     pairs_k = tl.zeros([C, C], tl.float32)
     lowest = 0.0
@@ -299,9 +311,7 @@ def pairs_by_sums(
 
 
 @triton.jit
-def store_levels(
-    P_ptr, P_rest_ptr, A_inv_ptr, tile, beta, parts, C: tl.constexpr, PRECISION: tl.constexpr
-):
+def store_levels(P_ptr, P_rest_ptr, A_inv_ptr, tile, beta, parts, C: tl.constexpr, PRECISION: tl.constexpr):
     """Store P and A_inv (unless it is None) of a tile from the parts of `pairs_by_levels`."""
     within, beside, across = parts
     within_q, within_k = within

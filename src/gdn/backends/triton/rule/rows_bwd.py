@@ -56,6 +56,7 @@ from gdn.backends.triton.rule.rows_bwd_sums import (
     store_rows,
     strip_by_sums,
 )
+from gdn.backends.triton.rule.values_bwd import load_scores
 
 
 @triton.jit
@@ -68,7 +69,7 @@ def in_level(LEVEL):
 
 
 @triton.jit
-def levels_in_blocks(q, k, g, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.constexpr):
+def levels_in_blocks(q, k, g, pairs_ptr, tile, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, dg of the pairs within blocks of 16 tokens, and their share of dbeta [4, 16].
 
     Also returns the sums of g in a block up to a token, and after it.
@@ -77,7 +78,7 @@ def levels_in_blocks(q, k, g, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.co
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     # at [a, b]: E of key a and query b if a <= b, else F of query a and key b
-    pairs = tl.load(pairs_ptr + (16 * n + a) * C + 16 * n + b)
+    pairs = load_scores(pairs_ptr, tile, 16 * n + a, 16 * n + b, C)
     # a token's own pair has no decay
     own = tl.sum(tl.where(a == b, pairs, 0.0), 2)[:, :, None]
     dq = own * k
@@ -108,15 +109,15 @@ def levels_in_blocks(q, k, g, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.co
 
 
 @triton.jit
-def level_of_neighbours(q, k, d, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.constexpr):
+def level_of_neighbours(q, k, d, pairs_ptr, tile, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, the gradient of log d and the share of dbeta of pairs between neighbouring blocks."""
     n = tl.arange(0, 4)[:, None, None]
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     odd = is_odd_block()
     # odd blocks: F of their queries; even ones: E of their keys. `turned` has the others, transposed
-    pairs = tl.load(pairs_ptr + (16 * n + a) * C + 16 * (n ^ 1) + b)
-    turned = tl.load(pairs_ptr + (16 * (n ^ 1) + b) * C + 16 * n + a)
+    pairs = load_scores(pairs_ptr, tile, 16 * n + a, 16 * (n ^ 1) + b, C)
+    turned = load_scores(pairs_ptr, tile, 16 * (n ^ 1) + b, 16 * n + a, C)
     other_beta = tl.permute(swap_neighbours(tl.broadcast_to(beta, (4, 16, 16))), (0, 2, 1))
     turned = tl.where(odd, turned, turned * other_beta)
     rows, columns = q * d, k * d
@@ -130,12 +131,12 @@ def level_of_neighbours(q, k, d, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl
 
 
 @triton.jit
-def level_of_halves(q, k, d, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.constexpr):
+def level_of_halves(q, k, d, pairs_ptr, tile, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, the gradient of log d and the share of dbeta of pairs between halves of the chunk."""
     a = tl.arange(0, 32)[:, None]
     b = tl.arange(0, 32)[None, :]
-    E_t = tl.load(pairs_ptr + a * C + 32 + b)
-    F = tl.load(pairs_ptr + (32 + a) * C + b)
+    E_t = load_scores(pairs_ptr, tile, a, 32 + b, C)
+    F = load_scores(pairs_ptr, tile, 32 + a, b, C)
     _, rows = halves(q * d)
     first, second = halves(k * d)
     _, late_beta = halves(beta)
@@ -183,19 +184,24 @@ def strip_by_levels(
     q, k = in_blocks(q), in_blocks(k)
     g = in_blocks(load_decays(x, at, gate, ks, K, C, UNIT, RAW, BOUNDED, RESET))
     beta = of_tokens(factor(x.factors_ptr, at.tile, BETA, C))
-    E_F = x.pairs_ptr + at.group_tile * (C * C)
-    dq, dk, dg, share, before, after = levels_in_blocks(q, k, g, E_F, beta, C, PRECISION)
+    dq, dk, dg, share, before, after = levels_in_blocks(
+        q, k, g, x.pairs_ptr, at.group_tile, beta, C, PRECISION
+    )
     total, earlier, later, between = block_totals(g)
     # the gradients of `before` and `after`: of tokens whose decay has them
     d = tl.exp(tl.where(is_odd_block(), before, after))
-    dq_new, dk_new, change, part_share = level_of_neighbours(q, k, d, E_F, beta, C, PRECISION)
+    dq_new, dk_new, change, part_share = level_of_neighbours(
+        q, k, d, x.pairs_ptr, at.group_tile, beta, C, PRECISION
+    )
     dq += dq_new
     dk += dk_new
     share += part_share
     dbefore = tl.where(is_odd_block(), change, 0.0)
     dafter = tl.where(is_odd_block(), 0.0, change)
     d = tl.exp(tl.where(is_late_block(), before, after) + between)
-    dq_new, dk_new, dbetween, part_share = level_of_halves(q, k, d, E_F, beta, C, PRECISION)
+    dq_new, dk_new, dbetween, part_share = level_of_halves(
+        q, k, d, x.pairs_ptr, at.group_tile, beta, C, PRECISION
+    )
     dq += dq_new
     dk += dk_new
     share += part_share
@@ -279,19 +285,21 @@ def rows_bwd_channels_kernel(
             tl.store(biases_ptr + biases_place, tl.zeros([BK], tl.float64), mask=is_channel)
         return
 
-    at = Chunk(token_range, place, tile, part.to(tl.int64) * HV + head, head, head // ratio, T, HV, HV // ratio)
+    at = Chunk(
+        token_range, place, tile, part.to(tl.int64) * HV + head, head, head // ratio, T, HV, HV // ratio
+    )
     x = Tensors(
         Rows(q_ptr, q_b, q_t, q_h), Rows(k_ptr, k_b, k_t, k_h), Rows(g_ptr, g_b, g_t, g_h), dt_bias_ptr,
-        q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, Rows(do_ptr, do_b, do_t, do_h), dv_ptr, v_new_ptr, pairs_ptr,
-        factors_ptr, dq_ptr, dk_ptr, dg_ptr, biases_ptr,
+        q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, Rows(do_ptr, do_b, do_t, do_h), dv_ptr, v_new_ptr,
+        pairs_ptr, factors_ptr, dq_ptr, dk_ptr, dg_ptr, biases_ptr,
     )  # fmt: skip
     gate = Gate(gate_rate(A_log_ptr, head), lower_bound, scale)
     if BY_SUMS:
         g = load_decays(x, at, gate, ks, K, C, UNIT, RAW, BOUNDED, RESET) * LOG2_E
-        a, lowest = sum_from_middle(g, tokens[:, None], tokens[None, :])
+        a, lowest = sum_from_middle(g, tokens[:, None])
         if lowest >= LOWEST:
             share, along = strip_by_sums(
-                x, at, gate, ks, g, a, K, V, C, UNIT, RAW, BOUNDED, PRECISION, RESET, FP32_STATE
+                x, at, gate, ks, g, a, lowest, K, V, C, UNIT, RAW, BOUNDED, PRECISION, RESET, FP32_STATE
             )
         else:
             share = tl.zeros([C], tl.float32)

@@ -6,7 +6,8 @@ With a and m of `channel_sums`, e^a q, e^-a k and so on are operands in bf16, an
 
 are MMAs of all tokens. dg adds up t = q dq - k dk of each part over the tokens that a row of weights marks.
 Both dq and dk of a part have the factors that were rounded to bf16, and t multiplies by the same ones. So the
-terms of a pair whose tokens are both behind a token cancel to fp32, and rounding leaves the error of the factors.
+terms of a pair whose tokens are both behind a token cancel to fp32, and what is left is
+the rounding of the factors.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +16,15 @@ import triton
 import triton.language as tl
 
 from gdn.backends.triton.lib import column_mask, dot, load_rows, load_rstd, operand_dtype
-from gdn.backends.triton.rule.channel_sums import add_tokens, decay_in, decay_out, in_sum, middle_decay
+from gdn.backends.triton.rule.channel_sums import (
+    add_tokens,
+    decay_in,
+    decay_out,
+    in_sum,
+    middle_decay,
+    opaque_tokens,
+    round_bf16,
+)
 from gdn.backends.triton.rule.channels import channel_decays, gate_bwd, load_logits
 from gdn.backends.triton.rule.gradients import state_block
 from gdn.backends.triton.rule.pairs import BETA, factor
@@ -132,69 +141,79 @@ def store_gate(
 
 @triton.jit
 def strip_by_sums(
-    x, at, gate, ks, g, a, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+    x, at, gate, ks, g, a, lowest, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     RAW: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
     FP32_STATE: tl.constexpr,
 ):  # fmt: skip
     """Store dq, dk and dg of a strip of 64 channels; return its shares of dbeta and of dA_log.
 
-    g: in units of log(2); a: of `sum_from_middle`.
+    g: in units of log(2); a and lowest: of `sum_from_middle`.
     """
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
     q, k = load_normalized(x, at, ks, K, C, UNIT)
-    dq, dk, dg = through_states(x, at, gate, q, k, g, ks, K, V, C, UNIT, PRECISION, FP32_STATE)
-    # at [a, b]: E of key a and query b if a <= b, else F of query a and key b
-    pairs = tl.load(x.pairs_ptr + at.group_tile * (C * C) + i * C + j)
-    E_t = tl.where(i <= j, pairs, 0.0).to(tl.bfloat16)
-    F = tl.where(i > j, pairs, 0.0).to(tl.bfloat16)
+    dq, dk, dg = through_states(x, at, gate, q, k, g, lowest, ks, K, V, C, UNIT, PRECISION, FP32_STATE)
+    i, j = opaque_tokens(lowest, 3), tl.arange(0, C)[None, :]
+    late = i >= 32
     beta = factor(x.factors_ptr, at.tile, BETA, C)[:, None]
-    is_half = (i ^ j) < 32
-    none = tl.zeros_like(E_t)
-    # between the halves: e^m k is a column for the first half, and a row of F with its beta for the second
-    E_2, F_2 = tl.where(is_half, none, E_t), tl.where(is_half, none, F)
-    decay = middle_decay(g, i, j)
-    decay_k = tl.where(i >= 32, beta, 1.0) * decay
-    rows, both = (q * decay).to(tl.bfloat16), (k * decay_k).to(tl.bfloat16)
-    drows = tl.dot(tl.trans(E_2), both)
+    # Between the halves E and F are in one square: E^T at keys of the first half, F at queries of the second.
+    # So a product takes queries for one and keys for the other; e^m k of the second half has its beta.
+    E_t, F = load_operands(x.pairs_ptr, at.group_tile, False, C)
+    decay = middle_decay(g, i)
+    decay_k = tl.where(late, beta, 1.0) * decay
+    rows, both = round_bf16(q * decay), round_bf16(k * decay_k)
+    rows_16, both_16 = rows.to(tl.bfloat16), both.to(tl.bfloat16)
+    drows = tl.dot(tl.trans(E_t), both_16)
     dq += drows * decay
-    change = rows.to(tl.float32) * drows
-    dboth = tl.dot(F_2, both)
+    change = rows * drows
+    dboth = tl.dot(F, both_16)
     share = tl.sum(k * decay * dboth, 1)
-    dboth += tl.dot(tl.trans(F_2), both, tl.dot(E_2, rows))
+    dboth = tl.dot(tl.trans(F), both_16, tl.dot(E_t, rows_16, dboth))
     dk += dboth * decay_k
-    change += both.to(tl.float32) * dboth
-    dg += add_tokens(in_sum(j, i, 32), change)
+    change += both * dboth
+    dg = add_tokens(in_sum(j, opaque_tokens(lowest, 4), 32), change, dg)
     # within a half
-    E_1, F_1 = tl.where(is_half, E_t, none), tl.where(is_half, F, none)
+    E_t, F = load_operands(x.pairs_ptr, at.group_tile, True, C)
     decay = tl.exp2(a)
-    columns = (k * tl.exp2(-a)).to(tl.bfloat16)
-    drows = tl.dot(tl.trans(E_1), columns)
-    rows = (q * decay).to(tl.bfloat16)
+    columns = round_bf16(k * tl.exp2(-a))
+    columns_16 = columns.to(tl.bfloat16)
+    drows = tl.dot(tl.trans(E_t), columns_16)
+    rows = round_bf16(q * decay)
     dq += drows * decay
     store_rows(x.dq_ptr, at, ks, dq, K, C)
-    change = rows.to(tl.float32) * drows
-    dcolumns = tl.dot(E_1, rows)
-    rows = (k * (decay * beta)).to(tl.bfloat16)
-    drows = tl.dot(F_1, columns)
+    change = rows * drows
+    dcolumns = tl.dot(E_t, rows.to(tl.bfloat16))
+    drows = tl.dot(F, columns_16)
     share += tl.sum(k * decay * drows, 1)
-    dcolumns = tl.dot(tl.trans(F_1), rows, dcolumns)
-    dk += drows * (decay * beta) + dcolumns * tl.exp2(-a)
+    decay *= beta
+    rows = round_bf16(k * decay)
+    dcolumns = tl.dot(tl.trans(F), rows.to(tl.bfloat16), dcolumns)
+    dk += drows * decay + dcolumns * tl.exp2(-a)
     store_rows(x.dk_ptr, at, ks, dk, K, C)
-    change += rows.to(tl.float32) * drows - columns.to(tl.float32) * dcolumns
-    dg += add_tokens(in_sum(j, i, 16), tl.where((i & 16) != 0, change, -change))
+    change += rows * drows - columns * dcolumns
+    i = opaque_tokens(lowest, 5)
+    dg = add_tokens(in_sum(j, i, 16), tl.where((i & 16) != 0, change, -change), dg)
     return share, store_gate(x, at, gate, ks, dg, K, C, UNIT, RAW, BOUNDED, RESET)
 
 
 @triton.jit
+def load_operands(pairs_ptr, tile, WITHIN: tl.constexpr, C: tl.constexpr):
+    """Return E^T and F [64, 64] in bf16 of pairs within a half, or else between halves; zero elsewhere."""
+    a = tl.arange(0, C)[:, None]
+    b = tl.arange(0, C)[None, :]
+    # loaded and not selected, so that they go to shared memory and not through registers
+    mask = ((a >= 32) & (b >= 32)) | ((a < 32) & (b < 32))
+    if not WITHIN:
+        mask = ((a >= 32) & (b < 32)) | ((a < 32) & (b >= 32))
+    square = pairs_ptr + tile * (2 * C * C) + (a * C + b)
+    return tl.load(square, mask=mask, other=0.0), tl.load(square + C * C, mask=mask, other=0.0)
+
+
+@triton.jit
 def through_states(
-    x, at, gate, q, k, g, ks, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
+    x, at, gate, q, k, g, lowest, ks, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, FP32_STATE: tl.constexpr,
 ):  # fmt: skip
     """Return the parts of dq, dk and dg [C, channels] that pass through S_in and dS."""
     operand: tl.constexpr = operand_dtype(x.k.ptr, FP32_STATE)
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
     N: tl.constexpr = ks.shape[0]
     do_S = tl.zeros([C, N], tl.float32)
     dv_S = tl.zeros([C, N], tl.float32)
@@ -211,13 +230,15 @@ def through_states(
         do_S = dot(do.to(operand), S, do_S, PRECISION)
         dv_S = dot(dv.to(operand), S, dv_S, PRECISION)
         v_dS = dot(v_new.to(operand), dS, v_dS, PRECISION)
-    decay = decay_in(g, i, j)
+    decay = decay_in(g, opaque_tokens(lowest, 0))
     dq = do_S * (decay * gate.scale)
     dk = -(dv_S * decay)
     # sums over the tokens from one on
-    dg = add_tokens(i <= j, q * dq + k * dk)
-    dk_out = v_dS * decay_out(g, i, j)
+    t = opaque_tokens(lowest, 1)
+    i = tl.arange(0, C)[None, :]
+    dg = add_tokens(i >= t, q * dq + k * dk)
+    dk_out = v_dS * decay_out(g, opaque_tokens(lowest, 2))
     # sums over the tokens before one
-    dg += add_tokens(i > j, k * dk_out)
+    dg = add_tokens(i < opaque_tokens(lowest, 6), k * dk_out, dg)
     through = SdS * tl.exp2(tl.sum(g, 0))
     return dq, dk + dk_out, dg + through[None, :]
