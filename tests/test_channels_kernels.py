@@ -58,8 +58,8 @@ def test_small_problems(triton_device, case, dtype):
 BY_MMA = [
     (CHANNEL("bounded", lengths=ONE._replace(T=70), heads=(1, 1), sizes=(48, 16), state="wide",
              use_qk_l2norm_in_kernel=True), BF16),
-    (CHANNEL("reset", lengths=packed(66, 0, 20, tail=3), sizes=(65, 32), raw_gate="lower_bound",
-             beta="negative"), FP16),
+    (CHANNEL("reset", lengths=packed(66, 0, 3), heads=(1, 1), sizes=(65, 16), raw_gate="lower_bound",
+             beta="negative"), BF16),
 ]  # fmt: skip
 
 

@@ -53,7 +53,6 @@ CHECKS = {
     "256, forward": (replace(BASE, sizes=(256, 256), lengths=rows(129)), BF16),
     "wild": (replace(BASE, gate="wild", lengths=rows(300)), BF16),
     "reset": (replace(BASE, gate="reset", lengths=rows(300)), BF16),
-    "reset fp16": (replace(BASE, gate="reset", lengths=rows(300)), FP16),
     "many heads": (replace(BASE, heads=(80, 80), lengths=rows(300), state="none"), BF16),
 }
 TIMES = {  # heads, sequences, tokens
