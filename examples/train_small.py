@@ -31,7 +31,7 @@ from gdn_bench.timing import measure
 
 STEPS, BATCH, T = 220, 6, 256  # training: rows and tokens per step
 LONG = 2048  # tokens of the compared training step, and four times that: the fallback's backward is quadratic
-WRITTEN, COMPARED = 400, 64  # tokens written with gdn, and for the comparison of decoding
+WRITTEN, COMPARED = 400, 128  # tokens written with gdn, and for the comparison of decoding
 LEARNING_RATE = 4e-3
 PROMPT = b"import os\nimport sys\n\n\ndef main(args):\n"
 
@@ -175,7 +175,7 @@ def compare(model: Any, text: Tensor, report: Report) -> tuple[list[tuple[str, f
         f"training step, {LONG} tokens": (lambda: learn(model, tokens), LONG, 3),
         f"training step, {4 * LONG} tokens": (lambda: learn(model, longer), 4 * LONG, 1),
         f"prefill, {LONG} tokens": (forward, LONG, 5),
-        "decoding": (lambda: write(model, PROMPT, COMPARED), COMPARED, 3),
+        "decoding": (lambda: write(model, PROMPT, COMPARED), COMPARED, 5),
     }
     speeds = []
     for done, (name, (job, count, runs)) in enumerate(jobs.items()):

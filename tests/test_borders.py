@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,10 @@ CASES = {
     "nothing enters": ((0, 70, 200), True, (), (1,)),
     "nothing leaves": ((0, 70, 200), True, (1,), ()),
 }
+GATES = {
+    "use_gate_in_kernel": True, "lower_bound": -5.0, "use_qk_l2norm_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+}  # fmt: skip
 
 
 def problem_of(
@@ -28,12 +33,13 @@ def problem_of(
     dtype: torch.dtype,
     sizes: tuple[int, int],
     channels: tuple[int, ...] = (),
+    device: str = "cpu",
 ) -> Problem:
     B, K = sizes
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
 
     q, k, v = (draw(B, 200, heads, K).to(dtype) for heads in (1, 1, 2))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -42,7 +48,8 @@ def problem_of(
     return parse(
         q, k, v, g.to(wide), beta.to(wide), initial_state=draw(B if offsets is None else 2, 2, K, K).to(wide),
         output_final_state=True, use_qk_l2norm_in_kernel=True, state_v_first=is_v_first,
-        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(device), cu_seqlens_cpu=cu_seqlens,
+        backend=None if device == "cpu" else "triton",
     )  # fmt: skip
 
 
@@ -60,27 +67,33 @@ def relative(x: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def compare(
-    backend: str, case: str, dtype: torch.dtype, K: int, channels: tuple[int, ...] = ()
+    backend: str,
+    case: str,
+    dtype: torch.dtype,
+    K: int,
+    channels: tuple[int, ...] = (),
+    device: str = "cpu",
 ) -> dict[str, float]:
     """Return the errors of N, M and C, and of the outputs and gradients that follow."""
     offsets, is_v_first, entering, leaving = CASES[case]
     B = 1 if offsets is not None else len({*entering, *leaving})
-    p, borders = problem_of(offsets, is_v_first, dtype, (B, K), channels), Borders(entering, leaving)
+    p = problem_of(offsets, is_v_first, dtype, (B, K), channels, device)
+    borders = Borders(entering, leaving)
     kernels = load(backend)
     S = p.initial_state
     assert S is not None
     # rows that enter may hold anything before the exchange
-    before = S.index_fill(0, torch.tensor(entering, dtype=torch.int64), torch.nan)
+    rows_in, rows = (torch.tensor(x, dtype=torch.int64, device=device) for x in (entering, leaving))
+    before = S.index_fill(0, rows_in, torch.nan)
     transfers, finish = kernels.forward_begin(replace(p, initial_state=before), borders, True)
     o, final, kept = finish(S)
     tensors = (p.q, p.k, p.v, p.g, p.beta, S)
     leaves = [t.double().clone().requires_grad_() for t in tensors]
     wanted = law(p, *leaves)
     found = {"o": relative(o, wanted[0].detach()), "S": relative(final, wanted[1].detach())}
-    rows = torch.tensor(leaving, dtype=torch.int64)
     if leaving:
         assert transfers is not None and transfers.shape == (len(leaving), 2, K, 2 * K)
-        zero = S.index_fill(0, torch.tensor(entering, dtype=torch.int64), 0)
+        zero = S.index_fill(0, rows_in, 0)
         N = law(p, *tensors[:-1], zero)[1]
         found["N"] = relative(transfers[..., :K], (N.mT if is_v_first else N)[rows])
         # M times a state is where this state goes without values
@@ -94,7 +107,8 @@ def compare(
                 assert not M.any()
     generator = torch.Generator().manual_seed(1)
     do, dS, d = (
-        torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (wanted[0], *[wanted[1]] * 2)
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(device)
+        for x in (wanted[0], *[wanted[1]] * 2)
     )
     do = do.to(dtype)
     after = dS.index_add(0, rows, d[rows])
@@ -132,10 +146,45 @@ SOME_CASES = [
 
 @pytest.mark.interpret
 @interpreted
+@pytest.mark.parametrize("channels", [(), (16,)], ids=["decay per head", "decay per channel"])
 @pytest.mark.parametrize("case", SOME_CASES)
-def test_triton(case):
-    found = compare("triton", case, torch.float32, 16)
+def test_triton(case, channels):
+    found = compare("triton", case, torch.float32, 16, channels)
     assert max(found.values()) <= 1e-5, found
+
+
+def errors_of_ranks(rank: int) -> dict[str, float]:
+    """Return the errors of a call with channels on three ranks whose kernels are interpreted."""
+    from kit import interpreter
+    from kit.sharded import Sharded, errors
+    from torch import distributed as dist
+
+    from gdn import ContextParallel
+
+    interpreter.install()
+    problem = Sharded(
+        {"order": "headtail", "num_tokens": 90}, offsets=(0, 20, 90), H=1, HV=2, K=16, V=16,
+        dtype=torch.float32, options=GATES, has_channels=True,
+    )  # fmt: skip
+    with mock.patch.dict(os.environ, {"GDN_BACKEND": "triton"}):
+        return errors(problem, ContextParallel(dist.group.WORLD, exchange="gather", **problem.context))
+
+
+@pytest.mark.interpret
+@interpreted
+@thorough
+def test_ranks_on_triton(ranks):
+    found, *_ = ranks.run(errors_of_ranks, limit=120)
+    assert max(found.values()) <= 1e-5, found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K, case", [*((128, case) for case in CASES), (256, "packed, V first")])
+def test_triton_on_a_gpu(K, case):
+    """Both ranks of the gate, in bf16, on kernels that the call names."""
+    for channels in ((), (K,)):
+        found = compare("triton", case, torch.bfloat16, K, channels, "cuda")
+        assert max(found.values()) <= 8e-3, found
 
 
 @pytest.mark.interpret

@@ -376,13 +376,7 @@ def test_kernels_refuse_the_rank_and_the_bound_by_name(monkeypatch):
     _, _, _, pool, logits = engine_call(torch.float32)
     u, k, G = pool.new_zeros(1, 5, 9, HV, V), pool.new_zeros(1, 5, 9, H, K), pool.new_zeros(1, 5, 9, HV, K)
     index = torch.tensor([0])
-    a, b = logits["a"][:, 0], logits["b"][:, 0]
     calls = [
-        lambda: gdn.gate(a, b, logits["A_log"], backend="triton"),
-        lambda: gdn.prefill(
-            q, q, v, torch.zeros(1, 4, 16, 16), g=per_channel, cu_seqlens=torch.tensor([0, 5]),
-            state_index=index, backend="triton",
-        ),
         lambda: gdn.replay_commit(
             pool[None], u, k, G, torch.zeros(5, dtype=torch.int32), index, index, room=4,
             state_v_first=True, backend="triton",
@@ -441,7 +435,7 @@ MAY_ASK = {
     "backends/eager/rule.py",
     "backends/hopper/__init__.py",
     "backends/triton/__init__.py",
-    "backends/triton/rule/borders.py",
+    "backends/triton/layer/gate.py",
     "backends/triton/rule/build.py",
     "backends/triton/rule/choose.py",
     "backends/triton/rule/describe.py",

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gdn
 from gdn.backends import eager, triton
+from gdn.backends.triton.launch import Machine
 from gdn.backends.triton.rule import choose
 from gdn.backends.triton.rule import run as chunked
 from gdn.problem import parse
@@ -27,6 +28,8 @@ SMALL = [
     (CHANNEL("wild", lengths=ONE._replace(T=67), sizes=(20, 16), state="narrow", state_v_first=True), FP16),
     (CHANNEL("rates", lengths=ONE._replace(T=40), raw_gate="on", heads=(1, 1), beta="sigmoid",
              use_qk_l2norm_in_kernel=True), BF16),
+    (CHANNEL("mild", lengths=ONE._replace(T=17), heads=(1, 1), sizes=(132, 16), state="wide",
+             use_qk_l2norm_in_kernel=True), FP16),
 ]  # fmt: skip
 FACTORS = CHANNEL_FACTORS | {
     "lengths": (*map(rows, (1, 15, 63, 65, 129)), packed(0, 5, 0, 64, 69, 3, tail=3)),
@@ -146,6 +149,30 @@ def test_long_sequences(gate, heads):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(128, 128), (256, 256)], ids=str)
+def test_a_head_among_many_has_the_bits_that_it_has_alone(sizes):
+    """No load overwrites an operand of an MMA in flight; that shows only if all SMs are busy."""
+    case = CHANNEL(
+        "slow", lengths=rows(1024), heads=(48, 48), sizes=sizes, state="wide", batch_invariant=True
+    )
+    given = inputs(case, BF16, device="cuda")
+    found, alone = run(kda, given), run(kda, given.heads([5]))
+    for name, x in alone.items():
+        axis = 1 if name in ("final_state", "dh0") else 2
+        assert torch.equal(found[name].narrow(axis, 5 * x.shape[axis], x.shape[axis]), x), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_more_than_128_channels(dtype):
+    """The backward at K = 256 and many chunks, whose state pass has tiles of its own."""
+    lengths = packed(1000, 0, 64, 453) if dtype == BF16 else packed(130, 60)
+    case = replace(LARGE, sizes=(256, 128), lengths=lengths, use_qk_l2norm_in_kernel=True)
+    bad = [v for v in check(kda, case, dtype, device="cuda", budget=2**23) if not v.ok]
+    assert not bad, bad
+
+
+@pytest.mark.gpu
 def test_reruns_and_batches_give_the_same_bits():
     given = inputs(replace(LARGE, batch_invariant=True), BF16, device="cuda")
     first = run(kda, given)
@@ -158,11 +185,25 @@ def test_reruns_and_batches_give_the_same_bits():
     assert torch.equal(o, first["o"][:, :1000])
 
 
-def test_a_gpu_runs_the_kernels():
-    """Calls of both ranks run on `triton`, with its backward, whether they name it or not."""
+def test_large_rows_in_fp32_fit_into_shared_memory():
+    """In fp32 `scan` would take 268 KB of sm_90 at K = 256: such a call has two kernels, in 16 bits one."""
+    gpu = Machine("cuda", 90, 132, 227 * 1024)
     with FakeTensorMode():
-        x = [torch.empty(1, 8, 2, 16, device="cuda") for _ in range(3)]
-        g, beta = torch.empty(1, 8, 2, 16, device="cuda"), torch.empty(1, 8, 2, device="cuda")
+        for dtype, is_fused in ((FP32, False), (BF16, True)):
+            x = [torch.empty(64, 64, 16, 256, device="cuda", dtype=dtype) for _ in range(3)]
+            g, beta = torch.empty(64, 64, 16, 256, device="cuda"), torch.empty(64, 64, 16, device="cuda")
+            assert choose.forward_tiles(parse(*x, g, beta), gpu).is_fused == is_fused
+            assert choose.forward_tiles(parse(*x, beta, beta), gpu).is_fused
+
+
+@pytest.mark.parametrize("K", [16, 136])
+def test_a_gpu_runs_the_kernels(K):
+    """Calls of both ranks run on `triton`; a backward that no GPU has run does if they name it."""
+    with FakeTensorMode():
+        x = [torch.empty(1, 8, 2, K, device="cuda") for _ in range(3)]
+        g, beta = torch.empty(1, 8, 2, K, device="cuda"), torch.empty(1, 8, 2, device="cuda")
         for gate in (g, beta):
             problem = parse(*x, gate, beta)
-            assert triton.refuses(problem) is None and triton.refuses_backward(problem) is None
+            assert triton.refuses(problem) is None
+            assert (triton.refuses_backward(problem) is None) == (gate is beta or K == 16)
+            assert triton.refuses_backward(parse(*x, gate, beta, backend="triton")) is None

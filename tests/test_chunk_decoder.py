@@ -4,8 +4,11 @@ import pytest
 import torch
 from conftest import GPU, INTERPRETED
 from kit.serving import same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gdn
+from gdn.backends import load
+from gdn.problem import parse
 from gdn.testing import Case, inputs, packed
 
 PROMPTS, STEPS = (70, 0, 5), 70
@@ -62,6 +65,53 @@ def check_bits(backend, device, prompts, steps, dtype, **options):
 ], ids=["plain", "all", "per channel"])  # fmt: skip
 def test_eager(dtype, options):
     check_bits("eager", "cpu", PROMPTS, STEPS, dtype, heads=(2, 4), sizes=(16, 24), **options)
+
+
+@pytest.mark.parametrize("T", [5, 20])
+def test_short_rows_on_a_cpu(T):
+    """A dense row of at most 32 tokens has a shorter chunk in the forward than in the decoder."""
+    x = [torch.randn(2, T, heads, 32) for heads in (2, 2, 4)]
+    x += [-torch.rand(2, T, 4), torch.rand(2, T, 4)]
+    options = {"use_qk_l2norm_in_kernel": True, "backend": "eager"}
+    o, _ = gdn.chunk_gated_delta_rule(*x, **options, batch_invariant=True)
+    decoder = gdn.ChunkDecoder(torch.zeros(2, 4, 32, 32), **options)
+    parts = [decoder.decode(*(y[:, t : t + 1] for y in x)) for t in range(T)]
+    assert same_bits(torch.cat(parts, 1), o)
+
+
+LIBRARY = ("bmm", "baddbmm_", "linalg_solve_triangular", "linalg_vector_norm", "cumsum", "sum")
+
+
+class Shapes(TorchDispatchMode):
+    """Record the shapes and strides of matmuls, solutions and sums: what a library selects a kernel by."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        # a row of offsets, which are integers, is none of the rule's
+        x = [(y.shape, y.stride()) for y in args if isinstance(y, torch.Tensor) and y.is_floating_point()]
+        if name in LIBRARY and x:
+            self.seen.add((name, *x))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_per_channel", [False, True])
+def test_no_length_changes_the_shapes_of_matmuls_off_a_cpu(is_per_channel):
+    """cuBLAS selects a kernel by shapes, so that equal shapes are the reason for equal bits on a GPU."""
+    found = []
+    for B, T, offsets in ((2, 64, None), (3, 20, None), (2, 130, None), (1, 187, 4)):
+        with torch.device("meta"):
+            q, v = torch.empty(B, T, 2, 16), torch.empty(B, T, 4, 16)
+            given = {"v": v, "g": v if is_per_channel else v[..., 0], "beta": v[..., 0]}
+            given |= {"cu_seqlens": None if offsets is None else torch.empty(offsets, dtype=torch.int64)}
+            problem = parse(q=q, k=q, **given, use_qk_l2norm_in_kernel=True, batch_invariant=True)
+        with Shapes() as shapes:
+            load("eager").chunk_forward(problem, False)
+        found.append(shapes.seen)
+    assert found[0] and all(x == found[0] for x in found)
 
 
 def test_a_row_does_not_depend_on_the_others():

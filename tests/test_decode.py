@@ -567,13 +567,13 @@ def test_operators():
     x = inputs(B, T) | {"state": pool_of(B)}
     args = gdn.ops.serving.parse_decode(**dict.fromkeys(OPTIONAL) | DEFAULTS | x).arguments()
     torch.library.opcheck(torch.ops.gdn.decode.default, args)
-    torch.library.opcheck(torch.ops.gdn.decode_functional.default, (*args[:11], *args[19:]))
+    torch.library.opcheck(torch.ops.gdn.decode_functional.default, (*args[:10], args[11], *args[20:]))
 
 
 OPTIONAL = (
     "g", "beta", "a", "b", "A_log", "dt_bias", "scale", "lower_bound", "cu_seqlens", "max_seqlen",
     "read_index", "num_accepted", "ring_pos", "write_index", "intermediate", "intermediate_row", "parent",
-    "null_slot", "out", "backend",
+    "null_slot", "out", "backend", "column_scale",
 )  # fmt: skip
 DEFAULTS = {
     "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True, "write": "final",

@@ -47,8 +47,8 @@ def fold_by_nodes(rank: int, wrong: bool) -> dict[str, float]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "ranks"))
     right = nodes.fold_transfers
 
-    def drop(transfers: Tensor, passes: Any, V: int) -> Tensor:
-        found = right(transfers, passes, V)
+    def drop(transfers: Tensor, passes: Any, V: int, backend: str | None) -> Tensor:
+        found = right(transfers, passes, V, backend)
         found[..., V:] = 0
         return found
 

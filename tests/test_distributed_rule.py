@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gdn
 from gdn import reference
-from gdn.distributed import exchange, folds, halo, rule
+from gdn.backends.eager import propagate
+from gdn.distributed import exchange, halo, rule
 from gdn.distributed.table import equal_runs
 from gdn.integrations import fla, fla_cp
 from gdn.ops import borders
@@ -84,7 +85,7 @@ def worst(rank: int, p: Sharded, name: str, wrong: str | None) -> float:
 
 def drop_map() -> Any:
     """Return a patch that makes M zero in forward and backward."""
-    return mock.patch.object(folds, "multiply", lambda M, S: torch.zeros_like(S))
+    return mock.patch.object(propagate, "multiply", lambda M, S: torch.zeros_like(S))
 
 
 def swap_runs() -> Any:

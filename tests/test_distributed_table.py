@@ -182,7 +182,8 @@ def test_folds_give_the_states_of_the_reference_recurrence(num_runs):
     runs = torch.stack(transfers)
     found = folds.fold(runs, plan.passes, V)
     torch.testing.assert_close(found, torch.stack(states), rtol=1e-11, atol=1e-11)
-    got = folds.fold_gradients(torch.stack(C), folds.kept_maps(runs, plan.passes, V), plan.passes)
+    maps = folds.kept_maps(folds.Runs(runs[:, None], range(num_runs)), plan.passes, V)
+    got = folds.fold_gradients(torch.stack(C), maps, plan.passes)
     for j, run_ in enumerate(table.runs):
         end = min((c for c in offsets if c > run_.stop), default=T)
         if run_.stop in offsets:

@@ -56,6 +56,7 @@ def package(tmp_path_factory):
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.forward_context import set_forward_context
     from vllm.model_executor import custom_op
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as qwen
     from vllm.v1.attention import backend, selector
     from vllm.v1.attention.backends import gdn_attn, registry
@@ -76,7 +77,7 @@ def package(tmp_path_factory):
         init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('group')}/file", 0, "gloo")
         initialize_model_parallel(1, 1)
     return SimpleNamespace(
-        config=config, set_config=set_current_vllm_config, context=set_forward_context, qwen=qwen,
+        config=config, set_config=set_current_vllm_config, context=set_forward_context, qwen=qwen, olmo=olmo,
         attention=gdn_attn, registry=registry, selector=selector, MambaSpec=MambaSpec, machine=Machine,
         Common=backend.CommonAttentionMetadata, custom_op=custom_op,
     )  # fmt: skip
@@ -87,13 +88,13 @@ def fake_entry_points(group):
     return engine_sources.entry_points(group)
 
 
-def build(package, drafts=0, interleaved=False, dtype=torch.float32, mode="none"):
+def build(package, drafts=0, interleaved=False, dtype=torch.float32, mode="none", is_olmo=False):
     """Return vLLM's layer, as its models make it, and its metadata builder."""
-    from transformers import Qwen3NextConfig
+    from transformers import OlmoHybridConfig, Qwen3NextConfig
 
-    model = Qwen3NextConfig(
+    model = (OlmoHybridConfig if is_olmo else Qwen3NextConfig)(
         hidden_size=HIDDEN, linear_num_key_heads=H, linear_num_value_heads=HV, linear_key_head_dim=K,
-        linear_value_head_dim=V, linear_conv_kernel_dim=W,
+        linear_value_head_dim=V, linear_conv_kernel_dim=W, num_attention_heads=2,
     )  # fmt: skip
     config = package.config
     config.model_config = SimpleNamespace(dtype=dtype, hf_text_config=model)
@@ -110,9 +111,12 @@ def build(package, drafts=0, interleaved=False, dtype=torch.float32, mode="none"
     torch.set_default_dtype(dtype)
     try:
         with package.set_config(config):
-            layer = package.qwen.QwenGatedDeltaNetAttention(
-                model, config, PREFIX, gqa_interleaved_layout=interleaved
-            )
+            if is_olmo:
+                layer = package.olmo.OlmoHybridGatedDeltaNetAttention(model, config, PREFIX)
+            else:
+                layer = package.qwen.QwenGatedDeltaNetAttention(
+                    model, config, PREFIX, gqa_interleaved_layout=interleaved
+                )
     finally:
         torch.set_default_dtype(default)
     for name, p in layer.named_parameters():
@@ -162,7 +166,7 @@ def expected_of(layer, x):
         q.unflatten(2, (H, K)), k.unflatten(2, (H, K)), v.unflatten(2, (HV, V)), a[None], b[None],
         A_log=layer.A_log.detach(), dt_bias=layer.dt_bias.detach(), use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, state_v_first=True,
-        initial_state=torch.zeros(1, HV, V, K),
+        initial_state=torch.zeros(1, HV, V, K), allow_neg_eigval=getattr(layer, "allow_neg_eigval", False),
     )  # fmt: skip
     return o[0], S[0]
 
@@ -284,6 +288,47 @@ def test_the_norm_is_part_of_the_step_where_vllm_has_an_operator_for_it(package)
     )
     assert error(torch.cat(parts), y.flatten(1) @ p["out_proj.weight"].T) < 2e-2
     assert usage.served["vllm", "decode"] == 3
+
+
+def test_olmos_layer(package, monkeypatch):
+    """OLMo's operator contains the projections and the norm, for every kind of batch."""
+    # without a GPU vLLM has a stand-in for Triton, which has no allocator
+    monkeypatch.setattr(package.olmo, "set_triton_allocator", lambda device: None)
+    xs, tables = [torch.randn(14, HIDDEN) for _ in range(2)], torch.tensor([[3, 4], [7, 8]]).int()
+    for drafts, steps in ((0, [(5, 3), (1, 4), (1, 1), (1, 1)]), (1, [(5, 4), (2, 2), (2, 2)])):
+        layer, builder = build(package, drafts=drafts, is_olmo=True)
+        assert isinstance(layer, package.olmo.OlmoHybridGatedDeltaNetAttention) and layer.is_served
+        assert layer.allow_neg_eigval and not hasattr(layer, "norm")
+        usage.reset()
+        seen, parts = [0, 0], [[], []]
+        for counts in steps:
+            drafting = {}
+            if drafts > 0 and seen[0] > 0:
+                # the packet before, or the prompt, has been accepted as a whole
+                drafting["num_accepted_tokens"] = torch.tensor([2, 2] if seen[0] > 5 else [1, 1]).int()
+                drafting["num_decode_draft_tokens_cpu"] = torch.tensor([1, 1])
+            info = metadata(package, builder, counts, seen, tables[:, : 1 + drafts].contiguous(), **drafting)
+            x = torch.cat([x[s : s + n] for x, s, n in zip(xs, seen, counts, strict=True)])
+            # a captured batch has more rows than tokens
+            x, out = torch.cat([x, x[:2]]), torch.full((len(x) + 2, HIDDEN), float("nan"))
+            with package.context({PREFIX: info}, package.config):
+                layer(x, out)
+            for n, y in enumerate(out[:-2].split(counts)):
+                parts[n].append(y)
+                seen[n] += counts[n]
+            assert not out[-2:].any()
+        p = {name: value.detach().double() for name, value in layer.named_parameters()}
+        for n in range(2):
+            x = xs[n][: seen[n]].double()
+            mixed, z = (x @ p["in_proj_qkvg.weight"].T).split([D, HV * V], -1)
+            o, S = expected_of(layer, (mixed, x @ p["b_proj.weight"].T, x @ p["a_proj.weight"].T))
+            y = reference_layers.rms_norm_gated(
+                o, z.unflatten(1, (HV, V)), p["o_norm.weight"], eps=layer.o_norm.eps, activation="silu"
+            )
+            assert error(torch.cat(parts[n]), y.flatten(1) @ p["o_proj.weight"].T) < 1e-5
+            assert error(layer.kv_cache[1][tables[n, drafts]], S) < 1e-5
+        roles = {role for _, role in usage.served}
+        assert roles == ({"prefill", "verify"} if drafts else {"prefill", "decode"}) and not usage.rejected
 
 
 def test_snapshots_for_prefix_caching(package):

@@ -47,7 +47,7 @@ def fill(x, steps, backend, device, rows, **options):
     for n in range(steps):
         given = inputs(len(rows), 1, **options)
         _, new = reference.decode_with_history(**given, pool=x, read_index=rows[n % 2 :: 2][: len(rows)])
-        x = gdn.HistoryPool(*vars(new).values(), x.room)
+        x = gdn.HistoryPool(**vars(new), room=x.room)
     return x
 
 
@@ -110,7 +110,7 @@ def test_a_token_for_each_row(backend, device, poison, kind, v_first):
         given = inputs(len(rows), 1, **SIZES, dtype=dtype, raw=True)
         options = {"read_index": torch.tensor(rows), "state_v_first": v_first}
         _, after = reference.decode_with_history(**given, pool=x, **options)
-        x = gdn.HistoryPool(*vars(after).values(), x.room)
+        x = gdn.HistoryPool(**vars(after), room=x.room)
     given = inputs(4, 1, **SIZES, dtype=dtype, raw=True)
     rows = torch.tensor([4, -1, 2, SLOTS], dtype=index)
     tolerance = TOLERANCE[dtype]
@@ -440,7 +440,7 @@ def test_operators_match_their_schemas():
     """The schemas name exactly the tensors that are written, and the fakes match the outputs."""
     x, given = pool(), inputs(2, 1, **SIZES)
     names = dict.fromkeys(("a", "b", "A_log", "dt_bias", "scale", "lower_bound", "cu_seqlens", "max_seqlen"))
-    names |= dict.fromkeys(("null_slot", "backend", "num_accepted", "read_index"))
+    names |= dict.fromkeys(("null_slot", "backend", "num_accepted", "read_index", "column_scale"))
     flags = {"use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True}
     tensors = dict(zip(WRITTEN, x.tensors(), strict=True)) | {"room": 1}
     for name in ("history_u", "history_k", "history_G"):
@@ -451,8 +451,8 @@ def test_operators_match_their_schemas():
     torch.library.opcheck(torch.ops.gdn.decode_with_history.default, problem.arguments())
     x.cursor[:, 1] = 2
     fold = parse_fold(
-        **tensors, index=torch.tensor([0, 3]), num_accepted=None, state_v_first=True, null_slot=None,
-        backend=None,
+        **tensors, column_scale=None, index=torch.tensor([0, 3]), num_accepted=None, state_v_first=True,
+        null_slot=None, backend=None,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.gdn.fold_history.default, fold.arguments())
 

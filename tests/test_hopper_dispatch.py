@@ -20,6 +20,7 @@ from kit.hopper import BASE, CASES, checkpoint_options, make_prefill
 
 from gdn.backends import hopper
 from gdn.backends.hopper import cost, descriptors, rule, segments
+from gdn.backends.hopper.backward import cost as backward_cost
 from gdn.backends.hopper.backward import plan
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import operand_dtype, to_kernel_layout
@@ -170,9 +171,40 @@ def test_other_backends_are_compiled_ahead(monkeypatch, named, save):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
-@pytest.mark.parametrize("name", ["packed", "options", "one chunk"])
+@pytest.mark.parametrize("named", (None, "triton", "hopper"))
+def test_other_backwards_are_compiled_ahead(monkeypatch, named):
+    """A small backward of a kind is Triton's, and a large one not: the first of either compiles both."""
+    jobs = {}
+
+    def ahead(device, kind, steps):
+        assert kind[-1] == (named is None)
+        jobs[kind[0]] = set(jobs_of(steps(), "cuda:90"))
+
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    given = inputs(CASES["packed"], torch.bfloat16)
+    with recording(TARGETS["cuda:90"].machine) as launches:
+        problem = parse(**given.tensors, **given.options, backend=named)
+        saved = chunked.chunk_forward(problem, True)[2]
+        for module in (chunked, plan):
+            monkeypatch.setattr(module, "compile_ahead", ahead)
+        launched = {}
+        for name, run in (("backward", chunked.chunk_backward), ("hopper backward", plan.chunk_backward)):
+            launches.clear()
+            run(problem, saved, given.do, given.dfinal_state)
+            launched[name] = set(jobs_of(launches, "cuda:90"))
+    for name, other in (("backward", "hopper backward"), ("hopper backward", "backward")):
+        assert launched[name] <= jobs[name] and (launched[other] <= jobs[name]) == (named is None)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
+@pytest.mark.parametrize("name", ["packed", "options", "one chunk", "packed, in passes"])
 def test_the_backward_is_compiled_ahead(monkeypatch, name):
     """Compile all binaries of backwards of a kind with the first one; those of other sizes are among them."""
+    name, in_passes = name.removesuffix(", in passes"), name.endswith("in passes")
+    # some of the sizes then have one pass, and some many
+    monkeypatch.setattr(backward_cost, "SLABS", in_passes)
+    monkeypatch.setattr(backward_cost, "SLAB_BYTES", 1 << 18)
     kinds = {}
     monkeypatch.setattr(plan, "compile_ahead", lambda device, kind, steps: kinds.update({kind: steps}))
     launched = set()
@@ -189,7 +221,9 @@ def test_the_backward_is_compiled_ahead(monkeypatch, name):
             launched |= set(jobs_of(launches, "cuda:90"))
         compiled = set().union(*(jobs_of(steps(), "cuda:90") for steps in kinds.values()))
     assert len(kinds) == 1 and launched <= compiled
-    assert {job.kernel.__name__ for job in launched} >= {"reverse_scan_kernel", "gradients_kernel"}
+    names = {job.kernel.__name__ for job in launched}
+    assert names >= {"reverse_scan_kernel", "gradients_kernel"}
+    assert ("plan_slabs_kernel" in names) == in_passes
     scans = [dict(job.constants) for job in launched if job.kernel is plan.reverse_scan_kernel]
     assert {scan["CONSUMERS"] for scan in scans} == {1, 2}
 
@@ -206,9 +240,15 @@ def test_compiling_ahead_copies_no_tensor_and_needs_no_token(monkeypatch):
             problem = parse(**tensors, **given.options)
             found = {launch.kernel.__name__ for launch, _ in hopper._forward_launches(problem, None)}
             assert {"persistent_scan_kernel", "segment_transfer_kernel", "solve_kernel"} <= found
+            saved = chunked.chunk_forward(problem, True)[2]
+            for do in (given.do, given.do[:, :1].expand_as(given.do)):
+                launches = hopper._backward_launches(problem, saved, do, given.dfinal_state)
+                found = {launch.kernel.__name__ for launch, _ in launches}
+                assert {"reverse_scan_kernel", "reverse_transfer_kernel", "gradients_kernel"} <= found
     names = ("q", "k", "v", "g", "beta")
     for options in ({}, {"cu_seqlens": torch.zeros(3, dtype=torch.int32)}):
         tensors = {name: given.tensors[name][:, :0] for name in names}
         nothing = parse(**tensors, **options)
         assert list(hopper._forward_launches(nothing, None)) == []
+        assert list(hopper._backward_launches(nothing, None, given.do, None)) == []
         assert "faster at" in hopper.refuses(nothing)

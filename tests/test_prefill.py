@@ -345,7 +345,7 @@ def test_compile(backend, device):
 OPTIONAL = (
     "g", "beta", "a", "b", "A_log", "dt_bias", "scale", "lower_bound", "out_state_index",
     "has_initial_state", "checkpoints", "checkpoint_offsets", "snapshot_pos", "snapshot_index", "null_slot",
-    "out", "backend",
+    "out", "backend", "column_scale",
 )  # fmt: skip
 DEFAULTS = {
     "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True,

@@ -236,25 +236,20 @@ def test_a_cached_call(backend, device):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("L", [3, 4, 6])
-@pytest.mark.parametrize("name", ["usual", "value first", "plain", "autocast"])
+@pytest.mark.parametrize("name", ["usual", "value first", "plain", "autocast", "bf16", "fp16 plain"])
 def test_a_repeated_dense_step_has_the_bits_of_the_three_functions(monkeypatch, name, L, rows):
-    """A CPU repeats a call of whole fp32 tensors without problems: the same bits, and the same buffers."""
+    """A CPU repeats a call on whole fp32 states without problems: the same bits, and the same buffers."""
     runs = []
     run_dense = dense_step._run
     monkeypatch.setattr(dense_step, "_run", lambda *given: runs.append(given) or run_dense(*given))
     changes = {
         "value first": {"state_v_first": True, "allow_neg_eigval": True, "norm_activation": "sigmoid"},
-        "plain": {
-            "z": None,
-            "norm_weight": None,
-            "conv_activation": None,
-            "conv_bias": None,
-            "dt_bias": None,
-        },
+        "plain": dict.fromkeys(("z", "norm_weight", "conv_activation", "conv_bias", "dt_bias")),
     }
+    dtype = {"bf16": BF16, "fp16 plain": F16}.get(name, F32)
     for _ in range(3):
-        x, sizes = step_of(rows, 2, 4, 16, 24, 4, F32, F32, L=L, conv_dtype=F32)
-        x = x | sizes | changes.get(name, {})
+        x, sizes = step_of(rows, 2, 4, 16, 24, 4, dtype, F32, L=L, conv_dtype=dtype)
+        x = x | sizes | changes.get(name.split()[-1], {}) | changes.get(name, {})
         x.pop("read_index")
         if not x.get("state_v_first", True):
             x["state"] = x["state"].mT.contiguous()

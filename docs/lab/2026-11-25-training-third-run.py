@@ -10,6 +10,8 @@ times   us by CUDA-graph replays, L2 warm: forwards (general, fast path, recompu
         the states, backward, each launch; peak memory of a step
 cycles  where the gradient kernel waits: clock cycles between points of a strip and of a head, of one CTA
 host    us of the host for forward + backward: one call, a stack of 24 calls
+slabs   the backward in one pass and in passes of 8 to 32 MiB of dS: bits; us of the backward, of the host, of
+        all launches of each kernel; memory that the backward adds
 
 Variants of the gradient kernel are copies of the package with the edits below. Each line runs in a process
 of its own with a time limit, so that a kernel that hangs costs one line; processes compile side by side, and
@@ -472,7 +474,81 @@ def host(lock):
                 print(f"host, {layers:2d} calls, {thread:20s} {cells}", flush=True)
 
 
-PARTS = {"check": check, "dg": dg, "times": times, "cycles": cycles, "host": host}
+SLAB_SIZES = (
+    "16/32 8x4096", "16/32 8x4096 packed", "16/32 1x32768", "16/64 4x8192", "2/8 8x4096",
+)  # fmt: skip
+
+
+def slabs(name, lock):
+    """Print bits, times and memory of the backward in one pass and in passes, by the dS of a pass."""
+    import torch
+
+    from gdn.backends.hopper import rule
+    from gdn.backends.hopper.backward import cost, plan
+    from gdn.backends.triton.launch import allocate
+    from gdn.backends.triton.rule import describe as rules
+    from gdn.problem import parse
+
+    size = name.removesuffix(" packed")
+    given, do = tensors_of(size)
+    if size != name:
+        _, _, B, T = SIZES[size]
+        given, do = {n: x.flatten(0, 1)[None] for n, x in given.items()}, do.flatten(0, 1)[None]
+        given["cu_seqlens"] = torch.arange(B + 1, device="cuda") * T
+    problem = parse(**given, backend="hopper")
+    p, saved = rules.to_kernel_layout(problem), rule.chunk_forward(problem, True)[2]
+    first = plan.chunk_backward(problem, saved, do, None)
+    mib = {"one pass": 24, **{f"{x} MiB": x for x in (8, 16, 24, 32)}}
+    bits = {}
+
+    def select(kind):
+        cost.SLABS, cost.SLAB_BYTES, cost.LEAST_PASSES = kind != "one pass", mib[kind] << 20, 2
+
+    for kind in mib:
+        select(kind)
+        other = sum(not same(first, plan.chunk_backward(problem, saved, do, None)) for _ in range(5))
+        bits[kind] = "same bits" if other == 0 else f"OTHER BITS {other} of 5"
+    torch.cuda.synchronize()
+    with open(lock, "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        for kind in (*mib, "one pass"):
+            select(kind)
+            us = timed(lambda: plan.chunk_backward(problem, saved, do, None), 4)
+            host = []
+            for _ in range(5):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                plan.chunk_backward(problem, saved, do, None)
+                host.append((time.perf_counter() - began) * 1e6)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            plan.chunk_backward(problem, saved, do, None)
+            torch.cuda.synchronize()
+            memory = (torch.cuda.max_memory_allocated() - before) / 2**20
+            mine = plan.plan_of(p, saved, do, None)
+            new, late = allocate(p.device, mine.specs), allocate(p.device, mine.late)
+            launches = {}
+            for launch, tensors in mine.steps(p, saved, do, None, new, late):
+                launch(*tensors)
+                launches.setdefault(launch.kernel.__name__.replace("_kernel", ""), []).append(
+                    (launch, tensors)
+                )
+
+            def run(pairs):
+                for launch, tensors in pairs:
+                    launch(*tensors)
+
+            cells = [f"{n} x{len(x)} {timed(partial(run, x), 4):.1f}" for n, x in launches.items()]
+            print(
+                f"{name:20s} {kind:8s} {bits[kind]}  backward {us:8.1f}  host {statistics.median(host):6.0f}"
+                f"  {memory:6.0f} MiB  {'  '.join(cells)}",
+                flush=True,
+            )
+            del new, late, launches
+
+
+PARTS = {"check": check, "dg": dg, "times": times, "cycles": cycles, "host": host, "slabs": slabs}
 
 
 def jobs_of(parts, folder):
@@ -496,6 +572,8 @@ def jobs_of(parts, folder):
             jobs += [(("times", s, lock), "in use", copies["in use"], 240) for s in SIZES]
             others = [n for n in copies if n != "in use"]
             jobs += [(("times", s, lock), n, copies[n], 240) for n in others for s in large[:2]]
+        elif part == "slabs":
+            jobs += [(("slabs", s, lock), "in use", copies["in use"], 120) for s in SLAB_SIZES]
         elif part == "cycles":
             jobs += [(("cycles", lock), n, path, 120) for n, path in clocked.items()]
         else:

@@ -17,6 +17,7 @@ from gdn.ops.chunk_decoder import ChunkDecoder
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.ops.gate import gate
 from gdn.ops.history import HistoryPool, allocate_history_pool, decode_with_history, fold_history
+from gdn.ops.int16 import Int16Pool, allocate_int16_pool
 from gdn.ops.norm import rms_norm_gated
 from gdn.ops.prefill import commit, prefill
 from gdn.ops.replay import replay_commit, replay_decode
@@ -42,8 +43,10 @@ __all__ = [
     "GatedDeltaNet",
     "GatedDeltaNetCache",
     "HistoryPool",
+    "Int16Pool",
     "KimiDeltaAttention",
     "allocate_history_pool",
+    "allocate_int16_pool",
     "causal_conv1d",
     "causal_conv1d_update",
     "rms_norm_gated",

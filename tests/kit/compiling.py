@@ -48,7 +48,8 @@ TENSOR_MEMORY = 512  # columns of tensor memory in an SM of sm_100
 SECONDS = 300  # a compilation that takes longer counts as stuck
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+    torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.bool: "i1",
 }  # fmt: skip
 
 

@@ -76,7 +76,7 @@ STEP = {
     "scale": None, "lower_bound": None, "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False,
     "state_v_first": True, "conv_index": None, "read_index": None, "write_index": None, "null_slot": None,
     "out": None, "backend": None, "history_u": None, "history_k": None, "history_G": None, "cursor": None,
-    "room": None, "use_history": None,
+    "room": None, "use_history": None, "column_scale": None,
 }  # fmt: skip
 
 

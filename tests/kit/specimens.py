@@ -15,6 +15,7 @@ import torch
 import gdn
 from gdn.backends.triton.rule import choose
 from gdn.problem import parse
+from gdn.problem.propagate import PropagateProblem, RunStep
 from gdn.testing import Case, inputs, packed, rows
 from gdn.testing.accuracy import run
 from kit import api
@@ -25,7 +26,7 @@ EVERYWHERE = ("cuda:80", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942")
 # fp32 and K = 256 need more than the 64 KB of shared memory of a gfx942
 NVIDIA = EVERYWHERE[:-1]
 TUNED = ("cuda:90",)
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
 
 
 class Specimen(NamedTuple):
@@ -71,8 +72,8 @@ RULE = {
              is_per_channel=True), BF16, EVERYWHERE,
     ),
     "fp32 64 channels": (
-        Case(sizes=(64, 64), lengths=LADDER, raw_gate="lower_bound", state="wide", is_per_channel=True),
-        FP32, TUNED,
+        Case(sizes=(64, 64), lengths=LADDER, raw_gate="lower_bound", beta="sigmoid", state="wide",
+             use_qk_l2norm_in_kernel=True, is_per_channel=True), FP32, TUNED,
     ),
     "bf16 128 channels many": (
         Case(sizes=(128, 128), heads=(16, 16), lengths=rows(64)._replace(B=32), is_per_channel=True),
@@ -138,6 +139,9 @@ DECODE = {
     "fp16 60": ("index", 4, 2, 60, 60, FP16, FP16, False, True, TUNED),
     "fp32 256": ("final", 4, 1, 256, 256, FP32, FP32, False, True, EVERYWHERE),
     "fp32 64, K first": ("P4", 4, 3, 64, 64, FP32, BF16, True, False, TUNED),
+    "many rows, int16 pool": ("index", 256, 1, 128, 128, BF16, INT16, True, True, EVERYWHERE),
+    "P1, int16 pool": ("P1", 4, 4, 128, 128, BF16, INT16, True, True, TUNED),
+    "fp32, K first, int16 pool": ("P6", 4, 1, 64, 64, FP32, INT16, False, False, TUNED),
 }
 # the same with a decay per key channel
 DECODE_OF_CHANNELS = {
@@ -157,7 +161,15 @@ def decode(
     if raw and is_per_channel:
         # logits of a projection, and the bounded form
         x |= {"a": x["a"].to(dtype), "lower_bound": -5.0}
+    if pool_dtype == INT16:
+        x |= {"state": with_scales(x["state"], v_first)}
     return lambda: api.decode(**x, state_v_first=v_first, backend="triton")
+
+
+def with_scales(states: torch.Tensor, v_first: bool) -> gdn.Int16Pool:
+    """Return a pool of integers with scales of 1."""
+    shape = states.shape[:-1] if v_first else (*states.shape[:-2], states.shape[-1])
+    return gdn.Int16Pool(states, torch.ones(shape))
 
 
 def decode_in_chunk_form(
@@ -183,23 +195,46 @@ def decode_of_a_projection() -> Callable[[], Any]:
     return lambda: api.decode_packed(x, a, a, *rest, pool, **sizes, backend="triton")
 
 
-def prefill_in_place(dtype: torch.dtype, pool_dtype: torch.dtype, v_first: bool) -> Callable[[], Any]:
-    x = rows_of(1, 199, K=128, V=128, dtype=dtype) | {
-        "state": pool_of(6, K=128, V=128, dtype=pool_dtype, v_first=v_first), "state_index": slots(3),
+def prompts(D: int, dtype: torch.dtype, pool_dtype: torch.dtype, raw: bool, v_first: bool) -> dict[str, Any]:
+    """Return the arguments of a prefill of three sequences, without those of its slots."""
+    return rows_of(1, 199, K=D, V=D, dtype=dtype, raw=raw) | {
+        "state": pool_of(6, K=D, V=D, dtype=pool_dtype, v_first=v_first), "state_v_first": v_first,
         "cu_seqlens": torch.tensor([0, 65, 65, 199], dtype=torch.int32), "has_initial_state": slots(3).bool(),
-        "out_state_index": slots(3) + 3,
     }  # fmt: skip
-    return lambda: api.prefill(**x, state_v_first=v_first, backend="triton")
 
 
-def prefill(dtype: torch.dtype, pool_dtype: torch.dtype, raw: bool, v_first: bool) -> Callable[[], Any]:
-    x = rows_of(1, 199, K=128, V=128, dtype=dtype, raw=raw) | {
-        "state": pool_of(6, K=128, V=128, dtype=pool_dtype, v_first=v_first), "state_index": torch.arange(3),
-        "cu_seqlens": torch.tensor([0, 65, 65, 199], dtype=torch.int32), "has_initial_state": slots(3).bool(),
-        "checkpoints": torch.empty(3, 4, 128, 128), "checkpoint_offsets": torch.arange(3),
+def prefill_in_place(*arguments: Any) -> Callable[[], Any]:
+    x = prompts(*arguments) | {"state_index": slots(3), "out_state_index": slots(3) + 3}
+    return lambda: api.prefill(**x, backend="triton")
+
+
+def with_snapshots(D: int) -> dict[str, Any]:
+    """Return the arguments by which a prefill stores states inside sequences."""
+    return {
+        "state_index": torch.arange(3), "checkpoints": torch.empty(3, 4, D, D),
+        "checkpoint_offsets": torch.arange(3), "checkpoint_every": 64,
         "snapshot_pos": slots(3), "snapshot_index": slots(3) + 3,
     }  # fmt: skip
-    return lambda: api.prefill(**x, checkpoint_every=64, state_v_first=v_first, backend="triton")
+
+
+def prefill(D: int, *arguments: Any) -> Callable[[], Any]:
+    x = prompts(D, *arguments) | with_snapshots(D)
+    if x["state"].dtype == INT16:
+        x |= {"state": with_scales(x["state"], x["state_v_first"])}
+    return lambda: api.prefill(**x, backend="triton")
+
+
+def prefill_of_channels(D: int, *arguments: Any) -> Callable[[], Any]:
+    """Return a prefill with a decay per key channel in place, and one that stores snapshots."""
+    x = prompts(D, *arguments)
+    x |= {"a": torch.randn(1, 199, 4, D), "dt_bias": torch.randn(4, D), "lower_bound": -5.0}
+    x |= {"state_index": torch.arange(3), "cu_seqlens": x["cu_seqlens"].long()}
+
+    def call() -> None:
+        for more in ({}, with_snapshots(D)):
+            api.prefill(**x | more, backend="triton")
+
+    return call
 
 
 def commit(dtype: torch.dtype, has_extra: bool) -> Callable[[], Any]:
@@ -249,13 +284,16 @@ def history(
     return call
 
 
-def gate(dtype: torch.dtype, has_bias: bool) -> Callable[[], Any]:
-    a, b, A_log = (torch.randn(s, dtype=dtype, requires_grad=True) for s in ((2, 70, 4), (2, 70, 4), (4,)))
-    bias = torch.zeros(4, requires_grad=True) if has_bias else None
+def gate(
+    dtype: torch.dtype, has_bias: bool, channels: tuple[int, ...] = (), bound: float | None = None
+) -> Callable[[], Any]:
+    shapes = ((2, 70, 4, *channels), (2, 70, 4), (4,))
+    a, b, A_log = (torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes)
+    bias = torch.zeros(4, *channels, requires_grad=True) if has_bias else None
     leaves = [x for x in (a, b, A_log, bias) if x is not None]
 
     def call() -> None:
-        g, beta = gdn.gate(a, b, A_log, bias, backend="triton")
+        g, beta = gdn.gate(a, b, A_log, bias, lower_bound=bound, backend="triton")
         torch.autograd.grad((g, beta), leaves, (g, beta))
 
     return call
@@ -414,6 +452,65 @@ def hopper_between_ranks(case: Case) -> Callable[[], Any]:
     return call
 
 
+def between_ranks(case: Case) -> Callable[[], Any]:
+    """Return the forward of a rank of `triton`: every row receives a state and passes one on."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="triton")
+
+    def call() -> None:
+        from gdn.backends import Borders
+        from gdn.backends.triton.rule import borders
+
+        rows = tuple(range(problem.N))
+        borders.forward_begin(problem, Borders(rows, rows), True)
+
+    return call
+
+
+def backward_state_pass(case: Case, dtype: torch.dtype) -> Callable[[], Any]:
+    """Return the state pass of a backward alone, on tensors of zeros."""
+    given = inputs(case, dtype, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="triton")
+
+    def call() -> None:
+        from gdn.backends.backend import Saved
+        from gdn.backends.triton.launch import allocate
+        from gdn.backends.triton.rule import describe, run
+
+        p = describe.to_kernel_layout(problem)
+        shapes = describe.saves(p)
+        saved = Saved(
+            *[None if x is None else torch.zeros(x[0], dtype=x[1], device=p.device) for x in shapes]
+        )
+        plan = run.backward_plan(p, saved, given.do, given.dfinal_state)
+        tensors = (*describe.tensors_of(p), *saved, given.do, given.dfinal_state)
+        plan.run_state([*tensors, *allocate(p.device, plan.specs)])
+
+    return call
+
+
+def states_between_ranks(K: int, V: int, of_groups: bool) -> Callable[[], Any]:
+    """Return folds of states and of gradients of states; of_groups: also one of groups of runs."""
+    steps = (RunStep(-1, 1, 1), RunStep(0, -1, -1))
+    transfers = torch.empty(2, 1, 1, 2, K, V + K)
+    N, M = transfers[..., :V], transfers[..., V:]
+    C, maps = torch.empty(2, 1, 1, 2, K, V), torch.empty(2, 1, 1, 2, K, K)
+    problems = [
+        PropagateProblem(torch.empty_like(C), N, M, None, steps),
+        PropagateProblem(torch.empty_like(C), C, maps, None, steps, True),
+    ]
+    if of_groups:
+        problems.append(PropagateProblem(torch.empty_like(transfers), N, M, transfers[0, 0], steps))
+
+    def call() -> None:
+        from gdn.backends.triton.rule.propagate import propagate_states
+
+        for problem in problems:
+            propagate_states(problem)
+
+    return call
+
+
 def hopper_backward(case: Case, has_scan: bool = True) -> Callable[[], Any]:
     """Make the backward of `hopper`, by CTAs of one consumer and of two, or on Triton's state pass."""
     given = inputs(case, BF16, device=torch.get_default_device())
@@ -448,6 +545,22 @@ def hopper_backward_of_few_heads(case: Case) -> Callable[[], Any]:
         for schedule in ((1, Segmentation(cut, 1, 1)), (2, Segmentation(cut, 2, 2))):
             with patch.object(plan, "schedule_of", lambda p, found=schedule: found):
                 plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
+
+    return call
+
+
+def hopper_backward_in_slabs(case: Case) -> Callable[[], Any]:
+    """Make the backward of `hopper` in passes of two chunks."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+
+    def call() -> None:
+        from gdn.backends.hopper.backward import plan
+        from gdn.backends.triton.rule import run
+
+        saved = run.chunk_forward(problem, True)[2]
+        with patch.object(plan, "slab_of", lambda p: 2), patch.object(plan, "consumers_of", lambda p: 2):
+            plan.chunk_backward(problem, saved, given.do, given.dfinal_state)
 
     return call
 
@@ -546,6 +659,18 @@ OTHERS = {
         (Case(sizes=(64, 64), heads=(2, 4), state="wide"),),
         TUNED,
     ),
+    "between ranks, channels": (
+        between_ranks,
+        (Case(sizes=(128, 128), heads=(2, 4), is_per_channel=True),),
+        TUNED,
+    ),
+    "state pass of a backward, 256 channels": (
+        backward_state_pass,
+        (Case(sizes=(256, 256), is_per_channel=True, state="wide"), BF16),
+        EVERYWHERE,
+    ),
+    "states between ranks 128": (states_between_ranks, (128, 128, False), EVERYWHERE),
+    "states between ranks 60": (states_between_ranks, (60, 44, True), TUNED),
     "hopper backward": (hopper_backward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
     "hopper backward all packed": (
         hopper_backward,
@@ -554,6 +679,11 @@ OTHERS = {
     ),
     "hopper backward of few heads": (
         hopper_backward_of_few_heads,
+        (Case(sizes=(128, 128), heads=(2, 4), state="wide", lengths=rows(257)),),
+        TUNED,
+    ),
+    "hopper backward in slabs": (
+        hopper_backward_in_slabs,
         (Case(sizes=(128, 128), heads=(2, 4), state="wide", lengths=rows(257)),),
         TUNED,
     ),
@@ -569,9 +699,11 @@ OTHERS = {
     "chunk form, many rows": (decode_in_chunk_form, (80, 16, 128, BF16, BF16, True, True), EVERYWHERE),
     "chunk form fp32 256, K first": (decode_in_chunk_form, (4, 8, 256, FP32, FP32, False, False), EVERYWHERE),
     "chunk form fp16 60": (decode_in_chunk_form, (4, 5, 60, FP16, FP16, True, True), TUNED),
-    "prefill bf16": (prefill, (BF16, FP32, True, True), EVERYWHERE),
-    "prefill fp32": (prefill, (FP32, BF16, False, False), TUNED),
-    "prefill in place": (prefill_in_place, (BF16, FP32, True), TUNED),
+    "prefill bf16": (prefill, (128, BF16, FP32, True, True), EVERYWHERE),
+    "prefill fp32": (prefill, (128, FP32, BF16, False, False), TUNED),
+    "prefill int16 pool": (prefill, (128, BF16, INT16, True, True), TUNED),
+    "prefill in place": (prefill_in_place, (128, BF16, FP32, False, True), TUNED),
+    "prefill of channels": (prefill_of_channels, (64, FP32, FP32, True, False), TUNED),
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),
     "stages bf16 packed": (stages, (BF16, 64, 60, True), TUNED),
     "commit": (commit, (FP32, False), EVERYWHERE),
@@ -587,6 +719,7 @@ OTHERS = {
     "commit to two places": (commit, (BF16, True), TUNED),
     "gate fp32": (gate, (FP32, True), EVERYWHERE),
     "gate bf16": (gate, (BF16, False), TUNED),
+    "gate of channels": (gate, (BF16, True, (128,), -5.0), TUNED),
     "norm bf16": (norm, (BF16, 128, "silu", True), EVERYWHERE),
     "norm fp32": (norm, (FP32, 60, "sigmoid", True), TUNED),
     "norm fp16": (norm, (FP16, 256, None, False), TUNED),

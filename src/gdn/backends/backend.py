@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gdn.notation import ChunkInverse, ChunkStates, ChunkValues, GSum, InverseNorm, State, Values
 from gdn.problem import HistoryProblem, Problem
+from gdn.problem.propagate import PropagateProblem
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Backend:
     forward_launches(problem, dtype of S_in, pool) -> launches, with their tensors, of forwards of this kind
                                                 at any size; other backends compile them ahead
                                                 (`other_launches`); pool: see `triton.rule.pool`, or None
+    backward_launches(problem, saved, do, dS) -> the same of backwards, on what `triton` makes of a backward's
+                                                arguments; none where this backend has another's backward
     recurrent_forward(problem)               -> o, final_state or None
     forward_begin(problem, borders, save)    -> transfers N | M [leaving, HV, K, V+K] or None, finish. A row's
                                                 S_end = M S_start + N; M = 0 where it does not enter.
@@ -96,6 +99,7 @@ class Backend:
     backward_begin(problem, kept, do, dS, borders) -> C [entering, HV, K, V] or None, finish. C: the gradient
                                                 of the initial state; finish(dS) -> Gradients, with the
                                                 gradients that other ranks have for leaving rows added to dS
+    propagate_states(problem)                -> None: writes the states of `PropagateProblem`
     appends_history(problem)                 -> True if decode_with_history appends to the histories, False if
                                                 it folds them and decodes plainly
     The other functions are the stages of `gdn.stages`, the serving functions, and the convolution, gate and
@@ -109,11 +113,13 @@ class Backend:
     recompute_saved: Callable[[Problem, Saved], Saved]
     chunk_backward: Callable[[Problem, Saved, Tensor | None, Tensor | None], Gradients]
     forward_launches: Callable[[Problem, torch.dtype | None, Any], Iterable[Any]]
+    backward_launches: Callable[[Problem, Saved, Tensor, Tensor | None], Iterable[Any]]
     recurrent_forward: Callable[[Problem], tuple[Values, State | None]]
     forward_begin: Callable[[Problem, Borders, bool], tuple[Tensor | None, FinishForward]]
     backward_begin: Callable[
         [Problem, Kept, Tensor | None, Tensor | None, Borders], tuple[Tensor | None, FinishBackward]
     ]
+    propagate_states: Callable[[PropagateProblem], None]
     chunk_cumsum: Callable[..., Any]
     chunk_cumsum_bwd: Callable[..., Any]
     chunk_gate_cumsum: Callable[..., Any]

@@ -10,9 +10,10 @@ from importlib import import_module
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from gdn import settings
-from gdn.backends.backend import Backend
+from gdn.backends.backend import Backend, Saved
 from gdn.problem import Problem
 from gdn.problem.check import BACKENDS as ORDER
 
@@ -78,10 +79,22 @@ def other_launches(problem: Problem, kept: torch.dtype | None, pool: Any, name: 
     are none if the caller named a backend. `kept` is the dtype of S_in, or None where S_in is not kept;
     `pool` the `StatePool` of a prefill, or None.
     """
+    for other in _other_backends(problem, name):
+        yield from other.forward_launches(problem, kept, pool)
+
+
+def other_backward_launches(
+    problem: Problem, saved: Saved, do: Tensor, dS: Tensor | None, name: str
+) -> Iterator[Any]:
+    """Yield the same of the backward: a small one of a kind and a large one may run on two backends."""
+    for other in _other_backends(problem, name):
+        yield from other.backward_launches(problem, saved, do, dS)
+
+
+def _other_backends(problem: Problem, name: str) -> Iterator[Backend]:
+    """Yield the backends that another size of the problem may go to; none if the caller named one."""
     if settings.backend(problem.backend) is None:
-        for other in ORDER:
-            if other != name:
-                yield from load(other).forward_launches(problem, kept, pool)
+        yield from (load(other) for other in ORDER if other != name)
 
 
 @dataclass(frozen=True)

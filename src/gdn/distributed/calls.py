@@ -80,7 +80,8 @@ def begin_rule(context: "ContextParallel", arguments: Mapping[str, Any]) -> Call
         tokens["cu_seqlens"] = arguments.get("cu_seqlens")
         given = replace(problem, **tokens, cu_seqlens_cpu=None)
         return lambda: heads.rule(given, whole)
-    finish = rule.begin_rule(rule.Call(problem, plan, make_exchange(name, plan, context._groups)))
+    exchange = make_exchange(name, plan, context._groups, problem.backend)
+    finish = rule.begin_rule(rule.Call(problem, plan, exchange, problem.initial_state is not None))
 
     def rest() -> Results:
         o, final = finish()
@@ -111,14 +112,17 @@ def check_rule(
     return Checked(problem, plan, offsets, name)
 
 
-def make_exchange(name: str, plan: Plan, groups: Groups) -> Exchange | None:
-    """Return an exchange of states by its name; None if no sequence crosses a border, on any rank."""
+def make_exchange(name: str, plan: Plan, groups: Groups, backend: str | None = None) -> Exchange | None:
+    """Return an exchange of states by its name; None if no sequence crosses a border, on any rank.
+
+    backend: the name of the one that folds the states of runs; None: chosen automatically
+    """
     if not plan.has_exchange:
         return None
     if name == "nodes":
         assert groups.between is not None and groups.within is not None
-        return Nodes(plan, groups.between, groups.within)
-    return (Gather if name == "gather" else Owner)(plan, groups.whole)
+        return Nodes(plan, groups.between, groups.within, backend)
+    return (Gather if name == "gather" else Owner)(plan, groups.whole, backend)
 
 
 def form_of(problem: Problem, num_tokens: int = 0) -> cost.Form:

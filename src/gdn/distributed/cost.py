@@ -15,8 +15,8 @@
 P = 4 HV K (K + V) bytes is a run's transfer, s = 4 HV K V bytes a state (8 in place of 4 for fp64).
 """
 
+import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,9 +117,10 @@ def heads_bytes(form: Form, num_ranks: int) -> float:
     return form.num_tokens / num_ranks * form.token * (num_ranks - 1) / num_ranks
 
 
+@functools.lru_cache(maxsize=256)
 def choose(
     form: Form, num_ranks: int, machine: Machine | None = None, num_runs: int = 1,
-    names: Sequence[str] = FLAT,
+    names: tuple[str, ...] = FLAT,
 ) -> str:  # fmt: skip
     """Return the exchange of states with the least time of forward and backward, of those that are named."""
     machine = Machine() if machine is None else machine

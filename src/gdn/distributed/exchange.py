@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gdn.distributed.collectives import Pending, start_all_gather, start_all_to_all
-from gdn.distributed.folds import fold, fold_gradients, kept_maps
-from gdn.distributed.plan import Plan, index
+from gdn.distributed.folds import Runs, fold_gradients_to, fold_states, kept_maps
+from gdn.distributed.plan import Plan
 
 
 class Exchange(Protocol):
@@ -37,16 +37,19 @@ class Exchange(Protocol):
         """Send N | M of this rank's runs, [slots, B, HV, K, V+K]; zero where there is none."""
         ...
 
-    def finish_states(self, pending: Pending, V: int) -> tuple[Tensor, Tensor]:
-        """Return S_in of the runs of this rank, [slots, B, HV, K, V], and the M that the backward needs."""
+    def finish_states(self, pending: Pending, V: int) -> tuple[Tensor | None, Tensor]:
+        """Return S_in of the runs of this rank, [slots, B, HV, K, V], and the M that the backward needs.
+
+        The states may be None where none enters.
+        """
         ...
 
     def start_gradients(self, C: Tensor) -> Pending:
         """Send C of this rank's runs, [slots, B, HV, K, V]: their dS_in for dS_out = 0."""
         ...
 
-    def finish_gradients(self, pending: Pending, maps: Tensor) -> Tensor:
-        """Return dS_out of the runs of this rank."""
+    def finish_gradients(self, pending: Pending, maps: Tensor) -> Tensor | None:
+        """Return dS_out of the runs of this rank; it may be None where no state leaves."""
         ...
 
     def maps_shape(self, HV: int, K: int) -> tuple[int, ...]:
@@ -56,34 +59,49 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class Gather:
-    """Gather all transfers on every rank; each rank folds all heads."""
+    """Gather all transfers on every rank; each rank folds all heads, up to its own last run.
+
+    backend: the name of the backend that folds; None: chosen automatically
+    """
 
     plan: Plan
     group: ProcessGroup
+    backend: str | None = None
 
     def start_states(self, transfers: Tensor) -> Pending:
         return start_all_gather(transfers, self.group)
 
-    def finish_states(self, pending: Pending, V: int) -> tuple[Tensor, Tensor]:
-        runs = self._in_order(pending.wait())
-        return self._own(fold(runs, self.plan.passes, V)), kept_maps(runs, self.plan.passes, V)
+    def finish_states(self, pending: Pending, V: int) -> tuple[Tensor | None, Tensor]:
+        runs = Runs(pending.wait(), slots_of_runs(self.plan))
+        maps = kept_maps(runs, self.plan.passes, V)
+        if not self.plan.entering:
+            return None, maps
+        own = self._own(runs, V)
+        fold_states(runs, self.plan.passes, own, backend=self.backend)
+        return own.values[:, 0], maps
 
     def start_gradients(self, C: Tensor) -> Pending:
         return start_all_gather(C, self.group)
 
-    def finish_gradients(self, pending: Pending, maps: Tensor) -> Tensor:
-        return self._own(fold_gradients(self._in_order(pending.wait()), maps, self.plan.passes))
+    def finish_gradients(self, pending: Pending, maps: Tensor) -> Tensor | None:
+        C = Runs(pending.wait(), slots_of_runs(self.plan))
+        if not self.plan.leaving:
+            return None
+        own = self._own(C, C.values.shape[-1])
+        fold_gradients_to(C, maps, self.plan.passes, own, backend=self.backend)
+        return own.values[:, 0]
 
     def maps_shape(self, HV: int, K: int) -> tuple[int, ...]:
         return sum(self.plan.passes), self.plan.batch, HV, K, K
 
-    def _in_order(self, gathered: Tensor) -> Tensor:
-        """Return [J, ...] in the order of runs, from [R, slots, ...]."""
-        return gathered.flatten(0, 1)[index(slots_of_runs(self.plan), gathered.device)]
-
-    def _own(self, runs: Tensor) -> Tensor:
-        mine = self.plan.table.runs_of[self.plan.rank]
-        return runs[index(list(mine), runs.device)]
+    def _own(self, gathered: Runs, V: int) -> Runs:
+        """Return memory for a state of each run of this rank."""
+        table = self.plan.table
+        places = [-1] * len(table.runs)
+        for slot, j in enumerate(table.runs_of[self.plan.rank]):
+            places[j] = slot
+        shape = gathered.values.shape[2:-1]
+        return Runs(gathered.values.new_empty(len(table.runs_of[self.plan.rank]), 1, *shape, V), places)
 
 
 @dataclass(frozen=True)
@@ -92,37 +110,44 @@ class Owner:
 
     plan: Plan
     group: ProcessGroup
+    backend: str | None = None
 
     def start_states(self, transfers: Tensor) -> Pending:
         return start_to_owners(transfers, self.group)
 
-    def finish_states(self, pending: Pending, V: int) -> tuple[Tensor, Tensor]:
-        runs = self._in_order(pending.wait())
-        entering = fold(runs, self.plan.passes, V)
-        return self._from_owners(entering, pending.num_heads), kept_maps(runs, self.plan.passes, V)
+    def finish_states(self, pending: Pending, V: int) -> tuple[Tensor | None, Tensor]:
+        runs = Runs(pending.wait(), slots_of_runs(self.plan))
+        entering = self._to_send(runs, V)
+        fold_states(runs, self.plan.passes, entering, backend=self.backend)
+        maps = kept_maps(runs, self.plan.passes, V)
+        return self._from_owners(entering, pending.num_heads), maps
 
     def start_gradients(self, C: Tensor) -> Pending:
         return start_to_owners(C, self.group)
 
-    def finish_gradients(self, pending: Pending, maps: Tensor) -> Tensor:
-        runs = self._in_order(pending.wait())
-        return self._from_owners(fold_gradients(runs, maps, self.plan.passes), pending.num_heads)
+    def finish_gradients(self, pending: Pending, maps: Tensor) -> Tensor | None:
+        C = Runs(pending.wait(), slots_of_runs(self.plan))
+        leaving = self._to_send(C, C.values.shape[-1])
+        fold_gradients_to(C, maps, self.plan.passes, leaving, backend=self.backend)
+        return self._from_owners(leaving, pending.num_heads)
 
     def maps_shape(self, HV: int, K: int) -> tuple[int, ...]:
         own = len(split_heads(HV, self.group.size())[self.plan.rank])
         return sum(self.plan.passes), self.plan.batch, own, K, K
 
-    def _in_order(self, got: Tensor) -> Tensor:
-        """Return [J, B, own heads, K, ...] in the order of runs, from [R, slots, ...]."""
-        return got.flatten(0, 1)[index(slots_of_runs(self.plan), got.device)]
+    def _to_send(self, got: Runs, V: int) -> Runs:
+        """Return memory for a state of every run, in the order of the wire: see `start_to_owners`."""
+        R, slots, B, own, K, _ = got.values.shape
+        shape = (R, own, slots, B, K, V)
+        # a slot without a run is sent as well
+        is_full = len(self.plan.table.runs) == R * slots
+        send = got.values.new_empty(shape) if is_full else got.values.new_zeros(shape)
+        return Runs(send.movedim(1, 3), got.places)
 
-    def _from_owners(self, runs: Tensor, HV: int) -> Tensor:
-        """Return [slots, B, HV, K, V] of this rank, from [J, B, own heads, K, V] on each owner."""
-        table = self.plan.table
-        slots = runs.new_zeros(table.num_ranks * table.num_slots, *runs.shape[1:])
-        slots[index(slots_of_runs(self.plan), runs.device)] = runs
-        got = from_owners(slots.unflatten(0, (table.num_ranks, table.num_slots)), HV, self.group)
-        return got[: len(table.runs_of[self.plan.rank])]
+    def _from_owners(self, states: Runs, HV: int) -> Tensor:
+        """Return [slots, B, HV, K, V] of this rank."""
+        got = from_owners(states.values, HV, self.group)
+        return got[: len(self.plan.table.runs_of[self.plan.rank])]
 
 
 def start_to_owners(x: Tensor, group: ProcessGroup) -> Pending:

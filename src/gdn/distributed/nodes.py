@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from gdn.distributed.collectives import Pending
 from gdn.distributed.exchange import from_owners, split_heads, start_to_owners
-from gdn.distributed.folds import fold, fold_first, fold_gradients, fold_transfers, kept_maps
+from gdn.distributed.folds import Runs, fold, fold_first, fold_gradients, fold_transfers, kept_maps
 from gdn.distributed.plan import Plan, index
 from gdn.distributed.table import Table, make_table
 
@@ -81,6 +81,7 @@ class Nodes:
     plan: Plan
     between: ProcessGroup
     within: ProcessGroup
+    backend: str | None = None
 
     def start_states(self, transfers: Tensor) -> Pending:
         return start_to_owners(transfers, self.within)
@@ -88,16 +89,18 @@ class Nodes:
     def finish_states(self, pending: Pending, V: int) -> tuple[Tensor, Tensor]:
         runs = self._runs_of_node(pending.wait())
         whole = self._to_slots(
-            [fold_transfers(runs[i], self._node.passes(i), V) for i in self._node.groups], runs
+            [fold_transfers(runs[i], self._node.passes(i), V, self.backend) for i in self._node.groups], runs
         )
         wanted = start_to_owners(whole, self.between)
         groups = self._in_order(wanted.wait())
-        first = self._from_other_nodes(fold(groups, self._node.group_passes, V), wanted.num_heads)
+        entering = fold(groups, self._node.group_passes, V, backend=self.backend)
+        first = self._from_other_nodes(entering, wanted.num_heads)
         inside = [
-            fold(runs[i], self._node.passes(i), V, first[slot]) for slot, i in enumerate(self._node.groups)
+            fold(runs[i], self._node.passes(i), V, first[slot], self.backend)
+            for slot, i in enumerate(self._node.groups)
         ]
-        maps = [kept_maps(runs, self._node.passes(slice(None)), V)]
-        maps.append(kept_maps(groups, self._node.group_passes, V))
+        pairs = ((runs, self._node.passes(slice(None))), (groups, self._node.group_passes))
+        maps = [kept_maps(Runs(x[:, None], range(len(x))), passes, V) for x, passes in pairs]
         # one tensor for the backward: maps of the node, then those of the groups, which have fewer heads
         kept = torch.cat([x.flatten(0, 2) for x in maps])
         return self._from_node(_join(inside, runs[..., :V]), pending.num_heads), kept
@@ -114,12 +117,14 @@ class Nodes:
         inside = inside.view(num_inside, B, heads, K, K)
         outside = outside.view(num_groups, B, own, K, K)
         pairs = list(zip(self._node.groups, self._node.maps_of_groups(inside), strict=True))
-        whole = self._to_slots([fold_first(runs[i], part, self._node.passes(i)) for i, part in pairs], runs)
+        firsts = [fold_first(runs[i], part, self._node.passes(i), self.backend) for i, part in pairs]
+        whole = self._to_slots(firsts, runs)
         wanted = start_to_owners(whole, self.between)
-        d = fold_gradients(self._in_order(wanted.wait()), outside, self._node.group_passes)
+        groups = self._in_order(wanted.wait())
+        d = fold_gradients(groups, outside, self._node.group_passes, backend=self.backend)
         last = self._from_other_nodes(d, wanted.num_heads)
         gradients = [
-            fold_gradients(runs[i], part, self._node.passes(i), last[slot])
+            fold_gradients(runs[i], part, self._node.passes(i), last[slot], self.backend)
             for slot, (i, part) in enumerate(pairs)
         ]
         return self._from_node(_join(gradients, runs), pending.num_heads)

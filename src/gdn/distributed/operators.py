@@ -127,7 +127,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     p, (name, save) = Problem.split(args)
     context = find_context(name)
     checked = calls.check_rule(context, _fields(p), save, _pad(context, p.q, p.cu_seqlens))
-    exchange = calls.make_exchange(checked.exchange, checked.plan, context._groups)
+    exchange = calls.make_exchange(checked.exchange, checked.plan, context._groups, p.backend)
     local = checked.problem
     forward = rule.begin_forward(rule.Call(local, checked.plan, exchange), save)()
     kept: list[Tensor | None] = [None] * (2 + NUM_SAVED)
@@ -180,7 +180,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     given = _fields(p) | {"initial_state": states}
     problem, plan, _ = calls.local_problem(context, given, _pad(context, p.q, p.cu_seqlens))
     chosen = context.exchange or calls.choose(context, calls.form_of(problem), context._num_slots)
-    exchange = calls.make_exchange(chosen, plan, context._groups)
+    exchange = calls.make_exchange(chosen, plan, context._groups, p.backend)
     if exchange is not None:
         shape = exchange.maps_shape(p.HV, p.K)
         maps = maps[: math.prod(shape[:-2])].view(shape)

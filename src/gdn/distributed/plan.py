@@ -80,6 +80,20 @@ class Plan:
         """Return the local state rows that another run begins or continues."""
         return Borders(tuple(x.row for x in self.entering), tuple(x.row for x in self.leaving))
 
+    @cached_property
+    def has_all_entering(self) -> bool:
+        """Return True if row b of the local states enters from slot 0 of batch row b, for all rows."""
+        return self._are_all_rows(self.entering)
+
+    @cached_property
+    def has_all_leaving(self) -> bool:
+        """Return True if row b of the local states leaves to slot 0 of batch row b, for all rows."""
+        return self._are_all_rows(self.leaving)
+
+    def _are_all_rows(self, places: tuple[Place, ...]) -> bool:
+        rows = tuple(Place(0, b, b) for b in range(self.batch))
+        return self.table.num_slots == 1 and len(self.pieces) == self.batch and places == rows
+
     def padded(self, num_rows: int) -> "Plan":
         """Return the plan of packed sequences with so many rows of states: the last ones are empty pieces."""
         assert self.offsets is not None

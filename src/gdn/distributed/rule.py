@@ -36,11 +36,13 @@ class Call:
     problem    offsets are local, and states have a row for each piece; autograd nodes hold it without the
                tensors of NAMES
     exchange   None: no sequence crosses a border; every rank knows this, and there is no collective
+    has_state  the caller gave an initial state: its gradient is wanted
     """
 
     problem: Problem
     plan: Plan
     exchange: Exchange | None
+    has_state: bool = True
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> "Call":
         """Return the call with other tensors of NAMES."""
@@ -75,6 +77,7 @@ def begin_forward(call: Call, save: bool) -> Callable[[], Forward]:
         if exchange is not None and pending is not None:
             states, maps = exchange.finish_states(pending, p.V)
             if plan.entering:
+                assert states is not None
                 initial_state = entering_rows(p, plan, states)
         o, final, saved = finish(initial_state)
         return Forward(o, final, initial_state, maps, saved)
@@ -102,9 +105,10 @@ def begin_backward(
             assert maps is not None
             d = exchange.finish_gradients(pending, maps)
             if plan.leaving:
+                assert d is not None
                 leaving = add_rows(p, plan, dS, d)
         gradients = finish(leaving)
-        if gradients[-1] is not None:
+        if gradients[-1] is not None and plan.entering and call.has_state:
             entering = index([place.row for place in plan.entering], p.device)
             gradients[-1] = gradients[-1].index_fill(0, entering, 0)
         return gradients
@@ -194,7 +198,10 @@ def to_slots(
     places: those that leave, by default; num_maps: the columns of M, K by default.
     """
     p, places = problem, plan.leaving if places is None else places
+    is_all = plan.has_all_leaving if places is plan.leaving else plan.has_all_entering
     columns = p.V + (p.K if num_maps is None else num_maps)
+    if rows is not None and is_all and rows.shape[-1] == columns:
+        return rows.to(p.state_dtype)[None]
     out = p.v.new_zeros(plan.table.num_slots, plan.batch, p.HV, p.K, columns, dtype=p.state_dtype)
     if rows is not None:
         slots, batch = (index([getattr(x, name) for x in places], p.device) for name in ("slot", "batch"))
@@ -202,16 +209,12 @@ def to_slots(
     return out
 
 
-def take(states: Tensor | None, places: Sequence[Place], problem: Problem) -> Tensor:
-    """Return the rows of local states at the places, [places, HV, K, V]."""
-    assert states is not None
-    rows = states[index([place.row for place in places], states.device)]
-    return rows.mT if problem.state_v_first else rows
-
-
 def entering_rows(problem: Problem, plan: Plan, states: Tensor) -> Tensor:
     """Return the initial states of the pieces: S_in [slots, B, HV, K, V] where one enters, the caller's."""
     p = problem
+    if plan.has_all_entering:
+        (received,) = states
+        return (received.mT if p.state_v_first else received).contiguous()
     rows = p.v.new_zeros(p.state_shape, dtype=p.state_dtype)
     if p.initial_state is not None:
         rows.copy_(p.initial_state)
@@ -221,6 +224,10 @@ def entering_rows(problem: Problem, plan: Plan, states: Tensor) -> Tensor:
 def add_rows(problem: Problem, plan: Plan, dS: Tensor | None, d: Tensor) -> Tensor:
     """Return dS plus dS_out [slots, B, HV, K, V] at the pieces that leave."""
     p = problem
+    if plan.has_all_leaving:
+        (received,) = d
+        received = received.mT if p.state_v_first else received
+        return received.contiguous() if dS is None else received + dS
     rows = p.v.new_zeros(p.state_shape, dtype=p.state_dtype)
     rows = _put(rows, plan.leaving, d, p.state_v_first)
     return rows if dS is None else rows + dS

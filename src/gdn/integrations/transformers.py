@@ -29,6 +29,7 @@ PER_CHANNEL = {
     "chunk_kimi_delta_attention": calls.chunk,
     "recurrent_kimi_delta_attention": calls.recurrent,
 }
+RULES = tuple((next(iter(rule)), rule) for rule in (PER_HEAD, PER_CHANNEL))
 FUNCTIONS = {
     **PER_HEAD,
     **PER_CHANNEL,
@@ -196,9 +197,9 @@ def _scan() -> None:
 def _is_model_file(name: str, module: ModuleType) -> bool:
     """Return True for a module with both functions of a rule and own layers; scripts only import them."""
     names = vars(module)
-    # the names first: a process with Transformers has thousands of modules
-    rules = [rule for rule in (PER_HEAD, PER_CHANNEL) if rule.keys() <= names.keys()]
-    has_rule = any(all(callable(names[x]) for x in rule) for rule in rules)
+    # two look-ups for most modules: a process with Transformers has thousands
+    rules = [rule for first, rule in RULES if first in names]
+    has_rule = any(all(callable(names.get(x)) for x in rule) for rule in rules)
     if not has_rule or name.split(".")[0] == "gdn":
         return False
     return any(

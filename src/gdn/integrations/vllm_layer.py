@@ -97,17 +97,18 @@ def make_layer(original: type) -> type:
             if meta is None:
                 super()._forward_core_fused_norm(mixed_qkv, b, a, output_gate, core_attn_out)
                 return
-            n = meta.num_actual_tokens
-            if meta.spec_sequence_masks is None and meta.num_prefills == 0:
-                norm = {"z": output_gate[:n], "norm_weight": self.norm.weight, "norm_eps": self.norm.eps}
-                norm["norm_activation"] = activation_name_of_gate(self.norm.activation)
-                decode_tokens(self, meta, self._pools(), (mixed_qkv, b, a), core_attn_out, n, **norm)
-                return
-            run_step(self, meta, self._pools(), (mixed_qkv, b, a), core_attn_out, envs.VLLM_BATCH_INVARIANT)
-            core_attn_out[:n] = rms_norm_gated(
-                core_attn_out[:n], output_gate[:n], self.norm.weight, eps=self.norm.eps,
-                activation=activation_name_of_gate(self.norm.activation),
+            run_with_norm(
+                self, self.norm, meta, self._pools(), (mixed_qkv, b, a), output_gate, core_attn_out,
+                envs.VLLM_BATCH_INVARIANT,
             )  # fmt: skip
+
+        def _full_forward(self, hidden_states: Tensor, output: Tensor) -> None:
+            # OLMo's operator contains the projections, too
+            meta = metadata(self) if self.is_served else None
+            if meta is None:
+                super()._full_forward(hidden_states, output)
+                return
+            run_with_projections(self, meta, self._pools(), hidden_states, output, envs.VLLM_BATCH_INVARIANT)
 
     Layer.__name__ = Layer.__qualname__ = "Gdn" + original.__name__
     return Layer
@@ -116,6 +117,34 @@ def make_layer(original: type) -> type:
 def activation_name_of_gate(name: str) -> str | None:
     """Return gdn's name of the activation of an output gate."""
     return name if name == "sigmoid" else activation_name(name)
+
+
+def run_with_projections(
+    layer: Any, meta: Any, pools: tuple[Tensor, Tensor], x: Tensor, output: Tensor, is_invariant: bool
+) -> None:
+    """Run OLMo's whole layer on x [tokens, hidden], by vLLM's own projections; write to output."""
+    projected, b, a = (part(x)[0] for part in (layer.in_proj_qkvg, layer.b_proj, layer.a_proj))
+    heads = b.shape[1], layer.head_v_dim
+    size = heads[0] * heads[1]
+    mixed, gate = projected.split([projected.shape[1] - size, size], 1)
+    # rows of a captured batch without a token stay zero
+    out, gate = projected.new_zeros(x.shape[0], *heads), gate.unflatten(1, heads)
+    run_with_norm(layer, layer.o_norm, meta, pools, (mixed, b, a), gate, out, is_invariant)
+    output[: x.shape[0]], _ = layer.o_proj(out.flatten(1))
+
+
+def run_with_norm(
+    layer: Any, norm: Any, meta: Any, pools: tuple[Tensor, Tensor], tokens: tuple[Tensor, ...], gate: Tensor,
+    out: Tensor, is_invariant: bool,
+) -> None:  # fmt: skip
+    """Run the tokens of one step and the gated norm: a step of single tokens as one `gdn.decode_step`."""
+    n, activation = meta.num_actual_tokens, activation_name_of_gate(norm.activation)
+    if meta.spec_sequence_masks is None and meta.num_prefills == 0:
+        options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "norm_activation": activation}
+        decode_tokens(layer, meta, pools, tokens, out, n, z=gate[:n], **options)
+        return
+    run_step(layer, meta, pools, tokens, out, is_invariant)
+    out[:n] = rms_norm_gated(out[:n], gate[:n], norm.weight, eps=norm.eps, activation=activation)
 
 
 def run_step(

@@ -4,6 +4,7 @@
     C, finish = backward_begin(problem, kept, do, dS, borders);   gradients = finish(dS)
 
 `Backend` describes the steps. They have no torch operator: nothing is recorded, and no compiler traces them.
+Between them `propagate_states` folds what the runs of all ranks have sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ from gdn.backends import Borders, FinishForward, Kept, select, select_backward
 from gdn.notation import State, Values
 from gdn.ops import library
 from gdn.problem import Problem
+from gdn.problem.propagate import PropagateProblem
 
-__all__ = ["Borders", "Kept", "backward_begin", "forward_begin"]
+__all__ = ["Borders", "Kept", "backward_begin", "forward_begin", "propagate_states"]
 
 Results = Sequence[Tensor | None]
 
@@ -65,3 +67,8 @@ def backward_begin(
         return [None if x is None else y for x, y in zip(given, gradients, strict=True)]
 
     return C, run
+
+
+def propagate_states(problem: PropagateProblem) -> None:
+    """Write the states, or gradients of states, that a fold of runs stores."""
+    select(problem).propagate_states(problem)

@@ -57,7 +57,8 @@ class ChunkDecoder:
                  the same. `hopper` scales a chunk by its last token, so that earlier tokens depend on it.
         options  those of `chunk_gated_delta_rule` on the gates, norms, scale and layout of the state
 
-    Bits:   a row's do not depend on the other rows.
+    Bits:   a row's do not depend on the other rows. On `eager` on a CPU they rely on a BLAS that rounds each
+            matrix of a batch as it does alone, as oneMKL does; elsewhere all operands have the same shapes.
     Cost:   some 64 times the flop of `decode`, and twice its bytes of states and more. No call but `prefill`
             waits for the GPU, and the state is updated in place: from the second `decode` on, a call can be
             captured in a CUDA graph.

@@ -39,6 +39,8 @@ class HistoryPool:
         cursor      [slots, 3]                int32: the first place in use, the places in use, and a count of
                                               the kernel, 0 between calls
         room        int                       the most tokens of a call's row, at most half of the places
+        column_scale  None                    states in int16 have scales [slots, HV, V] in fp32, as those of
+                                              an `Int16Pool`
 
     With several layers each tensor has a leading axis of layers, and `pool[layer]` is the pool of one layer.
     A history is a ring of `places`. It is folded when fewer than `room` places would be left for the next
@@ -51,11 +53,13 @@ class HistoryPool:
     history_G: Tensor
     cursor: Tensor
     room: int = 1
+    column_scale: Tensor | None = None
 
     def __getitem__(self, layer: int) -> "HistoryPool":
         """Return the pool of one layer, whose tensors are views."""
         state, u, k, G, cursor = (x[layer] for x in self.tensors())
-        return HistoryPool(state, u, k, G, cursor, self.room)
+        scale = None if self.column_scale is None else self.column_scale[layer]
+        return HistoryPool(state, u, k, G, cursor, self.room, scale)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return state, history_u, history_k, history_G and cursor."""
@@ -64,7 +68,8 @@ class HistoryPool:
     @property
     def bytes_per_slot(self) -> int:
         """Return the bytes of a slot in one layer: its state, its history and its cursor."""
-        return sum(x[(0,) * (self.cursor.dim() - 1)].nbytes for x in self.tensors())
+        scales = () if self.column_scale is None else (self.column_scale,)
+        return sum(x[(0,) * (self.cursor.dim() - 1)].nbytes for x in (*self.tensors(), *scales))
 
     def reset(self, index: Index) -> None:
         """Empty the histories of the slots `index` [n] in every layer, for new or rewritten states.
@@ -88,7 +93,7 @@ class HistoryPool:
         is_v_first = tuple(pool.state.shape[2:]) != (K, V)
         given |= {"q": q, "k": q, "v": v, "room": self.room, "state_v_first": is_v_first, **flags}
         given |= {"state": pool.state, "history_u": pool.history_u, "history_k": pool.history_k}
-        given |= {"history_G": pool.history_G, "cursor": pool.cursor}
+        given |= {"history_G": pool.history_G, "cursor": pool.cursor, "column_scale": pool.column_scale}
         given["read_index"] = torch.zeros(rows, dtype=torch.int32, device=pool.state.device)
         problem = parse_history(**given)
         backend = select(problem)
@@ -117,7 +122,7 @@ def allocate_history_pool(
         head_k_dim, head_v_dim      K, V
         places                      tokens that the history of a slot holds, 2 to 32
         room                        the most tokens of a row in later calls, at most half of the places
-        state_dtype, history_dtype  dtypes of the states, and of u and k
+        state_dtype, history_dtype  dtypes of the states, and of u and k; torch.int16: states with scales
         state_v_first               layout of the states
         decay                       "head" or "channel": what a number of g decays
         device                      None: PyTorch's default device
@@ -138,7 +143,10 @@ def allocate_history_pool(
         ((*lead, COLUMNS), torch.int32),
     )
     state, u, k, G, cursor = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in tensors)
-    return HistoryPool(state, u, k, G, cursor, room)
+    scale = None
+    if state_dtype == torch.int16:
+        scale = torch.zeros(*lead, HV, V, dtype=torch.float32, device=device)
+    return HistoryPool(state, u, k, G, cursor, room, scale)
 
 
 def decode_with_history(
@@ -217,7 +225,8 @@ def decode_with_history(
     """
     _check_pool(pool)
     tensors = (
-        q, k, v, *pool.tensors(), g, beta, a, b, A_log, dt_bias, cu_seqlens, read_index, num_accepted,
+        q, k, v, *pool.tensors(), g, beta, a, b, A_log, dt_bias, pool.column_scale, cu_seqlens, read_index,
+        num_accepted,
     )  # fmt: skip
     options = (
         max_seqlen, scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, pool.room,
@@ -254,8 +263,8 @@ def fold_history(
     _check_pool(pool)
     problem = parse_fold(
         state=pool.state, history_u=pool.history_u, history_k=pool.history_k, history_G=pool.history_G,
-        cursor=pool.cursor, index=index, num_accepted=num_accepted, room=pool.room,
-        state_v_first=state_v_first, null_slot=null_slot, backend=backend,
+        cursor=pool.cursor, column_scale=pool.column_scale, index=index, num_accepted=num_accepted,
+        room=pool.room, state_v_first=state_v_first, null_slot=null_slot, backend=backend,
     )  # fmt: skip
     if is_plain(pool.state):
         _fold(problem)

@@ -7,6 +7,7 @@ from torch import Tensor
 from gdn import settings
 from gdn.backends import select
 from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
+from gdn.ops.int16 import Int16Pool, tensors_of
 from gdn.ops.library import Signature, define_writer, guarded
 from gdn.ops.serving import TOKENS
 from gdn.problem import CommitProblem, PrefillProblem
@@ -17,7 +18,7 @@ def prefill(
     q: Q,
     k: Keys,
     v: Values,
-    state: Pool,
+    state: Pool | Int16Pool,
     *,
     cu_seqlens: Offsets,
     g: Decay | None = None,
@@ -52,7 +53,7 @@ def prefill(
     Args:                   shape                 dtype
         q, k                [1, total, H, K]      bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
         v                   [1, total, HV, V]     dtype of q; value head j reads key head j // (HV // H)
-        state               [slots, HV, K, V]     as in `decode`; read and updated in place
+        state               [slots, HV, K, V]     as in `decode`, also an Int16Pool; read and updated in place
         cu_seqlens          [N+1] int             sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1]; it may
                                                   be empty
         g, beta, a, b, A_log, dt_bias, lower_bound, allow_neg_eigval, scale, use_qk_l2norm_in_kernel,
@@ -89,10 +90,11 @@ def prefill(
             up to 63 tokens again.
     Source: arXiv:2412.06464, section 3.3.
     """
+    states, column_scale = tensors_of(state)
     problem = parse_prefill(
-        q=q, k=k, v=v, state=state, cu_seqlens=cu_seqlens, g=g, beta=beta, a=a, b=b, A_log=A_log,
-        dt_bias=dt_bias, lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval, scale=scale,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first,
+        q=q, k=k, v=v, state=states, column_scale=column_scale, cu_seqlens=cu_seqlens, g=g, beta=beta, a=a,
+        b=b, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval,
+        scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first,
         batch_invariant=batch_invariant, state_index=state_index, out_state_index=out_state_index,
         has_initial_state=has_initial_state, update_state=update_state, checkpoints=checkpoints,
         checkpoint_every=checkpoint_every, checkpoint_offsets=checkpoint_offsets, snapshot_pos=snapshot_pos,

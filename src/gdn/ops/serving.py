@@ -13,6 +13,7 @@ from gdn._torch_compat import FunctionalTensorMode, decomposes_kernels
 from gdn.backends import select
 from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
 from gdn.ops.fastpath import CachedCall, PoolFunction, Tensors
+from gdn.ops.int16 import Int16Pool, tensors_of
 from gdn.ops.library import Signature, define, library
 from gdn.problem import DecodeProblem
 from gdn.problem.serving import PackedCall, check_one_state_per_row, parse_decode, parse_packed
@@ -22,7 +23,7 @@ def decode(
     q: Q,
     k: Keys,
     v: Values,
-    state: Pool,
+    state: Pool | Int16Pool,
     *,
     g: Decay | None = None,
     beta: PerHead | None = None,
@@ -73,7 +74,8 @@ def decode(
         allow_neg_eigval  bool                  True: beta = 2 sigmoid(b)
     Where to read:
         state             [slots, HV, K, V]     fp32, bf16, fp16 (fp64 only with fp64 q), any slot stride;
-                                                updated in place; with ring_pos [slots, R, HV, K, V]
+                                                updated in place; with ring_pos [slots, R, HV, K, V]. An
+                                                `Int16Pool` has them in int16, and a scale per column of V
         state_v_first     bool                  True: states are [..., HV, V, K], as in serving engines
         read_index        [B] or [B, columns]   int; the slot that each row reads; None: the row's number.
                                                 A table is read at column clamp(num_accepted, 1, columns) - 1
@@ -94,7 +96,7 @@ def decode(
     Numerics:
         scale             number or None        None: K ** -0.5
         use_qk_l2norm_in_kernel  bool           q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
-        round_state       bool                  True: round the state to the pool's dtype after each token
+        round_state       bool                  True: round the state as the pool does after each token
         exact_packet      bool                  False: allow the chunk form on tensor cores; not with
                                                 round_state. NaN in k, v or a gate then affects the whole row
         backend           str or None           None: chosen automatically; a named one never falls back
@@ -120,9 +122,10 @@ def decode(
         >>> o.shape, bool(o[1].any()), pool.flatten(1).any(1).nonzero().tolist()
         (torch.Size([2, 1, 4, 16]), False, [[7]])
     """
+    states, column_scale = tensors_of(state)
     tensors = (
-        q, k, v, state, g, beta, a, b, A_log, dt_bias, cu_seqlens, read_index, num_accepted, ring_pos,
-        write_index, intermediate, intermediate_row, parent,
+        q, k, v, states, g, beta, a, b, A_log, dt_bias, column_scale, cu_seqlens, read_index, num_accepted,
+        ring_pos, write_index, intermediate, intermediate_row, parent,
     )  # fmt: skip
     options = (
         max_seqlen, scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write,
@@ -137,7 +140,7 @@ def decode_packed(
     b: Tensor,
     A_log: HeadParam | None,
     dt_bias: GateBias | None,
-    state: Pool,
+    state: Pool | Int16Pool,
     *,
     num_k_heads: int,
     head_k_dim: int,
@@ -182,9 +185,10 @@ def decode_packed(
     Returns: o [tokens, HV, V], dtype of mixed_qkv.
     Raises, cost, source: as `decode`.
     """
+    states, column_scale = tensors_of(state)
     tensors = (
-        mixed_qkv, state, a, b, A_log, dt_bias, cu_seqlens, read_index, num_accepted, ring_pos, write_index,
-        intermediate, intermediate_row, parent,
+        mixed_qkv, states, a, b, A_log, dt_bias, column_scale, cu_seqlens, read_index, num_accepted, ring_pos,
+        write_index, intermediate, intermediate_row, parent,
     )  # fmt: skip
     options = (
         max_seqlen, scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, write,
@@ -300,8 +304,8 @@ _SIGNATURE = Signature("decode", TOKENS, ("o",))
 _decode = PoolFunction(_SIGNATURE, DecodeProblem, parse_decode)
 _decode_packed = _PackedFunction(_SIGNATURE, PackedCall, parse_packed, _decode.operator)
 _FUNCTIONAL = DecodeProblem.declaration.without(
-    "read_index", "num_accepted", "ring_pos", "write_index", "intermediate", "intermediate_row", "parent",
-    "out", written=False,
+    "column_scale", "read_index", "num_accepted", "ring_pos", "write_index", "intermediate",
+    "intermediate_row", "parent", "out", written=False,
 )  # fmt: skip
 _decode_functional_op = define(
     "decode_functional",

@@ -5,6 +5,7 @@ from torch import Tensor
 from gdn.notation import ConvPool, ConvWeight, GateBias, HeadParam, Index, Pool
 from gdn.ops.fastpath import PoolFunction
 from gdn.ops.history import HistoryPool
+from gdn.ops.int16 import Int16Pool, tensors_of
 from gdn.ops.library import Signature
 from gdn.problem.step import StepProblem, parse_step
 
@@ -18,7 +19,7 @@ def decode_step(
     b: Tensor,
     A_log: HeadParam | None,
     dt_bias: GateBias | None,
-    state: Pool | HistoryPool,
+    state: Pool | Int16Pool | HistoryPool,
     *,
     num_k_heads: int,
     head_k_dim: int,
@@ -58,8 +59,9 @@ def decode_step(
         a, b                     [B, HV]                     any float; raw logits of the gates; a [B, HV, K]
                                                              and dt_bias [HV, K] decay key channels
         A_log, dt_bias           [HV]                        any float; dt_bias may be None
-        state                    [slots, HV, K, V]           as in `decode`; updated in place. A HistoryPool
-                                                             of one layer: decode with a history
+        state                    [slots, HV, K, V]           as in `decode`, also an Int16Pool; updated in
+                                                             place. A HistoryPool of one layer: decode with a
+                                                             history
         num_k_heads              int                         H
         head_k_dim, head_v_dim   int                         K, V
         conv_activation          "silu" or None
@@ -102,10 +104,12 @@ def decode_step(
     if isinstance(state, HistoryPool):
         room = state.room
         history = (state.history_u, state.history_k, state.history_G, state.cursor)
-        state = state.state
+        states, column_scale = state.state, state.column_scale
+    else:
+        states, column_scale = tensors_of(state)
     tensors = (
-        mixed_qkv, conv_state, conv_weight, conv_bias, a, b, A_log, dt_bias, state, conv_index, read_index,
-        write_index, z, norm_weight, *history,
+        mixed_qkv, conv_state, conv_weight, conv_bias, a, b, A_log, dt_bias, states, column_scale, conv_index,
+        read_index, write_index, z, norm_weight, *history,
     )  # fmt: skip
     options = (
         num_k_heads, head_k_dim, head_v_dim, conv_activation, norm_eps, norm_activation, scale,

@@ -83,7 +83,7 @@ def packing(q: Tensor, cu_seqlens: Any, max_seqlen: Any, dims: dict[str, int]) -
 
 def pool(p: Any, is_ring: bool, dims: dict[str, int]) -> None:
     q, state = p.q, p.state
-    check.floating("state", state)
+    check_states(state, p.column_scale)
     axes = ("slots R " if is_ring else "slots ") + ("HV V K" if p.state_v_first else "HV K V")
     if state.dim() == 5 and not is_ring:
         raise ValueError(f"state: expected [{axes}] without ring_pos, got {list(state.shape)}")
@@ -95,7 +95,30 @@ def pool(p: Any, is_ring: bool, dims: dict[str, int]) -> None:
             f"state: expected float32, bfloat16 or float16 with q in {q.dtype}, got {state.dtype}"
         )
     check.writable("state", state)
+    if p.column_scale is not None:
+        column_scale(p.column_scale, "slots R HV V" if is_ring else "slots HV V", dims)
     null(p.null_slot)
+
+
+def check_states(state: Any, scale: Any) -> None:
+    """Check the kind of the states of a pool: floats, or int16 with scales."""
+    if scale is None:
+        if isinstance(state, Tensor) and state.dtype == torch.int16:
+            raise TypeError("state: expected int16 with scales, in an Int16Pool, got a tensor of int16")
+        check.floating("state", state)
+        return
+    check.tensor("state", state)
+    if state.dtype != torch.int16:
+        raise TypeError(f"state: expected int16 in an Int16Pool, got {state.dtype}")
+
+
+def column_scale(scale: Any, axes: str, dims: dict[str, int]) -> None:
+    """Check the scales of a pool in int16."""
+    check.tensor("column_scale", scale)
+    if scale.dtype != torch.float32:
+        raise TypeError(f"column_scale: expected float32, got {scale.dtype}")
+    check.shape("column_scale", scale, axes, dims)
+    check.writable("column_scale", scale)
 
 
 def null(null_slot: Any) -> None:

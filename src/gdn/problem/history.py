@@ -20,7 +20,7 @@ from gdn.problem.replay import (
     check_history_dtypes,
     check_history_heads,
 )
-from gdn.problem.serving import DecodeProblem, Gates, Numerics, Packet, PoolTokens, Rows
+from gdn.problem.serving import ColumnScale, DecodeProblem, Gates, Numerics, Packet, PoolTokens, Rows
 
 MAX_PLACES = 32  # of a history: two blocks of 16, whose scores fit into the registers of one warp
 COLUMNS = 3  # of a cursor: the first place in use, the places in use, the programs of a kernel that are done
@@ -35,7 +35,9 @@ class Accepted:
 
 @declared
 @dataclass(frozen=True)
-class HistoryProblem(Declared, Numerics, Packet, Accepted, Rows, Gates, History, PoolTokens, OnHistory):
+class HistoryProblem(
+    Declared, Numerics, Packet, Accepted, Rows, ColumnScale, Gates, History, PoolTokens, OnHistory
+):
     """Hold one checked step of decoding with a history; `cursor` is written, unlike that of `History`."""
 
     cursor: Annotated[Tensor, WRITTEN]
@@ -47,10 +49,10 @@ class HistoryProblem(Declared, Numerics, Packet, Accepted, Rows, Gates, History,
     def fold(self) -> "FoldProblem":
         """Return the fold of the histories of this call's rows."""
         # without read_index row n has slot n: the slots past the rows keep their histories
-        held = {
-            name: getattr(self, name) if self.read_index is not None else getattr(self, name)[: self.N]
-            for name in ("state", "history_u", "history_k", "history_G", "cursor")
-        }
+        names = ("state", "history_u", "history_k", "history_G", "cursor", "column_scale")
+        held = {name: getattr(self, name) for name in names}
+        if self.read_index is None:
+            held = {name: None if x is None else x[: self.N] for name, x in held.items()}
         return FoldProblem(
             **held, index=self.read_index, num_accepted=None, room=self.room,
             state_v_first=self.state_v_first, null_slot=self.null_slot, backend=self.backend,
@@ -60,7 +62,8 @@ class HistoryProblem(Declared, Numerics, Packet, Accepted, Rows, Gates, History,
         """Return the same tokens as a plain decode, which writes every state."""
         return DecodeProblem(
             q=self.q, k=self.k, v=self.v, state=self.state, g=self.g, beta=self.beta, a=self.a, b=self.b,
-            A_log=self.A_log, dt_bias=self.dt_bias, cu_seqlens=self.cu_seqlens, read_index=self.read_index,
+            A_log=self.A_log, dt_bias=self.dt_bias, column_scale=self.column_scale,
+            cu_seqlens=self.cu_seqlens, read_index=self.read_index,
             num_accepted=None, ring_pos=None, write_index=None, intermediate=None, intermediate_row=None,
             parent=None, out=self.out, max_seqlen=self.max_seqlen, scale=self.scale,
             lower_bound=self.lower_bound, use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
@@ -79,6 +82,7 @@ class FoldProblem(Declared):
     history_k: Tensor
     history_G: Tensor
     cursor: Annotated[Tensor, WRITTEN]
+    column_scale: Annotated[Tensor | None, WRITTEN]
     index: Index | None
     num_accepted: Index | None
     room: int
@@ -155,9 +159,11 @@ def parse_fold(**given: Any) -> FoldProblem:
     p = FoldProblem.draft(given)
     check.backend(p.backend)
     dims: dict[str, int] = {}
-    check.floating("state", p.state)
+    addressing.check_states(p.state, p.column_scale)
     check.shape("state", p.state, "slots HV V K" if p.state_v_first else "slots HV K V", dims)
     check.writable("state", p.state)
+    if p.column_scale is not None:
+        addressing.column_scale(p.column_scale, "slots HV V", dims)
     addressing.null(p.null_slot)
     check_ring(p, dims)
     check_history_heads(p, dims)
@@ -166,6 +172,7 @@ def parse_fold(**given: Any) -> FoldProblem:
         addressing.index("num_accepted", p.num_accepted, "n", dims)
     tensors = {
         "history_u": p.history_u, "history_k": p.history_k, "history_G": p.history_G, "cursor": p.cursor,
+        "column_scale": p.column_scale,
     }  # fmt: skip
     check.companions(p.state, "state", index=p.index, num_accepted=p.num_accepted, **tensors)
     check.no_gradient("fold_history", state=p.state, **tensors)

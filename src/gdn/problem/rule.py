@@ -46,10 +46,15 @@ class ContextParallel(Protocol):
         ...
 
 
+_context_classes: set[type] = set()
+
+
 def check_context(context: Any, **pool: Any) -> None:
     """Raise TypeError unless context is a ContextParallel, NotImplementedError for an argument of a pool."""
-    if not isinstance(context, ContextParallel):
+    # the check of a protocol reads every member: once for a class is enough
+    if type(context) not in _context_classes and not isinstance(context, ContextParallel):
         raise TypeError(f"cp_context: expected a gdn.ContextParallel or None, got {type(context).__name__}")
+    _context_classes.add(type(context))
     for name, value in pool.items():
         if value is not None:
             raise NotImplementedError(

@@ -41,6 +41,13 @@ class Gates:
 
 
 @dataclass(frozen=True)
+class ColumnScale:
+    """Declare the scales of a pool in int16, one for each column of V; None for a pool of floats."""
+
+    column_scale: Annotated[Tensor | None, WRITTEN]
+
+
+@dataclass(frozen=True)
 class Rows:
     """Declare the rows of a call, dense or packed, and the slots that they read."""
 
@@ -71,6 +78,7 @@ class OnPool(Shapes):
     """Provide the dtype, the slot test and the rank of the gate that decode, prefill and replay share."""
 
     state: Pool
+    column_scale: Tensor | None = None  # where the fields of a problem have none, its states are floats
     null_slot: int | None
     g: Decay | None
     a: Decay | None
@@ -116,7 +124,9 @@ class DecodeOptions:
 
 @declared
 @dataclass(frozen=True)
-class DecodeProblem(Declared, DecodeOptions, Numerics, Packet, Addressing, Rows, Gates, PoolTokens, OnPool):
+class DecodeProblem(
+    Declared, DecodeOptions, Numerics, Packet, Addressing, Rows, ColumnScale, Gates, PoolTokens, OnPool
+):
     """Hold one checked decode; dense [B, T, ...], or packed [1, total, ...] with cu_seqlens."""
 
     def token_ranges(self, *, read_device: bool) -> list[tuple[int, int]] | None:
@@ -154,7 +164,7 @@ class PackedTokens:
 
 @declared
 @dataclass(frozen=True)
-class PackedCall(Declared, DecodeOptions, Numerics, Packet, Addressing, Rows, PackedTokens):
+class PackedCall(Declared, DecodeOptions, Numerics, Packet, Addressing, Rows, ColumnScale, PackedTokens):
     """Declare the arguments of `decode_packed`; its problem is a DecodeProblem, on views of mixed_qkv."""
 
     num_k_heads: SymInt
@@ -179,7 +189,7 @@ class Prompts:
 
 @declared
 @dataclass(frozen=True)
-class PrefillProblem(Declared, Numerics, Prompts, Gates, PoolTokens, OnPool):
+class PrefillProblem(Declared, Numerics, Prompts, ColumnScale, Gates, PoolTokens, OnPool):
     """Hold one checked prefill of packed sequences."""
 
     batch_invariant: bool

@@ -30,6 +30,7 @@ class Layer:
     A_log: HeadParam | None
     dt_bias: GateBias | None
     state: Annotated[Pool, WRITTEN]
+    column_scale: Annotated[Tensor | None, WRITTEN]
     conv_index: Index | None
     read_index: Index | None
     write_index: Index | None
@@ -106,9 +107,9 @@ class StepProblem(Declared, Numerics, Layer):
         views = packed_views({**vars(self), "mixed_qkv": mixed, "out": out}, is_dense=True)
         return DecodeProblem(
             **views, state=self.state, g=None, beta=None, A_log=self.A_log, dt_bias=self.dt_bias,
-            cu_seqlens=None, read_index=self.read_index, num_accepted=None, ring_pos=None,
-            write_index=self.write_index, intermediate=None, intermediate_row=None, parent=None,
-            max_seqlen=None, scale=self.scale, lower_bound=self.lower_bound,
+            column_scale=self.column_scale, cu_seqlens=None, read_index=self.read_index, num_accepted=None,
+            ring_pos=None, write_index=self.write_index, intermediate=None, intermediate_row=None,
+            parent=None, max_seqlen=None, scale=self.scale, lower_bound=self.lower_bound,
             use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
             allow_neg_eigval=self.allow_neg_eigval, state_v_first=self.state_v_first, write="final",
             null_slot=self.null_slot, round_state=False, exact_packet=True, backend=self.backend,
@@ -127,7 +128,8 @@ class StepProblem(Declared, Numerics, Layer):
         return HistoryProblem(
             q=p.q, k=p.k, v=p.v, state=p.state, history_u=self.history_u, history_k=self.history_k,
             history_G=self.history_G, cursor=self.cursor, g=None, beta=None, a=p.a, b=p.b, A_log=p.A_log,
-            dt_bias=p.dt_bias, cu_seqlens=None, read_index=p.read_index, num_accepted=None, out=p.out,
+            dt_bias=p.dt_bias, column_scale=p.column_scale, cu_seqlens=None, read_index=p.read_index,
+            num_accepted=None, out=p.out,
             max_seqlen=None, scale=p.scale, lower_bound=p.lower_bound,
             use_qk_l2norm_in_kernel=p.use_qk_l2norm_in_kernel, allow_neg_eigval=p.allow_neg_eigval,
             state_v_first=p.state_v_first, room=self.room, use_history=self.use_history,

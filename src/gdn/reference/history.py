@@ -4,13 +4,14 @@ These functions copy their arguments and are slow. The arithmetic is that of `re
 has what the history of a slot adds to it: the ring of places, the cursor and the fold.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gdn.notation import Index, Keys, Pool, Q, Values
+from gdn.reference.int16 import StoredStates
 from gdn.reference.serving import decode, increments, replay_decode, replayed
 
 
@@ -23,9 +24,12 @@ class Slots:
     history_k: Tensor
     history_G: Tensor
     cursor: Tensor
+    column_scale: Tensor | None = None
 
     def clone(self) -> "Slots":
-        return Slots(*(x.clone() for x in vars(self).values()))
+        held = (self.state, self.history_u, self.history_k, self.history_G, self.cursor)
+        scale = None if self.column_scale is None else self.column_scale.clone()
+        return replace(Slots(*(x.clone() for x in held)), column_scale=scale)
 
     def in_use(self, slot: int, accepted: int, room: int) -> tuple[int, Tensor]:
         """Return the first place of a slot's history, and the places in use, in order of their tokens."""
@@ -37,9 +41,9 @@ class Slots:
     def fold(self, slot: int, order: Tensor, is_v_first: bool, dtype: torch.dtype) -> None:
         """Fold the places `order` of a slot's history into its state."""
         u, k, G = (x[slot][order] for x in (self.history_u, self.history_k, self.history_G))
-        S = self.state[slot].transpose(-1, -2) if is_v_first else self.state[slot]
-        S, _ = replayed(S.to(dtype), u, k, increments(G.to(dtype)))
-        self.state[slot] = S.transpose(-1, -2) if is_v_first else S
+        states = StoredStates(self.state, self.column_scale, is_v_first, dtype)
+        S, _ = replayed(states.read(slot), u, k, increments(G.to(dtype)))
+        states.write(slot, S)
 
 
 def decode_with_history(
@@ -58,7 +62,7 @@ def decode_with_history(
     **options: Any,
 ) -> tuple[Values, Slots]:
     """Compute `gdn.decode_with_history`; return o and copies of the pool's tensors, which stay unchanged."""
-    new = Slots(pool.state, pool.history_u, pool.history_k, pool.history_G, pool.cursor).clone()
+    new = _slots_of(pool)
     options |= {"null_slot": null_slot, "state_v_first": state_v_first, "cu_seqlens": cu_seqlens}
     (slots, places), (B, T) = new.history_u.shape[:2], q.shape[:2]
     counts = [T] * B if cu_seqlens is None else cu_seqlens.diff().tolist()
@@ -71,8 +75,9 @@ def decode_with_history(
             if len(order) > 0:
                 new.fold(slot, order, state_v_first, dtype)
                 new.cursor[slot] = 0
+        options |= {"column_scale": new.column_scale}
         done = decode(q, k, v, new.state, read_index=read_index, dtype=dtype, **options)
-        return done.o, Slots(done.state, new.history_u, new.history_k, new.history_G, new.cursor)
+        return done.o, replace(new, state=done.state, column_scale=done.column_scale)
     # replay on histories that begin at place 0: their tokens in order, then the new ones
     rings = {s: (held[s][0] + torch.arange(places)) % places for s in rows}
     flat, base = new.clone(), torch.zeros(slots, dtype=torch.int64)
@@ -80,6 +85,7 @@ def decode_with_history(
         for x in (flat.history_u, flat.history_k, flat.history_G):
             x[slot] = x[slot][rings[slot]]
         base[slot] = len(held[slot][1])
+    options |= {"column_scale": flat.column_scale}
     given = (flat.state, flat.history_u, flat.history_k, flat.history_G, base)
     run = replay_decode(q, k, v, *given, read_index=read_index, dtype=dtype, **options)
     for slot, n in rows.items():
@@ -109,7 +115,7 @@ def fold_history(
     dtype: torch.dtype = torch.float64,
 ) -> Slots:
     """Compute `gdn.fold_history`; return copies of the pool's tensors, which stay unchanged."""
-    new = Slots(pool.state, pool.history_u, pool.history_k, pool.history_G, pool.cursor).clone()
+    new = _slots_of(pool)
     accepted = [0] * len(index) if num_accepted is None else num_accepted.tolist()
     for slot, count in zip(index.tolist(), accepted, strict=True):
         if (0 if null_slot is None else 1) <= slot < len(new.state):
@@ -118,3 +124,9 @@ def fold_history(
                 new.fold(slot, order, state_v_first, dtype)
                 new.cursor[slot] = 0
     return new
+
+
+def _slots_of(pool: Any) -> Slots:
+    """Return copies of the tensors of a pool."""
+    held = (pool.state, pool.history_u, pool.history_k, pool.history_G, pool.cursor, pool.column_scale)
+    return Slots(*held).clone()

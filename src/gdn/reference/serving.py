@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
+from gdn.reference.int16 import StoredStates
 from gdn.reference.recurrence import gate, l2norm
 
 
@@ -23,6 +24,7 @@ class Served:
     o: Values
     state: Pool
     extra: Tensor | None
+    column_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def decode(
     write: str = "final",
     null_slot: int | None = None,
     round_state: bool = False,
+    column_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Served:
     """Compute `gdn.decode` row by row; return copies and leave the arguments unchanged."""
@@ -81,7 +84,10 @@ def decode(
         q, k, v, g, beta, a, b, A_log, dt_bias, lower_bound, scale, use_qk_l2norm_in_kernel,
         allow_neg_eigval, dtype,
     )  # fmt: skip
-    pool, kept = state.clone(), None if intermediate is None else intermediate.clone()
+    before, kept = StoredStates(state, column_scale, state_v_first, dtype), None
+    pool = before.clone()
+    if intermediate is not None:
+        kept = StoredStates(intermediate, None, state_v_first, dtype).clone()
     o = torch.zeros(tokens.v.shape, dtype=dtype, device=q.device)
     lowest, slots = 0 if null_slot is None else null_slot + 1, state.shape[0]
     for n, (start, end) in enumerate(_spans(q, cu_seqlens)):
@@ -91,34 +97,34 @@ def decode(
             slot = read_index[n, min(max(accepted, 1), read_index.shape[1]) - 1]
         slot = int(slot)
         row = n if intermediate_row is None else int(intermediate_row[n])
-        has_row = kept is not None and 0 <= row < kept.shape[0]
+        has_row = kept is not None and 0 <= row < kept.state.shape[0]
         if not lowest <= slot < slots or (parent is not None and not has_row):
             continue
         where = (slot,) if ring_pos is None else (slot, int(ring_pos[n]) % state.shape[1])
-        root = S = _logical(state[where], state_v_first, dtype)
+        root = S = before.read(where)
         for t in range(end - start):
             if parent is not None and t > 0:
-                before = min(int(parent[n, t]), t - 1)
+                earlier = min(int(parent[n, t]), t - 1)
                 assert kept is not None
-                S = root if before < 0 else _logical(kept[row, before], state_v_first, dtype)
+                S = root if earlier < 0 else kept.read((row, earlier))
             o[start + t], S = tokens.step(start + t, S)
             if round_state:
-                S = S.to(state.dtype).to(dtype)
+                S = pool.round(S)
             if kept is not None and has_row:
-                kept[row, t] = _stored(S, state_v_first)
+                kept.write((row, t), S)
             if write == "all" and ring_pos is not None:
-                pool[slot, (int(ring_pos[n]) + 1 + t) % state.shape[1]] = _stored(S, state_v_first)
+                pool.write((slot, (int(ring_pos[n]) + 1 + t) % state.shape[1]), S)
             elif write == "all":
                 assert write_index is not None
                 if lowest <= write_index[n, t] < slots:
-                    pool[int(write_index[n, t])] = _stored(S, state_v_first)
+                    pool.write(int(write_index[n, t]), S)
         if write == "final" and end > start:
             target = slot if write_index is None else int(write_index[n])
             if write_index is None:
-                pool[where] = _stored(S, state_v_first)
+                pool.write(where, S)
             elif lowest <= target < slots:
-                pool[target] = _stored(S, state_v_first)
-    return Served(o.view(v.shape), pool, kept)
+                pool.write(target, S)
+    return Served(o.view(v.shape), pool.state, None if kept is None else kept.state, pool.column_scale)
 
 
 def prefill(
@@ -149,6 +155,7 @@ def prefill(
     snapshot_pos: Index | None = None,
     snapshot_index: Index | None = None,
     null_slot: int | None = None,
+    column_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Served:
     """Compute `gdn.prefill` token by token; return copies and leave the arguments unchanged."""
@@ -156,14 +163,17 @@ def prefill(
         q, k, v, g, beta, a, b, A_log, dt_bias, lower_bound, scale, use_qk_l2norm_in_kernel,
         allow_neg_eigval, dtype,
     )  # fmt: skip
-    pool, kept = state.clone(), None if checkpoints is None else checkpoints.clone()
+    before, kept = StoredStates(state, column_scale, state_v_first, dtype), None
+    pool = before.clone()
+    if checkpoints is not None:
+        kept = StoredStates(checkpoints, None, state_v_first, dtype).clone()
     o = torch.zeros(tokens.v.shape, dtype=dtype, device=q.device)
     lowest, slots = 0 if null_slot is None else null_slot + 1, state.shape[0]
     for n, (start, end) in enumerate(_spans(q, cu_seqlens)):
         slot = int(state_index[n])
         if not lowest <= slot < slots:
             continue
-        S = _logical(state[slot], state_v_first, dtype)
+        S = before.read(slot)
         if has_initial_state is not None and not has_initial_state[n]:
             S = torch.zeros_like(S)
         history = [S]
@@ -173,17 +183,15 @@ def prefill(
         if snapshot_pos is not None and snapshot_index is not None:
             position, target = int(snapshot_pos[n]), int(snapshot_index[n])
             if 0 <= position <= end - start and lowest <= target < slots:
-                pool[target] = _stored(history[position], state_v_first)
+                pool.write(target, history[position])
         if kept is not None and checkpoint_offsets is not None and checkpoint_offsets[n] >= 0:
             for i in range((end - start) // checkpoint_every):
-                if checkpoint_offsets[n] + i < kept.shape[0]:
-                    kept[int(checkpoint_offsets[n]) + i] = _stored(
-                        history[(i + 1) * checkpoint_every], state_v_first
-                    )
+                if checkpoint_offsets[n] + i < kept.state.shape[0]:
+                    kept.write(int(checkpoint_offsets[n]) + i, history[(i + 1) * checkpoint_every])
         target = slot if out_state_index is None else int(out_state_index[n])
         if update_state and end > start and lowest <= target < slots:
-            pool[target] = _stored(S, state_v_first)
-    return Served(o.view(v.shape), pool, kept)
+            pool.write(target, S)
+    return Served(o.view(v.shape), pool.state, None if kept is None else kept.state, pool.column_scale)
 
 
 @dataclass(frozen=True)
@@ -220,6 +228,7 @@ def replay_decode(
     cu_seqlens: Offsets | None = None,
     read_index: Index | None = None,
     null_slot: int | None = None,
+    column_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Replayed:
     """Compute `gdn.replay_decode` row by row: history, then packet, token by token; return copies."""
@@ -243,7 +252,7 @@ def replay_decode(
         if not lowest <= slot < slots:
             continue
         base = min(max(int(cursor[slot]), 0), places)
-        S = _logical(state[slot], state_v_first, dtype)
+        S = StoredStates(state, column_scale, state_v_first, dtype).read(slot)
         past = increments(history_G[slot, :base].to(dtype))
         S, G = replayed(S, history_u[slot, :base], history_k[slot, :base], past)
         for t in range(start, end):
@@ -292,7 +301,8 @@ def replay_commit(
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Compute `gdn.replay_commit` slot by slot; return copies of state and cursor."""
-    pool, moved, (slots, places) = state.clone(), cursor.clone(), history_u.shape[1:3]
+    pool = StoredStates(state, None, state_v_first, dtype).clone()
+    moved, (slots, places) = cursor.clone(), history_u.shape[1:3]
     for slot, count in zip(index.tolist(), accepted.tolist(), strict=True):
         if not (0 if null_slot is None else null_slot + 1) <= slot < slots:
             continue
@@ -300,13 +310,12 @@ def replay_commit(
         if end + room > places:
             for layer in range(state.shape[0]) if end > 0 else ():
                 u, k, G = (x[layer, slot, :end] for x in (history_u, history_k, history_G))
-                S = _logical(state[layer, slot], state_v_first, dtype)
-                S, _ = replayed(S, u, k, increments(G.to(dtype)))
-                pool[layer, slot] = _stored(S, state_v_first)
+                S, _ = replayed(pool.read((layer, slot)), u, k, increments(G.to(dtype)))
+                pool.write((layer, slot), S)
             end = 0
         if update_cursor:
             moved[slot] = end
-    return pool, moved
+    return pool.state, moved
 
 
 def commit(
@@ -357,13 +366,3 @@ def _spans(q: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
     B, T = q.shape[:2]
     ends = [b * T for b in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     return list(zip(ends[:-1], ends[1:], strict=True))
-
-
-def _logical(S: Tensor, is_v_first: bool, dtype: torch.dtype) -> Tensor:
-    """Return a stored state as [HV, K, V] in `dtype`."""
-    return (S.transpose(-1, -2) if is_v_first else S).to(dtype)
-
-
-def _stored(S: Tensor, is_v_first: bool) -> Tensor:
-    """Return the state S [HV, K, V] in the memory layout of the pool."""
-    return S.transpose(-1, -2) if is_v_first else S

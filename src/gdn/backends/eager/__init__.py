@@ -9,6 +9,7 @@ from gdn.backends.eager.gate import gate, gate_bwd
 from gdn.backends.eager.history import appends_history, decode_with_history, fold_history
 from gdn.backends.eager.norm import rms_norm_gated, rms_norm_gated_bwd
 from gdn.backends.eager.prefill import commit, prefill
+from gdn.backends.eager.propagate import propagate_states
 from gdn.backends.eager.recurrent import recurrent_forward
 from gdn.backends.eager.replay import replay_commit, replay_decode
 from gdn.backends.eager.rule import chunk_backward, chunk_forward, recompute_saved, saves
@@ -22,9 +23,11 @@ BACKEND = Backend(
     recompute_saved=recompute_saved,
     chunk_backward=chunk_backward,
     forward_launches=lambda problem, S_in_dtype, pool: (),
+    backward_launches=lambda problem, saved, do, dS: (),
     recurrent_forward=recurrent_forward,
     forward_begin=forward_begin,
     backward_begin=backward_begin,
+    propagate_states=propagate_states,
     causal_conv1d=causal_conv1d,
     causal_conv1d_bwd=causal_conv1d_bwd,
     causal_conv1d_update=causal_conv1d_update,

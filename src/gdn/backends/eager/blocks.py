@@ -144,13 +144,16 @@ def plan_blocks(problem: Problem) -> BlockPlan:
 
     On the CPU a block holds about 32 chunks x value heads, 8 MB of fp32 at K = V = 128: half as many are
     slower, twice as many no faster. Elsewhere it holds 4096, for wide launches. A matmul's bits may depend on
-    its batch, so a batch-invariant block holds one sequence. Where lengths are on a device and must not be
-    read, each step has one chunk, in token order.
+    its batch, so a batch-invariant block holds one sequence; off the CPU one chunk of 64 tokens, since cuBLAS
+    selects its kernel by the number of matrices, so that no length changes the shape of a matmul. Where
+    lengths are on a device and must not be read, each step has one chunk, in token order.
     """
     p = problem
     if p.T == 0 or p.N == 0:
         return BlockPlan([], None)
     size = max(1, (32 if p.device.type == "cpu" else 4096) // p.HV)
+    if _has_single_chunks(p):
+        size = 1
     width = 1 if p.batch_invariant else size
     if p.cu_seqlens is None:
         return BlockPlan(list(_dense_blocks(p, size, width)), None)
@@ -165,10 +168,16 @@ def plan_blocks(problem: Problem) -> BlockPlan:
     return BlockPlan(blocks, torch.tensor(order, dtype=torch.long, device=p.device))
 
 
+def _has_single_chunks(p: Problem) -> bool:
+    """Return True if every block is one chunk of 64 tokens, so that all matmuls have the same shapes."""
+    return p.batch_invariant and p.device.type != "cpu"
+
+
 def _dense_blocks(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
     """Yield blocks of about `size` chunks from at most `width` sequences."""
     # a short sequence gets a short chunk
-    C = CHUNK if p.T > CHUNK // 2 else max(8, 1 << max(0, p.T - 1).bit_length())
+    is_whole = p.T > CHUNK // 2 or _has_single_chunks(p)
+    C = CHUNK if is_whole else max(8, 1 << max(0, p.T - 1).bit_length())
     ranks = -(-p.T // C)
     for b0 in range(0, p.B, width):
         b1 = min(p.B, b0 + width)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gdn.backends.eager.alignment import align_rows
 from gdn.backends.eager.gate import gate_dtype, load_decay, sigmoid
+from gdn.backends.eager.int16 import ColumnStates, states_of
 from gdn.backends.eager.norm import l2norm_
 from gdn.problem import DecodeProblem
 
@@ -32,9 +33,9 @@ class Row:
 
     first: int
     count: int
-    source: Tensor
-    after: list[list[Tensor]]
-    final: Tensor | None
+    source: Tensor | ColumnStates
+    after: list[list[Tensor | ColumnStates]]
+    final: Tensor | ColumnStates | None
     is_in_place: bool
     parents: list[int] | None
     history: Tensor | None  # [tokens, HV, V, K] the row's intermediate states
@@ -49,12 +50,14 @@ def decode(problem: DecodeProblem) -> None:
     scratch: Tensor | None = None
     for row in _active_rows(p):
         if row.is_in_place:
+            assert isinstance(row.source, Tensor)
             S = row.source
         else:
             # one buffer for the states of all rows: only the first row touches new memory
             if scratch is None:
                 scratch = torch.empty(row.source.shape, dtype=p.dtype, device=p.q.device)
-            S = scratch.copy_(row.source)
+            stored = row.source
+            S = scratch.copy_(stored if isinstance(stored, Tensor) else stored.read(p.dtype))
         # branches of a tree start again from this state, and a step overwrites S
         root = S.clone() if row.parents is not None else S
         for t in range(row.count):
@@ -63,7 +66,9 @@ def decode(problem: DecodeProblem) -> None:
                 assert row.history is not None
                 S.copy_(root if parent < 0 else row.history[parent])
             advance_token(S, steps[row.first + t], p.state_v_first)
-            if p.round_state and S.dtype != p.state.dtype:
+            if p.round_state and isinstance(row.source, ColumnStates):
+                row.source.round_(S)
+            elif p.round_state and S.dtype != p.state.dtype:
                 S.copy_(S.to(p.state.dtype))
             for target in row.after[t] if row.after else ():
                 target.copy_(S)
@@ -138,6 +143,7 @@ def _active_rows(p: DecodeProblem) -> Iterator[Row]:
     read, accepted, ring, write, rows, parents = numbers
     # a contiguous matrix in the computing dtype: the three passes can run on the pool, without a copy
     is_dense = p.state.dtype == p.dtype and p.state.stride()[-2:] == p.state.shape[-1:] + (1,)
+    states = states_of(p)
     for n, (first, count) in enumerate(ranges):
         slot = n if read is None else read[n]
         if isinstance(slot, list):
@@ -150,8 +156,10 @@ def _active_rows(p: DecodeProblem) -> Iterator[Row]:
             history = p.intermediate[i] if 0 <= i < p.intermediate.shape[0] else None
             if history is None and parents is not None:
                 continue
-        after: list[list[Tensor]] = [] if history is None else [[history[t]] for t in range(count)]
-        final, source = None, p.state[slot]
+        after: list[list[Tensor | ColumnStates]] = (
+            [] if history is None else [[history[t]] for t in range(count)]
+        )
+        final, source = None, states[slot]
         if ring is not None:
             entry, R = ring[n] % source.shape[0], source.shape[0]
             ring_of, source = source, source[entry]
@@ -161,10 +169,10 @@ def _active_rows(p: DecodeProblem) -> Iterator[Row]:
                 if ring is not None:
                     after[t].append(ring_of[(entry + 1 + t) % R])
                 elif p.is_slot(write[n][t]):
-                    after[t].append(p.state[write[n][t]])
+                    after[t].append(states[write[n][t]])
         elif p.write == "final":
             target = slot if write is None else write[n]
-            final = source if target == slot else p.state[target] if p.is_slot(target) else None
+            final = source if target == slot else states[target] if p.is_slot(target) else None
         in_place = is_dense and final is source and parents is None
         yield Row(
             first, count, source, after, final, in_place, None if parents is None else parents[n], history

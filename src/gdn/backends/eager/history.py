@@ -7,6 +7,7 @@ it, and the tokens of the same call stay behind it as the first ones of the next
 from torch import Tensor
 
 from gdn.backends.eager.decode import decode
+from gdn.backends.eager.int16 import states_of
 from gdn.backends.eager.replay import History, RowsOnHistory, active_rows, fold_past
 from gdn.problem import FoldProblem, HistoryProblem
 
@@ -37,7 +38,7 @@ def decode_with_history(problem: HistoryProblem) -> None:
             u, k, G = rows.run(slot, past, slice(start, start + count))
             fresh = _places(p, first + used, count)
             if used + count > p.places - p.room:
-                fold_past(p, p.state[slot], past)
+                fold_past(p, states_of(p)[slot], past)
                 # the sums of the new tokens go on from the state that was just written
                 G = G if p.is_per_channel else G - past[2][-1]
                 first, used = (first + used) % p.places, 0
@@ -58,7 +59,7 @@ def fold_history(problem: FoldProblem) -> None:
             if used > 0:
                 order = _places(p, first, used)
                 past: History = (p.history_u[slot][order], p.history_k[slot][order], p.history_G[slot][order])
-                fold_past(p, p.state[slot], past)
+                fold_past(p, states_of(p)[slot], past)
                 _store_cursor(p, slot, 0, 0)
 
 

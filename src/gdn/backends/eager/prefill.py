@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.backend import Saved
+from gdn.backends.eager.int16 import ColumnStates, read_states, states_of
 from gdn.backends.eager.rule import chunk_forward
 from gdn.problem import CHUNK, CommitProblem, PrefillProblem, Problem
 
@@ -55,7 +56,7 @@ def prefill(problem: PrefillProblem) -> None:
     groups = [(n, n + 1) for n in valid] if p.batch_invariant else [(0, p.N)] if valid else []
     # tokens of sequences without a slot keep these zeros
     o = torch.zeros(p.out.shape, dtype=p.out.dtype, device=p.q.device)
-    writes: list[tuple[Tensor, Tensor]] = []
+    writes: list[tuple[Tensor | ColumnStates, Tensor]] = []
     for first, last in groups:
         out, call = _run_rule(p, slots, bounds, first, last)
         for n in range(first, last):
@@ -74,10 +75,11 @@ def _run_rule(
 ) -> tuple[Tensor, RuleCall]:
     """Run sequences first:last; one without a valid slot starts from zero, and its results are not used."""
     has_state = [True] * p.N if p.has_initial_state is None else p.has_initial_state.tolist()
+    states = states_of(p)
     initial = torch.zeros(last - first, *p.state.shape[1:], dtype=p.dtype, device=p.q.device)
     for n in range(first, last):
         if has_state[n] and p.is_slot(slots[n]):
-            initial[n - first].copy_(p.state[slots[n]])
+            initial[n - first].copy_(read_states(states[slots[n]], p.dtype))
     offsets = [x - bounds[first] for x in bounds[first : last + 1]]
     # one sequence is a dense batch: its blocks are views, those of a packed one are gathered copies
     cu_seqlens = None if len(offsets) == 2 else torch.tensor(offsets, device="cpu")
@@ -91,7 +93,7 @@ def _run_rule(
 
 def _state_writes(
     p: PrefillProblem, call: RuleCall, n: int, i: int, count: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor | ColumnStates, Tensor]]:
     """Yield (view of the caller's tensor, new state) for sequence n, the call's i-th, of `count` tokens."""
     if p.checkpoints is not None and p.checkpoint_offsets is not None:
         row = int(p.checkpoint_offsets[n])
@@ -102,11 +104,11 @@ def _state_writes(
     if p.snapshot_pos is not None and p.snapshot_index is not None:
         position, slot = int(p.snapshot_pos[n]), int(p.snapshot_index[n])
         if 0 <= position <= count and p.is_slot(slot):
-            yield p.state[slot], call.state_after(i, position)
+            yield states_of(p)[slot], call.state_after(i, position)
     if p.update_state and count > 0:
         slot = int((p.state_index if p.out_state_index is None else p.out_state_index)[n])
         if p.is_slot(slot):
-            yield p.state[slot], call.final[i]
+            yield states_of(p)[slot], call.final[i]
 
 
 def _slice_tokens(rule: Problem, start: int, end: int) -> Problem:

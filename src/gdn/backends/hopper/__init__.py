@@ -161,6 +161,16 @@ def _forward_launches(problem: Problem, kept: torch.dtype | None, pool: Any = No
         yield from import_module("gdn.backends.hopper.rule").launches(problem, kept, pool)
 
 
+def _backward_launches(
+    problem: Problem, saved: Saved, do: torch.Tensor, dS: torch.Tensor | None
+) -> Iterator[Any]:
+    """Yield the launches that a larger backward of the kind would use; none if it is not supported here."""
+    has_tokens = problem.q.numel() > 0 and problem.N > 0
+    if has_tokens and not problem.batch_invariant and _lacks(problem) is None:
+        plans = import_module("gdn.backends.hopper.backward.plan")
+        yield from plans.launches(problem, saved, do, dS)
+
+
 BACKEND = replace(
     triton.BACKEND,
     name="hopper",
@@ -174,5 +184,6 @@ BACKEND = replace(
     forward_begin=_forward_begin,
     backward_begin=_backward_begin,
     forward_launches=_forward_launches,
+    backward_launches=_backward_launches,
     prefill=_prefill,
 )

@@ -68,6 +68,15 @@ def align(p: Problem) -> Problem:
     return p if q is p.q and k is p.k and v is p.v else replace(p, layout_key=None, q=q, k=k, v=v)
 
 
+def align_placeholders(p: Problem) -> Problem:
+    """Return the problem, with q, k and v of a single token if `align` would copy one: enough to compile."""
+    tensors = (p.q, p.k, p.v)
+    if all(map(is_aligned, tensors)):
+        return p
+    q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
+    return replace(p, layout_key=None, q=q, k=k, v=v)
+
+
 def make_aligned(x: Tensor) -> Tensor:
     """Return a tensor [B, T, heads, columns] where TMA can read it: itself, or a copy."""
     # clone, not contiguous(): an axis of one element is contiguous with any stride, and would not be copied

@@ -23,8 +23,8 @@ from gdn.backends.hopper.descriptors import (
     FACTOR_ROWS,
     TOKENS,
     align,
+    align_placeholders,
     halves_of,
-    is_aligned,
     make_descriptor,
     state_layout,
 )
@@ -261,11 +261,7 @@ def launches(problem: Problem, kept: torch.dtype | None, pool: StatePool | None 
 
 
 def _launches(problem: Problem, kept: torch.dtype | None, pool: StatePool | None) -> Iterator[Step]:
-    p, tensors = problem, (problem.q, problem.k, problem.v)
-    if not all(map(is_aligned, tensors)):
-        # the forward will copy them; to compile, one token has all that a binary depends on
-        q, k, v = (x.new_empty((1, 1, *x.shape[2:])) for x in tensors)
-        p = replace(p, layout_key=None, q=q, k=k, v=v)
+    p = align_placeholders(problem)
     a = rules.describe(p)
     widths, _ = PROPAGATE[p.K]
     some = cost.own_cuts(p.HV) if p.batch_invariant else cost.equal_cuts(1)

@@ -16,23 +16,30 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
-from gdn.problem import DecodeProblem, Problem
+from gdn.problem import DecodeProblem, FoldProblem, PrefillProblem, Problem
+from gdn.problem.propagate import PropagateProblem
+from gdn.problem.stages import StageProblem
 from gdn.problem.step import StepProblem
 
 # problems whose kernels run token by token, and support a decay per key channel and a lower bound
 ANY_GATE = (DecodeProblem, StepProblem)
+# problems whose kernels of a decay per key channel no GPU test has passed; of stages, the gate alone has both
+UNMEASURED = (PrefillProblem, StageProblem)
 LARGEST = 256  # largest K and V
-LARGEST_CHANNELS = 128  # largest K of a backward with a decay per key channel
+LARGEST_MAP = 128  # largest K of a map M [K, K] that a kernel holds in registers
+MEASURED = 128  # largest K of backwards with a decay per key channel that GPU tests have passed
 LONGEST = 16  # most tokens of a packet that is replayed
 # The module here that implements each slot of Backend. The adjoints of single stages are those of `eager`.
 SLOTS = {
     "saves": "rule.describe",
     "forward_launches": "rule.run",
+    "backward_launches": "rule.run",
     "chunk_forward": "rule.run",
     "recompute_saved": "rule.run",
     "chunk_backward": "rule.run",
     "forward_begin": "rule.borders",
     "backward_begin": "rule.borders",
+    "propagate_states": "rule.propagate",
     "recurrent_forward": "serving.recurrent",
     "decode": "serving.decode",
     "decode_step": "serving.step",
@@ -75,6 +82,11 @@ def refuses(problem: Any) -> str | None:
     reason = refuses_any_gate(problem)
     # a step on slots with histories has the kernel of these
     has_history = getattr(problem, "cursor", None) is not None
+    is_int16 = getattr(problem, "column_scale", None) is not None
+    if reason is None and is_int16 and (has_history or isinstance(problem, FoldProblem)):
+        reason = "expected a HistoryPool with states in floats, got int16"
+    if reason is None and isinstance(problem, PropagateProblem) and problem.K > LARGEST_MAP:
+        reason = f"expected K of at most {LARGEST_MAP}, got K={problem.K}"
     if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
         reason = _refuses_gate(problem)
     return reason
@@ -82,11 +94,13 @@ def refuses(problem: Any) -> str | None:
 
 def _refuses_gate(problem: Any) -> str | None:
     """Return why the kernels of whole chunks do not support the gate of a problem, or None."""
-    if isinstance(problem, Problem) and problem.is_per_channel:
-        # the chunked rule has kernels for both ranks of the gate
-        return None
     if getattr(problem, "is_per_channel", False):
-        return "expected a decay per head, got one per key channel"
+        if not isinstance(problem, (Problem, *UNMEASURED)):
+            return "expected a decay per head, got one per key channel"
+        is_named = settings.backend(problem.backend) == "triton"
+        if isinstance(problem, UNMEASURED) and _leading(problem).device.type == "cuda" and not is_named:
+            return "expected backend='triton' by name: its kernels of this gate have not run on a GPU yet"
+        return None
     if getattr(problem, "lower_bound", None) is not None:
         return f"expected lower_bound=None, got {problem.lower_bound}"
     return None
@@ -116,11 +130,10 @@ def refuses_any_gate(problem: Any) -> str | None:
 
 def refuses_backward(problem: Problem) -> str | None:
     """Return why the backend does not support the backward of a problem, or None."""
-    reason = refuses(problem)
-    if reason is None and problem.is_per_channel and problem.K > LARGEST_CHANNELS:
-        # the state pass has three rows of each token in shared memory, two chunks deep
-        reason = f"expected K of at most {LARGEST_CHANNELS} with a decay per key channel, got K={problem.K}"
-    return reason
+    is_unmeasured = problem.is_per_channel and problem.K > MEASURED and problem.q.device.type == "cuda"
+    if is_unmeasured and settings.backend(problem.backend) != "triton":
+        return f"expected backend='triton' by name: no backward with K={problem.K} has run on a GPU yet"
+    return refuses(problem)
 
 
 def _leading(problem: Any) -> Tensor:

@@ -24,7 +24,9 @@ from gdn.backends.hopper.descriptors import align
 from gdn.backends.triton.launch import allocate, device_guard
 from gdn.backends.triton.rule import borders as triton_borders
 from gdn.backends.triton.rule.describe import to_kernel_layout
+from gdn.backends.triton.rule.propagate import propagate_states
 from gdn.problem import CHUNK, Problem
+from gdn.problem.propagate import PropagateProblem, RunStep
 
 
 def backward_begin(
@@ -58,26 +60,13 @@ def backward_begin(
         _, _, _, starts, *_ = new
         assert starts is not None
         C = starts.mT if p.state_v_first else starts
-        fold = Fold(
-            rows, borders, None if cut is None else transfers, C.clone(memory_format=torch.contiguous_format)
-        )
-        entering = None
-        if borders.entering:
-            given = [None if dS is None else dS[row] for row in borders.entering]
-            if p.state_v_first:
-                given = [None if x is None else x.mT for x in given]
-            passed = [fold.pass_back(row, d) for row, d in zip(borders.entering, given, strict=True)]
-            entering = torch.stack([start for _, start in passed if start is not None])
+        # a view: `finish` reads it before its scan writes the starts again
+        fold = Fold(rows, borders, None if cut is None else transfers, C.contiguous())
+        entering = fold.starts(dS, p.state_v_first) if borders.entering else None
 
     def finish(dS: Tensor | None) -> Gradients:
         with device_guard(p.device):
-            for row, (first, last) in enumerate(rows):
-                if first == last and row not in borders.leaving:
-                    continue
-                d = None if dS is None else dS[row].mT if p.state_v_first else dS[row]
-                for i, end in zip(range(first, last + 1), fold.pass_back(row, d)[0], strict=True):
-                    if end is not None:
-                        ends[i] = end.mT if p.state_v_first else end
+            fold.write_ends(ends, dS, p.state_v_first)
             steps = plan.steps(p, saved, do, ends, new, late)
             for launch, tensors in itertools.dropwhile(lambda step: step[0] is not plan.scan, steps):
                 launch(*tensors)
@@ -129,7 +118,7 @@ def _like_states(p: Problem, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Fold:
-    """Pass the gradient of a row's last state back through its segments.
+    """Pass the gradient of a row's last state back through its segments, in one launch.
 
     transfers  M of segment i at 2 i + 1, K first; None: a row is one segment, and C has the caller's gradient
     C          gradient of the state that each segment starts from, for no gradient of its end; for the last
@@ -141,24 +130,49 @@ class Fold:
     transfers: Tensor | None
     C: Tensor
 
-    def pass_back(self, row: int, d: Tensor | None) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return the gradients at the ends of the row's segments, and at its start if its state entered.
-
-        d: the gradient of the row's last state; None: zero.
-        """
-        first, last = self.rows[row]
-        ends, start = [d], self.C[last]
-        is_entering = row in self.borders.entering
-        if row in self.borders.leaving and d is not None and (first < last or is_entering):
-            start = self._multiply(last, d)
-        for i in range(last - 1, first - 1, -1):
-            ends.append(start)
-            if i > first or is_entering:
-                start = self._multiply(i, start)
-        return ends[::-1], start if is_entering else None
-
-    def _multiply(self, i: int, d: Tensor) -> Tensor:
-        """Return M_i^T d + C_i in fp32, one product of each head."""
+    def starts(self, dS: Tensor | None, is_v_first: bool) -> Tensor:
+        """Return the gradients at the starts of the rows that enter, [entering, HV, K, V]."""
+        entering = self.borders.entering
         if self.transfers is None:
-            return self.C[i]
-        return torch.baddbmm(self.C[i], self.transfers[2 * i + 1].mT, d.float())
+            return self.C[row_index(entering, self.C.device)]
+        out = self.C.new_empty(len(entering), *self.C.shape[1:])
+        for i, row in enumerate(entering):
+            first, last = self.rows[row]
+            d = self._row_gradient(row, dS, is_v_first)
+            steps = [self._step(row, j, -1, d) for j in range(last, first - 1, -1)]
+            self._pass_back(out, d, (*steps, RunStep(i, -1, -1)))
+        return out
+
+    def write_ends(self, ends: Tensor, dS: Tensor | None, is_v_first: bool) -> None:
+        """Write the gradients at the ends of the segments of each row, in the layout of the caller."""
+        out = ends.mT if is_v_first else ends
+        for row, (first, last) in enumerate(self.rows):
+            d = self._row_gradient(row, dS, is_v_first)
+            if first == last:
+                if row in self.borders.leaving and d is not None:
+                    out[last] = d
+                continue
+            steps = [
+                self._step(row, j, j if j < last or d is not None else -1, d) for j in range(last, first, -1)
+            ]
+            self._pass_back(out, d, (*steps, RunStep(first, -1, -1)))
+
+    def _row_gradient(self, row: int, dS: Tensor | None, is_v_first: bool) -> Tensor | None:
+        """Return the gradient of a row's last state, K first; None: zero."""
+        if dS is None:
+            return None
+        return (dS[row].mT if is_v_first else dS[row]).float()
+
+    def _step(self, row: int, i: int, store: int, d: Tensor | None) -> RunStep:
+        """Return dS_start = M_i^T dS_end + C_i. C of a last segment has the caller's gradient already."""
+        is_last = i == self.rows[row][1]
+        has_map = not is_last or (row in self.borders.leaving and d is not None)
+        return RunStep(store, i, 2 * i + 1 if has_map else -1)
+
+    def _pass_back(self, out: Tensor, d: Tensor | None, steps: tuple[RunStep, ...]) -> None:
+        """Launch the steps of one row. out: [rows or segments, HV, K, V]."""
+        assert self.transfers is not None
+        C, maps, dst = (x[:, None, None] for x in (self.C, self.transfers, out))
+        propagate_states(
+            PropagateProblem(dst, C, maps, None if d is None else d[None], steps, is_transposed=True)
+        )

@@ -27,6 +27,10 @@ TRANSFER_COSTS = {1: ScanCost(4.0, 4.0, 2.25, 2.3), 2: ScanCost(4.0, 4.0, 3.4, 3
 PLAN_TIME = 3.0  # us of `plan_reverse_segments`
 # us of Triton's backward: a launch of all its kernels, a chunk of its state pass, a chunk and value head
 TRITON_LAUNCHES, TRITON_CHUNK, TRITON_TILE = 25.0, 2.4, 0.147
+SLABS = False  # run the backward in passes; off, as it has not been measured
+# bytes of dS of a pass, which stay in the 50 MB of L2, and the least number of passes
+SLAB_BYTES, LEAST_PASSES = 24 << 20, 4
+MOST_PLANS = 1 << 16  # passes x sequences, each a program of the kernel that plans the passes
 HOST_TIME = 200.0  # us in which the host launches this backward, twice that of Triton's
 
 
@@ -39,6 +43,21 @@ def is_worth_launching(p: Problem) -> bool:
     longest = max(longest for *_, longest in distributions)
     time = TRITON_LAUNCHES + TRITON_CHUNK * longest + TRITON_TILE * p.num_chunks * HV
     return time >= HOST_TIME
+
+
+def slab_of(p: Problem) -> int | None:
+    """Return the chunks of a pass, whose dS has SLAB_BYTES, or None if one pass has all.
+
+    One pass has all where there would be few, or where many sequences would make their plan slow.
+    """
+    size = max(1, SLAB_BYTES // (p.HV * p.K * p.V * p.q.element_size()))
+    passes = -(-p.num_chunks // size)
+    return size if SLABS and passes >= LEAST_PASSES and passes * p.N <= MOST_PLANS else None
+
+
+def slab_kinds() -> tuple[int | None, ...]:
+    """Return a size of a pass for each kind of binaries that a problem of any size may need."""
+    return (None, 1) if SLABS else (None,)
 
 
 class Segmentation(NamedTuple):

@@ -26,7 +26,7 @@ from gdn.backends.hopper.scan.scheduler import STRIP
 @kernel
 def gradients_kernel(
     q_d, k_d, v_d, do_d, d_d, S_d, dS_d, A_inv_d, factors_d, dq_d, dk_d,
-    table_ptr, dq_ptr, dk_ptr, dv_ptr, shares_ptr, T, HV, ratio, chunks_per_row, items,
+    table_ptr, slab_ptr, dq_ptr, dk_ptr, dv_ptr, shares_ptr, T, HV, ratio, chunks_per_row, items,
     NORM: gl.constexpr, GIVEN_DR: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     # One CTA: dq, dk and gate terms of items (chunk, key head) b, b + grid, ...
@@ -83,7 +83,7 @@ def gradients_kernel(
     fence_async_shared()
     inputs = Inputs(q_d, k_d, v_d, do_d, d_d, S_d, dS_d, A_inv_d, factors_d)
     out = Outputs(dq_d, dk_d, dq_ptr, dk_ptr, dv_ptr, shares_ptr)
-    problem = Problem(table_ptr, T, HV, ratio, chunks_per_row, items)
+    problem = Problem(table_ptr, slab_ptr, T, HV, ratio, chunks_per_row, items)
     w = Work(inputs, out, tiles, turns, problem, NORM, GIVEN_DR, D)
     # registers of the value warpgroup: what 240 and 24 leave of 168 x 3 for a lane of each warpgroup
     gl.warp_specialize([(compute_values, (w,)), (compute_rows, (w,)), (load_items, (w,))], [4, 1], [240, 24])

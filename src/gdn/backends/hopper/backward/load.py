@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import ROWS
-from gdn.backends.hopper.backward.shared import place_of, wait_empty
+from gdn.backends.hopper.backward.shared import place_of, split_rows, wait_empty
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import mbarrier, tma_load
 from gdn.backends.hopper.scan.scheduler import STRIP
@@ -21,6 +21,8 @@ def load_items(w):
     head_count = 0
     for item in range(gl.program_id(0), w.problem.items, gl.num_programs(0)):
         place = place_of(item, w.problem)
+        if w.problem.slab_ptr is not None:
+            place = split_rows(place, w.problem)
         if place.length > 0:
             for j in range(w.problem.ratio):
                 load_head(w, place, j, head_count)
@@ -56,7 +58,8 @@ def load_strip(w, place, head, tile, strip, count):
     corner = [place.row, place.first, head, strip * STRIP]
     tma_load(x.S, [tile * w.D, strip * STRIP], ready, w.tiles.S.index(stage))
     tma_load(x.v, corner, ready, w.tiles.v.index(stage))
-    tma_load(x.dS, [tile * w.D, strip * STRIP], ready, w.tiles.dS.index(stage))
+    slot = place.slot * w.problem.HV + head
+    tma_load(x.dS, [slot * w.D, strip * STRIP], ready, w.tiles.dS.index(stage))
     tma_load(x.d, corner, ready, w.tiles.d.index(stage))
     tma_load(x.do, corner, ready, w.tiles.do.index(stage))
 

@@ -3,6 +3,7 @@
     table               Triton   packed sequences only: first token and length of each chunk
     backward_factors    Triton   per-token factors of the Gluon kernels
     segments            both     few long sequences only: cut them into segments that are scanned at once
+    plan_slabs          Triton   if SLABS is on: the next two launches in passes over the chunks, see `slabs`
     reverse_scan        Gluon    dS of every chunk, dv, and the gradient of the initial state
     gradients           Gluon    dq, dk, and the terms of the gates' gradients
     gates_bwd, sums     Triton   dg, dbeta, dA_log, ddt_bias
@@ -17,25 +18,42 @@ gates 50: 4024. Triton's backward: 7850.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gdn import settings
 from gdn.backends.backend import Gradients, Saved
 from gdn.backends.hopper import cost
-from gdn.backends.hopper.backward import segments
-from gdn.backends.hopper.backward.cost import Segmentation, segmentation_of, whole_consumers
+from gdn.backends.hopper.backward import segments, slabs
+from gdn.backends.hopper.backward.cost import (
+    Segmentation,
+    segmentation_of,
+    slab_kinds,
+    slab_of,
+    whole_consumers,
+)
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
 from gdn.backends.hopper.cost import Cut
-from gdn.backends.hopper.descriptors import FACTOR_ROWS, TOKENS, align, make_aligned, make_descriptor
+from gdn.backends.hopper.descriptors import (
+    FACTOR_ROWS,
+    TOKENS,
+    align,
+    align_placeholders,
+    is_aligned,
+    make_aligned,
+    make_descriptor,
+)
 from gdn.backends.hopper.factors import MIN_G
 from gdn.backends.hopper.propagate import propagate_states_kernel
 from gdn.backends.hopper.rule import REGISTERS, STRIP
 from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.hopper.segments import PROPAGATE
+from gdn.backends.select import other_backward_launches
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import (
     Launch,
@@ -67,10 +85,11 @@ class Plan:
     before: Backward | None  # Triton's launches up to dr and dS, or None with a scan of our own
     # dv, dg, dbeta, dS0, dS, dA_log, ddt_bias, partial, shares, table, P, P_rest
     specs: tuple[TensorSpec | None, ...]
-    late: tuple[TensorSpec, ...]  # factors, dq, dk, and those of `segments`
+    late: tuple[TensorSpec, ...]  # factors, dq, dk, and those of `segments` and of `slabs`
     table: Launch | None
     factors: Launch
     segments: segments.Segments | None
+    slabs: slabs.Slabs | None
     scan: Launch | None
     gradients: Launch
     gates: Launch
@@ -93,12 +112,19 @@ class Plan:
         given: tuple[Any, ...] = (q_d, k_d, do_d, A_inv_d, factors_d)
         items = None
         if self.segments is not None:
-            yield from self.segments.steps(p, given, factors, table, dfinal, rest)
-            dfinal, items, *_ = rest
-        if self.scan is not None:
-            yield self.scan, (*given, dS_d, _rows(dv), table, items, dfinal, dinitial, dv)
+            count = len(self.segments.specs)
+            yield from self.segments.steps(p, given, factors, table, dfinal, rest[:count])
+            (dfinal, items, *_), rest = rest, rest[count:]
+        scan = (*given, dS_d, _rows(dv)), (dfinal, dinitial, dv)
         given = (q_d, k_d, v_d, do_d, dv_d, S_d, dS_d, A_inv_d, factors_d, _rows(dq), _rows(dk))
-        yield self.gradients, (*given, table, dq, dk, dv, shares)
+        gradients = given, (dq, dk, dv, shares)
+        if self.slabs is not None and self.scan is not None:
+            passes = (self.scan, *scan), (self.gradients, *gradients)
+            yield from self.slabs.steps(*passes, table, items, rest)
+        else:
+            if self.scan is not None:
+                yield self.scan, (*scan[0], table, items, None, None, *scan[1])
+            yield self.gradients, (*gradients[0], table, None, *gradients[1])
         gates = (p.g, p.beta, p.A_log, p.dt_bias, saved.G, table, shares)
         yield self.gates, (*gates, dg, dbeta, partial)
         if self.sums is not None:
@@ -186,13 +212,20 @@ def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, *, is_c
     before = None if HAS_SCAN else chunked.backward_plan(p, saved, do, dfinal)
     schedule = (consumers_of(p), None) if is_cut else schedule_of(p) if HAS_SCAN else (2, None)
     dtype = None if dfinal is None else dfinal.dtype
-    key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, schedule)
+    slab = slab_of(p) if before is None and not is_cut else None
+    key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, schedule, slab)
+
+    def steps() -> Iterator[Step]:
+        yield from _all_steps(p, saved, do, dfinal)
+        yield from other_backward_launches(p, saved, do, dfinal, "hopper")
 
     def make() -> Plan:
         if before is None:
-            kind = ("hopper backward", rules.kind_key(p, rules.describe(p)), dtype)
-            compile_ahead(p.device, kind, lambda: _all_steps(p, saved, do, dfinal))
-        return _plan(p, before, *schedule)
+            # with no backend named, `triton` may get a smaller backward of the kind
+            is_shared = settings.backend(p.backend) is None
+            sizes = rules.kind_key(p, rules.describe(p)), slab_kinds()
+            compile_ahead(p.device, ("hopper backward", *sizes, dtype, is_shared), steps)
+        return _plan(p, before, *schedule, slab)
 
     return _plans.get(key, make)
 
@@ -203,10 +236,17 @@ def schedule_of(p: Problem) -> tuple[int, Segmentation | None]:
     return (consumers_of(p), None) if cut is None else (cut.consumers, cut)
 
 
+def launches(problem: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
+    """Yield the launches of backwards of this kind at any size; none where `lacks` has a reason."""
+    if lacks(problem, saved) is None:
+        do = do if is_aligned(do) else do.new_empty((1, 1, *do.shape[2:]))
+        yield from _all_steps(align_placeholders(problem), saved, do, dfinal)
+
+
 def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
     """Yield the launches of backwards of this kind at any size, on placeholders for what they write."""
-    for schedule in _all_schedules(p):
-        plan = _plan(p, None, *schedule)
+    for schedule, slab in product(_all_schedules(p), slab_kinds()):
+        plan = _plan(p, None, *schedule, slab)
         new = allocate_placeholders(p.device, plan.specs)
         # TMA descriptors need real strides: one tile of each tensor that has a descriptor
         for i in (0, 4):
@@ -244,9 +284,13 @@ def consumers_of(p: Problem) -> int:
 
 
 def _plan(
-    p: Problem, before: Backward | None, consumers: int, segmentation: Segmentation | None = None
+    p: Problem,
+    before: Backward | None,
+    consumers: int,
+    segmentation: Segmentation | None = None,
+    slab: int | None = None,
 ) -> Plan:
-    """Plan the launches of a backward."""
+    """Plan the launches of a backward; `slab`: the chunks of a pass, or None: all in one."""
     a = rules.describe(p)
     numbers = rules.shape_scalars(p)
     specs = build.backward_specs(p, a)
@@ -259,15 +303,21 @@ def _plan(
         4,
     )
     # both Gluon kernels are persistent: 1 CTA an SM, as a CTA takes nearly all of an SM's shared memory
-    scan, parts = None, None
+    scan, parts, passes = None, None, None
     if segmentation is not None:
         parts = segments.plan_launches(p, segmentation, (*numbers, a.entries))
     if before is None:
-        items = (p.N * p.HV if parts is None else parts.num_items) * (p.V // STRIP // consumers)
+        pieces = p.HV * (p.V // STRIP // consumers)
+        items = (p.N if parts is None else parts.num_items // p.HV) * pieces
+        if slab is not None:
+            group, count = max(1, num_sms // pieces), None if parts is None else parts.num_items // p.HV
+            passes = slabs.plan_launches(p, slab, group, count, (*numbers, a.entries))
+            items = min(items, slab * pieces)
+            specs = (*specs[:4], passes.dS, *specs[5:])
         scan = Launch(
             reverse_scan_kernel,
             # of segments one item a CTA, as many may be empty: the GPU then balances the others
-            min(items, num_sms) if parts is None else items,
+            items if parts is not None and passes is None else min(items, num_sms),
             (*numbers, a.entries, items),
             {"V_FIRST": p.state_v_first, "CONSUMERS": consumers, "D": p.K},
             4,
@@ -277,7 +327,7 @@ def _plan(
         )
         # P and its low half stay in shared memory
         specs = (*specs[:-2], None, None)
-    items = a.entries * p.H
+    items = (a.entries if slab is None else slab) * p.H
     gradients = Launch(
         gradients_kernel,
         min(items, num_sms),
@@ -288,23 +338,28 @@ def _plan(
         num_descriptors=11,
         seconds=4.0,
     )
-    strips = 1 if before is None else before.gates.scalars[-1]
-    gates = Launch(
-        gates_bwd_kernel,
-        a.entries * p.HV,
-        (*rules.gate_strides(p.g, p.beta), p.T, p.HV, numbers[-1], strips),
-        {"C": CHUNK, **a.activation, "RESET": RESET},
-        1,
-    )
-    add = None
-    if p.A_log is not None:
-        # partial sums of all chunks, added in a fixed order
-        add = sums.add(a.entries, 1 if p.dt_bias is None else 2, p.HV, (0, 1), is_row_first=True)
     late = (
         tensor_spec((a.entries, p.HV, ROWS.value, CHUNK), torch.float32),
         tensor_spec(p.q.shape, p.q.dtype),
         tensor_spec(p.k.shape, p.k.dtype),
         *(() if parts is None else parts.specs),
+        *(() if passes is None else passes.specs),
     )
     table = a.launch if before is None else None
-    return Plan(before, specs, late, table, factors, parts, scan, gradients, gates, add)
+    gates = _gate_launches(p, a, 1 if before is None else before.gates.scalars[-1])
+    return Plan(before, specs, late, table, factors, parts, passes, scan, gradients, *gates)
+
+
+def _gate_launches(p: Problem, a: rules.Description, strips: Any) -> tuple[Launch, Launch | None]:
+    """Plan the launches of the gates' gradients, and of the sums over tokens if there are any."""
+    gates = Launch(
+        gates_bwd_kernel,
+        a.entries * p.HV,
+        (*rules.gate_strides(p.g, p.beta), p.T, p.HV, rules.shape_scalars(p)[-1], strips),
+        {"C": CHUNK, **a.activation, "RESET": RESET},
+        1,
+    )
+    if p.A_log is None:
+        return gates, None
+    # partial sums of all chunks, added in a fixed order
+    return gates, sums.add(a.entries, 1 if p.dt_bias is None else 2, p.HV, (0, 1), is_row_first=True)

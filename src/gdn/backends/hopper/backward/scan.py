@@ -29,6 +29,7 @@ from gdn.backends.hopper.backward.scan_shared import (
     chunks_in,
     is_map,
     item_of,
+    split_rows,
 )
 from gdn.backends.hopper.backward.shared import wait_empty
 from gdn.backends.hopper.factors import C
@@ -43,6 +44,8 @@ def run_producer(w):
     at = 0
     for number in range(gl.program_id(0), w.sequences.items, gl.num_programs(0)):
         item = item_of(number, w)
+        if w.sequences.slab_ptr is not None:
+            item = split_rows(item, w.sequences)
         chunks = chunks_in(item)
         for i in range(chunks):
             load_chunk(w, item, chunks - 1 - i, at + i)
@@ -133,7 +136,8 @@ def run_partitions(x, out, sequences, V_FIRST: gl.constexpr, CONSUMERS: gl.const
 @kernel
 def reverse_scan_kernel(
     q_d, k_d, do_d, A_inv_d, factors_d, dS_d, dv_d,
-    table_ptr, items_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, T, HV, ratio, chunks_per_row, bound, items,
+    table_ptr, items_ptr, slab_ptr, boundary_ptr, dfinal_ptr, dinitial_ptr, dv_ptr, T, HV, ratio,
+    chunks_per_row, bound, items,
     V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     # One CTA: work items b, b + grid, ...: 64 or 128 value rows of dS^T through all chunks, and their dv.
@@ -145,8 +149,11 @@ def reverse_scan_kernel(
     # mbarriers: full[s], 1 arrival by the producer and its TMA bytes; empty[s], 1 + CONSUMERS by the score
     # warpgroup and each consumer; P_full[p], 1 by the score warpgroup; P_empty[p], 1 by each consumer.
     inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
-    out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr)
-    sequences = Sequences(table_ptr, items_ptr, T, HV, ratio, chunks_per_row, bound, items)
+    if slab_ptr is not None:
+        # how many a pass has is on the device: see `slabs`
+        items = gl.load(slab_ptr) * (HV * (D // STRIP // CONSUMERS))
+    out = ScanOutputs(dS_d, dv_d, dv_ptr, dfinal_ptr, dinitial_ptr, boundary_ptr)
+    sequences = Sequences(table_ptr, items_ptr, slab_ptr, T, HV, ratio, chunks_per_row, bound, items)
     run_partitions(inputs, out, sequences, V_FIRST, CONSUMERS, D)
 
 
@@ -161,6 +168,6 @@ def reverse_transfer_kernel(
     # Shared memory: as in reverse_scan_kernel, but no dS.
     # mbarriers: as in reverse_scan_kernel.
     inputs = ScanInputs(q_d, k_d, do_d, A_inv_d, factors_d)
-    out = ScanOutputs(None, None, None, dfinal_ptr, transfers_ptr)
-    sequences = Sequences(None, items_ptr, T, HV, ratio, 0, 0, items)
+    out = ScanOutputs(None, None, None, dfinal_ptr, transfers_ptr, None)
+    sequences = Sequences(None, items_ptr, None, T, HV, ratio, 0, 0, items)
     run_partitions(inputs, out, sequences, V_FIRST, CONSUMERS, D)

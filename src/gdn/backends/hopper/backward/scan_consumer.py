@@ -47,12 +47,17 @@ def run_consumer(WG: gl.constexpr, w):
 def over_item(WG: gl.constexpr, w, item, at):
     """Scan one work item whose last chunk is chunk `at` of the CTA."""
     first_v = (item.strip + WG) * STRIP
-    dS = load_gradient(w, item, first_v)
+    if w.out.boundary_ptr is None or item.start >= 0:
+        dS = load_gradient(w, item, first_v)
+    else:
+        # the bits that the pass before has stored
+        state = (-1 - item.start).to(gl.int64) * w.sequences.HV + item.head
+        dS = gl.load(state_pointers(w.out.boundary_ptr, state, first_v, True, w.D))
     chunks = chunks_in(item)
     for i in range(chunks):
         c = chunks - 1 - i
         token = item.row * w.sequences.T + item.first + c * C
-        tile = (item.chunk + c) * w.sequences.HV + item.head
+        tile = (item.slot + c) * w.sequences.HV + item.head
         position = Position(token, tile, item.head, first_v)
         if w.out.dS_d is None and is_map(item):
             dS = over_map_chunk(dS, w, at + i)
@@ -63,6 +68,9 @@ def over_item(WG: gl.constexpr, w, item, at):
         # M and N of segments are stored keys down
         IS_V_FIRST: gl.constexpr = w.V_FIRST and w.out.dS_d is not None
         gl.store(state_pointers(w.out.dinitial_ptr, state, first_v, IS_V_FIRST, w.D), dS)
+    if w.out.boundary_ptr is not None and item.goal < -1:
+        state = (-2 - item.goal).to(gl.int64) * w.sequences.HV + item.head
+        gl.store(state_pointers(w.out.boundary_ptr, state, first_v, True, w.D), dS)
 
 
 @gluon.jit

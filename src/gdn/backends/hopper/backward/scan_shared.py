@@ -1,7 +1,8 @@
 """Define what the partitions of the reverse state scan share: structs and work items.
 
-A work item is a sequence (or a segment of one, see `segments`) and a value head (or half of its values),
-longest sequences first. CTA b takes items b, b + grid, ..., so that partitions know them without a scheduler.
+A work item is a sequence (or a segment of one, see `segments`, or its chunks in a pass, see `slabs`) and a
+value head (or half of its values), longest sequences first. CTA b takes items b, b + grid, ..., so that
+partitions know them without a scheduler.
 """
 
 from typing import Any
@@ -22,6 +23,11 @@ from gdn.backends.hopper.scan.scheduler import (
     STRIP,
 )
 from gdn.backends.triton.chunks import SEQUENCE
+
+# int32 fields of a work item of a pass in HBM: those of a segment's and the slot of the first chunk's dS.
+# FIRST_TOKEN counts over all rows, which takes a register less; START_FROM -1 - n: boundary state n;
+# STORE_TO -2 - n: also, for the next pass
+SLOT, SLAB_FIELDS = gl.constexpr(6), gl.constexpr(8)
 
 
 @struct
@@ -44,6 +50,7 @@ class ScanOutputs:
     dv_ptr: Any
     dfinal_ptr: Any  # or None: zero
     dinitial_ptr: Any  # or None: not stored
+    boundary_ptr: Any  # dS between two passes, values first in fp32, or None
 
 
 @struct
@@ -76,6 +83,7 @@ class Sequences:
 
     table_ptr: Any
     items_ptr: Any  # the work items of segments, or None
+    slab_ptr: Any  # how many work items the pass has, and these, or None
     T: Any
     HV: Any
     ratio: Any
@@ -102,12 +110,13 @@ class Scan:
 class Item:
     """Hold a work item: its states, where its tokens and chunks lie, its head and first strip of values."""
 
-    start: Any  # the state that dS starts from, counted without heads; below 0: none
-    goal: Any  # the state that dS is stored to; below 0: none
+    start: Any  # the state that dS starts from, counted without heads; below 0: none, or a boundary state
+    goal: Any  # the state that dS is stored to; -1: none, below: a boundary state
     row: Any
     first: Any
     length: Any
     chunk: Any
+    slot: Any  # of the first chunk's dS in HBM: the chunk itself, but in a pass
     head: Any
     strip: Any
 
@@ -122,20 +131,36 @@ def item_of(number, w):
     strip = number % PIECES
     n = pair // x.HV
     head = pair % x.HV
-    if x.items_ptr is not None:
+    if x.slab_ptr is not None:
+        # `plan_slabs` has written them to HBM
+        fields = x.slab_ptr + (1 + n) * SLAB_FIELDS
+        start, goal = gl.load(fields + START_FROM), gl.load(fields + STORE_TO)
+        first, slot = gl.load(fields + FIRST_TOKEN), gl.load(fields + SLOT)
+        length, chunk = gl.load(fields + LENGTH), gl.load(fields + FIRST_CHUNK)
+        return Item(start, goal, n * 0, first, length, chunk, slot, head, strip)
+    elif x.items_ptr is not None:
         # `plan_reverse_segments` has written them to HBM
         fields = x.items_ptr + pair * ITEM_FIELDS
         start, goal = gl.load(fields + START_FROM), gl.load(fields + STORE_TO)
         row, first = gl.load(fields + ROW), gl.load(fields + FIRST_TOKEN)
         length, chunk = gl.load(fields + LENGTH), gl.load(fields + FIRST_CHUNK)
-        return Item(start, goal, row, first, length, chunk, head, strip)
+        return Item(start, goal, row, first, length, chunk, chunk, head, strip)
     elif x.table_ptr is None:
-        return Item(n, n, n, n * 0, x.T + n * 0, n * x.chunks_per_row, head, strip)
+        chunk = n * x.chunks_per_row
+        return Item(n, n, n, n * 0, x.T + n * 0, chunk, chunk, head, strip)
     else:
         numbers = x.table_ptr + 2 * x.bound + SEQUENCE * n
         sequence = gl.load(numbers + 1)
         first, length, chunk = gl.load(numbers + 2), gl.load(numbers + 3), gl.load(numbers + 4)
-        return Item(sequence, sequence, n * 0, first, length, chunk, head, strip)
+        return Item(sequence, sequence, n * 0, first, length, chunk, chunk, head, strip)
+
+
+@gluon.jit
+def split_rows(item, x):
+    """Return a work item with its row and the first token in it, as TMA needs them."""
+    row = item.first // x.T
+    first = item.first - row * x.T
+    return Item(item.start, item.goal, row, first, item.length, item.chunk, item.slot, item.head, item.strip)
 
 
 @gluon.jit

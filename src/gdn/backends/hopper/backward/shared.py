@@ -87,6 +87,7 @@ class Problem:
     """Hold the numbers of a problem that a partition needs."""
 
     table_ptr: Any
+    slab_ptr: Any  # the chunks of a pass, or None
     T: Any
     HV: Any
     ratio: Any
@@ -122,12 +123,13 @@ class Sums:
 
 @struct
 class Place:
-    """Hold where an item lies: row, first token in it, tokens of its sequence, chunk, key head."""
+    """Hold where an item lies: row, first token in it, tokens of its sequence, chunk, slot, key head."""
 
     row: Any
     first: Any
     length: Any  # below 0: tokens of no sequence; 0: nothing
     chunk: Any
+    slot: Any  # of its dS in HBM: the chunk itself, but in a pass
     key_head: Any
 
 
@@ -137,14 +139,29 @@ def place_of(item, problem):
     num_heads = problem.HV // problem.ratio
     chunk = item // num_heads
     key_head = item % num_heads
-    if problem.table_ptr is None:
+    if problem.slab_ptr is not None:
+        # `plan_slabs` has written first token, length, chunk and slot to HBM
+        entry = problem.slab_ptr + 4 * chunk
+        first, length = gl.load(entry), gl.load(entry + 1)
+        return Place(chunk * 0, first, length, gl.load(entry + 2), gl.load(entry + 3), key_head)
+    elif problem.table_ptr is None:
         first = chunk % problem.chunks_per_row * C
-        return Place(
-            chunk // problem.chunks_per_row, first, gl.minimum(problem.T - first, C), chunk, key_head
-        )
+        length = gl.minimum(problem.T - first, C)
+        return Place(chunk // problem.chunks_per_row, first, length, chunk, chunk, key_head)
     else:
         entry = problem.table_ptr + 2 * chunk
-        return Place(chunk * 0, gl.load(entry), gl.load(entry + 1), chunk, key_head)
+        return Place(chunk * 0, gl.load(entry), gl.load(entry + 1), chunk, chunk, key_head)
+
+
+@gluon.jit
+def split_rows(place, problem):
+    """Return a place with its row and the first token in it, as TMA needs them.
+
+    A place of a pass counts tokens over all rows, so that the warpgroups hold a register less.
+    """
+    row = place.first // problem.T
+    first = place.first - row * problem.T
+    return Place(row, first, place.length, place.chunk, place.slot, place.key_head)
 
 
 @gluon.jit

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.layer.gate_channels import gate_channels, gate_channels_bwd, to_rows
 from gdn.backends.triton.lib import log1p, split_fp64
-from gdn.notation import HeadParam, PerHead
+from gdn.notation import Decay, GateBias, HeadParam, PerHead
 
 ELEMENTS = 1024  # tokens times heads of a block: 8 a thread
 HEADS = 128  # most heads of a block
@@ -152,10 +153,13 @@ _backwards: PlanCache[_BackwardPlan] = PlanCache()
 
 
 def gate(
-    a: PerHead, b: PerHead, A_log: HeadParam, dt_bias: HeadParam | None, lower_bound: None
-) -> tuple[PerHead, PerHead]:
-    """See `Backend`: g and beta in fp32. `refuses` lets no lower bound pass."""
-    a, b, A_log, dt_bias = _to_foldable(a), _to_foldable(b), A_log.contiguous(), _to_contiguous(dt_bias)
+    a: Decay, b: PerHead, A_log: HeadParam | None, dt_bias: GateBias | None, lower_bound: float | None
+) -> tuple[Decay, PerHead]:
+    """See `Backend`: g and beta in fp32. `refuses` lets a lower bound pass for key channels alone."""
+    if a.dim() > b.dim():
+        return gate_channels(a, b, A_log, dt_bias, lower_bound)
+    assert A_log is not None
+    a, b, A_log, dt_bias = to_rows(a), to_rows(b), A_log.contiguous(), _to_contiguous(dt_bias)
     with device_guard(a.device):
         launch = _forwards.get(_launch_key(a, b, A_log, dt_bias), lambda: _plan(a, b))
         g, beta = (x.new_empty(x.shape, dtype=torch.float32) for x in (a, b))
@@ -164,18 +168,21 @@ def gate(
 
 
 def gate_bwd(
-    a: PerHead,
+    a: Decay,
     b: PerHead,
-    A_log: HeadParam,
-    dt_bias: HeadParam | None,
-    lower_bound: None,
-    dg: PerHead,
+    A_log: HeadParam | None,
+    dt_bias: GateBias | None,
+    lower_bound: float | None,
+    dg: Decay,
     dbeta: PerHead,
-) -> tuple[PerHead, PerHead, HeadParam, HeadParam | None]:
+) -> tuple[Decay, PerHead, HeadParam | None, GateBias | None]:
     """Return da, db, dA_log, ddt_bias, each in its tensor's dtype."""
+    if a.dim() > b.dim():
+        return gate_channels_bwd(a, b, A_log, dt_bias, lower_bound, dg, dbeta)
+    assert A_log is not None
     a, b, A_log, dt_bias, dg, dbeta = (
-        _to_foldable(a), _to_foldable(b), A_log.contiguous(), _to_contiguous(dt_bias),
-        _to_foldable(dg), _to_foldable(dbeta)
+        to_rows(a), to_rows(b), A_log.contiguous(), _to_contiguous(dt_bias),
+        to_rows(dg), to_rows(dbeta)
     )  # fmt: skip
     with device_guard(a.device):
         plan = _backwards.get(
@@ -187,13 +194,6 @@ def gate_bwd(
         plan.gradients(a, b, A_log, dt_bias, dg, dbeta, da, db, partial)
         plan.add(partial, dA_log, ddt_bias)
     return da, db, dA_log, ddt_bias
-
-
-def _to_foldable(x: Tensor) -> Tensor:
-    """Return x as the kernels read it: heads contiguous, and all other axes foldable into one."""
-    sizes, strides = x.shape, x.stride()
-    is_foldable = all(strides[i] == sizes[i + 1] * strides[i + 1] for i in range(x.dim() - 2))
-    return x if is_foldable and strides[-1] == 1 else x.contiguous()
 
 
 def _to_contiguous(x: Tensor | None) -> Tensor | None:

@@ -12,13 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gdn.backends import eager
 from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradients, Kept
 from gdn.backends.borders import begin_whole, row_index, saved_of, start_columns, states_at
 from gdn.backends.triton.launch import allocate, device_guard, machine
 from gdn.backends.triton.rule import choose, run
 from gdn.backends.triton.rule.build import build_transfer
 from gdn.backends.triton.rule.describe import describe, operand_dtype, tensors_of, to_kernel_layout
+from gdn.backends.triton.rule.pool import NO_POOL
 from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.notation import State, Values
 from gdn.problem import Problem
@@ -26,8 +26,6 @@ from gdn.problem import Problem
 
 def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tensor | None, FinishForward]:
     """See `Backend`."""
-    if problem.is_per_channel:
-        return eager.BACKEND.forward_begin(problem, borders, save)
     if borders.leaving and not borders.entering:
         return begin_whole(problem, borders, lambda p: _forward(p, save))
     p = to_kernel_layout(problem)
@@ -65,7 +63,10 @@ def _transfers(p: Problem, start: tuple[Tensor, Tensor], new: list[Tensor | None
 
     new: the tensors of the forward, of which `prepare` has written A_inv and the factors.
     """
-    _, A_inv, _, factors, _, _, _, _, _, _, table, *none = new
+    _, A_inv, _, factors, _, _, _, _, _, _, table, *rest = new
+    none, rows = rest[: len(NO_POOL[0])], rest[len(NO_POOL[0]) :]
+    # with a decay per key channel the state pass reads rows k_in and k_out in the place of k
+    k = rows[1] if rows else p.k
     # M is the state of columns without values: one row of zeros in HBM serves all tokens
     zeros = p.v.new_zeros(p.K).expand(*p.v.shape[:3], p.K)
     ends = []
@@ -73,7 +74,7 @@ def _transfers(p: Problem, start: tuple[Tensor, Tensor], new: list[Tensor | None
         columns = replace(p, layout_key=None, v=v)
         end = torch.empty_like(initial_state)
         launch = build_transfer(columns, describe(columns), choose.transfer_tiles(columns, machine(p.device)))
-        launch(p.k, v, A_inv, factors, initial_state, p.cu_seqlens, table, None, None, end, *none)
+        launch(k, v, A_inv, factors, initial_state, p.cu_seqlens, table, None, None, end, *none)
         ends.append(end)
     return torch.cat(ends, -1)
 
@@ -82,8 +83,6 @@ def backward_begin(
     problem: Problem, kept: Kept, do: Tensor | None, dS: Tensor | None, borders: Borders
 ) -> tuple[Tensor | None, FinishBackward]:
     """See `Backend`."""
-    if problem.is_per_channel:
-        return eager.BACKEND.backward_begin(problem, kept, do, dS, borders)
     p = to_kernel_layout(problem)
     saved, do, dS = run.backward_inputs(p, saved_of(kept), do, dS)
     given = (*tensors_of(p), *saved, do)
@@ -105,7 +104,7 @@ def backward_begin(
             if borders.leaving or not borders.entering:
                 plan.run_state([*given, dS, *new])
             # free P and P_rest before the late tensors are allocated: this lowers peak memory
-            del new[-2:]
+            del new[-plan.num_early :]
             late = allocate(p.device, plan.late)
             plan.run_late([*given, dS, *new, *late])
         return run.backward_results(p, new, late)

@@ -96,13 +96,15 @@ def _build_prepare(p: Problem, d: Description) -> Launch:
 
 def build_transfer(p: Problem, d: Description, tiles: StripTile) -> Launch:
     """Build the state pass that computes final states from initial ones, both K first, and nothing else."""
+    _, k_strides = state_strides(p, d.unit)
     return Launch(
         state_kernel,
         p.N * p.HV * triton.cdiv(p.V, tiles.BV),
-        (*unit_strides(d.unit, p.k, p.v), *shape_scalars(p), d.entries, *NO_POOL[1]),
+        (*k_strides, *unit_strides(d.unit, p.v), *state_scalars(p), d.entries, *NO_POOL[1]),
         {
             "K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "V_FIRST": False,
-            **_strip_constants(p, tiles), "SPLIT": split_operands(p, machine(p.device)), "CHANNELS": False,
+            **_strip_constants(p, tiles), "SPLIT": split_operands(p, machine(p.device)),
+            "CHANNELS": p.is_per_channel,
         },
         tiles.num_warps,
     )  # fmt: skip

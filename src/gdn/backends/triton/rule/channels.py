@@ -40,15 +40,40 @@ def load_logits(g, dt_bias_ptr, token_range, head, ks, K: tl.constexpr, C: tl.co
 
 
 @triton.jit
+def activate_logits(x, rate, lower_bound, BOUNDED: tl.constexpr):
+    """Return the log decay g of logits x, in fp32."""
+    if BOUNDED:
+        return lower_bound * sigmoid(rate * x)
+    else:
+        return -rate * softplus(x)
+
+
+@triton.jit
+def logits_bwd(dg, g, x, rate, lower_bound, BOUNDED: tl.constexpr):
+    """Return the gradient of logits x, and its terms of dA_log, from dg; g as `activate_logits` returns it.
+
+    0 times NaN or inf is 0: a saturated gate passes no gradient, whatever the logit is.
+    """
+    if BOUNDED:
+        # sigmoid(-y), not 1 - sigmoid(y), which cancels for large y
+        y = rate * x
+        slope = sigmoid(y) * sigmoid(-y)
+        is_zero = (dg == 0) | (slope == 0)
+        dx = tl.where(is_zero, 0.0, slope * dg * lower_bound * rate)
+        return dx, tl.where(is_zero, 0.0, x * dx)
+    else:
+        is_zero = dg == 0
+        dx = tl.where(is_zero, 0.0, -rate * sigmoid(x) * dg)
+        return dx, tl.where(is_zero, 0.0, g * dg)
+
+
+@triton.jit
 def channel_decays(
     x, rate, lower_bound, is_token, RAW: tl.constexpr, BOUNDED: tl.constexpr, RESET: tl.constexpr
 ):
     """Return max(g, RESET) [C, channels] from `load_logits`; 0 past the chunk's end. RAW: x are logits."""
     if RAW:
-        if BOUNDED:
-            x = lower_bound * sigmoid(rate * x)
-        else:
-            x = -rate * softplus(x)
+        x = activate_logits(x, rate, lower_bound, BOUNDED)
     # keep NaN: tl.maximum(NaN, RESET) is RESET on a GPU
     x = tl.where(x < RESET, RESET, x)
     return tl.where(is_token[:, None], x, 0.0)
@@ -60,24 +85,14 @@ def gate_bwd(
 ):  # fmt: skip
     """Return the gradient of logits x [C, channels], and its terms of dA_log, from dg; x as in `load_logits`.
 
-    0 times NaN or inf is 0: a reset and a saturated gate pass no gradient, whatever the logit is.
+    A reset passes no gradient.
     """
     # without the mask, a rounding error times g = -1e6 would show in dA_log
     dg = tl.where(g > RESET, dg, 0.0)
     if not RAW:
         return dg, tl.zeros_like(dg)
     else:
-        if BOUNDED:
-            # sigmoid(-y), not 1 - sigmoid(y), which cancels for large y
-            y = rate * x
-            slope = sigmoid(y) * sigmoid(-y)
-            is_zero = (dg == 0) | (slope == 0)
-            dx = tl.where(is_zero, 0.0, slope * dg * lower_bound * rate)
-            return dx, tl.where(is_zero, 0.0, x * dx)
-        else:
-            is_zero = dg == 0
-            dx = tl.where(is_zero, 0.0, -rate * sigmoid(x) * dg)
-            return dx, tl.where(is_zero, 0.0, g * dg)
+        return logits_bwd(dg, g, x, rate, lower_bound, BOUNDED)
 
 
 @triton.jit

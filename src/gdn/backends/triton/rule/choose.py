@@ -71,6 +71,11 @@ def has_fp32_operands(p: Problem) -> bool:
     return fp32_state_operands(p) or p.q.dtype == torch.float32
 
 
+def has_large_rows(p: Problem) -> bool:
+    """Return True if the state passes load more than 128 channels of q_in, k_in and k_out of each token."""
+    return p.is_per_channel and p.K > 128
+
+
 def split_operands(p: Problem, machine: Machine) -> bool:
     """Return True if 16-bit operands that cause errors are split into hi + lo, and <S_in, dS> uses fp32 dS.
 
@@ -161,7 +166,10 @@ def _choose_forward(p: Problem, machine: Machine, num_states: int) -> ForwardTil
     """
     output = OutputTile(_strip_columns(p, 64), 4)
     # batch invariance: the choice must not depend on the number of sequences
-    if not p.batch_invariant and num_states * triton.cdiv(p.V, 64) > machine.num_sms:
+    is_full = num_states * triton.cdiv(p.V, 64) > machine.num_sms
+    # scan in fp32 has three rows of 1 KB a token: two chunks of them exceed the shared memory of sm_90
+    fits = not (has_large_rows(p) and has_fp32_operands(p))
+    if is_full and fits and not p.batch_invariant:
         return fused_tiles(p, machine)
     warps, stages = _warps_and_stages(p, machine, 4)
     columns = _strip_columns(p, _fastest_strip(p, machine, num_states, STATE_US))
@@ -170,12 +178,17 @@ def _choose_forward(p: Problem, machine: Machine, num_states: int) -> ForwardTil
 
 def _choose_backward(p: Problem, machine: Machine, num_states: int) -> BackwardTiles:
     """Choose the backward's tiles. 64 columns spill on sm_80 (20 KB a thread), sm_100 (1.5 KB) and sm_120."""
-    is_allowed = machine.kind == "hip" or machine.capability == 90
+    is_allowed = (machine.kind == "hip" or machine.capability == 90) and not has_large_rows(p)
     us_per_chunk = {most: us for most, us in STATE_BWD_US.items() if most < 64 or is_allowed}
     most = _fastest_strip(p, machine, num_states, us_per_chunk)
     # shared memory: three stages of 64 columns leave no space for split bf16 operands
     # or for rows k_out beside k_in
     warps, stages = _warps_and_stages(p, machine, 2 if most == 64 or p.is_per_channel else 3)
+    if has_large_rows(p) and has_fp32_operands(p):
+        stages = 1
+    elif has_large_rows(p) and machine.kind == "cuda" and machine.capability != 90:
+        # operands in registers, or in tensor memory: 4 warps spill 15 KB a thread on sm_80, 8 warps 80 bytes
+        warps = 8
     # one group of all chunks; `backward_tiles` sets the real size
     return BackwardTiles(_strip_columns(p, most), warps, stages, *_gradient_tiles(p, machine), 1 << 30)
 

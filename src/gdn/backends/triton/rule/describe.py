@@ -11,7 +11,7 @@ from gdn.backends.backend import Shape
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import Launch, TensorSpec, machine, unit_of
 from gdn.backends.triton.rule.choose import fp32_mma, fp32_state_operands
-from gdn.backends.triton.rule.pairs import ROWS
+from gdn.backends.triton.rule.pairs import NUM_FACTORS
 from gdn.problem import CHUNK, Problem
 
 
@@ -110,7 +110,7 @@ def saves(problem: Problem) -> tuple[Shape | None, ...]:
         rstd,
         rstd,
         # the rows of a decay per key channel are no smaller than S_in: the whole forward runs again
-        ((*tiles, ROWS.value, CHUNK), torch.float32) if p.recompute and not p.is_per_channel else None,
+        ((*tiles, NUM_FACTORS, CHUNK), torch.float32) if p.recompute and not p.is_per_channel else None,
     )
 
 

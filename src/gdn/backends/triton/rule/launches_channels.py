@@ -51,18 +51,27 @@ class ChannelBackward:
     num_early: ClassVar[int] = 3  # q_in, P and P_rest
 
     def steps(self, tensors: Sequence[T | None]) -> Steps[T]:
-        """Yield the launches up to the backward state pass.
+        """Yield the launches up to the backward state pass, after which q_in, P and P_rest may be freed.
 
         `tensors`: the problem's, those of Saved, do, dS, then those of `specs`.
         """
+        yield from self.pair_steps(tensors)
+        yield from self.state_steps(tensors)
+
+    def pair_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """Yield the launches that need no gradient of a state. `tensors`: as in `steps`."""
         q, k, _, g, beta, A_log, dt_bias, _, cu_seqlens, *rest = tensors
-        _, A_inv, S_in, _, _, _, _, do, dS, *new = rest
-        dv, _, _, dS0, dS_out, _, _, _, _, _, factors, table, k_rows, q_in, P, P_rest = new
+        *_, factors, table, k_rows, q_in, P, P_rest = rest
         if self.table is not None:
             yield self.table, (cu_seqlens, table)
         inputs = (q, k, g, beta, A_log, dt_bias, table)
         # rows and P again, without A_inv and norms, which were saved
         yield self.prepare, (*inputs, q_in, k_rows, None, P, P_rest, factors, None, None, None)
+
+    def state_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """Yield the backward state pass. `tensors`: as in `steps`."""
+        _, _, _, _, _, _, _, _, cu_seqlens, _, A_inv, S_in, _, _, _, _, do, dS, *new = tensors
+        dv, _, _, dS0, dS_out, _, _, _, _, _, factors, table, k_rows, q_in, P, P_rest = new
         read = (q_in, k_rows, A_inv, P, P_rest, factors, S_in, do, dS, cu_seqlens, table)
         yield self.state, (*read, dS_out, dv, dS0)
 
@@ -90,6 +99,16 @@ class ChannelBackward:
     def run(self) -> LaunchSequence:
         """Return a callable that runs the launches of `steps`."""
         return LaunchSequence(self.steps)
+
+    @cached_property
+    def run_pairs(self) -> LaunchSequence:
+        """Return a callable that runs the launches of `pair_steps`."""
+        return LaunchSequence(self.pair_steps)
+
+    @cached_property
+    def run_state(self) -> LaunchSequence:
+        """Return a callable that runs the launch of `state_steps`."""
+        return LaunchSequence(self.state_steps)
 
     @cached_property
     def run_late(self) -> LaunchSequence:

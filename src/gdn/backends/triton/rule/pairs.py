@@ -32,6 +32,7 @@ from gdn.backends.triton.lib import (
 
 # rows of a chunk's factors [ROWS, C], fp32 in HBM
 OUT, READ, INTO, BETA, END = (tl.constexpr(i) for i in range(5))
+NUM_FACTORS = 5  # the first rows: all that a forward writes
 # Terms of the gates' gradients, which the backward stores in the same array. CROSSING replaces OUT. THROUGH
 # is in END's row, after its one scalar: one value per strip of `state_bwd_kernel` if SPLIT, else one value.
 CROSSING, THROUGH, ENTERING, LEAVING, DBETA, ALONG_Q, ALONG_K = (

@@ -56,8 +56,9 @@ def pool_of(p: PrefillProblem) -> StatePool | None:
     """Return the pool that a forward can read and update in place; None: its states have to be gathered."""
     inner = (p.K, 1) if p.state_v_first else (p.V, 1)
     is_dense = p.state.stride()[2:] == inner and not any(x % UNIT.value for x in p.state.stride()[:2])
-    # a checkpoint at the end is the final state, a snapshot may be any state: both read copies
-    if not is_dense or p.keeps_states or p.K * p.V % UNIT.value != 0:
+    # a checkpoint at the end is the final state, a snapshot may be any state: both read copies. States in
+    # int16 are widened and rounded by copies, too
+    if not is_dense or p.keeps_states or p.column_scale is not None or p.K * p.V % UNIT.value != 0:
         return None
     return StatePool(
         p.state, p.state_index, p.out_state_index, p.has_initial_state, p.update_state,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends.backend import Gradients, Saved
-from gdn.backends.select import other_launches
+from gdn.backends.select import other_backward_launches, other_launches
 from gdn.backends.triton.launch import (
     PlanCache,
     Step,
@@ -45,6 +45,7 @@ from gdn.backends.triton.rule.describe import (
 )
 from gdn.backends.triton.rule.launches import Backward, Forward
 from gdn.backends.triton.rule.launches_channels import ChannelBackward
+from gdn.backends.triton.rule.pairs import NUM_FACTORS
 from gdn.backends.triton.rule.pool import StatePool
 from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import Problem
@@ -59,6 +60,9 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
     o, final, saved = forward(p, operand_dtype(p) if save else None)
     if not save:
         return o, final, Saved()
+    if saved.factors is not None:
+        # a copy without the rows that only a backward writes: 20 bytes of HBM a token and head, not 40
+        saved = replace(saved, factors=saved.factors[:, :, :NUM_FACTORS].contiguous())
     zero_unused_tiles(p, saved)
     return o, final, saved
 
@@ -69,13 +73,16 @@ def recompute_saved(problem: Problem, saved: Saved) -> Saved:
     kept = operand_dtype(p)
     if p.is_per_channel:
         return forward(p, kept)[2]
-    given = (saved.G, saved.A_inv, None, saved.factors, saved.q_rstd, saved.k_rstd)
+    given = (saved.G, saved.A_inv, None, None, saved.q_rstd, saved.k_rstd)
     with device_guard(p.device):
         plan = forward_plan(p, kept)
         # P stays unwritten: only o depends on it, which nobody reads
         new = allocate(p.device, [s if x is None else None for s, x in zip_longest(plan.specs, given)])
         new = [y if x is None else x.contiguous() for y, x in zip_longest(new, given)]
-        *_, table, _, _, _ = new  # before the slots of a pool
+        _, _, _, factors, *_, table, _, _, _ = new  # before the slots of a pool
+        # an operator returns no empty tensor: without chunks there are no factors
+        if factors is not None and saved.factors is not None:
+            factors[:, :, :NUM_FACTORS].copy_(saved.factors)
         if plan.table is not None:
             plan.table(p.cu_seqlens, table)
         state, tensors = next(plan.state_steps([*tensors_of(p), *new]))
@@ -187,24 +194,34 @@ def with_pool(new: list[Tensor | None], pool: StatePool | None) -> list[Tensor |
     if pool is None:
         return new
     o = new[9] if pool.out is None else pool.out
-    return [*new[:8], pool.state if pool.is_updated else None, o, new[10], *pool.tensors]
+    # a plan with a decay per key channel has rows after the slots
+    return [*new[:8], pool.state if pool.is_updated else None, o, new[10], *pool.tensors, *new[14:]]
 
 
 def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Backward | ChannelBackward:
     """Build a backward; if it is the first of its kind, compile those of other sizes in parallel."""
-    description, gpu = describe(p, do), machine(p.device)
+    description = describe(p, do)
 
     def steps() -> Iterator[Step]:
-        for tiles in choose.all_backward_tiles(p, gpu):
-            plan = build_backward(p, do, description, tiles)
-            new, late = (allocate_placeholders(p.device, specs) for specs in (plan.specs, plan.late))
-            given = (*tensors_of(p), *saved, do, dS)
-            yield from plan.steps([*given, *new])
-            yield from plan.late_steps([*given, *new[: -plan.num_early], *late])
+        yield from backward_launches(p, saved, do, dS)
+        yield from other_backward_launches(p, saved, do, dS, "triton")
 
     dtypes = (do.dtype, *(None if x is None else x.dtype for x in (dS, *saved)))
-    compile_ahead(p.device, ("backward", kind_key(p, description), *dtypes), steps)
-    return build_backward(p, do, description, choose.backward_tiles(p, gpu))
+    # another backend's launches are among them only if the caller named no backend
+    is_shared = settings.backend(p.backend) is None
+    compile_ahead(p.device, ("backward", kind_key(p, description), *dtypes, is_shared), steps)
+    return build_backward(p, do, description, choose.backward_tiles(p, machine(p.device)))
+
+
+def backward_launches(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Iterator[Step]:
+    """Yield the launches of backwards of this kind, of any size, on placeholders for allocated tensors."""
+    description = describe(p, do)
+    for tiles in choose.all_backward_tiles(p, machine(p.device)):
+        plan = build_backward(p, do, description, tiles)
+        new, late = (allocate_placeholders(p.device, specs) for specs in (plan.specs, plan.late))
+        given = (*tensors_of(p), *saved, do, dS)
+        yield from plan.steps([*given, *new])
+        yield from plan.late_steps([*given, *new[: -plan.num_early], *late])
 
 
 def is_foreign(p: Problem, saved: Saved) -> bool:

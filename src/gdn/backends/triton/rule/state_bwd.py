@@ -14,6 +14,7 @@ Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024
 1024: 2450.
 """
 
+import triton
 import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
@@ -43,6 +44,16 @@ from gdn.backends.triton.rule.pairs import (
     load_k_out,
     through,
 )
+
+
+@triton.jit
+def load_without_prefetch(place, length):
+    """Load a tile of a chunk, which has tokens, when it is used: no load inside an `if` is pipelined."""
+    if length > 0:
+        x = tl.load(place)
+    else:
+        x = tl.zeros(place.shape, place.dtype.element_ty)
+    return x
 
 
 @kernel
@@ -83,8 +94,13 @@ def state_bwd_kernel(
         k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT).to(operand)
         q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT).to(operand)
         do = load_rows(Rows(do_ptr, do_b, do_t, do_h), token_range, head, vs, V, C, UNIT).to(operand)
-        A_inv = tl.load(A_inv_ptr + tile * (C * C) + square).to(operand)
-        P = tl.load(P_ptr + tile * (C * C) + square).to(operand)
+        if CHANNELS and BK > 128:
+            # two chunks of three rows fill the shared memory of sm_90
+            A_inv = load_without_prefetch(A_inv_ptr + tile * (C * C) + square, length).to(operand)
+            P = load_without_prefetch(P_ptr + tile * (C * C) + square, length).to(operand)
+        else:
+            A_inv = tl.load(A_inv_ptr + tile * (C * C) + square).to(operand)
+            P = tl.load(P_ptr + tile * (C * C) + square).to(operand)
 
         # the gradient of the state that leaves chunk i, for the gradient kernels
         place, mask = state_pointers(tile * (K * V), ks, vs, K, V, False)

@@ -24,7 +24,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from gdn.backends.triton.launch import (
     CachedLaunch,
     Launch,
-    Machine,
     PlanCache,
     compile_ahead,
     device_guard,
@@ -43,6 +42,13 @@ from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.gates import gate_layout
 from gdn.backends.triton.serving.packet import index_strides, max_row_tokens, supports_packet
 from gdn.backends.triton.serving.packet_lib import load_slot
+from gdn.backends.triton.serving.pool_lib import (
+    load_scales,
+    load_state,
+    round_columns,
+    scaled_state,
+    store_state,
+)
 from gdn.backends.triton.serving.recurrent_lib import (
     advance_token,
     decay_pointers,
@@ -58,18 +64,19 @@ from gdn.backends.triton.serving.recurrent_lib import (
 )
 from gdn.backends.triton.serving.state_tiles import (
     RESIDENT,
-    SHARES,
-    StateTile,
     kernel_offsets,
     magic_numbers,
     pick_tile,
     pool_strides,
+    scale_strides,
 )
 from gdn.backends.triton.serving.structs import (
     GateParameters,
     Gates,
     GateStrides,
+    HeadStates,
     Slots,
+    TileColumns,
     Token,
     Tokens,
     group_constants,
@@ -83,15 +90,15 @@ REGISTERS = {(True, False): 128, (False, False): 160, (False, True): 160, (True,
 
 @kernel
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, state_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr,
-    read_index_ptr, num_accepted_ptr, ring_pos_ptr, write_index_ptr, intermediate_ptr, intermediate_row_ptr,
-    parent_ptr, o_ptr,
+    q_ptr, k_ptr, v_ptr, state_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, column_scale_ptr,
+    cu_seqlens_ptr, read_index_ptr, num_accepted_ptr, ring_pos_ptr, write_index_ptr, intermediate_ptr,
+    intermediate_row_ptr, parent_ptr, o_ptr,
     q_b, q_t, q_h, q_0, k_b, k_t, k_h, k_0, q_k, k_k, v_b, v_t, v_h, v_v, v_0, o_b, o_t, o_h, o_v,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h,
     state_n, state_r, state_h, state_k, state_v, kept_n, kept_t, kept_h, kept_k, kept_v,
     read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
     N, T, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, columns, entries, kept_rows, scale,
-    g_k, dt_bias_k, lower_bound,
+    g_k, dt_bias_k, lower_bound, scale_n, scale_r, scale_h, scale_v,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
     UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
@@ -163,11 +170,17 @@ def decode_kernel(
             tl.store(o_at + at * o_t, tl.zeros([A, B], o_ptr.dtype.element_ty), mask=has_value)
             at += 1
     else:
-        pool = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
-        source = pool + (slot * state_n + entry * state_r) * STATE_UNIT
-        S = tl.load(
-            tile_pointers(source, keys, values, state_k, state_v, STATE_UNIT, AXIS), mask=in_state, other=0.0
-        )
+        scale_ptr = column_scale_ptr
+        if column_scale_ptr is not None:
+            scale_ptr += head.to(tl.int64) * scale_h
+        pool = HeadStates(
+            state_ptr + head.to(tl.int64) * state_h * STATE_UNIT, state_n, state_r, state_k, state_v,
+            scale_ptr, scale_n, scale_r, scale_v,
+        )  # fmt: skip
+        tile = TileColumns(keys, values, in_state, has_value)
+        S, column_scale = load_state(pool, tile, slot, entry, STATE_UNIT, AXIS), None
+        if column_scale_ptr is not None:
+            column_scale = load_scales(pool, tile, slot, entry)
         if PDL:
             launch_dependents()
         # L2: the program AHEAD ids later runs when this one's registers are free; prefetch its state tile
@@ -182,7 +195,7 @@ def decode_kernel(
                         K * state_ptr.dtype.element_ty.primitive_bitwidth // (8 * 128), STATE_UNIT,
                     )  # fmt: skip
         S = S.to(tl.float32)
-        root = S
+        root, root_scale = S, column_scale
         if intermediate_ptr is not None:
             kept = intermediate_ptr + (kept_row * kept_n + head.to(tl.int64) * kept_h) * KEPT_UNIT
 
@@ -197,13 +210,21 @@ def decode_kernel(
                 before = tl.minimum(before.to(tl.int64), at - 1)
                 if before < 0:
                     S = root
+                    if column_scale_ptr is not None:
+                        column_scale = root_scale
                 else:
                     before_place = tile_pointers(
                         kept + before * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
                     )
                     S = tl.load(before_place, mask=in_state, other=0.0).to(tl.float32)
-            S, o = advance_token(S, Token(q, k, v, g, beta), gate, scale, C)
-            if ROUND:
+                    if column_scale_ptr is not None:
+                        column_scale = tl.full([A, B], 1.0, tl.float32)
+            S, o = advance_token(S, Token(q, k, v, g, beta), gate, scale, C, column_scale)
+            if column_scale_ptr is not None:
+                column_scale = tl.full([A, B], 1.0, tl.float32)
+            if ROUND and column_scale_ptr is not None:
+                S, column_scale = round_columns(S)
+            elif ROUND:
                 S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
             tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty), mask=has_value)
             if intermediate_ptr is not None:
@@ -211,7 +232,8 @@ def decode_kernel(
                     kept + at * kept_t * KEPT_UNIT, keys, values, kept_k, kept_v, KEPT_UNIT, KEPT_AXIS
                 )
                 if is_kept:
-                    tl.store(kept_place, S.to(intermediate_ptr.dtype.element_ty), mask=in_state)
+                    kept_state = scaled_state(S, column_scale).to(intermediate_ptr.dtype.element_ty)
+                    tl.store(kept_place, kept_state, mask=in_state)
                     if parent_ptr is not None:
                         # another thread of this program may read this state from HBM for a later token
                         tl.debug_barrier()
@@ -222,11 +244,7 @@ def decode_kernel(
                 else:
                     target = tl.load(write_index_ptr + row * write_n + at * write_t).to(tl.int64)
                 if (target >= lowest) & (target < slots):
-                    slot_place = tile_pointers(
-                        pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k,
-                        state_v, STATE_UNIT, AXIS,
-                    )  # fmt: skip
-                    tl.store(slot_place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+                    store_state(scaled_state(S, column_scale), pool, tile, target, entry, STATE_UNIT, AXIS)
             at += 1
             q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
         if WRITE == "final":
@@ -234,11 +252,7 @@ def decode_kernel(
             if write_index_ptr is not None:
                 target = tl.load(write_index_ptr + row * write_n).to(tl.int64)
             if (target >= lowest) & (target < slots) & (count > 0):
-                final_place = tile_pointers(
-                    pool + (target * state_n + entry * state_r) * STATE_UNIT, keys, values, state_k, state_v,
-                    STATE_UNIT, AXIS,
-                )  # fmt: skip
-                tl.store(final_place, S.to(state_ptr.dtype.element_ty), mask=in_state)
+                store_state(scaled_state(S, column_scale), pool, tile, target, entry, STATE_UNIT, AXIS)
 
 
 @dataclass(frozen=True)
@@ -304,8 +318,9 @@ def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
 def launch_tensors(p: DecodeProblem) -> tuple[Tensor | None, ...]:
     """Return the problem's tensors in the order of the kernel's parameters."""
     return (
-        p.q, p.k, p.v, p.state, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias, p.cu_seqlens, p.read_index,
-        p.num_accepted, p.ring_pos, p.write_index, p.intermediate, p.intermediate_row, p.parent, p.out,
+        p.q, p.k, p.v, p.state, p.g, p.beta, p.a, p.b, p.A_log, p.dt_bias, p.column_scale, p.cu_seqlens,
+        p.read_index, p.num_accepted, p.ring_pos, p.write_index, p.intermediate, p.intermediate_row, p.parent,
+        p.out,
     )  # fmt: skip
 
 
@@ -360,8 +375,9 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
         p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
         p.state.shape[1] if p.ring_pos is not None else 1,
         0 if p.intermediate is None else p.intermediate.shape[0], p.scale, *gates.rest,
+        *scale_strides(p.column_scale),
     )  # fmt: skip
-    is_single, is_full = not is_packed and p.q.shape[1] == 1, _is_full(part, p, axis, gpu)
+    is_single, is_full = not is_packed and p.q.shape[1] == 1, part.is_largest(p.K, p.V, axis, width, gpu)
     # where every token writes a state, these stores take the time, and the space in L2
     calls = is_full and (is_single or p.write != "all" and p.intermediate is None)
     constants = {
@@ -379,12 +395,4 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
         constants,
         part.num_warps,
         options=pdl_options(gpu) | (limit if is_full and width == 2 else {}),
-    )
-
-
-def _is_full(part: StateTile, p: DecodeProblem, axis: str, gpu: Machine) -> bool:
-    """Return True if tiles are the largest and of whole 128-byte lines: programs then prefetch into L2."""
-    is_even = p.K in (64, 128, 256) and p.V % (part.R * part.P) == 0
-    return (
-        gpu.kind == "cuda" and axis == "k" and part.share == SHARES[axis, p.state.element_size()] and is_even
     )

@@ -107,7 +107,7 @@ def fold_history(problem: FoldProblem) -> None:
 
 def fold_tensors(p: FoldProblem) -> tuple[Tensor | None, ...]:
     """Return the problem's tensors in the order of the kernel's parameters."""
-    return p.tensors()
+    return p.state, p.history_u, p.history_k, p.history_G, p.cursor, p.index, p.num_accepted
 
 
 def _key(p: FoldProblem) -> Hashable:

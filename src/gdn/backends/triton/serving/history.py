@@ -70,7 +70,8 @@ FOLDED = 32  # keys of a state in a program's registers: with 64 the fold would 
 @kernel
 def history_kernel(
     q_ptr, k_ptr, v_ptr, state_ptr, u_history_ptr, k_history_ptr, G_history_ptr, cursor_ptr, g_ptr, beta_ptr,
-    a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr, read_index_ptr, num_accepted_ptr, o_ptr,
+    a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, column_scale_ptr, cu_seqlens_ptr, read_index_ptr, num_accepted_ptr,
+    o_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, q_k, k_k, v_v, o_v,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h, state_n, state_h, state_k, state_v,
     u_n, u_p, u_h, past_n, past_p, past_h, G_n, G_p, G_h, cursor_n, read_n,

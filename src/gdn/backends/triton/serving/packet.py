@@ -61,9 +61,9 @@ REGISTERS = 128  # maxnreg of programs of 8 tokens that write no state: sixteen 
 
 @kernel
 def packet_kernel(
-    q_ptr, k_ptr, v_ptr, state_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, cu_seqlens_ptr,
-    read_index_ptr, num_accepted_ptr, ring_pos_ptr, write_index_ptr, intermediate_ptr, intermediate_row_ptr,
-    parent_ptr, o_ptr,
+    q_ptr, k_ptr, v_ptr, state_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, column_scale_ptr,
+    cu_seqlens_ptr, read_index_ptr, num_accepted_ptr, ring_pos_ptr, write_index_ptr, intermediate_ptr,
+    intermediate_row_ptr, parent_ptr, o_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, q_0, k_0, v_0, q_k, k_k, v_v, o_v,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h, state_n, state_r, state_h, state_k, state_v,
     read_n, read_c, accepted_n, ring_n, write_n,
@@ -260,8 +260,8 @@ def supports_packet(p: DecodeProblem) -> bool:
     """Return True if this form supports the decode and the caller allows its rounding."""
     if p.exact_packet or p.write == "all" or p.intermediate is not None:
         return False
-    # token by token is exact, too: `decode` runs the gates that this form lacks
-    if p.is_per_channel or p.lower_bound is not None:
+    # token by token is exact, too: `decode` runs the gates and pools that this form lacks
+    if p.is_per_channel or p.lower_bound is not None or p.column_scale is not None:
         return False
     longest = max_row_tokens(p)
     return longest is not None and 1 < longest <= MAX_TOKENS

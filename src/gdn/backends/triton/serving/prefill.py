@@ -25,17 +25,30 @@ from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, 
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import to_kernel_layout
 from gdn.backends.triton.rule.pool import StatePool, pool_of
+from gdn.backends.triton.serving.gates import gate_layout
+from gdn.backends.triton.serving.pool_lib import load_scales, scaled_state, store_state
 from gdn.backends.triton.serving.recurrent_lib import (
     advance_token,
+    decay_pointers,
     divide,
     key_offsets,
+    load_gate_parameters,
     load_token,
     locate_program,
     tile_indices,
     tile_pointers,
 )
-from gdn.backends.triton.serving.state_tiles import magic_numbers, pick_tile, pool_strides
-from gdn.backends.triton.serving.structs import GateParameters, Token, Tokens, group_constants
+from gdn.backends.triton.serving.state_tiles import magic_numbers, pick_tile, pool_strides, scale_strides
+from gdn.backends.triton.serving.structs import (
+    GateParameters,
+    Gates,
+    GateStrides,
+    HeadStates,
+    TileColumns,
+    Token,
+    Tokens,
+    group_constants,
+)
 from gdn.problem import CHUNK, PrefillProblem, Problem
 
 
@@ -54,9 +67,9 @@ def first_chunk(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @kernel
 def gather_kernel(
-    state_ptr, index_ptr, has_initial_ptr, initial_ptr,
+    state_ptr, column_scale_ptr, index_ptr, has_initial_ptr, initial_ptr,
     state_n, state_h, state_k, state_v, index_n, has_initial_n,
-    HV, HV_magic, HV_s, slots, lowest,
+    HV, HV_magic, HV_s, slots, lowest, scale_n, scale_h, scale_v,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -75,6 +88,13 @@ def gather_kernel(
         state_ptr + (slot * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS
     )
     S = tl.load(place, mask=mask & is_read, other=0.0).to(tl.float32)
+    if column_scale_ptr is not None:
+        # a scale for each column of the tile, in registers; heads stand where a ring has its entries
+        states = HeadStates(
+            state_ptr, state_n, state_h, state_k, state_v, column_scale_ptr, scale_n, scale_h, scale_v
+        )
+        tile = TileColumns(keys, values, mask & is_read, (values < V) & is_read)
+        S = scaled_state(S, load_scales(states, tile, slot, head))
     tl.store(
         tile_pointers(initial_ptr + (n * HV + head) * (K * V), keys, values, V, K, 1, OWN_AXIS), S, mask=mask
     )
@@ -82,9 +102,10 @@ def gather_kernel(
 
 @kernel
 def scatter_kernel(
-    final_ptr, S_in_ptr, cu_seqlens_ptr, index_ptr, out_index_ptr, offsets_ptr, state_ptr, checkpoints_ptr,
+    final_ptr, S_in_ptr, cu_seqlens_ptr, index_ptr, out_index_ptr, offsets_ptr, state_ptr, column_scale_ptr,
+    checkpoints_ptr,
     state_n, state_h, state_k, state_v, kept_n, kept_h, kept_k, kept_v, index_n, out_index_n, offsets_n,
-    HV, HV_magic, HV_s, slots, lowest, rows, every,
+    HV, HV_magic, HV_s, slots, lowest, rows, every, scale_n, scale_h, scale_v,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr,
     UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, UPDATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
@@ -109,11 +130,12 @@ def scatter_kernel(
         # the state may go to another slot than the one it came from
         if out_index_ptr is not None:
             slot = tl.load(out_index_ptr + n * out_index_n).to(tl.int64)
-        place = tile_pointers(
-            state_ptr + (slot * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS
-        )
         is_written = (slot >= lowest) & (slot < slots)
-        tl.store(place, S.to(state_ptr.dtype.element_ty), mask=mask & is_written)
+        states = HeadStates(
+            state_ptr, state_n, state_h, state_k, state_v, column_scale_ptr, scale_n, scale_h, scale_v
+        )
+        tile = TileColumns(keys, values, mask & is_written, (values < V) & is_written)
+        store_state(S, states, tile, slot, head, UNIT, AXIS)
     if checkpoints_ptr is not None:
         # chunks before sequence n are counted on the device: the host does not know the lengths
         chunk = first_chunk(cu_seqlens_ptr, n, C, BLOCK)
@@ -137,20 +159,22 @@ def scatter_kernel(
 @kernel
 def snapshot_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, S_in_ptr,
-    cu_seqlens_ptr, index_ptr, pos_ptr, snapshot_index_ptr, state_ptr,
-    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, one, state_n, state_h, state_k, state_v,
-    index_n, pos_n, snapshot_index_n, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, scale,
+    cu_seqlens_ptr, index_ptr, pos_ptr, snapshot_index_ptr, state_ptr, column_scale_ptr,
+    q_t, q_h, k_t, k_h, v_t, v_h, g_t, g_h, beta_t, beta_h, dt_bias_h, one,
+    state_n, state_h, state_k, state_v, index_n, pos_n, snapshot_index_n,
+    HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, scale, lower_bound,
+    scale_n, scale_h, scale_v,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, OWN_AXIS: tl.constexpr, UNIT: tl.constexpr,
     TOKEN_UNIT: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr, NEGATIVE: tl.constexpr, C: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    # pool[target] = state after pos tokens.
+    # pool[target] = state after pos tokens. CHANNELS: the unit of g's strides per key channel, or 0.
     # Program (n, head, block of V): a tile of A * B value columns of S, in fp32 registers over all tokens.
     # Grid: N * HV * blocks, blocks fastest; warps of `pick_tile`, which is 1; no PDL.
     # Reads one of initial, final and S_in, then up to C - 1 tokens; writes the tile of the snapshot.
     constants: tl.constexpr = group_constants(
-        NORM=NORM, DECAY=g_ptr is not None, GATE=RAW, SIGMOID=RAW, NEGATIVE=NEGATIVE, CHANNELS=0
+        NORM=NORM, DECAY=g_ptr is not None, GATE=RAW, SIGMOID=RAW, NEGATIVE=NEGATIVE, CHANNELS=CHANNELS
     )
     n, head, block = locate_program(HV, HV_magic, HV_s, tl.cdiv(V, A * B))
     keys, values = tile_indices(block, A, J, B, W, AXIS, R_FIRST)
@@ -189,27 +213,25 @@ def snapshot_kernel(
     q_at = q_ptr + (first * q_t + key_head * q_h) * TOKEN_UNIT + along
     k_at = k_ptr + (first * k_t + key_head * k_h) * TOKEN_UNIT + along
     v_at = v_ptr + first * v_t + head * v_h + values
+    gates = Gates(g_ptr, beta_ptr, None, None, A_log_ptr, dt_bias_ptr)
+    strides = GateStrides(0, g_t, g_h, 0, beta_t, beta_h, 1, dt_bias_h)
     if g_ptr is not None:
-        g_ptr += first * g_t + head * g_h
+        g_ptr = decay_pointers(g_ptr, first * g_t + head * g_h, along, CHANNELS)
     if beta_ptr is not None:
         beta_ptr += first * beta_t + head * beta_h
-    rate, bias = 0.0, 0.0
-    if A_log_ptr is not None:
-        rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
-    if dt_bias_ptr is not None:
-        bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-    gate = GateParameters(rate, bias, None)
+    rate, bias = load_gate_parameters(gates, strides, head, along, has_key, lower_bound, CHANNELS)
+    gate = GateParameters(rate, bias, lower_bound)
     # the token recurrence with S in registers, from the start of the chunk that contains pos
     at = tl.full([], 0, tl.int64)
     tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
     for _ in range(steps):
-        q, k, v, g, beta = load_token(tokens, at, steps, has_key, has_value, TOKEN_UNIT)
+        q, k, v, g, beta = load_token(tokens, at, steps, has_key, has_value, TOKEN_UNIT, CHANNELS)
         S, _o = advance_token(S, Token(q, k, v, g, beta), gate, scale, constants)
         at += 1
-    place = tile_pointers(
-        state_ptr + (target * state_n + head * state_h) * UNIT, keys, values, state_k, state_v, UNIT, AXIS
+    states = HeadStates(
+        state_ptr, state_n, state_h, state_k, state_v, column_scale_ptr, scale_n, scale_h, scale_v
     )
-    tl.store(place, S.to(state_ptr.dtype.element_ty), mask=mask)
+    store_state(S, states, TileColumns(keys, values, mask, has_value), target, head, UNIT, AXIS)
 
 
 @kernel
@@ -267,7 +289,7 @@ def prefill(problem: PrefillProblem, forward: Forward = chunked.forward, is_in_p
             _store_outputs(p, rule, plan, o)
             return
         initial = p.q.new_empty(rule.state_shape, dtype=torch.float32)
-        plan.gather(p.state, p.state_index, p.has_initial_state, initial)
+        plan.gather(p.state, p.column_scale, p.state_index, p.has_initial_state, initial)
         kept = torch.float32 if p.keeps_states else None
         o, final, saved = forward(replace(rule, initial_state=initial), kept, None)
         S_in = None if kept is None else saved.S_in
@@ -275,10 +297,11 @@ def prefill(problem: PrefillProblem, forward: Forward = chunked.forward, is_in_p
             plan.snapshot(
                 rule.q, rule.k, rule.v, rule.g, rule.beta, rule.A_log, rule.dt_bias, initial, final,
                 S_in, rule.cu_seqlens, p.state_index, p.snapshot_pos, p.snapshot_index, p.state,
+                p.column_scale,
             )  # fmt: skip
         plan.scatter(
             final, S_in, rule.cu_seqlens, p.state_index, p.out_state_index, p.checkpoint_offsets,
-            p.state, p.checkpoints,
+            p.state, p.column_scale, p.checkpoints,
         )  # fmt: skip
         _store_outputs(p, rule, plan, o)
 
@@ -296,12 +319,12 @@ def _key(p: PrefillProblem, rule: Problem) -> Hashable:
     tensors = (
         rule.q, rule.k, rule.v, rule.g, rule.beta, rule.A_log, rule.dt_bias, rule.cu_seqlens, p.state,
         p.state_index, p.out_state_index, p.has_initial_state, p.checkpoints, p.checkpoint_offsets,
-        p.snapshot_pos, p.snapshot_index, p.out,
+        p.snapshot_pos, p.snapshot_index, p.out, p.column_scale,
     )  # fmt: skip
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors), p.q.device, p.scale,
-        p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.update_state, p.checkpoint_every,
-        p.null_slot, p.a is None,
+        p.lower_bound, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.update_state,
+        p.checkpoint_every, p.null_slot, p.a is None,
     )  # fmt: skip
 
 
@@ -320,19 +343,19 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
     slots = (p.state.shape[0], 0 if p.null_slot is None else 1)
     programs = p.N * p.HV * part.blocks(p.V)
     index, heads = p.state_index.stride(0), (p.HV, *magic_numbers(p.HV))
+    scale_n, _, *scale = scale_strides(p.column_scale)
+    scales = (scale_n, *scale)
     gather = Launch(
-        gather_kernel,
-        programs,
-        (n, h, k, v, index, _stride(p.has_initial_state), *heads, *slots),
-        constants,
-        part.num_warps,
-    )
+        gather_kernel, programs, (n, h, k, v, index, _stride(p.has_initial_state), *heads, *slots, *scales),
+        constants, part.num_warps,
+    )  # fmt: skip
     scatter = Launch(
         scatter_kernel,
         programs,
         (
             n, h, k, v, kept[0], *kept[2:], index, _stride(p.out_state_index), _stride(p.checkpoint_offsets),
             *heads, *slots, 0 if p.checkpoints is None else p.checkpoints.shape[0], p.checkpoint_every,
+            *scales,
         ),
         constants
         | counting
@@ -348,22 +371,22 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
     )
     if p.snapshot_pos is None:
         return Prefill(gather, None, scatter, clear)
-    token_unit = min(  # loads of q and k as wide as those of the state: see `recurrent`
-        16 // p.state.element_size(), unit, unit_of(*rule.q.stride()[1:3], *rule.k.stride()[1:3])
-    )
+    most = min(16 // p.state.element_size(), unit)  # loads of q and k are as wide as those of the state
+    token_unit = min(most, unit_of(*rule.q.stride()[1:3], *rule.k.stride()[1:3]))
+    gates = gate_layout(rule, rule.g, rule.beta, most)
     snapshot = Launch(
         snapshot_kernel,
         programs,
         (
             *(s // token_unit for s in (*rule.q.stride()[1:3], *rule.k.stride()[1:3])),
-            *rule.v.stride()[1:3], *(s for x in (rule.g, rule.beta) for s in _token_strides(x)), 1,
+            *rule.v.stride()[1:3], *gates.g[1:], *gates.beta[1:], gates.dt_bias, 1,
             n, h, k, v, index, _stride(p.snapshot_pos), _stride(p.snapshot_index), *heads,
-            *magic_numbers(p.HV // p.H), *slots, p.scale,
+            *magic_numbers(p.HV // p.H), *slots, p.scale, p.lower_bound, *scales,
         ),
-        constants
-        | counting
-        | {"TOKEN_UNIT": token_unit, "NORM": p.use_qk_l2norm_in_kernel, "RAW": p.a is not None}
-        | {"NEGATIVE": p.allow_neg_eigval},
+        {
+            **constants, **counting, "TOKEN_UNIT": token_unit, "NORM": p.use_qk_l2norm_in_kernel,
+            "RAW": p.a is not None, "NEGATIVE": p.allow_neg_eigval, "CHANNELS": gates.channels,
+        },
         part.num_warps,
     )  # fmt: skip
     return Prefill(gather, snapshot, scatter, clear)
@@ -371,7 +394,3 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
 
 def _stride(x: Tensor | None) -> int:
     return 0 if x is None else x.stride(0)
-
-
-def _token_strides(x: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.stride(1), x.stride(2))

@@ -224,11 +224,12 @@ def load_token(tokens, t, count, has_key, has_value, UNIT: tl.constexpr, CHANNEL
 
 
 @triton.jit
-def advance_token(S, token, gate, scale, C: tl.constexpr):
+def advance_token(S, token, gate, scale, C: tl.constexpr, column_scale=None):
     """Advance S by one token as loaded; return S and o [A, B]. The parameters of the gate are for GATE.
 
     Every multiply-add is an explicit fma, so the code around a step cannot change its bits. A decay per head
-    scales both products of S; one per key channel scales the rows of S before them.
+    scales both products of S; one per key channel scales the rows of S before them. With column_scale [A, B]
+    the state is S * column_scale; the result is the state itself.
     """
     q, k, v, g = (
         token.q.to(tl.float32),
@@ -247,6 +248,9 @@ def advance_token(S, token, gate, scale, C: tl.constexpr):
         inner_product(S, q),
         inner_product(q, k),
     )  # S comes from registers, not from HBM
+    if column_scale is not None:
+        # the columns' scales multiply sums over K and the decay: no instruction per element of the state
+        kS, qS = kS * column_scale, qS * column_scale
     k_rstd, decay = 1.0, 1.0
     if C.NORM:
         # scale the sums over K and d instead of k and q: fewer registers and instructions
@@ -257,7 +261,10 @@ def advance_token(S, token, gate, scale, C: tl.constexpr):
         if C.GATE:
             g = activate_decay(g, gate)
         decay = tl.exp(g)
-        S *= decay  # in place, after both products have used S
+        # in place, after both products have used S
+        S *= decay if column_scale is None else (decay * column_scale)[:, None, :, None]
+    elif column_scale is not None:
+        S *= column_scale[:, None, :, None]
     d = beta * tl.fma(-decay, kS, v)
     o = scale * tl.fma(decay, qS, rounded_product(qk, d))
     return tl.fma(k, (d * k_rstd)[:, None, :, None], S), o

@@ -27,6 +27,11 @@ class StateTile:
     def blocks(self, V: int) -> int:
         return triton.cdiv(V, self.R * self.P)
 
+    def is_largest(self, K: int, V: int, axis: str, width: int, gpu: Machine) -> bool:
+        """Return True for the largest tile of whole 128-byte lines: programs then prefetch into L2."""
+        is_even = K in (64, 128, 256) and V % (self.R * self.P) == 0
+        return gpu.kind == "cuda" and axis == "k" and self.share == SHARES[axis, width] and is_even
+
     def constants(self) -> dict[str, int]:
         A, B = (self.R, self.P) if _R_FIRST else (self.P, self.R)
         return {"A": A, "J": self.J, "B": B, "W": self.W, "R_FIRST": _R_FIRST}
@@ -76,6 +81,13 @@ def pool_strides(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int,
     strides = (*lead, 0 if axis == "k" else k, 0 if axis == "v" else v)
     unit = unit_of(*strides)
     return axis, unit, tuple(s // unit for s in strides)
+
+
+def scale_strides(x: Tensor | None) -> tuple[int | None, ...]:
+    """Return the strides of column scales: slot, R, head, V; None is no parameter of a binary."""
+    if x is None:
+        return (None,) * 4
+    return (x.stride(0), x.stride(1) if x.dim() == 4 else 0, *x.stride()[-2:])
 
 
 def magic_numbers(n: int) -> tuple[int, int]:

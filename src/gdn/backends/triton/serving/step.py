@@ -48,10 +48,10 @@ class CachedStep:
 
     def steps(self, *tensors: Tensor | None) -> list[Step]:
         """Return the launches and the tensors of each."""
-        x, conv, weight, bias, a, b, A_log, dt_bias, state, conv_index, read, write, z, gain, *rest = tensors
-        *history, out = rest
+        x, conv, weight, bias, a, b, A_log, dt_bias, state, column_scale, conv_index, *rest = tensors
+        read, write, z, gain, *history, out = rest
         assert x is not None and conv is not None and out is not None
-        mixed, gates = x.new_empty(x.shape), (a, b, A_log, dt_bias)
+        mixed, gates = x.new_empty(x.shape), (a, b, A_log, dt_bias, column_scale)
         convolution = (
             x,
             drop_empty(conv),
@@ -92,8 +92,8 @@ def launch_tensors(p: StepProblem) -> tuple[Tensor | None, ...]:
     """Return the problem's tensors in its order."""
     return (
         p.mixed_qkv, p.conv_state, p.conv_weight, p.conv_bias, p.a, p.b, p.A_log, p.dt_bias, p.state,
-        p.conv_index, p.read_index, p.write_index, p.z, p.norm_weight, p.history_u, p.history_k, p.history_G,
-        p.cursor, p.out,
+        p.column_scale, p.conv_index, p.read_index, p.write_index, p.z, p.norm_weight, p.history_u,
+        p.history_k, p.history_G, p.cursor, p.out,
     )  # fmt: skip
 
 

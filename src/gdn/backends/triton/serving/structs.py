@@ -114,6 +114,29 @@ class Appended(NamedTuple):
     is_kept: Any
 
 
+class HeadStates(NamedTuple):
+    """Say where the states of a head begin in a pool, and the scales of their columns, with their strides."""
+
+    ptr: Any
+    slot_stride: Any
+    entry_stride: Any  # of a ring
+    key_stride: Any
+    column_stride: Any
+    scale_ptr: Any  # None for a pool of floats
+    scale_slot: Any
+    scale_entry: Any
+    scale_column: Any
+
+
+class TileColumns(NamedTuple):
+    """Say which keys and value columns of a state a program has in registers, and which of them exist."""
+
+    ks: Any
+    vs: Any
+    in_state: Any
+    has_value: Any
+
+
 class Tokens(NamedTuple):
     """Say where the tensors of a row and head begin in HBM, and their token strides (q_t, k_t in UNITs)."""
 
@@ -158,7 +181,8 @@ class Constants:
 
 
 STRUCTS = (
-    Slots, Gates, GateStrides, GateParameters, Packet, Strip, History, Sums, Appended, Tokens, Token,
+    Slots, Gates, GateStrides, GateParameters, Packet, Strip, History, Sums, Appended, HeadStates,
+    TileColumns, Tokens, Token,
 )  # fmt: skip
 # a constant that `group_constants` reads, because Triton's cache key of a kernel has no fields of structs:
 # with two fields swapped, the stale binary would be found in the cache on disk

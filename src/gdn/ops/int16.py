@@ -1,0 +1,114 @@
+"""Provide pools of states in int16 with a scale per column of V: the bytes of bf16, and a smaller error."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdn.backends.eager.int16 import ColumnStates
+from gdn.notation import Index
+from gdn.problem import check
+
+
+@dataclass(frozen=True)
+class Int16Pool:
+    """Hold a pool of states in int16, with an fp32 scale for each column of V, for one layer or for several.
+
+    `allocate_int16_pool` makes one; an engine may also give views of its own memory. `decode`,
+    `decode_packed`, `decode_step` and `prefill` take it as `state`.
+
+        S_kv = state_kv column_scale_v;   stored:   column_scale_v = max_k |S_kv| / 32767
+                                                    state_kv = S_kv / column_scale_v, to the nearest integer
+
+    Fields:          shape                dtype
+        state        [slots, HV, K, V]    int16, any strides; with state_v_first [slots, HV, V, K]; with
+                                          ring_pos [slots, R, HV, K, V]
+        column_scale [slots, HV, V]       fp32, any strides; with ring_pos [slots, R, HV, V]
+
+    With several layers both have a leading axis of layers, and `pool[layer]` is the pool of one layer.
+
+    Error:  each element is at most half a scale off: 1 / 65,534 of the largest element of its column. A
+            state in bf16 is 1 / 512 of each element off.
+    Bytes:  2 per element and 4 per column: 1.016 of bf16's with K = 128.
+    Bits:   a state that is read and stored again keeps its bits, and a decay alone is exact to fp32: it
+            changes the scales.
+    Limits: a column whose largest element is below 2^-100 is stored as zeros. A column that holds NaN or
+            infinity gets the scale NaN, and all of it reads as NaN; other columns and heads do not change.
+    """
+
+    state: Tensor
+    column_scale: Tensor
+
+    def __getitem__(self, layer: int) -> "Int16Pool":
+        """Return the pool of one layer, whose tensors are views."""
+        return Int16Pool(self.state[layer], self.column_scale[layer])
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Return the bytes of a slot in one layer, for a pool without rings."""
+        place = (0,) * (self.column_scale.dim() - 2)
+        return self.state[place].nbytes + self.column_scale[place].nbytes
+
+    def read(
+        self, index: Index, *, state_v_first: bool = False, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return the states of the slots `index` [n] of one layer in a float dtype: [n, HV, K, V]."""
+        _check_slots(self, index, state_v_first)
+        return ColumnStates(self.state, self.column_scale, state_v_first)[index.long()].read(dtype)
+
+    def write(self, index: Index, states: Tensor, *, state_v_first: bool = False) -> None:
+        """Round `states` [n, HV, K, V] of any float, and store them in the slots `index` [n] of one layer.
+
+        Raises TypeError, ValueError for wrong tensors; nothing is written then.
+        """
+        _check_slots(self, index, state_v_first)
+        check.floating("states", states)
+        axes = "n HV V K" if state_v_first else "n HV K V"
+        sizes = (*index.shape, *self.state.shape[1:])
+        check.shape("states", states, axes, dict(zip(axes.split(), sizes, strict=True)))
+        index, held = index.long(), ColumnStates(self.state, self.column_scale, state_v_first)
+        rounded = held[index]
+        # an index makes copies, which are written back
+        rounded.copy_(states)
+        self.state[index], self.column_scale[index] = rounded.state, rounded.column_scale
+
+
+def allocate_int16_pool(
+    *lead: int,
+    num_v_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    state_v_first: bool = False,
+    device: torch.device | str | None = None,
+) -> Int16Pool:
+    """Allocate zero states in int16 and their scales for `lead`: slots, or layers and slots.
+
+    Args:
+        num_v_heads                 HV
+        head_k_dim, head_v_dim      K, V
+        state_v_first               layout of the states
+        device                      None: PyTorch's default device
+
+    A ring of R states per slot is `allocate_int16_pool(slots, R, ...)`.
+    """
+    HV, last = num_v_heads, (head_v_dim, head_k_dim) if state_v_first else (head_k_dim, head_v_dim)
+    return Int16Pool(
+        torch.zeros(*lead, HV, *last, dtype=torch.int16, device=device),
+        torch.zeros(*lead, HV, head_v_dim, dtype=torch.float32, device=device),
+    )
+
+
+def tensors_of(state: Any) -> tuple[Any, Tensor | None]:
+    """Return the states of a pool and the scales of their columns; None for the scales of floats."""
+    return (state.state, state.column_scale) if isinstance(state, Int16Pool) else (state, None)
+
+
+def _check_slots(pool: Int16Pool, index: Any, state_v_first: bool) -> None:
+    """Check the tensors of a pool of one layer, and slots of it."""
+    dims: dict[str, int] = {}
+    check.tensor("state", pool.state)
+    check.shape("state", pool.state, "slots HV V K" if state_v_first else "slots HV K V", dims)
+    check.shape("column_scale", pool.column_scale, "slots HV V", dims)
+    check.integral("index", index)
+    check.shape("index", index, "n", dims)
