@@ -57,34 +57,6 @@ def test_small_problems(triton_device, case, dtype):
     assert not bad, bad
 
 
-# with 64 channels at once: decays that fit fp32, and ones of which some chunks take the levels
-BY_MMA = [
-    (CHANNEL("bounded", lengths=ONE._replace(T=70), heads=(1, 1), sizes=(48, 16), state="wide",
-             use_qk_l2norm_in_kernel=True), BF16),
-    (CHANNEL("reset", lengths=packed(66, 0, 3), heads=(1, 1), sizes=(65, 16), raw_gate="lower_bound",
-             beta="negative"), BF16),
-]  # fmt: skip
-
-
-@pytest.mark.interpret
-@pytest.mark.parametrize(("case", "dtype"), BY_MMA, ids=lambda x: str(x))
-def test_sums_by_mma(monkeypatch, triton_device, case, dtype):
-    """Kernels that add up g by MMA have the errors of the levels."""
-    monkeypatch.setattr(choose, "CHANNELS_BY_MMA", True)
-    bad = [v for v in check(kda, case, dtype, device=triton_device) if not v.ok]
-    assert not bad, bad
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("gate", ["none", "slow", "strong", "bounded", "rates", "wild", "reset", "turns"])
-def test_sums_by_mma_of_long_sequences(monkeypatch, gate):
-    """Each distribution of gates, in the dtype of models, with many chunks."""
-    monkeypatch.setattr(choose, "CHANNELS_BY_MMA", True)
-    case = replace(LARGE, gate=gate, heads=(3, 3), use_qk_l2norm_in_kernel=True)
-    bad = [v for v in check(kda, case, BF16, device="cuda", budget=2**23) if not v.ok]
-    assert not bad, bad
-
-
 @pytest.mark.interpret
 def test_other_tokens_keep_their_digits_beside_a_reset(triton_device):
     """A reset of one channel leaves the error of fp32 in all results; sums of g are never subtracted."""

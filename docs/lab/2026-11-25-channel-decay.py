@@ -2,12 +2,9 @@
 
     PYTHONPATH=src python docs/lab/2026-11-25-channel-decay.py              checks, serving, then times
     PYTHONPATH=src python docs/lab/2026-11-25-channel-decay.py --check      only the checks
-    PYTHONPATH=src python docs/lab/2026-11-25-channel-decay.py --times      only the times
     PYTHONPATH=src python docs/lab/2026-11-25-channel-decay.py --one NAME   one line, in this process
 
-With `mma` among the arguments `choose.CHANNELS_BY_MMA` is on, and checks take the distributions that fit fp32
-and those that do not; with `fla` FLA is timed, too. Each line runs in a process of its own with a limit,
-150 s for checks and 40 s for times, so that a kernel that hangs costs one line.
+Each line runs in a process of its own with a limit of 150 s, so that a kernel that hangs costs one line.
 check: relative RMS errors in 1e-3 against autograd through the reference in fp64, `BAD` above the limits of
 `gdn.testing`; `bits`: reruns with other bits, of 20. time: us of a forward and of a forward with backward,
 median of 5 of 10 calls, CUDA events; then us of each kernel of one forward and one backward, by the profiler.
@@ -21,10 +18,8 @@ from dataclasses import replace
 import torch
 
 import gdn
-from gdn.backends.triton.rule import choose
 from gdn.testing import Case, check, packed, rows
 
-choose.CHANNELS_BY_MMA = "mma" in sys.argv
 DEVICE = torch.device("cuda")
 BASE = Case("bounded", sizes=(128, 128), heads=(2, 2), is_per_channel=True, state="wide")
 RAW = {"use_qk_l2norm_in_kernel": True, "raw_gate": "lower_bound", "beta": "negative"}
@@ -51,8 +46,6 @@ CHECKS = {
     "softplus": (replace(BASE, gate="model", raw_gate="on", lengths=rows(300)), BF16),
     "60": (replace(BASE, sizes=(60, 100), lengths=rows(300), **RAW), BF16),
     "256, forward": (replace(BASE, sizes=(256, 256), lengths=rows(129)), BF16),
-    "wild": (replace(BASE, gate="wild", lengths=rows(300)), BF16),
-    "reset": (replace(BASE, gate="reset", lengths=rows(300)), BF16),
     "many heads": (replace(BASE, heads=(80, 80), lengths=rows(300), state="none"), BF16),
 }
 TIMES = {  # heads, sequences, tokens
@@ -180,8 +173,6 @@ def providers():
     yield "gdn kda", lambda *x: gdn.chunk_kda(*x, **ours)[0], True
     yield "gdn per head, triton", lambda *x: gdn.chunk_gdn(*x, backend="triton", **ours)[0], False
     yield "gdn per head", lambda *x: gdn.chunk_gdn(*x, **ours)[0], False
-    if "fla" not in sys.argv:
-        return
     try:
         from fla.ops.kda import chunk_kda
     except ImportError as e:
@@ -191,14 +182,13 @@ def providers():
 
 
 def measure(name):
-    shape, wanted = name.rsplit(" ", 1)
-    H, B, T = TIMES[shape]
+    H, B, T = TIMES[name]
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, T, H, 128, device=DEVICE, dtype=BF16, requires_grad=True) for _ in range(3))
     beta = torch.rand(B, T, H, device=DEVICE, requires_grad=True)
     logits = torch.randn(B, T, H, 128, device=DEVICE)
     # the bounded gate of a model, and one that decays slowly
-    for gate, rate in ((wanted, {"bounded": 1.0, "slow": 1e-3}[wanted]),):
+    for gate, rate in (("bounded", 1.0), ("slow", 1e-3)):
         per_channel = (-5 * rate * torch.sigmoid(logits)).requires_grad_()
         for provider, function, is_per_channel in providers():
             g = per_channel if is_per_channel else per_channel.detach().mean(-1).requires_grad_()
@@ -208,25 +198,22 @@ def measure(name):
                     forward = timed(lambda f=function, x=leaves: f(*x))
                 do = torch.randn_like(v)
                 step = lambda f=function, x=leaves, do=do: torch.autograd.grad(f(*x), x, do)  # noqa: E731
-                print(f"{shape} {gate:8s} {provider:22s} {forward:9.0f} {timed(step):9.0f} us", flush=True)
+                print(f"{name} {gate:8s} {provider:22s} {forward:9.0f} {timed(step):9.0f} us", flush=True)
                 if provider == "gdn kda":
                     print("    ", kernels(step), flush=True)
             except Exception as e:
-                print(f"{shape} {gate} {provider}: {type(e).__name__}: {e}", flush=True)
+                print(f"{name} {gate} {provider}: {type(e).__name__}: {e}", flush=True)
 
 
-def in_a_process(name, limit=150):
+def in_a_process(name):
     start = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, __file__, "--one", name, *(x for x in sys.argv if x in ("mma", "fla"))],
-            timeout=limit,
-            capture_output=True,
-            text=True,
+            [sys.executable, __file__, "--one", name], timeout=150, capture_output=True, text=True
         )
         lines = done.stdout if done.returncode == 0 else done.stdout + done.stderr[-600:]
     except subprocess.TimeoutExpired:
-        lines = f"{name}: no result after {limit} s\n"
+        lines = f"{name}: no result after 150 s\n"
     print(lines.rstrip(), f"({time.monotonic() - start:.0f} s)", flush=True)
 
 
@@ -237,15 +224,11 @@ def main():
             name, lambda: check_one(name) if name in CHECKS else measure(name)
         )()
         return
-    if "--times" not in sys.argv:
-        for name in ("dispatch", *CHECKS):
-            in_a_process(name)
+    for name in ("dispatch", *CHECKS):
+        in_a_process(name)
     if "--check" not in sys.argv:
-        if "--times" not in sys.argv:
-            in_a_process("serving")
-        for name in TIMES:
-            for gate in ("bounded", "slow"):
-                in_a_process(f"{name} {gate}", 40)
+        for name in ("serving", *TIMES):
+            in_a_process(name)
 
 
 if __name__ == "__main__":

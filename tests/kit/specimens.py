@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 
 import gdn
-from gdn.backends.triton.rule import choose
 from gdn.problem import Problem, parse
 from gdn.problem.propagate import PropagateProblem, RunStep
 from gdn.testing import Case, inputs, packed, rows
@@ -580,13 +579,6 @@ def hopper_backward_in_slabs(case: Case) -> Callable[[], Any]:
 
 
 # name -> function, arguments, targets
-def channels_by_mma() -> Any:
-    """Return what `rule` does for a case of `choose.CHANNELS_BY_MMA`."""
-    case = Case(sizes=(128, 64), heads=(1, 1), is_per_channel=True)
-    with patch.object(choose, "CHANNELS_BY_MMA", True):
-        return rule(chunk, case, BF16)()
-
-
 OTHERS = {
     "hopper": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
     "hopper all packed": (
@@ -745,7 +737,6 @@ OTHERS = {
     "norm fp16": (norm, (FP16, 256, None, False), TUNED),
     "conv bf16": (conv, (BF16, 4, "silu", False, False), EVERYWHERE),
     "conv fp32": (conv, (FP32, 3, None, True, True), EVERYWHERE),
-    "channels by MMA": (channels_by_mma, (), TUNED),
     "step": (whole_step, (BF16, FP32, (128, 128), True), EVERYWHERE),
     "conv update": (conv_update, (BF16, 1, None), EVERYWHERE),
     "conv update on a ring": (conv_update, (FP32, 4, "ring_pos"), EVERYWHERE),

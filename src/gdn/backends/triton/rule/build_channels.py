@@ -8,7 +8,6 @@ from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, TensorSpec, machine, tensor_spec
 from gdn.backends.triton.rule.choose import (
     BackwardTiles,
-    adds_by_mma,
     channel_block,
     channel_strip,
     fp32_state_operands,
@@ -47,7 +46,6 @@ def build_prepare_channels(p: Problem, d: Description) -> Launch:
         {
             "K": p.K, "V": p.V, **d.sizes, "BK": min(d.BK, channel_block(p)), **d.activation,
             "NORM": p.use_qk_l2norm_in_kernel, **gate_constants(p), "PRECISION": d.precision, "RESET": RESET,
-            "BY_SUMS": adds_by_mma(p, machine(p.device)),
         },
         4,
         seconds=3.0,
@@ -76,7 +74,7 @@ def build_channel_backward(
     """Build the launches of a backward around those of the state pass."""
     assert p.g is not None
     shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision}
-    strip = channel_strip(p, machine(p.device), d.BK)
+    strip = channel_strip(p, d.BK)
     strips = triton.cdiv(p.K, strip.BK)
     _, k_strides = state_strides(p, d.unit)
     gradients = []
@@ -103,7 +101,7 @@ def build_channel_backward(
             ),
             {
                 **shared, "BK": strip.BK, "BV": strip.BV, **gate_constants(p), "RESET": RESET,
-                "FP32_STATE": fp32_state_operands(p), "BY_SUMS": adds_by_mma(p, machine(p.device)),
+                "FP32_STATE": fp32_state_operands(p),
             },
             4,
         )  # fmt: skip
@@ -152,13 +150,6 @@ def _backward_specs(p: Problem, d: Description, strips: int) -> tuple[TensorSpec
     )
 
 
-def score_spec(p: Problem, count: int) -> TensorSpec:
-    """Return the spec of the tiles of E and F: one in fp32, or two in bf16, see `store_scores`."""
-    if adds_by_mma(p, machine(p.device)):
-        return tensor_spec((count, p.HV, 2, CHUNK, CHUNK), torch.bfloat16)
-    return tensor_spec((count, p.HV, CHUNK, CHUNK), torch.float32)
-
-
 def _late_specs(p: Problem, count: int) -> tuple[TensorSpec | None, ...]:
     """Return the specs of `ChannelBackward.late`. `count`: chunks of a group."""
     # gradients of rows in fp32, where `finish_bwd` reads them
@@ -169,6 +160,6 @@ def _late_specs(p: Problem, count: int) -> tuple[TensorSpec | None, ...]:
         tensor_spec(p.k.shape, p.k.dtype),
         rows,
         rows,
-        score_spec(p, count),
+        tensor_spec((count, p.HV, CHUNK, CHUNK), torch.float32),
         tensor_spec((count, p.HV, CHUNK, p.V), operand_dtype(p)),
     )

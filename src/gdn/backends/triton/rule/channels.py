@@ -80,22 +80,6 @@ def channel_decays(
 
 
 @triton.jit
-def gate_bwd(
-    dg, g, x, rate, lower_bound, RAW: tl.constexpr, BOUNDED: tl.constexpr, RESET: tl.constexpr
-):  # fmt: skip
-    """Return the gradient of logits x [C, channels], and its terms of dA_log, from dg; x as in `load_logits`.
-
-    A reset passes no gradient.
-    """
-    # without the mask, a rounding error times g = -1e6 would show in dA_log
-    dg = tl.where(g > RESET, dg, 0.0)
-    if not RAW:
-        return dg, tl.zeros_like(dg)
-    else:
-        return logits_bwd(dg, g, x, rate, lower_bound, BOUNDED)
-
-
-@triton.jit
 def in_blocks(x):
     """Return [4, 16, N] from [64, N]: blocks of 16 tokens."""
     return tl.reshape(x, (4, 16, x.shape[1]))

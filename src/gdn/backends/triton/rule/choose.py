@@ -91,21 +91,6 @@ def channel_block(p: Problem) -> int:
     return 16
 
 
-# off until measured: `channel_sums` in the place of levels, on sm_90
-CHANNELS_BY_MMA = False
-
-
-def adds_by_mma(p: Problem, machine: Machine) -> bool:
-    """Return True if kernels of a decay per key channel take 64 channels at once and add up g by MMA.
-
-    For bf16: the operands of pairs are rounded to it; with fp16 the error of o was 2.8e-3 where 2.5e-3 is
-    allowed. Sums of split bf16 keep 2^-16. Each kernel still has the levels, for chunks whose
-    decays do not fit fp32.
-    """
-    is_allowed = machine.kind == "cuda" and machine.capability == 90
-    return CHANNELS_BY_MMA and is_allowed and p.q.dtype == torch.bfloat16 and 32 < p.K <= 128
-
-
 @dataclass(frozen=True)
 class ChannelStrip:
     """Hold the key channels of a program of `rows_bwd_channels_kernel`, and its value columns at once."""
@@ -114,11 +99,9 @@ class ChannelStrip:
     BV: int
 
 
-def channel_strip(p: Problem, machine: Machine, BK: int) -> ChannelStrip:
+def channel_strip(p: Problem, BK: int) -> ChannelStrip:
     """Return the strip of the gradients per key channel: some ten [64, BK] are in registers."""
-    return ChannelStrip(
-        64 if adds_by_mma(p, machine) else min(BK, 16), max(16, min(32, triton.next_power_of_2(p.V)))
-    )
+    return ChannelStrip(min(BK, 16), max(16, min(32, triton.next_power_of_2(p.V))))
 
 
 def forward_tiles(p: Problem, machine: Machine) -> ForwardTiles:

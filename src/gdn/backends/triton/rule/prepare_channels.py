@@ -13,8 +13,6 @@ Bytes per token and value head at K = V = 128 in bf16, HV = H, g in fp32: q, k 5
 P 256, beta, e^(G_C) 12: 2060.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -28,15 +26,8 @@ from gdn.backends.triton.lib import (
     inverse_norm,
     load_beta,
     load_rows,
+    split_bf16,
     sum_squares,
-)
-from gdn.backends.triton.rule.channel_sums import (
-    LOG2_E,
-    LOWEST,
-    decay_in,
-    decay_out,
-    middle_decay,
-    sum_from_middle,
 )
 from gdn.backends.triton.rule.channels import (
     block_totals,
@@ -50,13 +41,13 @@ from gdn.backends.triton.rule.channels import (
     level_decays,
     load_logits,
     multiply_rows,
+    of_tokens,
     pairs_of_level,
     swap_neighbours,
 )
 from gdn.backends.triton.rule.pairs import BETA, END, ROWS
 from gdn.backends.triton.rule.prepare import clear_outputs, store_inverse
-from gdn.backends.triton.rule.store_pairs import store_levels, store_square
-from gdn.backends.triton.rule.tril import inverse
+from gdn.backends.triton.rule.tril import inverse_of_blocks
 
 
 @triton.jit
@@ -99,173 +90,34 @@ def add_pairs(q, k, g, within, beside, across, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def add_chunk_pairs(q, k, g, pairs_q, pairs_k):
-    """Add the products of q, k [64, N] with decays g / log(2) to pairs [64, 64] of q, and of k, with k.
-
-    Also returns the smallest sum of g over tokens of a block: pairs i > j are right from LOWEST on, others
-    never.
-    """
-    i = tl.arange(0, 64)[:, None]
-    j = tl.arange(0, 64)[None, :]
-    is_half = (i ^ j) < 32
-    a, lowest = sum_from_middle(g, i)
-    # bf16: an accumulator has its elements in the registers where the left operand of an MMA has them
-    columns = tl.trans((k * tl.exp2(-a)).to(tl.bfloat16))
-    decay = tl.exp2(a)
-    # selected and not added by the MMA: pairs outside a half may be inf or NaN
-    pairs_q += tl.where(is_half, dot_rows(q * decay, columns), 0.0)
-    pairs_k += tl.where(is_half, dot_rows(k * decay, columns), 0.0)
-    decay = middle_decay(g, i)
-    columns = tl.trans((k * decay).to(tl.bfloat16))
-    pairs_q += tl.where(is_half, 0.0, dot_rows(q * decay, columns))
-    pairs_k += tl.where(is_half, 0.0, dot_rows(k * decay, columns))
-    return pairs_q, pairs_k, lowest
+def store_pairs(x_ptr, rest_ptr, tile, within, beside, across, C: tl.constexpr):
+    """Store pairs [C, C] of a tile from its parts, zeros above the diagonal; rest_ptr: their low half."""
+    n = tl.arange(0, 4)[:, None, None]
+    i = tl.arange(0, 16)[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    # offsets within a tile are 32 bits wide: 64 would take twice the registers
+    x_ptr += tile * (C * C)
+    if rest_ptr is not None:
+        rest_ptr += tile * (C * C)
+    _store_part(x_ptr, rest_ptr, (16 * n + i) * C + 16 * n + j, within)
+    # blocks 1 and 3 have their pairs with the block before, blocks 0 and 2 zeros for the block after
+    beside = tl.where(is_odd_block(), beside, 0.0)
+    _store_part(x_ptr, rest_ptr, (16 * n + i) * C + 16 * (n ^ 1) + j, beside)
+    i = tl.arange(0, 32)[:, None]
+    j = tl.arange(0, 32)[None, :]
+    _store_part(x_ptr, rest_ptr, (32 + i) * C + j, across)
+    _store_part(x_ptr, rest_ptr, i * C + 32 + j, tl.zeros_like(across))
 
 
 @triton.jit
-def dot_rows(rows, columns):
-    """Return rows [64, N] in fp32 times columns in bf16."""
-    return tl.dot(rows.to(tl.bfloat16), columns)
-
-
-class Chunk(NamedTuple):
-    """Say where a chunk of a value head is: its tokens, its first row in the batch, its tile, and heads."""
-
-    token_range: Any
-    place: Any
-    tile: Any
-    head: Any
-    key_head: Any
-    HV: Any
-
-
-class Gate(NamedTuple):
-    """Hold what gives g: the tensor or its logits, the bias or None, and scalars of the activation."""
-
-    g: Any
-    dt_bias_ptr: Any
-    rate: Any
-    lower_bound: Any
-
-
-class KeyRows(NamedTuple):
-    """Hold q and k, and what scales their rows."""
-
-    q: Any
-    k: Any
-    q_scale: Any
-    k_rstd: Any
-
-
-@triton.jit
-def load_channels(
-    rows, gate, at, ks, K: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, RAW: tl.constexpr,
-    BOUNDED: tl.constexpr, RESET: tl.constexpr,
-):  # fmt: skip
-    """Return q and k as given, and g [C, channels] of a chunk, in fp32."""
-    x = load_logits(gate.g, gate.dt_bias_ptr, at.token_range, at.head, ks, K, C, UNIT)
-    is_token = tl.arange(0, C) < at.token_range.length
-    g = channel_decays(x, gate.rate, gate.lower_bound, is_token, RAW, BOUNDED, RESET)
-    k = load_rows(rows.k, at.token_range, at.key_head, ks, K, C, UNIT)
-    q = load_rows(rows.q, at.token_range, at.key_head, ks, K, C, UNIT)
-    return q.to(tl.float32), k.to(tl.float32), g
-
-
-@triton.jit
-def normalize(q, k, rows):
-    """Return q and k [C, channels] with norms and scale."""
-    return q * rows.q_scale[:, None], k * rows.k_rstd[:, None]
-
-
-@triton.jit
-def store_rows(q_in_ptr, k_rows_ptr, at, tokens, ks, q_in, k_in, k_out, K: tl.constexpr):
-    """Store the rows of a chunk [64, channels] or [4, 16, channels]; tokens broadcast to their shape."""
-    # a constant True where no channel is past K, so before it gets more axes
-    is_channel = column_mask(ks, K)
-    if len(q_in.shape) == 3:
-        ks, is_channel = ks[None, None, :], is_channel[None, None, :]
+def _store_part(x_ptr, rest_ptr, place, x):
+    """Store a part of the pairs; with rest_ptr as hi + lo in two tensors."""
+    if rest_ptr is None:
+        tl.store(x_ptr + place, x.to(x_ptr.dtype.element_ty))
     else:
-        ks, is_channel = ks[None, :], is_channel[None, :]
-    mask = (tokens < at.token_range.length) & is_channel
-    q_place = q_in_ptr + (at.place * at.HV + at.head) * K + (tokens * (at.HV * K) + ks)
-    tl.store(q_place, q_in.to(q_in_ptr.dtype.element_ty), mask)
-    # k_in and k_out of a token and head are neighbours in HBM
-    k_place = k_rows_ptr + (at.place * at.HV + at.head) * (2 * K) + (tokens * (at.HV * 2 * K) + ks)
-    tl.store(k_place, k_in.to(k_rows_ptr.dtype.element_ty), mask)
-    tl.store(k_place + K, k_out.to(k_rows_ptr.dtype.element_ty), mask)
-
-
-@triton.jit
-def store_through(factors_ptr, tile, ks, through, K: tl.constexpr, C: tl.constexpr):
-    """Store e^(G_C) of key channels among the factors of a tile."""
-    tl.store(factors_ptr + tile * (ROWS * C) + END * C + ks, through, mask=column_mask(ks, K))
-
-
-@triton.jit
-def pairs_by_levels(
-    rows, gate, at, q_in_ptr, k_rows_ptr, factors_ptr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
-    UNIT: tl.constexpr, RAW: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
-    RESET: tl.constexpr,
-):  # fmt: skip
-    """Return the parts of the pairs of q, and of k, with k, for any gate; store rows unless q_in_ptr is None.
-
-    The parts are those of `add_pairs`, which needs q, k and g in blocks of BK channels: they bound registers.
-    """
-    within = (tl.zeros([4, 16, 16], tl.float32), tl.zeros([4, 16, 16], tl.float32))
-    beside = (tl.zeros([4, 16, 16], tl.float32), tl.zeros([4, 16, 16], tl.float32))
-    across = (tl.zeros([32, 32], tl.float32), tl.zeros([32, 32], tl.float32))
-    for block in range(0, K, BK):
-        ks = block + tl.arange(0, BK)
-        q, k, g = load_channels(rows, gate, at, ks, K, C, UNIT, RAW, BOUNDED, RESET)
-        q, k = normalize(q, k, rows)
-        q, k, g = in_blocks(q), in_blocks(k), in_blocks(g)
-        within, beside, across, before, after = add_pairs(q, k, g, within, beside, across, PRECISION)
-        if q_in_ptr is not None:
-            total, earlier, later, _ = block_totals(g)
-            decay_in = tl.exp(before + earlier)
-            tokens = tl.reshape(tl.arange(0, C), (4, 16))[:, :, None]
-            k_out = k * tl.exp(after + later)
-            store_rows(q_in_ptr, k_rows_ptr, at, tokens, ks, q * decay_in, k * decay_in, k_out, K)
-            store_through(factors_ptr, at.tile, ks, tl.exp(tl.sum(tl.sum(total, 1), 0)), K, C)
-    return within, beside, across
-
-
-@triton.jit
-def pairs_by_sums(
-    rows, gate, at, q_in_ptr, k_rows_ptr, factors_ptr, K: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    RAW: tl.constexpr, BOUNDED: tl.constexpr, RESET: tl.constexpr,
-):  # fmt: skip
-    """Return pairs [C, C] of q, and of k, with k, and the smallest sum as `add_chunk_pairs`; store the rows.
-
-    The rows are right for any gate.
-    """
-    i = tl.arange(0, C)[:, None]
-    t = tl.arange(0, C)[None, :]
-    # two loops, so that fewer operands are in registers at once; the second finds q, k and g in L1 or L2
-    own = tl.zeros([C], tl.float32)
-    for block in range(0, K, 64):
-        ks = block + tl.arange(0, 64)
-        q, k, g = load_channels(rows, gate, at, ks, K, C, UNIT, RAW, BOUNDED, RESET)
-        q, k = normalize(q, k, rows)
-        g *= LOG2_E
-        store_through(factors_ptr, at.tile, ks, tl.exp2(tl.sum(g, 0)), K, C)
-        # a token's own pair has no decay
-        own += tl.sum(q * k, 1)
-        decay = decay_in(g, i)
-        k_out = k * decay_out(g, i)
-        store_rows(q_in_ptr, k_rows_ptr, at, i, ks, q * decay, k * decay, k_out, K)
-    pairs_q = tl.zeros([C, C], tl.float32)
-    pairs_k = tl.zeros([C, C], tl.float32)
-    lowest = 0.0
-    for block in range(0, K, 64):
-        ks = block + tl.arange(0, 64)
-        q, k, g = load_channels(rows, gate, at, ks, K, C, UNIT, RAW, BOUNDED, RESET)
-        pairs_q, pairs_k, block_lowest = add_chunk_pairs(q, k, g * LOG2_E, pairs_q, pairs_k)
-        lowest = tl.minimum(lowest, block_lowest)
-    # norms scale the results: q and k stay in 16 bits until they are multiplied
-    pairs_q = tl.where(i == t, own[:, None], pairs_q * rows.q_scale[:, None] * rows.k_rstd[None, :])
-    pairs_k = pairs_k * rows.k_rstd[:, None] * rows.k_rstd[None, :]
-    return pairs_q, pairs_k, lowest
+        high, low = split_bf16(x, x_ptr.dtype.element_ty)
+        tl.store(x_ptr + place, high)
+        tl.store(rest_ptr + place, low)
 
 
 @kernel
@@ -276,7 +128,7 @@ def prepare_channels_kernel(
     ratio, chunks_per_row, scale, lower_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr, NORM: tl.constexpr, RAW: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr, BY_SUMS: tl.constexpr,
+    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
     # Rows, A_inv, P, beta, e^(G_C) and norms of one chunk and value head; formulas at the top of the file.
     # Program (chunk, head). Grid: entries * HV, heads fastest, so that the value heads of a key head find q
@@ -303,9 +155,8 @@ def prepare_channels_kernel(
         # the rows hold the norms, so all of q and k is read before; the second load finds it in L1 or L2
         k_squares = tl.zeros([C], tl.float32)
         q_squares = tl.zeros([C], tl.float32)
-        columns: tl.constexpr = 64 if BY_SUMS else BK
-        for block in range(0, K, columns):
-            ks = block + tl.arange(0, columns)
+        for block in range(0, K, BK):
+            ks = block + tl.arange(0, BK)
             k_squares += sum_squares(
                 load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
             )
@@ -322,27 +173,44 @@ def prepare_channels_kernel(
             tl.store(k_rstd_ptr + rstd_place, k_rstd, mask=is_mine)
             tl.store(q_rstd_ptr + rstd_place, q_rstd, mask=is_mine)
 
-    beta = load_beta(Rows(beta_ptr, beta_b, beta_t, beta_h), token_range, head, C, SIGMOID, NEGATIVE)
     tile = chunk.to(tl.int64) * HV + head
+    rate = gate_rate(A_log_ptr, head)
+    within = (tl.zeros([4, 16, 16], tl.float32), tl.zeros([4, 16, 16], tl.float32))
+    beside = (tl.zeros([4, 16, 16], tl.float32), tl.zeros([4, 16, 16], tl.float32))
+    across = (tl.zeros([32, 32], tl.float32), tl.zeros([32, 32], tl.float32))
+    for block in range(0, K, BK):
+        ks = block + tl.arange(0, BK)
+        x = load_logits(Rows(g_ptr, g_b, g_t, g_h), dt_bias_ptr, token_range, head, ks, K, C, UNIT)
+        g = in_blocks(channel_decays(x, rate, lower_bound, is_token, RAW, BOUNDED, RESET))
+        k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
+        q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT)
+        k = in_blocks(k).to(tl.float32) * of_tokens(k_rstd)
+        q = in_blocks(q).to(tl.float32) * of_tokens(q_scale)
+        within, beside, across, before, after = add_pairs(q, k, g, within, beside, across, PRECISION)
+        total, earlier, later, _ = block_totals(g)
+        decay_in = tl.exp(before + earlier)
+        i = tl.reshape(tokens, (4, 16))[:, :, None]
+        mask = (i < length) & column_mask(ks, K)[None, None, :]
+        q_in = q_in_ptr + (place * HV + head) * K + (i * (HV * K) + ks[None, None, :])
+        tl.store(q_in, (q * decay_in).to(q_in_ptr.dtype.element_ty), mask)
+        # k_in and k_out of a token and head are neighbours in HBM
+        k_rows = k_rows_ptr + (place * HV + head) * (2 * K) + (i * (HV * 2 * K) + ks[None, None, :])
+        tl.store(k_rows, (k * decay_in).to(k_rows_ptr.dtype.element_ty), mask)
+        tl.store(k_rows + K, (k * tl.exp(after + later)).to(k_rows_ptr.dtype.element_ty), mask)
+        through = tl.exp(tl.sum(tl.sum(total, 1), 0))
+        tl.store(factors_ptr + tile * (ROWS * C) + END * C + ks, through, mask=column_mask(ks, K))
+
+    beta = load_beta(Rows(beta_ptr, beta_b, beta_t, beta_h), token_range, head, C, SIGMOID, NEGATIVE)
     tl.store(factors_ptr + tile * (ROWS * C) + BETA * C + tokens, beta)
-    at = Chunk(token_range, place, tile, head, key_head, HV)
-    gate = Gate(Rows(g_ptr, g_b, g_t, g_h), dt_bias_ptr, gate_rate(A_log_ptr, head), lower_bound)
-    rows = KeyRows(Rows(q_ptr, q_b, q_t, q_h), Rows(k_ptr, k_b, k_t, k_h), q_scale, k_rstd)
-    if BY_SUMS:
-        pairs_q, pairs_k, lowest = pairs_by_sums(
-            rows, gate, at, q_in_ptr, k_rows_ptr, factors_ptr, K, C, UNIT, RAW, BOUNDED, RESET
+    within_q, within_k = within
+    beside_q, beside_k = beside
+    across_q, across_k = across
+    store_pairs(P_ptr, P_rest_ptr, tile, within_q, beside_q, across_q, C)
+    if A_inv_ptr is not None:
+        # each part is multiplied by beta of its rows
+        in_block = of_tokens(beta)
+        _, late = tl.split(tl.permute(tl.reshape(beta, (2, 32)), (1, 0)))
+        A_inv = inverse_of_blocks(
+            within_k * in_block, beside_k * in_block, across_k * late[:, None], PRECISION
         )
-        if lowest >= LOWEST:
-            store_square(P_ptr, P_rest_ptr, tile, pairs_q, C)
-            if A_inv_ptr is not None:
-                store_inverse(A_inv_ptr, tile, inverse(pairs_k * beta[:, None], PRECISION), C)
-        else:
-            parts = pairs_by_levels(
-                rows, gate, at, None, None, None, K, BK, C, UNIT, RAW, BOUNDED, PRECISION, RESET
-            )
-            store_levels(P_ptr, P_rest_ptr, A_inv_ptr, tile, beta, parts, C, PRECISION)
-    else:
-        parts = pairs_by_levels(
-            rows, gate, at, q_in_ptr, k_rows_ptr, factors_ptr, K, BK, C, UNIT, RAW, BOUNDED, PRECISION, RESET
-        )
-        store_levels(P_ptr, P_rest_ptr, A_inv_ptr, tile, beta, parts, C, PRECISION)
+        store_inverse(A_inv_ptr, tile, A_inv, C)

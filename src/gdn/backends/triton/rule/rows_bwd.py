@@ -25,12 +25,14 @@ from gdn.backends.triton.lib import (
     TokenRange,
     column_mask,
     dot,
+    load_rows,
+    load_rstd,
     operand_dtype,
 )
-from gdn.backends.triton.rule.channel_sums import LOG2_E, LOWEST, sum_from_middle
 from gdn.backends.triton.rule.channels import (
     add_within_block,
     block_totals,
+    channel_decays,
     double_pieces,
     gate_rate,
     halves,
@@ -40,23 +42,13 @@ from gdn.backends.triton.rule.channels import (
     is_second,
     join_halves,
     level_decays,
+    load_logits,
+    logits_bwd,
     of_tokens,
     swap_neighbours,
 )
 from gdn.backends.triton.rule.gradients import state_block
 from gdn.backends.triton.rule.pairs import BETA, factor
-from gdn.backends.triton.rule.rows_bwd_sums import (
-    Chunk,
-    Gate,
-    Tensors,
-    load_decays,
-    load_normalized,
-    load_values,
-    store_gate,
-    store_rows,
-    strip_by_sums,
-)
-from gdn.backends.triton.rule.values_bwd import load_scores
 
 
 @triton.jit
@@ -69,7 +61,7 @@ def in_level(LEVEL):
 
 
 @triton.jit
-def levels_in_blocks(q, k, g, pairs_ptr, tile, beta, C: tl.constexpr, PRECISION: tl.constexpr):
+def levels_in_blocks(q, k, g, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, dg of the pairs within blocks of 16 tokens, and their share of dbeta [4, 16].
 
     Also returns the sums of g in a block up to a token, and after it.
@@ -78,7 +70,7 @@ def levels_in_blocks(q, k, g, pairs_ptr, tile, beta, C: tl.constexpr, PRECISION:
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     # at [a, b]: E of key a and query b if a <= b, else F of query a and key b
-    pairs = load_scores(pairs_ptr, tile, 16 * n + a, 16 * n + b, C)
+    pairs = tl.load(pairs_ptr + (16 * n + a) * C + 16 * n + b)
     # a token's own pair has no decay
     own = tl.sum(tl.where(a == b, pairs, 0.0), 2)[:, :, None]
     dq = own * k
@@ -109,15 +101,15 @@ def levels_in_blocks(q, k, g, pairs_ptr, tile, beta, C: tl.constexpr, PRECISION:
 
 
 @triton.jit
-def level_of_neighbours(q, k, d, pairs_ptr, tile, beta, C: tl.constexpr, PRECISION: tl.constexpr):
+def level_of_neighbours(q, k, d, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, the gradient of log d and the share of dbeta of pairs between neighbouring blocks."""
     n = tl.arange(0, 4)[:, None, None]
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     odd = is_odd_block()
     # odd blocks: F of their queries; even ones: E of their keys. `turned` has the others, transposed
-    pairs = load_scores(pairs_ptr, tile, 16 * n + a, 16 * (n ^ 1) + b, C)
-    turned = load_scores(pairs_ptr, tile, 16 * (n ^ 1) + b, 16 * n + a, C)
+    pairs = tl.load(pairs_ptr + (16 * n + a) * C + 16 * (n ^ 1) + b)
+    turned = tl.load(pairs_ptr + (16 * (n ^ 1) + b) * C + 16 * n + a)
     other_beta = tl.permute(swap_neighbours(tl.broadcast_to(beta, (4, 16, 16))), (0, 2, 1))
     turned = tl.where(odd, turned, turned * other_beta)
     rows, columns = q * d, k * d
@@ -131,12 +123,12 @@ def level_of_neighbours(q, k, d, pairs_ptr, tile, beta, C: tl.constexpr, PRECISI
 
 
 @triton.jit
-def level_of_halves(q, k, d, pairs_ptr, tile, beta, C: tl.constexpr, PRECISION: tl.constexpr):
+def level_of_halves(q, k, d, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, the gradient of log d and the share of dbeta of pairs between halves of the chunk."""
     a = tl.arange(0, 32)[:, None]
     b = tl.arange(0, 32)[None, :]
-    E_t = load_scores(pairs_ptr, tile, a, 32 + b, C)
-    F = load_scores(pairs_ptr, tile, 32 + a, b, C)
+    E_t = tl.load(pairs_ptr + a * C + 32 + b)
+    F = tl.load(pairs_ptr + (32 + a) * C + b)
     _, rows = halves(q * d)
     first, second = halves(k * d)
     _, late_beta = halves(beta)
@@ -173,73 +165,19 @@ def totals_bwd(dearlier, dlater, dbetween, dall):
 
 
 @triton.jit
-def strip_by_levels(
-    x, at, gate, ks, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
-    RAW: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
-    FP32_STATE: tl.constexpr,
+def gate_bwd(
+    dg, g, x, rate, lower_bound, RAW: tl.constexpr, BOUNDED: tl.constexpr, RESET: tl.constexpr
 ):  # fmt: skip
-    """Store dq, dk and dg of a strip of channels, for any gate; return its shares of dbeta and of dA_log."""
-    operand: tl.constexpr = operand_dtype(x.k.ptr, FP32_STATE)
-    q, k = load_normalized(x, at, ks, K, C, UNIT)
-    q, k = in_blocks(q), in_blocks(k)
-    g = in_blocks(load_decays(x, at, gate, ks, K, C, UNIT, RAW, BOUNDED, RESET))
-    beta = of_tokens(factor(x.factors_ptr, at.tile, BETA, C))
-    dq, dk, dg, share, before, after = levels_in_blocks(
-        q, k, g, x.pairs_ptr, at.group_tile, beta, C, PRECISION
-    )
-    total, earlier, later, between = block_totals(g)
-    # the gradients of `before` and `after`: of tokens whose decay has them
-    d = tl.exp(tl.where(is_odd_block(), before, after))
-    dq_new, dk_new, change, part_share = level_of_neighbours(
-        q, k, d, x.pairs_ptr, at.group_tile, beta, C, PRECISION
-    )
-    dq += dq_new
-    dk += dk_new
-    share += part_share
-    dbefore = tl.where(is_odd_block(), change, 0.0)
-    dafter = tl.where(is_odd_block(), 0.0, change)
-    d = tl.exp(tl.where(is_late_block(), before, after) + between)
-    dq_new, dk_new, dbetween, part_share = level_of_halves(
-        q, k, d, x.pairs_ptr, at.group_tile, beta, C, PRECISION
-    )
-    dq += dq_new
-    dk += dk_new
-    share += part_share
-    dbefore += tl.where(is_late_block(), dbetween, 0.0)
-    dafter += tl.where(is_late_block(), 0.0, dbetween)
-    do_S = tl.zeros([ks.shape[0], C], tl.float32)
-    dv_S = tl.zeros([ks.shape[0], C], tl.float32)
-    v_dS = tl.zeros([ks.shape[0], C], tl.float32)
-    SdS = tl.zeros([ks.shape[0]], tl.float32)
-    for strip in range(0, V, BV):
-        vs = strip + tl.arange(0, BV)
-        # channels down: a product of fewer than 64 rows uses mma.sync, not WGMMA with few columns
-        S = state_block(x.S_in_ptr, at.tile, ks, vs, K, V).to(operand)
-        dS = state_block(x.dS_ptr, at.tile, ks, vs, K, V).to(operand)
-        do, dv, v_new = load_values(x, at, vs, V, C, UNIT)
-        do_S = dot(S, tl.trans(do.to(operand)), do_S, PRECISION)
-        dv_S = dot(S, tl.trans(dv.to(operand)), dv_S, PRECISION)
-        v_dS = dot(dS, tl.trans(v_new.to(operand)), v_dS, PRECISION)
-        SdS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-    decay_in = tl.exp(before + earlier)
-    dq_new = in_blocks(tl.trans(do_S)) * (decay_in * gate.scale)
-    dk_new = in_blocks(tl.trans(dv_S)) * -decay_in
-    change = q * dq_new + k * dk_new
-    dq += dq_new
-    dk += dk_new
-    dk_new = in_blocks(tl.trans(v_dS)) * tl.exp(after + later)
-    dk += dk_new
-    through = SdS * tl.exp(tl.sum(tl.sum(total, 1), 0))
-    dtotal = totals_bwd(change, k * dk_new, dbetween, through)
-    # within a block: sums over the tokens from one on, and over those before one
-    dg = add_within_block(in_level(4), dafter + k * dk_new, dg + dtotal, PRECISION)
-    a = tl.arange(0, 16)
-    dg = add_within_block(a[None, :] <= a[:, None], dbefore + change, dg, PRECISION)
-    flat: tl.constexpr = (C, ks.shape[0])
-    store_rows(x.dq_ptr, at, ks, tl.reshape(dq, flat), K, C)
-    store_rows(x.dk_ptr, at, ks, tl.reshape(dk, flat), K, C)
-    dg = tl.reshape(dg, flat)
-    return tl.reshape(share, (C,)), store_gate(x, at, gate, ks, dg, K, C, UNIT, RAW, BOUNDED, RESET)
+    """Return the gradient of logits x [C, channels], and its terms of dA_log, from dg; x as in `load_logits`.
+
+    A reset passes no gradient.
+    """
+    # without the mask, a rounding error times g = -1e6 would show in dA_log
+    dg = tl.where(g > RESET, dg, 0.0)
+    if not RAW:
+        return dg, tl.zeros_like(dg)
+    else:
+        return logits_bwd(dg, g, x, rate, lower_bound, BOUNDED)
 
 
 @kernel
@@ -250,7 +188,7 @@ def rows_bwd_channels_kernel(
     lower_bound, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     RAW: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
-    FP32_STATE: tl.constexpr, BY_SUMS: tl.constexpr,
+    FP32_STATE: tl.constexpr,
 ):  # fmt: skip
     # dq, dk and dg of one chunk, value head and strip of BK channels; formulas at the top of the file.
     # Program (chunk of the group, head, strip), strips fastest: those of a chunk find do, dv, v_new, E and F
@@ -263,8 +201,10 @@ def rows_bwd_channels_kernel(
     head = (tl.program_id(0) // blocks) % HV
     part = tl.program_id(0) // (blocks * HV)
     chunk = begin + part
+    key_head = head // ratio
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
     token_range = TokenRange(row, first, length)
+    operand: tl.constexpr = operand_dtype(k_ptr, FP32_STATE)
     tokens = tl.arange(0, C)
     ks = own * BK + tl.arange(0, BK)
     is_channel = column_mask(ks, K)
@@ -285,36 +225,85 @@ def rows_bwd_channels_kernel(
             tl.store(biases_ptr + biases_place, tl.zeros([BK], tl.float64), mask=is_channel)
         return
 
-    at = Chunk(
-        token_range, place, tile, part.to(tl.int64) * HV + head, head, head // ratio, T, HV, HV // ratio
-    )
-    x = Tensors(
-        Rows(q_ptr, q_b, q_t, q_h), Rows(k_ptr, k_b, k_t, k_h), Rows(g_ptr, g_b, g_t, g_h), dt_bias_ptr,
-        q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, Rows(do_ptr, do_b, do_t, do_h), dv_ptr, v_new_ptr,
-        pairs_ptr, factors_ptr, dq_ptr, dk_ptr, dg_ptr, biases_ptr,
-    )  # fmt: skip
-    gate = Gate(gate_rate(A_log_ptr, head), lower_bound, scale)
-    if BY_SUMS:
-        g = load_decays(x, at, gate, ks, K, C, UNIT, RAW, BOUNDED, RESET) * LOG2_E
-        a, lowest = sum_from_middle(g, tokens[:, None])
-        if lowest >= LOWEST:
-            share, along = strip_by_sums(
-                x, at, gate, ks, g, a, lowest, K, V, C, UNIT, RAW, BOUNDED, PRECISION, RESET, FP32_STATE
-            )
-        else:
-            share = tl.zeros([C], tl.float32)
-            along = tl.sum(tl.zeros([C], tl.float64), 0)
-            for first_channel in range(own * BK, own * BK + BK, 16):
-                strip = first_channel + tl.arange(0, 16)
-                more, more_along = strip_by_levels(
-                    x, at, gate, strip, K, V, BV, C, UNIT, RAW, BOUNDED, PRECISION, RESET, FP32_STATE
-                )
-                share += more
-                along += more_along
-    else:
-        share, along = strip_by_levels(
-            x, at, gate, ks, K, V, BV, C, UNIT, RAW, BOUNDED, PRECISION, RESET, FP32_STATE
-        )
-    tl.store(shares_ptr + (tile * blocks + own) * C + tokens, share)
+    is_token = tokens < length
+    rate = gate_rate(A_log_ptr, head)
+    of_g = Rows(g_ptr, g_b, g_t, g_h)
+    x = load_logits(of_g, dt_bias_ptr, token_range, head, ks, K, C, UNIT)
+    g = in_blocks(channel_decays(x, rate, lower_bound, is_token, RAW, BOUNDED, RESET))
+    num_heads = HV // ratio
+    q = load_rows(Rows(q_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT)
+    k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
+    rstd = load_rstd(q_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    q = in_blocks(q).to(tl.float32) * of_tokens(rstd)
+    rstd = load_rstd(k_rstd_ptr, row, first, length, key_head, T, num_heads, C)
+    k = in_blocks(k).to(tl.float32) * of_tokens(rstd)
+    beta = of_tokens(factor(factors_ptr, tile, BETA, C))
+    group_tile = part.to(tl.int64) * HV + head
+    E_F = pairs_ptr + group_tile * (C * C)
+    dq, dk, dg, share, before, after = levels_in_blocks(q, k, g, E_F, beta, C, PRECISION)
+    total, earlier, later, between = block_totals(g)
+    # the gradients of `before` and `after`: of tokens whose decay has them
+    d = tl.exp(tl.where(is_odd_block(), before, after))
+    dq_new, dk_new, change, part_share = level_of_neighbours(q, k, d, E_F, beta, C, PRECISION)
+    dq += dq_new
+    dk += dk_new
+    share += part_share
+    dbefore = tl.where(is_odd_block(), change, 0.0)
+    dafter = tl.where(is_odd_block(), 0.0, change)
+    d = tl.exp(tl.where(is_late_block(), before, after) + between)
+    dq_new, dk_new, dbetween, part_share = level_of_halves(q, k, d, E_F, beta, C, PRECISION)
+    dq += dq_new
+    dk += dk_new
+    share += part_share
+    dbefore += tl.where(is_late_block(), dbetween, 0.0)
+    dafter += tl.where(is_late_block(), 0.0, dbetween)
+    tl.store(shares_ptr + (tile * blocks + own) * C + tokens, tl.reshape(share, (C,)))
+
+    do_S = tl.zeros([BK, C], tl.float32)
+    dv_S = tl.zeros([BK, C], tl.float32)
+    v_dS = tl.zeros([BK, C], tl.float32)
+    SdS = tl.zeros([BK], tl.float32)
+    for strip in range(0, V, BV):
+        vs = strip + tl.arange(0, BV)
+        is_value = column_mask(vs, V)[None, :]
+        # channels down: a product of fewer than 64 rows uses mma.sync, not WGMMA with few columns
+        S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
+        dS = state_block(dS_ptr, tile, ks, vs, K, V).to(operand)
+        do = load_rows(Rows(do_ptr, do_b, do_t, do_h), token_range, head, vs, V, C, UNIT)
+        do_S = dot(S, tl.trans(do.to(operand)), do_S, PRECISION)
+        dv_place = (place * HV + head) * V + (tokens[:, None] * (HV * V) + vs[None, :])
+        dv = tl.load(dv_ptr + dv_place, mask=is_token[:, None] & is_value, other=0.0)
+        dv_S = dot(S, tl.trans(dv.to(operand)), dv_S, PRECISION)
+        v_new_place = group_tile * (C * V) + (tokens[:, None] * V + vs[None, :])
+        v_new = tl.load(v_new_ptr + v_new_place, mask=is_value, other=0.0)
+        v_dS = dot(dS, tl.trans(v_new.to(operand)), v_dS, PRECISION)
+        SdS += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+    decay_in = tl.exp(before + earlier)
+    dq_new = in_blocks(tl.trans(do_S)) * (decay_in * scale)
+    dk_new = in_blocks(tl.trans(dv_S)) * -decay_in
+    change = q * dq_new + k * dk_new
+    dq += dq_new
+    dk += dk_new
+    dk_new = in_blocks(tl.trans(v_dS)) * tl.exp(after + later)
+    dk += dk_new
+    through = SdS * tl.exp(tl.sum(tl.sum(total, 1), 0))
+    dtotal = totals_bwd(change, k * dk_new, dbetween, through)
+    # within a block: sums over the tokens from one on, and over those before one
+    dg = add_within_block(in_level(4), dafter + k * dk_new, dg + dtotal, PRECISION)
+    a = tl.arange(0, 16)
+    dg = add_within_block(a[None, :] <= a[:, None], dbefore + change, dg, PRECISION)
+    tl.store(dq_ptr + row_place, tl.reshape(dq, (C, BK)).to(dq_ptr.dtype.element_ty), mask=is_given)
+    tl.store(dk_ptr + row_place, tl.reshape(dk, (C, BK)).to(dk_ptr.dtype.element_ty), mask=is_given)
+
+    dg = tl.reshape(dg, (C, BK))
+    # loaded again, so that no register holds the logits meanwhile
+    x = load_logits(of_g, dt_bias_ptr, token_range, head, ks, K, C, UNIT)
+    g = channel_decays(x, rate, lower_bound, is_token, RAW, BOUNDED, RESET)
+    dx, along = gate_bwd(dg, g, x, rate, lower_bound, RAW, BOUNDED, RESET)
+    dx = tl.where(is_token[:, None], dx, 0.0)
+    tl.store(dg_ptr + row_place, dx.to(dg_ptr.dtype.element_ty), mask=is_given)
     if rates_ptr is not None:
-        tl.store(rates_ptr + rates_place, along)
+        along = tl.where(is_token[:, None], along, 0.0)
+        tl.store(rates_ptr + rates_place, tl.sum(tl.sum(along.to(tl.float64), 1), 0))
+    if biases_ptr is not None:
+        tl.store(biases_ptr + biases_place, tl.sum(dx.to(tl.float64), 0), mask=is_channel)

@@ -12,7 +12,6 @@ Bytes per token and value head at K = V = 128 in bf16, HV = H: k_in, v, do, dr, 
 A_inv 128, E and F 256: 2430.
 """
 
-import triton
 import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
@@ -32,33 +31,6 @@ from gdn.backends.triton.rule.pairs import BETA, ROWS, factor
 
 # terms of dbeta, in rows of the factors that nothing else of a backward with channels uses
 APART, WHOLE = tl.constexpr(0), tl.constexpr(1)
-
-
-@triton.jit
-def store_scores(pairs_ptr, tile, E_t, F, C: tl.constexpr):
-    """Store E^T [key, query] and F [query, key] of a tile.
-
-    In fp32 as one square: at [a, b] E of key a and query b if a <= b, else F of query a and key b. In bf16
-    each has a square with zeros in its other half, ready as an MMA operand for `rows_bwd_sums`.
-    """
-    a = tl.arange(0, C)[:, None]
-    b = tl.arange(0, C)[None, :]
-    if pairs_ptr.dtype.element_ty == tl.float32:
-        tl.store(pairs_ptr + tile * (C * C) + a * C + b, tl.where(a <= b, E_t, F))
-    else:
-        square = pairs_ptr + tile * (2 * C * C) + (a * C + b)
-        tl.store(square, tl.where(a <= b, E_t, 0.0).to(tl.bfloat16))
-        tl.store(square + C * C, tl.where(a > b, F, 0.0).to(tl.bfloat16))
-
-
-@triton.jit
-def load_scores(pairs_ptr, tile, a, b, C: tl.constexpr):
-    """Return in fp32 what `store_scores` stored at rows a and columns b."""
-    if pairs_ptr.dtype.element_ty == tl.float32:
-        return tl.load(pairs_ptr + tile * (C * C) + a * C + b)
-    else:
-        square = pairs_ptr + tile * (2 * C * C) + (a * C + b)
-        return tl.load(square).to(tl.float32) + tl.load(square + C * C).to(tl.float32)
 
 
 @kernel
@@ -135,7 +107,9 @@ def values_bwd_kernel(
         F += dot_split_left(v_new, tl.trans(dr), None, PRECISION, SPLIT)
         # dr has been copied to shared memory for its MMA, so dv may overwrite it in HBM
         tl.store(dr_place, (wide_dr * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=dr_mask)
-    store_scores(pairs_ptr, group_tile, E * scale, -tl.trans(F), C)
+    # at [a, b]: E of key a and query b if a <= b, else F of key b and query a
+    pairs = tl.where(tokens[:, None] <= tokens[None, :], E * scale, -tl.trans(F))
+    tl.store(pairs_ptr + group_tile * (C * C) + tokens[:, None] * C + tokens[None, :], pairs)
     terms = factors_ptr + tile * (ROWS * C) + tokens
     tl.store(terms + APART * C, apart)
     tl.store(terms + WHOLE * C, whole)
