@@ -193,14 +193,13 @@ def test_the_scan_takes_the_longest_first(monkeypatch, consumers):
     [("packed", 1, 1), ("rows with tails", None, 2), ("few keys", None, 2), ("few keys, options", 1, 2)],
 )
 def test_saved_tensors(monkeypatch, name, segment, consumers):
-    """Save what Triton's forward saves; o has the bits of a forward on the general path without saving."""
+    """On the general path, save what Triton's forward saves; o has the bits of a forward without saving."""
     set_consumers(monkeypatch, consumers)
     set_segments(monkeypatch, segment)
     given = inputs(replace(CASES[name], batch_invariant=True), torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="hopper")
-    set_fast_path(monkeypatch)
-    o, final, saved = rule.chunk_forward(problem, True)
     set_fast_path(monkeypatch, False)
+    o, final, saved = rule.chunk_forward(problem, True)
     expected = chunked.chunk_forward(replace(problem, backend="triton"), True)
     assert all(torch.equal(x, y) for x, y in zip((o, final), forward(given)[:2], strict=True))
     for x, y, shape in zip(saved, expected[2], saves(problem), strict=True):

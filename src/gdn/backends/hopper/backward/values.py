@@ -176,12 +176,13 @@ def finish_head(w, place, head, stage, count, sums):
     D = gl.exp2(
         factor(tiles, stage, DECAY, PER_ROW)[:, None] - factor(tiles, stage, FROM, PER_COLUMN)[None, :]
     )
-    # masked here alone: products with E and F need no mask, but for NaN in rows past the end
+    # masked here alone: products with E and F need no mask, but for NaN in rows and columns past the end
     E = sums.E
     F = sums.F
+    is_pair = is_token[:, None] & (j < place.length)[None, :]
     if place.length < C:
-        E = gl.where(is_token[:, None], E, 0.0)
-        F = gl.where(is_token[:, None], F, 0.0)
+        E = gl.where(is_pair, E, 0.0)
+        F = gl.where(is_pair, F, 0.0)
     below = gl.where(j[None, :] < i[:, None], D, 0.0)
     D = gl.where(j[None, :] <= i[:, None], D, 0.0)
     E = E * (D * factor(tiles, stage, Q_SCALE, PER_ROW)[:, None])
@@ -197,8 +198,9 @@ def finish_head(w, place, head, stage, count, sums):
     arrive(count, w.turns.pairs_full)
     qk, kk = warpgroup_mma_wait(0, deps=(qk, kk))
     if place.length < C:
-        qk = gl.where(is_token[:, None], qk, 0.0)
-        kk = gl.where(is_token[:, None], kk, 0.0)
+        # the row warpgroup may not yet have zeroed the rows of q and k past the end when these MMAs read them
+        qk = gl.where(is_pair, qk, 0.0)
+        kk = gl.where(is_pair, kk, 0.0)
     F = F * kk
     H = E * qk + F * gain[:, None]
     # gates_bwd sums leaving_j over j < t in fp64: what crosses t is in it, and H's diagonal drops out
