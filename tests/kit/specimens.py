@@ -138,7 +138,7 @@ DECODE = {
     "fp16 60": ("index", 4, 2, 60, 60, FP16, FP16, False, True, TUNED),
     "fp32 256": ("final", 4, 1, 256, 256, FP32, FP32, False, True, EVERYWHERE),
     "fp32 64, K first": ("P4", 4, 3, 64, 64, FP32, BF16, True, False, TUNED),
-    "many rows, int16 pool": ("index", 256, 1, 128, 128, BF16, INT16, True, True, EVERYWHERE),
+    "many rows, int16 pool": ("index", 256, 1, 128, 128, BF16, INT16, True, True, TUNED),
     "P1, int16 pool": ("P1", 4, 4, 128, 128, BF16, INT16, True, True, TUNED),
     "fp32, K first, int16 pool": ("P6", 4, 1, 64, 64, FP32, INT16, False, False, TUNED),
 }
@@ -673,9 +673,9 @@ OTHERS = {
     "state pass of a backward, 256 channels": (
         backward_state_pass,
         (Case(sizes=(256, 256), is_per_channel=True, state="wide"), BF16),
-        EVERYWHERE,
+        TUNED,
     ),
-    "states between ranks 128": (states_between_ranks, (128, 128, False), EVERYWHERE),
+    "states between ranks 128": (states_between_ranks, (128, 128, False), TUNED),
     "states between ranks 60": (states_between_ranks, (60, 44, True), TUNED),
     "hopper backward": (hopper_backward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
     "hopper backward all packed": (
