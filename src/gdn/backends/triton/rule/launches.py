@@ -5,6 +5,7 @@ These methods only use positions, never values: `LaunchSequence` calls them once
 tensors.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,8 +74,52 @@ class Forward:
         return LaunchSequence(self.state_steps)
 
 
+class BackwardParts(ABC):
+    """List the launches of a backward in parts, and run each part by a callable that is made once."""
+
+    @abstractmethod
+    def pair_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """Yield the launches that need no gradient of a state. `tensors`: as in `steps`."""
+
+    @abstractmethod
+    def state_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """Yield the backward state pass. `tensors`: as in `steps`."""
+
+    @abstractmethod
+    def late_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """Yield the rest. `tensors`: as in `steps` without the last `num_early`, then those of `late`."""
+
+    def steps(self, tensors: Sequence[T | None]) -> Steps[T]:
+        """Yield the launches up to the backward state pass, after which the last `num_early` may be freed.
+
+        `tensors`: the problem's, those of Saved, do, dS, then those of `specs`.
+        """
+        yield from self.pair_steps(tensors)
+        yield from self.state_steps(tensors)
+
+    @cached_property
+    def run(self) -> LaunchSequence:
+        """Return a callable that runs the launches of `steps`."""
+        return LaunchSequence(self.steps)
+
+    @cached_property
+    def run_pairs(self) -> LaunchSequence:
+        """Return a callable that runs the launches of `pair_steps`."""
+        return LaunchSequence(self.pair_steps)
+
+    @cached_property
+    def run_state(self) -> LaunchSequence:
+        """Return a callable that runs the launch of `state_steps`."""
+        return LaunchSequence(self.state_steps)
+
+    @cached_property
+    def run_late(self) -> LaunchSequence:
+        """Return a callable that runs the launches of `late_steps`."""
+        return LaunchSequence(self.late_steps)
+
+
 @dataclass(frozen=True)
-class Backward:
+class Backward(BackwardParts):
     """Launch one backward. `sums` is None where there is no A_log."""
 
     # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial, factors, table, P, P_rest
@@ -88,14 +133,6 @@ class Backward:
     gates: Launch
     sums: Launch | None
     num_early: ClassVar[int] = 2  # tensors at the end of `specs` that only `steps` needs: P and P_rest
-
-    def steps(self, tensors: Sequence[T | None]) -> Steps[T]:
-        """Yield the launches up to the backward state pass, after which P and P_rest may be freed.
-
-        `tensors`: the problem's, those of Saved, do, dS, then those of `specs`.
-        """
-        yield from self.pair_steps(tensors)
-        yield from self.state_steps(tensors)
 
     def pair_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the launches that need no gradient of a state. `tensors`: as in `steps`."""
@@ -129,23 +166,3 @@ class Backward:
         # dA_log and ddt_bias: partial sums per chunk in HBM, added in a fixed order and without atomics
         if self.sums is not None:
             yield self.sums, (partial, *((None, dA_log) if ddt_bias is None else (dA_log, ddt_bias)))
-
-    @cached_property
-    def run(self) -> LaunchSequence:
-        """Return a callable that runs the launches of `steps`."""
-        return LaunchSequence(self.steps)
-
-    @cached_property
-    def run_pairs(self) -> LaunchSequence:
-        """Return a callable that runs the launches of `pair_steps`."""
-        return LaunchSequence(self.pair_steps)
-
-    @cached_property
-    def run_state(self) -> LaunchSequence:
-        """Return a callable that runs the launch of `state_steps`."""
-        return LaunchSequence(self.state_steps)
-
-    @cached_property
-    def run_late(self) -> LaunchSequence:
-        # made once, as `run` is: a CUDA launch should not wait for Python
-        return LaunchSequence(self.late_steps)

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
-from gdn.backends.triton.launch import Launch, LaunchSequence, TensorSpec
-from gdn.backends.triton.rule.launches import Forward, Steps, T
+from gdn.backends.triton.launch import Launch, TensorSpec
+from gdn.backends.triton.rule.launches import BackwardParts, Forward, Steps, T
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class ChannelForward(Forward):
 
 
 @dataclass(frozen=True)
-class ChannelBackward:
+class ChannelBackward(BackwardParts):
     """Launch one backward. `add_rates` and `add_biases` are None where there is no A_log and no dt_bias."""
 
     # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial sums of dA_log, ddt_bias and dbeta, factors,
@@ -49,14 +48,6 @@ class ChannelBackward:
     add_rates: Launch | None
     add_biases: Launch | None
     num_early: ClassVar[int] = 3  # q_in, P and P_rest
-
-    def steps(self, tensors: Sequence[T | None]) -> Steps[T]:
-        """Yield the launches up to the backward state pass, after which q_in, P and P_rest may be freed.
-
-        `tensors`: the problem's, those of Saved, do, dS, then those of `specs`.
-        """
-        yield from self.pair_steps(tensors)
-        yield from self.state_steps(tensors)
 
     def pair_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the launches that need no gradient of a state. `tensors`: as in `steps`."""
@@ -94,23 +85,3 @@ class ChannelBackward:
             yield self.add_rates, (rates, None, dA_log)
         if self.add_biases is not None:
             yield self.add_biases, (biases, None, ddt_bias)
-
-    @cached_property
-    def run(self) -> LaunchSequence:
-        """Return a callable that runs the launches of `steps`."""
-        return LaunchSequence(self.steps)
-
-    @cached_property
-    def run_pairs(self) -> LaunchSequence:
-        """Return a callable that runs the launches of `pair_steps`."""
-        return LaunchSequence(self.pair_steps)
-
-    @cached_property
-    def run_state(self) -> LaunchSequence:
-        """Return a callable that runs the launch of `state_steps`."""
-        return LaunchSequence(self.state_steps)
-
-    @cached_property
-    def run_late(self) -> LaunchSequence:
-        """Return a callable that runs the launches of `late_steps`."""
-        return LaunchSequence(self.late_steps)
