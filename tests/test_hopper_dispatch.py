@@ -18,7 +18,7 @@ if not HAS_TRITON:
 from kit.compiling import TARGETS, jobs_of, recording
 from kit.hopper import BASE, CASES, checkpoint_options, make_prefill
 
-from gdn.backends import Saved, hopper
+from gdn.backends import hopper
 from gdn.backends.hopper import cost, descriptors, rule, segments
 from gdn.backends.hopper.backward import cost as backward_cost
 from gdn.backends.hopper.backward import plan
@@ -92,11 +92,7 @@ def test_the_backward_of_a_problem(monkeypatch):
     assert backward(backend="eager") == ("eager", "eager")
     small = replace(BASE, sizes=(64, 64))
     assert backward(small, backend="hopper") == ("hopper", "hopper")
-    # not measured: calls that name no backend keep Triton's backward
-    small = replace(small, lengths=rows(64 * 80))
-    assert backward(small) == ("hopper", "triton")
-    monkeypatch.setattr(hopper, "MEASURED_BACKWARD", (64, 128))
-    assert backward(small) == ("hopper", "hopper")
+    assert backward(replace(small, lengths=rows(64 * 80))) == ("hopper", "hopper")
     assert backward(dtype=torch.float16) == ("triton", "triton")
     assert backward(batch_invariant=True) == ("triton", "triton")
     assert backward(batch_invariant=True, backend="hopper") == ("hopper", "hopper")
@@ -176,8 +172,9 @@ def test_other_backends_are_compiled_ahead(monkeypatch, named, save):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
+@pytest.mark.parametrize("name", ("packed", "few keys"))
 @pytest.mark.parametrize("named", (None, "triton", "hopper"))
-def test_other_backwards_are_compiled_ahead(monkeypatch, named):
+def test_other_backwards_are_compiled_ahead(monkeypatch, named, name):
     """A small backward of a kind is Triton's, and a large one not: the first of either compiles both."""
     jobs = {}
 
@@ -187,7 +184,7 @@ def test_other_backwards_are_compiled_ahead(monkeypatch, named):
 
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
-    given = inputs(CASES["packed"], torch.bfloat16)
+    given = inputs(CASES[name], torch.bfloat16)
     with recording(TARGETS["cuda:90"].machine) as launches:
         problem = parse(**given.tensors, **given.options, backend=named)
         saved = chunked.chunk_forward(problem, True)[2]
@@ -198,10 +195,6 @@ def test_other_backwards_are_compiled_ahead(monkeypatch, named):
             launches.clear()
             run(problem, saved, given.do, given.dfinal_state)
             launched[name] = set(jobs_of(launches, "cuda:90"))
-        few = inputs(CASES["few keys"], torch.bfloat16)
-        problem = parse(**few.tensors, **few.options, backend=named)
-        # at K = V = 64 a call that names no backend has Triton's backward at all sizes
-        assert not list(hopper._backward_launches(problem, Saved(), few.do, None))
     for name, other in (("backward", "hopper backward"), ("hopper backward", "backward")):
         assert launched[name] <= jobs[name] and (launched[other] <= jobs[name]) == (named is None)
 

@@ -94,6 +94,11 @@ def test_the_reference_in_one_launch(case):
         assert x is None or error(x, y) < 1e-12
 
 
+def with_rounded_states(saved):
+    """Round S_in to bf16, as the MMAs of the Gluon kernels do: at K = V = 64 it is saved in fp32."""
+    return replace(saved, S_in=saved.S_in.bfloat16().to(saved.S_in.dtype))
+
+
 def check_gradients(here, triton, expected, keys):
     """Return the gradients that are neither within the limits of `accuracy` nor as near as Triton's.
 
@@ -165,7 +170,8 @@ def test_gradients_of_any_problem_on_a_gpu(monkeypatch, D, forward, seed):
         problem = parse(**given.tensors, **given.options, backend=forward)
         with poison_memory():
             saved = FORWARDS[forward](problem, True)[2]
-            here, triton = (x.chunk_backward(problem, saved, do, dfinal) for x in (plan, chunked))
+            here = plan.chunk_backward(problem, saved, do, dfinal)
+            triton = chunked.chunk_backward(problem, with_rounded_states(saved), do, dfinal)
         expected = reference_gradients(given, do, dfinal)
         bad = check_gradients(here, triton, expected, case.keys)
         assert not bad, f"{number}, {consumers} consumers: {case}: {bad}"

@@ -423,7 +423,7 @@ def hopper_on_a_pool(case: Case) -> Callable[[], Any]:
     """Return the Hopper forward on the fast path that reads and updates slots of a pool."""
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
-    pool = pool_of(6, HV=problem.HV, K=problem.K, V=problem.V)
+    pool = pool_of(6, HV=problem.HV, K=problem.K, V=problem.V).to(problem.q.device)
 
     def call() -> None:
         from gdn.backends.hopper import cost, rule

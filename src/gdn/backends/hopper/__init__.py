@@ -1,8 +1,8 @@
 """Replace the Triton kernels of the chunked forward on sm_90 by Gluon kernels: bf16, K = V = 128 or 64.
 
 `select` chooses this backend where the cost model predicts that it is faster, or where the caller names it.
-Its backward follows the forward of any backend. At K = V = 64 it runs for calls that name it; others have
-`triton`'s. Every other problem is refused. docs/design/hopper.md describes the kernels.
+Its backward follows the forward of any backend. Every other problem is refused. docs/design/hopper.md
+describes the kernels.
 This file imports no Triton, so that a CPU user does not need it. Files in reading order:
 
     cost         predict the time of a forward: which backend, which segments, how many consumer warpgroups
@@ -33,7 +33,6 @@ from gdn.backends.hopper.backward.cost import is_worth_launching
 from gdn.problem import PrefillProblem, Problem
 
 SIZES = (64, 128)  # values of K = V that the kernels are written for
-MEASURED_BACKWARD = (128,)  # of those that have this backward where the caller names no backend
 
 
 def refuses(problem: Any) -> str | None:
@@ -59,8 +58,6 @@ def refuses_backward(problem: Problem) -> str | None:
         return reason
     if settings.backend(problem.backend) == "hopper":
         return None
-    if problem.K not in MEASURED_BACKWARD:
-        return f"expected K = V in {MEASURED_BACKWARD}, or backend='hopper', got K=V={problem.K}"
     # the two backends round differently: see `refuses`
     if problem.batch_invariant:
         return "expected no batch_invariant, or backend='hopper'"
@@ -166,8 +163,7 @@ def _backward_launches(
 ) -> Iterator[Any]:
     """Yield the launches that a larger backward of the kind would use; none if it is not supported here."""
     has_tokens = problem.q.numel() > 0 and problem.N > 0
-    is_chosen = problem.K in MEASURED_BACKWARD and not problem.batch_invariant
-    if has_tokens and is_chosen and _lacks(problem) is None:
+    if has_tokens and not problem.batch_invariant and _lacks(problem) is None:
         plans = import_module("gdn.backends.hopper.backward.plan")
         yield from plans.launches(problem, saved, do, dS)
 

@@ -23,8 +23,8 @@ from gdn.problem.step import StepProblem
 
 # problems whose kernels run token by token, and support a decay per key channel and a lower bound
 ANY_GATE = (DecodeProblem, StepProblem)
-# problems whose kernels of a decay per key channel no GPU test has passed; of stages, the gate alone has both
-UNMEASURED = (PrefillProblem, StageProblem, ReplayProblem, KeepProblem)
+# others whose kernels support a decay per key channel; of stages, the gate alone
+EITHER_GATE = (Problem, PrefillProblem, StageProblem, ReplayProblem, KeepProblem)
 LARGEST = 256  # largest K and V
 LARGEST_MAP = 128  # largest K of a map M [K, K] that a kernel holds in registers
 MEASURED = 128  # largest K of backwards with a decay per key channel that GPU tests have passed
@@ -82,8 +82,9 @@ def refuses(problem: Any) -> str | None:
     reason = refuses_any_gate(problem)
     # a step on slots with histories has the kernel of these
     has_history = getattr(problem, "cursor", None) is not None
-    if reason is None and getattr(problem, "column_scale", None) is not None:
-        reason = _refuses_int16(problem, has_history or isinstance(problem, FoldProblem))
+    is_int16 = getattr(problem, "column_scale", None) is not None
+    if reason is None and is_int16 and (has_history or isinstance(problem, FoldProblem)):
+        reason = "expected a HistoryPool with states in floats, got int16"
     if reason is None and isinstance(problem, PropagateProblem) and problem.K > LARGEST_MAP:
         reason = f"expected K of at most {LARGEST_MAP}, got K={problem.K}"
     if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
@@ -91,24 +92,11 @@ def refuses(problem: Any) -> str | None:
     return reason
 
 
-def _refuses_int16(problem: Any, has_history: bool) -> str | None:
-    """Return why the kernels do not support a problem on a pool in int16, or None."""
-    if has_history:
-        return "expected a HistoryPool with states in floats, got int16"
-    if _leading(problem).device.type == "cuda" and settings.backend(problem.backend) is None:
-        return "expected a backend by name: the kernels of states in int16 have not run on a GPU yet"
-    return None
-
-
 def _refuses_gate(problem: Any) -> str | None:
     """Return why the kernels of whole chunks do not support the gate of a problem, or None."""
     if getattr(problem, "is_per_channel", False):
-        if not isinstance(problem, (Problem, *UNMEASURED)):
-            return "expected a decay per head, got one per key channel"
-        is_named = settings.backend(problem.backend) == "triton"
-        if isinstance(problem, UNMEASURED) and _leading(problem).device.type == "cuda" and not is_named:
-            return "expected backend='triton' by name: its kernels of this gate have not run on a GPU yet"
-        return None
+        is_supported = isinstance(problem, EITHER_GATE)
+        return None if is_supported else "expected a decay per head, got one per key channel"
     if getattr(problem, "lower_bound", None) is not None:
         return f"expected lower_bound=None, got {problem.lower_bound}"
     return None
