@@ -109,15 +109,16 @@ def test_a_compiled_chain_hands_on_what_its_launches_would(monkeypatch):
     made, noted = [], []
     launches = scaled(100, 3.0), scaled(0, 1.0), scaled(48, 2.0)
     for launch_, name in zip(launches, "abc", strict=True):
-        launch_._compiled, launch_._trailing = object(), launch_.scalars
-        launch_._function = (1, lambda *given: made.append(given), name, None)
+        launch_._device, launch_._trailing = 1, launch_.scalars
+        launch_._call = lambda *given, name=name: made.append((name, *given))
 
     def steps(t):
         return zip(launches, ((t[0], None, t[3]), (t[3], t[0]), (t[3], t[0], t[0])), strict=True)
 
     chain, x = LaunchSequence(steps), torch.empty(3, 16)
     chain([x[0], None, x[2], x[1]])
-    assert [given[0] for given in made] == [7, 3] and made[0][-3:] == (x[1].data_ptr(), 100, 3.0)
+    assert [given[:3] for given in made] == [("a", 7, (1, 7)), ("c", 3, (1, 7))]
+    assert made[0][3] == (x[0].data_ptr(), None, x[1].data_ptr(), 100, 3.0)
     chain.steps = None
     for tensors in (x[1], None, None, x[0]), (x[0], None, None, x[1]):
         chain(tensors)
@@ -129,7 +130,7 @@ def test_a_compiled_chain_hands_on_what_its_launches_would(monkeypatch):
         chain([x[0], None, None, x[1]])
     assert len(made) == 8 and [step[0] for step in noted] == [launches[0], launches[2]]
     # one that is not compiled: all go as they would alone
-    launches[2]._compiled = None
+    launches[2]._call = None
     monkeypatch.setattr(Launch, "_launch_first", lambda self, tensors: made.append((self, tensors)))
     later = LaunchSequence(steps)
     for _ in range(2):

@@ -8,8 +8,9 @@ tensors saved for a backward add 560 (A_inv has its zeros then), or 1040 where s
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from gdn.backends.hopper.solve.kernel import solve_kernel
 from gdn.backends.select import other_launches
 from gdn.backends.triton.launch import (
     Launch,
+    LaunchSequence,
     PlanCache,
     Step,
     TensorSpec,
@@ -73,9 +75,21 @@ class Forward:
     solve: Launch
     segments: Segments | None
     scan: Launch
+    problem: Problem  # without tensors
+
+    @cached_property
+    def run(self) -> LaunchSequence:
+        """Return the launches as a function of the tensors of the problem, of `specs` and of a pool."""
+        first, past = len(Problem.declaration.tensors), len(Problem.declaration.tensors) + len(self.specs)
+
+        def steps(tensors: Sequence[Any]) -> Iterator[Step]:
+            p = self.problem.with_tensors(tensors[:first])
+            return self.steps(p, tensors[first:past], tuple(tensors[past:]))
+
+        return LaunchSequence(steps)
 
     def steps(
-        self, p: Problem, new: list[Tensor | None], pool: tuple[Tensor | None, ...] = NO_POOL[0]
+        self, p: Problem, new: Sequence[Tensor | None], pool: tuple[Tensor | None, ...] = NO_POOL[0]
     ) -> Iterator[Step]:
         """Yield the launches and their tensors, in order; `pool`: which slots sequences read and write."""
         A_inv, factors, final, o, table, next_item, G, S_in, q_rstd, k_rstd, *rest = new
@@ -172,8 +186,7 @@ def forward(
     with device_guard(p.device):
         plan = plan_of(p, kept, pool)
         new = with_pool(allocate(p.device, plan.specs), pool)
-        for launch, tensors in plan.steps(p, new, NO_POOL[0] if pool is None else pool.tensors):
-            launch(*tensors)
+        plan.run([*p.tensors(), *new, *(NO_POOL[0] if pool is None else pool.tensors)])
     o, final, saved = results(new, kept)
     # at K = 64 the backward gets A_inv in another form, and `recompute_saved` runs the whole forward again
     if p.recompute and kept is not None:
@@ -329,7 +342,7 @@ def _plan(
         *(None if kept is None or x is None else tensor_spec(*x) for x in (G, S_in, q_rstd, k_rstd)),
         *(() if segments is None else segments.specs),
     )
-    return Forward(specs, a.launch, gates, solve, segments, scan)
+    return Forward(specs, a.launch, gates, solve, segments, scan, p.without_tensors())
 
 
 def _plan_tiles(

@@ -16,9 +16,10 @@ HBM bytes per token and value head, K = V = 128 in bf16, HV = 2 H: factors 50, s
 gates 50: 4024. Triton's backward: 7850.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ from gdn.backends.select import other_backward_launches
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import (
     Launch,
+    LaunchSequence,
     PlanCache,
     Step,
     TensorSpec,
@@ -95,9 +97,28 @@ class Plan:
     gradients: Launch
     gates: Launch
     sums: Launch | None
+    problem: Problem  # without tensors
+
+    @cached_property
+    def run(self) -> LaunchSequence:
+        """Return the launches as a function of the problem's tensors, Saved, do, dfinal, `late`, `new`."""
+        ends = list(accumulate((len(Problem.declaration.tensors), len(fields(Saved)), 2, len(self.late))))
+
+        def steps(tensors: Sequence[Any]) -> Iterator[Step]:
+            own, saved, (do, dfinal), late = (tensors[i:j] for i, j in pairwise((0, *ends)))
+            new = tensors[ends[-1] :]
+            return self.steps(self.problem.with_tensors(own), Saved(*saved), do, dfinal, new, late)
+
+        return LaunchSequence(steps)
 
     def steps(
-        self, p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, new: list[Any], late: list[Any]
+        self,
+        p: Problem,
+        saved: Saved,
+        do: Tensor,
+        dfinal: Tensor | None,
+        new: Sequence[Any],
+        late: Sequence[Any],
     ) -> Iterator[Step]:
         """Yield the launches in order; `new` and `late`: the tensors of `specs` and of `late`."""
         dv, dg, dbeta, dinitial, dS, dA_log, ddt_bias, partial, shares, table, *_ = new
@@ -190,8 +211,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Te
         # free P and P_rest before dq and dk are allocated: this lowers peak memory
         del new[-2:]
         late = allocate(p.device, plan.late)
-        for launch, tensors in plan.steps(p, saved, do, dfinal, new, late):
-            launch(*tensors)
+        plan.run([*p.tensors(), *saved, do, dfinal, *late, *new])
     return backward_results(new, late)
 
 
@@ -359,7 +379,9 @@ def _plan(
     )
     table = a.launch if before is None else None
     gates = _gate_launches(p, a, 1 if before is None else before.gates.scalars[-1])
-    return Plan(before, specs, late, table, factors, parts, passes, scan, gradients, *gates)
+    return Plan(
+        before, specs, late, table, factors, parts, passes, scan, gradients, *gates, p.without_tensors()
+    )
 
 
 def _gate_launches(p: Problem, a: rules.Description, strips: Any) -> tuple[Launch, Launch | None]:

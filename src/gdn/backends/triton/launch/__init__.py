@@ -8,6 +8,8 @@ Read in this order:
     kernels       declare a kernel, and count strides in units so that its loads vectorise
     device        the GPU that a call runs on, and what tile sizes depend on
     specs         shapes and dtypes of the tensors that a plan allocates
+    launcher      call Triton's C function without its Python code, with descriptors encoded before
+    ready         a sequence of compiled launches as a function of the addresses of tensors
     launches      Launch, LaunchSequence, CachedLaunch: run kernels with little host time
     plans         the cache of plans, which hold launches
     pdl           programmatic dependent launch

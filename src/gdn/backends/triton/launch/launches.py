@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
-from operator import itemgetter, or_
+from operator import or_
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from gdn.backends.triton.launch.device import device_guard
 from gdn.backends.triton.launch.kernels import INTERPRETED
+from gdn.backends.triton.launch.launcher import DirectCall, direct_call, triton_call
+from gdn.backends.triton.launch.ready import Ready, prepare
 
 ALIGNMENT = 16  # bytes: if every pointer is a multiple, the compiled handle of the first launch can be reused
 
@@ -39,7 +41,9 @@ class Launch:
     num_descriptors: int = 0  # leading arguments that are tensor descriptors (for TMA), aligned for any dtype
     seconds: float = 0.0  # about how long compilation takes after tracing, where that is long
     _compiled: Any = field(default=None, repr=False)
-    _function: tuple[Any, ...] = ()
+    _device: int = 0
+    _call: DirectCall | None = field(default=None, repr=False)  # descriptors are Triton's, not encoded
+    _direct: DirectCall | None = field(default=None, repr=False)  # descriptors are encoded; see `direct`
     _trailing: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -49,7 +53,8 @@ class Launch:
         if _recorder is not None:
             _recorder.append((self, tensors))
             return
-        if self._compiled is None:
+        call = self._call
+        if call is None:
             self._launch_first(tensors)
             return
         # the address of every tensor, and the OR of all addresses, so that one test checks alignment
@@ -66,9 +71,12 @@ class Launch:
         if bits % ALIGNMENT:
             self._dispatch(tensors)
             return
-        device, run, function, metadata = self._function
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        run(self.grid, 1, 1, stream, function, metadata, None, None, None, *pointers, *self._trailing)
+        call(self.grid, torch._C._cuda_getCurrentRawStream(self._device), (*pointers, *self._trailing))
+
+    @property
+    def direct(self) -> DirectCall | None:
+        """Return the call that takes addresses and encoded descriptors; None if there is none (yet)."""
+        return self._direct if self.num_descriptors else self._call
 
     @property
     def _constants(self) -> dict[str, Any]:
@@ -99,55 +107,44 @@ class Launch:
         is_small = all(not isinstance(x, int) or -(2**31) <= x < 2**31 for x in self.scalars)
         if INTERPRETED or not is_aligned or not is_small:
             return
-        device = next(x.device.index for x in plain if x is not None)
+        self._device = next(x.device.index for x in plain if x is not None)
         self._trailing = (*self.scalars, *(None for _ in self.constants))
-        self._function = (device, compiled.run, compiled.function, compiled.packed_metadata)
-        self._compiled = compiled
+        self._compiled, self._direct = compiled, direct_call(compiled)
+        # last: another thread that finds it finds the others, too
+        self._call = triton_call(compiled) if self.num_descriptors or not self._direct else self._direct
 
 
-Step = tuple[Launch, tuple[Tensor | None, ...]]
+Step = tuple[Launch, tuple[Any, ...]]
 
 
 class LaunchSequence:
     """Run launches one after another on the tensors of one call, taking each tensor's address once.
 
-    `steps`: maps a call's tensors to the launches and the tensors of each. The same tensors must be None in
-    every call, each launch must take at least two tensors, and none may be a tensor descriptor. Once all
-    launches are compiled, `steps` is called once more, with positions in place of tensors.
+    `steps`: maps a call's tensors to the launches and the arguments of each: tensors of the call, views of
+    them, and TMA descriptors of such. The same tensors must be None in every call, and the others must have
+    the shapes, strides and dtypes of the first call. Once all launches are compiled, `steps` is called once
+    more, on the meta device, and never again.
     """
 
-    def __init__(self, steps: Callable[[Sequence[Any]], Iterable[tuple[Launch, tuple[Any, ...]]]]) -> None:
+    def __init__(self, steps: Callable[[Sequence[Any]], Iterable[Step]]) -> None:
         self.steps = steps
-        self._used: Callable[[Sequence[Any]], tuple[Tensor, ...]] = tuple
-        self._ready: list[tuple[Any, ...]] = []
+        self._ready: Ready | None = None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         """Run on the current stream of the tensors' device, which must be the current device."""
-        if self._ready and _recorder is None:
-            pointers = [x.data_ptr() for x in self._used(tensors)]
+        ready = self._ready
+        if ready is not None and _recorder is None:
+            pointers = [x.data_ptr() for x in ready.used(tensors)]
             if reduce(or_, pointers) % ALIGNMENT == 0:
-                arguments = (*pointers, None)
-                stream = torch._C._cuda_getCurrentRawStream(self._ready[0][1])
-                for grid, _, run, function, metadata, take, scalars in self._ready:
-                    run(grid, 1, 1, stream, function, metadata, None, None, None, *take(arguments), *scalars)
+                ready.launch(pointers)
                 return
+        launches = []
         for launch, given in self.steps(tensors):
             launch(*given)
-        if not self._ready:
-            self._prepare([None if x is None else i for i, x in enumerate(tensors)])
-
-    def _prepare(self, positions: Sequence[int | None]) -> None:
-        # positions instead of tensors: the result is which tensor each launch takes
-        steps = [step for step in self.steps(positions) if step[0].grid != 0]
-        if steps and all(launch._compiled is not None for launch, _ in steps):
-            used = sorted({i for _, given in steps for i in given if i is not None})
-            # position -> index into the addresses of the tensors that are used, each taken once; -1: None
-            index = {None: -1, **{position: i for i, position in enumerate(used)}}
-            self._used = itemgetter(*used)
-            self._ready = [
-                (launch.grid, *launch._function, itemgetter(*(index[i] for i in given)), launch._trailing)
-                for launch, given in steps
-            ]
+            if launch.grid != 0:
+                launches.append(launch)
+        if ready is None and launches and all(launch.direct is not None for launch in launches):
+            self._ready = prepare(self.steps, tensors)
 
 
 @dataclass(frozen=True)
