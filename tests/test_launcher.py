@@ -1,13 +1,16 @@
 """Launching past Triton's Python code: the same arguments, each descriptor encoded once for each address."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 from conftest import INTERPRETED
+from kit.hopper import on_hopper
 from triton.experimental.gluon import language as gl
 
+import gdn
 from gdn.backends.backend import Saved
 from gdn.backends.hopper import rule
 from gdn.backends.hopper.backward import cost as backward_cost
@@ -233,3 +236,91 @@ def run_both(gpu, monkeypatch, p, saved, do):
     plan.chunk_backward(p, saved, do, None)
     monkeypatch.setattr(LaunchSequence, "__call__", run)
     return found
+
+
+def step_inputs(T=200):
+    case = Case(lengths=rows(T), sizes=(128, 128), heads=(2, 4), use_qk_l2norm_in_kernel=True)
+    return inputs(case, torch.bfloat16, device="cuda")
+
+
+def step(given, leaves):
+    """Return the outputs and gradients of a training step."""
+    o, _ = gdn.chunk_gated_delta_rule(**leaves, **given.options, backend="hopper")
+    return [o.detach(), *torch.autograd.grad(o, list(leaves.values()), given.do)]
+
+
+def fresh_leaves(given):
+    return {name: x.clone().requires_grad_() for name, x in given.tensors.items()}
+
+
+def equal_bits(one, other):
+    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def forget_plans(monkeypatch):
+    monkeypatch.setattr(rule, "_forwards", PlanCache())
+    monkeypatch.setattr(plan, "_plans", PlanCache())
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_bits_do_not_depend_on_addresses(monkeypatch):
+    """Tensors at other addresses, and other tensors at the same addresses, get the bits of a first call."""
+    forget_plans(monkeypatch)
+    given, kept = step_inputs(), []
+    expected = step(given, fresh_leaves(given))
+    for i in range(6):
+        leaves = fresh_leaves(given)
+        assert equal_bits(step(given, leaves), expected)
+        # every other time the tensors stay, so that the next ones have other addresses
+        kept += [leaves, torch.empty(4096 * (i + 1), device="cuda")] * (i % 2)
+    assert all(x._ready is not None for x in (*_runs(rule._forwards), *_runs(plan._plans)))
+    other = step_inputs()
+    for x in other.tensors.values():
+        x.data.mul_(0.5)
+    changed = step(other, fresh_leaves(other))
+    forget_plans(monkeypatch)
+    assert equal_bits(step(other, fresh_leaves(other)), changed) and not equal_bits(changed, expected)
+
+
+def _runs(plans):
+    return [x.run for x in plans.plans.values()]
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_two_threads_launch_one_plan(monkeypatch):
+    forget_plans(monkeypatch)
+    given = step_inputs()
+    expected, same = step(given, fresh_leaves(given)), []
+    torch.cuda.synchronize()
+
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                same.append(equal_bits(step(given, fresh_leaves(given)), expected))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same == [True] * 100
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_captured_step_keeps_its_descriptors(monkeypatch):
+    """A graph that is captured has the descriptors in its nodes: later encodings do not change it."""
+    given = step_inputs()
+    leaves = fresh_leaves(given)
+    for _ in range(2):
+        step(given, leaves)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(given, leaves)
+    forget_plans(monkeypatch)
+    expected = step(given, fresh_leaves(given))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert equal_bits(found, expected)
