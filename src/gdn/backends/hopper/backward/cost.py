@@ -52,9 +52,11 @@ def slab_of(p: Problem) -> int | None:
 
     One pass has all where there would be few, or where many sequences would make their plan slow.
     """
+    if not SLABS:
+        return None
     size = max(1, SLAB_BYTES // (p.HV * p.K * p.V * p.q.element_size()))
     passes = -(-p.num_chunks // size)
-    return size if SLABS and passes >= LEAST_PASSES and passes * p.N <= MOST_PLANS else None
+    return size if passes >= LEAST_PASSES and passes * p.N <= MOST_PLANS else None
 
 
 def slab_kinds() -> tuple[int | None, ...]:
