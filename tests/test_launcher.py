@@ -1,6 +1,7 @@
 """Launching past Triton's Python code: the same arguments, each descriptor encoded once for each address."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,6 @@ from gdn.backends.hopper.backward import plan
 from gdn.backends.hopper.descriptors import make_descriptor
 from gdn.backends.triton import launch
 from gdn.backends.triton.launch import Launch, LaunchSequence, PlanCache, launcher
-from gdn.backends.triton.rule.describe import saves
 from gdn.problem import parse
 from gdn.testing import Case, inputs, packed, rows
 
@@ -211,13 +211,16 @@ def test_a_call_on_hopper_gives_the_kernels_what_its_steps_say(gpu, monkeypatch,
     for _ in range(2):
         given = inputs(case, torch.bfloat16)
         p = parse(**given.tensors, **given.options, backend="hopper")
-        saved = Saved(*(None if x is None else torch.zeros(x[0], dtype=x[1]) for x in saves(p)))
-        calls = run_both(gpu, monkeypatch, p, saved, torch.zeros_like(p.v))
-    # forwards without and with saved tensors, and a backward, which has a launch for each slab
-    assert len(calls) == 3 and len(calls[2]) == count
+        calls = run_both(gpu, monkeypatch, p)
+    # forwards without and with saved tensors, the scan again, and a backward with a launch for each slab
+    assert len(calls) == 4 and len(calls[3]) == count and len(calls[1]) >= len(calls[2]) + 2
 
 
-def run_both(gpu, monkeypatch, p, saved, do):
+def zeros(shapes):
+    return Saved(*(None if x is None else torch.zeros(x[0], dtype=x[1]) for x in shapes))
+
+
+def run_both(gpu, monkeypatch, p):
     """Run forward and backward; compare each sequence that is ready with its launches one by one."""
     run, found = LaunchSequence.__call__, []
 
@@ -233,7 +236,9 @@ def run_both(gpu, monkeypatch, p, saved, do):
     monkeypatch.setattr(LaunchSequence, "__call__", compared)
     rule.chunk_forward(p, False)
     rule.chunk_forward(p, True)
-    plan.chunk_backward(p, saved, do, None)
+    again = replace(p, recompute=True)
+    rule.recompute_saved(again, zeros(rule.saves(again)))
+    plan.chunk_backward(p, zeros(rule.saves(p)), torch.zeros_like(p.v), None)
     monkeypatch.setattr(LaunchSequence, "__call__", run)
     return found
 

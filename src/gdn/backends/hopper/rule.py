@@ -80,13 +80,23 @@ class Forward:
     @cached_property
     def run(self) -> LaunchSequence:
         """Return the launches as a function of the tensors of the problem, of `specs` and of a pool."""
-        first, past = len(Problem.declaration.tensors), len(Problem.declaration.tensors) + len(self.specs)
+        return LaunchSequence(self._steps_of)
 
-        def steps(tensors: Sequence[Any]) -> Iterator[Step]:
-            p = self.problem.with_tensors(tensors[:first])
-            return self.steps(p, tensors[first:past], tuple(tensors[past:]))
+    @cached_property
+    def run_scan(self) -> LaunchSequence:
+        """Return the launches after `solve`, of the same tensors."""
+        before = (self.table, self.gates, self.solve)
+        return LaunchSequence(
+            lambda tensors: (
+                step for step in self._steps_of(tensors) if all(step[0] is not x for x in before)
+            )
+        )
 
-        return LaunchSequence(steps)
+    def _steps_of(self, tensors: Sequence[Any]) -> Iterator[Step]:
+        first = len(Problem.declaration.tensors)
+        past = first + len(self.specs)
+        p = self.problem.with_tensors(tensors[:first])
+        return self.steps(p, tensors[first:past], tuple(tensors[past:]))
 
     def steps(
         self, p: Problem, new: Sequence[Tensor | None], pool: tuple[Tensor | None, ...] = NO_POOL[0]
@@ -150,14 +160,14 @@ def recompute_saved(problem: Problem, saved: Saved) -> Saved:
         new = allocate(p.device, [None if given.get(i) is not None else s for i, s in enumerate(plan.specs)])
         for i, x in given.items():
             new[i] = None if x is None else x.contiguous()
-        for launch, tensors in plan.steps(p, new):
-            if launch is plan.solve:
-                # `solve` also clears the scan's counter. By a kernel that ends before the next begins: PDL
-                # lets the scan read the table of a packed batch before it waits for the launch before.
-                assert new[5] is not None
-                new[5].zero_()
-            elif launch is not plan.gates:
-                launch(*tensors)
+        _, _, _, _, table, next_item, *_ = new
+        if plan.table is not None:
+            plan.table(p.cu_seqlens, table)
+        # `solve` also clears the scan's counter. By a kernel that ends before the next begins: PDL lets the
+        # scan read the table of a packed batch before it waits for the launch before.
+        assert next_item is not None
+        next_item.zero_()
+        plan.run_scan([*p.tensors(), *new, *NO_POOL[0]])
     return results(new, kept)[2]
 
 
