@@ -111,8 +111,9 @@ def without_autocast(device: torch.device, run: Any) -> Any:
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """Return True if `is_plain` holds for the first tensor and no tensor intercepts operators."""
-    first = next(x for x in tensors if x is not None)
-    return is_plain(first) and not any(x is not None and intercepts_operators(x) for x in tensors)
+    given = [x for x in tensors if x is not None]
+    # the type first: 13 calls of a function take 1 us longer
+    return is_plain(given[0]) and not any(type(x) is not Tensor and intercepts_operators(x) for x in given)
 
 
 def no_second_derivative(name: str) -> None:

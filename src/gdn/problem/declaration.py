@@ -65,6 +65,7 @@ class Declaration:
         kinds = (types[name].replace("Tensor", alias.get(name, "Tensor")) for name in self.names)
         self.schema = ", ".join(f"{kind} {name}" for kind, name in zip(kinds, self.names, strict=True))
         self._read: Callable[[Any], tuple[Any, ...]] = attrgetter(*self.names)
+        self._read_tensors: Callable[[Any], tuple[Any, ...]] = attrgetter(*self.tensors)
 
     def without(self, *names: str, required: Sequence[str] = (), written: bool = True) -> "Declaration":
         """Return the declaration of an operator without some arguments, which are None, or False for flags.
@@ -83,6 +84,12 @@ class Declaration:
             # not every version of the compiler traces an attrgetter, which takes 3 us less for 27 fields
             return tuple([getattr(problem, name) for name in self.names])
         return self._read(problem)
+
+    def tensors_of(self, problem: Any) -> tuple[Any, ...]:
+        """Return the tensors among the arguments, in order."""
+        if torch.compiler.is_compiling() or len(self.tensors) == 1:
+            return tuple([getattr(problem, name) for name in self.tensors])
+        return self._read_tensors(problem)
 
     def fields_of(self, args: Sequence[Any]) -> dict[str, Any]:
         """Return the fields of the problem of an operator's arguments, by name."""
@@ -108,7 +115,7 @@ class Declared:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors among the arguments, in order."""
-        return tuple([getattr(self, name) for name in self.declaration.tensors])
+        return self.declaration.tensors_of(self)
 
     def options(self) -> tuple[Any, ...]:
         """Return the arguments that are no tensors, in order."""

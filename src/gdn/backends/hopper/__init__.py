@@ -20,6 +20,7 @@ This file imports no Triton, so that a CPU user does not need it. Files in readi
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -88,10 +89,16 @@ def _lacks(problem: Any) -> str | None:
         return f"expected a GPU of compute capability (9, 0), got {capability or problem.q.device.type}"
     try:
         # Gluon's mbarriers, TMA and WGMMA came with Triton 3.6: older ones fail while importing
-        import_module("gdn.backends.hopper.rule")
+        _module("rule")
     except (ImportError, AttributeError) as e:
         return f"expected Gluon of Triton 3.6 or newer, got {e}"
     return None
+
+
+@cache
+def _module(name: str) -> Any:
+    """Return a module of this backend; cached, as `import_module` takes 1 us where it finds one."""
+    return import_module(f"gdn.backends.hopper.{name}")
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
@@ -103,17 +110,17 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 def _chunk_forward(problem: Problem, save: bool) -> tuple[torch.Tensor, torch.Tensor | None, Saved]:
     results: tuple[torch.Tensor, torch.Tensor | None, Saved]
-    results = import_module("gdn.backends.hopper.rule").chunk_forward(problem, save)
+    results = _module("rule").chunk_forward(problem, save)
     return results
 
 
 def _saves(problem: Problem) -> tuple[Shape | None, ...]:
-    shapes: tuple[Shape | None, ...] = import_module("gdn.backends.hopper.rule").saves(problem)
+    shapes: tuple[Shape | None, ...] = _module("rule").saves(problem)
     return shapes
 
 
 def _recompute_saved(problem: Problem, saved: Saved) -> Saved:
-    complete: Saved = import_module("gdn.backends.hopper.rule").recompute_saved(problem, saved)
+    complete: Saved = _module("rule").recompute_saved(problem, saved)
     return complete
 
 
@@ -121,7 +128,7 @@ def _chunk_backward(
     problem: Problem, saved: Saved, do: torch.Tensor | None, dS: torch.Tensor | None
 ) -> Gradients:
     gradients: Gradients
-    gradients = import_module("gdn.backends.hopper.backward.plan").chunk_backward(problem, saved, do, dS)
+    gradients = _module("backward.plan").chunk_backward(problem, saved, do, dS)
     return gradients
 
 
@@ -129,7 +136,7 @@ def _forward_begin(
     problem: Problem, borders: Borders, save: bool
 ) -> tuple[torch.Tensor | None, FinishForward]:
     begun: tuple[torch.Tensor | None, FinishForward]
-    begun = import_module("gdn.backends.hopper.borders").forward_begin(problem, borders, save)
+    begun = _module("borders").forward_begin(problem, borders, save)
     return begun
 
 
@@ -137,16 +144,14 @@ def _backward_begin(
     problem: Problem, kept: Kept, do: torch.Tensor | None, dS: torch.Tensor | None, borders: Borders
 ) -> tuple[torch.Tensor | None, FinishBackward]:
     begun: tuple[torch.Tensor | None, FinishBackward]
-    begun = import_module("gdn.backends.hopper.backward.borders").backward_begin(
-        problem, kept, do, dS, borders
-    )
+    begun = _module("backward.borders").backward_begin(problem, kept, do, dS, borders)
     return begun
 
 
 def _prefill(problem: PrefillProblem) -> None:
     # the gather from the pool and the scatter into it are `triton`'s; only the forward between them differs.
     # Sequences that are not cut into segments read and update the pool in place.
-    forward = import_module("gdn.backends.hopper.rule").forward
+    forward = _module("rule").forward
     is_in_place = cost.cuts_of(problem.rule) is None
     import_module("gdn.backends.triton.serving.prefill").prefill(problem, forward, is_in_place)
 
@@ -155,7 +160,7 @@ def _forward_launches(problem: Problem, kept: torch.dtype | None, pool: Any = No
     """Yield the launches that a larger problem of the kind would use; none if it is not supported here."""
     has_tokens = problem.q.numel() > 0 and problem.N > 0
     if has_tokens and not problem.batch_invariant and _lacks(problem) is None:
-        yield from import_module("gdn.backends.hopper.rule").launches(problem, kept, pool)
+        yield from _module("rule").launches(problem, kept, pool)
 
 
 def _backward_launches(
@@ -164,7 +169,7 @@ def _backward_launches(
     """Yield the launches that a larger backward of the kind would use; none if it is not supported here."""
     has_tokens = problem.q.numel() > 0 and problem.N > 0
     if has_tokens and not problem.batch_invariant and _lacks(problem) is None:
-        plans = import_module("gdn.backends.hopper.backward.plan")
+        plans = _module("backward.plan")
         yield from plans.launches(problem, saved, do, dS)
 
 

@@ -185,7 +185,15 @@ def is_faster(p: Problem) -> bool:
 
 def sizes_of(p: Problem) -> tuple[int, tuple[Distribution, ...], int]:
     """Return value heads, the distributions of chunks over sequences that are possible, and SMs."""
+    if p.cu_seqlens is None:
+        return _dense_sizes(*p.q.shape[:2], p.v.shape[2], p.q.device)
     return p.HV, _distributions(p), num_sms(p.device)
+
+
+@lru_cache(4096)
+def _dense_sizes(B: int, T: int, HV: int, device: torch.device) -> tuple[int, tuple[Distribution, ...], int]:
+    """Return the sizes of B rows of T tokens; cached, as a step asks for them three times."""
+    return HV, (equal_lengths(B, _cdiv(T, CHUNK) if B else 0),), num_sms(device)
 
 
 def equal_lengths(N: int, chunks: int) -> Distribution:

@@ -173,9 +173,10 @@ def _rows(x: Tensor) -> Any:
 
 def lacks(p: Problem, saved: Saved) -> str | None:
     """Return why this backward does not support a problem and its saved tensors, or None if it does."""
-    if p.K not in (STRIP, 2 * STRIP) or p.V != p.K or p.q.dtype != torch.bfloat16:
-        return f"expected K = V of 64 or 128 in bf16, got K={p.K}, V={p.V}, {p.q.dtype}"
-    if p.K == STRIP and not HAS_SCAN:
+    K, V = p.q.shape[-1], p.v.shape[-1]
+    if K not in (STRIP, 2 * STRIP) or V != K or p.q.dtype != torch.bfloat16:
+        return f"expected K = V of 64 or 128 in bf16, got K={K}, V={V}, {p.q.dtype}"
+    if K == STRIP and not HAS_SCAN:
         return "expected the reverse state scan in Gluon at K = V = 64"
     if p.q.numel() == 0 or p.N == 0:
         return "expected tokens"
@@ -187,7 +188,7 @@ def lacks(p: Problem, saved: Saved) -> str | None:
 
 def is_complete(p: Problem, saved: Saved) -> bool:
     """Return True if the forward saved all that this backward reads; else it is computed again."""
-    is_saved = all(x is not None for x in (saved.G, saved.A_inv, saved.S_in))
+    is_saved = saved.G is not None and saved.A_inv is not None and saved.S_in is not None
     return is_saved and not chunked.lacks_norms(p, saved)
 
 
