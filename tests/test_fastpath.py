@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gdn
 from gdn.backends import Saved, eager
 from gdn.ops import fastpath
-from gdn.ops.library import Signature
+from gdn.ops.library import Signature, are_plain
 from gdn.problem.declaration import WRITTEN, Declared, SymInt, declared
 from gdn.problem.layer import ConvProblem
 from gdn.problem.rule import Problem
@@ -264,3 +264,17 @@ def test_frames_of_a_first_call_are_more(launching):
     """See that frames are counted: a first call checks its arguments."""
     stack, entered = way(launching["chunk"], "the_backend")
     assert entered > 8
+
+
+class Intercepting(Tensor):
+    """Intercept operators."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError("expected no operator")
+
+
+def test_any_tensor_may_intercept_operators():
+    x = torch.zeros(2)
+    assert are_plain(None, x, None, x) and are_plain(x, torch.nn.Parameter(x))
+    assert not are_plain(x, None, torch.Tensor._make_subclass(Intercepting, x))

@@ -50,6 +50,16 @@ def test_a_full_gpu_is_not_cut():
     assert cost.cuts_of(problem) is not None
 
 
+def test_sizes_of_rows_are_those_of_packed_sequences():
+    for B, T in ((1, 130), (1, 64), (3, 65)):
+        dense = inputs(replace(BASE, lengths=rows(T)._replace(B=B)), torch.bfloat16)
+        one = inputs(replace(BASE, lengths=packed(T)), torch.bfloat16)
+        HV, ((N, chunks, longest),), num_sms = cost.sizes_of(parse(**dense.tensors, **dense.options))
+        expected = HV, ((1, longest, longest),), num_sms
+        assert (N, chunks) == (B, B * longest) and longest == -(-T // 64)
+        assert cost.sizes_of(parse(**one.tensors, **one.options)) == expected
+
+
 def test_ctas_of_one_consumer():
     """Use one consumer a CTA where twice as many CTAs fit the SMs, also with segments."""
     for HV, consumers in ((8, 1), (66, 1), (67, 2), (132, 2)):
