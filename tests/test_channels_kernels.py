@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton import jit
+from triton import language as tl
 
 import gdn
 from gdn.backends import eager, triton
 from gdn.backends.triton.launch import Machine
-from gdn.backends.triton.rule import choose
+from gdn.backends.triton.rule import channel_halves, choose, prepare_channels
 from gdn.backends.triton.rule import run as chunked
 from gdn.problem import parse
 from gdn.testing import Case, check, covering, inputs, packed, rows
@@ -55,6 +57,90 @@ def test_small_problems(triton_device, case, dtype):
     """Outputs and all gradients, whose memory is poisoned before, are those of the reference."""
     bad = [v for v in check(kda, case, dtype, device=triton_device) if not v.ok]
     assert not bad, bad
+
+
+# 65 to 128 channels in 16 bits: chunks by halves where the decay over 16 tokens fits fp32, else by levels
+HALVES = [
+    CHANNEL("bounded", lengths=ONE._replace(T=70), heads=(1, 1), sizes=(128, 16), state="wide",
+            use_qk_l2norm_in_kernel=True),
+    CHANNEL("reset", lengths=packed(66, 0, 3, tail=2), sizes=(65, 16), beta="negative", state="wide",
+            use_qk_l2norm_in_kernel=True, is_strided=True),
+    CHANNEL("bounded", lengths=ONE._replace(T=40), sizes=(72, 16), raw_gate="lower_bound"),
+    CHANNEL("model", lengths=ONE._replace(T=40), sizes=(100, 16), raw_gate="on",
+            use_qk_l2norm_in_kernel=True),
+    CHANNEL("slow", lengths=ONE._replace(T=130), heads=(1, 1), sizes=(128, 16)),
+]  # fmt: skip
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", HALVES, ids=lambda x: str(x))
+def test_halves_of_a_chunk(triton_device, case):
+    """The error of fp16 stays far below its limit: pairs are as exact as those of the levels."""
+    found = check(kda, case, FP16, device=triton_device, with_backward=False)
+    bad = [v for v in found if v.error > 0.3 * v.limit]
+    assert not bad, bad
+
+
+@pytest.mark.interpret
+def test_gradients_after_halves_of_a_chunk(triton_device):
+    """The backward computes rows, and P as hi + lo, by halves as well."""
+    case = CHANNEL("bounded", lengths=ONE._replace(T=66), heads=(1, 1), sizes=(80, 16), state="wide")
+    bad = [v for v in check(kda, case, FP16, device=triton_device) if v.error > 0.5 * v.limit]
+    assert not bad, bad
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("is_normalized", [True, False], ids=["normalised", "large keys"])
+def test_a_gate_of_its_lower_bound(monkeypatch, triton_device, is_normalized):
+    """Normalised keys take halves at -5 a token; factors of other keys could overflow: these take levels."""
+    case = CHANNEL("none", lengths=ONE._replace(T=64), heads=(1, 1), sizes=(80, 16))
+    given = inputs(replace(case, use_qk_l2norm_in_kernel=is_normalized), BF16, device=triton_device)
+    given.tensors["g"].fill_(-5.0)
+    # a pair across the middle that stays large, of factors far below 2^-126
+    given.tensors["g"][:, 32] = -1.0
+    if is_normalized:
+        monkeypatch.setattr(prepare_channels, "add_pairs", None)
+    else:
+        given.tensors["k"].mul_(2.0**17)
+        given.tensors["beta"].mul_(2.0**-34)
+    found = kda(**given.tensors, **given.options)[0]
+    expected = reference_rule(**given.double().tensors, **given.options)[0]
+    assert error(found, expected) < 5e-3
+
+
+@jit
+def gates_kernel(x_ptr, softplus_ptr, sigmoid_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(softplus_ptr + i, channel_halves.softplus_by_polynomial(x))
+    tl.store(sigmoid_ptr + i, channel_halves.sigmoid_by_rsqrt(x))
+
+
+@pytest.mark.interpret
+def test_gates_of_halves(triton_device):
+    """Both functions of logits have the digits of fp32, for logits of any size."""
+    x = torch.cat([torch.linspace(-80, 80, 1021), torch.tensor([torch.inf, -torch.inf, 0.0])]).to(
+        triton_device
+    )
+    softplus, sigmoid = torch.empty_like(x), torch.empty_like(x)
+    gates_kernel[(1,)](x, softplus, sigmoid, 1024)
+    torch.testing.assert_close(
+        softplus.double(), torch.logaddexp(x.double(), x.new_zeros(())), rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close(sigmoid.double(), x.double().sigmoid(), rtol=1e-5, atol=0)
+
+
+def test_halves_are_for_wide_16_bit_keys_on_hopper():
+    """fp32 needs the digits of the levels; operands of halves need the shared memory of sm_90."""
+    with FakeTensorMode():
+        for K, dtype, capability, count in (
+            (128, BF16, 90, 128), (65, FP16, 90, 128), (64, BF16, 90, 16), (129, BF16, 90, 16),
+            (128, FP32, 90, 16), (128, BF16, 80, 16),
+        ):  # fmt: skip
+            x = [torch.empty(1, 8, 2, K, device="cuda", dtype=dtype) for _ in range(3)]
+            g, beta = torch.empty(1, 8, 2, K, device="cuda"), torch.empty(1, 8, 2, device="cuda")
+            gpu = Machine("cuda", capability, 132, 227 * 1024)
+            assert choose.channel_block(parse(*x, g, beta), gpu) == count
 
 
 @pytest.mark.interpret

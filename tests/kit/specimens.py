@@ -389,6 +389,12 @@ def operator_on_packed_rows() -> Callable[[], Any]:
     return lambda: torch.ops.gdn.chunk_forward(*problem.arguments(), True)
 
 
+def forward(case: Case, dtype: torch.dtype) -> Callable[[], Any]:
+    """Return a forward alone, of the rule as dispatched."""
+    given = inputs(case, dtype, device=torch.get_default_device())
+    return lambda: run(chunk, given, False)
+
+
 def hopper_forward(
     case: Case, segment: int | None = None, kept: torch.dtype | None = None, fast_path: bool = False
 ) -> Callable[[], Any]:
@@ -580,6 +586,16 @@ def hopper_backward_in_slabs(case: Case) -> Callable[[], Any]:
 
 # name -> function, arguments, targets
 OTHERS = {
+    "normalised channels": (
+        forward,
+        (Case(sizes=(128, 128), use_qk_l2norm_in_kernel=True, is_per_channel=True), BF16),
+        TUNED,
+    ),
+    "bounded channels": (
+        forward,
+        (Case(sizes=(100, 128), lengths=LADDER, raw_gate="lower_bound", is_per_channel=True), FP16),
+        TUNED,
+    ),
     "hopper": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
     "hopper all packed": (
         hopper_forward,

@@ -44,7 +44,7 @@ def build_prepare_channels(p: Problem, d: Description) -> Launch:
             bound_scalar(p),
         ),
         {
-            "K": p.K, "V": p.V, **d.sizes, "BK": min(d.BK, channel_block(p)), **d.activation,
+            "K": p.K, "V": p.V, **d.sizes, "BK": channel_block(p, machine(p.device)), **d.activation,
             "NORM": p.use_qk_l2norm_in_kernel, **gate_constants(p), "PRECISION": d.precision, "RESET": RESET,
         },
         4,

@@ -4,10 +4,10 @@
     P_ij = scale sum_c q_ic k_jc D_ijc, i >= j
     q_in = scale e^G q;   k_in = e^G k;   k_out = e^(G_C - G) k;   e^(G_C) per channel
 
-D_ijc is e to the sum of g_c over the tokens j + 1 .. i, which `channels` computes exactly for any gate. The
-state passes read the rows q_in, k_in and k_out in the place of q, k and factors, and are the same kernels as
-for a decay per head. The norms are in the rows. A backward launches this kernel again without A_inv: its rows
-and P are not kept.
+D_ijc is e to the sum of g_c over the tokens j + 1 .. i, which `channels` computes exactly for any gate, and
+`channel_halves` in a third of the instructions where decays fit fp32. The state passes read the rows q_in,
+k_in and k_out in the place of q, k and factors, and are the same kernels as for a decay per head. The norms
+are in the rows. A backward launches this kernel again without A_inv: its rows and P are not kept.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H, g in fp32: q, k 512, g 512, rows 768, A_inv and
 P 256, beta, e^(G_C) 12: 2060.
@@ -29,6 +29,15 @@ from gdn.backends.triton.lib import (
     split_bf16,
     sum_squares,
 )
+from gdn.backends.triton.rule.channel_halves import (
+    Chunk,
+    Keys,
+    Outputs,
+    fits_fp32,
+    lane_channels,
+    load_decays,
+    prepare_by_halves,
+)
 from gdn.backends.triton.rule.channels import (
     block_totals,
     channel_decays,
@@ -48,6 +57,8 @@ from gdn.backends.triton.rule.channels import (
 from gdn.backends.triton.rule.pairs import BETA, END, ROWS
 from gdn.backends.triton.rule.prepare import clear_outputs, store_inverse
 from gdn.backends.triton.rule.tril import inverse_of_blocks
+
+LEVEL_BLOCK = tl.constexpr(16)  # channels that levels take at once: they bound the registers
 
 
 @triton.jit
@@ -133,8 +144,9 @@ def prepare_channels_kernel(
     # Rows, A_inv, P, beta, e^(G_C) and norms of one chunk and value head; formulas at the top of the file.
     # Program (chunk, head). Grid: entries * HV, heads fastest, so that the value heads of a key head find q
     # and k in L2; 4 warps, one per block of 16 tokens; no PDL.
-    # Reads q, k and g of 64 tokens in blocks of BK channels, which bound the registers, and beta. Writes
-    # q_in, k_in and k_out, A_inv (unless it is None) and P [C, C], and beta and e^(G_C) among the factors.
+    # Reads q, k and g of 64 tokens, and beta. Writes q_in, k_in and k_out, A_inv (unless it is None) and P
+    # [C, C], and beta and e^(G_C) among the factors. BK above 16: of all channels at once by halves, if the
+    # decay of each 16 tokens fits fp32; else by levels in blocks of 16 channels, which bound the registers.
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
@@ -146,6 +158,20 @@ def prepare_channels_kernel(
         if o_ptr is not None:
             clear_outputs(o_ptr, place, -length, head, HV, V, C)
         return
+    if BK > LEVEL_BLOCK:
+        at = Chunk(token_range, place, chunk.to(tl.int64) * HV + head, head, HV, ratio)
+        gate = (dt_bias_ptr, gate_rate(A_log_ptr, head), lower_bound) if RAW else None
+        all_g = load_decays(Rows(g_ptr, g_b, g_t, g_h), gate, at, lane_channels(BK), K, UNIT, BOUNDED, RESET)
+        # the same for all warps; other chunks take the levels below
+        if fits_fp32(all_g, NORM):
+            weights = load_beta(
+                Rows(beta_ptr, beta_b, beta_t, beta_h), token_range, head, C, SIGMOID, NEGATIVE
+            )
+            tl.store(factors_ptr + at.tile * (ROWS * C) + BETA * C + tokens, weights)
+            keys = Keys(Rows(q_ptr, q_b, q_t, q_h), Rows(k_ptr, k_b, k_t, k_h), scale, q_rstd_ptr, k_rstd_ptr)
+            out = Outputs(q_in_ptr, k_rows_ptr, A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr)
+            prepare_by_halves(keys, all_g, weights, at, out, K, UNIT, NORM)
+            return
     is_token = tokens < length
     key_head = head // ratio
     num_heads = HV // ratio
@@ -155,8 +181,8 @@ def prepare_channels_kernel(
         # the rows hold the norms, so all of q and k is read before; the second load finds it in L1 or L2
         k_squares = tl.zeros([C], tl.float32)
         q_squares = tl.zeros([C], tl.float32)
-        for block in range(0, K, BK):
-            ks = block + tl.arange(0, BK)
+        for block in range(0, K, LEVEL_BLOCK):
+            ks = block + tl.arange(0, LEVEL_BLOCK)
             k_squares += sum_squares(
                 load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
             )
@@ -178,8 +204,8 @@ def prepare_channels_kernel(
     within = (tl.zeros([4, 16, 16], tl.float32), tl.zeros([4, 16, 16], tl.float32))
     beside = (tl.zeros([4, 16, 16], tl.float32), tl.zeros([4, 16, 16], tl.float32))
     across = (tl.zeros([32, 32], tl.float32), tl.zeros([32, 32], tl.float32))
-    for block in range(0, K, BK):
-        ks = block + tl.arange(0, BK)
+    for block in range(0, K, LEVEL_BLOCK):
+        ks = block + tl.arange(0, LEVEL_BLOCK)
         x = load_logits(Rows(g_ptr, g_b, g_t, g_h), dt_bias_ptr, token_range, head, ks, K, C, UNIT)
         g = in_blocks(channel_decays(x, rate, lower_bound, is_token, RAW, BOUNDED, RESET))
         k = load_rows(Rows(k_ptr, k_b, k_t, k_h), token_range, key_head, ks, K, C, UNIT)
