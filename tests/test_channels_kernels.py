@@ -11,8 +11,8 @@ from triton import language as tl
 
 import gdn
 from gdn.backends import eager, triton
-from gdn.backends.triton.launch import Machine
-from gdn.backends.triton.rule import channel_halves, choose, prepare_channels
+from gdn.backends.triton.launch import Machine, PlanCache
+from gdn.backends.triton.rule import build_channels, channel_halves, choose, prepare_channels
 from gdn.backends.triton.rule import run as chunked
 from gdn.problem import parse
 from gdn.testing import Case, check, covering, inputs, packed, rows
@@ -32,6 +32,8 @@ SMALL = [
              use_qk_l2norm_in_kernel=True), BF16),
     (CHANNEL("mild", lengths=ONE._replace(T=17), heads=(1, 1), sizes=(132, 16), state="wide",
              use_qk_l2norm_in_kernel=True), FP16),
+    (CHANNEL("bounded", lengths=ONE._replace(T=70), sizes=(68, 16), heads=(1, 1), raw_gate="lower_bound",
+             beta="negative", use_qk_l2norm_in_kernel=True), BF16),
 ]  # fmt: skip
 FACTORS = CHANNEL_FACTORS | {
     "lengths": (*map(rows, (1, 15, 63, 65, 129)), packed(0, 5, 0, 64, 69, 3, tail=3)),
@@ -184,6 +186,22 @@ def test_each_backward_follows_each_forward(triton_device):
             assert (x is None and ref is None) or error(x, ref) < 2e-6
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("value", [-40.0, float("nan")])
+def test_strips_that_decay_much_are_computed_by_levels(triton_device, monkeypatch, value):
+    """A strip with a large decay, or with NaN, has the bits of levels alone; the next strip has not."""
+    given = draw("bounded", 20, BF16, triton_device, sizes=(68, 16))
+    given.tensors["g" if value < 0 else "q"][0, 3:9, 0, 5] = value
+    ours = run(kda, given)
+    monkeypatch.setattr(build_channels, "mma_strip", lambda problem, machine: None)
+    monkeypatch.setattr(chunked, "_backwards", PlanCache())
+    levels = run(kda, given)
+    for name in ("dq", "dk", "dg"):
+        x, y = ours[name][:, :64], levels[name][:, :64]
+        torch.testing.assert_close(x[..., :64], y[..., :64], rtol=0, atol=0, equal_nan=True)
+        assert value != value or not torch.equal(x[..., 64:], y[..., 64:]), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(PARTS))
 def test_drawn_problems(part):
@@ -265,3 +283,14 @@ def test_a_gpu_runs_the_kernels(K):
             assert triton.refuses(problem) is None
             assert (triton.refuses_backward(problem) is None) == (gate is beta or K == 16)
             assert triton.refuses_backward(parse(*x, gate, beta, backend="triton")) is None
+
+
+@pytest.mark.parametrize("named", [None, "triton"])
+def test_mmas_over_64_channels_are_for_calls_that_name_the_backend(monkeypatch, named):
+    monkeypatch.delenv("GDN_BACKEND", raising=False)
+    with FakeTensorMode():
+        x = torch.empty(1, 64, 2, 128, dtype=BF16, device="cuda")
+        problem = parse(q=x, k=x, v=x, g=x, backend=named)
+    strip = choose.mma_strip(problem, Machine("cuda", 90, 132, 227 * 1024))
+    assert (strip is not None) == (named == "triton")
+    assert choose.mma_strip(problem, Machine("cuda", 80, 108, 163 * 1024)) is None

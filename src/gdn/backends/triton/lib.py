@@ -51,6 +51,16 @@ def split_bf16(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def round_tf32(x):
+    """Return fp32 x with the 11 bits of tf32, so that a tensor core truncates nothing; without bias.
+
+    The product adds half of the last kept bit on average. Adding half to the bits would carry out of a NaN.
+    """
+    x *= 1.0 + 1.44 / 4096
+    return (x.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def dot_split(a, x, acc, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
     """Return a x + acc with x in fp32. SPLIT: x is split into hi + lo of a's 16-bit dtype, two MMAs."""
     if SPLIT:

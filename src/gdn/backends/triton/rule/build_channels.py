@@ -11,6 +11,7 @@ from gdn.backends.triton.rule.choose import (
     channel_block,
     channel_strip,
     fp32_state_operands,
+    mma_strip,
     split_operands,
 )
 from gdn.backends.triton.rule.describe import (
@@ -29,6 +30,7 @@ from gdn.backends.triton.rule.launches_channels import ChannelBackward
 from gdn.backends.triton.rule.pairs import ROWS
 from gdn.backends.triton.rule.prepare_channels import prepare_channels_kernel
 from gdn.backends.triton.rule.rows_bwd import rows_bwd_channels_kernel
+from gdn.backends.triton.rule.rows_bwd_mma import rows_bwd_mma_kernel
 from gdn.backends.triton.rule.values_bwd import values_bwd_kernel
 from gdn.problem import CHUNK, RESET, Problem
 
@@ -75,7 +77,11 @@ def build_channel_backward(
     assert p.g is not None
     shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision}
     strip = channel_strip(p, d.BK)
-    strips = triton.cdiv(p.K, strip.BK)
+    wide = mma_strip(p, machine(p.device))
+    # strips of `rows_bwd_channels_kernel` in one of `rows_bwd_mma_kernel`
+    subs = 1 if wide is None else wide.BK // strip.BK
+    wide_strips = triton.cdiv(p.K, strip.BK * subs)
+    strips = wide_strips * subs
     _, k_strides = state_strides(p, d.unit)
     gradients = []
     for begin in range(0, d.entries, tiles.group):
@@ -91,21 +97,26 @@ def build_channel_backward(
             },
             tiles.pairs_bwd.num_warps,
         )  # fmt: skip
+        scalars = (
+            *unit_strides(d.unit, p.q, p.k, p.g, do), *shape_scalars(p), p.scale, bound_scalar(p), begin,
+        )  # fmt: skip
+        constants = {**shared, **gate_constants(p), "RESET": RESET, "SUBS": subs}
+        rows_bwd_mma = None if wide is None else Launch(
+            rows_bwd_mma_kernel,
+            entries * p.HV * wide_strips,
+            scalars,
+            {**constants, "BK": wide.BK, "BV": wide.BV},
+            4,
+        )  # fmt: skip
         # 4 warps: one per block of 16 tokens
         rows_bwd = Launch(
             rows_bwd_channels_kernel,
             entries * p.HV * strips,
-            (
-                *unit_strides(d.unit, p.q, p.k, p.g, do), *shape_scalars(p), p.scale, bound_scalar(p),
-                begin,
-            ),
-            {
-                **shared, "BK": strip.BK, "BV": strip.BV, **gate_constants(p), "RESET": RESET,
-                "FP32_STATE": fp32_state_operands(p),
-            },
+            scalars,
+            {**constants, "BK": strip.BK, "BV": strip.BV, "FP32_STATE": fp32_state_operands(p)},
             4,
-        )  # fmt: skip
-        gradients.append((values_bwd, rows_bwd))
+        )
+        gradients.append((values_bwd, rows_bwd_mma, rows_bwd))
     finish = Launch(
         finish_bwd_kernel,
         d.entries * p.HV,
@@ -115,7 +126,7 @@ def build_channel_backward(
     )
     return ChannelBackward(
         _backward_specs(p, d, strips),
-        _late_specs(p, min(tiles.group, d.entries)),
+        _late_specs(p, min(tiles.group, d.entries), None if wide is None else wide_strips),
         d.launch,
         build_prepare_channels(p, d),
         state,
@@ -150,8 +161,10 @@ def _backward_specs(p: Problem, d: Description, strips: int) -> tuple[TensorSpec
     )
 
 
-def _late_specs(p: Problem, count: int) -> tuple[TensorSpec | None, ...]:
-    """Return the specs of `ChannelBackward.late`. `count`: chunks of a group."""
+def _late_specs(p: Problem, count: int, wide_strips: int | None) -> tuple[TensorSpec | None, ...]:
+    """Return the specs of `ChannelBackward.late`. `count`: chunks of a group; `wide_strips`: those of
+    `rows_bwd_mma_kernel`, or None.
+    """
     # gradients of rows in fp32, where `finish_bwd` reads them
     is_final = p.HV == p.H and not p.use_qk_l2norm_in_kernel
     rows = None if is_final else tensor_spec((p.B, p.T, p.HV, p.K), torch.float32)
@@ -162,4 +175,5 @@ def _late_specs(p: Problem, count: int) -> tuple[TensorSpec | None, ...]:
         rows,
         tensor_spec((count, p.HV, CHUNK, CHUNK), torch.float32),
         tensor_spec((count, p.HV, CHUNK, p.V), operand_dtype(p)),
+        None if wide_strips is None else tensor_spec((count, p.HV, wide_strips), torch.int32),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from gdn import settings
 from gdn.backends.triton.launch import Machine
 from gdn.problem import Problem
 
@@ -107,6 +108,17 @@ class ChannelStrip:
 def channel_strip(p: Problem, BK: int) -> ChannelStrip:
     """Return the strip of the gradients per key channel: some ten [64, BK] are in registers."""
     return ChannelStrip(min(BK, 16), max(16, min(32, triton.next_power_of_2(p.V))))
+
+
+def mma_strip(p: Problem, machine: Machine) -> ChannelStrip | None:
+    """Return the strip of `rows_bwd_mma_kernel`; None where `rows_bwd_channels_kernel` runs alone.
+
+    It needs MMAs whose operands are in shared memory: others would hold them in registers. No GPU has run it
+    yet, so on a GPU it serves calls that name the backend.
+    """
+    is_named = p.q.device.type != "cuda" or settings.backend(p.backend) == "triton"
+    is_allowed = machine.kind == "cuda" and machine.capability // 10 == 9 and 64 < p.K <= 128
+    return ChannelStrip(64, 64) if is_named and is_allowed and not has_fp32_operands(p) else None
 
 
 def forward_tiles(p: Problem, machine: Machine) -> ForwardTiles:

@@ -38,12 +38,13 @@ class ChannelBackward(BackwardParts):
     # dv, dg, dbeta, dS0, dS_out, dA_log, ddt_bias, partial sums of dA_log, ddt_bias and dbeta, factors,
     # table, k_rows, q_in, P, P_rest
     specs: tuple[TensorSpec | None, ...]
-    # dq, dk, the gradients of the rows of each value head, or None, tiles of E and F, v_new
+    # dq, dk, the gradients of the rows of each value head, or None, tiles of E and F, v_new, `done` or None
     late: tuple[TensorSpec | None, ...]
     table: Launch | None
     prepare: Launch
     state: Launch
-    gradients: tuple[tuple[Launch, Launch], ...]  # (values_bwd, rows_bwd) per group of chunks, in order
+    # (values_bwd, rows_bwd_mma or None, rows_bwd) per group of chunks, in order
+    gradients: tuple[tuple[Launch, Launch | None, Launch], ...]
     finish: Launch
     add_rates: Launch | None
     add_biases: Launch | None
@@ -71,14 +72,17 @@ class ChannelBackward(BackwardParts):
         q, k, v, g, beta, A_log, dt_bias, _, _, *rest = tensors
         _, A_inv, S_in, _, q_rstd, k_rstd, _, do, _, *new = rest
         dv, dg, dbeta, _, dS_out, dA_log, ddt_bias, rates, biases, shares, factors, table, k_rows, *late = new
-        dq, dk, dq_rows, dk_rows, pairs, v_new = late
+        dq, dk, dq_rows, dk_rows, pairs, v_new, done = late
         norms = (q_rstd, k_rstd)
         given = (q, k, g, A_log, dt_bias, *norms, S_in, dS_out, do, dv, v_new, table, pairs, factors)
         rows = (dq, dk) if dq_rows is None else (dq_rows, dk_rows)
         # group by group: E, F and v_new hold one group, which lowers peak memory in HBM
-        for values_bwd, rows_bwd in self.gradients:
+        written = (*rows, dg, shares, rates, biases, done)
+        for values_bwd, rows_bwd_mma, rows_bwd in self.gradients:
             yield values_bwd, (k_rows, v, A_inv, S_in, do, table, pairs, dv, v_new, factors)
-            yield rows_bwd, (*given, *rows, dg, shares, rates, biases)
+            if rows_bwd_mma is not None:
+                yield rows_bwd_mma, (*given, *written)
+            yield rows_bwd, (*given, *written)
         yield self.finish, (q, k, beta, *norms, table, factors, shares, dq_rows, dk_rows, dq, dk, dbeta)
         # partial sums per chunk in HBM, added in a fixed order and without atomics
         if self.add_rates is not None:

@@ -184,22 +184,26 @@ def gate_bwd(
 def rows_bwd_channels_kernel(
     q_ptr, k_ptr, g_ptr, A_log_ptr, dt_bias_ptr, q_rstd_ptr, k_rstd_ptr, S_in_ptr, dS_ptr, do_ptr, dv_ptr,
     v_new_ptr, table_ptr, pairs_ptr, factors_ptr, dq_ptr, dk_ptr, dg_ptr, shares_ptr, rates_ptr, biases_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, scale,
-    lower_bound, begin,
+    done_ptr, q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row,
+    scale, lower_bound, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     RAW: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, RESET: tl.constexpr,
-    FP32_STATE: tl.constexpr,
+    SUBS: tl.constexpr, FP32_STATE: tl.constexpr,
 ):  # fmt: skip
     # dq, dk and dg of one chunk, value head and strip of BK channels; formulas at the top of the file.
     # Program (chunk of the group, head, strip), strips fastest: those of a chunk find do, dv, v_new, E and F
     # in L2. Grid: entries of the group * HV * strips; 4 warps, one per block of 16 tokens; no PDL.
     # Reads q, k, g, E, F, S_in, dS, do, dv and v_new; writes dq, dk and dg, and partial sums: of dbeta over
     # the strip's channels, of dA_log and of ddt_bias over the chunk's tokens. A loop over the value heads of
-    # a key head would hoist addresses and masks, and spill them.
-    blocks: tl.constexpr = (K + BK - 1) // BK
+    # a key head would hoist addresses and masks, and spill them; so would one over SUBS strips, which
+    # `rows_bwd_mma_kernel` takes at once: where it is `done` with them, the program returns.
+    blocks: tl.constexpr = (K + BK * SUBS - 1) // (BK * SUBS) * SUBS
     own = tl.program_id(0) % blocks
     head = (tl.program_id(0) // blocks) % HV
     part = tl.program_id(0) // (blocks * HV)
+    if done_ptr is not None:  # noqa: SIM102 - a constant, and what only then is compiled
+        if tl.load(done_ptr + tl.program_id(0) // SUBS) != 0:
+            return
     chunk = begin + part
     key_head = head // ratio
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)

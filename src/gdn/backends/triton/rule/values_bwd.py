@@ -25,6 +25,7 @@ from gdn.backends.triton.lib import (
     dot_split_left,
     load_rows,
     operand_dtype,
+    round_tf32,
 )
 from gdn.backends.triton.rule.gradients import state_block, unrolled
 from gdn.backends.triton.rule.pairs import BETA, ROWS, factor
@@ -109,6 +110,9 @@ def values_bwd_kernel(
         tl.store(dr_place, (wide_dr * beta[:, None]).to(dv_ptr.dtype.element_ty), mask=dr_mask)
     # at [a, b]: E of key a and query b if a <= b, else F of key b and query a
     pairs = tl.where(tokens[:, None] <= tokens[None, :], E * scale, -tl.trans(F))
+    if PRECISION == "tf32":
+        # tensor cores would truncate, which shortens all gradients alike
+        pairs = round_tf32(pairs)
     tl.store(pairs_ptr + group_tile * (C * C) + tokens[:, None] * C + tokens[None, :], pairs)
     terms = factors_ptr + tile * (ROWS * C) + tokens
     tl.store(terms + APART * C, apart)
