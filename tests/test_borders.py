@@ -196,9 +196,9 @@ def test_hopper(case, K, monkeypatch):
     from kit.hopper import Simulated
 
     from gdn.backends.hopper import borders
-    from gdn.backends.hopper.backward import plan
+    from gdn.backends.hopper.backward import plan, segments
 
-    for module in (borders, plan):
+    for module in (borders, plan, segments):
         monkeypatch.setattr(module, "Launch", Simulated)
     found = compare("hopper", case, torch.bfloat16, K)
     assert max(found.values()) <= 5e-3, found
