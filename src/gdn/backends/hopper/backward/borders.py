@@ -49,9 +49,7 @@ def backward_begin(
     rows = tuple((n, n) for n in range(p.N)) if cut is None else cut.rows
     p = replace(p, layout_key=None, initial_state=_like_states(p, p.N)) if cut is None else cut.problem
     dS = None if dS is None else dS.float().contiguous()
-    ends = p.v.new_zeros((p.N, *p.state_shape[1:]), dtype=torch.float32)
-    if cut is None and dS is not None:
-        ends.copy_(dS)
+    ends = p.v.new_empty((p.N, *p.state_shape[1:]), dtype=torch.float32)
     with device_guard(p.device):
         # no segments of the plan's own: the segments are sequences of this one
         plan = backward.plan_of(p, saved, do, ends, is_cut=True)
@@ -59,13 +57,14 @@ def backward_begin(
         # once: the TMA descriptors of all launches take the host longer than a launch
         steps = list(plan.steps(p, saved, do, ends, new, late))
         at = next(i for i, (launch, _) in enumerate(steps) if launch is plan.scan)
+        if cut is None:
+            write_rows(ends, dS)
         for launch, tensors in steps[: at + (cut is None)]:
             launch(*tensors)
         if cut is None:
             _, _, _, starts, *_ = new
             assert starts is not None
-            # a copy, where `finish` reads it after its scan has begun: that writes the starts again
-            C = (starts.mT if p.state_v_first else starts).contiguous()
+            C = starts.mT if p.state_v_first else starts
         else:
             C = _transfer(p, cut, borders, steps[at][1][:5], ends if dS is None else dS, dS is not None)
         fold = Fold(rows, borders, None if cut is None else transfers, C)
@@ -165,11 +164,20 @@ def _like_states(p: Problem, count: int) -> Tensor:
     return p.v.new_empty((), dtype=torch.float32).expand(count, *p.state_shape[1:])
 
 
+def write_rows(ends: Tensor, dS: Tensor | None) -> None:
+    """Write the caller's gradients, or zeros."""
+    if dS is None:
+        ends.zero_()
+    else:
+        ends.copy_(dS)
+
+
 @dataclass(frozen=True)
 class Fold:
     """Pass the gradient of a row's last state back through its segments, in one launch.
 
-    transfers  M of segment i at 2 i + 1, K first; None: a row is one segment, and C has the caller's gradient
+    transfers  M of segment i at 2 i + 1, K first; None: a row is one segment, and C has the caller's gradient;
+               only `starts` reads it
     C          gradient of the state that each segment starts from, for no gradient of its end; for the last
                segment of a row that does not leave, for the caller's
     """
@@ -193,17 +201,17 @@ class Fold:
         return out
 
     def write_ends(self, ends: Tensor, dS: Tensor | None, is_v_first: bool) -> None:
-        """Write the gradients at the ends of the segments of each row, in the layout of the caller."""
+        """Write the gradients at the ends of all segments, in the layout of the caller."""
+        if self.transfers is None:
+            write_rows(ends, dS)
+            return
         out = ends.mT if is_v_first else ends
         for row, (first, last) in enumerate(self.rows):
-            d = self._row_gradient(row, dS, is_v_first)
             if first == last:
-                if row in self.borders.leaving and d is not None:
-                    out[last] = d
+                write_rows(ends[last], None if dS is None else dS[row])
                 continue
-            steps = [
-                self._step(row, j, j if j < last or d is not None else -1, d) for j in range(last, first, -1)
-            ]
+            d = self._row_gradient(row, dS, is_v_first)
+            steps = [self._step(row, j, j, d) for j in range(last, first, -1)]
             self._pass_back(out, d, (*steps, RunStep(first, -1, -1)))
 
     def _row_gradient(self, row: int, dS: Tensor | None, is_v_first: bool) -> Tensor | None:
