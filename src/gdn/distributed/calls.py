@@ -223,7 +223,7 @@ def begin_conv(
     wait = None
     if plan.has_exchange and weight.shape[1] > 1:
         group = context._groups.whole
-        wait = halo.start_windows(local, initial_state, plan, offsets, weight.shape[1], group)
+        local, wait = halo.start_windows(local, initial_state, plan, offsets, weight.shape[1], group)
 
     def finish() -> Results:
         window = initial_state if wait is None else wait()

@@ -176,8 +176,8 @@ def write_rows(ends: Tensor, dS: Tensor | None) -> None:
 class Fold:
     """Pass the gradient of a row's last state back through its segments, in one launch.
 
-    transfers  M of segment i at 2 i + 1, K first; None: a row is one segment, and C has the caller's gradient;
-               only `starts` reads it
+    transfers  M of segment i at 2 i + 1, K first; None: a row is one segment, and its C has the caller's
+               gradient
     C          gradient of the state that each segment starts from, for no gradient of its end; for the last
                segment of a row that does not leave, for the caller's
     """
