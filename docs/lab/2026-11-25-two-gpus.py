@@ -415,7 +415,6 @@ def exchange(r):
 
 def profile(r):
     """Print the kernels of one forward and one step, without a context and with one, on each rank."""
-    totals = []
     for what, i in (("forward", 0), ("step", 1)):
         for name, context in (
             ("one GPU", None),
@@ -430,8 +429,9 @@ def profile(r):
             # the kernels of `owner` are those of `gather` and a collective more
             for line in lines if name != "owner" else ():
                 yield f"profile rank {r.rank} {name} {what}: {line}"
-            totals.append(f"profile rank {r.rank} {name} {what}: {total}")
-            yield totals[-1]
+            yield f"profile rank {r.rank} {name} {what}: {total}"
+            if name == "gather":
+                yield f"profile rank {r.rank} {name} {what} ends, us of GPU (host): {phases_of(r, run)}"
             for gap in gaps:
                 yield f"profile rank {r.rank} {name} {what} idle: {gap}"
     yield from host_of(r)
@@ -440,8 +440,7 @@ def profile(r):
 def kernels_of(r, run):
     """Return a line for each kernel of a call, one of all, one of each large gap: us since the call began.
 
-    Operators are not recorded: that would double the time of the host. The event that is recorded first marks
-    the beginning.
+    Operators are not recorded: that would double the time of the host. An empty kernel marks the beginning.
     """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as recorded
@@ -458,24 +457,27 @@ def kernels_of(r, run):
     recorder.start()
     r.dist.barrier()
     r.sync()
-    r.torch.cuda.Event(enable_timing=True).record()
+    r.torch.cuda._sleep(1)
     run()
     r.sync()
     recorder.stop()
-    path = f"{r.args.store}-{r.rank}.json"
+    try:
+        return read_trace(recorder, f"{r.args.store}-{r.rank}.json", host)
+    except Exception as error:  # the other rank goes on
+        return [], f"host {host:.0f} us; no trace: {error!r}", []
+
+
+def read_trace(recorder, path, host):
+    """Return the lines of `kernels_of` from a trace that the profiler writes to `path`."""
     recorder.export_chrome_trace(path)
     with open(path) as file:
         events = [x for x in json.load(file)["traceEvents"] if x.get("ph") == "X"]
     host_calls = [x for x in events if x.get("cat") in ("cuda_runtime", "cuda_driver")]
-    marks = [x["ts"] for x in host_calls if "EventRecord" in x["name"]]
-    syncs = [x["ts"] for x in host_calls if "Synchronize" in x["name"]]
-    # the last synchronization ends the call, the one before it came before its first event
-    before = sorted(syncs)[-2] if len(syncs) > 1 else 0
-    start = min([x for x in marks if x >= before], default=min(x["ts"] for x in events))
     launched = {x["args"]["correlation"]: x["ts"] for x in host_calls if "correlation" in x.get("args", {})}
-    on_gpu = [
-        x for x in events if x.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and x["ts"] >= start
-    ]
+    on_gpu = [x for x in events if x.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    mark = next(x for x in on_gpu if "spin_kernel" in x["name"])
+    start = launched.get(mark["args"].get("correlation"), mark["ts"])
+    on_gpu = [x for x in on_gpu if x["ts"] > mark["ts"]]
     lines, gaps, end, idle, busy, wire = [], [], start, 0.0, 0.0, 0.0
     for x in sorted(on_gpu, key=lambda x: x["ts"]):
         gap, stop = max(0.0, x["ts"] - end), x["ts"] + x["dur"]
@@ -497,6 +499,53 @@ def kernels_of(r, run):
     )
     large = [text for gap, text in sorted(gaps, reverse=True)[:4] if gap >= 15]
     return lines, total, large
+
+
+def phases_of(r, run):
+    """Return when the parts of a call end on the GPU, and when the host had launched them: us since it began."""
+    from gdn.distributed import exchange as states
+    from gdn.ops import borders
+
+    marks = []
+
+    def mark(name):
+        event = None if r.cpu else r.torch.cuda.Event(enable_timing=True)
+        if event is not None:
+            event.record()
+        marks.append((name, event, time.perf_counter()))
+
+    def marked(name, function, rest=None):
+        def wrapped(*args, **options):
+            result = function(*args, **options)
+            mark(name)
+            return result if rest is None else (result[0], marked(rest, result[1]))
+
+        return wrapped
+
+    with contextlib.ExitStack() as stack:
+        patches = [
+            (borders, "forward_begin", "segments", "outputs"), (states.Gather, "start_states", "sent", None),
+            (states.Gather, "finish_states", "received", None), (borders, "backward_begin", "C", "gradients"),
+            (states.Gather, "start_gradients", "C sent", None),
+            (states.Gather, "finish_gradients", "C received", None),
+        ]  # fmt: skip
+        for owner, name, label, rest in patches:
+            stack.enter_context(mock.patch.object(owner, name, marked(label, getattr(owner, name), rest)))
+        found = []
+        for _ in range(5):
+            r.dist.barrier()
+            r.sync()
+            marks.clear()
+            mark("begin")
+            run()
+            r.sync()
+            _, first, start = marks[0]
+            on_gpu = [0.0 if r.cpu else 1e3 * first.elapsed_time(event) for _, event, _ in marks[1:]]
+            found.append([(g, 1e6 * (t - start)) for g, (*_, t) in zip(on_gpu, marks[1:], strict=True)])
+    # medians of 5 runs
+    middle = [[sorted(x)[2] for x in zip(*part, strict=True)] for part in zip(*found, strict=True)]
+    names = [name for name, *_ in marks[1:]]
+    return ", ".join(f"{n} {gpu:.0f} ({host:.0f})" for n, (gpu, host) in zip(names, middle, strict=True))
 
 
 def host_of(r):
