@@ -41,7 +41,7 @@ from unittest import mock
 START = 60  # seconds until both ranks have imported torch and met
 # case, backend, dtype, seconds at most
 RUNS = [
-    ("scale", "auto", "bfloat16", 100), ("profile", "auto", "bfloat16", 40),
+    ("scale", "auto", "bfloat16", 130), ("profile", "auto", "bfloat16", 40),
     ("exchange", "auto", "bfloat16", 20), ("layers", "auto", "bfloat16", 60),
     ("check", "hopper", "bfloat16", 60), ("check", "triton", "bfloat16", 45),
     ("check", "eager", "float64", 30), ("protocols", "auto", "bfloat16", 30),
@@ -332,7 +332,7 @@ def scale(r):
             def repeated(run, count=count):
                 return lambda: [run() for _ in range(count)]
 
-            ms = [x / count for x in r.by_turns([repeated(pair[i]) for pair in runs])]
+            ms = [x / count for x in r.by_turns([repeated(pair[i]) for pair in runs], seconds=0.4)]
             text = "; ".join(
                 f"{n} {x:.2f} ms, {ms[0] / x:.2f}x, weak {x / ms[1]:.3f}"
                 for n, x in zip(names[2:], ms[2:], strict=True)
@@ -502,7 +502,7 @@ def read_trace(recorder, path, host):
 
 
 def phases_of(r, run):
-    """Return when the parts of a call end on the GPU, and when the host had launched them: us since it began."""
+    """Return when the parts of a call end on the GPU, and when the host has launched them, in us."""
     from gdn.distributed import exchange as states
     from gdn.ops import borders
 
