@@ -200,5 +200,7 @@ def test_hopper(case, K, monkeypatch):
 
     for module in (borders, plan, segments):
         monkeypatch.setattr(module, "Launch", Simulated)
+    # a segment of each chunk: the cost model cuts no sequence that is so short
+    monkeypatch.setattr(borders, "rank_segments", lambda heads, chunks, *_: chunks)
     found = compare("hopper", case, torch.bfloat16, K)
     assert max(found.values()) <= 5e-3, found

@@ -17,6 +17,7 @@ from torch import Tensor
 from gdn.backends.backend import Borders, FinishForward, Kept
 from gdn.backends.borders import row_index
 from gdn.backends.hopper import cost
+from gdn.backends.hopper.backward.cost import STRIP, rank_segments
 from gdn.backends.hopper.descriptors import align
 from gdn.backends.hopper.propagate import ENTERING, LEAVING, pass_segment
 from gdn.backends.hopper.rule import Forward, for_backward, plan_first, results
@@ -134,10 +135,11 @@ def _fold(p: Problem, plan: Plan, borders: Borders, new: list[Tensor | None]) ->
 
 
 def rank_cuts(p: Problem) -> cost.Cuts:
-    """Return equal cuts: about as many segments and heads as there are SMs, at least one segment of a row."""
+    """Return equal cuts into about as many segments as take the least time forward and backward."""
     longest = p.T if p.cu_seqlens_cpu is None else int(p.cu_seqlens_cpu.diff().max())
-    count = max(1, cost.num_sms(p.device) // (p.N * p.HV))
-    return cost.equal_cuts(max(1, -(-longest // (CHUNK * count))))
+    chunks = max(1, -(-longest // CHUNK))
+    count = rank_segments(p.N * p.HV, chunks, cost.num_sms(p.device), p.V // STRIP)
+    return cost.equal_cuts(-(-chunks // count))
 
 
 def _plan(p: Problem, borders: Borders, kept: torch.dtype | None) -> Plan:
