@@ -97,7 +97,7 @@ def begin_rule(context: "ContextParallel", arguments: Mapping[str, Any]) -> Call
         call = rule.Call(problem, plan, exchange, records, problem.initial_state is not None)
         repeated = call.without_tensors()
         if key is not None and agree is _no_wait:
-            context._compared.repeated[key] = repeated
+            context._compared.repeat(key, repeated)
     else:
         tensors = [arguments.get(name) for name in NAMES]
         tensors[:5] = [None if x is None else flat(x, repeated.plan) for x in tensors[:5]]

@@ -97,6 +97,12 @@ class Compared:
         self._signatures: dict[Signature, None] = {}
         self.repeated: dict[Hashable, Any] = {}
 
+    def repeat(self, key: Hashable, call: Any) -> None:
+        """Keep a call for those of its layout. Strides are in the key, so that a call may have many."""
+        if len(self.repeated) >= NUM_COMPARED:
+            self.repeated.clear()
+        self.repeated[key] = call
+
     def __contains__(self, signature: Signature) -> bool:
         return signature in self._signatures
 
