@@ -115,6 +115,40 @@ def test_exchanges_hide_under_the_projections(ranks):
         assert during(backward) == [[48, 48], [16] * 4], backward
 
 
+class Large(TorchDispatchMode):
+    """Record the operators that return new memory of at least so many elements."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.names = least, list[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        first = out[0] if isinstance(out, tuple) else out
+        if isinstance(first, Tensor) and first.numel() >= self.least and not func.is_view:
+            self.names.append(func.name())
+        return out
+
+
+def large_of_halo(rank: int) -> tuple[list[str], list[str]]:
+    """Return the large operators of a convolution, forward and backward, without a context and with one."""
+    context = gdn.ContextParallel(dist.group.WORLD, num_tokens=3 * 64)
+    x, weight = torch.randn(1, 64, 8), torch.randn(8, 4)
+    names = []
+    for given in (None, context, context):
+        leaf = x.clone().requires_grad_()
+        with Large(x.numel()) as large:
+            y, _ = gdn.causal_conv1d(leaf, weight, cp_context=given)
+            y.backward(torch.ones_like(y))
+        names.append([n for n in large.names if n != "aten::ones_like"])
+    return names[0], names[-1]
+
+
+def test_a_halo_copies_no_inputs(ranks):
+    for alone, with_context in ranks.run(large_of_halo):
+        assert sorted({*with_context} - {*alone}) in ([], ["aten::index_put_"]), (alone, with_context)
+
+
 def refuse(rank: int) -> None:
     context = gdn.ContextParallel(dist.group.WORLD, num_tokens=30)
     model, x = layer(torch.float32), torch.zeros(1, 10, 16)

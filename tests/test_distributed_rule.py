@@ -7,14 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from kit.sharded import LIMITS, Sharded, computed, errors, gathered, inputs, relative
+from kit.sharded import LIMITS, TOKENS, Sharded, computed, errors, gathered, inputs, relative
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import gdn
 from gdn import reference
 from gdn.backends.eager import propagate
-from gdn.distributed import check, exchange, halo, rule
+from gdn.distributed import calls, check, exchange, halo, rule
 from gdn.distributed.table import equal_runs
 from gdn.integrations import fla, fla_cp
 from gdn.ops import borders
@@ -192,6 +192,63 @@ def repeat(rank: int, p: Sharded) -> None:
 @pytest.mark.parametrize("name", ["headtail", "unequal, packed"])
 def test_bits_are_equal(ranks, name):
     ranks.run(repeat, replace(CASES[name], dtype=torch.float32, K=64, V=64))
+
+
+REPEATED = {
+    "two rows": replace(CASES["zigzag of two rows"], dtype=torch.float32),
+    "gates": replace(CASES["headtail"], dtype=torch.float32),
+}
+
+
+def checks(rank: int, p: Sharded, most: int) -> tuple[list[int], list[int]]:
+    """Return how many calls are checked and compared of each of several kinds, which repeat one another.
+
+    most: the number of calls that a context remembers
+    """
+    numbers: list[list[int]] = [[], []]
+    context, other = (gdn.ContextParallel(dist.group.WORLD, check=c, **p.context) for c in ("plan", "call"))
+    turned = replace(p, options={**p.options, "state_v_first": not p.options.get("state_v_first", False)})
+    with mock.patch.object(check, "NUM_COMPARED", most):
+        for case, given, has_grad in [
+            *[(p, context, True)] * 4, *[(p, context, False)] * 4, *[(turned, context, True)] * 3,
+            (p, context, True), (p, other, True), (p, other, True),
+        ]:  # fmt: skip
+            spies = (
+                mock.patch.object(calls, "check_rule", side_effect=calls.check_rule),
+                mock.patch.object(check, "start_agreement", side_effect=check.start_agreement),
+            )
+            with spies[0] as checked, spies[1] as compared:
+                if has_grad:
+                    got = computed(case, given)
+                else:
+                    with torch.no_grad():
+                        got = forward_of(case, given)
+            numbers[0].append(checked.call_count)
+            numbers[1].append(compared.call_count)
+            # a context that remembers nothing gives the same bits
+            for name, x in computed(case, context_of(case, "gather")).items():
+                if has_grad or name in got:
+                    assert torch.equal(x, got[name]), name
+    return numbers[0], numbers[1]
+
+
+def forward_of(p: Sharded, context: Any) -> dict[str, torch.Tensor]:
+    """Return the outputs of a call on the tokens of this rank that records nothing."""
+    x, *_ = inputs(p)
+    local = {n: context.shard(t, 1) if n in TOKENS else t for n, t in x.items()}
+    local["initial_state"] = context.shard_states(x["initial_state"], p.cu_seqlens)
+    o, S = gdn.chunk_gated_delta_rule(**local, **p.options, cp_context=context, output_final_state=True)
+    return {"o": o, "final_state": S}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_repeated_call_is_checked_no_more(ranks, name):
+    first = [1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    compared = [1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 1]
+    assert ranks.run(checks, REPEATED[name], 256) == [(first, compared)] * 3
+    # what is forgotten is compared again, by all ranks
+    first[-3], compared[-3] = 1, 1
+    assert ranks.run(checks, REPEATED[name], 1) == [(first, compared)] * 3
 
 
 def alone(rank: int) -> None:

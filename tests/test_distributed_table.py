@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gdn import reference
 from gdn.distributed import cost, folds, halo
 from gdn.distributed.plan import make_plan
-from gdn.distributed.simulate import HALVES, Work, simulate
+from gdn.distributed.simulate import H100, HALVES, Work, simulate
 from gdn.distributed.table import Run, Table, equal_runs, make_table
 
 
@@ -233,6 +233,30 @@ def test_costs_have_the_host_time_of_each_collective():
     assert [cost.choose(form, 8, machine) for machine in (free, host)] == ["owner", "gather"]
     steps = [simulate(form, [1 << 16] * 2, machine=x, exchange="gather").end for x in (free, host)]
     assert steps[1] - steps[0] == pytest.approx(2e-4)
+
+
+# ms of 16/32 heads, 1x131072, one call at a time: docs/lab/2026-11-25-two-gpus-measured.md
+MEASURED = {
+    # training: one GPU, (two GPUs, times of one GPU with as many tokens a rank) by exchange
+    True: (13.50, {"gather": (8.24, 1.20), "owner": (8.69, 1.26)}),
+    False: (3.05, {"gather": (2.22, 1.42), "owner": (2.67, 1.71)}),
+}
+
+
+@pytest.mark.parametrize("has_backward", MEASURED)
+def test_the_model_predicts_two_measured_gpus(has_backward):
+    form, T = cost.Form(16, 32), 131072
+
+    def ms(num_local, exchange="gather"):
+        options = {"exchange": exchange, "has_backward": has_backward}
+        return 1e3 * simulate(form, num_local, cost.ONE_CALL, H100, **options).end
+
+    one, two = MEASURED[has_backward]
+    assert ms([T]) == pytest.approx(one, rel=0.1)
+    for exchange, (strong, weak) in two.items():
+        found = ms([T // 2] * 2, exchange)
+        assert found == pytest.approx(strong, rel=0.1)
+        assert found / ms([T // 2]) == pytest.approx(weak, rel=0.1)
 
 
 def test_costs_of_heads_grow_with_the_tokens():

@@ -17,6 +17,7 @@ if not HAS_TRITON:
 from kit.hopper import BASE
 
 from gdn.backends.hopper import cost
+from gdn.backends.hopper.backward.cost import rank_segments
 
 
 def distributions(N, chunks, is_packed):
@@ -140,3 +141,16 @@ def test_sizes_it_is_faster_at():
         )
     for N, HV, chunks in ((1, 8, 1), (1, 32, 1), (1, 8, 16)):
         assert not cost._is_faster(HV, distributions(N, chunks, False), 132)
+
+
+def test_segments_of_a_rank_fill_the_sms():
+    """Cut the tokens of a rank so that few SMs are idle, forward and backward."""
+    assert [rank_segments(heads, 1024, 132) for heads in (8, 16, 32)] == [16, 8, 4]
+    # two segments of 48 heads leave 36 SMs idle, and one of 96 as many
+    for heads in (48, 96):
+        count = rank_segments(heads, 1024, 132)
+        waves = -(-heads * count // 132)
+        assert heads * count / (132 * waves) >= 0.95
+    for heads in (1, 48, 200, 1000):
+        assert rank_segments(heads, 1, 132) == 1
+        assert 1 <= rank_segments(heads, 3, 132) <= 3

@@ -9,7 +9,7 @@ Each name here may move or go with a new version of PyTorch. None has a public c
     decompose_custom_triton_ops          True while a compiler asks for the kernels inside an operator
     FunctionalTensor, -Mode              the tensors and the mode of AOTAutograd's trace
     fx.traceback.current_meta            the mark of operators that a compiler may not repeat
-    _AutoDispatchBelowAutograd           an operator within its own autograd formula
+    _AutoDispatchBelowAutograd           an operator within its own autograd formula, a collective within ours
     _functional_collectives              collectives that a compiler can trace; imported with a context
     DeviceMesh._flatten                  the group of all ranks of a mesh of two dimensions
     _get_process_group_store             where the ranks of a group meet, for a second group of the same ranks
@@ -37,6 +37,7 @@ __all__ = [
     "intercepts_operators",
     "is_forward_mode",
     "is_plain",
+    "run_collective",
     "run_once",
 ]
 
@@ -88,6 +89,12 @@ def functional_collectives() -> Any:
     import torch.distributed._functional_collectives
 
     return torch.ops._c10d_functional
+
+
+def run_collective(op: Any, *args: Any) -> Tensor:
+    """Run a functional collective within an autograd formula of ours: its own, in Python, costs 10 us."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)  # type: ignore[no-any-return]
 
 
 def run_once(op: Any, *args: Any) -> tuple[Tensor, ...]:

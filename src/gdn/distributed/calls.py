@@ -5,7 +5,7 @@
 The exchange of the rule and the halo of the convolution are on their way between the two steps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from gdn._torch_compat import flat_group
+from gdn import settings
+from gdn._torch_compat import flat_group, is_plain
 from gdn.distributed import check as comparison
 from gdn.distributed import cost, halo, heads, rule
 from gdn.distributed.exchange import Exchange, Gather, Owner
@@ -23,6 +24,7 @@ from gdn.distributed.nodes import Nodes
 from gdn.distributed.plan import Plan
 from gdn.ops import library
 from gdn.ops.conv import causal_conv1d
+from gdn.ops.fastpath import key_of
 from gdn.problem import Problem, parse
 from gdn.problem import check as argument
 from gdn.problem.check import records_gradient
@@ -63,37 +65,77 @@ def groups_of(mesh: Any) -> Groups:
 class Checked(NamedTuple):
     """Hold a checked call: its plan, the global offsets, the name of the exchange.
 
-    agree: waits until all ranks have compared the call, and raises if they differ; call it before any payload
+    records   whether the call records gradients, on all ranks
+    agree     waits until all ranks have compared the call, and raises if they differ; call it before any
+              payload
     """
 
     problem: Problem
     plan: Plan
     offsets: Offsets
     exchange: str
+    records: bool
     agree: Callable[[], None]
 
 
 def begin_rule(context: "ContextParallel", arguments: Mapping[str, Any]) -> Callable[[], Results]:
     """Begin `chunk_gated_delta_rule` for the tokens of this rank; arguments: those of `parse`."""
-    checked, shape = check_rule(context, arguments), arguments["v"].shape
-    problem, plan, offsets, name, agree = checked
-    if name == "heads":
-        agree()
-        whole = heads.make_heads(plan, offsets, problem.H, context._groups.whole)
-        # whole sequences: the batch rows are not side by side, and offsets are global
-        tokens = {x: arguments[x] for x in ("q", "k", "v", "g", "beta")}
-        tokens["cu_seqlens"] = arguments.get("cu_seqlens")
-        given = replace(problem, **tokens, cu_seqlens_cpu=None)
-        return lambda: heads.rule(given, whole)
-    exchange = make_exchange(name, plan, context._groups, problem.backend)
-    call = rule.Call(problem, plan, exchange, problem.initial_state is not None)
-    finish = rule.begin_rule(call, agree)
+    key = _repeated_key(context, arguments)
+    repeated, agree = context._compared.repeated.get(key), _no_wait
+    if repeated is None:
+        checked = check_rule(context, arguments)
+        problem, plan, offsets, name, records, agree = checked
+        if name == "heads":
+            agree()
+            whole = heads.make_heads(plan, offsets, problem.H, context._groups.whole)
+            # whole sequences: the batch rows are not side by side, and offsets are global
+            tokens = {x: arguments[x] for x in ("q", "k", "v", "g", "beta")}
+            tokens["cu_seqlens"] = arguments.get("cu_seqlens")
+            given = replace(problem, **tokens, cu_seqlens_cpu=None)
+            return lambda: heads.rule(given, whole)
+        exchange = make_exchange(name, plan, context._groups, problem.backend)
+        call = rule.Call(problem, plan, exchange, records, problem.initial_state is not None)
+        repeated = call.without_tensors()
+        if key is not None and agree is _no_wait:
+            context._compared.repeat(key, repeated)
+    else:
+        tensors = [arguments.get(name) for name in NAMES]
+        tensors[:5] = [None if x is None else flat(x, repeated.plan) for x in tensors[:5]]
+        call = repeated.with_tensors(tensors)
+    finish, shape = rule.begin_rule(call, repeated, agree), arguments["v"].shape
 
     def rest() -> Results:
         o, final = finish()
         return o.view(shape), final
 
     return rest
+
+
+def _repeated_key(context: "ContextParallel", arguments: Mapping[str, Any]) -> Hashable:
+    """Return all values that the checks of a call read; None where they read more: see `gdn.ops.fastpath`.
+
+    Only a call that all ranks have compared is repeated, so that none of them waits for the others alone.
+    """
+    q = arguments["q"]
+    if context.check != "plan" or arguments.get("cu_seqlens") is not None or type(q) is not Tensor:
+        return None
+    asked, is_debugging = settings.of_call()
+    if is_debugging or not is_plain(q) or torch.is_autocast_enabled(q.device.type):
+        return None
+    tensors, options = Problem.declaration.tensors, Problem.declaration.options
+    given = tuple(arguments.get(name) for name in tensors)
+    try:
+        records = records_gradient(*[arguments.get(name) for name in NAMES])
+        key = key_of("rule of a rank", asked, given, (*[arguments.get(name) for name in options], records))
+        hash(key)
+    except (AttributeError, TypeError, RuntimeError):
+        # an argument of the wrong kind: the checks raise the error that names it
+        return None
+    return key
+
+
+def _no_wait() -> None:
+    """Wait for nothing: the call was compared before."""
 
 
 def check_rule(
@@ -116,8 +158,8 @@ def check_rule(
             ("exchange", name),
             ("cu_seqlens", comparison.Hashed(offsets)),
         )
-    (agree,) = pending or (lambda: None,)
-    return Checked(problem, plan, offsets, name, agree)
+    (agree,) = pending or (_no_wait,)
+    return Checked(problem, plan, offsets, name, records, agree)
 
 
 def make_exchange(name: str, plan: Plan, groups: Groups, backend: str | None = None) -> Exchange | None:
@@ -181,7 +223,7 @@ def begin_conv(
     wait = None
     if plan.has_exchange and weight.shape[1] > 1:
         group = context._groups.whole
-        wait = halo.start_windows(local, initial_state, plan, offsets, weight.shape[1], group)
+        local, wait = halo.start_windows(local, initial_state, plan, offsets, weight.shape[1], group)
 
     def finish() -> Results:
         window = initial_state if wait is None else wait()

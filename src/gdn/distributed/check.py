@@ -9,7 +9,7 @@ payload of the others.
 import hashlib
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from gdn.problem.check import records_gradient
 
 VERSION = 1
 NUM_WORDS = 16
+NUM_COMPARED = 256  # calls that a context remembers
 NUM_TEXT = 512  # bytes of a refusal's message that the other ranks repeat
 REFUSED = "refused"
 PATIENCE = timedelta(seconds=5)  # how long a rank that refuses waits for the others before it raises alone
@@ -84,6 +85,33 @@ class Signature:
                     f"cp_context: expected the same call on all ranks, got {_by_rank(name, example, column)}"
                 )
         return None
+
+
+class Compared:
+    """Remember the calls that all ranks have compared, the last NUM_COMPARED.
+
+    repeated   what later calls of a layout repeat, by its key; each belongs to a call that is remembered
+    """
+
+    def __init__(self) -> None:
+        self._signatures: dict[Signature, None] = {}
+        self.repeated: dict[Hashable, Any] = {}
+
+    def repeat(self, key: Hashable, call: Any) -> None:
+        """Keep a call for those of its layout. Strides are in the key, so that a call may have many."""
+        if len(self.repeated) >= NUM_COMPARED:
+            self.repeated.clear()
+        self.repeated[key] = call
+
+    def __contains__(self, signature: Signature) -> bool:
+        return signature in self._signatures
+
+    def add(self, signature: Signature) -> None:
+        self._signatures[signature] = None
+        if len(self._signatures) > NUM_COMPARED:
+            # all ranks forget the same one: they made the same calls in the same order
+            self._signatures.pop(next(iter(self._signatures)))
+            self.repeated.clear()
 
 
 def _by_rank(name: str, example: Any, column: Sequence[int]) -> str:

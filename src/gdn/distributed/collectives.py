@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from gdn._torch_compat import functional_collectives
+from gdn._torch_compat import functional_collectives, run_collective
 
 Sizes: TypeAlias = list[int]
 _operators = functional_collectives()
@@ -35,7 +35,7 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Make the current stream (the host for gloo) wait for the collective; return its output."""
-        return self.arrange(_operators.wait_tensor(self.output))
+        return self.arrange(run_collective(_operators.wait_tensor, self.output))
 
     def then(self, arrange: Callable[[Tensor], Tensor], num_heads: int) -> "Pending":
         """Return the same collective with another view of its output."""
@@ -45,7 +45,8 @@ class Pending:
 def start_all_gather(x: Tensor, group: ProcessGroup) -> Pending:
     """Start to gather the tensors x of all ranks, of one shape: [R, *x.shape], in the order of ranks."""
     R, shape = group.size(), x.shape
-    gathered = _operators.all_gather_into_tensor(x.contiguous().flatten(), R, group.group_name)
+    flat = x.contiguous().view(-1)
+    gathered = run_collective(_operators.all_gather_into_tensor, flat, R, group.group_name)
     return Pending(gathered, lambda got: got.view(R, *shape))
 
 
@@ -54,7 +55,8 @@ def start_all_to_all(x: Tensor, receive: Sizes, send: Sizes, group: ProcessGroup
 
     send, receive: the number of rows to and from each rank; rows have the same shape on all ranks.
     """
-    swapped = _operators.all_to_all_single(x.contiguous(), receive, send, group.group_name)
+    name = group.group_name
+    swapped = run_collective(_operators.all_to_all_single, x.contiguous(), receive, send, name)
     return Pending(swapped, lambda got: got)
 
 

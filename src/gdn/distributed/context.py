@@ -22,7 +22,6 @@ from gdn.problem import Problem, host_offsets
 from gdn.problem import check as argument
 
 CHECKS = ("plan", "call", "never")
-NUM_SEEN = 256  # calls that a context remembers as compared
 # A compiler may drop or repeat a collective on some ranks: those that are not in `operators` it may not see
 _uncompiled = torch.compiler.disable(reason="the exchanges of gdn.ContextParallel are not compiled")
 _LARGEST = 2**62  # offsets are compared with the table and not with a number of local tokens
@@ -82,8 +81,8 @@ class ContextParallel:
     _groups: Groups = field(init=False, repr=False)
     _table: Table | None = field(init=False, repr=False)
     _name: str = field(init=False, repr=False, compare=False)
-    _seen: dict[comparison.Signature, None] = field(
-        init=False, repr=False, compare=False, default_factory=dict
+    _compared: comparison.Compared = field(
+        init=False, repr=False, compare=False, default_factory=comparison.Compared
     )
 
     def __post_init__(self) -> None:
@@ -343,16 +342,15 @@ class ContextParallel:
                 comparison.refuse(error, comparison.signature_group(self._groups.whole))
             raise
         (sent,) = signature
-        if self.check == "never" or (sent in self._seen and self.check == "plan" and not settings.debug()):
+        if self.check == "never" or (
+            sent in self._compared and self.check == "plan" and not settings.debug()
+        ):
             return
         finish = comparison.start_agreement(sent, comparison.signature_group(self._groups.whole))
 
         def agree() -> None:
             finish()
-            self._seen[sent] = None
-            if len(self._seen) > NUM_SEEN:
-                # all ranks forget the same one: they made the same calls in the same order
-                self._seen.pop(next(iter(self._seen)))
+            self._compared.add(sent)
 
         agree() if pending is None else pending.append(agree)
 

@@ -1,9 +1,9 @@
-"""Predict what an exchange costs, and choose one. Plain Python; the numbers are a model, not a measurement.
+"""Predict what an exchange costs, and choose one. Plain Python; links are assumed, ONE_CALL is measured.
 
     step        latency of a collective's step: log2 R steps of an all-gather, 1 + log2(R)/2 of an all-to-all
     wire        bytes that a rank receives, over the bandwidth of its link
     fold        one product of a map and a state, J - 1 of them; in two levels above 32 runs
-    host        host time and small launches of a collective that the GPU waits for; 0 until it is measured
+    host        host time and small launches of a collective that the GPU waits for: `Machine.host`
 
     exchange   bytes received, forward / backward     kept for the backward
     gather     (R-1) P / (R-1) s                      M of runs that pass a state on, all heads
@@ -26,9 +26,9 @@ from typing import NamedTuple
 class Machine:
     """Hold the links of a machine. latency: seconds a step; bandwidth: bytes/s a rank; node: ranks in a node.
 
-    host: seconds a collective for which the GPU waits for the host; none where launches are queued behind
-    other work, as in the layers of a model. The defaults are assumptions about 8 GPUs a node on NVLink and
-    InfiniBand between nodes.
+    host: seconds a collective for which the GPU waits for the host; none by default, where launches are
+    queued behind other work, as in the layers of a model. Links are assumptions about 8 GPUs a node on NVLink
+    and InfiniBand between nodes.
     """
 
     latency: float = 8e-6
@@ -44,6 +44,10 @@ class Machine:
         if num_ranks <= self.node:
             return self.latency, self.bandwidth
         return self.latency_between, self.bandwidth_between
+
+
+# one call at a time, on two H100s: `host` is fitted to what whole calls take longer than their local work
+ONE_CALL = Machine(host=500e-6)
 
 
 class Form(NamedTuple):

@@ -7,11 +7,14 @@ piece.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from gdn.distributed.collectives import all_to_all, start_swap
@@ -77,32 +80,94 @@ def _first_row(plan: Plan, batch: int, sequence: int) -> int:
     return next(matches)
 
 
+class Sources(NamedTuple):
+    """Hold where the rows that a rank sends are: places among them, then in x [B, T], or among the states."""
+
+    tokens: tuple[int, ...]
+    batch: tuple[int, ...]
+    token: tuple[int, ...]
+    others: tuple[int, ...]
+    state: tuple[int, ...]
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def of(cls, source: tuple[int, ...], B: int, T: int) -> "Sources":
+        """Return the places of `Halo.source`."""
+        tokens = tuple(i for i, place in enumerate(source) if place < B * T)
+        others = tuple(i for i, place in enumerate(source) if place >= B * T)
+        batch, token = (tuple(f(source[i], T) for i in tokens) for f in (operator.floordiv, operator.mod))
+        return cls(tokens, batch, token, others, tuple(source[i] - B * T for i in others))
+
+
+class _Rows(torch.autograd.Function):
+    """Return the inputs as they are, and the rows that other ranks need of them and of the states.
+
+    The gradient of these rows is added to that of the inputs in its place. Apart it would be as large as the
+    inputs, and so would be the sum of both: 4 more passes over them in HBM.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, sources: Sources, x: Tensor, states: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        ctx.sources, ctx.like_x = sources, (x.shape, x.dtype)
+        ctx.like_states = None if states is None else (states.shape, states.dtype)
+        ctx.set_materialize_grads(False)
+        rows = _tokens_at(x, sources).to(dtype)
+        if states is not None and sources.others:
+            both = rows.new_empty(len(sources.tokens) + len(sources.others), x.shape[-1])
+            both[index(list(sources.tokens), x.device)] = rows
+            both[index(list(sources.others), x.device)] = states[index(list(sources.state), x.device)]
+            rows = both
+        return x, rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor | None, drows: Tensor) -> tuple[Any, ...]:
+        sources, (shape, dtype) = ctx.sources, ctx.like_x
+        dx = drows.new_zeros(shape, dtype=dtype) if dx is None else dx
+        dstates = None
+        if ctx.like_states is not None:
+            dstates = drows.new_zeros(ctx.like_states[0], dtype=ctx.like_states[1])
+            others, state = (index(list(x), dx.device) for x in (sources.others, sources.state))
+            dstates.index_put_((state,), drows[others].to(dstates.dtype), accumulate=True)
+        if sources.others:
+            drows = drows[index(list(sources.tokens), dx.device)]
+        # The convolution alone reads the inputs that this node returns: nobody else has this gradient.
+        # An input may have gone to several ranks: this sum has one order, also on a GPU.
+        places = (index(list(sources.batch), dx.device), index(list(sources.token), dx.device))
+        dx.index_put_(places, drows.to(dtype), accumulate=True)
+        return None, dx, dstates, None
+
+
+def _tokens_at(x: Tensor, sources: Sources) -> Tensor:
+    return x[index(list(sources.batch), x.device), index(list(sources.token), x.device)]
+
+
 def start_windows(
     x: Tensor, initial_state: Tensor | None, plan: Plan, offsets: tuple[int, ...] | None, width: int,
     group: ProcessGroup,
-) -> Callable[[], Tensor]:  # fmt: skip
-    """Start to fetch the inputs before each run; return the function that waits for them.
+) -> tuple[Tensor, Callable[[], Tensor]]:  # fmt: skip
+    """Start to fetch the inputs before each run; return x, and the function that waits for them.
 
     It returns the initial state of each local piece, [rows, D, W-1], with a gradient for x and initial_state.
+    The convolution must read the x that is returned, and nothing else may: see `_Rows`.
 
     x              [B, local T, D]      inputs of the convolution
     initial_state  [rows, D, W-1]       read where a sequence begins here; None: zeros
     """
     D, W, rows = x.shape[-1], width, len(plan.pieces)
     halo = make_halo(plan, offsets, W, initial_state is not None)
-    columns = [x.reshape(-1, D)]
-    dtype = x.dtype
+    states, dtype = None, x.dtype
     if initial_state is None:
         base = x.new_zeros(rows * (W - 1), D)
     else:
         dtype = torch.promote_types(x.dtype, initial_state.dtype)
-        base = initial_state.to(dtype).mT.reshape(-1, D)
-        columns.append(base)
+        states = base = initial_state.to(dtype).mT.reshape(-1, D)
         # windows that another rank fills: the caller's row is not read, and may hold NaN
         filled = [p.row * (W - 1) + c for p in plan.entering for c in range(W - 1)]
         base = base.index_fill(0, index(filled, x.device), 0)
-    inputs = torch.cat([part.to(dtype) for part in columns])
-    send = inputs[index(list(halo.source), x.device)]
+    x, send = _Rows.apply(Sources.of(halo.source, x.shape[0], x.shape[1]), x, states, dtype)
     wait = start_swap(send, list(halo.num_got), list(halo.num_sent), group)
 
     def finish() -> Tensor:
@@ -110,7 +175,7 @@ def start_windows(
         filled_rows = base.index_copy(0, index(list(halo.target), x.device), wait())
         return filled_rows.view(rows, W - 1, D).mT
 
-    return finish
+    return x, finish
 
 
 def windows_bwd(

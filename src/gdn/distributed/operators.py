@@ -257,7 +257,8 @@ def _windows(*args: Any) -> tuple[Tensor, Tensor]:
         compare(*words, ("cu_seqlens", Hashed(offsets)))
     if plan.has_exchange and width > 1:
         group = context._groups.whole
-        windows = halo.start_windows(x, initial_state, plan, offsets, width, group)()
+        _, wait = halo.start_windows(x, initial_state, plan, offsets, width, group)
+        windows = wait()
     elif initial_state is None:
         windows = x.new_zeros(len(plan.pieces), x.shape[2], width - 1)
     else:

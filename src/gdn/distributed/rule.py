@@ -36,12 +36,14 @@ class Call:
     problem    offsets are local, and states have a row for each piece; autograd nodes hold it without the
                tensors of NAMES
     exchange   None: no sequence crosses a border; every rank knows this, and there is no collective
+    records    the call records gradients, on all ranks
     has_state  the caller gave an initial state: its gradient is wanted
     """
 
     problem: Problem
     plan: Plan
     exchange: Exchange | None
+    records: bool = False
     has_state: bool = True
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> "Call":
@@ -120,13 +122,20 @@ def begin_backward(
     return rest
 
 
-def begin_rule(call: Call, agree: Callable[[], None]) -> Callable[[], tuple[Tensor, Tensor | None]]:
+def begin_rule(
+    call: Call, without: Call, agree: Callable[[], None]
+) -> Callable[[], tuple[Tensor, Tensor | None]]:
     """Begin a call; return the function that finishes it: o and the state after each local piece.
 
-    The state is None unless the problem asks for it. Both have gradients.
+    The state is None unless the problem asks for it. Both have gradients if the call records them.
+    without: the call without its tensors
     """
-    link, without = Link(), call.without_tensors()
-    link.put(agree)
+    if not call.records:
+        # no autograd node: less host time before the first launch
+        rest = begin_forward(call, False, agree)
+        return lambda: rest()[:2]
+    link = Link()
+    link.put((call, agree))
     begun = _Begin.apply(without, link, *call.problem.differentiable)
     return lambda: _Finish.apply(without, link, begun)  # type: ignore[no-any-return]
 
@@ -136,12 +145,12 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, link: Link, *tensors: Tensor | None) -> Tensor:
-        q, given = tensors[0], tensors[-1]
+        q, state = tensors[0], tensors[-1]
         assert q is not None
-        ctx.link, ctx.dtype = link, None if given is None else given.dtype
+        ctx.link, ctx.dtype = link, None if state is None else state.dtype
         save = any(ctx.needs_input_grad)
-        agree = link.take()
-        link.put((tensors, begin_forward(call.with_tensors(tensors), save, agree)))
+        given, agree = link.take()
+        link.put((tensors, begin_forward(given, save, agree)))
         return q.new_empty(0)
 
     @staticmethod

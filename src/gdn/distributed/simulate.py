@@ -4,7 +4,7 @@
 
 An exchange begins when the last rank has come to it, and ends for all at once: nothing hides it. So the step
 is the sum over its four halves of the slowest rank's time, and of both exchanges. The times of local work are
-a model of `hopper` on an H200, from measurements on one GPU.
+a model of `hopper` on an H200, and H100 those of one, from measurements on one GPU.
 """
 
 from collections.abc import Sequence
@@ -41,6 +41,9 @@ class Work:
         return (*forward, self.reverse * one, (self.reverse + self.gradients) * one)
 
 
+H100 = Work(solve=4.8e-9, transfer=8.7e-9, scan=10e-9, reverse=17e-9, gradients=46e-9)
+
+
 class Event(NamedTuple):
     """Hold what one rank does from `start` to `stop`, in seconds since the step began."""
 
@@ -74,11 +77,13 @@ def simulate(
     work: Work | None = None,
     delays: Sequence[float] | None = None,
     exchange: str | None = None,
+    has_backward: bool = True,
 ) -> Timeline:
-    """Simulate a training step.
+    """Simulate a training step, or a forward alone.
 
     num_local: the tokens of each rank; delays: seconds by which each rank starts late, none by default;
-    exchange: its name, that of the least time by default.
+    exchange: its name, that of the least time by default. `cost.ONE_CALL` is the machine of a call for whose
+    launches the GPUs wait.
     """
     machine, work = machine or Machine(), work or Work()
     R = len(num_local)
@@ -89,6 +94,8 @@ def simulate(
     events = []
     local = [work.halves(form, tokens) for tokens in num_local]
     for half, (name, wait) in enumerate(zip(HALVES, waits, strict=True)):
+        if half == 2 and not has_backward:
+            break
         for rank in range(R):
             start, clocks[rank] = clocks[rank], clocks[rank] + local[rank][half]
             events.append(Event(rank, name, start, clocks[rank]))

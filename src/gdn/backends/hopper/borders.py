@@ -8,7 +8,6 @@ and no token is scanned more often than on one GPU. Only the first segment of a 
 and the last segment of a row that leaves an M and N.
 """
 
-import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from gdn.backends.backend import Borders, FinishForward, Kept
 from gdn.backends.borders import row_index
 from gdn.backends.hopper import cost
+from gdn.backends.hopper.backward.cost import STRIP, rank_segments
 from gdn.backends.hopper.descriptors import align
 from gdn.backends.hopper.propagate import ENTERING, LEAVING, pass_segment
 from gdn.backends.hopper.rule import Forward, for_backward, plan_first, results
@@ -86,26 +86,26 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
         return triton_borders.forward_begin(problem, borders, save)
     p = align(to_kernel_layout(problem))
     # the state that will enter is in fp32: plan for it, whatever the caller's is
-    start = p.v.new_zeros(p.state_shape, dtype=p.state_dtype) if p.initial_state is None else p.initial_state
-    p = replace(p, layout_key=None, initial_state=start.float())
+    p = replace(p, layout_key=None, initial_state=_start_states(p, borders))
     kept = operand_dtype(p) if save else None
     with device_guard(p.device):
         plan = _plans.get((problem_key(p), kept, borders, rank_cuts(p)), lambda: _plan(p, borders, kept))
-        forward, segments = plan.forward, plan.segments
-        new = allocate(p.device, forward.specs)
-        for launch, tensors in forward.steps(p, new):
+        new = allocate(p.device, plan.forward.specs)
+        # once: the TMA descriptors of all launches take the host longer than a launch
+        steps = list(plan.forward.steps(p, new))
+        at = next(i for i, (launch, _) in enumerate(steps) if launch is plan.segments.propagate)
+        for launch, tensors in steps[:at]:
             launch(*tensors)
-            if launch is segments.transfer:
-                break
         transfers = None
         if borders.leaving:
             transfers = _fold(p, plan, borders, new)
 
     def finish(initial_state: State | None) -> tuple[Values, State | None, Kept]:
-        given = p if initial_state is None else replace(p, initial_state=initial_state.float().contiguous())
+        propagate, (*before, given, states, bits) = steps[at]
+        given = given if initial_state is None else initial_state.float().contiguous()
         with device_guard(p.device):
-            steps = forward.steps(given, new)
-            for launch, tensors in itertools.dropwhile(lambda step: step[0] is not segments.propagate, steps):
+            propagate(*before, given, states, bits)
+            for launch, tensors in steps[at + 1 :]:
                 launch(*tensors)
         o, final, saved = results(new, kept)
         *_, kept_transfers = new
@@ -113,6 +113,15 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
         return o, final, (*for_backward(p, saved), kept_transfers) if save else ()
 
     return transfers, finish
+
+
+def _start_states(p: Problem, borders: Borders) -> Tensor:
+    """Return the caller's states in fp32, or zeros; where all rows enter nothing reads them."""
+    if p.initial_state is not None:
+        return p.initial_state.float()
+    if len(borders.entering) == p.N:
+        return p.v.new_empty((), dtype=torch.float32).expand(p.state_shape)
+    return p.v.new_zeros(p.state_shape, dtype=torch.float32)
 
 
 def _fold(p: Problem, plan: Plan, borders: Borders, new: list[Tensor | None]) -> Tensor:
@@ -126,10 +135,11 @@ def _fold(p: Problem, plan: Plan, borders: Borders, new: list[Tensor | None]) ->
 
 
 def rank_cuts(p: Problem) -> cost.Cuts:
-    """Return equal cuts: about as many segments and heads as there are SMs, at least one segment of a row."""
+    """Return equal cuts into about as many segments as take the least time forward and backward."""
     longest = p.T if p.cu_seqlens_cpu is None else int(p.cu_seqlens_cpu.diff().max())
-    count = max(1, cost.num_sms(p.device) // (p.N * p.HV))
-    return cost.equal_cuts(max(1, -(-longest // (CHUNK * count))))
+    chunks = max(1, -(-longest // CHUNK))
+    count = rank_segments(p.N * p.HV, chunks, cost.num_sms(p.device), p.V // STRIP)
+    return cost.equal_cuts(-(-chunks // count))
 
 
 def _plan(p: Problem, borders: Borders, kept: torch.dtype | None) -> Plan:

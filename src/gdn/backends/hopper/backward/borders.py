@@ -1,17 +1,20 @@
-"""Cut the chunked backward where a rank exchanges gradients of states: between two reverse state scans.
+"""Cut the chunked backward where a rank exchanges gradients of states: before the reverse state scan.
 
-    begin     backward_factors; reverse_scan of all segments at once, each from no gradient of its end; C of
-              the rows that enter, from those of the segments:  dS_start = M^T dS_end + C
+    begin     backward_factors; reverse_transfer of all segments at once: C, the gradient of each one's start
+              for no gradient of its end; C of the rows that enter, from those of the segments:
+              dS_start = M^T dS_end + C
     finish    the gradients at the ends of all segments; reverse_scan from these; gradients, gates_bwd
 
 The segments, and M of each, are those of the forward. To the kernels they are packed sequences: chunks keep
-their numbers, as all segments but the last have whole chunks. Two scans of many segments on all SMs take less
-time than one scan of a long sequence on some.
+their numbers, as all segments but the last have whole chunks. A transfer and a scan of many segments on all
+SMs take less time than one scan of a long sequence on some. Rows of a batch are not cut: `reverse_scan` then
+takes the place of the transfer.
 """
 
 import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +22,13 @@ from torch import Tensor
 from gdn.backends.backend import Borders, FinishBackward, Gradients, Kept
 from gdn.backends.borders import row_index, saved_of
 from gdn.backends.hopper.backward import plan as backward
+from gdn.backends.hopper.backward.segments import plan_transfer
 from gdn.backends.hopper.borders import rank_cuts
 from gdn.backends.hopper.descriptors import align
-from gdn.backends.triton.launch import allocate, device_guard
+from gdn.backends.hopper.rule import STRIP
+from gdn.backends.triton.launch import Launch, PlanCache, allocate, device_guard, tensor_spec
 from gdn.backends.triton.rule import borders as triton_borders
-from gdn.backends.triton.rule.describe import to_kernel_layout
+from gdn.backends.triton.rule.describe import problem_key, shape_scalars, to_kernel_layout
 from gdn.backends.triton.rule.propagate import propagate_states
 from gdn.problem import CHUNK, Problem
 from gdn.problem.propagate import PropagateProblem, RunStep
@@ -43,32 +48,32 @@ def backward_begin(
     cut = _cut(p) if transfers is not None else None
     rows = tuple((n, n) for n in range(p.N)) if cut is None else cut.rows
     p = replace(p, layout_key=None, initial_state=_like_states(p, p.N)) if cut is None else cut.problem
-    # from no gradient where one will come from another rank, so that C is right for any
-    ends = _like_states(p, p.N).clone()
-    if dS is not None:
-        final = tuple(row for row in range(len(rows)) if cut is None or row not in borders.leaving)
-        lasts = row_index(tuple(rows[row][1] for row in final), p.device)
-        ends.index_copy_(0, lasts, dS[row_index(final, p.device)].float())
+    dS = None if dS is None else dS.float().contiguous()
+    ends = p.v.new_empty((p.N, *p.state_shape[1:]), dtype=torch.float32)
     with device_guard(p.device):
-        # no segments of the plan's own: `finish` runs the scan again, from other ends
+        # no segments of the plan's own: the segments are sequences of this one
         plan = backward.plan_of(p, saved, do, ends, is_cut=True)
         new, late = allocate(p.device, plan.specs), allocate(p.device, plan.late)
-        for launch, tensors in plan.steps(p, saved, do, ends, new, late):
+        # once: the TMA descriptors of all launches take the host longer than a launch
+        steps = list(plan.steps(p, saved, do, ends, new, late))
+        at = next(i for i, (launch, _) in enumerate(steps) if launch is plan.scan)
+        if cut is None:
+            write_rows(ends, dS)
+        for launch, tensors in steps[: at + (cut is None)]:
             launch(*tensors)
-            if launch is plan.scan:
-                break
-        _, _, _, starts, *_ = new
-        assert starts is not None
-        C = starts.mT if p.state_v_first else starts
-        # a view: `finish` reads it before its scan writes the starts again
-        fold = Fold(rows, borders, None if cut is None else transfers, C.contiguous())
+        if cut is None:
+            _, _, _, starts, *_ = new
+            assert starts is not None
+            C = starts.mT if p.state_v_first else starts
+        else:
+            C = _transfer(p, cut, borders, steps[at][1][:5], ends if dS is None else dS, dS is not None)
+        fold = Fold(rows, borders, None if cut is None else transfers, C)
         entering = fold.starts(dS, p.state_v_first) if borders.entering else None
 
     def finish(dS: Tensor | None) -> Gradients:
         with device_guard(p.device):
             fold.write_ends(ends, dS, p.state_v_first)
-            steps = plan.steps(p, saved, do, ends, new, late)
-            for launch, tensors in itertools.dropwhile(lambda step: step[0] is not plan.scan, steps):
+            for launch, tensors in steps[at:]:
                 launch(*tensors)
         gradients = backward.backward_results(new, late)
         if problem.initial_state is None:
@@ -85,6 +90,7 @@ class Cut:
     """Hold a problem whose sequences are segments, and the first and last segment of each row."""
 
     problem: Problem
+    offsets: tuple[int, ...]
     rows: tuple[tuple[int, int], ...]
 
 
@@ -97,7 +103,7 @@ def _cut(p: Problem) -> Cut | None:
     device, host = row_index(offsets, p.device), row_index(offsets, torch.device("cpu"))
     states = _like_states(p, len(offsets) - 1)
     cut = replace(p, layout_key=None, cu_seqlens=device, cu_seqlens_cpu=host, initial_state=states)
-    return Cut(cut, rows)
+    return Cut(cut, offsets, rows)
 
 
 @lru_cache(maxsize=256)
@@ -111,16 +117,67 @@ def _segments(ends: tuple[int, ...], length: int) -> tuple[tuple[int, ...], tupl
     return tuple(offsets), tuple(rows)
 
 
+# problem, rows, rows whose last segment starts from the caller's gradient -> launch, its work items
+_transfers: PlanCache[tuple[Launch, Tensor]] = PlanCache()
+
+
+def _transfer(
+    p: Problem, cut: Cut, borders: Borders, described: tuple[Any, ...], dS: Tensor, has_dS: bool
+) -> Tensor:  # fmt: skip
+    """Return C of all segments, [segments, HV, K, V]: the gradient of the state that each one starts from.
+
+    It is that for no gradient of the segment's end; of the last segment of a row that does not leave, for the
+    caller's gradient dS [rows, ...], if there is one. The C of a row's first segment is undefined unless the
+    row enters: nothing reads it.
+    """
+    final = tuple(row for row in range(len(cut.rows)) if has_dS and row not in borders.leaving)
+    key = (problem_key(p), cut.offsets, cut.rows, borders.entering, final)
+    launch, items = _transfers.get(key, lambda: _plan_transfer(p, cut, borders, final))
+    # N of a segment is at an even place; M, which the forward has computed, would be at the odd one
+    (starts,) = allocate(p.device, [tensor_spec((2 * p.N, p.HV, p.K, p.V), torch.float32)])
+    assert starts is not None
+    launch(*described, items, dS, starts)
+    return starts[::2]
+
+
+def _plan_transfer(
+    p: Problem, cut: Cut, borders: Borders, final: tuple[int, ...]
+) -> tuple[Launch, Tensor]:  # fmt: skip
+    """Return the launch of `reverse_transfer` for N of all segments, and its work items."""
+    unread = {first for row, (first, _) in enumerate(cut.rows) if row not in borders.entering}
+    start_from = {cut.rows[row][1]: row for row in final}
+    fields, chunk = [], 0
+    for i, (start, stop) in enumerate(itertools.pairwise(cut.offsets)):
+        length = 0 if i in unread else stop - start
+        # row, first token, tokens, first chunk, where C is stored, where dS starts from: see `scheduler`
+        fields.append([0, start, length, chunk, -1 if i in unread else 2 * i, start_from.get(i, -1)])
+        chunk += -(-(stop - start) // CHUNK)
+    consumers = backward.consumers_of(p)
+    with torch.inference_mode(False):
+        items = torch.tensor(fields, dtype=torch.int32, device=p.device).repeat_interleave(p.HV, 0)
+    count = len(fields) * p.HV * (p.V // STRIP // consumers)
+    return plan_transfer(p, consumers, count, shape_scalars(p)[:3]), items
+
+
 def _like_states(p: Problem, count: int) -> Tensor:
-    """Return zero states of so many rows, a view of one number: the kernels read only their dtype."""
-    return p.v.new_zeros((), dtype=torch.float32).expand(count, *p.state_shape[1:])
+    """Return states of so many rows, a view of one number: the kernels read only their dtype."""
+    return p.v.new_empty((), dtype=torch.float32).expand(count, *p.state_shape[1:])
+
+
+def write_rows(ends: Tensor, dS: Tensor | None) -> None:
+    """Write the caller's gradients, or zeros."""
+    if dS is None:
+        ends.zero_()
+    else:
+        ends.copy_(dS)
 
 
 @dataclass(frozen=True)
 class Fold:
     """Pass the gradient of a row's last state back through its segments, in one launch.
 
-    transfers  M of segment i at 2 i + 1, K first; None: a row is one segment, and C has the caller's gradient
+    transfers  M of segment i at 2 i + 1, K first; None: a row is one segment, and its C has the caller's
+               gradient
     C          gradient of the state that each segment starts from, for no gradient of its end; for the last
                segment of a row that does not leave, for the caller's
     """
@@ -144,17 +201,17 @@ class Fold:
         return out
 
     def write_ends(self, ends: Tensor, dS: Tensor | None, is_v_first: bool) -> None:
-        """Write the gradients at the ends of the segments of each row, in the layout of the caller."""
+        """Write the gradients at the ends of all segments, in the layout of the caller."""
+        if self.transfers is None:
+            write_rows(ends, dS)
+            return
         out = ends.mT if is_v_first else ends
         for row, (first, last) in enumerate(self.rows):
-            d = self._row_gradient(row, dS, is_v_first)
             if first == last:
-                if row in self.borders.leaving and d is not None:
-                    out[last] = d
+                write_rows(ends[last], None if dS is None else dS[row])
                 continue
-            steps = [
-                self._step(row, j, j if j < last or d is not None else -1, d) for j in range(last, first, -1)
-            ]
+            d = self._row_gradient(row, dS, is_v_first)
+            steps = [self._step(row, j, j, d) for j in range(last, first, -1)]
             self._pass_back(out, d, (*steps, RunStep(first, -1, -1)))
 
     def _row_gradient(self, row: int, dS: Tensor | None, is_v_first: bool) -> Tensor | None:

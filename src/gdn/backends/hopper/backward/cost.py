@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from gdn.backends.hopper import cost as forward
 from gdn.backends.hopper.cost import (
+    ALIVE,
+    FADING,
     GAIN,
     PROPAGATE_TIME,
+    TRANSFER_COST,
     Cut,
     Distribution,
     ScanCost,
@@ -151,3 +155,26 @@ def _cut_time(
     once, each = PROPAGATE_TIME
     segments = sum(count for count, _ in before)
     return PLAN_TIME + transfer + once + each * segments + scan
+
+
+@lru_cache(4096)
+def rank_segments(heads: int, chunks: int, num_sms: int, strips: int = 2) -> int:
+    """Return into how many equal segments a rank of context parallelism cuts its tokens.
+
+    Both directions have the same segments, as the backward reads the forward's M. `heads`: of all sequences,
+    each of at most `chunks` chunks.
+    """
+
+    def time(count: int) -> float:
+        long, items = -(-chunks // count), heads * count
+        alive = (1.0, ALIVE if long >= FADING else 1.0)
+        maps = [makespan(TRANSFER_COST, [(items, long), (int(items * x), long)], 0, num_sms) for x in alive]
+        # one consumer a CTA if the two halves of all items fit the SMs
+        consumers = min(strips, 1 if num_sms >= 2 * items else 2)
+        work = [(strips // consumers * items, long)]
+        costs = (forward.SCAN_COSTS, TRANSFER_COSTS, SCAN_COSTS)
+        scans = [makespan(x[consumers], work, 0, num_sms) for x in costs]
+        # the state, or the gradient of one, passes through all segments before and after each exchange
+        return sum(maps) / len(maps) + sum(scans) + 4 * PROPAGATE_TIME[1] * count
+
+    return min(range(1, min(chunks, max(1, 4 * num_sms // heads)) + 1), key=time)

@@ -117,16 +117,7 @@ def plan_launches(p: Problem, segmentation: Segmentation, scalars: tuple[int, ..
             },
             1,
         ),
-        transfer=Launch(
-            reverse_transfer_kernel,
-            transfer_items,
-            (T, HV, ratio, transfer_items),
-            {"V_FIRST": p.state_v_first, "CONSUMERS": consumers, "D": p.K},
-            4,
-            options={"maxnreg": REGISTERS[consumers]},
-            num_descriptors=5,
-            seconds=4.0,
-        ),
+        transfer=plan_transfer(p, consumers, transfer_items, scalars[:3]),
         propagate=Launch(
             propagate_states_kernel,
             p.N * HV * (p.V // width),
@@ -136,6 +127,20 @@ def plan_launches(p: Problem, segmentation: Segmentation, scalars: tuple[int, ..
             # the forward's binary; it waits for the transfer, which lets it start only when it is done
             options=PDL,
         ),
+    )
+
+
+def plan_transfer(p: Problem, consumers: int, items: int, scalars: tuple[int, ...]) -> Launch:
+    """Plan a launch of `reverse_transfer` with so many work items; `scalars`: T, HV, ratio."""
+    return Launch(
+        reverse_transfer_kernel,
+        items,
+        (*scalars, items),
+        {"V_FIRST": p.state_v_first, "CONSUMERS": consumers, "D": p.K},
+        4,
+        options={"maxnreg": REGISTERS[consumers]},
+        num_descriptors=5,
+        seconds=4.0,
     )
 
 
