@@ -49,7 +49,8 @@ def build(mesh: DeviceMesh) -> tuple[Model, torch.optim.Optimizer]:
     gdn.distributed.tensor_parallel(model, mesh["tp"])
     gdn.distributed.fully_shard_layers(model, mesh=mesh["cp"])
     fully_shard(model, mesh=mesh["cp"])
-    return model, torch.optim.AdamW(model.parameters(), 1e-2)
+    # on a GPU the default, foreach, refuses a list that holds both tensors and DTensors
+    return model, torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
 
 
 def batch(step: int, device: str) -> tuple[Tensor, Tensor]:

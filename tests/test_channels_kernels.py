@@ -272,6 +272,21 @@ def test_large_rows_in_fp32_fit_into_shared_memory():
             assert choose.forward_tiles(parse(*x, beta, beta), gpu).is_fused
 
 
+@pytest.mark.parametrize("sizes, is_refused", [
+    ((65, 64), True), ((128, 130), True), ((129, 64), True), ((72, 60), False), ((63, 63), False),
+])  # fmt: skip
+def test_sizes_that_read_past_shared_memory_are_refused(sizes, is_refused):
+    """In 16 bits and above 64, K and V are multiples of 4: see `triton.refuses`."""
+    K, V = sizes
+    with FakeTensorMode():
+        for dtype in (BF16, torch.float32):
+            q = torch.empty(1, 8, 2, K, device="cuda", dtype=dtype)
+            v = torch.empty(1, 8, 2, V, device="cuda", dtype=dtype)
+            for g in (v[..., 0], q):
+                problem = parse(q, q, v, g, v[..., 0])
+                assert (triton.refuses(problem) is not None) == (is_refused and dtype is BF16)
+
+
 @pytest.mark.parametrize("K", [16, 136])
 def test_a_gpu_runs_the_kernels(K):
     """Calls of both ranks run on `triton`; a backward that no GPU has run does if they name it."""
@@ -285,12 +300,9 @@ def test_a_gpu_runs_the_kernels(K):
             assert triton.refuses_backward(parse(*x, gate, beta, backend="triton")) is None
 
 
-@pytest.mark.parametrize("named", [None, "triton"])
-def test_mmas_over_64_channels_are_for_calls_that_name_the_backend(monkeypatch, named):
-    monkeypatch.delenv("GDN_BACKEND", raising=False)
+def test_gradients_by_mma_need_operands_in_shared_memory():
     with FakeTensorMode():
         x = torch.empty(1, 64, 2, 128, dtype=BF16, device="cuda")
-        problem = parse(q=x, k=x, v=x, g=x, backend=named)
-    strip = choose.mma_strip(problem, Machine("cuda", 90, 132, 227 * 1024))
-    assert (strip is not None) == (named == "triton")
+        problem = parse(q=x, k=x, v=x, g=x)
+    assert choose.mma_strip(problem, Machine("cuda", 90, 132, 227 * 1024)) is not None
     assert choose.mma_strip(problem, Machine("cuda", 80, 108, 163 * 1024)) is None

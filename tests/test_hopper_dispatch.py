@@ -102,6 +102,15 @@ def test_the_backward_of_a_problem(monkeypatch):
         backends.select_backward(replace(problem, backend=None))
 
 
+def test_ranks_fold_states_for_a_named_backend(monkeypatch):
+    """A context's call that names `hopper` passes the name on to the fold, whose kernel is Triton's."""
+    x = torch.zeros(1, 1, 2, 64, 64)
+    for name, backend in (("hopper", hopper), (None, hopper)):
+        problem = PropagateProblem(x, x, None, x[0], (RunStep(0, 0, 0),), backend=name)
+        monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+        assert (backend.refuses(problem) is None) == (name == "hopper")
+
+
 @pytest.mark.parametrize("shape, strides", [
     ((1, 1, 2, 128), (999, 777, 128, 1)), ((1, 5, 2, 128), (7, 256, 128, 1)),
     ((1, 70, 1, 128), (8960, 128, 3, 1)), ((2, 5, 2, 128), (2000, 300, 130, 1)),

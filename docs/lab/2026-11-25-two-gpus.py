@@ -773,7 +773,7 @@ def losses(r, model, T, context, is_sharded=False, num_steps=20):
             context.shard(labels, 1),
             context.shard(positions, 0),
         )
-    optimizer, found = torch.optim.Adam(model.parameters(), 1e-3), []
+    optimizer, found = torch.optim.Adam(model.parameters(), 1e-3, foreach=False), []
     for _ in range(num_steps):
         logits = model(inputs, positions, context)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / T

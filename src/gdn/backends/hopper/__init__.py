@@ -32,14 +32,19 @@ from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradien
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward.cost import is_worth_launching
 from gdn.problem import PrefillProblem, Problem
+from gdn.problem.propagate import PropagateProblem
 
 SIZES = (64, 128)  # values of K = V that the kernels are written for
 
 
 def refuses(problem: Any) -> str | None:
     """Return why the problem is not supported or not predicted to be faster here; None if it is chosen."""
+    is_named = settings.backend(problem.backend) == "hopper"
+    if is_named and isinstance(problem, PropagateProblem):
+        # ranks fold states for every backend by Triton's kernel
+        return triton.refuses(problem)
     reason = _lacks(problem)
-    if reason is not None or settings.backend(problem.backend) == "hopper":
+    if reason is not None or is_named:
         return reason
     problem = problem.rule if isinstance(problem, PrefillProblem) else problem
     # the two backends round differently, and the faster one depends on the batch: with batch_invariant one of

@@ -87,9 +87,24 @@ def refuses(problem: Any) -> str | None:
         reason = "expected a HistoryPool with states in floats, got int16"
     if reason is None and isinstance(problem, PropagateProblem) and problem.K > LARGEST_MAP:
         reason = f"expected K of at most {LARGEST_MAP}, got K={problem.K}"
+    if reason is None and isinstance(problem, (Problem, PrefillProblem)):
+        reason = _refuses_sizes(problem)
     if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
         reason = _refuses_gate(problem)
     return reason
+
+
+def _refuses_sizes(problem: Problem | PrefillProblem) -> str | None:
+    """Return why the kernels of whole chunks do not support K and V of a problem, or None.
+
+    In 16 bits and above 64 their loads are not multiples of 4 bytes, so Triton does not pipeline them; on an
+    H100 its code for the state passes then read past shared memory at K = 65, 129 and 255 and at V = 65.
+    """
+    p = problem.rule if isinstance(problem, PrefillProblem) else problem
+    is_16_bit = p.q.device.type == "cuda" and p.q.element_size() == 2
+    if is_16_bit and max(p.K, p.V) > 64 and (p.K % 4 or p.V % 4):
+        return f"expected K and V that are multiples of 4, or at most 64, got K={p.K}, V={p.V}"
+    return None
 
 
 def _refuses_gate(problem: Any) -> str | None:

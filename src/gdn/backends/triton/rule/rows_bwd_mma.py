@@ -1,4 +1,4 @@
-"""Compute dq, dk and dg of chunks whose gate decays moderately, 64 channels at once.
+"""Compute dq, dk and dg of chunks whose gate decays moderately, a strip of channels at once.
 
 Within 32 tokens a decay is split at their middle m: e^(G_i - G_j) = e^L_i e^-L_j with L_i = G_i - G_m. Let
 

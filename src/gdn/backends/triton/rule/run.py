@@ -161,9 +161,7 @@ def backward_results(p: Problem, new: Sequence[Tensor | None], late: Sequence[Te
 def backward_plan(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Any:
     """Return the plan of a backward, cached or built: Backward, or ChannelBackward per key channel."""
     # keyed by layout and dtype only: the addresses of tensors are arguments of the launch
-    # a decay per key channel has kernels that only calls with the backend's name run
-    name = settings.backend(p.backend) if p.is_per_channel else None
-    key = (problem_key(p), do.stride(), None if dS is None else dS.dtype, *_dtypes(saved), name)
+    key = (problem_key(p), do.stride(), None if dS is None else dS.dtype, *_dtypes(saved))
     return _backwards.get(key, lambda: _first_backward(p, saved, do, dS))
 
 
