@@ -742,6 +742,8 @@ OTHERS = {
     "history": (history, (256, 1, 128, BF16, FP32, 16, True, False), TUNED),
     "history 64": (history, (256, 1, 64, BF16, BF16, 16, True, False), EVERYWHERE),
     "history of drafts, K first": (history, (3, 4, 64, BF16, FP32, 20, False, True), TUNED),
+    "history int16": (history, (256, 1, 128, BF16, INT16, 16, True, False), TUNED),
+    "history int16 of drafts, K first": (history, (3, 4, 64, BF16, INT16, 20, False, True), TUNED),
     "replay of channels": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False, True), TUNED),
     "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),

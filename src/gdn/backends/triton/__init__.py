@@ -82,9 +82,6 @@ def refuses(problem: Any) -> str | None:
     reason = refuses_any_gate(problem)
     # a step on slots with histories has the kernel of these
     has_history = getattr(problem, "cursor", None) is not None
-    is_int16 = getattr(problem, "column_scale", None) is not None
-    if reason is None and is_int16 and (has_history or isinstance(problem, FoldProblem)):
-        reason = "expected a HistoryPool with states in floats, got int16"
     if reason is None and isinstance(problem, PropagateProblem) and problem.K > LARGEST_MAP:
         reason = f"expected K of at most {LARGEST_MAP}, got K={problem.K}"
     if reason is None and isinstance(problem, (Problem, PrefillProblem)):

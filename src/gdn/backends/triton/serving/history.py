@@ -46,9 +46,10 @@ from gdn.backends.triton.serving.packet_lib import (
 )
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
 from gdn.backends.triton.serving.replay import describe_replay, num_programs, run_strips
-from gdn.backends.triton.serving.state_tiles import kernel_offsets
+from gdn.backends.triton.serving.state_tiles import kernel_offsets, scale_strides
 from gdn.backends.triton.serving.structs import (
     Appended,
+    ColumnScales,
     Gates,
     GateStrides,
     History,
@@ -75,7 +76,7 @@ def history_kernel(
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h, state_n, state_h, state_k, state_v,
     u_n, u_p, u_h, past_n, past_p, past_h, G_n, G_p, G_h, cursor_n, read_n,
     N, T, HV, HV_magic, HV_s, ratio, ratio_magic, ratio_s, slots, lowest, places, scale,
-    accepted_n, room, q_0, k_0, v_0,
+    accepted_n, room, q_0, k_0, v_0, scale_n, scale_h, scale_v,
     K: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, PASTS: tl.constexpr, BV: tl.constexpr,
     BS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr,
     AXIS: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr,
@@ -151,7 +152,10 @@ def history_kernel(
         new, is_kept = ring_places(used + tokens, history), is_k & (tokens < count)
         state_ptr += (slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
         v, state = Strip(v_ptr, None, None, v_t, v_v), Strip(state_ptr, None, None, state_k, state_v)
-        tensors = (v, state, Strip(o_ptr, None, None, o_t, o_v))
+        scales = ColumnScales(None, None)
+        if column_scale_ptr is not None:
+            scales = ColumnScales(column_scale_ptr + slot * scale_n + head.to(tl.int64) * scale_h, scale_v)
+        tensors = (v, state, scales, Strip(o_ptr, None, None, o_t, o_v))
         end_high, end_low = split_fp64(G_end)
         solved = (X, W, row_scales, beta_rows, Sums(high, low), Sums(end_high, end_low))
         # one branch for all columns of a row and head: each loop is pipelined by itself
@@ -203,7 +207,7 @@ class CachedFoldAndDecode:
         q, k, v, state, u, past_k, G, cursor, *gates, offsets, index, accepted, out = tensors
         decoded = (q, k, v, state, *gates, offsets, index, None, None, None, None, None, None, out)
         return [
-            (self.fold, (state, u, past_k, G, cursor, index, accepted)),
+            (self.fold, (state, u, past_k, G, cursor, gates[-1], index, accepted)),
             (self.decode, decoded),
         ]  # fmt: skip
 
@@ -267,6 +271,9 @@ def plan_append(
     q_0, k_0, v_0 = (s // constants["UNIT"] for s in starts)
     is_single = p.cu_seqlens is None and p.q.shape[1] == 1
     constants |= fold_constants(p) | {"BK": min(FOLDED, constants["BS"]), "IS_SINGLE": is_single}
-    scalars = (*scalars, *index_strides(p.num_accepted, 1), p.room, q_0, k_0, v_0)
-    rest = options(sizes, p, False)
-    return Launch(history_kernel, num_programs(p, sizes), scalars, constants, 1, options=rest)
+    scale_n, _, scale_h, scale_v = scale_strides(p.column_scale)
+    accepted = index_strides(p.num_accepted, 1)
+    rest = (*scalars, *accepted, p.room, q_0, k_0, v_0, scale_n, scale_h, scale_v)
+    return Launch(
+        history_kernel, num_programs(p, sizes), rest, constants, 1, options=options(sizes, p, False)
+    )

@@ -13,6 +13,7 @@ from gdn.backends.triton.serving.packet_lib import (
     strip_mask,
     tokens_of_rows,
 )
+from gdn.backends.triton.serving.pool_lib import MAGIC, rounding_of
 
 
 @triton.jit
@@ -92,21 +93,68 @@ def store_cursor(cursor_ptr, first, used, programs):
 
 
 @triton.jit
-def fold_strip(state, history, end, column, C: tl.constexpr):
+def fold_strip(state, scales, history, end, column, C: tl.constexpr):
     """Fold a history into some value columns of a state: S <- e^(G_P) S + sum_j e^(G_P - G_j) k_j u_j^T.
 
-    A tile of BK keys is in fp32 registers at a time; k and u of the history come from L2.
+    A tile of BK keys is in fp32 registers at a time; k and u of the history come from L2. The scale of a
+    column in int16 needs its largest element, and registers do not hold all tiles: they are computed twice.
     """
+    if scales.ptr is None:
+        for start in range(0, C.K, C.BK):
+            place, in_state, S = fold_tile(state, history, end, column, start, tl.exp(end.high), C)
+            tl.store(place, S.to(state.ptr.dtype.element_ty), mask=in_state)
+    else:
+        at = column_scale_pointers(scales, column, state.vs)
+        has_value = strip_mask(state.vs, state.left, C.V, C.STRIPS)
+        factor = across_keys(tl.load(at, mask=has_value, other=0.0) * tl.exp(end.high), C.AXIS)
+        largest = tl.zeros(state.vs.shape, tl.float32)
+        for start in range(0, C.K, C.BK):
+            _, _, S = fold_tile(state, history, end, column, start, factor, C)
+            # where a column has NaN all of it is NaN or infinite, so its scale is NaN
+            most = tl.max(tl.abs(S), 1 if C.AXIS == "k" else 0)
+            largest = tl.maximum(largest, most, propagate_nan=tl.PropagateNan.ALL)
+        inverse, new_scale = rounding_of(largest)
+        for start in range(0, C.K, C.BK):
+            place, in_state, S = fold_tile(state, history, end, column, start, factor, C)
+            n = tl.fma(S, across_keys(inverse, C.AXIS), MAGIC)
+            tl.store(place, n.to(tl.int32, bitcast=True).to(tl.int16), mask=in_state)
+        tl.store(at, new_scale, mask=has_value)
+
+
+@triton.jit
+def fold_tile(state, history, end, column, start, factor, C: tl.constexpr):
+    """Return pointers and mask of BK keys of a strip from `start` on, and S there after the fold, in fp32."""
+    ks = start + tl.arange(0, C.BK)
+    place, in_state = output_strip_pointers(state, ks, C)
     has_value = strip_mask(state.vs, state.left, C.V, C.STRIPS)[None, :]
-    for start in range(0, C.K, C.BK):
-        ks = start + tl.arange(0, C.BK)
-        place, in_state = output_strip_pointers(state, ks, C)
-        S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end.high)
-        for part in tl.static_range(C.PASTS):
-            k, still = load_history_k(history, part * C.BP, end, ks, C)
-            u = load_history_u(history, history.u_ptr + column, part * C.BP, state.vs, has_value, C)
-            S = add_outer_product(S, k, u.to(tl.float32) * still[:, None], C.AXIS, C.FOLD_PRECISION)
-        tl.store(place, S.to(state.ptr.dtype.element_ty), mask=in_state)
+    S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * factor
+    for part in tl.static_range(C.PASTS):
+        k, still = load_history_k(history, part * C.BP, end, ks, C)
+        u = load_history_u(history, history.u_ptr + column, part * C.BP, state.vs, has_value, C)
+        S = add_outer_product(S, k, u.to(tl.float32) * still[:, None], C.AXIS, C.FOLD_PRECISION)
+    return place, in_state, S
+
+
+@triton.jit
+def across_keys(x, AXIS: tl.constexpr):
+    """Return a value per column as a factor of tiles as in `output_strip_pointers`."""
+    return x[:, None] if AXIS == "k" else x[None, :]
+
+
+@triton.jit
+def column_scale_pointers(scales, column, vs):
+    """Return pointers to the scales of a strip's columns."""
+    return scales.ptr + (column + vs).to(tl.int64) * scales.column
+
+
+@triton.jit
+def scale_columns(XS, scales, column, vs, has_value):
+    """Scale the products of rows with states in int16 by the scales of columns, by parts."""
+    column_scale = tl.load(column_scale_pointers(scales, column, vs)[None, :], mask=has_value, other=0.0)
+    outputs = ()
+    for part in tl.static_range(len(XS)):
+        outputs = outputs + (XS[part] * column_scale,)
+    return outputs
 
 
 @triton.jit

@@ -202,6 +202,8 @@ def options(sizes: Mapping[str, int], p: "AnyRows", is_written: bool) -> dict[st
     """Return the options of a launch: PDL, and a register limit if occupancy counts and nothing spills."""
     gpu = machine(p.q.device)
     is_small = sizes["BT"] == 8 and p.q.element_size() == p.state.element_size() == 2 and not is_written
+    # integers take the registers of their two halves
+    is_small = is_small and p.state.dtype.is_floating_point
     is_limited = is_small and sizes["STRIPS"] > 1 and gpu.kind == "cuda"
     return pdl_options(gpu) | ({"maxnreg": REGISTERS} if is_limited else {})
 

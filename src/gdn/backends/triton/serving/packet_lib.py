@@ -140,6 +140,20 @@ def dot_mixed(x, y, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def dot_state(x, S, acc, PRECISION: tl.constexpr):
+    """Return x S + acc as `dot_mixed`; integers S are exact, as hi + lo of the 16-bit dtype of x."""
+    if S.dtype == tl.int16:
+        n = S.to(tl.float32)
+        if x.dtype == tl.float32:
+            return dot(x, n, acc, PRECISION)
+        else:
+            high, low = split_bf16(n, x.dtype)
+            return dot(x, high, dot(x, low, acc, PRECISION), PRECISION)
+    else:
+        return dot_mixed(x, S, acc, PRECISION)
+
+
+@triton.jit
 def load_gates(gates, strides, n, first, head, count, C: tl.constexpr):
     """Return fp64 sums of g from the packet's start, and beta, of a row and head; beta is 0 past its end."""
     tokens = tl.arange(0, C.BT)
@@ -292,18 +306,18 @@ def multiply_state(X, packet, strip, C: tl.constexpr):
             place, in_state = strip_pointers(strip, ks, C)
             S = tl.load(place, mask=in_state, other=0.0)
             k = load_rows(PARTS - 1, packet, ks, C)
-            last = dot_mixed(k, S, last, C.PRECISION)
+            last = dot_state(k, S, last, C.PRECISION)
             if PARTS == 2:
                 q = load_rows(0, packet, ks, C)
-                first = dot_mixed(q, S, first, C.PRECISION)
+                first = dot_state(q, S, first, C.PRECISION)
     else:
         ks = tl.arange(0, C.BS)
         place, in_state = strip_pointers(strip, ks, C)
         # all keys fit: X is already in registers, and S is loaded once
         S = tl.load(place, mask=in_state, other=0.0)
-        last = dot_mixed(X[PARTS - 1], S, last, C.PRECISION)
+        last = dot_state(X[PARTS - 1], S, last, C.PRECISION)
         if PARTS == 2:
-            first = dot_mixed(X[0], S, first, C.PRECISION)
+            first = dot_state(X[0], S, first, C.PRECISION)
     if PARTS == 2:
         return first, last
     else:

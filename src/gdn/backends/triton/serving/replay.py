@@ -34,6 +34,7 @@ from gdn.backends.triton.serving.history_lib import (
     load_history_G,
     load_history_u,
     ring_places,
+    scale_columns,
 )
 from gdn.backends.triton.serving.packet import (
     MAX_TOKENS,
@@ -74,6 +75,7 @@ from gdn.backends.triton.serving.replay_channels import plan_channels_replay
 from gdn.backends.triton.serving.state_tiles import kernel_offsets, magic_numbers, pool_strides
 from gdn.backends.triton.serving.structs import (
     Appended,
+    ColumnScales,
     Gates,
     GateStrides,
     History,
@@ -132,7 +134,7 @@ def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PA
     """Compute o and u for all columns of a program, with PASTS blocks of a history, or all if PASTS is 0."""
     PARTS: tl.constexpr = 2 * C.BT // ROWS
     X, W, row_scales, beta, sums, end = solved
-    v, state, o = tensors
+    v, state, scales, o = tensors
     # scores with the history stay in registers over all strips of columns
     scores = ()
     for held in tl.static_range(PASTS):
@@ -150,6 +152,8 @@ def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PA
         strip_ptr = column_pointer(state.ptr, column, state.outer * C.STATE_UNIT, C.AXIS == "v")
         XS = multiply_state(X, packet, Strip(strip_ptr, vs, left, state.inner, state.outer), C)
         XS = scale_rows(XS, row_scales, decays)
+        if scales.ptr is not None:
+            XS = scale_columns(XS, scales, column, vs, has_value)
         past_u_ptr = history.u_ptr + column
         for held in tl.static_range(PASTS):
             u_old = load_history_u(history, past_u_ptr, held * C.BP, vs, has_value, C)
@@ -173,7 +177,7 @@ def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PA
         if C.FOLDS:
             # S of this strip is still in L2: it is loaded again, in the layout of its store
             columns = Strip(strip_ptr, vs, left, state.inner, state.outer)
-            fold_strip(columns, history, end, column, C)
+            fold_strip(columns, scales, history, end, column, C)
 
 
 @kernel
@@ -242,7 +246,7 @@ def replay_kernel(
         solved = (X, W, row_scales, beta_rows, Sums(high, low), None)
         # all columns: `run_strips` takes a strip of them at a time
         v, state = Strip(v_ptr, None, None, v_t, v_v), Strip(state_ptr, None, None, state_k, state_v)
-        tensors = (v, state, Strip(o_ptr, None, None, o_t, o_v))
+        tensors = (v, state, ColumnScales(None, None), Strip(o_ptr, None, None, o_t, o_v))
         # with space left for a packet, a history mostly has at most PASTS * BP places
         if IS_LONG & (base > PASTS * BP):
             run_strips(solved, packet, history, tensors, Appended(new, is_kept), block, C, 0)

@@ -66,7 +66,7 @@ class CachedStep:
         if self.appends:
             rule = [(mixed, mixed, mixed, state, *history, None, None, *gates, None, read, None, out)]
         elif self.appends is not None:
-            rule = [(state, *history, read, None), *rule]
+            rule = [(state, *history, column_scale, read, None), *rule]
         # the norm runs in place: a program loads its rows into registers before it stores them
         given = [convolution, *rule, (out, z, gain, out)]
         # without a norm there is no third launch

@@ -128,6 +128,13 @@ class HeadStates(NamedTuple):
     scale_column: Any
 
 
+class ColumnScales(NamedTuple):
+    """Say where the scales of a head's columns begin, of a pool in int16, and their stride."""
+
+    ptr: Any  # None for a pool of floats
+    column: Any
+
+
 class TileColumns(NamedTuple):
     """Say which keys and value columns of a state a program has in registers, and which of them exist."""
 
@@ -182,7 +189,7 @@ class Constants:
 
 STRUCTS = (
     Slots, Gates, GateStrides, GateParameters, Packet, Strip, History, Sums, Appended, HeadStates,
-    TileColumns, Tokens, Token,
+    ColumnScales, TileColumns, Tokens, Token,
 )  # fmt: skip
 # a constant that `group_constants` reads, because Triton's cache key of a kernel has no fields of structs:
 # with two fields swapped, the stale binary would be found in the cache on disk
