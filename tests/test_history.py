@@ -327,17 +327,30 @@ def test_strides_are_free(backend, device):
 
 
 @pytest.mark.parametrize(
-    "is_gated, uses", [pytest.param(True, True, marks=pytest.mark.interpret), (False, False)]
+    "is_gated, uses, kind",
+    [
+        pytest.param(True, True, F32, marks=pytest.mark.interpret),
+        (False, False, F32),
+        (False, True, torch.int16),
+        pytest.param(True, False, torch.int16, marks=pytest.mark.interpret),
+    ],
 )
-def test_a_step_of_a_layer(backend, device, is_gated, uses):
+def test_a_step_of_a_layer(backend, device, is_gated, uses, kind):
     """decode_step on a HistoryPool has the bits of its three functions, and calls repeat from the cache."""
     x, options = step_of(2, 1, 2, 16, 12, 4, is_gated=is_gated, slots=3)
     sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 16, "head_v_dim": 12, "state_v_first": True}
     x, given = moved(x, device), {"use_history": uses, "backend": backend}
     state = x.pop("state")
-    pools = [gdn.allocate_history_pool(3, **sizes, history_dtype=F32, device=device) for _ in range(2)]
+    types, slots = {"state_dtype": kind, "history_dtype": F32}, torch.arange(3, device=device)
+    pools = [gdn.allocate_history_pool(3, **sizes, **types, device=device) for _ in range(2)]
     for one in pools:
-        one.state.copy_(state)
+        # three tokens, which the plain way folds
+        one.history_u.copy_(state[:, None, :, :, 0]), one.history_k.copy_(state[:, None, :1, 0])
+        one.cursor[:, 1] = 3
+        if kind == torch.int16:
+            gdn.Int16Pool(one.state, one.column_scale).write(slots, state, state_v_first=True)
+        else:
+            one.state.copy_(state)
     windows, index, HV = x["conv_state"].clone(), x.get("read_index"), 2
     for _ in range(2):
         o = api.decode_step(**x, **options, state=pools[0], **given)
@@ -354,7 +367,8 @@ def test_a_step_of_a_layer(backend, device, is_gated, uses):
             expected = gdn.rms_norm_gated(expected, x["z"], x["norm_weight"], backend=backend)
         assert same_bits(o, expected)
     assert all(same_bits(y, z) for y, z in zip(pools[0].tensors(), pools[1].tensors(), strict=True))
-    assert int(pools[0].cursor[:, 1].max()) == (2 if uses else 0)
+    assert kind == F32 or same_bits(pools[0].column_scale, pools[1].column_scale)
+    assert int(pools[0].cursor[:, 1].max()) == (5 if uses else 3)
 
 
 def test_a_step_refuses_what_a_history_does_not_have():
