@@ -20,12 +20,9 @@ from kit.serving import (
     same_bits,
     step_of,
 )
-from torch._subclasses import FakeTensorMode
 
 import gdn
 import gdn.ops.int16
-from gdn.backends import triton
-from gdn.problem.history import parse_fold
 from gdn.reference.int16 import LEVELS, StoredStates, round_columns
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -348,23 +345,6 @@ def test_kernels_of_histories_in_int16(backend, device, kind, tokens, v_first):
     api.fold_history(mine, rows[:3].to(device), backend=backend, state_v_first=v_first)
     agree_in_int16(mine, reference.fold_history(before, rows[:3], state_v_first=v_first), v_first, dtype)
     assert not mine.cursor[:3, 1:].any() and mine.column_scale.isnan().nonzero().tolist() == [[2, 1, 5]]
-
-
-def test_only_named_calls_run_unmeasured_kernels_of_histories():
-    """No test on a GPU has passed them: `eager` serves calls that name no backend."""
-    with FakeTensorMode(), torch.device("cuda"):
-        pool = gdn.allocate_history_pool(
-            2, num_k_heads=1, num_v_heads=2, head_k_dim=16, head_v_dim=12, state_dtype=torch.int16
-        )
-        given = vars(pool) | {
-            "index": torch.arange(2),
-            "num_accepted": None,
-            "state_v_first": False,
-            "null_slot": None,
-        }
-        for name, reason in ((None, "by name"), ("triton", None)):
-            refused = triton.refuses(parse_fold(**given, backend=name))
-            assert refused is None if reason is None else reason in refused
 
 
 def on_cpu(pool):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
-from gdn.problem import DecodeProblem, FoldProblem, KeepProblem, PrefillProblem, Problem, ReplayProblem
+from gdn.problem import DecodeProblem, KeepProblem, PrefillProblem, Problem, ReplayProblem
 from gdn.problem.propagate import PropagateProblem
 from gdn.problem.stages import StageProblem
 from gdn.problem.step import StepProblem
