@@ -95,6 +95,8 @@ def test_gradients_after_halves_of_a_chunk(triton_device):
 @pytest.mark.parametrize("is_normalized", [True, False], ids=["normalised", "large keys"])
 def test_a_gate_of_its_lower_bound(monkeypatch, triton_device, is_normalized):
     """Normalised keys take halves at -5 a token; factors of other keys could overflow: these take levels."""
+    if triton_device == "cuda":
+        pytest.skip("a GPU takes halves at K = V = 128 alone, and compiles both branches")
     case = CHANNEL("none", lengths=ONE._replace(T=64), heads=(1, 1), sizes=(80, 16))
     given = inputs(replace(case, use_qk_l2norm_in_kernel=is_normalized), BF16, device=triton_device)
     given.tensors["g"].fill_(-5.0)
@@ -136,7 +138,7 @@ def test_halves_are_for_wide_16_bit_keys_on_hopper():
     """fp32 needs the digits of the levels; operands of halves need the shared memory of sm_90."""
     with FakeTensorMode():
         for K, dtype, capability, count in (
-            (128, BF16, 90, 128), (65, FP16, 90, 128), (64, BF16, 90, 16), (129, BF16, 90, 16),
+            (128, BF16, 90, 128), (65, FP16, 90, 16), (64, BF16, 90, 16), (129, BF16, 90, 16),
             (128, FP32, 90, 16), (128, BF16, 80, 16),
         ):  # fmt: skip
             x = [torch.empty(1, 8, 2, K, device="cuda", dtype=dtype) for _ in range(3)]
@@ -190,6 +192,8 @@ def test_each_backward_follows_each_forward(triton_device):
 @pytest.mark.parametrize("value", [-40.0, float("nan")])
 def test_strips_that_decay_much_are_computed_by_levels(triton_device, monkeypatch, value):
     """A strip with a large decay, or with NaN, has the bits of levels alone; the next strip has not."""
+    if triton_device == "cuda":
+        pytest.skip("a GPU takes strips by MMA at K = V = 128 alone")
     given = draw("bounded", 20, BF16, triton_device, sizes=(68, 16))
     given.tensors["g" if value < 0 else "q"][0, 3:9, 0, 5] = value
     ours = run(kda, given)
@@ -198,8 +202,8 @@ def test_strips_that_decay_much_are_computed_by_levels(triton_device, monkeypatc
     levels = run(kda, given)
     for name in ("dq", "dk", "dg"):
         x, y = ours[name][:, :64], levels[name][:, :64]
-        torch.testing.assert_close(x[..., :64], y[..., :64], rtol=0, atol=0, equal_nan=True)
-        assert value != value or not torch.equal(x[..., 64:], y[..., 64:]), name
+        torch.testing.assert_close(x[..., :32], y[..., :32], rtol=0, atol=0, equal_nan=True)
+        assert value != value or not torch.equal(x[..., 32:], y[..., 32:]), name
 
 
 @pytest.mark.gpu
@@ -282,9 +286,22 @@ def test_sizes_that_read_past_shared_memory_are_refused(sizes, is_refused):
         for dtype in (BF16, torch.float32):
             q = torch.empty(1, 8, 2, K, device="cuda", dtype=dtype)
             v = torch.empty(1, 8, 2, V, device="cuda", dtype=dtype)
-            for g in (v[..., 0], q):
-                problem = parse(q, q, v, g, v[..., 0])
+            beta = torch.empty(1, 8, 2, device="cuda")
+            for g in (beta, q):
+                problem = parse(q, q, v, g, beta)
                 assert (triton.refuses(problem) is not None) == (is_refused and dtype is BF16)
+
+
+@pytest.mark.parametrize("K, V, is_refused", [(68, 16, True), (64, 16, False), (128, 64, False)])
+def test_a_backward_of_few_values_is_refused(K, V, is_refused):
+    """See `triton.refuses_backward`: dq was not right on an H100."""
+    with FakeTensorMode():
+        q = torch.empty(1, 8, 2, K, device="cuda", dtype=BF16)
+        v = torch.empty(1, 8, 2, V, device="cuda", dtype=BF16)
+        beta = torch.empty(1, 8, 2, device="cuda")
+        for g, refused in ((q, is_refused), (beta, False)):
+            problem = parse(q, q, v, g, beta)
+            assert (triton.refuses_backward(problem) is not None) == refused
 
 
 @pytest.mark.parametrize("K", [16, 136])

@@ -69,7 +69,7 @@ def test_eager(dtype, options):
 
 @pytest.mark.parametrize("T", [5, 20])
 def test_short_rows_on_a_cpu(T):
-    """A dense row of at most 32 tokens has a shorter chunk in the forward than in the decoder."""
+    """A dense row of at most 32 tokens has a whole chunk, as in the decoder."""
     x = [torch.randn(2, T, heads, 32) for heads in (2, 2, 4)]
     x += [-torch.rand(2, T, 4), torch.rand(2, T, 4)]
     options = {"use_qk_l2norm_in_kernel": True, "backend": "eager"}

@@ -175,8 +175,8 @@ def _has_single_chunks(p: Problem) -> bool:
 
 def _dense_blocks(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
     """Yield blocks of about `size` chunks from at most `width` sequences."""
-    # a short sequence gets a short chunk
-    is_whole = p.T > CHUNK // 2 or _has_single_chunks(p)
+    # a short sequence gets a short chunk, unless its bits may not depend on its length: a library's bits do
+    is_whole = p.T > CHUNK // 2 or p.batch_invariant
     C = CHUNK if is_whole else max(8, 1 << max(0, p.T - 1).bit_length())
     ranks = -(-p.T // C)
     for b0 in range(0, p.B, width):

@@ -141,6 +141,10 @@ def refuses_backward(problem: Problem) -> str | None:
     is_unmeasured = problem.is_per_channel and problem.K > MEASURED and problem.q.device.type == "cuda"
     if is_unmeasured and settings.backend(problem.backend) != "triton":
         return f"expected backend='triton' by name: no backward with K={problem.K} has run on a GPU yet"
+    # on an H100 dq was 16e-3 to 26e-3 from that of `eager` at K = 68 to 128 and V = 16 or 32, in 16 bits
+    has_few_values = problem.is_per_channel and problem.K > 64 > problem.V
+    if has_few_values and problem.q.device.type == "cuda" and problem.q.element_size() == 2:
+        return f"expected V of at least 64 with a decay per key channel in 16 bits, got V={problem.V}"
     return refuses(problem)
 
 

@@ -123,16 +123,15 @@ def sigmoid_by_rsqrt(x):
 
 
 @triton.jit
-def load_decays(
-    g, gate, at, ks, K: tl.constexpr, UNIT: tl.constexpr, BOUNDED: tl.constexpr, RESET: tl.constexpr
-):
-    """Return max(g, RESET) of a chunk [4, 16, channels]; 0 past its end.
+def load_decays(g, dt_bias_ptr, gate, at, ks, K: tl.constexpr, UNIT: tl.constexpr, BOUNDED: tl.constexpr):
+    """Return g of a chunk [4, 16, channels]; 0 past its end.
 
-    gate: (pointer of dt_bias or None, rate, lower_bound) where g are logits, else None.
+    gate: (rate, lower_bound) where g are logits, else None. dt_bias_ptr: None without a bias; a tuple of
+    Triton's cannot hold it.
     """
     x = load_blocks(g, at.token_range, at.head, ks, K, UNIT)
     if gate is not None:
-        dt_bias_ptr, rate, lower_bound = gate
+        rate, lower_bound = gate
         if dt_bias_ptr is not None:
             bias = tl.load(dt_bias_ptr + at.head * K + ks, mask=column_mask(ks, K), other=0.0)
             x += bias.to(tl.float32)[None, None, :]
@@ -141,8 +140,7 @@ def load_decays(
         else:
             x = -rate * softplus_by_polynomial(x)
         x = tl.where(block_tokens() < at.token_range.length, x, 0.0)
-    # keep NaN: tl.maximum(NaN, RESET) is RESET on a GPU
-    return tl.where(x < RESET, RESET, x)
+    return x
 
 
 @triton.jit

@@ -92,8 +92,13 @@ def channel_block(p: Problem, machine: Machine) -> int:
     All of 65 to 128 channels on sm_90 in 16 bits: chunks by halves, whose operands in fp32 take 96 KB of
     shared memory, so that two programs fit an SM. Else 16: levels alone.
     """
-    has_halves = machine.kind == "cuda" and machine.capability == 90 and 64 < p.K <= 128
+    has_halves = _is_measured(p) and machine.kind == "cuda" and machine.capability == 90 and 64 < p.K <= 128
     return 128 if has_halves and p.q.dtype != torch.float32 else 16
+
+
+def _is_measured(p: Problem) -> bool:
+    """Return True for sizes at which the kernels of 128 channels at once were right on a GPU: K = V = 128."""
+    return p.q.device.type != "cuda" or p.K == p.V == 128
 
 
 @dataclass(frozen=True)
@@ -116,8 +121,9 @@ def mma_strip(p: Problem, machine: Machine) -> ChannelStrip | None:
     H100, 32 heads of 128 x 128, 8192 tokens, us: 16 channels by levels 3,191; strips of 32 channels and 128
     value columns 1,617, of 64 and 64 2,845, with 8 warps 2,976.
     """
-    is_allowed = machine.kind == "cuda" and machine.capability // 10 == 9 and 64 < p.K <= 128
-    return ChannelStrip(32, 128) if is_allowed and not has_fp32_operands(p) else None
+    is_hopper = machine.kind == "cuda" and machine.capability // 10 == 9
+    is_allowed = _is_measured(p) and is_hopper and 64 < p.K <= 128 and not has_fp32_operands(p)
+    return ChannelStrip(32, 128) if is_allowed else None
 
 
 def forward_tiles(p: Problem, machine: Machine) -> ForwardTiles:

@@ -160,8 +160,12 @@ def prepare_channels_kernel(
         return
     if BK > LEVEL_BLOCK:
         at = Chunk(token_range, place, chunk.to(tl.int64) * HV + head, head, HV, ratio)
-        gate = (dt_bias_ptr, gate_rate(A_log_ptr, head), lower_bound) if RAW else None
-        all_g = load_decays(Rows(g_ptr, g_b, g_t, g_h), gate, at, lane_channels(BK), K, UNIT, BOUNDED, RESET)
+        gate = (gate_rate(A_log_ptr, head), lower_bound) if RAW else None
+        all_g = load_decays(
+            Rows(g_ptr, g_b, g_t, g_h), dt_bias_ptr, gate, at, lane_channels(BK), K, UNIT, BOUNDED
+        )
+        # keep NaN: tl.maximum(NaN, RESET) is RESET on a GPU
+        all_g = tl.where(all_g < RESET, RESET, all_g)
         # the same for all warps; other chunks take the levels below
         if fits_fp32(all_g, NORM):
             weights = load_beta(
