@@ -175,7 +175,7 @@ def _has_single_chunks(p: Problem) -> bool:
 
 def _dense_blocks(p: Problem, size: int, width: int) -> Iterator[DenseBlock]:
     """Yield blocks of about `size` chunks from at most `width` sequences."""
-    # a short sequence gets a short chunk, unless its bits may not depend on its length: a library's bits do
+    # a short sequence gets a short chunk, unless batch-invariant: the bits of a BLAS may depend on its shape
     is_whole = p.T > CHUNK // 2 or p.batch_invariant
     C = CHUNK if is_whole else max(8, 1 << max(0, p.T - 1).bit_length())
     ranks = -(-p.T // C)

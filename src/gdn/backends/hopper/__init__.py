@@ -48,7 +48,7 @@ def refuses(problem: Any) -> str | None:
         return reason
     problem = problem.rule if isinstance(problem, PrefillProblem) else problem
     # the two backends round differently, and the faster one depends on the batch: with batch_invariant one of
-    # them computes every size, and no GPU test has passed the cuts of this one yet
+    # them computes every size, and the cuts of this one have not been timed
     if problem.batch_invariant:
         return "expected no batch_invariant, or backend='hopper'"
     if not cost.is_faster(problem):

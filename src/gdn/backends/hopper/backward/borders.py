@@ -57,11 +57,12 @@ def backward_begin(
         # once: the TMA descriptors of all launches take the host longer than a launch
         steps = list(plan.steps(p, saved, do, ends, new, late))
         at = next(i for i, (launch, _) in enumerate(steps) if launch is plan.scan)
-        if cut is None:
-            write_rows(ends, dS)
-        for launch, tensors in steps[: at + (cut is None)]:
+        for launch, tensors in steps[:at]:
             launch(*tensors)
         if cut is None:
+            write_rows(ends, dS)
+            scan, tensors = steps[at]
+            scan(*tensors)
             _, _, _, starts, *_ = new
             assert starts is not None
             C = starts.mT if p.state_v_first else starts

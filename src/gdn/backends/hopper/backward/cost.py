@@ -1,8 +1,8 @@
 """Predict the time of the reverse state scan in us on an H200, and choose its segments.
 
 As `hopper.cost` does for the forward. M and N take the same scan as a segment does, so a cut pays only where
-few heads leave most of the SMs idle. The constants are for K = V = 128. With 64 values, which have not been
-measured, a CTA has one consumer, and is predicted to take as long as with half of 128.
+few heads leave most of the SMs idle. The constants are for K = V = 128. With 64 values a CTA has one
+consumer, and is predicted to take as long as with half of 128.
 """
 
 from collections.abc import Iterator

@@ -77,7 +77,10 @@ def take(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 class Layout:
-    """Collect what the launches take, each only once; a place is a kind and a key."""
+    """Collect the arguments of all launches, each distinct one once.
+
+    A place names an argument: the list of `Ready` that holds it, and its key there.
+    """
 
     def __init__(self, positions: dict[int, int]) -> None:
         """Take the position of each tensor of a call, by its storage."""

@@ -162,8 +162,9 @@ def _backward_specs(p: Problem, d: Description, strips: int) -> tuple[TensorSpec
 
 
 def _late_specs(p: Problem, count: int, wide_strips: int | None) -> tuple[TensorSpec | None, ...]:
-    """Return the specs of `ChannelBackward.late`. `count`: chunks of a group; `wide_strips`: those of
-    `rows_bwd_mma_kernel`, or None.
+    """Return the specs of `ChannelBackward.late`.
+
+    count: chunks of a group; wide_strips: strips of `rows_bwd_mma_kernel`, or None without it.
     """
     # gradients of rows in fp32, where `finish_bwd` reads them
     is_final = p.HV == p.H and not p.use_qk_l2norm_in_kernel

@@ -89,16 +89,20 @@ def split_operands(p: Problem, machine: Machine) -> bool:
 def channel_block(p: Problem, machine: Machine) -> int:
     """Return the key channels that `prepare_channels_kernel` takes at once: [64, channels] in registers.
 
-    All of 65 to 128 channels on sm_90 in 16 bits: chunks by halves, whose operands in fp32 take 96 KB of
-    shared memory, so that two programs fit an SM. Else 16: levels alone.
+    128 where chunks are computed by halves, whose operands in fp32 take 96 KB of shared memory, so that two
+    programs fit an SM. Else 16: levels alone.
     """
-    has_halves = _is_measured(p) and machine.kind == "cuda" and machine.capability == 90 and 64 < p.K <= 128
-    return 128 if has_halves and p.q.dtype != torch.float32 else 16
+    return 128 if has_wide_kernels(p, machine) else 16
 
 
-def _is_measured(p: Problem) -> bool:
-    """Return True for sizes at which the kernels of 128 channels at once were right on a GPU: K = V = 128."""
-    return p.q.device.type != "cuda" or p.K == p.V == 128
+def has_wide_kernels(p: Problem, machine: Machine) -> bool:
+    """Return True for 65 to 128 channels in 16 bits on sm_90: they have kernels beside those of 16 channels.
+
+    On a GPU for K = V = 128 alone: at K = 68 and 80 with V = 16 an H100 reported illegal memory accesses.
+    """
+    is_measured = p.q.device.type != "cuda" or p.K == p.V == 128
+    is_hopper = machine.kind == "cuda" and machine.capability == 90
+    return is_measured and is_hopper and 64 < p.K <= 128 and p.q.dtype != torch.float32
 
 
 @dataclass(frozen=True)
@@ -121,9 +125,7 @@ def mma_strip(p: Problem, machine: Machine) -> ChannelStrip | None:
     H100, 32 heads of 128 x 128, 8192 tokens, us: 16 channels by levels 3,191; strips of 32 channels and 128
     value columns 1,617, of 64 and 64 2,845, with 8 warps 2,976.
     """
-    is_hopper = machine.kind == "cuda" and machine.capability // 10 == 9
-    is_allowed = _is_measured(p) and is_hopper and 64 < p.K <= 128 and not has_fp32_operands(p)
-    return ChannelStrip(32, 128) if is_allowed else None
+    return ChannelStrip(32, 128) if has_wide_kernels(p, machine) else None
 
 
 def forward_tiles(p: Problem, machine: Machine) -> ForwardTiles:

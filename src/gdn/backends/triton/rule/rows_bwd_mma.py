@@ -19,8 +19,8 @@ takes from that of its key, but for fp32's rounding, and the sums of dG do not c
 q dq - k dk, with products of other factors, loses three to ten times more. Sums over tokens are MMAs of
 matrices of 0 and 1 with split bf16.
 
-Bytes per token and value head at K = V = 128 in bf16: as `rows_bwd`, but do, dv, v_new, E and F only twice
-from L2.
+Bytes per token and value head at K = V = 128 in bf16: as `rows_bwd`, but do, dv, v_new, E and F from L2 for
+each strip of 32 channels, not of 16.
 """
 
 import triton

@@ -148,7 +148,7 @@ def column_scale_pointers(scales, column, vs):
 
 
 @triton.jit
-def scale_columns(XS, scales, column, vs, has_value):
+def apply_column_scales(XS, scales, column, vs, has_value):
     """Scale the products of rows with states in int16 by the scales of columns, by parts."""
     column_scale = tl.load(column_scale_pointers(scales, column, vs)[None, :], mask=has_value, other=0.0)
     outputs = ()

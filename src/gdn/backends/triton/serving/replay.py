@@ -29,12 +29,12 @@ from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, supports
 from gdn.backends.triton.lib import column_mask, decay, split_fp64
 from gdn.backends.triton.serving.fold import PLACES, history_blocks
 from gdn.backends.triton.serving.history_lib import (
+    apply_column_scales,
     compute_token,
     fold_strip,
     load_history_G,
     load_history_u,
     ring_places,
-    scale_columns,
 )
 from gdn.backends.triton.serving.packet import (
     MAX_TOKENS,
@@ -153,7 +153,7 @@ def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PA
         XS = multiply_state(X, packet, Strip(strip_ptr, vs, left, state.inner, state.outer), C)
         XS = scale_rows(XS, row_scales, decays)
         if scales.ptr is not None:
-            XS = scale_columns(XS, scales, column, vs, has_value)
+            XS = apply_column_scales(XS, scales, column, vs, has_value)
         past_u_ptr = history.u_ptr + column
         for held in tl.static_range(PASTS):
             u_old = load_history_u(history, past_u_ptr, held * C.BP, vs, has_value, C)
