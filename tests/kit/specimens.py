@@ -228,9 +228,10 @@ def prefill_of_channels(D: int, *arguments: Any) -> Callable[[], Any]:
     x = prompts(D, *arguments)
     x |= {"a": torch.randn(1, 199, 4, D), "dt_bias": torch.randn(4, D), "lower_bound": -5.0}
     x |= {"state_index": torch.arange(3), "cu_seqlens": x["cu_seqlens"].long()}
+    snapshots = with_snapshots(D)
 
     def call() -> None:
-        for more in ({}, with_snapshots(D)):
+        for more in ({}, snapshots):
             api.prefill(**x | more, backend="triton")
 
     return call
@@ -277,13 +278,13 @@ def history(
         B, **sizes, places=places, room=T, state_dtype=pool_dtype, history_dtype=dtype
     )
     x = rows_of(B, T, K=D, V=D, dtype=dtype, raw=True)
-    options, drafts = {"state_v_first": v_first, "backend": "triton"}, {}
+    options, drafts, rows = {"state_v_first": v_first, "backend": "triton"}, {}, slots(B)
     if has_drafts:
         drafts["num_accepted"] = slots(B)
 
     def call() -> None:
-        api.decode_with_history(**x, pool=pool, read_index=slots(B), **options, **drafts, use_history=True)
-        api.fold_history(pool, slots(B), **options, **drafts)
+        api.decode_with_history(**x, pool=pool, read_index=rows, **options, **drafts, use_history=True)
+        api.fold_history(pool, rows, **options, **drafts)
 
     return call
 
@@ -429,14 +430,14 @@ def hopper_on_a_pool(case: Case) -> Callable[[], Any]:
     """Return the Hopper forward on the fast path that reads and updates slots of a pool."""
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
-    pool = pool_of(6, HV=problem.HV, K=problem.K, V=problem.V).to(problem.q.device)
+    pool = pool_of(6, HV=problem.HV, K=problem.K, V=problem.V)
+    slot, mask = slots(problem.N), slots(problem.N).bool()
 
     def call() -> None:
         from gdn.backends.hopper import cost, rule
         from gdn.backends.triton.rule.pool import StatePool
 
         out = torch.empty_like(problem.v, memory_format=torch.contiguous_format)
-        slot, mask = slots(problem.N), slots(problem.N).bool()
         with patch.object(cost, "consumers_of", lambda problem, cuts: 2):
             on_pool = replace(problem, initial_state=pool, output_final_state=False)
             rule.forward(
