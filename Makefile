@@ -133,7 +133,7 @@ fla: build/fla/.done
 
 # each engine's own modules in a process of its own, since some of them can be imported only once
 engines: build/engines/.done
-	for engine in vllm sglang lmdeploy; do \
+	for engine in vllm vllm_kda sglang lmdeploy; do \
 		GDN_ENGINE_SOURCES=$(CURDIR)/build/engines $(PYTEST) tests/test_engine_$$engine.py || exit 1; done
 
 matrix: compile $(OTHER_TRITONS:%=matrix-%)
@@ -194,7 +194,7 @@ build/engines/.done:
 			--platform manylinux_2_28_x86_64 --platform manylinux_2_34_x86_64 --dest build/engines/wheels $$engine && \
 		$(TEST_PYTHON) -m zipfile -e build/engines/wheels/*.whl build/engines/$${engine%%==*} && \
 		find build/engines/$${engine%%==*} -name "*.so*" -delete && rm -r build/engines/wheels || exit 1; done
-	$(TEST_PYTHON) -m pip install --quiet --no-deps --target build/engines/deps msgspec==0.22.0
+	$(TEST_PYTHON) -m pip install --quiet --no-deps --target build/engines/deps msgspec==0.22.0 einops==0.8.2
 	touch $@
 
 build/fla/.done:

@@ -9,7 +9,8 @@ from kit.api import reference
 from kit.serving import error, inputs, pool_of
 from kit.signatures import VLLM_KDA, parameters, real
 
-from gdn.integrations import vllm, vllm_kda
+from gdn.integrations import usage, vllm, vllm_kda, vllm_layer
+from gdn.reference import layer as reference_layers
 from gdn.reference.recurrence import gated_delta_rule
 
 pytestmark = pytest.mark.usefixtures("default_backend_and_device")
@@ -123,3 +124,47 @@ def test_the_patch_covers_what_is_imported(monkeypatch, is_loaded):
             assert function is not own[module, name] and function(unknown=1) == "vllm's own"
     assert all(getattr(sys.modules[module], name) is x for (module, name), x in own.items())
     assert is_loaded or not any(module in sys.modules for module, _, _ in vllm_kda.SERVED)
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_steps_of_a_layer(bound):
+    """Prompts, single tokens with the norm, and drafts on vLLM's pools, as the plug-in runs them."""
+    D, W, total, drafts = H * (2 * K + V), 4, 12, 1
+    weights = vllm_layer.ChannelWeights(
+        torch.randn(D, W), None, torch.randn(H), torch.randn(H, K), lower_bound=bound
+    )
+    pools = torch.full((6, D, W - 1 + drafts), float("nan")), torch.full((6, H, V, K), float("nan"))
+    x = torch.randn(total, D), torch.randn(total, H), torch.randn(total, H, K)
+    z, out = torch.randn(total, H, V), torch.zeros(total, H, V)
+    norm = types.SimpleNamespace(weight=torch.randn(V), eps=1e-5, activation="sigmoid")
+    names = ("spec_sequence_masks", "checkpoint", "num_prefills", "num_decodes")
+
+    def step(span, **fields):
+        meta = dict.fromkeys(names[:2]) | dict.fromkeys(names[2:], 0) | {"num_decode_tokens": 0}
+        meta = types.SimpleNamespace(**meta | {"num_actual_tokens": span.stop - span.start} | fields)
+        tokens = tuple(t[span] for t in x)
+        vllm_layer.run_with_norm(weights, norm, meta, pools, tokens, z[span], out[span], True)
+
+    usage.reset()
+    slot = torch.tensor([2]).int()
+    step(
+        slice(0, 7), num_prefills=1, prefill_query_start_loc=torch.tensor([0, 7]).int(),
+        prefill_state_indices=slot, prefill_has_initial_state=torch.tensor([False]),
+    )  # fmt: skip
+    for t in (7, 8):
+        step(slice(t, t + 1), num_decodes=1, non_spec_state_indices_tensor=slot)
+    step(
+        slice(9, 11), spec_sequence_masks=torch.ones(1).bool(), num_spec_decodes=1,
+        spec_query_start_loc=torch.tensor([0, 2]).int(), num_accepted_tokens=torch.tensor([1]).int(),
+        spec_state_indices_tensor=torch.tensor([[2, 3]]).int(),
+    )  # fmt: skip
+    mixed, _ = reference_layers.causal_conv1d(x[0][None].double(), weights.conv_weight, activation="silu")
+    q, k, v = vllm_layer.split_heads(mixed, pools[1])
+    o, _ = gated_delta_rule(
+        q, k, v, x[2][None], x[1][None], A_log=weights.A_log, dt_bias=weights.dt_bias, lower_bound=bound,
+        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    expected = reference_layers.rms_norm_gated(o[0], z, norm.weight, eps=norm.eps, activation="sigmoid")
+    assert error(out[:11], expected[:11]) < 1e-5
+    counts = zip(usage.CHANNEL_ROLES.values(), (1, 2, 1), strict=True)
+    assert usage.served == {("vllm", name): n for name, n in counts}

@@ -56,6 +56,7 @@ STUBS = {
         "prometheus_client",
         "pybase64",
         "requests",
+        "torchvision",
         "urllib3",
         "uvloop",
         "xgrammar",

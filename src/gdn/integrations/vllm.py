@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn.integrations import vllm_kda, vllm_layer
+from gdn.integrations import vllm_kda, vllm_kda_layer, vllm_layer
 from gdn.integrations.engines import check_gating, first, is_enabled, packed, per_token
 from gdn.integrations.fallback import call_with_fallback, warn_caller
 from gdn.integrations.patching import Package, Patch
@@ -263,6 +263,8 @@ def register_layers() -> None:
     for module, name in vllm_layer.LAYERS:
         original = getattr(import_module(module), name)
         PluggableLayer.register_oot(vllm_layer.make_layer(original), name=name)
+    for name, layer in vllm_kda_layer.make_channel_layers().items():
+        PluggableLayer.register_oot(layer, name=name)
     rule = import_module(vllm_layer.LAYERS[0][0]).ChunkGatedDeltaRule
     CustomOp.register_oot(_make_rule(rule), name="ChunkGatedDeltaRule")
     register_backend(

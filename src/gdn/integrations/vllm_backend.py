@@ -18,8 +18,8 @@ def _make_backend() -> type:
             """Return True if every layer of this process that uses the backend is on gdn.
 
             A decoded row and a draft have the same bits in any batch, and `prefill` gets batch_invariant=True
-            with VLLM_BATCH_INVARIANT=1. Layers with a decay per key channel use this backend, too: no layer
-            of ours is built then.
+            with VLLM_BATCH_INVARIANT=1. vLLM's own layers with a decay per key channel (Kimi K3's) use this
+            backend, too: no layer of ours is built beside them.
             """
             return bool(built) and all(built)
 

@@ -7,6 +7,7 @@ decides: prompts run in place on the pool, with the snapshot that prefix caching
 """
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,21 @@ CHECKPOINT_ALIGNMENT = 64  # tokens: vLLM places snapshots on this grid, as for 
 built: list[bool] = []
 
 
+@dataclass(frozen=True)
+class ChannelWeights:
+    """Hold the parameters of a layer with a decay per key channel, in the place of a layer of vLLM.
+
+    conv_weight [D, W] and conv_bias [D] or None of q | k | v, A_log [H], dt_bias [H, K].
+    """
+
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    A_log: Tensor
+    dt_bias: Tensor
+    lower_bound: float | None
+    activation: str = "silu"
+
+
 def reason_to_reject(layer: Any, states: tuple[torch.dtype, ...], is_cuda: bool) -> str | None:
     """Return None if gdn serves every call of this layer, else the reason.
 
@@ -43,6 +59,15 @@ def reason_to_reject(layer: Any, states: tuple[torch.dtype, ...], is_cuda: bool)
     except NotImplementedError as error:
         return str(error)
     return None
+
+
+def admit(name: str, layer: Any, states: tuple[torch.dtype, ...], is_cuda: bool) -> bool:
+    """Return True if gdn serves a layer that vLLM has just built; count it, and a reason if there is one."""
+    reason = reason_to_reject(layer, states, is_cuda)
+    built.append(reason is None)
+    if reason is not None:
+        usage.count_rejected(name, reason)
+    return reason is None
 
 
 def metadata(layer: Any) -> Any:
@@ -62,11 +87,9 @@ def make_layer(original: type) -> type:
     class Layer(original):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            reason = reason_to_reject(self, self.get_state_dtype(), current_platform.is_cuda())
-            self.is_served = reason is None
-            built.append(self.is_served)
-            if reason is not None:
-                usage.count_rejected(original.__name__, reason)
+            is_cuda = current_platform.is_cuda()
+            self.is_served = admit(original.__name__, self, self.get_state_dtype(), is_cuda)
+            if not self.is_served:
                 return
             # one operator with the norm inside; a quantised projection is left to vLLM's fusion with the norm
             if hasattr(self, "_forward_core_fused_norm_packed"):
@@ -181,13 +204,13 @@ def decode_tokens(
     weight, bias = filters(layer)
     HV, V, K = states.shape[1:]
     decode_step(
-        mixed, windows[..., : weight.shape[1] - 1], weight, bias, a, b, layer.A_log, layer.dt_bias, states,
+        mixed, windows[..., : weight.shape[1] - 1], weight, bias, a, b, state=states, **gate_options(layer),
         num_k_heads=(mixed.shape[1] - HV * V) // (2 * K), head_k_dim=K, head_v_dim=V,
         conv_activation=activation_name(layer.activation), use_qk_l2norm_in_kernel=True, state_v_first=True,
-        allow_neg_eigval=getattr(layer, "allow_neg_eigval", False), out=out[:count],
-        read_index=meta.non_spec_state_indices_tensor[:count], null_slot=NULL_BLOCK_ID, **norm,
+        read_index=meta.non_spec_state_indices_tensor[:count], null_slot=NULL_BLOCK_ID, out=out[:count],
+        **norm,
     )  # fmt: skip
-    usage.count_served("vllm", "decode")
+    usage.count_served("vllm", "decode", is_per_channel=a.dim() == 3)
 
 
 def run_prompts(
@@ -214,12 +237,11 @@ def run_prompts(
     )  # fmt: skip
     q, k, v = split_heads(convolved, states)
     o = prefill(
-        q, k, v, states, a=a.unsqueeze(0), b=b.unsqueeze(0), A_log=layer.A_log, dt_bias=layer.dt_bias,
-        cu_seqlens=offsets, use_qk_l2norm_in_kernel=True, state_v_first=True, null_slot=NULL_BLOCK_ID,
-        allow_neg_eigval=getattr(layer, "allow_neg_eigval", False), batch_invariant=is_invariant, out=out,
-        **where, **snapshot,
+        q, k, v, states, a=a.unsqueeze(0), b=b.unsqueeze(0), cu_seqlens=offsets, use_qk_l2norm_in_kernel=True,
+        state_v_first=True, null_slot=NULL_BLOCK_ID, batch_invariant=is_invariant, out=out,
+        **gate_options(layer), **where, **snapshot,
     )  # fmt: skip
-    usage.count_served("vllm", "prefill")
+    usage.count_served("vllm", "prefill", is_per_channel=a.dim() == 3)
     return o[0]
 
 
@@ -237,12 +259,11 @@ def verify(
     )  # fmt: skip
     q, k, v = split_heads(convolved.unsqueeze(0), states)
     o = decode(
-        q, k, v, states, a=a.unsqueeze(0), b=b.unsqueeze(0), A_log=layer.A_log, dt_bias=layer.dt_bias,
-        cu_seqlens=offsets, max_seqlen=table.shape[1], read_index=table[:N], num_accepted=accepted,
-        write="all", write_index=table[:N], use_qk_l2norm_in_kernel=True, state_v_first=True,
-        allow_neg_eigval=getattr(layer, "allow_neg_eigval", False), null_slot=NULL_BLOCK_ID,
+        q, k, v, states, a=a.unsqueeze(0), b=b.unsqueeze(0), **gate_options(layer), cu_seqlens=offsets,
+        max_seqlen=table.shape[1], read_index=table[:N], num_accepted=accepted, write="all",
+        write_index=table[:N], use_qk_l2norm_in_kernel=True, state_v_first=True, null_slot=NULL_BLOCK_ID,
     )  # fmt: skip
-    usage.count_served("vllm", "verify")
+    usage.count_served("vllm", "verify", is_per_channel=a.dim() == 3)
     return o[0]
 
 
@@ -264,7 +285,17 @@ def store_windows(x: Tensor, window: Tensor, offsets: Tensor, position: Tensor, 
 
 def filters(layer: Any) -> tuple[Tensor, Tensor | None]:
     """Return the filters [D, W] and the bias of a layer's convolution."""
+    if isinstance(layer, ChannelWeights):
+        return layer.conv_weight, layer.conv_bias
     return layer.conv1d.weight.flatten(1), getattr(layer.conv1d, "bias", None)
+
+
+def gate_options(layer: Any) -> dict[str, Any]:
+    """Return the parameters of a layer's gates as arguments of gdn's functions."""
+    if isinstance(layer, ChannelWeights):
+        return {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "lower_bound": layer.lower_bound}
+    neg = getattr(layer, "allow_neg_eigval", False)
+    return {"A_log": layer.A_log, "dt_bias": layer.dt_bias, "allow_neg_eigval": neg}
 
 
 def split_heads(mixed: Tensor, states: Tensor) -> tuple[Tensor, ...]:
