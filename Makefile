@@ -133,7 +133,7 @@ fla: build/fla/.done
 
 # each engine's own modules in a process of its own, since some of them can be imported only once
 engines: build/engines/.done
-	for engine in vllm vllm_kda sglang lmdeploy; do \
+	for engine in vllm vllm_kda sglang sglang_kda lmdeploy; do \
 		GDN_ENGINE_SOURCES=$(CURDIR)/build/engines $(PYTEST) tests/test_engine_$$engine.py || exit 1; done
 
 matrix: compile $(OTHER_TRITONS:%=matrix-%)

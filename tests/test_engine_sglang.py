@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kit import engine_sources
+from kit import engine_sources, sglang_engine
 from kit.serving import error
 
 from gdn.integrations import sglang, sglang_dispatch, usage, vllm_conv
@@ -26,59 +26,12 @@ D = 2 * H * K + HV * V
 
 @pytest.fixture(scope="module")
 def package():
-    """Return SGLang's modules with gdn registered by its own loader of plug-ins."""
-    engine_sources.provide("sglang")
-    from sglang.srt import plugins, runtime_context
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.arg_groups.fields import exec_
-    from sglang.srt.layers.attention.linear import gdn_backend, utils
-    from sglang.srt.layers.attention.linear.kernels import gdn_triton
-    from sglang.srt.layers.attention.mamba.mamba2_metadata import ForwardMetadata
-
-    own = gdn_backend.GDNKernelDispatcher
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "entry_points", lambda group: engine_sources.entry_points(group))
-        patch.setenv("GDN_ENGINES", "")
-        plugins.load_plugins()
-        assert "gdn" not in choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES
-        assert gdn_backend.GDNKernelDispatcher is own
-        patch.setenv("GDN_ENGINES", "sglang")
-        plugins._plugins_loaded = False
-        plugins.load_plugins()
-    assert "gdn" in choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES
-    assert issubclass(gdn_backend.GDNKernelDispatcher, own) and gdn_backend.GDNKernelDispatcher is not own
-    return SimpleNamespace(
-        backend=gdn_backend, utils=utils, triton=gdn_triton, context=runtime_context, choices=choices,
-        fields=exec_, own=own, Metadata=ForwardMetadata,
-    )  # fmt: skip
+    return sglang_engine.load()
 
 
 @pytest.fixture
 def flags(package, monkeypatch):
-    """Return SGLang's flags of linear attention, with SGLang's defaults."""
-    names = ("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_prefill_backend",
-             "linear_attn_verify_backend")  # fmt: skip
-    group = next(
-        cls for cls in vars(package.fields).values() if isinstance(cls, type) and hasattr(cls, names[0])
-    )
-    defaults = group()
-    values = SimpleNamespace(**{name: getattr(defaults, name) for name in names})
-    execution = SimpleNamespace(
-        mamba=values, features=SimpleNamespace(enable_mis=False),
-        deterministic=SimpleNamespace(enable_deterministic_inference=False),
-    )  # fmt: skip
-    for module in (package.backend, package.utils, package.context):
-        monkeypatch.setattr(module, "get_exec", lambda: execution)
-    # our dispatcher holds the function that it imported
-    for cell, name in zip(
-        package.backend.GDNKernelDispatcher.__init__.__closure__,
-        package.backend.GDNKernelDispatcher.__init__.__code__.co_freevars,
-        strict=True,
-    ):
-        if name == "get_exec":
-            monkeypatch.setattr(cell, "cell_contents", lambda: execution)
-    usage.reset()
-    return values
+    return sglang_engine.use_flags(package, monkeypatch)
 
 
 def dispatcher(package):

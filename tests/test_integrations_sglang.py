@@ -154,6 +154,35 @@ def test_packed_decode_of_key_channels():
     assert error(out, expected.o) < 1e-5 and error(state, expected.state) < 1e-5
 
 
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_the_kernel_of_key_channels(bound):
+    """Prompts with a snapshot, then a decoded token, from raw logits in SGLang's shapes."""
+    kernel, state, index = sglang.KDAKernel(), pool_of(SLOTS), torch.tensor([3, -1, 7]).int()
+    heads = {"ssm_states": state, "cache_indices": index, "lower_bound": bound}
+    for T in (70, 1):
+        x, gate, flat, offsets = channel_call(T, 3)
+        heads |= {"A_log": flat["A_log"], "dt_bias": flat["dt_bias"], "query_start_loc": offsets}
+        where, before = {"state": state.clone(), "cu_seqlens": offsets}, state[3].double()
+        if T == 1:
+            expected = reference.decode(**x, **gate, lower_bound=bound, **where, read_index=index)
+            o = kernel.decode(**x, a=flat["a"][None], b=flat["b"][None], **heads)
+            assert error(o, expected.o) < 1e-5 and error(state, expected.state) < 1e-5
+            continue
+        track = torch.full((3, HV, V, K), NAN)
+        expected = reference.prefill(**x, **gate, lower_bound=bound, **where, state_index=index)
+        o = kernel.extend(
+            **x, g=gate["a"], beta=gate["b"], **heads, beta_is_raw=True, track_state=track,
+            track_chunk_idx=torch.tensor([1, -1, 0]).int(),
+        )  # fmt: skip
+        assert error(o, expected.o) < 1e-5 and error(state, expected.state) < 1e-5
+        first = {name: t[:, :64] for name, t in (*x.items(), ("g", gate["a"]), ("beta", gate["b"]))}
+        _, S = gated_delta_rule(
+            **first, A_log=gate["A_log"], dt_bias=gate["dt_bias"], lower_bound=bound, state_v_first=True,
+            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, initial_state=before[None], **L2,
+        )  # fmt: skip
+        assert error(track[0], S[0]) < 1e-5
+
+
 def verify_call(tree=False, pitch=5):
     """Return a verification of three requests of three drafts, one padding, with rows out of order."""
     x, offsets = inputs(1, 9, raw=True), torch.tensor([0, 3, 6, 9]).int()

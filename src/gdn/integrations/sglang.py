@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from gdn.integrations import sglang_dispatch, usage
-from gdn.integrations.engines import check_gating, first, gate_of_channels, is_enabled, packed, per_token
+from gdn.integrations.engines import check_gating, gate_of_channels, is_enabled, packed, per_token
 from gdn.integrations.fallback import class_with_fallback, warn_caller
 from gdn.integrations.patching import Package, Patch
 from gdn.integrations.sglang_commit import (
     fused_mamba_state_scatter_with_mask,
     scatter_mamba_states_after_mtp_verify,
 )
-from gdn.integrations.sglang_kda import fused_recurrent_kda_packed_decode
+from gdn.integrations.sglang_decode import decode_rows
+from gdn.integrations.sglang_kda import KDAKernel, fused_recurrent_kda_packed_decode
 from gdn.integrations.sglang_prefill import chunk_gated_delta_rule, chunk_gated_delta_rule_npu, tracked
 from gdn.integrations.vllm import fused_gdn_gating
 from gdn.ops.prefill import prefill
-from gdn.ops.serving import decode
 
 __all__ = ["chunk_gated_delta_rule", "chunk_gated_delta_rule_npu", "fused_gdn_gating"]
 
@@ -86,7 +86,7 @@ def fused_sigmoid_gating_delta_rule_update(
         gates = gate_of_channels(a, A_log, dt_bias, torch.Size((v.shape[2], q.shape[3])))
         gates["lower_bound"] = lower_bound
     gates["a"], gates["b"] = per_token(gates["a"], q, 4 if is_kda else 3), per_token(b, q)
-    return _decode(
+    return decode_rows(
         (q, k, v, scale, use_qk_l2norm_in_kernel), gates, initial_state_source, initial_state_indices,
         cu_seqlens, disable_state_update, intermediate_states_buffer, intermediate_state_indices,
         retrieve_parent_token,
@@ -117,36 +117,11 @@ def fused_recurrent_gated_delta_rule_update(
     """
     if beta is not None and beta.dim() == v.dim():
         raise NotImplementedError(f"beta: expected shape [B, T, HV], got {list(beta.shape)}")
-    return _decode(
+    return decode_rows(
         (q, k, v, scale, use_qk_l2norm_in_kernel), {"g": g, "beta": beta}, initial_state_source,
         initial_state_indices, cu_seqlens, disable_state_update, intermediate_states_buffer,
         intermediate_state_indices, retrieve_parent_token,
     )  # fmt: skip
-
-
-def _decode(
-    tokens: tuple[Tensor, Tensor, Tensor, float | None, bool],
-    gates: dict[str, Any],
-    state: Any,
-    indices: Tensor | None,
-    cu_seqlens: Tensor | None,
-    is_read_only: bool,
-    kept: Tensor | None,
-    rows: Tensor | None,
-    parent: Tensor | None,
-) -> Tensor:
-    q, k, v, scale, l2norm = tokens
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    where: dict[str, Any] = {"read_index": first(indices, N), "write": "none" if is_read_only else "final"}
-    if kept is not None:
-        where |= {"intermediate": kept, "intermediate_row": first(rows, N), "parent": first(parent, N)}
-    if cu_seqlens is not None:
-        # no row has more tokens than its buffer has steps
-        bound = min([q.shape[1], *(x.shape[1] for x in (kept, parent) if x is not None)])
-        where |= {"cu_seqlens": cu_seqlens, "max_seqlen": bound}
-    return decode(
-        q, k, v, state, **gates, **where, scale=scale, use_qk_l2norm_in_kernel=l2norm, state_v_first=True
-    )
 
 
 def fused_recurrent_gated_delta_rule_packed_decode(
@@ -251,18 +226,20 @@ class GDNKernel:
             )  # fmt: skip
         else:
             o = tracked(
-                (q, k, v, g, beta), ssm_states, slots, query_start_loc, track, kwargs["track_chunk_idx"],
-                inplace_update, use_qk_l2norm_in_kernel=True,
+                (q, k, v), {"g": g, "beta": beta}, ssm_states, slots, query_start_loc, track,
+                kwargs["track_chunk_idx"], inplace_update, use_qk_l2norm_in_kernel=True,
             )  # fmt: skip
         usage.count_served("sglang", "prefill")
         return o, None, None
 
 
 _LINEAR, _FLA = "sglang.kernels.ops.attention.linear", "sglang.kernels.ops.attention.fla"
+_KERNELS = "sglang.srt.layers.attention.linear.kernels"
 _SCATTER = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
 PACKAGE = Package(
     (
-        ("sglang.srt.layers.attention.linear.kernels.gdn_triton", "TritonGDNKernel", GDNKernel),
+        (f"{_KERNELS}.gdn_triton", "TritonGDNKernel", GDNKernel),
+        (f"{_KERNELS}.kda_triton", "TritonKDAKernel", KDAKernel),
         (
             f"{_LINEAR}.fused_sigmoid_gating_recurrent",
             "fused_sigmoid_gating_delta_rule_update",
@@ -294,10 +271,10 @@ PACKAGE = Package(
 def patch_sglang() -> Patch:
     """Run SGLang's gated delta rule layers on gdn, in this process: before the attention backend is made.
 
-    The kernel class that its dispatcher creates for `--linear-attn-backend triton` becomes GDNKernel, a
-    subclass of it; the functions are replaced in every imported module. Calls that gdn rejects go to SGLang's
-    own functions. Of a decay per key channel the decode and the verification of `TritonKDAKernel` are among
-    the functions. On some GPUs SGLang's defaults name another kernel: the patch warns and names the flag.
+    The kernel classes that its dispatchers create for `--linear-attn-backend triton` become GDNKernel and
+    KDAKernel, subclasses of them; the functions are replaced in every imported module. Calls that gdn rejects
+    go to SGLang's own functions. On some GPUs SGLang's defaults name another kernel: the patch warns and
+    names the flag.
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without SGLang.
     """
@@ -327,10 +304,11 @@ def register_backend() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     choices.add_linear_attn_kernel_backend_choices([sglang_dispatch.NAME])
-    backend = import_module(sglang_dispatch.BACKEND)
-    kernel = class_with_fallback(GDNKernel, backend.TritonGDNKernel)
-    HookRegistry.register(
-        f"{sglang_dispatch.BACKEND}.GDNKernelDispatcher",
-        sglang_dispatch.make_dispatcher(backend.GDNKernelDispatcher, kernel),
-        HookType.REPLACE,
-    )
+    for path, name, own, ours in (
+        (sglang_dispatch.BACKEND, "GDNKernelDispatcher", "TritonGDNKernel", GDNKernel),
+        (sglang_dispatch.CHANNEL_BACKEND, "KDAKernelDispatcher", "TritonKDAKernel", KDAKernel),
+    ):
+        backend = import_module(path)
+        kernel = class_with_fallback(ours, getattr(backend, own))
+        dispatcher = sglang_dispatch.make_dispatcher(getattr(backend, name), kernel)
+        HookRegistry.register(f"{path}.{name}", dispatcher, HookType.REPLACE)

@@ -1,17 +1,18 @@
 """Make gdn a backend of SGLang's linear attention: `--linear-attn-decode-backend gdn` and its relatives.
 
-SGLang turns a name that it does not know into the member CUSTOM of its enumeration, and its dispatcher of
-kernels rejects CUSTOM. Ours is a subclass that puts gdn's kernel in the phases whose flag says gdn.
+SGLang turns a name that it does not know into the member CUSTOM of its enumeration, and its dispatchers of
+kernels reject CUSTOM. Ours are subclasses that put gdn's kernel in the phases whose flag says gdn.
 """
 
 from typing import Any
 
 NAME = "gdn"
 BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
+CHANNEL_BACKEND = "sglang.srt.layers.attention.linear.kda_backend"
 
 
 def make_dispatcher(original: type, kernel: type) -> type:
-    """Return a subclass of SGLang's GDNKernelDispatcher; kernel: gdn's subclass of its Triton kernel."""
+    """Return a subclass of one of SGLang's dispatchers; kernel: gdn's subclass of its Triton kernel."""
     from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
     from sglang.srt.runtime_context import get_exec
 
@@ -19,7 +20,7 @@ def make_dispatcher(original: type, kernel: type) -> type:
         """Return True if the first flag that is set names gdn; SGLang's enumeration has no such member."""
         return backend.is_custom() and next((flag for flag in flags if flag), None) == NAME
 
-    class GDNKernelDispatcher(original):  # type: ignore[misc, valid-type]
+    class Dispatcher(original):  # type: ignore[misc, valid-type]
         def __init__(self, decode_backend: Any, prefill_backend: Any, verify_backend: Any = None) -> None:
             flags, triton = get_exec().mamba, LinearAttnKernelBackend.TRITON
             base, verify = flags.linear_attn_backend, flags.linear_attn_verify_backend
@@ -38,12 +39,14 @@ def make_dispatcher(original: type, kernel: type) -> type:
                     self.decode_kernel = ours
                 if extends:
                     self.extend_kernel = ours
-                self.supports_packed_decode = getattr(self.decode_kernel, "supports_packed_decode", False)
+                for name in ("supports_packed_decode", "supports_packed_decode_safe_gate"):
+                    setattr(self, name, getattr(self.decode_kernel, name, False))
                 if verifies:
                     self.verify_kernel = self.tree_verify_kernel = ours
                     self.verify_kernel_is_flashinfer = False
 
-    return GDNKernelDispatcher
+    Dispatcher.__name__ = Dispatcher.__qualname__ = original.__name__
+    return Dispatcher
 
 
 def needed_flags(capability: tuple[int, int], cuda: int) -> list[str]:
@@ -60,6 +63,10 @@ def needed_flags(capability: tuple[int, int], cuda: int) -> list[str]:
             "--linear-attn-prefill-backend triton"
         )
     if major == 10:
+        flags.append(
+            "prompts of models with a decay per key channel and a lower bound run on FlashInfer unless "
+            "SGLang gets --linear-attn-prefill-backend triton"
+        )
         flags.append(
             "decode and verification with bf16 states run on FlashInfer unless SGLang gets "
             "--linear-attn-decode-backend triton"

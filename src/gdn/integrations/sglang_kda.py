@@ -1,9 +1,15 @@
-"""Provide SGLang's packed decode for a decay per key channel (KDA) on gdn, by its name (SGLang 0.5.23)."""
+"""Provide SGLang's kernels for a decay per key channel (KDA) on gdn, by its names (SGLang 0.5.23)."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdn.integrations.engines import gate_of_channels, packed
+from gdn.integrations import usage
+from gdn.integrations.engines import gate_of_channels, packed, per_token
+from gdn.integrations.sglang_decode import decode_rows
+from gdn.integrations.sglang_prefill import tracked, with_chunk_states
+from gdn.ops.prefill import prefill
 
 
 def fused_recurrent_kda_packed_decode(
@@ -30,3 +36,107 @@ def fused_recurrent_kda_packed_decode(
         use_qk_l2norm_in_kernel, None, lower_bound,
     )  # fmt: skip
     return out, initial_state
+
+
+def gates_of(
+    a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, q: Tensor, states: Tensor, bound: float | None
+) -> dict[str, Any]:
+    """Return the gates of gdn's functions from raw logits, which SGLang stores with several axes.
+
+    a [..., HV K] or [..., HV, K] and b [..., HV], of at least as many tokens as q [B, T, H, K] has.
+    """
+    HV, _, K = states.shape[1:]
+    gates = gate_of_channels(a.reshape(-1, HV, K), A_log, dt_bias, torch.Size((HV, K)))
+    gates["a"], gates["b"] = per_token(gates["a"], q, 4), per_token(b.reshape(-1, HV), q)
+    return gates | {"lower_bound": bound}
+
+
+class KDAKernel:
+    """Implement SGLang's kernel interface (`LinearAttnKernelBase`) on gdn, for its KDAKernelDispatcher.
+
+    Rings of SGLang's ReplaySSM, and gates that SGLang has activated before, raise NotImplementedError.
+    """
+
+    uses_state_checkpoints = False
+    # SGLang's fused verification is a kernel of its own, which a dispatcher does not see
+    supports_fused_chain_verify = False
+    supports_track_state_snapshot = True
+    supports_packed_decode = True
+    supports_packed_decode_safe_gate = True
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor,
+        ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor, lower_bound: float | None = None,
+        **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Decode one token per request; o has the shape of v."""
+        gates = gates_of(a, b, A_log, dt_bias, q, ssm_states, lower_bound)
+        tokens = (q, k, v, None, True)
+        o = decode_rows(tokens, gates, ssm_states, cache_indices, query_start_loc, False, None, None, None)
+        usage.count_served("sglang", "decode", is_per_channel=True)
+        return o
+
+    def packed_decode(
+        self, mixed_qkv: Tensor, a: Tensor, b: Tensor, *, A_log: Tensor, dt_bias: Tensor, scale: float,
+        ssm_states: Tensor, cache_indices: Tensor, num_v_heads: int, head_v_dim: int,
+        lower_bound: float | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Decode one token per request from the convolution's output; return [1, B, HV, V]."""
+        if any(value is not None for name, value in kwargs.items() if name.startswith("replayssm")):
+            raise NotImplementedError("packed_decode: expected no ReplaySSM rings, got some")
+        B, HV = mixed_qkv.shape[0], num_v_heads
+        out = mixed_qkv.new_empty(B, 1, HV, head_v_dim)
+        fused_recurrent_kda_packed_decode(
+            mixed_qkv, a.reshape(B, -1), b.reshape(B, HV), A_log, dt_bias, scale, ssm_states, out,
+            cache_indices, True, lower_bound,
+        )  # fmt: skip
+        usage.count_served("sglang", "decode", is_per_channel=True)
+        return out.transpose(0, 1)
+
+    def target_verify(
+        self, A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, *,
+        ssm_states: Tensor, cache_indices: Tensor, query_start_loc: Tensor,
+        intermediate_states_buffer: Tensor, intermediate_state_indices: Tensor | None,
+        cache_steps: int | None, retrieve_parent_token: Tensor | None, lower_bound: float | None = None,
+        **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Run drafts of each request; store their states in the buffer, not the pool; o has v's shape."""
+        if kwargs.get("cache_ring") or kwargs.get("fused_accept_state_indices") is not None:
+            raise NotImplementedError("target_verify: expected no ring and no accepted slots, got some")
+        gates = gates_of(a, b, A_log, dt_bias, q, ssm_states, lower_bound)
+        o = decode_rows(
+            (q, k, v, None, True), gates, ssm_states, cache_indices, query_start_loc, True,
+            intermediate_states_buffer, intermediate_state_indices, retrieve_parent_token,
+        )  # fmt: skip
+        usage.count_served("sglang", "verify", is_per_channel=True)
+        return o
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, ssm_states: Tensor,
+        cache_indices: Tensor, query_start_loc: Tensor, A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None, lower_bound: float | None = None, beta_is_raw: bool = False,
+        return_intermediate_states: bool = False, **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Run prompts in place, from raw logits g and beta.
+
+        track_state and track_chunk_idx in kwargs as in `GDNKernel.extend`. return_intermediate_states: return
+        (o, h), h [1, rows, HV, V, K] in fp32 as in `chunk_gated_delta_rule`; None where nothing reads it.
+        """
+        if A_log is None or dt_bias is None or not beta_is_raw:
+            raise NotImplementedError("A_log, dt_bias, beta_is_raw: expected raw logits of both gates")
+        gates = gates_of(g, beta, A_log, dt_bias, q, ssm_states, lower_bound)
+        slots, h = cache_indices[: query_start_loc.shape[0] - 1], None
+        track, source = kwargs.get("track_state"), kwargs.get("track_ssm_h_src")
+        where = (q, k, v), gates, ssm_states, slots, query_start_loc
+        if track is not None:
+            o = tracked(*where, track, kwargs["track_chunk_idx"], True, use_qk_l2norm_in_kernel=True)
+        elif return_intermediate_states and (source is None or source.numel() > 0):
+            o, h = with_chunk_states(*where, use_qk_l2norm_in_kernel=True)
+            h = h.unsqueeze(0)
+        else:
+            o = prefill(
+                q, k, v, ssm_states, **gates, cu_seqlens=query_start_loc, state_index=slots,
+                use_qk_l2norm_in_kernel=True, state_v_first=True,
+            )  # fmt: skip
+        usage.count_served("sglang", "prefill", is_per_channel=True)
+        return (o, h) if return_intermediate_states else o

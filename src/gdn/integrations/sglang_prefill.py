@@ -35,26 +35,27 @@ def chunk_gated_delta_rule(
     """
     if head_first:
         q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
-    (B, T), offsets = q.shape[:2], cu_seqlens
+    (B, T), offsets, shape = q.shape[:2], cu_seqlens, v.shape
     if offsets is None:
         offsets = torch.arange(B + 1, device=q.device) * T
     if initial_state is None:
         N = offsets.shape[0] - 1
         initial_state = q.new_zeros(N, *v.shape[2:], q.shape[3], dtype=torch.float32)
-    five = tuple(x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta))
     o, h = with_chunk_states(
-        five, initial_state, initial_state_indices, offsets, scale=scale,
+        (q, k, v), {"g": g, "beta": beta}, initial_state, initial_state_indices, offsets, scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, update_state=inplace_update,
     )  # fmt: skip
-    o = o.view(v.shape)
+    o = o.view(shape)
     return o.transpose(1, 2) if head_first else o, None, h.unsqueeze(0)
 
 
 def with_chunk_states(
-    five: tuple[Tensor, ...], pool: Tensor, indices: Tensor | None, offsets: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Run `gdn.prefill` on q, k, v, g, beta; return o and the state before each chunk [rows, ...]."""
-    q, k, v, g, beta = five
+    tokens: tuple[Tensor, Tensor, Tensor], gates: dict[str, Any], pool: Tensor, indices: Tensor | None,
+    offsets: Tensor, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run `gdn.prefill` on q, k, v and gates; return o and the state before each chunk [rows, ...]."""
+    q, k, v = tokens
     N = offsets.shape[0] - 1
     indices = torch.arange(N, device=q.device) if indices is None else indices[:N]
     chunks = (offsets.diff() + CHUNK - 1) // CHUNK
@@ -64,7 +65,7 @@ def with_chunk_states(
     h = q.new_empty(rows + 1, *pool.shape[1:], dtype=torch.float32)
     begin = pool.index_select(0, indices.clamp(0, pool.shape[0] - 1)).to(torch.float32)
     o = prefill(
-        q, k, v, pool, g=g, beta=beta, cu_seqlens=offsets, state_index=indices, state_v_first=True,
+        q, k, v, pool, **gates, cu_seqlens=offsets, state_index=indices, state_v_first=True,
         checkpoints=h, checkpoint_every=CHUNK, checkpoint_offsets=at + 1, **options,
     )  # fmt: skip
     # the state after a full last chunk is stored where the next sequence begins; an empty one has no chunk
@@ -102,21 +103,21 @@ def chunk_gated_delta_rule_npu(
 
 
 def tracked(
-    five: tuple[Tensor, ...], pool: Tensor, indices: Tensor, offsets: Tensor, track_state: Tensor,
-    track_chunk_idx: Tensor, inplace_update: bool, **options: Any,
+    tokens: tuple[Tensor, Tensor, Tensor], gates: dict[str, Any], pool: Tensor, indices: Tensor,
+    offsets: Tensor, track_state: Tensor, track_chunk_idx: Tensor, inplace_update: bool, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Run `gdn.prefill` on q, k, v, g, beta; store one more state of each sequence in track_state [N, ...].
+    """Run `gdn.prefill` on q, k, v and gates; store one more state of each sequence in track_state [N, ...].
 
     The states go through an fp32 pool of 2 N slots, because a snapshot is stored in the pool of its state.
     The tracked states are never rounded, and no other chunk's state is stored.
     """
-    (q, k, v, g, beta), N, slots = five, indices.shape[0], pool.shape[0]
+    (q, k, v), N, slots = tokens, indices.shape[0], pool.shape[0]
     rows = torch.arange(N, dtype=indices.dtype, device=pool.device)
     states = pool.new_empty(2 * N, *pool.shape[1:], dtype=torch.float32)
     states[:N] = pool.index_select(0, indices.clamp(0, slots - 1))
     is_row = (indices >= 0) & (indices < slots)
     o = prefill(
-        q, k, v, states, g=g, beta=beta, cu_seqlens=offsets, state_index=rows.where(is_row, -1),
+        q, k, v, states, **gates, cu_seqlens=offsets, state_index=rows.where(is_row, -1),
         state_v_first=True, snapshot_pos=track_chunk_idx[:N] * CHUNK, snapshot_index=rows + N, **options,
     )  # fmt: skip
     track_state[:N] = states[N:]
