@@ -43,12 +43,32 @@ def test_without_a_setting_the_engines_serve(monkeypatch):
     assert "PytorchEngineConfig" in rows["lmdeploy", "decode"].setting
 
 
-def test_channels_are_served_by_the_patches():
-    """Layers with a decay per key channel have rows of their own, in engines that have such models."""
-    rows, _ = engine_report.report(VERSIONS, HOPPER)
-    channels = {(r.engine, r.phase): r.setting for r in rows if r.layer == engine_report.CHANNEL}
-    assert len(channels) == 6 and "lmdeploy" not in {engine for engine, _ in channels}
-    assert channels["sglang", "prefill"].startswith("none") and "patch" in channels["sglang", "decode"]
+def channels(gpu, layer=engine_report.CHANNEL):
+    rows, _ = engine_report.report(VERSIONS, gpu)
+    return {(row.engine, row.phase): row for row in rows if row.layer == layer}
+
+
+def test_layers_with_a_decay_per_key_channel_have_rows_of_their_own(monkeypatch):
+    """Engines that have such models: who serves them, which setting changes it, and counts of their own."""
+    rows = channels(HOPPER)
+    assert len(rows) == 6 and "lmdeploy" not in {engine for engine, _ in rows}
+    assert not any(row.server == "gdn" for row in rows.values())
+    assert "FlashKDA" in rows["vllm", "prefill"].server
+    assert channels(AMPERE)["vllm", "prefill"].server == "vllm: Triton"
+    assert rows["sglang", "verify"].server == "sglang: Triton"
+    assert "verify-backend gdn" in rows["sglang", "verify"].setting
+    rows = channels(((10, 0), 13))
+    assert rows["sglang", "prefill"].server == "sglang: FlashInfer, with a lower bound"
+    assert rows["sglang", "verify"].server == "sglang: CuTe DSL, for some models"
+    kimi = channels(HOPPER, engine_report.KIMI_K3)
+    assert {engine for engine, _ in kimi} == {"vllm"} and "patch_vllm()" in kimi["vllm", "decode"].setting
+    monkeypatch.setenv("GDN_ENGINES", "vllm,sglang")
+    usage.count_served("sglang", "verify", is_per_channel=True)
+    rows = channels(HOPPER)
+    assert {rows["vllm", phase].server for phase in usage.ROLES} == {"gdn"}
+    assert (rows["sglang", "verify"].server, rows["sglang", "verify"].calls) == ("gdn", 1)
+    assert served(HOPPER)["sglang", "verify"].calls == 0
+    assert rows["sglang", "prefill"].setting == "--linear-attn-prefill-backend gdn"
 
 
 def test_the_plugin_serves_vllm_whatever_its_flags_are(monkeypatch):

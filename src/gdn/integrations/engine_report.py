@@ -14,17 +14,8 @@ from gdn.integrations import lmdeploy, sglang, sglang_dispatch, usage, vllm, vll
 from gdn.integrations.engines import ENGINES, is_enabled
 
 TESTED = {"vllm": "0.33.0", "sglang": "0.5.23", "lmdeploy": "0.18.0"}
-# engines with models of a decay per key channel, and what serves a phase of them
-CHANNELS = {
-    "vllm": dict.fromkeys(usage.ROLES, "patch_vllm(), after vllm.models.kimi_k3 is imported"),
-    "sglang": {
-        "prefill": "none: SGLang's own function",
-        "decode": "patch_sglang()",
-        "verify": "patch_sglang()",
-    },
-}
-PACKAGES = {"vllm": vllm.PACKAGE, "sglang": sglang.PACKAGE}
 RULE, CHANNEL = "one decay per head", "a decay per key channel"
+KIMI_K3 = "a decay per key channel, Kimi K3"
 Gpu = tuple[tuple[int, int], int]  # compute capability, and the major version of CUDA
 
 
@@ -81,9 +72,11 @@ def report(
             if calls:
                 server = "gdn"
             rows.append(Server(engine, version, RULE, phase, server, setting, calls))
-        for phase, setting in CHANNELS.get(engine, {}).items():
-            is_served = PACKAGES[engine].is_patched and setting.startswith("patch")
-            rows.append(Server(engine, version, CHANNEL, phase, "gdn" if is_served else engine, setting))
+        for layer, choose in _CHANNEL_CHOICES.get(engine, {}).items():
+            for phase in usage.ROLES:
+                server, setting = choose(phase, gpu)
+                calls = counts.get((engine, usage.CHANNEL_ROLES[phase]), 0) if layer == CHANNEL else 0
+                rows.append(Server(engine, version, layer, phase, "gdn" if calls else server, setting, calls))
     return rows, rejected
 
 
@@ -101,6 +94,21 @@ def _choose_vllm(phase: str, gpu: Gpu | None) -> tuple[str, str]:
     return own, "GDN_ENGINES=vllm" if passing is None else f"GDN_ENGINES=vllm; {passing}"
 
 
+def _choose_vllm_channels(phase: str, gpu: Gpu | None) -> tuple[str, str]:
+    if is_enabled("vllm") or vllm_layer.is_registered():
+        return "gdn", "GDN_ENGINES names vllm; without it vLLM's own kernels run"
+    if vllm.PACKAGE.is_patched:
+        return "gdn for Kimi-Linear, vllm for others", "GDN_ENGINES=vllm"
+    has_flashkda = phase == "prefill" and (gpu or ((9, 0), 13))[0][0] in (9, 10, 12)
+    return "vllm: FlashKDA for GLM, Triton" if has_flashkda else "vllm: Triton", "GDN_ENGINES=vllm"
+
+
+def _choose_kimi_k3(phase: str, gpu: Gpu | None) -> tuple[str, str]:
+    if vllm.PACKAGE.is_patched:
+        return "gdn, where vLLM calls Triton", "patch_vllm() is active"
+    return "vllm", "patch_vllm(), after vllm.models.kimi_k3 is imported"
+
+
 def _choose_sglang(phase: str, gpu: Gpu | None) -> tuple[str, str]:
     setting = f"--linear-attn-{phase}-backend gdn"
     if not is_enabled("sglang"):
@@ -109,6 +117,18 @@ def _choose_sglang(phase: str, gpu: Gpu | None) -> tuple[str, str]:
     word = "prefill of" if phase == "prefill" else "decode and verification"
     if any(sentence.startswith(word) for sentence in others):
         return "sglang: FlashInfer, for some models", setting
+    if sglang.PACKAGE.is_patched:
+        return "gdn", "patch_sglang() is active"
+    return "sglang: Triton", setting
+
+
+def _choose_sglang_channels(phase: str, gpu: Gpu | None) -> tuple[str, str]:
+    setting = f"--linear-attn-{phase}-backend gdn"
+    if not is_enabled("sglang"):
+        setting = f"GDN_ENGINES=sglang and {setting}"
+    if phase != "decode" and (gpu or ((9, 0), 13))[0][0] == 10:
+        own = {"verify": "CuTe DSL, for some models", "prefill": "FlashInfer, with a lower bound"}[phase]
+        return f"sglang: {own}", setting
     if sglang.PACKAGE.is_patched:
         return "gdn", "patch_sglang() is active"
     return "sglang: Triton", setting
@@ -123,4 +143,8 @@ def _choose_lmdeploy(phase: str, gpu: Gpu | None) -> tuple[str, str]:
     )
 
 
+_CHANNEL_CHOICES = {
+    "vllm": {CHANNEL: _choose_vllm_channels, KIMI_K3: _choose_kimi_k3},
+    "sglang": {CHANNEL: _choose_sglang_channels},
+}
 _CHOICES = {"vllm": _choose_vllm, "sglang": _choose_sglang, "lmdeploy": _choose_lmdeploy}
