@@ -259,6 +259,16 @@ def test_undo_restores_everything(package):
         package.configuration._check_env_qwen3_next("cuda")
 
 
+@pytest.fixture
+def one_thread():
+    """With several threads a matmul of 16 rows has other bits than one of 9 of them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", LAYERS)
 def test_piecewise_graphs_run_the_layer_between_their_pieces(patched, kind):
     """lmdeploy enables them for gdn's classes, whose calls then leave the captured pieces.
