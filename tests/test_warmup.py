@@ -97,9 +97,14 @@ def offsets(*counts):
 HEADS = (torch.zeros(HV), torch.zeros(HV))
 
 
-def vllm_calls(pool):
-    """Yield the calls of vLLM 0.33."""
+def vllm_calls(pool, decay="head", lower_bound=None):
+    """Yield the calls of vLLM 0.33; with a decay per key channel those of its layers alone."""
     A_log, dt_bias = HEADS
+    if decay == "channel":
+        # vLLM has filters in fp32 there
+        taps, bias = torch.zeros(D, W), torch.zeros(HV, K)
+        yield from vllm_layer_calls(pool, vllm_layer.ChannelWeights(taps, None, A_log, bias, lower_bound))
+        return
     x, a, b = tokens(1, 5)
     rest = {"initial_state": pool, "use_qk_l2norm_in_kernel": True}
     given = (A_log, a[0], b[0], dt_bias, x["q"], x["k"], x["v"])
@@ -137,23 +142,29 @@ def vllm_calls(pool):
     yield from vllm_layer_calls(pool)
 
 
-def vllm_layer_calls(pool):
-    """Yield the calls of the layer that the plug-in registers."""
-    layer = SimpleNamespace(
+def vllm_layer_calls(pool, channels=None):
+    """Yield the calls of the layer that the plug-in registers; channels: weights of a decay per channel."""
+    layer = channels or SimpleNamespace(
         conv1d=SimpleNamespace(weight=torch.zeros(D, 1, W, dtype=BF16)), activation="silu", A_log=HEADS[0],
         dt_bias=HEADS[1],
     )  # fmt: skip
+    last = () if channels is None else (K,)
+
+    def logits(N):
+        return torch.randn(N, HV).to(BF16), torch.randn(N, HV, *last).to(BF16)
+
     pools = (torch.zeros(32, W - 1 + 3, D, dtype=BF16).mT, pool)
     for N in (1, 5, 32):
-        given = torch.randn(N, D).to(BF16), *torch.randn(2, N, HV).to(BF16)
+        given = torch.randn(N, D).to(BF16), *logits(N)
         meta = SimpleNamespace(non_spec_state_indices_tensor=torch.arange(N).int())
         z, out = torch.randn(N, HV, V).to(BF16), torch.empty(N, HV, V, dtype=BF16)
         norm = {"z": z, "norm_weight": torch.ones(V, dtype=BF16)}
+        norm |= {"norm_activation": "silu" if channels is None else "sigmoid"}
         for more in ({}, norm):
             yield lambda x=given, meta=meta, out=out, more=more: vllm_layer.decode_tokens(
                 layer, meta, pools, x, out, len(out), **more
             )
-        prompts = torch.randn(66 * N, D).to(BF16), *torch.randn(2, 66 * N, HV).to(BF16)
+        prompts = torch.randn(66 * N, D).to(BF16), *logits(66 * N)
         at = SimpleNamespace(checkpoint_offsets=torch.zeros(N).int(), state_indices=torch.zeros(N).int())
         for checkpoint in (None, at):
             meta = SimpleNamespace(
@@ -165,12 +176,49 @@ def vllm_layer_calls(pool):
         num_spec_decodes=2, spec_state_indices_tensor=torch.arange(8).view(2, 4).int(),
         spec_query_start_loc=offsets(4, 4), num_accepted_tokens=ints(1, 2),
     )  # fmt: skip
-    given = torch.randn(8, D).to(BF16), *torch.randn(2, 8, HV).to(BF16)
+    given = torch.randn(8, D).to(BF16), *logits(8)
     yield lambda: vllm_layer.verify(layer, drafts, pools, given)
 
 
-def sglang_calls(pool):
+def sglang_channel_calls(pool, lower_bound):
+    """Yield the calls of SGLang's dispatcher of layers with a decay per key channel."""
+    kernel, index = sglang.KDAKernel(), ints(1, 2)
+    heads = {
+        "A_log": HEADS[0],
+        "dt_bias": torch.zeros(HV * K),
+        "lower_bound": lower_bound,
+        "ssm_states": pool,
+    }
+    kept = pool_of(3, 4, HV=HV, K=K, V=V, dtype=pool.dtype)
+    for T in (1, 4):
+        x, _, b = tokens(1, 2 * T)
+        x |= {"a": torch.randn(1, 2 * T, HV * K).to(BF16), "b": b, "query_start_loc": offsets(T, T)}
+        x |= {"cache_indices": index, **heads}
+        if T == 1:
+            yield lambda x=x: kernel.decode(**x)
+            continue
+        yield lambda x=x: kernel.target_verify(
+            **x, intermediate_states_buffer=kept, intermediate_state_indices=ints(2, 0), cache_steps=4,
+            retrieve_parent_token=None,
+        )  # fmt: skip
+    mixed, a, b = (torch.randn(2, n).to(BF16) for n in (D, HV * K, HV))
+    yield lambda: kernel.packed_decode(
+        mixed, a, b, **heads, cache_indices=index, scale=K**-0.5, num_v_heads=HV, head_v_dim=V
+    )
+    for N in (1, 12, 32):
+        z, _, beta = tokens(1, 70 * N)
+        z |= {"g": torch.randn(1, 70 * N, HV, K).to(BF16), "beta": beta, "beta_is_raw": True, **heads}
+        z |= {"cache_indices": torch.zeros(N).int(), "query_start_loc": offsets(*[70] * N)}
+        track = {"track_state": torch.empty(N, HV, V, K), "track_chunk_idx": torch.ones(N).int()}
+        for more in ({}, track, {"return_intermediate_states": True}):
+            yield lambda z=z, more=more: kernel.extend(**z, **more)
+
+
+def sglang_calls(pool, decay="head", lower_bound=None):
     """Yield the calls of SGLang's dispatcher."""
+    if decay == "channel":
+        yield from sglang_channel_calls(pool, lower_bound)
+        return
     kernel, (A_log, dt_bias) = sglang.GDNKernel(), HEADS
     heads = {"A_log": A_log, "dt_bias": dt_bias}
     index = ints(1, 2)
@@ -401,6 +449,8 @@ CALLS = {
         ("gdn", torch.float32, {"gates": ("active",), "state_v_first": False}),
         ("gdn", BF16, {"gates": ("raw", "active"), "index_dtype": torch.int64, "state_v_first": False}),
         ("vllm", BF16, {}),
+        ("vllm", torch.float32, {"decay": "channel", "lower_bound": -5.0}),
+        ("sglang", torch.float32, {"decay": "channel", "lower_bound": -5.0}),
         ("sglang", torch.float32, {}),
         ("sglang", BF16, {}),
         ("lmdeploy", torch.float32, {}),

@@ -57,7 +57,7 @@ def warmup(
                                     and layouts)
         gates                       for engine "gdn": "raw" (a, b, A_log, dt_bias), "active" (g, beta) or both
         decay, lower_bound          for engine "gdn": what a number of g decays, a "head" or a "channel", and
-                                    the lower bound of raw gates
+                                    the lower bound of raw gates; "channel" also for "vllm" and "sglang"
         index_dtype                 for engine "gdn": int32 or int64, dtype of indices, offsets and counts
         use_qk_l2norm_in_kernel,    for engine "gdn": the values in its later calls
         state_v_first
@@ -85,7 +85,11 @@ def warmup(
         s = replace(usual, gates=tuple(gates), index_dtype=index_dtype)
         s = replace(s, v_first=state_v_first, l2norm=use_qk_l2norm_in_kernel)
         s = replace(s, is_per_channel=decay == "channel", lower_bound=lower_bound)
-        sizes = {name: s if name in ("gdn", "history") else usual for name in engines}
+        kinds = {"gdn": s, "history": s}
+        if decay == "channel":
+            channels = replace(usual, is_per_channel=True, lower_bound=lower_bound)
+            kinds |= {"vllm": channels, "sglang": channels}
+        sizes = {name: kinds.get(name, usual) for name in engines}
         calls = [*layer(s, training), *(call for name in engines for call in windows(sizes[name], name))]
         lines += [_met(f"{function} {dtype} {form}", call, s.device) for function, form, call in calls]
         for state_dtype in state_dtypes:

@@ -48,14 +48,16 @@ def _rule(s: Sizes, N: int, T: int, training: bool) -> None:
 
 def windows(s: Sizes, engine: str) -> Iterator[Call]:
     """Yield calls of the convolution on the windows of an engine, in both memory layouts of the channels."""
-    weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
+    # vLLM has filters in fp32 where a decay is per key channel
+    dtype = torch.float32 if engine == "vllm" and s.is_per_channel else s.dtype
+    weight = torch.zeros(s.channels, s.W, dtype=dtype, device=s.device)
     more: dict[str, Any] = {"activation": "silu", "backend": s.backend}
     x, index = s.mixed(1, LENGTH), s.index(1)
     packed: dict[str, Any] = {"cu_seqlens": s.offsets(1, LENGTH), **more}
     null: dict[str, Any] = {"null_slot": 0} if engine == "vllm" else {}
     begins = torch.zeros(1, dtype=torch.bool, device=s.device)
     yield "causal_conv1d", engine, partial(short_conv.causal_conv1d, x, weight, **more)
-    wide = torch.zeros(s.channels, s.W + 1, dtype=s.dtype, device=s.device)
+    wide = torch.zeros(s.channels, s.W + 1, dtype=dtype, device=s.device)
     before = torch.zeros(1, s.channels, s.W, dtype=s.dtype, device=s.device)
     for taps, window in ((weight, before[..., 1:]), (wide, before)):
         states: dict[str, Any] = {"initial_state": window, "output_final_state": True}
@@ -185,10 +187,12 @@ def _prefills(s: Sizes, gates: str, pool: Tensor) -> Iterator[Call]:
             yield from _prefill(s, gates, pool, [(1, LENGTH)], **(stored | more))
 
 
-def _steps(s: Sizes, pool: Tensor, row: Tensor, **options: Any) -> Iterator[Call]:
+def _steps(
+    s: Sizes, pool: Tensor, row: Tensor, taps: torch.dtype | None = None, **options: Any
+) -> Iterator[Call]:
     """Yield calls of decode_step, with a norm and without; tile sizes depend on the number of rows."""
     for N in s.batches():
-        weight = torch.zeros(s.channels, s.W, dtype=s.dtype, device=s.device)
+        weight = torch.zeros(s.channels, s.W, dtype=taps or s.dtype, device=s.device)
         windows = torch.zeros(2, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
         widths: dict[str, Any] = {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V}
         given: dict[str, Any] = {"conv_state": windows, "conv_weight": weight, "conv_bias": None}
@@ -233,7 +237,16 @@ def vllm(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
     """Yield the calls of vLLM: packed decode, rows by index or block table, prompts with gathered states."""
     pool, row, table = s.pool(dtype, s.T + 1), s.index(1), s.index(1, s.T)
     yield _packed(s, pool, read_index=row, null_slot=0)
-    yield from _steps(s, pool, row, null_slot=0)
+    if s.is_per_channel:
+        # filters in fp32, and a norm with a sigmoid
+        gated: dict[str, Any] = {"norm_activation": "sigmoid"}
+        yield from _steps(s, pool, row, torch.float32, null_slot=0, **gated)
+        x, weight = s.tokens(1, LENGTH)["v"], torch.ones(s.V, device=s.device)
+        for w in (weight, weight.to(s.dtype)):
+            norm = partial(rms_norm_gated, x, x, w, activation="sigmoid", backend=s.backend)
+            yield "rms_norm_gated", "vllm sigmoid", norm
+    else:
+        yield from _steps(s, pool, row, null_slot=0)
     for snapshots in (False, True):
         yield from _prefill(s, "raw", pool, begins=True, snapshots=snapshots, null_slot=0)
     for gates in ("raw", "active"):
@@ -280,12 +293,15 @@ def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
             for more in ({}, {"extra_dst_index": wide, "extra_step": step}):
                 for moved in ((pool[None], kept[None]), *windows):
                     yield "commit", f"sglang T={s.T}", partial(commit, *moved, row, rows, step, **more)
-    yield from _prefill(s, "active", pool)
-    yield from _prefill(s, "active", pool, update_state=False)
-    yield from _prefill(s, "active", pool, checkpoints=True)
+    # a kernel of channels gets logits, and writes the pool
+    gates = "raw" if s.is_per_channel else "active"
+    yield from _prefill(s, gates, pool)
+    if not s.is_per_channel:
+        yield from _prefill(s, gates, pool, update_state=False)
+    yield from _prefill(s, gates, pool, checkpoints=True)
     # tracked states pass through a pool in fp32
     between = s.pool(torch.float32, 2)
-    yield from _prefill(s, "active", between, snapshots=True)
+    yield from _prefill(s, gates, between, snapshots=True)
     yield "commit", "sglang tracked", partial(commit, pool[None], between[None, :, None], row, row, row)
 
 
