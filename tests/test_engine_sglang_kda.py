@@ -296,7 +296,7 @@ def test_a_rejected_call_is_sglangs(package, flags, monkeypatch):
 
 def test_what_decides_in_sglang(package, flags, monkeypatch):
     """Every flag and default that the page names, in SGLang's own code."""
-    from sglang.srt.arg_groups import glm5_next_hook, kimi_k3_hook
+    from sglang.srt.arg_groups import glm5_next_hook, kimi_k3_hook, model_hook
     from sglang.srt.configs import hybrid_arch
     from sglang.srt.environ import envs
 
@@ -307,6 +307,9 @@ def test_what_decides_in_sglang(package, flags, monkeypatch):
     # its fused verification passes the dispatcher by: off by default, and ours does not offer it
     assert not envs.SGLANG_OPT_FUSED_KDA_VERIFY.get() and own.supports_fused_chain_verify
     assert not sglang_kda.KDAKernel.supports_fused_chain_verify
+    source = inspect.getsource(model_hook)
+    assert '"KimiLinearForCausalLM",\n        "KimiK3ForConditionalGeneration",\n    ):\n' in source
+    assert 'model_arch == "Glm5NextForConditionalGeneration"' in source
     # Kimi's models pin verification where its own flag does not say otherwise, GLM's on SM100
     pinned = inspect.getsource(kimi_k3_hook.apply_kimi_k3_spec_backend_defaults)
     assert "cfg.linear_attn_verify_backend is None" in pinned
