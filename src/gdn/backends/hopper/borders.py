@@ -34,15 +34,15 @@ from gdn.problem import CHUNK, Problem
 def fold_transfers_kernel(
     transfers_ptr, ranges_ptr, borders_ptr, rows_ptr, folded_ptr,
     HV,
-    D: tl.constexpr, BV: tl.constexpr,
+    D: tl.constexpr, BV: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Fold M and N of all segments of a sequence into one N | M: S_end = M S_start + N over its tokens.
 
-    One CTA: one sequence of `rows`, value head and BV of the D + D columns, segment after segment; they stay
-    in registers. M is zero where no state comes from another rank.
-    Grid: rows x HV x 2 D / BV.  Warps: 8 at K = 128, 4 at K = 64.  Shared memory: Triton's, for MMA operands.
+    One CTA: one sequence of `rows`, value head and BV of the WIDTH = D + D columns, segment after segment;
+    they stay in registers. M is zero where no state comes from another rank. WIDTH = D: N alone.
+    Grid: rows x HV x WIDTH / BV.  Warps: 8 at K = 128, 4 at K = 64.  Shared memory: Triton's, for MMA operands.
     """
-    strips: tl.constexpr = 2 * D // BV
+    strips: tl.constexpr = WIDTH // BV
     strip = tl.program_id(0) % strips
     head = (tl.program_id(0) // strips) % HV
     row = tl.program_id(0) // (strips * HV)
@@ -64,8 +64,8 @@ def fold_transfers_kernel(
         M = tl.load(transfers_ptr + (tile + HV) * (D * D) + ks[:, None] * D + ks[None, :])
         N = tl.load(transfers_ptr + tile * (D * D) + place, mask=is_map == 0, other=0.0)
         S = pass_segment(M, S, N, D)
-    place = ks[:, None] * (2 * D) + column[None, :]
-    tl.store(folded_ptr + (row.to(tl.int64) * HV + head) * (2 * D * D) + place, S)
+    place = ks[:, None] * WIDTH + column[None, :]
+    tl.store(folded_ptr + (row.to(tl.int64) * HV + head) * (D * WIDTH) + place, S)
 
 
 @dataclass(frozen=True)
@@ -91,22 +91,23 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
     with device_guard(p.device):
         plan = _plans.get((problem_key(p), kept, borders, rank_cuts(p)), lambda: _plan(p, borders, kept))
         new = allocate(p.device, plan.forward.specs)
-        # once: the TMA descriptors of all launches take the host longer than a launch
-        steps = list(plan.forward.steps(p, new))
-        at = next(i for i, (launch, _) in enumerate(steps) if launch is plan.segments.propagate)
-        for launch, tensors in steps[:at]:
+        # each TMA descriptor is made before its first launch: the GPU begins while the host makes the next
+        steps = plan.forward.steps(p, new)
+        for launch, tensors in steps:
+            if launch is plan.segments.propagate:
+                break
             launch(*tensors)
         transfers = None
         if borders.leaving:
             transfers = _fold(p, plan, borders, new)
 
     def finish(initial_state: State | None) -> tuple[Values, State | None, Kept]:
-        propagate, (*before, given, states, bits) = steps[at]
+        *before, given, states, bits = tensors
         given = given if initial_state is None else initial_state.float().contiguous()
         with device_guard(p.device):
-            propagate(*before, given, states, bits)
-            for launch, tensors in steps[at + 1 :]:
-                launch(*tensors)
+            plan.segments.propagate(*before, given, states, bits)
+            for launch, others in steps:
+                launch(*others)
         o, final, saved = results(new, kept)
         *_, kept_transfers = new
         # the backward passes gradients from segment to segment by the same M
@@ -125,13 +126,18 @@ def _start_states(p: Problem, borders: Borders) -> Tensor:
 
 
 def _fold(p: Problem, plan: Plan, borders: Borders, new: list[Tensor | None]) -> Tensor:
-    """Return N | M of the rows that leave, [leaving, HV, K, V+K]."""
+    """Return N | M of the rows that leave, [leaving, HV, K, V+K]; N alone where no rank needs M."""
     *_, ranges, transfers = new
-    shape = (len(borders.leaving), p.HV, p.K, p.V + p.K)
+    shape = (len(borders.leaving), p.HV, p.K, _width(p, borders))
     (folded,) = allocate(p.device, [tensor_spec(shape, torch.float32)])
     assert folded is not None
     plan.fold(transfers, ranges, plan.segments.borders, row_index(borders.leaving, p.device), folded)
     return folded
+
+
+def _width(p: Problem, borders: Borders) -> int:
+    """Return the columns of N | M that ranks exchange."""
+    return p.V + p.K if borders.with_maps else p.V
 
 
 def rank_cuts(p: Problem) -> cost.Cuts:
@@ -161,9 +167,9 @@ def _plan(p: Problem, borders: Borders, kept: torch.dtype | None) -> Plan:
     columns = widths[-1]
     fold = Launch(
         fold_transfers_kernel,
-        len(borders.leaving) * p.HV * (2 * p.K // columns),
+        len(borders.leaving) * p.HV * (_width(p, borders) // columns),
         (p.HV,),
-        {"D": p.K, "BV": columns},
+        {"D": p.K, "BV": columns, "WIDTH": _width(p, borders)},
         num_warps,
         options=PDL,
     )
