@@ -13,7 +13,8 @@
     nodes      owner in a node, owner between nodes   M of its runs and of the groups, of a part of the heads
     heads      (R-1)/R of all tokens and outputs      nothing
 
-P = 4 HV K (K + V) bytes is a run's transfer, s = 4 HV K V bytes a state (8 in place of 4 for fp64).
+P = 4 HV K (K + V) bytes is a run's transfer, s = 4 HV K V bytes a state (8 in place of 4 for fp64). Of two runs
+none passes a state on: N travels without M, s bytes in the place of P.
 """
 
 import functools
@@ -71,6 +72,10 @@ class Form(NamedTuple):
         """Return s, the bytes of one state."""
         return self.HV * self.K * self.V * self.state_width
 
+    def sent(self, num_runs: int) -> int:
+        """Return the bytes that each of all runs sends in the forward: N | M, of two runs N alone."""
+        return self.state if num_runs == 2 else self.transfer
+
     @property
     def token(self) -> int:
         """Return the bytes of one token of q, k, v, g, beta and o."""
@@ -114,7 +119,8 @@ def num_collectives(exchange: str, num_ranks: int) -> int:
 def _wire_and_folds(form: Form, num_ranks: int, exchange: str, machine: Machine, num_runs: int) -> Times:
     """Return what an exchange costs on the GPUs and between them."""
     R = num_ranks
-    P, s, J = form.transfer * num_runs, form.state * num_runs, R * num_runs
+    J = R * num_runs
+    P, s = form.sent(J) * num_runs, form.state * num_runs
     latency, bandwidth = machine.link(R)
     folds = machine.fold * num_folds(J)
     if exchange == "gather":
