@@ -448,7 +448,7 @@ def hopper_on_a_pool(case: Case) -> Callable[[], Any]:
 
 
 def hopper_between_ranks(case: Case) -> Callable[[], Any]:
-    """Return the Hopper forward of a rank: every row receives a state and passes one on, or passes one alone."""
+    """Return Hopper forwards of ranks: every row receives a state and passes one on, or only the latter."""
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
 

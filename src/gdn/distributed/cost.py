@@ -13,8 +13,8 @@
     nodes      owner in a node, owner between nodes   M of its runs and of the groups, of a part of the heads
     heads      (R-1)/R of all tokens and outputs      nothing
 
-P = 4 HV K (K + V) bytes is a run's transfer, s = 4 HV K V bytes a state (8 in place of 4 for fp64). Of two runs
-none passes a state on: N travels without M, s bytes in the place of P.
+P = 4 HV K (K + V) bytes is a run's transfer, s = 4 HV K V bytes a state (8 in place of 4 for fp64). Of two
+runs none passes a state on: N travels without M, s bytes in the place of P.
 """
 
 import functools

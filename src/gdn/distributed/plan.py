@@ -78,8 +78,8 @@ class Plan:
     @cached_property
     def borders(self) -> Borders:
         """Return the local state rows that another run begins or continues."""
-        rows = (tuple(x.row for x in places) for places in (self.entering, self.leaving))
-        return Borders(*rows, with_maps=any(self.passes))
+        entering, leaving = (tuple(x.row for x in places) for places in (self.entering, self.leaving))
+        return Borders(entering, leaving, any(self.passes))
 
     @cached_property
     def has_all_entering(self) -> bool:

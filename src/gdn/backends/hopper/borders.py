@@ -8,7 +8,11 @@ and no token is scanned more often than on one GPU. Only the first segment of a 
 and the last segment of a row that leaves an M and N.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import dropwhile, takewhile
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -22,7 +26,16 @@ from gdn.backends.hopper.descriptors import align
 from gdn.backends.hopper.propagate import ENTERING, LEAVING, pass_segment
 from gdn.backends.hopper.rule import Forward, for_backward, plan_first, results
 from gdn.backends.hopper.segments import PROPAGATE, Segments
-from gdn.backends.triton.launch import Launch, PlanCache, allocate, device_guard, kernel, tensor_spec
+from gdn.backends.triton.launch import (
+    Launch,
+    LaunchSequence,
+    PlanCache,
+    Step,
+    allocate,
+    device_guard,
+    kernel,
+    tensor_spec,
+)
 from gdn.backends.triton.launch.pdl import PDL, wait_then_launch_dependents
 from gdn.backends.triton.rule import borders as triton_borders
 from gdn.backends.triton.rule.describe import operand_dtype, problem_key, to_kernel_layout
@@ -40,7 +53,8 @@ def fold_transfers_kernel(
 
     One CTA: one sequence of `rows`, value head and BV of the WIDTH = D + D columns, segment after segment;
     they stay in registers. M is zero where no state comes from another rank. WIDTH = D: N alone.
-    Grid: rows x HV x WIDTH / BV.  Warps: 8 at K = 128, 4 at K = 64.  Shared memory: Triton's, for MMA operands.
+    Grid: rows x HV x WIDTH / BV.  Warps: 8 at K = 128, 4 at K = 64.
+    Shared memory: Triton's, for MMA operands.
     """
     strips: tl.constexpr = WIDTH // BV
     strip = tl.program_id(0) % strips
@@ -70,11 +84,48 @@ def fold_transfers_kernel(
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the launches of one forward with borders: those of any forward, and the fold of its transfers."""
+    """Hold the launches of one forward with borders: those of any forward, and the fold of its transfers.
+
+    bits    [N] ENTERING and LEAVING of each sequence
+    rows    the rows that leave
+    """
 
     forward: Forward
     segments: Segments
     fold: Launch
+    width: int  # columns of N | M
+    bits: Tensor
+    rows: Tensor
+
+    @cached_property
+    def begin(self) -> LaunchSequence:
+        """Return the launches before the exchange, of the tensors of `steps` and the memory of the fold."""
+        return LaunchSequence(self._begin)
+
+    @cached_property
+    def finish(self) -> LaunchSequence:
+        """Return the launches after the exchange, of the tensors of `steps`."""
+        return LaunchSequence(
+            lambda tensors: dropwhile(lambda step: not self.is_cut(step), self.steps(tensors))
+        )
+
+    def is_cut(self, step: Step) -> bool:
+        """Return True for the first launch after the exchange."""
+        return step[0] is self.segments.propagate
+
+    def steps(self, tensors: Sequence[Any]) -> Iterator[Step]:
+        """Yield all launches but the fold, of the problem's tensors, those of `specs`, and the bits."""
+        *given, bits = tensors
+        forward = replace(self.forward, segments=replace(self.segments, borders=bits))
+        first = len(Problem.declaration.tensors)
+        yield from forward.steps(self.forward.problem.with_tensors(given[:first]), given[first:])
+
+    def _begin(self, tensors: Sequence[Any]) -> Iterator[Step]:
+        *given, rows, folded = tensors
+        yield from takewhile(lambda step: not self.is_cut(step), self.steps(given))
+        if folded is not None:
+            *_, ranges, transfers, bits = given
+            yield self.fold, (transfers, ranges, bits, rows, folded)
 
 
 _plans: PlanCache[Plan] = PlanCache()
@@ -91,23 +142,16 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
     with device_guard(p.device):
         plan = _plans.get((problem_key(p), kept, borders, rank_cuts(p)), lambda: _plan(p, borders, kept))
         new = allocate(p.device, plan.forward.specs)
-        # each TMA descriptor is made before its first launch: the GPU begins while the host makes the next
-        steps = plan.forward.steps(p, new)
-        for launch, tensors in steps:
-            if launch is plan.segments.propagate:
-                break
-            launch(*tensors)
         transfers = None
         if borders.leaving:
-            transfers = _fold(p, plan, borders, new)
+            shape = (len(borders.leaving), p.HV, p.K, plan.width)
+            (transfers,) = allocate(p.device, [tensor_spec(shape, torch.float32)])
+        plan.begin([*p.tensors(), *new, plan.bits, plan.rows, transfers])
 
     def finish(initial_state: State | None) -> tuple[Values, State | None, Kept]:
-        *before, given, states, bits = tensors
-        given = given if initial_state is None else initial_state.float().contiguous()
+        given = p if initial_state is None else replace(p, initial_state=initial_state.float().contiguous())
         with device_guard(p.device):
-            plan.segments.propagate(*before, given, states, bits)
-            for launch, others in steps:
-                launch(*others)
+            plan.finish([*given.tensors(), *new, plan.bits])
         o, final, saved = results(new, kept)
         *_, kept_transfers = new
         # the backward passes gradients from segment to segment by the same M
@@ -123,21 +167,6 @@ def _start_states(p: Problem, borders: Borders) -> Tensor:
     if len(borders.entering) == p.N:
         return p.v.new_empty((), dtype=torch.float32).expand(p.state_shape)
     return p.v.new_zeros(p.state_shape, dtype=torch.float32)
-
-
-def _fold(p: Problem, plan: Plan, borders: Borders, new: list[Tensor | None]) -> Tensor:
-    """Return N | M of the rows that leave, [leaving, HV, K, V+K]; N alone where no rank needs M."""
-    *_, ranges, transfers = new
-    shape = (len(borders.leaving), p.HV, p.K, _width(p, borders))
-    (folded,) = allocate(p.device, [tensor_spec(shape, torch.float32)])
-    assert folded is not None
-    plan.fold(transfers, ranges, plan.segments.borders, row_index(borders.leaving, p.device), folded)
-    return folded
-
-
-def _width(p: Problem, borders: Borders) -> int:
-    """Return the columns of N | M that ranks exchange."""
-    return p.V + p.K if borders.with_maps else p.V
 
 
 def rank_cuts(p: Problem) -> cost.Cuts:
@@ -158,19 +187,17 @@ def _plan(p: Problem, borders: Borders, kept: torch.dtype | None) -> Plan:
     forward = plan_first(p, cuts, cost.consumers_of(p, cuts), kept)
     assert forward.segments is not None
     # without PDL: the kernel before writes the state that entered, and `propagate_states` reads it at once
-    segments = replace(
-        forward.segments,
-        borders=torch.tensor(bits, dtype=torch.int32, device=p.device),
-        propagate=replace(forward.segments.propagate, options={}),
-    )
+    segments = replace(forward.segments, propagate=replace(forward.segments.propagate, options={}))
     widths, num_warps = PROPAGATE[p.K]
-    columns = widths[-1]
+    columns, width = widths[-1], p.V + p.K if borders.with_maps else p.V
     fold = Launch(
         fold_transfers_kernel,
-        len(borders.leaving) * p.HV * (_width(p, borders) // columns),
+        len(borders.leaving) * p.HV * (width // columns),
         (p.HV,),
-        {"D": p.K, "BV": columns, "WIDTH": _width(p, borders)},
+        {"D": p.K, "BV": columns, "WIDTH": width},
         num_warps,
         options=PDL,
     )
-    return Plan(replace(forward, segments=segments), segments, fold)
+    with torch.inference_mode(False):
+        flags = torch.tensor(bits, dtype=torch.int32, device=p.device)
+    return Plan(forward, segments, fold, width, flags, row_index(borders.leaving, p.device))

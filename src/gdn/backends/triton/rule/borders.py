@@ -38,8 +38,7 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
         plan.run_prepare([*tensors_of(p), *new])
         transfers = None
         if borders.leaving:
-            start = start_columns(problem, borders)
-            start = start if borders.with_maps else start[:1]
+            start = start_columns(problem, borders)[: 2 if borders.with_maps else 1]
             transfers = _transfers(p, start, new)[row_index(borders.leaving, p.device)]
 
     def finish(initial_state: State | None) -> tuple[Values, State | None, Kept]:
