@@ -195,7 +195,7 @@ def test_triton_on_a_gpu(K, case):
 @pytest.mark.parametrize("K", [128, pytest.param(64, marks=thorough)])
 @pytest.mark.parametrize("case", SOME_CASES)
 def test_hopper(case, K, monkeypatch):
-    from kit.hopper import Simulated
+    from kit.hopper import Simulated, check_prepared
 
     from gdn.backends.hopper import borders
     from gdn.backends.hopper.backward import plan, segments
@@ -204,5 +204,6 @@ def test_hopper(case, K, monkeypatch):
         monkeypatch.setattr(module, "Launch", Simulated)
     # a segment of each chunk: the cost model cuts no sequence that is so short
     monkeypatch.setattr(borders, "rank_segments", lambda heads, chunks, *_: chunks)
+    check_prepared(monkeypatch)
     found = compare("hopper", case, torch.bfloat16, K)
     assert max(found.values()) <= 5e-3, found

@@ -3,7 +3,7 @@
     step        latency of a collective's step: log2 R steps of an all-gather, 1 + log2(R)/2 of an all-to-all
     wire        bytes that a rank receives, over the bandwidth of its link
     fold        one product of a map and a state, J - 1 of them; in two levels above 32 runs
-    host        host time and small launches of a collective that the GPU waits for: `Machine.host`
+    host        host time of an exchange that the GPU waits for: `Machine.host`
 
     exchange   bytes received, forward / backward     kept for the backward
     gather     (R-1) P / (R-1) s                      M of runs that pass a state on, all heads
@@ -27,8 +27,9 @@ from typing import NamedTuple
 class Machine:
     """Hold the links of a machine. latency: seconds a step; bandwidth: bytes/s a rank; node: ranks in a node.
 
-    host: seconds a collective for which the GPU waits for the host; none by default, where launches are
-    queued behind other work, as in the layers of a model. Links are assumptions about 8 GPUs a node on NVLink
+    host: seconds an exchange for which the GPU waits for the host; none by default, where launches are queued
+    behind other work, as in the layers of a model. It holds for exchanges of one or two collectives: the second
+    is launched while the first waits for the other ranks. Links are assumptions about 8 GPUs a node on NVLink
     and InfiniBand between nodes.
     """
 
@@ -48,7 +49,7 @@ class Machine:
 
 
 # one call at a time, on two H100s: `host` is fitted to what whole calls take longer than their local work
-ONE_CALL = Machine(host=500e-6)
+ONE_CALL = Machine(host=350e-6)
 
 
 class Form(NamedTuple):
@@ -105,15 +106,8 @@ def exchange_times(form: Form, num_ranks: int, exchange: str, machine: Machine, 
         return Times(0.0, 0.0)
     if exchange not in NAMES:
         raise ValueError(f"exchange: expected one of {', '.join(NAMES)}, got {exchange!r}")
-    host = machine.host * num_collectives(exchange, num_ranks)
-    return Times(*(host + x for x in _wire_and_folds(form, num_ranks, exchange, machine, num_runs)))
-
-
-def num_collectives(exchange: str, num_ranks: int) -> int:
-    """Return how many collectives an exchange starts one after another, forward or backward."""
-    if exchange == "scan":
-        return math.ceil(math.log2(num_ranks))
-    return {"gather": 1, "owner": 2, "nodes": 4, "heads": 2, "relay": num_ranks - 1}[exchange]
+    times = _wire_and_folds(form, num_ranks, exchange, machine, num_runs)
+    return Times(*(machine.host + x for x in times))
 
 
 def _wire_and_folds(form: Form, num_ranks: int, exchange: str, machine: Machine, num_runs: int) -> Times:
