@@ -234,8 +234,8 @@ def test_costs_have_the_host_time_of_an_exchange():
     assert steps[1] - steps[0] == pytest.approx(2e-4)
 
 
-# ms of 16/32 heads on one GPU with 131,072 and 65,536 tokens, and on two by `gather` and `owner`; None: not kept.
-# Training or forward, one call or 8 in a row: docs/lab/2026-11-26-third-gpu-run.md, 2026-11-26-two-gpus-again.md
+# ms of 16/32 heads on one GPU with 131,072 and 65,536 tokens, and on two by `gather` and `owner`; None: not
+# kept. Training or forward, one call or 8 in a row: lab entries 2026-11-26-third-gpu-run, -two-gpus-again
 MEASURED = [
     (True, cost.ONE_CALL, (13.7, None, 7.5, None)),
     (False, cost.ONE_CALL, (3.1, None, 1.89, 1.86)),

@@ -28,8 +28,8 @@ class Machine:
     """Hold the links of a machine. latency: seconds a step; bandwidth: bytes/s a rank; node: ranks in a node.
 
     host: seconds an exchange for which the GPU waits for the host; none by default, where launches are queued
-    behind other work, as in the layers of a model. It holds for exchanges of one or two collectives: the second
-    is launched while the first waits for the other ranks. Links are assumptions about 8 GPUs a node on NVLink
+    behind other work, as in the layers of a model. It holds for one or two collectives: the second is
+    launched while the first waits for the other ranks. Links are assumptions about 8 GPUs a node on NVLink
     and InfiniBand between nodes.
     """
 
