@@ -1,6 +1,8 @@
 """Tables, plans, halos, folds and costs of many ranks, in one process."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,9 @@ from hypothesis import strategies as st
 
 from gdn import reference
 from gdn.distributed import cost, folds, halo
+from gdn.distributed.calls import Groups, make_exchange
+from gdn.distributed.exchange import Owner
+from gdn.distributed.nodes import Nodes
 from gdn.distributed.plan import make_plan
 from gdn.distributed.simulate import H100, HALVES, Work, simulate
 from gdn.distributed.table import Run, Table, equal_runs, make_table
@@ -222,6 +227,18 @@ def test_costs_are_those_of_the_table(num_ranks):
     for name, want in MICROSECONDS[num_ranks].items():
         got = cost.exchange_times(form, num_ranks, name, cost.Machine())
         assert all(near(1e6 * x, y) for x, y in zip(got, want, strict=True)), (name, got)
+
+
+def test_a_mesh_with_one_rank_a_node_or_one_node_has_one_level():
+    plan = make_plan(equal_runs("contiguous", 8, 4), None, 1, 0)
+    for between, within, kind in ((4, 1, Owner), (1, 4, Owner), (2, 2, Nodes)):
+        sizes: list[Any] = [SimpleNamespace(size=lambda size=size: size) for size in (4, between, within)]
+        assert type(make_exchange("nodes", plan, Groups(*sizes))) is kind
+        times = [
+            cost.exchange_times(cost.Form(16, 32), 4, name, cost.Machine(node=within))
+            for name in ("owner", "nodes")
+        ]
+        assert (times[0] == times[1]) == (kind is Owner)
 
 
 def test_costs_have_the_host_time_of_an_exchange():

@@ -121,7 +121,10 @@ def _wire_and_folds(form: Form, num_ranks: int, exchange: str, machine: Machine,
         # every rank folds all heads, one run after another
         chain = machine.fold * (J - 1)
         return Times(*(all_gather_time(x, R, latency, bandwidth) + chain for x in (P, s)))
-    if exchange == "owner":
+    if exchange == "nodes" and 1 < machine.node <= R // 2:
+        return Times(*(_nodes_time(x, s, R, machine, num_runs) for x in (P, s)))
+    if exchange in ("owner", "nodes"):
+        # with one rank a node, or one node, `nodes` is `owner`
         out, back = (all_to_all_time(x, R, latency, bandwidth) for x in (P, s))
         return Times(out + back + folds, 2 * back + folds)
     if exchange == "scan":
@@ -129,8 +132,6 @@ def _wire_and_folds(form: Form, num_ranks: int, exchange: str, machine: Machine,
         return Times(*[steps * (latency + P / bandwidth + 2 * machine.fold)] * 2)
     if exchange == "relay":
         return Times(*[(R - 1) * (latency + s / bandwidth + machine.fold)] * 2)
-    if exchange == "nodes":
-        return Times(*(_nodes_time(x, s, R, machine, num_runs) for x in (P, s)))
     if exchange == "heads":
         return Times(*[heads_bytes(form, R) / bandwidth + 2 * latency] * 2)
     raise AssertionError(exchange)
@@ -173,8 +174,6 @@ def _nodes_time(sent: float, s: float, R: int, machine: Machine, num_runs: int) 
     """
     g = machine.node
     nodes = R // g
-    if nodes < 2:
-        return math.inf
     near, far = (machine.latency, machine.bandwidth), (machine.latency_between, machine.bandwidth_between)
     folds = machine.fold * (2 * (g * num_runs - 1) + num_folds(nodes * num_runs))
     inside = all_to_all_time(sent, g, *near) + all_to_all_time(s, g, *near)
