@@ -74,6 +74,32 @@ def test_ranks_compute_the_reference_recurrence(ranks, name):
     assert not found
 
 
+# of two ranks with one run each, no run passes a state on: N travels alone, and a rank takes it as it is
+TWO = (
+    Sharded({"num_tokens": 90}, options={"state_v_first": True}),
+    Sharded({"runs": [(1, 0, 50), (0, 50, 90)]}, B=2),
+    Sharded({"num_tokens": 90}, offsets=(0, 20, 70, 90), absent=("initial_state",)),
+)
+
+
+def compare_two(rank: int) -> dict[str, float]:
+    """Return the errors of two ranks in fp64, and whether the bits of both exchanges differ."""
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    found = {}
+    for i, case in enumerate(TWO):
+        contexts = [gdn.ContextParallel(group, exchange=name, **case.context) for name in ("gather", "owner")]
+        for context in contexts:
+            found |= {f"{i} {context.exchange} {n}": x for n, x in errors(case, context).items()}
+        results = [computed(case, context).values() for context in contexts]
+        found[f"{i} bits"] = float(not all(map(torch.equal, *results)))
+    return found
+
+
+def test_two_ranks_compute_the_reference_recurrence(ranks):
+    for is_done, found in ranks.outcomes(compare_two, only=[0, 1]):
+        assert is_done and max(found.values()) <= LIMITS[torch.float64], found
+
+
 def worst(rank: int, p: Sharded, name: str, wrong: str | None) -> float:
     """Return the largest error of a case, with a part of the program made wrong."""
     with ExitStack() as stack:

@@ -1,6 +1,8 @@
 """Tables, plans, halos, folds and costs of many ranks, in one process."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,9 @@ from hypothesis import strategies as st
 
 from gdn import reference
 from gdn.distributed import cost, folds, halo
+from gdn.distributed.calls import Groups, make_exchange
+from gdn.distributed.exchange import Owner
+from gdn.distributed.nodes import Nodes
 from gdn.distributed.plan import make_plan
 from gdn.distributed.simulate import H100, HALVES, Work, simulate
 from gdn.distributed.table import Run, Table, equal_runs, make_table
@@ -194,9 +199,10 @@ def test_folds_give_the_states_of_the_reference_recurrence(num_runs):
         torch.testing.assert_close(got[j], want, rtol=1e-11, atol=1e-11)
 
 
-# microseconds of a layer with 16 key and 32 value heads, forward and backward, received MiB of `heads`
+# microseconds of a layer with 16 key and 32 value heads, forward and backward, received MiB of `heads`; two
+# ranks send N without M
 MICROSECONDS = {
-    2: {"gather": (20, 15), "owner": (33, 31), "scan": (22, 22), "relay": (15, 15)},
+    2: {"gather": (15, 15), "owner": (31, 31), "scan": (18, 18), "relay": (15, 15)},
     4: {"gather": (51, 37), "owner": (50, 46), "scan": (45, 45), "relay": (45, 45)},
     8: {"gather": (107, 74), "owner": (70, 66), "scan": (67, 67), "relay": (106, 106)},
     64: {"gather": (5532, 2890), "owner": (284, 243), "scan": (623, 623), "relay": (3745, 3745),
@@ -223,40 +229,48 @@ def test_costs_are_those_of_the_table(num_ranks):
         assert all(near(1e6 * x, y) for x, y in zip(got, want, strict=True)), (name, got)
 
 
-def test_costs_have_the_host_time_of_each_collective():
+def test_a_mesh_with_one_rank_a_node_or_one_node_has_one_level():
+    plan = make_plan(equal_runs("contiguous", 8, 4), None, 1, 0)
+    for between, within, kind in ((4, 1, Owner), (1, 4, Owner), (2, 2, Nodes)):
+        sizes: list[Any] = [SimpleNamespace(size=lambda size=size: size) for size in (4, between, within)]
+        assert type(make_exchange("nodes", plan, Groups(*sizes))) is kind
+        times = [
+            cost.exchange_times(cost.Form(16, 32), 4, name, cost.Machine(node=within))
+            for name in ("owner", "nodes")
+        ]
+        assert (times[0] == times[1]) == (kind is Owner)
+
+
+def test_costs_have_the_host_time_of_an_exchange():
     form, free, host = cost.Form(16, 32), cost.Machine(), cost.Machine(host=1e-4)
-    for R, name, count in ((2, "gather", 1), (8, "owner", 2), (16, "nodes", 4), (8, "relay", 7)):
+    for R, name in ((2, "gather"), (8, "owner"), (16, "nodes")):
         before, after = (cost.exchange_times(form, R, name, machine) for machine in (free, host))
-        assert after.forward - before.forward == pytest.approx(count * 1e-4)
-        assert after.total - before.total == pytest.approx(2 * count * 1e-4)
-    # where the host is waited for, one collective is worth more bytes
-    assert [cost.choose(form, 8, machine) for machine in (free, host)] == ["owner", "gather"]
+        assert after.forward - before.forward == pytest.approx(1e-4)
+        assert after.total - before.total == pytest.approx(2e-4)
     steps = [simulate(form, [1 << 16] * 2, machine=x, exchange="gather").end for x in (free, host)]
     assert steps[1] - steps[0] == pytest.approx(2e-4)
 
 
-# ms of 16/32 heads, 1x131072, one call at a time: docs/lab/2026-11-25-two-gpus-measured.md
-MEASURED = {
-    # training: one GPU, (two GPUs, times of one GPU with as many tokens a rank) by exchange
-    True: (13.50, {"gather": (8.24, 1.20), "owner": (8.69, 1.26)}),
-    False: (3.05, {"gather": (2.22, 1.42), "owner": (2.67, 1.71)}),
-}
+# ms of 16/32 heads on one GPU with 131,072 and 65,536 tokens, and on two by `gather` and `owner`; None: not
+# kept. Training or forward, one call or 8 in a row: lab entries 2026-11-26-third-gpu-run, -two-gpus-again
+MEASURED = [
+    (True, cost.ONE_CALL, (13.7, None, 7.5, None)),
+    (False, cost.ONE_CALL, (3.1, None, 1.89, 1.86)),
+    (True, cost.ONE_CALL, (13.643, 7.135, 7.51, 7.51)),
+    (False, cost.ONE_CALL, (3.149, 1.635, 2.06, 2.14)),
+    (True, cost.Machine(), (13.725, 6.882, 7.21, 7.16)),
+    (False, cost.Machine(), (2.969, 1.474, 1.58, 1.70)),
+]
 
 
-@pytest.mark.parametrize("has_backward", MEASURED)
-def test_the_model_predicts_two_measured_gpus(has_backward):
+@pytest.mark.parametrize("has_backward, machine, measured", MEASURED)
+def test_the_model_predicts_measured_gpus(has_backward, machine, measured):
+    """Within 11 %; the goal is 20 %."""
     form, T = cost.Form(16, 32), 131072
-
-    def ms(num_local, exchange="gather"):
-        options = {"exchange": exchange, "has_backward": has_backward}
-        return 1e3 * simulate(form, num_local, cost.ONE_CALL, H100, **options).end
-
-    one, two = MEASURED[has_backward]
-    assert ms([T]) == pytest.approx(one, rel=0.1)
-    for exchange, (strong, weak) in two.items():
-        found = ms([T // 2] * 2, exchange)
-        assert found == pytest.approx(strong, rel=0.1)
-        assert found / ms([T // 2]) == pytest.approx(weak, rel=0.1)
+    calls = ([T], "gather"), ([T // 2], "gather"), ([T // 2] * 2, "gather"), ([T // 2] * 2, "owner")
+    for (num_local, exchange), ms in zip(calls, measured, strict=True):
+        found = simulate(form, num_local, machine, H100, exchange=exchange, has_backward=has_backward)
+        assert ms is None or 1e3 * found.end == pytest.approx(ms, rel=0.11), (num_local, exchange)
 
 
 def test_costs_of_heads_grow_with_the_tokens():

@@ -1,5 +1,6 @@
 """Share the cases and helpers of the tests of the Hopper backend; its forward is simulated on the CPU."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from gdn.backends.hopper import cost, rule, segments
 from gdn.backends.hopper.cost import Cuts
 from gdn.backends.hopper.factors import WELL_CONDITIONED
-from gdn.backends.triton.launch import Launch, PlanCache
+from gdn.backends.triton.launch import Launch, LaunchSequence, PlanCache, ready
 from gdn.problem import parse
 from gdn.testing import Case, accuracy, inputs, packed, rows
 from kit import api
@@ -102,6 +103,45 @@ def simulate_launches(monkeypatch):
     for module in (rule, segments):
         monkeypatch.setattr(module, "Launch", Simulated)
     set_consumers(monkeypatch, 2)
+
+
+class Encoded:
+    """Stand in for the encoded descriptors of one tensor or view: its address."""
+
+    numbers = ()
+
+    def __init__(self, descriptor, metadata, offset):
+        self.offset = offset
+
+    def __getitem__(self, pointer):
+        return pointer + self.offset
+
+
+def check_prepared(monkeypatch):
+    """Make every LaunchSequence prepare its launches, too, and compare their arguments with its own."""
+
+    def address(x):
+        return None if x is None else getattr(x, "base", x).data_ptr()
+
+    def direct(launch):
+        return lambda grid, stream, arguments: called.append((launch, list(arguments)))
+
+    def run(sequence, tensors):
+        steps = [step for step in sequence.steps(tensors) if step[0].grid]
+        with monkeypatch.context() as patch:
+            patch.setattr(Launch, "direct", property(direct))
+            patch.setattr(ready, "EncodedDescriptors", Encoded)
+            patch.setattr(ready, "descriptor_metadata", lambda compiled: itertools.repeat(None))
+            patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+            called.clear()
+            prepared = ready.prepare(sequence.steps, tensors)
+            prepared.launch([x.data_ptr() for x in prepared.used(tensors)])
+        assert called == [(launch, list(map(address, given))) for launch, given in steps]
+        for launch, given in steps:
+            launch(*given)
+
+    called: list = []
+    monkeypatch.setattr(LaunchSequence, "__call__", run)
 
 
 def reference(given, wide=None):

@@ -119,10 +119,10 @@ def gathered(p: Sharded, context: Any, local: Mapping[str, Tensor]) -> dict[str,
                     whole[name][piece.sequence] = x[row]
                 else:
                     assert not x[row].any(), "a row that is not read has a gradient"
-            dist.all_reduce(whole[name])
+            dist.all_reduce(whole[name], group=context._groups.whole)
         else:
             whole[name] = x.double()
-            dist.all_reduce(whole[name])
+            dist.all_reduce(whole[name], group=context._groups.whole)
     return whole
 
 

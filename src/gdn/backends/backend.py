@@ -60,11 +60,13 @@ class Borders:
     """Hold the rows of states that cross the borders of a rank in context parallelism, in order.
 
     The initial state of an `entering` row comes from another rank; the final state of a `leaving` row goes to
-    one. A row may be both.
+    one. A row may be both. with_maps: a row of some rank is both, so that all ranks exchange N | M; False:
+    they exchange N alone, and a backend may leave M out.
     """
 
     entering: tuple[int, ...]
     leaving: tuple[int, ...]
+    with_maps: bool = True
 
 
 Shape = tuple[tuple[int, ...], torch.dtype]

@@ -171,7 +171,9 @@ def make_exchange(name: str, plan: Plan, groups: Groups, backend: str | None = N
         return None
     if name == "nodes":
         assert groups.between is not None and groups.within is not None
-        return Nodes(plan, groups.between, groups.within, backend)
+        # with one rank a node, or one node, one of the two levels would send nothing
+        if min(groups.between.size(), groups.within.size()) > 1:
+            return Nodes(plan, groups.between, groups.within, backend)
     return (Gather if name == "gather" else Owner)(plan, groups.whole, backend)
 
 

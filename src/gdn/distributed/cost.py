@@ -3,7 +3,7 @@
     step        latency of a collective's step: log2 R steps of an all-gather, 1 + log2(R)/2 of an all-to-all
     wire        bytes that a rank receives, over the bandwidth of its link
     fold        one product of a map and a state, J - 1 of them; in two levels above 32 runs
-    host        host time and small launches of a collective that the GPU waits for: `Machine.host`
+    host        host time of an exchange that the GPU waits for: `Machine.host`
 
     exchange   bytes received, forward / backward     kept for the backward
     gather     (R-1) P / (R-1) s                      M of runs that pass a state on, all heads
@@ -13,7 +13,8 @@
     nodes      owner in a node, owner between nodes   M of its runs and of the groups, of a part of the heads
     heads      (R-1)/R of all tokens and outputs      nothing
 
-P = 4 HV K (K + V) bytes is a run's transfer, s = 4 HV K V bytes a state (8 in place of 4 for fp64).
+P = 4 HV K (K + V) bytes is a run's transfer, s = 4 HV K V bytes a state (8 in place of 4 for fp64). Of two
+runs none passes a state on: N travels without M, s bytes in the place of P.
 """
 
 import functools
@@ -26,8 +27,9 @@ from typing import NamedTuple
 class Machine:
     """Hold the links of a machine. latency: seconds a step; bandwidth: bytes/s a rank; node: ranks in a node.
 
-    host: seconds a collective for which the GPU waits for the host; none by default, where launches are
-    queued behind other work, as in the layers of a model. Links are assumptions about 8 GPUs a node on NVLink
+    host: seconds an exchange for which the GPU waits for the host; none by default, where launches are queued
+    behind other work, as in the layers of a model. It holds for one or two collectives: the second is
+    launched while the first waits for the other ranks. Links are assumptions about 8 GPUs a node on NVLink
     and InfiniBand between nodes.
     """
 
@@ -47,7 +49,7 @@ class Machine:
 
 
 # one call at a time, on two H100s: `host` is fitted to what whole calls take longer than their local work
-ONE_CALL = Machine(host=500e-6)
+ONE_CALL = Machine(host=350e-6)
 
 
 class Form(NamedTuple):
@@ -70,6 +72,10 @@ class Form(NamedTuple):
     def state(self) -> int:
         """Return s, the bytes of one state."""
         return self.HV * self.K * self.V * self.state_width
+
+    def sent(self, num_runs: int) -> int:
+        """Return the bytes that each of all runs sends in the forward: N | M, of two runs N alone."""
+        return self.state if num_runs == 2 else self.transfer
 
     @property
     def token(self) -> int:
@@ -100,28 +106,25 @@ def exchange_times(form: Form, num_ranks: int, exchange: str, machine: Machine, 
         return Times(0.0, 0.0)
     if exchange not in NAMES:
         raise ValueError(f"exchange: expected one of {', '.join(NAMES)}, got {exchange!r}")
-    host = machine.host * num_collectives(exchange, num_ranks)
-    return Times(*(host + x for x in _wire_and_folds(form, num_ranks, exchange, machine, num_runs)))
-
-
-def num_collectives(exchange: str, num_ranks: int) -> int:
-    """Return how many collectives an exchange starts one after another, forward or backward."""
-    if exchange == "scan":
-        return math.ceil(math.log2(num_ranks))
-    return {"gather": 1, "owner": 2, "nodes": 4, "heads": 2, "relay": num_ranks - 1}[exchange]
+    times = _wire_and_folds(form, num_ranks, exchange, machine, num_runs)
+    return Times(*(machine.host + x for x in times))
 
 
 def _wire_and_folds(form: Form, num_ranks: int, exchange: str, machine: Machine, num_runs: int) -> Times:
     """Return what an exchange costs on the GPUs and between them."""
     R = num_ranks
-    P, s, J = form.transfer * num_runs, form.state * num_runs, R * num_runs
+    J = R * num_runs
+    P, s = form.sent(J) * num_runs, form.state * num_runs
     latency, bandwidth = machine.link(R)
     folds = machine.fold * num_folds(J)
     if exchange == "gather":
         # every rank folds all heads, one run after another
         chain = machine.fold * (J - 1)
         return Times(*(all_gather_time(x, R, latency, bandwidth) + chain for x in (P, s)))
-    if exchange == "owner":
+    if exchange == "nodes" and 1 < machine.node <= R // 2:
+        return Times(*(_nodes_time(x, s, R, machine, num_runs) for x in (P, s)))
+    if exchange in ("owner", "nodes"):
+        # with one rank a node, or one node, `nodes` is `owner`
         out, back = (all_to_all_time(x, R, latency, bandwidth) for x in (P, s))
         return Times(out + back + folds, 2 * back + folds)
     if exchange == "scan":
@@ -129,8 +132,6 @@ def _wire_and_folds(form: Form, num_ranks: int, exchange: str, machine: Machine,
         return Times(*[steps * (latency + P / bandwidth + 2 * machine.fold)] * 2)
     if exchange == "relay":
         return Times(*[(R - 1) * (latency + s / bandwidth + machine.fold)] * 2)
-    if exchange == "nodes":
-        return Times(*(_nodes_time(x, s, R, machine, num_runs) for x in (P, s)))
     if exchange == "heads":
         return Times(*[heads_bytes(form, R) / bandwidth + 2 * latency] * 2)
     raise AssertionError(exchange)
@@ -173,8 +174,6 @@ def _nodes_time(sent: float, s: float, R: int, machine: Machine, num_runs: int) 
     """
     g = machine.node
     nodes = R // g
-    if nodes < 2:
-        return math.inf
     near, far = (machine.latency, machine.bandwidth), (machine.latency_between, machine.bandwidth_between)
     folds = machine.fold * (2 * (g * num_runs - 1) + num_folds(nodes * num_runs))
     inside = all_to_all_time(sent, g, *near) + all_to_all_time(s, g, *near)

@@ -28,13 +28,17 @@ from torch.distributed import ProcessGroup
 from gdn.distributed.collectives import Pending, start_all_gather, start_all_to_all
 from gdn.distributed.folds import Runs, fold_gradients_to, fold_states, kept_maps
 from gdn.distributed.plan import Plan
+from gdn.problem.propagate import matrix
 
 
 class Exchange(Protocol):
     """Describe an exchange of states: each direction starts, and finishes with what is pending."""
 
     def start_states(self, transfers: Tensor) -> Pending:
-        """Send N | M of this rank's runs, [slots, B, HV, K, V+K]; zero where there is none."""
+        """Send N | M of this rank's runs, [slots, B, HV, K, V+K]; zero where there is none.
+
+        Without M, [slots, B, HV, K, V], where no run passes a state on.
+        """
         ...
 
     def finish_states(self, pending: Pending, V: int) -> tuple[Tensor | None, Tensor]:
@@ -76,6 +80,8 @@ class Gather:
         maps = kept_maps(runs, self.plan.passes, V)
         if not self.plan.entering:
             return None, maps
+        if self._has_two_runs:
+            return self._other(runs, V), maps
         own = self._own(runs, V)
         fold_states(runs, self.plan.passes, own, backend=self.backend)
         return own.values[:, 0], maps
@@ -87,12 +93,24 @@ class Gather:
         C = Runs(pending.wait(), slots_of_runs(self.plan))
         if not self.plan.leaving:
             return None
+        if self._has_two_runs:
+            return self._other(C, C.values.shape[-1])
         own = self._own(C, C.values.shape[-1])
         fold_gradients_to(C, maps, self.plan.passes, own, backend=self.backend)
         return own.values[:, 0]
 
     def maps_shape(self, HV: int, K: int) -> tuple[int, ...]:
         return sum(self.plan.passes), self.plan.batch, HV, K, K
+
+    @property
+    def _has_two_runs(self) -> bool:
+        """Return True for one run on each of two ranks: a rank gets N, or C, of the other as it is."""
+        return self.plan.table.num_ranks == len(self.plan.table.runs) == 2 and self.plan.table.num_slots == 1
+
+    def _other(self, gathered: Runs, V: int) -> Tensor:
+        """Return the columns of V that the other rank has sent, [1, B, HV, K, V]: a view, no kernel."""
+        (j,) = self.plan.table.runs_of[self.plan.rank]
+        return matrix(gathered.values, gathered.places[1 - j])[None, ..., :V]
 
     def _own(self, gathered: Runs, V: int) -> Runs:
         """Return memory for a state of each run of this rank."""

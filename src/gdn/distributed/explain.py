@@ -75,7 +75,7 @@ def explain(context: "ContextParallel", arguments: Mapping[str, Any]) -> tuple[P
 
 def received(form: Form, R: int, exchange: str, machine: Machine, num_runs: int) -> Times:
     """Return the bytes that a rank receives, forward and backward."""
-    P, s, other = form.transfer * num_runs, form.state * num_runs, (R - 1) / R
+    P, s, other = form.sent(R * num_runs) * num_runs, form.state * num_runs, (R - 1) / R
     if exchange == "gather":
         return Times((R - 1) * P, (R - 1) * s)
     if exchange == "owner":

@@ -102,7 +102,7 @@ def kept_maps(transfers: Runs, passes: Sequence[bool], V: int) -> Tensor:
     values = transfers.values
     places = [place for place, does_pass in zip(transfers.places, passes, strict=True) if does_pass]
     if not places:
-        return values.new_empty(0, *values.shape[2:-1], values.shape[-1] - V)
+        return values.new_empty(0, *values.shape[2:-1], values.shape[-2])
     rows, slots = zip(*(divmod(place, values.shape[1]) for place in places), strict=True)
     return values[..., V:][index(list(rows), values.device), index(list(slots), values.device)]
 

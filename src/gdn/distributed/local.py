@@ -1,8 +1,7 @@
 """Call the operators of the rule where no sequence crosses a border: forward and backward of one rank."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +17,8 @@ Saved: TypeAlias = tuple[Tensor | None, ...]
 
 def with_tensors(problem: Problem, tensors: Sequence[Tensor | None]) -> Problem:
     """Return the problem with other tensors, in the order of NAMES."""
-    changes: dict[str, Any] = dict(zip(NAMES, tensors, strict=True))
-    return replace(problem, **changes)
+    # the offsets are the tensors after these
+    return problem.with_tensors((*tensors, problem.cu_seqlens, problem.cu_seqlens_cpu))
 
 
 def forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, Saved]:

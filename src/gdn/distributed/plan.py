@@ -78,7 +78,8 @@ class Plan:
     @cached_property
     def borders(self) -> Borders:
         """Return the local state rows that another run begins or continues."""
-        return Borders(tuple(x.row for x in self.entering), tuple(x.row for x in self.leaving))
+        entering, leaving = (tuple(x.row for x in places) for places in (self.entering, self.leaving))
+        return Borders(entering, leaving, any(self.passes))
 
     @cached_property
     def has_all_entering(self) -> bool:

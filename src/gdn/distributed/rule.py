@@ -76,7 +76,11 @@ def begin_forward(call: Call, save: bool, agree: Callable[[], None]) -> Callable
     p, plan, exchange = call.problem, call.plan, call.exchange
     transfers, finish = begin(p, plan, exchange, save)
     agree()
-    pending = None if exchange is None else exchange.start_states(to_slots(p, plan, transfers))
+    pending = None
+    if exchange is not None:
+        # where no run passes a state on, no fold reads an M: half of the bytes
+        num_maps = p.K if plan.borders.with_maps else 0
+        pending = exchange.start_states(to_slots(p, plan, transfers, num_maps=num_maps))
 
     def rest() -> Forward:
         initial_state, maps = p.initial_state, None
@@ -210,11 +214,14 @@ def to_slots(
 ) -> Tensor:  # fmt: skip
     """Return the rows [places, HV, K, ...] at their slots, zero elsewhere: [slots, B, HV, K, V + num_maps].
 
+    Columns of the rows beyond these are left out.
+
     places: those that leave, by default; num_maps: the columns of M, K by default.
     """
     p, places = problem, plan.leaving if places is None else places
     is_all = plan.has_all_leaving if places is plan.leaving else plan.has_all_entering
     columns = p.V + (p.K if num_maps is None else num_maps)
+    rows = rows if rows is None else rows[..., :columns]
     if rows is not None and is_all and rows.shape[-1] == columns:
         return rows.to(p.state_dtype)[None]
     out = p.v.new_zeros(plan.table.num_slots, plan.batch, p.HV, p.K, columns, dtype=p.state_dtype)

@@ -8,7 +8,11 @@ and no token is scanned more often than on one GPU. Only the first segment of a 
 and the last segment of a row that leaves an M and N.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import dropwhile, takewhile
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -22,7 +26,16 @@ from gdn.backends.hopper.descriptors import align
 from gdn.backends.hopper.propagate import ENTERING, LEAVING, pass_segment
 from gdn.backends.hopper.rule import Forward, for_backward, plan_first, results
 from gdn.backends.hopper.segments import PROPAGATE, Segments
-from gdn.backends.triton.launch import Launch, PlanCache, allocate, device_guard, kernel, tensor_spec
+from gdn.backends.triton.launch import (
+    Launch,
+    LaunchSequence,
+    PlanCache,
+    Step,
+    allocate,
+    device_guard,
+    kernel,
+    tensor_spec,
+)
 from gdn.backends.triton.launch.pdl import PDL, wait_then_launch_dependents
 from gdn.backends.triton.rule import borders as triton_borders
 from gdn.backends.triton.rule.describe import operand_dtype, problem_key, to_kernel_layout
@@ -34,15 +47,16 @@ from gdn.problem import CHUNK, Problem
 def fold_transfers_kernel(
     transfers_ptr, ranges_ptr, borders_ptr, rows_ptr, folded_ptr,
     HV,
-    D: tl.constexpr, BV: tl.constexpr,
+    D: tl.constexpr, BV: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Fold M and N of all segments of a sequence into one N | M: S_end = M S_start + N over its tokens.
 
-    One CTA: one sequence of `rows`, value head and BV of the D + D columns, segment after segment; they stay
-    in registers. M is zero where no state comes from another rank.
-    Grid: rows x HV x 2 D / BV.  Warps: 8 at K = 128, 4 at K = 64.  Shared memory: Triton's, for MMA operands.
+    One CTA: one sequence of `rows`, value head and BV of the WIDTH = D + D columns, segment after segment;
+    they stay in registers. M is zero where no state comes from another rank. WIDTH = D: N alone.
+    Grid: rows x HV x WIDTH / BV.  Warps: 8 at K = 128, 4 at K = 64.
+    Shared memory: Triton's, for MMA operands.
     """
-    strips: tl.constexpr = 2 * D // BV
+    strips: tl.constexpr = WIDTH // BV
     strip = tl.program_id(0) % strips
     head = (tl.program_id(0) // strips) % HV
     row = tl.program_id(0) // (strips * HV)
@@ -64,17 +78,54 @@ def fold_transfers_kernel(
         M = tl.load(transfers_ptr + (tile + HV) * (D * D) + ks[:, None] * D + ks[None, :])
         N = tl.load(transfers_ptr + tile * (D * D) + place, mask=is_map == 0, other=0.0)
         S = pass_segment(M, S, N, D)
-    place = ks[:, None] * (2 * D) + column[None, :]
-    tl.store(folded_ptr + (row.to(tl.int64) * HV + head) * (2 * D * D) + place, S)
+    place = ks[:, None] * WIDTH + column[None, :]
+    tl.store(folded_ptr + (row.to(tl.int64) * HV + head) * (D * WIDTH) + place, S)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the launches of one forward with borders: those of any forward, and the fold of its transfers."""
+    """Hold the launches of one forward with borders: those of any forward, and the fold of its transfers.
+
+    bits    [N] ENTERING and LEAVING of each sequence
+    rows    the rows that leave
+    """
 
     forward: Forward
     segments: Segments
     fold: Launch
+    width: int  # columns of N | M
+    bits: Tensor
+    rows: Tensor
+
+    @cached_property
+    def begin(self) -> LaunchSequence:
+        """Return the launches before the exchange, of the tensors of `steps` and the memory of the fold."""
+        return LaunchSequence(self._begin)
+
+    @cached_property
+    def finish(self) -> LaunchSequence:
+        """Return the launches after the exchange, of the tensors of `steps`."""
+        return LaunchSequence(
+            lambda tensors: dropwhile(lambda step: not self.is_cut(step), self.steps(tensors))
+        )
+
+    def is_cut(self, step: Step) -> bool:
+        """Return True for the first launch after the exchange."""
+        return step[0] is self.segments.propagate
+
+    def steps(self, tensors: Sequence[Any]) -> Iterator[Step]:
+        """Yield all launches but the fold, of the problem's tensors, those of `specs`, and the bits."""
+        *given, bits = tensors
+        forward = replace(self.forward, segments=replace(self.segments, borders=bits))
+        first = len(Problem.declaration.tensors)
+        yield from forward.steps(self.forward.problem.with_tensors(given[:first]), given[first:])
+
+    def _begin(self, tensors: Sequence[Any]) -> Iterator[Step]:
+        *given, rows, folded = tensors
+        yield from takewhile(lambda step: not self.is_cut(step), self.steps(given))
+        if folded is not None:
+            *_, ranges, transfers, bits = given
+            yield self.fold, (transfers, ranges, bits, rows, folded)
 
 
 _plans: PlanCache[Plan] = PlanCache()
@@ -91,22 +142,16 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
     with device_guard(p.device):
         plan = _plans.get((problem_key(p), kept, borders, rank_cuts(p)), lambda: _plan(p, borders, kept))
         new = allocate(p.device, plan.forward.specs)
-        # once: the TMA descriptors of all launches take the host longer than a launch
-        steps = list(plan.forward.steps(p, new))
-        at = next(i for i, (launch, _) in enumerate(steps) if launch is plan.segments.propagate)
-        for launch, tensors in steps[:at]:
-            launch(*tensors)
         transfers = None
         if borders.leaving:
-            transfers = _fold(p, plan, borders, new)
+            shape = (len(borders.leaving), p.HV, p.K, plan.width)
+            (transfers,) = allocate(p.device, [tensor_spec(shape, torch.float32)])
+        plan.begin([*p.tensors(), *new, plan.bits, plan.rows, transfers])
 
     def finish(initial_state: State | None) -> tuple[Values, State | None, Kept]:
-        propagate, (*before, given, states, bits) = steps[at]
-        given = given if initial_state is None else initial_state.float().contiguous()
+        given = p if initial_state is None else replace(p, initial_state=initial_state.float().contiguous())
         with device_guard(p.device):
-            propagate(*before, given, states, bits)
-            for launch, tensors in steps[at + 1 :]:
-                launch(*tensors)
+            plan.finish([*given.tensors(), *new, plan.bits])
         o, final, saved = results(new, kept)
         *_, kept_transfers = new
         # the backward passes gradients from segment to segment by the same M
@@ -122,16 +167,6 @@ def _start_states(p: Problem, borders: Borders) -> Tensor:
     if len(borders.entering) == p.N:
         return p.v.new_empty((), dtype=torch.float32).expand(p.state_shape)
     return p.v.new_zeros(p.state_shape, dtype=torch.float32)
-
-
-def _fold(p: Problem, plan: Plan, borders: Borders, new: list[Tensor | None]) -> Tensor:
-    """Return N | M of the rows that leave, [leaving, HV, K, V+K]."""
-    *_, ranges, transfers = new
-    shape = (len(borders.leaving), p.HV, p.K, p.V + p.K)
-    (folded,) = allocate(p.device, [tensor_spec(shape, torch.float32)])
-    assert folded is not None
-    plan.fold(transfers, ranges, plan.segments.borders, row_index(borders.leaving, p.device), folded)
-    return folded
 
 
 def rank_cuts(p: Problem) -> cost.Cuts:
@@ -152,19 +187,17 @@ def _plan(p: Problem, borders: Borders, kept: torch.dtype | None) -> Plan:
     forward = plan_first(p, cuts, cost.consumers_of(p, cuts), kept)
     assert forward.segments is not None
     # without PDL: the kernel before writes the state that entered, and `propagate_states` reads it at once
-    segments = replace(
-        forward.segments,
-        borders=torch.tensor(bits, dtype=torch.int32, device=p.device),
-        propagate=replace(forward.segments.propagate, options={}),
-    )
+    segments = replace(forward.segments, propagate=replace(forward.segments.propagate, options={}))
     widths, num_warps = PROPAGATE[p.K]
-    columns = widths[-1]
+    columns, width = widths[-1], p.V + p.K if borders.with_maps else p.V
     fold = Launch(
         fold_transfers_kernel,
-        len(borders.leaving) * p.HV * (2 * p.K // columns),
+        len(borders.leaving) * p.HV * (width // columns),
         (p.HV,),
-        {"D": p.K, "BV": columns},
+        {"D": p.K, "BV": columns, "WIDTH": width},
         num_warps,
         options=PDL,
     )
-    return Plan(replace(forward, segments=segments), segments, fold)
+    with torch.inference_mode(False):
+        flags = torch.tensor(bits, dtype=torch.int32, device=p.device)
+    return Plan(forward, segments, fold, width, flags, row_index(borders.leaving, p.device))

@@ -12,21 +12,30 @@ takes the place of the transfer.
 """
 
 import itertools
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdn.backends.backend import Borders, FinishBackward, Gradients, Kept
+from gdn.backends.backend import Borders, FinishBackward, Gradients, Kept, Saved
 from gdn.backends.borders import row_index, saved_of
 from gdn.backends.hopper.backward import plan as backward
 from gdn.backends.hopper.backward.segments import plan_transfer
 from gdn.backends.hopper.borders import rank_cuts
 from gdn.backends.hopper.descriptors import align
 from gdn.backends.hopper.rule import STRIP
-from gdn.backends.triton.launch import Launch, PlanCache, allocate, device_guard, tensor_spec
+from gdn.backends.triton.launch import (
+    Launch,
+    LaunchSequence,
+    PlanCache,
+    Step,
+    allocate,
+    device_guard,
+    tensor_spec,
+)
 from gdn.backends.triton.rule import borders as triton_borders
 from gdn.backends.triton.rule.describe import problem_key, shape_scalars, to_kernel_layout
 from gdn.backends.triton.rule.propagate import propagate_states
@@ -50,32 +59,32 @@ def backward_begin(
     p = replace(p, layout_key=None, initial_state=_like_states(p, p.N)) if cut is None else cut.problem
     dS = None if dS is None else dS.float().contiguous()
     ends = p.v.new_empty((p.N, *p.state_shape[1:]), dtype=torch.float32)
+    # rows whose last segment starts from the caller's gradient
+    final = () if cut is None or dS is None else tuple(set(range(len(rows))) - set(borders.leaving))
     with device_guard(p.device):
-        # no segments of the plan's own: the segments are sequences of this one
-        plan = backward.plan_of(p, saved, do, ends, is_cut=True)
-        new, late = allocate(p.device, plan.specs), allocate(p.device, plan.late)
-        # once: the TMA descriptors of all launches take the host longer than a launch
-        steps = list(plan.steps(p, saved, do, ends, new, late))
-        at = next(i for i, (launch, _) in enumerate(steps) if launch is plan.scan)
-        for launch, tensors in steps[:at]:
-            launch(*tensors)
+        key = (problem_key(p), do.stride(), None if cut is None else (cut, borders.entering, final))
+        plan = _plans.get(key, lambda: _plan(p, saved, do, ends, cut, borders, final))
+        new, late = allocate(p.device, plan.backward.specs), allocate(p.device, plan.backward.late)
+        given = [*p.tensors(), *saved, do, ends, *late, *new]
         if cut is None:
             write_rows(ends, dS)
-            scan, tensors = steps[at]
-            scan(*tensors)
             _, _, _, starts, *_ = new
             assert starts is not None
             C = starts.mT if p.state_v_first else starts
+            plan.begin([*given, None, None, None])
         else:
-            C = _transfer(p, cut, borders, steps[at][1][:5], ends if dS is None else dS, dS is not None)
+            # N of a segment is at an even place; M, which the forward has computed, would be at the odd one
+            (both,) = allocate(p.device, [tensor_spec((2 * p.N, p.HV, p.K, p.V), torch.float32)])
+            assert both is not None
+            C = both[::2]
+            plan.begin([*given, plan.items, ends if dS is None else dS, both])
         fold = Fold(rows, borders, None if cut is None else transfers, C)
         entering = fold.starts(dS, p.state_v_first) if borders.entering else None
 
     def finish(dS: Tensor | None) -> Gradients:
         with device_guard(p.device):
             fold.write_ends(ends, dS, p.state_v_first)
-            for launch, tensors in steps[at:]:
-                launch(*tensors)
+            plan.finish(given)
         gradients = backward.backward_results(new, late)
         if problem.initial_state is None:
             return replace(gradients, dinitial_state=None)
@@ -90,7 +99,7 @@ def backward_begin(
 class Cut:
     """Hold a problem whose sequences are segments, and the first and last segment of each row."""
 
-    problem: Problem
+    problem: Problem = field(compare=False)
     offsets: tuple[int, ...]
     rows: tuple[tuple[int, int], ...]
 
@@ -118,27 +127,58 @@ def _segments(ends: tuple[int, ...], length: int) -> tuple[tuple[int, ...], tupl
     return tuple(offsets), tuple(rows)
 
 
-# problem, rows, rows whose last segment starts from the caller's gradient -> launch, its work items
-_transfers: PlanCache[tuple[Launch, Tensor]] = PlanCache()
+@dataclass(frozen=True)
+class Plan:
+    """Hold the launches of one backward with borders: those of any backward without cuts, and the transfer.
 
-
-def _transfer(
-    p: Problem, cut: Cut, borders: Borders, described: tuple[Any, ...], dS: Tensor, has_dS: bool
-) -> Tensor:  # fmt: skip
-    """Return C of all segments, [segments, HV, K, V]: the gradient of the state that each one starts from.
-
-    It is that for no gradient of the segment's end; of the last segment of a row that does not leave, for the
-    caller's gradient dS [rows, ...], if there is one. The C of a row's first segment is undefined unless the
-    row enters: nothing reads it.
+    transfer   `reverse_transfer` of all segments, and its work items; None: rows are not cut. It computes C,
+               the gradient of the state that each segment starts from, for no gradient of its end; for the
+               last segment of a row that does not leave, for the caller's. The C of a row's first segment is
+               undefined unless the row enters: nothing reads it.
     """
-    final = tuple(row for row in range(len(cut.rows)) if has_dS and row not in borders.leaving)
-    key = (problem_key(p), cut.offsets, cut.rows, borders.entering, final)
-    launch, items = _transfers.get(key, lambda: _plan_transfer(p, cut, borders, final))
-    # N of a segment is at an even place; M, which the forward has computed, would be at the odd one
-    (starts,) = allocate(p.device, [tensor_spec((2 * p.N, p.HV, p.K, p.V), torch.float32)])
-    assert starts is not None
-    launch(*described, items, dS, starts)
-    return starts[::2]
+
+    backward: backward.Plan
+    transfer: Launch | None
+    items: Tensor | None
+
+    @cached_property
+    def begin(self) -> LaunchSequence:
+        """Return the launches before the exchange: of the tensors of `backward.Plan.run`, items, dS, C."""
+        return LaunchSequence(self._begin)
+
+    @cached_property
+    def finish(self) -> LaunchSequence:
+        """Return the launches after the exchange, of the tensors of `backward.Plan.run`."""
+        steps = self.backward.run.steps
+        return LaunchSequence(
+            lambda tensors: itertools.dropwhile(lambda step: not self.is_scan(step), steps(tensors))
+        )
+
+    def is_scan(self, step: Step) -> bool:
+        """Return True for the first launch after the exchange."""
+        return step[0] is self.backward.scan
+
+    def _begin(self, tensors: Sequence[Any]) -> Iterator[Step]:
+        *given, items, dS, starts = tensors
+        for step in self.backward.run.steps(given):
+            if not self.is_scan(step):
+                yield step
+                continue
+            # the scan of whole rows from the gradients before the exchange, or the transfer of segments
+            yield step if self.transfer is None else (self.transfer, (*step[1][:5], items, dS, starts))
+            return
+
+
+_plans: PlanCache[Plan] = PlanCache()
+
+
+def _plan(
+    p: Problem, saved: Saved, do: Tensor, ends: Tensor, cut: Cut | None, borders: Borders,
+    final: tuple[int, ...],
+) -> Plan:  # fmt: skip
+    # no segments of the plan's own: the segments are sequences of this one
+    whole = backward.plan_of(p, saved, do, ends, is_cut=True)
+    return Plan(whole, *((None, None) if cut is None else _plan_transfer(p, cut, borders, final)))
 
 
 def _plan_transfer(

@@ -38,7 +38,7 @@ def forward_begin(problem: Problem, borders: Borders, save: bool) -> tuple[Tenso
         plan.run_prepare([*tensors_of(p), *new])
         transfers = None
         if borders.leaving:
-            start = start_columns(problem, borders)
+            start = start_columns(problem, borders)[: 2 if borders.with_maps else 1]
             transfers = _transfers(p, start, new)[row_index(borders.leaving, p.device)]
 
     def finish(initial_state: State | None) -> tuple[Values, State | None, Kept]:
@@ -58,8 +58,8 @@ def _forward(problem: Problem, save: bool) -> tuple[Values, State | None, Kept]:
     return o, final, tuple(saved) if save else ()
 
 
-def _transfers(p: Problem, start: tuple[Tensor, Tensor], new: list[Tensor | None]) -> Tensor:
-    """Return N | M of all rows, [N, HV, K, V+K]: one state pass for each, from `start`.
+def _transfers(p: Problem, start: tuple[Tensor, ...], new: list[Tensor | None]) -> Tensor:
+    """Return N | M of all rows, [N, HV, K, V+K]: one state pass for each, from `start`; N alone from one.
 
     new: the tensors of the forward, of which `prepare` has written A_inv and the factors.
     """
@@ -70,7 +70,7 @@ def _transfers(p: Problem, start: tuple[Tensor, Tensor], new: list[Tensor | None
     # M is the state of columns without values: one row of zeros in HBM serves all tokens
     zeros = p.v.new_zeros(p.K).expand(*p.v.shape[:3], p.K)
     ends = []
-    for v, initial_state in zip((p.v, zeros), start, strict=True):
+    for v, initial_state in zip((p.v, zeros), start, strict=False):
         columns = replace(p, layout_key=None, v=v)
         end = torch.empty_like(initial_state)
         launch = build_transfer(columns, describe(columns), choose.transfer_tiles(columns, machine(p.device)))
