@@ -49,7 +49,10 @@ def test_supported_problems(monkeypatch):
         absent = dict.fromkeys(PrefillProblem.declaration.names)
         prefill = parse_prefill(**absent | flags | x | {"backend": backend})
         assert hopper.refuses(prefill) is None
-    # the faster backend depends on the batch
+    # the faster backend depends on the batch, so one of them computes every size
+    monkeypatch.setattr(cost, "is_faster", lambda problem: False)
+    assert hopper.refuses(replace(prefill, backend=None)) is not None
+    assert hopper.refuses(replace(prefill, backend=None, batch_invariant=True)) is None
     assert "batch_invariant" in hopper.refuses(replace(named(backend=None), batch_invariant=True))
     assert hopper.refuses(replace(named(), batch_invariant=True)) is None
     wide = {name: x.float() for name, x in given.tensors.items()}

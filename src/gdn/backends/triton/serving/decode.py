@@ -86,6 +86,7 @@ from gdn.problem import DecodeProblem
 # maxnreg of the largest tiles of 16-bit states, by (one token a row, decay per key channel): registers hold
 # the next token of several, and the decays of a lane's keys
 REGISTERS = {(True, False): 128, (False, False): 160, (False, True): 160, (True, True): 152}
+INT16_REGISTERS = 136  # of many rows of one token, on states in int16 with their scales
 
 
 @kernel
@@ -110,8 +111,7 @@ def decode_kernel(
     # Program (row, head, block): A * B value columns of S in fp32 registers. Grid: (N, + 1 if packed) * HV *
     # BLOCKS; 1 warp. Reads the tile of S once from the pool, and q, k, v and gates per token.
     # Writes o per token; S to the pool once (WRITE "final") or per token ("all"), and to `intermediate`.
-    # PDL: it waits for the previous kernel before its first load, and lets the next one start after its load
-    # of S.
+    # PDL: it waits for the previous kernel before its first load; the next one starts after its load of S.
     C: tl.constexpr = group_constants(
         NORM=NORM, DECAY=(a_ptr is not None) or (g_ptr is not None), GATE=a_ptr is not None,
         SIGMOID=a_ptr is not None, NEGATIVE=NEGATIVE, CHANNELS=CHANNELS,
@@ -367,10 +367,10 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     scalars = (
         *(s // unit for s in (*q, starts[0], *k, starts[1])), p.q.stride(3), p.k.stride(3),
         *v, p.v.stride(3), starts[2], *o, p.out.stride(3), *gates.g, *gates.beta, gates.A_log, gates.dt_bias,
-        *state, *kept, *index_strides(p.read_index, 2),
-        *index_strides(p.num_accepted, 1), *index_strides(p.ring_pos, 1), *index_strides(p.write_index, 2),
-        *index_strides(p.intermediate_row, 1), *index_strides(p.parent, 2),
-        p.N, p.q.shape[1], p.HV, *magic_numbers(p.HV), *magic_numbers(p.HV // p.H), p.state.shape[0],
+        *state, *kept, *index_strides(p.read_index, 2), *index_strides(p.num_accepted, 1),
+        *index_strides(p.ring_pos, 1), *index_strides(p.write_index, 2),
+        *index_strides(p.intermediate_row, 1), *index_strides(p.parent, 2), p.N, p.q.shape[1], p.HV,
+        *magic_numbers(p.HV), *magic_numbers(p.HV // p.H), p.state.shape[0],
         0 if p.null_slot is None else 1,
         p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
         p.state.shape[1] if p.ring_pos is not None else 1,
@@ -387,7 +387,9 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
         "NEGATIVE": p.allow_neg_eigval, "IS_SINGLE": is_single, "PDL": supports_pdl(gpu),
         "AHEAD": RESIDENT * gpu.num_sms if calls else 0, "CHANNELS": gates.channels,
     }  # fmt: skip
-    limit = {"maxnreg": REGISTERS[is_single, gates.channels > 0]}
+    # fifteen programs an SM instead of sixteen: faster in many waves over the SMs, slower where one would do
+    is_scaled = p.column_scale is not None and num_states >= RESIDENT * gpu.num_sms
+    limit = {"maxnreg": max(REGISTERS[is_single, gates.channels > 0], INT16_REGISTERS if is_scaled else 0)}
     return Launch(
         decode_kernel,
         (p.N + int(is_packed)) * p.HV * part.blocks(p.V),

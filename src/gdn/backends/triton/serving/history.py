@@ -62,9 +62,12 @@ from gdn.backends.triton.serving.structs import (
 from gdn.problem import HistoryProblem
 
 # compute capability, K, V -> rows x value heads from which a history is faster than `decode`. Measured on an
-# H200 with 32 heads: 0.70 of the time at 64 rows, and twice the time at one row. Nothing between is known
+# H100 with 32 heads: 0.73 (fp32) and 0.84 (bf16) of the time at 64 rows. One row takes twice the time (H200)
 APPENDS_FROM = {(90, 128, 128): 64 * 32}
 FOLDED = 32  # keys of a state in a program's registers: with 64 the fold would set the number of registers
+# programs of a head that share the strips of a row that folds: one alone would end long after all others.
+# More would slow the other rows, where all programs of a head but one have nothing to do
+SPLITS = 4
 
 
 @kernel
@@ -83,11 +86,13 @@ def history_kernel(
     STATE_UNIT: tl.constexpr, PAST_UNIT: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr,
     LEVELS: tl.constexpr, PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr,
     FOLD_PRECISION: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr, IS_SINGLE: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     # S_t = e^(G_t) S + sum_j e^(G_t - G_j) k_j u_j^T, then o and u of the tokens as in `packet`. Where the
     # history is full S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T, and the tokens begin the next one.
-    # Program (row, head, block): STRIPS strips of BV value columns; grid: (N, + 1 if packed) * HV * blocks; 1
-    # warp. Scores with the history, at most PASTS blocks, stay in registers over all strips.
+    # Program (row, head, block): STRIPS strips of BV value columns; grid: (N, + 1 if packed) * HV * blocks *
+    # SPLITS; 1 warp. Of SPLITS programs the first does all strips, and the others exit, unless the row folds:
+    # then each does a part. Scores with the history, at most PASTS blocks, stay in registers over all strips.
     # PDL: it lets the next kernel start at once, and waits for the previous one before its first load.
     # Reads S, the history, the tokens; writes o, u, k and G of the tokens, the cursor, and a folded S.
     # No program writes what another one of its row may still read: the new places are not in use, and the
@@ -100,18 +105,35 @@ def history_kernel(
     )  # fmt: skip
     # the constants of rows whose history is full. Without stages, since the loop with a fold would need twice
     # the shared memory, and so halve the programs on an SM for all rows
+    FOLD_STRIPS: tl.constexpr = (STRIPS + SPLITS - 1) // SPLITS
     F: tl.constexpr = group_constants(
-        K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=1, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
+        K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=FOLD_STRIPS, STAGES=1, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, PRECISION=PRECISION,
         FP32_PRECISION=FP32_PRECISION, IS_SINGLE=IS_SINGLE, FOLDS=True, BK=BK, PASTS=PASTS,
         FOLD_PRECISION=FOLD_PRECISION,
     )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()
-    BLOCKS: tl.constexpr = (V + BV * STRIPS - 1) // (BV * STRIPS)
-    n, head, block = locate_program(HV, HV_magic, HV_s, BLOCKS)
+    PROGRAMS: tl.constexpr = (V + BV * STRIPS - 1) // (BV * STRIPS) * SPLITS
+    n, head, block = locate_program(HV, HV_magic, HV_s, PROGRAMS)
     first, count = token_range(cu_seqlens_ptr, n, N, T)
     slot, _ = load_slot(n, N, Slots(read_index_ptr, None, None, read_n, 0, 0, 0, 1, 1))
+    is_row = (slot >= lowest) & (slot < slots) & (n < N)
+    cursor_ptr += slot * cursor_n
+    accepted_ptr = num_accepted_ptr
+    if num_accepted_ptr is not None:
+        accepted_ptr += n * accepted_n
+    # the other programs of a head exit here unless the row folds, before they load tokens
+    if SPLITS > 1:
+        has_work = block == 0
+        if is_row & (block > 0):
+            ring, used = load_cursor(cursor_ptr, accepted_ptr, room, places)
+            has_work = (used + count > places - room) & (count > 0)
+            if not has_work:
+                used += count if num_accepted_ptr is None else 0
+                store_cursor(cursor_ptr, ring, used, HV * PROGRAMS)
+        if not has_work:
+            return
     key_head = divide(head, ratio_magic, ratio_s)
     o_ptr += (n * o_b + first * o_t + head * o_h) * UNIT
     q_ptr += (n * q_b + first * q_t + key_head * q_h + q_0) * UNIT
@@ -126,13 +148,9 @@ def history_kernel(
     gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
-    if (slot < lowest) | (slot >= slots) | (n >= N):
+    if not is_row:
         store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
     else:
-        cursor_ptr += slot * cursor_n
-        accepted_ptr = num_accepted_ptr
-        if num_accepted_ptr is not None:
-            accepted_ptr += n * accepted_n
         ring, used = load_cursor(cursor_ptr, accepted_ptr, room, places)
         is_full = (used + count > places - room) & (count > 0)
         u_history_ptr += (slot * u_n + head * u_h) * PAST_UNIT
@@ -185,7 +203,7 @@ def history_kernel(
         used = tl.where(is_full, 0, used)
         if num_accepted_ptr is None:
             used += count
-        store_cursor(cursor_ptr, ring, used, HV * BLOCKS)
+        store_cursor(cursor_ptr, ring, used, HV * PROGRAMS)
 
 
 @dataclass(frozen=True)
@@ -270,10 +288,11 @@ def plan_append(
     sizes, scalars, constants = describe_replay(p, starts, num_states)
     q_0, k_0, v_0 = (s // constants["UNIT"] for s in starts)
     is_single = p.cu_seqlens is None and p.q.shape[1] == 1
-    constants |= fold_constants(p) | {"BK": min(FOLDED, constants["BS"]), "IS_SINGLE": is_single}
+    splits = min(SPLITS, sizes["STRIPS"]) if is_single else 1
+    constants |= fold_constants(p) | {"BK": min(FOLDED, constants["BS"])}
+    constants |= {"IS_SINGLE": is_single, "SPLITS": splits}
     scale_n, _, scale_h, scale_v = scale_strides(p.column_scale)
     accepted = index_strides(p.num_accepted, 1)
     rest = (*scalars, *accepted, p.room, q_0, k_0, v_0, scale_n, scale_h, scale_v)
-    return Launch(
-        history_kernel, num_programs(p, sizes), rest, constants, 1, options=options(sizes, p, False)
-    )
+    programs = num_programs(p, sizes) * splits
+    return Launch(history_kernel, programs, rest, constants, 1, options=options(sizes, p, False))
