@@ -147,7 +147,6 @@ def history_kernel(
     gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
     gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
-    # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if not is_row:
         store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
     else:
