@@ -38,6 +38,7 @@ from triton.runtime.cache import triton_key
 
 from gdn.backends import triton as room
 from gdn.backends.triton import launch
+from kit.descriptors import VERIFIED, find_shared_bases
 from kit.in_flight import find_overwrites
 from kit.specimens import SPECIMENS
 
@@ -206,8 +207,11 @@ def _in_child(job: Job, log: Path) -> Report:
     if TARGETS[job.target].gpu.backend == "cuda":
         numbers = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill (?:stores|loads)"}
         complaints = tuple(line.strip() for line in text.splitlines() if re.search(r"C75\d\d|serializ", line))
-        if races := find_overwrites(compiled.asm["ttgir"]):
-            return Report(error="; ".join(races))
+        faults = find_overwrites(compiled.asm["ttgir"])
+        if not job.name.startswith(VERIFIED):
+            faults += find_shared_bases(compiled.asm["ptx"])
+        if faults:
+            return Report(error="; ".join(faults))
     else:
         text, complaints = compiled.asm["amdgcn"], ()
         numbers = {"registers": r"\.vgpr_count:\s+(\d+)", "spills": r"\.[vs]gpr_spill_count:\s+(\d+)"}

@@ -18,6 +18,7 @@ from gdn.backends.triton.rule.choose import (
     BackwardTiles,
     ForwardTiles,
     StripTile,
+    equal_layouts,
     fp32_state_operands,
     split_operands,
 )
@@ -50,6 +51,8 @@ def build_forward(
     p: Problem, kept: torch.dtype | None, d: Description, tiles: ForwardTiles, pool: StatePool | None = None
 ) -> Forward:
     """Build the launches of a forward. `kept`: the dtype of S_in, or None where S_in is not kept."""
+    if p.is_per_channel:
+        tiles = equal_layouts(p, machine(p.device), tiles, d.unit)
     # of the state pass: with those of the pool
     scalars = (*state_scalars(p), d.entries, *(NO_POOL[1] if pool is None else pool.scalars))
     shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "CHANNELS": p.is_per_channel}
@@ -96,6 +99,8 @@ def _build_prepare(p: Problem, d: Description) -> Launch:
 
 def build_transfer(p: Problem, d: Description, tiles: StripTile) -> Launch:
     """Build the state pass that computes final states from initial ones, both K first, and nothing else."""
+    if p.is_per_channel:
+        tiles = equal_layouts(p, machine(p.device), tiles, d.unit)
     _, k_strides = state_strides(p, d.unit)
     return Launch(
         state_kernel,
@@ -138,6 +143,7 @@ def build_backward(
     p: Problem, do: Tensor, d: Description, tiles: BackwardTiles
 ) -> Backward | ChannelBackward:
     """Build the launches of a backward; only the layout of do counts, as its address is an argument."""
+    tiles = equal_layouts(p, machine(p.device), tiles, d.unit)
     scalars = shape_scalars(p)
     shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision}
     state = _build_state_bwd(p, do, d, tiles)

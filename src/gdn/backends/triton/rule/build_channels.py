@@ -13,6 +13,7 @@ from gdn.backends.triton.rule.choose import (
     fp32_state_operands,
     mma_strip,
     split_operands,
+    values_bwd_columns,
 )
 from gdn.backends.triton.rule.describe import (
     Description,
@@ -91,7 +92,7 @@ def build_channel_backward(
             entries * p.HV,
             (*k_strides, *unit_strides(d.unit, p.v, do), *state_scalars(p), p.scale, begin),
             {
-                **shared, "BK": min(d.BK, tiles.BK), "BV": tiles.pairs_bwd.BV,
+                **shared, "BK": min(d.BK, tiles.BK), "BV": values_bwd_columns(p, machine(p.device), tiles),
                 "STAGES": tiles.pairs_bwd.stages, "FP32_STATE": fp32_state_operands(p),
                 "SPLIT": split_operands(p, machine(p.device)),
             },

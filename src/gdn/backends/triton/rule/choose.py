@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import triton
@@ -29,6 +30,9 @@ class StripTile:
     BV: int
     num_warps: int
     stages: int
+
+
+TileT = TypeVar("TileT", bound=StripTile)
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,34 @@ def split_operands(p: Problem, machine: Machine) -> bool:
     return is_allowed and not has_fp32_operands(p)
 
 
+def equal_layouts(p: Problem, machine: Machine, tiles: TileT, unit: int) -> TileT:
+    """Return tiles of a state pass that give all operands one layout, where rows are loaded by elements.
+
+    Triton pipelines no load of less than 4 bytes. The rows of such a pass then share shared memory with later
+    operands of its MMAs, and ptxas 12.8 loses the addresses of an operand that begins where one of another
+    layout began: the MMA reads elsewhere (tests: `descriptors`). 64 columns of 16 bits have 128 bytes a row,
+    as all other operands do. 8 warps: with 4 the registers of S spill two to four times as much.
+    """
+    is_scalar = unit % 2 or p.K % 2 or p.V % 2
+    if not (is_scalar and _has_16_bit_wgmma(p, machine)):
+        return tiles
+    return replace(tiles, BV=64, num_warps=8, stages=min(tiles.stages, 2))
+
+
+def values_bwd_columns(p: Problem, machine: Machine, tiles: BackwardTiles) -> int:
+    """Return the value columns that `values_bwd_kernel` takes at once.
+
+    A loop of one iteration is not pipelined, and its operands share shared memory: 64 columns of 16 bits have
+    the layout of all others, but 32 have another (see `equal_layouts`).
+    """
+    return 64 if p.V <= 32 and _has_16_bit_wgmma(p, machine) else tiles.pairs_bwd.BV
+
+
+def _has_16_bit_wgmma(p: Problem, machine: Machine) -> bool:
+    """Return True if MMAs that read the state are WGMMA on 16-bit operands."""
+    return machine.kind == "cuda" and machine.capability == 90 and not has_fp32_operands(p)
+
+
 def channel_block(p: Problem, machine: Machine) -> int:
     """Return the key channels that `prepare_channels_kernel` takes at once: [64, channels] in registers.
 
@@ -96,13 +128,9 @@ def channel_block(p: Problem, machine: Machine) -> int:
 
 
 def has_wide_kernels(p: Problem, machine: Machine) -> bool:
-    """Return True for 65 to 128 channels in 16 bits on sm_90: they have kernels beside those of 16 channels.
-
-    On a GPU for K = V = 128 alone: at K = 68 and 80 with V = 16 an H100 reported illegal memory accesses.
-    """
-    is_measured = p.q.device.type != "cuda" or p.K == p.V == 128
+    """Return True for 65 to 128 channels in 16 bits on sm_90: they have kernels beside those of 16."""
     is_hopper = machine.kind == "cuda" and machine.capability == 90
-    return is_measured and is_hopper and 64 < p.K <= 128 and p.q.dtype != torch.float32
+    return is_hopper and 64 < p.K <= 128 and p.q.dtype != torch.float32
 
 
 @dataclass(frozen=True)
