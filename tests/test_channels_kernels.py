@@ -78,8 +78,6 @@ HALVES = [
 @pytest.mark.parametrize("case", HALVES, ids=lambda x: str(x))
 def test_halves_of_a_chunk(triton_device, case):
     """The error of fp16 stays far below its limit: pairs are as exact as those of the levels."""
-    if triton_device == "cuda":  # where a GPU takes halves
-        case = replace(case, sizes=(128, 128))
     found = check(kda, case, FP16, device=triton_device, with_backward=False)
     bad = [v for v in found if v.error > 0.3 * v.limit]
     assert not bad, bad
@@ -98,7 +96,7 @@ def test_gradients_after_halves_of_a_chunk(triton_device):
 def test_a_gate_of_its_lower_bound(monkeypatch, triton_device, is_normalized):
     """Normalised keys take halves at -5 a token; factors of other keys could overflow: these take levels."""
     if triton_device == "cuda":
-        pytest.skip("a GPU takes halves at K = V = 128 alone, and compiles both branches")
+        pytest.skip("a GPU compiles both branches")
     case = CHANNEL("none", lengths=ONE._replace(T=64), heads=(1, 1), sizes=(80, 16))
     given = inputs(replace(case, use_qk_l2norm_in_kernel=is_normalized), BF16, device=triton_device)
     given.tensors["g"].fill_(-5.0)
@@ -194,8 +192,6 @@ def test_each_backward_follows_each_forward(triton_device):
 @pytest.mark.parametrize("value", [-40.0, float("nan")])
 def test_strips_that_decay_much_are_computed_by_levels(triton_device, monkeypatch, value):
     """A strip with a large decay, or with NaN, has the bits of levels alone; the next strip has not."""
-    if triton_device == "cuda":
-        pytest.skip("a GPU takes strips by MMA at K = V = 128 alone")
     given = draw("bounded", 20, BF16, triton_device, sizes=(68, 16))
     given.tensors["g" if value < 0 else "q"][0, 3:9, 0, 5] = value
     ours = run(kda, given)
@@ -278,24 +274,67 @@ def test_large_rows_in_fp32_fit_into_shared_memory():
             assert choose.forward_tiles(parse(*x, beta, beta), gpu).is_fused
 
 
-@pytest.mark.parametrize("sizes, is_refused", [
-    ((65, 64), True), ((128, 130), True), ((129, 64), True), ((72, 60), False), ((63, 63), False),
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_per_channel", [False, True], ids=["per head", "per channel"])
+@pytest.mark.parametrize("sizes", [(65, 65), (66, 65), (97, 97), (127, 64), (129, 64), (255, 255)], ids=str)
+def test_rows_that_are_loaded_by_elements(sizes, is_per_channel):
+    """Operands that Triton does not pipeline share memory, and some had wrong addresses on an H100."""
+    case = Case(
+        "bounded", lengths=rows(200)._replace(B=1), sizes=sizes, state="wide", is_per_channel=is_per_channel
+    )
+    rule = kda if is_per_channel else functools.partial(gdn.chunk_gated_delta_rule, backend="triton")
+    bad = [v for v in check(rule, case, BF16, device="cuda") if not v.ok]
+    assert not bad, bad
+
+
+@pytest.mark.gpu
+def test_rows_of_odd_strides():
+    """Rows of 128 columns in buffers of 129 are loaded by elements, too."""
+
+    def rule(q, k, v, **options):
+        q, k, v = (torch.nn.functional.pad(x, (0, 1))[..., :-1] for x in (q, k, v))
+        return gdn.chunk_gated_delta_rule(q, k, v, backend="triton", **options)
+
+    case = Case("mild", lengths=rows(200)._replace(B=1), sizes=(128, 128), state="wide")
+    bad = [v for v in check(rule, case, BF16, device="cuda") if not v.ok]
+    assert not bad, bad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("sizes", [(68, 16), (80, 16), (128, 16), (128, 32), (100, 60)], ids=str)
+def test_gradients_of_few_values(sizes, dtype):
+    """A loop of one strip of values is not pipelined: its operands share memory, too."""
+    case = CHANNEL("bounded", lengths=rows(200)._replace(B=1), sizes=sizes, state="wide")
+    bad = [v for v in check(kda, case, dtype, device="cuda") if not v.ok]
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("sizes, pad, is_refused", [
+    ((65, 64), 0, True), ((128, 65), 0, True), ((128, 128), 1, True), ((66, 64), 0, False),
+    ((63, 65), 0, False),
 ])  # fmt: skip
-def test_sizes_that_read_past_shared_memory_are_refused(sizes, is_refused):
-    """In 16 bits and above 64, K and V are multiples of 4: see `triton.refuses`."""
+def test_only_named_calls_load_rows_by_elements(sizes, pad, is_refused):
+    """The forward per key channel, and all backwards, of K above 64 in 16 bits; see `triton.refuses`."""
     K, V = sizes
     with FakeTensorMode():
-        for dtype in (BF16, torch.float32):
-            q = torch.empty(1, 8, 2, K, device="cuda", dtype=dtype)
+        for dtype in (BF16, FP32):
+            strides = (16 * (K + pad), 2 * (K + pad), K + pad, 1)
+            q = torch.empty_strided((1, 8, 2, K), strides, device="cuda", dtype=dtype)
             v = torch.empty(1, 8, 2, V, device="cuda", dtype=dtype)
             beta = torch.empty(1, 8, 2, device="cuda")
-            for g in (beta, q):
+            for g in (beta, torch.empty(1, 8, 2, K, device="cuda")):
+                expected = is_refused and dtype is BF16
                 problem = parse(q, q, v, g, beta)
-                assert (triton.refuses(problem) is not None) == (is_refused and dtype is BF16)
+                assert (triton.refuses(problem) is not None) == (expected and g is not beta)
+                assert (triton.refuses_backward(problem) is not None) == expected
+                assert triton.refuses_backward(replace(problem, backend="triton")) is None
 
 
-@pytest.mark.parametrize("K, V, is_refused", [(68, 16, True), (64, 16, False), (128, 64, False)])
-def test_a_backward_of_few_values_is_refused(K, V, is_refused):
+@pytest.mark.parametrize("K, V, is_refused", [
+    (68, 16, True), (128, 32, True), (64, 16, False), (128, 48, False),
+])  # fmt: skip
+def test_only_named_calls_have_gradients_of_few_values(K, V, is_refused):
     """See `triton.refuses_backward`: dq was not right on an H100."""
     with FakeTensorMode():
         q = torch.empty(1, 8, 2, K, device="cuda", dtype=BF16)
@@ -304,6 +343,7 @@ def test_a_backward_of_few_values_is_refused(K, V, is_refused):
         for g, refused in ((q, is_refused), (beta, False)):
             problem = parse(q, q, v, g, beta)
             assert (triton.refuses_backward(problem) is not None) == refused
+            assert triton.refuses_backward(replace(problem, backend="triton")) is None
 
 
 @pytest.mark.parametrize("K", [16, 136])
