@@ -81,6 +81,7 @@ def test_a_variant_has_other_gates_or_options():
     first = workloads.PREFILL[0]
     assert first.with_variant("slow").case.gate == "slow"
     assert first.with_variant("gated").case.raw_gate == "on" and first.with_variant("slow").name == first.name
+    assert 1 < first.with_variant("kda").cost.bytes / first.cost.bytes < 2
 
 
 @pytest.mark.parametrize("is_raw", [False, True])
@@ -181,14 +182,17 @@ def test_the_law_side_by_side_is_the_law(case):
         replace(RULE, state_v_first=True),
         replace(RULE, gate="model", raw_gate="on", beta="sigmoid", use_qk_l2norm_in_kernel=True),
         replace(RULE, gate="model", raw_gate="no_bias", beta="negative"),
+        replace(RULE, **catalog.VARIANTS["kda"]),
+        replace(RULE, **catalog.VARIANTS["kda-rates"]),
     ],
     ids=str,
 )
 def test_a_provider_is_given_the_same_problem(peers, name, case):
     provider = load_provider(name)
     job = "train" if "train" in provider.binds else "prefill"
-    if name == "transformers" and case.is_scaled:
-        with pytest.raises(NotImplementedError, match="scale"):
+    refused = "scale" if case.is_scaled else "per head" if case.is_per_channel else None
+    if name == "transformers" and refused or name.startswith("flash") and case.is_per_channel:
+        with pytest.raises(NotImplementedError, match=refused):
             accuracy.check(provider.function(job), case, BF16)
         return
     rows = accuracy.check(provider.function(job), case, BF16, with_backward=job == "train")
@@ -236,8 +240,8 @@ def test_absent_peers_are_named_not_raised(monkeypatch):
 @pytest.mark.parametrize(
     "peer",
     [
-        stub_peers.FLA, stub_peers.FLAStages, stub_peers.FlashQLA, stub_peers.FlashInfer,
-        stub_peers.FlashInferOutputOnly, stub_peers.FlashInferReplay,
+        stub_peers.FLA, stub_peers.FLAChannels, stub_peers.FLAStages, stub_peers.FlashQLA,
+        stub_peers.FlashInfer, stub_peers.FlashInferOutputOnly, stub_peers.FlashInferReplay,
     ],
 )  # fmt: skip
 def test_stand_ins_have_the_signatures_of_the_real_ones(peer):

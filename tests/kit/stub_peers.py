@@ -55,6 +55,30 @@ class FLA:
         )  # fmt: skip
 
 
+class FLAChannels:
+    """Imitate flash-linear-attention 0.6.0 with a decay per key channel."""
+
+    PATHS = {"chunk_kda": "fla/ops/kda/chunk.py"}
+
+    @staticmethod
+    def chunk_kda(
+        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
+        allow_neg_eigval=False, safe_gate=False, lower_bound=None, disable_recompute=False,
+        return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
+        cp_context=None, use_graph=False, max_num_seqs=None, **kwargs,
+    ):  # fmt: skip
+        assert set(kwargs) <= {"A_log", "dt_bias"} and not use_gate_in_kernel
+        # its faster kernels are wrong below, and it does not look
+        assert not safe_gate or (g >= -5).all()
+        return gdn.chunk_gated_delta_rule(
+            q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
+            use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, state_v_first=state_v_first,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+
+
 class FLAStages:
     """Imitate FLA's stages: gates summed to base 2, states by chunk, any of three chunk sizes."""
 
@@ -337,6 +361,7 @@ def modules() -> dict[str, ModuleType]:
     """Return the modules that `import` should find, by dotted name."""
     holders = {
         "fla": None, "fla.ops": None, "fla.ops.gated_delta_rule": FLA, "flash_qla": FlashQLA,
+        "fla.ops.kda": FLAChannels,
         "fla.ops.gated_delta_rule.backends": None, "flashinfer": None, "flashinfer.gdn_prefill": FlashInfer,
         "flashinfer.gdn_decode": FlashInfer, "flashinfer.gdn_kernels": None,
         "flashinfer.gdn_kernels.gdn_decode_bf16_wy_output_only": FlashInferOutputOnly,

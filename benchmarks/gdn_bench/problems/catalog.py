@@ -15,6 +15,7 @@ STEP = replace(
     MIXED, gate="model", raw_gate="on", beta="sigmoid", use_qk_l2norm_in_kernel=True, has_narrow_gates=True,
     state_v_first=True, heads=(16, 32),
 )  # fmt: skip
+CHANNELS: dict[str, object] = {"is_per_channel": True, "use_qk_l2norm_in_kernel": True}
 # other gates and options that a problem can be timed with, as PASS:NAME
 VARIANTS: dict[str, dict[str, object]] = {
     "slow": {"gate": "slow"},
@@ -27,6 +28,10 @@ VARIANTS: dict[str, dict[str, object]] = {
     # a decode whose states are in int16 with scales; the peers' are in bf16
     "int16": {},
     "gated": {"gate": "model", "raw_gate": "on", "beta": "sigmoid", "use_qk_l2norm_in_kernel": True},
+    # a decay per key channel, for `prefill` and `train`: between -5 and 0, slow, a rate for each channel
+    "kda": {"gate": "bounded", **CHANNELS},
+    "kda-slow": {"gate": "slow", **CHANNELS},
+    "kda-rates": {"gate": "rates", **CHANNELS},
 }
 
 # H/HV of the Qwen3.5 family, whole or divided among GPUs, and an HV for every ratio

@@ -38,13 +38,14 @@ class Workload:
             return Cost(2 * (2 * state + 4 * state // K), 0)
         # per token and value head: v, o in two bytes, g and beta in four; q and k once per key head
         tokens, group = L.B * L.T * HV, HV / H
+        gates = 4 + 4 * (K if self.case.is_per_channel else 1)
         forward = Cost(
-            tokens * (4 * V + 8 + 4 * K / group) + 8 * state, tokens * (4 * CHUNK * (K + V) + 6 * K * V)
+            tokens * (4 * V + gates + 4 * K / group) + 8 * state, tokens * (4 * CHUNK * (K + V) + 6 * K * V)
         )
         if self.job in ("prefill", "pool"):
             return forward
         # v, do, dv; g, beta and their gradients; A_inv; q, k, dq, dk; the state, its gradient, and dh0
-        backward = tokens * (6 * V + 16 + 2 * CHUNK + 8 * K / group) + 12 * state
+        backward = tokens * (6 * V + 2 * gates + 2 * CHUNK + 8 * K / group) + 12 * state
         return Cost(forward.bytes + backward, 4 * forward.flop)
 
     def with_variant(self, name: str) -> "Workload":

@@ -30,6 +30,7 @@ def fla() -> Provider:
     """Return flash-linear-attention with its forwarding to FlashQLA switched off."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
+    from fla.ops.kda import chunk_kda
 
     FlashQLABackend.default_enable = False
     if FlashQLABackend().is_enabled():
@@ -39,10 +40,15 @@ def fla() -> Provider:
         q, k, v, g, beta = _required(tensors, "q", "k", "v", "g", "beta")
         flags = {name: x for name, x in options.items() if name not in ("exact", "batch_invariant")}
         rest = {name: tensors.get(name) for name in ("initial_state", "A_log", "dt_bias")}
-        offsets = _offsets(tensors, torch.int32)
-        return Bound(lambda: chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=offsets, **rest, **flags))
+        offsets, rule = _offsets(tensors, torch.int32), chunk_gated_delta_rule
+        if g.dim() == 4:
+            # its faster kernels are right for gates of at least -5 only; where that is known they are used
+            flags["safe_gate"] = bool((g.detach() >= -5).all())
+            rule = chunk_kda
+        return Bound(lambda: rule(q, k, v, g, beta, cu_seqlens=offsets, **rest, **flags))
 
     def decode(tensors: Tensors, options: Options) -> Bound:
+        _require_heads(tensors)
         pool = tensors["pool"]
         if pool.dtype != torch.float32:
             raise NotImplementedError("fla: returns its states in fp32 only")
@@ -66,6 +72,7 @@ def flash_qla() -> Provider:
     from flash_qla import chunk_gated_delta_rule
 
     def chunk(tensors: Tensors, options: Options) -> Bound:
+        _require_heads(tensors)
         q, k, v = _required(tensors, "q", "k", "v")
         _require_half(q, v)
         names = ("scale", "output_final_state", "use_qk_l2norm_in_kernel", "state_v_first")
@@ -122,6 +129,7 @@ def flashinfer() -> Provider:
 
 def _flashinfer_chunk(chunk_gated_delta_rule: Any) -> Bind:
     def chunk(tensors: Tensors, options: Options) -> Bound:
+        _require_heads(tensors)
         q, k, v = _required(tensors, "q", "k", "v")
         _require_half(q, v)
         offsets = _offsets(tensors, torch.int64)
@@ -180,6 +188,7 @@ def _flashinfer_prompts(chunk_gated_delta_rule: Any) -> Bind:
 
 def _flashinfer_pool(tensors: Tensors, options: Options) -> dict[str, Any]:
     """Return the arguments of FlashInfer's decode and multi-token functions."""
+    _require_heads(tensors)
     q, k, v, a, b = _required(tensors, "q", "k", "v", "g", "beta")
     if not options["state_v_first"]:
         raise NotImplementedError("flashinfer: decodes on pools with V first only")
@@ -286,6 +295,7 @@ def transformers() -> Provider:
 
     def arranged(tensors: Tensors, options: Options) -> list[Tensor]:
         """Return q, k, v and gates as its layer passes them, a key head to each value head."""
+        _require_heads(tensors)
         q, k, v = _required(tensors, "q", "k", "v")
         if options["scale"] is not None:
             raise NotImplementedError("transformers: has no scale but its own")
@@ -345,6 +355,11 @@ def transformers() -> Provider:
 
 def _length(ends: tuple[int, int]) -> int:
     return ends[1] - ends[0]
+
+
+def _require_heads(tensors: Tensors) -> None:
+    if "g" in tensors and tensors["g"].dim() == 4:
+        raise NotImplementedError("supports a decay per head only")
 
 
 def _required(tensors: Tensors, *names: str) -> list[Tensor]:

@@ -20,7 +20,9 @@ from gdn.backends.triton.lib import column_mask, sigmoid
 from gdn.backends.triton.rule.channels import activate_logits, gate_rate, logits_bwd
 from gdn.notation import ChannelParam, HeadParam, PerChannel, PerHead
 
-ELEMENTS = 1024  # tokens times channels of a block: 8 a thread
+# Tokens times channels of a block, 32 a thread forward and 8 backward. Forward on an H100, 8192 tokens of 32
+# heads of 128 channels: 1024 elements 88 us, 2048 81, 4096 78; 67 for the bytes at 3 TB/s
+FORWARD, BACKWARD = 4096, 1024
 CHANNELS = 128  # most channels of a block
 
 
@@ -49,7 +51,7 @@ def gate_channels_kernel(
     K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     # g of every token, head and channel, and beta = sigmoid(b) of every token and head, elementwise.
-    # Program (block of BR rows, head, strip of BK channels), strips fastest; BR * BK = ELEMENTS, 8 per thread
+    # Program (block of BR rows, head, strip of BK channels), strips fastest; BR * BK = FORWARD, 32 per thread
     # in registers. Grid: cdiv(rows, BR) * HV * strips; 4 warps; no PDL.
     # Reads a and b once from HBM; writes g and beta in fp32. The first strip of a head computes its beta.
     STRIPS: tl.constexpr = (K + BK - 1) // BK
@@ -197,14 +199,14 @@ def _row_strides(*tensors: Tensor | None) -> list[int]:
     return [x.stride(-2) if x is not None and x.dim() > 1 else 0 for x in tensors]
 
 
-def _blocks(K: int) -> dict[str, int]:
+def _blocks(K: int, elements: int) -> dict[str, int]:
     BK = min(CHANNELS, triton.next_power_of_2(K))
-    return {"K": K, "BR": ELEMENTS // BK, "BK": BK}
+    return {"K": K, "BR": elements // BK, "BK": BK}
 
 
 def _plan(a: Tensor, given: tuple[Tensor | None, ...], lower_bound: float | None) -> Launch:
     HV, K = a.shape[-2:]
-    num_rows, sizes = a.numel() // max(1, HV * K), _blocks(K)
+    num_rows, sizes = a.numel() // max(1, HV * K), _blocks(K, FORWARD)
     a_r, b_r = _row_strides(*given[:2])
     unit = unit_of(a_r)
     programs = triton.cdiv(num_rows, sizes["BR"]) * HV * triton.cdiv(K, sizes["BK"])
@@ -216,7 +218,7 @@ def _plan(a: Tensor, given: tuple[Tensor | None, ...], lower_bound: float | None
 
 def _plan_bwd(a: Tensor, given: tuple[Tensor | None, ...], lower_bound: float | None) -> _BackwardPlan:
     HV, K = a.shape[-2:]
-    num_rows, sizes = a.numel() // max(1, HV * K), _blocks(K)
+    num_rows, sizes = a.numel() // max(1, HV * K), _blocks(K, BACKWARD)
     a_r, b_r, _, _, dg_r, dbeta_r = _row_strides(*given)
     unit, strips = unit_of(a_r, dg_r), triton.cdiv(K, sizes["BK"])
     # two programs per SM, each of which stores partial sums

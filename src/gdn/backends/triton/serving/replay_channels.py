@@ -46,7 +46,9 @@ from gdn.backends.triton.serving.structs import Appended, History, Packet, Slots
 from gdn.problem import ReplayProblem
 
 KEYS = 32  # keys of a block
-FEW, MANY = 32, 64  # value columns of a program
+# Value columns of a program, each of which reads and decays the history: 4 tokens of 64 rows with 32 heads
+# and 33 places take 592 us with 64 columns on an H100, 340 with 128
+FEW, MANY = 32, 128
 
 
 @triton.jit
