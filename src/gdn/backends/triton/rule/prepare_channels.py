@@ -26,6 +26,7 @@ from gdn.backends.triton.lib import (
     inverse_norm,
     load_beta,
     load_rows,
+    rounding_rest,
     split_bf16,
     sum_squares,
 )
@@ -133,8 +134,8 @@ def _store_part(x_ptr, rest_ptr, place, x):
 
 @kernel
 def prepare_channels_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, q_in_ptr, k_rows_ptr, A_inv_ptr, P_ptr,
-    P_rest_ptr, factors_ptr, q_rstd_ptr, k_rstd_ptr, o_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, q_in_ptr, k_rows_ptr, k_rest_ptr,
+    A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr, q_rstd_ptr, k_rstd_ptr, o_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV,
     ratio, chunks_per_row, scale, lower_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
@@ -173,7 +174,7 @@ def prepare_channels_kernel(
             )
             tl.store(factors_ptr + at.tile * (ROWS * C) + BETA * C + tokens, weights)
             keys = Keys(Rows(q_ptr, q_b, q_t, q_h), Rows(k_ptr, k_b, k_t, k_h), scale, q_rstd_ptr, k_rstd_ptr)
-            out = Outputs(q_in_ptr, k_rows_ptr, A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr)
+            out = Outputs(q_in_ptr, k_rows_ptr, k_rest_ptr, A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr)
             prepare_by_halves(keys, all_g, weights, at, out, K, UNIT, NORM)
             return
     is_token = tokens < length
@@ -226,7 +227,11 @@ def prepare_channels_kernel(
         # k_in and k_out of a token and head are neighbours in HBM
         k_rows = k_rows_ptr + (place * HV + head) * (2 * K) + (i * (HV * 2 * K) + ks[None, None, :])
         tl.store(k_rows, (k * decay_in).to(k_rows_ptr.dtype.element_ty), mask)
-        tl.store(k_rows + K, (k * tl.exp(after + later)).to(k_rows_ptr.dtype.element_ty), mask)
+        k_out = k * tl.exp(after + later)
+        tl.store(k_rows + K, k_out.to(k_rows_ptr.dtype.element_ty), mask)
+        if k_rest_ptr is not None:
+            k_rest = k_rest_ptr + (place * HV + head) * K + (i * (HV * K) + ks[None, None, :])
+            tl.store(k_rest, rounding_rest(k_out, k_rest_ptr.dtype.element_ty), mask)
         through = tl.exp(tl.sum(tl.sum(total, 1), 0))
         tl.store(factors_ptr + tile * (ROWS * C) + END * C + ks, through, mask=column_mask(ks, K))
 

@@ -24,6 +24,7 @@ from gdn.backends.triton.lib import (
     dot,
     dot_split_left,
     load_rows,
+    load_wide,
     operand_dtype,
     round_tf32,
 )
@@ -36,7 +37,8 @@ APART, WHOLE = tl.constexpr(0), tl.constexpr(1)
 
 @kernel
 def values_bwd_kernel(
-    k_ptr, v_ptr, A_inv_ptr, S_in_ptr, do_ptr, table_ptr, pairs_ptr, dv_ptr, v_new_ptr, factors_ptr,
+    k_ptr, v_ptr, A_inv_ptr, S_in_ptr, do_ptr, table_ptr, dr_rest_ptr, pairs_ptr, dv_ptr, v_new_ptr,
+    factors_ptr,
     k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     T, HV, ratio, chunks_per_row, scale, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
@@ -81,7 +83,9 @@ def values_bwd_kernel(
         do = load_rows(Rows(do_ptr, do_b, do_t, do_h), token_range, head, vs, V, C, UNIT).to(operand)
         dr_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
         dr_mask = is_token[:, None] & column_mask(vs, V)[None, :]
-        dr = tl.load(dr_place, mask=dr_mask, other=0.0).to(operand)
+        dr = tl.load(dr_place, mask=dr_mask, other=0.0)
+        wide_dr = load_wide(dr, dr_rest_ptr, (place * HV + head)[:, None] * V + vs[None, :], dr_mask)
+        dr = dr.to(operand)
         v = load_rows(Rows(v_ptr, v_b, v_t, v_h), token_range, head, vs, V, C, UNIT)
         S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
         kS = tl.zeros([C, BV], tl.float32)
@@ -92,7 +96,6 @@ def values_bwd_kernel(
                 k = k.to(operand)
                 S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             kS = dot(k, S, kS, PRECISION)
-        wide_dr = dr.to(tl.float32)
         error = v.to(tl.float32) - kS
         apart += tl.sum(wide_dr * error, 1)
         v_new = apply_inverse(A_inv, beta[:, None] * error, PRECISION, SPLIT)
