@@ -57,7 +57,10 @@ class Keys(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Hold where rows, pairs and factors go; A_inv and the low halves of k_out and P are None where nobody reads them."""
+    """Hold where rows, pairs and factors go.
+
+    A_inv and the low halves of k_out and P are None where nobody reads them.
+    """
 
     q_in_ptr: Any
     k_rows_ptr: Any

@@ -119,7 +119,7 @@ def _has_16_bit_wgmma(p: Problem, machine: Machine) -> bool:
 
 
 def keeps_low_bits(p: Problem, machine: Machine) -> bool:
-    """Return True if dr of a decay per key channel keeps 8 more bits than bf16, for dbeta = <dr, v_new> / beta.
+    """Return True if dr of a decay per key channel keeps 8 bits more than bf16, for dbeta.
 
     On the GPUs of `split_operands`, for all K whose results between kernels are not in fp32.
     """
