@@ -7,7 +7,8 @@
 D_ijc is e to the sum of g_c over the tokens j + 1 .. i, which `channels` computes exactly for any gate, and
 `channel_halves` in a third of the instructions where decays fit fp32. The state passes read the rows q_in,
 k_in and k_out in the place of q, k and factors, and are the same kernels as for a decay per head. The norms
-are in the rows. A backward launches this kernel again without A_inv: its rows and P are not kept.
+are in the rows. A backward launches this kernel again without A_inv: its rows and P are not kept. It may also
+store k_rest, what rounding k_out to bf16 drops.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H, g in fp32: q, k 512, g 512, rows 768, A_inv and
 P 256, beta, e^(G_C) 12: 2060.
@@ -145,9 +146,10 @@ def prepare_channels_kernel(
     # Rows, A_inv, P, beta, e^(G_C) and norms of one chunk and value head; formulas at the top of the file.
     # Program (chunk, head). Grid: entries * HV, heads fastest, so that the value heads of a key head find q
     # and k in L2; 4 warps, one per block of 16 tokens; no PDL.
-    # Reads q, k and g of 64 tokens, and beta. Writes q_in, k_in and k_out, A_inv (unless it is None) and P
-    # [C, C], and beta and e^(G_C) among the factors. BK above 16: of all channels at once by halves, if the
-    # decay of each 16 tokens fits fp32; else by levels in blocks of 16 channels, which bound the registers.
+    # Reads q, k and g of 64 tokens, and beta. Writes q_in, k_in and k_out, A_inv and k_rest (unless these are
+    # None), P [C, C], and beta and e^(G_C) among the factors. BK above 16: of all channels at once by halves,
+    # if the decay of each 16 tokens fits fp32; else by levels in blocks of 16 channels, which bound the
+    # registers.
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)

@@ -10,8 +10,11 @@ the variance of dbeta's error where little passes through the state, and roundin
 Rounding e^G do caused all of dinitial_state's error under strong decay, and rounding beta e^G dr most of it
 elsewhere. SPLIT also stores the part of dg that is <S_in, dS> of a strip: the 16-bit dS that the next kernel
 reads caused a quarter of the variance of dg's error where much passes through the state.
+With a decay per key channel, k_rest is the low half of k_out, which has one bf16 rounding per token and
+channel, and dr_rest holds 8 more bits of dr. Where all channels decay strongly, the tokens before the final
+state have nearly all of dbeta = <dr, v_new> / beta, and these two roundings were its error.
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv and P 384, S_in and dS
-1024: 2450.
+1024: 2450. Per key channel, k_out, k_rest and dr_rest 640 more, S_in 512 less.
 """
 
 import triton
@@ -72,7 +75,7 @@ def state_bwd_kernel(
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
     # CHANNELS: a decay per key channel; q and k hold the rows q_in, k_in and k_out, which have the decays.
     # Reads per chunk q, k, A_inv, P (hi + lo if SPLIT), factors, a strip of do and, if SPLIT, of S_in; writes
-    # a strip of dr and dS.
+    # a strip of dr and dS. k_rest_ptr and dr_rest_ptr may be None; a decay per head has neither.
     n, head, strip = locate_strip(HV, V, BV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
     key_head = head // ratio

@@ -8,8 +8,10 @@ dr is in the memory of dv: `state_bwd` left it. E and F have no decays, which di
 `rows_bwd` multiplies them by keys and queries with their decays, and adds up the last sum of dbeta, which is
 used where beta is tiny.
 
-Bytes per token and value head at K = V = 128 in bf16, HV = H: k_in, v, do, dr, dv, v_new 1536, S_in 512,
-A_inv 128, E and F 256: 2430.
+MMAs read dr in bf16; sums over value columns, and dv, read 8 more bits from dr_rest (unless it is None).
+
+Bytes per token and value head at K = V = 128 in bf16, HV = H: k_in, v, do, dr, dv, v_new 1536, dr_rest 128,
+S_in 512, A_inv 128, E and F 256: 2560.
 """
 
 import triton.language as tl
@@ -46,8 +48,8 @@ def values_bwd_kernel(
 ):  # fmt: skip
     # E, F, dv, v_new and two terms of dbeta for one chunk and value head; formulas at the top of the file.
     # Program (chunk of the group, head); grid: entries of the group * HV; warps and strips from `choose`.
-    # Reads k_in, v, do, dr, S_in, A_inv and beta; writes dv over dr, E and F, v_new. E and F [C, C] are
-    # accumulators in registers over all strips of value columns. No PDL.
+    # Reads k_in, v, do, dr (and dr_rest), S_in, A_inv and beta; writes dv over dr, E and F, v_new. E and F
+    # [C, C] are accumulators in registers over all strips of value columns. No PDL.
     head = tl.program_id(0) % HV
     part = tl.program_id(0) // HV
     chunk = begin + part
