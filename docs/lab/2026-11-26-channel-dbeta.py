@@ -41,8 +41,10 @@ def dbeta(given, rows=exact, low=exact, A=exact, S=exact, dS=exact, dr=exact):
     G = g.cumsum(0)
     decay = (G[:, None] - G[None, :]).clamp(max=0).exp()
     P = D**-0.5 * torch.einsum("ic,jc,ijc->ij", q, k, decay).tril()
-    A_inv = torch.eye(C) + beta[:, None] * torch.einsum("ic,jc,ijc->ij", k, k, decay).tril(-1)
-    rest = A(torch.linalg.inv(A_inv) - torch.eye(C))
+    A_inv = torch.eye(C, dtype=torch.float64) + beta[:, None] * torch.einsum(
+        "ic,jc,ijc->ij", k, k, decay
+    ).tril(-1)
+    rest = A(torch.linalg.inv(A_inv) - torch.eye(C, dtype=torch.float64))
     k_in, k_out = rows(G.exp() * k), low((G[-1] - G).exp() * k)
     r = beta[:, None] * (v - k_in @ S(S_in))
     v_new = r + rest @ r
@@ -60,17 +62,15 @@ def textbook(given):
     decay = (G[:, None] - G[None, :]).clamp(max=0).exp()
     P = bf16(D**-0.5 * torch.einsum("ic,jc,ijc->ij", bf16(q), k, decay).tril())
     kk = torch.einsum("ic,jc,ijc->ij", k, k, decay).tril(-1)
-    inverse = torch.linalg.inv(torch.eye(C) + beta[:, None] * kk)
+    inverse = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + beta[:, None] * kk)
     A = bf16(inverse)
     k_in, k_out = G.exp() * k, bf16((G[-1] - G).exp() * k)
-    v_new = bf16(bf16(A @ bf16(beta[:, None] * v)) - bf16(A @ bf16(beta[:, None] * k_in)) @ S)
     dv = bf16(k_out @ bf16(dS_out) + bf16(P.T @ do))
     dw = -bf16(dv @ S.T)
     # through u = A (beta v) and w = A (beta k_in), and through A by the products of the keys
     direct = ((A.T @ dv) * v).sum(-1) + ((A.T @ dw) * k_in).sum(-1)
     dA = bf16(dv) @ bf16(beta[:, None] * v).T + dw @ bf16(beta[:, None] * k_in).T
     dkk = -(A.T @ bf16(bf16(dA) @ A.T)).tril(-1)
-    del v_new
     return direct + (dkk * kk).sum(-1)
 
 
