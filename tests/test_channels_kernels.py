@@ -112,6 +112,25 @@ def test_a_gate_of_its_lower_bound(monkeypatch, triton_device, is_normalized):
     assert error(found, expected) < 5e-3
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("gate", ["bounded", "wild"])
+def test_dbeta_of_the_last_tokens(triton_device, gate):
+    """At strong decays dbeta is a few products of dr and v_new, whose rounding to bf16 would show."""
+    case = CHANNEL(gate, lengths=ONE._replace(T=9), heads=(2, 2), sizes=(68, 64), state="wide",
+                   use_qk_l2norm_in_kernel=True)  # fmt: skip
+    errors = {v.output: v.error for v in check(kda, case, BF16, device=triton_device)}
+    assert errors["dbeta"] < 8e-4 and errors["dv"] < 2e-3
+
+
+@pytest.mark.interpret
+def test_a_token_that_decays_nothing_has_no_gradient_of_its_gate(triton_device):
+    """The first token of a sequence without a state has dg = 0, not the rounding of its sums."""
+    given = inputs(
+        CHANNEL("mild", lengths=rows(1), heads=(1, 1), sizes=(128, 128)), BF16, device=triton_device
+    )
+    assert not run(kda, given)["dg"].any()
+
+
 @jit
 def gates_kernel(x_ptr, softplus_ptr, sigmoid_ptr, N: tl.constexpr):
     i = tl.arange(0, N)

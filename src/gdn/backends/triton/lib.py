@@ -51,6 +51,12 @@ def split_bf16(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def rounding_rest(x, dtype: tl.constexpr):
+    """Return in a 16-bit dtype what rounding fp32 x to it drops."""
+    return (x - x.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def round_tf32(x):
     """Return fp32 x with the 11 bits of tf32, so that a tensor core truncates nothing; without bias.
 

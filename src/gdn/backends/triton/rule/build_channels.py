@@ -11,6 +11,7 @@ from gdn.backends.triton.rule.choose import (
     channel_block,
     channel_strip,
     fp32_state_operands,
+    keeps_low_bits,
     mma_strip,
     split_operands,
     values_bwd_columns,
@@ -144,6 +145,7 @@ def _backward_specs(p: Problem, d: Description, strips: int) -> tuple[TensorSpec
     S_in, P = saves(p)[2], tensor_spec((*tiles, CHUNK, CHUNK), operand_dtype(p))
     assert S_in is not None
     q_in, k_rows = row_specs(p)
+    is_split = split_operands(p, machine(p.device))
     return (
         tensor_spec(p.v.shape, intermediate_dtype(p)),
         *(None if x is None else tensor_spec(x.shape, x.dtype) for x in (p.g, p.beta, p.initial_state)),
@@ -155,10 +157,12 @@ def _backward_specs(p: Problem, d: Description, strips: int) -> tuple[TensorSpec
         tensor_spec((*tiles, strips, CHUNK), torch.float32),
         tensor_spec((*tiles, ROWS.value, CHUNK), torch.float32),
         d.spec,
+        tensor_spec(p.v.shape, torch.int8) if keeps_low_bits(p, machine(p.device)) else None,
         k_rows,
         q_in,
         P,
-        P if split_operands(p, machine(p.device)) else None,
+        P if is_split else None,
+        q_in if is_split and p.q.dtype == torch.bfloat16 else None,
     )
 
 

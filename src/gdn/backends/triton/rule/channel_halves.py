@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.lib import column_mask, dot, inverse_norm, split_bf16
+from gdn.backends.triton.lib import column_mask, dot, inverse_norm, rounding_rest, split_bf16
 from gdn.backends.triton.rule.pairs import END, ROWS
 from gdn.backends.triton.rule.prepare import store_inverse
 from gdn.backends.triton.rule.tril import inverse
@@ -57,10 +57,14 @@ class Keys(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Hold where rows, pairs and factors go; A_inv and the low half of P are None where nobody reads them."""
+    """Hold where rows, pairs and factors go.
+
+    A_inv and the low halves of k_out and P are None where nobody reads them.
+    """
 
     q_in_ptr: Any
     k_rows_ptr: Any
+    k_rest_ptr: Any
     A_inv_ptr: Any
     P_ptr: Any
     P_rest_ptr: Any
@@ -244,7 +248,11 @@ def prepare_by_halves(keys, g, beta, at, out, K: tl.constexpr, UNIT: tl.constexp
     k_place = out.k_rows_ptr + row * (2 * K)
     column = k * tl.exp2(-before)
     # products of two factors, where the product of the factors may be 0 and the result is not
-    store_blocks(k_place + K, at.HV * (2 * K), column * block * later, at.token_range, ks, K)
+    k_out = column * block * later
+    store_blocks(k_place + K, at.HV * (2 * K), k_out, at.token_range, ks, K)
+    if out.k_rest_ptr is not None:
+        k_rest = rounding_rest(k_out, out.k_rest_ptr.dtype.element_ty)
+        store_blocks(out.k_rest_ptr + row * K, at.HV * K, k_rest, at.token_range, ks, K)
     column *= tl.where(is_odd, 1.0, block)
     columns = tl.trans(tl.reshape(column, (CHUNK, N)))
     # those of the first half from the middle of the second

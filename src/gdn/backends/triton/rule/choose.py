@@ -118,6 +118,15 @@ def _has_16_bit_wgmma(p: Problem, machine: Machine) -> bool:
     return machine.kind == "cuda" and machine.capability == 90 and not has_fp32_operands(p)
 
 
+def keeps_low_bits(p: Problem, machine: Machine) -> bool:
+    """Return True if dr of a decay per key channel keeps 8 bits more than bf16, for dbeta.
+
+    On the GPUs of `split_operands`, for all K whose results between kernels are not in fp32.
+    """
+    is_allowed = machine.kind == "cuda" and machine.capability // 10 in (9, 10)
+    return is_allowed and p.q.dtype == torch.bfloat16 and not fp32_mma(p)
+
+
 def channel_block(p: Problem, machine: Machine) -> int:
     """Return the key channels that `prepare_channels_kernel` takes at once: [64, channels] in registers.
 

@@ -146,8 +146,8 @@ class Backward(BackwardParts):
         """Yield the backward state pass. `tensors`: as in `steps`."""
         q, k, _, _, _, _, _, _, cu_seqlens, _, A_inv, S_in, _, _, _, _, do, dS, *new = tensors
         dv, _, _, dS0, dS_out, _, _, _, factors, table, P, P_rest = new
-        read = (q, k, A_inv, P, P_rest, factors, S_in, do, dS, cu_seqlens, table)
-        yield self.state, (*read, dS_out, dv, dS0)
+        read = (q, k, None, A_inv, P, P_rest, factors, S_in, do, dS, cu_seqlens, table)
+        yield self.state, (*read, dS_out, dv, None, dS0)
 
     def late_steps(self, tensors: Sequence[T | None]) -> Steps[T]:
         """Yield the other launches. `tensors`: as in `steps` without P and P_rest, then those of `late`."""

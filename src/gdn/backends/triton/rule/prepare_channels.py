@@ -7,7 +7,8 @@
 D_ijc is e to the sum of g_c over the tokens j + 1 .. i, which `channels` computes exactly for any gate, and
 `channel_halves` in a third of the instructions where decays fit fp32. The state passes read the rows q_in,
 k_in and k_out in the place of q, k and factors, and are the same kernels as for a decay per head. The norms
-are in the rows. A backward launches this kernel again without A_inv: its rows and P are not kept.
+are in the rows. A backward launches this kernel again without A_inv: its rows and P are not kept. It may also
+store k_rest, what rounding k_out to bf16 drops.
 
 Bytes per token and value head at K = V = 128 in bf16, HV = H, g in fp32: q, k 512, g 512, rows 768, A_inv and
 P 256, beta, e^(G_C) 12: 2060.
@@ -26,6 +27,7 @@ from gdn.backends.triton.lib import (
     inverse_norm,
     load_beta,
     load_rows,
+    rounding_rest,
     split_bf16,
     sum_squares,
 )
@@ -133,8 +135,8 @@ def _store_part(x_ptr, rest_ptr, place, x):
 
 @kernel
 def prepare_channels_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, q_in_ptr, k_rows_ptr, A_inv_ptr, P_ptr,
-    P_rest_ptr, factors_ptr, q_rstd_ptr, k_rstd_ptr, o_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, q_in_ptr, k_rows_ptr, k_rest_ptr,
+    A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr, q_rstd_ptr, k_rstd_ptr, o_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV,
     ratio, chunks_per_row, scale, lower_bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
@@ -144,9 +146,10 @@ def prepare_channels_kernel(
     # Rows, A_inv, P, beta, e^(G_C) and norms of one chunk and value head; formulas at the top of the file.
     # Program (chunk, head). Grid: entries * HV, heads fastest, so that the value heads of a key head find q
     # and k in L2; 4 warps, one per block of 16 tokens; no PDL.
-    # Reads q, k and g of 64 tokens, and beta. Writes q_in, k_in and k_out, A_inv (unless it is None) and P
-    # [C, C], and beta and e^(G_C) among the factors. BK above 16: of all channels at once by halves, if the
-    # decay of each 16 tokens fits fp32; else by levels in blocks of 16 channels, which bound the registers.
+    # Reads q, k and g of 64 tokens, and beta. Writes q_in, k_in and k_out, A_inv and k_rest (unless these are
+    # None), P [C, C], and beta and e^(G_C) among the factors. BK above 16: of all channels at once by halves,
+    # if the decay of each 16 tokens fits fp32; else by levels in blocks of 16 channels, which bound the
+    # registers.
     chunk = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     row, first, length = locate(chunk, table_ptr, T, chunks_per_row, C)
@@ -173,7 +176,7 @@ def prepare_channels_kernel(
             )
             tl.store(factors_ptr + at.tile * (ROWS * C) + BETA * C + tokens, weights)
             keys = Keys(Rows(q_ptr, q_b, q_t, q_h), Rows(k_ptr, k_b, k_t, k_h), scale, q_rstd_ptr, k_rstd_ptr)
-            out = Outputs(q_in_ptr, k_rows_ptr, A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr)
+            out = Outputs(q_in_ptr, k_rows_ptr, k_rest_ptr, A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr)
             prepare_by_halves(keys, all_g, weights, at, out, K, UNIT, NORM)
             return
     is_token = tokens < length
@@ -226,7 +229,11 @@ def prepare_channels_kernel(
         # k_in and k_out of a token and head are neighbours in HBM
         k_rows = k_rows_ptr + (place * HV + head) * (2 * K) + (i * (HV * 2 * K) + ks[None, None, :])
         tl.store(k_rows, (k * decay_in).to(k_rows_ptr.dtype.element_ty), mask)
-        tl.store(k_rows + K, (k * tl.exp(after + later)).to(k_rows_ptr.dtype.element_ty), mask)
+        k_out = k * tl.exp(after + later)
+        tl.store(k_rows + K, k_out.to(k_rows_ptr.dtype.element_ty), mask)
+        if k_rest_ptr is not None:
+            k_rest = k_rest_ptr + (place * HV + head) * K + (i * (HV * K) + ks[None, None, :])
+            tl.store(k_rest, rounding_rest(k_out, k_rest_ptr.dtype.element_ty), mask)
         through = tl.exp(tl.sum(tl.sum(total, 1), 0))
         tl.store(factors_ptr + tile * (ROWS * C) + END * C + ks, through, mask=column_mask(ks, K))
 

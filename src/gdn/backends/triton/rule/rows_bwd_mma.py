@@ -194,13 +194,16 @@ def rows_bwd_mma_kernel(
 
     out = tl.zeros([C, BK], tl.float32)
     SdS = tl.zeros([BK], tl.float32)
+    size = tl.zeros([BK], tl.float32)
     for strip in range(0, V, BV):
         vs = strip + tl.arange(0, BV)
         dS = state_block(dS_ptr, tile, ks, vs, K, V)
         v_new_place = group_tile * (C * V) + (t * V + vs[None, :])
         v_new = tl.load(v_new_ptr + v_new_place, mask=column_mask(vs, V)[None, :], other=0.0)
         out = dot(v_new.to(operand), tl.trans(dS.to(operand)), out, PRECISION)
-        SdS += tl.sum(state_block(S_in_ptr, tile, ks, vs, K, V).to(tl.float32) * dS.to(tl.float32), 1)
+        S = state_block(S_in_ptr, tile, ks, vs, K, V).to(tl.float32)
+        SdS += tl.sum(S * dS.to(tl.float32), 1)
+        size += tl.sum(tl.abs(S), 1)
     out *= N * tl.where(t < 32, tl.exp(between + behind)[None, :], tl.exp(behind)[None, :])
     dk += out
     tl.store(dk_ptr + row_place, dk.to(dk_ptr.dtype.element_ty), mask=is_given)
@@ -211,6 +214,8 @@ def rows_bwd_mma_kernel(
     # each value that is not finite comes to dG: `rows_bwd_channels_kernel` then finds whether it is right
     is_finite = tl.sum(tl.sum(dg * 0.0, 1), 0) == 0
     tl.store(done_place, is_finite.to(tl.int32))
+    # the first token decays only S: exactly 0 where a channel of S is 0, where the sums leave their rounding
+    dg = tl.where((t == 0) & (size == 0)[None, :], 0.0, dg)
     # loaded again, so that no register holds the logits meanwhile
     x = load_logits(of_g, dt_bias_ptr, token_range, head, ks, K, C, UNIT)
     g = channel_decays(x, rate, lower_bound, is_token, RAW, BOUNDED, RESET)

@@ -10,8 +10,11 @@ the variance of dbeta's error where little passes through the state, and roundin
 Rounding e^G do caused all of dinitial_state's error under strong decay, and rounding beta e^G dr most of it
 elsewhere. SPLIT also stores the part of dg that is <S_in, dS> of a strip: the 16-bit dS that the next kernel
 reads caused a quarter of the variance of dg's error where much passes through the state.
+With a decay per key channel, k_rest is the low half of k_out, which has one bf16 rounding per token and
+channel, and dr_rest holds 8 more bits of dr. Where all channels decay strongly, the tokens before the final
+state have nearly all of dbeta = <dr, v_new> / beta, and these two roundings were its error.
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv and P 384, S_in and dS
-1024: 2450.
+1024: 2450. Per key channel, k_out, k_rest and dr_rest 640 more, S_in 512 less.
 """
 
 import triton
@@ -31,6 +34,8 @@ from gdn.backends.triton.lib import (
     locate_strip,
     operand_dtype,
     state_pointers,
+    store_wide,
+    truncate,
 )
 from gdn.backends.triton.rule.pairs import (
     BETA,
@@ -58,8 +63,8 @@ def load_without_prefetch(place, length):
 
 @kernel
 def state_bwd_kernel(
-    q_ptr, k_ptr, A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr, S_in_ptr, do_ptr, dfinal_ptr, cu_seqlens_ptr,
-    table_ptr, dS_out_ptr, dr_ptr, dinitial_ptr,
+    q_ptr, k_ptr, k_rest_ptr, A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr, S_in_ptr, do_ptr, dfinal_ptr,
+    cu_seqlens_ptr, table_ptr, dS_out_ptr, dr_ptr, dr_rest_ptr, dinitial_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, bound,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr,
@@ -70,7 +75,7 @@ def state_bwd_kernel(
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
     # CHANNELS: a decay per key channel; q and k hold the rows q_in, k_in and k_out, which have the decays.
     # Reads per chunk q, k, A_inv, P (hi + lo if SPLIT), factors, a strip of do and, if SPLIT, of S_in; writes
-    # a strip of dr and dS.
+    # a strip of dr and dS. k_rest_ptr and dr_rest_ptr may be None; a decay per head has neither.
     n, head, strip = locate_strip(HV, V, BV)
     row, start, total, chunk = sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C)
     key_head = head // ratio
@@ -113,6 +118,10 @@ def state_bwd_kernel(
         if CHANNELS:
             k_out = load_k_out(Rows(k_ptr, k_b, k_t, k_h), token_range, head, ks, K, C, UNIT).to(operand)
             dv_new = dot_split(k_out, dS, None, PRECISION, SPLIT)
+            if k_rest_ptr is not None:
+                k_rest = load_rows(Rows(k_rest_ptr, q_b, q_t, q_h), token_range, key_head, ks, K, C, UNIT)
+                # the operand in shared memory that `dot_split` made
+                dv_new = dot(k_rest, truncate(dS, k_rest.dtype).to(k_rest.dtype), dv_new, PRECISION)
             dv_new = dot(tl.trans(P), do, dv_new, PRECISION)
         else:
             out = factor(factors_ptr, tile, OUT, C)
@@ -124,10 +133,13 @@ def state_bwd_kernel(
             dv_new = dot(tl.trans(rest), do, dv_new, PRECISION)
         # A_inv^T is a transposed view in shared memory; nothing is moved
         dr = apply_inverse(tl.trans(A_inv), dv_new, PRECISION, False)
-        dr_place = dr_ptr + ((row.to(tl.int64) * T + first) * HV + head) * V
-        dr_place += tokens[:, None] * (HV * V) + vs[None, :]
+        dr_begin = ((row.to(tl.int64) * T + first) * HV + head) * V
+        dr_place = tokens[:, None] * (HV * V) + vs[None, :]
         dr_mask = (tokens < length)[:, None] & column_mask(vs, V)[None, :]
-        tl.store(dr_place, dr.to(dr_ptr.dtype.element_ty), mask=dr_mask)
+        if dr_rest_ptr is None:
+            tl.store(dr_ptr + dr_begin + dr_place, dr.to(dr_ptr.dtype.element_ty), mask=dr_mask)
+        else:
+            store_wide(dr_ptr + dr_begin, dr_rest_ptr + dr_begin, dr_place, dr, dr_mask)
         if CHANNELS:
             # q_in has scale and decays, so do is an exact operand
             dS *= channels_through(factors_ptr, tile, ks, K, C)[:, None]

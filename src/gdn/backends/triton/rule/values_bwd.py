@@ -8,8 +8,10 @@ dr is in the memory of dv: `state_bwd` left it. E and F have no decays, which di
 `rows_bwd` multiplies them by keys and queries with their decays, and adds up the last sum of dbeta, which is
 used where beta is tiny.
 
-Bytes per token and value head at K = V = 128 in bf16, HV = H: k_in, v, do, dr, dv, v_new 1536, S_in 512,
-A_inv 128, E and F 256: 2430.
+MMAs read dr in bf16; sums over value columns, and dv, read 8 more bits from dr_rest (unless it is None).
+
+Bytes per token and value head at K = V = 128 in bf16, HV = H: k_in, v, do, dr, dv, v_new 1536, dr_rest 128,
+S_in 512, A_inv 128, E and F 256: 2560.
 """
 
 import triton.language as tl
@@ -24,6 +26,7 @@ from gdn.backends.triton.lib import (
     dot,
     dot_split_left,
     load_rows,
+    load_wide,
     operand_dtype,
     round_tf32,
 )
@@ -36,7 +39,8 @@ APART, WHOLE = tl.constexpr(0), tl.constexpr(1)
 
 @kernel
 def values_bwd_kernel(
-    k_ptr, v_ptr, A_inv_ptr, S_in_ptr, do_ptr, table_ptr, pairs_ptr, dv_ptr, v_new_ptr, factors_ptr,
+    k_ptr, v_ptr, A_inv_ptr, S_in_ptr, do_ptr, table_ptr, dr_rest_ptr, pairs_ptr, dv_ptr, v_new_ptr,
+    factors_ptr,
     k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
     T, HV, ratio, chunks_per_row, scale, begin,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
@@ -44,8 +48,8 @@ def values_bwd_kernel(
 ):  # fmt: skip
     # E, F, dv, v_new and two terms of dbeta for one chunk and value head; formulas at the top of the file.
     # Program (chunk of the group, head); grid: entries of the group * HV; warps and strips from `choose`.
-    # Reads k_in, v, do, dr, S_in, A_inv and beta; writes dv over dr, E and F, v_new. E and F [C, C] are
-    # accumulators in registers over all strips of value columns. No PDL.
+    # Reads k_in, v, do, dr (and dr_rest), S_in, A_inv and beta; writes dv over dr, E and F, v_new. E and F
+    # [C, C] are accumulators in registers over all strips of value columns. No PDL.
     head = tl.program_id(0) % HV
     part = tl.program_id(0) // HV
     chunk = begin + part
@@ -81,7 +85,9 @@ def values_bwd_kernel(
         do = load_rows(Rows(do_ptr, do_b, do_t, do_h), token_range, head, vs, V, C, UNIT).to(operand)
         dr_place = dv_ptr + (place * HV + head)[:, None] * V + vs[None, :]
         dr_mask = is_token[:, None] & column_mask(vs, V)[None, :]
-        dr = tl.load(dr_place, mask=dr_mask, other=0.0).to(operand)
+        dr = tl.load(dr_place, mask=dr_mask, other=0.0)
+        wide_dr = load_wide(dr, dr_rest_ptr, (place * HV + head)[:, None] * V + vs[None, :], dr_mask)
+        dr = dr.to(operand)
         v = load_rows(Rows(v_ptr, v_b, v_t, v_h), token_range, head, vs, V, C, UNIT)
         S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
         kS = tl.zeros([C, BV], tl.float32)
@@ -92,7 +98,6 @@ def values_bwd_kernel(
                 k = k.to(operand)
                 S = state_block(S_in_ptr, tile, ks, vs, K, V).to(operand)
             kS = dot(k, S, kS, PRECISION)
-        wide_dr = dr.to(tl.float32)
         error = v.to(tl.float32) - kS
         apart += tl.sum(wide_dr * error, 1)
         v_new = apply_inverse(A_inv, beta[:, None] * error, PRECISION, SPLIT)
