@@ -10,8 +10,12 @@ shared memory or past it. ptxas 12.9 does not.
 import re
 from collections import defaultdict
 
-# kernels in fp32 whose descriptors are right in spite of it: their SASS has been read
-VERIFIED = ("pairs_bwd_kernel K=256 V=256 BK=64 BV=16 ", "rows_bwd_kernel K=256 V=256 BK=64 BV=16 ")
+# kernels whose descriptors are right in spite of it: their SASS has been read
+VERIFIED = (
+    "pairs_bwd_kernel K=256 V=256 BK=64 BV=16 ",
+    "rows_bwd_kernel K=256 V=256 BK=64 BV=16 ",
+    "state_kernel K=100 V=128 BK=128 BV=16 C=64 UNIT=4 ",
+)
 _SUM = re.compile(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d+);")
 
 
