@@ -157,7 +157,7 @@ def test_halves_are_for_wide_16_bit_keys_on_hopper():
     """fp32 needs the digits of the levels; operands of halves need the shared memory of sm_90."""
     with FakeTensorMode():
         for K, dtype, capability, count in (
-            (128, BF16, 90, 128), (65, FP16, 90, 16), (64, BF16, 90, 16), (129, BF16, 90, 16),
+            (128, BF16, 90, 128), (65, FP16, 90, 128), (64, BF16, 90, 16), (129, BF16, 90, 16),
             (128, FP32, 90, 16), (128, BF16, 80, 16),
         ):  # fmt: skip
             x = [torch.empty(1, 8, 2, K, device="cuda", dtype=dtype) for _ in range(3)]

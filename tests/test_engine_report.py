@@ -63,7 +63,7 @@ def test_layers_with_a_decay_per_key_channel_have_rows_of_their_own(monkeypatch)
     kimi = channels(HOPPER, engine_report.KIMI_K3)
     assert {engine for engine, _ in kimi} == {"vllm"} and "patch_vllm()" in kimi["vllm", "decode"].setting
     monkeypatch.setenv("GDN_ENGINES", "vllm,sglang")
-    usage.count_served("sglang", "verify", is_per_channel=True)
+    usage.count_served("sglang", usage.CHANNEL_ROLES["verify"])
     rows = channels(HOPPER)
     assert {rows["vllm", phase].server for phase in usage.ROLES} == {"gdn"}
     assert (rows["sglang", "verify"].server, rows["sglang", "verify"].calls) == ("gdn", 1)

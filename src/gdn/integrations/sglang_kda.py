@@ -73,7 +73,7 @@ class KDAKernel:
         gates = gates_of(a, b, A_log, dt_bias, q, ssm_states, lower_bound)
         tokens = (q, k, v, None, True)
         o = decode_rows(tokens, gates, ssm_states, cache_indices, query_start_loc, False, None, None, None)
-        usage.count_served("sglang", "decode", is_per_channel=True)
+        usage.count_served("sglang", usage.CHANNEL_ROLES["decode"])
         return o
 
     def packed_decode(
@@ -90,7 +90,7 @@ class KDAKernel:
             mixed_qkv, a.reshape(B, -1), b.reshape(B, HV), A_log, dt_bias, scale, ssm_states, out,
             cache_indices, True, lower_bound,
         )  # fmt: skip
-        usage.count_served("sglang", "decode", is_per_channel=True)
+        usage.count_served("sglang", usage.CHANNEL_ROLES["decode"])
         return out.transpose(0, 1)
 
     def target_verify(
@@ -108,7 +108,7 @@ class KDAKernel:
             (q, k, v, None, True), gates, ssm_states, cache_indices, query_start_loc, True,
             intermediate_states_buffer, intermediate_state_indices, retrieve_parent_token,
         )  # fmt: skip
-        usage.count_served("sglang", "verify", is_per_channel=True)
+        usage.count_served("sglang", usage.CHANNEL_ROLES["verify"])
         return o
 
     def extend(
@@ -138,5 +138,5 @@ class KDAKernel:
                 q, k, v, ssm_states, **gates, cu_seqlens=query_start_loc, state_index=slots,
                 use_qk_l2norm_in_kernel=True, state_v_first=True,
             )  # fmt: skip
-        usage.count_served("sglang", "prefill", is_per_channel=True)
+        usage.count_served("sglang", usage.CHANNEL_ROLES["prefill"])
         return (o, h) if return_intermediate_states else o

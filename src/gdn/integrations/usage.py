@@ -15,17 +15,15 @@ import torch
 from gdn import settings
 
 ROLES = ("prefill", "decode", "verify")
+# of layers with a decay per key channel
 CHANNEL_ROLES = {role: f"{role} by channel" for role in ROLES}
 served: dict[tuple[str, str], int] = {}
 rejected: dict[tuple[str, str], int] = {}
 
 
-def count_served(engine: str, role: str, is_per_channel: bool = False) -> None:
-    """Count a call of an engine that gdn serves: role is one of ROLES.
-
-    is_per_channel: of a layer with a decay per key channel, which is counted as one of CHANNEL_ROLES.
-    """
-    _increment(served, (engine, CHANNEL_ROLES[role] if is_per_channel else role))
+def count_served(engine: str, role: str) -> None:
+    """Count a call of an engine that gdn serves: role is one of ROLES, or of the values of CHANNEL_ROLES."""
+    _increment(served, (engine, role))
 
 
 def count_rejected(name: str, reason: str) -> None:

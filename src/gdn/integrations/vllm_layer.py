@@ -210,7 +210,7 @@ def decode_tokens(
         read_index=meta.non_spec_state_indices_tensor[:count], null_slot=NULL_BLOCK_ID, out=out[:count],
         **norm,
     )  # fmt: skip
-    usage.count_served("vllm", "decode", is_per_channel=a.dim() == 3)
+    count_served(layer, "decode")
 
 
 def run_prompts(
@@ -241,7 +241,7 @@ def run_prompts(
         state_v_first=True, null_slot=NULL_BLOCK_ID, batch_invariant=is_invariant, out=out,
         **gate_options(layer), **where, **snapshot,
     )  # fmt: skip
-    usage.count_served("vllm", "prefill", is_per_channel=a.dim() == 3)
+    count_served(layer, "prefill")
     return o[0]
 
 
@@ -263,7 +263,7 @@ def verify(
         max_seqlen=table.shape[1], read_index=table[:N], num_accepted=accepted, write="all",
         write_index=table[:N], use_qk_l2norm_in_kernel=True, state_v_first=True, null_slot=NULL_BLOCK_ID,
     )  # fmt: skip
-    usage.count_served("vllm", "verify", is_per_channel=a.dim() == 3)
+    count_served(layer, "verify")
     return o[0]
 
 
@@ -288,6 +288,11 @@ def filters(layer: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(layer, ChannelWeights):
         return layer.conv_weight, layer.conv_bias
     return layer.conv1d.weight.flatten(1), getattr(layer.conv1d, "bias", None)
+
+
+def count_served(layer: Any, role: str) -> None:
+    """Count a call for a layer's tokens: role is one of `usage.ROLES`."""
+    usage.count_served("vllm", usage.CHANNEL_ROLES[role] if isinstance(layer, ChannelWeights) else role)
 
 
 def gate_options(layer: Any) -> dict[str, Any]:
