@@ -164,20 +164,22 @@ def test_packed_rows(backend, device, null_slot):
 
 
 @pytest.mark.interpret
-def test_a_long_history_in_programs_of_many_strips(triton_device, monkeypatch):
+@pytest.mark.parametrize("V", [68, 96])
+def test_a_long_history_in_programs_of_many_strips(triton_device, monkeypatch, V):
     """Two blocks of 16 places, several strips of columns for each program, keys in two blocks.
 
-    The programs of a head share the strips of the row that folds; of the other row one of them does all.
+    The programs of a head share the strips of the row that folds; of the other row one of them does all. Four
+    programs would have 8 strips of the 5 or 6, which at V = 96 have no mask.
     """
     from gdn.backends.triton.serving import packet
 
     monkeypatch.setattr(packet, "FILLED", 0)
-    x = pool(32, K=60, V=68, slots=2)
+    x = pool(32, K=60, V=V, slots=2)
     x.cursor[:] = torch.tensor([[20, 31, 0], [20, 3, 0]])
-    x.history_u[:], x.history_k[:] = torch.randn(32, 2, 68) / 4, torch.randn(32, 1, 60) / 4
+    x.history_u[:], x.history_k[:] = torch.randn(32, 2, V) / 4, torch.randn(32, 1, 60) / 4
     # sums of g in the order of the tokens, which begin at place 20 of the ring
     x.history_G[:] = (-torch.arange(32.0).roll(20) / 16)[:, None]
-    got, _ = agree("triton", triton_device, x, inputs(2, 1, H=1, HV=2, K=60, V=68))
+    got, _ = agree("triton", triton_device, x, inputs(2, 1, H=1, HV=2, K=60, V=V))
     assert got.cursor.tolist() == [[19, 1, 0], [20, 4, 0]]
 
 

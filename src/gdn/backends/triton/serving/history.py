@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -287,7 +288,9 @@ def plan_append(
     sizes, scalars, constants = describe_replay(p, starts, num_states)
     q_0, k_0, v_0 = (s // constants["UNIT"] for s in starts)
     is_single = p.cu_seqlens is None and p.q.shape[1] == 1
-    splits = min(SPLITS, sizes["STRIPS"]) if is_single else 1
+    # no more programs than have a strip each: of V = 96, six strips, a fourth would write past the columns
+    strips = triton.cdiv(sizes["STRIPS"], SPLITS)
+    splits = triton.cdiv(sizes["STRIPS"], strips) if is_single else 1
     constants |= fold_constants(p) | {"BK": min(FOLDED, constants["BS"])}
     constants |= {"IS_SINGLE": is_single, "SPLITS": splits}
     scale_n, _, scale_h, scale_v = scale_strides(p.column_scale)
