@@ -37,7 +37,6 @@ class ChannelLayer:
         name = type(self).__name__.removeprefix("Gdn")
         self.is_served = admit(name, sizes, layer.get_state_dtype(), current_platform.is_cuda())
         self.is_aligned = self.is_served and layer.cache_config.mamba_cache_mode == "align"
-        self._filters: Tensor | None = None
         if self.is_served:
             # vLLM's warm-up then compiles no kernel of FlashKDA, and reserves no workspace
             self.kda_prefill_backend = "triton"
@@ -62,14 +61,16 @@ class ChannelLayer:
         )
 
     def weights(self) -> ChannelWeights:
-        """Return the layer's parameters; the filters of q, k and v are joined at the first call."""
+        """Return the layer's parameters, with the filters of q, k and v as one tensor.
+
+        They are joined at each call, in CUDA graphs as well: weights may be loaded again in place.
+        """
         layer: Any = self
-        if self._filters is None:
-            names = ("conv1d",) if hasattr(self, "conv1d") else ("q_conv1d", "k_conv1d", "v_conv1d")
-            filters = [getattr(self, name).weight.detach().flatten(1) for name in names]
-            self._filters = filters[0] if len(filters) == 1 else torch.cat(filters)
+        names = ("conv1d",) if hasattr(self, "conv1d") else ("q_conv1d", "k_conv1d", "v_conv1d")
+        filters = [getattr(self, name).weight.detach().flatten(1) for name in names]
+        joined = filters[0] if len(filters) == 1 else torch.cat(filters)
         A_log, bias = layer.A_log.view(-1), layer.dt_bias.view(-1, layer.head_dim)
-        return ChannelWeights(self._filters, None, A_log, bias, self.bound)
+        return ChannelWeights(joined, None, A_log, bias, self.bound)
 
     def step(self) -> Step | None:
         """Return the parameters, metadata and pools of this step, and True with VLLM_BATCH_INVARIANT=1.
@@ -81,13 +82,12 @@ class ChannelLayer:
         from vllm import envs
         from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-        # joined in the profile run already: a graph must not hold the joined filters
-        weights, meta, layer = self.weights(), metadata(self), self
+        meta, layer = metadata(self), self
         if meta is None:
             return None
         windows, states = layer.kv_cache[:2]  # type: ignore[attr-defined]
         pools = windows if is_conv_state_dim_first() else windows.mT, states
-        return weights, meta, pools, bool(envs.VLLM_BATCH_INVARIANT)
+        return self.weights(), meta, pools, bool(envs.VLLM_BATCH_INVARIANT)
 
 
 class KimiLayer(ChannelLayer):

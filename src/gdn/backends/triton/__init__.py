@@ -100,7 +100,7 @@ def _refuses_rows(problem: Problem | PrefillProblem) -> str | None:
     p = problem.rule if isinstance(problem, PrefillProblem) else problem
     strides = [s for x in (p.q, p.k, p.v) for s in x.stride()[:3]]
     is_odd = any(n % 2 for n in (p.K, p.V, *strides))
-    if is_odd and p.K > 64 and _is_16_bit_on_a_gpu(p.q) and settings.backend(p.backend) != "triton":
+    if is_odd and max(p.K, p.V) > 64 and _is_16_bit_on_a_gpu(p.q) and settings.backend(p.backend) != "triton":
         return f"expected backend='triton' by name, or even K, V and strides in 16 bits, got K={p.K}, V={p.V}"
     return None
 

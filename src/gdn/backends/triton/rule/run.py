@@ -147,6 +147,9 @@ def backward_inputs(
         saved = forward(p, operand_dtype(p))[2]
     # a missing do counts as zero: the kernels have no path without it
     do = torch.zeros_like(p.v) if do is None else with_dense_rows(do.to(p.v.dtype))
+    if do.element_size() == 2 and any(s % 2 for s in do.stride()[:3]):
+        # loaded element by element, rows would need other tiles (see `choose.equal_layouts`)
+        do = do.contiguous()
     return saved, do, None if dS is None else dS.contiguous()
 
 
