@@ -331,10 +331,10 @@ def test_gradients_of_few_values(sizes, dtype):
 
 @pytest.mark.parametrize("sizes, pad, is_refused", [
     ((65, 64), 0, True), ((128, 65), 0, True), ((128, 128), 1, True), ((66, 64), 0, False),
-    ((63, 65), 0, False),
+    ((63, 65), 0, True), ((63, 63), 0, False),
 ])  # fmt: skip
 def test_only_named_calls_load_rows_by_elements(sizes, pad, is_refused):
-    """The forward per key channel, and all backwards, of K above 64 in 16 bits; see `triton.refuses`."""
+    """The forward per key channel, and all backwards, of K or V above 64 in 16 bits; see `triton.refuses`."""
     K, V = sizes
     with FakeTensorMode():
         for dtype in (BF16, FP32):
