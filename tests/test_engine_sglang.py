@@ -35,14 +35,12 @@ def flags(package, monkeypatch):
 
 
 def dispatcher(package):
-    backends = package.utils.resolve_linear_attn_backends()
-    return package.backend.GDNKernelDispatcher(backends.decode, backends.prefill, backends.verify)
+    return sglang_engine.build(package, package.backend.GDNKernelDispatcher)
 
 
 def kernels(package):
-    made = dispatcher(package)
-    phases = (made.decode_kernel, made.extend_kernel, made.verify_kernel, made.tree_verify_kernel)
-    return [isinstance(kernel, sglang.GDNKernel) for kernel in phases]
+    phases = ("decode", "extend", "verify", "tree_verify")
+    return sglang_engine.serves(dispatcher(package), phases, sglang.GDNKernel)
 
 
 def test_the_name_is_a_backend(package, flags):

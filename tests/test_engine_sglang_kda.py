@@ -35,14 +35,11 @@ def flags(package, monkeypatch):
 
 
 def dispatcher(package):
-    backends = package.utils.resolve_linear_attn_backends()
-    return package.channels.KDAKernelDispatcher(backends.decode, backends.prefill, backends.verify)
+    return sglang_engine.build(package, package.channels.KDAKernelDispatcher)
 
 
 def kernels(package):
-    made = dispatcher(package)
-    phases = (made.decode_kernel, made.extend_kernel, made.verify_kernel)
-    return [isinstance(kernel, sglang_kda.KDAKernel) for kernel in phases]
+    return sglang_engine.serves(dispatcher(package), ("decode", "extend", "verify"), sglang_kda.KDAKernel)
 
 
 def test_each_flag_selects_its_phase(package, flags):
@@ -63,9 +60,8 @@ def test_each_flag_selects_its_phase(package, flags):
     assert isinstance(made.decode_kernel, package.channel_triton.TritonKDAKernel)
     assert made.effective_extend_kernel(-5.0, 1) is made.extend_kernel
     # without the plug-in the name is an error
-    backends = package.utils.resolve_linear_attn_backends()
     with pytest.raises(ValueError, match="Unsupported KDA decode backend"):
-        package.own_channels(backends.decode, backends.prefill, backends.verify)
+        sglang_engine.build(package, package.own_channels)
 
 
 def layer_of(bound):

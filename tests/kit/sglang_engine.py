@@ -1,6 +1,8 @@
 """Load SGLang's own modules from its wheel with gdn's plug-in, for the tests of its kernels on gdn."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -66,3 +68,14 @@ def use_flags(package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Simp
                 monkeypatch.setattr(cell, "cell_contents", lambda: execution)
     usage.reset()
     return values
+
+
+def build(package: SimpleNamespace, dispatcher: type) -> Any:
+    """Return one of SGLang's dispatchers, built from its flags as its backends build it."""
+    backends = package.utils.resolve_linear_attn_backends()
+    return dispatcher(backends.decode, backends.prefill, backends.verify)
+
+
+def serves(made: Any, phases: Sequence[str], kernel: type) -> list[bool]:
+    """Return for each phase of a dispatcher whether a kernel class of gdn serves it."""
+    return [isinstance(getattr(made, f"{phase}_kernel"), kernel) for phase in phases]

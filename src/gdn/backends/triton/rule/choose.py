@@ -86,8 +86,12 @@ def split_operands(p: Problem, machine: Machine) -> bool:
     It needs operands in shared memory: sm_80 and sm_120 would hold them in registers and spill 2 to 26 KB a
     thread.
     """
-    is_allowed = machine.kind == "cuda" and machine.capability // 10 in (9, 10) and p.K <= 128
-    return is_allowed and not has_fp32_operands(p)
+    return _has_shared_operands(machine) and p.K <= 128 and not has_fp32_operands(p)
+
+
+def _has_shared_operands(machine: Machine) -> bool:
+    """Return True if MMAs read their operands from shared memory: Hopper, and Blackwell of data centres."""
+    return machine.kind == "cuda" and machine.capability // 10 in (9, 10)
 
 
 def equal_layouts(p: Problem, machine: Machine, tiles: TileT, unit: int) -> TileT:
@@ -115,7 +119,11 @@ def values_bwd_columns(p: Problem, machine: Machine, tiles: BackwardTiles) -> in
 
 def _has_16_bit_wgmma(p: Problem, machine: Machine) -> bool:
     """Return True if MMAs that read the state are WGMMA on 16-bit operands."""
-    return machine.kind == "cuda" and machine.capability == 90 and not has_fp32_operands(p)
+    return _is_hopper(machine) and not has_fp32_operands(p)
+
+
+def _is_hopper(machine: Machine) -> bool:
+    return machine.kind == "cuda" and machine.capability == 90
 
 
 def keeps_low_bits(p: Problem, machine: Machine) -> bool:
@@ -123,8 +131,7 @@ def keeps_low_bits(p: Problem, machine: Machine) -> bool:
 
     On the GPUs of `split_operands`, for all K whose results between kernels are not in fp32.
     """
-    is_allowed = machine.kind == "cuda" and machine.capability // 10 in (9, 10)
-    return is_allowed and p.q.dtype == torch.bfloat16 and not fp32_mma(p)
+    return _has_shared_operands(machine) and p.q.dtype == torch.bfloat16 and not fp32_mma(p)
 
 
 def channel_block(p: Problem, machine: Machine) -> int:
@@ -138,8 +145,7 @@ def channel_block(p: Problem, machine: Machine) -> int:
 
 def has_wide_kernels(p: Problem, machine: Machine) -> bool:
     """Return True for 65 to 128 channels in 16 bits on sm_90: they have kernels beside those of 16."""
-    is_hopper = machine.kind == "cuda" and machine.capability == 90
-    return is_hopper and 64 < p.K <= 128 and p.q.dtype != torch.float32
+    return _is_hopper(machine) and 64 < p.K <= 128 and p.q.dtype != torch.float32
 
 
 @dataclass(frozen=True)

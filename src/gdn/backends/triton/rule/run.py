@@ -31,6 +31,7 @@ from gdn.backends.triton.launch import (
     compile_ahead,
     device_guard,
     machine,
+    unit_of,
 )
 from gdn.backends.triton.rule import choose
 from gdn.backends.triton.rule.build import build_backward, build_forward
@@ -147,7 +148,7 @@ def backward_inputs(
         saved = forward(p, operand_dtype(p))[2]
     # a missing do counts as zero: the kernels have no path without it
     do = torch.zeros_like(p.v) if do is None else with_dense_rows(do.to(p.v.dtype))
-    if do.element_size() == 2 and any(s % 2 for s in do.stride()[:3]):
+    if do.element_size() == 2 and unit_of(*do.stride()[:3]) == 1:
         # loaded element by element, rows would need other tiles (see `choose.equal_layouts`)
         do = do.contiguous()
     return saved, do, None if dS is None else dS.contiguous()
