@@ -329,42 +329,6 @@ def test_gradients_of_few_values(sizes, dtype):
     assert not bad, bad
 
 
-@pytest.mark.parametrize("sizes, pad, is_refused", [
-    ((65, 64), 0, True), ((128, 65), 0, True), ((128, 128), 1, True), ((66, 64), 0, False),
-    ((63, 65), 0, True), ((63, 63), 0, False),
-])  # fmt: skip
-def test_only_named_calls_load_rows_by_elements(sizes, pad, is_refused):
-    """The forward per key channel, and all backwards, of K or V above 64 in 16 bits; see `triton.refuses`."""
-    K, V = sizes
-    with FakeTensorMode():
-        for dtype in (BF16, FP32):
-            strides = (16 * (K + pad), 2 * (K + pad), K + pad, 1)
-            q = torch.empty_strided((1, 8, 2, K), strides, device="cuda", dtype=dtype)
-            v = torch.empty(1, 8, 2, V, device="cuda", dtype=dtype)
-            beta = torch.empty(1, 8, 2, device="cuda")
-            for g in (beta, torch.empty(1, 8, 2, K, device="cuda")):
-                expected = is_refused and dtype is BF16
-                problem = parse(q, q, v, g, beta)
-                assert (triton.refuses(problem) is not None) == (expected and g is not beta)
-                assert (triton.refuses_backward(problem) is not None) == expected
-                assert triton.refuses_backward(replace(problem, backend="triton")) is None
-
-
-@pytest.mark.parametrize("K, V, is_refused", [
-    (68, 16, True), (128, 32, True), (64, 16, False), (128, 48, False),
-])  # fmt: skip
-def test_only_named_calls_have_gradients_of_few_values(K, V, is_refused):
-    """See `triton.refuses_backward`: dq was not right on an H100."""
-    with FakeTensorMode():
-        q = torch.empty(1, 8, 2, K, device="cuda", dtype=BF16)
-        v = torch.empty(1, 8, 2, V, device="cuda", dtype=BF16)
-        beta = torch.empty(1, 8, 2, device="cuda")
-        for g, refused in ((q, is_refused), (beta, False)):
-            problem = parse(q, q, v, g, beta)
-            assert (triton.refuses_backward(problem) is not None) == refused
-            assert triton.refuses_backward(replace(problem, backend="triton")) is None
-
-
 @pytest.mark.parametrize("K", [16, 136])
 def test_a_gpu_runs_the_kernels(K):
     """Calls of both ranks run on `triton`; a backward that no GPU has run does if they name it."""

@@ -84,29 +84,9 @@ def refuses(problem: Any) -> str | None:
     has_history = getattr(problem, "cursor", None) is not None
     if reason is None and isinstance(problem, PropagateProblem) and problem.K > LARGEST_MAP:
         reason = f"expected K of at most {LARGEST_MAP}, got K={problem.K}"
-    if reason is None and isinstance(problem, (Problem, PrefillProblem)) and problem.is_per_channel:
-        reason = _refuses_rows(problem)
     if reason is None and (has_history or not isinstance(problem, ANY_GATE)):
         reason = _refuses_gate(problem)
     return reason
-
-
-def _refuses_rows(problem: Problem | PrefillProblem) -> str | None:
-    """Return why an unnamed call does not run state passes whose rows are loaded element by element, or None.
-
-    On an H100 those of backwards, and of forwards with a decay per key channel, had wrong results. Their new
-    tiles (`choose.equal_layouts`) have not passed the GPU tests.
-    """
-    p = problem.rule if isinstance(problem, PrefillProblem) else problem
-    strides = [s for x in (p.q, p.k, p.v) for s in x.stride()[:3]]
-    is_odd = any(n % 2 for n in (p.K, p.V, *strides))
-    if is_odd and max(p.K, p.V) > 64 and _is_16_bit_on_a_gpu(p.q) and settings.backend(p.backend) != "triton":
-        return f"expected backend='triton' by name, or even K, V and strides in 16 bits, got K={p.K}, V={p.V}"
-    return None
-
-
-def _is_16_bit_on_a_gpu(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.element_size() == 2
 
 
 def _refuses_gate(problem: Any) -> str | None:
@@ -143,15 +123,10 @@ def refuses_any_gate(problem: Any) -> str | None:
 
 def refuses_backward(problem: Problem) -> str | None:
     """Return why the backend does not support the backward of a problem, or None."""
-    is_unnamed = settings.backend(problem.backend) != "triton"
     is_unmeasured = problem.is_per_channel and problem.K > MEASURED and problem.q.device.type == "cuda"
-    if is_unmeasured and is_unnamed:
+    if is_unmeasured and settings.backend(problem.backend) != "triton":
         return f"expected backend='triton' by name: K={problem.K} has not passed the GPU tests of gradients"
-    # on an H100 dq was up to 2.6 % off; the new columns (`choose.values_bwd_columns`) have not run on a GPU
-    has_few_values = problem.is_per_channel and problem.K > 64 and problem.V <= 32
-    if has_few_values and is_unnamed and _is_16_bit_on_a_gpu(problem.q):
-        return f"expected backend='triton' by name: V={problem.V} has not passed the GPU tests of gradients"
-    return _refuses_rows(problem) or refuses(problem)
+    return refuses(problem)
 
 
 def _leading(problem: Any) -> Tensor:
