@@ -5,9 +5,9 @@
 FLA's kernels are tuned over the configurations in `TRIED`, which 14 processes compile into Triton's cache
 without launching them; three further processes compile gdn's, of either rank on torch's fake process group
 and of one GPU. The two ranks have meanwhile met, and go on when all is compiled, or after `--warm` seconds.
-FLA refuses its backward with Triton 3.4 to 3.7.0 on Hopper ("incorrect results"); the check is left out so that
-its time can be read, and the differences from gdn's gradients are printed. Sizes, inputs and clocks are those
-of the script of 2026-11-25 for two GPUs.
+FLA refuses its backward with Triton 3.4 to 3.7.0 on Hopper ("incorrect results"); the check is left out, so
+that its time can be read, and the differences from gdn's gradients are printed. Sizes, inputs and clocks are
+those of the script of 2026-11-25 for two GPUs.
 """
 
 import argparse
@@ -28,6 +28,10 @@ spec.loader.exec_module(base)
 warnings.filterwarnings("ignore")
 
 WORKERS = 14
+# other modules have kernels of the same names
+MODULES = (
+    "fla.ops.cp.", "fla.ops.common.chunk_", "fla.ops.gated_delta_rule.", "fla.ops.utils.", "fla.modules.norm.",
+)  # fmt: skip
 # kernel -> which of its configurations are tried: a predicate of arguments, warps and stages
 TRIED = {
     "l2norm_fwd_kernel": lambda a, w, s: (w, a["BT"]) in ((4, 16), (4, 32), (8, 32), (8, 64)),
@@ -60,7 +64,7 @@ def name_of(tuner):
     fn = tuner.fn
     while not hasattr(fn, "__name__"):
         fn = fn.fn
-    return fn.__name__
+    return fn.__name__ if fn.__module__.startswith(MODULES) else fn.__module__
 
 
 def shrink():

@@ -2,8 +2,8 @@
 
 Outputs and gradients of the ranks are compared first with those of one process on all tokens. Strong scaling
 is the time of one GPU with all tokens over that of the ranks. Weak scaling is the time of the ranks over that
-of one GPU with the tokens of one rank. Each call is timed alone, so that GPUs wait for its launches, and 8 in a
-row, as in the layers of a model. All GPUs compute the rows of one GPU at once, as clocks fall with work.
+of one GPU with the tokens of one rank. Each call is timed alone, so that GPUs wait for its launches, and 8 in
+a row, as in the layers of a model. All GPUs compute the rows of one GPU at once, as clocks fall with work.
 """
 
 from collections.abc import Callable, Iterator
@@ -234,7 +234,8 @@ def _head(rank: Rank, scaling: Scaling, job: str, way: Way) -> Row:
     how = ONE if R == 1 else f"{R} ranks, {way.exchange}"
     label = "ranks" if scaling.gate == MIXED.gate else f"ranks:{scaling.gate}"
     return {
-        "pass": label, "case": f"{H}/{HV} 1x{way.tokens} {job}, {how}", "provider": way.provider, "backend": None,
+        "pass": label, "case": f"{H}/{HV} 1x{way.tokens} {job}, {how}", "provider": way.provider,
+        "backend": None,
         "H": H, "HV": HV, "K": scaling.size, "V": scaling.size, "N": 1, "T": way.tokens,
         "gate": scaling.gate, "dtype": scaling.dtype, "num_ranks": R,
         "exchange": None if R == 1 else way.exchange,
