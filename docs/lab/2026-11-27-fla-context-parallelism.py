@@ -30,7 +30,7 @@ warnings.filterwarnings("ignore")
 WORKERS = 14
 # other modules have kernels of the same names
 MODULES = (
-    "fla.ops.cp.", "fla.ops.common.chunk_", "fla.ops.gated_delta_rule.", "fla.ops.utils.", "fla.modules.norm.",
+    "fla.ops.cp.", "fla.ops.common.chunk_", "fla.ops.gated_delta_rule.", "fla.ops.utils.", "fla.modules.",
 )  # fmt: skip
 # kernel -> which of its configurations are tried: a predicate of arguments, warps and stages
 TRIED = {

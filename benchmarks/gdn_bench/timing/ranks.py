@@ -97,7 +97,8 @@ def run_on_ranks(
     if one fails or ends, or if no row comes for `limit` seconds; all ranks are then ended.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "gdn"])
+    # imported once, by the process that all ranks are forked from; it has no CUDA context
+    context.set_forkserver_preload(["torch._dynamo", "gdn.distributed"])
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}
         processes = []
