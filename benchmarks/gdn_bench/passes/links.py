@@ -43,12 +43,12 @@ def measure(rank: Rank, links: Links) -> Iterator[Row]:
     latency, bandwidth = machine.link(R)
     for name, (bind, predict) in COLLECTIVES.items():
         runs = {_bytes(size): bind(rank, size) for size in links.sizes}
-        found = _times(rank, runs, links)
+        timed = _times(rank, runs, links)
         # the model's time is a sum of both: steps x latency + bytes / bandwidth
         steps = predict(0, R, 1.0, 1.0)
         received = [predict(size, R, 0.0, 1.0) for size in links.sizes]
-        fitted = fit([row["queued_ms"] / 1e3 for row in found.values()], steps, received)
-        for size, bytes_, (text, times) in zip(links.sizes, received, found.items(), strict=True):
+        fitted = fit([row["queued_ms"] / 1e3 for row in timed.values()], steps, received)
+        for size, bytes_, (text, times) in zip(links.sizes, received, timed.items(), strict=True):
             yield {
                 **_head(rank, f"{name} {text}"), **times, "bytes": bytes_,
                 "queued_gb_per_s": bytes_ / times["queued_ms"] / 1e6, **fitted,
@@ -57,9 +57,9 @@ def measure(rank: Rank, links: Links) -> Iterator[Row]:
     for HV in links.heads:
         form = cost.Form(max(HV // 2, 1), HV, links.size, links.size)
         for exchange in cost.FLAT:
-            found = _times(rank, exchange_runs(rank, exchange, form), links)
+            timed = _times(rank, exchange_runs(rank, exchange, form), links)
             told = cost.exchange_times(form, R, exchange, machine)
-            for seconds, (way, times) in zip(told, found.items(), strict=True):
+            for seconds, (way, times) in zip(told, timed.items(), strict=True):
                 name = f"{exchange} of states {way}, {HV} heads"
                 yield {**_head(rank, name), **times, **_predicted(seconds, times)}
 

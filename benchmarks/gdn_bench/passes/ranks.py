@@ -134,10 +134,10 @@ def judge(rank: Rank, scaling: Scaling, provider: str, exchange: str) -> Row:
     mine = {name: context.shard(x, 1) for name, x in given.tensors.items()}
     local = replace(given, tensors=mine, do=context.shard(given.do, 1))
     try:
-        found = bind(rank, local, provider, exchange, scaling.tokens)["train"]()
+        outputs = bind(rank, local, provider, exchange, scaling.tokens)["train"]()
     except (ImportError, ValueError, RuntimeError) as error:
         return {"failed": f"{type(error).__name__}: {error}"[:300]}
-    errors = rank.largest([_distance(x, context.shard(y, 1)) for x, y in zip(found, expected, strict=True)])
+    errors = rank.largest([_distance(x, context.shard(y, 1)) for x, y in zip(outputs, expected, strict=True)])
     limits = error_limits(getattr(torch, scaling.dtype), "random")
     shares = [error / limits[name] for name, error in zip(OUTPUTS, errors, strict=True)]
     return {
