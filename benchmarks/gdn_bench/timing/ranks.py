@@ -20,6 +20,7 @@ from torch import distributed as dist
 from gdn_bench.results.rows import Row
 from gdn_bench.timing import measure
 
+CLOCK = 2e9  # cycles per second of a GPU, about
 LIMIT = 300.0  # seconds without a row after which the ranks are ended: kernels compile at first
 
 
@@ -45,20 +46,21 @@ class Rank:
         return x.tolist()  # type: ignore[no-any-return]
 
     def time_in_turn(
-        self, runs: Mapping[str, Callable[[], Any]], rounds: int, burst: int = 1
+        self, runs: Mapping[str, Callable[[], Any]], rounds: int, burst: int = 1, ahead: float = 0.0
     ) -> dict[str, measure.Times]:
         """Return times of functions that are called in turn, each on all ranks at once: the slowest rank's.
 
         burst: calls in a row, whose mean counts: the host then runs ahead of a GPU, as in the layers of a
-        model. With 1 the GPU waits for the launches.
+        model. With 1 the GPU waits for the launches. ahead: seconds for which a GPU is kept busy before the
+        clock starts, so that the launches of short calls are not in their time.
         """
         for run in runs.values():
             run()
-        seconds = [self._time_once(run, burst) / burst for _ in range(rounds) for run in runs.values()]
+        seconds = [self._time_once(run, burst, ahead) / burst for _ in range(rounds) for run in runs.values()]
         slowest = self.largest(seconds)
         return {name: measure.times(slowest[i :: len(runs)]) for i, name in enumerate(runs)}
 
-    def _time_once(self, run: Callable[[], Any], burst: int) -> float:
+    def _time_once(self, run: Callable[[], Any], burst: int, ahead: float) -> float:
         """Return the seconds of `burst` calls on this rank, which all ranks begin together."""
         dist.barrier()
         if self.device.type != "cuda":
@@ -68,6 +70,8 @@ class Rank:
             return time.perf_counter() - began
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
+        if ahead:
+            torch.cuda._sleep(int(ahead * CLOCK))  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(burst):
             run()
