@@ -155,7 +155,7 @@ def test_a_usage_error_is_one_line(monkeypatch, capsys, arguments, words):
     assert lines[0].startswith("gdn")
 
 
-@pytest.mark.parametrize("job", [*commands.HELP, "compare HEAD~1 HEAD"])
+@pytest.mark.parametrize("job", [*commands.HELP, "ranks", "links", "compare HEAD~1 HEAD"])
 def test_a_gpu_benchmark_refuses_a_cpu(monkeypatch, capsys, job):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, lines = run_script(monkeypatch, capsys, "bench", *job.split())

@@ -27,6 +27,8 @@ ABOUT = {
     "stages": "forward, stage by stage, on PTO's shape and its GVA set; what is inside a time stands below",
     "layer": "the whole layer, forward and backward",
     "e2e": "a random-weight model in Transformers: prompt x tokens written",
+    "ranks": "one long sequence on several GPUs beside one, bf16, K = V = 128",
+    "links": "collectives and exchanges of states between GPUs",
     "host": "host time of an eager call",
     "cold": "a new process with empty caches",
     "accuracy": "relative RMS error against the reference in fp64",
@@ -265,6 +267,8 @@ def command(name: str, case: str | None = None) -> str:
         problems, _, profile = (variant or "distributions").partition(":")
         judged = ["--profile", profile] if profile else []
         return shlex.join(["gdn", "verify", "--set", problems, *judged, "--append"])
+    if job in ("ranks", "links"):
+        return shlex.join(["gdn", "bench", job, *(["--gate", variant] if variant else [])])
     options = [] if job == "cpu" or case is None else ["--only", case]
     options += {"": [], "eager": ["--eager"]}.get(variant, ["--variant", variant.removesuffix(":eager")])
     return shlex.join(["gdn", "bench", job, *options])

@@ -47,7 +47,8 @@ def build_table(
     measured: its rows with numbers. without: its last rows that have none. of_limit: share of what bytes and
     flop allow. more: further columns of a table of times.
     """
-    make = {"cold": _cold, "accuracy": _accuracy, "e2e": _end_to_end}.get(name.partition(":")[0])
+    makers = {"cold": _cold, "accuracy": _accuracy, "e2e": _end_to_end, "ranks": _ranks, "links": _links}
+    make = makers.get(name.partition(":")[0])
     return make(measured) if make else _times(measured, without, of_limit, more or {})
 
 
@@ -149,6 +150,51 @@ def _end_to_end(measured: Sequence[Row]) -> Table:
     ]
     columns = ["", "tokens/s", "first token", "logit error", "RMS error", "decided", "same of these"]
     return Table([*columns, "decided by plain torch's error", "same of these", "same of all"], lines)
+
+
+def _ranks(measured: Sequence[Row]) -> Table:
+    lines = [
+        [
+            row["case"] if row["provider"] == "gdn" else f"{row['case']}, {title_of(row['provider'])}",
+            *(
+                text
+                for name in ("", "queued_")
+                for text in (
+                    format_time(row[f"{name}ms"]),
+                    f"{row[f'{name}speedup']:.2f}x" if f"{name}speedup" in row else "",
+                    f"{row[f'{name}weak']:.3f}" if f"{name}weak" in row else "",
+                    _predicted(row, name),
+                )
+            ),
+            f"{row['peak_mb']:.0f}" if "peak_mb" in row else "",
+            f"{row['ratio']['fla']:.2f}" if "fla" in row["ratio"] else "",
+            _error(row.get("error", "")),
+        ]
+        for row in measured
+    ]
+    of_times = ("speedup", "weak", "predicted")
+    columns = ["", "one call", *of_times, "8 in a row", *of_times, "MB a rank", "FLA / gdn", "error"]
+    return Table(columns, lines)
+
+
+def _links(measured: Sequence[Row]) -> Table:
+    lines = [
+        [
+            row["case"], format_time(row["ms"]), format_time(row["queued_ms"]), _predicted(row, ""),
+            f"{row['queued_gb_per_s']:.1f}" if "queued_gb_per_s" in row else "",
+            f"{row['latency_us']:.1f} us" if "latency_us" in row else "",
+            f"{row['link_gb_per_s']:.0f} GB/s" if row.get("link_gb_per_s") else "",
+        ]
+        for row in measured
+    ]  # fmt: skip
+    return Table(["", "one call", "8 in a row", "predicted", "GB/s", "latency", "bandwidth"], lines)
+
+
+def _predicted(row: Row, name: str) -> str:
+    """Return the time of the cost model, and its share of the measured one."""
+    if f"{name}predicted" not in row:
+        return ""
+    return f"{format_time(row[f'{name}predicted_ms'])} ({row[f'{name}predicted']:.2f})"
 
 
 def notes(rows: Sequence[Row]) -> list[str]:

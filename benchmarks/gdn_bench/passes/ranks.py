@@ -1,0 +1,248 @@
+"""Time one long sequence on several ranks beside one GPU in the same processes: training and forward.
+
+Outputs and gradients of the ranks are compared first with those of one process on all tokens. Strong scaling
+is the time of one GPU with all tokens over that of the ranks. Weak scaling is the time of the ranks over that
+of one GPU with the tokens of one rank. Each call is timed alone, so that GPUs wait for its launches, and 8 in
+a row, as in the layers of a model. All GPUs compute the rows of one GPU at once, as clocks fall with work.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import gdn
+from gdn.distributed import cost
+from gdn.distributed.explain import local_work
+from gdn.distributed.simulate import H100, simulate
+from gdn.testing.accuracy import error_limits
+from gdn.testing.cases import Case, Lengths
+from gdn.testing.tensors import Inputs, inputs
+from gdn_bench.problems.catalog import MIXED
+from gdn_bench.results import rows
+from gdn_bench.results.rows import Row
+from gdn_bench.timing.ranks import Rank
+
+ONE = "one GPU"
+EXCHANGES = ("gather", "owner", "heads")
+JOBS = ("train", "forward")
+ARGUMENTS = ("q", "k", "v", "g", "beta")
+OUTPUTS = ("o", "dq", "dk", "dv", "dg", "dbeta")
+BURST = 8
+
+Calls = dict[str, Callable[[], tuple[torch.Tensor, ...]]]  # job -> the function that runs it
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Choose the sizes.
+
+    heads      H, HV
+    size       K = V
+    tokens     of the sequence in strong scaling
+    local      tokens a rank in weak scaling
+    gate       a distribution of `gdn.testing.Case`: heads that keep their state over many tokens cost more
+    dtype      of q, k, v
+    exchanges  names of `gdn.ContextParallel`
+    providers  gdn, and fla for its context parallelism
+    rounds     times of one call, and of 8 in a row
+    """
+
+    heads: tuple[int, int] = (16, 32)
+    size: int = 128
+    tokens: int = 131072
+    local: int = 65536
+    gate: str = "mixed"
+    dtype: str = "bfloat16"
+    exchanges: tuple[str, ...] = EXCHANGES
+    providers: tuple[str, ...] = ("gdn",)
+    rounds: tuple[int, int] = (11, 5)
+
+    def case(self, num_tokens: int) -> Case:
+        """Return the problem of so many tokens."""
+        return replace(
+            MIXED, gate=self.gate, heads=self.heads, sizes=(self.size, self.size), state="none",
+            lengths=Lengths(num_tokens), use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+
+    def draw(self, rank: Rank, num_tokens: int, seed: int) -> Inputs:
+        """Return tensors of so many tokens on a rank's device."""
+        dtype = getattr(torch, self.dtype)
+        return inputs(self.case(num_tokens), dtype, seed=seed, device=rank.device, is_drawn_there=True)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Name a row: who computes it, how ranks exchange states (or ONE), tokens of the whole sequence."""
+
+    provider: str
+    exchange: str
+    tokens: int
+
+
+def measure(rank: Rank, scaling: Scaling) -> Iterator[Row]:
+    """Yield a row for each job, provider, exchange and size, rows of one GPU first."""
+    R = rank.num_ranks
+    totals = dict.fromkeys((scaling.tokens, R * scaling.local))
+    alone = dict.fromkeys((scaling.tokens, scaling.tokens // R, scaling.local))
+    verdicts: dict[tuple[str, str], Row] = {}
+    ways: dict[Way, Calls] = {}
+    for tokens in alone:
+        ways[Way("gdn", ONE, tokens)] = gdn_calls(scaling.draw(rank, tokens, rank.number), {})
+    for provider, exchange in _kinds(scaling):
+        verdicts[provider, exchange] = verdict = judge(rank, scaling, provider, exchange)
+        if not verdict.get("ok"):
+            way = Way(provider, exchange, scaling.tokens)
+            yield from ({**_head(rank, scaling, job, way), **verdict, "ratio": {}} for job in JOBS)
+            continue
+        for total in totals:
+            given = scaling.draw(rank, total // R, rank.number)
+            ways[Way(provider, exchange, total)] = bind(rank, given, provider, exchange, total)
+    for job in JOBS:
+        runs = {str(i): calls[job] for i, calls in enumerate(ways.values())}
+        one_call = rank.time_in_turn(runs, scaling.rounds[0])
+        queued = rank.time_in_turn(runs, scaling.rounds[1], BURST)
+        measured: dict[Way, Row] = {}
+        for way, one, many, calls in zip(
+            ways, one_call.values(), queued.values(), ways.values(), strict=True
+        ):
+            measured[way] = {
+                **_head(rank, scaling, job, way), "ms": 1e3 * one.p50, "p20": 1e3 * one.p20,
+                "p80": 1e3 * one.p80, "runs": one.runs, "queued_ms": 1e3 * many.p50,
+                **verdicts.get((way.provider, way.exchange), {}), "ratio": {},
+            }  # fmt: skip
+            if (peak := rank.peak_mb(calls[job])) is not None:
+                measured[way]["peak_mb"] = peak
+        for way, row in measured.items():
+            _add_scaling(row, way, measured, R)
+            if way.provider == "gdn":
+                row |= predict(scaling, way, job, R, row)
+        for total in totals:
+            # FLA has one exchange, of the bytes of `gather`
+            rows.add_ratios(
+                {w.provider: x for w, x in measured.items() if (w.exchange, w.tokens) == ("gather", total)}
+            )
+        yield from measured.values()
+
+
+def judge(rank: Rank, scaling: Scaling, provider: str, exchange: str) -> Row:
+    """Return the verdict on outputs and gradients of all ranks beside one process with all tokens."""
+    given = scaling.draw(rank, scaling.tokens, 0)
+    expected = gdn_calls(given, {})["train"]()
+    context = gdn.ContextParallel(rank.group)
+    mine = {name: context.shard(x, 1) for name, x in given.tensors.items()}
+    local = replace(given, tensors=mine, do=context.shard(given.do, 1))
+    try:
+        outputs = bind(rank, local, provider, exchange, scaling.tokens)["train"]()
+    except (ImportError, ValueError, RuntimeError) as error:
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+    errors = rank.largest([_distance(x, context.shard(y, 1)) for x, y in zip(outputs, expected, strict=True)])
+    limits = error_limits(getattr(torch, scaling.dtype), "random")
+    shares = [error / limits[name] for name, error in zip(OUTPUTS, errors, strict=True)]
+    return {
+        "ok": max(shares) <= 1, "error": max(errors), "errors": dict(zip(OUTPUTS, errors, strict=True)),
+        "share_of_limit": max(shares),
+    }  # fmt: skip
+
+
+def bind(rank: Rank, given: Inputs, provider: str, exchange: str, tokens: int) -> Calls:
+    """Return the jobs of a rank on its own tokens of a sequence."""
+    if provider == "fla":
+        return fla_calls(rank, given, tokens)
+    context = gdn.ContextParallel(rank.group, exchange=exchange)
+    return gdn_calls(given, {"cp_context": context})
+
+
+def gdn_calls(given: Inputs, more: dict[str, Any]) -> Calls:
+    """Return the jobs of gdn."""
+    return _calls(given, lambda *x: gdn.chunk_gated_delta_rule(*x, use_qk_l2norm_in_kernel=True, **more)[0])
+
+
+def fla_calls(rank: Rank, given: Inputs, tokens: int) -> Calls:
+    """Return the jobs of FLA's context parallelism."""
+    from fla.ops.cp import build_cp_context  # type: ignore[import-not-found]
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+
+    offsets = torch.tensor([0, tokens], dtype=torch.int32, device=rank.device)
+    context = build_cp_context(offsets, group=rank.group)
+    options = {
+        "use_qk_l2norm_in_kernel": True, "cu_seqlens": context.cu_seqlens, "cp_context": context,
+    }  # fmt: skip
+    return _calls(given, lambda *x: chunk_gated_delta_rule(*x, **options)[0])
+
+
+def _calls(given: Inputs, rule: Callable[..., torch.Tensor]) -> Calls:
+    x = [given.tensors[name] for name in ARGUMENTS]
+    leaves = [t.detach().requires_grad_() for t in x]
+
+    def train() -> tuple[torch.Tensor, ...]:
+        o = rule(*leaves)
+        return (o.detach(), *torch.autograd.grad(o, leaves, given.do))
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return (rule(*x),)
+
+    return {"train": train, "forward": forward}
+
+
+def predict(scaling: Scaling, way: Way, job: str, num_ranks: int, row: Row) -> Row:
+    """Return the cost model's times of one call and in a row, and their shares of the measured ones.
+
+    No fields where the model of local work does not hold: other sizes than K = V = 128, or fp32.
+    """
+    width = getattr(torch, scaling.dtype).itemsize
+    form = cost.Form(*scaling.heads, scaling.size, scaling.size, way.tokens, width)
+    R = 1 if way.exchange == ONE else num_ranks
+    if local_work(form, way.tokens // R) is None:
+        return {}
+    work = H100 if "H100" in (torch.cuda.get_device_name() if torch.cuda.is_available() else "") else None
+    fields: Row = {}
+    for name, machine in (("", cost.ONE_CALL), ("queued_", cost.Machine())):
+        timeline = simulate(
+            form, [way.tokens // R] * R, machine, work, exchange=None if R == 1 else way.exchange,
+            has_backward=job == "train",
+        )  # fmt: skip
+        fields[f"{name}predicted_ms"] = 1e3 * timeline.end
+        fields[f"{name}predicted"] = 1e3 * timeline.end / row[f"{name}ms"]
+    return fields
+
+
+def _add_scaling(row: Row, way: Way, measured: dict[Way, Row], num_ranks: int) -> None:
+    """Add strong and weak scaling to a row of several ranks, where one GPU was timed at that size."""
+    if way.exchange == ONE:
+        return
+    for name in ("", "queued_"):
+        if one := measured.get(Way("gdn", ONE, way.tokens)):
+            row[f"{name}speedup"] = one[f"{name}ms"] / row[f"{name}ms"]
+        if one := measured.get(Way("gdn", ONE, way.tokens // num_ranks)):
+            row[f"{name}weak"] = row[f"{name}ms"] / one[f"{name}ms"]
+
+
+def _kinds(scaling: Scaling) -> Iterator[tuple[str, str]]:
+    for provider in scaling.providers:
+        if provider == "gdn":
+            yield from ((provider, exchange) for exchange in scaling.exchanges)
+        else:
+            yield provider, "gather"
+
+
+def _head(rank: Rank, scaling: Scaling, job: str, way: Way) -> Row:
+    """Return the fields that describe a row."""
+    (H, HV), R = scaling.heads, 1 if way.exchange == ONE else rank.num_ranks
+    how = ONE if R == 1 else f"{R} ranks, {way.exchange}"
+    label = "ranks" if scaling.gate == MIXED.gate else f"ranks:{scaling.gate}"
+    return {
+        "pass": label, "case": f"{H}/{HV} 1x{way.tokens} {job}, {how}", "provider": way.provider,
+        "backend": None,
+        "H": H, "HV": HV, "K": scaling.size, "V": scaling.size, "N": 1, "T": way.tokens,
+        "gate": scaling.gate, "dtype": scaling.dtype, "num_ranks": R,
+        "exchange": None if R == 1 else way.exchange,
+    }  # fmt: skip
+
+
+def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return norm(x - y) / norm(y)."""
+    y = y.double()
+    return float((x.double() - y).norm() / y.norm().clamp(min=1e-30))

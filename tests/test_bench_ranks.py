@@ -1,0 +1,125 @@
+"""`gdn bench ranks` and `links` with gloo at toy sizes: rows, wrong answers, failing ranks, predictions."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+import gdn_bench.timing.ranks as starting
+from gdn.cli.app import build_app
+from gdn.distributed import cost
+from gdn_bench.passes import links, ranks
+from gdn_bench.results import pages, rows, tables
+
+CPU = torch.device("cpu")
+TOY = ranks.Scaling((2, 4), 16, tokens=128, local=64, dtype="float32", rounds=(1, 1))
+TOY_OPTIONS = "--device cpu --heads 2/4 --size 16 --tokens 128 --local 64 --providers gdn,fla"
+
+
+def quickly(work, num_ranks, device, chosen, start=starting.run_on_ranks):
+    """Start the ranks with one time of each call."""
+    return start(work, num_ranks, device, replace(chosen, rounds=(1, 1)))
+
+
+def run_command(monkeypatch, folder, command):
+    monkeypatch.setattr(starting, "run_on_ranks", quickly)
+    out = folder / "rows.jsonl"
+    done = CliRunner().invoke(build_app(), ["bench", *command.split(), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    return rows.read(out), done.output
+
+
+def test_ranks_are_timed_beside_one_process(monkeypatch, tmp_path):
+    found, output = run_command(monkeypatch, tmp_path, f"ranks {TOY_OPTIONS}")
+    ours = [row for row in found if row["provider"] == "gdn"]
+    names = [row["case"] for row in ours if " train" in row["case"]]
+    assert names == [
+        *(f"2/4 1x{T} train, one GPU" for T in (128, 64)),
+        *(f"2/4 1x128 train, 2 ranks, {x}" for x in ranks.EXCHANGES),
+    ]
+    assert len(ours) == 2 * len(names) and all(row["ms"] > 0 and row["queued_ms"] > 0 for row in ours)
+    many = [row for row in ours if row["num_ranks"] == 2]
+    assert all(row["ok"] and set(row["errors"]) == set(ranks.OUTPUTS) for row in many)
+    assert all("speedup" in row and "queued_weak" in row for row in many)
+    theirs = [row for row in found if row["provider"] == "fla"]
+    assert len(theirs) == 2 and all("failed" in row and "ms" not in row for row in theirs)
+    assert "speedup" in output and "FLA / gdn" in output
+    assert pages.section(pages.Results("cpu", found), "ranks")
+
+
+def test_links_are_timed_and_fitted(monkeypatch, tmp_path):
+    command = "links --device cpu --heads 2 --size 16 --most 32768"
+    found, output = run_command(monkeypatch, tmp_path, command)
+    assert [row["case"] for row in found] == [
+        *(f"{x} {n} KiB, 2 ranks" for x in ("all_gather", "all_to_all") for n in (4, 32)),
+        *(f"{x} of states {y}, 2 heads, 2 ranks" for x in cost.FLAT for y in ("forward", "backward")),
+    ]
+    assert all(row["ms"] > 0 and row["predicted_ms"] > 0 for row in found)
+    assert all("latency_us" in row for row in found[:4]) and "bandwidth" in output
+    assert json.dumps(tables.build_table("links", found).lines)
+
+
+def scaled(rank, scaling):
+    """Return rows of ranks whose outputs are wrong by a thousandth."""
+    calls = ranks.bind
+
+    def wrong(*given):
+        jobs = calls(*given)
+        return {job: lambda run=run: tuple(1.001 * x for x in run()) for job, run in jobs.items()}
+
+    ranks.bind = wrong
+    yield from ranks.measure(rank, scaling)
+
+
+def test_what_differs_from_one_process_has_no_time():
+    found = list(starting.run_on_ranks(scaled, 2, CPU, replace(TOY, exchanges=("gather",))))
+    wrong = [row for row in found if row["num_ranks"] == 2]
+    assert len(wrong) == 2 and not any(row["ok"] or "ms" in row for row in wrong)
+    assert all(tables.reason(row)[0] == "wrong" for row in wrong)
+
+
+def fail_on_one(rank):
+    if rank.number == 1:
+        raise ValueError("this rank fails")
+    yield {"case": "first"}
+    rank.largest([0.0])  # waits for the other rank
+
+
+def test_a_rank_that_fails_ends_all():
+    found = []
+    with pytest.raises(RuntimeError, match="(?s)rank 1 failed.*this rank fails"):
+        found.extend(starting.run_on_ranks(fail_on_one, 2, CPU))
+
+
+@pytest.mark.parametrize("options, words", [
+    ("ranks --exchanges ring", "exchanges: expected some of gather, owner, heads, got ring"),
+    ("ranks --heads 3/4", "heads: expected H/HV"), ("ranks --tokens 127", "tokens: expected a multiple of 2"),
+    ("ranks --gate soft", "gate: expected one of"), ("links --most 5000", "most: expected at least 32768"),
+])  # fmt: skip
+def test_a_usage_error(options, words):
+    done = CliRunner().invoke(build_app(), ["bench", *options.split(), "--device", "cpu"])
+    assert done.exit_code == 2 and words in " ".join(done.output.replace("│", " ").split())
+
+
+def test_fit_finds_the_link():
+    received = [2.0**n for n in (12, 18, 21, 26)]
+    found = links.fit([1.5 * 9e-6 + x / 3e11 for x in received], 1.5, received)
+    assert found == pytest.approx({"latency_us": 9, "link_gb_per_s": 300})
+    assert links.fit([2e-5, 1e-5], 1.0, [1.0, 1e9])["link_gb_per_s"] is None
+
+
+def test_predictions_stand_beside_sizes_of_the_model():
+    row = {"ms": 10.0, "queued_ms": 8.0}
+    one, two = (
+        ranks.predict(ranks.Scaling(), ranks.Way("gdn", x, 131072), "train", 2, row)
+        for x in ("one GPU", "gather")
+    )
+    assert 1.7 < one["predicted_ms"] / two["predicted_ms"] < 2
+    assert two["queued_predicted"] == pytest.approx(two["queued_predicted_ms"] / 8)
+    assert two["predicted_ms"] - two["queued_predicted_ms"] == pytest.approx(2e3 * cost.ONE_CALL.host)
+    assert ranks.predict(TOY, ranks.Way("gdn", "gather", 128), "train", 2, row) == {}
