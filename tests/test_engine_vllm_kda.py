@@ -1,7 +1,7 @@
 """Test gdn's plug-in on vLLM's own layers with a decay per key channel, from its wheel (`make engines`).
 
-The layers of Kimi-Linear, Kimi K3, GLM-5.3-Flash and Ling-3.0 are built by vLLM's constructors through its registry,
-called through their forward with metadata of vLLM's builder, and compared with the recurrence in fp64.
+The layers of Kimi-Linear, Kimi K3, GLM-5.3-Flash and Ling-3.0 are built by vLLM's constructors through its
+registry, called through their forward with metadata of vLLM's builders, and compared with the recurrence in fp64.
 """
 
 import inspect
@@ -279,7 +279,7 @@ def test_what_decides_in_vllm(package, monkeypatch):
     assert resolve("auto", 128, bf16, -5.0) == "flashkda" == resolve("flashkda", 128, bf16, -5.0)
     assert resolve("triton", 128, bf16, -5.0) == resolve("auto", 64, bf16, -5.0) == "triton"
     assert resolve("auto", 128, bf16, None) == resolve("auto", 128, torch.float16, -5.0) == "triton"
-    # K3's own layer: FlashKDA for prompts, and a fused kernel for single tokens in bf16 with 12, 24, 48 or 96 heads
+    # K3's own layer: FlashKDA, and a fused kernel for single tokens in bf16 with 12, 24, 48 or 96 heads
     assert package.k3.resolve_kda_prefill_backend("auto", 128, bf16, torch.float32, -5.0) == "flashkda"
     decide, sizes = package.k3.resolve_kda_decode_backend, (128, 4, 0, bf16, bf16, torch.float32)
     monkeypatch.setattr(torch.ops._C, "fused_kda_decode", None, raising=False)

@@ -123,8 +123,8 @@ class KimiLayer(ChannelLayer):
 class KimiK3Layer(KimiLayer):
     """Run the layer of Kimi K3, whose metadata has a builder of its own: convolution, rule and norm.
 
-    vLLM's own layer runs one fused kernel for a step of single tokens, by --kda-decode-backend, and another one
-    for drafts, by kda_spec_decode_backend; neither decides here.
+    vLLM's own layer runs one fused kernel for a step of single tokens, by --kda-decode-backend, and another
+    one for drafts, by kda_spec_decode_backend; neither decides here.
     """
 
     @property
@@ -231,7 +231,7 @@ def make_channel_layers() -> dict[str, type]:
         try:
             original = getattr(import_module(module), name)
         except Exception as error:
-            # a model's file may need packages, or a device, that its users alone have: others start without it
+            # a model's file may need packages, or a device, that its users alone have
             logger.info("%s is left to vLLM, its file cannot be imported: %s", name, error)
             continue
         methods: dict[str, Any] = {"__module__": __name__}
