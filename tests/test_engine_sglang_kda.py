@@ -102,8 +102,8 @@ def backend_of(package, monkeypatch, T=3, H=H, K=K, dtype=torch.float32):
     """Return SGLang's KDAAttnBackend around pools, its convolution on the CPU, and the pools."""
     P = H * K
     pools = SimpleNamespace(
-        conv=[torch.randn(SLOTS, W - 1, 3 * P, dtype=dtype)], temporal=torch.randn(SLOTS, H, K, K), replayssm_d=None,
-        replayssm_k=None, replayssm_g=None, intermediate_ssm=torch.zeros(4, T, H, K, K),
+        conv=[torch.randn(SLOTS, W - 1, 3 * P, dtype=dtype)], temporal=torch.randn(SLOTS, H, K, K),
+        replayssm_d=None, replayssm_k=None, replayssm_g=None, intermediate_ssm=torch.zeros(4, T, H, K, K),
         intermediate_conv_window=[torch.zeros(4, T, W - 1, 3 * P)],
     )  # fmt: skip
     made = object.__new__(package.channels.KDAAttnBackend)
@@ -210,7 +210,8 @@ def k3_of(package, layer):
     made = SimpleNamespace(
         attn=layer, o_norm=norm, head_dim=K, use_full_rank_gate=True, do_fuse_qkvbfg=True,
         _kda_hip_fused_decode_ready=False, _kda_fused_decode_ready=False, all_reduce_fusion=False,
-        o_proj=lambda x: (x, None), forward_qkvbfg_fused=lambda x, defer_f_b: x.split([3 * H * K, H] + [H * K] * 2, 1),
+        o_proj=lambda x: (x, None),
+        forward_qkvbfg_fused=lambda x, defer_f_b: x.split([3 * H * K, H, H * K, H * K], 1),
     )  # fmt: skip
     package.k3.KimiK3DeltaAttention._prepare_fused_decode(made)
     assert made._kda_fused_decode_ready

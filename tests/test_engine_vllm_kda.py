@@ -1,7 +1,7 @@
 """Test gdn's plug-in on vLLM's own layers with a decay per key channel, from its wheel (`make engines`).
 
 The layers of Kimi-Linear, Kimi K3, GLM-5.3-Flash and Ling-3.0 are built by vLLM's constructors through its
-registry, called through their forward with metadata of vLLM's builders, and compared with the recurrence in fp64.
+registry, called through their forward with metadata of vLLM's builders, and compared with fp64.
 """
 
 import inspect

@@ -295,8 +295,9 @@ def register_backend() -> None:
     """Add "gdn" to SGLang's kernel backends of linear attention; a second call does nothing.
 
     --linear-attn-decode-backend gdn, --linear-attn-prefill-backend gdn and --linear-attn-verify-backend gdn
-    then select gdn's kernel, whatever SGLang's defaults are; without them nothing changes. With a decay per key
-    channel the first one brings the convolution to gdn as well. Call it before SGLang's arguments are parsed. Raises ImportError without SGLang.
+    then select gdn's kernel, whatever SGLang's defaults are; without them nothing changes. With a decay per
+    key channel the first one brings the convolution to gdn as well. Call it before SGLang's arguments are
+    parsed. Raises ImportError without SGLang.
     """
     choices = import_module("sglang.srt.arg_groups.choices")
     if sglang_dispatch.NAME in choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES:

@@ -147,9 +147,9 @@ class KDAKernel:
 def make_backend(original: type) -> type:
     """Return a subclass of SGLang's KDAAttnBackend that decodes with the convolution inside.
 
-    SGLang calls its fused kernel of Kimi K3's decode, and the convolution of every model, before the dispatcher
-    that its flags select. Where that dispatcher decodes on gdn, ours runs the convolution, the rule and K3's
-    norm as one `gdn.decode_step`. A step that gdn rejects is the method of SGLang's class.
+    SGLang calls its fused kernel of Kimi K3's decode, and the convolution of every model, before the
+    dispatcher that its flags select. Where that dispatcher decodes on gdn, ours runs the convolution, the
+    rule and K3's norm as one `gdn.decode_step`. A step that gdn rejects is the method of SGLang's class.
     """
 
     class Backend(original):  # type: ignore[misc, valid-type]
@@ -201,8 +201,9 @@ def _decode_layer(layer: Any, pool: Any, slots: Tensor, mixed: Any, a: Tensor, b
         norm["norm_activation"] = "sigmoid"
     o = decode_step(
         mixed, pool.conv[0].transpose(-1, -2), layer.conv_weights, layer.bias, b=b.reshape(-1, HV), **gates,
-        state=states, num_k_heads=layer.num_k_heads, head_k_dim=K, head_v_dim=V, lower_bound=layer.lower_bound,
-        use_qk_l2norm_in_kernel=True, state_v_first=True, read_index=slots, **norm,
+        state=states, num_k_heads=layer.num_k_heads, head_k_dim=K, head_v_dim=V,
+        lower_bound=layer.lower_bound, use_qk_l2norm_in_kernel=True, state_v_first=True, read_index=slots,
+        **norm,
     )  # fmt: skip
     if norm:
         layer._k3_onorm_consumed = True
