@@ -47,8 +47,8 @@ def load() -> SimpleNamespace:
 
     return SimpleNamespace(
         k3=kimi_k3, backend=gdn_backend, channels=kda_backend, utils=utils, triton=gdn_triton,
-        channel_triton=kda_triton, context=runtime_context, choices=choices, fields=exec_, own=own, own_channels=own_channels,
-        Metadata=ForwardMetadata,
+        channel_triton=kda_triton, context=runtime_context, choices=choices, fields=exec_, own=own,
+        own_channels=own_channels, Metadata=ForwardMetadata,
     )  # fmt: skip
 
 
