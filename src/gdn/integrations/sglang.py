@@ -314,5 +314,5 @@ def register_backend() -> None:
         dispatcher = sglang_dispatch.make_dispatcher(getattr(backend, name), kernel)
         HookRegistry.register(f"{path}.{name}", dispatcher, HookType.REPLACE)
     path, name = sglang_dispatch.CHANNEL_BACKEND, "KDAAttnBackend"
-    backend = make_backend(getattr(import_module(path), name))
-    HookRegistry.register(f"{path}.{name}", backend, HookType.REPLACE)
+    made = make_backend(getattr(import_module(path), name))
+    HookRegistry.register(f"{path}.{name}", made, HookType.REPLACE)
